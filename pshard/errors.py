@@ -1,0 +1,21 @@
+"""Errors that a user can act on. A command prints the message as one line and exits with code 2."""
+
+
+class UserError(Exception):
+    """Something the user gave is wrong. The message says what, where, and what to do."""
+
+
+class BudgetTooSmall(UserError):
+    """The VRAM budget cannot hold any plan.
+
+    Attributes:
+        smallest_mib: the smallest budget, in MiB, for which a plan exists.
+    """
+
+    def __init__(self, message: str, smallest_mib: int) -> None:
+        super().__init__(message)
+        self.smallest_mib = smallest_mib
+
+
+class StaleRegistry(UserError):
+    """A registry was made from other inputs than the ones at hand; the message names the input that changed."""
