@@ -1,1 +1,1 @@
-
+"""Chooses placements: candidates, costs, integer program, ordering, simulation, baselines, check. No torch."""

@@ -1,1 +1,1 @@
-
+"""Plan registry files: format, codec, fingerprint, store. No torch."""

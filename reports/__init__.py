@@ -1,1 +1,1 @@
-
+"""Measurements to tables, figures and pages."""

@@ -1,1 +1,1 @@
-
+"""Executes plans: arena, weights, streaming, blocks, kernels, KV cache, tensor parallel, sampling, engine."""

@@ -1,0 +1,79 @@
+"""Sizes of everything in the arena beside weights: one place, used by the planner and by the runtime's allocation."""
+
+from dataclasses import dataclass
+
+from pshard.model import ModelConfig, ModelSpec, kv_token_bytes
+from pshard.quant import align
+
+BUFFER_ALIGN = 256
+DEQUANT_BYTES = 96 << 20  # dequantised tile for large batches, at most; a whole matrix where it is smaller
+SMALL_BATCH = 64  # up to here kernels read packed weights in place; above, tiles are dequantised for a library GEMM
+ATTENTION_SPLITS = 64  # most pieces that one decode attention is cut into along the context
+TORCH_RESERVE_MIB = 96  # of a CUDA budget: cuBLAS workspace and what torch's allocator holds beside the arena
+LOGIT_ROWS = 64  # rows of logits computed at once
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A scratch buffer: shape in elements of `dtype` ("f32" or "act", the activations' type)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def nbytes(self, act_bytes: int) -> int:
+        n = 4 if self.dtype == "f32" else act_bytes
+        for s in self.shape:
+            n *= s
+        return align(n, BUFFER_ALIGN)
+
+
+def scratch_buffers(config: ModelConfig, tokens: int, sequences: int) -> tuple[Buffer, ...]:
+    """Every scratch buffer that a micro-batch of `tokens` tokens needs on the device, however its units are placed."""
+    heads, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    rows = min(tokens, max(sequences, LOGIT_ROWS))
+    buffers = [
+        Buffer("hidden", (tokens, config.d_model), "f32"),
+        Buffer("normed", (tokens, config.d_model), "act"),
+        Buffer("branch", (tokens, config.d_model), "act"),
+        Buffer("qkv", (tokens, heads + 2 * kv), "act"),
+        Buffer("mixed", (tokens, heads), "act"),
+        Buffer("gate_up", (tokens, 2 * config.d_ffn), "act"),
+        Buffer("logits", (rows, config.vocab), "f32"),
+    ]
+    if tokens <= SMALL_BATCH:
+        buffers.append(Buffer("partial", (tokens, config.n_heads, ATTENTION_SPLITS, config.head_dim + 2), "f32"))
+    else:
+        buffers.append(Buffer("attention_out", (tokens, heads), "act"))
+    return tuple(buffers)
+
+
+def dequant_bytes(spec: ModelSpec, tokens: int, act_bytes: int) -> int:
+    """Bytes of the tile that packed weights are dequantised into in large batches; 0 when kernels read them packed."""
+    if tokens <= SMALL_BATCH:
+        return 0
+    largest = max(t.rows * t.cols for u in spec.units if u.kind != "embedding" for t in u.matrices)
+    widest = max(t.cols for u in spec.units if u.kind != "embedding" for t in u.matrices)
+    return align(max(min(largest * act_bytes, DEQUANT_BYTES), 16 * widest * act_bytes), BUFFER_ALIGN)
+
+
+def kv_stage_bytes(config: ModelConfig, context: int, sequences: int, type_k: str, type_v: str) -> int:
+    """Bytes of the stage for one layer's KV when a layer keeps its KV on the host but attends on the device."""
+    return align(context * sequences * kv_token_bytes(config, type_k, type_v), BUFFER_ALIGN)
+
+
+def scratch_bytes(spec: ModelSpec, tokens: int, sequences: int, act_bytes: int) -> int:
+    """Bytes of scratch in the arena for micro-batches of up to `tokens` tokens, without staging slots and KV stage."""
+    fixed = sum(b.nbytes(act_bytes) for b in scratch_buffers(spec.config, tokens, sequences))
+    return fixed + dequant_bytes(spec, tokens, act_bytes)
+
+
+def kv_layer_bytes(config: ModelConfig, context: int, sequences: int, type_k: str, type_v: str) -> int:
+    """Bytes of one layer's KV cache: `context` cells for each of `sequences`."""
+    return align(context * sequences * kv_token_bytes(config, type_k, type_v), BUFFER_ALIGN)
+
+
+def arena_bytes(budget_mib: int, kind: str) -> int:
+    """Bytes of the arena that a budget allows on an accelerator of that kind ("cuda" or "cpu")."""
+    reserve = TORCH_RESERVE_MIB if kind == "cuda" else 0
+    return max(0, budget_mib - reserve) << 20

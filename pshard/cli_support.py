@@ -1,0 +1,114 @@
+"""What every command shares: one-line errors with exit code 2, sizes with suffixes, lists and ranges, model lookup."""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from pshard.errors import UserError
+
+MIB = 1 << 20
+_SUFFIX = {"": 1, "m": 1, "mib": 1, "g": 1024, "gib": 1024, "k": 1 / 1024, "kib": 1 / 1024}
+
+
+def run_cli(main: Callable[[list[str]], int], argv: list[str] | None = None) -> int:
+    """Run a command's main; UserError becomes one line on stderr and exit code 2, Ctrl-C exit code 130."""
+    try:
+        return main(sys.argv[1:] if argv is None else argv)
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def new_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """A parser that refuses abbreviated flags and reports errors in one line."""
+
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> None:  # type: ignore[override]
+            raise UserError(f"{message}; see {self.prog} --help")
+
+    return Parser(prog=prog, description=description, allow_abbrev=False)
+
+
+def parse_mib(text: str) -> int:
+    """ "12000", "12000M", "11.5G" -> MiB. Raises argparse.ArgumentTypeError."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)", text.strip())
+    if not match or match[2].lower() not in _SUFFIX:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size in MiB (12000, 12000M, 11.5G)")
+    return int(float(match[1]) * _SUFFIX[match[2].lower()])
+
+
+def parse_mib_list(text: str) -> tuple[int, ...]:
+    """ "12000,8000" -> one budget per device."""
+    return tuple(parse_mib(part) for part in text.split(","))
+
+
+def parse_ints(text: str) -> tuple[int, ...]:
+    """Lists and ranges as in llama-bench: "512", "1,4,16", "1-4" (also "1-9+2", "1-64*2")."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+)(?:([+*])(\d+))?)?", part.strip())
+        if not match:
+            raise argparse.ArgumentTypeError(f"{part!r} is not a number or range (4, 1-4, 1-9+2, 1-64*2)")
+        first, last = int(match[1]), int(match[2] or match[1])
+        op, step = match[3] or "+", int(match[4] or 1)
+        if (op == "+" and step < 1) or (op == "*" and (step < 2 or first < 1)):
+            raise argparse.ArgumentTypeError(f"{part!r} never reaches its end")
+        while first <= last:
+            numbers.append(first)
+            first = first + step if op == "+" else first * step
+    return tuple(numbers)
+
+
+def parse_ratios(text: str) -> tuple[float, ...]:
+    """ "3,1" or "3/1" -> (0.75, 0.25). Raises argparse.ArgumentTypeError."""
+    try:
+        numbers = [float(part) for part in re.split("[,/]", text)]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of ratios (3,1)") from None
+    if any(n < 0 for n in numbers) or sum(numbers) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: ratios are 0 or more, and one is above 0")
+    return tuple(n / sum(numbers) for n in numbers)
+
+
+def env_default(name: str, convert: Callable, fallback):
+    """Value of PSHARD_<name> converted, else the fallback. The command line wins over both."""
+    text = os.environ.get(f"PSHARD_{name}")
+    if text is None:
+        return fallback
+    try:
+        return convert(text)
+    except (argparse.ArgumentTypeError, ValueError) as error:
+        raise UserError(f"environment variable PSHARD_{name}: {error}") from None
+
+
+def find_model(given: str | None) -> Path:
+    """The model that was asked for: the flag, PSHARD_MODEL, or the bundled demo (and says so on stderr)."""
+    if given:
+        return Path(given)
+    if os.environ.get("PSHARD_MODEL"):
+        path = Path(os.environ["PSHARD_MODEL"])
+        print(f"model: {path} (from PSHARD_MODEL)", file=sys.stderr)
+        return path
+    bundled = Path(__file__).resolve().parent.parent / "examples" / "demo.gguf"
+    if not bundled.exists():
+        raise UserError("no model given and the bundled one is not installed; pass -m MODEL or set PSHARD_MODEL")
+    print(f"model: {bundled} (the bundled demo; choose another with -m)", file=sys.stderr)
+    return bundled
+
+
+def cache_dir() -> Path:
+    """Folder for profiles and registries that cannot stand beside their model. PSHARD_CACHE overrides."""
+    if os.environ.get("PSHARD_CACHE"):
+        return Path(os.environ["PSHARD_CACHE"])
+    from platformdirs import user_cache_dir
+
+    return Path(user_cache_dir("pshard", appauthor=False))

@@ -1,0 +1,86 @@
+"""Frozen dataclasses to JSON and back, and files that are written whole or not at all."""
+
+import dataclasses
+import json
+import os
+import tempfile
+import types
+import typing
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def to_json(value: Any) -> Any:
+    """A dataclass tree as dicts, lists and scalars."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, list | tuple):
+        return [to_json(v) for v in value]
+    if isinstance(value, dict):
+        return {k: to_json(v) for k, v in value.items()}
+    return value
+
+
+def from_json(kind: type[T], data: Any) -> T:
+    """Build the dataclass `kind` from JSON data. Raises ValueError that names the field at fault."""
+    return _build(kind, data, kind.__name__)
+
+
+def _build(kind: Any, data: Any, where: str) -> Any:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        if data is None and type(None) in args:
+            return None
+        return _build(next(a for a in args if a is not type(None)), data, where)
+    if origin is tuple:
+        if not isinstance(data, list):
+            raise ValueError(f"{where} is not a list")
+        if len(args) == 2 and args[1] is Ellipsis:
+            return tuple(_build(args[0], item, f"{where}[{i}]") for i, item in enumerate(data))
+        if len(data) != len(args):
+            raise ValueError(f"{where} has {len(data)} items, not {len(args)}")
+        return tuple(_build(a, item, f"{where}[{i}]") for i, (a, item) in enumerate(zip(args, data)))
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(data, dict):
+            raise ValueError(f"{where} is not an object")
+        hints, made = typing.get_type_hints(kind), {}
+        names = {f.name for f in dataclasses.fields(kind)}
+        if extra := sorted(set(data) - names):
+            raise ValueError(f"{where} has an unknown field {extra[0]!r}")
+        for f in dataclasses.fields(kind):
+            if f.name in data:
+                made[f.name] = _build(hints[f.name], data[f.name], f"{where}.{f.name}")
+            elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+                raise ValueError(f"{where} lacks the field {f.name!r}")
+        return kind(**made)
+    if kind is float and isinstance(data, int) and not isinstance(data, bool):
+        return float(data)
+    if kind in (int, float, str, bool) and type(data) is not kind:
+        raise ValueError(f"{where} is {data!r}, not {kind.__name__}")
+    return data
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Write a file through a temporary one beside it: readers see the old or the new one, never half of it.
+
+    Raises OSError (read-only folder, full disk) and leaves nothing behind.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def write_json_atomically(path: Path, data: Any) -> None:
+    """Write JSON (or a dataclass tree) as `write_text_atomically` does."""
+    write_text_atomically(path, json.dumps(to_json(data), indent=1) + "\n")

@@ -1,0 +1,149 @@
+"""MachineProfile: what a machine can do, measured with the runtime's own kernels or taken from datasheets. No torch."""
+
+from dataclasses import dataclass
+
+PROFILE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class HostInfo:
+    """The CPU side. `isa` is what the host kernels dispatch to; `kernels` is "native" or "torch"."""
+
+    cpu: str
+    isa: str
+    kernels: str
+    cores: int
+    numa_nodes: int
+    l3_bytes: int
+    memory_bytes: int
+    threads: int  # the thread count that the profile chose and the runtime uses
+    caches: tuple[tuple[str, int], ...] = ()  # ("L1d", bytes) ...
+
+
+@dataclass(frozen=True)
+class AcceleratorInfo:
+    """One accelerator. `kind`: "cuda" or "cpu" (the CPU as accelerator: a bounded arena and real copies)."""
+
+    kind: str
+    index: int
+    name: str
+    memory_bytes: int
+    pcie_generation: int = 0
+    pcie_width: int = 0
+    driver: str = ""
+
+
+@dataclass(frozen=True)
+class MatmulTiming:
+    """Seconds of x[tokens, cols] @ W[rows, cols].T with packed W, operands out of cache.
+
+    `device`: "host" or "acc" (the accelerator).
+    """
+
+    device: str
+    qtype: str
+    rows: int
+    cols: int
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class AttentionTiming:
+    """Seconds of attention of `tokens` new tokens over `context` cells in all (past and new), one layer."""
+
+    device: str
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    kv_type: str
+    tokens: int
+    context: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ElementwiseTiming:
+    """Seconds of what a unit does beside matmuls and attention.
+
+    `what`: "norm" (RMSNorm of [tokens, width]), "residual" (add), "rope" (rotate and store KV; width = all q and k
+    columns), "silu_mul" (SwiGLU product), "embed" (rows looked up on the host), "step" (fixed cost of one step of the
+    executor per unit, tokens = width = 1).
+    """
+
+    device: str
+    what: str
+    tokens: int
+    width: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CopyTiming:
+    """Seconds of one copy. `direction`: "h2d" or "d2h"; `memory`: "pinned" (page-locked) or "pageable"."""
+
+    direction: str
+    memory: str
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ReadTiming:
+    """Host DRAM read rate, bytes per second, with that many threads."""
+
+    threads: int
+    rate: float
+
+
+@dataclass(frozen=True)
+class Contention:
+    """Rates in bytes per second while several things use host DRAM or the link at once; 0 when not measured."""
+
+    link_with_cpu: float = 0.0  # host-to-device copies while CPU kernels read
+    cpu_with_link: float = 0.0  # what the CPU kernels read meanwhile
+    h2d_with_d2h: float = 0.0
+    d2h_with_h2d: float = 0.0
+
+
+@dataclass(frozen=True)
+class CollectiveTiming:
+    """Seconds of an all-reduce (sum) of `nbytes` over `ranks`."""
+
+    backend: str
+    ranks: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where figures come from. `source`: "measured" or "datasheet"."""
+
+    source: str
+    date: str
+    command: str
+    pshard: str
+    torch: str
+    python: str
+    os: str
+    quick: bool = False
+    notes: tuple[str, ...] = ()  # fallbacks that were used, one line each
+
+
+@dataclass(frozen=True)
+class MachineProfile:
+    """All of it. Tables are rows in no particular order; the planner interpolates."""
+
+    host: HostInfo
+    accelerators: tuple[AcceleratorInfo, ...]
+    matmuls: tuple[MatmulTiming, ...]
+    attention: tuple[AttentionTiming, ...]
+    elementwise: tuple[ElementwiseTiming, ...]
+    copies: tuple[CopyTiming, ...]
+    reads: tuple[ReadTiming, ...]
+    contention: Contention
+    handoff_seconds: float  # hidden vector accelerator -> host -> accelerator, without the work
+    provenance: Provenance
+    collectives: tuple[CollectiveTiming, ...] = ()
+    version: int = PROFILE_VERSION

@@ -1,0 +1,171 @@
+"""ModelSpec: what a model is made of, in units that are placed one by one. No torch.
+
+`pshard.models` builds it from a file's header; the planner, the registry and the runtime share it.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+from pshard.quant import TENSOR_ALIGN, align, file_nbytes, packed_nbytes
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One weight tensor: GGUF name, quant type, shape as (rows, cols) = (outputs, inputs), or (n,) for a vector."""
+
+    name: str
+    qtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0] if len(self.shape) == 2 else 1
+
+    @property
+    def cols(self) -> int:
+        return self.shape[-1]
+
+    @property
+    def role(self) -> str:
+        """Name inside its unit: `blk.3.attn_q.weight` -> `attn_q.weight`, `output.weight` stays."""
+        parts = self.name.split(".")
+        return ".".join(parts[2:]) if parts[0] == "blk" else self.name
+
+    @property
+    def file_nbytes(self) -> int:
+        """Bytes in the model file."""
+        return file_nbytes(self.qtype, self.rows, self.cols)
+
+    @property
+    def packed_nbytes(self) -> int:
+        """Bytes in the packed layout (host arena, VRAM, link). Vectors are held as float32."""
+        if len(self.shape) == 1:
+            return 4 * self.cols
+        return packed_nbytes(self.qtype, self.rows, self.cols)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding. `pairing`: "adjacent" rotates (2i, 2i+1), "halves" rotates (i, i + dims/2).
+
+    `scaling`: "none", "linear", "yarn" or "llama3". `freq_factors` (dims/2 divisors of the frequencies) come from the
+    file when it has them (`rope_freqs.weight`); llama3 scaling in safetensors is turned into them.
+    """
+
+    dims: int
+    base: float
+    pairing: str
+    scaling: str = "none"
+    factor: float = 1.0
+    original_context: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    freq_factors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Numbers of a decoder-only transformer that computing and planning need. Sizes in elements."""
+
+    architecture: str
+    n_layers: int
+    d_model: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    d_ffn: int
+    vocab: int
+    norm_eps: float
+    context: int
+    rope: Rope
+    qk_norm: bool = False
+    sliding_window: int = 0  # 0: full attention in every layer
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The smallest thing that is placed. `kind`: "embedding", "attention", "ffn" or "output".
+
+    attention = norm, q, k, v, rope, attention, o, residual; ffn = norm, gate, up, down, residual;
+    output = final norm and head. `layer` is -1 for embedding and output.
+    """
+
+    name: str
+    kind: str
+    layer: int
+    tensors: tuple[TensorSpec, ...]
+
+    @cached_property
+    def packed_nbytes(self) -> int:
+        """Bytes of the unit's contiguous blob: one copy moves it."""
+        return sum(align(t.packed_nbytes, TENSOR_ALIGN) for t in self.tensors)
+
+    @cached_property
+    def matrices(self) -> tuple[TensorSpec, ...]:
+        return tuple(t for t in self.tensors if len(t.shape) == 2)
+
+    def offsets(self) -> dict[str, tuple[int, TensorSpec]]:
+        """Role -> (offset of the tensor in the unit's blob, tensor)."""
+        table, at = {}, 0
+        for tensor in self.tensors:
+            table[tensor.role] = (at, tensor)
+            at += align(tensor.packed_nbytes, TENSOR_ALIGN)
+        return table
+
+    @property
+    def likeness(self) -> tuple:
+        """Units with equal likeness cost the same and belong to one class of the integer program."""
+        return (self.kind, tuple((t.role, t.qtype, t.shape) for t in self.tensors))
+
+    def matmul_flops(self, tokens: int) -> int:
+        """Multiply-adds x 2 of the unit's matrices for `tokens` tokens; an embedding only looks rows up."""
+        return 0 if self.kind == "embedding" else 2 * tokens * sum(prod(t.shape) for t in self.matrices)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model as the planner sees it. `units` are in execution order: embedding, (attention, ffn) per layer, output."""
+
+    name: str
+    path: str
+    config: ModelConfig
+    units: tuple[Unit, ...]
+
+    def unit(self, name: str) -> Unit:
+        """The unit of that name. Raises KeyError."""
+        return self._by_name[name]
+
+    @cached_property
+    def _by_name(self) -> dict[str, Unit]:
+        return {u.name: u for u in self.units}
+
+    @property
+    def packed_nbytes(self) -> int:
+        """Bytes of all units in the packed layout."""
+        return sum(u.packed_nbytes for u in self.units)
+
+
+KV_ELEMENT_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
+
+
+def kv_token_bytes(config: ModelConfig, type_k: str, type_v: str) -> int:
+    """Bytes of KV cache that one token of one sequence takes in one layer."""
+    width = config.n_kv_heads * config.head_dim
+    return width * (KV_ELEMENT_BYTES[type_k] + KV_ELEMENT_BYTES[type_v])
+
+
+def attention_flops(config: ModelConfig, tokens: int, past: int) -> int:
+    """Score and value FLOPs of causal attention in one layer: `tokens` new tokens after `past` cached ones."""
+    cells = tokens * past + tokens * (tokens + 1) // 2
+    return 4 * config.n_heads * config.head_dim * cells
+
+
+def truncate(spec: ModelSpec, layers: int) -> ModelSpec:
+    """The same model with only its first `layers` layers (for tests and quick measurements)."""
+    return replace(
+        spec,
+        config=replace(spec.config, n_layers=layers),
+        units=tuple(u for u in spec.units if u.layer < layers),
+    )

@@ -1,0 +1,131 @@
+"""Plans: where every unit lives and computes, per token tier, with what was predicted and how sure the solver is."""
+
+from dataclasses import dataclass
+
+REGISTRY_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one unit lives in one tier.
+
+    `where`: "pinned" (weights in the VRAM arena, computed there), "streamed" (copied to a staging slot before use,
+    computed there) or "cpu" (weights and compute on the host). `kv` is only for attention: "vram" or "host".
+    The embedding is "cpu" (rows looked up on the host) or "pinned".
+    """
+
+    unit: str
+    where: str
+    kv: str | None = None
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted time of one micro-batch, at `past` cached tokens per sequence, and what it is made of.
+
+    seconds: from simulating the steps. bound_seconds: no plan of this tier can be faster under the same costs.
+    busy: seconds that each resource works ("acc", "cpu", "link", "dram"). binds: the resource that limits the time
+    ("vram" when more memory would help first).
+    """
+
+    seconds: float
+    bound_seconds: float
+    busy: tuple[tuple[str, float], ...]
+    binds: str
+    link_bytes: int
+    past: int
+
+
+@dataclass(frozen=True)
+class Solve:
+    """What the solver said of a tier. gap is (objective - bound) / objective."""
+
+    status: str
+    objective: float
+    bound: float
+    gap: float
+    seconds: float
+    solver: str
+    strategy: str = "ilp"
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Bytes of the arena in one tier: [pinned | scratch and slots | KV from the right]."""
+
+    pinned: int
+    scratch: int
+    slots: int  # how many staging slots
+    slot_bytes: int  # bytes of each
+    kv: int
+
+    @property
+    def total(self) -> int:
+        return self.pinned + self.scratch + self.slots * self.slot_bytes + self.kv
+
+
+@dataclass(frozen=True)
+class TierPlan:
+    """The plan for micro-batches of up to `tokens` tokens. Placements are in unit order."""
+
+    tokens: int
+    placements: tuple[Placement, ...]
+    buffers: Buffers
+    prediction: Prediction
+    solve: Solve
+
+    def placement(self, unit: str) -> Placement:
+        """Placement of the unit of that name. Raises KeyError."""
+        for p in self.placements:
+            if p.unit == unit:
+                return p
+        raise KeyError(unit)
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """The plan of one rank (device) over its own slice of the model. `share` of 1.0 is the whole model."""
+
+    rank: int
+    budget_mib: int
+    share: float
+    pin_order: tuple[str, ...]  # pinned units of every tier are a prefix of this: no pin ever moves
+    kv_order: tuple[str, ...]  # attention units with KV in VRAM in every tier are a prefix of this
+    tiers: tuple[TierPlan, ...]
+
+    def covering(self, tokens: int) -> TierPlan:
+        """The smallest tier that covers `tokens`; raises ValueError when none does."""
+        for tier in self.tiers:
+            if tier.tokens >= tokens:
+                return tier
+        raise ValueError(f"no tier covers {tokens} tokens; the largest is {self.tiers[-1].tokens}")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """All tiers for one workload and set of budgets."""
+
+    vram_mib: tuple[int, ...]
+    context: int
+    sequences: int
+    type_k: str
+    type_v: str
+    max_ubatch: int
+    prompt: int
+    generated: int
+    split_mode: str
+    tensor_split: tuple[float, ...]
+    plan_needed: bool  # False: everything fits, every tier keeps everything in VRAM
+    ranks: tuple[RankPlan, ...]
+
+
+@dataclass(frozen=True)
+class Registry:
+    """A plan registry file. `fingerprint` digests `inputs`, which are spelled out so that a change can be named."""
+
+    fingerprint: str
+    inputs: tuple[tuple[str, str], ...]
+    model: str
+    created: str
+    variants: tuple[Variant, ...]
+    version: int = REGISTRY_VERSION

@@ -1,0 +1,168 @@
+"""Steps: the flat list that the planner simulates and the executor runs for one micro-batch. No torch.
+
+Copies of streamed units run ahead: whenever a staging slot becomes free, the next unit that uses that slot is copied
+into it, across the end of the micro-batch too (weights don't depend on tokens). So a micro-batch begins with the
+first `slots` streamed units already loaded or on their way; `enter` lists those copies for the first one of a tier.
+"""
+
+from dataclasses import dataclass
+
+from pshard.model import ModelSpec, kv_token_bytes
+from pshard.plan import TierPlan
+
+
+@dataclass(frozen=True)
+class CopyIn:
+    """Copy a unit's blob from host memory to a staging slot. Occupies the link (h2d) and host DRAM."""
+
+    unit: str
+    slot: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class FetchKV:
+    """Copy the used cells of a layer's KV from host memory to the KV stage. Occupies the link (h2d) and host DRAM."""
+
+    unit: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Run a unit. `on`: "acc" or "cpu"; `source` of its weights: "arena", "slot" or "host"."""
+
+    unit: str
+    on: str
+    source: str
+    slot: int | None = None
+
+
+@dataclass(frozen=True)
+class WriteBack:
+    """Copy the new cells of a layer's KV from the KV stage to host memory. Occupies the link (d2h)."""
+
+    unit: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Handoff:
+    """Move activations to the side ("acc" or "cpu") that computes next; the last one delivers logits to the host."""
+
+    to: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """Sum the ranks' partial outputs of a unit (float32 [tokens, d_model]) into the residual stream."""
+
+    unit: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Collect the ranks' slices of the logits."""
+
+    unit: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Free:
+    """A staging slot's unit has been computed; the slot may be written again."""
+
+    slot: int
+
+
+Step = CopyIn | FetchKV | Compute | WriteBack | Handoff | AllReduce | Gather | Free
+
+
+@dataclass(frozen=True)
+class StepList:
+    """`enter`: copies once when the tier is entered; `body`: one micro-batch."""
+
+    enter: tuple[CopyIn, ...]
+    body: tuple[Step, ...]
+
+    @property
+    def link_bytes(self) -> int:
+        """Bytes that one micro-batch moves host to device."""
+        return sum(
+            s.nbytes for s in self.body if isinstance(s, CopyIn | FetchKV) or (isinstance(s, Handoff) and s.to == "acc")
+        )
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Sizes of one micro-batch: new tokens, cells already cached (sum over its sequences), logit rows wanted."""
+
+    tokens: int
+    past: int
+    logit_rows: int
+    type_k: str = "bf16"
+    type_v: str = "bf16"
+    ranks: int = 1
+
+
+def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
+    """The steps of one micro-batch of `shape` under `tier`, in issue order."""
+    places = {p.unit: p for p in tier.placements}
+    streamed = [u for u in spec.units if places[u.name].where == "streamed"]
+    slots = tier.buffers.slots
+    if streamed and slots < 1:
+        raise ValueError("a tier that streams needs at least one staging slot")
+    slot_of = {u.name: i % slots for i, u in enumerate(streamed)} if streamed else {}
+    following = _next_in_slot(streamed, slots)
+    fetched = [
+        u for u in spec.units if u.kind == "attention" and places[u.name].where != "cpu" and places[u.name].kv == "host"
+    ]
+    cell = kv_token_bytes(spec.config, shape.type_k, shape.type_v)
+    hidden = shape.tokens * spec.config.d_model * 4
+    body: list[Step] = []
+
+    def fetch(index: int) -> None:
+        if index < len(fetched) and shape.past:
+            body.append(FetchKV(fetched[index].name, shape.past * cell))
+
+    fetch(0)
+    side, n_fetched = "cpu", 0  # token ids start on the host
+    for unit in spec.units:
+        place = places[unit.name]
+        on = "cpu" if place.where == "cpu" else "acc"
+        if on != side and unit.kind != "embedding":
+            body.append(Handoff(on, hidden))
+        side = on
+        source = {"pinned": "arena", "streamed": "slot", "cpu": "host"}[place.where]
+        body.append(Compute(unit.name, on, source, slot_of.get(unit.name)))
+        if unit.kind == "attention" and on == "acc" and place.kv == "host":
+            body.append(WriteBack(unit.name, shape.tokens * cell))
+            n_fetched += 1
+            fetch(n_fetched)
+        if shape.ranks > 1 and unit.kind in ("attention", "ffn"):
+            body.append(AllReduce(unit.name, hidden))
+        if unit.name in slot_of:
+            body.append(Free(slot_of[unit.name]))
+            after = following[unit.name]
+            if after is not None:
+                body.append(CopyIn(after.name, slot_of[after.name], after.packed_nbytes))
+    logits = shape.logit_rows * spec.config.vocab * 4
+    if side == "acc":
+        body.append(Handoff("cpu", logits))
+    if shape.ranks > 1:
+        body.append(Gather("output", logits))
+    enter = tuple(CopyIn(u.name, slot_of[u.name], u.packed_nbytes) for u in streamed[:slots])
+    return StepList(enter, tuple(body))
+
+
+def _next_in_slot(streamed: list, slots: int) -> dict:
+    """Unit -> the unit copied into its slot after it; None when the slot keeps its only unit."""
+    following = {}
+    for i, unit in enumerate(streamed):
+        after = i + slots
+        following[unit.name] = streamed[after] if after < len(streamed) else streamed[i % slots]
+        if following[unit.name] is unit:
+            following[unit.name] = None
+    return following
