@@ -1,0 +1,130 @@
+"""What blocks ask of a device's kernels. Three implementations: plain (torch, any device, the oracle), host (C++), cuda.
+
+Every function writes into `out` and allocates nothing that lasts. Shapes: M tokens (rows), D = d_model, H heads,
+G KV heads, d head_dim. Activations are `act_dtype` (float32 on the host, bfloat16 on CUDA); the residual stream
+`hidden` is float32 everywhere.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight matrix [rows, cols] in the packed layout: `data` is uint8, flat, on the device that computes."""
+
+    data: torch.Tensor
+    qtype: str
+    rows: int
+    cols: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive rows of a micro-batch that belong to one sequence: new tokens `start:start+tokens` after `past`."""
+
+    sequence: int
+    start: int
+    tokens: int
+    past: int
+
+
+@dataclass(frozen=True)
+class RowIndex:
+    """Where each row of a micro-batch stands: int32 [M] tensors on the computing device, segments on the host.
+
+    `cells` is the largest context of any row (past + new), an int for choosing launch sizes.
+    """
+
+    sequence: torch.Tensor
+    position: torch.Tensor
+    segments: tuple[Segment, ...]
+    cells: int
+
+    @property
+    def tokens(self) -> int:
+        return self.position.shape[0]
+
+
+@dataclass(frozen=True)
+class LayerKV:
+    """KV cache of one layer: k and v are [sequences, context, G, d] on the device that attends."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+@dataclass(frozen=True)
+class RopeTable:
+    """cos and sin, float32 [context, dims/2], on the device; `pairing` as in pshard.model.Rope."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    pairing: str
+
+
+class Kernels(Protocol):
+    """One device's kernels."""
+
+    act_dtype: torch.dtype
+
+    def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+        """out[M, D] = hidden[M, D] * rsqrt(mean(hidden^2) + eps) * weight[D]. hidden, weight float32; out act_dtype."""
+        ...
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: Packed,
+        out: torch.Tensor,
+        tile: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        accumulate: bool = False,
+    ) -> None:
+        """out[M, rows] = (out if accumulate else 0) + x[M, cols] @ W.T + bias[rows].
+
+        x act_dtype, row stride free, columns contiguous; out act_dtype or float32 (row stride free: a slice of a wider
+        buffer). `tile`: uint8 scratch of pshard.buffers.dequant_bytes for M above SMALL_BATCH (may be empty below).
+        """
+        ...
+
+    def gate_up(
+        self, x: torch.Tensor, gate: Packed, up: Packed, out: torch.Tensor, both: torch.Tensor, tile: torch.Tensor
+    ) -> None:
+        """out[M, F] = silu(x @ gate.T) * (x @ up.T), act_dtype. `both` [M, 2F] act_dtype is scratch; out may be a view
+        of its first M*F elements' columns (both[:, :F])."""
+        ...
+
+    def rope_store(
+        self,
+        qkv: torch.Tensor,
+        heads: tuple[int, int, int],
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+        rope: RopeTable,
+        rows: RowIndex,
+        kv: LayerKV,
+    ) -> None:
+        """qkv [M, (H + 2G) d] act_dtype, heads = (H, G, d). Per head: RMS-normalise q and k where a norm weight
+        (float32 [d]) is given, rotate q in place and k by each row's position, and store k and v at
+        kv.k[sequence, position], kv.v[sequence, position]."""
+        ...
+
+    def attention(
+        self,
+        qkv: torch.Tensor,
+        heads: tuple[int, int, int],
+        kv: LayerKV,
+        rows: RowIndex,
+        scale: float,
+        out: torch.Tensor,
+        partial: torch.Tensor | None,
+    ) -> None:
+        """Causal attention with grouped KV heads: the q part of qkv against kv[sequence, :position+1] per row.
+
+        out [M, H d] act_dtype. `partial`: float32 scratch [M, H, ATTENTION_SPLITS, d + 2] for M <= SMALL_BATCH.
+        """
+        ...
