@@ -28,23 +28,25 @@ class Buffer:
         return align(n, BUFFER_ALIGN)
 
 
-def scratch_buffers(config: ModelConfig, tokens: int, sequences: int) -> tuple[Buffer, ...]:
+def scratch_buffers(config: ModelConfig, tokens: int, sequences: int, context: int) -> tuple[Buffer, ...]:
     """Every scratch buffer that a micro-batch of `tokens` tokens needs on the device, however its units are placed."""
     heads, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     rows = min(tokens, max(sequences, LOGIT_ROWS))
     buffers = [
         Buffer("hidden", (tokens, config.d_model), "f32"),
         Buffer("normed", (tokens, config.d_model), "act"),
-        Buffer("branch", (tokens, config.d_model), "act"),
+        Buffer("branch", (tokens, config.d_model), "f32"),
         Buffer("qkv", (tokens, heads + 2 * kv), "act"),
         Buffer("mixed", (tokens, heads), "act"),
         Buffer("gate_up", (tokens, 2 * config.d_ffn), "act"),
         Buffer("logits", (rows, config.vocab), "f32"),
+        Buffer("positions", (tokens,), "f32"),
+        Buffer("sequences", (tokens,), "f32"),
+        Buffer("logit_rows", (rows,), "f32"),
+        Buffer("rope", (2, context, config.rope.dims // 2), "f32"),
     ]
     if tokens <= SMALL_BATCH:
         buffers.append(Buffer("partial", (tokens, config.n_heads, ATTENTION_SPLITS, config.head_dim + 2), "f32"))
-    else:
-        buffers.append(Buffer("attention_out", (tokens, heads), "act"))
     return tuple(buffers)
 
 
@@ -62,9 +64,9 @@ def kv_stage_bytes(config: ModelConfig, context: int, sequences: int, type_k: st
     return align(context * sequences * kv_token_bytes(config, type_k, type_v), BUFFER_ALIGN)
 
 
-def scratch_bytes(spec: ModelSpec, tokens: int, sequences: int, act_bytes: int) -> int:
+def scratch_bytes(spec: ModelSpec, tokens: int, sequences: int, act_bytes: int, context: int) -> int:
     """Bytes of scratch in the arena for micro-batches of up to `tokens` tokens, without staging slots and KV stage."""
-    fixed = sum(b.nbytes(act_bytes) for b in scratch_buffers(spec.config, tokens, sequences))
+    fixed = sum(b.nbytes(act_bytes) for b in scratch_buffers(spec.config, tokens, sequences, context))
     return fixed + dequant_bytes(spec, tokens, act_bytes)
 
 

@@ -1,4 +1,4 @@
-"""What blocks ask of a device's kernels. Three implementations: plain (torch, any device, the oracle), host (C++), cuda.
+"""What blocks ask of a device's kernels: plain (torch, any device, the oracle), host (C++) and cuda (Triton).
 
 Every function writes into `out` and allocates nothing that lasts. Shapes: M tokens (rows), D = d_model, H heads,
 G KV heads, d head_dim. Activations are `act_dtype` (float32 on the host, bfloat16 on CUDA); the residual stream
