@@ -1,0 +1,296 @@
+"""Tiny model files with random weights for tests: GGUF files, Hugging Face folders, and a GGUF made from the latter.
+
+Matrices have a standard deviation near 1/sqrt(inputs), so activations keep their size through the layers; norms and
+biases are random too, so that leaving one out shows.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a tiny model; columns are multiples of 256 so that every quant type fits."""
+
+    n_layers: int = 2
+    d_model: int = 256
+    n_heads: int = 4
+    n_kv_heads: int = 2
+    head_dim: int = 64
+    d_ffn: int = 512
+    vocab: int = 320
+    context: int = 512
+    rope_base: float = 10000.0
+    norm_eps: float = 1e-6
+
+    def tensors(self, arch: str, tied: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """GGUF names and shapes (rows, cols) of every tensor of that architecture."""
+        d, q, kv = self.d_model, self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        yield "token_embd.weight", (self.vocab, d)
+        for i in range(self.n_layers):
+            b = f"blk.{i}."
+            yield b + "attn_norm.weight", (d,)
+            for role, rows in (("attn_q", q), ("attn_k", kv), ("attn_v", kv)):
+                yield b + f"{role}.weight", (rows, d)
+                if arch == "qwen2":
+                    yield b + f"{role}.bias", (rows,)
+            yield b + "attn_output.weight", (d, q)
+            if arch == "qwen3":
+                yield b + "attn_q_norm.weight", (self.head_dim,)
+                yield b + "attn_k_norm.weight", (self.head_dim,)
+            yield b + "ffn_norm.weight", (d,)
+            yield b + "ffn_gate.weight", (self.d_ffn, d)
+            yield b + "ffn_up.weight", (self.d_ffn, d)
+            yield b + "ffn_down.weight", (d, self.d_ffn)
+        yield "output_norm.weight", (d,)
+        if not tied:
+            yield "output.weight", (self.vocab, d)
+
+
+def write_gguf(
+    path: Path,
+    arch: str = "llama",
+    *,
+    qtype: str = "F32",
+    qtypes: dict[str, str] | None = None,
+    tied: bool = False,
+    seed: int = 0,
+    metadata: dict[str, Any] | None = None,
+    extra: dict[str, np.ndarray] | None = None,
+    omit: tuple[str, ...] = (),
+    **shape: Any,
+) -> Path:
+    """Write a random model of architecture "llama", "qwen2" or "qwen3" and return its path.
+
+    Every matrix has quant type `qtype` unless `qtypes` names another for its role ("ffn_down.weight": "Q6_K"); vectors
+    are F32. `shape` overrides fields of Shape; `metadata` sets further keys (values: str, bool, int, float, lists);
+    `extra` adds or replaces tensors (float32) and `omit` leaves some out.
+    """
+    sizes = Shape(**shape)
+    rng = np.random.default_rng(seed)
+    writer = _start_writer(path, arch, sizes)
+    _add_metadata(writer, {"tokenizer.ggml.model": "none", **(metadata or {})})
+    extra = extra or {}
+    for name, dims in sizes.tensors(arch, tied):
+        role = name.split(".", 2)[2] if name.startswith("blk.") else name
+        if name in omit or name in extra:
+            continue
+        if len(dims) == 1:
+            writer.add_tensor(name, random_vector(name, dims[0], rng))
+        else:
+            kind = (qtypes or {}).get(role, qtype)
+            _add_encoded(writer, name, random_matrix(*dims, kind, rng), kind)
+    for name, array in extra.items():
+        writer.add_tensor(name, array.astype(np.float32))
+    return _finish(writer, path)
+
+
+def random_vector(name: str, n: int, rng: np.random.Generator) -> np.ndarray:
+    """A norm's weight around 1 or a bias around 0, float32."""
+    centre = 0.0 if name.endswith("bias") else 1.0
+    return (centre + 0.1 * rng.standard_normal(n)).astype(np.float32)
+
+
+def random_matrix(rows: int, cols: int, qtype: str, rng: np.random.Generator) -> np.ndarray:
+    """Encoded random weights, u8 [rows, bytes of a row], with standard deviation near 1/sqrt(cols)."""
+    std = cols**-0.5
+    if qtype in _K_SCALES:  # the gguf package cannot encode these: random codes under scales that give the same spread
+        return _random_k_blocks(rows, cols, qtype, std, rng)
+    weights = (std * rng.standard_normal((rows, cols))).astype(np.float32)
+    encoded = gguf.quants.quantize(weights, gguf.GGMLQuantizationType[qtype])
+    return np.ascontiguousarray(encoded).view(np.uint8).reshape(rows, -1)
+
+
+# K types: offset of the float16 scale (and of the scale of minimums), standard deviation of weight / scale for random
+# codes, and the ratio of the two scales that centres the weights at zero.
+_K_SCALES = {
+    "Q2_K": (80, 82, 15.0, 1.5),
+    "Q3_K": (108, None, 42.0, 0.0),
+    "Q4_K": (0, 2, 260.0, 7.5),
+    "Q5_K": (0, 2, 530.0, 15.5),
+    "Q6_K": (208, None, 1370.0, 0.0),
+}
+
+
+def _random_k_blocks(rows: int, cols: int, qtype: str, std: float, rng: np.random.Generator) -> np.ndarray:
+    block, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[qtype]]
+    at_scale, at_min, spread, ratio = _K_SCALES[qtype]
+    blocks = rng.integers(0, 256, (rows, cols // block, nbytes), dtype=np.uint8)
+    scale = std / spread * rng.uniform(0.8, 1.2, blocks.shape[:2])
+    blocks[..., at_scale : at_scale + 2] = scale.astype(np.float16)[..., None].view(np.uint8)
+    if at_min is not None:
+        blocks[..., at_min : at_min + 2] = (ratio * scale).astype(np.float16)[..., None].view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+def _start_writer(path: Path, arch: str, s: Shape) -> gguf.GGUFWriter:
+    writer = gguf.GGUFWriter(str(path), arch)
+    writer.add_name(path.stem)
+    writer.add_block_count(s.n_layers)
+    writer.add_context_length(s.context)
+    writer.add_embedding_length(s.d_model)
+    writer.add_feed_forward_length(s.d_ffn)
+    writer.add_head_count(s.n_heads)
+    writer.add_head_count_kv(s.n_kv_heads)
+    writer.add_key_length(s.head_dim)
+    writer.add_value_length(s.head_dim)
+    writer.add_rope_dimension_count(s.head_dim)
+    writer.add_rope_freq_base(s.rope_base)
+    writer.add_layer_norm_rms_eps(s.norm_eps)
+    writer.add_vocab_size(s.vocab)
+    return writer
+
+
+def _add_metadata(writer: gguf.GGUFWriter, values: dict[str, Any]) -> None:
+    """Add keys, replacing those that are there; a value of None removes the key."""
+    for key, value in values.items():
+        writer.kv_data[0].pop(key, None)
+        if value is None:
+            continue
+        kind = gguf.GGUFValueType.get_type(value)
+        if kind == gguf.GGUFValueType.INT32 and value >= 0:
+            kind = gguf.GGUFValueType.UINT32
+        sub_type = gguf.GGUFValueType.get_type(value[0]) if isinstance(value, list) else None
+        writer.add_key_value(key, value, kind, sub_type=sub_type)
+
+
+def _add_encoded(writer: gguf.GGUFWriter, name: str, encoded: np.ndarray, qtype: str) -> None:
+    if qtype in ("F32", "F16"):
+        writer.add_tensor(name, encoded.view(np.float32 if qtype == "F32" else np.float16))
+    else:
+        writer.add_tensor(name, encoded, raw_dtype=gguf.GGMLQuantizationType[qtype])
+
+
+def _finish(writer: gguf.GGUFWriter, path: Path) -> Path:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file(progress=False)
+    writer.close()
+    return path
+
+
+def write_hf_folder(
+    path: Path,
+    arch: str = "llama",
+    *,
+    tied: bool = False,
+    rope: dict[str, Any] | None = None,
+    seed: int = 0,
+    dtype: str = "float32",
+    shard_bytes: int | None = None,
+    shape: dict[str, Any] | None = None,
+    **config: Any,
+) -> Any:
+    """Save a random transformers model ("llama", "mistral", "qwen2", "qwen3") to the folder; returns it in eval mode.
+
+    `rope` is a `rope_parameters` dict (LLAMA3_ROPE, YARN_ROPE, LINEAR_ROPE); `dtype` that of the saved tensors;
+    `shard_bytes` splits the file; `shape` overrides fields of Shape, `config` those of the transformers config.
+    """
+    import torch
+    import transformers
+
+    s = dataclasses.replace(Shape(), **(shape or {}))
+    name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[arch]
+    window = {"sliding_window": None} if arch == "mistral" else {}
+    settings = {
+        "num_hidden_layers": s.n_layers,
+        "hidden_size": s.d_model,
+        "num_attention_heads": s.n_heads,
+        "num_key_value_heads": s.n_kv_heads,
+        "head_dim": s.head_dim,
+        "intermediate_size": s.d_ffn,
+        "vocab_size": s.vocab,
+        "max_position_embeddings": s.context,
+        "rms_norm_eps": s.norm_eps,
+        "rope_parameters": rope or {"rope_type": "default", "rope_theta": s.rope_base},
+        "tie_word_embeddings": tied,
+        **window,
+        **config,
+    }
+    # the constructor may edit the dict of RoPE parameters: give it its own
+    settings["rope_parameters"] = dict(settings["rope_parameters"])
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**settings))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            values = torch.randn(weight.shape, generator=generator)
+            if weight.ndim == 2:
+                weight.copy_(values * weight.shape[1] ** -0.5)
+            else:
+                weight.copy_((0.0 if key.endswith("bias") else 1.0) + 0.1 * values)
+    model = model.to(getattr(torch, dtype)).eval()
+    sharding = {"max_shard_size": shard_bytes} if shard_bytes else {}
+    model.save_pretrained(path, **sharding)
+    return model
+
+
+def write_gguf_from_hf(path: Path, model: Any, qtype: str = "F32") -> Path:
+    """Write a transformers model as GGUF; q and k rows of llama and mistral are permuted for adjacent RoPE pairs."""
+    config = model.config
+    arch = {"mistral": "llama"}.get(config.model_type, config.model_type)
+    s = Shape(
+        n_layers=config.num_hidden_layers,
+        d_model=config.hidden_size,
+        n_heads=config.num_attention_heads,
+        n_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        d_ffn=config.intermediate_size,
+        vocab=config.vocab_size,
+        context=config.max_position_embeddings,
+        rope_base=config.rope_parameters["rope_theta"],
+        norm_eps=config.rms_norm_eps,
+    )
+    writer = _start_writer(path, arch, s)
+    writer.add_tokenizer_model("none")
+    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), s.n_layers)
+    for key, weight in model.state_dict().items():
+        if key == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        name, array = names.get_name(key, (".weight", ".bias")), weight.detach().float().numpy()
+        if arch == "llama" and ".attn_q." in name:
+            array = _permute(array, s.n_heads)
+        if arch == "llama" and ".attn_k." in name:
+            array = _permute(array, s.n_kv_heads)
+        if array.ndim == 1:
+            writer.add_tensor(name, np.ascontiguousarray(array))
+        else:
+            encoded = gguf.quants.quantize(np.ascontiguousarray(array), gguf.GGMLQuantizationType[qtype])
+            _add_encoded(writer, name, encoded.view(np.uint8).reshape(array.shape[0], -1), qtype)
+    _add_rope_scaling(writer, model, s)
+    return _finish(writer, path)
+
+
+def _permute(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Reorder the rows of each head so that the partners i and i + dims/2 stand next to each other."""
+    return np.ascontiguousarray(rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape))
+
+
+def _add_rope_scaling(writer: gguf.GGUFWriter, model: Any, s: Shape) -> None:
+    rope = model.config.rope_parameters
+    kind = rope.get("rope_type", "default")
+    if kind == "llama3":  # as divisors of the plain frequencies, taken from what transformers computed
+        plain = s.rope_base ** -(np.arange(0, s.head_dim, 2) / s.head_dim)
+        scaled = model.model.rotary_emb.inv_freq.double().numpy()
+        writer.add_tensor("rope_freqs.weight", (plain / scaled).astype(np.float32))
+    elif kind in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(rope["factor"])
+        if kind == "yarn":
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
