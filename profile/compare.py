@@ -1,0 +1,70 @@
+"""What changed between two profiles of a machine: who it is, and rates that moved by more than a tenth."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, fields
+
+from pshard.machine import MachineProfile
+
+MOVED = 0.10  # less than this is noise
+
+
+@dataclass(frozen=True)
+class Change:
+    """One difference. `ratio` is new rate / old rate (the median over a table's common rows); None for a name."""
+
+    what: str
+    before: str
+    after: str
+    ratio: float | None = None
+
+
+def compare_profiles(old: MachineProfile, new: MachineProfile) -> tuple[Change, ...]:
+    """Identity fields that differ, then rates whose median moved by more than 10%."""
+    return (*_identity_changes(old, new), *_rate_changes(old, new))
+
+
+def _identity_changes(old: MachineProfile, new: MachineProfile) -> Iterator[Change]:
+    before, after = _identity(old), _identity(new)
+    for what in sorted(before.keys() | after.keys()):
+        if before.get(what) != after.get(what):
+            yield Change(what, before.get(what, "none"), after.get(what, "none"))
+
+
+def _identity(profile: MachineProfile) -> dict[str, str]:
+    names = {f"host {f.name}": str(getattr(profile.host, f.name)) for f in fields(profile.host)}
+    for acc in profile.accelerators:
+        names |= {f"accelerator {acc.index} {f.name}": str(getattr(acc, f.name)) for f in fields(acc)}
+    return names | {f: getattr(profile.provenance, f) for f in ("pshard", "torch", "python", "os")}
+
+
+def _rate_changes(old: MachineProfile, new: MachineProfile) -> Iterator[Change]:
+    before, after = dict(_rates(old)), dict(_rates(new))
+    groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for key in before.keys() & after.keys():
+        if before[key] > 0 and after[key] > 0:
+            groups[key[0]].append((before[key], after[key]))
+    for what, pairs in sorted(groups.items()):
+        ratio = statistics.median(b / a for a, b in pairs)
+        if abs(ratio - 1) > MOVED:
+            count = f"{len(pairs)} timings" if len(pairs) > 1 else "1 timing"
+            yield Change(what, "1.00x", f"{ratio:.2f}x ({count})", ratio)
+
+
+def _rates(profile: MachineProfile) -> Iterator[tuple[tuple[str, Hashable], float]]:
+    """((group, row), rate): rows of a group are compared one by one and summed up in one line."""
+    for read in profile.reads:
+        yield (f"DRAM read, {read.threads} threads", 0), read.rate
+    for copy in profile.copies:
+        yield (f"{copy.direction} {copy.memory} copies", copy.nbytes), copy.nbytes / copy.seconds
+    for m in profile.matmuls:
+        regime = "few tokens" if m.tokens <= 16 else "many tokens"
+        yield (f"{m.device} matmul {m.qtype}, {regime}", (m.rows, m.cols, m.tokens)), 1 / m.seconds
+    for a in profile.attention:
+        key = (a.n_heads, a.n_kv_heads, a.head_dim, a.kv_type, a.tokens, a.context)
+        yield (f"{a.device} attention", key), 1 / a.seconds
+    for field in fields(profile.contention):
+        yield (f"contention {field.name}", 0), getattr(profile.contention, field.name)
+    if profile.handoff_seconds > 0:
+        yield ("hand-off", 0), 1 / profile.handoff_seconds

@@ -1,0 +1,88 @@
+"""Operands that rotate: so many copies of a weight or KV cache that re-reads never come from a cache."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from pshard.quant import QUANT_TYPES, ROW_BLOCK, packed_nbytes, plane_offsets, record_nbytes
+from pshard.runtime.kernels.api import LayerKV, Packed
+
+LEAST_ROTATION = 512 << 20  # bytes between two reads of the same copy; read-then-flush does not evict a large L3
+KV_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+
+
+def rotation_bytes(cache_bytes: int, quick: bool) -> int:
+    """Bytes that lie between two reads of one copy: twice the last cache and at least 512 MiB.
+
+    When quick, four times the last cache are enough where that is less.
+    """
+    least = min(LEAST_ROTATION, max(64 << 20, 4 * cache_bytes)) if quick else LEAST_ROTATION
+    return max(2 * cache_bytes, least)
+
+
+@dataclass
+class OperandPool:
+    """One buffer on a device that holds the copies; allocated and touched once, refilled for every shape.
+
+    What a rotation hands out is valid until the next one is made.
+    """
+
+    nbytes: int
+    device: torch.device
+    _buffer: torch.Tensor = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._buffer = torch.zeros(self.nbytes, dtype=torch.uint8, device=self.device)
+
+    def rotate_weights(self, qtype: str, rows: int, cols: int) -> list[Packed]:
+        """Copies of a random [rows, cols] matrix that together span the pool's bytes; at least one."""
+        nbytes = packed_nbytes(qtype, rows, cols)
+        record = torch.from_numpy(random_record(qtype, cols)).to(self.device)
+        copies = self._split(nbytes)
+        repeats = -(-nbytes // record.numel())
+        for i, copy in enumerate(copies):
+            copy.copy_(record.repeat(repeats)[:nbytes] if i == 0 else copies[0])
+        return [Packed(copy, qtype, rows, cols) for copy in copies]
+
+    def rotate_kv(self, context: int, n_kv_heads: int, head_dim: int, kv_type: str) -> list[LayerKV]:
+        """Copies of a random one-sequence KV cache that together span the pool's bytes; at least one."""
+        dtype = KV_DTYPES[kv_type]
+        cells = context * n_kv_heads * head_dim
+        half = cells * dtype.itemsize
+        copies = self._split(2 * half)
+        noise = torch.randn(n_kv_heads * head_dim, device=self.device).to(dtype)
+        caches = []
+        for copy in copies:
+            k, v = (copy[at : at + half].view(dtype).view(1, context, n_kv_heads, head_dim) for at in (0, half))
+            k.view(context, -1).copy_(noise)
+            v.view(context, -1).copy_(noise)
+            caches.append(LayerKV(k, v))
+        return caches
+
+    def _split(self, nbytes: int) -> list[torch.Tensor]:
+        stride = -(-nbytes // 4096) * 4096
+        if stride > self._buffer.numel():
+            self._buffer = torch.zeros(stride, dtype=torch.uint8, device=self.device)
+        return [self._buffer[at : at + nbytes] for at in range(0, self._buffer.numel() - stride + 1, stride)]
+
+
+def random_record(qtype: str, cols: int) -> np.ndarray:
+    """16 rows of a random packed matrix, u8: random codes with ordinary scales (no NaN, infinity or denormal)."""
+    rng = np.random.default_rng(cols)
+    if not QUANT_TYPES[qtype].planes:
+        values = torch.from_numpy(rng.normal(0, 0.02, (ROW_BLOCK, cols)).astype(np.float32))
+        dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[qtype]
+        return values.to(dtype).view(torch.uint8).numpy().reshape(-1)
+    record = np.zeros(record_nbytes(qtype, cols), np.uint8)
+    for name, (at, size) in plane_offsets(qtype, cols).items():
+        if name in ("d", "m", "dmin"):
+            plane = rng.uniform(0.001, 0.01, size // 2).astype(np.float16).view(np.uint8)
+        elif name == "e8m0":
+            plane = rng.integers(118, 124, size, np.uint8)  # powers of two around 1/256
+        elif name in ("scales", "mins"):
+            plane = rng.integers(1, 64, size, np.uint8)  # six bits are valid in every type
+        else:
+            plane = rng.integers(0, 256, size, np.uint8)
+        record[at : at + size] = plane
+    return record
