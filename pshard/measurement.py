@@ -1,0 +1,81 @@
+"""Measurement: one benchmark test with its samples, what was predicted, what was used, and where it ran. No torch."""
+
+import statistics
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TimelineEvent:
+    """Something that one resource did. `lane`: "link", "cpu" or "acc"; seconds from the start of the step."""
+
+    lane: str
+    start: float
+    end: float
+    label: str
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One test. Field names follow llama-bench's JSON where the meaning is the same.
+
+    Times are in ns, rates (`*_ts`) in tokens per second over all sequences; tokenising and sampling are not counted.
+    n_prompt tokens are prefilled, or n_gen decoded, per sequence, after n_depth cached ones; both set: end to end.
+    strategy: "ilp" for the planner's own plan, else the baseline's name ("fit", "accelerate", ...).
+    tier: tokens of the tier that most micro-batches ran under; 0 for a baseline without tiers.
+    link_bytes: bytes moved host to device in one repetition; None when nothing counted them.
+    environment: pairs such as ("cpu", ...), ("accelerator", ...), ("torch", ...), ("threads", "8").
+    """
+
+    test: str
+    n_prompt: int
+    n_gen: int
+    n_depth: int
+    n_sequences: int
+    samples_ns: tuple[int, ...]
+    samples_ts: tuple[float, ...]
+    avg_ns: float
+    stddev_ns: float
+    avg_ts: float
+    stddev_ts: float
+    test_time: str  # ISO 8601, UTC
+    model: str
+    model_bytes: int
+    strategy: str
+    budget_mib: tuple[int, ...]
+    tier: int
+    predicted_ts: float | None
+    peak_vram_mib: float | None
+    link_bytes: int | None
+    ranks: int
+    type_k: str
+    type_v: str
+    n_ubatch: int
+    kernels: str
+    environment: tuple[tuple[str, str], ...]
+    command: str
+    timeline: tuple[TimelineEvent, ...] = ()
+
+
+def test_name(n_prompt: int, n_gen: int, n_depth: int = 0) -> str:
+    """Name of a test as llama-bench writes it: "pp512", "tg128", "pp512+tg128", "pp512 @ d4096"."""
+    name = "+".join(part for part, n in ((f"pp{n_prompt}", n_prompt), (f"tg{n_gen}", n_gen)) if n)
+    return f"{name} @ d{n_depth}" if n_depth else name
+
+
+def summarise_samples(samples_ns: tuple[int, ...], tokens: int) -> dict:
+    """The sample fields of a Measurement from the ns of each repetition, in which `tokens` tokens were processed.
+
+    Standard deviations are those of a sample (n - 1); 0 for one repetition. Raises ValueError without samples.
+    """
+    if not samples_ns or min(samples_ns) <= 0:
+        raise ValueError("a measurement needs at least one repetition, each longer than 0 ns")
+    rates = tuple(tokens * 1e9 / ns for ns in samples_ns)
+    spread = statistics.stdev if len(samples_ns) > 1 else lambda _: 0.0
+    return {
+        "samples_ns": samples_ns,
+        "samples_ts": rates,
+        "avg_ns": statistics.fmean(samples_ns),
+        "stddev_ns": float(spread(samples_ns)),
+        "avg_ts": statistics.fmean(rates),
+        "stddev_ts": float(spread(rates)),
+    }

@@ -1,0 +1,56 @@
+"""Which stored variant serves a workload, and what to say when none does."""
+
+import shlex
+
+from pshard.errors import UserError
+from pshard.plan import Registry, Variant
+from pshard.workload import Workload
+
+
+def plan_command(model_path: str, want: Workload) -> str:
+    """The pshard-plan command that makes a variant for this workload."""
+    words = ["pshard-plan", "-m", str(model_path), "--vram", ",".join(map(str, want.vram_mib))]
+    words += ["-c", str(want.context), "-np", str(want.sequences)]
+    standard = Workload(want.vram_mib)
+    if (want.type_k, want.type_v) != (standard.type_k, standard.type_v):
+        words += ["-ctk", want.type_k, "-ctv", want.type_v]
+    if want.split_mode != standard.split_mode:
+        words += ["-sm", want.split_mode]
+    if want.tensor_split:
+        words += ["-ts", ",".join(f"{share:g}" for share in want.tensor_split)]
+    return shlex.join(words)
+
+
+def choose_variant(registry: Registry, want: Workload, replan_command: str) -> Variant:
+    """The variant with the largest budget that fits in `want.vram_mib`, which is what is at hand on each device.
+
+    It must hold at least the wanted context and sequences, with the same KV types and split. Among equal budgets the
+    wanted ubatch goes first, then the smallest context. Raises UserError that lists the variants there are.
+    """
+    fitting = [v for v in registry.variants if _serves(v, want)]
+    if fitting:
+        return max(
+            fitting,
+            key=lambda v: (sum(v.vram_mib), v.max_ubatch == want.max_ubatch, -v.context, -v.sequences, v.max_ubatch),
+        )
+    wanted = _describe(want)
+    there = "; ".join(_describe(v) for v in registry.variants) or "none"
+    raise UserError(f"no plan fits {wanted}; planned are: {there}; run: {replan_command}")
+
+
+def _serves(variant: Variant, want: Workload) -> bool:
+    return (
+        len(variant.vram_mib) == len(want.vram_mib)
+        and all(planned <= there for planned, there in zip(variant.vram_mib, want.vram_mib))
+        and variant.context >= want.context
+        and variant.sequences >= want.sequences
+        and (variant.type_k, variant.type_v) == (want.type_k, want.type_v)
+        and variant.split_mode == want.split_mode
+        and (not want.tensor_split or variant.tensor_split == want.tensor_split)
+    )
+
+
+def _describe(made: Variant | Workload) -> str:
+    split = "" if made.split_mode == "none" else f" -sm {made.split_mode}"
+    budget = ",".join(map(str, made.vram_mib))
+    return f"{budget} MiB -c {made.context} -np {made.sequences} -ctk {made.type_k} -ctv {made.type_v}{split}"

@@ -1,0 +1,53 @@
+"""What a plan depends on, spelled out, so that a stale registry can say which input changed."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+
+from pshard.jsonio import to_json
+from pshard.machine import MachineProfile
+from pshard.plan import REGISTRY_VERSION
+
+PLAN_FORMAT = 1  # raise when buffers, steps or the packed layout change so that stored plans no longer fit
+
+Inputs = tuple[tuple[str, str], ...]
+
+
+def fingerprint_inputs(model_inputs: Iterable[tuple[str, str]], profile: MachineProfile) -> Inputs:
+    """Everything whose change invalidates a plan, as (name, value) pairs in a fixed order.
+
+    model_inputs: what the model file says of itself (architecture, digest of shapes and quant types, bytes).
+    """
+    host = profile.host
+    pairs = [(f"model {name}", str(value)) for name, value in model_inputs]
+    pairs += [("cpu", host.cpu), ("isa", host.isa), ("kernels", host.kernels), ("threads", str(host.threads))]
+    for acc in profile.accelerators:
+        link = f", PCIe {acc.pcie_generation} x{acc.pcie_width}" if acc.pcie_generation else ""
+        value = f"{acc.kind} {acc.name}, {acc.memory_bytes >> 20} MiB{link}"
+        pairs.append((f"accelerator {acc.index}", value))
+        if acc.driver:
+            pairs.append((f"driver {acc.index}", acc.driver))
+    pairs.append(("profile", f"{profile.provenance.source} {profile.provenance.date} {digest_profile(profile)[:12]}"))
+    pairs += [("registry format", str(REGISTRY_VERSION)), ("plan format", str(PLAN_FORMAT))]
+    return tuple(pairs)
+
+
+def digest_profile(profile: MachineProfile) -> str:
+    """SHA-256 (hex) of a profile with all its tables."""
+    return hashlib.sha256(json.dumps(to_json(profile), sort_keys=True).encode()).hexdigest()
+
+
+def digest(inputs: Iterable[tuple[str, str]]) -> str:
+    """The fingerprint: SHA-256 (hex) of the pairs."""
+    return hashlib.sha256(json.dumps([list(pair) for pair in inputs]).encode()).hexdigest()
+
+
+def explain_difference(stored: Iterable[tuple[str, str]], current: Iterable[tuple[str, str]]) -> list[str]:
+    """One entry per input that differs, as "threads: 8 -> 12"; empty when nothing does."""
+    old, new = dict(stored), dict(current)
+    names = list(new) + [name for name in old if name not in new]
+    return [
+        f"{name}: {old.get(name, 'absent')} -> {new.get(name, 'absent')}"
+        for name in names
+        if old.get(name) != new.get(name)
+    ]

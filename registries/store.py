@@ -1,0 +1,99 @@
+"""Where a registry lies, reading it, and writing variants so that concurrent writers don't lose each other's."""
+
+import errno
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from pshard.cli_support import cache_dir
+from pshard.errors import StaleRegistry, UserError
+from pshard.jsonio import write_text_atomically
+from pshard.plan import Registry, Variant
+from pshard.registries.codec import NewerFormat, decode_registry, encode_registry
+from pshard.registries.fingerprint import Inputs, digest, explain_difference
+
+SUFFIX = ".pshard.json"
+LOCK_SECONDS = 30.0  # a writer holds the lock for milliseconds; waiting this long means that something hangs
+
+
+def registry_path(model_path: Path, override: Path | None = None) -> Path:
+    """Where the registry of a model lies: `override`, else beside the model, else in the cache folder.
+
+    A model folder holds its own registry. The cache is used when the folder cannot be written.
+    """
+    if override is not None:
+        return Path(override)
+    model = Path(model_path).resolve()
+    folder = model if model.is_dir() else model.parent
+    if os.access(folder, os.W_OK | os.X_OK):
+        return folder / f"{model.name}{SUFFIX}"
+    return cache_dir() / "registries" / f"{model.name}-{hashlib.sha256(bytes(model)).hexdigest()[:8]}{SUFFIX}"
+
+
+def load_registry(path: Path, plan_command: str = "pshard-plan -m MODEL --vram MIB") -> Registry:
+    """Read a registry file. `plan_command` is what the user is told to run when there is none.
+
+    Raises UserError when it is missing, unreadable, corrupt (naming the place) or of a newer format.
+    """
+    try:
+        return decode_registry(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"no plan for this model: {path} does not exist; run: {plan_command}") from None
+    except OSError as error:
+        raise UserError(f"cannot read the registry {path}: {error.strerror}") from None
+    except NewerFormat as error:
+        raise UserError(f"the registry {path} has {error}; update pshard or keep another with --registry") from None
+    except ValueError as error:
+        raise UserError(f"the registry {path} is corrupt: {error}; delete it and run: {plan_command}") from None
+
+
+def save_variants(path: Path, model: str, inputs: Inputs, variants: Sequence[Variant]) -> int:
+    """Add variants to the registry at `path`; one with the same key is replaced, others are kept.
+
+    When `inputs` differ from the stored ones, the stored variants are stale and dropped.
+    Returns how many were dropped as stale. Raises UserError and leaves the old file as it was when the folder cannot
+    be written, the disk is full, or the file at hand is not a registry that this program can read.
+    """
+    path = Path(path)
+    with _report_write_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_name(f".{path.name}.lock"), timeout=LOCK_SECONDS):
+            stored = load_registry(path) if path.exists() else None
+            kept = stored.variants if stored and stored.fingerprint == digest(inputs) else ()
+            stale = len(stored.variants) - len(kept) if stored else 0
+            replaced = {variant_key(v) for v in variants}
+            merged = [v for v in kept if variant_key(v) not in replaced] + list(variants)
+            merged.sort(key=lambda v: (variant_key(v)[1:], v.vram_mib))
+            created = datetime.now(UTC).isoformat(timespec="seconds")
+            registry = Registry(digest(inputs), tuple(inputs), model, created, tuple(merged))
+            write_text_atomically(path, encode_registry(registry))
+    return stale
+
+
+def variant_key(variant: Variant) -> tuple:
+    """What makes two variants the same one: planning it again replaces it."""
+    v = variant
+    return (v.vram_mib, v.context, v.sequences, v.type_k, v.type_v, v.max_ubatch, v.split_mode, v.tensor_split)
+
+
+def check_fresh(registry: Registry, current: Inputs, replan_command: str) -> None:
+    """Raise StaleRegistry, naming the inputs that changed and the command to re-plan, unless all are the same."""
+    if registry.fingerprint != digest(current):
+        changes = "; ".join(explain_difference(registry.inputs, current)) or "the order of the inputs"
+        raise StaleRegistry(f"the plan was made for other inputs ({changes}); run: {replan_command}")
+
+
+@contextmanager
+def _report_write_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except Timeout:
+        raise UserError(f"another process has held the lock of {path} for {LOCK_SECONDS:.0f} s; try again") from None
+    except OSError as error:
+        advice = "free some space" if error.errno == errno.ENOSPC else "choose another place with --registry"
+        raise UserError(f"cannot write the registry {path}: {error.strerror or error}; {advice}") from None

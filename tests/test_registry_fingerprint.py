@@ -1,0 +1,59 @@
+"""Fingerprints change with what plans depend on, and say what changed."""
+
+from dataclasses import replace
+
+import pytest
+from registry_samples import make_profile, make_registry
+
+from pshard.errors import StaleRegistry
+from pshard.machine import ReadTiming
+from pshard.registries.fingerprint import digest, explain_difference, fingerprint_inputs
+from pshard.registries.store import check_fresh
+
+MODEL = (("architecture", "llama"), ("tensors", "abc"), ("bytes", "1000"))
+
+
+def host_with(profile, **changes):
+    return replace(profile, host=replace(profile.host, **changes))
+
+
+def accelerator_with(profile, **changes):
+    return replace(profile, accelerators=(replace(profile.accelerators[0], **changes),))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda p: host_with(p, threads=12), "threads: 8 -> 12"),
+        (lambda p: host_with(p, cpu="Other CPU"), "cpu: Some CPU -> Other CPU"),
+        (lambda p: host_with(p, isa="avx512"), "isa: avx2 -> avx512"),
+        (lambda p: host_with(p, kernels="torch"), "kernels: native -> torch"),
+        (lambda p: accelerator_with(p, driver="571"), "driver 0: 570.1 -> 571"),
+        (lambda p: accelerator_with(p, pcie_width=8), "PCIe 4 x16 -> cuda Some GPU, 16384 MiB, PCIe 4 x8"),
+        (lambda p: accelerator_with(p, memory_bytes=8 << 30), "16384 MiB, PCIe 4 x16 -> cuda Some GPU, 8192 MiB"),
+        (lambda p: replace(p, accelerators=()), "accelerator 0: cuda Some GPU, 16384 MiB, PCIe 4 x16 -> absent"),
+        (lambda p: replace(p, reads=(ReadTiming(4, 1e10),)), "profile: measured 2026-01-02"),
+    ],
+)
+def test_each_change_of_the_machine_is_named(change, named):
+    old, new = (fingerprint_inputs(MODEL, p) for p in (make_profile(), change(make_profile())))
+    assert digest(old) != digest(new)
+    assert named in "; ".join(explain_difference(old, new))
+
+
+def test_a_change_of_the_model_is_named():
+    old = fingerprint_inputs(MODEL, make_profile())
+    new = fingerprint_inputs((*MODEL[:2], ("bytes", "1001")), make_profile())
+    assert explain_difference(old, new) == ["model bytes: 1000 -> 1001"]
+
+
+def test_equal_inputs_give_the_same_fingerprint():
+    assert digest(fingerprint_inputs(MODEL, make_profile())) == digest(fingerprint_inputs(MODEL, make_profile()))
+    assert explain_difference(MODEL, MODEL) == []
+
+
+def test_stale_registry_names_the_input_and_the_command():
+    registry = make_registry(inputs=(("threads", "8"), ("cpu", "x")))
+    check_fresh(registry, (("threads", "8"), ("cpu", "x")), "pshard-plan -m m")
+    with pytest.raises(StaleRegistry, match=r"\(threads: 8 -> 12\); run: pshard-plan -m m"):
+        check_fresh(registry, (("threads", "12"), ("cpu", "x")), "pshard-plan -m m")
