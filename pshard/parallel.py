@@ -104,21 +104,22 @@ def cut_model(spec: ModelSpec, shares: Sequence[float], rank: int) -> ModelSpec:
 
 def source_ranges(
     spec: ModelSpec, shares: Sequence[float], rank: int
-) -> dict[tuple[str, str], tuple[int, int, int, int]]:
-    """What the loader reads: (unit name, tensor name) -> (row start, row stop, column start, column stop) in the file.
+) -> dict[str, dict[str, tuple[int, int, int, int]]]:
+    """What the loader reads: unit -> tensor name -> (row start, row stop, column start, column stop) in the file.
 
-    Only tensors that the rank holds are listed. A vector is one row, as in TensorSpec.
+    Only tensors that the rank holds are listed; every unit is. A vector is one row, as in TensorSpec. By unit, because
+    a tied output cuts the very tensor that the embedding holds whole.
     """
     if len(shares) == 1:
-        return {(u.name, t.name): (0, t.rows, 0, t.cols) for u in spec.units for t in u.tensors}
-    table = {}
+        return {u.name: {t.name: (0, t.rows, 0, t.cols) for t in u.tensors} for u in spec.units}
+    table: dict[str, dict[str, tuple[int, int, int, int]]] = {unit.name: {} for unit in spec.units}
     for unit, cut in zip(spec.units, cut_units(spec, shares)):
         for tensor, part in zip(unit.tensors, cut.tensors):
             start, stop = _range(tensor, part, rank)
-            if not cut.holds(rank) or start == stop:
-                continue
-            across = part.axis == "cols" or len(tensor.shape) == 1
-            table[unit.name, tensor.name] = (0, tensor.rows, start, stop) if across else (start, stop, 0, tensor.cols)
+            if cut.holds(rank) and start < stop:
+                across = part.axis == "cols" or len(tensor.shape) == 1
+                rows, cols = (0, tensor.rows), (0, tensor.cols)
+                table[unit.name][tensor.name] = (*rows, start, stop) if across else (start, stop, *cols)
     return table
 
 

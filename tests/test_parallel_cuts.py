@@ -156,7 +156,7 @@ def test_every_weight_is_held_and_cut_ones_once(spec: ModelSpec, shares: tuple[f
         for tensor in unit.tensors:
             held = np.zeros(tensor.shape if len(tensor.shape) == 2 else (1, tensor.cols), int)
             for table in tables:
-                r0, r1, c0, c1 = table.get((unit.name, tensor.name), (0, 0, 0, 0))
+                r0, r1, c0, c1 = table[unit.name].get(tensor.name, (0, 0, 0, 0))
                 held[r0:r1, c0:c1] += 1
             assert held.min() >= 1, tensor.name
             mirrored = "norm" in tensor.name or unit.kind == "embedding"
@@ -173,7 +173,7 @@ def test_a_rank_is_a_model_of_whole_heads_and_blocks(spec: ModelSpec, shares: tu
         assert [u.name for u in own.units] == [u.name for u in spec.units]
         for unit in own.units:
             for t in unit.tensors:
-                r0, r1, c0, c1 = table[unit.name, t.name]
+                r0, r1, c0, c1 = table[unit.name][t.name]
                 assert (t.rows, t.cols) == (r1 - r0, c1 - c0)
                 assert c0 % QUANT_TYPES[t.qtype].block == c1 % QUANT_TYPES[t.qtype].block == 0
                 if t.role == "ffn_up.weight":
@@ -198,7 +198,7 @@ def test_cut_results_add_up_to_the_uncut_one(spec: ModelSpec, shares: tuple[floa
         parts = []
         for rank in range(len(shares)):
             own, table = cut_model(spec, shares, rank).unit(unit.name), source_ranges(spec, shares, rank)
-            held = {t.role: slice_of(whole[t.role], table[unit.name, t.name]) for t in own.tensors}
+            held = {t.role: slice_of(whole[t.role], table[unit.name][t.name]) for t in own.tensors}
             if held:
                 parts.append(run_unit(own, x, held, spec.config.head_dim))
         got = np.concatenate(parts, axis=1) if unit.kind == "output" else sum(parts)
@@ -235,7 +235,7 @@ def test_more_ranks_than_kv_heads_share_them() -> None:
     spec = make_spec(groups=2, group=4)
     parts = [cut_model(spec, (1.0,) * 4, r).config for r in range(4)]
     assert [(p.n_heads, p.n_kv_heads) for p in parts] == [(2, 1)] * 4
-    assert source_ranges(spec, (1.0,) * 4, 2)["attention.0", "blk.0.attn_k.weight"] == (16, 32, 0, 32)
+    assert source_ranges(spec, (1.0,) * 4, 2)["attention.0"]["blk.0.attn_k.weight"] == (16, 32, 0, 32)
 
 
 def test_wide_quant_blocks_join_kv_groups() -> None:
@@ -324,5 +324,5 @@ def test_tensor_cut_is_data() -> None:
 
 def test_a_rank_that_holds_nothing_can_be_planned() -> None:
     own = cut_model(make_spec(), (1.0, 0.0), 1)
-    assert scratch_bytes(own, 512, 1, 4) > 0 and kv_layer_bytes(own.config, 512, 1, "f32", "f32") == 0
+    assert scratch_bytes(own, 512, 1, 512, 4) > 0 and kv_layer_bytes(own.config, 512, 1, "f32", "f32") == 0
     assert {u.kind for u in own.units if u.tensors} == {"embedding"}
