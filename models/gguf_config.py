@@ -1,0 +1,104 @@
+"""GGUF metadata -> ModelConfig. Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from pshard.errors import UserError
+from pshard.model import ModelConfig, Rope
+from pshard.models.architectures import Architecture
+from pshard.models.keys import Keys, check_config
+from pshard.models.rope import yarn_attention_factor
+from pshard.models.stored import StoredTensor
+from pshard.models.units import EMBEDDING, ROPE_FACTORS
+
+# Keys that change the computation in ways pshard does not do, and the values that change nothing.
+_HARMLESS = {
+    "expert_count": (0,),
+    "attention.scale": (0.0,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.causal": (True,),
+    "attn_logit_softcapping": (0.0,),
+    "final_logit_softcapping": (0.0,),
+    "logit_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+    "embedding_scale": (0.0, 1.0),
+    "rope.scaling.yarn_ext_factor": (1.0,),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
+}
+
+
+def gguf_config(
+    arch: Architecture, metadata: dict[str, Any], stored: dict[str, StoredTensor], where: str
+) -> ModelConfig:
+    """The model's numbers from metadata and the shape of the embedding. Raises UserError that names the key."""
+    keys = Keys(metadata, where, f"{arch.gguf}.")
+    for key, harmless in _HARMLESS.items():
+        keys.refuse_unless(key, *harmless)
+    if EMBEDDING not in stored:
+        raise UserError(f"{where}: tensor {EMBEDDING} is missing; the file is incomplete")
+    d_model, n_heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
+    head_dim = keys.integer("attention.key_length", d_model // n_heads)
+    if keys.integer("attention.value_length", head_dim) != head_dim:
+        raise UserError(f"{where}: keys and values of different lengths are not supported yet")
+    config = ModelConfig(
+        architecture=arch.name,
+        n_layers=keys.integer("block_count"),
+        d_model=d_model,
+        n_heads=n_heads,
+        n_kv_heads=keys.integer("attention.head_count_kv", n_heads),
+        head_dim=head_dim,
+        d_ffn=keys.integer("feed_forward_length"),
+        vocab=stored[EMBEDDING].shape[0],
+        norm_eps=keys.real("attention.layer_norm_rms_epsilon"),
+        context=keys.integer("context_length"),
+        rope=_gguf_rope(arch, keys, head_dim, stored),
+        qk_norm=arch.qk_norm,
+        sliding_window=keys.get("attention.sliding_window") or 0,
+    )
+    return check_config(config, where)
+
+
+def _gguf_rope(arch: Architecture, keys: Keys, head_dim: int, stored: dict[str, StoredTensor]) -> Rope:
+    plain = Rope(
+        dims=keys.integer("rope.dimension_count", head_dim),
+        base=keys.real("rope.freq_base", 10000.0),
+        pairing=arch.gguf_pairing,
+        freq_factors=_read_floats(stored[ROPE_FACTORS]) if ROPE_FACTORS in stored else (),
+    )
+    if keys.get("rope.scaling.type") == "yarn":
+        return _scale_by_yarn(plain, keys)
+    keys.refuse_unless("rope.scaling.attn_factor", 0.0, 1.0)
+    keys.refuse_unless("rope.scaling.type", "none", "linear")
+    factor = keys.get("rope.scaling.factor") or keys.get("rope.scale_linear") or 1.0  # files write 0 for "not scaled"
+    if factor == 1.0 or keys.get("rope.scaling.type") == "none":
+        return plain
+    return replace(plain, scaling="linear", factor=keys.real("rope.scaling.factor", factor))
+
+
+def _scale_by_yarn(plain: Rope, keys: Keys) -> Rope:
+    context = keys.integer("context_length")
+    original = keys.integer("rope.scaling.original_context_length", context)
+    factor = keys.real("rope.scaling.factor", context / original)
+    # attn_factor multiplies YaRN's own factor; yarn_attn_factor is the attention_factor of a config.json, in its place
+    own = yarn_attention_factor(factor) * keys.real("rope.scaling.attn_factor", 1.0)
+    return replace(
+        plain,
+        scaling="yarn",
+        factor=factor,
+        original_context=original,
+        beta_fast=keys.real("rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=keys.real("rope.scaling.yarn_beta_slow", 1.0),
+        attention_factor=keys.real("rope.scaling.yarn_attn_factor", own),
+    )
+
+
+def _read_floats(tensor: StoredTensor) -> tuple[float, ...]:
+    """The values of a small F32 vector: the only data that is read when a model is opened."""
+    if tensor.qtype != "F32" or len(tensor.shape) != 1:
+        tensor.fail(f"is {tensor.qtype} of shape {list(tensor.shape)}, not a vector of F32")
+    values = tuple(tensor.file.view(tensor.offset, tensor.nbytes).view("<f4").tolist())
+    if not all(math.isfinite(v) and v > 0 for v in values):
+        tensor.fail("has factors that are not above 0")
+    return values

@@ -1,0 +1,92 @@
+"""config.json of a Hugging Face folder -> ModelConfig: the layout of transformers 4 and that of transformers 5."""
+
+from typing import Any
+
+from pshard.errors import UserError
+from pshard.model import ModelConfig, Rope
+from pshard.models.architectures import Architecture
+from pshard.models.keys import Keys, check_config
+from pshard.models.rope import llama3_freq_factors, yarn_attention_factor
+
+
+def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelConfig:
+    """The model's numbers from config.json. Raises UserError that names the key."""
+    keys = Keys(config, where)
+    keys.refuse_unless("hidden_act", "silu", "swish")
+    if config.get("quantization_config"):
+        raise UserError(f"{where}: quantised safetensors are not supported; use a GGUF file of the model")
+    d_model, n_heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
+    head_dim, context = keys.integer("head_dim", d_model // n_heads), keys.integer("max_position_embeddings")
+    made = ModelConfig(
+        architecture=arch.name,
+        n_layers=keys.integer("num_hidden_layers"),
+        d_model=d_model,
+        n_heads=n_heads,
+        n_kv_heads=keys.integer("num_key_value_heads", n_heads),
+        head_dim=head_dim,
+        d_ffn=keys.integer("intermediate_size"),
+        vocab=keys.integer("vocab_size"),
+        norm_eps=keys.real("rms_norm_eps"),
+        context=context,
+        rope=_hf_rope(config, head_dim, context, where),
+        qk_norm=arch.qk_norm,
+        sliding_window=_sliding_window(config, keys),
+    )
+    return check_config(made, where)
+
+
+def _sliding_window(config: dict[str, Any], keys: Keys) -> int:
+    """Tokens of the window, 0 for none. Qwen files state one that `use_sliding_window` switches off."""
+    kinds = config.get("layer_types")
+    if config.get("use_sliding_window") is False or (isinstance(kinds, list) and set(kinds) == {"full_attention"}):
+        return 0
+    return keys.integer("sliding_window") if config.get("sliding_window") is not None else 0
+
+
+def _hf_rope(config: dict[str, Any], head_dim: int, context: int, where: str) -> Rope:
+    # transformers 5 keeps everything in rope_parameters; before, rope_theta stood beside rope_scaling
+    name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    given = config.get(name) or {}
+    if not isinstance(given, dict) or any(isinstance(v, dict) for v in given.values()):
+        raise UserError(f"{where}: {name} differs from layer to layer, which is not supported yet")
+    beside = {k: config[k] for k in ("rope_theta", "partial_rotary_factor") if config.get(k) is not None}
+    if config.get("original_max_position_embeddings"):
+        given = {**given, "original_max_position_embeddings": config["original_max_position_embeddings"]}
+    keys = Keys({**beside, **given}, f"{where}: {name}")
+    kind = keys.get("rope_type") or keys.get("type") or "default"
+    dims, base = int(head_dim * keys.real("partial_rotary_factor", 1.0)), keys.real("rope_theta", 10000.0)
+    if kind == "default":
+        return Rope(dims, base, "halves")
+    original = keys.integer("original_max_position_embeddings", context)
+    if kind == "linear":
+        return Rope(dims, base, "halves", "linear", keys.real("factor"))
+    if kind == "llama3":
+        factor = keys.real("factor")
+        low, high = keys.real("low_freq_factor"), keys.real("high_freq_factor")
+        if high <= low:
+            keys.refuse("high_freq_factor", f"is {high}, not above low_freq_factor {low}")
+        factors = llama3_freq_factors(dims, base, factor, low, high, original)
+        return Rope(dims, base, "halves", "llama3", factor, original, freq_factors=factors)
+    if kind == "yarn":
+        return _hf_yarn(keys, dims, base, original, context)
+    raise UserError(f"{where}: RoPE scaling {kind!r} is not supported; supported: default, linear, llama3, yarn")
+
+
+def _hf_yarn(keys: Keys, dims: int, base: float, original: int, context: int) -> Rope:
+    keys.refuse_unless("truncate", True)
+    factor = keys.real("factor", context / original)
+    attention = yarn_attention_factor(factor)
+    if keys.get("mscale") and keys.get("mscale_all_dim"):
+        attention = yarn_attention_factor(factor, keys.real("mscale"))
+        attention /= yarn_attention_factor(factor, keys.real("mscale_all_dim"))
+    return Rope(
+        dims,
+        base,
+        "halves",
+        scaling="yarn",
+        factor=factor,
+        original_context=original,
+        beta_fast=keys.real("beta_fast", 32.0),
+        beta_slow=keys.real("beta_slow", 1.0),
+        attention_factor=keys.real("attention_factor", attention),
+    )

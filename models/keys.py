@@ -1,0 +1,74 @@
+"""Typed look-ups in the metadata of a model file: a missing or odd value is a UserError that names the key."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from pshard.errors import UserError
+from pshard.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Values by key with an optional prefix ("llama."); `where` names the file in errors."""
+
+    values: dict[str, Any]
+    where: str
+    prefix: str = ""
+
+    def get(self, key: str) -> Any:
+        """The value, or None when the key is missing. A list of equal values (one per layer) counts as one value."""
+        value = self.values.get(self.prefix + key)
+        if isinstance(value, list) and value:
+            if any(v != value[0] for v in value):
+                self.refuse(key, "differs from layer to layer, which is not supported yet")
+            return value[0]
+        return value
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A whole number above zero. Raises UserError when it is missing and there is no default."""
+        value = self._present(key, default)
+        if type(value) is not int or value < 1:
+            self.refuse(key, f"is {value!r}, not a whole number above 0")
+        return value
+
+    def real(self, key: str, default: float | None = None) -> float:
+        """A finite number above zero. Raises UserError when it is missing and there is no default."""
+        value = self._present(key, default)
+        if type(value) not in (int, float) or not 0 < value < float("inf"):
+            self.refuse(key, f"is {value!r}, not a number above 0")
+        return float(value)
+
+    def refuse_unless(self, key: str, *harmless: Any) -> None:
+        """Raise UserError when the key is there with another value than the harmless ones."""
+        value = self.get(key)
+        if value is not None and value not in harmless:
+            self.refuse(key, f"is {value!r}, which is not supported yet")
+
+    def refuse(self, key: str, what: str) -> None:
+        raise UserError(f"{self.where}: {self.prefix}{key} {what}")
+
+    def _present(self, key: str, default: Any) -> Any:
+        value = self.get(key)
+        if value is None:
+            if default is None:
+                self.refuse(key, "is missing")
+            return default
+        return value
+
+
+def check_config(config: ModelConfig, where: str) -> ModelConfig:
+    """The same config, when its numbers fit each other. Raises UserError."""
+    if config.n_heads % config.n_kv_heads:
+        raise UserError(f"{where}: {config.n_heads} query heads are not a multiple of {config.n_kv_heads} KV heads")
+    if config.head_dim % 2:
+        raise UserError(f"{where}: a head dimension of {config.head_dim} cannot be rotated in pairs")
+    if config.rope.dims != config.head_dim:
+        what = f"rotates {config.rope.dims} of {config.head_dim} dimensions per head"
+        raise UserError(f"{where}: {what}; partial rotary embeddings are not supported yet")
+    if config.rope.freq_factors and len(config.rope.freq_factors) != config.rope.dims // 2:
+        count = len(config.rope.freq_factors)
+        raise UserError(f"{where}: {count} RoPE frequency factors for {config.rope.dims // 2} pairs of dimensions")
+    if 0 < config.sliding_window < config.context:
+        window = f"a window of {config.sliding_window} tokens in a context of {config.context}"
+        raise UserError(f"{where}: sliding-window attention ({window}) is not supported yet; use another model")
+    return config

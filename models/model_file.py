@@ -1,0 +1,164 @@
+"""Opens a model: a GGUF file (whole or split) or a Hugging Face folder, as one ModelFile. Only headers are read."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pshard.errors import UserError
+from pshard.jsonio import to_json
+from pshard.model import ModelConfig, ModelSpec
+from pshard.models.architectures import Architecture, find_gguf_architecture, find_hf_architecture
+from pshard.models.gguf_config import gguf_config
+from pshard.models.gguf_header import read_gguf
+from pshard.models.hf_config import hf_config
+from pshard.models.safetensors_header import read_json, read_safetensors
+from pshard.models.stored import MappedFile, StoredTensor
+from pshard.models.units import OUTPUT, build_units
+
+if TYPE_CHECKING:
+    from pshard.models.tokenizer import Tokenizer
+
+
+class ModelFile:
+    """An open model: its spec, its raw weights (mapped, not read), its metadata, tokenizer and chat template.
+
+    `metadata` holds the keys of a GGUF file, or the config.json of a folder.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        metadata: dict[str, Any],
+        files: tuple[MappedFile, ...],
+        tensors: dict[str, StoredTensor],
+        load_tokenizer: Callable[[], "Tokenizer"],
+        load_chat_template: Callable[[], str | None],
+    ) -> None:
+        self.spec, self.metadata = spec, metadata
+        self._files, self._tensors = files, tensors
+        self._load_tokenizer, self._load_chat_template = load_tokenizer, load_chat_template
+
+    def tensor_bytes(self, name: str) -> np.ndarray:
+        """Raw bytes of a tensor by GGUF name: read-only u8 [rows, bytes of a row] ([bytes] for a vector), no copy.
+
+        Raises KeyError for a tensor that the model does not have.
+        """
+        tensor = self._tensors[name]
+        raw = tensor.file.view(tensor.offset, tensor.nbytes)
+        return raw if len(tensor.shape) == 1 else raw.reshape(tensor.shape[0], -1)
+
+    def tokenizer(self) -> "Tokenizer":
+        """The model's tokenizer. Raises UserError when it has none or one that is not supported."""
+        return self._load_tokenizer()
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja chat template, or None."""
+        return self._load_chat_template()
+
+    def fingerprint_inputs(self) -> tuple[tuple[str, str], ...]:
+        """What a plan depends on, as (name, value): architecture, configuration, tensors, file sizes. Reads no data."""
+        tensors = [(t.name, t.qtype, t.shape) for u in self.spec.units for t in u.tensors]
+        return (
+            ("architecture", self.spec.config.architecture),
+            ("model configuration", _digest(to_json(self.spec.config))),
+            ("tensor shapes and quant types", _digest(tensors)),
+            ("model file sizes", ",".join(str(f.nbytes) for f in self._files)),
+        )
+
+    def close(self) -> None:
+        """Unmap the files; arrays from tensor_bytes that are still held stay valid."""
+        for file in self._files:
+            file.close()
+
+    def __enter__(self) -> "ModelFile":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def open_model(path: str | Path) -> ModelFile:
+    """Open a GGUF file (any part of a split one) or a Hugging Face safetensors folder.
+
+    Raises UserError in one line: missing or truncated file, unsupported architecture, quant type or setting, missing
+    or misshapen tensor.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _open_folder(path)
+    if path.suffix == ".safetensors":
+        raise UserError(f"{path}: give the folder that holds this file and its config.json")
+    return _open_gguf(path)
+
+
+def _open_gguf(path: Path) -> ModelFile:
+    header = read_gguf(path)
+    metadata, where = header.metadata, str(path)
+    arch = find_gguf_architecture(metadata.get("general.architecture"), where)
+    config = gguf_config(arch, metadata, header.tensors, where)
+    name = metadata.get("general.name")
+    spec = _build_spec(name if isinstance(name, str) and name else path.stem, path, arch, config, header.tensors)
+
+    def load_tokenizer() -> "Tokenizer":
+        from pshard.models.gguf_tokenizer import gguf_tokenizer
+
+        return gguf_tokenizer(metadata, where)
+
+    def load_chat_template() -> str | None:
+        template = metadata.get("tokenizer.chat_template")
+        return template if isinstance(template, str) else None
+
+    return ModelFile(spec, metadata, header.files, header.tensors, load_tokenizer, load_chat_template)
+
+
+def _open_folder(folder: Path) -> ModelFile:
+    metadata, where = read_json(folder / "config.json"), str(folder / "config.json")
+    arch = find_hf_architecture(metadata.get("model_type"), where)
+    config = hf_config(arch, metadata, where)
+    files, by_hf_name = read_safetensors(folder)
+    tensors = _rename(arch, config, by_hf_name, tied=metadata.get("tie_word_embeddings") is True)
+    if OUTPUT not in tensors and not metadata.get("tie_word_embeddings"):
+        raise UserError(f"{folder}: tensor lm_head.weight is missing and tie_word_embeddings is not set")
+    spec = _build_spec(folder.resolve().name, folder, arch, config, tensors)
+
+    def load_tokenizer() -> "Tokenizer":
+        from pshard.models.hf_tokenizer import hf_tokenizer
+
+        return hf_tokenizer(folder)
+
+    def load_chat_template() -> str | None:
+        from pshard.models.hf_tokenizer import hf_chat_template
+
+        return hf_chat_template(folder)
+
+    return ModelFile(spec, metadata, files, tensors, load_tokenizer, load_chat_template)
+
+
+def _build_spec(
+    name: str, path: Path, arch: Architecture, config: ModelConfig, tensors: dict[str, StoredTensor]
+) -> ModelSpec:
+    return ModelSpec(name, str(path), config, build_units(arch, config, tensors, str(path)))
+
+
+def _rename(
+    arch: Architecture, config: ModelConfig, stored: dict[str, StoredTensor], tied: bool
+) -> dict[str, StoredTensor]:
+    """Tensors by GGUF name. Drops what is computed anyway: RoPE buffers, and the head of a tied model."""
+    import gguf
+
+    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.gguf.upper()), config.n_layers)
+    renamed = {}
+    for key, tensor in stored.items():
+        if key.endswith(".rotary_emb.inv_freq") or (tied and key == "lm_head.weight"):
+            continue
+        renamed[names.get_name(key, (".weight", ".bias")) or key] = tensor
+    return renamed

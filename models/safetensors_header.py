@@ -1,0 +1,74 @@
+"""Reads the headers of a Hugging Face folder's safetensors files. Tensor data is not touched.
+
+Format: https://huggingface.co/docs/safetensors (u64 length, JSON of dtype, shape and offsets, data). Read by hand
+because the library's NumPy interface has no bf16 and no view of the raw bytes.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pshard.errors import UserError
+from pshard.models.stored import MappedFile, StoredTensor
+
+_DTYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises UserError."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: not a JSON object")
+    return data
+
+
+def read_safetensors(folder: Path) -> tuple[tuple[MappedFile, ...], dict[str, StoredTensor]]:
+    """The folder's files and their tensors by Hugging Face name. Raises UserError."""
+    files = tuple(MappedFile(path) for path in _shard_paths(folder))
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        for tensor in _read_file(file):
+            if tensor.name in tensors:
+                tensor.fail("is there twice")
+            tensors[tensor.name] = tensor
+    return files, tensors
+
+
+def _shard_paths(folder: Path) -> list[Path]:
+    if (folder / _INDEX).exists():
+        names = read_json(folder / _INDEX).get("weight_map")
+        if not isinstance(names, dict) or not names or not all(isinstance(n, str) for n in names.values()):
+            raise UserError(f"{folder / _INDEX}: has no weight_map")
+        return [folder / Path(name).name for name in sorted(set(names.values()))]
+    if (folder / _SINGLE).exists():
+        return [folder / _SINGLE]
+    raise UserError(f"{folder}: has neither {_SINGLE} nor {_INDEX}; give a GGUF file or a safetensors folder")
+
+
+def _read_file(file: MappedFile) -> list[StoredTensor]:
+    length = int.from_bytes(file.bytes[:8], "little")
+    start = 8 + length
+    if file.nbytes < 8 or start > file.nbytes:
+        raise UserError(f"{file.path}: ends inside its header: it is truncated or damaged; fetch it again")
+    try:
+        header = json.loads(file.bytes[8:start])
+        header.pop("__metadata__", None)
+        return [_stored(file, start, name, entry) for name, entry in header.items()]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise UserError(f"{file.path}: not a safetensors file, or its header is damaged; fetch it again") from None
+
+
+def _stored(file: MappedFile, start: int, name: str, entry: dict[str, Any]) -> StoredTensor:
+    first, last = (int(n) for n in entry["data_offsets"])
+    shape = tuple(int(n) for n in entry["shape"])
+    tensor = StoredTensor(name, _DTYPES.get(entry["dtype"], str(entry["dtype"])), shape or (1,), file, start + first)
+    if tensor.qtype in _DTYPES and (first < 0 or tensor.nbytes != last - first):
+        tensor.fail(f"has {last - first} bytes, not the {tensor.nbytes} that its shape needs; the file is damaged")
+    tensor.check_extent()
+    return tensor

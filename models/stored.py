@@ -1,0 +1,71 @@
+"""Where tensors lie in files: what the GGUF and the safetensors reader have in common."""
+
+import contextlib
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+
+from pshard.errors import UserError
+from pshard.quant import QUANT_TYPES, file_nbytes
+
+
+class MappedFile:
+    """A file mapped read-only: opening reads nothing, and slices fetch only the pages they touch."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises UserError when the file cannot be opened or is empty."""
+        self.path = path
+        try:
+            with open(path, "rb") as file:
+                self.bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "the file is empty"
+            raise UserError(f"{path}: cannot be read ({reason})") from None
+        self.nbytes = len(self.bytes)
+
+    def view(self, offset: int, nbytes: int) -> np.ndarray:
+        """u8 [nbytes] over the mapped file, without a copy."""
+        return np.frombuffer(self.bytes, np.uint8, nbytes, offset)
+
+    def close(self) -> None:
+        """Unmap the file; arrays still in use keep it mapped until they are gone."""
+        with contextlib.suppress(BufferError):
+            self.bytes.close()
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file: shape in NumPy order (outputs, inputs) and the absolute offset of its first byte.
+
+    `qtype` may name a type that pshard cannot use; then nothing is known about its size.
+    """
+
+    name: str
+    qtype: str
+    shape: tuple[int, ...]
+    file: MappedFile
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file. Raises KeyError for an unknown quant type."""
+        rows = int(np.prod(self.shape[:-1], dtype=object))
+        return file_nbytes(self.qtype, rows, self.shape[-1])
+
+    def check_extent(self) -> None:
+        """Raises UserError when the tensor's rows are not whole blocks or reach beyond the end of the file."""
+        if self.qtype not in QUANT_TYPES:
+            return  # named when a unit wants it
+        block = QUANT_TYPES[self.qtype].block
+        if self.shape[-1] % block:
+            self.fail(f"has rows of {self.shape[-1]} weights, which {self.qtype} blocks of {block} do not divide")
+        if self.offset + self.nbytes > self.file.nbytes:
+            missing = self.offset + self.nbytes - self.file.nbytes
+            self.fail(f"ends {missing} bytes beyond the end of the file: it is truncated; fetch it again")
+
+    def fail(self, what: str) -> NoReturn:
+        """Raise a UserError that names file and tensor."""
+        raise UserError(f"{self.file.path}: tensor {self.name} {what}")
