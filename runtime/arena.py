@@ -1,0 +1,79 @@
+"""The arena of one accelerator: [pinned weights | scratch | KV stage | staging slots | free | KV from the right]."""
+
+from collections.abc import Mapping
+
+import torch
+
+from pshard.buffers import kv_stage_bytes, scratch_bytes
+from pshard.model import ModelSpec
+from pshard.plan import RankPlan, TierPlan
+from pshard.quant import TENSOR_ALIGN, align
+from pshard.runtime.kernels.api import LayerKV
+from pshard.runtime.kv_cache import KVShape, layer_nbytes, view_layer
+from pshard.runtime.workspace import Workspace, carve_workspace
+
+
+class Arena:
+    """One allocation of device memory. Pins and KV never move: each tier holds a prefix of the plan's orders."""
+
+    def __init__(self, memory: torch.Tensor, spec: ModelSpec, plan: RankPlan, kv: KVShape, act: torch.dtype) -> None:
+        self.memory, self._spec, self._plan, self._kv, self._act = memory, spec, plan, kv, act
+        self._pin_at, at = {}, 0
+        for name in plan.pin_order:
+            self._pin_at[name] = at
+            at += align(spec.unit(name).packed_nbytes, TENSOR_ALIGN)
+
+    def pinned(self, unit: str) -> torch.Tensor:
+        """The place of a pinned unit's blob."""
+        at = self._pin_at[unit]
+        return self.memory[at : at + self._spec.unit(unit).packed_nbytes]
+
+    def pinned_units(self, tier: TierPlan) -> tuple[str, ...]:
+        """Units pinned in the tier, in pin order. Raises ValueError when they are no prefix of it."""
+        return _prefix(self._plan.pin_order, {p.unit for p in tier.placements if p.where == "pinned"})
+
+    def kv_units(self, tier: TierPlan) -> tuple[str, ...]:
+        """Attention units with KV in VRAM in the tier, in KV order. Raises ValueError when they are no prefix of it."""
+        return _prefix(self._plan.kv_order, {p.unit for p in tier.placements if p.kv == "vram"})
+
+    def kv(self, unit: str) -> LayerKV:
+        """The place of a layer's KV when it is in VRAM."""
+        size = layer_nbytes(self._spec.config, self._kv)
+        end = self.memory.numel() // TENSOR_ALIGN * TENSOR_ALIGN - self._plan.kv_order.index(unit) * size
+        return view_layer(self.memory[end - size : end], self._spec.config, self._kv)
+
+    def carve(self, tier: TierPlan) -> tuple[Workspace, LayerKV | None, tuple[torch.Tensor, ...]]:
+        """Scratch, KV stage (when some layer keeps its KV on the host) and staging slots of a tier.
+
+        Raises ValueError when the tier does not fit: a plan that was checked does.
+        """
+        spec, kv = self._spec, self._kv
+        at = sum(align(spec.unit(u).packed_nbytes, TENSOR_ALIGN) for u in self.pinned_units(tier))
+        n_kv = len(self.kv_units(tier))
+        end = self.memory.numel() - n_kv * layer_nbytes(spec.config, kv)
+        size = scratch_bytes(spec, tier.tokens, kv.sequences, self._act.itemsize, kv.context)
+        space = carve_workspace(self.memory[at : at + size], spec, tier.tokens, kv.sequences, kv.context, self._act)
+        at += size
+        stage = None
+        if stages_kv(tier):
+            size = kv_stage_bytes(spec.config, kv.context, kv.sequences, kv.type_k, kv.type_v)
+            stage = view_layer(self.memory[at : at + size], spec.config, kv)
+            at += size
+        slots = []
+        for _ in range(tier.buffers.slots):
+            slots.append(self.memory[at : at + tier.buffers.slot_bytes])
+            at += align(tier.buffers.slot_bytes, TENSOR_ALIGN)
+        if at > end:
+            raise ValueError(f"tier {tier.tokens} needs {at - end} bytes more than the arena of {self.memory.numel()}")
+        return space, stage, tuple(slots)
+
+
+def stages_kv(tier: TierPlan) -> bool:
+    """Whether some layer of the tier attends on the accelerator over KV kept on the host."""
+    return any(p.kv == "host" and p.where != "cpu" for p in tier.placements)
+
+
+def _prefix(order: tuple[str, ...], names: set[str] | Mapping) -> tuple[str, ...]:
+    if set(order[: len(names)]) != set(names):
+        raise ValueError("the plan's units are not a prefix of its order: re-plan")
+    return order[: len(names)]

@@ -1,0 +1,70 @@
+"""What a unit computes, written once for every device: attention, ffn, output. Placement is applied from outside."""
+
+from dataclasses import dataclass
+
+import torch
+
+from pshard.model import ModelConfig
+from pshard.runtime.kernels.api import Kernels, LayerKV, RopeTable, RowIndex
+from pshard.runtime.weights import UnitWeights
+from pshard.runtime.workspace import Workspace
+
+
+@dataclass(frozen=True)
+class Side:
+    """One computing side: its kernels, scratch and rotary table."""
+
+    kernels: Kernels
+    space: Workspace
+    rope: RopeTable
+    config: ModelConfig
+
+
+def run_attention(side: Side, weights: UnitWeights, rows: RowIndex, kv: LayerKV, target: torch.Tensor | None) -> None:
+    """Attention block on the side's `hidden`. The result is added to hidden, or written to `target` (a rank's part).
+
+    target: float32 [M, D] or None.
+    """
+    k, space, config, m = side.kernels, side.space, side.config, weights.matrices
+    n = rows.tokens
+    hidden, normed = space.rows("hidden", n), space.rows("normed", n)
+    qkv, mixed = space.rows("qkv", n), space.rows("mixed", n)
+    heads = (config.n_heads, config.n_kv_heads, config.head_dim)
+    q_width, kv_width = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    k.rms_norm(hidden, weights.vectors["attn_norm.weight"], config.norm_eps, normed)
+    at = 0
+    for part, width in (("attn_q", q_width), ("attn_k", kv_width), ("attn_v", kv_width)):
+        bias = weights.vectors.get(f"{part}.bias")
+        k.linear(normed, m[f"{part}.weight"], qkv[:, at : at + width], space.tile, bias)
+        at += width
+    norms = weights.vectors.get("attn_q_norm.weight"), weights.vectors.get("attn_k_norm.weight")
+    k.rope_store(qkv, heads, *norms, config.norm_eps, side.rope, rows, kv)
+    partial = space.tensors.get("partial")
+    k.attention(qkv, heads, kv, rows, config.head_dim**-0.5, mixed, partial)
+    out, accumulate = (hidden, True) if target is None else (target, False)
+    bias = weights.vectors.get("attn_output.bias")
+    k.linear(mixed, m["attn_output.weight"], out, space.tile, bias, accumulate)
+
+
+def run_ffn(side: Side, weights: UnitWeights, tokens: int, target: torch.Tensor | None) -> None:
+    """SwiGLU block (arXiv 2002.05202) on the side's `hidden`; result as in `run_attention`."""
+    k, space, config, m = side.kernels, side.space, side.config, weights.matrices
+    hidden, normed = space.rows("hidden", tokens), space.rows("normed", tokens)
+    both = space.rows("gate_up", tokens)
+    gated = both[:, : config.d_ffn]
+    k.rms_norm(hidden, weights.vectors["ffn_norm.weight"], config.norm_eps, normed)
+    k.gate_up(normed, m["ffn_gate.weight"], m["ffn_up.weight"], gated, both, space.tile)
+    out, accumulate = (hidden, True) if target is None else (target, False)
+    k.linear(gated, m["ffn_down.weight"], out, space.tile, None, accumulate)
+
+
+def run_output(side: Side, weights: UnitWeights, rows: torch.Tensor) -> torch.Tensor:
+    """Logits float32 [R, vocabulary] of the rows (int32 [R]) of `hidden`, a view of the side's scratch."""
+    k, space, config = side.kernels, side.space, side.config
+    n = rows.shape[0]
+    picked, normed, logits = space.rows("branch", n), space.rows("normed", n), space.rows("logits", n)
+    torch.index_select(space.tensors["hidden"], 0, rows, out=picked)
+    k.rms_norm(picked, weights.vectors["output_norm.weight"], config.norm_eps, normed)
+    head = weights.matrices.get("output.weight") or weights.matrices["token_embd.weight"]
+    k.linear(normed, head, logits, space.tile)
+    return logits

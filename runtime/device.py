@@ -1,0 +1,258 @@
+"""Accelerators: one arena, a compute lane, and a copy lane in each direction that run beside it.
+
+CudaDevice uses streams and events; CpuDevice makes the CPU an accelerator with a bounded arena and real copies done by
+a thread per direction, so that every mechanism runs, and is tested, without a GPU.
+"""
+
+import ctypes
+import queue
+import threading
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+
+from pshard.errors import UserError
+
+REGISTER_CHUNK = 1 << 30  # page-locking goes piece by piece, so that a refusal is found early and undone
+
+
+class Device(Protocol):
+    """What the executor needs of an accelerator. Events come from its lanes and are waited for by them or the host."""
+
+    kind: str
+    torch_device: torch.device
+
+    def allocate(self, nbytes: int) -> torch.Tensor: ...
+    def page_lock(self, memory: torch.Tensor) -> bool: ...
+    def page_unlock(self, memory: torch.Tensor) -> None: ...
+    def copy_in(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Any] = ()) -> Any: ...
+    def copy_out(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Any] = ()) -> Any: ...
+    def send(self, dst: torch.Tensor, src: torch.Tensor) -> None: ...
+    def receive(self, dst: torch.Tensor, src: torch.Tensor) -> None: ...
+    def mark(self) -> Any: ...
+    def wait(self, event: Any) -> None: ...
+    def host_wait(self, event: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def computing(self) -> Any: ...
+    def process_bytes(self) -> int: ...
+    def close(self) -> None: ...
+
+
+def open_device(kind: str, index: int = 0) -> "CudaDevice | CpuDevice":
+    """The accelerator "cuda" or "cpu". Raises UserError when there is no such device."""
+    if kind == "cpu":
+        return CpuDevice()
+    if kind != "cuda":
+        raise UserError(f"unknown device {kind!r}; choose cuda or cpu")
+    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+        raise UserError(f"no CUDA device {index} on this machine; use --device cpu")
+    return CudaDevice(index)
+
+
+class CudaDevice:
+    """A CUDA GPU: compute stream, one copy stream each way."""
+
+    kind = "cuda"
+
+    def __init__(self, index: int) -> None:
+        self.torch_device = torch.device("cuda", index)
+        torch.cuda.set_device(index)
+        torch.cuda.init()
+        torch.zeros(1, device=self.torch_device)
+        self._context_bytes = self._used_bytes()
+        self.compute = torch.cuda.Stream(self.torch_device)
+        self._in = torch.cuda.Stream(self.torch_device)
+        self._out = torch.cuda.Stream(self.torch_device)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+        except torch.cuda.OutOfMemoryError:
+            free = torch.cuda.mem_get_info(self.torch_device)[0] >> 20
+            raise UserError(
+                f"cannot allocate {nbytes >> 20} MiB on the GPU; {free} MiB are free: lower --vram"
+            ) from None
+
+    def page_lock(self, memory: torch.Tensor) -> bool:
+        runtime, locked = torch.cuda.cudart(), 0
+        while locked < memory.numel():
+            size = min(REGISTER_CHUNK, memory.numel() - locked)
+            if int(runtime.cudaHostRegister(memory.data_ptr() + locked, size, 0)) != 0:
+                for at in range(0, locked, REGISTER_CHUNK):
+                    runtime.cudaHostUnregister(memory.data_ptr() + at)
+                return False
+            locked += size
+        return True
+
+    def page_unlock(self, memory: torch.Tensor) -> None:
+        for at in range(0, memory.numel(), REGISTER_CHUNK):
+            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr() + at)
+
+    def copy_in(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Any] = ()) -> torch.cuda.Event:
+        return self._copy(self._in, dst, src, after)
+
+    def copy_out(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Any] = ()) -> torch.cuda.Event:
+        return self._copy(self._out, dst, src, after)
+
+    def _copy(
+        self, stream: torch.cuda.Stream, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Any]
+    ) -> torch.cuda.Event:
+        for event in after:
+            stream.wait_event(event)
+        with torch.cuda.stream(stream):
+            dst.copy_(src, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record(stream)
+        return done
+
+    def send(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Host to device in the compute lane: small transfers don't queue behind weights."""
+        with torch.cuda.stream(self.compute):
+            dst.copy_(src, non_blocking=True)
+
+    def receive(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Device to host after all compute so far; returns when `dst` holds it."""
+        with torch.cuda.stream(self.compute):
+            dst.copy_(src, non_blocking=True)
+        self.compute.synchronize()
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(self.compute)
+        return event
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Work given to the compute lane from now on starts after the event."""
+        self.compute.wait_event(event)
+
+    def host_wait(self, event: torch.cuda.Event) -> None:
+        """Returns when the event has happened."""
+        event.synchronize()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def computing(self) -> Any:
+        """Context in which torch operators go to the compute lane."""
+        return torch.cuda.stream(self.compute)
+
+    def _used_bytes(self) -> int:
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return total - free
+
+    def process_bytes(self) -> int:
+        """Device memory taken since this object was made, by the driver's figure: the context is not in it."""
+        return self._used_bytes() - self._context_bytes
+
+    def close(self) -> None:
+        self.synchronize()
+
+
+class CpuEvent:
+    """Done when set; carries the error of the copy that failed."""
+
+    def __init__(self) -> None:
+        self._set = threading.Event()
+        self._error: BaseException | None = None
+
+    def finish(self, error: BaseException | None = None) -> None:
+        self._error = error
+        self._set.set()
+
+    def wait(self) -> None:
+        self._set.wait()
+        if self._error is not None:
+            raise RuntimeError("a copy failed") from self._error
+
+
+class _CopyThread:
+    """Runs copies in order; memmove releases the interpreter lock, so compute goes on."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[CpuEvent]) -> CpuEvent:
+        if not (dst.is_contiguous() and src.is_contiguous() and dst.nbytes == src.nbytes):
+            raise ValueError("copies are between contiguous tensors of equal size")
+        done = CpuEvent()
+        self._queue.put((dst, src, tuple(after), done))
+        return done
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            dst, src, after, done = item
+            try:
+                for event in after:
+                    event.wait()
+                ctypes.memmove(dst.data_ptr(), src.data_ptr(), src.nbytes)
+                done.finish()
+            except BaseException as error:
+                done.finish(error)
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+
+class CpuDevice:
+    """The CPU as accelerator. Compute is synchronous; copies run on their threads."""
+
+    kind = "cpu"
+    torch_device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self._in, self._out = _CopyThread("copy-in"), _CopyThread("copy-out")
+        self._allocated = 0
+        self._last: list[CpuEvent] = []
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        self._allocated += nbytes
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def page_lock(self, memory: torch.Tensor) -> bool:
+        return True
+
+    def page_unlock(self, memory: torch.Tensor) -> None:
+        pass
+
+    def copy_in(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Any] = ()) -> CpuEvent:
+        return self._track(self._in.submit(dst, src, after))
+
+    def copy_out(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Any] = ()) -> CpuEvent:
+        return self._track(self._out.submit(dst, src, after))
+
+    def _track(self, event: CpuEvent) -> CpuEvent:
+        self._last = [e for e in self._last if not e._set.is_set()] + [event]
+        return event
+
+    def send(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        dst.copy_(src)
+
+    receive = send
+
+    def mark(self) -> CpuEvent:
+        event = CpuEvent()
+        event.finish()
+        return event
+
+    def wait(self, event: CpuEvent) -> None:
+        event.wait()
+
+    host_wait = wait
+
+    def synchronize(self) -> None:
+        for event in self._last:
+            event.wait()
+
+    def computing(self) -> Any:
+        return torch.inference_mode()
+
+    def process_bytes(self) -> int:
+        return self._allocated
+
+    def close(self) -> None:
+        self._in.close()
+        self._out.close()

@@ -1,0 +1,206 @@
+"""The engine: sequences of tokens in, logits and text out, under a plan."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pshard.errors import UserError
+from pshard.plan import RankPlan, Variant
+from pshard.runtime.device import Device
+from pshard.runtime.executor import Executor
+from pshard.runtime.kernels.api import Segment
+from pshard.runtime.sampling import Sampler, Sampling
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes held by an engine: `accelerator` is all it took on the device (the driver's figure less the context)."""
+
+    budget: int
+    arena: int
+    accelerator: int
+    host_weights: int
+    page_locked: bool
+
+
+class Engine:
+    """A loaded model. Not thread-safe. Close it, or use it in a `with` block.
+
+    Attributes:
+        plan: the variant in force; rank_plan: this rank's part of it.
+        tokenizer: encodes and decodes text; None for files without one.
+        notes: one line for every fallback in use.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        variant: Variant,
+        tokenizer: Any,
+        notes: tuple[str, ...],
+        arena_nbytes: int,
+        host_nbytes: int,
+        page_locked: bool,
+        on_close: Callable[[], None],
+    ) -> None:
+        self._executor, self.plan, self.tokenizer, self.notes = executor, variant, tokenizer, notes
+        self._memory = (arena_nbytes, host_nbytes, page_locked)
+        self._on_close = on_close
+        self._lengths = [0] * variant.sequences
+        self._broken: BaseException | None = None
+        self._closed = False
+
+    @property
+    def rank_plan(self) -> RankPlan:
+        return self._executor.plan
+
+    @property
+    def device(self) -> Device:
+        return self._executor.device
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Cells in use of each sequence."""
+        return tuple(self._lengths)
+
+    @property
+    def link_bytes(self) -> int:
+        """Bytes moved host to device since the start."""
+        return self._executor.link_bytes
+
+    @property
+    def switches(self) -> int:
+        """How often a tier gave way to another."""
+        return self._executor.switches
+
+    def memory(self) -> MemoryReport:
+        """What the engine holds, in bytes."""
+        arena, host, locked = self._memory
+        return MemoryReport(self.rank_plan.budget_mib << 20, arena, self.device.process_bytes(), host, locked)
+
+    def reset(self, sequence: int | None = None, length: int = 0) -> None:
+        """Forget the cells after `length` of one sequence, or of all."""
+        for s in range(len(self._lengths)) if sequence is None else (sequence,):
+            self._lengths[s] = min(self._lengths[s], length)
+
+    def forward(
+        self, tokens: Sequence[int] | Sequence[Sequence[int]], all_logits: bool = False
+    ) -> torch.Tensor | list[torch.Tensor]:
+        """Append tokens to the sequences and compute.
+
+        Args:
+            tokens: ids for sequence 0, or one list per sequence (empty lists are skipped); lengths may differ.
+            all_logits: logits of every new token instead of each sequence's last.
+
+        Returns:
+            float32 on the host: for one flat list [vocabulary] (or [n, vocabulary] with all_logits); for a list per
+            sequence a list of those, with an empty tensor for a skipped sequence.
+
+        Raises:
+            UserError: an id is not in the vocabulary, the context is full, or there are too many sequences.
+            RuntimeError: an earlier call failed half-way; the engine refuses further work.
+        """
+        single = len(tokens) > 0 and isinstance(tokens[0], int)
+        lists: list[list[int]] = [list(tokens)] if single else [list(t) for t in tokens]  # type: ignore
+        self._check(lists)
+        parts: list[list[torch.Tensor]] = [[] for _ in lists]
+        try:
+            for ids, segments, wanted in self._micro_batches(lists, all_logits):
+                rows = [row for row, _ in wanted]
+                logits = self._executor.run(torch.tensor(ids), segments, rows, self._lengths)
+                for i, (_, sequence) in enumerate(wanted):
+                    parts[sequence].append(logits[i])
+                for s in segments:
+                    self._lengths[s.sequence] += s.tokens
+        except BaseException as error:
+            self._broken = error  # caches are half-written: no further text may come from them
+            raise
+        empty = torch.empty(0, self._executor.spec.config.vocab)
+        results = [torch.stack(p) if p else empty for p in parts]
+        if not all_logits:
+            results = [r[-1] if r.numel() else r[0:0].flatten() for r in results]
+        return results[0] if single else results
+
+    def _check(self, lists: list[list[int]]) -> None:
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+        if self._broken is not None:
+            raise RuntimeError("an earlier step failed; load the model again") from self._broken
+        vocab, context = self._executor.spec.config.vocab, self.plan.context
+        if not any(lists):
+            raise UserError("no tokens were given; a prompt needs at least one")
+        if len(lists) > len(self._lengths):
+            raise UserError(f"{len(lists)} sequences, but the plan is for {len(self._lengths)}; plan with -np")
+        for sequence, ids in enumerate(lists):
+            if ids and not 0 <= min(ids) <= max(ids) < vocab:
+                raise UserError(f"token ids must be in 0..{vocab - 1}; sequence {sequence} has {min(ids)}..{max(ids)}")
+            if self._lengths[sequence] + len(ids) > context:
+                raise UserError(
+                    f"{self._lengths[sequence]} + {len(ids)} tokens exceed the context of {context}; plan a larger -c"
+                )
+
+    def _micro_batches(
+        self, lists: list[list[int]], all_logits: bool
+    ) -> Iterator[tuple[list[int], tuple[Segment, ...], list[tuple[int, int]]]]:
+        """Cut the new tokens into micro-batches: (ids, segments, [(row, sequence) whose logits are wanted])."""
+        largest = self.rank_plan.tiers[-1].tokens
+        ids: list[int] = []
+        segments: list[Segment] = []
+        wanted: list[tuple[int, int]] = []
+        for sequence, new in enumerate(lists):
+            done, past = 0, self._lengths[sequence]
+            while done < len(new):
+                take = min(len(new) - done, largest - len(ids))
+                segments.append(Segment(sequence, len(ids), take, past + done))
+                last = len(new) - done - take == 0
+                rows = range(len(ids), len(ids) + take) if all_logits else [len(ids) + take - 1] if last else []
+                wanted += [(row, sequence) for row in rows]
+                ids += new[done : done + take]
+                done += take
+                if len(ids) == largest:
+                    yield ids, tuple(segments), wanted
+                    ids, segments, wanted = [], [], []
+        if ids:
+            yield ids, tuple(segments), wanted
+
+    def generate(
+        self, prompt: str | Sequence[int], max_tokens: int = 128, sampling: Sampling | None = None, text: bool = True
+    ) -> Iterator[Any]:
+        """Continue a prompt in sequence 0 and yield as it comes.
+
+        Args:
+            prompt: text (needs a tokenizer) or token ids.
+            max_tokens: at most so many; it ends before at an end-of-text token or a full context.
+            text: yield pieces of text (complete characters), else token ids.
+        """
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) and self.tokenizer else list(prompt)
+        if isinstance(prompt, str) and not self.tokenizer:
+            raise UserError("the model file has no tokenizer: give token ids")
+        stops = self.tokenizer.eos_ids if self.tokenizer else frozenset()
+        sampler = Sampler(sampling or Sampling())
+        decoder = self.tokenizer.stream() if text and self.tokenizer else None
+        logits = self.forward(ids)
+        for made in range(max_tokens):
+            assert isinstance(logits, torch.Tensor)
+            token = sampler.choose(logits)
+            if token in stops:
+                break
+            yield decoder.push(token) if decoder else token
+            if made + 1 == max_tokens or self._lengths[0] >= self.plan.context:
+                break
+            logits = self.forward([token])
+
+    def close(self) -> None:
+        """Release device and host memory. May be called twice."""
+        if not self._closed:
+            self._closed = True
+            self._executor.close()
+            self._on_close()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

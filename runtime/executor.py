@@ -1,0 +1,400 @@
+"""Walks a tier's steps on one rank: copies run ahead on their lane while units compute; tiers are switched here."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pshard.buffers import LOGIT_ROWS, scratch_bytes
+from pshard.model import ModelSpec
+from pshard.plan import RankPlan, TierPlan
+from pshard.runtime.arena import Arena
+from pshard.runtime.blocks import Side, run_attention, run_ffn, run_output
+from pshard.runtime.device import Device
+from pshard.runtime.kernels.api import Kernels, LayerKV, RopeTable, RowIndex, Segment
+from pshard.runtime.kv_cache import KVShape, layer_nbytes, used_spans, view_layer
+from pshard.runtime.rope import fill_rope_table
+from pshard.runtime.weights import HostWeights, UnitWeights, lookup_rows, view_unit
+from pshard.runtime.workspace import Workspace, carve_workspace
+from pshard.steps import (
+    AllReduce,
+    Compute,
+    CopyIn,
+    FetchKV,
+    Free,
+    Gather,
+    Handoff,
+    StepList,
+    StepShape,
+    WriteBack,
+    emit_steps,
+)
+
+
+class Group:
+    """What the executor asks of a tensor-parallel group; this one is the group of one rank."""
+
+    size = 1
+    rank = 0
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum a float32 tensor over the ranks, in place."""
+
+    def gather_columns(self, local: torch.Tensor) -> torch.Tensor:
+        """Put the ranks' columns side by side."""
+        return local
+
+
+@dataclass
+class _TierState:
+    """Views of the arena and lane events while a tier is in force."""
+
+    tier: TierPlan
+    side: Side
+    stage: LayerKV | None
+    slots: tuple[torch.Tensor, ...]
+    arrived: dict[int, Any]  # slot -> event of the copy into it
+    stage_free: list[Any]  # events after which the KV stage may be written by a fetch
+    stage_ready: list[Any]  # events after which a unit may use the KV stage
+
+
+class Executor:
+    """Runs micro-batches of one model (or one rank's slice) under a plan."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        plan: RankPlan,
+        device: Device,
+        arena: torch.Tensor,
+        weights: HostWeights,
+        kv: KVShape,
+        kernels: tuple[Kernels, Kernels],
+        group: Group,
+    ) -> None:
+        self.spec, self.plan, self.device, self.group, self._kv_shape = spec, plan, device, group, kv
+        self._acc_kernels, self._host_kernels = kernels
+        self._weights = weights
+        self._arena = Arena(arena, spec, plan, kv, self._acc_kernels.act_dtype)
+        self._loaded_pins: tuple[str, ...] = ()
+        self._kv_in_vram: tuple[str, ...] = ()
+        self._state: _TierState | None = None
+        self._written: dict[str, Any] = {}  # attention unit -> event of its last write-back
+        self._steps: dict[tuple, StepList] = {}
+        self.link_bytes = 0  # moved host to device since the start: weights, KV, activations
+        self.switches = 0
+        self._sent: Any = None
+        self._host_memory: list[torch.Tensor] = []
+        self._make_host_side()
+
+    # --- memory -------------------------------------------------------------------------------------------------
+
+    def _make_host_side(self) -> None:
+        """Host buffers: hidden rows of any micro-batch, scratch for CPU units, KV of layers that leave VRAM."""
+        spec, kv, tiers = self.spec, self._kv_shape, self.plan.tiers
+        largest = tiers[-1].tokens
+        self._host_hidden = self._host_alloc(largest * spec.config.d_model * 4).view(torch.float32)
+        self._host_hidden = self._host_hidden.view(largest, spec.config.d_model)
+        self._host_index = self._host_alloc(3 * largest * 4).view(torch.int32).view(3, largest)
+        rows = max(kv.sequences, LOGIT_ROWS)
+        self._host_logits = self._host_alloc(rows * spec.config.vocab * 4).view(torch.float32)
+        self._host_logits = self._host_logits.view(rows, spec.config.vocab)
+        on_cpu = [t.tokens for t in tiers if any(p.where == "cpu" and p.unit != "embedding" for p in t.placements)]
+        tokens = max(on_cpu, default=1)
+        act = self._host_kernels.act_dtype
+        memory = torch.empty(scratch_bytes(spec, tokens, kv.sequences, act.itemsize, kv.context), dtype=torch.uint8)
+        space = carve_workspace(memory, spec, tokens, kv.sequences, kv.context, act)
+        space.tensors["hidden"] = self._host_hidden
+        self._host_side = self._make_side(self._host_kernels, space)
+        leaving = {p.unit for t in tiers for p in t.placements if p.kv == "host"}
+        self._host_kv = {
+            name: view_layer(self._host_alloc(layer_nbytes(spec.config, kv)), spec.config, kv)
+            for name in self.plan_attention()
+            if name in leaving
+        }
+
+    def plan_attention(self) -> tuple[str, ...]:
+        """Attention units of this rank, in order."""
+        return tuple(u.name for u in self.spec.units if u.kind == "attention")
+
+    def _host_alloc(self, nbytes: int) -> torch.Tensor:
+        """Page-locked host memory; it lives as long as the executor."""
+        memory = torch.zeros(max(nbytes, 1), dtype=torch.uint8)
+        if self.device.page_lock(memory):
+            self._host_memory.append(memory)
+        return memory
+
+    def _make_side(self, kernels: Kernels, space: Workspace) -> Side:
+        table = space.tensors["rope"]
+        fill_rope_table(self.spec.config.rope, table)
+        return Side(kernels, space, RopeTable(table[0], table[1], self.spec.config.rope.pairing), self.spec.config)
+
+    def load_pins(self, names: Iterable[str], blobs: Any) -> None:
+        """Bring the first pins into the arena from anything that maps a name to a blob (also ones not kept on the
+        host)."""
+        for name in names:
+            self._arena.pinned(name).copy_(blobs(name))
+            self._loaded_pins += (name,)
+
+    # --- tiers --------------------------------------------------------------------------------------------------
+
+    def enter(self, tier: TierPlan, lengths: list[int]) -> None:
+        """Put a tier in force; `lengths` are the cells in use of each sequence. Moves only what changes hands."""
+        if self._state is not None and self._state.tier is tier:
+            return
+        self.device.synchronize()
+        self.switches += self._state is not None
+        spans = [(sequence, 0, used) for sequence, used in enumerate(lengths)]
+        self._move_kv(self._kv_in_vram[len(self._arena.kv_units(tier)) :], spans, to_host=True)
+        pins = self._arena.pinned_units(tier)
+        for name in pins[len(self._loaded_pins) :]:
+            self.device.copy_in(self._arena.pinned(name), self._weights.blob(name))
+            self.link_bytes += self.spec.unit(name).packed_nbytes
+        arriving = self._arena.kv_units(tier)[len(self._kv_in_vram) :]
+        self._move_kv(arriving, spans, to_host=False)
+        self._loaded_pins, self._kv_in_vram = pins, self._arena.kv_units(tier)
+        self.device.synchronize()
+        space, stage, slots = self._arena.carve(tier)
+        with self.device.computing():
+            side = self._make_side(self._acc_kernels, space)
+        self._state = _TierState(tier, side, stage, slots, {}, [], [])
+        self.device.synchronize()
+        for step in self._steps_of(StepShape(1, 0, 1, ranks=self.group.size)).enter:
+            self._copy_in(step, ())
+
+    def _move_kv(self, names: tuple[str, ...], spans: list[tuple[int, int, int]], to_host: bool) -> None:
+        for name in names:
+            if name not in self._host_kv:
+                continue
+            vram, host = self._arena.kv(name), self._host_kv[name]
+            source, target = (vram, host) if to_host else (host, vram)
+            copy = self.device.copy_out if to_host else self.device.copy_in
+            for to, origin in used_spans(source, target, spans):
+                copy(to, origin)
+                self.link_bytes += 0 if to_host else to.nbytes
+
+    def _steps_of(self, shape: StepShape) -> StepList:
+        assert self._state is not None
+        key = (self._state.tier.tokens, shape.past > 0)
+        if key not in self._steps:
+            self._steps[key] = emit_steps(self.spec, self._state.tier, shape)
+        return self._steps[key]
+
+    # --- one micro-batch ----------------------------------------------------------------------------------------
+
+    def run(
+        self, ids: torch.Tensor, segments: tuple[Segment, ...], logit_rows: list[int], lengths: list[int]
+    ) -> torch.Tensor:
+        """Compute one micro-batch under the smallest tier that covers it.
+
+        Args:
+            ids: int64 [M] on the host.
+            segments: which rows belong to which sequence, in row order.
+            logit_rows: rows whose logits are wanted.
+            lengths: cells in use of every sequence before this micro-batch.
+
+        Returns:
+            float32 [len(logit_rows), vocabulary] on the host, a fresh tensor.
+        """
+        tokens = ids.numel()
+        self.enter(self.plan.covering(tokens), lengths)
+        state = self._state
+        assert state is not None
+        if self._sent is not None:
+            self.device.host_wait(self._sent)  # the last micro-batch may still read the host buffers
+        past = sum(s.past for s in segments)
+        host_rows, acc_rows, acc_logit_rows = self._index_rows(segments, logit_rows, tokens)
+        logits: list[torch.Tensor] = []
+        run = _Run(self, state, ids, tokens, segments, host_rows, acc_rows, logit_rows, acc_logit_rows, logits)
+        with torch.inference_mode():
+            for step in self._steps_of(StepShape(tokens, past, len(logit_rows), ranks=self.group.size)).body:
+                run.step(step)
+        self._sent = self.device.mark()
+        return torch.cat(logits) if logits else torch.empty(0, self.spec.config.vocab)
+
+    def _index_rows(
+        self, segments: tuple[Segment, ...], logit_rows: list[int], tokens: int
+    ) -> tuple[RowIndex, RowIndex, torch.Tensor]:
+        position, sequence = self._host_index[0, :tokens], self._host_index[1, :tokens]
+        for s in segments:
+            rows = slice(s.start, s.start + s.tokens)
+            position[rows] = torch.arange(s.past, s.past + s.tokens, dtype=torch.int32)
+            sequence[rows] = s.sequence
+        cells = max(s.past + s.tokens for s in segments)
+        wanted = self._host_index[2, : len(logit_rows)]
+        wanted.copy_(torch.tensor(logit_rows, dtype=torch.int32))
+        assert self._state is not None
+        space = self._state.side.space
+        there = []
+        for name, values in (("positions", position), ("sequences", sequence)):
+            target = space.tensors[name][: values.shape[0]]
+            self.device.send(target, values)
+            there.append(target)
+        return (
+            RowIndex(sequence, position, segments, cells),
+            RowIndex(there[1], there[0], segments, cells),
+            wanted,
+        )
+
+    def _copy_in(self, step: CopyIn, after: Iterable[Any]) -> None:
+        assert self._state is not None
+        target = self._state.slots[step.slot][: step.nbytes]
+        self._state.arrived[step.slot] = self.device.copy_in(target, self._weights.blob(step.unit), after)
+        self.link_bytes += step.nbytes
+
+    def close(self) -> None:
+        """Wait for all lanes and unlock host memory."""
+        self.device.synchronize()
+        for memory in self._host_memory:
+            self.device.page_unlock(memory)
+        self._host_memory.clear()
+
+
+@dataclass
+class _Run:
+    """One walk over the steps of a micro-batch."""
+
+    executor: Executor
+    state: _TierState
+    ids: torch.Tensor
+    tokens: int
+    segments: tuple[Segment, ...]
+    host_rows: RowIndex
+    acc_rows: RowIndex
+    logit_rows: list[int]
+    host_logit_rows: torch.Tensor
+    logits: list[torch.Tensor]
+    side: str = "cpu"
+    freed: Any = None
+    contributes: bool = False  # the unit before an all-reduce was computed here
+
+    def step(self, step: Any) -> None:
+        """Issue one step."""
+        match step:
+            case Compute():
+                self._compute(step)
+            case CopyIn():
+                self.executor._copy_in(step, [self.freed])
+            case Free():
+                self.freed = self.executor.device.mark()
+            case Handoff():
+                self._hand_off(step)
+            case FetchKV():
+                self._fetch_kv(step)
+            case WriteBack():
+                self._write_back(step)
+            case AllReduce():
+                self._all_reduce()
+            case Gather():
+                self.logits[:] = [self.executor.group.gather_columns(part) for part in self.logits]
+
+    def _side(self) -> Side:
+        return self.state.side if self.side == "acc" else self.executor._host_side
+
+    def _compute(self, step: Compute) -> None:
+        e, unit = self.executor, self.executor.spec.unit(step.unit)
+        self.side = step.on
+        if step.slot is not None:
+            e.device.wait(self.state.arrived[step.slot])
+        weights = self._weights_of(step)
+        with e.device.computing() if step.on == "acc" else torch.inference_mode():
+            target = self._side().space.rows("branch", self.tokens) if e.group.size > 1 else None
+            if unit.kind == "embedding":
+                self._embed(weights, step.on)
+            elif unit.kind == "attention":
+                self._attend(step, weights, target)
+                self.contributes = True
+            elif unit.kind == "ffn":
+                self.contributes = True
+                run_ffn(self._side(), weights, self.tokens, target)
+            else:
+                self._output(weights, step.on)
+
+    def _weights_of(self, step: Compute) -> UnitWeights:
+        e = self.executor
+        if step.source == "arena":
+            blob = e._arena.pinned(step.unit)
+        elif step.source == "slot":
+            assert step.slot is not None
+            blob = self.state.slots[step.slot][: e.spec.unit(step.unit).packed_nbytes]
+        else:
+            blob = e._weights.blob(step.unit)
+        return view_unit(e.spec.unit(step.unit), blob)
+
+    def _embed(self, weights: UnitWeights, on: str) -> None:
+        e, table = self.executor, weights.matrices["token_embd.weight"]
+        if on == "cpu":
+            lookup_rows(table, self.ids, e._host_hidden[: self.tokens])
+        else:
+            lookup_rows(table, self.ids.to(e.device.torch_device), self.state.side.space.rows("hidden", self.tokens))
+
+    def _attend(self, step: Compute, weights: UnitWeights, target: torch.Tensor | None) -> None:
+        e, place = self.executor, self.state.tier.placement(step.unit)
+        if step.on == "cpu":
+            run_attention(e._host_side, weights, self.host_rows, e._host_kv[step.unit], target)
+        elif place.kv == "vram":
+            run_attention(self.state.side, weights, self.acc_rows, e._arena.kv(step.unit), target)
+        else:
+            assert self.state.stage is not None
+            for event in self.state.stage_ready:
+                e.device.wait(event)
+            self.state.stage_ready.clear()
+            run_attention(self.state.side, weights, self.acc_rows, self.state.stage, target)
+            self.state.stage_free = [e.device.mark()]
+
+    def _output(self, weights: UnitWeights, on: str) -> None:
+        e, side = self.executor, self._side()
+        capacity = side.space.tensors["logits"].shape[0]
+        for start in range(0, len(self.logit_rows), capacity):
+            wanted = self.host_logit_rows[start : start + capacity]
+            if on == "acc":
+                there = side.space.tensors["logit_rows"][: wanted.shape[0]]
+                e.device.send(there, wanted)
+                wanted = there
+            logits = run_output(side, weights, wanted)
+            if on == "acc":
+                here = e._host_logits[: logits.shape[0]]
+                e.device.receive(here, logits)
+                logits = here
+            self.logits.append(logits.clone())
+
+    def _hand_off(self, step: Handoff) -> None:
+        e = self.executor
+        if self.logits or self.side == step.to:
+            return  # logits were delivered as they were computed
+        here, there = e._host_hidden[: self.tokens], self.state.side.space.rows("hidden", self.tokens)
+        if step.to == "cpu":
+            e.device.receive(here, there)
+        else:
+            e.device.send(there, here)
+            e.link_bytes += here.nbytes
+        self.side = step.to
+
+    def _fetch_kv(self, step: FetchKV) -> None:
+        e, state = self.executor, self.state
+        assert state.stage is not None
+        spans = [(s.sequence, 0, s.past) for s in self.segments]
+        after = [*state.stage_free, *([e._written[step.unit]] if step.unit in e._written else [])]
+        for to, origin in used_spans(e._host_kv[step.unit], state.stage, spans):
+            state.stage_ready.append(e.device.copy_in(to, origin, after))
+            e.link_bytes += to.nbytes
+
+    def _write_back(self, step: WriteBack) -> None:
+        e, state = self.executor, self.state
+        assert state.stage is not None
+        spans = [(s.sequence, s.past, s.past + s.tokens) for s in self.segments]
+        for to, origin in used_spans(state.stage, e._host_kv[step.unit], spans):
+            done = e.device.copy_out(to, origin, state.stage_free)
+        e._written[step.unit] = done
+        state.stage_ready.append(done)  # the next layer's new cells go where these are read from
+
+    def _all_reduce(self) -> None:
+        side = self._side()
+        part = side.space.rows("branch", self.tokens)
+        with self.executor.device.computing() if self.side == "acc" else torch.inference_mode():
+            if not self.contributes:
+                part.zero_()
+            self.contributes = False
+            self.executor.group.all_reduce(part)
+            side.space.rows("hidden", self.tokens).add_(part)

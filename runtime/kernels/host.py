@@ -1,0 +1,118 @@
+"""Host kernels: C++ on packed weights for few tokens, dequantised tiles and torch's bf16 GEMM for many."""
+
+import torch
+import torch.nn.functional as F
+
+from pshard.buffers import SMALL_BATCH
+from pshard.runtime.kernels import native
+from pshard.runtime.kernels.api import LayerKV, Packed, RowIndex
+from pshard.runtime.kernels.plain import PlainKernels
+
+_KV_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+ATTENTION_ROWS = 64  # above this many new tokens per sequence torch's attention is faster than the C++ one
+
+
+class HostKernels(PlainKernels):
+    """Float32 activations. What the C++ library does not speed up is inherited from the plain kernels."""
+
+    act_dtype = torch.float32
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: Packed,
+        out: torch.Tensor,
+        tile: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        accumulate: bool = False,
+    ) -> None:
+        if x.shape[0] <= SMALL_BATCH:
+            self._linear_packed(x, weight, out, bias, accumulate)
+        else:
+            self._linear_tiled(x, weight, out, tile, bias, accumulate)
+
+    def _linear_packed(
+        self, x: torch.Tensor, weight: Packed, out: torch.Tensor, bias: torch.Tensor | None, accumulate: bool
+    ) -> None:
+        target = torch.empty(x.shape[0], weight.rows) if accumulate else out
+        native.linear(
+            x.data_ptr(),
+            x.stride(0),
+            weight.data.data_ptr(),
+            weight.qtype,
+            weight.rows,
+            weight.cols,
+            target.data_ptr(),
+            target.stride(0),
+            x.shape[0],
+        )
+        if accumulate:
+            out += target
+        if bias is not None:
+            out += bias
+
+    def _linear_tiled(
+        self,
+        x: torch.Tensor,
+        weight: Packed,
+        out: torch.Tensor,
+        tile: torch.Tensor,
+        bias: torch.Tensor | None,
+        accumulate: bool,
+    ) -> None:
+        half = x.bfloat16()
+        rows_at_once = max(16, tile.numel() // (2 * weight.cols) // 16 * 16)
+        for start in range(0, weight.rows, rows_at_once):
+            stop = min(start + rows_at_once, weight.rows)
+            rows = tile[: (stop - start) * weight.cols * 2].view(torch.bfloat16).view(stop - start, weight.cols)
+            native.dequantize(
+                weight.data.data_ptr(), weight.qtype, weight.rows, weight.cols, start, stop, rows.data_ptr(), "bf16"
+            )
+            part = F.linear(half, rows)
+            if accumulate:
+                out[:, start:stop] += part
+            else:
+                out[:, start:stop] = part
+        if bias is not None:
+            out += bias
+
+    def gate_up(
+        self, x: torch.Tensor, gate: Packed, up: Packed, out: torch.Tensor, both: torch.Tensor, tile: torch.Tensor
+    ) -> None:
+        width = gate.rows
+        self.linear(x, gate, both[:, :width], tile)
+        self.linear(x, up, both[:, width:], tile)
+        torch.mul(F.silu(both[:, :width]), both[:, width:], out=out)
+
+    def attention(
+        self,
+        qkv: torch.Tensor,
+        heads: tuple[int, int, int],
+        kv: LayerKV,
+        rows: RowIndex,
+        scale: float,
+        out: torch.Tensor,
+        partial: torch.Tensor | None,
+    ) -> None:
+        n_heads, n_kv, dim = heads
+        if any(s.tokens > ATTENTION_ROWS for s in rows.segments):
+            super().attention(qkv, heads, kv, rows, scale, out, partial)
+            return
+        q = torch.empty(rows.tokens, n_heads * dim)
+        q.copy_(qkv[:, : n_heads * dim])
+        for s in rows.segments:
+            mixed = torch.empty(s.tokens, n_heads * dim)
+            native.attention(
+                q[s.start].data_ptr(),
+                kv.k[s.sequence].data_ptr(),
+                kv.v[s.sequence].data_ptr(),
+                _KV_NAMES[kv.k.dtype],
+                s.past,
+                s.tokens,
+                n_heads,
+                n_kv,
+                dim,
+                scale,
+                mixed.data_ptr(),
+            )
+            out[s.start : s.start + s.tokens] = mixed

@@ -1,0 +1,100 @@
+"""Plain torch kernels: dequantise, then float32 arithmetic. Runs on any device; the oracle of the fast kernels."""
+
+import torch
+import torch.nn.functional as F
+
+from pshard.runtime.kernels.api import LayerKV, Packed, RopeTable, RowIndex
+from pshard.runtime.kernels.unpack import unpack
+
+
+class PlainKernels:
+    """Implements `api.Kernels` in float32 with torch operators; slow, and allocates while it runs."""
+
+    act_dtype = torch.float32
+
+    def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+        out.copy_(hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + eps) * weight)
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: Packed,
+        out: torch.Tensor,
+        tile: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        accumulate: bool = False,
+    ) -> None:
+        result = F.linear(x, unpack(weight), bias)
+        out.copy_(out + result if accumulate else result)
+
+    def gate_up(
+        self, x: torch.Tensor, gate: Packed, up: Packed, out: torch.Tensor, both: torch.Tensor, tile: torch.Tensor
+    ) -> None:
+        out.copy_(F.silu(F.linear(x, unpack(gate))) * F.linear(x, unpack(up)))
+
+    def rope_store(
+        self,
+        qkv: torch.Tensor,
+        heads: tuple[int, int, int],
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+        rope: RopeTable,
+        rows: RowIndex,
+        kv: LayerKV,
+    ) -> None:
+        n_heads, n_kv, dim = heads
+        q, k, v = (part.unflatten(1, (-1, dim)) for part in split_qkv(qkv, heads))
+        position, sequence = rows.position.long(), rows.sequence.long()
+        cos, sin = rope.cos[position][:, None], rope.sin[position][:, None]
+        q.copy_(rotate(head_norm(q, q_norm, eps), cos, sin, rope.pairing))
+        k.copy_(rotate(head_norm(k, k_norm, eps), cos, sin, rope.pairing))
+        kv.k[sequence, position] = k.to(kv.k.dtype)
+        kv.v[sequence, position] = v.to(kv.v.dtype)
+
+    def attention(
+        self,
+        qkv: torch.Tensor,
+        heads: tuple[int, int, int],
+        kv: LayerKV,
+        rows: RowIndex,
+        scale: float,
+        out: torch.Tensor,
+        partial: torch.Tensor | None,
+    ) -> None:
+        n_heads, n_kv, dim = heads
+        for s in rows.segments:
+            cells = s.past + s.tokens
+            q = qkv[s.start : s.start + s.tokens, : n_heads * dim].unflatten(1, (n_heads, dim)).transpose(0, 1)
+            k = kv.k[s.sequence, :cells].float().transpose(0, 1).repeat_interleave(n_heads // n_kv, 0)
+            v = kv.v[s.sequence, :cells].float().transpose(0, 1).repeat_interleave(n_heads // n_kv, 0)
+            seen = torch.arange(cells, device=q.device) <= torch.arange(s.past, cells, device=q.device)[:, None]
+            mixed = F.scaled_dot_product_attention(q.float(), k, v, attn_mask=seen, scale=scale)
+            out[s.start : s.start + s.tokens] = mixed.transpose(0, 1).flatten(1).to(out.dtype)
+
+
+def split_qkv(qkv: torch.Tensor, heads: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The q, k and v columns of [M, (H + 2G) d], as views."""
+    n_heads, n_kv, dim = heads
+    q, k, v = qkv.split((n_heads * dim, n_kv * dim, n_kv * dim), dim=1)
+    return q, k, v
+
+
+def head_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """RMS-normalise each head of [M, heads, d] where there is a weight (qwen3's q/k norm)."""
+    if weight is None:
+        return x
+    return x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairing: str) -> torch.Tensor:
+    """Rotate the first 2 * cos.shape[-1] elements of each head of [M, heads, d] (RoFormer, arXiv 2104.09864)."""
+    half = cos.shape[-1]
+    head, rest = x[..., : 2 * half], x[..., 2 * half :]
+    if pairing == "halves":
+        a, b = head[..., :half], head[..., half:]
+        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    else:
+        a, b = head[..., 0::2], head[..., 1::2]
+        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+    return torch.cat((turned, rest), -1)

@@ -1,0 +1,158 @@
+"""Packed weights to float32 in plain torch, on any device: the slow twin of every kernel (docs/packed-layout.md)."""
+
+import torch
+
+from pshard.quant import QUANT_TYPES, ROW_BLOCK, plane_offsets, record_nbytes
+from pshard.runtime.kernels.api import Packed
+
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# value x 2 of each 4-bit code (OCP MX specification: E2M1), doubled so that all are whole numbers
+_E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+
+def plain_rows(weight: Packed) -> torch.Tensor | None:
+    """A [rows, cols] view of weights that are stored as plain rows; None for block types."""
+    dtype = _PLAIN.get(weight.qtype)
+    if dtype is None:
+        return None
+    nbytes = weight.rows * weight.cols * dtype.itemsize
+    return weight.data[:nbytes].view(dtype).view(weight.rows, weight.cols)
+
+
+def unpack(weight: Packed) -> torch.Tensor:
+    """Decode to float32 [rows, cols]; every value equals GGUF's own definition of the block in float32."""
+    rows = plain_rows(weight)
+    if rows is not None:
+        return rows.float()
+    stride = record_nbytes(weight.qtype, weight.cols)
+    records = -(-weight.rows // ROW_BLOCK)
+    raw = weight.data[: records * stride].view(records, stride)
+    planes = {name: raw[:, at : at + size] for name, (at, size) in plane_offsets(weight.qtype, weight.cols).items()}
+    values = _DECODE[weight.qtype](planes, weight.cols)  # [records, 16, cols]
+    return values.reshape(records * ROW_BLOCK, weight.cols)[: weight.rows].contiguous()
+
+
+def _bits(planes: dict, name: str, cols: int, width: int) -> torch.Tensor:
+    """Codes of one plane as int32 [records, 16, cols]."""
+    chunks = cols // 32
+    plane = planes[name]
+    records = plane.shape[0]
+    if width == 1:
+        words = plane.reshape(records, chunks, 16, 4).int()
+        shifts = torch.arange(8, device=plane.device, dtype=torch.int32)
+        codes = (words[..., None] >> shifts) & 1  # [record, chunk, row, t, j]: column 4j + t
+        return codes.permute(0, 2, 1, 4, 3).reshape(records, 16, cols)
+    per_byte = 8 // width
+    vectors = 32 * width // 32
+    quads = plane.reshape(records, chunks, vectors, 16, 4).int()
+    shifts = torch.arange(per_byte, device=plane.device, dtype=torch.int32) * width
+    codes = (quads[..., None] >> shifts) & ((1 << width) - 1)  # [rec, chunk, c, row, t, j]
+    # column inside the 32: 4 bits keep the low nibble at 4c+t and the high one at 16+4c+t; 2 bits 16c+4j+t
+    order = (0, 3, 1, 5, 2, 4) if width == 4 else (0, 3, 1, 2, 5, 4)
+    return codes.permute(*order).reshape(records, 16, cols)
+
+
+def _codes8(planes: dict, cols: int) -> torch.Tensor:
+    plane = planes["codes8"]
+    codes = plane.view(torch.int8).reshape(plane.shape[0], cols // 32, 8, 16, 4)
+    return codes.permute(0, 3, 1, 2, 4).reshape(plane.shape[0], 16, cols).int()
+
+
+def _per_block(plane: torch.Tensor, blocks: int, dtype: torch.dtype) -> torch.Tensor:
+    """[records, blocks x 16 rows] values -> [records, 16, blocks] (of float32 when the values are float16)."""
+    values = plane.contiguous().view(dtype).reshape(plane.shape[0], blocks, 16).permute(0, 2, 1)
+    return values.float() if dtype == torch.float16 else values
+
+
+def _spread(scale: torch.Tensor, cols: int) -> torch.Tensor:
+    return scale.repeat_interleave(cols // scale.shape[-1], dim=-1)
+
+
+def _half(planes: dict, name: str, cols: int, block: int) -> torch.Tensor:
+    return _per_block(planes[name], cols // block, torch.float16)
+
+
+def _q4_0(p: dict, n: int) -> torch.Tensor:
+    return (_bits(p, "codes4", n, 4) - 8).float() * _spread(_half(p, "d", n, 32), n)
+
+
+def _q4_1(p: dict, n: int) -> torch.Tensor:
+    return _bits(p, "codes4", n, 4).float() * _spread(_half(p, "d", n, 32), n) + _spread(_half(p, "m", n, 32), n)
+
+
+def _five(p: dict, n: int) -> torch.Tensor:
+    return _bits(p, "codes4", n, 4) | (_bits(p, "codes1", n, 1) << 4)
+
+
+def _q5_0(p: dict, n: int) -> torch.Tensor:
+    return (_five(p, n) - 16).float() * _spread(_half(p, "d", n, 32), n)
+
+
+def _q5_1(p: dict, n: int) -> torch.Tensor:
+    return _five(p, n).float() * _spread(_half(p, "d", n, 32), n) + _spread(_half(p, "m", n, 32), n)
+
+
+def _q8_0(p: dict, n: int) -> torch.Tensor:
+    return _codes8(p, n).float() * _spread(_half(p, "d", n, 32), n)
+
+
+def _mxfp4(p: dict, n: int) -> torch.Tensor:
+    table = torch.tensor(_E2M1_DOUBLED, dtype=torch.float32, device=p["codes4"].device)
+    exponent = _per_block(p["e8m0"], n // 32, torch.uint8).int()
+    # half of 2^(e-127), to undo the doubled table; e of 0 and 1 give subnormals, which ldexp makes exactly
+    scale = torch.ldexp(torch.ones(exponent.shape, device=exponent.device), exponent - 128)
+    return table[_bits(p, "codes4", n, 4).long()] * _spread(scale, n)
+
+
+def _sub_scales(p: dict, n: int, per_256: int) -> torch.Tensor:
+    """K-quant sub-scale bytes [records, 16, cols / 256 * per_256] as int32, from [256-block][sub-block][row]."""
+    plane = p["scales"]
+    return plane.reshape(plane.shape[0], n // 256 * per_256, 16).permute(0, 2, 1).int()
+
+
+def _k_affine(p: dict, n: int, codes: torch.Tensor) -> torch.Tensor:
+    """Q4_K and Q5_K: d * scale * code - dmin * min, per 32 columns."""
+    mins = p["mins"].reshape(p["mins"].shape[0], n // 32, 16).permute(0, 2, 1)
+    d = _half(p, "d", n, 256).repeat_interleave(8, -1) * _sub_scales(p, n, 8).float()
+    m = _half(p, "dmin", n, 256).repeat_interleave(8, -1) * mins.float()
+    return codes.float() * _spread(d, n) - _spread(m, n)
+
+
+def _q2_k(p: dict, n: int) -> torch.Tensor:
+    packed = _sub_scales(p, n, 16)
+    d = _half(p, "d", n, 256).repeat_interleave(16, -1) * (packed & 15).float()
+    m = _half(p, "dmin", n, 256).repeat_interleave(16, -1) * (packed >> 4).float()
+    return _bits(p, "codes2", n, 2).float() * _spread(d, n) - _spread(m, n)
+
+
+def _q3_k(p: dict, n: int) -> torch.Tensor:
+    low = _sub_scales(p, n, 12).unflatten(-1, (n // 256, 12))  # [rec, 16, blocks, 12]
+    # 16 six-bit scales in 12 bytes: low 4 bits in the nibbles of bytes 0..7, high 2 bits in bytes 8..11 (GGUF Q3_K)
+    four = torch.cat((low[..., :8] & 15, low[..., :8] >> 4), -1)
+    two = torch.cat([(low[..., 8:12] >> s) & 3 for s in (0, 2, 4, 6)], -1)
+    scales = ((four | (two << 4)) - 32).flatten(-2)
+    d = _half(p, "d", n, 256).repeat_interleave(16, -1) * scales.float()
+    codes = _bits(p, "codes2", n, 2) - 4 * (1 - _bits(p, "codes1", n, 1))
+    return codes.float() * _spread(d, n)
+
+
+def _q6_k(p: dict, n: int) -> torch.Tensor:
+    scales = p["scales"].contiguous().view(torch.int8).reshape(p["scales"].shape[0], n // 16, 16).permute(0, 2, 1)
+    d = _half(p, "d", n, 256).repeat_interleave(16, -1) * scales.float()
+    return ((_bits(p, "codes4", n, 4) | (_bits(p, "codes2", n, 2) << 4)) - 32).float() * _spread(d, n)
+
+
+_DECODE = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "MXFP4": _mxfp4,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": lambda p, n: _k_affine(p, n, _bits(p, "codes4", n, 4)),
+    "Q5_K": lambda p, n: _k_affine(p, n, _five(p, n)),
+    "Q6_K": _q6_k,
+}
+assert set(_DECODE) | set(_PLAIN) == set(QUANT_TYPES)

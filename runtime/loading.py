@@ -1,0 +1,79 @@
+"""From a model file and a plan to a ready Executor: memory is taken, weights are packed, pins are brought in."""
+
+from collections.abc import Callable
+
+import torch
+
+from pshard.buffers import arena_bytes
+from pshard.model import ModelSpec, Unit
+from pshard.plan import RankPlan
+from pshard.runtime.device import Device
+from pshard.runtime.executor import Executor, Group
+from pshard.runtime.kernels import native
+from pshard.runtime.kernels.api import Kernels
+from pshard.runtime.kernels.plain import PlainKernels
+from pshard.runtime.kv_cache import KVShape
+from pshard.runtime.weights import HostWeights, Ranges, WeightSource, pack_unit
+
+
+def choose_kernels(device: Device, wanted: str, max_tokens: int) -> tuple[Kernels, Kernels, tuple[str, ...]]:
+    """Kernels of the accelerator and of the host, and a note for each fallback. `wanted`: "fast" or "plain"."""
+    if wanted == "plain":
+        return PlainKernels(), PlainKernels(), ()
+    notes: list[str] = []
+    host: Kernels = PlainKernels()
+    if native.is_available():
+        from pshard.runtime.kernels.host import HostKernels
+
+        host = HostKernels()
+    else:
+        notes.append(f"host kernels: torch fallbacks, slower ({native.why_missing()})")
+    if device.kind == "cpu":
+        return host, host, tuple(notes)
+    try:
+        from pshard.runtime.kernels.cuda import CudaKernels
+    except ImportError as error:
+        notes.append(f"GPU kernels: torch fallbacks, slower (no Triton: {error})")
+        return PlainKernels(), host, tuple(notes)
+    return CudaKernels(device.torch_device, max_tokens), host, tuple(notes)
+
+
+def always_pinned(plan: RankPlan) -> tuple[str, ...]:
+    """Units that are in VRAM under every tier: these need no copy in host memory."""
+    fewest = min(sum(p.where == "pinned" for p in tier.placements) for tier in plan.tiers)
+    return plan.pin_order[:fewest]
+
+
+def build_executor(
+    source: WeightSource,
+    spec: ModelSpec,
+    ranges: Ranges | None,
+    plan: RankPlan,
+    device: Device,
+    kv: KVShape,
+    kernels: tuple[Kernels, Kernels],
+    group: Group,
+    progress: Callable[[int], None],
+) -> Executor:
+    """Take the arena, pack the weights and bring in the pins of every tier.
+
+    Args:
+        source: the model file; spec and ranges: the whole model, or a rank's slice of it.
+        progress: called with the number of packed bytes done since its last call.
+    """
+    resident = always_pinned(plan)
+    arena = device.allocate(arena_bytes(plan.budget_mib, device.kind))
+    weights = HostWeights([u for u in spec.units if u.name not in resident], device)
+    weights.load(source, ranges, progress)
+    executor = Executor(spec, plan, device, arena, weights, kv, kernels, group)
+    stage = torch.empty(max((spec.unit(u).packed_nbytes for u in resident), default=0), dtype=torch.uint8)
+
+    def pack(name: str) -> torch.Tensor:
+        unit: Unit = spec.unit(name)
+        blob = stage[: unit.packed_nbytes]
+        pack_unit(source, unit, blob, ranges)
+        progress(unit.packed_nbytes)
+        return blob
+
+    executor.load_pins(resident, pack)
+    return executor

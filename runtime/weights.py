@@ -1,0 +1,157 @@
+"""Weights in host memory: one page-locked arena of exact size, each unit's tensors packed into one contiguous blob."""
+
+import mmap
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from pshard.model import ModelSpec, TensorSpec, Unit
+from pshard.quant import QUANT_TYPES, ROW_BLOCK, TENSOR_ALIGN, align, packed_nbytes, record_nbytes
+from pshard.runtime.device import Device
+from pshard.runtime.kernels import layout, native
+from pshard.runtime.kernels.api import Packed
+from pshard.runtime.kernels.unpack import plain_rows, unpack
+
+Ranges = dict[str, tuple[int, int, int, int]]  # tensor -> rows [from, to), columns [from, to) of the file's tensor
+
+
+class WeightSource(Protocol):
+    """What hands out a model file's bytes (pshard.models.ModelFile)."""
+
+    spec: ModelSpec
+
+    def tensor_bytes(self, name: str) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class UnitWeights:
+    """A unit's tensors as views of one blob: matrices packed, vectors float32."""
+
+    matrices: dict[str, Packed]
+    vectors: dict[str, torch.Tensor]
+
+
+def view_unit(unit: Unit, blob: torch.Tensor) -> UnitWeights:
+    """Views of a blob (uint8, on any device) that `pack_unit` filled."""
+    matrices, vectors = {}, {}
+    for role, (at, tensor) in unit.offsets().items():
+        data = blob[at : at + tensor.packed_nbytes]
+        if len(tensor.shape) == 2:
+            matrices[role] = Packed(data, tensor.qtype, tensor.rows, tensor.cols)
+        else:
+            vectors[role] = data.view(torch.float32)
+    return UnitWeights(matrices, vectors)
+
+
+class HostWeights:
+    """The host arena: blobs of the given units, page-locked for `device` when it lets us.
+
+    Attributes:
+        page_locked: whether copies run at the page-locked rate.
+    """
+
+    def __init__(self, units: Iterable[Unit], device: Device) -> None:
+        self._units = {u.name: u for u in units}
+        nbytes = sum(align(u.packed_nbytes, TENSOR_ALIGN) for u in self._units.values())
+        self._memory = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE))
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._arena = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._device = device
+        self.nbytes = nbytes
+        self.page_locked = False
+        self._blobs: dict[str, torch.Tensor] = {}
+        at = 0
+        for unit in self._units.values():
+            self._blobs[unit.name] = self._arena[at : at + unit.packed_nbytes]
+            at += align(unit.packed_nbytes, TENSOR_ALIGN)
+
+    def __contains__(self, unit: str) -> bool:
+        return unit in self._blobs
+
+    def blob(self, unit: str) -> torch.Tensor:
+        """The unit's contiguous bytes in host memory. Raises KeyError when the arena does not hold it."""
+        return self._blobs[unit]
+
+    def load(self, source: WeightSource, ranges: Ranges | None, progress: Callable[[int], None]) -> None:
+        """Pack every unit from the file, then page-lock the arena. `progress` gets the bytes done since last time."""
+        for name, unit in self._units.items():
+            pack_unit(source, unit, self._blobs[name], ranges)
+            progress(unit.packed_nbytes)
+        self.page_locked = self._device.page_lock(self._arena)
+
+    def close(self) -> None:
+        """Unlock the memory; the arena must not be in use."""
+        if self.page_locked:
+            self._device.page_unlock(self._arena)
+            self.page_locked = False
+
+
+def pack_unit(source: WeightSource, unit: Unit, blob: torch.Tensor, ranges: Ranges | None = None) -> None:
+    """Fill a unit's blob (uint8, host) from the model file; with `ranges` only that part of each tensor."""
+    full = {t.name: t for u in source.spec.units if u.layer == unit.layer for t in u.tensors} if ranges else {}
+    for at, tensor in unit.offsets().values():
+        out = blob[at : at + tensor.packed_nbytes]
+        raw = source.tensor_bytes(tensor.name)
+        if ranges is not None:
+            raw = _cut_rows(raw, full[tensor.name], ranges[tensor.name])
+        if len(tensor.shape) == 1:
+            out.view(torch.float32).copy_(_vector(raw, tensor.qtype))
+        else:
+            _pack_matrix(raw, tensor, out)
+
+
+def _cut_rows(raw: np.ndarray, whole: TensorSpec, ranges: tuple[int, int, int, int]) -> np.ndarray:
+    """The file bytes of a slice of a tensor; columns are cut at whole quant blocks."""
+    row0, row1, col0, col1 = ranges
+    quant = QUANT_TYPES[whole.qtype]
+    grid = raw.reshape(whole.rows, whole.cols // quant.block * quant.nbytes)
+    return np.ascontiguousarray(
+        grid[row0:row1, col0 // quant.block * quant.nbytes : col1 // quant.block * quant.nbytes]
+    )
+
+
+def _vector(raw: np.ndarray, qtype: str) -> torch.Tensor:
+    dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[qtype]
+    return torch.frombuffer(bytearray(raw.tobytes()), dtype=dtype).float()
+
+
+def _pack_matrix(raw: np.ndarray, tensor: TensorSpec, out: torch.Tensor) -> None:
+    if native.is_available():
+        raw = np.ascontiguousarray(raw)
+        native.pack(raw.ctypes.data, tensor.qtype, tensor.rows, tensor.cols, out.data_ptr())
+        return
+    # numpy twin: records are independent, so threads take a share each
+    step = max(ROW_BLOCK, 1024)
+    rows = raw.reshape(tensor.rows, -1)
+
+    def pack(start: int) -> None:
+        stop = min(start + step, tensor.rows)
+        part = layout.pack_reference(np.ascontiguousarray(rows[start:stop]), tensor.qtype, stop - start, tensor.cols)
+        at = packed_nbytes(tensor.qtype, start, tensor.cols)
+        out[at : at + part.size].copy_(torch.from_numpy(part.reshape(-1)))
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(pack, range(0, tensor.rows, step)))
+
+
+def lookup_rows(table: Packed, ids: torch.Tensor, out: torch.Tensor) -> None:
+    """out[i] = row ids[i] of the matrix as float32. ids int64 [M], out [M, cols], all on the table's device."""
+    if table.data.device.type == "cpu" and native.is_available():
+        ids = ids.contiguous()
+        native.get_rows(
+            table.data.data_ptr(), table.qtype, table.rows, table.cols, ids.data_ptr(), ids.numel(), out.data_ptr()
+        )
+    elif (rows := plain_rows(table)) is not None:
+        out.copy_(rows[ids])
+    else:
+        stride = record_nbytes(table.qtype, table.cols)
+        records = table.data[: -(-table.rows // ROW_BLOCK) * stride].view(-1, stride)[ids // ROW_BLOCK].reshape(-1)
+        values = unpack(Packed(records, table.qtype, ROW_BLOCK * ids.numel(), table.cols))
+        out.copy_(
+            values.view(ids.numel(), ROW_BLOCK, -1)[torch.arange(ids.numel(), device=ids.device), ids % ROW_BLOCK]
+        )
