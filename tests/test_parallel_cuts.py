@@ -324,5 +324,5 @@ def test_tensor_cut_is_data() -> None:
 
 def test_a_rank_that_holds_nothing_can_be_planned() -> None:
     own = cut_model(make_spec(), (1.0, 0.0), 1)
-    assert scratch_bytes(own, 512, 1, 512, 4) > 0 and kv_layer_bytes(own.config, 512, 1, "f32", "f32") == 0
+    assert scratch_bytes(own, 512, 1, 4, 512) > 0 and kv_layer_bytes(own.config, 512, 1, "f32", "f32") == 0
     assert {u.kind for u in own.units if u.tensors} == {"embedding"}

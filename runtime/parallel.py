@@ -1,0 +1,205 @@
+"""The group of ranks of a tensor-parallel run: all-reduce, gather, broadcast, and who is alive.
+
+One process per rank, started by `pshard.runtime.launch` or by torchrun; both describe the group in the environment
+(RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from pshard.errors import UserError
+from pshard.runtime.rank_watch import LOST_SECONDS, RankWatch
+
+MEET_SECONDS = 120.0  # all ranks must be up by then
+REDUCE_SECONDS = 120.0  # no rank may be later than this to a sum; a dead process is noticed much sooner (rank_watch)
+
+
+class RankLost(UserError):
+    """Another rank died or hangs; the message names it."""
+
+
+class Group:
+    """The ranks of a run. With one rank every method is free and returns its input.
+
+    Sums run in a fixed order: all ranks get the same bits, and so does a repeated run.
+
+    Attributes:
+        rank, size: this process and how many there are.
+        backend: "none" (one rank), "gloo" or "nccl".
+    """
+
+    rank = 0
+    size = 1
+    backend = "none"
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum a contiguous float32 tensor over the ranks, in place. Raises RankLost."""
+
+    def gather_columns(self, local: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """Put the ranks' columns side by side: local [rows, sizes[rank]] -> [rows, sum(sizes)]. Raises RankLost."""
+        return local
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """The `source` rank's value (anything JSON holds; lists for tuples) on every rank. Waits without limit."""
+        return value
+
+    def barrier(self) -> None:
+        """Wait, without limit, until every rank is here."""
+
+    def close(self) -> None:
+        """Leave the group."""
+
+
+class TorchGroup(Group):
+    """Ranks over torch.distributed: gloo for tensors on the CPU, NCCL for CUDA tensors."""
+
+    def __init__(self, rank: int, size: int, device: str, store: dist.Store, watch: RankWatch) -> None:
+        self.rank, self.size = rank, size
+        self.backend = "nccl" if device == "cuda" else "gloo"
+        self._watch = watch
+        self._closed = False
+        # NVLink multicast hangs on some hosts and sums in another order: leave it off
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(days=7),  # waiting for a user's next prompt has no limit; sums have their own
+        )
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        try:
+            _wait(dist.all_reduce(tensor, async_op=True), tensor)
+        except RuntimeError as error:
+            self._fail(error)
+
+    def gather_columns(self, local: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        rows, width = local.shape[0], max(sizes)
+        padded = torch.zeros(rows, width, dtype=local.dtype, device=local.device)
+        padded[:, : sizes[self.rank]] = local
+        parts = [torch.empty_like(padded) for _ in sizes]
+        try:
+            _wait(dist.all_gather(parts, padded, async_op=True), local)
+        except RuntimeError as error:
+            self._fail(error)
+        return torch.cat([part[:, :n] for part, n in zip(parts, sizes)], dim=1)
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        length = torch.tensor([text.numel()])
+        try:
+            dist.broadcast(length, source)
+            if self.rank != source:
+                text = torch.empty(int(length), dtype=torch.uint8)
+            dist.broadcast(text, source)
+        except RuntimeError as error:
+            self._fail(error)
+        return json.loads(bytes(text.tolist()))
+
+    def barrier(self) -> None:
+        try:
+            dist.all_reduce(torch.zeros(1))  # on the CPU: dist.barrier would pick a GPU
+        except RuntimeError as error:
+            self._fail(error)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._watch.close()
+            dist.destroy_process_group()
+
+    def _fail(self, error: RuntimeError) -> NoReturn:
+        reason = self._watch.verdict(LOST_SECONDS + 1) or f"a collective failed: {' '.join(str(error).split())[:300]}"
+        raise RankLost(f"rank {self.rank} of {self.size} stops: {reason}") from error
+
+
+def _wait(work: Any, tensor: torch.Tensor) -> None:
+    if tensor.is_cuda:
+        work.wait()  # makes the current stream wait, not the host
+    else:
+        work.wait(timedelta(seconds=REDUCE_SECONDS))
+
+
+def launched_ranks() -> int:
+    """How many ranks the launcher or torchrun started this process as one of; 0 when neither did."""
+    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else 0
+
+
+def init_group(ranks: int, device: str, threads: int | None = None) -> Group:
+    """Join the group of `ranks` processes whose tensors live on `device` ("cpu" or "cuda").
+
+    Gives this rank its own cores and `threads` torch threads (default: as many as it has cores). For CUDA the rank's
+    device is number LOCAL_RANK. Raises UserError when the environment describes another number of ranks.
+    """
+    started = launched_ranks()
+    if ranks == 1 and started <= 1:
+        return Group()
+    if started != ranks:
+        raise UserError(f"{ranks} ranks are wanted, but {started or 1} were started; make torchrun and -ts agree")
+    rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+    _die_with_launcher()
+    cores = bind_cores(local, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+    torch.set_num_threads(threads or len(cores))
+    if device == "cuda":
+        torch.cuda.set_device(local)
+    try:
+        store, beats = _open_store(rank, ranks), _open_store(rank, ranks, client_only=True)
+    except RuntimeError as error:
+        raise UserError(f"rank {rank} cannot meet the others: {' '.join(str(error).split())[:200]}") from None
+    watch = RankWatch(dist.PrefixStore("pshard-watch", beats), rank, ranks, MEET_SECONDS)
+    return TorchGroup(rank, ranks, device, dist.PrefixStore("pshard", store), watch)
+
+
+def bind_cores(local_rank: int, local_size: int) -> tuple[int, ...]:
+    """Keep this process on its share of the cores it may use; returns them. Ranks share cores when there are few.
+
+    torchrun leaves every rank all cores and one thread (OMP_NUM_THREADS=1); neither is wanted.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        return tuple(range(max(1, (os.cpu_count() or 1) // local_size)))
+    cores = sorted(os.sched_getaffinity(0))
+    each = len(cores) // local_size
+    mine = cores[local_rank * each : (local_rank + 1) * each] or [cores[local_rank % len(cores)]]
+    for thread in os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else ["0"]:
+        with contextlib.suppress(ProcessLookupError):  # a thread that just ended
+            os.sched_setaffinity(int(thread), mine)
+    return tuple(mine)
+
+
+def _open_store(rank: int, ranks: int, client_only: bool = False) -> dist.Store:
+    """The key-value store where ranks meet: on rank 0, or in torchrun's agent."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serve = rank == 0 and not by_agent and not client_only
+    listening = os.environ.get("PSHARD_LISTEN_FD") if serve else None
+    store = dist.TCPStore(
+        address,
+        port,
+        world_size=None,
+        is_master=serve,
+        timeout=timedelta(seconds=MEET_SECONDS),
+        wait_for_workers=False,
+        master_listen_fd=int(listening) if listening else None,
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"attempt-{attempt}", store)
+
+
+def _die_with_launcher() -> None:
+    """Have the kernel end this rank when the launcher is killed (Linux)."""
+    launcher = os.environ.get("PSHARD_LAUNCHER")
+    if launcher and os.name == "posix" and os.uname().sysname == "Linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != int(launcher):
+            raise UserError("the launcher of this rank is gone; start the command again")

@@ -1,0 +1,87 @@
+"""Notices a rank that died or hangs: every rank beats through the store, and ends when another one's beat stops."""
+
+import contextlib
+import os
+import sys
+import threading
+import time
+
+import torch.distributed as dist
+
+from pshard.errors import UserError
+
+BEAT_SECONDS = 0.5
+LOST_SECONDS = 10.0
+GOODBYE_SECONDS = 3.0
+EXIT_RANK_LOST = 75  # the group is broken for a reason that was printed; the launcher adds nothing to it
+
+
+class RankWatch:
+    """A daemon thread that beats for this rank and watches the beats of the others.
+
+    The main thread may sit in a collective that never returns, so when a rank is lost the thread prints which one,
+    gives the main thread a second to fail by itself, and ends the process.
+
+    Attributes:
+        lost: what to say about the rank that is gone, or None.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, meet_seconds: float, lost_after: float = LOST_SECONDS
+    ) -> None:
+        """Wait until all ranks have come; raises UserError that names those that have not after `meet_seconds`."""
+        self.lost: str | None = None
+        self._store, self._rank, self._size, self._lost_after = store, rank, size, lost_after
+        self._closing = threading.Event()
+        store.set(f"beat/{rank}", "0")
+        end = time.monotonic() + meet_seconds
+        while missing := [r for r in range(size) if not store.check([f"beat/{r}"])]:
+            if time.monotonic() > end:
+                raise UserError(f"rank {rank} waited {meet_seconds:.0f} s for rank {missing[0]}, which did not come")
+            time.sleep(0.01)
+        self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Say goodbye, so that the others don't take the silence for a death. Rank 0, where the store is, goes last."""
+        self._closing.set()
+        self._thread.join()
+        with contextlib.suppress(RuntimeError):  # the store's host may be gone
+            self._store.set(f"beat/{self._rank}", "bye")
+            end = time.monotonic() + GOODBYE_SECONDS
+            while self._rank == 0 and time.monotonic() < end and not self._all_left():
+                time.sleep(0.01)
+
+    def _all_left(self) -> bool:
+        return all(self._store.get(f"beat/{r}") == b"bye" for r in range(self._size))
+
+    def verdict(self, wait_seconds: float) -> str | None:
+        """What is known of a lost rank, waiting for the next beats to be missed if need be."""
+        end = time.monotonic() + wait_seconds
+        while self.lost is None and time.monotonic() < end:
+            time.sleep(0.05)
+        return self.lost
+
+    def _run(self) -> None:
+        others = [r for r in range(self._size) if r != self._rank]
+        seen = {r: ("", time.monotonic()) for r in others}
+        count = 0
+        while not self._closing.wait(BEAT_SECONDS):
+            count += 1
+            try:
+                self._store.set(f"beat/{self._rank}", str(count))
+                beats = {r: self._store.get(f"beat/{r}").decode() for r in others}
+            except RuntimeError:
+                return self._end("the ranks' meeting point (rank 0 or its launcher) is gone")
+            now = time.monotonic()
+            for rank, beat in beats.items():
+                if beat != seen[rank][0]:
+                    seen[rank] = (beat, now)
+                elif beat != "bye" and now - seen[rank][1] > self._lost_after:
+                    return self._end(f"rank {rank} died or hangs: no sign of life for {self._lost_after:.0f} s")
+
+    def _end(self, reason: str) -> None:
+        self.lost = reason
+        if not self._closing.wait(1.0):
+            print(f"error: rank {self._rank} stops: {reason}", file=sys.stderr, flush=True)
+            os._exit(EXIT_RANK_LOST)

@@ -1,0 +1,99 @@
+"""What the ranks of the group tests run: `main` is started once per rank by pshard.runtime.launch or torchrun."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from pshard.errors import UserError
+from pshard.runtime.parallel import Group, init_group
+
+
+def partial(rank: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """A summand whose sum depends on the order in which it is made."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(rank)) * 10.0 ** (rank % 3)
+
+
+def sums(group: Group, out: Path) -> None:
+    results = []
+    for shape in ((1, 7), (3, 64), (5, 4096), (300, 1111)):
+        tensor = partial(group.rank, shape)
+        group.all_reduce(tensor)
+        results.append(tensor)
+    torch.save(results, out / f"sums-{group.rank}.pt")
+
+
+def gathers(group: Group, out: Path) -> None:
+    sizes = [3, 0, 5, 2][: group.size]
+    local = torch.full((2, sizes[group.rank]), float(group.rank))
+    gathered = group.gather_columns(local, sizes)
+    said = group.broadcast({"tokens": [1, 2, 3], "by": group.rank})
+    group.barrier()
+    (out / f"gathers-{group.rank}.json").write_text(json.dumps([gathered.tolist(), said]))
+
+
+def cores(group: Group, out: Path) -> None:
+    allowed = sorted(os.sched_getaffinity(0))
+    (out / f"cores-{group.rank}.json").write_text(json.dumps([allowed, torch.get_num_threads()]))
+
+
+def latency(group: Group, out: Path) -> None:
+    table = {}
+    for nbytes in (16 << 10, 64 << 10, 1 << 20, 16 << 20):
+        tensor, times = torch.ones(nbytes // 4), []
+        for _ in range(200 if nbytes <= 64 << 10 else 20):
+            group.barrier()
+            start = time.perf_counter()
+            for _ in range(5):
+                group.all_reduce(tensor)
+            times.append((time.perf_counter() - start) / 5)
+        table[nbytes] = sorted(times)[len(times) // 2]
+    if group.rank == 0:
+        print(json.dumps({"backend": group.backend, "ranks": group.size, "seconds": table}))
+
+
+def keep_summing(group: Group, out: Path) -> None:
+    """Until something happens; rank 1 tells the test its process id after some sums."""
+    for i in range(10**6):
+        group.all_reduce(torch.ones(64))
+        if i == 10 and group.rank == 1:
+            (out / "pid.tmp").write_text(str(os.getpid()))
+            (out / "pid.tmp").rename(out / "pid")
+
+
+def crash(group: Group, out: Path) -> None:
+    group.all_reduce(torch.ones(64))
+    if group.rank == 1:
+        os._exit(9)
+    group.all_reduce(torch.ones(64))
+
+
+def stop(group: Group, out: Path) -> None:
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    group.all_reduce(torch.ones(64))
+
+
+def user_error(group: Group, out: Path) -> None:
+    raise UserError("the budget is too small")
+
+
+def main() -> int:
+    scenario, ranks, out = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    try:
+        torch.set_num_threads(1)
+        group = init_group(ranks, "cpu")
+        globals()[scenario](group, out)
+        group.close()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

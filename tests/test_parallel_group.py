@@ -1,0 +1,137 @@
+"""Ranks as real processes: sums repeat bit for bit, and a rank that fails brings the group down with its name."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from pshard.errors import UserError
+from pshard.runtime.parallel import Group, init_group
+
+TESTS = Path(__file__).parent
+LAUNCH = "import sys; from pshard.runtime.launch import launch; sys.exit(launch(int(sys.argv[2]), 'rank_program', sys.argv[1:]))"  # noqa: E501
+
+
+def command(scenario: str, ranks: int, out: Path) -> list[str]:
+    return [sys.executable, "-P", "-c", LAUNCH, scenario, str(ranks), str(out)]
+
+
+def environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"PYTHONPATH": str(TESTS)}
+
+
+def run_ranks(scenario: str, ranks: int, out: Path) -> subprocess.CompletedProcess:
+    return subprocess.run(command(scenario, ranks, out), env=environment(), capture_output=True, text=True, timeout=100)
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Processes that still run with this test's folder among their arguments."""
+    lines = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True).stdout.splitlines()
+    return [line for line in lines if str(folder) in line]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sums_are_right_and_the_same_bits_on_every_rank_and_in_every_run(ranks: int, tmp_path: Path) -> None:
+    runs = []
+    for run in range(2):
+        out = tmp_path / str(run)
+        out.mkdir()
+        done = run_ranks("sums", ranks, out)
+        assert done.returncode == 0, done.stderr
+        runs += [torch.load(out / f"sums-{r}.pt") for r in range(ranks)]
+    from rank_program import partial
+
+    for i, first in enumerate(runs[0]):
+        wanted = sum(partial(r, tuple(first.shape)).double() for r in range(ranks))
+        torch.testing.assert_close(first.double(), wanted, rtol=1e-5, atol=1e-4)
+        for other in runs[1:]:
+            assert torch.equal(first, other[i])
+
+
+def test_columns_are_gathered_in_rank_order_and_values_broadcast(tmp_path: Path) -> None:
+    done = run_ranks("gathers", 3, tmp_path)
+    assert done.returncode == 0, done.stderr
+    for rank in range(3):
+        gathered, said = json.loads((tmp_path / f"gathers-{rank}.json").read_text())
+        assert gathered == [[0.0] * 3 + [2.0] * 5] * 2
+        assert said == {"tokens": [1, 2, 3], "by": 0}
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no core affinity")
+def test_ranks_have_their_own_cores_and_threads(tmp_path: Path) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    done = run_ranks("cores", 2, tmp_path)
+    assert done.returncode == 0, done.stderr
+    (first, threads), (second, _) = (json.loads((tmp_path / f"cores-{r}.json").read_text()) for r in range(2))
+    assert threads == len(first)
+    if len(cores) > 1:
+        assert not set(first) & set(second)
+    assert set(first) | set(second) <= set(cores)
+
+
+def test_a_rank_that_dies_is_named_and_ends_the_others(tmp_path: Path) -> None:
+    start = time.monotonic()
+    done = run_ranks("crash", 3, tmp_path)
+    assert done.returncode == 9
+    assert "rank 1 of 3 ended with code 9" in done.stderr
+    assert time.monotonic() - start < 60
+    assert not processes_of(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named_and_ended(tmp_path: Path) -> None:
+    done = run_ranks("stop", 2, tmp_path)
+    assert done.returncode == 75
+    assert "rank 1 died or hangs" in done.stderr
+    assert not processes_of(tmp_path)
+
+
+def test_an_error_of_the_user_is_said_once(tmp_path: Path) -> None:
+    done = run_ranks("user_error", 2, tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines() == ["error: the budget is too small"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_ending_the_launcher_ends_the_ranks(number: signal.Signals, tmp_path: Path) -> None:
+    launcher = subprocess.Popen(command("keep_summing", 2, tmp_path), env=environment(), stderr=subprocess.PIPE)
+    end = time.monotonic() + 60
+    while not (tmp_path / "pid").exists():
+        assert time.monotonic() < end and launcher.poll() is None
+        time.sleep(0.05)
+    launcher.send_signal(number)
+    code = launcher.wait(timeout=30)
+    assert code == (-9 if number == signal.SIGKILL else 130)
+    end = time.monotonic() + 10
+    while processes_of(tmp_path):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def test_the_same_program_runs_under_torchrun(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    program = [str(TESTS / "rank_program.py"), "gathers", "2", str(tmp_path)]
+    done = subprocess.run([*torchrun, *program], env=environment(), capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "gathers-1.json").exists()
+
+
+def test_one_rank_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    group, tensor = init_group(1, "cpu"), torch.ones(3)
+    group.all_reduce(tensor)
+    assert type(group) is Group and torch.equal(tensor, torch.ones(3))
+    assert group.gather_columns(tensor, [3]) is tensor and group.broadcast((1, 2)) == (1, 2)
+
+
+def test_another_number_of_ranks_than_started_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="3 ranks are wanted, but 2 were started"):
+        init_group(3, "cpu")
