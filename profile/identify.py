@@ -12,8 +12,11 @@ _SYS_CPU = Path("/sys/devices/system/cpu")
 _SIZE_SUFFIX = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
-def identify_host(isa: str, kernels: str, threads: int) -> HostInfo:
-    """The CPU side. `isa` and `kernels` are what the host kernels say of themselves, `threads` what was picked."""
+def identify_host(threads: int) -> HostInfo:
+    """The CPU side, with the thread count that was picked."""
+    from pshard.profile.sides import describe_host_kernels
+
+    isa, kernels = describe_host_kernels()
     caches = _read_caches(_allowed_cpus())
     return HostInfo(
         cpu=_cpu_name(),
@@ -29,7 +32,7 @@ def identify_host(isa: str, kernels: str, threads: int) -> HostInfo:
 
 
 def identify_accelerators(kind: str) -> tuple[AcceleratorInfo, ...]:
-    """Accelerators of a kind: every visible GPU for "cuda", the CPU itself for "cpu". Raises UserError without a GPU."""
+    """Every visible GPU for "cuda", the CPU itself for "cpu". Raises UserError when torch sees no GPU."""
     if kind == "cpu":
         return (AcceleratorInfo("cpu", 0, f"{_cpu_name()} (as accelerator)", usable_memory()),)
     import torch
@@ -46,9 +49,9 @@ def default_accelerator() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def last_cache_bytes(host: HostInfo) -> int:
-    """Bytes of the largest cache level; reads must be further apart than this to reach DRAM."""
-    return max((nbytes for _, nbytes in host.caches), default=host.l3_bytes)
+def last_cache_bytes() -> int:
+    """Bytes of the largest cache level, 0 when unknown; reads must be further apart than this to reach DRAM."""
+    return max((nbytes for _, nbytes in _read_caches(_allowed_cpus())), default=0)
 
 
 def count_cores() -> int:
@@ -78,13 +81,12 @@ def _cgroup_quota() -> float | None:
     """CPUs' worth of time per period, or None without a limit (cgroup v2 `cpu.max`, v1 `cpu.cfs_quota_us`)."""
     quotas = []
     for text in _cgroup_values("cpu.max"):
-        quota, _, period = text.partition(" ")
-        if quota.isdigit():
-            quotas.append(int(quota) / int(period or 100_000))
-    periods = [int(t) for t in _cgroup_values("cpu/cpu.cfs_period_us") if t.isdigit()]
-    for text, period in zip(_cgroup_values("cpu/cpu.cfs_quota_us"), periods):
-        if text.isdigit() and period:
-            quotas.append(int(text) / period)
+        limit, _, period = text.partition(" ")
+        if limit.isdigit():
+            quotas.append(int(limit) / int(period or 100_000))
+    for limit, period in zip(_cgroup_values("cpu/cpu.cfs_quota_us"), _cgroup_values("cpu/cpu.cfs_period_us")):
+        if limit.isdigit() and int(period) > 0:  # -1: no quota
+            quotas.append(int(limit) / int(period))
     return min(quotas, default=None)
 
 
@@ -109,7 +111,9 @@ def _cpu_name() -> str:
     if sys.platform == "darwin":
         import subprocess
 
-        return subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            ["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True
+        ).stdout.strip()
     return platform.processor() or platform.machine()
 
 

@@ -9,9 +9,12 @@ from pshard.buffers import ATTENTION_SPLITS, DEQUANT_BYTES, SMALL_BATCH
 from pshard.machine import AttentionTiming, ElementwiseTiming, MatmulTiming
 from pshard.profile.operands import OperandPool
 from pshard.profile.timing import Pace, median_seconds
-from pshard.runtime.kernels.api import Kernels, LayerKV, RopeTable, RowIndex, Segment
+from pshard.runtime.kernels.api import Kernels, LayerKV, Packed, RopeTable, RowIndex, Segment
+from pshard.runtime.weights import lookup_rows
 
 NORM_EPS = 1e-6
+EMBEDDING_ROWS = 16384
+THIN = 64  # columns of a matmul that is only there to carry the thing that is timed
 
 
 @dataclass(frozen=True)
@@ -57,12 +60,17 @@ def time_matmul(bench: KernelBench, qtype: str, rows: int, cols: int, tokens: Se
     weights = bench.pool.rotate_weights(qtype, rows, cols)
     timings: list[MatmulTiming] = []
     for count in sorted(tokens):
-        x, out, tile = bench.activations(count, cols), bench.activations(count, rows), _tile(bench, count)
-        seconds = bench.median(lambda i: bench.kernels.linear(x, weights[i % len(weights)], out, tile))
+        seconds = _time_linear(bench, weights, count)
         timings.append(MatmulTiming(bench.side, qtype, rows, cols, count, seconds))
         if seconds > bench.slow:
             break
     return timings
+
+
+def _time_linear(bench: KernelBench, weights: list[Packed], tokens: int) -> float:
+    x, out = bench.activations(tokens, weights[0].cols), bench.activations(tokens, weights[0].rows)
+    tile = _tile(bench, tokens)
+    return bench.median(lambda i: bench.kernels.linear(x, weights[i % len(weights)], out, tile))
 
 
 def time_attention(
@@ -72,30 +80,69 @@ def time_attention(
     timings: list[AttentionTiming] = []
     for context in sorted(c for c in contexts if c >= tokens):
         caches = bench.pool.rotate_kv(context, shape.n_kv_heads, shape.head_dim, kv_type)
-        qkv, out, partial = _attention_buffers(bench, shape, tokens)
-        rows, scale = _row_index(bench.device, tokens, context), shape.head_dim**-0.5
-        seconds = bench.median(
-            lambda i: bench.kernels.attention(qkv, shape.heads, caches[i % len(caches)], rows, scale, out, partial)
-        )
+        seconds = _time_attention(bench, shape, caches, tokens, context)
         timings.append(AttentionTiming(bench.side, *shape.heads, kv_type, tokens, context, seconds))
         if seconds > bench.slow:
             break
     return timings
 
 
+def _time_attention(
+    bench: KernelBench, shape: AttentionShape, caches: list[LayerKV], tokens: int, context: int
+) -> float:
+    qkv, out, partial = _attention_buffers(bench, shape, tokens)
+    rows, scale = _row_index(bench.device, tokens, context), shape.head_dim**-0.5
+    return bench.median(
+        lambda i: bench.kernels.attention(qkv, shape.heads, caches[i % len(caches)], rows, scale, out, partial)
+    )
+
+
 def time_elementwise(
-    bench: KernelBench, d_model: int, d_ffn: int, shape: AttentionShape, tokens: int
+    bench: KernelBench, d_model: int, d_ffn: int, shape: AttentionShape, tokens: Sequence[int]
 ) -> list[ElementwiseTiming]:
-    """Norm, residual, RoPE with KV store, and SwiGLU product for `tokens` tokens."""
-    kernels, act = bench.kernels, bench.activations
-    hidden, normed, branch = act(tokens, d_model).float(), act(tokens, d_model), act(tokens, d_model).float()
+    """Norm, residual add, RoPE with KV store, and SwiGLU product for each number of tokens."""
+    rope_width = (shape.n_heads + shape.n_kv_heads) * shape.head_dim
+    timings = []
+    for count in tokens:
+        for what, width, seconds in (
+            ("norm", d_model, _time_norm(bench, d_model, count)),
+            ("residual", d_model, _time_residual(bench, d_model, count)),
+            ("rope", rope_width, _time_rope(bench, shape, count)),
+            ("silu_mul", d_ffn, _time_silu_mul(bench, d_ffn, count)),
+        ):
+            timings.append(ElementwiseTiming(bench.side, what, count, width, seconds))
+    return timings
+
+
+def time_embedding(bench: KernelBench, qtype: str, width: int, tokens: Sequence[int]) -> list[ElementwiseTiming]:
+    """Looking up the rows of so many tokens in an embedding table of a quant type."""
+    tables = bench.pool.rotate_weights(qtype, EMBEDDING_ROWS, width)
+    return [
+        ElementwiseTiming(bench.side, "embed", count, width, _time_lookup(bench, tables, count)) for count in tokens
+    ]
+
+
+def _time_lookup(bench: KernelBench, tables: list[Packed], tokens: int) -> float:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(EMBEDDING_ROWS, (8, tokens), generator=generator).to(bench.device)
+    out = torch.empty(tokens, tables[0].cols, device=bench.device)
+    return bench.median(lambda i: lookup_rows(tables[i % len(tables)], ids[i % len(ids)], out))
+
+
+def _time_norm(bench: KernelBench, d_model: int, tokens: int) -> float:
+    hidden, normed = bench.activations(tokens, d_model).float(), bench.activations(tokens, d_model)
     weight = torch.ones(d_model, device=bench.device)
-    norm = bench.median(lambda i: kernels.rms_norm(hidden, weight, NORM_EPS, normed))
-    residual = bench.median(lambda i: hidden.add_(branch))
-    seconds = {("norm", d_model): norm, ("residual", d_model): residual}
-    seconds["rope", (shape.n_heads + shape.n_kv_heads) * shape.head_dim] = _time_rope(bench, shape, tokens)
-    seconds["silu_mul", d_ffn] = _time_silu_mul(bench, d_ffn, tokens)
-    return [ElementwiseTiming(bench.side, what, tokens, width, s) for (what, width), s in seconds.items()]
+    return bench.median(lambda i: bench.kernels.rms_norm(hidden, weight, NORM_EPS, normed))
+
+
+def _time_residual(bench: KernelBench, d_model: int, tokens: int) -> float:
+    """What accumulating a matmul's result into the residual stream adds; the matmul is kept small and in cache."""
+    weight = bench.pool.rotate_weights("BF16", d_model, THIN)[0]
+    x, out, tile = bench.activations(tokens, THIN), bench.activations(tokens, d_model), _tile(bench, tokens)
+    hidden = out.float()
+    added = bench.median(lambda i: bench.kernels.linear(x, weight, hidden, tile, None, True))
+    alone = bench.median(lambda i: bench.kernels.linear(x, weight, out, tile))
+    return max(0.0, added - alone)
 
 
 def _time_rope(bench: KernelBench, shape: AttentionShape, tokens: int) -> float:
@@ -113,9 +160,9 @@ def _time_rope(bench: KernelBench, shape: AttentionShape, tokens: int) -> float:
 
 
 def _time_silu_mul(bench: KernelBench, d_ffn: int, tokens: int) -> float:
-    """What gate_up takes beyond its two matmuls; the matmuls are kept small (64 columns) and in cache."""
-    weight = bench.pool.rotate_weights("BF16", d_ffn, 64)[0]
-    x, both, tile = bench.activations(tokens, 64), bench.activations(tokens, 2 * d_ffn), _tile(bench, tokens)
+    """What gate_up takes beyond its two matmuls; the matmuls are kept small and in cache."""
+    weight = bench.pool.rotate_weights("BF16", d_ffn, THIN)[0]
+    x, both, tile = bench.activations(tokens, THIN), bench.activations(tokens, 2 * d_ffn), _tile(bench, tokens)
     fused = bench.median(lambda i: bench.kernels.gate_up(x, weight, weight, both[:, :d_ffn], both, tile))
     one = bench.median(lambda i: bench.kernels.linear(x, weight, both[:, :d_ffn], tile))
     return max(0.0, fused - 2 * one)

@@ -1,5 +1,6 @@
 """Operands that rotate: so many copies of a weight or KV cache that re-reads never come from a cache."""
 
+import mmap
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -7,9 +8,9 @@ import torch
 
 from pshard.quant import QUANT_TYPES, ROW_BLOCK, packed_nbytes, plane_offsets, record_nbytes
 from pshard.runtime.kernels.api import LayerKV, Packed
+from pshard.runtime.kv_cache import KV_DTYPES
 
 LEAST_ROTATION = 512 << 20  # bytes between two reads of the same copy; read-then-flush does not evict a large L3
-KV_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
 def rotation_bytes(cache_bytes: int, quick: bool) -> int:
@@ -19,6 +20,14 @@ def rotation_bytes(cache_bytes: int, quick: bool) -> int:
     """
     least = min(LEAST_ROTATION, max(64 << 20, 4 * cache_bytes)) if quick else LEAST_ROTATION
     return max(2 * cache_bytes, least)
+
+
+def map_memory(nbytes: int) -> torch.Tensor:
+    """Zeroed uint8 host memory in huge pages where the system has them, as the runtime's weight arena is."""
+    memory = mmap.mmap(-1, nbytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).zero_()
 
 
 @dataclass
@@ -33,7 +42,17 @@ class OperandPool:
     _buffer: torch.Tensor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._buffer = torch.zeros(self.nbytes, dtype=torch.uint8, device=self.device)
+        self._buffer = self._allocate(self.nbytes)
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        if self.device.type == "cpu":
+            return map_memory(nbytes)
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """All of the pool's bytes, uint8."""
+        return self._buffer
 
     def rotate_weights(self, qtype: str, rows: int, cols: int) -> list[Packed]:
         """Copies of a random [rows, cols] matrix that together span the pool's bytes; at least one."""
@@ -63,7 +82,7 @@ class OperandPool:
     def _split(self, nbytes: int) -> list[torch.Tensor]:
         stride = -(-nbytes // 4096) * 4096
         if stride > self._buffer.numel():
-            self._buffer = torch.zeros(stride, dtype=torch.uint8, device=self.device)
+            self._buffer = self._allocate(stride)
         return [self._buffer[at : at + nbytes] for at in range(0, self._buffer.numel() - stride + 1, stride)]
 
 

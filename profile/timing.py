@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -53,4 +54,4 @@ def _sample_cuda(run: Callable[[int], object], first: int, count: int) -> list[f
         run(first + i)
         events[i + 1].record()
     torch.cuda.synchronize()
-    return [a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:])]
+    return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]

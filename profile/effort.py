@@ -1,0 +1,92 @@
+"""How much to measure: sizes, token counts and times of a quick and of a full profile."""
+
+from dataclasses import dataclass
+
+from pshard.model import ModelSpec
+from pshard.profile.kernels import AttentionShape
+from pshard.profile.links import COPY_SIZES
+from pshard.profile.operands import rotation_bytes
+from pshard.profile.timing import Pace
+from pshard.quant import QUANT_TYPES
+
+COMMON_QTYPES = ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "BF16")
+OTHER_QTYPES = tuple(q for q in QUANT_TYPES if q not in COMMON_QTYPES)
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What a model, or a range of models, is made of. `matmuls` are (quant type, rows, cols)."""
+
+    matmuls: tuple[tuple[str, int, int], ...]
+    attention: tuple[AttentionShape, ...]
+    widths: tuple[tuple[int, int], ...]  # (d_model, d_ffn)
+    embedding: tuple[tuple[str, int], ...]  # (quant type, d_model)
+    context: int
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Sizes and times of a run. `limit` seconds after the start, what is left of the general grid is skipped."""
+
+    quick: bool
+    pace: Pace
+    slow: float
+    rotation: int
+    limit: float
+    grid: Shapes
+    host_tokens: tuple[int, ...]
+    acc_tokens: tuple[int, ...]
+    copy_sizes: tuple[int, ...]
+    contention_seconds: float
+
+
+def quick_effort(cache_bytes: int) -> Effort:
+    """Within 60 s on two cores."""
+    few = ((512, 512), (4096, 4096), (14336, 4096))
+    grid = [(q, r, c) for q in COMMON_QTYPES for r, c in few] + [(q, 4096, 4096) for q in OTHER_QTYPES]
+    return Effort(
+        quick=True,
+        pace=Pace(0.03),
+        slow=0.25,
+        rotation=rotation_bytes(cache_bytes, quick=True),
+        limit=40.0,
+        grid=Shapes(tuple(grid), (AttentionShape(32, 8, 128),), ((4096, 14336),), (("Q4_0", 4096),), 4096),
+        host_tokens=(1, 4, 16, 64, 128, 512),
+        acc_tokens=(1, 4, 16, 64, 128, 512, 2048, 4096),
+        copy_sizes=COPY_SIZES,
+        contention_seconds=0.4,
+    )
+
+
+def full_effort(cache_bytes: int) -> Effort:
+    """Some minutes: more shapes and token counts, every quant type, longer contexts."""
+    many = ((512, 512), (2048, 2048), (1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (25600, 5120))
+    grid = [(q, r, c) for q in COMMON_QTYPES for r, c in (*many, (5120, 25600))]
+    grid += [(q, r, c) for q in OTHER_QTYPES for r, c in ((4096, 4096), (14336, 4096))]
+    heads = (AttentionShape(32, 8, 128), AttentionShape(64, 8, 128), AttentionShape(32, 32, 128))
+    return Effort(
+        quick=False,
+        pace=Pace(0.2, least=5),
+        slow=2.0,
+        rotation=rotation_bytes(cache_bytes, quick=False),
+        limit=600.0,
+        grid=Shapes(tuple(grid), heads, ((4096, 14336), (5120, 25600)), (("Q4_0", 4096), ("Q6_K", 5120)), 65536),
+        host_tokens=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048),
+        acc_tokens=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
+        copy_sizes=COPY_SIZES,
+        contention_seconds=2.0,
+    )
+
+
+def model_shapes(spec: ModelSpec) -> Shapes:
+    """The shapes and quant types of one model, so that a plan for it needs no interpolation between shapes."""
+    config = spec.config
+    matmuls = {(t.qtype, t.rows, t.cols) for u in spec.units if u.kind != "embedding" for t in u.matrices}
+    embeddings = {(t.qtype, t.cols) for u in spec.units if u.kind == "embedding" for t in u.matrices}
+    return Shapes(
+        tuple(sorted(matmuls)),
+        (AttentionShape(config.n_heads, config.n_kv_heads, config.head_dim),),
+        ((config.d_model, config.d_ffn),),
+        tuple(sorted(embeddings)),
+        min(config.context, 16384),
+    )

@@ -1,0 +1,77 @@
+"""Threads of the host: what the kernels read from DRAM with each count, and which count the runtime should use."""
+
+import itertools
+from collections.abc import Callable, Iterable
+
+import torch
+
+from pshard.machine import ReadTiming
+from pshard.profile.kernels import KernelBench
+from pshard.profile.timing import median_seconds
+from pshard.quant import packed_nbytes
+from pshard.runtime.kernels import native
+
+CLOSE_ENOUGH = 0.03  # fewer threads are taken when they lose at most this much: the others stay free for copies
+MATVEC = ("Q4_0", 4096, 4096)
+
+
+def thread_counts(cores: int, quick: bool) -> tuple[int, ...]:
+    """Thread counts worth trying on so many cores: all of them up to 4, then steps towards the full count."""
+    if cores <= 4:
+        return tuple(range(1, cores + 1))
+    shares = (0.5, 1.0) if quick else (0.25, 0.5, 0.75, 1.0)
+    return tuple(sorted({1, 2, 4, *(max(1, round(cores * share)) for share in shares)}))
+
+
+def use_threads(count: int) -> None:
+    """Set the threads of torch and of the C++ kernels."""
+    torch.set_num_threads(count)
+    if native.is_available():
+        native.set_threads(count)
+
+
+def measure_reads(bench: KernelBench, counts: Iterable[int]) -> tuple[ReadTiming, ...]:
+    """DRAM read rate of the operand pool by thread count."""
+    memory = bench.pool.memory
+    timings = []
+    for count in counts:
+        use_threads(count)
+        seconds = median_seconds(lambda i: _read_once(memory), bench.pace)
+        timings.append(ReadTiming(count, memory.numel() / seconds))
+    return tuple(timings)
+
+
+def _read_once(memory: torch.Tensor) -> None:
+    if native.is_available():
+        native.read_bandwidth(memory, memory.numel())
+    else:
+        memory.view(torch.float32).sum()
+
+
+def matvec_reader(bench: KernelBench) -> Callable[[], int]:
+    """A function that runs one matrix-vector product and returns the bytes of weights that it read."""
+    weights = bench.pool.rotate_weights(*MATVEC)
+    _, rows, cols = MATVEC
+    x, out, tile = bench.activations(1, cols), bench.activations(1, rows), torch.empty(0, dtype=torch.uint8)
+    turn, nbytes = itertools.cycle(weights), packed_nbytes(*MATVEC)
+
+    def read() -> int:
+        bench.kernels.linear(x, next(turn), out, tile)
+        return nbytes
+
+    return read
+
+
+def matvec_rates(bench: KernelBench, counts: Iterable[int]) -> dict[int, float]:
+    """Bytes of weights per second that a matrix-vector product takes in, by thread count."""
+    read, rates = matvec_reader(bench), {}
+    for count in counts:
+        use_threads(count)
+        rates[count] = packed_nbytes(*MATVEC) / bench.median(lambda i: read())
+    return rates
+
+
+def pick_threads(rates: dict[int, float]) -> int:
+    """The smallest thread count within 3% of the best rate. `rates`: threads -> any rate, higher is better."""
+    best = max(rates.values())
+    return min(n for n, rate in rates.items() if rate >= best * (1 - CLOSE_ENOUGH))

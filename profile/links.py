@@ -1,0 +1,161 @@
+"""The link between host memory and an accelerator: rates by size and memory, contention, hand-off latency.
+
+Copies go through the runtime's own copy lanes. For the CPU as accelerator these are real copies between two buffers.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pshard.machine import Contention, CopyTiming
+from pshard.profile.operands import map_memory
+from pshard.profile.timing import Pace, median_seconds
+from pshard.runtime.device import Device
+
+KIB, MIB = 1 << 10, 1 << 20
+COPY_SIZES = (64 * KIB, 256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
+BATCH_BYTES = 16 * MIB  # small copies are queued until so many bytes are under way, as the runtime queues them
+DEEPEST_QUEUE = 32
+DUPLEX_BYTES = 32 * MIB
+DEVICE_BYTES = 256 * MIB
+
+
+@dataclass(frozen=True)
+class LinkBench:
+    """A device's lanes and the buffers that copies go between. `locked` is None when page-locking was refused."""
+
+    device: Device
+    remote: torch.Tensor
+    pageable: torch.Tensor
+    locked: torch.Tensor | None
+
+    def close(self) -> None:
+        self.device.synchronize()
+        if self.locked is not None:
+            self.device.page_unlock(self.locked)
+
+
+def open_link(device: Device, host_bytes: int) -> LinkBench:
+    """Buffers of `host_bytes` in pageable and in page-locked memory, so large that copies from them miss the caches."""
+    host_bytes = max(host_bytes, DEVICE_BYTES)
+    pageable, locked = map_memory(host_bytes), map_memory(host_bytes)
+    remote = device.allocate(DEVICE_BYTES)
+    remote.zero_()
+    return LinkBench(device, remote, pageable, locked if device.page_lock(locked) else None)
+
+
+def time_copies(link: LinkBench, sizes: Iterable[int], pace: Pace) -> list[CopyTiming]:
+    """Seconds per copy in both directions, from page-locked and pageable memory, queued one behind the other."""
+    timings = []
+    for memory, host in (("pinned", link.locked), ("pageable", link.pageable)):
+        if host is None:
+            continue
+        for direction in ("h2d", "d2h"):
+            for nbytes in sizes:
+                seconds = _time_copy(link, host, direction, nbytes, pace)
+                timings.append(CopyTiming(direction, memory, nbytes, seconds))
+    return timings
+
+
+def _time_copy(link: LinkBench, host: torch.Tensor, direction: str, nbytes: int, pace: Pace) -> float:
+    queued = max(1, min(DEEPEST_QUEUE, BATCH_BYTES // nbytes))
+    copies = [_copy(link, host, direction, nbytes, i) for i in range(host.numel() // nbytes)]
+
+    def run(i: int) -> None:
+        for n in range(queued):
+            copies[(i * queued + n) % len(copies)]()
+        link.device.synchronize()
+
+    return median_seconds(run, pace) / queued
+
+
+def _copy(link: LinkBench, host: torch.Tensor, direction: str, nbytes: int, index: int) -> Callable[[], Any]:
+    """The index-th copy of `nbytes`: each has its own piece of host memory, and of the device as far as that goes."""
+    here = host[index * nbytes :][:nbytes]
+    there = link.remote[index % (link.remote.numel() // nbytes) * nbytes :][:nbytes]
+    if direction == "h2d":
+        return lambda: link.device.copy_in(there, here)
+    return lambda: link.device.copy_out(here, there)
+
+
+def measure_contention(link: LinkBench, read_weights: Callable[[], int] | None, seconds: float) -> Contention:
+    """Rates of copies and CPU kernels that run at once, each repeated for `seconds`.
+
+    `read_weights` runs a CPU kernel once and returns the bytes it read from host memory; None leaves that part out.
+    """
+    host = link.locked if link.locked is not None else link.pageable
+    half = host.numel() // 2
+    into = _copy_loop(link, host[:half], "h2d")
+    out = _copy_loop(link, host[half:], "d2h")
+    both = run_together({"h2d": into, "d2h": out}, seconds)
+    if read_weights is None:
+        return Contention(h2d_with_d2h=both["h2d"], d2h_with_h2d=both["d2h"])
+    mixed = run_together({"link": into, "cpu": read_weights}, seconds)
+    return Contention(mixed["link"], mixed["cpu"], both["h2d"], both["d2h"])
+
+
+def _copy_loop(link: LinkBench, host: torch.Tensor, direction: str) -> Callable[[], int]:
+    """A function that copies DUPLEX_BYTES and returns how many; two copies are always under way."""
+    copies = [_copy(link, host, direction, DUPLEX_BYTES, i) for i in range(host.numel() // DUPLEX_BYTES)]
+    under_way: list[Any] = []
+    turn = iter(range(1 << 62))
+
+    def run() -> int:
+        under_way.append(copies[next(turn) % len(copies)]())
+        if len(under_way) > 2:
+            _wait_on_host(under_way.pop(0))
+            return DUPLEX_BYTES
+        return 0
+
+    return run
+
+
+def _wait_on_host(event: Any) -> None:
+    event.synchronize() if isinstance(event, torch.cuda.Event) else event.wait()
+
+
+def run_together(tasks: dict[str, Callable[[], int]], seconds: float) -> dict[str, float]:
+    """Repeat all tasks at once, a thread for each; units per second of each, by what the tasks return.
+
+    Raises what a task raised.
+    """
+    rates: dict[str, float] = {}
+    errors: list[BaseException] = []
+    ready = threading.Barrier(len(tasks))
+
+    def repeat(name: str, task: Callable[[], int]) -> None:
+        try:
+            task()
+            ready.wait()
+            start, done = time.perf_counter(), 0
+            while (elapsed := time.perf_counter() - start) < seconds:
+                done += task()
+            rates[name] = done / elapsed
+        except BaseException as error:
+            ready.abort()
+            errors.append(error)
+
+    threads = [threading.Thread(target=repeat, args=item, daemon=True) for item in tasks.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+    return rates
+
+
+def time_handoff(link: LinkBench, width: int, pace: Pace) -> float:
+    """Seconds for one hidden vector (float32 [width]) from the accelerator to the host and back."""
+    host = (link.locked if link.locked is not None else link.pageable)[: 4 * width]
+    there = link.remote[: 4 * width]
+
+    def run(i: int) -> None:
+        link.device.receive(host, there)
+        link.device.send(there, host)
+
+    return median_seconds(run, pace)

@@ -1,0 +1,202 @@
+"""Measures everything and puts the MachineProfile together."""
+
+import datetime
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+
+import torch
+
+from pshard import __version__
+from pshard.machine import (
+    AcceleratorInfo,
+    AttentionTiming,
+    Contention,
+    CopyTiming,
+    ElementwiseTiming,
+    HostInfo,
+    MachineProfile,
+    MatmulTiming,
+    Provenance,
+    ReadTiming,
+)
+from pshard.profile.effort import Effort, Shapes
+from pshard.profile.host_threads import (
+    matvec_rates,
+    matvec_reader,
+    measure_reads,
+    pick_threads,
+    thread_counts,
+    use_threads,
+)
+from pshard.profile.identify import count_cores, identify_accelerators, identify_host
+from pshard.profile.jobs import Job, Row, list_jobs
+from pshard.profile.kernels import KernelBench
+from pshard.profile.links import measure_contention, open_link, time_copies, time_handoff
+from pshard.profile.operands import LEAST_ROTATION, OperandPool
+from pshard.profile.sides import choose_acc_kernels, choose_host_kernels
+from pshard.profile.step_cost import time_step
+from pshard.runtime.device import Device, open_device
+
+Progress = Callable[[str, float], None]  # what begins now, and the share of the work that is done
+HANDOFF_WIDTH = 5120
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to measure. `accelerator`: "cuda" or "cpu"; `threads`: None picks them; `model`: shapes to time exactly."""
+
+    accelerator: str
+    effort: Effort
+    model: Shapes | None
+    threads: int | None
+    command: str
+
+
+@dataclass(frozen=True)
+class HostFigures:
+    """What was found out about the host before anything else."""
+
+    info: HostInfo
+    reads: tuple[ReadTiming, ...]
+
+
+@dataclass(frozen=True)
+class LinkFigures:
+    """What was found out about the link."""
+
+    copies: tuple[CopyTiming, ...]
+    contention: Contention
+    handoff_seconds: float
+
+
+def measure_machine(request: Request, progress: Progress) -> MachineProfile:
+    """Measure this machine: threads and DRAM, then the link, then the kernels.
+
+    Raises UserError when the accelerator asked for is not there.
+    """
+    started = time.monotonic()
+    accelerators = identify_accelerators(request.accelerator)
+    device = open_device(request.accelerator)
+    try:
+        host, acc, notes = open_benches(request.effort, device)
+        progress("host memory and threads", 0.0)
+        figures = _measure_host(request, host)
+        progress("link", 0.05)
+        link = _measure_link(request.effort, device, host)
+        benches = {"host": host, "acc": acc or host}
+        rows: list[Row] = [time_step(side, device, b.kernels.act_dtype, b.pace) for side, b in benches.items()]
+        timed, skipped = run_jobs(
+            plan_jobs(request, acc is not None),
+            benches,
+            started + request.effort.limit,
+            lambda label, share: progress(label, 0.1 + 0.9 * share),
+        )
+        rows += timed
+        if acc is None:
+            rows += [replace(row, device="acc") for row in timed]
+            notes.append("the accelerator is the CPU: its kernels are the host's and were timed once")
+        if skipped:
+            notes.append(f"{skipped} series of the general grid were left out for lack of time")
+        return _compose(request, accelerators, figures, link, rows, notes)
+    finally:
+        device.close()
+
+
+def open_benches(effort: Effort, device: Device) -> tuple[KernelBench, KernelBench | None, list[str]]:
+    """Benches of the host and of the accelerator (None when that is the CPU), and notes on kernels that are missing."""
+    cpu = torch.device("cpu")
+    kernels, notes = choose_host_kernels()
+    host = KernelBench("host", kernels, cpu, OperandPool(effort.rotation, cpu), effort.pace, effort.slow)
+    if device.kind == "cpu":
+        return host, None, notes
+    kernels, more = choose_acc_kernels()
+    pool = OperandPool(min(effort.rotation, LEAST_ROTATION), device.torch_device)
+    acc = KernelBench("acc", kernels, device.torch_device, pool, effort.pace, effort.slow)
+    return host, acc, notes + more
+
+
+def _measure_host(request: Request, bench: KernelBench) -> HostFigures:
+    counts = thread_counts(count_cores(), request.effort.quick)
+    if request.threads is not None:
+        counts = tuple(sorted({*counts, request.threads}))
+    reads = measure_reads(bench, counts)
+    threads = request.threads or pick_threads(matvec_rates(bench, counts))
+    use_threads(threads)
+    return HostFigures(identify_host(threads), reads)
+
+
+def _measure_link(effort: Effort, device: Device, host: KernelBench) -> LinkFigures:
+    link = open_link(device, effort.rotation)
+    try:
+        copies = time_copies(link, effort.copy_sizes, effort.pace)
+        contention = measure_contention(link, matvec_reader(host), effort.contention_seconds)
+        return LinkFigures(tuple(copies), contention, time_handoff(link, HANDOFF_WIDTH, effort.pace))
+    finally:
+        link.close()
+
+
+def plan_jobs(request: Request, has_own_kernels: bool) -> list[Job]:
+    """Kernel timings in order: what must be timed first, both sides in turn, so that a time limit cuts both alike."""
+    sides = ("host", "acc") if has_own_kernels else ("host",)
+    lists = [list_jobs(side, request.effort, request.model) for side in sides]
+    mixed = [job for group in zip_longest(*lists) for job in group if job is not None]
+    return sorted(mixed, key=lambda job: job.optional)
+
+
+def expected_seconds(request: Request) -> float:
+    """A guess at how long `measure_machine` will take."""
+    effort = request.effort
+    jobs = sum(job.expected for job in plan_jobs(request, request.accelerator != "cpu"))
+    reads = 4 * len(thread_counts(count_cores(), effort.quick)) * effort.pace.seconds
+    return 2 + reads + 6 * len(effort.copy_sizes) * effort.pace.seconds + min(effort.limit, jobs)
+
+
+def run_jobs(
+    jobs: list[Job], benches: dict[str, KernelBench], deadline: float, progress: Progress
+) -> tuple[list[Row], int]:
+    """Rows of all jobs, and how many optional ones were skipped because `deadline` (time.monotonic()) had passed."""
+    rows: list[Row] = []
+    skipped, total, done = 0, sum(job.expected for job in jobs) or 1.0, 0.0
+    for job in jobs:
+        if job.optional and time.monotonic() > deadline:
+            skipped += 1
+        else:
+            progress(job.label, done / total)
+            rows += job.run(benches[job.side])
+        done += job.expected
+    return rows, skipped
+
+
+def _compose(
+    request: Request,
+    accelerators: tuple[AcceleratorInfo, ...],
+    host: HostFigures,
+    link: LinkFigures,
+    rows: list[Row],
+    notes: list[str],
+) -> MachineProfile:
+    return MachineProfile(
+        host=host.info,
+        accelerators=accelerators,
+        matmuls=tuple(r for r in rows if isinstance(r, MatmulTiming)),
+        attention=tuple(r for r in rows if isinstance(r, AttentionTiming)),
+        elementwise=tuple(r for r in rows if isinstance(r, ElementwiseTiming)),
+        copies=link.copies,
+        reads=host.reads,
+        contention=link.contention,
+        handoff_seconds=link.handoff_seconds,
+        provenance=Provenance(
+            source="measured",
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            command=request.command,
+            pshard=__version__,
+            torch=torch.__version__,
+            python=platform.python_version(),
+            os=platform.platform(),
+            quick=request.effort.quick,
+            notes=tuple(notes),
+        ),
+    )
