@@ -129,11 +129,8 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
 
     fetch(0)
     side, n_fetched = "cpu", 0  # token ids start on the host
-    for name in unit_names(spec):
-        if name not in places:  # this rank holds nothing of the unit: its part of the sum is zero
-            body.append(AllReduce(name, hidden))
-            continue
-        unit, place = spec.unit(name), places[name]
+    for unit in spec.units:
+        place = places[unit.name]
         on = "cpu" if place.where == "cpu" else "acc"
         if on != side and unit.kind != "embedding":
             body.append(Handoff(on, hidden))
@@ -158,14 +155,6 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
         body.append(Gather("output", logits))
     enter = tuple(CopyIn(u.name, slot_of[u.name], u.packed_nbytes) for u in streamed[:slots])
     return StepList(enter, tuple(body))
-
-
-def unit_names(spec: ModelSpec) -> tuple[str, ...]:
-    """Names of all units of the whole model that compute, in order, also those that a rank's slice lacks."""
-    names = ["embedding"]
-    for layer in range(spec.config.n_layers):
-        names += [f"blk.{layer}.attention", f"blk.{layer}.ffn"]
-    return (*names, *(u.name for u in spec.units if u.kind == "output"))
 
 
 def _next_in_slot(streamed: list, slots: int) -> dict:

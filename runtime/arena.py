@@ -6,6 +6,7 @@ import torch
 
 from pshard.buffers import kv_stage_bytes, scratch_bytes
 from pshard.model import ModelSpec
+from pshard.parallel import unit_heads
 from pshard.plan import RankPlan, TierPlan
 from pshard.quant import TENSOR_ALIGN, align
 from pshard.runtime.kernels.api import LayerKV
@@ -40,9 +41,14 @@ class Arena:
         """The place of a layer's KV when it is in VRAM."""
         size = layer_nbytes(self._spec.config, self._kv)
         end = self.memory.numel() // TENSOR_ALIGN * TENSOR_ALIGN - self._plan.kv_order.index(unit) * size
-        return view_layer(self.memory[end - size : end], self._spec.config, self._kv)
+        return self.view_kv(self.memory[end - size : end], unit)
 
-    def carve(self, tier: TierPlan) -> tuple[Workspace, LayerKV | None, tuple[torch.Tensor, ...]]:
+    def view_kv(self, memory: torch.Tensor, unit: str) -> LayerKV:
+        """`memory` (uint8, as long as one layer's cache) as the cache of that attention unit."""
+        _, n_kv_heads = unit_heads(self._spec.config, self._spec.unit(unit))
+        return view_layer(memory, n_kv_heads, self._spec.config.head_dim, self._kv)
+
+    def carve(self, tier: TierPlan) -> tuple[Workspace, torch.Tensor | None, tuple[torch.Tensor, ...]]:
         """Scratch, KV stage (when some layer keeps its KV on the host) and staging slots of a tier.
 
         Raises ValueError when the tier does not fit: a plan that was checked does.
@@ -57,7 +63,7 @@ class Arena:
         stage = None
         if stages_kv(tier):
             size = kv_stage_bytes(spec.config, kv.context, kv.sequences, kv.type_k, kv.type_v)
-            stage = view_layer(self.memory[at : at + size], spec.config, kv)
+            stage = self.memory[at : at + size]
             at += size
         slots = []
         for _ in range(tier.buffers.slots):

@@ -28,9 +28,10 @@ def run_attention(side: Side, weights: UnitWeights, rows: RowIndex, kv: LayerKV,
     k, space, config, m = side.kernels, side.space, side.config, weights.matrices
     n = rows.tokens
     hidden, normed = space.rows("hidden", n), space.rows("normed", n)
-    qkv, mixed = space.rows("qkv", n), space.rows("mixed", n)
-    heads = (config.n_heads, config.n_kv_heads, config.head_dim)
-    q_width, kv_width = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    # a rank's slice may hold fewer heads in this layer than in its widest one
+    q_width, kv_width = m["attn_q.weight"].rows, m["attn_k.weight"].rows
+    heads = (q_width // config.head_dim, kv_width // config.head_dim, config.head_dim)
+    qkv, mixed = space.rows("qkv", n)[:, : q_width + 2 * kv_width], space.rows("mixed", n)[:, :q_width]
     k.rms_norm(hidden, weights.vectors["attn_norm.weight"], config.norm_eps, normed)
     at = 0
     for part, width in (("attn_q", q_width), ("attn_k", kv_width), ("attn_v", kv_width)):
@@ -50,8 +51,9 @@ def run_ffn(side: Side, weights: UnitWeights, tokens: int, target: torch.Tensor 
     """SwiGLU block (arXiv 2002.05202) on the side's `hidden`; result as in `run_attention`."""
     k, space, config, m = side.kernels, side.space, side.config, weights.matrices
     hidden, normed = space.rows("hidden", tokens), space.rows("normed", tokens)
-    both = space.rows("gate_up", tokens)
-    gated = both[:, : config.d_ffn]
+    width = m["ffn_up.weight"].rows
+    both = space.rows("gate_up", tokens)[:, : 2 * width]
+    gated = both[:, :width]
     k.rms_norm(hidden, weights.vectors["ffn_norm.weight"], config.norm_eps, normed)
     k.gate_up(normed, m["ffn_gate.weight"], m["ffn_up.weight"], gated, both, space.tile)
     out, accumulate = (hidden, True) if target is None else (target, False)
@@ -62,9 +64,10 @@ def run_output(side: Side, weights: UnitWeights, rows: torch.Tensor) -> torch.Te
     """Logits float32 [R, vocabulary] of the rows (int32 [R]) of `hidden`, a view of the side's scratch."""
     k, space, config = side.kernels, side.space, side.config
     n = rows.shape[0]
-    picked, normed, logits = space.rows("branch", n), space.rows("normed", n), space.rows("logits", n)
+    picked, normed = space.rows("branch", n), space.rows("normed", n)
     torch.index_select(space.tensors["hidden"], 0, rows, out=picked)
     k.rms_norm(picked, weights.vectors["output_norm.weight"], config.norm_eps, normed)
     head = weights.matrices.get("output.weight") or weights.matrices["token_embd.weight"]
+    logits = space.tensors["logits"].flatten()[: n * head.rows].view(n, head.rows)
     k.linear(normed, head, logits, space.tile)
     return logits

@@ -40,13 +40,9 @@ class Engine:
         variant: Variant,
         tokenizer: Any,
         notes: tuple[str, ...],
-        arena_nbytes: int,
-        host_nbytes: int,
-        page_locked: bool,
         on_close: Callable[[], None],
     ) -> None:
         self._executor, self.plan, self.tokenizer, self.notes = executor, variant, tokenizer, notes
-        self._memory = (arena_nbytes, host_nbytes, page_locked)
         self._on_close = on_close
         self._lengths = [0] * variant.sequences
         self._broken: BaseException | None = None
@@ -77,8 +73,9 @@ class Engine:
 
     def memory(self) -> MemoryReport:
         """What the engine holds, in bytes."""
-        arena, host, locked = self._memory
-        return MemoryReport(self.rank_plan.budget_mib << 20, arena, self.device.process_bytes(), host, locked)
+        e = self._executor
+        budget = self.rank_plan.budget_mib << 20
+        return MemoryReport(budget, e.arena_nbytes, self.device.process_bytes(), e.host_nbytes, e.page_locked)
 
     def reset(self, sequence: int | None = None, length: int = 0) -> None:
         """Forget the cells after `length` of one sequence, or of all."""

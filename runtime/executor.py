@@ -12,8 +12,8 @@ from pshard.plan import RankPlan, TierPlan
 from pshard.runtime.arena import Arena
 from pshard.runtime.blocks import Side, run_attention, run_ffn, run_output
 from pshard.runtime.device import Device
-from pshard.runtime.kernels.api import Kernels, LayerKV, RopeTable, RowIndex, Segment
-from pshard.runtime.kv_cache import KVShape, layer_nbytes, used_spans, view_layer
+from pshard.runtime.kernels.api import Kernels, RopeTable, RowIndex, Segment
+from pshard.runtime.kv_cache import KVShape, layer_nbytes, used_spans
 from pshard.runtime.rope import fill_rope_table
 from pshard.runtime.weights import HostWeights, UnitWeights, lookup_rows, view_unit
 from pshard.runtime.workspace import Workspace, carve_workspace
@@ -52,7 +52,7 @@ class _TierState:
 
     tier: TierPlan
     side: Side
-    stage: LayerKV | None
+    stage: torch.Tensor | None  # bytes of one layer's KV
     slots: tuple[torch.Tensor, ...]
     arrived: dict[int, Any]  # slot -> event of the copy into it
     stage_free: list[Any]  # events after which the KV stage may be written by a fetch
@@ -88,6 +88,21 @@ class Executor:
         self._host_memory: list[torch.Tensor] = []
         self._make_host_side()
 
+    @property
+    def arena_nbytes(self) -> int:
+        """Bytes of the arena on the accelerator."""
+        return self._arena.memory.numel()
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of the packed weights in host memory."""
+        return self._weights.nbytes
+
+    @property
+    def page_locked(self) -> bool:
+        """Whether weights are copied from page-locked memory."""
+        return self._weights.page_locked
+
     # --- memory -------------------------------------------------------------------------------------------------
 
     def _make_host_side(self) -> None:
@@ -99,7 +114,6 @@ class Executor:
         self._host_index = self._host_alloc(3 * largest * 4).view(torch.int32).view(3, largest)
         rows = max(kv.sequences, LOGIT_ROWS)
         self._host_logits = self._host_alloc(rows * spec.config.vocab * 4).view(torch.float32)
-        self._host_logits = self._host_logits.view(rows, spec.config.vocab)
         on_cpu = [t.tokens for t in tiers if any(p.where == "cpu" and p.unit != "embedding" for p in t.placements)]
         tokens = max(on_cpu, default=1)
         act = self._host_kernels.act_dtype
@@ -109,7 +123,7 @@ class Executor:
         self._host_side = self._make_side(self._host_kernels, space)
         leaving = {p.unit for t in tiers for p in t.placements if p.kv == "host"}
         self._host_kv = {
-            name: view_layer(self._host_alloc(layer_nbytes(spec.config, kv)), spec.config, kv)
+            name: self._arena.view_kv(self._host_alloc(layer_nbytes(spec.config, kv)), name)
             for name in self.plan_attention()
             if name in leaving
         }
@@ -249,6 +263,7 @@ class Executor:
         for memory in self._host_memory:
             self.device.page_unlock(memory)
         self._host_memory.clear()
+        self._weights.close()
 
 
 @dataclass
@@ -267,7 +282,6 @@ class _Run:
     logits: list[torch.Tensor]
     side: str = "cpu"
     freed: Any = None
-    contributes: bool = False  # the unit before an all-reduce was computed here
 
     def step(self, step: Any) -> None:
         """Issue one step."""
@@ -300,16 +314,23 @@ class _Run:
         weights = self._weights_of(step)
         with e.device.computing() if step.on == "acc" else torch.inference_mode():
             target = self._side().space.rows("branch", self.tokens) if e.group.size > 1 else None
-            if unit.kind == "embedding":
+            if not unit.tensors:
+                self._contribute_nothing(unit.kind, target)
+            elif unit.kind == "embedding":
                 self._embed(weights, step.on)
             elif unit.kind == "attention":
                 self._attend(step, weights, target)
-                self.contributes = True
             elif unit.kind == "ffn":
-                self.contributes = True
                 run_ffn(self._side(), weights, self.tokens, target)
             else:
                 self._output(weights, step.on)
+
+    def _contribute_nothing(self, kind: str, target: torch.Tensor | None) -> None:
+        """This rank holds nothing of the unit: zeros for the sum, no columns for the logits."""
+        if kind == "output":
+            self.logits.append(torch.empty(len(self.logit_rows), 0))
+        elif target is not None:
+            target.zero_()
 
     def _weights_of(self, step: Compute) -> UnitWeights:
         e = self.executor
@@ -340,7 +361,8 @@ class _Run:
             for event in self.state.stage_ready:
                 e.device.wait(event)
             self.state.stage_ready.clear()
-            run_attention(self.state.side, weights, self.acc_rows, self.state.stage, target)
+            stage = e._arena.view_kv(self.state.stage, step.unit)
+            run_attention(self.state.side, weights, self.acc_rows, stage, target)
             self.state.stage_free = [e.device.mark()]
 
     def _output(self, weights: UnitWeights, on: str) -> None:
@@ -354,7 +376,7 @@ class _Run:
                 wanted = there
             logits = run_output(side, weights, wanted)
             if on == "acc":
-                here = e._host_logits[: logits.shape[0]]
+                here = e._host_logits[: logits.numel()].view(logits.shape)
                 e.device.receive(here, logits)
                 logits = here
             self.logits.append(logits.clone())
@@ -376,7 +398,7 @@ class _Run:
         assert state.stage is not None
         spans = [(s.sequence, 0, s.past) for s in self.segments]
         after = [*state.stage_free, *([e._written[step.unit]] if step.unit in e._written else [])]
-        for to, origin in used_spans(e._host_kv[step.unit], state.stage, spans):
+        for to, origin in used_spans(e._host_kv[step.unit], e._arena.view_kv(state.stage, step.unit), spans):
             state.stage_ready.append(e.device.copy_in(to, origin, after))
             e.link_bytes += to.nbytes
 
@@ -384,7 +406,7 @@ class _Run:
         e, state = self.executor, self.state
         assert state.stage is not None
         spans = [(s.sequence, s.past, s.past + s.tokens) for s in self.segments]
-        for to, origin in used_spans(state.stage, e._host_kv[step.unit], spans):
+        for to, origin in used_spans(e._arena.view_kv(state.stage, step.unit), e._host_kv[step.unit], spans):
             done = e.device.copy_out(to, origin, state.stage_free)
         e._written[step.unit] = done
         state.stage_ready.append(done)  # the next layer's new cells go where these are read from
@@ -393,8 +415,5 @@ class _Run:
         side = self._side()
         part = side.space.rows("branch", self.tokens)
         with self.executor.device.computing() if self.side == "acc" else torch.inference_mode():
-            if not self.contributes:
-                part.zero_()
-            self.contributes = False
             self.executor.group.all_reduce(part)
             side.space.rows("hidden", self.tokens).add_(part)

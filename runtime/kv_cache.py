@@ -26,10 +26,10 @@ def layer_nbytes(config: ModelConfig, shape: KVShape) -> int:
     return kv_layer_bytes(config, shape.context, shape.sequences, shape.type_k, shape.type_v)
 
 
-def view_layer(memory: torch.Tensor, config: ModelConfig, shape: KVShape) -> LayerKV:
+def view_layer(memory: torch.Tensor, n_kv_heads: int, head_dim: int, shape: KVShape) -> LayerKV:
     """k and v [sequences, context, G, d] as views of uint8 memory of at least `layer_nbytes`."""
-    extents = (shape.sequences, shape.context, config.n_kv_heads, config.head_dim)
-    count = shape.sequences * shape.context * config.n_kv_heads * config.head_dim
+    extents = (shape.sequences, shape.context, n_kv_heads, head_dim)
+    count = shape.sequences * shape.context * n_kv_heads * head_dim
     split = count * KV_ELEMENT_BYTES[shape.type_k]
     end = split + count * KV_ELEMENT_BYTES[shape.type_v]
     k = memory[:split].view(KV_DTYPES[shape.type_k]).view(extents)

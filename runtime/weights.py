@@ -16,7 +16,8 @@ from pshard.runtime.kernels import layout, native
 from pshard.runtime.kernels.api import Packed
 from pshard.runtime.kernels.unpack import plain_rows, unpack
 
-Ranges = dict[str, tuple[int, int, int, int]]  # tensor -> rows [from, to), columns [from, to) of the file's tensor
+# unit -> tensor -> rows [from, to), columns [from, to) of the file's tensor (pshard.parallel.source_ranges)
+Ranges = dict[str, dict[str, tuple[int, int, int, int]]]
 
 
 class WeightSource(Protocol):
@@ -93,12 +94,12 @@ class HostWeights:
 
 def pack_unit(source: WeightSource, unit: Unit, blob: torch.Tensor, ranges: Ranges | None = None) -> None:
     """Fill a unit's blob (uint8, host) from the model file; with `ranges` only that part of each tensor."""
-    full = {t.name: t for u in source.spec.units if u.layer == unit.layer for t in u.tensors} if ranges else {}
+    whole = {t.name: t for t in source.spec.unit(unit.name).tensors}
     for at, tensor in unit.offsets().values():
         out = blob[at : at + tensor.packed_nbytes]
         raw = source.tensor_bytes(tensor.name)
         if ranges is not None:
-            raw = _cut_rows(raw, full[tensor.name], ranges[tensor.name])
+            raw = _cut_rows(raw, whole[tensor.name], ranges[unit.name][tensor.name])
         if len(tensor.shape) == 1:
             out.view(torch.float32).copy_(_vector(raw, tensor.qtype))
         else:
@@ -123,7 +124,7 @@ def _vector(raw: np.ndarray, qtype: str) -> torch.Tensor:
 def _pack_matrix(raw: np.ndarray, tensor: TensorSpec, out: torch.Tensor) -> None:
     if native.is_available():
         raw = np.ascontiguousarray(raw)
-        native.pack(raw.ctypes.data, tensor.qtype, tensor.rows, tensor.cols, out.data_ptr())
+        native.pack(raw, tensor.qtype, tensor.rows, tensor.cols, out)
         return
     # numpy twin: records are independent, so threads take a share each
     step = max(ROW_BLOCK, 1024)
@@ -142,10 +143,7 @@ def _pack_matrix(raw: np.ndarray, tensor: TensorSpec, out: torch.Tensor) -> None
 def lookup_rows(table: Packed, ids: torch.Tensor, out: torch.Tensor) -> None:
     """out[i] = row ids[i] of the matrix as float32. ids int64 [M], out [M, cols], all on the table's device."""
     if table.data.device.type == "cpu" and native.is_available():
-        ids = ids.contiguous()
-        native.get_rows(
-            table.data.data_ptr(), table.qtype, table.rows, table.cols, ids.data_ptr(), ids.numel(), out.data_ptr()
-        )
+        native.get_rows(table.data, table.qtype, table.rows, table.cols, ids.contiguous(), ids.numel(), out)
     elif (rows := plain_rows(table)) is not None:
         out.copy_(rows[ids])
     else:

@@ -36,15 +36,15 @@ class HostKernels(PlainKernels):
     ) -> None:
         target = torch.empty(x.shape[0], weight.rows) if accumulate else out
         native.linear(
-            x.data_ptr(),
-            x.stride(0),
-            weight.data.data_ptr(),
+            x,
+            weight.data,
             weight.qtype,
             weight.rows,
             weight.cols,
-            target.data_ptr(),
-            target.stride(0),
+            target,
             x.shape[0],
+            x_stride=x.stride(0),
+            out_stride=target.stride(0),
         )
         if accumulate:
             out += target
@@ -65,9 +65,7 @@ class HostKernels(PlainKernels):
         for start in range(0, weight.rows, rows_at_once):
             stop = min(start + rows_at_once, weight.rows)
             rows = tile[: (stop - start) * weight.cols * 2].view(torch.bfloat16).view(stop - start, weight.cols)
-            native.dequantize(
-                weight.data.data_ptr(), weight.qtype, weight.rows, weight.cols, start, stop, rows.data_ptr(), "bf16"
-            )
+            native.dequantize(weight.data, weight.qtype, weight.rows, weight.cols, start, stop, rows, "bf16")
             part = F.linear(half, rows)
             if accumulate:
                 out[:, start:stop] += part
@@ -102,17 +100,7 @@ class HostKernels(PlainKernels):
         q.copy_(qkv[:, : n_heads * dim])
         for s in rows.segments:
             mixed = torch.empty(s.tokens, n_heads * dim)
-            native.attention(
-                q[s.start].data_ptr(),
-                kv.k[s.sequence].data_ptr(),
-                kv.v[s.sequence].data_ptr(),
-                _KV_NAMES[kv.k.dtype],
-                s.past,
-                s.tokens,
-                n_heads,
-                n_kv,
-                dim,
-                scale,
-                mixed.data_ptr(),
-            )
+            keys, values = kv.k[s.sequence], kv.v[s.sequence]
+            kind = _KV_NAMES[kv.k.dtype]
+            native.attention(q[s.start], keys, values, kind, s.past, s.tokens, n_heads, n_kv, dim, scale, mixed)
             out[s.start : s.start + s.tokens] = mixed

@@ -1,0 +1,63 @@
+"""From an open model file, a variant and a device to an Engine: one rank's part of it."""
+
+from collections.abc import Callable
+
+from pshard.errors import UserError
+from pshard.model import ModelSpec
+from pshard.parallel import cut_model, source_ranges
+from pshard.plan import Variant
+from pshard.runtime.device import Device
+from pshard.runtime.engine import Engine
+from pshard.runtime.executor import Group
+from pshard.runtime.kv_cache import KVShape
+from pshard.runtime.loading import build_executor, choose_kernels
+from pshard.runtime.weights import WeightSource
+
+
+class _File(WeightSource):
+    """What is needed of a ModelFile beside its weights."""
+
+    spec: ModelSpec
+
+    def tokenizer(self) -> object: ...
+    def close(self) -> None: ...
+
+
+def build_engine(
+    file: _File,
+    variant: Variant,
+    device: Device,
+    *,
+    kernels: str = "fast",
+    group: Group | None = None,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Engine:
+    """Load this rank's part of the model under a variant.
+
+    Args:
+        kernels: "fast", or "plain" for torch in float32 (the reference).
+        group: the tensor-parallel group that this process belongs to; None for one rank.
+        progress: called with packed bytes done since the last call.
+    """
+    group = group or Group()
+    if group.size != len(variant.ranks):
+        raise UserError(f"the plan is for {len(variant.ranks)} ranks, but {group.size} are running")
+    plan = variant.ranks[group.rank]
+    spec, ranges = file.spec, None
+    if group.size > 1:
+        spec = cut_model(file.spec, variant.tensor_split, group.rank)
+        ranges = source_ranges(file.spec, variant.tensor_split, group.rank)
+    kv = KVShape(variant.context, variant.sequences, variant.type_k, variant.type_v)
+    pair = choose_kernels(device, kernels, plan.tiers[-1].tokens)
+    executor = build_executor(file, spec, ranges, plan, device, kv, pair[:2], group, progress)
+    notes = pair[2]
+    if not executor.page_locked:
+        notes += ("host weights are pageable: page-locking was refused, copies are slower",)
+    return Engine(executor, variant, _tokenizer(file), notes, file.close)
+
+
+def _tokenizer(file: _File) -> object | None:
+    try:
+        return file.tokenizer()
+    except UserError:
+        return None  # asking for text then says so

@@ -1,0 +1,25 @@
+"""Engines for tests: a model file, hand-made plans, the CPU as accelerator."""
+
+from pathlib import Path
+
+from plan_samples import make_tier, make_variant
+
+from pshard.models import open_model
+from pshard.plan import TierPlan
+from pshard.runtime.device import open_device
+from pshard.runtime.engine import Engine
+from pshard.runtime.session import build_engine
+
+
+def pinned_everywhere(spec, tokens=(1, 64), context=128, sequences=1) -> tuple[TierPlan, ...]:
+    """Tiers with everything in the arena: the reference of every other placement."""
+    places = {u.name: ("pinned", "vram" if u.kind == "attention" else None) for u in spec.units}
+    return tuple(make_tier(spec, n, places, 0, context, sequences) for n in tokens)
+
+
+def open_engine(path: Path, tiers=None, kernels="plain", context=128, sequences=1, tokens=(1, 64)) -> Engine:
+    """An engine on the CPU as accelerator under given tiers (default: everything pinned)."""
+    file = open_model(path)
+    tiers = tiers or pinned_everywhere(file.spec, tokens, context, sequences)
+    variant = make_variant(file.spec, tiers, context, sequences)
+    return build_engine(file, variant, open_device("cpu"), kernels=kernels)
