@@ -1,3 +1,30 @@
-from setuptools import setup
+"""The one part of the build that pyproject.toml cannot say: the optional C++ library of CPU kernels."""
 
-setup()
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+SOURCES = Path("runtime/kernels/csrc")
+
+# No instruction set is named here: isa_*.cpp choose theirs, and the library picks one when it runs.
+# Contracting a * b + c would break the bit equality of dequantisation with the file format's reference.
+cpu_kernels = Extension(
+    "pshard.runtime.kernels._native",
+    sources=sorted(str(p) for p in SOURCES.glob("*.cpp")),
+    depends=sorted(str(p) for p in SOURCES.glob("*.h")),
+    language="c++",
+    extra_compile_args=[
+        "-std=c++20",
+        "-O3",
+        "-ffp-contract=off",
+        "-fno-math-errno",
+        "-fvisibility=hidden",
+        "-w",
+        "-pthread",
+    ],
+    extra_link_args=["-pthread"] if sys.platform.startswith("linux") else [],
+    optional=True,  # without a compiler the package installs, and runs on its torch kernels
+)
+
+setup(ext_modules=[cpu_kernels])

@@ -64,10 +64,9 @@ def unpack_reference(packed: np.ndarray, qtype: str, rows: int, cols: int) -> np
     records = packed.reshape(groups, record_nbytes(qtype, cols))
     places = plane_offsets(qtype, cols).items()
     planes = {name: np.ascontiguousarray(records[:, at : at + size]) for name, (at, size) in places}
-    codes = _codes_from_planes(planes, groups, cols // 32).reshape(groups, cols, ROW_BLOCK)
     scale, minimum = _scales_from_planes(qtype, planes, groups)  # f32 [groups, cols / 16 or 32, 16 rows]
     each = cols // scale.shape[1]  # columns that share one scale
-    codes = codes.reshape(groups, -1, each, ROW_BLOCK)
+    codes = _codes_from_planes(planes, groups, cols // 32).reshape(groups, -1, each, ROW_BLOCK)
     weights = scale[:, :, None] * _code_values(qtype, codes)
     if minimum is not None:
         weights = weights + minimum[:, :, None]

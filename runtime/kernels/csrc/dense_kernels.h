@@ -1,0 +1,78 @@
+// Plain F32, F16 and BF16 rows: dot products with float activations, and conversion.
+// Included once per instruction set, after its simd_*.h, inside an anonymous namespace.
+
+template <int T>
+struct Plain {
+  using Word = std::conditional_t<T == F32, float, uint16_t>;
+  static inline Floats load16(const Word* p) {
+    if constexpr (T == F32) return load(p);
+    else if constexpr (T == F16) return load_f16(p);
+    else return load_bf16(p);
+  }
+  // The last columns, fewer than 16; the other lanes are zero.
+  static inline Floats load_tail(const Word* p, int64_t n) {
+    Word words[16] = {};
+    std::memcpy(words, p, n * sizeof(Word));
+    return load16(words);
+  }
+};
+
+template <int T, int Rows, int Count>
+inline void dot_rows(const typename Plain<T>::Word* w, int64_t cols, const float* const* x, float* tile) {
+  Floats sums[Rows][Count];
+  for (auto& row : sums)
+    for (auto& s : row) s = zero();
+  const int64_t whole = cols / 16 * 16;
+  for (int64_t k = 0; k < whole; k += 16) {
+    Floats weights[Rows];
+    for (int r = 0; r < Rows; ++r) weights[r] = Plain<T>::load16(w + r * cols + k);
+    for (int m = 0; m < Count; ++m) {
+      const Floats value = load(x[m] + k);
+      for (int r = 0; r < Rows; ++r) sums[r][m] = fma(weights[r], value, sums[r][m]);
+    }
+  }
+  if (whole < cols)
+    for (int m = 0; m < Count; ++m) {
+      const Floats value = Plain<F32>::load_tail(x[m] + whole, cols - whole);
+      for (int r = 0; r < Rows; ++r)
+        sums[r][m] = fma(Plain<T>::load_tail(w + r * cols + whole, cols - whole), value, sums[r][m]);
+    }
+  for (int r = 0; r < Rows; ++r)
+    for (int m = 0; m < Count; ++m) tile[m * 16 + r] = sum_lanes(sums[r][m]);
+}
+
+template <int T, int Count>
+inline void dense_tokens(const uint8_t* record, int64_t cols, int rows, const float* const* x, float* tile) {
+  constexpr int kRows = Count == 8 ? 2 : 4;
+  const auto* w = reinterpret_cast<const typename Plain<T>::Word*>(record);
+  int r = 0;
+  for (; r + kRows <= rows; r += kRows) dot_rows<T, kRows, Count>(w + r * cols, cols, x, tile + r);
+  for (; r < rows; ++r) dot_rows<T, 1, Count>(w + r * cols, cols, x, tile + r);
+}
+
+template <int T>
+void linear_plain(const uint8_t* record, const Planes&, int64_t cols, int rows, const TokenGroup& group, float* tile) {
+  switch (group.count) {
+    case 1: return dense_tokens<T, 1>(record, cols, rows, group.x, tile);
+    case 2: return dense_tokens<T, 2>(record, cols, rows, group.x, tile);
+    case 4: return dense_tokens<T, 4>(record, cols, rows, group.x, tile);
+    default: return dense_tokens<T, 8>(record, cols, rows, group.x, tile);
+  }
+}
+
+template <int T>
+void dequantize_plain(const uint8_t* record, const Planes&, int64_t cols, int first, int last, void* out, int64_t stride,
+                      bool bf16) {
+  const auto* w = reinterpret_cast<const typename Plain<T>::Word*>(record);
+  for (int r = first; r < last; ++r)
+    for (int64_t k = 0; k < cols; k += 16) {
+      const int64_t n = cols - k < 16 ? cols - k : 16, at = (r - first) * stride + k;
+      const Floats v = n == 16 ? Plain<T>::load16(w + r * cols + k) : Plain<T>::load_tail(w + r * cols + k, n);
+      float floats[16];
+      uint16_t words[16];
+      if (n == 16 && bf16) store_bf16(static_cast<uint16_t*>(out) + at, v);
+      else if (n == 16) store(static_cast<float*>(out) + at, v);
+      else if (bf16) store_bf16(words, v), std::memcpy(static_cast<uint16_t*>(out) + at, words, n * 2);
+      else store(floats, v), std::memcpy(static_cast<float*>(out) + at, floats, n * 4);
+    }
+}

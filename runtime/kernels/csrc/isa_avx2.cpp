@@ -1,0 +1,48 @@
+// The kernels compiled for AVX2 with FMA and F16C. Everything is in an anonymous namespace, so that no function built for this
+// instruction set can be linked into code that runs without it.
+#include "kernels.h"
+
+#if defined(__x86_64__)
+#include <cstring>
+#include <initializer_list>
+#include <type_traits>
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#endif
+#include <immintrin.h>
+
+namespace pshard {
+namespace {
+#include "simd_avx2.h"
+#include "decode.h"
+#include "quant_kernels.h"
+#include "dense_kernels.h"
+#include "attention_kernel.h"
+#include "isa_table.h"
+}  // namespace
+}  // namespace pshard
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+namespace pshard {
+const Kernels* kernels_avx2() {
+  __builtin_cpu_init();
+  if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")))
+    return nullptr;
+  static const Kernels kernels = make_kernels("avx2");
+  return &kernels;
+}
+}  // namespace pshard
+#else
+namespace pshard {
+const Kernels* kernels_avx2() { return nullptr; }
+}  // namespace pshard
+#endif

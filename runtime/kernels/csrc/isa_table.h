@@ -1,0 +1,36 @@
+// The kernel table of one instruction set, made from the templates. Included last, inside an anonymous namespace.
+
+uint64_t sum_bytes(const uint8_t* data, size_t nbytes) {
+  const size_t whole = nbytes / 256 * 256;
+  uint64_t sum = sum_words(data, whole);
+  for (size_t i = whole; i < nbytes; ++i) sum += data[i];
+  return sum;
+}
+
+template <class D>
+void set_quant(Kernels& k) {
+  k.linear[D::kType] = linear_quant<D>;
+  k.dequantize[D::kType] = dequantize_quant<D>;
+}
+
+template <int T>
+void set_plain(Kernels& k) {
+  k.linear[T] = linear_plain<T>;
+  k.dequantize[T] = dequantize_plain<T>;
+}
+
+Kernels make_kernels(const char* isa) {
+  Kernels k{};
+  k.isa = isa;
+  k.quantize = quantize;
+  k.silu_mul = silu_mul;
+  k.attention = attention;
+  k.sum = sum_bytes;
+  set_plain<F32>(k), set_plain<F16>(k), set_plain<BF16>(k);
+  set_quant<Legacy<Q4_0, 0, false>>(k), set_quant<Legacy<Q4_1, 0, true>>(k);
+  set_quant<Legacy<Q5_0, 1, false>>(k), set_quant<Legacy<Q5_1, 1, true>>(k);
+  set_quant<DecodeQ8_0>(k), set_quant<DecodeMXFP4>(k);
+  set_quant<DecodeQ2_K>(k), set_quant<DecodeQ3_K>(k), set_quant<DecodeQ6_K>(k);
+  set_quant<DecodeK45<Q4_K, 0>>(k), set_quant<DecodeK45<Q5_K, 1>>(k);
+  return k;
+}

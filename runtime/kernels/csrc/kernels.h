@@ -1,0 +1,58 @@
+// The table of kernels that each instruction set fills in.
+#pragma once
+
+#include "format.h"
+
+namespace pshard {
+
+// 32 activations of one token, quantised: x[k] ~ scale * q[k].
+struct alignas(64) ActChunk {
+  int8_t q[32];
+  float scale;
+  float sum[2];           // scale * sum of q over columns 0-15 and 16-31 (the factor of a format's addend)
+  float total;            // scale * sum of all q
+  int32_t correction[2];  // -offset * sum of q over the same halves, where the integer dot products start
+};
+
+// Queries of one kv head against cells [begin, end) of its cache.
+struct AttentionTask {
+  const float* q;          // [queries rounded up to 4][d rounded up to 16], times the softmax scale, padded with zeros
+  const char *k, *v;       // cell 0 of this kv head
+  int64_t cell_stride;     // bytes
+  int kv_type;             // F32, F16 or BF16
+  int queries, d;
+  const int64_t* visible;  // [queries rounded up to 4]: a query sees cells 0..visible-1
+  int64_t begin, end;
+  float* out;              // [queries rounded up to 4][d rounded up to 16]: sum of p * v, not divided by the sum of p
+  float* peak;             // [queries rounded up to 4]: largest score
+  float* sum;              // [queries rounded up to 4]: sum of p = exp(score - peak)
+};
+
+// One token group of a linear layer: `count` is 1, 2, 4 or 8 and says how many tokens share each decoded weight.
+struct TokenGroup {
+  const ActChunk* act;  // [chunks][count], quantised types
+  const float* x[8];    // rows of f32, plain types
+  int count;
+};
+
+struct Kernels {
+  const char* isa;
+  // Quantises n_chunks * 32 floats; chunk i goes to out[i * stride].
+  void (*quantize)(const float* x, int64_t n_chunks, int offset, ActChunk* out, int64_t stride);
+  // tile[token][16] = 16 weight rows times `group.count` tokens. For plain types `record` is the first row and
+  // `rows` of them exist; quantised records always hold 16.
+  void (*linear[kTypes])(const uint8_t* record, const Planes& planes, int64_t cols, int rows, const TokenGroup& group,
+                         float* tile);
+  // Rows [first, last) of a record to f32 or bf16 rows, `stride` elements apart.
+  void (*dequantize[kTypes])(const uint8_t* record, const Planes& planes, int64_t cols, int first, int last, void* out,
+                             int64_t stride, bool bf16);
+  void (*silu_mul)(float* gate, const float* up, int64_t n);  // gate = gate * sigmoid(gate) * up
+  void (*attention)(const AttentionTask& task);
+  uint64_t (*sum)(const uint8_t* data, size_t nbytes);  // reads every byte once
+};
+
+const Kernels* kernels_portable();
+const Kernels* kernels_avx2();    // nullptr when this build or CPU cannot run it
+const Kernels* kernels_avx512();
+
+}  // namespace pshard

@@ -1,0 +1,142 @@
+#include "pack.h"
+
+#include <cstring>
+
+namespace pshard {
+namespace {
+
+inline uint32_t word(const uint8_t* p) {
+  uint32_t w;
+  std::memcpy(&w, p, 4);
+  return w;
+}
+inline void put(uint8_t* p, uint32_t w) { std::memcpy(p, &w, 4); }
+
+// The fields of one file block, by offset.
+struct Source {
+  int low, high, scales, d, dmin;
+};
+Source source_of(int type) {
+  switch (type) {
+    case Q4_0: case Q8_0: return {2, 0, 0, 0, 0};
+    case Q4_1: return {4, 0, 0, 0, 2};
+    case Q5_0: return {6, 2, 0, 0, 0};
+    case Q5_1: return {8, 4, 0, 0, 2};
+    case MXFP4: return {1, 0, 0, 0, 0};
+    case Q2_K: return {16, 0, 0, 80, 82};
+    case Q3_K: return {32, 0, 96, 108, 0};
+    case Q4_K: return {16, 0, 4, 0, 2};
+    case Q5_K: return {48, 16, 4, 0, 2};
+    default: return {0, 128, 192, 208, 0};  // Q6_K
+  }
+}
+
+// Codes of one block in natural column order, one byte each.
+void unpack_codes(int type, const uint8_t* block, const Source& at, uint8_t* codes) {
+  const uint8_t *low = block + at.low, *high = block + at.high;
+  switch (type) {
+    case Q8_0:
+      std::memcpy(codes, low, 32);
+      return;
+    case Q2_K: case Q3_K:
+      for (int half = 0; half < 2; ++half)
+        for (int j = 0; j < 4; ++j)
+          for (int i = 0; i < 32; ++i) {
+            uint8_t code = (low[half * 32 + i] >> 2 * j) & 3;
+            if (type == Q3_K) code |= ((high[i] >> (half * 4 + j)) & 1) << 2;
+            codes[half * 128 + j * 32 + i] = code;
+          }
+      return;
+    case Q4_K: case Q5_K:
+      for (int j = 0; j < 8; ++j)
+        for (int i = 0; i < 32; ++i) {
+          uint8_t code = (low[j / 2 * 32 + i] >> 4 * (j % 2)) & 15;
+          if (type == Q5_K) code |= ((high[i] >> j) & 1) << 4;
+          codes[j * 32 + i] = code;
+        }
+      return;
+    case Q6_K:
+      for (int half = 0; half < 2; ++half)
+        for (int j = 0; j < 4; ++j)
+          for (int i = 0; i < 32; ++i)
+            codes[half * 128 + j * 32 + i] = ((low[half * 64 + j % 2 * 32 + i] >> 4 * (j / 2)) & 15) |
+                                             (((high[half * 32 + i] >> 2 * j) & 3) << 4);
+      return;
+    default:
+      for (int i = 0; i < 16; ++i) codes[i] = low[i] & 15, codes[i + 16] = low[i] >> 4;
+      if (type == Q5_0 || type == Q5_1) {
+        const uint32_t bits = word(high);
+        for (int i = 0; i < 32; ++i) codes[i] |= ((bits >> i) & 1) << 4;
+      }
+  }
+}
+
+// Writes `Bits` bits from bit `from` of 16 x 32 codes as fields of a plane: 8 / Bits groups of four columns per vector.
+template <int Bits>
+void put_fields(const uint8_t (*codes)[256], int column, int from, uint8_t* plane) {
+  constexpr int kFields = 8 / Bits;
+  constexpr uint32_t kMask = ((1u << Bits) - 1) * 0x01010101u;
+  for (int v = 0; v < Bits; ++v)
+    for (int r = 0; r < 16; ++r) {
+      uint32_t w = 0;
+      for (int j = 0; j < kFields; ++j)
+        w |= ((word(codes[r] + column + (v * kFields + j) * 4) >> from) & kMask) << (j * Bits);
+      put(plane + v * 64 + r * 4, w);
+    }
+}
+
+void put_codes(const Format& f, const uint8_t (*codes)[256], int column, uint8_t* low, uint8_t* high) {
+  if (f.low == 8) {
+    for (int c = 0; c < 8; ++c)
+      for (int r = 0; r < 16; ++r) put(low + c * 64 + r * 4, word(codes[r] + column + c * 4));
+  } else if (f.low == 4) {
+    for (int c = 0; c < 4; ++c)
+      for (int r = 0; r < 16; ++r) {
+        const uint8_t* p = codes[r] + column + c * 4;
+        put(low + c * 64 + r * 4, (word(p) & 0x0f0f0f0f) | ((word(p + 16) & 0x0f0f0f0f) << 4));
+      }
+  } else {
+    put_fields<2>(codes, column, 0, low);
+  }
+  if (f.high == 1) put_fields<1>(codes, column, f.low, high);
+  if (f.high == 2) put_fields<2>(codes, column, f.low, high);
+}
+
+// Scale bytes of one row and block: out[i * 16].
+void put_scales(int type, const uint8_t* s, uint8_t* scales, uint8_t* mins) {
+  if (type == Q4_K || type == Q5_K) {
+    for (int i = 0; i < 4; ++i) {
+      scales[i * 16] = s[i] & 63, mins[i * 16] = s[i + 4] & 63;
+      scales[(i + 4) * 16] = (s[i + 8] & 15) | ((s[i] >> 2) & 48);
+      mins[(i + 4) * 16] = (s[i + 8] >> 4) | ((s[i + 4] >> 2) & 48);
+    }
+  } else {
+    for (int i = 0; i < kFormats[type].scales; ++i) scales[i * 16] = s[i];
+  }
+}
+
+}  // namespace
+
+void pack_record(int type, const uint8_t* const rows[16], int64_t cols, uint8_t* record) {
+  const Format& f = kFormats[type];
+  const Planes p = planes_of(type, cols);
+  const Source at = source_of(type);
+  alignas(64) uint8_t codes[16][256];
+  alignas(64) static const uint8_t zeros[256] = {};
+  std::memset(record, 0, p.record);  // the padding between planes too: packing is reproducible byte for byte
+  for (int64_t b = 0; b < cols / f.block; ++b) {
+    for (int r = 0; r < 16; ++r) {
+      const uint8_t* block = rows[r] ? rows[r] + b * f.nbytes : zeros;
+      unpack_codes(type, block, at, codes[r]);
+      if (f.scales) put_scales(type, block + at.scales, record + p.scales + b * 16 * f.scales + r, record + p.mins + b * 16 * f.mins + r);
+      if (f.halves > 0) std::memcpy(record + p.d + b * 32 + r * 2, block + at.d, 2);
+      if (f.halves > 1) std::memcpy(record + p.dmin + b * 32 + r * 2, block + at.dmin, 2);
+    }
+    for (int j = 0; j < f.block / 32; ++j) {
+      const int64_t chunk = b * (f.block / 32) + j;
+      put_codes(f, codes, j * 32, record + p.low + chunk * 64 * f.low, record + p.high + chunk * 64 * f.high);
+    }
+  }
+}
+
+}  // namespace pshard

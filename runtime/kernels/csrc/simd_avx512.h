@@ -1,0 +1,91 @@
+// The vector operations of the kernels for AVX-512 with VNNI: 16 lanes of 32 bits in one register.
+// Included inside an anonymous namespace of isa_avx512.cpp, after <immintrin.h>.
+
+using Bytes = __m512i;   // 64 bytes: 4 consecutive columns of each of 16 rows
+using Ints = __m512i;    // 16 x int32
+using Floats = __m512;   // 16 x float
+
+inline Bytes load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+inline void store_bytes(uint8_t* p, Bytes v) { _mm512_storeu_si512(p, v); }
+inline Bytes splat_byte(int b) { return _mm512_set1_epi8(static_cast<char>(b)); }
+inline Bytes and_bytes(Bytes a, Bytes b) { return _mm512_and_si512(a, b); }
+inline Bytes or_masked(Bytes base, Bytes v, Bytes mask) { return _mm512_ternarylogic_epi32(base, v, mask, 0xF8); }
+inline Bytes flip_sign(Bytes v) { return _mm512_xor_si512(v, splat_byte(0x80)); }
+template <int Left>  // shifts 16-bit lanes: mask off what crosses from the neighbour byte
+inline Bytes shift(Bytes v) {
+  if constexpr (Left > 0) return _mm512_slli_epi16(v, Left);
+  else if constexpr (Left < 0) return _mm512_srli_epi16(v, -Left);
+  else return v;
+}
+inline Bytes lookup(Bytes index, const uint8_t* table16) {
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table16))), index);
+}
+
+inline Ints splat_int(const int32_t* p) { return _mm512_set1_epi32(*p); }
+inline Ints zero_ints() { return _mm512_setzero_si512(); }
+inline Ints add_ints(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+// acc + the dot product of 4 unsigned codes with 4 signed activations, in each lane.
+template <int CodeBits>
+inline Ints dot4(Ints acc, Bytes codes, const int8_t* q) {
+  return _mm512_dpbusd_epi32(acc, codes, _mm512_set1_epi32(*reinterpret_cast<const int32_t*>(q)));
+}
+
+inline Floats zero() { return _mm512_setzero_ps(); }
+inline Floats splat(float x) { return _mm512_set1_ps(x); }
+inline Floats load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, Floats v) { _mm512_storeu_ps(p, v); }
+inline Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+inline Floats sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
+inline Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+inline Floats div(Floats a, Floats b) { return _mm512_div_ps(a, b); }
+inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+inline Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+inline Floats abs(Floats a) { return _mm512_abs_ps(a); }
+inline float sum_lanes(Floats v) { return _mm512_reduce_add_ps(v); }
+inline float max_lanes(Floats v) { return _mm512_reduce_max_ps(v); }
+inline Floats to_floats(Ints v) { return _mm512_cvtepi32_ps(v); }
+inline Ints round_to_ints(Floats v) { return _mm512_cvtps_epi32(v); }
+inline Floats pow2(Ints e) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(e, _mm512_set1_epi32(127)), 23)); }
+inline int sum_ints(Ints v) { return _mm512_reduce_add_epi32(v); }
+
+inline Ints widen_u8(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline Ints widen_i8(const uint8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline void store_i8(int8_t* p, Ints v) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(v)); }
+template <int Bits>
+inline Ints shift_right(Ints v) { return _mm512_srli_epi32(v, Bits); }
+inline Ints and_int(Ints v, int mask) { return _mm512_and_si512(v, _mm512_set1_epi32(mask)); }
+
+inline Floats load_f16(const uint16_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline Floats load_bf16(const uint16_t* p) {
+  const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+inline Floats load_e8m0_half(const uint8_t* p) {  // 2^(e - 127) / 2, exact also where the result is denormal
+  const Ints e = widen_u8(p);
+  const Ints normal = _mm512_slli_epi32(_mm512_sub_epi32(e, _mm512_set1_epi32(1)), 23);
+  const Ints tiny = _mm512_sllv_epi32(_mm512_set1_epi32(0x00200000), e);
+  return _mm512_castsi512_ps(_mm512_mask_mov_epi32(normal, _mm512_cmplt_epu32_mask(e, _mm512_set1_epi32(2)), tiny));
+}
+inline void store_bf16(uint16_t* p, Floats v) {  // round to nearest even; a NaN stays a NaN
+  const Ints bits = _mm512_castps_si512(v);
+  const Ints odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  Ints rounded = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd), 16);
+  const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+  rounded = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(rounded));
+}
+
+inline void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+
+inline uint64_t sum_words(const uint8_t* data, size_t nbytes) {  // nbytes a multiple of 256
+  __m512i a = zero_ints(), b = zero_ints(), c = zero_ints(), d = zero_ints();
+  for (size_t i = 0; i < nbytes; i += 256) {
+    a = _mm512_add_epi64(a, _mm512_loadu_si512(data + i));
+    b = _mm512_add_epi64(b, _mm512_loadu_si512(data + i + 64));
+    c = _mm512_add_epi64(c, _mm512_loadu_si512(data + i + 128));
+    d = _mm512_add_epi64(d, _mm512_loadu_si512(data + i + 192));
+  }
+  return _mm512_reduce_add_epi64(_mm512_add_epi64(_mm512_add_epi64(a, b), _mm512_add_epi64(c, d)));
+}

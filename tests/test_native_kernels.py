@@ -1,0 +1,286 @@
+"""The C++ kernels against float64 sums over the gguf dequantiser, on every instruction set that this machine runs."""
+
+from collections.abc import Iterator
+
+import gguf
+import numpy as np
+import pytest
+
+from pshard.quant import QUANT_TYPES, packed_nbytes, record_nbytes
+from pshard.runtime.kernels import native
+from pshard.runtime.kernels.layout import pack_reference
+
+pytestmark = pytest.mark.skipif(not native.is_available(), reason=f"CPU kernels: {native.why_missing()}")
+
+TYPES = sorted(QUANT_TYPES)
+PLANED = [name for name in TYPES if QUANT_TYPES[name].planes]
+BEST = native.isa() if native.is_available() else ""
+RANK = ["portable", "avx2", "avx512_vnni"]
+
+
+@pytest.fixture(params=RANK)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    if RANK.index(request.param) > RANK.index(BEST):
+        pytest.skip(f"this machine has no {request.param}")
+    native.set_isa(request.param)
+    yield request.param
+    native.set_isa(BEST)
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> None:
+    if native.threads() != 2:
+        native.set_threads(2)
+
+
+def random_rows(qtype: str, rows: int, cols: int, seed: int = 0) -> np.ndarray:
+    """Random code bytes with scales of ordinary size, u8 [rows, bytes of a row] as in a GGUF file."""
+    rng = np.random.default_rng(seed)
+    q = QUANT_TYPES[qtype]
+    if not q.planes:
+        values = rng.standard_normal((rows, cols), np.float32)
+        if qtype == "F16":
+            return values.astype(np.float16).view(np.uint8)
+        return (
+            values.view(np.uint8) if qtype == "F32" else (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+        )
+    blocks = rng.integers(0, 256, (rows, cols // q.block, q.nbytes), dtype=np.uint8)
+    if qtype == "MXFP4":
+        blocks[..., 0] = rng.integers(120, 128, blocks.shape[:2])
+        return blocks.reshape(rows, -1)
+    places = {
+        "Q2_K": (80, 82),
+        "Q3_K": (108,),
+        "Q6_K": (208,),
+        "Q4_K": (0, 2),
+        "Q5_K": (0, 2),
+        "Q4_1": (0, 2),
+        "Q5_1": (0, 2),
+    }
+    for at in places.get(qtype, (0,)):
+        scale = (rng.standard_normal(blocks.shape[:2]) * 0.01).astype(np.float16)
+        blocks[..., at : at + 2] = scale[..., None].view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+def matrix(qtype: str, rows: int, cols: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """A packed matrix and the float32 weights it stands for."""
+    raw = random_rows(qtype, rows, cols, seed)
+    weights = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[qtype]).reshape(rows, cols)
+    return pack_reference(raw, qtype, rows, cols), weights
+
+
+def least_cols(qtype: str) -> int:
+    return QUANT_TYPES[qtype].block if QUANT_TYPES[qtype].planes else 7
+
+
+def rounded_activations(x: np.ndarray) -> np.ndarray:
+    """What int8 with one scale per 32 columns keeps of x, in float64."""
+    blocks = x.astype(np.float64).reshape(*x.shape[:-1], -1, 32)
+    scale = np.abs(blocks).max(-1, keepdims=True) / 127
+    return (np.rint(blocks / np.where(scale == 0, 1, scale)) * scale).reshape(x.shape)
+
+
+def poisoned(*shape: int) -> np.ndarray:
+    return np.full(shape, np.nan, np.float32)
+
+
+def relative_error(got: np.ndarray, want: np.ndarray) -> float:
+    assert np.isfinite(got).all()
+    return float(np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)))
+
+
+@pytest.mark.parametrize("qtype", TYPES)
+@pytest.mark.parametrize(
+    ("rows", "blocks", "tokens"), [(1, 1, 1), (16, 1, 3), (37, 3, 2), (33, 2, 8), (18, 1, 65), (16, 5, 13)]
+)
+def test_linear_is_the_product_with_the_dequantised_weights(
+    isa: str, qtype: str, rows: int, blocks: int, tokens: int
+) -> None:
+    cols = blocks * least_cols(qtype)
+    packed, weights = matrix(qtype, rows, cols)
+    x = np.random.default_rng(1).standard_normal((tokens, cols + 3), np.float32)[:, :cols]
+    out = poisoned(tokens, rows + 5)
+    native.linear(x, packed, qtype, rows, cols, out, tokens, x_stride=cols + 3, out_stride=rows + 5)
+    assert np.isnan(out[:, rows:]).all()
+    planes = bool(QUANT_TYPES[qtype].planes)
+    want = (rounded_activations(x) if planes else x.astype(np.float64)) @ weights.astype(np.float64).T
+    # against the same rounding only float32 sums differ; a value that lies on a rounding edge may go the other way
+    assert relative_error(out[:, :rows], want) < (2e-3 if planes else 1e-5)
+
+
+@pytest.mark.parametrize("qtype", PLANED)
+def test_int8_activations_cost_under_one_percent(qtype: str) -> None:
+    packed, weights = matrix(qtype, 64, 2048)
+    x = np.random.default_rng(1).standard_normal((4, 2048), np.float32)
+    out = poisoned(4, 64)
+    native.linear(x, packed, qtype, 64, 2048, out, 4)
+    assert relative_error(out, x.astype(np.float64) @ weights.astype(np.float64).T) < 0.01
+
+
+@pytest.mark.parametrize("qtype", TYPES)
+def test_a_token_and_the_thread_count_do_not_change_a_result(isa: str, qtype: str) -> None:
+    rows, cols = 70, 2 * max(least_cols(qtype), 32)
+    packed, _ = matrix(qtype, rows, cols)
+    x = np.random.default_rng(2).standard_normal((15, cols), np.float32)
+    together = poisoned(15, rows)
+    native.linear(x, packed, qtype, rows, cols, together, 15)
+    native.set_threads(1)
+    for token in range(15):
+        alone = poisoned(1, rows)
+        native.linear(x[token:], packed, qtype, rows, cols, alone, 1)
+        np.testing.assert_array_equal(alone[0], together[token])
+
+
+def test_a_nan_among_the_activations_reaches_its_token_only(isa: str) -> None:
+    packed, _ = matrix("Q4_0", 16, 64)
+    x = np.ones((3, 64), np.float32)
+    x[1, 40] = np.nan
+    out = np.zeros((3, 16), np.float32)
+    native.linear(x, packed, "Q4_0", 16, 64, out, 3)
+    assert np.isnan(out[1]).all() and np.isfinite(out[[0, 2]]).all()
+
+
+@pytest.mark.parametrize("qtype", TYPES)
+def test_pack_equals_the_numpy_twin_byte_for_byte(qtype: str) -> None:
+    q = QUANT_TYPES[qtype]
+    rows, cols = 53, 4 * max(q.block, 32)
+    raw = random_rows(qtype, rows, cols)
+    out = np.full(packed_nbytes(qtype, rows, cols), 255, np.uint8)
+    native.pack(raw, qtype, rows, cols, out)
+    np.testing.assert_array_equal(out, pack_reference(raw, qtype, rows, cols))
+    first, last = cols // 4, cols // 4 * 3
+    part = np.full(packed_nbytes(qtype, 30, last - first), 255, np.uint8)
+    native.pack(raw, qtype, rows, cols, part, row_start=11, row_stop=41, col_start=first, col_stop=last)
+    cut = raw[11:41, first // q.block * q.nbytes : last // q.block * q.nbytes]
+    np.testing.assert_array_equal(part, pack_reference(cut, qtype, 30, last - first))
+
+
+@pytest.mark.parametrize("qtype", TYPES)
+def test_dequantize_equals_the_gguf_dequantiser(isa: str, qtype: str) -> None:
+    import torch
+
+    rows, cols = 37, 3 * least_cols(qtype)
+    packed, weights = matrix(qtype, rows, cols)
+    out = poisoned(26, cols)
+    native.dequantize(packed, qtype, rows, cols, 9, 35, out)
+    np.testing.assert_array_equal(out.view(np.uint32), weights[9:35].view(np.uint32))
+    half = torch.full((26, cols), torch.nan, dtype=torch.bfloat16)
+    native.dequantize(packed, qtype, rows, cols, 9, 35, half, "bf16")
+    assert torch.equal(half, torch.from_numpy(weights[9:35].copy()).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("qtype", TYPES)
+def test_get_rows_looks_up_exact_rows(isa: str, qtype: str) -> None:
+    rows, cols = 40, 2 * least_cols(qtype)
+    packed, weights = matrix(qtype, rows, cols)
+    ids = np.array([39, 0, 17, 17], np.int64)
+    out = poisoned(4, cols)
+    native.get_rows(packed, qtype, rows, cols, ids, 4, out)
+    np.testing.assert_array_equal(out, weights[ids])
+    with pytest.raises(IndexError, match="row 40"):
+        native.get_rows(packed, qtype, rows, cols, np.array([40], np.int64), 1, out)
+
+
+@pytest.mark.parametrize(
+    ("gate_type", "up_type", "down_type"), [("Q4_0", "Q4_0", "Q4_0"), ("Q4_K", "Q6_K", "Q6_K"), ("BF16", "Q8_0", "F16")]
+)
+@pytest.mark.parametrize("tokens", [1, 5, 66])
+def test_ffn_is_swiglu(isa: str, gate_type: str, up_type: str, down_type: str, tokens: int) -> None:
+    hidden, inner = 256, 768
+    (gate, g), (up, u), (down, d) = (
+        matrix(gate_type, inner, hidden, 1),
+        matrix(up_type, inner, hidden, 2),
+        matrix(down_type, hidden, inner, 3),
+    )
+    x = np.random.default_rng(4).standard_normal((tokens, hidden), np.float32)
+    out = poisoned(tokens, hidden)
+    native.ffn(x, gate, gate_type, up, up_type, down, down_type, hidden, inner, out, tokens)
+    a = x.astype(np.float64) @ g.astype(np.float64).T
+    want = (a / (1 + np.exp(-a)) * (x @ u.astype(np.float64).T)) @ d.astype(np.float64).T
+    assert relative_error(out, want) < 0.02
+
+
+def attention_in_float64(q: np.ndarray, k: np.ndarray, v: np.ndarray, before: int, scale: float) -> np.ndarray:
+    tokens, heads, _ = q.shape
+    shared = heads // k.shape[1]
+    out = np.empty(q.shape, np.float64)
+    for t in range(tokens):
+        for h in range(heads):
+            seen = k[: before + t + 1, h // shared].astype(np.float64)
+            scores = seen @ q[t, h].astype(np.float64) * scale
+            p = np.exp(scores - scores.max())
+            out[t, h] = p / p.sum() @ v[: before + t + 1, h // shared].astype(np.float64)
+    return out
+
+
+@pytest.mark.parametrize("kv_dtype", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize(
+    ("before", "tokens", "heads", "kv_heads", "dim"),
+    [
+        (0, 1, 1, 1, 16),
+        (5, 1, 8, 1, 64),
+        (700, 1, 8, 2, 128),
+        (1100, 3, 4, 4, 80),
+        (63, 65, 6, 2, 40),
+        (0, 130, 4, 1, 72),
+    ],
+)
+def test_attention_is_causal_softmax(
+    isa: str, kv_dtype: str, before: int, tokens: int, heads: int, kv_heads: int, dim: int
+) -> None:
+    rng = np.random.default_rng(5)
+    cells, stride = before + tokens, kv_heads * dim + 8
+    q = rng.standard_normal((tokens, heads, dim), np.float32)
+    kv = rng.standard_normal((2, cells, stride), np.float32)
+    if kv_dtype == "f16":
+        stored, kv = kv.astype(np.float16), kv.astype(np.float16).astype(np.float32)
+    elif kv_dtype == "bf16":
+        stored = (kv.view(np.uint32) >> 16).astype(np.uint16)
+        kv = (stored.astype(np.uint32) << 16).view(np.float32)
+    else:
+        stored = kv
+    k, v = (a[:, : kv_heads * dim].reshape(cells, kv_heads, dim) for a in kv)
+    out = poisoned(tokens, heads, dim)
+    shape = (before, tokens, heads, kv_heads, dim)
+    native.attention(q, stored[0], stored[1], kv_dtype, *shape, 0.3, out, cell_stride=stride)
+    np.testing.assert_allclose(out, attention_in_float64(q, k, v, before, 0.3), rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("qtype", TYPES)
+def test_the_library_and_python_agree_on_sizes(qtype: str) -> None:
+    for cols in (32, 256, 5120):
+        if QUANT_TYPES[qtype].planes and cols % QUANT_TYPES[qtype].block == 0:
+            assert native.record_nbytes(qtype, cols) == record_nbytes(qtype, cols)
+
+
+def test_memcpy_and_read_bandwidth_touch_every_byte() -> None:
+    source = np.random.default_rng(0).integers(0, 256, 9_000_001, dtype=np.uint8)
+    copy = np.zeros_like(source)
+    native.memcpy(copy, source, source.nbytes)
+    np.testing.assert_array_equal(copy, source)
+    assert native.read_bandwidth(source, source.nbytes) > 0.1
+
+
+def test_wrong_sizes_are_refused() -> None:
+    buffer = np.zeros(4096, np.uint8)
+    with pytest.raises(ValueError, match="block"):
+        native.linear(buffer, buffer, "Q4_K", 16, 128, buffer, 1)
+    with pytest.raises(ValueError, match="rows"):
+        native.dequantize(buffer, "Q4_0", 16, 32, 0, 17, buffer)
+    with pytest.raises(ValueError, match="isa|run"):
+        native.set_isa("sse9")
+
+
+def test_the_pool_survives_a_fork() -> None:
+    import os
+
+    packed, _ = matrix("Q4_0", 64, 64)
+    x, out = np.ones((1, 64), np.float32), poisoned(1, 64)
+    native.linear(x, packed, "Q4_0", 64, 64, out, 1)
+    child = os.fork()
+    if child == 0:
+        again = poisoned(1, 64)
+        native.linear(x, packed, "Q4_0", 64, 64, again, 1)
+        os._exit(0 if np.array_equal(again, out) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
