@@ -1,0 +1,288 @@
+"""What things cost: the only file with formulas. Seconds come from the profile's tables by interpolation.
+
+Curves are interpolated log-log. Below the first point a curve is flat (fixed costs), above the last one it grows in
+proportion (rates hold). A matrix that the profile did not time takes the seconds per element of the nearest sizes.
+"""
+
+from bisect import bisect_left
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from math import exp, log
+
+from pshard.buffers import SMALL_BATCH
+from pshard.errors import UserError
+from pshard.machine import MachineProfile
+from pshard.model import ModelConfig, ModelSpec, Unit, kv_token_bytes
+from pshard.planner.load import TierLoad
+from pshard.quant import packed_nbytes
+from pshard.workload import Workload
+
+Curve = tuple[tuple[float, float], ...]  # (x, seconds), ascending in x
+
+
+def interpolate(curve: Curve, x: float) -> float:
+    """Value at x > 0 of a curve through positive points: log-log between, flat below, proportional above."""
+    if x <= curve[0][0]:
+        return curve[0][1]
+    if x >= curve[-1][0]:
+        return curve[-1][1] * x / curve[-1][0]
+    i = bisect_left(curve, (x, 0.0))
+    (x0, y0), (x1, y1) = curve[i - 1], curve[i]
+    t = log(x / x0) / log(x1 / x0)
+    return exp(log(y0) * (1 - t) + log(y1) * t)
+
+
+def _curve(points) -> Curve:
+    """Points as a curve; a repeated x keeps the mean of its values."""
+    groups = defaultdict(list)
+    for x, y in points:
+        groups[max(float(x), 1e-9)].append(max(float(y), 1e-30))
+    return tuple((x, sum(ys) / len(ys)) for x, ys in sorted(groups.items()))
+
+
+class Tables:
+    """A profile's rows, grouped for look-up. Raises UserError when a table that every plan needs is empty."""
+
+    def __init__(self, profile: MachineProfile) -> None:
+        self.profile = profile
+        self.kind = profile.accelerators[0].kind if profile.accelerators else "cpu"
+        self.act_bytes = 2 if self.kind == "cuda" else 4
+        self._matmul: dict[tuple[str, str], dict[tuple[int, int], Curve]] = defaultdict(dict)
+        rows = defaultdict(list)
+        for m in profile.matmuls:
+            rows[m.device, m.qtype, m.rows, m.cols].append((m.tokens, m.seconds))
+        for (device, qtype, r, c), points in rows.items():
+            self._matmul[device, qtype][r, c] = _curve(points)
+        self._attention: dict[tuple[str, str], dict[tuple[int, int, int], dict[int, Curve]]] = defaultdict(dict)
+        cells = defaultdict(list)
+        for a in profile.attention:
+            cells[a.device, a.kv_type, (a.n_heads, a.n_kv_heads, a.head_dim), a.tokens].append((a.context, a.seconds))
+        for (device, kv_type, heads, tokens), points in cells.items():
+            self._attention[device, kv_type].setdefault(heads, {})[tokens] = _curve(points)
+        self._elementwise = _grouped(
+            ((e.device, e.what), e.tokens * e.width, e.seconds) for e in profile.elementwise
+        )
+        self._copies = _grouped(((c.direction, c.memory), c.nbytes, c.seconds) for c in profile.copies)
+        self._collectives = _grouped((c.ranks, c.nbytes, c.seconds) for c in profile.collectives)
+        for what, table in (("matmul", rows), ("attention", cells), ("copy", self._copies)):
+            if not table:
+                raise UserError(f"the machine profile has no {what} timings; run pshard-profile again")
+        self._seen: dict[tuple, float] = {}
+
+    def matmul(self, device: str, qtype: str, rows: int, cols: int, tokens: int) -> float:
+        """Seconds of x[tokens, cols] @ W[rows, cols].T."""
+        key = (device, qtype, rows, cols, tokens)
+        if key not in self._seen:
+            self._seen[key] = self._matmul_seconds(*key)
+        return self._seen[key]
+
+    def _matmul_seconds(self, device: str, qtype: str, rows: int, cols: int, tokens: int) -> float:
+        timed, scale = self._matmul.get((device, qtype)), 1.0
+        if not timed:  # a quant type that was not timed: the one nearest in bytes, scaled where bytes set the time
+            weight = packed_nbytes(qtype, 256, 2048)
+            others = [q for d, q in self._matmul if d == device]
+            if not others:
+                raise UserError(f"the machine profile has no matmul timings of the {device}; run pshard-profile again")
+            nearest = min(others, key=lambda q: (abs(log(packed_nbytes(q, 256, 2048) / weight)), q))
+            timed = self._matmul[device, nearest]
+            scale = weight / packed_nbytes(nearest, 256, 2048) if tokens <= SMALL_BATCH else 1.0
+        if (rows, cols) in timed:
+            return scale * interpolate(timed[rows, cols], tokens)
+        rates = _curve((r * c, interpolate(curve, tokens) / (r * c)) for (r, c), curve in timed.items())
+        size = min(max(rows * cols, rates[0][0]), rates[-1][0])
+        return scale * rows * cols * interpolate(rates, size)
+
+    def attention(self, device: str, config: ModelConfig, kv_type: str, tokens: int, context: int) -> float:
+        """Seconds of attention of `tokens` new tokens over `context` cells in all, one layer, all heads."""
+        key = (device, config.n_heads, config.n_kv_heads, config.head_dim, kv_type, tokens, context)
+        if key not in self._seen:
+            self._seen[key] = self._attention_seconds(device, config, kv_type, tokens, context)
+        return self._seen[key]
+
+    def _attention_seconds(self, device: str, config: ModelConfig, kv_type: str, tokens: int, context: int) -> float:
+        timed = self._attention.get((device, kv_type))
+        if not timed:
+            timed = next((t for (d, _), t in sorted(self._attention.items()) if d == device), None)
+        if not timed:
+            raise UserError(f"the machine profile has no attention timings of the {device}; run pshard-profile again")
+        work, read = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+        heads = min(timed, key=lambda h: (abs(log(h[0] * h[2] / work)) + abs(log(h[1] * h[2] / read)), h))
+        scale = read / (heads[1] * heads[2]) if tokens <= SMALL_BATCH else work / (heads[0] * heads[2])
+        # between timed token counts: seconds per pair of new token and cell, at this context
+        rates = _curve(
+            (t, interpolate(curve, max(context, t)) / _pairs(t, max(context, t))) for t, curve in timed[heads].items()
+        )
+        at = min(max(tokens, rates[0][0]), rates[-1][0])
+        return scale * _pairs(tokens, context) * interpolate(rates, at)
+
+    def elementwise(self, device: str, what: str, tokens: int, width: int) -> float:
+        """Seconds of a norm, residual addition, rotation, product or look-up on [tokens, width]; 0 when not timed."""
+        curve = self._elementwise.get((device, what))
+        return interpolate(curve, tokens * width) if curve else 0.0
+
+    def copy(self, direction: str, nbytes: int) -> float:
+        """Seconds of one copy ("h2d" or "d2h") from or to page-locked memory, pageable when that is all there is."""
+        if not nbytes:
+            return 0.0
+        curve = self._copies.get((direction, "pinned")) or self._copies.get((direction, "pageable"))
+        if not curve:
+            raise UserError(f"the machine profile has no {direction} copy timings; run pshard-profile again")
+        return interpolate(curve, nbytes)
+
+    def handoff(self, to: str, nbytes: int, vector_bytes: int) -> float:
+        """Seconds of moving activations one way. The profile's figure is a round trip of one hidden vector."""
+        direction = "h2d" if to == "acc" else "d2h"
+        more = self.copy(direction, nbytes) - self.copy(direction, vector_bytes)
+        return self.profile.handoff_seconds / 2 + max(0.0, more)
+
+    def collective(self, ranks: int, nbytes: int) -> float:
+        """Seconds of an all-reduce of `nbytes`; another rank count than the timed ones takes the nearest."""
+        if ranks < 2:
+            return 0.0
+        if not self._collectives:
+            raise UserError("the machine profile has no collective timings; run pshard-profile on the machine with the ranks")
+        return interpolate(self._collectives[min(self._collectives, key=lambda n: (abs(n - ranks), n))], nbytes)
+
+    @cached_property
+    def link_rate(self) -> float:
+        """Bytes per second of large host-to-device copies."""
+        return (64 << 20) / self.copy("h2d", 64 << 20)
+
+    @cached_property
+    def host_rate(self) -> float:
+        """Bytes per second that the host's threads read from DRAM with nothing else going on."""
+        own = [r.rate for r in self.profile.reads if r.threads == self.profile.host.threads]
+        return max(own or [r.rate for r in self.profile.reads] or [self.profile.contention.cpu_with_link, 1e9])
+
+    @cached_property
+    def shared_rate(self) -> float:
+        """Bytes per second of host DRAM when the link and the CPU read together."""
+        both = self.profile.contention
+        return max(both.link_with_cpu + both.cpu_with_link, self.host_rate)
+
+    def slowdown(self, read_bytes: int, seconds: float) -> tuple[float, float]:
+        """Speeds (1 = alone) of the link and of host work that reads `read_bytes` in `seconds`, while both run.
+
+        Host work that reads slowly leaves the link its rate, and is itself not held up.
+        """
+        both = self.profile.contention
+        if not both.link_with_cpu or not both.cpu_with_link or seconds <= 0 or not read_bytes:
+            return 1.0, 1.0
+        demand = read_bytes / seconds
+        lost = max(0.0, 1 - both.link_with_cpu / self.link_rate)
+        link = 1 - lost * min(1.0, demand / both.cpu_with_link)
+        return max(link, 0.05), min(1.0, both.cpu_with_link / demand)
+
+
+def _pairs(tokens: int, context: int) -> float:
+    """Pairs of a new token and a cell that it attends to (causal), `context` cells in all."""
+    return tokens * max(0, context - tokens) + tokens * (tokens + 1) / 2
+
+
+def _grouped(rows) -> dict:
+    groups = defaultdict(list)
+    for key, x, seconds in rows:
+        groups[key].append((x, seconds))
+    return {key: _curve(points) for key, points in groups.items()}
+
+
+@dataclass(frozen=True)
+class UnitCost:
+    """One unit in one tier. Seconds, bytes. `link_*`: the unit's blob over the link. `kv_*`: its layer's KV cache."""
+
+    acc: float
+    cpu: float
+    nbytes: int
+    link: float
+    cpu_reads: int  # bytes that the CPU reads when it computes the unit
+    kv_fetch: float = 0.0
+    kv_fetch_bytes: int = 0
+    kv_write: float = 0.0
+
+
+def unit_cost(unit: Unit, spec: ModelSpec, tables: Tables, load: TierLoad, workload: Workload) -> UnitCost:
+    """Cost of `unit` for the micro-batch `load`, on either side."""
+    config, rows = spec.config, load.logit_rows if unit.kind == "output" else load.tokens
+    seconds = {}
+    for side in ("acc", "host"):
+        s = tables.elementwise(side, "step", 1, 1)
+        if unit.kind == "embedding":
+            s += tables.elementwise(side, "embed", load.tokens, config.d_model)
+        else:
+            s += sum(tables.matmul(side, m.qtype, m.rows, m.cols, rows) for m in unit.matrices)
+            s += tables.elementwise(side, "norm", rows, config.d_model)
+        if unit.kind in ("attention", "ffn"):
+            s += tables.elementwise(side, "residual", rows, config.d_model)
+        if unit.kind == "ffn":
+            s += tables.elementwise(side, "silu_mul", rows, config.d_ffn)
+        if unit.kind == "attention":
+            width = (config.n_heads + config.n_kv_heads) * config.head_dim
+            s += tables.elementwise(side, "rope", rows, width)
+            if config.qk_norm:
+                s += tables.elementwise(side, "norm", rows, width)
+            s += _attention_of(tables, side, config, load, workload.type_k)
+        seconds[side] = s
+    reads = load.tokens * config.d_model * 4 if unit.kind == "embedding" else unit.packed_nbytes
+    fetch = write = 0
+    if unit.kind == "attention":
+        cell = kv_token_bytes(config, workload.type_k, workload.type_v)
+        reads += load.sequences * load.past * cell
+        fetch, write = load.sequences * load.past * cell, load.tokens * cell
+    return UnitCost(
+        seconds["acc"],
+        seconds["host"],
+        unit.packed_nbytes,
+        tables.copy("h2d", unit.packed_nbytes),
+        reads,
+        tables.copy("h2d", fetch),
+        fetch,
+        tables.copy("d2h", write),
+    )
+
+
+def _attention_of(tables: Tables, side: str, config: ModelConfig, load: TierLoad, kv_type: str) -> float:
+    """Attention of all sequences of the micro-batch. Decode reads every sequence's cells once, as one long context."""
+    if config.n_heads == 0:
+        return 0.0
+    if load.is_decode:
+        return tables.attention(side, config, kv_type, 1, load.sequences * (load.past + 1))
+    each = -(-load.tokens // load.sequences)
+    return load.sequences * tables.attention(side, config, kv_type, each, load.past + each)
+
+
+@dataclass(frozen=True)
+class TierCosts:
+    """Everything that simulating or solving one tier needs to know about time."""
+
+    load: TierLoad
+    units: dict[str, UnitCost]
+    tables: Tables
+    vector_bytes: int
+    ranks: int = 1
+
+    def handoff(self, to: str, nbytes: int) -> float:
+        return self.tables.handoff(to, nbytes, self.vector_bytes)
+
+    @cached_property
+    def contended(self) -> dict[str, tuple[float, float]]:
+        """Unit -> speeds of (link, CPU) while the CPU computes it and a copy runs."""
+        return {name: self.tables.slowdown(c.cpu_reads, c.cpu) for name, c in self.units.items()}
+
+    @cached_property
+    def acc_contended(self) -> dict[str, tuple[float, float]] | None:
+        """The same for units on the accelerator when that is the CPU, which reads the DRAM that copies use."""
+        if self.tables.kind != "cpu":
+            return None
+        return {name: self.tables.slowdown(c.cpu_reads, c.acc) for name, c in self.units.items()}
+
+
+def tier_costs(spec: ModelSpec, tables: Tables, load: TierLoad, workload: Workload, ranks: int = 1) -> TierCosts:
+    """Costs of every unit of the model for one tier's load."""
+    by_likeness: dict[tuple, UnitCost] = {}
+    units = {}
+    for unit in spec.units:
+        if unit.likeness not in by_likeness:
+            by_likeness[unit.likeness] = unit_cost(unit, spec, tables, load, workload)
+        units[unit.name] = by_likeness[unit.likeness]
+    return TierCosts(load, units, tables, 4 * spec.config.d_model, ranks)

@@ -1,0 +1,111 @@
+"""A machine profile from a datasheet's rates, for machines that are not at hand and for tests."""
+
+from dataclasses import dataclass
+
+from pshard.machine import (
+    AcceleratorInfo,
+    AttentionTiming,
+    CollectiveTiming,
+    Contention,
+    CopyTiming,
+    ElementwiseTiming,
+    HostInfo,
+    MachineProfile,
+    MatmulTiming,
+    Provenance,
+    ReadTiming,
+)
+from pshard.quant import packed_nbytes
+
+SHAPES = ((1024, 1024), (4096, 4096), (25600, 5120), (152064, 5120))
+TOKENS = (1, 4, 16, 64, 128, 512, 2048, 4096)
+CONTEXTS = (128, 1024, 8192, 65536)
+COPY_SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 28)
+QTYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+
+
+@dataclass(frozen=True)
+class Rates:
+    """A machine in a dozen figures. Rates in bytes or floating-point operations per second, times in seconds."""
+
+    link: float
+    acc_memory: float
+    acc_flops: float
+    host_memory: float
+    host_flops: float
+    acc_memory_bytes: int = 16 << 30
+    host_memory_bytes: int = 64 << 30
+    cores: int = 8
+    cpu: str = "datasheet CPU"
+    accelerator: str = "datasheet GPU"
+    kind: str = "cuda"
+    pcie_generation: int = 5
+    pcie_width: int = 16
+    kernel_seconds: float = 3e-6  # launch and drain of one kernel
+    step_seconds: float = 10e-6  # fixed cost of a unit
+    copy_seconds: float = 10e-6  # latency of one copy
+    handoff_seconds: float = 36e-6
+    link_with_cpu: float = 0.0  # 0: the link keeps 85% and the CPU gets what host memory has left
+    cpu_with_link: float = 0.0
+    collective_rate: float = 0.0  # 0: no collectives
+    ranks: int = 1
+
+
+def profile_from_datasheet(rates: Rates, notes: tuple[str, ...] = ()) -> MachineProfile:
+    """Tables as `pshard-profile` writes them, from roofline arithmetic: time = max(bytes / rate, flops / rate) + fixed."""
+    link_with_cpu = rates.link_with_cpu or min(0.85 * rates.link, rates.host_memory / 2)
+    cpu_with_link = rates.cpu_with_link or max(rates.host_memory - link_with_cpu, 0.3 * rates.host_memory)
+    sides = (
+        ("host", rates.host_memory, rates.host_flops, rates.kernel_seconds),
+        ("acc", rates.acc_memory, rates.acc_flops, rates.kernel_seconds),
+    )
+    matmuls, attention, elementwise = [], [], []
+    for device, memory, flops, fixed in sides:
+        for qtype in QTYPES:
+            for rows, cols in SHAPES:
+                for tokens in TOKENS:
+                    nbytes = packed_nbytes(qtype, rows, cols) + 4 * tokens * (rows + cols)
+                    seconds = max(nbytes / memory, 2 * tokens * rows * cols / flops) + fixed
+                    matmuls.append(MatmulTiming(device, qtype, rows, cols, tokens, seconds))
+        for tokens in TOKENS:
+            for context in (c for c in (*CONTEXTS, tokens) if c >= tokens):
+                nbytes, pairs = context * 8 * 128 * 4, tokens * (context - tokens) + tokens * (tokens + 1) / 2
+                seconds = max(nbytes / memory, 4 * 32 * 128 * pairs / (0.5 * flops)) + 2 * fixed
+                attention.append(AttentionTiming(device, 32, 8, 128, "bf16", tokens, context, seconds))
+            for width in (1024, 8192, 65536):
+                for what in ("norm", "residual", "rope", "silu_mul", "embed"):
+                    seconds = 8 * tokens * width / memory + fixed
+                    elementwise.append(ElementwiseTiming(device, what, tokens, width, seconds))
+        step = rates.step_seconds if device == "acc" else rates.kernel_seconds
+        elementwise.append(ElementwiseTiming(device, "step", 1, 1, step))
+    copies = [
+        CopyTiming(direction, memory, n, n / (rates.link * share) + rates.copy_seconds)
+        for direction in ("h2d", "d2h")
+        for memory, share in (("pinned", 1.0), ("pageable", 0.2))
+        for n in COPY_SIZES
+    ]
+    collectives = [
+        CollectiveTiming("datasheet", ranks, n, n / rates.collective_rate + rates.copy_seconds)
+        for ranks in range(2, rates.ranks + 1)
+        for n in COPY_SIZES
+        if rates.collective_rate
+    ]
+    accelerators = tuple(
+        AcceleratorInfo(
+            rates.kind, i, rates.accelerator, rates.acc_memory_bytes, rates.pcie_generation, rates.pcie_width
+        )
+        for i in range(rates.ranks)
+    )
+    return MachineProfile(
+        HostInfo(rates.cpu, "", "native", rates.cores, 1, 0, rates.host_memory_bytes, rates.cores),
+        accelerators,
+        tuple(matmuls),
+        tuple(attention),
+        tuple(elementwise),
+        tuple(copies),
+        (ReadTiming(rates.cores, rates.host_memory),),
+        Contention(link_with_cpu, cpu_with_link, 0.8 * rates.link, 0.8 * rates.link),
+        rates.handoff_seconds,
+        Provenance("datasheet", "", "", "", "", "", "", notes=notes),
+        tuple(collectives),
+    )

@@ -1,0 +1,109 @@
+"""A tier as placements, with honest buffers and a simulated prediction."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pshard.buffers import arena_bytes, kv_layer_bytes, kv_stage_bytes, scratch_bytes
+from pshard.model import ModelSpec
+from pshard.plan import Buffers, Placement, Prediction, Solve, TierPlan
+from pshard.planner.costs import TierCosts
+from pshard.planner.simulate import ROUNDS, Simulation, simulate
+from pshard.steps import StepList, StepShape, emit_steps
+from pshard.workload import Workload
+
+UNPREDICTED = Prediction(0.0, 0.0, (), "", 0, 0)
+UNSOLVED = Solve("unsolved", 0.0, 0.0, 0.0, 0.0, "")
+SATURATED = 0.9  # a lane that works this share of the time limits it
+
+
+@dataclass(frozen=True)
+class Room:
+    """Sizes that bound every tier of one rank."""
+
+    spec: ModelSpec
+    workload: Workload
+    arena: int
+    act_bytes: int
+    ranks: int = 1
+
+    def scratch(self, tokens: int) -> int:
+        return scratch_bytes(self.spec, tokens, self.workload.sequences, self.act_bytes, self.workload.context)
+
+    @property
+    def kv_layer(self) -> int:
+        """Bytes of one layer's KV cache in VRAM."""
+        w = self.workload
+        return kv_layer_bytes(self.spec.config, w.context, w.sequences, w.type_k, w.type_v)
+
+    @property
+    def kv_stage(self) -> int:
+        """Bytes of the stage that layers with KV on the host share."""
+        w = self.workload
+        return kv_stage_bytes(self.spec.config, w.context, w.sequences, w.type_k, w.type_v)
+
+
+def rank_room(spec: ModelSpec, workload: Workload, budget_mib: int, kind: str, act_bytes: int, ranks: int = 1) -> Room:
+    """The room that a budget gives one rank."""
+    return Room(spec, workload, arena_bytes(budget_mib, kind), act_bytes, ranks)
+
+
+def draft_tier(room: Room, tokens: int, where: Mapping[str, str], kv_vram: frozenset[str], slots: int) -> TierPlan:
+    """The tier with those placements; `where` by unit name, `kv_vram` names attention units with KV in VRAM."""
+    placements, streamed, pinned, kv, staged = [], [], 0, 0, False
+    for unit in room.spec.units:
+        place, side = where[unit.name], None
+        if unit.kind == "attention":
+            side = "vram" if unit.name in kv_vram else "host"
+            kv += room.kv_layer if side == "vram" else 0
+            staged |= side == "host" and place != "cpu"
+        if place == "pinned":
+            pinned += unit.packed_nbytes
+        elif place == "streamed":
+            streamed.append(unit.packed_nbytes)
+        placements.append(Placement(unit.name, place, side))
+    scratch = room.scratch(tokens) + (room.kv_stage if staged else 0)
+    buffers = Buffers(pinned, scratch, min(slots, len(streamed)), max(streamed, default=0), kv)
+    return TierPlan(tokens, tuple(placements), buffers, UNPREDICTED, UNSOLVED)
+
+
+def tier_steps(room: Room, tier: TierPlan, costs: TierCosts) -> StepList:
+    """The steps of the expected micro-batch of this tier."""
+    load = costs.load
+    shape = StepShape(
+        load.tokens,
+        load.sequences * load.past,
+        load.logit_rows,
+        room.workload.type_k,
+        room.workload.type_v,
+        room.ranks,
+    )
+    return emit_steps(room.spec, tier, shape)
+
+
+def simulate_tier(room: Room, tier: TierPlan, costs: TierCosts, rounds: int = ROUNDS) -> Simulation:
+    """Simulate the expected micro-batch of this tier in its steady state."""
+    return simulate(tier_steps(room, tier, costs), costs, rounds)
+
+
+def predict_tier(room: Room, tier: TierPlan, costs: TierCosts, bound: float) -> Prediction:
+    """Simulated time of the tier, what it is made of, and what limits it."""
+    steps = tier_steps(room, tier, costs)
+    result = simulate(steps, costs)
+    reads = sum(costs.units[p.unit].cpu_reads for p in tier.placements if p.where == "cpu")
+    busy = dict(result.busy) | {"dram": (steps.link_bytes + reads) / costs.tables.shared_rate}
+    binds = _binding(busy, result.seconds, tier)
+    return Prediction(
+        result.seconds, min(bound, result.seconds), tuple(busy.items()), binds, steps.link_bytes, costs.load.past
+    )
+
+
+def _binding(busy: dict[str, float], seconds: float, tier: TierPlan) -> str:
+    """What limits the tier; "vram" when compute and link are both full, so that only more residency helps."""
+    full = SATURATED * seconds
+    all_resident = all(p.where == "pinned" for p in tier.placements if p.unit != tier.placements[0].unit)
+    if busy["acc"] >= full or all_resident:
+        return "acc"
+    if busy["link"] >= full and busy["acc"] + busy["cpu"] >= full:
+        return "vram"
+    lanes = ("acc", "cpu", "link")
+    return max(lanes, key=lambda lane: busy[lane])

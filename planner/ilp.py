@@ -1,0 +1,270 @@
+"""The integer program: how many units of each class are pinned, streamed and computed on the CPU, in every tier.
+
+Sets: tiers t, classes c. Integers per (t, c): pin, cpu, kv (attention: layers with KV in VRAM); streamed is the rest.
+Constraints: the arena holds pins, slots, KV and KV stage; the time of a tier is at least its serial compute, at least
+its link traffic, and at least what both need while they contend for host DRAM; pins and KV of all tiers are nested, so
+that residency is a prefix of one order. Objective: the workload's time, tier switches included. docs/planning.md
+derives it.
+"""
+
+import time
+from dataclasses import dataclass
+
+import pulp
+
+MS = 1e3  # seconds in the objective's unit
+MIB = 1 << 20
+TIDY = 1e-4  # price of link traffic that nothing waits for: prefer pinned where the time is the same
+GAP = 1e-4  # relative gap at which the solver may stop
+
+
+@dataclass(frozen=True)
+class ClassCost:
+    """Seconds and bytes of one unit of a class in one tier. `kv_nbytes`: its layer's KV in VRAM; 0 if it has none."""
+
+    kind: str
+    size: int
+    nbytes: int
+    acc: float
+    cpu: float
+    link: float
+    kv_nbytes: int = 0
+    kv_fetch: float = 0.0
+    kv_stall: float = 0.0  # what the accelerator waits for the fetch: one stage serves all layers
+
+
+@dataclass(frozen=True)
+class TierProblem:
+    """One tier's coefficients. `room`: arena bytes left for pins, slots, KV and stage. Seconds and bytes.
+
+    `round_trip`: hand-offs around one more unit on the CPU; `reach`: hand-offs when anything is on the accelerator at
+    all; `fixed`: whatever the placement. `link_speed` and `cpu_speed` (1 = alone) hold while host work and copies overlap; `all_contend` says that
+    the accelerator's work contends too (the CPU as accelerator).
+    """
+
+    tokens: int
+    weight: float
+    classes: tuple[ClassCost, ...]
+    room: int
+    slots: int
+    stage_nbytes: int
+    round_trip: float
+    reach: float
+    fixed: float
+    link_speed: float = 1.0
+    cpu_speed: float = 1.0
+    all_contend: bool = False
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Units of one class: pinned, on the CPU (the rest is streamed), and with KV in VRAM."""
+
+    pin: int
+    cpu: int
+    kv: int = 0
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What a solver found. `status`: "optimal", "feasible" (a limit was hit first), "infeasible" or "unsolved".
+
+    `bound` is in the units of `objective`; gap = (objective - bound) / objective. counts[tier][class].
+    """
+
+    status: str
+    objective: float
+    bound: float
+    gap: float
+    seconds: float
+    solver: str
+    counts: tuple[tuple[Counts, ...], ...]
+
+
+def solve_tiers(
+    problems: tuple[TierProblem, ...],
+    switch_seconds_per_byte: float = 0.0,
+    kv_switch: tuple[float, ...] = (),
+    time_limit: float = 10.0,
+    relaxed: bool = False,
+) -> Solution:
+    """Solve all tiers at once; tiers ascend in tokens, and a smaller tier pins at least what a larger one pins.
+
+    switch_seconds_per_byte: time of bringing in one byte of pins between the largest tier and the smallest.
+    kv_switch: by class, seconds of moving the used KV cells of one layer at that switch.
+    relaxed: waits for KV are free and link traffic has no price: the objective is then a lower bound.
+    """
+    started = time.perf_counter()
+    program = pulp.LpProblem("placement", pulp.LpMinimize)
+    terms, variables = [], []
+    kv_up = pulp.LpVariable("kv_up", cat="Binary")  # 1: smaller tiers have more KV in VRAM
+    for t, problem in enumerate(problems):
+        pin, cpu, kv = _count_variables(t, problem)
+        variables.append((pin, cpu, kv))
+        terms.append(problem.weight * _add_tier(program, t, problem, pin, cpu, kv, relaxed))
+        if t:
+            before = variables[t - 1]
+            for c, cost in enumerate(problem.classes):
+                program += pin[c] <= before[0][c], f"pins_nested_{t}_{c}"
+                if cost.kv_nbytes:
+                    program += kv[c] - before[2][c] <= cost.size * (1 - kv_up), f"kv_nested_down_{t}_{c}"
+                    program += before[2][c] - kv[c] <= cost.size * kv_up, f"kv_nested_up_{t}_{c}"
+    if len(problems) > 1 and not relaxed:
+        first, last = variables[0], variables[-1]
+        for c, cost in enumerate(problems[0].classes):
+            terms.append(MS * switch_seconds_per_byte * cost.nbytes * (first[0][c] - last[0][c]))
+            if cost.kv_nbytes and kv_switch and kv_switch[c]:
+                moved = pulp.LpVariable(f"kv_moved_{c}", 0)
+                program += moved >= first[2][c] - last[2][c], f"kv_in_{c}"
+                program += moved >= last[2][c] - first[2][c], f"kv_out_{c}"
+                terms.append(MS * kv_switch[c] * moved)
+    program += pulp.lpSum(terms), "workload_ms"
+    return _run(program, problems, variables, time_limit, started)
+
+
+def _count_variables(t: int, problem: TierProblem):
+    def integers(name: str):
+        return [
+            pulp.LpVariable(f"{name}_{t}_{c}", 0, cost.size, pulp.LpInteger)
+            for c, cost in enumerate(problem.classes)
+        ]
+
+    return integers("pin"), integers("cpu"), integers("kv")
+
+
+def _add_tier(program, t: int, problem: TierProblem, pin, cpu, kv, relaxed: bool):
+    """Add one tier's variables and constraints; returns its milliseconds as an expression."""
+    slot = pulp.LpVariable(f"slot_mib_{t}", 0)
+    stage = pulp.LpVariable(f"stage_{t}", cat="Binary")
+    total = pulp.LpVariable(f"ms_{t}", 0)
+    runs = pulp.LpVariable(f"runs_{t}", 0)
+    reached = pulp.LpVariable(f"reached_{t}", cat="Binary")
+    acc, host, link, alone, held = [], [], [], [], [problem.slots * slot]
+    for c, cost in enumerate(problem.classes):
+        streamed = cost.size - pin[c] - cpu[c]
+        held.append(cost.nbytes / MIB * pin[c])
+        acc.append(MS * cost.acc * (cost.size - cpu[c]))
+        host.append(MS * cost.cpu * cpu[c])
+        if cost.kind == "embedding":
+            program += streamed == 0, f"embedding_{t}_{c}"
+            program += kv[c] == 0
+            continue
+        program += cost.size - cpu[c] <= cost.size * reached, f"reached_{t}_{c}"
+        link.append(MS * cost.link * streamed)
+        alone.append(MS * cost.acc * streamed)
+        program += streamed >= 0, f"placed_{t}_{c}"
+        uses = pulp.LpVariable(f"streams_{t}_{c}", cat="Binary")
+        program += streamed <= cost.size * uses, f"streams_{t}_{c}_if"
+        program += slot >= cost.nbytes / MIB * uses, f"slot_{t}_{c}"
+        if cost.kv_nbytes:
+            on_host = cost.size - cpu[c] - kv[c]  # computed on the accelerator, KV on the host
+            program += on_host >= 0, f"cpu_has_kv_on_host_{t}_{c}"
+            program += on_host <= cost.size * stage, f"stage_{t}_{c}"
+            held.append(cost.kv_nbytes / MIB * kv[c])
+            link.append(MS * cost.kv_fetch * on_host)
+            acc.append(0 if relaxed else MS * cost.kv_stall * on_host)
+        else:
+            program += kv[c] == 0
+    held.append(problem.stage_nbytes / MIB * stage)
+    program += pulp.lpSum(held) <= problem.room / MIB, f"arena_{t}"
+    acc_ms, host_ms, link_ms = pulp.lpSum(acc) + MS * (problem.fixed + problem.reach * reached), pulp.lpSum(host), pulp.lpSum(link)
+    acc_ms = acc_ms + MS * problem.round_trip * (runs - 1)
+    program += runs >= 1, f"one_run_{t}"
+    if problem.all_contend:
+        acc_ms, host_ms = 0, acc_ms + host_ms
+    fl, fc = problem.link_speed, problem.cpu_speed
+    both = pulp.LpVariable(f"both_{t}", 0)  # ms in which host work and copies overlap
+    program += total >= acc_ms + host_ms + (1 - fc) * both, f"serial_{t}"
+    program += total >= link_ms + (1 - fl) * both, f"link_{t}"
+    program += total >= host_ms + link_ms - (fl + fc - 1) * both, f"dram_{t}"
+    program += fc * both <= host_ms, f"both_host_{t}"
+    program += fl * both <= link_ms, f"both_link_{t}"
+    if not problem.all_contend:  # while one run of CPU units lasts, each slot is filled once at most
+        program += fl * both <= MS * _copies_beside_a_run(problem) * runs, f"lookahead_{t}"
+    if problem.slots == 1:  # no copy runs while its slot is computed from
+        program += total >= link_ms + pulp.lpSum(alone), f"one_slot_{t}"
+    return total if relaxed else total + TIDY * link_ms
+
+
+def _copies_beside_a_run(problem: TierProblem) -> float:
+    """Most seconds of copies while one run of CPU units lasts: one into each slot, and one layer's KV."""
+    return problem.slots * max(c.link for c in problem.classes) + max(c.kv_fetch for c in problem.classes)
+
+
+def _solver(time_limit: float):
+    """HiGHS in this process when it is installed, else CBC."""
+    if pulp.HiGHS().available():
+        return "HiGHS", pulp.HiGHS(msg=False, timeLimit=time_limit, gapRel=GAP, threads=1)
+    return "CBC", pulp.PULP_CBC_CMD(msg=False, timeLimit=time_limit, gapRel=GAP, threads=1)
+
+
+def _run(program, problems, variables, time_limit: float, started: float) -> Solution:
+    name, solver = _solver(max(time_limit, 0.05))
+    program.solve(solver)
+    seconds = time.perf_counter() - started
+    if program.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+        status = "infeasible" if program.status == pulp.LpStatusInfeasible else "unsolved"
+        return Solution(status, 0.0, 0.0, 0.0, seconds, name, ())
+    objective = pulp.value(program.objective) or 0.0
+    proven = program.sol_status == pulp.LpSolutionOptimal and seconds < time_limit
+    bound = objective * (1 - GAP) if proven else _relaxation_value(program, name)
+    gap = max(0.0, (objective - bound) / objective) if objective else 0.0
+    counts = tuple(
+        tuple(Counts(*(round(v.value() or 0) for v in (pin[c], cpu[c], kv[c]))) for c in range(len(p.classes)))
+        for p, (pin, cpu, kv) in zip(problems, variables)
+    )
+    return Solution("optimal" if proven else "feasible", objective, bound, gap, seconds, name, counts)
+
+
+def _relaxation_value(program, name: str) -> float:
+    """Value of the linear relaxation: a bound that holds whatever the branch and bound got to."""
+    program.solve(pulp.HiGHS(msg=False, mip=False) if name == "HiGHS" else pulp.PULP_CBC_CMD(msg=False, mip=False))
+    return pulp.value(program.objective) or 0.0
+
+
+def fluid_seconds(problem: TierProblem, counts: tuple[Counts, ...], relaxed: bool = False) -> float:
+    """The program's time of given counts, computed without a solver. Seconds."""
+    acc = host = link = alone = 0.0
+    for cost, n in zip(problem.classes, counts):
+        streamed = cost.size - n.pin - n.cpu if cost.kind != "embedding" else 0
+        on_host = cost.size - n.cpu - n.kv if cost.kv_nbytes else 0
+        acc += cost.acc * (cost.size - n.cpu) + (0.0 if relaxed else cost.kv_stall * on_host)
+        host += cost.cpu * n.cpu
+        link += cost.link * streamed + cost.kv_fetch * on_host
+        alone += cost.acc * streamed
+    reached = any(c.kind != "embedding" and c.size > n.cpu for c, n in zip(problem.classes, counts))
+    acc += problem.fixed + (problem.reach if reached else 0.0)
+    if problem.all_contend:
+        acc, host = 0.0, acc + host
+    fl, fc, per_run = problem.link_speed, problem.cpu_speed, _copies_beside_a_run(problem)
+
+    def total(both: float) -> float:
+        runs = 1.0 if problem.all_contend or not per_run else max(1.0, fl * both / per_run)
+        trips = problem.round_trip * (runs - 1)
+        serial = acc + host + trips + (1 - fc) * both
+        times = (serial, link + (1 - fl) * both, host + link - (fl + fc - 1) * both)
+        return max(*times, link + alone if problem.slots == 1 else 0.0)
+
+    # convex and piecewise linear in the overlap: golden-section search
+    low, high = 0.0, min(host / fc, link / fl)
+    ratio = (5**0.5 - 1) / 2
+    for _ in range(80):
+        a, b = high - ratio * (high - low), low + ratio * (high - low)
+        low, high = (low, b) if total(a) <= total(b) else (a, high)
+    return min(total(low), total(high), total(0.0))
+
+
+def held_bytes(problem: TierProblem, counts: tuple[Counts, ...]) -> int:
+    """Bytes of the arena (without scratch) that given counts take."""
+    pins = sum(cost.nbytes * n.pin for cost, n in zip(problem.classes, counts))
+    kv = sum(cost.kv_nbytes * n.kv for cost, n in zip(problem.classes, counts))
+    slot = max(
+        (
+            cost.nbytes
+            for cost, n in zip(problem.classes, counts)
+            if cost.kind != "embedding" and cost.size > n.pin + n.cpu
+        ),
+        default=0,
+    )
+    staged = any(cost.kv_nbytes and cost.size > n.cpu + n.kv for cost, n in zip(problem.classes, counts))
+    return pins + kv + problem.slots * slot + (problem.stage_nbytes if staged else 0)

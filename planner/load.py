@@ -1,0 +1,55 @@
+"""What a tier's micro-batch looks like in the expected workload: tokens, sequences, cached cells, and how often it runs."""
+
+from dataclasses import dataclass
+
+from pshard.workload import Workload
+
+RARE = 0.02  # weight of a tier that the expected workload never enters, so that it is planned well too
+
+
+@dataclass(frozen=True)
+class TierLoad:
+    """One micro-batch: `sequences` sequences with `tokens / sequences` new tokens each after `past` cached cells each.
+
+    `weight` is how many such micro-batches one round of the workload (all its sequences, prompt and answer) takes.
+    """
+
+    tokens: int
+    sequences: int
+    past: int
+    logit_rows: int
+    weight: float
+
+    @property
+    def is_decode(self) -> bool:
+        return self.tokens == self.sequences
+
+
+def tier_loads(workload: Workload, tiers: tuple[int, ...] | None = None) -> tuple[TierLoad, ...]:
+    """The expected load of every tier, ascending in tokens.
+
+    Decode tiers (tokens <= sequences) see the prompt and half of the answer as past. A prefill tier sees the mean
+    past of the prompt's chunks of its size. Weights: the answer's steps on the tier of all sequences; the prompt is
+    so many full micro-batches of the largest tier and a tail on the smallest tier that covers it.
+    """
+    tiers = workload.tiers() if tiers is None else tiers
+    weights = dict.fromkeys(tiers, RARE)
+    decode = min((t for t in tiers if t >= workload.sequences), default=tiers[-1])
+    weights[decode] += workload.generated
+    full, tail = divmod(workload.prompt * workload.sequences, tiers[-1])
+    weights[tiers[-1]] += full
+    if tail:
+        weights[min(t for t in tiers if t >= tail)] += 1
+    return tuple(_load(workload, tokens, weights[tokens]) for tokens in tiers)
+
+
+def _load(workload: Workload, tokens: int, weight: float) -> TierLoad:
+    if tokens <= workload.sequences:
+        past = min(workload.prompt + workload.generated // 2, workload.context - 1)
+        return TierLoad(tokens, tokens, past, tokens, weight)
+    longest = min(workload.context, max(workload.prompt, 1))  # new tokens that one sequence can bring
+    sequences = min(workload.sequences, -(-tokens // longest))
+    each = -(-tokens // sequences)
+    chunks = max(1, -(-workload.prompt // each))
+    past = max(0, min((chunks - 1) * each // 2, workload.context - each))
+    return TierLoad(tokens, sequences, past, sequences, weight)

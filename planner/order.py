@@ -1,0 +1,77 @@
+"""From counts to units: which ones of a class are pinned, streamed or on the CPU, spread evenly over the layers."""
+
+from dataclasses import dataclass
+
+from pshard.planner.classes import UnitClass
+from pshard.planner.ilp import Counts
+
+
+def spread(n: int, k: int, phase: float = 0.5) -> list[int]:
+    """k of the positions 0..n-1, evenly spaced; `phase` in (0, 1) shifts them."""
+    return sorted({min(n - 1, int((i + phase) * n / k)) for i in range(k)}) if k else []
+
+
+@dataclass(frozen=True)
+class Residency:
+    """Orders in which units become resident: every tier's pins and KV are prefixes of them."""
+
+    pin_order: tuple[str, ...]
+    kv_order: tuple[str, ...]
+
+
+def order_class(cls: UnitClass, pins: list[int], phase: float) -> list[str]:
+    """Units of a class in pinning order: for each count in `pins`, what the prefix leaves out is evenly spaced."""
+    names = [u.name for u in cls.units]
+    left, tail = names, []
+    for count in sorted(set(pins), reverse=True):
+        out = [left[i] for i in spread(len(left), len(left) - count, phase)]
+        tail = [*out, *tail]
+        left = [n for n in left if n not in set(out)]
+    return [*left, *tail]
+
+
+def order_residency(classes: tuple[UnitClass, ...], counts: list[tuple[Counts, ...]]) -> Residency:
+    """Pin and KV orders for nested counts (tier by tier); both are prefixes of one permutation of each class."""
+    orders = []
+    for c, cls in enumerate(classes):
+        marks = {n[c].pin for n in counts} | {n[c].kv for n in counts if cls.kind == "attention"}
+        orders.append(order_class(cls, sorted(marks), 0.35 if cls.kind == "attention" else 0.65))
+    pin_order = _merge(orders, [[n[c].pin for c in range(len(classes))] for n in counts])
+    kv_orders = [o if cls.kind == "attention" else [] for o, cls in zip(orders, classes)]
+    kv_order = _merge(kv_orders, [[n[c].kv for c in range(len(classes))] for n in counts])
+    return Residency(pin_order, kv_order)
+
+
+def _merge(orders: list[list[str]], prefixes: list[list[int]]) -> tuple[str, ...]:
+    """One order of which every tier's set (prefixes[tier][class] of each class's order) is a prefix."""
+    merged: list[str] = []
+    taken = [0] * len(orders)
+    for lengths in sorted(prefixes, key=sum):
+        for c, length in enumerate(lengths):
+            merged += orders[c][taken[c] : length]
+            taken[c] = max(taken[c], length)
+    return tuple(merged)
+
+
+def assign_cpu(
+    classes: tuple[UnitClass, ...], counts: tuple[int, ...], resident: frozenset[str], runs: int
+) -> set[str]:
+    """Names of the units that the CPU computes, out of those that are neither pinned nor have KV in VRAM.
+
+    They form about `runs` runs of neighbours, evenly spread over the layers; 0 runs means one at the start, where
+    the tokens come from.
+    """
+    layers = 1 + max(u.layer for cls in classes for u in cls.units)
+    centres = [(i + 0.5) * layers / runs for i in range(runs)] or [0.0]
+    cpu: set[str] = set()
+    for cls, count in zip(classes, counts):
+        free = [u for u in cls.units if u.name not in resident]
+        if cls.kind in ("embedding", "output"):
+            cpu |= {u.name for u in free[:count]}
+            continue
+        for i, centre in enumerate(centres):
+            share = (i + 1) * count // len(centres) - i * count // len(centres)
+            free.sort(key=lambda u: (abs(u.layer + 0.5 - centre), u.layer))
+            cpu |= {u.name for u in free[:share]}
+            free = free[share:]
+    return cpu

@@ -1,0 +1,54 @@
+"""From nouns to the integer program's coefficients, and from its counts back."""
+
+from pshard.plan import TierPlan
+from pshard.planner.classes import UnitClass
+from pshard.planner.costs import TierCosts
+from pshard.planner.draft import Room
+from pshard.planner.ilp import ClassCost, Counts, TierProblem
+
+
+def tier_problem(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, slots: int) -> TierProblem:
+    """Coefficients of one tier with that many staging slots."""
+    spec, load = room.spec, costs.load
+    rows = []
+    between = min((costs.units[c.units[0].name].acc for c in classes if c.kind == "ffn"), default=0.0)
+    for cls in classes:
+        unit = costs.units[cls.units[0].name]
+        kv = room.kv_layer if cls.kind == "attention" else 0
+        stall = max(0.0, unit.kv_fetch + unit.kv_write - between) if unit.kv_fetch else 0.0
+        rows.append(ClassCost(cls.kind, cls.size, cls.nbytes, unit.acc, unit.cpu, unit.link, kv, unit.kv_fetch, stall))
+    hidden, logits = load.tokens * spec.config.d_model * 4, load.logit_rows * spec.config.vocab * 4
+    to_acc, to_cpu = costs.handoff("acc", hidden), costs.handoff("cpu", hidden)
+    reduce = costs.tables.collective(costs.ranks, hidden)
+    parts = sum(cls.size for cls in classes if cls.kind in ("attention", "ffn"))
+    reach = to_acc + min(to_cpu, costs.handoff("cpu", logits))
+    speeds = [costs.contended[cls.units[0].name] for cls in classes if cls.kind in ("attention", "ffn")]
+    if costs.acc_contended:
+        speeds += [costs.acc_contended[cls.units[0].name] for cls in classes if cls.kind in ("attention", "ffn")]
+    return TierProblem(
+        load.tokens,
+        load.weight,
+        tuple(rows),
+        room.arena - room.scratch(load.tokens),
+        slots,
+        room.kv_stage,
+        to_acc + to_cpu,
+        reach,
+        reduce * parts,
+        max(link for link, _ in speeds),
+        max(cpu for _, cpu in speeds),
+        costs.acc_contended is not None,
+    )
+
+
+def count_tier(classes: tuple[UnitClass, ...], tier: TierPlan) -> tuple[Counts, ...]:
+    """The counts that a tier's placements amount to."""
+    places = {p.unit: p for p in tier.placements}
+    return tuple(
+        Counts(
+            sum(places[u.name].where == "pinned" for u in cls.units),
+            sum(places[u.name].where == "cpu" for u in cls.units),
+            sum(places[u.name].kv == "vram" for u in cls.units),
+        )
+        for cls in classes
+    )
