@@ -268,7 +268,7 @@ def test_wrong_sizes_are_refused() -> None:
         native.linear(buffer, buffer, "Q4_K", 16, 128, buffer, 1)
     with pytest.raises(ValueError, match="rows"):
         native.dequantize(buffer, "Q4_0", 16, 32, 0, 17, buffer)
-    with pytest.raises(ValueError, match="isa|run"):
+    with pytest.raises(ValueError, match="cannot run"):
         native.set_isa("sse9")
 
 

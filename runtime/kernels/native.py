@@ -1,7 +1,7 @@
 """The CPU kernels: a ctypes front to the C++ library built from csrc/ (packed weights, docs/packed-layout.md).
 
-Buffers are given as addresses (int), numpy arrays or anything with `data_ptr()` (torch tensors), in host memory, C order
-but for the row strides. Strides count elements, not bytes. Sizes are the caller's promise: C++ cannot see them. Every
+Buffers are addresses (int), numpy arrays or anything with `data_ptr()` (torch tensors), in host memory and in C order
+except for row strides. Strides count elements, not bytes. Sizes are the caller's promise: C++ cannot see them. Every
 call releases the GIL and returns when the result is written; calls from several threads run one after the other.
 
 Results do not depend on the number of threads, and one token's result does not depend on how many are computed with it.
@@ -170,7 +170,8 @@ def ffn(
 
     gate and up are packed [inner, hidden], down is packed [hidden, inner]. Precision as in `linear`.
     """
-    _check_cols(gate_qtype, hidden), _check_cols(up_qtype, hidden), _check_cols(down_qtype, inner)
+    for qtype, cols in ((gate_qtype, hidden), (up_qtype, hidden), (down_qtype, inner)):
+        _check_cols(qtype, cols)
     weights = (_at(gate), _type(gate_qtype), _at(up), _type(up_qtype), _at(down), _type(down_qtype))
     _call("ffn", _at(x), x_stride or hidden, *weights, hidden, inner, _at(out), out_stride or hidden, tokens)
 
