@@ -6,12 +6,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TimelineEvent:
-    """Something that one resource did. `lane`: "link", "cpu" or "acc"; seconds from the start of the step."""
+    """Something that one lane did, in seconds from the start of the step.
+
+    `lane`: "link" (copies to the device), "d2h" (copies from it), "acc" or "cpu".
+    """
 
     lane: str
     start: float
     end: float
     label: str
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What every lane did in one step; `title` says of which model, tier and budget, measured or simulated."""
+
+    title: str
+    events: tuple[TimelineEvent, ...]
 
 
 @dataclass(frozen=True)

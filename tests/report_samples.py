@@ -1,4 +1,4 @@
-"""Measurements, plans and profiles of an invented machine, for tests of the reports: shapes are real, figures are not."""
+"""Measurements, plans and profiles of an invented machine for tests of reports: true shapes, invented figures."""
 
 from dataclasses import replace
 
@@ -84,9 +84,9 @@ def make_placements(pinned: int, where: str, kv_vram: int) -> tuple[Placement, .
     places = [Placement("embedding", "cpu")]
     for layer in range(LAYERS):
         kv = "vram" if layer < kv_vram else "host"
-        places.append(Placement(f"layer.{layer}.attention", "pinned" if layer < 28 else "streamed", kv))
+        places.append(Placement(f"blk.{layer}.attention", "pinned" if layer < 28 else "streamed", kv))
         ffn = "pinned" if (layer * pinned) % LAYERS < pinned else "cpu" if where == "both" and layer % 3 else where
-        places.append(Placement(f"layer.{layer}.ffn", "streamed" if ffn == "both" else ffn))
+        places.append(Placement(f"blk.{layer}.ffn", "streamed" if ffn == "both" else ffn))
     return (*places, Placement("output", "pinned"))
 
 
@@ -131,18 +131,18 @@ def make_timeline(layers: int = LAYERS) -> tuple[TimelineEvent, ...]:
     """A step in which copies of every second FFN run under the compute of others, some on the CPU."""
     events, now, link = [TimelineEvent("cpu", 0.0, 0.0002, "embedding")], 0.0002, 0.0
     for layer in range(layers):
-        events.append(TimelineEvent("acc", now, now + 0.0004, f"layer.{layer}.attention"))
+        events.append(TimelineEvent("acc", now, now + 0.0004, f"blk.{layer}.attention"))
         now += 0.0004
         if layer % 4 == 3:
-            events.append(TimelineEvent("cpu", now, now + 0.0031, f"layer.{layer}.ffn"))
+            events.append(TimelineEvent("cpu", now, now + 0.0031, f"blk.{layer}.ffn"))
             now += 0.0031
             continue
         if layer % 2:
             start = max(link, now - 0.004)
-            events.append(TimelineEvent("link", start, start + 0.0028, f"copy layer.{layer}.ffn"))
+            events.append(TimelineEvent("link", start, start + 0.0028, f"copy blk.{layer}.ffn"))
             link = start + 0.0028
             now = max(now, link)
-        events.append(TimelineEvent("acc", now, now + 0.0006, f"layer.{layer}.ffn"))
+        events.append(TimelineEvent("acc", now, now + 0.0006, f"blk.{layer}.ffn"))
         now += 0.0006
     return (*events, TimelineEvent("acc", now, now + 0.001, "output"))
 

@@ -1,0 +1,106 @@
+"""Files given to a report, recognised by what they hold: measurements, plans, profiles, timelines."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pshard.errors import UserError
+from pshard.jsonio import from_json
+from pshard.machine import MachineProfile
+from pshard.measurement import Measurement, Timeline
+from pshard.plan import Registry, Variant
+
+T = TypeVar("T")
+
+# Two fields that tell each kind of object from the others
+KINDS: tuple[tuple[type, frozenset[str]], ...] = (
+    (Measurement, frozenset({"samples_ts", "strategy"})),
+    (Registry, frozenset({"fingerprint", "variants"})),
+    (Variant, frozenset({"vram_mib", "ranks"})),
+    (MachineProfile, frozenset({"host", "matmuls"})),
+    (Timeline, frozenset({"title", "events"})),
+)
+
+
+@dataclass(frozen=True)
+class ReportInputs:
+    """What the files hold, without repetitions. `plans` are (model name, variant)."""
+
+    sources: tuple[str, ...]
+    measurements: tuple[Measurement, ...]
+    plans: tuple[tuple[str, Variant], ...]
+    profiles: tuple[MachineProfile, ...]
+    timelines: tuple[Timeline, ...]
+
+
+def read_inputs(paths: Iterable[Path]) -> ReportInputs:
+    """Read JSON and JSON-lines files. Raises UserError for a file that is missing, broken, or holds nothing known."""
+    sources, nouns = [], []
+    for path in paths:
+        found = read_nouns(path)
+        if not found:
+            raise UserError(
+                f"{path} holds no measurement, plan, profile or timeline; give the JSON of pshard-bench -o json, "
+                "pshard-plan --json or pshard-profile, or a registry"
+            )
+        sources.append(str(path))
+        nouns += [(path.stem, noun) for noun in found]
+    plans = [(origin, noun) for origin, noun in nouns if isinstance(noun, Variant)]
+    plans += [(noun.model, variant) for _, noun in nouns if isinstance(noun, Registry) for variant in noun.variants]
+    return ReportInputs(
+        tuple(sources),
+        _pick(Measurement, nouns),
+        tuple(dict.fromkeys(plans)),
+        _pick(MachineProfile, nouns),
+        _pick(Timeline, nouns),
+    )
+
+
+def read_nouns(path: Path) -> list[Any]:
+    """Every known object in a file, in order, however deep it lies."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not a JSON text") from None
+    try:
+        return _find_nouns(_parse(text))
+    except RecursionError:
+        raise UserError(f"{path} is nested too deeply") from None
+    except ValueError as error:
+        raise UserError(f"{path} is broken: {error}; write it again") from None
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        if error.msg != "Extra data" or len(lines) < 2:
+            raise ValueError(f"not JSON at line {error.lineno}: {error.msg}") from None
+        return [_parse_line(number, line) for number, line in lines]
+
+
+def _parse_line(number: int, line: str) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON at line {number}: {error.msg}") from None
+
+
+def _find_nouns(data: Any) -> list[Any]:
+    if isinstance(data, list):
+        return [noun for item in data for noun in _find_nouns(item)]
+    if not isinstance(data, dict):
+        return []
+    for kind, marks in KINDS:
+        if marks <= data.keys():
+            return [from_json(kind, data)]
+    return [noun for value in data.values() for noun in _find_nouns(value)]
+
+
+def _pick(kind: type[T], nouns: Iterable[tuple[str, Any]]) -> tuple[T, ...]:
+    return tuple(dict.fromkeys(noun for _, noun in nouns if isinstance(noun, kind)))

@@ -1,0 +1,48 @@
+"""The HTML page of a report: figures embedded, tables, where everything came from. Nothing is fetched to read it."""
+
+import base64
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from string import Template
+from typing import TYPE_CHECKING
+
+from pshard.plan import Variant
+from pshard.reports.inputs import ReportInputs
+from pshard.reports.sections import Section
+from pshard.reports.tables import tabulate_environments, tabulate_measurements, tabulate_plan
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+
+def build_page(inputs: ReportInputs, drawn: Sequence[tuple[Section, str]], origin: str) -> str:
+    """HTML of the report. `drawn` are sections with their SVG text; `origin` says when and by what it was made."""
+    parts = [_format_section(section, svg) for section, svg in drawn]
+    if inputs.measurements:
+        parts += ["<h2>Measurements</h2>", _format_frame(tabulate_measurements(inputs.measurements))]
+        parts += ["<h2>Where they were made</h2>", _format_frame(tabulate_environments(inputs.measurements))]
+    for model, variant in inputs.plans:
+        parts += [f"<h2>{escape(_name_plan(model, variant))}</h2>", _format_frame(tabulate_plan(variant))]
+    models = dict.fromkeys([m.model for m in inputs.measurements] + [model for model, _ in inputs.plans])
+    title = "pshard report" + (f": {', '.join(models)}" if models else "")
+    made_from = f"{origin} from {', '.join(inputs.sources)}"
+    template = Template(files("pshard.reports").joinpath("page.html").read_text(encoding="utf-8"))
+    return template.substitute(title=escape(title), origin=escape(made_from), body="\n".join(parts))
+
+
+def _format_section(section: Section, svg: str) -> str:
+    data = base64.b64encode(svg.encode()).decode()
+    heading, caption = escape(section.heading), escape(section.caption)
+    image = f'<img alt="{heading}. {caption}" src="data:image/svg+xml;base64,{data}">'
+    return f"<h2>{heading}</h2>\n<p>{caption}</p>\n{image}"
+
+
+def _format_frame(frame: "DataFrame") -> str:
+    table = frame.to_html(index=False, border=0, escape=True, justify="left")
+    return f'<div class="scroll">{table}</div>'
+
+
+def _name_plan(model: str, variant: Variant) -> str:
+    budget = " + ".join(f"{mib} MiB" for mib in variant.vram_mib)
+    return f"Plan of {model} within {budget}, context {variant.context}, {variant.sequences} sequences at most"

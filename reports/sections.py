@@ -1,0 +1,98 @@
+"""What a report shows: one section per figure, drawn when the inputs hold what it needs."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pshard.measurement import Timeline
+from pshard.plan import Variant
+from pshard.reports.compare import compare_strategies
+from pshard.reports.inputs import ReportInputs
+from pshard.reports.machine import draw_machine
+from pshard.reports.placement import draw_placement
+from pshard.reports.predicted import draw_predicted, predicted_measurements
+from pshard.reports.scaling import draw_scaling, group_scaling
+from pshard.reports.speedup import draw_speedup
+from pshard.reports.sweep import draw_sweep, group_sweeps
+from pshard.reports.timeline import draw_timeline
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Section:
+    """A figure, the name of its files, its heading, and how to read it."""
+
+    name: str
+    heading: str
+    caption: str
+    figure: "Figure"
+
+
+def draw_sections(inputs: ReportInputs) -> list[Section]:
+    """All sections that the inputs allow, in reading order; figures of one kind are numbered when there are several."""
+    sections = []
+    for draw in (_speedups, _scalings, _predictions, _sweeps, _placements, _timelines, _machines):
+        drawn = list(draw(inputs))
+        for number, (name, heading, caption, figure) in enumerate(drawn, 1):
+            sections.append(Section(f"{name}-{number}" if len(drawn) > 1 else name, heading, caption, figure))
+    return sections
+
+
+Drawn = Iterator[tuple[str, str, str, "Figure"]]
+
+
+def _speedups(inputs: ReportInputs) -> Drawn:
+    comparisons = compare_strategies(inputs.measurements)
+    if comparisons:
+        caption = "Longer bars are faster; every bar names what was measured. Baselines ran with the same VRAM budget."
+        if any(c.summed for c in comparisons):
+            caption += " End-to-end times are the sum of a prefill and a decode that were measured apart."
+        yield "speedup", "Speed against the baselines", caption, draw_speedup(comparisons)
+
+
+def _scalings(inputs: ReportInputs) -> Drawn:
+    for title, tests in group_scaling(inputs.measurements).items():
+        caption = "Each added rank brings its own device and budget; the dashed line would be perfect scaling."
+        yield "scaling", "More ranks", caption, draw_scaling(title, tests)
+
+
+def _predictions(inputs: ReportInputs) -> Drawn:
+    if predicted_measurements(inputs.measurements):
+        caption = "On the line the planner was right; above it promised more than was measured, below it less."
+        yield "predicted", "Predicted against measured", caption, draw_predicted(inputs.measurements)
+
+
+def _sweeps(inputs: ReportInputs) -> Drawn:
+    models: dict[str, list[Variant]] = {}
+    for model, variant in inputs.plans:
+        models.setdefault(model, []).append(variant)
+    for model, variants in models.items():
+        for group in group_sweeps(variants):
+            caption = "Predictions of the planner for each budget in the registry."
+            yield "sweep", "What more VRAM buys", caption, draw_sweep(model, group)
+
+
+def _placements(inputs: ReportInputs) -> Drawn:
+    for model, variant in inputs.plans:
+        for rank in variant.ranks:
+            caption = "One band per tier; a step runs under the smallest tier that covers its tokens."
+            if not variant.plan_needed:
+                caption += " Everything fits in VRAM, so no plan was needed."
+            yield "placement", "Where the model lives", caption, draw_placement(model, variant, rank)
+
+
+def _timelines(inputs: ReportInputs) -> Drawn:
+    measured = [Timeline(f"{m.model}, {m.test}, one step as measured", m.timeline) for m in inputs.measurements]
+    for timeline in (*inputs.timelines, *measured):
+        if timeline.events:
+            caption = "Bars are work, grey is waiting. Where bars lie above each other, copies hide behind compute."
+            yield "timeline", "One step over time", caption, draw_timeline(timeline)
+
+
+def _machines(inputs: ReportInputs) -> Drawn:
+    for profile in inputs.profiles:
+        p = profile.provenance
+        caption = f"Profile of {p.date}, {p.source}{' quickly' if p.quick else ''} by {p.command}."
+        yield "machine", "The machine", caption, draw_machine(profile)

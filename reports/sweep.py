@@ -1,0 +1,51 @@
+"""Figure: what a plan is predicted to reach as the VRAM budget grows."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pshard.plan import Variant
+from pshard.reports.style import BLUE, ORANGE, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def group_sweeps(variants: Sequence[Variant]) -> list[list[Variant]]:
+    """Variants of one workload at several budgets, ascending; workloads with one budget are left out."""
+    groups: dict[tuple, list[Variant]] = {}
+    for v in variants:
+        key = (v.context, v.sequences, v.type_k, v.type_v, v.max_ubatch, v.prompt, v.split_mode, len(v.vram_mib))
+        groups.setdefault(key, []).append(v)
+    return [sorted(group, key=lambda v: sum(v.vram_mib)) for group in groups.values() if len(group) > 1]
+
+
+def draw_sweep(model: str, variants: Sequence[Variant]) -> "Figure":
+    """Predicted decode rate and time to first token over the budget of all devices."""
+    first = variants[0]
+    gib = [sum(v.vram_mib) / 1024 for v in variants]
+    figure = new_figure(9.5, 3.9)
+    decode, prefill = figure.subplots(1, 2)
+    decode.plot(gib, [predict_decode(v) for v in variants], "o-", color=BLUE)
+    decode.set(title="Decode", ylabel="predicted tok/s")
+    prefill.plot(gib, [predict_first_token(v) for v in variants], "o-", color=ORANGE)
+    prefill.set(title=f"Time to first token, prompt of {first.prompt}", ylabel="predicted seconds")
+    for ax in (decode, prefill):
+        ax.set_xlabel("VRAM budget, GiB")
+        ax.set_ylim(bottom=0)
+        ax.grid(axis="y", color="#E5E5E5")
+    workload = f"context {first.context}, {first.sequences} sequence{'s' if first.sequences > 1 else ''}"
+    figure.suptitle(f"{model}: what more VRAM buys ({workload})", fontweight="bold", fontsize=11)
+    return figure
+
+
+def predict_decode(variant: Variant) -> float:
+    """Tokens per second over all sequences; the slowest rank sets the pace."""
+    return variant.sequences / max(r.covering(variant.sequences).prediction.seconds for r in variant.ranks)
+
+
+def predict_first_token(variant: Variant) -> float:
+    """Seconds to prefill one prompt in micro-batches, each counted as a full one of the tier that covers it."""
+    largest = min(variant.max_ubatch, variant.ranks[0].tiers[-1].tokens)
+    whole, rest = divmod(variant.prompt, largest)
+    batches = [largest] * whole + ([rest] if rest else [])
+    return sum(max(r.covering(n).prediction.seconds for r in variant.ranks) for n in batches)

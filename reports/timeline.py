@@ -1,0 +1,55 @@
+"""Figure: what the link, the CPU and the accelerator do during one step."""
+
+from typing import TYPE_CHECKING
+
+from pshard.measurement import Timeline
+from pshard.reports.style import BLUE, FAINT, GREEN, ORANGE, PURPLE, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+LANES = (
+    ("link", "link, to device", ORANGE),
+    ("d2h", "link, from device", PURPLE),
+    ("acc", "accelerator", BLUE),
+    ("cpu", "CPU", GREEN),
+)
+
+
+def draw_timeline(timeline: Timeline) -> "Figure":
+    """One bar per event in the lane of its resource; idle time is left grey, its share is named at the right."""
+    lanes = [lane for lane in LANES if any(e.lane == lane[0] for e in timeline.events)]
+    end = max(e.end for e in timeline.events)
+    scale, unit = (1e3, "ms") if end < 10 else (1.0, "s")
+    figure = new_figure(11, 1.3 + 0.62 * len(lanes))
+    ax = figure.subplots()
+    for row, (lane, _, colour) in enumerate(lanes):
+        ax.barh(row, end * scale, 0.8, color=FAINT, alpha=0.5)
+        events = [e for e in timeline.events if e.lane == lane]
+        starts = [max(e.start, 0.0) for e in events]
+        widths = [(e.end - start) * scale for e, start in zip(events, starts)]
+        lefts = [start * scale for start in starts]
+        ax.barh([row] * len(events), widths, 0.8, lefts, color=colour, edgecolor="white", linewidth=0.4)
+        for event, left, width in zip(events, lefts, widths):
+            if width > 0.011 * len(event.label) * end * scale:
+                ax.text(
+                    left + width / 2,
+                    row,
+                    event.label,
+                    ha="center",
+                    va="center",
+                    color="black" if colour == ORANGE else "white",
+                    fontsize=8,
+                )
+        busy = sum(widths) / (end * scale)
+        ax.text(1.01, row, f"busy {busy:.0%}", va="center", transform=ax.get_yaxis_transform())
+    ax.set_yticks(range(len(lanes)), [name for _, name, _ in lanes])
+    ax.set(
+        xlim=(0, end * scale),
+        ylim=(len(lanes) - 0.5, -0.5),
+        xlabel=f"{unit} since the step began",
+        title=timeline.title,
+    )
+    ax.tick_params(axis="y", length=0)
+    ax.spines["left"].set_visible(False)
+    return figure
