@@ -15,6 +15,7 @@ import pulp
 MS = 1e3  # seconds in the objective's unit
 MIB = 1 << 20
 TIDY = 1e-4  # price of link traffic that nothing waits for: prefer pinned where the time is the same
+UNTIDY = 0.02  # price of one more streamed unit, of the largest copy: small units waste the slots' lookahead
 GAP = 1e-4  # relative gap at which the solver may stop
 
 
@@ -87,12 +88,14 @@ def solve_tiers(
     kv_switch: tuple[float, ...] = (),
     time_limit: float = 10.0,
     relaxed: bool = False,
+    kv_stays: bool = False,
 ) -> Solution:
     """Solve all tiers at once; tiers ascend in tokens, and a smaller tier pins at least what a larger one pins.
 
     switch_seconds_per_byte: time of bringing in one byte of pins between the largest tier and the smallest.
     kv_switch: by class, seconds of moving the used KV cells of one layer at that switch.
     relaxed: waits for KV are free and link traffic has no price: the objective is then a lower bound.
+    kv_stays: all KV is in VRAM in every tier.
     """
     started = time.perf_counter()
     program = pulp.LpProblem("placement", pulp.LpMinimize)
@@ -101,6 +104,9 @@ def solve_tiers(
     for t, problem in enumerate(problems):
         pin, cpu, kv = _count_variables(t, problem)
         variables.append((pin, cpu, kv))
+        if kv_stays:
+            for c, cost in enumerate(problem.classes):
+                program += kv[c] >= (cost.size if cost.kv_nbytes else 0), f"kv_stays_{t}_{c}"
         terms.append(problem.weight * _add_tier(program, t, problem, pin, cpu, kv, relaxed))
         if t:
             before = variables[t - 1]
@@ -139,7 +145,7 @@ def _add_tier(program, t: int, problem: TierProblem, pin, cpu, kv, relaxed: bool
     total = pulp.LpVariable(f"ms_{t}", 0)
     runs = pulp.LpVariable(f"runs_{t}", 0)
     reached = pulp.LpVariable(f"reached_{t}", cat="Binary")
-    acc, host, link, alone, held = [], [], [], [], [problem.slots * slot]
+    acc, host, link, alone, units, held = [], [], [], [], [], [problem.slots * slot]
     for c, cost in enumerate(problem.classes):
         streamed = cost.size - pin[c] - cpu[c]
         held.append(cost.nbytes / MIB * pin[c])
@@ -152,6 +158,7 @@ def _add_tier(program, t: int, problem: TierProblem, pin, cpu, kv, relaxed: bool
         program += cost.size - cpu[c] <= cost.size * reached, f"reached_{t}_{c}"
         link.append(MS * cost.link * streamed)
         alone.append(MS * cost.acc * streamed)
+        units.append(streamed)
         program += streamed >= 0, f"placed_{t}_{c}"
         uses = pulp.LpVariable(f"streams_{t}_{c}", cat="Binary")
         program += streamed <= cost.size * uses, f"streams_{t}_{c}_if"
@@ -183,7 +190,10 @@ def _add_tier(program, t: int, problem: TierProblem, pin, cpu, kv, relaxed: bool
         program += fl * both <= MS * _copies_beside_a_run(problem) * runs, f"lookahead_{t}"
     if problem.slots == 1:  # no copy runs while its slot is computed from
         program += total >= link_ms + pulp.lpSum(alone), f"one_slot_{t}"
-    return total if relaxed else total + TIDY * link_ms
+    if relaxed:
+        return total
+    largest = max((c.link for c in problem.classes if c.kind in ("attention", "ffn")), default=0.0)
+    return total + TIDY * link_ms + UNTIDY * MS * largest * pulp.lpSum(units)
 
 
 def _copies_beside_a_run(problem: TierProblem) -> float:

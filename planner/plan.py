@@ -20,7 +20,7 @@ from pshard.planner.problem import count_tier, tier_problem
 from pshard.planner.search import SLOT_CHOICES, Scored, TierSearch
 from pshard.workload import Workload
 
-SLOTS = (2, 3)  # staging slots that the program is solved with; the search tries the ones beside them
+FLAVOURS = ((2, False), (2, True), (3, False), (3, True))  # staging slots, whether all KV stays in VRAM
 EVALUATIONS = 16  # simulations of local improvement per tier; the workload's own tiers get four times as many
 
 
@@ -156,14 +156,13 @@ def _plan_rank(
     solved = chosen.solution
     tiers = []
     for tier, cost, bound in zip(chosen.tiers, costs, bounds):
-        objective = fluid_seconds(
-            tier_problem(room, classes, cost, max(tier.buffers.slots, 1)), count_tier(classes, tier)
-        )
+        problem = tier_problem(room, classes, cost, max(tier.buffers.slots, 1))
+        objective = fluid_seconds(problem, count_tier(classes, tier))
         solve = Solve(
             solved.status if solved else "not needed",
             objective,
-            min(bound, objective),
-            max(0.0, 1 - bound / objective) if objective else 0.0,
+            objective * (1 - solved.gap) if solved else objective,
+            solved.gap if solved else 0.0,
             solved.seconds / len(loads) if solved else 0.0,
             solved.solver if solved else "",
             chosen.strategy,
@@ -189,21 +188,28 @@ def _bound(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts) -> floa
 def best_candidate(
     room: Room, classes: tuple[UnitClass, ...], costs: list[TierCosts], time_limit: float
 ) -> Candidate:
-    """The best of the program's solutions, locally improved, and of every published strategy."""
-    candidates, deadline = [], time.monotonic() + time_limit
-    for slots in SLOTS:
-        left = (deadline - time.monotonic()) / 2
-        if left > 0 or not candidates:
-            candidates.append(_solve(room, classes, costs, slots, max(left, 1.0)))
-    candidates += [c for name in STRATEGIES if (c := _baseline(name, room, costs))]
-    return min((c for c in candidates if c), key=lambda c: c.total)
+    """The best, by simulated time, of the program's solutions locally improved and of every published strategy.
+
+    What no coefficient says (lookahead, waits) is left to simulation: the program is solved in several flavours.
+    """
+    candidates: list[Candidate | None] = [_baseline(name, room, costs) for name in STRATEGIES]
+    started = time.monotonic()
+    for i, (slots, kv_stays) in enumerate(FLAVOURS):
+        left = time_limit - (time.monotonic() - started)
+        if i == 0 or left > 0:
+            candidates.append(_solve(room, classes, costs, slots, kv_stays, max(left / 2, 1.0)))
+    found = [c for c in candidates if c]
+    if not found:
+        raise UserError(f"no plan for {room.spec.name} found within {time_limit:g} s; raise the time limit")
+    return min(found, key=lambda c: c.total)
 
 
 def _solve(
-    room: Room, classes: tuple[UnitClass, ...], costs: list[TierCosts], slots: int, time_limit: float
+    room: Room, classes: tuple[UnitClass, ...], costs: list[TierCosts], slots: int, kv_stays: bool, time_limit: float
 ) -> Candidate | None:
     problems = tuple(tier_problem(room, classes, c, slots) for c in costs)
-    solution = solve_tiers(problems, _pin_switch(costs[0]), _kv_switch(classes, costs), time_limit)
+    per_byte, per_layer = 1 / costs[0].tables.link_rate, _kv_switch(classes, costs)
+    solution = solve_tiers(problems, per_byte, per_layer, time_limit, kv_stays=kv_stays)
     if not solution.counts:
         return None
     residency = order_residency(classes, list(solution.counts))
@@ -241,10 +247,6 @@ def _candidate(
 ) -> Candidate:  # fmt: skip
     total = sum(c.load.weight * s for c, s in zip(costs, seconds)) + switch_seconds(room, tiers, costs)
     return Candidate(strategy, residency, tiers, seconds, total, solution)
-
-
-def _pin_switch(costs: TierCosts) -> float:
-    return 1 / costs.tables.link_rate
 
 
 def _kv_switch(classes: tuple[UnitClass, ...], costs: list[TierCosts]) -> tuple[float, ...]:
