@@ -1,5 +1,8 @@
 """What figures say is what was measured or planned."""
 
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 from report_samples import make_bench, make_measurement, make_plan_variant, make_scaling, make_timeline
 
@@ -73,7 +76,7 @@ def test_prediction_title_counts_those_within_the_band():
 
 def test_labels_are_pushed_apart_and_stay_inside():
     placed = spread_apart([0.5, 0.5, 0.5, 0.98, 0.99], 0.1)
-    assert all(b - a >= 0.1 - 1e-9 for a, b in zip(placed, placed[1:])) and placed[-1] <= 1
+    assert all(b - a >= 0.1 - 1e-9 for a, b in pairwise(placed)) and placed[-1] <= 1
     assert spread_apart([0.1, 0.9], 0.1) == [0.1, 0.9]
 
 
@@ -101,8 +104,6 @@ def test_first_token_adds_up_micro_batches_under_their_tiers():
     variant = make_plan_variant((12000,))
     assert predict_decode(variant) == pytest.approx(1 / 0.065)
     assert predict_first_token(variant) == pytest.approx(0.43)
-    from dataclasses import replace
-
     assert predict_first_token(replace(variant, prompt=9000)) == pytest.approx(2 * 0.43 + 0.18)
 
 
