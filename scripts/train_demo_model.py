@@ -23,7 +23,8 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -66,8 +67,9 @@ class Recipe:
     weight_decay: float = 0.5
     gradient_clip: float = 1.0
     dropout: float = 0.2
-    bpe_dropout: float = 0.1
-    bpe_variants: int = 16  # re-encodings of the text with BPE dropout, beside as many plain copies
+    # Held-out perplexity of a 1/6-size trial on 1/6 of the text: none 98.6, 0.1 75.2, 0.2 below 71.
+    bpe_dropout: float = 0.2
+    bpe_variants: int = 32  # re-encodings of the text with BPE dropout, beside as many plain copies
     average_decay: float = 0.995  # of the moving average of the weights, which is what is evaluated and kept
     evaluate_every: int = 100
     patience: int = 12  # evaluations without a better one
@@ -258,6 +260,19 @@ def train(
     return best_weights, best_step, step
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; when the block succeeds, sync what it wrote and rename it to `path`."""
+    temporary = path.with_name(path.name + ".part")
+    try:
+        yield temporary
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def pick_type(array: np.ndarray, quant: str) -> gguf.GGMLQuantizationType:
     """Matrices take the chosen type, norms stay F32."""
     return gguf.GGMLQuantizationType[quant if array.ndim == 2 else "F32"]
@@ -266,9 +281,8 @@ def pick_type(array: np.ndarray, quant: str) -> gguf.GGMLQuantizationType:
 def write_gguf(
     path: Path, shape: Shape, tokenizer: tokenizers.Tokenizer, weights: dict[str, Tensor], quant: str
 ) -> None:
-    """Write header, tokenizer and quantised tensors to a temporary file, then rename it to `path`."""
-    temporary = path.with_name(path.name + ".part")
-    writer = gguf.GGUFWriter(temporary, "llama")
+    """Write header, tokenizer and quantised tensors to `path`."""
+    writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("pshard demo")
     writer.add_author("pshard contributors")
     writer.add_description("Small Shakespeare-like model for demonstrations, trained on public-domain text only.")
@@ -301,16 +315,10 @@ def write_gguf(
         array = weight.float().cpu().numpy()
         kind = pick_type(array, quant)
         writer.add_tensor(name, gguf.quantize(array, kind), raw_dtype=kind)
-    try:
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -330,6 +338,16 @@ def sample_text(model: Llama, tokenizer: tokenizers.Tokenizer, prompt: str, coun
     return tokenizer.decode(ids[0].tolist())
 
 
+def open_device(name: str) -> torch.device:
+    """The named device, or for "auto" a CUDA GPU if there is one; raises ValueError when it cannot hold a tensor."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.zeros(1, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"cannot use --device {name}: {str(error).splitlines()[0]}") from error
+
+
 def name_device(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
@@ -339,7 +357,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--text", type=Path, required=True, help="UTF-8 text; its last tenth is held out")
     parser.add_argument("--out", type=Path, required=True, help="GGUF file to write")
     parser.add_argument("--report", type=Path, help="JSON report to write (default: OUT with suffix .json)")
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--max-seconds", type=float, default=240.0, help="training ends by then with the best so far")
     parser.add_argument("--quant", choices=QUANT_TYPES, default="Q8_0", help="type of all matrices; norms stay F32")
     parser.add_argument("--device", default="auto", help='"auto", "cpu", "cuda", "cuda:1", ...')
@@ -350,7 +368,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def train_and_write(args: argparse.Namespace) -> None:
     """Do what the command line asks for; raises ValueError or OSError with a sentence for the user."""
     shape, recipe, began = Shape(), Recipe(), time.monotonic()
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
+    if args.steps < 1:
+        raise ValueError(f"--steps is {args.steps}; give at least 1")
+    device = open_device(args.device)
     report_path: Path = args.report or args.out.with_suffix(".json")
     for path in (args.out, report_path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -374,7 +394,8 @@ def train_and_write(args: argparse.Namespace) -> None:
     seconds = time.monotonic() - began
     model.eval().load_state_dict(weights)
     float_result = evaluate(model)
-    write_gguf(args.out, shape, tokenizer, weights, args.quant)
+    with replacing(args.out) as temporary:
+        write_gguf(temporary, shape, tokenizer, weights, args.quant)
     model.load_state_dict(read_weights(args.out))
     file_result = evaluate(model)
     sample = sample_text(model, tokenizer, "ROMEO:\n", count=200, temperature=0.8)
@@ -405,9 +426,8 @@ def train_and_write(args: argparse.Namespace) -> None:
         "command": re.sub(r"[^\s='\"]*/", "", shlex.join(sys.argv)),  # folders mean nothing to another reader
         "sample": sample,
     }
-    temporary = report_path.with_name(report_path.name + ".part")
-    temporary.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(report_path)
+    with replacing(report_path) as temporary:
+        temporary.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(sample)
     print(f"held-out perplexity per token: float32 {float_result.perplexity_per_token:.4f}, ", end="")
     print(f"{args.quant} {file_result.perplexity_per_token:.4f} ({file_result.bits_per_byte:.4f} bits per byte)")
