@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from pshard.machine import MachineProfile
 
 MOVED = 0.10  # less than this is noise
+HANDOFF = "hand-off"
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,15 @@ def _identity_changes(old: MachineProfile, new: MachineProfile) -> Iterator[Chan
 
 
 def _identity(profile: MachineProfile) -> dict[str, str]:
-    names = {f"host {f.name}": str(getattr(profile.host, f.name)) for f in fields(profile.host)}
+    names = {f"host {f.name}": _text(f.name, getattr(profile.host, f.name)) for f in fields(profile.host)}
     for acc in profile.accelerators:
-        names |= {f"accelerator {acc.index} {f.name}": str(getattr(acc, f.name)) for f in fields(acc)}
+        names |= {f"accelerator {acc.index} {f.name}": _text(f.name, getattr(acc, f.name)) for f in fields(acc)}
     return names | {f: getattr(profile.provenance, f) for f in ("pshard", "torch", "python", "os")}
+
+
+def _text(field: str, value: object) -> str:
+    """A field's value; memory in MiB, since systems report a few KiB more or less after every boot."""
+    return f"{value >> 20} MiB" if field == "memory_bytes" and isinstance(value, int) else str(value)
 
 
 def _rate_changes(old: MachineProfile, new: MachineProfile) -> Iterator[Change]:
@@ -48,8 +54,14 @@ def _rate_changes(old: MachineProfile, new: MachineProfile) -> Iterator[Change]:
     for what, pairs in sorted(groups.items()):
         ratio = statistics.median(b / a for a, b in pairs)
         if abs(ratio - 1) > MOVED:
-            count = f"{len(pairs)} timings" if len(pairs) > 1 else "1 timing"
-            yield Change(what, "1.00x", f"{ratio:.2f}x ({count})", ratio)
+            if len(pairs) > 1:
+                yield Change(what, f"{len(pairs)} timings", f"{ratio:.2f}x as fast", ratio)
+            else:
+                yield Change(what, _show_rate(what, pairs[0][0]), _show_rate(what, pairs[0][1]), ratio)
+
+
+def _show_rate(what: str, rate: float) -> str:
+    return f"{1e6 / rate:.1f} µs" if what == HANDOFF else f"{rate / 1e9:.1f} GB/s"
 
 
 def _rates(profile: MachineProfile) -> Iterator[tuple[tuple[str, Hashable], float]]:
@@ -58,13 +70,14 @@ def _rates(profile: MachineProfile) -> Iterator[tuple[tuple[str, Hashable], floa
         yield (f"DRAM read, {read.threads} threads", 0), read.rate
     for copy in profile.copies:
         yield (f"{copy.direction} {copy.memory} copies", copy.nbytes), copy.nbytes / copy.seconds
-    for m in profile.matmuls:
+    sides = ("host", "acc") if profile.accelerators[0].kind != "cpu" else ("host",)  # there the rows are the same
+    for m in (m for m in profile.matmuls if m.device in sides):
         regime = "few tokens" if m.tokens <= 16 else "many tokens"
         yield (f"{m.device} matmul {m.qtype}, {regime}", (m.rows, m.cols, m.tokens)), 1 / m.seconds
-    for a in profile.attention:
+    for a in (a for a in profile.attention if a.device in sides):
         key = (a.n_heads, a.n_kv_heads, a.head_dim, a.kv_type, a.tokens, a.context)
         yield (f"{a.device} attention", key), 1 / a.seconds
     for field in fields(profile.contention):
         yield (f"contention {field.name}", 0), getattr(profile.contention, field.name)
     if profile.handoff_seconds > 0:
-        yield ("hand-off", 0), 1 / profile.handoff_seconds
+        yield (HANDOFF, 0), 1 / profile.handoff_seconds

@@ -15,9 +15,13 @@ OTHER_QTYPES = tuple(q for q in QUANT_TYPES if q not in COMMON_QTYPES)
 
 @dataclass(frozen=True)
 class Shapes:
-    """What a model, or a range of models, is made of. `matmuls` are (quant type, rows, cols)."""
+    """What a model, or a range of models, is made of. `matmuls` and `heads` are (quant type, rows, cols).
+
+    `heads` are output matrices, which never meet more than LOGIT_ROWS tokens.
+    """
 
     matmuls: tuple[tuple[str, int, int], ...]
+    heads: tuple[tuple[str, int, int], ...]
     attention: tuple[AttentionShape, ...]
     widths: tuple[tuple[int, int], ...]  # (d_model, d_ffn)
     embedding: tuple[tuple[str, int], ...]  # (quant type, d_model)
@@ -49,8 +53,8 @@ def quick_effort(cache_bytes: int) -> Effort:
         pace=Pace(0.03),
         slow=0.25,
         rotation=rotation_bytes(cache_bytes, quick=True),
-        limit=40.0,
-        grid=Shapes(tuple(grid), (AttentionShape(32, 8, 128),), ((4096, 14336),), (("Q4_0", 4096),), 4096),
+        limit=35.0,
+        grid=Shapes(tuple(grid), (), (AttentionShape(32, 8, 128),), ((4096, 14336),), (("Q4_0", 4096),), 4096),
         host_tokens=(1, 4, 16, 64, 128, 512),
         acc_tokens=(1, 4, 16, 64, 128, 512, 2048, 4096),
         copy_sizes=COPY_SIZES,
@@ -70,7 +74,7 @@ def full_effort(cache_bytes: int) -> Effort:
         slow=2.0,
         rotation=rotation_bytes(cache_bytes, quick=False),
         limit=600.0,
-        grid=Shapes(tuple(grid), heads, ((4096, 14336), (5120, 25600)), (("Q4_0", 4096), ("Q6_K", 5120)), 65536),
+        grid=Shapes(tuple(grid), (), heads, ((4096, 14336), (5120, 25600)), (("Q4_0", 4096), ("Q6_K", 5120)), 65536),
         host_tokens=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048),
         acc_tokens=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
         copy_sizes=COPY_SIZES,
@@ -81,10 +85,12 @@ def full_effort(cache_bytes: int) -> Effort:
 def model_shapes(spec: ModelSpec) -> Shapes:
     """The shapes and quant types of one model, so that a plan for it needs no interpolation between shapes."""
     config = spec.config
-    matmuls = {(t.qtype, t.rows, t.cols) for u in spec.units if u.kind != "embedding" for t in u.matrices}
+    matmuls = {(t.qtype, t.rows, t.cols) for u in spec.units if u.layer >= 0 for t in u.matrices}
+    heads = {(t.qtype, t.rows, t.cols) for u in spec.units if u.kind == "output" for t in u.matrices}
     embeddings = {(t.qtype, t.cols) for u in spec.units if u.kind == "embedding" for t in u.matrices}
     return Shapes(
         tuple(sorted(matmuls)),
+        tuple(sorted(heads - matmuls)),
         (AttentionShape(config.n_heads, config.n_kv_heads, config.head_dim),),
         ((config.d_model, config.d_ffn),),
         tuple(sorted(embeddings)),

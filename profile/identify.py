@@ -35,6 +35,8 @@ def identify_accelerators(kind: str) -> tuple[AcceleratorInfo, ...]:
     """Every visible GPU for "cuda", the CPU itself for "cpu". Raises UserError when torch sees no GPU."""
     if kind == "cpu":
         return (AcceleratorInfo("cpu", 0, f"{_cpu_name()} (as accelerator)", usable_memory()),)
+    if kind != "cuda":
+        raise UserError(f"unknown device {kind!r}; choose cuda or cpu")
     import torch
 
     if not torch.cuda.is_available():

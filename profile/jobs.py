@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from pshard.buffers import LOGIT_ROWS
 from pshard.machine import AttentionTiming, ElementwiseTiming, MatmulTiming
 from pshard.profile.effort import Effort, Shapes
 from pshard.profile.kernels import KernelBench, time_attention, time_elementwise, time_embedding, time_matmul
@@ -54,9 +55,10 @@ def _jobs_of(side: str, effort: Effort, shapes: Shapes, of_grid: bool) -> Iterat
     for qtype, width in shapes.embedding:
         run = partial(time_embedding, qtype=qtype, width=width, tokens=few)
         yield (qtype, width), Job(side, f"{name} embedding {qtype}", fill + each * len(few), False, run)
-    for qtype, rows, cols in shapes.matmuls:
-        run = partial(time_matmul, qtype=qtype, rows=rows, cols=cols, tokens=tokens)
-        expected = fill + each * len(tokens) + effort.slow
+    for qtype, rows, cols in (*shapes.matmuls, *shapes.heads):
+        counts = tokens if (qtype, rows, cols) in shapes.matmuls else tuple(t for t in tokens if t <= LOGIT_ROWS)
+        run = partial(time_matmul, qtype=qtype, rows=rows, cols=cols, tokens=counts)
+        expected = fill + each * len(counts) + effort.slow
         yield (qtype, rows, cols), Job(side, f"{name} matmul {qtype} {rows}x{cols}", expected, of_grid, run)
 
 

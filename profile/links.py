@@ -17,7 +17,7 @@ from pshard.profile.timing import Pace, median_seconds
 from pshard.runtime.device import Device
 
 KIB, MIB = 1 << 10, 1 << 20
-COPY_SIZES = (64 * KIB, 256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
+COPY_SIZES = (4 * KIB, 64 * KIB, 256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 BATCH_BYTES = 16 * MIB  # small copies are queued until so many bytes are under way, as the runtime queues them
 DEEPEST_QUEUE = 32
 DUPLEX_BYTES = 32 * MIB

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -9,7 +10,8 @@ from pshard.machine import CopyTiming, MachineProfile, MatmulTiming
 from pshard.profile.compare import Change
 from pshard.quant import packed_nbytes
 
-SHOWN_SHAPES = 3  # matrices per quant type: the largest that were timed
+SHOWN_SHAPES = 2  # matrices per quant type: the largest that were timed
+SHOWN_COUNTS = 7
 
 
 def print_profile(profile: MachineProfile, console: Console) -> None:
@@ -18,7 +20,7 @@ def print_profile(profile: MachineProfile, console: Console) -> None:
         _host_table(profile),
         _reads_table(profile),
         _link_table(profile),
-        *(_matmul_table(profile, side) for side in ("host", "acc")),
+        *(_matmul_table(profile, side) for side in _sides(profile)),
         _attention_table(profile),
     ):
         if table.row_count:
@@ -27,27 +29,33 @@ def print_profile(profile: MachineProfile, console: Console) -> None:
         console.print(f"note: {note}")
 
 
+def _sides(profile: MachineProfile) -> tuple[str, ...]:
+    """Sides with figures of their own; the CPU as accelerator runs the host's kernels."""
+    own = profile.accelerators and profile.accelerators[0].kind != "cpu"
+    return ("host", "acc") if own else ("host",)
+
+
 def print_changes(changes: Sequence[Change], since: str, console: Console) -> None:
     """What changed since the profile of the date `since`."""
     if not changes:
         console.print(f"Nothing moved by more than 10% since {since}.")
         return
-    table = Table("", "before", "now", title=f"Changed since {since}", title_justify="left")
+    table = _table(f"Changed since {since}", "what", "before", "now")
     for change in changes:
         table.add_row(change.what, change.before, change.after)
     console.print(table)
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right")
+        table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
     return table
 
 
 def _host_table(profile: MachineProfile) -> Table:
     host = profile.host
-    table = Table(title="Machine", title_justify="left", show_header=False)
+    table = Table(title="Machine", title_justify="left", show_header=False, box=None, pad_edge=False)
     caches = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in host.caches) or "unknown"
     table.add_row("CPU", f"{host.cpu}, {host.cores} cores usable, {host.numa_nodes} NUMA node(s)")
     table.add_row("caches", caches)
@@ -70,34 +78,29 @@ def _reads_table(profile: MachineProfile) -> Table:
 
 
 def _link_table(profile: MachineProfile) -> Table:
-    table = _table(
-        "Link, GB/s", "copy", "to device, pinned", "to host, pinned", "to device, pageable", "to host, pageable"
-    )
+    ways = [(direction, memory) for memory in ("pinned", "pageable") for direction in ("h2d", "d2h")]
+    table = _table("Link, GB/s (h2d: to the accelerator)", "copy", *(" ".join(way) for way in ways))
     by_size: dict[int, dict[tuple[str, str], CopyTiming]] = {}
     for copy in profile.copies:
         by_size.setdefault(copy.nbytes, {})[copy.direction, copy.memory] = copy
     for nbytes, found in sorted(by_size.items()):
-        cells = []
-        for memory in ("pinned", "pageable"):
-            for direction in ("h2d", "d2h"):
-                timing = found.get((direction, memory))
-                cells.append(f"{nbytes / timing.seconds / 1e9:.1f}" if timing else "-")
+        cells = [f"{nbytes / found[way].seconds / 1e9:.1f}" if way in found else "-" for way in ways]
         table.add_row(_size(nbytes), *cells)
     both = profile.contention
     table.add_section()
     table.add_row("both ways at once", _rate(both.h2d_with_d2h), _rate(both.d2h_with_h2d))
-    table.add_row("under CPU kernels", _rate(both.link_with_cpu))
-    table.add_row("CPU kernels read meanwhile", _rate(both.cpu_with_link))
-    table.add_row("hand-off of one hidden vector", f"{profile.handoff_seconds * 1e6:.0f} µs")
+    table.add_row("beside CPU kernels", _rate(both.link_with_cpu))
+    table.add_row("they read meanwhile", _rate(both.cpu_with_link))
+    table.add_row("hand-off", f"{profile.handoff_seconds * 1e6:.0f} µs")
     return table
 
 
 def _matmul_table(profile: MachineProfile, side: str) -> Table:
     timings = [m for m in profile.matmuls if m.device == side]
-    counts = _spread(sorted({m.tokens for m in timings}), 6)
+    counts = _spread(sorted({m.tokens for m in timings}), SHOWN_COUNTS)
     name = {"host": "CPU", "acc": "accelerator"}[side]
-    header = [f"{t} token{'s' * (t > 1)}" for t in counts]
-    table = _table(f"Matmuls on the {name}: GB/s of weights at one token, then TFLOP/s", "weights", *header)
+    units = [f"{t} {'GB/s' if t == 1 else 'TF/s'}" for t in counts]
+    table = _table(f"Matmuls on the {name}, by tokens: GB/s of weights, TFLOP/s", "weights", *units)
     for qtype, rows, cols in _shown(timings):
         found = {m.tokens: m for m in timings if (m.qtype, m.rows, m.cols) == (qtype, rows, cols)}
         cells = [_matmul_rate(found[t]) if t in found else "-" for t in counts]
@@ -118,19 +121,21 @@ def _shown(timings: Iterable[MatmulTiming]) -> list[tuple[str, int, int]]:
 
 def _matmul_rate(m: MatmulTiming) -> str:
     if m.tokens == 1:
-        return f"{packed_nbytes(m.qtype, m.rows, m.cols) / m.seconds / 1e9:.1f} GB/s"
+        return f"{packed_nbytes(m.qtype, m.rows, m.cols) / m.seconds / 1e9:.1f}"
     flops = 2 * m.tokens * m.rows * m.cols / m.seconds
     return f"{flops / 1e12:.3g}"
 
 
 def _attention_table(profile: MachineProfile) -> Table:
-    table = _table("Attention of one layer, ms", "heads", "new tokens", "context", "CPU", "accelerator")
+    sides = _sides(profile)
+    names = {"host": "CPU", "acc": "accelerator"}
+    table = _table("Attention of one layer, ms", "heads", "new tokens", "context", *(names[side] for side in sides))
     cells: dict[tuple, dict[str, float]] = {}
     for a in profile.attention:
         key = (a.n_heads, a.n_kv_heads, a.head_dim, a.tokens, a.context)
         cells.setdefault(key, {})[a.device] = a.seconds
     for (heads, kv, dim, tokens, context), found in sorted(cells.items()):
-        times = [f"{found[side] * 1e3:.3g}" if side in found else "-" for side in ("host", "acc")]
+        times = [f"{found[side] * 1e3:.3g}" if side in found else "-" for side in sides]
         table.add_row(f"{heads}/{kv} x {dim}", str(tokens), str(context), *times)
     return table
 

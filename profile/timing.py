@@ -25,14 +25,15 @@ class Pace:
 def median_seconds(run: Callable[[int], object], pace: Pace, cuda: bool = False) -> float:
     """Median seconds of run(i), i = 0, 1, 2 ...; `i` lets it choose another copy of its operands every time.
 
-    The first call is a warm-up (compilation, first touch), the second sets the number of repetitions. On CUDA calls
+    The first call is a warm-up (compilation, first touch), the second sets the number of repetitions, and is the
+    result when that number is one. On CUDA calls
     are issued one behind the other and timed by events between them: what a queue of such calls takes.
     """
     sample = _sample_cuda if cuda else _sample_cpu
     sample(run, 0, 1)
     estimate = sample(run, 1, 1)[0]
     count = pace.repetitions(estimate)
-    return statistics.median(sample(run, 2, count))
+    return statistics.median(sample(run, 2, count)) if count > 1 else estimate
 
 
 def _sample_cpu(run: Callable[[int], object], first: int, count: int) -> list[float]:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -26,7 +27,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "-t", "--threads", type=_thread_count, metavar="N", help="CPU threads (default: the count that reads fastest)"
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="accelerator (default: cuda where there is a GPU)")
+    parser.add_argument("-dev", "--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     parser.add_argument("--json", action="store_true", help="print the profile as JSON, and nothing else, on stdout")
     parser.set_defaults(threads=env_default("THREADS", _thread_count, None), device=env_default("DEVICE", str, None))
     return parser.parse_args(argv)
@@ -92,8 +93,13 @@ def _model_spec(path: str | None) -> Any:
 
 def _check_writable(path: Path | None) -> None:
     """Complain before a minute of measuring, not after it."""
-    if path is not None and path.is_dir():
+    if path is None:
+        return
+    if path.is_dir():
         raise UserError(f"-o {path}: is a folder; give a file name")
+    folder = next(p for p in path.absolute().parents if p.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UserError(f"-o {path}: the folder {folder} cannot be written; choose another place")
 
 
 def _previous_profile(path: Path | None) -> Any:

@@ -1,0 +1,55 @@
+"""Operands rotate over as many bytes as asked, and are valid packed weights."""
+
+import numpy as np
+import pytest
+import torch
+
+from pshard.profile.operands import LEAST_ROTATION, OperandPool, random_record, rotation_bytes
+from pshard.quant import QUANT_TYPES, packed_nbytes
+from pshard.runtime.kernels.layout import unpack_reference
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+
+
+def test_rotation_covers_twice_the_last_cache_and_half_a_gibibyte():
+    assert rotation_bytes(0, quick=False) == LEAST_ROTATION
+    assert rotation_bytes(300 * MIB, quick=False) == 600 * MIB
+    assert rotation_bytes(32 * MIB, quick=True) == 128 * MIB
+    for cache in (0, 8 * MIB, 96 * MIB, 300 * MIB):
+        assert rotation_bytes(cache, quick=True) >= 2 * cache
+
+
+@pytest.mark.parametrize("qtype, rows, cols", [("Q4_0", 512, 512), ("Q6_K", 48, 256), ("BF16", 33, 64)])
+def test_copies_span_the_pool_without_overlap(qtype, rows, cols):
+    pool = OperandPool(4 * MIB, CPU)
+    copies = pool.rotate_weights(qtype, rows, cols)
+    nbytes = packed_nbytes(qtype, rows, cols)
+    starts = [copy.data.data_ptr() for copy in copies]
+    assert all(copy.data.numel() == nbytes for copy in copies)
+    assert all(b - a >= nbytes for a, b in zip(starts, starts[1:]))
+    page = 4096
+    assert starts[-1] - starts[0] + nbytes > 4 * MIB - 2 * (nbytes + page)
+    assert all(torch.equal(copy.data, copies[0].data) for copy in copies)
+
+
+def test_a_matrix_larger_than_the_pool_gets_one_copy():
+    pool = OperandPool(MIB, CPU)
+    (only,) = pool.rotate_weights("F32", 1024, 512)
+    assert only.data.numel() == 2 * MIB
+
+
+@pytest.mark.parametrize("qtype", QUANT_TYPES)
+def test_random_records_are_ordinary_numbers(qtype):
+    weights = unpack_reference(random_record(qtype, 512), qtype, 16, 512)
+    assert np.isfinite(weights).all()
+    assert 1e-5 < np.abs(weights).mean() < 10
+    assert len(np.unique(weights)) > 8
+
+
+def test_kv_copies_span_the_pool():
+    pool = OperandPool(4 * MIB, CPU)
+    caches = pool.rotate_kv(context=256, n_kv_heads=2, head_dim=64, kv_type="bf16")
+    assert len(caches) == 4 * MIB // (2 * 256 * 2 * 64 * 2)
+    assert caches[0].k.shape == caches[0].v.shape == (1, 256, 2, 64)
+    assert torch.isfinite(caches[-1].k).all() and caches[-1].v.abs().sum() > 0

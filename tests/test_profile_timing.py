@@ -1,0 +1,76 @@
+"""The timing loop, the rule for threads, and tasks that run at once."""
+
+import time
+
+import pytest
+
+from pshard.profile.host_threads import pick_threads, thread_counts
+from pshard.profile.links import run_together
+from pshard.profile.timing import Pace, median_seconds
+
+
+def test_repetitions_fill_the_budget_within_bounds():
+    pace = Pace(1.0, least=3, most=10)
+    assert pace.repetitions(0.2) == 5
+    assert pace.repetitions(0.9) == 3
+    assert pace.repetitions(1e-6) == 10
+    assert pace.repetitions(2.0) == 1
+
+
+def test_the_median_leaves_out_the_warm_up():
+    def run(i: int) -> None:
+        time.sleep(0.05 if i == 0 else 0.002)
+
+    assert 0.002 <= median_seconds(run, Pace(0.02)) < 0.03
+
+
+def test_every_call_gets_its_own_number():
+    seen: list[int] = []
+    median_seconds(seen.append, Pace(0.001, least=4, most=4))
+    assert seen == list(range(6))
+
+
+def test_a_slow_call_is_timed_once():
+    seen: list[int] = []
+
+    def run(i: int) -> None:
+        seen.append(i)
+        time.sleep(0.01)
+
+    assert median_seconds(run, Pace(0.001)) >= 0.01
+    assert seen == [0, 1]
+
+
+def test_threads_are_the_fewest_within_three_percent():
+    assert pick_threads({1: 10.0, 2: 19.0, 4: 30.0, 8: 30.5, 16: 29.0}) == 4
+    assert pick_threads({1: 10.0, 2: 10.5}) == 2
+    assert pick_threads({1: 10.0, 2: 10.2}) == 1
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 6, 16, 100])
+def test_thread_counts_reach_from_one_to_all_cores(cores):
+    for quick in (True, False):
+        counts = thread_counts(cores, quick)
+        assert counts[0] == 1 and counts[-1] == cores
+        assert list(counts) == sorted(set(counts))
+
+
+def test_tasks_run_at_once_and_report_their_own_rates():
+    def task(units: int, seconds: float):
+        def run() -> int:
+            time.sleep(seconds)
+            return units
+
+        return run
+
+    rates = run_together({"a": task(10, 0.005), "b": task(1, 0.005)}, 0.1)
+    assert 200 < rates["a"] <= 2000
+    assert 20 < rates["b"] <= 200
+
+
+def test_a_failing_task_is_reported_and_ends_the_others():
+    def fail() -> int:
+        raise ValueError("broken lane")
+
+    with pytest.raises(ValueError, match="broken lane"):
+        run_together({"good": lambda: 1, "bad": fail}, 0.05)
