@@ -55,7 +55,7 @@ def gguf_config(
         context=keys.integer("context_length"),
         rope=_gguf_rope(arch, keys, head_dim, stored),
         qk_norm=arch.qk_norm,
-        sliding_window=keys.get("attention.sliding_window") or 0,
+        sliding_window=keys.integer("attention.sliding_window") if keys.get("attention.sliding_window") else 0,
     )
     return check_config(config, where)
 

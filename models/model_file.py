@@ -155,7 +155,7 @@ def _rename(
     """Tensors by GGUF name. Drops what is computed anyway: RoPE buffers, and the head of a tied model."""
     import gguf
 
-    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.gguf.upper()), config.n_layers)
+    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.gguf.upper()), min(config.n_layers, len(stored)))
     renamed = {}
     for key, tensor in stored.items():
         if key.endswith(".rotary_emb.inv_freq") or (tied and key == "lm_head.weight"):

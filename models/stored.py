@@ -3,6 +3,7 @@
 import contextlib
 import mmap
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import NoReturn
 
@@ -52,7 +53,7 @@ class StoredTensor:
     @property
     def nbytes(self) -> int:
         """Bytes in the file. Raises KeyError for an unknown quant type."""
-        rows = int(np.prod(self.shape[:-1], dtype=object))
+        rows = prod(self.shape[:-1])
         return file_nbytes(self.qtype, rows, self.shape[-1])
 
     def check_extent(self) -> None:

@@ -20,9 +20,8 @@ def build_units(
     Raises UserError for a tensor that is missing, misshapen, of a type that cannot be used, or has no place in the
     architecture (computing without it would be silently wrong).
     """
-    biases = {
-        role for role in arch.optional_biases if any(f"blk.{i}.{role}" in stored for i in range(config.n_layers))
-    } | set(arch.biases)
+    roles = {name.split(".", 2)[2] for name in stored if name.count(".") > 2}
+    biases = set(arch.biases) | (set(arch.optional_biases) & roles)
 
     def unit(name: str, kind: str, layer: int, tensors: Iterator[Expected]) -> Unit:
         specs = [_tensor_spec(stored, tensor, shape, where) for tensor, shape in tensors]

@@ -1,0 +1,187 @@
+"""The tokenizer inside a GGUF file, built for the `tokenizers` library.
+
+Keys `tokenizer.ggml.*`: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md#tokenizer.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pshard.errors import UserError
+from pshard.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # values of tokenizer.ggml.token_type
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
+_TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|"
+_MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|"
+
+
+@dataclass(frozen=True)
+class PreTokenizer:
+    """How text is cut before BPE: patterns applied one after another, and what else goes with them."""
+
+    patterns: tuple[str, ...]
+    nfc: bool = False  # composes characters first
+    whole_words: bool = False  # a piece that is a token is taken as it is, whatever the merges say
+    adds_bos: bool = False  # when the file does not say
+
+
+_LLAMA3 = PreTokenizer((_CONTRACTIONS + _WORDS + r"\p{N}{1,3}|" + _MARKS + _TAIL,), whole_words=True, adds_bos=True)
+_QWEN2 = PreTokenizer((_CONTRACTIONS + _WORDS + r"\p{N}|" + _MARKS + _TAIL,), nfc=True)
+# The patterns are those of the models' own tokenizer.json; "default" is what GGUF files mean by it.
+PRE_TOKENIZERS = {
+    "gpt-2": PreTokenizer((_GPT2,)),
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "pixtral": _LLAMA3,
+    "smaug-bpe": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "tekken": PreTokenizer((_CASED + r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _TAIL,), whole_words=True, adds_bos=True),
+    "smollm": PreTokenizer((r"\p{N}", _GPT2)),
+    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+}
+
+# Control tokens that end a turn; files name only one end token, and instruct models use several.
+_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>", "</s>")
+
+
+def gguf_tokenizer(metadata: dict[str, Any], where: str) -> Tokenizer:
+    """Build the tokenizer from a GGUF file's metadata. Raises UserError when there is none, or an unsupported one."""
+    kind = metadata.get("tokenizer.ggml.model", "none")
+    if kind == "none":
+        raise UserError(f"{where}: the model has no tokenizer; give tokens only, as ids")
+    if kind not in ("gpt2", "llama"):
+        raise UserError(f"{where}: tokenizer {kind!r} is not supported; supported: gpt2, llama; give token ids instead")
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
+        raise UserError(f"{where}: tokenizer.ggml.tokens is missing; give token ids instead")
+    types = _list_of(metadata, "token_type", int, len(tokens), where) or [_NORMAL] * len(tokens)
+    if kind == "gpt2":
+        backend, adds_bos = _byte_level_bpe(metadata, tokens, where)
+    else:
+        backend, adds_bos = _sentencepiece_bpe(metadata, tokens, types, where), True
+    _add_special_tokens(backend, tokens, types)
+    bos, eos = (_token_id(metadata, f"{name}_token_id", len(tokens), where) for name in ("bos", "eos"))
+    before = [bos] if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", adds_bos) else []
+    after = [eos] if eos is not None and metadata.get("tokenizer.ggml.add_eos_token", False) else []
+    surround(backend, before, after)
+    ends = [eos, *(_token_id(metadata, f"{name}_token_id", len(tokens), where) for name in ("eot", "eom"))]
+    ends += [i for i, (t, k) in enumerate(zip(tokens, types)) if k == _CONTROL and t in _TURN_ENDS]
+    return Tokenizer(backend, bos, tuple(dict.fromkeys(i for i in ends if i is not None)))
+
+
+def surround(backend: "tokenizers.Tokenizer", before: list[int], after: list[int]) -> None:
+    """Make the tokenizer put these token ids around every text."""
+    from tokenizers.processors import TemplateProcessing
+
+    names = {i: backend.id_to_token(i) for i in before + after}
+    template = [*(names[i] for i in before), "$A", *(names[i] for i in after)]
+    backend.post_processor = TemplateProcessing(single=template, special_tokens=[(n, i) for i, n in names.items()])
+
+
+def _byte_level_bpe(metadata: dict[str, Any], tokens: list[str], where: str) -> tuple["tokenizers.Tokenizer", bool]:
+    """Byte-level BPE, and whether it adds a begin token when the file does not say."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    name = metadata.get("tokenizer.ggml.pre")
+    if name not in PRE_TOKENIZERS:
+        known = ", ".join(PRE_TOKENIZERS)
+        raise UserError(f"{where}: tokenizer.ggml.pre is {name!r}, which is not supported; supported: {known}")
+    pre = PRE_TOKENIZERS[name]
+    pairs = [tuple(merge.split(" ")) for merge in _list_of(metadata, "merges", str, None, where) or []]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    for pair in pairs:
+        if len(pair) != 2 or any(part not in vocab for part in (*pair, "".join(pair))):
+            raise UserError(f"{where}: tokenizer.ggml.merges has {' '.join(pair)!r}, which is no merge of two tokens")
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=pre.whole_words))
+    if pre.nfc:
+        backend.normalizer = normalizers.NFC()
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    return backend, pre.adds_bos
+
+
+def _sentencepiece_bpe(
+    metadata: dict[str, Any], tokens: list[str], types: list[int], where: str
+) -> "tokenizers.Tokenizer":
+    """SentencePiece BPE: of two neighbours, those whose union has the best score merge first."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    scores = _list_of(metadata, "scores", float, len(tokens), where)
+    if scores is None:
+        raise UserError(f"{where}: tokenizer.ggml.scores is missing; give token ids instead")
+    unknown = _token_id(metadata, "unknown_token_id", len(tokens), where)
+    model = models.BPE(
+        vocab={token: i for i, token in enumerate(tokens)},
+        merges=_merges_by_score([(t, s) for t, s, k in zip(tokens, scores, types) if k == _NORMAL]),
+        unk_token=None if unknown is None else tokens[unknown],
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    backend = Tokenizer(model)
+    prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    prepend = [normalizers.Prepend("\u2581")] if prefix else []
+    backend.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "\u2581")])
+    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return backend
+
+
+def _merges_by_score(pieces: list[tuple[str, float]]) -> list[tuple[str, str]]:
+    """All ways to make a piece of two others, best score first."""
+    known = {piece for piece, _ in pieces}
+    merges = []
+    for piece, score in pieces:
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in known and right in known:
+                merges.append((-score, left, right))
+    merges.sort(key=lambda merge: merge[0])  # stable: the shortest left part of a piece comes first
+    return [(left, right) for _, left, right in merges]
+
+
+def _add_special_tokens(backend: "tokenizers.Tokenizer", tokens: list[str], types: list[int]) -> None:
+    from tokenizers import AddedToken
+
+    for kind in (_CONTROL, _USER_DEFINED):
+        special = kind == _CONTROL
+        named = [AddedToken(t, normalized=False, special=special) for t, k in zip(tokens, types) if k == kind and t]
+        (backend.add_special_tokens if special else backend.add_tokens)(named)
+
+
+def _list_of(metadata: dict[str, Any], name: str, item: type, count: int | None, where: str) -> list | None:
+    values = metadata.get(f"tokenizer.ggml.{name}")
+    if values is None:
+        return None
+    if (
+        not isinstance(values, list)
+        or (values and type(values[0]) is not item)
+        or len(values) != (count or len(values))
+    ):
+        wanted = f"a list of {count} values" if count else "a list"
+        raise UserError(f"{where}: tokenizer.ggml.{name} is not {wanted} of type {item.__name__}; the file is damaged")
+    return values
+
+
+def _token_id(metadata: dict[str, Any], name: str, count: int, where: str) -> int | None:
+    token = metadata.get(f"tokenizer.ggml.{name}")
+    if token is None:
+        return None
+    if type(token) is not int or not 0 <= token < count:
+        raise UserError(f"{where}: tokenizer.ggml.{name} is {token!r}, not one of the {count} tokens")
+    return token

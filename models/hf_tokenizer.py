@@ -1,0 +1,59 @@
+"""The tokenizer and chat template of a Hugging Face folder."""
+
+from pathlib import Path
+from typing import Any
+
+from pshard.errors import UserError
+from pshard.models.gguf_tokenizer import surround
+from pshard.models.safetensors_header import read_json
+from pshard.models.tokenizer import Tokenizer
+
+
+def hf_tokenizer(folder: Path) -> Tokenizer:
+    """Load tokenizer.json; begin and end tokens as tokenizer_config.json and generation_config.json say.
+
+    Raises UserError when there is no tokenizer.json or it cannot be read.
+    """
+    from tokenizers import Tokenizer as Backend
+
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        raise UserError(f"{folder}: has no tokenizer.json; give tokens only, as ids, or save the fast tokenizer there")
+    try:
+        backend = Backend.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise UserError(f"{path}: cannot be read ({error})") from None
+    config = _read_optional(folder / "tokenizer_config.json")
+    bos, eos = (_special_id(backend, config.get(f"{name}_token")) for name in ("bos", "eos"))
+    if "add_bos_token" in config or "add_eos_token" in config:  # these win over tokenizer.json
+        before = [bos] if config.get("add_bos_token") and bos is not None else []
+        after = [eos] if config.get("add_eos_token") and eos is not None else []
+        surround(backend, before, after)
+    ends = [eos]
+    for name in ("generation_config.json", "config.json"):
+        given = _read_optional(folder / name).get("eos_token_id")
+        ends += given if isinstance(given, list) else [given]
+    known = [i for i in ends if type(i) is int and backend.id_to_token(i) is not None]
+    return Tokenizer(backend, bos, tuple(dict.fromkeys(known)))
+
+
+def hf_chat_template(folder: Path) -> str | None:
+    """The chat template: chat_template.jinja, else that of tokenizer_config.json ("default" where it names several)."""
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        return file.read_text(encoding="utf-8")
+    template = _read_optional(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(template, list):
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _special_id(backend: Any, token: Any) -> int | None:
+    """Id of a special token given by its text, or as an object with `content`."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return backend.token_to_id(text) if isinstance(text, str) else None
+
+
+def _read_optional(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}

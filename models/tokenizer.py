@@ -1,0 +1,92 @@
+"""Text to token ids and back, for byte-level BPE and SentencePiece-style BPE vocabularies."""
+
+import codecs
+from typing import TYPE_CHECKING
+
+from pshard.errors import UserError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+
+class Tokenizer:
+    """Encodes with the `tokenizers` library; decodes bytes itself, so that streaming and decoding agree.
+
+    `bos_id` is None and `bos_text`/`eos_text` are "" when the model has no such token; generation ends at any id of
+    `eos_ids`.
+    """
+
+    def __init__(self, backend: "tokenizers.Tokenizer", bos_id: int | None, eos_ids: tuple[int, ...]) -> None:
+        """`eos_ids`: the model's own end token first. Raises UserError for a vocabulary that is neither kind of BPE."""
+        self._backend = backend
+        self.bos_id, self.eos_ids = bos_id, frozenset(eos_ids)
+        self.vocab_size: int = backend.get_vocab_size()
+        self._added = backend.get_added_tokens_decoder()
+        decoder = str(backend.decoder)
+        self._byte_level = "ByteLevel" in decoder
+        if not self._byte_level and "ByteFallback" not in decoder:
+            raise UserError("the tokenizer is neither byte-level BPE nor SentencePiece BPE; pass token ids instead")
+        # SentencePiece puts a space before the text, which is no part of it
+        self._strips_space = not self._byte_level and ("Strip" in decoder or "Metaspace" in decoder)
+        self.bos_text = "" if bos_id is None else backend.id_to_token(bos_id)
+        self.eos_text = backend.id_to_token(eos_ids[0]) if eos_ids else ""
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """Token ids of the text; special tokens spelled out in it become their ids.
+
+        `add_special` adds what the model wants around a text (mostly a begin token); chat templates spell these out,
+        so encode a rendered chat without.
+        """
+        return self._backend.encode(text, add_special_tokens=add_special).ids
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of the ids, without special tokens; bytes that are not UTF-8 become U+FFFD. Unknown ids are no text."""
+        stream = self.stream()
+        return "".join([stream.push(i) for i in ids]) + stream.finish()
+
+    def stream(self) -> "TextStream":
+        """A decoder for ids that arrive one by one."""
+        return TextStream(self)
+
+    def token_bytes(self, token: int) -> bytes:
+        """Bytes that a token stands for: b"" for special tokens and for ids outside the vocabulary."""
+        if token in self._added:
+            return b"" if self._added[token].special else self._added[token].content.encode()
+        text = self._backend.id_to_token(token)
+        if text is None:
+            return b""
+        if self._byte_level:
+            return bytes(_BYTE_OF[c] for c in text) if all(c in _BYTE_OF for c in text) else text.encode()
+        if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+            return bytes.fromhex(text[3:5])
+        return text.replace("\u2581", " ").encode()
+
+
+class TextStream:
+    """Decodes ids one by one and gives out only whole characters."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._strip = tokenizer._strips_space
+
+    def push(self, token: int) -> str:
+        """The text that became certain with this token; "" in the middle of a character."""
+        data = self._tokenizer.token_bytes(token)
+        if data and self._strip:
+            data, self._strip = data.removeprefix(b" "), False
+        return self._decoder.decode(data)
+
+    def finish(self) -> str:
+        """What is left at the end: U+FFFD for a character that was never finished, else ""."""
+        return self._decoder.decode(b"", final=True)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Character -> byte of byte-level BPE (GPT-2): printable Latin-1 stands for itself, the rest for U+0100 and up."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()

@@ -1,0 +1,287 @@
+"""Tokenizers built from GGUF metadata agree with the models' own ones on any text, and stream whole characters."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from model_files import write_gguf
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from pshard.errors import UserError
+from pshard.models import open_model
+from pshard.models.gguf_tokenizer import PRE_TOKENIZERS, gguf_tokenizer
+from pshard.models.hf_tokenizer import hf_chat_template, hf_tokenizer
+from pshard.models.tokenizer import Tokenizer
+
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog; the dog's owner didn't mind. It'll DO, they'RE fine!",
+    "In 1984 there were 12345 people, 3.14159 of them odd... (see section 42)\r\n\r\n\tindented   code {x += 1;}",
+    "Grüße aus Köln, ça va? Ωmega ελληνικά, русский текст, 中文字符和日本語のテキスト, 한국어, हिन्दी, 😀🎉👩‍👩‍👧",
+    "def f(x):\n    return x**2 + 7  # comment\n\n\nclass A: pass",
+] * 4
+SPECIALS = ["<|start|>", "<|im_end|>"]
+TEXTS = st.text(
+    alphabet=st.one_of(
+        st.sampled_from(" \n\r\t'sStTreREabcXYZ0123456789.,!?-_/\\<|>éeü中文😀é"), st.characters(codec="utf-8")
+    ),
+    max_size=60,
+)
+
+
+def train_byte_level() -> tuple[dict[str, int], list[tuple[str, str]]]:
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, min_frequency=2, show_progress=False)
+    backend.train_from_iterator(CORPUS, trainer)
+    data = json.loads(backend.to_str())["model"]
+    return data["vocab"], [tuple(m) for m in data["merges"]]
+
+
+VOCAB, MERGES = train_byte_level()
+
+
+def bpe_metadata(pre: str, **more: Any) -> dict[str, Any]:
+    tokens = [*sorted(VOCAB, key=VOCAB.__getitem__), *SPECIALS, "<think>"]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * len(VOCAB) + [3, 3, 4],
+        "tokenizer.ggml.merges": [f"{a} {b}" for a, b in MERGES],
+        "tokenizer.ggml.bos_token_id": len(VOCAB),
+        "tokenizer.ggml.eos_token_id": len(VOCAB) + 1,
+        **{f"tokenizer.ggml.{k}": v for k, v in more.items()},
+    }
+
+
+def byte_level_reference(pattern: str | None, whole_words: bool) -> tokenizers.Tokenizer:
+    """Byte-level BPE that cuts text by a pattern from elsewhere; None is the library's own GPT-2 pattern."""
+    backend = tokenizers.Tokenizer(models.BPE(vocab=VOCAB, merges=MERGES, ignore_merges=whole_words))
+    cut = [] if pattern is None else [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*cut, byte_level])
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+@settings(max_examples=150, deadline=None)
+@given(TEXTS)
+def test_gpt2_encoding_equals_the_library_pattern(text: str) -> None:
+    ours = gguf_tokenizer(bpe_metadata("gpt-2"), "x.gguf")
+    assert ours.encode(text, add_special=False) == GPT2_REFERENCE.encode(text).ids
+
+
+GPT2_REFERENCE = byte_level_reference(None, whole_words=False)
+LLAMA3 = gguf_tokenizer(bpe_metadata("llama-bpe"), "x.gguf")
+QWEN2 = gguf_tokenizer(bpe_metadata("qwen2"), "x.gguf")
+
+
+@pytest.fixture(scope="module")
+def qwen2_reference() -> Any:
+    from transformers import Qwen2Tokenizer
+
+    return Qwen2Tokenizer(vocab=dict(VOCAB), merges=list(MERGES))
+
+
+def test_patterns_are_those_of_the_reference_library() -> None:
+    reference = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping").GGUF_PRE_TOKENIZER_SPLITS
+    shared = set(reference) & set(PRE_TOKENIZERS)
+    assert {"llama-bpe", "qwen2", "tekken"} <= shared
+    assert {name: PRE_TOKENIZERS[name].patterns for name in shared} == {name: (reference[name],) for name in shared}
+
+
+def test_llama3_takes_words_of_the_vocabulary_whole_and_digits_in_threes() -> None:
+    metadata = bpe_metadata("llama-bpe")
+    metadata["tokenizer.ggml.tokens"][300] = "xyzzy"  # no merge leads here
+    metadata["tokenizer.ggml.merges"] = []
+    assert gguf_tokenizer(metadata, "x.gguf").encode("xyzzy", add_special=False) == [300]
+    metadata["tokenizer.ggml.tokens"][301] = "123"
+    three = gguf_tokenizer(metadata, "x.gguf").encode("1234", add_special=False)
+    assert three == [301, VOCAB["4"]]
+
+
+@pytest.mark.parametrize(("pre", "cuts"), [("smollm", [" a", "1", "2", "!"]), ("default", [" a", "12", "!"])])
+def test_text_is_cut_before_bpe_as_the_kind_says(pre: str, cuts: list[str]) -> None:
+    backend = gguf_tokenizer(bpe_metadata(pre), "x.gguf")._backend
+    assert [piece.replace("Ġ", " ") for piece, _ in backend.pre_tokenizer.pre_tokenize_str(" a12!")] == cuts
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=TEXTS)
+def test_qwen2_encoding_and_decoding_equal_transformers(qwen2_reference: Any, text: str) -> None:
+    ids = QWEN2.encode(text, add_special=False)
+    assert ids == qwen2_reference.encode(text)
+    assert QWEN2.decode(ids) == qwen2_reference.decode(ids)
+
+
+@settings(max_examples=150, deadline=None)
+@given(TEXTS)
+def test_byte_level_round_trips_any_text(text: str) -> None:
+    assert LLAMA3.decode(LLAMA3.encode(text)) == text
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(0, LLAMA3.vocab_size + 5), max_size=30))
+def test_streaming_any_ids_gives_the_same_text_as_decoding(ids: list[int]) -> None:
+    stream = LLAMA3.stream()
+    assert "".join(stream.push(i) for i in ids) + stream.finish() == LLAMA3.decode(ids)
+
+
+def test_a_character_cut_over_tokens_is_streamed_whole() -> None:
+    ids = LLAMA3.encode("a🎈b", add_special=False)
+    stream = LLAMA3.stream()
+    pieces = [stream.push(i) for i in ids]
+    assert [p for p in pieces if p] == ["a", "🎈", "b"] and len(ids) > 4
+    assert stream.finish() == ""
+
+
+def test_an_unfinished_character_shows_at_the_end_as_replacement() -> None:
+    stream = LLAMA3.stream()
+    assert [stream.push(i) for i in LLAMA3.encode("🎈", add_special=False)[:2]] == ["", ""]
+    assert stream.finish() == "\ufffd"
+
+
+def test_special_tokens_in_text_become_ids_and_are_left_out_of_decoded_text() -> None:
+    start, end, think = (len(VOCAB) + i for i in range(3))
+    ids = QWEN2.encode("<|start|>hi<think>x<|im_end|>", add_special=False)
+    assert ids[0] == start and ids[-1] == end and think in ids
+    assert QWEN2.decode(ids) == "hi<think>x"
+
+
+def test_begin_token_follows_the_file_and_else_the_kind_of_tokenizer() -> None:
+    start = len(VOCAB)
+    assert LLAMA3.encode("hi")[0] == start
+    assert start not in QWEN2.encode("hi")
+    told = gguf_tokenizer(bpe_metadata("qwen2", add_bos_token=True, add_eos_token=True), "x.gguf")
+    assert told.encode("hi")[0] == start and told.encode("hi")[-1] == start + 1
+    assert told.encode("hi", add_special=False) == QWEN2.encode("hi")
+    silent = gguf_tokenizer(bpe_metadata("llama-bpe", add_bos_token=False), "x.gguf")
+    assert start not in silent.encode("hi")
+    assert (told.bos_id, told.bos_text, told.eos_text) == (start, *SPECIALS)
+
+
+def test_turn_ends_join_the_end_token_of_the_file() -> None:
+    tokenizer = gguf_tokenizer(bpe_metadata("qwen2", eos_token_id=len(VOCAB), eot_token_id=3), "x.gguf")
+    assert tokenizer.eos_ids == {len(VOCAB), 3, len(VOCAB) + 1}  # the last by its name, <|im_end|>
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model": "none"}, "no tokenizer"),
+        ({"model": "bert"}, "'bert' is not supported"),
+        ({"pre": "some-new-kind"}, "'some-new-kind', which is not supported"),
+        ({"pre": None}, "tokenizer.ggml.pre is None"),
+        ({"tokens": None}, "tokenizer.ggml.tokens is missing"),
+        ({"bos_token_id": 10**6}, "bos_token_id is 1000000"),
+        ({"token_type": [1, 1]}, "token_type is not a list of"),
+        ({"merges": ["a nosuch"]}, "'a nosuch'"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_built_is_named(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        gguf_tokenizer(bpe_metadata("qwen2") | {f"tokenizer.ggml.{k}": v for k, v in change.items()}, "x.gguf")
+
+
+def test_a_file_without_tokenizer_still_opens(tmp_path: Path) -> None:
+    with open_model(write_gguf(tmp_path / "m.gguf")) as model, pytest.raises(UserError, match="no tokenizer"):
+        model.tokenizer()
+
+
+def test_the_tokenizer_of_a_file_on_disk(tmp_path: Path) -> None:
+    size = len(VOCAB) + 3
+    path = write_gguf(tmp_path / "m.gguf", "qwen2", metadata=bpe_metadata("qwen2"), vocab=size)
+    with open_model(path) as model:
+        tokenizer = model.tokenizer()
+    assert tokenizer.vocab_size == size
+    assert tokenizer.encode("the dog's 中文") == QWEN2.encode("the dog's 中文")
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Tokenizer]:
+    """A small SentencePiece BPE model trained as Llama's was, and our tokenizer from its pieces and scores."""
+    spm = pytest.importorskip("sentencepiece")
+    folder = tmp_path_factory.mktemp("spm")
+    (folder / "text").write_text("\n".join(CORPUS), encoding="utf-8")
+    spm.SentencePieceTrainer.train(
+        input=str(folder / "text"),
+        model_prefix=str(folder / "m"),
+        model_type="bpe",
+        vocab_size=600,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        split_digits=True,
+        character_coverage=0.98,
+        minloglevel=2,
+    )
+    reference = spm.SentencePieceProcessor(model_file=str(folder / "m.model"))
+    count = reference.vocab_size()
+
+    def kind(i: int) -> int:
+        return 2 if reference.is_unknown(i) else 3 if reference.is_control(i) else 6 if reference.is_byte(i) else 1
+
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [reference.id_to_piece(i) for i in range(count)],
+        "tokenizer.ggml.scores": [reference.get_score(i) for i in range(count)],
+        "tokenizer.ggml.token_type": [kind(i) for i in range(count)],
+        "tokenizer.ggml.bos_token_id": reference.bos_id(),
+        "tokenizer.ggml.eos_token_id": reference.eos_id(),
+        "tokenizer.ggml.unknown_token_id": reference.unk_id(),
+    }
+    return reference, gguf_tokenizer(metadata, "x.gguf")
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=TEXTS.filter(lambda t: "\0" not in t and "\u2581" not in t and "<" not in t))
+def test_sentencepiece_encoding_equals_sentencepiece(sentencepiece_pair: tuple[Any, Tokenizer], text: str) -> None:
+    reference, ours = sentencepiece_pair
+    ids = ours.encode(text, add_special=False)
+    assert ids == reference.encode(text)
+    assert ours.decode(ids) == text
+
+
+def test_sentencepiece_adds_its_begin_token_and_streams_bytes(sentencepiece_pair: tuple[Any, Tokenizer]) -> None:
+    reference, ours = sentencepiece_pair
+    ids = ours.encode("the 🎈")
+    assert ids[0] == reference.bos_id() and ours.decode(ids) == "the 🎈"
+    stream = ours.stream()
+    assert [p for p in (stream.push(i) for i in ids) if p][-1] == "🎈"
+
+
+def save_hf(folder: Path, **config: Any) -> Path:
+    backend = byte_level_reference(PRE_TOKENIZERS["llama-bpe"].patterns[0], whole_words=True)
+    backend.add_special_tokens(SPECIALS)
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_folder_tokenizer_reads_its_begin_and_end_tokens(tmp_path: Path) -> None:
+    save_hf(tmp_path, bos_token="<|start|>", eos_token={"content": "<|im_end|>"}, add_bos_token=True)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, len(VOCAB) + 1]}))
+    tokenizer = hf_tokenizer(tmp_path)
+    assert tokenizer.encode("hi the") == LLAMA3.encode("hi the")
+    assert tokenizer.eos_ids == {5, len(VOCAB) + 1} and tokenizer.eos_text == "<|im_end|>"
+
+
+def test_a_folder_without_tokenizer_says_so(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no tokenizer\.json"):
+        hf_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match="cannot be read"):
+        hf_tokenizer(tmp_path)
+
+
+def test_chat_template_comes_from_its_own_file_before_the_config(tmp_path: Path) -> None:
+    assert hf_chat_template(tmp_path) is None
+    save_hf(tmp_path, chat_template=[{"name": "tool", "template": "T"}, {"name": "default", "template": "D"}])
+    assert hf_chat_template(tmp_path) == "D"
+    (tmp_path / "chat_template.jinja").write_text("J")
+    assert hf_chat_template(tmp_path) == "J"
