@@ -6,7 +6,7 @@ proportion (rates hold). A matrix that the profile did not time takes the second
 
 from bisect import bisect_left
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import exp, log
 
@@ -14,6 +14,7 @@ from pshard.buffers import SMALL_BATCH
 from pshard.errors import UserError
 from pshard.machine import MachineProfile
 from pshard.model import ModelConfig, ModelSpec, Unit, kv_token_bytes
+from pshard.parallel import unit_heads
 from pshard.planner.load import TierLoad
 from pshard.quant import packed_nbytes
 from pshard.workload import Workload
@@ -204,6 +205,11 @@ class UnitCost:
 def unit_cost(unit: Unit, spec: ModelSpec, tables: Tables, load: TierLoad, workload: Workload) -> UnitCost:
     """Cost of `unit` for the micro-batch `load`, on either side."""
     config, rows = spec.config, load.logit_rows if unit.kind == "output" else load.tokens
+    if not unit.tensors:  # another rank holds all of it
+        return UnitCost(0.0, 0.0, 0, 0.0, 0)
+    if unit.kind == "attention":  # a rank's layers may differ in heads
+        heads, kv_heads = unit_heads(config, unit)
+        config = replace(config, n_heads=heads, n_kv_heads=kv_heads)
     seconds = {}
     for side in ("acc", "host"):
         s = tables.elementwise(side, "step", 1, 1)
@@ -215,7 +221,8 @@ def unit_cost(unit: Unit, spec: ModelSpec, tables: Tables, load: TierLoad, workl
         if unit.kind in ("attention", "ffn"):
             s += tables.elementwise(side, "residual", rows, config.d_model)
         if unit.kind == "ffn":
-            s += tables.elementwise(side, "silu_mul", rows, config.d_ffn)
+            width = max((m.rows for m in unit.matrices if m.role == "ffn_up.weight"), default=config.d_ffn)
+            s += tables.elementwise(side, "silu_mul", rows, width)
         if unit.kind == "attention":
             width = (config.n_heads + config.n_kv_heads) * config.head_dim
             s += tables.elementwise(side, "rope", rows, width)
@@ -226,7 +233,7 @@ def unit_cost(unit: Unit, spec: ModelSpec, tables: Tables, load: TierLoad, workl
     reads = load.tokens * config.d_model * 4 if unit.kind == "embedding" else unit.packed_nbytes
     fetch = write = 0
     if unit.kind == "attention":
-        cell = kv_token_bytes(config, workload.type_k, workload.type_v)
+        cell = kv_token_bytes(spec.config, workload.type_k, workload.type_v)
         reads += load.sequences * load.past * cell
         fetch, write = load.sequences * load.past * cell, load.tokens * cell
     return UnitCost(
@@ -243,8 +250,6 @@ def unit_cost(unit: Unit, spec: ModelSpec, tables: Tables, load: TierLoad, workl
 
 def _attention_of(tables: Tables, side: str, config: ModelConfig, load: TierLoad, kv_type: str) -> float:
     """Attention of all sequences of the micro-batch. Decode reads every sequence's cells once, as one long context."""
-    if config.n_heads == 0:
-        return 0.0
     if load.is_decode:
         return tables.attention(side, config, kv_type, 1, load.sequences * (load.past + 1))
     each = -(-load.tokens // load.sequences)

@@ -70,7 +70,7 @@ class Counts:
 class Solution:
     """What a solver found. `status`: "optimal", "feasible" (a limit was hit first), "infeasible" or "unsolved".
 
-    `bound` is in the units of `objective`; gap = (objective - bound) / objective. counts[tier][class].
+    `objective` and `bound` in seconds; gap = (objective - bound) / objective. counts[tier][class].
     """
 
     status: str
@@ -223,7 +223,7 @@ def _run(program, problems, variables, time_limit: float, started: float) -> Sol
         tuple(Counts(*(round(v.value() or 0) for v in (pin[c], cpu[c], kv[c]))) for c in range(len(p.classes)))
         for p, (pin, cpu, kv) in zip(problems, variables)
     )
-    return Solution("optimal" if proven else "feasible", objective, bound, gap, seconds, name, counts)
+    return Solution("optimal" if proven else "feasible", objective / MS, bound / MS, gap, seconds, name, counts)
 
 
 def _relaxation_value(program, name: str) -> float:

@@ -1,0 +1,128 @@
+"""Complete plans of one rank, and the best of them: the integer program's, improved, and the published strategies'."""
+
+import time
+from dataclasses import dataclass, replace
+
+from pshard.errors import UserError
+from pshard.plan import TierPlan
+from pshard.planner.baselines import STRATEGIES, place_strategy
+from pshard.planner.classes import UnitClass
+from pshard.planner.costs import TierCosts
+from pshard.planner.draft import Room, draft_tier, simulate_tier
+from pshard.planner.ilp import Solution, solve_tiers
+from pshard.planner.order import Residency, order_residency
+from pshard.planner.problem import tier_problem
+from pshard.planner.search import SLOT_CHOICES, Scored, TierSearch
+
+FLAVOURS = ((2, False), (2, True), (3, False), (3, True))  # staging slots, whether all KV stays in VRAM
+EVALUATIONS = 16  # simulations of local improvement per tier; tiers that the workload uses get four times as many
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A complete plan of one rank before it is written down. `total`: seconds of one round of the workload."""
+
+    strategy: str
+    residency: Residency
+    tiers: tuple[TierPlan, ...]
+    seconds: tuple[float, ...]
+    total: float
+    solution: Solution | None = None
+
+
+def best_candidate(
+    room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...], time_limit: float
+) -> Candidate:
+    """The best, by simulated time, of the program's solutions locally improved and of every published strategy.
+
+    What no coefficient says (lookahead, waits) is left to simulation: the program is solved in several flavours.
+    Raises UserError when nothing was found in time.
+    """
+    candidates: list[Candidate | None] = [place_baseline(name, room, costs) for name in STRATEGIES]
+    started = time.monotonic()
+    for i, (slots, kv_stays) in enumerate(FLAVOURS):
+        left = time_limit - (time.monotonic() - started)
+        if i == 0 or left > 0:
+            candidates.append(_solve(room, classes, costs, slots, kv_stays, max(left / 2, 0.5)))
+    found = [c for c in candidates if c]
+    if not found:
+        raise UserError(f"no plan for {room.spec.name} found within {time_limit:g} s; raise the time limit")
+    return min(found, key=lambda c: c.total)
+
+
+def _solve(
+    room: Room,
+    classes: tuple[UnitClass, ...],
+    costs: tuple[TierCosts, ...],
+    slots: int,
+    kv_stays: bool,
+    time_limit: float,
+) -> Candidate | None:
+    """One flavour of the program, ordered and improved; None when it has no solution."""
+    problems = tuple(tier_problem(room, classes, c, slots) for c in costs)
+    kv_switch = tuple(costs[0].units[c.units[0].name].kv_fetch for c in classes)
+    solution = solve_tiers(problems, 1 / costs[0].tables.link_rate, kv_switch, time_limit, kv_stays=kv_stays)
+    if not solution.counts:
+        return None
+    residency = order_residency(classes, list(solution.counts))
+    best: list[Scored] = []
+    for cost, counts in zip(costs, solution.counts):
+        search = TierSearch(room, classes, residency, cost)
+        start = search.start(counts, slots)
+        if start is None:
+            return None
+        best.append(search.improve(start, EVALUATIONS * (4 if cost.load.weight >= 1 else 1)))
+    tiers, seconds = tuple(s.tier for s in best), tuple(s.seconds for s in best)
+    return Candidate("ilp", residency, tiers, seconds, round_seconds(room, tiers, seconds, costs), solution)
+
+
+def place_baseline(name: str, room: Room, costs: tuple[TierCosts, ...]) -> Candidate | None:
+    """A published strategy as a candidate; None when it does not fit."""
+    placed = place_strategy(name, room, tuple(c.load.tokens for c in costs))
+    if placed is None:
+        return None
+    seconds = tuple(simulate_tier(room, tier, cost).seconds for tier, cost in zip(placed.tiers, costs))
+    total = round_seconds(room, placed.tiers, seconds, costs)
+    return Candidate(name, Residency(placed.pin_order, placed.kv_order), placed.tiers, seconds, total)
+
+
+def keep_everything(room: Room, costs: tuple[TierCosts, ...]) -> Candidate:
+    """Every unit pinned, the embedding looked up on the host, all KV in VRAM."""
+    tiers = tuple(whole_tier(room, c.load.tokens) for c in costs)
+    pins = tuple(u.name for u in room.spec.units if u.kind != "embedding")
+    kv = tuple(u.name for u in room.spec.units if u.kind == "attention")
+    seconds = tuple(simulate_tier(room, tier, cost).seconds for tier, cost in zip(tiers, costs))
+    return Candidate("ilp", Residency(pins, kv), tiers, seconds, round_seconds(room, tiers, seconds, costs))
+
+
+def whole_tier(room: Room, tokens: int) -> TierPlan:
+    """The tier that keeps everything but the embedding in VRAM, whether it fits or not."""
+    where = {u.name: "cpu" if u.kind == "embedding" else "pinned" for u in room.spec.units}
+    return draft_tier(room, tokens, where, frozenset(u.name for u in room.spec.units if u.kind == "attention"), 0)
+
+
+def bound_seconds(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts) -> float:
+    """Seconds that no plan of this tier can beat, for any number of slots, with the tier free of the other ones."""
+    bounds = []
+    for slots in SLOT_CHOICES:
+        solution = solve_tiers((replace(tier_problem(room, classes, costs, slots), weight=1.0),), relaxed=True)
+        bounds.append(solution.bound)
+    return min(bounds)
+
+
+def round_seconds(
+    room: Room, tiers: tuple[TierPlan, ...], seconds: tuple[float, ...], costs: tuple[TierCosts, ...]
+) -> float:
+    """Seconds of one round of the workload: every tier as often as it runs, and the switches between them."""
+    return sum(c.load.weight * s for c, s in zip(costs, seconds)) + switch_seconds(room, tiers, costs)
+
+
+def switch_seconds(room: Room, tiers: tuple[TierPlan, ...], costs: tuple[TierCosts, ...]) -> float:
+    """Seconds of going from the largest tier to the smallest and back once: pins brought in, used KV cells moved."""
+    nbytes = seconds = 0.0
+    for unit, small, large in zip(room.spec.units, tiers[0].placements, tiers[-1].placements):
+        if (small.where == "pinned") != (large.where == "pinned"):
+            nbytes += unit.packed_nbytes
+        if small.kv != large.kv:
+            seconds += costs[0].units[unit.name].kv_fetch
+    return nbytes / costs[0].tables.link_rate + seconds
