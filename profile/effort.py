@@ -46,8 +46,8 @@ class Effort:
 
 def quick_effort(cache_bytes: int) -> Effort:
     """Within 60 s on two cores."""
-    few = ((512, 512), (4096, 4096), (14336, 4096))
-    grid = [(q, r, c) for q in COMMON_QTYPES for r, c in few] + [(q, 4096, 4096) for q in OTHER_QTYPES]
+    few = ((4096, 4096), (14336, 4096), (512, 512))
+    grid = [(q, r, c) for r, c in few for q in COMMON_QTYPES] + [(q, 4096, 4096) for q in OTHER_QTYPES]
     return Effort(
         quick=True,
         pace=Pace(0.03),
@@ -64,8 +64,8 @@ def quick_effort(cache_bytes: int) -> Effort:
 
 def full_effort(cache_bytes: int) -> Effort:
     """Some minutes: more shapes and token counts, every quant type, longer contexts."""
-    many = ((512, 512), (2048, 2048), (1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (25600, 5120))
-    grid = [(q, r, c) for q in COMMON_QTYPES for r, c in (*many, (5120, 25600))]
+    many = ((4096, 4096), (14336, 4096), (512, 512), (25600, 5120), (5120, 25600), (2048, 2048), (1024, 4096))
+    grid = [(q, r, c) for r, c in many for q in COMMON_QTYPES]
     grid += [(q, r, c) for q in OTHER_QTYPES for r, c in ((4096, 4096), (14336, 4096))]
     heads = (AttentionShape(32, 8, 128), AttentionShape(64, 8, 128), AttentionShape(32, 32, 128))
     return Effort(

@@ -3,10 +3,12 @@
 Copies go through the runtime's own copy lanes. For the CPU as accelerator these are real copies between two buffers.
 """
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ COPY_SIZES = (4 * KIB, 64 * KIB, 256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB
 BATCH_BYTES = 16 * MIB  # small copies are queued until so many bytes are under way, as the runtime queues them
 DEEPEST_QUEUE = 32
 DUPLEX_BYTES = 32 * MIB
-DEVICE_BYTES = 256 * MIB
+MOST_PIECES = 512  # pieces of a buffer that copies take turns with
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,14 @@ class LinkBench:
             self.device.page_unlock(self.locked)
 
 
-def open_link(device: Device, host_bytes: int) -> LinkBench:
-    """Buffers of `host_bytes` in pageable and in page-locked memory, so large that copies from them miss the caches."""
-    host_bytes = max(host_bytes, DEVICE_BYTES)
+def open_link(device: Device, host_bytes: int, device_bytes: int) -> LinkBench:
+    """Buffers of `host_bytes` in pageable and in page-locked memory, so large that copies from them miss the caches.
+
+    `device_bytes`: as much as the largest copy.
+    """
+    host_bytes = max(host_bytes, 2 * device_bytes)
     pageable, locked = map_memory(host_bytes), map_memory(host_bytes)
-    remote = device.allocate(DEVICE_BYTES)
+    remote = device.allocate(device_bytes)
     remote.zero_()
     return LinkBench(device, remote, pageable, locked if device.page_lock(locked) else None)
 
@@ -63,7 +68,7 @@ def time_copies(link: LinkBench, sizes: Iterable[int], pace: Pace) -> list[CopyT
 
 def _time_copy(link: LinkBench, host: torch.Tensor, direction: str, nbytes: int, pace: Pace) -> float:
     queued = max(1, min(DEEPEST_QUEUE, BATCH_BYTES // nbytes))
-    copies = [_copy(link, host, direction, nbytes, i) for i in range(host.numel() // nbytes)]
+    copies = _copies(link, host, direction, nbytes)
 
     def run(i: int) -> None:
         for n in range(queued):
@@ -73,13 +78,18 @@ def _time_copy(link: LinkBench, host: torch.Tensor, direction: str, nbytes: int,
     return median_seconds(run, pace) / queued
 
 
-def _copy(link: LinkBench, host: torch.Tensor, direction: str, nbytes: int, index: int) -> Callable[[], Any]:
-    """The index-th copy of `nbytes`: each has its own piece of host memory, and of the device as far as that goes."""
-    here = host[index * nbytes :][:nbytes]
-    there = link.remote[index % (link.remote.numel() // nbytes) * nbytes :][:nbytes]
-    if direction == "h2d":
-        return lambda: link.device.copy_in(there, here)
-    return lambda: link.device.copy_out(here, there)
+def _copies(link: LinkBench, host: torch.Tensor, direction: str, nbytes: int) -> list[Callable[[], Any]]:
+    """Copies of `nbytes` whose pieces of host memory lie all over it, and on the device as far as its buffer goes."""
+    return [
+        partial(link.device.copy_in, there, here) if direction == "h2d" else partial(link.device.copy_out, here, there)
+        for here, there in zip(_pieces(host, nbytes), itertools.cycle(_pieces(link.remote, nbytes)))
+    ]
+
+
+def _pieces(memory: torch.Tensor, nbytes: int) -> list[torch.Tensor]:
+    count = min(MOST_PIECES, memory.numel() // nbytes)
+    stride = memory.numel() // count // 64 * 64 if count > 1 else nbytes
+    return [memory[i * stride :][:nbytes] for i in range(count)]
 
 
 def measure_contention(link: LinkBench, read_weights: Callable[[], int] | None, seconds: float) -> Contention:
@@ -99,16 +109,16 @@ def measure_contention(link: LinkBench, read_weights: Callable[[], int] | None, 
 
 
 def _copy_loop(link: LinkBench, host: torch.Tensor, direction: str) -> Callable[[], int]:
-    """A function that copies DUPLEX_BYTES and returns how many; two copies are always under way."""
-    copies = [_copy(link, host, direction, DUPLEX_BYTES, i) for i in range(host.numel() // DUPLEX_BYTES)]
+    """A function that makes one large copy and returns its bytes; two copies are always under way."""
+    nbytes = min(DUPLEX_BYTES, host.numel(), link.remote.numel())
+    turn = itertools.cycle(_copies(link, host, direction, nbytes))
     under_way: list[Any] = []
-    turn = iter(range(1 << 62))
 
     def run() -> int:
-        under_way.append(copies[next(turn) % len(copies)]())
+        under_way.append(next(turn)())
         if len(under_way) > 2:
             _wait_on_host(under_way.pop(0))
-            return DUPLEX_BYTES
+            return nbytes
         return 0
 
     return run

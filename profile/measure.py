@@ -36,7 +36,7 @@ from pshard.profile.jobs import Job, Row, list_jobs
 from pshard.profile.kernels import KernelBench
 from pshard.profile.links import measure_contention, open_link, time_copies, time_handoff
 from pshard.profile.operands import LEAST_ROTATION, OperandPool
-from pshard.profile.sides import choose_acc_kernels, choose_host_kernels
+from pshard.profile.sides import choose_host_kernels, open_gpu_kernels
 from pshard.profile.step_cost import time_step
 from pshard.runtime.device import Device, open_device
 
@@ -112,10 +112,9 @@ def open_benches(effort: Effort, device: Device) -> tuple[KernelBench, KernelBen
     host = KernelBench("host", kernels, cpu, OperandPool(effort.rotation, cpu), effort.pace, effort.slow)
     if device.kind == "cpu":
         return host, None, notes
-    kernels, more = choose_acc_kernels()
     pool = OperandPool(min(effort.rotation, LEAST_ROTATION), device.torch_device)
-    acc = KernelBench("acc", kernels, device.torch_device, pool, effort.pace, effort.slow)
-    return host, acc, notes + more
+    acc = KernelBench("acc", open_gpu_kernels(device.torch_device), device.torch_device, pool, effort.pace, effort.slow)
+    return host, acc, notes
 
 
 def _measure_host(request: Request, bench: KernelBench) -> HostFigures:
@@ -129,7 +128,7 @@ def _measure_host(request: Request, bench: KernelBench) -> HostFigures:
 
 
 def _measure_link(effort: Effort, device: Device, host: KernelBench) -> LinkFigures:
-    link = open_link(device, effort.rotation)
+    link = open_link(device, effort.rotation, max(effort.copy_sizes))
     try:
         copies = time_copies(link, effort.copy_sizes, effort.pace)
         contention = measure_contention(link, matvec_reader(host), effort.contention_seconds)

@@ -1,5 +1,7 @@
 """Operands rotate over as many bytes as asked, and are valid packed weights."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -27,7 +29,7 @@ def test_copies_span_the_pool_without_overlap(qtype, rows, cols):
     nbytes = packed_nbytes(qtype, rows, cols)
     starts = [copy.data.data_ptr() for copy in copies]
     assert all(copy.data.numel() == nbytes for copy in copies)
-    assert all(b - a >= nbytes for a, b in zip(starts, starts[1:]))
+    assert all(b - a >= nbytes for a, b in pairwise(starts))
     page = 4096
     assert starts[-1] - starts[0] + nbytes > 4 * MIB - 2 * (nbytes + page)
     assert all(torch.equal(copy.data, copies[0].data) for copy in copies)

@@ -1,0 +1,202 @@
+"""A profile of tiny sizes, measured for real: what is in it, how it is stored, and what a second one is compared by."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from pshard import cli_profile
+from pshard.jsonio import from_json, to_json
+from pshard.machine import MachineProfile
+from pshard.model import ModelConfig, ModelSpec, Rope, TensorSpec, Unit
+from pshard.profile.compare import compare_profiles
+from pshard.profile.effort import Effort, Shapes, full_effort, model_shapes, quick_effort
+from pshard.profile.identify import identify_host
+from pshard.profile.jobs import attention_points, list_jobs
+from pshard.profile.kernels import AttentionShape
+from pshard.profile.measure import Request, expected_seconds, measure_machine, run_jobs
+from pshard.profile.timing import Pace
+
+KIB = 1 << 10
+GRID = Shapes((("Q4_0", 64, 64), ("BF16", 32, 64)), (), (AttentionShape(2, 1, 32),), ((64, 128),), (("Q8_0", 64),), 64)
+TINY = Effort(
+    quick=True,
+    pace=Pace(0.001),
+    slow=0.5,
+    rotation=1024 * KIB,
+    limit=30.0,
+    grid=GRID,
+    host_tokens=(1, 16, 128),
+    acc_tokens=(1, 16, 128),
+    copy_sizes=(4 * KIB, 64 * KIB),
+    contention_seconds=0.05,
+)
+
+
+def request(model: Shapes | None = None) -> Request:
+    return Request(accelerator="cpu", effort=TINY, model=model, threads=1, command="pshard-profile --quick")
+
+
+@pytest.fixture(scope="module")
+def profile() -> MachineProfile:
+    labels: list[tuple[str, float]] = []
+    measured = measure_machine(request(), lambda label, share: labels.append((label, share)))
+    shares = [share for _, share in labels]
+    assert shares == sorted(shares) and shares[0] >= 0 and shares[-1] <= 1
+    return measured
+
+
+def test_every_table_that_a_plan_needs_is_there(profile):
+    assert {(m.device, m.qtype, m.tokens) for m in profile.matmuls} == {
+        (device, qtype, tokens)
+        for device in ("host", "acc")
+        for qtype in ("Q4_0", "BF16")
+        for tokens in TINY.host_tokens
+    }
+    assert {(a.device, a.tokens, a.context) for a in profile.attention} == {
+        (device, tokens, context) for device in ("host", "acc") for tokens, context in ((1, 64), (16, 16), (16, 64))
+    }
+    kinds = {"norm", "residual", "rope", "silu_mul", "embed", "step"}
+    assert {(e.device, e.what) for e in profile.elementwise} == {(d, k) for d in ("host", "acc") for k in kinds}
+    assert {(c.direction, c.memory, c.nbytes) for c in profile.copies} == {
+        (direction, memory, nbytes)
+        for direction in ("h2d", "d2h")
+        for memory in ("pinned", "pageable")
+        for nbytes in TINY.copy_sizes
+    }
+
+
+def test_figures_are_positive_and_plausible(profile):
+    for row in (*profile.matmuls, *profile.attention, *profile.copies):
+        assert 0 < row.seconds < 5
+    assert all(e.seconds >= 0 for e in profile.elementwise)
+    assert all(e.seconds > 0 for e in profile.elementwise if e.what in ("norm", "rope", "embed", "step"))
+    assert all(1e8 < read.rate < 1e13 for read in profile.reads)
+    both = profile.contention
+    assert min(both.link_with_cpu, both.cpu_with_link, both.h2d_with_d2h, both.d2h_with_h2d) > 0
+    assert 0 < profile.handoff_seconds < 0.1
+
+
+def test_it_says_where_the_figures_come_from(profile):
+    origin = profile.provenance
+    assert origin.source == "measured" and origin.quick and origin.command == "pshard-profile --quick"
+    assert origin.date and origin.torch and origin.python and origin.os
+    assert any("accelerator is the CPU" in note for note in origin.notes)
+    assert profile.host == identify_host(threads=1)
+
+
+def test_json_round_trip(profile):
+    assert from_json(MachineProfile, json.loads(json.dumps(to_json(profile)))) == profile
+
+
+def test_the_same_profile_has_not_changed(profile):
+    assert compare_profiles(profile, profile) == ()
+
+
+def test_changes_name_the_field_and_the_rates_that_moved(profile):
+    slower = replace(
+        profile,
+        host=replace(profile.host, threads=2),
+        matmuls=tuple(replace(m, seconds=2 * m.seconds) if m.qtype == "Q4_0" else m for m in profile.matmuls),
+        copies=tuple(replace(c, seconds=1.05 * c.seconds) for c in profile.copies),
+        handoff_seconds=profile.handoff_seconds / 2,
+    )
+    changes = {c.what: c for c in compare_profiles(profile, slower)}
+    assert set(changes) == {
+        "host threads",
+        "host matmul Q4_0, few tokens",
+        "host matmul Q4_0, many tokens",
+        "hand-off",
+    }
+    assert (changes["host threads"].before, changes["host threads"].after) == ("1", "2")
+    assert changes["host matmul Q4_0, few tokens"].ratio == pytest.approx(0.5)
+    assert changes["hand-off"].ratio == pytest.approx(2.0)
+
+
+def small_spec() -> ModelSpec:
+    rope = Rope(dims=32, base=10000.0, pairing="halves")
+    config = ModelConfig("llama", 1, 64, 2, 1, 32, 96, 320, 1e-6, 128, rope)
+    attention = tuple(TensorSpec(f"blk.0.attn_{p}.weight", "Q8_0", (r, 64)) for p, r in (("q", 64), ("k", 32)))
+    ffn = (TensorSpec("blk.0.ffn_gate.weight", "Q4_0", (96, 64)), TensorSpec("blk.0.ffn_norm.weight", "F32", (64,)))
+    units = (
+        Unit("embedding", "embedding", -1, (TensorSpec("token_embd.weight", "Q8_0", (320, 64)),)),
+        Unit("attention.0", "attention", 0, attention),
+        Unit("ffn.0", "ffn", 0, ffn),
+        Unit("output", "output", -1, (TensorSpec("output.weight", "Q8_0", (320, 64)),)),
+    )
+    return ModelSpec("small", "", config, units)
+
+
+def test_a_model_adds_exactly_its_own_shapes():
+    shapes = model_shapes(small_spec())
+    assert set(shapes.matmuls) == {("Q8_0", 64, 64), ("Q8_0", 32, 64), ("Q4_0", 96, 64)}
+    assert shapes.heads == (("Q8_0", 320, 64),)
+    assert shapes.embedding == (("Q8_0", 64),)
+    assert shapes.attention == (AttentionShape(2, 1, 32),)
+    assert shapes.widths == ((64, 96),)
+    jobs = list_jobs("host", TINY, shapes)
+    matmuls = [job for job in jobs if "matmul" in job.label]
+    assert [job.optional for job in matmuls] == sorted(job.optional for job in matmuls)
+    assert sum(not job.optional for job in matmuls) == 4
+    assert len({job.label for job in matmuls}) == len(matmuls) == 6
+
+
+def test_only_the_grid_is_skipped_for_lack_of_time():
+    ran: list[str] = []
+    jobs = [
+        replace(job, run=lambda bench, label=job.label: ran.append(label) or [])
+        for job in list_jobs("host", TINY, model_shapes(small_spec()))
+    ]
+    rows, skipped = run_jobs(jobs, deadline=0.0, benches={"host": None}, progress=lambda label, share: None)
+    assert rows == [] and skipped == 2
+    assert ran == [job.label for job in jobs if not job.optional]
+
+
+def test_attention_is_timed_up_to_the_context():
+    points = dict(attention_points((1, 16, 512, 4096), context=8192))
+    assert points[1] == (128, 1024, 4096, 8192)
+    assert points[512] == (512, 4096, 8192)
+    assert points[4096] == (4096, 8192)
+
+
+def test_a_full_run_expects_to_take_longer_than_a_quick_one():
+    quick, full = (replace(request(), effort=effort(32 << 20)) for effort in (quick_effort, full_effort))
+    assert expected_seconds(quick) <= 60 < expected_seconds(full) < 1200
+
+
+def test_command_prints_json_alone_and_compares_with_the_last_profile(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("pshard.profile.effort.quick_effort", lambda cache: TINY)
+    path = tmp_path / "deep" / "machine.json"
+    assert cli_profile.main(["--quick", "--device", "cpu", "-t", "1", "--json", "-o", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert json.loads(out) == json.loads(path.read_text())
+    assert cli_profile.main(["--quick", "--device", "cpu", "-t", "1", "-o", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "Matmuls on the CPU" in out and "since 20" in out
+    assert [p.name for p in path.parent.iterdir()] == ["machine.json"]
+
+
+@pytest.mark.parametrize(
+    "argv, complaint",
+    [
+        (["--quik"], "--quik"),
+        (["-t", "0"], "number of threads"),
+        (["-t", "100000"], "cores"),
+        (["--device", "tpu"], "tpu"),
+        (["-o", "."], "folder"),
+        (["-m", "no-such-model.gguf"], "no-such-model.gguf"),
+    ],
+)
+def test_bad_flags_are_one_line_and_exit_code_two(argv, complaint, capsys):
+    assert cli_profile.main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1 and complaint in captured.err
+
+
+def test_interrupting_leaves_no_file(tmp_path, monkeypatch):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pshard.profile.measure.measure_machine", interrupt)
+    assert cli_profile.main(["--quick", "--device", "cpu", "-o", str(tmp_path / "p.json")]) == 130
+    assert list(tmp_path.iterdir()) == []
