@@ -1,0 +1,367 @@
+"""CudaKernels: the kernels of a CUDA device, in Triton, with cuBLAS for large batches. See runtime/kernels/api.py.
+
+Weights are read in the packed layout. Up to MATVEC_TOKENS rows: int8 activations and dp4a. Up to SMALL_BATCH: bfloat16
+tiles on the tensor cores. Above: a tile is dequantised to bfloat16 and a library GEMM does the rest. Every sum has a
+fixed order and no launch size depends on device data, so runs repeat bit for bit and can be captured in a CUDA graph.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from pshard.buffers import ATTENTION_SPLITS, SMALL_BATCH
+from pshard.quant import ROW_BLOCK, align
+from pshard.runtime.kernels import triton_attention, triton_batch, triton_dequant, triton_matvec, triton_rows
+from pshard.runtime.kernels.api import LayerKV, Packed, RopeTable, RowIndex
+from pshard.runtime.kernels.triton_decode import ENCODINGS, places
+
+MATVEC_TOKENS = 8  # up to here the int8 path; the tensor cores start to pay above
+MAX_COLS = 65536  # widest input of a matrix for up to SMALL_BATCH rows: sizes the activations' scratch
+PARTIAL_FLOATS = 2 << 20  # partial sums of matrices whose columns are cut into pieces
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a kernel is cut: rows and columns (or chunks of 32 columns) of a tile, warps, pipeline stages.
+
+    `programs`: the columns are cut into pieces until about this many programs run.
+    """
+
+    rows: int
+    depth: int
+    warps: int
+    stages: int
+    programs: int = 1
+
+
+# Keyed by (kernel, bucket of tokens); a key with a quant type in place of the kernel's name comes first.
+TUNING: dict[tuple[str, int], Tile] = {
+    ("matvec", 1): Tile(16, 32, 4, 1, 1056),
+    ("matvec", 2): Tile(16, 32, 4, 1, 1056),
+    ("matvec", 4): Tile(16, 32, 4, 1, 1056),
+    ("matvec", 8): Tile(16, 32, 4, 1, 1056),
+    ("batch", 16): Tile(64, 16, 4, 1, 528),
+    ("batch", 32): Tile(64, 16, 4, 1, 528),
+    ("batch", 64): Tile(64, 16, 4, 1, 528),
+    ("rows", 16): Tile(32, 128, 4, 4, 528),
+    ("rows", 32): Tile(32, 128, 4, 4, 528),
+    ("rows", 64): Tile(64, 128, 4, 3, 528),
+    ("dequantise", 0): Tile(16, 16, 4, 1),
+    ("decode", 0): Tile(16, 64, 4, 3, 1024),
+    ("prefill", 64): Tile(128, 128, 8, 3),
+    ("prefill", 128): Tile(128, 128, 8, 3),
+}
+
+
+def _tile_of(kernel: str, qtype: str, tokens: int) -> Tile:
+    return TUNING.get((qtype, tokens)) or TUNING[kernel, tokens]
+
+
+def _pieces(tile: Tile, rows: int, depth: int, tokens: int) -> tuple[int, int]:
+    """(pieces, depth of a piece): cut until `tile.programs` run, each piece whole tiles, partial sums within bounds."""
+    blocks = -(-rows // tile.rows)
+    wanted = min(-(-tile.programs // blocks), PARTIAL_FLOATS // (rows * tokens))
+    each = align(-(-depth // max(1, wanted)), tile.depth)
+    return -(-depth // each), each
+
+
+class CudaKernels:
+    """Kernels of one CUDA device (with TRITON_INTERPRET=1: of the CPU, for tests). Implements `Kernels`.
+
+    Holds `scratch_nbytes` bytes on the device beside the arena, allocated here and never again: 16 MiB for
+    `max_tokens` of SMALL_BATCH or more. Not for use by two threads or two streams at once.
+    """
+
+    act_dtype = torch.bfloat16
+
+    def __init__(self, device: torch.device | str, max_tokens: int) -> None:
+        tokens = 1 << (max(MATVEC_TOKENS, min(max_tokens, SMALL_BATCH)) - 1).bit_length()
+        self._activations = torch.empty(2 * tokens * MAX_COLS, dtype=torch.uint8, device=device)
+        self._partial = torch.empty(PARTIAL_FLOATS, dtype=torch.float32, device=device)
+
+    @property
+    def scratch_nbytes(self) -> int:
+        """Bytes this object holds on the device."""
+        return self._activations.numel() + 4 * self._partial.numel()
+
+    def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+        """See `Kernels.rms_norm`."""
+        tokens, cols = hidden.shape
+        block = triton.next_power_of_2(cols)
+        triton_rows.rms_norm_kernel[(tokens,)](
+            hidden, hidden.stride(0), weight, out, out.stride(0), cols, eps, BLOCK=block,
+            num_warps=min(16, max(1, block // 512)),
+        )  # fmt: skip
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: Packed,
+        out: torch.Tensor,
+        tile: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        accumulate: bool = False,
+    ) -> None:
+        """See `Kernels.linear`."""
+        tokens = x.shape[0]
+        if tokens > SMALL_BATCH:
+            self._gemm(x, weight, out, tile, bias, accumulate)
+        elif weight.qtype in PLAIN:
+            self._rows(x, weight, out, bias, accumulate)
+        elif tokens <= MATVEC_TOKENS:
+            self._quantise(x)
+            self._matvec(x, weight, None, out, bias, accumulate)
+        else:
+            self._batch(x, weight, out, bias, accumulate)
+
+    def gate_up(
+        self, x: torch.Tensor, gate: Packed, up: Packed, out: torch.Tensor, both: torch.Tensor, tile: torch.Tensor
+    ) -> None:
+        """See `Kernels.gate_up`."""
+        if x.shape[0] <= MATVEC_TOKENS and gate.qtype == up.qtype and gate.qtype not in PLAIN:
+            self._quantise(x)
+            self._matvec(x, gate, up, out, None, False)
+            return
+        first, second = both[:, : gate.rows], both[:, gate.rows : 2 * gate.rows]
+        self.linear(x, gate, first, tile)
+        self.linear(x, up, second, tile)
+        grid = (triton.cdiv(gate.rows, 1024), x.shape[0])
+        triton_rows.silu_mul_kernel[grid](
+            first, second, both.stride(0), out, out.stride(0), gate.rows, BLOCK=1024, num_warps=4
+        )
+
+    def rope_store(
+        self,
+        qkv: torch.Tensor,
+        heads: tuple[int, int, int],
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+        rope: RopeTable,
+        rows: RowIndex,
+        kv: LayerKV,
+    ) -> None:
+        """See `Kernels.rope_store`. k and v have the same strides in elements, heads and dims contiguous."""
+        n_heads, groups, d = heads
+        half = rope.cos.shape[1]
+        block = 8 if qkv.shape[0] > SMALL_BATCH else 2
+        grid = (triton.cdiv(n_heads + 2 * groups, block), qkv.shape[0])
+        triton_rows.rope_store_kernel[grid](
+            qkv, qkv.stride(0), q_norm, k_norm, eps, rope.cos, rope.sin, rows.sequence, rows.position,
+            kv.k, kv.v, kv.k.stride(0), kv.k.stride(1), HEADS=n_heads, GROUPS=groups, D=d, HALF=half,
+            HP=triton.next_power_of_2(half), TP=triton.next_power_of_2(d - 2 * half) if d > 2 * half else 0,
+            HB=block, ADJACENT=rope.pairing == "adjacent", Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
+            num_warps=max(1, block // 2),
+        )  # fmt: skip
+
+    def attention(
+        self,
+        qkv: torch.Tensor,
+        heads: tuple[int, int, int],
+        kv: LayerKV,
+        rows: RowIndex,
+        scale: float,
+        out: torch.Tensor,
+        partial: torch.Tensor | None,
+    ) -> None:
+        """See `Kernels.attention`. Without `partial` every batch goes the way of prompts, segment by segment."""
+        if partial is not None and qkv.shape[0] <= SMALL_BATCH:
+            self._decode_attention(qkv, heads, kv, rows, scale, out, partial)
+        else:
+            self._prefill_attention(qkv, heads, kv, rows, scale, out)
+
+    def dequantise(self, weight: Packed, first_row: int, out: torch.Tensor) -> None:
+        """out[n, cols], contiguous, bfloat16 or float32 = rows first_row..first_row + n; first_row a multiple of 16."""
+        n, cols = out.shape
+        if weight.qtype in PLAIN:
+            source = weight.data.view(PLAIN[weight.qtype])[first_row * cols :]
+            triton_dequant.convert_kernel[(triton.cdiv(n * cols, 2048),)](source, out, n * cols, BLOCK=2048)
+            return
+        record, high, scales, mins, d, dmin = places(weight.qtype, cols)
+        encoding, tile = ENCODINGS[weight.qtype], _tile_of("dequantise", weight.qtype, 0)
+        grid = (triton.cdiv(cols // 32, tile.depth), triton.cdiv(n, ROW_BLOCK))
+        triton_dequant.dequantise_kernel[grid](
+            weight.data, out, first_row, n, cols, record, high, scales, mins, d, dmin, BC=tile.depth,
+            QTYPE=weight.qtype, LOW=encoding.low, HIGH=encoding.high, num_warps=tile.warps,
+        )  # fmt: skip
+
+    def _quantise(self, x: torch.Tensor) -> None:
+        """x -> int8 codes, scales and sums in the scratch, where `_matvec` finds them."""
+        tokens, bucket = x.shape[0], triton.next_power_of_2(x.shape[0])
+        words, scale, sums, chunks = self._quantised(x)
+        triton_matvec.quantise_kernel[(triton.cdiv(chunks, 32), bucket)](
+            x, x.stride(0), tokens, words, scale, sums, chunks, TOKENS=bucket, BC=32, num_warps=4
+        )
+
+    def _quantised(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        chunks = self._chunks(x)
+        n = triton.next_power_of_2(x.shape[0]) * chunks
+        words = self._activations[: 44 * n]
+        return words[: 32 * n].view(torch.int32), words[32 * n : 36 * n].view(torch.float32), \
+            words[36 * n :].view(torch.float32), chunks  # fmt: skip
+
+    @staticmethod
+    def _chunks(x: torch.Tensor) -> int:
+        if x.shape[1] > MAX_COLS:
+            raise ValueError(f"a matrix with {x.shape[1]} columns; the scratch for activations holds {MAX_COLS}")
+        return x.shape[1] // 32
+
+    def _matvec(
+        self,
+        x: torch.Tensor,
+        weight: Packed,
+        up: Packed | None,
+        out: torch.Tensor,
+        bias: torch.Tensor | None,
+        accumulate: bool,
+    ) -> None:
+        tokens, bucket = x.shape[0], triton.next_power_of_2(x.shape[0])
+        words, scale, sums, chunks = self._quantised(x)
+        tile, encoding = _tile_of("matvec", weight.qtype, bucket), ENCODINGS[weight.qtype]
+        pieces, each = (1, chunks) if up is not None else _pieces(tile, weight.rows, chunks, tokens)
+        direct = pieces == 1
+        triton_matvec.matvec_kernel[(triton.cdiv(weight.rows, 16), pieces)](
+            weight.data, weight.data if up is None else up.data, words, scale, sums,
+            out if direct else self._partial, bias, tokens, weight.rows, chunks,
+            out.stride(0) if direct else weight.rows, each, *places(weight.qtype, weight.cols),
+            TOKENS=bucket, BC=tile.depth, QTYPE=weight.qtype, LOW=encoding.low, HIGH=encoding.high,
+            HALVES=encoding.halves, STAGES=tile.stages, GATED=up is not None, BIAS=direct and bias is not None,
+            ACCUMULATE=direct and accumulate, num_warps=tile.warps,
+        )  # fmt: skip
+        if not direct:
+            self._combine(out, bias, accumulate, pieces, weight.rows)
+
+    def _batch(
+        self, x: torch.Tensor, weight: Packed, out: torch.Tensor, bias: torch.Tensor | None, accumulate: bool
+    ) -> None:
+        tokens, bucket = x.shape[0], max(16, triton.next_power_of_2(x.shape[0]))
+        chunks = self._chunks(x)
+        permuted = self._activations[: 64 * bucket * chunks].view(torch.bfloat16)
+        triton_batch.permute_kernel[(triton.cdiv(chunks, 32), bucket)](
+            x, x.stride(0), tokens, permuted, chunks, TOKENS=bucket, BC=32, num_warps=4
+        )
+        tile, encoding = _tile_of("batch", weight.qtype, bucket), ENCODINGS[weight.qtype]
+        pieces, each = _pieces(tile, weight.rows, chunks, tokens)
+        direct = pieces == 1
+        triton_batch.batch_kernel[(triton.cdiv(weight.rows, tile.rows), pieces)](
+            weight.data, permuted, out if direct else self._partial, bias, tokens, weight.rows, chunks,
+            out.stride(0) if direct else weight.rows, each, *places(weight.qtype, weight.cols),
+            TOKENS=bucket, BN=tile.rows, BC=tile.depth, QTYPE=weight.qtype, LOW=encoding.low, HIGH=encoding.high,
+            STAGES=tile.stages, BIAS=direct and bias is not None, ACCUMULATE=direct and accumulate,
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+        if not direct:
+            self._combine(out, bias, accumulate, pieces, weight.rows)
+
+    def _rows(
+        self, x: torch.Tensor, weight: Packed, out: torch.Tensor, bias: torch.Tensor | None, accumulate: bool
+    ) -> None:
+        tokens, bucket = x.shape[0], max(16, triton.next_power_of_2(x.shape[0]))
+        tile = _tile_of("rows", weight.qtype, bucket)
+        pieces, each = _pieces(tile, weight.rows, weight.cols, tokens)
+        direct = pieces == 1
+        triton_batch.rows_kernel[(triton.cdiv(weight.rows, tile.rows), pieces)](
+            weight.data.view(PLAIN[weight.qtype]), x, x.stride(0), out if direct else self._partial, bias, tokens,
+            weight.rows, weight.cols, out.stride(0) if direct else weight.rows, each,
+            TOKENS=bucket, BN=tile.rows, BK=tile.depth, STAGES=tile.stages, BIAS=direct and bias is not None,
+            ACCUMULATE=direct and accumulate, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+        if not direct:
+            self._combine(out, bias, accumulate, pieces, weight.rows)
+
+    def _combine(
+        self, out: torch.Tensor, bias: torch.Tensor | None, accumulate: bool, pieces: int, rows: int
+    ) -> None:
+        triton_matvec.combine_kernel[(triton.cdiv(rows, 256), out.shape[0])](
+            self._partial, out, bias, rows, out.stride(0), pieces,
+            BLOCK=256, BIAS=bias is not None, ACCUMULATE=accumulate, num_warps=4,
+        )  # fmt: skip
+
+    def _gemm(
+        self,
+        x: torch.Tensor,
+        weight: Packed,
+        out: torch.Tensor,
+        tile: torch.Tensor,
+        bias: torch.Tensor | None,
+        accumulate: bool,
+    ) -> None:
+        """Tile by tile of rows: dequantise, then a GEMM into columns of `out`; even tiles, whole 256 where they fit."""
+        if weight.qtype == "BF16":
+            step = weight.rows
+        else:
+            most = tile.numel() // (2 * weight.cols) // ROW_BLOCK * ROW_BLOCK
+            even = -(-weight.rows // -(-weight.rows // most))
+            step = min(most, align(even, 256))
+        for first in range(0, weight.rows, step):
+            n = min(step, weight.rows - first)
+            if weight.qtype == "BF16":
+                w = weight.data.view(torch.bfloat16).view(weight.rows, weight.cols)
+            else:
+                w = tile[: 2 * n * weight.cols].view(torch.bfloat16).view(n, weight.cols)
+                self.dequantise(weight, first, w)
+            _multiply(x, w, out[:, first : first + n], accumulate)
+        if bias is not None:
+            triton_rows.add_bias_kernel[(triton.cdiv(weight.rows, 1024), x.shape[0])](
+                out, out.stride(0), bias, weight.rows, BLOCK=1024, num_warps=4
+            )
+
+    def _decode_attention(
+        self,
+        qkv: torch.Tensor,
+        heads: tuple[int, int, int],
+        kv: LayerKV,
+        rows: RowIndex,
+        scale: float,
+        out: torch.Tensor,
+        partial: torch.Tensor,
+    ) -> None:
+        n_heads, groups, d = heads
+        tokens, slots, tile = qkv.shape[0], partial.shape[2], TUNING["decode", 0]
+        wanted = max(1, tile.programs // (tokens * groups))
+        splits = min(ATTENTION_SPLITS, slots, triton.cdiv(rows.cells, tile.depth), wanted)
+        padded = max(16, triton.next_power_of_2(d))
+        triton_attention.decode_kernel[(splits, groups, tokens)](
+            qkv, qkv.stride(0), kv.k, kv.v, kv.k.stride(0), kv.k.stride(1), rows.sequence, rows.position, partial,
+            scale, splits, slots, HEADS=n_heads, GROUPS=groups,
+            SHARE=max(16, triton.next_power_of_2(n_heads // groups)), D=d, DP=padded, BLOCK=tile.depth,
+            STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+        triton_attention.decode_combine_kernel[(n_heads, tokens)](
+            partial, out, out.stride(0), splits, slots, HEADS=n_heads, D=d, DP=padded,
+            SPLITS=triton.next_power_of_2(splits), num_warps=4,
+        )  # fmt: skip
+
+    def _prefill_attention(
+        self,
+        qkv: torch.Tensor,
+        heads: tuple[int, int, int],
+        kv: LayerKV,
+        rows: RowIndex,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        n_heads, groups, d = heads
+        padded = max(16, triton.next_power_of_2(d))
+        tile = TUNING["prefill", 64 if padded <= 64 else 128]
+        for segment in rows.segments:
+            new = slice(segment.start, segment.start + segment.tokens)
+            triton_attention.prefill_kernel[(triton.cdiv(segment.tokens, tile.rows), n_heads)](
+                qkv[new], qkv.stride(0), kv.k[segment.sequence], kv.v[segment.sequence], kv.k.stride(1), out[new],
+                out.stride(0), segment.tokens, segment.past, scale, HEADS=n_heads, GROUPS=groups, D=d, DP=padded,
+                BM=tile.rows, BN=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
+            )  # fmt: skip
+
+
+def _multiply(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
+    """out (+)= x @ w.T by the library, in place: bfloat16 inputs, float32 sums, out bfloat16 or float32."""
+    if out.dtype == x.dtype:
+        torch.addmm(out, x, w.T, out=out) if accumulate else torch.mm(x, w.T, out=out)
+    elif accumulate:
+        torch.ops.aten.addmm.dtype_out(out, x, w.T, out.dtype, out=out)
+    else:
+        torch.ops.aten.mm.dtype_out(x, w.T, out.dtype, out=out)
+
+

@@ -1,0 +1,147 @@
+"""Attention in Triton: decode split over the context and combined in a fixed order, and causal attention of prompts.
+
+Softmax works in powers of two: `scale` times log2(e) is multiplied into the scores once.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def decode_kernel(
+    q, q_stride, k, v, kv_sequence, kv_cell, sequence, position, partial, scale, splits, slots,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Program (split, KV head, row): the row's HEADS / GROUPS query heads against its share of the cells.
+
+    The share follows from the row's own length, read here, so one captured launch serves any length. Writes
+    partial[row, head, split] = (weighted sum of v [D], maximum, sum of exponentials); SHARE >= heads per group.
+    """
+    split, group, m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    per_group: tl.constexpr = HEADS // GROUPS
+    length = tl.load(position + m) + 1
+    share = tl.cdiv(tl.cdiv(length, splits), BLOCK) * BLOCK
+    first = split * share
+    last = tl.minimum(first + share, length)
+    base = tl.load(sequence + m).to(tl.int64) * kv_sequence + group * D
+    dim = tl.arange(0, DP)
+    head = tl.arange(0, SHARE)
+    inside = (head < per_group)[:, None] & (dim < D)[None, :]
+    qs = tl.load(q + m.to(tl.int64) * q_stride + (group * per_group + head[:, None]) * D + dim[None, :],
+                 mask=inside, other=0.0)  # fmt: skip
+    kind = tl.float16 if k.dtype.element_ty == tl.float16 else tl.bfloat16
+    qs = (qs.to(tl.float32) * (scale * 1.4426950408889634)).to(kind)
+    peak = tl.full((SHARE,), -1e30, tl.float32)
+    weight = tl.zeros((SHARE,), tl.float32)
+    acc = tl.zeros((SHARE, DP), tl.float32)
+    for start in tl.range(first, last, BLOCK, num_stages=STAGES):
+        cell = start + tl.arange(0, BLOCK)
+        there = (cell < last)[:, None] & (dim < D)[None, :]
+        at = base + cell.to(tl.int64)[:, None] * kv_cell + dim[None, :]
+        ks = tl.load(k + at, mask=there, other=0.0).to(kind)
+        vs = tl.load(v + at, mask=there, other=0.0).to(kind)
+        scores = tl.dot(qs, tl.trans(ks))
+        scores = tl.where((cell < last)[None, :], scores, -1e30)
+        top = tl.maximum(peak, tl.max(scores, axis=1))
+        shrink = tl.exp2(peak - top)
+        p = tl.exp2(scores - top[:, None])
+        weight = weight * shrink + tl.sum(p, axis=1)
+        acc = tl.dot(p.to(kind), vs, acc * shrink[:, None])
+        peak = top
+    row = partial + ((m * HEADS + group * per_group + head).to(tl.int64) * slots + split) * (D + 2)
+    tl.store(row[:, None] + dim[None, :], acc, mask=inside)
+    tl.store(row + D, peak, mask=head < per_group)
+    tl.store(row + D + 1, weight, mask=head < per_group)
+
+
+@triton.jit
+def decode_combine_kernel(
+    partial, out, out_stride, splits, slots,
+    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """out[row, head] from the row's partial results; program (head, row). SPLITS >= splits, a power of two.
+
+    A split without cells has maximum -1e30 and zero weight, so it adds nothing.
+    """
+    head, m = tl.program_id(0), tl.program_id(1)
+    dim = tl.arange(0, DP)
+    split = tl.arange(0, SPLITS)
+    row = partial + (m * HEADS + head).to(tl.int64) * slots * (D + 2) + split * (D + 2)
+    there = split < splits
+    peak = tl.load(row + D, mask=there, other=-1e30)
+    weight = tl.load(row + D + 1, mask=there, other=0.0)
+    factor = tl.exp2(peak - tl.max(peak, axis=0))
+    total = tl.sum(weight * factor, axis=0)
+    sums = tl.load(row[:, None] + dim[None, :], mask=there[:, None] & (dim < D)[None, :], other=0.0)
+    result = tl.sum(sums * factor[:, None], axis=0) / total
+    at = out + m.to(tl.int64) * out_stride + head * D + dim
+    tl.store(at, result.to(out.dtype.element_ty), mask=dim < D)
+
+
+@triton.jit
+def _attend(
+    acc, weight, peak, qs, k, v, kv_cell, row, first, last, cells, scale,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One pass of the online softmax over cells first..last; with MASKED a row sees only cells up to its own."""
+    dim = tl.arange(0, DP)
+    for start in tl.range(first, last, BN):
+        cell = start + tl.arange(0, BN)
+        at = cell.to(tl.int64)[:, None] * kv_cell + dim[None, :]
+        if MASKED or D != DP:
+            there = (cell < cells)[:, None] & (dim < D)[None, :]
+            ks = tl.load(k + at, mask=there, other=0.0)
+        else:
+            ks = tl.load(k + at)
+        scores = tl.dot(qs, tl.trans(ks.to(qs.dtype)))
+        if MASKED:
+            scores = tl.where(row[:, None] >= cell[None, :], scores * scale, -1e30)
+            top = tl.maximum(peak, tl.max(scores, axis=1))
+            p = tl.exp2(scores - top[:, None])
+        else:
+            top = tl.maximum(peak, tl.max(scores, axis=1) * scale)
+            p = tl.exp2(scores * scale - top[:, None])
+        shrink = tl.exp2(peak - top)
+        weight = weight * shrink + tl.sum(p, axis=1)
+        acc = acc * shrink[:, None]
+        if MASKED or D != DP:
+            there = (cell < cells)[:, None] & (dim < D)[None, :]
+            vs = tl.load(v + at, mask=there, other=0.0)
+        else:
+            vs = tl.load(v + at)
+        acc = tl.dot(p.to(qs.dtype), vs.to(qs.dtype), acc)
+        peak = top
+    return acc, weight, peak
+
+
+@triton.jit
+def prefill_kernel(
+    q, q_stride, k, v, kv_cell, out, out_stride, tokens, past, scale,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Program (BM new tokens, head) of one segment: token i sees cells 0..past + i. k and v start at the sequence."""
+    head = tl.program_id(1)
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest blocks first, for an even finish
+    token = block * BM + tl.arange(0, BM)
+    dim = tl.arange(0, DP)
+    inside = (token < tokens)[:, None] & (dim < D)[None, :]
+    qs = tl.load(q + token.to(tl.int64)[:, None] * q_stride + head * D + dim[None, :], mask=inside, other=0.0)
+    kind = tl.float16 if k.dtype.element_ty == tl.float16 else tl.bfloat16
+    qs = qs.to(kind)
+    k += head // (HEADS // GROUPS) * D
+    v += head // (HEADS // GROUPS) * D
+    peak = tl.full((BM,), -1e30, tl.float32)
+    weight = tl.zeros((BM,), tl.float32)
+    acc = tl.zeros((BM, DP), tl.float32)
+    cells = past + tokens
+    row = past + token
+    scale = scale * 1.4426950408889634
+    seen = (past + block * BM) // BN * BN  # every row of the block sees these
+    acc, weight, peak = _attend(acc, weight, peak, qs, k, v, kv_cell, row, 0, seen, cells, scale, D, DP, BM, BN, False)
+    last = tl.minimum(past + (block + 1) * BM, cells)
+    acc, weight, peak = _attend(acc, weight, peak, qs, k, v, kv_cell, row, seen, last, cells, scale, D, DP, BM, BN,
+                                True)  # fmt: skip
+    result = acc / weight[:, None]
+    at = out + token.to(tl.int64)[:, None] * out_stride + head * D + dim[None, :]
+    tl.store(at, result.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,100 @@
+"""Products of up to 64 rows with weights read in place, on the tensor cores: tiles become bfloat16 in registers.
+
+The sum over columns may run in any order. Byte t of code word c holds column 4c + t of each chunk, so a tile of one
+(c, t) is a matrix [chunks, rows] as it stands; the activations are put in the same order first, and no byte moves.
+"""
+
+import triton
+import triton.language as tl
+
+from pshard.runtime.kernels.triton_decode import load_codes, load_scales
+
+
+@triton.jit
+def permute_kernel(x, x_stride, tokens, out, chunks, TOKENS: tl.constexpr, BC: tl.constexpr):
+    """x [tokens, 32 * chunks] -> bf16 out[32, TOKENS, chunks]: column k of every chunk side by side; zeros below."""
+    m = tl.program_id(1)
+    chunk = tl.program_id(0) * BC + tl.arange(0, BC)
+    k = tl.arange(0, 32)
+    there = (chunk < chunks)[:, None]
+    column = chunk[:, None] * 32 + k[None, :]
+    value = tl.load(x + m.to(tl.int64) * x_stride + column, mask=there & (m < tokens), other=0.0).to(tl.bfloat16)
+    at = k[:, None] * (TOKENS * chunks) + m * chunks + chunk[None, :]
+    tl.store(out + at, tl.trans(value), mask=tl.trans(there))
+
+
+@triton.jit
+def batch_kernel(
+    weight, x, out, bias, tokens, rows, chunks, out_stride, per_split, record, high, scales, mins, d, dmin,
+    TOKENS: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, QTYPE: tl.constexpr, LOW: tl.constexpr,
+    HIGH: tl.constexpr, STAGES: tl.constexpr, BIAS: tl.constexpr, ACCUMULATE: tl.constexpr,
+):  # fmt: skip
+    """Program (BN rows of the packed weight, piece of the columns) -> out[tokens, BN]; x as permute_kernel left it.
+
+    Pieces write [pieces, tokens, rows] (out_stride = rows): `combine_kernel` adds them up.
+    """
+    piece = tl.program_id(1)
+    first = piece * per_split
+    last = tl.minimum(first + per_split, chunks)
+    weight += (tl.program_id(0) * (BN // 16)).to(tl.int64) * record * 4
+    local = tl.arange(0, BN)[None, :]
+    rec = (local // 16) * record
+    lane = local % 16
+    stored = tl.program_id(0) * BN + local < (rows + 15) // 16 * 16
+    m = tl.arange(0, TOKENS)
+    acc = tl.zeros((TOKENS, BN), tl.float32)
+    for start in tl.range(first, last, BC, num_stages=STAGES):
+        chunk = start + tl.arange(0, BC)
+        mask = (chunk < last)[:, None] & stored
+        codes = load_codes(weight, rec, lane, chunk[:, None], mask, high, QTYPE, LOW, HIGH)
+        s0, a0, s1, a1 = load_scales(weight, rec, lane, chunk[:, None], mask, scales, mins, d, dmin, QTYPE)
+        at = x + m[:, None] * chunks + chunk[None, :]
+        for c in tl.static_range(8):
+            for t in tl.static_range(4):
+                if QTYPE == "Q8_0" or QTYPE == "MXFP4":
+                    code = (codes[c] << (24 - 8 * t)) >> 24
+                else:
+                    code = (codes[c] >> (8 * t)) & 255
+                if c < 4:
+                    tile = code.to(tl.float32) * s0 + a0
+                else:
+                    tile = code.to(tl.float32) * s1 + a1
+                xs = tl.load(at + (4 * c + t) * (TOKENS * chunks), mask=(chunk < last)[None, :], other=0.0)
+                acc = tl.dot(xs, tile.to(tl.bfloat16), acc)
+    row = tl.program_id(0) * BN + tl.arange(0, BN)[None, :]
+    mask = (row < rows) & (m[:, None] < tokens)
+    if BIAS:
+        acc += tl.load(bias + row, mask=row < rows, other=0.0)
+    at = out + (piece * tokens + m[:, None]).to(tl.int64) * out_stride + row
+    if ACCUMULATE:
+        acc += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(at, acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rows_kernel(
+    weight, x, x_stride, out, bias, tokens, rows, cols, out_stride, per_split,
+    TOKENS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, BIAS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):  # fmt: skip
+    """The same for a plain row-major weight [rows, cols] of a float type, rounded to bfloat16 (x is bfloat16)."""
+    piece = tl.program_id(1)
+    first = piece * per_split
+    last = tl.minimum(first + per_split, cols)
+    row = tl.program_id(0) * BN + tl.arange(0, BN)
+    m = tl.arange(0, TOKENS)
+    base = weight + row.to(tl.int64)[:, None] * cols
+    source = x + m.to(tl.int64)[:, None] * x_stride
+    acc = tl.zeros((TOKENS, BN), tl.float32)
+    for start in tl.range(first, last, BK, num_stages=STAGES):
+        k = start + tl.arange(0, BK)
+        tile = tl.load(base + k[None, :], mask=(row < rows)[:, None] & (k < last)[None, :], other=0.0)
+        xs = tl.load(source + k[None, :], mask=(m < tokens)[:, None] & (k < last)[None, :], other=0.0)
+        acc = tl.dot(xs.to(tl.bfloat16), tl.trans(tile.to(tl.bfloat16)), acc)
+    mask = (row < rows)[None, :] & (m < tokens)[:, None]
+    if BIAS:
+        acc += tl.load(bias + row, mask=row < rows, other=0.0)[None, :]
+    at = out + (piece * tokens + m[:, None]).to(tl.int64) * out_stride + row[None, :]
+    if ACCUMULATE:
+        acc += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(at, acc.to(out.dtype.element_ty), mask=mask)

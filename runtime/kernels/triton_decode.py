@@ -1,0 +1,182 @@
+"""Reading packed weights inside a Triton kernel (docs/packed-layout.md): codes as words of four int8, scales as float32.
+
+A tile is [chunks, rows]: a chunk is 32 columns, rows are consecutive. `rec` is the record's distance from the start of
+the matrix in 32-bit words, `lane` the row in its record; both are [1, rows]. Plane offsets are in bytes, see `places`.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import triton
+import triton.language as tl
+
+from pshard.quant import plane_offsets, record_nbytes
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How codes of a type are built: `low` bits in codes8/4/2, `high` bits above them in codes1 or codes2."""
+
+    low: int
+    high: int
+    high_plane: str = ""
+    halves: bool = False  # two scales per chunk, one for each 16 columns
+
+
+ENCODINGS = {
+    "Q4_0": Encoding(4, 0),
+    "Q4_1": Encoding(4, 0),
+    "Q5_0": Encoding(4, 1, "codes1"),
+    "Q5_1": Encoding(4, 1, "codes1"),
+    "Q8_0": Encoding(8, 0),
+    "MXFP4": Encoding(4, 0),
+    "Q2_K": Encoding(2, 0, halves=True),
+    "Q3_K": Encoding(2, 1, "codes1", halves=True),
+    "Q4_K": Encoding(4, 0),
+    "Q5_K": Encoding(4, 1, "codes1"),
+    "Q6_K": Encoding(4, 2, "codes2", halves=True),
+}
+
+
+@lru_cache
+def places(qtype: str, cols: int) -> tuple[int, int, int, int, int, int]:
+    """(words of a record, offsets of the high codes, scales, mins, d or e8m0, dmin or m); 0 for a plane not there."""
+    offsets = {name: at for name, (at, _) in plane_offsets(qtype, cols).items()}
+    high = offsets.get(ENCODINGS[qtype].high_plane, 0)
+    d = offsets.get("d", offsets.get("e8m0", 0))
+    dmin = offsets.get("dmin", offsets.get("m", 0))
+    return record_nbytes(qtype, cols) // 4, high, offsets.get("scales", 0), offsets.get("mins", 0), d, dmin
+
+
+@triton.jit
+def _bits(word, LEFT: tl.constexpr, MASK: tl.constexpr):
+    """The bits of MASK after moving the word LEFT places (right if negative)."""
+    if LEFT > 0:
+        moved = word << LEFT
+    elif LEFT < 0:
+        moved = word >> -LEFT
+    else:
+        moved = word
+    return moved & MASK
+
+
+@triton.jit
+def _fp4_values(code):
+    """Four E2M1 codes -> four int8 of twice their value: 0 1 2 3 4 6 8 12 and the negatives, byte by byte."""
+    b0 = code & 0x01010101
+    b1 = (code >> 1) & 0x01010101
+    b2 = (code >> 2) & 0x01010101
+    negative = (code >> 3) & (b0 | b1 | b2)  # -0 stays 0, so that no byte carries into the next
+    low = b0 & b2
+    high = b1 & b2
+    value = (code & 0x07070707) + low + ((high + (high & low)) << 1)
+    return (value ^ ((negative << 8) - negative)) + negative
+
+
+@triton.jit
+def load_codes(weight, rec, lane, chunk, mask, high, QTYPE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr):
+    """Eight int32 tensors [chunks, rows]: byte t of number c is the code of column 4c + t of the chunk.
+
+    Unsigned codes, except Q8_0 and MXFP4: signed values. What the code means is in `load_scales`.
+    """
+    words = weight.to(tl.pointer_type(tl.int32), bitcast=True) + rec + lane
+    codes = ()
+    if LOW == 8:
+        for c in tl.static_range(8):
+            codes = codes + (tl.load(words + (chunk * 128 + c * 16), mask=mask, other=0),)  # noqa: RUF005
+    if LOW == 4:
+        raw = ()
+        for c in tl.static_range(4):
+            raw = raw + (tl.load(words + (chunk * 64 + c * 16), mask=mask, other=0),)  # noqa: RUF005
+        for c in tl.static_range(8):
+            code = _bits(raw[c % 4], -4 * (c // 4), 0x0F0F0F0F)
+            if QTYPE == "MXFP4":
+                code = _fp4_values(code)
+            codes = codes + (code,)  # noqa: RUF005
+    if LOW == 2:
+        raw = ()
+        for v in tl.static_range(2):
+            raw = raw + (tl.load(words + (chunk * 32 + v * 16), mask=mask, other=0),)  # noqa: RUF005
+        for c in tl.static_range(8):
+            codes = codes + (_bits(raw[c // 4], -2 * (c % 4), 0x03030303),)  # noqa: RUF005
+    full = ()
+    if HIGH == 1:
+        extra = tl.load(words + (high // 4 + chunk * 16), mask=mask, other=0)
+        for c in tl.static_range(8):
+            full = full + (codes[c] | _bits(extra, LOW - c, 0x01010101 << LOW),)  # noqa: RUF005
+    elif HIGH == 2:
+        raw = ()
+        for v in tl.static_range(2):
+            raw = raw + (tl.load(words + (high // 4 + chunk * 32 + v * 16), mask=mask, other=0),)  # noqa: RUF005
+        for c in tl.static_range(8):
+            full = full + (codes[c] | _bits(raw[c // 4], LOW - 2 * (c % 4), 0x03030303 << LOW),)  # noqa: RUF005
+    else:
+        full = codes
+    return full
+
+
+@triton.jit
+def _six_bits(low, high, HALF: tl.constexpr, j):
+    """Scale j = 2 * (chunk in superblock) + HALF of Q3_K from its byte of nibbles and its byte of high pairs."""
+    nibble = (low >> (4 * (j // 8))) & 15
+    return (nibble | (((high >> (2 * (j // 4))) & 3) << 4)) - 32
+
+
+@triton.jit
+def load_scales(weight, rec, lane, chunk, mask, scales, mins, d, dmin, QTYPE: tl.constexpr):
+    """(s0, a0, s1, a1), float32 [chunks, rows]: weight = s * code + a, the first pair for columns 0..15 of the chunk.
+
+    An offset of the code is folded into `a`: s * (code - 8) = s * code - 8 s, exact because 8 is a power of two.
+    """
+    halves = weight.to(tl.pointer_type(tl.float16), bitcast=True) + 2 * rec + lane
+    raw = weight + 4 * rec + lane
+    if QTYPE == "MXFP4":
+        e = tl.load(raw + (d + chunk * 16), mask=mask, other=0).to(tl.int32)
+        bits = tl.where(e < 2, 0x00200000 << tl.minimum(e, 1), (e - 1) << 23)
+        s = bits.to(tl.float32, bitcast=True)
+        return s, s * 0.0, s, s * 0.0
+    elif QTYPE == "Q4_1" or QTYPE == "Q5_1":
+        s = tl.load(halves + (d // 2 + chunk * 16), mask=mask, other=0.0).to(tl.float32)
+        a = tl.load(halves + (dmin // 2 + chunk * 16), mask=mask, other=0.0).to(tl.float32)
+        return s, a, s, a
+    elif QTYPE == "Q4_0" or QTYPE == "Q5_0" or QTYPE == "Q8_0":
+        s = tl.load(halves + (d // 2 + chunk * 16), mask=mask, other=0.0).to(tl.float32)
+        if QTYPE == "Q4_0":
+            a = s * -8.0
+        elif QTYPE == "Q5_0":
+            a = s * -16.0
+        else:
+            a = s * 0.0
+        return s, a, s, a
+    else:
+        block = chunk // 8
+        whole = tl.load(halves + (d // 2 + block * 16), mask=mask, other=0.0).to(tl.float32)
+        if QTYPE == "Q4_K" or QTYPE == "Q5_K":
+            low = tl.load(halves + (dmin // 2 + block * 16), mask=mask, other=0.0).to(tl.float32)
+            s = whole * tl.load(raw + (scales + chunk * 16), mask=mask, other=0).to(tl.float32)
+            a = -low * tl.load(raw + (mins + chunk * 16), mask=mask, other=0).to(tl.float32)
+            return s, a, s, a
+        elif QTYPE == "Q6_K":
+            first = tl.load(raw + (scales + chunk * 32), mask=mask, other=0).to(tl.int8, bitcast=True)
+            second = tl.load(raw + (scales + chunk * 32 + 16), mask=mask, other=0).to(tl.int8, bitcast=True)
+            s0 = whole * first.to(tl.float32)
+            s1 = whole * second.to(tl.float32)
+            return s0, s0 * -32.0, s1, s1 * -32.0
+        elif QTYPE == "Q2_K":
+            low = tl.load(halves + (dmin // 2 + block * 16), mask=mask, other=0.0).to(tl.float32)
+            first = tl.load(raw + (scales + chunk * 32), mask=mask, other=0).to(tl.int32)
+            second = tl.load(raw + (scales + chunk * 32 + 16), mask=mask, other=0).to(tl.int32)
+            s0 = whole * (first & 15).to(tl.float32)
+            s1 = whole * (second & 15).to(tl.float32)
+            return s0, -low * (first >> 4).to(tl.float32), s1, -low * (second >> 4).to(tl.float32)
+        else:
+            tl.static_assert(QTYPE == "Q3_K")
+            packed = raw + (scales + block * 192)
+            j = 2 * (chunk % 8)
+            first = tl.load(packed + (j % 8) * 16, mask=mask, other=0).to(tl.int32)
+            second = tl.load(packed + (j % 8 + 1) * 16, mask=mask, other=0).to(tl.int32)
+            high0 = tl.load(packed + (8 + j % 4) * 16, mask=mask, other=0).to(tl.int32)
+            high1 = tl.load(packed + (9 + j % 4) * 16, mask=mask, other=0).to(tl.int32)
+            s0 = whole * _six_bits(first, high0, 0, j).to(tl.float32)
+            s1 = whole * _six_bits(second, high1, 1, j).to(tl.float32)
+            return s0, s0 * -4.0, s1, s1 * -4.0

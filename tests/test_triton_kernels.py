@@ -1,0 +1,318 @@
+"""The Triton kernels compute what numpy computes in float64 from gguf's dequantised weights.
+
+They run on a GPU when there is one, else in Triton's interpreter on the CPU. The interpreter must be chosen before
+anything imports Triton, so one test runs this file again in a process of its own. Without Triton (a CPU install)
+everything here is skipped.
+"""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="Triton is installed with the CUDA build of torch only")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+READY = DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+needs_kernels = pytest.mark.skipif(not READY, reason="runs inside test_every_kernel_in_the_interpreter")
+
+from pshard.runtime.kernels import cuda  # noqa: E402
+from pshard.runtime.kernels.api import LayerKV, Packed, RopeTable, RowIndex, Segment  # noqa: E402
+from pshard.runtime.kernels.layout import pack_reference, unpack_reference  # noqa: E402
+
+from pshard.buffers import ATTENTION_SPLITS  # noqa: E402
+from pshard.quant import QUANT_TYPES  # noqa: E402
+
+if READY and DEVICE == "cpu":
+    from triton.runtime import interpreter
+
+    patch_tensor, multiply = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+
+    def patch_tensor_for_new_numpy(tensor: type, scope: Any) -> None:
+        """Triton 3.6 keeps scalars as arrays of shape (1,), which numpy no longer turns into an int by itself."""
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    def multiply_bfloat16(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        """Triton 3.6 multiplies the bit patterns of bfloat16 as if they were integers."""
+        wide = [
+            interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), triton.language.float32)
+            if x.dtype.scalar == triton.language.bfloat16
+            else x
+            for x in (a, b)
+        ]
+        return multiply(self, *wide, *rest)
+
+    interpreter._patch_lang_tensor = patch_tensor_for_new_numpy
+    interpreter.InterpreterBuilder.create_dot = multiply_bfloat16
+
+TYPES = sorted(QUANT_TYPES)
+SCALES_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q4_1": (0, 2),
+             "Q5_1": (0, 2)}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(READY, reason="the kernels run here directly")
+def test_every_kernel_in_the_interpreter() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", __file__, "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "passed" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def kernels() -> cuda.CudaKernels:
+    return cuda.CudaKernels(DEVICE, 64)
+
+
+def random_weight(qtype: str, rows: int, cols: int, seed: int) -> tuple[Packed, np.ndarray]:
+    """A packed matrix of random codes and ordinary scales, and its values in float64."""
+    rng = np.random.default_rng(seed)
+    if qtype == "F32":
+        raw = rng.standard_normal((rows, cols), np.float32).view(np.uint8)
+    elif qtype == "F16":
+        raw = rng.standard_normal((rows, cols), np.float32).astype(np.float16).view(np.uint8)
+    elif qtype == "BF16":
+        raw = (rng.standard_normal((rows, cols), np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    else:
+        q = QUANT_TYPES[qtype]
+        raw = rng.integers(0, 256, (rows, cols // q.block, q.nbytes), dtype=np.uint8)
+        if qtype == "MXFP4":
+            raw[..., 0] = rng.integers(120, 128, raw.shape[:2])
+        else:
+            for at in SCALES_AT.get(qtype, (0,)):
+                scale = (rng.standard_normal(raw.shape[:2]) * 0.01).astype(np.float16)
+                raw[..., at : at + 2] = scale[..., None].view(np.uint8)
+    data = pack_reference(raw.reshape(rows, -1), qtype, rows, cols)
+    values = unpack_reference(data, qtype, rows, cols).astype(np.float64)
+    return Packed(torch.from_numpy(data).to(DEVICE), qtype, rows, cols), values
+
+
+def random_tensor(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+def poisoned(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
+
+
+def numpy64(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.double().cpu().numpy()
+
+
+def error(out: torch.Tensor, expected: np.ndarray) -> float:
+    """Relative error in the Euclidean norm; NaN stays NaN and fails every comparison.
+
+    Bounds below leave room for the interpreter, which cuts float32 to bfloat16 where a GPU rounds.
+    """
+    return float(np.linalg.norm(numpy64(out) - expected) / np.linalg.norm(expected))
+
+
+NO_TILE = torch.empty(0, dtype=torch.uint8)
+
+
+@needs_kernels
+@pytest.mark.parametrize("qtype", TYPES)
+@pytest.mark.parametrize("tokens", [1, 3, 9])
+def test_small_batches_multiply_packed_weights(kernels: cuda.CudaKernels, qtype: str, tokens: int) -> None:
+    rows, cols = 40, 512
+    weight, values = random_weight(qtype, rows, cols, seed=tokens)
+    x = random_tensor(tokens, cols + 64, seed=1)[:, :cols]
+    bias = random_tensor(rows, seed=2, dtype=torch.float32)
+    wide = poisoned(tokens, rows + 24)
+    out = wide[:, 8 : 8 + rows]
+    kernels.linear(x, weight, out, NO_TILE, bias)
+    expected = numpy64(x) @ values.T + numpy64(bias)
+    assert error(out, expected) < 0.012
+    assert torch.isnan(wide[:, :8]).all() and torch.isnan(wide[:, 8 + rows :]).all()
+
+
+@needs_kernels
+@pytest.mark.parametrize(("qtype", "tokens"), [("Q4_0", 1), ("Q6_K", 2), ("Q4_K", 33), ("BF16", 5)])
+def test_cut_columns_add_up_and_accumulate(
+    kernels: cuda.CudaKernels, qtype: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, cols = 32, 2048
+    weight, values = random_weight(qtype, rows, cols, seed=3)
+    x = random_tensor(tokens, cols, seed=4)
+    bias = random_tensor(rows, seed=5, dtype=torch.float32)
+    hidden = random_tensor(tokens, rows, seed=6, dtype=torch.float32)
+    expected = numpy64(hidden) + numpy64(x) @ values.T + numpy64(bias)
+    used: list[int] = []
+    combine = cuda.CudaKernels._combine
+    monkeypatch.setattr(
+        cuda.CudaKernels, "_combine", lambda self, *rest: (used.append(rest[3]), combine(self, *rest))[1]
+    )
+    kernels.linear(x, weight, hidden, NO_TILE, bias, accumulate=True)
+    assert used and used[0] > 1
+    assert error(hidden, expected) < 0.012
+
+
+@needs_kernels
+@pytest.mark.parametrize("qtype", TYPES)
+def test_dequantised_rows_are_the_weights(kernels: cuda.CudaKernels, qtype: str) -> None:
+    rows, cols = 40, 768
+    weight, values = random_weight(qtype, rows, cols, seed=7)
+    out = poisoned(rows - 16, cols, dtype=torch.float32)
+    kernels.dequantise(weight, 16, out)
+    assert error(out, values[16:]) < 1e-6
+
+
+@needs_kernels
+@pytest.mark.parametrize("qtype", ["Q4_0", "Q6_K", "BF16", "F16"])
+def test_large_batches_go_tile_by_tile(kernels: cuda.CudaKernels, qtype: str) -> None:
+    rows, cols, tokens = 80, 256, 70
+    weight, values = random_weight(qtype, rows, cols, seed=8)
+    x = random_tensor(tokens, cols, seed=9)
+    tile = torch.empty(2 * 32 * cols, dtype=torch.uint8, device=DEVICE)
+    bias = random_tensor(rows, seed=10, dtype=torch.float32)
+    wide = poisoned(tokens, rows + 16)
+    kernels.linear(x, weight, wide[:, 16:], tile, bias)
+    assert error(wide[:, 16:], numpy64(x) @ values.T + numpy64(bias)) < 0.01
+    assert torch.isnan(wide[:, :16]).all()
+
+
+@needs_kernels
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="torch has no mixed-precision addmm on the CPU")
+def test_large_batches_accumulate_in_float32(kernels: cuda.CudaKernels) -> None:
+    weight, values = random_weight("Q4_0", 80, 256, seed=11)
+    x = random_tensor(70, 256, seed=12)
+    hidden = random_tensor(70, 80, seed=13, dtype=torch.float32)
+    tile = torch.empty(2 * 32 * 256, dtype=torch.uint8, device=DEVICE)
+    expected = numpy64(hidden) + numpy64(x) @ values.T
+    kernels.linear(x, weight, hidden, tile, None, accumulate=True)
+    assert error(hidden, expected) < 0.01
+
+
+@needs_kernels
+@pytest.mark.parametrize(("qtypes", "tokens"), [(("Q4_0", "Q4_0"), 1), (("Q6_K", "Q6_K"), 2), (("Q4_K", "Q6_K"), 3),
+                                                (("Q5_1", "Q5_1"), 12), (("BF16", "BF16"), 1)])  # fmt: skip
+def test_gate_up_is_silu_of_gate_times_up(kernels: cuda.CudaKernels, qtypes: tuple[str, str], tokens: int) -> None:
+    rows, cols = 48, 512
+    gate, gate_values = random_weight(qtypes[0], rows, cols, seed=14)
+    up, up_values = random_weight(qtypes[1], rows, cols, seed=15)
+    x = random_tensor(tokens, cols, seed=16) * 0.5
+    both = poisoned(tokens, 2 * rows)
+    kernels.gate_up(x, gate, up, both[:, :rows], both, NO_TILE)
+    g = numpy64(x) @ gate_values.T
+    assert error(both[:, :rows], g / (1 + np.exp(-g)) * (numpy64(x) @ up_values.T)) < 0.02
+
+
+@needs_kernels
+@pytest.mark.parametrize("shape", [(1, 64), (5, 1000)])
+def test_rms_norm(kernels: cuda.CudaKernels, shape: tuple[int, int]) -> None:
+    hidden = random_tensor(*shape, seed=17, dtype=torch.float32)
+    weight = random_tensor(shape[1], seed=18, dtype=torch.float32)
+    out = poisoned(*shape)
+    kernels.rms_norm(hidden, weight, 1e-5, out)
+    h = numpy64(hidden)
+    assert error(out, h / np.sqrt((h**2).mean(1, keepdims=True) + 1e-5) * numpy64(weight)) < 0.005
+
+
+def rows_of(segments: list[tuple[int, int, int]]) -> RowIndex:
+    """(sequence, tokens, past) one after the other -> RowIndex."""
+    parts, start = [], 0
+    for sequence, tokens, past in segments:
+        parts.append(Segment(sequence, start, tokens, past))
+        start += tokens
+    sequence = torch.tensor([s.sequence for s in parts for _ in range(s.tokens)], dtype=torch.int32, device=DEVICE)
+    position = torch.tensor([s.past + i for s in parts for i in range(s.tokens)], dtype=torch.int32, device=DEVICE)
+    return RowIndex(sequence, position, tuple(parts), max(s.past + s.tokens for s in parts))
+
+
+@needs_kernels
+@pytest.mark.parametrize("pairing", ["halves", "adjacent"])
+@pytest.mark.parametrize(("d", "dims", "normed"), [(64, 64, True), (48, 48, False), (64, 32, True)])
+def test_rope_store_normalises_rotates_and_stores(
+    kernels: cuda.CudaKernels, pairing: str, d: int, dims: int, normed: bool
+) -> None:
+    heads, groups, context = 6, 2, 12
+    rows = rows_of([(1, 3, 4), (0, 1, 9)])
+    qkv = random_tensor(4, (heads + 2 * groups) * d, seed=19)
+    angle = np.random.default_rng(20).uniform(-3, 3, (context, dims // 2)).astype(np.float32)
+    rope = RopeTable(
+        torch.from_numpy(np.cos(angle)).to(DEVICE), torch.from_numpy(np.sin(angle)).to(DEVICE), pairing
+    )
+    norms = [random_tensor(d, seed=s, dtype=torch.float32) if normed else None for s in (21, 22)]
+    kv = LayerKV(poisoned(2, context, groups, d), poisoned(2, context, groups, d))
+    x = numpy64(qkv).reshape(4, -1, d)
+    kernels.rope_store(qkv, (heads, groups, d), norms[0], norms[1], 1e-6, rope, rows, kv)
+
+    def turned(part: np.ndarray, norm: torch.Tensor | None) -> np.ndarray:
+        if norm is not None:
+            part = part / np.sqrt((part**2).mean(-1, keepdims=True) + 1e-6) * numpy64(norm)
+        result = part.copy()
+        at = rows.position.cpu().numpy()
+        c, s = np.cos(angle.astype(np.float64))[at][:, None], np.sin(angle.astype(np.float64))[at][:, None]
+        pairs = (slice(0, dims, 2), slice(1, dims, 2)) if pairing == "adjacent" else \
+            (slice(0, dims // 2), slice(dims // 2, dims))  # fmt: skip
+        a, b = part[..., pairs[0]], part[..., pairs[1]]
+        result[..., pairs[0]], result[..., pairs[1]] = a * c - b * s, b * c + a * s
+        return result
+
+    after = qkv.view(4, -1, d)
+    assert error(after[:, :heads], turned(x[:, :heads], norms[0])) < 0.006
+    sequence, position = rows.sequence.long(), rows.position.long()
+    assert error(kv.k[sequence, position], turned(x[:, heads : heads + groups], norms[1])) < 0.006
+    assert error(kv.v[sequence, position], x[:, heads + groups :]) == 0.0
+    untouched = torch.ones(2, context, dtype=torch.bool, device=DEVICE)
+    untouched[sequence, position] = False
+    assert torch.isnan(kv.k[untouched]).all() and torch.isnan(kv.v[untouched]).all()
+
+
+def attention_reference(qkv: torch.Tensor, heads: tuple[int, int, int], kv: LayerKV, rows: RowIndex) -> np.ndarray:
+    n, groups, d = heads
+    q, k, v = numpy64(qkv).reshape(qkv.shape[0], -1, d)[:, :n], numpy64(kv.k), numpy64(kv.v)
+    out = np.empty((qkv.shape[0], n, d))
+    for m in range(qkv.shape[0]):
+        sequence, cells = int(rows.sequence[m]), int(rows.position[m]) + 1
+        for h in range(n):
+            scores = k[sequence, :cells, h // (n // groups)] @ q[m, h] / np.sqrt(d)
+            p = np.exp(scores - scores.max())
+            out[m, h] = p / p.sum() @ v[sequence, :cells, h // (n // groups)]
+    return out.reshape(qkv.shape[0], n * d)
+
+
+@needs_kernels
+@pytest.mark.parametrize("heads", [(4, 2, 64), (8, 1, 80), (2, 2, 32)])
+@pytest.mark.parametrize(
+    "segments", [[(0, 1, 0)], [(1, 1, 299), (0, 1, 4)], [(0, 70, 0)], [(1, 40, 23), (0, 35, 200)]]
+)
+def test_attention(
+    kernels: cuda.CudaKernels, heads: tuple[int, int, int], segments: list[tuple[int, int, int]]
+) -> None:
+    n, groups, d = heads
+    rows = rows_of(segments)
+    qkv = random_tensor(rows.tokens, (n + 2 * groups) * d, seed=23)
+    kv = LayerKV(random_tensor(2, 304, groups, d, seed=24), random_tensor(2, 304, groups, d, seed=25))
+    out = poisoned(rows.tokens, n * d)
+    partial = poisoned(rows.tokens, n, ATTENTION_SPLITS, d + 2, dtype=torch.float32) if rows.tokens <= 64 else None
+    kernels.attention(qkv, heads, kv, rows, d**-0.5, out, partial)
+    assert error(out, attention_reference(qkv, heads, kv, rows)) < 0.01
+
+
+@needs_kernels
+def test_a_launch_sized_for_a_long_context_serves_a_short_one(kernels: cuda.CudaKernels) -> None:
+    heads, rows = (4, 2, 64), rows_of([(0, 1, 5), (1, 1, 130)])
+    sized = RowIndex(rows.sequence, rows.position, rows.segments, 4096)
+    qkv = random_tensor(2, 8 * 64, seed=26)
+    kv = LayerKV(random_tensor(2, 256, 2, 64, seed=27), random_tensor(2, 256, 2, 64, seed=28))
+    out, partial = poisoned(2, 256), poisoned(2, 4, ATTENTION_SPLITS, 66, dtype=torch.float32)
+    kernels.attention(qkv, heads, kv, sized, 0.125, out, partial)
+    assert error(out, attention_reference(qkv, heads, kv, rows)) < 0.01
+
+
+@needs_kernels
+def test_runs_repeat_bit_for_bit(kernels: cuda.CudaKernels) -> None:
+    weight, _ = random_weight("Q4_K", 48, 1024, seed=29)
+    for tokens in (1, 20):
+        x = random_tensor(tokens, 1024, seed=30)
+        first, second = poisoned(tokens, 48, dtype=torch.float32), poisoned(tokens, 48, dtype=torch.float32)
+        kernels.linear(x, weight, first, NO_TILE)
+        kernels.linear(x, weight, second, NO_TILE)
+        assert torch.equal(first, second)
