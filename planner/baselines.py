@@ -82,9 +82,7 @@ def ffn_cpu_attention_stream(spec: ModelSpec) -> Strategy:
 
 def alternate_ffn(spec: ModelSpec) -> Strategy:
     """KV and attention in VRAM, then FFNs as they fit; the others by turns on the CPU and streamed."""
-    return Strategy(
-        _attention_then_ffn(spec), lambda u: "cpu" if u.kind == "ffn" and u.layer % 2 else "streamed"
-    )
+    return Strategy(_attention_then_ffn(spec), lambda u: "cpu" if u.kind == "ffn" and u.layer % 2 else "streamed")
 
 
 STRATEGIES: dict[str, Callable[[ModelSpec], Strategy]] = {

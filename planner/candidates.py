@@ -59,21 +59,27 @@ def _solve(
     time_limit: float,
 ) -> Candidate | None:
     """One flavour of the program, ordered and improved; None when it has no solution."""
-    problems = tuple(tier_problem(room, classes, c, slots) for c in costs)
+    problems = tuple(tier_problem(room, classes, c, _affordable(room, c, slots)) for c in costs)
     kv_switch = tuple(costs[0].units[c.units[0].name].kv_fetch for c in classes)
     solution = solve_tiers(problems, 1 / costs[0].tables.link_rate, kv_switch, time_limit, kv_stays=kv_stays)
     if not solution.counts:
         return None
     residency = order_residency(classes, list(solution.counts))
     best: list[Scored] = []
-    for cost, counts in zip(costs, solution.counts):
+    for cost, problem, counts in zip(costs, problems, solution.counts):
         search = TierSearch(room, classes, residency, cost)
-        start = search.start(counts, slots)
+        start = search.start(counts, problem.slots)
         if start is None:
             return None
         best.append(search.improve(start, EVALUATIONS * (4 if cost.load.weight >= 1 else 1)))
     tiers, seconds = tuple(s.tier for s in best), tuple(s.seconds for s in best)
     return Candidate("ilp", residency, tiers, seconds, round_seconds(room, tiers, seconds, costs), solution)
+
+
+def _affordable(room: Room, costs: TierCosts, slots: int) -> int:
+    """At most `slots` staging slots, fewer when that many of a layer's largest unit do not fit beside the scratch."""
+    largest = max(u.packed_nbytes for u in room.spec.units if u.layer >= 0)
+    return max(1, min(slots, (room.arena - room.scratch(costs.load.tokens)) // max(largest, 1)))
 
 
 def place_baseline(name: str, room: Room, costs: tuple[TierCosts, ...]) -> Candidate | None:

@@ -61,9 +61,7 @@ class Tables:
             cells[a.device, a.kv_type, (a.n_heads, a.n_kv_heads, a.head_dim), a.tokens].append((a.context, a.seconds))
         for (device, kv_type, heads, tokens), points in cells.items():
             self._attention[device, kv_type].setdefault(heads, {})[tokens] = _curve(points)
-        self._elementwise = _grouped(
-            ((e.device, e.what), e.tokens * e.width, e.seconds) for e in profile.elementwise
-        )
+        self._elementwise = _grouped(((e.device, e.what), e.tokens * e.width, e.seconds) for e in profile.elementwise)
         self._copies = _grouped(((c.direction, c.memory), c.nbytes, c.seconds) for c in profile.copies)
         self._collectives = _grouped((c.ranks, c.nbytes, c.seconds) for c in profile.collectives)
         for what, table in (("matmul", rows), ("attention", cells), ("copy", self._copies)):
@@ -141,8 +139,8 @@ class Tables:
         """Seconds of an all-reduce of `nbytes`; another rank count than the timed ones takes the nearest."""
         if ranks < 2:
             return 0.0
-        if not self._collectives:
-            raise UserError("the machine profile has no collective timings; run pshard-profile on the machine with the ranks")
+        if not self._collectives:  # every rank's part through host memory and back
+            return self.profile.handoff_seconds + ranks * (self.copy("d2h", nbytes) + self.copy("h2d", nbytes))
         return interpolate(self._collectives[min(self._collectives, key=lambda n: (abs(n - ranks), n))], nbytes)
 
     @cached_property

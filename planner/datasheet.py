@@ -52,7 +52,7 @@ class Rates:
 
 
 def profile_from_datasheet(rates: Rates, notes: tuple[str, ...] = ()) -> MachineProfile:
-    """Tables as `pshard-profile` writes them, from roofline arithmetic: time = max(bytes / rate, flops / rate) + fixed."""
+    """Tables as `pshard-profile` writes them, by roofline: time = max(bytes / rate, flops / rate) + fixed."""
     link_with_cpu = rates.link_with_cpu or min(0.85 * rates.link, rates.host_memory / 2)
     cpu_with_link = rates.cpu_with_link or max(rates.host_memory - link_with_cpu, 0.3 * rates.host_memory)
     sides = (

@@ -38,9 +38,9 @@ class ClassCost:
 class TierProblem:
     """One tier's coefficients. `room`: arena bytes left for pins, slots, KV and stage. Seconds and bytes.
 
-    `round_trip`: hand-offs around one more unit on the CPU; `reach`: hand-offs when anything is on the accelerator at
-    all; `fixed`: whatever the placement. `link_speed` and `cpu_speed` (1 = alone) hold while host work and copies overlap; `all_contend` says that
-    the accelerator's work contends too (the CPU as accelerator).
+    `round_trip`: hand-offs around one more run of CPU units; `reach`: hand-offs when anything is on the accelerator
+    at all; `fixed`: whatever the placement. `link_speed` and `cpu_speed` (1 = alone) hold while host work and copies
+    overlap; `all_contend` says that the accelerator's work contends too (the CPU as accelerator).
     """
 
     tokens: int
@@ -131,8 +131,7 @@ def solve_tiers(
 def _count_variables(t: int, problem: TierProblem):
     def integers(name: str):
         return [
-            pulp.LpVariable(f"{name}_{t}_{c}", 0, cost.size, pulp.LpInteger)
-            for c, cost in enumerate(problem.classes)
+            pulp.LpVariable(f"{name}_{t}_{c}", 0, cost.size, pulp.LpInteger) for c, cost in enumerate(problem.classes)
         ]
 
     return integers("pin"), integers("cpu"), integers("kv")
@@ -174,7 +173,11 @@ def _add_tier(program, t: int, problem: TierProblem, pin, cpu, kv, relaxed: bool
             program += kv[c] == 0
     held.append(problem.stage_nbytes / MIB * stage)
     program += pulp.lpSum(held) <= problem.room / MIB, f"arena_{t}"
-    acc_ms, host_ms, link_ms = pulp.lpSum(acc) + MS * (problem.fixed + problem.reach * reached), pulp.lpSum(host), pulp.lpSum(link)
+    acc_ms, host_ms, link_ms = (
+        pulp.lpSum(acc) + MS * (problem.fixed + problem.reach * reached),
+        pulp.lpSum(host),
+        pulp.lpSum(link),
+    )
     acc_ms = acc_ms + MS * problem.round_trip * (runs - 1)
     program += runs >= 1, f"one_run_{t}"
     if problem.all_contend:

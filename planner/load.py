@@ -1,4 +1,4 @@
-"""What a tier's micro-batch looks like in the expected workload: tokens, sequences, cached cells, and how often it runs."""
+"""What a tier's micro-batch looks like in the expected workload, and how often it runs."""
 
 from dataclasses import dataclass
 

@@ -109,7 +109,7 @@ def _best_ubatch(tasks: tuple[RankTask, ...], workload: Workload) -> int:
 
 
 def rank_shares(workload: Workload) -> tuple[float, ...]:
-    """Share of the model per rank; (1.0,) without a split. Raises UserError when budgets and ratios differ in number."""
+    """Share of the model per rank; (1.0,) without a split. Raises UserError when budgets and ratios do not match."""
     n = len(workload.vram_mib)
     if workload.split_mode == "none":
         if n != 1:

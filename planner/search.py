@@ -110,6 +110,5 @@ class TierSearch:
         for slots in SLOT_CHOICES:
             if abs(slots - state.slots) == 1:
                 yield from (
-                    replace(state, slots=slots, pins=pins)
-                    for pins in range(state.pins, max(-1, state.pins - 3), -1)
+                    replace(state, slots=slots, pins=pins) for pins in range(state.pins, max(-1, state.pins - 3), -1)
                 )

@@ -151,9 +151,9 @@ def simulate(steps: StepList, costs: TierCosts, rounds: int = ROUNDS) -> Simulat
         ends.append(host)
     link.settle(ends[-1])
     origin = ends[-2] if rounds > 1 else 0.0
-    events = tuple(
-        Event(e.step, e.lane, e.start - origin, e.end - origin) for e in log[first:] if e.end > origin
-    )
-    busy = {lane: sum(e.end - max(e.start, 0.0) for e in events if e.lane == lane) for lane in ("acc", "cpu", "link", "d2h")}
+    events = tuple(Event(e.step, e.lane, e.start - origin, e.end - origin) for e in log[first:] if e.end > origin)
+    busy = {
+        lane: sum(e.end - max(e.start, 0.0) for e in events if e.lane == lane) for lane in ("acc", "cpu", "link", "d2h")
+    }
     period = (ends[-1] - ends[0]) / (rounds - 1) if rounds > 1 else ends[0]
     return Simulation(period, busy, tuple(sorted(events, key=lambda e: e.start)))

@@ -1,0 +1,96 @@
+"""Why a plan is as it is: what binds each tier, and what more memory or a faster link would bring."""
+
+from dataclasses import dataclass, replace
+
+from pshard.machine import CopyTiming, MachineProfile
+from pshard.measurement import Timeline, TimelineEvent
+from pshard.model import ModelSpec
+from pshard.plan import Variant
+from pshard.planner.draft import simulate_tier
+from pshard.planner.plan import plan_variant, prepare_ranks
+from pshard.steps import AllReduce, Compute, CopyIn, FetchKV, Handoff, Step
+from pshard.workload import Workload
+
+BINDS = {
+    "acc": "compute-bound on the accelerator",
+    "cpu": "bound by the CPU",
+    "link": "link-bound",
+    "dram": "bound by host memory",
+    "vram": "VRAM-bound: link and CPU are both busy",
+}
+MORE_MIB = 1024
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """A change of the machine and, by tier, how many times as fast the plan made for it is predicted to be."""
+
+    change: str
+    speedups: tuple[tuple[int, float], ...]
+
+
+def explain_gains(
+    spec: ModelSpec, profile: MachineProfile, workload: Workload, variant: Variant, time_limit: float = 5.0
+) -> tuple[WhatIf, ...]:
+    """Plan again with 1 GiB more VRAM per device, and with a link twice as fast."""
+    budgets = tuple(mib + MORE_MIB for mib in workload.vram_mib)
+    cases = (
+        ("1 GiB more VRAM", profile, replace(workload, vram_mib=budgets)),
+        ("a link twice as fast", double_link(profile), workload),
+    )
+    return tuple(
+        WhatIf(change, _speedups(variant, plan_variant(spec, machine, load, time_limit)))
+        for change, machine, load in cases
+    )
+
+
+def double_link(profile: MachineProfile) -> MachineProfile:
+    """The same machine with copies in half the time and twice the rate under contention."""
+    copies = tuple(CopyTiming(c.direction, c.memory, c.nbytes, c.seconds / 2) for c in profile.copies)
+    both = profile.contention
+    faster = replace(
+        both,
+        link_with_cpu=2 * both.link_with_cpu,
+        h2d_with_d2h=2 * both.h2d_with_d2h,
+        d2h_with_h2d=2 * both.d2h_with_h2d,
+    )
+    return replace(profile, copies=copies, contention=faster)
+
+
+def _speedups(before: Variant, after: Variant) -> tuple[tuple[int, float], ...]:
+    pace = tier_seconds(after)
+    return tuple((tokens, seconds / pace[tokens]) for tokens, seconds in tier_seconds(before).items() if tokens in pace)
+
+
+def tier_seconds(variant: Variant) -> dict[int, float]:
+    """Predicted seconds by tier; the slowest rank sets the pace."""
+    return {
+        tier.tokens: max(rank.tiers[i].prediction.seconds for rank in variant.ranks)
+        for i, tier in enumerate(variant.ranks[0].tiers)
+    }
+
+
+def simulate_timelines(
+    spec: ModelSpec, profile: MachineProfile, workload: Workload, variant: Variant
+) -> tuple[Timeline, ...]:
+    """The simulated steps of every tier of the first rank, for `pshard-report` to draw."""
+    task = prepare_ranks(spec, profile, replace(workload, max_ubatch=variant.max_ubatch))[0]
+    timelines = []
+    for tier, cost in zip(variant.ranks[0].tiers, task.costs):
+        events = simulate_tier(task.room, tier, cost).events
+        title = f"{spec.name}, {tier.tokens} token{'s' * (tier.tokens > 1)}, {variant.vram_mib[0]} MiB, simulated"
+        made = (TimelineEvent(e.lane, e.start, e.end, _label(e.step)) for e in events)
+        timelines.append(Timeline(title, tuple(made)))
+    return tuple(timelines)
+
+
+def _label(step: Step) -> str:
+    if isinstance(step, CopyIn | Compute):
+        return step.unit
+    if isinstance(step, FetchKV):
+        return f"KV {step.unit}"
+    if isinstance(step, Handoff):
+        return f"to {step.to}"
+    if isinstance(step, AllReduce):
+        return "all-reduce"
+    return type(step).__name__

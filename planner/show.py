@@ -1,0 +1,120 @@
+"""A plan as tables for people."""
+
+from typing import TYPE_CHECKING
+
+from pshard.plan import RankPlan, TierPlan, Variant
+from pshard.planner.explain import BINDS, WhatIf, tier_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+MIB = 1 << 20
+LETTERS = {"pinned": "P", "streamed": "s", "cpu": "c"}
+
+
+def print_variant(variant: Variant, out: "Console") -> None:
+    """One table per rank: counts, time, what binds, memory, solver."""
+    for rank in variant.ranks:
+        out.print(_time_table(variant, rank))
+        out.print(_memory_table(rank))
+    if not variant.plan_needed:
+        out.print("Everything fits in VRAM: no plan is needed, and every tier keeps everything there.")
+    seconds = tier_seconds(variant)
+    decode = seconds[min(t for t in seconds if t >= variant.sequences)]
+    out.print(
+        f"Predicted: time to first token {first_token_seconds(variant):.3g} s for {variant.prompt} tokens "
+        f"(micro-batches of {variant.max_ubatch}), then {variant.sequences / decode:.4g} tok/s.",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def first_token_seconds(variant: Variant) -> float:
+    """Seconds to prefill the expected prompts: full micro-batches of the largest tier and a tail."""
+    seconds = tier_seconds(variant)
+    full, tail = divmod(variant.prompt * variant.sequences, variant.max_ubatch)
+    return full * seconds[variant.max_ubatch] + (seconds[min(t for t in seconds if t >= tail)] if tail else 0.0)
+
+
+def _time_table(variant: Variant, rank: RankPlan) -> "Table":
+    """What each tier does and how long it takes."""
+    share = f", rank {rank.rank} ({rank.share:.0%} of the model)" if len(variant.ranks) > 1 else ""
+    solve = rank.tiers[0].solve
+    title = f"{rank.budget_mib} MiB{share}, context {variant.context} x {variant.sequences}; "
+    title += f"{solve.strategy}: {solve.status}"
+    if solve.solver:
+        spent = sum(t.solve.seconds for t in rank.tiers)
+        title += f" ({solve.solver}, {spent:.2f} s, gap {solve.gap:.2%})"
+    table = _new_table(title, ("tokens", "pinned", "streamed", "cpu", "KV", "ms", "bound", "tok/s", "binds"))
+    for tier in rank.tiers:
+        count = {w: sum(p.where == w for p in tier.placements) for w in LETTERS}
+        layers = sum(p.kv is not None for p in tier.placements)
+        in_vram = sum(p.kv == "vram" for p in tier.placements)
+        p = tier.prediction
+        table.add_row(
+            str(tier.tokens), *(str(n) for n in count.values()), f"{in_vram}/{layers}", f"{p.seconds * 1e3:.2f}",
+            f"{p.bound_seconds * 1e3:.2f}", f"{tier.tokens / p.seconds:.4g}", p.binds,
+        )  # fmt: skip
+    return table
+
+
+def _memory_table(rank: RankPlan) -> "Table":
+    """What the arena holds in each tier, in MiB."""
+    table = _new_table("MiB of the budget", ("tokens", "pinned", "scratch", "slots", "KV", "in use", "left"))
+    for tier in rank.tiers:
+        b = tier.buffers
+        slots = f"{b.slots} x {b.slot_bytes / MIB:.0f}" if b.slots else "0"
+        sizes = [f"{n / MIB:.0f}" for n in (b.pinned, b.scratch)]
+        left = rank.budget_mib - b.total / MIB
+        table.add_row(str(tier.tokens), *sizes, slots, f"{b.kv / MIB:.0f}", f"{b.total / MIB:.0f}", f"{left:.0f}")
+    return table
+
+
+def _new_table(title: str, columns: tuple[str, ...]) -> "Table":
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
+    for name in columns:
+        table.add_column(name, justify="left" if name == "binds" else "right", no_wrap=True)
+    return table
+
+
+def print_explanation(variant: Variant, gains: tuple[WhatIf, ...], out: "Console") -> None:
+    """Units of every tier, layer by layer, then what binds each tier and what a better machine would bring."""
+    for rank in variant.ranks:
+        out.print(
+            f"\nUnits of rank {rank.rank} by layer: P pinned, s streamed, c cpu; KV: V in VRAM, h on the host",
+            highlight=False,
+        )
+        for tier in rank.tiers:
+            out.print(f"  tier {tier.tokens}", highlight=False)
+            for label, units in _rows(tier):
+                out.print(f"    {label:10} {units}", highlight=False, soft_wrap=True)
+    out.print()
+    for i, tier in enumerate(variant.ranks[0].tiers):
+        slowest = max((r.tiers[i] for r in variant.ranks), key=lambda t: t.prediction.seconds)
+        busy = ", ".join(f"{lane} {s / slowest.prediction.seconds:.0%}" for lane, s in slowest.prediction.busy if s)
+        worth = "; ".join(
+            f"{gain.change}: {dict(gain.speedups)[tier.tokens] - 1:+.0%}"
+            for gain in gains
+            if tier.tokens in dict(gain.speedups)
+        )
+        text = f"tier {tier.tokens}: {BINDS[slowest.prediction.binds]} (busy: {busy})"
+        out.print(text + (f"; {worth}" if worth else ""), highlight=False, soft_wrap=True)
+
+
+def _rows(tier: TierPlan) -> list[tuple[str, str]]:
+    """Letters of the tier's units: one row of attention units, one of their KV, one of the others by kind."""
+    attention = [p for p in tier.placements if p.kv is not None]
+    start = tier.placements.index(attention[0]) if attention else 0
+    body = tier.placements[start:]
+    ffn = [p for p in body[:-1] if p.kv is None]
+    ends = [*tier.placements[:start], *body[-1:]]
+    rows = [
+        ("attention", "".join(LETTERS[p.where] for p in attention)),
+        ("KV", "".join("V" if p.kv == "vram" else "h" for p in attention)),
+        ("ffn", "".join(LETTERS[p.where] for p in ffn)),
+    ]
+    return rows + [(p.unit, LETTERS[p.where]) for p in ends]

@@ -1,0 +1,260 @@
+"""pshard-plan: decide where every unit of a model lives in every token tier, and write it to the plan registry."""
+
+import argparse
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pshard.cli_support import (
+    MIB,
+    env_default,
+    find_model,
+    new_parser,
+    parse_mib,
+    parse_mib_list,
+    parse_ratios,
+    run_cli,
+)
+from pshard.errors import UserError
+from pshard.workload import Workload
+
+KV_TYPES = ("f32", "bf16", "f16")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the command; returns the exit code."""
+    return run_cli(_run, argv)
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    p = new_parser("pshard-plan", "Plan where every unit of a model lives and computes, and write the plan registry.")
+    p.add_argument("-m", "--model", metavar="MODEL", help="GGUF file or Hugging Face folder (default: PSHARD_MODEL)")
+    p.add_argument(
+        "--vram", "-mva", "--max-vram-alloc", dest="vram", type=parse_mib_list, metavar="MIB[,MIB...]",
+        help="VRAM budget in MiB, one per device (12000, 11.5G; default: all of the accelerator's memory)",
+    )  # fmt: skip
+    p.add_argument("-c", "--ctx-size", type=_count, metavar="N", help="context per sequence (default: 8192)")
+    p.add_argument("-np", "--parallel", type=_count, metavar="N", help="sequences at once (default: 1)")
+    p.add_argument("-ub", "--ubatch-size", type=_count, metavar="N", help="largest micro-batch (default: 4096)")
+    p.add_argument("-ctk", "--cache-type-k", choices=KV_TYPES, default=None, help="KV cache type of keys (bf16)")
+    p.add_argument("-ctv", "--cache-type-v", choices=KV_TYPES, default=None, help="KV cache type of values (bf16)")
+    p.add_argument("--prompt", type=_count, metavar="N", help="expected prompt length (default: 4096, or half of -c)")
+    p.add_argument("--generated", type=_count, metavar="N", help="expected answer length (default: 256)")
+    p.add_argument("-sm", "--split-mode", choices=("none", "tensor"), default="none", help="split over devices")
+    p.add_argument("-ts", "--tensor-split", type=parse_ratios, metavar="R,R", help="ratios of the split (3,1)")
+    p.add_argument("--profile", type=Path, metavar="FILE", help="machine profile (default: this machine's)")
+    p.add_argument("--registry", type=Path, metavar="PATH", help="registry to write (default: beside the model)")
+    p.add_argument("--strategy", default="ilp", metavar="NAME", help="ilp (default) or a published strategy's name")
+    p.add_argument("--explain", action="store_true", help="list units, what binds, what a better machine would bring")
+    p.add_argument("--sweep", type=_sweep, metavar="A:B:STEP", help="plan a range of budgets (MiB) in one go")
+    p.add_argument("--json", action="store_true", help="print the plan as JSON, and nothing else, on stdout")
+    p.add_argument("--emit", choices=("llama.cpp",), help="print arguments that realise the decode tier's static part")
+    p.add_argument("--time-limit", type=_seconds, default=10.0, metavar="S", help="solver's limit (default: 10 s)")
+    args = p.parse_args(argv)
+    if args.vram is None and args.sweep is None:
+        args.vram = env_default("VRAM", parse_mib_list, None)
+    if args.vram and args.sweep:
+        raise UserError("--vram and --sweep exclude each other; a sweep lists its own budgets")
+    return args
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return seconds
+
+
+def _sweep(text: str) -> tuple[int, ...]:
+    """ "4000:24000:2000" -> budgets with both ends."""
+    parts = text.split(":")
+    if len(parts) != 3:
+        raise argparse.ArgumentTypeError(f"{text!r} is not A:B:STEP (4000:24000:2000)")
+    first, last, step = (parse_mib(part) for part in parts)
+    if step < 1 or last < first or (last - first) // step > 200:
+        raise argparse.ArgumentTypeError(f"{text!r} is no range of at most 200 budgets that ascends from A to B")
+    return tuple(range(first, last + 1, step))
+
+
+def _run(argv: list[str]) -> int:
+    args = _parse(argv)
+    from rich.console import Console
+
+    from pshard.machine_store import load_profile
+    from pshard.models import open_model
+    from pshard.planner.show import print_explanation, print_variant
+    from pshard.registries.fingerprint import fingerprint_inputs
+    from pshard.registries.store import registry_path, save_variants
+
+    path = find_model(args.model)
+    profile = load_profile(args.profile)
+    out, messages = Console(stderr=args.json), Console(stderr=True)
+    if args.profile:
+        for difference in _other_machine(profile):
+            messages.print(f"note: the profile is of another machine ({difference})", highlight=False, soft_wrap=True)
+    if args.split_mode == "tensor" and not profile.collectives:
+        text = "note: the profile has no collectives; all-reduces are priced as copies through host memory"
+        messages.print(text, highlight=False, soft_wrap=True)
+    with open_model(path) as model:
+        spec, inputs = model.spec, fingerprint_inputs(model.fingerprint_inputs(), profile)
+    workloads = _workloads(args, spec, profile)
+    variants = [_plan(args, spec, profile, workload, messages) for workload in workloads]
+    variants = [v for v in variants if v is not None]
+    if not variants:
+        raise UserError("no budget of the sweep is large enough; raise --sweep")
+    registry = registry_path(path, args.registry)
+    stale = save_variants(registry, spec.name, inputs, variants)
+    if stale:
+        messages.print(f"{stale} plans made for other inputs were dropped from the registry", highlight=False)
+    gains: dict[int, tuple] = {}
+    if args.explain:
+        from pshard.planner.explain import explain_gains
+
+        gains = {
+            i: explain_gains(spec, profile, replace(workloads[0], vram_mib=v.vram_mib), v)
+            for i, v in enumerate(variants)
+            if v.plan_needed
+        }
+    if not args.json and not args.emit:
+        for i, variant in enumerate(variants):
+            print_variant(variant, out)
+            if args.explain:
+                print_explanation(variant, gains.get(i, ()), out)
+    if args.emit:
+        from pshard.planner.llama_cpp import llama_arguments
+
+        kinds = {u.name: (u.kind, u.layer) for u in spec.units}
+        for variant in variants:
+            print(llama_arguments(variant, kinds))
+    if args.json:
+        print(json.dumps(_as_json(spec, profile, workloads[0], inputs, variants, gains), indent=1))
+    messages.print(f"registry: {registry}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _plan(args: argparse.Namespace, spec: Any, profile: Any, workload: Workload, messages: Any) -> Any:
+    """The variant of one budget; in a sweep, None for a budget that is too small."""
+    from pshard.errors import BudgetTooSmall
+    from pshard.planner.plan import plan_baseline, plan_variant
+
+    try:
+        if args.strategy == "ilp":
+            return plan_variant(spec, profile, workload, args.time_limit)
+        return plan_baseline(args.strategy, spec, profile, workload)
+    except BudgetTooSmall as error:
+        if args.sweep is None:
+            raise
+        messages.print(f"skipped: {error}", highlight=False, soft_wrap=True)
+        return None
+
+
+def _workloads(args: argparse.Namespace, spec: Any, profile: Any) -> list[Workload]:
+    """One workload per budget that was asked for."""
+    context = args.ctx_size or min(Workload.context, spec.config.context or Workload.context)
+    if spec.config.context and context > spec.config.context:
+        raise UserError(f"-c {context} is more than the model's context of {spec.config.context}; give less")
+    prompt = args.prompt or min(Workload.prompt, max(1, context // 2))
+    generated = args.generated or min(Workload.generated, context - prompt)
+    if prompt + generated > context or generated < 1:
+        raise UserError(f"--prompt {prompt} and --generated {generated} do not fit the context of {context}; raise -c")
+    first = Workload(
+        args.vram or _whole_memory(args, profile),
+        context,
+        args.parallel or Workload.sequences,
+        args.cache_type_k or Workload.type_k,
+        args.cache_type_v or Workload.type_v,
+        args.ubatch_size or Workload.max_ubatch,
+        prompt,
+        generated,
+        args.split_mode,
+        args.tensor_split or (),
+    )
+    if first.sequences > first.max_ubatch:
+        raise UserError(f"-ub {first.max_ubatch} is less than one token for each of -np {first.sequences} sequences")
+    if args.tensor_split and args.split_mode != "tensor":
+        raise UserError("-ts needs -sm tensor")
+    if args.sweep:
+        return [replace(first, vram_mib=(mib,) * len(first.vram_mib)) for mib in args.sweep]
+    if args.tensor_split and len(first.vram_mib) == 1:
+        return [replace(first, vram_mib=first.vram_mib * len(args.tensor_split))]
+    return [first]
+
+
+def _whole_memory(args: argparse.Namespace, profile: Any) -> tuple[int, ...]:
+    """The default budget: all memory of the profiled accelerators that is free, where that can be asked."""
+    if args.sweep:
+        return (args.sweep[0],) * (len(args.tensor_split or ()) or 1)
+    accelerators = profile.accelerators if args.split_mode == "tensor" else profile.accelerators[:1]
+    if not accelerators or accelerators[0].kind == "cpu":
+        raise UserError("--vram is needed: the accelerator is the CPU, which has no memory of its own to fill")
+    free = {} if args.profile else _free_memory()
+    return tuple(free.get(a.index, int(0.95 * a.memory_bytes)) // MIB for a in accelerators)
+
+
+def _free_memory() -> dict[int, int]:
+    """Free bytes of each GPU, as the driver says."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handles = {i: pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())}
+        return {i: int(pynvml.nvmlDeviceGetMemoryInfo(handle).free) for i, handle in handles.items()}
+    except Exception:  # no driver: the profile's own figure stands
+        return {}
+
+
+def _other_machine(profile: Any) -> list[str]:
+    """What of the profile differs from this machine, as far as it shows without torch."""
+    import os
+
+    found = []
+    cpu = _cpu_name()
+    if cpu and re.sub(r"\s+", " ", profile.host.cpu) != cpu:
+        found.append(f"CPU {profile.host.cpu}, here {cpu}")
+    elif profile.host.threads > (os.cpu_count() or 1):
+        found.append(f"{profile.host.threads} threads, here {os.cpu_count()} cores")
+    return found
+
+
+def _cpu_name() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return re.sub(r"\s+", " ", match[1]).strip() if match else ""
+
+
+def _as_json(spec: Any, profile: Any, workload: Workload, inputs: Any, variants: list, gains: dict) -> dict:
+    """The registry of these variants, the simulated timelines of the last one, and what was explained."""
+    from datetime import UTC, datetime
+
+    from pshard.jsonio import to_json
+    from pshard.plan import Registry
+    from pshard.planner.explain import simulate_timelines
+    from pshard.registries.fingerprint import digest
+
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    registry = Registry(digest(inputs), tuple(inputs), spec.name, created, tuple(variants))
+    last = replace(workload, vram_mib=variants[-1].vram_mib)
+    return {
+        "registry": to_json(registry),
+        "timelines": to_json(simulate_timelines(spec, profile, last, variants[-1])),
+        "gains": to_json([{"vram_mib": variants[i].vram_mib, "what_if": g} for i, g in gains.items()]),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
