@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pshard.errors import UserError
 from pshard.machine import AcceleratorInfo, HostInfo
+from pshard.runtime.kernels import native
 
 _SYS_CPU = Path("/sys/devices/system/cpu")
 _SIZE_SUFFIX = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -14,9 +15,7 @@ _SIZE_SUFFIX = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 def identify_host(threads: int) -> HostInfo:
     """The CPU side, with the thread count that was picked."""
-    from pshard.profile.sides import describe_host_kernels
-
-    isa, kernels = describe_host_kernels()
+    isa, kernels = _host_kernels()
     caches = _read_caches(_allowed_cpus())
     return HostInfo(
         cpu=_cpu_name(),
@@ -42,6 +41,15 @@ def identify_accelerators(kind: str) -> tuple[AcceleratorInfo, ...]:
     if not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no GPU here; use --device cpu, or install a CUDA build of torch")
     return tuple(_identify_gpu(i) for i in range(torch.cuda.device_count()))
+
+
+def _host_kernels() -> tuple[str, str]:
+    """(ISA, "native" or "torch") of the kernels that the runtime uses on the CPU."""
+    if native.is_available():
+        return native.isa(), "native"
+    import torch
+
+    return torch.backends.cpu.get_cpu_capability().lower(), "torch"
 
 
 def default_accelerator() -> str:

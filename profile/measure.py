@@ -36,9 +36,9 @@ from pshard.profile.jobs import Job, Row, list_jobs
 from pshard.profile.kernels import KernelBench
 from pshard.profile.links import measure_contention, open_link, time_copies, time_handoff
 from pshard.profile.operands import LEAST_ROTATION, OperandPool
-from pshard.profile.sides import choose_host_kernels, open_gpu_kernels
 from pshard.profile.step_cost import time_step
 from pshard.runtime.device import Device, open_device
+from pshard.runtime.loading import choose_kernels
 
 Progress = Callable[[str, float], None]  # what begins now, and the share of the work that is done
 HANDOFF_WIDTH = 5120
@@ -108,13 +108,13 @@ def measure_machine(request: Request, progress: Progress) -> MachineProfile:
 def open_benches(effort: Effort, device: Device) -> tuple[KernelBench, KernelBench | None, list[str]]:
     """Benches of the host and of the accelerator (None when that is the CPU), and notes on kernels that are missing."""
     cpu = torch.device("cpu")
-    kernels, notes = choose_host_kernels()
-    host = KernelBench("host", kernels, cpu, OperandPool(effort.rotation, cpu), effort.pace, effort.slow)
+    fast, on_host, notes = choose_kernels(device, "fast", max(effort.acc_tokens))
+    host = KernelBench("host", on_host, cpu, OperandPool(effort.rotation, cpu), effort.pace, effort.slow)
     if device.kind == "cpu":
-        return host, None, notes
+        return host, None, list(notes)
     pool = OperandPool(min(effort.rotation, LEAST_ROTATION), device.torch_device)
-    acc = KernelBench("acc", open_gpu_kernels(device.torch_device), device.torch_device, pool, effort.pace, effort.slow)
-    return host, acc, notes
+    acc = KernelBench("acc", fast, device.torch_device, pool, effort.pace, effort.slow)
+    return host, acc, list(notes)
 
 
 def _measure_host(request: Request, bench: KernelBench) -> HostFigures:

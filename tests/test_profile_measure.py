@@ -200,3 +200,16 @@ def test_interrupting_leaves_no_file(tmp_path, monkeypatch):
     monkeypatch.setattr("pshard.profile.measure.measure_machine", interrupt)
     assert cli_profile.main(["--quick", "--device", "cpu", "-o", str(tmp_path / "p.json")]) == 130
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_figures_of_its_own():
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+    profile = measure_machine(replace(request(), accelerator="cuda"), lambda label, share: None)
+    assert profile.accelerators[0].kind == "cuda" and profile.accelerators[0].memory_bytes > 1 << 30
+    sides = {side: {m.seconds for m in profile.matmuls if m.device == side} for side in ("host", "acc")}
+    assert sides["acc"] and sides["acc"] != sides["host"]
+    assert {c.memory for c in profile.copies} == {"pinned", "pageable"}
+    assert 1e-6 < profile.handoff_seconds < 1e-2
