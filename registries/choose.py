@@ -1,6 +1,7 @@
 """Which stored variant serves a workload, and what to say when none does."""
 
 import shlex
+from math import isclose
 
 from pshard.errors import UserError
 from pshard.plan import Registry, Variant
@@ -46,8 +47,12 @@ def _serves(variant: Variant, want: Workload) -> bool:
         and variant.sequences >= want.sequences
         and (variant.type_k, variant.type_v) == (want.type_k, want.type_v)
         and variant.split_mode == want.split_mode
-        and (not want.tensor_split or variant.tensor_split == want.tensor_split)
+        and (not want.tensor_split or _same_shares(variant.tensor_split, want.tensor_split))
     )
+
+
+def _same_shares(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    return len(one) == len(other) and all(isclose(a, b, rel_tol=1e-6) for a, b in zip(one, other))
 
 
 def _describe(made: Variant | Workload) -> str:

@@ -38,24 +38,25 @@ def _draw_reads(ax: "Axes", profile: MachineProfile) -> None:
     rows = sorted((r.threads, r.rate / 1e9) for r in profile.reads)
     ax.plot([n for n, _ in rows], [rate for _, rate in rows], "o-", color=BLUE)
     ax.axvline(profile.host.threads, color="#888888", linestyle="--", linewidth=1)
-    ax.text(
-        profile.host.threads, 0.02, f" {profile.host.threads} chosen", transform=ax.get_xaxis_transform(), fontsize=9
-    )
+    chosen = f"{profile.host.threads} chosen "
+    ax.text(profile.host.threads, 0.02, chosen, ha="right", transform=ax.get_xaxis_transform(), fontsize=9)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set(title="Reading host memory", xlabel="threads", ylabel="GB/s", ylim=(0, None))
+    ax.set_xlim(0, 1.08 * max(profile.host.threads, *(n for n, _ in rows), 1))
 
 
 def _draw_copies(ax: "Axes", profile: MachineProfile) -> None:
     series: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for c in profile.copies:
-        series.setdefault((c.direction, c.memory), []).append((c.nbytes / 2**20, c.nbytes / c.seconds / 1e9))
+        series.setdefault((c.direction, c.memory), []).append((c.nbytes, c.nbytes / c.seconds / 1e9))
     for i, ((direction, memory), points) in enumerate(sorted(series.items(), key=lambda s: s[0], reverse=True)):
         points.sort()
         style = "o-" if memory == "pinned" else "s--"
         label = f"{DIRECTIONS.get(direction, direction)}, {memory}"
-        ax.plot([x for x, _ in points], [y for _, y in points], style, color=CYCLE[i % len(CYCLE)], label=label)
-    ax.set(title="Copies over the link", xlabel="MiB per copy", ylabel="GB/s", xscale="log", ylim=(0, None))
-    _use_plain_numbers(ax, sorted({c.nbytes / 2**20 for c in profile.copies}))
+        width = 2.2 if i < 2 else 1.2  # so that equal curves both show
+        ax.plot(*zip(*points), style, color=CYCLE[i % len(CYCLE)], linewidth=width, label=label)
+    ax.set(title="Copies over the link", xlabel="size of one copy", ylabel="GB/s", xscale="log", ylim=(0, None))
+    _name_ticks(ax, {c.nbytes: _name_size(c.nbytes) for c in profile.copies})
     if series:
         ax.legend(fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.16))
 
@@ -77,17 +78,24 @@ def _draw_matmuls(ax: "Axes", timings: Sequence[MatmulTiming]) -> None:
             ax.plot([n for n, _ in points], rates, color=colours[qtype], markersize=4, **STYLES[device])
     some = f" ({len(shown)} of {len(counts)} quant types)" if len(shown) < len(counts) else ""
     ax.set(title=f"Matrix products{some}", xlabel="tokens", ylabel="TFLOP/s", xscale="log", yscale="log")
-    _use_plain_numbers(ax, sorted({t.tokens for t in timings}))
+    _name_ticks(ax, {t.tokens: str(t.tokens) for t in timings})
     handles = [Line2D([], [], color=colours[q], label=q) for q in shown]
     handles += [Line2D([], [], color="black", label=SIDES[d], markersize=4, **STYLES[d]) for d in devices]
     if handles:
         ax.legend(handles=handles, fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.16))
 
 
-def _use_plain_numbers(ax: "Axes", values: Sequence[float]) -> None:
-    """Name some of these values on a logarithmic x axis, without exponents."""
+def _name_ticks(ax: "Axes", names: dict[int, str]) -> None:
+    """Name some of these values on a logarithmic x axis."""
     from matplotlib.ticker import NullLocator
 
-    ticks = values[:: max(1, -(-len(values) // 7))]
-    ax.set_xticks(ticks, [f"{v:g}" for v in ticks])
+    ticks = sorted(names)[:: max(1, -(-len(names) // 7))]
+    ax.set_xticks(ticks, [names[tick] for tick in ticks])
     ax.xaxis.set_minor_locator(NullLocator())
+
+
+def _name_size(nbytes: int) -> str:
+    for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size:
+            return f"{nbytes / size:g} {unit}"
+    return f"{nbytes} B"

@@ -33,8 +33,9 @@ def draw_placement(model: str, variant: Variant, rank: RankPlan) -> "Figure":
         _draw_tier(ax, tier, kinds, layers, at)
         labels += [(at + i, kind) for i, kind in enumerate(kinds)]
         middle = at + (len(kinds) - 1) / 2
-        ax.text(-0.115, middle, _name_tier(tier, variant), ha="right", va="center", transform=ax.get_yaxis_transform())
-        ax.text(1.01, middle, _describe_tier(tier), va="center", fontsize=9, transform=ax.get_yaxis_transform())
+        edge = {"xycoords": ax.get_yaxis_transform(), "textcoords": "offset points", "va": "center"}
+        ax.annotate(_name_tier(tier, variant), (0, middle), (-70, 0), ha="right", **edge)
+        ax.annotate(_describe_tier(tier), (1, middle), (10, 0), fontsize=9, **edge)
         at += len(kinds) + 0.7
     ax.set(xlim=(-2.8, layers + 1.8), ylim=(at - 1.1, -0.6))
     ax.set_yticks([y for y, _ in labels], [kind for _, kind in labels], fontsize=8)
@@ -47,12 +48,9 @@ def draw_placement(model: str, variant: Variant, rank: RankPlan) -> "Figure":
     figure.suptitle(f"Where {model} lives within {rank.budget_mib} MiB of VRAM{whose}", fontweight="bold", fontsize=11)
     used = {p.where for tier in rank.tiers for p in tier.placements}
     handles: list = [Patch(color=COLOURS[w], label=MEANINGS[w]) for w in COLOURS if w in used]
-    if any(p.kv == "vram" for tier in rank.tiers for p in tier.placements):
-        handles.append(
-            Line2D(
-                [], [], marker="o", color="black", linestyle="", markersize=3.5, label="KV cache in VRAM (else host)"
-            )
-        )
+    anywhere = any(p.kv == "vram" for tier in rank.tiers for p in tier.placements)
+    dot = "KV cache in VRAM (else host)" if anywhere else "KV cache in VRAM (no layer's here)"
+    handles.append(Line2D([], [], marker="o", color="black", linestyle="", markersize=3.5, label=dot))
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=9)
     return figure
 

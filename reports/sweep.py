@@ -31,7 +31,7 @@ def draw_sweep(model: str, variants: Sequence[Variant]) -> "Figure":
     prefill.set(title=f"Time to first token, prompt of {first.prompt}", ylabel="predicted seconds")
     for ax in (decode, prefill):
         ax.set_xlabel("VRAM budget, GiB")
-        ax.set_ylim(bottom=0)
+        ax.set_ylim(0, 1.12 * max(ax.lines[0].get_ydata()))
         ax.grid(axis="y", color="#E5E5E5")
     workload = f"context {first.context}, {first.sequences} sequence{'s' if first.sequences > 1 else ''}"
     figure.suptitle(f"{model}: what more VRAM buys ({workload})", fontweight="bold", fontsize=11)

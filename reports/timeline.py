@@ -8,6 +8,7 @@ from pshard.reports.style import BLUE, FAINT, GREEN, ORANGE, PURPLE, new_figure
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+THIN = 0.004  # of the step: narrower bars get no white edge, which would hide them
 LANES = (
     ("link", "link, to device", ORANGE),
     ("d2h", "link, from device", PURPLE),
@@ -29,7 +30,8 @@ def draw_timeline(timeline: Timeline) -> "Figure":
         starts = [max(e.start, 0.0) for e in events]
         widths = [(e.end - start) * scale for e, start in zip(events, starts)]
         lefts = [start * scale for start in starts]
-        ax.barh([row] * len(events), widths, 0.8, lefts, color=colour, edgecolor="white", linewidth=0.4)
+        edges = ["white" if width > THIN * end * scale else colour for width in widths]
+        ax.barh([row] * len(events), widths, 0.8, lefts, color=colour, edgecolor=edges, linewidth=0.4)
         for event, left, width in zip(events, lefts, widths):
             if width > 0.011 * len(event.label) * end * scale:
                 ax.text(

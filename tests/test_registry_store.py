@@ -145,6 +145,15 @@ def test_each_device_must_hold_its_budget():
     assert choose(variants, vram_mib=(900, 400), split_mode="tensor").vram_mib == (900, 100)
 
 
+def test_shares_that_differ_by_rounding_are_the_same():
+    thirds = make_variant((500, 500, 500), split_mode="tensor", tensor_split=(1 / 3, 1 / 3, 1 / 3))
+    want = {"vram_mib": (500, 500, 500), "split_mode": "tensor"}
+    rounded = (0.3333333333333334, 0.3333333333333333, 0.3333333333333333)
+    assert choose([thirds], tensor_split=rounded, **want) is thirds
+    with pytest.raises(UserError):
+        choose([thirds], tensor_split=(0.5, 0.25, 0.25), **want)
+
+
 def test_the_smallest_context_that_covers_is_taken():
     variants = [make_variant(context=c) for c in (256, 2048, 1024)]
     assert choose(variants).context == 1024
