@@ -9,7 +9,6 @@ import ctypes
 import json
 import os
 import signal
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -17,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 from pshard.errors import UserError
+from pshard.runtime.kernels import native
 from pshard.runtime.rank_watch import LOST_SECONDS, RankWatch
+from pshard.runtime.shared_memory import LateRank, open_exchange
 
 MEET_SECONDS = 120.0  # all ranks must be up by then
 REDUCE_SECONDS = 120.0  # no rank may be later than this to a sum; a dead process is noticed much sooner (rank_watch)
@@ -34,18 +35,23 @@ class Group:
 
     Attributes:
         rank, size: this process and how many there are.
-        backend: "none" (one rank), "gloo" or "nccl".
+        backend: what sums: "none" (one rank), "shm" (shared memory), "gloo" or "nccl".
+        threads: CPU threads that this rank should use.
     """
 
     rank = 0
     size = 1
     backend = "none"
+    threads = 0
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum a contiguous float32 tensor over the ranks, in place. Raises RankLost."""
 
-    def gather_columns(self, local: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """Put the ranks' columns side by side: local [rows, sizes[rank]] -> [rows, sum(sizes)]. Raises RankLost."""
+    def gather_columns(self, local: torch.Tensor) -> torch.Tensor:
+        """Put the ranks' columns side by side: [rows, own columns, maybe 0] -> [rows, all]. Raises RankLost.
+
+        How many columns each rank brings is learnt in the first call and may not change.
+        """
         return local
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
@@ -60,13 +66,14 @@ class Group:
 
 
 class TorchGroup(Group):
-    """Ranks over torch.distributed: gloo for tensors on the CPU, NCCL for CUDA tensors."""
+    """Ranks over torch.distributed: NCCL for CUDA tensors, shared memory or gloo for tensors on the CPU."""
 
-    def __init__(self, rank: int, size: int, device: str, store: dist.Store, watch: RankWatch) -> None:
+    def __init__(
+        self, rank: int, size: int, device: str, store: dist.Store, watch: RankWatch, shared_memory: bool
+    ) -> None:
         self.rank, self.size = rank, size
-        self.backend = "nccl" if device == "cuda" else "gloo"
-        self._watch = watch
-        self._closed = False
+        self._watch, self._closed = watch, False
+        self._widths: tuple[int, ...] = ()
         # NVLink multicast hangs on some hosts and sums in another order: leave it off
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         dist.init_process_group(
@@ -76,23 +83,46 @@ class TorchGroup(Group):
             world_size=size,
             timeout=timedelta(days=7),  # waiting for a user's next prompt has no limit; sums have their own
         )
+        self._exchange = open_exchange(store, rank, size) if shared_memory else None
+        self.backend = "nccl" if device == "cuda" else "shm" if self._exchange else "gloo"
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
+        if self.backend == "nccl" and not tensor.is_cuda:
+            there = tensor.cuda()  # the other ranks may have computed on their GPUs, and all must use one backend
+            self.all_reduce(there)
+            tensor.copy_(there)
+            return
         try:
-            _wait(dist.all_reduce(tensor, async_op=True), tensor)
+            if self._exchange and not tensor.is_cuda:
+                self._exchange.sum(tensor, REDUCE_SECONDS)
+            else:
+                _wait(dist.all_reduce(tensor, async_op=True), tensor)
         except RuntimeError as error:
             self._fail(error)
 
-    def gather_columns(self, local: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        rows, width = local.shape[0], max(sizes)
-        padded = torch.zeros(rows, width, dtype=local.dtype, device=local.device)
-        padded[:, : sizes[self.rank]] = local
-        parts = [torch.empty_like(padded) for _ in sizes]
+    def gather_columns(self, local: torch.Tensor) -> torch.Tensor:
+        rows, width = local.shape
+        if not self._widths:
+            self._widths = tuple(self._all_widths(width))
+        if width != self._widths[self.rank]:
+            raise ValueError(f"{width} columns, after {self._widths[self.rank]} in the first gather")
         try:
-            _wait(dist.all_gather(parts, padded, async_op=True), local)
+            if self._exchange and not local.is_cuda:
+                sizes = [rows * n for n in self._widths]
+                parts = self._exchange.gather(local.contiguous(), sizes, REDUCE_SECONDS).split(sizes)
+                return torch.cat([part.view(rows, n) for part, n in zip(parts, self._widths)], dim=1)
+            padded = local.new_zeros(rows, max(self._widths))
+            padded[:, :width] = local
+            blocks = [torch.empty_like(padded) for _ in self._widths]
+            _wait(dist.all_gather(blocks, padded, async_op=True), local)
         except RuntimeError as error:
             self._fail(error)
-        return torch.cat([part[:, :n] for part, n in zip(parts, sizes)], dim=1)
+        return torch.cat([block[:, :n] for block, n in zip(blocks, self._widths)], dim=1)
+
+    def _all_widths(self, width: int) -> list[int]:
+        widths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(widths, torch.tensor([width]))
+        return [int(w) for w in widths]
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -116,10 +146,13 @@ class TorchGroup(Group):
         if not self._closed:
             self._closed = True
             self._watch.close()
+            if self._exchange:
+                self._exchange.close()
             dist.destroy_process_group()
 
     def _fail(self, error: RuntimeError) -> NoReturn:
-        reason = self._watch.verdict(LOST_SECONDS + 1) or f"a collective failed: {' '.join(str(error).split())[:300]}"
+        late = str(error) if isinstance(error, LateRank) else None
+        reason = late or self._watch.verdict(LOST_SECONDS + 1) or f"a collective failed: {str(error).splitlines()[0]}"
         raise RankLost(f"rank {self.rank} of {self.size} stops: {reason}") from error
 
 
@@ -135,11 +168,12 @@ def launched_ranks() -> int:
     return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else 0
 
 
-def init_group(ranks: int, device: str, threads: int | None = None) -> Group:
+def init_group(ranks: int, device: str, threads: int | None = None, shared_memory: bool = True) -> Group:
     """Join the group of `ranks` processes whose tensors live on `device` ("cpu" or "cuda").
 
-    Gives this rank its own cores and `threads` torch threads (default: as many as it has cores). For CUDA the rank's
-    device is number LOCAL_RANK. Raises UserError when the environment describes another number of ranks.
+    Gives this rank its own cores and `threads` threads (default: as many as it has cores). For CUDA the rank's device
+    is number LOCAL_RANK. `shared_memory=False` keeps to gloo between CPU ranks (to measure it). Raises UserError when
+    the environment describes another number of ranks.
     """
     started = launched_ranks()
     if ranks == 1 and started <= 1:
@@ -149,7 +183,10 @@ def init_group(ranks: int, device: str, threads: int | None = None) -> Group:
     rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
     _die_with_launcher()
     cores = bind_cores(local, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
-    torch.set_num_threads(threads or len(cores))
+    threads = threads or len(cores)
+    torch.set_num_threads(threads)
+    if native.is_available():
+        native.set_threads(threads)
     if device == "cuda":
         torch.cuda.set_device(local)
     try:
@@ -157,7 +194,9 @@ def init_group(ranks: int, device: str, threads: int | None = None) -> Group:
     except RuntimeError as error:
         raise UserError(f"rank {rank} cannot meet the others: {' '.join(str(error).split())[:200]}") from None
     watch = RankWatch(dist.PrefixStore("pshard-watch", beats), rank, ranks, MEET_SECONDS)
-    return TorchGroup(rank, ranks, device, dist.PrefixStore("pshard", store), watch)
+    group = TorchGroup(rank, ranks, device, dist.PrefixStore("pshard", store), watch, shared_memory)
+    group.threads = threads
+    return group
 
 
 def bind_cores(local_rank: int, local_size: int) -> tuple[int, ...]:

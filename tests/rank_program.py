@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from pshard.errors import UserError
+from pshard.runtime import parallel
 from pshard.runtime.parallel import Group, init_group
 
 
@@ -30,7 +31,7 @@ def sums(group: Group, out: Path) -> None:
 def gathers(group: Group, out: Path) -> None:
     sizes = [3, 0, 5, 2][: group.size]
     local = torch.full((2, sizes[group.rank]), float(group.rank))
-    gathered = group.gather_columns(local, sizes)
+    gathered = group.gather_columns(local)
     said = group.broadcast({"tokens": [1, 2, 3], "by": group.rank})
     group.barrier()
     (out / f"gathers-{group.rank}.json").write_text(json.dumps([gathered.tolist(), said]))
@@ -78,6 +79,13 @@ def stop(group: Group, out: Path) -> None:
     group.all_reduce(torch.ones(64))
 
 
+def late(group: Group, out: Path) -> None:
+    parallel.REDUCE_SECONDS = 1.0
+    if group.rank == 1:
+        time.sleep(600)
+    group.all_reduce(torch.ones(64))
+
+
 def user_error(group: Group, out: Path) -> None:
     raise UserError("the budget is too small")
 
@@ -85,8 +93,8 @@ def user_error(group: Group, out: Path) -> None:
 def main() -> int:
     scenario, ranks, out = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     try:
-        torch.set_num_threads(1)
-        group = init_group(ranks, "cpu")
+        scenario, _, backend = scenario.partition("@")
+        group = init_group(ranks, "cpu", shared_memory=backend != "gloo")
         globals()[scenario](group, out)
         group.close()
     except UserError as error:

@@ -1,0 +1,140 @@
+"""Sums and gathers between ranks of one host through shared memory (csrc/allreduce.cpp).
+
+The memory is an anonymous file (memfd) of rank 0 that the others open through /proc: it has no name, so whatever way
+the ranks end, the kernel frees it with the last of them.
+"""
+
+import ctypes
+import json
+import mmap
+import os
+import secrets
+import sysconfig
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pshard.runtime.kernels import native
+
+SLOT_BYTES = 256 << 10  # a rank's part is exchanged in pieces of this size; they stay in the caches
+POLL_SECONDS = 0.25  # the native call comes back so often to let Ctrl-C through
+_TOKEN_BYTES = 16
+
+
+class LateRank(RuntimeError):
+    """A rank did not bring its part in time; `rank` is its number."""
+
+    def __init__(self, rank: int, seconds: float) -> None:
+        super().__init__(f"rank {rank} did not come to a sum within {seconds:.0f} s")
+        self.rank = rank
+
+
+class Exchange:
+    """This rank's end of the shared memory. Calls must be made by all ranks in the same order.
+
+    Results are the same bits on every rank: parts are added in rank order, in float32.
+    """
+
+    def __init__(self, library: ctypes.CDLL, memory: mmap.mmap, rank: int, ranks: int) -> None:
+        self._library, self._memory, self._ranks = library, memory, ranks
+        self._view = (ctypes.c_char * len(memory)).from_buffer(memory)
+        self._handle = library.pshard_exchange_open(ctypes.addressof(self._view), rank, ranks, SLOT_BYTES)
+
+    def sum(self, tensor: torch.Tensor, timeout: float) -> None:
+        """Sum a contiguous float32 CPU tensor over the ranks, in place. Raises LateRank."""
+        if tensor.dtype != torch.float32 or not tensor.is_contiguous():
+            raise ValueError(f"only contiguous float32 tensors are summed, not {tensor.dtype}")
+        at, n = tensor.data_ptr(), tensor.numel()
+        self._repeat(lambda: self._library.pshard_exchange_sum(self._handle, at, n, POLL_SECONDS), timeout)
+
+    def gather(self, part: torch.Tensor, sizes: Sequence[int], timeout: float) -> torch.Tensor:
+        """All ranks' elements one after the other: contiguous part [sizes[rank]] -> [sum(sizes)]. Raises LateRank."""
+        out = torch.empty(sum(sizes), dtype=part.dtype)
+        each = (ctypes.c_int64 * self._ranks)(*(n * part.itemsize for n in sizes))
+        at, nbytes, to = part.data_ptr(), part.nbytes, out.data_ptr()
+        gather = self._library.pshard_exchange_gather
+        self._repeat(lambda: gather(self._handle, at, nbytes, to, each, POLL_SECONDS), timeout)
+        return out
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._library.pshard_exchange_close(self._handle)
+        del self._view
+        self._memory.close()
+
+    def _repeat(self, call: Callable[[], int], timeout: float) -> None:
+        late = call()
+        if late >= 0:
+            end = time.monotonic() + timeout
+            while (late := call()) >= 0:
+                if time.monotonic() > end:
+                    raise LateRank(late, timeout)
+
+
+def open_exchange(store: dist.Store, rank: int, ranks: int) -> Exchange | None:
+    """Share memory with all ranks; None when they are not on one Linux host or the native library is missing."""
+    library, memory, fd = _load_library(), None, -1
+    if library is not None:
+        nbytes = library.pshard_exchange_nbytes(ranks, SLOT_BYTES)
+        if rank == 0:
+            memory, fd = _create_memory(store, nbytes)
+        else:
+            memory = _open_memory(json.loads(store.get("exchange")), nbytes)
+    elif rank == 0:
+        store.set("exchange", "null")
+    store.set(f"exchange/{rank}", "yes" if memory is not None else "no")
+    everyone = all(store.get(f"exchange/{r}") == b"yes" for r in range(ranks))
+    if fd >= 0:
+        os.close(fd)  # every rank has mapped it by now
+    return Exchange(library, memory, rank, ranks) if everyone and library is not None and memory is not None else None
+
+
+def _create_memory(store: dist.Store, nbytes: int) -> tuple[mmap.mmap, int]:
+    fd = os.memfd_create("pshard-exchange")
+    os.ftruncate(fd, nbytes + _TOKEN_BYTES)
+    memory, token = mmap.mmap(fd, nbytes + _TOKEN_BYTES), secrets.token_bytes(_TOKEN_BYTES)
+    memory[nbytes:] = token
+    store.set("exchange", json.dumps({"path": f"/proc/{os.getpid()}/fd/{fd}", "token": token.hex()}))
+    return memory, fd
+
+
+def _open_memory(place: dict[str, str] | None, nbytes: int) -> mmap.mmap | None:
+    """Map rank 0's memory; the token shows that it is that one and not another host's process of the same number."""
+    if place is None:
+        return None
+    try:
+        fd = os.open(place["path"], os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        memory = mmap.mmap(fd, nbytes + _TOKEN_BYTES)
+        return memory if memory[nbytes:].hex() == place["token"] else None
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(fd)
+
+
+def _load_library() -> ctypes.CDLL | None:
+    if not native.is_available() or not hasattr(os, "memfd_create"):
+        return None
+    path = Path(native.__file__).with_name("_native" + str(sysconfig.get_config_var("EXT_SUFFIX")))
+    library = ctypes.CDLL(str(path))
+    pointer, integer, long, seconds = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
+    signatures: dict[str, tuple[Any, tuple[Any, ...]]] = {
+        "nbytes": (long, (integer, long)),
+        "open": (pointer, (pointer, integer, integer, long)),
+        "close": (None, (pointer,)),
+        "sum": (integer, (pointer, pointer, long, seconds)),
+        "gather": (integer, (pointer, pointer, long, pointer, ctypes.POINTER(long), seconds)),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, f"pshard_exchange_{name}", None)
+        if function is None:
+            return None  # a library built before this file
+        function.restype, function.argtypes = result, arguments
+    return library
