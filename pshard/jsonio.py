@@ -54,7 +54,8 @@ def _build(kind: Any, data: Any, where: str) -> Any:
                 made[f.name] = _build(hints[f.name], data[f.name], f"{where}.{f.name}")
             elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
                 raise ValueError(f"{where} lacks the field {f.name!r}")
-        return kind(**made)
+        make: Any = kind
+        return make(**made)
     if kind is float and isinstance(data, int) and not isinstance(data, bool):
         return float(data)
     if kind in (int, float, str, bool) and type(data) is not kind:

@@ -57,6 +57,11 @@ class Engine:
         return self._executor.device
 
     @property
+    def vocab(self) -> int:
+        """Token ids are 0..vocab-1."""
+        return self._executor.spec.config.vocab
+
+    @property
     def lengths(self) -> tuple[int, ...]:
         """Cells in use of each sequence."""
         return tuple(self._lengths)

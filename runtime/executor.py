@@ -14,6 +14,7 @@ from pshard.runtime.blocks import Side, run_attention, run_ffn, run_output
 from pshard.runtime.device import Device
 from pshard.runtime.kernels.api import Kernels, RopeTable, RowIndex, Segment
 from pshard.runtime.kv_cache import KVShape, layer_nbytes, used_spans
+from pshard.runtime.parallel import Group
 from pshard.runtime.rope import fill_rope_table
 from pshard.runtime.weights import HostWeights, UnitWeights, lookup_rows, view_unit
 from pshard.runtime.workspace import Workspace, carve_workspace
@@ -30,20 +31,6 @@ from pshard.steps import (
     WriteBack,
     emit_steps,
 )
-
-
-class Group:
-    """What the executor asks of a tensor-parallel group; this one is the group of one rank."""
-
-    size = 1
-    rank = 0
-
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Sum a float32 tensor over the ranks, in place."""
-
-    def gather_columns(self, local: torch.Tensor) -> torch.Tensor:
-        """Put the ranks' columns side by side."""
-        return local
 
 
 @dataclass
@@ -412,8 +399,14 @@ class _Run:
         state.stage_ready.append(done)  # the next layer's new cells go where these are read from
 
     def _all_reduce(self) -> None:
-        side = self._side()
-        part = side.space.rows("branch", self.tokens)
-        with self.executor.device.computing() if self.side == "acc" else torch.inference_mode():
-            self.executor.group.all_reduce(part)
+        e, side = self.executor, self._side()
+        part, ours = side.space.rows("branch", self.tokens), self.state.side.space.rows("branch", self.tokens)
+        with e.device.computing() if self.side == "acc" else torch.inference_mode():
+            if self.side == "cpu" and e.device.kind != "cpu":  # other ranks may have computed theirs on a GPU
+                e.device.send(ours, part)
+                with e.device.computing():
+                    e.group.all_reduce(ours)
+                e.device.receive(part, ours)
+            else:
+                e.group.all_reduce(part)
             side.space.rows("hidden", self.tokens).add_(part)

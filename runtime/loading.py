@@ -8,11 +8,12 @@ from pshard.buffers import arena_bytes
 from pshard.model import ModelSpec, Unit
 from pshard.plan import RankPlan
 from pshard.runtime.device import Device
-from pshard.runtime.executor import Executor, Group
+from pshard.runtime.executor import Executor
 from pshard.runtime.kernels import native
 from pshard.runtime.kernels.api import Kernels
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.kv_cache import KVShape
+from pshard.runtime.parallel import Group
 from pshard.runtime.weights import HostWeights, Ranges, WeightSource, pack_unit
 
 

@@ -8,9 +8,9 @@ from pshard.parallel import cut_model, source_ranges
 from pshard.plan import Variant
 from pshard.runtime.device import Device
 from pshard.runtime.engine import Engine
-from pshard.runtime.executor import Group
 from pshard.runtime.kv_cache import KVShape
 from pshard.runtime.loading import build_executor, choose_kernels
+from pshard.runtime.parallel import Group
 from pshard.runtime.weights import WeightSource
 
 

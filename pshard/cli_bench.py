@@ -1,0 +1,201 @@
+"""pshard-bench: measured rates beside predicted ones, for the plan and for baselines, in the manner of llama-bench."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pshard.cli_support import new_parser, parse_ints, run_cli
+from pshard.errors import UserError
+from pshard.run_flags import add_plan_flags, make_request
+
+if TYPE_CHECKING:
+    from pshard.benching import BenchSetting, BenchTest
+    from pshard.measurement import Measurement
+    from pshard.opening import Opened
+    from pshard.runtime.parallel import Group
+
+BASELINES = ("fit", "accelerate")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the command."""
+    return run_cli(_main, argv)
+
+
+def _main(argv: list[str]) -> int:
+    parser = new_parser("pshard-bench", "Measure prompt processing and decoding under a plan, beside its prediction.")
+    add_plan_flags(parser)
+    tests = parser.add_argument_group("tests")
+    tests.add_argument("-p", "--n-prompt", type=parse_ints, default=(512,), help="prompt tokens, as 512,4096 (0: none)")
+    tests.add_argument("-n", "--n-gen", type=parse_ints, default=(128,), help="tokens to decode (0: none)")
+    tests.add_argument("-d", "--n-depth", type=parse_ints, default=(0,), help="tokens cached before the test")
+    tests.add_argument("-npl", "--n-parallel", type=parse_ints, default=(1,), help="sequences at once, as 1,4,16")
+    tests.add_argument("-r", "--repetitions", type=int, default=5, help="samples of each test (default 5)")
+    tests.add_argument("--strategy", action="append", default=[], metavar="NAME", help="also run a published strategy")
+    tests.add_argument("--baseline", action="append", default=[], choices=BASELINES, help="also run a baseline")
+    tests.add_argument("--perplexity", type=Path, metavar="FILE", help="perplexity of a text instead of the tests")
+    tests.add_argument("--ppl-window", type=int, default=512, help="tokens in a perplexity window (default 512)")
+    parser.add_argument("-o", "--output", choices=("md", "csv", "json", "jsonl"), default="md", help="format on stdout")
+    parser.add_argument("-of", "--output-file", type=Path, help="also write JSON to this file")
+    args = parser.parse_args(argv)
+    request = make_request(args, max(args.n_parallel))
+    if args.repetitions < 1:
+        raise UserError(f"-r is {args.repetitions}; it is 1 or more")
+
+    from pshard.opening import open_plan
+    from pshard.runtime.parallel import init_group, launched_ranks
+
+    if request.ranks > 1 and launched_ranks() < 2:
+        from pshard.runtime.launch import launch
+
+        return launch(request.ranks, "pshard.cli_bench", argv)
+    opened = open_plan(request)
+    group = init_group(request.ranks, opened.profile.accelerators[0].kind)
+    try:
+        if args.perplexity is not None:
+            return _run_perplexity(opened, args, group)
+        found = _run_all(opened, args, group, shlex.join(["pshard-bench", *argv]))
+    finally:
+        group.close()
+    if group.rank == 0:
+        _write(found, args)
+    return 0
+
+
+def _tests(args: Any) -> "list[BenchTest]":
+    from pshard.benching import BenchTest
+
+    tests = []
+    for depth in args.n_depth:
+        for parallel in args.n_parallel:
+            tests += [BenchTest(n, 0, depth, parallel) for n in args.n_prompt if n]
+            tests += [BenchTest(0, n, depth, parallel) for n in args.n_gen if n]
+    if not tests:
+        raise UserError("no tests: give -p or -n above 0")
+    return tests
+
+
+def _run_all(opened: "Opened", args: Any, group: "Group", command: str) -> "list[Measurement]":
+    from pshard.opening import environment_of
+
+    tests, found = _tests(args), []
+    setting = _setting(opened, "ilp", environment_of(opened.profile), command)
+    found += _run_strategy(opened, opened.variant, "ilp", tests, args, group, setting)
+    names = [*args.strategy, *(["fit"] if "fit" in args.baseline else [])]
+    for name in dict.fromkeys(names):
+        found += _run_baseline(opened, name, tests, args, group, setting)
+    if "accelerate" in args.baseline:
+        from pshard.runtime.accelerate_baseline import run_accelerate
+
+        found += run_accelerate(opened.file.spec, opened.variant, tests, args.repetitions, setting)
+    return found
+
+
+def _setting(opened: "Opened", strategy: str, environment: Any, command: str) -> "BenchSetting":
+    from pshard.benching import BenchSetting
+
+    spec = opened.file.spec
+    size = sum(t.file_nbytes for u in spec.units for t in u.tensors)
+    return BenchSetting(spec.name, size, strategy, environment, command)
+
+
+def _run_baseline(
+    opened: "Opened", name: str, tests: list, args: Any, group: "Group", setting: "BenchSetting"
+) -> "list[Measurement]":
+    from dataclasses import replace
+
+    from pshard.planner.plan import plan_baseline
+    from pshard.workload import Workload
+
+    v = opened.variant
+    workload = Workload(
+        v.vram_mib, v.context, v.sequences, v.type_k, v.type_v, v.max_ubatch, v.prompt, v.generated, v.split_mode,
+        v.tensor_split,
+    )  # fmt: skip
+    try:
+        variant = plan_baseline(name, opened.file.spec, opened.profile, workload)
+    except UserError as error:
+        print(f"note: baseline {name} is left out: {error}", file=sys.stderr)
+        return []
+    return _run_strategy(opened, variant, name, tests, args, group, replace(setting, strategy=name))
+
+
+def _run_strategy(
+    opened: "Opened", variant: Any, name: str, tests: list, args: Any, group: "Group", setting: "BenchSetting"
+) -> "list[Measurement]":
+    from pshard.benching import run_test
+    from pshard.opening import start_engine
+    from pshard.parallel import cut_model
+    from pshard.planner.predict import Predictor
+
+    shares = variant.tensor_split or (1.0,)
+    specs = [
+        cut_model(opened.file.spec, shares, r) if len(shares) > 1 else opened.file.spec for r in range(len(shares))
+    ]
+    predictor = Predictor(specs, opened.profile, variant)
+    found = []
+    with start_engine(opened, variant, args.kernels, group) as engine, _bar(name, len(tests), args, group) as progress:
+        for note in engine.notes:
+            print(f"note: {note}", file=sys.stderr)
+        for test in tests:
+            found.append(run_test(engine, predictor, test, args.repetitions, setting, progress))
+    return found
+
+
+def _bar(name: str, tests: int, args: Any, group: "Group") -> Any:
+    """Context manager that gives a function to call after each sample."""
+    from contextlib import contextmanager
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    @contextmanager
+    def bar() -> Any:
+        console = Console(stderr=True)
+        hidden = not console.is_terminal or group.rank != 0
+        with Progress(console=console, transient=True, disable=hidden) as progress:
+            task = progress.add_task(f"measuring {name}", total=tests * args.repetitions)
+            yield lambda: progress.advance(task)
+
+    return bar()
+
+
+def _run_perplexity(opened: "Opened", args: Any, group: "Group") -> int:
+    from pshard.benching import measure_perplexity
+    from pshard.opening import start_engine
+
+    try:
+        text = args.perplexity.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {args.perplexity}: {error}") from None
+    with start_engine(opened, opened.variant, args.kernels, group) as engine:
+        if engine.tokenizer is None:
+            raise UserError("the model file has no tokenizer: perplexity needs one")
+        ids = engine.tokenizer.encode(text)
+        window = min(args.ppl_window, engine.plan.context)
+        value = measure_perplexity(engine, ids, window, lambda _: None)
+    if group.rank == 0:
+        if args.output in ("json", "jsonl"):
+            import json
+
+            print(json.dumps({"perplexity": value, "tokens": len(ids), "window": window, "file": args.perplexity.name}))
+        else:
+            print(f"perplexity {value:.4f} over {len(ids)} tokens in windows of {window}")
+    return 0
+
+
+def _write(found: "list[Measurement]", args: Any) -> None:
+    from pshard.jsonio import write_text_atomically
+    from pshard.reports.bench_formats import format_measurements
+
+    print(format_measurements(found, args.output), end="")
+    if args.output_file is not None:
+        try:
+            write_text_atomically(args.output_file, format_measurements(found, "json"))
+        except OSError as error:
+            raise UserError(f"cannot write {args.output_file}: {error.strerror}") from None
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

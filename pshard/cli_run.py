@@ -1,0 +1,120 @@
+"""pshard-run: generate text under a plan."""
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pshard.cli_support import new_parser, run_cli
+from pshard.errors import UserError
+from pshard.run_flags import add_plan_flags, make_request
+
+if TYPE_CHECKING:
+    from pshard.runtime.engine import Engine
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the command."""
+    return run_cli(_main, argv)
+
+
+def _main(argv: list[str]) -> int:
+    parser = new_parser("pshard-run", "Generate text with a model under its plan.")
+    add_plan_flags(parser)
+    text = parser.add_argument_group("text")
+    text.add_argument("-p", "--prompt", help="the prompt")
+    text.add_argument("-f", "--file", type=Path, help="read the prompt from a file")
+    text.add_argument("-n", "--predict", type=int, default=128, help="tokens to generate at most (default 128)")
+    text.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
+    text.add_argument(
+        "--tokens", action="store_true", help="prompt and output are token ids, for files without tokenizer"
+    )
+    draw = parser.add_argument_group("sampling")
+    draw.add_argument("--temp", type=float, default=0.8, help="temperature; 0 is greedy (default 0.8)")
+    draw.add_argument("--top-k", type=int, default=40, help="keep the k likeliest; 0 is off (default 40)")
+    draw.add_argument("--top-p", type=float, default=0.95, help="keep the likeliest of this mass (default 0.95)")
+    draw.add_argument(
+        "--min-p", type=float, default=0.05, help="keep what reaches this share of the best (default 0.05)"
+    )
+    draw.add_argument("-s", "--seed", type=int, help="seed; the same seed gives the same text")
+    args = parser.parse_args(argv)
+    prompt = _read_prompt(args)
+    request = make_request(args)
+
+    from pshard.opening import open_plan, start_engine
+    from pshard.runtime.parallel import init_group, launched_ranks
+    from pshard.runtime.sampling import Sampling
+
+    if args.predict < 1:
+        raise UserError(f"-n is {args.predict}; it is 1 or more")
+    if request.ranks > 1 and args.seed is None and args.temp > 0:
+        raise UserError("several ranks must draw the same tokens: give -s SEED, or --temp 0")
+    sampling = Sampling(args.temp, args.top_k, args.top_p, args.min_p, args.seed)
+    if request.ranks > 1 and launched_ranks() < 2:
+        from pshard.runtime.launch import launch
+
+        return launch(request.ranks, "pshard.cli_run", argv)
+    opened = open_plan(request)
+    group = init_group(request.ranks, opened.profile.accelerators[0].kind)
+    with start_engine(opened, opened.variant, args.kernels, group) as engine:
+        for note in engine.notes:
+            print(f"note: {note}", file=sys.stderr)
+        if args.chat:
+            prompt = _render_chat(opened.file, engine.tokenizer, str(prompt))
+        _generate(engine, prompt, args, sampling, loud=group.rank == 0)
+    group.close()
+    return 0
+
+
+def _read_prompt(args: Any) -> str | list[int]:
+    if (args.prompt is None) == (args.file is None):
+        raise UserError("give a prompt with -p TEXT or -f FILE")
+    if args.file is not None:
+        try:
+            text = args.file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"cannot read the prompt file {args.file}: {error}") from None
+    else:
+        text = args.prompt
+    if not args.tokens:
+        return text
+    try:
+        return [int(word) for word in text.replace(",", " ").split()]
+    except ValueError:
+        raise UserError("--tokens: the prompt is a list of token ids, as 1,2,3") from None
+
+
+def _render_chat(file: Any, tokenizer: Any, prompt: str) -> str:
+    from pshard.models.chat import render_chat
+
+    template = file.chat_template
+    if template is None:
+        raise UserError("the model has no chat template; run without --chat")
+    return render_chat(template, [{"role": "user", "content": prompt}], tokenizer)
+
+
+def _generate(engine: "Engine", prompt: Any, args: Any, sampling: Any, loud: bool) -> None:
+    start = time.perf_counter()
+    first, n = start, 0
+    for piece in engine.generate(prompt, args.predict, sampling, text=not args.tokens):
+        if n == 0:
+            first = time.perf_counter()
+        n += 1
+        if loud:
+            print(f"{piece} " if args.tokens else piece, end="", flush=True)
+    end = time.perf_counter()
+    if not loud:
+        return
+    print()
+    rate = f", then {(n - 1) / (end - first):.1f} tok/s" if n > 1 else ""
+    used = engine.memory().accelerator / (1 << 20)
+    budget = engine.rank_plan.budget_mib
+    print(
+        f"{n} tokens; first after {first - start:.3f} s{rate}; {used:.0f} of {budget} MiB on the accelerator, "
+        f"{engine.switches} plan switches",
+        file=sys.stderr,
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

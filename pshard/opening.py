@@ -1,0 +1,227 @@
+"""Composes the rooms: finds the profile, the registry and the variant of a model, and loads an engine with them."""
+
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pshard.errors import UserError
+from pshard.machine import MachineProfile
+from pshard.plan import Variant
+from pshard.workload import Workload
+
+if TYPE_CHECKING:
+    from pshard.models import ModelFile
+    from pshard.runtime.engine import Engine
+    from pshard.runtime.parallel import Group
+
+UNLIMITED_MIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a run asks for. None means: whatever the plan says."""
+
+    model: Path
+    vram_mib: tuple[int, ...] | None = None
+    context: int | None = None
+    sequences: int | None = None
+    type_k: str = "bf16"
+    type_v: str = "bf16"
+    split_mode: str = "none"
+    tensor_split: tuple[float, ...] = ()
+    registry: Path | None = None
+    profile: Path | None = None
+    kernels: str = "fast"
+    replan: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """How many processes run the model."""
+        return max(len(self.tensor_split), len(self.vram_mib or ())) if self.split_mode == "tensor" else 1
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model file with the profile of this machine and the variant that serves the request."""
+
+    file: "ModelFile"
+    profile: MachineProfile
+    variant: Variant
+    registry: Path
+
+
+def open_plan(request: Request) -> Opened:
+    """Open the model and choose its variant. Raises UserError: no profile, no plan, stale plan, no fitting variant."""
+    from pshard.machine_store import load_profile
+    from pshard.models import open_model
+    from pshard.registries.choose import choose_variant, plan_command
+    from pshard.registries.fingerprint import fingerprint_inputs
+    from pshard.registries.store import check_fresh, load_registry, registry_path, save_variants
+
+    file = open_model(request.model)
+    profile = load_profile(request.profile)
+    check_machine(profile)
+    want = _workload(request, profile)
+    path = registry_path(request.model, request.registry)
+    inputs = fingerprint_inputs(file.fingerprint_inputs(), profile)
+    command = (
+        plan_command(str(request.model), want) if request.vram_mib else f"pshard-plan -m {request.model} --vram MIB"
+    )
+    if request.registry is not None:
+        command += f" --registry {shlex.quote(str(request.registry))}"
+    if request.replan:
+        from pshard.planner.plan import plan_variant
+
+        if request.vram_mib is None:
+            raise UserError("--replan needs a budget: give --vram")
+        save_variants(path, file.spec.name, inputs, [plan_variant(file.spec, profile, _full_workload(want))])
+    registry = load_registry(path, command)
+    check_fresh(registry, inputs, f"{command} (or add --replan)")
+    return Opened(file, profile, choose_variant(registry, want, command), path)
+
+
+def _workload(request: Request, profile: MachineProfile) -> Workload:
+    """The request as what a variant must at least offer."""
+    budgets = request.vram_mib or (free_vram_mib(profile),) * request.ranks
+    if len(budgets) == 1:
+        budgets *= request.ranks
+    return Workload(
+        budgets,
+        request.context or 1,
+        request.sequences or 1,
+        request.type_k,
+        request.type_v,
+        split_mode=request.split_mode,
+        tensor_split=request.tensor_split if request.ranks > 1 else (),
+    )
+
+
+def _full_workload(want: Workload) -> Workload:
+    from dataclasses import replace
+
+    return replace(want, context=want.context if want.context > 1 else Workload(want.vram_mib).context)
+
+
+def free_vram_mib(profile: MachineProfile) -> int:
+    """Free memory of the first accelerator in MiB; without limit for the CPU as accelerator."""
+    if profile.accelerators[0].kind != "cuda":
+        return UNLIMITED_MIB
+    import torch
+
+    return torch.cuda.mem_get_info(0)[0] >> 20
+
+
+def check_machine(profile: MachineProfile) -> None:
+    """Raise UserError when the profile was measured on another machine than this one."""
+    from pshard.profile.identify import identify_accelerators, identify_host
+
+    here = identify_host(profile.host.threads)
+    pairs = [("cpu", profile.host.cpu, here.cpu), ("isa", profile.host.isa, here.isa)]
+    pairs.append(("kernels", profile.host.kernels, here.kernels))
+    kind = profile.accelerators[0].kind
+    accelerators = identify_accelerators(kind)
+    for i, planned in enumerate(profile.accelerators):
+        found = accelerators[i].name if i < len(accelerators) else "none"
+        pairs.append((f"{kind} {i}", planned.name, found))
+    changed = [f"{what}: {old} -> {new}" for what, old, new in pairs if old != new]
+    if changed:
+        raise UserError(f"the machine profile is of another machine ({'; '.join(changed)}); run pshard-profile")
+
+
+def start_engine(opened: Opened, variant: Variant, kernels: str = "fast", group: "Group | None" = None) -> "Engine":
+    """Load the model under a variant on this machine's accelerator, with a progress bar on a terminal."""
+    from pshard.runtime.device import open_device
+    from pshard.runtime.session import build_engine
+
+    index = int(group.rank) if group is not None and group.size > 1 else 0
+    device = open_device(opened.profile.accelerators[0].kind, index)
+    set_threads(opened.profile, group)
+    with loading_bar(opened.file.spec.name, opened.file.spec.packed_nbytes) as progress:
+        return build_engine(opened.file, variant, device, kernels=kernels, group=group, progress=progress)
+
+
+def set_threads(profile: MachineProfile, group: "Group | None") -> None:
+    """Use the thread count that the profile chose; a rank of several keeps the share it was given."""
+    import torch
+
+    from pshard.runtime.kernels import native
+
+    if group is None or group.size == 1:
+        torch.set_num_threads(profile.host.threads)
+        if native.is_available():
+            native.set_threads(profile.host.threads)
+
+
+@contextmanager
+def loading_bar(name: str, total: int) -> Iterator[Any]:
+    """A progress bar on stderr counting packed bytes; silent on a pipe."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn(f"loading {name}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda done: bar.advance(task, done)
+
+
+def environment_of(profile: MachineProfile) -> tuple[tuple[str, str], ...]:
+    """Hardware and versions, as measurements carry them."""
+    from importlib.metadata import version
+
+    import torch
+
+    host, accelerator = profile.host, profile.accelerators[0]
+    pairs = [
+        ("cpu", host.cpu),
+        ("isa", host.isa),
+        ("threads", str(host.threads)),
+        ("accelerator", accelerator.name),
+        ("torch", torch.__version__),
+        ("pshard", version("pshard")),
+        ("profile", f"{profile.provenance.source} {profile.provenance.date}"),
+    ]
+    if accelerator.driver:
+        pairs.insert(4, ("driver", accelerator.driver))
+    return tuple(pairs)
+
+
+def load(
+    model: str | Path,
+    vram: int | tuple[int, ...] | None = None,
+    *,
+    context: int | None = None,
+    sequences: int | None = None,
+    type_k: str = "bf16",
+    type_v: str = "bf16",
+    registry: str | Path | None = None,
+    kernels: str = "fast",
+    replan: bool = False,
+) -> "Engine":
+    """Load a planned model and return its engine.
+
+    Args:
+        model: GGUF file or safetensors folder.
+        vram: budget in MiB; the largest planned variant that fits is taken. None: what is free.
+        context: cells per sequence that are needed; sequences: how many at once. None: whatever is planned.
+        type_k, type_v: element types of the KV cache: "bf16", "f16" or "f32".
+        registry: plan file, when it does not lie in its usual place.
+        kernels: "fast", or "plain" for torch in float32.
+        replan: plan now (needs vram) instead of using the stored plan.
+
+    Returns:
+        Engine with `generate`, `forward`, `plan`, `memory()`, `reset` and `close`.
+
+    Raises:
+        UserError: one line saying what is missing or stale and the command that mends it.
+    """
+    budgets = (vram,) if isinstance(vram, int) else vram
+    place = Path(registry) if registry else None
+    request = Request(
+        Path(model), budgets, context, sequences, type_k, type_v, registry=place, kernels=kernels, replan=replan
+    )
+    opened = open_plan(request)
+    return start_engine(opened, opened.variant, kernels)

@@ -1,0 +1,51 @@
+"""Flags that pshard-run and pshard-bench share, and the request they make."""
+
+import argparse
+from pathlib import Path
+
+from pshard.cli_support import env_default, find_model, parse_mib_list, parse_ratios
+from pshard.opening import Request
+
+
+def add_plan_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags that say which model and which plan."""
+    group = parser.add_argument_group("model and plan")
+    group.add_argument("-m", "--model", help="GGUF file or safetensors folder (default: PSHARD_MODEL, else the demo)")
+    group.add_argument(
+        "--vram",
+        "-mva",
+        "--max-vram-alloc",
+        type=parse_mib_list,
+        default=env_default("VRAM", parse_mib_list, None),
+        metavar="MIB",
+        help="VRAM budget in MiB (12000, 11.5G), one per device; the largest planned variant that fits is used",
+    )
+    group.add_argument("-c", "--ctx-size", type=int, default=env_default("CTX_SIZE", int, None), help="context needed")
+    group.add_argument("-ctk", "--cache-type-k", choices=("bf16", "f16", "f32"), default="bf16", help="KV keys' type")
+    group.add_argument(
+        "-ctv", "--cache-type-v", choices=("bf16", "f16", "f32"), default="bf16", help="KV cache: values"
+    )
+    group.add_argument("-sm", "--split-mode", choices=("none", "tensor"), default="none", help="split over devices")
+    group.add_argument("-ts", "--tensor-split", type=parse_ratios, default=(), help="share of each rank, as 3,1")
+    group.add_argument("--registry", type=Path, help="plan registry (default: beside the model, else the cache)")
+    group.add_argument("--profile", type=Path, help="machine profile (default: this machine's, in the cache)")
+    group.add_argument("--kernels", choices=("fast", "plain"), default="fast", help="plain: torch in float32, slow")
+    group.add_argument("--replan", action="store_true", help="plan again before running")
+
+
+def make_request(args: argparse.Namespace, sequences: int | None = None) -> Request:
+    """The request that the flags make."""
+    return Request(
+        find_model(args.model),
+        args.vram,
+        args.ctx_size,
+        sequences,
+        args.cache_type_k,
+        args.cache_type_v,
+        args.split_mode,
+        args.tensor_split,
+        args.registry,
+        args.profile,
+        args.kernels,
+        args.replan,
+    )

@@ -1,0 +1,38 @@
+"""Logits of every architecture equal transformers' own model, from a safetensors folder and from a GGUF file."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from engines import open_engine
+from model_files import LINEAR_ROPE, LLAMA3_ROPE, YARN_ROPE, write_gguf_from_hf, write_hf_folder
+
+CASES = {
+    "llama": ("llama", {}),
+    "llama tied": ("llama", {"tied": True}),
+    "llama llama3 rope": ("llama", {"rope": LLAMA3_ROPE}),
+    "llama linear rope": ("llama", {"rope": LINEAR_ROPE}),
+    "llama yarn rope": ("llama", {"rope": YARN_ROPE}),
+    "llama without GQA": ("llama", {"shape": {"n_kv_heads": 4}}),
+    "mistral": ("mistral", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 tied": ("qwen2", {"tied": True}),
+    "qwen2 yarn rope": ("qwen2", {"rope": YARN_ROPE}),
+    "qwen3": ("qwen3", {}),
+    "qwen3 wide heads": ("qwen3", {"shape": {"head_dim": 128}}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
+    arch, options = CASES[case]
+    model = write_hf_folder(tmp_path / "hf", arch, **options)
+    gguf = write_gguf_from_hf(tmp_path / "model.gguf", model)
+    ids = [random.Random(0).randrange(320) for _ in range(150)]
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0]
+    for path in (tmp_path / "hf", gguf):
+        with open_engine(path, context=256) as engine:
+            got = engine.forward(ids, all_logits=True)
+        assert (got - expected).abs().max() < 1e-4 * expected.abs().max(), path

@@ -1,0 +1,85 @@
+"""Every placement of every unit gives the logits of the plain reference."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from engines import open_engine, pinned_everywhere
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from model_files import write_gguf
+from plan_samples import make_tier, random_places, shrink_places
+
+from pshard.models import open_model
+
+CONTEXT = 96
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    return write_gguf(path, "qwen3", qtype="Q4_0", qtypes={"output.weight": "Q6_K"}, n_layers=3)
+
+
+def talk(engine, rng: random.Random) -> torch.Tensor:
+    """A prompt in two parts and a few single tokens: logits of every position, [n, vocabulary]."""
+    prompts = [[rng.randrange(320) for _ in range(n)] for n in (23, 9, 1, 1, 4, 1)]
+    with engine:
+        return torch.cat([engine.forward(p, all_logits=True) for p in prompts])
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10**6), slots=st.integers(1, 4))
+def test_random_plans_give_bit_identical_logits(model: Path, seed: int, slots: int) -> None:
+    rng = random.Random(seed)
+    spec = open_model(model).spec
+    decode = random_places(spec, rng)
+    tiers = tuple(
+        make_tier(spec, tokens, places, slots, CONTEXT, 1)
+        for tokens, places in ((4, decode), (16, shrink_places(spec, decode, rng)))
+    )
+    reference = pinned_everywhere(spec, (4, 16), CONTEXT)
+    expected = talk(open_engine(model, reference, context=CONTEXT), random.Random(seed))
+    got = talk(open_engine(model, tiers, context=CONTEXT), random.Random(seed))
+    assert torch.isfinite(got).all()
+    assert torch.equal(got, expected)
+
+
+def test_unequal_prompts_in_one_batch_give_the_logits_of_each_alone(model: Path) -> None:
+    rng = random.Random(3)
+    spec = open_model(model).spec
+    prompts = [[rng.randrange(320) for _ in range(n)] for n in (5, 0, 17, 30)]
+    places = random_places(spec, rng)
+    tiers = tuple(make_tier(spec, n, places, 2, CONTEXT, 4) for n in (4, 16))
+    with open_engine(model, tiers, context=CONTEXT, sequences=4) as engine:
+        together = engine.forward(prompts)
+        again = engine.forward([[7], [8, 9], [], [10]])
+    for i, prompt in enumerate(prompts):
+        extra = [[7], [8, 9], [], [10]][i]
+        with open_engine(model, context=CONTEXT) as engine:
+            if prompt:
+                torch.testing.assert_close(together[i], engine.forward(prompt), rtol=1e-4, atol=1e-4)
+            else:
+                assert together[i].numel() == 0
+            if extra:
+                torch.testing.assert_close(again[i], engine.forward(extra), rtol=1e-4, atol=1e-4)
+
+
+def test_prefill_in_chunks_equals_prefill_at_once(model: Path) -> None:
+    ids = [random.Random(5).randrange(320) for _ in range(60)]
+    spec = open_model(model).spec
+    with open_engine(model, pinned_everywhere(spec, (1, 64), CONTEXT), context=CONTEXT) as engine:
+        whole = engine.forward(ids, all_logits=True)
+    with open_engine(model, pinned_everywhere(spec, (1, 7), CONTEXT), context=CONTEXT) as engine:
+        chunks = engine.forward(ids, all_logits=True)
+    torch.testing.assert_close(chunks, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_two_runs_are_bit_identical(model: Path) -> None:
+    runs = []
+    for _ in range(2):
+        engine = open_engine(model, kernels="fast")
+        assert not engine.notes, engine.notes
+        runs.append(talk(engine, random.Random(1)))
+    assert torch.equal(*runs)
