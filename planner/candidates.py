@@ -110,9 +110,9 @@ def whole_tier(room: Room, tokens: int) -> TierPlan:
 def bound_seconds(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts) -> float:
     """Seconds that no plan of this tier can beat, for any number of slots, with the tier free of the other ones."""
     bounds = []
-    for slots in SLOT_CHOICES:
-        solution = solve_tiers((replace(tier_problem(room, classes, costs, slots), weight=1.0),), relaxed=True)
-        bounds.append(solution.bound)
+    for slots, lookahead in ((1, 1), (2, max(SLOT_CHOICES))):
+        problem = replace(tier_problem(room, classes, costs, slots), weight=1.0, lookahead=lookahead)
+        bounds.append(solve_tiers((problem,), relaxed=True).bound)
     return min(bounds)
 
 

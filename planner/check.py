@@ -4,7 +4,7 @@ from pshard import buffers
 from pshard.model import ModelSpec
 from pshard.plan import RankPlan, TierPlan, Variant
 
-LEGAL = {
+LEGAL: dict[str, set[tuple[str, str | None]]] = {
     "embedding": {("cpu", None), ("pinned", None)},
     "attention": {
         ("pinned", "vram"), ("pinned", "host"), ("streamed", "vram"), ("streamed", "host"), ("cpu", "host"),
@@ -36,14 +36,13 @@ def check_variant(specs: tuple[ModelSpec, ...], variant: Variant, kind: str) -> 
 
 def _check_prefixes(spec: ModelSpec, rank: RankPlan) -> None:
     """Pins and KV in VRAM of every tier are prefixes of the rank's orders, so that residency never moves."""
-    for name, order, held in (
-        ("pin", rank.pin_order, lambda p: p.where == "pinned"),
-        ("KV", rank.kv_order, lambda p: p.kv == "vram"),
+    for name, order, sets in (
+        ("pin", rank.pin_order, [{p.unit for p in t.placements if p.where == "pinned"} for t in rank.tiers]),
+        ("KV", rank.kv_order, [{p.unit for p in t.placements if p.kv == "vram"} for t in rank.tiers]),
     ):
         if len(set(order)) != len(order):
             raise PlanError(f"rank {rank.rank}: the {name} order names a unit twice")
-        for tier in rank.tiers:
-            units = {p.unit for p in tier.placements if held(p)}
+        for tier, units in zip(rank.tiers, sets):
             if set(order[: len(units)]) != units:
                 raise PlanError(f"rank {rank.rank}, tier {tier.tokens}: {name} residency is not a prefix of the order")
 

@@ -1,7 +1,8 @@
 """A tier as placements, with honest buffers and a simulated prediction."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from pshard.buffers import arena_bytes, kv_layer_bytes, kv_stage_bytes, scratch_bytes
 from pshard.model import ModelSpec
@@ -25,17 +26,24 @@ class Room:
     arena: int
     act_bytes: int
     ranks: int = 1
+    _scratch: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
 
     def scratch(self, tokens: int) -> int:
+        """Bytes of scratch of a tier, without the KV stage."""
+        if tokens not in self._scratch:
+            self._scratch[tokens] = self._scratch_bytes(tokens)
+        return self._scratch[tokens]
+
+    def _scratch_bytes(self, tokens: int) -> int:
         return scratch_bytes(self.spec, tokens, self.workload.sequences, self.act_bytes, self.workload.context)
 
-    @property
+    @cached_property
     def kv_layer(self) -> int:
         """Bytes of one layer's KV cache in VRAM."""
         w = self.workload
         return kv_layer_bytes(self.spec.config, w.context, w.sequences, w.type_k, w.type_v)
 
-    @property
+    @cached_property
     def kv_stage(self) -> int:
         """Bytes of the stage that layers with KV on the host share."""
         w = self.workload

@@ -16,7 +16,7 @@ MS = 1e3  # seconds in the objective's unit
 MIB = 1 << 20
 TIDY = 1e-4  # price of link traffic that nothing waits for: prefer pinned where the time is the same
 UNTIDY = 0.02  # price of one more streamed unit, of the largest copy: small units waste the slots' lookahead
-GAP = 1e-4  # relative gap at which the solver may stop
+GAP = 1e-3  # relative gap at which the solver may stop
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,11 @@ class ClassCost:
 class TierProblem:
     """One tier's coefficients. `room`: arena bytes left for pins, slots, KV and stage. Seconds and bytes.
 
-    `round_trip`: hand-offs around one more run of CPU units; `reach`: hand-offs when anything is on the accelerator
-    at all; `fixed`: whatever the placement. `link_speed` and `cpu_speed` (1 = alone) hold while host work and copies
-    overlap; `all_contend` says that the accelerator's work contends too (the CPU as accelerator).
+    `slots` take room; `lookahead` of them can be filled while one run of CPU units lasts (more than `slots` only
+    when a bound for several choices is wanted). `round_trip`: hand-offs around one more run of CPU units; `reach`:
+    hand-offs when anything is on the accelerator at all; `fixed`: whatever the placement. `link_speed` and
+    `cpu_speed` (1 = alone) hold while host work and copies overlap; `all_contend`: the accelerator's work contends
+    too (the CPU as accelerator).
     """
 
     tokens: int
@@ -48,6 +50,7 @@ class TierProblem:
     classes: tuple[ClassCost, ...]
     room: int
     slots: int
+    lookahead: int
     stage_nbytes: int
     round_trip: float
     reach: float
@@ -201,7 +204,7 @@ def _add_tier(program, t: int, problem: TierProblem, pin, cpu, kv, relaxed: bool
 
 def _copies_beside_a_run(problem: TierProblem) -> float:
     """Most seconds of copies while one run of CPU units lasts: one into each slot, and one layer's KV."""
-    return problem.slots * max(c.link for c in problem.classes) + max(c.kv_fetch for c in problem.classes)
+    return problem.lookahead * max(c.link for c in problem.classes) + max(c.kv_fetch for c in problem.classes)
 
 
 def _solver(time_limit: float):

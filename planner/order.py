@@ -22,7 +22,8 @@ class Residency:
 def order_class(cls: UnitClass, pins: list[int], phase: float) -> list[str]:
     """Units of a class in pinning order: for each count in `pins`, what the prefix leaves out is evenly spaced."""
     names = [u.name for u in cls.units]
-    left, tail = names, []
+    left: list[str] = names
+    tail: list[str] = []
     for count in sorted(set(pins), reverse=True):
         out = [left[i] for i in spread(len(left), len(left) - count, phase)]
         tail = [*out, *tail]

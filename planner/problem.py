@@ -31,6 +31,7 @@ def tier_problem(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, s
         tuple(rows),
         room.arena - room.scratch(load.tokens),
         slots,
+        slots,
         room.kv_stage,
         to_acc + to_cpu,
         reach,

@@ -10,6 +10,7 @@ from pshard.planner.ilp import Counts
 from pshard.planner.order import Residency, assign_cpu
 
 SLOT_CHOICES = (1, 2, 3, 4)
+SEARCH_ROUNDS = 2
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class TierSearch:
         if state not in self._seen:
             tier = self.build(state)
             self._seen[state] = (
-                Scored(state, tier, simulate_tier(self.room, tier, self.costs).seconds) if tier else None
+                Scored(state, tier, simulate_tier(self.room, tier, self.costs, SEARCH_ROUNDS).seconds) if tier else None
             )
         return self._seen[state]
 

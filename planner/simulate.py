@@ -3,8 +3,8 @@
 Lanes: the link to the device (h2d) and from it (d2h), the accelerator, and the CPU, whose one host thread issues the
 steps in order. Copies and accelerator work are asynchronous and start when their lane and what they depend on are
 free; CPU work and a hand-off to the CPU hold the host thread. While the CPU computes and a copy runs, both slow down
-as the profile's contention says. Three micro-batches are run and the last two measured: a steady state in which the
-next micro-batch's first copies run under this one's last units.
+as the profile's contention says. Several micro-batches are run, and the time between the end of the first and of the
+last is measured: a steady state in which the next one's first copies run under this one's last units.
 """
 
 from collections import deque
@@ -36,124 +36,168 @@ class Simulation:
     events: tuple[Event, ...]
 
 
+class _Copy:
+    """A copy on its way: when it may start, seconds left, when it started and ended."""
+
+    __slots__ = ("begun", "end", "left", "ready", "step")
+
+    def __init__(self, step: Step, ready: float, left: float) -> None:
+        self.step, self.ready, self.left = step, ready, left
+        self.begun, self.end = -1.0, -1.0
+
+
 class _Link:
     """The host-to-device lane: copies in issue order. Settled up to `at`; later copies wait in `queue`."""
 
-    def __init__(self, log: list) -> None:
-        self.at, self.queue, self.done, self.log = 0.0, deque(), {}, log
+    def __init__(self) -> None:
+        self.at = 0.0
+        self.queue: deque[_Copy] = deque()
+        self.done: list[_Copy] = []
 
-    def push(self, key: int, step: Step, ready: float, seconds: float) -> None:
-        self.queue.append([key, step, ready, seconds, None])
+    def push(self, step: Step, ready: float, seconds: float) -> _Copy:
+        copy = _Copy(step, ready, seconds)
+        self.queue.append(copy)
+        return copy
 
     def _advance(self, until: float, speed: float) -> None:
         """Let the first copy run from `at` to `until` at `speed`."""
-        task = self.queue[0]
-        task[4] = self.at if task[4] is None else task[4]
-        if self.at + task[3] / speed <= until:
-            self.at += task[3] / speed
-            self.queue.popleft()
-            self.done[task[0]] = self.at
-            self.log.append(Event(task[1], "link", task[4], self.at))
+        copy = self.queue[0]
+        if copy.begun < 0:
+            copy.begun = self.at
+        if self.at + copy.left / speed <= until:
+            self.at += copy.left / speed
+            copy.end = self.at
+            self.done.append(self.queue.popleft())
         else:
-            task[3] -= (until - self.at) * speed
+            copy.left -= (until - self.at) * speed
             self.at = until
 
     def settle(self, until: float) -> None:
         """Run copies up to a time, with nothing else reading host memory."""
         while self.queue and self.at < until:
-            self.at = max(self.at, self.queue[0][2])
+            self.at = max(self.at, self.queue[0].ready)
             if self.at < until:
                 self._advance(until, 1.0)
 
-    def wait(self, key: int) -> float:
+    def wait(self, copy: _Copy) -> float:
         """The time at which a copy is done."""
-        while key not in self.done:
-            self.at = max(self.at, self.queue[0][2])
+        while copy.end < 0:
+            self.at = max(self.at, self.queue[0].ready)
             self._advance(inf, 1.0)
-        return self.done[key]
+        return copy.end
 
     def beside(self, start: float, seconds: float, speeds: tuple[float, float]) -> float:
-        """Run CPU work of `seconds` from `start` beside the copies; returns its end."""
+        """Run host work of `seconds` from `start` beside the copies; returns its end."""
         self.settle(start)
         now, left = start, seconds
         link_speed, cpu_speed = speeds
         while left > 1e-12:
-            begins = max(self.at, self.queue[0][2]) if self.queue else inf
+            begins = max(self.at, self.queue[0].ready) if self.queue else inf
             if begins > now:
                 run = min(left, begins - now)
                 now, left = now + run, left - run
                 continue
             self.at = now
-            run = min(left / cpu_speed, self.queue[0][3] / link_speed)
+            run = min(left / cpu_speed, self.queue[0].left / link_speed)
             self._advance(now + run + 1e-15, link_speed)
             now, left = now + run, left - run * cpu_speed
         return now
 
 
+class _Machine:
+    """The lanes' clocks, and what every kind of step does to them."""
+
+    def __init__(self, costs: TierCosts) -> None:
+        self.costs, self.units = costs, costs.units
+        self.host = self.acc = self.d2h = 0.0
+        self.link = _Link()
+        self.loaded: dict[str, _Copy] = {}  # unit -> its last copy into a slot
+        self.fetched: dict[str, _Copy] = {}
+        self.slot_free: dict[int, float] = {}
+        self.log: list[tuple[Step, str, float, float]] = []
+
+    def copy_in(self, step: CopyIn) -> None:
+        ready = max(self.host, self.slot_free.get(step.slot, 0.0))
+        self.loaded[step.unit] = self.link.push(step, ready, self.units[step.unit].link)
+
+    def fetch_kv(self, step: FetchKV) -> None:
+        self.fetched[step.unit] = self.link.push(step, max(self.host, self.d2h), self.units[step.unit].kv_fetch)
+
+    def compute(self, step: Compute) -> None:
+        unit, costs = self.units[step.unit], self.costs
+        if step.on == "cpu":
+            start = self.host
+            self.host = self.link.beside(start, unit.cpu, costs.contended[step.unit])
+            self.log.append((step, "cpu", start, self.host))
+            return
+        start = max(self.acc, self.host)
+        if step.source == "slot":
+            start = max(start, self.link.wait(self.loaded[step.unit]))
+        if step.unit in self.fetched:
+            start = max(start, self.link.wait(self.fetched.pop(step.unit)))
+        if costs.acc_contended is None:
+            self.acc = start + unit.acc
+        else:  # the CPU as accelerator computes on the host's own threads
+            self.host = self.acc = self.link.beside(start, unit.acc, costs.acc_contended[step.unit])
+        self.log.append((step, "acc", start, self.acc))
+
+    def write_back(self, step: WriteBack) -> None:
+        start = max(self.d2h, self.acc)
+        self.d2h = start + self.units[step.unit].kv_write
+        self.log.append((step, "d2h", start, self.d2h))
+
+    def hand_off(self, step: Handoff) -> None:
+        start = max(self.host, self.acc)
+        self.acc = start + self.costs.handoff(step.to, step.nbytes)
+        self.log.append((step, "acc", start, self.acc))
+        if step.to == "cpu":
+            self.host = self.acc
+
+    def reduce(self, step: AllReduce | Gather) -> None:
+        start = max(self.host, self.acc)
+        self.acc = start + self.costs.tables.collective(self.costs.ranks, step.nbytes)
+        self.log.append((step, "acc", start, self.acc))
+        if isinstance(step, Gather):
+            self.host = self.acc
+
+    def free(self, step: Free) -> None:
+        self.slot_free[step.slot] = self.acc
+
+
 def simulate(steps: StepList, costs: TierCosts, rounds: int = ROUNDS) -> Simulation:
-    """Run `enter`, then `body` `rounds` times; see the module's text for the rules."""
-    log: list[Event] = []
-    link = _Link(log)
-    host = acc = d2h = 0.0
-    keys: dict[str, int] = {}
-    fetched: dict[str, int] = {}
-    slot_free: dict[int, float] = {}
-    n_keys = 0
-    own_lane = costs.acc_contended is None
-    ends, first = [], 0
-    for step in steps.enter:
-        keys[step.unit], n_keys = n_keys, n_keys + 1
-        link.push(keys[step.unit], step, 0.0, costs.units[step.unit].link)
-    for turn in range(rounds):
-        if turn == rounds - 1:
-            first = len(log)
-        for step in steps.body:
-            if isinstance(step, CopyIn):
-                keys[step.unit], n_keys = n_keys, n_keys + 1
-                link.push(keys[step.unit], step, max(host, slot_free.get(step.slot, 0.0)), costs.units[step.unit].link)
-            elif isinstance(step, FetchKV):
-                fetched[step.unit], n_keys = n_keys, n_keys + 1
-                link.push(fetched[step.unit], step, max(host, d2h), costs.units[step.unit].kv_fetch)
-            elif isinstance(step, Compute) and step.on == "cpu":
-                end = link.beside(host, costs.units[step.unit].cpu, costs.contended[step.unit])
-                log.append(Event(step, "cpu", host, end))
-                host = end
-            elif isinstance(step, Compute):
-                start = max(acc, host)
-                if step.source == "slot":
-                    start = max(start, link.wait(keys[step.unit]))
-                if step.unit in fetched:
-                    start = max(start, link.wait(fetched.pop(step.unit)))
-                if own_lane:
-                    acc = start + costs.units[step.unit].acc
-                else:  # the CPU as accelerator computes on the host's own threads
-                    host = acc = link.beside(start, costs.units[step.unit].acc, costs.acc_contended[step.unit])
-                log.append(Event(step, "acc", start, acc))
-            elif isinstance(step, WriteBack):
-                start = max(d2h, acc)
-                d2h = start + costs.units[step.unit].kv_write
-                log.append(Event(step, "d2h", start, d2h))
-            elif isinstance(step, Handoff):
-                start = max(host, acc)
-                end = start + costs.handoff(step.to, step.nbytes)
-                log.append(Event(step, "acc", start, end))
-                acc = end
-                host = end if step.to == "cpu" else host
-            elif isinstance(step, AllReduce | Gather):
-                start = max(host, acc)
-                end = start + costs.tables.collective(costs.ranks, step.nbytes)
-                log.append(Event(step, "acc", start, end))
-                acc = end
-                host = end if isinstance(step, Gather) else host
-            elif isinstance(step, Free):
-                slot_free[step.slot] = acc
-        host = max(host, acc)
-        ends.append(host)
-    link.settle(ends[-1])
-    origin = ends[-2] if rounds > 1 else 0.0
-    events = tuple(Event(e.step, e.lane, e.start - origin, e.end - origin) for e in log[first:] if e.end > origin)
-    busy = {
-        lane: sum(e.end - max(e.start, 0.0) for e in events if e.lane == lane) for lane in ("acc", "cpu", "link", "d2h")
+    """Run `enter`, then `body` `rounds` (2 or more) times; see the module's text for the rules."""
+    machine = _Machine(costs)
+    actions = {
+        CopyIn: machine.copy_in,
+        FetchKV: machine.fetch_kv,
+        Compute: machine.compute,
+        WriteBack: machine.write_back,
+        Handoff: machine.hand_off,
+        AllReduce: machine.reduce,
+        Gather: machine.reduce,
+        Free: machine.free,
     }
-    period = (ends[-1] - ends[0]) / (rounds - 1) if rounds > 1 else ends[0]
-    return Simulation(period, busy, tuple(sorted(events, key=lambda e: e.start)))
+    for copy in steps.enter:
+        machine.copy_in(copy)
+    body = [(actions[type(step)], step) for step in steps.body]
+    ends: list[float] = []
+    for _ in range(rounds):
+        machine.log.clear()
+        for act, step in body:
+            act(step)  # type: ignore[operator]
+        machine.host = max(machine.host, machine.acc)
+        ends.append(machine.host)
+    machine.link.settle(ends[-1])
+    return Simulation((ends[-1] - ends[0]) / (rounds - 1), *_last_round(machine, ends[-2], ends[-1]))
+
+
+def _last_round(machine: _Machine, origin: float, end: float) -> tuple[dict[str, float], tuple[Event, ...]]:
+    """Busy seconds and events between `origin` and `end`; copies that cross a bound count with their part inside."""
+    rows = list(machine.log)
+    rows += [(c.step, "link", c.begun, c.end) for c in machine.link.done if c.end > origin]
+    rows += [(c.step, "link", c.begun, end) for c in machine.link.queue if 0 <= c.begun < end]
+    rows.sort(key=lambda row: row[2])
+    busy = dict.fromkeys(("acc", "cpu", "link", "d2h"), 0.0)
+    for _, lane, start, stop in rows:
+        busy[lane] += min(stop, end) - max(start, origin)
+    return busy, tuple(Event(step, lane, start - origin, stop - origin) for step, lane, start, stop in rows)
