@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 def build_page(inputs: ReportInputs, drawn: Sequence[tuple[Section, str]], origin: str) -> str:
     """HTML of the report. `drawn` are sections with their SVG text; `origin` says when and by what it was made."""
-    parts = [_format_section(section, svg) for section, svg in drawn]
+    parts, said = [], ""
+    for section, svg in drawn:
+        text = _introduce(section)
+        parts += [_format_figure(section, svg)] if text == said else [text, _format_figure(section, svg)]
+        said = text
     if inputs.measurements:
         parts += ["<h2>Measurements</h2>", _format_frame(tabulate_measurements(inputs.measurements))]
         parts += ["<h2>Where they were made</h2>", _format_frame(tabulate_environments(inputs.measurements))]
@@ -31,11 +35,13 @@ def build_page(inputs: ReportInputs, drawn: Sequence[tuple[Section, str]], origi
     return template.substitute(title=escape(title), origin=escape(made_from), body="\n".join(parts))
 
 
-def _format_section(section: Section, svg: str) -> str:
+def _introduce(section: Section) -> str:
+    return f"<h2>{escape(section.heading)}</h2>\n<p>{escape(section.caption)}</p>"
+
+
+def _format_figure(section: Section, svg: str) -> str:
     data = base64.b64encode(svg.encode()).decode()
-    heading, caption = escape(section.heading), escape(section.caption)
-    image = f'<img alt="{heading}. {caption}" src="data:image/svg+xml;base64,{data}">'
-    return f"<h2>{heading}</h2>\n<p>{caption}</p>\n{image}"
+    return f'<p class="figure"><img alt="{escape(section.heading)}" src="data:image/svg+xml;base64,{data}"></p>'
 
 
 def _format_frame(frame: "DataFrame") -> str:

@@ -4,7 +4,16 @@ import re
 from typing import TYPE_CHECKING
 
 from pshard.plan import Placement, RankPlan, TierPlan, Variant
-from pshard.reports.style import BLUE, FAINT, ORANGE, OWN_STRATEGY, RESOURCE_NAMES, format_number, new_figure
+from pshard.reports.style import (
+    BLUE,
+    FAINT,
+    ORANGE,
+    OWN_STRATEGY,
+    RESOURCE_NAMES,
+    format_number,
+    format_time,
+    new_figure,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,7 +35,8 @@ def draw_placement(model: str, variant: Variant, rank: RankPlan) -> "Figure":
 
     layers = 1 + max((int(m[1]) for p in rank.tiers[0].placements if (m := _LAYER.match(p.unit))), default=-1)
     kinds = list(dict.fromkeys(m[2] for p in rank.tiers[0].placements if (m := _LAYER.match(p.unit))))
-    figure = new_figure(max(8.5, 4.6 + 0.17 * layers), 1.7 + 0.3 * (len(kinds) + 0.7) * len(rank.tiers))
+    width = max(8.5, 4.6 + 0.17 * layers)
+    figure = new_figure(width, 1.7 + 0.3 * (len(kinds) + 0.7) * len(rank.tiers))
     ax = figure.subplots()
     at, labels = 0.0, []
     for tier in rank.tiers:
@@ -51,7 +61,7 @@ def draw_placement(model: str, variant: Variant, rank: RankPlan) -> "Figure":
     anywhere = any(p.kv == "vram" for tier in rank.tiers for p in tier.placements)
     dot = "KV cache in VRAM (else host)" if anywhere else "KV cache in VRAM (no layer's here)"
     handles.append(Line2D([], [], marker="o", color="black", linestyle="", markersize=3.5, label=dot))
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=9)
+    figure.legend(handles=handles, loc="outside lower center", ncols=4 if width > 9.5 else 2, fontsize=9)
     return figure
 
 
@@ -80,4 +90,4 @@ def _describe_tier(tier: TierPlan) -> str:
     p = tier.prediction
     rate = format_number(tier.tokens / p.seconds)
     baseline = "" if tier.solve.strategy == OWN_STRATEGY else f", plan: {tier.solve.strategy}"
-    return f"{1e3 * p.seconds:.1f} ms, {rate} tok/s\nlimit: {RESOURCE_NAMES.get(p.binds, p.binds)}{baseline}"
+    return f"{format_time(p.seconds)}, {rate} tok/s\nlimit: {RESOURCE_NAMES.get(p.binds, p.binds)}{baseline}"

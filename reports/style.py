@@ -56,6 +56,11 @@ def colour_strategies(strategies: Iterable[str]) -> dict[str, str]:
     return {s: STRATEGY_COLOURS.get(s) or next(others) for s in dict.fromkeys(strategies)}
 
 
+def format_time(seconds: float) -> str:
+    """Seconds, or milliseconds below one second."""
+    return f"{format_number(seconds)} s" if seconds >= 1 else f"{format_number(1e3 * seconds)} ms"
+
+
 def format_number(value: float) -> str:
     """Three significant digits, or all digits before the point, without an exponent for what a report shows."""
     return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"

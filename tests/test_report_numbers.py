@@ -71,7 +71,7 @@ def test_placement_map_colours_every_unit_of_every_tier():
 def test_prediction_title_counts_those_within_the_band():
     inside = [make_measurement(0, 8, 10.0, predicted=p) for p in (9.0, 11.0)]
     figure = draw_predicted([*inside, make_measurement(8, 0, 10.0, predicted=15.0), make_measurement(8, 0)])
-    assert figure.axes[0].get_title(loc="left").startswith("2 of 3 predictions")
+    assert figure.axes[0].get_title(loc="left").endswith("2 of 3")
 
 
 def test_labels_are_pushed_apart_and_stay_inside():
