@@ -8,12 +8,8 @@ from typing import TYPE_CHECKING
 from pshard.cli_support import new_parser, run_cli
 
 if TYPE_CHECKING:
-    from pshard.machine import MachineProfile
     from pshard.measurement import Timeline
-    from pshard.model import ModelSpec
-    from pshard.plan import TierPlan, Variant
     from pshard.reports.inputs import ReportInputs
-    from pshard.steps import Step
 
 
 def main() -> int:
@@ -57,58 +53,38 @@ def _parse(argv: list[str]) -> Namespace:
 
 
 def _simulate_plans(inputs: "ReportInputs", args: Namespace) -> list["Timeline"]:
-    """Timelines of the decode and the largest tier of every plan, on rank 0."""
+    """Timelines of the decode tier and the largest tier of every plan, on rank 0."""
     from pshard.errors import UserError
     from pshard.machine_store import load_profile
-    from pshard.models.model_file import open_model
+    from pshard.models import open_model
+    from pshard.planner.explain import simulate_timelines
+    from pshard.workload import Workload
 
     profile = inputs.profiles[0] if inputs.profiles and not args.profile else load_profile(args.profile)
     with open_model(args.model) as model:
         spec = model.spec
     units = {unit.name for unit in spec.units}
-    timelines = []
-    for _, variant in inputs.plans:
-        tiers = variant.ranks[0].tiers
-        if {place.unit for place in tiers[0].placements} != units:
+    chosen = []
+    for _, v in inputs.plans:
+        rank = v.ranks[0]
+        if {place.unit for place in rank.tiers[0].placements} != units:
             raise UserError(f"{args.model} is not the model that was planned; pass the plans' own model with -m")
-        decode = variant.ranks[0].covering(variant.sequences)
-        timelines += [simulate_step(spec, profile, variant, tier) for tier in dict.fromkeys((decode, tiers[-1]))]
-    return timelines
-
-
-def simulate_step(spec: "ModelSpec", profile: "MachineProfile", variant: "Variant", tier: "TierPlan") -> "Timeline":
-    """What rank 0 does in one expected micro-batch of a tier, by the planner's simulation of the steps it executes."""
-    from pshard.measurement import Timeline, TimelineEvent
-    from pshard.parallel import cut_model
-    from pshard.planner.costs import Tables, tier_costs
-    from pshard.planner.draft import rank_room, simulate_tier
-    from pshard.planner.load import tier_loads
-    from pshard.workload import Workload
-
-    v = variant
-    workload = Workload(
-        v.vram_mib, v.context, v.sequences, v.type_k, v.type_v, v.max_ubatch, v.prompt, v.generated, v.split_mode
-    )
-    tables, ranks = Tables(profile), len(v.ranks)
-    piece = cut_model(spec, v.tensor_split, 0) if ranks > 1 else spec
-    room = rank_room(piece, workload, v.vram_mib[0], tables.kind, tables.act_bytes, ranks)
-    loads = tier_loads(workload, tuple(t.tokens for t in v.ranks[0].tiers))
-    load = next(load for load in loads if load.tokens == tier.tokens)
-    result = simulate_tier(room, tier, tier_costs(piece, tables, load, workload, ranks))
-    events = (TimelineEvent(e.lane, e.start, e.end, name_step(e.step)) for e in result.events)
-    kind = "decode step" if load.is_decode else f"micro-batch of {load.tokens} tokens"
-    rank = f", rank 0 of {ranks}" if ranks > 1 else ""
-    return Timeline(f"{spec.name}: one {kind} within {v.vram_mib[0]} MiB{rank}, simulated", tuple(events))
-
-
-def name_step(step: "Step") -> str:
-    """Short name of a step: "3.ffn" for the unit blk.3.ffn, whether copied or computed."""
-    from pshard.steps import FetchKV, Free, Handoff, WriteBack
-
-    if isinstance(step, Handoff | Free):
-        return "hand-off" if isinstance(step, Handoff) else "free"
-    unit = step.unit.removeprefix("blk.")
-    return f"{unit} KV" if isinstance(step, FetchKV | WriteBack) else unit
+        workload = Workload(
+            v.vram_mib,
+            v.context,
+            v.sequences,
+            v.type_k,
+            v.type_v,
+            v.max_ubatch,
+            v.prompt,
+            v.generated,
+            v.split_mode,
+            v.tensor_split,
+        )
+        timelines = simulate_timelines(spec, profile, workload, v)
+        decode = rank.tiers.index(rank.covering(v.sequences))
+        chosen += [timelines[i] for i in dict.fromkeys((decode, len(timelines) - 1))]
+    return chosen
 
 
 if __name__ == "__main__":

@@ -2,11 +2,12 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from model_files import write_gguf
 
-from pshard.cli_report import make_report, simulate_step
+from pshard.cli_report import make_report
 from pshard.cli_support import run_cli
 from pshard.jsonio import to_json
 from pshard.models.model_file import open_model
@@ -31,26 +32,14 @@ def planned(tmp_path_factory):
     return path, spec, variant
 
 
-def test_a_timeline_takes_as_long_as_was_predicted(planned):
-    _, spec, variant = planned
-    for tier in variant.ranks[0].tiers:
-        timeline = simulate_step(spec, PROFILE, variant, tier)
-        work = [e for e in timeline.events if e.lane in ("acc", "cpu")]
-        assert max(e.end for e in work) == pytest.approx(tier.prediction.seconds, rel=0.02)
-        computed = {e.label for e in work} - {"hand-off"}
-        assert computed == {p.unit.removeprefix("blk.") for p in tier.placements}
-        streamed = {p.unit.removeprefix("blk.") for p in tier.placements if p.where == "streamed"}
-        if len(streamed) > tier.buffers.slots:
-            assert streamed <= {e.label for e in timeline.events if e.lane == "link"}
-
-
 def test_the_command_adds_timelines_of_decode_and_prefill(planned, tmp_path, capsys):
     path, spec, variant = planned
     save_variants(tmp_path / "r.json", spec.name, (("model bytes", "1"),), [variant])
     (tmp_path / "profile.json").write_text(json.dumps(to_json(PROFILE)))
     given = [str(tmp_path / "r.json"), str(tmp_path / "profile.json"), "-m", str(path), "-o", str(tmp_path / "out")]
     assert run_cli(make_report, given) == 0
-    assert "timeline-1.svg" in (out := capsys.readouterr().out) and "timeline-2.svg" in out
+    drawn = [Path(line).name for line in capsys.readouterr().out.splitlines()]
+    assert {"timeline-1.svg", "timeline-2.svg"} <= set(drawn) and "timeline-3.svg" not in drawn
 
 
 def test_another_model_is_refused(planned, tmp_path, capsys):
