@@ -29,6 +29,8 @@ def launch(ranks: int, module: str, argv: list[str]) -> int:
     try:
         failed = _wait_for_first_failure(processes)
         interrupted = False
+        if failed is not None and processes[failed].returncode == 2:
+            _wait_all(processes, GRACE_SECONDS)  # what is wrong for one rank is mostly wrong for all: let rank 0 say it
     except KeyboardInterrupt:
         failed, interrupted = None, True
         _wait_all(processes, GRACE_SECONDS)  # the terminal has sent them the Ctrl-C too
