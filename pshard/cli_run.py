@@ -60,7 +60,7 @@ def _main(argv: list[str]) -> int:
         for note in engine.notes:
             print(f"note: {note}", file=sys.stderr)
         if args.chat:
-            prompt = _render_chat(opened.file, engine.tokenizer, str(prompt))
+            prompt = _render_chat(opened.file.chat_template, engine.tokenizer, prompt)
         _generate(engine, prompt, args, sampling, loud=group.rank == 0)
     group.close()
     return 0
@@ -84,13 +84,15 @@ def _read_prompt(args: Any) -> str | list[int]:
         raise UserError("--tokens: the prompt is a list of token ids, as 1,2,3") from None
 
 
-def _render_chat(file: Any, tokenizer: Any, prompt: str) -> str:
+def _render_chat(template: str | None, tokenizer: Any, prompt: Any) -> list[int]:
+    """Token ids of a conversation that the prompt opens."""
     from pshard.models.chat import render_chat
 
-    template = file.chat_template
-    if template is None:
-        raise UserError("the model has no chat template; run without --chat")
-    return render_chat(template, [{"role": "user", "content": prompt}], tokenizer)
+    if template is None or tokenizer is None or not isinstance(prompt, str):
+        raise UserError("--chat needs a text prompt and a model with a chat template and a tokenizer")
+    message = {"role": "user", "content": prompt}
+    text = render_chat(template, [message], tokenizer.bos_text, tokenizer.eos_text)
+    return tokenizer.encode(text, add_special=False)
 
 
 def _generate(engine: "Engine", prompt: Any, args: Any, sampling: Any, loud: bool) -> None:

@@ -1,7 +1,7 @@
 """Composes the rooms: finds the profile, the registry and the variant of a model, and loads an engine with them."""
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,7 +131,13 @@ def check_machine(profile: MachineProfile) -> None:
         raise UserError(f"the machine profile is of another machine ({'; '.join(changed)}); run pshard-profile")
 
 
-def start_engine(opened: Opened, variant: Variant, kernels: str = "fast", group: "Group | None" = None) -> "Engine":
+def start_engine(
+    opened: Opened,
+    variant: Variant,
+    kernels: str = "fast",
+    group: "Group | None" = None,
+    on_close: Callable[[], None] = lambda: None,
+) -> "Engine":
     """Load the model under a variant on this machine's accelerator, with a progress bar on a terminal."""
     from pshard.runtime.device import open_device
     from pshard.runtime.session import build_engine
@@ -140,7 +146,9 @@ def start_engine(opened: Opened, variant: Variant, kernels: str = "fast", group:
     device = open_device(opened.profile.accelerators[0].kind, index)
     set_threads(opened.profile, group)
     with loading_bar(opened.file.spec.name, opened.file.spec.packed_nbytes) as progress:
-        return build_engine(opened.file, variant, device, kernels=kernels, group=group, progress=progress)
+        return build_engine(
+            opened.file, variant, device, kernels=kernels, group=group, progress=progress, on_close=on_close
+        )
 
 
 def set_threads(profile: MachineProfile, group: "Group | None") -> None:
@@ -224,4 +232,4 @@ def load(
         Path(model), budgets, context, sequences, type_k, type_v, registry=place, kernels=kernels, replan=replan
     )
     opened = open_plan(request)
-    return start_engine(opened, opened.variant, kernels)
+    return start_engine(opened, opened.variant, kernels, on_close=opened.file.close)

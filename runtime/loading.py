@@ -7,6 +7,7 @@ import torch
 from pshard.buffers import arena_bytes
 from pshard.model import ModelSpec, Unit
 from pshard.plan import RankPlan
+from pshard.quant import TENSOR_ALIGN, align
 from pshard.runtime.device import Device
 from pshard.runtime.executor import Executor
 from pshard.runtime.kernels import native
@@ -63,7 +64,8 @@ def build_executor(
         progress: called with the number of packed bytes done since its last call.
     """
     resident = always_pinned(plan)
-    arena = device.allocate(arena_bytes(plan.budget_mib, device.kind))
+    needed = align(max(tier.buffers.total for tier in plan.tiers), TENSOR_ALIGN)
+    arena = device.allocate(min(needed, arena_bytes(plan.budget_mib, device.kind)))
     weights = HostWeights([u for u in spec.units if u.name not in resident], device)
     weights.load(source, ranges, progress)
     executor = Executor(spec, plan, device, arena, weights, kv, kernels, group)

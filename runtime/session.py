@@ -20,7 +20,6 @@ class _File(WeightSource):
     spec: ModelSpec
 
     def tokenizer(self) -> object: ...
-    def close(self) -> None: ...
 
 
 def build_engine(
@@ -31,6 +30,7 @@ def build_engine(
     kernels: str = "fast",
     group: Group | None = None,
     progress: Callable[[int], None] = lambda _: None,
+    on_close: Callable[[], None] = lambda: None,
 ) -> Engine:
     """Load this rank's part of the model under a variant.
 
@@ -38,6 +38,7 @@ def build_engine(
         kernels: "fast", or "plain" for torch in float32 (the reference).
         group: the tensor-parallel group that this process belongs to; None for one rank.
         progress: called with packed bytes done since the last call.
+        on_close: called when the engine is closed.
     """
     group = group or Group()
     if group.size != len(variant.ranks):
@@ -53,7 +54,7 @@ def build_engine(
     notes = pair[2]
     if not executor.page_locked:
         notes += ("host weights are pageable: page-locking was refused, copies are slower",)
-    return Engine(executor, variant, _tokenizer(file), notes, file.close)
+    return Engine(executor, variant, _tokenizer(file), notes, on_close)
 
 
 def _tokenizer(file: _File) -> object | None:

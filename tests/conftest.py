@@ -1,0 +1,28 @@
+"""Shared test setup: few threads, own cache folder, GPU tests skipped without a GPU."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads or writes the user's cache, or is steered by the user's environment."""
+    for name in list(os.environ):
+        if name.startswith("PSHARD_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("PSHARD_CACHE", str(tmp_path / "cache"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in gpu:
+            item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
