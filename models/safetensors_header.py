@@ -5,6 +5,7 @@ because the library's NumPy interface has no bf16 and no view of the raw bytes.
 """
 
 import json
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,8 @@ def _read_file(file: MappedFile) -> list[StoredTensor]:
 
 
 def _stored(file: MappedFile, start: int, name: str, entry: dict[str, Any]) -> StoredTensor:
-    first, last = (int(n) for n in entry["data_offsets"])
-    shape = tuple(int(n) for n in entry["shape"])
+    first, last = (index(n) for n in entry["data_offsets"])
+    shape = tuple(index(n) for n in entry["shape"])
     tensor = StoredTensor(name, _DTYPES.get(entry["dtype"], str(entry["dtype"])), shape or (1,), file, start + first)
     if tensor.qtype in _DTYPES and (first < 0 or tensor.nbytes != last - first):
         tensor.fail(f"has {last - first} bytes, not the {tensor.nbytes} that its shape needs; the file is damaged")

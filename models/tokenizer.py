@@ -22,12 +22,12 @@ class Tokenizer:
         self.bos_id, self.eos_ids = bos_id, frozenset(eos_ids)
         self.vocab_size: int = backend.get_vocab_size()
         self._added = backend.get_added_tokens_decoder()
-        decoder = str(backend.decoder)
+        decoder = "" if backend.decoder is None else backend.decoder.__getstate__().decode()  # its JSON
         self._byte_level = "ByteLevel" in decoder
-        if not self._byte_level and "ByteFallback" not in decoder:
+        if not self._byte_level and ("ByteFallback" not in decoder or "Metaspace" in decoder):
             raise UserError("the tokenizer is neither byte-level BPE nor SentencePiece BPE; pass token ids instead")
         # SentencePiece puts a space before the text, which is no part of it
-        self._strips_space = not self._byte_level and ("Strip" in decoder or "Metaspace" in decoder)
+        self._strips_space = not self._byte_level and '"Strip"' in decoder
         self.bos_text = "" if bos_id is None else backend.id_to_token(bos_id)
         self.eos_text = backend.id_to_token(eos_ids[0]) if eos_ids else ""
 

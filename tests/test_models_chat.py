@@ -28,7 +28,15 @@ TALK = [
 ]
 
 
-@pytest.mark.parametrize("template", [CHATML, LLAMA2])
+MARKED = """{% for message in messages %}{% if message.role == 'assistant' %}
+{% generation %}
+  {{ message.content }}{{ eos_token }}
+{% endgeneration %}
+{% else %}{{ message.content }}{% continue %}{% endif %}!
+{% endfor %}"""
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA2, MARKED])
 @pytest.mark.parametrize("prompt", [True, False])
 def test_rendering_equals_transformers(template: str, prompt: bool) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
@@ -59,6 +67,7 @@ def test_the_date_of_today_can_be_asked() -> None:
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "chat template"),
         ("{{ messages[0].content + 1 }}", "chat template"),
         ("{{ 1 // 0 }}", "chat template"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "recursion"),
     ],
 )
 def test_a_bad_template_is_a_user_error(template: str, says: str) -> None:

@@ -69,7 +69,7 @@ def byte_level_reference(pattern: str | None, whole_words: bool) -> tokenizers.T
     return backend
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(TEXTS)
 def test_gpt2_encoding_equals_the_library_pattern(text: str) -> None:
     ours = gguf_tokenizer(bpe_metadata("gpt-2"), "x.gguf")
@@ -111,7 +111,7 @@ def test_text_is_cut_before_bpe_as_the_kind_says(pre: str, cuts: list[str]) -> N
     assert [piece.replace("Ġ", " ") for piece, _ in backend.pre_tokenizer.pre_tokenize_str(" a12!")] == cuts
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(text=TEXTS)
 def test_qwen2_encoding_and_decoding_equal_transformers(qwen2_reference: Any, text: str) -> None:
     ids = QWEN2.encode(text, add_special=False)
@@ -119,13 +119,13 @@ def test_qwen2_encoding_and_decoding_equal_transformers(qwen2_reference: Any, te
     assert QWEN2.decode(ids) == qwen2_reference.decode(ids)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(TEXTS)
 def test_byte_level_round_trips_any_text(text: str) -> None:
     assert LLAMA3.decode(LLAMA3.encode(text)) == text
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, LLAMA3.vocab_size + 5), max_size=30))
 def test_streaming_any_ids_gives_the_same_text_as_decoding(ids: list[int]) -> None:
     stream = LLAMA3.stream()
@@ -238,7 +238,7 @@ def sentencepiece_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, T
     return reference, gguf_tokenizer(metadata, "x.gguf")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(text=TEXTS.filter(lambda t: "\0" not in t and "\u2581" not in t and "<" not in t))
 def test_sentencepiece_encoding_equals_sentencepiece(sentencepiece_pair: tuple[Any, Tokenizer], text: str) -> None:
     reference, ours = sentencepiece_pair
