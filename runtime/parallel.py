@@ -45,7 +45,10 @@ class Group:
     threads = 0
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Sum a contiguous float32 tensor over the ranks, in place. Raises RankLost."""
+        """Sum a contiguous float32 tensor over the ranks, in place. Raises RankLost.
+
+        All ranks give it on the same kind of device.
+        """
 
     def gather_columns(self, local: torch.Tensor) -> torch.Tensor:
         """Put the ranks' columns side by side: [rows, own columns, maybe 0] -> [rows, all]. Raises RankLost.
@@ -87,11 +90,6 @@ class TorchGroup(Group):
         self.backend = "nccl" if device == "cuda" else "shm" if self._exchange else "gloo"
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        if self.backend == "nccl" and not tensor.is_cuda:
-            there = tensor.cuda()  # the other ranks may have computed on their GPUs, and all must use one backend
-            self.all_reduce(there)
-            tensor.copy_(there)
-            return
         try:
             if self._exchange and not tensor.is_cuda:
                 self._exchange.sum(tensor, REDUCE_SECONDS)

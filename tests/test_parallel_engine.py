@@ -1,0 +1,72 @@
+"""Tensor-parallel engines give the logits of one rank: any number of ranks, any ratios, any placement on each."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from engines import open_engine
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from model_files import write_gguf
+from thread_ranks import random_tiers, run_ranks
+
+CONTEXT = 96
+MODELS = {
+    "llama": {"arch": "llama", "qtype": "Q8_0", "tied": True},
+    "qwen2": {"arch": "qwen2", "qtype": "F32", "n_heads": 6, "n_kv_heads": 2},
+    "qwen3": {"arch": "qwen3", "qtype": "Q4_0", "qtypes": {"attn_output.weight": "Q6_K", "ffn_down.weight": "Q4_K"}},
+    "one kv head": {"arch": "llama", "qtype": "Q4_0", "n_kv_heads": 1, "vocab": 333},
+}
+SHARES = [(1.0, 1.0), (1.0, 1.0, 1.0), (1.0,) * 4, (3.0, 1.0), (2.0, 0.0, 5.0), (1.0,) * 5, (0.0, 1.0)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {name: write_gguf(folder / f"{name}.gguf", **args) for name, args in MODELS.items()}
+
+
+def talk(engine) -> torch.Tensor:
+    """A prompt in two parts and single tokens: logits of every position, [n, vocabulary]."""
+    rng = random.Random(1)
+    prompts = [[rng.randrange(320) for _ in range(n)] for n in (23, 9, 1, 1, 4, 1)]
+    return torch.cat([engine.forward(p, all_logits=True) for p in prompts])
+
+
+def one_rank(path: Path) -> torch.Tensor:
+    with open_engine(path, context=CONTEXT, tokens=(4, 16)) as engine:
+        return talk(engine)
+
+
+def nmse(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float(((got - wanted).double() ** 2).sum() / (wanted.double() ** 2).sum())
+
+
+@pytest.mark.parametrize("shares", SHARES, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_one_rank(models: dict[str, Path], name: str, shares: tuple[float, ...]) -> None:
+    results = run_ranks(models[name], shares, talk, CONTEXT)
+    assert nmse(results[0], one_rank(models[name])) < 1e-10
+    for other in results[1:]:
+        assert torch.equal(other, results[0])
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10**6), shares=st.sampled_from(SHARES), name=st.sampled_from(sorted(MODELS)))
+def test_each_rank_may_place_its_slice_as_it_likes(
+    models: dict[str, Path], seed: int, shares: tuple[float, ...], name: str
+) -> None:
+    pinned = run_ranks(models[name], shares, talk, CONTEXT)
+    mixed = run_ranks(models[name], shares, talk, CONTEXT, random_tiers(seed, CONTEXT))
+    for a, b in zip(pinned, mixed):
+        assert torch.equal(a, b)
+
+
+def test_a_run_repeats_bit_for_bit(models: dict[str, Path]) -> None:
+    first, again = (run_ranks(models["qwen3"], (2.0, 1.0, 1.0), talk, CONTEXT)[0] for _ in range(2))
+    assert torch.equal(first, again)
+
+
+def test_a_group_of_one_is_bit_identical(models: dict[str, Path]) -> None:
+    assert torch.equal(run_ranks(models["qwen3"], (1.0,), talk, CONTEXT)[0], one_rank(models["qwen3"]))

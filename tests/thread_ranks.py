@@ -1,0 +1,92 @@
+"""Ranks as threads of one process: the engine's tensor-parallel path without starting processes."""
+
+import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from engines import pinned_everywhere
+from plan_samples import make_rank_plan, make_tier, make_variant, random_places, shrink_places
+
+from pshard.models import open_model
+from pshard.parallel import cut_model
+from pshard.plan import TierPlan
+from pshard.runtime.device import open_device
+from pshard.runtime.engine import Engine
+from pshard.runtime.parallel import Group
+from pshard.runtime.session import build_engine
+
+
+class Meeting:
+    """Where the threads of one group leave their parts."""
+
+    def __init__(self, size: int) -> None:
+        self.parts: list[torch.Tensor | None] = [None] * size
+        self.barrier = threading.Barrier(size, timeout=60)
+
+
+class ThreadGroup(Group):
+    """A rank that is a thread; sums in rank order, as every group does."""
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        self.rank, self.size, self._meeting = rank, len(meeting.parts), meeting
+
+    def _exchange(self, part: torch.Tensor) -> list[torch.Tensor]:
+        self._meeting.parts[self.rank] = part.clone()
+        self._meeting.barrier.wait()
+        parts = [p for p in self._meeting.parts if p is not None]
+        self._meeting.barrier.wait()
+        return parts
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        assert tensor.dtype == torch.float32 and tensor.is_contiguous()
+        first, *rest = self._exchange(tensor)
+        tensor.copy_(first)
+        for part in rest:
+            tensor.add_(part)
+
+    def gather_columns(self, local: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self._exchange(local), dim=1)
+
+
+Tiers = Callable[[Any], tuple[TierPlan, ...]]
+
+
+def random_tiers(seed: int, context: int) -> Tiers:
+    """Different random placements on every rank: a tier for decode and one for prompts."""
+
+    def make(spec: Any) -> tuple[TierPlan, ...]:
+        rng = random.Random(f"{seed} {spec.packed_nbytes}")
+        places = random_places(spec, rng)
+        smaller = shrink_places(spec, places, rng)
+        return tuple(make_tier(spec, n, p, 2, context, 1) for n, p in ((4, places), (16, smaller)))
+
+    return make
+
+
+def run_ranks(
+    path: Path, shares: tuple[float, ...], talk: Callable[[Engine], Any], context: int, tiers: Tiers | None = None
+) -> list[Any]:
+    """What `talk` returns on each rank of a group over the ratios `shares`."""
+    meeting = Meeting(len(shares))
+    make = tiers or (lambda spec: pinned_everywhere(spec, (4, 16), context))
+    specs = [cut_model(open_model(path).spec, shares, r) for r in range(len(shares))]
+    plans = tuple(make_rank_plan(s, make(s), r, share) for r, (s, share) in enumerate(zip(specs, shares)))
+    variant = make_variant(specs[0], plans[0].tiers, context, 1, plans)
+    variant = replace(variant, split_mode="tensor", tensor_split=shares)
+
+    def rank(r: int) -> Any:
+        group = ThreadGroup(r, meeting)
+        try:
+            with build_engine(open_model(path), variant, open_device("cpu"), kernels="plain", group=group) as engine:
+                return talk(engine)
+        except BaseException:
+            meeting.barrier.abort()  # the others must not wait
+            raise
+
+    with ThreadPoolExecutor(len(shares)) as pool:
+        return list(pool.map(rank, range(len(shares))))
