@@ -9,13 +9,13 @@ from pshard.planner.baselines import STRATEGIES, place_strategy
 from pshard.planner.classes import UnitClass
 from pshard.planner.costs import TierCosts
 from pshard.planner.draft import Room, draft_tier, simulate_tier
-from pshard.planner.ilp import Solution, solve_tiers
+from pshard.planner.ilp import Solution, TierProblem, solve_tiers
 from pshard.planner.order import Residency, order_residency
 from pshard.planner.problem import tier_problem
 from pshard.planner.search import SLOT_CHOICES, Scored, TierSearch
 
-FLAVOURS = ((2, False), (2, True), (3, False), (3, True))  # staging slots, whether all KV stays in VRAM
-EVALUATIONS = 16  # simulations of local improvement per tier; tiers that the workload uses get four times as many
+FLAVOURS = ((2, False), (2, True), (3, False), (3, True), (1, False))  # staging slots, whether all KV stays in VRAM
+EVALUATIONS = 24  # simulations of local improvement per tier; tiers that the workload uses get four times as many
 
 
 @dataclass(frozen=True)
@@ -64,16 +64,36 @@ def _solve(
     solution = solve_tiers(problems, 1 / costs[0].tables.link_rate, kv_switch, time_limit, kv_stays=kv_stays)
     if not solution.counts:
         return None
-    residency = order_residency(classes, list(solution.counts))
-    best: list[Scored] = []
-    for cost, problem, counts in zip(costs, problems, solution.counts):
-        search = TierSearch(room, classes, residency, cost)
-        start = search.start(counts, problem.slots)
-        if start is None:
-            return None
-        best.append(search.improve(start, EVALUATIONS * (4 if cost.load.weight >= 1 else 1)))
+    orders = [order_residency(classes, list(solution.counts), even) for even in (True, False)]
+    starts = [s for order in orders if (s := _start(room, classes, costs, problems, solution, order))]
+    if not starts:
+        return None
+    searches, scored = min(starts, key=lambda s: _weighted(costs, s[1]))
+    best = [
+        search.improve(start, EVALUATIONS * (4 if cost.load.weight >= 1 else 1))
+        for search, start, cost in zip(searches, scored, costs)
+    ]
     tiers, seconds = tuple(s.tier for s in best), tuple(s.seconds for s in best)
-    return Candidate("ilp", residency, tiers, seconds, round_seconds(room, tiers, seconds, costs), solution)
+    total = round_seconds(room, tiers, seconds, costs)
+    return Candidate("ilp", searches[0].residency, tiers, seconds, total, solution)
+
+
+def _start(
+    room: Room,
+    classes: tuple[UnitClass, ...],
+    costs: tuple[TierCosts, ...],
+    problems: tuple[TierProblem, ...],
+    solution: Solution,
+    residency: Residency,
+) -> tuple[list[TierSearch], list[Scored]] | None:
+    """A solution's tiers in one residency order, each with its search; None when one does not fit."""
+    searches = [TierSearch(room, classes, residency, cost) for cost in costs]
+    scored = [s.start(n, p.slots) for s, n, p in zip(searches, solution.counts, problems)]
+    return None if None in scored else (searches, [s for s in scored if s])
+
+
+def _weighted(costs: tuple[TierCosts, ...], scored: list[Scored]) -> float:
+    return sum(c.load.weight * s.seconds for c, s in zip(costs, scored))
 
 
 def _affordable(room: Room, costs: TierCosts, slots: int) -> int:

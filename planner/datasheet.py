@@ -53,7 +53,8 @@ class Rates:
 
 def profile_from_datasheet(rates: Rates, notes: tuple[str, ...] = ()) -> MachineProfile:
     """Tables as `pshard-profile` writes them, by roofline: time = max(bytes / rate, flops / rate) + fixed."""
-    link_with_cpu = rates.link_with_cpu or min(0.85 * rates.link, rates.host_memory / 2)
+    link = min(rates.link, rates.host_memory)  # a copy reads host memory
+    link_with_cpu = rates.link_with_cpu or min(0.85 * link, rates.host_memory / 2)
     cpu_with_link = rates.cpu_with_link or max(rates.host_memory - link_with_cpu, 0.3 * rates.host_memory)
     sides = (
         ("host", rates.host_memory, rates.host_flops, rates.kernel_seconds),
@@ -79,7 +80,7 @@ def profile_from_datasheet(rates: Rates, notes: tuple[str, ...] = ()) -> Machine
         step = rates.step_seconds if device == "acc" else rates.kernel_seconds
         elementwise.append(ElementwiseTiming(device, "step", 1, 1, step))
     copies = [
-        CopyTiming(direction, memory, n, n / (rates.link * share) + rates.copy_seconds)
+        CopyTiming(direction, memory, n, n / (link * share) + rates.copy_seconds)
         for direction in ("h2d", "d2h")
         for memory, share in (("pinned", 1.0), ("pageable", 0.2))
         for n in COPY_SIZES
@@ -104,7 +105,7 @@ def profile_from_datasheet(rates: Rates, notes: tuple[str, ...] = ()) -> Machine
         tuple(elementwise),
         tuple(copies),
         (ReadTiming(rates.cores, rates.host_memory),),
-        Contention(link_with_cpu, cpu_with_link, 0.8 * rates.link, 0.8 * rates.link),
+        Contention(link_with_cpu, cpu_with_link, 0.8 * link, 0.8 * link),
         rates.handoff_seconds,
         Provenance("datasheet", "", "", "", "", "", "", notes=notes),
         tuple(collectives),

@@ -39,8 +39,8 @@ class TierProblem:
     """One tier's coefficients. `room`: arena bytes left for pins, slots, KV and stage. Seconds and bytes.
 
     `slots` take room; `lookahead` of them can be filled while one run of CPU units lasts (more than `slots` only
-    when a bound for several choices is wanted). `round_trip`: hand-offs around one more run of CPU units; `reach`:
-    hand-offs when anything is on the accelerator at all; `fixed`: whatever the placement. `link_speed` and
+    when a bound for several choices is wanted). `round_trip`: hand-offs around a run of CPU units; `enter`: the
+    hand-off after an embedding on the CPU, `leave`: the last one; `fixed`: whatever the placement. `link_speed` and
     `cpu_speed` (1 = alone) hold while host work and copies overlap; `all_contend`: the accelerator's work contends
     too (the CPU as accelerator).
     """
@@ -53,7 +53,8 @@ class TierProblem:
     lookahead: int
     stage_nbytes: int
     round_trip: float
-    reach: float
+    enter: float
+    leave: float
     fixed: float
     link_speed: float = 1.0
     cpu_speed: float = 1.0
@@ -145,7 +146,8 @@ def _add_tier(program, t: int, problem: TierProblem, pin, cpu, kv, relaxed: bool
     slot = pulp.LpVariable(f"slot_mib_{t}", 0)
     stage = pulp.LpVariable(f"stage_{t}", cat="Binary")
     total = pulp.LpVariable(f"ms_{t}", 0)
-    runs = pulp.LpVariable(f"runs_{t}", 0)
+    trips = pulp.LpVariable(f"trips_{t}", 0)  # runs of CPU units beside the one that the embedding begins
+    entered = pulp.LpVariable(f"entered_{t}", 0)
     reached = pulp.LpVariable(f"reached_{t}", cat="Binary")
     acc, host, link, alone, units, held = [], [], [], [], [], [problem.slots * slot]
     for c, cost in enumerate(problem.classes):
@@ -177,12 +179,19 @@ def _add_tier(program, t: int, problem: TierProblem, pin, cpu, kv, relaxed: bool
     held.append(problem.stage_nbytes / MIB * stage)
     program += pulp.lpSum(held) <= problem.room / MIB, f"arena_{t}"
     acc_ms, host_ms, link_ms = (
-        pulp.lpSum(acc) + MS * (problem.fixed + problem.reach * reached),
+        pulp.lpSum(acc) + MS * (problem.fixed + problem.enter * entered + problem.leave * reached),
         pulp.lpSum(host),
         pulp.lpSum(link),
     )
-    acc_ms = acc_ms + MS * problem.round_trip * (runs - 1)
-    program += runs >= 1, f"one_run_{t}"
+    acc_ms = acc_ms + MS * problem.round_trip * trips
+    on_cpu = {
+        kind: pulp.lpSum(cpu[c] for c, cost in enumerate(problem.classes) if cost.kind == kind)
+        for kind in ("attention", "ffn", "embedding")
+    }
+    program += entered >= reached + on_cpu["embedding"] - 1, f"entered_{t}"
+    # layers alternate, so a run of neighbours has at most one unit more of one kind than of the other
+    program += trips >= on_cpu["ffn"] - on_cpu["attention"], f"ffn_runs_{t}"
+    program += trips >= on_cpu["attention"] - on_cpu["ffn"] - 1, f"attention_runs_{t}"
     if problem.all_contend:
         acc_ms, host_ms = 0, acc_ms + host_ms
     fl, fc = problem.link_speed, problem.cpu_speed
@@ -193,7 +202,7 @@ def _add_tier(program, t: int, problem: TierProblem, pin, cpu, kv, relaxed: bool
     program += fc * both <= host_ms, f"both_host_{t}"
     program += fl * both <= link_ms, f"both_link_{t}"
     if not problem.all_contend:  # while one run of CPU units lasts, each slot is filled once at most
-        program += fl * both <= MS * _copies_beside_a_run(problem) * runs, f"lookahead_{t}"
+        program += fl * both <= MS * _copies_beside_a_run(problem) * (trips + 1), f"lookahead_{t}"
     if problem.slots == 1:  # no copy runs while its slot is computed from
         program += total >= link_ms + pulp.lpSum(alone), f"one_slot_{t}"
     if relaxed:
@@ -249,14 +258,18 @@ def fluid_seconds(problem: TierProblem, counts: tuple[Counts, ...], relaxed: boo
         link += cost.link * streamed + cost.kv_fetch * on_host
         alone += cost.acc * streamed
     reached = any(c.kind != "embedding" and c.size > n.cpu for c, n in zip(problem.classes, counts))
-    acc += problem.fixed + (problem.reach if reached else 0.0)
+    on_cpu = dict.fromkeys(("attention", "ffn", "embedding", "output"), 0)
+    for cost, n in zip(problem.classes, counts):
+        on_cpu[cost.kind] += n.cpu
+    acc += problem.fixed + (problem.leave + problem.enter * min(1, on_cpu["embedding"]) if reached else 0.0)
+    least = max(0, on_cpu["ffn"] - on_cpu["attention"], on_cpu["attention"] - on_cpu["ffn"] - 1)
     if problem.all_contend:
         acc, host = 0.0, acc + host
     fl, fc, per_run = problem.link_speed, problem.cpu_speed, _copies_beside_a_run(problem)
 
     def total(both: float) -> float:
-        runs = 1.0 if problem.all_contend or not per_run else max(1.0, fl * both / per_run)
-        trips = problem.round_trip * (runs - 1)
+        runs = 0.0 if problem.all_contend or not per_run else fl * both / per_run - 1
+        trips = problem.round_trip * max(least, runs)
         serial = acc + host + trips + (1 - fc) * both
         times = (serial, link + (1 - fl) * both, host + link - (fl + fc - 1) * both)
         return max(*times, link + alone if problem.slots == 1 else 0.0)

@@ -21,8 +21,7 @@ class Residency:
 
 def order_class(cls: UnitClass, pins: list[int], phase: float) -> list[str]:
     """Units of a class in pinning order: for each count in `pins`, what the prefix leaves out is evenly spaced."""
-    names = [u.name for u in cls.units]
-    left: list[str] = names
+    left = [u.name for u in cls.units]
     tail: list[str] = []
     for count in sorted(set(pins), reverse=True):
         out = [left[i] for i in spread(len(left), len(left) - count, phase)]
@@ -31,12 +30,19 @@ def order_class(cls: UnitClass, pins: list[int], phase: float) -> list[str]:
     return [*left, *tail]
 
 
-def order_residency(classes: tuple[UnitClass, ...], counts: list[tuple[Counts, ...]]) -> Residency:
-    """Pin and KV orders for nested counts (tier by tier); both are prefixes of one permutation of each class."""
+def order_residency(classes: tuple[UnitClass, ...], counts: list[tuple[Counts, ...]], even: bool) -> Residency:
+    """Pin and KV orders for nested counts (tier by tier); both are prefixes of one permutation of each class.
+
+    `even` leaves out units that are evenly spaced, which suits streaming; else the last layers stay in VRAM, so that
+    CPU units are one run.
+    """
     orders = []
     for c, cls in enumerate(classes):
-        marks = {n[c].pin for n in counts} | {n[c].kv for n in counts if cls.kind == "attention"}
-        orders.append(order_class(cls, sorted(marks), 0.35 if cls.kind == "attention" else 0.65))
+        if even:
+            marks = {n[c].pin for n in counts} | {n[c].kv for n in counts if cls.kind == "attention"}
+            orders.append(order_class(cls, sorted(marks), 0.35 if cls.kind == "attention" else 0.65))
+        else:
+            orders.append([u.name for u in reversed(cls.units)])
     pin_order = _merge(orders, [[n[c].pin for c in range(len(classes))] for n in counts])
     kv_orders = [o if cls.kind == "attention" else [] for o, cls in zip(orders, classes)]
     kv_order = _merge(kv_orders, [[n[c].kv for c in range(len(classes))] for n in counts])

@@ -21,7 +21,6 @@ def tier_problem(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, s
     to_acc, to_cpu = costs.handoff("acc", hidden), costs.handoff("cpu", hidden)
     reduce = costs.tables.collective(costs.ranks, hidden)
     parts = sum(cls.size for cls in classes if cls.kind in ("attention", "ffn"))
-    reach = to_acc + min(to_cpu, costs.handoff("cpu", logits))
     speeds = [costs.contended[cls.units[0].name] for cls in classes if cls.kind in ("attention", "ffn")]
     if costs.acc_contended:
         speeds += [costs.acc_contended[cls.units[0].name] for cls in classes if cls.kind in ("attention", "ffn")]
@@ -34,7 +33,8 @@ def tier_problem(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, s
         slots,
         room.kv_stage,
         to_acc + to_cpu,
-        reach,
+        to_acc,
+        min(to_cpu, costs.handoff("cpu", logits)),
         reduce * parts,
         max(link for link, _ in speeds),
         max(cpu for _, cpu in speeds),

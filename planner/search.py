@@ -11,6 +11,7 @@ from pshard.planner.order import Residency, assign_cpu
 
 SLOT_CHOICES = (1, 2, 3, 4)
 SEARCH_ROUNDS = 2
+PIN_REACH = 8  # pins given up or gained for a change of slots
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,9 @@ class TierSearch:
         return best
 
     def _neighbours(self, state: TierState):
+        for slots in SLOT_CHOICES:
+            if abs(slots - state.slots) == 1 and (filled := self._fill(replace(state, slots=slots))):
+                yield filled
         for c, cls in enumerate(self.classes):
             if cls.kind in ("attention", "ffn", "output"):
                 for delta in (-1, 1):
@@ -108,8 +112,12 @@ class TierSearch:
         for pins in (state.pins - 1, state.pins + 1):
             if 0 <= pins <= len(self.residency.pin_order):
                 yield replace(state, pins=pins)
-        for slots in SLOT_CHOICES:
-            if abs(slots - state.slots) == 1:
-                yield from (
-                    replace(state, slots=slots, pins=pins) for pins in range(state.pins, max(-1, state.pins - 3), -1)
-                )
+
+    def _fill(self, state: TierState) -> TierState | None:
+        """The state with as many pins as fit, near its own number."""
+        most = min(state.pins + PIN_REACH, len(self.residency.pin_order))
+        for pins in range(most, max(-1, state.pins - PIN_REACH), -1):
+            filled = replace(state, pins=pins)
+            if self.build(filled):
+                return filled
+        return None
