@@ -48,12 +48,13 @@ struct Matrix {
   int offset() const { return kFormats[type].offset; }
 };
 
-// Runs body(record) for all records, several to a task.
+// Runs body(record, the record this thread does next) for all records, several to a task.
 template <class Body>
 void for_records(Team& team, int64_t records, size_t nbytes, Body&& body) {
   const int64_t each = std::max<int64_t>(1, kTaskBytes / std::max<size_t>(nbytes, 1));
-  team.for_each((records + each - 1) / each, [&](int64_t task) {
-    for (int64_t r = task * each; r < std::min(records, (task + 1) * each); ++r) body(r);
+  team.for_each_ahead((records + each - 1) / each, [&](int64_t task, int64_t next_task) {
+    const int64_t end = std::min(records, (task + 1) * each);
+    for (int64_t r = task * each; r < end; ++r) body(r, r + 1 < end ? r + 1 : next_task * each);
   });
 }
 
@@ -69,8 +70,10 @@ struct Activations {
   int tokens;
   ActChunk* act;  // unused for plain types
 
-  TokenGroup group(const Matrix& w, int first) const {
+  // `ahead`: what the kernel should fetch meanwhile; only the first group of a record does.
+  TokenGroup group(const Matrix& w, int first, const uint8_t* ahead) const {
     TokenGroup g{};
+    g.ahead = ahead;
     g.count = group_size(tokens - first);
     if (is_plain(w.type))
       for (int i = 0; i < g.count; ++i) g.x[i] = x + std::min(first + i, tokens - 1) * stride;
@@ -101,10 +104,10 @@ void store_tile(const float* tile, int count, int rows, float* out, int64_t stri
 
 void multiply(Team& team, const Activations& a, const Matrix& w, float* out, int64_t out_stride) {
   const auto kernel = kernels().linear[w.type];
-  for_records(team, w.records(), w.record, [&](int64_t r) {
+  for_records(team, w.records(), w.record, [&](int64_t r, int64_t next) {
     alignas(64) float tile[8 * 16];
     for (int first = 0; first < a.tokens; first += 8) {
-      const TokenGroup g = a.group(w, first);
+      const TokenGroup g = a.group(w, first, w.at(first ? r : next));
       kernel(w.at(r), w.planes, w.cols, w.rows_of(r), g, tile);
       store_tile(tile, std::min(g.count, a.tokens - first), w.rows_of(r), out + first * out_stride + r * 16, out_stride);
     }
@@ -115,12 +118,12 @@ void multiply(Team& team, const Activations& a, const Matrix& w, float* out, int
 void gate_up(Team& team, const Activations& a, const Activations& b, const Matrix& gate, const Matrix& up, float* hidden,
              int64_t stride) {
   const Kernels& k = kernels();
-  for_records(team, gate.records(), gate.record + up.record, [&](int64_t r) {
+  for_records(team, gate.records(), gate.record + up.record, [&](int64_t r, int64_t next) {
     alignas(64) float g[8 * 16] = {}, u[8 * 16] = {};
     for (int first = 0; first < a.tokens; first += 8) {
-      const TokenGroup group = a.group(gate, first);
+      const TokenGroup group = a.group(gate, first, up.at(r)), group_up = b.group(up, first, gate.at(first ? r : next));
       k.linear[gate.type](gate.at(r), gate.planes, gate.cols, gate.rows_of(r), group, g);
-      k.linear[up.type](up.at(r), up.planes, up.cols, up.rows_of(r), b.group(up, first), u);
+      k.linear[up.type](up.at(r), up.planes, up.cols, up.rows_of(r), group_up, u);
       k.silu_mul(g, u, group.count * 16);
       store_tile(g, std::min(group.count, a.tokens - first), gate.rows_of(r), hidden + first * stride + r * 16, stride);
     }
@@ -234,7 +237,7 @@ PSHARD_API void pshard_pack(const uint8_t* raw, int64_t row_bytes, int type, int
   const uint8_t* from = raw + row_start * row_bytes + col_start / f.block * f.nbytes;
   const Matrix m(out, type, rows, cols);
   Pool::instance().run([&](Team& team) {
-    for_records(team, m.records(), m.record, [&](int64_t r) {
+    for_records(team, m.records(), m.record, [&](int64_t r, int64_t) {
       const uint8_t* sources[16] = {};
       for (int i = 0; i < m.rows_of(r); ++i) sources[i] = from + (r * 16 + i) * row_bytes;
       uint8_t* record = out + r * m.record;
@@ -293,7 +296,7 @@ PSHARD_API void pshard_dequantize(const void* w, int type, int64_t rows, int64_t
   const Matrix m(w, type, rows, cols);
   const int64_t first = row_start / 16, records = (row_stop + 15) / 16 - first;
   Pool::instance().run([&](Team& team) {
-    for_records(team, records, m.record, [&](int64_t i) {
+    for_records(team, records, m.record, [&](int64_t i, int64_t) {
       const int64_t r = first + i, from = std::max(row_start, r * 16), to = std::min(row_stop, r * 16 + 16);
       void* at = static_cast<char*>(out) + (from - row_start) * out_stride * (bf16 ? 2 : 4);
       kernels().dequantize[type](m.at(r), m.planes, cols, static_cast<int>(from - r * 16), static_cast<int>(to - r * 16), at,

@@ -18,13 +18,15 @@ struct Plain {
 };
 
 template <int T, int Rows, int Count>
-inline void dot_rows(const typename Plain<T>::Word* w, int64_t cols, const float* const* x, float* tile) {
+inline void dot_rows(const typename Plain<T>::Word* w, int64_t cols, const float* const* x,
+                     const typename Plain<T>::Word* ahead, float* tile) {
   Floats sums[Rows][Count];
   for (auto& row : sums)
     for (auto& s : row) s = zero();
   const int64_t whole = cols / 16 * 16;
   for (int64_t k = 0; k < whole; k += 16) {
     Floats weights[Rows];
+    for (int r = 0; r < Rows; ++r) prefetch(reinterpret_cast<const uint8_t*>(ahead + r * cols + k));
     for (int r = 0; r < Rows; ++r) weights[r] = Plain<T>::load16(w + r * cols + k);
     for (int m = 0; m < Count; ++m) {
       const Floats value = load(x[m] + k);
@@ -42,21 +44,23 @@ inline void dot_rows(const typename Plain<T>::Word* w, int64_t cols, const float
 }
 
 template <int T, int Count>
-inline void dense_tokens(const uint8_t* record, int64_t cols, int rows, const float* const* x, float* tile) {
+inline void dense_tokens(const uint8_t* record, int64_t cols, int rows, const TokenGroup& group, float* tile) {
+  using Word = typename Plain<T>::Word;
   constexpr int kRows = Count == 8 ? 2 : 4;
-  const auto* w = reinterpret_cast<const typename Plain<T>::Word*>(record);
+  const auto *w = reinterpret_cast<const Word*>(record), *next = reinterpret_cast<const Word*>(group.ahead);
   int r = 0;
-  for (; r + kRows <= rows; r += kRows) dot_rows<T, kRows, Count>(w + r * cols, cols, x, tile + r);
-  for (; r < rows; ++r) dot_rows<T, 1, Count>(w + r * cols, cols, x, tile + r);
+  for (; r + kRows <= rows; r += kRows)
+    dot_rows<T, kRows, Count>(w + r * cols, cols, group.x, r + kRows < rows ? w + (r + kRows) * cols : next, tile + r);
+  for (; r < rows; ++r) dot_rows<T, 1, Count>(w + r * cols, cols, group.x, next, tile + r);
 }
 
 template <int T>
 void linear_plain(const uint8_t* record, const Planes&, int64_t cols, int rows, const TokenGroup& group, float* tile) {
   switch (group.count) {
-    case 1: return dense_tokens<T, 1>(record, cols, rows, group.x, tile);
-    case 2: return dense_tokens<T, 2>(record, cols, rows, group.x, tile);
-    case 4: return dense_tokens<T, 4>(record, cols, rows, group.x, tile);
-    default: return dense_tokens<T, 8>(record, cols, rows, group.x, tile);
+    case 1: return dense_tokens<T, 1>(record, cols, rows, group, tile);
+    case 2: return dense_tokens<T, 2>(record, cols, rows, group, tile);
+    case 4: return dense_tokens<T, 4>(record, cols, rows, group, tile);
+    default: return dense_tokens<T, 8>(record, cols, rows, group, tile);
   }
 }
 

@@ -33,6 +33,7 @@ struct TokenGroup {
   const ActChunk* act;  // [chunks][count], quantised types
   const float* x[8];    // rows of f32, plain types
   int count;
+  const uint8_t* ahead; // the record that comes next, to be on its way into the cache
 };
 
 struct Kernels {

@@ -13,16 +13,26 @@ namespace pshard {
 // What the function of a job sees of its team.
 class Team {
  public:
-  // Calls body(i) for every i in [0, n), shared out over the threads as they come free; returns when all are done.
-  // Every thread of the team must call it, with the same n.
+  // Calls body(i, next) for every i in [0, n), shared out over the threads as they come free; returns when all are
+  // done. Every thread of the team must call it, with the same n. A thread claims one i ahead: `next` is what it will do
+  // after this one, or i again when nothing is left, so that it can start fetching the data.
+  template <class Body>
+  void for_each_ahead(int64_t n, Body&& body) {
+    for (int64_t i = claim(), next; i < n; i = next) {
+      next = claim();
+      body(i, next < n ? next : i);
+    }
+    barrier();
+  }
   template <class Body>
   void for_each(int64_t n, Body&& body) {
-    for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < n;) body(i);
+    for (int64_t i; (i = claim()) < n;) body(i);
     barrier();
   }
 
  private:
   friend class Pool;
+  int64_t claim() { return next_.fetch_add(1, std::memory_order_relaxed); }
   void barrier();
 
   int size_ = 1;

@@ -22,8 +22,10 @@ void quantize(const float* x, int64_t n_chunks, int offset, ActChunk* out, int64
 
 // Each decoded chunk meets `Count` tokens. A token's result does not depend on Count: its sums run in the same order.
 template <class D, int Count>
-inline void linear_tokens(const uint8_t* record, const Planes& planes, int64_t cols, const ActChunk* act, float* tile) {
+inline void linear_tokens(const uint8_t* record, const Planes& planes, int64_t cols, const ActChunk* act,
+                          const uint8_t* ahead, float* tile) {
   constexpr int kHalves = D::kHalves, kBlock = kFormats[D::kType].block;
+  constexpr int kStep = 16 * 32 * kFormats[D::kType].nbytes / kBlock;  // bytes of a chunk
   D decoder(record, planes);
   Floats sums[Count];
   for (auto& s : sums) s = zero();
@@ -35,6 +37,8 @@ inline void linear_tokens(const uint8_t* record, const Planes& planes, int64_t c
       Floats scale[kHalves], addend[kHalves];
       decoder.codes(chunk, codes);
       decoder.scales(chunk, scale, addend);
+      for (int i = 0; i < kStep; i += 64) prefetch(ahead + i);
+      ahead += kStep;
 #pragma GCC unroll 8
       for (int m = 0; m < Count; ++m) {
         const ActChunk& x = act[m];
@@ -62,10 +66,10 @@ inline void linear_tokens(const uint8_t* record, const Planes& planes, int64_t c
 template <class D>
 void linear_quant(const uint8_t* record, const Planes& planes, int64_t cols, int, const TokenGroup& group, float* tile) {
   switch (group.count) {
-    case 1: return linear_tokens<D, 1>(record, planes, cols, group.act, tile);
-    case 2: return linear_tokens<D, 2>(record, planes, cols, group.act, tile);
-    case 4: return linear_tokens<D, 4>(record, planes, cols, group.act, tile);
-    default: return linear_tokens<D, 8>(record, planes, cols, group.act, tile);
+    case 1: return linear_tokens<D, 1>(record, planes, cols, group.act, group.ahead, tile);
+    case 2: return linear_tokens<D, 2>(record, planes, cols, group.act, group.ahead, tile);
+    case 4: return linear_tokens<D, 4>(record, planes, cols, group.act, group.ahead, tile);
+    default: return linear_tokens<D, 8>(record, planes, cols, group.act, group.ahead, tile);
   }
 }
 
