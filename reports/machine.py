@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pshard.machine import MachineProfile, MatmulTiming
-from pshard.reports.style import BLUE, CYCLE, new_figure
+from pshard.reports.style import BLUE, CYCLE, new_figure, use_plain_numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,7 +41,12 @@ def _draw_reads(ax: "Axes", profile: MachineProfile) -> None:
     chosen = f"{profile.host.threads} chosen "
     ax.text(profile.host.threads, 0.02, chosen, ha="right", transform=ax.get_xaxis_transform(), fontsize=9)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.set(title="Reading host memory", xlabel="threads", ylabel="GB/s", ylim=(0, None))
+    ax.set(
+        title="Reading host memory",
+        xlabel="threads",
+        ylabel="GB/s",
+        ylim=(0, 1.12 * max((rate for _, rate in rows), default=1)),
+    )
     ax.set_xlim(0, 1.08 * max(profile.host.threads, *(n for n, _ in rows), 1))
 
 
@@ -74,11 +79,12 @@ def _draw_matmuls(ax: "Axes", timings: Sequence[MatmulTiming]) -> None:
         largest = max(((t.rows * t.cols, t.rows, t.cols) for t in rows), default=None)
         points = sorted((t.tokens, t.seconds) for t in rows if (t.rows * t.cols, t.rows, t.cols) == largest)
         if largest:
-            rates = [2 * n * largest[0] / seconds / 1e12 for n, seconds in points]
+            rates = [2 * n * largest[0] / seconds / 1e9 for n, seconds in points]
             ax.plot([n for n, _ in points], rates, color=colours[qtype], markersize=4, **STYLES[device])
     some = f" ({len(shown)} of {len(counts)} quant types)" if len(shown) < len(counts) else ""
-    ax.set(title=f"Matrix products{some}", xlabel="tokens", ylabel="TFLOP/s", xscale="log", yscale="log")
+    ax.set(title=f"Matrix products{some}", xlabel="tokens", ylabel="GFLOP/s", xscale="log", yscale="log")
     _name_ticks(ax, {t.tokens: str(t.tokens) for t in timings})
+    use_plain_numbers(ax.yaxis, *ax.get_ylim())
     handles = [Line2D([], [], color=colours[q], label=q) for q in shown]
     handles += [Line2D([], [], color="black", label=SIDES[d], markersize=4, **STYLES[d]) for d in devices]
     if handles:

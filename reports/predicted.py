@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pshard.measurement import Measurement
-from pshard.reports.style import FAINT, colour_strategies, name_strategy, new_figure
+from pshard.reports.style import FAINT, colour_strategies, name_strategy, new_figure, use_plain_numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,8 +15,6 @@ BAND = 0.15  # predictions within this share of the measured rate count as good
 
 def draw_predicted(measurements: Sequence[Measurement]) -> "Figure":
     """Scatter of the measurements that have a prediction, with the line of equality and a band of ±15%."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
     points = predicted_measurements(measurements)
     figure = new_figure(9.5, max(5.0, 0.19 * len(points) + 1.5))
     ax = figure.subplots()
@@ -34,9 +32,7 @@ def draw_predicted(measurements: Sequence[Measurement]) -> "Figure":
                 ax.plot(*zip(*chosen), mark, color=colour, label=label, zorder=3)
     ax.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
     for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 300 else (1,)))
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-        axis.set_minor_formatter(NullFormatter())
+        use_plain_numbers(axis, low, high)
     _label_points(ax, points, several_models=len({m.model for m, _ in points}) > 1)
     inside = sum(abs(predicted / m.avg_ts - 1) <= BAND for m, predicted in points)
     ax.set(xlabel="measured tok/s", ylabel="predicted tok/s")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from pshard.jsonio import write_text_atomically
 
 if TYPE_CHECKING:
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 # Okabe and Ito's palette, "Color Universal Design", 2008
@@ -43,6 +44,15 @@ def new_figure(width: float, height: float) -> "Figure":
         }
     )
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def use_plain_numbers(axis: "Axis", low: float, high: float) -> None:
+    """Name values of a logarithmic axis without exponents; 2 and 5 as well where low to high is short."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 300 else (1,)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.7g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def name_strategy(strategy: str) -> str:

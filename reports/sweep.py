@@ -22,15 +22,19 @@ def group_sweeps(variants: Sequence[Variant]) -> list[list[Variant]]:
 def draw_sweep(model: str, variants: Sequence[Variant]) -> "Figure":
     """Predicted decode rate and time to first token over the budget of all devices."""
     first = variants[0]
-    gib = [sum(v.vram_mib) / 1024 for v in variants]
+    mib = [sum(v.vram_mib) for v in variants]
+    per_unit, unit = (1024, "GiB") if max(mib) >= 4096 else (1, "MiB")
+    budgets = [n / per_unit for n in mib]
+    first_tokens = [predict_first_token(v) for v in variants]
+    scale, seconds = (1, "seconds") if max(first_tokens) >= 1 else (1e3, "milliseconds")
     figure = new_figure(9.5, 3.9)
     decode, prefill = figure.subplots(1, 2)
-    decode.plot(gib, [predict_decode(v) for v in variants], "o-", color=BLUE)
+    decode.plot(budgets, [predict_decode(v) for v in variants], "o-", color=BLUE)
     decode.set(title="Decode", ylabel="predicted tok/s")
-    prefill.plot(gib, [predict_first_token(v) for v in variants], "o-", color=ORANGE)
-    prefill.set(title=f"Time to first token, prompt of {first.prompt}", ylabel="predicted seconds")
+    prefill.plot(budgets, [t * scale for t in first_tokens], "o-", color=ORANGE)
+    prefill.set(title=f"Time to first token, prompt of {first.prompt}", ylabel=f"predicted {seconds}")
     for ax in (decode, prefill):
-        ax.set_xlabel("VRAM budget, GiB")
+        ax.set_xlabel(f"VRAM budget, {unit}")
         ax.set_ylim(0, 1.12 * max(ax.lines[0].get_ydata()))
         ax.grid(axis="y", color="#E5E5E5")
     workload = f"context {first.context}, {first.sequences} sequence{'s' if first.sequences > 1 else ''}"
