@@ -67,14 +67,14 @@ def full_effort(cache_bytes: int) -> Effort:
     many = ((4096, 4096), (14336, 4096), (512, 512), (25600, 5120), (5120, 25600), (2048, 2048), (1024, 4096))
     grid = [(q, r, c) for r, c in many for q in COMMON_QTYPES]
     grid += [(q, r, c) for q in OTHER_QTYPES for r, c in ((4096, 4096), (14336, 4096))]
-    heads = (AttentionShape(32, 8, 128), AttentionShape(64, 8, 128), AttentionShape(32, 32, 128))
+    heads = (AttentionShape(32, 8, 128), AttentionShape(64, 8, 128))
     return Effort(
         quick=False,
         pace=Pace(0.2, least=5),
         slow=2.0,
         rotation=rotation_bytes(cache_bytes, quick=False),
         limit=600.0,
-        grid=Shapes(tuple(grid), (), heads, ((4096, 14336), (5120, 25600)), (("Q4_0", 4096), ("Q6_K", 5120)), 65536),
+        grid=Shapes(tuple(grid), (), heads, ((4096, 14336), (5120, 25600)), (("Q4_0", 4096), ("Q6_K", 5120)), 32768),
         host_tokens=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048),
         acc_tokens=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
         copy_sizes=COPY_SIZES,

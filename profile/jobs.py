@@ -64,6 +64,6 @@ def _jobs_of(side: str, effort: Effort, shapes: Shapes, of_grid: bool) -> Iterat
 
 def attention_points(tokens: tuple[int, ...], context: int) -> list[tuple[int, tuple[int, ...]]]:
     """New tokens -> contexts: many for one token (decode); for prompts the prompt alone and two longer contexts."""
-    decode = tuple(sorted({c for c in (128, 1024, 4096, 16384, 65536) if c < context} | {context}))
+    decode = tuple(sorted({c for c in (128, 1024, 4096, 16384) if c < context} | {context}))
     prompts = [t for t in tokens if t in (16, 128, 512, 2048, 4096, 8192) and t <= context]
     return [(1, decode), *((t, tuple(sorted({t, max(t, min(4096, context)), context}))) for t in prompts)]

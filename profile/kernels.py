@@ -1,6 +1,6 @@
 """Times the runtime's own kernels on a device: matmuls, attention and what lies between them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,8 +34,7 @@ class AttentionShape:
 class KernelBench:
     """Kernels of one device with what timing them takes.
 
-    `side` is "host" or "acc", as in the profile's tables. `slow` ends a series of growing token counts: after a call
-    that took longer, the planner extrapolates in proportion to the tokens.
+    `side` is "host" or "acc", as in the profile's tables. A series of growing sizes ends at calls longer than `slow`.
     """
 
     side: str
@@ -55,16 +54,24 @@ class KernelBench:
         return row.repeat(tokens, 1)
 
 
+def time_series(sizes: Iterable[int], slow: float, seconds_of: Callable[[int], float]) -> list[tuple[int, float]]:
+    """(size, seconds) for growing sizes; ends after a slow one, and before one that would take twice as long as that.
+
+    Above the last one the planner goes on in proportion.
+    """
+    series: list[tuple[int, float]] = []
+    for size in sorted(sizes):
+        if series and series[-1][1] * max(1.0, size / series[-1][0] / 2) > slow:
+            break
+        series.append((size, seconds_of(size)))
+    return series
+
+
 def time_matmul(bench: KernelBench, qtype: str, rows: int, cols: int, tokens: Sequence[int]) -> list[MatmulTiming]:
     """x[t, cols] @ W[rows, cols].T for each t of `tokens`, until one is slow; W is another copy in every call."""
     weights = bench.pool.rotate_weights(qtype, rows, cols)
-    timings: list[MatmulTiming] = []
-    for count in sorted(tokens):
-        seconds = _time_linear(bench, weights, count)
-        timings.append(MatmulTiming(bench.side, qtype, rows, cols, count, seconds))
-        if seconds > bench.slow:
-            break
-    return timings
+    series = time_series(tokens, bench.slow, lambda count: _time_linear(bench, weights, count))
+    return [MatmulTiming(bench.side, qtype, rows, cols, count, seconds) for count, seconds in series]
 
 
 def _time_linear(bench: KernelBench, weights: list[Packed], tokens: int) -> float:
@@ -77,19 +84,12 @@ def time_attention(
     bench: KernelBench, shape: AttentionShape, kv_type: str, tokens: int, contexts: Sequence[int]
 ) -> list[AttentionTiming]:
     """Attention of the last `tokens` of each context, over KV caches that rotate; until one is slow."""
-    timings: list[AttentionTiming] = []
-    for context in sorted(c for c in contexts if c >= tokens):
-        caches = bench.pool.rotate_kv(context, shape.n_kv_heads, shape.head_dim, kv_type)
-        seconds = _time_attention(bench, shape, caches, tokens, context)
-        timings.append(AttentionTiming(bench.side, *shape.heads, kv_type, tokens, context, seconds))
-        if seconds > bench.slow:
-            break
-    return timings
+    series = time_series(contexts, bench.slow, lambda context: _time_attention(bench, shape, kv_type, tokens, context))
+    return [AttentionTiming(bench.side, *shape.heads, kv_type, tokens, context, seconds) for context, seconds in series]
 
 
-def _time_attention(
-    bench: KernelBench, shape: AttentionShape, caches: list[LayerKV], tokens: int, context: int
-) -> float:
+def _time_attention(bench: KernelBench, shape: AttentionShape, kv_type: str, tokens: int, context: int) -> float:
+    caches = bench.pool.rotate_kv(context, shape.n_kv_heads, shape.head_dim, kv_type)
     qkv, out, partial = _attention_buffers(bench, shape, tokens)
     rows, scale = _row_index(bench.device, tokens, context), shape.head_dim**-0.5
     return bench.median(

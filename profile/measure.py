@@ -98,6 +98,8 @@ def measure_machine(request: Request, progress: Progress) -> MachineProfile:
         if acc is None:
             rows += [replace(row, device="acc") for row in timed]
             notes.append("the accelerator is the CPU: its kernels are the host's and were timed once")
+        if not any(c.memory == "pinned" for c in link.copies):
+            notes.append("page-locking was refused: copies are from pageable memory")
         if skipped:
             notes.append(f"{skipped} series of the general grid were left out for lack of time")
         return _compose(request, accelerators, figures, link, rows, notes)

@@ -99,8 +99,8 @@ def _matmul_table(profile: MachineProfile, side: str) -> Table:
     timings = [m for m in profile.matmuls if m.device == side]
     counts = _spread(sorted({m.tokens for m in timings}), SHOWN_COUNTS)
     name = {"host": "CPU", "acc": "accelerator"}[side]
-    units = [f"{t} {'GB/s' if t == 1 else 'TF/s'}" for t in counts]
-    table = _table(f"Matmuls on the {name}, by tokens: GB/s of weights, TFLOP/s", "weights", *units)
+    header = ["1 (GB/s)" if t == 1 else str(t) for t in counts]
+    table = _table(f"Matmuls on the {name} by tokens: GB/s of weights at one, then TFLOP/s", "weights", *header)
     for qtype, rows, cols in _shown(timings):
         found = {m.tokens: m for m in timings if (m.qtype, m.rows, m.cols) == (qtype, rows, cols)}
         cells = [_matmul_rate(found[t]) if t in found else "-" for t in counts]

@@ -5,6 +5,7 @@ import time
 import pytest
 
 from pshard.profile.host_threads import pick_threads, thread_counts
+from pshard.profile.kernels import time_series
 from pshard.profile.links import run_together
 from pshard.profile.timing import Pace, median_seconds
 
@@ -53,6 +54,14 @@ def test_thread_counts_reach_from_one_to_all_cores(cores):
         counts = thread_counts(cores, quick)
         assert counts[0] == 1 and counts[-1] == cores
         assert list(counts) == sorted(set(counts))
+
+
+def test_a_series_ends_after_a_slow_call_and_before_a_much_slower_one():
+    sizes = (1, 64, 128, 512, 4096)
+    assert time_series(sizes, 1.0, lambda n: n / 1e6) == [(n, n / 1e6) for n in sizes]
+    assert [n for n, _ in time_series(sizes, 1.0, lambda n: n / 100)] == [1, 64, 128]
+    assert [n for n, _ in time_series(sizes, 1.0, lambda n: n / 1000)] == [1, 64, 128, 512]
+    assert [n for n, _ in time_series((4096, 1), 1.0, lambda n: 9.0)] == [1]
 
 
 def test_tasks_run_at_once_and_report_their_own_rates():
