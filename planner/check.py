@@ -29,9 +29,9 @@ def check_variant(specs: tuple[ModelSpec, ...], variant: Variant, kind: str) -> 
         tokens = [t.tokens for t in rank.tiers]
         if not tokens or tokens != sorted(set(tokens)) or tokens[-1] != variant.max_ubatch:
             raise PlanError(f"rank {rank.rank}: tiers {tokens} do not ascend to {variant.max_ubatch}")
-        _check_prefixes(spec, rank)
         for tier in rank.tiers:
             _check_tier(spec, variant, rank, tier, kind)
+        _check_prefixes(spec, rank)
 
 
 def _check_prefixes(spec: ModelSpec, rank: RankPlan) -> None:

@@ -1,0 +1,147 @@
+"""Whole plans: legal, within budget, never worse than a published strategy, and told apart from what needs no plan."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pshard.errors import BudgetTooSmall, UserError
+from pshard.plan import Variant
+from pshard.planner.baselines import STRATEGIES
+from pshard.planner.candidates import round_seconds
+from pshard.planner.check import PlanError, check_variant
+from pshard.planner.datasheet import profile_from_datasheet
+from pshard.planner.plan import cut_ranks, plan_baseline, plan_variant, prepare_ranks, rank_shares
+from pshard.workload import Workload
+from tests.planner_cases import DESKTOP, machines, make_model, models, workloads
+
+EXAMPLES = int(os.environ.get("PSHARD_TEST_EXAMPLES", "12"))  # hundreds before a release
+RELAXED = settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+PROFILE = profile_from_datasheet(DESKTOP)
+
+
+def smallest_budget(spec, profile, workload: Workload) -> int:
+    try:
+        plan_variant(spec, profile, replace(workload, vram_mib=(1,)))
+    except BudgetTooSmall as error:
+        return error.smallest_mib
+    return 1
+
+
+def workload_seconds(spec, profile, workload: Workload, variant: Variant) -> float:
+    """Simulated seconds of one round of the workload, priced the same way for every variant."""
+    task = prepare_ranks(spec, profile, replace(workload, max_ubatch=variant.max_ubatch))[0]
+    tiers = variant.ranks[0].tiers
+    return round_seconds(task.room, tiers, tuple(t.prediction.seconds for t in tiers), task.costs)
+
+
+@RELAXED
+@given(st.data())
+def test_every_plan_is_legal_within_budget_and_no_worse_than_published_strategies(data):
+    spec, rates = data.draw(models()), data.draw(machines())
+    profile = profile_from_datasheet(rates)
+    least = smallest_budget(spec, profile, Workload((1,), context=2048, sequences=3, max_ubatch=16, prompt=64))
+    workload = data.draw(workloads(spec, least))
+    variant = plan_variant(spec, profile, workload)
+    check_variant((spec,), variant, rates.kind)
+    own = workload_seconds(spec, profile, workload, variant)
+    same = replace(workload, max_ubatch=variant.max_ubatch)
+    for name in STRATEGIES:
+        try:
+            published = plan_baseline(name, spec, profile, same)
+        except UserError:
+            continue
+        check_variant((spec,), published, rates.kind)
+        if published.max_ubatch == variant.max_ubatch:
+            assert own <= workload_seconds(spec, profile, workload, published) * (1 + 1e-9), name
+
+
+def test_everything_fits_means_no_plan_is_needed():
+    variant = plan_variant(make_model(), PROFILE, Workload((4000,), context=512, prompt=256))
+    assert not variant.plan_needed
+    for tier in variant.ranks[0].tiers:
+        assert {p.where for p in tier.placements[1:]} == {"pinned"}
+        assert {p.kv for p in tier.placements} == {"vram", None}
+
+
+def test_a_budget_below_scratch_names_the_smallest_that_works():
+    spec, workload = make_model(), Workload((20,), context=512, prompt=256)
+    with pytest.raises(BudgetTooSmall) as caught:
+        plan_variant(spec, PROFILE, workload)
+    smallest = caught.value.smallest_mib
+    assert f"{smallest} MiB" in str(caught.value)
+    check_variant((spec,), plan_variant(spec, PROFILE, replace(workload, vram_mib=(smallest,))), "cuda")
+    with pytest.raises(BudgetTooSmall):
+        plan_variant(spec, PROFILE, replace(workload, vram_mib=(smallest - 1,)))
+
+
+def test_more_memory_never_makes_the_workload_slower():
+    spec, workload = make_model(layers=6), Workload((0,), context=512, prompt=256, generated=64, max_ubatch=128)
+    seconds = []
+    for mib in (150, 180, 220, 300):
+        at = replace(workload, vram_mib=(mib,))
+        seconds.append(workload_seconds(spec, PROFILE, at, plan_variant(spec, PROFILE, at)))
+    assert all(later <= earlier * 1.01 for earlier, later in pairwise(seconds))
+
+
+def test_ranks_of_any_ratio_are_planned_over_their_own_slices():
+    spec = make_model(layers=3)
+    for split in ((), (3.0, 1.0), (1.0, 0.0)):
+        workload = Workload((140, 130), context=256, prompt=128, split_mode="tensor", tensor_split=split)
+        variant = plan_variant(spec, PROFILE, workload)
+        shares = rank_shares(workload)
+        assert variant.tensor_split == shares
+        check_variant(cut_ranks(spec, shares), variant, "cuda")
+        assert len({tuple(t.tokens for t in r.tiers) for r in variant.ranks}) == 1
+
+
+def test_an_unknown_strategy_and_mismatched_budgets_are_named():
+    with pytest.raises(UserError, match="unknown strategy 'greedy'"):
+        plan_baseline("greedy", make_model(), PROFILE, Workload((500,)))
+    with pytest.raises(UserError, match="2 budgets for one device"):
+        plan_variant(make_model(), PROFILE, Workload((500, 500)))
+
+
+def test_the_check_notices_what_it_is_there_for():
+    spec = make_model()
+    variant = plan_variant(spec, PROFILE, Workload((150,), context=512, prompt=256, max_ubatch=128))
+    rank = variant.ranks[0]
+    tier = rank.tiers[0]
+
+    def with_tier(changed):
+        return replace(variant, ranks=(replace(rank, tiers=(changed, *rank.tiers[1:])),))
+
+    missing = with_tier(replace(tier, placements=tier.placements[:-1]))
+    dishonest = with_tier(replace(tier, buffers=replace(tier.buffers, scratch=tier.buffers.scratch - 1)))
+    over = replace(variant, ranks=(replace(rank, budget_mib=97),))
+    illegal = tuple(replace(p, kv="vram", where="cpu") if p.unit == "attention.0" else p for p in tier.placements)
+    shuffled = replace(variant, ranks=(replace(rank, pin_order=rank.pin_order[::-1]),))
+    for broken, complaint in (
+        (missing, "each once"),
+        (dishonest, "bytes of scratch"),
+        (over, "over the arena"),
+        (with_tier(replace(tier, placements=illegal)), "cannot be cpu"),
+        (shuffled, "not a prefix"),
+    ):
+        with pytest.raises(PlanError, match=complaint):
+            check_variant((spec,), broken, "cuda")
+
+
+def test_planning_works_where_torch_cannot_be_imported():
+    code = """
+import sys
+sys.modules["torch"] = None
+from tests.planner_cases import DESKTOP, make_model
+from pshard.planner.datasheet import profile_from_datasheet
+from pshard.planner.plan import plan_variant
+from pshard.workload import Workload
+import pshard.cli_plan, pshard.planner.show, pshard.planner.explain, pshard.planner.llama_cpp
+print(plan_variant(make_model(), profile_from_datasheet(DESKTOP), Workload((150,), context=256, prompt=64)).plan_needed)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "True", done.stderr

@@ -1,0 +1,144 @@
+"""The simulator against sums that can be done by hand, and the planner against brute force over unit placements."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from pshard.machine import Contention
+from pshard.planner.candidates import whole_tier
+from pshard.planner.costs import Tables, interpolate, tier_costs
+from pshard.planner.datasheet import Rates, profile_from_datasheet
+from pshard.planner.draft import draft_tier, rank_room, simulate_tier, tier_steps
+from pshard.planner.load import TierLoad, tier_loads
+from pshard.planner.plan import plan_variant, prepare_ranks
+from pshard.steps import CopyIn
+from pshard.workload import Workload
+from tests.planner_cases import DESKTOP, make_model
+
+DECODE = Workload((4000,), context=512, max_ubatch=1, prompt=256, generated=64)
+
+
+def setting(spec, rates: Rates = DESKTOP, workload: Workload = DECODE, contention: bool = False):
+    """Room and decode costs; without contention times add up exactly."""
+    profile = profile_from_datasheet(rates)
+    if not contention:
+        profile = replace(profile, contention=Contention())
+    tables = Tables(profile)
+    room = rank_room(spec, workload, workload.vram_mib[0], tables.kind, tables.act_bytes)
+    return room, tier_costs(spec, tables, tier_loads(workload)[0], workload)
+
+
+def place(room, slots: int, **kinds: str):
+    """A tier with one placement per kind of unit, KV in VRAM where the accelerator computes."""
+    where = {u.name: kinds.get(u.kind, "pinned") for u in room.spec.units}
+    where["embedding"] = "cpu"
+    kv = frozenset(u.name for u in room.spec.units if u.kind == "attention" and where[u.name] != "cpu")
+    return draft_tier(room, 1, where, kv, slots)
+
+
+def test_interpolation_is_exact_on_power_laws_flat_below_and_proportional_above():
+    curve = ((1.0, 2.0), (4.0, 4.0), (64.0, 64.0))
+    assert interpolate(curve, 0.5) == 2.0
+    assert interpolate(curve, 2.0) == pytest.approx(2 * 2**0.5)
+    assert interpolate(curve, 16.0) == pytest.approx(16.0)
+    assert interpolate(curve, 640.0) == pytest.approx(640.0)
+
+
+def test_pinned_units_take_the_sum_of_their_times():
+    room, costs = setting(make_model(layers=3))
+    result = simulate_tier(room, whole_tier(room, 1), costs)
+    units = sum(c.acc for name, c in costs.units.items() if name != "embedding")
+    logits, hidden = room.spec.config.vocab * 4, room.spec.config.d_model * 4
+    ends = costs.handoff("acc", hidden) + costs.handoff("cpu", logits)
+    assert result.seconds == pytest.approx(units + costs.units["embedding"].cpu + ends)
+    assert result.busy["link"] == 0
+
+
+def test_units_on_the_cpu_take_turns_with_the_accelerator():
+    room, costs = setting(make_model(layers=3))
+    result = simulate_tier(room, place(room, 0, ffn="cpu"), costs)
+    acc = sum(c.acc for name, c in costs.units.items() if "attention" in name or name == "output")
+    cpu = sum(c.cpu for name, c in costs.units.items() if "ffn" in name or name == "embedding")
+    hidden = room.spec.config.d_model * 4
+    trips = 4 * costs.handoff("acc", hidden) + 3 * costs.handoff("cpu", hidden)
+    last = costs.handoff("cpu", room.spec.config.vocab * 4)
+    assert result.seconds == pytest.approx(acc + cpu + trips + last)
+
+
+def test_streaming_on_a_slow_link_takes_the_link_time():
+    room, costs = setting(make_model(layers=6), replace(DESKTOP, link=2e9))
+    result = simulate_tier(room, place(room, 2, ffn="streamed"), costs)
+    copies = sum(costs.units[f"ffn.{i}"].link for i in range(6))
+    assert result.seconds == pytest.approx(copies, rel=1e-3)
+    assert result.busy["link"] == pytest.approx(result.seconds, rel=1e-3)
+
+
+def test_one_slot_cannot_overlap_copy_and_compute_of_neighbours():
+    room, costs = setting(make_model(layers=6))
+    one, two = (simulate_tier(room, place(room, n, ffn="streamed"), costs).seconds for n in (1, 2))
+    assert one > two
+    assert one >= sum(costs.units[f"ffn.{i}"].link + costs.units[f"ffn.{i}"].acc for i in range(6)) * (1 - 1e-9)
+
+
+def test_contention_slows_both_the_copy_and_the_cpu():
+    spec = make_model(layers=6)
+    where = {"attention": "streamed", "ffn": "cpu"}
+    free, shared = (setting(spec, contention=c) for c in (False, True))
+    times = [simulate_tier(room, place(room, 2, **where), costs) for room, costs in (free, shared)]
+    assert times[1].busy["cpu"] > times[0].busy["cpu"]
+    assert times[1].seconds > times[0].seconds
+
+
+def test_events_of_a_lane_never_overlap_and_copies_run_into_the_next_micro_batch():
+    room, costs = setting(make_model(layers=6), contention=True)
+    tier = place(room, 2, attention="streamed", ffn="streamed")
+    result = simulate_tier(room, tier, costs)
+    for lane in ("acc", "cpu", "link"):
+        events = sorted((e.start, e.end) for e in result.events if e.lane == lane)
+        assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(events))
+    moved = sum(s.nbytes for s in tier_steps(room, tier, costs).body if isinstance(s, CopyIn))
+    assert moved == sum(u.packed_nbytes for u in room.spec.units if u.kind in ("attention", "ffn"))
+
+
+def test_loads_count_full_micro_batches_and_a_tail():
+    workload = Workload((1,), context=4096, sequences=2, max_ubatch=512, prompt=1300, generated=100)
+    loads = {load.tokens: load for load in tier_loads(workload)}
+    assert loads[2].weight == pytest.approx(100, abs=0.1)
+    assert loads[512].weight == pytest.approx(5, abs=0.1)  # 2600 tokens: five full ones
+    assert loads[128].weight == pytest.approx(1, abs=0.1)  # and a tail of 40
+    assert loads[2].past == 1350 and loads[2].is_decode
+    assert loads[512] == TierLoad(512, 1, 512, 1, loads[512].weight)
+
+
+ATTENTION = (("pinned", True), ("pinned", False), ("streamed", True), ("streamed", False), ("cpu", False))
+OTHER = (("pinned", False), ("streamed", False), ("cpu", False))
+EMBEDDING = (("pinned", False), ("cpu", False))
+
+
+def best_by_brute_force(task) -> float:
+    """Seconds of the fastest decode tier over every placement of every unit and every number of slots."""
+    room, costs = task.room, task.costs[0]
+    options = {"attention": ATTENTION, "embedding": EMBEDDING}
+    best = float("inf")
+    for combo in itertools.product(*(options.get(u.kind, OTHER) for u in room.spec.units)):
+        where = {u.name: place for u, (place, _) in zip(room.spec.units, combo)}
+        kv = frozenset(u.name for u, (_, vram) in zip(room.spec.units, combo) if vram)
+        streamed = sum(place == "streamed" for place in where.values())
+        for slots in range(1, min(4, streamed) + 1) if streamed else (0,):
+            tier = draft_tier(room, 1, where, kv, slots)
+            if tier.buffers.total <= room.arena:
+                best = min(best, simulate_tier(room, tier, costs).seconds)
+    return best
+
+
+@pytest.mark.parametrize("mib", [100, 106, 112])
+@pytest.mark.parametrize("link", [3e9, 25e9])
+def test_plans_of_small_models_equal_brute_force(mib, link):
+    spec = make_model(layers=2, d_model=1024, d_ffn=4096, vocab=4096)
+    profile = profile_from_datasheet(replace(DESKTOP, link=link))
+    workload = replace(DECODE, vram_mib=(mib,))
+    planned = plan_variant(spec, profile, workload).ranks[0].tiers[0].prediction
+    best = best_by_brute_force(prepare_ranks(spec, profile, workload)[0])
+    assert planned.seconds <= best * 1.01
+    assert planned.bound_seconds <= best * (1 + 1e-9)
