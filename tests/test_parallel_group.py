@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from pshard.errors import UserError
+from pshard.runtime.collective_times import measure_collectives
 from pshard.runtime.kernels import native
 from pshard.runtime.parallel import Group, init_group
 
@@ -157,3 +158,9 @@ def test_another_number_of_ranks_than_started_is_an_error(monkeypatch: pytest.Mo
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="3 ranks are wanted, but 2 were started"):
         init_group(3, "cpu")
+
+
+def test_all_reduces_are_timed_for_the_profile() -> None:
+    timings = measure_collectives("cpu", (2,), (16 << 10, 1 << 20))
+    assert [(t.ranks, t.nbytes) for t in timings] == [(2, 16 << 10), (2, 1 << 20)]
+    assert all(t.seconds > 0 and t.backend in ("shm", "gloo") for t in timings)
