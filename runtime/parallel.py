@@ -35,12 +35,14 @@ class Group:
 
     Attributes:
         rank, size: this process and how many there are.
+        local_rank: number of this process on its host, which is also that of its GPU.
         backend: what sums: "none" (one rank), "shm" (shared memory), "gloo" or "nccl".
         threads: CPU threads that this rank should use.
     """
 
     rank = 0
     size = 1
+    local_rank = 0
     backend = "none"
     threads = 0
 
@@ -193,7 +195,7 @@ def init_group(ranks: int, device: str, threads: int | None = None, shared_memor
         raise UserError(f"rank {rank} cannot meet the others: {' '.join(str(error).split())[:200]}") from None
     watch = RankWatch(dist.PrefixStore("pshard-watch", beats), rank, ranks, MEET_SECONDS)
     group = TorchGroup(rank, ranks, device, dist.PrefixStore("pshard", store), watch, shared_memory)
-    group.threads = threads
+    group.local_rank, group.threads = local, threads
     return group
 
 
