@@ -19,12 +19,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 READY = DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 needs_kernels = pytest.mark.skipif(not READY, reason="runs inside test_every_kernel_in_the_interpreter")
 
+from pshard.buffers import ATTENTION_SPLITS  # noqa: E402
+from pshard.quant import QUANT_TYPES  # noqa: E402
 from pshard.runtime.kernels import cuda  # noqa: E402
 from pshard.runtime.kernels.api import LayerKV, Packed, RopeTable, RowIndex, Segment  # noqa: E402
 from pshard.runtime.kernels.layout import pack_reference, unpack_reference  # noqa: E402
-
-from pshard.buffers import ATTENTION_SPLITS  # noqa: E402
-from pshard.quant import QUANT_TYPES  # noqa: E402
 
 if READY and DEVICE == "cpu":
     from triton.runtime import interpreter
@@ -144,9 +143,12 @@ def test_cut_columns_add_up_and_accumulate(
     expected = numpy64(hidden) + numpy64(x) @ values.T + numpy64(bias)
     used: list[int] = []
     combine = cuda.CudaKernels._combine
-    monkeypatch.setattr(
-        cuda.CudaKernels, "_combine", lambda self, *rest: (used.append(rest[3]), combine(self, *rest))[1]
-    )
+
+    def note_and_combine(self: cuda.CudaKernels, *rest: Any) -> None:
+        used.append(rest[3])
+        combine(self, *rest)
+
+    monkeypatch.setattr(cuda.CudaKernels, "_combine", note_and_combine)
     kernels.linear(x, weight, hidden, NO_TILE, bias, accumulate=True)
     assert used and used[0] > 1
     assert error(hidden, expected) < 0.012
@@ -220,9 +222,9 @@ def rows_of(segments: list[tuple[int, int, int]]) -> RowIndex:
     for sequence, tokens, past in segments:
         parts.append(Segment(sequence, start, tokens, past))
         start += tokens
-    sequence = torch.tensor([s.sequence for s in parts for _ in range(s.tokens)], dtype=torch.int32, device=DEVICE)
+    sequences = torch.tensor([s.sequence for s in parts for _ in range(s.tokens)], dtype=torch.int32, device=DEVICE)
     position = torch.tensor([s.past + i for s in parts for i in range(s.tokens)], dtype=torch.int32, device=DEVICE)
-    return RowIndex(sequence, position, tuple(parts), max(s.past + s.tokens for s in parts))
+    return RowIndex(sequences, position, tuple(parts), max(s.past + s.tokens for s in parts))
 
 
 @needs_kernels
@@ -235,9 +237,7 @@ def test_rope_store_normalises_rotates_and_stores(
     rows = rows_of([(1, 3, 4), (0, 1, 9)])
     qkv = random_tensor(4, (heads + 2 * groups) * d, seed=19)
     angle = np.random.default_rng(20).uniform(-3, 3, (context, dims // 2)).astype(np.float32)
-    rope = RopeTable(
-        torch.from_numpy(np.cos(angle)).to(DEVICE), torch.from_numpy(np.sin(angle)).to(DEVICE), pairing
-    )
+    rope = RopeTable(torch.from_numpy(np.cos(angle)).to(DEVICE), torch.from_numpy(np.sin(angle)).to(DEVICE), pairing)
     norms = [random_tensor(d, seed=s, dtype=torch.float32) if normed else None for s in (21, 22)]
     kv = LayerKV(poisoned(2, context, groups, d), poisoned(2, context, groups, d))
     x = numpy64(qkv).reshape(4, -1, d)
@@ -269,20 +269,18 @@ def attention_reference(qkv: torch.Tensor, heads: tuple[int, int, int], kv: Laye
     n, groups, d = heads
     q, k, v = numpy64(qkv).reshape(qkv.shape[0], -1, d)[:, :n], numpy64(kv.k), numpy64(kv.v)
     out = np.empty((qkv.shape[0], n, d))
-    for m in range(qkv.shape[0]):
-        sequence, cells = int(rows.sequence[m]), int(rows.position[m]) + 1
+    for m in range(len(out)):
+        at, cells = int(rows.sequence[m]), int(rows.position[m]) + 1
         for h in range(n):
-            scores = k[sequence, :cells, h // (n // groups)] @ q[m, h] / np.sqrt(d)
+            scores = k[at, :cells, h // (n // groups)] @ q[m, h] / np.sqrt(d)
             p = np.exp(scores - scores.max())
-            out[m, h] = p / p.sum() @ v[sequence, :cells, h // (n // groups)]
+            out[m, h] = p / p.sum() @ v[at, :cells, h // (n // groups)]
     return out.reshape(qkv.shape[0], n * d)
 
 
 @needs_kernels
 @pytest.mark.parametrize("heads", [(4, 2, 64), (8, 1, 80), (2, 2, 32)])
-@pytest.mark.parametrize(
-    "segments", [[(0, 1, 0)], [(1, 1, 299), (0, 1, 4)], [(0, 70, 0)], [(1, 40, 23), (0, 35, 200)]]
-)
+@pytest.mark.parametrize("segments", [[(0, 1, 0)], [(1, 1, 299), (0, 1, 4)], [(0, 70, 0)], [(1, 40, 23), (0, 35, 200)]])
 def test_attention(
     kernels: cuda.CudaKernels, heads: tuple[int, int, int], segments: list[tuple[int, int, int]]
 ) -> None:

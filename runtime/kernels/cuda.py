@@ -271,9 +271,7 @@ class CudaKernels:
         if not direct:
             self._combine(out, bias, accumulate, pieces, weight.rows)
 
-    def _combine(
-        self, out: torch.Tensor, bias: torch.Tensor | None, accumulate: bool, pieces: int, rows: int
-    ) -> None:
+    def _combine(self, out: torch.Tensor, bias: torch.Tensor | None, accumulate: bool, pieces: int, rows: int) -> None:
         triton_matvec.combine_kernel[(triton.cdiv(rows, 256), out.shape[0])](
             self._partial, out, bias, rows, out.stride(0), pieces,
             BLOCK=256, BIAS=bias is not None, ACCUMULATE=accumulate, num_warps=4,
@@ -363,5 +361,3 @@ def _multiply(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, accumulate: b
         torch.ops.aten.addmm.dtype_out(out, x, w.T, out.dtype, out=out)
     else:
         torch.ops.aten.mm.dtype_out(x, w.T, out.dtype, out=out)
-
-

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def decode_kernel(
     q, q_stride, k, v, kv_sequence, kv_cell, sequence, position, partial, scale, splits, slots,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
@@ -55,7 +55,7 @@ def decode_kernel(
     tl.store(row + D + 1, weight, mask=head < per_group)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def decode_combine_kernel(
     partial, out, out_stride, splits, slots,
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr,
@@ -115,7 +115,7 @@ def _attend(
     return acc, weight, peak
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "past"])
 def prefill_kernel(
     q, q_stride, k, v, kv_cell, out, out_stride, tokens, past, scale,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,

@@ -10,7 +10,7 @@ import triton.language as tl
 from pshard.runtime.kernels.triton_decode import load_codes, load_scales
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def permute_kernel(x, x_stride, tokens, out, chunks, TOKENS: tl.constexpr, BC: tl.constexpr):
     """x [tokens, 32 * chunks] -> bf16 out[32, TOKENS, chunks]: column k of every chunk side by side; zeros below."""
     m = tl.program_id(1)
@@ -23,7 +23,7 @@ def permute_kernel(x, x_stride, tokens, out, chunks, TOKENS: tl.constexpr, BC: t
     tl.store(out + at, tl.trans(value), mask=tl.trans(there))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def batch_kernel(
     weight, x, out, bias, tokens, rows, chunks, out_stride, per_split, record, high, scales, mins, d, dmin,
     TOKENS: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, QTYPE: tl.constexpr, LOW: tl.constexpr,
@@ -71,7 +71,7 @@ def batch_kernel(
     tl.store(at, acc.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def rows_kernel(
     weight, x, x_stride, out, bias, tokens, rows, cols, out_stride, per_split,
     TOKENS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, BIAS: tl.constexpr,

@@ -1,4 +1,4 @@
-"""Reading packed weights inside a Triton kernel (docs/packed-layout.md): codes as words of four int8, scales as float32.
+"""Reading packed weights inside a Triton kernel (docs/packed-layout.md): words of four int8 codes, float32 scales.
 
 A tile is [chunks, rows]: a chunk is 32 columns, rows are consecutive. `rec` is the record's distance from the start of
 the matrix in 32-bit words, `lane` the row in its record; both are [1, rows]. Plane offsets are in bytes, see `places`.

@@ -28,7 +28,7 @@ else:
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def quantise_kernel(x, x_stride, tokens, words, scale, sums, chunks, TOKENS: tl.constexpr, BC: tl.constexpr):
     """x [tokens, 32 * chunks] -> int8 codes of 32-column chunks, their scales and their sums.
 
@@ -97,7 +97,7 @@ def _dot_record(
     return results
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def matvec_kernel(
     weight, up, words, scale, sums, out, bias, tokens, rows, chunks, out_stride, per_split,
     record, high, scales, mins, d, dmin,
@@ -132,7 +132,7 @@ def matvec_kernel(
         tl.store(at, value.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pieces"])
 def combine_kernel(
     partial, out, bias, rows, out_stride, pieces,
     BLOCK: tl.constexpr, BIAS: tl.constexpr, ACCUMULATE: tl.constexpr,

@@ -1,0 +1,433 @@
+"""Times the CUDA kernels beside what the machine allows: bytes against a device copy, FLOPs against a library GEMM.
+
+    python benchmarks/gpu_kernels.py --out benchmarks/results/gpu_kernels.json
+    python benchmarks/gpu_kernels.py --sweep --out benchmarks/results/gpu_sweep.json
+
+Every timed call is checked first, on random inputs and a NaN-filled output, against float64. Weights repeat after 64
+rows, so the reference is small; they rotate over more than 1 GiB, so no cache holds them. Times are medians of CUDA
+graph replays. A case that fails is recorded with its traceback and the others go on.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+
+from pshard.buffers import ATTENTION_SPLITS, DEQUANT_BYTES
+from pshard.quant import QUANT_TYPES, packed_nbytes
+from pshard.runtime.kernels import cuda
+from pshard.runtime.kernels.api import LayerKV, Packed, RopeTable, RowIndex, Segment
+from pshard.runtime.kernels.cuda import TUNING, CudaKernels, Tile
+from pshard.runtime.kernels.layout import pack_reference, unpack_reference
+
+GIB = 1 << 30
+PERIOD = 64  # rows after which a benchmark matrix repeats
+HEADS = (64, 8, 128)  # query heads, KV heads, head dim of a 32B model
+QUANTISED = [name for name, q in QUANT_TYPES.items() if q.planes]
+SCALES_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q4_1": (0, 2),
+             "Q5_1": (0, 2)}  # fmt: skip
+
+
+@dataclass
+class Bench:
+    """Kernels, results so far, ceilings, and the time after which no case is started."""
+
+    kernels: CudaKernels
+    deadline: float
+    cases: list[dict[str, Any]] = field(default_factory=list)
+    copy_gbs: float = 0.0
+    gemm_tflops: float = 0.0
+
+    def case(self, name: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Run one case; keep its result, or its traceback, or that there was no time left."""
+        start = time.perf_counter()
+        if start > self.deadline:
+            result: dict[str, Any] = {"skipped": "no time left"}
+        else:
+            try:
+                result = run()
+                torch.cuda.synchronize()
+            except Exception:
+                result = {"failed": traceback.format_exc(limit=-6)}
+        result = {"case": name, **result, "took_s": round(time.perf_counter() - start, 2)}
+        self.cases.append(result)
+        brief = {k: v if k != "failed" else v.strip().splitlines()[-1][:160] for k, v in result.items() if k != "case"}
+        print(f"{name:44s} {json.dumps(brief)}", flush=True)
+        return result
+
+    def bytes_case(self, us: float, nbytes: int, error: float) -> dict[str, Any]:
+        """A memory-bound result."""
+        rate = nbytes / us / 1e3
+        return {"us": round(us, 2), "gbs": round(rate), "of_copy": round(rate / self.copy_gbs, 3), "error": error}
+
+
+def time_us(calls: list[Callable[[], Any]], repeats: int = 9) -> float:
+    """Median microseconds of one call, from replays of a CUDA graph that holds all of `calls` in order."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        calls[0]()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(times)
+
+
+def random_blocks(qtype: str, rows: int, cols: int, seed: int) -> np.ndarray:
+    """Random code bytes and scales of ordinary size, as in a model file."""
+    rng = np.random.default_rng(seed)
+    q = QUANT_TYPES[qtype]
+    if not q.planes:
+        values = torch.from_numpy(rng.standard_normal((rows, cols), np.float32)).to(cuda.PLAIN[qtype])
+        return values.view(torch.uint8).numpy()
+    raw = rng.integers(0, 256, (rows, cols // q.block, q.nbytes), dtype=np.uint8)
+    if qtype == "MXFP4":
+        raw[..., 0] = rng.integers(120, 128, raw.shape[:2])
+    else:
+        for at in SCALES_AT.get(qtype, (0,)):
+            scale = (rng.standard_normal(raw.shape[:2]) * 0.01).astype(np.float16)
+            raw[..., at : at + 2] = scale[..., None].view(np.uint8)
+    return raw.reshape(rows, -1)
+
+
+def make_weights(qtype: str, rows: int, cols: int, total: int = GIB + (GIB >> 3)) -> tuple[list[Packed], torch.Tensor]:
+    """Copies of a matrix that together exceed `total` bytes, and float64 values of its first PERIOD rows."""
+    data = pack_reference(random_blocks(qtype, PERIOD, cols, seed=rows), qtype, PERIOD, cols)
+    values = torch.from_numpy(unpack_reference(data, qtype, PERIOD, cols)).cuda().double()
+    one = torch.from_numpy(data).cuda().repeat(rows // PERIOD)
+    assert one.numel() == packed_nbytes(qtype, rows, cols)
+    copies = max(1, -(-total // one.numel()))
+    return [Packed(one if i == 0 else one.clone(), qtype, rows, cols) for i in range(copies)], values
+
+
+def activations(tokens: int, cols: int, seed: int = 1) -> torch.Tensor:
+    """Random bfloat16 [tokens, cols]."""
+    return torch.randn(tokens, cols, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").bfloat16()
+
+
+def poisoned(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """NaN everywhere."""
+    return torch.full(shape, float("nan"), dtype=dtype, device="cuda")
+
+
+def periodic_error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative error of out [M, rows] against expected [M, PERIOD] float64 repeated; NaN is an error."""
+    worst = 0.0
+    for part in out.view(out.shape[0], -1, PERIOD).split(64, dim=1):  # bounds the float64 copy
+        difference = (part.double() - expected[:, None]).norm() / (expected.norm() * part.shape[1] ** 0.5)
+        worst = max(worst, float(difference)) if not torch.isnan(difference) else float("nan")
+        check(worst)
+    return round(worst, 5)
+
+
+def check(error: float, bound: float = 0.02) -> float:
+    """The error, when it is within the bound. Raises AssertionError."""
+    assert error < bound, f"relative error {error} is not below {bound}"
+    return error
+
+
+# --- cases -----------------------------------------------------------------------------------------------------------
+
+
+def ceilings(bench: Bench) -> None:
+    """Device copy of 2 GiB (bytes read + written) and a library GEMM."""
+
+    def copy() -> dict[str, Any]:
+        source = torch.randint(0, 256, (2 * GIB,), dtype=torch.uint8, device="cuda")
+        target = torch.empty_like(source)
+        bench.copy_gbs = 4 * GIB / time_us([lambda: target.copy_(source)]) / 1e3
+        return {"gbs": round(bench.copy_gbs)}
+
+    def gemm() -> dict[str, Any]:
+        x, w, out = activations(8192, 5120), activations(25600, 5120, 2), poisoned(8192, 25600)
+        us = time_us([lambda: torch.mm(x, w.T, out=out)] * 3)
+        bench.gemm_tflops = 2 * 8192 * 5120 * 25600 / us / 1e6
+        return {"us": round(us, 1), "tflops": round(bench.gemm_tflops)}
+
+    bench.case("copy 2 GiB", copy)
+    bench.case("bf16 GEMM 8192x25600x5120", gemm)
+
+
+def small_linear(bench: Bench, weights: list[Packed], values: torch.Tensor, tokens: int) -> dict[str, Any]:
+    """linear for a small batch, rotating over the weights."""
+    first = weights[0]
+    x, out = activations(tokens, first.cols), poisoned(tokens, first.rows)
+    none = torch.empty(0, dtype=torch.uint8, device="cuda")
+    bench.kernels.linear(x, first, out, none)
+    error = periodic_error(out, x.double() @ values.T)
+    again = poisoned(tokens, first.rows)
+    bench.kernels.linear(x, first, again, none)
+    assert torch.equal(out, again), "a repeated run differs"
+    us = time_us([lambda w=w: bench.kernels.linear(x, w, out, none) for w in weights])  # type: ignore[misc]
+    return bench.bytes_case(us, first.data.numel(), error)
+
+
+def small_batches(bench: Bench, qtypes: Iterable[str], shape: tuple[int, int], batches: Iterable[int]) -> None:
+    """Every type at every batch size on one shape."""
+    for qtype in qtypes:
+        weights, values = make_weights(qtype, *shape)
+        for tokens in batches:
+            name = f"linear {qtype} {shape[0]}x{shape[1]} M={tokens}"
+            bench.case(name, lambda t=tokens, w=weights, v=values: small_linear(bench, w, v, t))  # type: ignore[misc]
+
+
+def gate_up(bench: Bench, qtype: str, tokens: int) -> dict[str, Any]:
+    """Both matrices of a gated FFN and the product, rotating."""
+    weights, values = make_weights(qtype, 25600, 5120)
+    x = activations(tokens, 5120) * 0.05
+    out, both = poisoned(tokens, 25600), poisoned(tokens, 51200)
+    none = torch.empty(0, dtype=torch.uint8, device="cuda")
+    bench.kernels.gate_up(x, weights[0], weights[1], out, both, none)
+    y = x.double() @ values.T
+    error = periodic_error(out, torch.nn.functional.silu(y) * y)
+    pairs = [(weights[i], weights[i + 1]) for i in range(0, len(weights) - 1, 2)]
+    us = time_us([lambda p=p: bench.kernels.gate_up(x, *p, out, both, none) for p in pairs])  # type: ignore[misc]
+    return bench.bytes_case(us, 2 * weights[0].data.numel(), error)
+
+
+def large_batch(bench: Bench, qtype: str, rows: int, cols: int, tokens: int, accumulate: bool) -> dict[str, Any]:
+    """linear through dequantised tiles beside the same product by the library from bfloat16 weights."""
+    weights, values = make_weights(qtype, rows, cols, total=1)
+    x, tile = activations(tokens, cols), torch.empty(DEQUANT_BYTES, dtype=torch.uint8, device="cuda")
+    out = poisoned(tokens, rows, dtype=torch.float32 if accumulate else torch.bfloat16)
+    if accumulate:
+        out.fill_(0.5)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    bench.kernels.linear(x, weights[0], out, tile, None, accumulate)
+    grown = torch.cuda.max_memory_allocated() - before
+    error = periodic_error(out, x.double() @ values.T + (0.5 if accumulate else 0.0))
+    us = time_us([lambda: bench.kernels.linear(x, weights[0], out, tile, None, accumulate)] * 2, 5)
+    dense, plain = activations(rows, cols, 3), poisoned(tokens, rows)
+    library = time_us([lambda: torch.mm(x, dense.T, out=plain)] * 2, 5)
+    return {"us": round(us, 1), "tflops": round(2 * tokens * rows * cols / us / 1e6), "library_us": round(library, 1),
+            "of_gemm": round(library / us, 3), "error": error, "allocated": grown}  # fmt: skip
+
+
+def dequantise(bench: Bench, qtype: str) -> dict[str, Any]:
+    """Packed to bfloat16, 8192 rows at a time; bytes read + written."""
+    weights, values = make_weights(qtype, 8192, 5120, total=GIB // 2)
+    out = poisoned(8192, 5120)
+    bench.kernels.dequantise(weights[0], 0, out)
+    wanted = values.to(torch.bfloat16).repeat(8192 // PERIOD, 1)
+    differing = int((out != wanted).sum())
+    assert differing == 0, f"{differing} of {out.numel()} differ"
+    us = time_us([lambda w=w: bench.kernels.dequantise(w, 0, out) for w in weights])  # type: ignore[misc]
+    return bench.bytes_case(us, weights[0].data.numel() + 2 * out.numel(), 0.0)
+
+
+def index_of(sequences: list[int], position: int, cells: int) -> RowIndex:
+    """One new token for each of the sequences."""
+    sequence = torch.tensor(sequences, dtype=torch.int32, device="cuda")
+    segments = tuple(Segment(s, i, 1, position) for i, s in enumerate(sequences))
+    return RowIndex(sequence, torch.full_like(sequence, position), segments, cells)
+
+
+def long_cache() -> LayerKV:
+    """Eight sequences of 32768 cells, 1 GiB of bfloat16."""
+    k, v = (activations(8 * 32768, 1024, seed).view(8, 32768, 8, 128) for seed in (7, 8))
+    return LayerKV(k, v)
+
+
+def decode_attention(bench: Bench, kv: LayerKV, rows: int, context: int) -> dict[str, Any]:
+    """One token for each of `rows` sequences against `context` cells; launches sized for the whole cache."""
+    n, groups, d = HEADS
+    qkv, out = activations(rows, (n + 2 * groups) * d), poisoned(rows, n * d)
+    partial = poisoned(rows, n, ATTENTION_SPLITS, d + 2, dtype=torch.float32)
+    cells = kv.k.shape[1]
+    sets = [
+        index_of([(first + i) % 8 for i in range(rows)], context - 1, cells) for first in range(0, max(8, rows), rows)
+    ]
+    bench.kernels.attention(qkv, HEADS, kv, sets[0], d**-0.5, out, partial)
+    q = qkv[:, : n * d].view(rows, groups, n // groups, d).float()
+    k, v = kv.k[:rows, :context].float(), kv.v[:rows, :context].float()
+    p = torch.einsum("mghd,mcgd->mghc", q, k).mul_(d**-0.5).softmax(-1)
+    expected = torch.einsum("mghc,mcgd->mghd", p, v).reshape(rows, n * d)
+    error = check(float((out.float() - expected).norm() / expected.norm()))
+    calls = [lambda s=s: bench.kernels.attention(qkv, HEADS, kv, s, d**-0.5, out, partial) for s in sets]
+    us = time_us(calls)  # type: ignore[arg-type]
+    return bench.bytes_case(us, 2 * 2 * rows * context * groups * d, round(error, 5))
+
+
+def prefill_attention(bench: Bench, tokens: int, past: int) -> dict[str, Any]:
+    """`tokens` new tokens of one sequence after `past`."""
+    n, groups, d = HEADS
+    qkv, out = activations(tokens, (n + 2 * groups) * d), poisoned(tokens, n * d)
+    cells = past + tokens
+    kv = LayerKV(activations(cells, groups * d, 5).view(1, cells, groups, d),
+                 activations(cells, groups * d, 6).view(1, cells, groups, d))  # fmt: skip
+    rows = RowIndex(torch.zeros(tokens, dtype=torch.int32, device="cuda"),
+                    torch.arange(past, cells, dtype=torch.int32, device="cuda"),
+                    (Segment(0, 0, tokens, past),), cells)  # fmt: skip
+    bench.kernels.attention(qkv, HEADS, kv, rows, d**-0.5, out, None)
+    assert not torch.isnan(out).any(), "not every element was written"
+    some = torch.arange(0, tokens, 61, device="cuda")
+    q = qkv[some, : n * d].view(-1, groups, n // groups, d).float()
+    scores = torch.einsum("mghd,cgd->mghc", q, kv.k[0].float()).mul_(d**-0.5)
+    future = torch.arange(cells, device="cuda")[None, :] > (past + some)[:, None]
+    p = scores.masked_fill_(future[:, None, None], float("-inf")).softmax(-1)
+    expected = torch.einsum("mghc,cgd->mghd", p, kv.v[0].float()).reshape(-1, n * d)
+    error = check(float((out[some].float() - expected).norm() / expected.norm()))
+    us = time_us([lambda: bench.kernels.attention(qkv, HEADS, kv, rows, d**-0.5, out, None)] * 2, 5)
+    flops = 4 * n * d * (tokens * past + tokens * (tokens + 1) // 2)
+    return {"us": round(us, 1), "tflops": round(flops / us / 1e6), "error": round(error, 5)}
+
+
+def rms_norm(bench: Bench, tokens: int) -> dict[str, Any]:
+    """[tokens, 5120] float32 to bfloat16."""
+    hidden, weight = activations(tokens, 5120).float(), activations(1, 5120, 2)[0].float()
+    out = poisoned(tokens, 5120)
+    bench.kernels.rms_norm(hidden, weight, 1e-6, out)
+    h = hidden.double()
+    expected = h * torch.rsqrt((h * h).mean(1, keepdim=True) + 1e-6) * weight.double()
+    error = check(float((out.double() - expected).norm() / expected.norm()))
+    us = time_us([lambda: bench.kernels.rms_norm(hidden, weight, 1e-6, out)] * 8)
+    return bench.bytes_case(us, 6 * hidden.numel(), round(error, 5))
+
+
+def rope_store(bench: Bench, tokens: int) -> dict[str, Any]:
+    """q and k norm, rotation and the store of k and v; bytes of qkv read and written once."""
+    n, groups, d = HEADS
+    qkv = activations(tokens, (n + 2 * groups) * d)
+    angle = torch.rand(tokens, d // 2, device="cuda") * 6
+    rope = RopeTable(angle.cos(), angle.sin(), "halves")
+    norm = activations(1, d, 3)[0].float()
+    kv = LayerKV(poisoned(1, tokens, groups, d), poisoned(1, tokens, groups, d))
+    position = torch.arange(tokens, dtype=torch.int32, device="cuda")
+    rows = RowIndex(torch.zeros_like(position), position, (Segment(0, 0, tokens, 0),), tokens)
+    x = qkv.view(tokens, -1, d)[:, n : n + groups].double()
+    x = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6) * norm.double()
+    a, b, c, s = x[..., : d // 2], x[..., d // 2 :], rope.cos.double()[:, None], rope.sin.double()[:, None]
+    expected = torch.cat([a * c - b * s, b * c + a * s], dim=-1)
+    bench.kernels.rope_store(qkv, HEADS, norm, norm, 1e-6, rope, rows, kv)
+    error = check(float((kv.k[0].double() - expected).norm() / expected.norm()))
+    us = time_us([lambda: bench.kernels.rope_store(qkv, HEADS, norm, norm, 1e-6, rope, rows, kv)] * 8)
+    return bench.bytes_case(us, 4 * qkv.numel(), round(error, 5))
+
+
+def run_all(bench: Bench) -> None:
+    """The whole table, the most important cases first."""
+    small_batches(bench, ["Q4_0", "Q6_K", "Q4_K", "Q8_0"], (25600, 5120), (1, 8, 16))
+    small_batches(bench, ["Q4_0"], (5120, 25600), (1, 8, 16, 64))
+    bench.case("gate_up Q4_0 25600x5120 M=1", lambda: gate_up(bench, "Q4_0", 1))
+    bench.case("gate_up Q4_0 25600x5120 M=16", lambda: gate_up(bench, "Q4_0", 16))
+    bench.case("linear Q4_0 25600x5120 M=4096", lambda: large_batch(bench, "Q4_0", 25600, 5120, 4096, False))
+    bench.case("linear Q4_0 5120x25600 M=4096 +=f32", lambda: large_batch(bench, "Q4_0", 5120, 25600, 4096, True))
+    bench.case("linear Q6_K 25600x5120 M=4096", lambda: large_batch(bench, "Q6_K", 25600, 5120, 4096, False))
+    for rows, context in ((1, 32768), (8, 32768), (1, 1000)):
+        name = f"decode attention M={rows} context {context}"
+        bench.case(name, lambda r=rows, c=context: decode_attention(bench, long_cache(), r, c))  # type: ignore[misc]
+    bench.case("prefill attention 4096", lambda: prefill_attention(bench, 4096, 0))
+    bench.case("prefill attention 4096 after 12288", lambda: prefill_attention(bench, 4096, 12288))
+    for tokens in (1, 4096):
+        bench.case(f"rms_norm {tokens}x5120", lambda t=tokens: rms_norm(bench, t))  # type: ignore[misc]
+        bench.case(f"rope_store {tokens}x80x128", lambda t=tokens: rope_store(bench, t))  # type: ignore[misc]
+    for qtype in ("Q4_0", "Q6_K"):
+        bench.case(f"dequantise {qtype}", lambda q=qtype: dequantise(bench, q))  # type: ignore[misc]
+    rest = [q for q in QUANTISED if q not in ("Q4_0", "Q6_K", "Q4_K", "Q8_0")]
+    small_batches(bench, [*rest, "BF16"], (25600, 5120), (1, 8, 16))
+
+
+# --- sweep -----------------------------------------------------------------------------------------------------------
+
+
+def sweep(bench: Bench) -> dict[str, Any]:
+    """Try tiles for the cases that matter most; the best of each, by time."""
+    best: dict[str, Any] = {}
+
+    def attempt(key: tuple[str, int], tiles: list[Tile], name: str, run: Callable[[], dict[str, Any]]) -> None:
+        before, found = TUNING.get(key), []
+        for tile in tiles:
+            TUNING[key] = tile
+            result = bench.case(f"{name} {tile}", run)
+            if "us" in result:
+                found.append((result["us"], str(tile)))
+        if before is None:
+            del TUNING[key]
+        else:
+            TUNING[key] = before
+        best[name] = sorted(found)[:3]
+
+    def linear_sweep(qtype: str, shape: tuple[int, int], tokens: int, key: tuple[str, int], tiles: list[Tile]) -> None:
+        weights, values = make_weights(qtype, *shape)
+        attempt(key, tiles, f"{qtype} {shape[0]}x{shape[1]} M={tokens}",
+                lambda: small_linear(bench, weights, values, tokens))  # fmt: skip
+
+    cuts = [(32, 4, 1), (16, 2, 1), (32, 4, 3), (64, 8, 1), (64, 4, 1), (16, 4, 1)]
+    wide, tall = (25600, 5120), (5120, 25600)
+    linear_sweep("Q4_0", wide, 1, ("Q4_0", 1), [Tile(16, *c, p) for c in cuts for p in (1, 3200)])
+    linear_sweep("Q4_0", tall, 1, ("Q4_0", 1), [Tile(16, *c, p) for c in cuts for p in (1, 640, 1280)])
+    linear_sweep("Q4_0", wide, 8, ("Q4_0", 8), [Tile(16, *c) for c in [*cuts, (16, 4, 2), (8, 4, 1), (8, 2, 1)]])
+    decode = [Tile(16, *c, p) for c in [(64, 4, 3), (64, 4, 2), (128, 4, 2), (32, 4, 4), (64, 2, 3), (128, 8, 3)]
+              for p in (512, 1024)]  # fmt: skip
+    attempt(("decode", 0), decode, "decode 32768", lambda: decode_attention(bench, long_cache(), 1, 32768))
+    prompt = [Tile(128, 128, 8, 3), Tile(128, 128, 8, 2), Tile(128, 64, 8, 3), Tile(128, 64, 4, 3), Tile(64, 64, 4, 3),
+              Tile(64, 128, 4, 3)]  # fmt: skip
+    attempt(("prefill", 128), prompt, "prefill 4096", lambda: prefill_attention(bench, 4096, 0))
+    batch = [Tile(n, k, w, s, p) for n, k, w, s in
+             [(64, 16, 4, 1), (64, 16, 4, 2), (32, 16, 4, 1), (32, 16, 2, 1), (64, 32, 4, 1), (128, 16, 8, 1),
+              (64, 16, 8, 1), (32, 32, 4, 2)] for p in (528, 1056)]  # fmt: skip
+    linear_sweep("Q4_0", wide, 16, ("Q4_0", 16), batch)
+    linear_sweep("Q6_K", wide, 1, ("Q6_K", 1), [Tile(16, *c) for c in cuts])
+    linear_sweep("Q4_0", wide, 64, ("Q4_0", 64), batch[::2])
+    return best
+
+
+def main() -> None:
+    """Run the table or the sweep and write one JSON file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--sweep", action="store_true", help="try other tiles for the most important cases")
+    parser.add_argument("--seconds", type=float, default=220, help="start no case after this time")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("no CUDA device: these kernels need one")
+    bench = Bench(CudaKernels("cuda", 64), time.perf_counter() + args.seconds)
+    ceilings(bench)
+    best: dict[str, Any] = {}
+    if args.sweep:
+        best = sweep(bench)
+    else:
+        run_all(bench)
+    driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+                            capture_output=True, text=True).stdout.strip()  # fmt: skip
+    report = {
+        "device": torch.cuda.get_device_name(), "driver": driver, "torch": torch.__version__,
+        "triton": triton.__version__, "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": " ".join(["python", *sys.argv]), "copy_gbs": bench.copy_gbs, "gemm_tflops": bench.gemm_tflops,
+        "scratch_nbytes": bench.kernels.scratch_nbytes, "best": best, "cases": bench.cases,
+    }  # fmt: skip
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    if best:
+        print(json.dumps(best, indent=1))
+    failed = [c["case"] for c in bench.cases if "failed" in c]
+    print(f"{len(bench.cases)} cases, {len(failed)} failed: {failed}")
+
+
+if __name__ == "__main__":
+    main()
