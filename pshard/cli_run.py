@@ -41,6 +41,8 @@ def _main(argv: list[str]) -> int:
     prompt = _read_prompt(args)
     request = make_request(args)
 
+    from dataclasses import replace
+
     from pshard.opening import open_plan, start_engine
     from pshard.runtime.parallel import init_group, launched_ranks
     from pshard.runtime.sampling import Sampling
@@ -54,14 +56,14 @@ def _main(argv: list[str]) -> int:
         from pshard.runtime.launch import launch
 
         return launch(request.ranks, "pshard.cli_run", argv)
-    opened = open_plan(request)
+    ids = _encode_prompt(request.model, prompt, args.chat)
+    needed = len(ids) + args.predict  # a plan of at least that context is chosen
+    opened = open_plan(replace(request, context=request.context or needed))
     group = init_group(request.ranks, opened.profile.accelerators[0].kind)
     with start_engine(opened, opened.variant, args.kernels, group) as engine:
-        for note in engine.notes:
+        for note in engine.notes if group.rank == 0 else ():
             print(f"note: {note}", file=sys.stderr)
-        if args.chat:
-            prompt = _render_chat(opened.file.chat_template, engine.tokenizer, prompt)
-        _generate(engine, prompt, args, sampling, loud=group.rank == 0)
+        _generate(engine, ids, args, sampling, loud=group.rank == 0)
     group.close()
     return 0
 
@@ -84,12 +86,19 @@ def _read_prompt(args: Any) -> str | list[int]:
         raise UserError("--tokens: the prompt is a list of token ids, as 1,2,3") from None
 
 
-def _render_chat(template: str | None, tokenizer: Any, prompt: Any) -> list[int]:
-    """Token ids of a conversation that the prompt opens."""
+def _encode_prompt(model: Path, prompt: str | list[int], chat: bool) -> list[int]:
+    """Token ids of the prompt, inside the model's chat template when that is wanted."""
+    from pshard.models import open_model
     from pshard.models.chat import render_chat
 
-    if template is None or tokenizer is None or not isinstance(prompt, str):
-        raise UserError("--chat needs a text prompt and a model with a chat template and a tokenizer")
+    if isinstance(prompt, list):
+        return prompt
+    with open_model(model) as file:
+        tokenizer, template = file.tokenizer(), file.chat_template
+    if not chat:
+        return tokenizer.encode(prompt)
+    if template is None:
+        raise UserError("the model has no chat template; run without --chat")
     message = {"role": "user", "content": prompt}
     text = render_chat(template, [message], tokenizer.bos_text, tokenizer.eos_text)
     return tokenizer.encode(text, add_special=False)

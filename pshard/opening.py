@@ -178,9 +178,9 @@ def loading_bar(name: str, total: int) -> Iterator[Any]:
 
 def environment_of(profile: MachineProfile) -> tuple[tuple[str, str], ...]:
     """Hardware and versions, as measurements carry them."""
-    from importlib.metadata import version
-
     import torch
+
+    from pshard import __version__
 
     host, accelerator = profile.host, profile.accelerators[0]
     pairs = [
@@ -189,7 +189,7 @@ def environment_of(profile: MachineProfile) -> tuple[tuple[str, str], ...]:
         ("threads", str(host.threads)),
         ("accelerator", accelerator.name),
         ("torch", torch.__version__),
-        ("pshard", version("pshard")),
+        ("pshard", __version__),
         ("profile", f"{profile.provenance.source} {profile.provenance.date}"),
     ]
     if accelerator.driver:

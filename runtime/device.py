@@ -7,7 +7,7 @@ a thread per direction, so that every mechanism runs, and is tested, without a G
 import ctypes
 import queue
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +35,7 @@ class Device(Protocol):
     def host_wait(self, event: Any) -> None: ...
     def synchronize(self) -> None: ...
     def computing(self) -> Any: ...
+    def repeat(self, key: tuple, worth_it: bool, work: Callable[[], Any]) -> None: ...
     def process_bytes(self) -> int: ...
     def close(self) -> None: ...
 
@@ -64,6 +65,7 @@ class CudaDevice:
         self.compute = torch.cuda.Stream(self.torch_device)
         self._in = torch.cuda.Stream(self.torch_device)
         self._out = torch.cuda.Stream(self.torch_device)
+        self._graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         try:
@@ -137,6 +139,22 @@ class CudaDevice:
         """Context in which torch operators go to the compute lane."""
         return torch.cuda.stream(self.compute)
 
+    def repeat(self, key: tuple, worth_it: bool, work: Callable[[], Any]) -> None:
+        """Do work whose kernels, addresses and launch sizes are the same for equal keys: captured once as a CUDA graph
+        and replayed. Called in `computing()`."""
+        if not worth_it:
+            work()
+            return
+        if key not in self._graphs:
+            work()  # compiles kernels, which a capture must not do
+            self.compute.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=self.compute, capture_error_mode="thread_local"):
+                work()
+            self._graphs[key] = graph
+            return
+        self._graphs[key].replay()
+
     def _used_bytes(self) -> int:
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return total - free
@@ -147,6 +165,7 @@ class CudaDevice:
 
     def close(self) -> None:
         self.synchronize()
+        self._graphs.clear()
 
 
 class CpuEvent:
@@ -249,6 +268,9 @@ class CpuDevice:
 
     def computing(self) -> Any:
         return torch.inference_mode()
+
+    def repeat(self, key: tuple, worth_it: bool, work: Callable[[], Any]) -> None:
+        work()
 
     def process_bytes(self) -> int:
         return self._allocated

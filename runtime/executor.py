@@ -1,12 +1,12 @@
 """Walks a tier's steps on one rank: copies run ahead on their lane while units compute; tiers are switched here."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from pshard.buffers import LOGIT_ROWS, scratch_bytes
+from pshard.buffers import LOGIT_ROWS, SMALL_BATCH, scratch_bytes
 from pshard.model import ModelSpec
 from pshard.plan import RankPlan, TierPlan
 from pshard.runtime.arena import Arena
@@ -205,38 +205,40 @@ class Executor:
         if self._sent is not None:
             self.device.host_wait(self._sent)  # the last micro-batch may still read the host buffers
         past = sum(s.past for s in segments)
-        host_rows, acc_rows, acc_logit_rows = self._index_rows(segments, logit_rows, tokens)
+        host_rows, acc_rows, wanted = self._index_rows(segments, logit_rows, tokens)
         logits: list[torch.Tensor] = []
-        run = _Run(self, state, ids, tokens, segments, host_rows, acc_rows, logit_rows, acc_logit_rows, logits)
+        run = _Run(self, state, ids, tokens, segments, host_rows, acc_rows, logit_rows, *wanted, logits)
         with torch.inference_mode():
             for step in self._steps_of(StepShape(tokens, past, len(logit_rows), ranks=self.group.size)).body:
                 run.step(step)
+            run.flush()
         self._sent = self.device.mark()
         return torch.cat(logits) if logits else torch.empty(0, self.spec.config.vocab)
 
     def _index_rows(
         self, segments: tuple[Segment, ...], logit_rows: list[int], tokens: int
-    ) -> tuple[RowIndex, RowIndex, torch.Tensor]:
-        position, sequence = self._host_index[0, :tokens], self._host_index[1, :tokens]
+    ) -> tuple[RowIndex, RowIndex, tuple[torch.Tensor, torch.Tensor]]:
+        """Row indexes on the host and on the device, and the numbers of the rows whose logits are wanted on both."""
+        assert self._state is not None
+        position, sequence, wanted = self._host_index[:, :tokens].unbind()
         for s in segments:
             rows = slice(s.start, s.start + s.tokens)
-            position[rows] = torch.arange(s.past, s.past + s.tokens, dtype=torch.int32)
+            if s.tokens == 1:
+                position[s.start] = s.past
+            else:
+                torch.arange(s.past, s.past + s.tokens, out=position[rows])
             sequence[rows] = s.sequence
-        cells = max(s.past + s.tokens for s in segments)
-        wanted = self._host_index[2, : len(logit_rows)]
+        wanted = wanted[: len(logit_rows)]
         wanted.copy_(torch.tensor(logit_rows, dtype=torch.int32))
-        assert self._state is not None
-        space = self._state.side.space
         there = []
-        for name, values in (("positions", position), ("sequences", sequence)):
-            target = space.tensors[name][: values.shape[0]]
+        for name, values in (("positions", position), ("sequences", sequence), ("logit_rows", wanted)):
+            target = self._state.side.space.tensors[name][: values.shape[0]]
             self.device.send(target, values)
             there.append(target)
-        return (
-            RowIndex(sequence, position, segments, cells),
-            RowIndex(there[1], there[0], segments, cells),
-            wanted,
-        )
+        cells = max(s.past + s.tokens for s in segments)
+        bound = min(1 << (cells - 1).bit_length(), self._kv_shape.context)  # few values, so that launches repeat
+        rows_here = RowIndex(sequence, position, segments, cells)
+        return rows_here, RowIndex(there[1], there[0], segments, bound), (wanted, there[2])
 
     def _copy_in(self, step: CopyIn, after: Iterable[Any]) -> None:
         assert self._state is not None
@@ -266,15 +268,29 @@ class _Run:
     acc_rows: RowIndex
     logit_rows: list[int]
     host_logit_rows: torch.Tensor
+    acc_logit_rows: torch.Tensor
     logits: list[torch.Tensor]
     side: str = "cpu"
     freed: Any = None
+    held: list[Compute] = field(default_factory=list)
+    pending: torch.Tensor | None = None  # logits that are still on the device
 
     def step(self, step: Any) -> None:
-        """Issue one step."""
+        """Issue one step. Units on the accelerator are held back until something else must happen, so that a run of
+        them is one CUDA graph."""
+        if isinstance(step, Compute) and step.on == "acc":
+            if self._must_wait(step):
+                self.flush()
+                self._wait_for_inputs(step)
+            self.side = "acc"
+            self.held.append(step)
+            return
+        self.flush()
         match step:
             case Compute():
-                self._compute(step)
+                self.side = "cpu"
+                with torch.inference_mode():
+                    self._execute(step)
             case CopyIn():
                 self.executor._copy_in(step, [self.freed])
             case Free():
@@ -290,27 +306,55 @@ class _Run:
             case Gather():
                 self.logits[:] = [self.executor.group.gather_columns(part) for part in self.logits]
 
+    def flush(self) -> None:
+        """Run the units that are held back."""
+        if not self.held:
+            return
+        steps, self.held = self.held, []
+        e = self.executor
+        key = (self.state.tier.tokens, steps[0].unit, steps[-1].unit, self.tokens, len(self.logit_rows))
+        with e.device.computing():
+            e.device.repeat((*key, self.acc_rows.cells), self._is_small(), lambda: [self._execute(s) for s in steps])
+        if self.executor.spec.unit(steps[-1].unit).kind == "output":
+            if self._is_small() and self.logit_rows:
+                self.pending = self._logits_on_device()  # a replayed graph has written them without telling
+            self._deliver_logits()
+
+    def _is_small(self) -> bool:
+        """Whether launching costs more than computing, and all addresses and launch sizes repeat."""
+        first = self.executor._acc_kernels.repeatable and self.tokens <= SMALL_BATCH
+        return first and len(self.logit_rows) <= self.state.side.space.tensors["logits"].shape[0]
+
     def _side(self) -> Side:
         return self.state.side if self.side == "acc" else self.executor._host_side
 
-    def _compute(self, step: Compute) -> None:
-        e, unit = self.executor, self.executor.spec.unit(step.unit)
-        self.side = step.on
+    def _must_wait(self, step: Compute) -> bool:
+        place = self.state.tier.placement(step.unit)
+        return step.slot is not None or place.kv == "host"
+
+    def _wait_for_inputs(self, step: Compute) -> None:
+        e = self.executor
         if step.slot is not None:
             e.device.wait(self.state.arrived[step.slot])
-        weights = self._weights_of(step)
-        with e.device.computing() if step.on == "acc" else torch.inference_mode():
-            target = self._side().space.rows("branch", self.tokens) if e.group.size > 1 else None
-            if not unit.tensors:
-                self._contribute_nothing(unit.kind, target)
-            elif unit.kind == "embedding":
-                self._embed(weights, step.on)
-            elif unit.kind == "attention":
-                self._attend(step, weights, target)
-            elif unit.kind == "ffn":
-                run_ffn(self._side(), weights, self.tokens, target)
-            else:
-                self._output(weights, step.on)
+        if self.state.tier.placement(step.unit).kv == "host":
+            for event in self.state.stage_ready:
+                e.device.wait(event)
+            self.state.stage_ready.clear()
+
+    def _execute(self, step: Compute) -> None:
+        """The unit's kernels, nothing else: what a graph may hold."""
+        unit, weights = self.executor.spec.unit(step.unit), self._weights_of(step)
+        target = self._side().space.rows("branch", self.tokens) if self.executor.group.size > 1 else None
+        if not unit.tensors:
+            self._contribute_nothing(unit.kind, target)
+        elif unit.kind == "embedding":
+            self._embed(weights, step.on)
+        elif unit.kind == "attention":
+            self._attend(step, weights, target)
+        elif unit.kind == "ffn":
+            run_ffn(self._side(), weights, self.tokens, target)
+        else:
+            self._output(weights, step.on)
 
     def _contribute_nothing(self, kind: str, target: torch.Tensor | None) -> None:
         """This rank holds nothing of the unit: zeros for the sum, no columns for the logits."""
@@ -341,32 +385,43 @@ class _Run:
         e, place = self.executor, self.state.tier.placement(step.unit)
         if step.on == "cpu":
             run_attention(e._host_side, weights, self.host_rows, e._host_kv[step.unit], target)
-        elif place.kv == "vram":
-            run_attention(self.state.side, weights, self.acc_rows, e._arena.kv(step.unit), target)
+            return
+        if place.kv == "vram":
+            kv = e._arena.kv(step.unit)
         else:
             assert self.state.stage is not None
-            for event in self.state.stage_ready:
-                e.device.wait(event)
-            self.state.stage_ready.clear()
-            stage = e._arena.view_kv(self.state.stage, step.unit)
-            run_attention(self.state.side, weights, self.acc_rows, stage, target)
-            self.state.stage_free = [e.device.mark()]
+            kv = e._arena.view_kv(self.state.stage, step.unit)
+        run_attention(self.state.side, weights, self.acc_rows, kv, target)
 
     def _output(self, weights: UnitWeights, on: str) -> None:
-        e, side = self.executor, self._side()
+        """Logits of the wanted rows, as many at once as the scratch holds; the last ones stay there on the device."""
+        side, wanted = self._side(), self.logit_rows_on(on)
         capacity = side.space.tensors["logits"].shape[0]
+        self.pending = None
         for start in range(0, len(self.logit_rows), capacity):
-            wanted = self.host_logit_rows[start : start + capacity]
-            if on == "acc":
-                there = side.space.tensors["logit_rows"][: wanted.shape[0]]
-                e.device.send(there, wanted)
-                wanted = there
-            logits = run_output(side, weights, wanted)
-            if on == "acc":
-                here = e._host_logits[: logits.numel()].view(logits.shape)
-                e.device.receive(here, logits)
-                logits = here
-            self.logits.append(logits.clone())
+            self._deliver_logits()
+            self.pending = run_output(side, weights, wanted[start : start + capacity])
+            if on == "cpu":
+                self.logits.append(self.pending.clone())
+                self.pending = None
+
+    def _logits_on_device(self) -> torch.Tensor:
+        """Where `run_output` leaves the logits of all wanted rows on the device."""
+        head = next(t for t in self.executor.spec.units[-1].matrices)
+        n = len(self.logit_rows)
+        return self.state.side.space.tensors["logits"].flatten()[: n * head.rows].view(n, head.rows)
+
+    def logit_rows_on(self, on: str) -> torch.Tensor:
+        """int32 row numbers whose logits are wanted, on that side."""
+        return self.host_logit_rows if on == "cpu" else self.acc_logit_rows
+
+    def _deliver_logits(self) -> None:
+        """Bring the logits on the device to the host."""
+        if self.pending is not None:
+            here = self.executor._host_logits[: self.pending.numel()].view(self.pending.shape)
+            self.executor.device.receive(here, self.pending)
+            self.logits.append(here.clone())
+            self.pending = None
 
     def _hand_off(self, step: Handoff) -> None:
         e = self.executor
@@ -392,6 +447,7 @@ class _Run:
     def _write_back(self, step: WriteBack) -> None:
         e, state = self.executor, self.state
         assert state.stage is not None
+        state.stage_free = [e.device.mark()]  # the attention over it was the last thing given to the compute lane
         spans = [(s.sequence, s.past, s.past + s.tokens) for s in self.segments]
         for to, origin in used_spans(e._arena.view_kv(state.stage, step.unit), e._host_kv[step.unit], spans):
             done = e.device.copy_out(to, origin, state.stage_free)

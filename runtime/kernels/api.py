@@ -69,6 +69,7 @@ class Kernels(Protocol):
     """One device's kernels."""
 
     act_dtype: torch.dtype
+    repeatable: bool  # for few tokens: no allocation, launch sizes from RowIndex.cells only; a graph may hold the calls
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
         """out[M, D] = hidden[M, D] * rsqrt(mean(hidden^2) + eps) * weight[D]. hidden, weight float32; out act_dtype."""

@@ -11,6 +11,7 @@ class PlainKernels:
     """Implements `api.Kernels` in float32 with torch operators; slow, and allocates while it runs."""
 
     act_dtype = torch.float32
+    repeatable = False
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
         out.copy_(hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + eps) * weight)
