@@ -75,6 +75,7 @@ class CudaKernels:
     """
 
     act_dtype = torch.bfloat16
+    repeatable = True
 
     def __init__(self, device: torch.device | str, max_tokens: int) -> None:
         tokens = 1 << (max(MATVEC_TOKENS, min(max_tokens, SMALL_BATCH)) - 1).bit_length()
