@@ -88,6 +88,9 @@ class TorchGroup(Group):
             world_size=size,
             timeout=timedelta(days=7),  # waiting for a user's next prompt has no limit; sums have their own
         )
+        if device == "cuda":  # NCCL takes its memory and meets now, not in the first step or while a graph is captured
+            dist.all_reduce(torch.zeros(1, device="cuda"))
+            torch.cuda.synchronize()
         self._exchange = open_exchange(store, rank, size) if shared_memory else None
         self.backend = "nccl" if device == "cuda" else "shm" if self._exchange else "gloo"
 
@@ -95,8 +98,10 @@ class TorchGroup(Group):
         try:
             if self._exchange and not tensor.is_cuda:
                 self._exchange.sum(tensor, REDUCE_SECONDS)
+            elif tensor.is_cuda:
+                dist.all_reduce(tensor)  # in the current stream; the host goes on
             else:
-                _wait(dist.all_reduce(tensor, async_op=True), tensor)
+                dist.all_reduce(tensor, async_op=True).wait(timedelta(seconds=REDUCE_SECONDS))
         except RuntimeError as error:
             self._fail(error)
 
@@ -114,7 +119,7 @@ class TorchGroup(Group):
             padded = local.new_zeros(rows, max(self._widths))
             padded[:, :width] = local
             blocks = [torch.empty_like(padded) for _ in self._widths]
-            _wait(dist.all_gather(blocks, padded, async_op=True), local)
+            dist.all_gather(blocks, padded)
         except RuntimeError as error:
             self._fail(error)
         return torch.cat([block[:, :n] for block, n in zip(blocks, self._widths)], dim=1)
@@ -154,13 +159,6 @@ class TorchGroup(Group):
         late = str(error) if isinstance(error, LateRank) else None
         reason = late or self._watch.verdict(LOST_SECONDS + 1) or f"a collective failed: {str(error).splitlines()[0]}"
         raise RankLost(f"rank {self.rank} of {self.size} stops: {reason}") from error
-
-
-def _wait(work: Any, tensor: torch.Tensor) -> None:
-    if tensor.is_cuda:
-        work.wait()  # makes the current stream wait, not the host
-    else:
-        work.wait(timedelta(seconds=REDUCE_SECONDS))
 
 
 def launched_ranks() -> int:
