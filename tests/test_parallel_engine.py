@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from engines import open_engine
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from model_files import write_gguf
 from thread_ranks import random_tiers, run_ranks
@@ -52,6 +52,9 @@ def test_logits_are_those_of_one_rank(models: dict[str, Path], name: str, shares
         assert torch.equal(other, results[0])
 
 
+# qwen2 over 3:1 gives layers of one rank unequal numbers of KV heads, some of them staged from host memory
+@example(seed=131071, shares=(3.0, 1.0), name="qwen2")
+@example(seed=2, shares=(3.0, 1.0), name="qwen2")
 @settings(max_examples=10, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10**6), shares=st.sampled_from(SHARES), name=st.sampled_from(sorted(MODELS)))
 def test_each_rank_may_place_its_slice_as_it_likes(
