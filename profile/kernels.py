@@ -8,7 +8,7 @@ import torch
 from pshard.buffers import ATTENTION_SPLITS, DEQUANT_BYTES, SMALL_BATCH
 from pshard.machine import AttentionTiming, ElementwiseTiming, MatmulTiming
 from pshard.profile.operands import OperandPool
-from pshard.profile.timing import Pace, median_seconds
+from pshard.profile.timing import Pace, graph_seconds, median_seconds
 from pshard.runtime.kernels.api import Kernels, LayerKV, Packed, RopeTable, RowIndex, Segment
 from pshard.runtime.weights import lookup_rows
 
@@ -44,8 +44,12 @@ class KernelBench:
     pace: Pace
     slow: float
 
-    def median(self, run) -> float:
-        return median_seconds(run, self.pace, cuda=self.device.type == "cuda")
+    def median(self, run: Callable[[int], object], tokens: int) -> float:
+        """Median seconds of run(i), a kernel call for so many tokens; in a CUDA graph where the runtime uses one."""
+        cuda = self.device.type == "cuda"
+        if cuda and self.kernels.repeatable and tokens <= SMALL_BATCH:
+            return graph_seconds(run, self.pace)
+        return median_seconds(run, self.pace, cuda)
 
     def activations(self, tokens: int, width: int) -> torch.Tensor:
         """Random [tokens, width] in the kernels' activation type."""
@@ -77,7 +81,7 @@ def time_matmul(bench: KernelBench, qtype: str, rows: int, cols: int, tokens: Se
 def _time_linear(bench: KernelBench, weights: list[Packed], tokens: int) -> float:
     x, out = bench.activations(tokens, weights[0].cols), bench.activations(tokens, weights[0].rows)
     tile = _tile(bench, tokens)
-    return bench.median(lambda i: bench.kernels.linear(x, weights[i % len(weights)], out, tile))
+    return bench.median(lambda i: bench.kernels.linear(x, weights[i % len(weights)], out, tile), tokens)
 
 
 def time_attention(
@@ -93,7 +97,8 @@ def _time_attention(bench: KernelBench, shape: AttentionShape, kv_type: str, tok
     qkv, out, partial = _attention_buffers(bench, shape, tokens)
     rows, scale = _row_index(bench.device, tokens, context), shape.head_dim**-0.5
     return bench.median(
-        lambda i: bench.kernels.attention(qkv, shape.heads, caches[i % len(caches)], rows, scale, out, partial)
+        lambda i: bench.kernels.attention(qkv, shape.heads, caches[i % len(caches)], rows, scale, out, partial),
+        tokens,
     )
 
 
@@ -126,13 +131,14 @@ def _time_lookup(bench: KernelBench, tables: list[Packed], tokens: int) -> float
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(EMBEDDING_ROWS, (8, tokens), generator=generator).to(bench.device)
     out = torch.empty(tokens, tables[0].cols, device=bench.device)
-    return bench.median(lambda i: lookup_rows(tables[i % len(tables)], ids[i % len(ids)], out))
+    cuda = bench.device.type == "cuda"
+    return median_seconds(lambda i: lookup_rows(tables[i % len(tables)], ids[i % len(ids)], out), bench.pace, cuda)
 
 
 def _time_norm(bench: KernelBench, d_model: int, tokens: int) -> float:
     hidden, normed = bench.activations(tokens, d_model).float(), bench.activations(tokens, d_model)
     weight = torch.ones(d_model, device=bench.device)
-    return bench.median(lambda i: bench.kernels.rms_norm(hidden, weight, NORM_EPS, normed))
+    return bench.median(lambda i: bench.kernels.rms_norm(hidden, weight, NORM_EPS, normed), tokens)
 
 
 def _time_residual(bench: KernelBench, d_model: int, tokens: int) -> float:
@@ -140,8 +146,8 @@ def _time_residual(bench: KernelBench, d_model: int, tokens: int) -> float:
     weight = bench.pool.rotate_weights("BF16", d_model, THIN)[0]
     x, out, tile = bench.activations(tokens, THIN), bench.activations(tokens, d_model), _tile(bench, tokens)
     hidden = out.float()
-    added = bench.median(lambda i: bench.kernels.linear(x, weight, hidden, tile, None, True))
-    alone = bench.median(lambda i: bench.kernels.linear(x, weight, out, tile))
+    added = bench.median(lambda i: bench.kernels.linear(x, weight, hidden, tile, None, True), tokens)
+    alone = bench.median(lambda i: bench.kernels.linear(x, weight, out, tile), tokens)
     return max(0.0, added - alone)
 
 
@@ -156,15 +162,15 @@ def _time_rope(bench: KernelBench, shape: AttentionShape, tokens: int) -> float:
         kv: LayerKV = caches[i % len(caches)]
         bench.kernels.rope_store(qkv, shape.heads, None, None, NORM_EPS, rope, rows, kv)
 
-    return bench.median(run)
+    return bench.median(run, tokens)
 
 
 def _time_silu_mul(bench: KernelBench, d_ffn: int, tokens: int) -> float:
     """What gate_up takes beyond its two matmuls; the matmuls are kept small and in cache."""
     weight = bench.pool.rotate_weights("BF16", d_ffn, THIN)[0]
     x, both, tile = bench.activations(tokens, THIN), bench.activations(tokens, 2 * d_ffn), _tile(bench, tokens)
-    fused = bench.median(lambda i: bench.kernels.gate_up(x, weight, weight, both[:, :d_ffn], both, tile))
-    one = bench.median(lambda i: bench.kernels.linear(x, weight, both[:, :d_ffn], tile))
+    fused = bench.median(lambda i: bench.kernels.gate_up(x, weight, weight, both[:, :d_ffn], both, tile), tokens)
+    one = bench.median(lambda i: bench.kernels.linear(x, weight, both[:, :d_ffn], tile), tokens)
     return max(0.0, fused - 2 * one)
 
 

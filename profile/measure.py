@@ -87,7 +87,8 @@ def measure_machine(request: Request, progress: Progress) -> MachineProfile:
         progress("link", 0.05)
         link = _measure_link(request.effort, device, host)
         benches = {"host": host, "acc": acc or host}
-        rows: list[Row] = [time_step(side, device, b.kernels.act_dtype, b.pace) for side, b in benches.items()]
+        fast = benches["acc"].kernels, host.kernels
+        rows: list[Row] = [time_step(side, device, fast, request.effort.pace) for side in benches]
         timed, skipped = run_jobs(
             plan_jobs(request, acc is not None),
             benches,

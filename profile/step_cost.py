@@ -14,15 +14,15 @@ from pshard.runtime.kernels.api import Kernels, Segment
 from pshard.runtime.kv_cache import KVShape
 from pshard.runtime.weights import HostWeights
 
-LAYERS, WIDTH, CONTEXT = 8, 64, 64
+LAYERS, WIDTH, CONTEXT = 32, 64, 64
 ARENA_BYTES = 16 << 20
 
 
 class NoKernels:
-    """Implements `api.Kernels` by doing nothing."""
+    """Stands in for kernels of the same kind, and does nothing."""
 
-    def __init__(self, act_dtype: torch.dtype) -> None:
-        self.act_dtype = act_dtype
+    def __init__(self, real: Kernels) -> None:
+        self.act_dtype, self.repeatable = real.act_dtype, real.repeatable
 
     def _nothing(self, *arguments: Any) -> None:
         pass
@@ -30,15 +30,17 @@ class NoKernels:
     rms_norm = linear = gate_up = rope_store = attention = _nothing
 
 
-def time_step(side: str, device: Device, act_dtype: torch.dtype, pace: Pace) -> ElementwiseTiming:
-    """Seconds that the executor adds to every unit on a side ("host" or "acc")."""
+def time_step(side: str, device: Device, fast: tuple[Kernels, Kernels], pace: Pace) -> ElementwiseTiming:
+    """Seconds that the executor adds to every unit on a side ("host" or "acc").
+
+    fast: the kernels of the accelerator and of the host that it stands in for.
+    """
     spec = _small_model()
     plan = _one_tier("cpu" if side == "host" else "pinned", spec)
-    kernels: Kernels = NoKernels(act_dtype)
-    host: Kernels = NoKernels(torch.float32)
+    kernels: tuple[Kernels, Kernels] = NoKernels(fast[0]), NoKernels(fast[1])
     weights = HostWeights(spec.units, device)
     kv = KVShape(CONTEXT, 1, "bf16", "bf16")
-    executor = Executor(spec, plan, device, device.allocate(ARENA_BYTES), weights, kv, (kernels, host), Group())
+    executor = Executor(spec, plan, device, device.allocate(ARENA_BYTES), weights, kv, kernels, Group())
     ids, segments = torch.zeros(1, dtype=torch.int64), (Segment(0, 0, 1, 1),)
 
     def run(i: int) -> None:
@@ -74,8 +76,11 @@ def _matrix(name: str, rows: int) -> TensorSpec:
 
 def _one_tier(where: str, spec: ModelSpec) -> RankPlan:
     kv = "host" if where == "cpu" else "vram"
-    placements = tuple(Placement(u.name, where, kv if u.kind == "attention" else None) for u in spec.units)
-    pins = tuple(u.name for u in spec.units) if where == "pinned" else ()
+    placements = (
+        Placement("embedding", "cpu"),
+        *(Placement(u.name, where, kv if u.kind == "attention" else None) for u in spec.units[1:]),
+    )
+    pins = tuple(u.name for u in spec.units[1:]) if where == "pinned" else ()
     layers = tuple(u.name for u in spec.units if u.kind == "attention") if where == "pinned" else ()
     unknown = Prediction(0.0, 0.0, (), "", 0, 0)
     tier = TierPlan(1, placements, Buffers(0, 0, 0, 0, 0), unknown, Solve("", 0.0, 0.0, 0.0, 0.0, ""))

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
+LEAST_IN_GRAPH, MOST_IN_GRAPH = 8, 256  # calls that one CUDA graph holds while they are timed
+
 
 @dataclass(frozen=True)
 class Pace:
@@ -34,6 +36,23 @@ def median_seconds(run: Callable[[int], object], pace: Pace, cuda: bool = False)
     estimate = sample(run, 1, 1)[0]
     count = pace.repetitions(estimate)
     return statistics.median(sample(run, 2, count)) if count > 1 else estimate
+
+
+def graph_seconds(run: Callable[[int], object], pace: Pace) -> float:
+    """Median seconds of run(i) as part of a CUDA graph: what a call takes when launching it costs the host nothing.
+
+    `run` must be fit for capture (see `Kernels.repeatable`).
+    """
+    import torch
+
+    _sample_cuda(run, 0, 1)  # compiles kernels, which a capture must not do
+    estimate = _sample_cuda(run, 1, 1)[0]
+    calls = max(LEAST_IN_GRAPH, min(MOST_IN_GRAPH, int(pace.seconds / 4 / estimate)))
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for i in range(calls):
+            run(i)
+    return median_seconds(lambda i: graph.replay(), pace, cuda=True) / calls
 
 
 def _sample_cpu(run: Callable[[int], object], first: int, count: int) -> list[float]:
