@@ -9,12 +9,13 @@ from pshard.planner.baselines import STRATEGIES, place_strategy
 from pshard.planner.classes import UnitClass
 from pshard.planner.costs import TierCosts
 from pshard.planner.draft import Room, draft_tier, simulate_tier
-from pshard.planner.ilp import Solution, TierProblem, solve_tiers
+from pshard.planner.ilp import Solution, solve_tiers
 from pshard.planner.order import Residency, order_residency
 from pshard.planner.problem import tier_problem
 from pshard.planner.search import SLOT_CHOICES, Scored, TierSearch
 
 FLAVOURS = ((2, False), (2, True), (3, False), (3, True), (1, False))  # staging slots, whether all KV stays in VRAM
+IMPROVED = 3  # solutions that are worth improving
 EVALUATIONS = 24  # simulations of local improvement per tier; tiers that the workload uses get four times as many
 
 
@@ -30,24 +31,36 @@ class Candidate:
     solution: Solution | None = None
 
 
+@dataclass(frozen=True)
+class Start:
+    """A solution of the program as simulated tiers, before they are improved."""
+
+    solution: Solution
+    searches: tuple[TierSearch, ...]
+    tiers: tuple[Scored, ...]
+    weighted: float
+
+
 def best_candidate(
     room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...], time_limit: float
 ) -> Candidate:
     """The best, by simulated time, of the program's solutions locally improved and of every published strategy.
 
-    What no coefficient says (lookahead, waits) is left to simulation: the program is solved in several flavours.
-    Raises UserError when nothing was found in time.
+    What no coefficient says (lookahead, waits) is left to simulation: the program is solved in several flavours, and
+    the most promising are improved. Raises UserError when nothing was found in time.
     """
-    candidates: list[Candidate | None] = [place_baseline(name, room, costs) for name in STRATEGIES]
+    candidates = [c for name in STRATEGIES if (c := place_baseline(name, room, costs))]
+    starts: list[Start] = []
     started = time.monotonic()
-    for i, (slots, kv_stays) in enumerate(FLAVOURS):
+    for slots, kv_stays in FLAVOURS:
         left = time_limit - (time.monotonic() - started)
-        if i == 0 or left > 0:
-            candidates.append(_solve(room, classes, costs, slots, kv_stays, max(left / 2, 0.5)))
-    found = [c for c in candidates if c]
-    if not found:
+        if not starts or left > 0:
+            starts += _solve(room, classes, costs, slots, kv_stays, max(left / 2, 0.5))
+    starts.sort(key=lambda s: s.weighted)
+    candidates += [_improve(room, costs, start) for start in starts[:IMPROVED]]
+    if not candidates:
         raise UserError(f"no plan for {room.spec.name} found within {time_limit:g} s; raise the time limit")
-    return min(found, key=lambda c: c.total)
+    return min(candidates, key=lambda c: c.total)
 
 
 def _solve(
@@ -57,43 +70,33 @@ def _solve(
     slots: int,
     kv_stays: bool,
     time_limit: float,
-) -> Candidate | None:
-    """One flavour of the program, ordered and improved; None when it has no solution."""
+) -> list[Start]:
+    """One flavour of the program, in both orders; empty when it has no solution."""
     problems = tuple(tier_problem(room, classes, c, _affordable(room, c, slots)) for c in costs)
     kv_switch = tuple(costs[0].units[c.units[0].name].kv_fetch for c in classes)
     solution = solve_tiers(problems, 1 / costs[0].tables.link_rate, kv_switch, time_limit, kv_stays=kv_stays)
-    if not solution.counts:
-        return None
-    orders = [order_residency(classes, list(solution.counts), even) for even in (True, False)]
-    starts = [s for order in orders if (s := _start(room, classes, costs, problems, solution, order))]
-    if not starts:
-        return None
-    searches, scored = min(starts, key=lambda s: _weighted(costs, s[1]))
+    starts = []
+    for even in (True, False) if solution.counts else ():
+        residency = order_residency(classes, list(solution.counts), even)
+        searches = tuple(TierSearch(room, classes, residency, cost) for cost in costs)
+        tiers = [s.start(n, p.slots) for s, n, p in zip(searches, solution.counts, problems)]
+        fitting = tuple(t for t in tiers if t)
+        if len(fitting) == len(costs):
+            weighted = sum(c.load.weight * t.seconds for c, t in zip(costs, fitting))
+            starts.append(Start(solution, searches, fitting, weighted))
+    return starts
+
+
+def _improve(room: Room, costs: tuple[TierCosts, ...], start: Start) -> Candidate:
+    """Every tier of a solution improved on simulated time."""
     best = [
-        search.improve(start, EVALUATIONS * (4 if cost.load.weight >= 1 else 1))
-        for search, start, cost in zip(searches, scored, costs)
+        search.improve(tier, EVALUATIONS * (4 if cost.load.weight >= 1 else 1))
+        for search, tier, cost in zip(start.searches, start.tiers, costs)
     ]
-    tiers, seconds = tuple(s.tier for s in best), tuple(s.seconds for s in best)
+    tiers = tuple(s.tier for s in best)
+    seconds = tuple(simulate_tier(room, tier, cost).seconds for tier, cost in zip(tiers, costs))
     total = round_seconds(room, tiers, seconds, costs)
-    return Candidate("ilp", searches[0].residency, tiers, seconds, total, solution)
-
-
-def _start(
-    room: Room,
-    classes: tuple[UnitClass, ...],
-    costs: tuple[TierCosts, ...],
-    problems: tuple[TierProblem, ...],
-    solution: Solution,
-    residency: Residency,
-) -> tuple[list[TierSearch], list[Scored]] | None:
-    """A solution's tiers in one residency order, each with its search; None when one does not fit."""
-    searches = [TierSearch(room, classes, residency, cost) for cost in costs]
-    scored = [s.start(n, p.slots) for s, n, p in zip(searches, solution.counts, problems)]
-    return None if None in scored else (searches, [s for s in scored if s])
-
-
-def _weighted(costs: tuple[TierCosts, ...], scored: list[Scored]) -> float:
-    return sum(c.load.weight * s.seconds for c, s in zip(costs, scored))
+    return Candidate("ilp", start.searches[0].residency, tiers, seconds, total, start.solution)
 
 
 def _affordable(room: Room, costs: TierCosts, slots: int) -> int:
