@@ -5,14 +5,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pshard.cli_support import new_parser, parse_ints, run_cli
+from pshard.cli_support import check_writable, new_parser, parse_count, parse_counts, parse_ints, run_cli
 from pshard.errors import UserError
 from pshard.run_flags import add_plan_flags, make_request
 
 if TYPE_CHECKING:
     from pshard.benching import BenchSetting, BenchTest
     from pshard.measurement import Measurement
-    from pshard.opening import Opened
+    from pshard.opening import Opened, Request
     from pshard.runtime.parallel import Group
 
 BASELINES = ("fit", "accelerate")
@@ -30,18 +30,16 @@ def _main(argv: list[str]) -> int:
     tests.add_argument("-p", "--n-prompt", type=parse_ints, default=(512,), help="prompt tokens, as 512,4096 (0: none)")
     tests.add_argument("-n", "--n-gen", type=parse_ints, default=(128,), help="tokens to decode (0: none)")
     tests.add_argument("-d", "--n-depth", type=parse_ints, default=(0,), help="tokens cached before the test")
-    tests.add_argument("-npl", "--n-parallel", type=parse_ints, default=(1,), help="sequences at once, as 1,4,16")
-    tests.add_argument("-r", "--repetitions", type=int, default=5, help="samples of each test (default 5)")
+    tests.add_argument("-npl", "--n-parallel", type=parse_counts, default=(1,), help="sequences at once, as 1,4,16")
+    tests.add_argument("-r", "--repetitions", type=parse_count, default=5, help="samples of each test (default 5)")
     tests.add_argument("--strategy", action="append", default=[], metavar="NAME", help="also run a published strategy")
     tests.add_argument("--baseline", action="append", default=[], choices=BASELINES, help="also run a baseline")
     tests.add_argument("--perplexity", type=Path, metavar="FILE", help="perplexity of a text instead of the tests")
-    tests.add_argument("--ppl-window", type=int, default=512, help="tokens in a perplexity window (default 512)")
+    tests.add_argument("--ppl-window", type=parse_count, default=512, help="tokens in a window of it (default 512)")
     parser.add_argument("-o", "--output", choices=("md", "csv", "json", "jsonl"), default="md", help="format on stdout")
     parser.add_argument("-of", "--output-file", type=Path, help="also write JSON to this file")
     args = parser.parse_args(argv)
-    request = make_request(args, max(args.n_parallel))
-    if args.repetitions < 1:
-        raise UserError(f"-r is {args.repetitions}; it is 1 or more")
+    request = _make_request(args)
 
     from pshard.opening import open_plan
     from pshard.runtime.parallel import init_group, launched_ranks
@@ -61,6 +59,26 @@ def _main(argv: list[str]) -> int:
     if group.rank == 0:
         _write(found, args)
     return 0
+
+
+def _make_request(args: Any) -> "Request":
+    """What the tests need of a plan. Raises UserError for what would come to light only after measuring."""
+    from dataclasses import replace
+
+    from pshard.planner.baselines import STRATEGIES
+
+    for name in args.strategy:
+        if name not in STRATEGIES:
+            raise UserError(f"--strategy {name} is unknown; choose from {', '.join(STRATEGIES)}")
+    if args.ppl_window < 2:
+        raise UserError(f"--ppl-window is {args.ppl_window}; a window has 2 tokens or more")
+    if args.output_file is not None:
+        check_writable(args.output_file, "-of")
+    if args.perplexity is not None:
+        return make_request(args, 1)
+    tests = _tests(args)
+    request = make_request(args, max(test.n_sequences for test in tests))
+    return replace(request, context=request.context or max(test.cells for test in tests))
 
 
 def _tests(args: Any) -> "list[BenchTest]":

@@ -13,6 +13,7 @@ from pshard.cli_support import (
     env_default,
     find_model,
     new_parser,
+    parse_count,
     parse_mib,
     parse_mib_list,
     parse_ratios,
@@ -36,13 +37,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "--vram", "-mva", "--max-vram-alloc", dest="vram", type=parse_mib_list, metavar="MIB[,MIB...]",
         help="VRAM budget in MiB, one per device (12000, 11.5G; default: all of the accelerator's memory)",
     )  # fmt: skip
-    p.add_argument("-c", "--ctx-size", type=_count, metavar="N", help="context per sequence (default: 8192)")
-    p.add_argument("-np", "--parallel", type=_count, metavar="N", help="sequences at once (default: 1)")
-    p.add_argument("-ub", "--ubatch-size", type=_count, metavar="N", help="largest micro-batch (default: 4096)")
+    p.add_argument("-c", "--ctx-size", type=parse_count, metavar="N", help="context per sequence (8192)")
+    p.add_argument("-np", "--parallel", type=parse_count, metavar="N", help="sequences at once (default: 1)")
+    p.add_argument("-ub", "--ubatch-size", type=parse_count, metavar="N", help="largest micro-batch (default: 4096)")
     p.add_argument("-ctk", "--cache-type-k", choices=KV_TYPES, default=None, help="KV cache type of keys (bf16)")
     p.add_argument("-ctv", "--cache-type-v", choices=KV_TYPES, default=None, help="KV cache type of values (bf16)")
-    p.add_argument("--prompt", type=_count, metavar="N", help="expected prompt length (default: 4096, or half of -c)")
-    p.add_argument("--generated", type=_count, metavar="N", help="expected answer length (default: 256)")
+    p.add_argument("--prompt", type=parse_count, metavar="N", help="expected prompt length (4096, or half of -c)")
+    p.add_argument("--generated", type=parse_count, metavar="N", help="expected answer length (default: 256)")
     p.add_argument("-sm", "--split-mode", choices=("none", "tensor"), default="none", help="split over devices")
     p.add_argument("-ts", "--tensor-split", type=parse_ratios, metavar="R,R", help="ratios of the split (3,1)")
     p.add_argument("--profile", type=Path, metavar="FILE", help="machine profile (default: this machine's)")
@@ -56,15 +57,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     args = p.parse_args(argv)
     if args.vram is None and args.sweep is None:
         args.vram = env_default("VRAM", parse_mib_list, None)
+    if args.ctx_size is None:
+        args.ctx_size = env_default("CTX_SIZE", parse_count, None)
     if args.vram and args.sweep:
         raise UserError("--vram and --sweep exclude each other; a sweep lists its own budgets")
     return args
-
-
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)
 
 
 def _seconds(text: str) -> float:
@@ -101,9 +98,11 @@ def _run(argv: list[str]) -> int:
     path = find_model(args.model)
     profile = load_profile(args.profile)
     out, messages = Console(stderr=args.json), Console(stderr=True)
-    if args.profile:
-        for difference in _other_machine(profile):
-            messages.print(f"note: the profile is of another machine ({difference})", highlight=False, soft_wrap=True)
+    for difference in _other_machine(profile):
+        what = f"the profile is of another machine ({difference})"
+        if args.profile is None:
+            raise UserError(f"{what}; run pshard-profile, or plan for that machine with --profile")
+        messages.print(f"note: {what}", highlight=False, soft_wrap=True)
     if args.split_mode == "tensor" and not profile.collectives:
         text = "note: the profile has no collectives; all-reduces are priced as copies through host memory"
         messages.print(text, highlight=False, soft_wrap=True)

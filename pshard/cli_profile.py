@@ -2,13 +2,12 @@
 
 import argparse
 import json
-import os
 import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
-from pshard.cli_support import env_default, new_parser, run_cli
+from pshard.cli_support import check_writable, env_default, new_parser, run_cli
 from pshard.errors import UserError
 
 
@@ -46,7 +45,8 @@ def _thread_count(text: str) -> int:
 def _run(argv: list[str]) -> int:
     args = _parse(argv)
     model = _model_spec(args.model)
-    _check_writable(args.output)
+    if args.output is not None:
+        check_writable(args.output, "-o")
 
     from rich.console import Console
 
@@ -91,17 +91,6 @@ def _model_spec(path: str | None) -> Any:
     from pshard.models import open_model
 
     return open_model(path).spec
-
-
-def _check_writable(path: Path | None) -> None:
-    """Complain before a minute of measuring, not after it."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise UserError(f"-o {path}: is a folder; give a file name")
-    folder = next(p for p in path.absolute().parents if p.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UserError(f"-o {path}: the folder {folder} cannot be written; choose another place")
 
 
 def _previous_profile(path: Path | None) -> Any:

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pshard.cli_support import new_parser, run_cli
+from pshard.cli_support import new_parser, parse_count, run_cli
 from pshard.errors import UserError
 from pshard.run_flags import add_plan_flags, make_request
 
@@ -24,7 +24,7 @@ def _main(argv: list[str]) -> int:
     text = parser.add_argument_group("text")
     text.add_argument("-p", "--prompt", help="the prompt")
     text.add_argument("-f", "--file", type=Path, help="read the prompt from a file")
-    text.add_argument("-n", "--predict", type=int, default=128, help="tokens to generate at most (default 128)")
+    text.add_argument("-n", "--predict", type=parse_count, default=128, help="tokens to generate at most (default 128)")
     text.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
     text.add_argument(
         "--tokens", action="store_true", help="prompt and output are token ids, for files without tokenizer"
@@ -38,6 +38,8 @@ def _main(argv: list[str]) -> int:
     )
     draw.add_argument("-s", "--seed", type=int, help="seed; the same seed gives the same text")
     args = parser.parse_args(argv)
+    if args.chat and args.tokens:
+        raise UserError("--chat and --tokens exclude each other: a chat template is text")
     prompt = _read_prompt(args)
     request = make_request(args)
 
@@ -47,8 +49,6 @@ def _main(argv: list[str]) -> int:
     from pshard.runtime.parallel import init_group, launched_ranks
     from pshard.runtime.sampling import Sampling
 
-    if args.predict < 1:
-        raise UserError(f"-n is {args.predict}; it is 1 or more")
     if request.ranks > 1 and args.seed is None and args.temp > 0:
         raise UserError("several ranks must draw the same tokens: give -s SEED, or --temp 0")
     sampling = Sampling(args.temp, args.top_k, args.top_p, args.min_p, args.seed)

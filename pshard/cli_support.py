@@ -1,6 +1,7 @@
 """What every command shares: one-line errors with exit code 2, sizes with suffixes, lists and ranges, model lookup."""
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from pshard.errors import UserError
 
 MIB = 1 << 20
+LONGEST_LIST = 1000
 _SUFFIX = {"": 1, "m": 1, "mib": 1, "g": 1024, "gib": 1024, "k": 1 / 1024, "kib": 1 / 1024}
 
 
@@ -51,8 +53,15 @@ def parse_mib_list(text: str) -> tuple[int, ...]:
     return tuple(parse_mib(part) for part in text.split(","))
 
 
+def parse_count(text: str) -> int:
+    """A whole number of 1 or more. Raises argparse.ArgumentTypeError."""
+    if not re.fullmatch("[0-9]+", text.strip()) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
 def parse_ints(text: str) -> tuple[int, ...]:
-    """Lists and ranges as in llama-bench: "512", "1,4,16", "1-4" (also "1-9+2", "1-64*2")."""
+    """Lists and ranges as in llama-bench: "512", "1,4,16", "1-4" (also "1-9+2", "1-64*2"), at most LONGEST_LIST."""
     numbers: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+)(?:([+*])(\d+))?)?", part.strip())
@@ -62,10 +71,21 @@ def parse_ints(text: str) -> tuple[int, ...]:
         op, step = match[3] or "+", int(match[4] or 1)
         if (op == "+" and step < 1) or (op == "*" and (step < 2 or first < 1)):
             raise argparse.ArgumentTypeError(f"{part!r} never reaches its end")
+        if first > last:
+            raise argparse.ArgumentTypeError(f"{part!r} ends before it begins")
         while first <= last:
+            if len(numbers) == LONGEST_LIST:
+                raise argparse.ArgumentTypeError(f"{text!r} lists more than {LONGEST_LIST} numbers")
             numbers.append(first)
             first = first + step if op == "+" else first * step
     return tuple(numbers)
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """As parse_ints, and every number is 1 or more."""
+    if 0 in (numbers := parse_ints(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} has a 0; each is 1 or more")
+    return numbers
 
 
 def parse_ratios(text: str) -> tuple[float, ...]:
@@ -74,9 +94,18 @@ def parse_ratios(text: str) -> tuple[float, ...]:
         numbers = [float(part) for part in re.split("[,/]", text)]
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of ratios (3,1)") from None
-    if any(n < 0 for n in numbers) or sum(numbers) <= 0:
+    if any(n < 0 for n in numbers) or not 0 < sum(numbers) < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r}: ratios are 0 or more, and one is above 0")
     return tuple(n / sum(numbers) for n in numbers)
+
+
+def check_writable(path: Path, flag: str) -> None:
+    """Complain before minutes of measuring, not after them. Raises UserError when no file can be written there."""
+    if path.is_dir():
+        raise UserError(f"{flag} {path}: is a folder; give a file name")
+    folder = next(p for p in path.absolute().parents if p.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UserError(f"{flag} {path}: the folder {folder} cannot be written; choose another place")
 
 
 def env_default(name: str, convert: Callable, fallback):

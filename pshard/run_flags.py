@@ -3,7 +3,8 @@
 import argparse
 from pathlib import Path
 
-from pshard.cli_support import env_default, find_model, parse_mib_list, parse_ratios
+from pshard.cli_support import env_default, find_model, parse_count, parse_mib_list, parse_ratios
+from pshard.errors import UserError
 from pshard.opening import Request
 
 
@@ -20,7 +21,8 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
         metavar="MIB",
         help="VRAM budget in MiB (12000, 11.5G), one per device; the largest planned variant that fits is used",
     )
-    group.add_argument("-c", "--ctx-size", type=int, default=env_default("CTX_SIZE", int, None), help="context needed")
+    context = env_default("CTX_SIZE", parse_count, None)
+    group.add_argument("-c", "--ctx-size", type=parse_count, default=context, metavar="N", help="context needed")
     group.add_argument("-ctk", "--cache-type-k", choices=("bf16", "f16", "f32"), default="bf16", help="KV keys' type")
     group.add_argument(
         "-ctv", "--cache-type-v", choices=("bf16", "f16", "f32"), default="bf16", help="KV cache: values"
@@ -34,7 +36,11 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def make_request(args: argparse.Namespace, sequences: int | None = None) -> Request:
-    """The request that the flags make."""
+    """The request that the flags make. Raises UserError for flags that do not go together."""
+    if args.split_mode == "none" and (args.tensor_split or len(args.vram or ()) > 1):
+        raise UserError("-ts and several budgets split the model over devices; add -sm tensor")
+    if args.tensor_split and len(args.vram or ()) > 1 and len(args.tensor_split) != len(args.vram):
+        raise UserError(f"-ts has {len(args.tensor_split)} ratios and --vram {len(args.vram)} budgets; give one each")
     return Request(
         find_model(args.model),
         args.vram,

@@ -21,7 +21,7 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        if not 0 <= self.temperature < float("inf"):
             raise UserError(f"--temp is {self.temperature}; it is 0 (greedy) or more")
         if self.top_k < 0:
             raise UserError(f"--top-k is {self.top_k}; it is 0 (off) or more")
@@ -29,6 +29,8 @@ class Sampling:
             raise UserError(f"--top-p is {self.top_p}; it is above 0 and at most 1")
         if not 0 <= self.min_p <= 1:
             raise UserError(f"--min-p is {self.min_p}; it is between 0 and 1")
+        if self.seed is not None and not 0 <= self.seed < 1 << 63:
+            raise UserError(f"--seed is {self.seed}; it is 0 or more, below 2^63")
 
 
 class Sampler:
