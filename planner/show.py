@@ -97,7 +97,7 @@ def print_explanation(variant: Variant, gains: tuple[WhatIf, ...], out: "Console
         slowest = max((r.tiers[i] for r in variant.ranks), key=lambda t: t.prediction.seconds)
         busy = ", ".join(f"{lane} {s / slowest.prediction.seconds:.0%}" for lane, s in slowest.prediction.busy if s)
         worth = "; ".join(
-            f"{gain.change}: {dict(gain.speedups)[tier.tokens] - 1:+.0%}"
+            f"{gain.change}: {max(0.0, dict(gain.speedups)[tier.tokens] - 1):+.0%}"
             for gain in gains
             if tier.tokens in dict(gain.speedups)
         )

@@ -1,0 +1,134 @@
+"""pshard-plan on the bundled model: what it writes, what it prints, and what bad input gets."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pshard.cli_plan import main
+from pshard.jsonio import from_json
+from pshard.plan import Registry
+from pshard.registries.store import load_registry
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = ROOT / "examples" / "demo.gguf"
+PROFILE = ROOT / "registries" / "examples" / "rtx5080-xeon-w5-3425.json"
+
+pytestmark = pytest.mark.skipif(not MODEL.exists(), reason="the bundled model is not here")
+
+
+@pytest.fixture
+def plan(tmp_path, capsys):
+    """Runs pshard-plan on the bundled model and the example machine; returns (exit code, stdout, stderr, registry)."""
+    registry = tmp_path / "plans.json"
+
+    def run(*flags: str, profile: Path = PROFILE):
+        words = ["-m", str(MODEL), "--profile", str(profile), "--registry", str(registry), "-c", "256", *flags]
+        code = main(words)
+        out, err = capsys.readouterr()
+        return code, out, err, registry
+
+    return run
+
+
+def test_help_is_fast_and_imports_nothing_heavy():
+    code = """
+import sys
+from pshard.cli_plan import main
+try:
+    main(["--help"])
+except SystemExit:
+    pass
+print([m for m in ("torch", "pulp", "rich", "numpy", "matplotlib") if m in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
+
+
+def test_a_plan_is_printed_and_stored(plan):
+    code, out, err, registry = plan("--vram", "100")
+    assert code == 0
+    stored = load_registry(registry)
+    (variant,) = stored.variants
+    assert variant.plan_needed and variant.vram_mib == (100,)
+    for tier in variant.ranks[0].tiers:
+        assert f"{tier.prediction.seconds * 1e3:.2f}" in out
+    assert str(registry) in err
+
+
+def test_planning_again_replaces_a_budget_and_keeps_the_others(plan):
+    for mib in ("100", "101", "100"):
+        assert plan("--vram", mib)[0] == 0
+    assert [v.vram_mib for v in load_registry(plan("--vram", "100")[3]).variants] == [(100,), (101,)]
+
+
+def test_json_alone_is_on_stdout_and_a_sweep_plans_every_budget(plan):
+    code, out, _, _ = plan("--sweep", "97:103:3", "--json")
+    assert code == 0
+    data = json.loads(out)
+    variants = from_json(Registry, data["registry"]).variants
+    assert [v.vram_mib for v in variants] == [(97,), (100,), (103,)]
+    seconds = [v.ranks[0].covering(1).prediction.seconds for v in variants]
+    assert seconds[0] >= seconds[-1]
+    assert [t["title"] for t in data["timelines"]] and data["timelines"][0]["events"]
+
+
+def test_explain_says_what_binds_and_what_more_would_bring(plan):
+    _, out, _, _ = plan("--vram", "100", "--explain")
+    assert "1 GiB more VRAM: +" in out and "a link twice as fast: +" in out
+    assert "attention" in out and "bound" in out
+
+
+def test_a_published_strategy_can_be_written_instead(plan):
+    _, _, _, registry = plan("--vram", "100", "--strategy", "fit")
+    (variant,) = load_registry(registry).variants
+    assert {t.solve.strategy for t in variant.ranks[0].tiers} == {"fit"}
+    assert "streamed" not in {p.where for t in variant.ranks[0].tiers for p in t.placements}
+
+
+def test_llama_cpp_arguments_name_what_is_not_pinned(plan):
+    _, out, _, registry = plan("--vram", "100", "--emit", "llama.cpp")
+    tier = load_registry(registry).variants[0].ranks[0].covering(1)
+    outside = [p.unit for p in tier.placements if p.where != "pinned" and "ffn" in p.unit]
+    assert out.startswith("-ngl ") and out.count("\n") == 1
+    assert ("ffn_.*=CPU" in out) == bool(outside)
+
+
+def test_two_devices_get_a_plan_each(plan):
+    code, _, err, registry = plan("--vram", "99,98", "-sm", "tensor", "-ts", "3,1")
+    assert code == 0 and "no collectives" in err
+    (variant,) = load_registry(registry).variants
+    assert [r.budget_mib for r in variant.ranks] == [99, 98] and variant.tensor_split == (0.75, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (("--vram", "96"), "the smallest budget that works is"),
+        (("--vram", "much"), "'much' is not a size in MiB"),
+        (("--vram", "100", "--sweep", "1:2:1"), "exclude each other"),
+        (("--sweep", "5:1:1"), "no range"),
+        (("--vram", "100,100"), "2 budgets for one device"),
+        (("--vram", "100", "--strategy", "luck"), "unknown strategy 'luck'; choose from ilp, fit"),
+        (("--vram", "100", "-ts", "1,1"), "-ts needs -sm tensor"),
+        (("--vram", "100", "--prompt", "250", "--generated", "100"), "do not fit the context of 256"),
+        (("--vram", "100", "--expl"), "unrecognized arguments: --expl"),
+        (("--vram", "100", "-np", "0"), "'0' is not a whole number"),
+    ],
+)
+def test_bad_input_gets_one_line_and_exit_code_2(plan, flags, complaint):
+    code, out, err, registry = plan(*flags)
+    assert code == 2 and out == ""
+    lines = [line for line in err.splitlines() if not line.startswith("note:")]
+    assert len(lines) == 1 and complaint in lines[0]
+    assert not registry.exists()
+
+
+def test_a_missing_or_damaged_profile_says_what_to_run(plan, tmp_path):
+    assert "run pshard-profile" in plan("--vram", "100", profile=tmp_path / "none.json")[2]
+    broken = tmp_path / "broken.json"
+    broken.write_text(PROFILE.read_text()[:500])
+    code, _, err, _ = plan("--vram", "100", profile=broken)
+    assert code == 2 and "run pshard-profile" in err
