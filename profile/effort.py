@@ -8,6 +8,7 @@ from pshard.profile.links import COPY_SIZES
 from pshard.profile.operands import rotation_bytes
 from pshard.profile.timing import Pace
 from pshard.quant import QUANT_TYPES
+from pshard.runtime.collective_times import SIZES
 
 COMMON_QTYPES = ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "BF16")
 OTHER_QTYPES = tuple(q for q in QUANT_TYPES if q not in COMMON_QTYPES)
@@ -42,6 +43,7 @@ class Effort:
     acc_tokens: tuple[int, ...]
     copy_sizes: tuple[int, ...]
     contention_seconds: float
+    sums: tuple[int, ...]  # bytes of all-reduces
 
 
 def quick_effort(cache_bytes: int) -> Effort:
@@ -59,6 +61,7 @@ def quick_effort(cache_bytes: int) -> Effort:
         acc_tokens=(1, 4, 16, 64, 128, 512, 2048, 4096),
         copy_sizes=COPY_SIZES,
         contention_seconds=0.4,
+        sums=SIZES[::2],
     )
 
 
@@ -79,6 +82,7 @@ def full_effort(cache_bytes: int) -> Effort:
         acc_tokens=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
         copy_sizes=COPY_SIZES,
         contention_seconds=2.0,
+        sums=SIZES,
     )
 
 

@@ -12,7 +12,8 @@ from pshard.quant import packed_nbytes
 from pshard.runtime.kernels import native
 
 CLOSE_ENOUGH = 0.03  # fewer threads are taken when they lose at most this much: the others stay free for copies
-ROUNDS = 3
+READ_BYTES = 32 << 20  # read at once: long beside waking the threads, short beside a time slice of the system
+ROUNDS = 6
 MATVEC = ("Q4_0", 4096, 4096)
 
 
@@ -31,15 +32,26 @@ def use_threads(count: int) -> None:
         native.set_threads(count)
 
 
+def best_rates(rate: Callable[[], float], counts: Iterable[int]) -> dict[int, float]:
+    """Thread count -> rate: the best of some rounds that take turns.
+
+    Other programs can only make a count look worse than it is.
+    """
+    rates = dict.fromkeys(counts, 0.0)
+    for _ in range(ROUNDS):
+        for count in rates:
+            use_threads(count)
+            rates[count] = max(rates[count], rate())
+    return rates
+
+
 def measure_reads(bench: KernelBench, counts: Iterable[int]) -> tuple[ReadTiming, ...]:
-    """DRAM read rate of the operand pool by thread count."""
-    memory = bench.pool.memory
-    timings = []
-    for count in counts:
-        use_threads(count)
-        seconds = median_seconds(lambda i: _read_once(memory), bench.pace)
-        timings.append(ReadTiming(count, memory.numel() / seconds))
-    return tuple(timings)
+    """DRAM read rate by thread count, from pieces of the operand pool that take turns."""
+    nbytes = min(READ_BYTES, bench.pool.nbytes)
+    whole = bench.pool.nbytes // nbytes * nbytes
+    turn = itertools.cycle(bench.pool.memory[:whole].split(nbytes))
+    rates = best_rates(lambda: nbytes / median_seconds(lambda i: _read_once(next(turn)), bench.pace), counts)
+    return tuple(ReadTiming(count, rate) for count, rate in rates.items())
 
 
 def _read_once(memory: torch.Tensor) -> None:
@@ -64,16 +76,9 @@ def matvec_reader(bench: KernelBench) -> Callable[[], int]:
 
 
 def matvec_rates(bench: KernelBench, counts: Iterable[int]) -> dict[int, float]:
-    """Bytes of weights per second that a matrix-vector product takes in, by thread count.
-
-    The best of some rounds that take turns: other programs can only make a count look worse than it is.
-    """
-    read, rates = matvec_reader(bench), dict.fromkeys(counts, 0.0)
-    for _ in range(ROUNDS):
-        for count in rates:
-            use_threads(count)
-            rates[count] = max(rates[count], packed_nbytes(*MATVEC) / bench.median(lambda i: read(), 1))
-    return rates
+    """Bytes of weights per second that a matrix-vector product takes in, by thread count."""
+    read = matvec_reader(bench)
+    return best_rates(lambda: packed_nbytes(*MATVEC) / bench.median(lambda i: read(), 1), counts)
 
 
 def pick_threads(rates: dict[int, float]) -> int:

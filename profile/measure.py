@@ -10,9 +10,11 @@ from itertools import zip_longest
 import torch
 
 from pshard import __version__
+from pshard.errors import UserError
 from pshard.machine import (
     AcceleratorInfo,
     AttentionTiming,
+    CollectiveTiming,
     Contention,
     CopyTiming,
     ElementwiseTiming,
@@ -24,6 +26,7 @@ from pshard.machine import (
 )
 from pshard.profile.effort import Effort, Shapes
 from pshard.profile.host_threads import (
+    ROUNDS,
     matvec_rates,
     matvec_reader,
     measure_reads,
@@ -37,6 +40,7 @@ from pshard.profile.kernels import KernelBench
 from pshard.profile.links import measure_contention, open_link, time_copies, time_handoff
 from pshard.profile.operands import LEAST_ROTATION, OperandPool
 from pshard.profile.step_cost import time_step
+from pshard.runtime.collective_times import measure_collectives
 from pshard.runtime.device import Device, open_device
 from pshard.runtime.loading import choose_kernels
 
@@ -93,9 +97,11 @@ def measure_machine(request: Request, progress: Progress) -> MachineProfile:
             plan_jobs(request, acc is not None),
             benches,
             started + request.effort.limit,
-            lambda label, share: progress(label, 0.1 + 0.9 * share),
+            lambda label, share: progress(label, 0.1 + 0.85 * share),
         )
         rows += timed
+        progress("all-reduce", 0.97)
+        collectives = time_collectives(request, len(accelerators), notes)
         if acc is None:
             rows += [replace(row, device="acc") for row in timed]
             notes.append("the accelerator is the CPU: its kernels are the host's and were timed once")
@@ -103,7 +109,8 @@ def measure_machine(request: Request, progress: Progress) -> MachineProfile:
             notes.append("page-locking was refused: copies are from pageable memory")
         if skipped:
             notes.append(f"{skipped} series of the general grid were left out for lack of time")
-        return _compose(request, accelerators, figures, link, rows, notes)
+        profile = _compose(request, accelerators, figures, link, rows, notes)
+        return replace(profile, collectives=collectives)
     finally:
         device.close()
 
@@ -118,6 +125,23 @@ def open_benches(effort: Effort, device: Device) -> tuple[KernelBench, KernelBen
     pool = OperandPool(min(effort.rotation, LEAST_ROTATION), device.torch_device)
     acc = KernelBench("acc", fast, device.torch_device, pool, effort.pace, effort.slow)
     return host, acc, list(notes)
+
+
+def time_collectives(request: Request, devices: int, notes: list[str]) -> tuple[CollectiveTiming, ...]:
+    """All-reduces between as many ranks as there are devices (on CPUs, as there are cores up to 4).
+
+    What keeps them from being timed goes into the notes: only plans for several ranks need them.
+    """
+    effort = request.effort
+    most = devices if request.accelerator != "cpu" else min(4, count_cores())
+    ranks = [n for n in ((most,) if effort.quick else range(2, most + 1)) if n > 1]
+    if not ranks or not effort.sums:
+        return ()
+    try:
+        return measure_collectives(request.accelerator, ranks, effort.sums)
+    except UserError as error:
+        notes.append(str(error))
+        return ()
 
 
 def _measure_host(request: Request, bench: KernelBench) -> HostFigures:
@@ -152,8 +176,10 @@ def expected_seconds(request: Request) -> float:
     """A guess at how long `measure_machine` will take."""
     effort = request.effort
     jobs = sum(job.expected for job in plan_jobs(request, request.accelerator != "cpu"))
-    reads = 4 * len(thread_counts(count_cores(), effort.quick)) * effort.pace.seconds
-    return 2 + reads + 6 * len(effort.copy_sizes) * effort.pace.seconds + min(effort.limit, jobs)
+    reads = 3 * ROUNDS * len(thread_counts(count_cores(), effort.quick)) * effort.pace.seconds
+    return (
+        2 + 5 * bool(effort.sums) + reads + 6 * len(effort.copy_sizes) * effort.pace.seconds + min(effort.limit, jobs)
+    )
 
 
 def run_jobs(

@@ -22,6 +22,7 @@ def print_profile(profile: MachineProfile, console: Console) -> None:
         _link_table(profile),
         *(_matmul_table(profile, side) for side in _sides(profile)),
         _attention_table(profile),
+        _collective_table(profile),
     ):
         if table.row_count:
             console.print(table)
@@ -137,6 +138,15 @@ def _attention_table(profile: MachineProfile) -> Table:
     for (heads, kv, dim, tokens, context), found in sorted(cells.items()):
         times = [f"{found[side] * 1e3:.3g}" if side in found else "-" for side in sides]
         table.add_row(f"{heads}/{kv} x {dim}", str(tokens), str(context), *times)
+    return table
+
+
+def _collective_table(profile: MachineProfile) -> Table:
+    sizes = sorted({c.nbytes for c in profile.collectives})
+    table = _table("All-reduce, µs", "ranks", *(_size(nbytes) for nbytes in sizes))
+    for backend, ranks in sorted({(c.backend, c.ranks) for c in profile.collectives}):
+        found = {c.nbytes: c.seconds for c in profile.collectives if (c.backend, c.ranks) == (backend, ranks)}
+        table.add_row(f"{ranks} ({backend})", *(f"{found[n] * 1e6:.0f}" if n in found else "-" for n in sizes))
     return table
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from pshard import cli_profile
+from pshard.errors import UserError
 from pshard.jsonio import from_json, to_json
 from pshard.machine import MachineProfile
 from pshard.model import ModelConfig, ModelSpec, Rope, TensorSpec, Unit
@@ -14,7 +15,7 @@ from pshard.profile.effort import Effort, Shapes, full_effort, model_shapes, qui
 from pshard.profile.identify import identify_host
 from pshard.profile.jobs import attention_points, list_jobs
 from pshard.profile.kernels import AttentionShape
-from pshard.profile.measure import Request, expected_seconds, measure_machine, run_jobs
+from pshard.profile.measure import Request, expected_seconds, measure_machine, run_jobs, time_collectives
 from pshard.profile.timing import Pace
 
 KIB = 1 << 10
@@ -30,6 +31,7 @@ TINY = Effort(
     acc_tokens=(1, 16, 128),
     copy_sizes=(4 * KIB, 64 * KIB),
     contention_seconds=0.05,
+    sums=(),
 )
 
 
@@ -150,6 +152,22 @@ def test_only_the_grid_is_skipped_for_lack_of_time():
     rows, skipped = run_jobs(jobs, deadline=0.0, benches={"host": None}, progress=lambda label, share: None)
     assert rows == [] and skipped == 2
     assert ran == [job.label for job in jobs if not job.optional]
+
+
+def test_all_reduces_need_two_devices_and_a_failure_is_a_note(monkeypatch):
+    asked: list[tuple] = []
+
+    def fail(device, ranks, sizes):
+        asked.append((device, list(ranks), sizes))
+        raise UserError("no group")
+
+    monkeypatch.setattr("pshard.profile.measure.measure_collectives", fail)
+    wanted = replace(request(), accelerator="cuda", effort=replace(TINY, sums=(4096,)))
+    notes: list[str] = []
+    assert time_collectives(wanted, devices=1, notes=notes) == () and not asked
+    assert time_collectives(wanted, devices=3, notes=notes) == () and notes == ["no group"]
+    time_collectives(replace(wanted, effort=replace(wanted.effort, quick=False)), devices=3, notes=notes)
+    assert asked == [("cuda", [3], (4096,)), ("cuda", [2, 3], (4096,))]
 
 
 def test_attention_is_timed_up_to_the_context():
