@@ -201,6 +201,7 @@ class UnitCost:
     kv_fetch: float = 0.0
     kv_fetch_bytes: int = 0
     kv_write: float = 0.0
+    issue: float = 0.0  # host seconds to issue the unit on an accelerator that works on its own
 
 
 def unit_cost(unit: Unit, spec: ModelSpec, tables: Tables, load: TierLoad, workload: Workload) -> UnitCost:
@@ -213,7 +214,7 @@ def unit_cost(unit: Unit, spec: ModelSpec, tables: Tables, load: TierLoad, workl
         config = replace(config, n_heads=heads, n_kv_heads=kv_heads)
     seconds = {}
     for side in ("acc", "host"):
-        s = tables.elementwise(side, "step", 1, 1)
+        s = 0.0
         if unit.kind == "embedding":
             s += tables.elementwise(side, "embed", load.tokens, config.d_model)
         else:
@@ -231,6 +232,8 @@ def unit_cost(unit: Unit, spec: ModelSpec, tables: Tables, load: TierLoad, workl
                 s += tables.elementwise(side, "norm", rows, width)
             s += _attention_of(tables, side, config, load, workload.type_k)
         seconds[side] = s
+    step = tables.elementwise("acc", "step", 1, 1)
+    waits = tables.kind == "cpu"  # the CPU as accelerator computes where it is issued
     reads = load.tokens * config.d_model * 4 if unit.kind == "embedding" else unit.packed_nbytes
     fetch = write = 0
     if unit.kind == "attention":
@@ -238,14 +241,15 @@ def unit_cost(unit: Unit, spec: ModelSpec, tables: Tables, load: TierLoad, workl
         reads += load.sequences * load.past * cell
         fetch, write = load.sequences * load.past * cell, load.tokens * cell
     return UnitCost(
-        seconds["acc"],
-        seconds["host"],
+        seconds["acc"] + (step if waits else 0.0),
+        seconds["host"] + tables.elementwise("host", "step", 1, 1),
         unit.packed_nbytes,
         tables.copy("h2d", unit.packed_nbytes),
         reads,
         tables.copy("h2d", fetch),
         fetch,
         tables.copy("d2h", write),
+        0.0 if waits else step,
     )
 
 

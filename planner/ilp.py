@@ -31,6 +31,7 @@ class ClassCost:
     link: float
     kv_nbytes: int = 0
     kv_fetch: float = 0.0
+    issue: float = 0.0  # host seconds to issue it on the accelerator
     kv_stall: float = 0.0  # what the accelerator waits for the fetch: one stage serves all layers
 
 
@@ -149,12 +150,13 @@ def _add_tier(program, t: int, problem: TierProblem, pin, cpu, kv, relaxed: bool
     trips = pulp.LpVariable(f"trips_{t}", 0)  # runs of CPU units beside the one that the embedding begins
     entered = pulp.LpVariable(f"entered_{t}", 0)
     reached = pulp.LpVariable(f"reached_{t}", cat="Binary")
-    acc, host, link, alone, units, held = [], [], [], [], [], [problem.slots * slot]
+    acc, host, link, alone, units, issue, held = [], [], [], [], [], [], [problem.slots * slot]
     for c, cost in enumerate(problem.classes):
         streamed = cost.size - pin[c] - cpu[c]
         held.append(cost.nbytes / MIB * pin[c])
         acc.append(MS * cost.acc * (cost.size - cpu[c]))
         host.append(MS * cost.cpu * cpu[c])
+        issue.append(MS * cost.issue * (cost.size - cpu[c]))
         if cost.kind == "embedding":
             program += streamed == 0, f"embedding_{t}_{c}"
             program += kv[c] == 0
@@ -198,6 +200,7 @@ def _add_tier(program, t: int, problem: TierProblem, pin, cpu, kv, relaxed: bool
     both = pulp.LpVariable(f"both_{t}", 0)  # ms in which host work and copies overlap
     program += total >= acc_ms + host_ms + (1 - fc) * both, f"serial_{t}"
     program += total >= link_ms + (1 - fl) * both, f"link_{t}"
+    program += total >= pulp.lpSum(issue) + host_ms + (1 - fc) * both, f"host_{t}"
     program += total >= host_ms + link_ms - (fl + fc - 1) * both, f"dram_{t}"
     program += fc * both <= host_ms, f"both_host_{t}"
     program += fl * both <= link_ms, f"both_link_{t}"
@@ -249,7 +252,7 @@ def _relaxation_value(program, name: str) -> float:
 
 def fluid_seconds(problem: TierProblem, counts: tuple[Counts, ...], relaxed: bool = False) -> float:
     """The program's time of given counts, computed without a solver. Seconds."""
-    acc = host = link = alone = 0.0
+    acc = host = link = alone = issue = 0.0
     for cost, n in zip(problem.classes, counts):
         streamed = cost.size - n.pin - n.cpu if cost.kind != "embedding" else 0
         on_host = cost.size - n.cpu - n.kv if cost.kv_nbytes else 0
@@ -257,6 +260,7 @@ def fluid_seconds(problem: TierProblem, counts: tuple[Counts, ...], relaxed: boo
         host += cost.cpu * n.cpu
         link += cost.link * streamed + cost.kv_fetch * on_host
         alone += cost.acc * streamed
+        issue += cost.issue * (cost.size - n.cpu)
     reached = any(c.kind != "embedding" and c.size > n.cpu for c, n in zip(problem.classes, counts))
     on_cpu = dict.fromkeys(("attention", "ffn", "embedding", "output"), 0)
     for cost, n in zip(problem.classes, counts):
@@ -272,6 +276,7 @@ def fluid_seconds(problem: TierProblem, counts: tuple[Counts, ...], relaxed: boo
         trips = problem.round_trip * max(least, runs)
         serial = acc + host + trips + (1 - fc) * both
         times = (serial, link + (1 - fl) * both, host + link - (fl + fc - 1) * both)
+        times = (*times, issue + host + (1 - fc) * both)
         return max(*times, link + alone if problem.slots == 1 else 0.0)
 
     # convex and piecewise linear in the overlap: golden-section search

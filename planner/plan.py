@@ -118,7 +118,8 @@ def rank_shares(workload: Workload) -> tuple[float, ...]:
     ratios = workload.tensor_split or (1.0,) * n
     if len(ratios) != n:
         raise UserError(f"--tensor-split has {len(ratios)} ratios and --vram {n} budgets; give one of each per device")
-    return tuple(r / sum(ratios) for r in ratios)
+    total = sum(ratios)  # shares stay as they were given, to the last bit: registries compare them
+    return ratios if abs(total - 1) < 1e-9 else tuple(r / total for r in ratios)
 
 
 def cut_ranks(spec: ModelSpec, shares: tuple[float, ...]) -> tuple[ModelSpec, ...]:

@@ -16,7 +16,11 @@ def tier_problem(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, s
         unit = costs.units[cls.units[0].name]
         kv = room.kv_layer if cls.kind == "attention" else 0
         stall = max(0.0, unit.kv_fetch + unit.kv_write - between) if unit.kv_fetch else 0.0
-        rows.append(ClassCost(cls.kind, cls.size, cls.nbytes, unit.acc, unit.cpu, unit.link, kv, unit.kv_fetch, stall))
+        rows.append(
+            ClassCost(
+                cls.kind, cls.size, cls.nbytes, unit.acc, unit.cpu, unit.link, kv, unit.kv_fetch, unit.issue, stall
+            )
+        )
     hidden, logits = load.tokens * spec.config.d_model * 4, load.logit_rows * spec.config.vocab * 4
     to_acc, to_cpu = costs.handoff("acc", hidden), costs.handoff("cpu", hidden)
     reduce = costs.tables.collective(costs.ranks, hidden)

@@ -130,6 +130,7 @@ class _Machine:
             self.host = self.link.beside(start, unit.cpu, costs.contended[step.unit])
             self.log.append((step, "cpu", start, self.host))
             return
+        self.host += unit.issue
         start = max(self.acc, self.host)
         if step.source == "slot":
             start = max(start, self.link.wait(self.loaded[step.unit]))
