@@ -14,8 +14,6 @@ import torch
 
 from pshard.errors import UserError
 
-REGISTER_CHUNK = 1 << 30  # page-locking goes piece by piece, so that a refusal is found early and undone
-
 
 class Device(Protocol):
     """What the executor needs of an accelerator. Events come from its lanes and are waited for by them or the host."""
@@ -77,19 +75,11 @@ class CudaDevice:
             ) from None
 
     def page_lock(self, memory: torch.Tensor) -> bool:
-        runtime, locked = torch.cuda.cudart(), 0
-        while locked < memory.numel():
-            size = min(REGISTER_CHUNK, memory.numel() - locked)
-            if int(runtime.cudaHostRegister(memory.data_ptr() + locked, size, 0)) != 0:
-                for at in range(0, locked, REGISTER_CHUNK):
-                    runtime.cudaHostUnregister(memory.data_ptr() + at)
-                return False
-            locked += size
-        return True
+        # one registration: a copy that spans two of them is an invalid argument to the driver
+        return int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0
 
     def page_unlock(self, memory: torch.Tensor) -> None:
-        for at in range(0, memory.numel(), REGISTER_CHUNK):
-            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr() + at)
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
     def copy_in(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Any] = ()) -> torch.cuda.Event:
         return self._copy(self._in, dst, src, after)

@@ -278,7 +278,7 @@ class _Run:
     def step(self, step: Any) -> None:
         """Issue one step. Units on the accelerator are held back until something else must happen, so that a run of
         them is one CUDA graph."""
-        if isinstance(step, Compute) and step.on == "acc":
+        if isinstance(step, Compute) and step.on == "acc" and step.unit != "embedding":
             if self._must_wait(step):
                 self.flush()
                 self._wait_for_inputs(step)
@@ -288,8 +288,8 @@ class _Run:
         self.flush()
         match step:
             case Compute():
-                self.side = "cpu"
-                with torch.inference_mode():
+                self.side = step.on
+                with self.executor.device.computing() if step.on == "acc" else torch.inference_mode():
                     self._execute(step)
             case CopyIn():
                 self.executor._copy_in(step, [self.freed])
@@ -316,7 +316,7 @@ class _Run:
         with e.device.computing():
             e.device.repeat((*key, self.acc_rows.cells), self._is_small(), lambda: [self._execute(s) for s in steps])
         if self.executor.spec.unit(steps[-1].unit).kind == "output":
-            if self._is_small() and self.logit_rows:
+            if self._is_small() and self.logit_rows and self.executor.spec.units[-1].tensors:
                 self.pending = self._logits_on_device()  # a replayed graph has written them without telling
             self._deliver_logits()
 
@@ -453,6 +453,7 @@ class _Run:
             done = e.device.copy_out(to, origin, state.stage_free)
         e._written[step.unit] = done
         state.stage_ready.append(done)  # the next layer's new cells go where these are read from
+        state.stage_free.append(done)  # and so may its old ones, where a rank's layers differ in width
 
     def _all_reduce(self) -> None:
         e, side = self.executor, self._side()
