@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #include "kernels.h"
@@ -31,6 +32,8 @@ constexpr size_t kCopyPiece = 4 << 20;
 
 template <class Number>
 Number round_up(Number n, Number to) { return (n + to - 1) / to * to; }
+
+uint8_t* align(uint8_t* p) { return p + (64 - reinterpret_cast<uintptr_t>(p) % 64) % 64; }
 
 struct Matrix {
   const uint8_t* data;
@@ -130,10 +133,9 @@ void gate_up(Team& team, const Activations& a, const Activations& b, const Matri
   });
 }
 
-// Attention of queries that share a kv head, cut into tasks of kQueries queries and, where those are few, of a range
-// of cells; partial results are joined in a fixed order.
+// Attention, cut into tasks of kQueries queries of every kv head and of a range of cells; how, depends on the shape
+// only. Partial results are joined in a fixed order.
 constexpr int kQueries = 16;
-constexpr int64_t kSplitCells = 512;
 
 struct Attention {
   const float* q;
@@ -147,56 +149,55 @@ struct Attention {
 
   int shared() const { return heads / kv_heads; }
   int padded() const { return round_up(d, 16); }
-  int blocks() const { return (tokens * shared() + kQueries - 1) / kQueries; }
+  int queries() const { return tokens * shared(); }  // of one kv head: token by token
+  int blocks() const { return (queries() + kQueries - 1) / kQueries; }
+  int slots() const { return round_up(std::min(kQueries, queries()), 4); }
   int64_t cells() const { return before + tokens; }
   int64_t split() const {  // cells of one task
-    if (kv_heads * blocks() >= 64) return cells();
-    return std::max(kSplitCells, round_up((cells() + 31) / 32, kSplitCells));
+    const int64_t splits = std::clamp(64 / blocks(), 1, 32);
+    return round_up<int64_t>((cells() + splits - 1) / splits, kTileCells);
   }
   int64_t splits() const { return (cells() + split() - 1) / split(); }
-  int64_t tasks() const { return kv_heads * blocks() * splits(); }
-  int64_t partial_floats() const { return kQueries * (padded() + 2); }
+  int64_t partial_floats() const { return static_cast<int64_t>(kv_heads) * slots() * (padded() + 2); }
+  // Query i of kv head h: where its row starts in q and out.
+  int64_t row(int head, int i) const { return (static_cast<int64_t>(i / shared()) * heads + head * shared() + i % shared()) * d; }
 };
 
-void attend_task(const Attention& a, int64_t task, float* partial) {
-  const int64_t s = task % a.splits(), block = task / a.splits() % a.blocks(), head = task / a.splits() / a.blocks();
-  const int shared = a.shared(), padded = a.padded(), first = static_cast<int>(block) * kQueries;
-  const int queries = std::min(kQueries, a.tokens * shared - first);
-  std::vector<float> q(kQueries * padded, 0.0f);
-  int64_t visible[kQueries] = {};
-  for (int i = 0; i < queries; ++i) {
-    const int token = (first + i) / shared, g = (first + i) % shared;
-    const float* row = a.q + (static_cast<int64_t>(token) * a.heads + head * shared + g) * a.d;
-    for (int j = 0; j < a.d; ++j) q[i * padded + j] = row[j] * a.scale;
-    visible[i] = a.before + token + 1;
-  }
-  const int64_t head_bytes = head * a.d * kFormats[a.kv_type].nbytes;
-  kernels().attention({q.data(), a.k + head_bytes, a.v + head_bytes, a.cell_stride, a.kv_type, queries, a.d, visible,
-                       s * a.split(), std::min(a.cells(), (s + 1) * a.split()), partial,
-                       partial + kQueries * padded, partial + kQueries * padded + kQueries});
+// Partial result: out [kv_heads][slots][padded], then peaks and sums [kv_heads][slots].
+void attend_task(const Attention& a, int64_t block, int64_t split, float* partial) {
+  const int first = static_cast<int>(block) * kQueries, queries = std::min(kQueries, a.queries() - first);
+  const int slots = a.slots(), padded = a.padded();
+  std::vector<float> q(a.kv_heads * slots * padded, 0.0f);
+  int64_t visible[kQueries] = {}, last = 0;
+  for (int i = 0; i < queries; ++i) visible[i] = last = a.before + (first + i) / a.shared() + 1;
+  for (int head = 0; head < a.kv_heads; ++head)
+    for (int i = 0; i < queries; ++i)
+      for (int j = 0; j < a.d; ++j) q[(head * slots + i) * padded + j] = a.q[a.row(head, first + i) + j] * a.scale;
+  const std::unique_ptr<uint8_t[]> tile(new uint8_t[attention_tile_bytes(padded) + 64]);
+  float* peak = partial + a.kv_heads * slots * padded;
+  kernels().attention({q.data(), a.k, a.v, a.cell_stride, a.kv_type, a.kv_heads, queries, slots, a.d, padded, visible,
+                       split * a.split(), std::min(last, (split + 1) * a.split()), align(tile.get()), partial, peak,
+                       peak + a.kv_heads * slots});
 }
 
-// Joins the splits of one block of queries: out = sum_s e^(peak_s - peak) o_s / sum_s e^(peak_s - peak) sum_s.
-void join_splits(const Attention& a, int64_t job, const float* partials) {
-  const int64_t block = job % a.blocks(), head = job / a.blocks(), n = a.splits(), each = a.partial_floats();
-  const int shared = a.shared(), padded = a.padded(), first = static_cast<int>(block) * kQueries;
-  const float* base = partials + job * n * each;
-  for (int i = 0; i < std::min(kQueries, a.tokens * shared - first); ++i) {
-    const int token = (first + i) / shared, g = (first + i) % shared;
-    float* out = a.out + (static_cast<int64_t>(token) * a.heads + head * shared + g) * a.d;
-    float peak = -INFINITY, sum = 0;
-    for (int64_t s = 0; s < n; ++s) peak = std::max(peak, base[s * each + kQueries * padded + i]);
-    std::fill(out, out + a.d, 0.0f);
-    for (int64_t s = 0; s < n; ++s) {
-      const float* part = base + s * each;
-      const float part_sum = part[kQueries * padded + kQueries + i];
-      if (part_sum == 0) continue;  // sees no cell of this split
-      const float weight = std::exp(part[kQueries * padded + i] - peak);
-      sum += weight * part_sum;
-      for (int j = 0; j < a.d; ++j) out[j] += weight * part[i * padded + j];
-    }
-    for (int j = 0; j < a.d; ++j) out[j] /= sum;
+// Joins the splits of one query: out = sum_s e^(peak_s - peak) o_s / sum_s e^(peak_s - peak) sum_s.
+void join_splits(const Attention& a, int head, int query, const float* partials) {
+  const int slots = a.slots(), padded = a.padded(), slot = head * slots + query % kQueries;
+  const int64_t n = a.splits(), each = a.partial_floats(), peaks = static_cast<int64_t>(a.kv_heads) * slots * padded;
+  const float* base = partials + query / kQueries * n * each;
+  float* out = a.out + a.row(head, query);
+  float peak = -INFINITY, sum = 0;
+  for (int64_t s = 0; s < n; ++s) peak = std::max(peak, base[s * each + peaks + slot]);
+  std::fill(out, out + a.d, 0.0f);
+  for (int64_t s = 0; s < n; ++s) {
+    const float* part = base + s * each;
+    const float part_sum = part[peaks + a.kv_heads * slots + slot];
+    if (part_sum == 0) continue;  // sees no cell of this split
+    const float weight = std::exp(part[peaks + slot] - peak);
+    sum += weight * part_sum;
+    for (int j = 0; j < a.d; ++j) out[j] += weight * part[slot * padded + j];
   }
+  for (int j = 0; j < a.d; ++j) out[j] /= sum;
 }
 
 }  // namespace
@@ -319,11 +320,16 @@ PSHARD_API void pshard_attention(const float* q, const void* k, const void* v, i
                       int64_t tokens, int heads, int kv_heads, int d, float scale, float* out) {
   const Attention a{q, static_cast<const char*>(k), static_cast<const char*>(v), cell_stride, kv_type, before,
                     static_cast<int>(tokens), heads, kv_heads, d, scale, out};
-  Pool::instance().with_scratch(a.tasks() * a.partial_floats() * sizeof(float), [&](uint8_t* scratch) {
+  const int64_t splits = a.splits();
+  Pool::instance().with_scratch(a.blocks() * splits * a.partial_floats() * sizeof(float), [&](uint8_t* scratch) {
     auto* partials = reinterpret_cast<float*>(scratch);
     Pool::instance().run([&](Team& team) {
-      team.for_each(a.tasks(), [&](int64_t task) { attend_task(a, task, partials + task * a.partial_floats()); });
-      team.for_each(a.kv_heads * a.blocks(), [&](int64_t job) { join_splits(a, job, partials); });
+      team.for_each(a.blocks() * splits, [&](int64_t task) {
+        attend_task(a, task / splits, task % splits, partials + task * a.partial_floats());
+      });
+      team.for_each(a.kv_heads * a.queries(), [&](int64_t i) {
+        join_splits(a, static_cast<int>(i % a.kv_heads), static_cast<int>(i / a.kv_heads), partials);
+      });
     });
   });
 }

@@ -20,34 +20,56 @@ void silu_mul(float* gate, const float* up, int64_t n) {  // n a multiple of 16
   }
 }
 
-constexpr int kTile = 64;  // cells
+constexpr int kTile = kTileCells;
 
-template <int T>
-inline Floats load_cell(const char* cell, int64_t k, int64_t d) {
-  const auto* p = reinterpret_cast<const typename Plain<T>::Word*>(cell) + k;
-  return d - k >= 16 ? Plain<T>::load16(p) : Plain<T>::load_tail(p, d - k);
+// Fetches the cells of the next tile, all kv heads of a cell in a row as they lie in memory, a few lines at a time while
+// the loops below compute: bursts would stall them, and one head's cells alone lie a stride apart, which DRAM and the
+// hardware prefetchers serve badly. A prefetch past the last cell reads nothing and cannot fault.
+struct Ahead {
+  const char *at, *row_end;
+  int64_t row_bytes, stride;
+  int lines;  // for each call
+
+  Ahead(const char* cell, int64_t row_bytes, int64_t stride, int64_t calls)
+      : at(cell), row_end(cell + row_bytes), row_bytes(row_bytes), stride(stride),
+        lines(static_cast<int>((kTile * ((row_bytes + 63) / 64) + calls - 1) / calls)) {}
+  inline void fetch() {
+    for (int i = 0; i < lines; ++i, at += 64) {
+      if (at >= row_end) at = row_end += stride, at -= row_bytes;
+      prefetch_far(reinterpret_cast<const uint8_t*>(at));
+    }
+  }
+};
+
+// Copies one head's part of n cells to [n rounded up to 4][padded], zeros around it.
+template <class Word>
+inline void copy_tile(const char* from, int64_t stride, int n, int64_t d, int64_t padded, Word* to) {
+  for (int c = 0; c < (n + 3) / 4 * 4; ++c, from += stride, to += padded) {
+    const int64_t filled = c < n ? d : 0;
+    std::memcpy(to, from, filled * sizeof(Word));
+    if (filled < padded) std::memset(to + filled, 0, (padded - filled) * sizeof(Word));
+  }
 }
 
-// scores[query][cell] of four queries and cells [start, start + n).
+// scores[query][cell] of four queries and n cells (rounded up to 4); `stride` words from key to key.
 template <int T>
-inline void score_tile(const AttentionTask& t, const float* q, int64_t start, int n, float scores[4][kTile]) {
-  const int64_t padded = (t.d + 15) / 16 * 16;
+inline void score_tile(const typename Plain<T>::Word* keys, int64_t stride, const float* q, int n, int64_t padded,
+                       Ahead& ahead, float scores[4][kTile]) {
   for (int c = 0; c < n; c += 4) {
-    const char* cells[4];
-    for (int i = 0; i < 4; ++i) cells[i] = t.k + (start + (c + i < n ? c + i : n - 1)) * t.cell_stride;
-    Floats sums[4][4];
-    for (auto& row : sums)
-      for (auto& s : row) s = zero();
-    for (int64_t k = 0; k < t.d; k += 16) {
-      Floats keys[4];
-      for (int i = 0; i < 4; ++i) keys[i] = load_cell<T>(cells[i], k, t.d);
+    ahead.fetch();
+    Floats sums[16];  // query * 4 + cell
+    for (auto& s : sums) s = zero();
+    for (int64_t k = 0; k < padded; k += 16) {
+      Floats key[4];
+      for (int i = 0; i < 4; ++i) key[i] = Plain<T>::load16(keys + (c + i) * stride + k);
       for (int j = 0; j < 4; ++j) {
         const Floats query = load(q + j * padded + k);
-        for (int i = 0; i < 4; ++i) sums[j][i] = fma(query, keys[i], sums[j][i]);
+        for (int i = 0; i < 4; ++i) sums[j * 4 + i] = fma(query, key[i], sums[j * 4 + i]);
       }
     }
-    for (int j = 0; j < 4; ++j)
-      for (int i = 0; i < 4; ++i) scores[j][c + i] = sum_lanes(sums[j][i]);
+    float dots[16];
+    sum_each(sums, dots);
+    for (int j = 0; j < 4; ++j) std::memcpy(scores[j] + c, dots + j * 4, 16);
   }
 }
 
@@ -79,50 +101,69 @@ inline void soften(float* scores, int64_t valid, float* out, int64_t padded, flo
   sum += sum_lanes(total);
 }
 
-// out[query] += sum over cells of p * v, for four queries; Chunks * 16 columns from column k.
+// out[query] += sum over cells of p * v, for four queries and Chunks * 16 columns.
 template <int T, int Chunks>
-inline void add_values(const AttentionTask& t, int64_t start, int n, const float p[4][kTile], int64_t k, float* out) {
-  const int64_t padded = (t.d + 15) / 16 * 16;
+inline void add_values(const typename Plain<T>::Word* values, int64_t stride, const float p[4][kTile], int n,
+                       int64_t padded, Ahead& ahead, float* out) {
   Floats sums[4][Chunks];
   for (int j = 0; j < 4; ++j)
-    for (int i = 0; i < Chunks; ++i) sums[j][i] = load(out + j * padded + k + i * 16);
+    for (int i = 0; i < Chunks; ++i) sums[j][i] = load(out + j * padded + i * 16);
   for (int c = 0; c < n; ++c) {
-    Floats values[Chunks];
-    for (int i = 0; i < Chunks; ++i) values[i] = load_cell<T>(t.v + (start + c) * t.cell_stride, k + i * 16, t.d);
+    if (c % 4 == 0) ahead.fetch();
+    Floats value[Chunks];
+    for (int i = 0; i < Chunks; ++i) value[i] = Plain<T>::load16(values + c * stride + i * 16);
     for (int j = 0; j < 4; ++j) {
       const Floats weight = splat(p[j][c]);
-      for (int i = 0; i < Chunks; ++i) sums[j][i] = fma(weight, values[i], sums[j][i]);
+      for (int i = 0; i < Chunks; ++i) sums[j][i] = fma(weight, value[i], sums[j][i]);
     }
   }
   for (int j = 0; j < 4; ++j)
-    for (int i = 0; i < Chunks; ++i) store(out + j * padded + k + i * 16, sums[j][i]);
+    for (int i = 0; i < Chunks; ++i) store(out + j * padded + i * 16, sums[j][i]);
 }
 
 template <int T>
 void attend(const AttentionTask& t) {
-  const int64_t padded = (t.d + 15) / 16 * 16;
-  const int blocks = (t.queries + 3) / 4;
-  for (int64_t i = 0; i < blocks * 4 * padded; ++i) t.out[i] = 0;
-  for (int i = 0; i < blocks * 4; ++i) t.peak[i] = -__builtin_inff(), t.sum[i] = 0;
+  using Word = typename Plain<T>::Word;
+  const int64_t padded = t.padded, head_bytes = t.d * sizeof(Word), slots = t.kv_heads * t.slots;
+  for (int64_t i = 0; i < slots * padded; ++i) t.out[i] = 0;
+  for (int64_t i = 0; i < slots; ++i) t.peak[i] = -__builtin_inff(), t.sum[i] = 0;
   alignas(64) float p[4][kTile];
-  for (int64_t start = t.begin; start < t.end; start += kTile)
-    for (int b = 0; b < blocks; ++b) {
-      const int64_t* visible = t.visible + b * 4;
-      int64_t last = 0;
-      for (int j = 0; j < 4; ++j) last = visible[j] > last ? visible[j] : last;
-      last = last < t.end ? last : t.end;
-      const int n = static_cast<int>(last - start < kTile ? last - start : kTile);
-      if (n <= 0) continue;
-      float* out = t.out + b * 4 * padded;
-      score_tile<T>(t, t.q + b * 4 * padded, start, n, p);
-      for (int j = 0; j < 4; ++j) {
-        const int64_t valid = visible[j] - start < n ? visible[j] - start : n;
-        soften(p[j], valid, out + j * padded, padded, t.peak[b * 4 + j], t.sum[b * 4 + j]);
+  const int64_t steps = slots / 4 * (kTile / 4), value_steps = steps * (padded / 64 + padded % 64 / 16);
+  for (int64_t start = t.begin; start < t.end; start += kTile) {
+    const int cells = static_cast<int>(t.end - start < kTile ? t.end - start : kTile);
+    const int64_t next = (start + kTile) * t.cell_stride;
+    Ahead next_keys(t.k + next, t.kv_heads * head_bytes, t.cell_stride, steps);
+    Ahead next_values(t.v + next, t.kv_heads * head_bytes, t.cell_stride, value_steps);
+    for (int head = 0; head < t.kv_heads; ++head) {
+      const char *key_cells = t.k + start * t.cell_stride + head * head_bytes;
+      const char *value_cells = t.v + start * t.cell_stride + head * head_bytes;
+      const auto *keys = reinterpret_cast<const Word*>(key_cells), *values = reinterpret_cast<const Word*>(value_cells);
+      int64_t stride = t.cell_stride / sizeof(Word);
+      // A few queries read the cells where they are; otherwise a copy without gaps or ragged ends pays.
+      if (t.slots > 8 || t.d != padded || cells % 4) {
+        auto *key_copy = reinterpret_cast<Word*>(t.tile), *value_copy = key_copy + kTile * padded;
+        copy_tile(key_cells, t.cell_stride, cells, t.d, padded, key_copy);
+        copy_tile(value_cells, t.cell_stride, cells, t.d, padded, value_copy);
+        keys = key_copy, values = value_copy, stride = padded;
       }
-      int64_t k = 0;
-      for (; k + 64 <= padded; k += 64) add_values<T, 4>(t, start, n, p, k, out);
-      for (; k < padded; k += 16) add_values<T, 1>(t, start, n, p, k, out);
+      for (int b = 0; b < t.slots / 4; ++b) {
+        const int64_t slot = head * t.slots + b * 4, *visible = t.visible + b * 4;
+        int64_t last = 0;
+        for (int j = 0; j < 4; ++j) last = visible[j] > last ? visible[j] : last;
+        const int n = static_cast<int>(last - start < cells ? last - start : cells);
+        if (n <= 0) continue;
+        float* out = t.out + slot * padded;
+        score_tile<T>(keys, stride, t.q + slot * padded, n, padded, next_keys, p);
+        for (int j = 0; j < 4; ++j) {
+          const int64_t valid = visible[j] - start < n ? visible[j] - start : n;
+          soften(p[j], valid, out + j * padded, padded, t.peak[slot + j], t.sum[slot + j]);
+        }
+        int64_t k = 0;
+        for (; k + 64 <= padded; k += 64) add_values<T, 4>(values + k, stride, p, n, padded, next_values, out + k);
+        for (; k < padded; k += 16) add_values<T, 1>(values + k, stride, p, n, padded, next_values, out + k);
+      }
     }
+  }
 }
 
 void attention(const AttentionTask& task) {

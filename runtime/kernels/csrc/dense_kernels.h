@@ -46,12 +46,16 @@ inline void dot_rows(const typename Plain<T>::Word* w, int64_t cols, const float
 template <int T, int Count>
 inline void dense_tokens(const uint8_t* record, int64_t cols, int rows, const TokenGroup& group, float* tile) {
   using Word = typename Plain<T>::Word;
-  constexpr int kRows = Count == 8 ? 2 : 4;
+  constexpr int kRows = 4, kTokens = Count < 4 ? Count : 4;  // 16 sums stay in registers; eight tokens go in two halves
   const auto *w = reinterpret_cast<const Word*>(record), *next = reinterpret_cast<const Word*>(group.ahead);
   int r = 0;
   for (; r + kRows <= rows; r += kRows)
-    dot_rows<T, kRows, Count>(w + r * cols, cols, group.x, r + kRows < rows ? w + (r + kRows) * cols : next, tile + r);
-  for (; r < rows; ++r) dot_rows<T, 1, Count>(w + r * cols, cols, group.x, next, tile + r);
+    for (int m = 0; m < Count; m += kTokens)
+      dot_rows<T, kRows, kTokens>(w + r * cols, cols, group.x + m, r + kRows < rows ? w + (r + kRows) * cols : next,
+                                  tile + m * 16 + r);
+  for (; r < rows; ++r)
+    for (int m = 0; m < Count; m += kTokens)
+      dot_rows<T, 1, kTokens>(w + r * cols, cols, group.x + m, next, tile + m * 16 + r);
 }
 
 template <int T>

@@ -6,6 +6,10 @@
 #include <initializer_list>
 #include <type_traits>
 
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("O2")  // a third of the time to compile, and no slower
+#endif
+
 namespace pshard {
 namespace {
 #include "simd_portable.h"

@@ -14,19 +14,23 @@ struct alignas(64) ActChunk {
   int32_t correction[2];  // -offset * sum of q over the same halves, where the integer dot products start
 };
 
-// Queries of one kv head against cells [begin, end) of its cache.
+// Queries of all kv heads against cells [begin, end) of the cache. Per kv head there are `queries` of them, in groups of
+// 4 with padding: `slots` = queries rounded up to 4. Columns are padded with zeros to `padded`, a multiple of 16.
 struct AttentionTask {
-  const float* q;          // [queries rounded up to 4][d rounded up to 16], times the softmax scale, padded with zeros
-  const char *k, *v;       // cell 0 of this kv head
-  int64_t cell_stride;     // bytes
-  int kv_type;             // F32, F16 or BF16
-  int queries, d;
-  const int64_t* visible;  // [queries rounded up to 4]: a query sees cells 0..visible-1
+  const float* q;      // [kv_heads][slots][padded], times the softmax scale
+  const char *k, *v;   // cell 0
+  int64_t cell_stride; // bytes
+  int kv_type;         // F32, F16 or BF16
+  int kv_heads, queries, slots, d, padded;
+  const int64_t* visible;  // [slots]: a query sees cells 0..visible-1
   int64_t begin, end;
-  float* out;              // [queries rounded up to 4][d rounded up to 16]: sum of p * v, not divided by the sum of p
-  float* peak;             // [queries rounded up to 4]: largest score
-  float* sum;              // [queries rounded up to 4]: sum of p = exp(score - peak)
+  uint8_t* tile;       // attention_tile_bytes(padded), 64-byte aligned: a copy of the keys and values at work
+  float* out;          // [kv_heads][slots][padded]: sum of p * v, not divided by the sum of p
+  float* peak;         // [kv_heads][slots]: largest score
+  float* sum;          // [kv_heads][slots]: sum of p = exp(score - peak)
 };
+constexpr int kTileCells = 64;
+inline size_t attention_tile_bytes(int padded) { return 2 * sizeof(float) * kTileCells * padded; }
 
 // One token group of a linear layer: `count` is 1, 2, 4 or 8 and says how many tokens share each decoded weight.
 struct TokenGroup {

@@ -74,6 +74,9 @@ inline float sum_lanes(Floats v) {
   const __m128 h = _mm_add_ps(q, _mm_movehl_ps(q, q));
   return _mm_cvtss_f32(_mm_add_ss(h, _mm_shuffle_ps(h, h, 1)));
 }
+inline void sum_each(const Floats v[16], float* out) {
+  for (int i = 0; i < 16; ++i) out[i] = sum_lanes(v[i]);
+}
 inline float max_lanes(Floats v) {
   const __m256 s = _mm256_max_ps(v.a, v.b);
   const __m128 q = _mm_max_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
@@ -132,6 +135,7 @@ inline void store_bf16(uint16_t* p, Floats v) {
 }
 
 inline void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+inline void prefetch_far(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
 
 inline uint64_t sum_words(const uint8_t* data, size_t nbytes) {
   __m256i s[4] = {};

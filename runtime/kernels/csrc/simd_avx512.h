@@ -42,6 +42,21 @@ inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c
 inline Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 inline Floats abs(Floats a) { return _mm512_abs_ps(a); }
 inline float sum_lanes(Floats v) { return _mm512_reduce_add_ps(v); }
+// out[i] = the sum of v[i]'s lanes: a transposition that adds at every level.
+inline void sum_each(const Floats v[16], float* out) {
+  __m512 quads[4];
+  for (int i = 0; i < 4; ++i) {
+    const __m512 *a = v + 4 * i;
+    const __m512 ab = add(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
+    const __m512 cd = add(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
+    const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+    const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+    quads[i] = add(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+  }
+  const __m512 x = add(_mm512_shuffle_f32x4(quads[0], quads[1], 0x44), _mm512_shuffle_f32x4(quads[0], quads[1], 0xEE));
+  const __m512 y = add(_mm512_shuffle_f32x4(quads[2], quads[3], 0x44), _mm512_shuffle_f32x4(quads[2], quads[3], 0xEE));
+  store(out, add(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xDD)));
+}
 inline float max_lanes(Floats v) { return _mm512_reduce_max_ps(v); }
 inline Floats to_floats(Ints v) { return _mm512_cvtepi32_ps(v); }
 inline Ints round_to_ints(Floats v) { return _mm512_cvtps_epi32(v); }
@@ -78,6 +93,7 @@ inline void store_bf16(uint16_t* p, Floats v) {  // round to nearest even; a NaN
 }
 
 inline void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+inline void prefetch_far(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
 
 inline uint64_t sum_words(const uint8_t* data, size_t nbytes) {  // nbytes a multiple of 256
   __m512i a = zero_ints(), b = zero_ints(), c = zero_ints(), d = zero_ints();

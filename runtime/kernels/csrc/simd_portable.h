@@ -55,6 +55,9 @@ inline float sum_lanes(Floats v) {
     for (int i = 0; i < n; ++i) v.v[i] += v.v[i + n];
   return v.v[0];
 }
+inline void sum_each(const Floats v[16], float* out) {
+  for (int i = 0; i < 16; ++i) out[i] = sum_lanes(v[i]);
+}
 inline float max_lanes(Floats v) {
   for (int n = 8; n; n /= 2)
     for (int i = 0; i < n; ++i) v.v[i] = v.v[i] > v.v[i + n] ? v.v[i] : v.v[i + n];
@@ -100,6 +103,7 @@ inline void store_bf16(uint16_t* p, Floats v) {
 }
 
 inline void prefetch(const uint8_t*) {}
+inline void prefetch_far(const uint8_t*) {}
 
 inline uint64_t sum_words(const uint8_t* data, size_t nbytes) {
   uint64_t sum = 0, word;
