@@ -381,7 +381,9 @@ def sweep(bench: Bench) -> dict[str, Any]:
     wide, tall = (25600, 5120), (5120, 25600)
     linear_sweep("Q4_0", wide, 1, ("Q4_0", 1), [Tile(16, *c, p) for c in cuts for p in (1, 3200)])
     linear_sweep("Q4_0", tall, 1, ("Q4_0", 1), [Tile(16, *c, p) for c in cuts for p in (1, 640, 1280)])
-    linear_sweep("Q4_0", wide, 8, ("Q4_0", 8), [Tile(16, *c) for c in [*cuts, (16, 4, 2), (8, 4, 1), (8, 2, 1)]])
+    usual, cuda.MATVEC_TOKENS = cuda.MATVEC_TOKENS, 8  # type: ignore[misc]
+    linear_sweep("Q4_0", wide, 8, ("Q4_0", 8), [Tile(16, *c) for c in [(32, 4, 1), (16, 4, 1), (16, 2, 1), (8, 2, 1)]])
+    cuda.MATVEC_TOKENS = usual  # type: ignore[misc]
     decode = [Tile(16, *c, p) for c in [(64, 4, 3), (64, 4, 2), (128, 4, 2), (32, 4, 4), (64, 2, 3), (128, 8, 3)]
               for p in (512, 1024)]  # fmt: skip
     attempt(("decode", 0), decode, "decode 32768", lambda: decode_attention(bench, long_cache(), 1, 32768))
@@ -389,11 +391,18 @@ def sweep(bench: Bench) -> dict[str, Any]:
               Tile(64, 128, 4, 3)]  # fmt: skip
     attempt(("prefill", 128), prompt, "prefill 4096", lambda: prefill_attention(bench, 4096, 0))
     batch = [Tile(n, k, w, s, p) for n, k, w, s in
-             [(64, 16, 4, 1), (64, 16, 4, 2), (32, 16, 4, 1), (32, 16, 2, 1), (64, 32, 4, 1), (128, 16, 8, 1),
-              (64, 16, 8, 1), (32, 32, 4, 2)] for p in (528, 1056)]  # fmt: skip
+             [(64, 16, 4, 2), (64, 16, 4, 3), (32, 16, 4, 2), (64, 32, 4, 2), (64, 16, 8, 2), (128, 16, 8, 2),
+              (32, 32, 4, 2), (64, 16, 4, 1)] for p in (1, 1056)]  # fmt: skip
     linear_sweep("Q4_0", wide, 16, ("Q4_0", 16), batch)
     linear_sweep("Q6_K", wide, 1, ("Q6_K", 1), [Tile(16, *c) for c in cuts])
-    linear_sweep("Q4_0", wide, 64, ("Q4_0", 64), batch[::2])
+    linear_sweep(
+        "Q4_0",
+        tall,
+        16,
+        ("Q4_0", 16),
+        [Tile(t.rows, t.depth, t.warps, t.stages, p) for t in batch[:8:2] for p in (400, 800)],
+    )
+    linear_sweep("Q4_0", wide, 64, ("Q4_0", 64), [Tile(64, 16, 4, 1), Tile(64, 16, 4, 2), Tile(128, 16, 8, 1)])
     return best
 
 

@@ -57,7 +57,7 @@ SCALES_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_K": (0, 2), "
 @pytest.mark.skipif(READY, reason="the kernels run here directly")
 def test_every_kernel_in_the_interpreter() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", __file__, "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", __file__, "-p", "no:cacheprovider"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-4000:]
     assert "passed" in done.stdout
@@ -202,7 +202,7 @@ def test_gate_up_is_silu_of_gate_times_up(kernels: cuda.CudaKernels, qtypes: tup
     both = poisoned(tokens, 2 * rows)
     kernels.gate_up(x, gate, up, both[:, :rows], both, NO_TILE)
     g = numpy64(x) @ gate_values.T
-    assert error(both[:, :rows], g / (1 + np.exp(-g)) * (numpy64(x) @ up_values.T)) < 0.02
+    assert error(both[:, :rows], g / (1 + np.exp(-g)) * (numpy64(x) @ up_values.T)) < 0.03
 
 
 @needs_kernels

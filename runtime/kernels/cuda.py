@@ -16,7 +16,7 @@ from pshard.runtime.kernels import triton_attention, triton_batch, triton_dequan
 from pshard.runtime.kernels.api import LayerKV, Packed, RopeTable, RowIndex
 from pshard.runtime.kernels.triton_decode import ENCODINGS, places
 
-MATVEC_TOKENS = 8  # up to here the int8 path; the tensor cores start to pay above
+MATVEC_TOKENS = 4  # up to here int8 on the ordinary cores; above, the tensor cores need fewer instructions per weight
 MAX_COLS = 65536  # widest input of a matrix for up to SMALL_BATCH rows: sizes the activations' scratch
 PARTIAL_FLOATS = 2 << 20  # partial sums of matrices whose columns are cut into pieces
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -41,9 +41,9 @@ TUNING: dict[tuple[str, int], Tile] = {
     ("matvec", 1): Tile(16, 32, 4, 1, 1056),
     ("matvec", 2): Tile(16, 32, 4, 1, 1056),
     ("matvec", 4): Tile(16, 32, 4, 1, 1056),
-    ("matvec", 8): Tile(16, 32, 4, 1, 1056),
-    ("batch", 16): Tile(64, 16, 4, 1, 528),
-    ("batch", 32): Tile(64, 16, 4, 1, 528),
+    ("matvec", 8): Tile(16, 16, 4, 1, 1056),
+    ("batch", 16): Tile(64, 16, 4, 2, 528),
+    ("batch", 32): Tile(64, 16, 4, 2, 528),
     ("batch", 64): Tile(64, 16, 4, 1, 528),
     ("rows", 16): Tile(32, 128, 4, 4, 528),
     ("rows", 32): Tile(32, 128, 4, 4, 528),
@@ -78,7 +78,7 @@ class CudaKernels:
     repeatable = True
 
     def __init__(self, device: torch.device | str, max_tokens: int) -> None:
-        tokens = 1 << (max(MATVEC_TOKENS, min(max_tokens, SMALL_BATCH)) - 1).bit_length()
+        tokens = 1 << (max(16, min(max_tokens, SMALL_BATCH)) - 1).bit_length()
         self._activations = torch.empty(2 * tokens * MAX_COLS, dtype=torch.uint8, device=device)
         self._partial = torch.empty(PARTIAL_FLOATS, dtype=torch.float32, device=device)
 

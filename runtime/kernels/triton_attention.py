@@ -35,12 +35,13 @@ def decode_kernel(
     peak = tl.full((SHARE,), -1e30, tl.float32)
     weight = tl.zeros((SHARE,), tl.float32)
     acc = tl.zeros((SHARE, DP), tl.float32)
+    local = tl.arange(0, BLOCK)[:, None] * kv_cell + dim[None, :]
     for start in tl.range(first, last, BLOCK, num_stages=STAGES):
         cell = start + tl.arange(0, BLOCK)
         there = (cell < last)[:, None] & (dim < D)[None, :]
-        at = base + cell.to(tl.int64)[:, None] * kv_cell + dim[None, :]
-        ks = tl.load(k + at, mask=there, other=0.0).to(kind)
-        vs = tl.load(v + at, mask=there, other=0.0).to(kind)
+        at = base + start * kv_cell.to(tl.int64)
+        ks = tl.load(k + at + local, mask=there, other=0.0).to(kind)
+        vs = tl.load(v + at + local, mask=there, other=0.0).to(kind)
         scores = tl.dot(qs, tl.trans(ks))
         scores = tl.where((cell < last)[None, :], scores, -1e30)
         top = tl.maximum(peak, tl.max(scores, axis=1))
@@ -86,14 +87,15 @@ def _attend(
 ):  # fmt: skip
     """One pass of the online softmax over cells first..last; with MASKED a row sees only cells up to its own."""
     dim = tl.arange(0, DP)
+    local = tl.arange(0, BN)[:, None] * kv_cell + dim[None, :]
     for start in tl.range(first, last, BN):
         cell = start + tl.arange(0, BN)
-        at = cell.to(tl.int64)[:, None] * kv_cell + dim[None, :]
+        at = start * kv_cell.to(tl.int64)
         if MASKED or D != DP:
             there = (cell < cells)[:, None] & (dim < D)[None, :]
-            ks = tl.load(k + at, mask=there, other=0.0)
+            ks = tl.load(k + at + local, mask=there, other=0.0)
         else:
-            ks = tl.load(k + at)
+            ks = tl.load(k + at + local)
         scores = tl.dot(qs, tl.trans(ks.to(qs.dtype)))
         if MASKED:
             scores = tl.where(row[:, None] >= cell[None, :], scores * scale, -1e30)
@@ -107,9 +109,9 @@ def _attend(
         acc = acc * shrink[:, None]
         if MASKED or D != DP:
             there = (cell < cells)[:, None] & (dim < D)[None, :]
-            vs = tl.load(v + at, mask=there, other=0.0)
+            vs = tl.load(v + at + local, mask=there, other=0.0)
         else:
-            vs = tl.load(v + at)
+            vs = tl.load(v + at + local)
         acc = tl.dot(p.to(qs.dtype), vs.to(qs.dtype), acc)
         peak = top
     return acc, weight, peak

@@ -9,6 +9,62 @@ import triton.language as tl
 
 from pshard.runtime.kernels.triton_decode import load_codes, load_scales
 
+if triton.knobs.runtime.interpret:  # the interpreter has no inline assembly
+
+    @triton.jit
+    def small_values(word, s, a, MIDDLE: tl.constexpr):
+        """Four bfloat16 tiles s * (byte - MIDDLE) + a for the bytes (0..127) of the words; s and a are bfloat16."""
+        tiles = ()
+        for t in tl.static_range(4):
+            code = (((word >> (8 * t)) & 255) - MIDDLE).to(tl.float32)
+            tiles = tiles + ((code * s.to(tl.float32) + a.to(tl.float32)).to(tl.bfloat16),)  # noqa: RUF005
+        return tiles
+
+else:
+
+    @triton.jit
+    def small_values(word, s, a, MIDDLE: tl.constexpr):
+        """Four bfloat16 tiles s * (byte - MIDDLE) + a for the bytes (0..127) of the words; s and a are bfloat16.
+
+        Two words at a time. A byte under the exponent 0x43 is the bfloat16 128 + byte; less 128 + MIDDLE it is exact.
+        """
+        less: tl.constexpr = MIDDLE * 0x00010001 - 0x3CFF3D00  # twice the bfloat16 -(128 + MIDDLE), as int32
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 p, q, one;
+            mov.b32 one, 0x3F803F80;
+            prmt.b32 p, $4, $5, 0x5140;
+            prmt.b32 q, $4, $5, 0x7362;
+            prmt.b32 $0, p, 0x43434343, 0x4140;
+            prmt.b32 $1, p, 0x43434343, 0x4342;
+            prmt.b32 $2, q, 0x43434343, 0x4140;
+            prmt.b32 $3, q, 0x43434343, 0x4342;
+            fma.rn.bf16x2 $0, $0, one, $8;
+            fma.rn.bf16x2 $1, $1, one, $8;
+            fma.rn.bf16x2 $2, $2, one, $8;
+            fma.rn.bf16x2 $3, $3, one, $8;
+            fma.rn.bf16x2 $0, $0, $6, $7;
+            fma.rn.bf16x2 $1, $1, $6, $7;
+            fma.rn.bf16x2 $2, $2, $6, $7;
+            fma.rn.bf16x2 $3, $3, $6, $7;
+            }""",
+            "=&r,=&r,=&r,=&r,r,r,r,r,r,r",
+            [word, s, a, less],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def signed_values(word, s):
+    """Four bfloat16 tiles s * value, one for each signed byte of the words; s is float32."""
+    tiles = ()
+    for t in tl.static_range(4):
+        value = ((word << (24 - 8 * t)) >> 24).to(tl.float32)
+        tiles = tiles + ((value * s).to(tl.bfloat16),)  # noqa: RUF005
+    return tiles
+
 
 @triton.jit(do_not_specialize=["tokens"])
 def permute_kernel(x, x_stride, tokens, out, chunks, TOKENS: tl.constexpr, BC: tl.constexpr):
@@ -48,19 +104,21 @@ def batch_kernel(
         mask = (chunk < last)[:, None] & stored
         codes = load_codes(weight, rec, lane, chunk[:, None], mask, high, QTYPE, LOW, HIGH)
         s0, a0, s1, a1 = load_scales(weight, rec, lane, chunk[:, None], mask, scales, mins, d, dmin, QTYPE)
+        # around the middle code the addend is small (0 for Q4_0), and so is what bfloat16 loses of s and a
+        middle: tl.constexpr = 1 << (LOW + HIGH - 1)
+        a0 += middle * s0
+        a1 += middle * s1
         at = x + m[:, None] * chunks + chunk[None, :]
         for c in tl.static_range(8):
+            if QTYPE == "Q8_0" or QTYPE == "MXFP4":
+                tiles = signed_values(codes[c], s0)
+            elif c < 4:
+                tiles = small_values(codes[c], s0.to(tl.bfloat16), a0.to(tl.bfloat16), middle)
+            else:
+                tiles = small_values(codes[c], s1.to(tl.bfloat16), a1.to(tl.bfloat16), middle)
             for t in tl.static_range(4):
-                if QTYPE == "Q8_0" or QTYPE == "MXFP4":
-                    code = (codes[c] << (24 - 8 * t)) >> 24
-                else:
-                    code = (codes[c] >> (8 * t)) & 255
-                if c < 4:
-                    tile = code.to(tl.float32) * s0 + a0
-                else:
-                    tile = code.to(tl.float32) * s1 + a1
                 xs = tl.load(at + (4 * c + t) * (TOKENS * chunks), mask=(chunk < last)[None, :], other=0.0)
-                acc = tl.dot(xs, tile.to(tl.bfloat16), acc)
+                acc = tl.dot(xs, tiles[t], acc)
     row = tl.program_id(0) * BN + tl.arange(0, BN)[None, :]
     mask = (row < rows) & (m[:, None] < tokens)
     if BIAS:

@@ -1,6 +1,6 @@
 """Products of a few rows with packed weights, in int8: activations are quantised per 32 columns, dp4a does the rest.
 
-Weights are read once from memory in 16-byte pieces and never leave the registers; up to eight rows of activations
+Weights are read once from memory in 16-byte pieces and never leave the registers; a few rows of activations
 share the unpacking. Sums are taken in a fixed order, so a repeated run gives the same bits.
 """
 
