@@ -31,6 +31,7 @@ class Device(Protocol):
     def mark(self) -> Any: ...
     def wait(self, event: Any) -> None: ...
     def host_wait(self, event: Any) -> None: ...
+    def happened(self, event: Any) -> bool: ...
     def synchronize(self) -> None: ...
     def computing(self) -> Any: ...
     def repeat(self, key: tuple, worth_it: bool, work: Callable[[], Any]) -> None: ...
@@ -121,6 +122,10 @@ class CudaDevice:
     def host_wait(self, event: torch.cuda.Event) -> None:
         """Returns when the event has happened."""
         event.synchronize()
+
+    def happened(self, event: torch.cuda.Event) -> bool:
+        """Whether the event has happened, without waiting."""
+        return event.query()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
@@ -251,6 +256,9 @@ class CpuDevice:
         event.wait()
 
     host_wait = wait
+
+    def happened(self, event: CpuEvent) -> bool:
+        return event._set.is_set()
 
     def synchronize(self) -> None:
         for event in self._last:
