@@ -16,7 +16,7 @@ from pshard.planner.search import SLOT_CHOICES, Scored, TierSearch
 
 FLAVOURS = ((2, False), (2, True), (3, False), (3, True), (1, False))  # staging slots, whether all KV stays in VRAM
 IMPROVED = 3  # solutions that are worth improving
-EVALUATIONS = 24  # simulations of local improvement per tier; tiers that the workload uses get four times as many
+EVALUATIONS = 48  # simulations of local improvement per tier
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,7 @@ def _solve(
 
 def _improve(room: Room, costs: tuple[TierCosts, ...], start: Start) -> Candidate:
     """Every tier of a solution improved on simulated time."""
-    best = [
-        search.improve(tier, EVALUATIONS * (4 if cost.load.weight >= 1 else 1))
-        for search, tier, cost in zip(start.searches, start.tiers, costs)
-    ]
+    best = [search.improve(tier, EVALUATIONS) for search, tier in zip(start.searches, start.tiers)]
     tiers = tuple(s.tier for s in best)
     seconds = tuple(simulate_tier(room, tier, cost).seconds for tier, cost in zip(tiers, costs))
     total = round_seconds(room, tiers, seconds, costs)

@@ -275,9 +275,8 @@ def fluid_seconds(problem: TierProblem, counts: tuple[Counts, ...], relaxed: boo
         runs = 0.0 if problem.all_contend or not per_run else fl * both / per_run - 1
         trips = problem.round_trip * max(least, runs)
         serial = acc + host + trips + (1 - fc) * both
-        times = (serial, link + (1 - fl) * both, host + link - (fl + fc - 1) * both)
-        times = (*times, issue + host + (1 - fc) * both)
-        return max(*times, link + alone if problem.slots == 1 else 0.0)
+        waits = (link + (1 - fl) * both, host + link - (fl + fc - 1) * both, issue + host + (1 - fc) * both)
+        return max(serial, *waits, link + alone if problem.slots == 1 else 0.0)
 
     # convex and piecewise linear in the overlap: golden-section search
     low, high = 0.0, min(host / fc, link / fl)

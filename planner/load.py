@@ -1,10 +1,11 @@
 """What a tier's micro-batch looks like in the expected workload, and how often it runs."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from pshard.workload import Workload
 
-RARE = 0.02  # weight of a tier that the expected workload never enters, so that it is planned well too
+LEAST = 0.02  # share of the round's time that every tier counts for, also one that the round never enters
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ def tier_loads(workload: Workload, tiers: tuple[int, ...] | None = None) -> tupl
     so many full micro-batches of the largest tier and a tail on the smallest tier that covers it.
     """
     tiers = workload.tiers() if tiers is None else tiers
-    weights = dict.fromkeys(tiers, RARE)
+    weights = dict.fromkeys(tiers, 0.0)
     decode = min((t for t in tiers if t >= workload.sequences), default=tiers[-1])
     weights[decode] += workload.generated
     full, tail = divmod(workload.prompt * workload.sequences, tiers[-1])
@@ -41,6 +42,12 @@ def tier_loads(workload: Workload, tiers: tuple[int, ...] | None = None) -> tupl
     if tail:
         weights[min(t for t in tiers if t >= tail)] += 1
     return tuple(_load(workload, tokens, weights[tokens]) for tokens in tiers)
+
+
+def raise_weights(loads: tuple[TierLoad, ...], seconds: Sequence[float]) -> tuple[TierLoad, ...]:
+    """The loads with weights such that every tier, at `seconds` each, counts for at least LEAST of the whole round."""
+    whole = sum(load.weight * s for load, s in zip(loads, seconds))
+    return tuple(replace(load, weight=max(load.weight, LEAST * whole / s)) for load, s in zip(loads, seconds))
 
 
 def _load(workload: Workload, tokens: int, weight: float) -> TierLoad:

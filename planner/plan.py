@@ -14,7 +14,7 @@ from pshard.planner.classes import UnitClass, group_units
 from pshard.planner.costs import Tables, TierCosts, tier_costs
 from pshard.planner.draft import Room, predict_tier, rank_room
 from pshard.planner.ilp import fluid_seconds
-from pshard.planner.load import tier_loads
+from pshard.planner.load import raise_weights, tier_loads
 from pshard.planner.problem import count_tier, tier_problem
 from pshard.workload import Workload
 
@@ -90,7 +90,10 @@ def _price(
         costs = tuple(tier_costs(spec, tables, load, workload, len(shares)) for load in loads)
         bounds = tuple(bound_seconds(room, classes, c) for c in costs)
         tasks.append(RankTask(rank, share, room, classes, costs, bounds))
-    return tuple(tasks)
+    loads = raise_weights(loads, [max(bounds) for bounds in zip(*(t.bounds for t in tasks))])
+    return tuple(
+        replace(task, costs=tuple(replace(c, load=load) for c, load in zip(task.costs, loads))) for task in tasks
+    )
 
 
 def _best_ubatch(tasks: tuple[RankTask, ...], workload: Workload) -> int:

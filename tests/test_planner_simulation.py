@@ -10,7 +10,7 @@ from pshard.planner.candidates import whole_tier
 from pshard.planner.costs import Tables, interpolate, tier_costs
 from pshard.planner.datasheet import Rates, profile_from_datasheet
 from pshard.planner.draft import draft_tier, rank_room, simulate_tier, tier_steps
-from pshard.planner.load import TierLoad, tier_loads
+from pshard.planner.load import TierLoad, raise_weights, tier_loads
 from pshard.planner.plan import plan_variant, prepare_ranks
 from pshard.steps import CopyIn
 from pshard.workload import Workload
@@ -104,11 +104,13 @@ def test_events_of_a_lane_never_overlap_and_copies_run_into_the_next_micro_batch
 def test_loads_count_full_micro_batches_and_a_tail():
     workload = Workload((1,), context=4096, sequences=2, max_ubatch=512, prompt=1300, generated=100)
     loads = {load.tokens: load for load in tier_loads(workload)}
-    assert loads[2].weight == pytest.approx(100, abs=0.1)
-    assert loads[512].weight == pytest.approx(5, abs=0.1)  # 2600 tokens: five full ones
-    assert loads[128].weight == pytest.approx(1, abs=0.1)  # and a tail of 40
+    assert loads[2].weight == 100
+    assert loads[512].weight == 5  # 2600 tokens: five full ones
+    assert loads[128].weight == 1  # and a tail of 40
     assert loads[2].past == 1350 and loads[2].is_decode
-    assert loads[512] == TierLoad(512, 1, 512, 1, loads[512].weight)
+    assert loads[512] == TierLoad(512, 1, 512, 1, 5)
+    raised = {load.tokens: load for load in raise_weights(tuple(loads.values()), [0.1] * len(loads))}
+    assert raised[2] == loads[2] and raised[16].weight == pytest.approx(0.02 * 106)
 
 
 ATTENTION = (("pinned", True), ("pinned", False), ("streamed", True), ("streamed", False), ("cpu", False))
