@@ -177,9 +177,8 @@ def expected_seconds(request: Request) -> float:
     effort = request.effort
     jobs = sum(job.expected for job in plan_jobs(request, request.accelerator != "cpu"))
     reads = 3 * ROUNDS * len(thread_counts(count_cores(), effort.quick)) * effort.pace.seconds
-    return (
-        2 + 5 * bool(effort.sums) + reads + 6 * len(effort.copy_sizes) * effort.pace.seconds + min(effort.limit, jobs)
-    )
+    copies = 6 * len(effort.copy_sizes) * effort.pace.seconds + 2 * effort.contention_seconds
+    return 2 + reads + copies + min(effort.limit, jobs) + 5 * bool(effort.sums)
 
 
 def run_jobs(
