@@ -52,6 +52,7 @@ TUNING: dict[tuple[str, int], Tile] = {
     ("decode", 0): Tile(16, 64, 4, 3, 1024),
     ("prefill", 64): Tile(128, 128, 8, 3),
     ("prefill", 128): Tile(128, 128, 8, 3),
+    ("prefill", 256): Tile(64, 64, 8, 2),
 }
 
 
@@ -344,7 +345,7 @@ class CudaKernels:
     ) -> None:
         n_heads, groups, d = heads
         padded = max(16, triton.next_power_of_2(d))
-        tile = TUNING["prefill", 64 if padded <= 64 else 128]
+        tile = TUNING["prefill", max(64, padded)]
         for segment in rows.segments:
             new = slice(segment.start, segment.start + segment.tokens)
             triton_attention.prefill_kernel[(triton.cdiv(segment.tokens, tile.rows), n_heads)](
