@@ -141,15 +141,11 @@ def _copy_loop(link: LinkBench, host: torch.Tensor, direction: str) -> Callable[
     def run() -> int:
         under_way.append(next(turn)())
         if len(under_way) > 2:
-            _wait_on_host(under_way.pop(0))
+            link.device.host_wait(under_way.pop(0))
             return nbytes
         return 0
 
     return run
-
-
-def _wait_on_host(event: Any) -> None:
-    event.synchronize() if isinstance(event, torch.cuda.Event) else event.wait()
 
 
 def run_together(tasks: dict[str, Callable[[], int]], seconds: float) -> dict[str, float]:
