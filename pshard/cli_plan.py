@@ -103,9 +103,6 @@ def _run(argv: list[str]) -> int:
         if args.profile is None:
             raise UserError(f"{what}; run pshard-profile, or plan for that machine with --profile")
         messages.print(f"note: {what}", highlight=False, soft_wrap=True)
-    if args.split_mode == "tensor" and not profile.collectives:
-        text = "note: the profile has no collectives; all-reduces are priced as copies through host memory"
-        messages.print(text, highlight=False, soft_wrap=True)
     with open_model(path) as model:
         spec, inputs = model.spec, fingerprint_inputs(model.fingerprint_inputs(), profile)
     workloads = _workloads(args, spec, profile)
@@ -113,6 +110,9 @@ def _run(argv: list[str]) -> int:
     variants = [v for v in variants if v is not None]
     if not variants:
         raise UserError("no budget of the sweep is large enough; raise --sweep")
+    if args.split_mode == "tensor" and not profile.collectives:
+        text = "note: the profile has no collectives; all-reduces are priced as copies through host memory"
+        messages.print(text, highlight=False, soft_wrap=True)
     registry = registry_path(path, args.registry)
     stale = save_variants(registry, spec.name, inputs, variants)
     if stale:
