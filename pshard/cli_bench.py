@@ -106,7 +106,8 @@ def _run_all(opened: "Opened", args: Any, group: "Group", command: str) -> "list
     if "accelerate" in args.baseline:
         from pshard.runtime.accelerate_baseline import run_accelerate
 
-        found += run_accelerate(opened.file.spec, opened.variant, tests, args.repetitions, setting)
+        path, kind = Path(opened.file.spec.path), opened.profile.accelerators[0].kind
+        found += run_accelerate(path, opened.variant, kind, tests, args.repetitions, setting)
     return found
 
 

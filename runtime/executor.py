@@ -73,6 +73,7 @@ class Executor:
         self.switches = 0
         self._sent: Any = None
         self._host_memory: list[torch.Tensor] = []
+        self._torch_threads = torch.get_num_threads()
         self._make_host_side()
 
     @property
@@ -204,6 +205,8 @@ class Executor:
         assert state is not None
         if self._sent is not None:
             self.device.host_wait(self._sent)  # the last micro-batch may still read the host buffers
+        # few rows: torch's small operators stay on this thread, so that its threads don't spin beside the C++ pool
+        torch.set_num_threads(1 if tokens <= SMALL_BATCH else self._torch_threads)
         past = sum(s.past for s in segments)
         host_rows, acc_rows, wanted = self._index_rows(segments, logit_rows, tokens)
         logits: list[torch.Tensor] = []
@@ -213,6 +216,7 @@ class Executor:
                 run.step(step)
             run.flush()
         self._sent = self.device.mark()
+        torch.set_num_threads(self._torch_threads)
         return torch.cat(logits) if logits else torch.empty(0, self.spec.config.vocab)
 
     def _index_rows(
