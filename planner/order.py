@@ -21,7 +21,10 @@ class Residency:
 
 def order_class(cls: UnitClass, pins: list[int], phase: float) -> list[str]:
     """Units of a class in pinning order: for each count in `pins`, what the prefix leaves out is evenly spaced."""
-    left = [u.name for u in cls.units]
+    return _spread_order([u.name for u in cls.units], pins, phase)
+
+
+def _spread_order(left: list[str], pins: list[int], phase: float) -> list[str]:
     tail: list[str] = []
     for count in sorted(set(pins), reverse=True):
         out = [left[i] for i in spread(len(left), len(left) - count, phase)]
@@ -47,6 +50,29 @@ def order_residency(classes: tuple[UnitClass, ...], counts: list[tuple[Counts, .
     kv_orders = [o if cls.kind == "attention" else [] for o, cls in zip(orders, classes)]
     kv_order = _merge(kv_orders, [[n[c].kv for c in range(len(classes))] for n in counts])
     return Residency(pin_order, kv_order)
+
+
+def order_around(
+    classes: tuple[UnitClass, ...], counts: list[tuple[Counts, ...]], pinned: set[str], kv: set[str]
+) -> Residency:
+    """Orders of which the given sets are prefixes, and the other tiers' counts about so."""
+    orders = []
+    for members, lengths in (
+        (pinned, [[n.pin for n in tier] for tier in counts]),
+        (kv, [[n.kv for n in tier] for tier in counts]),
+    ):
+        own = [sum(u.name in members for u in cls.units) for cls in classes]
+        lengths = [  # nested with the given set
+            [(min if sum(row) <= sum(own) else max)(n, m) for n, m in zip(row, own)] for row in (*lengths, own)
+        ]
+        by_class = []
+        for c, cls in enumerate(classes):
+            inside = [u.name for u in cls.units if u.name in members]
+            marks = sorted({min(row[c], len(inside)) for row in lengths})
+            outside = [u.name for u in cls.units if u.name not in members]
+            by_class.append([*_spread_order(inside, marks, 0.5), *outside])
+        orders.append(_merge(by_class, lengths))
+    return Residency(*orders)
 
 
 def _merge(orders: list[list[str]], prefixes: list[list[int]]) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from pshard.planner.draft import Room, predict_tier, rank_room
 from pshard.planner.ilp import fluid_seconds
 from pshard.planner.load import raise_weights, tier_loads
 from pshard.planner.problem import count_tier, tier_problem
+from pshard.planner.refine import refine_candidate
 from pshard.workload import Workload
 
 WORTH = 0.99  # a smaller micro-batch is taken when the prompt takes less than this share of the time
@@ -170,7 +171,8 @@ def _plan_rank(task: RankTask, strategy: str | None, plan_needed: bool, time_lim
     elif not plan_needed:
         chosen = keep_everything(room, costs)
     else:
-        chosen = best_candidate(room, task.classes, costs, time_limit)
+        found = best_candidate(room, task.classes, costs, time_limit)
+        chosen = refine_candidate(room, task.classes, costs, found)
     solved, tiers = chosen.solution, []
     for tier, cost, bound in zip(chosen.tiers, costs, task.bounds):
         problem = tier_problem(room, task.classes, cost, max(tier.buffers.slots, 1))

@@ -99,7 +99,7 @@ class TierSearch:
 
     def _neighbours(self, state: TierState):
         for slots in SLOT_CHOICES:
-            if abs(slots - state.slots) == 1 and (filled := self._fill(replace(state, slots=slots))):
+            if abs(slots - state.slots) == 1 and (filled := self.fill(replace(state, slots=slots))):
                 yield filled
         for c, cls in enumerate(self.classes):
             if cls.kind in ("attention", "ffn", "output"):
@@ -113,7 +113,7 @@ class TierSearch:
             if 0 <= pins <= len(self.residency.pin_order):
                 yield replace(state, pins=pins)
 
-    def _fill(self, state: TierState) -> TierState | None:
+    def fill(self, state: TierState) -> TierState | None:
         """The state with as many pins as fit, near its own number."""
         most = min(state.pins + PIN_REACH, len(self.residency.pin_order))
         for pins in range(most, max(-1, state.pins - PIN_REACH), -1):

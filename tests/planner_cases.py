@@ -2,6 +2,7 @@
 
 from hypothesis import strategies as st
 
+from pshard.buffers import TORCH_RESERVE_MIB
 from pshard.model import ModelConfig, ModelSpec, Rope, TensorSpec, Unit
 from pshard.planner.datasheet import Rates
 from pshard.workload import Workload
@@ -47,6 +48,7 @@ def _ffn(layer: int, config: ModelConfig, qtype: str) -> Unit:
     return Unit(f"ffn.{layer}", "ffn", layer, tuple(tensors))
 
 
+OWN = TORCH_RESERVE_MIB  # of a CUDA budget beside the arena: budgets below are OWN + the arena's MiB
 DESKTOP = Rates(link=25e9, acc_memory=400e9, acc_flops=40e12, host_memory=45e9, host_flops=0.5e12)
 
 

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from pshard.buffers import TORCH_RESERVE_MIB
 from pshard.cli_plan import main
 from pshard.jsonio import from_json
 from pshard.plan import Registry
 from pshard.registries.store import load_registry
 
+OWN = TORCH_RESERVE_MIB
+MIB = str(OWN + 4)  # 4 MiB of arena: less than the model
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "examples" / "demo.gguf"
 PROFILE = ROOT / "registries" / "examples" / "rtx5080-xeon-w5-3425.json"
@@ -36,6 +39,7 @@ def plan(tmp_path, capsys):
 def test_help_is_fast_and_imports_nothing_heavy():
     code = """
 import sys
+from pshard.buffers import TORCH_RESERVE_MIB
 from pshard.cli_plan import main
 try:
     main(["--help"])
@@ -48,48 +52,48 @@ print([m for m in ("torch", "pulp", "rich", "numpy", "matplotlib") if m in sys.m
 
 
 def test_a_plan_is_printed_and_stored(plan):
-    code, out, err, registry = plan("--vram", "100")
+    code, out, err, registry = plan("--vram", MIB)
     assert code == 0
     stored = load_registry(registry)
     (variant,) = stored.variants
-    assert variant.plan_needed and variant.vram_mib == (100,)
+    assert variant.plan_needed and variant.vram_mib == (OWN + 4,)
     for tier in variant.ranks[0].tiers:
         assert f"{tier.prediction.seconds * 1e3:.2f}" in out
     assert str(registry) in err
 
 
 def test_planning_again_replaces_a_budget_and_keeps_the_others(plan):
-    for mib in ("100", "101", "100"):
+    for mib in (MIB, str(OWN + 5), MIB):
         assert plan("--vram", mib)[0] == 0
-    assert [v.vram_mib for v in load_registry(plan("--vram", "100")[3]).variants] == [(100,), (101,)]
+    assert [v.vram_mib for v in load_registry(plan("--vram", MIB)[3]).variants] == [(OWN + 4,), (OWN + 5,)]
 
 
 def test_json_alone_is_on_stdout_and_a_sweep_plans_every_budget(plan):
-    code, out, _, _ = plan("--sweep", "97:103:3", "--json")
+    code, out, _, _ = plan("--sweep", f"{OWN + 1}:{OWN + 7}:3", "--json")
     assert code == 0
     data = json.loads(out)
     variants = from_json(Registry, data["registry"]).variants
-    assert [v.vram_mib for v in variants] == [(97,), (100,), (103,)]
+    assert [v.vram_mib for v in variants] == [(OWN + 1,), (OWN + 4,), (OWN + 7,)]
     seconds = [v.ranks[0].covering(1).prediction.seconds for v in variants]
     assert seconds[0] >= seconds[-1]
     assert [t["title"] for t in data["timelines"]] and data["timelines"][0]["events"]
 
 
 def test_explain_says_what_binds_and_what_more_would_bring(plan):
-    _, out, _, _ = plan("--vram", "100", "--explain")
+    _, out, _, _ = plan("--vram", MIB, "--explain")
     assert "1 GiB more VRAM: +" in out and "a link twice as fast: +" in out
     assert "attention" in out and "bound" in out
 
 
 def test_a_published_strategy_can_be_written_instead(plan):
-    _, _, _, registry = plan("--vram", "100", "--strategy", "fit")
+    _, _, _, registry = plan("--vram", MIB, "--strategy", "fit")
     (variant,) = load_registry(registry).variants
     assert {t.solve.strategy for t in variant.ranks[0].tiers} == {"fit"}
     assert "streamed" not in {p.where for t in variant.ranks[0].tiers for p in t.placements}
 
 
 def test_llama_cpp_arguments_name_what_is_not_pinned(plan):
-    _, out, _, registry = plan("--vram", "100", "--emit", "llama.cpp")
+    _, out, _, registry = plan("--vram", MIB, "--emit", "llama.cpp")
     tier = load_registry(registry).variants[0].ranks[0].covering(1)
     outside = [p.unit for p in tier.placements if p.where != "pinned" and "ffn" in p.unit]
     assert out.startswith("-ngl ") and out.count("\n") == 1
@@ -97,25 +101,25 @@ def test_llama_cpp_arguments_name_what_is_not_pinned(plan):
 
 
 def test_two_devices_get_a_plan_each(plan):
-    code, _, err, registry = plan("--vram", "99,98", "-sm", "tensor", "-ts", "3,1")
+    code, _, err, registry = plan("--vram", f"{OWN + 3},{OWN + 2}", "-sm", "tensor", "-ts", "3,1")
     assert code == 0 and "no collectives" in err
     (variant,) = load_registry(registry).variants
-    assert [r.budget_mib for r in variant.ranks] == [99, 98] and variant.tensor_split == (0.75, 0.25)
+    assert [r.budget_mib for r in variant.ranks] == [OWN + 3, OWN + 2] and variant.tensor_split == (0.75, 0.25)
 
 
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (("--vram", "96"), "the smallest budget that works is"),
+        (("--vram", str(OWN)), "the smallest budget that works is"),
         (("--vram", "much"), "'much' is not a size in MiB"),
-        (("--vram", "100", "--sweep", "1:2:1"), "exclude each other"),
+        (("--vram", MIB, "--sweep", "1:2:1"), "exclude each other"),
         (("--sweep", "5:1:1"), "no range"),
-        (("--vram", "100,100"), "2 budgets for one device"),
-        (("--vram", "100", "--strategy", "luck"), "unknown strategy 'luck'; choose from ilp, fit"),
-        (("--vram", "100", "-ts", "1,1"), "-ts needs -sm tensor"),
-        (("--vram", "100", "--prompt", "250", "--generated", "100"), "do not fit the context of 256"),
-        (("--vram", "100", "--expl"), "unrecognized arguments: --expl"),
-        (("--vram", "100", "-np", "0"), "'0' is not a whole number"),
+        (("--vram", f"{MIB},{MIB}"), "2 budgets for one device"),
+        (("--vram", MIB, "--strategy", "luck"), "unknown strategy 'luck'; choose from ilp, fit"),
+        (("--vram", MIB, "-ts", "1,1"), "-ts needs -sm tensor"),
+        (("--vram", MIB, "--prompt", "250", "--generated", "100"), "do not fit the context of 256"),
+        (("--vram", MIB, "--expl"), "unrecognized arguments: --expl"),
+        (("--vram", MIB, "-np", "0"), "'0' is not a whole number"),
     ],
 )
 def test_bad_input_gets_one_line_and_exit_code_2(plan, flags, complaint):
@@ -127,8 +131,8 @@ def test_bad_input_gets_one_line_and_exit_code_2(plan, flags, complaint):
 
 
 def test_a_missing_or_damaged_profile_says_what_to_run(plan, tmp_path):
-    assert "run pshard-profile" in plan("--vram", "100", profile=tmp_path / "none.json")[2]
+    assert "run pshard-profile" in plan("--vram", MIB, profile=tmp_path / "none.json")[2]
     broken = tmp_path / "broken.json"
     broken.write_text(PROFILE.read_text()[:500])
-    code, _, err, _ = plan("--vram", "100", profile=broken)
+    code, _, err, _ = plan("--vram", MIB, profile=broken)
     assert code == 2 and "run pshard-profile" in err

@@ -18,7 +18,7 @@ from pshard.planner.check import PlanError, check_variant
 from pshard.planner.datasheet import profile_from_datasheet
 from pshard.planner.plan import cut_ranks, plan_baseline, plan_variant, prepare_ranks, rank_shares
 from pshard.workload import Workload
-from tests.planner_cases import DESKTOP, machines, make_model, models, workloads
+from tests.planner_cases import DESKTOP, OWN, machines, make_model, models, workloads
 
 EXAMPLES = int(os.environ.get("PSHARD_TEST_EXAMPLES", "12"))  # hundreds before a release
 RELAXED = settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -83,7 +83,7 @@ def test_a_budget_below_scratch_names_the_smallest_that_works():
 def test_more_memory_never_makes_the_workload_slower():
     spec, workload = make_model(layers=6), Workload((0,), context=512, prompt=256, generated=64, max_ubatch=128)
     seconds = []
-    for mib in (150, 180, 220, 300):
+    for mib in (OWN + 54, OWN + 84, OWN + 124, OWN + 204):
         at = replace(workload, vram_mib=(mib,))
         seconds.append(workload_seconds(spec, PROFILE, at, plan_variant(spec, PROFILE, at)))
     assert all(later <= earlier * 1.01 for earlier, later in pairwise(seconds))
@@ -92,7 +92,7 @@ def test_more_memory_never_makes_the_workload_slower():
 def test_ranks_of_any_ratio_are_planned_over_their_own_slices():
     spec = make_model(layers=3)
     for split in ((), (3.0, 1.0), (1.0, 0.0)):
-        workload = Workload((140, 130), context=256, prompt=128, split_mode="tensor", tensor_split=split)
+        workload = Workload((OWN + 44, OWN + 34), context=256, prompt=128, split_mode="tensor", tensor_split=split)
         variant = plan_variant(spec, PROFILE, workload)
         shares = rank_shares(workload)
         assert variant.tensor_split == shares
@@ -109,7 +109,7 @@ def test_an_unknown_strategy_and_mismatched_budgets_are_named():
 
 def test_the_check_notices_what_it_is_there_for():
     spec = make_model()
-    variant = plan_variant(spec, PROFILE, Workload((150,), context=512, prompt=256, max_ubatch=128))
+    variant = plan_variant(spec, PROFILE, Workload((OWN + 54,), context=512, prompt=256, max_ubatch=128))
     rank = variant.ranks[0]
     tier = rank.tiers[0]
 
@@ -118,7 +118,7 @@ def test_the_check_notices_what_it_is_there_for():
 
     missing = with_tier(replace(tier, placements=tier.placements[:-1]))
     dishonest = with_tier(replace(tier, buffers=replace(tier.buffers, scratch=tier.buffers.scratch - 1)))
-    over = replace(variant, ranks=(replace(rank, budget_mib=97),))
+    over = replace(variant, ranks=(replace(rank, budget_mib=OWN + 1),))
     illegal = tuple(replace(p, kv="vram", where="cpu") if p.unit == "attention.0" else p for p in tier.placements)
     shuffled = replace(variant, ranks=(replace(rank, pin_order=rank.pin_order[::-1]),))
     for broken, complaint in (
@@ -136,12 +136,13 @@ def test_planning_works_where_torch_cannot_be_imported():
     code = """
 import sys
 sys.modules["torch"] = None
-from tests.planner_cases import DESKTOP, make_model
+from tests.planner_cases import DESKTOP, OWN, make_model
 from pshard.planner.datasheet import profile_from_datasheet
 from pshard.planner.plan import plan_variant
 from pshard.workload import Workload
 import pshard.cli_plan, pshard.planner.show, pshard.planner.explain, pshard.planner.llama_cpp
-print(plan_variant(make_model(), profile_from_datasheet(DESKTOP), Workload((150,), context=256, prompt=64)).plan_needed)
+profile = profile_from_datasheet(DESKTOP)
+print(plan_variant(make_model(), profile, Workload((OWN + 54,), context=256, prompt=64)).plan_needed)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "True", done.stderr
