@@ -61,6 +61,7 @@ def _open() -> tuple[dict[str, Any], str | None]:
 
 
 _C, _WHY_MISSING = _open()
+_TYPE_NUMBERS = {name: _C["type"](name.encode()) for name in QUANT_TYPES} if _WHY_MISSING is None else {}
 
 
 def is_available() -> bool:
@@ -267,10 +268,9 @@ def _at(buffer: Buffer) -> int:
 
 
 def _type(qtype: str) -> int:
-    number = _call("type", qtype.encode())
-    if number < 0:
+    if _WHY_MISSING is None and _TYPE_NUMBERS[qtype] < 0:
         raise ValueError(f"no CPU kernel for quant type {qtype}")
-    return number
+    return _TYPE_NUMBERS.get(qtype, -1)
 
 
 def _check_cols(qtype: str, cols: int) -> None:

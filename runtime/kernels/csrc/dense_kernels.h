@@ -24,9 +24,11 @@ inline void dot_rows(const typename Plain<T>::Word* w, int64_t cols, const float
   for (auto& row : sums)
     for (auto& s : row) s = zero();
   const int64_t whole = cols / 16 * 16;
+  constexpr int kLine = 64 / sizeof(typename Plain<T>::Word);  // columns in a cache line
   for (int64_t k = 0; k < whole; k += 16) {
+    if (k % kLine == 0)
+      for (int r = 0; r < Rows; ++r) prefetch_far(reinterpret_cast<const uint8_t*>(ahead + r * cols + k));
     Floats weights[Rows];
-    for (int r = 0; r < Rows; ++r) prefetch(reinterpret_cast<const uint8_t*>(ahead + r * cols + k));
     for (int r = 0; r < Rows; ++r) weights[r] = Plain<T>::load16(w + r * cols + k);
     for (int m = 0; m < Count; ++m) {
       const Floats value = load(x[m] + k);

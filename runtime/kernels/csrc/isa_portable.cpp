@@ -1,14 +1,9 @@
 // The kernels in plain C++, for processors without AVX2.
 #include "kernels.h"
 
-#include <cmath>
 #include <cstring>
 #include <initializer_list>
 #include <type_traits>
-
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC optimize("O2")  // a third of the time to compile, and no slower
-#endif
 
 namespace pshard {
 namespace {
