@@ -42,7 +42,7 @@ def scratch_buffers(config: ModelConfig, tokens: int, sequences: int, context: i
         Buffer("logits", (rows, config.vocab), "f32"),
         Buffer("positions", (tokens,), "f32"),
         Buffer("sequences", (tokens,), "f32"),
-        Buffer("logit_rows", (rows,), "f32"),
+        Buffer("logit_rows", (tokens,), "f32"),
         Buffer("rope", (2, context, config.rope.dims // 2), "f32"),
     ]
     if tokens <= SMALL_BATCH:

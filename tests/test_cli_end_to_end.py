@@ -1,0 +1,289 @@
+"""The whole job through the commands on a tiny model: plan, registry, run, bench, report, and the Python API."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_world import World, make_world
+
+import pshard
+from pshard import cli_bench, cli_plan, cli_report, cli_run
+from pshard.cli_support import run_cli
+from pshard.registries.store import load_registry
+
+# Fields of llama-bench's JSON that tools read; a measurement has them under the same names
+LLAMA_BENCH = {"n_prompt", "n_gen", "n_depth", "n_ubatch", "type_k", "type_v", "test_time"}
+LLAMA_BENCH |= {"avg_ns", "stddev_ns", "avg_ts", "stddev_ts", "samples_ns", "samples_ts"}
+OURS = {"strategy", "budget_mib", "tier", "predicted_ts", "peak_vram_mib", "link_bytes", "ranks", "environment"}
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return make_world(tmp_path)
+
+
+def plan(world: World, *more: object) -> None:
+    assert cli_plan.main(["-m", str(world.model), "-c", "256", *map(str, more)]) == 0
+
+
+def run(world: World, *more: object) -> None:
+    assert cli_run.main(["-m", str(world.model), *map(str, more)]) == 0
+
+
+def test_plan_run_bench_report(world: World, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    plan(world, "--vram", world.budget)
+    said = capsys.readouterr()
+    assert f"registry: {world.registry}" in said.err
+    assert "6 MiB, context 256 x 1" in said.out and "tok/s" in said.out
+
+    run(world, "--vram", world.budget, "-p", "To be", "-n", 6, "-s", 1)
+    said = capsys.readouterr()
+    used, budget = map(int, re.search(r"(\d+) of (\d+) MiB on the accelerator", said.err).groups())  # type: ignore
+    assert 0 < used <= budget == world.budget
+    assert re.search(r"^6 tokens; first after [0-9.]+ s, then [0-9.]+ tok/s", said.err, re.MULTILINE)
+
+    results, page = tmp_path / "bench.json", tmp_path / "report" / "report.html"
+    flags = ["-p", "64", "-n", "4", "-r", "2", "--baseline", "fit", "-o", "jsonl", "-of", str(results)]
+    assert cli_bench.main(["-m", str(world.model), "--vram", "6", *flags]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert rows == json.loads(results.read_text())
+    assert [(row["strategy"], row["test"]) for row in rows] == [
+        ("ilp", "pp64"), ("ilp", "tg4"), ("fit", "pp64"), ("fit", "tg4"),
+    ]  # fmt: skip
+    for row in rows:
+        assert row.keys() >= LLAMA_BENCH | OURS
+        assert len(row["samples_ts"]) == 2 and row["avg_ts"] > 0 and row["predicted_ts"] > 0
+        assert row["peak_vram_mib"] <= world.budget
+
+    call = [str(results), str(world.registry), "-m", str(world.model), "-o", str(page.parent)]
+    assert run_cli(cli_report.make_report, call) == 0
+    written = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    assert written[0] == page and all(p.stat().st_size > 0 for p in written)
+    assert {p.suffix for p in written} == {".html", ".png", ".svg"}
+    html = page.read_text()
+    assert "tiny" in html and "fit" in html and 'src="http' not in html
+
+
+def test_streamed_bytes_are_those_of_the_plan(world: World, capsys: pytest.CaptureFixture) -> None:
+    plan(world, "--vram", 8, "--strategy", "ffn-stream")
+    capsys.readouterr()
+    assert cli_bench.main(["-m", str(world.model), "--vram", "8", "-p", "0", "-n", "8", "-r", "2", "-o", "json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    tier = load_registry(world.registry).variants[0].ranks[0].covering(1)
+    assert tier.prediction.link_bytes > 0
+    assert row["link_bytes"] == pytest.approx(8 * tier.prediction.link_bytes, rel=0.02)
+
+
+def test_seed_decides_the_text(world: World, capsys: pytest.CaptureFixture) -> None:
+    plan(world, "--vram", world.budget)
+    texts = []
+    for seed in (7, 7, 8):
+        capsys.readouterr()
+        run(world, "--vram", world.budget, "-p", "To be", "-n", 24, "-s", seed, "--temp", 1)
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def greedy(world: World, capsys: pytest.CaptureFixture, *more: object) -> str:
+    capsys.readouterr()
+    run(world, "-p", "1,2,3", "--tokens", "-n", 12, "--temp", 0, *more)
+    return capsys.readouterr().out
+
+
+def test_token_ids_in_and_out_and_the_same_under_every_budget(world: World, capsys: pytest.CaptureFixture) -> None:
+    plan(world, "--sweep", "3:9:3")
+    plan(world, "--vram", world.roomy)
+    texts = {mib: greedy(world, capsys, "--vram", mib, "--kernels", "plain") for mib in (3, 6, 9, world.roomy)}
+    assert len(texts[3].split()) == 12 and all(0 <= int(token) < 258 for token in texts[3].split())
+    assert set(texts.values()) == {texts[3]}
+
+
+def test_registry_keeps_a_variant_per_budget_and_the_largest_that_fits_runs(
+    world: World, capsys: pytest.CaptureFixture
+) -> None:
+    plan(world, "--vram", 4)
+    plan(world, "--vram", 8)
+    plan(world, "--vram", 4)
+    assert [v.vram_mib for v in load_registry(world.registry).variants] == [(4,), (8,)]
+    for given, used in ((4, 4), (7, 4), (8, 8), (4000, 8)):
+        capsys.readouterr()
+        run(world, "--vram", given, "-p", "a", "-n", 2)
+        assert f"of {used} MiB on the accelerator" in capsys.readouterr().err
+
+
+def test_replan_after_the_model_changed(world: World, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    plan(world, "--vram", world.budget)
+    make_world(tmp_path, n_layers=3)
+    call = ["-m", str(world.model), "--vram", "6", "-p", "a", "-n", "2"]
+    assert cli_run.main(call) == 2
+    assert cli_run.main([*call, "--replan"]) == 0
+    assert cli_run.main(call) == 0
+    (variant,) = load_registry(world.registry).variants
+    assert len(variant.ranks[0].tiers[0].placements) == 2 * 3 + 2
+
+
+def test_everything_fits(world: World, capsys: pytest.CaptureFixture) -> None:
+    plan(world, "--vram", world.roomy)
+    assert "no plan is needed" in " ".join(capsys.readouterr().out.split())
+    (variant,) = load_registry(world.registry).variants
+    assert not variant.plan_needed
+    wheres = {p.where for tier in variant.ranks[0].tiers for p in tier.placements if not p.unit.startswith("embed")}
+    assert wheres == {"pinned"}
+
+
+def test_plan_as_json_is_what_the_registry_holds(world: World, capsys: pytest.CaptureFixture) -> None:
+    plan(world, "--vram", world.budget, "--json", "--explain")
+    data = json.loads(capsys.readouterr().out)
+    stored = json.loads(world.registry.read_text())
+    assert data["registry"]["variants"] == stored["variants"]
+    assert data["registry"]["fingerprint"] == stored["fingerprint"]
+    assert data["timelines"] and data["gains"]
+
+
+def test_explanation_maps_every_layer(world: World, capsys: pytest.CaptureFixture) -> None:
+    plan(world, "--vram", world.budget, "--explain")
+    said = capsys.readouterr().out
+    tiers = load_registry(world.registry).variants[0].ranks[0].tiers
+    rows = re.findall(r"^ +(attention|ffn) +([Psc]+)$", said, re.MULTILINE)
+    letters = {"pinned": "P", "streamed": "s", "cpu": "c"}
+    wanted = [
+        (kind, "".join(letters[p.where] for p in tier.placements if p.unit.endswith(kind)))
+        for tier in tiers
+        for kind in ("attention", "ffn")
+    ]
+    assert rows == wanted and all(len(row) == 4 for _, row in rows)
+    assert len(re.findall(r"^tier \d+: ", said, re.MULTILINE)) == len(tiers)
+
+
+def test_registry_elsewhere(world: World, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    place = tmp_path / "new folder" / "r.json"
+    plan(world, "--vram", world.budget, "--registry", place)
+    assert place.exists() and not world.registry.exists()
+    run(world, "--vram", world.budget, "--registry", place, "-p", "a", "-n", 2)
+    world.profile.unlink()
+    assert cli_run.main(["-m", str(world.model), "--registry", str(place), "-p", "a"]) == 2
+
+
+def test_environment_variables_stand_in_for_flags(
+    world: World, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PSHARD_MODEL", str(world.model))
+    monkeypatch.setenv("PSHARD_VRAM", "6")
+    monkeypatch.setenv("PSHARD_CTX_SIZE", "128")
+    assert cli_plan.main([]) == 0
+    assert cli_plan.main(["--vram", "8", "-c", "64"]) == 0
+    assert f"model: {world.model} (from PSHARD_MODEL)" in capsys.readouterr().err
+    made = {(v.vram_mib, v.context) for v in load_registry(world.registry).variants}
+    assert made == {((6,), 128), ((8,), 64)}
+    assert cli_run.main(["-p", "a", "-n", "2"]) == 0
+    assert "of 6 MiB" in capsys.readouterr().err
+
+
+def test_chat_puts_the_prompt_into_the_template(
+    world: World, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pshard.runtime.engine import Engine
+
+    prompts, real = [], Engine.generate
+
+    def listen(engine, prompt, *more, **named):
+        prompts.append(engine.tokenizer.decode(list(prompt)))
+        return real(engine, prompt, *more, **named)
+
+    monkeypatch.setattr(Engine, "generate", listen)
+    plan(world, "--vram", world.budget)
+    run(world, "--vram", world.budget, "-p", "Hello", "-n", 2, "--chat")
+    assert prompts and prompts[0].endswith("user: Hello\nassistant:")
+
+
+def test_perplexity_of_a_random_model_is_near_its_vocabulary(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    plan(world, "--vram", world.budget)
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 20)
+    capsys.readouterr()
+    call = ["-m", str(world.model), "--vram", "6", "--perplexity", str(text), "--ppl-window", "100", "-o", "json"]
+    assert cli_bench.main(call) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["tokens"], found["window"], found["file"]) == (900, 100, "text.txt")
+    assert 100 < found["perplexity"] < 5000
+
+
+def test_tables_of_bench(world: World, capsys: pytest.CaptureFixture) -> None:
+    plan(world, "--vram", world.budget, "-np", 2)
+    for form in ("md", "csv"):
+        capsys.readouterr()
+        call = ["-m", str(world.model), "--vram", "6", "-p", "8,16", "-n", "0", "-npl", "1,2", "-r", "1", "-o", form]
+        assert cli_bench.main(call) == 0
+        said = capsys.readouterr().out
+        assert len(said.splitlines()) == {"md": 2, "csv": 1}[form] + 4
+        assert "pp16 x2" in said and "predicted" in said
+
+
+def test_two_ranks_give_the_tokens_of_one(world: World, capfd: pytest.CaptureFixture) -> None:
+    plan(world, "--vram", 64)
+    plan(world, "--vram", "64,64", "-sm", "tensor", "-ts", "3,1")
+    flags = ["-p", "1,2,3", "--tokens", "-n", "6", "--temp", "0"]
+    texts = []
+    for split in (["--vram", "64"], ["--vram", "64,64", "-sm", "tensor", "-ts", "3,1"]):
+        capfd.readouterr()
+        run(world, *split, *flags)
+        texts.append(capfd.readouterr().out)
+    assert len(texts[0].split()) == 6 and texts[0] == texts[1]
+
+
+def test_python_api(world: World) -> None:
+    from pshard.errors import UserError
+
+    with pytest.raises(UserError, match="run: pshard-plan"):
+        pshard.load(world.model, vram=world.budget)
+    plan(world, "--vram", world.budget)
+    with pshard.load(world.model, vram=world.budget, context=128) as engine:
+        assert engine.plan.vram_mib == (world.budget,) and engine.vocab == 258
+        logits = engine.forward([1, 2, 3])
+        assert logits.shape == (258,) and engine.lengths == (3,)
+        engine.reset()
+        assert engine.forward([1, 2, 3], all_logits=True)[-1].equal(logits)
+        engine.reset()
+        assert len(list(engine.generate([1, 2, 3], 5, text=False))) == 5
+        memory = engine.memory()
+        assert 0 < memory.accelerator <= memory.budget == world.budget << 20
+        with pytest.raises(UserError, match=r"token ids must be in 0\.\.257"):
+            engine.forward([258])
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.forward([1])
+
+
+def test_python_api_plans_when_asked(world: World) -> None:
+    with pshard.load(world.model, vram=world.budget, context=64, replan=True) as engine:
+        assert engine.plan.context == 64
+        assert isinstance("".join(engine.generate("ab", 3)), str)
+
+
+@pytest.mark.parametrize("command", ["plan", "profile", "run", "bench", "report"])
+def test_help_needs_none_of_the_heavy_packages(command: str) -> None:
+    function = "make_report" if command == "report" else "main"
+    code = (
+        f"import sys; from pshard.cli_{command} import {function} as main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "heavy = {'torch', 'pulp', 'numpy', 'scipy', 'matplotlib', 'tokenizers', 'gguf', 'rich'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: pshard-{command} ")
+
+
+def test_planning_needs_no_torch(world: World) -> None:
+    code = (
+        "import sys; from pshard.cli_plan import main\n"
+        f"assert main(['-m', {str(world.model)!r}, '--vram', '6', '-c', '128']) == 0\n"
+        "assert not {'torch', 'matplotlib'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
