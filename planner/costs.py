@@ -275,6 +275,11 @@ class TierCosts:
         return self.tables.handoff(to, nbytes, self.vector_bytes)
 
     @cached_property
+    def copy_issue(self) -> float:
+        """Host seconds to start a copy: events, queue and call, about what issuing a unit takes."""
+        return self.tables.elementwise("acc", "step", 1, 1)
+
+    @cached_property
     def contended(self) -> dict[str, tuple[float, float]]:
         """Unit -> speeds of (link, CPU) while the CPU computes it and a copy runs."""
         return {name: self.tables.slowdown(c.cpu_reads, c.cpu) for name, c in self.units.items()}

@@ -117,10 +117,12 @@ class _Machine:
         self.log: list[tuple[Step, str, float, float]] = []
 
     def copy_in(self, step: CopyIn) -> None:
+        self.host += self.costs.copy_issue
         ready = max(self.host, self.slot_free.get(step.slot, 0.0))
         self.loaded[step.unit] = self.link.push(step, ready, self.units[step.unit].link)
 
     def fetch_kv(self, step: FetchKV) -> None:
+        self.host += self.costs.copy_issue
         self.fetched[step.unit] = self.link.push(step, max(self.host, self.d2h), self.units[step.unit].kv_fetch)
 
     def compute(self, step: Compute) -> None:
