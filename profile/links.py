@@ -118,18 +118,20 @@ def _copy_beside(
     nbytes = min(DUPLEX_BYTES, host.numel(), link.remote.numel())
     turn = itertools.cycle(_copies(link, host, "h2d", nbytes))
     under_way: deque[Any] = deque()
-    copied = read = 0
+    copied, read, computing = 0, 0, 0.0
     read_weights()
     start = time.perf_counter()
     while (elapsed := time.perf_counter() - start) < seconds:
         while len(under_way) < QUEUED_BESIDE:
             under_way.append(next(turn)())
+        begin = time.perf_counter()
         read += read_weights()
+        computing += time.perf_counter() - begin
         while under_way and link.device.happened(under_way[0]):
             under_way.popleft()
             copied += nbytes
     link.device.synchronize()
-    return copied / elapsed, read / elapsed
+    return copied / elapsed, read / computing
 
 
 def _copy_loop(link: LinkBench, host: torch.Tensor, direction: str) -> Callable[[], int]:

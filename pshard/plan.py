@@ -1,6 +1,7 @@
 """Plans: where every unit lives and computes, per token tier, with what was predicted and how sure the solver is."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 REGISTRY_VERSION = 1
 
@@ -76,10 +77,11 @@ class TierPlan:
 
     def placement(self, unit: str) -> Placement:
         """Placement of the unit of that name. Raises KeyError."""
-        for p in self.placements:
-            if p.unit == unit:
-                return p
-        raise KeyError(unit)
+        return self._by_unit[unit]
+
+    @cached_property
+    def _by_unit(self) -> dict[str, Placement]:
+        return {p.unit: p for p in self.placements}
 
 
 @dataclass(frozen=True)
