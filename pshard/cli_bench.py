@@ -47,7 +47,7 @@ def _main(argv: list[str]) -> int:
     if request.ranks > 1 and launched_ranks() < 2:
         from pshard.runtime.launch import launch
 
-        return launch(request.ranks, "pshard.cli_bench", argv)
+        return launch(request.ranks, "pshard.cli_bench", [*argv, "-m", str(request.model)])
     opened = open_plan(request)
     group = init_group(request.ranks, opened.profile.accelerators[0].kind)
     try:

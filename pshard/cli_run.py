@@ -55,7 +55,7 @@ def _main(argv: list[str]) -> int:
     if request.ranks > 1 and launched_ranks() < 2:
         from pshard.runtime.launch import launch
 
-        return launch(request.ranks, "pshard.cli_run", argv)
+        return launch(request.ranks, "pshard.cli_run", [*argv, "-m", str(request.model)])
     ids = _encode_prompt(request.model, prompt, args.chat)
     needed = len(ids) + args.predict  # a plan of at least that context is chosen
     opened = open_plan(replace(request, context=request.context or needed))

@@ -125,13 +125,19 @@ def find_model(given: str | None) -> Path:
         return Path(given)
     if os.environ.get("PSHARD_MODEL"):
         path = Path(os.environ["PSHARD_MODEL"])
-        print(f"model: {path} (from PSHARD_MODEL)", file=sys.stderr)
+        _say(f"model: {path} (from PSHARD_MODEL)")
         return path
     bundled = Path(__file__).resolve().parent.parent / "examples" / "demo.gguf"
     if not bundled.exists():
         raise UserError("no model given and the bundled one is not installed; pass -m MODEL or set PSHARD_MODEL")
-    print(f"model: {bundled} (the bundled demo; choose another with -m)", file=sys.stderr)
+    _say(f"model: {bundled} (the bundled demo; choose another with -m)")
     return bundled
+
+
+def _say(line: str) -> None:
+    """A line on stderr, once when several ranks run the same command."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, file=sys.stderr)
 
 
 def cache_dir() -> Path:

@@ -224,15 +224,20 @@ def test_tables_of_bench(world: World, capsys: pytest.CaptureFixture) -> None:
         assert "pp16 x2" in said and "predicted" in said
 
 
-def test_two_ranks_give_the_tokens_of_one(world: World, capfd: pytest.CaptureFixture) -> None:
+def test_two_ranks_give_the_tokens_of_one(
+    world: World, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PSHARD_MODEL", str(world.model))
+    split = ["--vram", "64,64", "-sm", "tensor", "-ts", "3,1"]
     plan(world, "--vram", 64)
-    plan(world, "--vram", "64,64", "-sm", "tensor", "-ts", "3,1")
-    flags = ["-p", "1,2,3", "--tokens", "-n", "6", "--temp", "0"]
+    plan(world, *split)
     texts = []
-    for split in (["--vram", "64"], ["--vram", "64,64", "-sm", "tensor", "-ts", "3,1"]):
+    for flags in (["--vram", "64"], split):
         capfd.readouterr()
-        run(world, *split, *flags)
-        texts.append(capfd.readouterr().out)
+        assert cli_run.main([*flags, "-p", "1,2,3", "--tokens", "-n", "6", "--temp", "0"]) == 0
+        said = capfd.readouterr()
+        texts.append(said.out)
+        assert said.err.count("(from PSHARD_MODEL)") == 1
     assert len(texts[0].split()) == 6 and texts[0] == texts[1]
 
 
