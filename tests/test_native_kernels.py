@@ -262,6 +262,19 @@ def test_memcpy_and_read_bandwidth_touch_every_byte() -> None:
     assert native.read_bandwidth(source, source.nbytes) > 0.1
 
 
+def test_nothing_to_do_is_no_error(isa: str) -> None:
+    """A rank of an uneven split may hold no rows, no columns or no heads."""
+    x, out = np.ones((2, 64), np.float32), poisoned(2, 16)
+    native.linear(x, 0, "Q4_0", 0, 64, out, 2, out_stride=16)
+    assert np.isnan(out).all()
+    native.linear(x, 0, "Q4_0", 16, 0, out, 2)
+    assert not out.any()
+    out = poisoned(2, 64)
+    native.ffn(x, 0, "Q4_0", 0, "Q4_0", 0, "Q4_0", 64, 0, out, 2)
+    assert not out.any()
+    native.attention(x, 0, 0, "f32", 0, 1, 0, 0, 64, 1.0, 0)
+
+
 def test_wrong_sizes_are_refused() -> None:
     buffer = np.zeros(4096, np.uint8)
     with pytest.raises(ValueError, match="block"):

@@ -229,6 +229,8 @@ def attention(
     other (default kv_heads * head_dim). The new tokens' cells are already written: token i sees cells
     0..n_cells_before+i. Head h reads kv head h // (heads // kv_heads). Softmax and sums in f32.
     """
+    if tokens == 0 or heads == 0:
+        return  # a rank may hold no head at all
     if heads % kv_heads:
         raise ValueError(f"{heads} heads do not share {kv_heads} kv heads evenly")
     kv_type = _KV_TYPES[kv_dtype]

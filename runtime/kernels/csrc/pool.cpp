@@ -11,8 +11,8 @@ namespace pshard {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr auto kSpin = std::chrono::microseconds(20);    // then let others run
-constexpr auto kYield = std::chrono::microseconds(300);  // then sleep until the next job
+constexpr auto kSpin = std::chrono::microseconds(4);      // then let others run: the thread waited for may need this CPU
+constexpr auto kYield = std::chrono::microseconds(1000);  // then sleep until the next job
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -105,7 +105,10 @@ void Pool::start_workers() {
   const uint32_t seen = job_.load();
   for (int i = 1; i < wanted_; ++i) {
     const int cpu = i < static_cast<int>(cpus_.size()) ? cpus_[i] : -1;
-    workers_->emplace_back([this, cpu, seen] { work(cpu, seen); });
+    workers_->emplace_back([this, cpu, seen] {
+      if (cpu >= 0) bind_this_thread(cpu);
+      work(seen);
+    });
   }
 }
 
@@ -119,8 +122,7 @@ void Pool::stop_workers() {
   workers_ = nullptr;
 }
 
-void Pool::work(int cpu, uint32_t seen) {
-  if (cpu >= 0) bind_this_thread(cpu);
+void Pool::work(uint32_t seen) {
   for (;;) {
     while (!wait_change(job_, seen, false)) job_.wait(seen);
     ++seen;  // the caller waits for all at the end of a job, so no job is ever missed

@@ -71,7 +71,7 @@ class Pool {
   void run_locked(Function function, void* context);
   void start_workers();
   void stop_workers();
-  void work(int cpu, uint32_t seen);
+  void work(uint32_t seen);
   unsigned char* reserve(size_t nbytes);
 
   std::mutex mutex_, scratch_mutex_;
