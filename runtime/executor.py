@@ -32,6 +32,8 @@ from pshard.steps import (
     emit_steps,
 )
 
+LEAST_CELLS = 1024  # launch sizes grow with the context in powers of two from here, so that few graphs are captured
+
 
 @dataclass
 class _TierState:
@@ -240,7 +242,7 @@ class Executor:
             self.device.send(target, values)
             there.append(target)
         cells = max(s.past + s.tokens for s in segments)
-        bound = min(1 << (cells - 1).bit_length(), self._kv_shape.context)  # few values, so that launches repeat
+        bound = min(max(LEAST_CELLS, 1 << (cells - 1).bit_length()), self._kv_shape.context)
         rows_here = RowIndex(sequence, position, segments, cells)
         return rows_here, RowIndex(there[1], there[0], segments, bound), (wanted, there[2])
 

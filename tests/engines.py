@@ -4,6 +4,7 @@ from pathlib import Path
 
 from plan_samples import make_tier, make_variant
 
+from pshard.buffers import TORCH_RESERVE_MIB
 from pshard.models import open_model
 from pshard.plan import TierPlan
 from pshard.runtime.device import open_device
@@ -17,9 +18,12 @@ def pinned_everywhere(spec, tokens=(1, 64), context=128, sequences=1) -> tuple[T
     return tuple(make_tier(spec, n, places, 0, context, sequences) for n in tokens)
 
 
-def open_engine(path: Path, tiers=None, kernels="plain", context=128, sequences=1, tokens=(1, 64)) -> Engine:
-    """An engine on the CPU as accelerator under given tiers (default: everything pinned)."""
+def open_engine(
+    path: Path, tiers=None, kernels="plain", context=128, sequences=1, tokens=(1, 64), device="cpu"
+) -> Engine:
+    """An engine under given tiers (default: everything pinned), on the CPU as accelerator unless told otherwise."""
     file = open_model(path)
     tiers = tiers or pinned_everywhere(file.spec, tokens, context, sequences)
-    variant = make_variant(file.spec, tiers, context, sequences)
-    return build_engine(file, variant, open_device("cpu"), kernels=kernels)
+    reserve = TORCH_RESERVE_MIB if device == "cuda" else 0
+    variant = make_variant(file.spec, tiers, context, sequences, reserve_mib=reserve)
+    return build_engine(file, variant, open_device(device), kernels=kernels)

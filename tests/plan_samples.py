@@ -1,6 +1,7 @@
 """Plans made by hand for runtime tests: any mix of placements that keeps the prefix rule of pins and KV."""
 
 import random
+from dataclasses import replace
 
 from pshard.buffers import kv_layer_bytes, kv_stage_bytes, scratch_bytes
 from pshard.model import ModelSpec
@@ -32,10 +33,16 @@ def make_tier(
 
 
 def make_variant(
-    spec: ModelSpec, tiers: tuple[TierPlan, ...], context: int, sequences: int, ranks: tuple[RankPlan, ...] = ()
+    spec: ModelSpec,
+    tiers: tuple[TierPlan, ...],
+    context: int,
+    sequences: int,
+    ranks: tuple[RankPlan, ...] = (),
+    reserve_mib: int = 0,
 ) -> Variant:
-    """A variant of one rank (or of the given ranks) whose budget is just enough."""
+    """A variant of one rank (or of the given ranks) whose budget is just enough, and `reserve_mib` more."""
     ranks = ranks or (make_rank_plan(spec, tiers),)
+    ranks = tuple(replace(r, budget_mib=r.budget_mib + reserve_mib) for r in ranks)
     budgets = tuple(r.budget_mib for r in ranks)
     return Variant(budgets, context, sequences, "f32", "f32", tiers[-1].tokens, 1, 1, "none", (), True, ranks)
 

@@ -1,0 +1,67 @@
+"""The runtime on a CUDA GPU: placements, graphs, budgets. Skipped without one."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from engines import open_engine, pinned_everywhere
+from model_files import write_gguf
+from plan_samples import make_tier, random_places, shrink_places
+
+from pshard.models import open_model
+
+pytestmark = pytest.mark.gpu
+CONTEXT = 256
+
+
+def error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Normalised mean square error."""
+    return (((got - expected) ** 2).mean() / (expected**2).mean()).item()
+
+
+def talk(engine, rng: random.Random) -> torch.Tensor:
+    """A long prompt, a short one and single tokens: logits of every position."""
+    prompts = [[rng.randrange(320) for _ in range(n)] for n in (100, 9, 1, 1, 4, 1, 70, 1)]
+    with engine:
+        return torch.cat([engine.forward(p, all_logits=True) for p in prompts])
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("qtype", "bound"), [("BF16", 1e-4), ("Q4_0", 2e-3), ("Q6_K", 2e-3)])
+def test_random_plans_give_the_reference_logits(tmp_path: Path, qtype: str, bound: float, seed: int) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype=qtype, n_layers=3)
+    rng, spec = random.Random(seed), open_model(tmp_path / "m.gguf").spec
+    decode = random_places(spec, rng)
+    tiers = tuple(
+        make_tier(spec, n, places, rng.randint(1, 4), CONTEXT, 1)
+        for n, places in ((4, decode), (80, shrink_places(spec, decode, rng)))
+    )
+    expected = talk(open_engine(path, pinned_everywhere(spec, (4, 80), CONTEXT), context=CONTEXT), random.Random(seed))
+    got = talk(open_engine(path, tiers, "fast", CONTEXT, device="cuda"), random.Random(seed))
+    assert torch.isfinite(got).all()
+    assert error(got, expected) < bound
+    again = talk(open_engine(path, tiers, "fast", CONTEXT, device="cuda"), random.Random(seed))
+    assert torch.equal(got, again)
+
+
+def test_steady_decode_allocates_nothing_and_stays_within_the_budget(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q4_0", n_layers=4, d_model=1024, d_ffn=4096, context=4096)
+    spec = open_model(path).spec
+    places = {u.name: ("streamed" if u.kind == "ffn" else "pinned", "vram" if u.kind == "attention" else None)
+              for u in spec.units}  # fmt: skip
+    tiers = tuple(make_tier(spec, n, places, 2, 2048, 1) for n in (1, 512))
+    with open_engine(path, tiers, "fast", 2048, device="cuda") as engine:
+        engine.forward([i % 320 for i in range(1000)])
+        for i in range(8):
+            engine.forward([i])
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        for i in range(16):
+            engine.forward([i])
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+        for _ in range(10):
+            engine.forward([3] * 40)
+            engine.forward([5])
+        memory = engine.memory()
+        assert memory.accelerator <= memory.budget
+        assert memory.page_locked
