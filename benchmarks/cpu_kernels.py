@@ -34,7 +34,9 @@ def main(argv: list[str]) -> int:
     """Run the benchmark; prints a table and, with -o, writes JSON."""
     parser = new_parser("cpu_kernels.py", str(__doc__).splitlines()[0])
     parser.add_argument("-o", "--output", type=Path, help="JSON file to write")
-    parser.add_argument("-q", "--types", type=lambda t: t.upper().split(","), default=list(QUANT_TYPES), help="quant types")
+    parser.add_argument(
+        "-q", "--types", type=lambda t: t.upper().split(","), default=list(QUANT_TYPES), help="quant types"
+    )
     parser.add_argument("-M", "--tokens", type=parse_ints, default=(1, 4, 16), help="tokens per call, as 1,4,16")
     parser.add_argument("-t", "--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rows", type=int, default=25600)
@@ -124,7 +126,9 @@ def make_operands(qtype: str, rows: int, cols: int, copies: int) -> list[np.ndar
     return [memory[i * nbytes : (i + 1) * nbytes] for i in range(copies)]
 
 
-def time_in_turn(first: Callable[[int], None], second: Callable[[int], None], seconds: float) -> tuple[list[float], list[float]]:
+def time_in_turn(
+    first: Callable[[int], None], second: Callable[[int], None], seconds: float
+) -> tuple[list[float], list[float]]:
     """Seconds of each call of the two, called in turn with a counter, after one warm-up of both."""
     first(-1), second(-1)
     samples: tuple[list[float], list[float]] = ([], [])
@@ -185,7 +189,9 @@ def cpu_name() -> str:
     """The processor's own name, where the system tells it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
 
 
 if __name__ == "__main__":

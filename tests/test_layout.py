@@ -3,9 +3,9 @@
 import gguf
 import numpy as np
 import pytest
-from pshard.runtime.kernels.layout import pack_reference, packed_nbytes, unpack_reference
 
 from pshard.quant import QUANT_TYPES, ROW_BLOCK, file_nbytes, record_nbytes
+from pshard.runtime.kernels.layout import pack_reference, packed_nbytes, unpack_reference
 
 TYPES = sorted(QUANT_TYPES)
 PLANED = [name for name in TYPES if QUANT_TYPES[name].planes]

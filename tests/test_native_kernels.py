@@ -1,10 +1,12 @@
 """The C++ kernels against float64 sums over the gguf dequantiser, on every instruction set that this machine runs."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import gguf
 import numpy as np
 import pytest
+from test_layout import random_rows
 
 from pshard.quant import QUANT_TYPES, packed_nbytes, record_nbytes
 from pshard.runtime.kernels import native
@@ -31,36 +33,6 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 def two_threads() -> None:
     if native.threads() != 2:
         native.set_threads(2)
-
-
-def random_rows(qtype: str, rows: int, cols: int, seed: int = 0) -> np.ndarray:
-    """Random code bytes with scales of ordinary size, u8 [rows, bytes of a row] as in a GGUF file."""
-    rng = np.random.default_rng(seed)
-    q = QUANT_TYPES[qtype]
-    if not q.planes:
-        values = rng.standard_normal((rows, cols), np.float32)
-        if qtype == "F16":
-            return values.astype(np.float16).view(np.uint8)
-        return (
-            values.view(np.uint8) if qtype == "F32" else (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
-        )
-    blocks = rng.integers(0, 256, (rows, cols // q.block, q.nbytes), dtype=np.uint8)
-    if qtype == "MXFP4":
-        blocks[..., 0] = rng.integers(120, 128, blocks.shape[:2])
-        return blocks.reshape(rows, -1)
-    places = {
-        "Q2_K": (80, 82),
-        "Q3_K": (108,),
-        "Q6_K": (208,),
-        "Q4_K": (0, 2),
-        "Q5_K": (0, 2),
-        "Q4_1": (0, 2),
-        "Q5_1": (0, 2),
-    }
-    for at in places.get(qtype, (0,)):
-        scale = (rng.standard_normal(blocks.shape[:2]) * 0.01).astype(np.float16)
-        blocks[..., at : at + 2] = scale[..., None].view(np.uint8)
-    return blocks.reshape(rows, -1)
 
 
 def matrix(qtype: str, rows: int, cols: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -254,12 +226,29 @@ def test_the_library_and_python_agree_on_sizes(qtype: str) -> None:
             assert native.record_nbytes(qtype, cols) == record_nbytes(qtype, cols)
 
 
-def test_memcpy_and_read_bandwidth_touch_every_byte() -> None:
+def test_memcpy_and_read_bandwidth_touch_every_byte(isa: str) -> None:
     source = np.random.default_rng(0).integers(0, 256, 9_000_001, dtype=np.uint8)
-    copy = np.zeros_like(source)
-    native.memcpy(copy, source, source.nbytes)
-    np.testing.assert_array_equal(copy, source)
+    copy = np.zeros(source.size + 5, np.uint8)
+    native.memcpy(copy[5:], source, source.nbytes)
+    np.testing.assert_array_equal(copy[5:], source)
+    assert not copy[:5].any()
     assert native.read_bandwidth(source, source.nbytes) > 0.1
+
+
+def test_calls_from_several_threads_do_not_mix() -> None:
+    packed, _ = matrix("Q4_0", 160, 320)
+    x = np.random.default_rng(3).standard_normal((8, 320), np.float32)
+    want = poisoned(8, 160)
+    native.linear(x, packed, "Q4_0", 160, 320, want, 8)
+
+    def call(token: int) -> np.ndarray:
+        out = poisoned(1, 160)
+        for _ in range(50):
+            native.linear(x[token:], packed, "Q4_0", 160, 320, out, 1)
+        return out[0]
+
+    with ThreadPoolExecutor(4) as pool:
+        np.testing.assert_array_equal(np.stack(list(pool.map(call, range(8)))), want)
 
 
 def test_nothing_to_do_is_no_error(isa: str) -> None:

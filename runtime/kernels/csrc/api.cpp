@@ -28,7 +28,8 @@ const Kernels& kernels() {
 
 constexpr int kSlice = 64;             // tokens whose activations are held at once
 constexpr int64_t kTaskBytes = 128 << 10;  // weights of one task: small enough to balance, large enough to stream
-constexpr size_t kCopyPiece = 4 << 20;
+constexpr size_t kCopyPiece = 1 << 20;
+constexpr size_t kStreamFrom = 8 << 20;  // copies of this size would only push other things out of the caches
 
 template <class Number>
 Number round_up(Number n, Number to) { return (n + to - 1) / to * to; }
@@ -338,7 +339,11 @@ PSHARD_API void pshard_memcpy(void* to, const void* from, size_t nbytes) {
   Pool::instance().run([&](Team& team) {
     team.for_each((nbytes + kCopyPiece - 1) / kCopyPiece, [&](int64_t i) {
       const size_t at = i * kCopyPiece;
-      std::memcpy(static_cast<char*>(to) + at, static_cast<const char*>(from) + at, std::min(kCopyPiece, nbytes - at));
+      auto *piece = static_cast<uint8_t*>(to) + at;
+      const auto *source = static_cast<const uint8_t*>(from) + at;
+      const size_t n = std::min(kCopyPiece, nbytes - at);
+      if (nbytes >= kStreamFrom) kernels().stream(piece, source, n);
+      else std::memcpy(piece, source, n);
     });
   });
 }

@@ -7,6 +7,16 @@ uint64_t sum_bytes(const uint8_t* data, size_t nbytes) {
   return sum;
 }
 
+// Copies what no cache should hold: a plain store would first read the line that it replaces.
+void stream(uint8_t* to, const uint8_t* from, size_t nbytes) {
+  size_t at = (64 - reinterpret_cast<uintptr_t>(to) % 64) % 64;
+  at = at < nbytes ? at : nbytes;
+  std::memcpy(to, from, at);
+  for (; at + 64 <= nbytes; at += 64) stream_line(to + at, from + at);
+  std::memcpy(to + at, from + at, nbytes - at);
+  finish_streams();
+}
+
 template <class D>
 void set_quant(Kernels& k) {
   k.linear[D::kType] = linear_quant<D>;
@@ -26,6 +36,7 @@ Kernels make_kernels(const char* isa) {
   k.silu_mul = silu_mul;
   k.attention = attention;
   k.sum = sum_bytes;
+  k.stream = stream;
   set_plain<F32>(k), set_plain<F16>(k), set_plain<BF16>(k);
   set_quant<Legacy<Q4_0, 0, false>>(k), set_quant<Legacy<Q4_1, 0, true>>(k);
   set_quant<Legacy<Q5_0, 1, false>>(k), set_quant<Legacy<Q5_1, 1, true>>(k);

@@ -53,6 +53,7 @@ struct Kernels {
                              int64_t stride, bool bf16);
   void (*silu_mul)(float* gate, const float* up, int64_t n);  // gate = gate * sigmoid(gate) * up
   void (*attention)(const AttentionTask& task);
+  void (*stream)(uint8_t* to, const uint8_t* from, size_t nbytes);  // copies past the caches
   uint64_t (*sum)(const uint8_t* data, size_t nbytes);  // reads every byte once
 };
 

@@ -137,6 +137,12 @@ inline void store_bf16(uint16_t* p, Floats v) {
 inline void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
 inline void prefetch_far(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
 
+inline void stream_line(uint8_t* to, const uint8_t* from) {
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(to), load256(from));
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(to + 32), load256(from + 32));
+}
+inline void finish_streams() { _mm_sfence(); }
+
 inline uint64_t sum_words(const uint8_t* data, size_t nbytes) {
   __m256i s[4] = {};
   for (size_t i = 0; i < nbytes; i += 128)

@@ -95,6 +95,12 @@ inline void store_bf16(uint16_t* p, Floats v) {  // round to nearest even; a NaN
 inline void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
 inline void prefetch_far(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
 
+// Copies 64-byte lines past the caches; `to` is 64-byte aligned.
+inline void stream_line(uint8_t* to, const uint8_t* from) {
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), _mm512_loadu_si512(from));
+}
+inline void finish_streams() { _mm_sfence(); }
+
 inline uint64_t sum_words(const uint8_t* data, size_t nbytes) {  // nbytes a multiple of 256
   __m512i a = zero_ints(), b = zero_ints(), c = zero_ints(), d = zero_ints();
   for (size_t i = 0; i < nbytes; i += 256) {

@@ -120,6 +120,9 @@ inline void store_bf16(uint16_t* p, Floats v) {
 inline void prefetch(const uint8_t*) {}
 inline void prefetch_far(const uint8_t*) {}
 
+inline void stream_line(uint8_t* to, const uint8_t* from) { std::memcpy(to, from, 64); }
+inline void finish_streams() {}
+
 inline uint64_t sum_words(const uint8_t* data, size_t nbytes) {
   typedef uint64_t Longs __attribute__((vector_size(64)));
   Longs sum{};
