@@ -1,0 +1,110 @@
+"""Costs: what the profile timed comes back, what it did not is scaled from the nearest, and gaps are named."""
+
+from dataclasses import replace
+
+import pytest
+
+from pshard.errors import UserError
+from pshard.machine import MachineProfile, MatmulTiming
+from pshard.planner.costs import Tables, tier_costs, unit_cost
+from pshard.planner.datasheet import profile_from_datasheet
+from pshard.planner.explain import double_link
+from pshard.planner.load import TierLoad
+from pshard.planner.plan import cut_ranks
+from pshard.workload import Workload
+from tests.planner_cases import DESKTOP, make_model
+
+PROFILE = profile_from_datasheet(DESKTOP)
+WORKLOAD = Workload((1000,), context=4096)
+DECODE = TierLoad(1, 1, 1000, 1, 1.0)
+
+
+def with_matmuls(*rows: MatmulTiming) -> MachineProfile:
+    return replace(PROFILE, matmuls=rows)
+
+
+def test_a_timed_matrix_costs_what_was_timed():
+    tables = Tables(PROFILE)
+    for m in PROFILE.matmuls[::37]:
+        assert tables.matmul(m.device, m.qtype, m.rows, m.cols, m.tokens) == pytest.approx(m.seconds)
+
+
+def test_a_matrix_between_timed_sizes_takes_their_rate():
+    tables = Tables(
+        with_matmuls(
+            MatmulTiming("acc", "Q4_0", 1000, 1000, 1, 1e-5),
+            MatmulTiming("acc", "Q4_0", 4000, 4000, 1, 1.6e-4),
+        )
+    )
+    assert tables.matmul("acc", "Q4_0", 2000, 2000, 1) == pytest.approx(4e-5)
+    assert tables.matmul("acc", "Q4_0", 8000, 8000, 1) == pytest.approx(6.4e-4)
+
+
+def test_an_untimed_quant_type_is_scaled_by_bytes_in_small_batches_only():
+    tables = Tables(
+        with_matmuls(*(MatmulTiming("acc", "Q8_0", 4096, 4096, tokens, 1e-4 * tokens) for tokens in (1, 128)))
+    )
+    assert tables.matmul("acc", "Q4_0", 4096, 4096, 1) == pytest.approx(1e-4 * 18 / 34, rel=0.02)
+    assert tables.matmul("acc", "Q4_0", 4096, 4096, 128) == pytest.approx(1e-4 * 128)
+
+
+def test_attention_grows_with_context_and_heads_read():
+    tables, config = Tables(PROFILE), make_model(heads=8, kv_heads=8).config
+    near, far = (tables.attention("acc", config, "bf16", 1, context) for context in (8192, 65536))
+    assert far == pytest.approx(8 * near, rel=0.1)
+    few = replace(config, n_kv_heads=2)
+    assert tables.attention("acc", few, "bf16", 1, 65536) == pytest.approx(far / 4)
+    assert tables.attention("acc", config, "bf16", 512, 8192) > tables.attention("acc", config, "bf16", 512, 1024)
+
+
+def test_sequences_that_decode_together_read_all_their_cells():
+    spec, tables = make_model(), Tables(PROFILE)
+    one = unit_cost(spec.units[1], spec, tables, TierLoad(1, 1, 4000, 1, 1.0), WORKLOAD)
+    four = unit_cost(spec.units[1], spec, tables, TierLoad(4, 4, 4000, 4, 1.0), WORKLOAD)
+    assert four.kv_fetch_bytes == 4 * one.kv_fetch_bytes
+    assert one.acc < four.acc < 4 * one.acc
+
+
+def test_only_the_wanted_rows_of_logits_are_computed():
+    spec, tables = make_model(vocab=32768), Tables(PROFILE)
+    head = spec.units[-1]
+    prefill = unit_cost(head, spec, tables, TierLoad(512, 1, 0, 1, 1.0), WORKLOAD)
+    assert prefill.acc == pytest.approx(unit_cost(head, spec, tables, DECODE, WORKLOAD).acc)
+
+
+def test_a_rank_that_holds_nothing_of_a_unit_spends_nothing_on_it():
+    spec = cut_ranks(make_model(), (1.0, 0.0))[1]
+    costs = tier_costs(spec, Tables(PROFILE), DECODE, WORKLOAD, ranks=2).units
+    assert all(costs[u.name].acc == costs[u.name].link == 0 for u in spec.units if u.kind in ("attention", "ffn"))
+
+
+def test_contention_slows_reading_not_arithmetic():
+    tables = Tables(PROFILE)
+    link, cpu = tables.slowdown(10**9, 10**9 / DESKTOP.host_memory)  # reads as fast as the memory gives
+    assert link < 1 and cpu < 1
+    link, cpu = tables.slowdown(10**9, 100.0)
+    assert link == pytest.approx(1.0, abs=0.01) and cpu == 1
+
+
+def test_all_reduces_without_measurements_go_through_host_memory():
+    tables = Tables(PROFILE)
+    assert tables.collective(1, 1 << 20) == 0
+    assert tables.collective(4, 1 << 20) > 4 * tables.copy("h2d", 1 << 20)
+
+
+@pytest.mark.parametrize(("table", "what"), [("matmuls", "matmul"), ("attention", "attention"), ("copies", "copy")])
+def test_a_profile_without_a_table_is_named(table, what):
+    with pytest.raises(UserError, match=f"no {what} timings; run pshard-profile"):
+        Tables(replace(PROFILE, **{table: ()}))
+
+
+def test_a_profile_without_host_matmuls_is_named():
+    tables = Tables(with_matmuls(MatmulTiming("acc", "Q4_0", 64, 64, 1, 1e-6)))
+    with pytest.raises(UserError, match="no matmul timings of the host"):
+        tables.matmul("host", "Q4_0", 64, 64, 1)
+
+
+def test_a_link_twice_as_fast_halves_copies():
+    before, after = Tables(PROFILE), Tables(double_link(PROFILE))
+    assert after.copy("h2d", 1 << 26) == pytest.approx(before.copy("h2d", 1 << 26) / 2)
+    assert after.link_rate == pytest.approx(2 * before.link_rate)
