@@ -118,7 +118,7 @@ def keep_everything(room: Room, costs: tuple[TierCosts, ...]) -> Candidate:
     pins = tuple(u.name for u in room.spec.units if u.kind != "embedding")
     kv = tuple(u.name for u in room.spec.units if u.kind == "attention")
     seconds = tuple(simulate_tier(room, tier, cost).seconds for tier, cost in zip(tiers, costs))
-    return Candidate("ilp", Residency(pins, kv), tiers, seconds, round_seconds(room, tiers, seconds, costs))
+    return Candidate("all in VRAM", Residency(pins, kv), tiers, seconds, round_seconds(room, tiers, seconds, costs))
 
 
 def whole_tier(room: Room, tokens: int) -> TierPlan:

@@ -179,7 +179,7 @@ def _plan_rank(task: RankTask, strategy: str | None, plan_needed: bool, time_lim
         objective = fluid_seconds(problem, count_tier(task.classes, tier))
         gap = solved.gap if solved else 0.0
         solve = Solve(
-            solved.status if solved else "not needed",
+            solved.status if solved else "placed" if plan_needed else "not needed",
             objective,
             objective * (1 - gap),
             gap,
