@@ -278,7 +278,7 @@ class _Run:
     logits: list[torch.Tensor]
     side: str = "cpu"
     freed: Any = None
-    held: list[Compute] = field(default_factory=list)
+    held: list[Compute | AllReduce] = field(default_factory=list)
     pending: torch.Tensor | None = None  # logits that are still on the device
 
     def step(self, step: Any) -> None:
@@ -289,6 +289,9 @@ class _Run:
                 self.flush()
                 self._wait_for_inputs(step)
             self.side = "acc"
+            self.held.append(step)
+            return
+        if isinstance(step, AllReduce) and self.held:
             self.held.append(step)
             return
         self.flush()
@@ -320,8 +323,8 @@ class _Run:
         e = self.executor
         key = (self.state.tier.tokens, steps[0].unit, steps[-1].unit, self.tokens, len(self.logit_rows))
         with e.device.computing():
-            e.device.repeat((*key, self.acc_rows.cells), self._is_small(), lambda: [self._execute(s) for s in steps])
-        if self.executor.spec.unit(steps[-1].unit).kind == "output":
+            e.device.repeat((*key, self.acc_rows.cells), self._is_small(), lambda: [self._kernels(s) for s in steps])
+        if steps[-1].unit == self.executor.spec.units[-1].name:
             if self._is_small() and self.logit_rows and self.executor.spec.units[-1].tensors:
                 self.pending = self._logits_on_device()  # a replayed graph has written them without telling
             self._deliver_logits()
@@ -346,6 +349,9 @@ class _Run:
             for event in self.state.stage_ready:
                 e.device.wait(event)
             self.state.stage_ready.clear()
+
+    def _kernels(self, step: Compute | AllReduce) -> None:
+        self._execute(step) if isinstance(step, Compute) else self._all_reduce()
 
     def _execute(self, step: Compute) -> None:
         """The unit's kernels, nothing else: what a graph may hold."""
