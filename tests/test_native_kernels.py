@@ -173,6 +173,18 @@ def test_ffn_is_swiglu(isa: str, gate_type: str, up_type: str, down_type: str, t
     assert relative_error(out, want) < 0.02
 
 
+@pytest.mark.parametrize(("gate_type", "up_type"), [("Q4_0", "Q4_0"), ("Q6_K", "Q4_K"), ("F32", "F32")])
+def test_gate_up_is_the_first_half_of_swiglu(isa: str, gate_type: str, up_type: str) -> None:
+    hidden, inner, tokens = 256, 51, 3
+    (gate, g), (up, u) = matrix(gate_type, inner, hidden, 1), matrix(up_type, inner, hidden, 2)
+    x = np.random.default_rng(4).standard_normal((tokens, hidden), np.float32)
+    out = poisoned(tokens, inner + 1)
+    native.gate_up(x, gate, gate_type, up, up_type, inner, hidden, out, tokens, out_stride=inner + 1)
+    assert np.isnan(out[:, inner:]).all()
+    a = x.astype(np.float64) @ g.astype(np.float64).T
+    assert relative_error(out[:, :inner], a / (1 + np.exp(-a)) * (x @ u.astype(np.float64).T)) < 0.02
+
+
 def attention_in_float64(q: np.ndarray, k: np.ndarray, v: np.ndarray, before: int, scale: float) -> np.ndarray:
     tokens, heads, _ = q.shape
     shared = heads // k.shape[1]

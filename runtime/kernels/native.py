@@ -177,6 +177,27 @@ def ffn(
     _call("ffn", _at(x), x_stride or hidden, *weights, hidden, inner, _at(out), out_stride or hidden, tokens)
 
 
+def gate_up(
+    x: Buffer,
+    gate: Buffer,
+    gate_qtype: str,
+    up: Buffer,
+    up_qtype: str,
+    inner: int,
+    hidden: int,
+    out: Buffer,
+    tokens: int,
+    *,
+    x_stride: int | None = None,
+    out_stride: int | None = None,
+) -> None:
+    """The first half of `ffn`: out = silu(x Wg^T) * (x Wu^T), x f32 [tokens, hidden], out f32 [tokens, inner]."""
+    for qtype in (gate_qtype, up_qtype):
+        _check_cols(qtype, hidden)
+    weights = (_at(gate), _type(gate_qtype), _at(up), _type(up_qtype), None, _type("F32"))
+    _call("ffn", _at(x), x_stride or hidden, *weights, hidden, inner, _at(out), out_stride or inner, tokens)
+
+
 def dequantize(
     w: Buffer,
     qtype: str,

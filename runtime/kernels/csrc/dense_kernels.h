@@ -17,38 +17,46 @@ struct Plain {
   }
 };
 
+// Two chains of sums for each row and token hide the latency of the additions.
 template <int T, int Rows, int Count>
 inline void dot_rows(const typename Plain<T>::Word* w, int64_t cols, const float* const* x,
                      const typename Plain<T>::Word* ahead, float* tile) {
-  Floats sums[Rows][Count];
-  for (auto& row : sums)
-    for (auto& s : row) s = zero();
-  const int64_t whole = cols / 16 * 16;
-  constexpr int kLine = 64 / sizeof(typename Plain<T>::Word);  // columns in a cache line
-  for (int64_t k = 0; k < whole; k += 16) {
-    if (k % kLine == 0)
-      for (int r = 0; r < Rows; ++r) prefetch_far(reinterpret_cast<const uint8_t*>(ahead + r * cols + k));
+  Floats sums[2][Rows][Count];
+  for (auto& chain : sums)
+    for (auto& row : chain)
+      for (auto& s : row) s = zero();
+  auto accumulate = [&](Floats (&chain)[Rows][Count], int64_t k) {
     Floats weights[Rows];
     for (int r = 0; r < Rows; ++r) weights[r] = Plain<T>::load16(w + r * cols + k);
     for (int m = 0; m < Count; ++m) {
       const Floats value = load(x[m] + k);
-      for (int r = 0; r < Rows; ++r) sums[r][m] = fma(weights[r], value, sums[r][m]);
+      for (int r = 0; r < Rows; ++r) chain[r][m] = fma(weights[r], value, chain[r][m]);
     }
+  };
+  const int64_t whole = cols / 16 * 16;
+  int64_t k = 0;
+  for (; k + 32 <= whole; k += 32) {
+    for (int r = 0; r < Rows; ++r)
+      for (int at = 0; at < 32; at += 64 / sizeof(*w)) prefetch(reinterpret_cast<const uint8_t*>(ahead + r * cols + k + at));
+    accumulate(sums[0], k);
+    accumulate(sums[1], k + 16);
   }
+  if (k < whole) accumulate(sums[0], k);
   if (whole < cols)
     for (int m = 0; m < Count; ++m) {
       const Floats value = Plain<F32>::load_tail(x[m] + whole, cols - whole);
       for (int r = 0; r < Rows; ++r)
-        sums[r][m] = fma(Plain<T>::load_tail(w + r * cols + whole, cols - whole), value, sums[r][m]);
+        sums[1][r][m] = fma(Plain<T>::load_tail(w + r * cols + whole, cols - whole), value, sums[1][r][m]);
     }
   for (int r = 0; r < Rows; ++r)
-    for (int m = 0; m < Count; ++m) tile[m * 16 + r] = sum_lanes(sums[r][m]);
+    for (int m = 0; m < Count; ++m) tile[m * 16 + r] = sum_lanes(add(sums[0][r][m], sums[1][r][m]));
 }
 
 template <int T, int Count>
 inline void dense_tokens(const uint8_t* record, int64_t cols, int rows, const TokenGroup& group, float* tile) {
   using Word = typename Plain<T>::Word;
-  constexpr int kRows = 4, kTokens = Count < 4 ? Count : 4;  // 16 sums stay in registers; eight tokens go in two halves
+  // One token takes one row at a time, which reads memory in order; several share what they load over four rows.
+  constexpr int kTokens = Count < 4 ? Count : 4, kRows = Count == 1 ? 1 : 4;
   const auto *w = reinterpret_cast<const Word*>(record), *next = reinterpret_cast<const Word*>(group.ahead);
   int r = 0;
   for (; r + kRows <= rows; r += kRows)
