@@ -194,7 +194,7 @@ def gate_up(
     """The first half of `ffn`: out = silu(x Wg^T) * (x Wu^T), x f32 [tokens, hidden], out f32 [tokens, inner]."""
     for qtype in (gate_qtype, up_qtype):
         _check_cols(qtype, hidden)
-    weights = (_at(gate), _type(gate_qtype), _at(up), _type(up_qtype), None, _type("F32"))
+    weights = (_at(gate), _type(gate_qtype), _at(up), _type(up_qtype), None, -1)
     _call("ffn", _at(x), x_stride or hidden, *weights, hidden, inner, _at(out), out_stride or inner, tokens)
 
 

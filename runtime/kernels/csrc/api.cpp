@@ -265,16 +265,18 @@ PSHARD_API void pshard_linear(const float* x, int64_t x_stride, const void* w, i
   });
 }
 
-// silu(x gate^T) * (x up^T), then down where it is given; `out` is [tokens, inner] without it, [tokens, hidden] with it.
+// silu(x gate^T) * (x up^T), then times down^T unless down_type is -1; `out` is [tokens, hidden] or [tokens, inner].
 PSHARD_API void pshard_ffn(const float* x, int64_t x_stride, const void* gate, int gate_type, const void* up, int up_type,
                            const void* down, int down_type, int64_t hidden, int64_t inner, float* out, int64_t out_stride,
                            int64_t tokens) {
-  const Matrix g(gate, gate_type, inner, hidden), u(up, up_type, inner, hidden), d(down, down_type, hidden, inner);
+  const bool whole = down_type >= 0;
+  const Matrix g(gate, gate_type, inner, hidden), u(up, up_type, inner, hidden);
+  const Matrix d(down, whole ? down_type : F32, hidden, inner);
   const int slice = static_cast<int>(std::min<int64_t>(tokens, kSlice));
   const bool alike = g.offset() == u.offset() && is_plain(g.type) == is_plain(u.type);
   const int64_t width = round_up<int64_t>(inner, 16);
-  const size_t x_bytes = act_bytes(slice, hidden), h_bytes = down ? act_bytes(slice, inner) : 0;
-  const size_t inside_bytes = down ? slice * width * sizeof(float) : 0;
+  const size_t x_bytes = act_bytes(slice, hidden), h_bytes = whole ? act_bytes(slice, inner) : 0;
+  const size_t inside_bytes = whole ? slice * width * sizeof(float) : 0;
   Pool::instance().with_scratch(2 * x_bytes + h_bytes + inside_bytes, [&](uint8_t* scratch) {
     auto* act = reinterpret_cast<ActChunk*>(scratch);
     auto* act_up = alike ? act : reinterpret_cast<ActChunk*>(scratch + x_bytes);
@@ -288,8 +290,8 @@ PSHARD_API void pshard_ffn(const float* x, int64_t x_stride, const void* gate, i
         float* rows = out + first * out_stride;
         quantize_tokens(team, a, g);
         if (!alike) quantize_tokens(team, b, u);
-        gate_up(team, a, b, g, u, down ? inside : rows, down ? width : out_stride);
-        if (!down) continue;
+        gate_up(team, a, b, g, u, whole ? inside : rows, whole ? width : out_stride);
+        if (!whole) continue;
         quantize_tokens(team, h, d);
         multiply(team, h, d, rows, out_stride);
       }
