@@ -121,11 +121,15 @@ def check_machine(profile: MachineProfile) -> None:
     here = identify_host(profile.host.threads)
     pairs = [("cpu", profile.host.cpu, here.cpu), ("isa", profile.host.isa, here.isa)]
     pairs.append(("kernels", profile.host.kernels, here.kernels))
+    if here.cores < profile.host.threads:
+        pairs.append(("cores", str(profile.host.cores), str(here.cores)))
     kind = profile.accelerators[0].kind
     accelerators = identify_accelerators(kind)
     for i, planned in enumerate(profile.accelerators):
-        found = accelerators[i].name if i < len(accelerators) else "none"
-        pairs.append((f"{kind} {i}", planned.name, found))
+        found = accelerators[i] if i < len(accelerators) else None
+        pairs.append((f"{kind} {i}", planned.name, found.name if found else "none"))
+        if found and planned.driver:
+            pairs.append((f"driver {i}", planned.driver, found.driver))
     changed = [f"{what}: {old} -> {new}" for what, old, new in pairs if old != new]
     if changed:
         raise UserError(f"the machine profile is of another machine ({'; '.join(changed)}); run pshard-profile")

@@ -196,6 +196,16 @@ def test_profile_of_another_accelerator(planned: World, refuse: Refuse) -> None:
         assert "Some GPU -> " in refuse(*call)
 
 
+def test_profile_of_the_same_machine_with_other_parts(planned: World, refuse: Refuse) -> None:
+    run = commands_of(planned)[1]
+    edit_json(planned.profile, "accelerators", 0, "driver", value="570.1")
+    assert "driver 0: 570.1 -> " in refuse(*run)
+    edit_json(planned.profile, "accelerators", 0, "driver", value="")
+    edit_json(planned.profile, "host", "threads", value=99999)
+    edit_json(planned.profile, "host", "cores", value=99999)
+    assert "cores: 99999 -> " in refuse(*run)
+
+
 def test_planning_for_another_machine_says_so(world: World, capsys: pytest.CaptureFixture) -> None:
     edit_json(world.profile, "host", "cpu", value="Another CPU")
     call = ["-m", str(world.model), "--vram", "6", "-c", "128", "--profile", str(world.profile)]
