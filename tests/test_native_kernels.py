@@ -154,6 +154,12 @@ def test_get_rows_looks_up_exact_rows(isa: str, qtype: str) -> None:
         native.get_rows(packed, qtype, rows, cols, np.array([40], np.int64), 1, out)
 
 
+def inputs_for_silu(tokens: int, gate: np.ndarray) -> np.ndarray:
+    """Activations [tokens, cols of gate] whose products with the gate are of order 2, where silu bends."""
+    x = np.random.default_rng(4).standard_normal((tokens, gate.shape[1]), np.float32)
+    return x * np.float32(2 / np.std(x @ gate.T))
+
+
 @pytest.mark.parametrize(
     ("gate_type", "up_type", "down_type"), [("Q4_0", "Q4_0", "Q4_0"), ("Q4_K", "Q6_K", "Q6_K"), ("BF16", "Q8_0", "F16")]
 )
@@ -165,7 +171,7 @@ def test_ffn_is_swiglu(isa: str, gate_type: str, up_type: str, down_type: str, t
         matrix(up_type, inner, hidden, 2),
         matrix(down_type, hidden, inner, 3),
     )
-    x = np.random.default_rng(4).standard_normal((tokens, hidden), np.float32)
+    x = inputs_for_silu(tokens, g)
     out = poisoned(tokens, hidden)
     native.ffn(x, gate, gate_type, up, up_type, down, down_type, hidden, inner, out, tokens)
     a = x.astype(np.float64) @ g.astype(np.float64).T
@@ -177,7 +183,7 @@ def test_ffn_is_swiglu(isa: str, gate_type: str, up_type: str, down_type: str, t
 def test_gate_up_is_the_first_half_of_swiglu(isa: str, gate_type: str, up_type: str) -> None:
     hidden, inner, tokens = 256, 51, 3
     (gate, g), (up, u) = matrix(gate_type, inner, hidden, 1), matrix(up_type, inner, hidden, 2)
-    x = np.random.default_rng(4).standard_normal((tokens, hidden), np.float32)
+    x = inputs_for_silu(tokens, g)
     out = poisoned(tokens, inner + 1)
     native.gate_up(x, gate, gate_type, up, up_type, inner, hidden, out, tokens, out_stride=inner + 1)
     assert np.isnan(out[:, inner:]).all()
