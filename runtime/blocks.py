@@ -33,11 +33,9 @@ def run_attention(side: Side, weights: UnitWeights, rows: RowIndex, kv: LayerKV,
     heads = (q_width // config.head_dim, kv_width // config.head_dim, config.head_dim)
     qkv, mixed = space.rows("qkv", n)[:, : q_width + 2 * kv_width], space.rows("mixed", n)[:, :q_width]
     k.rms_norm(hidden, weights.vectors["attn_norm.weight"], config.norm_eps, normed)
-    at = 0
-    for part, width in (("attn_q", q_width), ("attn_k", kv_width), ("attn_v", kv_width)):
-        bias = weights.vectors.get(f"{part}.bias")
-        k.linear(normed, m[f"{part}.weight"], qkv[:, at : at + width], space.tile, bias)
-        at += width
+    parts = ("attn_q", "attn_k", "attn_v")
+    biases = tuple(weights.vectors.get(f"{part}.bias") for part in parts)
+    k.linear_group(normed, tuple(m[f"{part}.weight"] for part in parts), qkv, space.tile, biases)
     norms = weights.vectors.get("attn_q_norm.weight"), weights.vectors.get("attn_k_norm.weight")
     k.rope_store(qkv, heads, *norms, config.norm_eps, side.rope, rows, kv)
     partial = space.tensors.get("partial")

@@ -142,15 +142,18 @@ def test_cut_columns_add_up_and_accumulate(
     hidden = random_tensor(tokens, rows, seed=6, dtype=torch.float32)
     expected = numpy64(hidden) + numpy64(x) @ values.T + numpy64(bias)
     used: list[int] = []
-    combine = cuda.CudaKernels._combine
+    cut = cuda._pieces
 
-    def note_and_combine(self: cuda.CudaKernels, *rest: Any) -> None:
-        used.append(rest[3])
-        combine(self, *rest)
+    def note_and_cut(*rest: Any) -> tuple[int, int]:
+        used.append(cut(*rest)[0])
+        return cut(*rest)
 
-    monkeypatch.setattr(cuda.CudaKernels, "_combine", note_and_combine)
+    monkeypatch.setattr(cuda, "_pieces", note_and_cut)
+    again = hidden.clone()
     kernels.linear(x, weight, hidden, NO_TILE, bias, accumulate=True)
+    kernels.linear(x, weight, again, NO_TILE, bias, accumulate=True)
     assert used and used[0] > 1
+    assert torch.equal(hidden, again)  # counters are back at zero
     assert error(hidden, expected) < 0.012
 
 
@@ -203,6 +206,70 @@ def test_gate_up_is_silu_of_gate_times_up(kernels: cuda.CudaKernels, qtypes: tup
     kernels.gate_up(x, gate, up, both[:, :rows], both, NO_TILE)
     g = numpy64(x) @ gate_values.T
     assert error(both[:, :rows], g / (1 + np.exp(-g)) * (numpy64(x) @ up_values.T)) < 0.03
+
+
+@needs_kernels
+@pytest.mark.parametrize(("qtypes", "tokens", "biased"), [
+    (("Q4_0", "Q4_0", "Q4_0"), 1, False), (("Q4_0", "Q4_0", "Q4_0"), 3, True),
+    (("Q4_K", "Q4_K", "Q6_K"), 2, True), (("Q5_0", "Q5_0"), 1, True),
+    (("BF16", "BF16", "BF16"), 1, False), (("Q8_0", "Q8_0", "Q8_0"), 6, True)])  # fmt: skip
+def test_a_group_is_its_members_side_by_side(
+    kernels: cuda.CudaKernels, qtypes: tuple[str, ...], tokens: int, biased: bool
+) -> None:
+    cols, heights = 1024, (48, 16, 32)
+    made = [random_weight(q, rows, cols, seed=40 + i) for i, (q, rows) in enumerate(zip(qtypes, heights, strict=False))]
+    biases = tuple(random_tensor(w.rows, seed=50 + w.rows, dtype=torch.float32) if biased else None for w, _ in made)
+    x, width = random_tensor(tokens, cols, seed=41), sum(w.rows for w, _ in made)
+    wide = poisoned(tokens, width + 16)
+    kernels.linear_group(x, tuple(w for w, _ in made), wide[:, :width], NO_TILE, biases)
+    expected = [numpy64(x) @ v.T + (numpy64(b) if b is not None else 0) for (_, v), b in zip(made, biases, strict=True)]
+    assert error(wide[:, :width], np.concatenate(expected, axis=1)) < 0.012
+    assert torch.isnan(wide[:, width:]).all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_what_is_handed_over_quantised_gives_the_same_bits(kernels: cuda.CudaKernels, tokens: int) -> None:
+    weight, _ = random_weight("Q4_0", 32, 256, seed=60)
+    gate, _ = random_weight("Q5_0", 256, 256, seed=61)
+    hidden = random_tensor(tokens, 256, seed=62, dtype=torch.float32)
+    norm = random_tensor(256, seed=63, dtype=torch.float32)
+    rows = rows_of([(0, tokens, 20)])
+    kv = LayerKV(random_tensor(1, 64, 1, 64, seed=64), random_tensor(1, 64, 1, 64, seed=65))
+    partial = poisoned(tokens, 4, ATTENTION_SPLITS, 66, dtype=torch.float32)
+    normed, mixed, both = poisoned(tokens, 256), poisoned(tokens, 256), poisoned(tokens, 512)
+    qkv = random_tensor(tokens, 6 * 64, seed=66)
+
+    def after(x: torch.Tensor) -> torch.Tensor:
+        """The product with x as handed over, after checking that it equals the product with a copy of x."""
+        assert kernels._ready is not None and kernels._ready[0].data_ptr() == x.data_ptr()
+        first, second = poisoned(tokens, 32, dtype=torch.float32), poisoned(tokens, 32, dtype=torch.float32)
+        kernels.linear(x, weight, first, NO_TILE)
+        kernels.linear(x.clone(), weight, second, NO_TILE)
+        assert not torch.isnan(first).any() and torch.equal(first, second)
+        return first
+
+    kernels.rms_norm(hidden, norm, 1e-5, normed)
+    after(normed)
+    kernels.attention(qkv, (4, 1, 64), kv, rows, 0.125, mixed, partial)
+    after(mixed)
+    kernels.rms_norm(hidden, norm, 1e-5, normed)
+    kernels.gate_up(normed, gate, gate, both[:, :256], both, NO_TILE)
+    before = after(both[:, :256])
+    kernels.gate_up(normed.clone(), gate, gate, both[:, :256], both, NO_TILE)
+    assert torch.equal(after(both[:, :256]), before)
+
+
+@needs_kernels
+def test_another_call_forgets_what_was_handed_over(kernels: cuda.CudaKernels) -> None:
+    weight, values = random_weight("Q4_0", 32, 256, seed=67)
+    hidden, norm = random_tensor(1, 256, seed=68, dtype=torch.float32), torch.ones(256, device=DEVICE)
+    normed, out = poisoned(1, 256), poisoned(1, 32, dtype=torch.float32)
+    kernels.rms_norm(hidden, norm, 1e-5, normed)
+    kernels.linear(random_tensor(9, 256, seed=69), weight, poisoned(9, 32), NO_TILE)
+    normed.copy_(hidden)
+    kernels.linear(normed, weight, out, NO_TILE)
+    assert error(out, numpy64(normed) @ values.T) < 0.012
 
 
 @needs_kernels

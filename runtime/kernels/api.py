@@ -91,6 +91,17 @@ class Kernels(Protocol):
         """
         ...
 
+    def linear_group(
+        self,
+        x: torch.Tensor,
+        weights: tuple[Packed, ...],
+        out: torch.Tensor,
+        tile: torch.Tensor,
+        biases: tuple[torch.Tensor | None, ...],
+    ) -> None:
+        """out[M, sum of rows] = x @ W.T + bias of each weight, side by side: `linear` of several weights at once."""
+        ...
+
     def gate_up(
         self, x: torch.Tensor, gate: Packed, up: Packed, out: torch.Tensor, both: torch.Tensor, tile: torch.Tensor
     ) -> None:

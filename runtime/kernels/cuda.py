@@ -19,6 +19,8 @@ from pshard.runtime.kernels.triton_decode import ENCODINGS, places
 MATVEC_TOKENS = 4  # up to here int8 on the ordinary cores; above, the tensor cores need fewer instructions per weight
 MAX_COLS = 65536  # widest input of a matrix for up to SMALL_BATCH rows: sizes the activations' scratch
 PARTIAL_FLOATS = 2 << 20  # partial sums of matrices whose columns are cut into pieces
+COUNTERS = 1 << 16  # one for each record of a matrix that is cut into pieces, or chunk of a product handed over
+BATCH_TOKENS = 32  # rows of one program of the batch kernel: with 64 Triton moves every tile to shared memory
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -26,7 +28,8 @@ PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 class Tile:
     """How a kernel is cut: rows and columns (or chunks of 32 columns) of a tile, warps, pipeline stages.
 
-    `programs`: the columns are cut into pieces until about this many programs run.
+    `programs`: the columns are cut into pieces until about this many programs run. `registers`: most that a thread
+    may use, where the compiler's own choice would let fewer programs run at once.
     """
 
     rows: int
@@ -34,17 +37,23 @@ class Tile:
     warps: int
     stages: int
     programs: int = 1
+    registers: int | None = None
 
 
-# Keyed by (kernel, bucket of tokens); a key with a quant type in place of the kernel's name comes first.
+# Keyed by (kernel, bucket of tokens); a key that names the quant type after the kernel comes first.
 TUNING: dict[tuple[str, int], Tile] = {
     ("matvec", 1): Tile(16, 32, 4, 1, 1056),
+    ("matvec Q4_0", 1): Tile(16, 32, 4, 1, 1056, 40),
     ("matvec", 2): Tile(16, 32, 4, 1, 1056),
     ("matvec", 4): Tile(16, 32, 4, 1, 1056),
     ("matvec", 8): Tile(16, 16, 4, 1, 1056),
+    ("gated", 1): Tile(16, 32, 4, 1, registers=56),
+    ("gated Q4_0", 1): Tile(16, 32, 4, 1, registers=48),
+    ("gated", 2): Tile(16, 32, 4, 1),
+    ("gated", 4): Tile(16, 32, 4, 1),
+    ("gated", 8): Tile(16, 16, 4, 1),
     ("batch", 16): Tile(64, 16, 4, 2, 528),
     ("batch", 32): Tile(64, 16, 4, 2, 528),
-    ("batch", 64): Tile(64, 16, 4, 1, 528),
     ("rows", 16): Tile(32, 128, 4, 4, 528),
     ("rows", 32): Tile(32, 128, 4, 4, 528),
     ("rows", 64): Tile(64, 128, 4, 3, 528),
@@ -57,7 +66,7 @@ TUNING: dict[tuple[str, int], Tile] = {
 
 
 def _tile_of(kernel: str, qtype: str, tokens: int) -> Tile:
-    return TUNING.get((qtype, tokens)) or TUNING[kernel, tokens]
+    return TUNING.get((f"{kernel} {qtype}", tokens)) or TUNING[kernel, tokens]
 
 
 def _pieces(tile: Tile, rows: int, depth: int, tokens: int) -> tuple[int, int]:
@@ -68,11 +77,23 @@ def _pieces(tile: Tile, rows: int, depth: int, tokens: int) -> tuple[int, int]:
     return -(-depth // each), each
 
 
+@dataclass(frozen=True)
+class Quantised:
+    """Activations as `store_quantised` leaves them for the matvec kernel: room for a power of two of rows."""
+
+    words: torch.Tensor
+    scale: torch.Tensor
+    sums: torch.Tensor
+
+
 class CudaKernels:
     """Kernels of one CUDA device (with TRITON_INTERPRET=1: of the CPU, for tests). Implements `Kernels`.
 
     Holds `scratch_nbytes` bytes on the device beside the arena, allocated here and never again: 16 MiB for
     `max_tokens` of SMALL_BATCH or more. Not for use by two threads or two streams at once.
+
+    For up to MATVEC_TOKENS rows, rms_norm, attention and gate_up leave their `out` quantised as well. The calls that
+    follow on that very tensor use it, so nobody else may write to it in between; any other call forgets it.
     """
 
     act_dtype = torch.bfloat16
@@ -82,19 +103,23 @@ class CudaKernels:
         tokens = 1 << (max(16, min(max_tokens, SMALL_BATCH)) - 1).bit_length()
         self._activations = torch.empty(2 * tokens * MAX_COLS, dtype=torch.uint8, device=device)
         self._partial = torch.empty(PARTIAL_FLOATS, dtype=torch.float32, device=device)
+        self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+        self._ready: tuple[torch.Tensor, Quantised] | None = None  # the last output, and itself quantised
+        self._turn = 0  # which half of the activations' scratch is quantised into next
 
     @property
     def scratch_nbytes(self) -> int:
         """Bytes this object holds on the device."""
-        return self._activations.numel() + 4 * self._partial.numel()
+        return self._activations.numel() + 4 * (self._partial.numel() + self._counters.numel())
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
         """See `Kernels.rms_norm`."""
         tokens, cols = hidden.shape
         block = triton.next_power_of_2(cols)
+        ready = self._hand_over(out)
         triton_rows.rms_norm_kernel[(tokens,)](
-            hidden, hidden.stride(0), weight, out, out.stride(0), cols, eps, BLOCK=block,
-            num_warps=min(16, max(1, block // 512)),
+            hidden, hidden.stride(0), weight, out, out.stride(0), cols, eps, *_tensors(ready), BLOCK=block,
+            TOKENS=_bucket(tokens) if ready else 0, num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip
 
     def linear(
@@ -113,18 +138,35 @@ class CudaKernels:
         elif weight.qtype in PLAIN:
             self._rows(x, weight, out, bias, accumulate)
         elif tokens <= MATVEC_TOKENS:
-            self._quantise(x)
-            self._matvec(x, weight, None, out, bias, accumulate)
+            self._matvec(self._quantised(x), (weight,), out, (bias,), accumulate)
         else:
             self._batch(x, weight, out, bias, accumulate)
+
+    def linear_group(
+        self,
+        x: torch.Tensor,
+        weights: tuple[Packed, ...],
+        out: torch.Tensor,
+        tile: torch.Tensor,
+        biases: tuple[torch.Tensor | None, ...],
+    ) -> None:
+        """See `Kernels.linear_group`. One launch for few rows and up to three weights of one type."""
+        alike = len({w.qtype for w in weights}) == 1 and len({b is None for b in biases}) == 1
+        whole = all(w.rows % ROW_BLOCK == 0 for w in weights)
+        if x.shape[0] <= MATVEC_TOKENS and alike and whole and len(weights) <= 3 and weights[0].qtype not in PLAIN:
+            self._matvec(self._quantised(x), weights, out, biases, False)
+            return
+        at = 0
+        for weight, bias in zip(weights, biases, strict=True):
+            self.linear(x, weight, out[:, at : at + weight.rows], tile, bias)
+            at += weight.rows
 
     def gate_up(
         self, x: torch.Tensor, gate: Packed, up: Packed, out: torch.Tensor, both: torch.Tensor, tile: torch.Tensor
     ) -> None:
         """See `Kernels.gate_up`."""
         if x.shape[0] <= MATVEC_TOKENS and gate.qtype == up.qtype and gate.qtype not in PLAIN:
-            self._quantise(x)
-            self._matvec(x, gate, up, out, None, False)
+            self._gated(x, gate, up, out)
             return
         first, second = both[:, : gate.rows], both[:, gate.rows : 2 * gate.rows]
         self.linear(x, gate, first, tile)
@@ -146,6 +188,7 @@ class CudaKernels:
         kv: LayerKV,
     ) -> None:
         """See `Kernels.rope_store`. k and v have the same strides in elements, heads and dims contiguous."""
+        self._ready = None
         n_heads, groups, d = heads
         half = rope.cos.shape[1]
         block = 8 if qkv.shape[0] > SMALL_BATCH else 2
@@ -169,6 +212,7 @@ class CudaKernels:
         partial: torch.Tensor | None,
     ) -> None:
         """See `Kernels.attention`. Without `partial` every batch goes the way of prompts, segment by segment."""
+        self._ready = None
         if partial is not None and qkv.shape[0] <= SMALL_BATCH:
             self._decode_attention(qkv, heads, kv, rows, scale, out, partial)
         else:
@@ -176,6 +220,7 @@ class CudaKernels:
 
     def dequantise(self, weight: Packed, first_row: int, out: torch.Tensor) -> None:
         """out[n, cols], contiguous, bfloat16 or float32 = rows first_row..first_row + n; first_row a multiple of 16."""
+        self._ready = None
         n, cols = out.shape
         if weight.qtype in PLAIN:
             source = weight.data.view(PLAIN[weight.qtype])[first_row * cols :]
@@ -189,68 +234,101 @@ class CudaKernels:
             QTYPE=weight.qtype, LOW=encoding.low, HIGH=encoding.high, num_warps=tile.warps,
         )  # fmt: skip
 
-    def _quantise(self, x: torch.Tensor) -> None:
-        """x -> int8 codes, scales and sums in the scratch, where `_matvec` finds them."""
-        tokens, bucket = x.shape[0], triton.next_power_of_2(x.shape[0])
-        words, scale, sums, chunks = self._quantised(x)
-        triton_matvec.quantise_kernel[(triton.cdiv(chunks, 32), bucket)](
-            x, x.stride(0), tokens, words, scale, sums, chunks, TOKENS=bucket, BC=32, num_warps=4
+    def _room(self, tokens: int, cols: int) -> Quantised:
+        """Room for quantised activations [tokens, cols] in the half of the scratch whose turn it is."""
+        n = _bucket(tokens) * _chunks_of(cols)
+        self._turn = 1 - self._turn
+        room = self._activations[self._turn * self._activations.numel() // 2 :][: 44 * n]
+        return Quantised(room[: 32 * n].view(torch.int32), room[32 * n : 36 * n].view(torch.float32),
+                         room[36 * n :].view(torch.float32))  # fmt: skip
+
+    def _hand_over(self, out: torch.Tensor) -> Quantised | None:
+        """Where the kernel that writes `out` shall quantise it too, for the calls that follow; None where it cannot."""
+        self._ready = None
+        tokens, cols = out.shape
+        if tokens > MATVEC_TOKENS or cols % 32 or cols > MAX_COLS:
+            return None
+        self._ready = out, self._room(tokens, cols)
+        return self._ready[1]
+
+    def _quantised(self, x: torch.Tensor) -> Quantised:
+        """x quantised: as it was handed over, or now."""
+        if self._ready is not None:
+            out, ready = self._ready
+            if out.data_ptr() == x.data_ptr() and out.shape == x.shape and out.stride() == x.stride():
+                return ready
+        self._ready = None
+        tokens, chunks = x.shape[0], _chunks_of(x.shape[1])
+        room = self._room(tokens, x.shape[1])
+        triton_matvec.quantise_kernel[(triton.cdiv(chunks, 32), tokens)](
+            x, x.stride(0), *_tensors(room), chunks, TOKENS=_bucket(tokens), BC=32, num_warps=4
         )
+        return room
 
-    def _quantised(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-        chunks = self._chunks(x)
-        n = triton.next_power_of_2(x.shape[0]) * chunks
-        words = self._activations[: 44 * n]
-        return words[: 32 * n].view(torch.int32), words[32 * n : 36 * n].view(torch.float32), \
-            words[36 * n :].view(torch.float32), chunks  # fmt: skip
-
-    @staticmethod
-    def _chunks(x: torch.Tensor) -> int:
-        if x.shape[1] > MAX_COLS:
-            raise ValueError(f"a matrix with {x.shape[1]} columns; the scratch for activations holds {MAX_COLS}")
-        return x.shape[1] // 32
+    def _gated(self, x: torch.Tensor, gate: Packed, up: Packed, out: torch.Tensor) -> None:
+        quantised = self._quantised(x)
+        ready = self._hand_over(out)
+        tile = _tile_of("gated", gate.qtype, _bucket(x.shape[0]))
+        self._launch_matvec(quantised, (gate, up), out, (None,), tile, 1, gate.cols // 32, gated=True, ready=ready)
 
     def _matvec(
         self,
-        x: torch.Tensor,
-        weight: Packed,
-        up: Packed | None,
+        x: Quantised,
+        weights: tuple[Packed, ...],
         out: torch.Tensor,
-        bias: torch.Tensor | None,
+        biases: tuple[torch.Tensor | None, ...],
         accumulate: bool,
     ) -> None:
-        tokens, bucket = x.shape[0], triton.next_power_of_2(x.shape[0])
-        words, scale, sums, chunks = self._quantised(x)
-        tile, encoding = _tile_of("matvec", weight.qtype, bucket), ENCODINGS[weight.qtype]
-        pieces, each = (1, chunks) if up is not None else _pieces(tile, weight.rows, chunks, tokens)
-        direct = pieces == 1
-        triton_matvec.matvec_kernel[(triton.cdiv(weight.rows, 16), pieces)](
-            weight.data, weight.data if up is None else up.data, words, scale, sums,
-            out if direct else self._partial, bias, tokens, weight.rows, chunks,
-            out.stride(0) if direct else weight.rows, each, *places(weight.qtype, weight.cols),
-            TOKENS=bucket, BC=tile.depth, QTYPE=weight.qtype, LOW=encoding.low, HIGH=encoding.high,
-            HALVES=encoding.halves, STAGES=tile.stages, GATED=up is not None, BIAS=direct and bias is not None,
-            ACCUMULATE=direct and accumulate, num_warps=tile.warps,
+        tokens, rows = out.shape
+        tile = _tile_of("matvec", weights[0].qtype, _bucket(tokens))
+        pieces, each = _pieces(tile, rows, weights[0].cols // 32, tokens)
+        self._launch_matvec(x, weights, out, biases, tile, pieces, each, accumulate=accumulate)
+
+    def _launch_matvec(
+        self,
+        x: Quantised,
+        weights: tuple[Packed, ...],
+        out: torch.Tensor,
+        biases: tuple[torch.Tensor | None, ...],
+        tile: Tile,
+        pieces: int,
+        each: int,
+        gated: bool = False,
+        accumulate: bool = False,
+        ready: Quantised | None = None,
+    ) -> None:
+        first, tokens, encoding = weights[0], out.shape[0], ENCODINGS[weights[0].qtype]
+        second, third = (weights + weights[-1:] * 2)[1:3]
+        bias, second_bias, third_bias = (biases + biases[-1:] * 2)[:3]
+        end = -(-first.rows // ROW_BLOCK)
+        triton_matvec.matvec_kernel[(triton.cdiv(out.shape[1], ROW_BLOCK), pieces)](
+            first.data, second.data, third.data, end, end + second.rows // ROW_BLOCK, *_tensors(x),
+            out, bias, second_bias, third_bias, self._partial, self._counters, *_tensors(ready),
+            tokens, out.shape[1], first.cols // 32, out.stride(0), pieces, each, *places(first.qtype, first.cols),
+            TOKENS=_bucket(tokens), BC=tile.depth, QTYPE=first.qtype, LOW=encoding.low, HIGH=encoding.high,
+            HALVES=encoding.halves, STAGES=tile.stages, PARTS=1 if gated else len(weights), GATED=gated,
+            BIAS=bias is not None, ACCUMULATE=accumulate, PIECES=triton.next_power_of_2(pieces),
+            QUANTISE=ready is not None, num_warps=tile.warps, maxnreg=tile.registers,
         )  # fmt: skip
-        if not direct:
-            self._combine(out, bias, accumulate, pieces, weight.rows)
 
     def _batch(
         self, x: torch.Tensor, weight: Packed, out: torch.Tensor, bias: torch.Tensor | None, accumulate: bool
     ) -> None:
         tokens, bucket = x.shape[0], max(16, triton.next_power_of_2(x.shape[0]))
-        chunks = self._chunks(x)
+        self._ready = None
+        chunks = _chunks_of(x.shape[1])
         permuted = self._activations[: 64 * bucket * chunks].view(torch.bfloat16)
         triton_batch.permute_kernel[(triton.cdiv(chunks, 32), bucket)](
             x, x.stride(0), tokens, permuted, chunks, TOKENS=bucket, BC=32, num_warps=4
         )
-        tile, encoding = _tile_of("batch", weight.qtype, bucket), ENCODINGS[weight.qtype]
+        each_tokens = min(bucket, BATCH_TOKENS)
+        tile, encoding = _tile_of("batch", weight.qtype, each_tokens), ENCODINGS[weight.qtype]
         pieces, each = _pieces(tile, weight.rows, chunks, tokens)
         direct = pieces == 1
-        triton_batch.batch_kernel[(triton.cdiv(weight.rows, tile.rows), pieces)](
+        triton_batch.batch_kernel[(triton.cdiv(weight.rows, tile.rows), pieces, bucket // each_tokens)](
             weight.data, permuted, out if direct else self._partial, bias, tokens, weight.rows, chunks,
             out.stride(0) if direct else weight.rows, each, *places(weight.qtype, weight.cols),
-            TOKENS=bucket, BN=tile.rows, BC=tile.depth, QTYPE=weight.qtype, LOW=encoding.low, HIGH=encoding.high,
+            TOKENS=each_tokens, BN=tile.rows, BC=tile.depth, QTYPE=weight.qtype, LOW=encoding.low, HIGH=encoding.high,
             STAGES=tile.stages, BIAS=direct and bias is not None, ACCUMULATE=direct and accumulate,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
@@ -260,6 +338,7 @@ class CudaKernels:
     def _rows(
         self, x: torch.Tensor, weight: Packed, out: torch.Tensor, bias: torch.Tensor | None, accumulate: bool
     ) -> None:
+        self._ready = None
         tokens, bucket = x.shape[0], max(16, triton.next_power_of_2(x.shape[0]))
         tile = _tile_of("rows", weight.qtype, bucket)
         pieces, each = _pieces(tile, weight.rows, weight.cols, tokens)
@@ -289,6 +368,7 @@ class CudaKernels:
         accumulate: bool,
     ) -> None:
         """Tile by tile of rows: dequantise, then a GEMM into columns of `out`; even tiles, whole 256 where they fit."""
+        self._ready = None
         if weight.qtype == "BF16":
             step = weight.rows
         else:
@@ -329,9 +409,10 @@ class CudaKernels:
             SHARE=max(16, triton.next_power_of_2(n_heads // groups)), D=d, DP=padded, BLOCK=tile.depth,
             STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
+        ready = self._hand_over(out) if d == padded and d % 32 == 0 else None
         triton_attention.decode_combine_kernel[(n_heads, tokens)](
-            partial, out, out.stride(0), splits, slots, HEADS=n_heads, D=d, DP=padded,
-            SPLITS=triton.next_power_of_2(splits), num_warps=4,
+            partial, out, out.stride(0), splits, slots, *_tensors(ready), HEADS=n_heads, D=d, DP=padded,
+            SPLITS=triton.next_power_of_2(splits), TOKENS=_bucket(tokens) if ready else 0, num_warps=4,
         )  # fmt: skip
 
     def _prefill_attention(
@@ -353,6 +434,22 @@ class CudaKernels:
                 out.stride(0), segment.tokens, segment.past, scale, HEADS=n_heads, GROUPS=groups, D=d, DP=padded,
                 BM=tile.rows, BN=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
+
+
+def _bucket(tokens: int) -> int:
+    """Rows that a kernel for few rows is compiled for."""
+    return triton.next_power_of_2(tokens)
+
+
+def _chunks_of(cols: int) -> int:
+    if cols > MAX_COLS:
+        raise ValueError(f"a matrix with {cols} columns; the scratch for activations holds {MAX_COLS}")
+    return cols // 32
+
+
+def _tensors(quantised: Quantised | None) -> tuple[torch.Tensor | None, ...]:
+    """Kernel arguments: words, scale, sums."""
+    return (quantised.words, quantised.scale, quantised.sums) if quantised else (None, None, None)
 
 
 def _multiply(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:

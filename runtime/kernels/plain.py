@@ -28,6 +28,19 @@ class PlainKernels:
         result = F.linear(x, unpack(weight), bias)
         out.copy_(out + result if accumulate else result)
 
+    def linear_group(
+        self,
+        x: torch.Tensor,
+        weights: tuple[Packed, ...],
+        out: torch.Tensor,
+        tile: torch.Tensor,
+        biases: tuple[torch.Tensor | None, ...],
+    ) -> None:
+        at = 0
+        for weight, bias in zip(weights, biases, strict=True):
+            self.linear(x, weight, out[:, at : at + weight.rows], tile, bias)
+            at += weight.rows
+
     def gate_up(
         self, x: torch.Tensor, gate: Packed, up: Packed, out: torch.Tensor, both: torch.Tensor, tile: torch.Tensor
     ) -> None:

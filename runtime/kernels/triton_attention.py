@@ -6,6 +6,8 @@ Softmax works in powers of two: `scale` times log2(e) is multiplied into the sco
 import triton
 import triton.language as tl
 
+from pshard.runtime.kernels.triton_matvec import store_quantised
+
 
 @triton.jit(do_not_specialize=["splits"])
 def decode_kernel(
@@ -58,10 +60,12 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=["splits"])
 def decode_combine_kernel(
-    partial, out, out_stride, splits, slots,
-    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr,
+    partial, out, out_stride, splits, slots, words, scale, sums,
+    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """out[row, head] from the row's partial results; program (head, row). SPLITS >= splits, a power of two.
+
+    TOKENS > 0: out, as rounded, is also quantised for `matvec_kernel` (D = DP, a multiple of 32).
 
     A split without cells has maximum -1e30 and zero weight, so it adds nothing.
     """
@@ -74,10 +78,16 @@ def decode_combine_kernel(
     weight = tl.load(row + D + 1, mask=there, other=0.0)
     factor = tl.exp2(peak - tl.max(peak, axis=0))
     total = tl.sum(weight * factor, axis=0)
-    sums = tl.load(row[:, None] + dim[None, :], mask=there[:, None] & (dim < D)[None, :], other=0.0)
-    result = tl.sum(sums * factor[:, None], axis=0) / total
+    parts = tl.load(row[:, None] + dim[None, :], mask=there[:, None] & (dim < D)[None, :], other=0.0)
+    result = tl.sum(parts * factor[:, None], axis=0) / total
     at = out + m.to(tl.int64) * out_stride + head * D + dim
-    tl.store(at, result.to(out.dtype.element_ty), mask=dim < D)
+    rounded = result.to(out.dtype.element_ty)
+    tl.store(at, rounded, mask=dim < D)
+    if TOKENS > 0:
+        per_head: tl.constexpr = D // 32
+        chunk = head * per_head + tl.arange(0, per_head)
+        tile = tl.reshape(rounded.to(tl.float32), (per_head, 32))
+        store_quantised(tile, chunk, chunk >= 0, m, words, scale, sums, HEADS * per_head, TOKENS, per_head)
 
 
 @triton.jit

@@ -85,8 +85,9 @@ def batch_kernel(
     TOKENS: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, QTYPE: tl.constexpr, LOW: tl.constexpr,
     HIGH: tl.constexpr, STAGES: tl.constexpr, BIAS: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    """Program (BN rows of the packed weight, piece of the columns) -> out[tokens, BN]; x as permute_kernel left it.
+    """Program (BN rows of the packed weight, piece of the columns, TOKENS rows of x) -> out[TOKENS, BN].
 
+    x as permute_kernel left it, with room for the rows of all programs.
     Pieces write [pieces, tokens, rows] (out_stride = rows): `combine_kernel` adds them up.
     """
     piece = tl.program_id(1)
@@ -97,7 +98,8 @@ def batch_kernel(
     rec = (local // 16) * record
     lane = local % 16
     stored = tl.program_id(0) * BN + local < (rows + 15) // 16 * 16
-    m = tl.arange(0, TOKENS)
+    room = tl.num_programs(2) * TOKENS
+    m = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     acc = tl.zeros((TOKENS, BN), tl.float32)
     for start in tl.range(first, last, BC, num_stages=STAGES):
         chunk = start + tl.arange(0, BC)
@@ -117,7 +119,7 @@ def batch_kernel(
             else:
                 tiles = small_values(codes[c], s1.to(tl.bfloat16), a1.to(tl.bfloat16), middle)
             for t in tl.static_range(4):
-                xs = tl.load(at + (4 * c + t) * (TOKENS * chunks), mask=(chunk < last)[None, :], other=0.0)
+                xs = tl.load(at + (4 * c + t) * (room * chunks), mask=(chunk < last)[None, :], other=0.0)
                 acc = tl.dot(xs, tiles[t], acc)
     row = tl.program_id(0) * BN + tl.arange(0, BN)[None, :]
     mask = (row < rows) & (m[:, None] < tokens)

@@ -28,19 +28,13 @@ else:
         )
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def quantise_kernel(x, x_stride, tokens, words, scale, sums, chunks, TOKENS: tl.constexpr, BC: tl.constexpr):
-    """x [tokens, 32 * chunks] -> int8 codes of 32-column chunks, their scales and their sums.
+@triton.jit
+def store_quantised(value, chunk, there, m, words, scale, sums, chunks, TOKENS: tl.constexpr, BC: tl.constexpr):
+    """Row m's chunks, value f32 [BC, 32], as int8 codes with their scales and sums.
 
     words int32 [8, TOKENS, chunks]: number c holds columns 4c..4c+3; scale f32 [TOKENS, chunks] = max |x| / 127;
-    sums f32 [2, TOKENS, chunks] = scale * sum of the codes of each half chunk. Rows from `tokens` on become zero.
+    sums f32 [2, TOKENS, chunks] = scale * sum of the codes of each half chunk. Only chunks that are `there` [BC].
     """
-    m = tl.program_id(1)
-    chunk = tl.program_id(0) * BC + tl.arange(0, BC)
-    there = chunk < chunks
-    column = chunk[:, None] * 32 + tl.arange(0, 32)[None, :]
-    value = tl.load(x + m.to(tl.int64) * x_stride + column, mask=there[:, None] & (m < tokens), other=0.0)
-    value = value.to(tl.float32)
     peak = tl.max(tl.abs(value), axis=1)
     inverse = tl.where(peak > 0.0, 127.0 / peak, 0.0)
     # adding 1.5 * 2^23 leaves no fraction bits: rounds to nearest even
@@ -53,6 +47,17 @@ def quantise_kernel(x, x_stride, tokens, words, scale, sums, chunks, TOKENS: tl.
     half = tl.sum(tl.reshape(code, (BC, 2, 16)), axis=2).to(tl.float32) * (peak / 127.0)[:, None]
     at = tl.arange(0, 2)[None, :] * (TOKENS * chunks) + m * chunks + chunk[:, None]
     tl.store(sums + at, half, mask=there[:, None])
+
+
+@triton.jit
+def quantise_kernel(x, x_stride, words, scale, sums, chunks, TOKENS: tl.constexpr, BC: tl.constexpr):
+    """x [M, 32 * chunks] as `store_quantised` leaves it; program (BC chunks, row). TOKENS >= M rows have room."""
+    m = tl.program_id(1)
+    chunk = tl.program_id(0) * BC + tl.arange(0, BC)
+    there = chunk < chunks
+    column = chunk[:, None] * 32 + tl.arange(0, 32)[None, :]
+    value = tl.load(x + m.to(tl.int64) * x_stride + column, mask=there[:, None], other=0.0).to(tl.float32)
+    store_quantised(value, chunk, there, m, words, scale, sums, chunks, TOKENS, BC)
 
 
 @triton.jit
@@ -97,39 +102,91 @@ def _dot_record(
     return results
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit
+def _arrive(counter):
+    """How many programs came here before, once all that this one has stored can be seen by those that come later."""
+    tl.debug_barrier()
+    return tl.atomic_add(counter, 1, sem="acq_rel")
+
+
+@triton.jit
+def _part(first, second, third, group, end, next_end, PARTS: tl.constexpr):
+    """Which of up to three pointers serves the record `group` of matrices side by side, given where they end."""
+    if PARTS == 1:
+        return first
+    else:
+        return tl.where(group < end, first, tl.where(group < next_end, second, third))
+
+
+@triton.jit(do_not_specialize=["tokens", "pieces", "end", "next_end"])
 def matvec_kernel(
-    weight, up, words, scale, sums, out, bias, tokens, rows, chunks, out_stride, per_split,
+    weight, second, third, end, next_end, words, scale, sums, out, bias, second_bias, third_bias, partial, counters,
+    new_words, new_scale, new_sums, tokens, rows, chunks, out_stride, pieces, per_piece,
     record, high, scales, mins, d, dmin,
     TOKENS: tl.constexpr, BC: tl.constexpr, QTYPE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-    HALVES: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, ACCUMULATE: tl.constexpr,
+    HALVES: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
+    ACCUMULATE: tl.constexpr, PIECES: tl.constexpr, QUANTISE: tl.constexpr,
 ):  # fmt: skip
-    """Program (record, piece of the columns) -> out[m, 16 rows]; with GATED silu(weight . x) * (up . x).
+    """Program (record, piece of the columns) -> out[m, 16 rows] (+)= weight . x + bias.
 
-    Pieces write [pieces, tokens, rows] (out_stride = rows): `combine_kernel` adds them up.
+    PARTS matrices side by side: records 0..end are `weight`, up to next_end `second`, then `third`; likewise the
+    biases. GATED: silu(weight . x) * (second . x), and with QUANTISE the second program of a chunk of 32 results also
+    quantises it. PIECES > 1 (a power of two >= pieces): each piece leaves its sums in partial[pieces, tokens, rows],
+    and the last to arrive adds them up, in an order of its own that no timing changes. Counters return to zero.
     """
-    group = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(0)
     piece = tl.program_id(1)
-    first = piece * per_split
-    last = tl.minimum(first + per_split, chunks)
-    row = tl.program_id(0) * 16 + tl.arange(0, 16)
-    start = group * record * 4
-    results = _dot_record(weight + start, words, scale, sums, chunks, first, last, high, scales, mins, d, dmin,
+    first = piece * per_piece
+    last = tl.minimum(first + per_piece, chunks)
+    lane = tl.arange(0, 16)
+    row = group * 16 + lane
+    source = _part(weight, second, third, group, end, next_end, PARTS)
+    local = group - _part(0, end, next_end, group, end, next_end, PARTS)
+    start = local.to(tl.int64) * record * 4
+    results = _dot_record(source + start, words, scale, sums, chunks, first, last, high, scales, mins, d, dmin,
                           TOKENS, BC, QTYPE, LOW, HIGH, HALVES, STAGES)  # fmt: skip
     if GATED:
-        others = _dot_record(up + start, words, scale, sums, chunks, first, last, high, scales, mins, d, dmin,
+        others = _dot_record(second + start, words, scale, sums, chunks, first, last, high, scales, mins, d, dmin,
                              TOKENS, BC, QTYPE, LOW, HIGH, HALVES, STAGES)  # fmt: skip
-    for m in tl.static_range(TOKENS):
-        value = results[m]
-        if GATED:
-            value = value / (1.0 + tl.exp(-value)) * others[m]
-        mask = (row < rows) & (m < tokens)
-        if BIAS:
-            value += tl.load(bias + row, mask=mask, other=0.0)
-        at = out + (piece * tokens + m).to(tl.int64) * out_stride + row
-        if ACCUMULATE:
-            value += tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(at, value.to(out.dtype.element_ty), mask=mask)
+    if PIECES > 1:
+        for m in tl.static_range(TOKENS):
+            at = partial + (piece * tokens + m).to(tl.int64) * rows + row
+            tl.store(at, results[m], mask=(row < rows) & (m < tokens))
+        finish = _arrive(counters + group) == pieces - 1
+    else:
+        finish = True
+    if finish:
+        for m in tl.static_range(TOKENS):
+            mask = (row < rows) & (m < tokens)
+            if PIECES > 1:
+                each = tl.arange(0, PIECES)[:, None]
+                left = partial + (each * tokens + m).to(tl.int64) * rows + row[None, :]
+                there = (each < pieces) & mask[None, :]
+                value = tl.sum(tl.load(left, mask=there, other=0.0, cache_modifier=".cg"), axis=0)
+            else:
+                value = results[m]
+            if GATED:
+                value = value / (1.0 + tl.exp(-value)) * others[m]
+            if BIAS:
+                addend = _part(bias, second_bias, third_bias, group, end, next_end, PARTS)
+                value += tl.load(addend + local * 16 + lane, mask=mask, other=0.0)
+            target = out + m * out_stride + row
+            if ACCUMULATE:
+                value += tl.load(target, mask=mask, other=0.0).to(tl.float32)
+            tl.store(target, value.to(out.dtype.element_ty), mask=mask)
+        if PIECES > 1:
+            tl.store(counters + group, 0)
+    if QUANTISE:
+        chunk = group // 2
+        if _arrive(counters + chunk) == 1:
+            for m in tl.static_range(TOKENS):
+                column = chunk * 32 + tl.arange(0, 32)[None, :]
+                whole = tl.load(out + m * out_stride + column, mask=(column < rows) & (m < tokens), other=0.0,
+                                cache_modifier=".cg")  # fmt: skip
+                one = chunk + tl.arange(0, 1)
+                store_quantised(whole.to(tl.float32), one, one < rows // 32, m, new_words, new_scale, new_sums,
+                                rows // 32, TOKENS, 1)  # fmt: skip
+            tl.store(counters + chunk, 0)
 
 
 @triton.jit(do_not_specialize=["pieces"])
