@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pshard.cli_support import calm_openmp
 from pshard.errors import UserError
 from pshard.machine import MachineProfile
 from pshard.plan import Variant
@@ -230,6 +231,7 @@ def load(
     Raises:
         UserError: one line saying what is missing or stale and the command that mends it.
     """
+    calm_openmp()
     budgets = (vram,) if isinstance(vram, int) else vram
     place = Path(registry) if registry else None
     request = Request(

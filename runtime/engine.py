@@ -107,7 +107,7 @@ class Engine:
         single = len(tokens) > 0 and isinstance(tokens[0], int)
         lists: list[list[int]] = [list(tokens)] if single else [list(t) for t in tokens]  # type: ignore
         self._check(lists)
-        parts: list[list[torch.Tensor]] = [[] for _ in lists]
+        parts: list[list[torch.Tensor]] = [[] for _ in lists]  # rows of logits
         try:
             for ids, segments, wanted in self._micro_batches(lists, all_logits):
                 rows = [row for row, _ in wanted]
@@ -119,10 +119,11 @@ class Engine:
         except BaseException as error:
             self._broken = error  # caches are half-written: no further text may come from them
             raise
-        empty = torch.empty(0, self._executor.spec.config.vocab)
-        results = [torch.stack(p) if p else empty for p in parts]
-        if not all_logits:
-            results = [r[-1] if r.numel() else r[0:0].flatten() for r in results]
+        if all_logits:
+            empty = torch.empty(0, self.vocab)
+            results = [torch.stack(p) if p else empty for p in parts]
+        else:
+            results = [p[-1] if p else torch.empty(0) for p in parts]
         return results[0] if single else results
 
     def _check(self, lists: list[list[int]]) -> None:

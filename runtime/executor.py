@@ -218,7 +218,8 @@ class Executor:
                 run.step(step)
             run.flush()
         self._sent = self.device.mark()
-        torch.set_num_threads(self._torch_threads)
+        if len(logits) == 1:
+            return logits[0]
         return torch.cat(logits) if logits else torch.empty(0, self.spec.config.vocab)
 
     def _index_rows(

@@ -315,12 +315,15 @@ PSHARD_API void pshard_dequantize(const void* w, int type, int64_t rows, int64_t
 
 PSHARD_API void pshard_get_rows(const void* w, int type, int64_t rows, int64_t cols, const int64_t* ids, int64_t n, float* out) {
   const Matrix m(w, type, rows, cols);
-  Pool::instance().run([&](Team& team) {
-    team.for_each(n, [&](int64_t i) {
-      const int row = static_cast<int>(ids[i] % 16);
-      kernels().dequantize[type](m.at(ids[i] / 16), m.planes, cols, row, row + 1, out + i * cols, cols, false);
-    });
-  });
+  const auto look_up = [&](int64_t i) {
+    const int row = static_cast<int>(ids[i] % 16);
+    kernels().dequantize[type](m.at(ids[i] / 16), m.planes, cols, row, row + 1, out + i * cols, cols, false);
+  };
+  if (n * cols < 65536) {  // waking the pool takes longer
+    for (int64_t i = 0; i < n; ++i) look_up(i);
+    return;
+  }
+  Pool::instance().run([&](Team& team) { team.for_each(n, look_up); });
 }
 
 PSHARD_API void pshard_attention(const float* q, const void* k, const void* v, int64_t cell_stride, int kv_type, int64_t before,
