@@ -90,8 +90,8 @@ def time_type(qtype: str, args: argparse.Namespace) -> list[dict]:
             "ceiling_gb_per_s": nbytes / statistics.median(read_seconds) / 1e9,
             "of_ceiling": statistics.median(read_seconds) / statistics.median(seconds),
             "best_of_ceiling": min(read_seconds) / min(seconds),
-            "samples": seconds,
-            "ceiling_samples": read_seconds,
+            "samples_ns": [round(t * 1e9) for t in seconds],
+            "ceiling_samples_ns": [round(t * 1e9) for t in read_seconds],
             "torch_seconds": time_torch(qtype, operands[0], x, rows, cols) if args.torch else None,
         }
         results.append(result)
@@ -181,7 +181,7 @@ def write_json(path: Path, results: list[dict], argv: list[str]) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(report, indent=1) + "\n")
+    partial.write_text(json.dumps(report) + "\n")
     partial.replace(path)
 
 

@@ -54,6 +54,12 @@ inline Planes planes_of(int type, int64_t cols) {
   return p;
 }
 
+// Bytes of one chunk (32 columns of 16 rows) over all planes.
+constexpr int chunk_nbytes(int type) {
+  const Format& f = kFormats[type];
+  return 64 * (f.low + f.high) + 16 * (f.scales + f.mins + 2 * f.halves) * 32 / f.block;
+}
+
 inline bool is_plain(int type) { return kFormats[type].low == 0; }
 
 }  // namespace pshard

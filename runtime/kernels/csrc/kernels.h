@@ -9,9 +9,10 @@ namespace pshard {
 struct alignas(64) ActChunk {
   int8_t q[32];
   float scale;
-  float sum[2];           // scale * sum of q over columns 0-15 and 16-31 (the factor of a format's addend)
-  float total;            // scale * sum of all q
-  int32_t correction[2];  // -offset * sum of q over the same halves, where the integer dot products start
+  float sum[2];  // scale * sum of q over columns 0-15 and 16-31: the factor of a format's addend
+  float total;   // scale * sum of all q
+  int32_t correction;          // -offset * sum of q, where the integer dot products start
+  int32_t half_correction[2];  // the same over columns 0-15 and 16-31
 };
 
 // Queries of all kv heads against cells [begin, end) of the cache. Per kv head there are `queries` of them, in groups of

@@ -14,8 +14,9 @@ void quantize(const float* x, int64_t n_chunks, int offset, ActChunk* out, int64
     out->scale = top / 127.0f + poison;
     for (int h = 0; h < 2; ++h) {
       out->sum[h] = out->scale * static_cast<float>(sums[h]);
-      out->correction[h] = -offset * sums[h];
+      out->half_correction[h] = -offset * sums[h];
     }
+    out->correction = -offset * (sums[0] + sums[1]);
     out->total = out->scale * static_cast<float>(sums[0] + sums[1]);
   }
 }
@@ -25,7 +26,7 @@ template <class D, int Count>
 inline void linear_tokens(const uint8_t* record, const Planes& planes, int64_t cols, const ActChunk* act,
                           const uint8_t* ahead, float* tile) {
   constexpr int kHalves = D::kHalves, kBlock = kFormats[D::kType].block;
-  constexpr int kStep = 16 * 32 * kFormats[D::kType].nbytes / kBlock;  // bytes of a chunk
+  constexpr int kStep = chunk_nbytes(D::kType);
   D decoder(record, planes);
   Floats sums[Count];
   for (auto& s : sums) s = zero();
@@ -42,7 +43,10 @@ inline void linear_tokens(const uint8_t* record, const Planes& planes, int64_t c
 #pragma GCC unroll 8
       for (int m = 0; m < Count; ++m) {
         const ActChunk& x = act[m];
-        Ints dot[2] = {splat_int(&x.correction[0]), splat_int(&x.correction[1])};
+        Ints dot[2] = {zero_ints(), zero_ints()};
+        if constexpr (kFormats[D::kType].offset && kHalves == 1) dot[0] = splat_int(&x.correction);
+        if constexpr (kFormats[D::kType].offset && kHalves == 2)
+          for (int h = 0; h < 2; ++h) dot[h] = splat_int(&x.half_correction[h]);
 #pragma GCC unroll 4
         for (int c = 0; c < 4; ++c) {
           dot[0] = dot4<D::kCodeBits>(dot[0], codes[c], x.q + 4 * c);
