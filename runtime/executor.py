@@ -260,6 +260,7 @@ class Executor:
             self.device.page_unlock(memory)
         self._host_memory.clear()
         self._weights.close()
+        torch.set_num_threads(self._torch_threads)
 
 
 @dataclass

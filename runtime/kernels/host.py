@@ -77,7 +77,22 @@ class HostKernels(PlainKernels):
     def gate_up(
         self, x: torch.Tensor, gate: Packed, up: Packed, out: torch.Tensor, both: torch.Tensor, tile: torch.Tensor
     ) -> None:
-        width = gate.rows
+        width, tokens = gate.rows, x.shape[0]
+        if tokens <= SMALL_BATCH:
+            native.gate_up(
+                x,
+                gate.data,
+                gate.qtype,
+                up.data,
+                up.qtype,
+                width,
+                gate.cols,
+                out,
+                tokens,
+                x_stride=x.stride(0),
+                out_stride=out.stride(0),
+            )
+            return
         self.linear(x, gate, both[:, :width], tile)
         self.linear(x, up, both[:, width:], tile)
         torch.mul(F.silu(both[:, :width]), both[:, width:], out=out)
