@@ -107,13 +107,17 @@ def batch_kernel(
         codes = load_codes(weight, rec, lane, chunk[:, None], mask, high, QTYPE, LOW, HIGH)
         s0, a0, s1, a1 = load_scales(weight, rec, lane, chunk[:, None], mask, scales, mins, d, dmin, QTYPE)
         # around the middle code the addend is small (0 for Q4_0), and so is what bfloat16 loses of s and a
-        middle: tl.constexpr = 1 << (LOW + HIGH - 1)
-        a0 += middle * s0
-        a1 += middle * s1
+        middle: tl.constexpr = 1 << (LOW + HIGH - 1) if QTYPE != "MXFP4" else 16
+        if QTYPE != "MXFP4":
+            a0 += middle * s0
+            a1 += middle * s1
         at = x + m[:, None] * chunks + chunk[None, :]
         for c in tl.static_range(8):
-            if QTYPE == "Q8_0" or QTYPE == "MXFP4":
+            if QTYPE == "Q8_0":
                 tiles = signed_values(codes[c], s0)
+            elif QTYPE == "MXFP4":  # values -12..12 as bytes 4..28: no byte borrows from the next
+                shifted = (codes[c] ^ -0x7F7F7F80) - 0x70707070
+                tiles = small_values(shifted, s0.to(tl.bfloat16), a0.to(tl.bfloat16), middle)
             elif c < 4:
                 tiles = small_values(codes[c], s0.to(tl.bfloat16), a0.to(tl.bfloat16), middle)
             else:

@@ -60,17 +60,61 @@ def _bits(word, LEFT: tl.constexpr, MASK: tl.constexpr):
     return moved & MASK
 
 
-@triton.jit
-def _fp4_values(code):
-    """Four E2M1 codes -> four int8 of twice their value: 0 1 2 3 4 6 8 12 and the negatives, byte by byte."""
-    b0 = code & 0x01010101
-    b1 = (code >> 1) & 0x01010101
-    b2 = (code >> 2) & 0x01010101
-    negative = (code >> 3) & (b0 | b1 | b2)  # -0 stays 0, so that no byte carries into the next
-    low = b0 & b2
-    high = b1 & b2
-    value = (code & 0x07070707) + low + ((high + (high & low)) << 1)
-    return (value ^ ((negative << 8) - negative)) + negative
+if triton.knobs.runtime.interpret:  # the interpreter has no inline assembly
+
+    @triton.jit
+    def _fp4_bytes(code):
+        """Four E2M1 codes -> four int8 of twice their value: 0 1 2 3 4 6 8 12 and the negatives, byte by byte."""
+        b0 = code & 0x01010101
+        b1 = (code >> 1) & 0x01010101
+        b2 = (code >> 2) & 0x01010101
+        negative = (code >> 3) & (b0 | b1 | b2)  # -0 stays 0, so that no byte carries into the next
+        low = b0 & b2
+        high = b1 & b2
+        value = (code & 0x07070707) + low + ((high + (high & low)) << 1)
+        return (value ^ ((negative << 8) - negative)) + negative
+
+    @triton.jit
+    def _fp4_values(word):
+        """Doubled E2M1 values (int8) of the low nibbles, and of the high nibbles, of the word's four bytes."""
+        return _fp4_bytes(word & 0x0F0F0F0F), _fp4_bytes((word >> 4) & 0x0F0F0F0F)
+
+else:
+
+    @triton.jit
+    def _fp4_values(word):
+        """Doubled E2M1 values (int8) of the low nibbles, and of the high nibbles, of the word's four bytes.
+
+        A byte permutation looks up four nibbles at a time, in a table of 0 1 2 3 4 6 8 12 and in one of the negatives;
+        another makes masks of the signs.
+        """
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 signs, select, mask, p, q, n, p03, p47, n03, n47;
+            mov.b32 p03, 0x03020100;
+            mov.b32 p47, 0x0C080604;
+            mov.b32 n03, 0xFDFEFF00;
+            mov.b32 n47, 0xF4F8FAFC;
+            shl.b32 signs, $2, 4;
+            and.b32 select, $2, 0x77777777;
+            prmt.b32 p, p03, p47, select;
+            prmt.b32 n, n03, n47, select;
+            prmt.b32 mask, signs, $2, 0xD9C8;
+            lop3.b32 p, p, n, mask, 0xD8;
+            shr.u32 select, select, 16;
+            prmt.b32 q, p03, p47, select;
+            prmt.b32 n, n03, n47, select;
+            prmt.b32 mask, signs, $2, 0xFBEA;
+            lop3.b32 q, q, n, mask, 0xD8;
+            prmt.b32 $0, p, q, 0x6420;
+            prmt.b32 $1, p, q, 0x7531;
+            }""",
+            "=&r,=&r,r",
+            [word],
+            dtype=(tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -88,11 +132,16 @@ def load_codes(weight, rec, lane, chunk, mask, high, QTYPE: tl.constexpr, LOW: t
         raw = ()
         for c in tl.static_range(4):
             raw = raw + (tl.load(words + (chunk * 64 + c * 16), mask=mask, other=0),)  # noqa: RUF005
-        for c in tl.static_range(8):
-            code = _bits(raw[c % 4], -4 * (c // 4), 0x0F0F0F0F)
-            if QTYPE == "MXFP4":
-                code = _fp4_values(code)
-            codes = codes + (code,)  # noqa: RUF005
+        if QTYPE == "MXFP4":
+            later = ()
+            for c in tl.static_range(4):
+                low, upper = _fp4_values(raw[c])
+                codes = codes + (low,)  # noqa: RUF005
+                later = later + (upper,)  # noqa: RUF005
+            codes = codes + later
+        else:
+            for c in tl.static_range(8):
+                codes = codes + (_bits(raw[c % 4], -4 * (c // 4), 0x0F0F0F0F),)  # noqa: RUF005
     if LOW == 2:
         raw = ()
         for v in tl.static_range(2):
