@@ -41,10 +41,10 @@ class Start:
     weighted: float
 
 
-def best_candidate(
+def rank_candidates(
     room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...], time_limit: float
-) -> Candidate:
-    """The best, by simulated time, of the program's solutions locally improved and of every published strategy.
+) -> tuple[Candidate, ...]:
+    """The program's solutions, locally improved, and every published strategy; the fastest by simulated time first.
 
     What no coefficient says (lookahead, waits) is left to simulation: the program is solved in several flavours, and
     the most promising are improved. Raises UserError when nothing was found in time.
@@ -60,7 +60,7 @@ def best_candidate(
     candidates += [_improve(room, costs, start) for start in starts[:IMPROVED]]
     if not candidates:
         raise UserError(f"no plan for {room.spec.name} found within {time_limit:g} s; raise the time limit")
-    return min(candidates, key=lambda c: c.total)
+    return tuple(sorted(candidates, key=lambda c: c.total))
 
 
 def _solve(

@@ -15,6 +15,7 @@ from pshard.errors import UserError
 from pshard.machine import MachineProfile
 from pshard.model import ModelConfig, ModelSpec, Unit, kv_token_bytes
 from pshard.parallel import unit_heads
+from pshard.plan import NOTHING_LEARNT, Correction
 from pshard.planner.load import TierLoad
 from pshard.quant import packed_nbytes
 from pshard.workload import Workload
@@ -43,10 +44,13 @@ def _curve(points) -> Curve:
 
 
 class Tables:
-    """A profile's rows, grouped for look-up. Raises UserError when a table that every plan needs is empty."""
+    """A profile's rows, grouped for look-up. Raises UserError when a table that every plan needs is empty.
 
-    def __init__(self, profile: MachineProfile) -> None:
-        self.profile = profile
+    `correction` scales what units and their copies take; look-ups of single rows are as measured.
+    """
+
+    def __init__(self, profile: MachineProfile, correction: Correction = NOTHING_LEARNT) -> None:
+        self.profile, self.correction = profile, correction
         self.kind = profile.accelerators[0].kind if profile.accelerators else "cpu"
         self.act_bytes = 2 if self.kind == "cuda" else 4
         self._matmul: dict[tuple[str, str], dict[tuple[int, int], Curve]] = defaultdict(dict)
@@ -240,16 +244,18 @@ def unit_cost(unit: Unit, spec: ModelSpec, tables: Tables, load: TierLoad, workl
         cell = kv_token_bytes(spec.config, workload.type_k, workload.type_v)
         reads += load.sequences * load.past * cell
         fetch, write = load.sequences * load.past * cell, load.tokens * cell
+    acc, host = (tables.correction.of(side, unit.kind, load.tokens) for side in ("acc", "host"))
+    link = tables.correction.of("link", "", load.tokens)
     return UnitCost(
-        seconds["acc"] + (step if waits else 0.0),
-        seconds["host"] + tables.elementwise("host", "step", 1, 1),
+        acc * (seconds["acc"] + (step if waits else 0.0)),
+        host * (seconds["host"] + tables.elementwise("host", "step", 1, 1)),
         unit.packed_nbytes,
-        tables.copy("h2d", unit.packed_nbytes),
+        link * tables.copy("h2d", unit.packed_nbytes),
         reads,
-        tables.copy("h2d", fetch),
+        link * tables.copy("h2d", fetch),
         fetch,
         tables.copy("d2h", write),
-        0.0 if waits else step,
+        0.0 if waits else acc * step,
     )
 
 

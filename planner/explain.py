@@ -6,8 +6,9 @@ from pshard.machine import CopyTiming, MachineProfile
 from pshard.measurement import Timeline, TimelineEvent
 from pshard.model import ModelSpec
 from pshard.plan import Variant
+from pshard.planner.costs import Tables
 from pshard.planner.draft import simulate_tier
-from pshard.planner.plan import plan_variant, prepare_ranks
+from pshard.planner.plan import plan_variant, price_tiers
 from pshard.steps import AllReduce, Compute, CopyIn, FetchKV, Handoff, Step
 from pshard.workload import Workload
 
@@ -39,7 +40,7 @@ def explain_gains(
         ("a link twice as fast", double_link(profile), workload),
     )
     return tuple(
-        WhatIf(change, _speedups(variant, plan_variant(spec, machine, load, time_limit)))
+        WhatIf(change, _speedups(variant, plan_variant(spec, machine, load, time_limit, variant.correction)))
         for change, machine, load in cases
     )
 
@@ -74,7 +75,8 @@ def simulate_timelines(
     spec: ModelSpec, profile: MachineProfile, workload: Workload, variant: Variant
 ) -> tuple[Timeline, ...]:
     """The simulated steps of every tier of the first rank, for `pshard-report` to draw."""
-    task = prepare_ranks(spec, profile, replace(workload, max_ubatch=variant.max_ubatch))[0]
+    tiers = tuple(t.tokens for t in variant.ranks[0].tiers)
+    task = price_tiers(spec, Tables(profile, variant.correction), workload, tiers)[0]
     timelines = []
     for tier, cost in zip(variant.ranks[0].tiers, task.costs):
         events = simulate_tier(task.room, tier, cost).events

@@ -7,9 +7,16 @@ from pshard.buffers import arena_bytes, scratch_bytes
 from pshard.errors import BudgetTooSmall, UserError
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
-from pshard.plan import RankPlan, Solve, Variant
+from pshard.plan import NOTHING_LEARNT, Correction, RankPlan, Solve, TierPlan, Variant
 from pshard.planner.baselines import STRATEGIES
-from pshard.planner.candidates import best_candidate, bound_seconds, keep_everything, place_baseline, whole_tier
+from pshard.planner.candidates import (
+    Candidate,
+    bound_seconds,
+    keep_everything,
+    place_baseline,
+    rank_candidates,
+    whole_tier,
+)
 from pshard.planner.classes import UnitClass, group_units
 from pshard.planner.costs import Tables, TierCosts, tier_costs
 from pshard.planner.draft import Room, predict_tier, rank_room
@@ -32,68 +39,129 @@ class RankTask:
     classes: tuple[UnitClass, ...]
     costs: tuple[TierCosts, ...]
     bounds: tuple[float, ...]
+    plan_needed: bool  # False: everything fits the memory of every rank
+
+    @property
+    def budget_mib(self) -> int:
+        return self.room.workload.vram_mib[self.rank]
 
 
-def plan_variant(spec: ModelSpec, profile: MachineProfile, workload: Workload, time_limit: float = 10.0) -> Variant:
+def plan_variant(
+    spec: ModelSpec,
+    profile: MachineProfile,
+    workload: Workload,
+    time_limit: float = 10.0,
+    correction: Correction = NOTHING_LEARNT,
+) -> Variant:
     """Plan every tier and rank of a workload; `time_limit` in seconds bounds the solver.
 
     The variant's max_ubatch is lower than the workload's when the scratch of larger micro-batches does not fit, or
     when smaller ones prefill the prompt faster. Raises BudgetTooSmall when not even decoding fits, UserError when
     the profile lacks a table.
     """
-    return _plan(spec, profile, workload, None, time_limit)
+    tasks = prepare_ranks(spec, profile, workload, correction)
+    return _join_ranks(tasks, [rank_plans(task, time_limit / len(tasks))[0] for task in tasks])
 
 
-def plan_baseline(name: str, spec: ModelSpec, profile: MachineProfile, workload: Workload) -> Variant:
+def plan_baseline(
+    name: str, spec: ModelSpec, profile: MachineProfile, workload: Workload, correction: Correction = NOTHING_LEARNT
+) -> Variant:
     """The variant that the published strategy of that name (baselines.STRATEGIES) gives; as runnable as the planner's.
 
     Raises UserError when the name is unknown or the strategy does not fit the budget.
     """
     if name not in STRATEGIES:
         raise UserError(f"unknown strategy {name!r}; choose from ilp, {', '.join(STRATEGIES)}")
-    return _plan(spec, profile, workload, name, 0.0)
+    tasks = prepare_ranks(spec, profile, workload, correction)
+    chosen = [place_baseline(name, task.room, task.costs) for task in tasks]
+    for task, candidate in zip(tasks, chosen):
+        if candidate is None:
+            raise UserError(f"strategy {name!r} does not fit {task.budget_mib} MiB; raise --vram")
+    return _join_ranks(tasks, [c for c in chosen if c])
 
 
-def _plan(
-    spec: ModelSpec, profile: MachineProfile, workload: Workload, strategy: str | None, time_limit: float
-) -> Variant:
-    tasks = prepare_ranks(spec, profile, workload)
-    w = tasks[0].room.workload
-    plan_needed = not all(whole_tier(t.room, w.max_ubatch).buffers.total <= t.room.arena for t in tasks)
-    ranks = tuple(_plan_rank(task, strategy, plan_needed, time_limit / len(tasks)) for task in tasks)
-    shares = tuple(t.share for t in tasks)
+def plan_several(task: RankTask, time_limit: float, programs: int = 2) -> tuple[Variant, ...]:
+    """Variants of a model on one device that are worth trying: what `plan_variant` returns, then other ones.
+
+    The best `programs` solutions of the program and the best published strategy, all with different placements.
+    """
+    ranked = rank_plans(task, time_limit)
+    wanted = [ranked[0]]
+    for group, most in (([c for c in ranked if c.solution], programs), ([c for c in ranked if not c.solution], 1)):
+        taken = sum(c in group for c in wanted)
+        for candidate in group:
+            if taken < most and all(not same_placements(candidate.tiers, c.tiers) for c in wanted):
+                wanted.append(candidate)
+                taken += 1
+    return tuple(_join_ranks((task,), [candidate]) for candidate in wanted)
+
+
+def same_placements(one: Sequence[TierPlan], other: Sequence[TierPlan]) -> bool:
+    """Whether two plans run the same steps in every tier."""
+    return [(t.placements, t.buffers) for t in one] == [(t.placements, t.buffers) for t in other]
+
+
+def predict_again(variant: Variant, task: RankTask) -> Variant:
+    """A variant of one device with predictions by the costs of `task`, which prices the same tiers; what was measured
+    stays."""
+    (rank,) = variant.ranks
+    tiers = tuple(
+        replace(
+            tier,
+            prediction=replace(
+                predict_tier(task.room, tier, cost, bound), measured_seconds=tier.prediction.measured_seconds
+            ),
+        )
+        for tier, cost, bound in zip(rank.tiers, task.costs, task.bounds, strict=True)
+    )
+    return replace(variant, ranks=(replace(rank, tiers=tiers),), correction=task.costs[0].tables.correction)
+
+
+def rank_plans(task: RankTask, time_limit: float) -> tuple[Candidate, ...]:
+    """Plans of one rank, the best first; only the one that keeps everything in VRAM where that fits every rank."""
+    if not task.plan_needed:
+        return (keep_everything(task.room, task.costs),)
+    best, *others = rank_candidates(task.room, task.classes, task.costs, time_limit)
+    return (refine_candidate(task.room, task.classes, task.costs, best), *others)
+
+
+def _join_ranks(tasks: tuple[RankTask, ...], chosen: Sequence[Candidate]) -> Variant:
+    w, shares = tasks[0].room.workload, tuple(t.share for t in tasks)
+    ranks = tuple(_write_rank(task, candidate) for task, candidate in zip(tasks, chosen))
     return Variant(
         w.vram_mib, w.context, w.sequences, w.type_k, w.type_v, w.max_ubatch, w.prompt, w.generated,
-        w.split_mode, shares if len(shares) > 1 else (), plan_needed, ranks,
+        w.split_mode, shares if len(shares) > 1 else (), tasks[0].plan_needed, ranks,
+        tasks[0].costs[0].tables.correction,
     )  # fmt: skip
 
 
-def prepare_ranks(spec: ModelSpec, profile: MachineProfile, workload: Workload) -> tuple[RankTask, ...]:
-    """Cut the model, choose the largest micro-batch, and price every tier of every rank."""
-    tables = Tables(profile)
-    shares = rank_shares(workload)
-    specs = cut_ranks(spec, shares)
-    tiers = fitting_tiers(specs, workload, tables)
-    tasks = _price(specs, shares, workload, tables, tiers)
-    best = _best_ubatch(tasks, workload)
-    return tasks if best == tiers[-1] else _price(specs, shares, workload, tables, tuple(t for t in tiers if t <= best))
-
-
-def _price(
-    specs: Sequence[ModelSpec], shares: tuple[float, ...], workload: Workload, tables: Tables, tiers: tuple[int, ...]
+def prepare_ranks(
+    spec: ModelSpec, profile: MachineProfile, workload: Workload, correction: Correction = NOTHING_LEARNT
 ) -> tuple[RankTask, ...]:
+    """Cut the model, choose the largest micro-batch, and price every tier of every rank."""
+    tables = Tables(profile, correction)
+    tiers = fitting_tiers(cut_ranks(spec, rank_shares(workload)), workload, tables)
+    tasks = price_tiers(spec, tables, workload, tiers)
+    best = _best_ubatch(tasks, workload)
+    return tasks if best == tiers[-1] else price_tiers(spec, tables, workload, tuple(t for t in tiers if t <= best))
+
+
+def price_tiers(spec: ModelSpec, tables: Tables, workload: Workload, tiers: tuple[int, ...]) -> tuple[RankTask, ...]:
+    """Every rank's task for exactly these tiers, whether or not their scratch fits."""
     workload = replace(workload, max_ubatch=tiers[-1])
-    loads = tier_loads(workload, tiers)
+    loads, shares = tier_loads(workload, tiers), rank_shares(workload)
     tasks = []
-    for rank, (spec, share) in enumerate(zip(specs, shares)):
-        room = rank_room(spec, workload, workload.vram_mib[rank], tables.kind, tables.act_bytes, len(shares))
-        classes = group_units(spec)
-        costs = tuple(tier_costs(spec, tables, load, workload, len(shares)) for load in loads)
+    for rank, (part, share) in enumerate(zip(cut_ranks(spec, shares), shares)):
+        room = rank_room(part, workload, workload.vram_mib[rank], tables.kind, tables.act_bytes, len(shares))
+        classes = group_units(part)
+        costs = tuple(tier_costs(part, tables, load, workload, len(shares)) for load in loads)
         bounds = tuple(bound_seconds(room, classes, c) for c in costs)
-        tasks.append(RankTask(rank, share, room, classes, costs, bounds))
+        tasks.append(RankTask(rank, share, room, classes, costs, bounds, True))
     loads = raise_weights(loads, [max(bounds) for bounds in zip(*(t.bounds for t in tasks))])
+    needed = not all(whole_tier(t.room, tiers[-1]).buffers.total <= t.room.arena for t in tasks)
     return tuple(
-        replace(task, costs=tuple(replace(c, load=load) for c, load in zip(task.costs, loads))) for task in tasks
+        replace(t, costs=tuple(replace(c, load=load) for c, load in zip(t.costs, loads)), plan_needed=needed)
+        for t in tasks
     )
 
 
@@ -161,25 +229,14 @@ def fitting_tiers(specs: Sequence[ModelSpec], workload: Workload, tables: Tables
     )
 
 
-def _plan_rank(task: RankTask, strategy: str | None, plan_needed: bool, time_limit: float) -> RankPlan:
-    room, costs = task.room, task.costs
-    budget = room.workload.vram_mib[task.rank]
-    if strategy is not None:
-        chosen = place_baseline(strategy, room, costs)
-        if chosen is None:
-            raise UserError(f"strategy {strategy!r} does not fit {budget} MiB; raise --vram")
-    elif not plan_needed:
-        chosen = keep_everything(room, costs)
-    else:
-        found = best_candidate(room, task.classes, costs, time_limit)
-        chosen = refine_candidate(room, task.classes, costs, found)
-    solved, tiers = chosen.solution, []
+def _write_rank(task: RankTask, chosen: Candidate) -> RankPlan:
+    room, costs, solved, tiers = task.room, task.costs, chosen.solution, []
     for tier, cost, bound in zip(chosen.tiers, costs, task.bounds):
         problem = tier_problem(room, task.classes, cost, max(tier.buffers.slots, 1))
         objective = fluid_seconds(problem, count_tier(task.classes, tier))
         gap = solved.gap if solved else 0.0
         solve = Solve(
-            solved.status if solved else "placed" if plan_needed else "not needed",
+            solved.status if solved else "placed" if task.plan_needed else "not needed",
             objective,
             objective * (1 - gap),
             gap,
@@ -191,4 +248,4 @@ def _plan_rank(task: RankTask, strategy: str | None, plan_needed: bool, time_lim
     pins = max(sum(p.where == "pinned" for p in t.placements) for t in tiers)
     kv = max(sum(p.kv == "vram" for p in t.placements) for t in tiers)
     order = chosen.residency
-    return RankPlan(task.rank, budget, task.share, order.pin_order[:pins], order.kv_order[:kv], tuple(tiers))
+    return RankPlan(task.rank, task.budget_mib, task.share, order.pin_order[:pins], order.kv_order[:kv], tuple(tiers))

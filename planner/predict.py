@@ -15,10 +15,10 @@ SAMPLED_STEPS = 5  # decode steps that are simulated; their mean stands for all,
 
 
 class Predictor:
-    """Predicts micro-batches of a variant on a machine. `specs` has the slice of every rank."""
+    """Predicts micro-batches of a variant on a machine, with its correction. `specs` has the slice of every rank."""
 
     def __init__(self, specs: Sequence[ModelSpec], profile: MachineProfile, variant: Variant) -> None:
-        self._specs, self._tables, self._variant = specs, Tables(profile), variant
+        self._specs, self._tables, self._variant = specs, Tables(profile, variant.correction), variant
         v = variant
         self._workload = Workload(
             v.vram_mib, v.context, v.sequences, v.type_k, v.type_v, v.max_ubatch, v.prompt, v.generated

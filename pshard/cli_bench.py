@@ -133,7 +133,7 @@ def _run_baseline(
         v.tensor_split,
     )  # fmt: skip
     try:
-        variant = plan_baseline(name, opened.file.spec, opened.profile, workload)
+        variant = plan_baseline(name, opened.file.spec, opened.profile, workload, v.correction)
     except UserError as error:
         print(f"note: baseline {name} is left out: {error}", file=sys.stderr)
         return []

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+from pshard.buffers import SMALL_BATCH
+
 REGISTRY_VERSION = 1
 
 
@@ -26,7 +28,8 @@ class Prediction:
 
     seconds: from simulating the steps. bound_seconds: no plan of this tier can be faster under the same costs.
     busy: seconds that each resource works ("acc", "cpu", "link", "dram"). binds: the resource that limits the time
-    ("vram" when more memory would help first).
+    ("vram" when more memory would help first). measured_seconds: of the same micro-batch when it was really run; None
+    when it was not.
     """
 
     seconds: float
@@ -35,6 +38,7 @@ class Prediction:
     binds: str
     link_bytes: int
     past: int
+    measured_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,40 @@ class RankPlan:
 
 
 @dataclass(frozen=True)
+class Factor:
+    """Measured time over what the profile's tables say of one thing.
+
+    `device`: "acc", "host" or "link". `kind`: the kind of unit; "" for the link. `batch`: "small" (kernels read packed
+    weights in place) or "large".
+    """
+
+    device: str
+    kind: str
+    batch: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What running a plan taught about the profile's tables; empty when they were right or nothing was run."""
+
+    factors: tuple[Factor, ...] = ()
+
+    def of(self, device: str, kind: str, tokens: int) -> float:
+        """The factor on seconds in micro-batches of `tokens` tokens; 1 where nothing is known."""
+        batch = batch_of(tokens)
+        return next((f.value for f in self.factors if (f.device, f.kind, f.batch) == (device, kind, batch)), 1.0)
+
+
+NOTHING_LEARNT = Correction()
+
+
+def batch_of(tokens: int) -> str:
+    """Micro-batches fall into two sorts with kernels of their own: "small" and "large"."""
+    return "small" if tokens <= SMALL_BATCH else "large"
+
+
+@dataclass(frozen=True)
 class Variant:
     """All tiers for one workload and set of budgets."""
 
@@ -119,6 +157,7 @@ class Variant:
     tensor_split: tuple[float, ...]
     plan_needed: bool  # False: everything fits, every tier keeps everything in VRAM
     ranks: tuple[RankPlan, ...]
+    correction: Correction = NOTHING_LEARNT  # applied to the predictions
 
 
 @dataclass(frozen=True)
