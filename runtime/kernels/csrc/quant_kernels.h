@@ -1,6 +1,9 @@
 // Linear layers and dequantisation from packed records, one template for all quantised types.
 // Included once per instruction set, after decode.h, inside an anonymous namespace.
 
+// Wraps where a NaN among the activations made the sum meaningless.
+inline int32_t correction_of(int offset, int sum) { return static_cast<int32_t>(0u - static_cast<uint32_t>(offset) * static_cast<uint32_t>(sum)); }
+
 // Symmetric int8 per 32 columns: scale = max|x| / 127. An infinity or NaN in x makes the scale NaN.
 void quantize(const float* x, int64_t n_chunks, int offset, ActChunk* out, int64_t stride) {
   for (int64_t i = 0; i < n_chunks; ++i, x += 32, out += stride) {
@@ -14,9 +17,9 @@ void quantize(const float* x, int64_t n_chunks, int offset, ActChunk* out, int64
     out->scale = top / 127.0f + poison;
     for (int h = 0; h < 2; ++h) {
       out->sum[h] = out->scale * static_cast<float>(sums[h]);
-      out->half_correction[h] = -offset * sums[h];
+      out->half_correction[h] = correction_of(offset, sums[h]);
     }
-    out->correction = -offset * (sums[0] + sums[1]);
+    out->correction = correction_of(offset, sums[0] + sums[1]);
     out->total = out->scale * static_cast<float>(sums[0] + sums[1]);
   }
 }
