@@ -3,12 +3,14 @@
 import torch
 import torch.nn.functional as F
 
-from pshard.buffers import SMALL_BATCH
 from pshard.runtime.kernels import native
 from pshard.runtime.kernels.api import LayerKV, Packed, RowIndex
 from pshard.runtime.kernels.plain import PlainKernels
 
 _KV_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+# up to here the C++ kernel keeps up with torch's GEMM: 1.1 against 0.75 TFLOP/s on two Zen 5 cores, 2.2 against 2.1
+# on 16 Sapphire Rapids cores, dequantisation included
+NATIVE_TOKENS = 512
 ATTENTION_ROWS = 64  # above this many new tokens per sequence torch's attention is faster than the C++ one
 
 
@@ -26,7 +28,7 @@ class HostKernels(PlainKernels):
         bias: torch.Tensor | None = None,
         accumulate: bool = False,
     ) -> None:
-        if x.shape[0] <= SMALL_BATCH:
+        if x.shape[0] <= NATIVE_TOKENS:
             self._linear_packed(x, weight, out, bias, accumulate)
         else:
             self._linear_tiled(x, weight, out, tile, bias, accumulate)
@@ -78,7 +80,7 @@ class HostKernels(PlainKernels):
         self, x: torch.Tensor, gate: Packed, up: Packed, out: torch.Tensor, both: torch.Tensor, tile: torch.Tensor
     ) -> None:
         width, tokens = gate.rows, x.shape[0]
-        if tokens <= SMALL_BATCH:
+        if tokens <= NATIVE_TOKENS:
             native.gate_up(
                 x,
                 gate.data,
