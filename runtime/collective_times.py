@@ -5,7 +5,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
 SECONDS_PER_SIZE = 0.2
-BURST = 8  # sums per timing, back to back, as the layers of a decode step make them
+BURST = 16  # sums per timing, back to back, as the layers of a decode step make them
 
 
 def measure_collectives(
@@ -61,11 +61,16 @@ def _time_sum(group: "Group", device: str, nbytes: int) -> float:
 
     tensor = torch.zeros(nbytes // 4, device=device)
 
+    def sums() -> None:
+        for _ in range(BURST):
+            group.all_reduce(tensor)
+
+    run = _captured(sums) if device == "cuda" else sums
+
     def burst() -> float:
         group.barrier()
         start = time.perf_counter()
-        for _ in range(BURST):
-            group.all_reduce(tensor)
+        run()
         if device == "cuda":
             torch.cuda.synchronize()
         return (time.perf_counter() - start) / BURST
@@ -73,3 +78,16 @@ def _time_sum(group: "Group", device: str, nbytes: int) -> float:
     slowest = max(burst(), burst())
     repeats = group.broadcast(int(min(200, max(5, SECONDS_PER_SIZE / (BURST * slowest)))))
     return statistics.median(burst() for _ in range(repeats))
+
+
+def _captured(work: Callable[[], None]) -> Callable[[], None]:
+    """The same work as a CUDA graph, which is how a decode step makes its sums."""
+    import torch
+
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        work()
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            work()
+    return graph.replay
