@@ -1,0 +1,101 @@
+// Causal attention: who computes which queries and cells, and how the parts are joined.
+#include <cmath>
+#include <memory>
+#include <vector>
+
+#include "driver.h"
+
+namespace pshard {
+namespace {
+
+uint8_t* align(uint8_t* p) { return p + (64 - reinterpret_cast<uintptr_t>(p) % 64) % 64; }
+
+// Attention, cut into tasks of kQueries queries of every kv head and of a range of cells; how, depends on the shape
+// only. Partial results are joined in a fixed order.
+constexpr int kQueries = 16;
+
+struct Attention {
+  const float* q;
+  const char *k, *v;
+  int64_t cell_stride;
+  int kv_type;
+  int64_t before;
+  int tokens, heads, kv_heads, d;
+  float scale;
+  float* out;
+
+  int shared() const { return heads / kv_heads; }
+  int padded() const { return round_up(d, 16); }
+  int queries() const { return tokens * shared(); }  // of one kv head: token by token
+  int blocks() const { return (queries() + kQueries - 1) / kQueries; }
+  int slots() const { return round_up(std::min(kQueries, queries()), 4); }
+  int64_t cells() const { return before + tokens; }
+  int64_t split() const {  // cells of one task
+    const int64_t splits = std::clamp(64 / blocks(), 1, 32);
+    return round_up<int64_t>((cells() + splits - 1) / splits, kTileCells);
+  }
+  int64_t splits() const { return (cells() + split() - 1) / split(); }
+  int64_t partial_floats() const { return static_cast<int64_t>(kv_heads) * slots() * (padded() + 2); }
+  // Query i of kv head h: where its row starts in q and out.
+  int64_t row(int head, int i) const { return (static_cast<int64_t>(i / shared()) * heads + head * shared() + i % shared()) * d; }
+};
+
+// Partial result: out [kv_heads][slots][padded], then peaks and sums [kv_heads][slots].
+void attend_task(const Attention& a, int64_t block, int64_t split, float* partial) {
+  const int first = static_cast<int>(block) * kQueries, queries = std::min(kQueries, a.queries() - first);
+  const int slots = a.slots(), padded = a.padded();
+  std::vector<float> q(a.kv_heads * slots * padded, 0.0f);
+  int64_t visible[kQueries] = {}, last = 0;
+  for (int i = 0; i < queries; ++i) visible[i] = last = a.before + (first + i) / a.shared() + 1;
+  for (int head = 0; head < a.kv_heads; ++head)
+    for (int i = 0; i < queries; ++i)
+      for (int j = 0; j < a.d; ++j) q[(head * slots + i) * padded + j] = a.q[a.row(head, first + i) + j] * a.scale;
+  const std::unique_ptr<uint8_t[]> tile(new uint8_t[attention_tile_bytes(padded) + 64]);
+  float* peak = partial + a.kv_heads * slots * padded;
+  kernels().attention({q.data(), a.k, a.v, a.cell_stride, a.kv_type, a.kv_heads, queries, slots, a.d, padded, visible,
+                       split * a.split(), std::min(last, (split + 1) * a.split()), align(tile.get()), partial, peak,
+                       peak + a.kv_heads * slots});
+}
+
+// Joins the splits of one query: out = sum_s e^(peak_s - peak) o_s / sum_s e^(peak_s - peak) sum_s.
+void join_splits(const Attention& a, int head, int query, const float* partials) {
+  const int slots = a.slots(), padded = a.padded(), slot = head * slots + query % kQueries;
+  const int64_t n = a.splits(), each = a.partial_floats(), peaks = static_cast<int64_t>(a.kv_heads) * slots * padded;
+  const float* base = partials + query / kQueries * n * each;
+  float* out = a.out + a.row(head, query);
+  float peak = -INFINITY, sum = 0;
+  for (int64_t s = 0; s < n; ++s) peak = std::max(peak, base[s * each + peaks + slot]);
+  std::fill(out, out + a.d, 0.0f);
+  for (int64_t s = 0; s < n; ++s) {
+    const float* part = base + s * each;
+    const float part_sum = part[peaks + a.kv_heads * slots + slot];
+    if (part_sum == 0) continue;  // sees no cell of this split
+    const float weight = std::exp(part[peaks + slot] - peak);
+    sum += weight * part_sum;
+    for (int j = 0; j < a.d; ++j) out[j] += weight * part[slot * padded + j];
+  }
+  for (int j = 0; j < a.d; ++j) out[j] /= sum;
+}
+
+}  // namespace
+}  // namespace pshard
+
+using namespace pshard;
+
+PSHARD_API void pshard_attention(const float* q, const void* k, const void* v, int64_t cell_stride, int kv_type, int64_t before,
+                      int64_t tokens, int heads, int kv_heads, int d, float scale, float* out) {
+  const Attention a{q, static_cast<const char*>(k), static_cast<const char*>(v), cell_stride, kv_type, before,
+                    static_cast<int>(tokens), heads, kv_heads, d, scale, out};
+  const int64_t splits = a.splits();
+  Pool::instance().with_scratch(a.blocks() * splits * a.partial_floats() * sizeof(float), [&](uint8_t* scratch) {
+    auto* partials = reinterpret_cast<float*>(scratch);
+    Pool::instance().run([&](Team& team) {
+      team.for_each(a.blocks() * splits, [&](int64_t task) {
+        attend_task(a, task / splits, task % splits, partials + task * a.partial_floats());
+      });
+      team.for_each(a.kv_heads * a.queries(), [&](int64_t i) {
+        join_splits(a, static_cast<int>(i % a.kv_heads), static_cast<int>(i / a.kv_heads), partials);
+      });
+    });
+  });
+}

@@ -1,0 +1,136 @@
+// Linear layers on packed or plain weights, alone and as SwiGLU.
+#include <cstring>
+
+#include "driver.h"
+
+namespace pshard {
+namespace {
+
+constexpr int kSlice = 64;  // tokens whose activations are held at once
+
+// How M tokens are grouped: eights, then the smallest of 1, 2, 4, 8 that holds the rest.
+int group_size(int left) { return left >= 5 ? 8 : left >= 3 ? 4 : left; }
+int padded_tokens(int m) { return m / 8 * 8 + (m % 8 ? group_size(m % 8) : 0); }
+size_t act_bytes(int m, int64_t cols) { return sizeof(ActChunk) * padded_tokens(m) * (cols / 32); }
+
+// Activations of up to kSlice tokens as the kernels of one matrix want them.
+struct Activations {
+  const float* x;
+  int64_t stride;
+  int tokens;
+  ActChunk* act;  // unused for plain types
+
+  // `ahead`: what the kernel should fetch meanwhile; only the first group of a record does.
+  TokenGroup group(const Matrix& w, int first, const uint8_t* ahead) const {
+    TokenGroup g{};
+    g.ahead = ahead;
+    g.count = group_size(tokens - first);
+    if (is_plain(w.type))
+      for (int i = 0; i < g.count; ++i) g.x[i] = x + std::min(first + i, tokens - 1) * stride;
+    else
+      g.act = act + first * (w.cols / 32);
+    return g;
+  }
+};
+
+void quantize_tokens(Team& team, const Activations& a, const Matrix& w) {
+  if (is_plain(w.type)) return;
+  constexpr int64_t kPiece = 64;  // chunks
+  const int64_t chunks = w.cols / 32, pieces = (chunks + kPiece - 1) / kPiece;
+  team.for_each(padded_tokens(a.tokens) * pieces, [&](int64_t task) {
+    const int token = static_cast<int>(task / pieces), first = token / 8 * 8;
+    const int64_t chunk = task % pieces * kPiece, n = std::min(kPiece, chunks - chunk);
+    const int count = group_size(a.tokens - first);
+    ActChunk* out = a.act + first * chunks + chunk * count + (token - first);
+    if (token < a.tokens) kernels().quantize(a.x + token * a.stride + chunk * 32, n, w.offset(), out, count);
+    else
+      for (int64_t i = 0; i < n; ++i) std::memset(static_cast<void*>(out + i * count), 0, sizeof(ActChunk));
+  });
+}
+
+void store_tile(const float* tile, int count, int rows, float* out, int64_t stride) {
+  for (int i = 0; i < count; ++i) std::memcpy(out + i * stride, tile + i * 16, rows * sizeof(float));
+}
+
+void multiply(Team& team, const Activations& a, const Matrix& w, float* out, int64_t out_stride) {
+  const auto kernel = kernels().linear[w.type];
+  for_records(team, w.records(), w.record, [&](int64_t r, int64_t next) {
+    alignas(64) float tile[8 * 16];
+    for (int first = 0; first < a.tokens; first += 8) {
+      const TokenGroup g = a.group(w, first, w.at(first ? r : next));
+      kernel(w.at(r), w.planes, w.cols, w.rows_of(r), g, tile);
+      store_tile(tile, std::min(g.count, a.tokens - first), w.rows_of(r), out + first * out_stride + r * 16, out_stride);
+    }
+  });
+}
+
+// hidden = silu(x gate^T) * (x up^T); `b` are the activations for `up`, the same as `a` where the types allow it.
+void gate_up(Team& team, const Activations& a, const Activations& b, const Matrix& gate, const Matrix& up, float* hidden,
+             int64_t stride) {
+  const Kernels& k = kernels();
+  for_records(team, gate.records(), gate.record + up.record, [&](int64_t r, int64_t next) {
+    alignas(64) float g[8 * 16] = {}, u[8 * 16] = {};
+    for (int first = 0; first < a.tokens; first += 8) {
+      const TokenGroup group = a.group(gate, first, up.at(r)), group_up = b.group(up, first, gate.at(first ? r : next));
+      k.linear[gate.type](gate.at(r), gate.planes, gate.cols, gate.rows_of(r), group, g);
+      k.linear[up.type](up.at(r), up.planes, up.cols, up.rows_of(r), group_up, u);
+      k.silu_mul(g, u, group.count * 16);
+      store_tile(g, std::min(group.count, a.tokens - first), gate.rows_of(r), hidden + first * stride + r * 16, stride);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace pshard
+
+using namespace pshard;
+
+PSHARD_API void pshard_linear(const float* x, int64_t x_stride, const void* w, int type, int64_t rows, int64_t cols, float* out,
+                   int64_t out_stride, int64_t tokens) {
+  const Matrix m(w, type, rows, cols);
+  const size_t need = act_bytes(static_cast<int>(std::min<int64_t>(tokens, kSlice)), cols);
+  Pool::instance().with_scratch(need, [&](uint8_t* scratch) {
+    Pool::instance().run([&](Team& team) {
+      for (int64_t first = 0; first < tokens; first += kSlice) {
+        const int n = static_cast<int>(std::min<int64_t>(kSlice, tokens - first));
+        const Activations a{x + first * x_stride, x_stride, n, reinterpret_cast<ActChunk*>(scratch)};
+        quantize_tokens(team, a, m);
+        multiply(team, a, m, out + first * out_stride, out_stride);
+      }
+    });
+  });
+}
+
+// silu(x gate^T) * (x up^T), then times down^T unless down_type is -1; `out` is [tokens, hidden] or [tokens, inner].
+PSHARD_API void pshard_ffn(const float* x, int64_t x_stride, const void* gate, int gate_type, const void* up, int up_type,
+                           const void* down, int down_type, int64_t hidden, int64_t inner, float* out, int64_t out_stride,
+                           int64_t tokens) {
+  const bool whole = down_type >= 0;
+  const Matrix g(gate, gate_type, inner, hidden), u(up, up_type, inner, hidden);
+  const Matrix d(down, whole ? down_type : F32, hidden, inner);
+  const int slice = static_cast<int>(std::min<int64_t>(tokens, kSlice));
+  const bool alike = g.offset() == u.offset() && is_plain(g.type) == is_plain(u.type);
+  const int64_t width = round_up<int64_t>(inner, 16);
+  const size_t x_bytes = act_bytes(slice, hidden), h_bytes = whole ? act_bytes(slice, inner) : 0;
+  const size_t inside_bytes = whole ? slice * width * sizeof(float) : 0;
+  Pool::instance().with_scratch(2 * x_bytes + h_bytes + inside_bytes, [&](uint8_t* scratch) {
+    auto* act = reinterpret_cast<ActChunk*>(scratch);
+    auto* act_up = alike ? act : reinterpret_cast<ActChunk*>(scratch + x_bytes);
+    auto* act_hidden = reinterpret_cast<ActChunk*>(scratch + 2 * x_bytes);
+    auto* inside = reinterpret_cast<float*>(scratch + 2 * x_bytes + h_bytes);
+    Pool::instance().run([&](Team& team) {
+      for (int64_t first = 0; first < tokens; first += kSlice) {
+        const int n = static_cast<int>(std::min<int64_t>(kSlice, tokens - first));
+        const Activations a{x + first * x_stride, x_stride, n, act}, b{a.x, x_stride, n, act_up};
+        const Activations h{inside, width, n, act_hidden};
+        float* rows = out + first * out_stride;
+        quantize_tokens(team, a, g);
+        if (!alike) quantize_tokens(team, b, u);
+        gate_up(team, a, b, g, u, whole ? inside : rows, whole ? width : out_stride);
+        if (!whole) continue;
+        quantize_tokens(team, h, d);
+        multiply(team, h, d, rows, out_stride);
+      }
+    });
+  });
+}
