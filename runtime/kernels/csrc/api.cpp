@@ -54,8 +54,8 @@ PSHARD_API void pshard_set_threads(int n, const int* cpus, int n_cpus) {
   Pool::instance().resize(n, std::vector<int>(cpus, cpus + n_cpus));
 }
 
-PSHARD_API void pshard_pack(const uint8_t* raw, int64_t row_bytes, int type, int64_t row_start, int64_t row_stop, int64_t col_start,
-                 int64_t col_stop, uint8_t* out) {
+PSHARD_API void pshard_pack(const uint8_t* raw, int64_t row_bytes, int type, int64_t row_start, int64_t row_stop,
+                            int64_t col_start, int64_t col_stop, uint8_t* out) {
   const Format& f = kFormats[type];
   const int64_t cols = col_stop - col_start, rows = row_stop - row_start;
   const uint8_t* from = raw + row_start * row_bytes + col_start / f.block * f.nbytes;
@@ -71,21 +71,22 @@ PSHARD_API void pshard_pack(const uint8_t* raw, int64_t row_bytes, int type, int
   });
 }
 
-PSHARD_API void pshard_dequantize(const void* w, int type, int64_t rows, int64_t cols, int64_t row_start, int64_t row_stop, void* out,
-                       int64_t out_stride, int bf16) {
+PSHARD_API void pshard_dequantize(const void* w, int type, int64_t rows, int64_t cols, int64_t row_start,
+                                  int64_t row_stop, void* out, int64_t out_stride, int bf16) {
   const Matrix m(w, type, rows, cols);
   const int64_t first = row_start / 16, records = (row_stop + 15) / 16 - first;
   Pool::instance().run([&](Team& team) {
     for_records(team, records, m.record, [&](int64_t i, int64_t) {
       const int64_t r = first + i, from = std::max(row_start, r * 16), to = std::min(row_stop, r * 16 + 16);
       void* at = static_cast<char*>(out) + (from - row_start) * out_stride * (bf16 ? 2 : 4);
-      kernels().dequantize[type](m.at(r), m.planes, cols, static_cast<int>(from - r * 16), static_cast<int>(to - r * 16), at,
-                                 out_stride, bf16);
+      kernels().dequantize[type](m.at(r), m.planes, cols, static_cast<int>(from - r * 16),
+                                 static_cast<int>(to - r * 16), at, out_stride, bf16);
     });
   });
 }
 
-PSHARD_API void pshard_get_rows(const void* w, int type, int64_t rows, int64_t cols, const int64_t* ids, int64_t n, float* out) {
+PSHARD_API void pshard_get_rows(const void* w, int type, int64_t rows, int64_t cols, const int64_t* ids, int64_t n,
+                                float* out) {
   const Matrix m(w, type, rows, cols);
   const auto look_up = [&](int64_t i) {
     const int row = static_cast<int>(ids[i] % 16);
@@ -102,8 +103,8 @@ PSHARD_API void pshard_memcpy(void* to, const void* from, size_t nbytes) {
   Pool::instance().run([&](Team& team) {
     team.for_each((nbytes + kCopyPiece - 1) / kCopyPiece, [&](int64_t i) {
       const size_t at = i * kCopyPiece;
-      auto *piece = static_cast<uint8_t*>(to) + at;
-      const auto *source = static_cast<const uint8_t*>(from) + at;
+      auto* piece = static_cast<uint8_t*>(to) + at;
+      const auto* source = static_cast<const uint8_t*>(from) + at;
       const size_t n = std::min(kCopyPiece, nbytes - at);
       if (nbytes >= kStreamFrom) kernels().stream(piece, source, n);
       else std::memcpy(piece, source, n);

@@ -37,7 +37,9 @@ struct Attention {
   int64_t splits() const { return (cells() + split() - 1) / split(); }
   int64_t partial_floats() const { return static_cast<int64_t>(kv_heads) * slots() * (padded() + 2); }
   // Query i of kv head h: where its row starts in q and out.
-  int64_t row(int head, int i) const { return (static_cast<int64_t>(i / shared()) * heads + head * shared() + i % shared()) * d; }
+  int64_t row(int head, int i) const {
+    return (static_cast<int64_t>(i / shared()) * heads + head * shared() + i % shared()) * d;
+  }
 };
 
 // Partial result: out [kv_heads][slots][padded], then peaks and sums [kv_heads][slots].
@@ -82,10 +84,21 @@ void join_splits(const Attention& a, int head, int query, const float* partials)
 
 using namespace pshard;
 
-PSHARD_API void pshard_attention(const float* q, const void* k, const void* v, int64_t cell_stride, int kv_type, int64_t before,
-                      int64_t tokens, int heads, int kv_heads, int d, float scale, float* out) {
-  const Attention a{q, static_cast<const char*>(k), static_cast<const char*>(v), cell_stride, kv_type, before,
-                    static_cast<int>(tokens), heads, kv_heads, d, scale, out};
+PSHARD_API void pshard_attention(const float* q, const void* k, const void* v, int64_t cell_stride, int kv_type,
+                                 int64_t before, int64_t tokens, int heads, int kv_heads, int d, float scale,
+                                 float* out) {
+  const Attention a{q,
+                    static_cast<const char*>(k),
+                    static_cast<const char*>(v),
+                    cell_stride,
+                    kv_type,
+                    before,
+                    static_cast<int>(tokens),
+                    heads,
+                    kv_heads,
+                    d,
+                    scale,
+                    out};
   const int64_t splits = a.splits();
   Pool::instance().with_scratch(a.blocks() * splits * a.partial_floats() * sizeof(float), [&](uint8_t* scratch) {
     auto* partials = reinterpret_cast<float*>(scratch);

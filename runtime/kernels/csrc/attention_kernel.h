@@ -31,7 +31,10 @@ struct Ahead {
   int lines;  // for each call
 
   Ahead(const char* cell, int64_t row_bytes, int64_t stride, int64_t calls)
-      : at(cell), row_end(cell + row_bytes), row_bytes(row_bytes), stride(stride),
+      : at(cell),
+        row_end(cell + row_bytes),
+        row_bytes(row_bytes),
+        stride(stride),
         lines(static_cast<int>((kTile * ((row_bytes + 63) / 64) + calls - 1) / calls)) {}
   inline void fetch() {
     for (int i = 0; i < lines; ++i, at += 64) {
@@ -135,8 +138,8 @@ void attend(const AttentionTask& t) {
     Ahead next_keys(t.k + next, t.kv_heads * head_bytes, t.cell_stride, steps);
     Ahead next_values(t.v + next, t.kv_heads * head_bytes, t.cell_stride, value_steps);
     for (int head = 0; head < t.kv_heads; ++head) {
-      const char *key_cells = t.k + start * t.cell_stride + head * head_bytes;
-      const char *value_cells = t.v + start * t.cell_stride + head * head_bytes;
+      const char* key_cells = t.k + start * t.cell_stride + head * head_bytes;
+      const char* value_cells = t.v + start * t.cell_stride + head * head_bytes;
       const auto *keys = reinterpret_cast<const Word*>(key_cells), *values = reinterpret_cast<const Word*>(value_cells);
       int64_t stride = t.cell_stride / sizeof(Word);
       // A few queries read the cells where they are; otherwise a copy without gaps or ragged ends pays.

@@ -51,8 +51,12 @@ inline void split_pairs(const uint8_t* plane, int64_t chunk, Bytes out[8]) {  //
 struct Decoder {
   const uint8_t *low, *high, *scale_plane, *min_plane, *d_plane, *dmin_plane;
   Decoder(const uint8_t* record, const Planes& p)
-      : low(record + p.low), high(record + p.high), scale_plane(record + p.scales), min_plane(record + p.mins),
-        d_plane(record + p.d), dmin_plane(record + p.dmin) {}
+      : low(record + p.low),
+        high(record + p.high),
+        scale_plane(record + p.scales),
+        min_plane(record + p.mins),
+        d_plane(record + p.d),
+        dmin_plane(record + p.dmin) {}
   inline void enter(int64_t) {}
 };
 
@@ -86,7 +90,9 @@ struct DecodeQ8_0 : Decoder {
   inline void codes(int64_t chunk, Bytes out[8]) const {
     for (int c = 0; c < 8; ++c) out[c] = flip_sign(load_bytes(low + chunk * 512 + c * 64));
   }
-  inline void scales(int64_t chunk, Floats scale[1], Floats*) const { scale[0] = load_f16(halves(d_plane) + chunk * 16); }
+  inline void scales(int64_t chunk, Floats scale[1], Floats*) const {
+    scale[0] = load_f16(halves(d_plane) + chunk * 16);
+  }
 };
 
 struct DecodeMXFP4 : NibbleCodes<0> {
@@ -99,7 +105,9 @@ struct DecodeMXFP4 : NibbleCodes<0> {
     split_nibbles(low, chunk, out);
     for (int c = 0; c < 8; ++c) out[c] = lookup(out[c], values);
   }
-  inline void scales(int64_t chunk, Floats scale[1], Floats*) const { scale[0] = load_e8m0_half(scale_plane + chunk * 16); }
+  inline void scales(int64_t chunk, Floats scale[1], Floats*) const {
+    scale[0] = load_e8m0_half(scale_plane + chunk * 16);
+  }
 };
 
 // Q4_K, Q5_K

@@ -25,7 +25,7 @@ inline void dot_rows(const typename Plain<T>::Word* w, int64_t cols, const float
   for (auto& chain : sums)
     for (auto& row : chain)
       for (auto& s : row) s = zero();
-  auto accumulate = [&](Floats (&chain)[Rows][Count], int64_t k) {
+  auto accumulate = [&](Floats(&chain)[Rows][Count], int64_t k) {
     Floats weights[Rows];
     for (int r = 0; r < Rows; ++r) weights[r] = Plain<T>::load16(w + r * cols + k);
     for (int m = 0; m < Count; ++m) {
@@ -37,7 +37,8 @@ inline void dot_rows(const typename Plain<T>::Word* w, int64_t cols, const float
   int64_t k = 0;
   for (; k + 32 <= whole; k += 32) {
     for (int r = 0; r < Rows; ++r)
-      for (int at = 0; at < 32; at += 64 / sizeof(*w)) prefetch(reinterpret_cast<const uint8_t*>(ahead + r * cols + k + at));
+      for (int at = 0; at < 32; at += 64 / sizeof(*w))
+        prefetch(reinterpret_cast<const uint8_t*>(ahead + r * cols + k + at));
     accumulate(sums[0], k);
     accumulate(sums[1], k + 16);
   }
@@ -79,8 +80,8 @@ void linear_plain(const uint8_t* record, const Planes&, int64_t cols, int rows, 
 }
 
 template <int T>
-void dequantize_plain(const uint8_t* record, const Planes&, int64_t cols, int first, int last, void* out, int64_t stride,
-                      bool bf16) {
+void dequantize_plain(const uint8_t* record, const Planes&, int64_t cols, int first, int last, void* out,
+                      int64_t stride, bool bf16) {
   const auto* w = reinterpret_cast<const typename Plain<T>::Word*>(record);
   for (int r = first; r < last; ++r)
     for (int64_t k = 0; k < cols; k += 16) {

@@ -28,7 +28,11 @@ struct Matrix {
   size_t record;  // bytes of 16 rows
 
   Matrix(const void* w, int type, int64_t rows, int64_t cols)
-      : data(static_cast<const uint8_t*>(w)), type(type), rows(rows), cols(cols), planes(planes_of(type, cols)),
+      : data(static_cast<const uint8_t*>(w)),
+        type(type),
+        rows(rows),
+        cols(cols),
+        planes(planes_of(type, cols)),
         record(is_plain(type) ? 16 * cols * kFormats[type].nbytes : planes.record) {}
   int64_t records() const { return (rows + 15) / 16; }
   int rows_of(int64_t r) const { return static_cast<int>(std::min<int64_t>(16, rows - r * 16)); }

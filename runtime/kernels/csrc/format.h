@@ -10,23 +10,21 @@ enum Type : int { F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4, Q2_K, Q3_
 
 struct Format {
   const char* name;
-  int block;        // weights of a block in the file
-  int nbytes;       // bytes of a block in the file
-  int low, high;    // bits of a code in the first and in the second code plane
-  int scales;       // bytes per row of the scales plane, for each block
-  int mins;         // the same for the mins plane
-  int halves;       // f16 numbers per row and block: d, and m or dmin
-  int offset;       // what the kernels subtract from the unsigned code that they compute with
+  int block;      // weights of a block in the file
+  int nbytes;     // bytes of a block in the file
+  int low, high;  // bits of a code in the first and in the second code plane
+  int scales;     // bytes per row of the scales plane, for each block
+  int mins;       // the same for the mins plane
+  int halves;     // f16 numbers per row and block: d, and m or dmin
+  int offset;     // what the kernels subtract from the unsigned code that they compute with
 };
 
 inline constexpr Format kFormats[kTypes] = {
-    {"F32", 1, 4, 0, 0, 0, 0, 0, 0},       {"F16", 1, 2, 0, 0, 0, 0, 0, 0},
-    {"BF16", 1, 2, 0, 0, 0, 0, 0, 0},      {"Q4_0", 32, 18, 4, 0, 0, 0, 1, 8},
-    {"Q4_1", 32, 20, 4, 0, 0, 0, 2, 0},    {"Q5_0", 32, 22, 4, 1, 0, 0, 1, 16},
-    {"Q5_1", 32, 24, 4, 1, 0, 0, 2, 0},    {"Q8_0", 32, 34, 8, 0, 0, 0, 1, 128},
-    {"MXFP4", 32, 17, 4, 0, 1, 0, 0, 12},  {"Q2_K", 256, 84, 2, 0, 16, 0, 2, 0},
-    {"Q3_K", 256, 110, 2, 1, 12, 0, 1, 4}, {"Q4_K", 256, 144, 4, 0, 8, 8, 2, 0},
-    {"Q5_K", 256, 176, 4, 1, 8, 8, 2, 0},  {"Q6_K", 256, 210, 4, 2, 16, 0, 1, 32},
+    {"F32", 1, 4, 0, 0, 0, 0, 0, 0},      {"F16", 1, 2, 0, 0, 0, 0, 0, 0},        {"BF16", 1, 2, 0, 0, 0, 0, 0, 0},
+    {"Q4_0", 32, 18, 4, 0, 0, 0, 1, 8},   {"Q4_1", 32, 20, 4, 0, 0, 0, 2, 0},     {"Q5_0", 32, 22, 4, 1, 0, 0, 1, 16},
+    {"Q5_1", 32, 24, 4, 1, 0, 0, 2, 0},   {"Q8_0", 32, 34, 8, 0, 0, 0, 1, 128},   {"MXFP4", 32, 17, 4, 0, 1, 0, 0, 12},
+    {"Q2_K", 256, 84, 2, 0, 16, 0, 2, 0}, {"Q3_K", 256, 110, 2, 1, 12, 0, 1, 4},  {"Q4_K", 256, 144, 4, 0, 8, 8, 2, 0},
+    {"Q5_K", 256, 176, 4, 1, 8, 8, 2, 0}, {"Q6_K", 256, 210, 4, 2, 16, 0, 1, 32},
 };
 
 // Byte offsets of the planes in one record of 16 rows, and the record's size.

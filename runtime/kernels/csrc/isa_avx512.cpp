@@ -8,7 +8,8 @@
 #include <type_traits>
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c"))), \
+                             apply_to = function)
 #else
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")
@@ -36,7 +37,7 @@ namespace pshard {
 const Kernels* kernels_avx512() {
   __builtin_cpu_init();
   if (!(__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni")))
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni")))
     return nullptr;
   static const Kernels kernels = make_kernels("avx512_vnni");
   return &kernels;

@@ -9,8 +9,8 @@ namespace pshard {
 struct alignas(64) ActChunk {
   int8_t q[32];
   float scale;
-  float sum[2];  // scale * sum of q over columns 0-15 and 16-31: the factor of a format's addend
-  float total;   // scale * sum of all q
+  float sum[2];                // scale * sum of q over columns 0-15 and 16-31: the factor of a format's addend
+  float total;                 // scale * sum of all q
   int32_t correction;          // -offset * sum of q, where the integer dot products start
   int32_t half_correction[2];  // the same over columns 0-15 and 16-31
 };
@@ -18,17 +18,17 @@ struct alignas(64) ActChunk {
 // Queries of all kv heads against cells [begin, end) of the cache. Per kv head there are `queries` of them, in groups of
 // 4 with padding: `slots` = queries rounded up to 4. Columns are padded with zeros to `padded`, a multiple of 16.
 struct AttentionTask {
-  const float* q;      // [kv_heads][slots][padded], times the softmax scale
-  const char *k, *v;   // cell 0
-  int64_t cell_stride; // bytes
-  int kv_type;         // F32, F16 or BF16
+  const float* q;       // [kv_heads][slots][padded], times the softmax scale
+  const char *k, *v;    // cell 0
+  int64_t cell_stride;  // bytes
+  int kv_type;          // F32, F16 or BF16
   int kv_heads, queries, slots, d, padded;
   const int64_t* visible;  // [slots]: a query sees cells 0..visible-1
   int64_t begin, end;
-  uint8_t* tile;       // attention_tile_bytes(padded), 64-byte aligned: a copy of the keys and values at work
-  float* out;          // [kv_heads][slots][padded]: sum of p * v, not divided by the sum of p
-  float* peak;         // [kv_heads][slots]: largest score
-  float* sum;          // [kv_heads][slots]: sum of p = exp(score - peak)
+  uint8_t* tile;  // attention_tile_bytes(padded), 64-byte aligned: a copy of the keys and values at work
+  float* out;     // [kv_heads][slots][padded]: sum of p * v, not divided by the sum of p
+  float* peak;    // [kv_heads][slots]: largest score
+  float* sum;     // [kv_heads][slots]: sum of p = exp(score - peak)
 };
 constexpr int kTileCells = 64;
 inline size_t attention_tile_bytes(int padded) { return 2 * sizeof(float) * kTileCells * padded; }
@@ -38,7 +38,7 @@ struct TokenGroup {
   const ActChunk* act;  // [chunks][count], quantised types
   const float* x[8];    // rows of f32, plain types
   int count;
-  const uint8_t* ahead; // the record that comes next, to be on its way into the cache
+  const uint8_t* ahead;  // the record that comes next, to be on its way into the cache
 };
 
 struct Kernels {
@@ -55,11 +55,11 @@ struct Kernels {
   void (*silu_mul)(float* gate, const float* up, int64_t n);  // gate = gate * sigmoid(gate) * up
   void (*attention)(const AttentionTask& task);
   void (*stream)(uint8_t* to, const uint8_t* from, size_t nbytes);  // copies past the caches
-  uint64_t (*sum)(const uint8_t* data, size_t nbytes);  // reads every byte once
+  uint64_t (*sum)(const uint8_t* data, size_t nbytes);              // reads every byte once
 };
 
 const Kernels* kernels_portable();
-const Kernels* kernels_avx2();    // nullptr when this build or CPU cannot run it
+const Kernels* kernels_avx2();  // nullptr when this build or CPU cannot run it
 const Kernels* kernels_avx512();
 
 }  // namespace pshard

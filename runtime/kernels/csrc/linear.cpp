@@ -27,8 +27,7 @@ struct Activations {
     g.count = group_size(tokens - first);
     if (is_plain(w.type))
       for (int i = 0; i < g.count; ++i) g.x[i] = x + std::min(first + i, tokens - 1) * stride;
-    else
-      g.act = act + first * (w.cols / 32);
+    else g.act = act + first * (w.cols / 32);
     return g;
   }
 };
@@ -59,14 +58,15 @@ void multiply(Team& team, const Activations& a, const Matrix& w, float* out, int
     for (int first = 0; first < a.tokens; first += 8) {
       const TokenGroup g = a.group(w, first, w.at(first ? r : next));
       kernel(w.at(r), w.planes, w.cols, w.rows_of(r), g, tile);
-      store_tile(tile, std::min(g.count, a.tokens - first), w.rows_of(r), out + first * out_stride + r * 16, out_stride);
+      store_tile(tile, std::min(g.count, a.tokens - first), w.rows_of(r), out + first * out_stride + r * 16,
+                 out_stride);
     }
   });
 }
 
 // hidden = silu(x gate^T) * (x up^T); `b` are the activations for `up`, the same as `a` where the types allow it.
-void gate_up(Team& team, const Activations& a, const Activations& b, const Matrix& gate, const Matrix& up, float* hidden,
-             int64_t stride) {
+void gate_up(Team& team, const Activations& a, const Activations& b, const Matrix& gate, const Matrix& up,
+             float* hidden, int64_t stride) {
   const Kernels& k = kernels();
   for_records(team, gate.records(), gate.record + up.record, [&](int64_t r, int64_t next) {
     alignas(64) float g[8 * 16] = {}, u[8 * 16] = {};
@@ -85,8 +85,8 @@ void gate_up(Team& team, const Activations& a, const Activations& b, const Matri
 
 using namespace pshard;
 
-PSHARD_API void pshard_linear(const float* x, int64_t x_stride, const void* w, int type, int64_t rows, int64_t cols, float* out,
-                   int64_t out_stride, int64_t tokens) {
+PSHARD_API void pshard_linear(const float* x, int64_t x_stride, const void* w, int type, int64_t rows, int64_t cols,
+                              float* out, int64_t out_stride, int64_t tokens) {
   const Matrix m(w, type, rows, cols);
   const size_t need = act_bytes(static_cast<int>(std::min<int64_t>(tokens, kSlice)), cols);
   Pool::instance().with_scratch(need, [&](uint8_t* scratch) {
@@ -102,9 +102,9 @@ PSHARD_API void pshard_linear(const float* x, int64_t x_stride, const void* w, i
 }
 
 // silu(x gate^T) * (x up^T), then times down^T unless down_type is -1; `out` is [tokens, hidden] or [tokens, inner].
-PSHARD_API void pshard_ffn(const float* x, int64_t x_stride, const void* gate, int gate_type, const void* up, int up_type,
-                           const void* down, int down_type, int64_t hidden, int64_t inner, float* out, int64_t out_stride,
-                           int64_t tokens) {
+PSHARD_API void pshard_ffn(const float* x, int64_t x_stride, const void* gate, int gate_type, const void* up,
+                           int up_type, const void* down, int down_type, int64_t hidden, int64_t inner, float* out,
+                           int64_t out_stride, int64_t tokens) {
   const bool whole = down_type >= 0;
   const Matrix g(gate, gate_type, inner, hidden), u(up, up_type, inner, hidden);
   const Matrix d(down, whole ? down_type : F32, hidden, inner);

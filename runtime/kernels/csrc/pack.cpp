@@ -18,7 +18,8 @@ struct Source {
 };
 Source source_of(int type) {
   switch (type) {
-    case Q4_0: case Q8_0: return {2, 0, 0, 0, 0};
+    case Q4_0:
+    case Q8_0: return {2, 0, 0, 0, 0};
     case Q4_1: return {4, 0, 0, 0, 2};
     case Q5_0: return {6, 2, 0, 0, 0};
     case Q5_1: return {8, 4, 0, 0, 2};
@@ -35,10 +36,9 @@ Source source_of(int type) {
 void unpack_codes(int type, const uint8_t* block, const Source& at, uint8_t* codes) {
   const uint8_t *low = block + at.low, *high = block + at.high;
   switch (type) {
-    case Q8_0:
-      std::memcpy(codes, low, 32);
-      return;
-    case Q2_K: case Q3_K:
+    case Q8_0: std::memcpy(codes, low, 32); return;
+    case Q2_K:
+    case Q3_K:
       for (int half = 0; half < 2; ++half)
         for (int j = 0; j < 4; ++j)
           for (int i = 0; i < 32; ++i) {
@@ -47,7 +47,8 @@ void unpack_codes(int type, const uint8_t* block, const Source& at, uint8_t* cod
             codes[half * 128 + j * 32 + i] = code;
           }
       return;
-    case Q4_K: case Q5_K:
+    case Q4_K:
+    case Q5_K:
       for (int j = 0; j < 8; ++j)
         for (int i = 0; i < 32; ++i) {
           uint8_t code = (low[j / 2 * 32 + i] >> 4 * (j % 2)) & 15;
@@ -59,8 +60,8 @@ void unpack_codes(int type, const uint8_t* block, const Source& at, uint8_t* cod
       for (int half = 0; half < 2; ++half)
         for (int j = 0; j < 4; ++j)
           for (int i = 0; i < 32; ++i)
-            codes[half * 128 + j * 32 + i] = ((low[half * 64 + j % 2 * 32 + i] >> 4 * (j / 2)) & 15) |
-                                             (((high[half * 32 + i] >> 2 * j) & 3) << 4);
+            codes[half * 128 + j * 32 + i] =
+                ((low[half * 64 + j % 2 * 32 + i] >> 4 * (j / 2)) & 15) | (((high[half * 32 + i] >> 2 * j) & 3) << 4);
       return;
     default:
       for (int i = 0; i < 16; ++i) codes[i] = low[i] & 15, codes[i + 16] = low[i] >> 4;
@@ -128,7 +129,9 @@ void pack_record(int type, const uint8_t* const rows[16], int64_t cols, uint8_t*
     for (int r = 0; r < 16; ++r) {
       const uint8_t* block = rows[r] ? rows[r] + b * f.nbytes : zeros;
       unpack_codes(type, block, at, codes[r]);
-      if (f.scales) put_scales(type, block + at.scales, record + p.scales + b * 16 * f.scales + r, record + p.mins + b * 16 * f.mins + r);
+      if (f.scales)
+        put_scales(type, block + at.scales, record + p.scales + b * 16 * f.scales + r,
+                   record + p.mins + b * 16 * f.mins + r);
       if (f.halves > 0) std::memcpy(record + p.d + b * 32 + r * 2, block + at.d, 2);
       if (f.halves > 1) std::memcpy(record + p.dmin + b * 32 + r * 2, block + at.dmin, 2);
     }

@@ -11,7 +11,7 @@ namespace pshard {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr auto kSpin = std::chrono::microseconds(4);      // then let others run: the thread waited for may need this CPU
+constexpr auto kSpin = std::chrono::microseconds(4);  // then let others run: the thread waited for may need this CPU
 constexpr auto kYield = std::chrono::microseconds(1000);  // then sleep until the next job
 
 inline void relax() {

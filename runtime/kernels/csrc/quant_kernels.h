@@ -2,7 +2,9 @@
 // Included once per instruction set, after decode.h, inside an anonymous namespace.
 
 // Wraps where a NaN among the activations made the sum meaningless.
-inline int32_t correction_of(int offset, int sum) { return static_cast<int32_t>(0u - static_cast<uint32_t>(offset) * static_cast<uint32_t>(sum)); }
+inline int32_t correction_of(int offset, int sum) {
+  return static_cast<int32_t>(0u - static_cast<uint32_t>(offset) * static_cast<uint32_t>(sum));
+}
 
 // Symmetric int8 per 32 columns: scale = max|x| / 127. An infinity or NaN in x makes the scale NaN.
 void quantize(const float* x, int64_t n_chunks, int offset, ActChunk* out, int64_t stride) {
@@ -71,7 +73,8 @@ inline void linear_tokens(const uint8_t* record, const Planes& planes, int64_t c
 }
 
 template <class D>
-void linear_quant(const uint8_t* record, const Planes& planes, int64_t cols, int, const TokenGroup& group, float* tile) {
+void linear_quant(const uint8_t* record, const Planes& planes, int64_t cols, int, const TokenGroup& group,
+                  float* tile) {
   switch (group.count) {
     case 1: return linear_tokens<D, 1>(record, planes, cols, group.act, group.ahead, tile);
     case 2: return linear_tokens<D, 2>(record, planes, cols, group.act, group.ahead, tile);

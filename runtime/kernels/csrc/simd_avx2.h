@@ -1,9 +1,15 @@
 // The vector operations of the kernels for AVX2 with FMA and F16C: 16 lanes of 32 bits in two registers.
 // Included inside an anonymous namespace of isa_avx2.cpp, after <immintrin.h>. Meanings as in simd_avx512.h.
 
-struct Bytes { __m256i a, b; };
-struct Ints { __m256i a, b; };
-struct Floats { __m256 a, b; };
+struct Bytes {
+  __m256i a, b;
+};
+struct Ints {
+  __m256i a, b;
+};
+struct Floats {
+  __m256 a, b;
+};
 
 inline __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 inline __m128i load128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
@@ -14,10 +20,14 @@ inline void store_bytes(uint8_t* p, Bytes v) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v.a);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 32), v.b);
 }
-inline Bytes splat_byte(int b) { const __m256i v = _mm256_set1_epi8(static_cast<char>(b)); return {v, v}; }
+inline Bytes splat_byte(int b) {
+  const __m256i v = _mm256_set1_epi8(static_cast<char>(b));
+  return {v, v};
+}
 inline Bytes and_bytes(Bytes x, Bytes y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
 inline Bytes or_masked(Bytes base, Bytes v, Bytes mask) {
-  return {_mm256_or_si256(base.a, _mm256_and_si256(v.a, mask.a)), _mm256_or_si256(base.b, _mm256_and_si256(v.b, mask.b))};
+  return {_mm256_or_si256(base.a, _mm256_and_si256(v.a, mask.a)),
+          _mm256_or_si256(base.b, _mm256_and_si256(v.b, mask.b))};
 }
 inline Bytes flip_sign(Bytes v) {
   const __m256i sign = _mm256_set1_epi8(static_cast<char>(0x80));
@@ -34,7 +44,10 @@ inline Bytes lookup(Bytes index, const uint8_t* table16) {
   return {_mm256_shuffle_epi8(table, index.a), _mm256_shuffle_epi8(table, index.b)};
 }
 
-inline Ints splat_int(const int32_t* p) { const __m256i v = _mm256_set1_epi32(*p); return {v, v}; }
+inline Ints splat_int(const int32_t* p) {
+  const __m256i v = _mm256_set1_epi32(*p);
+  return {v, v};
+}
 inline Ints zero_ints() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 inline Ints add_ints(Ints x, Ints y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 template <int CodeBits>
@@ -50,18 +63,27 @@ inline __m256i dot4_half(__m256i codes, __m256i q) {
 template <int CodeBits>
 inline Ints dot4(Ints acc, Bytes codes, const int8_t* q) {
   const __m256i x = _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(q));
-  return {_mm256_add_epi32(acc.a, dot4_half<CodeBits>(codes.a, x)), _mm256_add_epi32(acc.b, dot4_half<CodeBits>(codes.b, x))};
+  return {_mm256_add_epi32(acc.a, dot4_half<CodeBits>(codes.a, x)),
+          _mm256_add_epi32(acc.b, dot4_half<CodeBits>(codes.b, x))};
 }
 
 inline Floats zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
-inline Floats splat(float x) { const __m256 v = _mm256_set1_ps(x); return {v, v}; }
+inline Floats splat(float x) {
+  const __m256 v = _mm256_set1_ps(x);
+  return {v, v};
+}
 inline Floats load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
-inline void store(float* p, Floats v) { _mm256_storeu_ps(p, v.a); _mm256_storeu_ps(p + 8, v.b); }
+inline void store(float* p, Floats v) {
+  _mm256_storeu_ps(p, v.a);
+  _mm256_storeu_ps(p + 8, v.b);
+}
 inline Floats add(Floats x, Floats y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
 inline Floats sub(Floats x, Floats y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
 inline Floats mul(Floats x, Floats y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
 inline Floats div(Floats x, Floats y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
-inline Floats fma(Floats x, Floats y, Floats z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+inline Floats fma(Floats x, Floats y, Floats z) {
+  return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
+}
 inline Floats max(Floats x, Floats y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
 inline Floats abs(Floats x) {
   const __m256 sign = _mm256_set1_ps(-0.0f);
@@ -97,15 +119,21 @@ inline int sum_ints(Ints v) {
   return _mm_cvtsi128_si32(_mm_add_epi32(q, _mm_shuffle_epi32(q, 0xb1)));
 }
 
-inline Ints widen_u8(const uint8_t* p) { return {_mm256_cvtepu8_epi32(load64(p)), _mm256_cvtepu8_epi32(load64(p + 8))}; }
-inline Ints widen_i8(const uint8_t* p) { return {_mm256_cvtepi8_epi32(load64(p)), _mm256_cvtepi8_epi32(load64(p + 8))}; }
+inline Ints widen_u8(const uint8_t* p) {
+  return {_mm256_cvtepu8_epi32(load64(p)), _mm256_cvtepu8_epi32(load64(p + 8))};
+}
+inline Ints widen_i8(const uint8_t* p) {
+  return {_mm256_cvtepi8_epi32(load64(p)), _mm256_cvtepi8_epi32(load64(p + 8))};
+}
 inline void store_i8(int8_t* p, Ints v) {
   const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(v.a, v.b), 0xd8);
   const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(words, words), 0xd8);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(bytes));
 }
 template <int Bits>
-inline Ints shift_right(Ints v) { return {_mm256_srli_epi32(v.a, Bits), _mm256_srli_epi32(v.b, Bits)}; }
+inline Ints shift_right(Ints v) {
+  return {_mm256_srli_epi32(v.a, Bits), _mm256_srli_epi32(v.b, Bits)};
+}
 inline Ints and_int(Ints v, int mask) {
   const __m256i m = _mm256_set1_epi32(mask);
   return {_mm256_and_si256(v.a, m), _mm256_and_si256(v.b, m)};
@@ -121,11 +149,15 @@ inline __m256 e8m0_half(__m256i e) {
   const __m256i tiny = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), e);
   return _mm256_castsi256_ps(_mm256_blendv_epi8(normal, tiny, _mm256_cmpgt_epi32(_mm256_set1_epi32(2), e)));
 }
-inline Floats load_e8m0_half(const uint8_t* p) { const Ints e = widen_u8(p); return {e8m0_half(e.a), e8m0_half(e.b)}; }
+inline Floats load_e8m0_half(const uint8_t* p) {
+  const Ints e = widen_u8(p);
+  return {e8m0_half(e.a), e8m0_half(e.b)};
+}
 inline __m256i bf16_bits(__m256 v) {
   const __m256i bits = _mm256_castps_si256(v);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
+  const __m256i rounded =
+      _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
   const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
   return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), nan);
 }
@@ -148,6 +180,7 @@ inline uint64_t sum_words(const uint8_t* data, size_t nbytes) {
   for (size_t i = 0; i < nbytes; i += 128)
     for (int j = 0; j < 4; ++j) s[j] = _mm256_add_epi64(s[j], load256(data + i + 32 * j));
   alignas(32) uint64_t words[4];
-  _mm256_store_si256(reinterpret_cast<__m256i*>(words), _mm256_add_epi64(_mm256_add_epi64(s[0], s[1]), _mm256_add_epi64(s[2], s[3])));
+  _mm256_store_si256(reinterpret_cast<__m256i*>(words),
+                     _mm256_add_epi64(_mm256_add_epi64(s[0], s[1]), _mm256_add_epi64(s[2], s[3])));
   return words[0] + words[1] + words[2] + words[3];
 }

@@ -1,9 +1,9 @@
 // The vector operations of the kernels for AVX-512 with VNNI: 16 lanes of 32 bits in one register.
 // Included inside an anonymous namespace of isa_avx512.cpp, after <immintrin.h>.
 
-using Bytes = __m512i;   // 64 bytes: 4 consecutive columns of each of 16 rows
-using Ints = __m512i;    // 16 x int32
-using Floats = __m512;   // 16 x float
+using Bytes = __m512i;  // 64 bytes: 4 consecutive columns of each of 16 rows
+using Ints = __m512i;   // 16 x int32
+using Floats = __m512;  // 16 x float
 
 inline Bytes load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
 inline void store_bytes(uint8_t* p, Bytes v) { _mm512_storeu_si512(p, v); }
@@ -46,7 +46,7 @@ inline float sum_lanes(Floats v) { return _mm512_reduce_add_ps(v); }
 inline void sum_each(const Floats v[16], float* out) {
   __m512 quads[4];
   for (int i = 0; i < 4; ++i) {
-    const __m512 *a = v + 4 * i;
+    const __m512* a = v + 4 * i;
     const __m512 ab = add(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
     const __m512 cd = add(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
     const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
@@ -60,14 +60,22 @@ inline void sum_each(const Floats v[16], float* out) {
 inline float max_lanes(Floats v) { return _mm512_reduce_max_ps(v); }
 inline Floats to_floats(Ints v) { return _mm512_cvtepi32_ps(v); }
 inline Ints round_to_ints(Floats v) { return _mm512_cvtps_epi32(v); }
-inline Floats pow2(Ints e) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(e, _mm512_set1_epi32(127)), 23)); }
+inline Floats pow2(Ints e) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(e, _mm512_set1_epi32(127)), 23));
+}
 inline int sum_ints(Ints v) { return _mm512_reduce_add_epi32(v); }
 
-inline Ints widen_u8(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
-inline Ints widen_i8(const uint8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline Ints widen_u8(const uint8_t* p) {
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline Ints widen_i8(const uint8_t* p) {
+  return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
 inline void store_i8(int8_t* p, Ints v) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(v)); }
 template <int Bits>
-inline Ints shift_right(Ints v) { return _mm512_srli_epi32(v, Bits); }
+inline Ints shift_right(Ints v) {
+  return _mm512_srli_epi32(v, Bits);
+}
 inline Ints and_int(Ints v, int mask) { return _mm512_and_si512(v, _mm512_set1_epi32(mask)); }
 
 inline Floats load_f16(const uint16_t* p) {

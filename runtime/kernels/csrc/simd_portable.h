@@ -44,7 +44,9 @@ inline Ints add_ints(Ints x, Ints y) { return x + y; }
 template <int CodeBits>
 inline Ints dot4(Ints acc, Bytes codes, const int8_t* q) {
   const Words words = reinterpret_cast<Words>(codes);
-  auto pair = [](int low, int high) { return Ints{} + ((low & 0xffff) | static_cast<int32_t>(static_cast<uint32_t>(high) << 16)); };
+  auto pair = [](int low, int high) {
+    return Ints{} + ((low & 0xffff) | static_cast<int32_t>(static_cast<uint32_t>(high) << 16));
+  };
   const Shorts even = reinterpret_cast<Shorts>(words & 0x00ff00ffu) * reinterpret_cast<Shorts>(pair(q[0], q[2]));
   const Shorts odd = reinterpret_cast<Shorts>((words >> 8) & 0x00ff00ffu) * reinterpret_cast<Shorts>(pair(q[1], q[3]));
   const Ints a = reinterpret_cast<Ints>(even), b = reinterpret_cast<Ints>(odd);
@@ -52,7 +54,9 @@ inline Ints dot4(Ints acc, Bytes codes, const int8_t* q) {
 }
 
 inline Floats zero() { return Floats{}; }
-inline Floats splat(float x) { return each<Floats>([&](int) { return x; }); }
+inline Floats splat(float x) {
+  return each<Floats>([&](int) { return x; });
+}
 inline Floats load(const float* p) { return load_as<Floats>(p); }
 inline void store(float* p, Floats v) { std::memcpy(p, &v, 64); }
 inline Floats add(Floats x, Floats y) { return x + y; }
@@ -90,14 +94,22 @@ inline int sum_ints(Ints v) {
   return sum;
 }
 
-inline Ints widen_u8(const uint8_t* p) { return each<Ints>([&](int i) { return static_cast<int32_t>(p[i]); }); }
-inline Ints widen_i8(const uint8_t* p) { return each<Ints>([&](int i) { return static_cast<int32_t>(static_cast<int8_t>(p[i])); }); }
-inline Ints widen_u16(const uint16_t* p) { return each<Ints>([&](int i) { return static_cast<int32_t>(p[i]); }); }
+inline Ints widen_u8(const uint8_t* p) {
+  return each<Ints>([&](int i) { return static_cast<int32_t>(p[i]); });
+}
+inline Ints widen_i8(const uint8_t* p) {
+  return each<Ints>([&](int i) { return static_cast<int32_t>(static_cast<int8_t>(p[i])); });
+}
+inline Ints widen_u16(const uint16_t* p) {
+  return each<Ints>([&](int i) { return static_cast<int32_t>(p[i]); });
+}
 inline void store_i8(int8_t* p, Ints v) {
   for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(v[i]);
 }
 template <int Bits>
-inline Ints shift_right(Ints x) { return x >> Bits; }
+inline Ints shift_right(Ints x) {
+  return x >> Bits;
+}
 inline Ints and_int(Ints x, int mask) { return x & mask; }
 
 // Exponent and fraction move 13 bits up; the factor 2^112 corrects the exponent's bias, also for denormal halves.
