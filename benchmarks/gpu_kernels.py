@@ -1,6 +1,7 @@
 """Times the CUDA kernels beside what the machine allows: bytes against a device copy, FLOPs against a library GEMM.
 
     python benchmarks/gpu_kernels.py --out benchmarks/results/gpu_kernels.json
+    python benchmarks/gpu_kernels.py --decode --out benchmarks/results/gpu_decode.json
     python benchmarks/gpu_kernels.py --sweep --out benchmarks/results/gpu_sweep.json
 
 Every timed call is checked first, on random inputs and a NaN-filled output, against float64. Weights repeat after 64
@@ -16,7 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,16 @@ import torch
 import triton
 
 from pshard.buffers import ATTENTION_SPLITS, DEQUANT_BYTES
+from pshard.model import ModelConfig, Rope
 from pshard.quant import QUANT_TYPES, packed_nbytes
+from pshard.runtime.blocks import Side, run_attention, run_ffn
 from pshard.runtime.kernels import cuda
-from pshard.runtime.kernels.api import LayerKV, Packed, RopeTable, RowIndex, Segment
+from pshard.runtime.kernels.api import Kernels, LayerKV, Packed, RopeTable, RowIndex, Segment
 from pshard.runtime.kernels.cuda import TUNING, CudaKernels, Tile
 from pshard.runtime.kernels.layout import pack_reference, unpack_reference
+from pshard.runtime.kernels.plain import PlainKernels
+from pshard.runtime.weights import UnitWeights
+from pshard.runtime.workspace import Workspace
 
 GIB = 1 << 30
 PERIOD = 64  # rows after which a benchmark matrix repeats
@@ -355,62 +361,167 @@ def run_all(bench: Bench) -> None:
 # --- sweep -----------------------------------------------------------------------------------------------------------
 
 
+# rows, depth, warps, stages, programs, registers
+MATVEC = [Tile(16, 32, 4, 1, registers=40), Tile(16, 32, 2, 1), Tile(16, 16, 2, 1, registers=40), Tile(16, 16, 4, 1),
+          Tile(16, 64, 4, 1), Tile(16, 64, 8, 1, registers=40), Tile(16, 32, 4, 2)]  # fmt: skip
+GATED = [Tile(16, 32, 4, 1, registers=48), Tile(16, 32, 4, 1, registers=40), Tile(16, 32, 4, 1), Tile(16, 32, 2, 1),
+         Tile(16, 16, 2, 1, registers=48), Tile(16, 16, 4, 1), Tile(16, 64, 4, 1),
+         Tile(16, 64, 8, 1, registers=48)]  # fmt: skip
+BATCH = [Tile(64, 16, 4, 2, 528), Tile(64, 16, 4, 2, 1), Tile(64, 16, 4, 2, 1600), Tile(64, 16, 4, 2, 1, 128),
+         Tile(64, 16, 4, 2, 1600, 128), Tile(32, 16, 4, 2, 1), Tile(32, 16, 4, 2, 1600), Tile(64, 16, 8, 2, 1),
+         Tile(64, 16, 8, 2, 800), Tile(64, 16, 4, 1, 528), Tile(32, 16, 2, 2, 1), Tile(128, 16, 8, 2, 400)]  # fmt: skip
+PROMPT = [Tile(128, 128, 8, 3), Tile(128, 128, 8, 2), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(128, 64, 4, 3),
+          Tile(64, 64, 4, 3)]  # fmt: skip
+
+
 def sweep(bench: Bench) -> dict[str, Any]:
-    """Try tiles for the cases that matter most; the best of each, by time."""
+    """Try tiles for the cases that matter most; for each, [us, tile] with the best first."""
     best: dict[str, Any] = {}
 
     def attempt(key: tuple[str, int], tiles: list[Tile], name: str, run: Callable[[], dict[str, Any]]) -> None:
         before, found = TUNING.get(key), []
         for tile in tiles:
             TUNING[key] = tile
-            result = bench.case(f"{name} {tile}", run)
+            result = bench.case(f"{name} {_brief(tile)}", run)
             if "us" in result:
-                found.append((result["us"], str(tile)))
-        if before is None:
-            del TUNING[key]
-        else:
+                found.append((result["us"], _brief(tile)))
+        del TUNING[key]
+        if before is not None:
             TUNING[key] = before
-        best[name] = sorted(found)[:3]
+        best[name] = sorted(found)
 
-    def linear_sweep(qtype: str, shape: tuple[int, int], tokens: int, key: tuple[str, int], tiles: list[Tile]) -> None:
+    def linears(kernel: str, shape: tuple[int, int], tokens: dict[int, list[Tile]], qtype: str = "Q4_0") -> None:
         weights, values = make_weights(qtype, *shape)
-        attempt(key, tiles, f"{qtype} {shape[0]}x{shape[1]} M={tokens}",
-                lambda: small_linear(bench, weights, values, tokens))  # fmt: skip
+        for m, tiles in tokens.items():
+            bucket = triton.next_power_of_2(m) if kernel == "matvec" else min(32, max(16, triton.next_power_of_2(m)))
+            attempt((f"{kernel} {qtype} {shape[0]}x{shape[1]}", bucket), tiles, f"{qtype} {shape[0]}x{shape[1]} M={m}",
+                    lambda t=m: small_linear(bench, weights, values, t))  # type: ignore[misc]  # fmt: skip
 
-    cuts = [(32, 4, 1), (16, 2, 1), (32, 4, 3), (64, 8, 1), (64, 4, 1), (16, 4, 1)]
-    wide, tall = (25600, 5120), (5120, 25600)
-    linear_sweep("Q4_0", wide, 1, ("Q4_0", 1), [Tile(16, *c, p) for c in cuts for p in (1, 3200)])
-    linear_sweep("Q4_0", tall, 1, ("Q4_0", 1), [Tile(16, *c, p) for c in cuts for p in (1, 640, 1280)])
+    def cut(*programs: int) -> list[Tile]:
+        return [replace(tile, programs=p) for tile in MATVEC for p in programs]
+
+    linears("matvec", (5120, 25600), {1: cut(528, 1056, 2112)})
+    linears("matvec", (10240, 5120), {1: cut(1, 1056)})
+    linears("matvec", (5120, 8192), {1: cut(528, 1056)})
+    attempt(("gated Q4_0 25600x5120", 1), GATED, "gate_up Q4_0", lambda: gate_up(bench, "Q4_0", 1))
+    linears("matvec", (25600, 5120), {1: cut(1)})
+    attempt(("prefill", 128), PROMPT, "prefill 4096", lambda: prefill_attention(bench, 4096, 0))
+    attempt(("prefill", 128), PROMPT[:3], "prefill 4096 after 12288", lambda: prefill_attention(bench, 4096, 12288))
+    linears("batch", (25600, 5120), {16: BATCH, 8: BATCH[:8]})
+    linears("batch", (5120, 25600), {16: BATCH[:8]})
+    linears("batch", (25600, 5120), {32: BATCH[:2], 64: BATCH[:2]})
     usual, cuda.MATVEC_TOKENS = cuda.MATVEC_TOKENS, 8  # type: ignore[misc]
-    linear_sweep("Q4_0", wide, 8, ("Q4_0", 8), [Tile(16, *c) for c in [(32, 4, 1), (16, 4, 1), (16, 2, 1), (8, 2, 1)]])
+    linears("matvec", (25600, 5120), {8: [Tile(16, 16, 4, 1), Tile(16, 16, 2, 1), Tile(16, 8, 2, 1)]})
     cuda.MATVEC_TOKENS = usual  # type: ignore[misc]
-    decode = [Tile(16, *c, p) for c in [(64, 4, 3), (64, 4, 2), (128, 4, 2), (32, 4, 4), (64, 2, 3), (128, 8, 3)]
-              for p in (512, 1024)]  # fmt: skip
-    attempt(("decode", 0), decode, "decode 32768", lambda: decode_attention(bench, long_cache(), 1, 32768))
-    prompt = [Tile(128, 128, 8, 3), Tile(128, 128, 8, 2), Tile(128, 64, 8, 3), Tile(128, 64, 4, 3), Tile(64, 64, 4, 3),
-              Tile(64, 128, 4, 3)]  # fmt: skip
-    attempt(("prefill", 128), prompt, "prefill 4096", lambda: prefill_attention(bench, 4096, 0))
-    batch = [Tile(n, k, w, s, p) for n, k, w, s in
-             [(64, 16, 4, 2), (64, 16, 4, 3), (32, 16, 4, 2), (64, 32, 4, 2), (64, 16, 8, 2), (128, 16, 8, 2),
-              (32, 32, 4, 2), (64, 16, 4, 1)] for p in (1, 1056)]  # fmt: skip
-    linear_sweep("Q4_0", wide, 16, ("Q4_0", 16), batch)
-    linear_sweep("Q6_K", wide, 1, ("Q6_K", 1), [Tile(16, *c) for c in cuts])
-    linear_sweep(
-        "Q4_0",
-        tall,
-        16,
-        ("Q4_0", 16),
-        [Tile(t.rows, t.depth, t.warps, t.stages, p) for t in batch[:8:2] for p in (400, 800)],
-    )
-    linear_sweep("Q4_0", wide, 64, ("Q4_0", 64), [Tile(64, 16, 4, 1), Tile(64, 16, 4, 2), Tile(128, 16, 8, 1)])
     return best
+
+
+def _brief(tile: Tile) -> str:
+    return f"({tile.rows}, {tile.depth}, {tile.warps}, {tile.stages}, {tile.programs}, {tile.registers})"
+
+
+# --- decode ----------------------------------------------------------------------------------------------------------
+
+LAYERS = 8
+CONFIG = ModelConfig("qwen3", LAYERS, 5120, *HEADS, 25600, 151936, 1e-6, 40960, Rope(128, 1e6, "halves"), qk_norm=True)
+CALLS = ("rms_norm", "q k v", "rope_store", "attention", "o", "rms_norm", "gate_up", "down")
+
+
+class FirstCalls:
+    """Makes only the first `count` of the calls of every layer: the difference to one more is what a call adds."""
+
+    def __init__(self, real: CudaKernels, count: int) -> None:
+        self.real, self.count, self.made = real, count, 0
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def call(*arguments: Any) -> None:
+            self.made += 1
+            if (self.made - 1) % len(CALLS) < self.count:
+                getattr(self.real, name)(*arguments)
+
+        return call
+
+
+def make_layers() -> list[tuple[UnitWeights, UnitWeights]]:
+    """Attention and FFN weights, Q4_0, of LAYERS layers; no two share memory."""
+    n, groups, d = HEADS
+    model, wide = CONFIG.d_model, CONFIG.d_ffn
+    shapes = {"attn_q": (n * d, model), "attn_k": (groups * d, model), "attn_v": (groups * d, model),
+              "attn_output": (model, n * d), "ffn_gate": (wide, model), "ffn_up": (wide, model),
+              "ffn_down": (model, wide)}  # fmt: skip
+    copies = {
+        role: make_weights("Q4_0", *shape, total=LAYERS * packed_nbytes("Q4_0", *shape))[0]
+        for role, shape in shapes.items()
+    }
+    ones, head = torch.ones(model, device="cuda"), torch.ones(d, device="cuda")
+    attention = {"attn_norm.weight": ones, "attn_q_norm.weight": head, "attn_k_norm.weight": head}
+    layers = []
+    for i in range(LAYERS):
+        at = {f"{role}.weight": made[i] for role, made in copies.items()}
+        heads, wide_ones = ({k: w for k, w in at.items() if k.startswith(unit)} for unit in ("attn", "ffn"))
+        layers.append((UnitWeights(heads, attention), UnitWeights(wide_ones, {"ffn_norm.weight": ones})))
+    return layers
+
+
+def make_side(kernels: Kernels, context: int) -> Side:
+    """Scratch and rotary table for one token."""
+    n, groups, d = HEADS
+    act = kernels.act_dtype
+    tensors = {
+        "hidden": activations(1, CONFIG.d_model, 4).float(), "normed": poisoned(1, CONFIG.d_model, dtype=act),
+        "qkv": poisoned(1, (n + 2 * groups) * d, dtype=act), "mixed": poisoned(1, n * d, dtype=act),
+        "gate_up": poisoned(1, 2 * CONFIG.d_ffn, dtype=act),
+        "partial": poisoned(1, n, ATTENTION_SPLITS, d + 2, dtype=torch.float32),
+    }  # fmt: skip
+    angle = torch.outer(torch.arange(context, device="cuda"), 1e6 ** -(torch.arange(0, d, 2, device="cuda") / d))
+    space = Workspace(1, tensors, torch.empty(0, dtype=torch.uint8, device="cuda"))
+    return Side(kernels, space, RopeTable(angle.cos(), angle.sin(), "halves"), CONFIG)
+
+
+def decode_layer(bench: Bench, layers: list[tuple[UnitWeights, UnitWeights]], context: int) -> dict[str, Any]:
+    """One token through LAYERS layers in one graph: microseconds of a layer, and what each call adds to it."""
+    _, groups, d = HEADS
+    caches = [
+        LayerKV(*(activations(context, groups * d, seed).view(1, context, groups, d) for seed in (i, 50 + i)))
+        for i in range(LAYERS)
+    ]
+    rows = index_of([0], context - 1, context)
+
+    def run(side: Side, count: int) -> None:
+        for (attention, ffn), kv in zip(layers[:count], caches, strict=False):
+            run_attention(side, attention, rows, kv, None)
+            run_ffn(side, ffn, 1, None)
+
+    plain, fast = make_side(PlainKernels(), context), make_side(bench.kernels, context)
+    start = fast.space.tensors["hidden"].clone()
+    run(plain, 1)
+    run(fast, 1)
+    expected = plain.space.tensors["hidden"] - start
+    error = check(float((fast.space.tensors["hidden"] - start - expected).norm() / expected.norm()), 0.05)
+    at = [0.0]
+    for count in range(1, len(CALLS) + 1):
+        side = replace(fast, kernels=FirstCalls(bench.kernels, count))  # type: ignore[arg-type]
+        at.append(time_us([lambda s=side: run(s, LAYERS)]) / LAYERS)  # type: ignore[misc]
+    assert not torch.isnan(fast.space.tensors["hidden"]).any(), "NaN after replays"
+    parts = [f"{name} {at[i + 1] - at[i]:.1f}" for i, name in enumerate(CALLS)]
+    nbytes = sum(w.data.numel() for unit in layers[0] for w in unit.matrices.values()) + 4 * context * groups * d
+    return {**bench.bytes_case(at[-1], nbytes, round(error, 5)), "parts": parts}
+
+
+def decode(bench: Bench) -> None:
+    """Layers of a 32B model in Q4_0, one token."""
+    layers = make_layers()
+    for context in (1000, 16384):
+        bench.case(f"decode layer context {context}", lambda c=context: decode_layer(bench, layers, c))  # type: ignore[misc]
 
 
 def main() -> None:
     """Run the table or the sweep and write one JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--sweep", action="store_true", help="try other tiles for the most important cases")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--sweep", action="store_true", help="try other tiles for the most important cases")
+    what.add_argument("--decode", action="store_true", help="whole layers of a 32B model, one token")
     parser.add_argument("--seconds", type=float, default=220, help="start no case after this time")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -420,6 +531,8 @@ def main() -> None:
     best: dict[str, Any] = {}
     if args.sweep:
         best = sweep(bench)
+    elif args.decode:
+        decode(bench)
     else:
         run_all(bench)
     driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
@@ -432,8 +545,10 @@ def main() -> None:
     }  # fmt: skip
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(report, indent=1) + "\n")
-    if best:
-        print(json.dumps(best, indent=1))
+    for name, found in best.items():
+        print(f"{name}  rows, depth, warps, stages, programs, registers")
+        for us, tile in found[:5]:
+            print(f"    {us:8.2f} us  {tile}")
     failed = [c["case"] for c in bench.cases if "failed" in c]
     print(f"{len(bench.cases)} cases, {len(failed)} failed: {failed}")
 

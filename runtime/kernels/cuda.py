@@ -40,7 +40,7 @@ class Tile:
     registers: int | None = None
 
 
-# Keyed by (kernel, bucket of tokens); a key that names the quant type after the kernel comes first.
+# Keyed by (kernel, bucket of tokens). Keys that name more come first: "kernel type rowsxcols", then "kernel type".
 TUNING: dict[tuple[str, int], Tile] = {
     ("matvec", 1): Tile(16, 32, 4, 1, 1056),
     ("matvec Q4_0", 1): Tile(16, 32, 4, 1, 1056, 40),
@@ -65,8 +65,11 @@ TUNING: dict[tuple[str, int], Tile] = {
 }
 
 
-def _tile_of(kernel: str, qtype: str, tokens: int) -> Tile:
-    return TUNING.get((f"{kernel} {qtype}", tokens)) or TUNING[kernel, tokens]
+def _tile_of(kernel: str, qtype: str, tokens: int, rows: int = 0, cols: int = 0) -> Tile:
+    for name in (f"{kernel} {qtype} {rows}x{cols}", f"{kernel} {qtype}"):
+        if (name, tokens) in TUNING:
+            return TUNING[name, tokens]
+    return TUNING[kernel, tokens]
 
 
 def _pieces(tile: Tile, rows: int, depth: int, tokens: int) -> tuple[int, int]:
@@ -268,7 +271,7 @@ class CudaKernels:
     def _gated(self, x: torch.Tensor, gate: Packed, up: Packed, out: torch.Tensor) -> None:
         quantised = self._quantised(x)
         ready = self._hand_over(out)
-        tile = _tile_of("gated", gate.qtype, _bucket(x.shape[0]))
+        tile = _tile_of("gated", gate.qtype, _bucket(x.shape[0]), gate.rows, gate.cols)
         self._launch_matvec(quantised, (gate, up), out, (None,), tile, 1, gate.cols // 32, gated=True, ready=ready)
 
     def _matvec(
@@ -280,7 +283,7 @@ class CudaKernels:
         accumulate: bool,
     ) -> None:
         tokens, rows = out.shape
-        tile = _tile_of("matvec", weights[0].qtype, _bucket(tokens))
+        tile = _tile_of("matvec", weights[0].qtype, _bucket(tokens), rows, weights[0].cols)
         pieces, each = _pieces(tile, rows, weights[0].cols // 32, tokens)
         self._launch_matvec(x, weights, out, biases, tile, pieces, each, accumulate=accumulate)
 
@@ -322,7 +325,7 @@ class CudaKernels:
             x, x.stride(0), tokens, permuted, chunks, TOKENS=bucket, BC=32, num_warps=4
         )
         each_tokens = min(bucket, BATCH_TOKENS)
-        tile, encoding = _tile_of("batch", weight.qtype, each_tokens), ENCODINGS[weight.qtype]
+        tile, encoding = _tile_of("batch", weight.qtype, each_tokens, weight.rows, weight.cols), ENCODINGS[weight.qtype]
         pieces, each = _pieces(tile, weight.rows, chunks, tokens)
         direct = pieces == 1
         triton_batch.batch_kernel[(triton.cdiv(weight.rows, tile.rows), pieces, bucket // each_tokens)](
@@ -330,7 +333,7 @@ class CudaKernels:
             out.stride(0) if direct else weight.rows, each, *places(weight.qtype, weight.cols),
             TOKENS=each_tokens, BN=tile.rows, BC=tile.depth, QTYPE=weight.qtype, LOW=encoding.low, HIGH=encoding.high,
             STAGES=tile.stages, BIAS=direct and bias is not None, ACCUMULATE=direct and accumulate,
-            num_warps=tile.warps, num_stages=tile.stages,
+            num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
         )  # fmt: skip
         if not direct:
             self._combine(out, bias, accumulate, pieces, weight.rows)
@@ -340,7 +343,7 @@ class CudaKernels:
     ) -> None:
         self._ready = None
         tokens, bucket = x.shape[0], max(16, triton.next_power_of_2(x.shape[0]))
-        tile = _tile_of("rows", weight.qtype, bucket)
+        tile = _tile_of("rows", weight.qtype, bucket, weight.rows, weight.cols)
         pieces, each = _pieces(tile, weight.rows, weight.cols, tokens)
         direct = pieces == 1
         triton_batch.rows_kernel[(triton.cdiv(weight.rows, tile.rows), pieces)](
