@@ -110,6 +110,8 @@ def check_writable(path: Path, flag: str) -> None:
     """Complain before minutes of measuring, not after them. Raises UserError when no file can be written there."""
     if path.is_dir():
         raise UserError(f"{flag} {path}: is a folder; give a file name")
+    if path.exists() and not path.is_file():
+        raise UserError(f"{flag} {path}: is not a regular file; give a file name")
     folder = next(p for p in path.absolute().parents if p.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise UserError(f"{flag} {path}: the folder {folder} cannot be written; choose another place")

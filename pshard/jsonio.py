@@ -1,6 +1,7 @@
 """Frozen dataclasses to JSON and back, and files that are written whole or not at all."""
 
 import dataclasses
+import errno
 import json
 import os
 import tempfile
@@ -63,11 +64,21 @@ def _build(kind: Any, data: Any, where: str) -> Any:
     return data
 
 
+def check_regular(path: Path) -> None:
+    """Raises OSError for a place that holds something else than a file: renaming onto /dev/null would replace it."""
+    if path.exists() and not path.is_file():
+        what = os.strerror(errno.EISDIR) if path.is_dir() else "It is no regular file"
+        raise OSError(errno.EEXIST, what, str(path))
+
+
 def write_text_atomically(path: Path, text: str) -> None:
     """Write a file through a temporary one beside it: readers see the old or the new one, never half of it.
 
-    Raises OSError (read-only folder, full disk) and leaves nothing behind.
+    A symbolic link keeps pointing to the file that is written. Raises OSError (read-only folder, full disk, a place
+    that holds something else than a file) and leaves nothing behind.
     """
+    path = path.resolve()
+    check_regular(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:

@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 
 from pshard.cli_support import cache_dir
 from pshard.errors import StaleRegistry, UserError
-from pshard.jsonio import write_text_atomically
+from pshard.jsonio import check_regular, write_text_atomically
 from pshard.plan import Registry, Variant
 from pshard.registries.codec import NewerFormat, decode_registry, encode_registry
 from pshard.registries.fingerprint import Inputs, digest, explain_difference
@@ -61,6 +61,7 @@ def save_variants(path: Path, model: str, inputs: Inputs, variants: Sequence[Var
     """
     path = Path(path)
     with _report_write_errors(path):
+        check_regular(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_name(f".{path.name}.lock"), timeout=LOCK_SECONDS):
             stored = load_registry(path) if path.exists() else None

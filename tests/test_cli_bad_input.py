@@ -33,8 +33,10 @@ def planned_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A world with a plan, made once and copied by every test."""
     folder = tmp_path_factory.mktemp("planned")
     world = make_world(folder)
-    call = ["-m", str(world.model), "--vram", str(world.budget), "-c", "128", "--profile", str(world.profile)]
-    assert cli_plan.main(call) == 0
+    with pytest.MonkeyPatch.context() as patch:  # conftest's own is for one test
+        patch.setenv("PSHARD_CACHE", str(world.profile.parent))
+        patch.setenv("PSHARD_VALIDATE", "0")
+        assert cli_plan.main(["-m", str(world.model), "--vram", str(world.budget), "-c", "128"]) == 0
     return folder
 
 
@@ -328,6 +330,40 @@ def test_bench_output_that_cannot_be_written_fails_before_measuring(
     call = commands_of(planned)[2]
     assert "is a folder" in refuse(*call, "-of", tmp_path)
     assert "cannot be written" in refuse(*call, "-of", planned.model / "x.json")
+
+
+def test_places_that_are_no_files(planned: World, refuse: Refuse, tmp_path: Path) -> None:
+    fifo, folder = tmp_path / "fifo", tmp_path / "folder"
+    os.mkfifo(fifo)
+    folder.mkdir()
+    for place in (fifo, folder):
+        assert f"cannot write the registry {place}" in refuse_registry(planned, refuse, place)
+        assert "give a file name" in refuse("profile", "--quick", "-o", place)
+        assert "give a file name" in refuse(*commands_of(planned)[2], "-of", place)
+    assert fifo.is_fifo() and list(folder.iterdir()) == []
+    assert "cannot read the registry" in refuse(*commands_of(planned)[1], "--registry", folder)
+    assert "cannot be read" in refuse(*commands_of(planned)[1], "--profile", folder)
+    assert "cannot read the prompt file" in refuse("run", "-m", planned.model, "-f", folder)
+    assert "cannot read" in refuse("bench", "-m", planned.model, "--perplexity", folder)
+
+
+def refuse_registry(world: World, refuse: Refuse, place: Path) -> str:
+    return refuse(*commands_of(world)[0], "--registry", place)
+
+
+def test_registry_behind_a_link_is_written_where_it_lies(planned: World, tmp_path: Path) -> None:
+    link = tmp_path / "link.json"
+    link.symlink_to(planned.registry)
+    call = ["-m", str(planned.model), "--vram", "8", "-c", "128", "--registry", str(link)]
+    assert cli_plan.main(call) == 0
+    assert link.is_symlink() and len(json.loads(planned.registry.read_text())["variants"]) == 2
+
+
+def test_cache_that_is_a_file(world: World, refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PSHARD_CACHE", str(tmp_path / "file"))
+    for call in commands_of(world):
+        assert "cannot be read: Not a directory" in refuse(*call)
 
 
 def test_report_to_a_place_that_cannot_be_written(planned: World, refuse: Refuse) -> None:
