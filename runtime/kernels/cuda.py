@@ -143,7 +143,7 @@ class CudaKernels:
         elif tokens <= MATVEC_TOKENS:
             self._matvec(self._quantised(x), (weight,), out, (bias,), accumulate)
         else:
-            self._batch(x, weight, out, bias, accumulate)
+            self._batch(self._permuted(x), weight, out, bias, accumulate)
 
     def linear_group(
         self,
@@ -159,9 +159,14 @@ class CudaKernels:
         if x.shape[0] <= MATVEC_TOKENS and alike and whole and len(weights) <= 3 and weights[0].qtype not in PLAIN:
             self._matvec(self._quantised(x), weights, out, biases, False)
             return
-        at = 0
+        at, in_batch = 0, self._in_batch(x, weights)
+        permuted = self._permuted(x) if in_batch else x
         for weight, bias in zip(weights, biases, strict=True):
-            self.linear(x, weight, out[:, at : at + weight.rows], tile, bias)
+            part = out[:, at : at + weight.rows]
+            if in_batch:
+                self._batch(permuted, weight, part, bias, False)
+            else:
+                self.linear(x, weight, part, tile, bias)
             at += weight.rows
 
     def gate_up(
@@ -172,8 +177,7 @@ class CudaKernels:
             self._gated(x, gate, up, out)
             return
         first, second = both[:, : gate.rows], both[:, gate.rows : 2 * gate.rows]
-        self.linear(x, gate, first, tile)
-        self.linear(x, up, second, tile)
+        self.linear_group(x, (gate, up), both[:, : 2 * gate.rows], tile, (None, None))
         grid = (triton.cdiv(gate.rows, 1024), x.shape[0])
         triton_rows.silu_mul_kernel[grid](
             first, second, both.stride(0), out, out.stride(0), gate.rows, BLOCK=1024, num_warps=4
@@ -314,16 +318,26 @@ class CudaKernels:
             QUANTISE=ready is not None, num_warps=tile.warps, maxnreg=tile.registers,
         )  # fmt: skip
 
-    def _batch(
-        self, x: torch.Tensor, weight: Packed, out: torch.Tensor, bias: torch.Tensor | None, accumulate: bool
-    ) -> None:
-        tokens, bucket = x.shape[0], max(16, triton.next_power_of_2(x.shape[0]))
+    @staticmethod
+    def _in_batch(x: torch.Tensor, weights: tuple[Packed, ...]) -> bool:
+        """Whether all of the weights go the way of `_batch`."""
+        return MATVEC_TOKENS < x.shape[0] <= SMALL_BATCH and all(w.qtype not in PLAIN for w in weights)
+
+    def _permuted(self, x: torch.Tensor) -> torch.Tensor:
+        """x as `batch_kernel` reads it, in the scratch: bfloat16 [32, room for a power of two of rows, chunks]."""
         self._ready = None
-        chunks = _chunks_of(x.shape[1])
-        permuted = self._activations[: 64 * bucket * chunks].view(torch.bfloat16)
+        bucket, chunks = max(16, _bucket(x.shape[0])), _chunks_of(x.shape[1])
+        permuted = self._activations[: 64 * bucket * chunks].view(torch.bfloat16).view(32, bucket, chunks)
         triton_batch.permute_kernel[(triton.cdiv(chunks, 32), bucket)](
-            x, x.stride(0), tokens, permuted, chunks, TOKENS=bucket, BC=32, num_warps=4
+            x, x.stride(0), x.shape[0], permuted, chunks, TOKENS=bucket, BC=32, num_warps=4
         )
+        return permuted
+
+    def _batch(
+        self, permuted: torch.Tensor, weight: Packed, out: torch.Tensor, bias: torch.Tensor | None, accumulate: bool
+    ) -> None:
+        _, bucket, chunks = permuted.shape
+        tokens = out.shape[0]
         each_tokens = min(bucket, BATCH_TOKENS)
         tile, encoding = _tile_of("batch", weight.qtype, each_tokens, weight.rows, weight.cols), ENCODINGS[weight.qtype]
         pieces, each = _pieces(tile, weight.rows, chunks, tokens)
