@@ -130,7 +130,8 @@ def time_in_turn(
     first: Callable[[int], None], second: Callable[[int], None], seconds: float
 ) -> tuple[list[float], list[float]]:
     """Seconds of each call of the two, called in turn with a counter, after one warm-up of both."""
-    first(-1), second(-1)
+    first(-1)
+    second(-1)
     samples: tuple[list[float], list[float]] = ([], [])
     start = time.perf_counter()
     i = 0
