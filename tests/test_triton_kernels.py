@@ -381,3 +381,31 @@ def test_runs_repeat_bit_for_bit(kernels: cuda.CudaKernels) -> None:
         kernels.linear(x, weight, first, NO_TILE)
         kernels.linear(x, weight, second, NO_TILE)
         assert torch.equal(first, second)
+
+
+@needs_kernels
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="there are no CUDA graphs on the CPU")
+def test_a_graph_replays_what_is_handed_over(kernels: cuda.CudaKernels) -> None:
+    weight, _ = random_weight("Q4_0", 64, 2048, seed=70)
+    down, _ = random_weight("Q4_0", 2048, 64, seed=71)
+    hidden, norm = random_tensor(1, 2048, seed=72, dtype=torch.float32), torch.ones(2048, device=DEVICE)
+    normed, both = poisoned(1, 2048), poisoned(1, 128)
+
+    def run() -> None:
+        kernels.rms_norm(hidden, norm, 1e-5, normed)
+        kernels.gate_up(normed, weight, weight, both[:, :64], both, NO_TILE)
+        kernels.linear(both[:, :64], down, hidden, NO_TILE, None, accumulate=True)
+
+    run()
+    start = hidden.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for _ in range(3):
+        graph.replay()
+    replayed = hidden.clone()
+    hidden.copy_(start)
+    for _ in range(3):
+        run()
+    assert not torch.isnan(hidden).any() and torch.equal(hidden, replayed)

@@ -18,7 +18,7 @@ from pshard.runtime.kernels.triton_decode import ENCODINGS, places
 
 MATVEC_TOKENS = 4  # up to here int8 on the ordinary cores; above, the tensor cores need fewer instructions per weight
 MAX_COLS = 65536  # widest input of a matrix for up to SMALL_BATCH rows: sizes the activations' scratch
-PARTIAL_FLOATS = 2 << 20  # partial sums of matrices whose columns are cut into pieces
+PARTIAL_FLOATS = 4 << 20  # partial sums of matrices whose columns are cut into pieces
 COUNTERS = 1 << 16  # one for each record of a matrix that is cut into pieces, or chunk of a product handed over
 BATCH_TOKENS = 32  # rows of one program of the batch kernel: with 64 Triton moves every tile to shared memory
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -52,8 +52,8 @@ TUNING: dict[tuple[str, int], Tile] = {
     ("gated", 2): Tile(16, 32, 4, 1),
     ("gated", 4): Tile(16, 32, 4, 1),
     ("gated", 8): Tile(16, 16, 4, 1),
-    ("batch", 16): Tile(64, 16, 4, 2, 528),
-    ("batch", 32): Tile(64, 16, 4, 2, 528),
+    ("batch", 16): Tile(64, 16, 4, 2, 1056),  # 3 of its programs fit on a multiprocessor: 528 leave a long last round
+    ("batch", 32): Tile(64, 16, 4, 2, 1056),
     ("rows", 16): Tile(32, 128, 4, 4, 528),
     ("rows", 32): Tile(32, 128, 4, 4, 528),
     ("rows", 64): Tile(64, 128, 4, 3, 528),
@@ -92,7 +92,7 @@ class Quantised:
 class CudaKernels:
     """Kernels of one CUDA device (with TRITON_INTERPRET=1: of the CPU, for tests). Implements `Kernels`.
 
-    Holds `scratch_nbytes` bytes on the device beside the arena, allocated here and never again: 16 MiB for
+    Holds `scratch_nbytes` bytes on the device beside the arena, allocated here and never again: 25 MiB for
     `max_tokens` of SMALL_BATCH or more. Not for use by two threads or two streams at once.
 
     For up to MATVEC_TOKENS rows, rms_norm, attention and gate_up leave their `out` quantised as well. The calls that
