@@ -6,6 +6,7 @@ proportion (rates hold). A matrix that the profile did not time takes the second
 
 from bisect import bisect_left
 from collections import defaultdict
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import exp, log
@@ -72,6 +73,12 @@ class Tables:
             if not table:
                 raise UserError(f"the machine profile has no {what} timings; run pshard-profile again")
         self._seen: dict[tuple, float] = {}
+
+    def corrected(self, correction: Correction) -> "Tables":
+        """The same tables (rows and what was looked up are shared) under another correction."""
+        other = copy(self)
+        other.correction = correction
+        return other
 
     def matmul(self, device: str, qtype: str, rows: int, cols: int, tokens: int) -> float:
         """Seconds of x[tokens, cols] @ W[rows, cols].T."""

@@ -6,8 +6,12 @@ from pshard.plan import RankPlan, TierPlan, Variant
 from pshard.planner.explain import BINDS, WhatIf, tier_seconds
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
     from rich.table import Table
+
+    from pshard.validating import Trial
 
 MIB = 1 << 20
 LETTERS = {"pinned": "P", "streamed": "s", "cpu": "c"}
@@ -71,13 +75,34 @@ def _memory_table(rank: RankPlan) -> "Table":
     return table
 
 
+def print_trials(trials: "Sequence[Trial]", out: "Console") -> None:
+    """Measured beside predicted time of every tier that was run, one row per plan and tier; the first was chosen."""
+    if not trials:
+        return
+    fitted = any(t.refitted is not t.variant for t in trials)
+    columns = ("plan", "tokens", "predicted", "measured", "off", *(["refitted"] if fitted else []), "round s")
+    table = _new_table("Plans that were run, the chosen one first; micro-batches in ms", columns)
+    for trial in trials:
+        name, total = trial.name, f"{trial.seconds:.4g}"
+        for tier, again in zip(trial.variant.ranks[0].tiers, trial.refitted.ranks[0].tiers):
+            p = tier.prediction
+            if p.measured_seconds is None:
+                continue
+            cells = [f"{s * 1e3:.2f}" for s in (p.seconds, p.measured_seconds)]
+            cells.append(f"{p.seconds / p.measured_seconds - 1:+.0%}")
+            cells += [f"{again.prediction.seconds * 1e3:.2f}"] if fitted else []
+            table.add_row(name, str(tier.tokens), *cells, total)
+            name = total = ""
+    out.print(table)
+
+
 def _new_table(title: str, columns: tuple[str, ...]) -> "Table":
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
     for name in columns:
-        table.add_column(name, justify="left" if name == "binds" else "right", no_wrap=True)
+        table.add_column(name, justify="left" if name in ("binds", "plan") else "right", no_wrap=True)
     return table
 
 

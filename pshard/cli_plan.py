@@ -53,15 +53,30 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     p.add_argument("--sweep", type=_sweep, metavar="A:B:STEP", help="plan a range of budgets (MiB) in one go")
     p.add_argument("--json", action="store_true", help="print the plan as JSON, and nothing else, on stdout")
     p.add_argument("--emit", choices=("llama.cpp",), help="print arguments that realise the decode tier's static part")
+    p.add_argument(
+        "--validate", action=argparse.BooleanOptionalAction, default=None,
+        help="run the best few plans and keep the fastest (default: where that takes a moment on this machine)",
+    )  # fmt: skip
+    p.add_argument("--validate-seconds", type=_seconds, default=60.0, metavar="S", help="time for it (default: 60 s)")
     p.add_argument("--time-limit", type=_seconds, default=10.0, metavar="S", help="solver's limit (default: 10 s)")
     args = p.parse_args(argv)
     if args.vram is None and args.sweep is None:
         args.vram = env_default("VRAM", parse_mib_list, None)
     if args.ctx_size is None:
         args.ctx_size = env_default("CTX_SIZE", parse_count, None)
+    if args.validate is None:
+        args.validate = env_default("VALIDATE", _yes_or_no, None)
+    if args.validate and args.strategy != "ilp":
+        raise UserError("--validate and --strategy exclude each other; pshard-bench measures a published strategy")
     if args.vram and args.sweep:
         raise UserError("--vram and --sweep exclude each other; a sweep lists its own budgets")
     return args
+
+
+def _yes_or_no(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError(f"{text!r} is neither 0 nor 1")
+    return text == "1"
 
 
 def _seconds(text: str) -> float:
@@ -91,23 +106,28 @@ def _run(argv: list[str]) -> int:
 
     from pshard.machine_store import load_profile
     from pshard.models import open_model
-    from pshard.planner.show import print_explanation, print_variant
+    from pshard.planner.show import print_explanation, print_trials, print_variant
     from pshard.registries.fingerprint import fingerprint_inputs
     from pshard.registries.store import registry_path, save_variants
 
     path = find_model(args.model)
     profile = load_profile(args.profile)
     out, messages = Console(stderr=args.json), Console(stderr=True)
-    for difference in _other_machine(profile):
+    other_machine = _other_machine(profile)
+    for difference in other_machine:
         what = f"the profile is of another machine ({difference})"
         if args.profile is None:
             raise UserError(f"{what}; run pshard-profile, or plan for that machine with --profile")
         messages.print(f"note: {what}", highlight=False, soft_wrap=True)
     with open_model(path) as model:
         spec, inputs = model.spec, fingerprint_inputs(model.fingerprint_inputs(), profile)
-    workloads = _workloads(args, spec, profile)
-    variants = [_plan(args, spec, profile, workload, messages) for workload in workloads]
-    variants = [v for v in variants if v is not None]
+        workloads = _workloads(args, spec, profile)
+        why_not = _why_not_validate(args, spec, profile, workloads[0], other_machine)
+        if why_not:
+            messages.print(f"note: not validated: {why_not}", highlight=False, soft_wrap=True)
+        made = [_plan(args, model, profile, workload, why_not is None, messages) for workload in workloads]
+    variants = [v for v, _ in made if v is not None]
+    trials = [t for v, t in made if v is not None]
     if not variants:
         raise UserError("no budget of the sweep is large enough; raise --sweep")
     if args.split_mode == "tensor" and not profile.collectives:
@@ -128,6 +148,7 @@ def _run(argv: list[str]) -> int:
         }
     if not args.json and not args.emit:
         for i, variant in enumerate(variants):
+            print_trials(trials[i], out)
             print_variant(variant, out)
             if args.explain:
                 print_explanation(variant, gains.get(i, ()), out)
@@ -143,20 +164,50 @@ def _run(argv: list[str]) -> int:
     return 0
 
 
-def _plan(args: argparse.Namespace, spec: Any, profile: Any, workload: Workload, messages: Any) -> Any:
-    """The variant of one budget; in a sweep, None for a budget that is too small."""
+def _why_not_validate(
+    args: argparse.Namespace, spec: Any, profile: Any, workload: Workload, other_machine: list[str]
+) -> str | None:
+    """Why plans are not run before one is written ("": that was asked for); None when they are. Raises UserError when
+    --validate is given but they cannot be."""
+    if args.validate is False:
+        return ""
+    if args.strategy != "ilp":
+        return "a published strategy is written as it is"
+    if args.sweep and not args.validate:
+        return "a sweep; --validate does it for every budget"
+    from pshard.validating import why_impossible, why_not_worthwhile
+
+    if not args.validate and (why := why_not_worthwhile(profile, spec.packed_nbytes)):
+        return why
+    why = "the profile is of another machine" if other_machine else why_impossible(profile, workload)
+    if why and args.validate:
+        raise UserError(f"--validate is not possible: {why}")
+    return why
+
+
+def _plan(
+    args: argparse.Namespace, model: Any, profile: Any, workload: Workload, validate: bool, messages: Any
+) -> tuple[Any, tuple]:
+    """The variant of one budget and what was tried for it; in a sweep, None for a budget that is too small."""
     from pshard.errors import BudgetTooSmall
     from pshard.planner.plan import plan_baseline, plan_variant
 
     try:
-        if args.strategy == "ilp":
-            return plan_variant(spec, profile, workload, args.time_limit)
-        return plan_baseline(args.strategy, spec, profile, workload)
+        if args.strategy != "ilp":
+            return plan_baseline(args.strategy, model.spec, profile, workload), ()
+        if not validate:
+            return plan_variant(model.spec, profile, workload, args.time_limit), ()
+        from pshard.validating import choose_by_trial
+
+        def say(line: str) -> None:
+            messages.print(f"note: {line}", highlight=False, soft_wrap=True)
+
+        return choose_by_trial(model, profile, workload, args.time_limit, args.validate_seconds, say)
     except BudgetTooSmall as error:
         if args.sweep is None:
             raise
         messages.print(f"skipped: {error}", highlight=False, soft_wrap=True)
-        return None
+        return None, ()
 
 
 def _workloads(args: argparse.Namespace, spec: Any, profile: Any) -> list[Workload]:

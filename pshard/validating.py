@@ -1,0 +1,215 @@
+"""Tries plans for real before one is written: runs the tiers that the workload enters, and keeps the fastest plan."""
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from pshard.errors import UserError
+from pshard.machine import MachineProfile
+from pshard.plan import Variant
+from pshard.workload import Workload
+
+if TYPE_CHECKING:
+    from pshard.models import ModelFile
+    from pshard.planner.load import TierLoad
+    from pshard.planner.plan import RankTask
+    from pshard.runtime.engine import Engine
+
+SAMPLES = 3
+SAMPLE_SECONDS = 0.05  # short micro-batches are repeated this long in each sample
+MOST_REPEATS = 32
+LONG = 0.5  # a micro-batch of so many seconds needs one warm-up only
+NOISE = 0.01  # the planner's own choice stays unless another plan is measured faster by more than this share
+SMALL_MODEL = 1 << 30  # bytes: up to here trying plans takes seconds also without a GPU
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A plan that was run. `variant` has what was predicted before beside what was measured; `refitted` predicts by
+    the times that were then fitted to all trials (the same when they needed no fit). `seconds`: of one round of the
+    workload, as measured."""
+
+    name: str
+    variant: Variant
+    refitted: Variant
+    seconds: float
+
+
+def why_not_worthwhile(profile: MachineProfile, packed_nbytes: int) -> str | None:
+    """Why plans are not tried unless that is asked for; None where it takes a moment."""
+    if profile.accelerators[0].kind == "cpu" and packed_nbytes >= SMALL_MODEL:
+        return f"without a GPU a model of {packed_nbytes / SMALL_MODEL:.1f} GiB takes long; --validate does it anyway"
+    return None
+
+
+def why_impossible(profile: MachineProfile, workload: Workload) -> str | None:
+    """Why plans cannot be tried here at all: several devices, no torch, or the profile of another machine."""
+    if workload.split_mode != "none":
+        return "a model split over devices runs in several processes; see pshard-bench"
+    try:
+        from pshard.opening import check_machine
+
+        check_machine(profile)
+    except UserError as error:
+        return str(error)
+    except ImportError as error:
+        return f"the runtime does not load ({error})"
+    return None
+
+
+def choose_by_trial(
+    file: "ModelFile", profile: MachineProfile, workload: Workload, time_limit: float, seconds: float, say: Say
+) -> tuple[Variant, tuple[Trial, ...]]:
+    """The variant that runs the workload fastest, and every plan that was tried, the chosen one first.
+
+    The planner's choice, its next best solution and the best published strategy are loaded one after the other while
+    `seconds` last. Where a prediction is off, the profile's times are fitted to what was measured, the program is
+    solved again, and its new choice is tried too. `say` hears one line for each plan that was not tried, and why.
+    Nothing measured: the planner's choice, as it was predicted.
+    """
+    from pshard.planner.correct import fit_correction, is_off, measured_tiers
+    from pshard.planner.costs import Tables
+    from pshard.planner.plan import plan_several, predict_again, prepare_ranks, price_tiers, same_placements
+
+    (task,) = prepare_ranks(file.spec, profile, workload)
+    tiers = tuple(c.load.tokens for c in task.costs)
+    bench = _Bench(file, profile, tiers, workload, time.monotonic() + seconds, say)
+    candidates = plan_several(task, time_limit)
+    for i, variant in enumerate(candidates):
+        bench.attempt(variant, task, str(i + 1) if i else "")
+    if not bench.trials:
+        return candidates[0], ()
+    if any(is_off(t.variant) for t in bench.trials):
+        loads = [c.load for c in task.costs]
+        samples = [s for t in bench.trials for s in measured_tiers(t.variant, loads)]
+        correction = fit_correction(task.room, profile, samples)
+        (task,) = price_tiers(file.spec, Tables(profile, correction), workload, tiers)
+        again = plan_several(task, time_limit)[0]
+        if not any(same_placements(again.ranks[0].tiers, t.variant.ranks[0].tiers) for t in bench.trials):
+            bench.attempt(again, task, "refitted")
+        bench.trials = [replace(t, refitted=predict_again(t.variant, task)) for t in bench.trials]
+    best = min(bench.trials, key=lambda t: t.seconds)
+    if best.seconds > bench.trials[0].seconds * (1 - NOISE):
+        best = bench.trials[0]
+    return best.refitted, (best, *(t for t in bench.trials if t is not best))
+
+
+class _Bench:
+    """Loads and measures plans one at a time, while its time lasts."""
+
+    def __init__(
+        self,
+        file: "ModelFile",
+        profile: MachineProfile,
+        tiers: tuple[int, ...],
+        workload: Workload,
+        deadline: float,
+        say: Say,
+    ) -> None:
+        from pshard.planner.load import tier_loads
+
+        self.file, self.profile, self.deadline, self.say = file, profile, deadline, say
+        workload = replace(workload, max_ubatch=tiers[-1])
+        self.loads = tuple(load for load in tier_loads(workload, tiers) if load.weight > 0)
+        self.trials: list[Trial] = []
+        self._longest = 0.0  # seconds that one trial took
+
+    def attempt(self, variant: Variant, task: "RankTask", label: str = "") -> None:
+        """Measure a variant; a line says why when it cannot be run or no time is left."""
+        import torch
+
+        name = " ".join((variant.ranks[0].tiers[0].solve.strategy, label)).strip()
+        started = time.monotonic()
+        if self.trials and started + self._longest > self.deadline:
+            self.say(f"{name} was not tried: the time for validation is spent; see --validate-seconds")
+            return
+        try:
+            found = self._run(variant)
+        except (UserError, torch.OutOfMemoryError, MemoryError) as error:
+            self.say(f"{name} was left out, it does not run: {error}")
+            return
+        finally:
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            self._longest = max(self._longest, time.monotonic() - started)
+        variant = _with_measured(variant, found)
+        self.trials.append(Trial(name, variant, variant, self._round_seconds(variant, found, task)))
+
+    def _run(self, variant: Variant) -> dict[int, float]:
+        from pshard.opening import Opened, start_engine
+
+        opened = Opened(self.file, self.profile, variant, Path())
+        with start_engine(opened, variant) as engine:
+            return measure_tiers(engine, self.loads, self.deadline)
+
+    def _round_seconds(self, variant: Variant, found: dict[int, float], task: "RankTask") -> float:
+        """One round of the workload: the measured micro-batches, and switches as they are priced."""
+        from pshard.planner.candidates import switch_seconds
+
+        switches = switch_seconds(task.room, variant.ranks[0].tiers, task.costs)
+        return sum(load.weight * found[load.tokens] for load in self.loads) + switches
+
+
+def _with_measured(variant: Variant, found: dict[int, float]) -> Variant:
+    (rank,) = variant.ranks
+    tiers = tuple(
+        replace(tier, prediction=replace(tier.prediction, measured_seconds=found.get(tier.tokens)))
+        for tier in rank.tiers
+    )
+    return replace(variant, ranks=(replace(rank, tiers=tiers),))
+
+
+def measure_tiers(engine: "Engine", loads: "Sequence[TierLoad]", deadline: float) -> dict[int, float]:
+    """Seconds of each load's micro-batch by its tokens: the median of a few samples after a warm-up.
+
+    `deadline` (time.monotonic) ends sampling early; every load gets one sample. Raises UserError as `forward` does.
+    """
+    found = {}
+    for load in sorted(loads, key=lambda load: (load.past, -load.tokens)):  # what one leaves cached, the next needs
+        new = _new_tokens(engine, load)
+        _fill(engine, load)
+        first = _time_runs(engine, new, load.past, 1)
+        if first < LONG:
+            first = _time_runs(engine, new, load.past, 1)
+        repeats = max(1, min(MOST_REPEATS, int(SAMPLE_SECONDS / first)))
+        samples = [_time_runs(engine, new, load.past, repeats)]
+        while len(samples) < SAMPLES and time.monotonic() < deadline:
+            samples.append(_time_runs(engine, new, load.past, repeats))
+        found[load.tokens] = median(samples)
+    return found
+
+
+def _new_tokens(engine: "Engine", load: "TierLoad") -> list[list[int]]:
+    """The load's token ids, spread over its sequences."""
+    each, more = divmod(load.tokens, load.sequences)
+    return [_ids(engine, each + (s < more), s) for s in range(load.sequences)]
+
+
+def _fill(engine: "Engine", load: "TierLoad") -> None:
+    """Cache what the load's sequences have behind them."""
+    engine.reset(length=load.past)
+    missing = [load.past - used for used in engine.lengths[: load.sequences]]
+    if any(missing):
+        engine.forward([_ids(engine, n, s) for s, n in enumerate(missing)])
+
+
+def _time_runs(engine: "Engine", new: list[list[int]], past: int, repeats: int) -> float:
+    """Mean seconds of one run, each from the same past."""
+    started = time.perf_counter()
+    for _ in range(repeats):
+        engine.reset(length=past)
+        engine.forward(new)
+    return (time.perf_counter() - started) / repeats
+
+
+def _ids(engine: "Engine", n: int, seed: int) -> list[int]:
+    from pshard.benching import TOKEN_STRIDE
+
+    return [(seed + 1 + i) * TOKEN_STRIDE % engine.vocab for i in range(n)]
