@@ -58,7 +58,7 @@ def _main(argv: list[str]) -> int:
         return launch(request.ranks, "pshard.cli_run", [*argv, "-m", str(request.model)])
     ids = _encode_prompt(request.model, prompt, args.chat)
     needed = len(ids) + args.predict  # a plan of at least that context is chosen
-    opened = open_plan(replace(request, context=request.context or needed))
+    opened = open_plan(replace(request, needed=needed))
     group = init_group(request.ranks, opened.profile.accelerators[0].kind)
     with start_engine(opened, opened.variant, args.kernels, group) as engine:
         for note in engine.notes if group.rank == 0 else ():

@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from pshard.plan import Variant
 from pshard.workload import Workload
 
 if TYPE_CHECKING:
+    from pshard.model import ModelSpec
     from pshard.models import ModelFile
     from pshard.runtime.engine import Engine
     from pshard.runtime.parallel import Group
@@ -23,7 +24,10 @@ UNLIMITED_MIB = 1 << 30
 
 @dataclass(frozen=True)
 class Request:
-    """What a run asks for. None means: whatever the plan says."""
+    """What a run asks for. None means: whatever the plan says.
+
+    `needed` is the context that the run takes when none is asked for: it chooses a plan; planning makes a larger one.
+    """
 
     model: Path
     vram_mib: tuple[int, ...] | None = None
@@ -37,6 +41,7 @@ class Request:
     profile: Path | None = None
     kernels: str = "fast"
     replan: bool = False
+    needed: int = 1
 
     @property
     def ranks(self) -> int:
@@ -68,17 +73,18 @@ def open_plan(request: Request) -> Opened:
     want = _workload(request, profile)
     path = registry_path(request.model, request.registry)
     inputs = fingerprint_inputs(file.fingerprint_inputs(), profile)
-    command = (
-        plan_command(str(request.model), want) if request.vram_mib else f"pshard-plan -m {request.model} --vram MIB"
-    )
-    if request.registry is not None:
-        command += f" --registry {shlex.quote(str(request.registry))}"
+    full = _full_workload(request, want, file.spec)
+    model = shlex.quote(str(request.model))
+    command = plan_command(str(request.model), full) if request.vram_mib else f"pshard-plan -m {model} --vram MIB"
+    for flag, place in (("--registry", request.registry), ("--profile", request.profile)):
+        if place is not None:
+            command += f" {flag} {shlex.quote(str(place))}"
     if request.replan:
         from pshard.planner.plan import plan_variant
 
         if request.vram_mib is None:
             raise UserError("--replan needs a budget: give --vram")
-        save_variants(path, file.spec.name, inputs, [plan_variant(file.spec, profile, _full_workload(want))])
+        save_variants(path, file.spec.name, inputs, [plan_variant(file.spec, profile, full)])
     registry = load_registry(path, command)
     check_fresh(registry, inputs, f"{command} (or add --replan)")
     return Opened(file, profile, choose_variant(registry, want, command), path)
@@ -91,7 +97,7 @@ def _workload(request: Request, profile: MachineProfile) -> Workload:
         budgets *= request.ranks
     return Workload(
         budgets,
-        request.context or 1,
+        request.context or request.needed,
         request.sequences or 1,
         request.type_k,
         request.type_v,
@@ -100,10 +106,12 @@ def _workload(request: Request, profile: MachineProfile) -> Workload:
     )
 
 
-def _full_workload(want: Workload) -> Workload:
-    from dataclasses import replace
-
-    return replace(want, context=want.context if want.context > 1 else Workload(want.vram_mib).context)
+def _full_workload(request: Request, want: Workload, spec: "ModelSpec") -> Workload:
+    """What to plan for: the context that was asked for, else at least the one that pshard-plan takes by itself."""
+    usual = min(Workload.context, spec.config.context or Workload.context)
+    context = request.context or max(request.needed, usual)
+    prompt = min(want.prompt, max(1, context // 2))
+    return replace(want, context=context, prompt=prompt, generated=max(1, min(want.generated, context - prompt)))
 
 
 def free_vram_mib(profile: MachineProfile) -> int:

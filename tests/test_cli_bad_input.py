@@ -531,7 +531,7 @@ def test_bad_run_flags(planned: World, refuse: Refuse, flags: list[str], words: 
 
 def test_prompt_and_answer_longer_than_any_plan(planned: World, refuse: Refuse) -> None:
     line = refuse("run", "-m", planned.model, "--vram", 6, "-p", "a" * 200, "-n", 20)
-    assert "no plan fits 6 MiB -c 220" in line and f"pshard-plan -m {planned.model} --vram 6 -c 220" in line
+    assert "no plan fits 6 MiB -c 220" in line and f"pshard-plan -m {planned.model} --vram 6 -c 512" in line
 
 
 def test_prompt_longer_than_the_context_that_was_asked_for(planned: World, refuse: Refuse) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -123,6 +124,18 @@ def test_replan_after_the_model_changed(world: World, tmp_path: Path, capsys: py
     assert cli_run.main(call) == 0
     (variant,) = load_registry(world.registry).variants
     assert len(variant.ranks[0].tiers[0].placements) == 2 * 3 + 2
+    assert variant.context == 512  # as pshard-plan would, not just what this prompt takes
+
+
+def test_command_in_an_error_mends_it(world: World, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    place, profile = tmp_path / "a b.json", tmp_path / "lab.json"
+    world.profile.rename(profile)
+    call = ["-m", str(world.model), "--vram", "6", "-p", "a", "-n", "2"]
+    call += ["--registry", str(place), "--profile", str(profile)]
+    assert cli_run.main(call) == 2
+    command = shlex.split(capsys.readouterr().err.strip().rpartition("run: ")[2])
+    assert command[0] == "pshard-plan" and cli_plan.main(command[1:]) == 0
+    assert cli_run.main(call) == 0
 
 
 def test_everything_fits(world: World, capsys: pytest.CaptureFixture) -> None:
