@@ -54,7 +54,9 @@ def _open() -> tuple[dict[str, Any], str | None]:
         return {}, f"{path} cannot be loaded: {error}"
     functions = {}
     for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(library, f"pshard_{name}")
+        function = getattr(library, f"pshard_{name}", None)
+        if function is None:
+            return {}, f"{path} was built from older sources (no {name}); install pshard again"
         function.restype, function.argtypes = result, arguments
         functions[name] = function
     return functions, None
@@ -144,8 +146,8 @@ def linear(
     """out = x @ W.T with W [rows, cols] packed: x f32 [tokens, cols] -> out f32 [tokens, rows]. Any number of tokens.
 
     Quantised weights meet activations rounded to int8 with one scale per 32 columns; that adds a relative error (RMS of
-    the difference over RMS of the exact result, normal activations) of 0.5 to 0.7% for every type. Plain weights (F32,
-    F16, BF16) meet f32 activations in f32 sums.
+    the difference over RMS of the exact result, normal activations) of 0.51 to 0.54%, whatever the type. Plain weights
+    (F32, F16, BF16) meet f32 activations in f32 sums; beyond 16 tokens torch's bf16 linear is faster for those.
     """
     _check_cols(qtype, cols)
     _call("linear", _at(x), x_stride or cols, _at(w), _type(qtype), rows, cols, _at(out), out_stride or rows, tokens)
