@@ -10,6 +10,7 @@ from pshard.profile.kernels import KernelBench
 from pshard.profile.timing import median_seconds
 from pshard.quant import packed_nbytes
 from pshard.runtime.kernels import native
+from pshard.runtime.threads import use_threads
 
 CLOSE_ENOUGH = 0.03  # fewer threads are taken when they lose at most this much: the others stay free for copies
 READ_BYTES = 32 << 20  # read at once: long beside waking the threads, short beside a time slice of the system
@@ -18,18 +19,12 @@ MATVEC = ("Q4_0", 4096, 4096)
 
 
 def thread_counts(cores: int, quick: bool) -> tuple[int, ...]:
-    """Thread counts worth trying on so many cores: all of them up to 4, then steps towards the full count."""
+    """Thread counts worth trying on so many cores: all of them up to 4, then steps towards the full count, and one
+    less than it, which leaves a core to the system."""
     if cores <= 4:
         return tuple(range(1, cores + 1))
     shares = (0.5, 1.0) if quick else (0.25, 0.5, 0.75, 1.0)
-    return tuple(sorted({1, 2, 4, *(max(1, round(cores * share)) for share in shares)}))
-
-
-def use_threads(count: int) -> None:
-    """Set the threads of torch and of the C++ kernels."""
-    torch.set_num_threads(count)
-    if native.is_available():
-        native.set_threads(count)
+    return tuple(sorted({1, 2, 4, cores - 1, *(max(1, round(cores * share)) for share in shares)}))
 
 
 def best_rates(rate: Callable[[], float], counts: Iterable[int]) -> dict[int, float]:

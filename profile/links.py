@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from pshard.machine import Contention, CopyTiming
-from pshard.profile.operands import map_memory
 from pshard.profile.timing import Pace, median_seconds
 from pshard.runtime.device import Device
+from pshard.runtime.host_memory import map_memory
 
 KIB, MIB = 1 << 10, 1 << 20
 COPY_SIZES = (4 * KIB, 64 * KIB, 256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
@@ -49,7 +49,7 @@ def open_link(device: Device, host_bytes: int, device_bytes: int) -> LinkBench:
     `device_bytes`: as much as the largest copy.
     """
     host_bytes = max(host_bytes, 2 * device_bytes)
-    pageable, locked = map_memory(host_bytes), map_memory(host_bytes)
+    pageable, locked = map_memory(host_bytes).zero_(), map_memory(host_bytes).zero_()
     remote = device.allocate(device_bytes)
     remote.zero_()
     return LinkBench(device, remote, pageable, locked if device.page_lock(locked) else None)

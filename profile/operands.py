@@ -1,12 +1,12 @@
 """Operands that rotate: so many copies of a weight or KV cache that re-reads never come from a cache."""
 
-import mmap
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from pshard.quant import QUANT_TYPES, ROW_BLOCK, packed_nbytes, plane_offsets, record_nbytes
+from pshard.runtime.host_memory import map_memory
 from pshard.runtime.kernels.api import LayerKV, Packed
 from pshard.runtime.kv_cache import KV_DTYPES
 
@@ -20,14 +20,6 @@ def rotation_bytes(cache_bytes: int, quick: bool) -> int:
     """
     least = min(LEAST_ROTATION, max(64 << 20, 4 * cache_bytes)) if quick else LEAST_ROTATION
     return max(2 * cache_bytes, least)
-
-
-def map_memory(nbytes: int) -> torch.Tensor:
-    """Zeroed uint8 host memory in huge pages where the system has them, as the runtime's weight arena is."""
-    memory = mmap.mmap(-1, nbytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8).zero_()
 
 
 @dataclass
@@ -46,7 +38,7 @@ class OperandPool:
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         if self.device.type == "cpu":
-            return map_memory(nbytes)
+            return map_memory(nbytes).zero_()  # touched: untouched pages are all one page, and cached
         return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
 
     @property

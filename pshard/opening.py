@@ -154,26 +154,16 @@ def start_engine(
     """Load the model under a variant on this machine's accelerator, with a progress bar on a terminal."""
     from pshard.runtime.device import open_device
     from pshard.runtime.session import build_engine
+    from pshard.runtime.threads import use_threads
 
     index = int(group.rank) if group is not None and group.size > 1 else 0
     device = open_device(opened.profile.accelerators[0].kind, index)
-    set_threads(opened.profile, group)
+    if group is None or group.size == 1:  # a rank of several keeps the share of threads it was given
+        use_threads(opened.profile.host.threads)
     with loading_bar(opened.file.spec.name, opened.file.spec.packed_nbytes) as progress:
         return build_engine(
             opened.file, variant, device, kernels=kernels, group=group, progress=progress, on_close=on_close
         )
-
-
-def set_threads(profile: MachineProfile, group: "Group | None") -> None:
-    """Use the thread count that the profile chose; a rank of several keeps the share it was given."""
-    import torch
-
-    from pshard.runtime.kernels import native
-
-    if group is None or group.size == 1:
-        torch.set_num_threads(profile.host.threads)
-        if native.is_available():
-            native.set_threads(profile.host.threads)
 
 
 @contextmanager

@@ -76,11 +76,14 @@ class CudaDevice:
             ) from None
 
     def page_lock(self, memory: torch.Tensor) -> bool:
+        if memory.numel() == 0:
+            return True
         # one registration: a copy that spans two of them is an invalid argument to the driver
         return int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0
 
     def page_unlock(self, memory: torch.Tensor) -> None:
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        if memory.numel():
+            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
     def copy_in(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Any] = ()) -> torch.cuda.Event:
         return self._copy(self._in, dst, src, after)

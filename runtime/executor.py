@@ -12,6 +12,7 @@ from pshard.plan import RankPlan, TierPlan
 from pshard.runtime.arena import Arena
 from pshard.runtime.blocks import Side, run_attention, run_ffn, run_output
 from pshard.runtime.device import Device
+from pshard.runtime.host_memory import map_memory
 from pshard.runtime.kernels.api import Kernels, RopeTable, RowIndex, Segment
 from pshard.runtime.kv_cache import KVShape, layer_nbytes, used_spans
 from pshard.runtime.parallel import Group
@@ -124,7 +125,7 @@ class Executor:
 
     def _host_alloc(self, nbytes: int) -> torch.Tensor:
         """Page-locked host memory; it lives as long as the executor."""
-        memory = torch.zeros(max(nbytes, 1), dtype=torch.uint8)
+        memory = map_memory(nbytes)
         if self.device.page_lock(memory):
             self._host_memory.append(memory)
         return memory

@@ -1,6 +1,5 @@
 """Weights in host memory: one page-locked arena of exact size, each unit's tensors packed into one contiguous blob."""
 
-import mmap
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 from pshard.model import ModelSpec, TensorSpec, Unit
 from pshard.quant import QUANT_TYPES, ROW_BLOCK, TENSOR_ALIGN, align, packed_nbytes, record_nbytes
 from pshard.runtime.device import Device
+from pshard.runtime.host_memory import map_memory
 from pshard.runtime.kernels import layout, native
 from pshard.runtime.kernels.api import Packed
 from pshard.runtime.kernels.unpack import plain_rows, unpack
@@ -58,10 +58,7 @@ class HostWeights:
     def __init__(self, units: Iterable[Unit], device: Device) -> None:
         self._units = {u.name: u for u in units}
         nbytes = sum(align(u.packed_nbytes, TENSOR_ALIGN) for u in self._units.values())
-        self._memory = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE))
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
-        self._arena = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._arena = map_memory(nbytes)
         self._device = device
         self.nbytes = nbytes
         self.page_locked = False

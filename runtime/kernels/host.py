@@ -3,14 +3,17 @@
 import torch
 import torch.nn.functional as F
 
+from pshard.quant import QUANT_TYPES
 from pshard.runtime.kernels import native
 from pshard.runtime.kernels.api import LayerKV, Packed, RowIndex
 from pshard.runtime.kernels.plain import PlainKernels
+from pshard.runtime.kernels.unpack import plain_rows
 
 _KV_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 # up to here the C++ kernel keeps up with torch's GEMM: 1.1 against 0.75 TFLOP/s on two Zen 5 cores, 2.2 against 2.1
 # on 16 Sapphire Rapids cores, dequantisation included
 NATIVE_TOKENS = 512
+PLAIN_TOKENS = 16  # F32, F16 and BF16 weights need no dequantisation: torch's GEMM is faster above
 ATTENTION_ROWS = 64  # above this many new tokens per sequence torch's attention is faster than the C++ one
 
 
@@ -28,7 +31,11 @@ class HostKernels(PlainKernels):
         bias: torch.Tensor | None = None,
         accumulate: bool = False,
     ) -> None:
-        if x.shape[0] <= NATIVE_TOKENS:
+        rows = plain_rows(weight) if x.shape[0] > PLAIN_TOKENS else None
+        if rows is not None:
+            result = F.linear(x.to(rows.dtype), rows, None if bias is None else bias.to(rows.dtype))
+            out.add_(result) if accumulate else out.copy_(result)
+        elif x.shape[0] <= NATIVE_TOKENS:
             self._linear_packed(x, weight, out, bias, accumulate)
         else:
             self._linear_tiled(x, weight, out, tile, bias, accumulate)
@@ -80,7 +87,7 @@ class HostKernels(PlainKernels):
         self, x: torch.Tensor, gate: Packed, up: Packed, out: torch.Tensor, both: torch.Tensor, tile: torch.Tensor
     ) -> None:
         width, tokens = gate.rows, x.shape[0]
-        if tokens <= NATIVE_TOKENS:
+        if tokens <= (NATIVE_TOKENS if QUANT_TYPES[gate.qtype].planes else PLAIN_TOKENS):
             native.gate_up(
                 x,
                 gate.data,
