@@ -14,8 +14,9 @@ from pshard.planner.problem import count_tier
 from pshard.planner.search import SEARCH_ROUNDS, SLOT_CHOICES, TierSearch, TierState
 
 MOST_UNITS = 48  # above, one unit more or less hardly matters, and counts have said it all
-TRIES = 3000
-HEAT = 0.02  # of the tier's time: how much slower a step may be at first
+MOST_EVICTED = 3  # units that may leave VRAM to make room for a step
+TRIES = 2000  # random steps of each pass
+HEATS = (0.02, 0.15, 0.02)  # by pass, of the tier's time: how much slower a step may be at first
 
 CHOICES = {
     "embedding": (("cpu", False), ("pinned", False)),
@@ -60,9 +61,20 @@ def _arrange(search: TierSearch, classes: tuple[UnitClass, ...], tier: TierPlan)
     return search.improve(start, EVALUATIONS).tier if start else None
 
 
-def anneal_tier(room: Room, tier: TierPlan, costs: TierCosts, seed: int = 0) -> TierPlan:
+def anneal_tier(room: Room, tier: TierPlan, costs: TierCosts) -> TierPlan:
+    """The best tier found by passes of random steps, each pass from the best one yet.
+
+    A hot pass leaves the neighbourhood that the counts led to, where few units make all the difference; cold ones
+    polish, which matters where there are many.
+    """
+    for seed, heat in enumerate(HEATS):
+        tier = _anneal(room, tier, costs, heat, Random(seed))
+    return tier
+
+
+def _anneal(room: Room, tier: TierPlan, costs: TierCosts, heat: float, rng: Random) -> TierPlan:
     """The best of TRIES random steps from a tier: one unit placed otherwise, two units swapped, other slots."""
-    rng, units = Random(seed), room.spec.units
+    units = room.spec.units
     now = [(p.where, p.kv == "vram") for p in tier.placements]
     slots, tokens = max(1, tier.buffers.slots), tier.tokens
     best, best_seconds = tier, simulate_tier(room, tier, costs, SEARCH_ROUNDS).seconds
@@ -77,18 +89,33 @@ def anneal_tier(room: Room, tier: TierPlan, costs: TierCosts, seed: int = 0) -> 
             tried[at] = rng.choice(CHOICES[units[at].kind])
         else:
             _swap(rng, units, tried)
-        where = {u.name: place for u, (place, _) in zip(units, tried)}
-        kv = frozenset(u.name for u, (_, vram) in zip(units, tried) if vram)
-        draft = draft_tier(room, tokens, where, kv, tried_slots)
-        if draft.buffers.total > room.arena:
+        draft = _make_fit(rng, room, tokens, tried, tried_slots)
+        if draft is None:
             continue
         took = simulate_tier(room, draft, costs, SEARCH_ROUNDS).seconds
-        heat = HEAT * first * (1 - i / TRIES)
-        if took < seconds or rng.random() < exp((seconds - took) / heat):
+        warmth = heat * first * (1 - i / TRIES)
+        if took < seconds or rng.random() < exp((seconds - took) / warmth):
             now, slots, seconds = tried, tried_slots, took
             if took < best_seconds:
                 best, best_seconds = draft, took
     return best
+
+
+def _make_fit(rng: Random, room: Room, tokens: int, tried: list[tuple[str, bool]], slots: int) -> TierPlan | None:
+    """The places as a tier; random units leave VRAM until it fits. None when that takes too many."""
+    units = room.spec.units
+    for _ in range(MOST_EVICTED + 1):
+        where = {u.name: place for u, (place, _) in zip(units, tried)}
+        kv = frozenset(u.name for u, (_, vram) in zip(units, tried) if vram)
+        draft = draft_tier(room, tokens, where, kv, slots)
+        if draft.buffers.total <= room.arena:
+            return draft
+        inside = [i for i, (place, vram) in enumerate(tried) if place == "pinned" or vram]
+        if not inside:
+            return None
+        out = rng.choice(inside)
+        tried[out] = ("cpu" if units[out].kind == "embedding" else rng.choice(("cpu", "streamed")), False)
+    return None
 
 
 def _swap(rng: Random, units, tried: list[tuple[str, bool]]) -> None:
