@@ -81,7 +81,7 @@ def print_trials(trials: "Sequence[Trial]", out: "Console") -> None:
         return
     fitted = any(t.refitted is not t.variant for t in trials)
     columns = ("plan", "tokens", "predicted", "measured", "off", *(["refitted"] if fitted else []), "round s")
-    table = _new_table("Plans that were run, the chosen one first; micro-batches in ms", columns)
+    table = _new_table("Plans that were run (ms), the chosen one first", columns)
     for trial in trials:
         name, total = trial.name, f"{trial.seconds:.4g}"
         for tier, again in zip(trial.variant.ranks[0].tiers, trial.refitted.ranks[0].tiers):

@@ -81,8 +81,8 @@ def choose_by_trial(
     tiers = tuple(c.load.tokens for c in task.costs)
     bench = _Bench(file, profile, tiers, workload, time.monotonic() + seconds, say)
     candidates = plan_several(task, time_limit)
-    for i, variant in enumerate(candidates):
-        bench.attempt(variant, task, str(i + 1) if i else "")
+    for variant in candidates:
+        bench.attempt(variant, task)
     if not bench.trials:
         return candidates[0], ()
     if any(is_off(t.variant) for t in bench.trials):
@@ -125,6 +125,7 @@ class _Bench:
         import torch
 
         name = " ".join((variant.ranks[0].tiers[0].solve.strategy, label)).strip()
+        name += " 2" if any(t.name == name for t in self.trials) else ""
         started = time.monotonic()
         if self.trials and started + self._longest > self.deadline:
             self.say(f"{name} was not tried: the time for validation is spent; see --validate-seconds")

@@ -213,6 +213,13 @@ def test_the_command_runs_plans_and_stores_what_was_measured(world, capsys):
     assert f"{measured[1] * 1e3:.2f}" in out
 
 
+def test_several_sequences_are_measured_together(world):
+    assert plan(world, "-np", 3, "--prompt", 50, "--generated", 20) == 0
+    (variant,) = load_registry(world.registry).variants
+    measured = {t.tokens: t.prediction.measured_seconds for t in variant.ranks[0].tiers}
+    assert variant.sequences == 3 and measured[3] and measured[max(measured)] and measured[1] is None
+
+
 def test_the_written_prediction_of_a_slower_machine_is_close_to_what_it_measured(world, monkeypatch):
     Scripted(monkeypatch, 2.0, 2.0, 2.0, 1.0)
     chosen, trials, _ = choose(world)
