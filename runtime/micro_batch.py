@@ -1,0 +1,270 @@
+"""One micro-batch on its way through the steps of its tier."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pshard.buffers import SMALL_BATCH
+from pshard.plan import TierPlan
+from pshard.runtime.blocks import Side, run_attention, run_ffn, run_output
+from pshard.runtime.kernels.api import RowIndex, Segment
+from pshard.runtime.kv_cache import used_spans
+from pshard.runtime.weights import UnitWeights, lookup_rows, view_unit
+from pshard.steps import AllReduce, Compute, CopyIn, FetchKV, Free, Gather, Handoff, Step, WriteBack
+
+if TYPE_CHECKING:
+    from pshard.runtime.executor import Executor
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Units on the accelerator, and their all-reduces, that nothing interrupts: one CUDA graph in small batches."""
+
+    steps: tuple[Compute | AllReduce, ...]
+
+
+def group_launches(tier: TierPlan, body: tuple[Step, ...]) -> tuple[Step | Launch, ...]:
+    """The body with its runs of accelerator units put together. A unit that waits for a copy begins a new run."""
+    program: list[Step | Launch] = []
+    held: list[Compute | AllReduce] = []
+
+    def flush() -> None:
+        if held:
+            program.append(Launch(tuple(held)))
+            held.clear()
+
+    for step in body:
+        if isinstance(step, Compute) and step.on == "acc" and step.unit != "embedding":
+            if step.slot is not None or tier.placement(step.unit).kv == "host":
+                flush()
+            held.append(step)
+        elif isinstance(step, AllReduce) and held:
+            held.append(step)
+        else:
+            flush()
+            program.append(step)
+    flush()
+    return tuple(program)
+
+
+@dataclass
+class TierState:
+    """Views of the arena and lane events while a tier is in force."""
+
+    tier: TierPlan
+    side: Side
+    stage: torch.Tensor | None  # bytes of one layer's KV
+    slots: tuple[torch.Tensor, ...]
+    arrived: dict[int, Any]  # slot -> event of the copy into it
+    stage_free: list[Any]  # events after which the KV stage may be written by a fetch
+    stage_ready: list[Any]  # events after which a unit may use the KV stage
+
+
+@dataclass
+class MicroBatch:
+    """One walk over the steps of a micro-batch, with what it needs of the executor."""
+
+    executor: "Executor"
+    state: TierState
+    ids: torch.Tensor
+    tokens: int
+    segments: tuple[Segment, ...]
+    host_rows: RowIndex
+    acc_rows: RowIndex
+    logit_rows: list[int]
+    host_logit_rows: torch.Tensor
+    acc_logit_rows: torch.Tensor
+    logits: list[torch.Tensor] = field(default_factory=list)
+    side: str = "cpu"
+    freed: Any = None
+    pending: torch.Tensor | None = None  # logits that are still on the device
+
+    def walk(self, program: tuple[Any, ...]) -> list[torch.Tensor]:
+        """Issue all steps; returns the logits, float32 on the host."""
+        for step in program:
+            self._step(step)
+        return self.logits
+
+    def _step(self, step: Any) -> None:
+        match step:
+            case Launch():
+                self._launch(step)
+            case Compute():
+                self.side = step.on
+                with self.executor.device.computing() if step.on == "acc" else torch.inference_mode():
+                    self._execute(step)
+            case CopyIn():
+                self.executor.copy_in(step, [self.freed])
+            case Free():
+                self.freed = self.executor.device.mark()
+            case Handoff():
+                self._hand_off(step)
+            case FetchKV():
+                self._fetch_kv(step)
+            case WriteBack():
+                self._write_back(step)
+            case AllReduce():
+                self._all_reduce()
+            case Gather():
+                self.logits[:] = [self.executor.group.gather_columns(part) for part in self.logits]
+
+    def _launch(self, launch: Launch) -> None:
+        e, first, last = self.executor, launch.steps[0], launch.steps[-1]
+        self._wait_for_inputs(first)
+        self.side = "acc"
+        key = (self.state.tier.tokens, first.unit, last.unit, self.tokens, len(self.logit_rows), self.acc_rows.cells)
+        small = self._is_small()
+        with e.device.computing():
+            e.device.repeat(key, small, lambda: [self._kernels(s) for s in launch.steps])
+        if last.unit == e.spec.units[-1].name:
+            if small and self.logit_rows and e.spec.units[-1].tensors:
+                self.pending = self._logits_on_device()  # a replayed graph has written them without telling
+            self._deliver_logits()
+
+    def _is_small(self) -> bool:
+        """Whether launching costs more than computing, and all addresses and launch sizes repeat."""
+        first = self.executor.acc_kernels.repeatable and self.tokens <= SMALL_BATCH
+        return first and len(self.logit_rows) <= self.state.side.space.tensors["logits"].shape[0]
+
+    def _side(self) -> Side:
+        return self.state.side if self.side == "acc" else self.executor.host_side
+
+    def _wait_for_inputs(self, step: Compute) -> None:
+        e = self.executor
+        if step.slot is not None:
+            e.device.wait(self.state.arrived[step.slot])
+        if self.state.tier.placement(step.unit).kv == "host":
+            for event in self.state.stage_ready:
+                e.device.wait(event)
+            self.state.stage_ready.clear()
+
+    def _kernels(self, step: Compute | AllReduce) -> None:
+        self._execute(step) if isinstance(step, Compute) else self._all_reduce()
+
+    def _execute(self, step: Compute) -> None:
+        """The unit's kernels, nothing else: what a graph may hold."""
+        unit, weights = self.executor.spec.unit(step.unit), self._weights_of(step)
+        target = self._side().space.rows("branch", self.tokens) if self.executor.group.size > 1 else None
+        if not unit.tensors:
+            self._contribute_nothing(unit.kind, target)
+        elif unit.kind == "embedding":
+            self._embed(weights, step.on)
+        elif unit.kind == "attention":
+            self._attend(step, weights, target)
+        elif unit.kind == "ffn":
+            run_ffn(self._side(), weights, self.tokens, target)
+        else:
+            self._output(weights, step.on)
+
+    def _contribute_nothing(self, kind: str, target: torch.Tensor | None) -> None:
+        """This rank holds nothing of the unit: zeros for the sum, no columns for the logits."""
+        if kind == "output":
+            self.logits.append(torch.empty(len(self.logit_rows), 0))
+        elif target is not None:
+            target.zero_()
+
+    def _weights_of(self, step: Compute) -> UnitWeights:
+        e = self.executor
+        if step.source == "arena":
+            blob = e.arena.pinned(step.unit)
+        elif step.source == "slot":
+            assert step.slot is not None
+            blob = self.state.slots[step.slot][: e.spec.unit(step.unit).packed_nbytes]
+        else:
+            blob = e.weights.blob(step.unit)
+        return view_unit(e.spec.unit(step.unit), blob)
+
+    def _embed(self, weights: UnitWeights, on: str) -> None:
+        e, table = self.executor, weights.matrices["token_embd.weight"]
+        if on == "cpu":
+            lookup_rows(table, self.ids, e.host_hidden[: self.tokens])
+        else:
+            lookup_rows(table, self.ids.to(e.device.torch_device), self.state.side.space.rows("hidden", self.tokens))
+
+    def _attend(self, step: Compute, weights: UnitWeights, target: torch.Tensor | None) -> None:
+        e, place = self.executor, self.state.tier.placement(step.unit)
+        if step.on == "cpu":
+            run_attention(e.host_side, weights, self.host_rows, e.host_kv[step.unit], target)
+            return
+        if place.kv == "vram":
+            kv = e.arena.kv(step.unit)
+        else:
+            assert self.state.stage is not None
+            kv = e.arena.view_kv(self.state.stage, step.unit)
+        run_attention(self.state.side, weights, self.acc_rows, kv, target)
+
+    def _output(self, weights: UnitWeights, on: str) -> None:
+        """Logits of the wanted rows, as many at once as the scratch holds; the last ones stay there on the device."""
+        side, wanted = self._side(), self.logit_rows_on(on)
+        capacity = side.space.tensors["logits"].shape[0]
+        self.pending = None
+        for start in range(0, len(self.logit_rows), capacity):
+            self._deliver_logits()
+            self.pending = run_output(side, weights, wanted[start : start + capacity])
+            if on == "cpu":
+                self.logits.append(self.pending.clone())
+                self.pending = None
+
+    def _logits_on_device(self) -> torch.Tensor:
+        """Where `run_output` leaves the logits of all wanted rows on the device."""
+        head = next(t for t in self.executor.spec.units[-1].matrices)
+        n = len(self.logit_rows)
+        return self.state.side.space.tensors["logits"].flatten()[: n * head.rows].view(n, head.rows)
+
+    def logit_rows_on(self, on: str) -> torch.Tensor:
+        """int32 row numbers whose logits are wanted, on that side."""
+        return self.host_logit_rows if on == "cpu" else self.acc_logit_rows
+
+    def _deliver_logits(self) -> None:
+        """Bring the logits on the device to the host."""
+        if self.pending is not None:
+            here = self.executor.host_logits[: self.pending.numel()].view(self.pending.shape)
+            self.executor.device.receive(here, self.pending)
+            self.logits.append(here.clone())
+            self.pending = None
+
+    def _hand_off(self, step: Handoff) -> None:
+        e = self.executor
+        if self.logits or self.side == step.to:
+            return  # logits were delivered as they were computed
+        here, there = e.host_hidden[: self.tokens], self.state.side.space.rows("hidden", self.tokens)
+        if step.to == "cpu":
+            e.device.receive(here, there)
+        else:
+            e.device.send(there, here)
+            e.link_bytes += here.nbytes
+        self.side = step.to
+
+    def _fetch_kv(self, step: FetchKV) -> None:
+        e, state = self.executor, self.state
+        assert state.stage is not None
+        spans = [(s.sequence, 0, s.past) for s in self.segments]
+        after = [*state.stage_free, *([e.written[step.unit]] if step.unit in e.written else [])]
+        for to, origin in used_spans(e.host_kv[step.unit], e.arena.view_kv(state.stage, step.unit), spans):
+            state.stage_ready.append(e.device.copy_in(to, origin, after))
+            e.link_bytes += to.nbytes
+
+    def _write_back(self, step: WriteBack) -> None:
+        e, state = self.executor, self.state
+        assert state.stage is not None
+        state.stage_free = [e.device.mark()]  # the attention over it was the last thing given to the compute lane
+        spans = [(s.sequence, s.past, s.past + s.tokens) for s in self.segments]
+        for to, origin in used_spans(e.arena.view_kv(state.stage, step.unit), e.host_kv[step.unit], spans):
+            done = e.device.copy_out(to, origin, state.stage_free)
+        e.written[step.unit] = done
+        state.stage_ready.append(done)  # the next layer's new cells go where these are read from
+        state.stage_free.append(done)  # and so may its old ones, where a rank's layers differ in width
+
+    def _all_reduce(self) -> None:
+        e, side = self.executor, self._side()
+        part, ours = side.space.rows("branch", self.tokens), self.state.side.space.rows("branch", self.tokens)
+        with e.device.computing() if self.side == "acc" else torch.inference_mode():
+            if self.side == "cpu" and e.device.kind != "cpu":  # other ranks may have computed theirs on a GPU
+                e.device.send(ours, part)
+                with e.device.computing():
+                    e.group.all_reduce(ours)
+                e.device.receive(part, ours)
+            else:
+                e.group.all_reduce(part)
+            side.space.rows("hidden", self.tokens).add_(part)
