@@ -36,7 +36,7 @@ CASES: dict[str, Case] = {
     "12000-baselines": Case(12000, "-c 4352 --prompt 4096 --generated 256", "-p 4096 -n 16 -r 1 --baseline fit", {}),
     "12000-deep": Case(
         12000,
-        "-c 16512 --prompt 16384 --generated 256",
+        "-c 16512 --prompt 16384 --generated 128",
         "-p 16384 -n 0 -r 2",
         {"pp16384": 6500},
     ),
