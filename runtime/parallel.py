@@ -184,7 +184,7 @@ def init_group(ranks: int, device: str, threads: int | None = None, shared_memor
     threads = threads or len(cores)
     torch.set_num_threads(threads)
     if native.is_available():
-        native.set_threads(threads)
+        native.set_threads(threads, cores[:threads] if len(cores) >= threads else None)
     if device == "cuda":
         torch.cuda.set_device(local)
     try:
