@@ -13,9 +13,8 @@ _KV_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 # up to here the C++ kernel keeps up with torch's GEMM: 1.1 against 0.75 TFLOP/s on two Zen 5 cores, 2.2 against 2.1
 # on 16 Sapphire Rapids cores, dequantisation included
 NATIVE_TOKENS = 512
-PLAIN_TOKENS = (
-    8  # F32, F16 and BF16 weights need no dequantisation: torch's GEMM is as fast at 16 rows, and faster above
-)
+# F32, F16 and BF16 weights need no dequantisation: torch's GEMM is as fast at 16 rows, and faster above
+PLAIN_TOKENS = 8
 ATTENTION_ROWS = 64  # above this many new tokens per sequence torch's attention is faster than the C++ one
 
 
