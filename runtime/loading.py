@@ -10,6 +10,7 @@ from pshard.plan import RankPlan
 from pshard.quant import TENSOR_ALIGN, align
 from pshard.runtime.device import Device
 from pshard.runtime.executor import Executor
+from pshard.runtime.host_memory import keep_freed_memory
 from pshard.runtime.kernels import native
 from pshard.runtime.kernels.api import Kernels
 from pshard.runtime.kernels.plain import PlainKernels
@@ -20,6 +21,7 @@ from pshard.runtime.weights import HostWeights, Ranges, WeightSource, pack_unit
 
 def choose_kernels(device: Device, wanted: str, max_tokens: int) -> tuple[Kernels, Kernels, tuple[str, ...]]:
     """Kernels of the accelerator and of the host, and a note for each fallback. `wanted`: "fast" or "plain"."""
+    keep_freed_memory()
     if wanted == "plain":
         return PlainKernels(), PlainKernels(), ()
     notes: list[str] = []
