@@ -133,8 +133,9 @@ def _run(argv: list[str]) -> int:
     if args.split_mode == "tensor" and not profile.collectives:
         text = "note: the profile has no collectives; all-reduces are priced as copies through host memory"
         messages.print(text, highlight=False, soft_wrap=True)
-    registry = registry_path(path, args.registry)
-    stale = save_variants(registry, spec.name, inputs, variants)
+    # plans for another machine would push this one's out of its registry
+    registry = None if other_machine and args.registry is None else registry_path(path, args.registry)
+    stale = save_variants(registry, spec.name, inputs, variants) if registry else 0
     if stale:
         messages.print(f"{stale} plans made for other inputs were dropped from the registry", highlight=False)
     gains: dict[int, tuple] = {}
@@ -160,7 +161,8 @@ def _run(argv: list[str]) -> int:
             print(llama_arguments(variant, kinds))
     if args.json:
         print(json.dumps(_as_json(spec, profile, workloads[0], inputs, variants, gains), indent=1))
-    messages.print(f"registry: {registry}", highlight=False, soft_wrap=True)
+    where = registry or "not written, as the plan is for another machine; --registry FILE keeps it"
+    messages.print(f"registry: {where}", highlight=False, soft_wrap=True)
     return 0
 
 

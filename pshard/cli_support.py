@@ -41,6 +41,10 @@ def new_parser(prog: str, description: str) -> argparse.ArgumentParser:
     """A parser that refuses abbreviated flags and reports errors in one line."""
 
     class Parser(argparse.ArgumentParser):
+        def _get_option_tuples(self, option_string: str) -> list:
+            """Single-dash flags are not abbreviated either: -t is not -ts (-n5 stays -n 5)."""
+            return [found for found in super()._get_option_tuples(option_string) if option_string.startswith(found[1])]
+
         def error(self, message: str) -> None:  # type: ignore[override]
             raise UserError(f"{message}; see {self.prog} --help")
 
@@ -52,7 +56,10 @@ def parse_mib(text: str) -> int:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)", text.strip())
     if not match or match[2].lower() not in _SUFFIX:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size in MiB (12000, 12000M, 11.5G)")
-    return int(float(match[1]) * _SUFFIX[match[2].lower()])
+    mib = int(float(match[1]) * _SUFFIX[match[2].lower()])
+    if mib < 1 and float(match[1]) > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is less than 1 MiB")
+    return mib
 
 
 def parse_mib_list(text: str) -> tuple[int, ...]:

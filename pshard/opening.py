@@ -133,7 +133,10 @@ def check_machine(profile: MachineProfile) -> None:
     if here.cores < profile.host.threads:
         pairs.append(("cores", str(profile.host.cores), str(here.cores)))
     kind = profile.accelerators[0].kind
-    accelerators = identify_accelerators(kind)
+    try:
+        accelerators = identify_accelerators(kind)
+    except UserError:  # there is none of that kind here
+        accelerators = ()
     for i, planned in enumerate(profile.accelerators):
         found = accelerators[i] if i < len(accelerators) else None
         pairs.append((f"{kind} {i}", planned.name, found.name if found else "none"))
@@ -156,7 +159,7 @@ def start_engine(
     from pshard.runtime.session import build_engine
     from pshard.runtime.threads import use_threads
 
-    index = int(group.rank) if group is not None and group.size > 1 else 0
+    index = group.local_rank if group is not None and group.size > 1 else 0
     device = open_device(opened.profile.accelerators[0].kind, index)
     if group is None or group.size == 1:  # a rank of several keeps the share of threads it was given
         use_threads(opened.profile.host.threads)

@@ -26,13 +26,20 @@ def choose_variant(registry: Registry, want: Workload, replan_command: str) -> V
     """The variant with the largest budget that fits in `want.vram_mib`, which is what is at hand on each device.
 
     It must hold at least the wanted context and sequences, with the same KV types and split. Among equal budgets the
-    wanted ubatch goes first, then the smallest context. Raises UserError that lists the variants there are.
+    one for fewest sequences goes first, then the wanted ubatch, then the smallest context; the largest context when
+    none is wanted. Raises UserError that lists the variants there are.
     """
     fitting = [v for v in registry.variants if _serves(v, want)]
     if fitting:
         return max(
             fitting,
-            key=lambda v: (sum(v.vram_mib), v.max_ubatch == want.max_ubatch, -v.context, -v.sequences, v.max_ubatch),
+            key=lambda v: (
+                sum(v.vram_mib),
+                -v.sequences,
+                v.max_ubatch == want.max_ubatch,
+                -v.context if want.context > 1 else v.context,
+                v.max_ubatch,
+            ),
         )
     wanted = _describe(want)
     there = "; ".join(_describe(v) for v in registry.variants) or "none"

@@ -4,7 +4,9 @@ CudaDevice uses streams and events; CpuDevice makes the CPU an accelerator with 
 a thread per direction, so that every mechanism runs, and is tested, without a GPU.
 """
 
+import contextlib
 import ctypes
+import gc
 import queue
 import threading
 from collections.abc import Callable, Iterable
@@ -13,6 +15,8 @@ from typing import Any, Protocol
 import torch
 
 from pshard.errors import UserError
+
+MOST_GRAPHS = 1024  # graphs take device memory beside the arena; past that many, kernels are launched one by one
 
 
 class Device(Protocol):
@@ -60,6 +64,8 @@ class CudaDevice:
         torch.cuda.set_device(index)
         torch.cuda.init()
         torch.zeros(1, device=self.torch_device)
+        gc.collect()
+        torch.cuda.empty_cache()  # what an earlier engine left is not this one's context
         self._context_bytes = self._used_bytes()
         self.compute = torch.cuda.Stream(self.torch_device)
         self._in = torch.cuda.Stream(self.torch_device)
@@ -79,7 +85,11 @@ class CudaDevice:
         if memory.numel() == 0:
             return True
         # one registration: a copy that spans two of them is an invalid argument to the driver
-        return int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0
+        if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0:
+            return True
+        with contextlib.suppress(RuntimeError):  # the refusal must not surface in the next kernel's error check
+            torch.zeros(1, device=self.torch_device)
+        return False
 
     def page_unlock(self, memory: torch.Tensor) -> None:
         if memory.numel():
@@ -140,7 +150,7 @@ class CudaDevice:
     def repeat(self, key: tuple, worth_it: bool, work: Callable[[], Any]) -> None:
         """Do work whose kernels, addresses and launch sizes are the same for equal keys: captured once as a CUDA graph
         and replayed. Called in `computing()`."""
-        if not worth_it:
+        if not worth_it or (key not in self._graphs and len(self._graphs) >= MOST_GRAPHS):
             work()
             return
         if key not in self._graphs:

@@ -85,7 +85,7 @@ class Engine:
     def reset(self, sequence: int | None = None, length: int = 0) -> None:
         """Forget the cells after `length` of one sequence, or of all."""
         for s in range(len(self._lengths)) if sequence is None else (sequence,):
-            self._lengths[s] = min(self._lengths[s], length)
+            self._lengths[s] = max(0, min(self._lengths[s], length))
 
     def forward(
         self, tokens: Sequence[int] | Sequence[Sequence[int]], all_logits: bool = False
@@ -111,7 +111,7 @@ class Engine:
         try:
             for ids, segments, wanted in self._micro_batches(lists, all_logits):
                 rows = [row for row, _ in wanted]
-                logits = self._executor.run(torch.tensor(ids), segments, rows, self._lengths)
+                logits = self._executor.run(torch.tensor(ids, dtype=torch.int64), segments, rows, self._lengths)
                 for i, (_, sequence) in enumerate(wanted):
                     parts[sequence].append(logits[i])
                 for s in segments:
@@ -199,8 +199,11 @@ class Engine:
         """Release device and host memory. May be called twice."""
         if not self._closed:
             self._closed = True
-            self._executor.close()
-            self._on_close()
+            try:
+                self._executor.close()
+            finally:
+                self.device.close()
+                self._on_close()
 
     def __enter__(self) -> "Engine":
         return self

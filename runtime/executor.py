@@ -60,7 +60,6 @@ class Executor:
         self.switches = 0
         self._sent: Any = None
         self._host_memory: list[torch.Tensor] = []
-        self._torch_threads = torch.get_num_threads()
         self._make_host_side()
 
     @property
@@ -136,6 +135,7 @@ class Executor:
         self.switches += self._state is not None
         spans = [(sequence, 0, used) for sequence, used in enumerate(lengths)]
         self._move_kv(self._kv_in_vram[len(self.arena.kv_units(tier)) :], spans, to_host=True)
+        self.device.synchronize()  # pins that arrive may lie where KV was
         pins = self.arena.pinned_units(tier)
         for name in pins[len(self._loaded_pins) :]:
             self.device.copy_in(self.arena.pinned(name), self.weights.blob(name))
@@ -195,12 +195,16 @@ class Executor:
         if self._sent is not None:
             self.device.host_wait(self._sent)  # the last micro-batch may still read the host buffers
         # few rows: torch's small operators stay on this thread, so that its threads don't spin beside the C++ pool
-        torch.set_num_threads(1 if tokens <= SMALL_BATCH else self._torch_threads)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1 if tokens <= SMALL_BATCH else threads)
         has_past = any(s.past for s in segments)
         host_rows, acc_rows, wanted = self._index_rows(segments, logit_rows, tokens)
         batch = MicroBatch(self, state, ids, tokens, segments, host_rows, acc_rows, logit_rows, *wanted)
-        with torch.inference_mode():
-            logits = batch.walk(self._program(has_past).body)
+        try:
+            with torch.inference_mode():
+                logits = batch.walk(self._program(has_past).body)
+        finally:
+            torch.set_num_threads(threads)
         self._sent = self.device.mark()
         if len(logits) == 1:
             return logits[0]
@@ -244,4 +248,3 @@ class Executor:
             self.device.page_unlock(memory)
         self._host_memory.clear()
         self.weights.close()
-        torch.set_num_threads(self._torch_threads)

@@ -69,8 +69,12 @@ def build_executor(
     needed = align(max(tier.buffers.total for tier in plan.tiers), TENSOR_ALIGN)
     arena = device.allocate(min(needed, arena_bytes(plan.budget_mib, device.kind)))
     weights = HostWeights([u for u in spec.units if u.name not in resident], device)
-    weights.load(source, ranges, progress)
-    executor = Executor(spec, plan, device, arena, weights, kv, kernels, group)
+    try:
+        weights.load(source, ranges, progress)
+        executor = Executor(spec, plan, device, arena, weights, kv, kernels, group)
+    except BaseException:
+        weights.close()  # page-locked memory must be unlocked before it is unmapped
+        raise
     stage = torch.empty(max((spec.unit(u).packed_nbytes for u in resident), default=0), dtype=torch.uint8)
 
     def pack(name: str) -> torch.Tensor:

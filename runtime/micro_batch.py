@@ -107,7 +107,7 @@ class MicroBatch:
             case AllReduce():
                 self._all_reduce()
             case Gather():
-                self.logits[:] = [self.executor.group.gather_columns(part) for part in self.logits]
+                self._gather()
 
     def _launch(self, launch: Launch) -> None:
         e, first, last = self.executor, launch.steps[0], launch.steps[-1]
@@ -124,8 +124,10 @@ class MicroBatch:
 
     def _is_small(self) -> bool:
         """Whether launching costs more than computing, and all addresses and launch sizes repeat."""
-        first = self.executor.acc_kernels.repeatable and self.tokens <= SMALL_BATCH
-        return first and len(self.logit_rows) <= self.state.side.space.tensors["logits"].shape[0]
+        space = self.state.side.space
+        # without `partial` attention is the prompt's, whose launches hold the segments' numbers
+        repeats = self.executor.acc_kernels.repeatable and self.tokens <= SMALL_BATCH and "partial" in space.tensors
+        return repeats and len(self.logit_rows) <= space.tensors["logits"].shape[0]
 
     def _side(self) -> Side:
         return self.state.side if self.side == "acc" else self.executor.host_side
@@ -158,11 +160,15 @@ class MicroBatch:
             self._output(weights, step.on)
 
     def _contribute_nothing(self, kind: str, target: torch.Tensor | None) -> None:
-        """This rank holds nothing of the unit: zeros for the sum, no columns for the logits."""
-        if kind == "output":
-            self.logits.append(torch.empty(len(self.logit_rows), 0))
-        elif target is not None:
+        """This rank holds nothing of the unit: zeros for the sum; for the logits `_gather` brings no columns."""
+        if kind != "output" and target is not None:
             target.zero_()
+
+    def _gather(self) -> None:
+        """One gather of all wanted rows, whatever number of pieces each rank computed them in."""
+        if self.logit_rows:
+            own = torch.cat(self.logits) if self.logits else torch.empty(len(self.logit_rows), 0)
+            self.logits[:] = [self.executor.group.gather_columns(own)]
 
     def _weights_of(self, step: Compute) -> UnitWeights:
         e = self.executor

@@ -137,12 +137,18 @@ def _pack_matrix(raw: np.ndarray, tensor: TensorSpec, out: torch.Tensor) -> None
         list(pool.map(pack, range(0, tensor.rows, step)))
 
 
+LOOKUP_IDS = 64  # looked up at once where whole records are unpacked: bounds the temporaries
+
+
 def lookup_rows(table: Packed, ids: torch.Tensor, out: torch.Tensor) -> None:
     """out[i] = row ids[i] of the matrix as float32. ids int64 [M], out [M, cols], all on the table's device."""
     if table.data.device.type == "cpu" and native.is_available():
         native.get_rows(table.data, table.qtype, table.rows, table.cols, ids.contiguous(), ids.numel(), out)
     elif (rows := plain_rows(table)) is not None:
         out.copy_(rows[ids])
+    elif ids.numel() > LOOKUP_IDS:
+        for part, rows_out in zip(ids.split(LOOKUP_IDS), out.split(LOOKUP_IDS)):
+            lookup_rows(table, part, rows_out)
     else:
         stride = record_nbytes(table.qtype, table.cols)
         records = table.data[: -(-table.rows // ROW_BLOCK) * stride].view(-1, stride)[ids // ROW_BLOCK].reshape(-1)

@@ -625,3 +625,10 @@ def test_reader_that_goes_away_is_no_error(world: World) -> None:
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
     assert done.stdout.startswith("{") and "Traceback" not in done.stderr
     assert json.loads(world.registry.read_text())["model"] == "tiny"
+
+
+def test_a_short_flag_is_not_taken_for_a_longer_one(capsys: pytest.CaptureFixture[str]) -> None:
+    from pshard import cli_run
+
+    assert cli_run.main(["-t", "2", "-p", "hi"]) == 2
+    assert "unrecognized arguments: -t" in capsys.readouterr().err

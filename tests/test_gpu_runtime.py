@@ -46,6 +46,23 @@ def test_random_plans_give_the_reference_logits(tmp_path: Path, qtype: str, boun
     assert torch.equal(got, again)
 
 
+@pytest.mark.parametrize("size", [5, 16, 18, 40, 64])
+def test_batches_of_one_size_at_other_pasts_are_not_confused(tmp_path: Path, size: int) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="BF16")
+    spec, rng = open_model(path).spec, random.Random(size)
+    turns = [[rng.randrange(320) for _ in range(size)] for _ in range(3)]
+    sizes = (1, 16, 128)
+
+    def speak(engine) -> torch.Tensor:
+        with engine:
+            return torch.stack([engine.forward(turn) for turn in turns])
+
+    expected = speak(open_engine(path, pinned_everywhere(spec, sizes, CONTEXT), context=CONTEXT))
+    places = pinned_everywhere(spec, sizes, CONTEXT)
+    got = speak(open_engine(path, places, "fast", CONTEXT, device="cuda"))
+    assert max(error(g, e) for g, e in zip(got, expected)) < 1e-3
+
+
 def test_steady_decode_allocates_nothing_and_stays_within_the_budget(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q4_0", n_layers=4, d_model=1024, d_ffn=4096, context=4096)
     spec = open_model(path).spec
