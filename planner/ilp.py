@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import pulp
 
+from pshard.workload import MIB
+
 MS = 1e3  # seconds in the objective's unit
-MIB = 1 << 20
 TIDY = 1e-4  # price of link traffic that nothing waits for: prefer pinned where the time is the same
 UNTIDY = 0.02  # price of one more streamed unit, of the largest copy: small units waste the slots' lookahead
 GAP = 1e-3  # relative gap at which the solver may stop

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from pshard.plan import RankPlan, TierPlan, Variant
 from pshard.planner.explain import BINDS, WhatIf, tier_seconds
+from pshard.workload import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
 
     from pshard.validating import Trial
 
-MIB = 1 << 20
 LETTERS = {"pinned": "P", "streamed": "s", "cpu": "c"}
 
 

@@ -193,9 +193,9 @@ def _run_perplexity(opened: "Opened", args: Any, group: "Group") -> int:
             raise UserError("the model file has no tokenizer: perplexity needs one")
         ids = engine.tokenizer.encode(text)
         window = min(args.ppl_window, engine.plan.context)
+        value = measure_perplexity(engine, ids, window, lambda _: None)
         if window < args.ppl_window and group.rank == 0:
             print(f"note: windows of {window} tokens, the plan's context, not {args.ppl_window}", file=sys.stderr)
-        value = measure_perplexity(engine, ids, window, lambda _: None)
     if group.rank == 0:
         if args.output in ("json", "jsonl"):
             import json

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from pshard.cli_support import (
-    MIB,
     env_default,
     find_model,
     new_parser,
@@ -20,7 +19,7 @@ from pshard.cli_support import (
     run_cli,
 )
 from pshard.errors import UserError
-from pshard.workload import Workload
+from pshard.workload import MIB, Workload
 
 KV_TYPES = ("f32", "bf16", "f16")
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from pshard.errors import UserError
 
-MIB = 1 << 20
 LONGEST_LIST = 1000
 _SUFFIX = {"": 1, "m": 1, "mib": 1, "g": 1024, "gib": 1024, "k": 1 / 1024, "kib": 1 / 1024}
 

@@ -3,9 +3,8 @@
 `pshard.models` builds it from a file's header; the planner, the registry and the runtime share it.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
 from pshard.quant import TENSOR_ALIGN, align, file_nbytes, packed_nbytes
 
@@ -119,10 +118,6 @@ class Unit:
         """Units with equal likeness cost the same and belong to one class of the integer program."""
         return (self.kind, tuple((t.role, t.qtype, t.shape) for t in self.tensors))
 
-    def matmul_flops(self, tokens: int) -> int:
-        """Multiply-adds x 2 of the unit's matrices for `tokens` tokens; an embedding only looks rows up."""
-        return 0 if self.kind == "embedding" else 2 * tokens * sum(prod(t.shape) for t in self.matrices)
-
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -154,18 +149,3 @@ def kv_token_bytes(config: ModelConfig, type_k: str, type_v: str) -> int:
     """Bytes of KV cache that one token of one sequence takes in one layer."""
     width = config.n_kv_heads * config.head_dim
     return width * (KV_ELEMENT_BYTES[type_k] + KV_ELEMENT_BYTES[type_v])
-
-
-def attention_flops(config: ModelConfig, tokens: int, past: int) -> int:
-    """Score and value FLOPs of causal attention in one layer: `tokens` new tokens after `past` cached ones."""
-    cells = tokens * past + tokens * (tokens + 1) // 2
-    return 4 * config.n_heads * config.head_dim * cells
-
-
-def truncate(spec: ModelSpec, layers: int) -> ModelSpec:
-    """The same model with only its first `layers` layers (for tests and quick measurements)."""
-    return replace(
-        spec,
-        config=replace(spec.config, n_layers=layers),
-        units=tuple(u for u in spec.units if u.layer < layers),
-    )

@@ -68,9 +68,6 @@ class HostWeights:
             self._blobs[unit.name] = self._arena[at : at + unit.packed_nbytes]
             at += align(unit.packed_nbytes, TENSOR_ALIGN)
 
-    def __contains__(self, unit: str) -> bool:
-        return unit in self._blobs
-
     def blob(self, unit: str) -> torch.Tensor:
         """The unit's contiguous bytes in host memory. Raises KeyError when the arena does not hold it."""
         return self._blobs[unit]
