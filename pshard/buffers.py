@@ -40,9 +40,7 @@ def scratch_buffers(config: ModelConfig, tokens: int, sequences: int, context: i
         Buffer("mixed", (tokens, heads), "act"),
         Buffer("gate_up", (tokens, 2 * config.d_ffn), "act"),
         Buffer("logits", (rows, config.vocab), "f32"),
-        Buffer("positions", (tokens,), "f32"),
-        Buffer("sequences", (tokens,), "f32"),
-        Buffer("logit_rows", (tokens,), "f32"),
+        Buffer("index", (3, tokens), "f32"),
         Buffer("rope", (2, context, config.rope.dims // 2), "f32"),
     ]
     if tokens <= SMALL_BATCH:

@@ -215,7 +215,9 @@ class Executor:
     ) -> tuple[RowIndex, RowIndex, tuple[torch.Tensor, torch.Tensor]]:
         """Row indexes on the host and on the device, and the numbers of the rows whose logits are wanted on both."""
         assert self._state is not None
-        position, sequence, wanted = self._host_index[:, :tokens].unbind()
+        index = self._state.side.space.tensors["index"]
+        here = self._host_index.flatten()[: index.numel()].view(index.shape)  # all three rows in one copy
+        position, sequence, wanted = here[0, :tokens], here[1, :tokens], here[2, : len(logit_rows)]
         for s in segments:
             rows = slice(s.start, s.start + s.tokens)
             if s.tokens == 1:
@@ -223,17 +225,13 @@ class Executor:
             else:
                 torch.arange(s.past, s.past + s.tokens, out=position[rows])
             sequence[rows] = s.sequence
-        wanted = wanted[: len(logit_rows)]
         wanted.copy_(torch.tensor(logit_rows, dtype=torch.int32))
-        there = []
-        for name, values in (("positions", position), ("sequences", sequence), ("logit_rows", wanted)):
-            target = self._state.side.space.tensors[name][: values.shape[0]]
-            self.device.send(target, values)
-            there.append(target)
+        self.device.send(index, here)
         cells = max(s.past + s.tokens for s in segments)
         bound = min(max(LEAST_CELLS, 1 << (cells - 1).bit_length()), self._kv_shape.context)
         rows_here = RowIndex(sequence, position, segments, cells)
-        return rows_here, RowIndex(there[1], there[0], segments, bound), (wanted, there[2])
+        rows_there = RowIndex(index[1, :tokens], index[0, :tokens], segments, bound)
+        return rows_here, rows_there, (wanted, index[2, : len(logit_rows)])
 
     def copy_in(self, step: CopyIn, after: Iterable[Any]) -> None:
         assert self._state is not None

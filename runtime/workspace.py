@@ -31,8 +31,7 @@ def carve_workspace(
         tensors[buffer.name] = _view(memory, at, buffer, dtype)
         at += buffer.nbytes(act_dtype.itemsize)
     tile = memory[at : at + dequant_bytes(spec, tokens, act_dtype.itemsize)]
-    for name in ("positions", "sequences", "logit_rows"):
-        tensors[name] = tensors[name].view(torch.int32)
+    tensors["index"] = tensors["index"].view(torch.int32)
     return Workspace(tokens, tensors, tile)
 
 

@@ -8,8 +8,10 @@ import torch
 from engines import open_engine, pinned_everywhere
 from model_files import write_gguf
 from plan_samples import make_tier, random_places, shrink_places
+from rounded_kernels import RoundedKernels
 
 from pshard.models import open_model
+from pshard.runtime import loading
 
 pytestmark = pytest.mark.gpu
 CONTEXT = 256
@@ -28,8 +30,10 @@ def talk(engine, rng: random.Random) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize(("qtype", "bound"), [("BF16", 1e-4), ("Q4_0", 2e-3), ("Q6_K", 2e-3)])
-def test_random_plans_give_the_reference_logits(tmp_path: Path, qtype: str, bound: float, seed: int) -> None:
+@pytest.mark.parametrize(("qtype", "bound"), [("BF16", None), ("Q4_0", 2e-3), ("Q6_K", 2e-3)])
+def test_random_plans_give_the_reference_logits(
+    tmp_path: Path, qtype: str, bound: float | None, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype=qtype, n_layers=3)
     rng, spec = random.Random(seed), open_model(tmp_path / "m.gguf").spec
     decode = random_places(spec, rng)
@@ -37,11 +41,15 @@ def test_random_plans_give_the_reference_logits(tmp_path: Path, qtype: str, boun
         make_tier(spec, n, places, rng.randint(1, 4), CONTEXT, 1)
         for n, places in ((4, decode), (80, shrink_places(spec, decode, rng)))
     )
-    expected = talk(open_engine(path, pinned_everywhere(spec, (4, 80), CONTEXT), context=CONTEXT), random.Random(seed))
+    reference = pinned_everywhere(spec, (4, 80), CONTEXT)
+    expected = talk(open_engine(path, reference, context=CONTEXT), random.Random(seed))
     got = talk(open_engine(path, tiers, "fast", CONTEXT, device="cuda"), random.Random(seed))
     assert torch.isfinite(got).all()
     found = error(got, expected)
-    assert found < bound, found
+    if bound is None:  # exact weights: a tenth above what bfloat16 activations alone cost (6.7e-5 to 9.9e-5 here)
+        monkeypatch.setattr(loading, "PlainKernels", RoundedKernels)
+        bound = 1.1 * error(talk(open_engine(path, reference, context=CONTEXT), random.Random(seed)), expected)
+    assert found < bound, (found, bound)
     again = talk(open_engine(path, tiers, "fast", CONTEXT, device="cuda"), random.Random(seed))
     assert torch.equal(got, again)
 

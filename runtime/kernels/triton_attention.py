@@ -33,7 +33,8 @@ def decode_kernel(
     qs = tl.load(q + m.to(tl.int64) * q_stride + (group * per_group + head[:, None]) * D + dim[None, :],
                  mask=inside, other=0.0)  # fmt: skip
     kind = tl.float16 if k.dtype.element_ty == tl.float16 else tl.bfloat16
-    qs = (qs.to(tl.float32) * (scale * 1.4426950408889634)).to(kind)
+    qs = qs.to(kind)  # the scale goes to the scores: scaled here, q would be rounded twice
+    scale = scale * 1.4426950408889634
     peak = tl.full((SHARE,), -1e30, tl.float32)
     weight = tl.zeros((SHARE,), tl.float32)
     acc = tl.zeros((SHARE, DP), tl.float32)
@@ -45,7 +46,7 @@ def decode_kernel(
         ks = tl.load(k + at + local, mask=there, other=0.0).to(kind)
         vs = tl.load(v + at + local, mask=there, other=0.0).to(kind)
         scores = tl.dot(qs, tl.trans(ks))
-        scores = tl.where((cell < last)[None, :], scores, -1e30)
+        scores = tl.where((cell < last)[None, :], scores * scale, -1e30)
         top = tl.maximum(peak, tl.max(scores, axis=1))
         shrink = tl.exp2(peak - top)
         p = tl.exp2(scores - top[:, None])

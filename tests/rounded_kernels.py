@@ -1,0 +1,44 @@
+"""Plain kernels that round to bfloat16 wherever a device with bfloat16 activations must: what that type alone costs."""
+
+import torch
+import torch.nn.functional as F
+
+from pshard.runtime.kernels.plain import PlainKernels
+from pshard.runtime.kernels.unpack import unpack
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """x as bfloat16 keeps it."""
+    return x.bfloat16().float()
+
+
+class RoundedKernels(PlainKernels):
+    """Float32 arithmetic between bfloat16 activations: norms, qkv, gate, up, their product, attention's output and
+    its weights as they enter the tensor cores."""
+
+    def rms_norm(self, hidden, weight, eps, out):
+        super().rms_norm(hidden, weight, eps, out)
+        out.copy_(rounded(out))
+
+    def linear_group(self, x, weights, out, tile, biases):
+        super().linear_group(x, weights, out, tile, biases)
+        out.copy_(rounded(out))
+
+    def gate_up(self, x, gate, up, out, both, tile):
+        first, second = (rounded(F.linear(x, unpack(w))) for w in (gate, up))
+        out.copy_(rounded(F.silu(first) * second))
+
+    def attention(self, qkv, heads, kv, rows, scale, out, partial):
+        n_heads, groups, dim = heads
+        for s in rows.segments:
+            cells, new = s.past + s.tokens, slice(s.start, s.start + s.tokens)
+            q = rounded(qkv[new, : n_heads * dim]).unflatten(1, (n_heads, dim)).transpose(0, 1)
+            k, v = (
+                cache[s.sequence, :cells].float().transpose(0, 1).repeat_interleave(n_heads // groups, 0)
+                for cache in (kv.k, kv.v)
+            )
+            seen = torch.arange(cells) <= torch.arange(s.past, cells)[:, None]
+            scores = (q @ k.transpose(1, 2) * scale).masked_fill(~seen, -torch.inf)
+            chance = torch.exp(scores - scores.max(-1, keepdim=True).values)
+            mixed = rounded(chance) @ v / chance.sum(-1, keepdim=True)
+            out[new] = rounded(mixed.transpose(0, 1).flatten(1))
