@@ -16,6 +16,7 @@ import torch
 
 from pshard.errors import UserError
 
+KERNEL_COPY_BYTES = 1 << 20  # up to here a kernel copies between device and host, beside the copy engine's queue
 MOST_GRAPHS = 1024  # graphs take device memory beside the arena; past that many, kernels are launched one by one
 
 
@@ -71,6 +72,8 @@ class CudaDevice:
         self._in = torch.cuda.Stream(self.torch_device)
         self._out = torch.cuda.Stream(self.torch_device)
         self._graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
+        self._locked: dict[int, int] = {}  # page-locked host memory: first address -> bytes
+        self._copy_small = _kernel_for_small_copies()
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         try:
@@ -86,6 +89,7 @@ class CudaDevice:
             return True
         # one registration: a copy that spans two of them is an invalid argument to the driver
         if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0:
+            self._locked[memory.data_ptr()] = memory.numel()
             return True
         with contextlib.suppress(RuntimeError):  # the refusal must not surface in the next kernel's error check
             torch.zeros(1, device=self.torch_device)
@@ -94,6 +98,7 @@ class CudaDevice:
     def page_unlock(self, memory: torch.Tensor) -> None:
         if memory.numel():
             torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+            self._locked.pop(memory.data_ptr(), None)
 
     def copy_in(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Any] = ()) -> torch.cuda.Event:
         return self._copy(self._in, dst, src, after)
@@ -115,13 +120,24 @@ class CudaDevice:
     def send(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Host to device in the compute lane: small transfers don't queue behind weights."""
         with torch.cuda.stream(self.compute):
-            dst.copy_(src, non_blocking=True)
+            self._transfer(dst, src, src)
 
     def receive(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Device to host after all compute so far; returns when `dst` holds it."""
         with torch.cuda.stream(self.compute):
-            dst.copy_(src, non_blocking=True)
+            self._transfer(dst, src, dst)
         self.compute.synchronize()
+
+    def _transfer(self, dst: torch.Tensor, src: torch.Tensor, on_host: torch.Tensor) -> None:
+        small = on_host.nbytes <= KERNEL_COPY_BYTES and on_host.nbytes % 4 == 0 and dst.dtype == src.dtype
+        if small and self._copy_small and dst.is_contiguous() and src.is_contiguous() and self._is_locked(on_host):
+            self._copy_small(dst, src)
+        else:
+            dst.copy_(src, non_blocking=True)
+
+    def _is_locked(self, memory: torch.Tensor) -> bool:
+        start, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+        return any(at <= start and end <= at + nbytes for at, nbytes in self._locked.items())
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
@@ -174,6 +190,15 @@ class CudaDevice:
     def close(self) -> None:
         self.synchronize()
         self._graphs.clear()
+
+
+def _kernel_for_small_copies() -> Callable[[torch.Tensor, torch.Tensor], None] | None:
+    """None without Triton; `choose_kernels` says so."""
+    try:
+        from pshard.runtime.kernels.triton_copy import copy_words
+    except ImportError:
+        return None
+    return copy_words
 
 
 class CpuEvent:

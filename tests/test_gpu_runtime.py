@@ -12,6 +12,8 @@ from rounded_kernels import RoundedKernels
 
 from pshard.models import open_model
 from pshard.runtime import loading
+from pshard.runtime.device import open_device
+from pshard.runtime.host_memory import map_memory
 
 pytestmark = pytest.mark.gpu
 CONTEXT = 256
@@ -91,3 +93,23 @@ def test_steady_decode_allocates_nothing_and_stays_within_the_budget(tmp_path: P
         memory = engine.memory()
         assert memory.accelerator <= memory.budget
         assert memory.page_locked
+
+
+def test_small_transfers_do_not_wait_for_the_copy_engine() -> None:
+    device = open_device("cuda")
+    big, small = map_memory(1 << 30), map_memory(1 << 16)
+    assert device.page_lock(big) and device.page_lock(small)
+    there, target = device.allocate(1 << 30), device.allocate(1 << 16)
+    back = small[1 << 15 :]
+    small[: 1 << 15] = torch.randint(256, (1 << 15,), dtype=torch.uint8)
+    for _ in range(2):  # the first time compiles
+        arrived = device.copy_in(there, big)
+        device.send(target[: 1 << 15], small[: 1 << 15])
+        device.receive(back, target[: 1 << 15])
+        early = not device.happened(arrived)
+        device.synchronize()
+    assert torch.equal(back, small[: 1 << 15])
+    assert early
+    for memory in (big, small):
+        device.page_unlock(memory)
+    device.close()
