@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pshard.machine import MachineProfile
 from pshard.plan import Correction, Factor, TierPlan, Variant, batch_of
 from pshard.planner.costs import Tables, tier_costs
-from pshard.planner.draft import Room, simulate_tier
+from pshard.planner.draft import Room, tier_seconds
 from pshard.planner.load import TierLoad
 
 OFF = 0.15  # a prediction further than this from what was measured is off
@@ -84,4 +84,4 @@ def _fit_batch(room: Room, tables: Tables, samples: list[Sample], batch: str) ->
 def _simulated(room: Room, tables: Tables, sample: Sample, factors: Sequence[Factor]) -> float:
     corrected = tables.corrected(Correction(tuple(factors)))
     costs = tier_costs(room.spec, corrected, sample.load, room.workload, room.ranks)
-    return simulate_tier(room, sample.tier, costs).seconds
+    return tier_seconds(room, sample.tier, costs)

@@ -2,18 +2,19 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from pshard.buffers import arena_bytes, kv_layer_bytes, kv_stage_bytes, scratch_bytes
 from pshard.model import ModelSpec
 from pshard.plan import Buffers, Placement, Prediction, Solve, TierPlan
 from pshard.planner.costs import TierCosts
-from pshard.planner.simulate import ROUNDS, Simulation, simulate
+from pshard.planner.simulate import ROUNDS, Simulation, simulate, simulate_seconds
 from pshard.steps import StepList, StepShape, emit_steps
 from pshard.workload import Workload
 
 UNPREDICTED = Prediction(0.0, 0.0, (), "", 0, 0)
 UNSOLVED = Solve("unsolved", 0.0, 0.0, 0.0, 0.0, "")
+_placement = lru_cache(1 << 14)(Placement)  # a search drafts the same few thousands of times
 SATURATED = 0.9  # a lane that works this share of the time limits it
 
 
@@ -68,7 +69,7 @@ def draft_tier(room: Room, tokens: int, where: Mapping[str, str], kv_vram: froze
             pinned += unit.packed_nbytes
         elif place == "streamed":
             streamed.append(unit.packed_nbytes)
-        placements.append(Placement(unit.name, place, side))
+        placements.append(_placement(unit.name, place, side))
     scratch = room.scratch(tokens) + (room.kv_stage if staged else 0)
     buffers = Buffers(pinned, scratch, min(slots, len(streamed)), max(streamed, default=0), kv)
     return TierPlan(tokens, tuple(placements), buffers, UNPREDICTED, UNSOLVED)
@@ -91,6 +92,11 @@ def tier_steps(room: Room, tier: TierPlan, costs: TierCosts) -> StepList:
 def simulate_tier(room: Room, tier: TierPlan, costs: TierCosts, rounds: int = ROUNDS) -> Simulation:
     """Simulate the expected micro-batch of this tier in its steady state."""
     return simulate(tier_steps(room, tier, costs), costs, rounds)
+
+
+def tier_seconds(room: Room, tier: TierPlan, costs: TierCosts, rounds: int = ROUNDS) -> float:
+    """Simulated steady-state seconds of the expected micro-batch of this tier."""
+    return simulate_seconds(tier_steps(room, tier, costs), costs, rounds)
 
 
 def predict_tier(room: Room, tier: TierPlan, costs: TierCosts, bound: float) -> Prediction:

@@ -17,7 +17,7 @@ from pshard.workload import MIB
 MS = 1e3  # seconds in the objective's unit
 TIDY = 1e-4  # price of link traffic that nothing waits for: prefer pinned where the time is the same
 UNTIDY = 0.02  # price of one more streamed unit, of the largest copy: small units waste the slots' lookahead
-GAP = 1e-3  # relative gap at which the solver may stop
+GAP = 1e-3  # relative gap at which the solver may stop unless it is told otherwise
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,8 @@ def solve_tiers(
     time_limit: float = 10.0,
     relaxed: bool = False,
     kv_stays: bool = False,
+    between: tuple[tuple[Counts, ...], tuple[Counts, ...]] | None = None,
+    gap: float = GAP,
 ) -> Solution:
     """Solve all tiers at once; tiers ascend in tokens, and a smaller tier pins at least what a larger one pins.
 
@@ -102,13 +104,34 @@ def solve_tiers(
     kv_switch: by class, seconds of moving the used KV cells of one layer at that switch.
     relaxed: waits for KV are free and link traffic has no price: the objective is then a lower bound.
     kv_stays: all KV is in VRAM in every tier.
+    between: by class, the fewest and the most pins and layers with KV in VRAM of every tier.
+    gap: relative distance to the bound at which the solver may stop.
     """
     started = time.perf_counter()
+    program, variables = _write_program(problems, switch_seconds_per_byte, kv_switch, relaxed, kv_stays, between)
+    return _run(program, problems, variables, time_limit, gap, started)
+
+
+def relaxation_bound(problem: TierProblem) -> float:
+    """Seconds that no counts of this tier can beat, by the linear relaxation alone: quick, and rather low."""
+    program, _ = _write_program((problem,), relaxed=True)
+    return _relaxation_value(program) / MS
+
+
+def _write_program(
+    problems: tuple[TierProblem, ...],
+    switch_seconds_per_byte: float = 0.0,
+    kv_switch: tuple[float, ...] = (),
+    relaxed: bool = False,
+    kv_stays: bool = False,
+    between: tuple[tuple[Counts, ...], tuple[Counts, ...]] | None = None,
+):
+    """The program and its (pin, cpu, kv) variables by tier; see `solve_tiers`."""
     program = pulp.LpProblem("placement", pulp.LpMinimize)
     terms, variables = [], []
     kv_up = pulp.LpVariable("kv_up", cat="Binary")  # 1: smaller tiers have more KV in VRAM
     for t, problem in enumerate(problems):
-        pin, cpu, kv = _count_variables(t, problem)
+        pin, cpu, kv = _count_variables(t, problem, between)
         variables.append((pin, cpu, kv))
         if kv_stays:
             for c, cost in enumerate(problem.classes):
@@ -131,16 +154,22 @@ def solve_tiers(
                 program += moved >= last[2][c] - first[2][c], f"kv_out_{c}"
                 terms.append(MS * kv_switch[c] * moved)
     program += pulp.lpSum(terms), "workload_ms"
-    return _run(program, problems, variables, time_limit, started)
+    return program, variables
 
 
-def _count_variables(t: int, problem: TierProblem):
-    def integers(name: str):
-        return [
-            pulp.LpVariable(f"{name}_{t}_{c}", 0, cost.size, pulp.LpInteger) for c, cost in enumerate(problem.classes)
-        ]
+def _count_variables(t: int, problem: TierProblem, between):
+    whole = tuple(Counts(c.size, c.size, c.size) for c in problem.classes)
+    fewest, most = between or (tuple(Counts(0, 0, 0) for _ in whole), whole)
 
-    return integers("pin"), integers("cpu"), integers("kv")
+    def integers(name: str, low: list[int], high: list[int]):
+        return [pulp.LpVariable(f"{name}_{t}_{c}", *ends, pulp.LpInteger) for c, ends in enumerate(zip(low, high))]
+
+    none, sizes = [0] * len(problem.classes), [c.size for c in problem.classes]
+    return (
+        integers("pin", [n.pin for n in fewest], [n.pin for n in most]),
+        integers("cpu", none, sizes),
+        integers("kv", [n.kv for n in fewest], [n.kv for n in most]),
+    )
 
 
 def _add_tier(program, t: int, problem: TierProblem, pin, cpu, kv, relaxed: bool):
@@ -220,35 +249,39 @@ def _copies_beside_a_run(problem: TierProblem) -> float:
     return problem.lookahead * max(c.link for c in problem.classes) + max(c.kv_fetch for c in problem.classes)
 
 
-def _solver(time_limit: float):
+def _solver(time_limit: float, gap: float):
     """HiGHS in this process when it is installed, else CBC."""
     if pulp.HiGHS().available():
-        return "HiGHS", pulp.HiGHS(msg=False, timeLimit=time_limit, gapRel=GAP, threads=1)
-    return "CBC", pulp.PULP_CBC_CMD(msg=False, timeLimit=time_limit, gapRel=GAP, threads=1)
+        return "HiGHS", pulp.HiGHS(msg=False, timeLimit=time_limit, gapRel=gap, threads=1)
+    return "CBC", pulp.PULP_CBC_CMD(msg=False, timeLimit=time_limit, gapRel=gap, threads=1)
 
 
-def _run(program, problems, variables, time_limit: float, started: float) -> Solution:
-    name, solver = _solver(max(time_limit, 0.05))
+def _run(program, problems, variables, time_limit: float, allowed: float, started: float) -> Solution:
+    name, solver = _solver(max(time_limit, 0.05), allowed)
     program.solve(solver)
     seconds = time.perf_counter() - started
     if program.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
         status = "infeasible" if program.status == pulp.LpStatusInfeasible else "unsolved"
         return Solution(status, 0.0, 0.0, 0.0, seconds, name, ())
     objective = pulp.value(program.objective) or 0.0
-    proven = program.sol_status == pulp.LpSolutionOptimal and seconds < time_limit
-    bound = objective * (1 - GAP) if proven else _relaxation_value(program, name)
-    gap = max(0.0, (objective - bound) / objective) if objective else 0.0
     counts = tuple(
         tuple(Counts(*(round(v.value() or 0) for v in (pin[c], cpu[c], kv[c]))) for c in range(len(p.classes)))
         for p, (pin, cpu, kv) in zip(problems, variables)
     )
+    proven = program.sol_status == pulp.LpSolutionOptimal and seconds < time_limit
+    if name == "HiGHS":  # its own proof, whatever stopped it
+        bound = min(program.solverModel.getInfo().mip_dual_bound + program.objective.constant, objective)
+    else:
+        bound = objective * (1 - allowed) if proven else _relaxation_value(program)
+    gap = max(0.0, (objective - bound) / objective) if objective else 0.0
     return Solution("optimal" if proven else "feasible", objective / MS, bound / MS, gap, seconds, name, counts)
 
 
-def _relaxation_value(program, name: str) -> float:
-    """Value of the linear relaxation: a bound that holds whatever the branch and bound got to."""
-    program.solve(pulp.HiGHS(msg=False, mip=False) if name == "HiGHS" else pulp.PULP_CBC_CMD(msg=False, mip=False))
-    return pulp.value(program.objective) or 0.0
+def _relaxation_value(program) -> float:
+    """Value of the linear relaxation: a bound that holds whatever the branch and bound got to. 0 when there is none."""
+    highs = pulp.HiGHS().available()
+    program.solve(pulp.HiGHS(msg=False, mip=False) if highs else pulp.PULP_CBC_CMD(msg=False, mip=False))
+    return (pulp.value(program.objective) or 0.0) if program.status == pulp.LpStatusOptimal else 0.0
 
 
 def fluid_seconds(problem: TierProblem, counts: tuple[Counts, ...], relaxed: bool = False) -> float:
@@ -282,7 +315,7 @@ def fluid_seconds(problem: TierProblem, counts: tuple[Counts, ...], relaxed: boo
     # convex and piecewise linear in the overlap: golden-section search
     low, high = 0.0, min(host / fc, link / fl)
     ratio = (5**0.5 - 1) / 2
-    for _ in range(80):
+    for _ in range(45):
         a, b = high - ratio * (high - low), low + ratio * (high - low)
         low, high = (low, b) if total(a) <= total(b) else (a, high)
     return min(total(low), total(high), total(0.0))

@@ -13,6 +13,7 @@ class TierLoad:
     """One micro-batch: `sequences` sequences with `tokens / sequences` new tokens each after `past` cached cells each.
 
     `weight` is how many such micro-batches one round of the workload (all its sequences, prompt and answer) takes.
+    `rare`: the round hardly enters this tier, if ever; its weight only keeps it from being planned badly.
     """
 
     tokens: int
@@ -20,6 +21,7 @@ class TierLoad:
     past: int
     logit_rows: int
     weight: float
+    rare: bool = False
 
     @property
     def is_decode(self) -> bool:
@@ -45,9 +47,13 @@ def tier_loads(workload: Workload, tiers: tuple[int, ...] | None = None) -> tupl
 
 
 def raise_weights(loads: tuple[TierLoad, ...], seconds: Sequence[float]) -> tuple[TierLoad, ...]:
-    """The loads with weights such that every tier, at `seconds` each, counts for at least LEAST of the whole round."""
+    """The loads with weights such that every tier, at `seconds` each, counts for at least LEAST of the whole round.
+
+    Those whose weight had to be raised are rare.
+    """
     whole = sum(load.weight * s for load, s in zip(loads, seconds))
-    return tuple(replace(load, weight=max(load.weight, LEAST * whole / s)) for load, s in zip(loads, seconds))
+    least = [LEAST * whole / s for s in seconds]
+    return tuple(replace(load, weight=max(load.weight, w), rare=load.weight < w) for load, w in zip(loads, least))
 
 
 def _load(workload: Workload, tokens: int, weight: float) -> TierLoad:

@@ -1,7 +1,9 @@
 """From counts to units: which ones of a class are pinned, streamed or on the CPU, spread evenly over the layers."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
+from pshard.model import Unit
 from pshard.planner.classes import UnitClass
 from pshard.planner.ilp import Counts
 
@@ -104,7 +106,18 @@ def assign_cpu(
             continue
         for i, centre in enumerate(centres):
             share = (i + 1) * count // len(centres) - i * count // len(centres)
-            free.sort(key=lambda u: (abs(u.layer + 0.5 - centre), u.layer))
-            cpu |= {u.name for u in free[:share]}
-            free = free[share:]
+            cpu |= {u.name for u in _take_nearest(free, centre, share)}
     return cpu
+
+
+def _take_nearest(free: list[Unit], centre: float, count: int) -> list[Unit]:
+    """Remove and return the `count` units of `free` (in layer order) nearest to `centre`, the earlier one of two."""
+    left = right = bisect_left(free, centre, key=lambda u: u.layer + 0.5)
+    while right - left < count and (left or right < len(free)):
+        if right == len(free) or (left and centre - free[left - 1].layer - 0.5 <= free[right].layer + 0.5 - centre):
+            left -= 1
+        else:
+            right += 1
+    taken = free[left:right]
+    del free[left:right]
+    return taken

@@ -121,7 +121,7 @@ def rank_plans(task: RankTask, time_limit: float) -> tuple[Candidate, ...]:
     """Plans of one rank, the best first; only the one that keeps everything in VRAM where that fits every rank."""
     if not task.plan_needed:
         return (keep_everything(task.room, task.costs),)
-    best, *others = rank_candidates(task.room, task.classes, task.costs, time_limit)
+    best, *others = rank_candidates(task.room, task.classes, task.costs, task.bounds, time_limit)
     return (refine_candidate(task.room, task.classes, task.costs, best), *others)
 
 
@@ -141,14 +141,17 @@ def prepare_ranks(
     """Cut the model, choose the largest micro-batch, and price every tier of every rank."""
     tables = Tables(profile, correction)
     tiers = fitting_tiers(cut_ranks(spec, rank_shares(workload)), workload, tables)
-    tasks = price_tiers(spec, tables, workload, tiers)
-    best = _best_ubatch(tasks, workload)
-    return tasks if best == tiers[-1] else price_tiers(spec, tables, workload, tuple(t for t in tiers if t <= best))
+    tasks = _price(spec, tables, workload, tiers)
+    return _weigh(tasks, workload, _best_ubatch(tasks, workload))
 
 
 def price_tiers(spec: ModelSpec, tables: Tables, workload: Workload, tiers: tuple[int, ...]) -> tuple[RankTask, ...]:
     """Every rank's task for exactly these tiers, whether or not their scratch fits."""
-    workload = replace(workload, max_ubatch=tiers[-1])
+    return _weigh(_price(spec, tables, workload, tiers), workload, tiers[-1])
+
+
+def _price(spec: ModelSpec, tables: Tables, workload: Workload, tiers: tuple[int, ...]) -> tuple[RankTask, ...]:
+    """Costs and bounds of every rank and tier; nothing in them depends on the largest micro-batch."""
     loads, shares = tier_loads(workload, tiers), rank_shares(workload)
     tasks = []
     for rank, (part, share) in enumerate(zip(cut_ranks(spec, shares), shares)):
@@ -157,10 +160,24 @@ def price_tiers(spec: ModelSpec, tables: Tables, workload: Workload, tiers: tupl
         costs = tuple(tier_costs(part, tables, load, workload, len(shares)) for load in loads)
         bounds = tuple(bound_seconds(room, classes, c) for c in costs)
         tasks.append(RankTask(rank, share, room, classes, costs, bounds, True))
-    loads = raise_weights(loads, [max(bounds) for bounds in zip(*(t.bounds for t in tasks))])
-    needed = not all(whole_tier(t.room, tiers[-1]).buffers.total <= t.room.arena for t in tasks)
+    return tuple(tasks)
+
+
+def _weigh(tasks: tuple[RankTask, ...], workload: Workload, largest: int) -> tuple[RankTask, ...]:
+    """The tasks without tiers above `largest`, each tier with its weight in the round."""
+    workload = replace(workload, max_ubatch=largest)
+    tiers = tuple(c.load.tokens for c in tasks[0].costs if c.load.tokens <= largest)
+    seconds = [max(bounds) for bounds in zip(*(t.bounds for t in tasks))]
+    loads = raise_weights(tier_loads(workload, tiers), seconds[: len(tiers)])
+    needed = not all(whole_tier(t.room, largest).buffers.total <= t.room.arena for t in tasks)
     return tuple(
-        replace(t, costs=tuple(replace(c, load=load) for c, load in zip(t.costs, loads)), plan_needed=needed)
+        replace(
+            t,
+            room=replace(t.room, workload=workload),
+            costs=tuple(replace(c, load=load) for c, load in zip(t.costs, loads)),
+            bounds=t.bounds[: len(tiers)],
+            plan_needed=needed,
+        )
         for t in tasks
     )
 

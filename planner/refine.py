@@ -8,7 +8,7 @@ from pshard.plan import TierPlan
 from pshard.planner.candidates import EVALUATIONS, Candidate, round_seconds
 from pshard.planner.classes import UnitClass
 from pshard.planner.costs import TierCosts
-from pshard.planner.draft import Room, draft_tier, simulate_tier
+from pshard.planner.draft import Room, draft_tier, tier_seconds
 from pshard.planner.order import order_around
 from pshard.planner.problem import count_tier
 from pshard.planner.search import SEARCH_ROUNDS, SLOT_CHOICES, TierSearch, TierState
@@ -44,7 +44,7 @@ def refine_candidate(
         if arranged is None:
             return found
         tiers.append(arranged)
-    seconds = tuple(simulate_tier(room, tier, cost).seconds for tier, cost in zip(tiers, costs))
+    seconds = tuple(tier_seconds(room, tier, cost) for tier, cost in zip(tiers, costs))
     total = round_seconds(room, tuple(tiers), seconds, costs)
     if total >= found.total:
         return found
@@ -77,7 +77,7 @@ def _anneal(room: Room, tier: TierPlan, costs: TierCosts, heat: float, rng: Rand
     units = room.spec.units
     now = [(p.where, p.kv == "vram") for p in tier.placements]
     slots, tokens = max(1, tier.buffers.slots), tier.tokens
-    best, best_seconds = tier, simulate_tier(room, tier, costs, SEARCH_ROUNDS).seconds
+    best, best_seconds = tier, tier_seconds(room, tier, costs, SEARCH_ROUNDS)
     seconds = first = best_seconds
     for i in range(TRIES):
         tried, tried_slots = list(now), slots
@@ -92,7 +92,7 @@ def _anneal(room: Room, tier: TierPlan, costs: TierCosts, heat: float, rng: Rand
         draft = _make_fit(rng, room, tokens, tried, tried_slots)
         if draft is None:
             continue
-        took = simulate_tier(room, draft, costs, SEARCH_ROUNDS).seconds
+        took = tier_seconds(room, draft, costs, SEARCH_ROUNDS)
         warmth = heat * first * (1 - i / TRIES)
         if took < seconds or rng.random() < exp((seconds - took) / warmth):
             now, slots, seconds = tried, tried_slots, took

@@ -1,16 +1,19 @@
 """Local improvement of one tier on its simulated time: more or fewer CPU units, their order, the number of slots."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from pshard.plan import TierPlan
 from pshard.planner.classes import UnitClass
 from pshard.planner.costs import TierCosts
-from pshard.planner.draft import Room, draft_tier, simulate_tier
+from pshard.planner.draft import Room, draft_tier, tier_seconds
 from pshard.planner.ilp import Counts
 from pshard.planner.order import Residency, assign_cpu
 
 SLOT_CHOICES = (1, 2, 3, 4)
 SEARCH_ROUNDS = 2
+CLOSE = 1.002  # so near to its bound, a tier is as good as optimal
 PIN_REACH = 8  # pins given up or gained for a change of slots
 
 
@@ -55,7 +58,7 @@ class TierSearch:
         if state not in self._seen:
             tier = self.build(state)
             self._seen[state] = (
-                Scored(state, tier, simulate_tier(self.room, tier, self.costs, SEARCH_ROUNDS).seconds) if tier else None
+                Scored(state, tier, tier_seconds(self.room, tier, self.costs, SEARCH_ROUNDS)) if tier else None
             )
         return self._seen[state]
 
@@ -79,39 +82,67 @@ class TierSearch:
         tier = draft_tier(self.room, self.costs.load.tokens, where, kv, state.slots)
         return tier if tier.buffers.total <= self.room.arena else None
 
-    def improve(self, start: Scored, evaluations: int) -> Scored:
-        """Hill climbing: take the best neighbour while it is better, within so many simulations."""
-        best = start
-        while evaluations > 0:
-            tried = []
-            for state in self._neighbours(best.state):
-                if state in self._seen:
-                    continue
-                evaluations -= 1
-                tried.append(self.score(state))
-                if evaluations <= 0:
-                    break
-            better = min((s for s in tried if s), key=lambda s: s.seconds, default=None)
-            if better is None or better.seconds >= best.seconds * (1 - 1e-6):
-                return best
-            best = better
+    def improve(self, start: Scored, evaluations: int, bound: float = 0.0) -> Scored:
+        """Hill climbing within so many simulations: every kind of step in turn, twice as far each time it helps.
+
+        What is as fast as `bound` (seconds that nothing can beat) allows is not improved.
+        """
+        best, helped = start, True
+        while helped:
+            helped = False
+            for move in self._moves:
+                far = 1
+                while evaluations > 0 and best.seconds > bound * CLOSE:
+                    state = move(best.state, far)
+                    if state is None or state in self._seen:
+                        break
+                    evaluations -= 1
+                    tried = self.score(state)
+                    if tried is None or tried.seconds >= best.seconds * (1 - 1e-6):
+                        break
+                    best, helped, far = tried, True, 2 * far
         return best
 
-    def _neighbours(self, state: TierState):
-        for slots in SLOT_CHOICES:
-            if abs(slots - state.slots) == 1 and (filled := self.fill(replace(state, slots=slots))):
-                yield filled
-        for c, cls in enumerate(self.classes):
-            if cls.kind in ("attention", "ffn", "output"):
-                for delta in (-1, 1):
-                    yield replace(state, cpu=(*state.cpu[:c], state.cpu[c] + delta, *state.cpu[c + 1 :]))
-        if any(state.cpu):
-            for runs in sorted({state.runs - 1, state.runs + 1, state.runs * 2, state.runs // 2}):
-                if 0 <= runs != state.runs:
-                    yield replace(state, runs=runs)
-        for pins in (state.pins - 1, state.pins + 1):
-            if 0 <= pins <= len(self.residency.pin_order):
-                yield replace(state, pins=pins)
+    @cached_property
+    def _moves(self) -> tuple[Callable[[TierState, int], TierState | None], ...]:
+        """Kinds of steps: more or fewer runs, CPU units of a class, slots, pins."""
+
+        def runs(sign: int):
+            def move(state: TierState, far: int) -> TierState | None:
+                if not any(state.cpu) or state.runs + sign * far < 0:
+                    return None
+                return replace(state, runs=state.runs + sign * far)
+
+            return move
+
+        def cpu(c: int, sign: int):
+            def move(state: TierState, far: int) -> TierState | None:
+                return replace(state, cpu=(*state.cpu[:c], state.cpu[c] + sign * far, *state.cpu[c + 1 :]))
+
+            return move
+
+        def slots(sign: int):
+            def move(state: TierState, far: int) -> TierState | None:
+                changed = state.slots + sign * far
+                return self.fill(replace(state, slots=changed)) if changed in SLOT_CHOICES else None
+
+            return move
+
+        def pins(sign: int):
+            def move(state: TierState, far: int) -> TierState | None:
+                changed = state.pins + sign * far
+                return replace(state, pins=changed) if 0 <= changed <= len(self.residency.pin_order) else None
+
+            return move
+
+        placed = [c for c, cls in enumerate(self.classes) if cls.kind in ("attention", "ffn", "output")]
+        signs = (1, -1)
+        return (
+            *(cpu(c, sign) for c in placed for sign in signs),
+            *(runs(sign) for sign in signs),
+            *(slots(sign) for sign in signs),
+            *(pins(sign) for sign in signs),
+        )
 
     def fill(self, state: TierState) -> TierState | None:
         """The state with as many pins as fit, near its own number."""

@@ -6,6 +6,7 @@ first `slots` streamed units already loaded or on their way; `enter` lists those
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from pshard.model import ModelSpec, kv_token_bytes
 from pshard.plan import TierPlan
@@ -77,6 +78,14 @@ class Free:
     slot: int
 
 
+# a search emits the same few steps thousands of times: equal ones are one object
+_copy_in = lru_cache(1 << 14)(CopyIn)
+_fetch_kv = lru_cache(1 << 14)(FetchKV)
+_compute = lru_cache(1 << 14)(Compute)
+_write_back = lru_cache(1 << 14)(WriteBack)
+_all_reduce = lru_cache(1 << 14)(AllReduce)
+_free = lru_cache(1 << 14)(Free)
+
 Step = CopyIn | FetchKV | Compute | WriteBack | Handoff | AllReduce | Gather | Free
 
 
@@ -107,6 +116,9 @@ class StepShape:
     ranks: int = 1
 
 
+SOURCES = {"pinned": "arena", "streamed": "slot", "cpu": "host"}  # of a unit's weights, by placement
+
+
 def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
     """The steps of one micro-batch of `shape` under `tier`, in issue order."""
     places = {p.unit: p for p in tier.placements}
@@ -125,7 +137,7 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
 
     def fetch(index: int) -> None:
         if index < len(fetched) and shape.past:
-            body.append(FetchKV(fetched[index].name, shape.past * cell))
+            body.append(_fetch_kv(fetched[index].name, shape.past * cell))
 
     fetch(0)
     side, n_fetched = "cpu", 0  # token ids start on the host
@@ -135,19 +147,18 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
         if on != side and unit.kind != "embedding":
             body.append(Handoff(on, hidden))
         side = on
-        source = {"pinned": "arena", "streamed": "slot", "cpu": "host"}[place.where]
-        body.append(Compute(unit.name, on, source, slot_of.get(unit.name)))
+        body.append(_compute(unit.name, on, SOURCES[place.where], slot_of.get(unit.name)))
         if unit.kind == "attention" and on == "acc" and place.kv == "host":
-            body.append(WriteBack(unit.name, shape.tokens * cell))
+            body.append(_write_back(unit.name, shape.tokens * cell))
             n_fetched += 1
             fetch(n_fetched)
         if shape.ranks > 1 and unit.kind in ("attention", "ffn"):
-            body.append(AllReduce(unit.name, hidden))
+            body.append(_all_reduce(unit.name, hidden))
         if unit.name in slot_of:
-            body.append(Free(slot_of[unit.name]))
+            body.append(_free(slot_of[unit.name]))
             after = following[unit.name]
             if after is not None:
-                body.append(CopyIn(after.name, slot_of[after.name], after.packed_nbytes))
+                body.append(_copy_in(after.name, slot_of[after.name], after.packed_nbytes))
     logits = shape.logit_rows * spec.config.vocab * 4
     if side == "acc":
         body.append(Handoff("cpu", logits))
