@@ -13,16 +13,19 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 
 class RoundedKernels(PlainKernels):
-    """Float32 arithmetic between bfloat16 activations: norms, qkv, gate, up, their product, attention's output and
-    its weights as they enter the tensor cores."""
+    """Float32 arithmetic between bfloat16 activations: norms, every product (the CPU's library GEMM returns bfloat16),
+    gate times up, attention's output and its weights as they enter the tensor cores."""
 
     def rms_norm(self, hidden, weight, eps, out):
         super().rms_norm(hidden, weight, eps, out)
         out.copy_(rounded(out))
 
+    def linear(self, x, weight, out, tile, bias=None, accumulate=False):
+        result = rounded(F.linear(x, unpack(weight), bias))
+        out.copy_(out + result if accumulate else result)
+
     def linear_group(self, x, weights, out, tile, biases):
-        super().linear_group(x, weights, out, tile, biases)
-        out.copy_(rounded(out))
+        super().linear_group(x, weights, out, tile, biases)  # by `linear`: rounded
 
     def gate_up(self, x, gate, up, out, both, tile):
         first, second = (rounded(F.linear(x, unpack(w))) for w in (gate, up))
