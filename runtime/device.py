@@ -16,7 +16,7 @@ import torch
 
 from pshard.errors import UserError
 
-KERNEL_COPY_BYTES = 1 << 20  # up to here a kernel copies between device and host, beside the copy engine's queue
+KERNEL_COPY_BYTES = 512 << 10  # up to here a kernel copies between device and host, beside the copy engine's queue
 MOST_GRAPHS = 1024  # graphs take device memory beside the arena; past that many, kernels are launched one by one
 
 

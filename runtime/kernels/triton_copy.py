@@ -12,7 +12,7 @@ import triton.language as tl
 BLOCK = 1024  # words of a program
 
 
-@triton.jit(do_not_specialize=["words"])
+@triton.jit  # specialised on `words`: with a count of unknown divisor stores are 4 bytes wide, 4 GB/s over PCIe 5
 def copy_words_kernel(dst, src, words, BLOCK: tl.constexpr):
     """dst[i] = src[i], 32-bit words; program (piece of BLOCK words)."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
