@@ -4,14 +4,16 @@ Curves are interpolated log-log. Below the first point a curve is flat (fixed co
 proportion (rates hold). A matrix that the profile did not time takes the seconds per element of the nearest sizes.
 """
 
-from bisect import bisect_left
 from collections import defaultdict
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import exp, log
+from math import log
 
 from pshard.buffers import SMALL_BATCH
+from pshard.collectives import fastest_collective
+from pshard.curves import Curve, interpolate
+from pshard.curves import curve_through as _curve
 from pshard.errors import UserError
 from pshard.machine import MachineProfile
 from pshard.model import ModelConfig, ModelSpec, Unit, kv_token_bytes
@@ -20,28 +22,6 @@ from pshard.plan import NOTHING_LEARNT, Correction
 from pshard.planner.load import TierLoad
 from pshard.quant import packed_nbytes
 from pshard.workload import Workload
-
-Curve = tuple[tuple[float, float], ...]  # (x, seconds), ascending in x
-
-
-def interpolate(curve: Curve, x: float) -> float:
-    """Value at x > 0 of a curve through positive points: log-log between, flat below, proportional above."""
-    if x <= curve[0][0]:
-        return curve[0][1]
-    if x >= curve[-1][0]:
-        return curve[-1][1] * x / curve[-1][0]
-    i = bisect_left(curve, (x, 0.0))
-    (x0, y0), (x1, y1) = curve[i - 1], curve[i]
-    t = log(x / x0) / log(x1 / x0)
-    return exp(log(y0) * (1 - t) + log(y1) * t)
-
-
-def _curve(points) -> Curve:
-    """Points as a curve; a repeated x keeps the mean of its values."""
-    groups = defaultdict(list)
-    for x, y in points:
-        groups[max(float(x), 1e-9)].append(max(float(y), 1e-30))
-    return tuple((x, sum(ys) / len(ys)) for x, ys in sorted(groups.items()))
 
 
 class Tables:
@@ -68,7 +48,6 @@ class Tables:
             self._attention[device, kv_type].setdefault(heads, {})[tokens] = _curve(points)
         self._elementwise = _grouped(((e.device, e.what), e.tokens * e.width, e.seconds) for e in profile.elementwise)
         self._copies = _grouped(((c.direction, c.memory), c.nbytes, c.seconds) for c in profile.copies)
-        self._collectives = _grouped((c.ranks, c.nbytes, c.seconds) for c in profile.collectives)
         for what, table in (("matmul", rows), ("attention", cells), ("copy", self._copies)):
             if not table:
                 raise UserError(f"the machine profile has no {what} timings; run pshard-profile again")
@@ -149,13 +128,17 @@ class Tables:
             self._seen[key] = self.profile.handoff_seconds / 2 + max(0.0, more)
         return self._seen[key]
 
-    def collective(self, ranks: int, nbytes: int) -> float:
-        """Seconds of an all-reduce of `nbytes`; another rank count than the timed ones takes the nearest."""
+    def collective(self, ranks: int, nbytes: int, copies: bool = False) -> float:
+        """Seconds of an all-reduce of `nbytes` by the fastest way that was timed, alone or while `copies` run."""
         if ranks < 2:
             return 0.0
-        if not self._collectives:  # every rank's part through host memory and back
-            return self.profile.handoff_seconds + ranks * (self.copy("d2h", nbytes) + self.copy("h2d", nbytes))
-        return interpolate(self._collectives[min(self._collectives, key=lambda n: (abs(n - ranks), n))], nbytes)
+        key = ("collective", ranks, nbytes, copies)
+        if key not in self._seen:
+            fastest = fastest_collective(self.profile.collectives, ranks, nbytes, copies=copies)
+            # not timed: every rank's part through host memory and back
+            by_host = self.profile.handoff_seconds + ranks * (self.copy("d2h", nbytes) + self.copy("h2d", nbytes))
+            self._seen[key] = fastest[1] if fastest else by_host
+        return self._seen[key]
 
     @cached_property
     def link_rate(self) -> float:

@@ -78,7 +78,7 @@ def _rates(profile: MachineProfile) -> Iterator[tuple[tuple[str, Hashable], floa
         key = (a.n_heads, a.n_kv_heads, a.head_dim, a.kv_type, a.tokens, a.context)
         yield (f"{a.device} attention", key), 1 / a.seconds
     for c in profile.collectives:
-        yield (f"all-reduce, {c.ranks} ranks", c.nbytes), 1 / c.seconds
+        yield (f"all-reduce, {c.ranks} ranks", (c.backend, c.nbytes, c.dtype, c.copies)), 1 / c.seconds
     for field in fields(profile.contention):
         yield (f"contention {field.name}", 0), getattr(profile.contention, field.name)
     if profile.handoff_seconds > 0:

@@ -144,9 +144,12 @@ def _attention_table(profile: MachineProfile) -> Table:
 def _collective_table(profile: MachineProfile) -> Table:
     sizes = sorted({c.nbytes for c in profile.collectives})
     table = _table("All-reduce, µs", "ranks", *(_size(nbytes) for nbytes in sizes))
-    for backend, ranks in sorted({(c.backend, c.ranks) for c in profile.collectives}):
-        found = {c.nbytes: c.seconds for c in profile.collectives if (c.backend, c.ranks) == (backend, ranks)}
-        table.add_row(f"{ranks} ({backend})", *(f"{found[n] * 1e6:.0f}" if n in found else "-" for n in sizes))
+    rows = sorted({(c.ranks, c.backend, c.dtype, c.copies) for c in profile.collectives})
+    for ranks, backend, dtype, copies in rows:
+        key = (ranks, backend, dtype, copies)
+        found = {c.nbytes: c.seconds for c in profile.collectives if (c.ranks, c.backend, c.dtype, c.copies) == key}
+        name = f"{ranks} ({backend}{'' if dtype == 'f32' else f', {dtype}'}{', copies running' if copies else ''})"
+        table.add_row(name, *(f"{found[n] * 1e6:.1f}" if n in found else "-" for n in sizes))
     return table
 
 

@@ -41,15 +41,15 @@ def _main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     request = _make_request(args)
 
-    from pshard.opening import open_plan
-    from pshard.runtime.parallel import init_group, launched_ranks
+    from pshard.opening import open_group, open_plan
+    from pshard.runtime.parallel import launched_ranks
 
     if request.ranks > 1 and launched_ranks() < 2:
         from pshard.runtime.launch import launch
 
         return launch(request.ranks, "pshard.cli_bench", [*argv, "-m", str(request.model)])
     opened = open_plan(request)
-    group = init_group(request.ranks, opened.profile.accelerators[0].kind)
+    group = open_group(opened, request.ranks, args.reduce_dtype)
     try:
         if args.perplexity is not None:
             return _run_perplexity(opened, args, group)

@@ -45,8 +45,8 @@ def _main(argv: list[str]) -> int:
 
     from dataclasses import replace
 
-    from pshard.opening import open_plan, start_engine
-    from pshard.runtime.parallel import init_group, launched_ranks
+    from pshard.opening import open_group, open_plan, start_engine
+    from pshard.runtime.parallel import launched_ranks
     from pshard.runtime.sampling import Sampling
 
     if request.ranks > 1 and args.seed is None and args.temp > 0:
@@ -59,7 +59,7 @@ def _main(argv: list[str]) -> int:
     ids = _encode_prompt(request.model, prompt, args.chat)
     needed = len(ids) + args.predict  # a plan of at least that context is chosen
     opened = open_plan(replace(request, needed=needed))
-    group = init_group(request.ranks, opened.profile.accelerators[0].kind)
+    group = open_group(opened, request.ranks, args.reduce_dtype)
     with start_engine(opened, opened.variant, args.kernels, group) as engine:
         for note in engine.notes if group.rank == 0 else ():
             print(f"note: {note}", file=sys.stderr)

@@ -108,12 +108,18 @@ class Contention:
 
 @dataclass(frozen=True)
 class CollectiveTiming:
-    """Seconds of an all-reduce (sum) of `nbytes` over `ranks`."""
+    """Seconds of an all-reduce (sum) of `nbytes` of float32 over `ranks`; on CUDA in a graph.
+
+    `backend`: "shm", "gloo", "nccl", or a way through peers' memory: "rows", "one-shot", "two-shot". `dtype`: what
+    parts are rounded to. `copies`: whether host-to-device copies ran meanwhile.
+    """
 
     backend: str
     ranks: int
     nbytes: int
     seconds: float
+    dtype: str = "f32"
+    copies: bool = False
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,14 @@ def check_machine(profile: MachineProfile) -> None:
         raise UserError(f"the machine profile is of another machine ({'; '.join(changed)}); run pshard-profile")
 
 
+def open_group(opened: Opened, ranks: int, reduce_dtype: str) -> "Group":
+    """Join the ranks of this run; sums on GPUs go the way that the profile found to be the fastest for their size."""
+    from pshard.runtime.parallel import init_group
+
+    kind, timings = opened.profile.accelerators[0].kind, opened.profile.collectives
+    return init_group(ranks, kind, reduce_dtype=reduce_dtype, timings=timings)
+
+
 def start_engine(
     opened: Opened,
     variant: Variant,

@@ -29,6 +29,10 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("-sm", "--split-mode", choices=("none", "tensor"), default="none", help="split over devices")
     group.add_argument("-ts", "--tensor-split", type=parse_ratios, default=(), help="share of each rank, as 3,1")
+    group.add_argument(
+        "--reduce-dtype", choices=("f32", "bf16", "f16"), default="f32",
+        help="ranks' parts are rounded to this before they are summed (default f32); bf16 halves what prompts exchange",
+    )  # fmt: skip
     group.add_argument("--registry", type=Path, help="plan registry (default: beside the model, else the cache)")
     group.add_argument("--profile", type=Path, help="machine profile (default: this machine's, in the cache)")
     group.add_argument("--kernels", choices=("fast", "plain"), default="fast", help="plain: torch in float32, slow")

@@ -1,6 +1,7 @@
 """What a unit computes, written once for every device: attention, ffn, output. Placement is applied from outside."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -8,6 +9,18 @@ from pshard.model import ModelConfig
 from pshard.runtime.kernels.api import Kernels, LayerKV, RopeTable, RowIndex
 from pshard.runtime.weights import UnitWeights
 from pshard.runtime.workspace import Workspace
+
+if TYPE_CHECKING:
+    from pshard.runtime.peer_memory import PeerExchange
+
+
+@dataclass(frozen=True)
+class PendingSum:
+    """Ranks' parts, float32 [M, D], whose sum the next unit adds to `hidden` as it normalises it."""
+
+    exchange: "PeerExchange"
+    part: torch.Tensor
+    wire: str
 
 
 @dataclass(frozen=True)
@@ -20,19 +33,25 @@ class Side:
     config: ModelConfig
 
 
-def run_attention(side: Side, weights: UnitWeights, rows: RowIndex, kv: LayerKV, target: torch.Tensor | None) -> None:
+def run_attention(
+    side: Side,
+    weights: UnitWeights,
+    rows: RowIndex,
+    kv: LayerKV,
+    target: torch.Tensor | None,
+    pending: PendingSum | None = None,
+) -> None:
     """Attention block on the side's `hidden`. The result is added to hidden, or written to `target` (a rank's part).
 
-    target: float32 [M, D] or None.
+    target: float32 [M, D] or None. pending: what is to be added to hidden first.
     """
     k, space, config, m = side.kernels, side.space, side.config, weights.matrices
     n = rows.tokens
-    hidden, normed = space.rows("hidden", n), space.rows("normed", n)
+    hidden, normed = space.rows("hidden", n), _normalise(side, weights.vectors["attn_norm.weight"], n, pending)
     # a rank's slice may hold fewer heads in this layer than in its widest one
     q_width, kv_width = m["attn_q.weight"].rows, m["attn_k.weight"].rows
     heads = (q_width // config.head_dim, kv_width // config.head_dim, config.head_dim)
     qkv, mixed = space.rows("qkv", n)[:, : q_width + 2 * kv_width], space.rows("mixed", n)[:, :q_width]
-    k.rms_norm(hidden, weights.vectors["attn_norm.weight"], config.norm_eps, normed)
     parts = ("attn_q", "attn_k", "attn_v")
     biases = tuple(weights.vectors.get(f"{part}.bias") for part in parts)
     k.linear_group(normed, tuple(m[f"{part}.weight"] for part in parts), qkv, space.tile, biases)
@@ -45,27 +64,36 @@ def run_attention(side: Side, weights: UnitWeights, rows: RowIndex, kv: LayerKV,
     k.linear(mixed, m["attn_output.weight"], out, space.tile, bias, accumulate)
 
 
-def run_ffn(side: Side, weights: UnitWeights, tokens: int, target: torch.Tensor | None) -> None:
+def run_ffn(
+    side: Side, weights: UnitWeights, tokens: int, target: torch.Tensor | None, pending: PendingSum | None = None
+) -> None:
     """SwiGLU block (arXiv 2002.05202) on the side's `hidden`; result as in `run_attention`."""
-    k, space, config, m = side.kernels, side.space, side.config, weights.matrices
-    hidden, normed = space.rows("hidden", tokens), space.rows("normed", tokens)
+    k, space, m = side.kernels, side.space, weights.matrices
+    hidden, normed = space.rows("hidden", tokens), _normalise(side, weights.vectors["ffn_norm.weight"], tokens, pending)
     width = m["ffn_up.weight"].rows
     both = space.rows("gate_up", tokens)[:, : 2 * width]
     gated = both[:, :width]
-    k.rms_norm(hidden, weights.vectors["ffn_norm.weight"], config.norm_eps, normed)
     k.gate_up(normed, m["ffn_gate.weight"], m["ffn_up.weight"], gated, both, space.tile)
     out, accumulate = (hidden, True) if target is None else (target, False)
     k.linear(gated, m["ffn_down.weight"], out, space.tile, None, accumulate)
 
 
-def run_output(side: Side, weights: UnitWeights, rows: torch.Tensor) -> torch.Tensor:
-    """Logits float32 [R, vocabulary] of the rows (int32 [R]) of `hidden`, a view of the side's scratch."""
+def _normalise(side: Side, weight: torch.Tensor, n: int, pending: PendingSum | None) -> torch.Tensor:
+    """The side's `normed` [n, D]: RMS norm of hidden, to which a pending sum is added first."""
+    hidden, normed, eps = side.space.rows("hidden", n), side.space.rows("normed", n), side.config.norm_eps
+    if pending is None:
+        side.kernels.rms_norm(hidden, weight, eps, normed)
+    else:
+        side.kernels.sum_rms_norm(pending.exchange, pending.part, pending.wire, hidden, weight, eps, normed)
+    return normed
+
+
+def run_output(side: Side, weights: UnitWeights, rows: torch.Tensor, logits: torch.Tensor) -> None:
+    """logits float32 [R, rows of the head] (row stride free) of the rows (int32 [R]) of `hidden`."""
     k, space, config = side.kernels, side.space, side.config
     n = rows.shape[0]
     picked, normed = space.rows("branch", n), space.rows("normed", n)
     torch.index_select(space.tensors["hidden"], 0, rows, out=picked)
     k.rms_norm(picked, weights.vectors["output_norm.weight"], config.norm_eps, normed)
     head = weights.matrices.get("output.weight") or weights.matrices["token_embd.weight"]
-    logits = space.tensors["logits"].flatten()[: n * head.rows].view(n, head.rows)
     k.linear(normed, head, logits, space.tile)
-    return logits

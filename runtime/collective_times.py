@@ -1,23 +1,28 @@
-"""Times all-reduces between ranks as a run would make them: real processes, the backend that the group chooses."""
+"""Times all-reduces between ranks as a run would make them: real processes, every way that the group has."""
 
 import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pshard.errors import UserError
+from pshard.jsonio import from_json, to_json
 from pshard.machine import CollectiveTiming
 
 if TYPE_CHECKING:
     from pshard.runtime.parallel import Group
 
 SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
+GPU_SIZES = (64 << 20,)  # prompts' parts, beside SIZES
+COLUMNS = 4096  # of a row, where a part is as long
 SECONDS_PER_SIZE = 0.2
+SECONDS_PER_GPU_ROW = 0.03
 BURST = 16  # sums per timing, back to back, as the layers of a decode step make them
+COPY_BYTES = 32 << 20  # of each of the copies that run beside the sums
 
 
 def measure_collectives(
@@ -25,8 +30,9 @@ def measure_collectives(
 ) -> tuple[CollectiveTiming, ...]:
     """Median seconds of an all-reduce of each size (bytes of float32), for each number of ranks on `device`.
 
-    Starts the ranks on this machine ("cpu": on disjoint cores; "cuda": one GPU each); takes about 3 s and
-    SECONDS_PER_SIZE for each size per number of ranks. Raises UserError when a group cannot be started.
+    On "cuda" by every algorithm, rounded to f32 and bf16, alone and while copies run. Starts the ranks on this machine
+    ("cpu": on disjoint cores; "cuda": one GPU each); takes about 3 s ("cuda": 15 s) and SECONDS_PER_SIZE for each size
+    per number of ranks. Raises UserError when a group cannot be started.
     """
     from pshard.runtime.launch import launch
 
@@ -37,8 +43,7 @@ def measure_collectives(
             code = launch(n, "pshard.runtime.collective_times", [device, str(n), str(out), *map(str, sizes)])
             if code != 0 or not out.exists():
                 raise UserError(f"all-reduces of {n} ranks on {device} could not be timed (exit code {code})")
-            found = json.loads(out.read_text())
-        timings += [CollectiveTiming(found["backend"], n, nbytes, s) for nbytes, s in found["times"]]
+            timings += [from_json(CollectiveTiming, row) for row in json.loads(out.read_text())]
     return tuple(timings)
 
 
@@ -48,31 +53,27 @@ def main() -> int:
 
     device, ranks, out, sizes = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), [int(s) for s in sys.argv[4:]]
     group = init_group(ranks, device)
-    times = [(nbytes, _time_sum(group, device, nbytes)) for nbytes in sizes]
+    if device == "cuda":
+        timings = list(_time_on_gpu(group, tuple(dict.fromkeys((*sizes, *GPU_SIZES)))))
+    else:
+        timings = [CollectiveTiming(group.backend, ranks, nbytes, _time_on_cpu(group, nbytes)) for nbytes in sizes]
     if group.rank == 0:
-        out.write_text(json.dumps({"backend": group.backend, "times": times}))
+        out.write_text(json.dumps(to_json(timings)))
     group.close()
     return 0
 
 
-def _time_sum(group: "Group", device: str, nbytes: int) -> float:
+def _time_on_cpu(group: "Group", nbytes: int) -> float:
     """Median seconds of one sum in bursts; every rank makes the same number of bursts, as rank 0 says."""
     import torch
 
-    tensor = torch.zeros(nbytes // 4, device=device)
-
-    def sums() -> None:
-        for _ in range(BURST):
-            group.all_reduce(tensor)
-
-    run = _captured(sums) if device == "cuda" else sums
+    tensor = torch.zeros(nbytes // 4)
 
     def burst() -> float:
         group.barrier()
         start = time.perf_counter()
-        run()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        for _ in range(BURST):
+            group.all_reduce(tensor)
         return (time.perf_counter() - start) / BURST
 
     slowest = max(burst(), burst())
@@ -80,14 +81,68 @@ def _time_sum(group: "Group", device: str, nbytes: int) -> float:
     return statistics.median(burst() for _ in range(repeats))
 
 
-def _captured(work: Callable[[], None]) -> Callable[[], None]:
-    """The same work as a CUDA graph, which is how a decode step makes its sums."""
+def _time_on_gpu(group: "Group", sizes: Sequence[int]) -> Iterator[CollectiveTiming]:
+    """Every algorithm in CUDA graphs, which is how a decode step makes its sums."""
     import torch
 
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        work()
-        stream.synchronize()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+    host = torch.zeros(COPY_BYTES, dtype=torch.uint8).pin_memory()
+    there, lane = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda"), torch.cuda.Stream()
+
+    def copy_for(seconds: float) -> None:
+        with torch.cuda.stream(lane):
+            for _ in range(2 + int(seconds * 60e9 / COPY_BYTES)):  # no link is faster: they outlast the sums
+                there.copy_(host, non_blocking=True)
+
+    for nbytes in sizes:
+        columns = min(COLUMNS, nbytes // 4)
+        tensor = torch.zeros(nbytes // 4 // columns, columns, device="cuda")
+        for algorithm in group.algorithms(*tensor.shape):
+            for dtype in ("f32", "bf16"):
+                group.reduce_dtype = dtype
+                timer = _GpuTimer(group, lambda a=algorithm, t=tensor: group.all_reduce(t, a))
+                for copies in (False, True):
+                    seconds = timer.median(copy_for if copies else None)
+                    yield CollectiveTiming(algorithm, group.size, nbytes, seconds, dtype, copies)
+
+
+class _GpuTimer:
+    """A graph of BURST sums, timed by the device from the end of one more sum, for which the ranks have met."""
+
+    def __init__(self, group: "Group", work: Callable[[], None]) -> None:
+        import torch
+
+        self._group, self._work = group, work
+        self._stream, self._graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
             work()
-    return graph.replay
+            self._stream.synchronize()
+            with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
+                for _ in range(BURST):
+                    work()
+
+    def median(self, beside: Callable[[float], None] | None) -> float:
+        """Median seconds of one sum; `beside` starts work for at least so many seconds before each burst."""
+        first = max(self._burst(beside, 1e-3), self._burst(beside, 1e-3))
+        repeats = self._group.broadcast(int(min(50, max(5, SECONDS_PER_GPU_ROW / (BURST * first)))))
+        return statistics.median(self._burst(beside, BURST * first) for _ in range(repeats))
+
+    def _burst(self, beside: Callable[[float], None] | None, seconds: float) -> float:
+        import torch
+
+        events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        torch.cuda.synchronize()
+        self._group.barrier()
+        if beside:
+            beside(seconds + 1e-3)
+        with torch.cuda.stream(self._stream):
+            self._work()
+            events[0].record()
+            self._graph.replay()
+            events[1].record()
+        self._stream.synchronize()
+        self._group.check()
+        return events[0].elapsed_time(events[1]) / 1e3 / BURST
+
+
+if __name__ == "__main__":
+    sys.exit(main())

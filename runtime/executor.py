@@ -18,7 +18,7 @@ from pshard.runtime.kv_cache import KVShape, layer_nbytes, used_spans
 from pshard.runtime.micro_batch import Launch, MicroBatch, TierState, group_launches
 from pshard.runtime.parallel import Group
 from pshard.runtime.rope import fill_rope_table
-from pshard.runtime.weights import HostWeights, LentWeights
+from pshard.runtime.weights import HostWeights
 from pshard.runtime.workspace import Workspace, carve_workspace
 from pshard.steps import CopyIn, Step, StepShape, emit_steps
 
@@ -42,7 +42,7 @@ class Executor:
         plan: RankPlan,
         device: Device,
         arena: torch.Tensor,
-        weights: HostWeights | LentWeights,
+        weights: HostWeights,
         kv: KVShape,
         kernels: tuple[Kernels, Kernels],
         group: Group,
@@ -59,6 +59,10 @@ class Executor:
         self.link_bytes = 0  # moved host to device since the start: weights, KV, activations
         self.switches = 0
         self._sent: Any = None
+        output = spec.units[-1]
+        on_device = all(t.placement(output.name).where != "cpu" for t in plan.tiers)
+        # columns of the logits of each rank, when they are put together on the GPUs
+        self.logit_widths = group.logit_widths(sum(t.rows for t in output.matrices), on_device) or ()
         self._host_memory: list[torch.Tensor] = []
         self._make_host_side()
 
@@ -206,6 +210,7 @@ class Executor:
         finally:
             torch.set_num_threads(threads)
         self._sent = self.device.mark()
+        self.group.check()
         if len(logits) == 1:
             return logits[0]
         return torch.cat(logits) if logits else torch.empty(0, self.spec.config.vocab)

@@ -1,13 +1,14 @@
 """One micro-batch on its way through the steps of its tier."""
 
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pshard.buffers import SMALL_BATCH
+from pshard.buffers import LOGIT_ROWS, SMALL_BATCH
 from pshard.plan import TierPlan
-from pshard.runtime.blocks import Side, run_attention, run_ffn, run_output
+from pshard.runtime.blocks import PendingSum, Side, run_attention, run_ffn, run_output
 from pshard.runtime.kernels.api import RowIndex, Segment
 from pshard.runtime.kv_cache import used_spans
 from pshard.runtime.weights import UnitWeights, lookup_rows, view_unit
@@ -79,6 +80,7 @@ class MicroBatch:
     side: str = "cpu"
     freed: Any = None
     pending: torch.Tensor | None = None  # logits that are still on the device
+    summed: PendingSum | None = None  # what the next unit adds to `hidden`
 
     def walk(self, program: tuple[Any, ...]) -> list[torch.Tensor]:
         """Issue all steps; returns the logits, float32 on the host."""
@@ -116,10 +118,10 @@ class MicroBatch:
         key = (self.state.tier.tokens, first.unit, last.unit, self.tokens, len(self.logit_rows), self.acc_rows.cells)
         small = self._is_small()
         with e.device.computing():
-            e.device.repeat(key, small, lambda: [self._kernels(s) for s in launch.steps])
+            e.device.repeat(key, small, lambda: self._kernels(launch.steps))
         if last.unit == e.spec.units[-1].name:
-            if small and self.logit_rows and e.spec.units[-1].tensors:
-                self.pending = self._logits_on_device()  # a replayed graph has written them without telling
+            if small and self.logit_rows and (e.spec.units[-1].tensors or self._gathers_on_device()):
+                self.pending = self._logits_on_device()[0]  # a replayed graph has written them without telling
             self._deliver_logits()
 
     def _is_small(self) -> bool:
@@ -141,32 +143,53 @@ class MicroBatch:
                 e.device.wait(event)
             self.state.stage_ready.clear()
 
-    def _kernels(self, step: Compute | AllReduce) -> None:
-        self._execute(step) if isinstance(step, Compute) else self._all_reduce()
+    def _kernels(self, steps: tuple[Compute | AllReduce, ...]) -> None:
+        """The steps' kernels; a sum goes with the norm of the unit that follows it where there is a kernel for both."""
+        for step, following in zip_longest(steps, steps[1:]):
+            if isinstance(step, Compute):
+                self._execute(step)
+            else:
+                self.summed = self._sum_for(following)
+                if self.summed is None:
+                    self._all_reduce()
+
+    def _sum_for(self, following: Compute | AllReduce | None) -> PendingSum | None:
+        """What `following` is to add as it normalises; None when the sum must be made by itself."""
+        e, part = self.executor, self.state.side.space.rows("branch", self.tokens)
+        if not isinstance(following, Compute) or not e.acc_kernels.fuses_sums:
+            return None
+        unit, exchange = e.spec.unit(following.unit), e.group.row_exchange(*part.shape)
+        if exchange is None or not unit.tensors or unit.kind not in ("attention", "ffn"):
+            return None
+        return PendingSum(exchange, part, e.group.reduce_dtype)
 
     def _execute(self, step: Compute) -> None:
         """The unit's kernels, nothing else: what a graph may hold."""
         unit, weights = self.executor.spec.unit(step.unit), self._weights_of(step)
+        summed, self.summed = self.summed, None
         target = self._side().space.rows("branch", self.tokens) if self.executor.group.size > 1 else None
         if not unit.tensors:
             self._contribute_nothing(unit.kind, target)
         elif unit.kind == "embedding":
             self._embed(weights, step.on)
         elif unit.kind == "attention":
-            self._attend(step, weights, target)
+            self._attend(step, weights, target, summed)
         elif unit.kind == "ffn":
-            run_ffn(self._side(), weights, self.tokens, target)
+            run_ffn(self._side(), weights, self.tokens, target, summed)
         else:
             self._output(weights, step.on)
 
     def _contribute_nothing(self, kind: str, target: torch.Tensor | None) -> None:
-        """This rank holds nothing of the unit: zeros for the sum; for the logits `_gather` brings no columns."""
-        if kind != "output" and target is not None:
+        """This rank holds nothing of the unit: zeros for the sum; no column of the logits."""
+        if kind == "output" and self._gathers_on_device():
+            self.pending = self._logits_on_device()[0]
+            self.executor.group.gather_logits(self.pending, self.executor.logit_widths)
+        elif kind != "output" and target is not None:
             target.zero_()
 
     def _gather(self) -> None:
         """One gather of all wanted rows, whatever number of pieces each rank computed them in."""
-        if self.logit_rows:
+        if self.logit_rows and not self._gathers_on_device():
             own = torch.cat(self.logits) if self.logits else torch.empty(len(self.logit_rows), 0)
             self.logits[:] = [self.executor.group.gather_columns(own)]
 
@@ -188,7 +211,13 @@ class MicroBatch:
         else:
             lookup_rows(table, self.ids.to(e.device.torch_device), self.state.side.space.rows("hidden", self.tokens))
 
-    def _attend(self, step: Compute, weights: UnitWeights, target: torch.Tensor | None) -> None:
+    def _gathers_on_device(self) -> bool:
+        """Whether the ranks' logits are put together on the GPUs: few rows, so that each rank has them in one piece."""
+        return bool(self.executor.logit_widths) and 0 < len(self.logit_rows) <= LOGIT_ROWS
+
+    def _attend(
+        self, step: Compute, weights: UnitWeights, target: torch.Tensor | None, summed: PendingSum | None
+    ) -> None:
         e, place = self.executor, self.state.tier.placement(step.unit)
         if step.on == "cpu":
             run_attention(e.host_side, weights, self.host_rows, e.host_kv[step.unit], target)
@@ -198,7 +227,7 @@ class MicroBatch:
         else:
             assert self.state.stage is not None
             kv = e.arena.view_kv(self.state.stage, step.unit)
-        run_attention(self.state.side, weights, self.acc_rows, kv, target)
+        run_attention(self.state.side, weights, self.acc_rows, kv, target, summed)
 
     def _output(self, weights: UnitWeights, on: str) -> None:
         """Logits of the wanted rows, as many at once as the scratch holds; the last ones stay there on the device."""
@@ -207,16 +236,26 @@ class MicroBatch:
         self.pending = None
         for start in range(0, len(self.logit_rows), capacity):
             self._deliver_logits()
-            self.pending = run_output(side, weights, wanted[start : start + capacity])
+            rows = wanted[start : start + capacity]
+            self.pending, own = self._logits_on_device(side, rows.shape[0])
+            run_output(side, weights, rows, own)
+            if self._gathers_on_device():
+                self.executor.group.gather_logits(self.pending, self.executor.logit_widths)
             if on == "cpu":
                 self.logits.append(self.pending.clone())
                 self.pending = None
 
-    def _logits_on_device(self) -> torch.Tensor:
-        """Where `run_output` leaves the logits of all wanted rows on the device."""
-        head = next(t for t in self.executor.spec.units[-1].matrices)
-        n = len(self.logit_rows)
-        return self.state.side.space.tensors["logits"].flatten()[: n * head.rows].view(n, head.rows)
+    def _logits_on_device(self, side: Side | None = None, n: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where n rows of logits (default: all wanted) are left on the device, and this rank's columns of them."""
+        e, space = self.executor, (side or self.state.side).space
+        n = len(self.logit_rows) if n is None else n
+        own = sum(t.rows for t in e.spec.units[-1].matrices)
+        if not self._gathers_on_device():
+            table = space.tensors["logits"].flatten()[: n * own].view(n, own)
+            return table, table
+        table = space.tensors["logits"].flatten()[: n * sum(e.logit_widths)].view(n, sum(e.logit_widths))
+        start = sum(e.logit_widths[: e.group.rank])
+        return table, table[:, start : start + own]
 
     def logit_rows_on(self, on: str) -> torch.Tensor:
         """int32 row numbers whose logits are wanted, on that side."""
@@ -265,12 +304,13 @@ class MicroBatch:
     def _all_reduce(self) -> None:
         e, side = self.executor, self._side()
         part, ours = side.space.rows("branch", self.tokens), self.state.side.space.rows("branch", self.tokens)
+        hidden = side.space.rows("hidden", self.tokens)
         with e.device.computing() if self.side == "acc" else torch.inference_mode():
             if self.side == "cpu" and e.device.kind != "cpu":  # other ranks may have computed theirs on a GPU
                 e.device.send(ours, part)
                 with e.device.computing():
                     e.group.all_reduce(ours)
                 e.device.receive(part, ours)
+                hidden.add_(part)
             else:
-                e.group.all_reduce(part)
-            side.space.rows("hidden", self.tokens).add_(part)
+                e.group.add_sum(hidden, part)

@@ -9,17 +9,24 @@ import ctypes
 import json
 import os
 import signal
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from pshard.collectives import fastest_collective
 from pshard.errors import UserError
+from pshard.machine import CollectiveTiming
 from pshard.runtime.kernels import native
 from pshard.runtime.rank_watch import LOST_SECONDS, RankWatch
 from pshard.runtime.shared_memory import LateRank, open_exchange
 
+if TYPE_CHECKING:
+    from pshard.runtime.peer_memory import PeerExchange
+
+REDUCE_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 MEET_SECONDS = 120.0  # all ranks must be up by then
 REDUCE_SECONDS = 120.0  # no rank may be later than this to a sum; a dead process is noticed much sooner (rank_watch)
 
@@ -36,8 +43,10 @@ class Group:
     Attributes:
         rank, size: this process and how many there are.
         local_rank: number of this process on its host, which is also that of its GPU.
-        backend: what sums: "none" (one rank), "shm" (shared memory), "gloo" or "nccl".
+        backend: what sums: "none" (one rank), "shm" (shared memory), "gloo", "nccl" or "peers" (GPUs that write into
+            each other's memory; NCCL where that was measured to be faster).
         threads: CPU threads that this rank should use.
+        reduce_dtype: what parts are rounded to before they are summed: "f32", "bf16", "f16".
     """
 
     rank = 0
@@ -45,12 +54,40 @@ class Group:
     local_rank = 0
     backend = "none"
     threads = 0
+    reduce_dtype = "f32"
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
+    def all_reduce(self, tensor: torch.Tensor, algorithm: str | None = None) -> None:
         """Sum a contiguous float32 tensor over the ranks, in place. Raises RankLost.
 
-        All ranks give it on the same kind of device.
+        All ranks give it on the same kind of device. algorithm: one of `algorithms`, to time it; None: the best.
         """
+
+    def algorithms(self, rows: int, columns: int) -> tuple[str, ...]:
+        """The ways in which parts of that shape may be summed on the device."""
+        return (self.backend,)
+
+    def add_sum(self, hidden: torch.Tensor, part: torch.Tensor) -> None:
+        """hidden += sum of the ranks' parts, contiguous float32 [rows, columns]; `part` is lost. Raises RankLost."""
+        self.all_reduce(part)
+        hidden.add_(part)
+
+    def row_exchange(self, rows: int, columns: int) -> "PeerExchange | None":
+        """What sums parts of that shape row by row on the GPU, so that a norm can go with it; None: nothing does."""
+        return None
+
+    def logit_widths(self, columns: int, on_device: bool) -> tuple[int, ...] | None:
+        """Columns of the logits that each rank brings, when all may use `gather_logits`; else None. Called by all.
+
+        on_device: whether this rank's columns are always computed on its GPU.
+        """
+        return None
+
+    def gather_logits(self, table: torch.Tensor, widths: tuple[int, ...]) -> None:
+        """Bring the other ranks' columns into a GPU's table [rows, sum(widths)] float32, in which ours are."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raise RankLost when a sum on the GPU gave up waiting for a rank. Called where the host has waited."""
 
     def gather_columns(self, local: torch.Tensor) -> torch.Tensor:
         """Put the ranks' columns side by side: [rows, own columns, maybe 0] -> [rows, all]. Raises RankLost.
@@ -74,8 +111,18 @@ class TorchGroup(Group):
     """Ranks over torch.distributed: NCCL for CUDA tensors, shared memory or gloo for tensors on the CPU."""
 
     def __init__(
-        self, rank: int, size: int, device: str, store: dist.Store, watch: RankWatch, shared_memory: bool
+        self,
+        rank: int,
+        size: int,
+        device: str,
+        store: dist.Store,
+        watch: RankWatch,
+        shared_memory: bool,
+        peer_memory: bool,
+        timings: Sequence[CollectiveTiming],
     ) -> None:
+        self._timings = tuple(timings)
+        self._chosen: dict[tuple[int, int], str] = {}
         self.rank, self.size = rank, size
         self._watch, self._closed = watch, False
         self._widths: tuple[int, ...] = ()
@@ -92,9 +139,64 @@ class TorchGroup(Group):
             dist.all_reduce(torch.zeros(1, device="cuda"))
             torch.cuda.synchronize()
         self._exchange = open_exchange(store, rank, size) if shared_memory else None
-        self.backend = "nccl" if device == "cuda" else "shm" if self._exchange else "gloo"
+        self._peers = _open_peers(store, rank, size) if device == "cuda" and peer_memory else None
+        on_gpu = "peers" if self._peers else "nccl"
+        self.backend = on_gpu if device == "cuda" else "shm" if self._exchange else "gloo"
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
+    def algorithms(self, rows: int, columns: int) -> tuple[str, ...]:
+        return (*self._peers.algorithms(rows, columns), "nccl") if self._peers else (self.backend,)
+
+    def algorithm(self, rows: int, columns: int) -> str:
+        """How parts of that shape are summed on the GPU: a name of `runtime.peer_memory`, or "nccl"."""
+        if not self._peers:
+            return "nccl"
+        if (rows, columns) not in self._chosen:
+            ways = self.algorithms(rows, columns)
+            fastest = fastest_collective(self._timings, self.size, 4 * rows * columns, self.reduce_dtype, among=ways)
+            self._chosen[rows, columns] = fastest[0] if fastest else ways[0]
+        return self._chosen[rows, columns]
+
+    def add_sum(self, hidden: torch.Tensor, part: torch.Tensor) -> None:
+        algorithm = self.algorithm(*part.shape) if part.is_cuda else "nccl"
+        if self._peers and algorithm != "nccl":
+            self._peers.sum(part, hidden, algorithm, self.reduce_dtype, accumulate=True)
+        else:
+            super().add_sum(hidden, part)
+
+    def row_exchange(self, rows: int, columns: int) -> "PeerExchange | None":
+        return self._peers if self.algorithm(rows, columns) == "rows" else None
+
+    def logit_widths(self, columns: int, on_device: bool) -> tuple[int, ...] | None:
+        if self._peers is None:
+            return None
+        said = [self.broadcast([columns, on_device], source) for source in range(self.size)]
+        return tuple(n for n, _ in said) if all(there for _, there in said) else None
+
+    def gather_logits(self, table: torch.Tensor, widths: tuple[int, ...]) -> None:
+        assert self._peers is not None
+        self._peers.gather(table, widths)
+
+    def check(self) -> None:
+        late = self._peers.late_rank() if self._peers else None
+        if late is not None:
+            verdict = self._watch.verdict(LOST_SECONDS + 1)
+            raise RankLost(f"rank {self.rank} of {self.size} stops: {verdict or f'rank {late} did not come to a sum'}")
+
+    def all_reduce(self, tensor: torch.Tensor, algorithm: str | None = None) -> None:
+        columns = tensor.shape[-1]
+        if algorithm is None and tensor.is_cuda:
+            algorithm = self.algorithm(tensor.numel() // columns, columns)
+        if tensor.is_cuda and self._peers and algorithm != "nccl":
+            self._peers.sum(tensor.view(-1, columns), tensor.view(-1, columns), algorithm, self.reduce_dtype, False)
+            return
+        wire = REDUCE_DTYPES[self.reduce_dtype]
+        if wire != tensor.dtype and tensor.is_cuda:
+            rounded = tensor.to(wire)
+            dist.all_reduce(rounded)  # NCCL adds in the wire's type too
+            tensor.copy_(rounded)
+            return
+        if wire != tensor.dtype:
+            tensor.copy_(tensor.to(wire))
         try:
             if self._exchange and not tensor.is_cuda:
                 self._exchange.sum(tensor, REDUCE_SECONDS)
@@ -161,17 +263,36 @@ class TorchGroup(Group):
         raise RankLost(f"rank {self.rank} of {self.size} stops: {reason}") from error
 
 
+def _open_peers(store: dist.Store, rank: int, size: int) -> "PeerExchange | None":
+    """Peers' memory where Triton is installed and all GPUs reach each other."""
+    try:
+        from pshard.runtime.peer_memory import open_peer_exchange
+    except ImportError:
+        return None
+    return open_peer_exchange(store, rank, size)
+
+
 def launched_ranks() -> int:
     """How many ranks the launcher or torchrun started this process as one of; 0 when neither did."""
     return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else 0
 
 
-def init_group(ranks: int, device: str, threads: int | None = None, shared_memory: bool = True) -> Group:
+def init_group(
+    ranks: int,
+    device: str,
+    threads: int | None = None,
+    shared_memory: bool = True,
+    peer_memory: bool = True,
+    reduce_dtype: str = "f32",
+    timings: Sequence[CollectiveTiming] = (),
+) -> Group:
     """Join the group of `ranks` processes whose tensors live on `device` ("cpu" or "cuda").
 
     Gives this rank its own cores and `threads` threads (default: as many as it has cores). For CUDA the rank's device
-    is number LOCAL_RANK. `shared_memory=False` keeps to gloo between CPU ranks (to measure it). Raises UserError when
-    the environment describes another number of ranks.
+    is number LOCAL_RANK. `shared_memory=False` keeps to gloo between CPU ranks and `peer_memory=False` to NCCL between
+    GPUs (to measure them). `reduce_dtype`: what parts are rounded to before they are summed. `timings`: a
+    profile's, by which the way of summing on GPUs is chosen per size. Raises UserError when the environment describes
+    another number of ranks.
     """
     started = launched_ranks()
     if ranks == 1 and started <= 1:
@@ -192,8 +313,10 @@ def init_group(ranks: int, device: str, threads: int | None = None, shared_memor
     except RuntimeError as error:
         raise UserError(f"rank {rank} cannot meet the others: {' '.join(str(error).split())[:200]}") from None
     watch = RankWatch(dist.PrefixStore("pshard-watch", beats), rank, ranks, MEET_SECONDS)
-    group = TorchGroup(rank, ranks, device, dist.PrefixStore("pshard", store), watch, shared_memory)
-    group.local_rank, group.threads = local, threads
+    group = TorchGroup(
+        rank, ranks, device, dist.PrefixStore("pshard", store), watch, shared_memory, peer_memory, timings
+    )
+    group.local_rank, group.threads, group.reduce_dtype = local, threads, reduce_dtype
     return group
 
 

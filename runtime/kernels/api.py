@@ -6,9 +6,12 @@ G KV heads, d head_dim. Activations are `act_dtype` (float32 on the host, bfloat
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from pshard.runtime.peer_memory import PeerExchange
 
 
 @dataclass(frozen=True)
@@ -70,9 +73,23 @@ class Kernels(Protocol):
 
     act_dtype: torch.dtype
     repeatable: bool  # for few tokens: no allocation, launch sizes from RowIndex.cells only; a graph may hold the calls
+    fuses_sums: bool  # whether there is `sum_rms_norm`
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
         """out[M, D] = hidden[M, D] * rsqrt(mean(hidden^2) + eps) * weight[D]. hidden, weight float32; out act_dtype."""
+        ...
+
+    def sum_rms_norm(
+        self,
+        exchange: "PeerExchange",
+        part: torch.Tensor,
+        wire: str,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        out: torch.Tensor,
+    ) -> None:
+        """hidden[M, D] += sum of the ranks' part[M, D], float32; then as `rms_norm`. See `PeerExchange.sum_rows`."""
         ...
 
     def linear(

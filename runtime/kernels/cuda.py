@@ -6,6 +6,7 @@ fixed order and no launch size depends on device data, so runs repeat bit for bi
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -15,6 +16,9 @@ from pshard.quant import ROW_BLOCK, align
 from pshard.runtime.kernels import triton_attention, triton_batch, triton_dequant, triton_matvec, triton_rows
 from pshard.runtime.kernels.api import LayerKV, Packed, RopeTable, RowIndex
 from pshard.runtime.kernels.triton_decode import ENCODINGS, places
+
+if TYPE_CHECKING:
+    from pshard.runtime.peer_memory import PeerExchange
 
 MATVEC_TOKENS = 4  # up to here int8 on the ordinary cores; above, the tensor cores need fewer instructions per weight
 MAX_COLS = 65536  # widest input of a matrix for up to SMALL_BATCH rows: sizes the activations' scratch
@@ -103,6 +107,7 @@ class CudaKernels:
 
     act_dtype = torch.bfloat16
     repeatable = True
+    fuses_sums = True
 
     def __init__(self, device: torch.device | str, max_tokens: int) -> None:
         tokens = 1 << (max(16, min(max_tokens, SMALL_BATCH)) - 1).bit_length()
@@ -126,6 +131,21 @@ class CudaKernels:
             hidden, hidden.stride(0), weight, out, out.stride(0), cols, eps, *_tensors(ready), BLOCK=block,
             TOKENS=_bucket(tokens) if ready else 0, num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip
+
+    def sum_rms_norm(
+        self,
+        exchange: "PeerExchange",
+        part: torch.Tensor,
+        wire: str,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        out: torch.Tensor,
+    ) -> None:
+        """See `Kernels.sum_rms_norm`."""
+        ready = self._hand_over(out)
+        bucket = _bucket(out.shape[0]) if ready else 0
+        exchange.sum_rows(part, hidden, wire, True, (weight, eps, out), _tensors(ready), bucket)
 
     def linear(
         self,

@@ -12,6 +12,7 @@ class PlainKernels:
 
     act_dtype = torch.float32
     repeatable = False
+    fuses_sums = False
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
         out.copy_(hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + eps) * weight)

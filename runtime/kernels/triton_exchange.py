@@ -1,0 +1,258 @@
+"""Sums and gathers between GPUs that write into each other's memory (NVLink or PCIe peers; no multicast).
+
+Every rank owns one exchange memory that all ranks have mapped; `peers` holds its address for each rank:
+
+    flags  int32 [RANKS, PROGRAMS]                 the last epoch that a rank's program has brought its part for
+    words  int64 [2, RANKS, ROWS, MAX_COLS]        parts of few rows: epoch << 32 | bits of a float32
+    parts  bytes [2, RANKS, PROGRAMS, 4 * BLOCK]   parts of everything else
+
+A rank pushes its part into its own place in each peer's memory, and reads the others' from its own memory. Program b
+of one rank meets only program b of the others, so programs may run in any number at once, in order. `state` int32
+(local): [PROGRAMS + ROWS] epochs, then whether some rank was late. A place alternates between two halves: who has seen
+all flags of epoch e knows that all ranks have read what was written for e - 1, so e + 1 may overwrite it.
+
+Parts are rounded to the wire's type, then added in rank order in float32: the same bits on all ranks and in all runs.
+"""
+
+import triton
+import triton.language as tl
+
+from pshard.runtime.kernels.triton_matvec import store_quantised
+
+BLOCK = 4096  # elements that a program exchanges at once
+PROGRAMS = 256
+ROWS = 32  # rows that `sum_rows_kernel` can take
+MAX_COLS = 8192  # columns of such a row
+FAILED = PROGRAMS + ROWS  # place in `state`
+_BLOCK, _PROGRAMS, _ROWS = tl.constexpr(BLOCK), tl.constexpr(PROGRAMS), tl.constexpr(ROWS)
+_MAX_COLS, _FAILED = tl.constexpr(MAX_COLS), tl.constexpr(FAILED)
+
+
+def words_at(ranks: int) -> int:
+    """Byte offset of `words`."""
+    return 4 * ranks * PROGRAMS
+
+
+def parts_at(ranks: int) -> int:
+    """Byte offset of `parts`."""
+    return words_at(ranks) + 8 * 2 * ranks * ROWS * MAX_COLS
+
+
+def exchange_nbytes(ranks: int) -> int:
+    """Bytes of one rank's exchange memory."""
+    return parts_at(ranks) + 4 * 2 * ranks * PROGRAMS * BLOCK
+
+
+@triton.jit
+def place_of(peers, owner, source, epoch, program, PARTS: tl.constexpr, RANKS: tl.constexpr, KIND: tl.constexpr):
+    """Address of what `source` leaves in `owner`'s memory for one program and epoch."""
+    index = ((epoch & 1) * RANKS + source) * _PROGRAMS + program
+    place = (tl.load(peers + owner) + PARTS + index.to(tl.int64) * (4 * _BLOCK)).to(tl.pointer_type(KIND))
+    return tl.multiple_of(place, 16)  # bytes: wide stores
+
+
+@triton.jit
+def words_of(peers, owner, source, epoch, row, WORDS: tl.constexpr, RANKS: tl.constexpr):
+    """Address of the words that `source` leaves in `owner`'s memory for one row and epoch."""
+    index = ((epoch & 1) * RANKS + source) * _ROWS + row
+    place = (tl.load(peers + owner) + WORDS + index.to(tl.int64) * (8 * _MAX_COLS)).to(tl.pointer_type(tl.int64))
+    return tl.multiple_of(place, 16)
+
+
+@triton.jit
+def meet(peers, state, late, epoch, program, patience, RANKS: tl.constexpr, RANK: tl.constexpr):
+    """Tell all ranks that this one's part of `epoch` is there, and wait for theirs."""
+    tl.debug_barrier()  # the release below is one thread's: the others' stores come before it
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:
+            flag = tl.load(peers + peer).to(tl.pointer_type(tl.int32)) + RANK * _PROGRAMS + program
+            tl.atomic_xchg(flag, epoch, sem="release", scope="sys")
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:
+            flag = tl.load(peers + RANK).to(tl.pointer_type(tl.int32)) + peer * _PROGRAMS + program
+            left = tl.where(tl.load(state + _FAILED) > 0, 0, patience)
+            seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+            while (seen < epoch) & (left > 0):
+                seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+                left -= 1
+            if seen < epoch:
+                tl.store(state + _FAILED, 1)
+                tl.store(late, peer + 1)
+    tl.debug_barrier()
+
+
+@triton.jit
+def sum_rows_kernel(
+    part, hidden, weight, out, out_stride, cols, eps, words, scale, sums, peers, state, late, patience,
+    WORDS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, WIRE: tl.constexpr, WIDTH: tl.constexpr,
+    ACCUMULATE: tl.constexpr, NORM: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Program m: hidden[m] (+)= sum of the ranks' part[m]; one hop, as each word brings its own flag. WIDTH >= cols.
+
+    part, hidden float32, contiguous. NORM: then out[m] = RMS norm of hidden[m] times weight; TOKENS > 0: quantised too
+    (both as in `rms_norm_kernel`).
+    """
+    m = tl.program_id(0)
+    column = tl.arange(0, WIDTH)
+    mask = column < cols
+    row = m.to(tl.int64) * cols + column
+    epoch = tl.load(state + _PROGRAMS + m) + 1
+    value = tl.load(part + row, mask=mask, other=0.0).to(WIRE).to(tl.float32)
+    if ACCUMULATE:
+        total = tl.load(hidden + row, mask=mask, other=0.0)
+    stamp = epoch.to(tl.int64)
+    word = (value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (stamp << 32)
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:
+            tl.store(words_of(peers, peer, RANK, epoch, m, WORDS, RANKS) + column, word, mask=mask)
+    added = tl.zeros([WIDTH], tl.float32)
+    for source in tl.static_range(RANKS):
+        if source == RANK:
+            added += value
+        else:
+            here = words_of(peers, RANK, source, epoch, m, WORDS, RANKS)
+            left = tl.where(tl.load(state + _FAILED) > 0, 0, patience)
+            got = tl.load(here + column, mask=mask, other=0, volatile=True)
+            missing = tl.max((mask & ((got >> 32) != stamp)).to(tl.int32), axis=0)
+            while (missing > 0) & (left > 0):
+                got = tl.load(here + column, mask=mask, other=0, volatile=True)
+                missing = tl.max((mask & ((got >> 32) != stamp)).to(tl.int32), axis=0)
+                left -= 1
+            if missing > 0:
+                tl.store(state + _FAILED, 1)
+                tl.store(late, source + 1)
+            added += (got & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
+    if ACCUMULATE:
+        added = total + added
+    tl.store(hidden + row, added, mask=mask)
+    tl.store(state + _PROGRAMS + m, epoch)
+    if NORM:
+        factor = tl.rsqrt(tl.sum(added * added, axis=0) / cols + eps)
+        normed = added * factor * tl.load(weight + column, mask=mask, other=0.0)
+        rounded = normed.to(out.dtype.element_ty)
+        tl.store(out + m.to(tl.int64) * out_stride + column, rounded, mask=mask)
+        if TOKENS > 0:
+            chunk = tl.arange(0, WIDTH // 32)
+            tile = tl.reshape(rounded.to(tl.float32), (WIDTH // 32, 32))
+            store_quantised(tile, chunk, chunk < cols // 32, m, words, scale, sums, cols // 32, TOKENS, WIDTH // 32)
+
+
+@triton.jit
+def sum_one_shot_kernel(
+    part, target, n, peers, state, late, patience, PARTS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
+    WIRE: tl.constexpr, ACCUMULATE: tl.constexpr,
+):  # fmt: skip
+    """target[n] (+)= sum of the ranks' part[n], float32: every part goes to every rank, which adds them all."""
+    program = tl.program_id(0)
+    epoch = tl.load(state + program)
+    start = program.to(tl.int64) * _BLOCK
+    column = tl.arange(0, _BLOCK)
+    while start < n:
+        epoch += 1
+        at = start + column
+        mask = at < n
+        value = tl.load(part + at, mask=mask, other=0.0).to(WIRE)
+        for peer in tl.static_range(RANKS):
+            if peer != RANK:
+                tl.store(place_of(peers, peer, RANK, epoch, program, PARTS, RANKS, WIRE) + column, value, mask=mask)
+        meet(peers, state, late, epoch, program, patience, RANKS, RANK)
+        added = tl.zeros([_BLOCK], tl.float32)
+        for source in tl.static_range(RANKS):
+            if source == RANK:
+                added += value.to(tl.float32)
+            else:
+                here = place_of(peers, RANK, source, epoch, program, PARTS, RANKS, WIRE)
+                added += tl.load(here + column, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+        if ACCUMULATE:
+            added = tl.load(target + at, mask=mask, other=0.0) + added
+        tl.store(target + at, added, mask=mask)
+        start += tl.num_programs(0) * _BLOCK
+    tl.store(state + program, epoch)
+
+
+@triton.jit
+def sum_two_shot_kernel(
+    part, target, n, peers, state, late, patience, PARTS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
+    WIRE: tl.constexpr, ACCUMULATE: tl.constexpr,
+):  # fmt: skip
+    """The same with 2 (RANKS - 1) / RANKS of the bytes: each rank adds one of RANKS pieces and hands its sum round.
+
+    The sum is rounded to the wire's type once more.
+    """
+    program = tl.program_id(0)
+    epoch = tl.load(state + program)
+    start = program.to(tl.int64) * (RANKS * _BLOCK)
+    column = tl.arange(0, _BLOCK)
+    while start < n:
+        epoch += 1
+        at = start + RANK * _BLOCK + column
+        mask = at < n
+        for peer in tl.static_range(RANKS):
+            if peer != RANK:
+                theirs = start + peer * _BLOCK + column
+                value = tl.load(part + theirs, mask=theirs < n, other=0.0).to(WIRE)
+                there = place_of(peers, peer, RANK, epoch, program, PARTS, RANKS, WIRE)
+                tl.store(there + column, value, mask=theirs < n)
+        meet(peers, state, late, epoch, program, patience, RANKS, RANK)
+        added = tl.zeros([_BLOCK], tl.float32)
+        for source in tl.static_range(RANKS):
+            if source == RANK:
+                added += tl.load(part + at, mask=mask, other=0.0).to(WIRE).to(tl.float32)
+            else:
+                here = place_of(peers, RANK, source, epoch, program, PARTS, RANKS, WIRE)
+                added += tl.load(here + column, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+        epoch += 1
+        ours = added.to(WIRE)
+        for peer in tl.static_range(RANKS):
+            if peer != RANK:
+                tl.store(place_of(peers, peer, RANK, epoch, program, PARTS, RANKS, WIRE) + column, ours, mask=mask)
+        meet(peers, state, late, epoch, program, patience, RANKS, RANK)
+        for source in tl.static_range(RANKS):
+            place = start + source * _BLOCK + column
+            there = place < n
+            if source == RANK:
+                total = ours.to(tl.float32)
+            else:
+                here = place_of(peers, RANK, source, epoch, program, PARTS, RANKS, WIRE)
+                total = tl.load(here + column, mask=there, other=0.0, cache_modifier=".cg").to(tl.float32)
+            if ACCUMULATE:
+                total = tl.load(target + place, mask=there, other=0.0) + total
+            tl.store(target + place, total, mask=there)
+        start += tl.num_programs(0) * (RANKS * _BLOCK)
+    tl.store(state + program, epoch)
+
+
+@triton.jit
+def gather_kernel(
+    table, rows, most, bounds, peers, state, late, patience, PARTS: tl.constexpr, RANKS: tl.constexpr,
+    RANK: tl.constexpr,
+):  # fmt: skip
+    """table float32 [rows, bounds[RANKS]]: this rank's columns bounds[RANK]..bounds[RANK + 1] go to all, and theirs
+    come here. bounds int32 [RANKS + 1]; most: elements of the rank that has most."""
+    program = tl.program_id(0)
+    epoch = tl.load(state + program)
+    column = tl.arange(0, _BLOCK)
+    total = tl.load(bounds + RANKS).to(tl.int64)
+    start = program.to(tl.int64) * _BLOCK
+    while start < most:
+        epoch += 1
+        at = start + column
+        first = tl.load(bounds + RANK).to(tl.int64)
+        width = tl.load(bounds + RANK + 1).to(tl.int64) - first
+        own = at // tl.maximum(width, 1) * total + first + at % tl.maximum(width, 1)
+        value = tl.load(table + own, mask=at < rows * width, other=0.0)
+        for peer in tl.static_range(RANKS):
+            if peer != RANK:
+                there = place_of(peers, peer, RANK, epoch, program, PARTS, RANKS, tl.float32)
+                tl.store(there + column, value, mask=at < rows * width)
+        meet(peers, state, late, epoch, program, patience, RANKS, RANK)
+        for source in tl.static_range(RANKS):
+            if source != RANK:
+                first = tl.load(bounds + source).to(tl.int64)
+                width = tl.load(bounds + source + 1).to(tl.int64) - first
+                here = place_of(peers, RANK, source, epoch, program, PARTS, RANKS, tl.float32)
+                value = tl.load(here + column, mask=at < rows * width, other=0.0, cache_modifier=".cg")
+                place = at // tl.maximum(width, 1) * total + first + at % tl.maximum(width, 1)
+                tl.store(table + place, value, mask=at < rows * width)
+        start += tl.num_programs(0) * _BLOCK
+    tl.store(state + program, epoch)
