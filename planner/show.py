@@ -14,14 +14,15 @@ if TYPE_CHECKING:
 
     from pshard.validating import Trial
 
+WIDEST = 400  # characters of a table
 LETTERS = {"pinned": "P", "streamed": "s", "cpu": "c"}
 
 
 def print_variant(variant: Variant, out: "Console") -> None:
     """One table per rank: counts, time, what binds, memory, solver."""
     for rank in variant.ranks:
-        out.print(_time_table(variant, rank))
-        out.print(_memory_table(rank))
+        _print_whole(_time_table(variant, rank), out)
+        _print_whole(_memory_table(rank), out)
     if not variant.plan_needed:
         out.print("Everything fits in VRAM: no plan is needed, and every tier keeps everything there.")
     seconds = tier_seconds(variant)
@@ -93,7 +94,15 @@ def print_trials(trials: "Sequence[Trial]", out: "Console") -> None:
             cells += [f"{again.prediction.seconds * 1e3:.2f}"] if fitted else []
             table.add_row(name, str(tier.tokens), *cells, total)
             name = total = ""
+    _print_whole(table, out)
+
+
+def _print_whole(table: "Table", out: "Console") -> None:
+    """Print a table as wide as it is: on a pipe a console is 80 columns wide, and would cut figures off."""
+    wide = out.measure(table, options=out.options.update(max_width=WIDEST)).maximum
+    before, out.width = out.width, max(out.width, wide)
     out.print(table)
+    out.width = before
 
 
 def _new_table(title: str, columns: tuple[str, ...]) -> "Table":

@@ -51,7 +51,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     p.add_argument("--explain", action="store_true", help="list units, what binds, what a better machine would bring")
     p.add_argument("--sweep", type=_sweep, metavar="A:B:STEP", help="plan a range of budgets (MiB) in one go")
     p.add_argument("--json", action="store_true", help="print the plan as JSON, and nothing else, on stdout")
-    p.add_argument("--emit", choices=("llama.cpp",), help="print arguments that realise the decode tier's static part")
+    p.add_argument(
+        "--emit", choices=("llama.cpp",),
+        help="print arguments that realise the decode tier's static part; with --json a list beside the plan",
+    )  # fmt: skip
     p.add_argument(
         "--validate", action=argparse.BooleanOptionalAction, default=None,
         help="run the best few plans and keep the fastest (default: where that takes a moment on this machine)",
@@ -152,14 +155,17 @@ def _run(argv: list[str]) -> int:
             print_variant(variant, out)
             if args.explain:
                 print_explanation(variant, gains.get(i, ()), out)
+    emitted = []
     if args.emit:
         from pshard.planner.llama_cpp import llama_arguments
 
         kinds = {u.name: (u.kind, u.layer) for u in spec.units}
-        for variant in variants:
-            print(llama_arguments(variant, kinds))
+        emitted = [llama_arguments(variant, kinds) for variant in variants]
     if args.json:
-        print(json.dumps(_as_json(spec, profile, workloads[0], inputs, variants, gains), indent=1))
+        data = _as_json(spec, profile, workloads[0], inputs, variants, gains)
+        print(json.dumps(data | ({args.emit: emitted} if args.emit else {}), indent=1))
+    elif emitted:
+        print("\n".join(emitted))
     where = registry or "not written, as the plan is for another machine; --registry FILE keeps it"
     messages.print(f"registry: {where}", highlight=False, soft_wrap=True)
     return 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pshard.buffers import TORCH_RESERVE_MIB, kv_layer_bytes, scratch_bytes
 from pshard.cli_support import calm_openmp
 from pshard.errors import UserError
 from pshard.machine import MachineProfile
@@ -74,8 +75,7 @@ def open_plan(request: Request) -> Opened:
     path = registry_path(request.model, request.registry)
     inputs = fingerprint_inputs(file.fingerprint_inputs(), profile)
     full = _full_workload(request, want, file.spec)
-    model = shlex.quote(str(request.model))
-    command = plan_command(str(request.model), full) if request.vram_mib else f"pshard-plan -m {model} --vram MIB"
+    command = plan_command(str(request.model), full if request.vram_mib else _suggest_budget(full, file.spec))
     for flag, place in (("--registry", request.registry), ("--profile", request.profile)):
         if place is not None:
             command += f" {flag} {shlex.quote(str(place))}"
@@ -106,9 +106,24 @@ def _workload(request: Request, profile: MachineProfile) -> Workload:
     )
 
 
+def _suggest_budget(full: Workload, spec: "ModelSpec") -> Workload:
+    """The workload with a budget to plan for when none was given: what is free, at most what the whole model takes."""
+    ranks = len(full.vram_mib)
+    kv = kv_layer_bytes(spec.config, full.context, full.sequences, full.type_k, full.type_v) * spec.config.n_layers
+    scratch = scratch_bytes(spec, full.max_ubatch, full.sequences, 4, full.context)
+    whole = -(-(spec.packed_nbytes + kv) // ranks >> 20) + (scratch >> 20) + TORCH_RESERVE_MIB + 1
+    return replace(full, vram_mib=tuple(min(free, whole) for free in full.vram_mib))
+
+
 def _full_workload(request: Request, want: Workload, spec: "ModelSpec") -> Workload:
-    """What to plan for: the context that was asked for, else at least the one that pshard-plan takes by itself."""
-    usual = min(Workload.context, spec.config.context or Workload.context)
+    """What to plan for: the context that was asked for, else at least the one that pshard-plan takes by itself.
+
+    Raises UserError when the model has not so much context, as no plan could be made.
+    """
+    most = spec.config.context
+    if most and want.context > most:
+        raise UserError(f"{want.context} tokens of context are more than the model's {most}; ask for fewer")
+    usual = min(Workload.context, most or Workload.context)
     context = request.context or max(request.needed, usual)
     prompt = min(want.prompt, max(1, context // 2))
     return replace(want, context=context, prompt=prompt, generated=max(1, min(want.generated, context - prompt)))

@@ -35,7 +35,7 @@ def registry_path(model_path: Path, override: Path | None = None) -> Path:
     return cache_dir() / "registries" / f"{model.name}-{hashlib.sha256(bytes(model)).hexdigest()[:8]}{SUFFIX}"
 
 
-def load_registry(path: Path, plan_command: str = "pshard-plan -m MODEL --vram MIB") -> Registry:
+def load_registry(path: Path, plan_command: str = "pshard-plan again") -> Registry:
     """Read a registry file. `plan_command` is what the user is told to run when there is none.
 
     Raises UserError when it is missing, unreadable, corrupt (naming the place) or of a newer format.

@@ -138,6 +138,20 @@ def test_command_in_an_error_mends_it(world: World, tmp_path: Path, capsys: pyte
     assert cli_run.main(call) == 0
 
 
+def test_command_in_an_error_names_a_budget_also_when_none_was_given(world: World, capsys) -> None:
+    call = ["-m", str(world.model), "-p", "a", "-n", "2"]
+    assert cli_run.main(call) == 2
+    command = shlex.split(capsys.readouterr().err.strip().rpartition("run: ")[2])
+    assert int(command[command.index("--vram") + 1]) > 0 and cli_plan.main(command[1:]) == 0
+    assert cli_run.main(call) == 0
+
+
+def test_no_command_asks_for_more_context_than_the_model_has(world: World, capsys) -> None:
+    assert cli_run.main(["-m", str(world.model), "--vram", "6", "-p", "a", "-n", "600"]) == 2
+    line = capsys.readouterr().err
+    assert "more than the model's 512" in line and "pshard-plan" not in line
+
+
 def test_everything_fits(world: World, capsys: pytest.CaptureFixture) -> None:
     plan(world, "--vram", world.roomy)
     assert "no plan is needed" in " ".join(capsys.readouterr().out.split())

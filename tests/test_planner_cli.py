@@ -100,6 +100,13 @@ def test_llama_cpp_arguments_name_what_is_not_pinned(plan):
     assert ("ffn_.*=CPU" in out) == bool(outside)
 
 
+def test_llama_cpp_arguments_and_the_plan_are_one_json_document(plan):
+    _, out, _, _ = plan("--vram", MIB, "--emit", "llama.cpp", "--json")
+    _, alone, _, _ = plan("--vram", MIB, "--emit", "llama.cpp")
+    data = json.loads(out)
+    assert data["llama.cpp"] == [alone.strip()] and data["registry"]["variants"]
+
+
 def test_two_devices_get_a_plan_each(plan):
     code, _, err, registry = plan("--vram", f"{OWN + 3},{OWN + 2}", "-sm", "tensor", "-ts", "3,1")
     assert code == 0 and "no collectives" in err
