@@ -18,7 +18,7 @@ from pshard.runtime.kv_cache import KVShape, layer_nbytes, used_spans
 from pshard.runtime.micro_batch import Launch, MicroBatch, TierState, group_launches
 from pshard.runtime.parallel import Group
 from pshard.runtime.rope import fill_rope_table
-from pshard.runtime.weights import HostWeights
+from pshard.runtime.weights import HostWeights, LentWeights
 from pshard.runtime.workspace import Workspace, carve_workspace
 from pshard.steps import CopyIn, Step, StepShape, emit_steps
 
@@ -42,7 +42,7 @@ class Executor:
         plan: RankPlan,
         device: Device,
         arena: torch.Tensor,
-        weights: HostWeights,
+        weights: HostWeights | LentWeights,
         kv: KVShape,
         kernels: tuple[Kernels, Kernels],
         group: Group,

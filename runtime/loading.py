@@ -16,7 +16,7 @@ from pshard.runtime.kernels.api import Kernels
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.kv_cache import KVShape
 from pshard.runtime.parallel import Group
-from pshard.runtime.weights import HostWeights, Ranges, WeightSource, pack_unit
+from pshard.runtime.weights import HostWeights, LentWeights, Ranges, WeightSource, pack_unit
 
 
 def choose_kernels(device: Device, wanted: str, max_tokens: int) -> tuple[Kernels, Kernels, tuple[str, ...]]:
@@ -58,16 +58,22 @@ def build_executor(
     kernels: tuple[Kernels, Kernels],
     group: Group,
     progress: Callable[[int], None],
+    lender: HostWeights | None = None,
 ) -> Executor:
     """Take the arena, pack the weights and bring in the pins of every tier.
 
     Args:
         source: the model file; spec and ranges: the whole model, or a rank's slice of it.
         progress: called with the number of packed bytes done since its last call.
+        lender: holds every unit already, packed; None packs them from the source.
     """
     resident = always_pinned(plan)
     needed = align(max(tier.buffers.total for tier in plan.tiers), TENSOR_ALIGN)
     arena = device.allocate(min(needed, arena_bytes(plan.budget_mib, device.kind)))
+    if lender is not None:
+        executor = Executor(spec, plan, device, arena, LentWeights(lender), kv, kernels, group)
+        executor.load_pins(resident, lender.blob)
+        return executor
     weights = HostWeights([u for u in spec.units if u.name not in resident], device)
     try:
         weights.load(source, ranges, progress)

@@ -11,7 +11,7 @@ from pshard.runtime.engine import Engine
 from pshard.runtime.kv_cache import KVShape
 from pshard.runtime.loading import build_executor, choose_kernels
 from pshard.runtime.parallel import Group
-from pshard.runtime.weights import WeightSource
+from pshard.runtime.weights import HostWeights, WeightSource
 
 
 class _File(WeightSource):
@@ -31,6 +31,7 @@ def build_engine(
     group: Group | None = None,
     progress: Callable[[int], None] = lambda _: None,
     on_close: Callable[[], None] = lambda: None,
+    lender: HostWeights | None = None,
 ) -> Engine:
     """Load this rank's part of the model under a variant.
 
@@ -39,6 +40,7 @@ def build_engine(
         group: the tensor-parallel group that this process belongs to; None for one rank.
         progress: called with packed bytes done since the last call.
         on_close: called when the engine is closed.
+        lender: holds the packed weights of the whole model already, and outlives this engine; for one rank.
     """
     group = group or Group()
     if group.size != len(variant.ranks):
@@ -50,7 +52,7 @@ def build_engine(
         ranges = source_ranges(file.spec, variant.tensor_split, group.rank)
     kv = KVShape(variant.context, variant.sequences, variant.type_k, variant.type_v)
     pair = choose_kernels(device, kernels, plan.tiers[-1].tokens)
-    executor = build_executor(file, spec, ranges, plan, device, kv, pair[:2], group, progress)
+    executor = build_executor(file, spec, ranges, plan, device, kv, pair[:2], group, progress, lender)
     notes = pair[2]
     if not executor.page_locked:
         notes += ("host weights are pageable: page-locking was refused, copies are slower",)

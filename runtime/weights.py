@@ -86,6 +86,16 @@ class HostWeights:
             self.page_locked = False
 
 
+class LentWeights:
+    """Another's HostWeights, for as long as that lives: what one engine of several on one model holds."""
+
+    def __init__(self, lender: HostWeights) -> None:
+        self.nbytes, self.page_locked, self.blob = lender.nbytes, lender.page_locked, lender.blob
+
+    def close(self) -> None:
+        """Nothing: the lender closes them."""
+
+
 def pack_unit(source: WeightSource, unit: Unit, blob: torch.Tensor, ranges: Ranges | None = None) -> None:
     """Fill a unit's blob (uint8, host) from the model file; with `ranges` only that part of each tensor."""
     whole = {t.name: t for t in source.spec.unit(unit.name).tensors}
