@@ -9,6 +9,7 @@ import ctypes
 import json
 import os
 import signal
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -20,6 +21,8 @@ from pshard.collectives import fastest_collective
 from pshard.errors import UserError
 from pshard.machine import CollectiveTiming
 from pshard.runtime.kernels import native
+from pshard.runtime.network import use_route_to
+from pshard.runtime.numa import bind_memory, place_rank, read_nodes
 from pshard.runtime.rank_watch import LOST_SECONDS, RankWatch
 from pshard.runtime.shared_memory import LateRank, open_exchange
 
@@ -301,7 +304,11 @@ def init_group(
         raise UserError(f"{ranks} ranks are wanted, but {started or 1} were started; make torchrun and -ts agree")
     rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
     _die_with_launcher()
-    cores = bind_cores(local, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    if here < ranks:  # several hosts
+        shared_memory = False
+        use_route_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    cores = bind_cores(local, here)
     threads = threads or len(cores)
     torch.set_num_threads(threads)
     if native.is_available():
@@ -321,19 +328,20 @@ def init_group(
 
 
 def bind_cores(local_rank: int, local_size: int) -> tuple[int, ...]:
-    """Keep this process on its share of the cores it may use; returns them. Ranks share cores when there are few.
+    """Keep this process on its share of the cores it may use, and its memory on their NUMA nodes; returns the cores.
 
     torchrun leaves every rank all cores and one thread (OMP_NUM_THREADS=1); neither is wanted.
     """
     if not hasattr(os, "sched_setaffinity"):
         return tuple(range(max(1, (os.cpu_count() or 1) // local_size)))
-    cores = sorted(os.sched_getaffinity(0))
-    each = len(cores) // local_size
-    mine = cores[local_rank * each : (local_rank + 1) * each] or [cores[local_rank % len(cores)]]
+    nodes = read_nodes()
+    place = place_rank(local_rank, local_size, sorted(os.sched_getaffinity(0)), nodes)
     for thread in os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else ["0"]:
         with contextlib.suppress(ProcessLookupError):  # a thread that just ended
-            os.sched_setaffinity(int(thread), mine)
-    return tuple(mine)
+            os.sched_setaffinity(int(thread), place.cores)
+    if place.nodes and (why := bind_memory(place.nodes)) and len(nodes) > 1:
+        print(f"note: memory is not bound to NUMA nodes {place.nodes}: {why}", file=sys.stderr)
+    return place.cores
 
 
 def _open_store(rank: int, ranks: int, client_only: bool = False) -> dist.Store:

@@ -42,6 +42,10 @@ def cores(group: Group, out: Path) -> None:
     (out / f"cores-{group.rank}.json").write_text(json.dumps([allowed, torch.get_num_threads()]))
 
 
+def network(group: Group, out: Path) -> None:
+    (out / f"network-{group.rank}").write_text(f"{group.backend} {os.environ.get('GLOO_SOCKET_IFNAME')}")
+
+
 def latency(group: Group, out: Path) -> None:
     table = {}
     for nbytes in (16 << 10, 64 << 10, 1 << 20, 16 << 20):

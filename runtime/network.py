@@ -1,0 +1,42 @@
+"""Which network interface ranks of several hosts should talk over."""
+
+import array
+import os
+import socket
+
+_SIOCGIFADDR = 0x8915  # Linux: the address of an interface
+
+
+def use_route_to(address: str, port: int) -> None:
+    """Have gloo talk over the interface that reaches `address`, where the ranks meet; GLOO_SOCKET_IFNAME goes first.
+
+    Gloo would look up this host's own name, which often means the loopback interface. Does nothing where the
+    interface cannot be told.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    interface = interface_to(address, port)
+    if interface is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+
+
+def interface_to(address: str, port: int) -> str | None:
+    """The name of the interface whose IPv4 address the system would use to reach `address`; None when unknown."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, port))  # datagrams: picks a route, sends nothing
+        except OSError:
+            return None
+        own = probe.getsockname()[0]
+        return next((name for _, name in socket.if_nameindex() if _address_of(name, probe) == own), None)
+
+
+def _address_of(interface: str, any_socket: socket.socket) -> str | None:
+    try:
+        import fcntl
+
+        request = array.array("B", interface.encode()[:15].ljust(40, b"\0"))
+        fcntl.ioctl(any_socket, _SIOCGIFADDR, request)
+    except (ImportError, OSError):  # not this system, or an interface without address
+        return None
+    return socket.inet_ntoa(request.tobytes()[20:24])

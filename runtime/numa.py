@@ -1,0 +1,78 @@
+"""Which cores and which memory of a host with several NUMA nodes belong to a rank."""
+
+import ctypes
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+NODES = Path("/sys/devices/system/node")
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # system call numbers; the C library has no function for it
+_BIND = 2  # MPOL_BIND: only from the given nodes
+_MASK_BITS = 1024
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs: its `cores`, and the NUMA `nodes` that they belong to (none where the system tells none)."""
+
+    cores: tuple[int, ...]
+    nodes: tuple[int, ...]
+
+
+def read_nodes(folder: Path = NODES) -> dict[int, tuple[int, ...]]:
+    """NUMA node -> its processors, for nodes that have some; empty where the system does not tell."""
+    lists = {int(p.parent.name[4:]): p.read_text() for p in folder.glob("node[0-9]*/cpulist")}
+    nodes = {node: _parse_list(text) for node, text in sorted(lists.items())}
+    return {node: cpus for node, cpus in nodes.items() if cpus}
+
+
+def _parse_list(text: str) -> tuple[int, ...]:
+    """Numbers of a list as the kernel writes it: 0-3,8."""
+    spans = [part.split("-") for part in text.strip().split(",") if part]
+    return tuple(n for span in spans for n in range(int(span[0]), int(span[-1]) + 1))
+
+
+def place_rank(rank: int, ranks: int, usable: Sequence[int], nodes: Mapping[int, Sequence[int]]) -> Place:
+    """The share of the `usable` cores that rank `rank` of `ranks` on this host gets.
+
+    No share crosses a node when there are at least as many ranks as nodes; ranks of one node divide its cores. With
+    fewer ranks than nodes each gets whole nodes. Ranks share a core only where there are not enough.
+    """
+    local = {node: [c for c in sorted(usable) if c in set(cpus)] for node, cpus in nodes.items()}
+    local = {node: cores for node, cores in local.items() if cores}
+    if sum(map(len, local.values())) != len(usable):
+        local = {-1: sorted(usable)}  # the system tells no nodes, or not all of them
+    names = list(local)
+    if ranks < len(names):
+        mine = names[rank * len(names) // ranks : (rank + 1) * len(names) // ranks]
+        cores = [core for node in mine for core in local[node]]
+    else:
+        node = rank * len(names) // ranks
+        beside = [r for r in range(ranks) if r * len(names) // ranks == node]
+        mine, cores = [names[node]], _share(local[names[node]], beside.index(rank), len(beside))
+    return Place(tuple(cores), tuple(n for n in mine if n >= 0))
+
+
+def _share(cores: list[int], index: int, count: int) -> list[int]:
+    each = len(cores) // count
+    return cores[index * each : (index + 1) * each] or [cores[index % len(cores)]]
+
+
+def bind_memory(nodes: Sequence[int]) -> str | None:
+    """Take all memory that this thread, and threads it starts, touch from now on, from these nodes.
+
+    Returns why that cannot be, or None. Call it before weights and caches are allocated.
+    """
+    number = _SET_MEMPOLICY.get(platform.machine())
+    if number is None or platform.system() != "Linux":
+        return f"no way known on {platform.system()} {platform.machine()}"
+    word = 8 * ctypes.sizeof(ctypes.c_ulong)
+    mask = (ctypes.c_ulong * (_MASK_BITS // word))()
+    for node in nodes:
+        mask[node // word] |= 1 << node % word
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(ctypes.c_long(number), _BIND, mask, ctypes.c_ulong(_MASK_BITS + 1)) == 0:
+        return None
+    return os.strerror(ctypes.get_errno())

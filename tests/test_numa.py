@@ -1,0 +1,69 @@
+"""Ranks on NUMA nodes: cores that stay on their node, and memory that is really bound to it."""
+
+import ctypes
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pshard.runtime.numa import NODES, Place, place_rank, read_nodes
+
+TWO = {0: (0, 1, 2, 3), 1: (4, 5, 6, 7)}
+
+
+def test_nodes_are_read_as_the_system_lists_them(tmp_path: Path) -> None:
+    for node, text in ((0, "0-2,8\n"), (1, "3,4-5\n"), (2, "\n")):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "cpulist").write_text(text)
+    assert read_nodes(tmp_path) == {0: (0, 1, 2, 8), 1: (3, 4, 5)}
+    assert read_nodes(tmp_path / "none") == {}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "places"),
+    [
+        (1, [Place(tuple(range(8)), (0, 1))]),
+        (2, [Place((0, 1, 2, 3), (0,)), Place((4, 5, 6, 7), (1,))]),
+        (3, [Place((0, 1), (0,)), Place((2, 3), (0,)), Place((4, 5, 6, 7), (1,))]),
+        (4, [Place((0, 1), (0,)), Place((2, 3), (0,)), Place((4, 5), (1,)), Place((6, 7), (1,))]),
+    ],
+)
+def test_no_share_crosses_a_node(ranks: int, places: list[Place]) -> None:
+    assert [place_rank(r, ranks, range(8), TWO) for r in range(ranks)] == places
+
+
+def test_fewer_ranks_than_nodes_take_whole_nodes() -> None:
+    nodes = {n: (2 * n, 2 * n + 1) for n in range(4)}
+    assert [place_rank(r, 2, range(8), nodes).nodes for r in range(2)] == [(0, 1), (2, 3)]
+
+
+def test_only_usable_cores_are_given_and_shared_when_they_are_few() -> None:
+    assert place_rank(1, 2, (1, 2, 5), TWO) == Place((5,), (1,))
+    assert [place_rank(r, 3, (6,), TWO).cores for r in range(3)] == [(6,)] * 3
+
+
+def test_without_nodes_the_cores_are_divided() -> None:
+    assert [place_rank(r, 2, (3, 1, 2, 0), {}) for r in range(2)] == [Place((0, 1), ()), Place((2, 3), ())]
+
+
+PROGRAM = """
+import ctypes, json
+from pshard.runtime.numa import bind_memory, read_nodes
+why = bind_memory([max(read_nodes())])
+mode, mask = ctypes.c_int(-1), (ctypes.c_ulong * 16)()
+ctypes.CDLL(None).syscall(ctypes.c_long(239), ctypes.byref(mode), mask, ctypes.c_ulong(1024), None, ctypes.c_ulong(0))
+print(json.dumps([why, mode.value, mask[0], max(read_nodes())]))
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or not NODES.is_dir(), reason="asks Linux on x86-64 for its policy")
+def test_memory_is_bound_as_the_system_itself_says() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True)
+    why, mode, mask, node = json.loads(done.stdout)
+    if why is not None:
+        pytest.skip(f"this system refuses: {why}")
+    assert (mode, mask) == (2, 1 << node)
+    assert ctypes.sizeof(ctypes.c_ulong) == 8
