@@ -29,6 +29,13 @@ def _main(argv: list[str]) -> int:
     text.add_argument(
         "--tokens", action="store_true", help="prompt and output are token ids, for files without tokenizer"
     )
+    cache = parser.add_argument_group("prompt cache")
+    cache.add_argument(
+        "--prompt-cache", type=Path, metavar="FILE",
+        help="take what FILE has of the prompt's KV cache and save the prompt's there; any number of ranks loads it",
+    )  # fmt: skip
+    cache.add_argument("--prompt-cache-all", action="store_true", help="save what is generated too")
+    cache.add_argument("--prompt-cache-ro", action="store_true", help="use the prompt cache but do not write it")
     draw = parser.add_argument_group("sampling")
     draw.add_argument("--temp", type=float, default=0.8, help="temperature; 0 is greedy (default 0.8)")
     draw.add_argument("--top-k", type=int, default=40, help="keep the k likeliest; 0 is off (default 40)")
@@ -40,6 +47,8 @@ def _main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.chat and args.tokens:
         raise UserError("--chat and --tokens exclude each other: a chat template is text")
+    if args.prompt_cache is None and (args.prompt_cache_all or args.prompt_cache_ro):
+        raise UserError("--prompt-cache-all and --prompt-cache-ro need a file: give --prompt-cache FILE")
     prompt = _read_prompt(args)
     request = make_request(args)
 
@@ -104,16 +113,33 @@ def _encode_prompt(model: Path, prompt: str | list[int], chat: bool) -> list[int
     return tokenizer.encode(text, add_special=False)
 
 
+def _take_cached(engine: "Engine", prompt: list[int], args: Any, loud: bool) -> list[int]:
+    """Load the prompt cache; returns what of the prompt is still to be computed, at least its last token."""
+    if args.prompt_cache is None or not args.prompt_cache.exists():
+        return prompt
+    cached = engine.load(args.prompt_cache)
+    same = next((i for i, (a, b) in enumerate(zip(cached, prompt)) if a != b), min(len(cached), len(prompt)))
+    engine.reset(length=min(same, len(prompt) - 1))
+    if loud:
+        print(f"prompt cache: {engine.lengths[0]} of {len(prompt)} tokens are taken from it", file=sys.stderr)
+    return prompt[engine.lengths[0] :]
+
+
 def _generate(engine: "Engine", prompt: Any, args: Any, sampling: Any, loud: bool) -> None:
     start = time.perf_counter()
     first, n = start, 0
+    prompt, saving = _take_cached(engine, prompt, args, loud), args.prompt_cache and not args.prompt_cache_ro
     for piece in engine.generate(prompt, args.predict, sampling, text=not args.tokens):
         if n == 0:
             first = time.perf_counter()
+            if saving and not args.prompt_cache_all:
+                engine.save(args.prompt_cache)
         n += 1
         if loud:
             print(f"{piece} " if args.tokens else piece, end="", flush=True)
     end = time.perf_counter()
+    if saving and (args.prompt_cache_all or n == 0):
+        engine.save(args.prompt_cache)
     if not loud:
         return
     print()

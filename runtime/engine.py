@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from pshard.plan import RankPlan, Variant
 from pshard.runtime.device import Device
 from pshard.runtime.executor import Executor
 from pshard.runtime.kernels.api import Segment
+from pshard.runtime.kv_file import KVStore
 from pshard.runtime.sampling import Sampler, Sampling
 
 
@@ -41,10 +43,13 @@ class Engine:
         tokenizer: Any,
         notes: tuple[str, ...],
         on_close: Callable[[], None],
+        store: KVStore,
     ) -> None:
         self._executor, self.plan, self.tokenizer, self.notes = executor, variant, tokenizer, notes
         self._on_close = on_close
+        self._store = store
         self._lengths = [0] * variant.sequences
+        self._tokens: list[list[int]] = [[] for _ in self._lengths]  # ids of the cells
         self._broken: BaseException | None = None
         self._closed = False
 
@@ -87,6 +92,26 @@ class Engine:
         for s in range(len(self._lengths)) if sequence is None else (sequence,):
             self._lengths[s] = max(0, min(self._lengths[s], length))
 
+    def save(self, path: Path, sequence: int = 0) -> None:
+        """Write a sequence's KV cache to a file that an engine over any number of ranks can load. All ranks call it.
+
+        Raises UserError when it cannot be written; then there is no new file.
+        """
+        self._check_alive()
+        self._store.save(path, sequence, self._tokens[sequence][: self._lengths[sequence]])
+
+    def load(self, path: Path, sequence: int = 0) -> tuple[int, ...]:
+        """Make a saved KV cache that of a sequence; returns the token ids it stands for. All ranks call it.
+
+        Raises UserError for a file that is damaged, of another model or KV type, or too long; the sequence is empty
+        then.
+        """
+        self._check_alive()
+        self._lengths[sequence] = 0
+        tokens = self._store.load(path, sequence)
+        self._tokens[sequence], self._lengths[sequence] = list(tokens), len(tokens)
+        return tokens
+
     def forward(
         self, tokens: Sequence[int] | Sequence[Sequence[int]], all_logits: bool = False
     ) -> torch.Tensor | list[torch.Tensor]:
@@ -115,6 +140,7 @@ class Engine:
                 for i, (_, sequence) in enumerate(wanted):
                     parts[sequence].append(logits[i])
                 for s in segments:
+                    self._tokens[s.sequence][s.past :] = ids[s.start : s.start + s.tokens]
                     self._lengths[s.sequence] += s.tokens
         except BaseException as error:
             self._broken = error  # caches are half-written: no further text may come from them
@@ -126,11 +152,14 @@ class Engine:
             results = [p[-1] if p else torch.empty(0) for p in parts]
         return results[0] if single else results
 
-    def _check(self, lists: list[list[int]]) -> None:
+    def _check_alive(self) -> None:
         if self._closed:
             raise RuntimeError("the engine is closed")
         if self._broken is not None:
             raise RuntimeError("an earlier step failed; load the model again") from self._broken
+
+    def _check(self, lists: list[list[int]]) -> None:
+        self._check_alive()
         vocab, context = self._executor.spec.config.vocab, self.plan.context
         if not any(lists):
             raise UserError("no tokens were given; a prompt needs at least one")

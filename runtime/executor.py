@@ -13,7 +13,7 @@ from pshard.runtime.arena import Arena
 from pshard.runtime.blocks import Side
 from pshard.runtime.device import Device
 from pshard.runtime.host_memory import map_memory
-from pshard.runtime.kernels.api import Kernels, RopeTable, RowIndex, Segment
+from pshard.runtime.kernels.api import Kernels, LayerKV, RopeTable, RowIndex, Segment
 from pshard.runtime.kv_cache import KVShape, layer_nbytes, used_spans
 from pshard.runtime.micro_batch import Launch, MicroBatch, TierState, group_launches
 from pshard.runtime.parallel import Group
@@ -166,6 +166,24 @@ class Executor:
             for to, origin in used_spans(source, target, spans):
                 copy(to, origin)
                 self.link_bytes += 0 if to_host else to.nbytes
+
+    def _cells(self, unit: str) -> LayerKV:
+        """Where a layer's KV stands now."""
+        in_vram = unit in self._kv_in_vram or unit not in self.host_kv
+        return self.arena.kv(unit) if in_vram else self.host_kv[unit]
+
+    def read_cells(self, unit: str, sequence: int, cells: int) -> dict[str, torch.Tensor]:
+        """A copy on the host of a layer's first cells: "k" and "v", each [cells, KV heads of this rank, head_dim]."""
+        self.device.synchronize()
+        kv = self._cells(unit)
+        return {"k": kv.k[sequence, :cells].to("cpu", copy=True), "v": kv.v[sequence, :cells].to("cpu", copy=True)}
+
+    def write_cells(self, unit: str, sequence: int, cells: dict[str, torch.Tensor]) -> None:
+        """Fill a layer's first cells with what `read_cells` gave."""
+        kv = self._cells(unit)
+        kv.k[sequence, : len(cells["k"])] = cells["k"].to(kv.k.device)
+        kv.v[sequence, : len(cells["v"])] = cells["v"].to(kv.v.device)
+        self.device.synchronize()
 
     def _program(self, has_past: bool) -> Program:
         """The tier's steps, grouped for launching."""

@@ -9,6 +9,7 @@ from pshard.plan import Variant
 from pshard.runtime.device import Device
 from pshard.runtime.engine import Engine
 from pshard.runtime.kv_cache import KVShape
+from pshard.runtime.kv_file import KVStore
 from pshard.runtime.loading import build_executor, choose_kernels
 from pshard.runtime.parallel import Group
 from pshard.runtime.weights import HostWeights, WeightSource
@@ -56,7 +57,8 @@ def build_engine(
     notes = pair[2]
     if not executor.page_locked:
         notes += ("host weights are pageable: page-locking was refused, copies are slower",)
-    return Engine(executor, variant, _tokenizer(file), notes, on_close)
+    store = KVStore(file, variant.tensor_split if group.size > 1 else (1.0,), kv, executor, group)
+    return Engine(executor, variant, _tokenizer(file), notes, on_close, store)
 
 
 def _tokenizer(file: _File) -> object | None:

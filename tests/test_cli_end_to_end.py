@@ -251,6 +251,31 @@ def test_tables_of_bench(world: World, capsys: pytest.CaptureFixture) -> None:
         assert "pp16 x2" in said and "predicted" in said
 
 
+def test_a_prompt_cache_is_used_by_another_number_of_ranks(
+    world: World, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PSHARD_MODEL", str(world.model))
+    cache, split = tmp_path / "cache.kv", ["--vram", "64,64", "-sm", "tensor", "-ts", "1,1"]
+    plan(world, "--vram", 64)
+    plan(world, *split)
+    texts = []
+    for flags, prompt, taken in (
+        (["--vram", "64"], "1,2,3,4,5", None),
+        ([*split, "--reduce-dtype", "f32"], "1,2,3,4,5", 4),
+        (["--vram", "64", "--prompt-cache-ro"], "1,2,3,9,9", 3),
+        (["--vram", "64", "--prompt-cache-all"], "1,2,3,4,5", 4),
+        (["--vram", "64"], "1,2,3,4,5", 4),
+    ):
+        capfd.readouterr()
+        command = [*flags, "-p", prompt, "--tokens", "-n", "4", "--temp", "0", "--prompt-cache", str(cache)]
+        assert cli_run.main(command) == 0
+        said = capfd.readouterr()
+        assert (f"{taken} of 5 tokens" in said.err) if taken else ("prompt cache" not in said.err)
+        texts.append(said.out)
+    assert texts[0] == texts[1] == texts[3] == texts[4]
+    assert cli_run.main(["-p", "1", "--tokens", "--prompt-cache-ro"]) == 2
+
+
 def test_two_ranks_give_the_tokens_of_one(
     world: World, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

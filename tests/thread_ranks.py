@@ -26,6 +26,7 @@ class Meeting:
 
     def __init__(self, size: int) -> None:
         self.parts: list[torch.Tensor | None] = [None] * size
+        self.said: list[Any] = [None] * size
         self.barrier = threading.Barrier(size, timeout=60)
 
 
@@ -48,6 +49,13 @@ class ThreadGroup(Group):
         tensor.copy_(first)
         for part in rest:
             tensor.add_(part)
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        self._meeting.said[self.rank] = value
+        self._meeting.barrier.wait()
+        said = self._meeting.said[source]
+        self._meeting.barrier.wait()
+        return said
 
     def gather_columns(self, local: torch.Tensor) -> torch.Tensor:
         return torch.cat(self._exchange(local), dim=1)
