@@ -9,6 +9,7 @@ BUFFER_ALIGN = 256
 DEQUANT_BYTES = 96 << 20  # dequantised tile for large batches, at most; a whole matrix where it is smaller
 SMALL_BATCH = 64  # up to here kernels read packed weights in place; above, tiles are dequantised for a library GEMM
 ATTENTION_SPLITS = 64  # most pieces that one decode attention is cut into along the context
+DECODE_PROGRAMS = 1024  # a decode attention is cut until about this many programs run
 TORCH_RESERVE_MIB = 320  # of a CUDA budget: kernels' code, CUDA graphs, cuBLAS workspace (282 measured on an H100)
 LOGIT_ROWS = 64  # rows of logits computed at once
 
@@ -43,9 +44,15 @@ def scratch_buffers(config: ModelConfig, tokens: int, sequences: int, context: i
         Buffer("index", (3, tokens), "f32"),
         Buffer("rope", (2, context, config.rope.dims // 2), "f32"),
     ]
-    if tokens <= SMALL_BATCH:
-        buffers.append(Buffer("partial", (tokens, config.n_heads, ATTENTION_SPLITS, config.head_dim + 2), "f32"))
+    # every tier may be given few tokens: those attend in pieces along the context
+    most = max(n * decode_splits(n, config.n_kv_heads) for n in range(1, min(tokens, SMALL_BATCH) + 1))
+    buffers.append(Buffer("partial", (most, config.n_heads, config.head_dim + 2), "f32"))
     return tuple(buffers)
+
+
+def decode_splits(tokens: int, n_kv_heads: int) -> int:
+    """Most pieces along the context that the decode attention of so many rows is cut into."""
+    return min(ATTENTION_SPLITS, max(1, DECODE_PROGRAMS // (tokens * max(1, n_kv_heads))))
 
 
 def dequant_bytes(spec: ModelSpec, tokens: int, act_bytes: int) -> int:

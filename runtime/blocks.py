@@ -57,7 +57,7 @@ def run_attention(
     k.linear_group(normed, tuple(m[f"{part}.weight"] for part in parts), qkv, space.tile, biases)
     norms = weights.vectors.get("attn_q_norm.weight"), weights.vectors.get("attn_k_norm.weight")
     k.rope_store(qkv, heads, *norms, config.norm_eps, side.rope, rows, kv)
-    partial = space.tensors.get("partial")
+    partial = space.tensors["partial"]
     k.attention(qkv, heads, kv, rows, config.head_dim**-0.5, mixed, partial)
     out, accumulate = (hidden, True) if target is None else (target, False)
     bias = weights.vectors.get("attn_output.bias")

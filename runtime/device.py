@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from pshard.errors import UserError
+from pshard.runtime.row_copy import check_rows, copy_rows
 
 KERNEL_COPY_BYTES = 512 << 10  # up to here a kernel copies between device and host, beside the copy engine's queue
 MOST_GRAPHS = 1024  # graphs take device memory beside the arena; past that many, kernels are launched one by one
@@ -29,6 +30,8 @@ class Device(Protocol):
     def allocate(self, nbytes: int) -> torch.Tensor: ...
     def page_lock(self, memory: torch.Tensor) -> bool: ...
     def page_unlock(self, memory: torch.Tensor) -> None: ...
+
+    # copies take contiguous tensors, or matrices whose rows are contiguous, of one shape and type
     def copy_in(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Any] = ()) -> Any: ...
     def copy_out(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Any] = ()) -> Any: ...
     def send(self, dst: torch.Tensor, src: torch.Tensor) -> None: ...
@@ -111,8 +114,11 @@ class CudaDevice:
     ) -> torch.cuda.Event:
         for event in after:
             stream.wait_event(event)
-        with torch.cuda.stream(stream):
-            dst.copy_(src, non_blocking=True)
+        if dst.is_contiguous() and src.is_contiguous():
+            with torch.cuda.stream(stream):
+                dst.copy_(src, non_blocking=True)
+        else:
+            copy_rows(dst, src, stream.cuda_stream)
         done = torch.cuda.Event()
         done.record(stream)
         return done
@@ -227,8 +233,7 @@ class _CopyThread:
         self._thread.start()
 
     def submit(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[CpuEvent]) -> CpuEvent:
-        if not (dst.is_contiguous() and src.is_contiguous() and dst.nbytes == src.nbytes):
-            raise ValueError("copies are between contiguous tensors of equal size")
+        check_rows(dst, src)
         done = CpuEvent()
         self._queue.put((dst, src, tuple(after), done))
         return done
@@ -239,7 +244,8 @@ class _CopyThread:
             try:
                 for event in after:
                     event.wait()
-                ctypes.memmove(dst.data_ptr(), src.data_ptr(), src.nbytes)
+                for to, origin in _contiguous_parts(dst, src):
+                    ctypes.memmove(to.data_ptr(), origin.data_ptr(), origin.nbytes)
                 done.finish()
             except BaseException as error:
                 done.finish(error)
@@ -247,6 +253,12 @@ class _CopyThread:
     def close(self) -> None:
         self._queue.put(None)
         self._thread.join()
+
+
+def _contiguous_parts(dst: torch.Tensor, src: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    """The tensors themselves, or their rows."""
+    whole = dst.is_contiguous() and src.is_contiguous()
+    return [(dst, src)] if whole else list(zip(dst, src, strict=True))
 
 
 class CpuDevice:

@@ -14,7 +14,7 @@ from pshard.runtime.blocks import Side
 from pshard.runtime.device import Device
 from pshard.runtime.host_memory import map_memory
 from pshard.runtime.kernels.api import Kernels, LayerKV, RopeTable, RowIndex, Segment
-from pshard.runtime.kv_cache import KVShape, layer_nbytes, used_spans
+from pshard.runtime.kv_cache import KVShape, layer_nbytes, used_pieces
 from pshard.runtime.micro_batch import Launch, MicroBatch, TierState, group_launches
 from pshard.runtime.parallel import Group
 from pshard.runtime.rope import fill_rope_table
@@ -163,7 +163,7 @@ class Executor:
             vram, host = self.arena.kv(name), self.host_kv[name]
             source, target = (vram, host) if to_host else (host, vram)
             copy = self.device.copy_out if to_host else self.device.copy_in
-            for to, origin in used_spans(source, target, spans):
+            for to, origin in used_pieces(source, target, spans):
                 copy(to, origin)
                 self.link_bytes += 0 if to_host else to.nbytes
 

@@ -10,7 +10,7 @@ from pshard.buffers import LOGIT_ROWS, SMALL_BATCH
 from pshard.plan import TierPlan
 from pshard.runtime.blocks import PendingSum, Side, run_attention, run_ffn, run_output
 from pshard.runtime.kernels.api import RowIndex, Segment
-from pshard.runtime.kv_cache import used_spans
+from pshard.runtime.kv_cache import used_pieces
 from pshard.runtime.weights import UnitWeights, lookup_rows, view_unit
 from pshard.steps import AllReduce, Compute, CopyIn, FetchKV, Free, Gather, Handoff, Step, WriteBack
 
@@ -127,8 +127,8 @@ class MicroBatch:
     def _is_small(self) -> bool:
         """Whether launching costs more than computing, and all addresses and launch sizes repeat."""
         space = self.state.side.space
-        # without `partial` attention is the prompt's, whose launches hold the segments' numbers
-        repeats = self.executor.acc_kernels.repeatable and self.tokens <= SMALL_BATCH and "partial" in space.tensors
+        # above SMALL_BATCH attention is the prompt's, whose launches hold the segments' numbers
+        repeats = self.executor.acc_kernels.repeatable and self.tokens <= SMALL_BATCH
         return repeats and len(self.logit_rows) <= space.tensors["logits"].shape[0]
 
     def _side(self) -> Side:
@@ -286,17 +286,22 @@ class MicroBatch:
         assert state.stage is not None
         spans = [(s.sequence, 0, s.past) for s in self.segments]
         after = [*state.stage_free, *([e.written[step.unit]] if step.unit in e.written else [])]
-        for to, origin in used_spans(e.host_kv[step.unit], e.arena.view_kv(state.stage, step.unit), spans):
-            state.stage_ready.append(e.device.copy_in(to, origin, after))
+        done = None
+        for to, origin in used_pieces(e.host_kv[step.unit], e.arena.view_kv(state.stage, step.unit), spans):
+            done = e.device.copy_in(to, origin, after if done is None else ())
             e.link_bytes += to.nbytes
+        if done is not None:  # copies of a lane happen in turn
+            state.stage_ready.append(done)
 
     def _write_back(self, step: WriteBack) -> None:
         e, state = self.executor, self.state
         assert state.stage is not None
         state.stage_free = [e.device.mark()]  # the attention over it was the last thing given to the compute lane
         spans = [(s.sequence, s.past, s.past + s.tokens) for s in self.segments]
-        for to, origin in used_spans(e.arena.view_kv(state.stage, step.unit), e.host_kv[step.unit], spans):
-            done = e.device.copy_out(to, origin, state.stage_free)
+        done, after = None, state.stage_free
+        for to, origin in used_pieces(e.arena.view_kv(state.stage, step.unit), e.host_kv[step.unit], spans):
+            done = e.device.copy_out(to, origin, after if done is None else ())
+        assert done is not None
         e.written[step.unit] = done
         state.stage_ready.append(done)  # the next layer's new cells go where these are read from
         state.stage_free.append(done)  # and so may its old ones, where a rank's layers differ in width

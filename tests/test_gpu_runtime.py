@@ -73,6 +73,35 @@ def test_batches_of_one_size_at_other_pasts_are_not_confused(tmp_path: Path, siz
     assert max(error(g, e) for g, e in zip(got, expected)) < 1e-3
 
 
+def test_small_batches_are_captured_in_large_tiers(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q4_0")
+    with open_engine(path, pinned_everywhere(open_model(path).spec, (1, 128), CONTEXT), "fast", CONTEXT,
+                     device="cuda") as engine:  # fmt: skip
+        engine.forward([i % 320 for i in range(40)])
+        captured = len(engine.device._graphs)
+        engine.forward([i % 320 for i in range(40)])
+        assert captured > 0 and len(engine.device._graphs) == captured
+
+
+@pytest.mark.parametrize("lengths", [(50,) * 8, (100, 3, 0, 40, 41, 42, 1, 90)])
+def test_many_sequences_with_host_kv_give_the_logits_of_kv_in_vram(tmp_path: Path, lengths: tuple[int, ...]) -> None:
+    path, n = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q4_0", n_layers=3), len(lengths)
+    spec = open_model(path).spec
+    places = {u.name: ("pinned", "host" if u.kind == "attention" else None) for u in spec.units}
+    places["embedding"] = ("cpu", None)
+    in_vram = {name: (where, kv and "vram") for name, (where, kv) in places.items()}
+    found = []
+    for layout in (places, in_vram):
+        tiers = tuple(make_tier(spec, m, layout, 0, CONTEXT, n) for m in (8, 512))
+        with open_engine(path, tiers, "fast", CONTEXT, sequences=n, device="cuda") as engine:
+            rng = random.Random(4)
+            outputs = engine.forward([[rng.randrange(320) for _ in range(length)] for length in lengths])
+            for step in range(6):
+                outputs += engine.forward([[rng.randrange(320)] if (s + step) % 3 else [] for s in range(n)])
+            found.append(outputs)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_steady_decode_allocates_nothing_and_stays_within_the_budget(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q4_0", n_layers=4, d_model=1024, d_ffn=4096, context=4096)
     spec = open_model(path).spec

@@ -154,6 +154,6 @@ class Kernels(Protocol):
     ) -> None:
         """Causal attention with grouped KV heads: the q part of qkv against kv[sequence, :position+1] per row.
 
-        out [M, H d] act_dtype. `partial`: float32 scratch [M, H, ATTENTION_SPLITS, d + 2] for M <= SMALL_BATCH.
+        out [M, H d] act_dtype. `partial`: float32 scratch of M H (d + 2) decode_splits for M <= SMALL_BATCH.
         """
         ...

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
-from pshard.buffers import ATTENTION_SPLITS, SMALL_BATCH
+from pshard.buffers import DECODE_PROGRAMS, SMALL_BATCH, decode_splits
 from pshard.quant import ROW_BLOCK, align
 from pshard.runtime.kernels import triton_attention, triton_batch, triton_dequant, triton_matvec, triton_rows
 from pshard.runtime.kernels.api import LayerKV, Packed, RopeTable, RowIndex
@@ -64,7 +64,7 @@ TUNING: dict[tuple[str, int], Tile] = {
     ("rows", 32): Tile(32, 128, 4, 4, 528),
     ("rows", 64): Tile(64, 128, 4, 3, 528),
     ("dequantise", 0): Tile(16, 16, 4, 1),
-    ("decode", 0): Tile(16, 64, 4, 3, 1024),
+    ("decode", 0): Tile(16, 64, 4, 3, DECODE_PROGRAMS),
     ("prefill", 64): Tile(128, 128, 8, 3),
     ("prefill", 128): Tile(128, 128, 8, 3),
     ("prefill", 256): Tile(64, 64, 8, 2),
@@ -438,19 +438,19 @@ class CudaKernels:
         partial: torch.Tensor,
     ) -> None:
         n_heads, groups, d = heads
-        tokens, slots, tile = qkv.shape[0], partial.shape[2], TUNING["decode", 0]
-        wanted = max(1, tile.programs // (tokens * groups))
-        splits = min(ATTENTION_SPLITS, slots, triton.cdiv(rows.cells, tile.depth), wanted)
+        tokens, tile = qkv.shape[0], TUNING["decode", 0]
+        room = partial.numel() // (tokens * n_heads * (d + 2))  # a rank's layer may have fewer KV heads than most
+        splits = min(decode_splits(tokens, groups), room, triton.cdiv(rows.cells, tile.depth))
         padded = max(16, triton.next_power_of_2(d))
         triton_attention.decode_kernel[(splits, groups, tokens)](
             qkv, qkv.stride(0), kv.k, kv.v, kv.k.stride(0), kv.k.stride(1), rows.sequence, rows.position, partial,
-            scale, splits, slots, HEADS=n_heads, GROUPS=groups,
+            scale, splits, HEADS=n_heads, GROUPS=groups,
             SHARE=max(16, triton.next_power_of_2(n_heads // groups)), D=d, DP=padded, BLOCK=tile.depth,
             STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         ready = self._hand_over(out) if d == padded and d % 32 == 0 else None
         triton_attention.decode_combine_kernel[(n_heads, tokens)](
-            partial, out, out.stride(0), splits, slots, *_tensors(ready), HEADS=n_heads, D=d, DP=padded,
+            partial, out, out.stride(0), splits, *_tensors(ready), HEADS=n_heads, D=d, DP=padded,
             SPLITS=triton.next_power_of_2(splits), TOKENS=_bucket(tokens) if ready else 0, num_warps=4,
         )  # fmt: skip
 

@@ -11,7 +11,7 @@ from pshard.runtime.kernels.triton_matvec import store_quantised
 
 @triton.jit(do_not_specialize=["splits"])
 def decode_kernel(
-    q, q_stride, k, v, kv_sequence, kv_cell, sequence, position, partial, scale, splits, slots,
+    q, q_stride, k, v, kv_sequence, kv_cell, sequence, position, partial, scale, splits,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -53,7 +53,7 @@ def decode_kernel(
         weight = weight * shrink + tl.sum(p, axis=1)
         acc = tl.dot(p.to(kind), vs, acc * shrink[:, None])
         peak = top
-    row = partial + ((m * HEADS + group * per_group + head).to(tl.int64) * slots + split) * (D + 2)
+    row = partial + ((m * HEADS + group * per_group + head).to(tl.int64) * splits + split) * (D + 2)
     tl.store(row[:, None] + dim[None, :], acc, mask=inside)
     tl.store(row + D, peak, mask=head < per_group)
     tl.store(row + D + 1, weight, mask=head < per_group)
@@ -61,7 +61,7 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=["splits"])
 def decode_combine_kernel(
-    partial, out, out_stride, splits, slots, words, scale, sums,
+    partial, out, out_stride, splits, words, scale, sums,
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """out[row, head] from the row's partial results; program (head, row). SPLITS >= splits, a power of two.
@@ -73,7 +73,7 @@ def decode_combine_kernel(
     head, m = tl.program_id(0), tl.program_id(1)
     dim = tl.arange(0, DP)
     split = tl.arange(0, SPLITS)
-    row = partial + (m * HEADS + head).to(tl.int64) * slots * (D + 2) + split * (D + 2)
+    row = partial + (m * HEADS + head).to(tl.int64) * splits * (D + 2) + split * (D + 2)
     there = split < splits
     peak = tl.load(row + D, mask=there, other=-1e30)
     weight = tl.load(row + D + 1, mask=there, other=0.0)
