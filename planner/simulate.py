@@ -107,8 +107,9 @@ class _Link:
 class _Machine:
     """The lanes' clocks, and what every kind of step does to them."""
 
-    def __init__(self, costs: TierCosts) -> None:
+    def __init__(self, costs: TierCosts, steps: StepList) -> None:
         self.costs, self.units = costs, costs.units
+        self.copies = any(isinstance(step, CopyIn | FetchKV) for step in steps.body)  # they run beside the sums
         self.host = self.acc = self.d2h = 0.0
         self.link = _Link()
         self.loaded: dict[str, _Copy] = {}  # unit -> its last copy into a slot
@@ -158,7 +159,7 @@ class _Machine:
 
     def reduce(self, step: AllReduce | Gather) -> None:
         start = max(self.host, self.acc)
-        self.acc = start + self.costs.tables.collective(self.costs.ranks, step.nbytes)
+        self.acc = start + self.costs.tables.collective(self.costs.ranks, step.nbytes, self.copies)
         self.log.append((step, "acc", start, self.acc))
         if isinstance(step, Gather):
             self.host = self.acc
@@ -169,7 +170,7 @@ class _Machine:
 
 def simulate(steps: StepList, costs: TierCosts, rounds: int = ROUNDS) -> Simulation:
     """Run `enter`, then `body` `rounds` (2 or more) times; see the module's text for the rules."""
-    machine = _Machine(costs)
+    machine = _Machine(costs, steps)
     ends = _run(machine, steps, rounds)
     machine.link.settle(ends[-1])
     return Simulation(_period(ends), *_last_round(machine, ends[-2], ends[-1]))
@@ -177,7 +178,7 @@ def simulate(steps: StepList, costs: TierCosts, rounds: int = ROUNDS) -> Simulat
 
 def simulate_seconds(steps: StepList, costs: TierCosts, rounds: int = ROUNDS) -> float:
     """The seconds of `simulate` alone, for searches that need nothing else of it."""
-    return _period(_run(_Machine(costs), steps, rounds))
+    return _period(_run(_Machine(costs, steps), steps, rounds))
 
 
 def _period(ends: list[float]) -> float:

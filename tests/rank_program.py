@@ -90,6 +90,45 @@ def late(group: Group, out: Path) -> None:
     group.all_reduce(torch.ones(64))
 
 
+def gpu_sums(group: Group, out: Path) -> None:
+    """Every way that the group has, in every type, three times: [(shape, dtype, algorithm, sums)]."""
+    found = []
+    for shape in ((1, 7), (3, 5120), (32, 8192), (100, 5120), (700, 5120)):
+        for dtype in ("f32", "bf16", "f16"):
+            group.reduce_dtype = dtype
+            for algorithm in group.algorithms(*shape):
+                sums = [partial(group.rank, shape).cuda() for _ in range(3)]
+                for tensor in sums:
+                    group.all_reduce(tensor, algorithm)
+                found.append((shape, dtype, algorithm, torch.stack(sums).cpu()))
+    group.check()
+    torch.save(found, out / f"gpu_sums-{group.rank}.pt")
+
+
+def gpu_crash(group: Group, out: Path) -> None:
+    tensor = torch.ones(1, 4096, device="cuda")
+    group.all_reduce(tensor)
+    torch.cuda.synchronize()
+    if group.rank == 1:
+        os._exit(9)
+    group.all_reduce(tensor)
+    torch.cuda.synchronize()
+
+
+def gpu_late(group: Group, out: Path) -> None:
+    from pshard.runtime import peer_memory
+
+    tensor = torch.ones(1, 4096, device="cuda")
+    group.all_reduce(tensor)
+    torch.cuda.synchronize()
+    if group.rank == 1:
+        time.sleep(600)
+    peer_memory.PATIENCE = 100_000
+    group.all_reduce(tensor)
+    torch.cuda.synchronize()
+    group.check()
+
+
 def user_error(group: Group, out: Path) -> None:
     raise UserError("the budget is too small")
 
@@ -98,7 +137,8 @@ def main() -> int:
     scenario, ranks, out = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     try:
         scenario, _, backend = scenario.partition("@")
-        group = init_group(ranks, "cpu", shared_memory=backend != "gloo")
+        device = "cuda" if backend in ("peers", "nccl") else "cpu"
+        group = init_group(ranks, device, shared_memory=backend != "gloo", peer_memory=backend != "nccl")
         globals()[scenario](group, out)
         group.close()
     except UserError as error:

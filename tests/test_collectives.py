@@ -1,0 +1,36 @@
+"""The fastest way of summing is chosen per size, rounded type and company from what was timed."""
+
+from pshard.collectives import fastest_collective
+from pshard.machine import CollectiveTiming
+
+TIMED = (
+    CollectiveTiming("rows", 2, 1 << 14, 5e-6),
+    CollectiveTiming("nccl", 2, 1 << 14, 12e-6),
+    CollectiveTiming("rows", 2, 1 << 20, 30e-6),
+    CollectiveTiming("nccl", 2, 1 << 20, 14e-6),
+    CollectiveTiming("nccl", 2, 1 << 20, 11e-6, "bf16"),
+    CollectiveTiming("rows", 2, 1 << 14, 20e-6, copies=True),
+    CollectiveTiming("nccl", 4, 1 << 14, 40e-6),
+)
+
+
+def test_each_size_has_its_fastest() -> None:
+    assert fastest_collective(TIMED, 2, 1 << 14) == ("rows", 5e-6)
+    assert fastest_collective(TIMED, 2, 1 << 20) == ("nccl", 14e-6)
+    name, seconds = fastest_collective(TIMED, 2, 4 << 20) or ("", 0.0)
+    assert name == "nccl" and abs(seconds - 56e-6) < 1e-12
+
+
+def test_the_rounded_type_and_copies_count() -> None:
+    assert fastest_collective(TIMED, 2, 1 << 20, "f16") == ("nccl", 11e-6)
+    assert fastest_collective(TIMED, 2, 1 << 14, copies=True) == ("nccl", 12e-6)
+
+
+def test_only_what_the_group_can_do_is_chosen() -> None:
+    assert fastest_collective(TIMED, 2, 1 << 14, among=("nccl", "one-shot")) == ("nccl", 12e-6)
+    assert fastest_collective(TIMED, 2, 1 << 14, among=("gloo",)) is None
+    assert fastest_collective((), 2, 1 << 14) is None
+
+
+def test_another_number_of_ranks_takes_the_nearest() -> None:
+    assert fastest_collective(TIMED, 8, 1 << 14) == ("nccl", 40e-6)
