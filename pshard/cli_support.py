@@ -8,20 +8,23 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from pshard.errors import UserError
+from pshard.errors import StepFailed, UserError
 
 LONGEST_LIST = 1000
 _SUFFIX = {"": 1, "m": 1, "mib": 1, "g": 1024, "gib": 1024, "k": 1 / 1024, "kib": 1 / 1024}
 
 
 def run_cli(main: Callable[[list[str]], int], argv: list[str] | None = None) -> int:
-    """Run a command's main; UserError becomes one line on stderr and exit code 2, Ctrl-C exit code 130."""
+    """Run a command's main. UserError becomes one line on stderr and exit code 2, StepFailed 1, Ctrl-C 130."""
     calm_openmp()
     try:
         return main(sys.argv[1:] if argv is None else argv)
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except StepFailed as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

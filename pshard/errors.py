@@ -5,6 +5,11 @@ class UserError(Exception):
     """Something the user gave is wrong. The message says what, where, and what to do."""
 
 
+class StepFailed(RuntimeError):
+    """A step of the engine broke half-way (out of memory, a failed copy). No text may come from its caches any more:
+    the engine refuses further work. A command prints the message as one line and exits with code 1."""
+
+
 class BudgetTooSmall(UserError):
     """The VRAM budget cannot hold any plan.
 

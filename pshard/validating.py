@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from pshard.errors import UserError
+from pshard.errors import StepFailed, UserError
 from pshard.machine import MachineProfile
 from pshard.plan import Variant
 from pshard.workload import Workload
@@ -135,7 +135,7 @@ class _Bench:
             return
         try:
             found = self._run(variant)
-        except (UserError, torch.OutOfMemoryError, MemoryError) as error:
+        except (UserError, StepFailed, torch.OutOfMemoryError, MemoryError) as error:
             self.say(f"{name} was left out, it does not run: {error}")
             return
         variant = _with_measured(variant, found)

@@ -1,5 +1,7 @@
 """Baseline: transformers with accelerate's device_map, under the same budget and tests as our own runs."""
 
+import contextlib
+import io
 import sys
 import time
 from collections.abc import Sequence
@@ -51,7 +53,8 @@ def _load(transformers: Any, path: Path, variant: Variant, kind: str) -> Any:
     folder = path if path.is_dir() else path.parent
     if path.is_file():
         options["gguf_file"] = path.name
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    with contextlib.redirect_stderr(io.StringIO()):  # the bar over GGUF tensors listens to no setting
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
 
 def _measure(

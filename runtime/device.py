@@ -194,7 +194,8 @@ class CudaDevice:
         return self._used_bytes() - self._context_bytes
 
     def close(self) -> None:
-        self.synchronize()
+        with contextlib.suppress(RuntimeError):  # an error of the GPU was raised where it was met
+            self.synchronize()
         self._graphs.clear()
 
 
@@ -217,6 +218,11 @@ class CpuEvent:
     def finish(self, error: BaseException | None = None) -> None:
         self._error = error
         self._set.set()
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether it has happened, and without an error."""
+        return self._set.is_set() and self._error is None
 
     def wait(self) -> None:
         self._set.wait()
@@ -289,7 +295,7 @@ class CpuDevice:
         return self._track(self._out.submit(dst, src, after))
 
     def _track(self, event: CpuEvent) -> CpuEvent:
-        self._last = [e for e in self._last if not e._set.is_set()] + [event]
+        self._last = [e for e in self._last if not e.succeeded] + [event]
         return event
 
     def send(self, dst: torch.Tensor, src: torch.Tensor) -> None:

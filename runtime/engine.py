@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pshard.errors import UserError
+from pshard.errors import StepFailed, UserError
 from pshard.plan import RankPlan, Variant
 from pshard.runtime.device import Device
 from pshard.runtime.executor import Executor
@@ -127,7 +127,7 @@ class Engine:
 
         Raises:
             UserError: an id is not in the vocabulary, the context is full, or there are too many sequences.
-            RuntimeError: an earlier call failed half-way; the engine refuses further work.
+            StepFailed: this call failed half-way (out of memory, a failed copy), or an earlier one did.
         """
         single = len(tokens) > 0 and isinstance(tokens[0], int)
         lists: list[list[int]] = [list(tokens)] if single else [list(t) for t in tokens]  # type: ignore
@@ -144,6 +144,9 @@ class Engine:
                     self._lengths[s.sequence] += s.tokens
         except BaseException as error:
             self._broken = error  # caches are half-written: no further text may come from them
+            if isinstance(error, (RuntimeError, MemoryError, OSError)):  # torch's out of memory is a RuntimeError
+                cause = (str(error).splitlines() or [""])[0] or type(error).__name__
+                raise StepFailed(f"a step failed ({cause}); load the model again") from error
             raise
         if all_logits:
             empty = torch.empty(0, self.vocab)
@@ -156,7 +159,7 @@ class Engine:
         if self._closed:
             raise RuntimeError("the engine is closed")
         if self._broken is not None:
-            raise RuntimeError("an earlier step failed; load the model again") from self._broken
+            raise StepFailed("an earlier step failed; load the model again") from self._broken
 
     def _check(self, lists: list[list[int]]) -> None:
         self._check_alive()

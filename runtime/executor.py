@@ -1,5 +1,6 @@
 """Walks a tier's steps on one rank: copies run ahead on their lane while units compute; tiers are switched here."""
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -64,7 +65,11 @@ class Executor:
         # columns of the logits of each rank, when they are put together on the GPUs
         self.logit_widths = group.logit_widths(sum(t.rows for t in output.matrices), on_device) or ()
         self._host_memory: list[torch.Tensor] = []
-        self._make_host_side()
+        try:
+            self._make_host_side()
+        except BaseException:
+            self._unlock_host_memory()
+            raise
 
     @property
     def arena_nbytes(self) -> int:
@@ -264,8 +269,14 @@ class Executor:
 
     def close(self) -> None:
         """Wait for all lanes and unlock host memory."""
-        self.device.synchronize()
+        with contextlib.suppress(
+            RuntimeError
+        ):  # whoever used what a failed copy brought has been told; memory is freed
+            self.device.synchronize()
+        self._unlock_host_memory()
+        self.weights.close()
+
+    def _unlock_host_memory(self) -> None:
         for memory in self._host_memory:
             self.device.page_unlock(memory)
         self._host_memory.clear()
-        self.weights.close()

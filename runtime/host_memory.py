@@ -6,10 +6,17 @@ import platform
 
 import torch
 
+from pshard.errors import UserError
+
 
 def map_memory(nbytes: int) -> torch.Tensor:
-    """Zeroed uint8 memory, not yet touched; it lives as long as the tensor and its views."""
-    memory = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE))
+    """Zeroed uint8 memory, not yet touched; it lives as long as the tensor and its views. UserError: there is none."""
+    try:
+        memory = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE))
+    except OSError as error:
+        raise UserError(
+            f"cannot take {nbytes >> 20} MiB of host memory ({error.strerror}); free some or run a smaller model"
+        ) from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]

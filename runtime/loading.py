@@ -72,7 +72,7 @@ def build_executor(
     arena = device.allocate(min(needed, arena_bytes(plan.budget_mib, device.kind)))
     if lender is not None:
         executor = Executor(spec, plan, device, arena, LentWeights(lender), kv, kernels, group)
-        executor.load_pins(resident, lender.blob)
+        _load_pins(executor, resident, lender.blob)
         return executor
     weights = HostWeights([u for u in spec.units if u.name not in resident], device)
     try:
@@ -90,5 +90,13 @@ def build_executor(
         progress(unit.packed_nbytes)
         return blob
 
-    executor.load_pins(resident, pack)
+    _load_pins(executor, resident, pack)
     return executor
+
+
+def _load_pins(executor: Executor, names: tuple[str, ...], blobs: Callable[[str], torch.Tensor]) -> None:
+    try:
+        executor.load_pins(names, blobs)
+    except BaseException:
+        executor.close()
+        raise

@@ -37,6 +37,7 @@ def build_engine(
     """Load this rank's part of the model under a variant.
 
     Args:
+        device: closed with the engine, and when loading fails or is interrupted.
         kernels: "fast", or "plain" for torch in float32 (the reference).
         group: the tensor-parallel group that this process belongs to; None for one rank.
         progress: called with packed bytes done since the last call.
@@ -52,8 +53,12 @@ def build_engine(
         spec = cut_model(file.spec, variant.tensor_split, group.rank)
         ranges = source_ranges(file.spec, variant.tensor_split, group.rank)
     kv = KVShape(variant.context, variant.sequences, variant.type_k, variant.type_v)
-    pair = choose_kernels(device, kernels, plan.tiers[-1].tokens)
-    executor = build_executor(file, spec, ranges, plan, device, kv, pair[:2], group, progress, lender)
+    try:
+        pair = choose_kernels(device, kernels, plan.tiers[-1].tokens)
+        executor = build_executor(file, spec, ranges, plan, device, kv, pair[:2], group, progress, lender)
+    except BaseException:
+        device.close()
+        raise
     notes = pair[2]
     if not executor.page_locked:
         notes += ("host weights are pageable: page-locking was refused, copies are slower",)
