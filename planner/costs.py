@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import log
 
-from pshard.buffers import SMALL_BATCH
+from pshard.buffers import MATVEC_TOKENS, SMALL_BATCH
 from pshard.collectives import fastest_collective
 from pshard.curves import Curve, interpolate
 from pshard.curves import curve_through as _curve
 from pshard.errors import UserError
 from pshard.machine import MachineProfile
-from pshard.model import ModelConfig, ModelSpec, Unit, kv_token_bytes
+from pshard.model import ModelConfig, ModelSpec, TensorSpec, Unit, kv_token_bytes
 from pshard.parallel import unit_heads
 from pshard.plan import NOTHING_LEARNT, Correction
 from pshard.planner.load import TierLoad
-from pshard.quant import packed_nbytes
+from pshard.quant import QUANT_TYPES, packed_nbytes
 from pshard.workload import Workload
 
 
@@ -213,16 +213,18 @@ def unit_cost(unit: Unit, spec: ModelSpec, tables: Tables, load: TierLoad, workl
             s += tables.elementwise(side, "embed", load.tokens, config.d_model)
         else:
             s += sum(tables.matmul(side, m.qtype, m.rows, m.cols, rows) for m in unit.matrices)
+            s -= _saved_by_one_launch(tables, unit, rows) if side == "acc" else 0.0
             s += tables.elementwise(side, "norm", rows, config.d_model)
         if unit.kind in ("attention", "ffn"):
             s += tables.elementwise(side, "residual", rows, config.d_model)
         if unit.kind == "ffn":
             width = max((m.rows for m in unit.matrices if m.role == "ffn_up.weight"), default=config.d_ffn)
-            s += tables.elementwise(side, "silu_mul", rows, width)
+            if side == "host" or not _launched_together(tables, unit, rows):  # else with gate and up
+                s += tables.elementwise(side, "silu_mul", rows, width)
         if unit.kind == "attention":
             width = (config.n_heads + config.n_kv_heads) * config.head_dim
             s += tables.elementwise(side, "rope", rows, width)
-            if config.qk_norm:
+            if config.qk_norm and (side == "host" or tables.kind == "cpu"):  # CUDA: while the rows are rotated
                 s += tables.elementwise(side, "norm", rows, width)
             s += _attention_of(tables, side, config, load, workload.type_k)
         seconds[side] = s
@@ -247,6 +249,26 @@ def unit_cost(unit: Unit, spec: ModelSpec, tables: Tables, load: TierLoad, workl
         tables.copy("d2h", write),
         0.0 if waits else acc * step,
     )
+
+
+def _launched_together(tables: Tables, unit: Unit, rows: int) -> tuple[TensorSpec, ...]:
+    """Matrices of one input (q, k, v; gate and up) that CUDA kernels multiply in one launch for a few tokens."""
+    if tables.kind == "cpu" or rows > MATVEC_TOKENS:
+        return ()
+    roles = {"attention": ("attn_q", "attn_k", "attn_v"), "ffn": ("ffn_gate", "ffn_up")}.get(unit.kind, ())
+    group = tuple(m for m in unit.matrices if m.role.removesuffix(".weight") in roles)
+    alike = len({m.qtype for m in group}) == 1 and bool(QUANT_TYPES[group[0].qtype].planes)
+    return group if alike and len(group) == len(roles) else ()
+
+
+def _saved_by_one_launch(tables: Tables, unit: Unit, rows: int) -> float:
+    """Seconds by which one product as tall as those launched together is faster than they are in turn."""
+    group = _launched_together(tables, unit, rows)
+    if not group:
+        return 0.0
+    qtype, cols = group[0].qtype, group[0].cols
+    in_turn = sum(tables.matmul("acc", qtype, m.rows, cols, rows) for m in group)
+    return max(0.0, in_turn - tables.matmul("acc", qtype, sum(m.rows for m in group), cols, rows))
 
 
 def _attention_of(tables: Tables, side: str, config: ModelConfig, load: TierLoad, kv_type: str) -> float:

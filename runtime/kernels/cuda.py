@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
-from pshard.buffers import DECODE_PROGRAMS, SMALL_BATCH, decode_splits
+from pshard.buffers import DECODE_PROGRAMS, MATVEC_TOKENS, SMALL_BATCH, decode_splits
 from pshard.quant import ROW_BLOCK, align
 from pshard.runtime.kernels import triton_attention, triton_batch, triton_dequant, triton_matvec, triton_rows
 from pshard.runtime.kernels.api import LayerKV, Packed, RopeTable, RowIndex
@@ -20,7 +20,6 @@ from pshard.runtime.kernels.triton_decode import ENCODINGS, places
 if TYPE_CHECKING:
     from pshard.runtime.peer_memory import PeerExchange
 
-MATVEC_TOKENS = 4  # up to here int8 on the ordinary cores; above, the tensor cores need fewer instructions per weight
 MAX_COLS = 65536  # widest input of a matrix for up to SMALL_BATCH rows: sizes the activations' scratch
 PARTIAL_FLOATS = 4 << 20  # partial sums of matrices whose columns are cut into pieces
 COUNTERS = 1 << 16  # one for each record of a matrix that is cut into pieces, or chunk of a product handed over
