@@ -16,7 +16,7 @@ from pshard.planner.search import SEARCH_ROUNDS, SLOT_CHOICES, TierSearch, TierS
 MOST_UNITS = 48  # above, one unit more or less hardly matters, and counts have said it all
 MOST_EVICTED = 3  # units that may leave VRAM to make room for a step
 TRIES = 2000  # random steps of each pass
-HEATS = (0.02, 0.15, 0.02)  # by pass, of the tier's time: how much slower a step may be at first
+HEATS = (0.02, 0.15, 0.02, 0.15, 0.02)  # by pass, of the tier's time: how much slower a step may be at first
 
 CHOICES = {
     "embedding": (("cpu", False), ("pinned", False)),
