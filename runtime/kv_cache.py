@@ -84,6 +84,8 @@ def used_pieces(source: LayerKV, target: LayerKV, spans: list[tuple[int, int, in
     `from`, as a stage does with the host's cache that it was filled from; what lies after `to` is in nobody's use.
     """
     _, _, heads, dim = source.k.shape
+    if heads == 0:  # another rank holds all of this layer's cache
+        return []
     most = JOIN_BYTES // (heads * dim * source.k.element_size())
     return [
         (_rows_of(b, piece), _rows_of(a, piece))

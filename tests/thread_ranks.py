@@ -97,4 +97,9 @@ def run_ranks(
             raise
 
     with ThreadPoolExecutor(len(shares)) as pool:
-        return list(pool.map(rank, range(len(shares))))
+        runs = [pool.submit(rank, r) for r in range(len(shares))]
+    errors = [e for e in (run.exception() for run in runs) if e]
+    for error in errors:  # the one that broke the barrier, not those who waited there
+        if not isinstance(error.__cause__ or error, threading.BrokenBarrierError):
+            raise error
+    return [run.result() for run in runs]
