@@ -44,9 +44,9 @@ def identify_accelerators(kind: str) -> tuple[AcceleratorInfo, ...]:
 
 
 def _host_kernels() -> tuple[str, str]:
-    """(ISA, "native" or "torch") of the kernels that the runtime uses on the CPU."""
+    """(ISA, "native" or "torch") of the kernels that the runtime uses on the CPU; a matrix unit counts as ISA."""
     if native.is_available():
-        return native.isa(), "native"
+        return "+".join(filter(None, (native.isa(), native.tiles()))), "native"
     import torch
 
     return torch.backends.cpu.get_cpu_capability().lower(), "torch"

@@ -31,6 +31,13 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         None,
         (_POINTER, _LONG, _POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _LONG, _LONG, _POINTER, _LONG, _LONG),
     ),
+    "tiles": (ctypes.c_char_p, ()),
+    "set_tiles": (_INT, (ctypes.c_char_p,)),
+    "linear_tiled": (None, (_POINTER, _LONG, _POINTER, _INT, _LONG, _LONG, _POINTER, _LONG, _LONG, _INT)),
+    "gate_up_tiled": (
+        None,
+        (_POINTER, _LONG, _POINTER, _INT, _POINTER, _INT, _LONG, _LONG, _POINTER, _LONG, _LONG),
+    ),
     "dequantize": (None, (_POINTER, _INT, _LONG, _LONG, _LONG, _LONG, _POINTER, _LONG, _INT)),
     "get_rows": (None, (_POINTER, _INT, _LONG, _LONG, _POINTER, _LONG, _POINTER)),
     "attention": (
@@ -85,6 +92,17 @@ def set_isa(name: str) -> None:
     """Use another instruction set than the best one (for tests). Raises ValueError where this machine lacks it."""
     if _call("set_isa", name.encode()) != 0:
         raise ValueError(f"this machine cannot run the {name!r} kernels")
+
+
+def tiles() -> str:
+    """The matrix unit that `linear_tiled` uses: "amx", or "" where there is none."""
+    return _call("tiles").decode()
+
+
+def set_tiles(name: str) -> None:
+    """Use "amx", "emulated" (loops, for tests) or "" (none). Raises ValueError where this machine lacks it."""
+    if _call("set_tiles", name.encode()) != 0:
+        raise ValueError(f"this machine cannot run {name!r} tiles")
 
 
 def threads() -> int:
@@ -200,6 +218,51 @@ def gate_up(
     _call("ffn", _at(x), x_stride or hidden, *weights, hidden, inner, _at(out), out_stride or inner, tokens)
 
 
+def linear_tiled(
+    x: Buffer,
+    w: Buffer,
+    qtype: str,
+    rows: int,
+    cols: int,
+    out: Buffer,
+    tokens: int,
+    *,
+    x_stride: int | None = None,
+    out_stride: int | None = None,
+    accumulate: bool = False,
+) -> None:
+    """As `linear` on the matrix unit that tiles() names: weights and activations rounded to bf16, sums in f32.
+
+    Rounding adds a relative error of about 0.2%. With `accumulate` the product is added to `out`.
+    """
+    _check_cols(qtype, cols)
+    _check_tiles()
+    shape = (_at(out), out_stride or rows, tokens, accumulate)
+    _call("linear_tiled", _at(x), x_stride or cols, _at(w), _type(qtype), rows, cols, *shape)
+
+
+def gate_up_tiled(
+    x: Buffer,
+    gate: Buffer,
+    gate_qtype: str,
+    up: Buffer,
+    up_qtype: str,
+    inner: int,
+    hidden: int,
+    out: Buffer,
+    tokens: int,
+    *,
+    x_stride: int | None = None,
+    out_stride: int | None = None,
+) -> None:
+    """As `gate_up`, with the precision of `linear_tiled`; silu is applied to the f32 sums."""
+    for qtype in (gate_qtype, up_qtype):
+        _check_cols(qtype, hidden)
+    _check_tiles()
+    weights = (_at(gate), _type(gate_qtype), _at(up), _type(up_qtype), inner, hidden)
+    _call("gate_up_tiled", _at(x), x_stride or hidden, *weights, _at(out), out_stride or inner, tokens)
+
+
 def dequantize(
     w: Buffer,
     qtype: str,
@@ -301,6 +364,11 @@ def _type(qtype: str) -> int:
 def _check_cols(qtype: str, cols: int) -> None:
     if cols % QUANT_TYPES[qtype].block:
         raise ValueError(f"{cols} columns are not a multiple of the {qtype} block, {QUANT_TYPES[qtype].block}")
+
+
+def _check_tiles() -> None:
+    if not tiles():
+        raise RuntimeError("this machine has no matrix unit for tiles; use linear or gate_up")
 
 
 def _check_range(what: str, start: int, stop: int, size: int) -> None:

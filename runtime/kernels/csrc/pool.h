@@ -29,6 +29,7 @@ class Team {
     for (int64_t i; (i = claim()) < n;) body(i);
     barrier();
   }
+  int size() const { return size_; }
 
  private:
   friend class Pool;

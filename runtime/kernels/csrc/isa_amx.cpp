@@ -1,0 +1,152 @@
+// Tile products compiled for AMX with bf16, and the same blocking over loops. Compilers without AMX leave both out.
+#include "tiles.h"
+
+#if defined(__x86_64__) && defined(__linux__) && __has_include(<amxbf16intrin.h>)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <initializer_list>
+#include <type_traits>
+
+#include "kernels.h"
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16," \
+                                                   "avx2,fma,f16c,amx-tile,amx-bf16"))),                       \
+                             apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx2,fma,f16c,amx-tile,amx-bf16")
+#endif
+#include <immintrin.h>
+
+namespace pshard {
+namespace {
+#include "simd_avx512.h"
+#include "decode.h"
+#include "dense_kernels.h"
+#include "tile_weights.h"
+#include "tile_gemm.h"
+
+// The intrinsics want tile numbers as literals.
+struct AmxUnit {
+  template <int Tile>
+  inline void clear() {
+    if constexpr (Tile == 0) _tile_zero(0);
+    if constexpr (Tile == 1) _tile_zero(1);
+    if constexpr (Tile == 2) _tile_zero(2);
+    if constexpr (Tile == 3) _tile_zero(3);
+  }
+  template <int Tile>
+  inline void load(const void* p) {
+    if constexpr (Tile == 0) _tile_loadd(0, p, 64);
+    if constexpr (Tile == 1) _tile_loadd(1, p, 64);
+    if constexpr (Tile == 2) _tile_loadd(2, p, 64);
+    if constexpr (Tile == 3) _tile_loadd(3, p, 64);
+    if constexpr (Tile == 4) _tile_loadd(4, p, 64);
+    if constexpr (Tile == 5) _tile_loadd(5, p, 64);
+    if constexpr (Tile == 6) _tile_loadd(6, p, 64);
+    if constexpr (Tile == 7) _tile_loadd(7, p, 64);
+  }
+  template <int Tile>
+  inline void store(float* p) {
+    if constexpr (Tile == 0) _tile_stored(0, p, 64);
+    if constexpr (Tile == 1) _tile_stored(1, p, 64);
+    if constexpr (Tile == 2) _tile_stored(2, p, 64);
+    if constexpr (Tile == 3) _tile_stored(3, p, 64);
+  }
+  template <int Sum, int Act, int Weight>
+  inline void multiply() {
+    if constexpr (Sum == 0) _tile_dpbf16ps(0, 4, 6);
+    if constexpr (Sum == 1) _tile_dpbf16ps(1, 4, 7);
+    if constexpr (Sum == 2) _tile_dpbf16ps(2, 5, 6);
+    if constexpr (Sum == 3) _tile_dpbf16ps(3, 5, 7);
+  }
+};
+
+// Eight tiles of 16 rows x 64 bytes.
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+void enter_amx() {
+  static const TileConfig config;
+  _tile_loadconfig(&config);
+}
+void leave_amx() { _tile_release(); }
+
+struct EmulatedUnit {
+  alignas(64) uint32_t tiles[8][256];
+  template <int Tile>
+  inline void clear() {
+    std::memset(tiles[Tile], 0, 1024);
+  }
+  template <int Tile>
+  inline void load(const void* p) {
+    std::memcpy(tiles[Tile], p, 1024);
+  }
+  template <int Tile>
+  inline void store(float* p) {
+    std::memcpy(p, tiles[Tile], 1024);
+  }
+  static inline float low(uint32_t pair) { return __builtin_bit_cast(float, pair << 16); }
+  static inline float high(uint32_t pair) { return __builtin_bit_cast(float, pair & 0xffff0000u); }
+  template <int Sum, int Act, int Weight>
+  inline void multiply() {
+    for (int m = 0; m < 16; ++m)
+      for (int k = 0; k < 16; ++k) {
+        const uint32_t a = tiles[Act][m * 16 + k];
+        for (int n = 0; n < 16; ++n) {
+          const uint32_t w = tiles[Weight][k * 16 + n];
+          float sum = __builtin_bit_cast(float, tiles[Sum][m * 16 + n]);
+          sum += low(a) * low(w);
+          sum += high(a) * high(w);
+          tiles[Sum][m * 16 + n] = __builtin_bit_cast(uint32_t, sum);
+        }
+      }
+  }
+};
+
+bool has_bf16_vectors() {
+  unsigned a, b, c, d;
+  return __builtin_cpu_supports("avx512vnni") && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
+}
+
+// The processor has the tiles, and the kernel lets this process (all threads) use them.
+bool may_use_amx() {
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1)) return false;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+}  // namespace
+}  // namespace pshard
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+namespace pshard {
+const TileKernels* tiles_amx() {
+  static const bool usable = kernels_avx512() && has_bf16_vectors() && may_use_amx();
+  static const TileKernels kernels{"amx", enter_amx, leave_amx, convert_tokens, multiply_panel<AmxUnit>};
+  return usable ? &kernels : nullptr;
+}
+const TileKernels* tiles_emulated() {
+  static const bool usable = kernels_avx512() && has_bf16_vectors();
+  static const auto nothing = [] {};
+  static const TileKernels kernels{"emulated", nothing, nothing, convert_tokens, multiply_panel<EmulatedUnit>};
+  return usable ? &kernels : nullptr;
+}
+}  // namespace pshard
+#else
+namespace pshard {
+const TileKernels* tiles_amx() { return nullptr; }
+const TileKernels* tiles_emulated() { return nullptr; }
+}  // namespace pshard
+#endif

@@ -1,0 +1,135 @@
+// Linear layers of many tokens on a matrix unit, alone and as gate and up of SwiGLU.
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+
+#include "driver.h"
+#include "tiles.h"
+
+namespace pshard {
+namespace {
+
+std::atomic<const TileKernels*> active{nullptr};
+std::atomic<bool> chosen{false};
+const TileKernels* unit() {
+  if (!chosen.load()) active.store(tiles_amx()), chosen.store(true);
+  return active.load();
+}
+
+// A thread's room for a panel, kept for the next call.
+struct Room {
+  uint8_t* at = static_cast<uint8_t*>(std::aligned_alloc(64, kWeights + kSums));
+  ~Room() { std::free(at); }
+  static constexpr size_t kWeights = sizeof(uint16_t) * kPanelRecords * kBlockChunks * kTileWords;
+  static constexpr size_t kSums = sizeof(float) * kPanelRecords * kSliceTiles * kTileSums;
+};
+
+struct Slice {  // tokens of one pass
+  const float* x;
+  int64_t stride;
+  int tokens;
+  int tiles() const { return (tokens + 15) / 16; }
+};
+
+constexpr int64_t kBlockWords = int64_t{kBlockChunks} * kTileWords;
+
+void convert(Team& team, const TileKernels& k, const Slice& s, int64_t cols, uint16_t* act) {
+  team.for_each(blocks_of(cols) * s.tiles(), [&](int64_t i) {
+    const int64_t column = i / s.tiles() * kBlockChunks * 32, token = i % s.tiles() * 16;
+    const int n = static_cast<int>(std::min<int64_t>(16, s.tokens - token));
+    k.convert(s.x + token * s.stride + column, s.stride, n, cols - column, act + i * kBlockWords);
+  });
+}
+
+// Records of each matrix in a panel: what makes the last thread finish first. A panel costs as many records as it has,
+// and about two more for its pass over the activations.
+int64_t panel_records(const Team& team, int64_t records, int matrices) {
+  int64_t best = 0, least = 0;
+  for (int64_t each = kPanelRecords / matrices; each > 0; each = each > 2 ? each - 2 : each - 1) {
+    const int64_t panels = (records + each - 1) / each, rounds = (panels + team.size() - 1) / team.size();
+    const int64_t cost = rounds * (each * matrices + 2);
+    if (!best || cost < least) best = each, least = cost;
+  }
+  return best;
+}
+
+void store_rows(const float* tile, int tokens, int rows, float* out, int64_t stride, bool accumulate) {
+  for (int i = 0; i < tokens; ++i, tile += 16, out += stride) {
+    if (accumulate)
+      for (int r = 0; r < rows; ++r) out[r] += tile[r];
+    else std::memcpy(out, tile, rows * sizeof(float));
+  }
+}
+
+// out (+)= x w^T of one matrix, or silu(x w^T) * (x up^T) of two.
+void multiply(Team& team, const TileKernels& k, const Slice& s, const Matrix& w, const Matrix* up, const uint16_t* act,
+              float* out, int64_t out_stride, bool accumulate) {
+  const int matrices = up ? 2 : 1;
+  const int64_t each = panel_records(team, w.records(), matrices);
+  team.for_each((w.records() + each - 1) / each, [&](int64_t task) {
+    thread_local Room room;
+    const int64_t first = task * each;
+    const int n = static_cast<int>(std::min(each, w.records() - first));
+    TilePanel p{};
+    for (int i = 0; i < n * matrices; ++i) {
+      const Matrix& m = i < n ? w : *up;
+      const int64_t r = first + i % n;
+      p.records[i] = {m.at(r), &m.planes, m.type, m.rows_of(r)};
+    }
+    p.count = n * matrices, p.cols = w.cols, p.act = act, p.token_tiles = s.tiles();
+    p.weights = reinterpret_cast<uint16_t*>(room.at), p.sums = reinterpret_cast<float*>(room.at + Room::kWeights);
+    k.multiply(p);
+    for (int t = 0; t < s.tiles(); ++t)
+      for (int i = 0; i < n; ++i) {
+        float* tile = p.sums + (t * p.count + i) * kTileSums;
+        if (up) kernels().silu_mul(tile, tile + n * kTileSums, kTileSums);
+        store_rows(tile, std::min(16, s.tokens - t * 16), w.rows_of(first + i),
+                   out + t * 16 * out_stride + (first + i) * 16, out_stride, accumulate);
+      }
+  });
+}
+
+void run(const float* x, int64_t x_stride, const Matrix& w, const Matrix* up, float* out, int64_t out_stride,
+         int64_t tokens, bool accumulate) {
+  const TileKernels& k = *unit();
+  const int64_t slice = std::min<int64_t>(tokens, 16 * kSliceTiles), tiles = (slice + 15) / 16;
+  Pool::instance().with_scratch(sizeof(uint16_t) * blocks_of(w.cols) * tiles * kBlockWords, [&](uint8_t* scratch) {
+    auto* act = reinterpret_cast<uint16_t*>(scratch);
+    Pool::instance().run([&](Team& team) {
+      k.enter();
+      for (int64_t first = 0; first < tokens; first += slice) {
+        const Slice s{x + first * x_stride, x_stride, static_cast<int>(std::min(slice, tokens - first))};
+        convert(team, k, s, w.cols, act);
+        multiply(team, k, s, w, up, act, out + first * out_stride, out_stride, accumulate);
+      }
+      k.leave();
+    });
+  });
+}
+
+}  // namespace
+}  // namespace pshard
+
+using namespace pshard;
+
+PSHARD_API const char* pshard_tiles() { return unit() ? unit()->name : ""; }
+
+PSHARD_API int pshard_set_tiles(const char* name) {
+  if (!*name) return chosen.store(true), active.store(nullptr), 0;
+  for (const TileKernels* k : {tiles_amx(), tiles_emulated()})
+    if (k && !std::strcmp(k->name, name)) return chosen.store(true), active.store(k), 0;
+  return -1;
+}
+
+// The caller has seen that pshard_tiles() names a unit.
+PSHARD_API void pshard_linear_tiled(const float* x, int64_t x_stride, const void* w, int type, int64_t rows,
+                                    int64_t cols, float* out, int64_t out_stride, int64_t tokens, int accumulate) {
+  run(x, x_stride, Matrix(w, type, rows, cols), nullptr, out, out_stride, tokens, accumulate);
+}
+
+PSHARD_API void pshard_gate_up_tiled(const float* x, int64_t x_stride, const void* gate, int gate_type, const void* up,
+                                     int up_type, int64_t rows, int64_t cols, float* out, int64_t out_stride,
+                                     int64_t tokens) {
+  const Matrix u(up, up_type, rows, cols);
+  run(x, x_stride, Matrix(gate, gate_type, rows, cols), &u, out, out_stride, tokens, false);
+}
