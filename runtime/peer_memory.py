@@ -4,6 +4,7 @@ The memory comes from torch's symmetric memory, which maps it on all ranks; NVLi
 """
 
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -119,15 +120,20 @@ def open_peer_exchange(store: dist.Store, rank: int, ranks: int) -> PeerExchange
         return None
     import torch.distributed._symmetric_memory as symmetric
 
-    memory = symmetric.empty(kernels.exchange_nbytes(ranks), dtype=torch.uint8, device=torch.device("cuda", here))
-    handle = symmetric.rendezvous(memory, dist.group.WORLD)
-    memory.zero_()
-    torch.cuda.synchronize()
-    store.set(f"peers/{rank}/zeroed", "yes")
-    for r in range(ranks):
-        store.get(f"peers/{r}/zeroed")
-    late = torch.zeros(1, dtype=torch.int32).pin_memory()
-    return PeerExchange(memory, handle.buffer_ptrs, rank, late, handle)
+    mapped = None
+    try:
+        memory = symmetric.empty(kernels.exchange_nbytes(ranks), dtype=torch.uint8, device=torch.device("cuda", here))
+        handle = symmetric.rendezvous(memory, dist.group.WORLD)
+        memory.zero_()
+        torch.cuda.synchronize()
+        mapped = PeerExchange(memory, handle.buffer_ptrs, rank, torch.zeros(1, dtype=torch.int32).pin_memory(), handle)
+    except RuntimeError as error:  # some containers forget the right to share memory between processes
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else "unknown error"
+        print(
+            f"note: GPUs sum through NCCL, which is slower: peers' memory cannot be mapped: {reason}", file=sys.stderr
+        )
+    store.set(f"peers/{rank}/ready", "yes" if mapped else "no")
+    return mapped if all(store.get(f"peers/{r}/ready") == b"yes" for r in range(ranks)) else None
 
 
 def _reaches_all(here: int, ranks: int) -> bool:
