@@ -36,7 +36,13 @@ def _main(argv: list[str]) -> int:
     tests.add_argument("--baseline", action="append", default=[], choices=BASELINES, help="also run a baseline")
     tests.add_argument("--perplexity", type=Path, metavar="FILE", help="perplexity of a text instead of the tests")
     tests.add_argument("--ppl-window", type=parse_count, default=512, help="tokens in a window of it (default 512)")
-    parser.add_argument("-o", "--output", choices=("md", "csv", "json", "jsonl"), default="md", help="format on stdout")
+    parser.add_argument(
+        "-o",
+        "--output",
+        choices=("md", "batched", "csv", "json", "jsonl"),
+        default="md",
+        help="format on stdout; batched: each prompt and the decoding after it as one row",
+    )
     parser.add_argument("-of", "--output-file", type=Path, help="also write JSON to this file")
     args = parser.parse_args(argv)
     request = _make_request(args)
@@ -84,13 +90,19 @@ def _make_request(args: Any) -> "Request":
 def _tests(args: Any) -> "list[BenchTest]":
     from pshard.benching import BenchTest
 
-    tests = []
+    tests: list[BenchTest] = []
     for depth in args.n_depth:
         for parallel in args.n_parallel:
+            if args.output == "batched":
+                for n_prompt in filter(None, args.n_prompt):
+                    after = [BenchTest(0, n, depth + n_prompt, parallel) for n in args.n_gen if n]
+                    tests += [BenchTest(n_prompt, 0, depth, parallel), *after] if after else []
+                continue
             tests += [BenchTest(n, 0, depth, parallel) for n in args.n_prompt if n]
             tests += [BenchTest(0, n, depth, parallel) for n in args.n_gen if n]
     if not tests:
-        raise UserError("no tests: give -p or -n above 0")
+        both = "both -p and -n" if args.output == "batched" else "-p or -n"
+        raise UserError(f"no tests: give {both} above 0")
     return tests
 
 

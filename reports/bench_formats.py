@@ -7,21 +7,25 @@ from collections.abc import Callable, Sequence
 
 from pshard.jsonio import to_json
 from pshard.measurement import Measurement
+from pshard.reports.batched_table import format_batched
+from pshard.reports.markdown_table import draw_table
 
-FORMATS = ("md", "csv", "json", "jsonl")
+FORMATS = ("md", "batched", "csv", "json", "jsonl")
 
 # (heading, text of a row, aligned right)
 Column = tuple[str, Callable[[Measurement], str], bool]
 
 
 def format_measurements(measurements: Sequence[Measurement], form: str) -> str:
-    """Text of the measurements, ending in a newline. `form`: "md", "csv", "json" or "jsonl".
+    """Text of the measurements, ending in a newline. `form`: "md", "batched", "csv", "json" or "jsonl".
 
     JSON holds every field; CSV all but samples and timeline; Markdown shows KV types, ubatch, sequences and ranks
     only where they differ between rows. Raises ValueError for another format.
     """
     if form == "md":
         return format_table(measurements)
+    if form == "batched":
+        return format_batched(measurements)
     if form == "csv":
         return _format_csv(measurements)
     if form == "json":
@@ -32,19 +36,10 @@ def format_measurements(measurements: Sequence[Measurement], form: str) -> str:
 
 
 def format_table(measurements: Sequence[Measurement]) -> str:
-    """A Markdown table, padded so that it reads well in a terminal too."""
+    """A Markdown table, one row per measurement."""
     columns = table_columns(measurements)
     rows = [[text(m) for _, text, _ in columns] for m in measurements]
-    headings = [heading for heading, _, _ in columns]
-    widths = [max(len(row[i]) for row in [headings, *rows]) for i in range(len(columns))]
-    right = [is_right for _, _, is_right in columns]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(cells, widths, right))
-        return f"| {' | '.join(padded)} |"
-
-    rule = "|".join(f" {'-' * (w - 1)}: " if r else f" {'-' * w} " for w, r in zip(widths, right))
-    return "\n".join([line(headings), f"|{rule}|", *map(line, rows)]) + "\n"
+    return draw_table([heading for heading, _, _ in columns], rows, [is_right for _, _, is_right in columns])
 
 
 def table_columns(measurements: Sequence[Measurement]) -> list[Column]:

@@ -251,6 +251,19 @@ def test_tables_of_bench(world: World, capsys: pytest.CaptureFixture) -> None:
         assert "pp16 x2" in said and "predicted" in said
 
 
+def test_batched_bench_has_a_row_for_each_prompt_and_number_of_sequences(
+    world: World, capsys: pytest.CaptureFixture
+) -> None:
+    plan(world, "--vram", world.budget, "-np", 4)
+    call = ["-m", str(world.model), "--vram", "6", "-npl", "1,4", "-r", "1", "-o", "batched"]
+    capsys.readouterr()
+    assert cli_bench.main([*call, "-p", "16,24", "-n", "4"]) == 0
+    rows = [[cell.strip() for cell in line.split("|")[2:6]] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert rows == [[p, "4", b, str(int(b) * (int(p) + 4))] for b in "14" for p in ("16", "24")]
+    assert cli_bench.main([*call, "-p", "16", "-n", "0"]) == 2
+    assert "give both -p and -n" in capsys.readouterr().err
+
+
 def test_a_prompt_cache_is_used_by_another_number_of_ranks(
     world: World, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from report_samples import make_bench, make_measurement
@@ -51,6 +52,17 @@ def test_table_shows_what_differs_between_rows():
     assert "12000 |" in first and "1,2 |" in second and second.endswith("- |")
 
 
+def test_a_batched_row_is_a_prefill_and_the_decode_after_it():
+    prefill = make_measurement(100, 0, 200.0, predicted=100.0, n_sequences=4)
+    decode = make_measurement(0, 10, 20.0, predicted=10.0, n_depth=100, n_sequences=4)
+    others = [replace(prefill, n_sequences=1), replace(decode, n_depth=0), replace(decode, strategy="fit")]
+    head, _, row = format_measurements([prefill, decode, *others], "batched").splitlines()
+    cells = dict(zip([c.strip() for c in head.split("|")][:6], [c.strip() for c in row.split("|")]))
+    assert (cells["PP"], cells["TG"], cells["B"], cells["N_KV"]) == ("100", "10", "4", "440")
+    total = (prefill.avg_ns + decode.avg_ns) / 1e9
+    assert [c.strip() for c in row.split("|")][-4:-1] == [f"{total:.3f}", f"{440 / total:.2f}", f"{440 / 8:.2f}"]
+
+
 def test_csv_has_a_column_per_scalar_and_environment_entry():
     other = make_measurement(0, 8, environment=(("driver", "570"),))
     rows = list(csv.DictReader(io.StringIO(format_measurements([make_measurement(0, 8), other], "csv"))))
@@ -59,5 +71,5 @@ def test_csv_has_a_column_per_scalar_and_environment_entry():
 
 
 def test_unknown_format_is_an_error():
-    with pytest.raises(ValueError, match="md, csv, json, jsonl"):
+    with pytest.raises(ValueError, match="md, batched, csv, json, jsonl"):
         format_measurements([], "xml")
