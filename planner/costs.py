@@ -198,8 +198,10 @@ class UnitCost:
     issue: float = 0.0  # host seconds to issue the unit on an accelerator that works on its own
 
 
-def unit_cost(unit: Unit, spec: ModelSpec, tables: Tables, load: TierLoad, workload: Workload) -> UnitCost:
-    """Cost of `unit` for the micro-batch `load`, on either side."""
+def unit_cost(
+    unit: Unit, spec: ModelSpec, tables: Tables, load: TierLoad, workload: Workload, ranks: int = 1
+) -> UnitCost:
+    """Cost of `unit` for the micro-batch `load`, on either side. `ranks` share the cores and DRAM that were timed."""
     config, rows = spec.config, load.logit_rows if unit.kind == "output" else load.tokens
     if not unit.tensors:  # another rank holds all of it
         return UnitCost(0.0, 0.0, 0, 0.0, 0)
@@ -227,7 +229,7 @@ def unit_cost(unit: Unit, spec: ModelSpec, tables: Tables, load: TierLoad, workl
             if config.qk_norm and (side == "host" or tables.kind == "cpu"):  # CUDA: while the rows are rotated
                 s += tables.elementwise(side, "norm", rows, width)
             s += _attention_of(tables, side, config, load, workload.type_k)
-        seconds[side] = s
+        seconds[side] = s * (ranks if side == "host" or tables.kind == "cpu" else 1)
     step = tables.elementwise("acc", "step", 1, 1)
     waits = tables.kind == "cpu"  # the CPU as accelerator computes where it is issued
     reads = load.tokens * config.d_model * 4 if unit.kind == "embedding" else unit.packed_nbytes
@@ -300,14 +302,14 @@ class TierCosts:
     @cached_property
     def contended(self) -> dict[str, tuple[float, float]]:
         """Unit -> speeds of (link, CPU) while the CPU computes it and a copy runs."""
-        return {name: self.tables.slowdown(c.cpu_reads, c.cpu) for name, c in self.units.items()}
+        return {name: self.tables.slowdown(self.ranks * c.cpu_reads, c.cpu) for name, c in self.units.items()}
 
     @cached_property
     def acc_contended(self) -> dict[str, tuple[float, float]] | None:
         """The same for units on the accelerator when that is the CPU, which reads the DRAM that copies use."""
         if self.tables.kind != "cpu":
             return None
-        return {name: self.tables.slowdown(c.cpu_reads, c.acc) for name, c in self.units.items()}
+        return {name: self.tables.slowdown(self.ranks * c.cpu_reads, c.acc) for name, c in self.units.items()}
 
 
 def tier_costs(spec: ModelSpec, tables: Tables, load: TierLoad, workload: Workload, ranks: int = 1) -> TierCosts:
@@ -316,6 +318,6 @@ def tier_costs(spec: ModelSpec, tables: Tables, load: TierLoad, workload: Worklo
     units = {}
     for unit in spec.units:
         if unit.likeness not in by_likeness:
-            by_likeness[unit.likeness] = unit_cost(unit, spec, tables, load, workload)
+            by_likeness[unit.likeness] = unit_cost(unit, spec, tables, load, workload, ranks)
         units[unit.name] = by_likeness[unit.likeness]
     return TierCosts(load, units, tables, 4 * spec.config.d_model, ranks)

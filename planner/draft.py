@@ -104,7 +104,8 @@ def predict_tier(room: Room, tier: TierPlan, costs: TierCosts, bound: float) -> 
     steps = tier_steps(room, tier, costs)
     result = simulate(steps, costs)
     reads = sum(costs.units[p.unit].cpu_reads for p in tier.placements if p.where == "cpu")
-    dram = min((steps.link_bytes + reads) / costs.tables.shared_rate, result.seconds)  # caches may serve some of it
+    dram = costs.ranks * (steps.link_bytes + reads) / costs.tables.shared_rate
+    dram = min(dram, result.seconds)  # caches may serve some of it
     busy = dict(result.busy) | {"dram": dram}
     binds = _binding(busy, result.seconds, tier)
     return Prediction(

@@ -106,6 +106,17 @@ def test_a_rank_that_holds_nothing_of_a_unit_spends_nothing_on_it():
     assert all(costs[u.name].acc == costs[u.name].link == 0 for u in spec.units if u.kind in ("attention", "ffn"))
 
 
+def test_ranks_of_one_host_share_its_cores_and_memory():
+    whole, tables = make_model(d_model=4096, d_ffn=14336), Tables(PROFILE)
+    part = cut_ranks(whole, (1.0, 1.0))[0]
+    ffn = next(u.name for u in whole.units if u.kind == "ffn")
+    alone = tier_costs(whole, tables, DECODE, WORKLOAD)
+    both = tier_costs(part, tables, DECODE, WORKLOAD, ranks=2)
+    assert both.units[ffn].cpu == pytest.approx(alone.units[ffn].cpu, rel=0.2)
+    assert both.units[ffn].acc < 0.8 * alone.units[ffn].acc  # each has an accelerator of its own
+    assert both.contended[ffn] == pytest.approx(alone.contended[ffn], rel=0.1)
+
+
 def test_contention_slows_reading_not_arithmetic():
     tables = Tables(PROFILE)
     link, cpu = tables.slowdown(10**9, 10**9 / DESKTOP.host_memory)  # reads as fast as the memory gives
