@@ -28,8 +28,8 @@ class Tokenizer:
             raise UserError("the tokenizer is neither byte-level BPE nor SentencePiece BPE; pass token ids instead")
         # SentencePiece puts a space before the text, which is no part of it
         self._strips_space = not self._byte_level and '"Strip"' in decoder
-        self.bos_text = "" if bos_id is None else backend.id_to_token(bos_id)
-        self.eos_text = backend.id_to_token(eos_ids[0]) if eos_ids else ""
+        self.bos_text = "" if bos_id is None else backend.id_to_token(bos_id) or ""
+        self.eos_text = (backend.id_to_token(eos_ids[0]) or "") if eos_ids else ""
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Token ids of the text; special tokens spelled out in it become their ids.

@@ -42,6 +42,7 @@ def _jobs_of(side: str, effort: Effort, shapes: Shapes, of_grid: bool) -> Iterat
     tokens = effort.host_tokens if side == "host" else effort.acc_tokens
     few = tuple(t for t in tokens if t in (1, 16, 512, 4096))
     name = {"host": "CPU", "acc": "accelerator"}[side]
+    run: Callable[[KernelBench], Sequence[Row]]
     fill, each = effort.rotation / FILL_RATE, 1.5 * effort.pace.seconds
     for heads in shapes.attention:
         for count, contexts in attention_points(tokens, shapes.context):

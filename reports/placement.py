@@ -1,7 +1,7 @@
 """Figure: where every unit of every layer lives in every tier of one plan."""
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pshard.plan import Placement, RankPlan, TierPlan, Variant
 from pshard.reports.style import (
@@ -43,7 +43,7 @@ def draw_placement(model: str, variant: Variant, rank: RankPlan) -> "Figure":
         _draw_tier(ax, tier, kinds, layers, at)
         labels += [(at + i, kind) for i, kind in enumerate(kinds)]
         middle = at + (len(kinds) - 1) / 2
-        edge = {"xycoords": ax.get_yaxis_transform(), "textcoords": "offset points", "va": "center"}
+        edge: dict[str, Any] = {"xycoords": ax.get_yaxis_transform(), "textcoords": "offset points", "va": "center"}
         ax.annotate(_name_tier(tier, variant), (0, middle), (-70, 0), ha="right", **edge)
         ax.annotate(_describe_tier(tier), (1, middle), (10, 0), fontsize=9, **edge)
         at += len(kinds) + 0.7

@@ -1,6 +1,6 @@
 """Figure: what the link, the CPU and the accelerator do during one step."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pshard.measurement import Timeline
 from pshard.reports.style import BLUE, FAINT, GREEN, ORANGE, PURPLE, new_figure
@@ -38,7 +38,7 @@ def draw_timeline(timeline: Timeline) -> "Figure":
             if share > NARROW:
                 rotation = 0 if share > 0.01 * len(label) else 90
                 ink = "black" if colour == ORANGE else "white"
-                place = {"ha": "center", "va": "center", "rotation": rotation}
+                place: dict[str, Any] = {"ha": "center", "va": "center", "rotation": rotation}
                 ax.text(left + width / 2, row, label, color=ink, fontsize=8, **place)
         busy = sum(widths) / (end * scale)
         ax.text(1.01, row, f"busy {busy:.0%}", va="center", transform=ax.get_yaxis_transform())

@@ -49,7 +49,8 @@ def _load(transformers: Any, path: Path, variant: Variant, kind: str) -> Any:
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device_map": "cpu"}
     if kind == "cuda":
         weights = [(m << 20) - WORKING_BYTES for m in variant.vram_mib]
-        options |= {"device_map": "auto", "max_memory": {**dict(enumerate(weights)), "cpu": "1000GiB"}}
+        most: dict[int | str, int | str] = {**dict(enumerate(weights)), "cpu": "1000GiB"}
+        options |= {"device_map": "auto", "max_memory": most}
     folder = path if path.is_dir() else path.parent
     if path.is_file():
         options["gguf_file"] = path.name

@@ -1,12 +1,12 @@
 """What a unit computes, written once for every device: attention, ffn, output. Placement is applied from outside."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from pshard.model import ModelConfig
-from pshard.runtime.kernels.api import Kernels, LayerKV, RopeTable, RowIndex
+from pshard.runtime.kernels.api import Kernels, LayerKV, RopeTable, RowIndex, SumKernels
 from pshard.runtime.weights import UnitWeights
 from pshard.runtime.workspace import Workspace
 
@@ -84,7 +84,9 @@ def _normalise(side: Side, weight: torch.Tensor, n: int, pending: PendingSum | N
     if pending is None:
         side.kernels.rms_norm(hidden, weight, eps, normed)
     else:
-        side.kernels.sum_rms_norm(pending.exchange, pending.part, pending.wire, hidden, weight, eps, normed)
+        cast(SumKernels, side.kernels).sum_rms_norm(
+            pending.exchange, pending.part, pending.wire, hidden, weight, eps, normed
+        )
     return normed
 
 

@@ -6,6 +6,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +100,7 @@ def _time_on_gpu(group: "Group", sizes: Sequence[int]) -> Iterator[CollectiveTim
         for algorithm in group.algorithms(*tensor.shape):
             for dtype in ("f32", "bf16"):
                 group.reduce_dtype = dtype
-                timer = _GpuTimer(group, lambda a=algorithm, t=tensor: group.all_reduce(t, a))
+                timer = _GpuTimer(group, partial(group.all_reduce, tensor, algorithm))
                 for copies in (False, True):
                     seconds = timer.median(copy_for if copies else None)
                     yield CollectiveTiming(algorithm, group.size, nbytes, seconds, dtype, copies)

@@ -210,8 +210,11 @@ class Engine:
             max_tokens: at most so many; it ends before at an end-of-text token or a full context.
             text: yield pieces of text (complete characters), else token ids.
         """
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) and self.tokenizer else list(prompt)
-        if isinstance(prompt, str) and not self.tokenizer:
+        if not isinstance(prompt, str):
+            ids = list(prompt)
+        elif self.tokenizer:
+            ids = self.tokenizer.encode(prompt)
+        else:
             raise UserError("the model file has no tokenizer: give token ids")
         stops = self.tokenizer.eos_ids if self.tokenizer else frozenset()
         sampler = Sampler(sampling or Sampling())

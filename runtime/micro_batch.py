@@ -113,6 +113,7 @@ class MicroBatch:
 
     def _launch(self, launch: Launch) -> None:
         e, first, last = self.executor, launch.steps[0], launch.steps[-1]
+        assert isinstance(first, Compute)  # an all-reduce joins the unit before it
         self._wait_for_inputs(first)
         self.side = "acc"
         key = (self.state.tier.tokens, first.unit, last.unit, self.tokens, len(self.logit_rows), self.acc_rows.cells)

@@ -189,7 +189,7 @@ class TorchGroup(Group):
         columns = tensor.shape[-1]
         if algorithm is None and tensor.is_cuda:
             algorithm = self.algorithm(tensor.numel() // columns, columns)
-        if tensor.is_cuda and self._peers and algorithm != "nccl":
+        if tensor.is_cuda and self._peers and algorithm not in (None, "nccl"):
             self._peers.sum(tensor.view(-1, columns), tensor.view(-1, columns), algorithm, self.reduce_dtype, False)
             return
         wire = REDUCE_DTYPES[self.reduce_dtype]

@@ -121,9 +121,11 @@ def open_peer_exchange(store: dist.Store, rank: int, ranks: int) -> PeerExchange
     import torch.distributed._symmetric_memory as symmetric
 
     mapped = None
+    everyone = dist.group.WORLD
+    assert everyone is not None
     try:
         memory = symmetric.empty(kernels.exchange_nbytes(ranks), dtype=torch.uint8, device=torch.device("cuda", here))
-        handle = symmetric.rendezvous(memory, dist.group.WORLD)
+        handle = symmetric.rendezvous(memory, everyone)
         memory.zero_()
         torch.cuda.synchronize()
         mapped = PeerExchange(memory, handle.buffer_ptrs, rank, torch.zeros(1, dtype=torch.int32).pin_memory(), handle)

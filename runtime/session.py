@@ -1,6 +1,7 @@
 """From an open model file, a variant and a device to an Engine: one rank's part of it."""
 
 from collections.abc import Callable
+from typing import Protocol
 
 from pshard.errors import UserError
 from pshard.model import ModelSpec
@@ -15,7 +16,7 @@ from pshard.runtime.parallel import Group
 from pshard.runtime.weights import HostWeights, WeightSource
 
 
-class _File(WeightSource):
+class _File(WeightSource, Protocol):
     """What is needed of a ModelFile beside its weights."""
 
     spec: ModelSpec

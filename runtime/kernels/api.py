@@ -73,23 +73,10 @@ class Kernels(Protocol):
 
     act_dtype: torch.dtype
     repeatable: bool  # for few tokens: no allocation, launch sizes from RowIndex.cells only; a graph may hold the calls
-    fuses_sums: bool  # whether there is `sum_rms_norm`
+    fuses_sums: bool  # whether these are `SumKernels`
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
         """out[M, D] = hidden[M, D] * rsqrt(mean(hidden^2) + eps) * weight[D]. hidden, weight float32; out act_dtype."""
-        ...
-
-    def sum_rms_norm(
-        self,
-        exchange: "PeerExchange",
-        part: torch.Tensor,
-        wire: str,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        out: torch.Tensor,
-    ) -> None:
-        """hidden[M, D] += sum of the ranks' part[M, D], float32; then as `rms_norm`. See `PeerExchange.sum_rows`."""
         ...
 
     def linear(
@@ -156,4 +143,21 @@ class Kernels(Protocol):
 
         out [M, H d] act_dtype. `partial`: float32 scratch of M H (d + 2) decode_splits for M <= SMALL_BATCH.
         """
+        ...
+
+
+class SumKernels(Kernels, Protocol):
+    """Kernels that sum over ranks too."""
+
+    def sum_rms_norm(
+        self,
+        exchange: "PeerExchange",
+        part: torch.Tensor,
+        wire: str,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        out: torch.Tensor,
+    ) -> None:
+        """hidden[M, D] += sum of the ranks' part[M, D], float32; then as `rms_norm`. See `PeerExchange.sum_rows`."""
         ...

@@ -141,7 +141,7 @@ class CudaKernels:
         eps: float,
         out: torch.Tensor,
     ) -> None:
-        """See `Kernels.sum_rms_norm`."""
+        """See `SumKernels.sum_rms_norm`."""
         ready = self._hand_over(out)
         bucket = _bucket(out.shape[0]) if ready else 0
         exchange.sum_rows(part, hidden, wire, True, (weight, eps, out), _tensors(ready), bucket)
