@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pshard.profile.operands import LEAST_ROTATION, OperandPool, random_record, rotation_bytes
+from pshard.profile.operands import LEAST_ROTATION, QUICK_ROTATION, OperandPool, random_record, rotation_bytes
 from pshard.quant import QUANT_TYPES, packed_nbytes
 from pshard.runtime.kernels.layout import unpack_reference
 
@@ -14,12 +14,11 @@ CPU = torch.device("cpu")
 MIB = 1 << 20
 
 
-def test_rotation_covers_twice_the_last_cache_and_half_a_gibibyte():
+def test_rotation_covers_four_times_the_last_cache_and_half_a_gibibyte():
     assert rotation_bytes(0, quick=False) == LEAST_ROTATION
-    assert rotation_bytes(300 * MIB, quick=False) == 600 * MIB
-    assert rotation_bytes(32 * MIB, quick=True) == 128 * MIB
-    for cache in (0, 8 * MIB, 96 * MIB, 300 * MIB):
-        assert rotation_bytes(cache, quick=True) >= 2 * cache
+    assert rotation_bytes(300 * MIB, quick=False) == 1200 * MIB
+    assert rotation_bytes(0, quick=True) == QUICK_ROTATION
+    assert rotation_bytes(300 * MIB, quick=True) == 1200 * MIB
 
 
 @pytest.mark.parametrize("qtype, rows, cols", [("Q4_0", 512, 512), ("Q6_K", 48, 256), ("BF16", 33, 64)])
