@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pshard.buffers import arena_bytes, scratch_bytes
 from pshard.errors import BudgetTooSmall, UserError
 from pshard.machine import MachineProfile
-from pshard.model import ModelSpec
+from pshard.model import ModelSpec, check_kv_types
 from pshard.plan import NOTHING_LEARNT, Correction, RankPlan, Solve, TierPlan, Variant
 from pshard.planner.baselines import STRATEGIES
 from pshard.planner.candidates import (
@@ -139,6 +139,7 @@ def prepare_ranks(
     spec: ModelSpec, profile: MachineProfile, workload: Workload, correction: Correction = NOTHING_LEARNT
 ) -> tuple[RankTask, ...]:
     """Cut the model, choose the largest micro-batch, and price every tier of every rank."""
+    check_kv_types(spec.config, workload.type_k, workload.type_v)
     tables = Tables(profile, correction)
     tiers = fitting_tiers(cut_ranks(spec, rank_shares(workload)), workload, tables)
     tasks = _price(spec, tables, workload, tiers)

@@ -5,10 +5,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from pshard.buffers import kv_cells_bytes
 from pshard.quant import QUANT_TYPES, ROW_BLOCK, packed_nbytes, plane_offsets, record_nbytes
 from pshard.runtime.host_memory import map_memory
 from pshard.runtime.kernels.api import LayerKV, Packed
-from pshard.runtime.kv_cache import KV_DTYPES
+from pshard.runtime.kernels.kv_codec import encode_cells
+from pshard.runtime.kv_cache import KVShape, view_layer
 
 LEAST_ROTATION = 512 << 20  # bytes between two reads of the same copy; read-then-flush does not evict a large L3
 QUICK_ROTATION = 64 << 20
@@ -56,17 +58,13 @@ class OperandPool:
 
     def rotate_kv(self, context: int, n_kv_heads: int, head_dim: int, kv_type: str) -> list[LayerKV]:
         """Copies of a random one-sequence KV cache that together span the pool's bytes; at least one."""
-        dtype = KV_DTYPES[kv_type]
-        cells = context * n_kv_heads * head_dim
-        half = cells * dtype.itemsize
-        copies = self._split(2 * half)
-        noise = torch.randn(n_kv_heads * head_dim, device=self.device).to(dtype)
-        caches = []
-        for copy in copies:
-            k, v = (copy[at : at + half].view(dtype).view(1, context, n_kv_heads, head_dim) for at in (0, half))
-            k.view(context, -1).copy_(noise)
-            v.view(context, -1).copy_(noise)
-            caches.append(LayerKV(k, v))
+        shape = KVShape(context, 1, kv_type, kv_type)
+        nbytes = kv_cells_bytes(context, n_kv_heads * head_dim, kv_type, kv_type)
+        noise = torch.randn(n_kv_heads, head_dim, device=self.device)
+        caches = [view_layer(copy, n_kv_heads, head_dim, shape) for copy in self._split(nbytes)]
+        for cache in caches:
+            cache.k.copy_(encode_cells(noise, cache.k.dtype))
+            cache.v.copy_(encode_cells(noise, cache.v.dtype))
         return caches
 
     def _split(self, nbytes: int) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pshard.model import ModelConfig, ModelSpec, kv_token_bytes
+from pshard.model import ModelConfig, ModelSpec, kv_nbytes
 from pshard.quant import align
 
 BUFFER_ALIGN = 256
@@ -68,7 +68,7 @@ def dequant_bytes(spec: ModelSpec, tokens: int, act_bytes: int) -> int:
 
 def kv_stage_bytes(config: ModelConfig, context: int, sequences: int, type_k: str, type_v: str) -> int:
     """Bytes of the stage for one layer's KV when a layer keeps its KV on the host but attends on the device."""
-    return align(context * sequences * kv_token_bytes(config, type_k, type_v), BUFFER_ALIGN)
+    return kv_layer_bytes(config, context, sequences, type_k, type_v)
 
 
 def scratch_bytes(spec: ModelSpec, tokens: int, sequences: int, act_bytes: int, context: int) -> int:
@@ -79,7 +79,12 @@ def scratch_bytes(spec: ModelSpec, tokens: int, sequences: int, act_bytes: int, 
 
 def kv_layer_bytes(config: ModelConfig, context: int, sequences: int, type_k: str, type_v: str) -> int:
     """Bytes of one layer's KV cache: `context` cells for each of `sequences`."""
-    return align(context * sequences * kv_token_bytes(config, type_k, type_v), BUFFER_ALIGN)
+    return kv_cells_bytes(context * sequences, config.n_kv_heads * config.head_dim, type_k, type_v)
+
+
+def kv_cells_bytes(cells: int, width: int, type_k: str, type_v: str) -> int:
+    """Bytes of cells of `width` numbers each for keys and for values; values begin where vectors may."""
+    return sum(align(cells * kv_nbytes(kind, width), BUFFER_ALIGN) for kind in (type_k, type_v))
 
 
 def arena_bytes(budget_mib: int, kind: str) -> int:

@@ -19,9 +19,8 @@ from pshard.cli_support import (
     run_cli,
 )
 from pshard.errors import UserError
+from pshard.model import KV_TYPES
 from pshard.workload import MIB, Workload
-
-KV_TYPES = ("f32", "bf16", "f16")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -6,7 +6,8 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from pshard.quant import TENSOR_ALIGN, align, file_nbytes, packed_nbytes
+from pshard.errors import UserError
+from pshard.quant import QUANT_TYPES, TENSOR_ALIGN, align, file_nbytes, packed_nbytes
 
 
 @dataclass(frozen=True)
@@ -142,10 +143,28 @@ class ModelSpec:
         return sum(u.packed_nbytes for u in self.units)
 
 
-KV_ELEMENT_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
+KV_TYPES = ("f32", "bf16", "f16", "q8_0")  # names in small letters of the quant types whose sizes they have
+
+
+def kv_nbytes(kind: str, n: int) -> int:
+    """Bytes of n numbers of a KV type; n is a multiple of its block."""
+    return file_nbytes(kind.upper(), 1, n)
 
 
 def kv_token_bytes(config: ModelConfig, type_k: str, type_v: str) -> int:
     """Bytes of KV cache that one token of one sequence takes in one layer."""
     width = config.n_kv_heads * config.head_dim
-    return width * (KV_ELEMENT_BYTES[type_k] + KV_ELEMENT_BYTES[type_v])
+    return kv_nbytes(type_k, width) + kv_nbytes(type_v, width)
+
+
+def check_kv_types(config: ModelConfig, type_k: str, type_v: str) -> None:
+    """Raise UserError for an unknown KV type, or one whose blocks do not divide the model's heads."""
+    for flag, kind in (("-ctk", type_k), ("-ctv", type_v)):
+        if kind not in KV_TYPES:
+            raise UserError(f"unknown KV cache type {kind!r}; {flag} is one of {', '.join(KV_TYPES)}")
+        block = QUANT_TYPES[kind.upper()].block
+        if config.head_dim % block:
+            raise UserError(
+                f"{kind} keeps the KV cache in blocks of {block}, and this model's heads have {config.head_dim} "
+                f"numbers; give {flag} bf16"
+            )

@@ -11,6 +11,7 @@ from pshard.buffers import TORCH_RESERVE_MIB, kv_layer_bytes, scratch_bytes
 from pshard.cli_support import calm_openmp
 from pshard.errors import UserError
 from pshard.machine import MachineProfile
+from pshard.model import check_kv_types
 from pshard.plan import Variant
 from pshard.workload import Workload
 
@@ -69,6 +70,7 @@ def open_plan(request: Request) -> Opened:
     from pshard.registries.store import check_fresh, load_registry, registry_path, save_variants
 
     file = open_model(request.model)
+    check_kv_types(file.spec.config, request.type_k, request.type_v)
     profile = load_profile(request.profile)
     check_machine(profile)
     want = _workload(request, profile)
@@ -244,7 +246,7 @@ def load(
         model: GGUF file or safetensors folder.
         vram: budget in MiB; the largest planned variant that fits is taken. None: what is free.
         context: cells per sequence that are needed; sequences: how many at once. None: whatever is planned.
-        type_k, type_v: element types of the KV cache: "bf16", "f16" or "f32".
+        type_k, type_v: types of the KV cache: "bf16", "f16", "f32" or "q8_0".
         registry: plan file, when it does not lie in its usual place.
         kernels: "fast", or "plain" for torch in float32.
         replan: plan now (needs vram) instead of using the stored plan.

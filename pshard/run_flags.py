@@ -5,6 +5,7 @@ from pathlib import Path
 
 from pshard.cli_support import env_default, find_model, parse_count, parse_mib_list, parse_ratios
 from pshard.errors import UserError
+from pshard.model import KV_TYPES
 from pshard.opening import Request
 
 
@@ -23,9 +24,11 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     )
     context = env_default("CTX_SIZE", parse_count, None)
     group.add_argument("-c", "--ctx-size", type=parse_count, default=context, metavar="N", help="context needed")
-    group.add_argument("-ctk", "--cache-type-k", choices=("bf16", "f16", "f32"), default="bf16", help="KV keys' type")
     group.add_argument(
-        "-ctv", "--cache-type-v", choices=("bf16", "f16", "f32"), default="bf16", help="KV cache: values"
+        "-ctk", "--cache-type-k", choices=KV_TYPES, default="bf16", help="type of the keys' cache (bf16)"
+    )
+    group.add_argument(
+        "-ctv", "--cache-type-v", choices=KV_TYPES, default="bf16", help="type of the values' cache (bf16)"
     )
     group.add_argument("-sm", "--split-mode", choices=("none", "tensor"), default="none", help="split over devices")
     group.add_argument("-ts", "--tensor-split", type=parse_ratios, default=(), help="share of each rank, as 3,1")

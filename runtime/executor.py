@@ -178,7 +178,7 @@ class Executor:
         return self.arena.kv(unit) if in_vram else self.host_kv[unit]
 
     def read_cells(self, unit: str, sequence: int, cells: int) -> dict[str, torch.Tensor]:
-        """A copy on the host of a layer's first cells: "k" and "v", each [cells, KV heads of this rank, head_dim]."""
+        """A copy on the host of a layer's first cells: "k" and "v", each [cells, ...] as in LayerKV."""
         self.device.synchronize()
         kv = self._cells(unit)
         return {"k": kv.k[sequence, :cells].to("cpu", copy=True), "v": kv.v[sequence, :cells].to("cpu", copy=True)}

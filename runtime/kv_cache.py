@@ -4,12 +4,13 @@ from dataclasses import dataclass
 
 import torch
 
-from pshard.buffers import kv_layer_bytes
-from pshard.model import KV_ELEMENT_BYTES, ModelConfig
+from pshard.buffers import BUFFER_ALIGN, kv_layer_bytes
+from pshard.model import ModelConfig, kv_nbytes
+from pshard.quant import align
 from pshard.runtime.kernels.api import LayerKV
 
 JOIN_BYTES = 512 << 10  # what the link moves while one more copy is issued (10 us at 50 GB/s)
-KV_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+KV_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "q8_0": torch.int8}
 
 
 @dataclass(frozen=True)
@@ -28,14 +29,15 @@ def layer_nbytes(config: ModelConfig, shape: KVShape) -> int:
 
 
 def view_layer(memory: torch.Tensor, n_kv_heads: int, head_dim: int, shape: KVShape) -> LayerKV:
-    """k and v [sequences, context, G, d] as views of uint8 memory of at least `layer_nbytes`."""
-    extents = (shape.sequences, shape.context, n_kv_heads, head_dim)
-    count = shape.sequences * shape.context * n_kv_heads * head_dim
-    split = count * KV_ELEMENT_BYTES[shape.type_k]
-    end = split + count * KV_ELEMENT_BYTES[shape.type_v]
-    k = memory[:split].view(KV_DTYPES[shape.type_k]).view(extents)
-    v = memory[split:end].view(KV_DTYPES[shape.type_v]).view(extents)
-    return LayerKV(k, v)
+    """k and v as views of uint8 memory of at least `layer_nbytes`: LayerKV's tensors."""
+    views, at = [], 0
+    for kind in (shape.type_k, shape.type_v):
+        cell = kv_nbytes(kind, n_kv_heads * head_dim)
+        nbytes = shape.sequences * shape.context * cell
+        extents = (cell,) if kind == "q8_0" else (n_kv_heads, head_dim)
+        views.append(memory[at : at + nbytes].view(KV_DTYPES[kind]).view(shape.sequences, shape.context, *extents))
+        at += align(nbytes, BUFFER_ALIGN)
+    return LayerKV(*views)
 
 
 @dataclass(frozen=True)
@@ -83,10 +85,9 @@ def used_pieces(source: LayerKV, target: LayerKV, spans: list[tuple[int, int, in
     A piece may hold cells beside them. Copying those does no harm where source and target agree on the cells before
     `from`, as a stage does with the host's cache that it was filled from; what lies after `to` is in nobody's use.
     """
-    _, _, heads, dim = source.k.shape
-    if heads == 0:  # another rank holds all of this layer's cache
+    if source.k.numel() == 0:  # another rank holds all of this layer's cache
         return []
-    most = JOIN_BYTES // (heads * dim * source.k.element_size())
+    most = JOIN_BYTES // max(cache[0, 0].nbytes for cache in (source.k, source.v))
     return [
         (_rows_of(b, piece), _rows_of(a, piece))
         for piece in join_spans(spans, most)

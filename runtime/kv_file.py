@@ -5,7 +5,8 @@ The file holds cells by what they mean, not by where they lay (version 1, little
     "pshardkv", u32 version, u32 length of the header, u32 its CRC-32
     header, JSON: fingerprint of the model, layers, kv_heads, head_dim, type_k, type_v, tokens (ids of the cells)
     u32 CRC-32 of every block
-    blocks: for every layer K then V, for every KV head: [cells, head_dim] numbers of type_k or type_v
+    blocks: for every layer K then V, for every KV head: [cells, head_dim] numbers of type_k or type_v; of q8_0 for each
+        cell the head's codes (int8) and then its scales (f16, one for 32 codes)
 
 Every rank writes and reads the heads it holds, at their place; a head that several ranks hold is the lowest one's to
 write. The ranks must see the same file.
@@ -27,9 +28,10 @@ import torch
 
 from pshard.errors import UserError
 from pshard.jsonio import check_regular, to_json
-from pshard.model import KV_ELEMENT_BYTES, ModelSpec
+from pshard.model import ModelSpec, kv_nbytes
 from pshard.parallel import source_ranges
 from pshard.runtime.executor import Executor
+from pshard.runtime.kernels.kv_codec import put_head, take_head
 from pshard.runtime.kv_cache import KVShape
 from pshard.runtime.parallel import Group
 from pshard.runtime.weights import WeightSource
@@ -144,7 +146,7 @@ class KVStore:
 
     def _block_bytes(self, what: str, cells: int) -> int:
         kind = self._kv.type_k if what == "k" else self._kv.type_v
-        return cells * self._source.spec.config.head_dim * KV_ELEMENT_BYTES[kind]
+        return cells * kv_nbytes(kind, self._source.spec.config.head_dim)
 
     def _offset(self, block: Block, cells: int, start: int) -> int:
         heads = self._source.spec.config.n_kv_heads
@@ -154,13 +156,13 @@ class KVStore:
 
     def _write_blocks(self, path: Path, sequence: int, tokens: Sequence[int]) -> list[tuple[int, int]]:
         """Write this rank's blocks; returns (number, CRC) of each."""
-        cells, sums = len(tokens), []
+        cells, sums, dim = len(tokens), [], self._source.spec.config.head_dim
         start, _ = self._places(cells, self._header(tokens))
         with open(path, "r+b") as file:
             for unit, held in self._by_unit().items():
                 memory = self._executor.read_cells(unit, sequence, cells)
                 for block in (b for b in held if b.written):
-                    raw = memory[block.what][:, block.head].contiguous().view(torch.uint8).numpy().tobytes()
+                    raw = take_head(memory[block.what], block.head, dim).view(torch.uint8).numpy().tobytes()
                     file.seek(self._offset(block, cells, start))
                     file.write(raw)
                     sums.append((block.number, zlib.crc32(raw)))
@@ -206,7 +208,7 @@ class KVStore:
                         raise UserError(f"the KV cache {path} is damaged (layer of {unit}): remove it")
                     if raw:
                         values = torch.frombuffer(raw, dtype=torch.uint8).view(memory[block.what].dtype)
-                        memory[block.what][:, block.head] = values.view(len(tokens), -1)
+                        put_head(memory[block.what], block.head, fields["head_dim"], values)
                 self._executor.write_cells(unit, sequence, memory)
         return tokens
 

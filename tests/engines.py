@@ -1,5 +1,6 @@
 """Engines for tests: a model file, hand-made plans, the CPU as accelerator."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from plan_samples import make_tier, make_variant
@@ -19,11 +20,19 @@ def pinned_everywhere(spec, tokens=(1, 64), context=128, sequences=1) -> tuple[T
 
 
 def open_engine(
-    path: Path, tiers=None, kernels="plain", context=128, sequences=1, tokens=(1, 64), device="cpu"
+    path: Path,
+    tiers=None,
+    kernels="plain",
+    context=128,
+    sequences=1,
+    tokens=(1, 64),
+    device="cpu",
+    kv_types=("f32", "f32"),
 ) -> Engine:
     """An engine under given tiers (default: everything pinned), on the CPU as accelerator unless told otherwise."""
     file = open_model(path)
     tiers = tiers or pinned_everywhere(file.spec, tokens, context, sequences)
     reserve = TORCH_RESERVE_MIB if device == "cuda" else 0
     variant = make_variant(file.spec, tiers, context, sequences, reserve_mib=reserve)
+    variant = replace(variant, type_k=kv_types[0], type_v=kv_types[1])
     return build_engine(file, variant, open_device(device), kernels=kernels)

@@ -492,11 +492,20 @@ def test_bad_bench_flags(refuse: Refuse, flags: list[str], words: str) -> None:
         (["--vram", "6", "-np", "9", "-ub", "8"], "-ub 8"),
         (["--vram", "6", "--strategy", "other"], "unknown strategy 'other'"),
         (["--vram", "6", "--time-limit", "0"], "is not a number of seconds"),
-        (["--vram", "6", "-ctk", "q8_0"], "invalid choice: 'q8_0'"),
+        (["--vram", "6", "-ctk", "q4_0"], "invalid choice: 'q4_0'"),
     ],
 )
 def test_bad_plan_flags(world: World, refuse: Refuse, flags: list[str], words: str) -> None:
     assert words in refuse("plan", "-m", world.model, *flags)
+    assert not world.registry.exists()
+
+
+@pytest.mark.parametrize("command", ["plan", "run", "bench"])
+def test_heads_that_no_block_divides(tmp_path: Path, refuse: Refuse, command: str) -> None:
+    world = make_world(tmp_path, head_dim=48, n_layers=1)
+    more = ["-p", "hi", "-n", "1"] if command == "run" else []
+    said = refuse(command, "-m", world.model, "--vram", "6", "-ctk", "q8_0", *more)
+    assert "heads have 48 numbers; give -ctk bf16" in said
     assert not world.registry.exists()
 
 

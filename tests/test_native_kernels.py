@@ -6,11 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 import gguf
 import numpy as np
 import pytest
+import torch
 from test_layout import random_rows
 
 from pshard.quant import QUANT_TYPES, packed_nbytes, record_nbytes
 from pshard.runtime.kernels import native
+from pshard.runtime.kernels.kv_codec import decode_cells, encode_cells
 from pshard.runtime.kernels.layout import pack_reference
+from pshard.runtime.kv_cache import KV_DTYPES
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason=f"CPU kernels: {native.why_missing()}")
 
@@ -204,7 +207,7 @@ def attention_in_float64(q: np.ndarray, k: np.ndarray, v: np.ndarray, before: in
     return out
 
 
-@pytest.mark.parametrize("kv_dtype", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("kv_types", [("f32", "f32"), ("f16", "f16"), ("bf16", "bf16"), ("bf16", "f32")])
 @pytest.mark.parametrize(
     ("before", "tokens", "heads", "kv_heads", "dim"),
     [
@@ -217,24 +220,37 @@ def attention_in_float64(q: np.ndarray, k: np.ndarray, v: np.ndarray, before: in
     ],
 )
 def test_attention_is_causal_softmax(
-    isa: str, kv_dtype: str, before: int, tokens: int, heads: int, kv_heads: int, dim: int
+    isa: str, kv_types: tuple[str, str], before: int, tokens: int, heads: int, kv_heads: int, dim: int
 ) -> None:
+    check_attention(kv_types, before, tokens, heads, kv_heads, dim)
+
+
+@pytest.mark.parametrize("kv_types", [("q8_0", "q8_0"), ("q8_0", "bf16"), ("f16", "q8_0")])
+@pytest.mark.parametrize(
+    ("before", "tokens", "heads", "kv_heads", "dim"),
+    [(0, 1, 1, 1, 32), (700, 1, 8, 2, 128), (63, 65, 6, 2, 96), (130, 2, 2, 1, 544)],
+)
+def test_attention_reads_quantised_cells(
+    isa: str, kv_types: tuple[str, str], before: int, tokens: int, heads: int, kv_heads: int, dim: int
+) -> None:
+    check_attention(kv_types, before, tokens, heads, kv_heads, dim)
+
+
+def check_attention(kv_types: tuple[str, str], before: int, tokens: int, heads: int, kv_heads: int, dim: int) -> None:
+    """Attention over cells with gaps between them against float64 over what the cells hold."""
     rng = np.random.default_rng(5)
-    cells, stride = before + tokens, kv_heads * dim + 8
     q = rng.standard_normal((tokens, heads, dim), np.float32)
-    kv = rng.standard_normal((2, cells, stride), np.float32)
-    if kv_dtype == "f16":
-        stored, kv = kv.astype(np.float16), kv.astype(np.float16).astype(np.float32)
-    elif kv_dtype == "bf16":
-        stored = (kv.view(np.uint32) >> 16).astype(np.uint16)
-        kv = (stored.astype(np.uint32) << 16).view(np.float32)
-    else:
-        stored = kv
-    k, v = (a[:, : kv_heads * dim].reshape(cells, kv_heads, dim) for a in kv)
+    cells, values = [], []
+    for kind in kv_types:
+        numbers = torch.from_numpy(rng.standard_normal((before + tokens, kv_heads, dim), np.float32))
+        encoded = encode_cells(numbers, KV_DTYPES[kind])
+        values.append(decode_cells(encoded, dim).numpy())
+        cells.append(torch.nn.functional.pad(encoded.flatten(1), (0, 8)))
     out = poisoned(tokens, heads, dim)
     shape = (before, tokens, heads, kv_heads, dim)
-    native.attention(q, stored[0], stored[1], kv_dtype, *shape, 0.3, out, cell_stride=stride)
-    np.testing.assert_allclose(out, attention_in_float64(q, k, v, before, 0.3), rtol=2e-4, atol=2e-5)
+    strides = cells[0][0].nbytes, cells[1][0].nbytes
+    native.attention(q, *cells, kv_types, *shape, 0.3, out, cell_strides=strides)
+    np.testing.assert_allclose(out, attention_in_float64(q, *values, before, 0.3), rtol=2e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("qtype", TYPES)
@@ -279,7 +295,7 @@ def test_nothing_to_do_is_no_error(isa: str) -> None:
     out = poisoned(2, 64)
     native.ffn(x, 0, "Q4_0", 0, "Q4_0", 0, "Q4_0", 64, 0, out, 2)
     assert not out.any()
-    native.attention(x, 0, 0, "f32", 0, 1, 0, 0, 64, 1.0, 0)
+    native.attention(x, 0, 0, ("f32", "f32"), 0, 1, 0, 0, 64, 1.0, 0)
 
 
 def test_wrong_sizes_are_refused() -> None:

@@ -19,11 +19,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 READY = DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 needs_kernels = pytest.mark.skipif(not READY, reason="runs inside test_every_kernel_in_the_interpreter")
 
-from pshard.buffers import ATTENTION_SPLITS  # noqa: E402
+from pshard.buffers import ATTENTION_SPLITS, kv_cells_bytes  # noqa: E402
 from pshard.quant import QUANT_TYPES  # noqa: E402
 from pshard.runtime.kernels import cuda  # noqa: E402
 from pshard.runtime.kernels.api import LayerKV, Packed, RopeTable, RowIndex, Segment  # noqa: E402
+from pshard.runtime.kernels.kv_codec import decode_cells, encode_cells  # noqa: E402
 from pshard.runtime.kernels.layout import pack_reference, unpack_reference  # noqa: E402
+from pshard.runtime.kernels.plain import PlainKernels  # noqa: E402
+from pshard.runtime.kv_cache import KV_DTYPES, KVShape, view_layer  # noqa: E402
 
 if READY and DEVICE == "cpu":
     from triton.runtime import interpreter
@@ -332,9 +335,42 @@ def test_rope_store_normalises_rotates_and_stores(
     assert torch.isnan(kv.k[untouched]).all() and torch.isnan(kv.v[untouched]).all()
 
 
+MIXES = [("q8_0", "q8_0"), ("q8_0", "bf16"), ("f16", "q8_0")]
+
+
+@needs_kernels
+@pytest.mark.parametrize("kv_types", MIXES)
+@pytest.mark.parametrize(("groups", "d", "dims", "pairing"), [(2, 64, 64, "halves"), (3, 96, 64, "adjacent")])
+def test_rope_store_quantises(
+    kernels: cuda.CudaKernels, kv_types: tuple[str, str], groups: int, d: int, dims: int, pairing: str
+) -> None:
+    heads, context, rows = 4, 12, rows_of([(1, 3, 4), (0, 1, 9)])
+    qkv = random_tensor(4, (heads + 2 * groups) * d, seed=31)
+    qkv[2, heads * d : heads * d + 32] = 0
+    angle = torch.from_numpy(np.random.default_rng(32).uniform(-3, 3, (context, dims // 2)).astype(np.float32))
+    rope = RopeTable(angle.cos().to(DEVICE), angle.sin().to(DEVICE), pairing)
+    norm = random_tensor(d, seed=33, dtype=torch.float32)
+    memory = torch.full((2, kv_cells_bytes(2 * context, groups * d, *kv_types)), 77, dtype=torch.uint8, device=DEVICE)
+    shape = KVShape(context, 2, *kv_types)
+    got, expected = (view_layer(part, groups, d, shape) for part in memory)
+    plain = qkv.float()
+    PlainKernels().rope_store(plain, (heads, groups, d), None, norm, 1e-6, rope, rows, expected)
+    kernels.rope_store(qkv, (heads, groups, d), None, norm, 1e-6, rope, rows, got)
+    assert error(qkv[:, : heads * d], numpy64(plain[:, : heads * d])) < 0.006
+    for mine, other in ((got.k, expected.k), (got.v, expected.v)):
+        untouched = torch.ones(2, context, dtype=torch.bool, device=DEVICE)
+        untouched[rows.sequence.long(), rows.position.long()] = False
+        assert (mine[untouched].contiguous().view(torch.uint8) == 77).all()
+        a, b = decode_cells(mine[~untouched], d), decode_cells(other[~untouched], d)
+        assert error(a, numpy64(b)) < 0.01  # keys are rounded to bfloat16 before they are quantised
+    if kv_types[1] == "q8_0":  # values are rounded once: the same codes, but for ties and scales on the edge
+        assert (got.v.int() - expected.v.int()).abs().max() <= 1
+
+
 def attention_reference(qkv: torch.Tensor, heads: tuple[int, int, int], kv: LayerKV, rows: RowIndex) -> np.ndarray:
     n, groups, d = heads
-    q, k, v = numpy64(qkv).reshape(qkv.shape[0], -1, d)[:, :n], numpy64(kv.k), numpy64(kv.v)
+    k, v = (numpy64(decode_cells(cache, d)) for cache in (kv.k, kv.v))
+    q = numpy64(qkv).reshape(qkv.shape[0], -1, d)[:, :n]
     out = np.empty((qkv.shape[0], n, d))
     for m in range(len(out)):
         at, cells = int(rows.sequence[m]), int(rows.position[m]) + 1
@@ -359,6 +395,28 @@ def test_attention(
     partial = poisoned(rows.tokens, n, ATTENTION_SPLITS, d + 2, dtype=torch.float32) if rows.tokens <= 64 else None
     kernels.attention(qkv, heads, kv, rows, d**-0.5, out, partial)
     assert error(out, attention_reference(qkv, heads, kv, rows)) < 0.01
+
+
+@needs_kernels
+@pytest.mark.parametrize("kv_types", MIXES)
+@pytest.mark.parametrize("heads", [(4, 2, 64), (3, 1, 96)])
+@pytest.mark.parametrize("segments", [[(1, 1, 299), (0, 1, 4)], [(1, 40, 23), (0, 35, 200)]])
+def test_attention_over_quantised_cells(
+    kernels: cuda.CudaKernels,
+    heads: tuple[int, int, int],
+    segments: list[tuple[int, int, int]],
+    kv_types: tuple[str, str],
+) -> None:
+    n, groups, d = heads
+    rows = rows_of(segments)
+    qkv = random_tensor(rows.tokens, (n + 2 * groups) * d, seed=34)
+    numbers = (random_tensor(2, 304, groups, d, seed=35 + i) for i in range(2))
+    kv = LayerKV(*(encode_cells(x, KV_DTYPES[kind]) for x, kind in zip(numbers, kv_types, strict=True)))
+    out = poisoned(rows.tokens, n * d)
+    partial = poisoned(rows.tokens, n, ATTENTION_SPLITS, d + 2, dtype=torch.float32) if rows.tokens <= 64 else None
+    kernels.attention(qkv, heads, kv, rows, d**-0.5, out, partial)
+    # with bfloat16 on either side the decoded numbers are rounded to that
+    assert error(out, attention_reference(qkv, heads, kv, rows)) < (0.012 if "bf16" in kv_types else 0.007)
 
 
 @needs_kernels

@@ -53,7 +53,8 @@ class RowIndex:
 
 @dataclass(frozen=True)
 class LayerKV:
-    """KV cache of one layer: k and v are [sequences, context, G, d] on the device that attends."""
+    """KV cache of one layer on the device that attends: k and v are [sequences, context, G, d] float32, float16 or
+    bfloat16, or q8_0: int8 [sequences, context, bytes of a cell], see kv_codec. They may be of different types."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -126,7 +127,8 @@ class Kernels(Protocol):
     ) -> None:
         """qkv [M, (H + 2G) d] act_dtype, heads = (H, G, d). Per head: RMS-normalise q and k where a norm weight
         (float32 [d]) is given, rotate q in place and k by each row's position, and store k and v at
-        kv.k[sequence, position], kv.v[sequence, position]."""
+        kv.k[sequence, position], kv.v[sequence, position], quantised where these are q8_0. What is left of k and v in
+        qkv is undefined."""
         ...
 
     def attention(

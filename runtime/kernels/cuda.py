@@ -13,7 +13,14 @@ import triton
 
 from pshard.buffers import DECODE_PROGRAMS, MATVEC_TOKENS, SMALL_BATCH, decode_splits
 from pshard.quant import ROW_BLOCK, align
-from pshard.runtime.kernels import triton_attention, triton_batch, triton_dequant, triton_matvec, triton_rows
+from pshard.runtime.kernels import (
+    triton_attention,
+    triton_batch,
+    triton_cells,
+    triton_dequant,
+    triton_matvec,
+    triton_rows,
+)
 from pshard.runtime.kernels.api import LayerKV, Packed, RopeTable, RowIndex
 from pshard.runtime.kernels.triton_decode import ENCODINGS, places
 
@@ -215,7 +222,7 @@ class CudaKernels:
         rows: RowIndex,
         kv: LayerKV,
     ) -> None:
-        """See `Kernels.rope_store`. k and v have the same strides in elements, heads and dims contiguous."""
+        """See `Kernels.rope_store`. Numbers of a cell are contiguous. q8_0 takes a launch more for each of k and v."""
         self._ready = None
         n_heads, groups, d = heads
         half = rope.cos.shape[1]
@@ -223,11 +230,17 @@ class CudaKernels:
         grid = (triton.cdiv(n_heads + 2 * groups, block), qkv.shape[0])
         triton_rows.rope_store_kernel[grid](
             qkv, qkv.stride(0), q_norm, k_norm, eps, rope.cos, rope.sin, rows.sequence, rows.position,
-            kv.k, kv.v, kv.k.stride(0), kv.k.stride(1), HEADS=n_heads, GROUPS=groups, D=d, HALF=half,
+            kv.k, kv.v, *kv.k.stride()[:2], *kv.v.stride()[:2], HEADS=n_heads, GROUPS=groups, D=d, HALF=half,
             HP=triton.next_power_of_2(half), TP=triton.next_power_of_2(d - 2 * half) if d > 2 * half else 0,
             HB=block, ADJACENT=rope.pairing == "adjacent", Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
             num_warps=max(1, block // 2),
         )  # fmt: skip
+        for cache, column in ((kv.k, n_heads * d), (kv.v, (n_heads + groups) * d)):
+            if cache.dtype == torch.int8:
+                triton_cells.store_cells_kernel[(qkv.shape[0],)](
+                    qkv, qkv.stride(0), column, cache, *cache.stride()[:2], rows.sequence, rows.position,
+                    WIDTH=groups * d, BLOCKS=triton.next_power_of_2(groups * d // 32), num_warps=4,
+                )  # fmt: skip
 
     def attention(
         self,
@@ -442,8 +455,8 @@ class CudaKernels:
         splits = min(decode_splits(tokens, groups), room, triton.cdiv(rows.cells, tile.depth))
         padded = max(16, triton.next_power_of_2(d))
         triton_attention.decode_kernel[(splits, groups, tokens)](
-            qkv, qkv.stride(0), kv.k, kv.v, kv.k.stride(0), kv.k.stride(1), rows.sequence, rows.position, partial,
-            scale, splits, HEADS=n_heads, GROUPS=groups,
+            qkv, qkv.stride(0), kv.k, kv.v, *kv.k.stride()[:2], *kv.v.stride()[:2], rows.sequence, rows.position,
+            partial, scale, splits, HEADS=n_heads, GROUPS=groups,
             SHARE=max(16, triton.next_power_of_2(n_heads // groups)), D=d, DP=padded, BLOCK=tile.depth,
             STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
@@ -468,9 +481,9 @@ class CudaKernels:
         for segment in rows.segments:
             new = slice(segment.start, segment.start + segment.tokens)
             triton_attention.prefill_kernel[(triton.cdiv(segment.tokens, tile.rows), n_heads)](
-                qkv[new], qkv.stride(0), kv.k[segment.sequence], kv.v[segment.sequence], kv.k.stride(1), out[new],
-                out.stride(0), segment.tokens, segment.past, scale, HEADS=n_heads, GROUPS=groups, D=d, DP=padded,
-                BM=tile.rows, BN=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
+                qkv[new], qkv.stride(0), kv.k[segment.sequence], kv.v[segment.sequence], kv.k.stride(1), kv.v.stride(1),
+                out[new], out.stride(0), segment.tokens, segment.past, scale, HEADS=n_heads, GROUPS=groups, D=d,
+                DP=padded, BM=tile.rows, BN=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pshard.model import kv_nbytes
 from pshard.quant import QUANT_TYPES
 
 Buffer = Any  # int address, numpy array or torch tensor
@@ -42,12 +43,26 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "get_rows": (None, (_POINTER, _INT, _LONG, _LONG, _POINTER, _LONG, _POINTER)),
     "attention": (
         None,
-        (_POINTER, _POINTER, _POINTER, _LONG, _INT, _LONG, _LONG, _INT, _INT, _INT, ctypes.c_float, _POINTER),
+        (
+            _POINTER,
+            _POINTER,
+            _POINTER,
+            _LONG,
+            _LONG,
+            _INT,
+            _INT,
+            _LONG,
+            _LONG,
+            _INT,
+            _INT,
+            _INT,
+            ctypes.c_float,
+            _POINTER,
+        ),
     ),
     "memcpy": (None, (_POINTER, _POINTER, ctypes.c_size_t)),
     "read": (ctypes.c_double, (_POINTER, ctypes.c_size_t, ctypes.POINTER(ctypes.c_uint64))),
 }
-_KV_TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
 
 
 def _open() -> tuple[dict[str, Any], str | None]:
@@ -298,7 +313,7 @@ def attention(
     q: Buffer,
     k: Buffer,
     v: Buffer,
-    kv_dtype: str,
+    kv_types: tuple[str, str],
     n_cells_before: int,
     tokens: int,
     heads: int,
@@ -307,22 +322,22 @@ def attention(
     scale: float,
     out: Buffer,
     *,
-    cell_stride: int | None = None,
+    cell_strides: tuple[int, int] | None = None,
 ) -> None:
     """Causal attention of new tokens: q and out f32 [tokens, heads, head_dim].
 
-    k and v are [cells, kv_heads, head_dim] of "f32", "f16" or "bf16"; one cell is `cell_stride` elements after the
-    other (default kv_heads * head_dim). The new tokens' cells are already written: token i sees cells
-    0..n_cells_before+i. Head h reads kv head h // (heads // kv_heads). Softmax and sums in f32.
+    k and v are cells of kv_heads * head_dim numbers of a KV type each ("f32", "f16", "bf16", "q8_0": see kv_codec); one
+    cell begins `cell_strides` bytes after the other (default: no gaps). The new tokens' cells are already written:
+    token i sees cells 0..n_cells_before+i. Head h reads kv head h // (heads // kv_heads). Softmax and sums in f32.
     """
     if tokens == 0 or heads == 0:
         return  # a rank may hold no head at all
     if heads % kv_heads:
         raise ValueError(f"{heads} heads do not share {kv_heads} kv heads evenly")
-    kv_type = _KV_TYPES[kv_dtype]
-    stride = (cell_stride or kv_heads * head_dim) * QUANT_TYPES[kv_type].nbytes
+    strides = cell_strides or tuple(kv_nbytes(kind, kv_heads * head_dim) for kind in kv_types)
+    types = tuple(_type(kind.upper()) for kind in kv_types)
     shape = (n_cells_before, tokens, heads, kv_heads, head_dim)
-    _call("attention", _at(q), _at(k), _at(v), stride, _type(kv_type), *shape, scale, _at(out))
+    _call("attention", _at(q), _at(k), _at(v), *strides, *types, *shape, scale, _at(out))
 
 
 def memcpy(to: Buffer, source: Buffer, nbytes: int) -> None:

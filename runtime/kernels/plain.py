@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from pshard.runtime.kernels.api import LayerKV, Packed, RopeTable, RowIndex
+from pshard.runtime.kernels.kv_codec import decode_cells, encode_cells
 from pshard.runtime.kernels.unpack import unpack
 
 
@@ -64,8 +65,8 @@ class PlainKernels:
         cos, sin = rope.cos[position][:, None], rope.sin[position][:, None]
         q.copy_(rotate(head_norm(q, q_norm, eps), cos, sin, rope.pairing))
         k.copy_(rotate(head_norm(k, k_norm, eps), cos, sin, rope.pairing))
-        kv.k[sequence, position] = k.to(kv.k.dtype)
-        kv.v[sequence, position] = v.to(kv.v.dtype)
+        kv.k[sequence, position] = encode_cells(k, kv.k.dtype)
+        kv.v[sequence, position] = encode_cells(v, kv.v.dtype)
 
     def attention(
         self,
@@ -81,8 +82,10 @@ class PlainKernels:
         for s in rows.segments:
             cells = s.past + s.tokens
             q = qkv[s.start : s.start + s.tokens, : n_heads * dim].unflatten(1, (n_heads, dim)).transpose(0, 1)
-            k = kv.k[s.sequence, :cells].float().transpose(0, 1).repeat_interleave(n_heads // n_kv, 0)
-            v = kv.v[s.sequence, :cells].float().transpose(0, 1).repeat_interleave(n_heads // n_kv, 0)
+            k, v = (
+                decode_cells(cache[s.sequence, :cells], dim).transpose(0, 1).repeat_interleave(n_heads // n_kv, 0)
+                for cache in (kv.k, kv.v)
+            )
             seen = torch.arange(cells, device=q.device) <= torch.arange(s.past, cells, device=q.device)[:, None]
             mixed = F.scaled_dot_product_attention(q.float(), k, v, attn_mask=seen, scale=scale)
             out[s.start : s.start + s.tokens] = mixed.transpose(0, 1).flatten(1).to(out.dtype)

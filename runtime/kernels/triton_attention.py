@@ -6,12 +6,13 @@ Softmax works in powers of two: `scale` times log2(e) is multiplied into the sco
 import triton
 import triton.language as tl
 
+from pshard.runtime.kernels.triton_cells import load_cells, product_type, scales_of
 from pshard.runtime.kernels.triton_matvec import store_quantised
 
 
 @triton.jit(do_not_specialize=["splits"])
 def decode_kernel(
-    q, q_stride, k, v, kv_sequence, kv_cell, sequence, position, partial, scale, splits,
+    q, q_stride, k, v, k_sequence, k_cell, v_sequence, v_cell, sequence, position, partial, scale, splits,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -26,25 +27,28 @@ def decode_kernel(
     share = tl.cdiv(tl.cdiv(length, splits), BLOCK) * BLOCK
     first = split * share
     last = tl.minimum(first + share, length)
-    base = tl.load(sequence + m).to(tl.int64) * kv_sequence + group * D
+    at_sequence = tl.load(sequence + m).to(tl.int64)
+    k += at_sequence * k_sequence
+    v += at_sequence * v_sequence
+    k_scales = scales_of(k, group, GROUPS, D)
+    v_scales = scales_of(v, group, GROUPS, D)
+    k += group * D
+    v += group * D
     dim = tl.arange(0, DP)
     head = tl.arange(0, SHARE)
     inside = (head < per_group)[:, None] & (dim < D)[None, :]
     qs = tl.load(q + m.to(tl.int64) * q_stride + (group * per_group + head[:, None]) * D + dim[None, :],
                  mask=inside, other=0.0)  # fmt: skip
-    kind = tl.float16 if k.dtype.element_ty == tl.float16 else tl.bfloat16
+    kind: tl.constexpr = product_type(k.dtype.element_ty, v.dtype.element_ty)
     qs = qs.to(kind)  # the scale goes to the scores: scaled here, q would be rounded twice
     scale = scale * 1.4426950408889634
     peak = tl.full((SHARE,), -1e30, tl.float32)
     weight = tl.zeros((SHARE,), tl.float32)
     acc = tl.zeros((SHARE, DP), tl.float32)
-    local = tl.arange(0, BLOCK)[:, None] * kv_cell + dim[None, :]
     for start in tl.range(first, last, BLOCK, num_stages=STAGES):
         cell = start + tl.arange(0, BLOCK)
-        there = (cell < last)[:, None] & (dim < D)[None, :]
-        at = base + start * kv_cell.to(tl.int64)
-        ks = tl.load(k + at + local, mask=there, other=0.0).to(kind)
-        vs = tl.load(v + at + local, mask=there, other=0.0).to(kind)
+        ks = load_cells(k, k_scales, k_cell, start, last, D, DP, BLOCK, True, kind)
+        vs = load_cells(v, v_scales, v_cell, start, last, D, DP, BLOCK, True, kind)
         scores = tl.dot(qs, tl.trans(ks))
         scores = tl.where((cell < last)[None, :], scores * scale, -1e30)
         top = tl.maximum(peak, tl.max(scores, axis=1))
@@ -93,21 +97,14 @@ def decode_combine_kernel(
 
 @triton.jit
 def _attend(
-    acc, weight, peak, qs, k, v, kv_cell, row, first, last, cells, scale,
+    acc, weight, peak, qs, k, v, k_scales, v_scales, k_cell, v_cell, row, first, last, cells, scale,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One pass of the online softmax over cells first..last; with MASKED a row sees only cells up to its own."""
-    dim = tl.arange(0, DP)
-    local = tl.arange(0, BN)[:, None] * kv_cell + dim[None, :]
     for start in tl.range(first, last, BN):
         cell = start + tl.arange(0, BN)
-        at = start * kv_cell.to(tl.int64)
-        if MASKED or D != DP:
-            there = (cell < cells)[:, None] & (dim < D)[None, :]
-            ks = tl.load(k + at + local, mask=there, other=0.0)
-        else:
-            ks = tl.load(k + at + local)
-        scores = tl.dot(qs, tl.trans(ks.to(qs.dtype)))
+        ks = load_cells(k, k_scales, k_cell, start, cells, D, DP, BN, MASKED or D != DP, qs.dtype)
+        scores = tl.dot(qs, tl.trans(ks))
         if MASKED:
             scores = tl.where(row[:, None] >= cell[None, :], scores * scale, -1e30)
             top = tl.maximum(peak, tl.max(scores, axis=1))
@@ -118,19 +115,15 @@ def _attend(
         shrink = tl.exp2(peak - top)
         weight = weight * shrink + tl.sum(p, axis=1)
         acc = acc * shrink[:, None]
-        if MASKED or D != DP:
-            there = (cell < cells)[:, None] & (dim < D)[None, :]
-            vs = tl.load(v + at + local, mask=there, other=0.0)
-        else:
-            vs = tl.load(v + at + local)
-        acc = tl.dot(p.to(qs.dtype), vs.to(qs.dtype), acc)
+        vs = load_cells(v, v_scales, v_cell, start, cells, D, DP, BN, MASKED or D != DP, qs.dtype)
+        acc = tl.dot(p.to(qs.dtype), vs, acc)
         peak = top
     return acc, weight, peak
 
 
 @triton.jit(do_not_specialize=["tokens", "past"])
 def prefill_kernel(
-    q, q_stride, k, v, kv_cell, out, out_stride, tokens, past, scale,
+    q, q_stride, k, v, k_cell, v_cell, out, out_stride, tokens, past, scale,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Program (BM new tokens, head) of one segment: token i sees cells 0..past + i. k and v start at the sequence."""
@@ -140,10 +133,13 @@ def prefill_kernel(
     dim = tl.arange(0, DP)
     inside = (token < tokens)[:, None] & (dim < D)[None, :]
     qs = tl.load(q + token.to(tl.int64)[:, None] * q_stride + head * D + dim[None, :], mask=inside, other=0.0)
-    kind = tl.float16 if k.dtype.element_ty == tl.float16 else tl.bfloat16
+    kind: tl.constexpr = product_type(k.dtype.element_ty, v.dtype.element_ty)
     qs = qs.to(kind)
-    k += head // (HEADS // GROUPS) * D
-    v += head // (HEADS // GROUPS) * D
+    group = head // (HEADS // GROUPS)
+    k_scales = scales_of(k, group, GROUPS, D)
+    v_scales = scales_of(v, group, GROUPS, D)
+    k += group * D
+    v += group * D
     peak = tl.full((BM,), -1e30, tl.float32)
     weight = tl.zeros((BM,), tl.float32)
     acc = tl.zeros((BM, DP), tl.float32)
@@ -151,10 +147,11 @@ def prefill_kernel(
     row = past + token
     scale = scale * 1.4426950408889634
     seen = (past + block * BM) // BN * BN  # every row of the block sees these
-    acc, weight, peak = _attend(acc, weight, peak, qs, k, v, kv_cell, row, 0, seen, cells, scale, D, DP, BM, BN, False)
+    acc, weight, peak = _attend(acc, weight, peak, qs, k, v, k_scales, v_scales, k_cell, v_cell, row, 0, seen, cells,
+                                scale, D, DP, BM, BN, False)  # fmt: skip
     last = tl.minimum(past + (block + 1) * BM, cells)
-    acc, weight, peak = _attend(acc, weight, peak, qs, k, v, kv_cell, row, seen, last, cells, scale, D, DP, BM, BN,
-                                True)  # fmt: skip
+    acc, weight, peak = _attend(acc, weight, peak, qs, k, v, k_scales, v_scales, k_cell, v_cell, row, seen, last, cells,
+                                scale, D, DP, BM, BN, True)  # fmt: skip
     result = acc / weight[:, None]
     at = out + token.to(tl.int64)[:, None] * out_stride + head * D + dim[None, :]
     tl.store(at, result.to(out.dtype.element_ty), mask=inside)

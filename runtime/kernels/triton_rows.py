@@ -51,13 +51,14 @@ def add_bias_kernel(out, out_stride, bias, cols, BLOCK: tl.constexpr):
 
 @triton.jit
 def rope_store_kernel(
-    qkv, stride, q_norm, k_norm, eps, cos, sin, sequence, position, k, v, kv_sequence, kv_cell,
+    qkv, stride, q_norm, k_norm, eps, cos, sin, sequence, position, k, v, k_sequence, k_cell, v_sequence, v_cell,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr,
     TP: tl.constexpr, HB: tl.constexpr, ADJACENT: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
 ):  # fmt: skip
     """Program (HB heads of q, k and v, row). A thread owns both numbers of a pair, so q turns in place safely.
 
     HALF pairs are rotated (HP: HALF rounded up to a power of two); the D - 2 HALF numbers behind them pass (TP).
+    Keys for q8_0 cells (k is int8) turn in place too, and values for them stay: `store_cells_kernel` does the rest.
     """
     m = tl.program_id(1)
     head = tl.program_id(0) * HB + tl.arange(0, HB)[:, None]
@@ -92,22 +93,28 @@ def rope_store_kernel(
     s = tl.load(sin + at_row * HALF + pair, mask=pair < HALF, other=0.0)
     turned0 = tl.where(is_v, x0, x0 * c - x1 * s)
     turned1 = tl.where(is_v, x1, x1 * c + x0 * s)
-    place = tl.load(sequence + m).to(tl.int64) * kv_sequence + at_row.to(tl.int64) * kv_cell
-    to_k = k + place + (head - HEADS) * D
-    to_v = v + place + (head - HEADS - GROUPS) * D
     kind = qkv.dtype.element_ty
-    kv_kind = k.dtype.element_ty
-    tl.store(source + first, turned0.to(kind), mask=paired & is_q)
-    tl.store(source + second, turned1.to(kind), mask=paired & is_q)
-    tl.store(to_k + first, turned0.to(kv_kind), mask=paired & is_k)
-    tl.store(to_k + second, turned1.to(kv_kind), mask=paired & is_k)
-    tl.store(to_v + first, turned0.to(v.dtype.element_ty), mask=paired & is_v)
-    tl.store(to_v + second, turned1.to(v.dtype.element_ty), mask=paired & is_v)
+    k_kind = k.dtype.element_ty
+    v_kind = v.dtype.element_ty
+    turns = is_q | is_k if k_kind == tl.int8 else is_q
+    at_sequence = tl.load(sequence + m).to(tl.int64)
+    to_k = k + at_sequence * k_sequence + at_row.to(tl.int64) * k_cell + (head - HEADS) * D
+    to_v = v + at_sequence * v_sequence + at_row.to(tl.int64) * v_cell + (head - HEADS - GROUPS) * D
+    tl.store(source + first, turned0.to(kind), mask=paired & turns)
+    tl.store(source + second, turned1.to(kind), mask=paired & turns)
+    if k_kind != tl.int8:
+        tl.store(to_k + first, turned0.to(k_kind), mask=paired & is_k)
+        tl.store(to_k + second, turned1.to(k_kind), mask=paired & is_k)
+    if v_kind != tl.int8:
+        tl.store(to_v + first, turned0.to(v_kind), mask=paired & is_v)
+        tl.store(to_v + second, turned1.to(v_kind), mask=paired & is_v)
     if TP > 0:
         if Q_NORM:
             rest = tl.where(is_q, rest * factor * tl.load(q_norm + tail, mask=tail < D, other=0.0), rest)
         if K_NORM:
             rest = tl.where(is_k, rest * factor * tl.load(k_norm + tail, mask=tail < D, other=0.0), rest)
-        tl.store(source + tail, rest.to(kind), mask=passing & is_q)
-        tl.store(to_k + tail, rest.to(kv_kind), mask=passing & is_k)
-        tl.store(to_v + tail, rest.to(v.dtype.element_ty), mask=passing & is_v)
+        tl.store(source + tail, rest.to(kind), mask=passing & turns)
+        if k_kind != tl.int8:
+            tl.store(to_k + tail, rest.to(k_kind), mask=passing & is_k)
+        if v_kind != tl.int8:
+            tl.store(to_v + tail, rest.to(v_kind), mask=passing & is_v)

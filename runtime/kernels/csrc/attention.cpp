@@ -17,8 +17,8 @@ constexpr int kQueries = 16;
 struct Attention {
   const float* q;
   const char *k, *v;
-  int64_t cell_stride;
-  int kv_type;
+  int64_t k_stride, v_stride;
+  int k_type, v_type;
   int64_t before;
   int tokens, heads, kv_heads, d;
   float scale;
@@ -54,9 +54,9 @@ void attend_task(const Attention& a, int64_t block, int64_t split, float* partia
       for (int j = 0; j < a.d; ++j) q[(head * slots + i) * padded + j] = a.q[a.row(head, first + i) + j] * a.scale;
   const std::unique_ptr<uint8_t[]> tile(new uint8_t[attention_tile_bytes(padded) + 64]);
   float* peak = partial + a.kv_heads * slots * padded;
-  kernels().attention({q.data(), a.k, a.v, a.cell_stride, a.kv_type, a.kv_heads, queries, slots, a.d, padded, visible,
-                       split * a.split(), std::min(last, (split + 1) * a.split()), align(tile.get()), partial, peak,
-                       peak + a.kv_heads * slots});
+  kernels().attention({q.data(), a.k, a.v, a.k_stride, a.v_stride, a.k_type, a.v_type, a.kv_heads, queries, slots, a.d,
+                       padded, visible, split * a.split(), std::min(last, (split + 1) * a.split()), align(tile.get()),
+                       partial, peak, peak + a.kv_heads * slots});
 }
 
 // Joins the splits of one query: out = sum_s e^(peak_s - peak) o_s / sum_s e^(peak_s - peak) sum_s.
@@ -84,14 +84,16 @@ void join_splits(const Attention& a, int head, int query, const float* partials)
 
 using namespace pshard;
 
-PSHARD_API void pshard_attention(const float* q, const void* k, const void* v, int64_t cell_stride, int kv_type,
-                                 int64_t before, int64_t tokens, int heads, int kv_heads, int d, float scale,
-                                 float* out) {
+PSHARD_API void pshard_attention(const float* q, const void* k, const void* v, int64_t k_stride, int64_t v_stride,
+                                 int k_type, int v_type, int64_t before, int64_t tokens, int heads, int kv_heads, int d,
+                                 float scale, float* out) {
   const Attention a{q,
                     static_cast<const char*>(k),
                     static_cast<const char*>(v),
-                    cell_stride,
-                    kv_type,
+                    k_stride,
+                    v_stride,
+                    k_type,
+                    v_type,
                     before,
                     static_cast<int>(tokens),
                     heads,

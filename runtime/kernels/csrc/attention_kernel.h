@@ -54,6 +54,40 @@ inline void copy_tile(const char* from, int64_t stride, int n, int64_t d, int64_
   }
 }
 
+// One head's part of n cells of type T as floats: [n rounded up to 4][padded], zeros around it.
+template <int T>
+void decode_tile(const AttentionTask& t, const char* cell, int64_t stride, int head, int n, float* to) {
+  const int64_t d = t.d, padded = t.padded;
+  for (int c = 0; c < n; ++c, cell += stride, to += padded) {
+    if constexpr (T == Q8_0) {
+      const auto* codes = reinterpret_cast<const uint8_t*>(cell) + head * d;
+      const char* scales = cell + t.kv_heads * d + head * d / 16;
+      for (int64_t k = 0; k < d; k += 512) {  // a vector of scales at a time
+        const int64_t blocks = (d - k < 512 ? d - k : 512) / 32;
+        uint16_t halves[16] = {};
+        float scale[16];
+        std::memcpy(halves, scales + k / 16, blocks * 2);
+        store(scale, load_f16(halves));
+        for (int64_t b = 0; b < blocks; ++b)
+          for (int64_t at = k + b * 32; at < k + b * 32 + 32; at += 16)
+            store(to + at, mul(to_floats(widen_i8(codes + at)), splat(scale[b])));
+      }
+    } else {
+      const auto* words = reinterpret_cast<const typename Plain<T>::Word*>(cell) + head * d;
+      for (int64_t k = 0; k < padded; k += 16)
+        store(to + k, d - k < 16 ? Plain<T>::load_tail(words + k, d - k) : Plain<T>::load16(words + k));
+    }
+  }
+  std::memset(to, 0, ((n + 3) / 4 * 4 - n) * padded * sizeof(float));
+}
+
+inline void decode_tile(int type, const AttentionTask& t, const char* cell, int64_t stride, int head, int n, float* to) {
+  if (type == Q8_0) return decode_tile<Q8_0>(t, cell, stride, head, n, to);
+  if (type == F32) return decode_tile<F32>(t, cell, stride, head, n, to);
+  if (type == F16) return decode_tile<F16>(t, cell, stride, head, n, to);
+  decode_tile<BF16>(t, cell, stride, head, n, to);
+}
+
 // scores[query][cell] of four queries and n cells (rounded up to 4); `stride` words from key to key.
 template <int T>
 inline void score_tile(const typename Plain<T>::Word* keys, int64_t stride, const float* q, int n, int64_t padded,
@@ -124,30 +158,36 @@ inline void add_values(const typename Plain<T>::Word* values, int64_t stride, co
     for (int i = 0; i < Chunks; ++i) store(out + j * padded + i * 16, sums[j][i]);
 }
 
-template <int T>
+// The loops read numbers of type T: those in the cells, or with Decoded the floats that these are decoded to.
+template <int T, bool Decoded>
 void attend(const AttentionTask& t) {
   using Word = typename Plain<T>::Word;
   const int64_t padded = t.padded, head_bytes = t.d * sizeof(Word), slots = t.kv_heads * t.slots;
+  const int64_t key_bytes = row_nbytes(t.k_type, t.kv_heads * t.d), value_bytes = row_nbytes(t.v_type, t.kv_heads * t.d);
   for (int64_t i = 0; i < slots * padded; ++i) t.out[i] = 0;
   for (int64_t i = 0; i < slots; ++i) t.peak[i] = -__builtin_inff(), t.sum[i] = 0;
   alignas(64) float p[4][kTile];
   const int64_t steps = slots / 4 * (kTile / 4), value_steps = steps * (padded / 64 + padded % 64 / 16);
   for (int64_t start = t.begin; start < t.end; start += kTile) {
     const int cells = static_cast<int>(t.end - start < kTile ? t.end - start : kTile);
-    const int64_t next = (start + kTile) * t.cell_stride;
-    Ahead next_keys(t.k + next, t.kv_heads * head_bytes, t.cell_stride, steps);
-    Ahead next_values(t.v + next, t.kv_heads * head_bytes, t.cell_stride, value_steps);
+    const char *key_cells = t.k + start * t.k_stride, *value_cells = t.v + start * t.v_stride;
+    Ahead next_keys(key_cells + kTile * t.k_stride, key_bytes, t.k_stride, steps);
+    Ahead next_values(value_cells + kTile * t.v_stride, value_bytes, t.v_stride, value_steps);
     for (int head = 0; head < t.kv_heads; ++head) {
-      const char* key_cells = t.k + start * t.cell_stride + head * head_bytes;
-      const char* value_cells = t.v + start * t.cell_stride + head * head_bytes;
-      const auto *keys = reinterpret_cast<const Word*>(key_cells), *values = reinterpret_cast<const Word*>(value_cells);
-      int64_t stride = t.cell_stride / sizeof(Word);
+      const auto* keys = reinterpret_cast<const Word*>(key_cells + head * head_bytes);
+      const auto* values = reinterpret_cast<const Word*>(value_cells + head * head_bytes);
+      int64_t key_stride = t.k_stride / sizeof(Word), value_stride = t.v_stride / sizeof(Word);
       // A few queries read the cells where they are; otherwise a copy without gaps or ragged ends pays.
-      if (t.slots > 8 || t.d != padded || cells % 4) {
+      if (Decoded || t.slots > 8 || t.d != padded || cells % 4) {
         auto *key_copy = reinterpret_cast<Word*>(t.tile), *value_copy = key_copy + kTile * padded;
-        copy_tile(key_cells, t.cell_stride, cells, t.d, padded, key_copy);
-        copy_tile(value_cells, t.cell_stride, cells, t.d, padded, value_copy);
-        keys = key_copy, values = value_copy, stride = padded;
+        if constexpr (Decoded) {
+          decode_tile(t.k_type, t, key_cells, t.k_stride, head, cells, key_copy);
+          decode_tile(t.v_type, t, value_cells, t.v_stride, head, cells, value_copy);
+        } else {
+          copy_tile(key_cells + head * head_bytes, t.k_stride, cells, t.d, padded, key_copy);
+          copy_tile(value_cells + head * head_bytes, t.v_stride, cells, t.d, padded, value_copy);
+        }
+        keys = key_copy, values = value_copy, key_stride = value_stride = padded;
       }
       for (int b = 0; b < t.slots / 4; ++b) {
         const int64_t slot = head * t.slots + b * 4, *visible = t.visible + b * 4;
@@ -156,21 +196,22 @@ void attend(const AttentionTask& t) {
         const int n = static_cast<int>(last - start < cells ? last - start : cells);
         if (n <= 0) continue;
         float* out = t.out + slot * padded;
-        score_tile<T>(keys, stride, t.q + slot * padded, n, padded, next_keys, p);
+        score_tile<T>(keys, key_stride, t.q + slot * padded, n, padded, next_keys, p);
         for (int j = 0; j < 4; ++j) {
           const int64_t valid = visible[j] - start < n ? visible[j] - start : n;
           soften(p[j], valid, out + j * padded, padded, t.peak[slot + j], t.sum[slot + j]);
         }
         int64_t k = 0;
-        for (; k + 64 <= padded; k += 64) add_values<T, 4>(values + k, stride, p, n, padded, next_values, out + k);
-        for (; k < padded; k += 16) add_values<T, 1>(values + k, stride, p, n, padded, next_values, out + k);
+        for (; k + 64 <= padded; k += 64) add_values<T, 4>(values + k, value_stride, p, n, padded, next_values, out + k);
+        for (; k < padded; k += 16) add_values<T, 1>(values + k, value_stride, p, n, padded, next_values, out + k);
       }
     }
   }
 }
 
 void attention(const AttentionTask& task) {
-  if (task.kv_type == F32) return attend<F32>(task);
-  if (task.kv_type == F16) return attend<F16>(task);
-  attend<BF16>(task);
+  if (task.k_type != task.v_type || task.k_type == Q8_0) return attend<F32, true>(task);
+  if (task.k_type == F32) return attend<F32, false>(task);
+  if (task.k_type == F16) return attend<F16, false>(task);
+  attend<BF16, false>(task);
 }

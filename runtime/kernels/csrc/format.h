@@ -58,6 +58,9 @@ constexpr int chunk_nbytes(int type) {
   return 64 * (f.low + f.high) + 16 * (f.scales + f.mins + 2 * f.halves) * 32 / f.block;
 }
 
+// Bytes of n consecutive weights of a row in the file, or of n numbers of a KV cell.
+inline int64_t row_nbytes(int type, int64_t n) { return n / kFormats[type].block * kFormats[type].nbytes; }
+
 inline bool is_plain(int type) { return kFormats[type].low == 0; }
 
 }  // namespace pshard

@@ -20,8 +20,8 @@ struct alignas(64) ActChunk {
 struct AttentionTask {
   const float* q;       // [kv_heads][slots][padded], times the softmax scale
   const char *k, *v;    // cell 0
-  int64_t cell_stride;  // bytes
-  int kv_type;          // F32, F16 or BF16
+  int64_t k_stride, v_stride;  // bytes from cell to cell
+  int k_type, v_type;   // F32, F16, BF16 or Q8_0 (runtime/kernels/kv_codec.py)
   int kv_heads, queries, slots, d, padded;
   const int64_t* visible;  // [slots]: a query sees cells 0..visible-1
   int64_t begin, end;
