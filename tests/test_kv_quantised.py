@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from model_files import write_gguf
 from plan_samples import make_tier, random_places, shrink_places
+from thread_ranks import random_tiers, run_ranks
 
 from pshard.buffers import kv_layer_bytes
 from pshard.errors import UserError
@@ -137,6 +138,26 @@ def test_a_saved_cache_goes_on_bit_for_bit(model: Path, tmp_path: Path) -> None:
         assert all(torch.equal(engine.forward(ids), e) for ids, e in zip(after, expected, strict=True))
     with open_engine(model, context=CONTEXT) as engine, pytest.raises(UserError, match="type_k q8_0; this run has f32"):
         engine.load(file)
+
+
+@pytest.mark.parametrize(("seed", "shares"), [(1, (1.0, 1.0)), (2, (3.0, 1.0)), (3, (0.0, 1.0, 2.0))])
+def test_ranks_quantise_and_save_as_one_device_does(
+    model: Path, tmp_path: Path, seed: int, shares: tuple[float, ...]
+) -> None:
+    file, prompt, after = tmp_path / "cache", [(7 * i) % 320 for i in range(30)], [5, 6, 7]
+    with open_engine(model, context=CONTEXT, kv_types=MIXES[1], tokens=(4, 16)) as engine:
+        engine.forward(prompt)
+        engine.save(file)
+        expected = engine.forward(after, all_logits=True)
+
+    def go_on(engine) -> torch.Tensor:
+        assert engine.load(file) == tuple(prompt)
+        return engine.forward(after, all_logits=True)
+
+    found = run_ranks(model, shares, go_on, CONTEXT, random_tiers(seed, CONTEXT), MIXES[1])
+    # the ranks' sums are rounded elsewhere, so that a code may fall on the other side
+    assert float(((found[0] - expected) ** 2).sum() / (expected**2).sum()) < 1e-5
+    assert all(torch.equal(found[0], other) for other in found[1:])
 
 
 def test_heads_that_blocks_do_not_divide_are_refused(tmp_path: Path) -> None:

@@ -77,7 +77,12 @@ def random_tiers(seed: int, context: int) -> Tiers:
 
 
 def run_ranks(
-    path: Path, shares: tuple[float, ...], talk: Callable[[Engine], Any], context: int, tiers: Tiers | None = None
+    path: Path,
+    shares: tuple[float, ...],
+    talk: Callable[[Engine], Any],
+    context: int,
+    tiers: Tiers | None = None,
+    kv_types: tuple[str, str] = ("f32", "f32"),
 ) -> list[Any]:
     """What `talk` returns on each rank of a group over the ratios `shares`."""
     meeting = Meeting(len(shares))
@@ -85,7 +90,7 @@ def run_ranks(
     specs = [cut_model(open_model(path).spec, shares, r) for r in range(len(shares))]
     plans = tuple(make_rank_plan(s, make(s), r, share) for r, (s, share) in enumerate(zip(specs, shares)))
     variant = make_variant(specs[0], plans[0].tiers, context, 1, plans)
-    variant = replace(variant, split_mode="tensor", tensor_split=shares)
+    variant = replace(variant, split_mode="tensor", tensor_split=shares, type_k=kv_types[0], type_v=kv_types[1])
 
     def rank(r: int) -> Any:
         group = ThreadGroup(r, meeting)
