@@ -15,11 +15,19 @@ class Placement:
     `where`: "pinned" (weights in the VRAM arena, computed there), "streamed" (copied to a staging slot before use,
     computed there) or "cpu" (weights and compute on the host). `kv` is only for attention: "vram" or "host".
     The embedding is "cpu" (rows looked up on the host) or "pinned".
+    `cpu_rows`: of a split FFN (pshard.row_split), the rows of gate and up that the CPU computes from host memory while
+    the accelerator computes the others; `where` then says how the accelerator comes by its part. 0: not split.
     """
 
     unit: str
     where: str
     kv: str | None = None
+    cpu_rows: int = 0
+
+    @property
+    def sort(self) -> str:
+        """`where`, or "split"."""
+        return "split" if self.cpu_rows else self.where
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,11 @@ class TierPlan:
     def placement(self, unit: str) -> Placement:
         """Placement of the unit of that name. Raises KeyError."""
         return self._by_unit[unit]
+
+    @cached_property
+    def most_cpu_rows(self) -> int:
+        """Most rows that the CPU has of any split unit; 0 without one."""
+        return max((p.cpu_rows for p in self.placements), default=0)
 
     @cached_property
     def _by_unit(self) -> dict[str, Placement]:

@@ -8,17 +8,22 @@ first `slots` streamed units already loaded or on their way; `enter` lists those
 from dataclasses import dataclass
 from functools import lru_cache
 
-from pshard.model import ModelSpec, kv_token_bytes
-from pshard.plan import TierPlan
+from pshard.model import ModelSpec, Unit, kv_token_bytes
+from pshard.plan import Placement, TierPlan
+from pshard.row_split import acc_part
 
 
 @dataclass(frozen=True)
 class CopyIn:
-    """Copy a unit's blob from host memory to a staging slot. Occupies the link (h2d) and host DRAM."""
+    """Copy a unit's blob from host memory to a staging slot. Occupies the link (h2d) and host DRAM.
+
+    `cpu_rows`: of a split unit; these rows stay behind.
+    """
 
     unit: str
     slot: int
     nbytes: int
+    cpu_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -31,12 +36,17 @@ class FetchKV:
 
 @dataclass(frozen=True)
 class Compute:
-    """Run a unit. `on`: "acc" or "cpu"; `source` of its weights: "arena", "slot" or "host"."""
+    """Run a unit. `on`: "acc" or "cpu"; `source` of its weights: "arena", "slot" or "host".
+
+    Of a split unit (`cpu_rows` > 0) a `part`: "rows", this side's rows of the gated product, or "down".
+    """
 
     unit: str
     on: str
     source: str
     slot: int | None = None
+    part: str = ""
+    cpu_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,14 @@ class Handoff:
     """Move activations to the side ("acc" or "cpu") that computes next; the last one delivers logits to the host."""
 
     to: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Join:
+    """Bring the CPU's rows of a split unit's gated product, float32 [tokens, rows], to the accelerator."""
+
+    unit: str
     nbytes: int
 
 
@@ -84,9 +102,10 @@ _fetch_kv = lru_cache(1 << 14)(FetchKV)
 _compute = lru_cache(1 << 14)(Compute)
 _write_back = lru_cache(1 << 14)(WriteBack)
 _all_reduce = lru_cache(1 << 14)(AllReduce)
+_join = lru_cache(1 << 14)(Join)
 _free = lru_cache(1 << 14)(Free)
 
-Step = CopyIn | FetchKV | Compute | WriteBack | Handoff | AllReduce | Gather | Free
+Step = CopyIn | FetchKV | Compute | WriteBack | Handoff | Join | AllReduce | Gather | Free
 
 
 @dataclass(frozen=True)
@@ -100,7 +119,9 @@ class StepList:
     def link_bytes(self) -> int:
         """Bytes that one micro-batch moves host to device."""
         return sum(
-            s.nbytes for s in self.body if isinstance(s, CopyIn | FetchKV) or (isinstance(s, Handoff) and s.to == "acc")
+            s.nbytes
+            for s in self.body
+            if isinstance(s, CopyIn | FetchKV | Join) or (isinstance(s, Handoff) and s.to == "acc")
         )
 
 
@@ -120,7 +141,10 @@ SOURCES = {"pinned": "arena", "streamed": "slot", "cpu": "host"}  # of a unit's 
 
 
 def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
-    """The steps of one micro-batch of `shape` under `tier`, in issue order."""
+    """The steps of one micro-batch of `shape` under `tier`, in issue order.
+
+    A split unit begins with a hand-off to the side that lacks its input, so that both have it.
+    """
     places = {p.unit: p for p in tier.placements}
     streamed = [u for u in spec.units if places[u.name].where == "streamed"]
     slots = tier.buffers.slots
@@ -144,10 +168,14 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
     for unit in spec.units:
         place = places[unit.name]
         on = "cpu" if place.where == "cpu" else "acc"
-        if on != side and unit.kind != "embedding":
-            body.append(Handoff(on, hidden))
+        if place.cpu_rows:
+            body.append(Handoff("cpu" if side == "acc" else "acc", hidden))
+            body.extend(_split_steps(place, slot_of.get(unit.name), shape.tokens))
+        else:
+            if on != side and unit.kind != "embedding":
+                body.append(Handoff(on, hidden))
+            body.append(_compute(unit.name, on, SOURCES[place.where], slot_of.get(unit.name)))
         side = on
-        body.append(_compute(unit.name, on, SOURCES[place.where], slot_of.get(unit.name)))
         if unit.kind == "attention" and on == "acc" and place.kv == "host":
             body.append(_write_back(unit.name, shape.tokens * cell))
             n_fetched += 1
@@ -158,14 +186,29 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
             body.append(_free(slot_of[unit.name]))
             after = following[unit.name]
             if after is not None:
-                body.append(_copy_in(after.name, slot_of[after.name], after.packed_nbytes))
+                body.append(_slot_copy(after, slot_of[after.name], places[after.name].cpu_rows))
     logits = shape.logit_rows * spec.config.vocab * 4
     if side == "acc":
         body.append(Handoff("cpu", logits))
     if shape.ranks > 1:
         body.append(Gather("output", logits))
-    enter = tuple(CopyIn(u.name, slot_of[u.name], u.packed_nbytes) for u in streamed[:slots])
+    enter = tuple(_slot_copy(u, slot_of[u.name], places[u.name].cpu_rows) for u in streamed[:slots])
     return StepList(enter, tuple(body))
+
+
+def _slot_copy(unit: Unit, slot: int, cpu_rows: int) -> CopyIn:
+    return _copy_in(unit.name, slot, acc_part(unit, cpu_rows).packed_nbytes, cpu_rows)
+
+
+def _split_steps(place: Placement, slot: int | None, tokens: int) -> tuple[Step, ...]:
+    """Both sides compute their rows, the accelerator without holding the host up; then it has them all."""
+    source, rows = SOURCES[place.where], place.cpu_rows
+    return (
+        _compute(place.unit, "acc", source, slot, "rows", rows),
+        _compute(place.unit, "cpu", "host", None, "rows", rows),
+        _join(place.unit, 4 * tokens * rows),
+        _compute(place.unit, "acc", source, slot, "down", rows),
+    )
 
 
 def _next_in_slot(streamed: list, slots: int) -> dict:

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from pshard.buffers import SMALL_BATCH
 from pshard.jsonio import from_json, to_json
 from pshard.plan import REGISTRY_VERSION, RankPlan, Registry, TierPlan, Variant
 from pshard.registries.fingerprint import digest
@@ -71,6 +72,9 @@ def _check_tier(tier: TierPlan, where: str) -> None:
             raise ValueError(f"{where}.placements[{i}].where is {place.where!r}, not one of {', '.join(WHERE)}")
         if place.kv not in KV:
             raise ValueError(f"{where}.placements[{i}].kv is {place.kv!r}, not vram, host or null")
+        rows = place.cpu_rows
+        if rows < 0 or (rows and (place.where == "cpu" or place.kv is not None or tier.tokens > SMALL_BATCH)):
+            raise ValueError(f"{where}.placements[{i}].cpu_rows is {rows}, which this unit or tier cannot have")
     units = [place.unit for place in tier.placements]
     if len(units) != len(set(units)):
         raise ValueError(f"{where}.placements names a unit twice")

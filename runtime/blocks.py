@@ -68,14 +68,52 @@ def run_ffn(
     side: Side, weights: UnitWeights, tokens: int, target: torch.Tensor | None, pending: PendingSum | None = None
 ) -> None:
     """SwiGLU block (arXiv 2002.05202) on the side's `hidden`; result as in `run_attention`."""
+    gate_rows(side, weights, tokens, pending=pending)
+    project_down(side, weights, tokens, target)
+
+
+def gate_rows(
+    side: Side,
+    weights: UnitWeights,
+    tokens: int,
+    out: torch.Tensor | None = None,
+    pending: PendingSum | None = None,
+) -> None:
+    """The gated product silu(gate x) * (up x) of the rows that `weights` holds.
+
+    out: act_dtype [M, rows]; None: the first columns of the side's `gate_up`, where `project_down` finds them.
+    """
     k, space, m = side.kernels, side.space, weights.matrices
-    hidden, normed = space.rows("hidden", tokens), _normalise(side, weights.vectors["ffn_norm.weight"], tokens, pending)
+    normed = _normalise(side, weights.vectors["ffn_norm.weight"], tokens, pending)
     width = m["ffn_up.weight"].rows
     both = space.rows("gate_up", tokens)[:, : 2 * width]
-    gated = both[:, :width]
-    k.gate_up(normed, m["ffn_gate.weight"], m["ffn_up.weight"], gated, both, space.tile)
-    out, accumulate = (hidden, True) if target is None else (target, False)
-    k.linear(gated, m["ffn_down.weight"], out, space.tile, None, accumulate)
+    k.gate_up(
+        normed,
+        m["ffn_gate.weight"],
+        m["ffn_up.weight"],
+        both[:, :width] if out is None else out,
+        both,
+        space.tile,
+    )
+
+
+def project_down(
+    side: Side,
+    weights: UnitWeights,
+    tokens: int,
+    target: torch.Tensor | None,
+    last_rows: torch.Tensor | None = None,
+) -> None:
+    """`down` of the gated product in `gate_up`; result as in `run_attention`.
+
+    last_rows: float32 [M, rows], the product's last rows where another side computed them.
+    """
+    k, space, down = side.kernels, side.space, weights.matrices["ffn_down.weight"]
+    gated = space.rows("gate_up", tokens)[:, : down.cols]
+    if last_rows is not None:
+        k.place(last_rows, gated[:, down.cols - last_rows.shape[1] :])
+    out, accumulate = (space.rows("hidden", tokens), True) if target is None else (target, False)
+    k.linear(gated, down, out, space.tile, None, accumulate)
 
 
 def _normalise(side: Side, weight: torch.Tensor, n: int, pending: PendingSum | None) -> torch.Tensor:

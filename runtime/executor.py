@@ -10,6 +10,7 @@ import torch
 from pshard.buffers import LOGIT_ROWS, SMALL_BATCH, scratch_bytes
 from pshard.model import ModelSpec
 from pshard.plan import RankPlan, TierPlan
+from pshard.row_split import row_stage_bytes, split_rows
 from pshard.runtime.arena import Arena
 from pshard.runtime.blocks import Side
 from pshard.runtime.device import Device
@@ -97,8 +98,14 @@ class Executor:
         self._host_index = self._host_alloc(3 * largest * 4).view(torch.int32).view(3, largest)
         rows = max(kv.sequences, LOGIT_ROWS)
         self.host_logits = self._host_alloc(rows * spec.config.vocab * 4).view(torch.float32)
-        on_cpu = [t.tokens for t in tiers if any(p.where == "cpu" and p.unit != "embedding" for p in t.placements)]
+        on_cpu = [
+            t.tokens
+            for t in tiers
+            if any(p.cpu_rows or (p.where == "cpu" and p.unit != "embedding") for p in t.placements)
+        ]
         tokens = max(on_cpu, default=1)
+        nbytes = max(row_stage_bytes(t.tokens, t.most_cpu_rows) for t in tiers)
+        self.host_rows = (self._host_alloc(nbytes) if nbytes else torch.empty(0)).view(torch.float32)
         act = self._host_kernels.act_dtype
         memory = torch.empty(scratch_bytes(spec, tokens, kv.sequences, act.itemsize, kv.context), dtype=torch.uint8)
         space = carve_workspace(memory, spec, tokens, kv.sequences, kv.context, act)
@@ -147,16 +154,15 @@ class Executor:
         self.device.synchronize()  # pins that arrive may lie where KV was
         pins = self.arena.pinned_units(tier)
         for name in pins[len(self._loaded_pins) :]:
-            self.device.copy_in(self.arena.pinned(name), self.weights.blob(name))
-            self.link_bytes += self.spec.unit(name).packed_nbytes
+            self._copy_unit(self.arena.pinned(name), name, tier.placement(name).cpu_rows)
         arriving = self.arena.kv_units(tier)[len(self._kv_in_vram) :]
         self._move_kv(arriving, spans, to_host=False)
         self._loaded_pins, self._kv_in_vram = pins, self.arena.kv_units(tier)
         self.device.synchronize()
-        space, stage, slots = self.arena.carve(tier)
+        carved = self.arena.carve(tier)
         with self.device.computing():
-            side = self._make_side(self.acc_kernels, space)
-        self._state = TierState(tier, side, stage, slots, {}, [], [])
+            side = self._make_side(self.acc_kernels, carved.space)
+        self._state = TierState(tier, side, carved, {}, [], [])
         self.device.synchronize()
         for step in self._program(False).enter:
             self.copy_in(step, ())
@@ -263,9 +269,21 @@ class Executor:
 
     def copy_in(self, step: CopyIn, after: Iterable[Any]) -> None:
         assert self._state is not None
-        target = self._state.slots[step.slot][: step.nbytes]
-        self._state.arrived[step.slot] = self.device.copy_in(target, self.weights.blob(step.unit), after)
-        self.link_bytes += step.nbytes
+        target = self._state.carved.slots[step.slot][: step.nbytes]
+        self._state.arrived[step.slot] = self._copy_unit(target, step.unit, step.cpu_rows, after)
+
+    def _copy_unit(self, target: torch.Tensor, name: str, cpu_rows: int, after: Iterable[Any] = ()) -> Any:
+        """Start to copy a unit's blob, or the accelerator's part of it, to the device; returns the event of its end."""
+        blob, done = self.weights.blob(name), None
+        self.link_bytes += target.numel()
+        if not cpu_rows:
+            return self.device.copy_in(target, blob, after)
+        for piece in split_rows(self.spec.unit(name), cpu_rows).pieces:  # copies of a lane happen in turn
+            source = blob[piece.start : piece.start + piece.nbytes]
+            done = self.device.copy_in(
+                target[piece.to : piece.to + piece.nbytes], source, after if done is None else ()
+            )
+        return done
 
     def close(self) -> None:
         """Wait for all lanes and unlock host memory."""

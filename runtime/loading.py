@@ -1,6 +1,7 @@
 """From a model file and a plan to a ready Executor: memory is taken, weights are packed, pins are brought in."""
 
 from collections.abc import Callable
+from itertools import takewhile
 
 import torch
 
@@ -43,9 +44,13 @@ def choose_kernels(device: Device, wanted: str, max_tokens: int) -> tuple[Kernel
 
 
 def always_pinned(plan: RankPlan) -> tuple[str, ...]:
-    """Units that are in VRAM under every tier: these need no copy in host memory."""
+    """Units that are in VRAM under every tier: these need no copy in host memory.
+
+    They end where the first split unit stands in the pin order: the CPU needs its rows.
+    """
     fewest = min(sum(p.where == "pinned" for p in tier.placements) for tier in plan.tiers)
-    return plan.pin_order[:fewest]
+    split = {p.unit for tier in plan.tiers for p in tier.placements if p.cpu_rows}
+    return tuple(takewhile(lambda unit: unit not in split, plan.pin_order[:fewest]))
 
 
 def build_executor(

@@ -8,11 +8,13 @@ import torch
 
 from pshard.buffers import LOGIT_ROWS, SMALL_BATCH
 from pshard.plan import TierPlan
-from pshard.runtime.blocks import PendingSum, Side, run_attention, run_ffn, run_output
+from pshard.row_split import acc_part
+from pshard.runtime.arena import Carved
+from pshard.runtime.blocks import PendingSum, Side, gate_rows, project_down, run_attention, run_ffn, run_output
 from pshard.runtime.kernels.api import RowIndex, Segment
 from pshard.runtime.kv_cache import used_pieces
-from pshard.runtime.weights import UnitWeights, lookup_rows, view_unit
-from pshard.steps import AllReduce, Compute, CopyIn, FetchKV, Free, Gather, Handoff, Step, WriteBack
+from pshard.runtime.weights import UnitWeights, lookup_rows, view_cpu_rows, view_unit
+from pshard.steps import AllReduce, Compute, CopyIn, FetchKV, Free, Gather, Handoff, Join, Step, WriteBack
 
 if TYPE_CHECKING:
     from pshard.runtime.executor import Executor
@@ -55,8 +57,7 @@ class TierState:
 
     tier: TierPlan
     side: Side
-    stage: torch.Tensor | None  # bytes of one layer's KV
-    slots: tuple[torch.Tensor, ...]
+    carved: Carved
     arrived: dict[int, Any]  # slot -> event of the copy into it
     stage_free: list[Any]  # events after which the KV stage may be written by a fetch
     stage_ready: list[Any]  # events after which a unit may use the KV stage
@@ -102,6 +103,8 @@ class MicroBatch:
                 self.freed = self.executor.device.mark()
             case Handoff():
                 self._hand_off(step)
+            case Join():
+                self._join(step)
             case FetchKV():
                 self._fetch_kv(step)
             case WriteBack():
@@ -116,7 +119,8 @@ class MicroBatch:
         assert isinstance(first, Compute)  # an all-reduce joins the unit before it
         self._wait_for_inputs(first)
         self.side = "acc"
-        key = (self.state.tier.tokens, first.unit, last.unit, self.tokens, len(self.logit_rows), self.acc_rows.cells)
+        units = (first.unit, first.part, last.unit)
+        key = (self.state.tier.tokens, *units, self.tokens, len(self.logit_rows), self.acc_rows.cells)
         small = self._is_small()
         with e.device.computing():
             e.device.repeat(key, small, lambda: self._kernels(launch.steps))
@@ -175,10 +179,35 @@ class MicroBatch:
             self._embed(weights, step.on)
         elif unit.kind == "attention":
             self._attend(step, weights, target, summed)
+        elif step.cpu_rows:
+            self._compute_part(step, weights, target, summed)
         elif unit.kind == "ffn":
             run_ffn(self._side(), weights, self.tokens, target, summed)
         else:
             self._output(weights, step.on)
+
+    def _compute_part(
+        self, step: Compute, weights: UnitWeights, target: torch.Tensor | None, summed: PendingSum | None
+    ) -> None:
+        """One side's rows of a split FFN, or all of its `down` once the CPU's rows have come."""
+        side = self._side()
+        if step.part == "down":
+            project_down(side, weights, self.tokens, target, self._rows_of(self.state.carved.row_stage, step.cpu_rows))
+        elif step.on == "cpu":
+            here = self._rows_of(self.executor.host_rows, step.cpu_rows)
+            gate_rows(side, weights, self.tokens, here)
+        else:
+            gate_rows(side, weights, self.tokens, pending=summed)
+
+    def _rows_of(self, stage: torch.Tensor, cpu_rows: int) -> torch.Tensor:
+        """float32 [M, cpu_rows] at the beginning of a row stage."""
+        return stage[: self.tokens * cpu_rows].view(self.tokens, cpu_rows)
+
+    def _join(self, step: Join) -> None:
+        e, rows = self.executor, self.state.tier.placement(step.unit).cpu_rows
+        here = self._rows_of(e.host_rows, rows)
+        e.device.send(self._rows_of(self.state.carved.row_stage, rows), here)
+        e.link_bytes += here.nbytes
 
     def _contribute_nothing(self, kind: str, target: torch.Tensor | None) -> None:
         """This rank holds nothing of the unit: zeros for the sum; no column of the logits."""
@@ -196,14 +225,17 @@ class MicroBatch:
 
     def _weights_of(self, step: Compute) -> UnitWeights:
         e = self.executor
+        unit = e.spec.unit(step.unit)
+        if step.on == "cpu" and step.cpu_rows:
+            return view_cpu_rows(unit, e.weights.blob(step.unit), step.cpu_rows)
         if step.source == "arena":
             blob = e.arena.pinned(step.unit)
         elif step.source == "slot":
             assert step.slot is not None
-            blob = self.state.slots[step.slot][: e.spec.unit(step.unit).packed_nbytes]
+            blob = self.state.carved.slots[step.slot]
         else:
             blob = e.weights.blob(step.unit)
-        return view_unit(e.spec.unit(step.unit), blob)
+        return view_unit(acc_part(unit, step.cpu_rows), blob)
 
     def _embed(self, weights: UnitWeights, on: str) -> None:
         e, table = self.executor, weights.matrices["token_embd.weight"]
@@ -226,8 +258,8 @@ class MicroBatch:
         if place.kv == "vram":
             kv = e.arena.kv(step.unit)
         else:
-            assert self.state.stage is not None
-            kv = e.arena.view_kv(self.state.stage, step.unit)
+            assert self.state.carved.stage is not None
+            kv = e.arena.view_kv(self.state.carved.stage, step.unit)
         run_attention(self.state.side, weights, self.acc_rows, kv, target, summed)
 
     def _output(self, weights: UnitWeights, on: str) -> None:
@@ -284,11 +316,11 @@ class MicroBatch:
 
     def _fetch_kv(self, step: FetchKV) -> None:
         e, state = self.executor, self.state
-        assert state.stage is not None
+        assert state.carved.stage is not None
         spans = [(s.sequence, 0, s.past) for s in self.segments]
         after = [*state.stage_free, *([e.written[step.unit]] if step.unit in e.written else [])]
         done = None
-        for to, origin in used_pieces(e.host_kv[step.unit], e.arena.view_kv(state.stage, step.unit), spans):
+        for to, origin in used_pieces(e.host_kv[step.unit], e.arena.view_kv(state.carved.stage, step.unit), spans):
             done = e.device.copy_in(to, origin, after if done is None else ())
             e.link_bytes += to.nbytes
         if done is not None:  # copies of a lane happen in turn
@@ -296,11 +328,11 @@ class MicroBatch:
 
     def _write_back(self, step: WriteBack) -> None:
         e, state = self.executor, self.state
-        assert state.stage is not None
+        assert state.carved.stage is not None
         state.stage_free = [e.device.mark()]  # the attention over it was the last thing given to the compute lane
         spans = [(s.sequence, s.past, s.past + s.tokens) for s in self.segments]
         done, after = None, state.stage_free
-        for to, origin in used_pieces(e.arena.view_kv(state.stage, step.unit), e.host_kv[step.unit], spans):
+        for to, origin in used_pieces(e.arena.view_kv(state.carved.stage, step.unit), e.host_kv[step.unit], spans):
             done = e.device.copy_out(to, origin, after if done is None else ())
         if done is None:  # another rank holds all of this layer's cache
             return

@@ -10,6 +10,7 @@ import torch
 
 from pshard.model import ModelSpec, TensorSpec, Unit
 from pshard.quant import QUANT_TYPES, ROW_BLOCK, TENSOR_ALIGN, align, packed_nbytes, record_nbytes
+from pshard.row_split import split_rows
 from pshard.runtime.device import Device
 from pshard.runtime.host_memory import map_memory
 from pshard.runtime.kernels import layout, native
@@ -45,6 +46,21 @@ def view_unit(unit: Unit, blob: torch.Tensor) -> UnitWeights:
             matrices[role] = Packed(data, tensor.qtype, tensor.rows, tensor.cols)
         else:
             vectors[role] = data.view(torch.float32)
+    return UnitWeights(matrices, vectors)
+
+
+def view_cpu_rows(unit: Unit, blob: torch.Tensor, cpu_rows: int) -> UnitWeights:
+    """Views of a whole FFN's blob in host memory: its norm and the CPU's rows of gate and up."""
+    matrices, vectors = {}, {}
+    offsets = unit.offsets()
+    for part in split_rows(unit, cpu_rows).on_cpu.tensors:
+        at, whole = offsets[part.role]
+        end = at + whole.packed_nbytes
+        data = blob[end - part.packed_nbytes : end]  # the last rows
+        if len(part.shape) == 2:
+            matrices[part.role] = Packed(data, part.qtype, part.rows, part.cols)
+        else:
+            vectors[part.role] = data.view(torch.float32)
     return UnitWeights(matrices, vectors)
 
 

@@ -7,23 +7,27 @@ from pshard.buffers import kv_layer_bytes, kv_stage_bytes, scratch_bytes
 from pshard.model import ModelSpec
 from pshard.plan import Buffers, Placement, Prediction, RankPlan, Solve, TierPlan, Variant
 from pshard.quant import TENSOR_ALIGN, align
+from pshard.row_split import acc_part, ffn_rows, row_stage_bytes
 
 NO_PREDICTION = Prediction(0.0, 0.0, (), "none", 0, 0)
 NO_SOLVE = Solve("by hand", 0.0, 0.0, 0.0, 0.0, "none")
 
 
-def make_tier(
-    spec: ModelSpec, tokens: int, places: dict[str, tuple[str, str | None]], slots: int, context: int, sequences: int
-) -> TierPlan:
-    """A tier from unit -> (where, kv), with honest buffers for float32 activations."""
+Places = dict[str, tuple]  # unit -> (where, kv) or (where, kv, rows on the CPU)
+
+
+def make_tier(spec: ModelSpec, tokens: int, places: Places, slots: int, context: int, sequences: int) -> TierPlan:
+    """A tier of such placements, with honest buffers for float32 activations."""
     placements = tuple(Placement(u.name, *places[u.name]) for u in spec.units)
-    streamed = [spec.unit(p.unit).packed_nbytes for p in placements if p.where == "streamed"]
+    nbytes = {p.unit: acc_part(spec.unit(p.unit), p.cpu_rows).packed_nbytes for p in placements}
+    streamed = [nbytes[p.unit] for p in placements if p.where == "streamed"]
     scratch = scratch_bytes(spec, tokens, sequences, 4, context)
+    scratch += row_stage_bytes(tokens, max(p.cpu_rows for p in placements))
     if any(p.kv == "host" and p.where != "cpu" for p in placements):
         scratch += kv_stage_bytes(spec.config, context, sequences, "f32", "f32")
     layer = kv_layer_bytes(spec.config, context, sequences, "f32", "f32")
     buffers = Buffers(
-        pinned=sum(align(spec.unit(p.unit).packed_nbytes, TENSOR_ALIGN) for p in placements if p.where == "pinned"),
+        pinned=sum(align(nbytes[p.unit], TENSOR_ALIGN) for p in placements if p.where == "pinned"),
         scratch=scratch,
         slots=slots if streamed else 0,
         slot_bytes=align(max(streamed, default=0), TENSOR_ALIGN),
@@ -62,9 +66,9 @@ def make_rank_plan(spec: ModelSpec, tiers: tuple[TierPlan, ...], rank: int = 0, 
     )
 
 
-def random_places(spec: ModelSpec, rng: random.Random) -> dict[str, tuple[str, str | None]]:
-    """A random legal placement of every unit."""
-    places: dict[str, tuple[str, str | None]] = {}
+def random_places(spec: ModelSpec, rng: random.Random) -> Places:
+    """A random legal placement of every unit, none of them split."""
+    places: Places = {}
     for unit in spec.units:
         if unit.kind == "embedding":
             places[unit.name] = (rng.choice(("cpu", "pinned")), None)
@@ -76,9 +80,17 @@ def random_places(spec: ModelSpec, rng: random.Random) -> dict[str, tuple[str, s
     return places
 
 
-def shrink_places(
-    spec: ModelSpec, places: dict[str, tuple[str, str | None]], rng: random.Random
-) -> dict[str, tuple[str, str | None]]:
+def split_places(spec: ModelSpec, places: Places, rng: random.Random) -> Places:
+    """The placements with every FFN that is not pinned split, streamed or pinned, at random rows; pinned ones stay."""
+    split = dict(places)
+    for unit in spec.units:
+        if unit.kind == "ffn" and places[unit.name][0] != "pinned":
+            rows = 16 * rng.randrange(1, ffn_rows(unit) // 16)
+            split[unit.name] = (rng.choice(("streamed", "streamed", "pinned")), None, rows)
+    return split
+
+
+def shrink_places(spec: ModelSpec, places: Places, rng: random.Random) -> Places:
     """Placements of a larger tier: pins and KV in VRAM are a subset of those of `places`, the rest at random."""
     smaller = random_places(spec, rng)
     for name, (where, kv) in smaller.items():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from engines import open_engine, pinned_everywhere
 from model_files import write_gguf
-from plan_samples import make_tier, random_places, shrink_places
+from plan_samples import make_tier, random_places, shrink_places, split_places
 from rounded_kernels import RoundedKernels
 
 from pshard.models import open_model
@@ -52,6 +52,31 @@ def test_random_plans_give_the_reference_logits(
         monkeypatch.setattr(loading, "PlainKernels", RoundedKernels)
         bound = 1.05 * error(talk(open_engine(path, reference, context=CONTEXT), random.Random(seed)), expected)
     assert found < bound, (found, bound)
+    again = talk(open_engine(path, tiers, "fast", CONTEXT, device="cuda"), random.Random(seed))
+    assert torch.equal(got, again)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("qtype", ["BF16", "Q4_0", "Q6_K"])
+def test_split_ffns_give_the_reference_logits(tmp_path: Path, qtype: str, seed: int) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype=qtype, n_layers=3)
+    rng, spec = random.Random(seed), open_model(tmp_path / "m.gguf").spec
+    places = random_places(spec, rng)
+    places["blk.1.ffn"] = ("streamed", None)
+    split = [split_places(spec, places, rng) for _ in range(2)]
+    for name in places:  # what both tiers pin, they cut alike
+        if split[0][name][0] == "pinned":
+            split[1][name] = split[0][name]
+        elif split[1][name][0] == "pinned":
+            split[1][name] = ("streamed", *split[1][name][1:])
+    whole = shrink_places(spec, places, rng)
+    slots = rng.randint(1, 4)
+    tiers = tuple(make_tier(spec, n, p, slots, CONTEXT, 1) for n, p in zip((4, 16, 80), (*split, whole)))
+    expected = talk(open_engine(path, pinned_everywhere(spec, (4, 16, 80), CONTEXT), context=CONTEXT),
+                    random.Random(seed))  # fmt: skip
+    got = talk(open_engine(path, tiers, "fast", CONTEXT, device="cuda"), random.Random(seed))
+    assert torch.isfinite(got).all()
+    assert error(got, expected) < (3e-4 if qtype == "BF16" else 2e-3)
     again = talk(open_engine(path, tiers, "fast", CONTEXT, device="cuda"), random.Random(seed))
     assert torch.equal(got, again)
 

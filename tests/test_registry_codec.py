@@ -18,6 +18,7 @@ from pshard.registries.fingerprint import digest
 CHOICES = {
     (Placement, "where"): st.sampled_from(["pinned", "streamed", "cpu"]),
     (Placement, "kv"): st.sampled_from([None, "vram", "host"]),
+    (Placement, "cpu_rows"): st.sampled_from([0, 16, 512]),
     (Buffers, "slots"): st.integers(1, 8),
     (Variant, "split_mode"): st.sampled_from(["none", "tensor"]),
     (Registry, "version"): st.just(1),
@@ -47,6 +48,8 @@ def strategy_for(kind):
 
 def make_valid(value):
     """Bring what the types leave open in line with the format's rules."""
+    if isinstance(value, Placement):
+        return value if value.where != "cpu" and value.kv is None else replace(value, cpu_rows=0)
     if isinstance(value, TierPlan):
         units = {p.unit: p for p in value.placements}
         return replace(value, placements=tuple(units.values()))
@@ -94,6 +97,8 @@ TIER = ("variants", 0, "ranks", 0, "tiers", 0)
         (lambda d: set_at(d, "many", *TIER, "tokens"), "Registry.variants[0].ranks[0].tiers[0].tokens is 'many'"),
         (lambda d: set_at(d, "gpu", *TIER, "placements", 0, "where"), "tiers[0].placements[0].where is 'gpu'"),
         (lambda d: set_at(d, "disk", *TIER, "placements", 0, "kv"), "placements[0].kv is 'disk'"),
+        (lambda d: set_at(d, -16, *TIER, "placements", 0, "cpu_rows"), "placements[0].cpu_rows is -16"),
+        (lambda d: set_at(d, 16, *TIER, "placements", 1, "cpu_rows"), "placements[1].cpu_rows is 16"),
         (lambda d: set_at(d, "b", *TIER, "placements", 0, "unit"), "names a unit twice"),
         (lambda d: set_at(d, 0, *TIER, "buffers", "slots"), "slots is 0"),
         (lambda d: set_at(d, 0, *TIER, "tokens"), "ascending token counts"),
@@ -125,8 +130,8 @@ def test_text_that_is_no_registry_is_a_value_error(text):
 def test_one_placement_per_line():
     lines = encode_registry(make_registry()).splitlines()
     assert [line.strip().rstrip(",") for line in lines if '"unit"' in line] == [
-        '{"unit": "a", "where": "streamed", "kv": null}',
-        '{"unit": "b", "where": "cpu", "kv": null}',
+        '{"unit": "a", "where": "streamed", "kv": null, "cpu_rows": 0}',
+        '{"unit": "b", "where": "cpu", "kv": null, "cpu_rows": 0}',
     ] * 2
 
 

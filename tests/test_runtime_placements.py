@@ -9,9 +9,10 @@ from engines import open_engine, pinned_everywhere
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_files import write_gguf
-from plan_samples import make_tier, random_places, shrink_places
+from plan_samples import make_tier, random_places, shrink_places, split_places
 
 from pshard.models import open_model
+from pshard.row_split import split_rows
 
 CONTEXT = 96
 
@@ -20,6 +21,16 @@ CONTEXT = 96
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "tiny.gguf"
     return write_gguf(path, "qwen3", qtype="Q4_0", qtypes={"output.weight": "Q6_K"}, n_layers=3)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models with packed and with plain weights; 3 layers with FFNs of 256 rows."""
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        q: write_gguf(folder / f"{q}.gguf", "qwen3", qtype=q, n_layers=3, d_model=256, d_ffn=256)
+        for q in ("Q4_0", "Q6_K", "BF16")
+    }
 
 
 def talk(engine, rng: random.Random) -> torch.Tensor:
@@ -44,6 +55,43 @@ def test_random_plans_give_bit_identical_logits(model: Path, seed: int, slots: i
     got = talk(open_engine(model, tiers, context=CONTEXT), random.Random(seed))
     assert torch.isfinite(got).all()
     assert torch.equal(got, expected)
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10**6), slots=st.integers(1, 4), qtype=st.sampled_from(("Q4_0", "Q6_K", "BF16")))
+def test_split_ffns_give_the_logits_of_whole_ones(models: dict[str, Path], seed: int, slots: int, qtype: str) -> None:
+    rng, model = random.Random(seed), models[qtype]
+    spec = open_model(model).spec
+    places = random_places(spec, rng)
+    places["blk.1.ffn"] = ("streamed", None)  # at least one is split
+    decode = split_places(spec, places, rng)
+    prefill = shrink_places(spec, places, rng)  # whole units: what is pinned in part leaves VRAM
+    tiers = tuple(make_tier(spec, n, p, slots, CONTEXT, 1) for n, p in ((4, decode), (16, prefill)))
+    assert any(p.cpu_rows for p in tiers[0].placements)
+    expected = talk(open_engine(model, pinned_everywhere(spec, (4, 16), CONTEXT), "fast", CONTEXT), random.Random(seed))
+    got = talk(open_engine(model, tiers, "fast", CONTEXT), random.Random(seed))
+    assert torch.isfinite(got).all()
+    assert ((got - expected) ** 2).mean() < 1e-12 * (expected**2).mean()  # products of other shapes: other sums
+    assert torch.equal(got, talk(open_engine(model, tiers, "fast", CONTEXT), random.Random(seed)))
+
+
+def test_only_the_accelerators_rows_of_a_split_ffn_are_copied(model: Path) -> None:
+    spec = open_model(model).spec
+    places = {u.name: ("pinned", "vram" if u.kind == "attention" else None) for u in spec.units}
+    places["embedding"] = ("cpu", None)
+    places["blk.0.ffn"] = places["blk.1.ffn"] = ("streamed", None, 32)
+    places["blk.2.ffn"] = ("pinned", None, 64)
+    tier = make_tier(spec, 4, places, 1, CONTEXT, 1)
+    with open_engine(model, (tier,), context=CONTEXT) as engine:
+        engine.forward([1])
+        before = engine._executor.link_bytes
+        engine.forward([1])
+        moved = engine._executor.link_bytes - before
+        memory = engine._executor.arena.pinned("blk.2.ffn").numel()
+    whole, hidden = spec.unit("blk.0.ffn"), 4 * spec.config.d_model
+    streamed, pinned = (split_rows(whole, n).on_acc.packed_nbytes for n in (32, 64))
+    assert whole.packed_nbytes > streamed > pinned == memory
+    assert moved == 2 * streamed + 4 * (32 + 32 + 64) + hidden
 
 
 def test_pins_that_arrive_wait_for_kv_that_leaves_their_place(tmp_path: Path) -> None:

@@ -114,6 +114,10 @@ class Kernels(Protocol):
         of its first M*F elements' columns (both[:, :F])."""
         ...
 
+    def place(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """out[M, n] = rows[M, n], float32 that another side computed, as act_dtype. Row strides free."""
+        ...
+
     def rope_store(
         self,
         qkv: torch.Tensor,

@@ -211,6 +211,11 @@ class CudaKernels:
             first, second, both.stride(0), out, out.stride(0), gate.rows, BLOCK=1024, num_warps=4
         )
 
+    def place(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """See `Kernels.place`. What `out` is part of was handed over quantised without these rows, if at all."""
+        self._ready = None
+        out.copy_(rows)
+
     def rope_store(
         self,
         qkv: torch.Tensor,

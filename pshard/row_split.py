@@ -1,0 +1,87 @@
+"""An FFN cut between CPU and accelerator: rows of gate and up, which are byte ranges of the packed layout. No torch.
+
+The CPU computes the last rows of the gated product silu(gate x) * (up x), the accelerator the others and then the whole
+`down`, whose columns are no byte range. So only the accelerator's rows and `down` are brought to it.
+"""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from pshard.buffers import BUFFER_ALIGN
+from pshard.model import TensorSpec, Unit
+from pshard.quant import ROW_BLOCK, TENSOR_ALIGN, align
+
+CUT = ("ffn_gate.weight", "ffn_up.weight")
+SIXTEENTHS = 16  # shares of a cut are counted in these
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive bytes: `nbytes` from `start` of the unit's blob, which lie at `to` in the accelerator's part."""
+
+    start: int
+    to: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class RowSplit:
+    """The two parts of a unit as units of their own, and the bytes that make up the accelerator's blob."""
+
+    on_acc: Unit
+    on_cpu: Unit  # norm, gate and up
+    pieces: tuple[Piece, ...]
+
+
+@lru_cache(1 << 13)
+def split_rows(unit: Unit, cpu_rows: int) -> RowSplit:
+    """Cut an FFN: its last `cpu_rows` rows of gate and up are the CPU's.
+
+    Raises ValueError when either side would have no row, or the cut is not between two records of the packed layout.
+    """
+    rows = ffn_rows(unit)
+    own = rows - cpu_rows
+    if not 0 < own < rows or own % ROW_BLOCK:
+        raise ValueError(f"{unit.name}: {cpu_rows} of {rows} rows are no part that starts at a multiple of {ROW_BLOCK}")
+    on_acc = replace(unit, tensors=tuple(_cut(t, own) if t.role in CUT else t for t in unit.tensors))
+    on_cpu = replace(
+        unit, tensors=tuple(_cut(t, cpu_rows) if t.role in CUT else t for t in unit.tensors if _is_shared(t))
+    )
+    pieces: list[Piece] = []
+    for (start, _), (to, tensor) in zip(unit.offsets().values(), on_acc.offsets().values(), strict=True):
+        nbytes = align(tensor.packed_nbytes, TENSOR_ALIGN)
+        if pieces and pieces[-1].start + pieces[-1].nbytes == start:
+            pieces[-1] = replace(pieces[-1], nbytes=pieces[-1].nbytes + nbytes)
+        else:
+            pieces.append(Piece(start, to, nbytes))
+    return RowSplit(on_acc, on_cpu, tuple(pieces))
+
+
+def acc_part(unit: Unit, cpu_rows: int) -> Unit:
+    """What the accelerator holds of a unit: all of it when the CPU has no rows."""
+    return split_rows(unit, cpu_rows).on_acc if cpu_rows else unit
+
+
+def ffn_rows(unit: Unit) -> int:
+    """Rows of gate and up; 0 for a unit that has none."""
+    return max((t.rows for t in unit.tensors if t.role in CUT), default=0)
+
+
+def share_rows(unit: Unit, sixteenths: int) -> int:
+    """Rows that are about so many sixteenths of an FFN and may be the CPU's; 0 when the FFN is too small."""
+    rows = ffn_rows(unit)
+    own = align(rows * (SIXTEENTHS - sixteenths) // SIXTEENTHS, ROW_BLOCK)
+    return rows - own if 0 < own < rows else 0
+
+
+def row_stage_bytes(tokens: int, cpu_rows: int) -> int:
+    """Bytes on the accelerator for the CPU's rows of the gated product: float32 [tokens, cpu_rows]."""
+    return align(4 * tokens * cpu_rows, BUFFER_ALIGN)
+
+
+def _cut(tensor: TensorSpec, rows: int) -> TensorSpec:
+    return replace(tensor, shape=(rows, tensor.cols))
+
+
+def _is_shared(tensor: TensorSpec) -> bool:
+    return tensor.role in CUT or len(tensor.shape) == 1
