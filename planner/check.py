@@ -1,8 +1,9 @@
 """Checks a finished variant with code that the solver and the search do not use. Slow and obvious."""
 
 from pshard import buffers
-from pshard.model import ModelSpec
-from pshard.plan import RankPlan, TierPlan, Variant
+from pshard.model import ModelSpec, Unit
+from pshard.plan import Placement, RankPlan, TierPlan, Variant
+from pshard.quant import ROW_BLOCK, TENSOR_ALIGN, packed_nbytes
 
 LEGAL: dict[str, set[tuple[str, str | None]]] = {
     "embedding": {("cpu", None), ("pinned", None)},
@@ -12,6 +13,7 @@ LEGAL: dict[str, set[tuple[str, str | None]]] = {
     "ffn": {("pinned", None), ("streamed", None), ("cpu", None)},
     "output": {("pinned", None), ("streamed", None), ("cpu", None)},
 }  # fmt: skip
+SPLIT = ("ffn_gate.weight", "ffn_up.weight")  # what a split FFN divides by rows; the accelerator has all the rest
 
 
 class PlanError(ValueError):
@@ -32,6 +34,9 @@ def check_variant(specs: tuple[ModelSpec, ...], variant: Variant, kind: str) -> 
         for tier in rank.tiers:
             _check_tier(spec, variant, rank, tier, kind)
         _check_prefixes(spec, rank)
+        cuts = {(p.unit, p.cpu_rows) for t in rank.tiers for p in t.placements if p.where == "pinned"}
+        if len(cuts) > len({unit for unit, _ in cuts}):
+            raise PlanError(f"rank {rank.rank}: a unit is pinned in two tiers with different rows on the CPU")
 
 
 def _check_prefixes(spec: ModelSpec, rank: RankPlan) -> None:
@@ -54,15 +59,18 @@ def _check_tier(spec: ModelSpec, variant: Variant, rank: RankPlan, tier: TierPla
     for unit, place in zip(spec.units, tier.placements):
         if (place.where, place.kv) not in LEGAL[unit.kind]:
             raise PlanError(f"{where}: {unit.name} cannot be {place.where} with KV {place.kv}")
+        _check_split(unit, place, tier.tokens, where)
     act, w = 2 if kind == "cuda" else 4, variant
-    by_name = {u.name: u for u in spec.units}
-    pinned = sum(by_name[p.unit].packed_nbytes for p in tier.placements if p.where == "pinned")
-    streamed = [by_name[p.unit].packed_nbytes for p in tier.placements if p.where == "streamed"]
+    brought = [(p.where, _brought_bytes(u, p.cpu_rows)) for u, p in zip(spec.units, tier.placements)]
+    pinned = sum(nbytes for place, nbytes in brought if place == "pinned")
+    streamed = [nbytes for place, nbytes in brought if place == "streamed"]
     layer = buffers.kv_layer_bytes(spec.config, w.context, w.sequences, w.type_k, w.type_v)
     kv = layer * sum(p.kv == "vram" for p in tier.placements)
     scratch = buffers.scratch_bytes(spec, tier.tokens, w.sequences, act, w.context)
     if any(p.kv == "host" and p.where != "cpu" for p in tier.placements):
         scratch += buffers.kv_stage_bytes(spec.config, w.context, w.sequences, w.type_k, w.type_v)
+    joined = 4 * tier.tokens * max(p.cpu_rows for p in tier.placements)  # float32 that the CPU sends over
+    scratch += -(-joined // buffers.BUFFER_ALIGN) * buffers.BUFFER_ALIGN
     b = tier.buffers
     for name, said, is_ in (("pinned", b.pinned, pinned), ("KV", b.kv, kv), ("scratch", b.scratch, scratch)):
         if said != is_:
@@ -74,3 +82,27 @@ def _check_tier(spec: ModelSpec, variant: Variant, rank: RankPlan, tier: TierPla
         raise PlanError(f"{where}: {b.total} bytes are over the arena of {arena}")
     if not 0 < tier.prediction.bound_seconds <= tier.prediction.seconds:
         raise PlanError(f"{where}: predicted {tier.prediction.seconds} s is below its bound")
+
+
+def _check_split(unit: Unit, place: Placement, tokens: int, where: str) -> None:
+    """Both sides have rows of gate and up, all of them together, and no record of the packed layout is cut."""
+    if not place.cpu_rows:
+        return
+    if place.where == "cpu" or unit.kind != "ffn" or tokens > buffers.SMALL_BATCH:
+        raise PlanError(f"{where}: {unit.name} ({place.where}) cannot be split")
+    for tensor in unit.tensors:
+        if tensor.role in SPLIT:
+            own = tensor.rows - place.cpu_rows
+            if own <= 0 or place.cpu_rows < 0 or own % ROW_BLOCK:
+                raise PlanError(f"{where}: {place.cpu_rows} of {tensor.rows} rows of {tensor.name} are no part of it")
+
+
+def _brought_bytes(unit: Unit, cpu_rows: int) -> int:
+    """Bytes of the unit that the accelerator needs, each tensor at its alignment."""
+    total = 0
+    for tensor in unit.tensors:
+        nbytes = tensor.packed_nbytes
+        if cpu_rows and tensor.role in SPLIT:
+            nbytes = packed_nbytes(tensor.qtype, tensor.rows - cpu_rows, tensor.cols)
+        total += -(-nbytes // TENSOR_ALIGN) * TENSOR_ALIGN
+    return total

@@ -62,8 +62,12 @@ def _check_rank(rank: RankPlan, where: str) -> None:
     tokens = [tier.tokens for tier in rank.tiers]
     if not tokens or tokens != sorted(set(tokens)) or tokens[0] < 1:
         raise ValueError(f"{where}.tiers must have ascending token counts, at least one; they are {tokens}")
+    rows: dict[str, int] = {}
     for i, tier in enumerate(rank.tiers):
         _check_tier(tier, f"{where}.tiers[{i}]")
+        for p in tier.placements:
+            if p.where == "pinned" and rows.setdefault(p.unit, p.cpu_rows) != p.cpu_rows:
+                raise ValueError(f"{where}.tiers[{i}] pins {p.unit!r} with other cpu_rows than a tier before it")
 
 
 def _check_tier(tier: TierPlan, where: str) -> None:

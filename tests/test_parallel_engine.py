@@ -9,7 +9,7 @@ from engines import open_engine
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from model_files import write_gguf
-from thread_ranks import random_tiers, run_ranks
+from thread_ranks import random_tiers, run_ranks, split_tiers
 
 CONTEXT = 96
 MODELS = {
@@ -64,6 +64,14 @@ def test_each_rank_may_place_its_slice_as_it_likes(
     mixed = run_ranks(models[name], shares, talk, CONTEXT, random_tiers(seed, CONTEXT))
     for a, b in zip(pinned, mixed):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("shares", [(1.0, 1.0), (3.0, 1.0)], ids=str)
+def test_ranks_may_split_their_slices_of_ffns(models: dict[str, Path], shares: tuple[float, ...], seed: int) -> None:
+    results = run_ranks(models["llama"], shares, talk, CONTEXT, split_tiers(seed, CONTEXT))
+    assert nmse(results[0], one_rank(models["llama"])) < 1e-10
+    assert torch.equal(results[1], results[0])
 
 
 def test_a_run_repeats_bit_for_bit(models: dict[str, Path]) -> None:

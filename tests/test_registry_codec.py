@@ -55,7 +55,10 @@ def make_valid(value):
         return replace(value, placements=tuple(units.values()))
     if isinstance(value, RankPlan):
         tiers = value.tiers or (ONE_TIER,)
-        return replace(value, tiers=tuple(replace(t, tokens=1 + i * 7) for i, t in enumerate(tiers)))
+        rows: dict[str, int] = {}  # what tiers pin they split alike
+        for tier in tiers:
+            rows |= {p.unit: p.cpu_rows for p in tier.placements if p.where == "pinned" and p.unit not in rows}
+        return replace(value, tiers=tuple(split_alike(replace(t, tokens=1 + i * 7), rows) for i, t in enumerate(tiers)))
     if isinstance(value, Variant):
         rank = RankPlan(0, 1, 1.0, (), (), (ONE_TIER,))
         ranks = value.ranks or (rank,)
@@ -63,6 +66,11 @@ def make_valid(value):
     if isinstance(value, Registry):
         return replace(value, fingerprint=digest(value.inputs))
     return value
+
+
+def split_alike(tier, rows):
+    places = (replace(p, cpu_rows=rows[p.unit]) if p.where == "pinned" else p for p in tier.placements)
+    return replace(tier, placements=tuple(places))
 
 
 ONE_TIER = make_tier()
@@ -89,6 +97,12 @@ def set_at(data, value, *path):
 TIER = ("variants", 0, "ranks", 0, "tiers", 0)
 
 
+def pin_with_other_rows(data):
+    for tier, rows in ((0, 16), (1, 32)):
+        place = data["variants"][0]["ranks"][0]["tiers"][tier]["placements"][0]
+        place.update(where="pinned", cpu_rows=rows)
+
+
 @pytest.mark.parametrize(
     ("edit", "place"),
     [
@@ -99,6 +113,7 @@ TIER = ("variants", 0, "ranks", 0, "tiers", 0)
         (lambda d: set_at(d, "disk", *TIER, "placements", 0, "kv"), "placements[0].kv is 'disk'"),
         (lambda d: set_at(d, -16, *TIER, "placements", 0, "cpu_rows"), "placements[0].cpu_rows is -16"),
         (lambda d: set_at(d, 16, *TIER, "placements", 1, "cpu_rows"), "placements[1].cpu_rows is 16"),
+        (pin_with_other_rows, "tiers[1] pins 'a' with other cpu_rows"),
         (lambda d: set_at(d, "b", *TIER, "placements", 0, "unit"), "names a unit twice"),
         (lambda d: set_at(d, 0, *TIER, "buffers", "slots"), "slots is 0"),
         (lambda d: set_at(d, 0, *TIER, "tokens"), "ascending token counts"),

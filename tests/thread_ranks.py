@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from engines import pinned_everywhere
-from plan_samples import make_rank_plan, make_tier, make_variant, random_places, shrink_places
+from plan_samples import make_rank_plan, make_tier, make_variant, random_places, shrink_places, split_places
 
 from pshard.models import open_model
 from pshard.parallel import cut_model
@@ -72,6 +72,18 @@ def random_tiers(seed: int, context: int) -> Tiers:
         places = random_places(spec, rng)
         smaller = shrink_places(spec, places, rng)
         return tuple(make_tier(spec, n, p, 2, context, 1) for n, p in ((4, places), (16, smaller)))
+
+    return make
+
+
+def split_tiers(seed: int, context: int) -> Tiers:
+    """As `random_tiers`, with every FFN that decode does not pin split there."""
+
+    def make(spec: Any) -> tuple[TierPlan, ...]:
+        rng = random.Random(f"{seed} {spec.packed_nbytes}")
+        places = random_places(spec, rng)
+        tiers = ((4, split_places(spec, places, rng)), (16, shrink_places(spec, places, rng)))
+        return tuple(make_tier(spec, n, p, 2, context, 1) for n, p in tiers)
 
     return make
 
