@@ -46,7 +46,7 @@ class Effort:
     sums: tuple[int, ...]  # bytes of all-reduces
 
 
-def quick_effort(cache_bytes: int) -> Effort:
+def quick_effort(cache_bytes: int, memory_bytes: int) -> Effort:
     """Within 60 s on two cores."""
     few = ((4096, 4096), (14336, 4096), (512, 512))
     grid = [(q, r, c) for r, c in few for q in COMMON_QTYPES] + [(q, 4096, 4096) for q in OTHER_QTYPES]
@@ -54,7 +54,7 @@ def quick_effort(cache_bytes: int) -> Effort:
         quick=True,
         pace=Pace(0.03),
         slow=0.25,
-        rotation=rotation_bytes(cache_bytes, quick=True),
+        rotation=rotation_bytes(cache_bytes, memory_bytes, quick=True),
         limit=25.0,
         grid=Shapes(tuple(grid), (), (AttentionShape(32, 8, 128),), ((4096, 14336),), (("Q4_0", 4096),), 4096),
         host_tokens=(1, 4, 16, 64, 128, 512),
@@ -65,7 +65,7 @@ def quick_effort(cache_bytes: int) -> Effort:
     )
 
 
-def full_effort(cache_bytes: int) -> Effort:
+def full_effort(cache_bytes: int, memory_bytes: int) -> Effort:
     """Some minutes: more shapes and token counts, every quant type, longer contexts."""
     many = ((4096, 4096), (14336, 4096), (512, 512), (25600, 5120), (5120, 25600), (2048, 2048), (1024, 4096))
     grid = [(q, r, c) for r, c in many for q in COMMON_QTYPES]
@@ -75,7 +75,7 @@ def full_effort(cache_bytes: int) -> Effort:
         quick=False,
         pace=Pace(0.2, least=5),
         slow=2.0,
-        rotation=rotation_bytes(cache_bytes, quick=False),
+        rotation=rotation_bytes(cache_bytes, memory_bytes, quick=False),
         limit=600.0,
         grid=Shapes(tuple(grid), (), heads, ((4096, 14336), (5120, 25600)), (("Q4_0", 4096), ("Q6_K", 5120)), 32768),
         host_tokens=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048),

@@ -11,7 +11,7 @@ from pshard.profile.kernels import KernelBench, time_attention, time_elementwise
 
 Row = MatmulTiming | AttentionTiming | ElementwiseTiming
 KV_TYPE = "bf16"
-FILL_RATE = 4e9  # bytes per second at which operand copies are laid out, roughly; only for the expected time
+FILL_SECONDS = 0.1  # in which operand copies are laid out on an accelerator, roughly; only for the expected time
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def _jobs_of(side: str, effort: Effort, shapes: Shapes, of_grid: bool) -> Iterat
     few = tuple(t for t in tokens if t in (1, 16, 512, 4096))
     name = {"host": "CPU", "acc": "accelerator"}[side]
     run: Callable[[KernelBench], Sequence[Row]]
-    fill, each = effort.rotation / FILL_RATE, 1.5 * effort.pace.seconds
+    fill, each = FILL_SECONDS if side == "acc" else 0.0, 1.5 * effort.pace.seconds
     for heads in shapes.attention:
         for count, contexts in attention_points(tokens, shapes.context):
             run = partial(time_attention, shape=heads, kv_type=KV_TYPE, tokens=count, contexts=contexts)

@@ -155,7 +155,7 @@ def _measure_host(request: Request, bench: KernelBench) -> HostFigures:
 
 
 def _measure_link(effort: Effort, device: Device, host: KernelBench) -> LinkFigures:
-    link = open_link(device, effort.rotation, max(effort.copy_sizes))
+    link = open_link(device, min(effort.rotation, LEAST_ROTATION), max(effort.copy_sizes))
     try:
         copies = time_copies(link, effort.copy_sizes, effort.pace)
         contention = measure_contention(link, matvec_reader(host), effort.contention_seconds)

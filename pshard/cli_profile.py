@@ -52,13 +52,19 @@ def _run(argv: list[str]) -> int:
 
     from pshard.profile.compare import compare_profiles
     from pshard.profile.effort import full_effort, model_shapes, quick_effort
-    from pshard.profile.identify import count_cores, default_accelerator, identify_accelerators, last_cache_bytes
+    from pshard.profile.identify import (
+        count_cores,
+        default_accelerator,
+        identify_accelerators,
+        last_cache_bytes,
+        usable_memory,
+    )
     from pshard.profile.measure import Request, measure_machine
     from pshard.profile.show import print_changes, print_profile
 
     if args.threads is not None and args.threads > count_cores():
         raise UserError(f"-t {args.threads}: this process may use {count_cores()} cores; give at most that many")
-    effort = (quick_effort if args.quick else full_effort)(last_cache_bytes())
+    effort = (quick_effort if args.quick else full_effort)(last_cache_bytes(), usable_memory())
     accelerator = args.device or default_accelerator()
     identify_accelerators(accelerator)
     request = Request(

@@ -178,12 +178,12 @@ def test_attention_is_timed_up_to_the_context():
 
 
 def test_a_full_run_expects_to_take_longer_than_a_quick_one():
-    quick, full = (replace(request(), effort=effort(32 << 20)) for effort in (quick_effort, full_effort))
+    quick, full = (replace(request(), effort=effort(32 << 20, 16 << 30)) for effort in (quick_effort, full_effort))
     assert expected_seconds(quick) <= 60 < expected_seconds(full) < 1200
 
 
 def test_command_prints_json_alone_and_compares_with_the_last_profile(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("pshard.profile.effort.quick_effort", lambda cache: TINY)
+    monkeypatch.setattr("pshard.profile.effort.quick_effort", lambda cache, memory: TINY)
     path = tmp_path / "deep" / "machine.json"
     assert cli_profile.main(["--quick", "--device", "cpu", "-t", "1", "--json", "-o", str(path)]) == 0
     out = capsys.readouterr().out

@@ -14,11 +14,12 @@ CPU = torch.device("cpu")
 MIB = 1 << 20
 
 
-def test_rotation_covers_four_times_the_last_cache_and_half_a_gibibyte():
-    assert rotation_bytes(0, quick=False) == LEAST_ROTATION
-    assert rotation_bytes(300 * MIB, quick=False) == 1200 * MIB
-    assert rotation_bytes(0, quick=True) == QUICK_ROTATION
-    assert rotation_bytes(300 * MIB, quick=True) == 1200 * MIB
+def test_rotation_covers_the_last_cache_many_times_within_an_eighth_of_the_memory():
+    much = 1 << 40
+    assert rotation_bytes(0, much, quick=False) == LEAST_ROTATION
+    assert rotation_bytes(0, much, quick=True) == QUICK_ROTATION
+    assert rotation_bytes(300 * MIB, much, quick=False) == rotation_bytes(300 * MIB, much, quick=True) == 9600 * MIB
+    assert rotation_bytes(300 * MIB, 8192 * MIB, quick=False) == 1024 * MIB
 
 
 @pytest.mark.parametrize("qtype, rows, cols", [("Q4_0", 512, 512), ("Q6_K", 48, 256), ("BF16", 33, 64)])
@@ -31,7 +32,17 @@ def test_copies_span_the_pool_without_overlap(qtype, rows, cols):
     assert all(b - a >= nbytes for a, b in pairwise(starts))
     page = 4096
     assert starts[-1] - starts[0] + nbytes > 4 * MIB - 2 * (nbytes + page)
-    assert all(torch.equal(copy.data, copies[0].data) for copy in copies)
+    assert all(np.isfinite(unpack_reference(copy.data.numpy(), qtype, rows, cols)).all() for copy in copies)
+
+
+@pytest.mark.parametrize("qtype", QUANT_TYPES)
+def test_the_bytes_of_a_host_pool_are_ordinary_numbers_in_every_type(qtype):
+    (weight, *_) = OperandPool(4 * MIB, CPU).rotate_weights(qtype, 16, 512)
+    weights = np.abs(unpack_reference(weight.data.numpy(), qtype, 16, 512))
+    smallest_normal = 2.0**-126
+    assert np.isfinite(weights).all() and weights.max() > 0
+    assert weights[weights > 0].min() > smallest_normal
+    assert len(np.unique(weights)) > 8
 
 
 def test_a_matrix_larger_than_the_pool_gets_one_copy():
