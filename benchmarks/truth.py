@@ -27,7 +27,6 @@ from pshard.runtime.device import open_device
 from pshard.runtime.session import build_engine
 from pshard.runtime.threads import use_threads
 from pshard.runtime.weights import HostWeights
-from pshard.workload import Workload
 
 TESTS = (BenchTest(0, 8), BenchTest(16, 0), BenchTest(512, 0), BenchTest(4096, 0))  # tiers 1, 16, 512, 4096
 CONTEXT = 4352
@@ -97,13 +96,9 @@ def _is_near(samples: dict[tuple[str, str], list[float]], name: str) -> bool:
 def plan_strategies(opened: Opened) -> dict[str, Variant]:
     """The published strategies' plans for the same workload, where the budget allows one."""
     v, found = opened.variant, {}
-    workload = Workload(
-        v.vram_mib, v.context, v.sequences, v.type_k, v.type_v, v.max_ubatch, v.prompt, v.generated, v.split_mode,
-        v.tensor_split,
-    )  # fmt: skip
     for name in STRATEGIES:
         try:
-            found[name] = plan_baseline(name, opened.file.spec, opened.profile, workload, v.correction)
+            found[name] = plan_baseline(name, opened.file.spec, opened.profile, v.workload, v.correction)
         except UserError as error:
             print(f"{v.vram_mib} {name} has no plan: {error}", flush=True)
     return found

@@ -47,17 +47,26 @@ class Tables:
         for (device, kv_type, heads, tokens), points in cells.items():
             self._attention[device, kv_type].setdefault(heads, {})[tokens] = _curve(points)
         self._elementwise = _grouped(((e.device, e.what), e.tokens * e.width, e.seconds) for e in profile.elementwise)
-        self._copies = _grouped(((c.direction, c.memory), c.nbytes, c.seconds) for c in profile.copies)
+        copies = (c for c in profile.copies if c.device == "acc")
+        self._copies = _grouped(((c.direction, c.memory), c.nbytes, c.seconds) for c in copies)
         for what, table in (("matmul", rows), ("attention", cells), ("copy", self._copies)):
             if not table:
                 raise UserError(f"the machine profile has no {what} timings; run pshard-profile again")
         self._seen: dict[tuple, float] = {}
+        self._others: dict[int, Tables] = {}
 
     def corrected(self, correction: Correction) -> "Tables":
         """The same tables (rows and what was looked up are shared) under another correction."""
         other = copy(self)
-        other.correction = correction
+        other.correction, other._others = correction, {}
         return other
+
+    def of_accelerator(self, index: int) -> "Tables":
+        """The tables of accelerator `index`; these ones where it was not timed apart from the first."""
+        if index not in self._others:
+            own = self.profile.of_accelerator(index)
+            self._others[index] = self if own is self.profile else Tables(own, self.correction)
+        return self._others[index]
 
     def matmul(self, device: str, qtype: str, rows: int, cols: int, tokens: int) -> float:
         """Seconds of x[tokens, cols] @ W[rows, cols].T."""

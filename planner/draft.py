@@ -1,6 +1,6 @@
 """A tier as placements, with honest buffers and a simulated prediction."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
@@ -8,7 +8,7 @@ from pshard.buffers import arena_bytes, kv_layer_bytes, kv_stage_bytes, scratch_
 from pshard.model import ModelSpec
 from pshard.plan import Buffers, Placement, Prediction, Solve, TierPlan
 from pshard.planner.costs import TierCosts
-from pshard.planner.simulate import ROUNDS, Simulation, simulate, simulate_seconds
+from pshard.planner.simulate import ROUNDS, Simulation, simulate, simulate_seconds, simulate_together
 from pshard.steps import StepList, StepShape, emit_steps
 from pshard.workload import Workload
 
@@ -101,8 +101,19 @@ def tier_seconds(room: Room, tier: TierPlan, costs: TierCosts, rounds: int = ROU
 
 def predict_tier(room: Room, tier: TierPlan, costs: TierCosts, bound: float) -> Prediction:
     """Simulated time of the tier, what it is made of, and what limits it."""
-    steps = tier_steps(room, tier, costs)
-    result = simulate(steps, costs)
+    return predict_ranks((room,), (tier,), (costs,), (bound,))[0]
+
+
+def predict_ranks(
+    rooms: Sequence[Room], tiers: Sequence[TierPlan], costs: Sequence[TierCosts], bounds: Sequence[float]
+) -> tuple[Prediction, ...]:
+    """The same of one tier on every rank; ranks wait for each other, so all take the same time."""
+    steps = [tier_steps(room, tier, cost) for room, tier, cost in zip(rooms, tiers, costs, strict=True)]
+    results = simulate_together(steps, costs)
+    return tuple(map(_describe, tiers, costs, bounds, steps, results))
+
+
+def _describe(tier: TierPlan, costs: TierCosts, bound: float, steps: StepList, result: Simulation) -> Prediction:
     reads = sum(costs.units[p.unit].cpu_reads for p in tier.placements if p.where == "cpu")
     dram = costs.ranks * (steps.link_bytes + reads) / costs.tables.shared_rate
     dram = min(dram, result.seconds)  # caches may serve some of it

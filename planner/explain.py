@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass, replace
 
-from pshard.machine import CopyTiming, MachineProfile
+from pshard.machine import MachineProfile
 from pshard.measurement import Timeline, TimelineEvent
 from pshard.model import ModelSpec
+from pshard.pace import tier_seconds
 from pshard.plan import Variant
 from pshard.planner.costs import Tables
-from pshard.planner.draft import simulate_tier
+from pshard.planner.draft import tier_steps
 from pshard.planner.plan import plan_variant, price_tiers
+from pshard.planner.simulate import simulate_together
 from pshard.steps import AllReduce, Compute, CopyIn, FetchKV, Handoff, Step
 from pshard.workload import Workload
 
@@ -47,7 +49,7 @@ def explain_gains(
 
 def double_link(profile: MachineProfile) -> MachineProfile:
     """The same machine with copies in half the time and twice the rate under contention."""
-    copies = tuple(CopyTiming(c.direction, c.memory, c.nbytes, c.seconds / 2) for c in profile.copies)
+    copies = tuple(replace(c, seconds=c.seconds / 2) for c in profile.copies)
     both = profile.contention
     faster = replace(
         both,
@@ -63,23 +65,14 @@ def _speedups(before: Variant, after: Variant) -> tuple[tuple[int, float], ...]:
     return tuple((tokens, seconds / pace[tokens]) for tokens, seconds in tier_seconds(before).items() if tokens in pace)
 
 
-def tier_seconds(variant: Variant) -> dict[int, float]:
-    """Predicted seconds by tier; the slowest rank sets the pace."""
-    return {
-        tier.tokens: max(rank.tiers[i].prediction.seconds for rank in variant.ranks)
-        for i, tier in enumerate(variant.ranks[0].tiers)
-    }
-
-
-def simulate_timelines(
-    spec: ModelSpec, profile: MachineProfile, workload: Workload, variant: Variant
-) -> tuple[Timeline, ...]:
-    """The simulated steps of every tier of the first rank, for `pshard-report` to draw."""
+def simulate_timelines(spec: ModelSpec, profile: MachineProfile, variant: Variant) -> tuple[Timeline, ...]:
+    """The simulated steps of every tier on the first rank, for `pshard-report` to draw."""
     tiers = tuple(t.tokens for t in variant.ranks[0].tiers)
-    task = price_tiers(spec, Tables(profile, variant.correction), workload, tiers)[0]
+    tasks = price_tiers(spec, Tables(profile, variant.correction), variant.workload, tiers)
     timelines = []
-    for tier, cost in zip(variant.ranks[0].tiers, task.costs):
-        events = simulate_tier(task.room, tier, cost).events
+    for i, tier in enumerate(variant.ranks[0].tiers):
+        plans = [(task.room, rank.tiers[i], task.costs[i]) for task, rank in zip(tasks, variant.ranks)]
+        events = simulate_together([tier_steps(*p) for p in plans], [p[2] for p in plans])[0].events
         title = f"{spec.name}, {tier.tokens} token{'s' * (tier.tokens > 1)}, {variant.vram_mib[0]} MiB, simulated"
         made = (TimelineEvent(e.lane, e.start, e.end, _label(e.step)) for e in events)
         timelines.append(Timeline(title, tuple(made)))

@@ -1,6 +1,6 @@
 """plan_variant: the whole way from model, machine and workload to a plan for every tier and rank."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from pshard.buffers import arena_bytes, scratch_bytes
@@ -19,7 +19,7 @@ from pshard.planner.candidates import (
 )
 from pshard.planner.classes import UnitClass, group_units
 from pshard.planner.costs import Tables, TierCosts, tier_costs
-from pshard.planner.draft import Room, predict_tier, rank_room
+from pshard.planner.draft import Room, predict_ranks, predict_tier, rank_room
 from pshard.planner.ilp import fluid_seconds
 from pshard.planner.load import raise_weights, tier_loads
 from pshard.planner.problem import count_tier, tier_problem
@@ -27,6 +27,8 @@ from pshard.planner.refine import refine_candidate
 from pshard.workload import Workload
 
 WORTH = 0.99  # a smaller micro-batch is taken when the prompt takes less than this share of the time
+
+Bound = Callable[[Room, tuple[UnitClass, ...], TierCosts], float]  # seconds that no plan of a tier can beat
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,11 @@ class RankTask:
     def budget_mib(self) -> int:
         return self.room.workload.vram_mib[self.rank]
 
+    def is_like(self, other: "RankTask") -> bool:
+        """Whether the same plan serves both ranks."""
+        same_device = self.costs[0].tables is other.costs[0].tables
+        return same_device and self.room.arena == other.room.arena and self.room.spec == other.room.spec
+
 
 def plan_variant(
     spec: ModelSpec,
@@ -60,7 +67,7 @@ def plan_variant(
     the profile lacks a table.
     """
     tasks = prepare_ranks(spec, profile, workload, correction)
-    return _join_ranks(tasks, [rank_plans(task, time_limit / len(tasks))[0] for task in tasks])
+    return join_ranks(tasks, refine_ranks(tasks, place_ranks(tasks, time_limit)))
 
 
 def plan_baseline(
@@ -77,7 +84,7 @@ def plan_baseline(
     for task, candidate in zip(tasks, chosen):
         if candidate is None:
             raise UserError(f"strategy {name!r} does not fit {task.budget_mib} MiB; raise --vram")
-    return _join_ranks(tasks, [c for c in chosen if c])
+    return join_ranks(tasks, [c for c in chosen if c])
 
 
 def plan_several(task: RankTask, time_limit: float, programs: int = 2) -> tuple[Variant, ...]:
@@ -93,7 +100,7 @@ def plan_several(task: RankTask, time_limit: float, programs: int = 2) -> tuple[
             if taken < most and all(not same_placements(candidate.tiers, c.tiers) for c in wanted):
                 wanted.append(candidate)
                 taken += 1
-    return tuple(_join_ranks((task,), [candidate]) for candidate in wanted)
+    return tuple(join_ranks((task,), [candidate]) for candidate in wanted)
 
 
 def same_placements(one: Sequence[TierPlan], other: Sequence[TierPlan]) -> bool:
@@ -119,15 +126,42 @@ def predict_again(variant: Variant, task: RankTask) -> Variant:
 
 def rank_plans(task: RankTask, time_limit: float) -> tuple[Candidate, ...]:
     """Plans of one rank, the best first; only the one that keeps everything in VRAM where that fits every rank."""
+    best, *others = _place(task, time_limit)
+    return (_refine(task, best), *others)
+
+
+def place_ranks(tasks: Sequence[RankTask], time_limit: float) -> tuple[Candidate, ...]:
+    """The best plan of each rank by counts, not refined unit by unit. Ranks that are alike get the same."""
+    chosen: list[Candidate] = []
+    for task in tasks:
+        alike = next((c for other, c in zip(tasks, chosen) if other.is_like(task)), None)
+        chosen.append(alike or _place(task, time_limit / len(tasks))[0])
+    return tuple(chosen)
+
+
+def refine_ranks(tasks: Sequence[RankTask], placed: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """Each rank's plan refined unit by unit."""
+    refined: list[Candidate] = []
+    for task, candidate in zip(tasks, placed):
+        alike = next((c for other, c in zip(tasks, refined) if other.is_like(task)), None)
+        refined.append(alike or _refine(task, candidate))
+    return tuple(refined)
+
+
+def _place(task: RankTask, time_limit: float) -> tuple[Candidate, ...]:
     if not task.plan_needed:
         return (keep_everything(task.room, task.costs),)
-    best, *others = rank_candidates(task.room, task.classes, task.costs, task.bounds, time_limit)
-    return (refine_candidate(task.room, task.classes, task.costs, best), *others)
+    return rank_candidates(task.room, task.classes, task.costs, task.bounds, time_limit)
 
 
-def _join_ranks(tasks: tuple[RankTask, ...], chosen: Sequence[Candidate]) -> Variant:
+def _refine(task: RankTask, candidate: Candidate) -> Candidate:
+    return refine_candidate(task.room, task.classes, task.costs, candidate) if task.plan_needed else candidate
+
+
+def join_ranks(tasks: Sequence[RankTask], chosen: Sequence[Candidate]) -> Variant:
+    """The variant in which each rank runs its plan, with predictions of how they run together."""
     w, shares = tasks[0].room.workload, tuple(t.share for t in tasks)
-    ranks = tuple(_write_rank(task, candidate) for task, candidate in zip(tasks, chosen))
+    ranks = _predict(tasks, [_write_rank(task, candidate) for task, candidate in zip(tasks, chosen)])
     return Variant(
         w.vram_mib, w.context, w.sequences, w.type_k, w.type_v, w.max_ubatch, w.prompt, w.generated,
         w.split_mode, shares if len(shares) > 1 else (), tasks[0].plan_needed, ranks,
@@ -146,21 +180,26 @@ def prepare_ranks(
     return _weigh(tasks, workload, _best_ubatch(tasks, workload))
 
 
-def price_tiers(spec: ModelSpec, tables: Tables, workload: Workload, tiers: tuple[int, ...]) -> tuple[RankTask, ...]:
+def price_tiers(
+    spec: ModelSpec, tables: Tables, workload: Workload, tiers: tuple[int, ...], bound: Bound = bound_seconds
+) -> tuple[RankTask, ...]:
     """Every rank's task for exactly these tiers, whether or not their scratch fits."""
-    return _weigh(_price(spec, tables, workload, tiers), workload, tiers[-1])
+    return _weigh(_price(spec, tables, workload, tiers, bound), workload, tiers[-1])
 
 
-def _price(spec: ModelSpec, tables: Tables, workload: Workload, tiers: tuple[int, ...]) -> tuple[RankTask, ...]:
+def _price(
+    spec: ModelSpec, tables: Tables, workload: Workload, tiers: tuple[int, ...], bound: Bound = bound_seconds
+) -> tuple[RankTask, ...]:
     """Costs and bounds of every rank and tier; nothing in them depends on the largest micro-batch."""
     loads, shares = tier_loads(workload, tiers), rank_shares(workload)
-    tasks = []
+    tasks: list[RankTask] = []
     for rank, (part, share) in enumerate(zip(cut_ranks(spec, shares), shares)):
         room = rank_room(part, workload, workload.vram_mib[rank], tables.kind, tables.act_bytes, len(shares))
-        classes = group_units(part)
-        costs = tuple(tier_costs(part, tables, load, workload, len(shares)) for load in loads)
-        bounds = tuple(bound_seconds(room, classes, c) for c in costs)
-        tasks.append(RankTask(rank, share, room, classes, costs, bounds, True))
+        classes, own = group_units(part), tables.of_accelerator(rank)
+        costs = tuple(tier_costs(part, own, load, workload, len(shares)) for load in loads)
+        task = RankTask(rank, share, room, classes, costs, (), True)
+        alike = next((other.bounds for other in tasks if other.is_like(task)), None)
+        tasks.append(replace(task, bounds=alike or tuple(bound(room, classes, c) for c in costs)))
     return tuple(tasks)
 
 
@@ -248,9 +287,10 @@ def fitting_tiers(specs: Sequence[ModelSpec], workload: Workload, tables: Tables
 
 
 def _write_rank(task: RankTask, chosen: Candidate) -> RankPlan:
-    room, costs, solved, tiers = task.room, task.costs, chosen.solution, []
-    for tier, cost, bound in zip(chosen.tiers, costs, task.bounds):
-        problem = tier_problem(room, task.classes, cost, max(tier.buffers.slots, 1))
+    """A rank's plan, as yet without predictions."""
+    solved, tiers = chosen.solution, []
+    for tier, cost in zip(chosen.tiers, task.costs):
+        problem = tier_problem(task.room, task.classes, cost, max(tier.buffers.slots, 1))
         objective = fluid_seconds(problem, count_tier(task.classes, tier))
         gap = solved.gap if solved else 0.0
         solve = Solve(
@@ -258,12 +298,22 @@ def _write_rank(task: RankTask, chosen: Candidate) -> RankPlan:
             objective,
             objective * (1 - gap),
             gap,
-            solved.seconds / len(costs) if solved else 0.0,
+            solved.seconds / len(task.costs) if solved else 0.0,
             solved.solver if solved else "",
             chosen.strategy,
         )
-        tiers.append(replace(tier, prediction=predict_tier(room, tier, cost, bound), solve=solve))
+        tiers.append(replace(tier, solve=solve))
     pins = max(sum(p.where == "pinned" for p in t.placements) for t in tiers)
     kv = max(sum(p.kv == "vram" for p in t.placements) for t in tiers)
     order = chosen.residency
     return RankPlan(task.rank, task.budget_mib, task.share, order.pin_order[:pins], order.kv_order[:kv], tuple(tiers))
+
+
+def _predict(tasks: Sequence[RankTask], ranks: Sequence[RankPlan]) -> tuple[RankPlan, ...]:
+    """The ranks' plans with predictions: they run together."""
+    rooms, predicted = [t.room for t in tasks], []
+    for i in range(len(tasks[0].costs)):
+        tiers, costs, bounds = zip(*((r.tiers[i], t.costs[i], t.bounds[i]) for t, r in zip(tasks, ranks)))
+        predictions = predict_ranks(rooms, tiers, costs, bounds)
+        predicted.append([replace(tier, prediction=p) for tier, p in zip(tiers, predictions)])
+    return tuple(replace(rank, tiers=tiers) for rank, tiers in zip(ranks, zip(*predicted)))

@@ -7,9 +7,8 @@ from pshard.model import ModelSpec
 from pshard.plan import Variant
 from pshard.planner.costs import Tables, tier_costs
 from pshard.planner.load import TierLoad
-from pshard.planner.simulate import simulate
+from pshard.planner.simulate import simulate_together
 from pshard.steps import StepShape, emit_steps
-from pshard.workload import Workload
 
 SAMPLED_STEPS = 5  # decode steps that are simulated; their mean stands for all, as time grows evenly with the context
 
@@ -19,20 +18,18 @@ class Predictor:
 
     def __init__(self, specs: Sequence[ModelSpec], profile: MachineProfile, variant: Variant) -> None:
         self._specs, self._tables, self._variant = specs, Tables(profile, variant.correction), variant
-        v = variant
-        self._workload = Workload(
-            v.vram_mib, v.context, v.sequences, v.type_k, v.type_v, v.max_ubatch, v.prompt, v.generated
-        )
 
     def micro_batch(self, tokens: int, sequences: int, past: int) -> float:
-        """Seconds of one micro-batch in the steady state: `past` cells of each sequence; the slowest rank counts."""
+        """Seconds of one micro-batch in the steady state: `past` cells of each sequence; ranks wait for each other."""
         load = TierLoad(tokens, sequences, past, sequences, 1.0)
-        v, slowest = self._variant, 0.0
-        for spec, rank in zip(self._specs, v.ranks):
-            shape = StepShape(tokens, sequences * past, sequences, v.type_k, v.type_v, len(v.ranks))
-            costs = tier_costs(spec, self._tables, load, self._workload, len(v.ranks))
-            slowest = max(slowest, simulate(emit_steps(spec, rank.covering(tokens), shape), costs).seconds)
-        return slowest
+        v = self._variant
+        shape = StepShape(tokens, sequences * past, sequences, v.type_k, v.type_v, len(v.ranks))
+        steps = [emit_steps(spec, rank.covering(tokens), shape) for spec, rank in zip(self._specs, v.ranks)]
+        costs = [
+            tier_costs(spec, self._tables.of_accelerator(i), load, v.workload, len(v.ranks))
+            for i, spec in enumerate(self._specs)
+        ]
+        return simulate_together(steps, costs)[0].seconds
 
     def prefill(self, tokens: int, sequences: int = 1, depth: int = 0) -> float:
         """Seconds to prefill `tokens` tokens of each sequence after `depth` cells, in the engine's micro-batches."""

@@ -2,8 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from pshard.plan import RankPlan, TierPlan, Variant
-from pshard.planner.explain import BINDS, WhatIf, tier_seconds
+from pshard.pace import decode_seconds, first_token_seconds
+from pshard.plan import Considered, RankPlan, TierPlan, Variant
+from pshard.planner.explain import BINDS, WhatIf
 from pshard.workload import MIB
 
 if TYPE_CHECKING:
@@ -25,21 +26,23 @@ def print_variant(variant: Variant, out: "Console") -> None:
         _print_whole(_memory_table(rank), out)
     if not variant.plan_needed:
         out.print("Everything fits in VRAM: no plan is needed, and every tier keeps everything there.")
-    seconds = tier_seconds(variant)
-    decode = seconds[min(t for t in seconds if t >= variant.sequences)]
+    if variant.considered:
+        best, *others = variant.considered
+        out.print(f"Chosen: {best.way}, {best.seconds:.4g} s for a round of the workload", highlight=False)
+        for other in others:
+            out.print(f"    not: {other.way}, {_compare(best, other)}", highlight=False)
     out.print(
         f"Predicted: time to first token {first_token_seconds(variant):.3g} s for {variant.prompt} tokens "
-        f"(micro-batches of {variant.max_ubatch}), then {variant.sequences / decode:.4g} tok/s.",
+        f"(micro-batches of {variant.max_ubatch}), then {variant.sequences / decode_seconds(variant):.4g} tok/s.",
         highlight=False,
         soft_wrap=True,
     )
 
 
-def first_token_seconds(variant: Variant) -> float:
-    """Seconds to prefill the expected prompts: full micro-batches of the largest tier and a tail."""
-    seconds = tier_seconds(variant)
-    full, tail = divmod(variant.prompt * variant.sequences, variant.max_ubatch)
-    return full * seconds[variant.max_ubatch] + (seconds[min(t for t in seconds if t >= tail)] if tail else 0.0)
+def _compare(best: Considered, other: Considered) -> str:
+    if best.seconds is None or other.seconds is None:
+        return "which does not fit"
+    return f"{other.seconds:.4g} s ({other.seconds / best.seconds - 1:+.1%})"
 
 
 def _time_table(variant: Variant, rank: RankPlan) -> "Table":

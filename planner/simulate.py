@@ -5,9 +5,12 @@ steps in order. Copies and accelerator work are asynchronous and start when thei
 free; CPU work and a hand-off to the CPU hold the host thread. While the CPU computes and a copy runs, both slow down
 as the profile's contention says. Several micro-batches are run, and the time between the end of the first and of the
 last is measured: a steady state in which the next one's first copies run under this one's last units.
+
+Ranks are simulated together: at every sum all wait for the last one.
 """
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -170,24 +173,57 @@ class _Machine:
 
 def simulate(steps: StepList, costs: TierCosts, rounds: int = ROUNDS) -> Simulation:
     """Run `enter`, then `body` `rounds` (2 or more) times; see the module's text for the rules."""
-    machine = _Machine(costs, steps)
-    ends = _run(machine, steps, rounds)
-    machine.link.settle(ends[-1])
-    return Simulation(_period(ends), *_last_round(machine, ends[-2], ends[-1]))
+    return simulate_together((steps,), (costs,), rounds)[0]
+
+
+def simulate_together(
+    steps: Sequence[StepList], costs: Sequence[TierCosts], rounds: int = ROUNDS
+) -> tuple[Simulation, ...]:
+    """The same of every rank of a group, which takes equally long on all of them."""
+    machines = [_Machine(cost, each) for cost, each in zip(costs, steps, strict=True)]
+    ends = _run(machines, steps, rounds)
+    for machine in machines:
+        machine.link.settle(ends[-1])
+    return tuple(Simulation(_period(ends), *_last_round(machine, ends[-2], ends[-1])) for machine in machines)
 
 
 def simulate_seconds(steps: StepList, costs: TierCosts, rounds: int = ROUNDS) -> float:
     """The seconds of `simulate` alone, for searches that need nothing else of it."""
-    return _period(_run(_Machine(costs, steps), steps, rounds))
+    return _period(_run([_Machine(costs, steps)], (steps,), rounds))
 
 
 def _period(ends: list[float]) -> float:
     return (ends[-1] - ends[0]) / (len(ends) - 1)
 
 
-def _run(machine: _Machine, steps: StepList, rounds: int) -> list[float]:
-    """Let the machine run all rounds; returns when each ended."""
-    actions = {
+def _run(machines: Sequence[_Machine], steps: Sequence[StepList], rounds: int) -> list[float]:
+    """Let the machines run all rounds; returns when each ended."""
+    for machine, each in zip(machines, steps):
+        for copy in each.enter:
+            machine.copy_in(copy)
+    stretches = [_stretches(machine, each.body, len(machines) > 1) for machine, each in zip(machines, steps)]
+    ends: list[float] = []
+    for _ in range(rounds):
+        for machine in machines:
+            machine.log.clear()
+        for i, together in enumerate(zip(*stretches, strict=True)):
+            if i:
+                _meet(machines)
+            for stretch in together:
+                for act, step in stretch:
+                    act(step)
+        for machine in machines:
+            machine.host = max(machine.host, machine.acc)
+        ends.append(max(machine.host for machine in machines))
+    return ends
+
+
+_Action = tuple[Callable[[Step], None], Step]
+
+
+def _stretches(machine: _Machine, body: Sequence[Step], meets: bool) -> list[list[_Action]]:
+    """What a machine does; a new stretch begins with each sum when it `meets` others there."""
+    actions: dict[type, Callable] = {
         CopyIn: machine.copy_in,
         FetchKV: machine.fetch_kv,
         Compute: machine.compute,
@@ -197,17 +233,19 @@ def _run(machine: _Machine, steps: StepList, rounds: int) -> list[float]:
         Gather: machine.reduce,
         Free: machine.free,
     }
-    for copy in steps.enter:
-        machine.copy_in(copy)
-    body = [(actions[type(step)], step) for step in steps.body]
-    ends: list[float] = []
-    for _ in range(rounds):
-        machine.log.clear()
-        for act, step in body:
-            act(step)  # type: ignore[operator]
-        machine.host = max(machine.host, machine.acc)
-        ends.append(machine.host)
-    return ends
+    stretches: list[list[_Action]] = [[]]
+    for step in body:
+        if meets and isinstance(step, AllReduce | Gather):
+            stretches.append([])
+        stretches[-1].append((actions[type(step)], step))
+    return stretches
+
+
+def _meet(machines: Sequence[_Machine]) -> None:
+    """A sum begins when the last rank has come to it."""
+    last = max(max(machine.host, machine.acc) for machine in machines)
+    for machine in machines:
+        machine.acc = last
 
 
 def _last_round(machine: _Machine, origin: float, end: float) -> tuple[dict[str, float], tuple[Event, ...]]:

@@ -137,15 +137,10 @@ def _run_baseline(
     from dataclasses import replace
 
     from pshard.planner.plan import plan_baseline
-    from pshard.workload import Workload
 
     v = opened.variant
-    workload = Workload(
-        v.vram_mib, v.context, v.sequences, v.type_k, v.type_v, v.max_ubatch, v.prompt, v.generated, v.split_mode,
-        v.tensor_split,
-    )  # fmt: skip
     try:
-        variant = plan_baseline(name, opened.file.spec, opened.profile, workload, v.correction)
+        variant = plan_baseline(name, opened.file.spec, opened.profile, v.workload, v.correction)
     except UserError as error:
         print(f"note: baseline {name} is left out: {error}", file=sys.stderr)
         return []

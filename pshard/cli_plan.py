@@ -15,7 +15,7 @@ from pshard.cli_support import (
     parse_count,
     parse_mib,
     parse_mib_list,
-    parse_ratios,
+    parse_split,
     run_cli,
 )
 from pshard.errors import UserError
@@ -43,7 +43,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     p.add_argument("--prompt", type=parse_count, metavar="N", help="expected prompt length (4096, or half of -c)")
     p.add_argument("--generated", type=parse_count, metavar="N", help="expected answer length (default: 256)")
     p.add_argument("-sm", "--split-mode", choices=("none", "tensor"), default="none", help="split over devices")
-    p.add_argument("-ts", "--tensor-split", type=parse_ratios, metavar="R,R", help="ratios of the split (3,1)")
+    p.add_argument(
+        "-ts", "--tensor-split", type=parse_split, default=(), metavar="R,R",
+        help="ratios of the split (3,1; default: equal), or auto: those predicted to be the fastest",
+    )  # fmt: skip
     p.add_argument("--profile", type=Path, metavar="FILE", help="machine profile (default: this machine's)")
     p.add_argument("--registry", type=Path, metavar="PATH", help="registry to write (default: beside the model)")
     p.add_argument("--strategy", default="ilp", metavar="NAME", help="ilp (default) or a published strategy's name")
@@ -69,6 +72,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         args.validate = env_default("VALIDATE", _yes_or_no, None)
     if args.validate and args.strategy != "ilp":
         raise UserError("--validate and --strategy exclude each other; pshard-bench measures a published strategy")
+    if args.tensor_split == "auto" and args.strategy != "ilp":
+        raise UserError("-ts auto and --strategy exclude each other; give the published strategy its ratios")
     if args.vram and args.sweep:
         raise UserError("--vram and --sweep exclude each other; a sweep lists its own budgets")
     return args
@@ -144,7 +149,7 @@ def _run(argv: list[str]) -> int:
         from pshard.planner.explain import explain_gains
 
         gains = {
-            i: explain_gains(spec, profile, replace(workloads[0], vram_mib=v.vram_mib), v)
+            i: explain_gains(spec, profile, replace(workloads[0], vram_mib=v.vram_mib, tensor_split=v.tensor_split), v)
             for i, v in enumerate(variants)
             if v.plan_needed
         }
@@ -201,6 +206,10 @@ def _plan(
     try:
         if args.strategy != "ilp":
             return plan_baseline(args.strategy, model.spec, profile, workload), ()
+        if args.tensor_split == "auto":
+            from pshard.planner.ratios import plan_ratios
+
+            return plan_ratios(model.spec, profile, workload, args.time_limit), ()
         if not validate:
             return plan_variant(model.spec, profile, workload, args.time_limit), ()
         from pshard.validating import choose_by_trial
@@ -225,6 +234,7 @@ def _workloads(args: argparse.Namespace, spec: Any, profile: Any) -> list[Worklo
     generated = args.generated or min(Workload.generated, context - prompt)
     if prompt + generated > context or generated < 1:
         raise UserError(f"--prompt {prompt} and --generated {generated} do not fit the context of {context}; raise -c")
+    ratios = () if args.tensor_split == "auto" else args.tensor_split
     first = Workload(
         args.vram or _whole_memory(args, profile),
         context,
@@ -235,23 +245,32 @@ def _workloads(args: argparse.Namespace, spec: Any, profile: Any) -> list[Worklo
         prompt,
         generated,
         args.split_mode,
-        args.tensor_split or (),
+        ratios,
     )
     if first.sequences > first.max_ubatch:
         raise UserError(f"-ub {first.max_ubatch} is less than one token for each of -np {first.sequences} sequences")
     if args.tensor_split and args.split_mode != "tensor":
         raise UserError("-ts needs -sm tensor")
+    if len(first.vram_mib) == 1:
+        first = replace(first, vram_mib=first.vram_mib * _devices(args, profile))
     if args.sweep:
         return [replace(first, vram_mib=(mib,) * len(first.vram_mib)) for mib in args.sweep]
-    if args.tensor_split and len(first.vram_mib) == 1:
-        return [replace(first, vram_mib=first.vram_mib * len(args.tensor_split))]
     return [first]
+
+
+def _devices(args: argparse.Namespace, profile: Any) -> int:
+    """How many devices one budget is for. Raises UserError when that cannot be known."""
+    if args.tensor_split != "auto":
+        return len(args.tensor_split) or 1
+    if len(profile.accelerators) < 2:
+        raise UserError("-ts auto: the profile knows one device; give --vram a budget for each rank")
+    return len(profile.accelerators)
 
 
 def _whole_memory(args: argparse.Namespace, profile: Any) -> tuple[int, ...]:
     """The default budget: all memory of the profiled accelerators that is free, where that can be asked."""
     if args.sweep:
-        return (args.sweep[0],) * (len(args.tensor_split or ()) or 1)
+        return args.sweep[:1]
     accelerators = profile.accelerators if args.split_mode == "tensor" else profile.accelerators[:1]
     if not accelerators or accelerators[0].kind == "cpu":
         raise UserError("--vram is needed: the accelerator is the CPU, which has no memory of its own to fill")
@@ -304,10 +323,10 @@ def _as_json(spec: Any, profile: Any, workload: Workload, inputs: Any, variants:
 
     created = datetime.now(UTC).isoformat(timespec="seconds")
     registry = Registry(digest(inputs), tuple(inputs), spec.name, created, tuple(variants))
-    last = replace(workload, vram_mib=variants[-1].vram_mib)
+    last = variants[-1]
     return {
         "registry": to_json(registry),
-        "timelines": to_json(simulate_timelines(spec, profile, last, variants[-1])),
+        "timelines": to_json(simulate_timelines(spec, profile, last)),
         "gains": to_json([{"vram_mib": variants[i].vram_mib, "what_if": g} for i, g in gains.items()]),
     }
 

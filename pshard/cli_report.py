@@ -58,7 +58,6 @@ def _simulate_plans(inputs: "ReportInputs", args: Namespace) -> list["Timeline"]
     from pshard.machine_store import load_profile
     from pshard.models import open_model
     from pshard.planner.explain import simulate_timelines
-    from pshard.workload import Workload
 
     profile = inputs.profiles[0] if inputs.profiles and not args.profile else load_profile(args.profile)
     with open_model(args.model) as model:
@@ -69,19 +68,7 @@ def _simulate_plans(inputs: "ReportInputs", args: Namespace) -> list["Timeline"]
         rank = v.ranks[0]
         if {place.unit for place in rank.tiers[0].placements} != units:
             raise UserError(f"{args.model} is not the model that was planned; pass the plans' own model with -m")
-        workload = Workload(
-            v.vram_mib,
-            v.context,
-            v.sequences,
-            v.type_k,
-            v.type_v,
-            v.max_ubatch,
-            v.prompt,
-            v.generated,
-            v.split_mode,
-            v.tensor_split,
-        )
-        timelines = simulate_timelines(spec, profile, workload, v)
+        timelines = simulate_timelines(spec, profile, v)
         decode = rank.tiers.index(rank.covering(v.sequences))
         chosen += [timelines[i] for i in dict.fromkeys((decode, len(timelines) - 1))]
     return chosen

@@ -115,6 +115,11 @@ def parse_ratios(text: str) -> tuple[float, ...]:
     return tuple(n / sum(numbers) for n in numbers)
 
 
+def parse_split(text: str) -> tuple[float, ...] | str:
+    """Ratios as `parse_ratios` reads them, or "auto"."""
+    return text if text == "auto" else parse_ratios(text)
+
+
 def check_writable(path: Path, flag: str) -> None:
     """Complain before minutes of measuring, not after them. Raises UserError when no file can be written there."""
     if path.is_dir():

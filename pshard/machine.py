@@ -1,6 +1,7 @@
 """MachineProfile: what a machine can do, measured with the runtime's own kernels or taken from datasheets. No torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 PROFILE_VERSION = 1
 
@@ -37,7 +38,7 @@ class AcceleratorInfo:
 class MatmulTiming:
     """Seconds of x[tokens, cols] @ W[rows, cols].T with packed W, operands out of cache.
 
-    `device`: "host" or "acc" (the accelerator).
+    `device`: "host", "acc" (the first accelerator, and those like it), or "acc1", "acc2"... (unlike ones).
     """
 
     device: str
@@ -80,12 +81,14 @@ class ElementwiseTiming:
 
 @dataclass(frozen=True)
 class CopyTiming:
-    """Seconds of one copy. `direction`: "h2d" or "d2h"; `memory`: "pinned" (page-locked) or "pageable"."""
+    """Seconds of one copy. `direction`: "h2d" or "d2h"; `memory`: "pinned" (page-locked) or "pageable"; `device` as in
+    MatmulTiming."""
 
     direction: str
     memory: str
     nbytes: int
     seconds: float
+    device: str = "acc"
 
 
 @dataclass(frozen=True)
@@ -153,3 +156,25 @@ class MachineProfile:
     provenance: Provenance
     collectives: tuple[CollectiveTiming, ...] = ()
     version: int = PROFILE_VERSION
+
+    def of_accelerator(self, index: int) -> "MachineProfile":
+        """The profile as accelerator `index` sees it: "acc" rows are its own, table by table, where it has any."""
+        device = f"acc{index}"
+        rows: tuple[Any, ...] = (*self.matmuls, *self.attention, *self.elementwise, *self.copies)
+        if not any(row.device == device for row in rows):
+            return self
+        return replace(
+            self,
+            matmuls=_rows_of(self.matmuls, device),
+            attention=_rows_of(self.attention, device),
+            elementwise=_rows_of(self.elementwise, device),
+            copies=_rows_of(self.copies, device),
+        )
+
+
+def _rows_of(rows: tuple, device: str) -> tuple:
+    """Rows of the host and of `device`, which is called "acc"; all of them when it has none."""
+    if not any(row.device == device for row in rows):
+        return rows
+    kept = (row for row in rows if row.device in ("host", device))
+    return tuple(replace(row, device="acc") if row.device == device else row for row in kept)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pshard.buffers import SMALL_BATCH
+from pshard.workload import Workload
 
 REGISTRY_VERSION = 1
 
@@ -155,6 +156,18 @@ def batch_of(tokens: int) -> str:
 
 
 @dataclass(frozen=True)
+class Considered:
+    """A way to use the devices, one of several that were planned before one was chosen.
+
+    `way`: as flags ("-sm tensor -ts 0.5,0.5"). `seconds`: predicted, of a round of the workload; None when it does not
+    fit the budgets.
+    """
+
+    way: str
+    seconds: float | None
+
+
+@dataclass(frozen=True)
 class Variant:
     """All tiers for one workload and set of budgets."""
 
@@ -171,6 +184,15 @@ class Variant:
     plan_needed: bool  # False: everything fits, every tier keeps everything in VRAM
     ranks: tuple[RankPlan, ...]
     correction: Correction = NOTHING_LEARNT  # applied to the predictions
+    considered: tuple[Considered, ...] = ()  # what it was chosen from, itself first; empty when nothing was to choose
+
+    @property
+    def workload(self) -> Workload:
+        """What it was planned for, with the largest micro-batch that it has."""
+        return Workload(
+            self.vram_mib, self.context, self.sequences, self.type_k, self.type_v, self.max_ubatch, self.prompt,
+            self.generated, self.split_mode, self.tensor_split,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

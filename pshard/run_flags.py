@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from pshard.cli_support import env_default, find_model, parse_count, parse_mib_list, parse_ratios
+from pshard.cli_support import env_default, find_model, parse_count, parse_mib_list, parse_split
 from pshard.errors import UserError
 from pshard.model import KV_TYPES
 from pshard.opening import Request
@@ -31,7 +31,10 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
         "-ctv", "--cache-type-v", choices=KV_TYPES, default="bf16", help="type of the values' cache (bf16)"
     )
     group.add_argument("-sm", "--split-mode", choices=("none", "tensor"), default="none", help="split over devices")
-    group.add_argument("-ts", "--tensor-split", type=parse_ratios, default=(), help="share of each rank, as 3,1")
+    group.add_argument(
+        "-ts", "--tensor-split", type=parse_split, default=(), metavar="R,R",
+        help="share of each rank, as 3,1 (auto, or not given: the ratios of the plan that fits)",
+    )  # fmt: skip
     group.add_argument(
         "--reduce-dtype", choices=("f32", "bf16", "f16"), default="f32",
         help="ranks' parts are rounded to this before they are summed (default f32); bf16 halves what prompts exchange",
@@ -46,8 +49,9 @@ def make_request(args: argparse.Namespace, sequences: int | None = None) -> Requ
     """The request that the flags make. Raises UserError for flags that do not go together."""
     if args.split_mode == "none" and (args.tensor_split or len(args.vram or ()) > 1):
         raise UserError("-ts and several budgets split the model over devices; add -sm tensor")
-    if args.tensor_split and len(args.vram or ()) > 1 and len(args.tensor_split) != len(args.vram):
-        raise UserError(f"-ts has {len(args.tensor_split)} ratios and --vram {len(args.vram)} budgets; give one each")
+    ratios = () if args.tensor_split == "auto" else args.tensor_split
+    if ratios and len(args.vram or ()) > 1 and len(ratios) != len(args.vram):
+        raise UserError(f"-ts has {len(ratios)} ratios and --vram {len(args.vram)} budgets; give one each")
     return Request(
         find_model(args.model),
         args.vram,
@@ -56,7 +60,7 @@ def make_request(args: argparse.Namespace, sequences: int | None = None) -> Requ
         args.cache_type_k,
         args.cache_type_v,
         args.split_mode,
-        args.tensor_split,
+        ratios,
         args.registry,
         args.profile,
         args.kernels,

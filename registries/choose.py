@@ -1,9 +1,11 @@
 """Which stored variant serves a workload, and what to say when none does."""
 
 import shlex
+from dataclasses import replace
 from math import isclose
 
 from pshard.errors import UserError
+from pshard.pace import round_seconds
 from pshard.plan import Registry, Variant
 from pshard.workload import Workload
 
@@ -27,7 +29,8 @@ def choose_variant(registry: Registry, want: Workload, replan_command: str) -> V
 
     It must hold at least the wanted context and sequences, with the same KV types and split. Among equal budgets the
     one for fewest sequences goes first, then the wanted ubatch, then the smallest context; the largest context when
-    none is wanted. Raises UserError that lists the variants there are.
+    none is wanted; then the one with the shortest predicted round (other ratios of a split). Raises UserError that
+    lists the variants there are.
     """
     fitting = [v for v in registry.variants if _serves(v, want)]
     if fitting:
@@ -39,6 +42,7 @@ def choose_variant(registry: Registry, want: Workload, replan_command: str) -> V
                 v.max_ubatch == want.max_ubatch,
                 -v.context if want.context > 1 else v.context,
                 v.max_ubatch,
+                -round_seconds(replace(v, prompt=want.prompt, generated=want.generated)),
             ),
         )
     wanted = _describe(want)

@@ -114,6 +114,16 @@ def test_two_devices_get_a_plan_each(plan):
     assert [r.budget_mib for r in variant.ranks] == [OWN + 3, OWN + 2] and variant.tensor_split == (0.75, 0.25)
 
 
+def test_ratios_are_chosen_and_the_others_named(plan):
+    code, out, _, registry = plan("--vram", f"{OWN + 4},{OWN + 2}", "-sm", "tensor", "-ts", "auto")
+    (variant,) = load_registry(registry).variants
+    assert code == 0 and len(variant.ranks) == 2 and sum(variant.tensor_split) == pytest.approx(1)
+    shares = ",".join(f"{share:.4g}" for share in variant.tensor_split)
+    assert f"Chosen: -sm tensor -ts {shares}, " in out
+    assert "-sm tensor -ts 0.5,0.5" in [c.way for c in variant.considered]
+    assert all(c.way in out for c in variant.considered)
+
+
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
@@ -124,6 +134,10 @@ def test_two_devices_get_a_plan_each(plan):
         (("--vram", f"{MIB},{MIB}"), "2 budgets for one device"),
         (("--vram", MIB, "--strategy", "luck"), "unknown strategy 'luck'; choose from ilp, fit"),
         (("--vram", MIB, "-ts", "1,1"), "-ts needs -sm tensor"),
+        (("--vram", MIB, "-ts", "auto"), "-ts needs -sm tensor"),
+        (("--vram", MIB, "-sm", "tensor", "-ts", "auto"), "the profile knows one device; give --vram a budget for"),
+        (("--vram", f"{MIB},{MIB}", "-sm", "tensor", "-ts", "auto", "--strategy", "fit"), "exclude each other"),
+        (("--vram", f"{MIB},{MIB}", "-sm", "tensor", "-ts", "autos"), "autos"),
         (("--vram", MIB, "--prompt", "250", "--generated", "100"), "do not fit the context of 256"),
         (("--vram", MIB, "--expl"), "unrecognized arguments: --expl"),
         (("--vram", MIB, "-np", "0"), "'0' is not a whole number"),
