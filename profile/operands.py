@@ -15,6 +15,8 @@ from pshard.runtime.kv_cache import KVShape, view_layer
 LEAST_ROTATION = 512 << 20  # bytes between two reads of the same copy; read-then-flush does not evict a large L3
 QUICK_ROTATION = 64 << 20
 CACHES = 32  # times the last cache; what 16 cores read at 200 GB/s over twice a 300 MiB L3, they read at 158 over this
+MOST_COPIES = 4096  # handed out at once, spread over the pool: more than a timing reads
+PAGE = 4096
 SHARE = 8  # of the host's memory at most
 ORDINARY = (0x20, 0x40)  # bytes that are ordinary numbers as scales, exponents, halves and floats of every type
 
@@ -77,9 +79,10 @@ class OperandPool:
         return caches
 
     def _split(self, nbytes: int) -> list[torch.Tensor]:
-        stride = -(-nbytes // 4096) * 4096
+        stride = -(-nbytes // PAGE) * PAGE
         if stride > self._buffer.numel():
             self._buffer = self._allocate(stride)
+        stride = max(stride, self._buffer.numel() // MOST_COPIES // PAGE * PAGE)
         return [self._buffer[at : at + nbytes] for at in range(0, self._buffer.numel() - stride + 1, stride)]
 
 

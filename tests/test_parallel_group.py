@@ -26,7 +26,8 @@ def command(scenario: str, ranks: int, out: Path) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"PYTHONPATH": str(TESTS)}
+    path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+    return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"PYTHONPATH": path}
 
 
 def run_ranks(scenario: str, ranks: int, out: Path) -> subprocess.CompletedProcess:

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from pshard.profile.operands import LEAST_ROTATION, QUICK_ROTATION, OperandPool, random_record, rotation_bytes
+from pshard.profile.operands import (
+    LEAST_ROTATION,
+    MOST_COPIES,
+    QUICK_ROTATION,
+    OperandPool,
+    random_record,
+    rotation_bytes,
+)
 from pshard.quant import QUANT_TYPES, packed_nbytes
 from pshard.runtime.kernels.layout import unpack_reference
 
@@ -43,6 +50,13 @@ def test_the_bytes_of_a_host_pool_are_ordinary_numbers_in_every_type(qtype):
     assert np.isfinite(weights).all() and weights.max() > 0
     assert weights[weights > 0].min() > smallest_normal
     assert len(np.unique(weights)) > 8
+
+
+def test_copies_of_a_small_matrix_are_few_and_spread_over_the_pool():
+    pool = OperandPool(64 * MIB, CPU)
+    copies = pool.rotate_weights("Q4_0", 16, 32)
+    assert len(copies) <= MOST_COPIES
+    assert copies[-1].data.data_ptr() - copies[0].data.data_ptr() > 63 * MIB
 
 
 def test_a_matrix_larger_than_the_pool_gets_one_copy():
