@@ -121,13 +121,28 @@ class Unit:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """Where a run of layers stands in a pipeline over ranks: hidden states come from rank `source` and go to `target`.
+
+    None: it begins with the embedding, it ends with the output; both where the rank has no layers at all.
+    """
+
+    source: int | None
+    target: int | None
+
+
+@dataclass(frozen=True)
 class ModelSpec:
-    """A model as the planner sees it. `units` are in execution order: embedding, (attention, ffn) per layer, output."""
+    """A model as the planner sees it. `units` are in execution order: embedding, (attention, ffn) per layer, output.
+
+    `stage`: what a rank holds is a run of layers (`pshard.pipeline`); None for a whole model or a slice of every unit.
+    """
 
     name: str
     path: str
     config: ModelConfig
     units: tuple[Unit, ...]
+    stage: Stage | None = None
 
     def unit(self, name: str) -> Unit:
         """The unit of that name. Raises KeyError."""

@@ -82,8 +82,24 @@ class AllReduce:
 
 
 @dataclass(frozen=True)
+class Receive:
+    """Take a micro-batch's hidden states (float32 [tokens, d_model]) from rank `source` to the accelerator's side."""
+
+    source: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Send:
+    """Hand hidden states on the accelerator's side to rank `target`, which takes them when it comes to it."""
+
+    target: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class Gather:
-    """Collect the ranks' slices of the logits."""
+    """Collect the ranks' slices of the logits; in a pipeline the last rank has all, and the others bring 0 bytes."""
 
     unit: str
     nbytes: int
@@ -105,7 +121,7 @@ _all_reduce = lru_cache(1 << 14)(AllReduce)
 _join = lru_cache(1 << 14)(Join)
 _free = lru_cache(1 << 14)(Free)
 
-Step = CopyIn | FetchKV | Compute | WriteBack | Handoff | Join | AllReduce | Gather | Free
+Step = CopyIn | FetchKV | Compute | WriteBack | Handoff | Join | AllReduce | Receive | Send | Gather | Free
 
 
 @dataclass(frozen=True)
@@ -165,7 +181,13 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
 
     fetch(0)
     side, n_fetched = "cpu", 0  # token ids start on the host
+    stage = spec.stage
+    if stage and stage.source is not None:
+        body.append(Receive(stage.source, hidden))
+        side = "acc"
     for unit in spec.units:
+        if stage and not unit.tensors:  # another rank has the embedding or the output
+            continue
         place = places[unit.name]
         on = "cpu" if place.where == "cpu" else "acc"
         if place.cpu_rows:
@@ -180,7 +202,7 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
             body.append(_write_back(unit.name, shape.tokens * cell))
             n_fetched += 1
             fetch(n_fetched)
-        if shape.ranks > 1 and unit.kind in ("attention", "ffn"):
+        if shape.ranks > 1 and not stage and unit.kind in ("attention", "ffn"):
             body.append(_all_reduce(unit.name, hidden))
         if unit.name in slot_of:
             body.append(_free(slot_of[unit.name]))
@@ -188,7 +210,12 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
             if after is not None:
                 body.append(_slot_copy(after, slot_of[after.name], places[after.name].cpu_rows))
     logits = shape.logit_rows * spec.config.vocab * 4
-    if side == "acc":
+    if stage and not spec.units[-1].tensors:
+        logits = 0
+        if stage.target is not None:
+            body += [Handoff("acc", hidden)] if side == "cpu" else []
+            body.append(Send(stage.target, hidden))
+    elif side == "acc":
         body.append(Handoff("cpu", logits))
     if shape.ranks > 1:
         body.append(Gather("output", logits))

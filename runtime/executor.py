@@ -62,7 +62,8 @@ class Executor:
         self.switches = 0
         self._sent: Any = None
         output = spec.units[-1]
-        on_device = all(t.placement(output.name).where != "cpu" for t in plan.tiers)
+        elsewhere = spec.stage is not None and not output.tensors  # another rank's logits come to this GPU at once
+        on_device = elsewhere or all(t.placement(output.name).where != "cpu" for t in plan.tiers)
         # columns of the logits of each rank, when they are put together on the GPUs
         self.logit_widths = group.logit_widths(sum(t.rows for t in output.matrices), on_device) or ()
         self._host_memory: list[torch.Tensor] = []
@@ -235,6 +236,8 @@ class Executor:
         batch = MicroBatch(self, state, ids, tokens, segments, host_rows, acc_rows, logit_rows, *wanted)
         try:
             with torch.inference_mode():
+                with self.device.computing():
+                    self.group.finish_send()  # the last micro-batch's hidden states may still be read
                 logits = batch.walk(self._program(has_past).body)
         finally:
             torch.set_num_threads(threads)

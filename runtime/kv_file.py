@@ -29,12 +29,12 @@ import torch
 from pshard.errors import UserError
 from pshard.jsonio import check_regular, to_json
 from pshard.model import ModelSpec, kv_nbytes
-from pshard.parallel import source_ranges
 from pshard.runtime.executor import Executor
 from pshard.runtime.kernels.kv_codec import put_head, take_head
 from pshard.runtime.kv_cache import KVShape
 from pshard.runtime.parallel import Group
 from pshard.runtime.weights import WeightSource
+from pshard.splitting import Ranges
 
 MAGIC, VERSION = b"pshardkv", 1
 _FIXED = struct.Struct("<8sIII")
@@ -66,10 +66,10 @@ class Block:
 class KVStore:
     """Saves and loads sequences of one engine. All ranks of the group make the same calls."""
 
-    def __init__(self, source: WeightSource, shares: Sequence[float], kv: KVShape, executor: Executor, group: Group):
-        """source: the whole model; shares: the ratios by which the ranks hold it."""
+    def __init__(self, source: WeightSource, held: Sequence[Ranges], kv: KVShape, executor: Executor, group: Group):
+        """source: the whole model; held: what of it every rank has (pshard.splitting.split_ranges)."""
         self._source, self._kv, self._executor, self._group = source, kv, executor, group
-        self._blocks = tuple(_blocks_of(source.spec, shares or (1.0,), group.rank))
+        self._blocks = tuple(_blocks_of(source.spec, held, group.rank))
 
     def save(self, path: Path, sequence: int, tokens: Sequence[int]) -> None:
         """Write the first len(tokens) cells of a sequence; the file is there whole or not at all. Raises UserError."""
@@ -232,10 +232,9 @@ def _read_header(path: Path, file: Any) -> tuple[bytes, dict[str, Any]]:
     return header, json.loads(header)
 
 
-def _blocks_of(spec: ModelSpec, shares: Sequence[float], rank: int) -> Iterator[Block]:
+def _blocks_of(spec: ModelSpec, ranges: Sequence[Ranges], rank: int) -> Iterator[Block]:
     """The blocks that a rank holds."""
     heads, d = spec.config.n_kv_heads, spec.config.head_dim
-    ranges = [source_ranges(spec, shares, r) for r in range(len(shares))]
     for layer, unit in enumerate(u for u in spec.units if u.kind == "attention"):
         key = next(t.name for t in unit.tensors if t.role == "attn_k.weight")
         rows = [r[unit.name].get(key, (0, 0, 0, 0)) for r in ranges]

@@ -17,7 +17,8 @@ from pshard.runtime.kernels.api import Kernels
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.kv_cache import KVShape
 from pshard.runtime.parallel import Group
-from pshard.runtime.weights import HostWeights, LentWeights, Ranges, WeightSource, pack_unit
+from pshard.runtime.weights import HostWeights, LentWeights, WeightSource, pack_unit
+from pshard.splitting import Ranges
 
 
 def choose_kernels(device: Device, wanted: str, max_tokens: int) -> tuple[Kernels, Kernels, tuple[str, ...]]:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,20 @@ from pshard.runtime.blocks import PendingSum, Side, gate_rows, project_down, run
 from pshard.runtime.kernels.api import RowIndex, Segment
 from pshard.runtime.kv_cache import used_pieces
 from pshard.runtime.weights import UnitWeights, lookup_rows, view_cpu_rows, view_unit
-from pshard.steps import AllReduce, Compute, CopyIn, FetchKV, Free, Gather, Handoff, Join, Step, WriteBack
+from pshard.steps import (
+    AllReduce,
+    Compute,
+    CopyIn,
+    FetchKV,
+    Free,
+    Gather,
+    Handoff,
+    Join,
+    Receive,
+    Send,
+    Step,
+    WriteBack,
+)
 
 if TYPE_CHECKING:
     from pshard.runtime.executor import Executor
@@ -111,6 +125,13 @@ class MicroBatch:
                 self._write_back(step)
             case AllReduce():
                 self._all_reduce()
+            case Receive():
+                self.side = "acc"
+                with self.executor.device.computing():
+                    self.executor.group.receive(self.state.side.space.rows("hidden", self.tokens), step.source)
+            case Send():
+                with self.executor.device.computing():
+                    self.executor.group.send(self.state.side.space.rows("hidden", self.tokens), step.target)
             case Gather():
                 self._gather()
 
@@ -172,7 +193,8 @@ class MicroBatch:
         """The unit's kernels, nothing else: what a graph may hold."""
         unit, weights = self.executor.spec.unit(step.unit), self._weights_of(step)
         summed, self.summed = self.summed, None
-        target = self._side().space.rows("branch", self.tokens) if self.executor.group.size > 1 else None
+        partial = self.executor.group.size > 1 and self.executor.spec.stage is None
+        target = self._side().space.rows("branch", self.tokens) if partial else None
         if not unit.tensors:
             self._contribute_nothing(unit.kind, target)
         elif unit.kind == "embedding":
@@ -219,9 +241,15 @@ class MicroBatch:
 
     def _gather(self) -> None:
         """One gather of all wanted rows, whatever number of pieces each rank computed them in."""
+        e, pipeline = self.executor, self.executor.spec.stage is not None
         if self.logit_rows and not self._gathers_on_device():
             own = torch.cat(self.logits) if self.logits else torch.empty(len(self.logit_rows), 0)
-            self.logits[:] = [self.executor.group.gather_columns(own)]
+            # in a pipeline a rank is done long before the last one
+            self.logits[:] = [e.group.gather_columns(own, inf if pipeline else None)]
+        elif self.logit_rows and pipeline and not e.spec.units[-1].tensors:
+            with e.device.computing():
+                self._contribute_nothing("output", None)
+            self._deliver_logits()
 
     def _weights_of(self, step: Compute) -> UnitWeights:
         e = self.executor

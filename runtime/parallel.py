@@ -1,4 +1,4 @@
-"""The group of ranks of a tensor-parallel run: all-reduce, gather, broadcast, and who is alive.
+"""The group of ranks of a run: all-reduce, gather, hand-over, broadcast, and who is alive.
 
 One process per rank, started by `pshard.runtime.launch` or by torchrun; both describe the group in the environment
 (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 REDUCE_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 MEET_SECONDS = 120.0  # all ranks must be up by then
+SENDS_AHEAD = 4  # micro-batches that a CPU rank may be ahead of the next one
 REDUCE_SECONDS = 120.0  # no rank may be later than this to a sum; a dead process is noticed much sooner (rank_watch)
 
 
@@ -92,10 +93,25 @@ class Group:
     def check(self) -> None:
         """Raise RankLost when a sum on the GPU gave up waiting for a rank. Called where the host has waited."""
 
-    def gather_columns(self, local: torch.Tensor) -> torch.Tensor:
+    def send(self, tensor: torch.Tensor, target: int) -> None:
+        """Hand a contiguous float32 tensor to a rank, which takes it with `receive`, in the same order. Raises RankLost.
+
+        Returns before it is taken, if need be; the tensor may be written to again after `finish_send`.
+        """
+        raise NotImplementedError
+
+    def finish_send(self) -> None:
+        """Wait (on a GPU: let its current stream wait) until what was sent last may be written to."""
+
+    def receive(self, tensor: torch.Tensor, source: int) -> None:
+        """Fill a tensor with what rank `source` sends; on a GPU in the current stream. Waits without limit. Raises
+        RankLost."""
+        raise NotImplementedError
+
+    def gather_columns(self, local: torch.Tensor, seconds: float | None = None) -> torch.Tensor:
         """Put the ranks' columns side by side: [rows, own columns, maybe 0] -> [rows, all]. Raises RankLost.
 
-        How many columns each rank brings is learnt in the first call and may not change.
+        seconds: how much later than this one another rank may come; None: as to a sum. How many columns each rank brings is learnt in the first call and may not change.
         """
         return local
 
@@ -129,6 +145,7 @@ class TorchGroup(Group):
         self.rank, self.size = rank, size
         self._watch, self._closed = watch, False
         self._widths: tuple[int, ...] = ()
+        self._sending: list[tuple[dist.Work, torch.Tensor]] = []
         # NVLink multicast hangs on some hosts and sums in another order: leave it off
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         dist.init_process_group(
@@ -210,7 +227,33 @@ class TorchGroup(Group):
         except RuntimeError as error:
             self._fail(error)
 
-    def gather_columns(self, local: torch.Tensor) -> torch.Tensor:
+    def send(self, tensor: torch.Tensor, target: int) -> None:
+        here = tensor if tensor.is_cuda else tensor.clone()
+        self._sending.append((self._start(dist.isend, here, target), here))
+        if len(self._sending) > SENDS_AHEAD:
+            self._wait_for(self._sending.pop(0)[0])
+
+    def finish_send(self) -> None:
+        while self._sending and self._sending[0][1].is_cuda:
+            self._wait_for(self._sending.pop(0)[0])
+
+    def receive(self, tensor: torch.Tensor, source: int) -> None:
+        self._wait_for(self._start(dist.irecv, tensor, source))
+
+    def _wait_for(self, work: dist.Work) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._fail(error)
+
+    def _start(self, operation: Any, tensor: torch.Tensor, peer: int) -> dist.Work:
+        """Begin a transfer between two ranks; batched, as NCCL then takes the communicator that there is."""
+        try:
+            return dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer)])[0]
+        except RuntimeError as error:
+            self._fail(error)
+
+    def gather_columns(self, local: torch.Tensor, seconds: float | None = None) -> torch.Tensor:
         rows, width = local.shape
         if not self._widths:
             self._widths = tuple(self._all_widths(width))
@@ -218,8 +261,8 @@ class TorchGroup(Group):
             raise ValueError(f"{width} columns, after {self._widths[self.rank]} in the first gather")
         try:
             if self._exchange and not local.is_cuda:
-                sizes = [rows * n for n in self._widths]
-                parts = self._exchange.gather(local.contiguous(), sizes, REDUCE_SECONDS).split(sizes)
+                sizes, seconds = [rows * n for n in self._widths], REDUCE_SECONDS if seconds is None else seconds
+                parts = self._exchange.gather(local.contiguous(), sizes, seconds).split(sizes)
                 return torch.cat([part.view(rows, n) for part, n in zip(parts, self._widths)], dim=1)
             padded = local.new_zeros(rows, max(self._widths))
             padded[:, :width] = local

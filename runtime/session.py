@@ -5,7 +5,6 @@ from typing import Protocol
 
 from pshard.errors import UserError
 from pshard.model import ModelSpec
-from pshard.parallel import cut_model, source_ranges
 from pshard.plan import Variant
 from pshard.runtime.device import Device
 from pshard.runtime.engine import Engine
@@ -14,6 +13,7 @@ from pshard.runtime.kv_file import KVStore
 from pshard.runtime.loading import build_executor, choose_kernels
 from pshard.runtime.parallel import Group
 from pshard.runtime.weights import HostWeights, WeightSource
+from pshard.splitting import split_model, split_ranges
 
 
 class _File(WeightSource, Protocol):
@@ -40,7 +40,7 @@ def build_engine(
     Args:
         device: closed with the engine, and when loading fails or is interrupted.
         kernels: "fast", or "plain" for torch in float32 (the reference).
-        group: the tensor-parallel group that this process belongs to; None for one rank.
+        group: the ranks that this process belongs to; None for one rank.
         progress: called with packed bytes done since the last call.
         on_close: called when the engine is closed.
         lender: holds the packed weights of the whole model already, and outlives this engine; for one rank.
@@ -49,21 +49,20 @@ def build_engine(
     if group.size != len(variant.ranks):
         raise UserError(f"the plan is for {len(variant.ranks)} ranks, but {group.size} are running")
     plan = variant.ranks[group.rank]
-    spec, ranges = file.spec, None
-    if group.size > 1:
-        spec = cut_model(file.spec, variant.tensor_split, group.rank)
-        ranges = source_ranges(file.spec, variant.tensor_split, group.rank)
+    split = (variant.split_mode, variant.tensor_split)
+    spec = split_model(file.spec, *split, group.rank)
+    ranges = [split_ranges(file.spec, *split, rank) for rank in range(group.size)]
     kv = KVShape(variant.context, variant.sequences, variant.type_k, variant.type_v)
     try:
         pair = choose_kernels(device, kernels, plan.tiers[-1].tokens)
-        executor = build_executor(file, spec, ranges, plan, device, kv, pair[:2], group, progress, lender)
+        executor = build_executor(file, spec, ranges[group.rank], plan, device, kv, pair[:2], group, progress, lender)
     except BaseException:
         device.close()
         raise
     notes = pair[2]
     if not executor.page_locked:
         notes += ("host weights are pageable: page-locking was refused, copies are slower",)
-    store = KVStore(file, variant.tensor_split if group.size > 1 else (1.0,), kv, executor, group)
+    store = KVStore(file, ranges, kv, executor, group)
     return Engine(executor, variant, _tokenizer(file), notes, on_close, store)
 
 

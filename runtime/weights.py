@@ -16,9 +16,7 @@ from pshard.runtime.host_memory import map_memory
 from pshard.runtime.kernels import layout, native
 from pshard.runtime.kernels.api import Packed
 from pshard.runtime.kernels.unpack import plain_rows, unpack
-
-# unit -> tensor -> rows [from, to), columns [from, to) of the file's tensor (pshard.parallel.source_ranges)
-Ranges = dict[str, dict[str, tuple[int, int, int, int]]]
+from pshard.splitting import Ranges
 
 
 class WeightSource(Protocol):

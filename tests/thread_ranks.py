@@ -1,5 +1,6 @@
 """Ranks as threads of one process: the engine's tensor-parallel path without starting processes."""
 
+import queue
 import random
 import threading
 from collections.abc import Callable
@@ -13,12 +14,12 @@ from engines import pinned_everywhere
 from plan_samples import make_rank_plan, make_tier, make_variant, random_places, shrink_places, split_places
 
 from pshard.models import open_model
-from pshard.parallel import cut_model
 from pshard.plan import TierPlan
 from pshard.runtime.device import open_device
 from pshard.runtime.engine import Engine
 from pshard.runtime.parallel import Group
 from pshard.runtime.session import build_engine
+from pshard.splitting import split_model
 
 
 class Meeting:
@@ -27,6 +28,7 @@ class Meeting:
     def __init__(self, size: int) -> None:
         self.parts: list[torch.Tensor | None] = [None] * size
         self.said: list[Any] = [None] * size
+        self.sent = [queue.SimpleQueue() for _ in range(size)]  # to each rank
         self.barrier = threading.Barrier(size, timeout=60)
 
 
@@ -57,7 +59,16 @@ class ThreadGroup(Group):
         self._meeting.barrier.wait()
         return said
 
-    def gather_columns(self, local: torch.Tensor) -> torch.Tensor:
+    def send(self, tensor: torch.Tensor, target: int) -> None:
+        assert tensor.dtype == torch.float32 and tensor.is_contiguous()
+        self._meeting.sent[target].put((self.rank, tensor.clone()))
+
+    def receive(self, tensor: torch.Tensor, source: int) -> None:
+        sender, sent = self._meeting.sent[self.rank].get(timeout=60)
+        assert sender == source
+        tensor.copy_(sent)
+
+    def gather_columns(self, local: torch.Tensor, seconds: float | None = None) -> torch.Tensor:
         return torch.cat(self._exchange(local), dim=1)
 
 
@@ -95,14 +106,15 @@ def run_ranks(
     context: int,
     tiers: Tiers | None = None,
     kv_types: tuple[str, str] = ("f32", "f32"),
+    mode: str = "tensor",
 ) -> list[Any]:
-    """What `talk` returns on each rank of a group over the ratios `shares`."""
+    """What `talk` returns on each rank of a group over the ratios `shares`, split by layers or by tensors."""
     meeting = Meeting(len(shares))
     make = tiers or (lambda spec: pinned_everywhere(spec, (4, 16), context))
-    specs = [cut_model(open_model(path).spec, shares, r) for r in range(len(shares))]
+    specs = [split_model(open_model(path).spec, mode, shares, r) for r in range(len(shares))]
     plans = tuple(make_rank_plan(s, make(s), r, share) for r, (s, share) in enumerate(zip(specs, shares)))
     variant = make_variant(specs[0], plans[0].tiers, context, 1, plans)
-    variant = replace(variant, split_mode="tensor", tensor_split=shares, type_k=kv_types[0], type_v=kv_types[1])
+    variant = replace(variant, split_mode=mode, tensor_split=shares, type_k=kv_types[0], type_v=kv_types[1])
 
     def rank(r: int) -> Any:
         group = ThreadGroup(r, meeting)

@@ -1,0 +1,76 @@
+"""Pipelines (`-sm layer`): which whole layers each rank holds, and how the ranks' times of micro-batches add up. No torch.
+
+Rank after rank has the next layers: it takes hidden states from the one before, and hands its own to the one after
+while it begins the next micro-batch. A rank's layers are a ModelSpec of their own, planned and loaded like any model.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from pshard.model import ModelSpec, Stage, Unit
+
+
+def share_layers(spec: ModelSpec, shares: Sequence[float]) -> tuple[range, ...]:
+    """Which layers each rank holds; number `n_layers` stands for the output head, which follows the last layer.
+
+    In packed bytes the runs are as near to the ratio of `shares` (0 or more each, not all 0) as whole layers allow:
+    every bound is the one nearest to its place, so errors do not add up. The embedding is not counted: its rows are
+    looked up on the host. A rank may get nothing.
+    """
+    if not shares or min(shares) < 0 or sum(shares) <= 0:
+        raise ValueError(f"shares {tuple(shares)} are not ratios: 0 or more each, one above 0")
+    sizes = [0] * (spec.config.n_layers + 1)
+    for unit in spec.units:
+        if unit.kind != "embedding":
+            sizes[_place(spec, unit)] += unit.packed_nbytes
+    ends = list(accumulate(sizes, initial=0))  # bytes of the first 0, 1, 2... layers
+    bounds = [0]
+    for owed in accumulate(shares):
+        target = ends[-1] * owed / sum(shares)
+        bounds.append(min(range(bounds[-1], len(ends)), key=lambda i: abs(ends[i] - target)))
+    return tuple(range(a, b) for a, b in zip(bounds, bounds[1:]))
+
+
+def cut_layers(spec: ModelSpec, shares: Sequence[float], rank: int) -> ModelSpec:
+    """The layers that `rank` holds, as a model of its own.
+
+    It has an embedding and an output in any case; where another rank holds them they are units without tensors. The
+    first rank with layers looks up the embedding.
+    """
+    if len(shares) == 1:
+        return spec
+    runs = share_layers(spec, shares)
+    working = [r for r, run in enumerate(runs) if run]
+    here = working.index(rank) if runs[rank] else None
+    first, last = here == 0, here == len(working) - 1
+    stage = Stage(None, None)
+    if here is not None:
+        stage = Stage(None if first else working[here - 1], None if last else working[here + 1])
+
+    def held(unit: Unit) -> bool:
+        return first if unit.kind == "embedding" else _place(spec, unit) in runs[rank]
+
+    units = tuple(
+        unit if held(unit) else replace(unit, tensors=()) for unit in spec.units if held(unit) or unit.layer < 0
+    )
+    return replace(spec, units=units, stage=stage)
+
+
+def pipeline_seconds(batches: Sequence[Sequence[float]]) -> float:
+    """Seconds until the last rank has done the last micro-batch; batches[i][r]: seconds of micro-batch i on rank r.
+
+    A rank begins a micro-batch when it has done the one before and the rank before it has done this one. So k equal
+    micro-batches take the sum over the ranks, and k - 1 times the slowest one; a single one takes the sum.
+    """
+    done = [0.0] * (len(batches[0]) if batches else 1)
+    for batch in batches:
+        at = 0.0
+        for rank, seconds in enumerate(batch):
+            at = done[rank] = max(at, done[rank]) + seconds
+    return done[-1]
+
+
+def _place(spec: ModelSpec, unit: Unit) -> int:
+    """The number of a unit's layer; that of the output is behind the last one."""
+    return spec.config.n_layers if unit.kind == "output" else unit.layer
