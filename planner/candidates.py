@@ -152,7 +152,7 @@ def _count_rare(
 
 def _affordable(room: Room, costs: TierCosts, slots: int) -> int:
     """At most `slots` staging slots, fewer when that many of a layer's largest unit do not fit beside the scratch."""
-    largest = max(u.packed_nbytes for u in room.spec.units if u.layer >= 0)
+    largest = max((u.packed_nbytes for u in room.spec.units if u.layer >= 0), default=0)
     return max(1, min(slots, (room.arena - room.scratch(costs.load.tokens)) // max(largest, 1)))
 
 

@@ -27,6 +27,8 @@ def check_variant(specs: tuple[ModelSpec, ...], variant: Variant, kind: str) -> 
     """
     if len(specs) != len(variant.ranks) or len(variant.vram_mib) != len(variant.ranks):
         raise PlanError(f"{len(variant.ranks)} rank plans for {len(specs)} slices and {len(variant.vram_mib)} budgets")
+    if variant.split_mode == "layer" and len(specs) > 1:
+        _check_pipeline(specs)
     for spec, rank in zip(specs, variant.ranks):
         tokens = [t.tokens for t in rank.tiers]
         if not tokens or tokens != sorted(set(tokens)) or tokens[-1] != variant.max_ubatch:
@@ -37,6 +39,24 @@ def check_variant(specs: tuple[ModelSpec, ...], variant: Variant, kind: str) -> 
         cuts = {(p.unit, p.cpu_rows) for t in rank.tiers for p in t.placements if p.where == "pinned"}
         if len(cuts) > len({unit for unit, _ in cuts}):
             raise PlanError(f"rank {rank.rank}: a unit is pinned in two tiers with different rows on the CPU")
+
+
+def _check_pipeline(specs: tuple[ModelSpec, ...]) -> None:
+    """Every unit is on exactly one rank, and whoever follows the hidden states meets all of them in order."""
+    ends = [r for r, spec in enumerate(specs) if spec.units[0].tensors]
+    rank, met = ends[0] if len(ends) == 1 else None, []
+    while rank is not None and len(met) <= len(specs):
+        met.append(rank)
+        stage = specs[rank].stage
+        rank = stage.target if stage else None
+        if rank is not None and (link := specs[rank].stage) and link.source != met[-1]:
+            raise PlanError(f"rank {met[-1]} hands hidden states to rank {rank}, which expects them from {link.source}")
+    held = [unit.name for rank in met for unit in specs[rank].units if unit.tensors]
+    everywhere = [unit.name for spec in specs for unit in spec.units if unit.tensors]
+    whole = [(unit.layer, unit.kind) for rank in met for unit in specs[rank].units if unit.tensors]
+    layers = [(i, kind) for i in range(specs[0].config.n_layers) for kind in ("attention", "ffn")]
+    if sorted(held) != sorted(everywhere) or whole != [(-1, "embedding"), *layers, (-1, "output")]:
+        raise PlanError(f"the ranks' layers, {held} along the pipeline, are not the model's units, each once, in order")
 
 
 def _check_prefixes(spec: ModelSpec, rank: RankPlan) -> None:

@@ -149,6 +149,10 @@ class Tables:
             self._seen[key] = fastest[1] if fastest else by_host
         return self._seen[key]
 
+    def hand_over(self, nbytes: int, copies: bool = False) -> float:
+        """Seconds of handing `nbytes` to the next rank: an all-reduce of two ranks moves that much each way."""
+        return self.collective(2, nbytes, copies)
+
     @cached_property
     def link_rate(self) -> float:
         """Bytes per second of large host-to-device copies."""

@@ -8,7 +8,7 @@ from pshard.buffers import arena_bytes, kv_layer_bytes, kv_stage_bytes, scratch_
 from pshard.model import ModelSpec
 from pshard.plan import Buffers, Placement, Prediction, Solve, TierPlan
 from pshard.planner.costs import TierCosts
-from pshard.planner.simulate import ROUNDS, Simulation, simulate, simulate_seconds, simulate_together
+from pshard.planner.simulate import ROUNDS, Simulation, simulate, simulate_ranks, simulate_seconds
 from pshard.steps import StepList, StepShape, emit_steps
 from pshard.workload import Workload
 
@@ -107,9 +107,9 @@ def predict_tier(room: Room, tier: TierPlan, costs: TierCosts, bound: float) -> 
 def predict_ranks(
     rooms: Sequence[Room], tiers: Sequence[TierPlan], costs: Sequence[TierCosts], bounds: Sequence[float]
 ) -> tuple[Prediction, ...]:
-    """The same of one tier on every rank; ranks wait for each other, so all take the same time."""
+    """The same of one tier on every rank; where ranks wait for each other at sums all take the same time."""
     steps = [tier_steps(room, tier, cost) for room, tier, cost in zip(rooms, tiers, costs, strict=True)]
-    results = simulate_together(steps, costs)
+    results = simulate_ranks(rooms[0].workload.split_mode, steps, costs)
     return tuple(map(_describe, tiers, costs, bounds, steps, results))
 
 

@@ -10,8 +10,8 @@ from pshard.plan import Variant
 from pshard.planner.costs import Tables
 from pshard.planner.draft import tier_steps
 from pshard.planner.plan import plan_variant, price_tiers
-from pshard.planner.simulate import simulate_together
-from pshard.steps import AllReduce, Compute, CopyIn, FetchKV, Handoff, Step
+from pshard.planner.simulate import simulate_ranks
+from pshard.steps import AllReduce, Compute, CopyIn, FetchKV, Handoff, Receive, Step
 from pshard.workload import Workload
 
 BINDS = {
@@ -72,7 +72,7 @@ def simulate_timelines(spec: ModelSpec, profile: MachineProfile, variant: Varian
     timelines = []
     for i, tier in enumerate(variant.ranks[0].tiers):
         plans = [(task.room, rank.tiers[i], task.costs[i]) for task, rank in zip(tasks, variant.ranks)]
-        events = simulate_together([tier_steps(*p) for p in plans], [p[2] for p in plans])[0].events
+        events = simulate_ranks(variant.split_mode, [tier_steps(*p) for p in plans], [p[2] for p in plans])[0].events
         title = f"{spec.name}, {tier.tokens} token{'s' * (tier.tokens > 1)}, {variant.vram_mib[0]} MiB, simulated"
         made = (TimelineEvent(e.lane, e.start, e.end, _label(e.step)) for e in events)
         timelines.append(Timeline(title, tuple(made)))
@@ -88,4 +88,6 @@ def _label(step: Step) -> str:
         return f"to {step.to}"
     if isinstance(step, AllReduce):
         return "all-reduce"
+    if isinstance(step, Receive):
+        return f"from rank {step.source}"
     return type(step).__name__

@@ -17,7 +17,7 @@ def llama_arguments(variant: Variant, kinds: dict[str, tuple[str, int]]) -> str:
     Raises UserError for a split plan.
     """
     if len(variant.ranks) > 1:
-        raise UserError("--emit llama.cpp needs a plan for one device; leave out -sm tensor")
+        raise UserError("--emit llama.cpp needs a plan for one device; leave out -sm")
     tier = variant.ranks[0].covering(variant.sequences)
     outside = [p for p in tier.placements if p.where != "pinned"]
     words = ["-ngl", "999" if _head_pinned(tier.placements, kinds) else str(_layers(kinds))]

@@ -7,6 +7,8 @@ from pshard.buffers import arena_bytes, scratch_bytes
 from pshard.errors import BudgetTooSmall, UserError
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec, check_kv_types
+from pshard.pace import prefill_seconds
+from pshard.pipeline import join_seconds
 from pshard.plan import NOTHING_LEARNT, Correction, RankPlan, Solve, TierPlan, Variant
 from pshard.planner.baselines import STRATEGIES
 from pshard.planner.candidates import (
@@ -24,6 +26,7 @@ from pshard.planner.ilp import fluid_seconds
 from pshard.planner.load import raise_weights, tier_loads
 from pshard.planner.problem import count_tier, tier_problem
 from pshard.planner.refine import refine_candidate
+from pshard.splitting import split_model
 from pshard.workload import Workload
 
 WORTH = 0.99  # a smaller micro-batch is taken when the prompt takes less than this share of the time
@@ -149,7 +152,7 @@ def refine_ranks(tasks: Sequence[RankTask], placed: Sequence[Candidate]) -> tupl
 
 
 def _place(task: RankTask, time_limit: float) -> tuple[Candidate, ...]:
-    if not task.plan_needed:
+    if not task.plan_needed or not task.room.spec.packed_nbytes:
         return (keep_everything(task.room, task.costs),)
     return rank_candidates(task.room, task.classes, task.costs, task.bounds, time_limit)
 
@@ -175,7 +178,7 @@ def prepare_ranks(
     """Cut the model, choose the largest micro-batch, and price every tier of every rank."""
     check_kv_types(spec.config, workload.type_k, workload.type_v)
     tables = Tables(profile, correction)
-    tiers = fitting_tiers(cut_ranks(spec, rank_shares(workload)), workload, tables)
+    tiers = fitting_tiers(cut_ranks(spec, rank_shares(workload), workload.split_mode), workload, tables)
     tasks = _price(spec, tables, workload, tiers)
     return _weigh(tasks, workload, _best_ubatch(tasks, workload))
 
@@ -193,7 +196,7 @@ def _price(
     """Costs and bounds of every rank and tier; nothing in them depends on the largest micro-batch."""
     loads, shares = tier_loads(workload, tiers), rank_shares(workload)
     tasks: list[RankTask] = []
-    for rank, (part, share) in enumerate(zip(cut_ranks(spec, shares), shares)):
+    for rank, (part, share) in enumerate(zip(cut_ranks(spec, shares, workload.split_mode), shares)):
         room = rank_room(part, workload, workload.vram_mib[rank], tables.kind, tables.act_bytes, len(shares))
         classes, own = group_units(part), tables.of_accelerator(rank)
         costs = tuple(tier_costs(part, own, load, workload, len(shares)) for load in loads)
@@ -207,7 +210,7 @@ def _weigh(tasks: tuple[RankTask, ...], workload: Workload, largest: int) -> tup
     """The tasks without tiers above `largest`, each tier with its weight in the round."""
     workload = replace(workload, max_ubatch=largest)
     tiers = tuple(c.load.tokens for c in tasks[0].costs if c.load.tokens <= largest)
-    seconds = [max(bounds) for bounds in zip(*(t.bounds for t in tasks))]
+    seconds = [join_seconds(workload.split_mode, [bounds]) for bounds in zip(*(t.bounds for t in tasks))]
     loads = raise_weights(tier_loads(workload, tiers), seconds[: len(tiers)])
     needed = not all(whole_tier(t.room, largest).buffers.total <= t.room.arena for t in tasks)
     return tuple(
@@ -225,12 +228,11 @@ def _weigh(tasks: tuple[RankTask, ...], workload: Workload, largest: int) -> tup
 def _best_ubatch(tasks: tuple[RankTask, ...], workload: Workload) -> int:
     """The largest micro-batch that is (nearly) the fastest for the prompt, judged by the tiers' bounds."""
     tiers = [c.load.tokens for c in tasks[0].costs]
-    seconds = {t: max(task.bounds[i] for task in tasks) for i, t in enumerate(tiers)}
+    seconds = {t: [task.bounds[i] for task in tasks] for i, t in enumerate(tiers)}
     prompt = workload.prompt * workload.sequences
 
     def prefill(largest: int) -> float:
-        full, tail = divmod(prompt, largest)
-        return full * seconds[largest] + (seconds[min(t for t in tiers if t >= tail)] if tail else 0.0)
+        return prefill_seconds(workload.split_mode, seconds, prompt, largest)
 
     choices = [t for t in tiers if t >= workload.sequences]
     fastest = min(prefill(t) for t in choices)
@@ -242,7 +244,7 @@ def rank_shares(workload: Workload) -> tuple[float, ...]:
     n = len(workload.vram_mib)
     if workload.split_mode == "none":
         if n != 1:
-            raise UserError(f"{n} budgets for one device; add -sm tensor to split the model over {n}")
+            raise UserError(f"{n} budgets for one device; add -sm tensor or layer to split the model over {n}")
         return (1.0,)
     ratios = workload.tensor_split or (1.0,) * n
     if len(ratios) != n:
@@ -251,13 +253,9 @@ def rank_shares(workload: Workload) -> tuple[float, ...]:
     return ratios if abs(total - 1) < 1e-9 else tuple(r / total for r in ratios)
 
 
-def cut_ranks(spec: ModelSpec, shares: tuple[float, ...]) -> tuple[ModelSpec, ...]:
-    """The ranks' slices of the model."""
-    if len(shares) == 1:
-        return (spec,)
-    from pshard.parallel import cut_model
-
-    return tuple(cut_model(spec, shares, rank) for rank in range(len(shares)))
+def cut_ranks(spec: ModelSpec, shares: tuple[float, ...], mode: str = "tensor") -> tuple[ModelSpec, ...]:
+    """The ranks' parts of the model: slices of every unit, or whole layers with mode "layer"."""
+    return tuple(split_model(spec, mode, shares, rank) for rank in range(len(shares)))
 
 
 def fitting_tiers(specs: Sequence[ModelSpec], workload: Workload, tables: Tables) -> tuple[int, ...]:

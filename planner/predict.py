@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
+from pshard.pipeline import join_seconds
 from pshard.plan import Variant
 from pshard.planner.costs import Tables, tier_costs
 from pshard.planner.load import TierLoad
-from pshard.planner.simulate import simulate_together
+from pshard.planner.simulate import simulate_ranks
 from pshard.steps import StepShape, emit_steps
 
 SAMPLED_STEPS = 5  # decode steps that are simulated; their mean stands for all, as time grows evenly with the context
@@ -20,7 +21,12 @@ class Predictor:
         self._specs, self._tables, self._variant = specs, Tables(profile, variant.correction), variant
 
     def micro_batch(self, tokens: int, sequences: int, past: int) -> float:
-        """Seconds of one micro-batch in the steady state: `past` cells of each sequence; ranks wait for each other."""
+        """Seconds of one micro-batch in the steady state, `past` cells of each sequence; ranks wait for each other, or
+        come one after the other where they hold different layers."""
+        return join_seconds(self._variant.split_mode, [self.rank_seconds(tokens, sequences, past)])
+
+    def rank_seconds(self, tokens: int, sequences: int, past: int) -> list[float]:
+        """Seconds of that micro-batch on every rank."""
         load = TierLoad(tokens, sequences, past, sequences, 1.0)
         v = self._variant
         shape = StepShape(tokens, sequences * past, sequences, v.type_k, v.type_v, len(v.ranks))
@@ -29,19 +35,19 @@ class Predictor:
             tier_costs(spec, self._tables.of_accelerator(i), load, v.workload, len(v.ranks))
             for i, spec in enumerate(self._specs)
         ]
-        return simulate_together(steps, costs)[0].seconds
+        return [result.seconds for result in simulate_ranks(v.split_mode, steps, costs)]
 
     def prefill(self, tokens: int, sequences: int = 1, depth: int = 0) -> float:
         """Seconds to prefill `tokens` tokens of each sequence after `depth` cells, in the engine's micro-batches."""
         total, largest = tokens * sequences, self._variant.ranks[0].tiers[-1].tokens
-        seconds, done = 0.0, 0
+        batches, done = [], 0
         while done < total:
             take = min(largest, total - done)
             at_once = max(1, min(sequences, -(-take // tokens)))
             past = depth + (done % tokens if sequences > 1 else done)
-            seconds += self.micro_batch(take, at_once, past if at_once == 1 else depth)
+            batches.append(self.rank_seconds(take, at_once, past if at_once == 1 else depth))
             done += take
-        return seconds
+        return join_seconds(self._variant.split_mode, batches)
 
     def decode(self, tokens: int, sequences: int = 1, depth: int = 0) -> float:
         """Seconds to decode `tokens` tokens of each sequence, one step after the other, from `depth` cells on."""

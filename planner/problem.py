@@ -23,8 +23,15 @@ def tier_problem(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, s
         )
     hidden, logits = load.tokens * spec.config.d_model * 4, load.logit_rows * spec.config.vocab * 4
     to_acc, to_cpu = costs.handoff("acc", hidden), costs.handoff("cpu", hidden)
-    reduce = costs.tables.collective(costs.ranks, hidden)
-    parts = sum(cls.size for cls in classes if cls.kind in ("attention", "ffn"))
+    enter, leave = to_acc, min(to_cpu, costs.handoff("cpu", logits))
+    if spec.stage is None:
+        parts = sum(cls.size for cls in classes if cls.kind in ("attention", "ffn"))
+        fixed = parts * costs.tables.collective(costs.ranks, hidden)
+    else:  # hidden states come to the accelerator and leave from it; all take part in the gather of the logits
+        first, last = bool(spec.units[0].tensors), bool(spec.units[-1].tensors)
+        fixed = costs.tables.collective(costs.ranks, logits if last else 0)
+        fixed += 0.0 if spec.stage.source is None else costs.tables.hand_over(hidden)
+        enter, leave = enter if first else 0.0, leave if last else 0.0
     speeds = [costs.contended[cls.units[0].name] for cls in classes if cls.kind in ("attention", "ffn")]
     if costs.acc_contended:
         speeds += [costs.acc_contended[cls.units[0].name] for cls in classes if cls.kind in ("attention", "ffn")]
@@ -37,11 +44,11 @@ def tier_problem(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, s
         slots,
         room.kv_stage,
         to_acc + to_cpu,
-        to_acc,
-        min(to_cpu, costs.handoff("cpu", logits)),
-        reduce * parts,
-        max(link for link, _ in speeds),
-        max(cpu for _, cpu in speeds),
+        enter,
+        leave,
+        fixed,
+        max((link for link, _ in speeds), default=1.0),
+        max((cpu for _, cpu in speeds), default=1.0),
         costs.acc_contended is not None,
     )
 

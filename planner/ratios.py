@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from pshard.errors import BudgetTooSmall
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
-from pshard.pace import round_seconds
+from pshard.pace import prefill_seconds, round_seconds
+from pshard.pipeline import join_seconds
 from pshard.plan import Considered, Variant
 from pshard.planner.candidates import relaxed_seconds
 from pshard.planner.costs import Tables
@@ -93,7 +94,7 @@ class _Climb:
     def _fitting(self, shares: Shares) -> tuple[int, ...]:
         try:
             workload = replace(self._workload, tensor_split=shares)
-            return fitting_tiers(cut_ranks(self._spec, shares), workload, self._tables)
+            return fitting_tiers(cut_ranks(self._spec, shares, workload.split_mode), workload, self._tables)
         except BudgetTooSmall:
             return ()
 
@@ -110,8 +111,10 @@ class _Climb:
         tasks = price_tiers(self._spec, self._tables, workload, self._tiers, relaxed_seconds)
         weights = [load.weight for load in tier_loads(workload, self._tiers)]
         by_rank = tuple(sum(w * s for w, s in zip(weights, task.bounds)) for task in tasks)
-        slowest = (max(seconds) for seconds in zip(*(task.bounds for task in tasks)))
-        return Estimate(shares, sum(w * s for w, s in zip(weights, slowest)), by_rank)
+        seconds = dict(zip(self._tiers, zip(*(task.bounds for task in tasks))))
+        prefill = prefill_seconds(workload.split_mode, seconds, workload.prompt * workload.sequences, self._tiers[-1])
+        decode = join_seconds(workload.split_mode, [seconds[min(t for t in seconds if t >= workload.sequences)]])
+        return Estimate(shares, prefill + workload.generated * decode, by_rank)
 
     def improve(self, best: Estimate) -> Estimate:
         """Move share from the slowest rank to a faster one as long as that helps, ever smaller parts of it."""

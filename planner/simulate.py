@@ -15,7 +15,20 @@ from dataclasses import dataclass
 from math import inf
 
 from pshard.planner.costs import TierCosts
-from pshard.steps import AllReduce, Compute, CopyIn, FetchKV, Free, Gather, Handoff, Step, StepList, WriteBack
+from pshard.steps import (
+    AllReduce,
+    Compute,
+    CopyIn,
+    FetchKV,
+    Free,
+    Gather,
+    Handoff,
+    Receive,
+    Send,
+    Step,
+    StepList,
+    WriteBack,
+)
 
 ROUNDS = 3
 
@@ -167,6 +180,14 @@ class _Machine:
         if isinstance(step, Gather):
             self.host = self.acc
 
+    def receive(self, step: Receive) -> None:
+        start = max(self.host, self.acc)
+        self.acc = start + self.costs.tables.hand_over(step.nbytes, self.copies)
+        self.log.append((step, "acc", start, self.acc))
+
+    def send(self, step: Send) -> None:
+        """Nothing waits here: the rank that receives pays."""
+
     def free(self, step: Free) -> None:
         self.slot_free[step.slot] = self.acc
 
@@ -185,6 +206,13 @@ def simulate_together(
     for machine in machines:
         machine.link.settle(ends[-1])
     return tuple(Simulation(_period(ends), *_last_round(machine, ends[-2], ends[-1])) for machine in machines)
+
+
+def simulate_ranks(mode: str, steps: Sequence[StepList], costs: Sequence[TierCosts]) -> tuple[Simulation, ...]:
+    """The ranks of a split model: together, or with mode "layer" each alone (`pshard.pipeline` adds them up)."""
+    if mode != "layer":
+        return simulate_together(steps, costs)
+    return tuple(simulate(each, cost) for each, cost in zip(steps, costs, strict=True))
 
 
 def simulate_seconds(steps: StepList, costs: TierCosts, rounds: int = ROUNDS) -> float:
@@ -231,6 +259,8 @@ def _stretches(machine: _Machine, body: Sequence[Step], meets: bool) -> list[lis
         Handoff: machine.hand_off,
         AllReduce: machine.reduce,
         Gather: machine.reduce,
+        Receive: machine.receive,
+        Send: machine.send,
         Free: machine.free,
     }
     stretches: list[list[_Action]] = [[]]

@@ -152,13 +152,11 @@ def _run_strategy(
 ) -> "list[Measurement]":
     from pshard.benching import run_test
     from pshard.opening import start_engine
-    from pshard.parallel import cut_model
     from pshard.planner.predict import Predictor
+    from pshard.splitting import split_model
 
-    shares = variant.tensor_split or (1.0,)
-    specs = [
-        cut_model(opened.file.spec, shares, r) if len(shares) > 1 else opened.file.spec for r in range(len(shares))
-    ]
+    split = (variant.split_mode, variant.tensor_split)
+    specs = [split_model(opened.file.spec, *split, rank.rank) for rank in variant.ranks]
     predictor = Predictor(specs, opened.profile, variant)
     found = []
     with start_engine(opened, variant, args.kernels, group) as engine, _bar(name, len(tests), args, group) as progress:

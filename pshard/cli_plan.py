@@ -20,7 +20,7 @@ from pshard.cli_support import (
 )
 from pshard.errors import UserError
 from pshard.model import KV_TYPES
-from pshard.workload import MIB, Workload
+from pshard.workload import MIB, SPLIT_MODES, Workload
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,7 +42,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     p.add_argument("-ctv", "--cache-type-v", choices=KV_TYPES, default=None, help="KV cache type of values (bf16)")
     p.add_argument("--prompt", type=parse_count, metavar="N", help="expected prompt length (4096, or half of -c)")
     p.add_argument("--generated", type=parse_count, metavar="N", help="expected answer length (default: 256)")
-    p.add_argument("-sm", "--split-mode", choices=("none", "tensor"), default="none", help="split over devices")
+    p.add_argument("-sm", "--split-mode", choices=SPLIT_MODES, default="none", help="split over devices")
     p.add_argument(
         "-ts", "--tensor-split", type=parse_split, default=(), metavar="R,R",
         help="ratios of the split (3,1; default: equal), or auto: those predicted to be the fastest",
@@ -136,8 +136,8 @@ def _run(argv: list[str]) -> int:
     trials = [t for v, t in made if v is not None]
     if not variants:
         raise UserError("no budget of the sweep is large enough; raise --sweep")
-    if args.split_mode == "tensor" and not profile.collectives:
-        text = "note: the profile has no collectives; all-reduces are priced as copies through host memory"
+    if args.split_mode != "none" and not profile.collectives:
+        text = "note: the profile has no collectives; what ranks exchange is priced as copies through host memory"
         messages.print(text, highlight=False, soft_wrap=True)
     # plans for another machine would push this one's out of its registry
     registry = None if other_machine and args.registry is None else registry_path(path, args.registry)
@@ -249,8 +249,8 @@ def _workloads(args: argparse.Namespace, spec: Any, profile: Any) -> list[Worklo
     )
     if first.sequences > first.max_ubatch:
         raise UserError(f"-ub {first.max_ubatch} is less than one token for each of -np {first.sequences} sequences")
-    if args.tensor_split and args.split_mode != "tensor":
-        raise UserError("-ts needs -sm tensor")
+    if args.tensor_split and args.split_mode == "none":
+        raise UserError("-ts needs -sm tensor or layer")
     if len(first.vram_mib) == 1:
         first = replace(first, vram_mib=first.vram_mib * _devices(args, profile))
     if args.sweep:
@@ -271,7 +271,7 @@ def _whole_memory(args: argparse.Namespace, profile: Any) -> tuple[int, ...]:
     """The default budget: all memory of the profiled accelerators that is free, where that can be asked."""
     if args.sweep:
         return args.sweep[:1]
-    accelerators = profile.accelerators if args.split_mode == "tensor" else profile.accelerators[:1]
+    accelerators = profile.accelerators if args.split_mode != "none" else profile.accelerators[:1]
     if not accelerators or accelerators[0].kind == "cpu":
         raise UserError("--vram is needed: the accelerator is the CPU, which has no memory of its own to fill")
     free = {} if args.profile else _free_memory()

@@ -66,7 +66,7 @@ def _simulate_plans(inputs: "ReportInputs", args: Namespace) -> list["Timeline"]
     chosen = []
     for _, v in inputs.plans:
         rank = v.ranks[0]
-        if {place.unit for place in rank.tiers[0].placements} != units:
+        if {place.unit for each in v.ranks for place in each.tiers[0].placements} != units:
             raise UserError(f"{args.model} is not the model that was planned; pass the plans' own model with -m")
         timelines = simulate_timelines(spec, profile, v)
         decode = rank.tiers.index(rank.covering(v.sequences))

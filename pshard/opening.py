@@ -48,7 +48,7 @@ class Request:
     @property
     def ranks(self) -> int:
         """How many processes run the model."""
-        return max(len(self.tensor_split), len(self.vram_mib or ())) if self.split_mode == "tensor" else 1
+        return max(len(self.tensor_split), len(self.vram_mib or ())) if self.split_mode != "none" else 1
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Pipelines (`-sm layer`): which whole layers each rank holds, and how the ranks' times of micro-batches add up. No torch.
+"""Pipelines (`-sm layer`): which layers each rank holds, and how the ranks' times of micro-batches add up. No torch.
 
 Rank after rank has the next layers: it takes hidden states from the one before, and hands its own to the one after
 while it begins the next micro-batch. A rank's layers are a ModelSpec of their own, planned and loaded like any model.
@@ -6,7 +6,7 @@ while it begins the next micro-batch. A rank's layers are a ModelSpec of their o
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from pshard.model import ModelSpec, Stage, Unit
 
@@ -29,7 +29,7 @@ def share_layers(spec: ModelSpec, shares: Sequence[float]) -> tuple[range, ...]:
     for owed in accumulate(shares):
         target = ends[-1] * owed / sum(shares)
         bounds.append(min(range(bounds[-1], len(ends)), key=lambda i: abs(ends[i] - target)))
-    return tuple(range(a, b) for a, b in zip(bounds, bounds[1:]))
+    return tuple(range(a, b) for a, b in pairwise(bounds))
 
 
 def cut_layers(spec: ModelSpec, shares: Sequence[float], rank: int) -> ModelSpec:
@@ -57,8 +57,16 @@ def cut_layers(spec: ModelSpec, shares: Sequence[float], rank: int) -> ModelSpec
     return replace(spec, units=units, stage=stage)
 
 
+def join_seconds(mode: str, batches: Sequence[Sequence[float]]) -> float:
+    """Seconds of micro-batches that follow each other; batches[i][r]: seconds of micro-batch i on rank r.
+
+    mode: "layer" for a pipeline; else ranks work on the same micro-batch, and the slowest counts.
+    """
+    return pipeline_seconds(batches) if mode == "layer" else sum(map(max, batches))
+
+
 def pipeline_seconds(batches: Sequence[Sequence[float]]) -> float:
-    """Seconds until the last rank has done the last micro-batch; batches[i][r]: seconds of micro-batch i on rank r.
+    """Seconds until the last rank has done the last micro-batch; `batches` as in `join_seconds`.
 
     A rank begins a micro-batch when it has done the one before and the rank before it has done this one. So k equal
     micro-batches take the sum over the ranks, and k - 1 times the slowest one; a single one takes the sum.

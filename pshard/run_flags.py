@@ -7,6 +7,7 @@ from pshard.cli_support import env_default, find_model, parse_count, parse_mib_l
 from pshard.errors import UserError
 from pshard.model import KV_TYPES
 from pshard.opening import Request
+from pshard.workload import SPLIT_MODES
 
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +31,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "-ctv", "--cache-type-v", choices=KV_TYPES, default="bf16", help="type of the values' cache (bf16)"
     )
-    group.add_argument("-sm", "--split-mode", choices=("none", "tensor"), default="none", help="split over devices")
+    group.add_argument("-sm", "--split-mode", choices=SPLIT_MODES, default="none", help="split over devices")
     group.add_argument(
         "-ts", "--tensor-split", type=parse_split, default=(), metavar="R,R",
         help="share of each rank, as 3,1 (auto, or not given: the ratios of the plan that fits)",
@@ -48,7 +49,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
 def make_request(args: argparse.Namespace, sequences: int | None = None) -> Request:
     """The request that the flags make. Raises UserError for flags that do not go together."""
     if args.split_mode == "none" and (args.tensor_split or len(args.vram or ()) > 1):
-        raise UserError("-ts and several budgets split the model over devices; add -sm tensor")
+        raise UserError("-ts and several budgets split the model over devices; add -sm tensor or layer")
     ratios = () if args.tensor_split == "auto" else args.tensor_split
     if ratios and len(args.vram or ()) > 1 and len(ratios) != len(args.vram):
         raise UserError(f"-ts has {len(ratios)} ratios and --vram {len(args.vram)} budgets; give one each")

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 MIB = 1 << 20
+SPLIT_MODES = ("none", "layer", "tensor")
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Workload:
     max_ubatch: int = 4096
     prompt: int = 4096
     generated: int = 256
-    split_mode: str = "none"  # "none" or "tensor"
+    split_mode: str = "none"  # one of SPLIT_MODES
     tensor_split: tuple[float, ...] = ()
 
     def tiers(self) -> tuple[int, ...]:

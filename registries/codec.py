@@ -7,10 +7,10 @@ from pshard.buffers import SMALL_BATCH
 from pshard.jsonio import from_json, to_json
 from pshard.plan import REGISTRY_VERSION, RankPlan, Registry, TierPlan, Variant
 from pshard.registries.fingerprint import digest
+from pshard.workload import SPLIT_MODES
 
 WHERE = ("pinned", "streamed", "cpu")
 KV = (None, "vram", "host")
-SPLIT_MODES = ("none", "tensor")
 
 
 class NewerFormat(ValueError):

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from pshard.pipeline import join_seconds
 from pshard.plan import Variant
 from pshard.reports.style import BLUE, ORANGE, new_figure
 
@@ -43,8 +44,8 @@ def draw_sweep(model: str, variants: Sequence[Variant]) -> "Figure":
 
 
 def predict_decode(variant: Variant) -> float:
-    """Tokens per second over all sequences; the slowest rank sets the pace."""
-    return variant.sequences / max(r.covering(variant.sequences).prediction.seconds for r in variant.ranks)
+    """Tokens per second over all sequences."""
+    return variant.sequences / join_seconds(variant.split_mode, [_seconds(variant, variant.sequences)])
 
 
 def predict_first_token(variant: Variant) -> float:
@@ -52,4 +53,9 @@ def predict_first_token(variant: Variant) -> float:
     largest = min(variant.max_ubatch, variant.ranks[0].tiers[-1].tokens)
     whole, rest = divmod(variant.prompt, largest)
     batches = [largest] * whole + ([rest] if rest else [])
-    return sum(max(r.covering(n).prediction.seconds for r in variant.ranks) for n in batches)
+    return join_seconds(variant.split_mode, [_seconds(variant, n) for n in batches])
+
+
+def _seconds(variant: Variant, tokens: int) -> list[float]:
+    """Predicted seconds of a micro-batch on every rank."""
+    return [rank.covering(tokens).prediction.seconds for rank in variant.ranks]

@@ -94,9 +94,10 @@ class Group:
         """Raise RankLost when a sum on the GPU gave up waiting for a rank. Called where the host has waited."""
 
     def send(self, tensor: torch.Tensor, target: int) -> None:
-        """Hand a contiguous float32 tensor to a rank, which takes it with `receive`, in the same order. Raises RankLost.
+        """Hand a contiguous float32 tensor to a rank, which takes it with `receive` in the same order.
 
-        Returns before it is taken, if need be; the tensor may be written to again after `finish_send`.
+        Returns before it is taken, if need be; the tensor may be written to again after `finish_send`. Raises
+        RankLost.
         """
         raise NotImplementedError
 
@@ -111,7 +112,8 @@ class Group:
     def gather_columns(self, local: torch.Tensor, seconds: float | None = None) -> torch.Tensor:
         """Put the ranks' columns side by side: [rows, own columns, maybe 0] -> [rows, all]. Raises RankLost.
 
-        seconds: how much later than this one another rank may come; None: as to a sum. How many columns each rank brings is learnt in the first call and may not change.
+        seconds: how much later than this one another rank may come; None: as to a sum. How many columns each rank
+        brings is learnt in the first call and may not change.
         """
         return local
 

@@ -1,4 +1,4 @@
-"""Engines split by layers (`-sm layer`) give one rank's logits bit for bit: any number of ranks, ratio and placement."""
+"""Engines split by layers (`-sm layer`) give one rank's logits bit for bit: any number of ranks, any placement."""
 
 import random
 from pathlib import Path

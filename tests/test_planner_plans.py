@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pshard.errors import BudgetTooSmall, UserError
+from pshard.pace import first_token_seconds, tier_seconds
 from pshard.plan import Variant
 from pshard.planner.baselines import STRATEGIES
 from pshard.planner.candidates import round_seconds
@@ -129,6 +130,45 @@ def test_ranks_of_any_ratio_are_planned_over_their_own_slices():
         assert variant.tensor_split == shares
         check_variant(cut_ranks(spec, shares), variant, "cuda")
         assert len({tuple(t.tokens for t in r.tiers) for r in variant.ranks}) == 1
+
+
+@RELAXED
+@given(st.data())
+def test_ranks_that_hold_whole_layers_are_planned_within_their_own_budgets(data):
+    spec, rates = data.draw(models()), data.draw(machines())
+    profile = profile_from_datasheet(rates)
+    split = data.draw(st.sampled_from(((1.0, 1.0), (3.0, 1.0), (1.0, 0.0), (0.0, 1.0, 1.0), (1.0,) * 4)))
+    least = smallest_budget(spec, profile, Workload((1,), context=2048, sequences=3, max_ubatch=16, prompt=64))
+    one = data.draw(workloads(spec, least))
+    budgets = tuple(one.vram_mib[0] + data.draw(st.integers(0, 40)) for _ in split)
+    workload = replace(one, vram_mib=budgets, split_mode="layer", tensor_split=split)
+    variant = plan_variant(spec, profile, workload)
+    shares = rank_shares(workload)
+    assert (variant.split_mode, variant.tensor_split) == ("layer", shares)
+    assert tuple(r.budget_mib for r in variant.ranks) == budgets
+    check_variant(cut_ranks(spec, shares, "layer"), variant, rates.kind)
+    assert len({tuple(t.tokens for t in r.tiers) for r in variant.ranks}) == 1
+
+
+def test_the_check_notices_layers_that_are_missing_or_on_two_ranks():
+    spec, workload = make_model(layers=4), Workload((OWN + 54,) * 2, context=256, prompt=128, split_mode="layer")
+    variant = plan_variant(spec, PROFILE, workload)
+    first, second = cut_ranks(spec, (0.5, 0.5), "layer")
+    check_variant((first, second), variant, "cuda")
+    for parts in ((first, first), (second, first), (first, cut_ranks(spec, (0.2, 0.8), "layer")[1])):
+        with pytest.raises(PlanError, match=r"expects them|each once"):
+            check_variant(parts, variant, "cuda")
+
+
+def test_a_pipeline_takes_smaller_micro_batches_so_that_all_ranks_work():
+    spec = make_model(layers=8, d_model=4096, heads=32, kv_heads=8, d_ffn=12288)
+    one = Workload((4000,), context=8192, prompt=4096)
+    whole = plan_variant(spec, PROFILE, one)
+    pipeline = plan_variant(spec, PROFILE, replace(one, vram_mib=(4000, 4000), split_mode="layer"))
+    assert pipeline.max_ubatch < whole.max_ubatch
+    assert first_token_seconds(pipeline) < 0.75 * first_token_seconds(whole)
+    decode, alone = tier_seconds(pipeline)[1], tier_seconds(whole)[1]
+    assert 0.95 * alone < decode < 1.2 * alone
 
 
 def test_an_unknown_strategy_and_mismatched_budgets_are_named():
