@@ -65,7 +65,7 @@ def run_test(
             f"and {plan.sequences}: plan with -c {test.cells} -np {test.n_sequences}"
         )
     _fill(engine, test)
-    warm_up(lambda: _repeat(engine, test))
+    warm_up(lambda: _repeat(engine, test), engine.agree)
     samples, link = [], engine.link_bytes
     for _ in range(repetitions):
         engine.reset(length=test.n_depth)
@@ -103,11 +103,14 @@ def run_test(
     )
 
 
-def warm_up(run: Callable[[], None]) -> None:
-    """Run at least once and for WARM_SECONDS: a process's first half second was 15% slower than the rest."""
+def warm_up(run: Callable[[], None], agree: Callable[[bool], bool] = lambda goes_on: goes_on) -> None:
+    """Run at least once and for WARM_SECONDS: a process's first half second was 15% slower than the rest.
+
+    agree: rank 0's answer on all ranks, as their clocks differ and all must run equally often.
+    """
     end = time.perf_counter() + WARM_SECONDS
     run()
-    while time.perf_counter() < end:
+    while agree(time.perf_counter() < end):
         run()
 
 

@@ -81,6 +81,10 @@ class Engine:
         """How often a tier gave way to another."""
         return self._executor.switches
 
+    def agree(self, value: Any) -> Any:
+        """Rank 0's value (anything JSON holds) on every rank; all call it. For what clocks decide."""
+        return self._executor.group.broadcast(value)
+
     def memory(self) -> MemoryReport:
         """What the engine holds, in bytes."""
         e = self._executor
