@@ -44,7 +44,7 @@ def check_variant(specs: tuple[ModelSpec, ...], variant: Variant, kind: str) -> 
 def _check_pipeline(specs: tuple[ModelSpec, ...]) -> None:
     """Every unit is on exactly one rank, and whoever follows the hidden states meets all of them in order."""
     ends = [r for r, spec in enumerate(specs) if spec.units[0].tensors]
-    rank, met = ends[0] if len(ends) == 1 else None, []
+    rank, met = ends[0] if len(ends) == 1 else None, list[int]()
     while rank is not None and len(met) <= len(specs):
         met.append(rank)
         stage = specs[rank].stage

@@ -162,14 +162,16 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
     A split unit begins with a hand-off to the side that lacks its input, so that both have it.
     """
     places = {p.unit: p for p in tier.placements}
-    streamed = [u for u in spec.units if places[u.name].where == "streamed"]
+    stage = spec.stage
+    units = [u for u in spec.units if u.tensors or not stage]  # another rank may have the embedding or the output
+    streamed = [u for u in units if places[u.name].where == "streamed"]
     slots = tier.buffers.slots
     if streamed and slots < 1:
         raise ValueError("a tier that streams needs at least one staging slot")
     slot_of = {u.name: i % slots for i, u in enumerate(streamed)} if streamed else {}
     following = _next_in_slot(streamed, slots)
     fetched = [
-        u for u in spec.units if u.kind == "attention" and places[u.name].where != "cpu" and places[u.name].kv == "host"
+        u for u in units if u.kind == "attention" and places[u.name].where != "cpu" and places[u.name].kv == "host"
     ]
     cell = kv_token_bytes(spec.config, shape.type_k, shape.type_v)
     hidden = shape.tokens * spec.config.d_model * 4
@@ -181,13 +183,10 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
 
     fetch(0)
     side, n_fetched = "cpu", 0  # token ids start on the host
-    stage = spec.stage
     if stage and stage.source is not None:
         body.append(Receive(stage.source, hidden))
         side = "acc"
-    for unit in spec.units:
-        if stage and not unit.tensors:  # another rank has the embedding or the output
-            continue
+    for unit in units:
         place = places[unit.name]
         on = "cpu" if place.where == "cpu" else "acc"
         if place.cpu_rows:

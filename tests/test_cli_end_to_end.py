@@ -269,12 +269,14 @@ def test_a_prompt_cache_is_used_by_another_number_of_ranks(
 ) -> None:
     monkeypatch.setenv("PSHARD_MODEL", str(world.model))
     cache, split = tmp_path / "cache.kv", ["--vram", "64,64", "-sm", "tensor", "-ts", "1,1"]
-    plan(world, "--vram", 64)
-    plan(world, *split)
+    layers = ["--vram", "64,64,64", "-sm", "layer"]
+    for flags in (["--vram", 64], split, layers):
+        plan(world, *flags)
     texts = []
     for flags, prompt, taken in (
         (["--vram", "64"], "1,2,3,4,5", None),
-        ([*split, "--reduce-dtype", "f32"], "1,2,3,4,5", 4),
+        ([*split, "--reduce-dtype", "f32", "--prompt-cache-all"], "1,2,3,4,5", 4),
+        (layers, "1,2,3,4,5", 4),
         (["--vram", "64", "--prompt-cache-ro"], "1,2,3,9,9", 3),
         (["--vram", "64", "--prompt-cache-all"], "1,2,3,4,5", 4),
         (["--vram", "64"], "1,2,3,4,5", 4),
@@ -285,15 +287,23 @@ def test_a_prompt_cache_is_used_by_another_number_of_ranks(
         said = capfd.readouterr()
         assert (f"{taken} of 5 tokens" in said.err) if taken else ("prompt cache" not in said.err)
         texts.append(said.out)
-    assert texts[0] == texts[1] == texts[3] == texts[4]
+    assert texts[0] == texts[1] == texts[2] == texts[4] == texts[5]
     assert cli_run.main(["-p", "1", "--tokens", "--prompt-cache-ro"]) == 2
 
 
-def test_two_ranks_give_the_tokens_of_one(
-    world: World, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "split",
+    [
+        ["--vram", "64,64", "-sm", "tensor", "-ts", "3,1"],
+        ["--vram", "64,64", "-sm", "layer", "-ts", "3,1"],
+        ["--vram", "3,2,4", "-sm", "layer"],
+    ],
+    ids=lambda split: f"{split[3]} {split[1]}",
+)
+def test_ranks_give_the_tokens_of_one(
+    world: World, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, split: list[str]
 ) -> None:
     monkeypatch.setenv("PSHARD_MODEL", str(world.model))
-    split = ["--vram", "64,64", "-sm", "tensor", "-ts", "3,1"]
     plan(world, "--vram", 64)
     plan(world, *split)
     texts = []

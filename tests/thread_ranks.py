@@ -82,7 +82,8 @@ def random_tiers(seed: int, context: int) -> Tiers:
         rng = random.Random(f"{seed} {spec.packed_nbytes}")
         places = random_places(spec, rng)
         smaller = shrink_places(spec, places, rng)
-        return tuple(make_tier(spec, n, p, 2, context, 1) for n, p in ((4, places), (16, smaller)))
+        slots = rng.randint(1, 3)
+        return tuple(make_tier(spec, n, p, slots, context, 1) for n, p in ((4, places), (16, smaller)))
 
     return make
 
