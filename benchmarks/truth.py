@@ -4,7 +4,8 @@
 
 The weights are packed once and shared by all engines, so that a plan is loaded in a second and plans can take turns:
 those near the fastest are measured in two rounds, and a row's figure is the median of both. Tests that are predicted to
-take longer than --longest seconds are not run: their rows hold the prediction alone, and need no measurement to lose.
+take longer than --longest seconds, or to reach less than HOPELESS of what the plan was measured at, are not run: their
+rows hold the prediction alone, and need no measurement to lose.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from pshard.runtime.weights import HostWeights
 
 TESTS = (BenchTest(0, 8), BenchTest(16, 0), BenchTest(512, 0), BenchTest(4096, 0))  # tiers 1, 16, 512, 4096
 CONTEXT = 4352
+HOPELESS = 0.6  # of the planner's plan as measured, by prediction
 NEAR = 0.85  # of the planner's plan in any test: worth a second round
 
 
@@ -75,8 +77,16 @@ def compare(opened: Opened, vram: int, shared: HostWeights, longest: float) -> l
             for test, s in seconds.items():
                 predicted = (test.n_prompt + test.n_gen) / s
                 rows[name, test.name] = {"vram": vram, "strategy": name, "test": test.name, "predicted": predicted}
+            fair = {t.name: HOPELESS * median(samples["ilp", t.name]) for t in TESTS if ("ilp", t.name) in samples}
+            worth = [
+                t
+                for t, s in seconds.items()
+                if s <= longest and rows[name, t.name]["predicted"] >= fair.get(t.name, 0.0)
+            ]
+            if not worth:
+                continue
             try:
-                measured = measure(opened, variant, shared, [t for t, s in seconds.items() if s <= longest])
+                measured = measure(opened, variant, shared, worth)
             except UserError as error:
                 print(f"{vram} {name} does not run: {error}", flush=True)
                 del variants[name]
