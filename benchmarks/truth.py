@@ -1,5 +1,6 @@
 """Predicted beside measured, and the plan beside every published strategy that runs, over budgets and micro-batches.
 
+    pshard-plan -m qwen3-32b-q4_0.gguf --vram 12000 -c 4352 --prompt 4096    (likewise for the other budgets)
     python benchmarks/truth.py -m qwen3-32b-q4_0.gguf --vram 6000,12000,16000 -o truth.json
 
 The weights are packed once and shared by all engines, so that a plan is loaded in a second and plans can take turns:
@@ -50,7 +51,7 @@ def main() -> int:
     }
     shared: HostWeights | None = None
     for vram in (int(v) for v in args.vram.split(",")):
-        opened = open_plan(Request(args.model, (vram,), CONTEXT, replan=True))
+        opened = open_plan(Request(args.model, (vram,), CONTEXT))
         if shared is None:
             record["environment"] = dict(environment_of(opened.profile))
             use_threads(opened.profile.host.threads)
