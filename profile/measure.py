@@ -134,7 +134,7 @@ def time_collectives(request: Request, devices: int, notes: list[str]) -> tuple[
     """
     effort = request.effort
     most = devices if request.accelerator != "cpu" else min(4, count_cores())
-    ranks = [n for n in ((most,) if effort.quick else range(2, most + 1)) if n > 1]
+    ranks = sorted({n for n in ((2, most) if effort.quick else range(2, most + 1)) if 1 < n <= most})
     if not ranks or not effort.sums:
         return ()
     try:

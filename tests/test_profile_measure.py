@@ -165,9 +165,9 @@ def test_all_reduces_need_two_devices_and_a_failure_is_a_note(monkeypatch):
     wanted = replace(request(), accelerator="cuda", effort=replace(TINY, sums=(4096,)))
     notes: list[str] = []
     assert time_collectives(wanted, devices=1, notes=notes) == () and not asked
-    assert time_collectives(wanted, devices=3, notes=notes) == () and notes == ["no group"]
-    time_collectives(replace(wanted, effort=replace(wanted.effort, quick=False)), devices=3, notes=notes)
-    assert asked == [("cuda", [3], (4096,)), ("cuda", [2, 3], (4096,))]
+    assert time_collectives(wanted, devices=4, notes=notes) == () and notes == ["no group"]
+    time_collectives(replace(wanted, effort=replace(wanted.effort, quick=False)), devices=4, notes=notes)
+    assert asked == [("cuda", [2, 4], (4096,)), ("cuda", [2, 3, 4], (4096,))]
 
 
 def test_attention_is_timed_up_to_the_context():
