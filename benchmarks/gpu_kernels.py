@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import triton
 
-from pshard.buffers import ATTENTION_SPLITS, DEQUANT_BYTES
+from pshard.buffers import ATTENTION_SPLITS, DEQUANT_BYTES, KV_BLOCK
 from pshard.model import ModelConfig, Rope
 from pshard.quant import QUANT_TYPES, packed_nbytes
 from pshard.runtime.blocks import Side, run_attention, run_ffn
@@ -34,6 +34,7 @@ from pshard.runtime.kernels.api import Kernels, LayerKV, Packed, RopeTable, RowI
 from pshard.runtime.kernels.cuda import TUNING, CudaKernels, Tile
 from pshard.runtime.kernels.layout import pack_reference, unpack_reference
 from pshard.runtime.kernels.plain import PlainKernels
+from pshard.runtime.kernels.row_index import make_rows
 from pshard.runtime.weights import UnitWeights
 from pshard.runtime.workspace import Workspace
 
@@ -248,15 +249,24 @@ def dequantise(bench: Bench, qtype: str) -> dict[str, Any]:
 
 def index_of(sequences: list[int], position: int, cells: int) -> RowIndex:
     """One new token for each of the sequences."""
-    sequence = torch.tensor(sequences, dtype=torch.int32, device="cuda")
-    segments = tuple(Segment(s, i, 1, position) for i, s in enumerate(sequences))
-    return RowIndex(sequence, torch.full_like(sequence, position), segments, cells)
+    each = cells // KV_BLOCK
+    segments = [Segment(s, i, 1, position, tuple(range(s * each, (s + 1) * each))) for i, s in enumerate(sequences)]
+    return replace(make_rows(segments, "cuda"), cells=cells)
+
+
+def cache_of(cells: int, groups: int, d: int, seed: int) -> torch.Tensor:
+    """Keys or values of one sequence, bfloat16, in blocks."""
+    return activations(cells, groups * d, seed).view(-1, KV_BLOCK, groups, d)
+
+
+def rows_of(tokens: int, past: int) -> RowIndex:
+    """New tokens of one sequence, whose blocks follow each other."""
+    return make_rows([Segment(0, 0, tokens, past, tuple(range(-(-(past + tokens) // KV_BLOCK))))], "cuda")
 
 
 def long_cache() -> LayerKV:
     """Eight sequences of 32768 cells, 1 GiB of bfloat16."""
-    k, v = (activations(8 * 32768, 1024, seed).view(8, 32768, 8, 128) for seed in (7, 8))
-    return LayerKV(k, v)
+    return LayerKV(*(cache_of(8 * 32768, 8, 128, seed) for seed in (7, 8)))
 
 
 def decode_attention(bench: Bench, kv: LayerKV, rows: int, context: int) -> dict[str, Any]:
@@ -264,13 +274,13 @@ def decode_attention(bench: Bench, kv: LayerKV, rows: int, context: int) -> dict
     n, groups, d = HEADS
     qkv, out = activations(rows, (n + 2 * groups) * d), poisoned(rows, n * d)
     partial = poisoned(rows, n, ATTENTION_SPLITS, d + 2, dtype=torch.float32)
-    cells = kv.k.shape[1]
+    cells = kv.k.shape[0] * KV_BLOCK // 8
     sets = [
         index_of([(first + i) % 8 for i in range(rows)], context - 1, cells) for first in range(0, max(8, rows), rows)
     ]
     bench.kernels.attention(qkv, HEADS, kv, sets[0], d**-0.5, out, partial)
     q = qkv[:, : n * d].view(rows, groups, n // groups, d).float()
-    k, v = kv.k[:rows, :context].float(), kv.v[:rows, :context].float()
+    k, v = (c.view(8, cells, groups, d)[:rows, :context].float() for c in (kv.k, kv.v))
     p = torch.einsum("mghd,mcgd->mghc", q, k).mul_(d**-0.5).softmax(-1)
     expected = torch.einsum("mghc,mcgd->mghd", p, v).reshape(rows, n * d)
     error = check(float((out.float() - expected).norm() / expected.norm()))
@@ -284,19 +294,16 @@ def prefill_attention(bench: Bench, tokens: int, past: int) -> dict[str, Any]:
     n, groups, d = HEADS
     qkv, out = activations(tokens, (n + 2 * groups) * d), poisoned(tokens, n * d)
     cells = past + tokens
-    kv = LayerKV(activations(cells, groups * d, 5).view(1, cells, groups, d),
-                 activations(cells, groups * d, 6).view(1, cells, groups, d))  # fmt: skip
-    rows = RowIndex(torch.zeros(tokens, dtype=torch.int32, device="cuda"),
-                    torch.arange(past, cells, dtype=torch.int32, device="cuda"),
-                    (Segment(0, 0, tokens, past),), cells)  # fmt: skip
+    kv, rows = LayerKV(*(cache_of(cells, groups, d, seed) for seed in (5, 6))), rows_of(tokens, past)
+    k, v = (c.flatten(0, 1) for c in (kv.k, kv.v))
     bench.kernels.attention(qkv, HEADS, kv, rows, d**-0.5, out, None)
     assert not torch.isnan(out).any(), "not every element was written"
     some = torch.arange(0, tokens, 61, device="cuda")
     q = qkv[some, : n * d].view(-1, groups, n // groups, d).float()
-    scores = torch.einsum("mghd,cgd->mghc", q, kv.k[0].float()).mul_(d**-0.5)
+    scores = torch.einsum("mghd,cgd->mghc", q, k.float()).mul_(d**-0.5)
     future = torch.arange(cells, device="cuda")[None, :] > (past + some)[:, None]
     p = scores.masked_fill_(future[:, None, None], float("-inf")).softmax(-1)
-    expected = torch.einsum("mghc,cgd->mghd", p, kv.v[0].float()).reshape(-1, n * d)
+    expected = torch.einsum("mghc,cgd->mghd", p, v.float()).reshape(-1, n * d)
     error = check(float((out[some].float() - expected).norm() / expected.norm()))
     us = time_us([lambda: bench.kernels.attention(qkv, HEADS, kv, rows, d**-0.5, out, None)] * 2, 5)
     flops = 4 * n * d * (tokens * past + tokens * (tokens + 1) // 2)
@@ -322,15 +329,14 @@ def rope_store(bench: Bench, tokens: int) -> dict[str, Any]:
     angle = torch.rand(tokens, d // 2, device="cuda") * 6
     rope = RopeTable(angle.cos(), angle.sin(), "halves")
     norm = activations(1, d, 3)[0].float()
-    kv = LayerKV(poisoned(1, tokens, groups, d), poisoned(1, tokens, groups, d))
-    position = torch.arange(tokens, dtype=torch.int32, device="cuda")
-    rows = RowIndex(torch.zeros_like(position), position, (Segment(0, 0, tokens, 0),), tokens)
+    kv = LayerKV(*(poisoned(-(-tokens // KV_BLOCK), KV_BLOCK, groups, d) for _ in range(2)))
+    rows = rows_of(tokens, 0)
     x = qkv.view(tokens, -1, d)[:, n : n + groups].double()
     x = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6) * norm.double()
     a, b, c, s = x[..., : d // 2], x[..., d // 2 :], rope.cos.double()[:, None], rope.sin.double()[:, None]
     expected = torch.cat([a * c - b * s, b * c + a * s], dim=-1)
     bench.kernels.rope_store(qkv, HEADS, norm, norm, 1e-6, rope, rows, kv)
-    error = check(float((kv.k[0].double() - expected).norm() / expected.norm()))
+    error = check(float((kv.k.flatten(0, 1)[:tokens].double() - expected).norm() / expected.norm()))
     us = time_us([lambda: bench.kernels.rope_store(qkv, HEADS, norm, norm, 1e-6, rope, rows, kv)] * 8)
     return bench.bytes_case(us, 4 * qkv.numel(), round(error, 5))
 
@@ -481,10 +487,7 @@ def make_side(kernels: Kernels, context: int) -> Side:
 def decode_layer(bench: Bench, layers: list[tuple[UnitWeights, UnitWeights]], context: int) -> dict[str, Any]:
     """One token through LAYERS layers in one graph: microseconds of a layer, and what each call adds to it."""
     _, groups, d = HEADS
-    caches = [
-        LayerKV(*(activations(context, groups * d, seed).view(1, context, groups, d) for seed in (i, 50 + i)))
-        for i in range(LAYERS)
-    ]
+    caches = [LayerKV(*(cache_of(context, groups, d, seed) for seed in (i, 50 + i))) for i in range(LAYERS)]
     rows = index_of([0], context - 1, context)
 
     def run(side: Side, count: int) -> None:

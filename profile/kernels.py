@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
-from pshard.buffers import ATTENTION_SPLITS, DEQUANT_BYTES, SMALL_BATCH
+from pshard.buffers import ATTENTION_SPLITS, DEQUANT_BYTES, SMALL_BATCH, kv_blocks
 from pshard.machine import AttentionTiming, ElementwiseTiming, MatmulTiming
 from pshard.profile.operands import OperandPool
 from pshard.profile.timing import Pace, graph_seconds, median_seconds
 from pshard.runtime.kernels.api import Kernels, LayerKV, Packed, RopeTable, RowIndex, Segment
+from pshard.runtime.kernels.row_index import make_rows
 from pshard.runtime.weights import lookup_rows
 
 NORM_EPS = 1e-6
@@ -188,9 +189,8 @@ def _attention_buffers(
 
 def _row_index(device: torch.device, tokens: int, context: int) -> RowIndex:
     """The last `tokens` cells of one sequence of `context` cells."""
-    past = context - tokens
-    position = torch.arange(past, context, dtype=torch.int32, device=device)
-    return RowIndex(torch.zeros_like(position), position, (Segment(0, 0, tokens, past),), context)
+    blocks = tuple(range(kv_blocks(context, 1)))
+    return make_rows((Segment(0, 0, tokens, context - tokens, blocks),), device)
 
 
 def _tile(bench: KernelBench, tokens: int) -> torch.Tensor:

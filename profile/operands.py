@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from pshard.buffers import kv_cells_bytes
+from pshard.buffers import KV_BLOCK, kv_blocks, kv_cells_bytes
 from pshard.quant import QUANT_TYPES, ROW_BLOCK, packed_nbytes, plane_offsets, record_nbytes
 from pshard.runtime.host_memory import map_memory
 from pshard.runtime.kernels.api import LayerKV, Packed
@@ -69,7 +69,8 @@ class OperandPool:
     def rotate_kv(self, context: int, n_kv_heads: int, head_dim: int, kv_type: str) -> list[LayerKV]:
         """Copies of a random one-sequence KV cache that together span the pool's bytes; at least one."""
         shape = KVShape(context, 1, kv_type, kv_type)
-        nbytes = kv_cells_bytes(context, n_kv_heads * head_dim, kv_type, kv_type)
+        cells = kv_blocks(context, 1) * KV_BLOCK
+        nbytes = kv_cells_bytes(cells, n_kv_heads * head_dim, kv_type, kv_type)
         caches = [view_layer(copy, n_kv_heads, head_dim, shape) for copy in self._split(nbytes)]
         if self.device.type != "cpu":
             noise = torch.randn(n_kv_heads, head_dim, device=self.device)

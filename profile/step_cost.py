@@ -41,10 +41,10 @@ def time_step(side: str, device: Device, fast: tuple[Kernels, Kernels], pace: Pa
     weights = HostWeights(spec.units, device)
     kv = KVShape(CONTEXT, 1, "bf16", "bf16")
     executor = Executor(spec, plan, device, device.allocate(ARENA_BYTES), weights, kv, kernels, Group())
-    ids, segments = torch.zeros(1, dtype=torch.int64), (Segment(0, 0, 1, 1),)
+    ids, segments = torch.zeros(1, dtype=torch.int64), (Segment(0, 0, 1, 1, (0,)),)
 
     def run(i: int) -> None:
-        executor.run(ids, segments, [0], [1])
+        executor.run(ids, segments, [0], lambda: [(0, 1)])
 
     seconds = median_seconds(run, pace)
     executor.close()

@@ -13,6 +13,7 @@ ATTENTION_SPLITS = 64  # most pieces that one decode attention is cut into along
 DECODE_PROGRAMS = 1024  # a decode attention is cut until about this many programs run
 TORCH_RESERVE_MIB = 320  # of a CUDA budget: kernels' code, CUDA graphs, cuBLAS workspace (282 measured on an H100)
 LOGIT_ROWS = 64  # rows of logits computed at once
+KV_BLOCK = 64  # cells that a sequence takes from the KV cache at once; a tile of attention lies in one or in whole ones
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def scratch_buffers(config: ModelConfig, tokens: int, sequences: int, context: i
         Buffer("mixed", (tokens, heads), "act"),
         Buffer("gate_up", (tokens, 2 * config.d_ffn), "act"),
         Buffer("logits", (rows, config.vocab), "f32"),
-        Buffer("index", (3, tokens), "f32"),
+        Buffer("index", (3 * tokens + kv_blocks(context, sequences),), "f32"),
         Buffer("rope", (2, context, config.rope.dims // 2), "f32"),
     ]
     # every tier may be given few tokens: those attend in pieces along the context
@@ -78,8 +79,13 @@ def scratch_bytes(spec: ModelSpec, tokens: int, sequences: int, act_bytes: int, 
 
 
 def kv_layer_bytes(config: ModelConfig, context: int, sequences: int, type_k: str, type_v: str) -> int:
-    """Bytes of one layer's KV cache: `context` cells for each of `sequences`."""
-    return kv_cells_bytes(context * sequences, config.n_kv_heads * config.head_dim, type_k, type_v)
+    """Bytes of one layer's KV cache: blocks for `context` cells of each of `sequences`."""
+    return kv_cells_bytes(kv_blocks(context, sequences) * KV_BLOCK, config.n_kv_heads * config.head_dim, type_k, type_v)
+
+
+def kv_blocks(context: int, sequences: int) -> int:
+    """Blocks of a KV cache: `context` cells for each of `sequences`, rounded up to whole blocks."""
+    return sequences * -(-context // KV_BLOCK)
 
 
 def kv_cells_bytes(cells: int, width: int, type_k: str, type_v: str) -> int:

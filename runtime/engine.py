@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
+from pshard.buffers import KV_BLOCK, kv_blocks
 from pshard.errors import StepFailed, UserError
 from pshard.plan import RankPlan, Variant
 from pshard.runtime.device import Device
 from pshard.runtime.executor import Executor
 from pshard.runtime.kernels.api import Segment
+from pshard.runtime.kv_blocks import KVBlocks, blocks_of, pool_spans
 from pshard.runtime.kv_file import KVStore
 from pshard.runtime.sampling import Sampler, Sampling
 
@@ -49,6 +51,8 @@ class Engine:
         self._on_close = on_close
         self._store = store
         self._lengths = [0] * variant.sequences
+        self._pool = kv_blocks(variant.context, variant.sequences)
+        self._blocks = KVBlocks(self._pool, variant.sequences)
         self._tokens: list[list[int]] = [[] for _ in self._lengths]  # ids of the cells
         self._broken: BaseException | None = None
         self._closed = False
@@ -95,6 +99,7 @@ class Engine:
         """Forget the cells after `length` of one sequence, or of all."""
         for s in range(len(self._lengths)) if sequence is None else (sequence,):
             self._lengths[s] = max(0, min(self._lengths[s], length))
+            self._blocks.resize(s, self._lengths[s])
 
     def save(self, path: Path, sequence: int = 0) -> None:
         """Write a sequence's KV cache to a file that an engine over any number of ranks can load. All ranks call it.
@@ -102,7 +107,8 @@ class Engine:
         Raises UserError when it cannot be written; then there is no new file.
         """
         self._check_alive()
-        self._store.save(path, sequence, self._tokens[sequence][: self._lengths[sequence]])
+        tokens = self._tokens[sequence][: self._lengths[sequence]]
+        self._store.save(path, self._blocks.held(sequence), tokens)
 
     def load(self, path: Path, sequence: int = 0) -> tuple[int, ...]:
         """Make a saved KV cache that of a sequence; returns the token ids it stands for. All ranks call it.
@@ -111,8 +117,18 @@ class Engine:
         then.
         """
         self._check_alive()
-        self._lengths[sequence] = 0
-        tokens = self._store.load(path, sequence)
+        self.reset(sequence)
+
+        def take(cells: int) -> tuple[int, ...]:
+            self._check_room({sequence: cells})
+            self._blocks.resize(sequence, cells)
+            return self._blocks.held(sequence)
+
+        try:
+            tokens = self._store.load(path, take)
+        except BaseException:
+            self.reset(sequence)
+            raise
         self._tokens[sequence], self._lengths[sequence] = list(tokens), len(tokens)
         return tokens
 
@@ -136,11 +152,13 @@ class Engine:
         single = len(tokens) > 0 and isinstance(tokens[0], int)
         lists: list[list[int]] = [list(tokens)] if single else [list(t) for t in tokens]  # type: ignore
         self._check(lists)
+        for sequence, ids in enumerate(lists):
+            self._blocks.resize(sequence, self._lengths[sequence] + len(ids))
         parts: list[list[torch.Tensor]] = [[] for _ in lists]  # rows of logits
         try:
             for ids, segments, wanted in self._micro_batches(lists, all_logits):
                 rows = [row for row, _ in wanted]
-                logits = self._executor.run(torch.tensor(ids, dtype=torch.int64), segments, rows, self._lengths)
+                logits = self._executor.run(torch.tensor(ids, dtype=torch.int64), segments, rows, self._used)
                 for i, (_, sequence) in enumerate(wanted):
                     parts[sequence].append(logits[i])
                 for s in segments:
@@ -158,6 +176,10 @@ class Engine:
         else:
             results = [p[-1] if p else torch.empty(0) for p in parts]
         return results[0] if single else results
+
+    def _used(self) -> list[tuple[int, int]]:
+        """The ranges of cells in use."""
+        return [span for s, n in enumerate(self._lengths) for span in pool_spans(self._blocks.held(s), 0, n)]
 
     def _check_alive(self) -> None:
         if self._closed:
@@ -179,6 +201,16 @@ class Engine:
                 raise UserError(
                     f"{self._lengths[sequence]} + {len(ids)} tokens exceed the context of {context}; plan a larger -c"
                 )
+        self._check_room({s: self._lengths[s] + len(ids) for s, ids in enumerate(lists)})
+
+    def _check_room(self, wanted: dict[int, int]) -> None:
+        """Raise UserError when the pool has too few blocks for sequences to have so many cells."""
+        lengths = [wanted.get(s, n) for s, n in enumerate(self._lengths)]
+        if self._blocks.missing(lengths):
+            raise UserError(
+                f"sequences of {sum(lengths)} cells in all do not fit the KV cache, {self._pool} blocks of {KV_BLOCK} "
+                f"cells; reset one, or plan a larger -c"
+            )
 
     def _micro_batches(
         self, lists: list[list[int]], all_logits: bool
@@ -192,7 +224,8 @@ class Engine:
             done, past = 0, self._lengths[sequence]
             while done < len(new):
                 take = min(len(new) - done, largest - len(ids))
-                segments.append(Segment(sequence, len(ids), take, past + done))
+                blocks = self._blocks.held(sequence)[: blocks_of(past + done + take)]
+                segments.append(Segment(sequence, len(ids), take, past + done, blocks))
                 last = len(new) - done - take == 0
                 rows = range(len(ids), len(ids) + take) if all_logits else [len(ids) + take - 1] if last else []
                 wanted += [(row, sequence) for row in rows]

@@ -1,14 +1,14 @@
 """Walks a tier's steps on one rank: copies run ahead on their lane while units compute; tiers are switched here."""
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from pshard.buffers import LOGIT_ROWS, SMALL_BATCH, scratch_bytes
-from pshard.model import ModelSpec
+from pshard.buffers import LOGIT_ROWS, SMALL_BATCH, kv_blocks, scratch_bytes
+from pshard.model import ModelSpec, kv_token_bytes
 from pshard.plan import RankPlan, TierPlan
 from pshard.row_split import row_stage_bytes, split_rows
 from pshard.runtime.arena import Arena
@@ -16,7 +16,10 @@ from pshard.runtime.blocks import Side
 from pshard.runtime.device import Device
 from pshard.runtime.host_memory import map_memory
 from pshard.runtime.kernels.api import Kernels, LayerKV, RopeTable, RowIndex, Segment
-from pshard.runtime.kv_cache import KVShape, layer_nbytes, used_pieces
+from pshard.runtime.kernels.kv_codec import gather_cells
+from pshard.runtime.kernels.row_index import fill_rows
+from pshard.runtime.kv_blocks import pool_spans
+from pshard.runtime.kv_cache import JOIN_BYTES, KVShape, Piece, cut_pieces, find_pieces, layer_nbytes
 from pshard.runtime.micro_batch import Launch, MicroBatch, TierState, group_launches
 from pshard.runtime.parallel import Group
 from pshard.runtime.rope import fill_rope_table
@@ -53,6 +56,8 @@ class Executor:
         self.acc_kernels, self._host_kernels = kernels
         self.weights = weights
         self.arena = Arena(arena, spec, plan, kv, self.acc_kernels.act_dtype)
+        # cells of a layer that the link moves while one more copy is issued
+        self.join_cells = JOIN_BYTES // max(1, kv_token_bytes(spec.config, kv.type_k, kv.type_v))
         self._loaded_pins: tuple[str, ...] = ()
         self._kv_in_vram: tuple[str, ...] = ()
         self._state: TierState | None = None
@@ -96,7 +101,8 @@ class Executor:
         largest = tiers[-1].tokens
         self.host_hidden = self._host_alloc(largest * spec.config.d_model * 4).view(torch.float32)
         self.host_hidden = self.host_hidden.view(largest, spec.config.d_model)
-        self._host_index = self._host_alloc(3 * largest * 4).view(torch.int32).view(3, largest)
+        index = 3 * largest + kv_blocks(kv.context, kv.sequences)
+        self._host_index = self._host_alloc(index * 4).view(torch.int32)
         rows = max(kv.sequences, LOGIT_ROWS)
         self.host_logits = self._host_alloc(rows * spec.config.vocab * 4).view(torch.float32)
         on_cpu = [
@@ -144,20 +150,20 @@ class Executor:
 
     # --- tiers --------------------------------------------------------------------------------------------------
 
-    def enter(self, tier: TierPlan, lengths: list[int]) -> None:
-        """Put a tier in force; `lengths` are the cells in use of each sequence. Moves only what changes hands."""
+    def enter(self, tier: TierPlan, used: Callable[[], list[tuple[int, int]]]) -> None:
+        """Put a tier in force; `used` tells the ranges of cells in use. Moves only what changes hands."""
         if self._state is not None and self._state.tier is tier:
             return
         self.device.synchronize()
         self.switches += self._state is not None
-        spans = [(sequence, 0, used) for sequence, used in enumerate(lengths)]
-        self._move_kv(self._kv_in_vram[len(self.arena.kv_units(tier)) :], spans, to_host=True)
+        pieces = find_pieces(used(), self.join_cells)
+        self._move_kv(self._kv_in_vram[len(self.arena.kv_units(tier)) :], pieces, to_host=True)
         self.device.synchronize()  # pins that arrive may lie where KV was
         pins = self.arena.pinned_units(tier)
         for name in pins[len(self._loaded_pins) :]:
             self._copy_unit(self.arena.pinned(name), name, tier.placement(name).cpu_rows)
         arriving = self.arena.kv_units(tier)[len(self._kv_in_vram) :]
-        self._move_kv(arriving, spans, to_host=False)
+        self._move_kv(arriving, pieces, to_host=False)
         self._loaded_pins, self._kv_in_vram = pins, self.arena.kv_units(tier)
         self.device.synchronize()
         carved = self.arena.carve(tier)
@@ -168,14 +174,14 @@ class Executor:
         for step in self._program(False).enter:
             self.copy_in(step, ())
 
-    def _move_kv(self, names: tuple[str, ...], spans: list[tuple[int, int, int]], to_host: bool) -> None:
+    def _move_kv(self, names: tuple[str, ...], pieces: tuple[Piece, ...], to_host: bool) -> None:
         for name in names:
             if name not in self.host_kv:
                 continue
             vram, host = self.arena.kv(name), self.host_kv[name]
             source, target = (vram, host) if to_host else (host, vram)
             copy = self.device.copy_out if to_host else self.device.copy_in
-            for to, origin in used_pieces(source, target, spans):
+            for to, origin in cut_pieces(source, target, pieces):
                 copy(to, origin)
                 self.link_bytes += 0 if to_host else to.nbytes
 
@@ -184,17 +190,20 @@ class Executor:
         in_vram = unit in self._kv_in_vram or unit not in self.host_kv
         return self.arena.kv(unit) if in_vram else self.host_kv[unit]
 
-    def read_cells(self, unit: str, sequence: int, cells: int) -> dict[str, torch.Tensor]:
-        """A copy on the host of a layer's first cells: "k" and "v", each [cells, ...] as in LayerKV."""
+    def read_cells(self, unit: str, blocks: Sequence[int], cells: int) -> dict[str, torch.Tensor]:
+        """A copy on the host of a sequence's first cells in a layer: "k" and "v", each [cells, ...] as in LayerKV."""
         self.device.synchronize()
         kv = self._cells(unit)
-        return {"k": kv.k[sequence, :cells].to("cpu", copy=True), "v": kv.v[sequence, :cells].to("cpu", copy=True)}
+        return {what: gather_cells(c, blocks, cells).to("cpu", copy=True) for what, c in (("k", kv.k), ("v", kv.v))}
 
-    def write_cells(self, unit: str, sequence: int, cells: dict[str, torch.Tensor]) -> None:
-        """Fill a layer's first cells with what `read_cells` gave."""
+    def write_cells(self, unit: str, blocks: Sequence[int], cells: dict[str, torch.Tensor]) -> None:
+        """Fill a sequence's first cells in a layer with what `read_cells` gave."""
         kv = self._cells(unit)
-        kv.k[sequence, : len(cells["k"])] = cells["k"].to(kv.k.device)
-        kv.v[sequence, : len(cells["v"])] = cells["v"].to(kv.v.device)
+        for cache, values in ((kv.k, cells["k"]), (kv.v, cells["v"])):
+            done = 0
+            for start, stop in pool_spans(blocks, 0, len(values)):
+                cache.flatten(0, 1)[start:stop] = values[done : done + stop - start].to(cache.device)
+                done += stop - start
         self.device.synchronize()
 
     def _program(self, has_past: bool) -> Program:
@@ -209,7 +218,11 @@ class Executor:
     # --- one micro-batch ----------------------------------------------------------------------------------------
 
     def run(
-        self, ids: torch.Tensor, segments: tuple[Segment, ...], logit_rows: list[int], lengths: list[int]
+        self,
+        ids: torch.Tensor,
+        segments: tuple[Segment, ...],
+        logit_rows: list[int],
+        used: Callable[[], list[tuple[int, int]]],
     ) -> torch.Tensor:
         """Compute one micro-batch under the smallest tier that covers it.
 
@@ -217,13 +230,13 @@ class Executor:
             ids: int64 [M] on the host.
             segments: which rows belong to which sequence, in row order.
             logit_rows: rows whose logits are wanted.
-            lengths: cells in use of every sequence before this micro-batch.
+            used: tells the ranges of cells that are in use before this micro-batch, by any sequence.
 
         Returns:
             float32 [len(logit_rows), vocabulary] on the host, a fresh tensor.
         """
         tokens = ids.numel()
-        self.enter(self.plan.covering(tokens), lengths)
+        self.enter(self.plan.covering(tokens), used)
         state = self._state
         assert state is not None
         if self._sent is not None:
@@ -252,23 +265,22 @@ class Executor:
     ) -> tuple[RowIndex, RowIndex, tuple[torch.Tensor, torch.Tensor]]:
         """Row indexes on the host and on the device, and the numbers of the rows whose logits are wanted on both."""
         assert self._state is not None
-        index = self._state.side.space.tensors["index"]
-        here = self._host_index.flatten()[: index.numel()].view(index.shape)  # all three rows in one copy
-        position, sequence, wanted = here[0, :tokens], here[1, :tokens], here[2, : len(logit_rows)]
-        for s in segments:
-            rows = slice(s.start, s.start + s.tokens)
-            if s.tokens == 1:
-                position[s.start] = s.past
-            else:
-                torch.arange(s.past, s.past + s.tokens, out=position[rows])
-            sequence[rows] = s.sequence
+        index, most = self._state.side.space.tensors["index"], self._state.side.space.tokens
+        here = self._host_index[: index.numel()]  # all in one copy
+
+        def parts(memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            begin, position = memory[:tokens], memory[most : most + tokens]
+            return begin, position, memory[3 * most :], memory[2 * most : 2 * most + len(logit_rows)]
+
+        begin, position, blocks, wanted = parts(here)
+        fill_rows(segments, begin, position, blocks)
         wanted.copy_(torch.tensor(logit_rows, dtype=torch.int32))
         self.device.send(index, here)
         cells = max(s.past + s.tokens for s in segments)
         bound = min(max(LEAST_CELLS, 1 << (cells - 1).bit_length()), self._kv_shape.context)
-        rows_here = RowIndex(sequence, position, segments, cells)
-        rows_there = RowIndex(index[1, :tokens], index[0, :tokens], segments, bound)
-        return rows_here, rows_there, (wanted, index[2, : len(logit_rows)])
+        rows_here = RowIndex(begin, position, blocks, segments, cells)
+        begin, position, blocks, wanted_there = parts(index)
+        return rows_here, RowIndex(begin, position, blocks, segments, bound), (wanted, wanted_there)
 
     def copy_in(self, step: CopyIn, after: Iterable[Any]) -> None:
         assert self._state is not None

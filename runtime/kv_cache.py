@@ -1,10 +1,11 @@
-"""KV cache of every layer: `context` cells for each sequence, in the arena from the right or in host memory."""
+"""KV cache of every layer: a pool of blocks of cells, in the arena from the right or in host memory."""
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
 
-from pshard.buffers import BUFFER_ALIGN, kv_layer_bytes
+from pshard.buffers import BUFFER_ALIGN, KV_BLOCK, kv_blocks, kv_layer_bytes
 from pshard.model import ModelConfig, kv_nbytes
 from pshard.quant import align
 from pshard.runtime.kernels.api import LayerKV
@@ -30,70 +31,80 @@ def layer_nbytes(config: ModelConfig, shape: KVShape) -> int:
 
 def view_layer(memory: torch.Tensor, n_kv_heads: int, head_dim: int, shape: KVShape) -> LayerKV:
     """k and v as views of uint8 memory of at least `layer_nbytes`: LayerKV's tensors."""
-    views, at = [], 0
+    views, at, blocks = [], 0, kv_blocks(shape.context, shape.sequences)
     for kind in (shape.type_k, shape.type_v):
         cell = kv_nbytes(kind, n_kv_heads * head_dim)
-        nbytes = shape.sequences * shape.context * cell
+        nbytes = blocks * KV_BLOCK * cell
         extents = (cell,) if kind == "q8_0" else (n_kv_heads, head_dim)
-        views.append(memory[at : at + nbytes].view(KV_DTYPES[kind]).view(shape.sequences, shape.context, *extents))
+        views.append(memory[at : at + nbytes].view(KV_DTYPES[kind]).view(blocks, KV_BLOCK, *extents))
         at += align(nbytes, BUFFER_ALIGN)
     return LayerKV(*views)
 
 
 @dataclass(frozen=True)
-class Rectangle:
-    """The cells [start, stop) of the sequences [first, last)."""
+class Piece:
+    """`rows` runs of `cells` cells of a pool, `stride` cells from the start of one to that of the next."""
 
-    first: int
-    last: int
     start: int
-    stop: int
-
-    @property
-    def cells(self) -> int:
-        return (self.last - self.first) * (self.stop - self.start)
-
-    def join(self, other: "Rectangle") -> "Rectangle":
-        """The smallest rectangle that holds both."""
-        return Rectangle(self.first, other.last, min(self.start, other.start), max(self.stop, other.stop))
+    cells: int
+    rows: int = 1
+    stride: int = 0
 
 
-def join_spans(spans: list[tuple[int, int, int]], most: int) -> list[Rectangle]:
-    """Rectangles that cover the cells [from, to) of each (sequence, from, to), sequences in rising order.
+def find_pieces(spans: Iterable[tuple[int, int]], most: int, ours: Collection[int] | None = None) -> tuple[Piece, ...]:
+    """Pieces that cover the cells [from, to) of a pool, which do not overlap, so that copying them is fast.
 
-    Neighbours become one when that adds no more than `most` cells that nobody asked for; no sequence is covered that
-    has no cells in `spans`.
+    A piece more costs as much as `most` cells. What pays more of two ways is taken: to make one piece of neighbours and
+    the cells between them, where all of these lie in the blocks `ours` (None: in any), or one of equal distant spans.
     """
-    joined: list[Rectangle] = []
-    for sequence, start, stop in spans:
-        if stop <= start:
-            continue
-        new = Rectangle(sequence, sequence + 1, start, stop)
-        if joined and joined[-1].last == sequence:
-            both = joined[-1].join(new)
-            if both.cells - joined[-1].cells - new.cells <= most:
-                joined[-1] = both
+    whole: list[tuple[int, int]] = []
+    for start, stop in sorted(spans):
+        if whole and whole[-1][1] == start:
+            whole[-1] = (whole[-1][0], stop)
+        elif start < stop:
+            whole.append((start, stop))
+    return min((_join(whole, most, ours), _fold(whole)), key=lambda pieces: _cost(pieces, most))
+
+
+def _cost(pieces: tuple[Piece, ...], most: int) -> int:
+    return sum(p.cells * p.rows + most for p in pieces)
+
+
+def _join(spans: list[tuple[int, int]], most: int, ours: Collection[int] | None) -> tuple[Piece, ...]:
+    joined: list[list[int]] = []
+    for start, stop in spans:
+        if joined and start - joined[-1][1] <= most and _all_ours(joined[-1][1], start, ours):
+            joined[-1][1] = stop
+        else:
+            joined.append([start, stop])
+    return tuple(Piece(start, stop - start) for start, stop in joined)
+
+
+def _all_ours(start: int, stop: int, ours: Collection[int] | None) -> bool:
+    return ours is None or all(block in ours for block in range(start // KV_BLOCK, (stop - 1) // KV_BLOCK + 1))
+
+
+def _fold(spans: list[tuple[int, int]]) -> tuple[Piece, ...]:
+    folded: list[Piece] = []
+    for start, stop in spans:
+        last = folded[-1] if folded else None
+        if last and last.cells == stop - start:
+            stride = last.stride or start - last.start
+            if start == last.start + last.rows * stride:
+                folded[-1] = Piece(last.start, last.cells, last.rows + 1, stride)
                 continue
-        joined.append(new)
-    return joined
+        folded.append(Piece(start, stop - start))
+    return tuple(folded)
 
 
-def used_pieces(source: LayerKV, target: LayerKV, spans: list[tuple[int, int, int]]) -> list[tuple]:
-    """Pairs (target, source) of tensors [sequences, elements] with contiguous rows: the cells [from, to) of each
-    (sequence, from, to), in as few pieces as pay.
-
-    A piece may hold cells beside them. Copying those does no harm where source and target agree on the cells before
-    `from`, as a stage does with the host's cache that it was filled from; what lies after `to` is in nobody's use.
-    """
+def cut_pieces(source: LayerKV, target: LayerKV, pieces: Iterable[Piece]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs (target, source) of tensors [rows, elements] with contiguous rows: the pieces of keys and of values."""
     if source.k.numel() == 0:  # another rank holds all of this layer's cache
         return []
-    most = JOIN_BYTES // max(cache[0, 0].nbytes for cache in (source.k, source.v))
-    return [
-        (_rows_of(b, piece), _rows_of(a, piece))
-        for piece in join_spans(spans, most)
-        for a, b in ((source.k, target.k), (source.v, target.v))
-    ]
+    return [(_rows_of(b, p), _rows_of(a, p)) for p in pieces for a, b in ((source.k, target.k), (source.v, target.v))]
 
 
-def _rows_of(cache: torch.Tensor, piece: Rectangle) -> torch.Tensor:
-    return cache[piece.first : piece.last, piece.start : piece.stop].flatten(1)
+def _rows_of(cache: torch.Tensor, piece: Piece) -> torch.Tensor:
+    width = cache[0, 0].numel()
+    at = cache.storage_offset() + piece.start * width
+    return cache.as_strided((piece.rows, piece.cells * width), (piece.stride * width, 1), at)

@@ -18,7 +18,7 @@ import os
 import struct
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -71,11 +71,14 @@ class KVStore:
         self._source, self._kv, self._executor, self._group = source, kv, executor, group
         self._blocks = tuple(_blocks_of(source.spec, held, group.rank))
 
-    def save(self, path: Path, sequence: int, tokens: Sequence[int]) -> None:
-        """Write the first len(tokens) cells of a sequence; the file is there whole or not at all. Raises UserError."""
+    def save(self, path: Path, held: Sequence[int], tokens: Sequence[int]) -> None:
+        """Write the first len(tokens) cells of the sequence with these blocks; the file is there whole or not at all.
+
+        Raises UserError.
+        """
         temporary = self._create(path, tokens)
         try:
-            sums, problem = self._write_blocks(Path(temporary), sequence, tokens), None
+            sums, problem = self._write_blocks(Path(temporary), held, tokens), None
         except OSError as error:
             sums, problem = [], error.strerror
         said = [self._group.broadcast([problem, sums], r) for r in range(self._group.size)]
@@ -104,13 +107,15 @@ class KVStore:
         if problem := self._group.broadcast(problem):
             raise UserError(f"cannot write the KV cache to {path}: {problem}")
 
-    def load(self, path: Path, sequence: int) -> tuple[int, ...]:
-        """Fill a sequence's cells from a file; returns their token ids. Raises UserError: not such a file, damaged, of
-        another model or KV type, or longer than the context."""
+    def load(self, path: Path, take: Callable[[int], Sequence[int]]) -> tuple[int, ...]:
+        """Fill cells from a file, in the blocks that `take` gives for so many; returns their token ids.
+
+        Raises UserError: not such a file, damaged, of another model or KV type, longer than the context; or as `take`.
+        """
         problem: str | None = None
         tokens: tuple[int, ...] = ()
         try:
-            tokens = self._read(path, sequence)
+            tokens = self._read(path, take)
         except UserError as error:
             problem = str(error)
         except OSError as error:
@@ -154,14 +159,14 @@ class KVStore:
         k, v = self._block_bytes("k", cells), self._block_bytes("v", cells)
         return start + layer * heads * (k + v) + (rest * k if rest < heads else heads * k + (rest - heads) * v)
 
-    def _write_blocks(self, path: Path, sequence: int, tokens: Sequence[int]) -> list[tuple[int, int]]:
+    def _write_blocks(self, path: Path, held: Sequence[int], tokens: Sequence[int]) -> list[tuple[int, int]]:
         """Write this rank's blocks; returns (number, CRC) of each."""
         cells, sums, dim = len(tokens), [], self._source.spec.config.head_dim
         start, _ = self._places(cells, self._header(tokens))
         with open(path, "r+b") as file:
-            for unit, held in self._by_unit().items():
-                memory = self._executor.read_cells(unit, sequence, cells)
-                for block in (b for b in held if b.written):
+            for unit, heads in self._by_unit().items():
+                memory = self._executor.read_cells(unit, held, cells)
+                for block in (b for b in heads if b.written):
                     raw = take_head(memory[block.what], block.head, dim).view(torch.uint8).numpy().tobytes()
                     file.seek(self._offset(block, cells, start))
                     file.write(raw)
@@ -183,7 +188,7 @@ class KVStore:
             return str(error.strerror)
         return None
 
-    def _read(self, path: Path, sequence: int) -> tuple[int, ...]:
+    def _read(self, path: Path, take: Callable[[int], Sequence[int]]) -> tuple[int, ...]:
         with open(path, "rb") as file:
             header, fields = _read_header(path, file)
             wanted = json.loads(self._header(()))
@@ -199,9 +204,10 @@ class KVStore:
                 raise UserError(f"the KV cache {path} is cut off or damaged: remove it")
             blocks = 2 * fields["layers"] * fields["kv_heads"]
             sums = struct.unpack(f"<{blocks}I", file.read(4 * blocks))
-            for unit, held in self._by_unit().items():
-                memory = self._executor.read_cells(unit, sequence, len(tokens))
-                for block in held:
+            held = take(len(tokens))
+            for unit, heads in self._by_unit().items():
+                memory = self._executor.read_cells(unit, held, len(tokens))
+                for block in heads:
                     file.seek(self._offset(block, len(tokens), start))
                     raw = bytearray(file.read(self._block_bytes(block.what, len(tokens))))
                     if zlib.crc32(raw) != sums[block.number]:
@@ -209,7 +215,7 @@ class KVStore:
                     if raw:
                         values = torch.frombuffer(raw, dtype=torch.uint8).view(memory[block.what].dtype)
                         put_head(memory[block.what], block.head, fields["head_dim"], values)
-                self._executor.write_cells(unit, sequence, memory)
+                self._executor.write_cells(unit, held, memory)
         return tokens
 
     def _by_unit(self) -> dict[str, list[Block]]:

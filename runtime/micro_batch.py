@@ -1,6 +1,7 @@
 """One micro-batch on its way through the steps of its tier."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import zip_longest
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,8 @@ from pshard.row_split import acc_part
 from pshard.runtime.arena import Carved
 from pshard.runtime.blocks import PendingSum, Side, gate_rows, project_down, run_attention, run_ffn, run_output
 from pshard.runtime.kernels.api import RowIndex, Segment
-from pshard.runtime.kv_cache import used_pieces
+from pshard.runtime.kv_blocks import pool_spans
+from pshard.runtime.kv_cache import Piece, cut_pieces, find_pieces
 from pshard.runtime.weights import UnitWeights, lookup_rows, view_cpu_rows, view_unit
 from pshard.steps import (
     AllReduce,
@@ -342,13 +344,25 @@ class MicroBatch:
             e.link_bytes += here.nbytes
         self.side = step.to
 
+    @cached_property
+    def _old(self) -> tuple[Piece, ...]:
+        """The cells that the micro-batch's sequences have behind them."""
+        spans = [span for s in self.segments for span in pool_spans(s.blocks, 0, s.past)]
+        return find_pieces(spans, self.executor.join_cells)
+
+    @cached_property
+    def _new(self) -> tuple[Piece, ...]:
+        """The cells that it makes. What lies between them may be copied in blocks that it has: the stage agrees there
+        with the host's cache, that it was filled from, and what follows a sequence's last cell is in nobody's use."""
+        spans = [span for s in self.segments for span in pool_spans(s.blocks, s.past, s.past + s.tokens)]
+        return find_pieces(spans, self.executor.join_cells, {block for s in self.segments for block in s.blocks})
+
     def _fetch_kv(self, step: FetchKV) -> None:
         e, state = self.executor, self.state
         assert state.carved.stage is not None
-        spans = [(s.sequence, 0, s.past) for s in self.segments]
         after = [*state.stage_free, *([e.written[step.unit]] if step.unit in e.written else [])]
         done = None
-        for to, origin in used_pieces(e.host_kv[step.unit], e.arena.view_kv(state.carved.stage, step.unit), spans):
+        for to, origin in cut_pieces(e.host_kv[step.unit], e.arena.view_kv(state.carved.stage, step.unit), self._old):
             done = e.device.copy_in(to, origin, after if done is None else ())
             e.link_bytes += to.nbytes
         if done is not None:  # copies of a lane happen in turn
@@ -358,9 +372,8 @@ class MicroBatch:
         e, state = self.executor, self.state
         assert state.carved.stage is not None
         state.stage_free = [e.device.mark()]  # the attention over it was the last thing given to the compute lane
-        spans = [(s.sequence, s.past, s.past + s.tokens) for s in self.segments]
         done, after = None, state.stage_free
-        for to, origin in used_pieces(e.arena.view_kv(state.carved.stage, step.unit), e.host_kv[step.unit], spans):
+        for to, origin in cut_pieces(e.arena.view_kv(state.carved.stage, step.unit), e.host_kv[step.unit], self._new):
             done = e.device.copy_out(to, origin, after if done is None else ())
         if done is None:  # another rank holds all of this layer's cache
             return

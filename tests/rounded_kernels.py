@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 
+from pshard.runtime.kernels.kv_codec import gather_cells
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.kernels.unpack import unpack
 
@@ -37,7 +38,7 @@ class RoundedKernels(PlainKernels):
             cells, new = s.past + s.tokens, slice(s.start, s.start + s.tokens)
             q = rounded(qkv[new, : n_heads * dim]).unflatten(1, (n_heads, dim)).transpose(0, 1)
             k, v = (
-                cache[s.sequence, :cells].float().transpose(0, 1).repeat_interleave(n_heads // groups, 0)
+                gather_cells(cache, s.blocks, cells).float().transpose(0, 1).repeat_interleave(n_heads // groups, 0)
                 for cache in (kv.k, kv.v)
             )
             seen = torch.arange(cells) <= torch.arange(s.past, cells)[:, None]

@@ -11,32 +11,38 @@ from hypothesis import strategies as st
 from model_files import write_gguf
 from plan_samples import make_tier
 
-from pshard.buffers import SMALL_BATCH, decode_splits, scratch_buffers
+from pshard.buffers import KV_BLOCK, SMALL_BATCH, decode_splits, scratch_buffers
 from pshard.models import open_model
-from pshard.runtime import kv_cache
-from pshard.runtime.kv_cache import join_spans
+from pshard.runtime import executor
+from pshard.runtime.kv_cache import Piece, find_pieces
 
 CONTEXT, SEQUENCES = 64, 5
 WHERE = {"embedding": "cpu", "attention": "streamed", "ffn": "pinned", "output": "pinned"}
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=12),
-    st.integers(0, 40),
-    st.sets(st.integers(0, 12)),
-)
-def test_rectangles_cover_what_was_asked_and_no_other_sequence(ends, most: int, left_out: set[int]) -> None:
-    spans = [(s, min(e), max(e)) for s, e in enumerate(ends) if s not in left_out]
-    asked = {(s, cell) for s, start, stop in spans for cell in range(start, stop)}
-    pieces = join_spans(spans, most)
-    covered = [(s, cell) for p in pieces for s in range(p.first, p.last) for cell in range(p.start, p.stop)]
+@given(st.lists(st.tuples(st.integers(0, 90), st.integers(1, 9)), max_size=12), st.integers(0, 40), st.data())
+def test_pieces_cover_what_was_asked_once_and_no_block_of_others(gaps, most: int, data: st.DataObject) -> None:
+    spans, at = [], 0
+    for gap, cells in gaps:
+        at += gap
+        spans.append((at, at + cells))
+        at += cells
+    asked = {cell for start, stop in spans for cell in range(start, stop)}
+    touched = {cell // KV_BLOCK for cell in asked}
+    ours = touched | data.draw(st.sets(st.integers(0, 20)))
+    pieces = find_pieces(data.draw(st.permutations(spans)), most, ours)
+    covered = [p.start + row * p.stride + i for p in pieces for row in range(p.rows) for i in range(p.cells)]
     assert asked <= set(covered) and len(covered) == len(set(covered))
-    assert {s for s, _ in covered} == {s for s, _ in asked}
-    assert len(covered) - len(asked) <= most * max(0, len({s for s, _ in asked}) - len(pieces))
+    assert {cell // KV_BLOCK for cell in covered} <= ours
+    assert len(covered) + most * len(pieces) <= len(asked) + most * len(spans)
 
 
-def test_sequences_of_one_length_are_one_rectangle() -> None:
-    assert len(join_spans([(s, 1000, 1001) for s in range(64)], 0)) == 1
+def test_few_pieces_where_sequences_lie_in_order() -> None:
+    decode = [(s * 17 * KV_BLOCK + 1000, s * 17 * KV_BLOCK + 1001) for s in range(64)]
+    assert find_pieces(decode, 100) == (Piece(1000, 1, 64, 17 * KV_BLOCK),)
+    filled = [(s * KV_BLOCK, s * KV_BLOCK + used) for s, used in enumerate((64, 64, 60, 64, 30, 64, 1))]
+    assert find_pieces(filled, 100) == (Piece(0, 6 * KV_BLOCK + 1),)
+    assert len(find_pieces(filled, 0)) < len(filled)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +65,7 @@ def converse(engine) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("join_bytes", [0, 4096, 512 << 10])
 def test_host_kv_gives_the_logits_of_kv_in_vram(model: Path, join_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "JOIN_BYTES", join_bytes)
+    monkeypatch.setattr(executor, "JOIN_BYTES", join_bytes)
     spec = open_model(model).spec
     places = {u.name: (WHERE[u.kind], "host" if u.kind == "attention" else None) for u in spec.units}
     tiers = tuple(make_tier(spec, n, places, 2, CONTEXT, SEQUENCES) for n in (5, 16))

@@ -12,7 +12,7 @@ from model_files import write_gguf
 from plan_samples import make_tier, random_places, shrink_places
 from thread_ranks import random_tiers, run_ranks
 
-from pshard.buffers import kv_layer_bytes
+from pshard.buffers import KV_BLOCK, kv_layer_bytes
 from pshard.errors import UserError
 from pshard.model import KV_TYPES, check_kv_types, kv_token_bytes
 from pshard.models import open_model
@@ -75,7 +75,7 @@ def test_planner_and_runtime_agree_on_sizes(tmp_path: Path, type_k: str, type_v:
     memory = torch.zeros(layer_nbytes(config, shape), dtype=torch.uint8)
     assert len(memory) == kv_layer_bytes(config, 7, 3, type_k, type_v)
     kv = view_layer(memory, config.n_kv_heads, config.head_dim, shape)
-    assert kv.k.nbytes + kv.v.nbytes == 7 * 3 * kv_token_bytes(config, type_k, type_v)
+    assert kv.k.nbytes + kv.v.nbytes == 3 * KV_BLOCK * kv_token_bytes(config, type_k, type_v)
     kv.v.fill_(1)
     assert not kv.k.any() and (kv.v.data_ptr() - memory.data_ptr()) % 256 == 0
 

@@ -251,6 +251,21 @@ def check_attention(kv_types: tuple[str, str], before: int, tokens: int, heads: 
     strides = cells[0][0].nbytes, cells[1][0].nbytes
     native.attention(q, *cells, kv_types, *shape, 0.3, out, cell_strides=strides)
     np.testing.assert_allclose(out, attention_in_float64(q, *values, before, 0.3), rtol=2e-4, atol=2e-5)
+    for block in (64, 192):
+        order = rng.permutation(-(-(before + tokens) // block)).astype(np.int32)
+        pools = [scatter_blocks(part, order, block) for part in cells]
+        again = poisoned(tokens, heads, dim)
+        native.attention(q, *pools, kv_types, *shape, 0.3, again, cell_strides=strides, blocks=(order, block))
+        np.testing.assert_array_equal(again, out)
+
+
+def scatter_blocks(cells: torch.Tensor, order: np.ndarray, block: int) -> torch.Tensor:
+    """A pool that has the i-th block of the cells at order[i]."""
+    pool = torch.zeros(len(order) * block, cells.shape[1], dtype=cells.dtype)
+    for i, at in enumerate(order):
+        part = cells[i * block : (i + 1) * block]
+        pool[at * block : at * block + len(part)] = part
+    return pool
 
 
 @pytest.mark.parametrize("qtype", TYPES)

@@ -8,6 +8,7 @@ everything here is skipped.
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 READY = DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 needs_kernels = pytest.mark.skipif(not READY, reason="runs inside test_every_kernel_in_the_interpreter")
 
-from pshard.buffers import ATTENTION_SPLITS, kv_cells_bytes  # noqa: E402
+from pshard.buffers import ATTENTION_SPLITS, KV_BLOCK, kv_cells_bytes  # noqa: E402
 from pshard.quant import QUANT_TYPES  # noqa: E402
 from pshard.runtime.kernels import cuda  # noqa: E402
 from pshard.runtime.kernels.api import LayerKV, Packed, RopeTable, RowIndex, Segment  # noqa: E402
-from pshard.runtime.kernels.kv_codec import decode_cells, encode_cells  # noqa: E402
+from pshard.runtime.kernels.kv_codec import decode_cells, encode_cells, gather_cells  # noqa: E402
 from pshard.runtime.kernels.layout import pack_reference, unpack_reference  # noqa: E402
 from pshard.runtime.kernels.plain import PlainKernels  # noqa: E402
+from pshard.runtime.kernels.row_index import make_rows  # noqa: E402
 from pshard.runtime.kv_cache import KV_DTYPES, KVShape, view_layer  # noqa: E402
 
 if READY and DEVICE == "cpu":
@@ -238,7 +240,7 @@ def test_what_is_handed_over_quantised_gives_the_same_bits(kernels: cuda.CudaKer
     hidden = random_tensor(tokens, 256, seed=62, dtype=torch.float32)
     norm = random_tensor(256, seed=63, dtype=torch.float32)
     rows = rows_of([(0, tokens, 20)])
-    kv = LayerKV(random_tensor(1, 64, 1, 64, seed=64), random_tensor(1, 64, 1, 64, seed=65))
+    kv = LayerKV(*(random_tensor(POOL, KV_BLOCK, 1, 64, seed=seed) for seed in (64, 65)))
     partial = poisoned(tokens, 4, ATTENTION_SPLITS, 66, dtype=torch.float32)
     normed, mixed, both = poisoned(tokens, 256), poisoned(tokens, 256), poisoned(tokens, 512)
     qkv = random_tensor(tokens, 6 * 64, seed=66)
@@ -286,15 +288,23 @@ def test_rms_norm(kernels: cuda.CudaKernels, shape: tuple[int, int]) -> None:
     assert error(out, h / np.sqrt((h**2).mean(1, keepdims=True) + 1e-5) * numpy64(weight)) < 0.005
 
 
-def rows_of(segments: list[tuple[int, int, int]]) -> RowIndex:
-    """(sequence, tokens, past) one after the other -> RowIndex."""
+POOL = 14  # blocks of the caches below
+
+
+def rows_of(segments: list[tuple[int, int, int]], block: int = KV_BLOCK) -> RowIndex:
+    """(sequence, tokens, past) one after the other -> RowIndex, in blocks of POOL that lie in no order."""
+    free = np.random.default_rng(len(segments)).permutation(POOL).tolist()
     parts, start = [], 0
     for sequence, tokens, past in segments:
-        parts.append(Segment(sequence, start, tokens, past))
+        blocks = tuple(free.pop() for _ in range(0, past + tokens, block))
+        parts.append(Segment(sequence, start, tokens, past, blocks))
         start += tokens
-    sequences = torch.tensor([s.sequence for s in parts for _ in range(s.tokens)], dtype=torch.int32, device=DEVICE)
-    position = torch.tensor([s.past + i for s in parts for i in range(s.tokens)], dtype=torch.int32, device=DEVICE)
-    return RowIndex(sequences, position, tuple(parts), max(s.past + s.tokens for s in parts))
+    return make_rows(parts, DEVICE)
+
+
+def cells_of(rows: RowIndex, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index of each row's own cell in a cache."""
+    return rows.blocks[rows.begin + rows.position // block].long(), rows.position.long() % block
 
 
 @needs_kernels
@@ -303,13 +313,13 @@ def rows_of(segments: list[tuple[int, int, int]]) -> RowIndex:
 def test_rope_store_normalises_rotates_and_stores(
     kernels: cuda.CudaKernels, pairing: str, d: int, dims: int, normed: bool
 ) -> None:
-    heads, groups, context = 6, 2, 12
-    rows = rows_of([(1, 3, 4), (0, 1, 9)])
+    heads, groups, context, block = 6, 2, 12, 4
+    rows = rows_of([(1, 3, 4), (0, 1, 9)], block)
     qkv = random_tensor(4, (heads + 2 * groups) * d, seed=19)
     angle = np.random.default_rng(20).uniform(-3, 3, (context, dims // 2)).astype(np.float32)
     rope = RopeTable(torch.from_numpy(np.cos(angle)).to(DEVICE), torch.from_numpy(np.sin(angle)).to(DEVICE), pairing)
     norms = [random_tensor(d, seed=s, dtype=torch.float32) if normed else None for s in (21, 22)]
-    kv = LayerKV(poisoned(2, context, groups, d), poisoned(2, context, groups, d))
+    kv = LayerKV(poisoned(POOL, block, groups, d), poisoned(POOL, block, groups, d))
     x = numpy64(qkv).reshape(4, -1, d)
     kernels.rope_store(qkv, (heads, groups, d), norms[0], norms[1], 1e-6, rope, rows, kv)
 
@@ -327,11 +337,11 @@ def test_rope_store_normalises_rotates_and_stores(
 
     after = qkv.view(4, -1, d)
     assert error(after[:, :heads], turned(x[:, :heads], norms[0])) < 0.006
-    sequence, position = rows.sequence.long(), rows.position.long()
-    assert error(kv.k[sequence, position], turned(x[:, heads : heads + groups], norms[1])) < 0.006
-    assert error(kv.v[sequence, position], x[:, heads + groups :]) == 0.0
-    untouched = torch.ones(2, context, dtype=torch.bool, device=DEVICE)
-    untouched[sequence, position] = False
+    cell = cells_of(rows, block)
+    assert error(kv.k[cell], turned(x[:, heads : heads + groups], norms[1])) < 0.006
+    assert error(kv.v[cell], x[:, heads + groups :]) == 0.0
+    untouched = torch.ones(POOL, block, dtype=torch.bool, device=DEVICE)
+    untouched[cell] = False
     assert torch.isnan(kv.k[untouched]).all() and torch.isnan(kv.v[untouched]).all()
 
 
@@ -345,21 +355,22 @@ def test_rope_store_quantises(
     kernels: cuda.CudaKernels, kv_types: tuple[str, str], groups: int, d: int, dims: int, pairing: str
 ) -> None:
     heads, context, rows = 4, 12, rows_of([(1, 3, 4), (0, 1, 9)])
+    pool = POOL * KV_BLOCK
     qkv = random_tensor(4, (heads + 2 * groups) * d, seed=31)
     qkv[2, heads * d : heads * d + 32] = 0
     angle = torch.from_numpy(np.random.default_rng(32).uniform(-3, 3, (context, dims // 2)).astype(np.float32))
     rope = RopeTable(angle.cos().to(DEVICE), angle.sin().to(DEVICE), pairing)
     norm = random_tensor(d, seed=33, dtype=torch.float32)
-    memory = torch.full((2, kv_cells_bytes(2 * context, groups * d, *kv_types)), 77, dtype=torch.uint8, device=DEVICE)
-    shape = KVShape(context, 2, *kv_types)
+    memory = torch.full((2, kv_cells_bytes(pool, groups * d, *kv_types)), 77, dtype=torch.uint8, device=DEVICE)
+    shape = KVShape(pool, 1, *kv_types)
     got, expected = (view_layer(part, groups, d, shape) for part in memory)
     plain = qkv.float()
     PlainKernels().rope_store(plain, (heads, groups, d), None, norm, 1e-6, rope, rows, expected)
     kernels.rope_store(qkv, (heads, groups, d), None, norm, 1e-6, rope, rows, got)
     assert error(qkv[:, : heads * d], numpy64(plain[:, : heads * d])) < 0.006
     for mine, other in ((got.k, expected.k), (got.v, expected.v)):
-        untouched = torch.ones(2, context, dtype=torch.bool, device=DEVICE)
-        untouched[rows.sequence.long(), rows.position.long()] = False
+        untouched = torch.ones(POOL, KV_BLOCK, dtype=torch.bool, device=DEVICE)
+        untouched[cells_of(rows, KV_BLOCK)] = False
         assert (mine[untouched].contiguous().view(torch.uint8) == 77).all()
         a, b = decode_cells(mine[~untouched], d), decode_cells(other[~untouched], d)
         assert error(a, numpy64(b)) < 0.01  # keys are rounded to bfloat16 before they are quantised
@@ -369,15 +380,15 @@ def test_rope_store_quantises(
 
 def attention_reference(qkv: torch.Tensor, heads: tuple[int, int, int], kv: LayerKV, rows: RowIndex) -> np.ndarray:
     n, groups, d = heads
-    k, v = (numpy64(decode_cells(cache, d)) for cache in (kv.k, kv.v))
     q = numpy64(qkv).reshape(qkv.shape[0], -1, d)[:, :n]
     out = np.empty((qkv.shape[0], n, d))
-    for m in range(len(out)):
-        at, cells = int(rows.sequence[m]), int(rows.position[m]) + 1
-        for h in range(n):
-            scores = k[at, :cells, h // (n // groups)] @ q[m, h] / np.sqrt(d)
-            p = np.exp(scores - scores.max())
-            out[m, h] = p / p.sum() @ v[at, :cells, h // (n // groups)]
+    for s in rows.segments:
+        k, v = (numpy64(decode_cells(gather_cells(c, s.blocks, s.past + s.tokens), d)) for c in (kv.k, kv.v))
+        for m, cells in zip(range(s.start, s.start + s.tokens), range(s.past + 1, s.past + s.tokens + 1), strict=True):
+            for h in range(n):
+                scores = k[:cells, h // (n // groups)] @ q[m, h] / np.sqrt(d)
+                p = np.exp(scores - scores.max())
+                out[m, h] = p / p.sum() @ v[:cells, h // (n // groups)]
     return out.reshape(qkv.shape[0], n * d)
 
 
@@ -390,7 +401,7 @@ def test_attention(
     n, groups, d = heads
     rows = rows_of(segments)
     qkv = random_tensor(rows.tokens, (n + 2 * groups) * d, seed=23)
-    kv = LayerKV(random_tensor(2, 304, groups, d, seed=24), random_tensor(2, 304, groups, d, seed=25))
+    kv = LayerKV(*(random_tensor(POOL, KV_BLOCK, groups, d, seed=seed) for seed in (24, 25)))
     out = poisoned(rows.tokens, n * d)
     partial = poisoned(rows.tokens, n, ATTENTION_SPLITS, d + 2, dtype=torch.float32) if rows.tokens <= 64 else None
     kernels.attention(qkv, heads, kv, rows, d**-0.5, out, partial)
@@ -410,7 +421,7 @@ def test_attention_over_quantised_cells(
     n, groups, d = heads
     rows = rows_of(segments)
     qkv = random_tensor(rows.tokens, (n + 2 * groups) * d, seed=34)
-    numbers = (random_tensor(2, 304, groups, d, seed=35 + i) for i in range(2))
+    numbers = (random_tensor(POOL, KV_BLOCK, groups, d, seed=35 + i) for i in range(2))
     kv = LayerKV(*(encode_cells(x, KV_DTYPES[kind]) for x, kind in zip(numbers, kv_types, strict=True)))
     out = poisoned(rows.tokens, n * d)
     partial = poisoned(rows.tokens, n, ATTENTION_SPLITS, d + 2, dtype=torch.float32) if rows.tokens <= 64 else None
@@ -422,9 +433,9 @@ def test_attention_over_quantised_cells(
 @needs_kernels
 def test_a_launch_sized_for_a_long_context_serves_a_short_one(kernels: cuda.CudaKernels) -> None:
     heads, rows = (4, 2, 64), rows_of([(0, 1, 5), (1, 1, 130)])
-    sized = RowIndex(rows.sequence, rows.position, rows.segments, 4096)
+    sized = replace(rows, cells=4096)
     qkv = random_tensor(2, 8 * 64, seed=26)
-    kv = LayerKV(random_tensor(2, 256, 2, 64, seed=27), random_tensor(2, 256, 2, 64, seed=28))
+    kv = LayerKV(*(random_tensor(POOL, KV_BLOCK, 2, 64, seed=seed) for seed in (27, 28)))
     out, partial = poisoned(2, 256), poisoned(2, 4, ATTENTION_SPLITS, 66, dtype=torch.float32)
     kernels.attention(qkv, heads, kv, sized, 0.125, out, partial)
     assert error(out, attention_reference(qkv, heads, kv, rows)) < 0.01

@@ -26,23 +26,30 @@ class Packed:
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive rows of a micro-batch that belong to one sequence: new tokens `start:start+tokens` after `past`."""
+    """Consecutive rows of a micro-batch that belong to one sequence: new tokens `start:start+tokens` after `past`.
+
+    `blocks` are those that its cells lie in, old and new ones, in order: see LayerKV.
+    """
 
     sequence: int
     start: int
     tokens: int
     past: int
+    blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class RowIndex:
-    """Where each row of a micro-batch stands: int32 [M] tensors on the computing device, segments on the host.
+    """Where each row of a micro-batch stands: int32 tensors on the computing device, segments on the host.
 
-    `cells` is the largest context of any row (past + new), an int for choosing launch sizes.
+    position [M]: the row's place in its sequence. blocks: the blocks of every segment, one segment after the other.
+    begin [M]: where those of the row's sequence begin in `blocks`. `cells` is the largest context of any row (past +
+    new), an int for choosing launch sizes.
     """
 
-    sequence: torch.Tensor
+    begin: torch.Tensor
     position: torch.Tensor
+    blocks: torch.Tensor
     segments: tuple[Segment, ...]
     cells: int
 
@@ -53,8 +60,11 @@ class RowIndex:
 
 @dataclass(frozen=True)
 class LayerKV:
-    """KV cache of one layer on the device that attends: k and v are [sequences, context, G, d] float32, float16 or
-    bfloat16, or q8_0: int8 [sequences, context, bytes of a cell], see kv_codec. They may be of different types."""
+    """KV cache of one layer on the device that attends: k and v are [blocks, n, G, d] float32, float16 or bfloat16, or
+    q8_0: int8 [blocks, n, bytes of a cell], see kv_codec. They may be of different types.
+
+    Cell i of a sequence is cell i % n of the block that stands at i // n among the sequence's own.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
@@ -130,9 +140,8 @@ class Kernels(Protocol):
         kv: LayerKV,
     ) -> None:
         """qkv [M, (H + 2G) d] act_dtype, heads = (H, G, d). Per head: RMS-normalise q and k where a norm weight
-        (float32 [d]) is given, rotate q in place and k by each row's position, and store k and v at
-        kv.k[sequence, position], kv.v[sequence, position], quantised where these are q8_0. What is left of k and v in
-        qkv is undefined."""
+        (float32 [d]) is given, rotate q in place and k by each row's position, and store k and v in the row's cell of
+        kv.k and kv.v, quantised where these are q8_0. What is left of k and v in qkv is undefined."""
         ...
 
     def attention(
@@ -145,7 +154,8 @@ class Kernels(Protocol):
         out: torch.Tensor,
         partial: torch.Tensor | None,
     ) -> None:
-        """Causal attention with grouped KV heads: the q part of qkv against kv[sequence, :position+1] per row.
+        """Causal attention with grouped KV heads: the q part of qkv against the cells 0..position of the row's
+        sequence.
 
         out [M, H d] act_dtype. `partial`: float32 scratch of M H (d + 2) decode_splits for M <= SMALL_BATCH.
         """

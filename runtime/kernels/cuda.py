@@ -234,17 +234,18 @@ class CudaKernels:
         block = 8 if qkv.shape[0] > SMALL_BATCH else 2
         grid = (triton.cdiv(n_heads + 2 * groups, block), qkv.shape[0])
         triton_rows.rope_store_kernel[grid](
-            qkv, qkv.stride(0), q_norm, k_norm, eps, rope.cos, rope.sin, rows.sequence, rows.position,
+            qkv, qkv.stride(0), q_norm, k_norm, eps, rope.cos, rope.sin, rows.begin, rows.position, rows.blocks,
             kv.k, kv.v, *kv.k.stride()[:2], *kv.v.stride()[:2], HEADS=n_heads, GROUPS=groups, D=d, HALF=half,
             HP=triton.next_power_of_2(half), TP=triton.next_power_of_2(d - 2 * half) if d > 2 * half else 0,
-            HB=block, ADJACENT=rope.pairing == "adjacent", Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
-            num_warps=max(1, block // 2),
+            HB=block, CELLS=kv.k.shape[1], ADJACENT=rope.pairing == "adjacent", Q_NORM=q_norm is not None,
+            K_NORM=k_norm is not None, num_warps=max(1, block // 2),
         )  # fmt: skip
         for cache, column in ((kv.k, n_heads * d), (kv.v, (n_heads + groups) * d)):
             if cache.dtype == torch.int8:
                 triton_cells.store_cells_kernel[(qkv.shape[0],)](
-                    qkv, qkv.stride(0), column, cache, *cache.stride()[:2], rows.sequence, rows.position,
-                    WIDTH=groups * d, BLOCKS=triton.next_power_of_2(groups * d // 32), num_warps=4,
+                    qkv, qkv.stride(0), column, cache, *cache.stride()[:2], rows.begin, rows.position, rows.blocks,
+                    WIDTH=groups * d, BLOCKS=triton.next_power_of_2(groups * d // 32), CELLS=cache.shape[1],
+                    num_warps=4,
                 )  # fmt: skip
 
     def attention(
@@ -460,10 +461,10 @@ class CudaKernels:
         splits = min(decode_splits(tokens, groups), room, triton.cdiv(rows.cells, tile.depth))
         padded = max(16, triton.next_power_of_2(d))
         triton_attention.decode_kernel[(splits, groups, tokens)](
-            qkv, qkv.stride(0), kv.k, kv.v, *kv.k.stride()[:2], *kv.v.stride()[:2], rows.sequence, rows.position,
-            partial, scale, splits, HEADS=n_heads, GROUPS=groups,
+            qkv, qkv.stride(0), kv.k, kv.v, *kv.k.stride()[:2], *kv.v.stride()[:2], rows.begin, rows.position,
+            rows.blocks, partial, scale, splits, HEADS=n_heads, GROUPS=groups,
             SHARE=max(16, triton.next_power_of_2(n_heads // groups)), D=d, DP=padded, BLOCK=tile.depth,
-            STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages,
+            CELLS=kv.k.shape[1], STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         ready = self._hand_over(out) if d == padded and d % 32 == 0 else None
         triton_attention.decode_combine_kernel[(n_heads, tokens)](
@@ -483,13 +484,16 @@ class CudaKernels:
         n_heads, groups, d = heads
         padded = max(16, triton.next_power_of_2(d))
         tile = TUNING["prefill", max(64, padded)]
+        at = 0
         for segment in rows.segments:
             new = slice(segment.start, segment.start + segment.tokens)
             triton_attention.prefill_kernel[(triton.cdiv(segment.tokens, tile.rows), n_heads)](
-                qkv[new], qkv.stride(0), kv.k[segment.sequence], kv.v[segment.sequence], kv.k.stride(1), kv.v.stride(1),
+                qkv[new], qkv.stride(0), kv.k, kv.v, *kv.k.stride()[:2], *kv.v.stride()[:2], rows.blocks, at,
                 out[new], out.stride(0), segment.tokens, segment.past, scale, HEADS=n_heads, GROUPS=groups, D=d,
-                DP=padded, BM=tile.rows, BN=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
+                DP=padded, BM=tile.rows, BN=tile.depth, CELLS=kv.k.shape[1], num_warps=tile.warps,
+                num_stages=tile.stages,
             )  # fmt: skip
+            at += len(segment.blocks)
 
 
 def _bucket(tokens: int) -> int:

@@ -162,12 +162,14 @@ class HostKernels(PlainKernels):
             return
         q = torch.empty(rows.tokens, n_heads * dim)
         q.copy_(qkv[:, : n_heads * dim])
+        kinds, at = (_KV_NAMES[kv.k.dtype], _KV_NAMES[kv.v.dtype]), 0
         for s in rows.segments:
             mixed = torch.empty(s.tokens, n_heads * dim)
-            keys, values = kv.k[s.sequence], kv.v[s.sequence]
-            kinds = _KV_NAMES[keys.dtype], _KV_NAMES[values.dtype]
-            native.attention(q[s.start], keys, values, kinds, s.past, s.tokens, n_heads, n_kv, dim, scale, mixed)
+            shape = (s.past, s.tokens, n_heads, n_kv, dim)
+            blocks = (rows.blocks[at:], kv.k.shape[1])
+            native.attention(q[s.start], kv.k, kv.v, kinds, *shape, scale, mixed, blocks=blocks)
             out[s.start : s.start + s.tokens] = mixed
+            at += len(s.blocks)
 
 
 def suits_tiles(tokens: int, qtype: str) -> bool:

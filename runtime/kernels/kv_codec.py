@@ -5,6 +5,8 @@ in order. Sizes and meaning are those of GGUF's Q8_0, number = scale * code; her
 read whole vectors, and a cell in one piece, so that cells are copied like those of any other type.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 BLOCK = 32
@@ -29,6 +31,15 @@ def decode_cells(cells: torch.Tensor, dim: int) -> torch.Tensor:
     scales = cells[..., width:].contiguous().view(torch.float16).float()
     blocks = cells[..., :width].unflatten(-1, (-1, BLOCK)).float() * scales[..., None]
     return blocks.flatten(-2).unflatten(-1, (-1, dim))
+
+
+def gather_cells(cache: torch.Tensor, blocks: Sequence[int], cells: int) -> torch.Tensor:
+    """The first cells of a sequence, [cells, ...], from a cache [blocks, cells of a block, ...]: a view where its
+    blocks follow each other, else a copy."""
+    first, n = (blocks[0] if blocks else 0), -(-cells // cache.shape[1])
+    if list(blocks[:n]) == list(range(first, first + n)):
+        return cache[first : first + n].flatten(0, 1)[:cells]
+    return cache[list(blocks[:n])].flatten(0, 1)[:cells]
 
 
 def take_head(cells: torch.Tensor, head: int, dim: int) -> torch.Tensor:

@@ -51,6 +51,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
             _LONG,
             _INT,
             _INT,
+            _POINTER,
+            _LONG,
             _LONG,
             _LONG,
             _INT,
@@ -323,12 +325,15 @@ def attention(
     out: Buffer,
     *,
     cell_strides: tuple[int, int] | None = None,
+    blocks: tuple[Buffer, int] | None = None,
 ) -> None:
     """Causal attention of new tokens: q and out f32 [tokens, heads, head_dim].
 
     k and v are cells of kv_heads * head_dim numbers of a KV type each ("f32", "f16", "bf16", "q8_0": see kv_codec); one
     cell begins `cell_strides` bytes after the other (default: no gaps). The new tokens' cells are already written:
     token i sees cells 0..n_cells_before+i. Head h reads kv head h // (heads // kv_heads). Softmax and sums in f32.
+    blocks: numbers (i32) of the blocks that the cells lie in, and the cells of a block, a multiple of 64; without them
+    cells follow each other.
     """
     if tokens == 0 or heads == 0:
         return  # a rank may hold no head at all
@@ -337,7 +342,8 @@ def attention(
     strides = cell_strides or tuple(kv_nbytes(kind, kv_heads * head_dim) for kind in kv_types)
     types = tuple(_type(kind.upper()) for kind in kv_types)
     shape = (n_cells_before, tokens, heads, kv_heads, head_dim)
-    _call("attention", _at(q), _at(k), _at(v), *strides, *types, *shape, scale, _at(out))
+    table, block_cells = (_at(blocks[0]), blocks[1]) if blocks else (None, 0)
+    _call("attention", _at(q), _at(k), _at(v), *strides, *types, table, block_cells, *shape, scale, _at(out))
 
 
 def memcpy(to: Buffer, source: Buffer, nbytes: int) -> None:

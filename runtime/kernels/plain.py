@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from pshard.runtime.kernels.api import LayerKV, Packed, RopeTable, RowIndex
-from pshard.runtime.kernels.kv_codec import decode_cells, encode_cells
+from pshard.runtime.kernels.kv_codec import decode_cells, encode_cells, gather_cells
 from pshard.runtime.kernels.unpack import unpack
 
 
@@ -64,12 +64,13 @@ class PlainKernels:
     ) -> None:
         n_heads, n_kv, dim = heads
         q, k, v = (part.unflatten(1, (-1, dim)) for part in split_qkv(qkv, heads))
-        position, sequence = rows.position.long(), rows.sequence.long()
+        position, n = rows.position.long(), kv.k.shape[1]
+        cell = rows.blocks[rows.begin + position // n].long(), position % n
         cos, sin = rope.cos[position][:, None], rope.sin[position][:, None]
         q.copy_(rotate(head_norm(q, q_norm, eps), cos, sin, rope.pairing))
         k.copy_(rotate(head_norm(k, k_norm, eps), cos, sin, rope.pairing))
-        kv.k[sequence, position] = encode_cells(k, kv.k.dtype)
-        kv.v[sequence, position] = encode_cells(v, kv.v.dtype)
+        kv.k[cell] = encode_cells(k, kv.k.dtype)
+        kv.v[cell] = encode_cells(v, kv.v.dtype)
 
     def attention(
         self,
@@ -86,7 +87,9 @@ class PlainKernels:
             cells = s.past + s.tokens
             q = qkv[s.start : s.start + s.tokens, : n_heads * dim].unflatten(1, (n_heads, dim)).transpose(0, 1)
             k, v = (
-                decode_cells(cache[s.sequence, :cells], dim).transpose(0, 1).repeat_interleave(n_heads // n_kv, 0)
+                decode_cells(gather_cells(cache, s.blocks, cells), dim)
+                .transpose(0, 1)
+                .repeat_interleave(n_heads // n_kv, 0)
                 for cache in (kv.k, kv.v)
             )
             seen = torch.arange(cells, device=q.device) <= torch.arange(s.past, cells, device=q.device)[:, None]

@@ -6,20 +6,21 @@ Softmax works in powers of two: `scale` times log2(e) is multiplied into the sco
 import triton
 import triton.language as tl
 
-from pshard.runtime.kernels.triton_cells import load_cells, product_type, scales_of
+from pshard.runtime.kernels.triton_cells import find_blocks, load_cells, locate_cells, product_type, scales_of
 from pshard.runtime.kernels.triton_matvec import store_quantised
 
 
 @triton.jit(do_not_specialize=["splits"])
 def decode_kernel(
-    q, q_stride, k, v, k_sequence, k_cell, v_sequence, v_cell, sequence, position, partial, scale, splits,
+    q, q_stride, k, v, k_block, k_cell, v_block, v_cell, begin, position, blocks, partial, scale, splits,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK: tl.constexpr, CELLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (split, KV head, row): the row's HEADS / GROUPS query heads against its share of the cells.
 
     The share follows from the row's own length, read here, so one captured launch serves any length. Writes
-    partial[row, head, split] = (weighted sum of v [D], maximum, sum of exponentials); SHARE >= heads per group.
+    partial[row, head, split] = (weighted sum of v [D], maximum, sum of exponentials); SHARE >= heads per group. BLOCK
+    cells are a tile, CELLS a block of the cache.
     """
     split, group, m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     per_group: tl.constexpr = HEADS // GROUPS
@@ -27,9 +28,7 @@ def decode_kernel(
     share = tl.cdiv(tl.cdiv(length, splits), BLOCK) * BLOCK
     first = split * share
     last = tl.minimum(first + share, length)
-    at_sequence = tl.load(sequence + m).to(tl.int64)
-    k += at_sequence * k_sequence
-    v += at_sequence * v_sequence
+    blocks += tl.load(begin + m)
     k_scales = scales_of(k, group, GROUPS, D)
     v_scales = scales_of(v, group, GROUPS, D)
     k += group * D
@@ -45,10 +44,14 @@ def decode_kernel(
     peak = tl.full((SHARE,), -1e30, tl.float32)
     weight = tl.zeros((SHARE,), tl.float32)
     acc = tl.zeros((SHARE, DP), tl.float32)
+    one, two = find_blocks(blocks, first, last, BLOCK, CELLS)
     for start in tl.range(first, last, BLOCK, num_stages=STAGES):
         cell = start + tl.arange(0, BLOCK)
-        ks = load_cells(k, k_scales, k_cell, start, last, D, DP, BLOCK, True, kind)
-        vs = load_cells(v, v_scales, v_cell, start, last, D, DP, BLOCK, True, kind)
+        at_k, behind = locate_cells(one, two, start, k_block, k_cell, BLOCK, CELLS)
+        ks = load_cells(k, k_scales, at_k, behind, last - start, D, DP, BLOCK, True, kind)
+        at_v, behind = locate_cells(one, two, start, v_block, v_cell, BLOCK, CELLS)
+        vs = load_cells(v, v_scales, at_v, behind, last - start, D, DP, BLOCK, True, kind)
+        one, two = find_blocks(blocks, start + BLOCK, last, BLOCK, CELLS)
         scores = tl.dot(qs, tl.trans(ks))
         scores = tl.where((cell < last)[None, :], scores * scale, -1e30)
         top = tl.maximum(peak, tl.max(scores, axis=1))
@@ -97,13 +100,16 @@ def decode_combine_kernel(
 
 @triton.jit
 def _attend(
-    acc, weight, peak, qs, k, v, k_scales, v_scales, k_cell, v_cell, row, first, last, cells, scale,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
+    acc, weight, peak, qs, k, v, k_scales, v_scales, k_block, k_cell, v_block, v_cell, blocks, row, first, last, cells,
+    scale, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CELLS: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """One pass of the online softmax over cells first..last; with MASKED a row sees only cells up to its own."""
+    one, two = find_blocks(blocks, first, cells, BN, CELLS)
     for start in tl.range(first, last, BN):
         cell = start + tl.arange(0, BN)
-        ks = load_cells(k, k_scales, k_cell, start, cells, D, DP, BN, MASKED or D != DP, qs.dtype)
+        at_k, behind = locate_cells(one, two, start, k_block, k_cell, BN, CELLS)
+        ks = load_cells(k, k_scales, at_k, behind, cells - start, D, DP, BN, MASKED or D != DP, qs.dtype)
         scores = tl.dot(qs, tl.trans(ks))
         if MASKED:
             scores = tl.where(row[:, None] >= cell[None, :], scores * scale, -1e30)
@@ -115,18 +121,23 @@ def _attend(
         shrink = tl.exp2(peak - top)
         weight = weight * shrink + tl.sum(p, axis=1)
         acc = acc * shrink[:, None]
-        vs = load_cells(v, v_scales, v_cell, start, cells, D, DP, BN, MASKED or D != DP, qs.dtype)
+        at_v, behind = locate_cells(one, two, start, v_block, v_cell, BN, CELLS)
+        vs = load_cells(v, v_scales, at_v, behind, cells - start, D, DP, BN, MASKED or D != DP, qs.dtype)
         acc = tl.dot(p.to(qs.dtype), vs, acc)
         peak = top
+        one, two = find_blocks(blocks, start + BN, cells, BN, CELLS)
     return acc, weight, peak
 
 
-@triton.jit(do_not_specialize=["tokens", "past"])
+@triton.jit(do_not_specialize=["begin", "tokens", "past"])
 def prefill_kernel(
-    q, q_stride, k, v, k_cell, v_cell, out, out_stride, tokens, past, scale,
+    q, q_stride, k, v, k_block, k_cell, v_block, v_cell, blocks, begin, out, out_stride, tokens, past, scale,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CELLS: tl.constexpr,
 ):  # fmt: skip
-    """Program (BM new tokens, head) of one segment: token i sees cells 0..past + i. k and v start at the sequence."""
+    """Program (BM new tokens, head) of one segment: token i sees cells 0..past + i. `blocks` of the segment
+    start at `begin`."""
+    blocks += begin
     head = tl.program_id(1)
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest blocks first, for an even finish
     token = block * BM + tl.arange(0, BM)
@@ -147,11 +158,11 @@ def prefill_kernel(
     row = past + token
     scale = scale * 1.4426950408889634
     seen = (past + block * BM) // BN * BN  # every row of the block sees these
-    acc, weight, peak = _attend(acc, weight, peak, qs, k, v, k_scales, v_scales, k_cell, v_cell, row, 0, seen, cells,
-                                scale, D, DP, BM, BN, False)  # fmt: skip
+    acc, weight, peak = _attend(acc, weight, peak, qs, k, v, k_scales, v_scales, k_block, k_cell, v_block, v_cell,
+                                blocks, row, 0, seen, cells, scale, D, DP, BM, BN, CELLS, False)  # fmt: skip
     last = tl.minimum(past + (block + 1) * BM, cells)
-    acc, weight, peak = _attend(acc, weight, peak, qs, k, v, k_scales, v_scales, k_cell, v_cell, row, seen, last, cells,
-                                scale, D, DP, BM, BN, True)  # fmt: skip
+    acc, weight, peak = _attend(acc, weight, peak, qs, k, v, k_scales, v_scales, k_block, k_cell, v_block, v_cell,
+                                blocks, row, seen, last, cells, scale, D, DP, BM, BN, CELLS, True)  # fmt: skip
     result = acc / weight[:, None]
     at = out + token.to(tl.int64)[:, None] * out_stride + head * D + dim[None, :]
     tl.store(at, result.to(out.dtype.element_ty), mask=inside)

@@ -6,12 +6,12 @@ import triton.language as tl
 
 @triton.jit
 def store_cells_kernel(
-    qkv, stride, column, cache, cache_sequence, cache_cell, sequence, position,
-    WIDTH: tl.constexpr, BLOCKS: tl.constexpr,
+    qkv, stride, column, cache, cache_block, cache_cell, begin, position, blocks,
+    WIDTH: tl.constexpr, BLOCKS: tl.constexpr, CELLS: tl.constexpr,
 ):  # fmt: skip
-    """Program m: WIDTH numbers of row m of qkv, from `column` on, as a q8_0 cell of the row's sequence and position.
+    """Program m: WIDTH numbers of row m of qkv, from `column` on, as the row's q8_0 cell.
 
-    Strides of the cache are in bytes. BLOCKS >= WIDTH / 32, a power of two. Rounds to nearest even.
+    Strides of the cache are in bytes, CELLS its block. BLOCKS >= WIDTH / 32, a power of two. Rounds to nearest even.
     """
     m = tl.program_id(0)
     block = tl.arange(0, BLOCKS)
@@ -21,7 +21,9 @@ def store_cells_kernel(
     kept = scale.to(tl.float32)
     code = tl.where(kept > 0.0, 1.0, 0.0)[:, None] * value / tl.where(kept > 0.0, kept, 1.0)[:, None]
     code = tl.minimum(tl.maximum((code + 12582912.0) - 12582912.0, -127.0), 127.0)  # 1.5 * 2^23: no fraction bits left
-    cell = cache + tl.load(sequence + m).to(tl.int64) * cache_sequence + tl.load(position + m).to(tl.int64) * cache_cell
+    place = tl.load(position + m)
+    block_of_cell = tl.load(blocks + tl.load(begin + m) + place // CELLS).to(tl.int64)
+    cell = cache + block_of_cell * cache_block + place % CELLS * cache_cell
     tl.store(cell + at, code.to(tl.int8), mask=at < WIDTH)
     tl.store((cell + WIDTH).to(tl.pointer_type(tl.float16), bitcast=True) + block, scale, mask=block * 32 < WIDTH)
 
@@ -42,26 +44,51 @@ def scales_of(cells, head, GROUPS: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def find_blocks(blocks, start, last, TILE: tl.constexpr, CELLS: tl.constexpr):
+    """The numbers of the one or two blocks, of CELLS cells each, that the tile of cells from `start` on lies in.
+
+    `blocks` are the sequence's own. Loops carry the numbers of their next tile: of a number and cells that are loaded
+    in one turn, the compiler would load both ahead, and the cells later.
+    """
+    tl.static_assert(TILE <= 2 * CELLS)
+    one = tl.load(blocks + start // CELLS, mask=start < last, other=0)
+    two = one
+    if TILE > CELLS:
+        two = tl.load(blocks + start // CELLS + 1, mask=start + CELLS < last, other=0)
+    return one, two
+
+
+@triton.jit
+def locate_cells(one, two, start, block_stride, cell_stride, TILE: tl.constexpr, CELLS: tl.constexpr):
+    """Where a tile's cells lie, in elements: (that of the first, how far behind it the others [TILE] are)."""
+    cell = tl.arange(0, TILE)
+    first = one.to(tl.int64) * block_stride + start % CELLS * cell_stride
+    behind = cell % CELLS * cell_stride
+    if TILE > CELLS:
+        behind = tl.where(cell < CELLS, behind, two.to(tl.int64) * block_stride - first + behind)
+    return first, behind
+
+
+@triton.jit
 def load_cells(
-    cells, scales, stride, start, last,
+    cells, scales, first, behind, left,
     D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """One head's numbers [BLOCK, DP] of the cells from `start` on as KIND; with MASKED zeros beyond `last` and D.
+    """One head's numbers [BLOCK, DP] of cells as KIND; with MASKED zeros beyond `left` of them and beyond D.
 
-    cells, scales: where the head's numbers and scales are in cell 0; stride: from cell to cell, in elements.
+    cells, scales: where the head's numbers and scales are in cell 0 of the cache; first, behind: see `locate_cells`.
     """
     cell = tl.arange(0, BLOCK)
     dim = tl.arange(0, DP)
-    first = start * stride.to(tl.int64)
-    at = cells + first + (cell[:, None] * stride + dim[None, :])
+    at = cells + first + (behind[:, None] + dim[None, :])
     if MASKED:
-        there = (start + cell < last)[:, None]
+        there = (cell < left)[:, None]
         raw = tl.load(at, mask=there & (dim < D)[None, :], other=0)
     else:
         raw = tl.load(at)
     if cells.dtype.element_ty == tl.int8:
         block = tl.arange(0, DP // 32)
-        at = scales + first // 2 + (cell[:, None] * (stride // 2) + block[None, :])
+        at = scales + first // 2 + (behind[:, None] // 2 + block[None, :])
         if MASKED:
             scale = tl.load(at, mask=there & (block < D // 32)[None, :], other=0.0)
         else:

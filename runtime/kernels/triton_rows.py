@@ -51,12 +51,14 @@ def add_bias_kernel(out, out_stride, bias, cols, BLOCK: tl.constexpr):
 
 @triton.jit
 def rope_store_kernel(
-    qkv, stride, q_norm, k_norm, eps, cos, sin, sequence, position, k, v, k_sequence, k_cell, v_sequence, v_cell,
+    qkv, stride, q_norm, k_norm, eps, cos, sin, begin, position, blocks, k, v, k_block, k_cell, v_block, v_cell,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr,
-    TP: tl.constexpr, HB: tl.constexpr, ADJACENT: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
+    TP: tl.constexpr, HB: tl.constexpr, CELLS: tl.constexpr, ADJACENT: tl.constexpr, Q_NORM: tl.constexpr,
+    K_NORM: tl.constexpr,
 ):  # fmt: skip
     """Program (HB heads of q, k and v, row). A thread owns both numbers of a pair, so q turns in place safely.
 
+    CELLS are a block of the cache.
     HALF pairs are rotated (HP: HALF rounded up to a power of two); the D - 2 HALF numbers behind them pass (TP).
     Keys for q8_0 cells (k is int8) turn in place too, and values for them stay: `store_cells_kernel` does the rest.
     """
@@ -97,9 +99,9 @@ def rope_store_kernel(
     k_kind = k.dtype.element_ty
     v_kind = v.dtype.element_ty
     turns = is_q | is_k if k_kind == tl.int8 else is_q
-    at_sequence = tl.load(sequence + m).to(tl.int64)
-    to_k = k + at_sequence * k_sequence + at_row.to(tl.int64) * k_cell + (head - HEADS) * D
-    to_v = v + at_sequence * v_sequence + at_row.to(tl.int64) * v_cell + (head - HEADS - GROUPS) * D
+    at_block = tl.load(blocks + tl.load(begin + m) + at_row // CELLS).to(tl.int64)
+    to_k = k + at_block * k_block + at_row % CELLS * k_cell + (head - HEADS) * D
+    to_v = v + at_block * v_block + at_row % CELLS * v_cell + (head - HEADS - GROUPS) * D
     tl.store(source + first, turned0.to(kind), mask=paired & turns)
     tl.store(source + second, turned1.to(kind), mask=paired & turns)
     if k_kind != tl.int8:

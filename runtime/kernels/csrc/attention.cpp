@@ -19,6 +19,8 @@ struct Attention {
   const char *k, *v;
   int64_t k_stride, v_stride;
   int k_type, v_type;
+  const int32_t* kv_blocks;
+  int64_t block_cells;
   int64_t before;
   int tokens, heads, kv_heads, d;
   float scale;
@@ -54,8 +56,8 @@ void attend_task(const Attention& a, int64_t block, int64_t split, float* partia
       for (int j = 0; j < a.d; ++j) q[(head * slots + i) * padded + j] = a.q[a.row(head, first + i) + j] * a.scale;
   const std::unique_ptr<uint8_t[]> tile(new uint8_t[attention_tile_bytes(padded) + 64]);
   float* peak = partial + a.kv_heads * slots * padded;
-  kernels().attention({q.data(), a.k, a.v, a.k_stride, a.v_stride, a.k_type, a.v_type, a.kv_heads, queries, slots, a.d,
-                       padded, visible, split * a.split(), std::min(last, (split + 1) * a.split()), align(tile.get()),
+  kernels().attention({q.data(), a.k, a.v, a.k_stride, a.v_stride, a.k_type, a.v_type, a.kv_blocks, a.block_cells, a.kv_heads,
+                       queries, slots, a.d, padded, visible, split * a.split(), std::min(last, (split + 1) * a.split()), align(tile.get()),
                        partial, peak, peak + a.kv_heads * slots});
 }
 
@@ -85,8 +87,8 @@ void join_splits(const Attention& a, int head, int query, const float* partials)
 using namespace pshard;
 
 PSHARD_API void pshard_attention(const float* q, const void* k, const void* v, int64_t k_stride, int64_t v_stride,
-                                 int k_type, int v_type, int64_t before, int64_t tokens, int heads, int kv_heads, int d,
-                                 float scale, float* out) {
+                                 int k_type, int v_type, const int32_t* kv_blocks, int64_t block_cells, int64_t before,
+                                 int64_t tokens, int heads, int kv_heads, int d, float scale, float* out) {
   const Attention a{q,
                     static_cast<const char*>(k),
                     static_cast<const char*>(v),
@@ -94,6 +96,8 @@ PSHARD_API void pshard_attention(const float* q, const void* k, const void* v, i
                     v_stride,
                     k_type,
                     v_type,
+                    kv_blocks,
+                    block_cells,
                     before,
                     static_cast<int>(tokens),
                     heads,

@@ -170,9 +170,10 @@ void attend(const AttentionTask& t) {
   const int64_t steps = slots / 4 * (kTile / 4), value_steps = steps * (padded / 64 + padded % 64 / 16);
   for (int64_t start = t.begin; start < t.end; start += kTile) {
     const int cells = static_cast<int>(t.end - start < kTile ? t.end - start : kTile);
-    const char *key_cells = t.k + start * t.k_stride, *value_cells = t.v + start * t.v_stride;
-    Ahead next_keys(key_cells + kTile * t.k_stride, key_bytes, t.k_stride, steps);
-    Ahead next_values(value_cells + kTile * t.v_stride, value_bytes, t.v_stride, value_steps);
+    const int64_t place = t.place(start), next = start + kTile < t.end ? t.place(start + kTile) : place + kTile;
+    const char *key_cells = t.k + place * t.k_stride, *value_cells = t.v + place * t.v_stride;
+    Ahead next_keys(t.k + next * t.k_stride, key_bytes, t.k_stride, steps);
+    Ahead next_values(t.v + next * t.v_stride, value_bytes, t.v_stride, value_steps);
     for (int head = 0; head < t.kv_heads; ++head) {
       const auto* keys = reinterpret_cast<const Word*>(key_cells + head * head_bytes);
       const auto* values = reinterpret_cast<const Word*>(value_cells + head * head_bytes);

@@ -22,6 +22,8 @@ struct AttentionTask {
   const char *k, *v;    // cell 0
   int64_t k_stride, v_stride;  // bytes from cell to cell
   int k_type, v_type;   // F32, F16, BF16 or Q8_0 (runtime/kernels/kv_codec.py)
+  const int32_t* blocks;  // the blocks that the cells lie in, of block_cells each, whole tiles; nullptr: in a row
+  int64_t block_cells;
   int kv_heads, queries, slots, d, padded;
   const int64_t* visible;  // [slots]: a query sees cells 0..visible-1
   int64_t begin, end;
@@ -29,6 +31,11 @@ struct AttentionTask {
   float* out;     // [kv_heads][slots][padded]: sum of p * v, not divided by the sum of p
   float* peak;    // [kv_heads][slots]: largest score
   float* sum;     // [kv_heads][slots]: sum of p = exp(score - peak)
+
+  // Where a tile's first cell lies, in cells.
+  int64_t place(int64_t cell) const {
+    return blocks ? blocks[cell / block_cells] * block_cells + cell % block_cells : cell;
+  }
 };
 constexpr int kTileCells = 64;
 inline size_t attention_tile_bytes(int padded) { return 2 * sizeof(float) * kTileCells * padded; }

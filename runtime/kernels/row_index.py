@@ -1,0 +1,31 @@
+"""Fills the index by which kernels find each row's cells in the KV cache."""
+
+from collections.abc import Sequence
+
+import torch
+
+from pshard.runtime.kernels.api import RowIndex, Segment
+
+
+def fill_rows(segments: Sequence[Segment], begin: torch.Tensor, position: torch.Tensor, blocks: torch.Tensor) -> None:
+    """Write what `RowIndex` says of the segments, which lie one after the other: int32 tensors on the host, begin and
+    position [M], blocks at least as long as theirs together."""
+    begins: list[int] = []
+    positions: list[int] = []
+    numbers: list[int] = []
+    for s in segments:  # lists: an operator of torch takes as long as many of their items
+        begins += [len(numbers)] * s.tokens
+        positions += range(s.past, s.past + s.tokens)
+        numbers += s.blocks
+    for tensor, values in ((begin, begins), (position, positions), (blocks[: len(numbers)], numbers)):
+        tensor.copy_(torch.tensor(values, dtype=torch.int32))
+
+
+def make_rows(segments: Sequence[Segment], device: torch.device | str = "cpu") -> RowIndex:
+    """A new index on a device."""
+    tokens = sum(s.tokens for s in segments)
+    begin, position = torch.empty(2, tokens, dtype=torch.int32)
+    blocks = torch.empty(sum(len(s.blocks) for s in segments), dtype=torch.int32)
+    fill_rows(segments, begin, position, blocks)
+    cells = max(s.past + s.tokens for s in segments)
+    return RowIndex(begin.to(device), position.to(device), blocks.to(device), tuple(segments), cells)
