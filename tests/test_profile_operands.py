@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from pshard.buffers import KV_BLOCK
 from pshard.profile.operands import (
     LEAST_ROTATION,
     MOST_COPIES,
@@ -77,5 +78,5 @@ def test_kv_copies_span_the_pool():
     pool = OperandPool(4 * MIB, CPU)
     caches = pool.rotate_kv(context=256, n_kv_heads=2, head_dim=64, kv_type="bf16")
     assert len(caches) == 4 * MIB // (2 * 256 * 2 * 64 * 2)
-    assert caches[0].k.shape == caches[0].v.shape == (1, 256, 2, 64)
+    assert caches[0].k.shape == caches[0].v.shape == (256 // KV_BLOCK, KV_BLOCK, 2, 64)
     assert torch.isfinite(caches[-1].k).all() and caches[-1].v.abs().sum() > 0
