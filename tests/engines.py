@@ -1,8 +1,10 @@
 """Engines for tests: a model file, hand-made plans, the CPU as accelerator."""
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from plan_samples import make_tier, make_variant
 
 from pshard.buffers import TORCH_RESERVE_MIB
@@ -17,6 +19,13 @@ def pinned_everywhere(spec, tokens=(1, 64), context=128, sequences=1) -> tuple[T
     """Tiers with everything in the arena: the reference of every other placement."""
     places = {u.name: ("pinned", "vram" if u.kind == "attention" else None) for u in spec.units}
     return tuple(make_tier(spec, n, places, 0, context, sequences) for n in tokens)
+
+
+def converse(engine: Engine) -> torch.Tensor:
+    """A prompt of many micro-batches, of which the last logits are wanted, a short one and single tokens: logits."""
+    rng = random.Random(1)
+    first, *rest = [[rng.randrange(320) for _ in range(n)] for n in (201, 19, 1, 1, 4, 1)]
+    return torch.cat([engine.forward(first)[None], *(engine.forward(ids, all_logits=True) for ids in rest)])
 
 
 def open_engine(

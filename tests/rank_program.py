@@ -129,6 +129,23 @@ def gpu_late(group: Group, out: Path) -> None:
     group.check()
 
 
+def engine(group: Group, out: Path) -> None:
+    """The logits of a conversation with the model and under the plan that lie in the folder."""
+    from engines import converse
+
+    from pshard.jsonio import from_json
+    from pshard.models import open_model
+    from pshard.plan import Variant
+    from pshard.runtime.device import open_device
+    from pshard.runtime.session import build_engine
+
+    variant = from_json(Variant, json.loads((out / "plan.json").read_text()))
+    kind, kernels = ("cuda", "fast") if group.backend in ("nccl", "peers") else ("cpu", "plain")
+    device = open_device(kind, group.local_rank)
+    with build_engine(open_model(out / "m.gguf"), variant, device, kernels=kernels, group=group) as opened:
+        torch.save(converse(opened), out / f"engine-{group.rank}.pt")
+
+
 def user_error(group: Group, out: Path) -> None:
     raise UserError("the budget is too small")
 

@@ -66,6 +66,19 @@ def test_ranks_that_load_go_on_as_ranks_that_never_stopped(model: Path, tmp_path
     assert all(torch.equal(a, kept[0]) for a in (*kept, *loaded))
 
 
+def test_ranks_that_hold_whole_layers_write_and_take_the_same_file(model: Path, tmp_path: Path) -> None:
+    first, tensor, layers = tmp_path / "one", tmp_path / "tensor", tmp_path / "layers"
+    with open_engine(model, context=CONTEXT, tokens=(4, 16)) as engine:
+        wanted = start_and_save(first)(engine)
+    run_ranks(model, (1.0, 2.0), load_and_save(first, tensor), CONTEXT)
+    for logits in run_ranks(model, (1.0, 1.0, 1.0), load_and_save(tensor, layers), CONTEXT, mode="layer"):
+        assert torch.equal(logits, wanted)
+    assert layers.read_bytes() == tensor.read_bytes() == first.read_bytes()
+    run_ranks(model, (2.0, 1.0), load_and_save(layers), CONTEXT)
+    run_ranks(model, (1.0, 3.0), start_and_save(layers), CONTEXT, mode="layer")
+    assert layers.read_bytes() == first.read_bytes()
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_it_does_not_matter_where_the_cache_lies(model: Path, tmp_path: Path, seed: int) -> None:
     file = tmp_path / "cache"

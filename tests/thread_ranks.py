@@ -14,7 +14,7 @@ from engines import pinned_everywhere
 from plan_samples import make_rank_plan, make_tier, make_variant, random_places, shrink_places, split_places
 
 from pshard.models import open_model
-from pshard.plan import TierPlan
+from pshard.plan import TierPlan, Variant
 from pshard.runtime.device import open_device
 from pshard.runtime.engine import Engine
 from pshard.runtime.parallel import Group
@@ -100,6 +100,17 @@ def split_tiers(seed: int, context: int) -> Tiers:
     return make
 
 
+def split_variant(
+    path: Path, shares: tuple[float, ...], mode: str, context: int, tiers: Tiers | None = None, reserve_mib: int = 0
+) -> Variant:
+    """A variant for ranks of those ratios, each with `tiers` of what it holds (default: everything pinned)."""
+    make = tiers or (lambda spec: pinned_everywhere(spec, (4, 16), context))
+    specs = [split_model(open_model(path).spec, mode, shares, r) for r in range(len(shares))]
+    plans = tuple(make_rank_plan(s, make(s), r, share) for r, (s, share) in enumerate(zip(specs, shares)))
+    variant = make_variant(specs[0], plans[0].tiers, context, 1, plans, reserve_mib)
+    return replace(variant, split_mode=mode, tensor_split=shares)
+
+
 def run_ranks(
     path: Path,
     shares: tuple[float, ...],
@@ -111,11 +122,8 @@ def run_ranks(
 ) -> list[Any]:
     """What `talk` returns on each rank of a group over the ratios `shares`, split by layers or by tensors."""
     meeting = Meeting(len(shares))
-    make = tiers or (lambda spec: pinned_everywhere(spec, (4, 16), context))
-    specs = [split_model(open_model(path).spec, mode, shares, r) for r in range(len(shares))]
-    plans = tuple(make_rank_plan(s, make(s), r, share) for r, (s, share) in enumerate(zip(specs, shares)))
-    variant = make_variant(specs[0], plans[0].tiers, context, 1, plans)
-    variant = replace(variant, split_mode=mode, tensor_split=shares, type_k=kv_types[0], type_v=kv_types[1])
+    variant = split_variant(path, shares, mode, context, tiers)
+    variant = replace(variant, type_k=kv_types[0], type_v=kv_types[1])
 
     def rank(r: int) -> Any:
         group = ThreadGroup(r, meeting)

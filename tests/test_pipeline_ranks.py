@@ -1,0 +1,74 @@
+"""Real processes that hold whole layers (`-sm layer`) give one rank's logits bit for bit, on CPUs and on GPUs."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from engines import converse, open_engine, pinned_everywhere
+from model_files import write_gguf
+from test_parallel_group import processes_of, run_ranks
+from thread_ranks import Tiers, random_tiers, split_variant
+
+from pshard.buffers import TORCH_RESERVE_MIB
+from pshard.jsonio import to_json
+
+CONTEXT = 256
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def process_logits(
+    folder: Path, shares: tuple[float, ...], backend: str, tiers: Tiers | None = None, mode: str = "layer"
+) -> list[torch.Tensor]:
+    """Logits of `converse` on every rank, for the model that lies in the folder."""
+    reserve = TORCH_RESERVE_MIB if backend in ("peers", "nccl") else 0
+    variant = split_variant(folder / "m.gguf", shares, mode, CONTEXT, tiers, reserve)
+    (folder / "plan.json").write_text(json.dumps(to_json(variant)))
+    done = run_ranks(f"engine@{backend}", len(shares), folder)
+    assert done.returncode == 0, done.stderr
+    assert not processes_of(folder)
+    return [torch.load(folder / f"engine-{rank}.pt") for rank in range(len(shares))]
+
+
+@pytest.mark.parametrize(
+    ("shares", "backend", "seed"), [((1.0, 1.0), "shm", 1), ((2.0, 0.0, 1.0), "shm", 2), ((1.0,) * 3, "gloo", None)]
+)
+def test_processes_on_cpus(tmp_path: Path, shares: tuple[float, ...], backend: str, seed: int | None) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q8_0", n_layers=5)
+    with open_engine(path, context=CONTEXT, tokens=(4, 16)) as one:
+        wanted = converse(one)
+    tiers = None if seed is None else random_tiers(seed, CONTEXT)
+    for logits in process_logits(tmp_path, shares, backend, tiers):
+        assert torch.equal(logits, wanted)
+
+
+@pytest.mark.gpu
+@needs_two_gpus
+@pytest.mark.parametrize("backend", ["peers", "nccl"])
+@pytest.mark.parametrize("shares", [(1.0, 1.0), (3.0, 1.0), (0.0, 1.0)], ids=str)
+def test_gpus_that_hold_everything(tmp_path: Path, shares: tuple[float, ...], backend: str) -> None:
+    """Decode in graphs, a prompt in micro-batches of 80 that follow each other through the GPUs."""
+
+    def tiers(spec):
+        return pinned_everywhere(spec, (1, 4, 80), CONTEXT)
+
+    path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q4_0", n_layers=5)
+    with open_engine(path, None, "fast", CONTEXT, device="cuda", tokens=(1, 4, 80)) as one:
+        wanted = converse(one)
+    for logits in process_logits(tmp_path, shares, backend, tiers):
+        assert torch.isfinite(logits).all() and torch.equal(logits, wanted)
+
+
+@pytest.mark.gpu
+@needs_two_gpus
+@pytest.mark.parametrize("mode", ["layer", "tensor"])
+@pytest.mark.parametrize("seed", range(3))
+def test_gpus_that_stream_and_share_with_the_cpu(tmp_path: Path, mode: str, seed: int) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q4_0", n_layers=4)
+    with open_engine(path, context=CONTEXT, tokens=(4, 16)) as one:
+        wanted = converse(one)
+    first, second = process_logits(tmp_path, (1.0, 1.0), "peers", random_tiers(seed, CONTEXT), mode)
+    assert torch.equal(first, second)
+    assert float(((first - wanted) ** 2).sum() / (wanted**2).sum()) < 2e-3  # int8 activations, bfloat16 on the GPU
+    again, _ = process_logits(tmp_path, (1.0, 1.0), "peers", random_tiers(seed, CONTEXT), mode)
+    assert torch.equal(again, first)
