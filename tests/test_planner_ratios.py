@@ -91,6 +91,15 @@ def test_a_device_that_only_costs_time_is_left_out():
     assert best.tensor_split == (1.0, 0.0)
 
 
+def test_layers_go_to_the_device_that_is_faster_as_long_as_they_fit():
+    slow = replace(PAIR, acc_memory=PAIR.acc_memory / 3, acc_flops=PAIR.acc_flops / 3)
+    answers = replace(workload(900, 900), split_mode="layer", generated=200)
+    assert plan_ratios(SPEC, unlike(PAIR, slow), answers).tensor_split == (1.0, 0.0)
+    prompts = replace(answers, prompt=500, generated=1, max_ubatch=64)  # the pipeline is worth the slow device's time
+    best = plan_ratios(SPEC, unlike(PAIR, slow), prompts)
+    assert 0.6 < best.tensor_split[0] < 0.9 and best.considered[0].way.startswith("-sm layer -ts 0.")
+
+
 def test_budgets_too_small_for_any_ratio_are_an_error():
     with pytest.raises(BudgetTooSmall, match="smallest budget that works"):
         plan_ratios(SPEC, profile_from_datasheet(PAIR), workload(1 - OWN, 1 - OWN))
@@ -101,17 +110,19 @@ def test_budgets_too_small_for_any_ratio_are_an_error():
     st.lists(st.integers(10, 50), min_size=2, max_size=3),
     st.sampled_from((1.0, 0.5, 0.2)),
     st.sampled_from((1.0, 0.3)),
+    st.sampled_from(("tensor", "layer")),
 )
-def test_chosen_ratios_are_never_predicted_slower_than_equal_ones(budgets, speed, link):
+def test_chosen_ratios_are_never_predicted_slower_than_equal_ones(budgets, speed, link, mode):
     second = replace(PAIR, acc_memory=speed * PAIR.acc_memory, link=link * PAIR.link)
     spec, profile, wanted = (
         make_model(layers=24, d_model=512, heads=4, d_ffn=1024),
         unlike(PAIR, second),
-        workload(*budgets, max_ubatch=128),
+        replace(workload(*budgets, max_ubatch=128), split_mode=mode),
     )
     best = plan_ratios(spec, profile, wanted)
-    check_variant(cut_ranks(spec, best.tensor_split), best, "cuda")
-    expect_granular(spec, best.tensor_split)
+    check_variant(cut_ranks(spec, best.tensor_split, mode), best, "cuda")
+    if mode == "tensor":
+        expect_granular(spec, best.tensor_split)
     assert best.considered[0].seconds == round_seconds(best) <= min(c.seconds for c in best.considered)
     assert round_seconds(best) <= round_seconds(plan_variant(spec, profile, wanted))
     assert round_seconds(best) == pytest.approx(
