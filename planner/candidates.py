@@ -9,15 +9,14 @@ from pshard.planner.baselines import STRATEGIES, Baseline, place_strategy
 from pshard.planner.classes import UnitClass
 from pshard.planner.costs import TierCosts
 from pshard.planner.draft import Room, draft_tier, tier_seconds
-from pshard.planner.ilp import Counts, Solution, fluid_seconds, relaxation_bound, solve_tiers
+from pshard.planner.ilp import Solution, fluid_seconds
 from pshard.planner.order import Residency, order_residency
 from pshard.planner.problem import count_tier, tier_problem
-from pshard.planner.search import SLOT_CHOICES, TierSearch
+from pshard.planner.rare import count_rare
+from pshard.planner.search import TierSearch
+from pshard.planner.starts import Start, StartFinder, affordable_slots
 
-FLAVOURS = ((2, False), (2, True), (3, False), (3, True), (1, False))  # staging slots, whether all KV stays in VRAM
-GAP = 5e-3  # of the solver: what units gain by their order is worth more than the rest of it
-RARE_GAP = 0.02
-IMPROVED = 2  # solutions that are worth improving
+IMPROVED = 2  # starts that are worth improving
 EVALUATIONS = 40  # simulations of local improvement of a tier that the round enters
 RARE_EVALUATIONS = 16  # and of one that it hardly enters
 
@@ -34,126 +33,70 @@ class Candidate:
     solution: Solution | None = None
 
 
-@dataclass(frozen=True)
-class Start:
-    """A solution of the program with its tiers simulated in one order, before anything is improved.
-
-    `costs` and `counts` are of the tiers that the round enters; `even` is for `order_residency`.
-    """
-
-    solution: Solution
-    slots: int
-    even: bool
-    weighted: float
-
-
 def rank_candidates(
     room: Room,
     classes: tuple[UnitClass, ...],
     costs: tuple[TierCosts, ...],
     bounds: tuple[float, ...],
     time_limit: float,
+    programs: int,
 ) -> tuple[Candidate, ...]:
-    """The program's solutions, locally improved, and the best published strategies; the fastest by simulation first.
+    """`programs` solutions of the program, locally improved, and the best published strategies; the fastest by
+    simulation first.
 
     What no coefficient says (lookahead, waits) is left to simulation: the program is solved in several flavours, and
     the most promising are improved. `bounds` in seconds by tier: what reaches them needs no improvement. Raises
     UserError when nothing was found in time.
     """
     candidates = place_best_baselines(room, classes, costs)
-    entered = tuple(c for c in costs if not c.load.rare)
-    starts: list[Start] = []
-    started = time.monotonic()
-    for slots, kv_stays in FLAVOURS:
-        left = time_limit - (time.monotonic() - started)
-        if not starts or left > 0:
-            starts += _solve(room, classes, entered, slots, kv_stays, max(left / 2, 0.5))
-    starts.sort(key=lambda s: s.weighted)
-    candidates += [c for s in starts[:IMPROVED] if (c := _improve(room, classes, costs, bounds, s))]
+    entered = [(c, bound) for c, bound in zip(costs, bounds) if not c.load.rare]
+    finder = StartFinder(room, classes, tuple(c for c, _ in entered), time.monotonic() + time_limit)
+    improved = [_improve(room, classes, entered, start) for start in finder.find(IMPROVED)[:IMPROVED]]
+    for start in sorted(improved, key=lambda s: s.weighted):
+        if programs and (complete := _complete(room, classes, costs, bounds, start)):
+            candidates.append(complete)
+            programs -= 1
     if not candidates:
         raise UserError(f"no plan for {room.spec.name} found within {time_limit:g} s; raise the time limit")
     return tuple(sorted(candidates, key=lambda c: c.total))
 
 
-def _solve(
-    room: Room,
-    classes: tuple[UnitClass, ...],
-    costs: tuple[TierCosts, ...],
-    slots: int,
-    kv_stays: bool,
-    time_limit: float,
-) -> list[Start]:
-    """One flavour of the program, in both orders; empty when it has no solution."""
-    problems = tuple(tier_problem(room, classes, c, _affordable(room, c, slots)) for c in costs)
-    kv_switch = tuple(costs[0].units[c.units[0].name].kv_fetch for c in classes)
-    solution = solve_tiers(problems, 1 / costs[0].tables.link_rate, kv_switch, time_limit, kv_stays=kv_stays, gap=GAP)
-    starts = []
-    for even in (True, False) if solution.counts else ():
-        residency = order_residency(classes, list(solution.counts), even)
-        tiers = [
-            TierSearch(room, classes, residency, cost).start(n, p.slots)
-            for cost, n, p in zip(costs, solution.counts, problems)
-        ]
-        if all(tiers):
-            weighted = sum(c.load.weight * t.seconds for c, t in zip(costs, tiers) if t)
-            starts.append(Start(solution, slots, even, weighted))
-    return starts
+def _improve(room: Room, classes: tuple[UnitClass, ...], entered: list[tuple[TierCosts, float]], start: Start) -> Start:
+    """The start with every tier improved on simulated time; `entered`: costs and bounds of its tiers."""
+    residency = order_residency(classes, start.counts, start.even)
+    tiers = tuple(
+        TierSearch(room, classes, residency, cost).improve(tier, EVALUATIONS, bound)
+        for (cost, bound), tier in zip(entered, start.tiers)
+    )
+    weighted = sum(cost.load.weight * t.seconds for (cost, _), t in zip(entered, tiers))
+    return replace(start, counts=tuple(count_tier(classes, t.tier) for t in tiers), tiers=tiers, weighted=weighted)
 
 
-def _improve(
+def _complete(
     room: Room,
     classes: tuple[UnitClass, ...],
     costs: tuple[TierCosts, ...],
     bounds: tuple[float, ...],
     start: Start,
 ) -> Candidate | None:
-    """Every tier of a solution improved on simulated time, rare ones arranged around the others; None when one of
-    these does not fit."""
-    counts = _count_rare(room, classes, costs, start)
+    """All tiers, rare ones arranged around the others; None when one of these does not fit."""
+    counts = count_rare(room, classes, costs, start)
     if counts is None:
         return None
-    residency = order_residency(classes, counts, start.even)
+    residency = order_residency(classes, counts, start.even, start.solution.counts)
+    given = {t.tier.tokens: t.tier for t in start.tiers}
     tiers = []
     for cost, bound, n in zip(costs, bounds, counts):
-        search = TierSearch(room, classes, residency, cost)
-        found = search.start(n, _affordable(room, cost, start.slots))
-        if found is None:
-            return None
-        tiers.append(search.improve(found, RARE_EVALUATIONS if cost.load.rare else EVALUATIONS, bound).tier)
+        if cost.load.tokens not in given:
+            search = TierSearch(room, classes, residency, cost)
+            found = search.start(n, affordable_slots(room, cost, start.slots))
+            if found is None:
+                return None
+            given[cost.load.tokens] = search.improve(found, RARE_EVALUATIONS, bound).tier
+        tiers.append(given[cost.load.tokens])
     seconds = tuple(tier_seconds(room, tier, cost) for tier, cost in zip(tiers, costs))
     total = round_seconds(room, tuple(tiers), seconds, costs)
     return Candidate("ilp", residency, tuple(tiers), seconds, total, start.solution)
-
-
-def _count_rare(
-    room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...], start: Start
-) -> list[tuple[Counts, ...]] | None:
-    """Counts of all tiers: rare ones are solved alone, their residency between that of the entered tiers around
-    them."""
-    solved = iter(start.solution.counts)
-    fixed = {c.load.tokens: next(solved) for c in costs if not c.load.rare}
-    most = tuple(Counts(c.size, c.size, c.size if c.kind == "attention" else 0) for c in classes)  # smaller tiers' pins
-    counts = []
-    for cost in costs:
-        tokens, least = cost.load.tokens, tuple(Counts(0, 0, 0) for _ in classes)
-        least = next((n for t, n in sorted(fixed.items()) if t >= tokens), least)
-        if cost.load.rare:
-            low = tuple(Counts(b.pin, 0, min(a.kv, b.kv)) for a, b in zip(most, least))
-            high = tuple(Counts(a.pin, 0, max(a.kv, b.kv)) for a, b in zip(most, least))
-            problem = tier_problem(room, classes, cost, _affordable(room, cost, start.slots))
-            found = solve_tiers((problem,), between=(low, high), gap=RARE_GAP).counts
-            if not found:
-                return None
-            least = found[0]
-        counts.append(least)
-        most = least
-    return counts
-
-
-def _affordable(room: Room, costs: TierCosts, slots: int) -> int:
-    """At most `slots` staging slots, fewer when that many of a layer's largest unit do not fit beside the scratch."""
-    largest = max((u.packed_nbytes for u in room.spec.units if u.layer >= 0), default=0)
-    return max(1, min(slots, (room.arena - room.scratch(costs.load.tokens)) // max(largest, 1)))
 
 
 def place_best_baselines(room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...]) -> list[Candidate]:
@@ -202,22 +145,6 @@ def whole_tier(room: Room, tokens: int) -> TierPlan:
     """The tier that keeps everything but the embedding in VRAM, whether it fits or not."""
     where = {u.name: "cpu" if u.kind == "embedding" else "pinned" for u in room.spec.units}
     return draft_tier(room, tokens, where, frozenset(u.name for u in room.spec.units if u.kind == "attention"), 0)
-
-
-def bound_seconds(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts) -> float:
-    """Seconds that no plan of this tier can beat, for any number of slots, with the tier free of the other ones."""
-    problem = replace(tier_problem(room, classes, costs, 2), weight=1.0, lookahead=max(SLOT_CHOICES))
-    several = solve_tiers((problem,), relaxed=True, gap=GAP).bound
-    one = replace(problem, slots=1, lookahead=1)
-    return (
-        several if relaxation_bound(one) >= several else min(several, solve_tiers((one,), relaxed=True, gap=GAP).bound)
-    )
-
-
-def relaxed_seconds(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts) -> float:
-    """A lower bound than `bound_seconds`, in a twentieth of the time: to compare cuts of a model."""
-    problem = tier_problem(room, classes, costs, 2)
-    return relaxation_bound(replace(problem, weight=1.0, lookahead=max(SLOT_CHOICES)))
 
 
 def round_seconds(

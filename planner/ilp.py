@@ -18,6 +18,17 @@ MS = 1e3  # seconds in the objective's unit
 TIDY = 1e-4  # price of link traffic that nothing waits for: prefer pinned where the time is the same
 UNTIDY = 0.02  # price of one more streamed unit, of the largest copy: small units waste the slots' lookahead
 GAP = 1e-3  # relative gap at which the solver may stop unless it is told otherwise
+# HiGHS: trees of these small programs are done before searches in sub-problems and fresh starts pay for themselves
+NO_SUB_PROBLEMS = dict.fromkeys(
+    (
+        "mip_heuristic_run_feasibility_jump",
+        "mip_heuristic_run_rins",
+        "mip_heuristic_run_rens",
+        "mip_heuristic_run_root_reduced_cost",
+        "mip_allow_restart",
+    ),
+    False,
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +44,8 @@ class ClassCost:
     kv_nbytes: int = 0
     kv_fetch: float = 0.0
     issue: float = 0.0  # host seconds to issue it on the accelerator
-    kv_stall: float = 0.0  # what the accelerator waits for the fetch: one stage serves all layers
+    kv_stall: float = 0.0  # what the accelerator waits for the fetch where nothing but accelerator work hides it
+    kv_cycle: float = 0.0  # fetch and write-back of its layer's KV, between two computations from the one stage
 
 
 @dataclass(frozen=True)
@@ -94,7 +106,7 @@ def solve_tiers(
     kv_switch: tuple[float, ...] = (),
     time_limit: float = 10.0,
     relaxed: bool = False,
-    kv_stays: bool = False,
+    host_kv: str = "stalls",
     between: tuple[tuple[Counts, ...], tuple[Counts, ...]] | None = None,
     gap: float = GAP,
 ) -> Solution:
@@ -103,18 +115,19 @@ def solve_tiers(
     switch_seconds_per_byte: time of bringing in one byte of pins between the largest tier and the smallest.
     kv_switch: by class, seconds of moving the used KV cells of one layer at that switch.
     relaxed: waits for KV are free and link traffic has no price: the objective is then a lower bound.
-    kv_stays: all KV is in VRAM in every tier.
+    host_kv: every fetch of a layer's KV from the host "stalls" the accelerator, or fetches are "hidden" (under CPU
+        units, one each); or there are "none": all KV is in VRAM in every tier.
     between: by class, the fewest and the most pins and layers with KV in VRAM of every tier.
     gap: relative distance to the bound at which the solver may stop.
     """
     started = time.perf_counter()
-    program, variables = _write_program(problems, switch_seconds_per_byte, kv_switch, relaxed, kv_stays, between)
+    program, variables = _write_program(problems, switch_seconds_per_byte, kv_switch, relaxed, host_kv, between)
     return _run(program, problems, variables, time_limit, gap, started)
 
 
-def relaxation_bound(problem: TierProblem) -> float:
-    """Seconds that no counts of this tier can beat, by the linear relaxation alone: quick, and rather low."""
-    program, _ = _write_program((problem,), relaxed=True)
+def relaxation_bound(problems: tuple[TierProblem, ...], host_kv: str = "hidden") -> float:
+    """Weighted seconds that no counts of these tiers can beat, by the linear relaxation: quick, and rather low."""
+    program, _ = _write_program(problems, relaxed=True, host_kv=host_kv)
     return _relaxation_value(program) / MS
 
 
@@ -123,7 +136,7 @@ def _write_program(
     switch_seconds_per_byte: float = 0.0,
     kv_switch: tuple[float, ...] = (),
     relaxed: bool = False,
-    kv_stays: bool = False,
+    host_kv: str = "stalls",
     between: tuple[tuple[Counts, ...], tuple[Counts, ...]] | None = None,
 ):
     """The program and its (pin, cpu, kv) variables by tier; see `solve_tiers`."""
@@ -133,10 +146,11 @@ def _write_program(
     for t, problem in enumerate(problems):
         pin, cpu, kv = _count_variables(t, problem, between)
         variables.append((pin, cpu, kv))
-        if kv_stays:
+        if host_kv == "none":
             for c, cost in enumerate(problem.classes):
                 program += kv[c] >= (cost.size if cost.kv_nbytes else 0), f"kv_stays_{t}_{c}"
-        terms.append(problem.weight * _add_tier(program, t, problem, pin, cpu, kv, relaxed))
+        stalls = host_kv == "stalls" and not relaxed
+        terms.append(problem.weight * _add_tier(program, t, problem, pin, cpu, kv, relaxed, stalls))
         if t:
             before = variables[t - 1]
             for c, cost in enumerate(problem.classes):
@@ -172,7 +186,7 @@ def _count_variables(t: int, problem: TierProblem, between):
     )
 
 
-def _add_tier(program, t: int, problem: TierProblem, pin, cpu, kv, relaxed: bool):
+def _add_tier(program, t: int, problem: TierProblem, pin, cpu, kv, relaxed: bool, stalls: bool):
     """Add one tier's variables and constraints; returns its milliseconds as an expression."""
     slot = pulp.LpVariable(f"slot_mib_{t}", 0)
     stage = pulp.LpVariable(f"stage_{t}", cat="Binary")
@@ -180,7 +194,7 @@ def _add_tier(program, t: int, problem: TierProblem, pin, cpu, kv, relaxed: bool
     trips = pulp.LpVariable(f"trips_{t}", 0)  # runs of CPU units beside the one that the embedding begins
     entered = pulp.LpVariable(f"entered_{t}", 0)
     reached = pulp.LpVariable(f"reached_{t}", cat="Binary")
-    acc, host, link, alone, units, issue, held = [], [], [], [], [], [], [problem.slots * slot]
+    acc, host, link, alone, units, issue, staged, held = [], [], [], [], [], [], [], [problem.slots * slot]
     for c, cost in enumerate(problem.classes):
         streamed = cost.size - pin[c] - cpu[c]
         held.append(cost.nbytes / MIB * pin[c])
@@ -205,7 +219,8 @@ def _add_tier(program, t: int, problem: TierProblem, pin, cpu, kv, relaxed: bool
             program += on_host <= cost.size * stage, f"stage_{t}_{c}"
             held.append(cost.kv_nbytes / MIB * kv[c])
             link.append(MS * cost.kv_fetch * on_host)
-            acc.append(0 if relaxed else MS * cost.kv_stall * on_host)
+            acc.append(MS * cost.kv_stall * on_host if stalls else 0)
+            staged.append(MS * (cost.acc + cost.kv_cycle) * on_host if cost.kv_cycle else 0)
         else:
             program += kv[c] == 0
     held.append(problem.stage_nbytes / MIB * stage)
@@ -224,6 +239,9 @@ def _add_tier(program, t: int, problem: TierProblem, pin, cpu, kv, relaxed: bool
     # layers alternate, so a run of neighbours has at most one unit more of one kind than of the other
     program += trips >= on_cpu["ffn"] - on_cpu["attention"], f"ffn_runs_{t}"
     program += trips >= on_cpu["attention"] - on_cpu["ffn"] - 1, f"attention_runs_{t}"
+    # one KV stage: between two layers that use it lie a fetch and a write-back, or what the CPU does there
+    hidden = MS * max(c.kv_cycle for c in problem.classes) * pulp.lpSum(cpu)
+    program += total >= pulp.lpSum(staged) + host_ms - hidden, f"kv_stage_{t}"
     if problem.all_contend:
         acc_ms, host_ms = 0, acc_ms + host_ms
     fl, fc = problem.link_speed, problem.cpu_speed
@@ -252,7 +270,7 @@ def _copies_beside_a_run(problem: TierProblem) -> float:
 def _solver(time_limit: float, gap: float):
     """HiGHS in this process when it is installed, else CBC."""
     if pulp.HiGHS().available():
-        return "HiGHS", pulp.HiGHS(msg=False, timeLimit=time_limit, gapRel=gap, threads=1)
+        return "HiGHS", pulp.HiGHS(msg=False, timeLimit=time_limit, gapRel=gap, threads=1, **NO_SUB_PROBLEMS)
     return "CBC", pulp.PULP_CBC_CMD(msg=False, timeLimit=time_limit, gapRel=gap, threads=1)
 
 
@@ -286,11 +304,14 @@ def _relaxation_value(program) -> float:
 
 def fluid_seconds(problem: TierProblem, counts: tuple[Counts, ...], relaxed: bool = False) -> float:
     """The program's time of given counts, computed without a solver. Seconds."""
-    acc = host = link = alone = issue = 0.0
+    acc = host = link = alone = issue = staged = hidden = 0.0
+    longest = max(c.kv_cycle for c in problem.classes)
     for cost, n in zip(problem.classes, counts):
         streamed = cost.size - n.pin - n.cpu if cost.kind != "embedding" else 0
         on_host = cost.size - n.cpu - n.kv if cost.kv_nbytes else 0
         acc += cost.acc * (cost.size - n.cpu) + (0.0 if relaxed else cost.kv_stall * on_host)
+        staged += (cost.acc + cost.kv_cycle) * on_host if cost.kv_cycle else 0.0
+        hidden += longest * n.cpu
         host += cost.cpu * n.cpu
         link += cost.link * streamed + cost.kv_fetch * on_host
         alone += cost.acc * streamed
@@ -301,6 +322,7 @@ def fluid_seconds(problem: TierProblem, counts: tuple[Counts, ...], relaxed: boo
         on_cpu[cost.kind] += n.cpu
     acc += problem.fixed + (problem.leave + problem.enter * min(1, on_cpu["embedding"]) if reached else 0.0)
     least = max(0, on_cpu["ffn"] - on_cpu["attention"], on_cpu["attention"] - on_cpu["ffn"] - 1)
+    stage = staged + host - hidden
     if problem.all_contend:
         acc, host = 0.0, acc + host
     fl, fc, per_run = problem.link_speed, problem.cpu_speed, _copies_beside_a_run(problem)
@@ -310,7 +332,7 @@ def fluid_seconds(problem: TierProblem, counts: tuple[Counts, ...], relaxed: boo
         trips = problem.round_trip * max(least, runs)
         serial = acc + host + trips + (1 - fc) * both
         waits = (link + (1 - fl) * both, host + link - (fl + fc - 1) * both, issue + host + (1 - fc) * both)
-        return max(serial, *waits, link + alone if problem.slots == 1 else 0.0)
+        return max(serial, *waits, stage, link + alone if problem.slots == 1 else 0.0)
 
     # convex and piecewise linear in the overlap: golden-section search
     low, high = 0.0, min(host / fc, link / fl)

@@ -1,6 +1,7 @@
 """From counts to units: which ones of a class are pinned, streamed or on the CPU, spread evenly over the layers."""
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pshard.model import Unit
@@ -21,31 +22,41 @@ class Residency:
     kv_order: tuple[str, ...]
 
 
-def order_class(cls: UnitClass, pins: list[int], phase: float) -> list[str]:
-    """Units of a class in pinning order: for each count in `pins`, what the prefix leaves out is evenly spaced."""
-    return _spread_order([u.name for u in cls.units], pins, phase)
-
-
 def _spread_order(left: list[str], pins: list[int], phase: float) -> list[str]:
+    """The names in pinning order: for each count in `pins`, what that prefix leaves out is evenly spaced, and nearly
+    so for every other count."""
     tail: list[str] = []
     for count in sorted(set(pins), reverse=True):
         out = [left[i] for i in spread(len(left), len(left) - count, phase)]
-        tail = [*out, *tail]
+        tail = [*_scatter(out), *tail]
         left = [n for n in left if n not in set(out)]
-    return [*left, *tail]
+    return [*_scatter(left), *tail]
 
 
-def order_residency(classes: tuple[UnitClass, ...], counts: list[tuple[Counts, ...]], even: bool) -> Residency:
+def _scatter(names: list[str]) -> list[str]:
+    """The names such that those at the beginning lie far apart: by their positions' binary digits, last one first."""
+    digits = len(names).bit_length()
+    return [names[i] for i in sorted(range(len(names)), key=lambda i: f"{i:0{digits}b}"[::-1])]
+
+
+def order_residency(
+    classes: tuple[UnitClass, ...],
+    counts: Sequence[tuple[Counts, ...]],
+    even: bool,
+    spaced: Sequence[tuple[Counts, ...]] = (),
+) -> Residency:
     """Pin and KV orders for nested counts (tier by tier); both are prefixes of one permutation of each class.
 
     `even` leaves out units that are evenly spaced, which suits streaming; else the last layers stay in VRAM, so that
-    CPU units are one run.
+    CPU units are one run. `spaced`: the counts that leave out evenly spaced units, when these are not all of them.
     """
     orders = []
     for c, cls in enumerate(classes):
         if even:
-            marks = {n[c].pin for n in counts} | {n[c].kv for n in counts if cls.kind == "attention"}
-            orders.append(order_class(cls, sorted(marks), 0.35 if cls.kind == "attention" else 0.65))
+            marks = {n[c].pin for n in spaced or counts}
+            marks |= {n[c].kv for n in spaced or counts if cls.kind == "attention"}
+            phase = 0.35 if cls.kind == "attention" else 0.65
+            orders.append(_spread_order([u.name for u in cls.units], sorted(marks), phase))
         else:
             orders.append([u.name for u in reversed(cls.units)])
     pin_order = _merge(orders, [[n[c].pin for c in range(len(classes))] for n in counts])

@@ -1,6 +1,6 @@
 """plan_variant: the whole way from model, machine and workload to a plan for every tier and rank."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pshard.buffers import arena_bytes, scratch_bytes
@@ -11,9 +11,9 @@ from pshard.pace import prefill_seconds
 from pshard.pipeline import join_seconds
 from pshard.plan import NOTHING_LEARNT, Correction, RankPlan, Solve, TierPlan, Variant
 from pshard.planner.baselines import STRATEGIES
+from pshard.planner.bounds import bound_seconds, rough_bound
 from pshard.planner.candidates import (
     Candidate,
-    bound_seconds,
     keep_everything,
     place_baseline,
     rank_candidates,
@@ -30,8 +30,6 @@ from pshard.splitting import split_model
 from pshard.workload import Workload
 
 WORTH = 0.99  # a smaller micro-batch is taken when the prompt takes less than this share of the time
-
-Bound = Callable[[Room, tuple[UnitClass, ...], TierCosts], float]  # seconds that no plan of a tier can beat
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ def plan_several(task: RankTask, time_limit: float, programs: int = 2) -> tuple[
 
     The best `programs` solutions of the program and the best published strategy, all with different placements.
     """
-    ranked = rank_plans(task, time_limit)
+    ranked = rank_plans(task, time_limit, programs)
     wanted = [ranked[0]]
     for group, most in (([c for c in ranked if c.solution], programs), ([c for c in ranked if not c.solution], 1)):
         taken = sum(c in group for c in wanted)
@@ -127,9 +125,10 @@ def predict_again(variant: Variant, task: RankTask) -> Variant:
     return replace(variant, ranks=(replace(rank, tiers=tiers),), correction=task.costs[0].tables.correction)
 
 
-def rank_plans(task: RankTask, time_limit: float) -> tuple[Candidate, ...]:
-    """Plans of one rank, the best first; only the one that keeps everything in VRAM where that fits every rank."""
-    best, *others = _place(task, time_limit)
+def rank_plans(task: RankTask, time_limit: float, programs: int = 1) -> tuple[Candidate, ...]:
+    """Plans of one rank, the best first, with so many solutions of the program; only the one that keeps everything in
+    VRAM where that fits every rank."""
+    best, *others = _place(task, time_limit, programs)
     return (_refine(task, best), *others)
 
 
@@ -138,7 +137,7 @@ def place_ranks(tasks: Sequence[RankTask], time_limit: float) -> tuple[Candidate
     chosen: list[Candidate] = []
     for task in tasks:
         alike = next((c for other, c in zip(tasks, chosen) if other.is_like(task)), None)
-        chosen.append(alike or _place(task, time_limit / len(tasks))[0])
+        chosen.append(alike or _place(task, time_limit / len(tasks), 1)[0])
     return tuple(chosen)
 
 
@@ -151,10 +150,10 @@ def refine_ranks(tasks: Sequence[RankTask], placed: Sequence[Candidate]) -> tupl
     return tuple(refined)
 
 
-def _place(task: RankTask, time_limit: float) -> tuple[Candidate, ...]:
+def _place(task: RankTask, time_limit: float, programs: int) -> tuple[Candidate, ...]:
     if not task.plan_needed or not task.room.spec.packed_nbytes:
         return (keep_everything(task.room, task.costs),)
-    return rank_candidates(task.room, task.classes, task.costs, task.bounds, time_limit)
+    return rank_candidates(task.room, task.classes, task.costs, task.bounds, time_limit, programs)
 
 
 def _refine(task: RankTask, candidate: Candidate) -> Candidate:
@@ -179,21 +178,17 @@ def prepare_ranks(
     check_kv_types(spec.config, workload.type_k, workload.type_v)
     tables = Tables(profile, correction)
     tiers = fitting_tiers(cut_ranks(spec, rank_shares(workload), workload.split_mode), workload, tables)
-    tasks = _price(spec, tables, workload, tiers)
+    tasks = price_roughly(spec, tables, workload, tiers)
     return _weigh(tasks, workload, _best_ubatch(tasks, workload))
 
 
-def price_tiers(
-    spec: ModelSpec, tables: Tables, workload: Workload, tiers: tuple[int, ...], bound: Bound = bound_seconds
-) -> tuple[RankTask, ...]:
+def price_tiers(spec: ModelSpec, tables: Tables, workload: Workload, tiers: tuple[int, ...]) -> tuple[RankTask, ...]:
     """Every rank's task for exactly these tiers, whether or not their scratch fits."""
-    return _weigh(_price(spec, tables, workload, tiers, bound), workload, tiers[-1])
+    return _weigh(price_roughly(spec, tables, workload, tiers), workload, tiers[-1])
 
 
-def _price(
-    spec: ModelSpec, tables: Tables, workload: Workload, tiers: tuple[int, ...], bound: Bound = bound_seconds
-) -> tuple[RankTask, ...]:
-    """Costs and bounds of every rank and tier; nothing in them depends on the largest micro-batch."""
+def price_roughly(spec: ModelSpec, tables: Tables, workload: Workload, tiers: tuple[int, ...]) -> tuple[RankTask, ...]:
+    """Costs and rough bounds of every rank and tier; nothing in them depends on the largest micro-batch."""
     loads, shares = tier_loads(workload, tiers), rank_shares(workload)
     tasks: list[RankTask] = []
     for rank, (part, share) in enumerate(zip(cut_ranks(spec, shares, workload.split_mode), shares)):
@@ -202,31 +197,28 @@ def _price(
         costs = tuple(tier_costs(part, own, load, workload, len(shares)) for load in loads)
         task = RankTask(rank, share, room, classes, costs, (), True)
         alike = next((other.bounds for other in tasks if other.is_like(task)), None)
-        tasks.append(replace(task, bounds=alike or tuple(bound(room, classes, c) for c in costs)))
+        tasks.append(replace(task, bounds=alike or tuple(rough_bound(room, classes, c) for c in costs)))
     return tuple(tasks)
 
 
 def _weigh(tasks: tuple[RankTask, ...], workload: Workload, largest: int) -> tuple[RankTask, ...]:
-    """The tasks without tiers above `largest`, each tier with its weight in the round."""
+    """The tasks without tiers above `largest`, each tier with its weight in the round and its bound."""
     workload = replace(workload, max_ubatch=largest)
     tiers = tuple(c.load.tokens for c in tasks[0].costs if c.load.tokens <= largest)
     seconds = [join_seconds(workload.split_mode, [bounds]) for bounds in zip(*(t.bounds for t in tasks))]
     loads = raise_weights(tier_loads(workload, tiers), seconds[: len(tiers)])
     needed = not all(whole_tier(t.room, largest).buffers.total <= t.room.arena for t in tasks)
-    return tuple(
-        replace(
-            t,
-            room=replace(t.room, workload=workload),
-            costs=tuple(replace(c, load=load) for c, load in zip(t.costs, loads)),
-            bounds=t.bounds[: len(tiers)],
-            plan_needed=needed,
-        )
-        for t in tasks
-    )
+    weighed: list[RankTask] = []
+    for t in tasks:
+        room, costs = replace(t.room, workload=workload), tuple(replace(c, load=n) for c, n in zip(t.costs, loads))
+        alike = next((other.bounds for other in weighed if other.is_like(t)), None)
+        bounds = alike or tuple(bound_seconds(room, t.classes, c) for c in costs)
+        weighed.append(replace(t, room=room, costs=costs, bounds=bounds, plan_needed=needed))
+    return tuple(weighed)
 
 
 def _best_ubatch(tasks: tuple[RankTask, ...], workload: Workload) -> int:
-    """The largest micro-batch that is (nearly) the fastest for the prompt, judged by the tiers' bounds."""
+    """The largest micro-batch that is (nearly) the fastest for the prompt, judged by the tiers' rough bounds."""
     tiers = [c.load.tokens for c in tasks[0].costs]
     seconds = {t: [task.bounds[i] for task in tasks] for i, t in enumerate(tiers)}
     prompt = workload.prompt * workload.sequences

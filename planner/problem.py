@@ -15,12 +15,23 @@ def tier_problem(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, s
     for cls in classes:
         unit = costs.units[cls.units[0].name]
         kv = room.kv_layer if cls.kind == "attention" else 0
-        stall = max(0.0, unit.kv_fetch + unit.kv_write - between) if unit.kv_fetch else 0.0
+        cycle = unit.kv_fetch + unit.kv_write if unit.kv_fetch else 0.0
+        stall = max(0.0, cycle - between)
         rows.append(
             ClassCost(
-                cls.kind, cls.size, cls.nbytes, unit.acc, unit.cpu, unit.link, kv, unit.kv_fetch, unit.issue, stall
+                cls.kind,
+                cls.size,
+                cls.nbytes,
+                unit.acc,
+                unit.cpu,
+                unit.link,
+                kv,
+                unit.kv_fetch,
+                unit.issue,
+                stall,
+                cycle,
             )
-        )
+        )  # fmt: skip
     hidden, logits = load.tokens * spec.config.d_model * 4, load.logit_rows * spec.config.vocab * 4
     to_acc, to_cpu = costs.handoff("acc", hidden), costs.handoff("cpu", hidden)
     enter, leave = to_acc, min(to_cpu, costs.handoff("cpu", logits))

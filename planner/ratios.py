@@ -9,7 +9,6 @@ from pshard.model import ModelSpec
 from pshard.pace import prefill_seconds, round_seconds
 from pshard.pipeline import join_seconds
 from pshard.plan import Considered, Variant
-from pshard.planner.candidates import relaxed_seconds
 from pshard.planner.costs import Tables
 from pshard.planner.load import tier_loads
 from pshard.planner.plan import (
@@ -18,7 +17,7 @@ from pshard.planner.plan import (
     join_ranks,
     place_ranks,
     prepare_ranks,
-    price_tiers,
+    price_roughly,
     refine_ranks,
 )
 from pshard.workload import Workload
@@ -41,7 +40,7 @@ def plan_ratios(spec: ModelSpec, profile: MachineProfile, workload: Workload, ti
     """The variant with the shortest predicted round among ratios that were planned in full; `considered` lists them.
 
     Equal shares are always among them where they fit; the others are the ends of climbs from several starts (equal, by
-    budget, one device left out), on which ratios are judged by relaxed bounds. A share may end at 0. Raises
+    budget, one device left out), on which ratios are judged by rough bounds. A share may end at 0. Raises
     BudgetTooSmall when no ratio fits, UserError as `plan_variant` does. Only the chosen one is refined unit by unit.
     """
     starts = tuple(dict.fromkeys(_starts(workload)))
@@ -108,7 +107,7 @@ class _Climb:
         if not self._tiers or not set(self._tiers) <= set(self._fitting(shares)):
             return None
         workload = replace(self._workload, tensor_split=shares)
-        tasks = price_tiers(self._spec, self._tables, workload, self._tiers, relaxed_seconds)
+        tasks = price_roughly(self._spec, self._tables, workload, self._tiers)
         weights = [load.weight for load in tier_loads(workload, self._tiers)]
         by_rank = tuple(sum(w * s for w, s in zip(weights, task.bounds)) for task in tasks)
         seconds = dict(zip(self._tiers, zip(*(task.bounds for task in tasks))))

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from pshard.planner.candidates import _affordable as affordable
+from pshard.planner.starts import affordable_slots as affordable
 from pshard.planner.datasheet import profile_from_datasheet
 from pshard.planner.ilp import GAP, Counts, fluid_seconds, held_bytes, solve_tiers
 from pshard.planner.order import assign_cpu, order_residency, spread

@@ -1,0 +1,32 @@
+"""What no plan of a tier can beat: the tier alone, free of the other ones, waits free, any number of slots."""
+
+from dataclasses import replace
+
+from pshard.planner.classes import UnitClass
+from pshard.planner.costs import TierCosts
+from pshard.planner.draft import Room
+from pshard.planner.ilp import TierProblem, relaxation_bound, solve_tiers
+from pshard.planner.problem import tier_problem
+from pshard.planner.search import SLOT_CHOICES
+
+GAP = 5e-3  # of a tier that the round enters: its search stops near the bound
+RARE_GAP = 0.02
+
+
+def rough_bound(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts) -> float:
+    """Seconds that no plan of this tier can beat, by linear relaxation: a few percent low, but quick."""
+    return min(relaxation_bound((problem,)) for problem in _problems(room, classes, costs))
+
+
+def bound_seconds(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts) -> float:
+    """Seconds that no plan of this tier can beat, by the integer program."""
+    several, one = _problems(room, classes, costs)
+    gap = RARE_GAP if costs.load.rare else GAP
+    bound = solve_tiers((several,), relaxed=True, gap=gap).bound
+    return bound if relaxation_bound((one,)) >= bound else min(bound, solve_tiers((one,), relaxed=True, gap=gap).bound)
+
+
+def _problems(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts) -> tuple[TierProblem, TierProblem]:
+    """The tier with several slots (they take the room of two and look as far ahead as the most), and with one."""
+    several = replace(tier_problem(room, classes, costs, 2), weight=1.0, lookahead=max(SLOT_CHOICES))
+    return several, replace(several, slots=1, lookahead=1)
