@@ -46,6 +46,8 @@ class ClassCost:
     issue: float = 0.0  # host seconds to issue it on the accelerator
     kv_stall: float = 0.0  # what the accelerator waits for the fetch where nothing but accelerator work hides it
     kv_cycle: float = 0.0  # fetch and write-back of its layer's KV, between two computations from the one stage
+    link_speed: float = 1.0  # 1 = alone; while host work on the unit and a copy overlap
+    cpu_speed: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,8 @@ class TierProblem:
 
     `slots` take room; `lookahead` of them can be filled while one run of CPU units lasts (more than `slots` only
     when a bound for several choices is wanted). `round_trip`: hand-offs around a run of CPU units; `enter`: the
-    hand-off after an embedding on the CPU, `leave`: the last one; `fixed`: whatever the placement. `link_speed` and
-    `cpu_speed` (1 = alone) hold while host work and copies overlap; `all_contend`: the accelerator's work contends
-    too (the CPU as accelerator).
+    hand-off after an embedding on the CPU, `leave`: the last one; `fixed`: whatever the placement. `all_contend`: the
+    accelerator's work is host work too (the CPU as accelerator).
     """
 
     tokens: int
@@ -70,8 +71,6 @@ class TierProblem:
     enter: float
     leave: float
     fixed: float
-    link_speed: float = 1.0
-    cpu_speed: float = 1.0
     all_contend: bool = False
 
 
@@ -241,25 +240,56 @@ def _add_tier(program, t: int, problem: TierProblem, pin, cpu, kv, relaxed: bool
     program += trips >= on_cpu["attention"] - on_cpu["ffn"] - 1, f"attention_runs_{t}"
     # one KV stage: between two layers that use it lie a fetch and a write-back, or what the CPU does there
     hidden = MS * max(c.kv_cycle for c in problem.classes) * pulp.lpSum(cpu)
-    program += total >= pulp.lpSum(staged) + host_ms - hidden, f"kv_stage_{t}"
+    stage_ms = pulp.lpSum(staged) + host_ms - hidden
     if problem.all_contend:
         acc_ms, host_ms = 0, acc_ms + host_ms
-    fl, fc = problem.link_speed, problem.cpu_speed
-    both = pulp.LpVariable(f"both_{t}", 0)  # ms in which host work and copies overlap
-    program += total >= acc_ms + host_ms + (1 - fc) * both, f"serial_{t}"
-    program += total >= link_ms + (1 - fl) * both, f"link_{t}"
-    program += total >= pulp.lpSum(issue) + host_ms + (1 - fc) * both, f"host_{t}"
-    program += total >= host_ms + link_ms - (fl + fc - 1) * both, f"dram_{t}"
-    program += fc * both <= host_ms, f"both_host_{t}"
-    program += fl * both <= link_ms, f"both_link_{t}"
+    works = [
+        MS * (cost.cpu * cpu[c] + (cost.acc * (cost.size - cpu[c]) if problem.all_contend else 0))
+        for c, cost in enumerate(problem.classes)
+    ]
+    looked_up = pulp.lpSum(works[c] for c, cost in enumerate(problem.classes) if cost.kind == "embedding")
+    # ms in which host work of each group and copies overlap
+    both = [(group, pulp.LpVariable(f"both_{t}_{g}", 0)) for g, group in enumerate(contending_groups(problem))]
+    slower = pulp.lpSum((1 - group.cpu_speed) * o for group, o in both)
+    program += total >= acc_ms + host_ms + slower, f"serial_{t}"
+    program += total >= link_ms + pulp.lpSum((1 - group.link_speed) * o for group, o in both), f"link_{t}"
+    program += total >= pulp.lpSum(issue) + host_ms + slower, f"host_{t}"
+    program += total >= stage_ms + (0 if problem.all_contend else slower), f"kv_stage_{t}"
+    program += (
+        total >= host_ms + link_ms - looked_up - pulp.lpSum((g.link_speed + g.cpu_speed - 1) * o for g, o in both),
+        f"dram_{t}",
+    )
+    for g, (group, o) in enumerate(both):
+        program += group.cpu_speed * o <= pulp.lpSum(works[c] for c in group.classes), f"both_host_{t}_{g}"
+    copied = pulp.lpSum(group.link_speed * o for group, o in both)
+    program += copied <= link_ms, f"both_link_{t}"
     if not problem.all_contend:  # while one run of CPU units lasts, each slot is filled once at most
-        program += fl * both <= MS * _copies_beside_a_run(problem) * (trips + 1), f"lookahead_{t}"
+        program += copied <= MS * _copies_beside_a_run(problem) * (trips + 1), f"lookahead_{t}"
     if problem.slots == 1:  # no copy runs while its slot is computed from
         program += total >= link_ms + pulp.lpSum(alone), f"one_slot_{t}"
     if relaxed:
         return total
     largest = max((c.link for c in problem.classes if c.kind in ("attention", "ffn")), default=0.0)
     return total + TIDY * link_ms + UNTIDY * MS * largest * pulp.lpSum(units)
+
+
+@dataclass(frozen=True)
+class Contending:
+    """Classes (their positions) whose host work and copies hold each other up about alike; the group's best speeds."""
+
+    classes: tuple[int, ...]
+    link_speed: float
+    cpu_speed: float
+
+
+def contending_groups(problem: TierProblem) -> tuple[Contending, ...]:
+    """Attention, which may read slowly for what it computes, and matrices; the embedding is only looked up."""
+    groups = []
+    for kinds in (("attention",), ("ffn", "output")):
+        if members := [(i, c) for i, c in enumerate(problem.classes) if c.kind in kinds]:
+            best = max(c.link_speed for _, c in members), max(c.cpu_speed for _, c in members)
+            groups.append(Contending(tuple(i for i, _ in members), *best))
+    return tuple(groups)
 
 
 def _copies_beside_a_run(problem: TierProblem) -> float:
@@ -306,6 +336,7 @@ def fluid_seconds(problem: TierProblem, counts: tuple[Counts, ...], relaxed: boo
     """The program's time of given counts, computed without a solver. Seconds."""
     acc = host = link = alone = issue = staged = hidden = 0.0
     longest = max(c.kv_cycle for c in problem.classes)
+    works = []
     for cost, n in zip(problem.classes, counts):
         streamed = cost.size - n.pin - n.cpu if cost.kind != "embedding" else 0
         on_host = cost.size - n.cpu - n.kv if cost.kv_nbytes else 0
@@ -313,6 +344,7 @@ def fluid_seconds(problem: TierProblem, counts: tuple[Counts, ...], relaxed: boo
         staged += (cost.acc + cost.kv_cycle) * on_host if cost.kv_cycle else 0.0
         hidden += longest * n.cpu
         host += cost.cpu * n.cpu
+        works.append(cost.cpu * n.cpu + (cost.acc * (cost.size - n.cpu) if problem.all_contend else 0.0))
         link += cost.link * streamed + cost.kv_fetch * on_host
         alone += cost.acc * streamed
         issue += cost.issue * (cost.size - n.cpu)
@@ -322,22 +354,60 @@ def fluid_seconds(problem: TierProblem, counts: tuple[Counts, ...], relaxed: boo
         on_cpu[cost.kind] += n.cpu
     acc += problem.fixed + (problem.leave + problem.enter * min(1, on_cpu["embedding"]) if reached else 0.0)
     least = max(0, on_cpu["ffn"] - on_cpu["attention"], on_cpu["attention"] - on_cpu["ffn"] - 1)
+    acc += problem.round_trip * least
     stage = staged + host - hidden
     if problem.all_contend:
         acc, host = 0.0, acc + host
-    fl, fc, per_run = problem.link_speed, problem.cpu_speed, _copies_beside_a_run(problem)
+    groups = contending_groups(problem)
+    slower, held = [1 - g.cpu_speed for g in groups], [1 - g.link_speed for g in groups]
+    rising = [
+        (acc + host, slower),
+        (link, held),
+        (issue + host, slower),
+        (0.0 if problem.all_contend else stage, slower),
+    ]
+    if not problem.all_contend and (per_run := _copies_beside_a_run(problem)):
+        more = [s + problem.round_trip * g.link_speed / per_run for s, g in zip(slower, groups)]
+        rising.append((acc + host - problem.round_trip * (1 + least), more))
+    floor = max(stage, link + alone if problem.slots == 1 else 0.0)
+    most = [sum(works[c] for c in g.classes) / g.cpu_speed for g in groups]
+    looked_up = sum(work for work, cost in zip(works, problem.classes) if cost.kind == "embedding")
+    return max(floor, _least_time(rising, host + link - looked_up, groups, most, link))
 
-    def total(both: float) -> float:
-        runs = 0.0 if problem.all_contend or not per_run else fl * both / per_run - 1
-        trips = problem.round_trip * max(least, runs)
-        serial = acc + host + trips + (1 - fc) * both
-        waits = (link + (1 - fl) * both, host + link - (fl + fc - 1) * both, issue + host + (1 - fc) * both)
-        return max(serial, *waits, stage, link + alone if problem.slots == 1 else 0.0)
 
-    # convex and piecewise linear in the overlap: golden-section search
-    low, high = 0.0, min(host / fc, link / fl)
+def _least_time(
+    rising: list[tuple[float, list[float]]],
+    apart: float,
+    groups: tuple[Contending, ...],
+    most: list[float],
+    link: float,
+) -> float:
+    """The least time over the groups' overlaps with copies, each at most `most` and `link` seconds of copies in all.
+
+    The time is above every line (seconds without overlap, slopes) of `rising`, and above `apart` (all in turn) less
+    what overlaps. It is convex in the overlaps: that of the last group is where a rising line meets the falling one,
+    golden sections find that of the other.
+    """
+    *others, last = range(len(groups))
+
+    def best(lines: list[tuple[float, list[float]]], falls: float, copies: float) -> float:
+        gain = groups[last].link_speed + groups[last].cpu_speed - 1
+        end = min(most[last], copies / groups[last].link_speed)
+        meet = min(((falls - base) / (gain + s[last]) if gain + s[last] > 0 else end) for base, s in lines)
+        at = min(max(0.0, meet), end)
+        return max(falls - gain * at, *(base + s[last] * at for base, s in lines))
+
+    def total(first: float) -> float:
+        group = groups[others[0]]
+        lines = [(base + s[others[0]] * first, s) for base, s in rising]
+        gain = group.link_speed + group.cpu_speed - 1
+        return best(lines, apart - gain * first, link - group.link_speed * first)
+
+    if not others or not most[others[0]]:
+        return best(rising, apart, link)
+    low, high = 0.0, min(most[others[0]], link / groups[others[0]].link_speed)
     ratio = (5**0.5 - 1) / 2
-    for _ in range(45):
+    for _ in range(40):
         a, b = high - ratio * (high - low), low + ratio * (high - low)
         low, high = (low, b) if total(a) <= total(b) else (a, high)
     return min(total(low), total(high), total(0.0))

@@ -17,19 +17,12 @@ def tier_problem(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, s
         kv = room.kv_layer if cls.kind == "attention" else 0
         cycle = unit.kv_fetch + unit.kv_write if unit.kv_fetch else 0.0
         stall = max(0.0, cycle - between)
+        speeds = [side[cls.units[0].name] for side in (costs.contended, costs.acc_contended) if side]
         rows.append(
             ClassCost(
-                cls.kind,
-                cls.size,
-                cls.nbytes,
-                unit.acc,
-                unit.cpu,
-                unit.link,
-                kv,
-                unit.kv_fetch,
-                unit.issue,
-                stall,
-                cycle,
+                cls.kind, cls.size, cls.nbytes, unit.acc, unit.cpu, unit.link,
+                kv, unit.kv_fetch, unit.issue, stall, cycle,
+                max(link for link, _ in speeds), max(cpu for _, cpu in speeds),
             )
         )  # fmt: skip
     hidden, logits = load.tokens * spec.config.d_model * 4, load.logit_rows * spec.config.vocab * 4
@@ -43,9 +36,6 @@ def tier_problem(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, s
         fixed = costs.tables.collective(costs.ranks, logits if last else 0)
         fixed += 0.0 if spec.stage.source is None else costs.tables.hand_over(hidden)
         enter, leave = enter if first else 0.0, leave if last else 0.0
-    speeds = [costs.contended[cls.units[0].name] for cls in classes if cls.kind in ("attention", "ffn")]
-    if costs.acc_contended:
-        speeds += [costs.acc_contended[cls.units[0].name] for cls in classes if cls.kind in ("attention", "ffn")]
     return TierProblem(
         load.tokens,
         load.weight,
@@ -58,8 +48,6 @@ def tier_problem(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, s
         enter,
         leave,
         fixed,
-        max((link for link, _ in speeds), default=1.0),
-        max((cpu for _, cpu in speeds), default=1.0),
         costs.acc_contended is not None,
     )
 

@@ -9,58 +9,59 @@ from pshard.planner.starts import Start, affordable_slots
 
 GAP = 0.02  # of the solver
 
+Numbers = tuple[int, ...]  # of units by class
+
 
 def count_rare(
     room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...], start: Start
 ) -> list[tuple[Counts, ...]] | None:
     """Counts of all tiers: those of the entered ones as in `start`; None when a rare tier fits nowhere.
 
-    All tiers' residency stays one chain, class by class: a tier between two others is between them, one below all
-    others has all that any of them has, and one above has no more than any of them.
+    All tiers' residency stays one chain, class by class: a tier between two others lies between them, or, where that
+    does not fit, below all others.
     """
     solved = iter(start.counts)
     fixed = {c.load.tokens: next(solved) for c in costs if not c.load.rare}
-    every = tuple(c.size for c in classes), tuple(c.size if c.kind == "attention" else 0 for c in classes)
+    sizes = tuple(c.size for c in classes), tuple(c.size if c.kind == "attention" else 0 for c in classes)
     counts: list[tuple[Counts, ...]] = []
     for cost in costs:
-        later = [n for tokens, n in sorted(fixed.items()) if tokens >= cost.load.tokens]
-        if cost.load.rare:
-            chain = [*counts, *later, *(n for n in fixed.values() if n not in counts)]
-            before, after = counts[-1] if counts else None, later[0] if later else None
-            pins, kv = (
-                _neighbours([of(n) for n in chain], before and of(before), after and of(after), most)
-                for of, most in zip((_pins, _kv), every)
-            )
-            between = tuple(tuple(Counts(p, 0, v) for p, v in zip(*ends)) for ends in zip(pins, kv))
-            problem = tier_problem(room, classes, cost, affordable_slots(room, cost, start.slots))
-            found = solve_tiers((problem,), between=(between[0], between[1]), gap=GAP).counts
-            if not found:
-                return None
-            counts.append(found[0])
+        tokens = cost.load.tokens
+        if not cost.load.rare:
+            counts.append(fixed[tokens])
+            continue
+        before = counts[-1] if counts else None
+        after = next((n for t, n in sorted(fixed.items()) if t > tokens), None)
+        chains = [_numbers(n) for n in (*counts, *fixed.values())]
+        ranges = [
+            (_between(chain, before and _numbers(before)[i], after and _numbers(after)[i], size), _below(chain))
+            for i, (chain, size) in enumerate(zip(zip(*chains), sizes))
+        ]
+        problem = tier_problem(room, classes, cost, affordable_slots(room, cost, start.slots))
+        for pins, kv in zip(*ranges):
+            low, high = (tuple(Counts(p, 0, v) for p, v in zip(*ends)) for ends in zip(pins, kv))
+            if found := solve_tiers((problem,), between=(low, high), gap=GAP).counts:
+                counts.append(found[0])
+                break
         else:
-            counts.append(fixed[cost.load.tokens])
+            return None
     return counts
 
 
-def _pins(counts: tuple[Counts, ...]) -> tuple[int, ...]:
-    return tuple(n.pin for n in counts)
+def _numbers(counts: tuple[Counts, ...]) -> tuple[Numbers, Numbers]:
+    """Pins by class, layers with KV in VRAM by class."""
+    return tuple(n.pin for n in counts), tuple(n.kv for n in counts)
 
 
-def _kv(counts: tuple[Counts, ...]) -> tuple[int, ...]:
-    return tuple(n.kv for n in counts)
+def _between(
+    chain: tuple[Numbers, ...], before: Numbers | None, after: Numbers | None, size: Numbers
+) -> tuple[Numbers, Numbers]:
+    """Neighbours in a nested chain, between which a tier lies that comes after one member and before another."""
+    ends = [n for n in (before, after) if n]
+    low = (0,) * len(size) if after is None and before == min(chain, key=sum) else min(ends, key=sum)
+    above = [n for n in chain if sum(n) > sum(low)]
+    return low, min(above, key=sum, default=size if before is None else low)
 
 
-def _neighbours(
-    chain: list[tuple[int, ...]],
-    before: tuple[int, ...] | None,
-    after: tuple[int, ...] | None,
-    most: tuple[int, ...],
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The two neighbours of a nested chain between which a tier belongs that comes after one member, before another."""
-    if before is None:
-        return max(chain, key=sum), most
-    if after is None:
-        return (0,) * len(most), min(chain, key=sum)
-    low = min(before, after, key=sum)
-    above = [m for m in chain if sum(low) < sum(m)] if sum(before) != sum(after) else []
-    return low, min(above, key=sum, default=low)
+def _below(chain: tuple[Numbers, ...]) -> tuple[Numbers, Numbers]:
+    least = min(chain, key=sum)
+    return (0,) * len(least), least
