@@ -193,7 +193,7 @@ def _add_tier(program, t: int, problem: TierProblem, pin, cpu, kv, relaxed: bool
     trips = pulp.LpVariable(f"trips_{t}", 0)  # runs of CPU units beside the one that the embedding begins
     entered = pulp.LpVariable(f"entered_{t}", 0)
     reached = pulp.LpVariable(f"reached_{t}", cat="Binary")
-    acc, host, link, alone, units, issue, staged, held = [], [], [], [], [], [], [], [problem.slots * slot]
+    acc, host, link, one_slot, units, issue, staged, held = [], [], [], [], [], [], [], [problem.slots * slot]
     for c, cost in enumerate(problem.classes):
         streamed = cost.size - pin[c] - cpu[c]
         held.append(cost.nbytes / MIB * pin[c])
@@ -206,7 +206,7 @@ def _add_tier(program, t: int, problem: TierProblem, pin, cpu, kv, relaxed: bool
             continue
         program += cost.size - cpu[c] <= cost.size * reached, f"reached_{t}_{c}"
         link.append(MS * cost.link * streamed)
-        alone.append(MS * cost.acc * streamed)
+        one_slot.append(MS * (cost.link + cost.acc) * streamed)
         units.append(streamed)
         program += streamed >= 0, f"placed_{t}_{c}"
         uses = pulp.LpVariable(f"streams_{t}_{c}", cat="Binary")
@@ -232,11 +232,12 @@ def _add_tier(program, t: int, problem: TierProblem, pin, cpu, kv, relaxed: bool
     acc_ms = acc_ms + MS * problem.round_trip * trips
     on_cpu = {
         kind: pulp.lpSum(cpu[c] for c, cost in enumerate(problem.classes) if cost.kind == kind)
-        for kind in ("attention", "ffn", "embedding")
+        for kind in ("attention", "ffn", "embedding", "output")
     }
     program += entered >= reached + on_cpu["embedding"] - 1, f"entered_{t}"
-    # layers alternate, so a run of neighbours has at most one unit more of one kind than of the other
-    program += trips >= on_cpu["ffn"] - on_cpu["attention"], f"ffn_runs_{t}"
+    # layers alternate, so a run of neighbours has at most one unit more of one kind than of the other; the one that
+    # ends with the output does not go back
+    program += trips >= on_cpu["ffn"] - on_cpu["attention"] - on_cpu["output"], f"ffn_runs_{t}"
     program += trips >= on_cpu["attention"] - on_cpu["ffn"] - 1, f"attention_runs_{t}"
     # one KV stage: between two layers that use it lie a fetch and a write-back, or what the CPU does there
     hidden = MS * max(c.kv_cycle for c in problem.classes) * pulp.lpSum(cpu)
@@ -247,7 +248,6 @@ def _add_tier(program, t: int, problem: TierProblem, pin, cpu, kv, relaxed: bool
         MS * (cost.cpu * cpu[c] + (cost.acc * (cost.size - cpu[c]) if problem.all_contend else 0))
         for c, cost in enumerate(problem.classes)
     ]
-    looked_up = pulp.lpSum(works[c] for c, cost in enumerate(problem.classes) if cost.kind == "embedding")
     # ms in which host work of each group and copies overlap
     both = [(group, pulp.LpVariable(f"both_{t}_{g}", 0)) for g, group in enumerate(contending_groups(problem))]
     slower = pulp.lpSum((1 - group.cpu_speed) * o for group, o in both)
@@ -255,18 +255,16 @@ def _add_tier(program, t: int, problem: TierProblem, pin, cpu, kv, relaxed: bool
     program += total >= link_ms + pulp.lpSum((1 - group.link_speed) * o for group, o in both), f"link_{t}"
     program += total >= pulp.lpSum(issue) + host_ms + slower, f"host_{t}"
     program += total >= stage_ms + (0 if problem.all_contend else slower), f"kv_stage_{t}"
-    program += (
-        total >= host_ms + link_ms - looked_up - pulp.lpSum((g.link_speed + g.cpu_speed - 1) * o for g, o in both),
-        f"dram_{t}",
-    )
+    apart = pulp.lpSum(works[c] for group, _ in both for c in group.classes) + link_ms
+    program += total >= apart - pulp.lpSum((g.link_speed + g.cpu_speed - 1) * o for g, o in both), f"dram_{t}"
     for g, (group, o) in enumerate(both):
         program += group.cpu_speed * o <= pulp.lpSum(works[c] for c in group.classes), f"both_host_{t}_{g}"
     copied = pulp.lpSum(group.link_speed * o for group, o in both)
     program += copied <= link_ms, f"both_link_{t}"
     if not problem.all_contend:  # while one run of CPU units lasts, each slot is filled once at most
-        program += copied <= MS * _copies_beside_a_run(problem) * (trips + 1), f"lookahead_{t}"
+        program += copied <= MS * _copies_beside_a_run(problem) * (trips + 1 + on_cpu["output"]), f"lookahead_{t}"
     if problem.slots == 1:  # no copy runs while its slot is computed from
-        program += total >= link_ms + pulp.lpSum(alone), f"one_slot_{t}"
+        program += total >= pulp.lpSum(one_slot), f"one_slot_{t}"
     if relaxed:
         return total
     largest = max((c.link for c in problem.classes if c.kind in ("attention", "ffn")), default=0.0)
@@ -334,7 +332,7 @@ def _relaxation_value(program) -> float:
 
 def fluid_seconds(problem: TierProblem, counts: tuple[Counts, ...], relaxed: bool = False) -> float:
     """The program's time of given counts, computed without a solver. Seconds."""
-    acc = host = link = alone = issue = staged = hidden = 0.0
+    acc = host = link = one_slot = issue = staged = hidden = 0.0
     longest = max(c.kv_cycle for c in problem.classes)
     works = []
     for cost, n in zip(problem.classes, counts):
@@ -346,14 +344,14 @@ def fluid_seconds(problem: TierProblem, counts: tuple[Counts, ...], relaxed: boo
         host += cost.cpu * n.cpu
         works.append(cost.cpu * n.cpu + (cost.acc * (cost.size - n.cpu) if problem.all_contend else 0.0))
         link += cost.link * streamed + cost.kv_fetch * on_host
-        alone += cost.acc * streamed
+        one_slot += (cost.link + cost.acc) * streamed
         issue += cost.issue * (cost.size - n.cpu)
     reached = any(c.kind != "embedding" and c.size > n.cpu for c, n in zip(problem.classes, counts))
     on_cpu = dict.fromkeys(("attention", "ffn", "embedding", "output"), 0)
     for cost, n in zip(problem.classes, counts):
         on_cpu[cost.kind] += n.cpu
     acc += problem.fixed + (problem.leave + problem.enter * min(1, on_cpu["embedding"]) if reached else 0.0)
-    least = max(0, on_cpu["ffn"] - on_cpu["attention"], on_cpu["attention"] - on_cpu["ffn"] - 1)
+    least = max(0, on_cpu["ffn"] - on_cpu["attention"] - on_cpu["output"], on_cpu["attention"] - on_cpu["ffn"] - 1)
     acc += problem.round_trip * least
     stage = staged + host - hidden
     if problem.all_contend:
@@ -368,11 +366,11 @@ def fluid_seconds(problem: TierProblem, counts: tuple[Counts, ...], relaxed: boo
     ]
     if not problem.all_contend and (per_run := _copies_beside_a_run(problem)):
         more = [s + problem.round_trip * g.link_speed / per_run for s, g in zip(slower, groups)]
-        rising.append((acc + host - problem.round_trip * (1 + least), more))
-    floor = max(stage, link + alone if problem.slots == 1 else 0.0)
+        rising.append((acc + host - problem.round_trip * (1 + on_cpu["output"] + least), more))
+    floor = max(stage, one_slot if problem.slots == 1 else 0.0)
     most = [sum(works[c] for c in g.classes) / g.cpu_speed for g in groups]
-    looked_up = sum(work for work, cost in zip(works, problem.classes) if cost.kind == "embedding")
-    return max(floor, _least_time(rising, host + link - looked_up, groups, most, link))
+    apart = sum(works[c] for g in groups for c in g.classes) + link
+    return max(floor, _least_time(rising, apart, groups, most, link))
 
 
 def _least_time(

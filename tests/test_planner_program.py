@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from pshard.planner.starts import affordable_slots as affordable
 from pshard.planner.datasheet import profile_from_datasheet
 from pshard.planner.ilp import GAP, Counts, fluid_seconds, held_bytes, solve_tiers
 from pshard.planner.order import assign_cpu, order_residency, spread
 from pshard.planner.plan import prepare_ranks
 from pshard.planner.problem import tier_problem
+from pshard.planner.starts import affordable_slots as affordable
 from pshard.workload import Workload
 from tests.planner_cases import DESKTOP, OWN, make_model
 
