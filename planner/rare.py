@@ -29,11 +29,11 @@ def count_rare(
         if not cost.load.rare:
             counts.append(fixed[tokens])
             continue
-        before = counts[-1] if counts else None
-        after = next((n for t, n in sorted(fixed.items()) if t > tokens), None)
+        before = _numbers(counts[-1]) if counts else None
+        after = next((_numbers(n) for t, n in sorted(fixed.items()) if t > tokens), None)
         chains = [_numbers(n) for n in (*counts, *fixed.values())]
         ranges = [
-            (_between(chain, before and _numbers(before)[i], after and _numbers(after)[i], size), _below(chain))
+            (_between(chain, before[i] if before else None, after[i] if after else None, size), _below(chain))
             for i, (chain, size) in enumerate(zip(zip(*chains), sizes))
         ]
         problem = tier_problem(room, classes, cost, affordable_slots(room, cost, start.slots))
