@@ -24,7 +24,7 @@ from pshard.runtime.kernels import native
 from pshard.runtime.network import use_route_to
 from pshard.runtime.numa import bind_memory, place_rank, read_nodes
 from pshard.runtime.rank_watch import LOST_SECONDS, RankWatch
-from pshard.runtime.shared_memory import LateRank, open_exchange
+from pshard.runtime.shared_memory import MESSAGE_BYTES, LateRank, open_exchange
 
 if TYPE_CHECKING:
     from pshard.runtime.peer_memory import PeerExchange
@@ -94,7 +94,8 @@ class Group:
         """Raise RankLost when a sum on the GPU gave up waiting for a rank. Called where the host has waited."""
 
     def send(self, tensor: torch.Tensor, target: int) -> None:
-        """Hand a contiguous float32 tensor to a rank, which takes it with `receive` in the same order.
+        """Hand a contiguous float32 tensor to a rank, which takes it with `receive` in the same order, and to which no
+        other rank hands anything.
 
         Returns before it is taken, if need be; the tensor may be written to again after `finish_send`. Raises
         RankLost.
@@ -230,6 +231,9 @@ class TorchGroup(Group):
             self._fail(error)
 
     def send(self, tensor: torch.Tensor, target: int) -> None:
+        if self._exchange and self._fits_inbox(tensor):
+            self._exchange.put(tensor, target)
+            return
         here = tensor if tensor.is_cuda else tensor.clone()
         self._sending.append((self._start(dist.isend, here, target), here))
         if len(self._sending) > SENDS_AHEAD:
@@ -240,7 +244,14 @@ class TorchGroup(Group):
             self._wait_for(self._sending.pop(0)[0])
 
     def receive(self, tensor: torch.Tensor, source: int) -> None:
+        if self._exchange and self._fits_inbox(tensor):
+            self._exchange.take(tensor, source)
+            return
         self._wait_for(self._start(dist.irecv, tensor, source))
+
+    def _fits_inbox(self, tensor: torch.Tensor) -> bool:
+        """Whether it goes through shared memory; the ranks that send and take it agree, as they know its size."""
+        return not tensor.is_cuda and tensor.nbytes <= MESSAGE_BYTES
 
     def _wait_for(self, work: dist.Work) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Sums and gathers between ranks of one host through shared memory (csrc/allreduce.cpp).
+"""Sums, gathers and hand-overs between ranks of one host through shared memory (csrc/allreduce.cpp).
 
 The memory is an anonymous file (memfd) of rank 0 that the others open through /proc: it has no name, so whatever way
 the ranks end, the kernel frees it with the last of them.
@@ -12,6 +12,7 @@ import secrets
 import sysconfig
 import time
 from collections.abc import Callable, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from pshard.runtime.kernels import native
 
 SLOT_BYTES = 256 << 10  # a rank's part is exchanged in pieces of this size; they stay in the caches
+MESSAGE_BYTES = 1 << 20  # at most so much is handed to another rank here; its inbox has room for four
 POLL_SECONDS = 0.25  # the native call comes back so often to let Ctrl-C through
 _TOKEN_BYTES = 16
 
@@ -34,7 +36,7 @@ class LateRank(RuntimeError):
 
 
 class Exchange:
-    """This rank's end of the shared memory. Calls must be made by all ranks in the same order.
+    """This rank's end of the shared memory. Sums and gathers must be made by all ranks in the same order.
 
     Results are the same bits on every rank: parts are added in rank order, in float32.
     """
@@ -42,7 +44,8 @@ class Exchange:
     def __init__(self, library: ctypes.CDLL, memory: mmap.mmap, rank: int, ranks: int) -> None:
         self._library, self._memory, self._ranks = library, memory, ranks
         self._view = (ctypes.c_char * len(memory)).from_buffer(memory)
-        self._handle = library.pshard_exchange_open(ctypes.addressof(self._view), rank, ranks, SLOT_BYTES)
+        at = ctypes.addressof(self._view)
+        self._handle = library.pshard_exchange_open(at, rank, ranks, SLOT_BYTES, MESSAGE_BYTES)
 
     def sum(self, tensor: torch.Tensor, timeout: float) -> None:
         """Sum a contiguous float32 CPU tensor over the ranks, in place. Raises LateRank."""
@@ -59,6 +62,18 @@ class Exchange:
         gather = self._library.pshard_exchange_gather
         self._repeat(lambda: gather(self._handle, at, nbytes, to, each, POLL_SECONDS), timeout)
         return out
+
+    def put(self, tensor: torch.Tensor, target: int) -> None:
+        """Leave a contiguous CPU tensor of at most MESSAGE_BYTES in the inbox of a rank, to which no other rank hands
+        anything. Waits without limit for room."""
+        at, nbytes = tensor.data_ptr(), tensor.nbytes
+        self._repeat(lambda: self._library.pshard_exchange_put(self._handle, at, nbytes, target, POLL_SECONDS), inf)
+
+    def take(self, tensor: torch.Tensor, source: int) -> None:
+        """Fill a contiguous CPU tensor with the next message of `source`, the only rank that hands anything to this
+        one. Waits without limit."""
+        at, nbytes = tensor.data_ptr(), tensor.nbytes
+        self._repeat(lambda: self._library.pshard_exchange_take(self._handle, at, nbytes, source, POLL_SECONDS), inf)
 
     def close(self) -> None:
         """Let go of the memory."""
@@ -79,7 +94,7 @@ def open_exchange(store: dist.Store, rank: int, ranks: int) -> Exchange | None:
     """Share memory with all ranks; None when they are not on one Linux host or the native library is missing."""
     library, memory, fd = _load_library(), None, -1
     if library is not None:
-        nbytes = library.pshard_exchange_nbytes(ranks, SLOT_BYTES)
+        nbytes = library.pshard_exchange_nbytes(ranks, SLOT_BYTES, MESSAGE_BYTES)
         if rank == 0:
             memory, fd = _create_memory(store, nbytes)
         else:
@@ -126,11 +141,13 @@ def _load_library() -> ctypes.CDLL | None:
     library = ctypes.CDLL(str(path))
     pointer, integer, long, seconds = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
     signatures: dict[str, tuple[Any, tuple[Any, ...]]] = {
-        "nbytes": (long, (integer, long)),
-        "open": (pointer, (pointer, integer, integer, long)),
+        "nbytes": (long, (integer, long, long)),
+        "open": (pointer, (pointer, integer, integer, long, long)),
         "close": (None, (pointer,)),
         "sum": (integer, (pointer, pointer, long, seconds)),
         "gather": (integer, (pointer, pointer, long, pointer, ctypes.POINTER(long), seconds)),
+        "put": (integer, (pointer, pointer, long, integer, seconds)),
+        "take": (integer, (pointer, pointer, long, integer, seconds)),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, f"pshard_exchange_{name}", None)

@@ -37,6 +37,24 @@ def gathers(group: Group, out: Path) -> None:
     (out / f"gathers-{group.rank}.json").write_text(json.dumps([gathered.tolist(), said]))
 
 
+def hands(group: Group, out: Path) -> None:
+    """Messages of all sizes from rank to rank; those who send are ahead of those who take."""
+    sizes, passed = [1, 5000, 262144, 262145, 700000, 3, 64] * 3, 0
+    for i, n in enumerate(sizes):
+        message, mine = torch.arange(n, dtype=torch.float32) + i, torch.zeros(n)
+        if group.rank:
+            time.sleep(0.002 * (i % 3))
+            group.receive(mine, group.rank - 1)
+            passed += int(torch.equal(mine, message))
+        if group.rank + 1 < group.size:
+            handed = message.clone()
+            group.send(handed, group.rank + 1)
+            group.finish_send()
+            handed.fill_(-1)  # what was sent may be written to
+    group.barrier()  # as the gather of logits: nobody leaves before all has come
+    (out / f"hands-{group.rank}").write_text(str(passed))
+
+
 def cores(group: Group, out: Path) -> None:
     allowed = sorted(os.sched_getaffinity(0))
     (out / f"cores-{group.rank}.json").write_text(json.dumps([allowed, torch.get_num_threads()]))

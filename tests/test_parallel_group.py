@@ -70,6 +70,13 @@ def test_columns_are_gathered_in_rank_order_and_values_broadcast(backend: str, t
         assert said == {"tokens": [1, 2, 3], "by": 0}
 
 
+@pytest.mark.parametrize(("ranks", "backend"), [(2, "shm"), (3, "shm"), (3, "gloo")])
+def test_hidden_states_are_handed_on_in_order_whatever_their_size(ranks: int, backend: str, tmp_path: Path) -> None:
+    done = run_ranks(f"hands@{backend}", ranks, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"hands-{rank}").read_text() for rank in range(ranks)] == ["0"] + ["21"] * (ranks - 1)
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no core affinity")
 def test_ranks_have_their_own_cores_and_threads(tmp_path: Path) -> None:
     cores = sorted(os.sched_getaffinity(0))

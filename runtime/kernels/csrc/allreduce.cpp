@@ -1,7 +1,8 @@
-// Sums and gathers between the processes of one host through memory that they share. shared_memory.py documents the
-// calls. Memory: one line of counters per rank, then two slots per rank. A rank puts its part into slot `turn % 2`,
+// Sums, gathers and hand-overs between the processes of one host through memory that they share. shared_memory.py
+// documents the calls. Memory: one line of counters per rank, then two slots per rank, then an inbox per rank. A rank puts its part into slot `turn % 2`,
 // raises its counter to `turn`, waits for the others' counters and reads their slots. Two slots are enough: who
 // raised its counter to turn + 1 has read all of turn, so nobody writes over what is still being read.
+// An inbox is a ring of messages from the one rank that hands to its owner: who puts counts `put`, who takes `taken`.
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -24,6 +25,12 @@ struct alignas(128) Counter {  // two lines: the prefetcher fetches lines in pai
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
 
+constexpr int kInbox = 4;  // messages that may wait in an inbox
+
+struct Inbox {
+  Counter put, taken;
+};
+
 constexpr int kSpins = 2000;       // some tens of microseconds, then the core is offered to others
 constexpr int kYields = 20000;     // then it is left for a moment at a time
 
@@ -41,10 +48,29 @@ void relax() {
 #endif
 }
 
+// Waits until `arrived()`; false when that is not so by `end`.
+template <class Arrived>
+bool wait_until(double end, Arrived arrived) {
+  for (int tries = 0; !arrived(); ++tries) {
+    if (tries < kSpins) {
+      relax();
+    } else if (tries < kYields) {
+      sched_yield();
+    } else {
+      const timespec moment{0, 50000};
+      nanosleep(&moment, nullptr);
+    }
+    if (tries >= kSpins && tries % 64 == 0 && seconds_now() > end) return false;
+  }
+  return true;
+}
+
 struct Exchange {
   Counter* counters;
   char* slots;
   int64_t slot_bytes;
+  char* inboxes;
+  int64_t message_bytes;
   int rank, ranks;
   uint64_t turn = 0;
   // Where the call stands that is under way: it may return before it is done, and be called again to go on.
@@ -53,21 +79,22 @@ struct Exchange {
 
   char* slot(int of) const { return slots + (2 * of + static_cast<int64_t>(turn % 2)) * slot_bytes; }
 
+  Inbox& inbox(int of) const { return *reinterpret_cast<Inbox*>(inboxes + of * inbox_nbytes(message_bytes)); }
+
+  // Where message number `number` of an inbox lies.
+  char* message(int of, uint64_t number) const {
+    return reinterpret_cast<char*>(&inbox(of) + 1) + static_cast<int64_t>(number % kInbox) * message_bytes;
+  }
+
+  static int64_t inbox_nbytes(int64_t message_bytes) {
+    return static_cast<int64_t>(sizeof(Inbox)) + kInbox * message_bytes;
+  }
+
   // The first rank whose part has not come by `end`, or -1 when all have.
   int wait(double end) const {
     for (int other = 0; other < ranks; ++other) {
       const std::atomic<uint64_t>& its = counters[other].turn;
-      for (int tries = 0; its.load(std::memory_order_acquire) < turn; ++tries) {
-        if (tries < kSpins) {
-          relax();
-        } else if (tries < kYields) {
-          sched_yield();
-        } else {
-          const timespec moment{0, 50000};
-          nanosleep(&moment, nullptr);
-        }
-        if (tries >= kSpins && tries % 64 == 0 && seconds_now() > end) return other;
-      }
+      if (!wait_until(end, [&] { return its.load(std::memory_order_acquire) >= turn; })) return other;
     }
     return -1;
   }
@@ -98,14 +125,15 @@ int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 extern "C" {
 
-PSHARD_API int64_t pshard_exchange_nbytes(int ranks, int64_t slot_bytes) {
-  return ranks * (static_cast<int64_t>(sizeof(Counter)) + 2 * slot_bytes);
+PSHARD_API int64_t pshard_exchange_nbytes(int ranks, int64_t slot_bytes, int64_t message_bytes) {
+  return ranks * (static_cast<int64_t>(sizeof(Counter)) + 2 * slot_bytes + Exchange::inbox_nbytes(message_bytes));
 }
 
-PSHARD_API void* pshard_exchange_open(void* memory, int rank, int ranks, int64_t slot_bytes) {
+PSHARD_API void* pshard_exchange_open(void* memory, int rank, int ranks, int64_t slot_bytes, int64_t message_bytes) {
   auto* counters = static_cast<Counter*>(memory);
+  char* slots = reinterpret_cast<char*>(counters + ranks);
   return new (std::nothrow)
-      Exchange{counters, reinterpret_cast<char*>(counters + ranks), slot_bytes, rank, ranks};
+      Exchange{counters, slots, slot_bytes, slots + 2 * ranks * slot_bytes, message_bytes, rank, ranks};
 }
 
 PSHARD_API void pshard_exchange_close(void* exchange) { delete static_cast<Exchange*>(exchange); }
@@ -149,6 +177,30 @@ PSHARD_API int pshard_exchange_gather(void* exchange, const char* data, int64_t 
         for (int r = 0; r < e.ranks; to += sizes[r++])
           if (at < sizes[r]) std::memcpy(to + at, e.slot(r), smaller(e.slot_bytes, sizes[r] - at));
       });
+}
+
+// Puts a message into the inbox of rank `target`; returns -1, or `target` when there is no place for it in time.
+PSHARD_API int pshard_exchange_put(void* exchange, const char* data, int64_t nbytes, int target, double timeout) {
+  const Exchange& e = *static_cast<Exchange*>(exchange);
+  Inbox& box = e.inbox(target);
+  const uint64_t number = box.put.turn.load(std::memory_order_relaxed);
+  const auto has_room = [&] { return number - box.taken.turn.load(std::memory_order_acquire) < kInbox; };
+  if (!wait_until(seconds_now() + timeout, has_room)) return target;
+  std::memcpy(e.message(target, number), data, nbytes);
+  box.put.turn.store(number + 1, std::memory_order_release);
+  return -1;
+}
+
+// Takes the next message, of `nbytes`, from this rank's inbox; returns -1, or `source` when none has come in time.
+PSHARD_API int pshard_exchange_take(void* exchange, char* out, int64_t nbytes, int source, double timeout) {
+  const Exchange& e = *static_cast<Exchange*>(exchange);
+  Inbox& box = e.inbox(e.rank);
+  const uint64_t number = box.taken.turn.load(std::memory_order_relaxed);
+  const auto has_come = [&] { return box.put.turn.load(std::memory_order_acquire) > number; };
+  if (!wait_until(seconds_now() + timeout, has_come)) return source;
+  std::memcpy(out, e.message(e.rank, number), nbytes);
+  box.taken.turn.store(number + 1, std::memory_order_release);
+  return -1;
 }
 
 }  // extern "C"
