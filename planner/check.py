@@ -39,6 +39,9 @@ def check_variant(specs: tuple[ModelSpec, ...], variant: Variant, kind: str) -> 
         cuts = {(p.unit, p.cpu_rows) for t in rank.tiers for p in t.placements if p.where == "pinned"}
         if len(cuts) > len({unit for unit, _ in cuts}):
             raise PlanError(f"rank {rank.rank}: a unit is pinned in two tiers with different rows on the CPU")
+    for i, rank in enumerate(variant.ranks):
+        if (rank.rank, rank.budget_mib) != (i, variant.vram_mib[i]):
+            raise PlanError(f"plan {i} is of rank {rank.rank} with {rank.budget_mib} MiB, not {variant.vram_mib[i]}")
 
 
 def _check_pipeline(specs: tuple[ModelSpec, ...]) -> None:

@@ -95,6 +95,19 @@ def crash(group: Group, out: Path) -> None:
     group.all_reduce(torch.ones(64))
 
 
+def crash_in_line(group: Group, out: Path) -> None:
+    """Rank 2 waits for hidden states from rank 1, which dies; rank 0 waits for logits."""
+    tensor = torch.ones(64)
+    if group.rank == 1:
+        group.receive(tensor, 0)
+        os._exit(9)
+    elif group.rank == 2:
+        group.receive(tensor, 1)
+    else:
+        group.send(tensor, 1)
+    group.gather_columns(torch.ones(1, 3 * (group.rank == 2)), float("inf"))
+
+
 def stop(group: Group, out: Path) -> None:
     if group.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -89,9 +89,10 @@ def test_ranks_have_their_own_cores_and_threads(tmp_path: Path) -> None:
     assert set(first) | set(second) <= set(cores)
 
 
-def test_a_rank_that_dies_is_named_and_ends_the_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scenario", ["crash", "crash_in_line@shm", "crash_in_line@gloo"])
+def test_a_rank_that_dies_is_named_and_ends_the_others(scenario: str, tmp_path: Path) -> None:
     start = time.monotonic()
-    done = run_ranks("crash", 3, tmp_path)
+    done = run_ranks(scenario, 3, tmp_path)
     assert done.returncode == 9
     assert "rank 1 of 3 ended with code 9" in done.stderr
     assert time.monotonic() - start < 60

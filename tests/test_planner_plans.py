@@ -158,6 +158,12 @@ def test_the_check_notices_layers_that_are_missing_or_on_two_ranks():
     for parts in ((first, first), (second, first), (first, cut_ranks(spec, (0.2, 0.8), "layer")[1])):
         with pytest.raises(PlanError, match=r"expects them|each once"):
             check_variant(parts, variant, "cuda")
+    larger = replace(variant.ranks[1], budget_mib=variant.vram_mib[1] + 1)
+    with pytest.raises(PlanError, match="plan 1 is of rank 1 with"):
+        check_variant((first, second), replace(variant, ranks=(variant.ranks[0], larger)), "cuda")
+    with pytest.raises(PlanError, match="plan 0 is of rank 1 with"):
+        twice = (replace(variant.ranks[0], rank=1), variant.ranks[1])
+        check_variant((first, second), replace(variant, ranks=twice), "cuda")
 
 
 def test_a_pipeline_takes_smaller_micro_batches_so_that_all_ranks_work():
