@@ -1,5 +1,6 @@
 """Two hosts made of network namespaces on this machine, one rank each under `torchrun --nnodes 2`, gloo over TCP."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,8 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from engines import converse, open_engine
+from model_files import write_gguf
 from rank_program import partial
+from thread_ranks import random_tiers, split_variant
 
+from pshard.jsonio import to_json
 from pshard.runtime.network import interface_to
 
 TESTS = Path(__file__).parent
@@ -87,6 +92,22 @@ def test_hosts_do_not_share_memory_and_find_the_cable(tmp_path: Path) -> None:
     assert codes == ["0", "0"], first + second
     assert (tmp_path / "network-0").read_text() == "gloo cable0"
     assert (tmp_path / "network-1").read_text() == "gloo cable1"
+
+
+@needs_namespaces
+@pytest.mark.parametrize("mode", ["layer", "tensor"])
+def test_two_hosts_give_the_logits_of_one(mode: str, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q8_0", n_layers=3)
+    with open_engine(path, context=256, tokens=(4, 16)) as one:
+        wanted = converse(one)
+    variant = split_variant(path, (1.0, 2.0), mode, 256, random_tiers(5, 256))
+    (tmp_path / "plan.json").write_text(json.dumps(to_json(variant)))
+    codes, first, second = run_two_hosts("engine", tmp_path)
+    assert codes == ["0", "0"], first + second
+    mine, theirs = (torch.load(tmp_path / f"engine-{rank}.pt") for rank in (0, 1))
+    assert torch.equal(mine, theirs)
+    assert torch.equal(mine, wanted) or mode == "tensor"
+    assert float(((mine - wanted) ** 2).sum() / (wanted**2).sum()) < 1e-10
 
 
 @needs_namespaces
