@@ -47,12 +47,15 @@ CASES: dict[str, Case] = {
     "20000": Case(20000, "-c 4352 --prompt 4096 --generated 256", "-p 4096 -n 64", {"pp4096": 9000, "tg64": 115}),
     "12000-16-users": Case(
         12000,
-        "-c 1088 -np 16 --prompt 1024 --generated 64",
+        "-c 17408 -np 16 --prompt 1024 --generated 64",
         "-p 0 -n 16 -d 1024 -npl 16 -r 2",
         {"tg16 @ d1024 x16": 90},
     ),
     "12000-64-users": Case(
-        12000, "-c 1088 -np 64 --prompt 1024 --generated 64", "-p 0 -n 8 -d 1024 -npl 64 -r 1", {"tg8 @ d1024 x64": 150}
+        12000,
+        "-c 69632 -np 64 --prompt 1024 --generated 64",
+        "-p 0 -n 8 -d 1024 -npl 64 -r 1",
+        {"tg8 @ d1024 x64": 150},
     ),
     "16000": Case(16000, "-c 4352 --prompt 4096 --generated 256", "-p 4096 -n 32 -r 3", {"pp4096": 3500, "tg32": 3.8}),
 }

@@ -27,7 +27,7 @@ import triton
 
 from pshard.buffers import ATTENTION_SPLITS, DEQUANT_BYTES, KV_BLOCK
 from pshard.model import ModelConfig, Rope
-from pshard.quant import QUANT_TYPES, packed_nbytes
+from pshard.quant import QUANT_TYPES, align, packed_nbytes
 from pshard.runtime.blocks import Side, run_attention, run_ffn
 from pshard.runtime.kernels import cuda
 from pshard.runtime.kernels.api import Kernels, LayerKV, Packed, RopeTable, RowIndex, Segment
@@ -249,14 +249,14 @@ def dequantise(bench: Bench, qtype: str) -> dict[str, Any]:
 
 def index_of(sequences: list[int], position: int, cells: int) -> RowIndex:
     """One new token for each of the sequences."""
-    each = cells // KV_BLOCK
+    each = -(-cells // KV_BLOCK)
     segments = [Segment(s, i, 1, position, tuple(range(s * each, (s + 1) * each))) for i, s in enumerate(sequences)]
     return replace(make_rows(segments, "cuda"), cells=cells)
 
 
 def cache_of(cells: int, groups: int, d: int, seed: int) -> torch.Tensor:
     """Keys or values of one sequence, bfloat16, in blocks."""
-    return activations(cells, groups * d, seed).view(-1, KV_BLOCK, groups, d)
+    return activations(align(cells, KV_BLOCK), groups * d, seed).view(-1, KV_BLOCK, groups, d)
 
 
 def rows_of(tokens: int, past: int) -> RowIndex:

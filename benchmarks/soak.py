@@ -45,7 +45,9 @@ class Soak:
         check_machine(self.profile)
         use_threads(self.profile.host.threads)
         self.kind = self.profile.accelerators[0].kind
-        workload = Workload((args.vram,), args.context, args.sequences, prompt=args.context // 2, generated=64)
+        workload = Workload(
+            (args.vram,), args.context * args.sequences, args.sequences, prompt=args.context // 2, generated=64
+        )
         self.variant = plan_variant(self.file.spec, self.profile, workload)
         self.weights = HostWeights(self.file.spec.units, open_device(self.kind))
         self.weights.load(self.file, None, lambda _: None)

@@ -27,7 +27,7 @@ def llama_arguments(variant: Variant, kinds: dict[str, tuple[str, int]]) -> str:
             words += ["-ot", f"'blk\\.({'|'.join(map(str, layers))})\\.{tensors}=CPU'"]
     if not any(p.kv == "vram" for p in tier.placements):
         words.append("-nkvo")
-    words += ["-c", str(variant.context * variant.sequences), "-np", str(variant.sequences)]
+    words += ["-c", str(variant.context), "-np", str(variant.sequences)]
     words += ["-b", str(variant.max_ubatch), "-ub", str(variant.max_ubatch)]
     words += ["-ctk", variant.type_k, "-ctv", variant.type_v]
     return " ".join(words)

@@ -58,11 +58,11 @@ def raise_weights(loads: tuple[TierLoad, ...], seconds: Sequence[float]) -> tupl
 
 def _load(workload: Workload, tokens: int, weight: float) -> TierLoad:
     if tokens <= workload.sequences:
-        past = min(workload.prompt + workload.generated // 2, workload.context - 1)
+        past = max(0, min(workload.prompt + workload.generated // 2, workload.share - 1))
         return TierLoad(tokens, tokens, past, tokens, weight)
-    longest = min(workload.context, max(workload.prompt, 1))  # new tokens that one sequence can bring
+    longest = max(1, min(workload.share, workload.prompt))  # new tokens that one sequence can bring
     sequences = min(workload.sequences, -(-tokens // longest))
     each = -(-tokens // sequences)
     chunks = max(1, -(-workload.prompt // each))
-    past = max(0, min((chunks - 1) * each // 2, workload.context - each))
+    past = max(0, min((chunks - 1) * each // 2, workload.share - each))
     return TierLoad(tokens, sequences, past, sequences, weight)

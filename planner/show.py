@@ -49,7 +49,8 @@ def _time_table(variant: Variant, rank: RankPlan) -> "Table":
     """What each tier does and how long it takes."""
     share = f", rank {rank.rank} ({rank.share:.0%} of the model)" if len(variant.ranks) > 1 else ""
     solve = rank.tiers[0].solve
-    title = f"{rank.budget_mib} MiB{share}, context {variant.context} x {variant.sequences}; "
+    users = f" for {variant.sequences} sequences" if variant.sequences > 1 else ""
+    title = f"{rank.budget_mib} MiB{share}, context {variant.context}{users}; "
     title += f"{solve.strategy}: {solve.status}"
     if solve.solver:
         spent = sum(t.solve.seconds for t in rank.tiers)

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from pshard.buffers import KV_BLOCK, kv_blocks
 from pshard.errors import UserError
 from pshard.measurement import Measurement, summarise_samples, test_name
+from pshard.quant import align
 
 if TYPE_CHECKING:
     from pshard.planner.predict import Predictor
@@ -59,10 +61,11 @@ def run_test(
 ) -> Measurement:
     """Measure one test: a warm-up, then `repetitions` samples. Tokenising and sampling are not part of it."""
     plan = engine.plan
-    if test.cells > plan.context or test.n_sequences > plan.sequences:
+    needed, there = test.n_sequences * align(test.cells, KV_BLOCK), kv_blocks(plan.context, plan.sequences) * KV_BLOCK
+    if needed > there or test.n_sequences > plan.sequences:
         raise UserError(
-            f"test {test.name} needs {test.cells} cells and {test.n_sequences} sequences; the plan has {plan.context} "
-            f"and {plan.sequences}: plan with -c {test.cells} -np {test.n_sequences}"
+            f"test {test.name} needs {needed} cells and {test.n_sequences} sequences; the plan has {there} and "
+            f"{plan.sequences}: plan with -c {needed} -np {test.n_sequences}"
         )
     _fill(engine, test)
     warm_up(lambda: _repeat(engine, test), engine.agree)

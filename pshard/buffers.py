@@ -44,7 +44,7 @@ def scratch_buffers(config: ModelConfig, tokens: int, sequences: int, context: i
         Buffer("gate_up", (tokens, 2 * config.d_ffn), "act"),
         Buffer("logits", (rows, config.vocab), "f32"),
         Buffer("index", (3 * tokens + kv_blocks(context, sequences),), "f32"),
-        Buffer("rope", (2, context, config.rope.dims // 2), "f32"),
+        Buffer("rope", (2, longest_sequence(config, context), config.rope.dims // 2), "f32"),
     ]
     # every tier may be given few tokens: those attend in pieces along the context
     most = max(n * decode_splits(n, config.n_kv_heads) for n in range(1, min(tokens, SMALL_BATCH) + 1))
@@ -79,13 +79,18 @@ def scratch_bytes(spec: ModelSpec, tokens: int, sequences: int, act_bytes: int, 
 
 
 def kv_layer_bytes(config: ModelConfig, context: int, sequences: int, type_k: str, type_v: str) -> int:
-    """Bytes of one layer's KV cache: blocks for `context` cells of each of `sequences`."""
+    """Bytes of one layer's KV cache of `context` cells that `sequences` share."""
     return kv_cells_bytes(kv_blocks(context, sequences) * KV_BLOCK, config.n_kv_heads * config.head_dim, type_k, type_v)
 
 
 def kv_blocks(context: int, sequences: int) -> int:
-    """Blocks of a KV cache: `context` cells for each of `sequences`, rounded up to whole blocks."""
-    return sequences * -(-context // KV_BLOCK)
+    """Blocks of a KV cache of `context` cells that `sequences` share: equal shares of it have whole blocks."""
+    return sequences * -(-context // (sequences * KV_BLOCK))
+
+
+def longest_sequence(config: ModelConfig, context: int) -> int:
+    """Cells that one sequence may have in a KV cache of `context` cells."""
+    return min(context, config.context or context)
 
 
 def kv_cells_bytes(cells: int, width: int, type_k: str, type_v: str) -> int:

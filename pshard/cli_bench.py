@@ -84,7 +84,7 @@ def _make_request(args: Any) -> "Request":
         return make_request(args, 1)
     tests = _tests(args)
     request = make_request(args, max(test.n_sequences for test in tests))
-    return replace(request, needed=max(test.cells for test in tests))
+    return replace(request, needed=max(test.cells * test.n_sequences for test in tests))
 
 
 def _tests(args: Any) -> "list[BenchTest]":

@@ -35,7 +35,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "--vram", "-mva", "--max-vram-alloc", dest="vram", type=parse_mib_list, metavar="MIB[,MIB...]",
         help="VRAM budget in MiB, one per device (12000, 11.5G; default: all of the accelerator's memory)",
     )  # fmt: skip
-    p.add_argument("-c", "--ctx-size", type=parse_count, metavar="N", help="context per sequence (8192)")
+    p.add_argument("-c", "--ctx-size", type=parse_count, metavar="N", help="KV cells of all sequences (8192)")
     p.add_argument("-np", "--parallel", type=parse_count, metavar="N", help="sequences at once (default: 1)")
     p.add_argument("-ub", "--ubatch-size", type=parse_count, metavar="N", help="largest micro-batch (default: 4096)")
     p.add_argument("-ctk", "--cache-type-k", choices=KV_TYPES, default=None, help="KV cache type of keys (bf16)")
@@ -227,18 +227,26 @@ def _plan(
 
 def _workloads(args: argparse.Namespace, spec: Any, profile: Any) -> list[Workload]:
     """One workload per budget that was asked for."""
-    context = args.ctx_size or min(Workload.context, spec.config.context or Workload.context)
-    if spec.config.context and context > spec.config.context:
-        raise UserError(f"-c {context} is more than the model's context of {spec.config.context}; give less")
-    prompt = args.prompt or min(Workload.prompt, max(1, context // 2))
-    generated = args.generated or min(Workload.generated, context - prompt)
-    if prompt + generated > context or generated < 1:
-        raise UserError(f"--prompt {prompt} and --generated {generated} do not fit the context of {context}; raise -c")
+    sequences = args.parallel or Workload.sequences
+    most = (spec.config.context or Workload.context) * sequences
+    context = args.ctx_size or min(Workload.context, most)
+    if spec.config.context and context > most:
+        each = f" for each of -np {sequences} sequences" if sequences > 1 else ""
+        raise UserError(f"-c {context} is more than the model's context of {spec.config.context}{each}; give less")
+    share = context // sequences
+    prompt = args.prompt or min(Workload.prompt, max(1, share // 2))
+    generated = args.generated or min(Workload.generated, share - prompt)
+    if prompt + generated > share or generated < 1:
+        shared = f", shared by -np {sequences} sequences" if sequences > 1 else ""
+        raise UserError(
+            f"--prompt {prompt} and --generated {generated} do not fit the context of {context}{shared}; "
+            f"give -c {sequences * (prompt + max(1, generated))}"
+        )
     ratios = () if args.tensor_split == "auto" else args.tensor_split
     first = Workload(
         args.vram or _whole_memory(args, profile),
         context,
-        args.parallel or Workload.sequences,
+        sequences,
         args.cache_type_k or Workload.type_k,
         args.cache_type_v or Workload.type_v,
         args.ubatch_size or Workload.max_ubatch,

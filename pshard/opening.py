@@ -123,12 +123,12 @@ def _full_workload(request: Request, want: Workload, spec: "ModelSpec") -> Workl
     Raises UserError when the model has not so much context, as no plan could be made.
     """
     most = spec.config.context
-    if most and want.context > most:
-        raise UserError(f"{want.context} tokens of context are more than the model's {most}; ask for fewer")
-    usual = min(Workload.context, most or Workload.context)
-    context = request.context or max(request.needed, usual)
-    prompt = min(want.prompt, max(1, context // 2))
-    return replace(want, context=context, prompt=prompt, generated=max(1, min(want.generated, context - prompt)))
+    if most and want.share > most:
+        raise UserError(f"{want.share} tokens of context are more than the model's {most}; ask for fewer")
+    usual = min(Workload.context, (most or Workload.context) * want.sequences)
+    full = replace(want, context=request.context or max(request.needed, usual))
+    prompt = min(want.prompt, max(1, full.share // 2))
+    return replace(full, prompt=prompt, generated=max(1, min(want.generated, full.share - prompt)))
 
 
 def free_vram_mib(profile: MachineProfile) -> int:
@@ -245,7 +245,7 @@ def load(
     Args:
         model: GGUF file or safetensors folder.
         vram: budget in MiB; the largest planned variant that fits is taken. None: what is free.
-        context: cells per sequence that are needed; sequences: how many at once. None: whatever is planned.
+        context: cells of the KV cache that are needed; sequences: how many share them. None: whatever is planned.
         type_k, type_v: types of the KV cache: "bf16", "f16", "f32" or "q8_0".
         registry: plan file, when it does not lie in its usual place.
         kernels: "fast", or "plain" for torch in float32.

@@ -24,7 +24,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
         help="VRAM budget in MiB (12000, 11.5G), one per device; the largest planned variant that fits is used",
     )
     context = env_default("CTX_SIZE", parse_count, None)
-    group.add_argument("-c", "--ctx-size", type=parse_count, default=context, metavar="N", help="context needed")
+    group.add_argument("-c", "--ctx-size", type=parse_count, default=context, metavar="N", help="cells of the KV cache")
     group.add_argument(
         "-ctk", "--cache-type-k", choices=KV_TYPES, default="bf16", help="type of the keys' cache (bf16)"
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pshard.buffers import KV_BLOCK, kv_blocks
+from pshard.buffers import KV_BLOCK, kv_blocks, longest_sequence
 from pshard.errors import StepFailed, UserError
 from pshard.plan import RankPlan, Variant
 from pshard.runtime.device import Device
@@ -51,6 +51,7 @@ class Engine:
         self._on_close = on_close
         self._store = store
         self._lengths = [0] * variant.sequences
+        self._longest = longest_sequence(executor.spec.config, variant.context)
         self._pool = kv_blocks(variant.context, variant.sequences)
         self._blocks = KVBlocks(self._pool, variant.sequences)
         self._tokens: list[list[int]] = [[] for _ in self._lengths]  # ids of the cells
@@ -189,7 +190,7 @@ class Engine:
 
     def _check(self, lists: list[list[int]]) -> None:
         self._check_alive()
-        vocab, context = self._executor.spec.config.vocab, self.plan.context
+        vocab = self._executor.spec.config.vocab
         if not any(lists):
             raise UserError("no tokens were given; a prompt needs at least one")
         if len(lists) > len(self._lengths):
@@ -197,19 +198,25 @@ class Engine:
         for sequence, ids in enumerate(lists):
             if ids and not 0 <= min(ids) <= max(ids) < vocab:
                 raise UserError(f"token ids must be in 0..{vocab - 1}; sequence {sequence} has {min(ids)}..{max(ids)}")
-            if self._lengths[sequence] + len(ids) > context:
+            if self._lengths[sequence] + len(ids) > self._longest:
                 raise UserError(
-                    f"{self._lengths[sequence]} + {len(ids)} tokens exceed the context of {context}; plan a larger -c"
+                    f"{self._lengths[sequence]} + {len(ids)} tokens exceed the context of {self._longest}; "
+                    f"plan a larger -c, where the model has it"
                 )
         self._check_room({s: self._lengths[s] + len(ids) for s, ids in enumerate(lists)})
+
+    def _is_full(self, sequence: int) -> bool:
+        """Whether a sequence can have no further cell."""
+        wanted = [n + (s == sequence) for s, n in enumerate(self._lengths)]
+        return wanted[sequence] > self._longest or self._blocks.missing(wanted) > 0
 
     def _check_room(self, wanted: dict[int, int]) -> None:
         """Raise UserError when the pool has too few blocks for sequences to have so many cells."""
         lengths = [wanted.get(s, n) for s, n in enumerate(self._lengths)]
         if self._blocks.missing(lengths):
             raise UserError(
-                f"sequences of {sum(lengths)} cells in all do not fit the KV cache, {self._pool} blocks of {KV_BLOCK} "
-                f"cells; reset one, or plan a larger -c"
+                f"sequences of {sum(lengths)} cells in all do not fit the KV cache of {self._pool} blocks of "
+                f"{KV_BLOCK} cells; reset one, or plan a larger -c"
             )
 
     def _micro_batches(
@@ -263,7 +270,7 @@ class Engine:
             if token in stops:
                 break
             yield decoder.push(token) if decoder else token
-            if made + 1 == max_tokens or self._lengths[0] >= self.plan.context:
+            if made + 1 == max_tokens or self._is_full(0):
                 break
             logits = self.forward([token])
 

@@ -16,7 +16,7 @@ KV_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16,
 
 @dataclass(frozen=True)
 class KVShape:
-    """Extents of a cache: cells per sequence, sequences, element types."""
+    """Extents of a cache: cells, the sequences that share them, element types."""
 
     context: int
     sequences: int

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from pshard.buffers import longest_sequence
 from pshard.errors import UserError
 from pshard.jsonio import check_regular, to_json
 from pshard.model import ModelSpec, kv_nbytes
@@ -197,8 +198,9 @@ class KVStore:
                     what = "is of another model" if name == "fingerprint" else f"has {name} {fields.get(name)}"
                     raise UserError(f"the KV cache {path} {what}; this run has {wanted[name]}: remove the file")
             tokens = tuple(fields["tokens"])
-            if len(tokens) > self._kv.context:
-                raise UserError(f"the KV cache {path} has {len(tokens)} cells; the context is {self._kv.context}: -c")
+            longest = longest_sequence(self._source.spec.config, self._kv.context)
+            if len(tokens) > longest:
+                raise UserError(f"the KV cache {path} has {len(tokens)} cells; the context is {longest}: -c")
             start, nbytes = self._places(len(tokens), header)
             if os.fstat(file.fileno()).st_size != nbytes:
                 raise UserError(f"the KV cache {path} is cut off or damaged: remove it")

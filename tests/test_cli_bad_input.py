@@ -139,7 +139,7 @@ def test_misshapen_tensor_is_named(world: World, refuse: Refuse) -> None:
 
 def test_budget_too_small_names_the_smallest_that_works(world: World, refuse: Refuse) -> None:
     write_gguf(world.model, vocab=6000, n_layers=1)
-    call = ("-m", world.model, "-c", 512, "-np", 128, "--prompt", 4, "--generated", 4)
+    call = ("-m", world.model, "-c", 128 * 512, "-np", 128, "--prompt", 4, "--generated", 4)
     line = refuse("plan", *call, "--vram", 1)
     smallest = int(line.rsplit("is ", 1)[1].split(" MiB")[0])
     assert smallest > 1 and not world.registry.exists()

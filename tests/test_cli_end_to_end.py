@@ -38,7 +38,7 @@ def test_plan_run_bench_report(world: World, tmp_path: Path, capsys: pytest.Capt
     plan(world, "--vram", world.budget)
     said = capsys.readouterr()
     assert f"registry: {world.registry}" in said.err
-    assert "6 MiB, context 256 x 1" in said.out and "tok/s" in said.out
+    assert "6 MiB, context 256; " in said.out and "tok/s" in said.out
 
     run(world, "--vram", world.budget, "-p", "To be", "-n", 6, "-s", 1)
     said = capsys.readouterr()

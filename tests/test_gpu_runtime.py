@@ -134,8 +134,8 @@ def test_many_sequences_with_host_kv_give_the_logits_of_kv_in_vram(
     in_vram = {name: (where, kv and "vram") for name, (where, kv) in places.items()}
     found = []
     for layout in (places, in_vram):
-        tiers = tuple(make_tier(spec, m, layout, 0, CONTEXT, n) for m in (8, 512))
-        with open_engine(path, tiers, "fast", CONTEXT, sequences=n, device="cuda", kv_types=kv_types) as engine:
+        tiers = tuple(make_tier(spec, m, layout, 0, n * CONTEXT, n) for m in (8, 512))
+        with open_engine(path, tiers, "fast", n * CONTEXT, sequences=n, device="cuda", kv_types=kv_types) as engine:
             rng = random.Random(4)
             outputs = engine.forward([[rng.randrange(320) for _ in range(length)] for length in lengths])
             for step in range(6):

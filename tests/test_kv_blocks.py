@@ -18,7 +18,7 @@ from pshard.models import open_model
 from pshard.runtime.kernels.kv_codec import gather_cells
 from pshard.runtime.kv_blocks import KVBlocks, blocks_of, pool_spans
 
-CONTEXT, SEQUENCES = 160, 4
+CONTEXT, SEQUENCES = 576, 4  # equal shares are 144 cells; sequences take more and fewer
 
 
 @given(
@@ -86,7 +86,7 @@ def talk(engine, mixed_up: bool) -> list[torch.Tensor]:
     with engine:
         if mixed_up:
             scatter(engine)
-        for turn, sizes in enumerate([(60, 0, 90, 3), (7, 70, 1, 1), (1, 1, 1, 1), (1, 60, 0, 1), (66, 1, 2, 1)]):
+        for turn, sizes in enumerate([(160, 0, 90, 3), (7, 70, 1, 1), (1, 1, 1, 1), (1, 60, 0, 1), (66, 1, 2, 1)]):
             if turn == 3:
                 engine.reset(2, 65)
             found += engine.forward([[rng.randrange(320) for _ in range(n)] for n in sizes])
@@ -108,13 +108,40 @@ def test_where_blocks_lie_does_not_matter(model: Path, kernels: str, seed: int) 
     assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
 
 
-def test_a_sequence_that_is_too_long_for_the_pool_is_refused_before_anything_runs(model: Path) -> None:
-    with open_engine(model, context=100, sequences=2) as engine:
-        engine.forward([[1] * 70, [2] * 60])
-        first = engine.forward([[1], [2]])
-        with pytest.raises(UserError, match="exceed the context of 100"):
-            engine.forward([[1] * 30, [2]])
-        assert engine.lengths == (71, 61)
+def test_what_does_not_fit_the_pool_is_refused_before_anything_runs(model: Path) -> None:
+    with open_engine(model, context=256, sequences=2) as engine:
+        engine.forward([[1] * 190, [2] * 60])  # three blocks and one
+        first = engine.forward([[], [3]])[1]
+        with pytest.raises(UserError, match="of 256 cells in all do not fit the KV cache of 4 blocks of 64 cells"):
+            engine.forward([[], [3] * 5])
+        assert engine.lengths == (190, 61)
         engine.reset(0)
-        engine.forward([[1] * 70, []])
-        torch.testing.assert_close(engine.forward([[1], []])[0], first[0], rtol=1e-4, atol=1e-4)
+        engine.forward([[], [3] * 80])
+        with pytest.raises(UserError, match="141 \\+ 116 tokens exceed the context of 256"):
+            engine.forward([[], [3] * 116])
+        engine.reset(1)
+        engine.forward([[], [2] * 60])
+        torch.testing.assert_close(engine.forward([[], [3]])[1], first, rtol=1e-4, atol=1e-4)
+
+
+def test_text_ends_where_the_pool_does(model: Path) -> None:
+    with open_engine(model, context=256, sequences=2) as engine:
+        engine.forward([[], [1] * 129])
+        assert len(list(engine.generate([5] * 60, 100, text=False))) == 5  # the last one needs no cell
+
+
+def test_a_saved_sequence_finds_other_blocks(model: Path, tmp_path: Path) -> None:
+    with open_engine(model, context=CONTEXT, sequences=SEQUENCES) as engine:
+        engine.forward([[1] * 100])
+        engine.save(tmp_path / "cache")
+        expected = engine.forward([[7]])[0]
+        engine.reset()
+        scatter(engine)
+        engine.load(tmp_path / "cache", 2)
+        assert engine._blocks.held(2) != (0, 1)
+        assert torch.equal(engine.forward([[], [], [7]])[2], expected)
+        engine.reset()
+        engine.forward([[1] * 512, [1] * 200])
+        with pytest.raises(UserError, match="do not fit the KV cache"):
+            engine.load(tmp_path / "cache", 2)
+        assert engine.lengths == (512, 200, 0, 0) and engine._blocks.held(2) == ()

@@ -16,7 +16,7 @@ from pshard.models import open_model
 from pshard.runtime import executor
 from pshard.runtime.kv_cache import Piece, find_pieces
 
-CONTEXT, SEQUENCES = 64, 5
+CONTEXT, SEQUENCES = 5 * 64, 5
 WHERE = {"embedding": "cpu", "attention": "streamed", "ffn": "pinned", "output": "pinned"}
 
 

@@ -19,7 +19,7 @@ from pshard.models import open_model
 from pshard.runtime.kernels.kv_codec import decode_cells, encode_cells, put_head, take_head
 from pshard.runtime.kv_cache import KV_DTYPES, KVShape, layer_nbytes, view_layer
 
-CONTEXT, SEQUENCES = 96, 4
+CONTEXT, SEQUENCES = 4 * 96, 4
 MIXES = [("q8_0", "q8_0"), ("q8_0", "bf16"), ("f16", "q8_0")]
 # NMSE of logits against float32 cells and kernels: q8_0 costs these random models up to 1.8e-4 (bf16 cells 1.5e-5), the
 # fast kernels add up to 0.9e-4 of their own

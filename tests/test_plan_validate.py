@@ -233,7 +233,7 @@ def test_the_command_runs_plans_and_stores_what_was_measured(world, capsys):
 
 
 def test_several_sequences_are_measured_together(world):
-    assert plan(world, "-np", 3, "--prompt", 50, "--generated", 20) == 0
+    assert plan(world, "-np", 3, "-c", 384, "--prompt", 50, "--generated", 20) == 0
     (variant,) = load_registry(world.registry).variants
     measured = {t.tokens: t.prediction.measured_seconds for t in variant.ranks[0].tiers}
     assert variant.sequences == 3 and measured[3] and measured[max(measured)] and measured[1] is None

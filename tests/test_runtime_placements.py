@@ -120,8 +120,8 @@ def test_unequal_prompts_in_one_batch_give_the_logits_of_each_alone(model: Path)
     spec = open_model(model).spec
     prompts = [[rng.randrange(320) for _ in range(n)] for n in (5, 0, 17, 30)]
     places = random_places(spec, rng)
-    tiers = tuple(make_tier(spec, n, places, 2, CONTEXT, 4) for n in (4, 16))
-    with open_engine(model, tiers, context=CONTEXT, sequences=4) as engine:
+    tiers = tuple(make_tier(spec, n, places, 2, 4 * CONTEXT, 4) for n in (4, 16))
+    with open_engine(model, tiers, context=4 * CONTEXT, sequences=4) as engine:
         together = engine.forward(prompts)
         again = engine.forward([[7], [8, 9], [], [10]])
     for i, prompt in enumerate(prompts):

@@ -23,11 +23,11 @@ def test_logits_stay_right_through_joins_cuts_switches_and_refused_requests(tmp_
     places = random_places(spec, rng)
     tiers = []
     for tokens in (3, 12, 40):
-        tiers.append(make_tier(spec, tokens, places, rng.randint(1, 3), CONTEXT, SEQUENCES))
+        tiers.append(make_tier(spec, tokens, places, rng.randint(1, 3), SEQUENCES * CONTEXT, SEQUENCES))
         places = shrink_places(spec, places, rng)
     history: list[list[int]] = [[] for _ in range(SEQUENCES)]
     with (
-        open_engine(path, tuple(tiers), context=CONTEXT, sequences=SEQUENCES) as engine,
+        open_engine(path, tuple(tiers), context=SEQUENCES * CONTEXT, sequences=SEQUENCES) as engine,
         open_engine(path, pinned_everywhere(spec, (128,), CONTEXT), context=CONTEXT) as reference,
     ):
         for _ in range(120):
