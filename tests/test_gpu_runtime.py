@@ -144,6 +144,41 @@ def test_many_sequences_with_host_kv_give_the_logits_of_kv_in_vram(
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("where", ["vram", "host"])
+def test_captured_graphs_follow_the_blocks_that_sequences_take(tmp_path: Path, where: str) -> None:
+    path, n, cells = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q4_0", n_layers=3), 3, 3 * 192
+    spec = open_model(path).spec
+    places = {u.name: ("pinned", where if u.kind == "attention" else None) for u in spec.units}
+    places["embedding"] = ("cpu", None)
+    tiers = tuple(make_tier(spec, m, places, 0, cells, n) for m in (4, 128))
+    found = []
+    for mixed in (False, True):
+        rng, outputs = random.Random(6), []
+        with open_engine(path, tiers, "fast", cells, sequences=n, device="cuda") as engine:
+            if mixed:  # blocks that are taken and given back in turn come in another order
+                engine.forward([[1] * 100, [2] * 70, [3] * 150])
+                engine.forward([[1], [2], [3]])
+                engine.reset(2)
+                engine.forward([[1] * 100, [], []])
+                engine.reset(1)
+            else:
+                engine.forward([[1] * 201, [], []])
+            engine.reset(0, 0)
+            engine.reset(1)
+            order = (1, 0, 2) if mixed else (0, 1, 2)
+            for s in order:
+                prompt = [(11 * s + i) % 320 for i in range(50 + 7 * s)]
+                outputs.append((s, engine.forward([prompt if t == s else [] for t in range(n)])[s]))
+            outputs = [rows for _, rows in sorted(outputs, key=lambda found: found[0])]
+            for _ in range(80):  # every sequence takes a block or two
+                outputs += engine.forward([[rng.randrange(320)] for _ in range(n)])
+            held = [engine._blocks.held(s) for s in range(n)]
+        found.append((held, outputs))
+    (straight, expected), (turned, got) = found
+    assert straight != turned
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
 def test_steady_decode_allocates_nothing_and_stays_within_the_budget(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q4_0", n_layers=4, d_model=1024, d_ffn=4096, context=4096)
     spec = open_model(path).spec
