@@ -367,15 +367,12 @@ def run_all(bench: Bench) -> None:
 # --- sweep -----------------------------------------------------------------------------------------------------------
 
 
-# rows, depth, warps, stages, programs, registers
-MATVEC = [Tile(16, 32, 4, 1, registers=40), Tile(16, 32, 2, 1), Tile(16, 16, 2, 1, registers=40), Tile(16, 16, 4, 1),
-          Tile(16, 64, 4, 1), Tile(16, 64, 8, 1, registers=40), Tile(16, 32, 4, 2)]  # fmt: skip
-GATED = [Tile(16, 32, 4, 1, registers=48), Tile(16, 32, 4, 1, registers=40), Tile(16, 32, 4, 1), Tile(16, 32, 2, 1),
-         Tile(16, 16, 2, 1, registers=48), Tile(16, 16, 4, 1), Tile(16, 64, 4, 1),
-         Tile(16, 64, 8, 1, registers=48)]  # fmt: skip
-BATCH = [Tile(64, 16, 4, 2, 1056), Tile(64, 16, 4, 2, 528), Tile(64, 16, 4, 2, 1600), Tile(64, 16, 4, 2, 1, 128),
-         Tile(64, 16, 4, 2, 1600, 128), Tile(32, 16, 4, 2, 1), Tile(32, 16, 4, 2, 1600), Tile(64, 16, 8, 2, 1),
-         Tile(64, 16, 8, 2, 800), Tile(64, 16, 4, 1, 1056), Tile(32, 16, 2, 2, 1)]  # fmt: skip
+# rows, depth, warps, stages, programs, registers, tokens
+# 32 rows go to the tensor cores, 16 to dp4a
+MATVEC = [Tile(32, 32, 4, 1, registers=72), Tile(32, 32, 4, 1), Tile(32, 16, 2, 1), Tile(32, 16, 2, 1, registers=144)]
+RECORD = [Tile(16, 32, 4, 1), Tile(16, 32, 4, 1, registers=40), Tile(16, 16, 4, 1), Tile(16, 64, 8, 1)]
+WIDE = [Tile(32, 8, 1, 1), Tile(32, 16, 2, 1), Tile(32, 16, 2, 1, registers=144, tokens=16)]
+GATED = [*MATVEC, Tile(16, 32, 4, 1, registers=56)]
 PROMPT = [Tile(128, 128, 8, 3), Tile(128, 128, 8, 2), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(128, 64, 4, 3),
           Tile(64, 64, 4, 3)]  # fmt: skip
 
@@ -399,31 +396,28 @@ def sweep(bench: Bench) -> dict[str, Any]:
     def linears(kernel: str, shape: tuple[int, int], tokens: dict[int, list[Tile]], qtype: str = "Q4_0") -> None:
         weights, values = make_weights(qtype, *shape)
         for m, tiles in tokens.items():
-            bucket = triton.next_power_of_2(m) if kernel == "matvec" else min(32, max(16, triton.next_power_of_2(m)))
-            attempt((f"{kernel} {qtype} {shape[0]}x{shape[1]}", bucket), tiles, f"{qtype} {shape[0]}x{shape[1]} M={m}",
+            key = f"{kernel} {qtype} {shape[0]}x{shape[1]}", triton.next_power_of_2(m)
+            attempt(key, tiles, f"{qtype} {shape[0]}x{shape[1]} M={m}",
                     lambda t=m: small_linear(bench, weights, values, t))  # type: ignore[misc]  # fmt: skip
 
-    def cut(*programs: int) -> list[Tile]:
-        return [replace(tile, programs=p) for tile in MATVEC for p in programs]
+    def cut(tiles: list[Tile], *programs: int) -> list[Tile]:
+        return [replace(tile, programs=p) for tile in tiles for p in programs]
 
-    linears("matvec", (5120, 25600), {1: cut(528, 1056, 2112)})
-    linears("matvec", (10240, 5120), {1: cut(1, 1056)})
-    linears("matvec", (5120, 8192), {1: cut(528, 1056)})
+    linears("matvec", (5120, 25600), {1: cut(MATVEC, 400, 800, 1600), 8: cut(MATVEC, 800), 16: cut(MATVEC, 800, 1600)})
+    linears("matvec", (10240, 5120), {1: cut(MATVEC, 1, 800)})
+    linears("matvec", (5120, 8192), {1: cut(MATVEC, 400, 800)})
     attempt(("gated Q4_0 25600x5120", 1), GATED, "gate_up Q4_0", lambda: gate_up(bench, "Q4_0", 1))
-    linears("matvec", (25600, 5120), {1: cut(1)})
+    for qtype in ("Q4_0", "Q4_K"):
+        linears("matvec", (25600, 5120), {1: MATVEC, 4: MATVEC, 8: MATVEC, 16: cut(MATVEC, 1, 1600), 64: WIDE}, qtype)
+    for qtype in ("Q2_K", "Q3_K", "Q6_K"):
+        linears("matvec", (25600, 5120), {1: MATVEC[:1] + cut(RECORD, 1, 1056), 4: MATVEC[:1] + RECORD}, qtype)
     attempt(("prefill", 128), PROMPT, "prefill 4096", lambda: prefill_attention(bench, 4096, 0))
     attempt(("prefill", 128), PROMPT[:3], "prefill 4096 after 12288", lambda: prefill_attention(bench, 4096, 12288))
-    linears("batch", (25600, 5120), {16: BATCH, 8: BATCH[:8]})
-    linears("batch", (5120, 25600), {16: BATCH[:8]})
-    linears("batch", (25600, 5120), {32: BATCH[:2], 64: BATCH[:2]})
-    usual, cuda.MATVEC_TOKENS = cuda.MATVEC_TOKENS, 8  # type: ignore[misc]
-    linears("matvec", (25600, 5120), {8: [Tile(16, 16, 4, 1), Tile(16, 16, 2, 1), Tile(16, 8, 2, 1)]})
-    cuda.MATVEC_TOKENS = usual  # type: ignore[misc]
     return best
 
 
 def _brief(tile: Tile) -> str:
-    return f"({tile.rows}, {tile.depth}, {tile.warps}, {tile.stages}, {tile.programs}, {tile.registers})"
+    return f"({tile.rows}, {tile.depth}, {tile.warps}, {tile.stages}, {tile.programs}, {tile.registers}, {tile.tokens})"
 
 
 # --- decode ----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import log
 
-from pshard.buffers import MATVEC_TOKENS, SMALL_BATCH
+from pshard.buffers import SMALL_BATCH
 from pshard.collectives import fastest_collective
 from pshard.curves import Curve, interpolate
 from pshard.curves import curve_through as _curve
@@ -267,8 +267,8 @@ def unit_cost(
 
 
 def _launched_together(tables: Tables, unit: Unit, rows: int) -> tuple[TensorSpec, ...]:
-    """Matrices of one input (q, k, v; gate and up) that CUDA kernels multiply in one launch for a few tokens."""
-    if tables.kind == "cpu" or rows > MATVEC_TOKENS:
+    """Matrices of one input (q, k, v; gate and up) that CUDA kernels multiply in one launch in small batches."""
+    if tables.kind == "cpu" or rows > SMALL_BATCH:
         return ()
     roles = {"attention": ("attn_q", "attn_k", "attn_v"), "ffn": ("ffn_gate", "ffn_up")}.get(unit.kind, ())
     group = tuple(m for m in unit.matrices if m.role.removesuffix(".weight") in roles)

@@ -54,14 +54,13 @@ class PeerExchange:
         accumulate: bool,
         norm: tuple[torch.Tensor, float, torch.Tensor] | None = None,
         quantised: tuple[torch.Tensor | None, ...] = (None, None, None),
-        bucket: int = 0,
     ) -> None:
         """target (+)= sum of the ranks' parts, contiguous float32 [rows, cols]; part may be target.
 
         Args:
             wire: what parts are rounded to before they are added: "f32", "bf16", "f16".
             norm: (weight, eps, out): RMS-normalise the new target's rows into `out`.
-            quantised, bucket: words, scale and sums to quantise `out` into, as `rms_norm_kernel` does.
+            quantised: words, scale and sums to quantise `out` into, as `rms_norm_kernel` does.
         """
         rows, cols = part.shape
         weight, eps, out = norm or (None, 0.0, None)
@@ -69,7 +68,7 @@ class PeerExchange:
         kernels.sum_rows_kernel[(rows,)](
             part, target, weight, out, out.stride(0) if out is not None else 0, cols, eps, *quantised,
             *self._common(), WORDS=kernels.words_at(self.size), RANKS=self.size, RANK=self.rank, WIRE=WIRES[wire],
-            WIDTH=width, ACCUMULATE=accumulate, NORM=norm is not None, TOKENS=bucket,
+            WIDTH=width, ACCUMULATE=accumulate, NORM=norm is not None, QUANTISE=quantised[0] is not None,
             num_warps=min(16, max(1, width // 512)),
         )  # fmt: skip
 

@@ -136,11 +136,12 @@ def test_small_batches_multiply_packed_weights(kernels: cuda.CudaKernels, qtype:
 
 
 @needs_kernels
-@pytest.mark.parametrize(("qtype", "tokens"), [("Q4_0", 1), ("Q6_K", 2), ("Q4_K", 33), ("BF16", 5)])
+@pytest.mark.parametrize(("qtype", "tokens", "cols"), [("Q4_0", 1, 2048), ("Q6_K", 2, 2048), ("Q4_K", 33, 512),
+                                                       ("Q4_0", 40, 1024), ("BF16", 5, 2048)])  # fmt: skip
 def test_cut_columns_add_up_and_accumulate(
-    kernels: cuda.CudaKernels, qtype: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+    kernels: cuda.CudaKernels, qtype: str, tokens: int, cols: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows, cols = 32, 2048
+    rows = 32
     weight, values = random_weight(qtype, rows, cols, seed=3)
     x = random_tensor(tokens, cols, seed=4)
     bias = random_tensor(rows, seed=5, dtype=torch.float32)
@@ -217,7 +218,8 @@ def test_gate_up_is_silu_of_gate_times_up(kernels: cuda.CudaKernels, qtypes: tup
 @pytest.mark.parametrize(("qtypes", "tokens", "biased"), [
     (("Q4_0", "Q4_0", "Q4_0"), 1, False), (("Q4_0", "Q4_0", "Q4_0"), 3, True),
     (("Q4_K", "Q4_K", "Q6_K"), 2, True), (("Q5_0", "Q5_0"), 1, True),
-    (("BF16", "BF16", "BF16"), 1, False), (("Q8_0", "Q8_0", "Q8_0"), 6, True)])  # fmt: skip
+    (("BF16", "BF16", "BF16"), 1, False), (("Q8_0", "Q8_0", "Q8_0"), 6, True),
+    (("Q3_K", "Q3_K", "Q3_K"), 1, True), (("Q4_0", "Q4_0", "Q4_0"), 34, True)])  # fmt: skip
 def test_a_group_is_its_members_side_by_side(
     kernels: cuda.CudaKernels, qtypes: tuple[str, ...], tokens: int, biased: bool
 ) -> None:
@@ -233,7 +235,7 @@ def test_a_group_is_its_members_side_by_side(
 
 
 @needs_kernels
-@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("tokens", [1, 3, 9])
 def test_what_is_handed_over_quantised_gives_the_same_bits(kernels: cuda.CudaKernels, tokens: int) -> None:
     weight, _ = random_weight("Q4_0", 32, 256, seed=60)
     gate, _ = random_weight("Q5_0", 256, 256, seed=61)
@@ -443,9 +445,9 @@ def test_a_launch_sized_for_a_long_context_serves_a_short_one(kernels: cuda.Cuda
 
 @needs_kernels
 def test_runs_repeat_bit_for_bit(kernels: cuda.CudaKernels) -> None:
-    weight, _ = random_weight("Q4_K", 48, 1024, seed=29)
+    weight, _ = random_weight("Q4_K", 48, 256, seed=29)
     for tokens in (1, 20):
-        x = random_tensor(tokens, 1024, seed=30)
+        x = random_tensor(tokens, 256, seed=30)
         first, second = poisoned(tokens, 48, dtype=torch.float32), poisoned(tokens, 48, dtype=torch.float32)
         kernels.linear(x, weight, first, NO_TILE)
         kernels.linear(x, weight, second, NO_TILE)

@@ -1,8 +1,8 @@
 """CudaKernels: the kernels of a CUDA device, in Triton, with cuBLAS for large batches. See runtime/kernels/api.py.
 
-Weights are read in the packed layout. Up to MATVEC_TOKENS rows: int8 activations and dp4a. Up to SMALL_BATCH: bfloat16
-tiles on the tensor cores. Above: a tile is dequantised to bfloat16 and a library GEMM does the rest. Every sum has a
-fixed order and no launch size depends on device data, so runs repeat bit for bit and can be captured in a CUDA graph.
+Weights are read in the packed layout. Up to SMALL_BATCH rows: int8 activations, integer products on the tensor cores or
+with dp4a. Above: a tile is dequantised to bfloat16 and a library GEMM does the rest. Every sum has a fixed order and no
+launch size depends on device data, so runs repeat bit for bit and can be captured in a CUDA graph.
 """
 
 from dataclasses import dataclass
@@ -11,26 +11,28 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
-from pshard.buffers import DECODE_PROGRAMS, MATVEC_TOKENS, SMALL_BATCH, decode_splits
+from pshard.buffers import DECODE_PROGRAMS, SMALL_BATCH, decode_splits
 from pshard.quant import ROW_BLOCK, align
 from pshard.runtime.kernels import (
     triton_attention,
-    triton_batch,
     triton_cells,
     triton_dequant,
+    triton_float,
     triton_matvec,
+    triton_quantise,
     triton_rows,
 )
 from pshard.runtime.kernels.api import LayerKV, Packed, RopeTable, RowIndex
 from pshard.runtime.kernels.triton_decode import ENCODINGS, places
+from pshard.runtime.kernels.triton_fragments import FACTORS
 
 if TYPE_CHECKING:
     from pshard.runtime.peer_memory import PeerExchange
 
 MAX_COLS = 65536  # widest input of a matrix for up to SMALL_BATCH rows: sizes the activations' scratch
 PARTIAL_FLOATS = 4 << 20  # partial sums of matrices whose columns are cut into pieces
-COUNTERS = 1 << 16  # one for each record of a matrix that is cut into pieces, or chunk of a product handed over
-BATCH_TOKENS = 32  # rows of one program of the batch kernel: with 64 Triton moves every tile to shared memory
+COUNTERS = 1 << 16  # one for each program of a piece, where the columns of a matrix are cut into pieces
+QUANTISED_CHUNK = 32 + 4 + 8  # bytes of 32 activations: codes, scale, two sums
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -38,8 +40,10 @@ PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 class Tile:
     """How a kernel is cut: rows and columns (or chunks of 32 columns) of a tile, warps, pipeline stages.
 
+    matvec, gated: 32 rows go to the tensor cores, with a multiple of 8 chunks for each warp; 16 rows to dp4a.
+
     `programs`: the columns are cut into pieces until about this many programs run. `registers`: most that a thread
-    may use, where the compiler's own choice would let fewer programs run at once.
+    may use, where the compiler's own choice would let fewer programs run at once. `tokens`: most of one program.
     """
 
     rows: int
@@ -48,24 +52,30 @@ class Tile:
     stages: int
     programs: int = 1
     registers: int | None = None
+    tokens: int = 32
 
 
+# types that take so many registers to decode for the tensor cores that dp4a is faster for up to 4 tokens
+DP4A_TYPES = ("Q2_K", "Q3_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K")
 # Keyed by (kernel, bucket of tokens). Keys that name more come first: "kernel type rowsxcols", then "kernel type".
 TUNING: dict[tuple[str, int], Tile] = {
-    ("matvec", 1): Tile(16, 32, 4, 1, 1056),
-    ("matvec Q4_0", 1): Tile(16, 16, 4, 1, 1056),
-    ("matvec Q4_0 10240x5120", 1): Tile(16, 64, 4, 1),
-    ("matvec Q4_0 25600x5120", 1): Tile(16, 32, 2, 1),
-    ("matvec", 2): Tile(16, 32, 4, 1, 1056),
-    ("matvec", 4): Tile(16, 32, 4, 1, 1056),
-    ("matvec", 8): Tile(16, 16, 4, 1, 1056),
-    ("gated", 1): Tile(16, 32, 4, 1, registers=56),
-    ("gated Q4_0", 1): Tile(16, 32, 4, 1),  # 57 us for 25600x5120 on an H100; 62 when registers are capped at 48
-    ("gated", 2): Tile(16, 32, 4, 1),
-    ("gated", 4): Tile(16, 32, 4, 1),
-    ("gated", 8): Tile(16, 16, 4, 1),
-    ("batch", 16): Tile(64, 16, 4, 2, 1056),  # 3 of its programs fit on a multiprocessor: 528 leave a long last round
-    ("batch", 32): Tile(64, 16, 4, 2, 1056),
+    **{("matvec", m): Tile(32, 32, 4, 1, 800, 72) for m in (1, 2, 4, 8)},
+    **{("matvec MXFP4", m): Tile(32, 32, 4, 1, 800) for m in (1, 2, 4, 8)},
+    **{("matvec Q4_K", m): Tile(32, 16, 2, 1, 800) for m in (2, 4, 8)},
+    **{(f"matvec {qtype}", m): Tile(16, 32, 4, 1, 1056) for qtype in DP4A_TYPES for m in (1, 2, 4)},
+    **{(f"matvec {qtype}", 8): Tile(32, 16, 2, 1, 800) for qtype in ("Q2_K", "Q5_K")},
+    ("matvec", 16): Tile(32, 16, 2, 1, 1600, 144),
+    ("matvec", 32): Tile(32, 8, 1, 1, 800),
+    ("matvec", 64): Tile(32, 8, 1, 1, 800),
+    ("matvec Q4_0", 64): Tile(32, 16, 2, 1, 800, 144, tokens=16),
+    **{("gated", m): Tile(32, 16, 2, 1, registers=144) for m in (1, 2, 4, 8)},
+    **{(f"gated {qtype}", 1): Tile(16, 32, 4, 1, registers=56) for qtype in DP4A_TYPES},
+    **{(f"gated {qtype}", m): Tile(16, 32, 4, 1) for qtype in DP4A_TYPES for m in (2, 4)},
+    ("gated Q3_K", 8): Tile(32, 16, 2, 1),
+    ("gated", 16): Tile(32, 16, 2, 1),
+    ("gated Q4_0", 16): Tile(32, 16, 2, 1, registers=144),
+    ("gated", 32): Tile(32, 8, 1, 1),
+    ("gated", 64): Tile(32, 8, 1, 1),
     ("rows", 16): Tile(32, 128, 4, 4, 528),
     ("rows", 32): Tile(32, 128, 4, 4, 528),
     ("rows", 64): Tile(64, 128, 4, 3, 528),
@@ -104,10 +114,10 @@ class Quantised:
 class CudaKernels:
     """Kernels of one CUDA device (with TRITON_INTERPRET=1: of the CPU, for tests). Implements `Kernels`.
 
-    Holds `scratch_nbytes` bytes on the device beside the arena, allocated here and never again: 25 MiB for
+    Holds `scratch_nbytes` bytes on the device beside the arena, allocated here and never again: 27 MiB for
     `max_tokens` of SMALL_BATCH or more. Not for use by two threads or two streams at once.
 
-    For up to MATVEC_TOKENS rows, rms_norm, attention and gate_up leave their `out` quantised as well. The calls that
+    For up to SMALL_BATCH rows, rms_norm, attention and gate_up leave their `out` quantised as well. The calls that
     follow on that very tensor use it, so nobody else may write to it in between; any other call forgets it.
     """
 
@@ -117,7 +127,7 @@ class CudaKernels:
 
     def __init__(self, device: torch.device | str, max_tokens: int) -> None:
         tokens = 1 << (max(16, min(max_tokens, SMALL_BATCH)) - 1).bit_length()
-        self._activations = torch.empty(2 * tokens * MAX_COLS, dtype=torch.uint8, device=device)
+        self._activations = torch.empty(2 * tokens * MAX_COLS // 32 * QUANTISED_CHUNK, dtype=torch.uint8, device=device)
         self._partial = torch.empty(PARTIAL_FLOATS, dtype=torch.float32, device=device)
         self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
         self._ready: tuple[torch.Tensor, Quantised] | None = None  # the last output, and itself quantised
@@ -135,7 +145,7 @@ class CudaKernels:
         ready = self._hand_over(out)
         triton_rows.rms_norm_kernel[(tokens,)](
             hidden, hidden.stride(0), weight, out, out.stride(0), cols, eps, *_tensors(ready), BLOCK=block,
-            TOKENS=_bucket(tokens) if ready else 0, num_warps=min(16, max(1, block // 512)),
+            QUANTISE=ready is not None, num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip
 
     def sum_rms_norm(
@@ -150,8 +160,7 @@ class CudaKernels:
     ) -> None:
         """See `SumKernels.sum_rms_norm`."""
         ready = self._hand_over(out)
-        bucket = _bucket(out.shape[0]) if ready else 0
-        exchange.sum_rows(part, hidden, wire, True, (weight, eps, out), _tensors(ready), bucket)
+        exchange.sum_rows(part, hidden, wire, True, (weight, eps, out), _tensors(ready))
 
     def linear(
         self,
@@ -168,10 +177,8 @@ class CudaKernels:
             self._gemm(x, weight, out, tile, bias, accumulate)
         elif weight.qtype in PLAIN:
             self._rows(x, weight, out, bias, accumulate)
-        elif tokens <= MATVEC_TOKENS:
-            self._matvec(self._quantised(x), (weight,), out, (bias,), accumulate)
         else:
-            self._batch(self._permuted(x), weight, out, bias, accumulate)
+            self._matvec(self._quantised(x), (weight,), out, (bias,), accumulate)
 
     def linear_group(
         self,
@@ -181,27 +188,22 @@ class CudaKernels:
         tile: torch.Tensor,
         biases: tuple[torch.Tensor | None, ...],
     ) -> None:
-        """See `Kernels.linear_group`. One launch for few rows and up to three weights of one type."""
+        """See `Kernels.linear_group`. One launch for up to SMALL_BATCH rows and three weights of one type."""
         alike = len({w.qtype for w in weights}) == 1 and len({b is None for b in biases}) == 1
         whole = all(w.rows % ROW_BLOCK == 0 for w in weights)
-        if x.shape[0] <= MATVEC_TOKENS and alike and whole and len(weights) <= 3 and weights[0].qtype not in PLAIN:
+        if x.shape[0] <= SMALL_BATCH and alike and whole and len(weights) <= 3 and weights[0].qtype not in PLAIN:
             self._matvec(self._quantised(x), weights, out, biases, False)
             return
-        at, in_batch = 0, self._in_batch(x, weights)
-        permuted = self._permuted(x) if in_batch else x
+        at = 0
         for weight, bias in zip(weights, biases, strict=True):
-            part = out[:, at : at + weight.rows]
-            if in_batch:
-                self._batch(permuted, weight, part, bias, False)
-            else:
-                self.linear(x, weight, part, tile, bias)
+            self.linear(x, weight, out[:, at : at + weight.rows], tile, bias)
             at += weight.rows
 
     def gate_up(
         self, x: torch.Tensor, gate: Packed, up: Packed, out: torch.Tensor, both: torch.Tensor, tile: torch.Tensor
     ) -> None:
         """See `Kernels.gate_up`."""
-        if x.shape[0] <= MATVEC_TOKENS and gate.qtype == up.qtype and gate.qtype not in PLAIN:
+        if x.shape[0] <= SMALL_BATCH and gate.qtype == up.qtype and gate.qtype not in PLAIN:
             self._gated(x, gate, up, out)
             return
         first, second = both[:, : gate.rows], both[:, gate.rows : 2 * gate.rows]
@@ -283,9 +285,9 @@ class CudaKernels:
 
     def _room(self, tokens: int, cols: int) -> Quantised:
         """Room for quantised activations [tokens, cols] in the half of the scratch whose turn it is."""
-        n = _bucket(tokens) * _chunks_of(cols)
+        n = _bucket(tokens) * align(_chunks_of(cols), 8)
         self._turn = 1 - self._turn
-        room = self._activations[self._turn * self._activations.numel() // 2 :][: 44 * n]
+        room = self._activations[self._turn * self._activations.numel() // 2 :][: QUANTISED_CHUNK * n]
         return Quantised(room[: 32 * n].view(torch.int32), room[32 * n : 36 * n].view(torch.float32),
                          room[36 * n :].view(torch.float32))  # fmt: skip
 
@@ -293,7 +295,7 @@ class CudaKernels:
         """Where the kernel that writes `out` shall quantise it too, for the calls that follow; None where it cannot."""
         self._ready = None
         tokens, cols = out.shape
-        if tokens > MATVEC_TOKENS or cols % 32 or cols > MAX_COLS:
+        if tokens > SMALL_BATCH or cols % 32 or cols > MAX_COLS:
             return None
         self._ready = out, self._room(tokens, cols)
         return self._ready[1]
@@ -307,8 +309,8 @@ class CudaKernels:
         self._ready = None
         tokens, chunks = x.shape[0], _chunks_of(x.shape[1])
         room = self._room(tokens, x.shape[1])
-        triton_matvec.quantise_kernel[(triton.cdiv(chunks, 32), tokens)](
-            x, x.stride(0), *_tensors(room), chunks, TOKENS=_bucket(tokens), BC=32, num_warps=4
+        triton_quantise.quantise_kernel[(triton.cdiv(chunks, 32), tokens)](
+            x, x.stride(0), *_tensors(room), chunks, BC=32, num_warps=4
         )
         return room
 
@@ -347,50 +349,18 @@ class CudaKernels:
         first, tokens, encoding = weights[0], out.shape[0], ENCODINGS[weights[0].qtype]
         second, third = (weights + weights[-1:] * 2)[1:3]
         bias, second_bias, third_bias = (biases + biases[-1:] * 2)[:3]
-        end = -(-first.rows // ROW_BLOCK)
-        triton_matvec.matvec_kernel[(triton.cdiv(out.shape[1], ROW_BLOCK), pieces)](
+        end, chunks = -(-first.rows // ROW_BLOCK), first.cols // 32
+        each_tokens = min(_bucket(tokens), tile.tokens)
+        triton_matvec.matvec_kernel[(triton.cdiv(tokens, each_tokens), triton.cdiv(out.shape[1], tile.rows), pieces)](
             first.data, second.data, third.data, end, end + second.rows // ROW_BLOCK, *_tensors(x),
             out, bias, second_bias, third_bias, self._partial, self._counters, *_tensors(ready),
-            tokens, out.shape[1], first.cols // 32, out.stride(0), pieces, each, *places(first.qtype, first.cols),
-            TOKENS=_bucket(tokens), BC=tile.depth, QTYPE=first.qtype, LOW=encoding.low, HIGH=encoding.high,
-            HALVES=encoding.halves, STAGES=tile.stages, PARTS=1 if gated else len(weights), GATED=gated,
-            BIAS=bias is not None, ACCUMULATE=accumulate, PIECES=triton.next_power_of_2(pieces),
+            tokens, out.shape[1], chunks, out.stride(0), pieces, each, *places(first.qtype, first.cols),
+            TOKENS=each_tokens, ROWS=tile.rows, DEPTH=tile.depth, WARPS=tile.warps, QTYPE=first.qtype, LOW=encoding.low,
+            HIGH=encoding.high, FACTOR=FACTORS.get(first.qtype, 1),
+            MASKED=chunks % tile.depth != 0 or out.shape[1] % tile.rows != 0, PARTS=1 if gated else len(weights),
+            GATED=gated, BIAS=bias is not None, ACCUMULATE=accumulate, PIECES=triton.next_power_of_2(pieces),
             QUANTISE=ready is not None, num_warps=tile.warps, maxnreg=tile.registers,
         )  # fmt: skip
-
-    @staticmethod
-    def _in_batch(x: torch.Tensor, weights: tuple[Packed, ...]) -> bool:
-        """Whether all of the weights go the way of `_batch`."""
-        return MATVEC_TOKENS < x.shape[0] <= SMALL_BATCH and all(w.qtype not in PLAIN for w in weights)
-
-    def _permuted(self, x: torch.Tensor) -> torch.Tensor:
-        """x as `batch_kernel` reads it, in the scratch: bfloat16 [32, room for a power of two of rows, chunks]."""
-        self._ready = None
-        bucket, chunks = max(16, _bucket(x.shape[0])), _chunks_of(x.shape[1])
-        permuted = self._activations[: 64 * bucket * chunks].view(torch.bfloat16).view(32, bucket, chunks)
-        triton_batch.permute_kernel[(triton.cdiv(chunks, 32), bucket)](
-            x, x.stride(0), x.shape[0], permuted, chunks, TOKENS=bucket, BC=32, num_warps=4
-        )
-        return permuted
-
-    def _batch(
-        self, permuted: torch.Tensor, weight: Packed, out: torch.Tensor, bias: torch.Tensor | None, accumulate: bool
-    ) -> None:
-        _, bucket, chunks = permuted.shape
-        tokens = out.shape[0]
-        each_tokens = min(bucket, BATCH_TOKENS)
-        tile, encoding = _tile_of("batch", weight.qtype, each_tokens, weight.rows, weight.cols), ENCODINGS[weight.qtype]
-        pieces, each = _pieces(tile, weight.rows, chunks, tokens)
-        direct = pieces == 1
-        triton_batch.batch_kernel[(triton.cdiv(weight.rows, tile.rows), pieces, bucket // each_tokens)](
-            weight.data, permuted, out if direct else self._partial, bias, tokens, weight.rows, chunks,
-            out.stride(0) if direct else weight.rows, each, *places(weight.qtype, weight.cols),
-            TOKENS=each_tokens, BN=tile.rows, BC=tile.depth, QTYPE=weight.qtype, LOW=encoding.low, HIGH=encoding.high,
-            STAGES=tile.stages, BIAS=direct and bias is not None, ACCUMULATE=direct and accumulate,
-            num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
-        )  # fmt: skip
-        if not direct:
-            self._combine(out, bias, accumulate, pieces, weight.rows)
 
     def _rows(
         self, x: torch.Tensor, weight: Packed, out: torch.Tensor, bias: torch.Tensor | None, accumulate: bool
@@ -400,7 +370,7 @@ class CudaKernels:
         tile = _tile_of("rows", weight.qtype, bucket, weight.rows, weight.cols)
         pieces, each = _pieces(tile, weight.rows, weight.cols, tokens)
         direct = pieces == 1
-        triton_batch.rows_kernel[(triton.cdiv(weight.rows, tile.rows), pieces)](
+        triton_float.rows_kernel[(triton.cdiv(weight.rows, tile.rows), pieces)](
             weight.data.view(PLAIN[weight.qtype]), x, x.stride(0), out if direct else self._partial, bias, tokens,
             weight.rows, weight.cols, out.stride(0) if direct else weight.rows, each,
             TOKENS=bucket, BN=tile.rows, BK=tile.depth, STAGES=tile.stages, BIAS=direct and bias is not None,
@@ -410,7 +380,7 @@ class CudaKernels:
             self._combine(out, bias, accumulate, pieces, weight.rows)
 
     def _combine(self, out: torch.Tensor, bias: torch.Tensor | None, accumulate: bool, pieces: int, rows: int) -> None:
-        triton_matvec.combine_kernel[(triton.cdiv(rows, 256), out.shape[0])](
+        triton_float.combine_kernel[(triton.cdiv(rows, 256), out.shape[0])](
             self._partial, out, bias, rows, out.stride(0), pieces,
             BLOCK=256, BIAS=bias is not None, ACCUMULATE=accumulate, num_warps=4,
         )  # fmt: skip
@@ -469,7 +439,7 @@ class CudaKernels:
         ready = self._hand_over(out) if d == padded and d % 32 == 0 else None
         triton_attention.decode_combine_kernel[(n_heads, tokens)](
             partial, out, out.stride(0), splits, *_tensors(ready), HEADS=n_heads, D=d, DP=padded,
-            SPLITS=triton.next_power_of_2(splits), TOKENS=_bucket(tokens) if ready else 0, num_warps=4,
+            SPLITS=triton.next_power_of_2(splits), QUANTISE=ready is not None, num_warps=4,
         )  # fmt: skip
 
     def _prefill_attention(

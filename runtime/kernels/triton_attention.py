@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from pshard.runtime.kernels.triton_cells import find_blocks, load_cells, locate_cells, product_type, scales_of
-from pshard.runtime.kernels.triton_matvec import store_quantised
+from pshard.runtime.kernels.triton_quantise import store_quantised
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -69,11 +69,11 @@ def decode_kernel(
 @triton.jit(do_not_specialize=["splits"])
 def decode_combine_kernel(
     partial, out, out_stride, splits, words, scale, sums,
-    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, TOKENS: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, QUANTISE: tl.constexpr,
 ):  # fmt: skip
     """out[row, head] from the row's partial results; program (head, row). SPLITS >= splits, a power of two.
 
-    TOKENS > 0: out, as rounded, is also quantised for `matvec_kernel` (D = DP, a multiple of 32).
+    QUANTISE: out, as rounded, is also quantised for `matvec_kernel` (D = DP, a multiple of 32).
 
     A split without cells has maximum -1e30 and zero weight, so it adds nothing.
     """
@@ -91,11 +91,11 @@ def decode_combine_kernel(
     at = out + m.to(tl.int64) * out_stride + head * D + dim
     rounded = result.to(out.dtype.element_ty)
     tl.store(at, rounded, mask=dim < D)
-    if TOKENS > 0:
+    if QUANTISE:
         per_head: tl.constexpr = D // 32
         chunk = head * per_head + tl.arange(0, per_head)
         tile = tl.reshape(rounded.to(tl.float32), (per_head, 32))
-        store_quantised(tile, chunk, chunk >= 0, m, words, scale, sums, HEADS * per_head, TOKENS, per_head)
+        store_quantised(tile, chunk, chunk >= 0, m, words, scale, sums, HEADS * per_head, per_head)
 
 
 @triton.jit

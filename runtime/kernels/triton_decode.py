@@ -75,14 +75,14 @@ if triton.knobs.runtime.interpret:  # the interpreter has no inline assembly
         return (value ^ ((negative << 8) - negative)) + negative
 
     @triton.jit
-    def _fp4_values(word):
+    def fp4_values(word):
         """Doubled E2M1 values (int8) of the low nibbles, and of the high nibbles, of the word's four bytes."""
         return _fp4_bytes(word & 0x0F0F0F0F), _fp4_bytes((word >> 4) & 0x0F0F0F0F)
 
 else:
 
     @triton.jit
-    def _fp4_values(word):
+    def fp4_values(word):
         """Doubled E2M1 values (int8) of the low nibbles, and of the high nibbles, of the word's four bytes.
 
         A byte permutation looks up four nibbles at a time, in a table of 0 1 2 3 4 6 8 12 and in one of the negatives;
@@ -135,7 +135,7 @@ def load_codes(weight, rec, lane, chunk, mask, high, QTYPE: tl.constexpr, LOW: t
         if QTYPE == "MXFP4":
             later = ()
             for c in tl.static_range(4):
-                low, upper = _fp4_values(raw[c])
+                low, upper = fp4_values(raw[c])
                 codes = codes + (low,)  # noqa: RUF005
                 later = later + (upper,)  # noqa: RUF005
             codes = codes + later

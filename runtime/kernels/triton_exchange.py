@@ -17,7 +17,7 @@ Parts are rounded to the wire's type, then added in rank order in float32: the s
 import triton
 import triton.language as tl
 
-from pshard.runtime.kernels.triton_matvec import store_quantised
+from pshard.runtime.kernels.triton_quantise import store_quantised
 
 BLOCK = 4096  # elements that a program exchanges at once
 PROGRAMS = 256
@@ -85,11 +85,11 @@ def meet(peers, state, late, epoch, program, patience, RANKS: tl.constexpr, RANK
 def sum_rows_kernel(
     part, hidden, weight, out, out_stride, cols, eps, words, scale, sums, peers, state, late, patience,
     WORDS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, WIRE: tl.constexpr, WIDTH: tl.constexpr,
-    ACCUMULATE: tl.constexpr, NORM: tl.constexpr, TOKENS: tl.constexpr,
+    ACCUMULATE: tl.constexpr, NORM: tl.constexpr, QUANTISE: tl.constexpr,
 ):  # fmt: skip
     """Program m: hidden[m] (+)= sum of the ranks' part[m]; one hop, as each word brings its own flag. WIDTH >= cols.
 
-    part, hidden float32, contiguous. NORM: then out[m] = RMS norm of hidden[m] times weight; TOKENS > 0: quantised too
+    part, hidden float32, contiguous. NORM: then out[m] = RMS norm of hidden[m] times weight; QUANTISE: quantised too
     (both as in `rms_norm_kernel`).
     """
     m = tl.program_id(0)
@@ -131,10 +131,10 @@ def sum_rows_kernel(
         normed = added * factor * tl.load(weight + column, mask=mask, other=0.0)
         rounded = normed.to(out.dtype.element_ty)
         tl.store(out + m.to(tl.int64) * out_stride + column, rounded, mask=mask)
-        if TOKENS > 0:
+        if QUANTISE:
             chunk = tl.arange(0, WIDTH // 32)
             tile = tl.reshape(rounded.to(tl.float32), (WIDTH // 32, 32))
-            store_quantised(tile, chunk, chunk < cols // 32, m, words, scale, sums, cols // 32, TOKENS, WIDTH // 32)
+            store_quantised(tile, chunk, chunk < cols // 32, m, words, scale, sums, cols // 32, WIDTH // 32)
 
 
 @triton.jit

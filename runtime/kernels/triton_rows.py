@@ -3,17 +3,17 @@
 import triton
 import triton.language as tl
 
-from pshard.runtime.kernels.triton_matvec import store_quantised
+from pshard.runtime.kernels.triton_quantise import store_quantised
 
 
 @triton.jit
 def rms_norm_kernel(
     hidden, hidden_stride, weight, out, out_stride, cols, eps, words, scale, sums,
-    BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr, QUANTISE: tl.constexpr,
 ):  # fmt: skip
     """Program m: out[m] = hidden[m] * rsqrt(mean(hidden[m]^2) + eps) * weight, in float32. BLOCK >= cols.
 
-    TOKENS > 0: out[m], as rounded, is also quantised for `matvec_kernel` (cols a multiple of 32).
+    QUANTISE: out[m], as rounded, is also quantised for `matvec_kernel` (cols a multiple of 32).
     """
     m = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -23,10 +23,10 @@ def rms_norm_kernel(
     value = value * factor * tl.load(weight + column, mask=mask, other=0.0)
     rounded = value.to(out.dtype.element_ty)
     tl.store(out + m * out_stride + column, rounded, mask=mask)
-    if TOKENS > 0:
+    if QUANTISE:
         chunk = tl.arange(0, BLOCK // 32)
         tile = tl.reshape(rounded.to(tl.float32), (BLOCK // 32, 32))
-        store_quantised(tile, chunk, chunk < cols // 32, m, words, scale, sums, cols // 32, TOKENS, BLOCK // 32)
+        store_quantised(tile, chunk, chunk < cols // 32, m, words, scale, sums, cols // 32, BLOCK // 32)
 
 
 @triton.jit

@@ -1,0 +1,184 @@
+"""What one thread of a warp does with the tensor cores: 16-byte loads and the products of small integer matrices.
+
+Tensors here are one number per thread: [32 * warps], thread after thread. Rows g = lane // 4 and g + 8 of the left
+matrix and column g of the right one are in the registers of the four threads q = lane % 4 of that g (PTX ISA, "Matrix
+Fragments for mma.m16n8k32" and "for mma.m16n8k8"): thread q holds columns 4q..4q+3 and 16 + 4q..16 + 4q + 3.
+"""
+
+import triton
+import triton.language as tl
+
+MAGIC: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2^23: as a float32 its last bits count in ones
+
+if triton.knobs.runtime.interpret:  # the interpreter has no inline assembly
+
+    @triton.jit
+    def and_xor(a, b, c):
+        """(a & b) ^ c."""
+        return (a & b) ^ c
+
+    @triton.jit
+    def byte_of(word, at: tl.constexpr):
+        """Byte number `at`, unsigned."""
+        return (word >> (8 * at)) & 255
+
+    @triton.jit
+    def signed_byte_of(word, at: tl.constexpr):
+        """Byte number `at`, signed."""
+        return (word << (24 - 8 * at)) >> 24
+
+    @triton.jit
+    def load4(pointer, mask, MASKED: tl.constexpr, KEEP: tl.constexpr):
+        """Four consecutive int32 at a multiple of 16 bytes; zeros where not `mask`. KEEP: worth a place in L1."""
+        there = mask
+        return (
+            tl.load(pointer, mask=there, other=0), tl.load(pointer + 1, mask=there, other=0),
+            tl.load(pointer + 2, mask=there, other=0), tl.load(pointer + 3, mask=there, other=0),
+        )  # fmt: skip
+
+    @triton.jit
+    def _products(a, b):
+        """[groups of 8, 8 rows, 8 columns]: sums over the four threads of a row of a's bytes times b's."""
+        place = (tl.arange(0, 4) * 8)[None, :]
+        left = tl.reshape((a[:, None] << place) >> 24, (a.shape[0] // 32, 8, 1, 16))
+        right = tl.reshape((b[:, None] << place) >> 24, (a.shape[0] // 32, 1, 8, 16))
+        return tl.sum(left * right, axis=3)
+
+    @triton.jit
+    def _spread(low, high):
+        """Rows g and g + 8 of a product -> the four numbers of each thread: columns 2q and 2q + 1 of both."""
+        low0, low1 = tl.split(tl.reshape(low, (low.shape[0], 8, 4, 2)))
+        high0, high1 = tl.split(tl.reshape(high, (low.shape[0], 8, 4, 2)))
+        count: tl.constexpr = low.shape[0] * 32
+        return (tl.reshape(low0, (count,)), tl.reshape(low1, (count,)),
+                tl.reshape(high0, (count,)), tl.reshape(high1, (count,)))  # fmt: skip
+
+    @triton.jit
+    def dot32(a0, a1, a2, a3, b0, b1):
+        """Four float32: the int8 product over 32 columns, exact below 2^22. a2, a3 and b1: columns 16..31."""
+        d0, d1, d2, d3 = _spread(_products(a0, b0) + _products(a2, b1), _products(a1, b0) + _products(a3, b1))
+        return d0.to(tl.float32), d1.to(tl.float32), d2.to(tl.float32), d3.to(tl.float32)
+
+    @triton.jit
+    def dot16(a0, a1, b0):
+        """Four int32: the int8 product over 16 columns."""
+        return _spread(_products(a0, b0), _products(a1, b0))
+
+    @triton.jit
+    def _outer(a, b):
+        left = tl.reshape(a, (a.shape[0] // 32, 8, 1, 4))
+        return tl.sum(left * tl.reshape(b, (a.shape[0] // 32, 1, 8, 4)), axis=3)
+
+    @triton.jit
+    def add_products(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
+        """Four float32: c plus the product over 8 columns; thread q holds columns q (a0, a1, b0) and q + 4."""
+        d0, d1, d2, d3 = _spread(_outer(a0, b0) + _outer(a2, b1), _outer(a1, b0) + _outer(a3, b1))
+        return c0 + d0, c1 + d1, c2 + d2, c3 + d3
+
+else:
+
+    @triton.jit
+    def and_xor(a, b, c):
+        """(a & b) ^ c, one instruction also where b and c are constants."""
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0x6A;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+    @triton.jit
+    def _permute(word, selector):
+        """The bytes of the word and four zeros as the selector's nibbles name them; 8 more: that byte's sign."""
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [word, selector], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+    @triton.jit
+    def byte_of(word, at: tl.constexpr):
+        """Byte number `at`, unsigned."""
+        return _permute(word, 0x4440 + at)
+
+    @triton.jit
+    def signed_byte_of(word, at: tl.constexpr):
+        """Byte number `at`, signed."""
+        return _permute(word, 0x8880 + 0x1111 * at)
+
+    @triton.jit
+    def load4(pointer, mask, MASKED: tl.constexpr, KEEP: tl.constexpr):
+        """Four consecutive int32 at a multiple of 16 bytes; zeros where not `mask`. KEEP: worth a place in L1."""
+        how: tl.constexpr = "ld.global.nc.v4.b32" if KEEP else "ld.global.nc.L1::no_allocate.v4.b32"
+        kinds: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
+        if MASKED:
+            asm: tl.constexpr = (
+                "{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; @p "
+                + how
+                + " {$0, $1, $2, $3}, [$4]; }"
+            )
+            return tl.inline_asm_elementwise(
+                asm, "=&r,=&r,=&r,=&r,l,r", [pointer.to(tl.int64), mask.to(tl.int32)], dtype=kinds, is_pure=True, pack=1
+            )
+        else:
+            plain: tl.constexpr = how + " {$0, $1, $2, $3}, [$4];"
+            return tl.inline_asm_elementwise(
+                plain, "=r,=r,=r,=r,l", [pointer.to(tl.int64)], dtype=kinds, is_pure=True, pack=1
+            )
+
+    @triton.jit
+    def dot32(a0, a1, a2, a3, b0, b1):
+        """Four float32: the int8 product over 32 columns, exact below 2^22. a2, a3 and b1: columns 16..31.
+
+        The integer sums start at the bits of 1.5 * 2^23, so they are the bits of that plus the sum as a float32.
+        """
+        d0, d1, d2, d3 = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 start;
+            mov.b32 start, 0x4B400000;
+            mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32
+                {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {start, start, start, start};
+            }""",
+            "=r,=r,=r,=r,r,r,r,r,r,r",
+            [a0, a1, a2, a3, b0, b1],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+        return (d0.to(tl.float32, bitcast=True) - MAGIC, d1.to(tl.float32, bitcast=True) - MAGIC,
+                d2.to(tl.float32, bitcast=True) - MAGIC, d3.to(tl.float32, bitcast=True) - MAGIC)  # fmt: skip
+
+    @triton.jit
+    def dot16(a0, a1, b0):
+        """Four int32: the int8 product over 16 columns."""
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 zero;
+            mov.b32 zero, 0;
+            mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32
+                {$0, $1, $2, $3}, {$4, $5}, {$6}, {zero, zero, zero, zero};
+            }""",
+            "=r,=r,=r,=r,r,r,r",
+            [a0, a1, b0],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+
+    @triton.jit
+    def add_products(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
+        """Four float32: c plus the product over 8 columns; thread q holds columns q (a0, a1, b0) and q + 4.
+
+        The tensor cores read the first 10 bits of a mantissa: those of a must be all, b is rounded to them.
+        """
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 p, q;
+            add.s32 p, $8, 0x1000;
+            add.s32 q, $9, 0x1000;
+            mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32
+                {$0, $1, $2, $3}, {$4, $5, $6, $7}, {p, q}, {$10, $11, $12, $13};
+            }""",
+            "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+            [a0.to(tl.int32, bitcast=True), a1.to(tl.int32, bitcast=True), a2.to(tl.int32, bitcast=True),
+             a3.to(tl.int32, bitcast=True), b0.to(tl.int32, bitcast=True), b1.to(tl.int32, bitcast=True),
+             c0, c1, c2, c3],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )  # fmt: skip

@@ -1,0 +1,251 @@
+"""Packed records times quantised activations on the int8 tensor cores: 32 rows for each warp, up to 32 tokens.
+
+Weights are read once, in 16-byte pieces that never leave the registers: they lie in memory as the tensor cores want
+them (triton_fragments). Scales are applied in float32 to the exact integer sums. One token costs as much as eight.
+"""
+
+import triton
+import triton.language as tl
+
+from pshard.runtime.kernels.triton_fragments import (
+    decode,
+    load_codes,
+    load_exponents,
+    load_halves,
+    load_word,
+    scale_words_q3,
+)
+from pshard.runtime.kernels.triton_mma import add_products, byte_of, dot16, dot32, load4, signed_byte_of
+
+
+@triton.jit
+def _row_scales(record, n, four, scales, d, mask, QTYPE: tl.constexpr, MASKED: tl.constexpr):
+    """Scales of the four rows in chunk n, float32; for Q4_K and Q5_K without the superblock's."""
+    if QTYPE == "MXFP4":
+        return load_exponents(record + (d + four) // 4 + n * 4, mask, MASKED)
+    elif QTYPE == "Q4_K" or QTYPE == "Q5_K":
+        word = load_word(record + (scales + four) // 4 + n * 4, mask, MASKED)
+        return (byte_of(word, 0).to(tl.float32), byte_of(word, 1).to(tl.float32),
+                byte_of(word, 2).to(tl.float32), byte_of(word, 3).to(tl.float32))  # fmt: skip
+    else:
+        halves = record.to(tl.pointer_type(tl.float16), bitcast=True)
+        return load_halves(halves + d // 2 + n * 16 + four, mask, MASKED)
+
+
+@triton.jit
+def _addends(record, n, four, scales, mins, dmin, mask, QTYPE: tl.constexpr, MASKED: tl.constexpr):
+    """What chunk n adds to a weight of the four rows, float32; for K-quants without the superblock's factor.
+
+    Q2_K: eight, those of the second 16 columns behind those of the first.
+    """
+    if QTYPE == "Q2_K":
+        word = record + (scales + four) // 4 + n * 8
+        first = (load_word(word, mask, MASKED) >> 4) & 0x0F0F0F0F
+        second = (load_word(word + 4, mask, MASKED) >> 4) & 0x0F0F0F0F
+        return (byte_of(first, 0).to(tl.float32), byte_of(first, 1).to(tl.float32),
+                byte_of(first, 2).to(tl.float32), byte_of(first, 3).to(tl.float32),
+                byte_of(second, 0).to(tl.float32), byte_of(second, 1).to(tl.float32),
+                byte_of(second, 2).to(tl.float32), byte_of(second, 3).to(tl.float32))  # fmt: skip
+    elif QTYPE == "Q4_K" or QTYPE == "Q5_K":
+        word = load_word(record + (mins + four) // 4 + n * 4, mask, MASKED)
+        return (byte_of(word, 0).to(tl.float32), byte_of(word, 1).to(tl.float32),
+                byte_of(word, 2).to(tl.float32), byte_of(word, 3).to(tl.float32))  # fmt: skip
+    else:
+        halves = record.to(tl.pointer_type(tl.float16), bitcast=True)
+        return load_halves(halves + dmin // 2 + n * 16 + four, mask, MASKED)
+
+
+@triton.jit
+def _float4(pointer, chunk, last, mask, MASKED: tl.constexpr):
+    """Scales of activations of four chunks from `chunk` on; zeros from `last` on: nothing need be there."""
+    words = load4(pointer.to(tl.pointer_type(tl.int32), bitcast=True), mask, MASKED, True)
+    values = ()
+    for k in tl.static_range(4):
+        value = words[k].to(tl.float32, bitcast=True)
+        if MASKED:
+            value = tl.where(chunk + k < last, value, 0.0)
+        values = values + (value,)  # noqa: RUF005
+    return values
+
+
+@triton.jit
+def _sum_pair(pointer, mask, MASKED: tl.constexpr):
+    """Two consecutive float32 at a multiple of 8 bytes; zeros where not `mask`."""
+    where = pointer.to(tl.pointer_type(tl.int64), bitcast=True)
+    if MASKED:
+        both = tl.load(where, mask=mask, other=0)
+    else:
+        both = tl.load(where)
+    return both.to(tl.int32).to(tl.float32, bitcast=True), (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def dot_records(
+    record, exists, thread, words, scale, sums, width, first, last, high, scales, mins, d, dmin,
+    TOKENS: tl.constexpr, WARPS: tl.constexpr, UNIT: tl.constexpr, QTYPE: tl.constexpr, LOW: tl.constexpr,
+    HIGH: tl.constexpr, FACTOR: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Tiles f32 [8 tokens, 32 rows], one for every 8 tokens: the pair of records times chunks first..last.
+
+    A warp takes UNIT chunks in turn, four at a time; warps share the columns. TOKENS == 1: the tile is [4, 32] and
+    has the token's sums four times. `record`, `exists`: of each thread. `width`: chunks that a row of activations has
+    room for.
+    """
+    SUPER: tl.constexpr = QTYPE == "Q2_K" or QTYPE == "Q3_K" or QTYPE == "Q4_K" or QTYPE == "Q5_K" or QTYPE == "Q6_K"
+    HALVES: tl.constexpr = QTYPE == "Q3_K" or QTYPE == "Q6_K"  # integer scales of 16 columns each
+    ADDED: tl.constexpr = QTYPE == "Q2_K" or QTYPE == "Q4_K" or QTYPE == "Q5_K" or QTYPE == "Q4_1" or QTYPE == "Q5_1"
+    lane = thread % 32
+    warp = thread // 32
+    g = lane // 4
+    q = lane % 4
+    four = g % 4 * 4
+    SIDES: tl.constexpr = 1 if TOKENS == 1 else 2  # columns 2q and 2q + 1 of a product
+    COLUMNS: tl.constexpr = 8 if TOKENS > 8 else TOKENS  # of the 8 of a product; fewer tokens are there repeatedly
+    BLOCKS: tl.constexpr = (TOKENS + 7) // 8
+    column = words + g % COLUMNS * width * 8 + q * 4
+    row_sums = sums + g % COLUMNS * width * 2
+    halves = record.to(tl.pointer_type(tl.float16), bitcast=True)
+    totals = ()  # of a block of 8 tokens, of the four rows: both sides
+    for _ in tl.static_range(BLOCKS * 4 * SIDES):
+        totals = totals + (tl.zeros((32 * WARPS,), tl.float32),)  # noqa: RUF005
+    for start in range(first, last, WARPS * UNIT):
+        chunk = (start + warp * UNIT).to(tl.int64)
+        inside = exists & (chunk < last)
+        present = chunk < last
+        if SUPER:
+            whole = load_halves(halves + d // 2 + chunk // 8 * 16 + four, inside, MASKED)
+        if QTYPE == "Q3_K":
+            inner = scale_words_q3(record, scales, chunk // 8, four, inside, MASKED)
+        for quarter in tl.static_range(UNIT // 4):
+            raws = ()
+            for k in tl.static_range(4):  # all loads first
+                n = chunk + (4 * quarter + k)
+                raw = load_codes(record, n, q, four, high, exists & (n < last), QTYPE, LOW, HIGH, MASKED)
+                raws = raws + (raw,)  # noqa: RUF005
+            codes = ()
+            row_scales = ()
+            for k in tl.static_range(4):
+                n = chunk + (4 * quarter + k)
+                there = exists & (n < last)
+                if QTYPE == "Q3_K":
+                    low_word = inner[8 * quarter + 2 * k]
+                    up_word = inner[8 * quarter + 2 * k + 1]
+                elif QTYPE == "Q2_K" or QTYPE == "Q6_K":
+                    low_word = load_word(record + (scales + four) // 4 + n * 8, there, MASKED)
+                    up_word = load_word(record + (scales + four) // 4 + n * 8 + 4, there, MASKED)
+                row_scale = ()
+                if HALVES:
+                    for row in tl.static_range(4):
+                        both = (signed_byte_of(low_word, row), signed_byte_of(up_word, row))
+                        row_scale = row_scale + (both,)  # noqa: RUF005
+                elif QTYPE == "Q2_K":
+                    low_word &= 0x0F0F0F0F
+                    up_word &= 0x0F0F0F0F
+                else:
+                    row_scale = _row_scales(record, n, four, scales, d, there, QTYPE, MASKED)
+                row_codes = ()
+                for row in tl.static_range(4):
+                    low, up = decode(raws[k], row, q, QTYPE)
+                    if QTYPE == "Q2_K":  # at most 3 * 15: stays in its byte
+                        low *= byte_of(low_word, row)
+                        up *= byte_of(up_word, row)
+                    row_codes = row_codes + ((low, up),)  # noqa: RUF005
+                codes = codes + (row_codes,)  # noqa: RUF005
+                row_scales = row_scales + (row_scale,)  # noqa: RUF005
+            grown_totals = ()
+            for block in tl.static_range(BLOCKS):
+                xs = ()
+                for side in tl.static_range(SIDES):
+                    at = scale + (8 * block + (2 * q + side) % COLUMNS) * width + chunk + 4 * quarter
+                    xs = xs + (_float4(at, chunk + 4 * quarter, last, present, MASKED),)  # noqa: RUF005
+                at = column + 64 * block * width + (chunk // 2 + 2 * quarter) * 16
+                x = load4(at, present, MASKED, True) + load4(at + 16, present, MASKED, True)
+                for pair in tl.static_range(2):
+                    part = ()
+                    for i in tl.static_range(2 * SIDES):
+                        if SUPER:
+                            part = part + (tl.zeros((32 * WARPS,), tl.float32),)  # noqa: RUF005
+                        else:
+                            part = part + (totals[(4 * block + 2 * pair) * SIDES + i],)  # noqa: RUF005
+                    for k in tl.static_range(4):
+                        a0, a2 = codes[k][2 * pair]
+                        a1, a3 = codes[k][2 * pair + 1]
+                        grown = ()
+                        if HALVES:
+                            dots = dot16(a0, a1, x[2 * k])
+                            other = dot16(a2, a3, x[2 * k + 1])
+                        else:
+                            dots = dot32(a0, a1, a2, a3, x[2 * k], x[2 * k + 1])
+                        for i in tl.static_range(2):
+                            for side in tl.static_range(SIDES):
+                                value = dots[2 * i + side]
+                                if HALVES:
+                                    s0, s1 = row_scales[k][2 * pair + i]
+                                    value = (value * s0 + other[2 * i + side] * s1).to(tl.float32) * xs[side][k]
+                                elif QTYPE == "Q2_K":
+                                    value = value * xs[side][k]
+                                else:
+                                    value = value * (row_scales[k][2 * pair + i] * xs[side][k])
+                                grown = grown + (part[i * SIDES + side] + value,)  # noqa: RUF005
+                        part = grown
+                    for i in tl.static_range(2 * SIDES):
+                        if SUPER:
+                            total = totals[(4 * block + 2 * pair) * SIDES + i] + whole[2 * pair + i // SIDES] * part[i]
+                        else:
+                            total = part[i]
+                        grown_totals = grown_totals + (total,)  # noqa: RUF005
+            totals = grown_totals
+        if ADDED:  # the addends times the sums of the activations: a product over 8 chunks
+            n = chunk + q
+            here = n < last
+            beyond = n + 4 < last
+            first_added = _addends(record, n, four, scales, mins, dmin, exists & here, QTYPE, MASKED)
+            second_added = _addends(record, n + 4, four, scales, mins, dmin, exists & beyond, QTYPE, MASKED)
+            if SUPER:
+                less = load_halves(halves + dmin // 2 + chunk // 8 * 16 + four, inside, MASKED)
+            zero = tl.zeros((32 * WARPS,), tl.float32)
+            more = ()
+            for block in tl.static_range(BLOCKS):
+                at = row_sums + 16 * block * width + n * 2
+                low, up = _sum_pair(at, here, MASKED)
+                next_low, next_up = _sum_pair(at + 8, beyond, MASKED)
+                for pair in tl.static_range(2):
+                    f0, f1 = first_added[2 * pair], first_added[2 * pair + 1]
+                    s0, s1 = second_added[2 * pair], second_added[2 * pair + 1]
+                    old = ()
+                    for i in tl.static_range(2 * SIDES):
+                        old = old + (totals[(4 * block + 2 * pair) * SIDES + i],)  # noqa: RUF005
+                    if QTYPE == "Q2_K":
+                        r = add_products(f0, f1, s0, s1, low, next_low, zero, zero, zero, zero)
+                        r = add_products(
+                            first_added[4 + 2 * pair], first_added[5 + 2 * pair], second_added[4 + 2 * pair],
+                            second_added[5 + 2 * pair], up, next_up, r[0], r[1], r[2], r[3],
+                        )  # fmt: skip
+                    elif SUPER:
+                        r = add_products(f0, f1, s0, s1, low + up, next_low + next_up, zero, zero, zero, zero)
+                    elif SIDES == 1:
+                        r = add_products(f0, f1, s0, s1, low + up, next_low + next_up, old[0], zero, old[1], zero)
+                    else:
+                        r = add_products(f0, f1, s0, s1, low + up, next_low + next_up, old[0], old[1], old[2], old[3])
+                    for i in tl.static_range(2 * SIDES):
+                        product = r[2 * (i // SIDES) + i % SIDES]
+                        if SUPER:
+                            product = old[i] - less[2 * pair + i // SIDES] * product
+                        more = more + (product,)  # noqa: RUF005
+            totals = more
+    results = ()
+    for block in tl.static_range(BLOCKS):
+        if TOKENS == 1:
+            tile = tl.join(tl.join(totals[0], totals[1]), tl.join(totals[2], totals[3]))
+            tile = tl.sum(tl.reshape(tile, (WARPS, 2, 4, 4, 2, 2)), axis=0)
+            tile = tl.reshape(tl.trans(tile, 2, 0, 1, 4, 3), (4, 32))
+        else:
+            row0 = tl.join(totals[8 * block], totals[8 * block + 1])
+            row1 = tl.join(totals[8 * block + 2], totals[8 * block + 3])
+            row2 = tl.join(totals[8 * block + 4], totals[8 * block + 5])
+            row3 = tl.join(totals[8 * block + 6], totals[8 * block + 7])
+            tile = tl.join(tl.join(row0, row1), tl.join(row2, row3))
+            tile = tl.sum(tl.reshape(tile, (WARPS, 2, 4, 4, 2, 2, 2)), axis=0)
+            tile = tl.reshape(tl.trans(tile, 2, 3, 0, 1, 5, 4), (8, 32))
+        results = results + (tile * (1.0 / FACTOR),)  # noqa: RUF005
+    return results
