@@ -6,7 +6,7 @@ from pshard.model import ModelConfig, ModelSpec, kv_nbytes
 from pshard.quant import align
 
 BUFFER_ALIGN = 256
-DEQUANT_BYTES = 96 << 20  # dequantised tile for large batches, at most; a whole matrix where it is smaller
+DEQUANT_BYTES = 80 << 20  # dequantised tile for large batches, at most; a whole matrix where it is smaller
 SMALL_BATCH = 64  # up to here kernels read packed weights in place; above, tiles are dequantised for a library GEMM
 ATTENTION_SPLITS = 64  # most pieces that one decode attention is cut into along the context
 DECODE_PROGRAMS = 1024  # a decode attention is cut until about this many programs run
