@@ -15,6 +15,7 @@ from pshard.planner.problem import count_tier, tier_problem
 from pshard.planner.rare import count_rare
 from pshard.planner.search import TierSearch
 from pshard.planner.starts import Start, StartFinder, affordable_slots
+from pshard.row_split import acc_part
 
 IMPROVED = 2  # starts that are worth improving
 EVALUATIONS = 40  # simulations of local improvement of a tier that the round enters
@@ -159,7 +160,7 @@ def switch_seconds(room: Room, tiers: tuple[TierPlan, ...], costs: tuple[TierCos
     nbytes = seconds = 0.0
     for unit, small, large in zip(room.spec.units, tiers[0].placements, tiers[-1].placements):
         if (small.where == "pinned") != (large.where == "pinned"):
-            nbytes += unit.packed_nbytes
+            nbytes += acc_part(unit, max(small.cpu_rows, large.cpu_rows)).packed_nbytes
         if small.kv != large.kv:
             seconds += costs[0].units[unit.name].kv_fetch
     return nbytes / costs[0].tables.link_rate + seconds

@@ -6,7 +6,7 @@ proportion (rates hold). A matrix that the profile did not time takes the second
 
 from collections import defaultdict
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import log
 
@@ -21,6 +21,7 @@ from pshard.parallel import unit_heads
 from pshard.plan import NOTHING_LEARNT, Correction
 from pshard.planner.load import TierLoad
 from pshard.quant import QUANT_TYPES, packed_nbytes
+from pshard.row_split import CUT, split_rows
 from pshard.workload import Workload
 
 
@@ -295,14 +296,81 @@ def _attention_of(tables: Tables, side: str, config: ModelConfig, load: TierLoad
 
 
 @dataclass(frozen=True)
+class SplitCost:
+    """An FFN whose rows are cut, in one tier. Seconds, bytes.
+
+    `acc_rows` and `cpu`: either side's rows of the gated product; `join`: the CPU's to the accelerator; `down`: the
+    rest, there. `link` and `nbytes`: the accelerator's part. `issue`: host seconds for each of its two launches.
+    """
+
+    acc_rows: float
+    cpu: float
+    join: float
+    down: float
+    link: float
+    nbytes: int
+    cpu_reads: int
+    issue: float
+
+
+def split_cost(unit: Unit, cpu_rows: int, spec: ModelSpec, tables: Tables, load: TierLoad, ranks: int = 1) -> SplitCost:
+    """Cost of an FFN of which the CPU computes `cpu_rows` rows of gate and up; see `unit_cost`."""
+    cut, tokens, d_model = split_rows(unit, cpu_rows), load.tokens, spec.config.d_model
+    seconds = {}
+    for side, part in (("acc", cut.on_acc), ("host", cut.on_cpu)):
+        rows = [m for m in part.matrices if m.role in CUT]
+        s = sum(tables.matmul(side, m.qtype, m.rows, m.cols, tokens) for m in rows)
+        s -= _saved_by_one_launch(tables, part, tokens) if side == "acc" else 0.0
+        s += tables.elementwise(side, "norm", tokens, d_model)
+        if side == "host" or not _launched_together(tables, part, tokens):
+            s += tables.elementwise(side, "silu_mul", tokens, rows[0].rows)
+        seconds[side] = s * (ranks if side == "host" or tables.kind == "cpu" else 1)
+    down = sum(tables.matmul("acc", m.qtype, m.rows, m.cols, tokens) for m in unit.matrices if m.role not in CUT)
+    down += tables.elementwise("acc", "residual", tokens, d_model) + tables.elementwise("acc", "norm", tokens, cpu_rows)
+    down *= ranks if tables.kind == "cpu" else 1
+    acc, host = (tables.correction.of(side, unit.kind, tokens) for side in ("acc", "host"))
+    step, waits = tables.elementwise("acc", "step", 1, 1), tables.kind == "cpu"
+    return SplitCost(
+        acc * (seconds["acc"] + (step if waits else 0.0)),
+        host * (seconds["host"] + tables.elementwise("host", "step", 1, 1)),
+        tables.handoff("acc", 4 * tokens * cpu_rows, 4 * d_model),
+        acc * (down + (step if waits else 0.0)),
+        tables.correction.of("link", "", tokens) * sum(tables.copy("h2d", p.nbytes) for p in cut.pieces),
+        cut.on_acc.packed_nbytes,
+        cut.on_cpu.packed_nbytes,
+        0.0 if waits else acc * step,
+    )
+
+
+@dataclass(frozen=True)
 class TierCosts:
     """Everything that simulating or solving one tier needs to know about time."""
 
     load: TierLoad
     units: dict[str, UnitCost]
     tables: Tables
-    vector_bytes: int
+    spec: ModelSpec
     ranks: int = 1
+    _splits: dict[tuple, SplitCost] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def vector_bytes(self) -> int:
+        return 4 * self.spec.config.d_model
+
+    def split(self, name: str, cpu_rows: int) -> SplitCost:
+        """Cost of the FFN of that name with so many rows of gate and up on the CPU."""
+        if (name, cpu_rows) not in self._splits:
+            unit = self.spec.unit(name)
+            if (unit.likeness, cpu_rows) not in self._splits:
+                cost = split_cost(unit, cpu_rows, self.spec, self.tables, self.load, self.ranks)
+                self._splits[unit.likeness, cpu_rows] = cost
+            self._splits[name, cpu_rows] = self._splits[unit.likeness, cpu_rows]
+        return self._splits[name, cpu_rows]
+
+    def split_speeds(self, name: str, cpu_rows: int) -> tuple[float, float]:
+        """Speeds of (link, CPU) while the CPU computes its rows of that unit and a copy runs."""
+        cost = self.split(name, cpu_rows)
+        return self.tables.slowdown(self.ranks * cost.cpu_reads, cost.cpu)
 
     def handoff(self, to: str, nbytes: int) -> float:
         return self.tables.handoff(to, nbytes, self.vector_bytes)
@@ -333,4 +401,4 @@ def tier_costs(spec: ModelSpec, tables: Tables, load: TierLoad, workload: Worklo
         if unit.likeness not in by_likeness:
             by_likeness[unit.likeness] = unit_cost(unit, spec, tables, load, workload, ranks)
         units[unit.name] = by_likeness[unit.likeness]
-    return TierCosts(load, units, tables, 4 * spec.config.d_model, ranks)
+    return TierCosts(load, units, tables, spec, ranks)

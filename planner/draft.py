@@ -9,12 +9,14 @@ from pshard.model import ModelSpec
 from pshard.plan import Buffers, Placement, Prediction, Solve, TierPlan
 from pshard.planner.costs import TierCosts
 from pshard.planner.simulate import ROUNDS, Simulation, simulate, simulate_ranks, simulate_seconds
+from pshard.row_split import acc_part, row_stage_bytes
 from pshard.steps import StepList, StepShape, emit_steps
 from pshard.workload import Workload
 
 UNPREDICTED = Prediction(0.0, 0.0, (), "", 0, 0)
 UNSOLVED = Solve("unsolved", 0.0, 0.0, 0.0, 0.0, "")
 _placement = lru_cache(1 << 14)(Placement)  # a search drafts the same few thousands of times
+WHOLE: Mapping[str, int] = {}  # no unit is split
 SATURATED = 0.9  # a lane that works this share of the time limits it
 
 
@@ -56,8 +58,18 @@ def rank_room(spec: ModelSpec, workload: Workload, budget_mib: int, kind: str, a
     return Room(spec, workload, arena_bytes(budget_mib, kind), act_bytes, ranks)
 
 
-def draft_tier(room: Room, tokens: int, where: Mapping[str, str], kv_vram: frozenset[str], slots: int) -> TierPlan:
-    """The tier with those placements; `where` by unit name, `kv_vram` names attention units with KV in VRAM."""
+def draft_tier(
+    room: Room,
+    tokens: int,
+    where: Mapping[str, str],
+    kv_vram: frozenset[str],
+    slots: int,
+    cpu_rows: Mapping[str, int] = WHOLE,
+) -> TierPlan:
+    """The tier with those placements; `where` by unit name, `kv_vram` names attention units with KV in VRAM.
+
+    cpu_rows: of split units, how many rows are the CPU's.
+    """
     placements, streamed, pinned, kv, staged = [], [], 0, 0, False
     for unit in room.spec.units:
         place, side = where[unit.name], None
@@ -65,12 +77,15 @@ def draft_tier(room: Room, tokens: int, where: Mapping[str, str], kv_vram: froze
             side = "vram" if unit.name in kv_vram else "host"
             kv += room.kv_layer if side == "vram" else 0
             staged |= side == "host" and place != "cpu"
+        rows = cpu_rows.get(unit.name, 0)
+        nbytes = acc_part(unit, rows).packed_nbytes if rows else unit.packed_nbytes
         if place == "pinned":
-            pinned += unit.packed_nbytes
+            pinned += nbytes
         elif place == "streamed":
-            streamed.append(unit.packed_nbytes)
-        placements.append(_placement(unit.name, place, side))
+            streamed.append(nbytes)
+        placements.append(_placement(unit.name, place, side, rows))
     scratch = room.scratch(tokens) + (room.kv_stage if staged else 0)
+    scratch += row_stage_bytes(tokens, max(cpu_rows.values(), default=0))
     buffers = Buffers(pinned, scratch, min(slots, len(streamed)), max(streamed, default=0), kv)
     return TierPlan(tokens, tuple(placements), buffers, UNPREDICTED, UNSOLVED)
 
@@ -115,6 +130,7 @@ def predict_ranks(
 
 def _describe(tier: TierPlan, costs: TierCosts, bound: float, steps: StepList, result: Simulation) -> Prediction:
     reads = sum(costs.units[p.unit].cpu_reads for p in tier.placements if p.where == "cpu")
+    reads += sum(costs.split(p.unit, p.cpu_rows).cpu_reads for p in tier.placements if p.cpu_rows)
     dram = costs.ranks * (steps.link_bytes + reads) / costs.tables.shared_rate
     dram = min(dram, result.seconds)  # caches may serve some of it
     busy = dict(result.busy) | {"dram": dram}
@@ -127,7 +143,7 @@ def _describe(tier: TierPlan, costs: TierCosts, bound: float, steps: StepList, r
 def _binding(busy: dict[str, float], seconds: float, tier: TierPlan) -> str:
     """What limits the tier; "vram" when compute and link are both full, so that only more residency helps."""
     full = SATURATED * seconds
-    all_resident = all(p.where == "pinned" for p in tier.placements if p.unit != tier.placements[0].unit)
+    all_resident = all(p.sort == "pinned" for p in tier.placements if p.unit != tier.placements[0].unit)
     if busy["acc"] >= full or all_resident:
         return "acc"
     if busy["link"] >= full and busy["acc"] + busy["cpu"] >= full:

@@ -3,8 +3,9 @@
 Lanes: the link to the device (h2d) and from it (d2h), the accelerator, and the CPU, whose one host thread issues the
 steps in order. Copies and accelerator work are asynchronous and start when their lane and what they depend on are
 free; CPU work and a hand-off to the CPU hold the host thread. While the CPU computes and a copy runs, both slow down
-as the profile's contention says. Several micro-batches are run, and the time between the end of the first and of the
-last is measured: a steady state in which the next one's first copies run under this one's last units.
+as the profile's contention says. Of a split unit the accelerator's rows are given to it first, wait for their copy
+there, and run while the CPU computes the others. Several micro-batches are run, and the time between the end of the
+first and of the last is measured: a steady state in which the next one's first copies run under this one's last units.
 
 Ranks are simulated together: at every sum all wait for the last one.
 """
@@ -23,6 +24,7 @@ from pshard.steps import (
     Free,
     Gather,
     Handoff,
+    Join,
     Receive,
     Send,
     Step,
@@ -131,18 +133,23 @@ class _Machine:
         self.loaded: dict[str, _Copy] = {}  # unit -> its last copy into a slot
         self.fetched: dict[str, _Copy] = {}
         self.slot_free: dict[int, float] = {}
+        self.begun: tuple[Compute, float] | None = None  # the accelerator's rows of a split unit, and since when
         self.log: list[tuple[Step, str, float, float]] = []
 
     def copy_in(self, step: CopyIn) -> None:
         self.host += self.costs.copy_issue
         ready = max(self.host, self.slot_free.get(step.slot, 0.0))
-        self.loaded[step.unit] = self.link.push(step, ready, self.units[step.unit].link)
+        costs = self.costs.split(step.unit, step.cpu_rows) if step.cpu_rows else self.units[step.unit]
+        self.loaded[step.unit] = self.link.push(step, ready, costs.link)
 
     def fetch_kv(self, step: FetchKV) -> None:
         self.host += self.costs.copy_issue
         self.fetched[step.unit] = self.link.push(step, max(self.host, self.d2h), self.units[step.unit].kv_fetch)
 
     def compute(self, step: Compute) -> None:
+        if step.part:
+            self.compute_part(step)
+            return
         unit, costs = self.units[step.unit], self.costs
         if step.on == "cpu":
             start = self.host
@@ -159,6 +166,42 @@ class _Machine:
             self.acc = start + unit.acc
         else:  # the CPU as accelerator computes on the host's own threads
             self.host = self.acc = self.link.beside(start, unit.acc, costs.acc_contended[step.unit])
+        self.log.append((step, "acc", start, self.acc))
+
+    def compute_part(self, step: Compute) -> None:
+        cost = self.costs.split(step.unit, step.cpu_rows)
+        if step.on == "cpu":
+            start = self.host
+            self.host = self.link.beside(start, cost.cpu, self.costs.split_speeds(step.unit, step.cpu_rows))
+            self.log.append((step, "cpu", start, self.host))
+            return
+        self.host += cost.issue
+        start = max(self.acc, self.host)
+        if step.part == "down":
+            self.run_part(step, start, cost.down)
+        elif self.costs.acc_contended is None:
+            self.begun = step, start  # when its copy arrives depends on what the CPU reads meanwhile
+        else:
+            self.run_part(step, start, cost.acc_rows)
+
+    def run_part(self, step: Compute, start: float, seconds: float) -> None:
+        """The accelerator's part, once its weights are there."""
+        if step.source == "slot":
+            start = max(start, self.link.wait(self.loaded[step.unit]))
+        if self.costs.acc_contended is None:
+            self.acc = start + seconds
+        else:
+            speeds = self.costs.acc_contended[step.unit]
+            self.host = self.acc = self.link.beside(start, seconds, speeds)
+        self.log.append((step, "acc", start, self.acc))
+
+    def join(self, step: Join) -> None:
+        if self.begun:
+            rows, since = self.begun
+            self.run_part(rows, since, self.costs.split(rows.unit, rows.cpu_rows).acc_rows)
+            self.begun = None
+        start = max(self.host, self.acc)
+        self.acc = start + self.costs.handoff("acc", step.nbytes)
         self.log.append((step, "acc", start, self.acc))
 
     def write_back(self, step: WriteBack) -> None:
@@ -257,6 +300,7 @@ def _stretches(machine: _Machine, body: Sequence[Step], meets: bool) -> list[lis
         Compute: machine.compute,
         WriteBack: machine.write_back,
         Handoff: machine.hand_off,
+        Join: machine.join,
         AllReduce: machine.reduce,
         Gather: machine.reduce,
         Receive: machine.receive,
