@@ -11,7 +11,7 @@ from pshard.planner.costs import Tables
 from pshard.planner.draft import tier_steps
 from pshard.planner.plan import plan_variant, price_tiers
 from pshard.planner.simulate import simulate_ranks
-from pshard.steps import AllReduce, Compute, CopyIn, FetchKV, Handoff, Receive, Step
+from pshard.steps import AllReduce, Compute, CopyIn, FetchKV, Handoff, Join, Receive, Step
 from pshard.workload import Workload
 
 BINDS = {
@@ -81,7 +81,9 @@ def simulate_timelines(spec: ModelSpec, profile: MachineProfile, variant: Varian
 
 def _label(step: Step) -> str:
     if isinstance(step, CopyIn | Compute):
-        return step.unit
+        return f"{step.unit} {step.part}" if isinstance(step, Compute) and step.part else step.unit
+    if isinstance(step, Join):
+        return f"rows of {step.unit}"
     if isinstance(step, FetchKV):
         return f"KV {step.unit}"
     if isinstance(step, Handoff):

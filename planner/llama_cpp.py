@@ -13,13 +13,14 @@ TENSORS = {"attention": "attn_.*", "ffn": "ffn_.*"}
 def llama_arguments(variant: Variant, kinds: dict[str, tuple[str, int]]) -> str:
     """Arguments for `llama-cli`, `llama-server` and `llama-bench`. kinds: unit name -> (kind, layer).
 
-    Units that the plan streams stay on the host: llama.cpp computes them there, or copies them for large batches.
+    Units that the plan streams or splits stay on the host: llama.cpp computes them there, or copies them for large
+    batches.
     Raises UserError for a split plan.
     """
     if len(variant.ranks) > 1:
         raise UserError("--emit llama.cpp needs a plan for one device; leave out -sm")
     tier = variant.ranks[0].covering(variant.sequences)
-    outside = [p for p in tier.placements if p.where != "pinned"]
+    outside = [p for p in tier.placements if p.sort != "pinned"]
     words = ["-ngl", "999" if _head_pinned(tier.placements, kinds) else str(_layers(kinds))]
     for kind, tensors in TENSORS.items():
         layers = sorted(kinds[p.unit][1] for p in outside if kinds[p.unit][0] == kind)

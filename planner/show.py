@@ -1,5 +1,6 @@
 """A plan as tables for people."""
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from pshard.pace import decode_seconds, first_token_seconds
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from pshard.validating import Trial
 
 WIDEST = 400  # characters of a table
-LETTERS = {"pinned": "P", "streamed": "s", "cpu": "c"}
+LETTERS = {"pinned": "P", "streamed": "s", "cpu": "c", "split": "x"}
 
 
 def print_variant(variant: Variant, out: "Console") -> None:
@@ -55,9 +56,9 @@ def _time_table(variant: Variant, rank: RankPlan) -> "Table":
     if solve.solver:
         spent = sum(t.solve.seconds for t in rank.tiers)
         title += f" ({solve.solver}, {spent:.2f} s, gap {solve.gap:.2%})"
-    table = _new_table(title, ("tokens", "pinned", "streamed", "cpu", "KV", "ms", "bound", "tok/s", "binds"))
+    table = _new_table(title, ("tokens", "pinned", "streamed", "cpu", "split", "KV", "ms", "bound", "tok/s", "binds"))
     for tier in rank.tiers:
-        count = {w: sum(p.where == w for p in tier.placements) for w in LETTERS}
+        count = {w: sum(p.sort == w for p in tier.placements) for w in LETTERS}
         layers = sum(p.kv is not None for p in tier.placements)
         in_vram = sum(p.kv == "vram" for p in tier.placements)
         p = tier.prediction
@@ -123,13 +124,15 @@ def print_explanation(variant: Variant, gains: tuple[WhatIf, ...], out: "Console
     """Units of every tier, layer by layer, then what binds each tier and what a better machine would bring."""
     for rank in variant.ranks:
         out.print(
-            f"\nUnits of rank {rank.rank} by layer: P pinned, s streamed, c cpu; KV: V in VRAM, h on the host",
+            f"\nUnits of rank {rank.rank} by layer: P pinned, s streamed, c cpu, x split; KV: V in VRAM, h on the host",
             highlight=False,
         )
         for tier in rank.tiers:
             out.print(f"  tier {tier.tokens}", highlight=False)
             for label, units in _rows(tier):
                 out.print(f"    {label:10} {units}", highlight=False, soft_wrap=True)
+            for cut in _describe_splits(tier):
+                out.print(f"    split      {cut}", highlight=False, soft_wrap=True)
     out.print()
     for i, tier in enumerate(variant.ranks[0].tiers):
         slowest = max((r.tiers[i] for r in variant.ranks), key=lambda t: t.prediction.seconds)
@@ -151,8 +154,17 @@ def _rows(tier: TierPlan) -> list[tuple[str, str]]:
     ffn = [p for p in body[:-1] if p.kv is None]
     ends = [*tier.placements[:start], *body[-1:]]
     rows = [
-        ("attention", "".join(LETTERS[p.where] for p in attention)),
+        ("attention", "".join(LETTERS[p.sort] for p in attention)),
         ("KV", "".join("V" if p.kv == "vram" else "h" for p in attention)),
-        ("ffn", "".join(LETTERS[p.where] for p in ffn)),
+        ("ffn", "".join(LETTERS[p.sort] for p in ffn)),
     ]
-    return rows + [(p.unit, LETTERS[p.where]) for p in ends]
+    return rows + [(p.unit, LETTERS[p.sort]) for p in ends]
+
+
+def _describe_splits(tier: TierPlan) -> list[str]:
+    """How FFNs are split, one line for each way."""
+    ways = Counter((p.where, p.cpu_rows) for p in tier.placements if p.cpu_rows)
+    return [
+        f"{n} FFN{'s' * (n > 1)}: {rows} rows of gate and up on the CPU, the accelerator's part {where}"
+        for (where, rows), n in sorted(ways.items())
+    ]

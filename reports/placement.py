@@ -7,6 +7,7 @@ from pshard.plan import Placement, RankPlan, TierPlan, Variant
 from pshard.reports.style import (
     BLUE,
     FAINT,
+    GREEN,
     ORANGE,
     OWN_STRATEGY,
     RESOURCE_NAMES,
@@ -19,11 +20,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = {"pinned": BLUE, "streamed": ORANGE, "cpu": FAINT}
+COLOURS = {"pinned": BLUE, "streamed": ORANGE, "cpu": FAINT, "split": GREEN}
 MEANINGS = {
     "pinned": "pinned: weights stay in VRAM",
     "streamed": "streamed: copied before use",
     "cpu": "cpu: computed on the host",
+    "split": "split: rows on both sides",
 }
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 
@@ -56,7 +58,7 @@ def draw_placement(model: str, variant: Variant, rank: RankPlan) -> "Figure":
     ax.set_xlabel("layer")
     whose = f", rank {rank.rank} of {len(variant.ranks)}" if len(variant.ranks) > 1 else ""
     figure.suptitle(f"Where {model} lives within {rank.budget_mib} MiB of VRAM{whose}", fontweight="bold", fontsize=11)
-    used = {p.where for tier in rank.tiers for p in tier.placements}
+    used = {p.sort for tier in rank.tiers for p in tier.placements}
     handles: list = [Patch(color=COLOURS[w], label=MEANINGS[w]) for w in COLOURS if w in used]
     anywhere = any(p.kv == "vram" for tier in rank.tiers for p in tier.placements)
     dot = "KV cache in VRAM (else host)" if anywhere else "KV cache in VRAM (no layer's here)"
@@ -76,7 +78,7 @@ def _draw_tier(ax: "Axes", tier: TierPlan, kinds: list[str], layers: int, at: fl
 
 
 def _draw_unit(ax: "Axes", place: Placement, x: float, y: float, height: float) -> None:
-    ax.bar(x, height * 0.9, 0.9, y - height * 0.45, color=COLOURS[place.where])
+    ax.bar(x, height * 0.9, 0.9, y - height * 0.45, color=COLOURS[place.sort])
     if place.kv == "vram":
         ax.plot(x, y, "o", color="white" if place.where == "pinned" else "black", markersize=3.5)
 

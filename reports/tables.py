@@ -27,13 +27,13 @@ def tabulate_plan(variant: Variant) -> "DataFrame":
     rows = []
     for rank in variant.ranks:
         for tier in rank.tiers:
-            where = [place.where for place in tier.placements]
+            where = [place.sort for place in tier.placements]
             prediction = tier.prediction
             rows.append(
                 {
                     "rank": str(rank.rank),
                     "tier (tokens)": str(tier.tokens),
-                    **{name: str(where.count(name)) for name in ("pinned", "streamed", "cpu")},
+                    **{name: str(where.count(name)) for name in ("pinned", "streamed", "cpu", "split")},
                     "predicted ms": format_number(1e3 * prediction.seconds),
                     "predicted tok/s": format_number(tier.tokens / prediction.seconds),
                     "limit": RESOURCE_NAMES.get(prediction.binds, prediction.binds),

@@ -86,7 +86,8 @@ def make_placements(pinned: int, where: str, kv_vram: int) -> tuple[Placement, .
         kv = "vram" if layer < kv_vram else "host"
         places.append(Placement(f"blk.{layer}.attention", "pinned" if layer < 28 else "streamed", kv))
         ffn = "pinned" if (layer * pinned) % LAYERS < pinned else "cpu" if where == "both" and layer % 3 else where
-        places.append(Placement(f"blk.{layer}.ffn", "streamed" if ffn == "both" else ffn))
+        rows = 512 if ffn == "both" and layer % 2 else 0
+        places.append(Placement(f"blk.{layer}.ffn", "streamed" if ffn == "both" else ffn, None, rows))
     return (*places, Placement("output", "pinned"))
 
 

@@ -95,7 +95,7 @@ def test_a_published_strategy_can_be_written_instead(plan):
 def test_llama_cpp_arguments_name_what_is_not_pinned(plan):
     _, out, _, registry = plan("--vram", MIB, "--emit", "llama.cpp")
     tier = load_registry(registry).variants[0].ranks[0].covering(1)
-    outside = [p.unit for p in tier.placements if p.where != "pinned" and "ffn" in p.unit]
+    outside = [p.unit for p in tier.placements if p.sort != "pinned" and "ffn" in p.unit]
     assert out.startswith("-ngl ") and out.count("\n") == 1
     assert ("ffn_.*=CPU" in out) == bool(outside)
 

@@ -63,7 +63,7 @@ def test_placement_map_colours_every_unit_of_every_tier():
     drawn = [bar.get_facecolor() for bar in figure.axes[0].patches]
     placements = [p for tier in variant.ranks[0].tiers for p in tier.placements]
     for where, colour in COLOURS.items():
-        assert drawn.count(to_rgba(colour)) == sum(p.where == where for p in placements) > 0
+        assert drawn.count(to_rgba(colour)) == sum(p.sort == where for p in placements) > 0
     dots = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
     assert len(dots) == sum(p.kv == "vram" for p in placements)
 
@@ -112,4 +112,5 @@ def test_plan_table_counts_placements():
     table = tabulate_plan(variant)
     assert len(table) == 2 * len(variant.ranks[0].tiers) and list(table["rank"].unique()) == ["0", "1"]
     placements = variant.ranks[0].tiers[0].placements
-    assert table["streamed"][0] == str(sum(p.where == "streamed" for p in placements))
+    for sort in ("streamed", "split"):
+        assert table[sort][0] == str(sum(p.sort == sort for p in placements)) != "0"
