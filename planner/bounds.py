@@ -13,20 +13,25 @@ GAP = 5e-3  # of a tier that the round enters: its search stops near the bound
 RARE_GAP = 0.02
 
 
-def rough_bound(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts) -> float:
-    """Seconds that no plan of this tier can beat, by linear relaxation: a few percent low, but quick."""
-    return min(relaxation_bound((problem,)) for problem in _problems(room, classes, costs))
+def rough_bound(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, split: bool = False) -> float:
+    """Seconds that no plan of this tier can beat, by linear relaxation: a few percent low, but quick.
+
+    split: no plan that may split FFNs; else none of whole units.
+    """
+    return min(relaxation_bound((problem,)) for problem in _problems(room, classes, costs, split))
 
 
-def bound_seconds(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts) -> float:
-    """Seconds that no plan of this tier can beat, by the integer program."""
-    several, one = _problems(room, classes, costs)
+def bound_seconds(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, split: bool = False) -> float:
+    """Seconds that no plan of this tier can beat, by the integer program; `split` as in `rough_bound`."""
+    several, one = _problems(room, classes, costs, split)
     gap = RARE_GAP if costs.load.rare else GAP
     bound = solve_tiers((several,), relaxed=True, gap=gap).bound
     return bound if relaxation_bound((one,)) >= bound else min(bound, solve_tiers((one,), relaxed=True, gap=gap).bound)
 
 
-def _problems(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts) -> tuple[TierProblem, TierProblem]:
+def _problems(
+    room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, split: bool
+) -> tuple[TierProblem, TierProblem]:
     """The tier with several slots (they take the room of two and look as far ahead as the most), and with one."""
-    several = replace(tier_problem(room, classes, costs, 2), weight=1.0, lookahead=max(SLOT_CHOICES))
+    several = replace(tier_problem(room, classes, costs, 2, split), weight=1.0, lookahead=max(SLOT_CHOICES))
     return several, replace(several, slots=1, lookahead=1)

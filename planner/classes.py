@@ -1,8 +1,12 @@
 """Units that are alike form one class: the integer program counts them instead of naming them."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from pshard.model import ModelSpec, Unit
+from pshard.row_split import share_rows
+
+SHARES = (4, 8, 12)  # sixteenths of an FFN's rows of gate and up that the CPU may have of a split one
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,11 @@ class UnitClass:
     def nbytes(self) -> int:
         """Bytes of one of its units."""
         return self.units[0].packed_nbytes
+
+    @cached_property
+    def cut_rows(self) -> tuple[int, ...]:
+        """Rows that the CPU may have of a split one of its units, by share; none for what cannot be split."""
+        return tuple(sorted({share_rows(self.units[0], share) for share in SHARES} - {0}))
 
 
 def group_units(spec: ModelSpec) -> tuple[UnitClass, ...]:

@@ -32,6 +32,23 @@ NO_SUB_PROBLEMS = dict.fromkeys(
 
 
 @dataclass(frozen=True)
+class CutCost:
+    """Seconds and bytes of one unit of a class whose rows are split between accelerator and CPU in one tier.
+
+    `acc` and `cpu` add up to its time: what the other side does meanwhile is in neither. `link` and `nbytes`: the
+    accelerator's part; `alone`: what it computes once that is there. `row_nbytes`: where the CPU's rows come to.
+    """
+
+    acc: float
+    cpu: float
+    link: float
+    alone: float
+    issue: float
+    nbytes: int
+    row_nbytes: int
+
+
+@dataclass(frozen=True)
 class ClassCost:
     """Seconds and bytes of one unit of a class in one tier. `kv_nbytes`: its layer's KV in VRAM; 0 if it has none."""
 
@@ -48,6 +65,7 @@ class ClassCost:
     kv_cycle: float = 0.0  # fetch and write-back of its layer's KV, between two computations from the one stage
     link_speed: float = 1.0  # 1 = alone; while host work on the unit and a copy overlap
     cpu_speed: float = 1.0
+    cuts: tuple[CutCost, ...] = ()  # by rows on the CPU
 
 
 @dataclass(frozen=True)
@@ -76,11 +94,25 @@ class TierProblem:
 
 @dataclass(frozen=True)
 class Counts:
-    """Units of one class: pinned, on the CPU (the rest is streamed), and with KV in VRAM."""
+    """Units of one class: pinned, on the CPU (the rest is streamed), and with KV in VRAM.
+
+    cuts: split ones by rows on the CPU, (pinned, streamed); they count among the pinned and the streamed ones.
+    """
 
     pin: int
     cpu: int
     kv: int = 0
+    cuts: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def split(self) -> int:
+        """Split units, wherever they are cut."""
+        return sum(pinned + streamed for pinned, streamed in self.cuts)
+
+    @property
+    def pin_whole(self) -> int:
+        """Pinned units that are not split."""
+        return self.pin - sum(pinned for pinned, _ in self.cuts)
 
 
 @dataclass(frozen=True)
@@ -138,22 +170,23 @@ def _write_program(
     host_kv: str = "stalls",
     between: tuple[tuple[Counts, ...], tuple[Counts, ...]] | None = None,
 ):
-    """The program and its (pin, cpu, kv) variables by tier; see `solve_tiers`."""
+    """The program and its (pin, cpu, kv, cuts) variables by tier; see `solve_tiers`."""
     program = pulp.LpProblem("placement", pulp.LpMinimize)
     terms, variables = [], []
     kv_up = pulp.LpVariable("kv_up", cat="Binary")  # 1: smaller tiers have more KV in VRAM
     for t, problem in enumerate(problems):
-        pin, cpu, kv = _count_variables(t, problem, between)
-        variables.append((pin, cpu, kv))
+        pin, cpu, kv, cuts = _count_variables(t, problem, between)
+        variables.append((pin, cpu, kv, cuts))
         if host_kv == "none":
             for c, cost in enumerate(problem.classes):
                 program += kv[c] >= (cost.size if cost.kv_nbytes else 0), f"kv_stays_{t}_{c}"
         stalls = host_kv == "stalls" and not relaxed
-        terms.append(problem.weight * _add_tier(program, t, problem, pin, cpu, kv, relaxed, stalls))
+        terms.append(problem.weight * _add_tier(program, t, problem, pin, cpu, kv, cuts, relaxed, stalls))
         if t:
             before = variables[t - 1]
             for c, cost in enumerate(problem.classes):
-                program += pin[c] <= before[0][c], f"pins_nested_{t}_{c}"
+                in_part = pulp.lpSum(pinned for pinned, _ in before[3][c])
+                program += pin[c] <= before[0][c] - in_part, f"pins_nested_{t}_{c}"
                 if cost.kv_nbytes:
                     program += kv[c] - before[2][c] <= cost.size * (1 - kv_up), f"kv_nested_down_{t}_{c}"
                     program += before[2][c] - kv[c] <= cost.size * kv_up, f"kv_nested_up_{t}_{c}"
@@ -161,6 +194,8 @@ def _write_program(
         first, last = variables[0], variables[-1]
         for c, cost in enumerate(problems[0].classes):
             terms.append(MS * switch_seconds_per_byte * cost.nbytes * (first[0][c] - last[0][c]))
+            for cut, (pinned, _) in zip(cost.cuts, first[3][c]):
+                terms.append(MS * switch_seconds_per_byte * (cut.nbytes - cost.nbytes) * pinned)
             if cost.kv_nbytes and kv_switch and kv_switch[c]:
                 moved = pulp.LpVariable(f"kv_moved_{c}", 0)
                 program += moved >= first[2][c] - last[2][c], f"kv_in_{c}"
@@ -182,10 +217,14 @@ def _count_variables(t: int, problem: TierProblem, between):
         integers("pin", [n.pin for n in fewest], [n.pin for n in most]),
         integers("cpu", none, sizes),
         integers("kv", [n.kv for n in fewest], [n.kv for n in most]),
+        [
+            [integers(f"cut_{i}_{c}", [0, 0], [cost.size] * 2) for i in range(len(cost.cuts))]
+            for c, cost in enumerate(problem.classes)
+        ],
     )
 
 
-def _add_tier(program, t: int, problem: TierProblem, pin, cpu, kv, relaxed: bool, stalls: bool):
+def _add_tier(program, t: int, problem: TierProblem, pin, cpu, kv, cuts, relaxed: bool, stalls: bool):
     """Add one tier's variables and constraints; returns its milliseconds as an expression."""
     slot = pulp.LpVariable(f"slot_mib_{t}", 0)
     stage = pulp.LpVariable(f"stage_{t}", cat="Binary")
@@ -193,13 +232,31 @@ def _add_tier(program, t: int, problem: TierProblem, pin, cpu, kv, relaxed: bool
     trips = pulp.LpVariable(f"trips_{t}", 0)  # runs of CPU units beside the one that the embedding begins
     entered = pulp.LpVariable(f"entered_{t}", 0)
     reached = pulp.LpVariable(f"reached_{t}", cat="Binary")
+    row_stage = pulp.LpVariable(f"row_stage_mib_{t}", 0)
+    splits = [pulp.lpSum(n for pair in of_class for n in pair) for of_class in cuts]
     acc, host, link, one_slot, units, issue, staged, held = [], [], [], [], [], [], [], [problem.slots * slot]
     for c, cost in enumerate(problem.classes):
-        streamed = cost.size - pin[c] - cpu[c]
-        held.append(cost.nbytes / MIB * pin[c])
-        acc.append(MS * cost.acc * (cost.size - cpu[c]))
-        host.append(MS * cost.cpu * cpu[c])
-        issue.append(MS * cost.issue * (cost.size - cpu[c]))
+        pinned, streamed, on_acc = pin[c], cost.size - pin[c] - cpu[c], cost.size - cpu[c] - splits[c]  # whole ones
+        for i, (cut, (in_arena, in_slot)) in enumerate(zip(cost.cuts, cuts[c])):
+            pinned, streamed = pinned - in_arena, streamed - in_slot
+            held.append(cut.nbytes / MIB * in_arena)
+            acc.append(MS * cut.acc * (in_arena + in_slot))
+            issue.append(MS * cut.issue * (in_arena + in_slot))
+            link.append(MS * cut.link * in_slot)
+            one_slot.append(MS * (cut.link + cut.alone) * in_slot)
+            units.append(in_slot)
+            for name, count, size, nbytes in (
+                ("slot", in_slot, slot, cut.nbytes), ("rows", in_arena + in_slot, row_stage, cut.row_nbytes),
+            ):  # fmt: skip
+                uses = pulp.LpVariable(f"cut_{name}_{t}_{c}_{i}", cat="Binary")
+                program += count <= cost.size * uses, f"cut_{name}_{t}_{c}_{i}_if"
+                program += size >= nbytes / MIB * uses, f"cut_{name}_{t}_{c}_{i}_holds"
+        if cost.cuts:
+            program += pinned >= 0, f"pinned_whole_{t}_{c}"
+        held.append(cost.nbytes / MIB * pinned)
+        acc.append(MS * cost.acc * on_acc)
+        host.append(MS * (cost.cpu * cpu[c] + pulp.lpSum(cut.cpu * n for cut, p in zip(cost.cuts, cuts[c]) for n in p)))
+        issue.append(MS * cost.issue * on_acc)
         if cost.kind == "embedding":
             program += streamed == 0, f"embedding_{t}_{c}"
             program += kv[c] == 0
@@ -222,7 +279,7 @@ def _add_tier(program, t: int, problem: TierProblem, pin, cpu, kv, relaxed: bool
             staged.append(MS * (cost.acc + cost.kv_cycle) * on_host if cost.kv_cycle else 0)
         else:
             program += kv[c] == 0
-    held.append(problem.stage_nbytes / MIB * stage)
+    held += [problem.stage_nbytes / MIB * stage, row_stage]
     program += pulp.lpSum(held) <= problem.room / MIB, f"arena_{t}"
     acc_ms, host_ms, link_ms = (
         pulp.lpSum(acc) + MS * (problem.fixed + problem.enter * entered + problem.leave * reached),
@@ -235,17 +292,22 @@ def _add_tier(program, t: int, problem: TierProblem, pin, cpu, kv, relaxed: bool
         for kind in ("attention", "ffn", "embedding", "output")
     }
     program += entered >= reached + on_cpu["embedding"] - 1, f"entered_{t}"
+    if any(cost.cuts for cost in problem.classes):
+        # a split unit after a CPU unit hides the hand-off to the accelerator, after others it needs one to the CPU
+        lone = pulp.LpVariable(f"lone_splits_{t}", 0)
+        program += lone >= pulp.lpSum(splits) - on_cpu["attention"], f"lone_splits_{t}_if"
+        acc_ms = acc_ms + MS * (problem.round_trip * lone - problem.enter * pulp.lpSum(splits))
     # layers alternate, so a run of neighbours has at most one unit more of one kind than of the other; the one that
     # ends with the output does not go back
     program += trips >= on_cpu["ffn"] - on_cpu["attention"] - on_cpu["output"], f"ffn_runs_{t}"
     program += trips >= on_cpu["attention"] - on_cpu["ffn"] - 1, f"attention_runs_{t}"
     # one KV stage: between two layers that use it lie a fetch and a write-back, or what the CPU does there
-    hidden = MS * max(c.kv_cycle for c in problem.classes) * pulp.lpSum(cpu)
+    hidden = MS * max(c.kv_cycle for c in problem.classes) * pulp.lpSum([*cpu, *splits])
     stage_ms = pulp.lpSum(staged) + host_ms - hidden
     if problem.all_contend:
         acc_ms, host_ms = 0, acc_ms + host_ms
     works = [
-        MS * (cost.cpu * cpu[c] + (cost.acc * (cost.size - cpu[c]) if problem.all_contend else 0))
+        host[c] + MS * (cost.acc * (cost.size - cpu[c]) if problem.all_contend else 0)
         for c, cost in enumerate(problem.classes)
     ]
     # ms in which host work of each group and copies overlap
@@ -262,7 +324,8 @@ def _add_tier(program, t: int, problem: TierProblem, pin, cpu, kv, relaxed: bool
     copied = pulp.lpSum(group.link_speed * o for group, o in both)
     program += copied <= link_ms, f"both_link_{t}"
     if not problem.all_contend:  # while one run of CPU units lasts, each slot is filled once at most
-        program += copied <= MS * _copies_beside_a_run(problem) * (trips + 1 + on_cpu["output"]), f"lookahead_{t}"
+        runs = trips + 1 + on_cpu["output"] + pulp.lpSum(splits)
+        program += copied <= MS * _copies_beside_a_run(problem) * runs, f"lookahead_{t}"
     if problem.slots == 1:  # no copy runs while its slot is computed from
         program += total >= pulp.lpSum(one_slot), f"one_slot_{t}"
     if relaxed:
@@ -311,8 +374,11 @@ def _run(program, problems, variables, time_limit: float, allowed: float, starte
         return Solution(status, 0.0, 0.0, 0.0, seconds, name, ())
     objective = pulp.value(program.objective) or 0.0
     counts = tuple(
-        tuple(Counts(*(round(v.value() or 0) for v in (pin[c], cpu[c], kv[c]))) for c in range(len(p.classes)))
-        for p, (pin, cpu, kv) in zip(problems, variables)
+        tuple(
+            Counts(_units(pin[c]), _units(cpu[c]), _units(kv[c]), tuple((_units(a), _units(b)) for a, b in cuts[c]))
+            for c in range(len(p.classes))
+        )
+        for p, (pin, cpu, kv, cuts) in zip(problems, variables)
     )
     proven = program.sol_status == pulp.LpSolutionOptimal and seconds < time_limit
     if name == "HiGHS":  # its own proof, whatever stopped it
@@ -321,6 +387,10 @@ def _run(program, problems, variables, time_limit: float, allowed: float, starte
         bound = objective * (1 - allowed) if proven else _relaxation_value(program)
     gap = max(0.0, (objective - bound) / objective) if objective else 0.0
     return Solution("optimal" if proven else "feasible", objective / MS, bound / MS, gap, seconds, name, counts)
+
+
+def _units(variable) -> int:
+    return round(variable.value() or 0)
 
 
 def _relaxation_value(program) -> float:
@@ -336,23 +406,31 @@ def fluid_seconds(problem: TierProblem, counts: tuple[Counts, ...], relaxed: boo
     longest = max(c.kv_cycle for c in problem.classes)
     works = []
     for cost, n in zip(problem.classes, counts):
-        streamed = cost.size - n.pin - n.cpu if cost.kind != "embedding" else 0
+        streamed = cost.size - n.pin - n.cpu - sum(s for _, s in n.cuts) if cost.kind != "embedding" else 0
         on_host = cost.size - n.cpu - n.kv if cost.kv_nbytes else 0
-        acc += cost.acc * (cost.size - n.cpu) + (0.0 if relaxed else cost.kv_stall * on_host)
+        work = cost.cpu * n.cpu
+        for cut, (in_arena, in_slot) in zip(cost.cuts, n.cuts):
+            acc += cut.acc * (in_arena + in_slot)
+            work += cut.cpu * (in_arena + in_slot)
+            issue += cut.issue * (in_arena + in_slot)
+            link += cut.link * in_slot
+            one_slot += (cut.link + cut.alone) * in_slot
+        acc += cost.acc * (cost.size - n.cpu - n.split) + (0.0 if relaxed else cost.kv_stall * on_host)
         staged += (cost.acc + cost.kv_cycle) * on_host if cost.kv_cycle else 0.0
-        hidden += longest * n.cpu
-        host += cost.cpu * n.cpu
-        works.append(cost.cpu * n.cpu + (cost.acc * (cost.size - n.cpu) if problem.all_contend else 0.0))
+        hidden += longest * (n.cpu + n.split)
+        host += work
+        works.append(work + (cost.acc * (cost.size - n.cpu) if problem.all_contend else 0.0))
         link += cost.link * streamed + cost.kv_fetch * on_host
         one_slot += (cost.link + cost.acc) * streamed
-        issue += cost.issue * (cost.size - n.cpu)
+        issue += cost.issue * (cost.size - n.cpu - n.split)
     reached = any(c.kind != "embedding" and c.size > n.cpu for c, n in zip(problem.classes, counts))
     on_cpu = dict.fromkeys(("attention", "ffn", "embedding", "output"), 0)
     for cost, n in zip(problem.classes, counts):
         on_cpu[cost.kind] += n.cpu
     acc += problem.fixed + (problem.leave + problem.enter * min(1, on_cpu["embedding"]) if reached else 0.0)
     least = max(0, on_cpu["ffn"] - on_cpu["attention"] - on_cpu["output"], on_cpu["attention"] - on_cpu["ffn"] - 1)
-    acc += problem.round_trip * least
+    splits = sum(n.split for n in counts)
+    acc += problem.round_trip * (least + max(0, splits - on_cpu["attention"])) - problem.enter * splits
     stage = staged + host - hidden
     if problem.all_contend:
         acc, host = 0.0, acc + host
@@ -366,7 +444,7 @@ def fluid_seconds(problem: TierProblem, counts: tuple[Counts, ...], relaxed: boo
     ]
     if not problem.all_contend and (per_run := _copies_beside_a_run(problem)):
         more = [s + problem.round_trip * g.link_speed / per_run for s, g in zip(slower, groups)]
-        rising.append((acc + host - problem.round_trip * (1 + on_cpu["output"] + least), more))
+        rising.append((acc + host - problem.round_trip * (1 + on_cpu["output"] + least + splits), more))
     floor = max(stage, one_slot if problem.slots == 1 else 0.0)
     most = [sum(works[c] for c in g.classes) / g.cpu_speed for g in groups]
     apart = sum(works[c] for g in groups for c in g.classes) + link
@@ -413,15 +491,15 @@ def _least_time(
 
 def held_bytes(problem: TierProblem, counts: tuple[Counts, ...]) -> int:
     """Bytes of the arena (without scratch) that given counts take."""
-    pins = sum(cost.nbytes * n.pin for cost, n in zip(problem.classes, counts))
-    kv = sum(cost.kv_nbytes * n.kv for cost, n in zip(problem.classes, counts))
-    slot = max(
-        (
-            cost.nbytes
-            for cost, n in zip(problem.classes, counts)
-            if cost.kind != "embedding" and cost.size > n.pin + n.cpu
-        ),
-        default=0,
-    )
+    pins = kv = slot = row_stage = 0
+    for cost, n in zip(problem.classes, counts):
+        pins += cost.nbytes * n.pin_whole
+        kv += cost.kv_nbytes * n.kv
+        if cost.kind != "embedding" and cost.size > n.pin + n.cpu + sum(streamed for _, streamed in n.cuts):
+            slot = max(slot, cost.nbytes)
+        for cut, (pinned, streamed) in zip(cost.cuts, n.cuts):
+            pins += cut.nbytes * pinned
+            slot = max(slot, cut.nbytes if streamed else 0)
+            row_stage = max(row_stage, cut.row_nbytes if pinned + streamed else 0)
     staged = any(cost.kv_nbytes and cost.size > n.cpu + n.kv for cost, n in zip(problem.classes, counts))
-    return pins + kv + problem.slots * slot + (problem.stage_nbytes if staged else 0)
+    return pins + kv + problem.slots * slot + row_stage + (problem.stage_nbytes if staged else 0)

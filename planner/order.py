@@ -1,8 +1,8 @@
 """From counts to units: which ones of a class are pinned, streamed or on the CPU, spread evenly over the layers."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from pshard.model import Unit
 from pshard.planner.classes import UnitClass
@@ -16,10 +16,14 @@ def spread(n: int, k: int, phase: float = 0.5) -> list[int]:
 
 @dataclass(frozen=True)
 class Residency:
-    """Orders in which units become resident: every tier's pins and KV are prefixes of them."""
+    """Orders in which units become resident: every tier's pins and KV are prefixes of them.
+
+    cpu_rows: of units that are pinned in part, the CPU's rows; tiers that may not split FFNs do not reach them.
+    """
 
     pin_order: tuple[str, ...]
     kv_order: tuple[str, ...]
+    cpu_rows: Mapping[str, int] = field(default_factory=dict)
 
 
 def _spread_order(left: list[str], pins: list[int], phase: float) -> list[str]:
@@ -49,26 +53,40 @@ def order_residency(
 
     `even` leaves out units that are evenly spaced, which suits streaming; else the last layers stay in VRAM, so that
     CPU units are one run. `spaced`: the counts that leave out evenly spaced units, when these are not all of them.
+    What the smallest tier pins in part comes after all that it pins whole.
     """
+    whole = [n.pin_whole for n in counts[0]]
     orders = []
     for c, cls in enumerate(classes):
         if even:
-            marks = {n[c].pin for n in spaced or counts}
+            marks = {n[c].pin for n in spaced or counts} | {whole[c]}
             marks |= {n[c].kv for n in spaced or counts if cls.kind == "attention"}
             phase = 0.35 if cls.kind == "attention" else 0.65
             orders.append(_spread_order([u.name for u in cls.units], sorted(marks), phase))
         else:
             orders.append([u.name for u in reversed(cls.units)])
-    pin_order = _merge(orders, [[n[c].pin for c in range(len(classes))] for n in counts])
+    pin_order = _merge(orders, [whole, *([n[c].pin for c in range(len(classes))] for n in counts)])
     kv_orders = [o if cls.kind == "attention" else [] for o, cls in zip(orders, classes)]
     kv_order = _merge(kv_orders, [[n[c].kv for c in range(len(classes))] for n in counts])
-    return Residency(pin_order, kv_order)
+    cpu_rows: dict[str, int] = {}
+    for cls, order, start, n in zip(classes, orders, whole, counts[0]):
+        for rows, (pinned, _) in zip(cls.cut_rows, n.cuts):
+            cpu_rows |= dict.fromkeys(order[start : start + pinned], rows)
+            start += pinned
+    return Residency(pin_order, kv_order, cpu_rows)
 
 
 def order_around(
-    classes: tuple[UnitClass, ...], counts: list[tuple[Counts, ...]], pinned: set[str], kv: set[str]
+    classes: tuple[UnitClass, ...],
+    counts: list[tuple[Counts, ...]],
+    pinned: set[str],
+    kv: set[str],
+    cpu_rows: Mapping[str, int],
 ) -> Residency:
-    """Orders of which the given sets are prefixes, and the other tiers' counts about so."""
+    """Orders of which the given sets are prefixes, and the other tiers' counts about so.
+
+    cpu_rows: of those that are pinned in part; they stand last in the set, as large tiers end before them.
+    """
     orders = []
     for members, lengths in (
         (pinned, [[n.pin for n in tier] for tier in counts]),
@@ -85,7 +103,9 @@ def order_around(
             outside = [u.name for u in cls.units if u.name not in members]
             by_class.append([*_spread_order(inside, marks, 0.5), *outside])
         orders.append(_merge(by_class, lengths))
-    return Residency(*orders)
+    pin_order, kv_order = orders
+    first = sorted(pin_order[: len(pinned)], key=lambda name: name in cpu_rows)
+    return Residency((*first, *pin_order[len(pinned) :]), kv_order, cpu_rows)
 
 
 def _merge(orders: list[list[str]], prefixes: list[list[int]]) -> tuple[str, ...]:
@@ -119,6 +139,25 @@ def assign_cpu(
             share = (i + 1) * count // len(centres) - i * count // len(centres)
             cpu |= {u.name for u in _take_nearest(free, centre, share)}
     return cpu
+
+
+def assign_cuts(
+    classes: tuple[UnitClass, ...], counts: tuple[tuple[int, ...], ...], taken: frozenset[str]
+) -> dict[str, int]:
+    """Streamed units that are split, evenly spread over those of their class that are not `taken`, with the CPU's rows.
+
+    counts: by class, for each of its `cut_rows`. Raises ValueError when there are fewer units.
+    """
+    cut: dict[str, int] = {}
+    for cls, of_class in zip(classes, counts):
+        free = [u.name for u in cls.units if u.name not in taken]
+        for rows, count in zip(cls.cut_rows, of_class):
+            if count > len(free):
+                raise ValueError(f"{count} of {len(free)} units of {cls.name} cannot be split")
+            chosen = [free[i] for i in spread(len(free), count)]
+            cut |= dict.fromkeys(chosen, rows)
+            free = [name for name in free if name not in cut]
+    return cut
 
 
 def _take_nearest(free: list[Unit], centre: float, count: int) -> list[Unit]:

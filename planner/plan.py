@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from pshard.buffers import arena_bytes, scratch_bytes
 from pshard.errors import BudgetTooSmall, UserError
@@ -24,8 +25,9 @@ from pshard.planner.costs import Tables, TierCosts, tier_costs
 from pshard.planner.draft import Room, predict_ranks, predict_tier, rank_room
 from pshard.planner.ilp import fluid_seconds
 from pshard.planner.load import raise_weights, tier_loads
-from pshard.planner.problem import count_tier, tier_problem
+from pshard.planner.problem import count_tier, may_split, tier_problem
 from pshard.planner.refine import refine_candidate
+from pshard.planner.splits import split_candidate
 from pshard.splitting import split_model
 from pshard.workload import Workload
 
@@ -34,7 +36,10 @@ WORTH = 0.99  # a smaller micro-batch is taken when the prompt takes less than t
 
 @dataclass(frozen=True)
 class RankTask:
-    """What is planned for one rank: its slice of the model, its room, and the costs and bounds of its tiers."""
+    """What is planned for one rank: its slice of the model, its room, and the costs and bounds of its tiers.
+
+    bounds: seconds that no plan of whole units can beat.
+    """
 
     rank: int
     share: float
@@ -47,6 +52,19 @@ class RankTask:
     @property
     def budget_mib(self) -> int:
         return self.room.workload.vram_mib[self.rank]
+
+    @cached_property
+    def split_bounds(self) -> tuple[float, ...]:
+        """Seconds by tier that no plan can beat, whether or not it splits FFNs."""
+        found = []
+        for cost, bound in zip(self.costs, self.bounds):
+            if not may_split(cost):
+                found.append(bound)
+                continue
+            quick = cost.load.rare or not self.plan_needed
+            least = (rough_bound if quick else bound_seconds)(self.room, self.classes, cost, split=True)
+            found.append(min(bound, least))
+        return tuple(found)
 
     def is_like(self, other: "RankTask") -> bool:
         """Whether the same plan serves both ranks."""
@@ -120,7 +138,7 @@ def predict_again(variant: Variant, task: RankTask) -> Variant:
                 predict_tier(task.room, tier, cost, bound), measured_seconds=tier.prediction.measured_seconds
             ),
         )
-        for tier, cost, bound in zip(rank.tiers, task.costs, task.bounds, strict=True)
+        for tier, cost, bound in zip(rank.tiers, task.costs, task.split_bounds, strict=True)
     )
     return replace(variant, ranks=(replace(rank, tiers=tiers),), correction=task.costs[0].tables.correction)
 
@@ -129,7 +147,9 @@ def rank_plans(task: RankTask, time_limit: float, programs: int = 1) -> tuple[Ca
     """Plans of one rank, the best first, with so many solutions of the program; only the one that keeps everything in
     VRAM where that fits every rank."""
     best, *others = _place(task, time_limit, programs)
-    return (_refine(task, best), *others)
+    whole = _refine(task, best)
+    split = _split(task, whole)
+    return (split, *others) if split is whole else (split, whole, *others)
 
 
 def place_ranks(tasks: Sequence[RankTask], time_limit: float) -> tuple[Candidate, ...]:
@@ -142,11 +162,11 @@ def place_ranks(tasks: Sequence[RankTask], time_limit: float) -> tuple[Candidate
 
 
 def refine_ranks(tasks: Sequence[RankTask], placed: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Each rank's plan refined unit by unit."""
+    """Each rank's plan refined unit by unit, FFNs split where that helps."""
     refined: list[Candidate] = []
     for task, candidate in zip(tasks, placed):
         alike = next((c for other, c in zip(tasks, refined) if other.is_like(task)), None)
-        refined.append(alike or _refine(task, candidate))
+        refined.append(alike or _split(task, _refine(task, candidate)))
     return tuple(refined)
 
 
@@ -158,6 +178,10 @@ def _place(task: RankTask, time_limit: float, programs: int) -> tuple[Candidate,
 
 def _refine(task: RankTask, candidate: Candidate) -> Candidate:
     return refine_candidate(task.room, task.classes, task.costs, candidate) if task.plan_needed else candidate
+
+
+def _split(task: RankTask, candidate: Candidate) -> Candidate:
+    return split_candidate(task.room, task.classes, task.costs, candidate) if task.plan_needed else candidate
 
 
 def join_ranks(tasks: Sequence[RankTask], chosen: Sequence[Candidate]) -> Variant:
@@ -280,7 +304,7 @@ def _write_rank(task: RankTask, chosen: Candidate) -> RankPlan:
     """A rank's plan, as yet without predictions."""
     solved, tiers = chosen.solution, []
     for tier, cost in zip(chosen.tiers, task.costs):
-        problem = tier_problem(task.room, task.classes, cost, max(tier.buffers.slots, 1))
+        problem = tier_problem(task.room, task.classes, cost, max(tier.buffers.slots, 1), split=True)
         objective = fluid_seconds(problem, count_tier(task.classes, tier))
         gap = solved.gap if solved else 0.0
         solve = Solve(
@@ -303,7 +327,7 @@ def _predict(tasks: Sequence[RankTask], ranks: Sequence[RankPlan]) -> tuple[Rank
     """The ranks' plans with predictions: they run together."""
     rooms, predicted = [t.room for t in tasks], []
     for i in range(len(tasks[0].costs)):
-        tiers, costs, bounds = zip(*((r.tiers[i], t.costs[i], t.bounds[i]) for t, r in zip(tasks, ranks)))
+        tiers, costs, bounds = zip(*((r.tiers[i], t.costs[i], t.split_bounds[i]) for t, r in zip(tasks, ranks)))
         predictions = predict_ranks(rooms, tiers, costs, bounds)
         predicted.append([replace(tier, prediction=p) for tier, p in zip(tiers, predictions)])
     return tuple(replace(rank, tiers=tiers) for rank, tiers in zip(ranks, zip(*predicted)))

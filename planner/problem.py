@@ -1,15 +1,19 @@
 """From nouns to the integer program's coefficients, and from its counts back."""
 
-from pshard.plan import TierPlan
+from pshard.buffers import SMALL_BATCH
+from pshard.plan import Placement, TierPlan
 from pshard.planner.classes import UnitClass
 from pshard.planner.costs import TierCosts
 from pshard.planner.draft import Room
-from pshard.planner.ilp import ClassCost, Counts, TierProblem
+from pshard.planner.ilp import ClassCost, Counts, CutCost, TierProblem
+from pshard.row_split import row_stage_bytes
 
 
-def tier_problem(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, slots: int) -> TierProblem:
-    """Coefficients of one tier with that many staging slots."""
-    spec, load = room.spec, costs.load
+def tier_problem(
+    room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, slots: int, split: bool = False
+) -> TierProblem:
+    """Coefficients of one tier with that many staging slots; `split`: FFNs may be split where `may_split` says."""
+    spec, load, split = room.spec, costs.load, split and may_split(costs)
     rows = []
     between = min((costs.units[c.units[0].name].acc for c in classes if c.kind == "ffn"), default=0.0)
     for cls in classes:
@@ -18,11 +22,14 @@ def tier_problem(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, s
         cycle = unit.kv_fetch + unit.kv_write if unit.kv_fetch else 0.0
         stall = max(0.0, cycle - between)
         speeds = [side[cls.units[0].name] for side in (costs.contended, costs.acc_contended) if side]
+        cut_rows = cls.cut_rows if split else ()
+        speeds += [costs.split_speeds(cls.units[0].name, n) for n in cut_rows]
         rows.append(
             ClassCost(
                 cls.kind, cls.size, cls.nbytes, unit.acc, unit.cpu, unit.link,
                 kv, unit.kv_fetch, unit.issue, stall, cycle,
                 max(link for link, _ in speeds), max(cpu for _, cpu in speeds),
+                tuple(_cut_cost(costs, cls, n) for n in cut_rows),
             )
         )  # fmt: skip
     hidden, logits = load.tokens * spec.config.d_model * 4, load.logit_rows * spec.config.vocab * 4
@@ -52,6 +59,26 @@ def tier_problem(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, s
     )
 
 
+def may_split(costs: TierCosts) -> bool:
+    """Whether FFNs of this tier may be split: few tokens, and an accelerator that works beside the CPU."""
+    return costs.tables.kind != "cpu" and costs.load.tokens <= SMALL_BATCH
+
+
+def _cut_cost(costs: TierCosts, cls: UnitClass, cpu_rows: int) -> CutCost:
+    """Of what both sides do at once the longer counts; where that is the accelerator's part, the CPU's is free."""
+    cut = costs.split(cls.units[0].name, cpu_rows)
+    waits = cut.cpu >= cut.acc_rows  # the accelerator for the CPU
+    return CutCost(
+        cut.issue + cut.join + cut.down + (0.0 if waits else cut.acc_rows),
+        cut.cpu if waits else 0.0,
+        cut.link,
+        cut.acc_rows + cut.down,
+        2 * cut.issue + (0.0 if waits else cut.cpu),
+        cut.nbytes,
+        row_stage_bytes(costs.load.tokens, cpu_rows),
+    )
+
+
 def count_tier(classes: tuple[UnitClass, ...], tier: TierPlan) -> tuple[Counts, ...]:
     """The counts that a tier's placements amount to."""
     places = {p.unit: p for p in tier.placements}
@@ -60,6 +87,13 @@ def count_tier(classes: tuple[UnitClass, ...], tier: TierPlan) -> tuple[Counts, 
             sum(places[u.name].where == "pinned" for u in cls.units),
             sum(places[u.name].where == "cpu" for u in cls.units),
             sum(places[u.name].kv == "vram" for u in cls.units),
+            tuple(
+                (
+                    sum(places[u.name] == Placement(u.name, "pinned", None, rows) for u in cls.units),
+                    sum(places[u.name] == Placement(u.name, "streamed", None, rows) for u in cls.units),
+                )
+                for rows in cls.cut_rows
+            ),
         )
         for cls in classes
     )

@@ -9,7 +9,8 @@ from pshard.planner.classes import UnitClass
 from pshard.planner.costs import TierCosts
 from pshard.planner.draft import Room, draft_tier, tier_seconds
 from pshard.planner.ilp import Counts
-from pshard.planner.order import Residency, assign_cpu
+from pshard.planner.order import Residency, assign_cpu, assign_cuts
+from pshard.planner.problem import may_split
 
 SLOT_CHOICES = (1, 2, 3, 4)
 SEARCH_ROUNDS = 2
@@ -19,13 +20,17 @@ PIN_REACH = 8  # pins given up or gained for a change of slots
 
 @dataclass(frozen=True)
 class TierState:
-    """A tier as few numbers: prefix lengths of the residency orders, CPU units by class, runs they form, slots."""
+    """A tier as few numbers: prefix lengths of the residency orders, CPU units by class, runs they form, slots.
+
+    cuts: by class, split streamed units for each of its `cut_rows`; () without any.
+    """
 
     pins: int
     kv: int
     cpu: tuple[int, ...]
     runs: int
     slots: int
+    cuts: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -38,19 +43,36 @@ class Scored:
 
 
 class TierSearch:
-    """Builds and times states of one tier; remembers what it has timed."""
+    """Builds and times states of one tier; remembers what it has timed. `splits`: its steps may split more FFNs."""
 
-    def __init__(self, room: Room, classes: tuple[UnitClass, ...], residency: Residency, costs: TierCosts) -> None:
+    def __init__(
+        self,
+        room: Room,
+        classes: tuple[UnitClass, ...],
+        residency: Residency,
+        costs: TierCosts,
+        splits: bool = False,
+    ) -> None:
         self.room, self.classes, self.residency, self.costs = room, classes, residency, costs
+        self.splits = splits and may_split(costs)
         self._seen: dict[TierState, Scored | None] = {}
+
+    @cached_property
+    def most_pins(self) -> int:
+        """The longest prefix of the pin order that this tier may have: a large one ends before units that are split."""
+        order = self.residency.pin_order
+        if may_split(self.costs):
+            return len(order)
+        return next((i for i, unit in enumerate(order) if unit in self.residency.cpu_rows), len(order))
 
     def start(self, counts: tuple[Counts, ...], slots: int) -> Scored | None:
         """The solver's counts as a tier, with CPU units in the best of several numbers of runs."""
         pins, kv = sum(n.pin for n in counts), sum(n.kv for n in counts)
         cpu = tuple(0 if c.kind == "embedding" else n.cpu for c, n in zip(self.classes, counts))
+        cuts = tuple(tuple(streamed for _, streamed in n.cuts) for n in counts) if any(n.split for n in counts) else ()
         most = max((n for c, n in zip(self.classes, cpu) if c.kind in ("attention", "ffn")), default=0)
         choices = {0, most, most // 2, most // 4} if most else {0}
-        scored = [s for s in (self.score(TierState(pins, kv, cpu, runs, slots)) for runs in sorted(choices)) if s]
+        scored = [s for s in (self.score(TierState(pins, kv, cpu, runs, slots, cuts)) for runs in sorted(choices)) if s]
         return min(scored, key=lambda s: s.seconds, default=None)
 
     def score(self, state: TierState) -> Scored | None:
@@ -63,6 +85,8 @@ class TierSearch:
         return self._seen[state]
 
     def build(self, state: TierState) -> TierPlan | None:
+        if state.pins > self.most_pins:
+            return None
         pinned = frozenset(self.residency.pin_order[: state.pins])
         kv = frozenset(self.residency.kv_order[: state.kv])
         resident = pinned | kv
@@ -79,7 +103,15 @@ class TierSearch:
             u.name: "pinned" if u.name in pinned else "cpu" if u.name in on_cpu else "streamed"
             for u in self.room.spec.units
         }
-        tier = draft_tier(self.room, self.costs.load.tokens, where, kv, state.slots)
+        cut = {name: rows for name, rows in self.residency.cpu_rows.items() if name in pinned}
+        if state.cuts:
+            if any(min(n, default=0) < 0 for n in state.cuts):
+                return None
+            try:
+                cut |= assign_cuts(self.classes, state.cuts, pinned | frozenset(on_cpu))
+            except ValueError:
+                return None
+        tier = draft_tier(self.room, self.costs.load.tokens, where, kv, state.slots, cut)
         return tier if tier.buffers.total <= self.room.arena else None
 
     def improve(self, start: Scored, evaluations: int, bound: float = 0.0) -> Scored:
@@ -131,7 +163,15 @@ class TierSearch:
         def pins(sign: int):
             def move(state: TierState, far: int) -> TierState | None:
                 changed = state.pins + sign * far
-                return replace(state, pins=changed) if 0 <= changed <= len(self.residency.pin_order) else None
+                return replace(state, pins=changed) if 0 <= changed <= self.most_pins else None
+
+            return move
+
+        def cuts(c: int, i: int, sign: int):
+            def move(state: TierState, far: int) -> TierState | None:
+                now = state.cuts or tuple((0,) * len(cls.cut_rows) for cls in self.classes)
+                of_class = (*now[c][:i], now[c][i] + sign * far, *now[c][i + 1 :])
+                return replace(state, cuts=(*now[:c], of_class, *now[c + 1 :]))
 
             return move
 
@@ -142,11 +182,17 @@ class TierSearch:
             *(runs(sign) for sign in signs),
             *(slots(sign) for sign in signs),
             *(pins(sign) for sign in signs),
+            *(
+                cuts(c, i, sign)
+                for c, cls in enumerate(self.classes if self.splits else ())
+                for i in range(len(cls.cut_rows))
+                for sign in signs
+            ),
         )
 
     def fill(self, state: TierState) -> TierState | None:
         """The state with as many pins as fit, near its own number."""
-        most = min(state.pins + PIN_REACH, len(self.residency.pin_order))
+        most = min(state.pins + PIN_REACH, self.most_pins)
         for pins in range(most, max(-1, state.pins - PIN_REACH), -1):
             filled = replace(state, pins=pins)
             if self.build(filled):

@@ -6,24 +6,31 @@ from dataclasses import replace
 import pytest
 
 from pshard.plan import TierPlan
+from pshard.planner.classes import group_units
+from pshard.planner.costs import TierCosts
 from pshard.planner.datasheet import profile_from_datasheet
 from pshard.planner.draft import Room, draft_tier, tier_seconds
 from pshard.planner.ilp import fluid_seconds
 from pshard.planner.plan import prepare_ranks
-from pshard.planner.problem import count_tier, tier_problem
-from pshard.planner.refine import CHOICES
+from pshard.planner.problem import count_tier, may_split, tier_problem
+from pshard.planner.refine import CHOICES, split_choices
 from tests.test_planner_oracle import random_case
 
 ROUNDS = 4
 
 
-def place_randomly(rng: random.Random, room: Room, tokens: int) -> TierPlan:
+def place_randomly(rng: random.Random, room: Room, costs: TierCosts) -> TierPlan:
     """Any placement of every unit, whether or not it fits; every choice as likely as drawn for this tier."""
-    likely = [rng.random() for _ in range(max(map(len, CHOICES.values())))]
-    drawn = {u.name: rng.choices(CHOICES[u.kind], likely[: len(CHOICES[u.kind])])[0] for u in room.spec.units}
-    where = {name: place for name, (place, _) in drawn.items()}
-    kv = frozenset(name for name, (_, vram) in drawn.items() if vram)
-    return draft_tier(room, tokens, where, kv, rng.choice((1, 2, 3, 4)))
+    likely = [rng.random() for _ in range(16)]
+    drawn = {}
+    for cls in group_units(room.spec):
+        choices = CHOICES[cls.kind] + (split_choices(cls.cut_rows) if may_split(costs) else ())
+        for unit in cls.units:
+            drawn[unit.name] = rng.choices(choices, likely[: len(choices)])[0]
+    where = {name: place for name, (place, _, _) in drawn.items()}
+    kv = frozenset(name for name, (_, vram, _) in drawn.items() if vram)
+    cut = {name: rows for name, (_, _, rows) in drawn.items() if rows}
+    return draft_tier(room, costs.load.tokens, where, kv, rng.choice((1, 2, 3, 4)), cut)
 
 
 def settle_slots(room: Room, tier: TierPlan) -> TierPlan:
@@ -33,7 +40,8 @@ def settle_slots(room: Room, tier: TierPlan) -> TierPlan:
     stay = {name for i, name in enumerate(streamed) if i < slots and i + slots >= len(streamed)}
     where = {p.unit: "pinned" if p.unit in stay else p.where for p in tier.placements}
     kv = frozenset(p.unit for p in tier.placements if p.kv == "vram")
-    return draft_tier(room, tier.tokens, where, kv, max(1, slots - len(stay)))
+    cut = {p.unit: p.cpu_rows for p in tier.placements if p.cpu_rows}
+    return draft_tier(room, tier.tokens, where, kv, max(1, slots - len(stay)), cut)
 
 
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
@@ -45,8 +53,8 @@ def test_no_placement_is_faster_than_its_counts_allow(seed, kind):
     (task,) = prepare_ranks(spec, profile_from_datasheet(replace(rates, kind=kind)), workload)
     for _ in range(30):
         costs = rng.choice(task.costs)
-        tier = place_randomly(rng, task.room, costs.load.tokens)
+        tier = place_randomly(rng, task.room, costs)
         counted = settle_slots(task.room, tier)
-        problem = tier_problem(task.room, task.classes, costs, max(1, counted.buffers.slots))
+        problem = tier_problem(task.room, task.classes, costs, max(1, counted.buffers.slots), split=True)
         least = fluid_seconds(problem, count_tier(task.classes, counted), relaxed=True)
         assert tier_seconds(task.room, tier, costs, ROUNDS) >= least * (1 - 1e-9)

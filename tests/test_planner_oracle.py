@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from pshard.model import ModelSpec
+from pshard.model import ModelSpec, Unit
 from pshard.planner.datasheet import Rates, profile_from_datasheet
 from pshard.planner.draft import draft_tier, simulate_tier
 from pshard.planner.plan import RankTask, plan_variant, prepare_ranks
@@ -19,6 +19,8 @@ OPTIONS = {
     "embedding": (("pinned", False), ("cpu", False)),
 }
 OTHER = (("pinned", False), ("streamed", False), ("cpu", False))
+Place = tuple[str, bool, int]  # where, KV in VRAM, rows on the CPU
+MOST_SPLIT = 3  # layers of the models whose FFNs the oracle also splits
 
 
 @dataclass
@@ -35,38 +37,48 @@ class Oracle:
     simulated: int = 0
 
     def __post_init__(self) -> None:
-        costs = self.task.costs[0].units
+        self.costs = self.task.costs[0]
         self.units = self.task.room.spec.units
-        least = [min(costs[u.name].acc, costs[u.name].cpu) for u in self.units]
+        self.options = [self.list_options(u) for u in self.units]
+        least = [min(seconds for _, seconds, _, _ in options) for options in self.options]
         self.rest = [sum(least[i:]) for i in range(len(least) + 1)]
-        self.room = self.task.room.arena - self.task.room.scratch(self.task.costs[0].load.tokens)
+        self.room = self.task.room.arena - self.task.room.scratch(self.costs.load.tokens)
 
-    def search(self, places: tuple = (), serial: float = 0.0, link: float = 0.0, held: int = 0) -> None:
+    def list_options(self, unit: Unit) -> list[tuple[Place, float, float, int]]:
+        """Ways to place a unit: the place, its least seconds in turn with other units, on the link, bytes it holds."""
+        cost, room, options = self.costs.units[unit.name], self.task.room, []
+        for where, in_vram in OPTIONS.get(unit.kind, OTHER):
+            fetched = unit.kind == "attention" and where != "cpu" and not in_vram
+            link = (cost.link if where == "streamed" else 0.0) + (cost.kv_fetch if fetched else 0.0)
+            held = (unit.packed_nbytes if where == "pinned" else 0) + (room.kv_layer if in_vram else 0)
+            options.append(((where, in_vram, 0), cost.cpu if where == "cpu" else cost.acc, link, held))
+        split = self.task.room.spec.config.n_layers <= MOST_SPLIT
+        for rows in next(c.cut_rows for c in self.task.classes if unit in c.units) if split else ():
+            cut = self.costs.split(unit.name, rows)
+            seconds = max(cut.acc_rows, cut.cpu) + cut.join + cut.down
+            options.append((("pinned", False, rows), seconds, 0.0, cut.nbytes))
+            options.append((("streamed", False, rows), seconds, cut.link, 0))
+        return options
+
+    def search(self, places: tuple[Place, ...] = (), serial: float = 0.0, link: float = 0.0, held: int = 0) -> None:
         at = len(places)
         if held > self.room or max(serial + self.rest[at], link) >= min(self.limit, self.fastest):
             return
         if at == len(self.units):
             self.simulate(places)
             return
-        unit = self.units[at]
-        cost = self.task.costs[0].units[unit.name]
-        for where, in_vram in OPTIONS.get(unit.kind, OTHER):
-            fetched = unit.kind == "attention" and where != "cpu" and not in_vram
-            bytes_held = (unit.packed_nbytes if where == "pinned" else 0) + (self.task.room.kv_layer if in_vram else 0)
-            self.search(
-                (*places, (where, in_vram)),
-                serial + (cost.cpu if where == "cpu" else cost.acc),
-                link + (cost.link if where == "streamed" else 0.0) + (cost.kv_fetch if fetched else 0.0),
-                held + bytes_held,
-            )
+        for place, seconds, copied, nbytes in self.options[at]:
+            self.search((*places, place), serial + seconds, link + copied, held + nbytes)
 
-    def simulate(self, places: tuple) -> None:
-        room, costs = self.task.room, self.task.costs[0]
-        where = {u.name: place for u, (place, _) in zip(self.units, places)}
-        kv = frozenset(u.name for u, (_, in_vram) in zip(self.units, places) if in_vram)
+    def simulate(self, places: tuple[Place, ...]) -> None:
+        room, costs = self.task.room, self.costs
+        named = [(u.name, *place) for u, place in zip(self.units, places)]
+        where = {name: place for name, place, _, _ in named}
+        kv = frozenset(name for name, _, in_vram, _ in named if in_vram)
+        cut = {name: rows for name, _, _, rows in named if rows}
         streamed = sum(place == "streamed" for place in where.values())
         for slots in [n for n in SLOT_CHOICES if n <= streamed] or [0]:
-            tier = draft_tier(room, costs.load.tokens, where, kv, slots)
+            tier = draft_tier(room, costs.load.tokens, where, kv, slots, cut)
             if tier.buffers.total <= room.arena:
                 self.simulated += 1
                 self.fastest = min(self.fastest, simulate_tier(room, tier, costs).seconds)

@@ -15,24 +15,33 @@ from pshard.workload import Workload
 from tests.planner_cases import DESKTOP, OWN, make_model
 
 
-def problems(mib: int, link: float = 25e9, slots: int = 2, layers: int = 4, kind: str = "cuda"):
+def problems(mib: int, link: float = 25e9, slots: int = 2, layers: int = 4, kind: str = "cuda", **rates: float):
     workload = Workload((mib + (OWN if kind == "cuda" else 0),), context=512, max_ubatch=16, prompt=256, generated=64)
-    profile = profile_from_datasheet(replace(DESKTOP, link=link, kind=kind))
+    profile = profile_from_datasheet(replace(DESKTOP, link=link, kind=kind, **rates))
     (task,) = prepare_ranks(make_model(layers=layers), profile, workload)
     return tuple(tier_problem(task.room, task.classes, c, affordable(task.room, c, slots)) for c in task.costs), task
 
 
 def all_counts(problem):
-    for combo in itertools.product(*(range(c.size + 1) for c in problem.classes for _ in range(3))):
-        counts = tuple(Counts(*combo[3 * i : 3 * i + 3]) for i in range(len(problem.classes)))
-        legal = all(
-            n.pin + n.cpu <= c.size
-            and (n.kv + n.cpu <= c.size if c.kv_nbytes else n.kv == 0)
-            and (c.kind != "embedding" or n.pin + n.cpu == c.size)
-            for c, n in zip(problem.classes, counts)
-        )
-        if legal and held_bytes(problem, counts) <= problem.room:
+    """Every legal count of units that fits."""
+    ways = [list(class_counts(c)) for c in problem.classes]
+    for counts in itertools.product(*ways):
+        if held_bytes(problem, counts) <= problem.room:
             yield counts
+
+
+def class_counts(c):
+    for pin, cpu, kv in itertools.product(range(c.size + 1), repeat=3):
+        if (
+            pin + cpu > c.size
+            or (kv + cpu > c.size if c.kv_nbytes else kv)
+            or (c.kind == "embedding" and pin + cpu < 1)
+        ):
+            continue
+        for cuts in itertools.product(range(c.size + 1), repeat=2 * len(c.cuts)):
+            pinned, streamed = cuts[::2], cuts[1::2]
+            if sum(pinned) <= pin and sum(streamed) <= c.size - pin - cpu:
+                yield Counts(pin, cpu, kv, tuple(zip(pinned, streamed)))
 
 
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
@@ -46,6 +55,21 @@ def test_the_program_equals_enumeration(mib, slots, kind):
     assert solution.objective == pytest.approx(best, rel=2 * GAP)
     assert solution.bound <= best * (1 + 1e-9)
     assert held_bytes(tier, solution.counts[0]) <= tier.room
+
+
+@pytest.mark.parametrize("acc_memory", [60e9, 400e9])
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("mib", [15, 21])
+def test_the_program_with_split_ffns_equals_enumeration(mib, slots, acc_memory):
+    task = problems(mib, slots=slots, layers=2, acc_memory=acc_memory)[1]
+    tier = replace(tier_problem(task.room, task.classes, task.costs[0], slots, split=True), weight=1.0)
+    assert [len(c.cuts) for c in tier.classes if c.kind == "ffn"] == [3]
+    best, counts = min(((fluid_seconds(tier, n, relaxed=True), n) for n in all_counts(tier)), key=lambda x: x[0])
+    solution = solve_tiers((tier,), relaxed=True)
+    assert solution.objective == pytest.approx(best, rel=2 * GAP)
+    assert solution.bound <= best * (1 + 1e-9)
+    assert held_bytes(tier, solution.counts[0]) <= tier.room
+    assert any(n.split for n in counts)
 
 
 def test_pins_of_larger_tiers_are_nested_in_those_of_smaller_ones():
