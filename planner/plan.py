@@ -29,7 +29,7 @@ from pshard.planner.problem import count_tier, may_split, tier_problem
 from pshard.planner.refine import refine_candidate
 from pshard.planner.splits import split_candidate
 from pshard.splitting import split_model
-from pshard.workload import Workload
+from pshard.workload import Split, Workload
 
 WORTH = 0.99  # a smaller micro-batch is taken when the prompt takes less than this share of the time
 
@@ -191,7 +191,7 @@ def join_ranks(tasks: Sequence[RankTask], chosen: Sequence[Candidate]) -> Varian
     return Variant(
         w.vram_mib, w.context, w.sequences, w.type_k, w.type_v, w.max_ubatch, w.prompt, w.generated,
         w.split_mode, shares if len(shares) > 1 else (), tasks[0].plan_needed, ranks,
-        tasks[0].costs[0].tables.correction,
+        tasks[0].costs[0].tables.correction, w.max_tp,
     )  # fmt: skip
 
 
@@ -201,7 +201,7 @@ def prepare_ranks(
     """Cut the model, choose the largest micro-batch, and price every tier of every rank."""
     check_kv_types(spec.config, workload.type_k, workload.type_v)
     tables = Tables(profile, correction)
-    tiers = fitting_tiers(cut_ranks(spec, rank_shares(workload), workload.split_mode), workload, tables)
+    tiers = fitting_tiers(cut_ranks(spec, split_of(workload)), workload, tables)
     tasks = price_roughly(spec, tables, workload, tiers)
     return _weigh(tasks, workload, _best_ubatch(tasks, workload))
 
@@ -215,7 +215,7 @@ def price_roughly(spec: ModelSpec, tables: Tables, workload: Workload, tiers: tu
     """Costs and rough bounds of every rank and tier; nothing in them depends on the largest micro-batch."""
     loads, shares = tier_loads(workload, tiers), rank_shares(workload)
     tasks: list[RankTask] = []
-    for rank, (part, share) in enumerate(zip(cut_ranks(spec, shares, workload.split_mode), shares)):
+    for rank, (part, share) in enumerate(zip(cut_ranks(spec, split_of(workload)), shares)):
         room = rank_room(part, workload, workload.vram_mib[rank], tables.kind, tables.act_bytes, len(shares))
         classes, own = group_units(part), tables.of_accelerator(rank)
         costs = tuple(tier_costs(part, own, load, workload, len(shares)) for load in loads)
@@ -269,9 +269,14 @@ def rank_shares(workload: Workload) -> tuple[float, ...]:
     return ratios if abs(total - 1) < 1e-9 else tuple(r / total for r in ratios)
 
 
-def cut_ranks(spec: ModelSpec, shares: tuple[float, ...], mode: str = "tensor") -> tuple[ModelSpec, ...]:
+def split_of(workload: Workload) -> Split:
+    """How the workload splits the model. Raises UserError as `rank_shares` does."""
+    return Split(workload.split_mode, rank_shares(workload), workload.max_tp)
+
+
+def cut_ranks(spec: ModelSpec, split: Split) -> tuple[ModelSpec, ...]:
     """The ranks' parts of the model: slices of every unit, or whole layers with mode "layer"."""
-    return tuple(split_model(spec, mode, shares, rank) for rank in range(len(shares)))
+    return tuple(split_model(spec, split, rank) for rank in range(len(split.shares)))
 
 
 def fitting_tiers(specs: Sequence[ModelSpec], workload: Workload, tables: Tables) -> tuple[int, ...]:

@@ -155,8 +155,7 @@ def _run_strategy(
     from pshard.planner.predict import Predictor
     from pshard.splitting import split_model
 
-    split = (variant.split_mode, variant.tensor_split)
-    specs = [split_model(opened.file.spec, *split, rank.rank) for rank in variant.ranks]
+    specs = [split_model(opened.file.spec, variant.split, rank.rank) for rank in variant.ranks]
     predictor = Predictor(specs, opened.profile, variant)
     found = []
     with start_engine(opened, variant, args.kernels, group) as engine, _bar(name, len(tests), args, group) as progress:

@@ -13,6 +13,7 @@ from pshard.cli_support import (
     find_model,
     new_parser,
     parse_count,
+    parse_max_tp,
     parse_mib,
     parse_mib_list,
     parse_split,
@@ -20,7 +21,7 @@ from pshard.cli_support import (
 )
 from pshard.errors import UserError
 from pshard.model import KV_TYPES
-from pshard.workload import MIB, SPLIT_MODES, Workload
+from pshard.workload import MIB, SPLIT_MODES, Workload, binding_limits
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,6 +47,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     p.add_argument(
         "-ts", "--tensor-split", type=parse_split, default=(), metavar="R,R",
         help="ratios of the split (3,1; default: equal), or auto: those predicted to be the fastest",
+    )  # fmt: skip
+    p.add_argument(
+        "--max-tp", type=parse_max_tp, default=(), metavar="UNIT=K[,UNIT=K]",
+        help="cut a kind of unit (attn, ffn, head) over K ranks at most (default: all; -ts auto also chooses these)",
     )  # fmt: skip
     p.add_argument("--profile", type=Path, metavar="FILE", help="machine profile (default: this machine's)")
     p.add_argument("--registry", type=Path, metavar="PATH", help="registry to write (default: beside the model)")
@@ -148,9 +153,10 @@ def _run(argv: list[str]) -> int:
     if args.explain:
         from pshard.planner.explain import explain_gains
 
+        loads = [replace(v.workload, max_ubatch=workloads[0].max_ubatch) for v in variants]
         gains = {
-            i: explain_gains(spec, profile, replace(workloads[0], vram_mib=v.vram_mib, tensor_split=v.tensor_split), v)
-            for i, v in enumerate(variants)
+            i: explain_gains(spec, profile, load, v)
+            for i, (v, load) in enumerate(zip(variants, loads))
             if v.plan_needed
         }
     if not args.json and not args.emit:
@@ -259,8 +265,11 @@ def _workloads(args: argparse.Namespace, spec: Any, profile: Any) -> list[Worklo
         raise UserError(f"-ub {first.max_ubatch} is less than one token for each of -np {first.sequences} sequences")
     if args.tensor_split and args.split_mode == "none":
         raise UserError("-ts needs -sm tensor or layer")
+    if args.max_tp and args.split_mode != "tensor":
+        raise UserError("--max-tp needs -sm tensor")
     if len(first.vram_mib) == 1:
         first = replace(first, vram_mib=first.vram_mib * _devices(args, profile))
+    first = replace(first, max_tp=binding_limits(args.max_tp, len(first.vram_mib)))
     if args.sweep:
         return [replace(first, vram_mib=(mib,) * len(first.vram_mib)) for mib in args.sweep]
     return [first]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pshard.errors import StepFailed, UserError
+from pshard.workload import Limits, parse_limits
 
 LONGEST_LIST = 1000
 _SUFFIX = {"": 1, "m": 1, "mib": 1, "g": 1024, "gib": 1024, "k": 1 / 1024, "kib": 1 / 1024}
@@ -118,6 +119,14 @@ def parse_ratios(text: str) -> tuple[float, ...]:
 def parse_split(text: str) -> tuple[float, ...] | str:
     """Ratios as `parse_ratios` reads them, or "auto"."""
     return text if text == "auto" else parse_ratios(text)
+
+
+def parse_max_tp(text: str) -> Limits:
+    """ "attn=2,head=1". Raises argparse.ArgumentTypeError."""
+    try:
+        return parse_limits(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def check_writable(path: Path, flag: str) -> None:

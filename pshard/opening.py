@@ -13,7 +13,7 @@ from pshard.errors import UserError
 from pshard.machine import MachineProfile
 from pshard.model import check_kv_types
 from pshard.plan import Variant
-from pshard.workload import Workload
+from pshard.workload import Limits, Workload, binding_limits
 
 if TYPE_CHECKING:
     from pshard.model import ModelSpec
@@ -44,6 +44,7 @@ class Request:
     kernels: str = "fast"
     replan: bool = False
     needed: int = 1
+    max_tp: Limits = ()
 
     @property
     def ranks(self) -> int:
@@ -105,6 +106,7 @@ def _workload(request: Request, profile: MachineProfile) -> Workload:
         request.type_v,
         split_mode=request.split_mode,
         tensor_split=request.tensor_split if request.ranks > 1 else (),
+        max_tp=binding_limits(request.max_tp, request.ranks),
     )
 
 

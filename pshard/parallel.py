@@ -15,6 +15,7 @@ from pshard.errors import UserError
 from pshard.model import ModelConfig, ModelSpec, TensorSpec, Unit
 from pshard.quant import QUANT_TYPES, ROW_BLOCK
 from pshard.split_states import Range, TensorCut, UnitCut, check_cut
+from pshard.workload import Limits
 
 # How each tensor follows from its unit's cut: (axis, which ranges). "first": whole, on the first rank that works.
 _RULES: dict[str, dict[str, tuple[str, str]]] = {
@@ -49,22 +50,29 @@ _RULES: dict[str, dict[str, tuple[str, str]]] = {
 }
 
 
-def cut_units(spec: ModelSpec, shares: Sequence[float]) -> tuple[UnitCut, ...]:
+def cut_units(spec: ModelSpec, shares: Sequence[float], limits: Limits = ()) -> tuple[UnitCut, ...]:
     """Cut every unit over `len(shares)` ranks in the ratio of `shares` (0 or more each, not all 0).
 
-    What rounding gives a rank too much or too little in one layer is made up in the next ones of the same kind, so
-    the sums follow the ratio. Every cut is checked (`pshard.split_states`). Raises UserError for a model that cannot
-    be cut, ValueError for shares that are none.
+    limits: over how many ranks units of a kind are cut at most; those with the largest shares take them, in the same
+    ratio. What rounding gives a rank too much or too little in one layer is made up in the next ones of the same kind,
+    so the sums follow the ratio. Every cut is checked (`pshard.split_states`). Raises UserError for a model that
+    cannot be cut, ValueError for shares that are none.
     """
     if not shares or min(shares) < 0 or sum(shares) <= 0:
         raise ValueError(f"shares {tuple(shares)} are not ratios: 0 or more each, one above 0")
-    ratios = tuple(s / sum(shares) for s in shares)
-    owed = {unit.kind: [0.0] * len(ratios) for unit in spec.units}
+    return _cut_units(spec, tuple(shares), limits)
+
+
+@lru_cache(maxsize=8)  # each rank's slice is made from the cut of all
+def _cut_units(spec: ModelSpec, shares: tuple[float, ...], limits: Limits) -> tuple[UnitCut, ...]:
+    ratios = {unit.kind: limit_shares(shares, dict(limits).get(unit.kind, len(shares))) for unit in spec.units}
+    owed = {unit.kind: [0.0] * len(shares) for unit in spec.units}
     cuts = []
     for unit in spec.units:
         total = _cut_length(spec, unit)
         targets = tuple(
-            round(ratio * total + debt, 6) if ratio > 0 else None for ratio, debt in zip(ratios, owed[unit.kind])
+            round(ratio * total + debt, 6) if ratio > 0 else None
+            for ratio, debt in zip(ratios[unit.kind], owed[unit.kind])
         )
         ranges = _cut_ranges(spec, unit, targets)
         owed[unit.kind] = [
@@ -76,7 +84,19 @@ def cut_units(spec: ModelSpec, shares: Sequence[float]) -> tuple[UnitCut, ...]:
     return tuple(cuts)
 
 
-def cut_model(spec: ModelSpec, shares: Sequence[float], rank: int) -> ModelSpec:
+def limit_shares(shares: Sequence[float], most: int) -> tuple[float, ...]:
+    """Shares that add up to 1, of the `most` ranks with the largest ones (the first of equal ones); 0 for the others.
+
+    Raises ValueError for less than one rank.
+    """
+    if most < 1:
+        raise ValueError(f"{most} ranks cannot hold a unit")
+    chosen = sorted(range(len(shares)), key=lambda rank: -shares[rank])[:most]
+    kept = tuple(share if rank in chosen else 0.0 for rank, share in enumerate(shares))
+    return tuple(share / sum(kept) for share in kept)
+
+
+def cut_model(spec: ModelSpec, shares: Sequence[float], rank: int, limits: Limits = ()) -> ModelSpec:
     """The part of the model that `rank` holds, as a model of its own.
 
     Names are kept; shapes are those of the slices. Every unit is there, in order, so that all ranks run the same
@@ -87,7 +107,7 @@ def cut_model(spec: ModelSpec, shares: Sequence[float], rank: int) -> ModelSpec:
     if len(shares) == 1:
         return spec
     units = []
-    for unit, cut in zip(spec.units, cut_units(spec, shares)):
+    for unit, cut in zip(spec.units, cut_units(spec, shares, limits)):
         pairs = zip(unit.tensors, cut.tensors) if cut.holds(rank) else ()
         tensors = tuple(replace(t, shape=_cut_shape(t, c, rank)) for t, c in pairs if _range(t, c, rank) != (0, 0))
         units.append(replace(unit, tensors=tensors))
@@ -103,7 +123,7 @@ def cut_model(spec: ModelSpec, shares: Sequence[float], rank: int) -> ModelSpec:
 
 
 def source_ranges(
-    spec: ModelSpec, shares: Sequence[float], rank: int
+    spec: ModelSpec, shares: Sequence[float], rank: int, limits: Limits = ()
 ) -> dict[str, dict[str, tuple[int, int, int, int]]]:
     """What the loader reads: unit -> tensor name -> (row start, row stop, column start, column stop) in the file.
 
@@ -113,7 +133,7 @@ def source_ranges(
     if len(shares) == 1:
         return {u.name: {t.name: (0, t.rows, 0, t.cols) for t in u.tensors} for u in spec.units}
     table: dict[str, dict[str, tuple[int, int, int, int]]] = {unit.name: {} for unit in spec.units}
-    for unit, cut in zip(spec.units, cut_units(spec, shares)):
+    for unit, cut in zip(spec.units, cut_units(spec, shares, limits)):
         for tensor, part in zip(unit.tensors, cut.tensors):
             start, stop = _range(tensor, part, rank)
             if cut.holds(rank) and start < stop:
@@ -129,9 +149,9 @@ def unit_heads(config: ModelConfig, unit: Unit) -> tuple[int, int]:
     return rows.get("attn_q.weight", 0) // config.head_dim, rows.get("attn_k.weight", 0) // config.head_dim
 
 
-def vocab_sizes(spec: ModelSpec, shares: Sequence[float]) -> tuple[int, ...]:
+def vocab_sizes(spec: ModelSpec, shares: Sequence[float], limits: Limits = ()) -> tuple[int, ...]:
     """Vocabulary rows that each rank's output head computes: the sizes of a gather of logits."""
-    cut = cut_units(spec, shares)[-1]
+    cut = cut_units(spec, shares, limits)[-1]
     (head,) = (t for t in cut.tensors if t.axis == "rows")
     return tuple(stop - start for start, stop in head.ranges)
 

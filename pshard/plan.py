@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pshard.buffers import SMALL_BATCH
-from pshard.workload import Workload
+from pshard.workload import Limits, Split, Workload
 
 REGISTRY_VERSION = 1
 
@@ -184,6 +184,7 @@ class Variant:
     plan_needed: bool  # False: everything fits, every tier keeps everything in VRAM
     ranks: tuple[RankPlan, ...]
     correction: Correction = NOTHING_LEARNT  # applied to the predictions
+    max_tp: Limits = ()  # over how many ranks a kind of unit is cut at most
     considered: tuple[Considered, ...] = ()  # what it was chosen from, itself first; empty when nothing was to choose
 
     @property
@@ -191,8 +192,13 @@ class Variant:
         """What it was planned for, with the largest micro-batch that it has."""
         return Workload(
             self.vram_mib, self.context, self.sequences, self.type_k, self.type_v, self.max_ubatch, self.prompt,
-            self.generated, self.split_mode, self.tensor_split,
+            self.generated, self.split_mode, self.tensor_split, self.max_tp,
         )  # fmt: skip
+
+    @property
+    def split(self) -> Split:
+        """How the ranks hold the model."""
+        return Split(self.split_mode, self.tensor_split or (1.0,), self.max_tp)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from pshard.cli_support import env_default, find_model, parse_count, parse_mib_list, parse_split
+from pshard.cli_support import env_default, find_model, parse_count, parse_max_tp, parse_mib_list, parse_split
 from pshard.errors import UserError
 from pshard.model import KV_TYPES
 from pshard.opening import Request
@@ -37,6 +37,9 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
         help="share of each rank, as 3,1 (auto, or not given: the ratios of the plan that fits)",
     )  # fmt: skip
     group.add_argument(
+        "--max-tp", type=parse_max_tp, default=(), metavar="UNIT=K", help="a plan that cuts units so (see pshard-plan)"
+    )
+    group.add_argument(
         "--reduce-dtype", choices=("f32", "bf16", "f16"), default="f32",
         help="ranks' parts are rounded to this before they are summed (default f32); bf16 halves what prompts exchange",
     )  # fmt: skip
@@ -50,6 +53,8 @@ def make_request(args: argparse.Namespace, sequences: int | None = None) -> Requ
     """The request that the flags make. Raises UserError for flags that do not go together."""
     if args.split_mode == "none" and (args.tensor_split or len(args.vram or ()) > 1):
         raise UserError("-ts and several budgets split the model over devices; add -sm tensor or layer")
+    if args.split_mode != "tensor" and args.max_tp:
+        raise UserError("--max-tp limits how units are cut; add -sm tensor")
     ratios = () if args.tensor_split == "auto" else args.tensor_split
     if ratios and len(args.vram or ()) > 1 and len(ratios) != len(args.vram):
         raise UserError(f"-ts has {len(ratios)} ratios and --vram {len(args.vram)} budgets; give one each")
@@ -66,4 +71,5 @@ def make_request(args: argparse.Namespace, sequences: int | None = None) -> Requ
         args.profile,
         args.kernels,
         args.replan,
+        max_tp=args.max_tp,
     )

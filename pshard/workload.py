@@ -1,9 +1,50 @@
 """Workload: what a plan is made for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MIB = 1 << 20
 SPLIT_MODES = ("none", "layer", "tensor")
+
+Limits = tuple[tuple[str, int], ...]  # (kind of unit, over how many ranks it is cut at most)
+
+
+_KINDS = {"attn": "attention", "ffn": "ffn", "head": "output"}  # as users call the kinds that are cut
+
+
+def parse_limits(text: str) -> Limits:
+    """ "attn=2,head=1" -> (("attention", 2), ("output", 1)). Raises ValueError that says what is wrong."""
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, most = part.strip().partition("=")
+        if name not in _KINDS:
+            raise ValueError(f"{part!r} is not UNIT=K with a UNIT of {', '.join(_KINDS)} (attn=2)")
+        if not most.isascii() or not most.isdigit() or int(most) < 1:
+            raise ValueError(f"{part!r}: {most!r} is not a number of ranks, 1 or more")
+        if _KINDS[name] in found:
+            raise ValueError(f"{text!r} names {name} twice")
+        found[_KINDS[name]] = int(most)
+    return tuple(sorted(found.items()))
+
+
+def format_limits(limits: Limits) -> str:
+    """What `parse_limits` reads."""
+    names = {kind: name for name, kind in _KINDS.items()}
+    return ",".join(f"{names[kind]}={most}" for kind, most in limits)
+
+
+def binding_limits(limits: Limits, ranks: int) -> Limits:
+    """Those that are below the number of ranks."""
+    return tuple((kind, most) for kind, most in limits if most < ranks)
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a model is spread over ranks: in which mode (SPLIT_MODES), what share each has, and, with "tensor", kinds of
+    units that fewer ranks share. One rank has everything."""
+
+    mode: str = "none"
+    shares: tuple[float, ...] = (1.0,)
+    limits: Limits = ()
 
 
 @dataclass(frozen=True)
@@ -24,6 +65,11 @@ class Workload:
     generated: int = 256
     split_mode: str = "none"  # one of SPLIT_MODES
     tensor_split: tuple[float, ...] = ()
+    max_tp: Limits = ()  # kinds that are not named are cut over all ranks
+
+    def under(self, split: Split) -> "Workload":
+        """The same with another split."""
+        return replace(self, split_mode=split.mode, tensor_split=split.shares, max_tp=split.limits)
 
     @property
     def share(self) -> int:

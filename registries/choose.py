@@ -7,7 +7,7 @@ from math import isclose
 from pshard.errors import UserError
 from pshard.pace import round_seconds
 from pshard.plan import Registry, Variant
-from pshard.workload import Workload
+from pshard.workload import Workload, format_limits
 
 
 def plan_command(model_path: str, want: Workload) -> str:
@@ -21,6 +21,8 @@ def plan_command(model_path: str, want: Workload) -> str:
         words += ["-sm", want.split_mode]
     if want.tensor_split:
         words += ["-ts", ",".join(f"{share:g}" for share in want.tensor_split)]
+    if want.max_tp:
+        words += ["--max-tp", format_limits(want.max_tp)]
     return shlex.join(words)
 
 
@@ -58,6 +60,7 @@ def _serves(variant: Variant, want: Workload) -> bool:
         and variant.sequences >= want.sequences
         and (variant.type_k, variant.type_v) == (want.type_k, want.type_v)
         and variant.split_mode == want.split_mode
+        and (not want.max_tp or variant.max_tp == want.max_tp)
         and (not want.tensor_split or _same_shares(variant.tensor_split, want.tensor_split))
     )
 
@@ -68,5 +71,6 @@ def _same_shares(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
 
 def _describe(made: Variant | Workload) -> str:
     split = "" if made.split_mode == "none" else f" -sm {made.split_mode}"
+    split += f" --max-tp {format_limits(made.max_tp)}" if made.max_tp else ""
     budget = ",".join(map(str, made.vram_mib))
     return f"{budget} MiB -c {made.context} -np {made.sequences} -ctk {made.type_k} -ctv {made.type_v}{split}"

@@ -52,6 +52,8 @@ def check_registry(registry: Registry) -> None:
 def _check_variant(variant: Variant, where: str) -> None:
     if variant.split_mode not in SPLIT_MODES:
         raise ValueError(f"{where}.split_mode is {variant.split_mode!r}, not one of {', '.join(SPLIT_MODES)}")
+    if bad := [most for _, most in variant.max_tp if most < 1]:
+        raise ValueError(f"{where}.max_tp limits a unit to {bad[0]} ranks")
     if not variant.ranks or len(variant.ranks) != len(variant.vram_mib):
         raise ValueError(f"{where} has {len(variant.ranks)} ranks for {len(variant.vram_mib)} budgets")
     for i, rank in enumerate(variant.ranks):

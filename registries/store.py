@@ -79,7 +79,8 @@ def save_variants(path: Path, model: str, inputs: Inputs, variants: Sequence[Var
 def variant_key(variant: Variant) -> tuple:
     """What makes two variants the same one: planning it again replaces it."""
     v = variant
-    return (v.vram_mib, v.context, v.sequences, v.type_k, v.type_v, v.max_ubatch, v.split_mode, v.tensor_split)
+    split = (v.split_mode, v.tensor_split, v.max_tp)
+    return (v.vram_mib, v.context, v.sequences, v.type_k, v.type_v, v.max_ubatch, *split)
 
 
 def check_fresh(registry: Registry, current: Inputs, replan_command: str) -> None:

@@ -49,9 +49,8 @@ def build_engine(
     if group.size != len(variant.ranks):
         raise UserError(f"the plan is for {len(variant.ranks)} ranks, but {group.size} are running")
     plan = variant.ranks[group.rank]
-    split = (variant.split_mode, variant.tensor_split)
-    spec = split_model(file.spec, *split, group.rank)
-    ranges = [split_ranges(file.spec, *split, rank) for rank in range(group.size)]
+    spec = split_model(file.spec, variant.split, group.rank)
+    ranges = [split_ranges(file.spec, variant.split, rank) for rank in range(group.size)]
     kv = KVShape(variant.context, variant.sequences, variant.type_k, variant.type_v)
     try:
         pair = choose_kernels(device, kernels, plan.tiers[-1].tokens)

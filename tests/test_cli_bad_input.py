@@ -487,6 +487,14 @@ def test_bad_bench_flags(refuse: Refuse, flags: list[str], words: str) -> None:
         (["--vram", "6", "-ts", "1,x"], "is not a list of ratios"),
         (["--vram", "6", "-ts", "0,0"], "one is above 0"),
         (["--vram", "6", "-ts", "1,nan"], "one is above 0"),
+        (["--vram", "6", "-ts", "auto"], "-ts needs -sm tensor"),
+        (["--vram", "6,6", "-sm", "tensor", "-ts", "auto", "--strategy", "fit"], "exclude each other"),
+        (["--vram", "6,6", "--max-tp", "attn=1"], "--max-tp needs -sm tensor"),
+        (["--vram", "6,6", "-sm", "tensor", "--max-tp", "attn"], "is not a number of ranks"),
+        (["--vram", "6,6", "-sm", "tensor", "--max-tp", "attn=0"], "is not a number of ranks"),
+        (["--vram", "6,6", "-sm", "tensor", "--max-tp", "attn=-1"], "is not a number of ranks"),
+        (["--vram", "6,6", "-sm", "tensor", "--max-tp", "expert=1"], "UNIT of attn, ffn, head"),
+        (["--vram", "6,6", "-sm", "tensor", "--max-tp", "ffn=1,ffn=2"], "names ffn twice"),
         (["--vram", "6", "-c", "4096"], "model's context of 512"),
         (["--vram", "6", "-c", "100", "--prompt", "100"], "do not fit the context"),
         (["--vram", "6", "-np", "9", "-ub", "8"], "-ub 8"),
@@ -532,6 +540,8 @@ def test_heads_that_no_block_divides(tmp_path: Path, refuse: Refuse, command: st
         (["-p", "hi", "--vram", "3,3"], "add -sm tensor"),
         (["-p", "hi", "--vram", "3,3", "-sm", "tensor", "-ts", "1,1,1"], "3 ratios"),
         (["-p", "hi", "--vram", "3,3", "-sm", "tensor"], "give -s SEED"),
+        (["-p", "hi", "--vram", "3", "--max-tp", "attn=1"], "add -sm tensor"),
+        (["-p", "hi", "--vram", "3,3", "-sm", "tensor", "--max-tp", "attn=x"], "is not a number of ranks"),
     ],
 )
 def test_bad_run_flags(planned: World, refuse: Refuse, flags: list[str], words: str) -> None:

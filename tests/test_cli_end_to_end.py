@@ -295,10 +295,12 @@ def test_a_prompt_cache_is_used_by_another_number_of_ranks(
     "split",
     [
         ["--vram", "64,64", "-sm", "tensor", "-ts", "3,1"],
+        ["--vram", "64,64,64", "-sm", "tensor", "-ts", "1,1,1", "--max-tp", "attn=2"],
+        ["--vram", "3,3,3", "-sm", "tensor", "-ts", "1,2,1", "--max-tp", "ffn=1,head=2"],
         ["--vram", "64,64", "-sm", "layer", "-ts", "3,1"],
         ["--vram", "3,2,4", "-sm", "layer"],
     ],
-    ids=lambda split: f"{split[3]} {split[1]}",
+    ids=lambda split: " ".join((split[3], split[1], *split[6:])),
 )
 def test_ranks_give_the_tokens_of_one(
     world: World, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, split: list[str]

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from pshard.buffers import kv_layer_bytes, scratch_bytes
 from pshard.errors import UserError
 from pshard.model import ModelConfig, ModelSpec, Rope, TensorSpec, Unit
-from pshard.parallel import cut_model, cut_units, source_ranges, unit_heads, vocab_sizes
+from pshard.parallel import cut_model, cut_units, limit_shares, source_ranges, unit_heads, vocab_sizes
 from pshard.quant import QUANT_TYPES, ROW_BLOCK
 from pshard.split_states import TensorCut, UnitCut, check_cut
+from pshard.workload import Limits
 
 FLOAT = np.float64
 
@@ -145,6 +146,9 @@ def specs(draw: st.DrawFn) -> ModelSpec:
     )
 
 
+limits = st.dictionaries(st.sampled_from(("attention", "ffn", "output")), st.integers(1, 4), max_size=3).map(
+    lambda most: tuple(sorted(most.items()))
+)
 ratios = st.lists(st.integers(0, 5).map(float), min_size=1, max_size=6).filter(lambda r: sum(r) > 0).map(tuple)
 
 
@@ -188,8 +192,10 @@ def test_a_rank_is_a_model_of_whole_heads_and_blocks(spec: ModelSpec, shares: tu
 
 
 @settings(deadline=None, max_examples=60)
-@given(specs(), ratios, st.integers(0, 99))
-def test_cut_results_add_up_to_the_uncut_one(spec: ModelSpec, shares: tuple[float, ...], seed: int) -> None:
+@given(specs(), ratios, limits, st.integers(0, 99))
+def test_cut_results_add_up_to_the_uncut_one(
+    spec: ModelSpec, shares: tuple[float, ...], limits: Limits, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((5, spec.config.d_model))
     for unit in spec.units[1:]:
@@ -197,12 +203,35 @@ def test_cut_results_add_up_to_the_uncut_one(spec: ModelSpec, shares: tuple[floa
         wanted = run_unit(unit, x, whole, spec.config.head_dim)
         parts = []
         for rank in range(len(shares)):
-            own, table = cut_model(spec, shares, rank).unit(unit.name), source_ranges(spec, shares, rank)
+            own = cut_model(spec, shares, rank, limits).unit(unit.name)
+            table = source_ranges(spec, shares, rank, limits)
             held = {t.role: slice_of(whole[t.role], table[unit.name][t.name]) for t in own.tensors}
             if held:
                 parts.append(run_unit(own, x, held, spec.config.head_dim))
         got = np.concatenate(parts, axis=1) if unit.kind == "output" else sum(parts)
         np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=1e-9 * np.abs(wanted).max())
+
+
+@settings(deadline=None, max_examples=60)
+@given(specs(), ratios, limits)
+def test_limited_kinds_are_on_the_ranks_with_the_largest_shares(
+    spec: ModelSpec, shares: tuple[float, ...], limits: Limits
+) -> None:
+    parts = [cut_model(spec, shares, rank, limits) for rank in range(len(shares))]
+    for kind in ("attention", "ffn", "output"):
+        holders = {r for r, part in enumerate(parts) for u in part.units if u.kind == kind and u.tensors}
+        most = dict(limits).get(kind, len(shares))
+        assert 1 <= len(holders) <= min(most, sum(share > 0 for share in shares))
+        chosen = sorted(shares)[-most:]
+        assert all(shares[r] in chosen for r in holders)
+    assert sum(vocab_sizes(spec, shares, limits)) == spec.config.vocab
+
+
+def test_limits_keep_the_ratio_of_those_who_hold_a_unit() -> None:
+    assert limit_shares((0.5, 0.2, 0.3), 2) == pytest.approx((0.625, 0.0, 0.375))
+    assert limit_shares((1.0, 1.0, 1.0), 2) == (0.5, 0.5, 0.0)
+    with pytest.raises(ValueError, match="cannot hold"):
+        limit_shares((1.0,), 0)
 
 
 @pytest.mark.parametrize("shares", [(1.0, 1.0, 1.0), (3.0, 1.0), (5.0, 0.0, 2.0), (4.0, 3.0, 2.0, 1.0), (1.0,) * 5])

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from model_files import write_gguf
 from thread_ranks import random_tiers, run_ranks, split_tiers
 
+from pshard.workload import Limits
+
 CONTEXT = 96
 MODELS = {
     "llama": {"arch": "llama", "qtype": "Q8_0", "tied": True},
@@ -47,6 +49,25 @@ def nmse(got: torch.Tensor, wanted: torch.Tensor) -> float:
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_one_rank(models: dict[str, Path], name: str, shares: tuple[float, ...]) -> None:
     results = run_ranks(models[name], shares, talk, CONTEXT)
+    assert nmse(results[0], one_rank(models[name])) < 1e-10
+    for other in results[1:]:
+        assert torch.equal(other, results[0])
+
+
+@pytest.mark.parametrize(
+    ("shares", "limits"),
+    [
+        ((1.0, 1.0, 1.0), (("attention", 2),)),
+        ((1.0, 2.0, 1.0), (("attention", 1), ("ffn", 2))),
+        ((1.0, 1.0), (("ffn", 1), ("output", 1))),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_fewer_ranks_may_share_a_kind_of_unit(
+    models: dict[str, Path], name: str, shares: tuple[float, ...], limits: Limits
+) -> None:
+    results = run_ranks(models[name], shares, talk, CONTEXT, random_tiers(5, CONTEXT), limits=limits)
     assert nmse(results[0], one_rank(models[name])) < 1e-10
     for other in results[1:]:
         assert torch.equal(other, results[0])

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from pshard.pipeline import cut_layers, join_seconds, pipeline_seconds, share_layers
 from pshard.splitting import split_ranges
+from pshard.workload import Split
 from tests.planner_cases import make_model, models
 
 RATIOS = st.lists(st.sampled_from((0.0, 0.5, 1.0, 3.0, 10.0)), min_size=2, max_size=6).filter(any)
@@ -30,7 +31,7 @@ def test_every_layer_is_on_one_rank_and_follows_the_ratio(spec, shares) -> None:
 
 @given(models(), RATIOS)
 def test_what_ranks_read_is_the_file_once_and_hidden_states_pass_through_all_who_work(spec, shares) -> None:
-    read = [split_ranges(spec, "layer", shares, r) for r in range(len(shares))]
+    read = [split_ranges(spec, Split("layer", shares), r) for r in range(len(shares))]
     for unit in spec.units:
         holders = [r for r, table in enumerate(read) if table[unit.name]]
         assert len(holders) == 1

@@ -12,6 +12,7 @@ from thread_ranks import Tiers, random_tiers, split_variant
 
 from pshard.buffers import TORCH_RESERVE_MIB
 from pshard.jsonio import to_json
+from pshard.workload import Split
 
 CONTEXT = 256
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -22,7 +23,7 @@ def process_logits(
 ) -> list[torch.Tensor]:
     """Logits of `converse` on every rank, for the model that lies in the folder."""
     reserve = TORCH_RESERVE_MIB if backend in ("peers", "nccl") else 0
-    variant = split_variant(folder / "m.gguf", shares, mode, CONTEXT, tiers, reserve)
+    variant = split_variant(folder / "m.gguf", Split(mode, shares), CONTEXT, tiers, reserve)
     (folder / "plan.json").write_text(json.dumps(to_json(variant)))
     done = run_ranks(f"engine@{backend}", len(shares), folder)
     assert done.returncode == 0, done.stderr

@@ -11,7 +11,7 @@ from pshard.planner.datasheet import profile_from_datasheet
 from pshard.planner.explain import double_link
 from pshard.planner.load import TierLoad
 from pshard.planner.plan import cut_ranks
-from pshard.workload import Workload
+from pshard.workload import Split, Workload
 from tests.planner_cases import DESKTOP, make_model
 
 PROFILE = profile_from_datasheet(DESKTOP)
@@ -101,14 +101,14 @@ def test_only_the_wanted_rows_of_logits_are_computed():
 
 
 def test_a_rank_that_holds_nothing_of_a_unit_spends_nothing_on_it():
-    spec = cut_ranks(make_model(), (1.0, 0.0))[1]
+    spec = cut_ranks(make_model(), Split("tensor", (1.0, 0.0)))[1]
     costs = tier_costs(spec, Tables(PROFILE), DECODE, WORKLOAD, ranks=2).units
     assert all(costs[u.name].acc == costs[u.name].link == 0 for u in spec.units if u.kind in ("attention", "ffn"))
 
 
 def test_ranks_of_one_host_share_its_cores_and_memory():
     whole, tables = make_model(d_model=4096, d_ffn=14336), Tables(PROFILE)
-    part = cut_ranks(whole, (1.0, 1.0))[0]
+    part = cut_ranks(whole, Split("tensor", (1.0, 1.0)))[0]
     ffn = next(u.name for u in whole.units if u.kind == "ffn")
     alone = tier_costs(whole, tables, DECODE, WORKLOAD)
     both = tier_costs(part, tables, DECODE, WORKLOAD, ranks=2)

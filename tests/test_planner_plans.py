@@ -19,7 +19,7 @@ from pshard.planner.candidates import round_seconds
 from pshard.planner.check import PlanError, check_variant
 from pshard.planner.datasheet import profile_from_datasheet
 from pshard.planner.plan import cut_ranks, plan_baseline, plan_variant, prepare_ranks, rank_shares
-from pshard.workload import Workload
+from pshard.workload import Split, Workload
 from tests.planner_cases import DESKTOP, OWN, machines, make_model, models, workloads
 
 EXAMPLES = int(os.environ.get("PSHARD_TEST_EXAMPLES", "12"))  # hundreds before a release
@@ -128,7 +128,7 @@ def test_ranks_of_any_ratio_are_planned_over_their_own_slices():
         variant = plan_variant(spec, PROFILE, workload)
         shares = rank_shares(workload)
         assert variant.tensor_split == shares
-        check_variant(cut_ranks(spec, shares), variant, "cuda")
+        check_variant(cut_ranks(spec, Split("tensor", shares)), variant, "cuda")
         assert len({tuple(t.tokens for t in r.tiers) for r in variant.ranks}) == 1
 
 
@@ -146,16 +146,16 @@ def test_ranks_that_hold_whole_layers_are_planned_within_their_own_budgets(data)
     shares = rank_shares(workload)
     assert (variant.split_mode, variant.tensor_split) == ("layer", shares)
     assert tuple(r.budget_mib for r in variant.ranks) == budgets
-    check_variant(cut_ranks(spec, shares, "layer"), variant, rates.kind)
+    check_variant(cut_ranks(spec, Split("layer", shares)), variant, rates.kind)
     assert len({tuple(t.tokens for t in r.tiers) for r in variant.ranks}) == 1
 
 
 def test_the_check_notices_layers_that_are_missing_or_on_two_ranks():
     spec, workload = make_model(layers=4), Workload((OWN + 54,) * 2, context=256, prompt=128, split_mode="layer")
     variant = plan_variant(spec, PROFILE, workload)
-    first, second = cut_ranks(spec, (0.5, 0.5), "layer")
+    first, second = cut_ranks(spec, Split("layer", (0.5, 0.5)))
     check_variant((first, second), variant, "cuda")
-    for parts in ((first, first), (second, first), (first, cut_ranks(spec, (0.2, 0.8), "layer")[1])):
+    for parts in ((first, first), (second, first), (first, cut_ranks(spec, Split("layer", (0.2, 0.8)))[1])):
         with pytest.raises(PlanError, match=r"expects them|each once"):
             check_variant(parts, variant, "cuda")
     larger = replace(variant.ranks[1], budget_mib=variant.vram_mib[1] + 1)

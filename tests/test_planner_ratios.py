@@ -21,7 +21,7 @@ from pshard.planner.ratios import plan_ratios
 from pshard.planner.simulate import simulate, simulate_together
 from pshard.quant import QUANT_TYPES, ROW_BLOCK
 from pshard.steps import AllReduce
-from pshard.workload import Workload
+from pshard.workload import Limits, Workload
 from tests.planner_cases import DESKTOP, OWN, make_model
 
 EXAMPLES = int(os.environ.get("PSHARD_TEST_EXAMPLES", "6"))
@@ -44,10 +44,10 @@ def workload(*budgets: int, **more) -> Workload:
     return Workload(tuple(OWN + mib for mib in budgets), 512, prompt=256, split_mode="tensor", **more)
 
 
-def expect_granular(spec: ModelSpec, shares: tuple[float, ...]) -> None:
+def expect_granular(spec: ModelSpec, shares: tuple[float, ...], limits: Limits) -> None:
     """Every rank has whole KV groups (or part of one), and whole quant blocks of columns and records of rows."""
     group = spec.config.n_heads // spec.config.n_kv_heads
-    for unit, cut in zip(spec.units, cut_units(spec, shares)):
+    for unit, cut in zip(spec.units, cut_units(spec, shares, limits)):
         for tensor in cut.tensors:
             (whole,) = (t for t in unit.tensors if t.role == tensor.role)
             step = QUANT_TYPES[whole.qtype].block if tensor.axis == "cols" else 1
@@ -73,7 +73,7 @@ def test_the_larger_budget_gets_more_of_the_model():
     assert [c.way for c in best.considered[1:]].count("-sm tensor -ts 0.5,0.5") == 1
     equal = plan_variant(SPEC, profile_from_datasheet(PAIR), workload(120, 60))
     assert round_seconds(best) < 0.98 * round_seconds(equal)
-    check_variant(cut_ranks(SPEC, best.tensor_split), best, "cuda")
+    check_variant(cut_ranks(SPEC, best.split), best, "cuda")
 
 
 def test_the_faster_device_gets_more_of_the_model_and_the_slower_link_less():
@@ -100,6 +100,21 @@ def test_layers_go_to_the_device_that_is_faster_as_long_as_they_fit():
     assert 0.6 < best.tensor_split[0] < 0.9 and best.considered[0].way.startswith("-sm layer -ts 0.")
 
 
+def test_attention_stays_off_a_device_whose_attention_is_slow():
+    slow = unlike(PAIR, PAIR)
+    slow = replace(
+        slow, attention=tuple(replace(a, seconds=a.seconds * 5) if a.device == "acc1" else a for a in slow.attention)
+    )
+    load = Workload((OWN + 900,) * 2, 8192, prompt=6000, split_mode="tensor")
+    best = plan_ratios(SPEC, slow, load)
+    assert best.max_tp == (("attention", 1),) and min(best.tensor_split) > 0.2
+    assert best.considered[0].way.endswith("--max-tp attn=1") and len(best.considered) > 1
+    parts = cut_ranks(SPEC, best.split)
+    assert {u.kind for u in parts[1].units if u.tensors} == {"embedding", "ffn", "output"}
+    check_variant(parts, best, "cuda")
+    assert plan_ratios(SPEC, slow, replace(load, max_tp=(("output", 1),))).max_tp == (("output", 1),)
+
+
 def test_budgets_too_small_for_any_ratio_are_an_error():
     with pytest.raises(BudgetTooSmall, match="smallest budget that works"):
         plan_ratios(SPEC, profile_from_datasheet(PAIR), workload(1 - OWN, 1 - OWN))
@@ -120,9 +135,9 @@ def test_chosen_ratios_are_never_predicted_slower_than_equal_ones(budgets, speed
         replace(workload(*budgets, max_ubatch=128), split_mode=mode),
     )
     best = plan_ratios(spec, profile, wanted)
-    check_variant(cut_ranks(spec, best.tensor_split, mode), best, "cuda")
+    check_variant(cut_ranks(spec, best.split), best, "cuda")
     if mode == "tensor":
-        expect_granular(spec, best.tensor_split)
+        expect_granular(spec, best.tensor_split, best.max_tp)
     assert best.considered[0].seconds == round_seconds(best) <= min(c.seconds for c in best.considered)
     assert round_seconds(best) <= round_seconds(plan_variant(spec, profile, wanted))
     assert round_seconds(best) == pytest.approx(

@@ -21,6 +21,7 @@ CHOICES = {
     (Placement, "cpu_rows"): st.sampled_from([0, 16, 512]),
     (Buffers, "slots"): st.integers(1, 8),
     (Variant, "split_mode"): st.sampled_from(["none", "tensor"]),
+    (Variant, "max_tp"): st.sampled_from([(), (("attention", 2),), (("ffn", 1), ("output", 3))]),
     (Registry, "version"): st.just(1),
 }
 

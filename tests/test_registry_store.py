@@ -154,6 +154,21 @@ def test_shares_that_differ_by_rounding_are_the_same():
         choose([thirds], tensor_split=(0.5, 0.25, 0.25), **want)
 
 
+def test_limits_are_those_that_were_asked_for():
+    some = make_variant((500, 500), split_mode="tensor", tensor_split=(0.5, 0.5), max_tp=(("attention", 1),))
+    want = {"vram_mib": (500, 500), "split_mode": "tensor"}
+    assert choose([some], **want) is some
+    assert choose([some], max_tp=(("attention", 1),), **want) is some
+    with pytest.raises(UserError, match=r"--max-tp ffn=1; planned are: .* --max-tp attn=1; run: "):
+        choose([some], max_tp=(("ffn", 1),), **want)
+
+
+def test_the_fastest_of_several_ratios_is_taken():
+    shares = {(0.5, 0.5): 0.05, (0.75, 0.25): 0.04, (0.25, 0.75): 0.06}
+    made = [make_variant((500, 500), seconds=s, split_mode="tensor", tensor_split=r) for r, s in shares.items()]
+    assert choose(made, vram_mib=(500, 500), split_mode="tensor").tensor_split == (0.75, 0.25)
+
+
 def test_the_smallest_context_that_covers_is_taken():
     variants = [make_variant(context=c) for c in (256, 2048, 1024)]
     assert choose(variants).context == 1024
@@ -187,3 +202,5 @@ def test_plan_command_names_what_differs_from_the_defaults():
     assert plan_command("a b.gguf", Workload((12000,))) == "pshard-plan -m 'a b.gguf' --vram 12000 -c 8192 -np 1"
     tensor = Workload((1, 2), type_k="f16", split_mode="tensor", tensor_split=(0.75, 0.25))
     assert plan_command("m", tensor).endswith("--vram 1,2 -c 8192 -np 1 -ctk f16 -ctv bf16 -sm tensor -ts 0.75,0.25")
+    limited = Workload((1, 2), split_mode="tensor", max_tp=(("attention", 1),))
+    assert plan_command("m", limited).endswith("-np 1 -sm tensor --max-tp attn=1")

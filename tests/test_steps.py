@@ -8,6 +8,7 @@ from plan_samples import make_tier, random_places
 
 from pshard.splitting import split_model
 from pshard.steps import Compute, CopyIn, Free, Gather, Handoff, Receive, Send, StepShape, emit_steps
+from pshard.workload import Split
 from tests.planner_cases import models
 
 
@@ -21,7 +22,7 @@ from tests.planner_cases import models
 def test_every_unit_computes_once_and_finds_its_weights_in_its_slot(spec, mode, shares, seed, slots) -> None:
     rng = random.Random(seed)
     for rank in range(len(shares)):
-        part = split_model(spec, mode, shares, rank)
+        part = split_model(spec, Split(mode, shares), rank)
         tier = make_tier(part, 16, random_places(part, rng), slots, 64, 1)
         steps = emit_steps(part, tier, StepShape(16, 0, 1, ranks=len(shares)))
         lying: dict[int, str | None] = {copy.slot: copy.unit for copy in steps.enter}
@@ -44,7 +45,7 @@ def test_every_unit_computes_once_and_finds_its_weights_in_its_slot(spec, mode, 
 def test_hidden_states_leave_from_the_side_that_the_next_rank_expects(spec, shares, seed) -> None:
     rng = random.Random(seed)
     for rank in range(len(shares)):
-        part = split_model(spec, "layer", shares, rank)
+        part = split_model(spec, Split("layer", shares), rank)
         tier = make_tier(part, 16, random_places(part, rng), 2, 64, 1)
         body = emit_steps(part, tier, StepShape(16, 0, 1, ranks=len(shares))).body
         sides = {u.name: "cpu" if tier.placement(u.name).where == "cpu" else "acc" for u in part.units}

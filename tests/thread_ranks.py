@@ -20,6 +20,7 @@ from pshard.runtime.engine import Engine
 from pshard.runtime.parallel import Group
 from pshard.runtime.session import build_engine
 from pshard.splitting import split_model
+from pshard.workload import Limits, Split
 
 
 class Meeting:
@@ -100,15 +101,13 @@ def split_tiers(seed: int, context: int) -> Tiers:
     return make
 
 
-def split_variant(
-    path: Path, shares: tuple[float, ...], mode: str, context: int, tiers: Tiers | None = None, reserve_mib: int = 0
-) -> Variant:
-    """A variant for ranks of those ratios, each with `tiers` of what it holds (default: everything pinned)."""
+def split_variant(path: Path, split: Split, context: int, tiers: Tiers | None = None, reserve_mib: int = 0) -> Variant:
+    """A variant for ranks that hold the model so, each with `tiers` of what it holds (default: everything pinned)."""
     make = tiers or (lambda spec: pinned_everywhere(spec, (4, 16), context))
-    specs = [split_model(open_model(path).spec, mode, shares, r) for r in range(len(shares))]
-    plans = tuple(make_rank_plan(s, make(s), r, share) for r, (s, share) in enumerate(zip(specs, shares)))
+    specs = [split_model(open_model(path).spec, split, r) for r in range(len(split.shares))]
+    plans = tuple(make_rank_plan(s, make(s), r, share) for r, (s, share) in enumerate(zip(specs, split.shares)))
     variant = make_variant(specs[0], plans[0].tiers, context, 1, plans, reserve_mib)
-    return replace(variant, split_mode=mode, tensor_split=shares)
+    return replace(variant, split_mode=split.mode, tensor_split=split.shares, max_tp=split.limits)
 
 
 def run_ranks(
@@ -119,10 +118,11 @@ def run_ranks(
     tiers: Tiers | None = None,
     kv_types: tuple[str, str] = ("f32", "f32"),
     mode: str = "tensor",
+    limits: Limits = (),
 ) -> list[Any]:
     """What `talk` returns on each rank of a group over the ratios `shares`, split by layers or by tensors."""
     meeting = Meeting(len(shares))
-    variant = split_variant(path, shares, mode, context, tiers)
+    variant = split_variant(path, Split(mode, shares, limits), context, tiers)
     variant = replace(variant, type_k=kv_types[0], type_v=kv_types[1])
 
     def rank(r: int) -> Any:
