@@ -191,7 +191,7 @@ def join_ranks(tasks: Sequence[RankTask], chosen: Sequence[Candidate]) -> Varian
     return Variant(
         w.vram_mib, w.context, w.sequences, w.type_k, w.type_v, w.max_ubatch, w.prompt, w.generated,
         w.split_mode, shares if len(shares) > 1 else (), tasks[0].plan_needed, ranks,
-        tasks[0].costs[0].tables.correction, w.max_tp,
+        tasks[0].costs[0].tables.correction, w.max_tp, w.device,
     )  # fmt: skip
 
 
@@ -217,7 +217,7 @@ def price_roughly(spec: ModelSpec, tables: Tables, workload: Workload, tiers: tu
     tasks: list[RankTask] = []
     for rank, (part, share) in enumerate(zip(cut_ranks(spec, split_of(workload)), shares)):
         room = rank_room(part, workload, workload.vram_mib[rank], tables.kind, tables.act_bytes, len(shares))
-        classes, own = group_units(part), tables.of_accelerator(rank)
+        classes, own = group_units(part), tables.of_accelerator(workload.device + rank)
         costs = tuple(tier_costs(part, own, load, workload, len(shares)) for load in loads)
         task = RankTask(rank, share, room, classes, costs, (), True)
         alike = next((other.bounds for other in tasks if other.is_like(task)), None)

@@ -32,7 +32,7 @@ class Predictor:
         shape = StepShape(tokens, sequences * past, sequences, v.type_k, v.type_v, len(v.ranks))
         steps = [emit_steps(spec, rank.covering(tokens), shape) for spec, rank in zip(self._specs, v.ranks)]
         costs = [
-            tier_costs(spec, self._tables.of_accelerator(i), load, v.workload, len(v.ranks))
+            tier_costs(spec, self._tables.of_accelerator(v.device + i), load, v.workload, len(v.ranks))
             for i, spec in enumerate(self._specs)
         ]
         return [result.seconds for result in simulate_ranks(v.split_mode, steps, costs)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pshard.errors import BudgetTooSmall
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
-from pshard.pace import prefill_seconds, round_seconds
+from pshard.pace import first_token_seconds, prefill_seconds, round_seconds
 from pshard.pipeline import join_seconds
 from pshard.plan import Considered, Variant
 from pshard.planner.costs import Tables
@@ -70,9 +70,13 @@ def plan_ratios(spec: ModelSpec, profile: MachineProfile, workload: Workload, ti
 
 def describe_way(variant: Variant) -> Considered:
     """A variant as one of those that were considered."""
-    way = f"-sm {variant.split_mode} -ts " + ",".join(f"{share:.4g}" for share in variant.tensor_split)
+    way = f"-sm {variant.split_mode}"
+    if len(variant.ranks) == 1:
+        way += f", device {variant.device}"
+    else:
+        way += " -ts " + ",".join(f"{share:.4g}" for share in variant.tensor_split)
     way += f" --max-tp {format_limits(variant.max_tp)}" if variant.max_tp else ""
-    return Considered(way, round_seconds(variant))
+    return Considered(way, round_seconds(variant), first_token_seconds(variant))
 
 
 def _starts(workload: Workload) -> Iterator[tuple[float, ...]]:

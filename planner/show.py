@@ -4,7 +4,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from pshard.pace import decode_seconds, first_token_seconds
-from pshard.plan import Considered, RankPlan, TierPlan, Variant
+from pshard.plan import RankPlan, TierPlan, Variant
 from pshard.planner.explain import BINDS, WhatIf
 from pshard.workload import MIB
 
@@ -28,10 +28,7 @@ def print_variant(variant: Variant, out: "Console") -> None:
     if not variant.plan_needed:
         out.print("Everything fits in VRAM: no plan is needed, and every tier keeps everything there.")
     if variant.considered:
-        best, *others = variant.considered
-        out.print(f"Chosen: {best.way}, {best.seconds:.4g} s for a round of the workload", highlight=False)
-        for other in others:
-            out.print(f"    not: {other.way}, {_compare(best, other)}", highlight=False)
+        _print_whole(_ways_table(variant), out)
     out.print(
         f"Predicted: time to first token {first_token_seconds(variant):.3g} s for {variant.prompt} tokens "
         f"(micro-batches of {variant.max_ubatch}), then {variant.sequences / decode_seconds(variant):.4g} tok/s.",
@@ -40,10 +37,19 @@ def print_variant(variant: Variant, out: "Console") -> None:
     )
 
 
-def _compare(best: Considered, other: Considered) -> str:
-    if best.seconds is None or other.seconds is None:
-        return "which does not fit"
-    return f"{other.seconds:.4g} s ({other.seconds / best.seconds - 1:+.1%})"
+def _ways_table(variant: Variant) -> "Table":
+    """What the plan was chosen from, itself first."""
+    columns = ("way", "round s", "more", "first token s", "tok/s", "why")
+    table = _new_table("Ways to use the devices that were predicted, the chosen one first", columns)
+    decoded = variant.sequences * variant.generated
+    for way in variant.considered:
+        if way.seconds is None or way.first_token is None:
+            table.add_row(way.way, "-", "", "", "", "does not fit")
+            continue
+        more = way.seconds / (variant.considered[0].seconds or way.seconds) - 1
+        pace = decoded / (way.seconds - way.first_token)
+        table.add_row(way.way, f"{way.seconds:.4g}", f"{more:+.1%}", f"{way.first_token:.3g}", f"{pace:.4g}", way.why)
+    return table
 
 
 def _time_table(variant: Variant, rank: RankPlan) -> "Table":
@@ -116,7 +122,7 @@ def _new_table(title: str, columns: tuple[str, ...]) -> "Table":
 
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
     for name in columns:
-        table.add_column(name, justify="left" if name in ("binds", "plan") else "right", no_wrap=True)
+        table.add_column(name, justify="left" if name in ("binds", "plan", "way", "why") else "right", no_wrap=True)
     return table
 
 

@@ -47,15 +47,16 @@ def _main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     request = _make_request(args)
 
-    from pshard.opening import open_group, open_plan
+    from pshard.opening import count_ranks, open_group, open_plan
     from pshard.runtime.parallel import launched_ranks
 
-    if request.ranks > 1 and launched_ranks() < 2:
+    ranks = count_ranks(request)
+    if ranks > 1 and launched_ranks() < 2:
         from pshard.runtime.launch import launch
 
-        return launch(request.ranks, "pshard.cli_bench", [*argv, "-m", str(request.model)])
+        return launch(ranks, "pshard.cli_bench", [*argv, "-m", str(request.model)])
     opened = open_plan(request)
-    group = open_group(opened, request.ranks, args.reduce_dtype)
+    group = open_group(opened, ranks, args.reduce_dtype)
     try:
         if args.perplexity is not None:
             return _run_perplexity(opened, args, group)

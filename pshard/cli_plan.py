@@ -43,7 +43,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     p.add_argument("-ctv", "--cache-type-v", choices=KV_TYPES, default=None, help="KV cache type of values (bf16)")
     p.add_argument("--prompt", type=parse_count, metavar="N", help="expected prompt length (4096, or half of -c)")
     p.add_argument("--generated", type=parse_count, metavar="N", help="expected answer length (default: 256)")
-    p.add_argument("-sm", "--split-mode", choices=SPLIT_MODES, default="none", help="split over devices")
+    p.add_argument(
+        "-sm",
+        "--split-mode",
+        choices=(*SPLIT_MODES, "auto"),
+        default="none",
+        help="split over devices; auto: one device, layer or tensor, as is predicted to be the fastest",
+    )
     p.add_argument(
         "-ts", "--tensor-split", type=parse_split, default=(), metavar="R,R",
         help="ratios of the split (3,1; default: equal), or auto: those predicted to be the fastest",
@@ -79,6 +85,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         raise UserError("--validate and --strategy exclude each other; pshard-bench measures a published strategy")
     if args.tensor_split == "auto" and args.strategy != "ilp":
         raise UserError("-ts auto and --strategy exclude each other; give the published strategy its ratios")
+    if args.split_mode == "auto" and args.strategy != "ilp":
+        raise UserError("-sm auto and --strategy exclude each other; give the published strategy its split")
     if args.vram and args.sweep:
         raise UserError("--vram and --sweep exclude each other; a sweep lists its own budgets")
     return args
@@ -212,6 +220,11 @@ def _plan(
     try:
         if args.strategy != "ilp":
             return plan_baseline(args.strategy, model.spec, profile, workload), ()
+        if args.split_mode == "auto":
+            from pshard.planner.modes import plan_mode
+
+            auto_ratios = args.tensor_split in ("auto", ())
+            return plan_mode(model.spec, profile, workload, auto_ratios, args.time_limit), ()
         if args.tensor_split == "auto":
             from pshard.planner.ratios import plan_ratios
 
@@ -265,7 +278,7 @@ def _workloads(args: argparse.Namespace, spec: Any, profile: Any) -> list[Worklo
         raise UserError(f"-ub {first.max_ubatch} is less than one token for each of -np {first.sequences} sequences")
     if args.tensor_split and args.split_mode == "none":
         raise UserError("-ts needs -sm tensor or layer")
-    if args.max_tp and args.split_mode != "tensor":
+    if args.max_tp and args.split_mode not in ("tensor", "auto"):
         raise UserError("--max-tp needs -sm tensor")
     if len(first.vram_mib) == 1:
         first = replace(first, vram_mib=first.vram_mib * _devices(args, profile))
@@ -277,10 +290,11 @@ def _workloads(args: argparse.Namespace, spec: Any, profile: Any) -> list[Worklo
 
 def _devices(args: argparse.Namespace, profile: Any) -> int:
     """How many devices one budget is for. Raises UserError when that cannot be known."""
-    if args.tensor_split != "auto":
+    if args.tensor_split != "auto" and (args.tensor_split or args.split_mode != "auto"):
         return len(args.tensor_split) or 1
     if len(profile.accelerators) < 2:
-        raise UserError("-ts auto: the profile knows one device; give --vram a budget for each rank")
+        flag = "-sm" if args.split_mode == "auto" else "-ts"
+        raise UserError(f"{flag} auto: the profile knows one device; give --vram a budget for each rank")
     return len(profile.accelerators)
 
 

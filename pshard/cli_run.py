@@ -54,21 +54,22 @@ def _main(argv: list[str]) -> int:
 
     from dataclasses import replace
 
-    from pshard.opening import open_group, open_plan, start_engine
+    from pshard.opening import count_ranks, open_group, open_plan, start_engine
     from pshard.runtime.parallel import launched_ranks
     from pshard.runtime.sampling import Sampling
 
     if request.ranks > 1 and args.seed is None and args.temp > 0:
         raise UserError("several ranks must draw the same tokens: give -s SEED, or --temp 0")
     sampling = Sampling(args.temp, args.top_k, args.top_p, args.min_p, args.seed)
-    if request.ranks > 1 and launched_ranks() < 2:
+    ids = _encode_prompt(request.model, prompt, args.chat)
+    request = replace(request, needed=len(ids) + args.predict)  # a plan of at least that context is chosen
+    ranks = count_ranks(request)
+    if ranks > 1 and launched_ranks() < 2:
         from pshard.runtime.launch import launch
 
-        return launch(request.ranks, "pshard.cli_run", [*argv, "-m", str(request.model)])
-    ids = _encode_prompt(request.model, prompt, args.chat)
-    needed = len(ids) + args.predict  # a plan of at least that context is chosen
-    opened = open_plan(replace(request, needed=needed))
-    group = open_group(opened, request.ranks, args.reduce_dtype)
+        return launch(ranks, "pshard.cli_run", [*argv, "-m", str(request.model)])
+    opened = open_plan(request)
+    group = open_group(opened, ranks, args.reduce_dtype)
     with start_engine(opened, opened.variant, args.kernels, group) as engine:
         for note in engine.notes if group.rank == 0 else ():
             print(f"note: {note}", file=sys.stderr)

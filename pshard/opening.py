@@ -48,7 +48,7 @@ class Request:
 
     @property
     def ranks(self) -> int:
-        """How many processes run the model."""
+        """How many processes run the model; with "auto" at most, see `count_ranks`."""
         return max(len(self.tensor_split), len(self.vram_mib or ())) if self.split_mode != "none" else 1
 
 
@@ -83,21 +83,43 @@ def open_plan(request: Request) -> Opened:
         if place is not None:
             command += f" {flag} {shlex.quote(str(place))}"
     if request.replan:
-        from pshard.planner.plan import plan_variant
-
         if request.vram_mib is None:
             raise UserError("--replan needs a budget: give --vram")
-        save_variants(path, file.spec.name, inputs, [plan_variant(file.spec, profile, full)])
+        save_variants(path, file.spec.name, inputs, [_plan(file.spec, profile, full)])
     registry = load_registry(path, command)
     check_fresh(registry, inputs, f"{command} (or add --replan)")
     return Opened(file, profile, choose_variant(registry, want, command), path)
 
 
+def count_ranks(request: Request) -> int:
+    """How many processes run the model: with split mode "auto" as many as the plan that fits is for.
+
+    Raises UserError as `open_plan` does.
+    """
+    if request.split_mode != "auto":
+        return request.ranks
+    opened = open_plan(request)
+    opened.file.close()
+    return len(opened.variant.ranks)
+
+
+def _plan(spec: "ModelSpec", profile: MachineProfile, workload: Workload) -> Variant:
+    from pshard.planner.modes import plan_mode
+    from pshard.planner.plan import plan_variant
+
+    if workload.split_mode == "auto":
+        return plan_mode(spec, profile, workload, auto_ratios=not workload.tensor_split)
+    return plan_variant(spec, profile, workload)
+
+
 def _workload(request: Request, profile: MachineProfile) -> Workload:
     """The request as what a variant must at least offer."""
-    budgets = request.vram_mib or (free_vram_mib(profile),) * request.ranks
+    devices = request.ranks
+    if request.split_mode == "auto" and devices == 1:
+        devices = len(profile.accelerators)
+    budgets = request.vram_mib or (free_vram_mib(profile),) * devices
     if len(budgets) == 1:
-        budgets *= request.ranks
+        budgets *= devices
     return Workload(
         budgets,
         request.context or request.needed,
@@ -105,8 +127,8 @@ def _workload(request: Request, profile: MachineProfile) -> Workload:
         request.type_k,
         request.type_v,
         split_mode=request.split_mode,
-        tensor_split=request.tensor_split if request.ranks > 1 else (),
-        max_tp=binding_limits(request.max_tp, request.ranks),
+        tensor_split=request.tensor_split if devices > 1 else (),
+        max_tp=binding_limits(request.max_tp, devices),
     )
 
 
@@ -186,7 +208,7 @@ def start_engine(
     from pshard.runtime.session import build_engine
     from pshard.runtime.threads import use_threads
 
-    index = group.local_rank if group is not None and group.size > 1 else 0
+    index = group.local_rank if group is not None and group.size > 1 else variant.device
     device = open_device(opened.profile.accelerators[0].kind, index)
     if group is None or group.size == 1:  # a rank of several keeps the share of threads it was given
         use_threads(opened.profile.host.threads)

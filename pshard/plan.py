@@ -160,11 +160,13 @@ class Considered:
     """A way to use the devices, one of several that were planned before one was chosen.
 
     `way`: as flags ("-sm tensor -ts 0.5,0.5"). `seconds`: predicted, of a round of the workload; None when it does not
-    fit the budgets.
+    fit the budgets. `first_token`: of them, seconds until the prompts are prefilled. `why`: what limits it.
     """
 
     way: str
     seconds: float | None
+    first_token: float | None = None
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,7 @@ class Variant:
     ranks: tuple[RankPlan, ...]
     correction: Correction = NOTHING_LEARNT  # applied to the predictions
     max_tp: Limits = ()  # over how many ranks a kind of unit is cut at most
+    device: int = 0  # the accelerator of a plan for one; ranks of a split have their own
     considered: tuple[Considered, ...] = ()  # what it was chosen from, itself first; empty when nothing was to choose
 
     @property
@@ -192,7 +195,7 @@ class Variant:
         """What it was planned for, with the largest micro-batch that it has."""
         return Workload(
             self.vram_mib, self.context, self.sequences, self.type_k, self.type_v, self.max_ubatch, self.prompt,
-            self.generated, self.split_mode, self.tensor_split, self.max_tp,
+            self.generated, self.split_mode, self.tensor_split, self.max_tp, self.device,
         )  # fmt: skip
 
     @property

@@ -31,7 +31,13 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "-ctv", "--cache-type-v", choices=KV_TYPES, default="bf16", help="type of the values' cache (bf16)"
     )
-    group.add_argument("-sm", "--split-mode", choices=SPLIT_MODES, default="none", help="split over devices")
+    group.add_argument(
+        "-sm",
+        "--split-mode",
+        choices=(*SPLIT_MODES, "auto"),
+        default="none",
+        help="split over devices (auto: as the fastest plan that fits)",
+    )
     group.add_argument(
         "-ts", "--tensor-split", type=parse_split, default=(), metavar="R,R",
         help="share of each rank, as 3,1 (auto, or not given: the ratios of the plan that fits)",
@@ -53,7 +59,7 @@ def make_request(args: argparse.Namespace, sequences: int | None = None) -> Requ
     """The request that the flags make. Raises UserError for flags that do not go together."""
     if args.split_mode == "none" and (args.tensor_split or len(args.vram or ()) > 1):
         raise UserError("-ts and several budgets split the model over devices; add -sm tensor or layer")
-    if args.split_mode != "tensor" and args.max_tp:
+    if args.split_mode not in ("tensor", "auto") and args.max_tp:
         raise UserError("--max-tp limits how units are cut; add -sm tensor")
     ratios = () if args.tensor_split == "auto" else args.tensor_split
     if ratios and len(args.vram or ()) > 1 and len(ratios) != len(args.vram):

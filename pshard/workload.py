@@ -66,6 +66,7 @@ class Workload:
     split_mode: str = "none"  # one of SPLIT_MODES
     tensor_split: tuple[float, ...] = ()
     max_tp: Limits = ()  # kinds that are not named are cut over all ranks
+    device: int = 0  # the accelerator that a plan for one is for
 
     def under(self, split: Split) -> "Workload":
         """The same with another split."""

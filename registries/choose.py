@@ -31,15 +31,16 @@ def choose_variant(registry: Registry, want: Workload, replan_command: str) -> V
 
     It must hold at least the wanted context and sequences, with the same KV types and split. Among equal budgets the
     one for fewest sequences goes first, then the wanted ubatch, then the smallest context; the largest context when
-    none is wanted; then the one with the shortest predicted round (other ratios of a split). Raises UserError that
-    lists the variants there are.
+    none is wanted; then the one with the shortest predicted round (other ratios of a split). With split mode "auto" any
+    split will do, also one device of those, and the round counts before the budget. Raises UserError that lists the
+    variants there are.
     """
     fitting = [v for v in registry.variants if _serves(v, want)]
     if fitting:
         return max(
             fitting,
             key=lambda v: (
-                sum(v.vram_mib),
+                0 if want.split_mode == "auto" else sum(v.vram_mib),
                 -v.sequences,
                 v.max_ubatch == want.max_ubatch,
                 -v.context if want.context > 1 else v.context,
@@ -53,13 +54,17 @@ def choose_variant(registry: Registry, want: Workload, replan_command: str) -> V
 
 
 def _serves(variant: Variant, want: Workload) -> bool:
+    auto = want.split_mode == "auto"
+    there = want.vram_mib
+    if auto and variant.split_mode == "none":
+        there = want.vram_mib[variant.device : variant.device + 1]
     return (
-        len(variant.vram_mib) == len(want.vram_mib)
-        and all(planned <= there for planned, there in zip(variant.vram_mib, want.vram_mib))
+        len(variant.vram_mib) == len(there)
+        and all(planned <= mib for planned, mib in zip(variant.vram_mib, there))
         and variant.context >= want.context
         and variant.sequences >= want.sequences
         and (variant.type_k, variant.type_v) == (want.type_k, want.type_v)
-        and variant.split_mode == want.split_mode
+        and (auto or (variant.split_mode, variant.device) == (want.split_mode, want.device))
         and (not want.max_tp or variant.max_tp == want.max_tp)
         and (not want.tensor_split or _same_shares(variant.tensor_split, want.tensor_split))
     )

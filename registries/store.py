@@ -79,7 +79,7 @@ def save_variants(path: Path, model: str, inputs: Inputs, variants: Sequence[Var
 def variant_key(variant: Variant) -> tuple:
     """What makes two variants the same one: planning it again replaces it."""
     v = variant
-    split = (v.split_mode, v.tensor_split, v.max_tp)
+    split = (v.split_mode, v.tensor_split, v.max_tp, v.device)
     return (v.vram_mib, v.context, v.sequences, v.type_k, v.type_v, v.max_ubatch, *split)
 
 

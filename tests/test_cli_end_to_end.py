@@ -318,6 +318,25 @@ def test_ranks_give_the_tokens_of_one(
     assert len(texts[0].split()) == 6 and texts[0] == texts[1]
 
 
+def test_a_run_takes_the_split_that_was_chosen(
+    world: World, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PSHARD_MODEL", str(world.model))
+    plan(world, "--vram", "4,4", "-sm", "auto")
+    said = capfd.readouterr().out
+    (variant,) = load_registry(world.registry).variants
+    assert all(f"-sm {mode}" in said for mode in ("none", "layer", "tensor"))
+    assert "sums take" in said and said.index(variant.considered[0].way) < said.index(variant.considered[1].way)
+    plan(world, "--vram", "3,3", "-sm", "tensor")
+    run = ["-p", "1,2,3", "--tokens", "-n", "6", "--temp", "0"]
+    texts = []
+    for flags in (["--vram", "4,4"], ["--vram", "3,3"]):  # whatever was chosen, and two ranks
+        capfd.readouterr()
+        assert cli_run.main([*flags, "-sm", "auto", *run]) == 0
+        texts.append(capfd.readouterr().out)
+    assert len(texts[0].split()) == 6 and texts[0] == texts[1]
+
+
 def test_python_api(world: World) -> None:
     from pshard.errors import UserError
 

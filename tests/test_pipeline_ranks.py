@@ -12,18 +12,23 @@ from thread_ranks import Tiers, random_tiers, split_variant
 
 from pshard.buffers import TORCH_RESERVE_MIB
 from pshard.jsonio import to_json
-from pshard.workload import Split
+from pshard.workload import Limits, Split
 
 CONTEXT = 256
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 def process_logits(
-    folder: Path, shares: tuple[float, ...], backend: str, tiers: Tiers | None = None, mode: str = "layer"
+    folder: Path,
+    shares: tuple[float, ...],
+    backend: str,
+    tiers: Tiers | None = None,
+    mode: str = "layer",
+    limits: Limits = (),
 ) -> list[torch.Tensor]:
     """Logits of `converse` on every rank, for the model that lies in the folder."""
     reserve = TORCH_RESERVE_MIB if backend in ("peers", "nccl") else 0
-    variant = split_variant(folder / "m.gguf", Split(mode, shares), CONTEXT, tiers, reserve)
+    variant = split_variant(folder / "m.gguf", Split(mode, shares, limits), CONTEXT, tiers, reserve)
     (folder / "plan.json").write_text(json.dumps(to_json(variant)))
     done = run_ranks(f"engine@{backend}", len(shares), folder)
     assert done.returncode == 0, done.stderr
@@ -41,6 +46,28 @@ def test_processes_on_cpus(tmp_path: Path, shares: tuple[float, ...], backend: s
     tiers = None if seed is None else random_tiers(seed, CONTEXT)
     for logits in process_logits(tmp_path, shares, backend, tiers):
         assert torch.equal(logits, wanted)
+
+
+def test_processes_of_which_two_hold_the_attention(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q8_0", n_layers=3)
+    with open_engine(path, context=CONTEXT, tokens=(4, 16)) as one:
+        wanted = converse(one)
+    limits = (("attention", 2), ("output", 1))
+    first, *others = process_logits(tmp_path, (1.0,) * 3, "shm", random_tiers(3, CONTEXT), "tensor", limits)
+    assert float(((first - wanted).double() ** 2).sum() / (wanted.double() ** 2).sum()) < 1e-10
+    assert all(torch.equal(other, first) for other in others)
+
+
+@pytest.mark.gpu
+@needs_two_gpus
+@pytest.mark.parametrize("kind", ["attention", "ffn", "output"])
+def test_gpus_of_which_one_holds_a_kind_of_unit(tmp_path: Path, kind: str) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q4_0", n_layers=4)
+    with open_engine(path, context=CONTEXT, tokens=(4, 16)) as one:
+        wanted = converse(one)
+    first, second = process_logits(tmp_path, (1.0, 2.0), "peers", random_tiers(1, CONTEXT), "tensor", ((kind, 1),))
+    assert torch.equal(first, second)
+    assert float(((first - wanted) ** 2).sum() / (wanted**2).sum()) < 2e-3  # int8 activations, bfloat16 on the GPU
 
 
 @pytest.mark.gpu

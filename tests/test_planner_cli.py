@@ -119,9 +119,22 @@ def test_ratios_are_chosen_and_the_others_named(plan):
     (variant,) = load_registry(registry).variants
     assert code == 0 and len(variant.ranks) == 2 and sum(variant.tensor_split) == pytest.approx(1)
     shares = ",".join(f"{share:.4g}" for share in variant.tensor_split)
-    assert f"Chosen: -sm tensor -ts {shares}, " in out
+    assert variant.considered[0].way == f"-sm tensor -ts {shares}"
     assert "-sm tensor -ts 0.5,0.5" in [c.way for c in variant.considered]
-    assert all(c.way in out for c in variant.considered)
+    assert all(c.way in out for c in variant.considered) and "the chosen one first" in out
+
+
+def test_modes_are_compared_and_explained(plan):
+    code, out, err, registry = plan("--vram", f"{OWN + 4},{OWN + 2}", "-sm", "auto", "--explain")
+    (variant,) = load_registry(registry).variants
+    assert code == 0 and "no collectives" in err
+    assert {way.way.split(" -ts")[0].split(",")[0] for way in variant.considered} == {
+        "-sm none", "-sm layer", "-sm tensor",
+    }  # fmt: skip
+    assert "a decode step" in out and all(way.way in out and way.why in out for way in variant.considered)
+    _, out, _, _ = plan("--vram", f"{OWN + 4},{OWN + 2}", "-sm", "auto", "--json")
+    (kept,) = from_json(Registry, json.loads(out)["registry"]).variants
+    assert kept.considered == variant.considered
 
 
 @pytest.mark.parametrize(

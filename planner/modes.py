@@ -1,0 +1,90 @@
+"""`-sm auto`: one device, whole layers on each, or slices of every unit, whichever is predicted to take least time."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+from pshard.errors import BudgetTooSmall
+from pshard.machine import MachineProfile
+from pshard.model import ModelSpec
+from pshard.pace import decode_seconds, rank_seconds, round_seconds
+from pshard.plan import Considered, Variant
+from pshard.planner.costs import Tables
+from pshard.planner.draft import tier_steps
+from pshard.planner.explain import BINDS
+from pshard.planner.plan import plan_variant, price_tiers
+from pshard.planner.ratios import describe_way, plan_ratios
+from pshard.steps import AllReduce, Gather
+from pshard.workload import Split, Workload
+
+WORTH = 0.99  # more devices, or a finer split, must bring the round below this share of what the simpler way takes
+
+
+def plan_mode(
+    spec: ModelSpec, profile: MachineProfile, workload: Workload, auto_ratios: bool, time_limit: float = 10.0
+) -> Variant:
+    """The variant with the shortest predicted round over all budgets' devices; `considered` lists all ways.
+
+    Every way is planned in full and simulated: each device alone (like ones once), layers, tensors; of ways within 1%
+    the simplest. workload: `max_tp` is for tensors, and so is `tensor_split` for both splits unless `auto_ratios`.
+    Raises BudgetTooSmall when nothing fits, UserError as `plan_variant` does.
+    """
+    tables, made, ways = Tables(profile), [], []
+    refused: BudgetTooSmall | None = None
+    for way, plan in _ways(spec, profile, workload, auto_ratios, time_limit / 4):
+        try:
+            made.append(plan())
+        except BudgetTooSmall as error:
+            refused = refused or error
+            ways.append(Considered(way, None))
+            continue
+        own = made[-1].considered or (describe_way(made[-1]),)
+        ways += [replace(own[0], why=explain_pace(spec, tables, made[-1])), *own[1:]]
+    if not made:
+        assert refused is not None
+        raise refused
+    fastest = min(map(round_seconds, made))
+    best = next(v for v in made if round_seconds(v) * WORTH <= fastest)
+    chosen = next(w for w in ways if w.way == describe_way(best).way)
+    others = sorted((w for w in ways if w is not chosen), key=lambda w: w.seconds or float("inf"))
+    return replace(best, considered=(chosen, *others))
+
+
+def _ways(
+    spec: ModelSpec, profile: MachineProfile, workload: Workload, auto_ratios: bool, time_limit: float
+) -> Iterator[tuple[str, Callable[[], Variant]]]:
+    """What to call each way, and what plans it; the simplest first."""
+    alone = replace(workload, split_mode="none", tensor_split=(), max_tp=())
+    for device in _unlike_devices(profile, workload.vram_mib):
+        one = replace(alone, vram_mib=(workload.vram_mib[device],), device=device)
+        yield f"-sm none, device {device}", partial(plan_variant, spec, profile, one, time_limit)
+    for mode in ("layer", "tensor") if len(workload.vram_mib) > 1 else ():
+        split = workload.under(Split(mode, workload.tensor_split, workload.max_tp if mode == "tensor" else ()))
+        plan = plan_ratios if auto_ratios else plan_variant
+        yield f"-sm {mode}", partial(plan, spec, profile, split, time_limit)
+
+
+def _unlike_devices(profile: MachineProfile, budgets: tuple[int, ...]) -> Iterator[int]:
+    """Devices that may do best alone: of those with the same timings the one with the largest budget."""
+    best: dict[int, int] = {}
+    for device, mib in enumerate(budgets):
+        own = profile.of_accelerator(device)
+        key = -1 if own is profile else device
+        if key not in best or mib > budgets[best[key]]:
+            best[key] = device
+    yield from sorted(best.values())
+
+
+def explain_pace(spec: ModelSpec, tables: Tables, variant: Variant) -> str:
+    """What a decode step of this way spends its time on, as predicted."""
+    seconds = decode_seconds(variant)
+    tier = variant.ranks[0].covering(variant.sequences)
+    if variant.split_mode == "layer":
+        turns = " + ".join(f"{s * 1e3:.3g}" for s in rank_seconds(variant)[tier.tokens])
+        return f"ranks take turns in a decode step: {turns} ms"
+    if variant.split_mode == "none":
+        return f"decode is {BINDS[tier.prediction.binds]}"
+    task = price_tiers(spec, tables, variant.workload, (tier.tokens,))[0]
+    steps = [s for s in tier_steps(task.room, tier, task.costs[0]).body if isinstance(s, AllReduce | Gather)]
+    sums = sum(tables.collective(len(variant.ranks), s.nbytes) for s in steps)
+    return f"{len(steps)} sums take {sums * 1e3:.3g} of a decode step's {seconds * 1e3:.3g} ms"
