@@ -43,7 +43,7 @@ def main() -> None:
     profile = load_profile(MACHINE)
     for name, (*shape, mib, sequences) in SHAPES.items():
         spec = make_spec(name, *shape)
-        workload = Workload((mib,), sequences=sequences)
+        workload = Workload((mib,), 8192 * sequences, sequences)
         started, used = time.perf_counter(), time.process_time()
         variant = plan_variant(spec, profile, workload)
         seconds, cpu = time.perf_counter() - started, time.process_time() - used
