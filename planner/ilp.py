@@ -18,6 +18,7 @@ MS = 1e3  # seconds in the objective's unit
 TIDY = 1e-4  # price of link traffic that nothing waits for: prefer pinned where the time is the same
 UNTIDY = 0.02  # price of one more streamed unit, of the largest copy: small units waste the slots' lookahead
 GAP = 1e-3  # relative gap at which the solver may stop unless it is told otherwise
+THREADS = 1  # in every call: HiGHS refuses to solve with another number than the process's first call had
 # HiGHS: trees of these small programs are done before searches in sub-problems and fresh starts pay for themselves
 NO_SUB_PROBLEMS = dict.fromkeys(
     (
@@ -361,7 +362,7 @@ def _copies_beside_a_run(problem: TierProblem) -> float:
 def _solver(time_limit: float, gap: float):
     """HiGHS in this process when it is installed, else CBC."""
     if pulp.HiGHS().available():
-        return "HiGHS", pulp.HiGHS(msg=False, timeLimit=time_limit, gapRel=gap, threads=1, **NO_SUB_PROBLEMS)
+        return "HiGHS", pulp.HiGHS(msg=False, timeLimit=time_limit, gapRel=gap, threads=THREADS, **NO_SUB_PROBLEMS)
     return "CBC", pulp.PULP_CBC_CMD(msg=False, timeLimit=time_limit, gapRel=gap, threads=1)
 
 
@@ -371,6 +372,8 @@ def _run(program, problems, variables, time_limit: float, allowed: float, starte
     seconds = time.perf_counter() - started
     if program.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
         status = "infeasible" if program.status == pulp.LpStatusInfeasible else "unsolved"
+        if status == "unsolved" and seconds < time_limit / 2:  # a plan without it would only be a baseline
+            raise RuntimeError(f"{name} gave up after {seconds:.3f} of {time_limit:.1f} s without saying why")
         return Solution(status, 0.0, 0.0, 0.0, seconds, name, ())
     objective = pulp.value(program.objective) or 0.0
     counts = tuple(
@@ -396,7 +399,9 @@ def _units(variable) -> int:
 def _relaxation_value(program) -> float:
     """Value of the linear relaxation: a bound that holds whatever the branch and bound got to. 0 when there is none."""
     highs = pulp.HiGHS().available()
-    program.solve(pulp.HiGHS(msg=False, mip=False) if highs else pulp.PULP_CBC_CMD(msg=False, mip=False))
+    program.solve(
+        pulp.HiGHS(msg=False, mip=False, threads=THREADS) if highs else pulp.PULP_CBC_CMD(msg=False, mip=False)
+    )
     return (pulp.value(program.objective) or 0.0) if program.status == pulp.LpStatusOptimal else 0.0
 
 

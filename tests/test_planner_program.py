@@ -3,10 +3,11 @@
 import itertools
 from dataclasses import replace
 
+import pulp
 import pytest
 
 from pshard.planner.datasheet import profile_from_datasheet
-from pshard.planner.ilp import GAP, Counts, fluid_seconds, held_bytes, solve_tiers
+from pshard.planner.ilp import GAP, Counts, fluid_seconds, held_bytes, relaxation_bound, solve_tiers
 from pshard.planner.order import assign_cpu, order_residency, spread
 from pshard.planner.plan import prepare_ranks
 from pshard.planner.problem import tier_problem
@@ -83,6 +84,27 @@ def test_an_impossible_room_is_called_infeasible():
     tiers, _ = problems(29)
     nothing = replace(tiers[0], room=-1)
     assert solve_tiers((nothing,)).status == "infeasible"
+
+
+def test_every_call_of_the_solver_asks_for_the_same_number_of_threads(monkeypatch):
+    asked, highs = [], pulp.HiGHS
+    monkeypatch.setattr(pulp, "HiGHS", lambda **options: asked.append(options) or highs(**options))
+    tiers, _ = problems(29)
+    solve_tiers(tiers)
+    relaxation_bound(tiers)
+    solves = [options["threads"] for options in asked if options]
+    assert len(solves) in (0, 2) and set(solves) <= {1}  # 0: CBC, a process of its own each time
+
+
+def test_a_solver_that_gives_up_is_no_reason_for_a_worse_plan(monkeypatch):
+    tiers, _ = problems(29)
+
+    def gives_up(program, solver=None):
+        program.assignStatus(pulp.LpStatusNotSolved)
+
+    monkeypatch.setattr(pulp.LpProblem, "solve", gives_up)
+    with pytest.raises(RuntimeError, match="gave up"):
+        solve_tiers(tiers)
 
 
 def test_every_tier_is_a_prefix_of_the_order_and_what_is_left_out_is_spread():
