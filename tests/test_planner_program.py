@@ -93,7 +93,7 @@ def test_every_call_of_the_solver_asks_for_the_same_number_of_threads(monkeypatc
     solve_tiers(tiers)
     relaxation_bound(tiers)
     solves = [options["threads"] for options in asked if options]
-    assert len(solves) in (0, 2) and set(solves) <= {1}  # 0: CBC, a process of its own each time
+    assert set(solves) == ({1} if highs().available() else set())  # CBC is a process of its own each time
 
 
 def test_a_solver_that_gives_up_is_no_reason_for_a_worse_plan(monkeypatch):

@@ -16,6 +16,7 @@ from thread_ranks import random_tiers, split_variant
 
 from pshard.jsonio import to_json
 from pshard.runtime.network import interface_to
+from pshard.workload import Split
 
 TESTS = Path(__file__).parent
 # Host A is the namespace that this script runs in, host B that of a sleeping process; a cable between them.
@@ -100,7 +101,7 @@ def test_two_hosts_give_the_logits_of_one(mode: str, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q8_0", n_layers=3)
     with open_engine(path, context=256, tokens=(4, 16)) as one:
         wanted = converse(one)
-    variant = split_variant(path, (1.0, 2.0), mode, 256, random_tiers(5, 256))
+    variant = split_variant(path, Split(mode, (1.0, 2.0), ()), 256, random_tiers(5, 256))
     (tmp_path / "plan.json").write_text(json.dumps(to_json(variant)))
     codes, first, second = run_two_hosts("engine", tmp_path)
     assert codes == ["0", "0"], first + second
