@@ -5,7 +5,7 @@ with dp4a. Above: a tile is dequantised to bfloat16 and a library GEMM does the 
 launch size depends on device data, so runs repeat bit for bit and can be captured in a CUDA graph.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -55,14 +55,13 @@ class Tile:
     tokens: int = 32
 
 
-GATED_WARPS = 1200  # of a product that is not cut into pieces: 9 for each of 132 multiprocessors
-WIDEST = 4  # warps of a program
-REGISTERS_WIDE = 72
+MANY_ROWS = 16384  # of gate and up; below, as in a rank's slice, programs of two warps do not fill a GPU
 # types that take so many registers to decode for the tensor cores that dp4a is faster for up to 4 tokens
 DP4A_TYPES = ("Q2_K", "Q3_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K")
 # Keyed by (kernel, bucket of tokens). Keys that name more come first: "kernel type rowsxcols", then "kernel type".
 TUNING: dict[tuple[str, int], Tile] = {
-    **{("matvec", m): Tile(32, 32, 4, 1, 800, 72) for m in (1, 2, 4, 8)},
+    **{("matvec", m): Tile(32, 16, 2, 1, 800, 144) for m in (1, 2, 4, 8)},
+    **{(f"matvec {qtype}", 1): Tile(32, 32, 4, 1, 800, 72) for qtype in ("Q4_1", "Q8_0")},
     **{("matvec MXFP4", m): Tile(32, 32, 4, 1, 800) for m in (1, 2, 4, 8)},
     **{("matvec Q4_K", m): Tile(32, 16, 2, 1, 800) for m in (2, 4, 8)},
     **{(f"matvec {qtype}", m): Tile(16, 32, 4, 1, 1056) for qtype in DP4A_TYPES for m in (1, 2, 4)},
@@ -72,6 +71,7 @@ TUNING: dict[tuple[str, int], Tile] = {
     ("matvec", 64): Tile(32, 8, 1, 1, 800),
     ("matvec Q4_0", 64): Tile(32, 16, 2, 1, 800, 144, tokens=16),
     **{("gated", m): Tile(32, 16, 2, 1, registers=144) for m in (1, 2, 4, 8)},
+    ("gated few", 1): Tile(32, 32, 4, 1, registers=144),
     **{(f"gated {qtype}", 1): Tile(16, 32, 4, 1, registers=56) for qtype in DP4A_TYPES},
     **{(f"gated {qtype}", m): Tile(16, 32, 4, 1) for qtype in DP4A_TYPES for m in (2, 4)},
     ("gated Q3_K", 8): Tile(32, 16, 2, 1),
@@ -95,16 +95,6 @@ def _tile_of(kernel: str, qtype: str, tokens: int, rows: int = 0, cols: int = 0)
         if (name, tokens) in TUNING:
             return TUNING[name, tokens]
     return TUNING[kernel, tokens]
-
-
-def _widen(tile: Tile, rows: int) -> Tile:
-    """More warps for each program where rows are so few, as in a rank's slice, that programs would not fill the GPU.
-
-    For products that are not cut into pieces; those reach `programs`.
-    """
-    while tile.rows == 32 and tile.warps < WIDEST and -(-rows // tile.rows) * tile.warps < GATED_WARPS:
-        tile = replace(tile, warps=2 * tile.warps, depth=2 * tile.depth, registers=REGISTERS_WIDE)
-    return tile
 
 
 def _pieces(tile: Tile, rows: int, depth: int, tokens: int) -> tuple[int, int]:
@@ -330,7 +320,8 @@ class CudaKernels:
     def _gated(self, x: torch.Tensor, gate: Packed, up: Packed, out: torch.Tensor) -> None:
         quantised = self._quantised(x)
         ready = self._hand_over(out)
-        tile = _widen(_tile_of("gated", gate.qtype, _bucket(x.shape[0]), gate.rows, gate.cols), gate.rows)
+        few = x.shape[0] == 1 and gate.rows < MANY_ROWS and gate.qtype not in DP4A_TYPES
+        tile = _tile_of("gated few" if few else "gated", gate.qtype, _bucket(x.shape[0]))
         self._launch_matvec(quantised, (gate, up), out, (None,), tile, 1, gate.cols // 32, gated=True, ready=ready)
 
     def _matvec(
