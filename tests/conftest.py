@@ -1,11 +1,14 @@
 """Shared test setup: few threads, own cache folder, GPU tests skipped without a GPU."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts jobs in the background: Ctrl-C is tested too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
