@@ -359,15 +359,15 @@ def _copies_beside_a_run(problem: TierProblem) -> float:
     return problem.lookahead * max(c.link for c in problem.classes) + max(c.kv_fetch for c in problem.classes)
 
 
-def _solver(time_limit: float, gap: float):
-    """HiGHS in this process when it is installed, else CBC."""
+def _solver(**options):
+    """The name and the solver: HiGHS in this process when it is installed, else CBC."""
     if pulp.HiGHS().available():
-        return "HiGHS", pulp.HiGHS(msg=False, timeLimit=time_limit, gapRel=gap, threads=THREADS, **NO_SUB_PROBLEMS)
-    return "CBC", pulp.PULP_CBC_CMD(msg=False, timeLimit=time_limit, gapRel=gap, threads=1)
+        return "HiGHS", pulp.HiGHS(msg=False, threads=THREADS, **NO_SUB_PROBLEMS, **options)
+    return "CBC", pulp.PULP_CBC_CMD(msg=False, threads=THREADS, **options)
 
 
 def _run(program, problems, variables, time_limit: float, allowed: float, started: float) -> Solution:
-    name, solver = _solver(max(time_limit, 0.05), allowed)
+    name, solver = _solver(timeLimit=max(time_limit, 0.05), gapRel=allowed)
     program.solve(solver)
     seconds = time.perf_counter() - started
     if program.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
@@ -398,10 +398,8 @@ def _units(variable) -> int:
 
 def _relaxation_value(program) -> float:
     """Value of the linear relaxation: a bound that holds whatever the branch and bound got to. 0 when there is none."""
-    highs = pulp.HiGHS().available()
-    program.solve(
-        pulp.HiGHS(msg=False, mip=False, threads=THREADS) if highs else pulp.PULP_CBC_CMD(msg=False, mip=False)
-    )
+    _, solver = _solver(mip=False)
+    program.solve(solver)
     return (pulp.value(program.objective) or 0.0) if program.status == pulp.LpStatusOptimal else 0.0
 
 

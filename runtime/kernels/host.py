@@ -112,23 +112,10 @@ class HostKernels(PlainKernels):
         self, x: torch.Tensor, gate: Packed, up: Packed, out: torch.Tensor, both: torch.Tensor, tile: torch.Tensor
     ) -> None:
         width, tokens = gate.rows, x.shape[0]
-        if suits_tiles(tokens, gate.qtype) and suits_tiles(tokens, up.qtype):
-            native.gate_up_tiled(
-                x,
-                gate.data,
-                gate.qtype,
-                up.data,
-                up.qtype,
-                width,
-                gate.cols,
-                out,
-                tokens,
-                x_stride=x.stride(0),
-                out_stride=out.stride(0),
-            )
-            return
-        if tokens <= (NATIVE_TOKENS if QUANT_TYPES[gate.qtype].planes else PLAIN_TOKENS):
-            native.gate_up(
+        on_tiles = suits_tiles(tokens, gate.qtype) and suits_tiles(tokens, up.qtype)
+        if on_tiles or tokens <= (NATIVE_TOKENS if QUANT_TYPES[gate.qtype].planes else PLAIN_TOKENS):
+            run = native.gate_up_tiled if on_tiles else native.gate_up
+            run(
                 x,
                 gate.data,
                 gate.qtype,
