@@ -321,7 +321,7 @@ class CudaKernels:
         quantised = self._quantised(x)
         ready = self._hand_over(out)
         few = x.shape[0] == 1 and gate.rows < MANY_ROWS and gate.qtype not in DP4A_TYPES
-        tile = _tile_of("gated few" if few else "gated", gate.qtype, _bucket(x.shape[0]))
+        tile = _tile_of("gated few" if few else "gated", gate.qtype, _bucket(x.shape[0]), gate.rows, gate.cols)
         self._launch_matvec(quantised, (gate, up), out, (None,), tile, 1, gate.cols // 32, gated=True, ready=ready)
 
     def _matvec(
