@@ -56,16 +56,18 @@ def order_residency(
     What the smallest tier pins in part comes after all that it pins whole.
     """
     whole = [n.pin_whole for n in counts[0]]
+    partly = any(n.pin_whole < n.pin for n in counts[0])
     orders = []
     for c, cls in enumerate(classes):
         if even:
-            marks = {n[c].pin for n in spaced or counts} | {whole[c]}
+            marks = {n[c].pin for n in spaced or counts} | ({whole[c]} if partly else set())
             marks |= {n[c].kv for n in spaced or counts if cls.kind == "attention"}
             phase = 0.35 if cls.kind == "attention" else 0.65
             orders.append(_spread_order([u.name for u in cls.units], sorted(marks), phase))
         else:
             orders.append([u.name for u in reversed(cls.units)])
-    pin_order = _merge(orders, [whole, *([n[c].pin for c in range(len(classes))] for n in counts)])
+    pins = [[n[c].pin for c in range(len(classes))] for n in counts]
+    pin_order = _merge(orders, [whole, *pins] if partly else pins)
     kv_orders = [o if cls.kind == "attention" else [] for o, cls in zip(orders, classes)]
     kv_order = _merge(kv_orders, [[n[c].kv for c in range(len(classes))] for n in counts])
     cpu_rows: dict[str, int] = {}

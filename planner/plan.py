@@ -20,6 +20,7 @@ from pshard.planner.candidates import (
     rank_candidates,
     whole_tier,
 )
+from pshard.planner.check import check_variant
 from pshard.planner.classes import UnitClass, group_units
 from pshard.planner.costs import Tables, TierCosts, tier_costs
 from pshard.planner.draft import Room, predict_ranks, predict_tier, rank_room
@@ -185,14 +186,19 @@ def _split(task: RankTask, candidate: Candidate) -> Candidate:
 
 
 def join_ranks(tasks: Sequence[RankTask], chosen: Sequence[Candidate]) -> Variant:
-    """The variant in which each rank runs its plan, with predictions of how they run together."""
+    """The variant in which each rank runs its plan, with predictions of how they run together.
+
+    Raises PlanError for a plan that breaks a rule: a fault of the planner, which no runtime should meet.
+    """
     w, shares = tasks[0].room.workload, tuple(t.share for t in tasks)
     ranks = _predict(tasks, [_write_rank(task, candidate) for task, candidate in zip(tasks, chosen)])
-    return Variant(
+    variant = Variant(
         w.vram_mib, w.context, w.sequences, w.type_k, w.type_v, w.max_ubatch, w.prompt, w.generated,
         w.split_mode, shares if len(shares) > 1 else (), tasks[0].plan_needed, ranks,
         tasks[0].costs[0].tables.correction, w.max_tp, w.device,
     )  # fmt: skip
+    check_variant(tuple(t.room.spec for t in tasks), variant, tasks[0].costs[0].tables.kind)
+    return variant
 
 
 def prepare_ranks(

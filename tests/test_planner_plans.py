@@ -93,6 +93,17 @@ def test_the_joint_objective_of_all_tiers_beats_every_published_strategys(seed):
     assert compared
 
 
+@pytest.mark.parametrize("sequences", (3, 16, 64))
+def test_the_residency_of_many_sequences_is_one_chain(sequences):
+    """The round never enters the smallest tier, whose pins once changed the order that the others were placed in."""
+    for seed in range(3):
+        rng = Random(seed)
+        spec = make_model(layers=rng.randint(25, 64), d_model=2048, heads=16, d_ffn=8192)
+        budget = OWN + 600 + rng.randint(0, spec.packed_nbytes >> 20)
+        workload = Workload((budget,), context=1024 * sequences, sequences=sequences, prompt=512, generated=64)
+        check_variant((spec,), plan_variant(spec, PROFILE, workload), "cuda")
+
+
 def test_everything_fits_means_no_plan_is_needed():
     variant = plan_variant(make_model(), PROFILE, Workload((4000,), context=512, prompt=256))
     assert not variant.plan_needed
