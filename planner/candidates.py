@@ -54,7 +54,7 @@ def rank_candidates(
     finder = StartFinder(room, classes, tuple(c for c, _ in entered), time.monotonic() + time_limit)
     improved = [_improve(room, classes, entered, start) for start in finder.find(IMPROVED)[:IMPROVED]]
     for start in sorted(improved, key=lambda s: s.weighted):
-        if programs and (complete := _complete(room, classes, costs, bounds, start)):
+        if programs and (complete := _complete(room, classes, costs, start)):
             candidates.append(complete)
             programs -= 1
     if not candidates:
@@ -74,26 +74,23 @@ def _improve(room: Room, classes: tuple[UnitClass, ...], entered: list[tuple[Tie
 
 
 def _complete(
-    room: Room,
-    classes: tuple[UnitClass, ...],
-    costs: tuple[TierCosts, ...],
-    bounds: tuple[float, ...],
-    start: Start,
+    room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...], start: Start
 ) -> Candidate | None:
-    """All tiers, rare ones arranged around the others; None when one of these does not fit."""
-    counts = count_rare(room, classes, costs, start)
-    if counts is None:
+    """All tiers, rare ones arranged around the others and improved down to the seconds that the program promised; None
+    when one of these does not fit."""
+    counted = count_rare(room, classes, costs, start)
+    if counted is None:
         return None
-    residency = order_residency(classes, counts, start.even, start.solution.counts)
+    residency = order_residency(classes, [c.counts for c in counted], start.even, start.solution.counts)
     given = {t.tier.tokens: t.tier for t in start.tiers}
     tiers = []
-    for cost, bound, n in zip(costs, bounds, counts):
+    for cost, goal in zip(costs, counted):
         if cost.load.tokens not in given:
             search = TierSearch(room, classes, residency, cost)
-            found = search.start(n, affordable_slots(room, cost, start.slots))
+            found = search.start(goal.counts, affordable_slots(room, cost, start.slots))
             if found is None:
                 return None
-            given[cost.load.tokens] = search.improve(found, RARE_EVALUATIONS, bound).tier
+            given[cost.load.tokens] = search.improve(found, RARE_EVALUATIONS, goal.seconds).tier
         tiers.append(given[cost.load.tokens])
     seconds = tuple(tier_seconds(room, tier, cost) for tier, cost in zip(tiers, costs))
     total = round_seconds(room, tuple(tiers), seconds, costs)

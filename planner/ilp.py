@@ -20,16 +20,14 @@ UNTIDY = 0.02  # price of one more streamed unit, of the largest copy: small uni
 GAP = 1e-3  # relative gap at which the solver may stop unless it is told otherwise
 THREADS = 1  # in every call: HiGHS refuses to solve with another number than the process's first call had
 # HiGHS: trees of these small programs are done before searches in sub-problems and fresh starts pay for themselves
-NO_SUB_PROBLEMS = dict.fromkeys(
-    (
-        "mip_heuristic_run_feasibility_jump",
-        "mip_heuristic_run_rins",
-        "mip_heuristic_run_rens",
-        "mip_heuristic_run_root_reduced_cost",
-        "mip_allow_restart",
-    ),
-    False,
-)
+SMALL_TREES: dict[str, bool | int] = {
+    "mip_heuristic_run_feasibility_jump": False,
+    "mip_heuristic_run_rins": False,
+    "mip_heuristic_run_rens": False,
+    "mip_heuristic_run_root_reduced_cost": False,
+    "mip_allow_restart": False,
+    "mip_pscost_minreliable": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -362,7 +360,7 @@ def _copies_beside_a_run(problem: TierProblem) -> float:
 def _solver(**options):
     """The name and the solver: HiGHS in this process when it is installed, else CBC."""
     if pulp.HiGHS().available():
-        return "HiGHS", pulp.HiGHS(msg=False, threads=THREADS, **NO_SUB_PROBLEMS, **options)
+        return "HiGHS", pulp.HiGHS(msg=False, threads=THREADS, **SMALL_TREES, **options)
     return "CBC", pulp.PULP_CBC_CMD(msg=False, threads=THREADS, **options)
 
 

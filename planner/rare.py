@@ -1,5 +1,7 @@
 """Counts of the tiers that the round hardly enters: each solved alone, its residency between that of the others."""
 
+from dataclasses import dataclass
+
 from pshard.planner.classes import UnitClass
 from pshard.planner.costs import TierCosts
 from pshard.planner.draft import Room
@@ -12,26 +14,33 @@ GAP = 0.02  # of the solver
 Numbers = tuple[int, ...]  # of units by class
 
 
+@dataclass(frozen=True)
+class Counted:
+    """A tier's counts, and the seconds that the program says they take."""
+
+    counts: tuple[Counts, ...]
+    seconds: float
+
+
 def count_rare(
     room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...], start: Start
-) -> list[tuple[Counts, ...]] | None:
-    """Counts of all tiers: those of the entered ones as in `start`; None when a rare tier fits nowhere.
+) -> list[Counted] | None:
+    """All tiers, those of the entered ones as in `start`; None when a rare tier fits nowhere.
 
     All tiers' residency stays one chain, class by class: a tier between two others lies between them, or, where that
     does not fit, below all others.
     """
-    solved = iter(start.counts)
-    fixed = {c.load.tokens: next(solved) for c in costs if not c.load.rare}
+    fixed = {t.tier.tokens: Counted(n, t.seconds) for t, n in zip(start.tiers, start.counts)}
     sizes = tuple(c.size for c in classes), tuple(c.size if c.kind == "attention" else 0 for c in classes)
-    counts: list[tuple[Counts, ...]] = []
+    counted: list[Counted] = []
     for cost in costs:
         tokens = cost.load.tokens
         if not cost.load.rare:
-            counts.append(fixed[tokens])
+            counted.append(fixed[tokens])
             continue
-        before = _numbers(counts[-1]) if counts else None
-        after = next((_numbers(n) for t, n in sorted(fixed.items()) if t > tokens), None)
-        chains = [_numbers(n) for n in (*counts, *fixed.values())]
+        before = _numbers(counted[-1].counts) if counted else None
+        after = next((_numbers(fixed[t].counts) for t in sorted(fixed) if t > tokens), None)
+        chains = [_numbers(n.counts) for n in (*counted, *fixed.values())]
         ranges = [
             (_between(chain, before[i] if before else None, after[i] if after else None, size), _below(chain))
             for i, (chain, size) in enumerate(zip(zip(*chains), sizes))
@@ -39,12 +48,13 @@ def count_rare(
         problem = tier_problem(room, classes, cost, affordable_slots(room, cost, start.slots))
         for pins, kv in zip(*ranges):
             low, high = (tuple(Counts(p, 0, v) for p, v in zip(*ends)) for ends in zip(pins, kv))
-            if found := solve_tiers((problem,), between=(low, high), gap=GAP).counts:
-                counts.append(found[0])
+            solution = solve_tiers((problem,), between=(low, high), gap=GAP)
+            if solution.counts:
+                counted.append(Counted(solution.counts[0], solution.objective / problem.weight))
                 break
         else:
             return None
-    return counts
+    return counted
 
 
 def _numbers(counts: tuple[Counts, ...]) -> tuple[Numbers, Numbers]:

@@ -111,6 +111,7 @@ def anneal_tier(
     cut_rows: by unit, rows that the CPU may have of it when it is split. A hot pass leaves the neighbourhood that the
     counts led to, where few units make all the difference; cold ones polish, which matters where there are many.
     """
+<<<<<<< HEAD
     for seed, heat in enumerate(heats):
         tier = _anneal(room, tier, costs, heat, Random(seed), cut_rows)
     return tier
@@ -124,6 +125,14 @@ def _anneal(
     rng: Random,
     cut_rows: Mapping[str, tuple[int, ...]],
 ) -> TierPlan:
+=======
+    for seed, heat in enumerate(HEATS):
+        tier = anneal(room, tier, costs, heat, Random(seed))
+    return tier
+
+
+def anneal(room: Room, tier: TierPlan, costs: TierCosts, heat: float, rng: Random) -> TierPlan:
+>>>>>>> 2b2f183 (Rare tiers stop at what the program promised; solver settings for small trees; a benchmark of what plans of small models miss)
     """The best of TRIES random steps from a tier: one unit placed otherwise, two units swapped, other slots."""
     units = room.spec.units
     choices = [(*CHOICES[u.kind], *split_choices(cut_rows.get(u.name, ()))) for u in units]

@@ -14,7 +14,7 @@ from pshard.planner.search import Scored, TierSearch
 
 SLOTS = (2, 3, 1)  # the program is solved for each; the best of them also with other assumptions about KV
 OTHERWISE = ("hidden", "none")
-GAP = 5e-3  # of the solver: what units gain by their order is worth more than the rest of it
+GAP = 0.01  # of the solver: what units gain by their order is worth more than the rest of it
 
 
 @dataclass(frozen=True)
