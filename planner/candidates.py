@@ -5,21 +5,21 @@ from dataclasses import dataclass, replace
 
 from pshard.errors import UserError
 from pshard.plan import TierPlan
+from pshard.planner.around import EVALUATIONS, place_others
 from pshard.planner.baselines import STRATEGIES, Baseline, place_strategy
 from pshard.planner.classes import UnitClass
 from pshard.planner.costs import TierCosts
 from pshard.planner.draft import Room, draft_tier, tier_seconds
+from pshard.planner.exchange import exchange_memory
 from pshard.planner.ilp import Solution, fluid_seconds
 from pshard.planner.order import Residency, order_residency
 from pshard.planner.problem import count_tier, tier_problem
-from pshard.planner.rare import count_rare
-from pshard.planner.search import TierSearch
-from pshard.planner.starts import Start, StartFinder, affordable_slots
+from pshard.planner.search import Scored, TierSearch
+from pshard.planner.starts import Start, StartFinder
 from pshard.row_split import acc_part
 
 IMPROVED = 2  # starts that are worth improving
-EVALUATIONS = 40  # simulations of local improvement of a tier that the round enters
-RARE_EVALUATIONS = 16  # and of one that it hardly enters
+EXCHANGES = 60  # simulations of exchanges of what is in VRAM
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ def rank_candidates(
     entered = [(c, bound) for c, bound in zip(costs, bounds) if not c.load.rare]
     finder = StartFinder(room, classes, tuple(c for c, _ in entered), time.monotonic() + time_limit)
     improved = [_improve(room, classes, entered, start) for start in finder.find(IMPROVED)[:IMPROVED]]
+    improved = [_exchange(room, classes, entered, start) for start in improved]
     for start in sorted(improved, key=lambda s: s.weighted):
         if programs and (complete := _complete(room, classes, costs, start)):
             candidates.append(complete)
@@ -69,6 +70,29 @@ def _improve(room: Room, classes: tuple[UnitClass, ...], entered: list[tuple[Tie
         TierSearch(room, classes, residency, cost).improve(tier, EVALUATIONS, bound)
         for (cost, bound), tier in zip(entered, start.tiers)
     )
+    return _weigh(classes, entered, start, tiers)
+
+
+def _exchange(
+    room: Room, classes: tuple[UnitClass, ...], entered: list[tuple[TierCosts, float]], start: Start
+) -> Start:
+    """The start with the residency of its most important tier improved and the others arranged around it, if better."""
+    main = max(range(len(entered)), key=lambda i: entered[i][0].load.weight * start.tiers[i].seconds)
+    cost, bound = entered[main]
+    found = exchange_memory(room, classes, cost, start.tiers[main], start.even, EXCHANGES, bound)
+    if found is start.tiers[main]:
+        return start
+    counts = count_tier(classes, found.tier)
+    search = TierSearch(room, classes, order_residency(classes, [counts], start.even), cost)
+    found = search.improve(found, EVALUATIONS, bound)
+    alone = replace(start, spaced=(counts,), counts=(count_tier(classes, found.tier),), tiers=(found,))
+    placed = place_others(room, classes, tuple(c for c, _ in entered), alone)
+    return min(start, _weigh(classes, entered, alone, placed[1]), key=lambda s: s.weighted) if placed else start
+
+
+def _weigh(
+    classes: tuple[UnitClass, ...], entered: list[tuple[TierCosts, float]], start: Start, tiers: tuple[Scored, ...]
+) -> Start:
     weighted = sum(cost.load.weight * t.seconds for (cost, _), t in zip(entered, tiers))
     return replace(start, counts=tuple(count_tier(classes, t.tier) for t in tiers), tiers=tiers, weighted=weighted)
 
@@ -76,25 +100,14 @@ def _improve(room: Room, classes: tuple[UnitClass, ...], entered: list[tuple[Tie
 def _complete(
     room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...], start: Start
 ) -> Candidate | None:
-    """All tiers, rare ones arranged around the others and improved down to the seconds that the program promised; None
-    when one of these does not fit."""
-    counted = count_rare(room, classes, costs, start)
-    if counted is None:
+    """All tiers, rare ones arranged around the others; None when one of these does not fit."""
+    placed = place_others(room, classes, costs, start)
+    if placed is None:
         return None
-    residency = order_residency(classes, [c.counts for c in counted], start.even, start.solution.counts)
-    given = {t.tier.tokens: t.tier for t in start.tiers}
-    tiers = []
-    for cost, goal in zip(costs, counted):
-        if cost.load.tokens not in given:
-            search = TierSearch(room, classes, residency, cost)
-            found = search.start(goal.counts, affordable_slots(room, cost, start.slots))
-            if found is None:
-                return None
-            given[cost.load.tokens] = search.improve(found, RARE_EVALUATIONS, goal.seconds).tier
-        tiers.append(given[cost.load.tokens])
+    residency, tiers = placed[0], tuple(t.tier for t in placed[1])
     seconds = tuple(tier_seconds(room, tier, cost) for tier, cost in zip(tiers, costs))
-    total = round_seconds(room, tuple(tiers), seconds, costs)
-    return Candidate("ilp", residency, tuple(tiers), seconds, total, start.solution)
+    total = round_seconds(room, tiers, seconds, costs)
+    return Candidate("ilp", residency, tiers, seconds, total, start.solution)
 
 
 def place_best_baselines(room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...]) -> list[Candidate]:

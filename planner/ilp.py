@@ -9,6 +9,7 @@ derives it.
 
 import time
 from dataclasses import dataclass
+from functools import lru_cache
 
 import pulp
 
@@ -155,6 +156,7 @@ def solve_tiers(
     return _run(program, problems, variables, time_limit, gap, started)
 
 
+@lru_cache(256)  # tiers are bounded roughly first, then again
 def relaxation_bound(problems: tuple[TierProblem, ...], host_kv: str = "hidden") -> float:
     """Weighted seconds that no counts of these tiers can beat, by the linear relaxation: quick, and rather low."""
     program, _ = _write_program(problems, relaxed=True, host_kv=host_kv)

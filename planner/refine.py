@@ -6,7 +6,8 @@ from math import exp
 from random import Random
 
 from pshard.plan import TierPlan
-from pshard.planner.candidates import EVALUATIONS, Candidate, round_seconds
+from pshard.planner.around import EVALUATIONS
+from pshard.planner.candidates import Candidate, round_seconds
 from pshard.planner.classes import UnitClass
 from pshard.planner.costs import TierCosts
 from pshard.planner.draft import Room, draft_tier, tier_seconds
@@ -17,7 +18,8 @@ from pshard.row_split import ffn_rows
 
 MOST_UNITS = 48  # above, one unit more or less hardly matters, and counts have said it all
 MOST_EVICTED = 3  # units that may leave VRAM to make room for a step
-TRIES = 2000  # random steps of each pass
+TRIES = 2000  # random steps of each pass, or more:
+TRIES_PER_UNIT = 150
 HEATS = (0.02, 0.15, 0.02, 0.15, 0.02)  # by pass, of the tier's time: how much slower a step may be at first
 
 SPLIT_HEATS = (0.15, 0.02)  # as HEATS, of the passes that may split FFNs
@@ -111,36 +113,28 @@ def anneal_tier(
     cut_rows: by unit, rows that the CPU may have of it when it is split. A hot pass leaves the neighbourhood that the
     counts led to, where few units make all the difference; cold ones polish, which matters where there are many.
     """
-<<<<<<< HEAD
     for seed, heat in enumerate(heats):
-        tier = _anneal(room, tier, costs, heat, Random(seed), cut_rows)
+        tier = anneal(room, tier, costs, heat, Random(seed), cut_rows)
     return tier
 
 
-def _anneal(
+def anneal(
     room: Room,
     tier: TierPlan,
     costs: TierCosts,
     heat: float,
     rng: Random,
-    cut_rows: Mapping[str, tuple[int, ...]],
+    cut_rows: Mapping[str, tuple[int, ...]] = NO_CUTS,
 ) -> TierPlan:
-=======
-    for seed, heat in enumerate(HEATS):
-        tier = anneal(room, tier, costs, heat, Random(seed))
-    return tier
-
-
-def anneal(room: Room, tier: TierPlan, costs: TierCosts, heat: float, rng: Random) -> TierPlan:
->>>>>>> 2b2f183 (Rare tiers stop at what the program promised; solver settings for small trees; a benchmark of what plans of small models miss)
-    """The best of TRIES random steps from a tier: one unit placed otherwise, two units swapped, other slots."""
+    """The best of many random steps from a tier: one unit placed otherwise, two units swapped, other slots."""
     units = room.spec.units
     choices = [(*CHOICES[u.kind], *split_choices(cut_rows.get(u.name, ()))) for u in units]
     now = [(p.where, p.kv == "vram", p.cpu_rows) for p in tier.placements]
     slots, tokens = max(1, tier.buffers.slots), tier.tokens
     best, best_seconds = tier, tier_seconds(room, tier, costs, SEARCH_ROUNDS)
     seconds = first = best_seconds
-    for i in range(TRIES):
+    tries = max(TRIES, TRIES_PER_UNIT * len(units))
+    for i in range(tries):
         tried, tried_slots = list(now), slots
         kind = rng.random()
         if kind < 0.1:
@@ -154,7 +148,7 @@ def anneal(room: Room, tier: TierPlan, costs: TierCosts, heat: float, rng: Rando
         if draft is None:
             continue
         took = tier_seconds(room, draft, costs, SEARCH_ROUNDS)
-        warmth = heat * first * (1 - i / TRIES)
+        warmth = heat * first * (1 - i / tries)
         if took < seconds or rng.random() < exp((seconds - took) / warmth):
             now, slots, seconds = tried, tried_slots, took
             if took < best_seconds:

@@ -21,12 +21,13 @@ GAP = 0.01  # of the solver: what units gain by their order is worth more than t
 class Start:
     """A plan of the tiers that the round enters: counts and simulated states by tier, in one order.
 
-    `even` is for `order_residency`; `weighted`: seconds of a round in these tiers.
+    `even` and `spaced` are for `order_residency`; `weighted`: seconds of a round in these tiers.
     """
 
     solution: Solution
     slots: int
     even: bool
+    spaced: tuple[tuple[Counts, ...], ...]
     counts: tuple[tuple[Counts, ...], ...]
     tiers: tuple[Scored, ...]
     weighted: float
@@ -79,7 +80,7 @@ class StartFinder:
                 return None
             tiers.append(tier)
         weighted = sum(c.load.weight * t.seconds for c, t in zip(self.costs, tiers))
-        return Start(solution, slots, even, solution.counts, tuple(tiers), weighted)
+        return Start(solution, slots, even, solution.counts, solution.counts, tuple(tiers), weighted)
 
 
 def affordable_slots(room: Room, costs: TierCosts, slots: int) -> int:

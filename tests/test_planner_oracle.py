@@ -9,6 +9,7 @@ from pshard.model import ModelSpec, Unit
 from pshard.planner.datasheet import Rates, profile_from_datasheet
 from pshard.planner.draft import draft_tier, simulate_tier
 from pshard.planner.plan import RankTask, plan_variant, prepare_ranks
+from pshard.planner.refine import anneal
 from pshard.planner.search import SLOT_CHOICES
 from pshard.workload import Workload
 from tests.planner_cases import OWN, make_model
@@ -132,3 +133,18 @@ def test_the_oracle_finds_the_same_optimum_with_and_without_cutting():
     cut.search()
     whole.search()
     assert cut.fastest == whole.fastest and cut.simulated < whole.simulated
+
+
+@pytest.mark.parametrize(("layers", "seed"), [(6, 0), (6, 1), (8, 0), (8, 1), (12, 0), (12, 1)])
+def test_more_search_unit_by_unit_gains_less_than_a_percent(layers, seed):
+    """Too many placements to try them all: three more passes of random steps, from the plan, with other seeds."""
+    spec, rates, workload = random_case(100 * layers + seed, layers)
+    profile = profile_from_datasheet(rates)
+    tier = plan_variant(spec, profile, workload).ranks[0].tiers[0]
+    (task,) = prepare_ranks(spec, profile, workload)
+    best = tier
+    for heat in (0.02, 0.15, 0.4):
+        best = anneal(task.room, best, task.costs[0], heat, random.Random(f"{seed} {heat}"))
+    gained = tier.prediction.seconds / simulate_tier(task.room, best, task.costs[0]).seconds
+    assert gained <= 1 + WITHIN
+    assert tier.prediction.bound_seconds <= simulate_tier(task.room, best, task.costs[0]).seconds * (1 + 1e-9)

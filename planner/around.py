@@ -1,4 +1,4 @@
-"""Counts of the tiers that the round hardly enters: each solved alone, its residency between that of the others."""
+"""Tiers around others: each solved alone, its residency between that of the tiers that are already placed."""
 
 from dataclasses import dataclass
 
@@ -6,10 +6,14 @@ from pshard.planner.classes import UnitClass
 from pshard.planner.costs import TierCosts
 from pshard.planner.draft import Room
 from pshard.planner.ilp import Counts, solve_tiers
+from pshard.planner.order import Residency, order_residency
 from pshard.planner.problem import tier_problem
+from pshard.planner.search import Scored, TierSearch
 from pshard.planner.starts import Start, affordable_slots
 
 GAP = 0.02  # of the solver
+EVALUATIONS = 40  # simulations of local improvement of a tier that the round enters
+RARE_EVALUATIONS = 16  # and of one that it hardly enters
 
 Numbers = tuple[int, ...]  # of units by class
 
@@ -22,10 +26,33 @@ class Counted:
     seconds: float
 
 
-def count_rare(
+def place_others(
+    room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...], start: Start
+) -> tuple[Residency, tuple[Scored, ...]] | None:
+    """All tiers of `costs`, those of `start` as they are; None when one does not fit. The others are improved down to
+    the seconds that the program promises."""
+    counted = _count_around(room, classes, costs, start)
+    if counted is None:
+        return None
+    residency = order_residency(classes, [c.counts for c in counted], start.even, start.spaced)
+    given = {t.tier.tokens: t for t in start.tiers}
+    tiers = []
+    for cost, goal in zip(costs, counted):
+        placed = given.get(cost.load.tokens)
+        if placed is None:
+            search = TierSearch(room, classes, residency, cost)
+            begun = search.start(goal.counts, affordable_slots(room, cost, start.slots))
+            if begun is None:
+                return None
+            placed = search.improve(begun, RARE_EVALUATIONS if cost.load.rare else EVALUATIONS, goal.seconds)
+        tiers.append(placed)
+    return residency, tuple(tiers)
+
+
+def _count_around(
     room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...], start: Start
 ) -> list[Counted] | None:
-    """All tiers, those of the entered ones as in `start`; None when a rare tier fits nowhere.
+    """Counts of all tiers.
 
     All tiers' residency stays one chain, class by class: a tier between two others lies between them, or, where that
     does not fit, below all others.
@@ -35,7 +62,7 @@ def count_rare(
     counted: list[Counted] = []
     for cost in costs:
         tokens = cost.load.tokens
-        if not cost.load.rare:
+        if tokens in fixed:
             counted.append(fixed[tokens])
             continue
         before = _numbers(counted[-1].counts) if counted else None
