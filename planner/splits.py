@@ -21,9 +21,12 @@ WORTH = 1.005  # with splits the bound of the tier must fall by so much before a
 def split_candidate(
     room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...], found: Candidate
 ) -> Candidate:
-    """The fastest plan found whose smallest entered tier splits FFNs; `found` where none is faster."""
+    """The fastest plan found whose smallest entered tier splits FFNs; `found` where none is faster.
+
+    Where no FFN can be split nothing else is tried either: what a plan with splits must beat is the one without.
+    """
     main = next(i for i, c in enumerate(costs) if not c.load.rare)
-    if not may_split(costs[main]):
+    if not may_split(costs[main]) or not any(cls.cut_rows for cls in classes):
         return found
     best = found
     if _may_gain(room, classes, costs[main], max(found.tiers[main].buffers.slots, 1)):
@@ -32,7 +35,8 @@ def split_candidate(
         for even in (True, False) if solution.counts and any(n.split for n in solution.counts[0]) else ():
             placed = _place(room, classes, costs, found, solution, slots, even)
             best = placed if placed and placed.total < best.total else best
-    return refine_splits(room, classes, costs, best, main)
+    refined = refine_splits(room, classes, costs, best, main)
+    return next((c for c in (refined, best) if any(p.cpu_rows for t in c.tiers for p in t.placements)), found)
 
 
 def _may_gain(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, slots: int) -> bool:
