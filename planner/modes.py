@@ -20,6 +20,18 @@ from pshard.workload import Split, Workload
 WORTH = 0.99  # more devices, or a finer split, must bring the round below this share of what the simpler way takes
 
 
+def plan_split(
+    spec: ModelSpec, profile: MachineProfile, workload: Workload, auto_ratios: bool, time_limit: float = 10.0
+) -> Variant:
+    """The variant of a workload whose split mode ("auto"), ratios or both may be left to the planner.
+
+    Raises as `plan_mode`, `plan_ratios` and `plan_variant` do.
+    """
+    if workload.split_mode == "auto":
+        return plan_mode(spec, profile, workload, auto_ratios, time_limit)
+    return (plan_ratios if auto_ratios else plan_variant)(spec, profile, workload, time_limit)
+
+
 def plan_mode(
     spec: ModelSpec, profile: MachineProfile, workload: Workload, auto_ratios: bool, time_limit: float = 10.0
 ) -> Variant:

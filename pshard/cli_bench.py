@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pshard.cli_support import check_writable, new_parser, parse_count, parse_counts, parse_ints, run_cli
 from pshard.errors import UserError
-from pshard.run_flags import add_plan_flags, make_request
+from pshard.run_flags import add_plan_flags, make_request, planned_flags
 
 if TYPE_CHECKING:
     from pshard.benching import BenchSetting, BenchTest
@@ -47,14 +47,14 @@ def _main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     request = _make_request(args)
 
-    from pshard.opening import count_ranks, open_group, open_plan
+    from pshard.opening import open_group, open_plan, settle_plan
     from pshard.runtime.parallel import launched_ranks
 
-    ranks = count_ranks(request)
+    request, ranks = settle_plan(request)
     if ranks > 1 and launched_ranks() < 2:
         from pshard.runtime.launch import launch
 
-        return launch(ranks, "pshard.cli_bench", [*argv, "-m", str(request.model)])
+        return launch(ranks, "pshard.cli_bench", [*planned_flags(argv), "-m", str(request.model)])
     opened = open_plan(request)
     group = open_group(opened, ranks, args.reduce_dtype)
     try:

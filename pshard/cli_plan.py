@@ -13,15 +13,14 @@ from pshard.cli_support import (
     find_model,
     new_parser,
     parse_count,
-    parse_max_tp,
     parse_mib,
     parse_mib_list,
-    parse_split,
     run_cli,
 )
 from pshard.errors import UserError
 from pshard.model import KV_TYPES
-from pshard.workload import MIB, SPLIT_MODES, Workload, binding_limits
+from pshard.split_flags import add_split_flags, check_split_flags, count_devices, given_ratios, wants_ratios
+from pshard.workload import MIB, Workload, binding_limits
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,21 +42,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     p.add_argument("-ctv", "--cache-type-v", choices=KV_TYPES, default=None, help="KV cache type of values (bf16)")
     p.add_argument("--prompt", type=parse_count, metavar="N", help="expected prompt length (4096, or half of -c)")
     p.add_argument("--generated", type=parse_count, metavar="N", help="expected answer length (default: 256)")
-    p.add_argument(
-        "-sm",
-        "--split-mode",
-        choices=(*SPLIT_MODES, "auto"),
-        default="none",
-        help="split over devices; auto: one device, layer or tensor, as is predicted to be the fastest",
-    )
-    p.add_argument(
-        "-ts", "--tensor-split", type=parse_split, default=(), metavar="R,R",
-        help="ratios of the split (3,1; default: equal), or auto: those predicted to be the fastest",
-    )  # fmt: skip
-    p.add_argument(
-        "--max-tp", type=parse_max_tp, default=(), metavar="UNIT=K[,UNIT=K]",
-        help="cut a kind of unit (attn, ffn, head) over K ranks at most (default: all; -ts auto also chooses these)",
-    )  # fmt: skip
+    add_split_flags(p, otherwise="equal")
     p.add_argument("--profile", type=Path, metavar="FILE", help="machine profile (default: this machine's)")
     p.add_argument("--registry", type=Path, metavar="PATH", help="registry to write (default: beside the model)")
     p.add_argument("--strategy", default="ilp", metavar="NAME", help="ilp (default) or a published strategy's name")
@@ -89,6 +74,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         raise UserError("-sm auto and --strategy exclude each other; give the published strategy its split")
     if args.vram and args.sweep:
         raise UserError("--vram and --sweep exclude each other; a sweep lists its own budgets")
+    check_split_flags(args)
     return args
 
 
@@ -220,15 +206,10 @@ def _plan(
     try:
         if args.strategy != "ilp":
             return plan_baseline(args.strategy, model.spec, profile, workload), ()
-        if args.split_mode == "auto":
-            from pshard.planner.modes import plan_mode
+        if args.split_mode == "auto" or args.tensor_split == "auto":
+            from pshard.planner.modes import plan_split
 
-            auto_ratios = args.tensor_split in ("auto", ())
-            return plan_mode(model.spec, profile, workload, auto_ratios, args.time_limit), ()
-        if args.tensor_split == "auto":
-            from pshard.planner.ratios import plan_ratios
-
-            return plan_ratios(model.spec, profile, workload, args.time_limit), ()
+            return plan_split(model.spec, profile, workload, wants_ratios(args), args.time_limit), ()
         if not validate:
             return plan_variant(model.spec, profile, workload, args.time_limit), ()
         from pshard.validating import choose_by_trial
@@ -261,7 +242,6 @@ def _workloads(args: argparse.Namespace, spec: Any, profile: Any) -> list[Worklo
             f"--prompt {prompt} and --generated {generated} do not fit the context of {context}{shared}; "
             f"give -c {sequences * (prompt + max(1, generated))}"
         )
-    ratios = () if args.tensor_split == "auto" else args.tensor_split
     first = Workload(
         args.vram or _whole_memory(args, profile),
         context,
@@ -272,30 +252,18 @@ def _workloads(args: argparse.Namespace, spec: Any, profile: Any) -> list[Worklo
         prompt,
         generated,
         args.split_mode,
-        ratios,
+        given_ratios(args),
     )
     if first.sequences > first.max_ubatch:
         raise UserError(f"-ub {first.max_ubatch} is less than one token for each of -np {first.sequences} sequences")
-    if args.tensor_split and args.split_mode == "none":
-        raise UserError("-ts needs -sm tensor or layer")
-    if args.max_tp and args.split_mode not in ("tensor", "auto"):
-        raise UserError("--max-tp needs -sm tensor")
     if len(first.vram_mib) == 1:
-        first = replace(first, vram_mib=first.vram_mib * _devices(args, profile))
+        flag = "-sm" if args.split_mode == "auto" else "-ts"
+        devices = count_devices(first.tensor_split, wants_ratios(args), profile, flag)
+        first = replace(first, vram_mib=first.vram_mib * devices)
     first = replace(first, max_tp=binding_limits(args.max_tp, len(first.vram_mib)))
     if args.sweep:
         return [replace(first, vram_mib=(mib,) * len(first.vram_mib)) for mib in args.sweep]
     return [first]
-
-
-def _devices(args: argparse.Namespace, profile: Any) -> int:
-    """How many devices one budget is for. Raises UserError when that cannot be known."""
-    if args.tensor_split != "auto" and (args.tensor_split or args.split_mode != "auto"):
-        return len(args.tensor_split) or 1
-    if len(profile.accelerators) < 2:
-        flag = "-sm" if args.split_mode == "auto" else "-ts"
-        raise UserError(f"{flag} auto: the profile knows one device; give --vram a budget for each rank")
-    return len(profile.accelerators)
 
 
 def _whole_memory(args: argparse.Namespace, profile: Any) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pshard.cli_support import new_parser, parse_count, run_cli
 from pshard.errors import UserError
-from pshard.run_flags import add_plan_flags, make_request
+from pshard.run_flags import add_plan_flags, make_request, planned_flags
 
 if TYPE_CHECKING:
     from pshard.runtime.engine import Engine
@@ -54,20 +54,20 @@ def _main(argv: list[str]) -> int:
 
     from dataclasses import replace
 
-    from pshard.opening import count_ranks, open_group, open_plan, start_engine
+    from pshard.opening import open_group, open_plan, settle_plan, start_engine
     from pshard.runtime.parallel import launched_ranks
     from pshard.runtime.sampling import Sampling
 
-    if request.ranks > 1 and args.seed is None and args.temp > 0:
+    if args.split_mode != "none" and args.seed is None and args.temp > 0:
         raise UserError("several ranks must draw the same tokens: give -s SEED, or --temp 0")
     sampling = Sampling(args.temp, args.top_k, args.top_p, args.min_p, args.seed)
     ids = _encode_prompt(request.model, prompt, args.chat)
     request = replace(request, needed=len(ids) + args.predict)  # a plan of at least that context is chosen
-    ranks = count_ranks(request)
+    request, ranks = settle_plan(request)
     if ranks > 1 and launched_ranks() < 2:
         from pshard.runtime.launch import launch
 
-        return launch(ranks, "pshard.cli_run", [*argv, "-m", str(request.model)])
+        return launch(ranks, "pshard.cli_run", [*planned_flags(argv), "-m", str(request.model)])
     opened = open_plan(request)
     group = open_group(opened, ranks, args.reduce_dtype)
     with start_engine(opened, opened.variant, args.kernels, group) as engine:

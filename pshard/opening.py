@@ -13,6 +13,7 @@ from pshard.errors import UserError
 from pshard.machine import MachineProfile
 from pshard.model import check_kv_types
 from pshard.plan import Variant
+from pshard.split_flags import count_devices
 from pshard.workload import Limits, Workload, binding_limits
 
 if TYPE_CHECKING:
@@ -45,11 +46,7 @@ class Request:
     replan: bool = False
     needed: int = 1
     max_tp: Limits = ()
-
-    @property
-    def ranks(self) -> int:
-        """How many processes run the model; with "auto" at most, see `count_ranks`."""
-        return max(len(self.tensor_split), len(self.vram_mib or ())) if self.split_mode != "none" else 1
+    auto_ratios: bool = False  # any ratios will do, and a plan that is made anew has those predicted to be the fastest
 
 
 @dataclass(frozen=True)
@@ -82,41 +79,43 @@ def open_plan(request: Request) -> Opened:
     for flag, place in (("--registry", request.registry), ("--profile", request.profile)):
         if place is not None:
             command += f" {flag} {shlex.quote(str(place))}"
+    command += " -ts auto" if request.auto_ratios and request.split_mode != "auto" else ""
     if request.replan:
         if request.vram_mib is None:
             raise UserError("--replan needs a budget: give --vram")
-        save_variants(path, file.spec.name, inputs, [_plan(file.spec, profile, full)])
+        from pshard.planner.modes import plan_split
+
+        save_variants(path, file.spec.name, inputs, [plan_split(file.spec, profile, full, request.auto_ratios)])
     registry = load_registry(path, command)
     check_fresh(registry, inputs, f"{command} (or add --replan)")
     return Opened(file, profile, choose_variant(registry, want, command), path)
 
 
-def count_ranks(request: Request) -> int:
-    """How many processes run the model: with split mode "auto" as many as the plan that fits is for.
+def settle_plan(request: Request) -> tuple[Request, int]:
+    """How many processes run the model, and what to ask of each; a plan that is to be made anew is made here, once.
 
     Raises UserError as `open_plan` does.
     """
-    if request.split_mode != "auto":
-        return request.ranks
+    auto = request.split_mode == "auto" or request.auto_ratios
+    if not auto and not request.replan:
+        return request, _count_given(request)
     opened = open_plan(request)
     opened.file.close()
-    return len(opened.variant.ranks)
+    return replace(request, replan=False), len(opened.variant.ranks)
 
 
-def _plan(spec: "ModelSpec", profile: MachineProfile, workload: Workload) -> Variant:
-    from pshard.planner.modes import plan_mode
-    from pshard.planner.plan import plan_variant
-
-    if workload.split_mode == "auto":
-        return plan_mode(spec, profile, workload, auto_ratios=not workload.tensor_split)
-    return plan_variant(spec, profile, workload)
+def _count_given(request: Request) -> int:
+    """How many ranks the request names, by budgets or ratios."""
+    return max(1, len(request.tensor_split), len(request.vram_mib or ())) if request.split_mode != "none" else 1
 
 
 def _workload(request: Request, profile: MachineProfile) -> Workload:
     """The request as what a variant must at least offer."""
-    devices = request.ranks
-    if request.split_mode == "auto" and devices == 1:
+    devices = _count_given(request)
+    if devices == 1 and request.auto_ratios:
         devices = len(profile.accelerators)
+        if request.replan:
+            devices = count_devices((), True, profile, "-sm" if request.split_mode == "auto" else "-ts")
     budgets = request.vram_mib or (free_vram_mib(profile),) * devices
     if len(budgets) == 1:
         budgets *= devices

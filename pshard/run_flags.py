@@ -3,11 +3,10 @@
 import argparse
 from pathlib import Path
 
-from pshard.cli_support import env_default, find_model, parse_count, parse_max_tp, parse_mib_list, parse_split
-from pshard.errors import UserError
+from pshard.cli_support import env_default, find_model, parse_count, parse_mib_list
 from pshard.model import KV_TYPES
 from pshard.opening import Request
-from pshard.workload import SPLIT_MODES
+from pshard.split_flags import add_split_flags, check_split_flags, given_ratios, wants_ratios
 
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
@@ -31,20 +30,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "-ctv", "--cache-type-v", choices=KV_TYPES, default="bf16", help="type of the values' cache (bf16)"
     )
-    group.add_argument(
-        "-sm",
-        "--split-mode",
-        choices=(*SPLIT_MODES, "auto"),
-        default="none",
-        help="split over devices (auto: as the fastest plan that fits)",
-    )
-    group.add_argument(
-        "-ts", "--tensor-split", type=parse_split, default=(), metavar="R,R",
-        help="share of each rank, as 3,1 (auto, or not given: the ratios of the plan that fits)",
-    )  # fmt: skip
-    group.add_argument(
-        "--max-tp", type=parse_max_tp, default=(), metavar="UNIT=K", help="a plan that cuts units so (see pshard-plan)"
-    )
+    add_split_flags(group, otherwise="those of the plan that fits")
     group.add_argument(
         "--reduce-dtype", choices=("f32", "bf16", "f16"), default="f32",
         help="ranks' parts are rounded to this before they are summed (default f32); bf16 halves what prompts exchange",
@@ -57,13 +43,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
 
 def make_request(args: argparse.Namespace, sequences: int | None = None) -> Request:
     """The request that the flags make. Raises UserError for flags that do not go together."""
-    if args.split_mode == "none" and (args.tensor_split or len(args.vram or ()) > 1):
-        raise UserError("-ts and several budgets split the model over devices; add -sm tensor or layer")
-    if args.split_mode not in ("tensor", "auto") and args.max_tp:
-        raise UserError("--max-tp limits how units are cut; add -sm tensor")
-    ratios = () if args.tensor_split == "auto" else args.tensor_split
-    if ratios and len(args.vram or ()) > 1 and len(ratios) != len(args.vram):
-        raise UserError(f"-ts has {len(ratios)} ratios and --vram {len(args.vram)} budgets; give one each")
+    check_split_flags(args)
     return Request(
         find_model(args.model),
         args.vram,
@@ -72,10 +52,16 @@ def make_request(args: argparse.Namespace, sequences: int | None = None) -> Requ
         args.cache_type_k,
         args.cache_type_v,
         args.split_mode,
-        ratios,
+        given_ratios(args),
         args.registry,
         args.profile,
         args.kernels,
         args.replan,
         max_tp=args.max_tp,
+        auto_ratios=wants_ratios(args),
     )
+
+
+def planned_flags(argv: list[str]) -> list[str]:
+    """The command line for ranks, once their plan is made: each would make it again, and might make another."""
+    return [word for word in argv if word != "--replan"]

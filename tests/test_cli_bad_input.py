@@ -540,11 +540,11 @@ def test_heads_that_no_block_divides(tmp_path: Path, refuse: Refuse, command: st
         (["-p", "hi", "--min-p", "2"], "--min-p is 2"),
         (["-p", "hi", "-s", "-1"], "--seed is -1"),
         (["-p", "hi", "-s", "99999999999999999999"], "--seed is 99999999999999999999"),
-        (["-p", "hi", "-ts", "1,1"], "add -sm tensor"),
+        (["-p", "hi", "-ts", "1,1"], "-ts needs -sm tensor"),
         (["-p", "hi", "--vram", "3,3"], "add -sm tensor"),
         (["-p", "hi", "--vram", "3,3", "-sm", "tensor", "-ts", "1,1,1"], "3 ratios"),
         (["-p", "hi", "--vram", "3,3", "-sm", "tensor"], "give -s SEED"),
-        (["-p", "hi", "--vram", "3", "--max-tp", "attn=1"], "add -sm tensor"),
+        (["-p", "hi", "--vram", "3", "--max-tp", "attn=1"], "--max-tp needs -sm tensor"),
         (["-p", "hi", "--vram", "3,3", "-sm", "tensor", "--max-tp", "attn=x"], "is not a number of ranks"),
     ],
 )

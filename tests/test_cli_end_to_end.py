@@ -337,6 +337,30 @@ def test_a_run_takes_the_split_that_was_chosen(
     assert len(texts[0].split()) == 6 and texts[0] == texts[1]
 
 
+@pytest.mark.parametrize("split", [["-sm", "tensor", "-ts", "auto"], ["-sm", "layer", "-ts", "auto"], ["-sm", "auto"]])
+def test_replan_chooses_splits_as_pshard_plan_does(
+    world: World, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, split: list[str]
+) -> None:
+    monkeypatch.setenv("PSHARD_MODEL", str(world.model))
+    flags = ["--vram", "4,3", *split, "-c", "128"]
+    plan(world, *flags)
+    (planned,) = load_registry(world.registry).variants
+    world.registry.unlink()
+    capfd.readouterr()
+    assert cli_run.main([*flags, "--replan", "-p", "1,2,3", "--tokens", "-n", "4", "--temp", "0"]) == 0
+    assert len(capfd.readouterr().out.split()) == 4
+    (made,) = load_registry(world.registry).variants
+    assert made.considered
+    assert {way.way for way in made.considered} == {way.way for way in planned.considered}
+    assert (made.split_mode, made.tensor_split) == (planned.split_mode, planned.tensor_split)
+
+
+def test_replan_with_ratios_to_choose_needs_to_know_the_devices(world: World, capsys: pytest.CaptureFixture) -> None:
+    call = ["-m", str(world.model), "--vram", "4", "--replan", "-p", "1", "--tokens", "--temp", "0"]
+    assert cli_run.main([*call, "-sm", "tensor", "-ts", "auto"]) == 2
+    assert "-ts auto: the profile knows one device" in capsys.readouterr().err
+
+
 def test_python_api(world: World) -> None:
     from pshard.errors import UserError
 
