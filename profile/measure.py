@@ -138,10 +138,13 @@ def time_collectives(request: Request, devices: int, notes: list[str]) -> tuple[
     if not ranks or not effort.sums:
         return ()
     try:
-        return measure_collectives(request.accelerator, ranks, effort.sums)
+        timings = measure_collectives(request.accelerator, ranks, effort.sums)
     except UserError as error:
         notes.append(str(error))
         return ()
+    if any(c.backend == "gloo" for c in timings):
+        notes.append("sums of CPU ranks go through gloo, not through shared memory, which needs the native library")
+    return timings
 
 
 def _measure_host(request: Request, bench: KernelBench) -> HostFigures:

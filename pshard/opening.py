@@ -184,7 +184,11 @@ def check_machine(profile: MachineProfile) -> None:
             pairs.append((f"driver {i}", planned.driver, found.driver))
     changed = [f"{what}: {old} -> {new}" for what, old, new in pairs if old != new]
     if changed:
-        raise UserError(f"the machine profile is of another machine ({'; '.join(changed)}); run pshard-profile")
+        from pshard.runtime.kernels import native
+
+        missing = f" ({native.why_missing()})" if here.kernels != profile.host.kernels and native.why_missing() else ""
+        what = "; ".join(changed)
+        raise UserError(f"the machine profile is of another machine: {what}{missing}; run pshard-profile")
 
 
 def open_group(opened: Opened, ranks: int, reduce_dtype: str) -> "Group":

@@ -33,7 +33,7 @@ def check_split_flags(args: argparse.Namespace) -> None:
     if args.max_tp and args.split_mode not in ("tensor", "auto"):
         raise UserError("--max-tp needs -sm tensor")
     if budgets > 1 and args.split_mode == "none":
-        raise UserError("several budgets split the model over devices; add -sm tensor or layer")
+        raise UserError(f"{budgets} budgets for one device; add -sm tensor or layer to split the model over {budgets}")
     if ratios and budgets > 1 and len(ratios) != budgets:
         raise UserError(f"-ts has {len(ratios)} ratios and --vram {budgets} budgets; give one each")
 

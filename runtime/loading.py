@@ -32,6 +32,7 @@ def choose_kernels(device: Device, wanted: str, max_tokens: int) -> tuple[Kernel
         from pshard.runtime.kernels.host import HostKernels
 
         host = HostKernels()
+        notes += [f"host kernels: {stale}"] if (stale := native.why_stale()) else []
     else:
         notes.append(f"host kernels: torch fallbacks, slower ({native.why_missing()})")
     if device.kind == "cpu":

@@ -9,12 +9,9 @@ import json
 import mmap
 import os
 import secrets
-import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from math import inf
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,25 +38,25 @@ class Exchange:
     Results are the same bits on every rank: parts are added in rank order, in float32.
     """
 
-    def __init__(self, library: ctypes.CDLL, memory: mmap.mmap, rank: int, ranks: int) -> None:
-        self._library, self._memory, self._ranks = library, memory, ranks
+    def __init__(self, memory: mmap.mmap, rank: int, ranks: int) -> None:
+        self._c, self._memory, self._ranks = native.exchange_functions(), memory, ranks
         self._view = (ctypes.c_char * len(memory)).from_buffer(memory)
         at = ctypes.addressof(self._view)
-        self._handle = library.pshard_exchange_open(at, rank, ranks, SLOT_BYTES, MESSAGE_BYTES)
+        self._handle = self._c["open"](at, rank, ranks, SLOT_BYTES, MESSAGE_BYTES)
 
     def sum(self, tensor: torch.Tensor, timeout: float) -> None:
         """Sum a contiguous float32 CPU tensor over the ranks, in place. Raises LateRank."""
         if tensor.dtype != torch.float32 or not tensor.is_contiguous():
             raise ValueError(f"only contiguous float32 tensors are summed, not {tensor.dtype}")
         at, n = tensor.data_ptr(), tensor.numel()
-        self._repeat(lambda: self._library.pshard_exchange_sum(self._handle, at, n, POLL_SECONDS), timeout)
+        self._repeat(lambda: self._c["sum"](self._handle, at, n, POLL_SECONDS), timeout)
 
     def gather(self, part: torch.Tensor, sizes: Sequence[int], timeout: float) -> torch.Tensor:
         """All ranks' elements one after the other: contiguous part [sizes[rank]] -> [sum(sizes)]. Raises LateRank."""
         out = torch.empty(sum(sizes), dtype=part.dtype)
         each = (ctypes.c_int64 * self._ranks)(*(n * part.itemsize for n in sizes))
         at, nbytes, to = part.data_ptr(), part.nbytes, out.data_ptr()
-        gather = self._library.pshard_exchange_gather
+        gather = self._c["gather"]
         self._repeat(lambda: gather(self._handle, at, nbytes, to, each, POLL_SECONDS), timeout)
         return out
 
@@ -67,17 +64,17 @@ class Exchange:
         """Leave a contiguous CPU tensor of at most MESSAGE_BYTES in the inbox of a rank, to which no other rank hands
         anything. Waits without limit for room."""
         at, nbytes = tensor.data_ptr(), tensor.nbytes
-        self._repeat(lambda: self._library.pshard_exchange_put(self._handle, at, nbytes, target, POLL_SECONDS), inf)
+        self._repeat(lambda: self._c["put"](self._handle, at, nbytes, target, POLL_SECONDS), inf)
 
     def take(self, tensor: torch.Tensor, source: int) -> None:
         """Fill a contiguous CPU tensor with the next message of `source`, the only rank that hands anything to this
         one. Waits without limit."""
         at, nbytes = tensor.data_ptr(), tensor.nbytes
-        self._repeat(lambda: self._library.pshard_exchange_take(self._handle, at, nbytes, source, POLL_SECONDS), inf)
+        self._repeat(lambda: self._c["take"](self._handle, at, nbytes, source, POLL_SECONDS), inf)
 
     def close(self) -> None:
         """Let go of the memory."""
-        self._library.pshard_exchange_close(self._handle)
+        self._c["close"](self._handle)
         del self._view
         self._memory.close()
 
@@ -92,9 +89,9 @@ class Exchange:
 
 def open_exchange(store: dist.Store, rank: int, ranks: int) -> Exchange | None:
     """Share memory with all ranks; None when they are not on one Linux host or the native library is missing."""
-    library, memory, fd = _load_library(), None, -1
-    if library is not None:
-        nbytes = library.pshard_exchange_nbytes(ranks, SLOT_BYTES, MESSAGE_BYTES)
+    memory, fd = None, -1
+    if native.is_available() and hasattr(os, "memfd_create"):
+        nbytes = native.exchange_functions()["nbytes"](ranks, SLOT_BYTES, MESSAGE_BYTES)
         if rank == 0:
             memory, fd = _create_memory(store, nbytes)
         else:
@@ -105,7 +102,7 @@ def open_exchange(store: dist.Store, rank: int, ranks: int) -> Exchange | None:
     everyone = all(store.get(f"exchange/{r}") == b"yes" for r in range(ranks))
     if fd >= 0:
         os.close(fd)  # every rank has mapped it by now
-    return Exchange(library, memory, rank, ranks) if everyone and library is not None and memory is not None else None
+    return Exchange(memory, rank, ranks) if everyone and memory is not None else None
 
 
 def _create_memory(store: dist.Store, nbytes: int) -> tuple[mmap.mmap, int]:
@@ -132,26 +129,3 @@ def _open_memory(place: dict[str, str] | None, nbytes: int) -> mmap.mmap | None:
         return None
     finally:
         os.close(fd)
-
-
-def _load_library() -> ctypes.CDLL | None:
-    if not native.is_available() or not hasattr(os, "memfd_create"):
-        return None
-    path = Path(native.__file__).with_name("_native" + str(sysconfig.get_config_var("EXT_SUFFIX")))
-    library = ctypes.CDLL(str(path))
-    pointer, integer, long, seconds = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
-    signatures: dict[str, tuple[Any, tuple[Any, ...]]] = {
-        "nbytes": (long, (integer, long, long)),
-        "open": (pointer, (pointer, integer, integer, long, long)),
-        "close": (None, (pointer,)),
-        "sum": (integer, (pointer, pointer, long, seconds)),
-        "gather": (integer, (pointer, pointer, long, pointer, ctypes.POINTER(long), seconds)),
-        "put": (integer, (pointer, pointer, long, integer, seconds)),
-        "take": (integer, (pointer, pointer, long, integer, seconds)),
-    }
-    for name, (result, arguments) in signatures.items():
-        function = getattr(library, f"pshard_exchange_{name}", None)
-        if function is None:
-            return None  # a library built before this file
-        function.restype, function.argtypes = result, arguments
-    return library

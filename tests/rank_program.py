@@ -11,6 +11,7 @@ import torch
 
 from pshard.errors import UserError
 from pshard.runtime import parallel
+from pshard.runtime.kernels import native
 from pshard.runtime.parallel import Group, init_group
 
 
@@ -185,6 +186,8 @@ def main() -> int:
     scenario, ranks, out = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     try:
         scenario, _, backend = scenario.partition("@")
+        if backend == "no-library":
+            native._WHY_MISSING = "it is gone"
         device = "cuda" if backend in ("peers", "nccl") else "cpu"
         group = init_group(ranks, device, shared_memory=backend != "gloo", peer_memory=backend != "nccl")
         globals()[scenario](group, out)

@@ -18,7 +18,10 @@ from pshard.quant import QUANT_TYPES
 
 Buffer = Any  # int address, numpy array or torch tensor
 
-_POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+ABI = 1  # as csrc/api.cpp has it
+BUILD = "pip install -e . --no-build-isolation --no-deps in the folder of pshard"
+
+_POINTER, _INT, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "type": (_INT, (ctypes.c_char_p,)),
     "record_nbytes": (_LONG, (_INT, _LONG)),
@@ -63,30 +66,47 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         ),
     ),
     "memcpy": (None, (_POINTER, _POINTER, ctypes.c_size_t)),
-    "read": (ctypes.c_double, (_POINTER, ctypes.c_size_t, ctypes.POINTER(ctypes.c_uint64))),
+    "read": (_DOUBLE, (_POINTER, ctypes.c_size_t, ctypes.POINTER(ctypes.c_uint64))),
+    "exchange_nbytes": (_LONG, (_INT, _LONG, _LONG)),
+    "exchange_open": (_POINTER, (_POINTER, _INT, _INT, _LONG, _LONG)),
+    "exchange_close": (None, (_POINTER,)),
+    "exchange_sum": (_INT, (_POINTER, _POINTER, _LONG, _DOUBLE)),
+    "exchange_gather": (_INT, (_POINTER, _POINTER, _LONG, _POINTER, ctypes.POINTER(_LONG), _DOUBLE)),
+    "exchange_put": (_INT, (_POINTER, _POINTER, _LONG, _INT, _DOUBLE)),
+    "exchange_take": (_INT, (_POINTER, _POINTER, _LONG, _INT, _DOUBLE)),
 }
 
 
-def _open() -> tuple[dict[str, Any], str | None]:
-    """The library's functions by short name, or why there are none."""
-    path = Path(__file__).with_name("_native" + str(sysconfig.get_config_var("EXT_SUFFIX")))
+def open_library(path: Path) -> tuple[dict[str, Any], str | None]:
+    """The functions of the library at `path` by short name, or why there are none and what to do."""
     if not path.exists():
-        return {}, f"{path.name} was not built (pip needs a C++20 compiler when it installs pshard)"
+        return {}, f"{path.name} was not built: with a C++20 compiler at hand, run {BUILD}"
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         return {}, f"{path} cannot be loaded: {error}"
+    number = library.pshard_abi() if hasattr(library, "pshard_abi") else 0
+    if number != ABI:
+        return {}, f"{path.name} is of interface {number} and this version calls {ABI}: run {BUILD}"
     functions = {}
     for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(library, f"pshard_{name}", None)
-        if function is None:
-            return {}, f"{path} was built from older sources (no {name}); install pshard again"
+        function = getattr(library, f"pshard_{name}")
         function.restype, function.argtypes = result, arguments
         functions[name] = function
     return functions, None
 
 
-_C, _WHY_MISSING = _open()
+def find_stale(path: Path, sources: Path) -> str | None:
+    """What to say of a library that is older than one of its sources, where these are at hand; else None."""
+    newer = [s for s in (*sources.glob("*.cpp"), *sources.glob("*.h")) if s.stat().st_mtime > path.stat().st_mtime]
+    if not newer:
+        return None
+    last = max(newer, key=lambda source: source.stat().st_mtime)
+    return f"{path.name} was built before its source {last.name} was changed: run {BUILD}"
+
+
+_PATH = Path(__file__).with_name("_native" + str(sysconfig.get_config_var("EXT_SUFFIX")))
+_C, _WHY_MISSING = open_library(_PATH)
 _TYPE_NUMBERS = {name: _C["type"](name.encode()) for name in QUANT_TYPES} if _WHY_MISSING is None else {}
 
 
@@ -98,6 +118,16 @@ def is_available() -> bool:
 def why_missing() -> str | None:
     """Why the library is not there, in one clause; None when it is."""
     return _WHY_MISSING
+
+
+def why_stale() -> str | None:
+    """What to say of a library that works but is older than its sources; None of any other."""
+    return find_stale(_PATH, _PATH.with_name("csrc")) if is_available() else None
+
+
+def exchange_functions() -> dict[str, Any]:
+    """The C functions of csrc/allreduce.cpp by the name after `exchange_`; shared_memory.py says what they do."""
+    return {name.removeprefix("exchange_"): _C[name] for name in _SIGNATURES if name.startswith("exchange_")}
 
 
 def isa() -> str:

@@ -32,6 +32,9 @@ const Kernels& kernels() {
 
 using namespace pshard;
 
+// Raised with every change of a function's arguments or meaning; native.py's ABI says what it calls.
+PSHARD_API int pshard_abi() { return 1; }
+
 PSHARD_API int pshard_type(const char* name) {
   for (int t = 0; t < kTypes; ++t)
     if (!std::strcmp(kFormats[t].name, name)) return t;

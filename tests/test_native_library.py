@@ -1,0 +1,75 @@
+"""The C++ library is missing, of another interface, or older than its sources: what is said, and that it is said."""
+
+import os
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+
+from pshard.profile.identify import identify_host
+from pshard.runtime.device import open_device
+from pshard.runtime.kernels import native
+from pshard.runtime.loading import choose_kernels
+
+TESTS = Path(__file__).parent
+INTERFACES = {1: 3446617105}  # ABI -> digest of what native.py calls
+
+
+def test_a_library_that_is_not_there_or_no_library(tmp_path: Path) -> None:
+    functions, why = native.open_library(tmp_path / "_native.so")
+    assert not functions and why is not None and "was not built" in why and "pip install" in why
+    (tmp_path / "_native.so").write_bytes(b"not a library")
+    functions, why = native.open_library(tmp_path / "_native.so")
+    assert not functions and why is not None and "cannot be loaded" in why
+
+
+def test_a_library_without_our_interface_number(tmp_path: Path) -> None:
+    import numpy.random.mtrand as other
+
+    functions, why = native.open_library(Path(other.__file__))
+    assert not functions and why is not None
+    assert f"is of interface 0 and this version calls {native.ABI}: run pip install" in why
+
+
+def test_a_library_older_than_its_sources(tmp_path: Path) -> None:
+    library = tmp_path / "_native.so"
+    library.write_bytes(b"")
+    assert native.find_stale(library, tmp_path / "csrc") is None  # an installed package has no sources
+    (tmp_path / "csrc").mkdir()
+    for name, age in (("old.cpp", 100), ("new.h", -100), ("newest.cpp", -200)):
+        source = tmp_path / "csrc" / name
+        source.write_text("")
+        at = library.stat().st_mtime - age
+        os.utime(source, (at, at))
+    said = native.find_stale(library, tmp_path / "csrc")
+    assert said is not None and "newest.cpp was changed: run pip install" in said
+
+
+def test_engines_and_profiles_note_a_stale_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "why_stale", lambda: "it is old")
+    *_, notes = choose_kernels(open_device("cpu"), "fast", 16)
+    assert (notes == ("host kernels: it is old",)) == native.is_available()
+
+
+def test_engines_and_hosts_name_a_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_WHY_MISSING", "it is gone")
+    *_, notes = choose_kernels(open_device("cpu"), "fast", 16)
+    assert notes == ("host kernels: torch fallbacks, slower (it is gone)",)
+    assert identify_host(1).kernels == "torch"
+
+
+def test_ranks_without_the_library_say_once_that_they_sum_by_gloo(tmp_path: Path) -> None:
+    start = "import sys; from pshard.runtime.launch import launch; sys.exit(launch(2, 'rank_program', sys.argv[1:]))"
+    path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, "-P", "-c", start, "sums@no-library", "2", str(tmp_path)]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("note: ranks sum by gloo") == 1 and "(it is gone)" in done.stderr
+
+
+def test_a_change_of_the_interface_changes_its_number() -> None:
+    """Update INTERFACES together with ABI in native.py and pshard_abi in csrc/api.cpp."""
+    text = repr([(n, r and r.__name__, [a.__name__ for a in args]) for n, (r, args) in native._SIGNATURES.items()])
+    assert INTERFACES.get(native.ABI) == zlib.crc32(text.encode())
