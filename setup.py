@@ -1,11 +1,13 @@
 """The one part of the build that pyproject.toml cannot say: the optional C++ library of CPU kernels."""
 
+import runpy
 import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
 
 SOURCES = Path("runtime/kernels/csrc")
+DIGEST = runpy.run_path("runtime/kernels/sources.py")["digest_sources"](SOURCES)
 
 # No instruction set is named here: isa_*.cpp choose theirs, and the library picks one when it runs.
 # Contracting a * b + c would break the bit equality of dequantisation with the file format's reference.
@@ -14,6 +16,7 @@ cpu_kernels = Extension(
     sources=sorted(str(p) for p in SOURCES.glob("*.cpp")),
     depends=sorted(str(p) for p in SOURCES.glob("*.h")),
     language="c++",
+    define_macros=[("PSHARD_SOURCES", f"{DIGEST}u")],
     extra_compile_args=[
         "-std=c++20",
         "-O3",

@@ -15,6 +15,7 @@ from typing import Any
 
 from pshard.model import kv_nbytes
 from pshard.quant import QUANT_TYPES
+from pshard.runtime.kernels.sources import digest_sources
 
 Buffer = Any  # int address, numpy array or torch tensor
 
@@ -23,6 +24,7 @@ BUILD = "pip install -e . --no-build-isolation --no-deps in the folder of pshard
 
 _POINTER, _INT, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "sources": (ctypes.c_uint32, ()),
     "type": (_INT, (ctypes.c_char_p,)),
     "record_nbytes": (_LONG, (_INT, _LONG)),
     "isa": (ctypes.c_char_p, ()),
@@ -96,15 +98,6 @@ def open_library(path: Path) -> tuple[dict[str, Any], str | None]:
     return functions, None
 
 
-def find_stale(path: Path, sources: Path) -> str | None:
-    """What to say of a library that is older than one of its sources, where these are at hand; else None."""
-    newer = [s for s in (*sources.glob("*.cpp"), *sources.glob("*.h")) if s.stat().st_mtime > path.stat().st_mtime]
-    if not newer:
-        return None
-    last = max(newer, key=lambda source: source.stat().st_mtime)
-    return f"{path.name} was built before its source {last.name} was changed: run {BUILD}"
-
-
 _PATH = Path(__file__).with_name("_native" + str(sysconfig.get_config_var("EXT_SUFFIX")))
 _C, _WHY_MISSING = open_library(_PATH)
 _TYPE_NUMBERS = {name: _C["type"](name.encode()) for name in QUANT_TYPES} if _WHY_MISSING is None else {}
@@ -121,8 +114,11 @@ def why_missing() -> str | None:
 
 
 def why_stale() -> str | None:
-    """What to say of a library that works but is older than its sources; None of any other."""
-    return find_stale(_PATH, _PATH.with_name("csrc")) if is_available() else None
+    """What to say of a library that works but was built from other sources than are at hand; None of any other."""
+    here = digest_sources(_PATH.with_name("csrc"))
+    if not is_available() or here in (0, _call("sources")):
+        return None
+    return f"{_PATH.name} was built from other sources than those beside it: run {BUILD}"
 
 
 def exchange_functions() -> dict[str, Any]:

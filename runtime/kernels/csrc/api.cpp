@@ -35,6 +35,11 @@ using namespace pshard;
 // Raised with every change of a function's arguments or meaning; native.py's ABI says what it calls.
 PSHARD_API int pshard_abi() { return 1; }
 
+#ifndef PSHARD_SOURCES  // setup.py says
+#define PSHARD_SOURCES 0
+#endif
+PSHARD_API uint32_t pshard_sources() { return PSHARD_SOURCES; }
+
 PSHARD_API int pshard_type(const char* name) {
   for (int t = 0; t < kTypes; ++t)
     if (!std::strcmp(kFormats[t].name, name)) return t;
