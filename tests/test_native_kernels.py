@@ -247,7 +247,7 @@ def check_attention(kv_types: tuple[str, str], before: int, tokens: int, heads: 
         values.append(decode_cells(encoded, dim).numpy())
         cells.append(torch.nn.functional.pad(encoded.flatten(1), (0, 8)))
     out = poisoned(tokens, heads, dim)
-    shape = (before, tokens, heads, kv_heads, dim)
+    shape = [(0, tokens, before, 0)], (heads, kv_heads, dim)
     strides = cells[0][0].nbytes, cells[1][0].nbytes
     native.attention(q, *cells, kv_types, *shape, 0.3, out, cell_strides=strides)
     np.testing.assert_allclose(out, attention_in_float64(q, *values, before, 0.3), rtol=2e-4, atol=2e-5)
@@ -310,7 +310,7 @@ def test_nothing_to_do_is_no_error(isa: str) -> None:
     out = poisoned(2, 64)
     native.ffn(x, 0, "Q4_0", 0, "Q4_0", 0, "Q4_0", 64, 0, out, 2)
     assert not out.any()
-    native.attention(x, 0, 0, ("f32", "f32"), 0, 1, 0, 0, 64, 1.0, 0)
+    native.attention(x, 0, 0, ("f32", "f32"), [(0, 1, 0, 0)], (0, 0, 64), 1.0, 0)
 
 
 def test_wrong_sizes_are_refused() -> None:

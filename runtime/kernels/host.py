@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from pshard.quant import QUANT_TYPES
 from pshard.runtime.kernels import native
-from pshard.runtime.kernels.api import LayerKV, Packed, RowIndex
+from pshard.runtime.kernels.api import LayerKV, Packed, RopeTable, RowIndex
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.kernels.unpack import plain_rows
 
@@ -143,20 +143,42 @@ class HostKernels(PlainKernels):
         out: torch.Tensor,
         partial: torch.Tensor | None,
     ) -> None:
-        n_heads, n_kv, dim = heads
         if any(s.tokens > ATTENTION_ROWS for s in rows.segments):
             super().attention(qkv, heads, kv, rows, scale, out, partial)
             return
-        q = torch.empty(rows.tokens, n_heads * dim)
-        q.copy_(qkv[:, : n_heads * dim])
-        kinds, at = (_KV_NAMES[kv.k.dtype], _KV_NAMES[kv.v.dtype]), 0
+        segments, at = [], 0
         for s in rows.segments:
-            mixed = torch.empty(s.tokens, n_heads * dim)
-            shape = (s.past, s.tokens, n_heads, n_kv, dim)
-            blocks = (rows.blocks[at:], kv.k.shape[1])
-            native.attention(q[s.start], kv.k, kv.v, kinds, *shape, scale, mixed, blocks=blocks)
-            out[s.start : s.start + s.tokens] = mixed
+            segments.append((s.start, s.tokens, s.past, at))
             at += len(s.blocks)
+        kinds, blocks = _kinds(kv), (rows.blocks, kv.k.shape[1])
+        strides = qkv.stride(0), out.stride(0)
+        native.attention(qkv, kv.k, kv.v, kinds, segments, heads, scale, out, strides=strides, blocks=blocks)
+
+    def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+        (tokens, width), strides = hidden.shape, (hidden.stride(0), out.stride(0))
+        native.rms_norm(hidden, weight, eps, tokens, width, out, strides=strides)
+
+    def rope_store(
+        self,
+        qkv: torch.Tensor,
+        heads: tuple[int, int, int],
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+        rope: RopeTable,
+        rows: RowIndex,
+        kv: LayerKV,
+    ) -> None:
+        turn = (rope.cos, rope.sin, rope.cos.shape[-1], rope.pairing)
+        index = (rows.begin, rows.position, rows.blocks)
+        native.rope_store(
+            qkv, qkv.stride(0), rows.tokens, heads, (q_norm, k_norm), eps, turn, index, (kv.k, kv.v), _kinds(kv),
+            kv.k.shape[1],
+        )  # fmt: skip
+
+
+def _kinds(kv: LayerKV) -> tuple[str, str]:
+    return _KV_NAMES[kv.k.dtype], _KV_NAMES[kv.v.dtype]
 
 
 def suits_tiles(tokens: int, qtype: str) -> bool:

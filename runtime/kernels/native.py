@@ -19,63 +19,42 @@ from pshard.runtime.kernels.sources import digest_sources
 
 Buffer = Any  # int address, numpy array or torch tensor
 
-ABI = 1  # as csrc/api.cpp has it
+ABI = 2  # as csrc/api.cpp has it
 BUILD = "pip install -e . --no-build-isolation --no-deps in the folder of pshard"
 
-_POINTER, _INT, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
-_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "sources": (ctypes.c_uint32, ()),
-    "type": (_INT, (ctypes.c_char_p,)),
-    "record_nbytes": (_LONG, (_INT, _LONG)),
-    "isa": (ctypes.c_char_p, ()),
-    "set_isa": (_INT, (ctypes.c_char_p,)),
-    "threads": (_INT, ()),
-    "set_threads": (None, (_INT, _POINTER, _INT)),
-    "pack": (None, (_POINTER, _LONG, _INT, _LONG, _LONG, _LONG, _LONG, _POINTER)),
-    "linear": (None, (_POINTER, _LONG, _POINTER, _INT, _LONG, _LONG, _POINTER, _LONG, _LONG)),
-    "ffn": (
-        None,
-        (_POINTER, _LONG, _POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _LONG, _LONG, _POINTER, _LONG, _LONG),
-    ),
-    "tiles": (ctypes.c_char_p, ()),
-    "set_tiles": (_INT, (ctypes.c_char_p,)),
-    "linear_tiled": (None, (_POINTER, _LONG, _POINTER, _INT, _LONG, _LONG, _POINTER, _LONG, _LONG, _INT)),
-    "gate_up_tiled": (
-        None,
-        (_POINTER, _LONG, _POINTER, _INT, _POINTER, _INT, _LONG, _LONG, _POINTER, _LONG, _LONG),
-    ),
-    "dequantize": (None, (_POINTER, _INT, _LONG, _LONG, _LONG, _LONG, _POINTER, _LONG, _INT)),
-    "get_rows": (None, (_POINTER, _INT, _LONG, _LONG, _POINTER, _LONG, _POINTER)),
-    "attention": (
-        None,
-        (
-            _POINTER,
-            _POINTER,
-            _POINTER,
-            _LONG,
-            _LONG,
-            _INT,
-            _INT,
-            _POINTER,
-            _LONG,
-            _LONG,
-            _LONG,
-            _INT,
-            _INT,
-            _INT,
-            ctypes.c_float,
-            _POINTER,
-        ),
-    ),
-    "memcpy": (None, (_POINTER, _POINTER, ctypes.c_size_t)),
-    "read": (_DOUBLE, (_POINTER, ctypes.c_size_t, ctypes.POINTER(ctypes.c_uint64))),
-    "exchange_nbytes": (_LONG, (_INT, _LONG, _LONG)),
-    "exchange_open": (_POINTER, (_POINTER, _INT, _INT, _LONG, _LONG)),
-    "exchange_close": (None, (_POINTER,)),
-    "exchange_sum": (_INT, (_POINTER, _POINTER, _LONG, _DOUBLE)),
-    "exchange_gather": (_INT, (_POINTER, _POINTER, _LONG, _POINTER, ctypes.POINTER(_LONG), _DOUBLE)),
-    "exchange_put": (_INT, (_POINTER, _POINTER, _LONG, _INT, _DOUBLE)),
-    "exchange_take": (_INT, (_POINTER, _POINTER, _LONG, _INT, _DOUBLE)),
+_TYPES = {
+    "v": None, "i": ctypes.c_int, "u": ctypes.c_uint32, "l": ctypes.c_int64, "z": ctypes.c_size_t,
+    "f": ctypes.c_float, "d": ctypes.c_double, "p": ctypes.c_void_p, "s": ctypes.c_char_p,
+}  # fmt: skip
+_SIGNATURES = {  # result and arguments, a letter of _TYPES each
+    "sources": ("u", ""),
+    "type": ("i", "s"),
+    "record_nbytes": ("l", "il"),
+    "isa": ("s", ""),
+    "set_isa": ("i", "s"),
+    "threads": ("i", ""),
+    "set_threads": ("v", "ipi"),
+    "pack": ("v", "plillllp"),
+    "linear": ("v", "plpillpll"),
+    "ffn": ("v", "plpipipillpll"),
+    "tiles": ("s", ""),
+    "set_tiles": ("i", "s"),
+    "linear_tiled": ("v", "plpillplli"),
+    "gate_up_tiled": ("v", "plpipillpll"),
+    "dequantize": ("v", "pillllpli"),
+    "get_rows": ("v", "pillplp"),
+    "attention": ("v", "plpplliiplpliiifpl"),
+    "rms_norm": ("v", "plpfllpl"),
+    "rope_store": ("v", "plliiippfpplippplppllii"),
+    "memcpy": ("v", "ppz"),
+    "read": ("d", "pzp"),
+    "exchange_nbytes": ("l", "ill"),
+    "exchange_open": ("p", "piill"),
+    "exchange_close": ("v", "p"),
+    "exchange_sum": ("i", "ppld"),
+    "exchange_gather": ("i", "pplppd"),
+    "exchange_put": ("i", "pplid"),
+    "exchange_take": ("i", "pplid"),
 }
 
 
@@ -93,7 +72,7 @@ def open_library(path: Path) -> tuple[dict[str, Any], str | None]:
     functions = {}
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, f"pshard_{name}")
-        function.restype, function.argtypes = result, arguments
+        function.restype, function.argtypes = _TYPES[result], [_TYPES[letter] for letter in arguments]
         functions[name] = function
     return functions, None
 
@@ -342,34 +321,91 @@ def attention(
     k: Buffer,
     v: Buffer,
     kv_types: tuple[str, str],
-    n_cells_before: int,
-    tokens: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
+    segments: Sequence[tuple[int, int, int, int]],
+    heads: tuple[int, int, int],
     scale: float,
     out: Buffer,
     *,
+    strides: tuple[int, int] | None = None,
     cell_strides: tuple[int, int] | None = None,
     blocks: tuple[Buffer, int] | None = None,
 ) -> None:
-    """Causal attention of new tokens: q and out f32 [tokens, heads, head_dim].
+    """Causal attention of new tokens of several sequences: q and out f32 [tokens, heads, head_dim].
 
     k and v are cells of kv_heads * head_dim numbers of a KV type each ("f32", "f16", "bf16", "q8_0": see kv_codec); one
     cell begins `cell_strides` bytes after the other (default: no gaps). The new tokens' cells are already written:
-    token i sees cells 0..n_cells_before+i. Head h reads kv head h // (heads // kv_heads). Softmax and sums in f32.
-    blocks: numbers (i32) of the blocks that the cells lie in, and the cells of a block, a multiple of 64; without them
-    cells follow each other.
+    token i of a sequence sees cells 0..before+i. Head h reads kv head h // (heads // kv_heads). Softmax in f32.
+
+    Args:
+        segments: of each sequence (its first row in q, its rows, cells before them, its first item in `blocks`).
+        heads: (heads, kv heads, head_dim).
+        strides: elements from row to row of q and of out; default: no gaps.
+        blocks: numbers (i32) of the blocks that the cells lie in, and the cells of a block, a multiple of 64; without
+            them cells follow each other.
     """
-    if tokens == 0 or heads == 0:
+    n_heads, kv_heads, dim = heads
+    if not segments or n_heads == 0:
         return  # a rank may hold no head at all
-    if heads % kv_heads:
-        raise ValueError(f"{heads} heads do not share {kv_heads} kv heads evenly")
-    strides = cell_strides or tuple(kv_nbytes(kind, kv_heads * head_dim) for kind in kv_types)
+    if n_heads % kv_heads:
+        raise ValueError(f"{n_heads} heads do not share {kv_heads} kv heads evenly")
+    q_stride, out_stride = strides or (n_heads * dim, n_heads * dim)
     types = tuple(_type(kind.upper()) for kind in kv_types)
-    shape = (n_cells_before, tokens, heads, kv_heads, head_dim)
+    cells = (*(cell_strides or _cell_nbytes(kv_types, kv_heads * dim)), *types)
     table, block_cells = (_at(blocks[0]), blocks[1]) if blocks else (None, 0)
-    _call("attention", _at(q), _at(k), _at(v), *strides, *types, table, block_cells, *shape, scale, _at(out))
+    numbers = (ctypes.c_int64 * (4 * len(segments)))(*(n for segment in segments for n in segment))
+    shape = (len(segments), *heads, scale)
+    _call(
+        "attention", _at(q), q_stride, _at(k), _at(v), *cells, table, block_cells, numbers, *shape, _at(out), out_stride
+    )
+
+
+def rms_norm(
+    x: Buffer, weight: Buffer, eps: float, tokens: int, width: int, out: Buffer, *, strides: tuple[int, int]
+) -> None:
+    """out[t] = x[t] / sqrt(mean(x[t]^2) + eps) * weight, f32, rows of `width`, `strides` apart in x and in out."""
+    _call("rms_norm", _at(x), strides[0], _at(weight), eps, tokens, width, _at(out), strides[1])
+
+
+def rope_store(
+    qkv: Buffer,
+    stride: int,
+    tokens: int,
+    heads: tuple[int, int, int],
+    norms: tuple[Buffer | None, Buffer | None],
+    eps: float,
+    rope: tuple[Buffer, Buffer, int, str],
+    rows: tuple[Buffer, Buffer, Buffer],
+    cache: tuple[Buffer, Buffer],
+    kv_types: tuple[str, str],
+    block_cells: int,
+) -> None:
+    """Normalise and rotate q and k heads in place, and write k and v into their cells.
+
+    Args:
+        qkv: f32 [tokens, (heads + 2 kv heads) head_dim], rows `stride` apart.
+        heads: (heads, kv heads, head_dim).
+        norms: weights f32 [head_dim] of an RMS norm of each q and each k head, or None.
+        rope: cos and sin f32 [context, half], half, and the pairing as in pshard.model.Rope.
+        rows: begin, position and blocks, i32, as in api.RowIndex.
+        cache: k and v, blocks of `block_cells` cells as in `attention`, without gaps.
+    """
+    cos, sin, half, pairing = rope
+    _, kv_heads, dim = heads
+    types = tuple(_type(kind.upper()) for kind in kv_types)
+    weights = tuple(None if w is None else _at(w) for w in norms)
+    turn = (_at(cos), _at(sin), half, pairing == "halves")
+    where = (
+        *(_at(r) for r in rows),
+        block_cells,
+        _at(cache[0]),
+        _at(cache[1]),
+        *_cell_nbytes(kv_types, kv_heads * dim),
+    )
+    _call("rope_store", _at(qkv), stride, tokens, *heads, *weights, eps, *turn, *where, *types)
+
+
+def _cell_nbytes(kv_types: tuple[str, str], width: int) -> tuple[int, int]:
+    return kv_nbytes(kv_types[0], width), kv_nbytes(kv_types[1], width)
 
 
 def memcpy(to: Buffer, source: Buffer, nbytes: int) -> None:

@@ -14,8 +14,10 @@ uint8_t* align(uint8_t* p) { return p + (64 - reinterpret_cast<uintptr_t>(p) % 6
 // only. Partial results are joined in a fixed order.
 constexpr int kQueries = 16;
 
-struct Attention {
+struct Attention {  // of one sequence
   const float* q;
+  float* out;
+  int64_t q_stride, out_stride;  // from token to token, in floats
   const char *k, *v;
   int64_t k_stride, v_stride;
   int k_type, v_type;
@@ -24,7 +26,7 @@ struct Attention {
   int64_t before;
   int tokens, heads, kv_heads, d;
   float scale;
-  float* out;
+  int64_t first_task, first_partial;  // tasks and floats of partial results of the sequences before
 
   int shared() const { return heads / kv_heads; }
   int padded() const { return round_up(d, 16); }
@@ -37,10 +39,11 @@ struct Attention {
     return round_up<int64_t>((cells() + splits - 1) / splits, kTileCells);
   }
   int64_t splits() const { return (cells() + split() - 1) / split(); }
+  int64_t tasks() const { return blocks() * splits(); }
   int64_t partial_floats() const { return static_cast<int64_t>(kv_heads) * slots() * (padded() + 2); }
-  // Query i of kv head h: where its row starts in q and out.
-  int64_t row(int head, int i) const {
-    return (static_cast<int64_t>(i / shared()) * heads + head * shared() + i % shared()) * d;
+  // Query i of kv head h: where its row starts in q or out, whose tokens are `stride` apart.
+  int64_t row(int head, int i, int64_t stride) const {
+    return i / shared() * stride + static_cast<int64_t>(head * shared() + i % shared()) * d;
   }
 };
 
@@ -53,7 +56,7 @@ void attend_task(const Attention& a, int64_t block, int64_t split, float* partia
   for (int i = 0; i < queries; ++i) visible[i] = last = a.before + (first + i) / a.shared() + 1;
   for (int head = 0; head < a.kv_heads; ++head)
     for (int i = 0; i < queries; ++i)
-      for (int j = 0; j < a.d; ++j) q[(head * slots + i) * padded + j] = a.q[a.row(head, first + i) + j] * a.scale;
+      for (int j = 0; j < a.d; ++j) q[(head * slots + i) * padded + j] = a.q[a.row(head, first + i, a.q_stride) + j] * a.scale;
   const std::unique_ptr<uint8_t[]> tile(new uint8_t[attention_tile_bytes(padded) + 64]);
   float* peak = partial + a.kv_heads * slots * padded;
   kernels().attention({q.data(), a.k, a.v, a.k_stride, a.v_stride, a.k_type, a.v_type, a.kv_blocks, a.block_cells, a.kv_heads,
@@ -66,7 +69,7 @@ void join_splits(const Attention& a, int head, int query, const float* partials)
   const int slots = a.slots(), padded = a.padded(), slot = head * slots + query % kQueries;
   const int64_t n = a.splits(), each = a.partial_floats(), peaks = static_cast<int64_t>(a.kv_heads) * slots * padded;
   const float* base = partials + query / kQueries * n * each;
-  float* out = a.out + a.row(head, query);
+  float* out = a.out + a.row(head, query, a.out_stride);
   float peak = -INFINITY, sum = 0;
   for (int64_t s = 0; s < n; ++s) peak = std::max(peak, base[s * each + peaks + slot]);
   std::fill(out, out + a.d, 0.0f);
@@ -86,34 +89,36 @@ void join_splits(const Attention& a, int head, int query, const float* partials)
 
 using namespace pshard;
 
-PSHARD_API void pshard_attention(const float* q, const void* k, const void* v, int64_t k_stride, int64_t v_stride,
-                                 int k_type, int v_type, const int32_t* kv_blocks, int64_t block_cells, int64_t before,
-                                 int64_t tokens, int heads, int kv_heads, int d, float scale, float* out) {
-  const Attention a{q,
-                    static_cast<const char*>(k),
-                    static_cast<const char*>(v),
-                    k_stride,
-                    v_stride,
-                    k_type,
-                    v_type,
-                    kv_blocks,
-                    block_cells,
-                    before,
-                    static_cast<int>(tokens),
-                    heads,
-                    kv_heads,
-                    d,
-                    scale,
-                    out};
-  const int64_t splits = a.splits();
-  Pool::instance().with_scratch(a.blocks() * splits * a.partial_floats() * sizeof(float), [&](uint8_t* scratch) {
+PSHARD_API void pshard_attention(const float* q, int64_t q_stride, const void* k, const void* v, int64_t k_stride,
+                                 int64_t v_stride, int k_type, int v_type, const int32_t* kv_blocks,
+                                 int64_t block_cells, const int64_t* segments, int64_t n_segments, int heads,
+                                 int kv_heads, int d, float scale, float* out, int64_t out_stride) {
+  std::vector<Attention> all;
+  int64_t tasks = 0, partial_floats = 0;
+  for (const int64_t* s = segments; s < segments + 4 * n_segments; s += 4) {  // first token, tokens, cells before, block
+    if (s[1] == 0) continue;
+    all.push_back({q + s[0] * q_stride, out + s[0] * out_stride, q_stride, out_stride, static_cast<const char*>(k),
+                   static_cast<const char*>(v), k_stride, v_stride, k_type, v_type,
+                   kv_blocks ? kv_blocks + s[3] : nullptr, block_cells, s[2], static_cast<int>(s[1]), heads, kv_heads,
+                   d, scale, tasks, partial_floats});
+    tasks += all.back().tasks(), partial_floats += all.back().tasks() * all.back().partial_floats();
+  }
+  const auto of_task = [&](int64_t task) -> const Attention& {
+    return *(std::upper_bound(all.begin(), all.end(), task,
+                              [](int64_t t, const Attention& a) { return t < a.first_task; }) - 1);
+  };
+  Pool::instance().with_scratch(partial_floats * sizeof(float), [&](uint8_t* scratch) {
     auto* partials = reinterpret_cast<float*>(scratch);
     Pool::instance().run([&](Team& team) {
-      team.for_each(a.blocks() * splits, [&](int64_t task) {
-        attend_task(a, task / splits, task % splits, partials + task * a.partial_floats());
+      team.for_each(tasks, [&](int64_t task) {
+        const Attention& a = of_task(task);
+        const int64_t own = task - a.first_task;
+        attend_task(a, own / a.splits(), own % a.splits(), partials + a.first_partial + own * a.partial_floats());
       });
-      team.for_each(a.kv_heads * a.queries(), [&](int64_t i) {
-        join_splits(a, static_cast<int>(i % a.kv_heads), static_cast<int>(i / a.kv_heads), partials);
+      team.for_each(static_cast<int64_t>(all.size()) * kv_heads, [&](int64_t i) {
+        const Attention& a = all[i / kv_heads];
+        for (int query = 0; query < a.queries(); ++query)
+          join_splits(a, static_cast<int>(i % kv_heads), query, partials + a.first_partial);
       });
     });
   });

@@ -1,0 +1,139 @@
+// What happens to rows of activations between the products: RMS norm, and rotating q and k and storing k and v.
+#include <cmath>
+#include <cstring>
+
+#include "driver.h"
+
+namespace pshard {
+namespace {
+
+constexpr int64_t kAlone = 64 << 10;  // floats: for fewer, waking the pool takes longer than the work
+
+// Runs body(i) for every i of n, each over `floats` numbers.
+template <class Body>
+void for_rows(int64_t n, int64_t floats, Body&& body) {
+  if (n * floats < kAlone) {
+    for (int64_t i = 0; i < n; ++i) body(i);
+    return;
+  }
+  const int64_t each = std::max<int64_t>(1, 4096 / floats);
+  Pool::instance().run([&](Team& team) {
+    team.for_each((n + each - 1) / each, [&](int64_t task) {
+      for (int64_t i = task * each; i < std::min(n, (task + 1) * each); ++i) body(i);
+    });
+  });
+}
+
+// 1 / sqrt(mean(x^2) + eps); sixteen sums side by side, so that compilers use vectors.
+float rms_factor(const float* x, int64_t n, float eps) {
+  float sums[16] = {};
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16)
+    for (int j = 0; j < 16; ++j) sums[j] += x[i + j] * x[i + j];
+  for (; i < n; ++i) sums[i % 16] += x[i] * x[i];
+  double total = 0;
+  for (const float s : sums) total += s;
+  return static_cast<float>(1 / std::sqrt(total / n + eps));
+}
+
+void normalise(const float* x, const float* weight, int64_t n, float eps, float* out) {
+  const float factor = rms_factor(x, n, eps);
+  for (int64_t i = 0; i < n; ++i) out[i] = x[i] * factor * weight[i];
+}
+
+// To nearest even, as torch rounds.
+uint16_t to_bf16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if (x != x) return 0x7fc0;
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+uint16_t to_f16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  const uint32_t sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);
+  if (magnitude >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);  // rounds to 65536 or more
+  if (magnitude < 0x38800000u) {  // denormal: adding 0.5 leaves the code in the low bits, rounded
+    float shifted;
+    std::memcpy(&shifted, &magnitude, 4);
+    shifted += 0.5f;
+    uint32_t code;
+    std::memcpy(&code, &shifted, 4);
+    return static_cast<uint16_t>(sign | (code - 0x3f000000u));
+  }
+  return static_cast<uint16_t>(sign | ((magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13));
+}
+
+float from_f16(uint16_t h) {  // finite and not negative
+  uint32_t bits = static_cast<uint32_t>(h) << 13;
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x * 0x1p112f;
+}
+
+// One head's numbers into a cell of `heads` heads (runtime/kernels/kv_codec.py).
+void store_head(const float* x, int type, int head, int heads, int d, char* cell) {
+  const int64_t at = static_cast<int64_t>(head) * d;
+  if (type == F32) {
+    std::memcpy(cell + 4 * at, x, 4 * d);
+  } else if (type == BF16 || type == F16) {
+    auto* to = reinterpret_cast<uint16_t*>(cell) + at;
+    for (int i = 0; i < d; ++i) to[i] = type == BF16 ? to_bf16(x[i]) : to_f16(x[i]);
+  } else {  // Q8_0: codes of all heads, then an f16 scale for every 32 of them
+    auto* codes = reinterpret_cast<int8_t*>(cell) + at;
+    auto* scales = reinterpret_cast<uint16_t*>(cell + static_cast<int64_t>(heads) * d) + at / 32;
+    for (int block = 0; block < d / 32; ++block, x += 32, codes += 32) {
+      float most = 0;
+      for (int i = 0; i < 32; ++i) most = std::max(most, std::fabs(x[i]));
+      scales[block] = to_f16(most / 127);
+      const float scale = from_f16(scales[block]);
+      for (int i = 0; i < 32; ++i) {
+        const float code = scale > 0 ? std::nearbyint(x[i] / scale) : 0.0f;
+        codes[i] = static_cast<int8_t>(std::min(127.0f, std::max(-127.0f, code)));
+      }
+    }
+  }
+}
+
+// Rotates the first 2 * half numbers of a head; pairs are i and i + half, or neighbours.
+void rotate(float* x, const float* cos, const float* sin, int64_t half, bool halves) {
+  for (int64_t i = 0; i < half; ++i) {
+    float &a = x[halves ? i : 2 * i], &b = x[halves ? i + half : 2 * i + 1];
+    const float turned = a * cos[i] - b * sin[i];
+    b = b * cos[i] + a * sin[i];
+    a = turned;
+  }
+}
+
+}  // namespace
+}  // namespace pshard
+
+using namespace pshard;
+
+PSHARD_API void pshard_rms_norm(const float* x, int64_t x_stride, const float* weight, float eps, int64_t tokens,
+                                int64_t width, float* out, int64_t out_stride) {
+  for_rows(tokens, width, [&](int64_t t) { normalise(x + t * x_stride, weight, width, eps, out + t * out_stride); });
+}
+
+PSHARD_API void pshard_rope_store(float* qkv, int64_t stride, int64_t tokens, int heads, int kv_heads, int d,
+                                  const float* q_norm, const float* k_norm, float eps, const float* cos,
+                                  const float* sin, int64_t half, int halves, const int32_t* begin,
+                                  const int32_t* position, const int32_t* blocks, int64_t block_cells, char* k,
+                                  char* v, int64_t k_stride, int64_t v_stride, int k_type, int v_type) {
+  const int all = heads + 2 * kv_heads;
+  for_rows(tokens, static_cast<int64_t>(all) * d, [&](int64_t t) {
+    const int64_t at = position[t], cell = blocks[begin[t] + at / block_cells] * block_cells + at % block_cells;
+    for (int head = 0; head < all; ++head) {
+      float* x = qkv + t * stride + static_cast<int64_t>(head) * d;
+      const bool is_k = head >= heads && head < heads + kv_heads;
+      if (head < heads + kv_heads) {
+        if (const float* weight = is_k ? k_norm : q_norm) normalise(x, weight, d, eps, x);
+        rotate(x, cos + at * half, sin + at * half, half, halves);
+      }
+      if (is_k) store_head(x, k_type, head - heads, kv_heads, d, k + cell * k_stride);
+      else if (head >= heads) store_head(x, v_type, head - heads - kv_heads, kv_heads, d, v + cell * v_stride);
+    }
+  });
+}
