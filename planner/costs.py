@@ -53,8 +53,13 @@ class Tables:
         for what, table in (("matmul", rows), ("attention", cells), ("copy", self._copies)):
             if not table:
                 raise UserError(f"the machine profile has no {what} timings; run pshard-profile again")
+        self._shares = _grouped(
+            ((s.ranks, s.what, at_once), s.size, (s.together if at_once else s.alone) / s.whole)
+            for s in profile.shares
+            for at_once in (True, False)
+        )
         self._seen: dict[tuple, float] = {}
-        self._others: dict[int, Tables] = {}
+        self._others: dict[tuple[str, ...], Tables] = {}
 
     def corrected(self, correction: Correction) -> "Tables":
         """The same tables (rows and what was looked up are shared) under another correction."""
@@ -64,10 +69,11 @@ class Tables:
 
     def of_accelerator(self, index: int) -> "Tables":
         """The tables of accelerator `index`; these ones where it was not timed apart from the first."""
-        if index not in self._others:
+        sources = self.profile.sources(index)
+        if sources not in self._others:
             own = self.profile.of_accelerator(index)
-            self._others[index] = self if own is self.profile else Tables(own, self.correction)
-        return self._others[index]
+            self._others[sources] = self if own is self.profile else Tables(own, self.correction)
+        return self._others[sources]
 
     def matmul(self, device: str, qtype: str, rows: int, cols: int, tokens: int) -> float:
         """Seconds of x[tokens, cols] @ W[rows, cols].T."""
@@ -154,6 +160,21 @@ class Tables:
         """Seconds of handing `nbytes` to the next rank: an all-reduce of two ranks moves that much each way."""
         return self.collective(2, nbytes, copies)
 
+    def share(self, what: str, ranks: int, size: int, at_once: bool) -> float:
+        """How many times as long work takes with what one of `ranks` ranks has of the host, all at once or it alone.
+
+        what, size: as in ShareTiming. Where it was not timed: the cores' share of matmuls, and links of their own.
+        """
+        if ranks < 2:
+            return 1.0
+        timed = [n for n, kind, _ in self._shares if kind == what]
+        if not timed:
+            return float(ranks) if what == "matmul" else 1.0
+        nearest = min(timed, key=lambda n: (abs(log(n / ranks)), n))
+        curve = self._shares[nearest, what, at_once]
+        factor = interpolate(curve, min(max(size, curve[0][0]), curve[-1][0]))
+        return factor * ranks / nearest if what == "matmul" else factor
+
     @cached_property
     def link_rate(self) -> float:
         """Bytes per second of large host-to-device copies."""
@@ -216,6 +237,7 @@ def unit_cost(
     unit: Unit, spec: ModelSpec, tables: Tables, load: TierLoad, workload: Workload, ranks: int = 1
 ) -> UnitCost:
     """Cost of `unit` for the micro-batch `load`, on either side. `ranks` share the cores and DRAM that were timed."""
+    on_host, copying = _share_of_rank(tables, load, workload, ranks)
     config, rows = spec.config, load.logit_rows if unit.kind == "output" else load.tokens
     if not unit.tensors:  # another rank holds all of it
         return UnitCost(0.0, 0.0, 0, 0.0, 0)
@@ -243,7 +265,7 @@ def unit_cost(
             if config.qk_norm and (side == "host" or tables.kind == "cpu"):  # CUDA: while the rows are rotated
                 s += tables.elementwise(side, "norm", rows, width)
             s += _attention_of(tables, side, config, load, workload.type_k)
-        seconds[side] = s * (ranks if side == "host" or tables.kind == "cpu" else 1)
+        seconds[side] = s * (on_host if side == "host" or tables.kind == "cpu" else 1)
     step = tables.elementwise("acc", "step", 1, 1)
     waits = tables.kind == "cpu"  # the CPU as accelerator computes where it is issued
     reads = load.tokens * config.d_model * 4 if unit.kind == "embedding" else unit.packed_nbytes
@@ -253,7 +275,7 @@ def unit_cost(
         reads += load.sequences * load.past * cell
         fetch, write = load.sequences * load.past * cell, load.tokens * cell
     acc, host = (tables.correction.of(side, unit.kind, load.tokens) for side in ("acc", "host"))
-    link = tables.correction.of("link", "", load.tokens)
+    link = copying * tables.correction.of("link", "", load.tokens)
     return UnitCost(
         acc * (seconds["acc"] + (step if waits else 0.0)),
         host * (seconds["host"] + tables.elementwise("host", "step", 1, 1)),
@@ -262,9 +284,18 @@ def unit_cost(
         reads,
         link * tables.copy("h2d", fetch),
         fetch,
-        tables.copy("d2h", write),
+        copying * tables.copy("d2h", write),
         0.0 if waits else acc * step,
     )
+
+
+def _share_of_rank(tables: Tables, load: TierLoad, workload: Workload, ranks: int) -> tuple[float, float]:
+    """How many times as long (CPU work, copies) of a rank take as with the whole host.
+
+    Ranks with slices work at the same time. Those with layers take turns at a decode step, but stream at once.
+    """
+    at_once = not (workload.split_mode == "layer" and load.is_decode)
+    return tables.share("matmul", ranks, load.tokens, at_once), tables.share("copy", ranks, 0, True)
 
 
 def _launched_together(tables: Tables, unit: Unit, rows: int) -> tuple[TensorSpec, ...]:
@@ -313,8 +344,11 @@ class SplitCost:
     issue: float
 
 
-def split_cost(unit: Unit, cpu_rows: int, spec: ModelSpec, tables: Tables, load: TierLoad, ranks: int = 1) -> SplitCost:
+def split_cost(
+    unit: Unit, cpu_rows: int, spec: ModelSpec, tables: Tables, load: TierLoad, workload: Workload, ranks: int = 1
+) -> SplitCost:
     """Cost of an FFN of which the CPU computes `cpu_rows` rows of gate and up; see `unit_cost`."""
+    on_host, copying = _share_of_rank(tables, load, workload, ranks)
     cut, tokens, d_model = split_rows(unit, cpu_rows), load.tokens, spec.config.d_model
     seconds = {}
     for side, part in (("acc", cut.on_acc), ("host", cut.on_cpu)):
@@ -324,10 +358,10 @@ def split_cost(unit: Unit, cpu_rows: int, spec: ModelSpec, tables: Tables, load:
         s += tables.elementwise(side, "norm", tokens, d_model)
         if side == "host" or not _launched_together(tables, part, tokens):
             s += tables.elementwise(side, "silu_mul", tokens, rows[0].rows)
-        seconds[side] = s * (ranks if side == "host" or tables.kind == "cpu" else 1)
+        seconds[side] = s * (on_host if side == "host" or tables.kind == "cpu" else 1)
     down = sum(tables.matmul("acc", m.qtype, m.rows, m.cols, tokens) for m in unit.matrices if m.role not in CUT)
     down += tables.elementwise("acc", "residual", tokens, d_model) + tables.elementwise("acc", "norm", tokens, cpu_rows)
-    down *= ranks if tables.kind == "cpu" else 1
+    down *= on_host if tables.kind == "cpu" else 1
     acc, host = (tables.correction.of(side, unit.kind, tokens) for side in ("acc", "host"))
     step, waits = tables.elementwise("acc", "step", 1, 1), tables.kind == "cpu"
     return SplitCost(
@@ -335,7 +369,7 @@ def split_cost(unit: Unit, cpu_rows: int, spec: ModelSpec, tables: Tables, load:
         host * (seconds["host"] + tables.elementwise("host", "step", 1, 1)),
         tables.handoff("acc", 4 * tokens * cpu_rows, 4 * d_model),
         acc * (down + (step if waits else 0.0)),
-        tables.correction.of("link", "", tokens) * sum(tables.copy("h2d", p.nbytes) for p in cut.pieces),
+        copying * tables.correction.of("link", "", tokens) * sum(tables.copy("h2d", p.nbytes) for p in cut.pieces),
         cut.on_acc.packed_nbytes,
         cut.on_cpu.packed_nbytes,
         0.0 if waits else acc * step,
@@ -350,6 +384,7 @@ class TierCosts:
     units: dict[str, UnitCost]
     tables: Tables
     spec: ModelSpec
+    workload: Workload
     ranks: int = 1
     _splits: dict[tuple, SplitCost] = field(default_factory=dict, compare=False, repr=False)
 
@@ -362,7 +397,7 @@ class TierCosts:
         if (name, cpu_rows) not in self._splits:
             unit = self.spec.unit(name)
             if (unit.likeness, cpu_rows) not in self._splits:
-                cost = split_cost(unit, cpu_rows, self.spec, self.tables, self.load, self.ranks)
+                cost = split_cost(unit, cpu_rows, self.spec, self.tables, self.load, self.workload, self.ranks)
                 self._splits[unit.likeness, cpu_rows] = cost
             self._splits[name, cpu_rows] = self._splits[unit.likeness, cpu_rows]
         return self._splits[name, cpu_rows]
@@ -401,4 +436,4 @@ def tier_costs(spec: ModelSpec, tables: Tables, load: TierLoad, workload: Worklo
         if unit.likeness not in by_likeness:
             by_likeness[unit.likeness] = unit_cost(unit, spec, tables, load, workload, ranks)
         units[unit.name] = by_likeness[unit.likeness]
-    return TierCosts(load, units, tables, spec, ranks)
+    return TierCosts(load, units, tables, spec, workload, ranks)

@@ -78,10 +78,9 @@ def _ways(
 
 def _unlike_devices(profile: MachineProfile, budgets: tuple[int, ...]) -> Iterator[int]:
     """Devices that may do best alone: of those with the same timings the one with the largest budget."""
-    best: dict[int, int] = {}
+    best: dict[tuple[str, ...], int] = {}
     for device, mib in enumerate(budgets):
-        own = profile.of_accelerator(device)
-        key = -1 if own is profile else device
+        key = profile.sources(device)
         if key not in best or mib > budgets[best[key]]:
             best[key] = device
     yield from sorted(best.values())

@@ -69,12 +69,13 @@ def _rates(profile: MachineProfile) -> Iterator[tuple[tuple[str, Hashable], floa
     for read in profile.reads:
         yield (f"DRAM read, {read.threads} threads", 0), read.rate
     for copy in profile.copies:
-        yield (f"{copy.direction} {copy.memory} copies", copy.nbytes), copy.nbytes / copy.seconds
-    sides = ("host", "acc") if profile.accelerators[0].kind != "cpu" else ("host",)  # there the rows are the same
-    for m in (m for m in profile.matmuls if m.device in sides):
+        whose = "" if copy.device == "acc" else f" of {copy.device}"
+        yield (f"{copy.direction} {copy.memory} copies{whose}", copy.nbytes), copy.nbytes / copy.seconds
+    same = ("acc",) if profile.accelerators[0].kind == "cpu" else ()  # the host's rows again
+    for m in (m for m in profile.matmuls if m.device not in same):
         regime = "few tokens" if m.tokens <= 16 else "many tokens"
         yield (f"{m.device} matmul {m.qtype}, {regime}", (m.rows, m.cols, m.tokens)), 1 / m.seconds
-    for a in (a for a in profile.attention if a.device in sides):
+    for a in (a for a in profile.attention if a.device not in same):
         key = (a.n_heads, a.n_kv_heads, a.head_dim, a.kv_type, a.tokens, a.context)
         yield (f"{a.device} attention", key), 1 / a.seconds
     for c in profile.collectives:

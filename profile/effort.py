@@ -43,7 +43,8 @@ class Effort:
     acc_tokens: tuple[int, ...]
     copy_sizes: tuple[int, ...]
     contention_seconds: float
-    sums: tuple[int, ...]  # bytes of all-reduces
+    sums: tuple[int, ...]  # bytes of all-reduces; none: no ranks are started
+    share_seconds: float = 0.1  # of each timing of what ranks have of the host
 
 
 def quick_effort(cache_bytes: int, memory_bytes: int) -> Effort:
@@ -83,6 +84,7 @@ def full_effort(cache_bytes: int, memory_bytes: int) -> Effort:
         copy_sizes=COPY_SIZES,
         contention_seconds=2.0,
         sums=SIZES,
+        share_seconds=0.5,
     )
 
 

@@ -3,6 +3,7 @@
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from pshard.errors import UserError
@@ -156,7 +157,16 @@ def _identify_gpu(index: int) -> AcceleratorInfo:
 
     properties = torch.cuda.get_device_properties(index)
     generation, width, driver = _pcie_link(f"GPU-{properties.uuid}")
-    return AcceleratorInfo("cuda", index, properties.name, properties.total_memory, generation, width, driver)
+    capability = f"{properties.major}.{properties.minor}"
+    return AcceleratorInfo(
+        "cuda", index, properties.name, properties.total_memory, generation, width, driver, capability
+    )
+
+
+def unlike_accelerators(accelerators: Sequence[AcceleratorInfo]) -> tuple[AcceleratorInfo, ...]:
+    """The first of each kind; its kernels stand for those of all that are like it (name, capability, memory)."""
+    first = {a.likeness: a for a in reversed(accelerators)}
+    return tuple(sorted(first.values(), key=lambda a: a.index))
 
 
 def _pcie_link(uuid: str) -> tuple[int, int, str]:

@@ -16,7 +16,8 @@ FILL_SECONDS = 0.1  # in which operand copies are laid out on an accelerator, ro
 
 @dataclass(frozen=True)
 class Job:
-    """One series of timings on one side. `expected` seconds are a guess; an `optional` job may be skipped for time."""
+    """One series of timings on one side ("host", "acc", "acc1"...). `expected` seconds are a guess; an `optional` job
+    may be skipped for time."""
 
     side: str
     label: str
@@ -26,7 +27,7 @@ class Job:
 
 
 def list_jobs(side: str, effort: Effort, model: Shapes | None) -> list[Job]:
-    """All kernel timings of one side ("host" or "acc"), each once: a model's own shapes first, then the general grid.
+    """All kernel timings of one side ("host", "acc", "acc1"...), each once: a model's own shapes first, then the grid.
 
     Only matmuls of the grid are optional: its attention and elementwise rows stand in for every model's.
     """
@@ -41,9 +42,9 @@ def list_jobs(side: str, effort: Effort, model: Shapes | None) -> list[Job]:
 def _jobs_of(side: str, effort: Effort, shapes: Shapes, of_grid: bool) -> Iterator[tuple[object, Job]]:
     tokens = effort.host_tokens if side == "host" else effort.acc_tokens
     few = tuple(t for t in tokens if t in (1, 16, 512, 4096))
-    name = {"host": "CPU", "acc": "accelerator"}[side]
+    name = side_name(side)
     run: Callable[[KernelBench], Sequence[Row]]
-    fill, each = FILL_SECONDS if side == "acc" else 0.0, 1.5 * effort.pace.seconds
+    fill, each = FILL_SECONDS if side != "host" else 0.0, 1.5 * effort.pace.seconds
     for heads in shapes.attention:
         for count, contexts in attention_points(tokens, shapes.context):
             run = partial(time_attention, shape=heads, kv_type=KV_TYPE, tokens=count, contexts=contexts)
@@ -61,6 +62,11 @@ def _jobs_of(side: str, effort: Effort, shapes: Shapes, of_grid: bool) -> Iterat
         run = partial(time_matmul, qtype=qtype, rows=rows, cols=cols, tokens=counts)
         expected = fill + each * len(counts) + effort.slow
         yield (qtype, rows, cols), Job(side, f"{name} matmul {qtype} {rows}x{cols}", expected, of_grid, run)
+
+
+def side_name(side: str) -> str:
+    """ "host" and "acc1" as people call them."""
+    return "CPU" if side == "host" else f"accelerator {side.removeprefix('acc')}".rstrip()
 
 
 def attention_points(tokens: tuple[int, ...], context: int) -> list[tuple[int, tuple[int, ...]]]:

@@ -52,6 +52,12 @@ class KernelBench:
             return graph_seconds(run, self.pace)
         return median_seconds(run, self.pace, cuda)
 
+    def linear_calls(self, weights: Sequence[Packed], tokens: int) -> Callable[[int], None]:
+        """A function of i that multiplies so many tokens with copy i of a matrix; copies take turns."""
+        x, out = self.activations(tokens, weights[0].cols), self.activations(tokens, weights[0].rows)
+        tile = _tile(self, tokens)
+        return lambda i: self.kernels.linear(x, weights[i % len(weights)], out, tile)
+
     def activations(self, tokens: int, width: int) -> torch.Tensor:
         """Random [tokens, width] in the kernels' activation type."""
         generator = torch.Generator().manual_seed(0)
@@ -75,14 +81,8 @@ def time_series(sizes: Iterable[int], slow: float, seconds_of: Callable[[int], f
 def time_matmul(bench: KernelBench, qtype: str, rows: int, cols: int, tokens: Sequence[int]) -> list[MatmulTiming]:
     """x[t, cols] @ W[rows, cols].T for each t of `tokens`, until one is slow; W is another copy in every call."""
     weights = bench.pool.rotate_weights(qtype, rows, cols)
-    series = time_series(tokens, bench.slow, lambda count: _time_linear(bench, weights, count))
+    series = time_series(tokens, bench.slow, lambda count: bench.median(bench.linear_calls(weights, count), count))
     return [MatmulTiming(bench.side, qtype, rows, cols, count, seconds) for count, seconds in series]
-
-
-def _time_linear(bench: KernelBench, weights: list[Packed], tokens: int) -> float:
-    x, out = bench.activations(tokens, weights[0].cols), bench.activations(tokens, weights[0].rows)
-    tile = _tile(bench, tokens)
-    return bench.median(lambda i: bench.kernels.linear(x, weights[i % len(weights)], out, tile), tokens)
 
 
 def time_attention(

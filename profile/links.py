@@ -80,6 +80,17 @@ def _time_copy(link: LinkBench, host: torch.Tensor, direction: str, nbytes: int,
     return median_seconds(run, pace) / queued
 
 
+def copy_in_turn(link: LinkBench, direction: str, nbytes: int) -> Callable[[], None]:
+    """A function that makes one copy of `nbytes` and waits for it; page-locked memory where that was not refused."""
+    turn = itertools.cycle(_copies(link, link.locked if link.locked is not None else link.pageable, direction, nbytes))
+
+    def run() -> None:
+        next(turn)()
+        link.device.synchronize()
+
+    return run
+
+
 def _copies(link: LinkBench, host: torch.Tensor, direction: str, nbytes: int) -> list[Callable[[], Any]]:
     """Copies of `nbytes` whose pieces of host memory lie all over it, and on the device as far as its buffer goes."""
     return [

@@ -3,7 +3,7 @@
 import datetime
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -23,6 +23,7 @@ from pshard.machine import (
     MatmulTiming,
     Provenance,
     ReadTiming,
+    ShareTiming,
 )
 from pshard.profile.effort import Effort, Shapes
 from pshard.profile.host_threads import (
@@ -34,11 +35,12 @@ from pshard.profile.host_threads import (
     thread_counts,
     use_threads,
 )
-from pshard.profile.identify import count_cores, identify_accelerators, identify_host
-from pshard.profile.jobs import Job, Row, list_jobs
+from pshard.profile.identify import count_cores, identify_accelerators, identify_host, unlike_accelerators
+from pshard.profile.jobs import Job, Row, list_jobs, side_name
 from pshard.profile.kernels import KernelBench
 from pshard.profile.links import measure_contention, open_link, time_copies, time_handoff
 from pshard.profile.operands import LEAST_ROTATION, OperandPool
+from pshard.profile.rank_shares import measure_shares
 from pshard.profile.step_cost import time_step
 from pshard.runtime.collective_times import measure_collectives
 from pshard.runtime.device import Device, open_device
@@ -83,6 +85,7 @@ def measure_machine(request: Request, progress: Progress) -> MachineProfile:
     """
     started = time.monotonic()
     accelerators = identify_accelerators(request.accelerator)
+    unlike = unlike_accelerators(accelerators)
     device = open_device(request.accelerator)
     try:
         host, acc, notes = open_benches(request.effort, device)
@@ -97,20 +100,55 @@ def measure_machine(request: Request, progress: Progress) -> MachineProfile:
             plan_jobs(request, acc is not None),
             benches,
             started + request.effort.limit,
-            lambda label, share: progress(label, 0.1 + 0.85 * share),
+            lambda label, share: progress(label, 0.1 + 0.85 * share / len(unlike)),
         )
         rows += timed
-        progress("all-reduce", 0.97)
-        collectives = time_collectives(request, len(accelerators), notes)
-        if acc is None:
-            rows += [replace(row, device="acc") for row in timed]
-            notes.append("the accelerator is the CPU: its kernels are the host's and were timed once")
-        if not any(c.memory == "pinned" for c in link.copies):
-            notes.append("page-locking was refused: copies are from pageable memory")
-        if skipped:
-            notes.append(f"{skipped} series of the general grid were left out for lack of time")
-        profile = _compose(request, accelerators, figures, link, rows, notes)
-        return replace(profile, collectives=collectives)
+    finally:
+        device.close()
+    copies = link.copies
+    for done, other in enumerate(unlike[1:], 1):
+
+        def show(label: str, share: float, done: int = done) -> None:
+            progress(label, 0.1 + 0.85 * (done + share) / len(unlike))
+
+        own, own_copies, left_out = measure_accelerator(request, other, show)
+        rows, copies, skipped = [*rows, *own], (*copies, *own_copies), skipped + left_out
+    progress("ranks", 0.97)
+    collectives = time_collectives(request, len(accelerators), notes)
+    shares = time_shares(request, len(accelerators), host, copies, notes)
+    if acc is None:
+        rows += [replace(row, device="acc") for row in timed]
+        notes.append("the accelerator is the CPU: its kernels are the host's and were timed once")
+    if not any(c.memory == "pinned" for c in link.copies):
+        notes.append("page-locking was refused: copies are from pageable memory")
+    if skipped:
+        notes.append(f"{skipped} series of the general grid were left out for lack of time")
+    profile = _compose(request, accelerators, figures, replace(link, copies=copies), rows, notes)
+    return replace(profile, collectives=collectives, shares=shares)
+
+
+def measure_accelerator(
+    request: Request, accelerator: AcceleratorInfo, progress: Progress
+) -> tuple[list[Row], tuple[CopyTiming, ...], int]:
+    """Rows of an accelerator that is unlike the first ("acc1"...): its kernels, the executor's step and its link alone.
+
+    Also how many series of the general grid were skipped; it has as much time for these as the first and the host.
+    """
+    side, effort, started = f"acc{accelerator.index}", request.effort, time.monotonic()
+    device = open_device(accelerator.kind, accelerator.index)
+    try:
+        fast, on_host, _ = choose_kernels(device, "fast", max(effort.acc_tokens))
+        progress(f"link of {side_name(side)}", 0.0)
+        link = open_link(device, min(effort.rotation, LEAST_ROTATION), max(effort.copy_sizes))
+        try:
+            copies = tuple(replace(c, device=side) for c in time_copies(link, effort.copy_sizes, effort.pace))
+        finally:
+            link.close()
+        pool = OperandPool(min(effort.rotation, LEAST_ROTATION), device.torch_device)
+        bench = KernelBench(side, fast, device.torch_device, pool, effort.pace, effort.slow)
+        jobs, deadline = list_jobs(side, effort, request.model), started + effort.limit
+        rows, skipped = run_jobs(jobs, {side: bench}, deadline, progress)
+        return [time_step(side, device, (fast, on_host), effort.pace), *rows], copies, skipped
     finally:
         device.close()
 
@@ -132,19 +170,37 @@ def time_collectives(request: Request, devices: int, notes: list[str]) -> tuple[
 
     What keeps them from being timed goes into the notes: only plans for several ranks need them.
     """
-    effort = request.effort
-    most = devices if request.accelerator != "cpu" else min(4, count_cores())
-    ranks = sorted({n for n in ((2, most) if effort.quick else range(2, most + 1)) if 1 < n <= most})
-    if not ranks or not effort.sums:
+    ranks = _rank_counts(request, devices)
+    if not ranks:
         return ()
     try:
-        timings = measure_collectives(request.accelerator, ranks, effort.sums)
+        timings = measure_collectives(request.accelerator, ranks, request.effort.sums)
     except UserError as error:
         notes.append(str(error))
         return ()
     if any(c.backend == "gloo" for c in timings):
         notes.append("sums of CPU ranks go through gloo, not through shared memory, which needs the native library")
     return timings
+
+
+def time_shares(
+    request: Request, devices: int, host: KernelBench, copies: Sequence[CopyTiming], notes: list[str]
+) -> tuple[ShareTiming, ...]:
+    """What ranks have of this host, for as many ranks as sums are timed for; a failure goes into the notes."""
+    try:
+        return measure_shares(
+            host, copies, request.accelerator, _rank_counts(request, devices), request.effort.share_seconds
+        )
+    except UserError as error:
+        notes.append(str(error))
+        return ()
+
+
+def _rank_counts(request: Request, devices: int) -> list[int]:
+    """For how many ranks sums and shares are timed; none when the effort has no sizes of sums."""
+    most = devices if request.accelerator != "cpu" else min(4, count_cores())
+    counts = (2, most) if request.effort.quick else range(2, most + 1)
+    return sorted({n for n in counts if 1 < n <= most}) if request.effort.sums else []
 
 
 def _measure_host(request: Request, bench: KernelBench) -> HostFigures:
@@ -179,9 +235,10 @@ def expected_seconds(request: Request) -> float:
     """A guess at how long `measure_machine` will take."""
     effort = request.effort
     jobs = sum(job.expected for job in plan_jobs(request, request.accelerator != "cpu"))
+    unlike = len(unlike_accelerators(identify_accelerators(request.accelerator)))
     reads = 3 * ROUNDS * len(thread_counts(count_cores(), effort.quick)) * effort.pace.seconds
     copies = 6 * len(effort.copy_sizes) * effort.pace.seconds + 2 * effort.contention_seconds
-    return 2 + reads + copies + min(effort.limit, jobs) + 5 * bool(effort.sums)
+    return 2 + reads + copies + unlike * min(effort.limit, jobs) + 15 * bool(effort.sums)
 
 
 def run_jobs(

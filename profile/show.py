@@ -8,6 +8,7 @@ from rich.table import Table
 
 from pshard.machine import CopyTiming, MachineProfile, MatmulTiming
 from pshard.profile.compare import Change
+from pshard.profile.jobs import side_name
 from pshard.quant import packed_nbytes
 
 SHOWN_SHAPES = 2  # matrices per quant type: the largest that were timed
@@ -19,10 +20,11 @@ def print_profile(profile: MachineProfile, console: Console) -> None:
     for table in (
         _host_table(profile),
         _reads_table(profile),
-        _link_table(profile),
+        *(_link_table(profile, side) for side in dict.fromkeys(c.device for c in profile.copies)),
         *(_matmul_table(profile, side) for side in _sides(profile)),
         _attention_table(profile),
         _collective_table(profile),
+        _share_table(profile),
     ):
         if table.row_count:
             console.print(table)
@@ -33,7 +35,7 @@ def print_profile(profile: MachineProfile, console: Console) -> None:
 def _sides(profile: MachineProfile) -> tuple[str, ...]:
     """Sides with figures of their own; the CPU as accelerator runs the host's kernels."""
     own = profile.accelerators and profile.accelerators[0].kind != "cpu"
-    return ("host", "acc") if own else ("host",)
+    return tuple(dict.fromkeys(("host", *(m.device for m in profile.matmuls)))) if own else ("host",)
 
 
 def print_changes(changes: Sequence[Change], since: str, console: Console) -> None:
@@ -78,15 +80,17 @@ def _reads_table(profile: MachineProfile) -> Table:
     return table
 
 
-def _link_table(profile: MachineProfile) -> Table:
+def _link_table(profile: MachineProfile, side: str) -> Table:
     ways = [(direction, memory) for memory in ("pinned", "pageable") for direction in ("h2d", "d2h")]
-    table = _table("Link, GB/s (h2d: to the accelerator)", "copy", *(" ".join(way) for way in ways))
+    table = _table(f"Link, GB/s (h2d: to the {side_name(side)})", "copy", *(" ".join(way) for way in ways))
     by_size: dict[int, dict[tuple[str, str], CopyTiming]] = {}
-    for copy in profile.copies:
+    for copy in (c for c in profile.copies if c.device == side):
         by_size.setdefault(copy.nbytes, {})[copy.direction, copy.memory] = copy
     for nbytes, found in sorted(by_size.items()):
         cells = [f"{nbytes / found[way].seconds / 1e9:.1f}" if way in found else "-" for way in ways]
         table.add_row(_size(nbytes), *cells)
+    if side != "acc":
+        return table
     both = profile.contention
     table.add_section()
     table.add_row("both ways at once", _rate(both.h2d_with_d2h), _rate(both.d2h_with_h2d))
@@ -99,9 +103,9 @@ def _link_table(profile: MachineProfile) -> Table:
 def _matmul_table(profile: MachineProfile, side: str) -> Table:
     timings = [m for m in profile.matmuls if m.device == side]
     counts = _spread(sorted({m.tokens for m in timings}), SHOWN_COUNTS)
-    name = {"host": "CPU", "acc": "accelerator"}[side]
     header = ["1 (GB/s)" if t == 1 else str(t) for t in counts]
-    table = _table(f"Matmuls on the {name} by tokens: GB/s of weights at one, then TFLOP/s", "weights", *header)
+    title = f"Matmuls on the {side_name(side)} by tokens: GB/s of weights at one, then TFLOP/s"
+    table = _table(title, "weights", *header)
     for qtype, rows, cols in _shown(timings):
         found = {m.tokens: m for m in timings if (m.qtype, m.rows, m.cols) == (qtype, rows, cols)}
         cells = [_matmul_rate(found[t]) if t in found else "-" for t in counts]
@@ -129,8 +133,7 @@ def _matmul_rate(m: MatmulTiming) -> str:
 
 def _attention_table(profile: MachineProfile) -> Table:
     sides = _sides(profile)
-    names = {"host": "CPU", "acc": "accelerator"}
-    table = _table("Attention of one layer, ms", "heads", "new tokens", "context", *(names[side] for side in sides))
+    table = _table("Attention of one layer, ms", "heads", "new tokens", "context", *(side_name(side) for side in sides))
     cells: dict[tuple, dict[str, float]] = {}
     for a in profile.attention:
         key = (a.n_heads, a.n_kv_heads, a.head_dim, a.tokens, a.context)
@@ -150,6 +153,14 @@ def _collective_table(profile: MachineProfile) -> Table:
         found = {c.nbytes: c.seconds for c in profile.collectives if (c.ranks, c.backend, c.dtype, c.copies) == key}
         name = f"{ranks} ({backend}{'' if dtype == 'f32' else f', {dtype}'}{', copies running' if copies else ''})"
         table.add_row(name, *(f"{found[n] * 1e6:.1f}" if n in found else "-" for n in sizes))
+    return table
+
+
+def _share_table(profile: MachineProfile) -> Table:
+    table = _table("Ranks of this host: times as long as with all of it", "ranks", "work", "one alone", "all at once")
+    for s in sorted(profile.shares, key=lambda s: (s.ranks, s.what, s.size)):
+        work = f"CPU matmul, {s.size} tokens" if s.what == "matmul" else f"copy, {_size(s.size)}"
+        table.add_row(str(s.ranks), work, f"{s.alone / s.whole:.2f}", f"{s.together / s.whole:.2f}")
     return table
 
 

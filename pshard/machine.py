@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 PROFILE_VERSION = 1
+ACCELERATOR_TABLES = ("matmuls", "attention", "elementwise", "copies")  # whose rows name a device
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,12 @@ class AcceleratorInfo:
     pcie_generation: int = 0
     pcie_width: int = 0
     driver: str = ""
+    capability: str = ""  # of a GPU: what its kernels are compiled for, as "9.0"
+
+    @property
+    def likeness(self) -> tuple[str, str, str, int]:
+        """What accelerators have in common whose kernels take the same time."""
+        return self.kind, self.name, self.capability, self.memory_bytes
 
 
 @dataclass(frozen=True)
@@ -126,6 +133,23 @@ class CollectiveTiming:
 
 
 @dataclass(frozen=True)
+class ShareTiming:
+    """Seconds of the same work with what one of `ranks` ranks on this host has of it; of the slowest of these ranks.
+
+    `what`: "matmul" (CPU kernels multiply `size` tokens) or "copy" (`size` bytes to the accelerator). `whole`: with all
+    of the host's cores, or over one link; `alone`: with the rank's own cores, over its own link, while the others wait;
+    `together`: while all of them do it.
+    """
+
+    ranks: int
+    what: str
+    size: int
+    whole: float
+    alone: float
+    together: float
+
+
+@dataclass(frozen=True)
 class Provenance:
     """Where figures come from. `source`: "measured" or "datasheet"."""
 
@@ -155,26 +179,30 @@ class MachineProfile:
     handoff_seconds: float  # hidden vector accelerator -> host -> accelerator, without the work
     provenance: Provenance
     collectives: tuple[CollectiveTiming, ...] = ()
+    shares: tuple[ShareTiming, ...] = ()
     version: int = PROFILE_VERSION
 
+    def sources(self, index: int) -> tuple[str, ...]:
+        """Whose rows are those of accelerator `index`, as devices of ACCELERATOR_TABLES: its own where it has any, else
+        those of the first one like it, else "acc"."""
+        likeness = {a.index: a.likeness for a in self.accelerators}
+        like = [f"acc{i}" for i in sorted(likeness) if i < index and likeness[i] == likeness.get(index)]
+        found = []
+        for table in ACCELERATOR_TABLES:
+            there = {row.device for row in getattr(self, table)}
+            found.append(next((name for name in (f"acc{index}", *like[:1]) if name in there), "acc"))
+        return tuple(found)
+
     def of_accelerator(self, index: int) -> "MachineProfile":
-        """The profile as accelerator `index` sees it: "acc" rows are its own, table by table, where it has any."""
-        device = f"acc{index}"
-        rows: tuple[Any, ...] = (*self.matmuls, *self.attention, *self.elementwise, *self.copies)
-        if not any(row.device == device for row in rows):
+        """The profile as accelerator `index` sees it: "acc" rows are its own."""
+        names = dict(zip(ACCELERATOR_TABLES, self.sources(index)))
+        if set(names.values()) == {"acc"}:
             return self
-        return replace(
-            self,
-            matmuls=_rows_of(self.matmuls, device),
-            attention=_rows_of(self.attention, device),
-            elementwise=_rows_of(self.elementwise, device),
-            copies=_rows_of(self.copies, device),
-        )
+        tables: dict[str, Any] = {table: _rows_of(getattr(self, table), name) for table, name in names.items()}
+        return replace(self, **tables)
 
 
 def _rows_of(rows: tuple, device: str) -> tuple:
-    """Rows of the host and of `device`, which is called "acc"; all of them when it has none."""
-    if not any(row.device == device for row in rows):
-        return rows
+    """Rows of the host and of `device`, which is called "acc"."""
     kept = (row for row in rows if row.device in ("host", device))
     return tuple(replace(row, device="acc") if row.device == device else row for row in kept)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from pshard.errors import UserError
-from pshard.machine import ElementwiseTiming, MachineProfile, MatmulTiming
+from pshard.machine import ElementwiseTiming, MachineProfile, MatmulTiming, ShareTiming
 from pshard.planner.costs import Tables, tier_costs, unit_cost
 from pshard.planner.datasheet import profile_from_datasheet
 from pshard.planner.explain import double_link
@@ -116,6 +116,38 @@ def test_ranks_of_one_host_share_its_cores_and_memory():
     assert both.units[ffn].cpu == pytest.approx(alone.units[ffn].cpu, rel=0.2)
     assert both.units[ffn].acc < 0.8 * alone.units[ffn].acc  # each has an accelerator of its own
     assert both.contended[ffn] == pytest.approx(alone.contended[ffn], rel=0.1)
+
+
+def test_a_rank_costs_what_ranks_were_measured_to_have_of_the_host():
+    whole = make_model()
+    part = cut_ranks(whole, Split("tensor", (1.0, 1.0)))[0]
+    name = next(u.name for u in part.units if u.kind == "ffn")
+    shares = (
+        ShareTiming(2, "matmul", 1, 1.0, 1.2, 1.6),
+        ShareTiming(2, "matmul", 64, 1.0, 1.9, 2.0),
+        ShareTiming(2, "copy", 1 << 20, 1.0, 1.0, 1.5),
+    )
+    timed, untimed = (Tables(replace(PROFILE, shares=rows)) for rows in (shares, ()))
+    prefill = TierLoad(64, 1, 0, 1, 1.0)
+    for mode, load, on_cpu, untimed_cpu in (
+        ("tensor", DECODE, 1.6, 2.0),
+        ("layer", DECODE, 1.2, 2.0),  # layers take turns at decode
+        ("tensor", prefill, 2.0, 2.0),
+        ("layer", prefill, 2.0, 2.0),
+    ):
+        workload = replace(WORKLOAD, split_mode=mode)
+        one, two, old = (
+            tier_costs(part, tables, load, workload, ranks).units[name]
+            for tables, ranks in ((untimed, 1), (timed, 2), (untimed, 2))
+        )
+        step = untimed.elementwise("host", "step", 1, 1)
+        assert two.cpu - step == pytest.approx(on_cpu * (one.cpu - step))
+        assert old.cpu - step == pytest.approx(untimed_cpu * (one.cpu - step))
+        assert two.link == pytest.approx(1.5 * one.link) and old.link == one.link
+        assert two.acc == one.acc  # a GPU each
+    assert timed.share("matmul", 4, 1, at_once=True) == pytest.approx(3.2)  # half of what two have, each
+    assert timed.share("matmul", 2, 8, at_once=True) == pytest.approx((1.6 * 2.0) ** 0.5)
+    assert timed.share("matmul", 1, 1, at_once=True) == 1.0
 
 
 def test_contention_slows_reading_not_arithmetic():

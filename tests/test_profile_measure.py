@@ -8,14 +8,23 @@ import pytest
 from pshard import cli_profile
 from pshard.errors import UserError
 from pshard.jsonio import from_json, to_json
-from pshard.machine import MachineProfile
+from pshard.machine import ACCELERATOR_TABLES, AcceleratorInfo, MachineProfile
 from pshard.model import ModelConfig, ModelSpec, Rope, TensorSpec, Unit
 from pshard.profile.compare import compare_profiles
 from pshard.profile.effort import Effort, Shapes, full_effort, model_shapes, quick_effort
-from pshard.profile.identify import identify_host
+from pshard.profile.identify import identify_host, unlike_accelerators
 from pshard.profile.jobs import attention_points, list_jobs
 from pshard.profile.kernels import AttentionShape
-from pshard.profile.measure import Request, expected_seconds, measure_machine, run_jobs, time_collectives
+from pshard.profile.measure import (
+    Request,
+    expected_seconds,
+    measure_accelerator,
+    measure_machine,
+    run_jobs,
+    time_collectives,
+    time_shares,
+)
+from pshard.profile.rank_shares import COPY_BYTES, TOKENS
 from pshard.profile.timing import Pace
 
 KIB = 1 << 10
@@ -168,6 +177,70 @@ def test_all_reduces_need_two_devices_and_a_failure_is_a_note(monkeypatch):
     assert time_collectives(wanted, devices=4, notes=notes) == () and notes == ["no group"]
     time_collectives(replace(wanted, effort=replace(wanted.effort, quick=False)), devices=4, notes=notes)
     assert asked == [("cuda", [2, 4], (4096,)), ("cuda", [2, 3, 4], (4096,))]
+
+
+def kinds(*names: str) -> tuple[AcceleratorInfo, ...]:
+    return tuple(AcceleratorInfo("cpu", i, name, 1 << 30) for i, name in enumerate(names))
+
+
+def test_every_unlike_accelerator_is_measured_once(monkeypatch):
+    monkeypatch.setattr("pshard.profile.measure.identify_accelerators", lambda kind: kinds("A", "A", "B", "B", "C"))
+    asked, real = [], measure_accelerator
+
+    def measure(request, accelerator, progress):
+        asked.append(accelerator.index)
+        return real(request, accelerator, progress)
+
+    shares: list[float] = []
+    monkeypatch.setattr("pshard.profile.measure.measure_accelerator", measure)
+    profile = measure_machine(request(), lambda label, share: shares.append(share))
+    assert asked == [2, 4] and shares == sorted(shares) and shares[-1] <= 1
+    for table in ACCELERATOR_TABLES:
+        rows = getattr(profile, table)
+        assert {row.device for row in rows} - {"host"} == {"acc", "acc2", "acc4"}
+        own, first = (
+            {replace(row, device="", seconds=0.0) for row in rows if row.device == d} for d in ("acc2", "acc")
+        )
+        assert own == first
+    assert [profile.sources(i)[0] for i in range(6)] == ["acc", "acc", "acc2", "acc2", "acc4", "acc"]
+    assert profile.of_accelerator(1) is profile
+    assert profile.of_accelerator(2) == profile.of_accelerator(3) != profile
+
+
+def test_gpus_differ_by_name_capability_or_memory():
+    gpu = AcceleratorInfo("cuda", 0, "G", 80 << 30, 5, 16, "1.0", "9.0")
+    others = (
+        replace(gpu, index=1, pcie_width=8),
+        replace(gpu, index=2, capability="10.0"),
+        replace(gpu, index=3, memory_bytes=40 << 30),
+        replace(gpu, index=4, name="H"),
+        replace(gpu, index=5, name="H", driver="2.0"),
+    )
+    assert [a.index for a in unlike_accelerators((gpu, *others))] == [0, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_shares_of_two_ranks_are_measured_in_real_processes(monkeypatch):
+    monkeypatch.setattr("pshard.profile.measure.count_cores", lambda: 2)
+    effort = replace(TINY, sums=(4096,), copy_sizes=(64 * KIB, 1024 * KIB), share_seconds=0.02)
+    profile = measure_machine(replace(request(), effort=effort), lambda label, share: None)
+    assert {(s.ranks, s.what, s.size) for s in profile.shares} == {
+        *((2, "matmul", tokens) for tokens in TOKENS),
+        (2, "copy", COPY_BYTES),
+    }
+    assert all(min(s.whole, s.alone, s.together) > 0 for s in profile.shares)
+    assert {c.ranks for c in profile.collectives} == {2}
+    assert from_json(MachineProfile, json.loads(json.dumps(to_json(profile)))) == profile
+
+
+def test_a_group_that_cannot_start_is_a_note(monkeypatch):
+    def fail(*arguments):
+        raise UserError("no group")
+
+    monkeypatch.setattr("pshard.profile.measure.measure_shares", fail)
+    notes: list[str] = []
+    wanted = replace(request(), effort=replace(TINY, sums=(4096,)))
+    assert time_shares(wanted, 2, None, (), notes) == () and notes == ["no group"]
 
 
 def test_attention_is_timed_up_to_the_context():

@@ -1,0 +1,134 @@
+"""What ranks have of one host, alone and all at once: real processes, each on its own cores and over its own link."""
+
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from pshard.errors import UserError
+from pshard.jsonio import from_json, to_json
+from pshard.machine import CopyTiming, ShareTiming
+from pshard.profile.kernels import KernelBench
+from pshard.profile.links import copy_in_turn, open_link
+from pshard.profile.operands import LEAST_ROTATION, OperandPool
+from pshard.profile.timing import Pace
+from pshard.runtime.device import open_device
+from pshard.runtime.loading import choose_kernels
+
+if TYPE_CHECKING:
+    from pshard.runtime.parallel import Group
+
+MATRIX = ("Q4_0", 4096, 4096)
+TOKENS = (1, 16, 512)  # bound by memory, by both, by arithmetic
+COPY_BYTES = 32 << 20
+LEAST_CALLS = 3
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the ranks are to time. `rotation`: bytes of operands of all ranks together; seconds: for each timing."""
+
+    kind: str
+    ranks: int
+    rotation: int
+    seconds: float
+
+
+def measure_shares(
+    host: KernelBench, copies: Sequence[CopyTiming], kind: str, ranks: Sequence[int], seconds: float
+) -> tuple[ShareTiming, ...]:
+    """Matmuls and copies of each number of ranks beside those of the whole host, which `host` and `copies` timed.
+
+    Starts the ranks on this machine: on disjoint cores, with "cuda" one GPU each. Takes about 5 s and a dozen times
+    `seconds` (alone: once for every rank) per number of ranks. Raises UserError when a group cannot be started.
+    """
+    from pshard.runtime.launch import launch
+
+    found: list[ShareTiming] = []
+    for n in ranks:
+        whole = {("matmul", t): _median_call(_matmul_calls(host, t), seconds) for t in TOKENS}
+        whole["copy", COPY_BYTES] = _copy_seconds(copies)
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "shares.json"
+            task = Task(kind, n, host.pool.nbytes, seconds)
+            code = launch(n, "pshard.profile.rank_shares", [json.dumps(asdict(task)), str(out)])
+            if code != 0 or not out.exists():
+                raise UserError(f"what {n} ranks have of this host could not be timed (exit code {code})")
+            rows = [from_json(ShareTiming, row) for row in json.loads(out.read_text())]
+        found += [ShareTiming(n, r.what, r.size, whole[r.what, r.size], r.alone, r.together) for r in rows]
+    return tuple(found)
+
+
+def _copy_seconds(copies: Sequence[CopyTiming]) -> float:
+    """Seconds of COPY_BYTES to the first accelerator, at the rate of the nearest size that was timed."""
+    nearest = min(
+        (c for c in copies if (c.direction, c.device) == ("h2d", "acc")),
+        key=lambda c: (c.memory != "pinned", abs(c.nbytes - COPY_BYTES)),
+    )
+    return nearest.seconds * COPY_BYTES / nearest.nbytes
+
+
+def main() -> int:
+    """What each rank runs: TASK FILE; rank 0 writes the file."""
+    from pshard.runtime.parallel import init_group
+
+    task, out = Task(**json.loads(sys.argv[1])), Path(sys.argv[2])
+    group = init_group(task.ranks, task.kind)
+    device = open_device(task.kind, group.local_rank)
+    _, on_host, _ = choose_kernels(device, "fast", max(TOKENS))
+    cpu = torch.device("cpu")
+    bench = KernelBench("host", on_host, cpu, OperandPool(task.rotation // task.ranks, cpu), Pace(task.seconds), 1.0)
+    link = open_link(device, min(task.rotation // task.ranks, LEAST_ROTATION), COPY_BYTES)
+    try:
+        rows = [_time_share(group, "matmul", tokens, _matmul_calls(bench, tokens), task.seconds) for tokens in TOKENS]
+        rows.append(_time_share(group, "copy", COPY_BYTES, copy_in_turn(link, "h2d", COPY_BYTES), task.seconds))
+    finally:
+        link.close()
+    if group.rank == 0:
+        out.write_text(json.dumps(to_json(rows)))
+    group.close()
+    device.close()
+    return 0
+
+
+def _time_share(group: "Group", what: str, size: int, call: Callable[[], object], seconds: float) -> ShareTiming:
+    """The slowest rank's seconds of a call, when all ranks make such calls and when the others wait."""
+    call()
+    group.barrier()
+    together = _median_call(call, seconds)
+    alone = 0.0
+    for rank in range(group.size):
+        group.barrier()
+        alone = _median_call(call, seconds) if rank == group.rank else alone
+    group.barrier()
+    said = [group.broadcast([together, alone], rank) for rank in range(group.size)]
+    return ShareTiming(group.size, what, size, 0.0, max(a for _, a in said), max(t for t, _ in said))
+
+
+def _median_call(call: Callable[[], object], seconds: float) -> float:
+    """Median seconds of a call, repeated for so long: ranks that begin together end together."""
+    call()
+    samples: list[float] = []
+    end = time.perf_counter() + seconds
+    while (start := time.perf_counter()) < end or len(samples) < LEAST_CALLS:
+        call()
+        samples.append(time.perf_counter() - start)
+    return statistics.median(samples)
+
+
+def _matmul_calls(bench: KernelBench, tokens: int) -> Callable[[], None]:
+    """Multiplies so many tokens with another copy of the matrix in every call."""
+    multiply, turn = bench.linear_calls(bench.pool.rotate_weights(*MATRIX), tokens), itertools.count()
+    return lambda: multiply(next(turn))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
