@@ -103,6 +103,7 @@ def run_test(
         kernels="; ".join(engine.notes) or "fast",
         environment=setting.environment,
         command=setting.command,
+        split_mode=plan.split_mode,
     )
 
 

@@ -65,6 +65,7 @@ class Measurement:
     environment: tuple[tuple[str, str], ...]
     command: str
     timeline: tuple[TimelineEvent, ...] = ()
+    split_mode: str = ""  # how the model was spread over the ranks; "" in files older than the field
 
 
 def test_name(n_prompt: int, n_gen: int, n_depth: int = 0) -> str:

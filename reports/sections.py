@@ -53,9 +53,10 @@ def _speedups(inputs: ReportInputs) -> Drawn:
 
 
 def _scalings(inputs: ReportInputs) -> Drawn:
-    for title, tests in group_scaling(inputs.measurements).items():
-        caption = "Each added rank brings its own device and budget; the dashed line would be perfect scaling."
-        yield "scaling", "More ranks", caption, draw_scaling(title, tests)
+    for title, points in group_scaling(inputs.measurements).items():
+        caption = "Each added device brings its own budget. Below each rate the same as a multiple of what the fewest "
+        caption += "devices reach; dotted lines are perfect scaling and none."
+        yield "scaling", "More devices", caption, draw_scaling(title, points)
 
 
 def _predictions(inputs: ReportInputs) -> Drawn:

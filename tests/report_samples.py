@@ -72,11 +72,22 @@ def make_bench() -> list[Measurement]:
 
 
 def make_scaling() -> list[Measurement]:
-    """One to four ranks of the same budget."""
+    """One to four ranks of the same budget, at two depths and batches."""
     return [
-        make_measurement(prompt, gen, rate * gain, budget_mib=(8000,) * ranks)
+        make_measurement(
+            prompt,
+            gen,
+            rate * gain * batch**0.5,
+            predicted=1.1 * rate * gain * batch**0.5,
+            budget_mib=(8000,) * ranks,
+            n_depth=depth,
+            n_sequences=batch,
+            command="pshard-bench" + (" -sm tensor" if ranks > 1 else ""),
+        )
         for ranks, gain in ((1, 1.0), (2, 1.8), (3, 2.4), (4, 3.3))
         for prompt, gen, rate in ((4096, 0, 3000.0), (0, 64, 9.0 if ranks < 4 else 7.0))
+        for depth in (0, 2048)
+        for batch in (1, 8)
     ]
 
 

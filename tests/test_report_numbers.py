@@ -10,7 +10,7 @@ from pshard.measurement import Timeline
 from pshard.reports.compare import compare_strategies
 from pshard.reports.placement import COLOURS, draw_placement
 from pshard.reports.predicted import draw_predicted, spread_apart
-from pshard.reports.scaling import group_scaling
+from pshard.reports.scaling import draw_scaling, group_scaling
 from pshard.reports.speedup import draw_speedup
 from pshard.reports.sweep import group_sweeps, predict_decode, predict_first_token
 from pshard.reports.tables import tabulate_plan
@@ -90,9 +90,53 @@ def test_timeline_bars_are_the_events():
 
 
 def test_scaling_needs_several_rank_counts():
-    (tests,) = group_scaling(make_scaling()).values()
-    assert [n for n, _ in tests["pp4096"]] == [1, 2, 3, 4]
+    ((title, points),) = group_scaling(make_scaling()).items()
+    assert title == "Invented 32B Q4_0, tensors cut over all devices, 8000 MiB each"
+    assert len(points) == 4 * 2 * 2 * 2
+    assert [p.devices for p in points if (p.test, p.depth, p.batch) == ("pp4096", 2048, 8)] == [1, 2, 3, 4]
     assert group_scaling([make_measurement(0, 8)]) == {}
+    assert group_scaling([make_measurement(0, 8), make_measurement(0, 9, budget_mib=(9, 9), split_mode="layer")]) == {}
+
+
+def test_scaling_keeps_modes_and_budgets_apart_and_takes_the_fastest_run():
+    def run(rate: float, *budget: int, mode: str = "", command: str = "pshard-bench"):
+        return make_measurement(0, 64, rate, budget_mib=budget, split_mode=mode, command=command)
+
+    one = run(10, 900)
+    groups = group_scaling([one, run(18, 900, 900, mode="tensor"), run(12, 900, 900, command="x -sm layer")])
+    assert {t: [round(p.measured) for p in points] for t, points in groups.items()} == {
+        "Invented 32B Q4_0, tensors cut over all devices, 900 MiB each": [10, 18],
+        "Invented 32B Q4_0, whole layers on each device, 900 MiB each": [10, 12],
+    }
+    (title,) = group_scaling([one, run(18, 500, 500, mode="tensor")])  # one budget for each number: compared, not named
+    assert title == "Invented 32B Q4_0, tensors cut over all devices"
+    budgets = group_scaling([one, run(6, 500), run(18, 900, 900, mode="tensor"), run(11, 500, 500, mode="tensor")])
+    assert [[round(p.measured) for p in points] for points in budgets.values()] == [[10, 18], [6, 11]]
+    (points,) = group_scaling([run(9, 900), one, run(18, 900, 900, mode="tensor")]).values()
+    assert [round(p.measured) for p in points] == [10, 18]
+
+
+def test_scaling_draws_rates_and_ratios_over_devices_depth_and_batch():
+    ((title, points),) = group_scaling(make_scaling()).items()
+    figure = draw_scaling(title, points)
+    decoding, prompts = figure.subfigs
+    assert len(decoding.axes) == len(prompts.axes) == 6
+    rates, ratios = decoding.axes[0], decoding.axes[3]
+    assert [ax.get_title("left") for ax in decoding.axes[:3]] == [
+        f"Decoding over {x}" for x in ("devices", "depth", "batch")
+    ]
+    measured, predicted = rates.lines[:2]
+    assert list(measured.get_xdata()) == [1, 2, 3, 4]
+    assert list(measured.get_ydata()) == pytest.approx([9.0, 16.2, 21.6, 23.1], rel=0.02)
+    assert list(predicted.get_ydata()) == pytest.approx([1.1 * y for y in (9.0, 16.2, 21.6, 23.1)])
+    assert list(ratios.lines[0].get_ydata()) == pytest.approx([1, 1.8, 2.4, 3.3 * 7 / 9], rel=0.01)
+    over_depth = prompts.axes[4]
+    assert [line.get_label() for line in over_depth.lines[::2]][:3] == ["2 devices", "3 devices", "4 devices"]
+    assert list(over_depth.lines[0].get_xdata()) == [0, 2048]
+    assert list(prompts.axes[5].lines[0].get_xdata()) == [1, 8]
+    flat = [p for p in points if p.depth == 0 and p.batch == 1 and p.prefill]
+    (only,) = draw_scaling(title, flat).subfigs
+    assert len(only.axes) == 2
 
 
 def test_sweep_groups_budgets_of_one_workload():
