@@ -15,6 +15,8 @@ from pshard.jsonio import from_json, to_json
 from pshard.machine import CollectiveTiming
 
 if TYPE_CHECKING:
+    import torch
+
     from pshard.runtime.parallel import Group
 
 SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
@@ -23,6 +25,7 @@ COLUMNS = 4096  # of a row, where a part is as long
 SECONDS_PER_SIZE = 0.2
 SECONDS_PER_GPU_ROW = 0.03
 BURST = 16  # sums per timing, back to back, as the layers of a decode step make them
+LEAST_SECONDS = 5e-7  # of a sum: differences of two times may be smaller
 COPY_BYTES = 32 << 20  # of each of the copies that run beside the sums
 
 
@@ -31,9 +34,10 @@ def measure_collectives(
 ) -> tuple[CollectiveTiming, ...]:
     """Median seconds of an all-reduce of each size (bytes of float32), for each number of ranks on `device`.
 
-    On "cuda" by every algorithm, rounded to f32 and bf16, alone and while copies run. Starts the ranks on this machine
-    ("cpu": on disjoint cores; "cuda": one GPU each); takes about 3 s ("cuda": 15 s) and SECONDS_PER_SIZE for each size
-    per number of ranks. Raises UserError when a group cannot be started.
+    On "cuda" by every algorithm, rounded to f32 and bf16, alone and while copies run; of the one that takes the norm
+    after the sum along, what it adds to that norm. Starts the ranks on this machine ("cpu": on disjoint cores; "cuda":
+    one GPU each); takes about 3 s ("cuda": 15 s) and SECONDS_PER_SIZE for each size per number of ranks. Raises
+    UserError when a group cannot be started.
     """
     from pshard.runtime.launch import launch
 
@@ -86,6 +90,8 @@ def _time_on_gpu(group: "Group", sizes: Sequence[int]) -> Iterator[CollectiveTim
     """Every algorithm in CUDA graphs, which is how a decode step makes its sums."""
     import torch
 
+    from pshard.runtime.peer_memory import BY_ROWS
+
     host = torch.zeros(COPY_BYTES, dtype=torch.uint8).pin_memory()
     there, lane = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda"), torch.cuda.Stream()
 
@@ -100,10 +106,29 @@ def _time_on_gpu(group: "Group", sizes: Sequence[int]) -> Iterator[CollectiveTim
         for algorithm in group.algorithms(*tensor.shape):
             for dtype in ("f32", "bf16"):
                 group.reduce_dtype = dtype
-                timer = _GpuTimer(group, partial(group.all_reduce, tensor, algorithm))
+                works = _sum_with_norm(group, tensor) if algorithm == BY_ROWS else ()
+                timers = [_GpuTimer(group, w) for w in works or (partial(group.all_reduce, tensor, algorithm),)]
                 for copies in (False, True):
-                    seconds = timer.median(copy_for if copies else None)
+                    first, *others = (timer.median(copy_for if copies else None) for timer in timers)
+                    seconds = max(first - sum(others), LEAST_SECONDS)
                     yield CollectiveTiming(algorithm, group.size, nbytes, seconds, dtype, copies)
+
+
+def _sum_with_norm(group: "Group", part: "torch.Tensor") -> tuple[Callable[[], None], Callable[[], None]]:
+    """The kernel that sums parts by rows and norms the sum, and the norm alone: other sums need it after them."""
+    import torch
+
+    from pshard.runtime.kernels.cuda import CudaKernels
+
+    exchange = group.row_exchange(*part.shape)
+    assert exchange is not None  # without timings it is the first choice
+    kernels, hidden = CudaKernels(part.device, part.shape[0]), torch.zeros_like(part)
+    weight, out = torch.ones(part.shape[1], device=part.device), torch.empty_like(part, dtype=CudaKernels.act_dtype)
+    wire = group.reduce_dtype
+    return (
+        lambda: kernels.sum_rms_norm(exchange, part, wire, hidden, weight, 1e-6, out),
+        lambda: kernels.rms_norm(hidden, weight, 1e-6, out),
+    )
 
 
 class _GpuTimer:
