@@ -13,7 +13,7 @@ from pshard.plan import TierPlan
 from pshard.row_split import acc_part
 from pshard.runtime.arena import Carved
 from pshard.runtime.blocks import PendingSum, Side, gate_rows, project_down, run_attention, run_ffn, run_output
-from pshard.runtime.kernels.api import RowIndex, Segment
+from pshard.runtime.kernels.api import LayerKV, RowIndex, Segment
 from pshard.runtime.kv_blocks import pool_spans
 from pshard.runtime.kv_cache import Piece, cut_pieces, find_pieces
 from pshard.runtime.weights import UnitWeights, lookup_rows, view_cpu_rows, view_unit
@@ -77,6 +77,8 @@ class TierState:
     arrived: dict[int, Any]  # slot -> event of the copy into it
     stage_free: list[Any]  # events after which the KV stage may be written by a fetch
     stage_ready: list[Any]  # events after which a unit may use the KV stage
+    weights: dict[Compute, UnitWeights] = field(default_factory=dict)  # views made once: 60 us each
+    caches: dict[str, LayerKV] = field(default_factory=dict)  # likewise, by attention unit
 
 
 @dataclass
@@ -254,6 +256,11 @@ class MicroBatch:
             self._deliver_logits()
 
     def _weights_of(self, step: Compute) -> UnitWeights:
+        if step not in self.state.weights:
+            self.state.weights[step] = self._view_weights(step)
+        return self.state.weights[step]
+
+    def _view_weights(self, step: Compute) -> UnitWeights:
         e = self.executor
         unit = e.spec.unit(step.unit)
         if step.on == "cpu" and step.cpu_rows:
@@ -281,16 +288,20 @@ class MicroBatch:
     def _attend(
         self, step: Compute, weights: UnitWeights, target: torch.Tensor | None, summed: PendingSum | None
     ) -> None:
-        e, place = self.executor, self.state.tier.placement(step.unit)
+        if step.unit not in self.state.caches:
+            self.state.caches[step.unit] = self._view_cache(step)
+        kv = self.state.caches[step.unit]
+        run_attention(self._side(), weights, self.host_rows if step.on == "cpu" else self.acc_rows, kv, target, summed)
+
+    def _view_cache(self, step: Compute) -> LayerKV:
+        """The cells of the unit's layer on the side that attends."""
+        e = self.executor
         if step.on == "cpu":
-            run_attention(e.host_side, weights, self.host_rows, e.host_kv[step.unit], target)
-            return
-        if place.kv == "vram":
-            kv = e.arena.kv(step.unit)
-        else:
-            assert self.state.carved.stage is not None
-            kv = e.arena.view_kv(self.state.carved.stage, step.unit)
-        run_attention(self.state.side, weights, self.acc_rows, kv, target, summed)
+            return e.host_kv[step.unit]
+        if self.state.tier.placement(step.unit).kv == "vram":
+            return e.arena.kv(step.unit)
+        assert self.state.carved.stage is not None
+        return e.arena.view_kv(self.state.carved.stage, step.unit)
 
     def _output(self, weights: UnitWeights, on: str) -> None:
         """Logits of the wanted rows, as many at once as the scratch holds; the last ones stay there on the device."""
