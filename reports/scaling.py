@@ -102,13 +102,15 @@ def draw_scaling(title: str, points: Sequence[Point]) -> "Figure":
 def _draw_phase(part: "SubFigure", points: Sequence[Point], columns: Sequence[Callable]) -> None:
     name = "Prompts" if points[0].prefill else "Decoding"
     axes = part.subplots(2, len(columns), squeeze=False)
-    base = {(p.test, p.depth, p.batch): p for p in reversed(points)}  # the fewest devices
+    fewest = min(p.devices for p in points)
+    base = {(p.test, p.depth, p.batch): p for p in points if p.devices == fewest}
+    compared = [p for p in points if (p.test, p.depth, p.batch) in base]
     for ratio, row in enumerate(axes):
         for draw, ax in zip(columns, row):
-            draw(ax, points, base if ratio else None)
+            draw(ax, compared if ratio else points, base if ratio else None)
             ax.grid(axis="y", color="#E5E5E5")
             ax.set_ylim(0, 1.08 * max(max(line.get_ydata()) for line in ax.lines))
-        row[0].set_ylabel(f"times {_devices(min(p.devices for p in points))}" if ratio else "tokens per second")
+        row[0].set_ylabel(f"times {_devices(fewest)}" if ratio else "tokens per second")
     for upper, lower in zip(*axes):
         upper.set_title(f"{name} over {upper.get_xlabel().split(',')[0]}", fontsize=10.5)
         upper.set_xlabel("")

@@ -134,6 +134,10 @@ def test_scaling_draws_rates_and_ratios_over_devices_depth_and_batch():
     assert [line.get_label() for line in over_depth.lines[::2]][:3] == ["2 devices", "3 devices", "4 devices"]
     assert list(over_depth.lines[0].get_xdata()) == [0, 2048]
     assert list(prompts.axes[5].lines[0].get_xdata()) == [1, 8]
+    fewer = [p for p in points if p.devices > 1 or p.test != "pp4096" or p.depth]  # no base: no ratio
+    ratios = draw_scaling(title, fewer).subfigs[1].axes[3]
+    assert {line.get_label() for line in ratios.lines} >= {"depth 2048, batch 1"}
+    assert "depth 0, batch 1" not in {line.get_label() for line in ratios.lines}
     flat = [p for p in points if p.depth == 0 and p.batch == 1 and p.prefill]
     (only,) = draw_scaling(title, flat).subfigs
     assert len(only.axes) == 2
