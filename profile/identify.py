@@ -169,6 +169,13 @@ def unlike_accelerators(accelerators: Sequence[AcceleratorInfo]) -> tuple[Accele
     return tuple(sorted(first.values(), key=lambda a: a.index))
 
 
+def unlike_links(accelerators: Sequence[AcceleratorInfo]) -> tuple[AcceleratorInfo, ...]:
+    """The first with each link among those that are like one before."""
+    first = {(a.likeness, a.link): a for a in reversed(accelerators)}
+    kinds = {a.index for a in unlike_accelerators(accelerators)}
+    return tuple(sorted((a for a in first.values() if a.index not in kinds), key=lambda a: a.index))
+
+
 def _pcie_link(uuid: str) -> tuple[int, int, str]:
     """PCIe generation and width that the link can reach (idle links step down) and the driver; zeros without NVML."""
     import pynvml

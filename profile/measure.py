@@ -3,7 +3,7 @@
 import datetime
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -35,7 +35,7 @@ from pshard.profile.host_threads import (
     thread_counts,
     use_threads,
 )
-from pshard.profile.identify import count_cores, identify_accelerators, identify_host, unlike_accelerators
+from pshard.profile.identify import count_cores, identify_accelerators, identify_host, unlike_accelerators, unlike_links
 from pshard.profile.jobs import Job, Row, list_jobs, side_name
 from pshard.profile.kernels import KernelBench
 from pshard.profile.links import measure_contention, open_link, time_copies, time_handoff
@@ -113,9 +113,11 @@ def measure_machine(request: Request, progress: Progress) -> MachineProfile:
 
         own, own_copies, left_out = measure_accelerator(request, other, show)
         rows, copies, skipped = [*rows, *own], (*copies, *own_copies), skipped + left_out
+    for other in unlike_links(accelerators):
+        copies = (*copies, *measure_link(request.effort, other))
     progress("ranks", 0.97)
     collectives = time_collectives(request, len(accelerators), notes)
-    shares = time_shares(request, len(accelerators), host, copies, notes)
+    shares = time_shares(request, len(accelerators), host, notes)
     if acc is None:
         rows += [replace(row, device="acc") for row in timed]
         notes.append("the accelerator is the CPU: its kernels are the host's and were timed once")
@@ -139,16 +141,29 @@ def measure_accelerator(
     try:
         fast, on_host, _ = choose_kernels(device, "fast", max(effort.acc_tokens))
         progress(f"link of {side_name(side)}", 0.0)
-        link = open_link(device, min(effort.rotation, LEAST_ROTATION), max(effort.copy_sizes))
-        try:
-            copies = tuple(replace(c, device=side) for c in time_copies(link, effort.copy_sizes, effort.pace))
-        finally:
-            link.close()
+        copies = _time_link(effort, device, side)
         pool = OperandPool(min(effort.rotation, LEAST_ROTATION), device.torch_device)
         bench = KernelBench(side, fast, device.torch_device, pool, effort.pace, effort.slow)
         jobs, deadline = list_jobs(side, effort, request.model), started + effort.limit
         rows, skipped = run_jobs(jobs, {side: bench}, deadline, progress)
         return [time_step(side, device, (fast, on_host), effort.pace), *rows], copies, skipped
+    finally:
+        device.close()
+
+
+def _time_link(effort: Effort, device: Device, side: str) -> tuple[CopyTiming, ...]:
+    link = open_link(device, min(effort.rotation, LEAST_ROTATION), max(effort.copy_sizes))
+    try:
+        return tuple(replace(c, device=side) for c in time_copies(link, effort.copy_sizes, effort.pace))
+    finally:
+        link.close()
+
+
+def measure_link(effort: Effort, accelerator: AcceleratorInfo) -> tuple[CopyTiming, ...]:
+    """Copies over the link of an accelerator that is like one before but for its link."""
+    device = open_device(accelerator.kind, accelerator.index)
+    try:
+        return _time_link(effort, device, f"acc{accelerator.index}")
     finally:
         device.close()
 
@@ -183,14 +198,11 @@ def time_collectives(request: Request, devices: int, notes: list[str]) -> tuple[
     return timings
 
 
-def time_shares(
-    request: Request, devices: int, host: KernelBench, copies: Sequence[CopyTiming], notes: list[str]
-) -> tuple[ShareTiming, ...]:
+def time_shares(request: Request, devices: int, host: KernelBench, notes: list[str]) -> tuple[ShareTiming, ...]:
     """What ranks have of this host, for as many ranks as sums are timed for; a failure goes into the notes."""
+    counts = _rank_counts(request, devices)
     try:
-        return measure_shares(
-            host, copies, request.accelerator, _rank_counts(request, devices), request.effort.share_seconds
-        )
+        return measure_shares(host, request.accelerator, counts, request.effort.share_seconds)
     except UserError as error:
         notes.append(str(error))
         return ()

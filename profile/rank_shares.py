@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ import torch
 
 from pshard.errors import UserError
 from pshard.jsonio import from_json, to_json
-from pshard.machine import CopyTiming, ShareTiming
+from pshard.machine import ShareTiming
 from pshard.profile.kernels import KernelBench
 from pshard.profile.links import copy_in_turn, open_link
 from pshard.profile.operands import LEAST_ROTATION, OperandPool
@@ -42,10 +42,8 @@ class Task:
     seconds: float
 
 
-def measure_shares(
-    host: KernelBench, copies: Sequence[CopyTiming], kind: str, ranks: Sequence[int], seconds: float
-) -> tuple[ShareTiming, ...]:
-    """Matmuls and copies of each number of ranks beside those of the whole host, which `host` and `copies` timed.
+def measure_shares(host: KernelBench, kind: str, ranks: Sequence[int], seconds: float) -> tuple[ShareTiming, ...]:
+    """Matmuls and copies of each number of ranks; matmuls beside those with all threads of `host`.
 
     Starts the ranks on this machine: on disjoint cores, with "cuda" one GPU each. Takes about 5 s and a dozen times
     `seconds` (alone: once for every rank) per number of ranks. Raises UserError when a group cannot be started.
@@ -54,8 +52,7 @@ def measure_shares(
 
     found: list[ShareTiming] = []
     for n in ranks:
-        whole = {("matmul", t): _median_call(_matmul_calls(host, t), seconds) for t in TOKENS}
-        whole["copy", COPY_BYTES] = _copy_seconds(copies)
+        whole = {t: _median_call(_matmul_calls(host, t), seconds) for t in TOKENS}
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "shares.json"
             task = Task(kind, n, host.pool.nbytes, seconds)
@@ -63,17 +60,8 @@ def measure_shares(
             if code != 0 or not out.exists():
                 raise UserError(f"what {n} ranks have of this host could not be timed (exit code {code})")
             rows = [from_json(ShareTiming, row) for row in json.loads(out.read_text())]
-        found += [ShareTiming(n, r.what, r.size, whole[r.what, r.size], r.alone, r.together) for r in rows]
+        found += [replace(r, whole=whole[r.size]) if r.what == "matmul" else r for r in rows]
     return tuple(found)
-
-
-def _copy_seconds(copies: Sequence[CopyTiming]) -> float:
-    """Seconds of COPY_BYTES to the first accelerator, at the rate of the nearest size that was timed."""
-    nearest = min(
-        (c for c in copies if (c.direction, c.device) == ("h2d", "acc")),
-        key=lambda c: (c.memory != "pinned", abs(c.nbytes - COPY_BYTES)),
-    )
-    return nearest.seconds * COPY_BYTES / nearest.nbytes
 
 
 def main() -> int:
@@ -100,7 +88,7 @@ def main() -> int:
 
 
 def _time_share(group: "Group", what: str, size: int, call: Callable[[], object], seconds: float) -> ShareTiming:
-    """The slowest rank's seconds of a call, when all ranks make such calls and when the others wait."""
+    """Seconds of a call when all ranks make such calls and when the others wait, of the rank that loses most."""
     call()
     group.barrier()
     together = _median_call(call, seconds)
@@ -110,7 +98,8 @@ def _time_share(group: "Group", what: str, size: int, call: Callable[[], object]
         alone = _median_call(call, seconds) if rank == group.rank else alone
     group.barrier()
     said = [group.broadcast([together, alone], rank) for rank in range(group.size)]
-    return ShareTiming(group.size, what, size, 0.0, max(a for _, a in said), max(t for t, _ in said))
+    together, alone = max(said, key=lambda rank: rank[0] / rank[1])
+    return ShareTiming(group.size, what, size, alone, alone, together)
 
 
 def _median_call(call: Callable[[], object], seconds: float) -> float:

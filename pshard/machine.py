@@ -40,6 +40,11 @@ class AcceleratorInfo:
         """What accelerators have in common whose kernels take the same time."""
         return self.kind, self.name, self.capability, self.memory_bytes
 
+    @property
+    def link(self) -> tuple[int, int]:
+        """What links have in common that are as fast."""
+        return self.pcie_generation, self.pcie_width
+
 
 @dataclass(frozen=True)
 class MatmulTiming:
@@ -134,11 +139,11 @@ class CollectiveTiming:
 
 @dataclass(frozen=True)
 class ShareTiming:
-    """Seconds of the same work with what one of `ranks` ranks on this host has of it; of the slowest of these ranks.
+    """Seconds of the same work with what one of `ranks` ranks on this host has of it; of the rank that loses most.
 
     `what`: "matmul" (CPU kernels multiply `size` tokens) or "copy" (`size` bytes to the accelerator). `whole`: with all
-    of the host's cores, or over one link; `alone`: with the rank's own cores, over its own link, while the others wait;
-    `together`: while all of them do it.
+    of the host's cores; `alone`: with the rank's own cores, over its own link, while the others wait; `together`: while
+    all of them do it. A copy has its link alone or together only: `whole` is `alone`.
     """
 
     ranks: int
@@ -184,13 +189,15 @@ class MachineProfile:
 
     def sources(self, index: int) -> tuple[str, ...]:
         """Whose rows are those of accelerator `index`, as devices of ACCELERATOR_TABLES: its own where it has any, else
-        those of the first one like it, else "acc"."""
-        likeness = {a.index: a.likeness for a in self.accelerators}
-        like = [f"acc{i}" for i in sorted(likeness) if i < index and likeness[i] == likeness.get(index)]
+        those of one before it that is like it, with such a link if possible, else "acc"."""
+        me = next((a for a in self.accelerators if a.index == index), None)
+        like = [a for a in self.accelerators if me and 0 < a.index < index and a.likeness == me.likeness]
+        like.sort(key=lambda a: (me is not None and a.link != me.link, a.index))
         found = []
         for table in ACCELERATOR_TABLES:
             there = {row.device for row in getattr(self, table)}
-            found.append(next((name for name in (f"acc{index}", *like[:1]) if name in there), "acc"))
+            names = (f"acc{i}" for i in (index, *(a.index for a in like)))
+            found.append(next((name for name in names if name in there), "acc"))
         return tuple(found)
 
     def of_accelerator(self, index: int) -> "MachineProfile":

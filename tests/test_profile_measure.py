@@ -12,7 +12,7 @@ from pshard.machine import ACCELERATOR_TABLES, AcceleratorInfo, MachineProfile
 from pshard.model import ModelConfig, ModelSpec, Rope, TensorSpec, Unit
 from pshard.profile.compare import compare_profiles
 from pshard.profile.effort import Effort, Shapes, full_effort, model_shapes, quick_effort
-from pshard.profile.identify import identify_host, unlike_accelerators
+from pshard.profile.identify import identify_host, unlike_accelerators, unlike_links
 from pshard.profile.jobs import attention_points, list_jobs
 from pshard.profile.kernels import AttentionShape
 from pshard.profile.measure import (
@@ -217,6 +217,16 @@ def test_gpus_differ_by_name_capability_or_memory():
         replace(gpu, index=5, name="H", driver="2.0"),
     )
     assert [a.index for a in unlike_accelerators((gpu, *others))] == [0, 2, 3, 4]
+    assert [a.index for a in unlike_links((gpu, *others))] == [1]
+
+
+def test_like_accelerators_with_another_link_have_their_own_copies(monkeypatch, profile):
+    slow = [replace(a, pcie_width=4) if i % 2 else a for i, a in enumerate(kinds("A", "A", "A", "A"))]
+    monkeypatch.setattr("pshard.profile.measure.identify_accelerators", lambda kind: tuple(slow))
+    measured = measure_machine(request(), lambda label, share: None)
+    assert {c.device for c in measured.copies} == {"acc", "acc1"}
+    assert {m.device for m in measured.matmuls} == {"host", "acc"}
+    assert [measured.sources(i) for i in range(4)] == [("acc",) * 4, ("acc", "acc", "acc", "acc1")] * 2
 
 
 @pytest.mark.slow
@@ -240,7 +250,7 @@ def test_a_group_that_cannot_start_is_a_note(monkeypatch):
     monkeypatch.setattr("pshard.profile.measure.measure_shares", fail)
     notes: list[str] = []
     wanted = replace(request(), effort=replace(TINY, sums=(4096,)))
-    assert time_shares(wanted, 2, None, (), notes) == () and notes == ["no group"]
+    assert time_shares(wanted, 2, None, notes) == () and notes == ["no group"]
 
 
 def test_attention_is_timed_up_to_the_context():
