@@ -191,12 +191,12 @@ class MachineProfile:
         """Whose rows are those of accelerator `index`, as devices of ACCELERATOR_TABLES: its own where it has any, else
         those of one before it that is like it, with such a link if possible, else "acc"."""
         me = next((a for a in self.accelerators if a.index == index), None)
-        like = [a for a in self.accelerators if me and 0 < a.index < index and a.likeness == me.likeness]
+        like = [a for a in self.accelerators if me and a.index < index and a.likeness == me.likeness]
         like.sort(key=lambda a: (me is not None and a.link != me.link, a.index))
         found = []
         for table in ACCELERATOR_TABLES:
             there = {row.device for row in getattr(self, table)}
-            names = (f"acc{i}" for i in (index, *(a.index for a in like)))
+            names = (f"acc{i}" if i else "acc" for i in (index, *(a.index for a in like)))
             found.append(next((name for name in names if name in there), "acc"))
         return tuple(found)
 
