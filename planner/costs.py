@@ -387,6 +387,7 @@ class TierCosts:
     workload: Workload
     ranks: int = 1
     _splits: dict[tuple, SplitCost] = field(default_factory=dict, compare=False, repr=False)
+    acts: dict[int, tuple] = field(default_factory=dict, init=False, compare=False, repr=False)  # of `simulate`
 
     @property
     def vector_bytes(self) -> int:

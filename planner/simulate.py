@@ -11,9 +11,10 @@ Ranks are simulated together: at every sum all wait for the last one.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 from pshard.planner.costs import TierCosts
 from pshard.steps import (
@@ -54,14 +55,9 @@ class Simulation:
     events: tuple[Event, ...]
 
 
-class _Copy:
-    """A copy on its way: when it may start, seconds left, when it started and ended."""
-
-    __slots__ = ("begun", "end", "left", "ready", "step")
-
-    def __init__(self, step: Step, ready: float, left: float) -> None:
-        self.step, self.ready, self.left = step, ready, left
-        self.begun, self.end = -1.0, -1.0
+# a copy on its way: when it may start, seconds left, when it started and ended (-1: not yet), its step
+READY, LEFT, BEGUN, END, STEP = range(5)
+_Copy = list
 
 
 class _Link:
@@ -72,37 +68,38 @@ class _Link:
         self.queue: deque[_Copy] = deque()
         self.done: list[_Copy] = []
 
-    def push(self, step: Step, ready: float, seconds: float) -> _Copy:
-        copy = _Copy(step, ready, seconds)
-        self.queue.append(copy)
-        return copy
-
     def _advance(self, until: float, speed: float) -> None:
         """Let the first copy run from `at` to `until` at `speed`."""
         copy = self.queue[0]
-        if copy.begun < 0:
-            copy.begun = self.at
-        if self.at + copy.left / speed <= until:
-            self.at += copy.left / speed
-            copy.end = self.at
+        if copy[BEGUN] < 0:
+            copy[BEGUN] = self.at
+        if self.at + copy[LEFT] / speed <= until:
+            self.at += copy[LEFT] / speed
+            copy[END] = self.at
             self.done.append(self.queue.popleft())
         else:
-            copy.left -= (until - self.at) * speed
+            copy[LEFT] -= (until - self.at) * speed
             self.at = until
 
     def settle(self, until: float) -> None:
         """Run copies up to a time, with nothing else reading host memory."""
         while self.queue and self.at < until:
-            self.at = max(self.at, self.queue[0].ready)
+            self.at = max(self.at, self.queue[0][READY])
             if self.at < until:
                 self._advance(until, 1.0)
 
     def wait(self, copy: _Copy) -> float:
-        """The time at which a copy is done."""
-        while copy.end < 0.0:
-            self.at = max(self.at, self.queue[0].ready)
-            self._advance(inf, 1.0)
-        return copy.end
+        """The time at which a copy is done, all before it done at full speed too."""
+        at = self.at
+        while copy[END] < 0.0:
+            first = self.queue.popleft()
+            at = at if at > first[READY] else first[READY]
+            if first[BEGUN] < 0:
+                first[BEGUN] = at
+            first[END] = at = at + first[LEFT]
+            self.done.append(first)
+        self.at = at
+        return copy[END]
 
     def beside(self, start: float, seconds: float, speeds: tuple[float, float]) -> float:
         """Run host work of `seconds` from `start` beside the copies; returns its end."""
@@ -110,22 +107,22 @@ class _Link:
         now, left = start, seconds
         link_speed, cpu_speed = speeds
         while left > 1e-12:
-            begins = max(self.at, self.queue[0].ready) if self.queue else inf
+            begins = max(self.at, self.queue[0][READY]) if self.queue else inf
             if begins > now:
                 run = min(left, begins - now)
                 now, left = now + run, left - run
                 continue
             self.at = now
-            run = min(left / cpu_speed, self.queue[0].left / link_speed)
+            run = min(left / cpu_speed, self.queue[0][LEFT] / link_speed)
             self._advance(now + run + 1e-15, link_speed)
             now, left = now + run, left - run * cpu_speed
         return now
 
 
 class _Machine:
-    """The lanes' clocks, and what every kind of step does to them."""
+    """The lanes' clocks, and what every kind of step does to them. `log`: (step, lane, start, end), if kept."""
 
-    def __init__(self, costs: TierCosts, steps: StepList) -> None:
+    def __init__(self, costs: TierCosts, steps: StepList, logs: bool) -> None:
         self.costs, self.units = costs, costs.units
         self.copies = any(isinstance(step, CopyIn | FetchKV) for step in steps.body)  # they run beside the sums
         self.host = self.acc = self.d2h = 0.0
@@ -134,46 +131,83 @@ class _Machine:
         self.fetched: dict[str, _Copy] = {}
         self.slot_free: dict[int, float] = {}
         self.begun: tuple[Compute, float] | None = None  # the accelerator's rows of a split unit, and since when
-        self.log: list[tuple[Step, str, float, float]] = []
+        self.log: list[tuple[Step, str, float, float]] | None = [] if logs else None
 
-    def copy_in(self, step: CopyIn) -> None:
-        self.host += self.costs.copy_issue
-        ready = max(self.host, self.slot_free.get(step.slot, 0.0))
-        costs = self.costs.split(step.unit, step.cpu_rows) if step.cpu_rows else self.units[step.unit]
-        self.loaded[step.unit] = self.link.push(step, ready, costs.link)
+    def run(self, acts: Sequence["_Act"]) -> None:
+        """Run steps in order. What most steps are is written out here, for this loop is where searches spend time."""
+        host, acc, d2h, log = self.host, self.acc, self.d2h, self.log
+        link, loaded, fetched, slot_free = self.link, self.loaded, self.fetched, self.slot_free
+        copy_issue, queue = self.costs.copy_issue, link.queue
+        for kind, step, seconds, more in acts:
+            if kind is _COMPUTE:
+                host += more
+                start = acc if acc > host else host
+                if step.source == "slot":
+                    copy = loaded[step.unit]
+                    done = copy[END] if copy[END] >= 0.0 else link.wait(copy)
+                    start = start if start > done else done
+                if step.unit in fetched:
+                    done = link.wait(fetched.pop(step.unit))
+                    start = start if start > done else done
+                acc = start + seconds
+                if log is not None:
+                    log.append((step, "acc", start, acc))
+            elif kind is _COPY:
+                host += copy_issue
+                free = slot_free.get(step.slot, 0.0)
+                loaded[step.unit] = copy = [host if host > free else free, seconds, -1.0, -1.0, step]
+                queue.append(copy)
+            elif kind is _FREE:
+                slot_free[step.slot] = acc
+            elif kind is _FETCH:
+                host += copy_issue
+                fetched[step.unit] = copy = [host if host > d2h else d2h, seconds, -1.0, -1.0, step]
+                queue.append(copy)
+            elif kind is _WRITE:
+                start = d2h if d2h > acc else acc
+                d2h = start + seconds
+                if log is not None:
+                    log.append((step, "d2h", start, d2h))
+            elif kind is _CPU:
+                start = host
+                host = link.beside(start, seconds, more) if queue else start + seconds
+                if log is not None:
+                    log.append((step, "cpu", start, host))
+            elif kind is _HAND_OFF:
+                start = host if host > acc else acc
+                acc = start + seconds
+                host = acc if more else host
+                if log is not None:
+                    log.append((step, "acc", start, acc))
+            else:
+                self.host, self.acc, self.d2h = host, acc, d2h
+                kind(self, step)
+                host, acc, d2h = self.host, self.acc, self.d2h
+        self.host, self.acc, self.d2h = host, acc, d2h
 
-    def fetch_kv(self, step: FetchKV) -> None:
-        self.host += self.costs.copy_issue
-        self.fetched[step.unit] = self.link.push(step, max(self.host, self.d2h), self.units[step.unit].kv_fetch)
+    def note(self, step: Step, lane: str, start: float, end: float) -> None:
+        if self.log is not None:
+            self.log.append((step, lane, start, end))
 
-    def compute(self, step: Compute) -> None:
-        if step.part:
-            self.compute_part(step)
-            return
-        unit, costs = self.units[step.unit], self.costs
-        if step.on == "cpu":
-            start = self.host
-            self.host = self.link.beside(start, unit.cpu, costs.contended[step.unit])
-            self.log.append((step, "cpu", start, self.host))
-            return
+    def compute_on_cpu_accelerator(self, step: Compute) -> None:
+        """The CPU as accelerator computes on the host's own threads."""
+        unit = self.units[step.unit]
         self.host += unit.issue
         start = max(self.acc, self.host)
         if step.source == "slot":
             start = max(start, self.link.wait(self.loaded[step.unit]))
         if step.unit in self.fetched:
             start = max(start, self.link.wait(self.fetched.pop(step.unit)))
-        if costs.acc_contended is None:
-            self.acc = start + unit.acc
-        else:  # the CPU as accelerator computes on the host's own threads
-            self.host = self.acc = self.link.beside(start, unit.acc, costs.acc_contended[step.unit])
-        self.log.append((step, "acc", start, self.acc))
+        speeds = (self.costs.acc_contended or {})[step.unit]
+        self.host = self.acc = self.link.beside(start, unit.acc, speeds)
+        self.note(step, "acc", start, self.acc)
 
     def compute_part(self, step: Compute) -> None:
         cost = self.costs.split(step.unit, step.cpu_rows)
         if step.on == "cpu":
             start = self.host
             self.host = self.link.beside(start, cost.cpu, self.costs.split_speeds(step.unit, step.cpu_rows))
-            self.log.append((step, "cpu", start, self.host))
+            self.note(step, "cpu", start, self.host)
             return
         self.host += cost.issue
         start = max(self.acc, self.host)
@@ -193,7 +227,7 @@ class _Machine:
         else:
             speeds = self.costs.acc_contended[step.unit]
             self.host = self.acc = self.link.beside(start, seconds, speeds)
-        self.log.append((step, "acc", start, self.acc))
+        self.note(step, "acc", start, self.acc)
 
     def join(self, step: Join) -> None:
         if self.begun:
@@ -202,37 +236,53 @@ class _Machine:
             self.begun = None
         start = max(self.host, self.acc)
         self.acc = start + self.costs.handoff("acc", step.nbytes)
-        self.log.append((step, "acc", start, self.acc))
-
-    def write_back(self, step: WriteBack) -> None:
-        start = max(self.d2h, self.acc)
-        self.d2h = start + self.units[step.unit].kv_write
-        self.log.append((step, "d2h", start, self.d2h))
-
-    def hand_off(self, step: Handoff) -> None:
-        start = max(self.host, self.acc)
-        self.acc = start + self.costs.handoff(step.to, step.nbytes)
-        self.log.append((step, "acc", start, self.acc))
-        if step.to == "cpu":
-            self.host = self.acc
+        self.note(step, "acc", start, self.acc)
 
     def reduce(self, step: AllReduce | Gather) -> None:
         start = max(self.host, self.acc)
         self.acc = start + self.costs.tables.collective(self.costs.ranks, step.nbytes, self.copies)
-        self.log.append((step, "acc", start, self.acc))
+        self.note(step, "acc", start, self.acc)
         if isinstance(step, Gather):
             self.host = self.acc
 
     def receive(self, step: Receive) -> None:
         start = max(self.host, self.acc)
         self.acc = start + self.costs.tables.hand_over(step.nbytes, self.copies)
-        self.log.append((step, "acc", start, self.acc))
+        self.note(step, "acc", start, self.acc)
 
     def send(self, step: Send) -> None:
         """Nothing waits here: the rank that receives pays."""
 
-    def free(self, step: Free) -> None:
-        self.slot_free[step.slot] = self.acc
+
+_COMPUTE, _COPY, _FREE, _FETCH, _WRITE, _CPU, _HAND_OFF = range(7)
+_OTHERS = {Join: _Machine.join, AllReduce: _Machine.reduce, Gather: _Machine.reduce, Receive: _Machine.receive,
+           Send: _Machine.send}  # fmt: skip
+_Act = tuple[Any, Any, float, Any]  # a kind or a method of `_Machine`, the step, its seconds, and what that kind needs
+
+
+def _price(step: Step, costs: TierCosts) -> _Act:
+    """What a step does to the lanes, its costs looked up once for all rounds and simulations."""
+    match step:
+        case Compute(part="", on="cpu"):
+            return _CPU, step, costs.units[step.unit].cpu, costs.contended[step.unit]
+        case Compute(part=""):
+            if costs.acc_contended:
+                return _Machine.compute_on_cpu_accelerator, step, 0.0, None
+            return _COMPUTE, step, costs.units[step.unit].acc, costs.units[step.unit].issue
+        case Compute():
+            return _Machine.compute_part, step, 0.0, None
+        case CopyIn():
+            unit = costs.split(step.unit, step.cpu_rows) if step.cpu_rows else costs.units[step.unit]
+            return _COPY, step, unit.link, None
+        case FetchKV():
+            return _FETCH, step, costs.units[step.unit].kv_fetch, None
+        case WriteBack():
+            return _WRITE, step, costs.units[step.unit].kv_write, None
+        case Handoff():
+            return _HAND_OFF, step, costs.handoff(step.to, step.nbytes), step.to == "cpu"
+        case Free():
+            return _FREE, step, 0.0, None
+    return _OTHERS[type(step)], step, 0.0, None
 
 
 def simulate(steps: StepList, costs: TierCosts, rounds: int = ROUNDS) -> Simulation:
@@ -244,7 +294,7 @@ def simulate_together(
     steps: Sequence[StepList], costs: Sequence[TierCosts], rounds: int = ROUNDS
 ) -> tuple[Simulation, ...]:
     """The same of every rank of a group, which takes equally long on all of them."""
-    machines = [_Machine(cost, each) for cost, each in zip(costs, steps, strict=True)]
+    machines = [_Machine(cost, each, True) for cost, each in zip(costs, steps, strict=True)]
     ends = _run(machines, steps, rounds)
     for machine in machines:
         machine.link.settle(ends[-1])
@@ -260,7 +310,7 @@ def simulate_ranks(mode: str, steps: Sequence[StepList], costs: Sequence[TierCos
 
 def simulate_seconds(steps: StepList, costs: TierCosts, rounds: int = ROUNDS) -> float:
     """The seconds of `simulate` alone, for searches that need nothing else of it."""
-    return _period(_run([_Machine(costs, steps)], (steps,), rounds))
+    return _period(_run([_Machine(costs, steps, False)], (steps,), rounds))
 
 
 def _period(ends: list[float]) -> float:
@@ -270,48 +320,45 @@ def _period(ends: list[float]) -> float:
 def _run(machines: Sequence[_Machine], steps: Sequence[StepList], rounds: int) -> list[float]:
     """Let the machines run all rounds; returns when each ended."""
     for machine, each in zip(machines, steps):
-        for copy in each.enter:
-            machine.copy_in(copy)
-    stretches = [_stretches(machine, each.body, len(machines) > 1) for machine, each in zip(machines, steps)]
+        machine.run(_act(each.enter, machine.costs))
+    stretches = [_stretches(each.body, machine.costs, len(machines) > 1) for machine, each in zip(machines, steps)]
     ends: list[float] = []
     for _ in range(rounds):
         for machine in machines:
-            machine.log.clear()
+            if machine.log:
+                machine.log.clear()
         for i, together in enumerate(zip(*stretches, strict=True)):
             if i:
                 _meet(machines)
-            for stretch in together:
-                for act, step in stretch:
-                    act(step)
+            for machine, stretch in zip(machines, together):
+                machine.run(stretch)
         for machine in machines:
             machine.host = max(machine.host, machine.acc)
         ends.append(max(machine.host for machine in machines))
     return ends
 
 
-_Action = tuple[Callable[[Step], None], Step]
+def _act(steps: Sequence[Step], costs: TierCosts) -> list[_Act]:
+    """What steps do. `costs.acts` remembers it by the step's identity, which is no other's: the step is in it."""
+    acts, known = [], costs.acts
+    for step in steps:
+        act = known.get(id(step))
+        if act is None:
+            act = known[id(step)] = _price(step, costs)
+        acts.append(act)
+    return acts
 
 
-def _stretches(machine: _Machine, body: Sequence[Step], meets: bool) -> list[list[_Action]]:
+def _stretches(body: Sequence[Step], costs: TierCosts, meets: bool) -> list[list[_Act]]:
     """What a machine does; a new stretch begins with each sum when it `meets` others there."""
-    actions: dict[type, Callable] = {
-        CopyIn: machine.copy_in,
-        FetchKV: machine.fetch_kv,
-        Compute: machine.compute,
-        WriteBack: machine.write_back,
-        Handoff: machine.hand_off,
-        Join: machine.join,
-        AllReduce: machine.reduce,
-        Gather: machine.reduce,
-        Receive: machine.receive,
-        Send: machine.send,
-        Free: machine.free,
-    }
-    stretches: list[list[_Action]] = [[]]
-    for step in body:
-        if meets and isinstance(step, AllReduce | Gather):
+    acts = _act(body, costs)
+    if not meets:
+        return [acts]
+    stretches: list[list[_Act]] = [[]]
+    for step, act in zip(body, acts):
+        if isinstance(step, AllReduce | Gather):
             stretches.append([])
-        stretches[-1].append((actions[type(step)], step))
+        stretches[-1].append(act)
     return stretches
 
 
@@ -324,9 +371,9 @@ def _meet(machines: Sequence[_Machine]) -> None:
 
 def _last_round(machine: _Machine, origin: float, end: float) -> tuple[dict[str, float], tuple[Event, ...]]:
     """Busy seconds and events between `origin` and `end`; copies that cross a bound count with their part inside."""
-    rows = list(machine.log)
-    rows += [(c.step, "link", c.begun, c.end) for c in machine.link.done if c.end > origin]
-    rows += [(c.step, "link", c.begun, end) for c in machine.link.queue if 0 <= c.begun < end]
+    rows = list(machine.log or ())
+    rows += [(c[STEP], "link", c[BEGUN], c[END]) for c in machine.link.done if c[END] > origin]
+    rows += [(c[STEP], "link", c[BEGUN], end) for c in machine.link.queue if 0 <= c[BEGUN] < end]
     rows.sort(key=lambda row: row[2])
     busy = dict.fromkeys(("acc", "cpu", "link", "d2h"), 0.0)
     for _, lane, start, stop in rows:

@@ -120,6 +120,8 @@ _write_back = lru_cache(1 << 14)(WriteBack)
 _all_reduce = lru_cache(1 << 14)(AllReduce)
 _join = lru_cache(1 << 14)(Join)
 _free = lru_cache(1 << 14)(Free)
+_hand_off = lru_cache(1 << 14)(Handoff)
+_gather = lru_cache(1 << 14)(Gather)
 
 Step = CopyIn | FetchKV | Compute | WriteBack | Handoff | Join | AllReduce | Receive | Send | Gather | Free
 
@@ -190,11 +192,11 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
         place = places[unit.name]
         on = "cpu" if place.where == "cpu" else "acc"
         if place.cpu_rows:
-            body.append(Handoff("cpu" if side == "acc" else "acc", hidden))
+            body.append(_hand_off("cpu" if side == "acc" else "acc", hidden))
             body.extend(_split_steps(place, slot_of.get(unit.name), shape.tokens))
         else:
             if on != side and unit.kind != "embedding":
-                body.append(Handoff(on, hidden))
+                body.append(_hand_off(on, hidden))
             body.append(_compute(unit.name, on, SOURCES[place.where], slot_of.get(unit.name)))
         side = on
         if unit.kind == "attention" and on == "acc" and place.kv == "host":
@@ -212,12 +214,12 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
     if stage and not spec.units[-1].tensors:
         logits = 0
         if stage.target is not None:
-            body += [Handoff("acc", hidden)] if side == "cpu" else []
+            body += [_hand_off("acc", hidden)] if side == "cpu" else []
             body.append(Send(stage.target, hidden))
     elif side == "acc":
-        body.append(Handoff("cpu", logits))
+        body.append(_hand_off("cpu", logits))
     if shape.ranks > 1:
-        body.append(Gather("output", logits))
+        body.append(_gather("output", logits))
     enter = tuple(_slot_copy(u, slot_of[u.name], places[u.name].cpu_rows) for u in streamed[:slots])
     return StepList(enter, tuple(body))
 
