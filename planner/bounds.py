@@ -9,8 +9,7 @@ from pshard.planner.ilp import TierProblem, relaxation_bound, solve_tiers
 from pshard.planner.problem import tier_problem
 from pshard.planner.search import SLOT_CHOICES
 
-GAP = 5e-3  # of a tier that the round enters: its search stops near the bound
-RARE_GAP = 0.02
+GAP = 5e-3  # of the solver: a tier's search stops near the bound
 
 
 def rough_bound(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, split: bool = False) -> float:
@@ -24,9 +23,8 @@ def rough_bound(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, sp
 def bound_seconds(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, split: bool = False) -> float:
     """Seconds that no plan of this tier can beat, by the integer program; `split` as in `rough_bound`."""
     several, one = _problems(room, classes, costs, split)
-    gap = RARE_GAP if costs.load.rare else GAP
-    bound = solve_tiers((several,), relaxed=True, gap=gap).bound
-    return bound if relaxation_bound((one,)) >= bound else min(bound, solve_tiers((one,), relaxed=True, gap=gap).bound)
+    bound = solve_tiers((several,), relaxed=True, gap=GAP).bound
+    return bound if relaxation_bound((one,)) >= bound else min(bound, solve_tiers((one,), relaxed=True, gap=GAP).bound)
 
 
 def _problems(

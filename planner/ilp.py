@@ -8,8 +8,9 @@ derives it.
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import ceil, floor
 
 import pulp
 
@@ -19,6 +20,8 @@ MS = 1e3  # seconds in the objective's unit
 TIDY = 1e-4  # price of link traffic that nothing waits for: prefer pinned where the time is the same
 UNTIDY = 0.02  # price of one more streamed unit, of the largest copy: small units waste the slots' lookahead
 GAP = 1e-3  # relative gap at which the solver may stop unless it is told otherwise
+MANY = 16  # units of a class: one more or less of them hardly changes a bound
+NEAR = 1e-6  # a solver's integers
 THREADS = 1  # in every call: HiGHS refuses to solve with another number than the process's first call had
 # HiGHS: trees of these small programs are done before searches in sub-problems and fresh starts pay for themselves
 SMALL_TREES: dict[str, bool | int] = {
@@ -145,7 +148,8 @@ def solve_tiers(
 
     switch_seconds_per_byte: time of bringing in one byte of pins between the largest tier and the smallest.
     kv_switch: by class, seconds of moving the used KV cells of one layer at that switch.
-    relaxed: waits for KV are free and link traffic has no price: the objective is then a lower bound.
+    relaxed: waits for KV are free, link traffic has no price, and of classes with many units parts may be counted: the
+        objective is then a lower bound.
     host_kv: every fetch of a layer's KV from the host "stalls" the accelerator, or fetches are "hidden" (under CPU
         units, one each); or there are "none": all KV is in VRAM in every tier.
     between: by class, the fewest and the most pins and layers with KV in VRAM of every tier.
@@ -153,7 +157,41 @@ def solve_tiers(
     """
     started = time.perf_counter()
     program, variables = _write_program(problems, switch_seconds_per_byte, kv_switch, relaxed, host_kv, between)
+    if not relaxed and _has_many(problems):
+        near = _solve_near_parts(program, problems, variables, time_limit, gap, started)
+        if near.counts and near.gap <= gap:
+            return near
     return _run(program, problems, variables, time_limit, gap, started)
+
+
+def _has_many(problems: tuple[TierProblem, ...]) -> bool:
+    return max(c.size for p in problems for c in p.classes) > MANY
+
+
+def _solve_near_parts(program, problems, variables, time_limit: float, gap: float, started: float) -> Solution:
+    """Solve with parts of units, then with whole ones near those: small trees both, and the first bounds the second.
+
+    The program is afterwards as it was.
+    """
+    counts = [v for tier in variables for v in (*tier[0], *tier[1], *tier[2], *_flatten(tier[3]))]
+    ranges = [(v.lowBound, v.upBound) for v in counts]
+    for v in counts:
+        v.cat = pulp.LpContinuous
+    parts = _run(program, problems, variables, time_limit / 3, gap / 4, started)
+    for v, (low, high) in zip(counts, ranges):
+        v.cat = pulp.LpInteger
+        if parts.counts:
+            value = v.value() or 0.0
+            v.bounds(max(low, floor(value + NEAR) - 1), min(high, ceil(value - NEAR) + 1))
+    near = _run(program, problems, variables, time_limit / 3, gap / 2, started) if parts.counts else parts
+    for v, ends in zip(counts, ranges):
+        v.bounds(*ends)
+    bound = min(parts.bound, near.objective)
+    return replace(near, bound=bound, gap=(near.objective - bound) / near.objective if near.objective else 0.0)
+
+
+def _flatten(cuts) -> list:
+    return [v for of_class in cuts for pair in of_class for v in pair]
 
 
 @lru_cache(256)  # tiers are bounded roughly first, then again
@@ -176,13 +214,14 @@ def _write_program(
     terms, variables = [], []
     kv_up = pulp.LpVariable("kv_up", cat="Binary")  # 1: smaller tiers have more KV in VRAM
     for t, problem in enumerate(problems):
-        pin, cpu, kv, cuts = _count_variables(t, problem, between)
+        parts = relaxed and _has_many((problem,))
+        pin, cpu, kv, cuts = _count_variables(t, problem, between, parts)
         variables.append((pin, cpu, kv, cuts))
         if host_kv == "none":
             for c, cost in enumerate(problem.classes):
                 program += kv[c] >= (cost.size if cost.kv_nbytes else 0), f"kv_stays_{t}_{c}"
         stalls = host_kv == "stalls" and not relaxed
-        terms.append(problem.weight * _add_tier(program, t, problem, pin, cpu, kv, cuts, relaxed, stalls))
+        terms.append(problem.weight * _add_tier(program, t, problem, pin, cpu, kv, cuts, relaxed, stalls, parts))
         if t:
             before = variables[t - 1]
             for c, cost in enumerate(problem.classes):
@@ -206,26 +245,27 @@ def _write_program(
     return program, variables
 
 
-def _count_variables(t: int, problem: TierProblem, between):
+def _count_variables(t: int, problem: TierProblem, between, parts: bool):
     whole = tuple(Counts(c.size, c.size, c.size) for c in problem.classes)
     fewest, most = between or (tuple(Counts(0, 0, 0) for _ in whole), whole)
+    category = pulp.LpContinuous if parts else pulp.LpInteger
 
-    def integers(name: str, low: list[int], high: list[int]):
-        return [pulp.LpVariable(f"{name}_{t}_{c}", *ends, pulp.LpInteger) for c, ends in enumerate(zip(low, high))]
+    def counts(name: str, low: list[int], high: list[int]):
+        return [pulp.LpVariable(f"{name}_{t}_{c}", *ends, category) for c, ends in enumerate(zip(low, high))]
 
     none, sizes = [0] * len(problem.classes), [c.size for c in problem.classes]
     return (
-        integers("pin", [n.pin for n in fewest], [n.pin for n in most]),
-        integers("cpu", none, sizes),
-        integers("kv", [n.kv for n in fewest], [n.kv for n in most]),
+        counts("pin", [n.pin for n in fewest], [n.pin for n in most]),
+        counts("cpu", none, sizes),
+        counts("kv", [n.kv for n in fewest], [n.kv for n in most]),
         [
-            [integers(f"cut_{i}_{c}", [0, 0], [cost.size] * 2) for i in range(len(cost.cuts))]
+            [counts(f"cut_{i}_{c}", [0, 0], [cost.size] * 2) for i in range(len(cost.cuts))]
             for c, cost in enumerate(problem.classes)
         ],
     )
 
 
-def _add_tier(program, t: int, problem: TierProblem, pin, cpu, kv, cuts, relaxed: bool, stalls: bool):
+def _add_tier(program, t: int, problem: TierProblem, pin, cpu, kv, cuts, relaxed: bool, stalls: bool, parts: bool):
     """Add one tier's variables and constraints; returns its milliseconds as an expression."""
     slot = pulp.LpVariable(f"slot_mib_{t}", 0)
     stage = pulp.LpVariable(f"stage_{t}", cat="Binary")
@@ -249,7 +289,8 @@ def _add_tier(program, t: int, problem: TierProblem, pin, cpu, kv, cuts, relaxed
             for name, count, size, nbytes in (
                 ("slot", in_slot, slot, cut.nbytes), ("rows", in_arena + in_slot, row_stage, cut.row_nbytes),
             ):  # fmt: skip
-                uses = pulp.LpVariable(f"cut_{name}_{t}_{c}_{i}", cat="Binary")
+                small = parts and name == "rows"  # few bytes
+                uses = pulp.LpVariable(f"cut_{name}_{t}_{c}_{i}", 0, 1, pulp.LpContinuous if small else pulp.LpInteger)
                 program += count <= cost.size * uses, f"cut_{name}_{t}_{c}_{i}_if"
                 program += size >= nbytes / MIB * uses, f"cut_{name}_{t}_{c}_{i}_holds"
         if cost.cuts:

@@ -242,7 +242,7 @@ def _weigh(tasks: tuple[RankTask, ...], workload: Workload, largest: int) -> tup
     for t in tasks:
         room, costs = replace(t.room, workload=workload), tuple(replace(c, load=n) for c, n in zip(t.costs, loads))
         alike = next((other.bounds for other in weighed if other.is_like(t)), None)
-        bounds = alike or tuple(bound_seconds(room, t.classes, c) for c in costs)
+        bounds = alike or tuple((rough_bound if c.load.rare else bound_seconds)(room, t.classes, c) for c in costs)
         weighed.append(replace(t, room=room, costs=costs, bounds=bounds, plan_needed=needed))
     return tuple(weighed)
 
