@@ -3,6 +3,7 @@
 Each fills the VRAM in a fixed order and places what is left by a fixed rule, tier by tier.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -107,32 +108,29 @@ class Baseline:
 def place_strategy(name: str, room: Room, tiers: tuple[int, ...]) -> Baseline | None:
     """All tiers under a strategy; None when its staging does not fit beside the scratch of some tier."""
     strategy = STRATEGIES[name](room.spec)
-    plans = []
+    plans, taken = [], len(strategy.groups)
     for tokens in tiers:
-        plan = _fill(strategy, room, tokens)
-        if plan is None:
+        taken = _fill(strategy, room, tokens, taken)
+        if taken < 0:
             return None
-        plans.append(plan)
+        plans.append(_take(strategy, room, tokens, taken))
     items = [item for group in strategy.groups for item in group]
     return Baseline(
         tuple(n for what, n in items if what == "pin"), tuple(n for what, n in items if what == "kv"), tuple(plans)
     )
 
 
-def _fill(strategy: Strategy, room: Room, tokens: int) -> TierPlan | None:
-    """The longest prefix of the groups that fits."""
-    whole = _take(strategy, room, tokens, len(strategy.groups))
-    if whole.buffers.total <= room.arena:
-        return whole
-    low, high, best = 0, len(strategy.groups) - 1, None
-    while low <= high:
-        middle = (low + high) // 2
-        plan = _take(strategy, room, tokens, middle)
-        if plan.buffers.total <= room.arena:
-            best, low = plan, middle + 1
-        else:
-            high = middle - 1
-    return best
+def _fill(strategy: Strategy, room: Room, tokens: int, most: int) -> int:
+    """Length of the longest prefix of at most `most` groups that fits; -1 when none does."""
+
+    def is_over(n: int) -> bool:
+        return _take(strategy, room, tokens, n).buffers.total > room.arena
+
+    low, over, step = most, most + 1, 1
+    while low >= 0 and is_over(low):  # ever longer steps down: larger tiers mostly fit a little less
+        low, over, step = low - step, low, 2 * step
+    low = max(low, -1)
+    return low + bisect_left(range(low + 1, over), True, key=is_over)
 
 
 def _take(strategy: Strategy, room: Room, tokens: int, n: int) -> TierPlan:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from pshard.buffers import arena_bytes, kv_layer_bytes, kv_stage_bytes, scratch_bytes
-from pshard.model import ModelSpec
+from pshard.model import ModelSpec, Unit
 from pshard.plan import Buffers, Placement, Prediction, Solve, TierPlan
 from pshard.planner.costs import TierCosts
 from pshard.planner.simulate import ROUNDS, Simulation, simulate, simulate_ranks, simulate_seconds
@@ -41,6 +41,11 @@ class Room:
         return scratch_bytes(self.spec, tokens, self.workload.sequences, self.act_bytes, self.workload.context)
 
     @cached_property
+    def units(self) -> tuple[tuple[Unit, str, bool, int], ...]:
+        """Units with what a draft asks of them: name, whether it is attention, bytes."""
+        return tuple((u, u.name, u.kind == "attention", u.packed_nbytes) for u in self.spec.units)
+
+    @cached_property
     def kv_layer(self) -> int:
         """Bytes of one layer's KV cache in VRAM."""
         w = self.workload
@@ -71,19 +76,21 @@ def draft_tier(
     cpu_rows: of split units, how many rows are the CPU's.
     """
     placements, streamed, pinned, kv, staged = [], [], 0, 0, False
-    for unit in room.spec.units:
-        place, side = where[unit.name], None
-        if unit.kind == "attention":
-            side = "vram" if unit.name in kv_vram else "host"
-            kv += room.kv_layer if side == "vram" else 0
-            staged |= side == "host" and place != "cpu"
-        rows = cpu_rows.get(unit.name, 0)
-        nbytes = acc_part(unit, rows).packed_nbytes if rows else unit.packed_nbytes
+    for unit, name, of_attention, whole in room.units:
+        place, side, rows, nbytes = where[name], None, 0, whole
+        if of_attention:
+            side = "vram" if name in kv_vram else "host"
+            if side == "vram":
+                kv += room.kv_layer
+            elif place != "cpu":
+                staged = True
+        elif cpu_rows and (rows := cpu_rows.get(name, 0)):
+            nbytes = acc_part(unit, rows).packed_nbytes
         if place == "pinned":
             pinned += nbytes
         elif place == "streamed":
             streamed.append(nbytes)
-        placements.append(_placement(unit.name, place, side, rows))
+        placements.append(_placement(name, place, side, rows))
     scratch = room.scratch(tokens) + (room.kv_stage if staged else 0)
     scratch += row_stage_bytes(tokens, max(cpu_rows.values(), default=0))
     buffers = Buffers(pinned, scratch, min(slots, len(streamed)), max(streamed, default=0), kv)

@@ -129,10 +129,12 @@ def assign_cpu(
     They form about `runs` runs of neighbours, evenly spread over the layers; 0 runs means one at the start, where
     the tokens come from.
     """
-    layers = 1 + max(u.layer for cls in classes for u in cls.units)
+    layers = 1 + max(cls.units[-1].layer for cls in classes)
     centres = [(i + 0.5) * layers / runs for i in range(runs)] or [0.0]
     cpu: set[str] = set()
     for cls, count in zip(classes, counts):
+        if not count:
+            continue
         free = [u for u in cls.units if u.name not in resident]
         if cls.kind in ("embedding", "output"):
             cpu |= {u.name for u in free[:count]}
