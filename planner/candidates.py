@@ -18,7 +18,7 @@ from pshard.planner.search import Scored, TierSearch
 from pshard.planner.starts import Start, StartFinder
 from pshard.row_split import acc_part
 
-IMPROVED = 2  # starts that are worth improving
+IMPROVED = 3  # starts that are worth improving
 EXCHANGES = 60  # simulations of exchanges of what is in VRAM
 
 

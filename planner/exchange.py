@@ -9,7 +9,7 @@ from pshard.planner.draft import Room
 from pshard.planner.ilp import Counts
 from pshard.planner.order import order_residency
 from pshard.planner.problem import count_tier
-from pshard.planner.search import CLOSE, Scored, TierSearch, TierState
+from pshard.planner.search import CLOSE, Scored, TierSearch, TierState, streamed_cuts
 
 STRIDE = 16  # a first exchange moves this part of the layers
 WORTH = 1e-4  # of the time: what an exchange must gain
@@ -34,8 +34,8 @@ def exchange_memory(
     stride = max(1, max(c.size for c in classes) // STRIDE)
     while stride and evaluations > 0 and best.seconds > bound * CLOSE:
         helped = False
-        for give, take in _pairs(room, classes):
-            while evaluations > 0 and (moved := _move(room, classes, counts, give, take, stride)):
+        for give, take, to_cpu in _pairs(room, classes):
+            while evaluations > 0 and (moved := _move(room, classes, counts, give, take, stride, to_cpu)):
                 evaluations -= 1
                 found = _score(room, classes, costs, moved, best.state, even)
                 if found is None or found.seconds >= best.seconds * (1 - WORTH):
@@ -45,14 +45,27 @@ def exchange_memory(
     return best
 
 
-def _pairs(room: Room, classes: tuple[UnitClass, ...]) -> Iterator[tuple[Item, Item]]:
+def _pairs(room: Room, classes: tuple[UnitClass, ...]) -> Iterator[tuple[Item, Item, bool]]:
+    """What leaves, what comes instead, and whether the CPU computes from then on what leaves."""
     items: list[Item] = [(c, "pin") for c, cls in enumerate(classes) if cls.kind != "embedding" and cls.nbytes]
     items += [(c, "kv") for c, cls in enumerate(classes) if cls.kind == "attention" and room.kv_layer]
-    return ((give, take) for give in items for take in items if give != take)
+    return (
+        (give, take, to_cpu)
+        for give in items
+        for take in items
+        for to_cpu in ((False, True) if give[1] == "pin" else (False,))
+        if give != take
+    )
 
 
 def _move(
-    room: Room, classes: tuple[UnitClass, ...], counts: tuple[Counts, ...], give: Item, take: Item, stride: int
+    room: Room,
+    classes: tuple[UnitClass, ...],
+    counts: tuple[Counts, ...],
+    give: Item,
+    take: Item,
+    stride: int,
+    to_cpu: bool,
 ) -> tuple[Counts, ...] | None:
     """The counts with `stride` of one item out of VRAM and what fits instead of another in; None when impossible."""
     sizes = {"pin": [c.nbytes for c in classes], "kv": [room.kv_layer] * len(classes)}
@@ -64,6 +77,7 @@ def _move(
         return None
     moved = list(counts)
     moved[give[0]] = replace(moved[give[0]], **{give[1]: getattr(moved[give[0]], give[1]) - out})
+    moved[give[0]] = replace(moved[give[0]], cpu=moved[give[0]].cpu + (out if to_cpu else 0))
     moved[take[0]] = replace(moved[take[0]], **{take[1]: getattr(moved[take[0]], take[1]) + more})
     for c, cls in enumerate(classes):  # what is in VRAM is not computed on the CPU
         moved[c] = replace(moved[c], cpu=min(moved[c].cpu, cls.size - max(moved[c].pin, moved[c].kv)))
@@ -80,5 +94,6 @@ def _score(
 ) -> Scored | None:
     """The counts as a tier, with as many runs and slots as another state."""
     cpu = tuple(0 if c.kind == "embedding" else n.cpu for c, n in zip(classes, counts))
-    state = TierState(sum(n.pin for n in counts), sum(n.kv for n in counts), cpu, like.runs, like.slots)
+    cuts = streamed_cuts(counts)
+    state = TierState(sum(n.pin for n in counts), sum(n.kv for n in counts), cpu, like.runs, like.slots, cuts)
     return TierSearch(room, classes, order_residency(classes, [counts], even), costs).score(state)

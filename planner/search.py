@@ -69,7 +69,7 @@ class TierSearch:
         """The solver's counts as a tier, with CPU units in the best of several numbers of runs."""
         pins, kv = sum(n.pin for n in counts), sum(n.kv for n in counts)
         cpu = tuple(0 if c.kind == "embedding" else n.cpu for c, n in zip(self.classes, counts))
-        cuts = tuple(tuple(streamed for _, streamed in n.cuts) for n in counts) if any(n.split for n in counts) else ()
+        cuts = streamed_cuts(counts)
         most = max((n for c, n in zip(self.classes, cpu) if c.kind in ("attention", "ffn")), default=0)
         choices = {0, most, most // 2, most // 4} if most else {0}
         scored = [s for s in (self.score(TierState(pins, kv, cpu, runs, slots, cuts)) for runs in sorted(choices)) if s]
@@ -84,8 +84,40 @@ class TierSearch:
             )
         return self._seen[state]
 
+    def _is_over(self, state: TierState) -> bool:
+        """Whether whole units alone are over budget, known before a tier is drafted."""
+        if self.residency.cpu_rows or state.cuts:
+            return False
+        held, pinned = self._prefixes[state.pins]
+        streamed = [
+            (cls.size - n - cpu, cls.nbytes)
+            for cls, n, cpu in zip(self.classes, pinned, state.cpu)
+            if cls.kind != "embedding" and cls.size - n - cpu > 0
+        ]
+        slots = min(state.slots, sum(n for n, _ in streamed))
+        layers = sum(cls.size - cpu for cls, cpu in zip(self.classes, state.cpu) if cls.kind == "attention")
+        held += slots * max((nbytes for _, nbytes in streamed), default=0) + state.kv * self.room.kv_layer
+        held += self.room.kv_stage if layers > state.kv else 0
+        return held + self.room.scratch(self.costs.load.tokens) > self.room.arena
+
+    @cached_property
+    def _streamed(self) -> dict[str, str]:
+        return {u.name: "streamed" for u in self.room.spec.units}
+
+    @cached_property
+    def _prefixes(self) -> list[tuple[int, tuple[int, ...]]]:
+        """By length of the pin order's prefix: its bytes, and its units by class."""
+        at = {u.name: c for c, cls in enumerate(self.classes) for u in cls.units}
+        held, counts = 0, [0] * len(self.classes)
+        found = [(held, tuple(counts))]
+        for name in self.residency.pin_order:
+            held += self.classes[at[name]].nbytes
+            counts[at[name]] += 1
+            found.append((held, tuple(counts)))
+        return found
+
     def build(self, state: TierState) -> TierPlan | None:
-        if state.pins > self.most_pins:
+        if state.pins > self.most_pins or self._is_over(state):
             return None
         pinned = frozenset(self.residency.pin_order[: state.pins])
         kv = frozenset(self.residency.kv_order[: state.kv])
@@ -95,14 +127,11 @@ class TierSearch:
             if cls.kind == "embedding":
                 counts.append(sum(u.name not in pinned for u in cls.units))
                 continue
-            if cpu < 0 or cpu > sum(u.name not in resident for u in cls.units):
+            if cpu < 0 or (cpu and cpu > sum(u.name not in resident for u in cls.units)):
                 return None
             counts.append(cpu)
         on_cpu = assign_cpu(self.classes, tuple(counts), resident, state.runs)
-        where = {
-            u.name: "pinned" if u.name in pinned else "cpu" if u.name in on_cpu else "streamed"
-            for u in self.room.spec.units
-        }
+        where = self._streamed | dict.fromkeys(on_cpu, "cpu") | dict.fromkeys(pinned, "pinned")
         cut = {name: rows for name, rows in self.residency.cpu_rows.items() if name in pinned}
         if state.cuts:
             if any(min(n, default=0) < 0 for n in state.cuts):
@@ -198,3 +227,8 @@ class TierSearch:
             if self.build(filled):
                 return filled
         return None
+
+
+def streamed_cuts(counts: tuple[Counts, ...]) -> tuple[tuple[int, ...], ...]:
+    """`TierState.cuts` of counts."""
+    return tuple(tuple(streamed for _, streamed in n.cuts) for n in counts) if any(n.split for n in counts) else ()

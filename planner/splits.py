@@ -30,11 +30,15 @@ def split_candidate(
         return found
     best = found
     if _may_gain(room, classes, costs[main], max(found.tiers[main].buffers.slots, 1)):
-        slots = {c.load.tokens: affordable_slots(room, c, max(t.buffers.slots, 2)) for c, t in zip(costs, found.tiers)}
-        solution = _solve(room, classes, [c for c in costs if not c.load.rare], slots)
-        for even in (True, False) if solution.counts and any(n.split for n in solution.counts[0]) else ():
-            placed = _place(room, classes, costs, found, solution, slots, even)
-            best = placed if placed and placed.total < best.total else best
+        for least in (1, 2):
+            slots = {
+                c.load.tokens: affordable_slots(room, c, max(t.buffers.slots, 2) if least == 2 else 1)
+                for c, t in zip(costs, found.tiers)
+            }
+            solution = _solve(room, classes, [c for c in costs if not c.load.rare], slots)
+            for even in (True, False) if solution.counts and any(n.split for n in solution.counts[0]) else ():
+                placed = _place(room, classes, costs, found, solution, slots, even)
+                best = placed if placed and placed.total < best.total else best
     refined = refine_splits(room, classes, costs, best, main)
     return next((c for c in (refined, best) if any(p.cpu_rows for t in c.tiers for p in t.placements)), found)
 

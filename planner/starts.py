@@ -12,9 +12,9 @@ from pshard.planner.order import order_residency
 from pshard.planner.problem import tier_problem
 from pshard.planner.search import Scored, TierSearch
 
-SLOTS = (2, 3, 1)  # the program is solved for each; the best of them also with other assumptions about KV
+SLOTS = (2, 3)  # the program is solved for each; the best of them also with other assumptions about KV
 OTHERWISE = ("hidden", "none")
-GAP = 0.01  # of the solver: what units gain by their order is worth more than the rest of it
+GAP = 0.02  # of the solver: what units gain by their order is worth more than the rest of it
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from tests.planner_cases import DESKTOP, OWN, make_model, models
 from tests.test_planner_plans import RELAXED, workload_seconds
 from tests.test_planner_simulation import setting
 
-SLOW = replace(DESKTOP, acc_memory=90e9)  # an accelerator that is worth helping
+SLOW = replace(DESKTOP, acc_memory=80e9)  # an accelerator that is worth helping: at 90 whole units come within 2%
 
 
 def place(room: Room, where: str, rows: int, slots: int = 0):
