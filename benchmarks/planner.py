@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pshard.machine_store import load_profile
 from pshard.model import ModelConfig, ModelSpec, Rope, TensorSpec, Unit
+from pshard.planner.ilp import relaxation_bound
 from pshard.planner.plan import plan_variant
 from pshard.workload import Workload
 
@@ -47,6 +48,7 @@ def main() -> None:
         workload = Workload((mib,), 8192 * sequences, sequences)
         timed = []
         for _ in range(RUNS):
+            relaxation_bound.cache_clear()
             started, used = time.perf_counter(), time.process_time()
             variant = plan_variant(spec, profile, workload)
             timed.append((time.process_time() - used, time.perf_counter() - started))
