@@ -94,8 +94,12 @@ def open_plan(request: Request) -> Opened:
 def settle_plan(request: Request) -> tuple[Request, int]:
     """How many processes run the model, and what to ask of each; a plan that is to be made anew is made here, once.
 
-    Raises UserError as `open_plan` does.
+    Raises UserError as `open_plan` does, and for --replan under torchrun, whose ranks would each make a plan.
     """
+    from pshard.runtime.parallel import launched_ranks
+
+    if request.replan and launched_ranks() > 1:
+        raise UserError("--replan is for one process; under torchrun run pshard-plan with the same flags first")
     auto = request.split_mode == "auto" or request.auto_ratios
     if not auto and not request.replan:
         return request, _count_given(request)

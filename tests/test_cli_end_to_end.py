@@ -361,6 +361,16 @@ def test_replan_with_ratios_to_choose_needs_to_know_the_devices(world: World, ca
     assert "-ts auto: the profile knows one device" in capsys.readouterr().err
 
 
+def test_ranks_of_torchrun_do_not_each_make_a_plan(
+    world: World, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    flags = ["-m", str(world.model), "--vram", "4,4", "-sm", "tensor", "--replan"]
+    assert cli_run.main([*flags, "-p", "1", "--tokens", "--temp", "0"]) == 2
+    assert "--replan is for one process" in capsys.readouterr().err and not world.registry.exists()
+
+
 def test_python_api(world: World) -> None:
     from pshard.errors import UserError
 
