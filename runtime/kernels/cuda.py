@@ -67,6 +67,7 @@ TUNING: dict[tuple[str, int], Tile] = {
     **{(f"matvec {qtype}", m): Tile(16, 32, 4, 1, 1056) for qtype in DP4A_TYPES for m in (1, 2, 4)},
     **{(f"matvec {qtype}", 8): Tile(32, 16, 2, 1, 800) for qtype in ("Q2_K", "Q5_K")},
     ("matvec", 16): Tile(32, 16, 2, 1, 1600, 144),
+    ("matvec Q4_K", 16): Tile(32, 16, 2, 1, 800, 168),
     ("matvec", 32): Tile(32, 8, 1, 1, 800),
     ("matvec", 64): Tile(32, 8, 1, 1, 800),
     ("matvec Q4_0", 64): Tile(32, 16, 2, 1, 800, 144, tokens=16),

@@ -13,6 +13,7 @@ uint8_t* align(uint8_t* p) { return p + (64 - reinterpret_cast<uintptr_t>(p) % 6
 // Attention, cut into tasks of kQueries queries of every kv head and of a range of cells; how, depends on the shape
 // only. Partial results are joined in a fixed order.
 constexpr int kQueries = 16;
+constexpr int64_t kLeastCells = 128;  // 64 sequences of 1056 cells: 18 GB/s on two cores, 14 with tasks of 64 cells
 
 struct Attention {  // of one sequence
   const float* q;
@@ -36,7 +37,7 @@ struct Attention {  // of one sequence
   int64_t cells() const { return before + tokens; }
   int64_t split() const {  // cells of one task
     const int64_t splits = std::clamp(64 / blocks(), 1, 32);
-    return round_up<int64_t>((cells() + splits - 1) / splits, kTileCells);
+    return round_up<int64_t>(std::max((cells() + splits - 1) / splits, kLeastCells), kTileCells);
   }
   int64_t splits() const { return (cells() + split() - 1) / split(); }
   int64_t tasks() const { return blocks() * splits(); }
