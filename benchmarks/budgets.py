@@ -98,7 +98,8 @@ def run_case(model: Path, name: str, first_token: bool) -> dict[str, Any]:
             return record | {"error": (plan.stderr + bench.stderr)[-2000:]}
         record["measurements"] = json.loads(out.read_text())
         for m in record["measurements"]:
-            m["command"] = m["command"].replace(str(model), model.name).replace(f" --registry {registry}", "")
+            m["command"] = m["command"].replace(str(model), model.name)
+            m["command"] = m["command"].replace(f" --registry {registry}", "").replace(f" -of {out}", "")
             print(describe(name, m, case.goals), flush=True)
         if first_token:
             start = time.perf_counter()

@@ -59,7 +59,7 @@ def quick_effort(cache_bytes: int, memory_bytes: int) -> Effort:
         limit=25.0,
         grid=Shapes(tuple(grid), (), (AttentionShape(32, 8, 128),), ((4096, 14336),), (("Q4_0", 4096),), 4096),
         host_tokens=(1, 4, 16, 64, 128, 512),
-        acc_tokens=(1, 4, 16, 64, 128, 512, 2048, 4096),
+        acc_tokens=(1, 4, 8, 16, 64, 128, 512, 2048, 4096),
         copy_sizes=COPY_SIZES,
         contention_seconds=0.4,
         sums=(*SIZES[:3], *SIZES[4::2]),  # decode's, and a few large ones
