@@ -88,7 +88,8 @@ def main() -> int:
 
 
 def _time_share(group: "Group", what: str, size: int, call: Callable[[], object], seconds: float) -> ShareTiming:
-    """Seconds of a call when all ranks make such calls and when the others wait, of the rank that loses most."""
+    """Seconds of a call when all ranks make such calls and when the others wait: of the slowest rank, of copies of that
+    which loses most by the others, as links may differ."""
     call()
     group.barrier()
     together = _median_call(call, seconds)
@@ -98,7 +99,7 @@ def _time_share(group: "Group", what: str, size: int, call: Callable[[], object]
         alone = _median_call(call, seconds) if rank == group.rank else alone
     group.barrier()
     said = [group.broadcast([together, alone], rank) for rank in range(group.size)]
-    together, alone = max(said, key=lambda rank: rank[0] / rank[1])
+    together, alone = max(said, key=lambda rank: rank[0] / rank[1] if what == "copy" else rank[0])
     return ShareTiming(group.size, what, size, alone, alone, together)
 
 

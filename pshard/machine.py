@@ -139,11 +139,12 @@ class CollectiveTiming:
 
 @dataclass(frozen=True)
 class ShareTiming:
-    """Seconds of the same work with what one of `ranks` ranks on this host has of it; of the rank that loses most.
+    """Seconds of the same work with what one of `ranks` ranks on this host has of it.
 
     `what`: "matmul" (CPU kernels multiply `size` tokens) or "copy" (`size` bytes to the accelerator). `whole`: with all
     of the host's cores; `alone`: with the rank's own cores, over its own link, while the others wait; `together`: while
-    all of them do it. A copy has its link alone or together only: `whole` is `alone`.
+    all of them do it. Matmuls are of the slowest rank; copies of the one that loses most by the others, with `alone` as
+    `whole`, since a link is no part of another.
     """
 
     ranks: int
