@@ -113,21 +113,23 @@ def _complete(
 def place_best_baselines(room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...]) -> list[Candidate]:
     """Published strategies, the most promising first, until none that is left can be faster than one of them.
 
-    What a strategy's counts take at least, whatever their order, tells which need no simulation.
+    What its counts take at least in the tiers that the round enters, whatever their order, tells whether a strategy
+    needs to be simulated.
     """
+    entered = [c for c in costs if not c.load.rare]
     placed = []
     for name in STRATEGIES:
-        if baseline := place_strategy(name, room, tuple(c.load.tokens for c in costs)):
-            problems = [tier_problem(room, classes, c, max(t.buffers.slots, 1)) for c, t in zip(costs, baseline.tiers)]
-            least = tuple(
-                fluid_seconds(problem, count_tier(classes, tier), relaxed=True)
-                for problem, tier in zip(problems, baseline.tiers)
-            )
-            placed.append((round_seconds(room, baseline.tiers, least, costs), name, baseline))
+        if baseline := place_strategy(name, room, tuple(c.load.tokens for c in entered)):
+            least = 0.0
+            for cost, tier in zip(entered, baseline.tiers):
+                problem = tier_problem(room, classes, cost, max(tier.buffers.slots, 1))
+                least += cost.load.weight * fluid_seconds(problem, count_tier(classes, tier), relaxed=True)
+            placed.append((least, name))
     found: list[Candidate] = []
-    for least_total, name, baseline in sorted(placed, key=lambda p: p[0]):
-        if not found or least_total < min(c.total for c in found):
-            found.append(_price_baseline(name, room, costs, baseline))
+    for least, name in sorted(placed):
+        if not found or least < min(c.total for c in found):
+            candidate = place_baseline(name, room, costs)
+            found += [candidate] if candidate else []
     return found
 
 

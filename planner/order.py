@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from pshard.model import Unit
 from pshard.planner.classes import UnitClass
@@ -33,14 +34,20 @@ def _spread_order(left: list[str], pins: list[int], phase: float) -> list[str]:
     for count in sorted(set(pins), reverse=True):
         out = [left[i] for i in spread(len(left), len(left) - count, phase)]
         tail = [*_scatter(out), *tail]
-        left = [n for n in left if n not in set(out)]
+        gone = set(out)
+        left = [n for n in left if n not in gone]
     return [*_scatter(left), *tail]
 
 
 def _scatter(names: list[str]) -> list[str]:
     """The names such that those at the beginning lie far apart: by their positions' binary digits, last one first."""
-    digits = len(names).bit_length()
-    return [names[i] for i in sorted(range(len(names)), key=lambda i: f"{i:0{digits}b}"[::-1])]
+    return [names[i] for i in _scattered(len(names))]
+
+
+@lru_cache(1 << 10)
+def _scattered(n: int) -> list[int]:
+    digits = n.bit_length()
+    return sorted(range(n), key=lambda i: f"{i:0{digits}b}"[::-1])
 
 
 def order_residency(

@@ -179,37 +179,36 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
     hidden = shape.tokens * spec.config.d_model * 4
     body: list[Step] = []
 
-    def fetch(index: int) -> None:
-        if index < len(fetched) and shape.past:
-            body.append(_fetch_kv(fetched[index].name, shape.past * cell))
-
-    fetch(0)
+    fetches = [_fetch_kv(u.name, shape.past * cell) for u in fetched] if shape.past else []
+    body += fetches[:1]
     side, n_fetched = "cpu", 0  # token ids start on the host
     if stage and stage.source is not None:
         body.append(Receive(stage.source, hidden))
         side = "acc"
+    add, sums = body.append, shape.ranks > 1 and not stage
     for unit in units:
-        place = places[unit.name]
+        name, kind = unit.name, unit.kind
+        place, slot = places[name], slot_of.get(name)
         on = "cpu" if place.where == "cpu" else "acc"
         if place.cpu_rows:
-            body.append(_hand_off("cpu" if side == "acc" else "acc", hidden))
-            body.extend(_split_steps(place, slot_of.get(unit.name), shape.tokens))
+            add(_hand_off("cpu" if side == "acc" else "acc", hidden))
+            body.extend(_split_steps(place, slot, shape.tokens))
         else:
-            if on != side and unit.kind != "embedding":
-                body.append(_hand_off(on, hidden))
-            body.append(_compute(unit.name, on, SOURCES[place.where], slot_of.get(unit.name)))
+            if on != side and kind != "embedding":
+                add(_hand_off(on, hidden))
+            add(_compute(name, on, SOURCES[place.where], slot))
         side = on
-        if unit.kind == "attention" and on == "acc" and place.kv == "host":
-            body.append(_write_back(unit.name, shape.tokens * cell))
+        if kind == "attention" and on == "acc" and place.kv == "host":
+            add(_write_back(name, shape.tokens * cell))
             n_fetched += 1
-            fetch(n_fetched)
-        if shape.ranks > 1 and not stage and unit.kind in ("attention", "ffn"):
-            body.append(_all_reduce(unit.name, hidden))
-        if unit.name in slot_of:
-            body.append(_free(slot_of[unit.name]))
-            after = following[unit.name]
+            body += fetches[n_fetched : n_fetched + 1]
+        if sums and kind in ("attention", "ffn"):
+            add(_all_reduce(name, hidden))
+        if slot is not None:
+            add(_free(slot))
+            after = following[name]
             if after is not None:
-                body.append(_slot_copy(after, slot_of[after.name], places[after.name].cpu_rows))
+                add(_slot_copy(after, slot, places[after.name].cpu_rows))
     logits = shape.logit_rows * spec.config.vocab * 4
     if stage and not spec.units[-1].tensors:
         logits = 0
