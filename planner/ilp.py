@@ -140,7 +140,7 @@ def solve_tiers(
     kv_switch: tuple[float, ...] = (),
     time_limit: float = 10.0,
     relaxed: bool = False,
-    stalls: bool = True,
+    host_kv: str = "stalls",
     between: tuple[tuple[Counts, ...], tuple[Counts, ...]] | None = None,
     gap: float = GAP,
 ) -> Solution:
@@ -150,12 +150,13 @@ def solve_tiers(
     kv_switch: by class, seconds of moving the used KV cells of one layer at that switch.
     relaxed: waits for KV are free, link traffic has no price, and of classes with many units parts may be counted: the
         objective is then a lower bound.
-    stalls: every fetch of a layer's KV from the host stalls the accelerator; else CPU units hide fetches, one each.
+    host_kv: every fetch of a layer's KV from the host "stalls" the accelerator, or fetches are "hidden" (under CPU
+        units, one each); or there are "none": all KV is in VRAM in every tier.
     between: by class, the fewest and the most pins and layers with KV in VRAM of every tier.
     gap: relative distance to the bound at which the solver may stop.
     """
     started = time.perf_counter()
-    program, variables = _write_program(problems, switch_seconds_per_byte, kv_switch, relaxed, stalls, between)
+    program, variables = _write_program(problems, switch_seconds_per_byte, kv_switch, relaxed, host_kv, between)
     if not relaxed and _has_many(problems):
         near = _solve_near_parts(program, problems, variables, time_limit, gap, started)
         if near.counts and near.gap <= gap:
@@ -194,9 +195,9 @@ def _flatten(cuts) -> list:
 
 
 @lru_cache(256)  # tiers are bounded roughly first, then again
-def relaxation_bound(problems: tuple[TierProblem, ...]) -> float:
+def relaxation_bound(problems: tuple[TierProblem, ...], host_kv: str = "hidden") -> float:
     """Weighted seconds that no counts of these tiers can beat, by the linear relaxation: quick, and rather low."""
-    program, _ = _write_program(problems, relaxed=True)
+    program, _ = _write_program(problems, relaxed=True, host_kv=host_kv)
     return _relaxation_value(program) / MS
 
 
@@ -205,7 +206,7 @@ def _write_program(
     switch_seconds_per_byte: float = 0.0,
     kv_switch: tuple[float, ...] = (),
     relaxed: bool = False,
-    stalls: bool = True,
+    host_kv: str = "stalls",
     between: tuple[tuple[Counts, ...], tuple[Counts, ...]] | None = None,
 ):
     """The program and its (pin, cpu, kv, cuts) variables by tier; see `solve_tiers`."""
@@ -216,8 +217,11 @@ def _write_program(
         parts = relaxed and _has_many((problem,))
         pin, cpu, kv, cuts = _count_variables(t, problem, between, parts)
         variables.append((pin, cpu, kv, cuts))
-        waits = stalls and not relaxed
-        terms.append(problem.weight * _add_tier(program, t, problem, pin, cpu, kv, cuts, relaxed, waits, parts))
+        if host_kv == "none":
+            for c, cost in enumerate(problem.classes):
+                program += kv[c] >= (cost.size if cost.kv_nbytes else 0), f"kv_stays_{t}_{c}"
+        stalls = host_kv == "stalls" and not relaxed
+        terms.append(problem.weight * _add_tier(program, t, problem, pin, cpu, kv, cuts, relaxed, stalls, parts))
         if t:
             before = variables[t - 1]
             for c, cost in enumerate(problem.classes):

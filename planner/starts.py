@@ -12,7 +12,8 @@ from pshard.planner.order import order_residency
 from pshard.planner.problem import tier_problem
 from pshard.planner.search import Scored, TierSearch
 
-SLOTS = (2, 3, 1)  # the program is solved for each, with the best of them also without waits for KV
+SLOTS = (2, 3)  # the program is solved for each; the best of them also with other assumptions about KV
+OTHERWISE = ("hidden", "none")
 GAP = 0.02  # of the solver: what units gain by their order is worth more than the rest of it
 
 
@@ -48,21 +49,23 @@ class StartFinder:
         """
         starts: list[Start] = []
         for slots in SLOTS:
-            starts = self._add(starts, slots, True, wanted)
-        return self._add(starts, starts[0].slots, False, wanted) if starts else starts
+            starts = self._add(starts, slots, "stalls", wanted)
+        for host_kv in OTHERWISE if starts else ():
+            starts = self._add(starts, starts[0].slots, host_kv, wanted)
+        return starts
 
-    def _add(self, starts: list[Start], slots: int, stalls: bool, wanted: int) -> list[Start]:
+    def _add(self, starts: list[Start], slots: int, host_kv: str, wanted: int) -> list[Start]:
         slowest = starts[wanted - 1].weighted if len(starts) >= wanted else inf
         left = self.deadline - time.monotonic()
         problems = tuple(
             tier_problem(self.room, self.classes, c, affordable_slots(self.room, c, slots)) for c in self.costs
         )
         late = bool(starts) and left <= 0
-        if late or (slowest < inf and relaxation_bound(problems) >= slowest):
+        if late or (slowest < inf and relaxation_bound(problems, host_kv) >= slowest):
             return starts
         kv_switch = tuple(self.costs[0].units[c.units[0].name].kv_fetch for c in self.classes)
         rate = self.costs[0].tables.link_rate
-        solution = solve_tiers(problems, 1 / rate, kv_switch, max(left / 2, 0.5), stalls=stalls, gap=GAP)
+        solution = solve_tiers(problems, 1 / rate, kv_switch, max(left / 2, 0.5), host_kv=host_kv, gap=GAP)
         found = [self._simulate(solution, slots, even) for even in (True, False)] if solution.counts else []
         return sorted([*starts, *(s for s in found if s)], key=lambda s: s.weighted)
 
