@@ -161,7 +161,8 @@ def solve_tiers(
         near = _solve_near_parts(program, problems, variables, time_limit, gap, started)
         if near.counts and near.gap <= gap:
             return near
-    return _run(program, problems, variables, time_limit, gap, started)
+    left = max(time_limit - (time.perf_counter() - started), time_limit / 3)
+    return _run(program, problems, variables, left, gap, started)
 
 
 def _has_many(problems: tuple[TierProblem, ...]) -> bool:

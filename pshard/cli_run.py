@@ -58,12 +58,12 @@ def _main(argv: list[str]) -> int:
     from pshard.runtime.parallel import launched_ranks
     from pshard.runtime.sampling import Sampling
 
-    if args.split_mode != "none" and args.seed is None and args.temp > 0:
-        raise UserError("several ranks must draw the same tokens: give -s SEED, or --temp 0")
     sampling = Sampling(args.temp, args.top_k, args.top_p, args.min_p, args.seed)
     ids = _encode_prompt(request.model, prompt, args.chat)
     request = replace(request, needed=len(ids) + args.predict)  # a plan of at least that context is chosen
     request, ranks = settle_plan(request)
+    if ranks > 1 and args.seed is None and args.temp > 0:
+        raise UserError("several ranks must draw the same tokens: give -s SEED, or --temp 0")
     if ranks > 1 and launched_ranks() < 2:
         from pshard.runtime.launch import launch
 

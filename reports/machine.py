@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 MOST_TYPES = 6  # as many as there are colours
 SIDES = {"acc": "accelerator", "host": "host"}
 STYLES: dict[str, dict[str, Any]] = {"acc": {"marker": "o", "ls": "-"}, "host": {"marker": "s", "ls": "--"}}
+OTHER: dict[str, Any] = {"marker": "^", "ls": ":"}  # accelerators unlike the first
 DIRECTIONS = {"h2d": "to device", "d2h": "from device"}
 
 
@@ -52,7 +53,7 @@ def _draw_reads(ax: "Axes", profile: MachineProfile) -> None:
 
 def _draw_copies(ax: "Axes", profile: MachineProfile) -> None:
     series: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for c in profile.copies:
+    for c in (c for c in profile.copies if c.device == "acc"):  # one link: those of others would hide it
         series.setdefault((c.direction, c.memory), []).append((c.nbytes, c.nbytes / c.seconds / 1e9))
     for i, ((direction, memory), points) in enumerate(sorted(series.items(), key=lambda s: s[0], reverse=True)):
         points.sort()
@@ -80,13 +81,16 @@ def _draw_matmuls(ax: "Axes", timings: Sequence[MatmulTiming]) -> None:
         points = sorted((t.tokens, t.seconds) for t in rows if (t.rows * t.cols, t.rows, t.cols) == largest)
         if largest:
             rates = [2 * n * largest[0] / seconds / 1e9 for n, seconds in points]
-            ax.plot([n for n, _ in points], rates, color=colours[qtype], markersize=4, **STYLES[device])
+            ax.plot([n for n, _ in points], rates, color=colours[qtype], markersize=4, **STYLES.get(device, OTHER))
     some = f" ({len(shown)} of {len(counts)} quant types)" if len(shown) < len(counts) else ""
     ax.set(title=f"Matrix products{some}", xlabel="tokens", ylabel="GFLOP/s", xscale="log", yscale="log")
     _name_ticks(ax, {t.tokens: str(t.tokens) for t in timings})
     use_plain_numbers(ax.yaxis, *ax.get_ylim())
     handles = [Line2D([], [], color=colours[q], label=q) for q in shown]
-    handles += [Line2D([], [], color="black", label=SIDES[d], markersize=4, **STYLES[d]) for d in devices]
+    handles += [
+        Line2D([], [], color="black", label=SIDES.get(d, f"accelerator {d[3:]}"), markersize=4, **STYLES.get(d, OTHER))
+        for d in devices
+    ]
     if handles:
         ax.legend(handles=handles, fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.16))
 

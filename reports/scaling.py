@@ -129,7 +129,8 @@ def _name_lines(ax: "Axes", points: Sequence[Point]) -> list[Any]:
     ]
     if len(tests) == 1:
         return handles
-    return handles + [Line2D([], [], color=GREY, marker=m, label=t, linewidth=0) for t, m in zip(tests, MARKERS)]
+    markers = zip(tests, itertools.cycle(MARKERS))
+    return handles + [Line2D([], [], color=GREY, marker=m, label=t, linewidth=0) for t, m in markers]
 
 
 Base = dict[tuple[str, int, int], Point] | None

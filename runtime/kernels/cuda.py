@@ -65,6 +65,7 @@ TUNING: dict[tuple[str, int], Tile] = {
     **{("matvec MXFP4", m): Tile(32, 32, 4, 1, 800) for m in (1, 2, 4, 8)},
     **{("matvec Q4_K", m): Tile(32, 16, 2, 1, 800) for m in (2, 4, 8)},
     **{(f"matvec {qtype}", m): Tile(16, 32, 4, 1, 1056) for qtype in DP4A_TYPES for m in (1, 2, 4)},
+    ("matvec Q2_K", 1): Tile(16, 16, 2, 1, 1600),
     **{(f"matvec {qtype}", 8): Tile(32, 16, 2, 1, 800) for qtype in ("Q2_K", "Q5_K")},
     ("matvec", 16): Tile(32, 16, 2, 1, 1600, 144),
     ("matvec Q4_K", 16): Tile(32, 16, 2, 1, 800, 168),

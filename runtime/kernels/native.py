@@ -4,7 +4,8 @@ Buffers are addresses (int), numpy arrays or anything with `data_ptr()` (torch t
 except for row strides. Strides count elements, not bytes. Sizes are the caller's promise: C++ cannot see them. Every
 call releases the GIL and returns when the result is written; calls from several threads run one after the other.
 
-Results do not depend on the number of threads, and one token's result does not depend on how many are computed with it.
+Results do not depend on the number of threads, and one sequence's do not depend on what is computed with it; nor do a
+token's, but for attention, whose cells are shared out by how many new tokens their sequence has.
 """
 
 import ctypes

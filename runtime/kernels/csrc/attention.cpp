@@ -13,6 +13,7 @@ uint8_t* align(uint8_t* p) { return p + (64 - reinterpret_cast<uintptr_t>(p) % 6
 // Attention, cut into tasks of kQueries queries of every kv head and of a range of cells; how, depends on the shape
 // only. Partial results are joined in a fixed order.
 constexpr int kQueries = 16;
+constexpr int64_t kMostScratch = 32 << 20;  // bytes of partial results of one job of several sequences
 constexpr int64_t kLeastCells = 128;  // 64 sequences of 1056 cells: 18 GB/s on two cores, 14 with tasks of 64 cells
 
 struct Attention {  // of one sequence
@@ -27,7 +28,7 @@ struct Attention {  // of one sequence
   int64_t before;
   int tokens, heads, kv_heads, d;
   float scale;
-  int64_t first_task, first_partial;  // tasks and floats of partial results of the sequences before
+  int64_t first_task = 0, first_join = 0, first_partial = 0;  // tasks, joins and partial floats of those before
 
   int shared() const { return heads / kv_heads; }
   int padded() const { return round_up(d, 16); }
@@ -41,6 +42,7 @@ struct Attention {  // of one sequence
   }
   int64_t splits() const { return (cells() + split() - 1) / split(); }
   int64_t tasks() const { return blocks() * splits(); }
+  int64_t joins() const { return static_cast<int64_t>(blocks()) * kv_heads; }
   int64_t partial_floats() const { return static_cast<int64_t>(kv_heads) * slots() * (padded() + 2); }
   // Query i of kv head h: where its row starts in q or out, whose tokens are `stride` apart.
   int64_t row(int head, int i, int64_t stride) const {
@@ -85,6 +87,33 @@ void join_splits(const Attention& a, int head, int query, const float* partials)
   for (int j = 0; j < a.d; ++j) out[j] /= sum;
 }
 
+// The sequence that a task belongs to, of those whose `first` are given.
+const Attention& find(const std::vector<Attention>& all, int64_t Attention::* first, int64_t task) {
+  return *(std::upper_bound(all.begin(), all.end(), task, [=](int64_t t, const Attention& a) { return t < a.*first; }) - 1);
+}
+
+void attend(const std::vector<Attention>& all) {
+  const Attention& last = all.back();
+  const int64_t tasks = last.first_task + last.tasks(), joins = last.first_join + last.joins();
+  const int64_t floats = last.first_partial + last.tasks() * last.partial_floats();
+  Pool::instance().with_scratch(floats * sizeof(float), [&](uint8_t* scratch) {
+    auto* partials = reinterpret_cast<float*>(scratch);
+    Pool::instance().run([&](Team& team) {
+      team.for_each(tasks, [&](int64_t task) {
+        const Attention& a = find(all, &Attention::first_task, task);
+        const int64_t own = task - a.first_task;
+        attend_task(a, own / a.splits(), own % a.splits(), partials + a.first_partial + own * a.partial_floats());
+      });
+      team.for_each(joins, [&](int64_t join) {
+        const Attention& a = find(all, &Attention::first_join, join);
+        const int64_t own = join - a.first_join, block = own / a.kv_heads;
+        for (int64_t i = block * kQueries; i < std::min<int64_t>(a.queries(), (block + 1) * kQueries); ++i)
+          join_splits(a, static_cast<int>(own % a.kv_heads), static_cast<int>(i), partials + a.first_partial);
+      });
+    });
+  });
+}
+
 }  // namespace
 }  // namespace pshard
 
@@ -94,33 +123,23 @@ PSHARD_API void pshard_attention(const float* q, int64_t q_stride, const void* k
                                  int64_t v_stride, int k_type, int v_type, const int32_t* kv_blocks,
                                  int64_t block_cells, const int64_t* segments, int64_t n_segments, int heads,
                                  int kv_heads, int d, float scale, float* out, int64_t out_stride) {
-  std::vector<Attention> all;
-  int64_t tasks = 0, partial_floats = 0;
+  std::vector<Attention> all;  // as many as the scratch of one job holds
   for (const int64_t* s = segments; s < segments + 4 * n_segments; s += 4) {  // first token, tokens, cells before, block
     if (s[1] == 0) continue;
-    all.push_back({q + s[0] * q_stride, out + s[0] * out_stride, q_stride, out_stride, static_cast<const char*>(k),
-                   static_cast<const char*>(v), k_stride, v_stride, k_type, v_type,
-                   kv_blocks ? kv_blocks + s[3] : nullptr, block_cells, s[2], static_cast<int>(s[1]), heads, kv_heads,
-                   d, scale, tasks, partial_floats});
-    tasks += all.back().tasks(), partial_floats += all.back().tasks() * all.back().partial_floats();
+    Attention a{q + s[0] * q_stride, out + s[0] * out_stride, q_stride, out_stride, static_cast<const char*>(k),
+                static_cast<const char*>(v), k_stride, v_stride, k_type, v_type, kv_blocks ? kv_blocks + s[3] : nullptr,
+                block_cells, s[2], static_cast<int>(s[1]), heads, kv_heads, d, scale};
+    if (!all.empty()) {
+      const Attention& b = all.back();
+      const int64_t floats = b.first_partial + b.tasks() * b.partial_floats();
+      if ((floats + a.tasks() * a.partial_floats()) * static_cast<int64_t>(sizeof(float)) > kMostScratch) {
+        attend(all);
+        all.clear();
+      } else {
+        a.first_task = b.first_task + b.tasks(), a.first_join = b.first_join + b.joins(), a.first_partial = floats;
+      }
+    }
+    all.push_back(a);
   }
-  const auto of_task = [&](int64_t task) -> const Attention& {
-    return *(std::upper_bound(all.begin(), all.end(), task,
-                              [](int64_t t, const Attention& a) { return t < a.first_task; }) - 1);
-  };
-  Pool::instance().with_scratch(partial_floats * sizeof(float), [&](uint8_t* scratch) {
-    auto* partials = reinterpret_cast<float*>(scratch);
-    Pool::instance().run([&](Team& team) {
-      team.for_each(tasks, [&](int64_t task) {
-        const Attention& a = of_task(task);
-        const int64_t own = task - a.first_task;
-        attend_task(a, own / a.splits(), own % a.splits(), partials + a.first_partial + own * a.partial_floats());
-      });
-      team.for_each(static_cast<int64_t>(all.size()) * kv_heads, [&](int64_t i) {
-        const Attention& a = all[i / kv_heads];
-        for (int query = 0; query < a.queries(); ++query)
-          join_splits(a, static_cast<int>(i % kv_heads), query, partials + a.first_partial);
-      });
-    });
-  });
+  if (!all.empty()) attend(all);
 }
