@@ -98,7 +98,7 @@ def test_any_number_becomes_the_cell_that_torch_makes(kind: str) -> None:
 
 
 SHORT = [(700, 1), (0, 5), (63, 1), (130, 0), (64, 2), (1000, 1)]  # cells before, new tokens
-LONG = [(3000 + i, 20) for i in range(16)]  # partial sums of 36 MiB: more than one job
+LONG = [(3000 + i, 20) for i in range(80)]  # partial sums of 38 MiB: more than one job
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from report_samples import (
@@ -20,6 +21,7 @@ from pshard.measurement import Timeline
 from pshard.registries.codec import encode_registry
 from pshard.reports.bench_formats import format_measurements
 from pshard.reports.inputs import read_inputs
+from pshard.reports.machine import draw_machine
 
 
 @pytest.fixture
@@ -55,6 +57,17 @@ def test_the_page_fetches_nothing_and_holds_figures_tables_and_origin(files, tmp
     assert not re.search(r"(?:src|href)=\"(?!data:)", page) and "url(" not in page and "<script" not in page
     for held in ("Some GPU", "pshard-bench -m invented.gguf", "9832.67 ± 246.63", "<td>accelerator</td>", "bench.json"):
         assert held in page
+
+
+def test_accelerators_unlike_the_first_are_drawn_apart(tmp_path):
+    profile = make_full_profile()
+    others = tuple(replace(m, device="acc1") for m in profile.matmuls if m.device == "acc")
+    copies = tuple(replace(c, device="acc1", seconds=2 * c.seconds) for c in profile.copies)
+    both = replace(profile, matmuls=(*profile.matmuls, *others), copies=(*profile.copies, *copies))
+    one, two = draw_machine(profile), draw_machine(both)
+    first, second = ([len(ax.lines) for ax in figure.axes] for figure in (one, two))
+    assert first[1] == second[1] and second[2] == first[2] + len({m.qtype for m in others})
+    assert "accelerator 1" in [text.get_text() for text in two.axes[2].get_legend().get_texts()]
 
 
 def test_what_files_say_is_not_taken_as_html(tmp_path):
