@@ -9,7 +9,7 @@ from pshard.planner.draft import Room
 from pshard.planner.ilp import Counts
 from pshard.planner.order import order_residency
 from pshard.planner.problem import count_tier
-from pshard.planner.search import CLOSE, Scored, TierSearch, TierState, streamed_cuts
+from pshard.planner.search import CLOSE, Scored, TierSearch, TierState, state_of
 
 STRIDE = 16  # a first exchange moves this part of the layers
 WORTH = 1e-4  # of the time: what an exchange must gain
@@ -93,7 +93,5 @@ def _score(
     even: bool,
 ) -> Scored | None:
     """The counts as a tier, with as many runs and slots as another state."""
-    cpu = tuple(0 if c.kind == "embedding" else n.cpu for c, n in zip(classes, counts))
-    cuts = streamed_cuts(counts)
-    state = TierState(sum(n.pin for n in counts), sum(n.kv for n in counts), cpu, like.runs, like.slots, cuts)
-    return TierSearch(room, classes, order_residency(classes, [counts], even), costs).score(state)
+    search = TierSearch(room, classes, order_residency(classes, [counts], even), costs)
+    return search.score(state_of(classes, counts, like.runs, like.slots))

@@ -13,7 +13,7 @@ from pshard.planner.costs import TierCosts
 from pshard.planner.draft import Room, draft_tier, tier_seconds
 from pshard.planner.order import order_around
 from pshard.planner.problem import count_tier
-from pshard.planner.search import SEARCH_ROUNDS, SLOT_CHOICES, TierSearch, TierState
+from pshard.planner.search import SEARCH_ROUNDS, SLOT_CHOICES, TierSearch, state_of
 from pshard.row_split import ffn_rows
 
 MOST_UNITS = 48  # above, one unit more or less hardly matters, and counts have said it all
@@ -93,10 +93,8 @@ def place_around(
 def arrange_tier(search: TierSearch, classes: tuple[UnitClass, ...], tier: TierPlan) -> TierPlan | None:
     """A tier with about the same counts under another residency order, improved."""
     counts = count_tier(classes, tier)
-    cpu = tuple(0 if c.kind == "embedding" else n.cpu for c, n in zip(classes, counts))
-    pins = min(sum(n.pin for n in counts), search.most_pins)
-    state = TierState(pins, sum(n.kv for n in counts), cpu, max(cpu), max(tier.buffers.slots, 1))
-    filled = search.fill(state)
+    state = state_of(classes, counts, 0, max(tier.buffers.slots, 1))
+    filled = search.fill(replace(state, pins=min(state.pins, search.most_pins), runs=max(state.cpu), cuts=()))
     start = search.score(filled) if filled else None
     return search.improve(start, EVALUATIONS).tier if start else None
 

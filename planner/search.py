@@ -67,12 +67,10 @@ class TierSearch:
 
     def start(self, counts: tuple[Counts, ...], slots: int) -> Scored | None:
         """The solver's counts as a tier, with CPU units in the best of several numbers of runs."""
-        pins, kv = sum(n.pin for n in counts), sum(n.kv for n in counts)
-        cpu = tuple(0 if c.kind == "embedding" else n.cpu for c, n in zip(self.classes, counts))
-        cuts = streamed_cuts(counts)
-        most = max((n for c, n in zip(self.classes, cpu) if c.kind in ("attention", "ffn")), default=0)
+        state = state_of(self.classes, counts, 0, slots)
+        most = max((n for c, n in zip(self.classes, state.cpu) if c.kind in ("attention", "ffn")), default=0)
         choices = {0, most, most // 2, most // 4} if most else {0}
-        scored = [s for s in (self.score(TierState(pins, kv, cpu, runs, slots, cuts)) for runs in sorted(choices)) if s]
+        scored = [s for s in (self.score(replace(state, runs=runs)) for runs in sorted(choices)) if s]
         return min(scored, key=lambda s: s.seconds, default=None)
 
     def score(self, state: TierState) -> Scored | None:
@@ -229,6 +227,8 @@ class TierSearch:
         return None
 
 
-def streamed_cuts(counts: tuple[Counts, ...]) -> tuple[tuple[int, ...], ...]:
-    """`TierState.cuts` of counts."""
-    return tuple(tuple(streamed for _, streamed in n.cuts) for n in counts) if any(n.split for n in counts) else ()
+def state_of(classes: tuple[UnitClass, ...], counts: tuple[Counts, ...], runs: int, slots: int) -> TierState:
+    """Counts as a state. The CPU looks up what of the embedding is not pinned: no number of its own."""
+    cpu = tuple(0 if c.kind == "embedding" else n.cpu for c, n in zip(classes, counts))
+    cuts = tuple(tuple(streamed for _, streamed in n.cuts) for n in counts) if any(n.split for n in counts) else ()
+    return TierState(sum(n.pin for n in counts), sum(n.kv for n in counts), cpu, runs, slots, cuts)

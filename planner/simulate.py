@@ -194,13 +194,9 @@ class _Machine:
         unit = self.units[step.unit]
         self.host += unit.issue
         start = max(self.acc, self.host)
-        if step.source == "slot":
-            start = max(start, self.link.wait(self.loaded[step.unit]))
         if step.unit in self.fetched:
             start = max(start, self.link.wait(self.fetched.pop(step.unit)))
-        speeds = (self.costs.acc_contended or {})[step.unit]
-        self.host = self.acc = self.link.beside(start, unit.acc, speeds)
-        self.note(step, "acc", start, self.acc)
+        self.run_part(step, start, unit.acc)
 
     def compute_part(self, step: Compute) -> None:
         cost = self.costs.split(step.unit, step.cpu_rows)
@@ -219,7 +215,7 @@ class _Machine:
             self.run_part(step, start, cost.acc_rows)
 
     def run_part(self, step: Compute, start: float, seconds: float) -> None:
-        """The accelerator's part, once its weights are there."""
+        """A unit on the accelerator or its part of one, once its weights are there."""
         if step.source == "slot":
             start = max(start, self.link.wait(self.loaded[step.unit]))
         if self.costs.acc_contended is None:
