@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from pshard.model import Unit
 from pshard.planner.classes import UnitClass
 from pshard.planner.ilp import Counts
 
@@ -146,9 +145,12 @@ def assign_cpu(
         if cls.kind in ("embedding", "output"):
             cpu |= {u.name for u in free[:count]}
             continue
+        names, middles = [u.name for u in free], [u.layer + 0.5 for u in free]
         for i, centre in enumerate(centres):
             share = (i + 1) * count // len(centres) - i * count // len(centres)
-            cpu |= {u.name for u in _take_nearest(free, centre, share)}
+            near = _nearest(middles, centre, share)
+            cpu.update(names[near])
+            del names[near], middles[near]
     return cpu
 
 
@@ -171,14 +173,12 @@ def assign_cuts(
     return cut
 
 
-def _take_nearest(free: list[Unit], centre: float, count: int) -> list[Unit]:
-    """Remove and return the `count` units of `free` (in layer order) nearest to `centre`, the earlier one of two."""
-    left = right = bisect_left(free, centre, key=lambda u: u.layer + 0.5)
-    while right - left < count and (left or right < len(free)):
-        if right == len(free) or (left and centre - free[left - 1].layer - 0.5 <= free[right].layer + 0.5 - centre):
+def _nearest(middles: list[float], centre: float, count: int) -> slice:
+    """Where the `count` of the ascending `middles` nearest to `centre` are, the earlier one of two."""
+    left = right = bisect_left(middles, centre)
+    while right - left < count and (left or right < len(middles)):
+        if right == len(middles) or (left and centre - middles[left - 1] <= middles[right] - centre):
             left -= 1
         else:
             right += 1
-    taken = free[left:right]
-    del free[left:right]
-    return taken
+    return slice(left, right)

@@ -1,7 +1,9 @@
 """From nouns to the integer program's coefficients, and from its counts back."""
 
+from collections import Counter
+
 from pshard.buffers import SMALL_BATCH
-from pshard.plan import Placement, TierPlan
+from pshard.plan import TierPlan
 from pshard.planner.classes import UnitClass
 from pshard.planner.costs import TierCosts
 from pshard.planner.draft import Room
@@ -82,18 +84,11 @@ def _cut_cost(costs: TierCosts, cls: UnitClass, cpu_rows: int) -> CutCost:
 def count_tier(classes: tuple[UnitClass, ...], tier: TierPlan) -> tuple[Counts, ...]:
     """The counts that a tier's placements amount to."""
     places = {p.unit: p for p in tier.placements}
-    return tuple(
-        Counts(
-            sum(places[u.name].where == "pinned" for u in cls.units),
-            sum(places[u.name].where == "cpu" for u in cls.units),
-            sum(places[u.name].kv == "vram" for u in cls.units),
-            tuple(
-                (
-                    sum(places[u.name] == Placement(u.name, "pinned", None, rows) for u in cls.units),
-                    sum(places[u.name] == Placement(u.name, "streamed", None, rows) for u in cls.units),
-                )
-                for rows in cls.cut_rows
-            ),
-        )
-        for cls in classes
-    )
+    counted = []
+    for cls in classes:
+        of_class = Counter((p.where, p.cpu_rows) for p in (places[u.name] for u in cls.units))
+        pinned, cpu = (sum(n for (where, _), n in of_class.items() if where == side) for side in ("pinned", "cpu"))
+        kv = sum(places[u.name].kv == "vram" for u in cls.units) if cls.kind == "attention" else 0
+        cuts = tuple((of_class["pinned", rows], of_class["streamed", rows]) for rows in cls.cut_rows)
+        counted.append(Counts(pinned, cpu, kv, cuts))
+    return tuple(counted)

@@ -56,6 +56,7 @@ class TierSearch:
         self.room, self.classes, self.residency, self.costs = room, classes, residency, costs
         self.splits = splits and may_split(costs)
         self._seen: dict[TierState, Scored | None] = {}
+        self._built: dict[TierState, TierPlan | None] = {}
 
     @cached_property
     def most_pins(self) -> int:
@@ -115,6 +116,12 @@ class TierSearch:
         return found
 
     def build(self, state: TierState) -> TierPlan | None:
+        """The state as a tier; None when it is not possible or over budget."""
+        if state not in self._built:
+            self._built[state] = self._draft(state)
+        return self._built[state]
+
+    def _draft(self, state: TierState) -> TierPlan | None:
         if state.pins > self.most_pins or self._is_over(state):
             return None
         pinned = frozenset(self.residency.pin_order[: state.pins])

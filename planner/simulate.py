@@ -13,7 +13,6 @@ Ranks are simulated together: at every sum all wait for the last one.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
 from pshard.planner.costs import TierCosts
@@ -68,25 +67,23 @@ class _Link:
         self.queue: deque[_Copy] = deque()
         self.done: list[_Copy] = []
 
-    def _advance(self, until: float, speed: float) -> None:
-        """Let the first copy run from `at` to `until` at `speed`."""
-        copy = self.queue[0]
-        if copy[BEGUN] < 0:
-            copy[BEGUN] = self.at
-        if self.at + copy[LEFT] / speed <= until:
-            self.at += copy[LEFT] / speed
-            copy[END] = self.at
-            self.done.append(self.queue.popleft())
-        else:
-            copy[LEFT] -= (until - self.at) * speed
-            self.at = until
-
     def settle(self, until: float) -> None:
         """Run copies up to a time, with nothing else reading host memory."""
-        while self.queue and self.at < until:
-            self.at = max(self.at, self.queue[0][READY])
-            if self.at < until:
-                self._advance(until, 1.0)
+        queue, at = self.queue, self.at
+        while queue and at < until:
+            copy = queue[0]
+            at = at if at > copy[READY] else copy[READY]
+            if at < until:
+                if copy[BEGUN] < 0.0:
+                    copy[BEGUN] = at
+                ends = at + copy[LEFT]
+                if ends <= until:
+                    copy[END] = at = ends
+                    self.done.append(queue.popleft())
+                else:
+                    copy[LEFT] -= until - at
+                    at = until
+        self.at = at
 
     def wait(self, copy: _Copy) -> float:
         """The time at which a copy is done, all before it done at full speed too."""
@@ -105,17 +102,31 @@ class _Link:
         """Run host work of `seconds` from `start` beside the copies; returns its end."""
         self.settle(start)
         now, left = start, seconds
-        link_speed, cpu_speed = speeds
+        queue, at, (link_speed, cpu_speed) = self.queue, self.at, speeds
         while left > 1e-12:
-            begins = max(self.at, self.queue[0][READY]) if self.queue else inf
+            if not queue:
+                now += left
+                break
+            copy = queue[0]
+            begins = at if at > copy[READY] else copy[READY]
             if begins > now:
-                run = min(left, begins - now)
+                run = begins - now
+                run = run if run < left else left
                 now, left = now + run, left - run
                 continue
-            self.at = now
-            run = min(left / cpu_speed, self.queue[0][LEFT] / link_speed)
-            self._advance(now + run + 1e-15, link_speed)
+            if copy[BEGUN] < 0.0:
+                copy[BEGUN] = now
+            run, lasts = left / cpu_speed, copy[LEFT] / link_speed
+            run = run if run < lasts else lasts
+            until = now + run + 1e-15
+            if now + lasts <= until:
+                copy[END] = at = now + lasts
+                self.done.append(queue.popleft())
+            else:
+                copy[LEFT] -= (until - now) * link_speed
+                at = until
             now, left = now + run, left - run * cpu_speed
+        self.at = at
         return now
 
 
@@ -139,14 +150,14 @@ class _Machine:
         link, loaded, fetched, slot_free = self.link, self.loaded, self.fetched, self.slot_free
         copy_issue, queue = self.costs.copy_issue, link.queue
         for kind, step, seconds, more in acts:
-            if kind is _COMPUTE:
+            if kind is _COMPUTE or kind is _FROM_SLOT:
                 host += more
                 start = acc if acc > host else host
-                if step.source == "slot":
+                if kind is _FROM_SLOT:
                     copy = loaded[step.unit]
                     done = copy[END] if copy[END] >= 0.0 else link.wait(copy)
                     start = start if start > done else done
-                if step.unit in fetched:
+                if fetched and step.unit in fetched:
                     done = link.wait(fetched.pop(step.unit))
                     start = start if start > done else done
                 acc = start + seconds
@@ -250,7 +261,7 @@ class _Machine:
         """Nothing waits here: the rank that receives pays."""
 
 
-_COMPUTE, _COPY, _FREE, _FETCH, _WRITE, _CPU, _HAND_OFF = range(7)
+_COMPUTE, _FROM_SLOT, _COPY, _FREE, _FETCH, _WRITE, _CPU, _HAND_OFF = range(8)
 _OTHERS = {Join: _Machine.join, AllReduce: _Machine.reduce, Gather: _Machine.reduce, Receive: _Machine.receive,
            Send: _Machine.send}  # fmt: skip
 _Act = tuple[Any, Any, float, Any]  # a kind or a method of `_Machine`, the step, its seconds, and what that kind needs
@@ -264,7 +275,8 @@ def _price(step: Step, costs: TierCosts) -> _Act:
         case Compute(part=""):
             if costs.acc_contended:
                 return _Machine.compute_on_cpu_accelerator, step, 0.0, None
-            return _COMPUTE, step, costs.units[step.unit].acc, costs.units[step.unit].issue
+            kind = _FROM_SLOT if step.source == "slot" else _COMPUTE
+            return kind, step, costs.units[step.unit].acc, costs.units[step.unit].issue
         case Compute():
             return _Machine.compute_part, step, 0.0, None
         case CopyIn():
@@ -336,13 +348,14 @@ def _run(machines: Sequence[_Machine], steps: Sequence[StepList], rounds: int) -
 
 def _act(steps: Sequence[Step], costs: TierCosts) -> list[_Act]:
     """What steps do. `costs.acts` remembers it by the step's identity, which is no other's: the step is in it."""
-    acts, known = [], costs.acts
-    for step in steps:
-        act = known.get(id(step))
-        if act is None:
-            act = known[id(step)] = _price(step, costs)
-        acts.append(act)
-    return acts
+    known = costs.acts
+    try:
+        return [known[id(step)] for step in steps]
+    except KeyError:
+        for step in steps:
+            if id(step) not in known:
+                known[id(step)] = _price(step, costs)
+        return [known[id(step)] for step in steps]
 
 
 def _stretches(body: Sequence[Step], costs: TierCosts, meets: bool) -> list[list[_Act]]:

@@ -97,6 +97,9 @@ class Unit:
     layer: int
     tensors: tuple[TensorSpec, ...]
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # caches ask often; tensors tell units apart that share a name
+
     @cached_property
     def packed_nbytes(self) -> int:
         """Bytes of the unit's contiguous blob: one copy moves it."""

@@ -8,7 +8,7 @@ first `slots` streamed units already loaded or on their way; `enter` lists those
 from dataclasses import dataclass
 from functools import lru_cache
 
-from pshard.model import ModelSpec, Unit, kv_token_bytes
+from pshard.model import ModelSpec, kv_token_bytes
 from pshard.plan import Placement, TierPlan
 from pshard.row_split import acc_part
 
@@ -163,40 +163,43 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
 
     A split unit begins with a hand-off to the side that lacks its input, so that both have it.
     """
-    places = {p.unit: p for p in tier.placements}
-    stage = spec.stage
-    units = [u for u in spec.units if u.tensors or not stage]  # another rank may have the embedding or the output
-    streamed = [u for u in units if places[u.name].where == "streamed"]
+    places, stage = {p.unit: p for p in tier.placements}, spec.stage
+    # another rank may have the embedding or the output
+    placed = [(unit, places[unit.name]) for unit in spec.units if unit.tensors or not stage]
+    streamed = [(unit, place.cpu_rows) for unit, place in placed if place.where == "streamed"]
     slots = tier.buffers.slots
     if streamed and slots < 1:
         raise ValueError("a tier that streams needs at least one staging slot")
-    slot_of = {u.name: i % slots for i, u in enumerate(streamed)} if streamed else {}
-    following = _next_in_slot(streamed, slots)
-    fetched = [
-        u for u in units if u.kind == "attention" and places[u.name].where != "cpu" and places[u.name].kv == "host"
+    copies = [
+        _copy_in(unit.name, i % slots, acc_part(unit, rows).packed_nbytes, rows)
+        for i, (unit, rows) in enumerate(streamed)
     ]
+    following = _next_in_slot(copies, slots)
     cell = kv_token_bytes(spec.config, shape.type_k, shape.type_v)
     hidden = shape.tokens * spec.config.d_model * 4
     body: list[Step] = []
 
-    fetches = [_fetch_kv(u.name, shape.past * cell) for u in fetched] if shape.past else []
+    fetches = [
+        _fetch_kv(unit.name, shape.past * cell)
+        for unit, place in placed
+        if shape.past and unit.kind == "attention" and place.kv == "host" and place.where != "cpu"
+    ]
     body += fetches[:1]
-    side, n_fetched = "cpu", 0  # token ids start on the host
+    side, n_fetched, n_copied = "cpu", 0, 0  # token ids start on the host
     if stage and stage.source is not None:
         body.append(Receive(stage.source, hidden))
         side = "acc"
     add, sums = body.append, shape.ranks > 1 and not stage
-    for unit in units:
-        name, kind = unit.name, unit.kind
-        place, slot = places[name], slot_of.get(name)
-        on = "cpu" if place.where == "cpu" else "acc"
+    for unit, place in placed:
+        name, kind, where = unit.name, unit.kind, place.where
+        on, slot = "cpu" if where == "cpu" else "acc", n_copied % slots if where == "streamed" else None
         if place.cpu_rows:
             add(_hand_off("cpu" if side == "acc" else "acc", hidden))
             body.extend(_split_steps(place, slot, shape.tokens))
         else:
             if on != side and kind != "embedding":
                 add(_hand_off(on, hidden))
-            add(_compute(name, on, SOURCES[place.where], slot))
+            add(_compute(name, on, SOURCES[where], slot))
         side = on
         if kind == "attention" and on == "acc" and place.kv == "host":
             add(_write_back(name, shape.tokens * cell))
@@ -206,9 +209,10 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
             add(_all_reduce(name, hidden))
         if slot is not None:
             add(_free(slot))
-            after = following[name]
+            after = following[n_copied]
             if after is not None:
-                add(_slot_copy(after, slot, places[after.name].cpu_rows))
+                add(after)
+            n_copied += 1
     logits = shape.logit_rows * spec.config.vocab * 4
     if stage and not spec.units[-1].tensors:
         logits = 0
@@ -219,12 +223,7 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
         body.append(_hand_off("cpu", logits))
     if shape.ranks > 1:
         body.append(_gather("output", logits))
-    enter = tuple(_slot_copy(u, slot_of[u.name], places[u.name].cpu_rows) for u in streamed[:slots])
-    return StepList(enter, tuple(body))
-
-
-def _slot_copy(unit: Unit, slot: int, cpu_rows: int) -> CopyIn:
-    return _copy_in(unit.name, slot, acc_part(unit, cpu_rows).packed_nbytes, cpu_rows)
+    return StepList(tuple(copies[:slots]), tuple(body))
 
 
 def _split_steps(place: Placement, slot: int | None, tokens: int) -> tuple[Step, ...]:
@@ -238,12 +237,7 @@ def _split_steps(place: Placement, slot: int | None, tokens: int) -> tuple[Step,
     )
 
 
-def _next_in_slot(streamed: list, slots: int) -> dict:
-    """Unit -> the unit copied into its slot after it; None when the slot keeps its only unit."""
-    following = {}
-    for i, unit in enumerate(streamed):
-        after = i + slots
-        following[unit.name] = streamed[after] if after < len(streamed) else streamed[i % slots]
-        if following[unit.name] is unit:
-            following[unit.name] = None
-    return following
+def _next_in_slot(copies: list[CopyIn], slots: int) -> list[CopyIn | None]:
+    """By copy, the one into its slot after it; None when the slot keeps its only unit."""
+    after = [copies[i + slots] if i + slots < len(copies) else copies[i % slots] for i in range(len(copies))]
+    return [None if copy is own else copy for copy, own in zip(after, copies)]
