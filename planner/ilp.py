@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, floor
 
-import pulp
-
+from pshard.planner.linear import Column, Linear, Program, sum_of
+from pshard.planner.solvers import relax, solve, solver_name
 from pshard.workload import MIB
 
 MS = 1e3  # seconds in the objective's unit
@@ -22,16 +22,6 @@ UNTIDY = 0.02  # price of one more streamed unit, of the largest copy: small uni
 GAP = 1e-3  # relative gap at which the solver may stop unless it is told otherwise
 MANY = 16  # units of a class: one more or less of them hardly changes a bound
 NEAR = 1e-6  # a solver's integers
-THREADS = 1  # in every call: HiGHS refuses to solve with another number than the process's first call had
-# HiGHS: trees of these small programs are done before searches in sub-problems and fresh starts pay for themselves
-SMALL_TREES: dict[str, bool | int] = {
-    "mip_heuristic_run_feasibility_jump": False,
-    "mip_heuristic_run_rins": False,
-    "mip_heuristic_run_rens": False,
-    "mip_heuristic_run_root_reduced_cost": False,
-    "mip_allow_restart": False,
-    "mip_pscost_minreliable": 1,
-}
 
 
 @dataclass(frozen=True)
@@ -118,6 +108,10 @@ class Counts:
         return self.pin - sum(pinned for pinned, _ in self.cuts)
 
 
+# a tier's columns, by class: units pinned, on the CPU, layers with KV in VRAM, split ones by rows and place
+_Tier = tuple[list[Column], list[Column], list[Column], list[list[list[Column]]]]
+
+
 @dataclass(frozen=True)
 class Solution:
     """What a solver found. `status`: "optimal", "feasible" (a limit was hit first), "infeasible" or "unsolved".
@@ -162,36 +156,42 @@ def solve_tiers(
         if near.counts and near.gap <= gap:
             return near
     left = max(time_limit - (time.perf_counter() - started), time_limit / 3)
-    return _run(program, problems, variables, left, gap, started)
+    return _run(program, problems, variables, left, gap, started)[0]
 
 
 def _has_many(problems: tuple[TierProblem, ...]) -> bool:
     return max(c.size for p in problems for c in p.classes) > MANY
 
 
-def _solve_near_parts(program, problems, variables, time_limit: float, gap: float, started: float) -> Solution:
+def _solve_near_parts(
+    program: Program,
+    problems: tuple[TierProblem, ...],
+    variables: list[_Tier],
+    time_limit: float,
+    gap: float,
+    started: float,
+) -> Solution:
     """Solve with parts of units, then with whole ones near those: small trees both, and the first bounds the second.
 
     The program is afterwards as it was.
     """
-    counts = [v for tier in variables for v in (*tier[0], *tier[1], *tier[2], *_flatten(tier[3]))]
-    ranges = [(v.lowBound, v.upBound) for v in counts]
-    for v in counts:
-        v.cat = pulp.LpContinuous
-    parts = _run(program, problems, variables, time_limit / 3, gap / 4, started)
-    for v, (low, high) in zip(counts, ranges):
-        v.cat = pulp.LpInteger
+    counts = [v.at for pin, cpu, kv, cuts in variables for v in (*pin, *cpu, *kv, *_flatten(cuts))]
+    low, high = list(program.low), list(program.high)
+    for at in counts:
+        program.whole[at] = False
+    parts, values = _run(program, problems, variables, time_limit / 3, gap / 4, started)
+    for at in counts:
+        program.whole[at] = True
         if parts.counts:
-            value = v.value() or 0.0
-            v.bounds(max(low, floor(value + NEAR) - 1), min(high, ceil(value - NEAR) + 1))
-    near = _run(program, problems, variables, time_limit / 3, gap / 2, started) if parts.counts else parts
-    for v, ends in zip(counts, ranges):
-        v.bounds(*ends)
+            program.low[at] = max(low[at], floor(values[at] + NEAR) - 1)
+            program.high[at] = min(high[at], ceil(values[at] - NEAR) + 1)
+    near = _run(program, problems, variables, time_limit / 3, gap / 2, started)[0] if parts.counts else parts
+    program.low, program.high = low, high
     bound = min(parts.bound, near.objective)
     return replace(near, bound=bound, gap=(near.objective - bound) / near.objective if near.objective else 0.0)
 
 
-def _flatten(cuts) -> list:
+def _flatten(cuts: list[list[list[Column]]]) -> list[Column]:
     return [v for of_class in cuts for pair in of_class for v in pair]
 
 
@@ -209,28 +209,29 @@ def _write_program(
     relaxed: bool = False,
     host_kv: str = "stalls",
     between: tuple[tuple[Counts, ...], tuple[Counts, ...]] | None = None,
-):
+) -> tuple[Program, list[_Tier]]:
     """The program and its (pin, cpu, kv, cuts) variables by tier; see `solve_tiers`."""
-    program = pulp.LpProblem("placement", pulp.LpMinimize)
-    terms, variables = [], []
-    kv_up = pulp.LpVariable("kv_up", cat="Binary")  # 1: smaller tiers have more KV in VRAM
+    program = Program()
+    terms: list[Linear] = []
+    variables: list[_Tier] = []
+    kv_up = program.switch("kv_up")  # 1: smaller tiers have more KV in VRAM
     for t, problem in enumerate(problems):
         parts = relaxed and _has_many((problem,))
-        pin, cpu, kv, cuts = _count_variables(t, problem, between, parts)
+        pin, cpu, kv, cuts = _count_variables(program, t, problem, between, parts)
         variables.append((pin, cpu, kv, cuts))
         if host_kv == "none":
             for c, cost in enumerate(problem.classes):
-                program += kv[c] >= (cost.size if cost.kv_nbytes else 0), f"kv_stays_{t}_{c}"
+                program.at_least(kv[c], (cost.size if cost.kv_nbytes else 0))
         stalls = host_kv == "stalls" and not relaxed
-        terms.append(problem.weight * _add_tier(program, t, problem, pin, cpu, kv, cuts, relaxed, stalls, parts))
+        terms.append(problem.weight * _add_tier(program, t, problem, variables[t], relaxed, stalls, parts))
         if t:
             before = variables[t - 1]
             for c, cost in enumerate(problem.classes):
-                in_part = pulp.lpSum(pinned for pinned, _ in before[3][c])
-                program += pin[c] <= before[0][c] - in_part, f"pins_nested_{t}_{c}"
+                in_part = sum_of(pinned for pinned, _ in before[3][c])
+                program.at_most(pin[c], before[0][c] - in_part)
                 if cost.kv_nbytes:
-                    program += kv[c] - before[2][c] <= cost.size * (1 - kv_up), f"kv_nested_down_{t}_{c}"
-                    program += before[2][c] - kv[c] <= cost.size * kv_up, f"kv_nested_up_{t}_{c}"
+                    program.at_most(kv[c] - before[2][c], cost.size * (1 - kv_up))
+                    program.at_most(before[2][c] - kv[c], cost.size * kv_up)
     if len(problems) > 1 and not relaxed:
         first, last = variables[0], variables[-1]
         for c, cost in enumerate(problems[0].classes):
@@ -238,21 +239,26 @@ def _write_program(
             for cut, (pinned, _) in zip(cost.cuts, first[3][c]):
                 terms.append(MS * switch_seconds_per_byte * (cut.nbytes - cost.nbytes) * pinned)
             if cost.kv_nbytes and kv_switch and kv_switch[c]:
-                moved = pulp.LpVariable(f"kv_moved_{c}", 0)
-                program += moved >= first[2][c] - last[2][c], f"kv_in_{c}"
-                program += moved >= last[2][c] - first[2][c], f"kv_out_{c}"
+                moved = program.column(f"kv_moved_{c}")
+                program.at_least(moved, first[2][c] - last[2][c])
+                program.at_least(moved, last[2][c] - first[2][c])
                 terms.append(MS * kv_switch[c] * moved)
-    program += pulp.lpSum(terms), "workload_ms"
+    program.goal = sum_of(terms)
     return program, variables
 
 
-def _count_variables(t: int, problem: TierProblem, between, parts: bool):
+def _count_variables(
+    program: Program,
+    t: int,
+    problem: TierProblem,
+    between: tuple[tuple[Counts, ...], tuple[Counts, ...]] | None,
+    parts: bool,
+) -> _Tier:
     whole = tuple(Counts(c.size, c.size, c.size) for c in problem.classes)
     fewest, most = between or (tuple(Counts(0, 0, 0) for _ in whole), whole)
-    category = pulp.LpContinuous if parts else pulp.LpInteger
 
-    def counts(name: str, low: list[int], high: list[int]):
-        return [pulp.LpVariable(f"{name}_{t}_{c}", *ends, category) for c, ends in enumerate(zip(low, high))]
+    def counts(name: str, low: list[int], high: list[int]) -> list[Column]:
+        return [program.column(f"{name}_{t}_{c}", *ends, whole=not parts) for c, ends in enumerate(zip(low, high))]
 
     none, sizes = [0] * len(problem.classes), [c.size for c in problem.classes]
     return (
@@ -266,19 +272,36 @@ def _count_variables(t: int, problem: TierProblem, between, parts: bool):
     )
 
 
-def _add_tier(program, t: int, problem: TierProblem, pin, cpu, kv, cuts, relaxed: bool, stalls: bool, parts: bool):
+def _add_tier(
+    program: Program,
+    t: int,
+    problem: TierProblem,
+    columns: _Tier,
+    relaxed: bool,
+    stalls: bool,
+    parts: bool,
+) -> Linear:
     """Add one tier's variables and constraints; returns its milliseconds as an expression."""
-    slot = pulp.LpVariable(f"slot_mib_{t}", 0)
-    stage = pulp.LpVariable(f"stage_{t}", cat="Binary")
-    total = pulp.LpVariable(f"ms_{t}", 0)
-    trips = pulp.LpVariable(f"trips_{t}", 0)  # runs of CPU units beside the one that the embedding begins
-    entered = pulp.LpVariable(f"entered_{t}", 0)
-    reached = pulp.LpVariable(f"reached_{t}", cat="Binary")
-    row_stage = pulp.LpVariable(f"row_stage_mib_{t}", 0)
-    splits = [pulp.lpSum(n for pair in of_class for n in pair) for of_class in cuts]
-    acc, host, link, one_slot, units, issue, staged, held = [], [], [], [], [], [], [], [problem.slots * slot]
+    pin, cpu, kv, cuts = columns
+    slot = program.column(f"slot_mib_{t}")
+    stage = program.switch(f"stage_{t}")
+    total = program.column(f"ms_{t}")
+    trips = program.column(f"trips_{t}")  # runs of CPU units beside the one that the embedding begins
+    entered = program.column(f"entered_{t}")
+    reached = program.switch(f"reached_{t}")
+    row_stage = program.column(f"row_stage_mib_{t}")
+    splits = [sum_of(n for pair in of_class for n in pair) for of_class in cuts]
+    acc: list[Linear] = []
+    host: list[Linear] = []
+    link: list[Linear] = []
+    one_slot: list[Linear] = []
+    units: list[Linear] = []
+    issue: list[Linear] = []
+    staged: list[Linear] = []
+    held: list[Linear] = [problem.slots * slot]
     for c, cost in enumerate(problem.classes):
-        pinned, streamed, on_acc = pin[c], cost.size - pin[c] - cpu[c], cost.size - cpu[c] - splits[c]  # whole ones
+        pinned: Linear = pin[c]
+        streamed, on_acc = cost.size - pin[c] - cpu[c], cost.size - cpu[c] - splits[c]  # whole ones
         for i, (cut, (in_arena, in_slot)) in enumerate(zip(cost.cuts, cuts[c])):
             pinned, streamed = pinned - in_arena, streamed - in_slot
             held.append(cut.nbytes / MIB * in_arena)
@@ -291,90 +314,92 @@ def _add_tier(program, t: int, problem: TierProblem, pin, cpu, kv, cuts, relaxed
                 ("slot", in_slot, slot, cut.nbytes), ("rows", in_arena + in_slot, row_stage, cut.row_nbytes),
             ):  # fmt: skip
                 small = parts and name == "rows"  # few bytes
-                uses = pulp.LpVariable(f"cut_{name}_{t}_{c}_{i}", 0, 1, pulp.LpContinuous if small else pulp.LpInteger)
-                program += count <= cost.size * uses, f"cut_{name}_{t}_{c}_{i}_if"
-                program += size >= nbytes / MIB * uses, f"cut_{name}_{t}_{c}_{i}_holds"
+                uses = program.column(f"cut_{name}_{t}_{c}_{i}", 0, 1, whole=not small)
+                program.at_most(count, cost.size * uses)
+                program.at_least(size, nbytes / MIB * uses)
         if cost.cuts:
-            program += pinned >= 0, f"pinned_whole_{t}_{c}"
+            program.at_least(pinned, 0)
         held.append(cost.nbytes / MIB * pinned)
         acc.append(MS * cost.acc * on_acc)
-        host.append(MS * (cost.cpu * cpu[c] + pulp.lpSum(cut.cpu * n for cut, p in zip(cost.cuts, cuts[c]) for n in p)))
+        host.append(MS * (cost.cpu * cpu[c] + sum_of(cut.cpu * n for cut, p in zip(cost.cuts, cuts[c]) for n in p)))
         issue.append(MS * cost.issue * on_acc)
         if cost.kind == "embedding":
-            program += streamed == 0, f"embedding_{t}_{c}"
-            program += kv[c] == 0
+            program.equal(streamed, 0)
+            program.equal(kv[c], 0)
             continue
-        program += cost.size - cpu[c] <= cost.size * reached, f"reached_{t}_{c}"
+        program.at_most(cost.size - cpu[c], cost.size * reached)
         link.append(MS * cost.link * streamed)
         one_slot.append(MS * (cost.link + cost.acc) * streamed)
         units.append(streamed)
-        program += streamed >= 0, f"placed_{t}_{c}"
-        uses = pulp.LpVariable(f"streams_{t}_{c}", cat="Binary")
-        program += streamed <= cost.size * uses, f"streams_{t}_{c}_if"
-        program += slot >= cost.nbytes / MIB * uses, f"slot_{t}_{c}"
+        program.at_least(streamed, 0)
+        uses = program.switch(f"streams_{t}_{c}")
+        program.at_most(streamed, cost.size * uses)
+        program.at_least(slot, cost.nbytes / MIB * uses)
         if cost.kv_nbytes:
             on_host = cost.size - cpu[c] - kv[c]  # computed on the accelerator, KV on the host
-            program += on_host >= 0, f"cpu_has_kv_on_host_{t}_{c}"
-            program += on_host <= cost.size * stage, f"stage_{t}_{c}"
+            program.at_least(on_host, 0)
+            program.at_most(on_host, cost.size * stage)
             held.append(cost.kv_nbytes / MIB * kv[c])
             link.append(MS * cost.kv_fetch * on_host)
-            acc.append(MS * cost.kv_stall * on_host if stalls else 0)
-            staged.append(MS * (cost.acc + cost.kv_cycle) * on_host if cost.kv_cycle else 0)
+            if stalls:
+                acc.append(MS * cost.kv_stall * on_host)
+            if cost.kv_cycle:
+                staged.append(MS * (cost.acc + cost.kv_cycle) * on_host)
         else:
-            program += kv[c] == 0
+            program.equal(kv[c], 0)
     held += [problem.stage_nbytes / MIB * stage, row_stage]
-    program += pulp.lpSum(held) <= problem.room / MIB, f"arena_{t}"
+    program.at_most(sum_of(held), problem.room / MIB)
     acc_ms, host_ms, link_ms = (
-        pulp.lpSum(acc) + MS * (problem.fixed + problem.enter * entered + problem.leave * reached),
-        pulp.lpSum(host),
-        pulp.lpSum(link),
+        sum_of(acc) + MS * (problem.fixed + problem.enter * entered + problem.leave * reached),
+        sum_of(host),
+        sum_of(link),
     )
     acc_ms = acc_ms + MS * problem.round_trip * trips
     on_cpu = {
-        kind: pulp.lpSum(cpu[c] for c, cost in enumerate(problem.classes) if cost.kind == kind)
+        kind: sum_of(cpu[c] for c, cost in enumerate(problem.classes) if cost.kind == kind)
         for kind in ("attention", "ffn", "embedding", "output")
     }
-    program += entered >= reached + on_cpu["embedding"] - 1, f"entered_{t}"
+    program.at_least(entered, reached + on_cpu["embedding"] - 1)
     if any(cost.cuts for cost in problem.classes):
         # a split unit after a CPU unit hides the hand-off to the accelerator, after others it needs one to the CPU
-        lone = pulp.LpVariable(f"lone_splits_{t}", 0)
-        program += lone >= pulp.lpSum(splits) - on_cpu["attention"], f"lone_splits_{t}_if"
-        acc_ms = acc_ms + MS * (problem.round_trip * lone - problem.enter * pulp.lpSum(splits))
+        lone = program.column(f"lone_splits_{t}")
+        program.at_least(lone, sum_of(splits) - on_cpu["attention"])
+        acc_ms = acc_ms + MS * (problem.round_trip * lone - problem.enter * sum_of(splits))
     # layers alternate, so a run of neighbours has at most one unit more of one kind than of the other; the one that
     # ends with the output does not go back
-    program += trips >= on_cpu["ffn"] - on_cpu["attention"] - on_cpu["output"], f"ffn_runs_{t}"
-    program += trips >= on_cpu["attention"] - on_cpu["ffn"] - 1, f"attention_runs_{t}"
+    program.at_least(trips, on_cpu["ffn"] - on_cpu["attention"] - on_cpu["output"])
+    program.at_least(trips, on_cpu["attention"] - on_cpu["ffn"] - 1)
     # one KV stage: between two layers that use it lie a fetch and a write-back, or what the CPU does there
-    hidden = MS * max(c.kv_cycle for c in problem.classes) * pulp.lpSum([*cpu, *splits])
-    stage_ms = pulp.lpSum(staged) + host_ms - hidden
+    hidden = MS * max(c.kv_cycle for c in problem.classes) * sum_of([*cpu, *splits])
+    stage_ms = sum_of(staged) + host_ms - hidden
     if problem.all_contend:
-        acc_ms, host_ms = 0, acc_ms + host_ms
+        acc_ms, host_ms = Linear({}), acc_ms + host_ms
     works = [
         host[c] + MS * (cost.acc * (cost.size - cpu[c]) if problem.all_contend else 0)
         for c, cost in enumerate(problem.classes)
     ]
     # ms in which host work of each group and copies overlap
-    both = [(group, pulp.LpVariable(f"both_{t}_{g}", 0)) for g, group in enumerate(contending_groups(problem))]
-    slower = pulp.lpSum((1 - group.cpu_speed) * o for group, o in both)
-    program += total >= acc_ms + host_ms + slower, f"serial_{t}"
-    program += total >= link_ms + pulp.lpSum((1 - group.link_speed) * o for group, o in both), f"link_{t}"
-    program += total >= pulp.lpSum(issue) + host_ms + slower, f"host_{t}"
-    program += total >= stage_ms + (0 if problem.all_contend else slower), f"kv_stage_{t}"
-    apart = pulp.lpSum(works[c] for group, _ in both for c in group.classes) + link_ms
-    program += total >= apart - pulp.lpSum((g.link_speed + g.cpu_speed - 1) * o for g, o in both), f"dram_{t}"
-    for g, (group, o) in enumerate(both):
-        program += group.cpu_speed * o <= pulp.lpSum(works[c] for c in group.classes), f"both_host_{t}_{g}"
-    copied = pulp.lpSum(group.link_speed * o for group, o in both)
-    program += copied <= link_ms, f"both_link_{t}"
+    both = [(group, program.column(f"both_{t}_{g}")) for g, group in enumerate(contending_groups(problem))]
+    slower = sum_of((1 - group.cpu_speed) * o for group, o in both)
+    program.at_least(total, acc_ms + host_ms + slower)
+    program.at_least(total, link_ms + sum_of((1 - group.link_speed) * o for group, o in both))
+    program.at_least(total, sum_of(issue) + host_ms + slower)
+    program.at_least(total, stage_ms + (0 if problem.all_contend else slower))
+    apart = sum_of(works[c] for group, _ in both for c in group.classes) + link_ms
+    program.at_least(total, apart - sum_of((g.link_speed + g.cpu_speed - 1) * o for g, o in both))
+    for group, o in both:
+        program.at_most(group.cpu_speed * o, sum_of(works[c] for c in group.classes))
+    copied = sum_of(group.link_speed * o for group, o in both)
+    program.at_most(copied, link_ms)
     if not problem.all_contend:  # while one run of CPU units lasts, each slot is filled once at most
-        runs = trips + 1 + on_cpu["output"] + pulp.lpSum(splits)
-        program += copied <= MS * _copies_beside_a_run(problem) * runs, f"lookahead_{t}"
+        runs = trips + 1 + on_cpu["output"] + sum_of(splits)
+        program.at_most(copied, MS * _copies_beside_a_run(problem) * runs)
     if problem.slots == 1:  # no copy runs while its slot is computed from
-        program += total >= pulp.lpSum(one_slot), f"one_slot_{t}"
+        program.at_least(total, sum_of(one_slot))
     if relaxed:
         return total
     largest = max((c.link for c in problem.classes if c.kind in ("attention", "ffn")), default=0.0)
-    return total + TIDY * link_ms + UNTIDY * MS * largest * pulp.lpSum(units)
+    return total + TIDY * link_ms + UNTIDY * MS * largest * sum_of(units)
 
 
 @dataclass(frozen=True)
@@ -401,48 +426,47 @@ def _copies_beside_a_run(problem: TierProblem) -> float:
     return problem.lookahead * max(c.link for c in problem.classes) + max(c.kv_fetch for c in problem.classes)
 
 
-def _solver(**options):
-    """The name and the solver: HiGHS in this process when it is installed, else CBC."""
-    if pulp.HiGHS().available():
-        return "HiGHS", pulp.HiGHS(msg=False, threads=THREADS, **SMALL_TREES, **options)
-    return "CBC", pulp.PULP_CBC_CMD(msg=False, threads=THREADS, **options)
-
-
-def _run(program, problems, variables, time_limit: float, allowed: float, started: float) -> Solution:
-    name, solver = _solver(timeLimit=max(time_limit, 0.05), gapRel=allowed)
-    program.solve(solver)
-    seconds = time.perf_counter() - started
-    if program.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
-        status = "infeasible" if program.status == pulp.LpStatusInfeasible else "unsolved"
-        if status == "unsolved" and seconds < time_limit / 2:  # a plan without it would only be a baseline
+def _run(
+    program: Program,
+    problems: tuple[TierProblem, ...],
+    variables: list[_Tier],
+    time_limit: float,
+    allowed: float,
+    started: float,
+) -> tuple[Solution, list[float]]:
+    """The solution, and the values of the program's columns."""
+    found = solve(program, max(time_limit, 0.05), allowed)
+    name, seconds = solver_name(), time.perf_counter() - started
+    if not found.values:
+        if found.status == "unsolved" and seconds < time_limit / 2:  # a plan without it would only be a baseline
             raise RuntimeError(f"{name} gave up after {seconds:.3f} of {time_limit:.1f} s without saying why")
-        return Solution(status, 0.0, 0.0, 0.0, seconds, name, ())
-    objective = pulp.value(program.objective) or 0.0
+        return Solution(found.status, 0.0, 0.0, 0.0, seconds, name, ()), []
+
+    def units(column: Column) -> int:
+        return round(found.values[column.at])
+
+    objective = program.goal.value(found.values)
     counts = tuple(
         tuple(
-            Counts(_units(pin[c]), _units(cpu[c]), _units(kv[c]), tuple((_units(a), _units(b)) for a, b in cuts[c]))
+            Counts(units(pin[c]), units(cpu[c]), units(kv[c]), tuple((units(a), units(b)) for a, b in cuts[c]))
             for c in range(len(p.classes))
         )
         for p, (pin, cpu, kv, cuts) in zip(problems, variables)
     )
-    proven = program.sol_status == pulp.LpSolutionOptimal and seconds < time_limit
-    if name == "HiGHS":  # its own proof, whatever stopped it
-        bound = min(program.solverModel.getInfo().mip_dual_bound + program.objective.constant, objective)
+    proven = found.status == "optimal" and seconds < time_limit
+    if found.bound is not None:  # the solver's own proof, whatever stopped it
+        bound = min(found.bound + program.goal.constant, objective)
     else:
         bound = objective * (1 - allowed) if proven else _relaxation_value(program)
     gap = max(0.0, (objective - bound) / objective) if objective else 0.0
-    return Solution("optimal" if proven else "feasible", objective / MS, bound / MS, gap, seconds, name, counts)
+    status = "optimal" if proven else "feasible"
+    return Solution(status, objective / MS, bound / MS, gap, seconds, name, counts), found.values
 
 
-def _units(variable) -> int:
-    return round(variable.value() or 0)
-
-
-def _relaxation_value(program) -> float:
+def _relaxation_value(program: Program) -> float:
     """Value of the linear relaxation: a bound that holds whatever the branch and bound got to. 0 when there is none."""
-    _, solver = _solver(mip=False)
-    program.solve(solver)
-    return (pulp.value(program.objective) or 0.0) if program.status == pulp.LpStatusOptimal else 0.0
+    found = relax(program)
+    return program.goal.value(found.values) if found.status == "optimal" else 0.0
 
 
 def fluid_seconds(problem: TierProblem, counts: tuple[Counts, ...], relaxed: bool = False) -> float:

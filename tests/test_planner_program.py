@@ -3,9 +3,9 @@
 import itertools
 from dataclasses import replace
 
-import pulp
 import pytest
 
+from pshard.planner import ilp, solvers
 from pshard.planner.datasheet import profile_from_datasheet
 from pshard.planner.ilp import GAP, Counts, fluid_seconds, held_bytes, relaxation_bound, solve_tiers
 from pshard.planner.order import assign_cpu, order_residency, spread
@@ -86,23 +86,48 @@ def test_an_impossible_room_is_called_infeasible():
     assert solve_tiers((nothing,)).status == "infeasible"
 
 
-def test_every_call_of_the_solver_asks_for_the_same_number_of_threads(monkeypatch):
-    asked, highs = [], pulp.HiGHS
-    monkeypatch.setattr(pulp, "HiGHS", lambda **options: asked.append(options) or highs(**options))
+def test_every_call_of_highs_asks_for_the_same_number_of_threads(monkeypatch):
+    highspy = pytest.importorskip("highspy")
+    asked = []
+
+    class Asked(highspy.Highs):
+        def setOptionValue(self, name, value):
+            asked.append((name, value))
+            return super().setOptionValue(name, value)
+
+    monkeypatch.setattr(highspy, "Highs", Asked)
     tiers, _ = problems(29)
     solve_tiers(tiers)
-    relaxation_bound(tiers)
-    solves = [options["threads"] for options in asked if options]
-    assert set(solves) == ({1} if highs().available() else set())  # CBC is a process of its own each time
+    relaxation_bound.__wrapped__(tiers)
+    threads = [value for name, value in asked if name == "threads"]
+    assert len(threads) >= 2 and set(threads) == {1}
+
+
+def test_options_of_highs_are_ones_that_it_knows():
+    highspy = pytest.importorskip("highspy")
+    for name, value in solvers.SMALL_TREES.items():
+        assert highspy.Highs().setOptionValue(name, value) == highspy.HighsStatus.kOk, name
+
+
+def test_cbc_finds_what_highs_finds(monkeypatch):
+    pytest.importorskip("highspy")
+    tiers, _ = problems(29)
+    found = {}
+    for name in ("HiGHS", "CBC"):
+        monkeypatch.setattr(solvers, "solver_name", lambda name=name: name)
+        monkeypatch.setattr(ilp, "solver_name", lambda name=name: name)
+        solution = solve_tiers(tiers, 1e-9)
+        assert (solution.solver, solution.status) == (name, "optimal")
+        nothing = solve_tiers((replace(tiers[0], room=-1),))
+        found[name] = solution.objective, relaxation_bound.__wrapped__(tiers), nothing.status
+    assert found["CBC"][0] == pytest.approx(found["HiGHS"][0], rel=2 * GAP)
+    assert found["CBC"][1] == pytest.approx(found["HiGHS"][1], rel=1e-6)
+    assert found["CBC"][2] == found["HiGHS"][2] == "infeasible"
 
 
 def test_a_solver_that_gives_up_is_no_reason_for_a_worse_plan(monkeypatch):
     tiers, _ = problems(29)
-
-    def gives_up(program, solver=None):
-        program.assignStatus(pulp.LpStatusNotSolved)
-
-    monkeypatch.setattr(pulp.LpProblem, "solve", gives_up)
+    monkeypatch.setattr(ilp, "solve", lambda *_: solvers.Outcome("unsolved", []))
     with pytest.raises(RuntimeError, match="gave up"):
         solve_tiers(tiers)
 
