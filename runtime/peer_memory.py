@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from pshard.runtime.kernels import triton_exchange as kernels
+from pshard.runtime.kernels import triton_row_sum as row_sum
 
 ONE_SHOT, TWO_SHOT, BY_ROWS = "one-shot", "two-shot", "rows"  # names in the profile
 PATIENCE = 120_000_000  # polls of about a microsecond before a rank is given up as late
@@ -33,8 +34,12 @@ class PeerExchange:
         rank's memory as mapped here; late: int32 [1] that host and device see, 0; keep: what holds the mappings."""
         self.rank, self.size = rank, len(addresses)
         self._memory, self._late, self._keep = memory, late, keep
-        self._peers = torch.tensor(list(addresses), dtype=torch.int64, device=memory.device)
+        self._addresses = tuple(addresses)
+        self._peers = torch.tensor(self._addresses, dtype=torch.int64, device=memory.device)
         self._state = torch.zeros(kernels.FAILED + 1, dtype=torch.int32, device=memory.device)
+        slices = row_sum.ROWS, row_sum.MAX_COLS // row_sum.SLICE
+        self._epochs = torch.zeros(slices, dtype=torch.int32, device=memory.device)
+        self._squares = torch.zeros(slices, dtype=torch.int64, device=memory.device)
         self._bounds: dict[tuple[int, ...], torch.Tensor] = {}
 
     def algorithms(self, rows: int, cols: int) -> tuple[str, ...]:
@@ -44,7 +49,7 @@ class PeerExchange:
 
     def takes_rows(self, rows: int, cols: int) -> bool:
         """Whether `sum_rows` can sum [rows, cols]."""
-        return rows <= kernels.ROWS and cols <= kernels.MAX_COLS
+        return rows <= row_sum.ROWS and cols <= row_sum.MAX_COLS
 
     def sum_rows(
         self,
@@ -64,12 +69,12 @@ class PeerExchange:
         """
         rows, cols = part.shape
         weight, eps, out = norm or (None, 0.0, None)
-        width = triton.next_power_of_2(cols)
-        kernels.sum_rows_kernel[(rows,)](
+        row_sum.sum_rows_kernel[(rows, row_sum.MAX_COLS // row_sum.SLICE)](
             part, target, weight, out, out.stride(0) if out is not None else 0, cols, eps, *quantised,
-            *self._common(), WORDS=kernels.words_at(self.size), RANKS=self.size, RANK=self.rank, WIRE=WIRES[wire],
-            WIDTH=width, ACCUMULATE=accumulate, NORM=norm is not None, QUANTISE=quantised[0] is not None,
-            num_warps=min(16, max(1, width // 512)),
+            self._addresses, self._epochs, self._squares, self._state[kernels.FAILED :], self._late,
+            3 * PATIENCE, WORDS=kernels.words_at(self.size), RANKS=self.size, RANK=self.rank, WIRE=WIRES[wire],
+            SLICE=row_sum.SLICE, ACCUMULATE=accumulate, NORM=norm is not None, QUANTISE=quantised[0] is not None,
+            num_warps=row_sum.WARPS,
         )  # fmt: skip
 
     def sum(self, part: torch.Tensor, target: torch.Tensor, algorithm: str, wire: str, accumulate: bool) -> None:

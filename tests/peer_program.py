@@ -1,5 +1,6 @@
 """What the ranks of test_peer_exchange.py run: FOLDER RANK RANKS SCENARIO, on one mapped file per rank."""
 
+import os
 import sys
 import time
 from dataclasses import replace
@@ -41,7 +42,7 @@ def open_exchange(folder: Path, rank: int, ranks: int) -> Any:
 SUMS = [
     ((1, 96), "rows", "f32"),
     ((3, 160), "rows", "bf16"),
-    ((2, 96), "rows", "f32"),
+    ((2, 700), "rows", "f32"),
     ((1, 7), "one-shot", "f32"),
     ((3, 5000), "one-shot", "bf16"),
     ((5, 5000), "two-shot", "f32"),
@@ -67,6 +68,31 @@ def norms(exchange: Any, out: Path) -> None:
     normed = torch.zeros(3, 128)
     exchange.sum_rows(part, hidden, "f32", True, (weight, 1e-5, normed[:, :96]))
     torch.save([hidden, normed], out / f"norms-{exchange.rank}.pt")
+
+
+def slices(exchange: Any, out: Path) -> None:
+    """Norms of rows of three slices, whose programs meet: a process for each, as the interpreter has one at a time."""
+    from triton.runtime.interpreter import TensorHandle, interpreter_builder
+
+    from pshard.runtime.kernels import triton_row_sum
+
+    programs, cols = triton_row_sum.MAX_COLS // triton_row_sum.SLICE, 2 * triton_row_sum.SLICE + 160
+    hidden, normed = torch.zeros(2, cols).share_memory_(), torch.zeros(2, cols).share_memory_()
+    for counts in (exchange._epochs, exchange._squares):
+        counts.share_memory_()
+    triton_row_sum.MAX_COLS = triton_row_sum.SLICE  # of a launch: one program for each row
+    row_of = interpreter_builder.create_get_program_id
+    for seed in (0, 3):
+        part, children = summand(exchange.rank, (2, cols), seed), []
+        for piece in range(programs):
+            children.append(os.fork())
+            if children[-1] == 0:
+                here = TensorHandle(np.array([piece], np.int32), triton_row_sum.tl.int32)
+                interpreter_builder.create_get_program_id = lambda axis, here=here: here if axis else row_of(0)
+                exchange.sum_rows(part, hidden, "f32", True, (summand(9, (cols,), 2), 1e-5, normed))
+                os._exit(0)
+        assert all(os.waitpid(child, 0)[1] == 0 for child in children)
+    torch.save([hidden, normed], out / f"slices-{exchange.rank}.pt")
 
 
 def gathers(exchange: Any, out: Path) -> None:

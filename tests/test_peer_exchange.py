@@ -59,6 +59,18 @@ def test_a_sum_may_add_and_normalise_at_once(tmp_path: Path) -> None:
         assert not got_normed[:, 96:].any()
 
 
+def test_programs_of_a_row_share_its_norm(tmp_path: Path) -> None:
+    run_ranks("slices", 2, tmp_path)
+    first, second = (torch.load(tmp_path / f"slices-{rank}.pt") for rank in range(2))
+    shape = first[0].shape
+    hidden = sum(summand(0, shape, seed) + summand(1, shape, seed) for seed in (0, 3))
+    factor = (hidden.double().square().mean(1, keepdim=True) + 1e-5).rsqrt()
+    assert shape[1] > 1024 and torch.equal(first[0], hidden)
+    normed = hidden.double() * factor * summand(9, shape[1:], 2)
+    torch.testing.assert_close(first[1].double(), normed, rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(one, other) for one, other in zip(first, second))
+
+
 def test_columns_of_unequal_ranks_are_gathered(tmp_path: Path) -> None:
     run_ranks("gathers", 3, tmp_path)
     wanted = torch.cat([torch.full((1, w), float(r)) for r, w in enumerate((4100, 0, 37))], dim=1)

@@ -3,13 +3,13 @@
 Every rank owns one exchange memory that all ranks have mapped; `peers` holds its address for each rank:
 
     flags  int32 [RANKS, PROGRAMS]                 the last epoch that a rank's program has brought its part for
-    words  int64 [2, RANKS, ROWS, MAX_COLS]        parts of few rows: epoch << 32 | bits of a float32
+    words  int32 [3, RANKS, ROWS, MAX_COLS]        parts of few rows, see triton_row_sum.py
     parts  bytes [2, RANKS, PROGRAMS, 4 * BLOCK]   parts of everything else
 
 A rank pushes its part into its own place in each peer's memory, and reads the others' from its own memory. Program b
 of one rank meets only program b of the others, so programs may run in any number at once, in order. `state` int32
-(local): [PROGRAMS + ROWS] epochs, then whether some rank was late. A place alternates between two halves: who has seen
-all flags of epoch e knows that all ranks have read what was written for e - 1, so e + 1 may overwrite it.
+(local): [PROGRAMS] epochs, then whether some rank was late. A place alternates between two halves: who has seen all
+flags of epoch e knows that all ranks have read what was written for e - 1, so e + 1 may overwrite it.
 
 Parts are rounded to the wire's type, then added in rank order in float32: the same bits on all ranks and in all runs.
 """
@@ -17,15 +17,12 @@ Parts are rounded to the wire's type, then added in rank order in float32: the s
 import triton
 import triton.language as tl
 
-from pshard.runtime.kernels.triton_quantise import store_quantised
+from pshard.runtime.kernels.triton_row_sum import words_nbytes
 
 BLOCK = 4096  # elements that a program exchanges at once
 PROGRAMS = 256
-ROWS = 32  # rows that `sum_rows_kernel` can take
-MAX_COLS = 8192  # columns of such a row
-FAILED = PROGRAMS + ROWS  # place in `state`
-_BLOCK, _PROGRAMS, _ROWS = tl.constexpr(BLOCK), tl.constexpr(PROGRAMS), tl.constexpr(ROWS)
-_MAX_COLS, _FAILED = tl.constexpr(MAX_COLS), tl.constexpr(FAILED)
+FAILED = PROGRAMS  # place in `state`
+_BLOCK, _PROGRAMS, _FAILED = tl.constexpr(BLOCK), tl.constexpr(PROGRAMS), tl.constexpr(FAILED)
 
 
 def words_at(ranks: int) -> int:
@@ -35,7 +32,7 @@ def words_at(ranks: int) -> int:
 
 def parts_at(ranks: int) -> int:
     """Byte offset of `parts`."""
-    return words_at(ranks) + 8 * 2 * ranks * ROWS * MAX_COLS
+    return words_at(ranks) + words_nbytes(ranks)
 
 
 def exchange_nbytes(ranks: int) -> int:
@@ -49,14 +46,6 @@ def place_of(peers, owner, source, epoch, program, PARTS: tl.constexpr, RANKS: t
     index = ((epoch & 1) * RANKS + source) * _PROGRAMS + program
     place = (tl.load(peers + owner) + PARTS + index.to(tl.int64) * (4 * _BLOCK)).to(tl.pointer_type(KIND))
     return tl.multiple_of(place, 16)  # bytes: wide stores
-
-
-@triton.jit
-def words_of(peers, owner, source, epoch, row, WORDS: tl.constexpr, RANKS: tl.constexpr):
-    """Address of the words that `source` leaves in `owner`'s memory for one row and epoch."""
-    index = ((epoch & 1) * RANKS + source) * _ROWS + row
-    place = (tl.load(peers + owner) + WORDS + index.to(tl.int64) * (8 * _MAX_COLS)).to(tl.pointer_type(tl.int64))
-    return tl.multiple_of(place, 16)
 
 
 @triton.jit
@@ -79,62 +68,6 @@ def meet(peers, state, late, epoch, program, patience, RANKS: tl.constexpr, RANK
                 tl.store(state + _FAILED, 1)
                 tl.store(late, peer + 1)
     tl.debug_barrier()
-
-
-@triton.jit
-def sum_rows_kernel(
-    part, hidden, weight, out, out_stride, cols, eps, words, scale, sums, peers, state, late, patience,
-    WORDS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, WIRE: tl.constexpr, WIDTH: tl.constexpr,
-    ACCUMULATE: tl.constexpr, NORM: tl.constexpr, QUANTISE: tl.constexpr,
-):  # fmt: skip
-    """Program m: hidden[m] (+)= sum of the ranks' part[m]; one hop, as each word brings its own flag. WIDTH >= cols.
-
-    part, hidden float32, contiguous. NORM: then out[m] = RMS norm of hidden[m] times weight; QUANTISE: quantised too
-    (both as in `rms_norm_kernel`).
-    """
-    m = tl.program_id(0)
-    column = tl.arange(0, WIDTH)
-    mask = column < cols
-    row = m.to(tl.int64) * cols + column
-    epoch = tl.load(state + _PROGRAMS + m) + 1
-    value = tl.load(part + row, mask=mask, other=0.0).to(WIRE).to(tl.float32)
-    if ACCUMULATE:
-        total = tl.load(hidden + row, mask=mask, other=0.0)
-    stamp = epoch.to(tl.int64)
-    word = (value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (stamp << 32)
-    for peer in tl.static_range(RANKS):
-        if peer != RANK:
-            tl.store(words_of(peers, peer, RANK, epoch, m, WORDS, RANKS) + column, word, mask=mask)
-    added = tl.zeros([WIDTH], tl.float32)
-    for source in tl.static_range(RANKS):
-        if source == RANK:
-            added += value
-        else:
-            here = words_of(peers, RANK, source, epoch, m, WORDS, RANKS)
-            left = tl.where(tl.load(state + _FAILED) > 0, 0, patience)
-            got = tl.load(here + column, mask=mask, other=0, volatile=True)
-            missing = tl.max((mask & ((got >> 32) != stamp)).to(tl.int32), axis=0)
-            while (missing > 0) & (left > 0):
-                got = tl.load(here + column, mask=mask, other=0, volatile=True)
-                missing = tl.max((mask & ((got >> 32) != stamp)).to(tl.int32), axis=0)
-                left -= 1
-            if missing > 0:
-                tl.store(state + _FAILED, 1)
-                tl.store(late, source + 1)
-            added += (got & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
-    if ACCUMULATE:
-        added = total + added
-    tl.store(hidden + row, added, mask=mask)
-    tl.store(state + _PROGRAMS + m, epoch)
-    if NORM:
-        factor = tl.rsqrt(tl.sum(added * added, axis=0) / cols + eps)
-        normed = added * factor * tl.load(weight + column, mask=mask, other=0.0)
-        rounded = normed.to(out.dtype.element_ty)
-        tl.store(out + m.to(tl.int64) * out_stride + column, rounded, mask=mask)
-        if QUANTISE:
-            chunk = tl.arange(0, WIDTH // 32)
-            tile = tl.reshape(rounded.to(tl.float32), (WIDTH // 32, 32))
-            store_quantised(tile, chunk, chunk < cols // 32, m, words, scale, sums, cols // 32, WIDTH // 32)
 
 
 @triton.jit
