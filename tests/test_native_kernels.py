@@ -260,8 +260,9 @@ def check_attention(kv_types: tuple[str, str], before: int, tokens: int, heads: 
 
 
 def scatter_blocks(cells: torch.Tensor, order: np.ndarray, block: int) -> torch.Tensor:
-    """A pool that has the i-th block of the cells at order[i]."""
-    pool = torch.zeros(len(order) * block, cells.shape[1], dtype=cells.dtype)
+    """A pool that has the i-th block of the cells at order[i]; what is nobody's cell is no number."""
+    pool = torch.empty(len(order) * block, cells.shape[1], dtype=cells.dtype)
+    pool.view(torch.uint8).fill_(255)
     for i, at in enumerate(order):
         part = cells[i * block : (i + 1) * block]
         pool[at * block : at * block + len(part)] = part

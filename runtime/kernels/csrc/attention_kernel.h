@@ -170,7 +170,7 @@ void attend(const AttentionTask& t) {
   const int64_t steps = slots / 4 * (kTile / 4), value_steps = steps * (padded / 64 + padded % 64 / 16);
   for (int64_t start = t.begin; start < t.end; start += kTile) {
     const int cells = static_cast<int>(t.end - start < kTile ? t.end - start : kTile);
-    const int64_t place = t.place(start), next = start + kTile < t.end ? t.place(start + kTile) : place + kTile;
+    const int64_t place = t.place(start), next = start + kTile < t.end ? t.place(start + kTile) : t.next;
     const char *key_cells = t.k + place * t.k_stride, *value_cells = t.v + place * t.v_stride;
     Ahead next_keys(t.k + next * t.k_stride, key_bytes, t.k_stride, steps);
     Ahead next_values(t.v + next * t.v_stride, value_bytes, t.v_stride, value_steps);

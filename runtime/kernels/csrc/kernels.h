@@ -27,7 +27,8 @@ struct AttentionTask {
   int kv_heads, queries, slots, d, padded;
   const int64_t* visible;  // [slots]: a query sees cells 0..visible-1
   int64_t begin, end;
-  uint8_t* tile;  // attention_tile_bytes(padded), 64-byte aligned: a copy of the keys and values at work
+  int64_t next;   // where the cells lie that this thread turns to after these
+  uint8_t* tile;  // attention_tile_bytes(...), 64-byte aligned: copies of what is at work
   float* out;     // [kv_heads][slots][padded]: sum of p * v, not divided by the sum of p
   float* peak;    // [kv_heads][slots]: largest score
   float* sum;     // [kv_heads][slots]: sum of p = exp(score - peak)
@@ -38,7 +39,9 @@ struct AttentionTask {
   }
 };
 constexpr int kTileCells = 64;
-inline size_t attention_tile_bytes(int padded) { return 2 * sizeof(float) * kTileCells * padded; }
+inline size_t attention_tile_bytes(int kv_heads, int queries, int padded) {  // keys and values; queries on a tile unit
+  return 2 * sizeof(float) * kTileCells * padded + size_t(kv_heads) * ((queries + 7) / 8) * 32 * padded;
+}
 
 // One token group of a linear layer: `count` is 1, 2, 4 or 8 and says how many tokens share each decoded weight.
 struct TokenGroup {

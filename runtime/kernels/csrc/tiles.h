@@ -6,6 +6,7 @@
 #pragma once
 
 #include "format.h"
+#include "kernels.h"
 
 namespace pshard {
 
@@ -42,7 +43,15 @@ struct TileKernels {
   void (*multiply)(const TilePanel& panel);
 };
 
+// Attention over bf16 cells whose heads are a multiple of 32 numbers.
+struct TileAttention {
+  void (*enter)();  // on each thread, before its first task and after its last
+  void (*leave)();
+  void (*attend)(const AttentionTask& task);
+};
+
 const TileKernels* tiles_amx();       // nullptr when this build, processor or system cannot run it
 const TileKernels* tiles_emulated();  // the same blocking with loops for the tile instructions, for tests
+const TileAttention* attention_tiles();  // on AMX, or else on vectors of bf16; nullptr without either
 
 }  // namespace pshard
