@@ -11,7 +11,7 @@ from functools import cached_property
 from math import log
 
 from pshard.buffers import SMALL_BATCH
-from pshard.collectives import fastest_collective
+from pshard.collectives import fastest_collective, wire_type
 from pshard.curves import Curve, interpolate
 from pshard.curves import curve_through as _curve
 from pshard.errors import UserError
@@ -22,6 +22,7 @@ from pshard.plan import NOTHING_LEARNT, Correction
 from pshard.planner.load import TierLoad
 from pshard.quant import QUANT_TYPES, packed_nbytes
 from pshard.row_split import CUT, split_rows
+from pshard.steps import AllReduce, Gather
 from pshard.workload import Workload
 
 
@@ -144,13 +145,16 @@ class Tables:
             self._seen[key] = self.profile.handoff_seconds / 2 + max(0.0, more)
         return self._seen[key]
 
-    def collective(self, ranks: int, nbytes: int, copies: bool = False) -> float:
-        """Seconds of an all-reduce of `nbytes` by the fastest way that was timed, alone or while `copies` run."""
+    def collective(self, ranks: int, nbytes: int, copies: bool = False, dtype: str = "f32") -> float:
+        """Seconds of an all-reduce of `nbytes` of float32, rounded to `dtype`, by the fastest way that was timed.
+
+        copies: while weights are copied to the device.
+        """
         if ranks < 2:
             return 0.0
-        key = ("collective", ranks, nbytes, copies)
+        key = ("collective", ranks, nbytes, copies, dtype)
         if key not in self._seen:
-            fastest = fastest_collective(self.profile.collectives, ranks, nbytes, copies=copies)
+            fastest = fastest_collective(self.profile.collectives, ranks, nbytes, dtype, copies)
             # not timed: every rank's part through host memory and back
             by_host = self.profile.handoff_seconds + ranks * (self.copy("d2h", nbytes) + self.copy("h2d", nbytes))
             self._seen[key] = fastest[1] if fastest else by_host
@@ -410,6 +414,17 @@ class TierCosts:
 
     def handoff(self, to: str, nbytes: int) -> float:
         return self.tables.handoff(to, nbytes, self.vector_bytes)
+
+    def all_reduce(self, nbytes: int, copies: bool = False) -> float:
+        """Seconds of summing the ranks' parts, `nbytes` of float32 each, in the type in which the run will."""
+        dtype = wire_type(self.workload.reduce_dtype, self.load.tokens, self.tables.kind != "cpu")
+        return self.tables.collective(self.ranks, nbytes, copies, dtype)
+
+    def meeting(self, step: AllReduce | Gather, copies: bool = False) -> float:
+        """Seconds of a step in which all ranks take part; logits are gathered in float32."""
+        if isinstance(step, AllReduce):
+            return self.all_reduce(step.nbytes, copies)
+        return self.tables.collective(self.ranks, step.nbytes, copies)
 
     @cached_property
     def copy_issue(self) -> float:

@@ -97,5 +97,5 @@ def explain_pace(spec: ModelSpec, tables: Tables, variant: Variant) -> str:
         return f"decode is {BINDS[tier.prediction.binds]}"
     task = price_tiers(spec, tables, variant.workload, (tier.tokens,))[0]
     steps = [s for s in tier_steps(task.room, tier, task.costs[0]).body if isinstance(s, AllReduce | Gather)]
-    sums = sum(tables.collective(len(variant.ranks), s.nbytes) for s in steps)
+    sums = sum(task.costs[0].meeting(s) for s in steps)
     return f"{len(steps)} sums take {sums * 1e3:.3g} of a decode step's {seconds * 1e3:.3g} ms"

@@ -195,7 +195,7 @@ def join_ranks(tasks: Sequence[RankTask], chosen: Sequence[Candidate]) -> Varian
     variant = Variant(
         w.vram_mib, w.context, w.sequences, w.type_k, w.type_v, w.max_ubatch, w.prompt, w.generated,
         w.split_mode, shares if len(shares) > 1 else (), tasks[0].plan_needed, ranks,
-        tasks[0].costs[0].tables.correction, w.max_tp, w.device,
+        tasks[0].costs[0].tables.correction, w.max_tp, w.device, reduce_dtype=w.reduce_dtype,
     )  # fmt: skip
     check_variant(tuple(t.room.spec for t in tasks), variant, tasks[0].costs[0].tables.kind)
     return variant

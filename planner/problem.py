@@ -39,7 +39,7 @@ def tier_problem(
     enter, leave = to_acc, min(to_cpu, costs.handoff("cpu", logits))
     if spec.stage is None:
         parts = sum(cls.size for cls in classes if cls.kind in ("attention", "ffn"))
-        fixed = parts * costs.tables.collective(costs.ranks, hidden)
+        fixed = parts * costs.all_reduce(hidden)
     else:  # hidden states come to the accelerator and leave from it; all take part in the gather of the logits
         first, last = bool(spec.units[0].tensors), bool(spec.units[-1].tensors)
         fixed = costs.tables.collective(costs.ranks, logits if last else 0)

@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from pshard.collectives import describe_sums
 from pshard.pace import decode_seconds, first_token_seconds
 from pshard.plan import RankPlan, TierPlan, Variant
 from pshard.planner.explain import BINDS, WhatIf
@@ -27,6 +28,8 @@ def print_variant(variant: Variant, out: "Console") -> None:
         _print_whole(_memory_table(rank), out)
     if not variant.plan_needed:
         out.print("Everything fits in VRAM: no plan is needed, and every tier keeps everything there.")
+    if variant.split_mode == "tensor":
+        out.print(f"Ranks' parts are summed in {describe_sums(variant.reduce_dtype)}.", highlight=False, soft_wrap=True)
     if variant.considered:
         _print_whole(_ways_table(variant), out)
     out.print(

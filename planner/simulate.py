@@ -247,7 +247,7 @@ class _Machine:
 
     def reduce(self, step: AllReduce | Gather) -> None:
         start = max(self.host, self.acc)
-        self.acc = start + self.costs.tables.collective(self.costs.ranks, step.nbytes, self.copies)
+        self.acc = start + self.costs.meeting(step, self.copies)
         self.note(step, "acc", start, self.acc)
         if isinstance(step, Gather):
             self.host = self.acc

@@ -104,6 +104,7 @@ def run_test(
         environment=setting.environment,
         command=setting.command,
         split_mode=plan.split_mode,
+        reduce_dtype=plan.reduce_dtype if plan.split_mode == "tensor" else "",
     )
 
 

@@ -56,7 +56,7 @@ def _main(argv: list[str]) -> int:
 
         return launch(ranks, "pshard.cli_bench", [*planned_flags(argv), "-m", str(request.model)])
     opened = open_plan(request)
-    group = open_group(opened, ranks, args.reduce_dtype)
+    group = open_group(opened, ranks)
     try:
         if args.perplexity is not None:
             return _run_perplexity(opened, args, group)

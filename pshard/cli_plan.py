@@ -42,7 +42,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     p.add_argument("-ctv", "--cache-type-v", choices=KV_TYPES, default=None, help="KV cache type of values (bf16)")
     p.add_argument("--prompt", type=parse_count, metavar="N", help="expected prompt length (4096, or half of -c)")
     p.add_argument("--generated", type=parse_count, metavar="N", help="expected answer length (default: 256)")
-    add_split_flags(p, otherwise="equal")
+    add_split_flags(p, otherwise="equal", reduce_dtype=Workload.reduce_dtype)
     p.add_argument("--profile", type=Path, metavar="FILE", help="machine profile (default: this machine's)")
     p.add_argument("--registry", type=Path, metavar="PATH", help="registry to write (default: beside the model)")
     p.add_argument("--strategy", default="ilp", metavar="NAME", help="ilp (default) or a published strategy's name")
@@ -260,7 +260,11 @@ def _workloads(args: argparse.Namespace, spec: Any, profile: Any) -> list[Worklo
         flag = "-sm" if args.split_mode == "auto" else "-ts"
         devices = count_devices(first.tensor_split, wants_ratios(args), profile, flag)
         first = replace(first, vram_mib=first.vram_mib * devices)
-    first = replace(first, max_tp=binding_limits(args.max_tp, len(first.vram_mib)))
+    first = replace(
+        first,
+        max_tp=binding_limits(args.max_tp, len(first.vram_mib)),
+        reduce_dtype=args.reduce_dtype,
+    )
     if args.sweep:
         return [replace(first, vram_mib=(mib,) * len(first.vram_mib)) for mib in args.sweep]
     return [first]

@@ -69,7 +69,7 @@ def _main(argv: list[str]) -> int:
 
         return launch(ranks, "pshard.cli_run", [*planned_flags(argv), "-m", str(request.model)])
     opened = open_plan(request)
-    group = open_group(opened, ranks, args.reduce_dtype)
+    group = open_group(opened, ranks)
     with start_engine(opened, opened.variant, args.kernels, group) as engine:
         for note in engine.notes if group.rank == 0 else ():
             print(f"note: {note}", file=sys.stderr)

@@ -1,9 +1,30 @@
-"""Which way of summing between ranks is the fastest for a message, from a profile's timings. No torch."""
+"""How ranks sum: in which type parts travel, and which way is the fastest by a profile's timings. No torch."""
 
 from collections.abc import Collection, Iterable
 
+from pshard.buffers import SMALL_BATCH
 from pshard.curves import curve_through, interpolate
 from pshard.machine import CollectiveTiming
+
+REDUCE_DTYPES = ("auto", "f32", "bf16", "f16")
+
+
+def wire_type(reduce_dtype: str, tokens: int, on_gpu: bool) -> str:
+    """What ranks' parts of so many tokens are rounded to before they are summed: "f32", "bf16" or "f16".
+
+    reduce_dtype: one of REDUCE_DTYPES. "auto": prompts between GPUs travel in bf16, as bytes are what their sums take,
+    and all else in f32: few rows take as long in either, and CPUs sum through memory that all of them read.
+    """
+    if reduce_dtype != "auto":
+        return reduce_dtype
+    return "bf16" if on_gpu and tokens > SMALL_BATCH else "f32"
+
+
+def describe_sums(reduce_dtype: str) -> str:
+    """In which type ranks' parts are summed, for people."""
+    if reduce_dtype != "auto":
+        return reduce_dtype
+    return f"f32, between GPUs in bf16 when they have more than {SMALL_BATCH} tokens"
 
 
 def fastest_collective(

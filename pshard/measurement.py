@@ -66,6 +66,7 @@ class Measurement:
     command: str
     timeline: tuple[TimelineEvent, ...] = ()
     split_mode: str = ""  # how the model was spread over the ranks; "" in files older than the field
+    reduce_dtype: str = ""  # in which type ranks' parts were summed, see pshard.collectives; "" where nothing was
 
 
 def test_name(n_prompt: int, n_gen: int, n_depth: int = 0) -> str:

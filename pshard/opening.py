@@ -46,6 +46,7 @@ class Request:
     replan: bool = False
     needed: int = 1
     max_tp: Limits = ()
+    reduce_dtype: str | None = None
     auto_ratios: bool = False  # any ratios will do, and a plan that is made anew has those predicted to be the fastest
 
 
@@ -88,7 +89,8 @@ def open_plan(request: Request) -> Opened:
         save_variants(path, file.spec.name, inputs, [plan_split(file.spec, profile, full, request.auto_ratios)])
     registry = load_registry(path, command)
     check_fresh(registry, inputs, f"{command} (or add --replan)")
-    return Opened(file, profile, choose_variant(registry, want, command), path)
+    variant = choose_variant(registry, want, command)
+    return Opened(file, profile, replace(variant, reduce_dtype=request.reduce_dtype or variant.reduce_dtype), path)
 
 
 def settle_plan(request: Request) -> tuple[Request, int]:
@@ -132,6 +134,7 @@ def _workload(request: Request, profile: MachineProfile) -> Workload:
         split_mode=request.split_mode,
         tensor_split=request.tensor_split if devices > 1 else (),
         max_tp=binding_limits(request.max_tp, devices),
+        reduce_dtype=request.reduce_dtype or Workload.reduce_dtype,
     )
 
 
@@ -195,12 +198,12 @@ def check_machine(profile: MachineProfile) -> None:
         raise UserError(f"the machine profile is of another machine: {what}{missing}; run pshard-profile")
 
 
-def open_group(opened: Opened, ranks: int, reduce_dtype: str) -> "Group":
+def open_group(opened: Opened, ranks: int) -> "Group":
     """Join the ranks of this run; sums on GPUs go the way that the profile found to be the fastest for their size."""
     from pshard.runtime.parallel import init_group
 
     kind, timings = opened.profile.accelerators[0].kind, opened.profile.collectives
-    return init_group(ranks, kind, reduce_dtype=reduce_dtype, timings=timings)
+    return init_group(ranks, kind, reduce_dtype=opened.variant.reduce_dtype, timings=timings)
 
 
 def start_engine(

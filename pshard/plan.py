@@ -189,6 +189,7 @@ class Variant:
     max_tp: Limits = ()  # over how many ranks a kind of unit is cut at most
     device: int = 0  # the accelerator of a plan for one; ranks of a split have their own
     considered: tuple[Considered, ...] = ()  # what it was chosen from, itself first; empty when nothing was to choose
+    reduce_dtype: str = "auto"  # in which type ranks' parts are summed: one of REDUCE_DTYPES
 
     @property
     def workload(self) -> Workload:
@@ -196,6 +197,7 @@ class Variant:
         return Workload(
             self.vram_mib, self.context, self.sequences, self.type_k, self.type_v, self.max_ubatch, self.prompt,
             self.generated, self.split_mode, self.tensor_split, self.max_tp, self.device,
+            self.reduce_dtype,
         )  # fmt: skip
 
     @property

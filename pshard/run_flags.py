@@ -31,10 +31,6 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
         "-ctv", "--cache-type-v", choices=KV_TYPES, default="bf16", help="type of the values' cache (bf16)"
     )
     add_split_flags(group, otherwise="those of the plan that fits")
-    group.add_argument(
-        "--reduce-dtype", choices=("f32", "bf16", "f16"), default="f32",
-        help="ranks' parts are rounded to this before they are summed (default f32); bf16 halves what prompts exchange",
-    )  # fmt: skip
     group.add_argument("--registry", type=Path, help="plan registry (default: beside the model, else the cache)")
     group.add_argument("--profile", type=Path, help="machine profile (default: this machine's, in the cache)")
     group.add_argument("--kernels", choices=("fast", "plain"), default="fast", help="plain: torch in float32, slow")
@@ -59,6 +55,7 @@ def make_request(args: argparse.Namespace, sequences: int | None = None) -> Requ
         args.replan,
         max_tp=args.max_tp,
         auto_ratios=wants_ratios(args),
+        reduce_dtype=args.reduce_dtype,
     )
 
 

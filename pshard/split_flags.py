@@ -4,13 +4,17 @@ import argparse
 from typing import Any
 
 from pshard.cli_support import parse_max_tp, parse_split
+from pshard.collectives import REDUCE_DTYPES
 from pshard.errors import UserError
 from pshard.machine import MachineProfile
 from pshard.workload import SPLIT_MODES
 
 
-def add_split_flags(parser: Any, otherwise: str) -> None:
-    """Add the flags to a parser or a group of one. otherwise: whose ratios and limits are taken when none are given."""
+def add_split_flags(parser: Any, otherwise: str, reduce_dtype: str | None = None) -> None:
+    """Add the flags to a parser or a group of one. otherwise: whose ratios and limits are taken when none are given.
+
+    reduce_dtype: the type of sums then; None: the plan's.
+    """
     parser.add_argument(
         "-sm", "--split-mode", choices=(*SPLIT_MODES, "auto"), default="none",
         help="split over devices; auto: one device, layer or tensor, as is predicted to be the fastest",
@@ -22,6 +26,11 @@ def add_split_flags(parser: Any, otherwise: str) -> None:
     parser.add_argument(
         "--max-tp", type=parse_max_tp, default=(), metavar="UNIT=K[,UNIT=K]",
         help="cut a kind of unit (attn, ffn, head) over K ranks at most (default: all; -ts auto also chooses these)",
+    )  # fmt: skip
+    default = reduce_dtype or "that of the plan"
+    parser.add_argument(
+        "--reduce-dtype", choices=REDUCE_DTYPES, default=reduce_dtype,
+        help=f"type of ranks' parts as they are summed; auto: bf16 for prompts between GPUs, else f32 ({default})",
     )  # fmt: skip
 
 

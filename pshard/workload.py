@@ -67,6 +67,7 @@ class Workload:
     tensor_split: tuple[float, ...] = ()
     max_tp: Limits = ()  # kinds that are not named are cut over all ranks
     device: int = 0  # the accelerator that a plan for one is for
+    reduce_dtype: str = "auto"  # in which type ranks' parts are summed: one of REDUCE_DTYPES
 
     def under(self, split: Split) -> "Workload":
         """The same with another split."""

@@ -23,6 +23,8 @@ def plan_command(model_path: str, want: Workload) -> str:
         words += ["-ts", ",".join(f"{share:g}" for share in want.tensor_split)]
     if want.max_tp:
         words += ["--max-tp", format_limits(want.max_tp)]
+    if want.reduce_dtype != standard.reduce_dtype:
+        words += ["--reduce-dtype", want.reduce_dtype]
     return shlex.join(words)
 
 

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from pshard.buffers import SMALL_BATCH
+from pshard.collectives import REDUCE_DTYPES
 from pshard.jsonio import from_json, to_json
 from pshard.plan import REGISTRY_VERSION, RankPlan, Registry, TierPlan, Variant
 from pshard.registries.fingerprint import digest
@@ -52,6 +53,8 @@ def check_registry(registry: Registry) -> None:
 def _check_variant(variant: Variant, where: str) -> None:
     if variant.split_mode not in SPLIT_MODES:
         raise ValueError(f"{where}.split_mode is {variant.split_mode!r}, not one of {', '.join(SPLIT_MODES)}")
+    if variant.reduce_dtype not in REDUCE_DTYPES:
+        raise ValueError(f"{where}.reduce_dtype is {variant.reduce_dtype!r}, not one of {', '.join(REDUCE_DTYPES)}")
     if bad := [most for _, most in variant.max_tp if most < 1]:
         raise ValueError(f"{where}.max_tp limits a unit to {bad[0]} ranks")
     if not variant.ranks or len(variant.ranks) != len(variant.vram_mib):

@@ -191,7 +191,7 @@ class MicroBatch:
         unit, exchange = e.spec.unit(following.unit), e.group.row_exchange(*part.shape)
         if exchange is None or not unit.tensors or unit.kind not in ("attention", "ffn"):
             return None
-        return PendingSum(exchange, part, e.group.reduce_dtype)
+        return PendingSum(exchange, part, e.group.wire(part))
 
     def _execute(self, step: Compute) -> None:
         """The unit's kernels, nothing else: what a graph may hold."""

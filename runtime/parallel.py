@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from pshard.collectives import fastest_collective
+from pshard.collectives import fastest_collective, wire_type
 from pshard.errors import UserError
 from pshard.machine import CollectiveTiming
 from pshard.runtime.kernels import native
@@ -29,7 +29,8 @@ from pshard.runtime.shared_memory import MESSAGE_BYTES, LateRank, open_exchange
 if TYPE_CHECKING:
     from pshard.runtime.peer_memory import PeerExchange
 
-REDUCE_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+WIRES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+ROUNDED = 2 << 20  # numbers that NCCL sums at once in another type than float32
 MEET_SECONDS = 120.0  # all ranks must be up by then
 SENDS_AHEAD = 4  # micro-batches that a CPU rank may be ahead of the next one
 REDUCE_SECONDS = 120.0  # no rank may be later than this to a sum; a dead process is noticed much sooner (rank_watch)
@@ -50,7 +51,7 @@ class Group:
         backend: what sums: "none" (one rank), "shm" (shared memory), "gloo", "nccl" or "peers" (GPUs that write into
             each other's memory; NCCL where that was measured to be faster).
         threads: CPU threads that this rank should use.
-        reduce_dtype: what parts are rounded to before they are summed: "f32", "bf16", "f16".
+        reduce_dtype: what parts are rounded to before they are summed: one of pshard.collectives.REDUCE_DTYPES.
     """
 
     rank = 0
@@ -58,7 +59,11 @@ class Group:
     local_rank = 0
     backend = "none"
     threads = 0
-    reduce_dtype = "f32"
+    reduce_dtype = "auto"
+
+    def wire(self, part: torch.Tensor) -> str:
+        """What this part [rows, columns] is rounded to before it is summed: "f32", "bf16" or "f16"."""
+        return wire_type(self.reduce_dtype, part.numel() // part.shape[-1], part.is_cuda)
 
     def all_reduce(self, tensor: torch.Tensor, algorithm: str | None = None) -> None:
         """Sum a contiguous float32 tensor over the ranks, in place. Raises RankLost.
@@ -158,6 +163,8 @@ class TorchGroup(Group):
             world_size=size,
             timeout=timedelta(days=7),  # waiting for a user's next prompt has no limit; sums have their own
         )
+        # taken now: a sum may be captured in a graph
+        self._rounded = torch.empty(ROUNDED, dtype=torch.int16, device="cuda") if device == "cuda" else None
         if device == "cuda":  # NCCL takes its memory and meets now, not in the first step or while a graph is captured
             dist.all_reduce(torch.zeros(1, device="cuda"))
             torch.cuda.synchronize()
@@ -178,14 +185,15 @@ class TorchGroup(Group):
             return "nccl"
         if (rows, columns) not in self._chosen:
             ways = self.algorithms(rows, columns)
-            fastest = fastest_collective(self._timings, self.size, 4 * rows * columns, self.reduce_dtype, among=ways)
+            wire = wire_type(self.reduce_dtype, rows, on_gpu=True)
+            fastest = fastest_collective(self._timings, self.size, 4 * rows * columns, wire, among=ways)
             self._chosen[rows, columns] = fastest[0] if fastest else ways[0]
         return self._chosen[rows, columns]
 
     def add_sum(self, hidden: torch.Tensor, part: torch.Tensor) -> None:
         algorithm = self.algorithm(*part.shape) if part.is_cuda else "nccl"
         if self._peers and algorithm != "nccl":
-            self._peers.sum(part, hidden, algorithm, self.reduce_dtype, accumulate=True)
+            self._peers.sum(part, hidden, algorithm, self.wire(part), accumulate=True)
         else:
             super().add_sum(hidden, part)
 
@@ -213,13 +221,15 @@ class TorchGroup(Group):
         if algorithm is None and tensor.is_cuda:
             algorithm = self.algorithm(tensor.numel() // columns, columns)
         if tensor.is_cuda and self._peers and algorithm not in (None, "nccl"):
-            self._peers.sum(tensor.view(-1, columns), tensor.view(-1, columns), algorithm, self.reduce_dtype, False)
+            self._peers.sum(tensor.view(-1, columns), tensor.view(-1, columns), algorithm, self.wire(tensor), False)
             return
-        wire = REDUCE_DTYPES[self.reduce_dtype]
+        wire = WIRES[self.wire(tensor)]
         if wire != tensor.dtype and tensor.is_cuda:
-            rounded = tensor.to(wire)
-            dist.all_reduce(rounded)  # NCCL adds in the wire's type too
-            tensor.copy_(rounded)
+            assert self._rounded is not None
+            for numbers in tensor.view(-1).split(ROUNDED):
+                rounded = self._rounded[: numbers.numel()].view(wire).copy_(numbers)
+                dist.all_reduce(rounded)  # NCCL adds in the wire's type too
+                numbers.copy_(rounded)
             return
         if wire != tensor.dtype:
             tensor.copy_(tensor.to(wire))
@@ -345,16 +355,16 @@ def init_group(
     threads: int | None = None,
     shared_memory: bool = True,
     peer_memory: bool = True,
-    reduce_dtype: str = "f32",
+    reduce_dtype: str = "auto",
     timings: Sequence[CollectiveTiming] = (),
 ) -> Group:
     """Join the group of `ranks` processes whose tensors live on `device` ("cpu" or "cuda").
 
     Gives this rank its own cores and `threads` threads (default: as many as it has cores). For CUDA the rank's device
     is number LOCAL_RANK. `shared_memory=False` keeps to gloo between CPU ranks and `peer_memory=False` to NCCL between
-    GPUs (to measure them). `reduce_dtype`: what parts are rounded to before they are summed. `timings`: a
-    profile's, by which the way of summing on GPUs is chosen per size. Raises UserError when the environment describes
-    another number of ranks.
+    GPUs (to measure them). `reduce_dtype`: one of pshard.collectives.REDUCE_DTYPES. `timings`: a profile's, by which
+    the way of summing on GPUs is chosen per size. Raises UserError when the environment describes another number of
+    ranks.
     """
     started = launched_ranks()
     if ranks == 1 and started <= 1:

@@ -1,6 +1,9 @@
 """The fastest way of summing is chosen per size, rounded type and company from what was timed."""
 
-from pshard.collectives import fastest_collective
+import pytest
+
+from pshard.buffers import SMALL_BATCH
+from pshard.collectives import fastest_collective, wire_type
 from pshard.machine import CollectiveTiming
 
 TIMED = (
@@ -12,6 +15,23 @@ TIMED = (
     CollectiveTiming("rows", 2, 1 << 14, 20e-6, copies=True),
     CollectiveTiming("nccl", 4, 1 << 14, 40e-6),
 )
+
+
+@pytest.mark.parametrize(
+    ("chosen", "tokens", "on_gpu", "wire"),
+    [
+        ("auto", 1, True, "f32"),
+        ("auto", SMALL_BATCH, True, "f32"),
+        ("auto", SMALL_BATCH + 1, True, "bf16"),
+        ("auto", 4096, False, "f32"),
+        ("f32", 4096, True, "f32"),
+        ("f16", 1, False, "f16"),
+    ],
+)
+def test_prompts_between_gpus_travel_in_bfloat16_unless_told_otherwise(
+    chosen: str, tokens: int, on_gpu: bool, wire: str
+) -> None:
+    assert wire_type(chosen, tokens, on_gpu) == wire
 
 
 def test_each_size_has_its_fastest() -> None:

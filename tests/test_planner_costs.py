@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 
 from pshard.errors import UserError
-from pshard.machine import ElementwiseTiming, MachineProfile, MatmulTiming, ShareTiming
+from pshard.machine import CollectiveTiming, ElementwiseTiming, MachineProfile, MatmulTiming, ShareTiming
 from pshard.planner.costs import Tables, tier_costs, unit_cost
 from pshard.planner.datasheet import profile_from_datasheet
 from pshard.planner.explain import double_link
 from pshard.planner.load import TierLoad
 from pshard.planner.plan import cut_ranks
+from pshard.steps import AllReduce, Gather
 from pshard.workload import Split, Workload
 from tests.planner_cases import DESKTOP, make_model
 
@@ -162,6 +163,22 @@ def test_all_reduces_without_measurements_go_through_host_memory():
     tables = Tables(PROFILE)
     assert tables.collective(1, 1 << 20) == 0
     assert tables.collective(4, 1 << 20) > 4 * tables.copy("h2d", 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chosen", "on_gpu", "seconds"),
+    [(512, "auto", True, 1e-3), (1, "auto", True, 2e-3), (512, "auto", False, 2e-3), (512, "f32", True, 2e-3)],
+)
+def test_sums_are_priced_in_the_type_that_the_run_takes(tokens: int, chosen: str, on_gpu: bool, seconds: float):
+    timed = tuple(CollectiveTiming("nccl", 2, 1 << 20, s, dtype) for s, dtype in ((2e-3, "f32"), (1e-3, "bf16")))
+    profile = replace(PROFILE, collectives=timed)
+    if not on_gpu:
+        profile = replace(profile, accelerators=tuple(replace(a, kind="cpu") for a in profile.accelerators))
+    workload = replace(WORKLOAD, reduce_dtype=chosen)
+    costs = tier_costs(make_model(layers=1), Tables(profile), TierLoad(tokens, 1, 0, 1, 1.0), workload, ranks=2)
+    assert costs.all_reduce(1 << 20) == pytest.approx(seconds)
+    assert costs.meeting(AllReduce("blk.0.ffn", 1 << 20)) == pytest.approx(seconds)
+    assert costs.meeting(Gather("output", 1 << 20)) == pytest.approx(2e-3)  # logits are not rounded
 
 
 @pytest.mark.parametrize(("table", "what"), [("matmuls", "matmul"), ("attention", "attention"), ("copies", "copy")])

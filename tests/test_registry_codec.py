@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from registry_samples import make_registry, make_tier
 
+from pshard.collectives import REDUCE_DTYPES
 from pshard.plan import Buffers, Placement, RankPlan, Registry, TierPlan, Variant
 from pshard.registries.codec import NewerFormat, decode_registry, encode_registry
 from pshard.registries.fingerprint import digest
@@ -21,6 +22,7 @@ CHOICES = {
     (Placement, "cpu_rows"): st.sampled_from([0, 16, 512]),
     (Buffers, "slots"): st.integers(1, 8),
     (Variant, "split_mode"): st.sampled_from(["none", "tensor"]),
+    (Variant, "reduce_dtype"): st.sampled_from(REDUCE_DTYPES),
     (Variant, "max_tp"): st.sampled_from([(), (("attention", 2),), (("ffn", 1), ("output", 3))]),
     (Registry, "version"): st.just(1),
 }
