@@ -17,7 +17,9 @@ import torch
 from pshard.errors import UserError
 from pshard.runtime.row_copy import check_rows, copy_rows
 
-KERNEL_COPY_BYTES = 512 << 10  # up to here a kernel copies between device and host, beside the copy engine's queue
+# up to here a kernel copies between device and host, not the copy engine: on the way in that has weights in its queue
+KERNEL_SEND_BYTES = 16 << 20  # activations of 512 tokens; a unit of 221 MB ahead of them takes 4 ms
+KERNEL_RECEIVE_BYTES = 512 << 10  # from the device little goes besides
 MOST_GRAPHS = 1024  # graphs take device memory beside the arena; past that many, kernels are launched one by one
 
 
@@ -124,18 +126,18 @@ class CudaDevice:
         return done
 
     def send(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Host to device in the compute lane: small transfers don't queue behind weights."""
+        """Host to device in the compute lane: activations don't queue behind weights."""
         with torch.cuda.stream(self.compute):
-            self._transfer(dst, src, src)
+            self._transfer(dst, src, src, KERNEL_SEND_BYTES)
 
     def receive(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Device to host after all compute so far; returns when `dst` holds it."""
         with torch.cuda.stream(self.compute):
-            self._transfer(dst, src, dst)
+            self._transfer(dst, src, dst, KERNEL_RECEIVE_BYTES)
         self.compute.synchronize()
 
-    def _transfer(self, dst: torch.Tensor, src: torch.Tensor, on_host: torch.Tensor) -> None:
-        small = on_host.nbytes <= KERNEL_COPY_BYTES and on_host.nbytes % 4 == 0 and dst.dtype == src.dtype
+    def _transfer(self, dst: torch.Tensor, src: torch.Tensor, on_host: torch.Tensor, most: int) -> None:
+        small = on_host.nbytes <= most and on_host.nbytes % 4 == 0 and dst.dtype == src.dtype
         if small and self._copy_small and dst.is_contiguous() and src.is_contiguous() and self._is_locked(on_host):
             self._copy_small(dst, src)
         else:

@@ -201,20 +201,21 @@ def test_steady_decode_allocates_nothing_and_stays_within_the_budget(tmp_path: P
         assert memory.page_locked
 
 
-def test_small_transfers_do_not_wait_for_the_copy_engine() -> None:
+@pytest.mark.parametrize("nbytes", [1 << 15, 64 * 5120 * 4])  # hidden states of one token or two, and of 64
+def test_activations_do_not_wait_for_the_copy_engine(nbytes: int) -> None:
     device = open_device("cuda")
-    big, small = map_memory(1 << 30), map_memory(1 << 16)
+    big, small = map_memory(1 << 30), map_memory(2 * nbytes)
     assert device.page_lock(big) and device.page_lock(small)
-    there, target = device.allocate(1 << 30), device.allocate(1 << 16)
-    back = small[1 << 15 :]
-    small[: 1 << 15] = torch.randint(256, (1 << 15,), dtype=torch.uint8)
+    there, target = device.allocate(1 << 30), device.allocate(nbytes)
+    sent, back = small.view(2, nbytes)
+    sent.copy_(torch.randint(256, (nbytes,), dtype=torch.uint8))
     for _ in range(2):  # the first time compiles
         arrived = device.copy_in(there, big)
-        device.send(target[: 1 << 15], small[: 1 << 15])
-        device.receive(back, target[: 1 << 15])
+        device.send(target, sent)
+        device.receive(back, target)
         early = not device.happened(arrived)
         device.synchronize()
-    assert torch.equal(back, small[: 1 << 15])
+    assert torch.equal(back, sent)
     assert early
     for memory in (big, small):
         device.page_unlock(memory)
