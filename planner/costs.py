@@ -5,6 +5,7 @@ proportion (rates hold). A matrix that the profile did not time takes the second
 """
 
 from collections import defaultdict
+from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -43,11 +44,15 @@ class Tables:
         for (device, qtype, r, c), points in rows.items():
             self._matmul[device, qtype][r, c] = _curve(points)
         self._attention: dict[tuple[str, str], dict[tuple[int, int, int], dict[int, Curve]]] = defaultdict(dict)
+        # one token of each of several sequences: by sequences instead of tokens
+        self._together: dict[tuple[str, str], dict[tuple[int, int, int], dict[int, Curve]]] = defaultdict(dict)
         cells = defaultdict(list)
         for a in profile.attention:
-            cells[a.device, a.kv_type, (a.n_heads, a.n_kv_heads, a.head_dim), a.tokens].append((a.context, a.seconds))
-        for (device, kv_type, heads, tokens), points in cells.items():
-            self._attention[device, kv_type].setdefault(heads, {})[tokens] = _curve(points)
+            shape = (a.n_heads, a.n_kv_heads, a.head_dim)
+            cells[a.device, a.kv_type, shape, a.sequences, a.tokens].append((a.context, a.seconds))
+        for (device, kv_type, heads, sequences, tokens), points in cells.items():
+            by, count = (self._attention, tokens) if sequences == 1 else (self._together, sequences)
+            by[device, kv_type].setdefault(heads, {})[count] = _curve(points)
         self._elementwise = _grouped(((e.device, e.what), e.tokens * e.width, e.seconds) for e in profile.elementwise)
         copies = (c for c in profile.copies if c.device == "acc")
         self._copies = _grouped(((c.direction, c.memory), c.nbytes, c.seconds) for c in copies)
@@ -112,15 +117,30 @@ class Tables:
             timed = next((t for (d, _), t in sorted(self._attention.items()) if d == device), None)
         if not timed:
             raise UserError(f"the machine profile has no attention timings of the {device}; run pshard-profile again")
-        work, read = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-        heads = min(timed, key=lambda h: (abs(log(h[0] * h[2] / work)) + abs(log(h[1] * h[2] / read)), h))
-        scale = read / (heads[1] * heads[2]) if tokens <= SMALL_BATCH else work / (heads[0] * heads[2])
+        heads = _nearest_heads(timed, config)
+        small, large = config.n_kv_heads / heads[1], config.n_heads / heads[0]  # cells that are read, or products
+        scale = (small if tokens <= SMALL_BATCH else large) * config.head_dim / heads[2]
         # between timed token counts: seconds per pair of new token and cell, at this context
         rates = _curve(
             (t, interpolate(curve, max(context, t)) / _pairs(t, max(context, t))) for t, curve in timed[heads].items()
         )
         at = min(max(tokens, rates[0][0]), rates[-1][0])
         return scale * _pairs(tokens, context) * interpolate(rates, at)
+
+    def decode_attention(self, device: str, config: ModelConfig, kv_type: str, sequences: int, context: int) -> float:
+        """Seconds of attention of one new token of each of `sequences` sequences over `context` cells each.
+
+        What reads as many cells in all is looked up: of one sequence, and of each number of them that was timed.
+        """
+        cells = sequences * context
+        alone = self.attention(device, config, kv_type, 1, cells)
+        timed = self._together.get((device, kv_type))
+        if sequences == 1 or not timed:
+            return alone
+        heads = _nearest_heads(timed, config)
+        scale = config.n_kv_heads * config.head_dim / (heads[1] * heads[2])
+        together = [(n, scale * interpolate(curve, cells / n)) for n, curve in timed[heads].items()]
+        return interpolate(_curve([(1, alone), *together]), min(sequences, max(timed[heads])))
 
     def elementwise(self, device: str, what: str, tokens: int, width: int) -> float:
         """Seconds of a norm, residual addition, rotation, product or look-up on [tokens, width]; 0 when not timed."""
@@ -208,6 +228,12 @@ class Tables:
         lost = max(0.0, 1 - both.link_with_cpu / self.link_rate)
         link = 1 - lost * min(1.0, demand / both.cpu_with_link)
         return max(link, 0.05), min(1.0, both.cpu_with_link / demand)
+
+
+def _nearest_heads(timed: Iterable[tuple[int, int, int]], config: ModelConfig) -> tuple[int, int, int]:
+    """The timed (heads, KV heads, head size) nearest to the model's in products and in what is read."""
+    work, read = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    return min(timed, key=lambda h: (abs(log(h[0] * h[2] / work)) + abs(log(h[1] * h[2] / read)), h))
 
 
 def _pairs(tokens: int, context: int) -> float:
@@ -323,9 +349,9 @@ def _saved_by_one_launch(tables: Tables, unit: Unit, rows: int) -> float:
 
 
 def _attention_of(tables: Tables, side: str, config: ModelConfig, load: TierLoad, kv_type: str) -> float:
-    """Attention of all sequences of the micro-batch. Decode reads every sequence's cells once, as one long context."""
+    """Attention of all sequences of the micro-batch."""
     if load.is_decode:
-        return tables.attention(side, config, kv_type, 1, load.sequences * (load.past + 1))
+        return tables.decode_attention(side, config, kv_type, load.sequences, load.past + 1)
     each = -(-load.tokens // load.sequences)
     return load.sequences * tables.attention(side, config, kv_type, each, load.past + each)
 

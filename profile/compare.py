@@ -76,7 +76,7 @@ def _rates(profile: MachineProfile) -> Iterator[tuple[tuple[str, Hashable], floa
         regime = "few tokens" if m.tokens <= 16 else "many tokens"
         yield (f"{m.device} matmul {m.qtype}, {regime}", (m.rows, m.cols, m.tokens)), 1 / m.seconds
     for a in (a for a in profile.attention if a.device not in same):
-        key = (a.n_heads, a.n_kv_heads, a.head_dim, a.kv_type, a.tokens, a.context)
+        key = (a.n_heads, a.n_kv_heads, a.head_dim, a.kv_type, a.sequences, a.tokens, a.context)
         yield (f"{a.device} attention", key), 1 / a.seconds
     for c in profile.collectives:
         yield (f"all-reduce, {c.ranks} ranks", (c.backend, c.nbytes, c.dtype, c.copies)), 1 / c.seconds

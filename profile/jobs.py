@@ -11,6 +11,7 @@ from pshard.profile.kernels import KernelBench, time_attention, time_elementwise
 
 Row = MatmulTiming | AttentionTiming | ElementwiseTiming
 KV_TYPE = "bf16"
+TOGETHER, TOGETHER_CONTEXTS = (16, 64), (128, 1024)  # sequences that decode at once, and cells of each
 FILL_SECONDS = 0.1  # in which operand copies are laid out on an accelerator, roughly; only for the expected time
 
 
@@ -50,6 +51,11 @@ def _jobs_of(side: str, effort: Effort, shapes: Shapes, of_grid: bool) -> Iterat
             run = partial(time_attention, shape=heads, kv_type=KV_TYPE, tokens=count, contexts=contexts)
             expected = (fill + each) * len(contexts) + effort.slow
             yield (heads, count), Job(side, f"{name} attention, {count} tokens", expected, False, run)
+        together = tuple(sorted({min(c, shapes.context) for c in TOGETHER_CONTEXTS}))
+        for n in TOGETHER:
+            run = partial(time_attention, shape=heads, kv_type=KV_TYPE, tokens=1, contexts=together, sequences=n)
+            expected = (fill + each) * len(together)
+            yield (heads, "together", n), Job(side, f"{name} attention, {n} sequences", expected, False, run)
     for (d_model, d_ffn), heads in zip(shapes.widths, shapes.attention):
         run = partial(time_elementwise, d_model=d_model, d_ffn=d_ffn, shape=heads, tokens=few)
         expected = (3 * fill + 6 * each) * len(few)

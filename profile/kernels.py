@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pshard.buffers import ATTENTION_SPLITS, DEQUANT_BYTES, SMALL_BATCH, kv_blocks
+from pshard.buffers import ATTENTION_SPLITS, DEQUANT_BYTES, KV_BLOCK, SMALL_BATCH, kv_blocks, kv_cells_bytes
 from pshard.machine import AttentionTiming, ElementwiseTiming, MatmulTiming
 from pshard.profile.operands import OperandPool
 from pshard.profile.timing import Pace, graph_seconds, median_seconds
@@ -86,20 +86,33 @@ def time_matmul(bench: KernelBench, qtype: str, rows: int, cols: int, tokens: Se
 
 
 def time_attention(
-    bench: KernelBench, shape: AttentionShape, kv_type: str, tokens: int, contexts: Sequence[int]
+    bench: KernelBench, shape: AttentionShape, kv_type: str, tokens: int, contexts: Sequence[int], sequences: int = 1
 ) -> list[AttentionTiming]:
-    """Attention of the last `tokens` of each context, over KV caches that rotate; until one is slow."""
-    series = time_series(contexts, bench.slow, lambda context: _time_attention(bench, shape, kv_type, tokens, context))
-    return [AttentionTiming(bench.side, *shape.heads, kv_type, tokens, context, seconds) for context, seconds in series]
+    """Attention of the last `tokens` of each context, of so many sequences, over KV caches that rotate; until one is
+    slow. Caches of several sequences that the operand pool has no room for are left out."""
+    width = shape.n_kv_heads * shape.head_dim
+    if sequences > 1:
+        most = bench.pool.nbytes // kv_cells_bytes(KV_BLOCK, width, kv_type, kv_type) // sequences  # blocks of each
+        contexts = [context for context in contexts if kv_blocks(context, 1) <= most]
+    series = time_series(
+        contexts, bench.slow, lambda context: _time_attention(bench, shape, kv_type, tokens, context, sequences)
+    )
+    return [
+        AttentionTiming(bench.side, *shape.heads, kv_type, tokens, context, seconds, sequences)
+        for context, seconds in series
+    ]
 
 
-def _time_attention(bench: KernelBench, shape: AttentionShape, kv_type: str, tokens: int, context: int) -> float:
-    caches = bench.pool.rotate_kv(context, shape.n_kv_heads, shape.head_dim, kv_type)
-    qkv, out, partial = _attention_buffers(bench, shape, tokens)
-    rows, scale = _row_index(bench.device, tokens, context), shape.head_dim**-0.5
+def _time_attention(
+    bench: KernelBench, shape: AttentionShape, kv_type: str, tokens: int, context: int, sequences: int
+) -> float:
+    cells = sequences * kv_blocks(context, 1) * KV_BLOCK
+    caches = bench.pool.rotate_kv(cells, shape.n_kv_heads, shape.head_dim, kv_type)
+    qkv, out, partial = _attention_buffers(bench, shape, sequences * tokens)
+    rows, scale = _row_index(bench.device, tokens, context, sequences), shape.head_dim**-0.5
     return bench.median(
         lambda i: bench.kernels.attention(qkv, shape.heads, caches[i % len(caches)], rows, scale, out, partial),
-        tokens,
+        sequences * tokens,
     )
 
 
@@ -187,10 +200,12 @@ def _attention_buffers(
     return qkv, bench.activations(tokens, n_heads * dim), partial
 
 
-def _row_index(device: torch.device, tokens: int, context: int) -> RowIndex:
-    """The last `tokens` cells of one sequence of `context` cells."""
-    blocks = tuple(range(kv_blocks(context, 1)))
-    return make_rows((Segment(0, 0, tokens, context - tokens, blocks),), device)
+def _row_index(device: torch.device, tokens: int, context: int, sequences: int = 1) -> RowIndex:
+    """The last `tokens` cells of each of so many sequences of `context` cells, whose blocks follow each other."""
+    each = kv_blocks(context, 1)
+    blocks = [tuple(range(s * each, (s + 1) * each)) for s in range(sequences)]
+    segments = [Segment(s, s * tokens, tokens, context - tokens, held) for s, held in enumerate(blocks)]
+    return make_rows(segments, device)
 
 
 def _tile(bench: KernelBench, tokens: int) -> torch.Tensor:

@@ -136,11 +136,12 @@ def _attention_table(profile: MachineProfile) -> Table:
     table = _table("Attention of one layer, ms", "heads", "new tokens", "context", *(side_name(side) for side in sides))
     cells: dict[tuple, dict[str, float]] = {}
     for a in profile.attention:
-        key = (a.n_heads, a.n_kv_heads, a.head_dim, a.tokens, a.context)
+        key = (a.n_heads, a.n_kv_heads, a.head_dim, a.sequences, a.tokens, a.context)
         cells.setdefault(key, {})[a.device] = a.seconds
-    for (heads, kv, dim, tokens, context), found in sorted(cells.items()):
+    for (heads, kv, dim, sequences, tokens, context), found in sorted(cells.items()):
         times = [f"{found[side] * 1e3:.3g}" if side in found else "-" for side in sides]
-        table.add_row(f"{heads}/{kv} x {dim}", str(tokens), str(context), *times)
+        new = str(tokens) if sequences == 1 else f"{sequences} x {tokens}"
+        table.add_row(f"{heads}/{kv} x {dim}", new, str(context), *times)
     return table
 
 

@@ -63,7 +63,8 @@ class MatmulTiming:
 
 @dataclass(frozen=True)
 class AttentionTiming:
-    """Seconds of attention of `tokens` new tokens over `context` cells in all (past and new), one layer."""
+    """Seconds of attention of one layer: `tokens` new tokens of each of `sequences` sequences, over `context` cells of
+    each in all (past and new)."""
 
     device: str
     n_heads: int
@@ -73,6 +74,7 @@ class AttentionTiming:
     tokens: int
     context: int
     seconds: float
+    sequences: int = 1
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,14 @@ from dataclasses import replace
 import pytest
 
 from pshard.errors import UserError
-from pshard.machine import CollectiveTiming, ElementwiseTiming, MachineProfile, MatmulTiming, ShareTiming
+from pshard.machine import (
+    AttentionTiming,
+    CollectiveTiming,
+    ElementwiseTiming,
+    MachineProfile,
+    MatmulTiming,
+    ShareTiming,
+)
 from pshard.planner.costs import Tables, tier_costs, unit_cost
 from pshard.planner.datasheet import profile_from_datasheet
 from pshard.planner.explain import double_link
@@ -93,6 +100,29 @@ def test_sequences_that_decode_together_read_all_their_cells():
     four = unit_cost(spec.units[1], spec, tables, TierLoad(4, 4, 4000, 4, 1.0), WORKLOAD)
     assert four.kv_fetch_bytes == 4 * one.kv_fetch_bytes
     assert one.acc < four.acc < 4 * one.acc
+
+
+def test_sequences_that_were_timed_together_cost_that():
+    config = replace(make_model(heads=32, kv_heads=8).config, head_dim=128)
+    rows = tuple(
+        AttentionTiming("host", 32, 8, 128, "bf16", 1, context, 4e-3 * context / 1024 * n / 16, n)
+        for n in (16, 64)
+        for context in (128, 1024)
+    )
+    alone, tables = Tables(PROFILE), Tables(replace(PROFILE, attention=PROFILE.attention + rows))
+
+    def seconds(n: int, context: int) -> float:
+        return tables.decode_attention("host", config, "bf16", n, context)
+
+    assert seconds(16, 1024) == pytest.approx(4e-3) and seconds(64, 512) == pytest.approx(8e-3)
+    assert seconds(128, 1024) == pytest.approx(32e-3)  # as fast as 64
+    assert seconds(1, 4096) == alone.attention("host", config, "bf16", 1, 4096)
+    assert seconds(1, 4 * 1024) < seconds(4, 1024) < seconds(16, 256)
+    half = replace(config, n_kv_heads=4, n_heads=16)
+    assert tables.decode_attention("host", half, "bf16", 16, 1024) == pytest.approx(2e-3)
+    assert alone.decode_attention("host", config, "bf16", 16, 1024) == alone.attention(
+        "host", config, "bf16", 1, 16 * 1024
+    )
 
 
 def test_only_the_wanted_rows_of_logits_are_computed():

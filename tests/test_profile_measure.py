@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 from pshard import cli_profile
 from pshard.errors import UserError
@@ -14,7 +15,7 @@ from pshard.profile.compare import compare_profiles
 from pshard.profile.effort import Effort, Shapes, full_effort, model_shapes, quick_effort
 from pshard.profile.identify import identify_host, unlike_accelerators, unlike_links
 from pshard.profile.jobs import attention_points, list_jobs
-from pshard.profile.kernels import AttentionShape
+from pshard.profile.kernels import AttentionShape, KernelBench, time_attention
 from pshard.profile.measure import (
     Request,
     expected_seconds,
@@ -24,8 +25,10 @@ from pshard.profile.measure import (
     time_collectives,
     time_shares,
 )
+from pshard.profile.operands import OperandPool
 from pshard.profile.rank_shares import COPY_BYTES, TOKENS
 from pshard.profile.timing import Pace
+from pshard.runtime.kernels.plain import PlainKernels
 
 KIB = 1 << 10
 GRID = Shapes((("Q4_0", 64, 64), ("BF16", 32, 64)), (), (AttentionShape(2, 1, 32),), ((64, 128),), (("Q8_0", 64),), 64)
@@ -64,8 +67,11 @@ def test_every_table_that_a_plan_needs_is_there(profile):
         for qtype in ("Q4_0", "BF16")
         for tokens in TINY.host_tokens
     }
-    assert {(a.device, a.tokens, a.context) for a in profile.attention} == {
-        (device, tokens, context) for device in ("host", "acc") for tokens, context in ((1, 64), (16, 16), (16, 64))
+    attention = {(a.sequences, a.tokens, a.context, a.device) for a in profile.attention}
+    assert attention == {
+        (*row, device)
+        for device in ("host", "acc")
+        for row in ((1, 1, 64), (1, 16, 16), (1, 16, 64), (16, 1, 64), (64, 1, 64))
     }
     kinds = {"norm", "residual", "rope", "silu_mul", "embed", "step"}
     assert {(e.device, e.what) for e in profile.elementwise} == {(d, k) for d in ("host", "acc") for k in kinds}
@@ -258,6 +264,25 @@ def test_attention_is_timed_up_to_the_context():
     assert points[1] == (128, 1024, 4096, 8192)
     assert points[512] == (512, 4096, 8192)
     assert points[4096] == (4096, 8192)
+
+
+def test_sequences_that_are_timed_together_have_cells_of_their_own():
+    seen = []
+
+    class Recorder(PlainKernels):
+        def attention(self, qkv, heads, kv, rows, scale, out, partial):
+            seen.append((qkv.shape, tuple(kv.k.shape), rows))
+            out.zero_()
+
+    cpu = torch.device("cpu")
+    bench = KernelBench("host", Recorder(), cpu, OperandPool(1024 * KIB, cpu), Pace(0.001), slow=0.5)
+    shape = AttentionShape(2, 1, 32)
+    rows = time_attention(bench, shape, "bf16", 1, (100, 4096), sequences=16)
+    assert [(r.sequences, r.tokens, r.context) for r in rows] == [(16, 1, 100)]  # 8 MiB are more than the pool has
+    (width, cells, index) = seen[0]
+    assert width == (16, 4 * 32) and cells == (32, 64, 1, 32)
+    assert sorted(b for s in index.segments for b in s.blocks) == list(range(32))
+    assert {(s.tokens, s.past) for s in index.segments} == {(1, 99)}
 
 
 def test_a_full_run_expects_to_take_longer_than_a_quick_one():
