@@ -35,6 +35,9 @@ from pshard.steps import (
 if TYPE_CHECKING:
     from pshard.runtime.executor import Executor
 
+LAUNCH_BOUND = 1024  # tokens up to which a prompt's kernels on slices of a model take less time than launching them
+LONG_RUN = 16  # units and sums that a prompt's graph must hold: between copies and CPU units launching is not the limit
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -145,21 +148,26 @@ class MicroBatch:
         self._wait_for_inputs(first)
         self.side = "acc"
         units = (first.unit, first.part, last.unit)
-        key = (self.state.tier.tokens, *units, self.tokens, len(self.logit_rows), self.acc_rows.cells)
-        small = self._is_small()
+        cells = self.acc_rows.cells if self.tokens <= SMALL_BATCH else 0  # a prompt's launches do not depend on them
+        key = (self.state.tier.tokens, *units, self.tokens, len(self.logit_rows), cells)
+        repeats = self._repeats(launch)
         with e.device.computing():
-            e.device.repeat(key, small, lambda: self._kernels(launch.steps))
+            e.device.repeat(key, repeats, lambda: self._kernels(launch.steps))
         if last.unit == e.spec.units[-1].name:
-            if small and self.logit_rows and (e.spec.units[-1].tensors or self._gathers_on_device()):
+            if repeats and self.logit_rows and (e.spec.units[-1].tensors or self._gathers_on_device()):
                 self.pending = self._logits_on_device()[0]  # a replayed graph has written them without telling
             self._deliver_logits()
 
-    def _is_small(self) -> bool:
+    def _repeats(self, launch: Launch) -> bool:
         """Whether launching costs more than computing, and all addresses and launch sizes repeat."""
         space = self.state.side.space
-        # above SMALL_BATCH attention is the prompt's, whose launches hold the segments' numbers
-        repeats = self.executor.acc_kernels.repeatable and self.tokens <= SMALL_BATCH
-        return repeats and len(self.logit_rows) <= space.tensors["logits"].shape[0]
+        if not self.executor.acc_kernels.repeatable or len(self.logit_rows) > space.tensors["logits"].shape[0]:
+            return False
+        if self.tokens <= SMALL_BATCH:
+            return True
+        # of prompts the full micro-batches of one sequence: one size, and all that differs is read from memory
+        full = len(self.segments) == 1 and self.tokens == self.state.tier.tokens
+        return full and self.tokens <= LAUNCH_BOUND and len(launch.steps) >= LONG_RUN
 
     def _side(self) -> Side:
         return self.state.side if self.side == "acc" else self.executor.host_side

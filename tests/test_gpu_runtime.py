@@ -11,7 +11,7 @@ from plan_samples import make_tier, random_places, shrink_places, split_places
 from rounded_kernels import RoundedKernels
 
 from pshard.models import open_model
-from pshard.runtime import loading
+from pshard.runtime import loading, micro_batch
 from pshard.runtime.device import open_device
 from pshard.runtime.host_memory import map_memory
 
@@ -106,6 +106,25 @@ def test_small_batches_are_captured_in_large_tiers(tmp_path: Path) -> None:
         captured = len(engine.device._graphs)
         engine.forward([i % 320 for i in range(40)])
         assert captured > 0 and len(engine.device._graphs) == captured
+
+
+def test_full_micro_batches_of_a_prompt_repeat_one_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q4_0", n_layers=9, context=1024)
+    tiers, rng = pinned_everywhere(open_model(path).spec, (1, 128), 1024), random.Random(8)
+    prompts = [[rng.randrange(320) for _ in range(128)] for _ in range(5)]
+
+    def speak() -> tuple[int, torch.Tensor]:
+        with open_engine(path, tiers, "fast", 1024, device="cuda") as engine:
+            outputs = [engine.forward(prompt) for prompt in prompts]
+            engine.reset(0)
+            outputs += [engine.forward(prompt) for prompt in reversed(prompts)]
+            return len(engine.device._graphs), torch.stack(outputs)
+
+    captured, got = speak()
+    monkeypatch.setattr(micro_batch, "LAUNCH_BOUND", 0)
+    launched, expected = speak()
+    assert (captured, launched) == (1, 0)
+    assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("kv_types", [("q8_0", "q8_0"), ("q8_0", "bf16"), ("bf16", "q8_0")])

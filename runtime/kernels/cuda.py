@@ -469,7 +469,7 @@ class CudaKernels:
             new = slice(segment.start, segment.start + segment.tokens)
             triton_attention.prefill_kernel[(triton.cdiv(segment.tokens, tile.rows), n_heads)](
                 qkv[new], qkv.stride(0), kv.k, kv.v, *kv.k.stride()[:2], *kv.v.stride()[:2], rows.blocks, at,
-                out[new], out.stride(0), segment.tokens, segment.past, scale, HEADS=n_heads, GROUPS=groups, D=d,
+                rows.position[new], out[new], out.stride(0), segment.tokens, scale, HEADS=n_heads, GROUPS=groups, D=d,
                 DP=padded, BM=tile.rows, BN=tile.depth, CELLS=kv.k.shape[1], num_warps=tile.warps,
                 num_stages=tile.stages,
             )  # fmt: skip

@@ -186,15 +186,16 @@ def _attend(
     return acc, weight, peak
 
 
-@triton.jit(do_not_specialize=["begin", "tokens", "past"])
+@triton.jit(do_not_specialize=["begin", "position", "tokens"])
 def prefill_kernel(
-    q, q_stride, k, v, k_block, k_cell, v_block, v_cell, blocks, begin, out, out_stride, tokens, past, scale,
+    q, q_stride, k, v, k_block, k_cell, v_block, v_cell, blocks, begin, position, out, out_stride, tokens, scale,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CELLS: tl.constexpr,
 ):  # fmt: skip
     """Program (BM new tokens, head) of one segment: token i sees cells 0..past + i. `blocks` of the segment
-    start at `begin`."""
+    start at `begin`; position[0] is `past`, read here so that a captured launch serves every micro-batch of a prompt."""
     blocks += begin
+    past = tl.load(position)
     head = tl.program_id(1)
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest blocks first, for an even finish
     token = block * BM + tl.arange(0, BM)
