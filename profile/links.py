@@ -193,12 +193,18 @@ def run_together(tasks: dict[str, Callable[[], int]], seconds: float) -> dict[st
 
 
 def time_handoff(link: LinkBench, width: int, pace: Pace) -> float:
-    """Seconds for one hidden vector (float32 [width]) from the accelerator to the host and back."""
+    """Seconds for one hidden vector (float32 [width]) to the accelerator and back to the host, which waits for it, as
+    nodes of one graph: as the executor enters and leaves the accelerator."""
     host = (link.locked if link.locked is not None else link.pageable)[: 4 * width]
     there = link.remote[: 4 * width]
 
-    def run(i: int) -> None:
-        link.device.receive(host, there)
+    def both() -> None:
         link.device.send(there, host)
+        link.device.bring(host, there)
+
+    def run(i: int) -> None:
+        with link.device.computing():
+            link.device.repeat(("handoff", width), True, both)
+        link.device.host_wait(link.device.mark())
 
     return median_seconds(run, pace)

@@ -37,6 +37,7 @@ class Device(Protocol):
     def copy_in(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Any] = ()) -> Any: ...
     def copy_out(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Any] = ()) -> Any: ...
     def send(self, dst: torch.Tensor, src: torch.Tensor) -> None: ...
+    def bring(self, dst: torch.Tensor, src: torch.Tensor) -> None: ...
     def receive(self, dst: torch.Tensor, src: torch.Tensor) -> None: ...
     def mark(self) -> Any: ...
     def wait(self, event: Any) -> None: ...
@@ -130,10 +131,14 @@ class CudaDevice:
         with torch.cuda.stream(self.compute):
             self._transfer(dst, src, src, KERNEL_SEND_BYTES)
 
-    def receive(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Device to host after all compute so far; returns when `dst` holds it."""
+    def bring(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Device to host in the compute lane, without waiting for it."""
         with torch.cuda.stream(self.compute):
             self._transfer(dst, src, dst, KERNEL_RECEIVE_BYTES)
+
+    def receive(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Device to host after all compute so far; returns when `dst` holds it."""
+        self.bring(dst, src)
         self.compute.synchronize()
 
     def _transfer(self, dst: torch.Tensor, src: torch.Tensor, on_host: torch.Tensor, most: int) -> None:
@@ -303,7 +308,7 @@ class CpuDevice:
     def send(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         dst.copy_(src)
 
-    receive = send
+    bring = receive = send
 
     def mark(self) -> CpuEvent:
         event = CpuEvent()

@@ -245,8 +245,8 @@ class Executor:
         threads = torch.get_num_threads()
         torch.set_num_threads(1 if tokens <= SMALL_BATCH else threads)
         has_past = any(s.past for s in segments)
-        host_rows, acc_rows, wanted = self._index_rows(segments, logit_rows, tokens)
-        batch = MicroBatch(self, state, ids, tokens, segments, host_rows, acc_rows, logit_rows, *wanted)
+        host_rows, acc_rows, wanted, unsent = self._index_rows(segments, logit_rows, tokens)
+        batch = MicroBatch(self, state, ids, tokens, segments, host_rows, acc_rows, logit_rows, *wanted, unsent)
         try:
             with torch.inference_mode():
                 with self.device.computing():
@@ -262,8 +262,9 @@ class Executor:
 
     def _index_rows(
         self, segments: tuple[Segment, ...], logit_rows: list[int], tokens: int
-    ) -> tuple[RowIndex, RowIndex, tuple[torch.Tensor, torch.Tensor]]:
-        """Row indexes on the host and on the device, and the numbers of the rows whose logits are wanted on both."""
+    ) -> tuple[RowIndex, RowIndex, tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+        """Row indexes on the host and on the device, the numbers of the rows whose logits are wanted on both, and the
+        whole index on the device and on the host: the first launch takes it along."""
         assert self._state is not None
         index, most = self._state.side.space.tensors["index"], self._state.side.space.tokens
         here = self._host_index[: index.numel()]  # all in one copy
@@ -275,12 +276,11 @@ class Executor:
         begin, position, blocks, wanted = parts(here)
         fill_rows(segments, begin, position, blocks)
         wanted.copy_(torch.tensor(logit_rows, dtype=torch.int32))
-        self.device.send(index, here)
         cells = max(s.past + s.tokens for s in segments)
         bound = min(max(LEAST_CELLS, 1 << (cells - 1).bit_length()), self._kv_shape.context)
         rows_here = RowIndex(begin, position, blocks, segments, cells)
         begin, position, blocks, wanted_there = parts(index)
-        return rows_here, RowIndex(begin, position, blocks, segments, bound), (wanted, wanted_there)
+        return rows_here, RowIndex(begin, position, blocks, segments, bound), (wanted, wanted_there), (index, here)
 
     def copy_in(self, step: CopyIn, after: Iterable[Any]) -> None:
         assert self._state is not None

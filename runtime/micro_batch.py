@@ -1,6 +1,7 @@
 """One micro-batch on its way through the steps of its tier."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
 from math import inf
@@ -41,33 +42,57 @@ LONG_RUN = 16  # units and sums that a prompt's graph must hold: between copies 
 
 @dataclass(frozen=True)
 class Launch:
-    """Units on the accelerator, and their all-reduces, that nothing interrupts: one CUDA graph in small batches."""
+    """Units on the accelerator, and their all-reduces, that nothing interrupts: one CUDA graph in small batches.
+
+    `enters`: activations come from the host first; `leaves`: the next unit wants them there. As nodes of the graph
+    these transfers cost the host no launch of their own.
+    """
 
     steps: tuple[Compute | AllReduce, ...]
+    enters: bool = False
+    leaves: bool = False
 
 
 def group_launches(tier: TierPlan, body: tuple[Step, ...]) -> tuple[Step | Launch, ...]:
-    """The body with its runs of accelerator units put together. A unit that waits for a copy begins a new run."""
+    """The body with its runs of accelerator units put together, and the hand-offs that begin them. A unit that waits
+    for a copy begins a new run."""
     program: list[Step | Launch] = []
     held: list[Compute | AllReduce] = []
+    entered: Handoff | None = None
 
     def flush() -> None:
+        nonlocal entered
         if held:
-            program.append(Launch(tuple(held)))
-            held.clear()
+            program.append(Launch(tuple(held), enters=entered is not None))
+        elif entered is not None:
+            program.append(entered)
+        held.clear()
+        entered = None
 
     for step in body:
         if isinstance(step, Compute) and step.on == "acc" and step.unit != "embedding":
-            if step.slot is not None or tier.placement(step.unit).kv == "host":
+            if held and (step.slot is not None or tier.placement(step.unit).kv == "host"):
                 flush()
             held.append(step)
         elif isinstance(step, AllReduce) and held:
             held.append(step)
         else:
             flush()
-            program.append(step)
+            if isinstance(step, Handoff) and step.to == "acc":
+                entered = step
+            else:
+                program.append(step)
     flush()
-    return tuple(program)
+    return tuple(_mark_leaving(program))
+
+
+def _mark_leaving(program: list[Step | Launch]) -> Iterator[Step | Launch]:
+    """Launches whose hidden states the host takes next, after steps that don't touch them."""
+    for i, step in enumerate(program):
+        following = next((s for s in program[i + 1 :] if not isinstance(s, CopyIn | Free | FetchKV | WriteBack)), None)
+        if isinstance(step, Launch) and step.steps[-1].unit != "output":
+            step = replace(step, leaves=isinstance(following, Handoff) and following.to == "cpu")
+        yield step
 
 
 @dataclass
@@ -98,11 +123,13 @@ class MicroBatch:
     logit_rows: list[int]
     host_logit_rows: torch.Tensor
     acc_logit_rows: torch.Tensor
+    unsent: tuple[torch.Tensor, torch.Tensor] | None = None  # the index on the device and on the host
     logits: list[torch.Tensor] = field(default_factory=list)
     side: str = "cpu"
     freed: Any = None
     pending: torch.Tensor | None = None  # logits that are still on the device
     summed: PendingSum | None = None  # what the next unit adds to `hidden`
+    left: Any = None  # event after which the host has what the last graph brought: hidden states or logits
 
     def walk(self, program: tuple[Any, ...]) -> list[torch.Tensor]:
         """Issue all steps; returns the logits, float32 on the host."""
@@ -146,17 +173,47 @@ class MicroBatch:
         e, first, last = self.executor, launch.steps[0], launch.steps[-1]
         assert isinstance(first, Compute)  # an all-reduce joins the unit before it
         self._wait_for_inputs(first)
-        self.side = "acc"
+        repeats, output = self._repeats(launch), last.unit == e.spec.units[-1].name
+        entering, self.side = launch.enters and self.side != "acc", "acc"
+        leaving, indexing = launch.leaves and repeats, self.unsent is not None
+        delivering = output and repeats and len(self.logit_rows) > 0
+        delivering = delivering and bool(e.spec.units[-1].tensors or self._gathers_on_device())
+
+        def work() -> None:
+            if indexing:
+                self._send_index()
+            if entering:
+                self._send_hidden()
+            self._kernels(launch.steps)
+            if leaving:
+                e.device.bring(*self._hidden())
+            if delivering:
+                self._bring_logits(self._logits_on_device()[0])
+
         units = (first.unit, first.part, last.unit)
         cells = self.acc_rows.cells if self.tokens <= SMALL_BATCH else 0  # a prompt's launches do not depend on them
-        key = (self.state.tier.tokens, *units, self.tokens, len(self.logit_rows), cells)
-        repeats = self._repeats(launch)
+        key = (self.state.tier.tokens, *units, self.tokens, len(self.logit_rows), cells, indexing, entering)
         with e.device.computing():
-            e.device.repeat(key, repeats, lambda: self._kernels(launch.steps))
-        if last.unit == e.spec.units[-1].name:
-            if repeats and self.logit_rows and (e.spec.units[-1].tensors or self._gathers_on_device()):
-                self.pending = self._logits_on_device()[0]  # a replayed graph has written them without telling
+            e.device.repeat(key, repeats, work)
+        self.unsent = None
+        e.link_bytes += self._hidden()[0].nbytes if entering else 0
+        self.left = e.device.mark() if leaving or delivering else None
+        if delivering:
+            self.pending = self._logits_on_device()[0]  # a replayed graph has written them without telling
+        if output:
             self._deliver_logits()
+
+    def _send_index(self) -> None:
+        assert self.unsent is not None
+        self.executor.device.send(*self.unsent)
+
+    def _hidden(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The micro-batch's hidden states on the host and on the accelerator."""
+        return self.executor.host_hidden[: self.tokens], self.state.side.space.rows("hidden", self.tokens)
+
+    def _send_hidden(self) -> None:
+        here, there = self._hidden()
+        self.executor.device.send(there, here)
 
     def _repeats(self, launch: Launch) -> bool:
         """Whether launching costs more than computing, and all addresses and launch sizes repeat."""
@@ -343,24 +400,33 @@ class MicroBatch:
         """int32 row numbers whose logits are wanted, on that side."""
         return self.host_logit_rows if on == "cpu" else self.acc_logit_rows
 
+    def _bring_logits(self, table: torch.Tensor) -> None:
+        self.executor.device.bring(self.executor.host_logits[: table.numel()].view(table.shape), table)
+
     def _deliver_logits(self) -> None:
         """Bring the logits on the device to the host."""
+        e = self.executor
         if self.pending is not None:
-            here = self.executor.host_logits[: self.pending.numel()].view(self.pending.shape)
-            self.executor.device.receive(here, self.pending)
+            here = e.host_logits[: self.pending.numel()].view(self.pending.shape)
+            if self.left is None:
+                e.device.receive(here, self.pending)
+            else:
+                e.device.host_wait(self.left)
             self.logits.append(here.clone())
-            self.pending = None
+            self.pending = self.left = None
 
     def _hand_off(self, step: Handoff) -> None:
         e = self.executor
         if self.logits or self.side == step.to:
             return  # logits were delivered as they were computed
-        here, there = e.host_hidden[: self.tokens], self.state.side.space.rows("hidden", self.tokens)
-        if step.to == "cpu":
-            e.device.receive(here, there)
+        if step.to == "acc":
+            self._send_hidden()
+            e.link_bytes += self._hidden()[0].nbytes
+        elif self.left is None:
+            e.device.receive(*self._hidden())
         else:
-            e.device.send(there, here)
-            e.link_bytes += here.nbytes
+            e.device.host_wait(self.left)
+            self.left = None
         self.side = step.to
 
     @cached_property

@@ -192,8 +192,8 @@ def prefill_kernel(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CELLS: tl.constexpr,
 ):  # fmt: skip
-    """Program (BM new tokens, head) of one segment: token i sees cells 0..past + i. `blocks` of the segment
-    start at `begin`; position[0] is `past`, read here so that a captured launch serves every micro-batch of a prompt."""
+    """Program (BM new tokens, head) of one segment: token i sees cells 0..past + i. `blocks` of the segment start at
+    `begin`; position[0] is `past`, read here so that a captured launch serves every micro-batch of a prompt."""
     blocks += begin
     past = tl.load(position)
     head = tl.program_id(1)
