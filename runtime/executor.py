@@ -20,7 +20,7 @@ from pshard.runtime.kernels.kv_codec import gather_cells
 from pshard.runtime.kernels.row_index import fill_rows
 from pshard.runtime.kv_blocks import pool_spans
 from pshard.runtime.kv_cache import JOIN_BYTES, KVShape, Piece, cut_pieces, find_pieces, layer_nbytes
-from pshard.runtime.micro_batch import Launch, MicroBatch, TierState, group_launches
+from pshard.runtime.micro_batch import Indexes, IndexParts, Launch, MicroBatch, TierState, group_launches
 from pshard.runtime.parallel import Group
 from pshard.runtime.rope import fill_rope_table
 from pshard.runtime.weights import HostWeights, LentWeights
@@ -265,22 +265,33 @@ class Executor:
     ) -> tuple[RowIndex, RowIndex, tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
         """Row indexes on the host and on the device, the numbers of the rows whose logits are wanted on both, and the
         whole index on the device and on the host: the first launch takes it along."""
-        assert self._state is not None
-        index, most = self._state.side.space.tensors["index"], self._state.side.space.tokens
-        here = self._host_index[: index.numel()]  # all in one copy
-
-        def parts(memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            begin, position = memory[:tokens], memory[most : most + tokens]
-            return begin, position, memory[3 * most :], memory[2 * most : 2 * most + len(logit_rows)]
-
-        begin, position, blocks, wanted = parts(here)
+        state, shape = self._state, (tokens, len(logit_rows))
+        assert state is not None
+        if shape not in state.indexes:
+            state.indexes[shape] = self._view_indexes(state, *shape)
+        here, there, both = state.indexes[shape]
+        (begin, position, blocks, wanted), (begin_there, position_there, blocks_there, wanted_there) = here, there
         fill_rows(segments, begin, position, blocks)
-        wanted.copy_(torch.tensor(logit_rows, dtype=torch.int32))
+        wanted.numpy()[:] = logit_rows
         cells = max(s.past + s.tokens for s in segments)
         bound = min(max(LEAST_CELLS, 1 << (cells - 1).bit_length()), self._kv_shape.context)
         rows_here = RowIndex(begin, position, blocks, segments, cells)
-        begin, position, blocks, wanted_there = parts(index)
-        return rows_here, RowIndex(begin, position, blocks, segments, bound), (wanted, wanted_there), (index, here)
+        return (
+            rows_here,
+            RowIndex(begin_there, position_there, blocks_there, segments, bound),
+            (wanted, wanted_there),
+            both,
+        )
+
+    def _view_indexes(self, state: TierState, tokens: int, wanted: int) -> Indexes:
+        index, most = state.side.space.tensors["index"], state.side.space.tokens
+        here = self._host_index[: index.numel()]  # all in one copy
+
+        def parts(memory: torch.Tensor) -> IndexParts:
+            begin, position = memory[:tokens], memory[most : most + tokens]
+            return begin, position, memory[3 * most :], memory[2 * most : 2 * most + wanted]
+
+        return parts(here), parts(index), (index, here)
 
     def copy_in(self, step: CopyIn, after: Iterable[Any]) -> None:
         assert self._state is not None

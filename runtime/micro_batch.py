@@ -95,6 +95,12 @@ def _mark_leaving(program: list[Step | Launch]) -> Iterator[Step | Launch]:
         yield step
 
 
+# of rows: where each begins in the blocks, its position, the blocks, whose logits are wanted
+IndexParts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+# on the host and on the device; and the whole index on the device and on the host
+Indexes = tuple[IndexParts, IndexParts, tuple[torch.Tensor, torch.Tensor]]
+
+
 @dataclass
 class TierState:
     """Views of the arena and lane events while a tier is in force."""
@@ -107,6 +113,7 @@ class TierState:
     stage_ready: list[Any]  # events after which a unit may use the KV stage
     weights: dict[Compute, UnitWeights] = field(default_factory=dict)  # views made once: 60 us each
     caches: dict[str, LayerKV] = field(default_factory=dict)  # likewise, by attention unit
+    indexes: dict[tuple[int, int], Indexes] = field(default_factory=dict)  # likewise, by tokens and logit rows
 
 
 @dataclass

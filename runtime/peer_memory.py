@@ -36,6 +36,7 @@ class PeerExchange:
         self._memory, self._late, self._keep = memory, late, keep
         self._addresses = tuple(addresses)
         self._peers = torch.tensor(self._addresses, dtype=torch.int64, device=memory.device)
+        self._late_here = late.numpy()  # read after every micro-batch: an item of a tensor takes ten times as long
         self._state = torch.zeros(kernels.FAILED + 1, dtype=torch.int32, device=memory.device)
         slices = row_sum.ROWS, row_sum.MAX_COLS // row_sum.SLICE
         self._epochs = torch.zeros(slices, dtype=torch.int32, device=memory.device)
@@ -105,7 +106,7 @@ class PeerExchange:
 
     def late_rank(self) -> int | None:
         """The rank that some call gave up waiting for, as far as the device has come; results are wrong since."""
-        found = int(self._late[0])
+        found = int(self._late_here[0])
         return found - 1 if found else None
 
     def _common(self) -> tuple[Any, ...]:

@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from pshard.errors import UserError
+
+BLOCK = 256  # logits whose largest is found at once
 
 
 @dataclass(frozen=True)
@@ -38,21 +41,39 @@ class Sampler:
 
     def __init__(self, sampling: Sampling) -> None:
         self._sampling = sampling
-        self._random = torch.Generator()
-        if sampling.seed is None:
-            self._random.seed()
-        else:
-            self._random.manual_seed(sampling.seed)
+        self._random = np.random.default_rng(sampling.seed)
 
     def choose(self, logits: torch.Tensor) -> int:
-        """The next token id from float32 logits [vocabulary]."""
-        s = self._sampling
+        """The next token id from float32 logits [vocabulary] on the host."""
+        s, values = self._sampling, logits.numpy()  # torch would wake its threads for every operator
         if s.temperature == 0:
-            return int(logits.argmax())
-        k = min(s.top_k or logits.numel(), logits.numel())
-        values, ids = torch.topk(logits, k)  # sorted, largest first
-        chance = torch.softmax(values, 0)
-        keep = (chance.cumsum(0) - chance < s.top_p) & (chance >= s.min_p * chance[0])
+            return int(values.argmax())
+        ids = find_largest(values, min(s.top_k or len(values), len(values)))
+        chance = _softmax(values[ids])
+        keep = (chance.cumsum() - chance < s.top_p) & (chance >= s.min_p * chance[0])
         keep[0] = True
-        chance = torch.softmax(values[keep] / s.temperature, 0)
-        return int(ids[keep][torch.multinomial(chance, 1, generator=self._random)])
+        ids = ids[keep]
+        reached = _softmax(values[ids] / s.temperature).cumsum()
+        return int(ids[min(reached.searchsorted(self._random.random(), "right"), len(ids) - 1)])
+
+
+def find_largest(values: np.ndarray, k: int) -> np.ndarray:
+    """Indices of k largest of values [n], the largest first, of equal ones the first one first.
+
+    They lie in the k blocks whose largest values are largest: only these are sorted.
+    """
+    n, whole = len(values), len(values) // BLOCK * BLOCK
+    among = np.arange(n)
+    if k * BLOCK < whole:
+        peaks = values[:whole].reshape(-1, BLOCK).max(1)
+        blocks = np.sort(np.argpartition(-peaks, k - 1)[:k])
+        among = np.concatenate([(blocks[:, None] * BLOCK + np.arange(BLOCK)).ravel(), among[whole:]])
+    if k < len(among):
+        among = np.sort(among[np.argpartition(-values[among], k - 1)[:k]])
+    return among[np.argsort(-values[among], kind="stable")]
+
+
+def _softmax(values: np.ndarray) -> np.ndarray:
+    """float64, so that they add up to 1."""
+    powers = np.exp(values.astype(np.float64) - values[0])  # the first is the largest
+    return powers / powers.sum()

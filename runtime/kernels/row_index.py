@@ -17,8 +17,8 @@ def fill_rows(segments: Sequence[Segment], begin: torch.Tensor, position: torch.
         begins += [len(numbers)] * s.tokens
         positions += range(s.past, s.past + s.tokens)
         numbers += s.blocks
-    for tensor, values in ((begin, begins), (position, positions), (blocks[: len(numbers)], numbers)):
-        tensor.copy_(torch.tensor(values, dtype=torch.int32))
+    for tensor, values in ((begin, begins), (position, positions), (blocks, numbers)):
+        tensor.numpy()[: len(values)] = values
 
 
 def make_rows(segments: Sequence[Segment], device: torch.device | str = "cpu") -> RowIndex:
