@@ -16,12 +16,14 @@ import torch
 from pshard.errors import UserError
 from pshard.jsonio import from_json, to_json
 from pshard.machine import ShareTiming
+from pshard.profile.identify import count_cores
 from pshard.profile.kernels import KernelBench
 from pshard.profile.links import copy_in_turn, open_link
 from pshard.profile.operands import LEAST_ROTATION, OperandPool
 from pshard.profile.timing import Pace
 from pshard.runtime.device import open_device
 from pshard.runtime.loading import choose_kernels
+from pshard.runtime.threads import rank_threads, use_threads
 
 if TYPE_CHECKING:
     from pshard.runtime.parallel import Group
@@ -34,10 +36,12 @@ LEAST_CALLS = 3
 
 @dataclass(frozen=True)
 class Task:
-    """What the ranks are to time. `rotation`: bytes of operands of all ranks together; seconds: for each timing."""
+    """What the ranks are to time. `threads`: that serve the whole host best; `rotation`: bytes of operands of all ranks
+    together; seconds: for each timing."""
 
     kind: str
     ranks: int
+    threads: int
     rotation: int
     seconds: float
 
@@ -55,7 +59,7 @@ def measure_shares(host: KernelBench, kind: str, ranks: Sequence[int], seconds: 
         whole = {t: _median_call(_matmul_calls(host, t), seconds) for t in TOKENS}
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "shares.json"
-            task = Task(kind, n, host.pool.nbytes, seconds)
+            task = Task(kind, n, torch.get_num_threads(), host.pool.nbytes, seconds)
             code = launch(n, "pshard.profile.rank_shares", [json.dumps(asdict(task)), str(out)])
             if code != 0 or not out.exists():
                 raise UserError(f"what {n} ranks have of this host could not be timed (exit code {code})")
@@ -69,15 +73,19 @@ def main() -> int:
     from pshard.runtime.parallel import init_group
 
     task, out = Task(**json.loads(sys.argv[1])), Path(sys.argv[2])
-    group = init_group(task.ranks, task.kind)
+    group = init_group(task.ranks, task.kind, task.threads)
     device = open_device(task.kind, group.local_rank)
     _, on_host, _ = choose_kernels(device, "fast", max(TOKENS))
     cpu = torch.device("cpu")
     bench = KernelBench("host", on_host, cpu, OperandPool(task.rotation // task.ranks, cpu), Pace(task.seconds), 1.0)
     link = open_link(device, min(task.rotation // task.ranks, LEAST_ROTATION), COPY_BYTES)
     try:
-        rows = [_time_share(group, "matmul", tokens, _matmul_calls(bench, tokens), task.seconds) for tokens in TOKENS]
-        rows.append(_time_share(group, "copy", COPY_BYTES, copy_in_turn(link, "h2d", COPY_BYTES), task.seconds))
+        calls = [("matmul", tokens, _matmul_calls(bench, tokens)) for tokens in TOKENS]
+        calls.append(("copy", COPY_BYTES, copy_in_turn(link, "h2d", COPY_BYTES)))
+        together = [_time_together(group, call, task.seconds) for _, _, call in calls]
+        use_threads(rank_threads(task.threads, task.ranks, count_cores(), in_turns=True))
+        alone = [_time_in_turn(group, call, task.seconds) for _, _, call in calls]
+        rows = [_make_share(group, *call[:2], t, a) for call, t, a in zip(calls, together, alone, strict=True)]
     finally:
         link.close()
     if group.rank == 0:
@@ -87,17 +95,25 @@ def main() -> int:
     return 0
 
 
-def _time_share(group: "Group", what: str, size: int, call: Callable[[], object], seconds: float) -> ShareTiming:
-    """Seconds of a call when all ranks make such calls and when the others wait: of the slowest rank, of copies of that
-    which loses most by the others, as links may differ."""
+def _time_together(group: "Group", call: Callable[[], object], seconds: float) -> float:
+    """Seconds of a call on this rank when all ranks make such calls."""
     call()
     group.barrier()
-    together = _median_call(call, seconds)
+    return _median_call(call, seconds)
+
+
+def _time_in_turn(group: "Group", call: Callable[[], object], seconds: float) -> float:
+    """Seconds of a call on this rank while the others wait."""
     alone = 0.0
     for rank in range(group.size):
         group.barrier()
         alone = _median_call(call, seconds) if rank == group.rank else alone
     group.barrier()
+    return alone
+
+
+def _make_share(group: "Group", what: str, size: int, together: float, alone: float) -> ShareTiming:
+    """Times of the slowest rank, of copies of that which loses most by the others, as links may differ."""
     said = [group.broadcast([together, alone], rank) for rank in range(group.size)]
     together, alone = max(said, key=lambda rank: rank[0] / rank[1] if what == "copy" else rank[0])
     return ShareTiming(group.size, what, size, alone, alone, together)

@@ -202,8 +202,11 @@ def open_group(opened: Opened, ranks: int) -> "Group":
     """Join the ranks of this run; sums on GPUs go the way that the profile found to be the fastest for their size."""
     from pshard.runtime.parallel import init_group
 
-    kind, timings = opened.profile.accelerators[0].kind, opened.profile.collectives
-    return init_group(ranks, kind, reduce_dtype=opened.variant.reduce_dtype, timings=timings)
+    profile, in_turns = opened.profile, opened.variant.split_mode == "layer"
+    kind, threads = profile.accelerators[0].kind, profile.host.threads
+    return init_group(
+        ranks, kind, threads, in_turns, reduce_dtype=opened.variant.reduce_dtype, timings=profile.collectives
+    )
 
 
 def start_engine(

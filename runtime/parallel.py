@@ -25,6 +25,7 @@ from pshard.runtime.network import use_route_to
 from pshard.runtime.numa import bind_memory, place_rank, read_nodes
 from pshard.runtime.rank_watch import LOST_SECONDS, RankWatch
 from pshard.runtime.shared_memory import MESSAGE_BYTES, LateRank, open_exchange
+from pshard.runtime.threads import rank_threads, use_threads
 
 if TYPE_CHECKING:
     from pshard.runtime.peer_memory import PeerExchange
@@ -353,6 +354,7 @@ def init_group(
     ranks: int,
     device: str,
     threads: int | None = None,
+    in_turns: bool = False,
     shared_memory: bool = True,
     peer_memory: bool = True,
     reduce_dtype: str = "auto",
@@ -360,11 +362,11 @@ def init_group(
 ) -> Group:
     """Join the group of `ranks` processes whose tensors live on `device` ("cpu" or "cuda").
 
-    Gives this rank its own cores and `threads` threads (default: as many as it has cores). For CUDA the rank's device
-    is number LOCAL_RANK. `shared_memory=False` keeps to gloo between CPU ranks and `peer_memory=False` to NCCL between
-    GPUs (to measure them). `reduce_dtype`: one of pshard.collectives.REDUCE_DTYPES. `timings`: a profile's, by which
-    the way of summing on GPUs is chosen per size. Raises UserError when the environment describes another number of
-    ranks.
+    Gives this rank its own cores, and its part of the `threads` that serve the whole host best (default: as many as it
+    has cores), see `rank_threads` with `in_turns`. For CUDA the rank's device is number LOCAL_RANK.
+    `shared_memory=False` keeps to gloo between CPU ranks and `peer_memory=False` to NCCL between GPUs (to measure
+    them). `reduce_dtype`: one of pshard.collectives.REDUCE_DTYPES. `timings`: a profile's, by which the way of summing on
+    GPUs is chosen per size. Raises UserError when the environment describes another number of ranks.
     """
     started = launched_ranks()
     if ranks == 1 and started <= 1:
@@ -378,10 +380,8 @@ def init_group(
         shared_memory = False
         use_route_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     cores = bind_cores(local, here)
-    threads = threads or len(cores)
-    torch.set_num_threads(threads)
-    if native.is_available():
-        native.set_threads(threads, cores[:threads] if len(cores) >= threads else None)
+    threads = rank_threads(threads, here, len(cores), in_turns) if threads else len(cores)
+    use_threads(threads)
     if device == "cuda":
         torch.cuda.set_device(local)
     try:

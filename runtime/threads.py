@@ -17,3 +17,13 @@ def use_threads(count: int) -> None:
     if native.is_available():
         cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         native.set_threads(count, cpus[:count] if len(cpus) >= count else None)
+
+
+def rank_threads(host: int, ranks: int, cores: int, in_turns: bool) -> int:
+    """Threads of one of `ranks` ranks with `cores` cores each, on a host that `host` threads serve best.
+
+    Ranks that work at once divide them: a virtual machine may not get as many cores at once as it names, and the pools
+    of two ranks with 32 threads each took eight times as long there as with 16. Ranks that take turns (whole layers, at
+    decode) use all they have.
+    """
+    return max(1, min(cores, host if in_turns else host // ranks))

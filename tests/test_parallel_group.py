@@ -15,6 +15,7 @@ from pshard.errors import UserError
 from pshard.runtime.collective_times import measure_collectives
 from pshard.runtime.kernels import native
 from pshard.runtime.parallel import Group, init_group
+from pshard.runtime.threads import rank_threads
 
 needs_native = pytest.mark.skipif(not native.is_available(), reason=f"no native library: {native.why_missing()}")
 TESTS = Path(__file__).parent
@@ -78,6 +79,16 @@ def test_hidden_states_are_handed_on_in_order_whatever_their_size(ranks: int, ba
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no core affinity")
+@pytest.mark.parametrize(
+    ("host", "ranks", "cores", "in_turns", "expected"),
+    [(32, 2, 32, False, 16), (32, 2, 32, True, 32), (15, 2, 8, False, 7), (2, 4, 1, False, 1), (64, 2, 16, False, 16)],
+)
+def test_ranks_divide_the_threads_that_serve_the_host_best(
+    host: int, ranks: int, cores: int, in_turns: bool, expected: int
+) -> None:
+    assert rank_threads(host, ranks, cores, in_turns) == expected
+
+
 def test_ranks_have_their_own_cores_and_threads(tmp_path: Path) -> None:
     cores = sorted(os.sched_getaffinity(0))
     done = run_ranks("cores", 2, tmp_path)
