@@ -454,8 +454,8 @@ class TierCosts:
 
     @cached_property
     def copy_issue(self) -> float:
-        """Host seconds to start a copy: events, queue and call, about what issuing a unit takes."""
-        return self.tables.elementwise("acc", "step", 1, 1)
+        """Host seconds to start a copy: events, queue and call; where it was not timed, what issuing a unit takes."""
+        return self.tables.elementwise("acc", "copy", 1, 1) or self.tables.elementwise("acc", "step", 1, 1)
 
     @cached_property
     def contended(self) -> dict[str, tuple[float, float]]:

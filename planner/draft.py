@@ -107,6 +107,7 @@ def tier_steps(room: Room, tier: TierPlan, costs: TierCosts) -> StepList:
         room.workload.type_k,
         room.workload.type_v,
         room.ranks,
+        costs.tables.kind == "cpu",
     )
     return emit_steps(room.spec, tier, shape)
 

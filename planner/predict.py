@@ -29,7 +29,8 @@ class Predictor:
         """Seconds of that micro-batch on every rank."""
         load = TierLoad(tokens, sequences, past, sequences, 1.0)
         v = self._variant
-        shape = StepShape(tokens, sequences * past, sequences, v.type_k, v.type_v, len(v.ranks))
+        on_host = self._tables.kind == "cpu"
+        shape = StepShape(tokens, sequences * past, sequences, v.type_k, v.type_v, len(v.ranks), on_host)
         steps = [emit_steps(spec, rank.covering(tokens), shape) for spec, rank in zip(self._specs, v.ranks)]
         costs = [
             tier_costs(spec, self._tables.of_accelerator(v.device + i), load, v.workload, len(v.ranks))

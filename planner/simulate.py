@@ -171,10 +171,11 @@ class _Machine:
             elif kind is _FREE:
                 slot_free[step.slot] = acc
             elif kind is _FETCH:
-                host += copy_issue
+                host += 2 * copy_issue  # keys and values
                 fetched[step.unit] = copy = [host if host > d2h else d2h, seconds, -1.0, -1.0, step]
                 queue.append(copy)
             elif kind is _WRITE:
+                host += 2 * copy_issue
                 start = d2h if d2h > acc else acc
                 d2h = start + seconds
                 if log is not None:

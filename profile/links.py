@@ -26,6 +26,7 @@ DEEPEST_QUEUE = 32
 DUPLEX_BYTES = 32 * MIB
 QUEUED_BESIDE = 16  # copies under way beside a CPU kernel: more than the link moves while it runs
 MOST_PIECES = 512  # pieces of a buffer that copies take turns with
+COPIES_ISSUED = 16  # at once, to find what starting one costs the host
 
 
 @dataclass(frozen=True)
@@ -208,3 +209,17 @@ def time_handoff(link: LinkBench, width: int, pace: Pace) -> float:
         link.device.host_wait(link.device.mark())
 
     return median_seconds(run, pace)
+
+
+def time_copy_issue(link: LinkBench, pace: Pace) -> float:
+    """Host seconds to start a copy of a few bytes on its lane, with events as the executor uses them."""
+    host, there = (link.locked if link.locked is not None else link.pageable)[:64], link.remote[:64]
+
+    def run(i: int) -> None:
+        done = link.device.mark()
+        for _ in range(COPIES_ISSUED):
+            done = link.device.copy_in(there, host, (done,))
+
+    seconds = median_seconds(run, pace)
+    link.device.synchronize()
+    return seconds / COPIES_ISSUED

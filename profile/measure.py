@@ -38,7 +38,7 @@ from pshard.profile.host_threads import (
 from pshard.profile.identify import count_cores, identify_accelerators, identify_host, unlike_accelerators, unlike_links
 from pshard.profile.jobs import Job, Row, list_jobs, side_name
 from pshard.profile.kernels import KernelBench
-from pshard.profile.links import measure_contention, open_link, time_copies, time_handoff
+from pshard.profile.links import measure_contention, open_link, time_copies, time_copy_issue, time_handoff
 from pshard.profile.operands import LEAST_ROTATION, OperandPool
 from pshard.profile.rank_shares import measure_shares
 from pshard.profile.step_cost import time_step
@@ -76,6 +76,7 @@ class LinkFigures:
     copies: tuple[CopyTiming, ...]
     contention: Contention
     handoff_seconds: float
+    issue_seconds: float  # of the host, to start a copy
 
 
 def measure_machine(request: Request, progress: Progress) -> MachineProfile:
@@ -96,6 +97,7 @@ def measure_machine(request: Request, progress: Progress) -> MachineProfile:
         benches = {"host": host, "acc": acc or host}
         fast = benches["acc"].kernels, host.kernels
         rows: list[Row] = [time_step(side, device, fast, request.effort.pace) for side in benches]
+        rows.append(ElementwiseTiming("acc", "copy", 1, 1, link.issue_seconds))
         timed, skipped = run_jobs(
             plan_jobs(request, acc is not None),
             benches,
@@ -141,20 +143,21 @@ def measure_accelerator(
     try:
         fast, on_host, _ = choose_kernels(device, "fast", max(effort.acc_tokens))
         progress(f"link of {side_name(side)}", 0.0)
-        copies = _time_link(effort, device, side)
+        copies, issue = _time_link(effort, device, side)
         pool = OperandPool(min(effort.rotation, LEAST_ROTATION), device.torch_device)
         bench = KernelBench(side, fast, device.torch_device, pool, effort.pace, effort.slow)
         jobs, deadline = list_jobs(side, effort, request.model), started + effort.limit
         rows, skipped = run_jobs(jobs, {side: bench}, deadline, progress)
-        return [time_step(side, device, (fast, on_host), effort.pace), *rows], copies, skipped
+        return [time_step(side, device, (fast, on_host), effort.pace), issue, *rows], copies, skipped
     finally:
         device.close()
 
 
-def _time_link(effort: Effort, device: Device, side: str) -> tuple[CopyTiming, ...]:
+def _time_link(effort: Effort, device: Device, side: str) -> tuple[tuple[CopyTiming, ...], ElementwiseTiming]:
     link = open_link(device, min(effort.rotation, LEAST_ROTATION), max(effort.copy_sizes))
     try:
-        return tuple(replace(c, device=side) for c in time_copies(link, effort.copy_sizes, effort.pace))
+        copies = tuple(replace(c, device=side) for c in time_copies(link, effort.copy_sizes, effort.pace))
+        return copies, ElementwiseTiming(side, "copy", 1, 1, time_copy_issue(link, effort.pace))
     finally:
         link.close()
 
@@ -163,7 +166,7 @@ def measure_link(effort: Effort, accelerator: AcceleratorInfo) -> tuple[CopyTimi
     """Copies over the link of an accelerator that is like one before but for its link."""
     device = open_device(accelerator.kind, accelerator.index)
     try:
-        return _time_link(effort, device, f"acc{accelerator.index}")
+        return _time_link(effort, device, f"acc{accelerator.index}")[0]
     finally:
         device.close()
 
@@ -230,7 +233,8 @@ def _measure_link(effort: Effort, device: Device, host: KernelBench) -> LinkFigu
     try:
         copies = time_copies(link, effort.copy_sizes, effort.pace)
         contention = measure_contention(link, matvec_reader(host), effort.contention_seconds)
-        return LinkFigures(tuple(copies), contention, time_handoff(link, HANDOFF_WIDTH, effort.pace))
+        handoff = time_handoff(link, HANDOFF_WIDTH, effort.pace)
+        return LinkFigures(tuple(copies), contention, handoff, time_copy_issue(link, effort.pace))
     finally:
         link.close()
 

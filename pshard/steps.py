@@ -145,7 +145,10 @@ class StepList:
 
 @dataclass(frozen=True)
 class StepShape:
-    """Sizes of one micro-batch: new tokens, cells already cached (sum over its sequences), logit rows wanted."""
+    """Sizes of one micro-batch: new tokens, cells already cached (sum over its sequences), logit rows wanted.
+
+    `sums_on_host`: ranks without accelerators sum where they computed; others sum on the accelerator.
+    """
 
     tokens: int
     past: int
@@ -153,6 +156,7 @@ class StepShape:
     type_k: str = "bf16"
     type_v: str = "bf16"
     ranks: int = 1
+    sums_on_host: bool = False
 
 
 SOURCES = {"pinned": "arena", "streamed": "slot", "cpu": "host"}  # of a unit's weights, by placement
@@ -161,7 +165,8 @@ SOURCES = {"pinned": "arena", "streamed": "slot", "cpu": "host"}  # of a unit's 
 def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
     """The steps of one micro-batch of `shape` under `tier`, in issue order.
 
-    A split unit begins with a hand-off to the side that lacks its input, so that both have it.
+    A split unit begins with a hand-off to the side that lacks its input, so that both have it. Of ranks that sum on the
+    accelerator the residual stream stays there: CPU units get a copy of it, and hand over their part of the sum.
     """
     places, stage = {p.unit: p for p in tier.placements}, spec.stage
     # another rank may have the embedding or the output
@@ -190,6 +195,7 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
         body.append(Receive(stage.source, hidden))
         side = "acc"
     add, sums = body.append, shape.ranks > 1 and not stage
+    stays = sums and not shape.sums_on_host
     for unit, place in placed:
         name, kind, where = unit.name, unit.kind, place.where
         on, slot = "cpu" if where == "cpu" else "acc", n_copied % slots if where == "streamed" else None
@@ -201,12 +207,15 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
                 add(_hand_off(on, hidden))
             add(_compute(name, on, SOURCES[where], slot))
         side = on
+        if stays and side == "cpu" and kind != "output":
+            add(_hand_off("acc", hidden))
+            side = "acc"
+        if sums and kind in ("attention", "ffn"):
+            add(_all_reduce(name, hidden))
         if kind == "attention" and on == "acc" and place.kv == "host":
             add(_write_back(name, shape.tokens * cell))
             n_fetched += 1
             body += fetches[n_fetched : n_fetched + 1]
-        if sums and kind in ("attention", "ffn"):
-            add(_all_reduce(name, hidden))
         if slot is not None:
             add(_free(slot))
             after = following[n_copied]

@@ -117,6 +117,9 @@ class Executor:
         memory = torch.empty(scratch_bytes(spec, tokens, kv.sequences, act.itemsize, kv.context), dtype=torch.uint8)
         space = carve_workspace(memory, spec, tokens, kv.sequences, kv.context, act)
         space.tensors["hidden"] = self.host_hidden
+        if self.group.size > 1 and spec.stage is None:  # a graph may fetch the CPU's part of a sum from there
+            branch = self._host_alloc(space.tensors["branch"].nbytes)
+            space.tensors["branch"] = branch.view(torch.float32).view(space.tensors["branch"].shape)
         self.host_side = self._make_side(self._host_kernels, space)
         leaving = {p.unit for t in tiers for p in t.placements if p.kv == "host"}
         self.host_kv = {
@@ -211,9 +214,12 @@ class Executor:
         assert self._state is not None
         tier = self._state.tier
         if (tier.tokens, has_past) not in self._programs:
-            steps = emit_steps(self.spec, tier, StepShape(1, int(has_past), 1, ranks=self.group.size))
+            steps = emit_steps(self.spec, tier, self._shape(has_past))
             self._programs[tier.tokens, has_past] = Program(steps.enter, group_launches(tier, steps.body))
         return self._programs[tier.tokens, has_past]
+
+    def _shape(self, has_past: bool) -> StepShape:
+        return StepShape(1, int(has_past), 1, ranks=self.group.size, sums_on_host=self.device.kind == "cpu")
 
     # --- one micro-batch ----------------------------------------------------------------------------------------
 

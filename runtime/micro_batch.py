@@ -74,7 +74,7 @@ def group_launches(tier: TierPlan, body: tuple[Step, ...]) -> tuple[Step | Launc
             if held and (step.slot is not None or tier.placement(step.unit).kv == "host"):
                 flush()
             held.append(step)
-        elif isinstance(step, AllReduce) and held:
+        elif isinstance(step, AllReduce) and (held or entered):
             held.append(step)
         else:
             flush()
@@ -135,6 +135,7 @@ class MicroBatch:
     side: str = "cpu"
     freed: Any = None
     pending: torch.Tensor | None = None  # logits that are still on the device
+    moving: str = "hidden"  # what the host has for the accelerator: "hidden" or its "branch" of a sum
     summed: PendingSum | None = None  # what the next unit adds to `hidden`
     left: Any = None  # event after which the host has what the last graph brought: hidden states or logits
 
@@ -152,6 +153,7 @@ class MicroBatch:
                 self.side = step.on
                 with self.executor.device.computing() if step.on == "acc" else torch.inference_mode():
                     self._execute(step)
+                self.moving = "branch" if self._is_partial(step) else "hidden"
             case CopyIn():
                 self.executor.copy_in(step, [self.freed])
             case Free():
@@ -178,8 +180,8 @@ class MicroBatch:
 
     def _launch(self, launch: Launch) -> None:
         e, first, last = self.executor, launch.steps[0], launch.steps[-1]
-        assert isinstance(first, Compute)  # an all-reduce joins the unit before it
-        self._wait_for_inputs(first)
+        if isinstance(first, Compute):
+            self._wait_for_inputs(first)
         repeats, output = self._repeats(launch), last.unit == e.spec.units[-1].name
         entering, self.side = launch.enters and self.side != "acc", "acc"
         leaving, indexing = launch.leaves and repeats, self.unsent is not None
@@ -190,20 +192,20 @@ class MicroBatch:
             if indexing:
                 self._send_index()
             if entering:
-                self._send_hidden()
+                self._send_activations()
             self._kernels(launch.steps)
             if leaving:
-                e.device.bring(*self._hidden())
+                e.device.bring(*self._rows("hidden"))
             if delivering:
                 self._bring_logits(self._logits_on_device()[0])
 
-        units = (first.unit, first.part, last.unit)
+        units = (type(first), first.unit, getattr(first, "part", ""), last.unit, self.moving)
         cells = self.acc_rows.cells if self.tokens <= SMALL_BATCH else 0  # a prompt's launches do not depend on them
         key = (self.state.tier.tokens, *units, self.tokens, len(self.logit_rows), cells, indexing, entering)
         with e.device.computing():
             e.device.repeat(key, repeats, work)
         self.unsent = None
-        e.link_bytes += self._hidden()[0].nbytes if entering else 0
+        e.link_bytes += self._rows("hidden")[0].nbytes if entering else 0
         self.left = e.device.mark() if leaving or delivering else None
         if delivering:
             self.pending = self._logits_on_device()[0]  # a replayed graph has written them without telling
@@ -214,12 +216,12 @@ class MicroBatch:
         assert self.unsent is not None
         self.executor.device.send(*self.unsent)
 
-    def _hidden(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The micro-batch's hidden states on the host and on the accelerator."""
-        return self.executor.host_hidden[: self.tokens], self.state.side.space.rows("hidden", self.tokens)
+    def _rows(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """The micro-batch's rows of "hidden" or "branch" on the host and on the accelerator."""
+        return self.executor.host_side.space.rows(name, self.tokens), self.state.side.space.rows(name, self.tokens)
 
-    def _send_hidden(self) -> None:
-        here, there = self._hidden()
+    def _send_activations(self) -> None:
+        here, there = self._rows(self.moving)
         self.executor.device.send(there, here)
 
     def _repeats(self, launch: Launch) -> bool:
@@ -269,8 +271,7 @@ class MicroBatch:
         """The unit's kernels, nothing else: what a graph may hold."""
         unit, weights = self.executor.spec.unit(step.unit), self._weights_of(step)
         summed, self.summed = self.summed, None
-        partial = self.executor.group.size > 1 and self.executor.spec.stage is None
-        target = self._side().space.rows("branch", self.tokens) if partial else None
+        target = self._side().space.rows("branch", self.tokens) if self._is_partial(step) else None
         if not unit.tensors:
             self._contribute_nothing(unit.kind, target)
         elif unit.kind == "embedding":
@@ -283,6 +284,11 @@ class MicroBatch:
             run_ffn(self._side(), weights, self.tokens, target, summed)
         else:
             self._output(weights, step.on)
+
+    def _is_partial(self, step: Compute) -> bool:
+        """Whether this rank computes its part of a sum."""
+        e = self.executor
+        return e.group.size > 1 and e.spec.stage is None and e.spec.unit(step.unit).kind in ("attention", "ffn")
 
     def _compute_part(
         self, step: Compute, weights: UnitWeights, target: torch.Tensor | None, summed: PendingSum | None
@@ -427,10 +433,10 @@ class MicroBatch:
         if self.logits or self.side == step.to:
             return  # logits were delivered as they were computed
         if step.to == "acc":
-            self._send_hidden()
-            e.link_bytes += self._hidden()[0].nbytes
+            self._send_activations()
+            e.link_bytes += self._rows("hidden")[0].nbytes
         elif self.left is None:
-            e.device.receive(*self._hidden())
+            e.device.receive(*self._rows("hidden"))
         else:
             e.device.host_wait(self.left)
             self.left = None
@@ -474,15 +480,7 @@ class MicroBatch:
         state.stage_free.append(done)  # and so may its old ones, where a rank's layers differ in width
 
     def _all_reduce(self) -> None:
-        e, side = self.executor, self._side()
-        part, ours = side.space.rows("branch", self.tokens), self.state.side.space.rows("branch", self.tokens)
-        hidden = side.space.rows("hidden", self.tokens)
-        with e.device.computing() if self.side == "acc" else torch.inference_mode():
-            if self.side == "cpu" and e.device.kind != "cpu":  # other ranks may have computed theirs on a GPU
-                e.device.send(ours, part)
-                with e.device.computing():
-                    e.group.all_reduce(ours)
-                e.device.receive(part, ours)
-                hidden.add_(part)
-            else:
-                e.group.add_sum(hidden, part)
+        space = self._side().space
+        with self.executor.device.computing() if self.side == "acc" else torch.inference_mode():
+            self.executor.group.add_sum(space.rows("hidden", self.tokens), space.rows("branch", self.tokens))
+        self.moving = "hidden"
