@@ -365,8 +365,8 @@ def init_group(
     Gives this rank its own cores, and its part of the `threads` that serve the whole host best (default: as many as it
     has cores), see `rank_threads` with `in_turns`. For CUDA the rank's device is number LOCAL_RANK.
     `shared_memory=False` keeps to gloo between CPU ranks and `peer_memory=False` to NCCL between GPUs (to measure
-    them). `reduce_dtype`: one of pshard.collectives.REDUCE_DTYPES. `timings`: a profile's, by which the way of summing on
-    GPUs is chosen per size. Raises UserError when the environment describes another number of ranks.
+    them). `reduce_dtype`: one of pshard.collectives.REDUCE_DTYPES. `timings`: a profile's, by which the way of summing
+    on GPUs is chosen per size. Raises UserError when the environment describes another number of ranks.
     """
     started = launched_ranks()
     if ranks == 1 and started <= 1:
