@@ -366,20 +366,23 @@ class MicroBatch:
     def _attend(
         self, step: Compute, weights: UnitWeights, target: torch.Tensor | None, summed: PendingSum | None
     ) -> None:
-        if step.unit not in self.state.caches:
-            self.state.caches[step.unit] = self._view_cache(step)
-        kv = self.state.caches[step.unit]
+        kv = self._cache(step.unit)
         run_attention(self._side(), weights, self.host_rows if step.on == "cpu" else self.acc_rows, kv, target, summed)
 
-    def _view_cache(self, step: Compute) -> LayerKV:
-        """The cells of the unit's layer on the side that attends."""
-        e = self.executor
-        if step.on == "cpu":
-            return e.host_kv[step.unit]
-        if self.state.tier.placement(step.unit).kv == "vram":
-            return e.arena.kv(step.unit)
+    def _cache(self, unit: str) -> LayerKV:
+        """The cells of the unit's layer on the side that attends: of one with KV on the host, the stage."""
+        if unit not in self.state.caches:
+            self.state.caches[unit] = self._view_cache(unit)
+        return self.state.caches[unit]
+
+    def _view_cache(self, unit: str) -> LayerKV:
+        e, place = self.executor, self.state.tier.placement(unit)
+        if place.where == "cpu":
+            return e.host_kv[unit]
+        if place.kv == "vram":
+            return e.arena.kv(unit)
         assert self.state.carved.stage is not None
-        return e.arena.view_kv(self.state.carved.stage, step.unit)
+        return e.arena.view_kv(self.state.carved.stage, unit)
 
     def _output(self, weights: UnitWeights, on: str) -> None:
         """Logits of the wanted rows, as many at once as the scratch holds; the last ones stay there on the device."""
@@ -457,10 +460,9 @@ class MicroBatch:
 
     def _fetch_kv(self, step: FetchKV) -> None:
         e, state = self.executor, self.state
-        assert state.carved.stage is not None
         after = [*state.stage_free, *([e.written[step.unit]] if step.unit in e.written else [])]
         done = None
-        for to, origin in cut_pieces(e.host_kv[step.unit], e.arena.view_kv(state.carved.stage, step.unit), self._old):
+        for to, origin in cut_pieces(e.host_kv[step.unit], self._cache(step.unit), self._old):
             done = e.device.copy_in(to, origin, after if done is None else ())
             e.link_bytes += to.nbytes
         if done is not None:  # copies of a lane happen in turn
@@ -468,10 +470,9 @@ class MicroBatch:
 
     def _write_back(self, step: WriteBack) -> None:
         e, state = self.executor, self.state
-        assert state.carved.stage is not None
         state.stage_free = [e.device.mark()]  # the attention over it was the last thing given to the compute lane
         done, after = None, state.stage_free
-        for to, origin in cut_pieces(e.arena.view_kv(state.carved.stage, step.unit), e.host_kv[step.unit], self._new):
+        for to, origin in cut_pieces(self._cache(step.unit), e.host_kv[step.unit], self._new):
             done = e.device.copy_out(to, origin, after if done is None else ())
         if done is None:  # another rank holds all of this layer's cache
             return
