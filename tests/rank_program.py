@@ -137,6 +137,25 @@ def gpu_sums(group: Group, out: Path) -> None:
     torch.save(found, out / f"gpu_sums-{group.rank}.pt")
 
 
+def gpu_norms(group: Group, out: Path) -> None:
+    """Sums that take the norm along, each twice: [(hidden, normed)]; what is handed over quantised is."""
+    from pshard.runtime.kernels.cuda import CudaKernels
+
+    kernels, found = CudaKernels("cuda", 64), []
+    for shape in ((1, 5120), (32, 8192), (4, 768), (1, 5120)):
+        exchange = group.row_exchange(*shape)
+        assert exchange is not None
+        weight = partial(8, shape[1:]).cuda()
+        for _ in range(2):
+            hidden, normed = partial(9, shape).cuda(), torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+            kernels.sum_rms_norm(exchange, partial(group.rank, shape).cuda(), "f32", hidden, weight, 1e-5, normed)
+            handed, anew = kernels._quantised(normed), kernels._quantised(normed.clone())
+            assert all(torch.equal(getattr(handed, n), getattr(anew, n)) for n in ("words", "scale", "sums"))
+            found.append((hidden.cpu(), normed.cpu()))
+    group.check()
+    torch.save(found, out / f"gpu_norms-{group.rank}.pt")
+
+
 def gpu_crash(group: Group, out: Path) -> None:
     tensor = torch.ones(1, 4096, device="cuda")
     group.all_reduce(tensor)

@@ -34,6 +34,19 @@ def test_sums_are_right_and_the_same_bits_on_every_rank_and_every_time(backend: 
             assert torch.equal(sums[0], rounded[0] + rounded[1]), (shape, dtype, algorithm)
 
 
+def test_programs_of_a_row_share_its_norm(tmp_path: Path) -> None:
+    done = run_ranks("gpu_norms@peers", 2, tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, other = (torch.load(tmp_path / f"gpu_norms-{r}.pt") for r in range(2))
+    for i, (hidden, normed) in enumerate(first):
+        assert torch.equal(hidden, other[i][0]) and torch.equal(normed, other[i][1])
+        assert torch.equal(hidden, first[i // 2 * 2][0]) and torch.equal(normed, first[i // 2 * 2][1])
+        assert torch.equal(hidden, partial(9, hidden.shape) + (partial(0, hidden.shape) + partial(1, hidden.shape)))
+        factor = (hidden.double().square().mean(1, keepdim=True) + 1e-5).rsqrt()
+        wanted = hidden.double() * factor * partial(8, hidden.shape[1:])
+        assert float(((normed.double() - wanted) ** 2).sum() / (wanted**2).sum()) < 1e-5  # bfloat16
+
+
 def test_a_rank_that_dies_ends_the_one_that_waits_on_its_gpu(tmp_path: Path) -> None:
     start = time.monotonic()
     done = run_ranks("gpu_crash@peers", 2, tmp_path)
