@@ -446,32 +446,6 @@ def test_a_launch_sized_for_a_long_context_serves_a_short_one(kernels: cuda.Cuda
 
 
 @needs_kernels
-@pytest.mark.parametrize("heads", [(4, 2, 64), (6, 2, 32), (2, 2, 80)])
-def test_splits_are_joined_by_one_of_their_programs_or_by_a_launch(
-    kernels: cuda.CudaKernels, heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    n, groups, d = heads
-    rows = rows_of([(0, 2, 5), (1, 1, 299), (2, 1, 63)])
-    qkv = random_tensor(4, (n + 2 * groups) * d, seed=35)
-    kv = LayerKV(*(random_tensor(POOL, KV_BLOCK, groups, d, seed=seed) for seed in (36, 37)))
-    outs = []
-    for most in (16, 16, 0):
-        monkeypatch.setattr(cuda, "JOINED_SPLITS", most)
-        out = poisoned(4, n * d)
-        kernels.attention(qkv, heads, kv, rows, d**-0.5, out, poisoned(4, n, 64, d + 2, dtype=torch.float32))
-        assert not kernels._counters.any()
-        if d % 32 == 0:
-            weight, _ = random_weight("Q4_0", 32, n * d, seed=38)
-            outs_of = [poisoned(4, 32, dtype=torch.float32) for _ in range(2)]
-            for x, product in zip((out, out.clone()), outs_of):  # as handed over quantised, and quantised anew
-                kernels.linear(x, weight, product, NO_TILE)
-            assert torch.equal(*outs_of)
-        outs.append(out)
-    assert torch.equal(outs[0], outs[1]) and error(outs[2], outs[0].double().cpu().numpy()) < 0.004
-    assert error(outs[0], attention_reference(qkv, heads, kv, rows)) < 0.01
-
-
-@needs_kernels
 def test_runs_repeat_bit_for_bit(kernels: cuda.CudaKernels) -> None:
     weight, _ = random_weight("Q4_K", 48, 256, seed=29)
     for tokens in (1, 20):

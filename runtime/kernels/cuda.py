@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 MAX_COLS = 65536  # widest input of a matrix for up to SMALL_BATCH rows: sizes the activations' scratch
 PARTIAL_FLOATS = 4 << 20  # partial sums of matrices whose columns are cut into pieces
 COUNTERS = 1 << 16  # one for each program of a piece, where the columns of a matrix are cut into pieces
-JOINED_SPLITS = 16  # up to so many splits of a decode attention are joined by one of its own programs
 QUANTISED_CHUNK = 32 + 4 + 8  # bytes of 32 activations: codes, scale, two sums
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -438,21 +437,18 @@ class CudaKernels:
         tokens, tile = qkv.shape[0], TUNING["decode", 0]
         room = partial.numel() // (tokens * n_heads * (d + 2))  # a rank's layer may have fewer KV heads than most
         splits = min(decode_splits(tokens, groups), room, triton.cdiv(rows.cells, tile.depth))
-        padded, share = max(16, triton.next_power_of_2(d)), triton.next_power_of_2(n_heads // groups)
-        ready = self._hand_over(out) if d == padded and d % 32 == 0 else None
-        joins = splits <= JOINED_SPLITS
-        common = {"SPLITS": triton.next_power_of_2(splits), "QUANTISE": ready is not None}
+        padded = max(16, triton.next_power_of_2(d))
         triton_attention.decode_kernel[(splits, groups, tokens)](
             qkv, qkv.stride(0), kv.k, kv.v, *kv.k.stride()[:2], *kv.v.stride()[:2], rows.begin, rows.position,
-            rows.blocks, partial, scale, splits, self._counters, out, out.stride(0), *_tensors(ready), HEADS=n_heads,
-            GROUPS=groups, SHARE=max(16, share), D=d, DP=padded, BLOCK=tile.depth, CELLS=kv.k.shape[1],
-            STAGES=tile.stages, JOIN=share if joins else 0, num_warps=tile.warps, num_stages=tile.stages, **common,
+            rows.blocks, partial, scale, splits, HEADS=n_heads, GROUPS=groups,
+            SHARE=max(16, triton.next_power_of_2(n_heads // groups)), D=d, DP=padded, BLOCK=tile.depth,
+            CELLS=kv.k.shape[1], STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
-        if not joins:
-            triton_attention.decode_combine_kernel[(n_heads, tokens)](
-                partial, out, out.stride(0), splits, *_tensors(ready), HEADS=n_heads, D=d, DP=padded, num_warps=4,
-                **common,
-            )  # fmt: skip
+        ready = self._hand_over(out) if d == padded and d % 32 == 0 else None
+        triton_attention.decode_combine_kernel[(n_heads, tokens)](
+            partial, out, out.stride(0), splits, *_tensors(ready), HEADS=n_heads, D=d, DP=padded,
+            SPLITS=triton.next_power_of_2(splits), QUANTISE=ready is not None, num_warps=4,
+        )  # fmt: skip
 
     def _prefill_attention(
         self,

@@ -6,28 +6,21 @@ Softmax works in powers of two: `scale` times log2(e) is multiplied into the sco
 import triton
 import triton.language as tl
 
-from pshard.runtime.kernels.triton_arrive import arrive
 from pshard.runtime.kernels.triton_cells import find_blocks, load_cells, locate_cells, product_type, scales_of
 from pshard.runtime.kernels.triton_quantise import store_quantised
 
 
 @triton.jit(do_not_specialize=["splits"])
 def decode_kernel(
-    q, q_stride, k, v, k_block, k_cell, v_block, v_cell, begin, position, blocks, partial, scale, splits, counters, out,
-    out_stride, words, scales, sums,
+    q, q_stride, k, v, k_block, k_cell, v_block, v_cell, begin, position, blocks, partial, scale, splits,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BLOCK: tl.constexpr, CELLS: tl.constexpr, STAGES: tl.constexpr, JOIN: tl.constexpr, SPLITS: tl.constexpr,
-    QUANTISE: tl.constexpr,
+    BLOCK: tl.constexpr, CELLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (split, KV head, row): the row's HEADS / GROUPS query heads against its share of the cells.
 
     The share follows from the row's own length, read here, so one captured launch serves any length. Writes
     partial[row, head, split] = (weighted sum of v [D], maximum, sum of exponentials); SHARE >= heads per group. BLOCK
     cells are a tile, CELLS a block of the cache.
-
-    JOIN heads (a power of two >= heads per group; 0: `decode_combine_kernel` does it): the last program with cells to
-    arrive of a KV head and row joins the splits, in their order; the others' programs do nothing. Counters [rows,
-    GROUPS] return to zero. SPLITS and QUANTISE as there.
     """
     split, group, m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     per_group: tl.constexpr = HEADS // GROUPS
@@ -35,8 +28,6 @@ def decode_kernel(
     share = tl.cdiv(tl.cdiv(length, splits), BLOCK) * BLOCK
     first = split * share
     last = tl.minimum(first + share, length)
-    if JOIN > 0 and first >= length:
-        return
     blocks += tl.load(begin + m)
     k_scales = scales_of(k, group, GROUPS, D)
     v_scales = scales_of(v, group, GROUPS, D)
@@ -73,17 +64,6 @@ def decode_kernel(
     tl.store(row[:, None] + dim[None, :], acc, mask=inside)
     tl.store(row + D, peak, mask=head < per_group)
     tl.store(row + D + 1, weight, mask=head < per_group)
-    if JOIN > 0:
-        used = tl.cdiv(length, share)
-        counter = counters + m * GROUPS + group
-        if arrive(counter) == used - 1:
-            each = tl.arange(0, JOIN)
-            of_group = group * per_group + each
-            begins = partial + (m * HEADS + of_group).to(tl.int64) * splits * (D + 2)
-            result = _join_splits(begins, each < per_group, used, D, DP, SPLITS, JOIN, 4)
-            _store_heads(result, of_group, each < per_group, m, out, out_stride, words, scales, sums, HEADS, D, DP,
-                         JOIN, QUANTISE)  # fmt: skip
-            tl.store(counter, 0)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -108,51 +88,14 @@ def decode_combine_kernel(
     total = tl.sum(weight * factor, axis=0)
     parts = tl.load(row[:, None] + dim[None, :], mask=there[:, None] & (dim < D)[None, :], other=0.0)
     result = tl.sum(parts * factor[:, None], axis=0) / total
-    head += tl.arange(0, 1)
-    _store_heads(result[None, :], head, head < HEADS, m, out, out_stride, words, scale, sums, HEADS, D, DP, 1, QUANTISE)
-
-
-@triton.jit
-def _join_splits(
-    begins, there, splits, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, N: tl.constexpr,
-    EACH: tl.constexpr,
-):  # fmt: skip
-    """f32 [N, DP]: the same for N heads, those `there`, whose partial results begin at `begins`; split after split."""
-    split, dim = tl.arange(0, SPLITS), tl.arange(0, DP)
-    at = begins[:, None] + split[None, :] * (D + 2)
-    known = there[:, None] & (split < splits)[None, :]
-    peaks = tl.load(at + D, mask=known, other=-1e30, cache_modifier=".cg")
-    weights = tl.load(at + D + 1, mask=known, other=0.0, cache_modifier=".cg")
-    top = tl.max(peaks, axis=1)
-    total = tl.where(there, tl.sum(weights * tl.exp2(peaks - top[:, None]), axis=1), 1.0)
-    result = tl.zeros((N, DP), tl.float32)
-    for first in range(0, splits, EACH):
-        for i in tl.static_range(EACH):  # their loads are on their way at once
-            row = begins + (first + i) * (D + 2)
-            exists = there & (first + i < splits)
-            factor = tl.exp2(tl.load(row + D, mask=exists, other=-1e30, cache_modifier=".cg") - top)
-            parts = tl.load(row[:, None] + dim[None, :], mask=exists[:, None] & (dim < D)[None, :], other=0.0,
-                            cache_modifier=".cg")  # fmt: skip
-            result += parts * factor[:, None]
-    return result / total[:, None]
-
-
-@triton.jit
-def _store_heads(
-    result, head, there, m, out, out_stride, words, scale, sums, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    N: tl.constexpr, QUANTISE: tl.constexpr,
-):  # fmt: skip
-    """out[m, head] = result f32 [N, DP], of the N heads, one after the other, that are `there`."""
-    dim = tl.arange(0, DP)
+    at = out + m.to(tl.int64) * out_stride + head * D + dim
     rounded = result.to(out.dtype.element_ty)
-    at = out + m.to(tl.int64) * out_stride + head[:, None] * D + dim[None, :]
-    tl.store(at, rounded, mask=there[:, None] & (dim < D)[None, :])
+    tl.store(at, rounded, mask=dim < D)
     if QUANTISE:
         per_head: tl.constexpr = D // 32
-        chunk = tl.min(head, axis=0) * per_head + tl.arange(0, N * per_head)
-        present = tl.arange(0, N * per_head) < tl.sum(there.to(tl.int32), axis=0) * per_head
-        tile = tl.reshape(rounded.to(tl.float32), (N * per_head, 32))
-        store_quantised(tile, chunk, present, m, words, scale, sums, HEADS * per_head, N * per_head)
+        chunk = head * per_head + tl.arange(0, per_head)
+        tile = tl.reshape(rounded.to(tl.float32), (per_head, 32))
+        store_quantised(tile, chunk, chunk >= 0, m, words, scale, sums, HEADS * per_head, per_head)
 
 
 @triton.jit

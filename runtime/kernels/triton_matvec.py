@@ -7,10 +7,16 @@ faster for very few tokens where decoding takes long. Sums have a fixed order, s
 import triton
 import triton.language as tl
 
-from pshard.runtime.kernels.triton_arrive import arrive
 from pshard.runtime.kernels.triton_dp4a import dot_record
 from pshard.runtime.kernels.triton_quantise import padded, store_quantised
 from pshard.runtime.kernels.triton_records import dot_records
+
+
+@triton.jit
+def _arrive(counter):
+    """How many programs came here before, once all that this one has stored can be seen by those that come later."""
+    tl.debug_barrier()
+    return tl.atomic_add(counter, 1, sem="acq_rel")
 
 
 @triton.jit
@@ -90,7 +96,7 @@ def matvec_kernel(
             mask = (m < tokens)[:, None] & (row < rows)[None, :]
             left = partial + (piece * tokens + m).to(tl.int64)[:, None] * rows + row[None, :]
             tl.store(left, results[block], mask=mask)
-        finish = arrive(counter) == pieces - 1
+        finish = _arrive(counter) == pieces - 1
     else:
         finish = True
     if finish:
@@ -116,7 +122,7 @@ def matvec_kernel(
         if PIECES > 1:
             tl.store(counter, 0)
     if QUANTISE and ROWS == 16:
-        second_of_chunk = arrive(counters + tile // 2) == 1
+        second_of_chunk = _arrive(counters + tile // 2) == 1
         if second_of_chunk:  # quantises the 32 results of both programs
             chunk = tile // 2 + tl.arange(0, 1)
             for m in tl.static_range(TOKENS):
