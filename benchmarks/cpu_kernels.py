@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
     print("|---|---|---|---|---|---|---|---|")
     results = [r for qtype in args.types for r in time_type(qtype, args)]
     if args.output:
-        write_json(args.output, results, argv)
+        write_json(args.output, "cpu_kernels", results, argv)
     return 0
 
 
@@ -168,10 +168,10 @@ def print_row(r: dict) -> None:
     print(f"| {r['type']} | {r['tokens']} | {r['seconds'] * 1e3:.2f} | {rates} | {vs_torch} |", flush=True)
 
 
-def write_json(path: Path, results: list[dict], argv: list[str]) -> None:
+def write_json(path: Path, benchmark: str, results: list[dict], argv: list[str]) -> None:
     """The results with what is needed to redo them, replacing the file in one step."""
     report = {
-        "benchmark": "cpu_kernels",
+        "benchmark": benchmark,
         "command": " ".join([Path(sys.argv[0]).name, *argv]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": cpu_name(),
