@@ -217,6 +217,9 @@ def attention_in_float64(q: np.ndarray, k: np.ndarray, v: np.ndarray, before: in
         (1100, 3, 4, 4, 80),
         (63, 65, 6, 2, 40),
         (0, 130, 4, 1, 72),
+        (0, 3, 3, 1, 32),
+        (70, 9, 6, 1, 96),
+        (260, 2, 20, 2, 160),
     ],
 )
 def test_attention_is_causal_softmax(
