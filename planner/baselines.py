@@ -6,6 +6,7 @@ Each fills the VRAM in a fixed order and places what is left by a fixed rule, ti
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 from pshard.model import ModelSpec, Unit
 from pshard.plan import TierPlan
@@ -108,9 +109,10 @@ class Baseline:
 def place_strategy(name: str, room: Room, tiers: tuple[int, ...]) -> Baseline | None:
     """All tiers under a strategy; None when its staging does not fit beside the scratch of some tier."""
     strategy = STRATEGIES[name](room.spec)
+    held = cache(lambda n: _take(strategy, room, tiers[0], n).buffers.total - room.scratch(tiers[0]))
     plans, taken = [], len(strategy.groups)
     for tokens in tiers:
-        taken = _fill(strategy, room, tokens, taken)
+        taken = _fill(held, room.arena - room.scratch(tokens), taken)
         if taken < 0:
             return None
         plans.append(_take(strategy, room, tokens, taken))
@@ -120,11 +122,14 @@ def place_strategy(name: str, room: Room, tiers: tuple[int, ...]) -> Baseline | 
     )
 
 
-def _fill(strategy: Strategy, room: Room, tokens: int, most: int) -> int:
-    """Length of the longest prefix of at most `most` groups that fits; -1 when none does."""
+def _fill(held: Callable[[int], int], left: int, most: int) -> int:
+    """Length of the longest prefix of at most `most` groups that fits; -1 when none does.
+
+    held: bytes beside the scratch by length of the prefix; `left`: how many there may be.
+    """
 
     def is_over(n: int) -> bool:
-        return _take(strategy, room, tokens, n).buffers.total > room.arena
+        return held(n) > left
 
     low, over, step = most, most + 1, 1
     while low >= 0 and is_over(low):  # ever longer steps down: larger tiers mostly fit a little less

@@ -21,6 +21,10 @@ class UnitClass:
     def size(self) -> int:
         return len(self.units)
 
+    @cached_property
+    def names(self) -> frozenset[str]:
+        return frozenset(u.name for u in self.units)
+
     @property
     def nbytes(self) -> int:
         """Bytes of one of its units."""

@@ -417,6 +417,9 @@ class TierCosts:
     workload: Workload
     ranks: int = 1
     _splits: dict[tuple, SplitCost] = field(default_factory=dict, compare=False, repr=False)
+    _split_speeds: dict[tuple[str, int], tuple[float, float]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
     acts: dict[int, tuple] = field(default_factory=dict, init=False, compare=False, repr=False)  # of `simulate`
 
     @property
@@ -435,8 +438,10 @@ class TierCosts:
 
     def split_speeds(self, name: str, cpu_rows: int) -> tuple[float, float]:
         """Speeds of (link, CPU) while the CPU computes its rows of that unit and a copy runs."""
-        cost = self.split(name, cpu_rows)
-        return self.tables.slowdown(self.ranks * cost.cpu_reads, cost.cpu)
+        if (name, cpu_rows) not in self._split_speeds:
+            cost = self.split(name, cpu_rows)
+            self._split_speeds[name, cpu_rows] = self.tables.slowdown(self.ranks * cost.cpu_reads, cost.cpu)
+        return self._split_speeds[name, cpu_rows]
 
     def handoff(self, to: str, nbytes: int) -> float:
         return self.tables.handoff(to, nbytes, self.vector_bytes)

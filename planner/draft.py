@@ -10,7 +10,7 @@ from pshard.plan import Buffers, Placement, Prediction, Solve, TierPlan
 from pshard.planner.costs import TierCosts
 from pshard.planner.simulate import ROUNDS, Simulation, simulate, simulate_ranks, simulate_seconds
 from pshard.row_split import acc_part, row_stage_bytes
-from pshard.steps import StepList, StepShape, emit_steps
+from pshard.steps import SOURCES, StepList, StepShape, emit_steps
 from pshard.workload import Workload
 
 UNPREDICTED = Prediction(0.0, 0.0, (), "", 0, 0)
@@ -41,9 +41,15 @@ class Room:
         return scratch_bytes(self.spec, tokens, self.workload.sequences, self.act_bytes, self.workload.context)
 
     @cached_property
-    def units(self) -> tuple[tuple[Unit, str, bool, int], ...]:
-        """Units with what a draft asks of them: name, whether it is attention, bytes."""
-        return tuple((u, u.name, u.kind == "attention", u.packed_nbytes) for u in self.spec.units)
+    def units(self) -> tuple[tuple[Unit, str, int, dict[str, Placement], dict[str, Placement] | None], ...]:
+        """Units with what a draft asks of them: name, bytes, and the whole unit's placements by where it is, of
+        attention with KV on the host, and with KV in VRAM."""
+        found = []
+        for u in self.spec.units:
+            sides = ("host", "vram") if u.kind == "attention" else (None,)
+            whole, *vram = [{at: Placement(u.name, at, side) for at in SOURCES} for side in sides]
+            found.append((u, u.name, u.packed_nbytes, whole, vram[0] if vram else None))
+        return tuple(found)
 
     @cached_property
     def kv_layer(self) -> int:
@@ -76,21 +82,25 @@ def draft_tier(
     cpu_rows: of split units, how many rows are the CPU's.
     """
     placements, streamed, pinned, kv, staged = [], [], 0, 0, False
-    for unit, name, of_attention, whole in room.units:
-        place, side, rows, nbytes = where[name], None, 0, whole
-        if of_attention:
-            side = "vram" if name in kv_vram else "host"
-            if side == "vram":
+    for unit, name, nbytes, whole, with_kv in room.units:
+        place = where[name]
+        if with_kv is not None:
+            if name in kv_vram:
                 kv += room.kv_layer
+                whole = with_kv
             elif place != "cpu":
                 staged = True
-        elif cpu_rows and (rows := cpu_rows.get(name, 0)):
+            placements.append(whole[place])
+        elif cpu_rows and name in cpu_rows:
+            rows = cpu_rows[name]
             nbytes = acc_part(unit, rows).packed_nbytes
+            placements.append(_placement(name, place, None, rows))
+        else:
+            placements.append(whole[place])
         if place == "pinned":
             pinned += nbytes
         elif place == "streamed":
             streamed.append(nbytes)
-        placements.append(_placement(name, place, side, rows))
     scratch = room.scratch(tokens) + (room.kv_stage if staged else 0)
     scratch += row_stage_bytes(tokens, max(cpu_rows.values(), default=0))
     buffers = Buffers(pinned, scratch, min(slots, len(streamed)), max(streamed, default=0), kv)

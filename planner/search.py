@@ -130,9 +130,9 @@ class TierSearch:
         counts = []
         for cls, cpu in zip(self.classes, state.cpu):
             if cls.kind == "embedding":
-                counts.append(sum(u.name not in pinned for u in cls.units))
+                counts.append(len(cls.names - pinned))
                 continue
-            if cpu < 0 or (cpu and cpu > sum(u.name not in resident for u in cls.units)):
+            if cpu < 0 or (cpu and cpu > len(cls.names - resident)):
                 return None
             counts.append(cpu)
         on_cpu = assign_cpu(self.classes, tuple(counts), resident, state.runs)

@@ -117,7 +117,7 @@ class Unit:
             at += align(tensor.packed_nbytes, TENSOR_ALIGN)
         return table
 
-    @property
+    @cached_property
     def likeness(self) -> tuple:
         """Units with equal likeness cost the same and belong to one class of the integer program."""
         return (self.kind, tuple((t.role, t.qtype, t.shape) for t in self.tensors))
