@@ -420,6 +420,7 @@ class TierCosts:
     _split_speeds: dict[tuple[str, int], tuple[float, float]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
+    searched: dict[tuple[int, ...], tuple] = field(default_factory=dict, init=False, compare=False, repr=False)
     acts: dict[int, tuple] = field(default_factory=dict, init=False, compare=False, repr=False)  # of `simulate`
 
     @property

@@ -78,10 +78,16 @@ class TierSearch:
         """Simulate a state; None when it is not possible or over budget."""
         if state not in self._seen:
             tier = self.build(state)
-            self._seen[state] = (
-                Scored(state, tier, tier_seconds(self.room, tier, self.costs, SEARCH_ROUNDS)) if tier else None
-            )
+            self._seen[state] = Scored(state, tier, self._seconds(tier)) if tier else None
         return self._seen[state]
+
+    def _seconds(self, tier: TierPlan) -> float:
+        """Simulated seconds. Searches in several orders come upon the same tiers: `costs.searched` remembers them by
+        their placements' identities, which are no others': the placements are in it."""
+        known, key = self.costs.searched, (tier.buffers.slots, *map(id, tier.placements))
+        if key not in known:
+            known[key] = tier.placements, tier_seconds(self.room, tier, self.costs, SEARCH_ROUNDS)
+        return known[key][1]
 
     def _is_over(self, state: TierState) -> bool:
         """Whether whole units alone are over budget, known before a tier is drafted."""

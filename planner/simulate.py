@@ -165,11 +165,11 @@ class _Machine:
                     log.append((step, "acc", start, acc))
             elif kind is _COPY:
                 host += copy_issue
-                free = slot_free.get(step.slot, 0.0)
+                free = slot_free.get(more, 0.0)
                 loaded[step.unit] = copy = [host if host > free else free, seconds, -1.0, -1.0, step]
                 queue.append(copy)
             elif kind is _FREE:
-                slot_free[step.slot] = acc
+                slot_free[more] = acc
             elif kind is _FETCH:
                 host += 2 * copy_issue  # keys and values
                 fetched[step.unit] = copy = [host if host > d2h else d2h, seconds, -1.0, -1.0, step]
@@ -282,7 +282,7 @@ def _price(step: Step, costs: TierCosts) -> _Act:
             return _Machine.compute_part, step, 0.0, None
         case CopyIn():
             unit = costs.split(step.unit, step.cpu_rows) if step.cpu_rows else costs.units[step.unit]
-            return _COPY, step, unit.link, None
+            return _COPY, step, unit.link, step.slot
         case FetchKV():
             return _FETCH, step, costs.units[step.unit].kv_fetch, None
         case WriteBack():
@@ -290,7 +290,7 @@ def _price(step: Step, costs: TierCosts) -> _Act:
         case Handoff():
             return _HAND_OFF, step, costs.handoff(step.to, step.nbytes), step.to == "cpu"
         case Free():
-            return _FREE, step, 0.0, None
+            return _FREE, step, 0.0, step.slot
     return _OTHERS[type(step)], step, 0.0, None
 
 

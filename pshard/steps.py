@@ -176,12 +176,12 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
     if streamed and slots < 1:
         raise ValueError("a tier that streams needs at least one staging slot")
     copies = [
-        _copy_in(unit.name, i % slots, acc_part(unit, rows).packed_nbytes, rows)
+        _copy_in(unit.name, i % slots, (acc_part(unit, rows) if rows else unit).packed_nbytes, rows)
         for i, (unit, rows) in enumerate(streamed)
     ]
     following = _next_in_slot(copies, slots)
     cell = kv_token_bytes(spec.config, shape.type_k, shape.type_v)
-    hidden = shape.tokens * spec.config.d_model * 4
+    hidden, new_cells = shape.tokens * spec.config.d_model * 4, shape.tokens * cell
     body: list[Step] = []
 
     fetches = [
@@ -213,7 +213,7 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
         if sums and kind in ("attention", "ffn"):
             add(_all_reduce(name, hidden))
         if kind == "attention" and on == "acc" and place.kv == "host":
-            add(_write_back(name, shape.tokens * cell))
+            add(_write_back(name, new_cells))
             n_fetched += 1
             body += fetches[n_fetched : n_fetched + 1]
         if slot is not None:
