@@ -11,6 +11,7 @@ from pshard.buffers import KV_BLOCK, kv_blocks
 from pshard.errors import UserError
 from pshard.measurement import Measurement, summarise_samples, test_name
 from pshard.quant import align
+from pshard.stolen_time import read_core_time, stolen_share
 
 if TYPE_CHECKING:
     from pshard.planner.predict import Predictor
@@ -69,14 +70,14 @@ def run_test(
         )
     _fill(engine, test)
     warm_up(lambda: _repeat(engine, test), engine.agree)
-    samples, link = [], engine.link_bytes
+    samples, link, began = [], engine.link_bytes, read_core_time()
     for _ in range(repetitions):
         engine.reset(length=test.n_depth)
         start = time.perf_counter_ns()
         _run_once(engine, test)
         samples.append(time.perf_counter_ns() - start)
         progress()
-    link = (engine.link_bytes - link) // repetitions
+    link, stolen = (engine.link_bytes - link) // repetitions, stolen_share(began, read_core_time())
     tokens = (test.n_prompt + test.n_gen) * test.n_sequences
     step = test.n_prompt * test.n_sequences if test.n_prompt else test.n_sequences
     largest = engine.rank_plan.tiers[-1].tokens
@@ -105,6 +106,7 @@ def run_test(
         command=setting.command,
         split_mode=plan.split_mode,
         reduce_dtype=plan.reduce_dtype if plan.split_mode == "tensor" else "",
+        stolen=round(stolen, 4),
     )
 
 

@@ -214,7 +214,10 @@ def _run_perplexity(opened: "Opened", args: Any, group: "Group") -> int:
 def _write(found: "list[Measurement]", args: Any) -> None:
     from pshard.jsonio import write_text_atomically
     from pshard.reports.bench_formats import format_measurements
+    from pshard.stolen_time import describe_stolen
 
+    if note := describe_stolen({f"{m.strategy} {m.test}": m.stolen for m in found}):
+        print(f"note: {note}", file=sys.stderr)
     print(format_measurements(found, args.output), end="")
     if args.output_file is not None:
         try:

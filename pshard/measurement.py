@@ -67,6 +67,7 @@ class Measurement:
     timeline: tuple[TimelineEvent, ...] = ()
     split_mode: str = ""  # how the model was spread over the ranks; "" in files older than the field
     reduce_dtype: str = ""  # in which type ranks' parts were summed, see pshard.collectives; "" where nothing was
+    stolen: float = 0.0  # share of the host's core time that went to other machines meanwhile, where that is counted
 
 
 def test_name(n_prompt: int, n_gen: int, n_depth: int = 0) -> str:
