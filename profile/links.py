@@ -205,7 +205,7 @@ def time_handoff(link: LinkBench, width: int, pace: Pace) -> float:
 
     def run(i: int) -> None:
         with link.device.computing():
-            link.device.repeat(("handoff", width), True, both)
+            link.device.repeat(("handoff", width), link.locked is not None, both)
         link.device.host_wait(link.device.mark())
 
     return median_seconds(run, pace)

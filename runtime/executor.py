@@ -72,6 +72,7 @@ class Executor:
         # columns of the logits of each rank, when they are put together on the GPUs
         self.logit_widths = group.logit_widths(sum(t.rows for t in output.matrices), on_device) or ()
         self._host_memory: list[torch.Tensor] = []
+        self.host_is_locked = True  # all that is transferred beside weights
         try:
             self._make_host_side()
         except BaseException:
@@ -137,6 +138,8 @@ class Executor:
         memory = map_memory(nbytes)
         if self.device.page_lock(memory):
             self._host_memory.append(memory)
+        else:
+            self.host_is_locked = False
         return memory
 
     def _make_side(self, kernels: Kernels, space: Workspace) -> Side:

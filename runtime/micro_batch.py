@@ -135,7 +135,6 @@ class MicroBatch:
     side: str = "cpu"
     freed: Any = None
     pending: torch.Tensor | None = None  # logits that are still on the device
-    moving: str = "hidden"  # what the host has for the accelerator: "hidden" or its "branch" of a sum
     summed: PendingSum | None = None  # what the next unit adds to `hidden`
     left: Any = None  # event after which the host has what the last graph brought: hidden states or logits
 
@@ -153,7 +152,6 @@ class MicroBatch:
                 self.side = step.on
                 with self.executor.device.computing() if step.on == "acc" else torch.inference_mode():
                     self._execute(step)
-                self.moving = "branch" if self._is_partial(step) else "hidden"
             case CopyIn():
                 self.executor.copy_in(step, [self.freed])
             case Free():
@@ -187,19 +185,22 @@ class MicroBatch:
         leaving, indexing = launch.leaves and repeats, self.unsent is not None
         delivering = output and repeats and len(self.logit_rows) > 0
         delivering = delivering and bool(e.spec.units[-1].tensors or self._gathers_on_device())
+        brought = (
+            "hidden" if isinstance(first, Compute) else "branch"
+        )  # a sum comes first after a CPU unit's part of it
 
         def work() -> None:
             if indexing:
                 self._send_index()
             if entering:
-                self._send_activations()
+                self._send(brought)
             self._kernels(launch.steps)
             if leaving:
                 e.device.bring(*self._rows("hidden"))
             if delivering:
                 self._bring_logits(self._logits_on_device()[0])
 
-        units = (type(first), first.unit, getattr(first, "part", ""), last.unit, self.moving)
+        units = (type(first), first.unit, getattr(first, "part", ""), last.unit)
         cells = self.acc_rows.cells if self.tokens <= SMALL_BATCH else 0  # a prompt's launches do not depend on them
         key = (self.state.tier.tokens, *units, self.tokens, len(self.logit_rows), cells, indexing, entering)
         with e.device.computing():
@@ -220,14 +221,16 @@ class MicroBatch:
         """The micro-batch's rows of "hidden" or "branch" on the host and on the accelerator."""
         return self.executor.host_side.space.rows(name, self.tokens), self.state.side.space.rows(name, self.tokens)
 
-    def _send_activations(self) -> None:
-        here, there = self._rows(self.moving)
+    def _send(self, name: str) -> None:
+        here, there = self._rows(name)
         self.executor.device.send(there, here)
 
     def _repeats(self, launch: Launch) -> bool:
         """Whether launching costs more than computing, and all addresses and launch sizes repeat."""
         space = self.state.side.space
         if not self.executor.acc_kernels.repeatable or len(self.logit_rows) > space.tensors["logits"].shape[0]:
+            return False
+        if not self.executor.host_is_locked:  # a graph cannot take transfers from or to pageable memory
             return False
         if self.tokens <= SMALL_BATCH:
             return True
@@ -436,7 +439,7 @@ class MicroBatch:
         if self.logits or self.side == step.to:
             return  # logits were delivered as they were computed
         if step.to == "acc":
-            self._send_activations()
+            self._send("hidden")
             e.link_bytes += self._rows("hidden")[0].nbytes
         elif self.left is None:
             e.device.receive(*self._rows("hidden"))
@@ -484,4 +487,3 @@ class MicroBatch:
         space = self._side().space
         with self.executor.device.computing() if self.side == "acc" else torch.inference_mode():
             self.executor.group.add_sum(space.rows("hidden", self.tokens), space.rows("branch", self.tokens))
-        self.moving = "hidden"

@@ -3,11 +3,13 @@
 import ctypes
 import os
 import platform
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 NODES = Path("/sys/devices/system/node")
+PROCESSORS = Path("/sys/devices/system/cpu")
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # system call numbers; the C library has no function for it
 _BIND = 2  # MPOL_BIND: only from the given nodes
 _MASK_BITS = 1024
@@ -34,16 +36,42 @@ def _parse_list(text: str) -> tuple[int, ...]:
     return tuple(n for span in spans for n in range(int(span[0]), int(span[-1]) + 1))
 
 
-def place_rank(rank: int, ranks: int, usable: Sequence[int], nodes: Mapping[int, Sequence[int]]) -> Place:
-    """The share of the `usable` cores that rank `rank` of `ranks` on this host gets.
+def read_siblings(folder: Path = PROCESSORS) -> dict[int, int]:
+    """Processor -> the first processor of its physical core; empty where the system does not tell."""
+    lists = {int(p.parents[1].name[3:]): p.read_text() for p in folder.glob("cpu[0-9]*/topology/thread_siblings_list")}
+    return {cpu: min(_parse_list(text), default=cpu) for cpu, text in lists.items()}
 
-    No share crosses a node when there are at least as many ranks as nodes; ranks of one node divide its cores. With
-    fewer ranks than nodes each gets whole nodes. Ranks share a core only where there are not enough.
+
+def order_by_core(cpus: Sequence[int], siblings: Mapping[int, int]) -> list[int]:
+    """The processors with those of one physical core side by side."""
+    return sorted(cpus, key=lambda cpu: (siblings.get(cpu, cpu), cpu))
+
+
+def spread_over_cores(cpus: Sequence[int], siblings: Mapping[int, int]) -> list[int]:
+    """The processors, first one of each physical core, then the second ones, and so on."""
+    seen: Counter[int] = Counter()
+    turns: list[tuple[int, int]] = []
+    for cpu in order_by_core(cpus, siblings):
+        core = siblings.get(cpu, cpu)
+        turns.append((seen[core], cpu))
+        seen[core] += 1
+    return [cpu for _, cpu in sorted(turns)]
+
+
+def place_rank(
+    rank: int, ranks: int, usable: Sequence[int], nodes: Mapping[int, Sequence[int]], siblings: Mapping[int, int]
+) -> Place:
+    """The share of the `usable` processors that rank `rank` of `ranks` on this host gets.
+
+    No share crosses a node when there are at least as many ranks as nodes; ranks of one node divide its cores, and
+    share a physical core (`siblings`, see `read_siblings`) only where these do not come out even. With fewer ranks than
+    nodes each gets whole nodes. Ranks share a processor only where there are not enough.
     """
-    local = {node: [c for c in sorted(usable) if c in set(cpus)] for node, cpus in nodes.items()}
+    ordered = order_by_core(usable, siblings)
+    local = {node: [c for c in ordered if c in set(cpus)] for node, cpus in nodes.items()}
     local = {node: cores for node, cores in local.items() if cores}
     if sum(map(len, local.values())) != len(usable):
-        local = {-1: sorted(usable)}  # the system tells no nodes, or not all of them
+        local = {-1: ordered}  # the system tells no nodes, or not all of them
     names = list(local)
     if ranks < len(names):
         mine = names[rank * len(names) // ranks : (rank + 1) * len(names) // ranks]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pshard.errors import UserError
+from pshard.errors import StepFailed, UserError
 
 BLOCK = 256  # logits whose largest is found at once
 
@@ -44,8 +44,10 @@ class Sampler:
         self._random = np.random.default_rng(sampling.seed)
 
     def choose(self, logits: torch.Tensor) -> int:
-        """The next token id from float32 logits [vocabulary] on the host."""
+        """The next token id from float32 logits [vocabulary] on the host. Raises StepFailed when some are NaN."""
         s, values = self._sampling, logits.numpy()  # torch would wake its threads for every operator
+        if np.isnan(values.max()):
+            raise StepFailed("the logits are not numbers; load the model again")
         if s.temperature == 0:
             return int(values.argmax())
         ids = find_largest(values, min(s.top_k or len(values), len(values)))
@@ -53,12 +55,12 @@ class Sampler:
         keep = (chance.cumsum() - chance < s.top_p) & (chance >= s.min_p * chance[0])
         keep[0] = True
         ids = ids[keep]
-        reached = _softmax(values[ids] / s.temperature).cumsum()
+        reached = _softmax(values[ids].astype(np.float64) / s.temperature).cumsum()
         return int(ids[min(reached.searchsorted(self._random.random(), "right"), len(ids) - 1)])
 
 
 def find_largest(values: np.ndarray, k: int) -> np.ndarray:
-    """Indices of k largest of values [n], the largest first, of equal ones the first one first.
+    """Indices of k largest of values [n], the largest first; of equal ones that are found the first one first.
 
     They lie in the k blocks whose largest values are largest: only these are sorted.
     """
@@ -75,5 +77,5 @@ def find_largest(values: np.ndarray, k: int) -> np.ndarray:
 
 def _softmax(values: np.ndarray) -> np.ndarray:
     """float64, so that they add up to 1."""
-    powers = np.exp(values.astype(np.float64) - values[0])  # the first is the largest
+    powers = np.exp(values.astype(np.float64) - float(values[0]))  # the first is the largest
     return powers / powers.sum()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pshard.runtime.numa import NODES, Place, place_rank, read_nodes
+from pshard.runtime.numa import NODES, Place, place_rank, read_nodes, read_siblings, spread_over_cores
 
 TWO = {0: (0, 1, 2, 3), 1: (4, 5, 6, 7)}
 
@@ -32,21 +32,51 @@ def test_nodes_are_read_as_the_system_lists_them(tmp_path: Path) -> None:
     ],
 )
 def test_no_share_crosses_a_node(ranks: int, places: list[Place]) -> None:
-    assert [place_rank(r, ranks, range(8), TWO) for r in range(ranks)] == places
+    assert [place_rank(r, ranks, range(8), TWO, {}) for r in range(ranks)] == places
 
 
 def test_fewer_ranks_than_nodes_take_whole_nodes() -> None:
     nodes = {n: (2 * n, 2 * n + 1) for n in range(4)}
-    assert [place_rank(r, 2, range(8), nodes).nodes for r in range(2)] == [(0, 1), (2, 3)]
+    assert [place_rank(r, 2, range(8), nodes, {}).nodes for r in range(2)] == [(0, 1), (2, 3)]
 
 
 def test_only_usable_cores_are_given_and_shared_when_they_are_few() -> None:
-    assert place_rank(1, 2, (1, 2, 5), TWO) == Place((5,), (1,))
-    assert [place_rank(r, 3, (6,), TWO).cores for r in range(3)] == [(6,)] * 3
+    assert place_rank(1, 2, (1, 2, 5), TWO, {}) == Place((5,), (1,))
+    assert [place_rank(r, 3, (6,), TWO, {}).cores for r in range(3)] == [(6,)] * 3
 
 
 def test_without_nodes_the_cores_are_divided() -> None:
-    assert [place_rank(r, 2, (3, 1, 2, 0), {}) for r in range(2)] == [Place((0, 1), ()), Place((2, 3), ())]
+    assert [place_rank(r, 2, (3, 1, 2, 0), {}, {}) for r in range(2)] == [Place((0, 1), ()), Place((2, 3), ())]
+
+
+FAR = {cpu: cpu % 4 for cpu in range(8)}  # as Linux numbers them: the second processors after all first ones
+NEAR = {cpu: cpu // 2 * 2 for cpu in range(8)}  # as many virtual machines do
+
+
+def test_siblings_are_read_as_the_system_lists_them(tmp_path: Path) -> None:
+    for cpu, text in ((0, "0,2\n"), (1, "1,3\n"), (2, "0,2\n"), (3, "1,3\n")):
+        (tmp_path / f"cpu{cpu}" / "topology").mkdir(parents=True)
+        (tmp_path / f"cpu{cpu}" / "topology" / "thread_siblings_list").write_text(text)
+    assert read_siblings(tmp_path) == {0: 0, 1: 1, 2: 0, 3: 1}
+    assert read_siblings(tmp_path / "none") == {}
+
+
+@pytest.mark.parametrize("siblings", [FAR, NEAR])
+def test_ranks_have_physical_cores_of_their_own(siblings: dict[int, int]) -> None:
+    shares = [place_rank(r, 2, range(8), {0: range(8)}, siblings).cores for r in range(2)]
+    first, second = ({siblings[cpu] for cpu in cores} for cores in shares)
+    assert sorted(shares[0] + shares[1]) == list(range(8)) and not first & second
+
+
+@pytest.mark.parametrize(
+    ("siblings", "cpus", "order"),
+    [(FAR, range(8), [0, 1, 2, 3, 4, 5, 6, 7]), (NEAR, range(8), [0, 2, 4, 6, 1, 3, 5, 7]),
+     (FAR, (0, 1, 4, 5), [0, 1, 4, 5]), (NEAR, (2, 3, 5), [2, 5, 3]), ({}, (3, 1), [1, 3])],
+)  # fmt: skip
+def test_threads_take_physical_cores_before_their_second_processors(
+    siblings: dict[int, int], cpus: range | tuple[int, ...], order: list[int]
+) -> None:
+    assert spread_over_cores(cpus, siblings) == order
 
 
 PROGRAM = """
