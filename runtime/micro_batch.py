@@ -212,6 +212,7 @@ class MicroBatch:
             self.pending = self._logits_on_device()[0]  # a replayed graph has written them without telling
         if output:
             self._deliver_logits()
+            self.side = "cpu"  # nobody wants hidden states any more
 
     def _send_index(self) -> None:
         assert self.unsent is not None
