@@ -4,6 +4,7 @@ Copies go through the runtime's own copy lanes. For the CPU as accelerator these
 """
 
 import itertools
+import statistics
 import threading
 import time
 from collections import deque
@@ -26,7 +27,7 @@ DEEPEST_QUEUE = 32
 DUPLEX_BYTES = 32 * MIB
 QUEUED_BESIDE = 16  # copies under way beside a CPU kernel: more than the link moves while it runs
 MOST_PIECES = 512  # pieces of a buffer that copies take turns with
-COPIES_ISSUED = 16  # at once, to find what starting one costs the host
+COPIES_ISSUED = 200  # to find what starting one costs the host
 
 
 @dataclass(frozen=True)
@@ -211,15 +212,15 @@ def time_handoff(link: LinkBench, width: int, pace: Pace) -> float:
     return median_seconds(run, pace)
 
 
-def time_copy_issue(link: LinkBench, pace: Pace) -> float:
-    """Host seconds to start a copy of a few bytes on its lane, with events as the executor uses them."""
+def time_copy_issue(link: LinkBench) -> float:
+    """Median host seconds to start a copy of a few bytes on its lane, after an event as the executor does. Each is
+    waited for, as the CPU's copy threads would otherwise hold up the next one's start."""
     host, there = (link.locked if link.locked is not None else link.pageable)[:64], link.remote[:64]
-
-    def run(i: int) -> None:
-        done = link.device.mark()
-        for _ in range(COPIES_ISSUED):
-            done = link.device.copy_in(there, host, (done,))
-
-    seconds = median_seconds(run, pace)
-    link.device.synchronize()
-    return seconds / COPIES_ISSUED
+    samples: list[float] = []
+    for _ in range(COPIES_ISSUED):
+        after = (link.device.mark(),)
+        start = time.perf_counter()
+        done = link.device.copy_in(there, host, after)
+        samples.append(time.perf_counter() - start)
+        link.device.host_wait(done)
+    return statistics.median(samples)

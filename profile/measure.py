@@ -157,7 +157,7 @@ def _time_link(effort: Effort, device: Device, side: str) -> tuple[tuple[CopyTim
     link = open_link(device, min(effort.rotation, LEAST_ROTATION), max(effort.copy_sizes))
     try:
         copies = tuple(replace(c, device=side) for c in time_copies(link, effort.copy_sizes, effort.pace))
-        return copies, ElementwiseTiming(side, "copy", 1, 1, time_copy_issue(link, effort.pace))
+        return copies, ElementwiseTiming(side, "copy", 1, 1, time_copy_issue(link))
     finally:
         link.close()
 
@@ -234,7 +234,7 @@ def _measure_link(effort: Effort, device: Device, host: KernelBench) -> LinkFigu
         copies = time_copies(link, effort.copy_sizes, effort.pace)
         contention = measure_contention(link, matvec_reader(host), effort.contention_seconds)
         handoff = time_handoff(link, HANDOFF_WIDTH, effort.pace)
-        return LinkFigures(tuple(copies), contention, handoff, time_copy_issue(link, effort.pace))
+        return LinkFigures(tuple(copies), contention, handoff, time_copy_issue(link))
     finally:
         link.close()
 
