@@ -15,12 +15,12 @@ from pshard.runtime.arena import Arena
 from pshard.runtime.blocks import Side
 from pshard.runtime.device import Device
 from pshard.runtime.host_memory import map_memory
-from pshard.runtime.kernels.api import Kernels, LayerKV, RopeTable, RowIndex, Segment
+from pshard.runtime.kernels.api import Kernels, LayerKV, RopeTable, Segment
 from pshard.runtime.kernels.kv_codec import gather_cells
 from pshard.runtime.kernels.row_index import fill_rows
 from pshard.runtime.kv_blocks import pool_spans
 from pshard.runtime.kv_cache import JOIN_BYTES, KVShape, Piece, cut_pieces, find_pieces, layer_nbytes
-from pshard.runtime.micro_batch import Indexes, IndexParts, Launch, MicroBatch, TierState, group_launches
+from pshard.runtime.micro_batch import IndexView, Launch, MicroBatch, TierState, group_launches
 from pshard.runtime.parallel import Group
 from pshard.runtime.rope import fill_rope_table
 from pshard.runtime.weights import HostWeights, LentWeights
@@ -254,8 +254,12 @@ class Executor:
         threads = torch.get_num_threads()
         torch.set_num_threads(1 if tokens <= SMALL_BATCH else threads)
         has_past = any(s.past for s in segments)
-        host_rows, acc_rows, wanted, unsent = self._index_rows(segments, logit_rows, tokens)
-        batch = MicroBatch(self, state, ids, tokens, segments, host_rows, acc_rows, logit_rows, *wanted, unsent)
+        here, there = self._index_rows(segments, logit_rows, tokens)
+        cells = max(s.past + s.tokens for s in segments)
+        bound = min(max(LEAST_CELLS, 1 << (cells - 1).bit_length()), self._kv_shape.context)
+        rows = here.rows(segments, cells), there.rows(segments, bound)
+        wanted, unsent = (here.wanted, there.wanted), (there.memory, here.memory)
+        batch = MicroBatch(self, state, ids, tokens, segments, *rows, logit_rows, *wanted, unsent)
         try:
             with torch.inference_mode():
                 with self.device.computing():
@@ -271,36 +275,18 @@ class Executor:
 
     def _index_rows(
         self, segments: tuple[Segment, ...], logit_rows: list[int], tokens: int
-    ) -> tuple[RowIndex, RowIndex, tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-        """Row indexes on the host and on the device, the numbers of the rows whose logits are wanted on both, and the
-        whole index on the device and on the host: the first launch takes it along."""
+    ) -> tuple[IndexView, IndexView]:
+        """The index on the host, filled, and on the device, where the first launch takes it."""
         state, shape = self._state, (tokens, len(logit_rows))
         assert state is not None
         if shape not in state.indexes:
-            state.indexes[shape] = self._view_indexes(state, *shape)
-        here, there, both = state.indexes[shape]
-        (begin, position, blocks, wanted), (begin_there, position_there, blocks_there, wanted_there) = here, there
-        fill_rows(segments, begin, position, blocks)
-        wanted.numpy()[:] = logit_rows
-        cells = max(s.past + s.tokens for s in segments)
-        bound = min(max(LEAST_CELLS, 1 << (cells - 1).bit_length()), self._kv_shape.context)
-        rows_here = RowIndex(begin, position, blocks, segments, cells)
-        return (
-            rows_here,
-            RowIndex(begin_there, position_there, blocks_there, segments, bound),
-            (wanted, wanted_there),
-            both,
-        )
-
-    def _view_indexes(self, state: TierState, tokens: int, wanted: int) -> Indexes:
-        index, most = state.side.space.tensors["index"], state.side.space.tokens
-        here = self._host_index[: index.numel()]  # all in one copy
-
-        def parts(memory: torch.Tensor) -> IndexParts:
-            begin, position = memory[:tokens], memory[most : most + tokens]
-            return begin, position, memory[3 * most :], memory[2 * most : 2 * most + wanted]
-
-        return parts(here), parts(index), (index, here)
+            there, most = state.side.space.tensors["index"], state.side.space.tokens
+            here = self._host_index[: there.numel()]  # all in one copy
+            state.indexes[shape] = _view_index(here, most, *shape), _view_index(there, most, *shape)
+        on_host, _ = views = state.indexes[shape]
+        fill_rows(segments, on_host.begin, on_host.position, on_host.blocks)
+        on_host.wanted.numpy()[:] = logit_rows
+        return views
 
     def copy_in(self, step: CopyIn, after: Iterable[Any]) -> None:
         assert self._state is not None
@@ -333,3 +319,9 @@ class Executor:
         for memory in self._host_memory:
             self.device.page_unlock(memory)
         self._host_memory.clear()
+
+
+def _view_index(memory: torch.Tensor, most: int, tokens: int, wanted: int) -> IndexView:
+    """The parts for so many tokens and logit rows of memory that has room for `most` tokens."""
+    begin, position = memory[:tokens], memory[most : most + tokens]
+    return IndexView(memory, begin, position, memory[3 * most :], memory[2 * most : 2 * most + wanted])

@@ -95,10 +95,19 @@ def _mark_leaving(program: list[Step | Launch]) -> Iterator[Step | Launch]:
         yield step
 
 
-# of rows: where each begins in the blocks, its position, the blocks, whose logits are wanted
-IndexParts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-# on the host and on the device; and the whole index on the device and on the host
-Indexes = tuple[IndexParts, IndexParts, tuple[torch.Tensor, torch.Tensor]]
+@dataclass(frozen=True)
+class IndexView:
+    """Parts of one side's `memory` for a micro-batch's index (int32): see RowIndex, and the `wanted` logits' rows."""
+
+    memory: torch.Tensor
+    begin: torch.Tensor
+    position: torch.Tensor
+    blocks: torch.Tensor
+    wanted: torch.Tensor
+
+    def rows(self, segments: tuple[Segment, ...], cells: int) -> RowIndex:
+        """The index of segments that was written here."""
+        return RowIndex(self.begin, self.position, self.blocks, segments, cells)
 
 
 @dataclass
@@ -113,7 +122,8 @@ class TierState:
     stage_ready: list[Any]  # events after which a unit may use the KV stage
     weights: dict[Compute, UnitWeights] = field(default_factory=dict)  # views made once: 60 us each
     caches: dict[str, LayerKV] = field(default_factory=dict)  # likewise, by attention unit
-    indexes: dict[tuple[int, int], Indexes] = field(default_factory=dict)  # likewise, by tokens and logit rows
+    # likewise, by tokens and logit rows: on the host and on the device
+    indexes: dict[tuple[int, int], tuple[IndexView, IndexView]] = field(default_factory=dict)
 
 
 @dataclass
@@ -180,43 +190,38 @@ class MicroBatch:
         e, first, last = self.executor, launch.steps[0], launch.steps[-1]
         if isinstance(first, Compute):
             self._wait_for_inputs(first)
-        repeats, output = self._repeats(launch), last.unit == e.spec.units[-1].name
-        entering, self.side = launch.enters and self.side != "acc", "acc"
-        leaving, indexing = launch.leaves and repeats, self.unsent is not None
+        self.side = "acc"
+        repeats, output, index = self._repeats(launch), last.unit == e.spec.units[-1].name, self.unsent
+        leaving = launch.leaves and repeats
         delivering = output and repeats and len(self.logit_rows) > 0
         delivering = delivering and bool(e.spec.units[-1].tensors or self._gathers_on_device())
-        brought = (
-            "hidden" if isinstance(first, Compute) else "branch"
-        )  # a sum comes first after a CPU unit's part of it
+        # a sum comes first where the CPU made a part of it
+        brought = "hidden" if isinstance(first, Compute) else "branch"
 
         def work() -> None:
-            if indexing:
-                self._send_index()
-            if entering:
+            if index is not None:
+                e.device.send(*index)
+            if launch.enters:
                 self._send(brought)
             self._kernels(launch.steps)
             if leaving:
                 e.device.bring(*self._rows("hidden"))
             if delivering:
-                self._bring_logits(self._logits_on_device()[0])
+                e.device.bring(*self._logits_both_sides(self._logits_on_device()[0]))
 
         units = (type(first), first.unit, getattr(first, "part", ""), last.unit)
         cells = self.acc_rows.cells if self.tokens <= SMALL_BATCH else 0  # a prompt's launches do not depend on them
-        key = (self.state.tier.tokens, *units, self.tokens, len(self.logit_rows), cells, indexing, entering)
+        key = (self.state.tier.tokens, *units, self.tokens, len(self.logit_rows), cells)
         with e.device.computing():
             e.device.repeat(key, repeats, work)
         self.unsent = None
-        e.link_bytes += self._rows("hidden")[0].nbytes if entering else 0
+        e.link_bytes += self._rows("hidden")[0].nbytes if launch.enters else 0
         self.left = e.device.mark() if leaving or delivering else None
         if delivering:
             self.pending = self._logits_on_device()[0]  # a replayed graph has written them without telling
         if output:
             self._deliver_logits()
             self.side = "cpu"  # nobody wants hidden states any more
-
-    def _send_index(self) -> None:
-        assert self.unsent is not None
-        self.executor.device.send(*self.unsent)
 
     def _rows(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """The micro-batch's rows of "hidden" or "branch" on the host and on the accelerator."""
@@ -322,7 +327,7 @@ class MicroBatch:
         if kind == "output" and self._gathers_on_device():
             self.pending = self._logits_on_device()[0]
             self.executor.group.gather_logits(self.pending, self.executor.logit_widths)
-        elif kind != "output" and target is not None:
+        elif target is not None:
             target.zero_()
 
     def _gather(self) -> None:
@@ -420,16 +425,17 @@ class MicroBatch:
         """int32 row numbers whose logits are wanted, on that side."""
         return self.host_logit_rows if on == "cpu" else self.acc_logit_rows
 
-    def _bring_logits(self, table: torch.Tensor) -> None:
-        self.executor.device.bring(self.executor.host_logits[: table.numel()].view(table.shape), table)
+    def _logits_both_sides(self, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the host has a table of logits, and the table on the device."""
+        return self.executor.host_logits[: table.numel()].view(table.shape), table
 
     def _deliver_logits(self) -> None:
         """Bring the logits on the device to the host."""
         e = self.executor
         if self.pending is not None:
-            here = e.host_logits[: self.pending.numel()].view(self.pending.shape)
+            here, there = self._logits_both_sides(self.pending)
             if self.left is None:
-                e.device.receive(here, self.pending)
+                e.device.receive(here, there)
             else:
                 e.device.host_wait(self.left)
             self.logits.append(here.clone())
@@ -437,8 +443,8 @@ class MicroBatch:
 
     def _hand_off(self, step: Handoff) -> None:
         e = self.executor
-        if self.logits or self.side == step.to:
-            return  # logits were delivered as they were computed
+        if self.side == step.to:
+            return  # the last one: logits were delivered as they were computed
         if step.to == "acc":
             self._send("hidden")
             e.link_bytes += self._rows("hidden")[0].nbytes
