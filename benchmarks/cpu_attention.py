@@ -6,12 +6,11 @@ sums as many bytes is timed between the calls: that is the ceiling. Cells are bf
 
 import argparse
 import os
-import statistics
 import sys
 from pathlib import Path
 
 import torch
-from cpu_kernels import ROTATION, time_in_turn, write_json
+from cpu_kernels import ROTATION, compare_with_ceiling, format_rates, time_in_turn, use_native_threads, write_json
 
 from pshard.buffers import KV_BLOCK, kv_blocks
 from pshard.cli_support import new_parser, parse_ints, run_cli
@@ -34,11 +33,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("-t", "--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--seconds", type=float, default=0.6, help="time spent on each case")
     args = parser.parse_args(argv)
-    if not native.is_available():
-        raise UserError(f"no CPU kernels to time: {native.why_missing()}; reinstall pshard with a C++ compiler")
     if len(args.heads) != 3 or args.heads[0] % args.heads[1]:
         raise UserError("--heads is heads, KV heads and head size, as 64,8,128, and KV heads divide heads")
-    native.set_threads(args.threads, sorted(os.sched_getaffinity(0))[: args.threads])
+    use_native_threads(args.threads)
     torch.set_num_threads(1)
     print("| sequences | cells | ms | GB/s | ceiling GB/s | of ceiling | best of ceiling |")
     print("|---|---|---|---|---|---|---|")
@@ -74,19 +71,9 @@ def time_case(pool: OperandPool, sequences: int, cells: int, args: argparse.Name
         "heads": shape,
         "kv_type": args.kv_type,
         "nbytes": nbytes,
-        "seconds": statistics.median(seconds),
-        "gb_per_s": nbytes / statistics.median(seconds) / 1e9,
-        "ceiling_gb_per_s": nbytes / statistics.median(read_seconds) / 1e9,
-        "of_ceiling": statistics.median(read_seconds) / statistics.median(seconds),
-        "best_of_ceiling": min(read_seconds) / min(seconds),
-        "samples_ns": [round(t * 1e9) for t in seconds],
-        "ceiling_samples_ns": [round(t * 1e9) for t in read_seconds],
+        **compare_with_ceiling(nbytes, seconds, read_seconds),
     }
-    rates = f"{result['gb_per_s']:.1f} | {result['ceiling_gb_per_s']:.1f} | {result['of_ceiling']:.0%}"
-    print(
-        f"| {sequences} | {cells} | {result['seconds'] * 1e3:.2f} | {rates} | {result['best_of_ceiling']:.0%} |",
-        flush=True,
-    )
+    print(f"| {sequences} | {cells} | {format_rates(result)} |", flush=True)
     return result
 
 

@@ -26,6 +26,7 @@ from pshard.errors import UserError
 from pshard.quant import QUANT_TYPES, packed_nbytes
 from pshard.runtime.kernels import native
 from pshard.runtime.kernels.host import suits_tiles
+from pshard.runtime.threads import use_threads
 
 ROTATION = 1 << 30  # bytes of operands between two reads of the same matrix
 PATTERN_ROWS = 320  # distinct rows of a matrix; more would only take longer to make
@@ -46,14 +47,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--isa", help="force avx512_vnni, avx2 or portable")
     parser.add_argument("--torch", action=argparse.BooleanOptionalAction, default=True, help="also time torch")
     args = parser.parse_args(argv)
-    if not native.is_available():
-        raise UserError(f"no CPU kernels to time: {native.why_missing()}; reinstall pshard with a C++ compiler")
     if unknown := set(args.types) - set(QUANT_TYPES):
         raise UserError(f"unknown quant types {', '.join(sorted(unknown))}; known: {', '.join(QUANT_TYPES)}")
-    native.set_threads(args.threads, sorted(os.sched_getaffinity(0))[: args.threads])
+    use_native_threads(args.threads)
     if args.isa:
         native.set_isa(args.isa)
-    torch.set_num_threads(args.threads)
     print("| type | M | ms | GB/s | ceiling GB/s | of ceiling | best of ceiling | vs torch |")
     print("|---|---|---|---|---|---|---|---|")
     results = [r for qtype in args.types for r in time_type(qtype, args)]
@@ -87,13 +85,7 @@ def time_type(qtype: str, args: argparse.Namespace) -> list[dict]:
             "rows": rows,
             "cols": cols,
             "weight_bytes": nbytes,
-            "seconds": statistics.median(seconds),
-            "gb_per_s": nbytes / statistics.median(seconds) / 1e9,
-            "ceiling_gb_per_s": nbytes / statistics.median(read_seconds) / 1e9,
-            "of_ceiling": statistics.median(read_seconds) / statistics.median(seconds),
-            "best_of_ceiling": min(read_seconds) / min(seconds),
-            "samples_ns": [round(t * 1e9) for t in seconds],
-            "ceiling_samples_ns": [round(t * 1e9) for t in read_seconds],
+            **compare_with_ceiling(nbytes, seconds, read_seconds),
             "torch_seconds": time_torch(qtype, operands[0], x, rows, cols) if args.torch else None,
         }
         results.append(result)
@@ -164,8 +156,33 @@ def time_torch(qtype: str, w: np.ndarray, x: torch.Tensor, rows: int, cols: int)
 def print_row(r: dict) -> None:
     """One line of the table."""
     vs_torch = f"{r['torch_seconds'] / r['seconds']:.1f}x" if r["torch_seconds"] else "-"
+    print(f"| {r['type']} | {r['tokens']} | {format_rates(r)} | {vs_torch} |", flush=True)
+
+
+def compare_with_ceiling(nbytes: int, seconds: list[float], read_seconds: list[float]) -> dict:
+    """Fields of a result: calls that read `nbytes` each beside passes that only read as much."""
+    return {
+        "seconds": statistics.median(seconds),
+        "gb_per_s": nbytes / statistics.median(seconds) / 1e9,
+        "ceiling_gb_per_s": nbytes / statistics.median(read_seconds) / 1e9,
+        "of_ceiling": statistics.median(read_seconds) / statistics.median(seconds),
+        "best_of_ceiling": min(read_seconds) / min(seconds),
+        "samples_ns": [round(t * 1e9) for t in seconds],
+        "ceiling_samples_ns": [round(t * 1e9) for t in read_seconds],
+    }
+
+
+def format_rates(r: dict) -> str:
+    """Columns of the table that `compare_with_ceiling` has the figures of."""
     rates = f"{r['gb_per_s']:.1f} | {r['ceiling_gb_per_s']:.1f} | {r['of_ceiling']:.0%} | {r['best_of_ceiling']:.0%}"
-    print(f"| {r['type']} | {r['tokens']} | {r['seconds'] * 1e3:.2f} | {rates} | {vs_torch} |", flush=True)
+    return f"{r['seconds'] * 1e3:.2f} | {rates}"
+
+
+def use_native_threads(count: int) -> None:
+    """Threads as the runtime has them. Raises UserError when there is no C++ library."""
+    if not native.is_available():
+        raise UserError(f"no CPU kernels to time: {native.why_missing()}; reinstall pshard with a C++ compiler")
+    use_threads(count)
 
 
 def write_json(path: Path, benchmark: str, results: list[dict], argv: list[str]) -> None:
