@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from pshard.machine import Contention, CopyTiming
+from pshard.machine import Contention, CopyTiming, ElementwiseTiming
 from pshard.profile.timing import Pace, median_seconds
 from pshard.runtime.device import Device
 from pshard.runtime.host_memory import map_memory
@@ -38,6 +38,11 @@ class LinkBench:
     remote: torch.Tensor
     pageable: torch.Tensor
     locked: torch.Tensor | None
+
+    @property
+    def host(self) -> torch.Tensor:
+        """Page-locked memory, or pageable where that was refused."""
+        return self.pageable if self.locked is None else self.locked
 
     def close(self) -> None:
         self.device.synchronize()
@@ -84,7 +89,7 @@ def _time_copy(link: LinkBench, host: torch.Tensor, direction: str, nbytes: int,
 
 def copy_in_turn(link: LinkBench, direction: str, nbytes: int) -> Callable[[], None]:
     """A function that makes one copy of `nbytes` and waits for it; page-locked memory where that was not refused."""
-    turn = itertools.cycle(_copies(link, link.locked if link.locked is not None else link.pageable, direction, nbytes))
+    turn = itertools.cycle(_copies(link, link.host, direction, nbytes))
 
     def run() -> None:
         next(turn)()
@@ -112,8 +117,7 @@ def measure_contention(link: LinkBench, read_weights: Callable[[], int] | None, 
 
     `read_weights` runs a CPU kernel once and returns the bytes it read from host memory; None leaves that part out.
     """
-    host = link.locked if link.locked is not None else link.pageable
-    half = host.numel() // 2
+    host, half = link.host, link.host.numel() // 2
     into = _copy_loop(link, host[:half], "h2d")
     out = _copy_loop(link, host[half:], "d2h")
     both = run_together({"h2d": into, "d2h": out}, seconds)
@@ -197,8 +201,7 @@ def run_together(tasks: dict[str, Callable[[], int]], seconds: float) -> dict[st
 def time_handoff(link: LinkBench, width: int, pace: Pace) -> float:
     """Seconds for one hidden vector (float32 [width]) to the accelerator and back to the host, which waits for it, as
     nodes of one graph: as the executor enters and leaves the accelerator."""
-    host = (link.locked if link.locked is not None else link.pageable)[: 4 * width]
-    there = link.remote[: 4 * width]
+    host, there = link.host[: 4 * width], link.remote[: 4 * width]
 
     def both() -> None:
         link.device.send(there, host)
@@ -212,10 +215,10 @@ def time_handoff(link: LinkBench, width: int, pace: Pace) -> float:
     return median_seconds(run, pace)
 
 
-def time_copy_issue(link: LinkBench) -> float:
+def time_copy_issue(side: str, link: LinkBench) -> ElementwiseTiming:
     """Median host seconds to start a copy of a few bytes on its lane, after an event as the executor does. Each is
     waited for, as the CPU's copy threads would otherwise hold up the next one's start."""
-    host, there = (link.locked if link.locked is not None else link.pageable)[:64], link.remote[:64]
+    host, there = link.host[:64], link.remote[:64]
     samples: list[float] = []
     for _ in range(COPIES_ISSUED):
         after = (link.device.mark(),)
@@ -223,4 +226,4 @@ def time_copy_issue(link: LinkBench) -> float:
         done = link.device.copy_in(there, host, after)
         samples.append(time.perf_counter() - start)
         link.device.host_wait(done)
-    return statistics.median(samples)
+    return ElementwiseTiming(side, "copy", 1, 1, statistics.median(samples))

@@ -4,6 +4,7 @@ import datetime
 import platform
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -38,7 +39,7 @@ from pshard.profile.host_threads import (
 from pshard.profile.identify import count_cores, identify_accelerators, identify_host, unlike_accelerators, unlike_links
 from pshard.profile.jobs import Job, Row, list_jobs, side_name
 from pshard.profile.kernels import KernelBench
-from pshard.profile.links import measure_contention, open_link, time_copies, time_copy_issue, time_handoff
+from pshard.profile.links import LinkBench, measure_contention, open_link, time_copies, time_copy_issue, time_handoff
 from pshard.profile.operands import LEAST_ROTATION, OperandPool
 from pshard.profile.rank_shares import measure_shares
 from pshard.profile.step_cost import time_step
@@ -76,7 +77,7 @@ class LinkFigures:
     copies: tuple[CopyTiming, ...]
     contention: Contention
     handoff_seconds: float
-    issue_seconds: float  # of the host, to start a copy
+    issue: ElementwiseTiming  # of the host, to start a copy
 
 
 def measure_machine(request: Request, progress: Progress) -> MachineProfile:
@@ -97,7 +98,7 @@ def measure_machine(request: Request, progress: Progress) -> MachineProfile:
         benches = {"host": host, "acc": acc or host}
         fast = benches["acc"].kernels, host.kernels
         rows: list[Row] = [time_step(side, device, fast, request.effort.pace) for side in benches]
-        rows.append(ElementwiseTiming("acc", "copy", 1, 1, link.issue_seconds))
+        rows.append(link.issue)
         timed, skipped = run_jobs(
             plan_jobs(request, acc is not None),
             benches,
@@ -143,7 +144,8 @@ def measure_accelerator(
     try:
         fast, on_host, _ = choose_kernels(device, "fast", max(effort.acc_tokens))
         progress(f"link of {side_name(side)}", 0.0)
-        copies, issue = _time_link(effort, device, side)
+        with closing(_open_link(effort, device)) as link:
+            copies, issue = _time_copies(link, effort, side), time_copy_issue(side, link)
         pool = OperandPool(min(effort.rotation, LEAST_ROTATION), device.torch_device)
         bench = KernelBench(side, fast, device.torch_device, pool, effort.pace, effort.slow)
         jobs, deadline = list_jobs(side, effort, request.model), started + effort.limit
@@ -153,20 +155,20 @@ def measure_accelerator(
         device.close()
 
 
-def _time_link(effort: Effort, device: Device, side: str) -> tuple[tuple[CopyTiming, ...], ElementwiseTiming]:
-    link = open_link(device, min(effort.rotation, LEAST_ROTATION), max(effort.copy_sizes))
-    try:
-        copies = tuple(replace(c, device=side) for c in time_copies(link, effort.copy_sizes, effort.pace))
-        return copies, ElementwiseTiming(side, "copy", 1, 1, time_copy_issue(link))
-    finally:
-        link.close()
+def _open_link(effort: Effort, device: Device) -> LinkBench:
+    return open_link(device, min(effort.rotation, LEAST_ROTATION), max(effort.copy_sizes))
+
+
+def _time_copies(link: LinkBench, effort: Effort, side: str) -> tuple[CopyTiming, ...]:
+    return tuple(replace(c, device=side) for c in time_copies(link, effort.copy_sizes, effort.pace))
 
 
 def measure_link(effort: Effort, accelerator: AcceleratorInfo) -> tuple[CopyTiming, ...]:
     """Copies over the link of an accelerator that is like one before but for its link."""
     device = open_device(accelerator.kind, accelerator.index)
     try:
-        return _time_link(effort, device, f"acc{accelerator.index}")[0]
+        with closing(_open_link(effort, device)) as link:
+            return _time_copies(link, effort, f"acc{accelerator.index}")
     finally:
         device.close()
 
@@ -229,14 +231,11 @@ def _measure_host(request: Request, bench: KernelBench) -> HostFigures:
 
 
 def _measure_link(effort: Effort, device: Device, host: KernelBench) -> LinkFigures:
-    link = open_link(device, min(effort.rotation, LEAST_ROTATION), max(effort.copy_sizes))
-    try:
-        copies = time_copies(link, effort.copy_sizes, effort.pace)
+    with closing(_open_link(effort, device)) as link:
+        copies = tuple(time_copies(link, effort.copy_sizes, effort.pace))
         contention = measure_contention(link, matvec_reader(host), effort.contention_seconds)
         handoff = time_handoff(link, HANDOFF_WIDTH, effort.pace)
-        return LinkFigures(tuple(copies), contention, handoff, time_copy_issue(link))
-    finally:
-        link.close()
+        return LinkFigures(copies, contention, handoff, time_copy_issue("acc", link))
 
 
 def plan_jobs(request: Request, has_own_kernels: bool) -> list[Job]:

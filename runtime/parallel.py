@@ -404,7 +404,7 @@ def bind_cores(local_rank: int, local_size: int) -> tuple[int, ...]:
     if not hasattr(os, "sched_setaffinity"):
         return tuple(range(max(1, (os.cpu_count() or 1) // local_size)))
     nodes = read_nodes()
-    place = place_rank(local_rank, local_size, sorted(os.sched_getaffinity(0)), nodes, read_siblings())
+    place = place_rank(local_rank, local_size, tuple(os.sched_getaffinity(0)), nodes, read_siblings())
     for thread in os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else ["0"]:
         with contextlib.suppress(ProcessLookupError):  # a thread that just ended
             os.sched_setaffinity(int(thread), place.cores)

@@ -18,7 +18,7 @@ def use_threads(count: int) -> None:
     torch.set_num_threads(count)
     if native.is_available():
         usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
-        cpus = spread_over_cores(sorted(usable), read_siblings())
+        cpus = spread_over_cores(tuple(usable), read_siblings())
         native.set_threads(count, cpus[:count] if len(cpus) >= count else None)
 
 
