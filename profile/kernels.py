@@ -5,7 +5,15 @@ from dataclasses import dataclass
 
 import torch
 
-from pshard.buffers import ATTENTION_SPLITS, DEQUANT_BYTES, KV_BLOCK, SMALL_BATCH, kv_blocks, kv_cells_bytes
+from pshard.buffers import (
+    ATTENTION_SPLITS,
+    DEQUANT_BYTES,
+    KV_BLOCK,
+    LAUNCH_BOUND,
+    SMALL_BATCH,
+    kv_blocks,
+    kv_cells_bytes,
+)
 from pshard.machine import AttentionTiming, ElementwiseTiming, MatmulTiming
 from pshard.profile.operands import OperandPool
 from pshard.profile.timing import Pace, graph_seconds, median_seconds
@@ -48,7 +56,7 @@ class KernelBench:
     def median(self, run: Callable[[int], object], tokens: int) -> float:
         """Median seconds of run(i), a kernel call for so many tokens; in a CUDA graph where the runtime uses one."""
         cuda = self.device.type == "cuda"
-        if cuda and self.kernels.repeatable and tokens <= SMALL_BATCH:
+        if cuda and self.kernels.repeatable and tokens <= LAUNCH_BOUND:
             return graph_seconds(run, self.pace)
         return median_seconds(run, self.pace, cuda)
 

@@ -4,7 +4,12 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 LEAST_IN_GRAPH, MOST_IN_GRAPH = 8, 256  # calls that one CUDA graph holds while they are timed
 
@@ -45,14 +50,30 @@ def graph_seconds(run: Callable[[int], object], pace: Pace) -> float:
     """
     import torch
 
-    _sample_cuda(run, 0, 1)  # compiles kernels, which a capture must not do
-    estimate = _sample_cuda(run, 1, 1)[0]
-    calls = max(LEAST_IN_GRAPH, min(MOST_IN_GRAPH, int(pace.seconds / 4 / estimate)))
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    graph, stream = torch.cuda.CUDAGraph(), _capture_stream(torch.cuda.current_device())
+    with torch.cuda.stream(stream):
+        _sample_cuda(run, 0, 1)  # compiles kernels and takes workspaces, which a capture must not do
+        estimate = _sample_cuda(run, 1, 1)[0]
+    calls = calls_in_graph(pace, estimate)
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for i in range(calls):
             run(i)
     return median_seconds(lambda i: graph.replay(), pace, cuda=True) / calls
+
+
+def calls_in_graph(pace: Pace, estimate: float) -> int:
+    """How many calls of about `estimate` seconds one graph holds: enough that starting it does not count, but no more
+    than the time meant for a timing allows."""
+    wanted = max(LEAST_IN_GRAPH, min(MOST_IN_GRAPH, int(pace.seconds / 4 / estimate)))
+    return max(1, min(wanted, int(pace.seconds / estimate)))
+
+
+@cache
+def _capture_stream(device: int) -> "torch.cuda.Stream":
+    """One stream for all captures of a device: cuBLAS keeps a workspace of 32 MiB for each that it has met."""
+    import torch
+
+    return torch.cuda.Stream(device)
 
 
 def _sample_cpu(run: Callable[[int], object], first: int, count: int) -> list[float]:

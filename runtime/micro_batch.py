@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pshard.buffers import LOGIT_ROWS, SMALL_BATCH
+from pshard.buffers import LAUNCH_BOUND, LOGIT_ROWS, SMALL_BATCH
 from pshard.plan import TierPlan
 from pshard.row_split import acc_part
 from pshard.runtime.arena import Carved
@@ -36,7 +36,6 @@ from pshard.steps import (
 if TYPE_CHECKING:
     from pshard.runtime.executor import Executor
 
-LAUNCH_BOUND = 1024  # tokens up to which a prompt's kernels on slices of a model take less time than launching them
 LONG_RUN = 16  # units and sums that a prompt's graph must hold: between copies and CPU units launching is not the limit
 
 

@@ -3,11 +3,16 @@
 import time
 
 import pytest
+import torch
 
+from pshard.profile import kernels
 from pshard.profile.host_threads import pick_threads, thread_counts
-from pshard.profile.kernels import time_series
+from pshard.profile.kernels import KernelBench, time_series
 from pshard.profile.links import run_together
-from pshard.profile.timing import Pace, median_seconds
+from pshard.profile.operands import OperandPool
+from pshard.profile.timing import Pace, calls_in_graph, median_seconds
+from pshard.runtime import micro_batch
+from pshard.runtime.kernels.plain import PlainKernels
 
 
 def test_repetitions_fill_the_budget_within_bounds():
@@ -83,3 +88,48 @@ def test_a_failing_task_is_reported_and_ends_the_others():
 
     with pytest.raises(ValueError, match="broken lane"):
         run_together({"good": lambda: 1, "bad": fail}, 0.05)
+
+
+@pytest.mark.parametrize(("device", "repeatable"), [("cuda", True), ("cuda", False), ("cpu", True), ("cpu", False)])
+def test_kernels_are_timed_in_a_graph_for_as_many_tokens_as_the_runtime_captures(
+    device: str, repeatable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "graph_seconds", lambda run, pace: 1.0)
+    monkeypatch.setattr(kernels, "median_seconds", lambda run, pace, cuda: 2.0 if cuda else 3.0)
+    plain = PlainKernels()
+    plain.repeatable = repeatable
+    pool = OperandPool(4096, torch.device("cpu"))
+    bench = KernelBench("acc", plain, torch.device(device), pool, Pace(0.1), 1.0)
+    bound = micro_batch.LAUNCH_BOUND
+    got = [bench.median(lambda i: None, tokens) for tokens in (1, 64, 65, bound, bound + 1)]
+    each = 1.0 if device == "cuda" and repeatable else 3.0 if device == "cpu" else 2.0
+    assert got == [each] * 4 + [3.0 if device == "cpu" else 2.0]
+
+
+def test_a_graph_holds_calls_for_a_quarter_of_the_pace_and_no_more_than_it_allows():
+    pace = Pace(0.04)
+    assert [calls_in_graph(pace, s) for s in (1e-6, 100e-6, 2e-3, 10e-3, 0.1)] == [256, 100, 8, 4, 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [128, 1024])
+def test_prompts_of_few_tokens_are_timed_without_their_launches(tokens: int) -> None:
+    from pshard.runtime.device import open_device
+    from pshard.runtime.loading import choose_kernels
+
+    device = open_device("cuda")
+    try:
+        fast, _, _ = choose_kernels(device, "fast", 1024)
+        bench = KernelBench("acc", fast, device.torch_device, OperandPool(64 << 20, device.torch_device), Pace(0.05), 1)
+        weights = bench.pool.rotate_weights("Q4_0", 512, 512)
+        run = bench.linear_calls(weights, tokens)
+        captured, launched = bench.median(run, tokens), median_seconds(run, bench.pace, cuda=True)
+        assert 2e-6 < captured < 0.8 * launched  # 512 x 512: two kernels of a few us each
+        shape = kernels.AttentionShape(8, 2, 128)
+        attention = kernels.time_attention(bench, shape, "bf16", tokens, (tokens, 4096))
+        assert 2e-6 < attention[0].seconds < attention[1].seconds
+        rows = kernels.time_elementwise(bench, 1024, 2048, shape, (tokens,))
+        assert {r.what for r in rows} == {"norm", "residual", "rope", "silu_mul"}
+        assert all(0 <= r.seconds < 1e-3 for r in rows)
+    finally:
+        device.close()

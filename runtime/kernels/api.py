@@ -83,7 +83,7 @@ class Kernels(Protocol):
     """One device's kernels."""
 
     act_dtype: torch.dtype
-    repeatable: bool  # for few tokens: no allocation, launch sizes from RowIndex.cells only; a graph may hold the calls
+    repeatable: bool  # nothing allocated that lasts, launch sizes by shapes and RowIndex.cells: fit for a graph
     fuses_sums: bool  # whether these are `SumKernels`
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
