@@ -16,6 +16,7 @@ from pshard.collectives import fastest_collective, wire_type
 from pshard.curves import Curve, interpolate
 from pshard.curves import curve_through as _curve
 from pshard.errors import UserError
+from pshard.launches import LAUNCH_BOUND
 from pshard.machine import MachineProfile
 from pshard.model import ModelConfig, ModelSpec, TensorSpec, Unit, kv_token_bytes
 from pshard.parallel import unit_heads
@@ -462,6 +463,13 @@ class TierCosts:
     def copy_issue(self) -> float:
         """Host seconds to start a copy: events, queue and call; where it was not timed, what issuing a unit takes."""
         return self.tables.elementwise("acc", "copy", 1, 1) or self.tables.elementwise("acc", "step", 1, 1)
+
+    @cached_property
+    def launch(self) -> float:
+        """Host seconds to launch a unit's kernels one by one, where their own times are those in a graph; else 0."""
+        if self.tables.kind == "cpu" or not SMALL_BATCH < self.load.tokens <= LAUNCH_BOUND:
+            return 0.0
+        return self.tables.elementwise("acc", "launch", 1, 1)
 
     @cached_property
     def contended(self) -> dict[str, tuple[float, float]]:

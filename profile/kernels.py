@@ -5,15 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from pshard.buffers import (
-    ATTENTION_SPLITS,
-    DEQUANT_BYTES,
-    KV_BLOCK,
-    LAUNCH_BOUND,
-    SMALL_BATCH,
-    kv_blocks,
-    kv_cells_bytes,
-)
+from pshard.buffers import ATTENTION_SPLITS, DEQUANT_BYTES, KV_BLOCK, SMALL_BATCH, kv_blocks, kv_cells_bytes
+from pshard.launches import LAUNCH_BOUND
 from pshard.machine import AttentionTiming, ElementwiseTiming, MatmulTiming
 from pshard.profile.operands import OperandPool
 from pshard.profile.timing import Pace, graph_seconds, median_seconds

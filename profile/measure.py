@@ -42,7 +42,7 @@ from pshard.profile.kernels import KernelBench
 from pshard.profile.links import LinkBench, measure_contention, open_link, time_copies, time_copy_issue, time_handoff
 from pshard.profile.operands import LEAST_ROTATION, OperandPool
 from pshard.profile.rank_shares import measure_shares
-from pshard.profile.step_cost import time_step
+from pshard.profile.step_cost import time_launch, time_step
 from pshard.runtime.collective_times import measure_collectives
 from pshard.runtime.device import Device, open_device
 from pshard.runtime.loading import choose_kernels
@@ -99,6 +99,8 @@ def measure_machine(request: Request, progress: Progress) -> MachineProfile:
         fast = benches["acc"].kernels, host.kernels
         rows: list[Row] = [time_step(side, device, fast, request.effort.pace) for side in benches]
         rows.append(link.issue)
+        if acc is not None:
+            rows.append(time_launch("acc", device, fast, request.effort.pace))
         timed, skipped = run_jobs(
             plan_jobs(request, acc is not None),
             benches,
@@ -150,7 +152,10 @@ def measure_accelerator(
         bench = KernelBench(side, fast, device.torch_device, pool, effort.pace, effort.slow)
         jobs, deadline = list_jobs(side, effort, request.model), started + effort.limit
         rows, skipped = run_jobs(jobs, {side: bench}, deadline, progress)
-        return [time_step(side, device, (fast, on_host), effort.pace), issue, *rows], copies, skipped
+        own = [time_step(side, device, (fast, on_host), effort.pace), issue]
+        if device.kind != "cpu":
+            own.append(time_launch(side, device, (fast, on_host), effort.pace))
+        return [*own, *rows], copies, skipped
     finally:
         device.close()
 

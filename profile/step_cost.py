@@ -1,9 +1,10 @@
-"""The executor's own cost per unit: it walks real steps over a small model whose kernels do nothing."""
+"""The executor's own cost per unit: it walks real steps over a small model whose kernels do nothing, or next to it."""
 
 from typing import Any
 
 import torch
 
+from pshard.buffers import SMALL_BATCH, kv_blocks
 from pshard.machine import ElementwiseTiming
 from pshard.model import ModelConfig, ModelSpec, Rope, TensorSpec, Unit
 from pshard.plan import Buffers, Placement, Prediction, RankPlan, Solve, TierPlan
@@ -14,7 +15,8 @@ from pshard.runtime.kernels.api import Kernels, Segment
 from pshard.runtime.kv_cache import KVShape
 from pshard.runtime.weights import HostWeights
 
-LAYERS, WIDTH, CONTEXT = 32, 64, 64
+LAYERS, WIDTH, CONTEXT = 32, 64, 256
+PROMPT = 2 * SMALL_BATCH  # tokens
 ARENA_BYTES = 16 << 20
 
 
@@ -35,21 +37,34 @@ def time_step(side: str, device: Device, fast: tuple[Kernels, Kernels], pace: Pa
 
     fast: the kernels of the accelerator and of the host that it stands in for.
     """
-    spec = _small_model()
-    plan = _one_tier("cpu" if side == "host" else "pinned", spec)
     kernels: Any = NoKernels(fast[0]), NoKernels(fast[1])
+    seconds = _time_walk("cpu" if side == "host" else "pinned", 1, device, kernels, pace)
+    return ElementwiseTiming(side, "step", 1, 1, seconds)
+
+
+def time_launch(side: str, device: Device, fast: tuple[Kernels, Kernels], pace: Pace) -> ElementwiseTiming:
+    """Seconds that launching a unit's kernels takes on an accelerator ("acc") where no graph holds them: for a prompt
+    that is not a full micro-batch, over matrices so small that computing takes less time."""
+    return ElementwiseTiming(side, "launch", 1, 1, _time_walk("pinned", PROMPT, device, fast, pace))
+
+
+def _time_walk(where: str, tokens: int, device: Device, kernels: tuple[Kernels, Kernels], pace: Pace) -> float:
+    """Seconds per unit of a walk with so many tokens over the small model, all of it placed there."""
+    spec = _small_model()
+    plan = _one_tier(where, spec, 1 if tokens == 1 else 2 * tokens)
     weights = HostWeights(spec.units, device)
     kv = KVShape(CONTEXT, 1, "bf16", "bf16")
     executor = Executor(spec, plan, device, device.allocate(ARENA_BYTES), weights, kv, kernels, Group())
-    ids, segments = torch.zeros(1, dtype=torch.int64), (Segment(0, 0, 1, 1, (0,)),)
+    ids = torch.zeros(tokens, dtype=torch.int64)
+    segments = (Segment(0, 0, tokens, 1, tuple(range(kv_blocks(tokens + 1, 1)))),)
 
     def run(i: int) -> None:
-        executor.run(ids, segments, [0], lambda: [(0, 1)])
+        executor.run(ids, segments, [tokens - 1], lambda: [(0, 1)])
 
     seconds = median_seconds(run, pace)
     executor.close()
     weights.close()
-    return ElementwiseTiming(side, "step", 1, 1, seconds / len(spec.units))
+    return seconds / len(spec.units)
 
 
 def _small_model() -> ModelSpec:
@@ -74,7 +89,7 @@ def _matrix(name: str, rows: int) -> TensorSpec:
     return TensorSpec(name, "F32", (rows, WIDTH))
 
 
-def _one_tier(where: str, spec: ModelSpec) -> RankPlan:
+def _one_tier(where: str, spec: ModelSpec, tokens: int) -> RankPlan:
     kv = "host" if where == "cpu" else "vram"
     placements = (
         Placement("embedding", "cpu"),
@@ -83,5 +98,5 @@ def _one_tier(where: str, spec: ModelSpec) -> RankPlan:
     pins = tuple(u.name for u in spec.units[1:]) if where == "pinned" else ()
     layers = tuple(u.name for u in spec.units if u.kind == "attention") if where == "pinned" else ()
     unknown = Prediction(0.0, 0.0, (), "", 0, 0)
-    tier = TierPlan(1, placements, Buffers(0, 0, 0, 0, 0), unknown, Solve("", 0.0, 0.0, 0.0, 0.0, ""))
+    tier = TierPlan(tokens, placements, Buffers(0, 0, 0, 0, 0), unknown, Solve("", 0.0, 0.0, 0.0, 0.0, ""))
     return RankPlan(0, ARENA_BYTES >> 20, 1.0, pins, layers, (tier,))

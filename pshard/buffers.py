@@ -8,7 +8,6 @@ from pshard.quant import align
 BUFFER_ALIGN = 256
 DEQUANT_BYTES = 80 << 20  # dequantised tile for large batches, at most; a whole matrix where it is smaller
 SMALL_BATCH = 64  # up to here kernels read packed weights in place; above, tiles are dequantised for a library GEMM
-LAUNCH_BOUND = 1024  # up to here kernels on slices of a model take less time than launching them: CUDA graphs hold them
 ATTENTION_SPLITS = 64  # most pieces that one decode attention is cut into along the context
 DECODE_PROGRAMS = 1024  # a decode attention is cut until about this many programs run
 TORCH_RESERVE_MIB = 320  # of a CUDA budget: kernels' code, CUDA graphs, cuBLAS workspace (282 measured on an H100)

@@ -83,7 +83,8 @@ class ElementwiseTiming:
 
     `what`: "norm" (RMSNorm of [tokens, width]), "residual" (add), "rope" (rotate and store KV; width = all q and k
     columns), "silu_mul" (SwiGLU product), "embed" (rows looked up on the host), "step" (fixed cost of one step of the
-    executor per unit, tokens = width = 1), "copy" (host seconds to start a copy, tokens = width = 1).
+    executor per unit, tokens = width = 1), "copy" (host seconds to start a copy, tokens = width = 1),
+    "launch" (host seconds to launch a unit's kernels for a prompt one by one, tokens = width = 1; not on CPUs).
     """
 
     device: str

@@ -218,7 +218,7 @@ class Executor:
         tier = self._state.tier
         if (tier.tokens, has_past) not in self._programs:
             steps = emit_steps(self.spec, tier, self._shape(has_past))
-            self._programs[tier.tokens, has_past] = Program(steps.enter, group_launches(tier, steps.body))
+            self._programs[tier.tokens, has_past] = Program(steps.enter, group_launches(steps.body))
         return self._programs[tier.tokens, has_past]
 
     def _shape(self, has_past: bool) -> StepShape:

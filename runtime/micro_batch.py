@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pshard.buffers import LAUNCH_BOUND, LOGIT_ROWS, SMALL_BATCH
+from pshard.buffers import LOGIT_ROWS, SMALL_BATCH
+from pshard.launches import LAUNCH_BOUND, LONG_RUN, enters, find_runs
 from pshard.plan import TierPlan
 from pshard.row_split import acc_part
 from pshard.runtime.arena import Carved
@@ -36,8 +37,6 @@ from pshard.steps import (
 if TYPE_CHECKING:
     from pshard.runtime.executor import Executor
 
-LONG_RUN = 16  # units and sums that a prompt's graph must hold: between copies and CPU units launching is not the limit
-
 
 @dataclass(frozen=True)
 class Launch:
@@ -52,37 +51,17 @@ class Launch:
     leaves: bool = False
 
 
-def group_launches(tier: TierPlan, body: tuple[Step, ...]) -> tuple[Step | Launch, ...]:
-    """The body with its runs of accelerator units put together, and the hand-offs that begin them. A unit that waits
-    for a copy begins a new run."""
+def group_launches(body: tuple[Step, ...]) -> tuple[Step | Launch, ...]:
+    """The body with its runs of accelerator units put together, and the hand-offs that begin them."""
     program: list[Step | Launch] = []
-    held: list[Compute | AllReduce] = []
-    entered: Handoff | None = None
-
-    def flush() -> None:
-        nonlocal entered
-        if held:
-            program.append(Launch(tuple(held), enters=entered is not None))
-        elif entered is not None:
-            program.append(entered)
-        held.clear()
-        entered = None
-
-    for step in body:
-        if isinstance(step, Compute) and step.on == "acc" and step.unit != "embedding":
-            if held and (step.slot is not None or tier.placement(step.unit).kv == "host"):
-                flush()
-            held.append(step)
-        elif isinstance(step, AllReduce) and (held or entered):
-            held.append(step)
-        else:
-            flush()
-            if isinstance(step, Handoff) and step.to == "acc":
-                entered = step
-            else:
-                program.append(step)
-    flush()
-    return tuple(_mark_leaving(program))
+    at = 0
+    for begin, end in find_runs(body):
+        entered = enters(body, begin)
+        program += body[at : begin - entered]
+        steps = tuple(step for step in body[begin:end] if isinstance(step, Compute | AllReduce))
+        program.append(Launch(steps, enters=entered))
+        at = end
+    return tuple(_mark_leaving([*program, *body[at:]]))
 
 
 def _mark_leaving(program: list[Step | Launch]) -> Iterator[Step | Launch]:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from pshard.runtime.micro_batch import Launch, MicroBatch
-from pshard.steps import AllReduce, Handoff
+from pshard.runtime.micro_batch import Launch, MicroBatch, group_launches
+from pshard.steps import AllReduce, Compute, CopyIn, Free, Handoff, WriteBack
 
 
 class RecordingDevice:
@@ -79,3 +79,20 @@ def test_a_repeated_sum_takes_the_part_that_the_cpu_made_now(fused_elsewhere: bo
         batch._step(Launch((AllReduce("f", 8),), enters=True, leaves=True))
         batch._step(Handoff("cpu", 8))
         assert host.tensors["hidden"][0, 0].item() == hidden + 2 * part
+
+
+def test_runs_begin_at_units_that_wait_and_end_at_what_is_not_the_accelerators() -> None:
+    a, f, o = (Compute(name, "acc", "arena") for name in ("attention.0", "ffn.0", "output"))
+    sum_a, sum_f = AllReduce("attention.0", 8), AllReduce("ffn.0", 8)
+    slot, host = Compute("ffn.0", "acc", "slot", 0), Compute("ffn.0", "cpu", "host")
+    embedding, to_acc, to_cpu = Compute("embedding", "acc", "arena"), Handoff("acc", 8), Handoff("cpu", 8)
+    copy, free, back = CopyIn("ffn.0", 0, 8), Free(0), WriteBack("attention.0", 8)
+    entered = Launch((a, sum_a, f, sum_f, o), enters=True, leaves=False)
+    assert group_launches((embedding, to_acc, a, sum_a, f, sum_f, o, to_cpu)) == (embedding, entered, to_cpu)
+    got = group_launches((a, slot, free, copy, o))
+    assert got == (Launch((a,)), Launch((slot,)), free, copy, Launch((o,)))
+    assert group_launches((f, a, back, f)) == (Launch((f,)), Launch((a,)), back, Launch((f,)))
+    # a CPU unit's part of a sum goes to the accelerator at the beginning of a run; a hand-off alone stays one
+    got = group_launches((a, sum_a, to_cpu, host, to_acc, sum_f, o, to_acc, embedding))
+    first, second = Launch((a, sum_a), leaves=True), Launch((sum_f, o), enters=True)
+    assert got == (first, to_cpu, host, second, to_acc, embedding)

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from pshard.machine import Contention
+from pshard.launches import LAUNCH_BOUND
+from pshard.machine import Contention, ElementwiseTiming
 from pshard.planner.candidates import whole_tier
 from pshard.planner.costs import Tables, interpolate, tier_costs
 from pshard.planner.datasheet import Rates, profile_from_datasheet
@@ -72,6 +73,33 @@ def test_streaming_on_a_slow_link_takes_the_link_time():
     copies = sum(costs.units[f"ffn.{i}"].link for i in range(6))
     assert result.seconds == pytest.approx(copies, rel=1e-3)
     assert result.busy["link"] == pytest.approx(result.seconds, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sequences", "streamed", "launched"),
+    [
+        (128, 1, 0, 0),  # one graph
+        (128, 1, 1, 12),  # the streamed FFN and the 11 units before it; those after it are a graph
+        (128, 2, 0, 41),  # of two sequences nothing is captured
+        (64, 1, 1, 0),  # everything is
+        (2 * LAUNCH_BOUND, 1, 1, 0),  # nothing is, and the kernels were timed with their launches
+    ],
+)
+def test_launches_are_paid_where_no_graph_holds_them(tokens, sequences, streamed, launched):
+    spec, each = make_model(layers=20), 0.5
+    workload = Workload((8000,), context=8192, sequences=sequences, max_ubatch=tokens, prompt=tokens // sequences)
+    profile = replace(profile_from_datasheet(DESKTOP), contention=Contention())
+    seconds = []
+    for row in ((), (ElementwiseTiming("acc", "launch", 1, 1, each),)):
+        tables = Tables(replace(profile, elementwise=(*profile.elementwise, *row)))
+        room = rank_room(spec, workload, workload.vram_mib[0], tables.kind, tables.act_bytes)
+        load = TierLoad(tokens, sequences, 0, sequences, 1.0)
+        where = {u.name: "pinned" for u in spec.units} | {"embedding": "cpu"}
+        where |= {"ffn.5": "streamed"} if streamed else {}
+        kv = frozenset(u.name for u in spec.units if u.kind == "attention")
+        tier = draft_tier(room, tokens, where, kv, 1 if streamed else 0)
+        seconds.append(simulate_tier(room, tier, tier_costs(spec, tables, load, workload)).seconds)
+    assert seconds[1] - seconds[0] == pytest.approx(each * launched, abs=0.3 * each)
 
 
 def test_one_slot_cannot_overlap_copy_and_compute_of_neighbours():

@@ -27,7 +27,9 @@ from pshard.profile.measure import (
 )
 from pshard.profile.operands import OperandPool
 from pshard.profile.rank_shares import COPY_BYTES, TOKENS
+from pshard.profile.step_cost import time_launch, time_step
 from pshard.profile.timing import Pace
+from pshard.runtime.device import CpuDevice
 from pshard.runtime.kernels.plain import PlainKernels
 
 KIB = 1 << 10
@@ -215,6 +217,17 @@ def test_every_unlike_accelerator_is_measured_once(monkeypatch):
     assert profile.of_accelerator(2) == profile.of_accelerator(3) != profile
 
 
+def test_launching_a_prompts_kernels_is_timed_over_real_steps():
+    device = CpuDevice()
+    try:
+        kernels = PlainKernels(), PlainKernels()
+        launch, step = (measure("acc", device, kernels, Pace(0.01)) for measure in (time_launch, time_step))
+    finally:
+        device.close()
+    assert (launch.what, launch.device, launch.tokens, launch.width) == ("launch", "acc", 1, 1)
+    assert step.seconds < launch.seconds < 0.1
+
+
 def test_gpus_differ_by_name_capability_or_memory():
     gpu = AcceleratorInfo("cuda", 0, "G", 80 << 30, 5, 16, "1.0", "9.0")
     others = (
@@ -341,5 +354,8 @@ def test_a_gpu_has_figures_of_its_own():
     decode = next(m for m in profile.matmuls if (m.device, m.qtype, m.tokens) == ("acc", "Q4_0", 1))
     assert decode.seconds < 20e-6  # a launch takes longer: it was timed in a graph
     assert sides["acc"] and sides["acc"] != sides["host"]
+    launch, step = (next(e.seconds for e in profile.elementwise if e.what == w) for w in ("launch", "step"))
+    assert 20e-6 < launch < 2e-3  # ten launches
+    assert step < launch
     assert {c.memory for c in profile.copies} == {"pinned", "pageable"}
     assert 1e-6 < profile.handoff_seconds < 1e-2
