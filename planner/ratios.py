@@ -21,7 +21,7 @@ from pshard.planner.plan import (
     price_roughly,
     refine_ranks,
 )
-from pshard.workload import Split, Workload, format_limits
+from pshard.workload import Split, Workload
 
 MOVES = (1 / 8, 1 / 16, 1 / 32)  # how much of the model goes from one rank to another at a time
 
@@ -70,13 +70,7 @@ def plan_ratios(spec: ModelSpec, profile: MachineProfile, workload: Workload, ti
 
 def describe_way(variant: Variant) -> Considered:
     """A variant as one of those that were considered."""
-    way = f"-sm {variant.split_mode}"
-    if len(variant.ranks) == 1:
-        way += f", device {variant.device}"
-    else:
-        way += " -ts " + ",".join(f"{share:.4g}" for share in variant.tensor_split)
-    way += f" --max-tp {format_limits(variant.max_tp)}" if variant.max_tp else ""
-    return Considered(way, round_seconds(variant), first_token_seconds(variant))
+    return Considered(variant.way, round_seconds(variant), first_token_seconds(variant))
 
 
 def _starts(workload: Workload) -> Iterator[tuple[float, ...]]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pshard.buffers import SMALL_BATCH
-from pshard.workload import Limits, Split, Workload
+from pshard.workload import Limits, Split, Workload, format_limits
 
 REGISTRY_VERSION = 1
 
@@ -199,6 +199,15 @@ class Variant:
             self.generated, self.split_mode, self.tensor_split, self.max_tp, self.device,
             self.reduce_dtype,
         )  # fmt: skip
+
+    @property
+    def way(self) -> str:
+        """How the model is spread, as the flags that ask for it; of one device, which."""
+        if len(self.ranks) == 1:
+            where = f", device {self.device}"
+        else:
+            where = " -ts " + ",".join(f"{rank.share:.4g}" for rank in self.ranks)
+        return f"-sm {self.split_mode}{where}" + (f" --max-tp {format_limits(self.max_tp)}" if self.max_tp else "")
 
     @property
     def split(self) -> Split:

@@ -19,8 +19,9 @@ Column = tuple[str, Callable[[Measurement], str], bool]
 def format_measurements(measurements: Sequence[Measurement], form: str) -> str:
     """Text of the measurements, ending in a newline. `form`: "md", "batched", "csv", "json" or "jsonl".
 
-    JSON holds every field; CSV all but samples and timeline; Markdown shows KV types, ubatch, sequences and ranks
-    only where they differ between rows. Raises ValueError for another format.
+    JSON holds every field; CSV all but samples and timeline; Markdown shows KV types, ubatch, sequences, ranks and
+    split mode only where they differ between rows, and the type of sums where ranks summed. Raises ValueError for
+    another format.
     """
     if form == "md":
         return format_table(measurements)
@@ -43,19 +44,23 @@ def format_table(measurements: Sequence[Measurement]) -> str:
 
 
 def table_columns(measurements: Sequence[Measurement]) -> list[Column]:
-    """Columns of the table: the fixed ones, and those whose values differ between these measurements."""
+    """Columns of the table: the fixed ones, those whose values differ between these measurements, and what ranks'
+    parts were summed in where any were."""
     optional: list[Column] = [
         ("ranks", lambda m: str(m.ranks), True),
+        ("split", lambda m: m.split_mode or "-", False),
         ("seqs", lambda m: str(m.n_sequences), True),
         ("ubatch", lambda m: str(m.n_ubatch), True),
         ("kv", lambda m: f"{m.type_k}/{m.type_v}", False),
     ]
+    sums: list[Column] = [("sums", lambda m: m.reduce_dtype or "-", False)]
     return [
         ("model", lambda m: m.model, False),
         ("size", lambda m: format_bytes(m.model_bytes), True),
         ("plan", lambda m: m.strategy, False),
         ("budget MiB", lambda m: ",".join(map(str, m.budget_mib)), True),
         *(column for column in optional if len({column[1](m) for m in measurements}) > 1),
+        *(sums if any(m.reduce_dtype for m in measurements) else []),
         ("test", lambda m: m.test, False),
         ("t/s", lambda m: f"{m.avg_ts:.2f} ± {m.stddev_ts:.2f}", True),
         ("predicted t/s", lambda m: _or_dash(m.predicted_ts, "{:.2f}"), True),

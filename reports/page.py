@@ -7,6 +7,7 @@ from importlib.resources import files
 from string import Template
 from typing import TYPE_CHECKING
 
+from pshard.collectives import describe_sums
 from pshard.plan import Variant
 from pshard.reports.inputs import ReportInputs
 from pshard.reports.sections import Section
@@ -27,7 +28,8 @@ def build_page(inputs: ReportInputs, drawn: Sequence[tuple[Section, str]], origi
         parts += ["<h2>Measurements</h2>", _format_frame(tabulate_measurements(inputs.measurements))]
         parts += ["<h2>Where they were made</h2>", _format_frame(tabulate_environments(inputs.measurements))]
     for model, variant in inputs.plans:
-        parts += [f"<h2>{escape(_name_plan(model, variant))}</h2>", _format_frame(tabulate_plan(variant))]
+        parts += [f"<h2>{escape(_name_plan(model, variant))}</h2>", *_describe_split(variant)]
+        parts += [_format_frame(tabulate_plan(variant))]
     models = dict.fromkeys([m.model for m in inputs.measurements] + [model for model, _ in inputs.plans])
     title = "pshard report" + (f": {', '.join(models)}" if models else "")
     made_from = f"{origin} from {', '.join(inputs.sources)}"
@@ -47,6 +49,16 @@ def _format_figure(section: Section, svg: str) -> str:
 def _format_frame(frame: "DataFrame") -> str:
     table = frame.to_html(index=False, border=0, escape=True, justify="left")
     return f'<div class="scroll">{table}</div>'
+
+
+def _describe_split(variant: Variant) -> list[str]:
+    """How the model is spread over ranks, and in which type their parts are summed; nothing for one rank."""
+    if len(variant.ranks) < 2:
+        return []
+    text = variant.way
+    if variant.split_mode == "tensor":
+        text += f"; ranks' parts are summed in {describe_sums(variant.reduce_dtype)}"
+    return [f"<p>{escape(text)}.</p>"]
 
 
 def _name_plan(model: str, variant: Variant) -> str:

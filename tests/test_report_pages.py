@@ -10,6 +10,7 @@ from report_samples import (
     make_full_profile,
     make_measurement,
     make_plan_registry,
+    make_plan_variant,
     make_scaling,
     make_timeline,
 )
@@ -57,6 +58,23 @@ def test_the_page_fetches_nothing_and_holds_figures_tables_and_origin(files, tmp
     assert not re.search(r"(?:src|href)=\"(?!data:)", page) and "url(" not in page and "<script" not in page
     for held in ("Some GPU", "pshard-bench -m invented.gguf", "9832.67 ± 246.63", "<td>accelerator</td>", "bench.json"):
         assert held in page
+
+
+def test_the_page_says_how_ranks_held_the_model_and_in_which_type_they_summed(tmp_path):
+    one, layers = make_measurement(0, 8), make_measurement(0, 8, budget_mib=(1, 2), split_mode="layer")
+    tensor = make_measurement(0, 8, budget_mib=(1, 2), split_mode="tensor", reduce_dtype="f16")
+    plan = replace(make_plan_variant((6000, 3000)), reduce_dtype="bf16", max_tp=(("attention", 1),))
+    (tmp_path / "b.json").write_text(format_measurements([one, layers, tensor], "json"))
+    (tmp_path / "p.json").write_text(json.dumps(to_json(plan)))
+    run_cli(make_report, [str(tmp_path / "b.json"), str(tmp_path / "p.json"), "-o", str(tmp_path)])
+    page = (tmp_path / "report.html").read_text()
+    assert "<th>sums</th>" in page and "<td>f16</td>" in page
+    assert "<th>split</th>" in page and "<td>layer</td>" in page
+    assert "-sm tensor -ts 0.5,0.5 --max-tp attn=1; ranks&#x27; parts are summed in bf16." in page
+
+
+def test_one_device_sums_nothing_and_the_table_says_nothing_of_sums():
+    assert " sums " not in format_measurements(make_bench(), "md")
 
 
 def test_accelerators_unlike_the_first_are_drawn_apart(tmp_path):
