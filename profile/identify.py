@@ -9,6 +9,7 @@ from pathlib import Path
 from pshard.errors import UserError
 from pshard.machine import AcceleratorInfo, HostInfo
 from pshard.runtime.kernels import native
+from pshard.runtime.numa import read_nodes
 
 _SYS_CPU = Path("/sys/devices/system/cpu")
 _SIZE_SUFFIX = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -23,7 +24,7 @@ def identify_host(threads: int) -> HostInfo:
         isa=isa,
         kernels=kernels,
         cores=count_cores(),
-        numa_nodes=max(1, len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))),
+        numa_nodes=max(1, sum(1 for cpus in read_nodes().values() if set(cpus) & set(_allowed_cpus()))),
         l3_bytes=dict(caches).get("L3", 0),
         memory_bytes=usable_memory(),
         threads=threads,

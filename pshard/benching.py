@@ -78,6 +78,7 @@ def run_test(
         samples.append(time.perf_counter_ns() - start)
         progress()
     link, stolen = (engine.link_bytes - link) // repetitions, stolen_share(began, read_core_time())
+    peaks = tuple(rank.accelerator / (1 << 20) for rank in engine.memory_by_rank())
     tokens = (test.n_prompt + test.n_gen) * test.n_sequences
     step = test.n_prompt * test.n_sequences if test.n_prompt else test.n_sequences
     largest = engine.rank_plan.tiers[-1].tokens
@@ -95,7 +96,7 @@ def run_test(
         budget_mib=plan.vram_mib,
         tier=engine.rank_plan.covering(min(step, largest)).tokens,
         predicted_ts=tokens / predict_seconds(predictor, test) if predictor else None,
-        peak_vram_mib=engine.memory().accelerator / (1 << 20),
+        peak_vram_mib=peaks[0],
         link_bytes=link,
         ranks=len(plan.ranks),
         type_k=plan.type_k,
@@ -106,6 +107,7 @@ def run_test(
         command=setting.command,
         split_mode=plan.split_mode,
         reduce_dtype=plan.reduce_dtype if plan.split_mode == "tensor" else "",
+        rank_peaks_mib=peaks,
         stolen=round(stolen, 4),
     )
 

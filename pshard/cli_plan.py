@@ -19,7 +19,14 @@ from pshard.cli_support import (
 )
 from pshard.errors import UserError
 from pshard.model import KV_TYPES
-from pshard.split_flags import add_split_flags, check_split_flags, count_devices, given_ratios, wants_ratios
+from pshard.split_flags import (
+    add_split_flags,
+    check_split_flags,
+    count_devices,
+    count_nodes,
+    given_ratios,
+    wants_ratios,
+)
 from pshard.workload import MIB, Workload, binding_limits
 
 
@@ -256,7 +263,9 @@ def _workloads(args: argparse.Namespace, spec: Any, profile: Any) -> list[Worklo
     )
     if first.sequences > first.max_ubatch:
         raise UserError(f"-ub {first.max_ubatch} is less than one token for each of -np {first.sequences} sequences")
-    if len(first.vram_mib) == 1:
+    if args.numa:
+        first = replace(first, vram_mib=first.vram_mib * (count_nodes(args, profile) // len(first.vram_mib)))
+    elif len(first.vram_mib) == 1:
         flag = "-sm" if args.split_mode == "auto" else "-ts"
         devices = count_devices(first.tensor_split, wants_ratios(args), profile, flag)
         first = replace(first, vram_mib=first.vram_mib * devices)

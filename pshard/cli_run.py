@@ -10,7 +10,9 @@ from pshard.errors import UserError
 from pshard.run_flags import add_plan_flags, make_request, planned_flags
 
 if TYPE_CHECKING:
-    from pshard.runtime.engine import Engine
+    from collections.abc import Sequence
+
+    from pshard.runtime.engine import Engine, MemoryReport
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -141,6 +143,7 @@ def _generate(engine: "Engine", prompt: Any, args: Any, sampling: Any, loud: boo
     end = time.perf_counter()
     if saving and (args.prompt_cache_all or n == 0):
         engine.save(args.prompt_cache)
+    ranks = engine.memory_by_rank()
     if not loud:
         return
     print()
@@ -152,6 +155,21 @@ def _generate(engine: "Engine", prompt: Any, args: Any, sampling: Any, loud: boo
         f"{engine.switches} plan switches",
         file=sys.stderr,
     )
+    if len(ranks) > 1:
+        print(_tabulate_ranks(ranks), end="", file=sys.stderr)
+
+
+def _tabulate_ranks(ranks: "Sequence[MemoryReport]") -> str:
+    """What every rank holds, and the processors that it keeps to."""
+    from pshard.reports.markdown_table import draw_table
+    from pshard.runtime.numa import format_list
+
+    headings = ("", "budget MiB", "accelerator MiB", "host weights MiB", "page-locked", "cores")
+    rows = []
+    for number, rank in enumerate(ranks):
+        sizes = [f"{n / (1 << 20):.0f}" for n in (rank.budget, rank.accelerator, rank.host_weights)]
+        rows.append([f"rank {number}", *sizes, "yes" if rank.page_locked else "no", format_list(rank.cores)])
+    return draw_table(headings, rows, [False, True, True, True, False, False])
 
 
 if __name__ == "__main__":

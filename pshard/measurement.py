@@ -33,7 +33,8 @@ class Measurement:
     n_prompt tokens are prefilled, or n_gen decoded, per sequence, after n_depth cached ones; both set: end to end.
     strategy: "ilp" for the planner's own plan, else the baseline's name ("fit", "accelerate", ...).
     tier: tokens of the tier that most micro-batches ran under; 0 for a baseline without tiers.
-    link_bytes: bytes moved host to device in one repetition; None when nothing counted them.
+    peak_vram_mib, link_bytes: of rank 0; rank_peaks_mib has the peak of every rank. link_bytes: bytes moved host to
+        device in one repetition; None when nothing counted them.
     environment: pairs such as ("cpu", ...), ("accelerator", ...), ("torch", ...), ("threads", "8").
     """
 
@@ -67,6 +68,7 @@ class Measurement:
     timeline: tuple[TimelineEvent, ...] = ()
     split_mode: str = ""  # how the model was spread over the ranks; "" in files older than the field
     reduce_dtype: str = ""  # in which type ranks' parts were summed, see pshard.collectives; "" where nothing was
+    rank_peaks_mib: tuple[float, ...] = ()
     stolen: float = 0.0  # share of the host's core time that went to other machines meanwhile, where that is counted
 
 

@@ -47,6 +47,7 @@ class Request:
     needed: int = 1
     max_tp: Limits = ()
     reduce_dtype: str | None = None
+    devices: int | None = None  # how many, where neither budgets nor ratios say it
     auto_ratios: bool = False  # any ratios will do, and a plan that is made anew has those predicted to be the fastest
 
 
@@ -111,14 +112,16 @@ def settle_plan(request: Request) -> tuple[Request, int]:
 
 
 def _count_given(request: Request) -> int:
-    """How many ranks the request names, by budgets or ratios."""
-    return max(1, len(request.tensor_split), len(request.vram_mib or ())) if request.split_mode != "none" else 1
+    """How many ranks the request names, by their number, budgets or ratios."""
+    if request.split_mode == "none":
+        return 1
+    return max(request.devices or 1, len(request.tensor_split), len(request.vram_mib or ()))
 
 
 def _workload(request: Request, profile: MachineProfile) -> Workload:
     """The request as what a variant must at least offer."""
     devices = _count_given(request)
-    if devices == 1 and request.auto_ratios:
+    if devices == 1 and request.auto_ratios and request.devices is None:
         devices = len(profile.accelerators)
         if request.replan:
             devices = count_devices((), True, profile, "-sm" if request.split_mode == "auto" else "-ts")

@@ -4,9 +4,10 @@ import argparse
 from pathlib import Path
 
 from pshard.cli_support import env_default, find_model, parse_count, parse_mib_list
+from pshard.machine_store import load_profile
 from pshard.model import KV_TYPES
 from pshard.opening import Request
-from pshard.split_flags import add_split_flags, check_split_flags, given_ratios, wants_ratios
+from pshard.split_flags import add_split_flags, check_split_flags, count_nodes, given_ratios, wants_ratios
 
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +57,7 @@ def make_request(args: argparse.Namespace, sequences: int | None = None) -> Requ
         max_tp=args.max_tp,
         auto_ratios=wants_ratios(args),
         reduce_dtype=args.reduce_dtype,
+        devices=count_nodes(args, load_profile(args.profile)) if args.numa else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""-sm, -ts and --max-tp: how a model is spread over devices, said the same way to every command."""
+"""-sm, -ts, --max-tp and --numa: how a model is spread over devices, said the same way to every command."""
 
 import argparse
 from typing import Any
@@ -27,6 +27,10 @@ def add_split_flags(parser: Any, otherwise: str, reduce_dtype: str | None = None
         "--max-tp", type=parse_max_tp, default=(), metavar="UNIT=K[,UNIT=K]",
         help="cut a kind of unit (attn, ffn, head) over K ranks at most (default: all; -ts auto also chooses these)",
     )  # fmt: skip
+    parser.add_argument(
+        "--numa", action="store_true",
+        help="a CPU rank for each NUMA node, on its cores and memory; one --vram is for each (implies -sm tensor)",
+    )  # fmt: skip
     default = reduce_dtype or "that of the plan"
     parser.add_argument(
         "--reduce-dtype", choices=REDUCE_DTYPES, default=reduce_dtype,
@@ -35,7 +39,9 @@ def add_split_flags(parser: Any, otherwise: str, reduce_dtype: str | None = None
 
 
 def check_split_flags(args: argparse.Namespace) -> None:
-    """Raise UserError for those flags, or a --vram, that do not go together."""
+    """Give --numa its split mode; raise UserError for those flags, or a --vram, that do not go together."""
+    if args.numa and args.split_mode == "none":
+        args.split_mode = "tensor"
     budgets, ratios = len(args.vram or ()), given_ratios(args)
     if args.tensor_split and args.split_mode == "none":
         raise UserError("-ts needs -sm tensor or layer")
@@ -55,6 +61,18 @@ def given_ratios(args: argparse.Namespace) -> tuple[float, ...]:
 def wants_ratios(args: argparse.Namespace) -> bool:
     """Whether the planner is to choose ratios: it was asked to, or it chooses the mode and none are given."""
     return args.tensor_split == "auto" or (args.split_mode == "auto" and not args.tensor_split)
+
+
+def count_nodes(args: argparse.Namespace, profile: MachineProfile) -> int:
+    """NUMA nodes of the profiled host, each of which gets a rank with --numa. Raises UserError when ranks are GPUs, or
+    --vram or -ts are for another number of ranks."""
+    if profile.accelerators[0].kind != "cpu":
+        raise UserError("--numa is for ranks on CPUs; ranks on GPUs take the cores and memory of their nodes anyway")
+    nodes = profile.host.numa_nodes
+    for flag, given in (("--vram", len(args.vram or ())), ("-ts", len(given_ratios(args)))):
+        if given > 1 and given != nodes:
+            raise UserError(f"--numa: {flag} is for {given} ranks, the host has {nodes} NUMA node{'s' * (nodes > 1)}")
+    return nodes
 
 
 def count_devices(ratios: tuple[float, ...], auto_ratios: bool, profile: MachineProfile, flag: str) -> int:

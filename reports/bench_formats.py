@@ -64,7 +64,7 @@ def table_columns(measurements: Sequence[Measurement]) -> list[Column]:
         ("test", lambda m: m.test, False),
         ("t/s", lambda m: f"{m.avg_ts:.2f} ± {m.stddev_ts:.2f}", True),
         ("predicted t/s", lambda m: _or_dash(m.predicted_ts, "{:.2f}"), True),
-        ("peak VRAM MiB", lambda m: _or_dash(m.peak_vram_mib, "{:.0f}"), True),
+        ("peak VRAM MiB", _peaks, True),
         ("link GB", lambda m: _or_dash(None if m.link_bytes is None else m.link_bytes / 1e9, "{:.3f}"), True),
     ]
 
@@ -72,6 +72,11 @@ def table_columns(measurements: Sequence[Measurement]) -> list[Column]:
 def format_bytes(nbytes: float) -> str:
     """Bytes in GiB, or in MiB below one GiB."""
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:.2f} MiB"
+
+
+def _peaks(m: Measurement) -> str:
+    """Of every rank, as budgets are."""
+    return ",".join(f"{mib:.0f}" for mib in m.rank_peaks_mib) or _or_dash(m.peak_vram_mib, "{:.0f}")
 
 
 def _or_dash(value: float | None, form: str) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from pshard.buffers import KV_BLOCK, kv_blocks, longest_sequence
 from pshard.errors import StepFailed, UserError
+from pshard.jsonio import from_json, to_json
 from pshard.plan import RankPlan, Variant
 from pshard.runtime.device import Device
 from pshard.runtime.executor import Executor
@@ -20,13 +21,15 @@ from pshard.runtime.sampling import Sampler, Sampling
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes held by an engine: `accelerator` is all it took on the device (the driver's figure less the context)."""
+    """Bytes held by an engine, or by one rank of it: `accelerator` is all it took on the device (the driver's figure
+    less the context). `cores`: those that a rank of several keeps to; its memory is from their NUMA nodes."""
 
     budget: int
     arena: int
     accelerator: int
     host_weights: int
     page_locked: bool
+    cores: tuple[int, ...] = ()
 
 
 class Engine:
@@ -94,7 +97,13 @@ class Engine:
         """What the engine holds, in bytes."""
         e = self._executor
         budget = self.rank_plan.budget_mib << 20
-        return MemoryReport(budget, e.arena_nbytes, self.device.process_bytes(), e.host_nbytes, e.page_locked)
+        taken = self.device.process_bytes()
+        return MemoryReport(budget, e.arena_nbytes, taken, e.host_nbytes, e.page_locked, e.group.cores)
+
+    def memory_by_rank(self) -> tuple[MemoryReport, ...]:
+        """What every rank holds, in order. All ranks call it."""
+        group, own = self._executor.group, to_json(self.memory())
+        return tuple(from_json(MemoryReport, group.broadcast(own, rank)) for rank in range(group.size))
 
     def reset(self, sequence: int | None = None, length: int = 0) -> None:
         """Forget the cells after `length` of one sequence, or of all."""

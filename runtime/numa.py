@@ -36,6 +36,17 @@ def _parse_list(text: str) -> tuple[int, ...]:
     return tuple(n for span in spans for n in range(int(span[0]), int(span[-1]) + 1))
 
 
+def format_list(numbers: Sequence[int]) -> str:
+    """As the kernel writes it: 0-3,8."""
+    words, rest = [], sorted(numbers)
+    while rest:
+        first = last = rest.pop(0)
+        while rest and rest[0] == last + 1:
+            last = rest.pop(0)
+        words.append(f"{first}-{last}" if last > first else str(first))
+    return ",".join(words)
+
+
 def read_siblings(folder: Path = PROCESSORS) -> dict[int, int]:
     """Processor -> the first processor of its physical core; empty where the system does not tell."""
     lists = {int(p.parents[1].name[3:]): p.read_text() for p in folder.glob("cpu[0-9]*/topology/thread_siblings_list")}

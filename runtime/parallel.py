@@ -51,7 +51,7 @@ class Group:
         local_rank: number of this process on its host, which is also that of its GPU.
         backend: what sums: "none" (one rank), "shm" (shared memory), "gloo", "nccl" or "peers" (GPUs that write into
             each other's memory; NCCL where that was measured to be faster).
-        threads: CPU threads that this rank should use.
+        threads: CPU threads that this rank should use; cores: processors that it keeps to, its memory near them.
         reduce_dtype: what parts are rounded to before they are summed: one of pshard.collectives.REDUCE_DTYPES.
     """
 
@@ -60,6 +60,7 @@ class Group:
     local_rank = 0
     backend = "none"
     threads = 0
+    cores: tuple[int, ...] = ()
     reduce_dtype = "auto"
 
     def wire(self, part: torch.Tensor) -> str:
@@ -392,7 +393,7 @@ def init_group(
     group = TorchGroup(
         rank, ranks, device, dist.PrefixStore("pshard", store), watch, shared_memory, peer_memory, timings
     )
-    group.local_rank, group.threads, group.reduce_dtype = local, threads, reduce_dtype
+    group.local_rank, group.threads, group.cores, group.reduce_dtype = local, threads, cores, reduce_dtype
     return group
 
 

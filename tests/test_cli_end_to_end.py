@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_world import World, make_world
+from cli_world import World, edit_json, make_world
 
 import pshard
 from pshard import cli_bench, cli_plan, cli_report, cli_run
@@ -316,6 +316,49 @@ def test_ranks_give_the_tokens_of_one(
         texts.append(said.out)
         assert said.err.count("(from PSHARD_MODEL)") == 1
     assert len(texts[0].split()) == 6 and texts[0] == texts[1]
+
+
+def test_numa_starts_a_rank_for_each_node_of_the_host(world: World, capfd: pytest.CaptureFixture) -> None:
+    edit_json(world.profile, "host", "numa_nodes", value=2)  # on a machine of one node the two share its cores
+    run = ["-m", str(world.model), "-p", "1,2,3", "--tokens", "-n", "6", "--temp", "0"]
+    plan(world, "--vram", 64)
+    plan(world, "--vram", 6, "--numa")
+    two = load_registry(world.registry).variants[-1]
+    assert (two.vram_mib, two.split_mode, len(two.ranks)) == ((6, 6), "tensor", 2)
+    texts = []
+    for flags in (["--vram", "64"], ["--vram", "6", "--numa"], ["--numa"], ["--vram", "6,6", "--numa"]):
+        capfd.readouterr()
+        assert cli_run.main([*run, *flags]) == 0
+        texts.append(capfd.readouterr())
+        assert ("rank 1" in texts[-1].err) is ("--numa" in flags)
+    assert len(texts[0].out.split()) == 6 and len({said.out for said in texts}) == 1
+    assert cli_bench.main(["-m", str(world.model), "--numa", "-p", "0", "-n", "4", "-r", "1", "-o", "json"]) == 0
+    (row,) = json.loads(capfd.readouterr().out)
+    assert row["ranks"] == 2 and len(row["rank_peaks_mib"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--vram", "6,6,6"], "--numa: --vram is for 3 ranks, the host has 2 NUMA nodes"),
+        (["--vram", "6", "-ts", "1,1,1"], "--numa: -ts is for 3 ranks, the host has 2 NUMA nodes"),
+    ],
+)
+def test_numa_and_another_number_of_ranks_exclude_each_other(
+    world: World, capsys: pytest.CaptureFixture, flags: list[str], message: str
+) -> None:
+    edit_json(world.profile, "host", "numa_nodes", value=2)
+    for main in (cli_plan.main, cli_run.main):
+        more = ["-p", "a"] if main is cli_run.main else []
+        assert main(["-m", str(world.model), "--numa", *flags, *more]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_numa_is_for_ranks_on_cpus(world: World, capsys: pytest.CaptureFixture) -> None:
+    edit_json(world.profile, "accelerators", 0, "kind", value="cuda")
+    call = ["-m", str(world.model), "--numa", "--vram", "600", "--profile", str(world.profile), "--no-validate"]
+    assert cli_plan.main(call) == 2
+    assert "--numa is for ranks on CPUs" in capsys.readouterr().err
 
 
 def test_a_run_takes_the_split_that_was_chosen(

@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from pshard.runtime.numa import NODES, Place, place_rank, read_nodes, read_siblings, spread_over_cores
+from pshard.runtime.numa import (
+    NODES,
+    Place,
+    _parse_list,
+    format_list,
+    place_rank,
+    read_nodes,
+    read_siblings,
+    spread_over_cores,
+)
 
 TWO = {0: (0, 1, 2, 3), 1: (4, 5, 6, 7)}
 
@@ -59,6 +68,12 @@ def test_siblings_are_read_as_the_system_lists_them(tmp_path: Path) -> None:
         (tmp_path / f"cpu{cpu}" / "topology" / "thread_siblings_list").write_text(text)
     assert read_siblings(tmp_path) == {0: 0, 1: 1, 2: 0, 3: 1}
     assert read_siblings(tmp_path / "none") == {}
+
+
+@pytest.mark.parametrize("numbers", [(), (3,), (0, 1), (8, 0, 1, 2), (1, 3, 4, 9)])
+def test_a_list_is_written_as_it_is_read(numbers: tuple[int, ...]) -> None:
+    assert _parse_list(format_list(numbers)) == tuple(sorted(numbers))
+    assert format_list((8, 0, 1, 2)) == "0-2,8"
 
 
 @pytest.mark.parametrize("siblings", [FAR, NEAR])
