@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from pshard.model import ModelConfig
-from pshard.runtime.kernels.api import Kernels, LayerKV, RopeTable, RowIndex, SumKernels
+from pshard.runtime.kernels.api import Kernels, LayerKV, Packed, RopeTable, RowIndex, SumKernels
 from pshard.runtime.weights import UnitWeights
 from pshard.runtime.workspace import Workspace
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PendingSum:
-    """Ranks' parts, float32 [M, D], whose sum the next unit adds to `hidden` as it normalises it."""
+    """Ranks' parts, float32 [M, D], whose sum the unit that follows adds to `hidden` as it normalises it."""
 
     exchange: "PeerExchange"
     part: torch.Tensor
@@ -40,14 +40,16 @@ def run_attention(
     kv: LayerKV,
     target: torch.Tensor | None,
     pending: PendingSum | None = None,
+    leaving: PendingSum | None = None,
 ) -> None:
     """Attention block on the side's `hidden`. The result is added to hidden, or written to `target` (a rank's part).
 
-    target: float32 [M, D] or None. pending: what is to be added to hidden first.
+    target: float32 [M, D] or None. pending: what is to be added to hidden first; leaving: the sum of which `target` is
+    a part, where the unit that follows makes it.
     """
     k, space, config, m = side.kernels, side.space, side.config, weights.matrices
     n = rows.tokens
-    hidden, normed = space.rows("hidden", n), _normalise(side, weights.vectors["attn_norm.weight"], n, pending)
+    normed = _normalise(side, weights.vectors["attn_norm.weight"], n, pending)
     # a rank's slice may hold fewer heads in this layer than in its widest one
     q_width, kv_width = m["attn_q.weight"].rows, m["attn_k.weight"].rows
     heads = (q_width // config.head_dim, kv_width // config.head_dim, config.head_dim)
@@ -59,17 +61,20 @@ def run_attention(
     k.rope_store(qkv, heads, *norms, config.norm_eps, side.rope, rows, kv)
     partial = space.tensors["partial"]
     k.attention(qkv, heads, kv, rows, config.head_dim**-0.5, mixed, partial)
-    out, accumulate = (hidden, True) if target is None else (target, False)
-    bias = weights.vectors.get("attn_output.bias")
-    k.linear(mixed, m["attn_output.weight"], out, space.tile, bias, accumulate)
+    _leave(side, mixed, m["attn_output.weight"], weights.vectors.get("attn_output.bias"), target, leaving)
 
 
 def run_ffn(
-    side: Side, weights: UnitWeights, tokens: int, target: torch.Tensor | None, pending: PendingSum | None = None
+    side: Side,
+    weights: UnitWeights,
+    tokens: int,
+    target: torch.Tensor | None,
+    pending: PendingSum | None = None,
+    leaving: PendingSum | None = None,
 ) -> None:
     """SwiGLU block (arXiv 2002.05202) on the side's `hidden`; result as in `run_attention`."""
     gate_rows(side, weights, tokens, pending=pending)
-    project_down(side, weights, tokens, target)
+    project_down(side, weights, tokens, target, leaving=leaving)
 
 
 def gate_rows(
@@ -103,6 +108,7 @@ def project_down(
     tokens: int,
     target: torch.Tensor | None,
     last_rows: torch.Tensor | None = None,
+    leaving: PendingSum | None = None,
 ) -> None:
     """`down` of the gated product in `gate_up`; result as in `run_attention`.
 
@@ -112,8 +118,25 @@ def project_down(
     gated = space.rows("gate_up", tokens)[:, : down.cols]
     if last_rows is not None:
         k.place(last_rows, gated[:, down.cols - last_rows.shape[1] :])
-    out, accumulate = (space.rows("hidden", tokens), True) if target is None else (target, False)
-    k.linear(gated, down, out, space.tile, None, accumulate)
+    _leave(side, gated, down, None, target, leaving)
+
+
+def _leave(
+    side: Side,
+    x: torch.Tensor,
+    weight: Packed,
+    bias: torch.Tensor | None,
+    target: torch.Tensor | None,
+    leaving: PendingSum | None,
+) -> None:
+    """A unit's last product, added to `hidden` or written to `target`."""
+    if target is None:
+        side.kernels.linear(x, weight, side.space.rows("hidden", x.shape[0]), side.space.tile, bias, True)
+    elif leaving is None:
+        side.kernels.linear(x, weight, target, side.space.tile, bias)
+    else:
+        kernels = cast(SumKernels, side.kernels)
+        kernels.linear_part(leaving.exchange, leaving.wire, x, weight, target, side.space.tile, bias)
 
 
 def _normalise(side: Side, weight: torch.Tensor, n: int, pending: PendingSum | None) -> torch.Tensor:

@@ -124,6 +124,7 @@ class MicroBatch:
     freed: Any = None
     pending: torch.Tensor | None = None  # logits that are still on the device
     summed: PendingSum | None = None  # what the next unit adds to `hidden`
+    leaving: PendingSum | None = None  # that of which the unit makes a part
     left: Any = None  # event after which the host has what the last graph brought: hidden states or logits
 
     def walk(self, program: tuple[Any, ...]) -> list[torch.Tensor]:
@@ -236,8 +237,9 @@ class MicroBatch:
 
     def _kernels(self, steps: tuple[Compute | AllReduce, ...]) -> None:
         """The steps' kernels; a sum goes with the norm of the unit that follows it where there is a kernel for both."""
-        for step, following in zip_longest(steps, steps[1:]):
+        for step, following, second in zip_longest(steps, steps[1:], steps[2:]):
             if isinstance(step, Compute):
+                self.leaving = self._sum_for(second) if isinstance(following, AllReduce) else None
                 self._execute(step)
             else:
                 self.summed = self._sum_for(following)
@@ -257,18 +259,18 @@ class MicroBatch:
     def _execute(self, step: Compute) -> None:
         """The unit's kernels, nothing else: what a graph may hold."""
         unit, weights = self.executor.spec.unit(step.unit), self._weights_of(step)
-        summed, self.summed = self.summed, None
+        (summed, self.summed), (leaving, self.leaving) = (self.summed, None), (self.leaving, None)
         target = self._side().space.rows("branch", self.tokens) if self._is_partial(step) else None
         if not unit.tensors:
             self._contribute_nothing(unit.kind, target)
         elif unit.kind == "embedding":
             self._embed(weights, step.on)
         elif unit.kind == "attention":
-            self._attend(step, weights, target, summed)
+            self._attend(step, weights, target, summed, leaving)
         elif step.cpu_rows:
-            self._compute_part(step, weights, target, summed)
+            self._compute_part(step, weights, target, summed, leaving)
         elif unit.kind == "ffn":
-            run_ffn(self._side(), weights, self.tokens, target, summed)
+            run_ffn(self._side(), weights, self.tokens, target, summed, leaving)
         else:
             self._output(weights, step.on)
 
@@ -278,12 +280,18 @@ class MicroBatch:
         return e.group.size > 1 and e.spec.stage is None and e.spec.unit(step.unit).kind in ("attention", "ffn")
 
     def _compute_part(
-        self, step: Compute, weights: UnitWeights, target: torch.Tensor | None, summed: PendingSum | None
+        self,
+        step: Compute,
+        weights: UnitWeights,
+        target: torch.Tensor | None,
+        summed: PendingSum | None,
+        leaving: PendingSum | None,
     ) -> None:
         """One side's rows of a split FFN, or all of its `down` once the CPU's rows have come."""
         side = self._side()
         if step.part == "down":
-            project_down(side, weights, self.tokens, target, self._rows_of(self.state.carved.row_stage, step.cpu_rows))
+            here = self._rows_of(self.state.carved.row_stage, step.cpu_rows)
+            project_down(side, weights, self.tokens, target, here, leaving)
         elif step.on == "cpu":
             here = self._rows_of(self.executor.host_rows, step.cpu_rows)
             gate_rows(side, weights, self.tokens, here)
@@ -351,10 +359,15 @@ class MicroBatch:
         return bool(self.executor.logit_widths) and 0 < len(self.logit_rows) <= LOGIT_ROWS
 
     def _attend(
-        self, step: Compute, weights: UnitWeights, target: torch.Tensor | None, summed: PendingSum | None
+        self,
+        step: Compute,
+        weights: UnitWeights,
+        target: torch.Tensor | None,
+        summed: PendingSum | None,
+        leaving: PendingSum | None,
     ) -> None:
-        kv = self._cache(step.unit)
-        run_attention(self._side(), weights, self.host_rows if step.on == "cpu" else self.acc_rows, kv, target, summed)
+        kv, rows = self._cache(step.unit), self.host_rows if step.on == "cpu" else self.acc_rows
+        run_attention(self._side(), weights, rows, kv, target, summed, leaving)
 
     def _cache(self, unit: str) -> LayerKV:
         """The cells of the unit's layer on the side that attends: of one with KV on the host, the stage."""

@@ -42,6 +42,7 @@ class PeerExchange:
         self._epochs = torch.zeros(slices, dtype=torch.int32, device=memory.device)
         self._squares = torch.zeros(slices, dtype=torch.int64, device=memory.device)
         self._bounds: dict[tuple[int, ...], torch.Tensor] = {}
+        self._pushed: torch.Tensor | None = None  # the part that `push` was last asked for
 
     def algorithms(self, rows: int, cols: int) -> tuple[str, ...]:
         """Which can sum [rows, cols], the likely fastest first."""
@@ -51,6 +52,15 @@ class PeerExchange:
     def takes_rows(self, rows: int, cols: int) -> bool:
         """Whether `sum_rows` can sum [rows, cols]."""
         return rows <= row_sum.ROWS and cols <= row_sum.MAX_COLS
+
+    def push(self, part: torch.Tensor, wire: str) -> dict[str, Any]:
+        """Arguments of a kernel that writes `part` and pushes it on the way (`push_part`). It is the next that the
+        stream runs before the part's sum by rows."""
+        self._pushed = part
+        return {
+            "peers": self._addresses, "epochs": self._epochs, "SLICES": self._epochs.shape[1], "WIRE": WIRES[wire],
+            **self._places(),
+        }  # fmt: skip
 
     def sum_rows(
         self,
@@ -70,12 +80,12 @@ class PeerExchange:
         """
         rows, cols = part.shape
         weight, eps, out = norm or (None, 0.0, None)
+        pushed, self._pushed = self._pushed is not None and self._pushed.data_ptr() == part.data_ptr(), None
         row_sum.sum_rows_kernel[(rows, row_sum.MAX_COLS // row_sum.SLICE)](
             part, target, weight, out, out.stride(0) if out is not None else 0, cols, eps, *quantised,
             self._addresses, self._epochs, self._squares, self._state[kernels.FAILED :], self._late,
-            3 * PATIENCE, WORDS=kernels.words_at(self.size), RANKS=self.size, RANK=self.rank, WIRE=WIRES[wire],
-            SLICE=row_sum.SLICE, ACCUMULATE=accumulate, NORM=norm is not None, QUANTISE=quantised[0] is not None,
-            num_warps=row_sum.WARPS,
+            3 * PATIENCE, **self._places(), WIRE=WIRES[wire], SLICE=row_sum.SLICE, PUSHED=pushed,
+            ACCUMULATE=accumulate, NORM=norm is not None, QUANTISE=quantised[0] is not None, num_warps=row_sum.WARPS,
         )  # fmt: skip
 
     def sum(self, part: torch.Tensor, target: torch.Tensor, algorithm: str, wire: str, accumulate: bool) -> None:
@@ -108,6 +118,9 @@ class PeerExchange:
         """The rank that some call gave up waiting for, as far as the device has come; results are wrong since."""
         found = int(self._late_here[0])
         return found - 1 if found else None
+
+    def _places(self) -> dict[str, int]:
+        return {"WORDS": kernels.words_at(self.size), "RANKS": self.size, "RANK": self.rank}
 
     def _common(self) -> tuple[Any, ...]:
         return self._peers, self._state, self._late, PATIENCE

@@ -165,6 +165,20 @@ class Kernels(Protocol):
 class SumKernels(Kernels, Protocol):
     """Kernels that sum over ranks too."""
 
+    def linear_part(
+        self,
+        exchange: "PeerExchange",
+        wire: str,
+        x: torch.Tensor,
+        weight: Packed,
+        part: torch.Tensor,
+        tile: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> None:
+        """part[M, rows] = x . weight + bias as in `linear`, for the `sum_rms_norm` that comes next: where it can, the
+        kernel brings its results to the peers as they are made. wire: as in that sum."""
+        ...
+
     def sum_rms_norm(
         self,
         exchange: "PeerExchange",

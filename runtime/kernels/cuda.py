@@ -6,7 +6,7 @@ launch size depends on device data, so runs repeat bit for bit and can be captur
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -33,6 +33,10 @@ MAX_COLS = 65536  # widest input of a matrix for up to SMALL_BATCH rows: sizes t
 PARTIAL_FLOATS = 4 << 20  # partial sums of matrices whose columns are cut into pieces
 COUNTERS = 1 << 16  # one for each program of a piece, where the columns of a matrix are cut into pieces
 QUANTISED_CHUNK = 32 + 4 + 8  # bytes of 32 activations: codes, scale, two sums
+# of `matvec_kernel`, where the result is no part of a sum over ranks
+NO_PUSH: dict[str, Any] = {
+    "peers": None, "epochs": None, "WORDS": 0, "RANKS": 0, "RANK": 0, "WIRE": None, "SLICES": 0,
+}  # fmt: skip
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -168,6 +172,22 @@ class CudaKernels:
         """See `SumKernels.sum_rms_norm`."""
         ready = self._hand_over(out)
         exchange.sum_rows(part, hidden, wire, True, (weight, eps, out), _tensors(ready))
+
+    def linear_part(
+        self,
+        exchange: "PeerExchange",
+        wire: str,
+        x: torch.Tensor,
+        weight: Packed,
+        part: torch.Tensor,
+        tile: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> None:
+        """See `SumKernels.linear_part`."""
+        if weight.qtype in PLAIN:
+            self._rows(x, weight, part, bias, False)
+        else:
+            self._matvec(self._quantised(x), (weight,), part, (bias,), False, exchange.push(part, wire))
 
     def linear(
         self,
@@ -335,11 +355,12 @@ class CudaKernels:
         out: torch.Tensor,
         biases: tuple[torch.Tensor | None, ...],
         accumulate: bool,
+        push: dict[str, Any] = NO_PUSH,
     ) -> None:
         tokens, rows = out.shape
         tile = _tile_of("matvec", weights[0].qtype, _bucket(tokens), rows, weights[0].cols)
         pieces, each = _pieces(tile, rows, weights[0].cols // 32, tokens)
-        self._launch_matvec(x, weights, out, biases, tile, pieces, each, accumulate=accumulate)
+        self._launch_matvec(x, weights, out, biases, tile, pieces, each, accumulate=accumulate, push=push)
 
     def _launch_matvec(
         self,
@@ -353,6 +374,7 @@ class CudaKernels:
         gated: bool = False,
         accumulate: bool = False,
         ready: Quantised | None = None,
+        push: dict[str, Any] = NO_PUSH,
     ) -> None:
         first, tokens, encoding = weights[0], out.shape[0], ENCODINGS[weights[0].qtype]
         second, third = (weights + weights[-1:] * 2)[1:3]
@@ -367,7 +389,7 @@ class CudaKernels:
             HIGH=encoding.high, FACTOR=FACTORS.get(first.qtype, 1),
             MASKED=chunks % tile.depth != 0 or out.shape[1] % tile.rows != 0, PARTS=1 if gated else len(weights),
             GATED=gated, BIAS=bias is not None, ACCUMULATE=accumulate, PIECES=triton.next_power_of_2(pieces),
-            QUANTISE=ready is not None, num_warps=tile.warps, maxnreg=tile.registers,
+            QUANTISE=ready is not None, num_warps=tile.warps, maxnreg=tile.registers, **push,
         )  # fmt: skip
 
     def _rows(

@@ -10,6 +10,7 @@ import triton.language as tl
 from pshard.runtime.kernels.triton_dp4a import dot_record
 from pshard.runtime.kernels.triton_quantise import padded, store_quantised
 from pshard.runtime.kernels.triton_records import dot_records
+from pshard.runtime.kernels.triton_row_sum import push_part
 
 
 @triton.jit
@@ -53,10 +54,11 @@ def _multiply(
 def matvec_kernel(
     weight, second, third, end, next_end, words, scale, sums, out, bias, second_bias, third_bias, partial, counters,
     new_words, new_scale, new_sums, tokens, rows, chunks, out_stride, pieces, per_piece,
-    record, high, scales, mins, d, dmin,
+    record, high, scales, mins, d, dmin, peers, epochs,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, WARPS: tl.constexpr, QTYPE: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, FACTOR: tl.constexpr, MASKED: tl.constexpr, PARTS: tl.constexpr,
     GATED: tl.constexpr, BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, PIECES: tl.constexpr, QUANTISE: tl.constexpr,
+    WORDS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, WIRE: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
     """Program (TOKENS tokens, ROWS rows, piece of the columns) -> out[m, ROWS rows] (+)= weight . x + bias.
 
@@ -66,7 +68,8 @@ def matvec_kernel(
     power of two >= pieces): each piece leaves its sums in partial[pieces, tokens, rows], and the last to arrive adds
     them up, in an order of its own that no timing changes. Counters return to zero.
     MASKED: where a piece is not whole steps of DEPTH chunks, or the rows are not whole tiles.
-    Neighbouring programs share their weights.
+    RANKS > 0: the results, a part of a sum over ranks, are also brought to the `peers` (`push_part`); epochs int32
+    [tokens, SLICES]. Neighbouring programs share their weights.
     """
     first_token = tl.program_id(0) * TOKENS
     tile = tl.program_id(1)
@@ -83,13 +86,17 @@ def matvec_kernel(
     source = _part(weight, second, third, group, end, next_end, PARTS)
     local = group - _part(0, end, next_end, group, end, next_end, PARTS)
     exists = group * 16 < rows
+    BLOCKS: tl.constexpr = TOKENS if ROWS == 16 else (TOKENS + 7) // 8
+    epoch: tl.tuple = ()
+    if RANKS > 0:
+        for block in tl.static_range(BLOCKS):  # here, as at the end it would be waited for
+            epoch += (tl.load(epochs + (first_token + _tokens_of(block, TOKENS, ROWS)) * SLICES),)
     results = _multiply(source, local, exists, thread, words, scale, sums, width, first, last, record, high, scales,
                         mins, d, dmin, TOKENS, ROWS, DEPTH, WARPS, QTYPE, LOW, HIGH, FACTOR, MASKED)  # fmt: skip
     if GATED:
         others = _multiply(second, local, exists, thread, words, scale, sums, width, first, last, record, high, scales,
                            mins, d, dmin, TOKENS, ROWS, DEPTH, WARPS, QTYPE, LOW, HIGH, FACTOR, MASKED)  # fmt: skip
     row = tile * ROWS + tl.arange(0, ROWS)
-    BLOCKS: tl.constexpr = TOKENS if ROWS == 16 else (TOKENS + 7) // 8
     if PIECES > 1:
         for block in tl.static_range(BLOCKS):
             m = first_token + _tokens_of(block, TOKENS, ROWS)
@@ -114,6 +121,8 @@ def matvec_kernel(
                 value = value / (1.0 + tl.exp(-value)) * others[block]
             value = _finish(value, m, row, mask, out, out_stride, bias, second_bias, third_bias, end, next_end, PARTS,
                             BIAS, ACCUMULATE)  # fmt: skip
+            if RANKS > 0:
+                push_part(value.to(tl.float32), m, row, mask, epoch[block], peers, WORDS, RANKS, RANK, WIRE)
             if QUANTISE and ROWS == 32:
                 chunk = tile + tl.zeros_like(m)
                 there = (m < tokens) & (tile < rows // 32)

@@ -9,6 +9,9 @@ has this rank's part of e + 1, which leaves after exchange e has ended. So no se
 
 A row is cut into slices, one program each, as what one SM can send over NVLink is the bound (about 20 GB/s). Programs
 of a row tell each other their sums of squares in `squares`, int64 [ROWS, slices]: epoch << 32 | bits of a float32.
+
+A matrix whose product is a part may push it as its programs end (`push_part`): what is left to wait for when the sum's
+launch begins is then on its way already.
 """
 
 import triton
@@ -38,6 +41,30 @@ def words_of(address, source, third, row, WORDS: tl.constexpr, RANKS: tl.constex
 
 
 @triton.jit
+def as_words(value, WIRE: tl.constexpr):
+    """Numbers float32 as they travel."""
+    word = ~value.to(WIRE).to(tl.float32).to(tl.int32, bitcast=True)
+    return tl.where(word == 0, -2147483648, word)
+
+
+@triton.jit
+def push_part(
+    value, m, column, mask, epoch, peers, WORDS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
+    WIRE: tl.constexpr,
+):  # fmt: skip
+    """Bring value float32 [M, N], rows m and columns `column` of this rank's part, to the peers for these rows' sum.
+
+    epoch int32 [M]: the rows' first counters, see `sum_rows_kernel`.
+    """
+    word = as_words(value, WIRE)
+    third = (epoch + 1) % _EPOCHS % 3
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:
+            there = words_of(peers[peer], RANK, third, m, WORDS, RANKS)
+            tl.store(there[:, None] + column[None, :], word, mask=mask)
+
+
+@triton.jit
 def read_parts(here, column, mask, own, RANKS: tl.constexpr, RANK: tl.constexpr):
     """(own and the other ranks' parts, added in rank order; 0 when all of them were there). here: of rank 0."""
     words: tl.tuple = ()
@@ -59,9 +86,11 @@ def read_parts(here, column, mask, own, RANKS: tl.constexpr, RANK: tl.constexpr)
 def sum_rows_kernel(
     part, hidden, weight, out, out_stride, cols, eps, words, scale, sums, peers, epochs, squares, failed, late,
     patience, WORDS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, WIRE: tl.constexpr, SLICE: tl.constexpr,
-    ACCUMULATE: tl.constexpr, NORM: tl.constexpr, QUANTISE: tl.constexpr,
+    PUSHED: tl.constexpr, ACCUMULATE: tl.constexpr, NORM: tl.constexpr, QUANTISE: tl.constexpr,
 ):  # fmt: skip
     """Program (m, slice of MAX_COLS): hidden[m] (+)= sum of the ranks' part[m]. Programs beyond `cols` count along.
+
+    PUSHED: the peers have this rank's part already, see `push_part`.
 
     part, hidden float32, contiguous. NORM: then out[m] = RMS norm of hidden[m] times weight; QUANTISE: quantised too
     (both as in `rms_norm_kernel`). peers: a tuple of the memories' addresses.
@@ -75,18 +104,18 @@ def sum_rows_kernel(
     epoch = (tl.load(counter) + 1) % _EPOCHS
     hopeless = tl.load(failed) > 0
     own = tl.load(part + at, mask=mask, other=0.0).to(WIRE).to(tl.float32)
-    word = ~own.to(tl.int32, bitcast=True)
-    word = tl.where(word == 0, -2147483648, word)
-    for peer in tl.static_range(RANKS):
-        if peer != RANK:
-            tl.store(words_of(peers[peer], RANK, epoch % 3, m, WORDS, RANKS) + column, word, mask=mask)
+    if not PUSHED:
+        word = as_words(own, WIRE)
+        for peer in tl.static_range(RANKS):
+            if peer != RANK:
+                tl.store(words_of(peers[peer], RANK, epoch % 3, m, WORDS, RANKS) + column, word, mask=mask)
     if ACCUMULATE:
         before = tl.load(hidden + at, mask=mask, other=0.0)
     if NORM:
         factor = tl.load(weight + column, mask=mask, other=0.0)
     for source in tl.static_range(RANKS):
         if source != RANK:
-            tl.store(words_of(peers[RANK], source, (epoch + 2) % 3, m, WORDS, RANKS) + column, tl.zeros_like(word))
+            tl.store(words_of(peers[RANK], source, (epoch + 2) % 3, m, WORDS, RANKS) + column, tl.zeros_like(column))
     tl.debug_barrier()  # all threads have read the counter
     tl.store(counter, epoch)
     if piece * SLICE < cols:
