@@ -19,10 +19,11 @@ import triton.language as tl
 
 from pshard.runtime.kernels.triton_row_sum import words_nbytes
 
-BLOCK = 4096  # elements that a program exchanges at once
-PROGRAMS = 256
+BLOCK = 2048  # elements that a program exchanges at once
+PROGRAMS = 512
 FAILED = PROGRAMS  # place in `state`
 _BLOCK, _PROGRAMS, _FAILED = tl.constexpr(BLOCK), tl.constexpr(PROGRAMS), tl.constexpr(FAILED)
+_WARP = tl.constexpr(32)  # threads, and most ranks
 
 
 def words_at(ranks: int) -> int:
@@ -51,11 +52,11 @@ def place_of(peers, owner, source, epoch, program, PARTS: tl.constexpr, RANKS: t
 @triton.jit
 def meet(peers, state, late, epoch, program, patience, RANKS: tl.constexpr, RANK: tl.constexpr):
     """Tell all ranks that this one's part of `epoch` is there, and wait for theirs."""
-    tl.debug_barrier()  # the release below is one thread's: the others' stores come before it
-    for peer in tl.static_range(RANKS):
-        if peer != RANK:
-            flag = tl.load(peers + peer).to(tl.pointer_type(tl.int32)) + RANK * _PROGRAMS + program
-            tl.atomic_xchg(flag, epoch, sem="release", scope="sys")
+    tl.debug_barrier()  # the releases below are a few threads': the others' stores come before them
+    rank = tl.arange(0, _WARP)  # a thread for each, as every release waits for the stores before it
+    others = (rank < RANKS) & (rank != RANK)
+    flags = tl.load(peers + rank, mask=others, other=0).to(tl.pointer_type(tl.int32)) + RANK * _PROGRAMS + program
+    tl.atomic_xchg(flags, epoch + tl.zeros_like(rank), mask=others, sem="release", scope="sys")
     for peer in tl.static_range(RANKS):
         if peer != RANK:
             flag = tl.load(peers + RANK).to(tl.pointer_type(tl.int32)) + peer * _PROGRAMS + program
