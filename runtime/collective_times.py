@@ -26,6 +26,7 @@ SECONDS_PER_SIZE = 0.2
 SECONDS_PER_GPU_ROW = 0.03
 BURST = 16  # sums per timing, back to back, as the layers of a decode step make them
 LEAST_SECONDS = 5e-7  # of a sum: differences of two times may be smaller
+MADE_FROM = 512  # columns of the matrix whose products are a part
 COPY_BYTES = 32 << 20  # of each of the copies that run beside the sums
 
 
@@ -115,20 +116,39 @@ def _time_on_gpu(group: "Group", sizes: Sequence[int]) -> Iterator[CollectiveTim
 
 
 def _sum_with_norm(group: "Group", part: "torch.Tensor") -> tuple[Callable[[], None], Callable[[], None]]:
-    """The kernel that sums parts by rows and norms the sum, and the norm alone: other sums need it after them."""
+    """A product, the sum of its parts by rows and the norm of the sum, and without the sum: others need the norm too.
+
+    A step's parts leave for the peers from the product that makes them. Only one row's do here, in float32, as in
+    decoding: each batch and type would be one more kernel to compile.
+    """
     import torch
 
+    from pshard.quant import packed_nbytes
+    from pshard.runtime.kernels.api import Packed
     from pshard.runtime.kernels.cuda import CudaKernels
 
     exchange = group.row_exchange(*part.shape)
     assert exchange is not None  # without timings it is the first choice
-    kernels, hidden = CudaKernels(part.device, part.shape[0]), torch.zeros_like(part)
+    kernels, hidden, wire = CudaKernels(part.device, part.shape[0]), torch.zeros_like(part), group.reduce_dtype
     weight, out = torch.ones(part.shape[1], device=part.device), torch.empty_like(part, dtype=CudaKernels.act_dtype)
-    wire = group.reduce_dtype
-    return (
-        lambda: kernels.sum_rms_norm(exchange, part, wire, hidden, weight, 1e-6, out),
-        lambda: kernels.rms_norm(hidden, weight, 1e-6, out),
-    )
+    data = torch.zeros(packed_nbytes("Q4_0", part.shape[1], MADE_FROM), dtype=torch.uint8, device=part.device)
+    matrix, x = Packed(data, "Q4_0", part.shape[1], MADE_FROM), out.new_zeros(part.shape[0], MADE_FROM)
+
+    def make_part(leaves: bool) -> None:
+        if leaves and wire == "f32" and part.shape[0] == 1:
+            kernels.linear_part(exchange, wire, x, matrix, part, data)
+        else:
+            kernels.linear(x, matrix, part, data)
+
+    def with_sum() -> None:
+        make_part(leaves=True)
+        kernels.sum_rms_norm(exchange, part, wire, hidden, weight, 1e-6, out)
+
+    def without() -> None:
+        make_part(leaves=False)
+        kernels.rms_norm(hidden, weight, 1e-6, out)
+
+    return with_sum, without
 
 
 class _GpuTimer:

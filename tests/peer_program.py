@@ -70,6 +70,30 @@ def norms(exchange: Any, out: Path) -> None:
     torch.save([hidden, normed], out / f"norms-{exchange.rank}.pt")
 
 
+def pushes(exchange: Any, out: Path) -> None:
+    """Sums of parts that leave from a product, in turn with sums of parts that do not, as rows of one and of three."""
+    from test_triton_kernels import random_weight
+
+    from pshard.runtime.kernels.cuda import CudaKernels
+
+    kernels, results = CudaKernels("cpu", 4), []
+    matrix, _ = random_weight("Q4_0", 64, 512, exchange.rank)
+    for seed, tokens in enumerate((1, 3, 1, 1)):
+        x = summand(exchange.rank, (tokens, 512), seed).to(torch.bfloat16)
+        found = []
+        for leaves in (True, False, True):
+            part, hidden = torch.zeros(tokens, 64), summand(9, (tokens, 64), seed)
+            normed = torch.zeros(tokens, 64, dtype=torch.bfloat16)
+            if leaves:
+                kernels.linear_part(exchange, "f32", x, matrix, part, torch.empty(0))
+            else:
+                kernels.linear(x, matrix, part, torch.empty(0))
+            kernels.sum_rms_norm(exchange, part, "f32", hidden, torch.ones(64), 1e-5, normed)
+            found.append((part, hidden, normed))
+        results.append(found)
+    torch.save(results, out / f"pushes-{exchange.rank}.pt")
+
+
 def slices(exchange: Any, out: Path) -> None:
     """Norms of rows of three slices, whose programs meet: a process for each, as the interpreter has one at a time."""
     from triton.runtime.interpreter import TensorHandle, interpreter_builder

@@ -156,6 +156,32 @@ def gpu_norms(group: Group, out: Path) -> None:
     torch.save(found, out / f"gpu_norms-{group.rank}.pt")
 
 
+def gpu_pushes(group: Group, out: Path) -> None:
+    """Parts that leave for the peers from the product that makes them, and ones that do not: [(part, hidden)]."""
+    from test_triton_kernels import random_weight
+
+    from pshard.runtime.kernels.cuda import CudaKernels
+
+    kernels, found = CudaKernels("cuda", 64), []
+    for qtype, tokens in (("Q4_0", 1), ("Q6_K", 1), ("Q4_0", 8), ("Q8_0", 32)):
+        matrix, _ = random_weight(qtype, 5120, 2560, group.rank)
+        exchange, weight = group.row_exchange(tokens, 5120), torch.ones(5120, device="cuda")
+        assert exchange is not None
+        x = partial(group.rank, (tokens, 2560)).to("cuda", torch.bfloat16)
+        for leaves in (False, True, True, False):
+            part, hidden = torch.zeros(tokens, 5120, device="cuda"), torch.zeros(tokens, 5120, device="cuda")
+            if leaves:
+                kernels.linear_part(exchange, "f32", x, matrix, part, matrix.data)
+            else:
+                kernels.linear(x, matrix, part, matrix.data)
+            kernels.sum_rms_norm(
+                exchange, part, "f32", hidden, weight, 1e-5, torch.empty_like(x.new_zeros(hidden.shape))
+            )
+            found.append((part.cpu(), hidden.cpu()))
+    group.check()
+    torch.save(found, out / f"gpu_pushes-{group.rank}.pt")
+
+
 def gpu_crash(group: Group, out: Path) -> None:
     tensor = torch.ones(1, 4096, device="cuda")
     group.all_reduce(tensor)

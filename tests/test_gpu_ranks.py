@@ -47,6 +47,15 @@ def test_programs_of_a_row_share_its_norm(tmp_path: Path) -> None:
         assert float(((normed.double() - wanted) ** 2).sum() / (wanted**2).sum()) < 1e-5  # bfloat16
 
 
+def test_a_part_that_leaves_from_its_product_gives_the_same_sum(tmp_path: Path) -> None:
+    done = run_ranks("gpu_pushes@peers", 2, tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, other = (torch.load(tmp_path / f"gpu_pushes-{r}.pt") for r in range(2))
+    for i, ((part, hidden), (their_part, their_hidden)) in enumerate(zip(first, other, strict=True)):
+        assert torch.equal(hidden, part + their_part) and torch.equal(hidden, their_hidden) and hidden.any()
+        assert torch.equal(hidden, first[i // 4 * 4][1])
+
+
 def test_a_rank_that_dies_ends_the_one_that_waits_on_its_gpu(tmp_path: Path) -> None:
     start = time.monotonic()
     done = run_ranks("gpu_crash@peers", 2, tmp_path)

@@ -71,6 +71,15 @@ def test_programs_of_a_row_share_its_norm(tmp_path: Path) -> None:
     assert all(torch.equal(one, other) for one, other in zip(first, second))
 
 
+def test_a_part_that_leaves_from_its_product_gives_the_same_sum(tmp_path: Path) -> None:
+    run_ranks("pushes", 2, tmp_path)
+    first, second = (torch.load(tmp_path / f"pushes-{rank}.pt") for rank in range(2))
+    for seed, (ours, theirs) in enumerate(zip(first, second)):
+        for (part, hidden, normed), (their_part, *rest) in zip(ours, theirs):
+            assert torch.equal(hidden, summand(9, hidden.shape, seed) + (part + their_part)) and hidden.any()
+            assert torch.equal(hidden, rest[0]) and torch.equal(normed, rest[1]) and torch.equal(normed, ours[0][2])
+
+
 def test_columns_of_unequal_ranks_are_gathered(tmp_path: Path) -> None:
     run_ranks("gathers", 3, tmp_path)
     wanted = torch.cat([torch.full((1, w), float(r)) for r, w in enumerate((4100, 0, 37))], dim=1)
