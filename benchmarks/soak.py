@@ -2,18 +2,26 @@
 
     python benchmarks/soak.py -m MODEL --vram 12000 --seconds 120 -o soak.json
 
-At random moments a sequence's logits are compared with the reference: plain float32 kernels on the CPU for models up
-to 1 GiB, else the same tokens once more from an empty cache as one prompt. Device memory (the driver's figure less
+At random moments a sequence's logits are compared with the reference, which is on the CPU for models up to 1 GiB: plain
+float32 kernels up to 32 MiB (they take seconds for a prompt of larger ones), the C++ kernels above. For models above
+1 GiB it is the same tokens once more from an empty cache as one prompt. Device memory (the driver's figure less
 the context) is noted after loading, warm-up, the longest prompt, and at its highest, and must stay within the budget.
 An interrupt is a signal at a random moment of a step; an engine that refuses work after it is loaded again.
+
+`--seconds` begin when the model is loaded: warm-up, the longest prompt and checks are in them, and what would take
+longer than is left is not begun. What goes on is told on stderr, and the result says what the seconds went to.
 """
 
 import argparse
 import json
 import random
 import signal
+import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -34,6 +42,9 @@ from pshard.validating import SMALL_MODEL
 from pshard.workload import Workload
 
 MOST_ERROR = 1e-2  # normalised mean square: int8 and bfloat16 activations stay below, a wrong cell is near 1
+PLAIN_MODEL = 32 << 20  # bytes up to which plain kernels are the reference
+SHORT = 64  # tokens at most of a step that is interrupted
+TELL = 5.0  # seconds from one line about what was done to the next
 
 
 class Soak:
@@ -41,6 +52,11 @@ class Soak:
 
     def __init__(self, args: Any) -> None:
         self.args, self.rng = args, random.Random(args.seed)
+        self.began = self.told = time.monotonic()
+        self.seconds: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
+        self.peaks_mib: dict[str, float] = {}
+        self.errors: list[float] = []
         self.file, self.profile = open_model(args.model), load_profile(args.profile)
         check_machine(self.profile)
         use_threads(self.profile.host.threads)
@@ -48,23 +64,44 @@ class Soak:
         workload = Workload(
             (args.vram,), args.context * args.sequences, args.sequences, prompt=args.context // 2, generated=64
         )
-        self.variant = plan_variant(self.file.spec, self.profile, workload)
-        self.weights = HostWeights(self.file.spec.units, open_device(self.kind))
-        self.weights.load(self.file, None, lambda _: None)
-        small = self.file.spec.packed_nbytes <= SMALL_MODEL
-        roomy = Workload((1 << 20,), args.context)
-        self.reference = (
-            self._open(plan_variant(self.file.spec, self.profile, roomy), "plain", "cpu") if small else None
-        )
+        with self.timed("planning"):
+            self.variant = plan_variant(self.file.spec, self.profile, workload)
+        self.tell("planned")
+        with self.timed("packing weights"):
+            self.weights = HostWeights(self.file.spec.units, open_device(self.kind))
+            self.weights.load(self.file, None, lambda _: None)
+        self.tell(f"{self.weights.nbytes >> 20} MiB of weights are packed")
+        nbytes = self.file.spec.packed_nbytes
+        self.reference_kernels = "plain" if nbytes <= PLAIN_MODEL else "fast"
+        self.reference = self._open_reference() if nbytes <= SMALL_MODEL else None
         self.engine = self._open(self.variant, "fast", self.kind)
         self.history: list[list[int]] = [[] for _ in range(args.sequences)]
-        self.counts: Counter[str] = Counter()
-        self.peaks_mib: dict[str, float] = {}
-        self.errors: list[float] = []
+        self.checked_rate = 0.0  # seconds per token of the slowest check yet
+        self.short_step = 0.0  # seconds of a step of SHORT tokens a sequence
         self.note_memory("load")
+        self.end = time.monotonic() + args.seconds
+        self.tell("loaded")
 
     def _open(self, variant: Any, kernels: str, kind: str) -> Engine:
-        return build_engine(self.file, variant, open_device(kind), kernels=kernels, lender=self.weights)
+        with self.timed("loading"):
+            return build_engine(self.file, variant, open_device(kind), kernels=kernels, lender=self.weights)
+
+    def _open_reference(self) -> Engine:
+        roomy = Workload((1 << 20,), self.args.context)
+        on_cpu = replace(self.profile, accelerators=(replace(self.profile.accelerators[0], kind="cpu"),))
+        return self._open(plan_variant(self.file.spec, on_cpu, roomy), self.reference_kernels, "cpu")
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Add the seconds of a block to what was spent on `what`."""
+        start = time.monotonic()
+        yield
+        self.seconds[what] += time.monotonic() - start
+
+    def tell(self, what: str) -> None:
+        """A line on stderr, with the seconds since the start."""
+        self.told = time.monotonic()
+        print(f"{self.told - self.began:7.1f} s  {what}", file=sys.stderr, flush=True)
 
     def note_memory(self, when: str) -> None:
         """Keep the most that was ever held at such a moment."""
@@ -102,17 +139,24 @@ class Soak:
             self.check(logits, self.rng.choice([i for i, ids in enumerate(new) if ids]))
 
     def check(self, logits: list[torch.Tensor], sequence: int) -> None:
-        """Compare one sequence's logits with the reference."""
+        """Compare one sequence's logits with the reference, where the time that is left allows it."""
+        tokens = len(self.history[sequence])
+        if self.checked_rate * tokens > self.end - time.monotonic():
+            self.counts["checks left out"] += 1
+            return
         engine = self.reference or self.engine
-        engine.reset()
-        if self.reference is None:
-            alone: list[list[int]] = [[] for _ in self.history]
-            alone[sequence] = self.history[sequence]
-            expected = engine.forward(alone)[sequence]
-            self.history = alone
-        else:
-            expected = engine.forward(self.history[sequence])
+        start = time.monotonic()
+        with self.timed("checks"):
+            engine.reset()
+            if self.reference is None:
+                alone: list[list[int]] = [[] for _ in self.history]
+                alone[sequence] = self.history[sequence]
+                expected = engine.forward(alone)[sequence]
+                self.history = alone
+            else:
+                expected = engine.forward(self.history[sequence])
         assert isinstance(expected, torch.Tensor)
+        self.checked_rate = max(self.checked_rate, (time.monotonic() - start) / max(tokens, SHORT))
         centred = expected - expected.mean()
         self.errors.append(float((logits[sequence] - expected).pow(2).sum() / centred.pow(2).sum()))
         self.counts["checks"] += 1
@@ -135,40 +179,61 @@ class Soak:
 
     def interrupt(self) -> None:
         """Ctrl-C somewhere in a step: it goes on, or refuses and is loaded again."""
-        new = [self.ids(min(self.args.context - len(h), 1 + self.rng.randrange(64))) for h in self.history]
+        new = [self.ids(min(self.args.context - len(h), 1 + self.rng.randrange(SHORT))) for h in self.history]
         if not any(new):
             return
-        signal.setitimer(signal.ITIMER_REAL, self.rng.uniform(1e-4, self.args.longest_step))
         try:
+            signal.setitimer(signal.ITIMER_REAL, self.rng.uniform(0.01, 1.2) * self.short_step)
             self.engine.forward(new)
+            signal.setitimer(signal.ITIMER_REAL, 0)
         except KeyboardInterrupt:
             self.counts["interrupts"] += 1
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
         whole = [h + ids for h, ids in zip(self.history, new)]
         self.history = [h[:n] for h, n in zip(whole, self.engine.lengths)]
+        if all(len(h) == self.args.context for h in self.history):
+            self.forget()
         try:
-            if any(0 < len(h) < self.args.context for h in self.history):
-                self.step([self.ids(1) if 0 < len(h) < self.args.context else [] for h in self.history])
+            self.step([self.ids(int(len(h) < self.args.context)) for h in self.history])
         except StepFailed:
             self.counts["loaded again"] += 1
             self.counts["switches"] += self.engine.switches
             self.engine.close()
             self.engine = self._open(self.variant, "fast", self.kind)
-            self.history = [[] for _ in self.history]
+            self.forget()
+
+    def forget(self) -> None:
+        """Empty all sequences."""
+        self.engine.reset()
+        self.history = [[] for _ in self.history]
+
+    def warm_up(self) -> None:
+        """The first steps compile kernels; a short one is timed, and its logits are checked."""
+        with self.timed("warm-up"):
+            self.step([self.ids(1) for _ in self.history])
+            for _ in range(2):
+                self.forget()
+                start = time.monotonic()
+                logits = self.step([self.ids(SHORT) for _ in self.history])
+                self.short_step = time.monotonic() - start
+        self.note_memory("warm-up")
+        self.tell(f"warm; a step of {SHORT} tokens a sequence takes {1e3 * self.short_step:.0f} ms")
+        self.check(logits, 0)
+        self.forget()
+        with self.timed("longest prompt"):
+            self.step([self.ids(self.args.context) for _ in self.history])
+        self.note_memory("longest prompt")
+        self.tell("the longest prompt is done")
 
     def run(self) -> None:
         """Warm up, take the longest prompt, then anything until the time is over."""
-        self.step([self.ids(1) for _ in self.history])
-        self.note_memory("warm-up")
-        self.engine.reset()
-        self.history = [[] for _ in self.history]
-        self.step([self.ids(self.args.context) for _ in self.history])
-        self.note_memory("longest prompt")
-        end = time.monotonic() + self.args.seconds
-        while time.monotonic() < end:
+        self.warm_up()
+        while time.monotonic() < self.end:
             actions = [self.talk] * 5 + [self.cut] * 4 + [self.refuse] + [self.interrupt] * self.args.interrupts
-            self.rng.choice(actions)()
+            action = self.rng.choice(actions)
+            with self.timed(action.__name__):
+                action()
+            if time.monotonic() > self.told + TELL:
+                self.tell(", ".join(f"{n} {what}" for what, n in self.counts.items()))
         self.counts["switches"] += self.engine.switches
 
     def close(self) -> None:
@@ -186,8 +251,9 @@ class Soak:
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": f"soak.py -m {self.args.model.name} --vram {self.args.vram} --seconds {self.args.seconds:g}",
             "environment": dict(environment_of(self.profile)),
-            "reference": "plain kernels" if self.reference else "one prompt from an empty cache",
+            "reference": f"{self.reference_kernels} kernels" if self.reference else "one prompt from an empty cache",
             "counts": dict(self.counts),
+            "seconds": {what: round(s, 2) for what, s in self.seconds.items()},
             "peaks_mib": self.peaks_mib,
             "budget_mib": self.args.vram,
             "worst_error": worst,
@@ -202,10 +268,9 @@ def main() -> int:
     parser.add_argument("--vram", type=int, required=True, help="MiB")
     parser.add_argument("-c", "--context", type=int, default=2048)
     parser.add_argument("-np", "--sequences", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seconds", type=float, default=60.0, help="from when the model is loaded (60)")
     parser.add_argument("--check", type=float, default=0.25, help="share of the conversations whose end is checked")
     parser.add_argument("--interrupts", type=int, default=1, help="interrupts, in 10 other actions")
-    parser.add_argument("--longest-step", type=float, default=0.3, help="seconds within which an interrupt comes")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--profile", type=Path)
     parser.add_argument("-o", "--output", type=Path)

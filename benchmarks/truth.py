@@ -3,16 +3,18 @@
     pshard-plan -m qwen3-32b-q4_0.gguf --vram 12000 -c 4352 --prompt 4096    (likewise for the other budgets)
     python benchmarks/truth.py -m qwen3-32b-q4_0.gguf --vram 6000,12000,16000 -o truth.json
 
-The weights are packed once and shared by all engines, so that a plan is loaded in a second and plans can take turns:
-those near the fastest are measured in two rounds, and a row's figure is the median of both. Tests that are predicted to
-take longer than --longest seconds, or to reach less than HOPELESS of what the plan was measured at, are not run: their
-rows hold the prediction alone, and need no measurement to lose.
+A budget without a plan is planned first, which a line says: such a plan is predicted only, where pshard-plan runs the
+best few and keeps the fastest. The weights are packed once and shared by all engines, so that a plan is loaded in a
+second and plans can take turns: those near the fastest are measured in two rounds, and a row's figure is the median of
+both. Tests that are predicted to take longer than --longest seconds, or to reach less than HOPELESS of what the plan
+was measured at, are not run: their rows hold the prediction alone, and need no measurement to lose.
 """
 
 import argparse
 import gc
 import json
 from collections import defaultdict
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -49,9 +51,19 @@ def main() -> int:
         "command": f"truth.py -m {args.model.name} --vram {args.vram}",
         "rows": [],
     }
+    try:
+        measure_budgets(args, record)
+    except UserError as error:
+        print(f"error: {error}")
+        return 2
+    return 0
+
+
+def measure_budgets(args: Any, record: dict[str, Any]) -> None:
+    """Fill the record, budget by budget, and write it after each."""
     shared: HostWeights | None = None
     for vram in (int(v) for v in args.vram.split(",")):
-        opened = open_plan(Request(args.model, (vram,), CONTEXT))
+        opened = open_or_plan(Request(args.model, (vram,), CONTEXT))
         if shared is None:
             record["environment"] = dict(environment_of(opened.profile))
             use_threads(opened.profile.host.threads)
@@ -61,7 +73,16 @@ def main() -> int:
         record["rows"] += rows
         print_rows(rows)
         args.output.write_text(json.dumps(record, indent=1) + "\n")
-    return 0
+
+
+def open_or_plan(request: Request) -> Opened:
+    """The plan for a request; one is made, and said so, when there is none that serves."""
+    try:
+        return open_plan(request)
+    except UserError as error:
+        opened = open_plan(replace(request, replan=True))
+        print(f"{request.vram_mib}: planned now, as {error}", flush=True)
+        return opened
 
 
 def compare(opened: Opened, vram: int, shared: HostWeights, longest: float) -> list[dict[str, Any]]:
