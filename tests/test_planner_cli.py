@@ -96,8 +96,9 @@ def test_llama_cpp_arguments_name_what_is_not_pinned(plan):
     _, out, _, registry = plan("--vram", MIB, "--emit", "llama.cpp")
     tier = load_registry(registry).variants[0].ranks[0].covering(1)
     outside = [p.unit for p in tier.placements if p.sort != "pinned" and "ffn" in p.unit]
-    assert out.startswith("-ngl ") and out.count("\n") == 1
+    assert out.startswith("-ngl 999 ") and out.count("\n") == 1
     assert ("ffn_.*=CPU" in out) == bool(outside)
+    assert ("'^(output|token_embd)\\.weight=CPU'" in out) == (tier.placement("output").sort != "pinned")
 
 
 def test_llama_cpp_arguments_and_the_plan_are_one_json_document(plan):
