@@ -4,9 +4,13 @@ import argparse
 import math
 import os
 import re
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from pshard.errors import StepFailed, UserError
 from pshard.workload import Limits, parse_limits
@@ -18,20 +22,43 @@ _SUFFIX = {"": 1, "m": 1, "mib": 1, "g": 1024, "gib": 1024, "k": 1 / 1024, "kib"
 def run_cli(main: Callable[[list[str]], int], argv: list[str] | None = None) -> int:
     """Run a command's main. UserError becomes one line on stderr and exit code 2, StepFailed 1, Ctrl-C 130."""
     calm_openmp()
+    with noted_interrupts() as interrupts:
+        try:
+            return main(sys.argv[1:] if argv is None else argv)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        except (KeyboardInterrupt, Exception) as error:
+            if interrupts or isinstance(error, KeyboardInterrupt):
+                print("interrupted", file=sys.stderr)
+                return 130
+            if not isinstance(error, UserError | StepFailed):
+                raise
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+            return 2 if isinstance(error, UserError) else 1
+
+
+@contextmanager
+def noted_interrupts() -> Iterator[list[int]]:
+    """A list that holds the signal's number once Ctrl-C was pressed.
+
+    Libraries that are being imported swallow the KeyboardInterrupt, and fail later with whatever they then lack.
+    """
+    noted: list[int] = []
+
+    def note(number: int, _: Any) -> None:
+        noted.append(number)
+        raise KeyboardInterrupt
+
+    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # neither ignored nor someone else's
+    if not ours or threading.current_thread() is not threading.main_thread():
+        yield noted
+        return
+    signal.signal(signal.SIGINT, note)
     try:
-        return main(sys.argv[1:] if argv is None else argv)
-    except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except StepFailed as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def calm_openmp() -> None:

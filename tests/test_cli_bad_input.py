@@ -1,5 +1,6 @@
 """Bad input, tried through the commands: exit code 2, one line with cause and cure, nothing half written."""
 
+import contextlib
 import errno
 import json
 import os
@@ -396,6 +397,17 @@ def test_interrupted_run_and_bench_end_quietly(
     for call in commands_of(planned)[1:]:
         assert COMMANDS[str(call[0])]([str(word) for word in call[1:]]) == 130
         assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
+
+
+def test_an_interrupt_that_an_import_swallows_is_told_and_not_what_came_of_it(capsys: pytest.CaptureFixture) -> None:
+    def import_half(_: list[str]) -> int:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        raise AttributeError("module 'numpy' has no attribute 'multiply'")
+
+    before = signal.getsignal(signal.SIGINT)
+    assert run_cli(import_half, []) == 130
+    assert capsys.readouterr().err == "interrupted\n" and signal.getsignal(signal.SIGINT) is before
 
 
 def test_interrupted_profile_leaves_no_file(tmp_path: Path) -> None:
