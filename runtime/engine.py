@@ -143,17 +143,19 @@ class Engine:
         return tokens
 
     def forward(
-        self, tokens: Sequence[int] | Sequence[Sequence[int]], all_logits: bool = False
+        self, tokens: Sequence[int] | Sequence[Sequence[int]], all_logits: bool = False, best_only: bool = False
     ) -> torch.Tensor | list[torch.Tensor]:
         """Append tokens to the sequences and compute.
 
         Args:
             tokens: ids for sequence 0, or one list per sequence (empty lists are skipped); lengths may differ.
             all_logits: logits of every new token instead of each sequence's last.
+            best_only: instead of logits the largest one and its id, which is all that ranks then exchange of them.
 
         Returns:
             float32 on the host: for one flat list [vocabulary] (or [n, vocabulary] with all_logits); for a list per
-            sequence a list of those, with an empty tensor for a skipped sequence.
+            sequence a list of those, with an empty tensor for a skipped sequence. With best_only 2 stands for
+            vocabulary.
 
         Raises:
             UserError: an id is not in the vocabulary, the context is full, or there are too many sequences.
@@ -168,7 +170,7 @@ class Engine:
         try:
             for ids, segments, wanted in self._micro_batches(lists, all_logits):
                 rows = [row for row, _ in wanted]
-                logits = self._executor.run(torch.tensor(ids, dtype=torch.int64), segments, rows, self._used)
+                logits = self._executor.run(torch.tensor(ids, dtype=torch.int64), segments, rows, self._used, best_only)
                 for i, (_, sequence) in enumerate(wanted):
                     parts[sequence].append(logits[i])
                 for s in segments:
@@ -181,7 +183,7 @@ class Engine:
                 raise StepFailed(f"a step failed ({cause}); load the model again") from error
             raise
         if all_logits:
-            empty = torch.empty(0, self.vocab)
+            empty = torch.empty(0, 2 if best_only else self.vocab)
             results = [torch.stack(p) if p else empty for p in parts]
         else:
             results = [p[-1] if p else torch.empty(0) for p in parts]
@@ -272,16 +274,20 @@ class Engine:
         stops = self.tokenizer.eos_ids if self.tokenizer else frozenset()
         sampler = Sampler(sampling or Sampling())
         decoder = self.tokenizer.stream() if text and self.tokenizer else None
-        logits = self.forward(ids)
+        token = self._draw(ids, sampler)
         for made in range(max_tokens):
-            assert isinstance(logits, torch.Tensor)
-            token = sampler.choose(logits)
             if token in stops:
                 break
             yield decoder.push(token) if decoder else token
             if made + 1 == max_tokens or self._is_full(0):
                 break
-            logits = self.forward([token])
+            token = self._draw([token], sampler)
+
+    def _draw(self, tokens: Sequence[int], sampler: Sampler) -> int:
+        """Append tokens to sequence 0; the next one."""
+        found = self.forward(tokens, best_only=sampler.greedy)
+        assert isinstance(found, torch.Tensor)
+        return sampler.take_best(*found.tolist()) if sampler.greedy else sampler.choose(found)
 
     def close(self) -> None:
         """Release device and host memory. May be called twice."""

@@ -12,6 +12,7 @@ from pshard.model import ModelSpec, kv_token_bytes
 from pshard.plan import RankPlan, TierPlan
 from pshard.row_split import row_stage_bytes, split_rows
 from pshard.runtime.arena import Arena
+from pshard.runtime.best_logits import choose_best
 from pshard.runtime.blocks import Side
 from pshard.runtime.device import Device
 from pshard.runtime.host_memory import map_memory
@@ -232,6 +233,7 @@ class Executor:
         segments: tuple[Segment, ...],
         logit_rows: list[int],
         used: Callable[[], list[tuple[int, int]]],
+        best_only: bool = False,
     ) -> torch.Tensor:
         """Compute one micro-batch under the smallest tier that covers it.
 
@@ -240,9 +242,11 @@ class Executor:
             segments: which rows belong to which sequence, in row order.
             logit_rows: rows whose logits are wanted.
             used: tells the ranges of cells that are in use before this micro-batch, by any sequence.
+            best_only: the largest logit of each row will do.
 
         Returns:
-            float32 [len(logit_rows), vocabulary] on the host, a fresh tensor.
+            float32 on the host, a fresh tensor: [len(logit_rows), vocabulary]; with `best_only` [len(logit_rows), 2],
+            logit and id.
         """
         tokens = ids.numel()
         self.enter(self.plan.covering(tokens), used)
@@ -259,7 +263,7 @@ class Executor:
         bound = min(max(LEAST_CELLS, 1 << (cells - 1).bit_length()), self._kv_shape.context)
         rows = here.rows(segments, cells), there.rows(segments, bound)
         wanted, unsent = (here.wanted, there.wanted), (there.memory, here.memory)
-        batch = MicroBatch(self, state, ids, tokens, segments, *rows, logit_rows, *wanted, unsent)
+        batch = MicroBatch(self, state, ids, tokens, segments, *rows, logit_rows, *wanted, best_only, unsent)
         try:
             with torch.inference_mode():
                 with self.device.computing():
@@ -269,9 +273,10 @@ class Executor:
             torch.set_num_threads(threads)
         self._sent = self.device.mark()
         self.group.check()
-        if len(logits) == 1:
-            return logits[0]
-        return torch.cat(logits) if logits else torch.empty(0, self.spec.config.vocab)
+        if not logits:
+            return torch.empty(0, 2 if best_only else self.spec.config.vocab)
+        table = logits[0] if len(logits) == 1 else torch.cat(logits)
+        return choose_best(table) if best_only else table
 
     def _index_rows(
         self, segments: tuple[Segment, ...], logit_rows: list[int], tokens: int

@@ -14,6 +14,7 @@ from pshard.launches import LAUNCH_BOUND, LONG_RUN, enters, find_runs
 from pshard.plan import TierPlan
 from pshard.row_split import acc_part
 from pshard.runtime.arena import Carved
+from pshard.runtime.best_logits import find_best
 from pshard.runtime.blocks import PendingSum, Side, gate_rows, project_down, run_attention, run_ffn, run_output
 from pshard.runtime.kernels.api import LayerKV, RowIndex, Segment
 from pshard.runtime.kv_blocks import pool_spans
@@ -118,6 +119,7 @@ class MicroBatch:
     logit_rows: list[int]
     host_logit_rows: torch.Tensor
     acc_logit_rows: torch.Tensor
+    best_only: bool = False  # of each row of logits only the best one, as candidates of this rank's columns
     unsent: tuple[torch.Tensor, torch.Tensor] | None = None  # the index on the device and on the host
     logits: list[torch.Tensor] = field(default_factory=list)
     side: str = "cpu"
@@ -128,7 +130,7 @@ class MicroBatch:
     left: Any = None  # event after which the host has what the last graph brought: hidden states or logits
 
     def walk(self, program: tuple[Any, ...]) -> list[torch.Tensor]:
-        """Issue all steps; returns the logits, float32 on the host."""
+        """Issue all steps; returns the logits, float32 on the host, or the ranks' candidates for the best ones."""
         for step in program:
             self._step(step)
         return self.logits
@@ -320,9 +322,9 @@ class MicroBatch:
         """One gather of all wanted rows, whatever number of pieces each rank computed them in."""
         e, pipeline = self.executor, self.executor.spec.stage is not None
         if self.logit_rows and not self._gathers_on_device():
-            own = torch.cat(self.logits) if self.logits else torch.empty(len(self.logit_rows), 0)
+            own = torch.cat(self.logits) if self.logits else self._keep(torch.empty(len(self.logit_rows), 0))
             # in a pipeline a rank is done long before the last one
-            self.logits[:] = [e.group.gather_columns(own, inf if pipeline else None)]
+            self.logits[:] = [e.group.gather_columns(own, inf if pipeline else None, alike=self.best_only)]
         elif self.logit_rows and pipeline and not e.spec.units[-1].tensors:
             with e.device.computing():
                 self._contribute_nothing("output", None)
@@ -397,7 +399,7 @@ class MicroBatch:
             if self._gathers_on_device():
                 self.executor.group.gather_logits(self.pending, self.executor.logit_widths)
             if on == "cpu":
-                self.logits.append(self.pending.clone())
+                self.logits.append(self._keep(self.pending))
                 self.pending = None
 
     def _logits_on_device(self, side: Side | None = None, n: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -411,6 +413,10 @@ class MicroBatch:
         table = space.tensors["logits"].flatten()[: n * sum(e.logit_widths)].view(n, sum(e.logit_widths))
         start = sum(e.logit_widths[: e.group.rank])
         return table, table[:, start : start + own]
+
+    def _keep(self, logits: torch.Tensor) -> torch.Tensor:
+        """What is kept of logits on the host: a copy, or candidates for the best ones."""
+        return find_best(logits) if self.best_only else logits.clone()
 
     def logit_rows_on(self, on: str) -> torch.Tensor:
         """int32 row numbers whose logits are wanted, on that side."""
@@ -429,7 +435,7 @@ class MicroBatch:
                 e.device.receive(here, there)
             else:
                 e.device.host_wait(self.left)
-            self.logits.append(here.clone())
+            self.logits.append(self._keep(here))
             self.pending = self.left = None
 
     def _hand_off(self, step: Handoff) -> None:

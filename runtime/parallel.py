@@ -117,11 +117,11 @@ class Group:
         RankLost."""
         raise NotImplementedError
 
-    def gather_columns(self, local: torch.Tensor, seconds: float | None = None) -> torch.Tensor:
+    def gather_columns(self, local: torch.Tensor, seconds: float | None = None, alike: bool = False) -> torch.Tensor:
         """Put the ranks' columns side by side: [rows, own columns, maybe 0] -> [rows, all]. Raises RankLost.
 
-        seconds: how much later than this one another rank may come; None: as to a sum. How many columns each rank
-        brings is learnt in the first call and may not change.
+        seconds: how much later than this one another rank may come; None: as to a sum. alike: every rank brings as
+        many columns. Otherwise how many each brings is learnt in the first such call and may not change.
         """
         return local
 
@@ -281,24 +281,25 @@ class TorchGroup(Group):
         except RuntimeError as error:
             self._fail(error)
 
-    def gather_columns(self, local: torch.Tensor, seconds: float | None = None) -> torch.Tensor:
+    def gather_columns(self, local: torch.Tensor, seconds: float | None = None, alike: bool = False) -> torch.Tensor:
         rows, width = local.shape
-        if not self._widths:
+        if not self._widths and not alike:
             self._widths = tuple(self._all_widths(width))
-        if width != self._widths[self.rank]:
-            raise ValueError(f"{width} columns, after {self._widths[self.rank]} in the first gather")
+        widths = (width,) * self.size if alike else self._widths
+        if width != widths[self.rank]:
+            raise ValueError(f"{width} columns, after {widths[self.rank]} in the first gather")
         try:
             if self._exchange and not local.is_cuda:
-                sizes, seconds = [rows * n for n in self._widths], REDUCE_SECONDS if seconds is None else seconds
+                sizes, seconds = [rows * n for n in widths], REDUCE_SECONDS if seconds is None else seconds
                 parts = self._exchange.gather(local.contiguous(), sizes, seconds).split(sizes)
-                return torch.cat([part.view(rows, n) for part, n in zip(parts, self._widths)], dim=1)
-            padded = local.new_zeros(rows, max(self._widths))
+                return torch.cat([part.view(rows, n) for part, n in zip(parts, widths)], dim=1)
+            padded = local.new_zeros(rows, max(widths))
             padded[:, :width] = local
-            blocks = [torch.empty_like(padded) for _ in self._widths]
+            blocks = [torch.empty_like(padded) for _ in widths]
             dist.all_gather(blocks, padded)
         except RuntimeError as error:
             self._fail(error)
-        return torch.cat([block[:, :n] for block, n in zip(blocks, self._widths)], dim=1)
+        return torch.cat([block[:, :n] for block, n in zip(blocks, widths)], dim=1)
 
     def _all_widths(self, width: int) -> list[int]:
         widths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]

@@ -7,6 +7,7 @@ import torch
 
 from pshard.errors import StepFailed, UserError
 
+NO_NUMBERS = "the logits are not numbers; load the model again"
 BLOCK = 256  # logits whose largest is found at once
 
 
@@ -43,12 +44,23 @@ class Sampler:
         self._sampling = sampling
         self._random = np.random.default_rng(sampling.seed)
 
+    @property
+    def greedy(self) -> bool:
+        """Whether the next token is the one with the largest logit."""
+        return self._sampling.temperature == 0
+
+    def take_best(self, logit: float, token: float) -> int:
+        """The next token id when the largest logit and its id are known. Raises StepFailed when it is NaN."""
+        if logit != logit:
+            raise StepFailed(NO_NUMBERS)
+        return int(token)
+
     def choose(self, logits: torch.Tensor) -> int:
         """The next token id from float32 logits [vocabulary] on the host. Raises StepFailed when some are NaN."""
         s, values = self._sampling, logits.numpy()  # torch would wake its threads for every operator
         if np.isnan(values.max()):
-            raise StepFailed("the logits are not numbers; load the model again")
-        if s.temperature == 0:
+            raise StepFailed(NO_NUMBERS)
+        if self.greedy:
             return int(values.argmax())
         ids = find_largest(values, min(s.top_k or len(values), len(values)))
         chance = _softmax(values[ids])

@@ -69,7 +69,7 @@ class ThreadGroup(Group):
         assert sender == source
         tensor.copy_(sent)
 
-    def gather_columns(self, local: torch.Tensor, seconds: float | None = None) -> torch.Tensor:
+    def gather_columns(self, local: torch.Tensor, seconds: float | None = None, alike: bool = False) -> torch.Tensor:
         return torch.cat(self._exchange(local), dim=1)
 
 
