@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass, replace
+from math import inf
 
 from pshard.errors import UserError
 from pshard.plan import TierPlan
@@ -11,7 +12,8 @@ from pshard.planner.classes import UnitClass
 from pshard.planner.costs import TierCosts
 from pshard.planner.draft import Room, draft_tier, tier_seconds
 from pshard.planner.exchange import exchange_memory
-from pshard.planner.ilp import Solution, fluid_seconds
+from pshard.planner.fluid import fluid_seconds
+from pshard.planner.ilp import Solution
 from pshard.planner.order import Residency, order_residency
 from pshard.planner.problem import count_tier, tier_problem
 from pshard.planner.search import Scored, TierSearch
@@ -116,20 +118,20 @@ def place_best_baselines(room: Room, classes: tuple[UnitClass, ...], costs: tupl
     What its counts take at least in the tiers that the round enters, whatever their order, tells whether a strategy
     needs to be simulated.
     """
-    entered = [c for c in costs if not c.load.rare]
     placed = []
     for name in STRATEGIES:
-        if baseline := place_strategy(name, room, tuple(c.load.tokens for c in entered)):
+        if baseline := place_strategy(name, room, tuple(c.load.tokens for c in costs)):
             least = 0.0
-            for cost, tier in zip(entered, baseline.tiers):
-                problem = tier_problem(room, classes, cost, max(tier.buffers.slots, 1))
-                least += cost.load.weight * fluid_seconds(problem, count_tier(classes, tier), relaxed=True)
-            placed.append((least, name))
+            for cost, tier in zip(costs, baseline.tiers):
+                if not cost.load.rare:
+                    problem = tier_problem(room, classes, cost, max(tier.buffers.slots, 1))
+                    least += cost.load.weight * fluid_seconds(problem, count_tier(classes, tier), relaxed=True)
+            placed.append((least, name, baseline))
     found: list[Candidate] = []
-    for least, name in sorted(placed):
-        if not found or least < min(c.total for c in found):
-            candidate = place_baseline(name, room, costs)
-            found += [candidate] if candidate else []
+    for least, name, baseline in sorted(placed, key=lambda p: p[:2]):
+        best = min((c.total for c in found), default=inf)
+        if least < best and (candidate := _price_baseline(name, room, costs, baseline, best)):
+            found.append(candidate)
     return found
 
 
@@ -139,10 +141,20 @@ def place_baseline(name: str, room: Room, costs: tuple[TierCosts, ...]) -> Candi
     return _price_baseline(name, room, costs, placed) if placed else None
 
 
-def _price_baseline(name: str, room: Room, costs: tuple[TierCosts, ...], placed: Baseline) -> Candidate:
-    seconds = tuple(tier_seconds(room, tier, cost) for tier, cost in zip(placed.tiers, costs))
-    total = round_seconds(room, placed.tiers, seconds, costs)
-    return Candidate(name, Residency(placed.pin_order, placed.kv_order), placed.tiers, seconds, total)
+def _price_baseline(
+    name: str, room: Room, costs: tuple[TierCosts, ...], placed: Baseline, most: float = inf
+) -> Candidate | None:
+    """None when its round takes `most` seconds or more before its last tier is simulated: those that the round enters
+    come first."""
+    seconds, spent = dict[int, float](), 0.0
+    for i in sorted(range(len(costs)), key=lambda i: costs[i].load.rare):
+        if spent >= most:
+            return None
+        seconds[i] = tier_seconds(room, placed.tiers[i], costs[i])
+        spent += costs[i].load.weight * seconds[i]
+    in_order = tuple(seconds[i] for i in range(len(costs)))
+    total = round_seconds(room, placed.tiers, in_order, costs)
+    return Candidate(name, Residency(placed.pin_order, placed.kv_order), placed.tiers, in_order, total)
 
 
 def keep_everything(room: Room, costs: tuple[TierCosts, ...]) -> Candidate:

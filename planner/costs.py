@@ -474,14 +474,19 @@ class TierCosts:
     @cached_property
     def contended(self) -> dict[str, tuple[float, float]]:
         """Unit -> speeds of (link, CPU) while the CPU computes it and a copy runs."""
-        return {name: self.tables.slowdown(self.ranks * c.cpu_reads, c.cpu) for name, c in self.units.items()}
+        return self._slowdowns([(c.cpu_reads, c.cpu) for c in self.units.values()])
 
     @cached_property
     def acc_contended(self) -> dict[str, tuple[float, float]] | None:
         """The same for units on the accelerator when that is the CPU, which reads the DRAM that copies use."""
         if self.tables.kind != "cpu":
             return None
-        return {name: self.tables.slowdown(self.ranks * c.cpu_reads, c.acc) for name, c in self.units.items()}
+        return self._slowdowns([(c.cpu_reads, c.acc) for c in self.units.values()])
+
+    def _slowdowns(self, work: list[tuple[int, float]]) -> dict[str, tuple[float, float]]:
+        """By unit, for its bytes read and seconds; units that are alike are looked up once."""
+        speeds = {w: self.tables.slowdown(self.ranks * w[0], w[1]) for w in set(work)}
+        return {name: speeds[w] for name, w in zip(self.units, work)}
 
 
 def tier_costs(spec: ModelSpec, tables: Tables, load: TierLoad, workload: Workload, ranks: int = 1) -> TierCosts:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pshard.planner.classes import UnitClass
 from pshard.planner.costs import TierCosts
 from pshard.planner.draft import Room
+from pshard.planner.floors import Floor
 from pshard.planner.ilp import Counts
 from pshard.planner.order import order_residency
 from pshard.planner.problem import count_tier
@@ -30,15 +31,18 @@ def exchange_memory(
 
     What an exchange frees is filled; each that helps is tried again, of half as many units when it does not.
     """
-    best, counts = start, count_tier(classes, start.tier)
+    best, counts, floor = start, count_tier(classes, start.tier), Floor(room, classes, costs)
     stride = max(1, max(c.size for c in classes) // STRIDE)
     while stride and evaluations > 0 and best.seconds > bound * CLOSE:
         helped = False
         for give, take, to_cpu in _pairs(room, classes):
             while evaluations > 0 and (moved := _move(room, classes, counts, give, take, stride, to_cpu)):
                 evaluations -= 1
+                goal = best.seconds * (1 - WORTH)
+                if floor.reaches(moved, best.state.slots, goal):
+                    break
                 found = _score(room, classes, costs, moved, best.state, even)
-                if found is None or found.seconds >= best.seconds * (1 - WORTH):
+                if found is None or found.seconds >= goal:
                     break
                 best, counts, helped = found, moved, True
         stride = stride if helped else stride // 2

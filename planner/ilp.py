@@ -393,7 +393,7 @@ def _add_tier(
     program.at_most(copied, link_ms)
     if not problem.all_contend:  # while one run of CPU units lasts, each slot is filled once at most
         runs = trips + 1 + on_cpu["output"] + sum_of(splits)
-        program.at_most(copied, MS * _copies_beside_a_run(problem) * runs)
+        program.at_most(copied, MS * copies_beside_a_run(problem) * runs)
     if problem.slots == 1:  # no copy runs while its slot is computed from
         program.at_least(total, sum_of(one_slot))
     if relaxed:
@@ -421,7 +421,7 @@ def contending_groups(problem: TierProblem) -> tuple[Contending, ...]:
     return tuple(groups)
 
 
-def _copies_beside_a_run(problem: TierProblem) -> float:
+def copies_beside_a_run(problem: TierProblem) -> float:
     """Most seconds of copies while one run of CPU units lasts: one into each slot, and one layer's KV."""
     return problem.lookahead * max(c.link for c in problem.classes) + max(c.kv_fetch for c in problem.classes)
 
@@ -467,95 +467,6 @@ def _relaxation_value(program: Program) -> float:
     """Value of the linear relaxation: a bound that holds whatever the branch and bound got to. 0 when there is none."""
     found = relax(program)
     return program.goal.value(found.values) if found.status == "optimal" else 0.0
-
-
-def fluid_seconds(problem: TierProblem, counts: tuple[Counts, ...], relaxed: bool = False) -> float:
-    """The program's time of given counts, computed without a solver. Seconds."""
-    acc = host = link = one_slot = issue = staged = hidden = 0.0
-    longest = max(c.kv_cycle for c in problem.classes)
-    works = []
-    for cost, n in zip(problem.classes, counts):
-        streamed = cost.size - n.pin - n.cpu - sum(s for _, s in n.cuts) if cost.kind != "embedding" else 0
-        on_host = cost.size - n.cpu - n.kv if cost.kv_nbytes else 0
-        work = cost.cpu * n.cpu
-        for cut, (in_arena, in_slot) in zip(cost.cuts, n.cuts):
-            acc += cut.acc * (in_arena + in_slot)
-            work += cut.cpu * (in_arena + in_slot)
-            issue += cut.issue * (in_arena + in_slot)
-            link += cut.link * in_slot
-            one_slot += (cut.link + cut.alone) * in_slot
-        acc += cost.acc * (cost.size - n.cpu - n.split) + (0.0 if relaxed else cost.kv_stall * on_host)
-        staged += (cost.acc + cost.kv_cycle) * on_host if cost.kv_cycle else 0.0
-        hidden += longest * (n.cpu + n.split)
-        host += work
-        works.append(work + (cost.acc * (cost.size - n.cpu) if problem.all_contend else 0.0))
-        link += cost.link * streamed + cost.kv_fetch * on_host
-        one_slot += (cost.link + cost.acc) * streamed
-        issue += cost.issue * (cost.size - n.cpu - n.split)
-    reached = any(c.kind != "embedding" and c.size > n.cpu for c, n in zip(problem.classes, counts))
-    on_cpu = dict.fromkeys(("attention", "ffn", "embedding", "output"), 0)
-    for cost, n in zip(problem.classes, counts):
-        on_cpu[cost.kind] += n.cpu
-    acc += problem.fixed + (problem.leave + problem.enter * min(1, on_cpu["embedding"]) if reached else 0.0)
-    least = max(0, on_cpu["ffn"] - on_cpu["attention"] - on_cpu["output"], on_cpu["attention"] - on_cpu["ffn"] - 1)
-    splits = sum(n.split for n in counts)
-    acc += problem.round_trip * (least + max(0, splits - on_cpu["attention"])) - problem.enter * splits
-    stage = staged + host - hidden
-    if problem.all_contend:
-        acc, host = 0.0, acc + host
-    groups = contending_groups(problem)
-    slower, held = [1 - g.cpu_speed for g in groups], [1 - g.link_speed for g in groups]
-    rising = [
-        (acc + host, slower),
-        (link, held),
-        (issue + host, slower),
-        (0.0 if problem.all_contend else stage, slower),
-    ]
-    if not problem.all_contend and (per_run := _copies_beside_a_run(problem)):
-        more = [s + problem.round_trip * g.link_speed / per_run for s, g in zip(slower, groups)]
-        rising.append((acc + host - problem.round_trip * (1 + on_cpu["output"] + least + splits), more))
-    floor = max(stage, one_slot if problem.slots == 1 else 0.0)
-    most = [sum(works[c] for c in g.classes) / g.cpu_speed for g in groups]
-    apart = sum(works[c] for g in groups for c in g.classes) + link
-    return max(floor, _least_time(rising, apart, groups, most, link))
-
-
-def _least_time(
-    rising: list[tuple[float, list[float]]],
-    apart: float,
-    groups: tuple[Contending, ...],
-    most: list[float],
-    link: float,
-) -> float:
-    """The least time over the groups' overlaps with copies, each at most `most` and `link` seconds of copies in all.
-
-    The time is above every line (seconds without overlap, slopes) of `rising`, and above `apart` (all in turn) less
-    what overlaps. It is convex in the overlaps: that of the last group is where a rising line meets the falling one,
-    golden sections find that of the other.
-    """
-    *others, last = range(len(groups))
-
-    def best(lines: list[tuple[float, list[float]]], falls: float, copies: float) -> float:
-        gain = groups[last].link_speed + groups[last].cpu_speed - 1
-        end = min(most[last], copies / groups[last].link_speed)
-        meet = min(((falls - base) / (gain + s[last]) if gain + s[last] > 0 else end) for base, s in lines)
-        at = min(max(0.0, meet), end)
-        return max(falls - gain * at, *(base + s[last] * at for base, s in lines))
-
-    def total(first: float) -> float:
-        group = groups[others[0]]
-        lines = [(base + s[others[0]] * first, s) for base, s in rising]
-        gain = group.link_speed + group.cpu_speed - 1
-        return best(lines, apart - gain * first, link - group.link_speed * first)
-
-    if not others or not most[others[0]]:
-        return best(rising, apart, link)
-    low, high = 0.0, min(most[others[0]], link / groups[others[0]].link_speed)
-    ratio = (5**0.5 - 1) / 2
-    for _ in range(40):
-        a, b = high - ratio * (high - low), low + ratio * (high - low)
-        low, high = (low, b) if total(a) <= total(b) else (a, high)
-    return min(total(low), total(high), total(0.0))
 
 
 def held_bytes(problem: TierProblem, counts: tuple[Counts, ...]) -> int:

@@ -176,9 +176,10 @@ def assign_cuts(
 def _nearest(middles: list[float], centre: float, count: int) -> slice:
     """Where the `count` of the ascending `middles` nearest to `centre` are, the earlier one of two."""
     left = right = bisect_left(middles, centre)
-    while right - left < count and (left or right < len(middles)):
-        if right == len(middles) or (left and centre - middles[left - 1] <= middles[right] - centre):
+    while right - left < count and left and right < len(middles):
+        if centre - middles[left - 1] <= middles[right] - centre:
             left -= 1
         else:
             right += 1
-    return slice(left, right)
+    missing = count - (right - left)  # one side is used up
+    return slice(left, right + missing) if not left else slice(max(0, left - missing), right)

@@ -24,7 +24,7 @@ from pshard.planner.check import check_variant
 from pshard.planner.classes import UnitClass, group_units
 from pshard.planner.costs import Tables, TierCosts, tier_costs
 from pshard.planner.draft import Room, predict_ranks, predict_tier, rank_room
-from pshard.planner.ilp import fluid_seconds
+from pshard.planner.fluid import fluid_seconds
 from pshard.planner.load import raise_weights, tier_loads
 from pshard.planner.problem import count_tier, may_split, tier_problem
 from pshard.planner.refine import refine_candidate

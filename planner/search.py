@@ -8,6 +8,7 @@ from pshard.plan import TierPlan
 from pshard.planner.classes import UnitClass
 from pshard.planner.costs import TierCosts
 from pshard.planner.draft import Room, draft_tier, tier_seconds
+from pshard.planner.floors import Floor
 from pshard.planner.ilp import Counts
 from pshard.planner.order import Residency, assign_cpu, assign_cuts
 from pshard.planner.problem import may_split
@@ -57,6 +58,8 @@ class TierSearch:
         self.splits = splits and may_split(costs)
         self._seen: dict[TierState, Scored | None] = {}
         self._built: dict[TierState, TierPlan | None] = {}
+        self._slower: set[TierState] = set()  # than what was best when they were looked at
+        self._floor = Floor(room, classes, costs)
 
     @cached_property
     def most_pins(self) -> int:
@@ -105,6 +108,20 @@ class TierSearch:
         held += self.room.kv_stage if layers > state.kv else 0
         return held + self.room.scratch(self.costs.load.tokens) > self.room.arena
 
+    def _reaches(self, state: TierState, seconds: float) -> bool:
+        """Whether no order of the state's counts takes less than `seconds`; not known where units are split, or where
+        the orders are shorter than the state wants."""
+        wants_more = state.pins > self.most_pins or state.kv > len(self.residency.kv_order)
+        if wants_more or self.residency.cpu_rows or state.cuts:
+            return False
+        counts = tuple(
+            Counts(pin, cls.size - pin if cls.kind == "embedding" else cpu, kv)
+            for cls, pin, cpu, kv in zip(
+                self.classes, self._prefixes[state.pins][1], state.cpu, self._kv_prefixes[state.kv]
+            )
+        )
+        return self._floor.reaches(counts, state.slots, seconds)
+
     @cached_property
     def _streamed(self) -> dict[str, str]:
         return {u.name: "streamed" for u in self.room.spec.units}
@@ -119,6 +136,17 @@ class TierSearch:
             held += self.classes[at[name]].nbytes
             counts[at[name]] += 1
             found.append((held, tuple(counts)))
+        return found
+
+    @cached_property
+    def _kv_prefixes(self) -> list[tuple[int, ...]]:
+        """By length of the KV order's prefix: its layers by class."""
+        at = {u.name: c for c, cls in enumerate(self.classes) for u in cls.units}
+        counts = [0] * len(self.classes)
+        found = [tuple(counts)]
+        for name in self.residency.kv_order:
+            counts[at[name]] += 1
+            found.append(tuple(counts))
         return found
 
     def build(self, state: TierState) -> TierPlan | None:
@@ -166,11 +194,15 @@ class TierSearch:
                 far = 1
                 while evaluations > 0 and best.seconds > bound * CLOSE:
                     state = move(best.state, far)
-                    if state is None or state in self._seen:
+                    if state is None or state in self._seen or state in self._slower:
                         break
                     evaluations -= 1
+                    goal = best.seconds * (1 - 1e-6)
+                    if self._reaches(state, goal):
+                        self._slower.add(state)
+                        break
                     tried = self.score(state)
-                    if tried is None or tried.seconds >= best.seconds * (1 - 1e-6):
+                    if tried is None or tried.seconds >= goal:
                         break
                     best, helped, far = tried, True, 2 * far
         return best

@@ -101,9 +101,10 @@ class _Link:
 
     def beside(self, start: float, seconds: float, speeds: tuple[float, float]) -> float:
         """Run host work of `seconds` from `start` beside the copies; returns its end."""
-        self.settle(start)
-        now, left = start, seconds
-        queue, at, (link_speed, cpu_speed) = self.queue, self.at, speeds
+        queue, (link_speed, cpu_speed) = self.queue, speeds
+        if self.at < start:
+            self.settle(start)
+        now, left, at = start, seconds, self.at
         while left > 1e-12:
             if not queue:
                 now += left

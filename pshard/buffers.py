@@ -60,9 +60,7 @@ def dequant_bytes(spec: ModelSpec, tokens: int, act_bytes: int) -> int:
     """Bytes of the tile that packed weights are dequantised into in large batches; 0 when kernels read them packed."""
     if tokens <= SMALL_BATCH:
         return 0
-    matrices = [t for u in spec.units if u.kind != "embedding" for t in u.matrices]
-    largest = max((t.rows * t.cols for t in matrices), default=0)  # a rank may hold none
-    widest = max((t.cols for t in matrices), default=0)
+    largest, widest = spec.largest_matrix
     return align(max(min(largest * act_bytes, DEQUANT_BYTES), 16 * widest * act_bytes), BUFFER_ALIGN)
 
 

@@ -155,7 +155,13 @@ class ModelSpec:
     def _by_name(self) -> dict[str, Unit]:
         return {u.name: u for u in self.units}
 
-    @property
+    @cached_property
+    def largest_matrix(self) -> tuple[int, int]:
+        """Most elements and most columns of any matrix that is multiplied; 0 where a rank holds none."""
+        shapes = {t.shape for u in self.units if u.kind != "embedding" for t in u.matrices}
+        return max((rows * cols for rows, cols in shapes), default=0), max((cols for _, cols in shapes), default=0)
+
+    @cached_property
     def packed_nbytes(self) -> int:
         """Bytes of all units in the packed layout."""
         return sum(u.packed_nbytes for u in self.units)

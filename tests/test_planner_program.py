@@ -7,7 +7,8 @@ import pytest
 
 from pshard.planner import ilp, solvers
 from pshard.planner.datasheet import profile_from_datasheet
-from pshard.planner.ilp import GAP, Counts, fluid_seconds, held_bytes, relaxation_bound, solve_tiers
+from pshard.planner.fluid import fluid_seconds
+from pshard.planner.ilp import GAP, Counts, held_bytes, relaxation_bound, solve_tiers
 from pshard.planner.order import assign_cpu, order_residency, spread
 from pshard.planner.plan import prepare_ranks
 from pshard.planner.problem import tier_problem
