@@ -51,6 +51,11 @@ class ModelFile:
         raw = tensor.file.view(tensor.offset, tensor.nbytes)
         return raw if len(tensor.shape) == 1 else raw.reshape(tensor.shape[0], -1)
 
+    def forget_tensor(self, name: str) -> None:
+        """Give back the memory that reading a tensor's bytes took; they can be read again."""
+        tensor = self._tensors[name]
+        tensor.file.forget(tensor.offset, tensor.nbytes)
+
     def tokenizer(self) -> "Tokenizer":
         """The model's tokenizer. Raises UserError when it has none or one that is not supported."""
         return self._load_tokenizer()

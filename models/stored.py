@@ -31,6 +31,13 @@ class MappedFile:
         """u8 [nbytes] over the mapped file, without a copy."""
         return np.frombuffer(self.bytes, np.uint8, nbytes, offset)
 
+    def forget(self, offset: int, nbytes: int) -> None:
+        """Let go of the pages of a part that was read: they no longer count as this process's, and are fetched again
+        when they are touched."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+            self.bytes.madvise(mmap.MADV_DONTNEED, start, offset + nbytes - start)
+
     def close(self) -> None:
         """Unmap the file; arrays still in use keep it mapped until they are gone."""
         with contextlib.suppress(BufferError):

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from pshard.errors import UserError
+from pshard.runtime.host_memory import map_memory
 from pshard.runtime.row_copy import check_rows, copy_rows
 
 # up to here a kernel copies between device and host, not the copy engine: on the way in that has weights in its queue
@@ -287,7 +288,7 @@ class CpuDevice:
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         self._allocated += nbytes
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return map_memory(nbytes)
 
     def page_lock(self, memory: torch.Tensor) -> bool:
         return True

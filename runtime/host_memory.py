@@ -11,8 +11,10 @@ from pshard.errors import UserError
 
 def map_memory(nbytes: int) -> torch.Tensor:
     """Zeroed uint8 memory, not yet touched; it lives as long as the tensor and its views. UserError: there is none."""
+    # private: the system's huge pages are for memory that is not shared, unless it is set up otherwise
+    flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     try:
-        memory = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE))
+        memory = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), **flags)
     except OSError as error:
         raise UserError(
             f"cannot take {nbytes >> 20} MiB of host memory ({error.strerror}); free some or run a smaller model"

@@ -26,6 +26,8 @@ class WeightSource(Protocol):
 
     def tensor_bytes(self, name: str) -> np.ndarray: ...
 
+    def forget_tensor(self, name: str) -> None: ...
+
 
 @dataclass(frozen=True)
 class UnitWeights:
@@ -122,6 +124,7 @@ def pack_unit(source: WeightSource, unit: Unit, blob: torch.Tensor, ranges: Rang
             out.view(torch.float32).copy_(_vector(raw, tensor.qtype))
         else:
             _pack_matrix(raw, tensor, out)
+        source.forget_tensor(tensor.name)  # else all of the file counts beside all of the arena at the end
 
 
 def _cut_rows(raw: np.ndarray, whole: TensorSpec, ranges: tuple[int, int, int, int]) -> np.ndarray:
