@@ -24,6 +24,7 @@ from pshard.planner.check import check_variant
 from pshard.planner.classes import UnitClass, group_units
 from pshard.planner.costs import Tables, TierCosts, tier_costs
 from pshard.planner.draft import Room, predict_ranks, predict_tier, rank_room
+from pshard.planner.exact import perfect_candidate
 from pshard.planner.fluid import fluid_seconds
 from pshard.planner.load import raise_weights, tier_loads
 from pshard.planner.problem import count_tier, may_split, tier_problem
@@ -149,7 +150,7 @@ def rank_plans(task: RankTask, time_limit: float, programs: int = 1) -> tuple[Ca
     VRAM where that fits every rank."""
     best, *others = _place(task, time_limit, programs)
     whole = _refine(task, best)
-    split = _split(task, whole)
+    split = _perfect(task, _split(task, whole))
     return (split, *others) if split is whole else (split, whole, *others)
 
 
@@ -163,11 +164,13 @@ def place_ranks(tasks: Sequence[RankTask], time_limit: float) -> tuple[Candidate
 
 
 def refine_ranks(tasks: Sequence[RankTask], placed: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Each rank's plan refined unit by unit, FFNs split where that helps."""
+    """Each rank's plan refined unit by unit, FFNs split where that helps; of a small model on one device proven."""
     refined: list[Candidate] = []
     for task, candidate in zip(tasks, placed):
         alike = next((c for other, c in zip(tasks, refined) if other.is_like(task)), None)
         refined.append(alike or _split(task, _refine(task, candidate)))
+    if len(tasks) == 1:  # ranks wait for each other: what is the fastest alone need not be
+        return (_perfect(tasks[0], refined[0]),)
     return tuple(refined)
 
 
@@ -183,6 +186,10 @@ def _refine(task: RankTask, candidate: Candidate) -> Candidate:
 
 def _split(task: RankTask, candidate: Candidate) -> Candidate:
     return split_candidate(task.room, task.classes, task.costs, candidate) if task.plan_needed else candidate
+
+
+def _perfect(task: RankTask, candidate: Candidate) -> Candidate:
+    return perfect_candidate(task.room, task.classes, task.costs, candidate) if task.plan_needed else candidate
 
 
 def join_ranks(tasks: Sequence[RankTask], chosen: Sequence[Candidate]) -> Variant:

@@ -8,6 +8,7 @@ import pytest
 from pshard.model import ModelSpec, Unit
 from pshard.planner.datasheet import Rates, profile_from_datasheet
 from pshard.planner.draft import draft_tier, simulate_tier
+from pshard.planner.exact import ExactSearch
 from pshard.planner.plan import RankTask, plan_variant, prepare_ranks
 from pshard.planner.refine import anneal
 from pshard.planner.search import SLOT_CHOICES
@@ -113,16 +114,39 @@ def random_case(seed: int, layers: int) -> tuple[ModelSpec, Rates, Workload]:
     return spec, rates, workload
 
 
-@pytest.mark.parametrize(
-    ("layers", "seed"), [(n, seed) for n, seeds in ((2, 6), (3, 8), (4, 3)) for seed in range(seeds)]
-)
-def test_no_placement_of_units_beats_the_plan_by_more_than_a_percent(layers, seed):
+def plan_and_oracle(layers: int, seed: int, within: float) -> tuple[float, Oracle]:
+    """Planned seconds of a decode tier, and an oracle that looks for what is faster by more than that share."""
     spec, rates, workload = random_case(100 * layers + seed, layers)
     profile = profile_from_datasheet(rates)
     planned = plan_variant(spec, profile, workload).ranks[0].tiers[0].prediction.seconds
-    oracle = Oracle(prepare_ranks(spec, profile, workload)[0], planned / (1 + WITHIN))
+    return planned, Oracle(prepare_ranks(spec, profile, workload)[0], planned / (1 + within))
+
+
+@pytest.mark.parametrize(
+    ("layers", "seed"), [(n, seed) for n, seeds in ((1, 6), (2, 8), (3, 8)) for seed in range(seeds)]
+)
+def test_no_placement_of_units_beats_the_plan_of_a_small_model(layers, seed):
+    planned, oracle = plan_and_oracle(layers, seed, 1e-9)
+    oracle.search()
+    assert oracle.fastest >= planned * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_placement_of_the_units_of_four_layers_beats_the_plan_by_more_than_a_percent(seed):
+    planned, oracle = plan_and_oracle(4, seed, WITHIN)
     oracle.search()
     assert oracle.fastest >= planned / (1 + WITHIN)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_planners_exact_search_finds_what_the_oracle_finds(seed):
+    """From no plan at all, and it says that it is the best."""
+    spec, rates, workload = random_case(200 + seed, 2)
+    (task,) = prepare_ranks(spec, profile_from_datasheet(rates), workload)
+    oracle, search = Oracle(task, float("inf")), ExactSearch(task.room, task.classes, task.costs[0], float("inf"))
+    oracle.search()
+    search.run()
+    assert search.proven and search.limit == pytest.approx(oracle.fastest, rel=1e-9)
 
 
 def test_the_oracle_finds_the_same_optimum_with_and_without_cutting():
