@@ -31,14 +31,14 @@ COPY_BYTES = 32 << 20  # of each of the copies that run beside the sums
 
 
 def measure_collectives(
-    device: str, ranks: Sequence[int], sizes: Sequence[int] = SIZES
+    device: str, ranks: Sequence[int], sizes: Sequence[int] = SIZES, shared_memory: bool = True
 ) -> tuple[CollectiveTiming, ...]:
     """Median seconds of an all-reduce of each size (bytes of float32), for each number of ranks on `device`.
 
     On "cuda" by every algorithm, rounded to f32 and bf16, alone and while copies run; of the one that takes the norm
     after the sum along, what it adds to that norm. Starts the ranks on this machine ("cpu": on disjoint cores; "cuda":
-    one GPU each); takes about 3 s ("cuda": 15 s) and SECONDS_PER_SIZE for each size per number of ranks. Raises
-    UserError when a group cannot be started.
+    one GPU each; without `shared_memory` CPU ranks sum by gloo); takes about 3 s ("cuda": 15 s) and SECONDS_PER_SIZE
+    for each size per number of ranks. Raises UserError when a group cannot be started.
     """
     from pshard.runtime.launch import launch
 
@@ -46,7 +46,11 @@ def measure_collectives(
     for n in ranks:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "times.json"
-            code = launch(n, "pshard.runtime.collective_times", [device, str(n), str(out), *map(str, sizes)])
+            code = launch(
+                n,
+                "pshard.runtime.collective_times",
+                [device, str(n), str(out), str(int(shared_memory)), *map(str, sizes)],
+            )
             if code != 0 or not out.exists():
                 raise UserError(f"all-reduces of {n} ranks on {device} could not be timed (exit code {code})")
             timings += [from_json(CollectiveTiming, row) for row in json.loads(out.read_text())]
@@ -54,11 +58,11 @@ def measure_collectives(
 
 
 def main() -> int:
-    """What each rank runs: DEVICE RANKS FILE SIZE...; rank 0 writes the file."""
+    """What each rank runs: DEVICE RANKS FILE SHARED_MEMORY SIZE...; rank 0 writes the file."""
     from pshard.runtime.parallel import init_group
 
-    device, ranks, out, sizes = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), [int(s) for s in sys.argv[4:]]
-    group = init_group(ranks, device)
+    device, ranks, out, sizes = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), [int(s) for s in sys.argv[5:]]
+    group = init_group(ranks, device, shared_memory=sys.argv[4] == "1")
     if device == "cuda":
         timings = list(_time_on_gpu(group, tuple(dict.fromkeys((*sizes, *GPU_SIZES)))))
     else:

@@ -184,3 +184,8 @@ def test_all_reduces_are_timed_for_the_profile() -> None:
     timings = measure_collectives("cpu", (2,), (16 << 10, 1 << 20))
     assert [(t.ranks, t.nbytes) for t in timings] == [(2, 16 << 10), (2, 1 << 20)]
     assert all(t.seconds > 0 and t.backend in ("shm", "gloo") for t in timings)
+
+
+def test_gloo_is_timed_beside_shared_memory() -> None:
+    (timing,) = measure_collectives("cpu", (2,), (16 << 10,), shared_memory=False)
+    assert timing.backend == "gloo" and timing.seconds > 0
