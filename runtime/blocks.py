@@ -73,8 +73,12 @@ def run_ffn(
     leaving: PendingSum | None = None,
 ) -> None:
     """SwiGLU block (arXiv 2002.05202) on the side's `hidden`; result as in `run_attention`."""
-    gate_rows(side, weights, tokens, pending=pending)
-    project_down(side, weights, tokens, target, leaving=leaving)
+    gate, up, down = (weights.matrices[f"ffn_{part}.weight"] for part in ("gate", "up", "down"))
+    normed = _normalise(side, weights.vectors["ffn_norm.weight"], tokens, pending)
+    out = side.space.rows("hidden", tokens) if target is None else target
+    if leaving is not None or not side.kernels.ffn(normed, gate, up, down, out, target is None):
+        _gate(side, weights, tokens, normed)
+        project_down(side, weights, tokens, target, leaving=leaving)
 
 
 def gate_rows(
@@ -88,8 +92,12 @@ def gate_rows(
 
     out: act_dtype [M, rows]; None: the first columns of the side's `gate_up`, where `project_down` finds them.
     """
+    _gate(side, weights, tokens, _normalise(side, weights.vectors["ffn_norm.weight"], tokens, pending), out)
+
+
+def _gate(side: Side, weights: UnitWeights, tokens: int, normed: torch.Tensor, out: torch.Tensor | None = None) -> None:
+    """`gate_rows` of activations that are normalised."""
     k, space, m = side.kernels, side.space, weights.matrices
-    normed = _normalise(side, weights.vectors["ffn_norm.weight"], tokens, pending)
     width = m["ffn_up.weight"].rows
     both = space.rows("gate_up", tokens)[:, : 2 * width]
     k.gate_up(

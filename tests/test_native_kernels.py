@@ -11,6 +11,8 @@ from test_layout import random_rows
 
 from pshard.quant import QUANT_TYPES, packed_nbytes, record_nbytes
 from pshard.runtime.kernels import native
+from pshard.runtime.kernels.api import Packed
+from pshard.runtime.kernels.host import HostKernels
 from pshard.runtime.kernels.kv_codec import decode_cells, encode_cells
 from pshard.runtime.kernels.layout import pack_reference
 from pshard.runtime.kv_cache import KV_DTYPES
@@ -180,6 +182,29 @@ def test_ffn_is_swiglu(isa: str, gate_type: str, up_type: str, down_type: str, t
     a = x.astype(np.float64) @ g.astype(np.float64).T
     want = (a / (1 + np.exp(-a)) * (x @ u.astype(np.float64).T)) @ d.astype(np.float64).T
     assert relative_error(out, want) < 0.02
+
+
+@pytest.mark.parametrize("types", [("Q4_0", "Q4_0", "Q6_K"), ("BF16", "BF16", "Q8_0")], ids=" ".join)
+@pytest.mark.parametrize("tokens", [1, 6, 16, 17, 600])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_whole_ffn_gives_the_bits_of_its_halves_or_leaves_it_to_them(
+    types: tuple[str, str, str], tokens: int, accumulate: bool
+) -> None:
+    hidden, inner, kernels = 256, 768, HostKernels()
+    shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
+    packed = [matrix(qtype, *shape, i)[0] for i, (qtype, shape) in enumerate(zip(types, shapes))]
+    gate, up, down = (Packed(torch.from_numpy(p.ravel()), q, *s) for p, q, s in zip(packed, types, shapes))
+    x, tile = torch.randn(tokens, hidden + 8)[:, :hidden], torch.empty(1 << 20, dtype=torch.uint8)
+    start = torch.randn(tokens, hidden) if accumulate else torch.full((tokens, hidden), torch.nan)
+    both, one, two = torch.empty(tokens, 2 * inner), start.clone(), start.clone()
+    kernels.gate_up(x, gate, up, both[:, :inner], both, tile)
+    kernels.linear(both[:, :inner], down, two, tile, accumulate=accumulate)
+    if kernels.ffn(x, gate, up, down, one, accumulate):
+        assert torch.equal(one, two) and torch.isfinite(one).all()
+    else:
+        assert tokens > (8 if types[0] == "BF16" else 16) and torch.equal(one.isnan(), start.isnan())
+    few = min(tokens, 6)
+    assert kernels.ffn(x[:few], gate, up, down, one[:few].clone(), accumulate)
 
 
 @pytest.mark.parametrize(("gate_type", "up_type"), [("Q4_0", "Q4_0"), ("Q6_K", "Q4_K"), ("F32", "F32")])

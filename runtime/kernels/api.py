@@ -124,6 +124,13 @@ class Kernels(Protocol):
         of its first M*F elements' columns (both[:, :F])."""
         ...
 
+    def ffn(self, x: torch.Tensor, gate: Packed, up: Packed, down: Packed, out: torch.Tensor, accumulate: bool) -> bool:
+        """A whole FFN at once, as `gate_up` and then `linear` give it, where that saves calls; False: nothing was done.
+
+        x [M, D] act_dtype; out [M, D] float32. Row strides free.
+        """
+        ...
+
     def place(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         """out[M, n] = rows[M, n], float32 that another side computed, as act_dtype. Row strides free."""
         ...

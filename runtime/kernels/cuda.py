@@ -240,6 +240,9 @@ class CudaKernels:
             first, second, both.stride(0), out, out.stride(0), gate.rows, BLOCK=1024, num_warps=4
         )
 
+    def ffn(self, x: torch.Tensor, gate: Packed, up: Packed, down: Packed, out: torch.Tensor, accumulate: bool) -> bool:
+        return False
+
     def place(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         """See `Kernels.place`. What `out` is part of was handed over quantised without these rows, if at all."""
         self._ready = None

@@ -113,7 +113,7 @@ class HostKernels(PlainKernels):
     ) -> None:
         width, tokens = gate.rows, x.shape[0]
         on_tiles = suits_tiles(tokens, gate.qtype) and suits_tiles(tokens, up.qtype)
-        if on_tiles or tokens <= (NATIVE_TOKENS if QUANT_TYPES[gate.qtype].planes else PLAIN_TOKENS):
+        if on_tiles or tokens <= _vector_tokens(gate.qtype):
             run = native.gate_up_tiled if on_tiles else native.gate_up
             run(
                 x,
@@ -132,6 +132,31 @@ class HostKernels(PlainKernels):
         self.linear(x, gate, both[:, :width], tile)
         self.linear(x, up, both[:, width:], tile)
         torch.mul(F.silu(both[:, :width]), both[:, width:], out=out)
+
+    def ffn(self, x: torch.Tensor, gate: Packed, up: Packed, down: Packed, out: torch.Tensor, accumulate: bool) -> bool:
+        """Waking the pool's threads once instead of twice saves 20 us."""
+        tokens = x.shape[0]
+        if not all(_suits_vectors(tokens, weight.qtype) for weight in (gate, up, down)):
+            return False
+        target = torch.empty(out.shape) if accumulate else out
+        native.ffn(
+            x,
+            gate.data,
+            gate.qtype,
+            up.data,
+            up.qtype,
+            down.data,
+            down.qtype,
+            down.rows,
+            down.cols,
+            target,
+            tokens,
+            x_stride=x.stride(0),
+            out_stride=target.stride(0),
+        )
+        if accumulate:
+            out += target
+        return True
 
     def attention(
         self,
@@ -179,6 +204,15 @@ class HostKernels(PlainKernels):
 
 def _kinds(kv: LayerKV) -> tuple[str, str]:
     return _KV_NAMES[kv.k.dtype], _KV_NAMES[kv.v.dtype]
+
+
+def _vector_tokens(qtype: str) -> int:
+    """Up to so many tokens the C++ vector kernels are used where there are no tiles."""
+    return NATIVE_TOKENS if QUANT_TYPES[qtype].planes else PLAIN_TOKENS
+
+
+def _suits_vectors(tokens: int, qtype: str) -> bool:
+    return tokens <= _vector_tokens(qtype) and not suits_tiles(tokens, qtype)
 
 
 def suits_tiles(tokens: int, qtype: str) -> bool:

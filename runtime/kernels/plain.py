@@ -48,6 +48,9 @@ class PlainKernels:
     ) -> None:
         out.copy_(F.silu(F.linear(x, unpack(gate))) * F.linear(x, unpack(up)))
 
+    def ffn(self, x: torch.Tensor, gate: Packed, up: Packed, down: Packed, out: torch.Tensor, accumulate: bool) -> bool:
+        return False
+
     def place(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(rows)
 
