@@ -17,19 +17,15 @@ def rough_bound(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, sp
 
     split: no plan that may split FFNs; else none of whole units.
     """
-    return min(relaxation_bound((problem,)) for problem in _problems(room, classes, costs, split))
+    return relaxation_bound((_problem(room, classes, costs, split),))
 
 
 def bound_seconds(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, split: bool = False) -> float:
     """Seconds that no plan of this tier can beat, by the integer program; `split` as in `rough_bound`."""
-    several, one = _problems(room, classes, costs, split)
-    bound = solve_tiers((several,), relaxed=True, gap=GAP).bound
-    return bound if relaxation_bound((one,)) >= bound else min(bound, solve_tiers((one,), relaxed=True, gap=GAP).bound)
+    return solve_tiers((_problem(room, classes, costs, split),), relaxed=True, gap=GAP).bound
 
 
-def _problems(
-    room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, split: bool
-) -> tuple[TierProblem, TierProblem]:
-    """The tier with several slots (they take the room of two and look as far ahead as the most), and with one."""
-    several = replace(tier_problem(room, classes, costs, 2, split), weight=1.0, lookahead=max(SLOT_CHOICES))
-    return several, replace(several, slots=1, lookahead=1)
+def _problem(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, split: bool) -> TierProblem:
+    """The tier with any number of slots: they take the room of one and look as far ahead as the most."""
+    problem = tier_problem(room, classes, costs, 1, split)
+    return replace(problem, weight=1.0, lookahead=max(SLOT_CHOICES))

@@ -79,7 +79,7 @@ def _draw_lines(problem: TierProblem, counts: tuple[Counts, ...], relaxed: bool)
     if not problem.all_contend and (per_run := copies_beside_a_run(problem)):
         more = [s + problem.round_trip * g.link_speed / per_run for s, g in zip(slower, groups)]
         rising.append((acc + host - problem.round_trip * (1 + on_cpu["output"] + least + splits), more))
-    floor = max(stage, one_slot if problem.slots == 1 else 0.0)
+    floor = max(stage, one_slot if problem.lookahead == 1 else 0.0)
     most = [sum(works[c] for c in g.classes) / g.cpu_speed for g in groups]
     apart = sum(works[c] for g in groups for c in g.classes) + link
     return _Lines(floor, rising, apart, groups, most, link)

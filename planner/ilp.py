@@ -394,7 +394,7 @@ def _add_tier(
     if not problem.all_contend:  # while one run of CPU units lasts, each slot is filled once at most
         runs = trips + 1 + on_cpu["output"] + sum_of(splits)
         program.at_most(copied, MS * copies_beside_a_run(problem) * runs)
-    if problem.slots == 1:  # no copy runs while its slot is computed from
+    if problem.lookahead == 1:  # no copy runs while its slot is computed from
         program.at_least(total, sum_of(one_slot))
     if relaxed:
         return total
