@@ -1,5 +1,6 @@
 """pshard-run: generate text under a plan."""
 
+import secrets
 import sys
 import time
 from pathlib import Path
@@ -64,14 +65,14 @@ def _main(argv: list[str]) -> int:
     ids = _encode_prompt(request.model, prompt, args.chat)
     request = replace(request, needed=len(ids) + args.predict)  # a plan of at least that context is chosen
     request, ranks = settle_plan(request)
-    if ranks > 1 and args.seed is None and args.temp > 0:
-        raise UserError("several ranks must draw the same tokens: give -s SEED, or --temp 0")
     if ranks > 1 and launched_ranks() < 2:
         from pshard.runtime.launch import launch
 
         return launch(ranks, "pshard.cli_run", [*planned_flags(argv), "-m", str(request.model)])
     opened = open_plan(request)
     group = open_group(opened, ranks)
+    if args.seed is None:  # all ranks draw the same tokens
+        sampling = replace(sampling, seed=group.broadcast(secrets.randbits(62)))
     with start_engine(opened, opened.variant, args.kernels, group) as engine:
         for note in engine.notes if group.rank == 0 else ():
             print(f"note: {note}", file=sys.stderr)

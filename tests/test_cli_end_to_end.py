@@ -318,6 +318,27 @@ def test_ranks_give_the_tokens_of_one(
     assert len(texts[0].split()) == 6 and texts[0] == texts[1]
 
 
+def test_ranks_without_a_seed_draw_the_same_tokens(
+    world: World, tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PSHARD_MODEL", str(world.model))
+    split, cache = ["--vram", "64,64", "-sm", "tensor"], ["--prompt-cache", str(tmp_path / "c.kv")]
+    plan(world, *split)
+    plan(world, "--vram", 64)
+
+    def tokens(*flags: str) -> str:
+        capfd.readouterr()
+        assert cli_run.main([*flags, "--tokens"]) == 0
+        return capfd.readouterr().out.strip()
+
+    drawn = tokens(*split, "-p", "1,2,3", "-n", "24", "--temp", "3", "--top-k", "0", *cache, "--prompt-cache-all")
+    follow = ["--vram", "64", "-p", f"1,2,3 {drawn}", "-n", "4", "--temp", "0"]
+    assert len(drawn.split()) == 24
+    assert tokens(*follow, *cache, "--prompt-cache-ro") == tokens(
+        *follow
+    )  # the cells of both ranks are of these tokens
+
+
 def test_numa_starts_a_rank_for_each_node_of_the_host(world: World, capfd: pytest.CaptureFixture) -> None:
     edit_json(world.profile, "host", "numa_nodes", value=2)  # on a machine of one node the two share its cores
     run = ["-m", str(world.model), "-p", "1,2,3", "--tokens", "-n", "6", "--temp", "0"]
