@@ -334,9 +334,7 @@ def test_ranks_without_a_seed_draw_the_same_tokens(
     drawn = tokens(*split, "-p", "1,2,3", "-n", "24", "--temp", "3", "--top-k", "0", *cache, "--prompt-cache-all")
     follow = ["--vram", "64", "-p", f"1,2,3 {drawn}", "-n", "4", "--temp", "0"]
     assert len(drawn.split()) == 24
-    assert tokens(*follow, *cache, "--prompt-cache-ro") == tokens(
-        *follow
-    )  # the cells of both ranks are of these tokens
+    assert tokens(*follow, *cache, "--prompt-cache-ro") == tokens(*follow)  # both ranks' cells are of these
 
 
 def test_numa_starts_a_rank_for_each_node_of_the_host(world: World, capfd: pytest.CaptureFixture) -> None:
