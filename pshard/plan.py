@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 
 from pshard.buffers import SMALL_BATCH
 from pshard.workload import Limits, Split, Workload, format_limits
@@ -119,6 +120,22 @@ class RankPlan:
             if tier.tokens >= tokens:
                 return tier
         raise ValueError(f"no tier covers {tokens} tokens; the largest is {self.tiers[-1].tokens}")
+
+    @property
+    def resident(self) -> tuple[str, ...]:
+        """Units that are in VRAM under every tier: these need no copy in host memory.
+
+        They end where the first split unit stands in the pin order: the CPU needs its rows.
+        """
+        fewest = min(sum(p.where == "pinned" for p in tier.placements) for tier in self.tiers)
+        split = {p.unit for tier in self.tiers for p in tier.placements if p.cpu_rows}
+        return tuple(takewhile(lambda unit: unit not in split, self.pin_order[:fewest]))
+
+    @property
+    def kv_on_host(self) -> tuple[str, ...]:
+        """Attention units whose KV cache is in host memory under some tier, in order."""
+        found = {p.unit for tier in self.tiers for p in tier.placements if p.kv == "host"}
+        return tuple(p.unit for p in self.tiers[0].placements if p.unit in found)
 
 
 @dataclass(frozen=True)

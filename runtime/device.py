@@ -97,10 +97,21 @@ class CudaDevice:
         # one registration: a copy that spans two of them is an invalid argument to the driver
         if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0:
             self._locked[memory.data_ptr()] = memory.numel()
-            return True
+            if self._serves(memory):
+                return True
+            self.page_unlock(memory)
         with contextlib.suppress(RuntimeError):  # the refusal must not surface in the next kernel's error check
             torch.zeros(1, device=self.torch_device)
         return False
+
+    def _serves(self, memory: torch.Tensor) -> bool:
+        """Whether the end of page-locked memory can be copied: past a ceiling drivers lock memory and then fail."""
+        try:
+            memory[-1:].to(self.torch_device, non_blocking=True)
+            self.synchronize()
+        except RuntimeError:
+            return False
+        return True
 
     def page_unlock(self, memory: torch.Tensor) -> None:
         if memory.numel():

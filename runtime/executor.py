@@ -123,16 +123,10 @@ class Executor:
             branch = self._host_alloc(space.tensors["branch"].nbytes)
             space.tensors["branch"] = branch.view(torch.float32).view(space.tensors["branch"].shape)
         self.host_side = self._make_side(self._host_kernels, space)
-        leaving = {p.unit for t in tiers for p in t.placements if p.kv == "host"}
         self.host_kv = {
             name: self.arena.view_kv(self._host_alloc(layer_nbytes(spec.config, kv)), name)
-            for name in self.plan_attention()
-            if name in leaving
+            for name in self.plan.kv_on_host
         }
-
-    def plan_attention(self) -> tuple[str, ...]:
-        """Attention units of this rank, in order."""
-        return tuple(u.name for u in self.spec.units if u.kind == "attention")
 
     def _host_alloc(self, nbytes: int) -> torch.Tensor:
         """Page-locked host memory; it lives as long as the executor."""

@@ -3,14 +3,27 @@
 import ctypes
 import mmap
 import platform
+import re
+import sys
+from pathlib import Path
 
 import torch
 
 from pshard.errors import UserError
 
+MEMORY_INFO = Path("/proc/meminfo")  # fields: proc_meminfo(5)
+
 
 def map_memory(nbytes: int) -> torch.Tensor:
-    """Zeroed uint8 memory, not yet touched; it lives as long as the tensor and its views. UserError: there is none."""
+    """Zeroed uint8 memory, not yet touched; it lives as long as the tensor and its views.
+
+    Raises UserError when the system has not so much: it would grant it, and end a process when it is filled.
+    """
+    if nbytes > (free := available_bytes()):
+        raise UserError(
+            f"cannot take {nbytes >> 20} MiB of host memory ({free >> 20} MiB are free); "
+            "free some or run a smaller model"
+        )
     # private: the system's huge pages are for memory that is not shared, unless it is set up otherwise
     flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     try:
@@ -22,6 +35,16 @@ def map_memory(nbytes: int) -> torch.Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
+
+
+def available_bytes() -> int:
+    """Host memory and swap that can be had without ending anything; no limit where the system does not say."""
+    try:
+        text = MEMORY_INFO.read_text()
+    except OSError:
+        return sys.maxsize
+    found = dict(re.findall(r"^(MemAvailable|SwapFree): +(\d+) kB$", text, re.MULTILINE))
+    return sum(map(int, found.values())) << 10 if "MemAvailable" in found else sys.maxsize
 
 
 def keep_freed_memory() -> None:

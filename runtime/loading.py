@@ -1,7 +1,6 @@
 """From a model file and a plan to a ready Executor: memory is taken, weights are packed, pins are brought in."""
 
 from collections.abc import Callable
-from itertools import takewhile
 
 import torch
 
@@ -45,16 +44,6 @@ def choose_kernels(device: Device, wanted: str, max_tokens: int) -> tuple[Kernel
     return CudaKernels(device.torch_device, max_tokens), host, tuple(notes)
 
 
-def always_pinned(plan: RankPlan) -> tuple[str, ...]:
-    """Units that are in VRAM under every tier: these need no copy in host memory.
-
-    They end where the first split unit stands in the pin order: the CPU needs its rows.
-    """
-    fewest = min(sum(p.where == "pinned" for p in tier.placements) for tier in plan.tiers)
-    split = {p.unit for tier in plan.tiers for p in tier.placements if p.cpu_rows}
-    return tuple(takewhile(lambda unit: unit not in split, plan.pin_order[:fewest]))
-
-
 def build_executor(
     source: WeightSource,
     spec: ModelSpec,
@@ -74,7 +63,7 @@ def build_executor(
         progress: called with the number of packed bytes done since its last call.
         lender: holds every unit already, packed; None packs them from the source.
     """
-    resident = always_pinned(plan)
+    resident = plan.resident
     needed = align(max(tier.buffers.total for tier in plan.tiers), TENSOR_ALIGN)
     arena = device.allocate(min(needed, arena_bytes(plan.budget_mib, device.kind)))
     if lender is not None:

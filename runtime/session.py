@@ -60,7 +60,8 @@ def build_engine(
         raise
     notes = pair[2]
     if not executor.page_locked:
-        notes += ("host weights are pageable: page-locking was refused, copies are slower",)
+        pageable, of = executor.weights.pageable >> 20, executor.host_nbytes >> 20
+        notes += (f"{pageable} of {of} MiB of host weights are pageable: page-locking was refused, copies are slower",)
     store = KVStore(file, ranges, kv, executor, group)
     return Engine(executor, variant, _tokenizer(file), notes, on_close, store)
 

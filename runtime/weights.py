@@ -1,8 +1,10 @@
-"""Weights in host memory: one page-locked arena of exact size, each unit's tensors packed into one contiguous blob."""
+"""Weights in host memory: one arena, page-locked in chunks, each unit's tensors packed into one contiguous blob."""
 
+import mmap
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -64,25 +66,40 @@ def view_cpu_rows(unit: Unit, blob: torch.Tensor, cpu_rows: int) -> UnitWeights:
     return UnitWeights(matrices, vectors)
 
 
+LOCK_CHUNK = 2 << 30  # bytes that are page-locked at once: half a second in which Ctrl-C is not heard
+
+
 class HostWeights:
-    """The host arena: blobs of the given units, page-locked for `device` when it lets us.
+    """The host arena: blobs of the given units, page-locked for `device` as far as it lets us.
+
+    It is locked in chunks of whole units, as a copy that spans two of them is an error. The first that is refused ends
+    it: what is locked by then stays so, and a refusal again and again has made drivers unusable.
 
     Attributes:
-        page_locked: whether copies run at the page-locked rate.
+        nbytes: bytes of the arena; pageable: bytes of it that copies do not reach at the page-locked rate.
     """
 
     def __init__(self, units: Iterable[Unit], device: Device) -> None:
         self._units = {u.name: u for u in units}
-        nbytes = sum(align(u.packed_nbytes, TENSOR_ALIGN) for u in self._units.values())
-        self._arena = map_memory(nbytes)
-        self._device = device
-        self.nbytes = nbytes
-        self.page_locked = False
-        self._blobs: dict[str, torch.Tensor] = {}
-        at = 0
+        starts, at, borders = {}, 0, [0]
         for unit in self._units.values():
-            self._blobs[unit.name] = self._arena[at : at + unit.packed_nbytes]
+            end = at + align(unit.packed_nbytes, TENSOR_ALIGN)
+            if end - borders[-1] > LOCK_CHUNK and at > borders[-1]:
+                at = align(at, mmap.PAGESIZE)  # chunks share no page
+                borders.append(at)
+            starts[unit.name] = at
             at += align(unit.packed_nbytes, TENSOR_ALIGN)
+        arena = map_memory(at)
+        self._device = device
+        self.nbytes = self.pageable = at
+        self._chunks = [arena[start:end] for start, end in pairwise([*borders, at])]
+        self._locked: list[torch.Tensor] = []
+        self._blobs = {name: arena[at : at + self._units[name].packed_nbytes] for name, at in starts.items()}
+
+    @property
+    def page_locked(self) -> bool:
+        """Whether all copies run at the page-locked rate."""
+        return self.pageable == 0
 
     def blob(self, unit: str) -> torch.Tensor:
         """The unit's contiguous bytes in host memory. Raises KeyError when the arena does not hold it."""
@@ -93,20 +110,27 @@ class HostWeights:
         for name, unit in self._units.items():
             pack_unit(source, unit, self._blobs[name], ranges)
             progress(unit.packed_nbytes)
-        self.page_locked = self._device.page_lock(self._arena)
+        for chunk in self._chunks:
+            self._locked.append(chunk)  # before, so that an interrupt leaves nothing locked
+            if not self._device.page_lock(chunk):
+                self._locked.pop()
+                break
+            self.pageable -= chunk.numel()
 
     def close(self) -> None:
         """Unlock the memory; the arena must not be in use."""
-        if self.page_locked:
-            self._device.page_unlock(self._arena)
-            self.page_locked = False
+        while self._locked:
+            chunk = self._locked.pop()
+            self._device.page_unlock(chunk)
+        self.pageable = self.nbytes
 
 
 class LentWeights:
     """Another's HostWeights, for as long as that lives: what one engine of several on one model holds."""
 
     def __init__(self, lender: HostWeights) -> None:
-        self.nbytes, self.page_locked, self.blob = lender.nbytes, lender.page_locked, lender.blob
+        self.nbytes, self.pageable, self.blob = lender.nbytes, lender.pageable, lender.blob
+        self.page_locked = lender.page_locked
 
     def close(self) -> None:
         """Nothing: the lender closes them."""

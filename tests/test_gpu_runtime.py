@@ -11,9 +11,10 @@ from plan_samples import make_tier, random_places, shrink_places, split_places
 from rounded_kernels import RoundedKernels
 
 from pshard.models import open_model
-from pshard.runtime import loading, micro_batch
+from pshard.runtime import loading, micro_batch, weights
 from pshard.runtime.device import open_device
 from pshard.runtime.host_memory import map_memory
+from pshard.runtime.weights import HostWeights
 
 pytestmark = pytest.mark.gpu
 CONTEXT = 256
@@ -205,6 +206,13 @@ def test_steady_decode_allocates_nothing_and_stays_within_the_budget(tmp_path: P
     places = {u.name: (where.get(u.kind, "pinned"), "vram" if u.kind == "attention" else None) for u in spec.units}
     tiers = tuple(make_tier(spec, n, places, 2, 2048, 1) for n in (1, 512))
     with open_engine(path, tiers, "fast", 2048, device="cuda") as engine:
+        held = {"load": engine.memory().accelerator}
+        engine.forward([1])
+        held["warm-up"] = engine.memory().accelerator
+        engine.reset()
+        engine.forward([i % 320 for i in range(2048)])
+        held["longest prompt"] = engine.memory().accelerator
+        engine.reset()
         engine.forward([i % 320 for i in range(1000)])
         for i in range(8):
             engine.forward([i])
@@ -212,12 +220,34 @@ def test_steady_decode_allocates_nothing_and_stays_within_the_budget(tmp_path: P
         for i in range(16):
             engine.forward([i])
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-        for _ in range(10):
+        switches = engine.switches
+        for _ in range(50):
+            engine.reset(0, 1000)
             engine.forward([3] * 40)
             engine.forward([5])
+        assert engine.switches == switches + 100
         memory = engine.memory()
-        assert memory.accelerator <= memory.budget
+        held["a hundred switches"] = memory.accelerator
+        assert max(held.values()) <= memory.budget, held
         assert memory.page_locked
+
+
+def test_weights_that_are_page_locked_in_chunks_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "LOCK_CHUNK", 1 << 20)
+    path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q4_0", n_layers=4, d_model=1024, d_ffn=4096)
+    with open_model(path) as model:
+        device = open_device("cuda")
+        host = HostWeights(model.spec.units, device)
+        host.load(model, None, lambda _: None)
+        assert host.page_locked
+        for unit in model.spec.units:
+            blob = host.blob(unit.name)
+            there = device.allocate(blob.numel())
+            device.copy_in(there, blob)
+            device.synchronize()
+            assert torch.equal(there.cpu(), blob)
+        host.close()
+        device.close()
 
 
 @pytest.mark.parametrize("nbytes", [1 << 15, 64 * 5120 * 4])  # hidden states of one token or two, and of 64

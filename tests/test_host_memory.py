@@ -1,15 +1,18 @@
 """Memory of weights: in huge pages where there are some; the model file does not stay beside its packed form."""
 
+import mmap
 from pathlib import Path
 
 import pytest
 import torch
 from model_files import write_gguf
 
+from pshard.errors import UserError
 from pshard.models import open_model
-from pshard.runtime.device import open_device
+from pshard.runtime import host_memory, weights
+from pshard.runtime.device import CpuDevice, open_device
 from pshard.runtime.host_memory import map_memory
-from pshard.runtime.weights import HostWeights
+from pshard.runtime.weights import HostWeights, pack_unit
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 SMAPS = Path("/proc/self/smaps")
@@ -59,3 +62,61 @@ def test_a_loaded_model_file_is_given_back_and_can_be_read_again(tmp_path: Path)
         HostWeights(model.spec.units, open_device("cpu")).load(model, None, lambda _: None)
         assert smaps_kib(address, "Rss") << 10 < model.spec.packed_nbytes / 10
         assert all((model.tensor_bytes(name) == before[name]).all() for name in names)
+
+
+def test_memory_that_the_system_lacks_is_refused_before_it_is_filled(tmp_path: Path, monkeypatch) -> None:
+    info = tmp_path / "meminfo"
+    info.write_text("MemTotal:  9000000 kB\nMemAvailable:    2048 kB\nSwapFree:        1024 kB\n")
+    monkeypatch.setattr(host_memory, "MEMORY_INFO", info)
+    assert map_memory(3 * MIB).numel() == 3 * MIB
+    with pytest.raises(UserError, match=r"cannot take 4 MiB of host memory \(3 MiB are free\)"):
+        map_memory(4 * MIB)
+    info.write_text("a system that does not say\n")
+    assert map_memory(4 * MIB).numel() == 4 * MIB
+
+
+class CeilingDevice(CpuDevice):
+    """Page-locks up to so many bytes."""
+
+    def __init__(self, ceiling: int) -> None:
+        super().__init__()
+        self.left, self.asked, self.locked = ceiling, 0, {}
+
+    def page_lock(self, memory: torch.Tensor) -> bool:
+        self.asked += 1
+        if memory.numel() > self.left:
+            return False
+        self.left -= memory.numel()
+        self.locked[memory.data_ptr()] = memory.numel()
+        return True
+
+    def page_unlock(self, memory: torch.Tensor) -> None:
+        assert self.locked.pop(memory.data_ptr()) == memory.numel()
+
+
+@pytest.mark.parametrize("ceiling_mib", [0, 12, 1000])
+def test_weights_are_page_locked_in_chunks_of_whole_units_up_to_the_ceiling(
+    tmp_path: Path, monkeypatch, ceiling_mib: int
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", n_layers=4, vocab=4096)
+    monkeypatch.setattr(weights, "LOCK_CHUNK", MIB)
+    with open_model(path) as model:
+        device = CeilingDevice(ceiling_mib * MIB)
+        host = HostWeights(model.spec.units, device)
+        host.load(model, None, lambda _: None)
+        assert sum(device.locked.values()) == host.nbytes - host.pageable
+        assert host.page_locked == (ceiling_mib == 1000) and (host.pageable == host.nbytes) == (ceiling_mib == 0)
+        assert len(device.locked) > 1 or ceiling_mib == 0
+        assert device.asked == len(device.locked) + (not host.page_locked)  # a refusal is the last question
+        borders = sorted(device.locked.items())
+        assert all(start % mmap.PAGESIZE == 0 for start, _ in borders)
+        for unit in model.spec.units:  # a blob lies in one chunk
+            blob = host.blob(unit.name)
+            end = blob.data_ptr() + blob.numel()
+            assert sum(at < end and blob.data_ptr() < at + n for at, n in borders) <= 1
+            alone = torch.empty_like(blob)
+            pack_unit(model, unit, alone)
+            assert torch.equal(blob, alone)
+        host.close()
+        assert not device.locked and not host.page_locked
+        device.close()
