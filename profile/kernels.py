@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import torch
 
@@ -16,6 +17,8 @@ from pshard.runtime.weights import lookup_rows
 
 NORM_EPS = 1e-6
 EMBEDDING_ROWS = 16384
+DOUBTFUL, LEAST_DOUBT = 1.25, 2e-5  # times, and seconds, that a timing may exceed what its neighbours allow
+AGAIN = 3  # times that a doubtful one is measured more
 THIN = 64  # columns of a matmul that is only there to carry the thing that is timed
 
 
@@ -76,7 +79,20 @@ def time_series(sizes: Iterable[int], slow: float, seconds_of: Callable[[int], f
         if series and series[-1][1] * max(1.0, size / series[-1][0] / 2) > slow:
             break
         series.append((size, seconds_of(size)))
+    _repeat_doubtful(series, seconds_of)
     return series
+
+
+def _repeat_doubtful(series: list[tuple[int, float]], seconds_of: Callable[[int], float]) -> None:
+    """Measure again what takes longer than more of the same, or longer for each piece than less of it, and keep the
+    shortest: a machine whose cores others use stands still for milliseconds, and one such row spoils a plan."""
+    for i, (size, _) in enumerate(series):
+        bounds = [seconds for _, seconds in series[i + 1 : i + 2]]
+        bounds += [seconds * size / fewer for fewer, seconds in series[max(0, i - 1) : i]]
+        for _ in range(AGAIN):
+            if not bounds or series[i][1] <= DOUBTFUL * min(bounds) + LEAST_DOUBT:
+                break
+            series[i] = size, min(series[i][1], seconds_of(size))
 
 
 def time_matmul(bench: KernelBench, qtype: str, rows: int, cols: int, tokens: Sequence[int]) -> list[MatmulTiming]:
@@ -122,24 +138,24 @@ def time_elementwise(
 ) -> list[ElementwiseTiming]:
     """Norm, residual add, RoPE with KV store, and SwiGLU product for each number of tokens."""
     rope_width = (shape.n_heads + shape.n_kv_heads) * shape.head_dim
-    timings = []
-    for count in tokens:
-        for what, width, seconds in (
-            ("norm", d_model, _time_norm(bench, d_model, count)),
-            ("residual", d_model, _time_residual(bench, d_model, count)),
-            ("rope", rope_width, _time_rope(bench, shape, count)),
-            ("silu_mul", d_ffn, _time_silu_mul(bench, d_ffn, count)),
-        ):
-            timings.append(ElementwiseTiming(bench.side, what, count, width, seconds))
-    return timings
+    kinds: tuple[tuple[str, int, Callable[[int], float]], ...] = (
+        ("norm", d_model, lambda count: _time_norm(bench, d_model, count)),
+        ("residual", d_model, lambda count: _time_residual(bench, d_model, count)),
+        ("rope", rope_width, lambda count: _time_rope(bench, shape, count)),
+        ("silu_mul", d_ffn, lambda count: _time_silu_mul(bench, d_ffn, count)),
+    )
+    return [
+        ElementwiseTiming(bench.side, what, count, width, seconds)
+        for what, width, seconds_of in kinds
+        for count, seconds in time_series(tokens, inf, seconds_of)
+    ]
 
 
 def time_embedding(bench: KernelBench, qtype: str, width: int, tokens: Sequence[int]) -> list[ElementwiseTiming]:
     """Looking up the rows of so many tokens in an embedding table of a quant type."""
     tables = bench.pool.rotate_weights(qtype, EMBEDDING_ROWS, width)
-    return [
-        ElementwiseTiming(bench.side, "embed", count, width, _time_lookup(bench, tables, count)) for count in tokens
-    ]
+    series = time_series(tokens, inf, lambda count: _time_lookup(bench, tables, count))
+    return [ElementwiseTiming(bench.side, "embed", count, width, seconds) for count, seconds in series]
 
 
 def _time_lookup(bench: KernelBench, tables: list[Packed], tokens: int) -> float:

@@ -69,6 +69,23 @@ def test_a_series_ends_after_a_slow_call_and_before_a_much_slower_one():
     assert [n for n, _ in time_series((4096, 1), 1.0, lambda n: 9.0)] == [1]
 
 
+@pytest.mark.parametrize("stalled", [1, 16, 512])
+def test_a_timing_that_its_neighbours_rule_out_is_measured_again(stalled):
+    true, calls = {1: 1e-3, 16: 2e-3, 512: 20e-3}, []
+
+    def seconds_of(size: int) -> float:
+        calls.append(size)
+        return true[size] * (20 if size == stalled and calls.count(size) <= 2 else 1)
+
+    assert time_series(true, 1.0, seconds_of) == list(true.items())
+    assert calls.count(stalled) == 3
+
+
+def test_a_kernel_that_really_is_slower_for_fewer_tokens_stays_so():
+    true = {1: 1e-3, 64: 9e-3, 128: 6e-3}
+    assert time_series(true, 1.0, lambda size: true[size]) == list(true.items())
+
+
 def test_tasks_run_at_once_and_report_their_own_rates():
     def task(units: int, seconds: float):
         def run() -> int:
