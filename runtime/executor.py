@@ -259,13 +259,12 @@ class Executor:
         wanted, unsent = (here.wanted, there.wanted), (there.memory, here.memory)
         batch = MicroBatch(self, state, ids, tokens, segments, *rows, logit_rows, *wanted, best_only, unsent)
         try:
-            with torch.inference_mode():
-                with self.device.computing():
-                    self.group.finish_send()  # the last micro-batch's hidden states may still be read
+            with torch.inference_mode(), self.device.computing():
+                self.group.finish_send()  # the last micro-batch's hidden states may still be read
                 logits = batch.walk(self._program(has_past).body)
         finally:
             torch.set_num_threads(threads)
-        self._sent = self.device.mark()
+        self._sent = None if batch.settled else self.device.mark()
         self.group.check()
         if not logits:
             return torch.empty(0, 2 if best_only else self.spec.config.vocab)

@@ -20,6 +20,7 @@ from pshard.runtime.kernels.api import LayerKV, RowIndex, Segment
 from pshard.runtime.kv_blocks import pool_spans
 from pshard.runtime.kv_cache import Piece, cut_pieces, find_pieces
 from pshard.runtime.weights import UnitWeights, lookup_rows, view_cpu_rows, view_unit
+from pshard.runtime.workspace import Workspace
 from pshard.steps import (
     AllReduce,
     Compute,
@@ -101,6 +102,8 @@ class TierState:
     stage_ready: list[Any]  # events after which a unit may use the KV stage
     weights: dict[Compute, UnitWeights] = field(default_factory=dict)  # views made once: 60 us each
     caches: dict[str, LayerKV] = field(default_factory=dict)  # likewise, by attention unit
+    # likewise, by rows of logits, whether ranks put them together, and whether it is on the device
+    tables: dict[tuple[int, bool, bool], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     # likewise, by tokens and logit rows: on the host and on the device
     indexes: dict[tuple[int, int], tuple[IndexView, IndexView]] = field(default_factory=dict)
 
@@ -127,10 +130,12 @@ class MicroBatch:
     pending: torch.Tensor | None = None  # logits that are still on the device
     summed: PendingSum | None = None  # what the next unit adds to `hidden`
     leaving: PendingSum | None = None  # that of which the unit makes a part
+    settled: bool = False  # whether the host has waited for all that the compute lane was given
     left: Any = None  # event after which the host has what the last graph brought: hidden states or logits
 
     def walk(self, program: tuple[Any, ...]) -> list[torch.Tensor]:
-        """Issue all steps; returns the logits, float32 on the host, or the ranks' candidates for the best ones."""
+        """Issue all steps, in `computing()`; returns the logits, float32 on the host, or the ranks' candidates for the
+        best ones."""
         for step in program:
             self._step(step)
         return self.logits
@@ -141,8 +146,7 @@ class MicroBatch:
                 self._launch(step)
             case Compute():
                 self.side = step.on
-                with self.executor.device.computing() if step.on == "acc" else torch.inference_mode():
-                    self._execute(step)
+                self._execute(step)
             case CopyIn():
                 self.executor.copy_in(step, [self.freed])
             case Free():
@@ -159,11 +163,9 @@ class MicroBatch:
                 self._all_reduce()
             case Receive():
                 self.side = "acc"
-                with self.executor.device.computing():
-                    self.executor.group.receive(self.state.side.space.rows("hidden", self.tokens), step.source)
+                self.executor.group.receive(self.state.side.space.rows("hidden", self.tokens), step.source)
             case Send():
-                with self.executor.device.computing():
-                    self.executor.group.send(self.state.side.space.rows("hidden", self.tokens), step.target)
+                self.executor.group.send(self.state.side.space.rows("hidden", self.tokens), step.target)
             case Gather():
                 self._gather()
 
@@ -193,8 +195,7 @@ class MicroBatch:
         units = (type(first), first.unit, getattr(first, "part", ""), last.unit)
         cells = self.acc_rows.cells if self.tokens <= SMALL_BATCH else 0  # a prompt's launches do not depend on them
         key = (self.state.tier.tokens, *units, self.tokens, len(self.logit_rows), cells)
-        with e.device.computing():
-            e.device.repeat(key, repeats, work)
+        e.device.repeat(key, repeats, work)
         self.unsent = None
         e.link_bytes += self._rows("hidden")[0].nbytes if launch.enters else 0
         self.left = e.device.mark() if leaving or delivering else None
@@ -202,6 +203,7 @@ class MicroBatch:
             self.pending = self._logits_on_device()[0]  # a replayed graph has written them without telling
         if output:
             self._deliver_logits()
+            self.settled = delivering
             self.side = "cpu"  # nobody wants hidden states any more
 
     def _rows(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -326,8 +328,7 @@ class MicroBatch:
             # in a pipeline a rank is done long before the last one
             self.logits[:] = [e.group.gather_columns(own, inf if pipeline else None, alike=self.best_only)]
         elif self.logit_rows and pipeline and not e.spec.units[-1].tensors:
-            with e.device.computing():
-                self._contribute_nothing("output", None)
+            self._contribute_nothing("output", None)
             self._deliver_logits()
 
     def _weights_of(self, step: Compute) -> UnitWeights:
@@ -404,8 +405,14 @@ class MicroBatch:
 
     def _logits_on_device(self, side: Side | None = None, n: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Where n rows of logits (default: all wanted) are left on the device, and this rank's columns of them."""
-        e, space = self.executor, (side or self.state.side).space
-        n = len(self.logit_rows) if n is None else n
+        n, side = len(self.logit_rows) if n is None else n, side or self.state.side
+        key = n, self._gathers_on_device(), side is self.state.side
+        if key not in self.state.tables:
+            self.state.tables[key] = self._view_logits(side.space, n)
+        return self.state.tables[key]
+
+    def _view_logits(self, space: Workspace, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        e = self.executor
         own = sum(t.rows for t in e.spec.units[-1].matrices)
         if not self._gathers_on_device():
             table = space.tensors["logits"].flatten()[: n * own].view(n, own)
@@ -416,7 +423,8 @@ class MicroBatch:
 
     def _keep(self, logits: torch.Tensor) -> torch.Tensor:
         """What is kept of logits on the host: a copy, or candidates for the best ones."""
-        return find_best(logits) if self.best_only else logits.clone()
+        # numpy's copy takes half the time of torch's, in whose fresh memory every page is a fault
+        return find_best(logits) if self.best_only else torch.from_numpy(logits.numpy().copy())
 
     def logit_rows_on(self, on: str) -> torch.Tensor:
         """int32 row numbers whose logits are wanted, on that side."""
@@ -489,5 +497,4 @@ class MicroBatch:
 
     def _all_reduce(self) -> None:
         space = self._side().space
-        with self.executor.device.computing() if self.side == "acc" else torch.inference_mode():
-            self.executor.group.add_sum(space.rows("hidden", self.tokens), space.rows("branch", self.tokens))
+        self.executor.group.add_sum(space.rows("hidden", self.tokens), space.rows("branch", self.tokens))
