@@ -10,6 +10,7 @@ from pathlib import Path
 
 NODES = Path("/sys/devices/system/node")
 PROCESSORS = Path("/sys/devices/system/cpu")
+PCI = Path("/sys/bus/pci/devices")
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # system call numbers; the C library has no function for it
 _BIND = 2  # MPOL_BIND: only from the given nodes
 _MASK_BITS = 1024
@@ -70,13 +71,19 @@ def spread_over_cores(cpus: Sequence[int], siblings: Mapping[int, int]) -> list[
 
 
 def place_rank(
-    rank: int, ranks: int, usable: Sequence[int], nodes: Mapping[int, Sequence[int]], siblings: Mapping[int, int]
+    rank: int,
+    ranks: int,
+    usable: Sequence[int],
+    nodes: Mapping[int, Sequence[int]],
+    siblings: Mapping[int, int],
+    near: Sequence[int] = (),
 ) -> Place:
     """The share of the `usable` processors that rank `rank` of `ranks` on this host gets.
 
     No share crosses a node when there are at least as many ranks as nodes; ranks of one node divide its cores, and
     share a physical core (`siblings`, see `read_siblings`) only where these do not come out even. With fewer ranks than
-    nodes each gets whole nodes. Ranks share a processor only where there are not enough.
+    nodes each gets whole nodes. Ranks share a processor only where there are not enough. near: each rank's GPU's node,
+    whose cores it gets; empty, or one without usable processors among them: nothing of that kind is known.
     """
     ordered = order_by_core(usable, siblings)
     local = {node: [c for c in ordered if c in set(cpus)] for node, cpus in nodes.items()}
@@ -84,7 +91,10 @@ def place_rank(
     if sum(map(len, local.values())) != len(usable):
         local = {-1: ordered}  # the system tells no nodes, or not all of them
     names = list(local)
-    if ranks < len(names):
+    if near and set(near) <= set(names):
+        mine, beside = [near[rank]], [r for r in range(ranks) if near[r] == near[rank]]
+        cores = _share(local[near[rank]], beside.index(rank), len(beside))
+    elif ranks < len(names):
         mine = names[rank * len(names) // ranks : (rank + 1) * len(names) // ranks]
         cores = [core for node in mine for core in local[node]]
     else:
@@ -97,6 +107,15 @@ def place_rank(
 def _share(cores: list[int], index: int, count: int) -> list[int]:
     each = len(cores) // count
     return cores[index * each : (index + 1) * each] or [cores[index % len(cores)]]
+
+
+def read_pci_node(address: str, folder: Path = PCI) -> int:
+    """NUMA node of a PCI device by its address (0000:8a:00.0; NVML writes more digits, and capitals); -1 where the
+    system does not tell, or has one node only."""
+    try:
+        return int((folder / address.lower()[-len("0000:8a:00.0") :] / "numa_node").read_text())
+    except (OSError, ValueError):
+        return -1
 
 
 def bind_memory(nodes: Sequence[int]) -> str | None:

@@ -22,7 +22,7 @@ from pshard.errors import UserError
 from pshard.machine import CollectiveTiming
 from pshard.runtime.kernels import native
 from pshard.runtime.network import use_route_to
-from pshard.runtime.numa import bind_memory, place_rank, read_nodes, read_siblings
+from pshard.runtime.numa import bind_memory, place_rank, read_nodes, read_pci_node, read_siblings
 from pshard.runtime.rank_watch import LOST_SECONDS, RankWatch
 from pshard.runtime.shared_memory import MESSAGE_BYTES, LateRank, open_exchange
 from pshard.runtime.threads import rank_threads, use_threads
@@ -381,7 +381,7 @@ def init_group(
     if here < ranks:  # several hosts
         shared_memory = False
         use_route_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    cores = bind_cores(local, here)
+    cores = bind_cores(local, here, _gpu_nodes(here) if device == "cuda" else ())
     threads = rank_threads(threads, here, len(cores), in_turns) if threads else len(cores)
     use_threads(threads)
     if device == "cuda":
@@ -398,15 +398,31 @@ def init_group(
     return group
 
 
-def bind_cores(local_rank: int, local_size: int) -> tuple[int, ...]:
+def _gpu_nodes(count: int) -> tuple[int, ...]:
+    """NUMA nodes of the first GPUs, which are those of the ranks; -1, or nothing at all, where that is not known."""
+    if torch.cuda.device_count() < count:
+        return ()  # said where the device is opened
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        uuids = [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(count)]
+        places = [pynvml.nvmlDeviceGetPciInfo(pynvml.nvmlDeviceGetHandleByUUID(uuid)).busId for uuid in uuids]
+    except pynvml.NVMLError:
+        return ()
+    return tuple(read_pci_node(place if isinstance(place, str) else place.decode()) for place in places)
+
+
+def bind_cores(local_rank: int, local_size: int, near: Sequence[int] = ()) -> tuple[int, ...]:
     """Keep this process on its share of the cores it may use, and its memory on their NUMA nodes; returns the cores.
 
+    near: nodes of the ranks' GPUs.
     torchrun leaves every rank all cores and one thread (OMP_NUM_THREADS=1); neither is wanted.
     """
     if not hasattr(os, "sched_setaffinity"):
         return tuple(range(max(1, (os.cpu_count() or 1) // local_size)))
     nodes = read_nodes()
-    place = place_rank(local_rank, local_size, tuple(os.sched_getaffinity(0)), nodes, read_siblings())
+    place = place_rank(local_rank, local_size, tuple(os.sched_getaffinity(0)), nodes, read_siblings(), near)
     for thread in os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else ["0"]:
         with contextlib.suppress(ProcessLookupError):  # a thread that just ended
             os.sched_setaffinity(int(thread), place.cores)

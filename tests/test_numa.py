@@ -16,6 +16,7 @@ from pshard.runtime.numa import (
     format_list,
     place_rank,
     read_nodes,
+    read_pci_node,
     read_siblings,
     spread_over_cores,
 )
@@ -68,6 +69,32 @@ def test_siblings_are_read_as_the_system_lists_them(tmp_path: Path) -> None:
         (tmp_path / f"cpu{cpu}" / "topology" / "thread_siblings_list").write_text(text)
     assert read_siblings(tmp_path) == {0: 0, 1: 1, 2: 0, 3: 1}
     assert read_siblings(tmp_path / "none") == {}
+
+
+@pytest.mark.parametrize(
+    ("near", "cores"),
+    [
+        ((0, 1), [(0, 1, 2, 3), (4, 5, 6, 7)]),
+        ((1, 0), [(4, 5, 6, 7), (0, 1, 2, 3)]),
+        ((1, 1), [(4, 5), (6, 7)]),  # never the other socket's
+        ((1, 0, 1), [(4, 5), (0, 1, 2, 3), (6, 7)]),
+        ((-1, -1), [(0, 1, 2, 3), (4, 5, 6, 7)]),  # not known
+        ((2, 0), [(0, 1, 2, 3), (4, 5, 6, 7)]),  # of a node without processors for us
+    ],
+)
+def test_ranks_get_the_node_of_their_gpu(near: tuple[int, ...], cores: list[tuple[int, ...]]) -> None:
+    places = [place_rank(r, len(near), range(8), TWO, {}, near) for r in range(len(near))]
+    assert [place.cores for place in places] == cores
+    assert [place.nodes for place in places] == [(0,) if min(c) < 4 else (1,) for c in cores]
+
+
+def test_the_node_of_a_pci_device(tmp_path: Path) -> None:
+    place = tmp_path / "0001:8a:00.0"
+    place.mkdir()
+    assert read_pci_node("0001:8a:00.0", tmp_path) == -1
+    (place / "numa_node").write_text("1\n")
+    assert read_pci_node("0001:8a:00.0", tmp_path) == read_pci_node("00000001:8A:00.0", tmp_path) == 1
+    assert read_pci_node("0000:8a:00.0", tmp_path) == -1
 
 
 @pytest.mark.parametrize("numbers", [(), (3,), (0, 1), (8, 0, 1, 2), (1, 3, 4, 9)])
