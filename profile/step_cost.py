@@ -31,6 +31,9 @@ class NoKernels:
 
     rms_norm = linear = linear_group = gate_up = ffn = rope_store = attention = _nothing
 
+    def ffn(self, *arguments: Any) -> bool:
+        return True
+
 
 def time_step(side: str, device: Device, fast: tuple[Kernels, Kernels], pace: Pace) -> ElementwiseTiming:
     """Seconds that the executor adds to every unit on a side ("host" or "acc").
