@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
@@ -102,6 +103,19 @@ def test_the_residency_of_many_sequences_is_one_chain(sequences):
         budget = OWN + 600 + rng.randint(0, spec.packed_nbytes >> 20)
         workload = Workload((budget,), context=1024 * sequences, sequences=sequences, prompt=512, generated=64)
         check_variant((spec,), plan_variant(spec, PROFILE, workload), "cuda")
+
+
+@pytest.mark.parametrize(
+    ("layers", "d_model", "d_ffn", "sequences"), [(64, 5120, 25600, 1), (80, 8192, 28672, 1), (128, 8192, 28672, 4)]
+)
+@pytest.mark.parametrize("gib", (6, 12, 16))
+def test_models_of_real_shapes_are_planned_in_seconds_and_nearly_all_is_proven(layers, d_model, d_ffn, sequences, gib):
+    spec = make_model(layers, d_model, heads=d_model // 128, kv_heads=8, d_ffn=d_ffn, vocab=128256)
+    workload = Workload((gib << 10,), context=8192 * sequences, sequences=sequences, max_ubatch=16384)
+    began = time.process_time()
+    variant = plan_variant(spec, PROFILE, workload)
+    assert time.process_time() - began < 10
+    assert max(t.solve.gap for t in variant.ranks[0].tiers) <= 0.02 + 1e-9
 
 
 def test_everything_fits_means_no_plan_is_needed():
