@@ -29,7 +29,7 @@ class NoKernels:
     def _nothing(self, *arguments: Any) -> None:
         pass
 
-    rms_norm = linear = linear_group = gate_up = ffn = rope_store = attention = _nothing
+    rms_norm = linear = linear_group = gate_up = rope_store = attention = _nothing
 
     def ffn(self, *arguments: Any) -> bool:
         return True
