@@ -198,7 +198,8 @@ class Tables:
         nearest = min(timed, key=lambda n: (abs(log(n / ranks)), n))
         curve = self._shares[nearest, what, at_once]
         factor = interpolate(curve, min(max(size, curve[0][0]), curve[-1][0]))
-        return factor * ranks / nearest if what == "matmul" else factor
+        factor *= ranks / nearest if what == "matmul" else 1
+        return max(1.0, factor)  # no part of a host is faster than all of it, whatever a busy one measures
 
     @cached_property
     def link_rate(self) -> float:

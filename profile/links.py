@@ -198,23 +198,6 @@ def run_together(tasks: dict[str, Callable[[], int]], seconds: float) -> dict[st
     return rates
 
 
-def time_handoff(link: LinkBench, width: int, pace: Pace) -> float:
-    """Seconds for one hidden vector (float32 [width]) to the accelerator and back to the host, which waits for it, as
-    nodes of one graph: as the executor enters and leaves the accelerator."""
-    host, there = link.host[: 4 * width], link.remote[: 4 * width]
-
-    def both() -> None:
-        link.device.send(there, host)
-        link.device.bring(host, there)
-
-    def run(i: int) -> None:
-        with link.device.computing():
-            link.device.repeat(("handoff", width), link.locked is not None, both)
-        link.device.host_wait(link.device.mark())
-
-    return median_seconds(run, pace)
-
-
 def time_copy_issue(side: str, link: LinkBench) -> ElementwiseTiming:
     """Median host seconds to start a copy of a few bytes on its lane, after an event as the executor does. Each is
     waited for, as the CPU's copy threads would otherwise hold up the next one's start."""

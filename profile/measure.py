@@ -39,16 +39,15 @@ from pshard.profile.host_threads import (
 from pshard.profile.identify import count_cores, identify_accelerators, identify_host, unlike_accelerators, unlike_links
 from pshard.profile.jobs import Job, Row, list_jobs, side_name
 from pshard.profile.kernels import KernelBench
-from pshard.profile.links import LinkBench, measure_contention, open_link, time_copies, time_copy_issue, time_handoff
+from pshard.profile.links import LinkBench, measure_contention, open_link, time_copies, time_copy_issue
 from pshard.profile.operands import LEAST_ROTATION, OperandPool
 from pshard.profile.rank_shares import measure_shares
-from pshard.profile.step_cost import time_launch, time_step
+from pshard.profile.step_cost import time_handoff, time_launch, time_step
 from pshard.runtime.collective_times import measure_collectives
 from pshard.runtime.device import Device, open_device
 from pshard.runtime.loading import choose_kernels
 
 Progress = Callable[[str, float], None]  # what begins now, and the share of the work that is done
-HANDOFF_WIDTH = 5120
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,6 @@ class LinkFigures:
 
     copies: tuple[CopyTiming, ...]
     contention: Contention
-    handoff_seconds: float
     issue: ElementwiseTiming  # of the host, to start a copy
 
 
@@ -99,6 +97,7 @@ def measure_machine(request: Request, progress: Progress) -> MachineProfile:
         fast = benches["acc"].kernels, host.kernels
         rows: list[Row] = [time_step(side, device, fast, request.effort.pace) for side in benches]
         rows.append(link.issue)
+        handoff = time_handoff(device, fast, request.effort.pace)
         if acc is not None:
             rows.append(time_launch("acc", device, fast, request.effort.pace))
         timed, skipped = run_jobs(
@@ -130,7 +129,7 @@ def measure_machine(request: Request, progress: Progress) -> MachineProfile:
         notes.append("page-locking was refused: copies are from pageable memory")
     if skipped:
         notes.append(f"{skipped} series of the general grid were left out for lack of time")
-    profile = _compose(request, accelerators, figures, replace(link, copies=copies), rows, notes)
+    profile = _compose(request, accelerators, figures, replace(link, copies=copies), handoff, rows, notes)
     return replace(profile, collectives=collectives, shares=shares)
 
 
@@ -239,8 +238,7 @@ def _measure_link(effort: Effort, device: Device, host: KernelBench) -> LinkFigu
     with closing(_open_link(effort, device)) as link:
         copies = tuple(time_copies(link, effort.copy_sizes, effort.pace))
         contention = measure_contention(link, matvec_reader(host), effort.contention_seconds)
-        handoff = time_handoff(link, HANDOFF_WIDTH, effort.pace)
-        return LinkFigures(copies, contention, handoff, time_copy_issue("acc", link))
+        return LinkFigures(copies, contention, time_copy_issue("acc", link))
 
 
 def plan_jobs(request: Request, has_own_kernels: bool) -> list[Job]:
@@ -282,6 +280,7 @@ def _compose(
     accelerators: tuple[AcceleratorInfo, ...],
     host: HostFigures,
     link: LinkFigures,
+    handoff_seconds: float,
     rows: list[Row],
     notes: list[str],
 ) -> MachineProfile:
@@ -294,7 +293,7 @@ def _compose(
         copies=link.copies,
         reads=host.reads,
         contention=link.contention,
-        handoff_seconds=link.handoff_seconds,
+        handoff_seconds=handoff_seconds,
         provenance=Provenance(
             source="measured",
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -179,6 +179,8 @@ def test_a_rank_costs_what_ranks_were_measured_to_have_of_the_host():
     assert timed.share("matmul", 4, 1, at_once=True) == pytest.approx(3.2)  # half of what two have, each
     assert timed.share("matmul", 2, 8, at_once=True) == pytest.approx((1.6 * 2.0) ** 0.5)
     assert timed.share("matmul", 1, 1, at_once=True) == 1.0
+    noisy = Tables(replace(PROFILE, shares=(ShareTiming(2, "matmul", 1, 1.0, 0.8, 1.6),)))
+    assert noisy.share("matmul", 2, 1, at_once=False) == 1.0  # no part of a host is faster than the whole
 
 
 def test_contention_slows_reading_not_arithmetic():
