@@ -136,8 +136,8 @@ def threads() -> int:
 def set_threads(n: int, cpus: Sequence[int] | None = None) -> None:
     """Rebuild the pool with n threads, the caller included.
 
-    cpus[i] is the processor that worker i is bound to (i = 1..n-1); cpus[0] is the place left to the caller, who is
-    not bound, because threads that it starts later would inherit that.
+    cpus[i] is the processor that worker i is bound to (i = 1..n-1). The caller keeps off these while it is in a call,
+    so that cpus[0] is left to it, and may run where it might before after that: threads that it starts inherit that.
     """
     if n < 1 or (cpus is not None and len(cpus) < n):
         raise ValueError(f"set_threads({n}, {cpus}): needs n >= 1 and a processor for each thread")

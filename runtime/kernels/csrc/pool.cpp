@@ -51,6 +51,33 @@ void bind_this_thread(int cpu) {
 #endif
 }
 
+// Keeps the calling thread off the processors that workers are bound to while a job runs, and lets it go where it may
+// after that: threads that it starts inherit where it may run.
+class ElsewhereThan {
+ public:
+  explicit ElsewhereThan(const std::vector<int>& cpus) {
+#if defined(__linux__)
+    if (cpus.size() < 2 || sched_getaffinity(0, sizeof before_, &before_) != 0) return;
+    cpu_set_t free = before_;
+    for (size_t i = 1; i < cpus.size(); ++i) CPU_CLR(cpus[i], &free);
+    moved_ = CPU_COUNT(&free) > 0 && sched_setaffinity(0, sizeof free, &free) == 0;
+#else
+    (void)cpus;
+#endif
+  }
+  ElsewhereThan(const ElsewhereThan&) = delete;
+  ElsewhereThan& operator=(const ElsewhereThan&) = delete;
+#if defined(__linux__)
+  ~ElsewhereThan() {
+    if (moved_) sched_setaffinity(0, sizeof before_, &before_);
+  }
+
+ private:
+  cpu_set_t before_;
+  bool moved_ = false;
+#endif
+};
+
 int usable_cpus() {
 #if defined(__linux__)
   cpu_set_t set;
@@ -134,6 +161,7 @@ void Pool::work(uint32_t seen) {
 
 void Pool::run_locked(Function function, void* context) {
   if (!workers_) start_workers();
+  const ElsewhereThan workers(cpus_);  // beside one of them it would keep all waiting for the rest of its time slice
   function_ = function;
   context_ = context;
   job_.fetch_add(1, std::memory_order_release);
