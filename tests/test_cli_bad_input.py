@@ -555,7 +555,6 @@ def test_heads_that_no_block_divides(tmp_path: Path, refuse: Refuse, command: st
         (["-p", "hi", "-ts", "1,1"], "-ts needs -sm tensor"),
         (["-p", "hi", "--vram", "3,3"], "add -sm tensor"),
         (["-p", "hi", "--vram", "3,3", "-sm", "tensor", "-ts", "1,1,1"], "3 ratios"),
-        (["-p", "hi", "--vram", "3,3", "-sm", "tensor"], "no plan fits 3,3 MiB"),
         (["-p", "hi", "--vram", "3", "--max-tp", "attn=1"], "--max-tp needs -sm tensor"),
         (["-p", "hi", "--vram", "3,3", "-sm", "tensor", "--max-tp", "attn=x"], "is not a number of ranks"),
     ],
