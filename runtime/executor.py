@@ -129,9 +129,9 @@ class Executor:
         }
 
     def _host_alloc(self, nbytes: int) -> torch.Tensor:
-        """Page-locked host memory; it lives as long as the executor."""
+        """Page-locked host memory, up to the first refusal; it lives as long as the executor."""
         memory = map_memory(nbytes)
-        if self.device.page_lock(memory):
+        if self.host_is_locked and self.device.page_lock(memory):
             self._host_memory.append(memory)
         else:
             self.host_is_locked = False

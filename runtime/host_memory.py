@@ -17,13 +17,11 @@ MEMORY_INFO = Path("/proc/meminfo")  # fields: proc_meminfo(5)
 def map_memory(nbytes: int) -> torch.Tensor:
     """Zeroed uint8 memory, not yet touched; it lives as long as the tensor and its views.
 
-    Raises UserError when the system has not so much: it would grant it, and end a process when it is filled.
+    Notes once where the system says that it has not so much: it grants it, and may end a process when it is filled. It
+    may also have more: sandboxes and virtual machines get memory as they fill it. Raises UserError when it refuses.
     """
     if nbytes > (free := available_bytes()):
-        raise UserError(
-            f"cannot take {nbytes >> 20} MiB of host memory ({free >> 20} MiB are free); "
-            "free some or run a smaller model"
-        )
+        _note_shortage(free >> 20)
     # private: the system's huge pages are for memory that is not shared, unless it is set up otherwise
     flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     try:
@@ -37,8 +35,21 @@ def map_memory(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
 
 
+_noted: list[int] = []  # free MiB of the shortage that was told of
+
+
+def _note_shortage(free_mib: int) -> None:
+    if not _noted:
+        _noted.append(free_mib)
+        print(
+            f"note: the system says that {free_mib} MiB of host memory are free, which is too little; "
+            "if it ends this run, free some or run a smaller model",
+            file=sys.stderr,
+        )
+
+
 def available_bytes() -> int:
-    """Host memory and swap that can be had without ending anything; no limit where the system does not say."""
+    """Host memory and swap that can be had without ending anything, as the system says; no limit where it does not."""
     try:
         text = MEMORY_INFO.read_text()
     except OSError:

@@ -72,10 +72,16 @@ def build_executor(
         return executor
     weights = HostWeights([u for u in spec.units if u.name not in resident], device)
     try:
-        weights.load(source, ranges, progress)
+        weights.pack(source, ranges, progress)
         executor = Executor(spec, plan, device, arena, weights, kv, kernels, group)
     except BaseException:
-        weights.close()  # page-locked memory must be unlocked before it is unmapped
+        weights.close()
+        raise
+    try:
+        if executor.host_is_locked:  # its buffers come first: without them no graph is captured
+            weights.lock()
+    except BaseException:
+        executor.close()  # page-locked memory must be unlocked before it is unmapped
         raise
     stage = torch.empty(max((spec.unit(u).packed_nbytes for u in resident), default=0), dtype=torch.uint8)
 

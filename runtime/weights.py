@@ -106,10 +106,18 @@ class HostWeights:
         return self._blobs[unit]
 
     def load(self, source: WeightSource, ranges: Ranges | None, progress: Callable[[int], None]) -> None:
-        """Pack every unit from the file, then page-lock the arena. `progress` gets the bytes done since last time."""
+        """`pack`, then `lock`."""
+        self.pack(source, ranges, progress)
+        self.lock()
+
+    def pack(self, source: WeightSource, ranges: Ranges | None, progress: Callable[[int], None]) -> None:
+        """Pack every unit from the file. `progress` gets the bytes done since last time."""
         for name, unit in self._units.items():
             pack_unit(source, unit, self._blobs[name], ranges)
             progress(unit.packed_nbytes)
+
+    def lock(self) -> None:
+        """Page-lock the arena until that is refused: whatever else must be page-locked comes before."""
         for chunk in self._chunks:
             self._locked.append(chunk)  # before, so that an interrupt leaves nothing locked
             if not self._device.page_lock(chunk):
