@@ -71,7 +71,7 @@ def norms(exchange: Any, out: Path) -> None:
 
 
 def pushes(exchange: Any, out: Path) -> None:
-    """Sums of parts that leave from a product, in turn with sums of parts that do not, as rows of one and of three."""
+    """Sums of parts that leave from a product, on all ranks, some or none, as rows of one and of three."""
     from test_triton_kernels import random_weight
 
     from pshard.runtime.kernels.cuda import CudaKernels
@@ -81,7 +81,7 @@ def pushes(exchange: Any, out: Path) -> None:
     for seed, tokens in enumerate((1, 3, 1, 1)):
         x = summand(exchange.rank, (tokens, 512), seed).to(torch.bfloat16)
         found = []
-        for leaves in (True, False, True):
+        for leaves in (True, False, exchange.rank == 0, exchange.rank != 0):
             part, hidden = torch.zeros(tokens, 64), summand(9, (tokens, 64), seed)
             normed = torch.zeros(tokens, 64, dtype=torch.bfloat16)
             if leaves:
