@@ -13,6 +13,7 @@ PROCESSORS = Path("/sys/devices/system/cpu")
 PCI = Path("/sys/bus/pci/devices")
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # system call numbers; the C library has no function for it
 _BIND = 2  # MPOL_BIND: only from the given nodes
+_PREFER = 5  # MPOL_PREFERRED_MANY, since Linux 5.15: from others when these are full
 _MASK_BITS = 1024
 
 
@@ -118,9 +119,10 @@ def read_pci_node(address: str, folder: Path = PCI) -> int:
         return -1
 
 
-def bind_memory(nodes: Sequence[int]) -> str | None:
+def bind_memory(nodes: Sequence[int], spill: bool) -> str | None:
     """Take all memory that this thread, and threads it starts, touch from now on, from these nodes.
 
+    spill: from others when these are full, where the system can; else it ends a process that needs more.
     Returns why that cannot be, or None. Call it before weights and caches are allocated.
     """
     number = _SET_MEMPOLICY.get(platform.machine())
@@ -131,6 +133,7 @@ def bind_memory(nodes: Sequence[int]) -> str | None:
     for node in nodes:
         mask[node // word] |= 1 << node % word
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.syscall(ctypes.c_long(number), _BIND, mask, ctypes.c_ulong(_MASK_BITS + 1)) == 0:
-        return None
+    for policy in (_PREFER, _BIND) if spill else (_BIND,):
+        if libc.syscall(ctypes.c_long(number), policy, mask, ctypes.c_ulong(_MASK_BITS + 1)) == 0:
+            return None
     return os.strerror(ctypes.get_errno())

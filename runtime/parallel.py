@@ -426,7 +426,8 @@ def bind_cores(local_rank: int, local_size: int, near: Sequence[int] = ()) -> tu
     for thread in os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else ["0"]:
         with contextlib.suppress(ProcessLookupError):  # a thread that just ended
             os.sched_setaffinity(int(thread), place.cores)
-    if place.nodes and (why := bind_memory(place.nodes)) and len(nodes) > 1:
+    spill = bool(near)  # GPUs may all be on one node, whose memory need not hold all of the ranks' weights
+    if place.nodes and (why := bind_memory(place.nodes, spill)) and len(nodes) > 1:
         print(f"note: memory is not bound to NUMA nodes {place.nodes}: {why}", file=sys.stderr)
     return place.cores
 
