@@ -34,7 +34,7 @@ def print_variant(variant: Variant, out: "Console") -> None:
         _print_whole(_ways_table(variant), out)
     out.print(
         f"Predicted: time to first token {first_token_seconds(variant):.3g} s for {variant.prompt} tokens "
-        f"(micro-batches of {variant.max_ubatch}), then {variant.sequences / decode_seconds(variant):.4g} tok/s.",
+        f"(micro-batches of {variant.max_ubatch}), then {_rate(variant.sequences / decode_seconds(variant))} tok/s.",
         highlight=False,
         soft_wrap=True,
     )
@@ -51,7 +51,7 @@ def _ways_table(variant: Variant) -> "Table":
             continue
         more = way.seconds / (variant.considered[0].seconds or way.seconds) - 1
         pace = decoded / (way.seconds - way.first_token)
-        table.add_row(way.way, f"{way.seconds:.4g}", f"{more:+.1%}", f"{way.first_token:.3g}", f"{pace:.4g}", way.why)
+        table.add_row(way.way, f"{way.seconds:.4g}", f"{more:+.1%}", f"{way.first_token:.3g}", _rate(pace), way.why)
     return table
 
 
@@ -73,9 +73,14 @@ def _time_table(variant: Variant, rank: RankPlan) -> "Table":
         p = tier.prediction
         table.add_row(
             str(tier.tokens), *(str(n) for n in count.values()), f"{in_vram}/{layers}", f"{p.seconds * 1e3:.2f}",
-            f"{p.bound_seconds * 1e3:.2f}", f"{tier.tokens / p.seconds:.4g}", p.binds,
+            f"{p.bound_seconds * 1e3:.2f}", _rate(tier.tokens / p.seconds), p.binds,
         )  # fmt: skip
     return table
+
+
+def _rate(tokens_per_second: float) -> str:
+    """Four figures, and whole numbers above them."""
+    return f"{tokens_per_second:.4g}" if tokens_per_second < 1e4 else f"{tokens_per_second:.0f}"
 
 
 def _memory_table(rank: RankPlan) -> "Table":

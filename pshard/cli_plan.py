@@ -121,7 +121,7 @@ def _run(argv: list[str]) -> int:
     from pshard.planner.host_memory import why_not_loadable
     from pshard.planner.show import print_explanation, print_trials, print_variant
     from pshard.registries.fingerprint import fingerprint_inputs
-    from pshard.registries.store import registry_path, save_variants
+    from pshard.registries.store import load_registry, registry_path, save_variants
 
     path = find_model(args.model)
     profile = load_profile(args.profile)
@@ -132,6 +132,10 @@ def _run(argv: list[str]) -> int:
         if args.profile is None:
             raise UserError(f"{what}; run pshard-profile, or plan for that machine with --profile")
         messages.print(f"note: {what}", highlight=False, soft_wrap=True)
+    # plans for another machine would push this one's out of its registry
+    registry = None if other_machine and args.registry is None else registry_path(path, args.registry)
+    if registry and registry.exists():
+        load_registry(registry)  # that it cannot be written to is told before minutes of planning
     with open_model(path) as model:
         spec, inputs = model.spec, fingerprint_inputs(model.fingerprint_inputs(), profile)
         workloads = _workloads(args, spec, profile)
@@ -148,8 +152,6 @@ def _run(argv: list[str]) -> int:
     if args.split_mode != "none" and not profile.collectives:
         text = "note: the profile has no collectives; what ranks exchange is priced as copies through host memory"
         messages.print(text, highlight=False, soft_wrap=True)
-    # plans for another machine would push this one's out of its registry
-    registry = None if other_machine and args.registry is None else registry_path(path, args.registry)
     stale = save_variants(registry, spec.name, inputs, variants) if registry else 0
     if stale:
         messages.print(f"{stale} plans made for other inputs were dropped from the registry", highlight=False)

@@ -153,7 +153,7 @@ def _generate(engine: "Engine", prompt: Any, args: Any, sampling: Any, loud: boo
     budget = engine.rank_plan.budget_mib
     print(
         f"{n} tokens; first after {first - start:.3f} s{rate}; {used:.0f} of {budget} MiB on the accelerator, "
-        f"{engine.switches} plan switches",
+        f"{engine.switches} plan switch{'' if engine.switches == 1 else 'es'}",
         file=sys.stderr,
     )
     if len(ranks) > 1:

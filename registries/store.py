@@ -49,7 +49,10 @@ def load_registry(path: Path, plan_command: str = "pshard-plan again") -> Regist
     except NewerFormat as error:
         raise UserError(f"the registry {path} has {error}; update pshard or keep another with --registry") from None
     except ValueError as error:
-        raise UserError(f"the registry {path} is corrupt: {error}; delete it and run: {plan_command}") from None
+        raise UserError(
+            f"the registry {path} is corrupt: {error}; delete it and run: {plan_command}, or keep it and give another "
+            "with --registry"
+        ) from None
 
 
 def save_variants(path: Path, model: str, inputs: Inputs, variants: Sequence[Variant]) -> int:

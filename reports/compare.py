@@ -78,4 +78,5 @@ def _sum_end_to_end(tests: dict[Test, dict[str, Measurement]]) -> list[Compariso
     m = next(iter(first.values()))
     tokens = (prefill[0] + decode[1]) * m.n_sequences
     name = f"{test_name(prefill[0], 0)} + {test_name(0, decode[1], decode[2])}"
+    name += f" x{m.n_sequences}" if m.n_sequences > 1 else ""
     return [Comparison("end to end", name, m.model, m.budget_mib, tokens, seconds, summed=True)]

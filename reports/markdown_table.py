@@ -5,7 +5,9 @@ from collections.abc import Sequence
 
 def draw_table(headings: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool]) -> str:
     """The table, ending in a newline; `right`: whether a column is aligned right."""
-    widths = [max(len(row[i]) for row in [headings, *rows]) for i in range(len(headings))]
+    widths = [
+        max(2, *(len(row[i]) for row in [headings, *rows])) for i in range(len(headings))
+    ]  # 2: a dash and a colon
 
     def line(cells: Sequence[str]) -> str:
         padded = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(cells, widths, right))
