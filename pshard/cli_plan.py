@@ -134,7 +134,7 @@ def _run(argv: list[str]) -> int:
         messages.print(f"note: {what}", highlight=False, soft_wrap=True)
     # plans for another machine would push this one's out of its registry
     registry = None if other_machine and args.registry is None else registry_path(path, args.registry)
-    if registry and registry.exists():
+    if registry and registry.is_file():
         load_registry(registry)  # that it cannot be written to is told before minutes of planning
     with open_model(path) as model:
         spec, inputs = model.spec, fingerprint_inputs(model.fingerprint_inputs(), profile)
