@@ -149,10 +149,9 @@ def _generate(engine: "Engine", prompt: Any, args: Any, sampling: Any, loud: boo
         return
     print()
     rate = f", then {(n - 1) / (end - first):.1f} tok/s" if n > 1 else ""
-    used = engine.memory().accelerator / (1 << 20)
-    budget = engine.rank_plan.budget_mib
+    used, budget = (nbytes / (1 << 20) for nbytes in (ranks[0].accelerator, ranks[0].budget))
     print(
-        f"{n} tokens; first after {first - start:.3f} s{rate}; {used:.0f} of {budget} MiB on the accelerator, "
+        f"{n} tokens; first after {first - start:.3f} s{rate}; {used:.0f} of {budget:.0f} MiB on the accelerator, "
         f"{engine.switches} plan switch{'' if engine.switches == 1 else 'es'}",
         file=sys.stderr,
     )

@@ -83,12 +83,12 @@ class HostWeights:
         self._units = {u.name: u for u in units}
         starts, at, borders = {}, 0, [0]
         for unit in self._units.values():
-            end = at + align(unit.packed_nbytes, TENSOR_ALIGN)
-            if end - borders[-1] > LOCK_CHUNK and at > borders[-1]:
+            size = align(unit.packed_nbytes, TENSOR_ALIGN)
+            if at + size - borders[-1] > LOCK_CHUNK and at > borders[-1]:
                 at = align(at, mmap.PAGESIZE)  # chunks share no page
                 borders.append(at)
             starts[unit.name] = at
-            at += align(unit.packed_nbytes, TENSOR_ALIGN)
+            at += size
         arena = map_memory(at)
         self._device = device
         self.nbytes = self.pageable = at
@@ -128,8 +128,7 @@ class HostWeights:
     def close(self) -> None:
         """Unlock the memory; the arena must not be in use."""
         while self._locked:
-            chunk = self._locked.pop()
-            self._device.page_unlock(chunk)
+            self._device.page_unlock(self._locked.pop())
         self.pageable = self.nbytes
 
 

@@ -46,16 +46,21 @@ def settle_slots(room: Room, tier: TierPlan) -> TierPlan:
     return draft_tier(room, tier.tokens, where, kv, max(1, slots - len(stay)), cut)
 
 
-@pytest.mark.parametrize("kind", ["cuda", "cpu"])
-@pytest.mark.parametrize("seed", range(12))
-def test_no_placement_is_faster_than_its_counts_allow(seed, kind):
+def draw_tiers(seed, kind):
+    """Thirty random placements of tiers of a random case: (the rank's task, the tier's costs, the tier)."""
     rng = random.Random(seed)
     spec, rates, workload = random_case(seed, rng.choice((1, 2, 3, 5, 8)))
     workload = replace(workload, max_ubatch=256, sequences=rng.choice((1, 3)))
     (task,) = prepare_ranks(spec, profile_from_datasheet(replace(rates, kind=kind)), workload)
     for _ in range(30):
         costs = rng.choice(task.costs)
-        tier = place_randomly(rng, task.room, costs)
+        yield task, costs, place_randomly(rng, task.room, costs)
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+@pytest.mark.parametrize("seed", range(12))
+def test_no_placement_is_faster_than_its_counts_allow(seed, kind):
+    for task, costs, tier in draw_tiers(seed, kind):
         counted = settle_slots(task.room, tier)
         problem = tier_problem(task.room, task.classes, costs, max(1, counted.buffers.slots), split=True)
         least = fluid_seconds(problem, count_tier(task.classes, counted), relaxed=True)
@@ -66,13 +71,7 @@ def test_no_placement_is_faster_than_its_counts_allow(seed, kind):
 def test_what_is_not_simulated_would_not_have_been_faster(kind):
     near = 0
     for seed in range(12):
-        rng = random.Random(seed)
-        spec, rates, workload = random_case(seed, rng.choice((1, 2, 3, 5, 8)))
-        workload = replace(workload, max_ubatch=256, sequences=rng.choice((1, 3)))
-        (task,) = prepare_ranks(spec, profile_from_datasheet(replace(rates, kind=kind)), workload)
-        for _ in range(30):
-            costs = rng.choice(task.costs)
-            tier = place_randomly(rng, task.room, costs)
+        for task, costs, tier in draw_tiers(seed, kind):
             if any(p.cpu_rows for p in tier.placements):
                 continue
             floor, counts = Floor(task.room, task.classes, costs), count_tier(task.classes, tier)
