@@ -47,6 +47,7 @@ class Device(Protocol):
     def synchronize(self) -> None: ...
     def computing(self) -> Any: ...
     def repeat(self, key: tuple, worth_it: bool, work: Callable[[], Any]) -> None: ...
+    def forget_repeats(self) -> None: ...
     def process_bytes(self) -> int: ...
     def close(self) -> None: ...
 
@@ -204,6 +205,10 @@ class CudaDevice:
             return
         self._graphs[key].replay()
 
+    def forget_repeats(self) -> None:
+        """Drop what `repeat` captured: the memory that it uses is about to go."""
+        self._graphs.clear()
+
     def _used_bytes(self) -> int:
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return total - free
@@ -215,7 +220,7 @@ class CudaDevice:
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):  # an error of the GPU was raised where it was met
             self.synchronize()
-        self._graphs.clear()
+        self.forget_repeats()
 
 
 def _kernel_for_small_copies() -> Callable[[torch.Tensor, torch.Tensor], None] | None:
@@ -344,6 +349,9 @@ class CpuDevice:
 
     def repeat(self, key: tuple, worth_it: bool, work: Callable[[], Any]) -> None:
         work()
+
+    def forget_repeats(self) -> None:
+        pass
 
     def process_bytes(self) -> int:
         return self._allocated

@@ -305,11 +305,12 @@ class Executor:
         return done
 
     def close(self) -> None:
-        """Wait for all lanes and unlock host memory."""
+        """Wait for all lanes, drop graphs, which know addresses of this executor only, and unlock host memory."""
         with contextlib.suppress(
             RuntimeError
         ):  # whoever used what a failed copy brought has been told; memory is freed
             self.device.synchronize()
+        self.device.forget_repeats()
         self._unlock_host_memory()
         self.weights.close()
 

@@ -1,7 +1,9 @@
 """A profile of tiny sizes, measured for real: what is in it, how it is stored, and what a second one is compared by."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +29,7 @@ from pshard.profile.measure import (
 )
 from pshard.profile.operands import OperandPool
 from pshard.profile.rank_shares import COPY_BYTES, TOKENS
-from pshard.profile.step_cost import time_launch, time_step
+from pshard.profile.step_cost import time_handoff, time_launch, time_step
 from pshard.profile.timing import Pace
 from pshard.runtime.device import CpuDevice
 from pshard.runtime.kernels.plain import PlainKernels
@@ -226,6 +228,35 @@ def test_launching_a_prompts_kernels_is_timed_over_real_steps():
         device.close()
     assert (launch.what, launch.device, launch.tokens, launch.width) == ("launch", "acc", 1, 1)
     assert step.seconds < launch.seconds < 0.1
+
+
+class CapturingDevice(CpuDevice):
+    """Keeps what is to be repeated, as CudaDevice does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graphs: dict[tuple, Callable[[], Any]] = {}
+        self.left: list[int] = []  # of each executor that was closed: how much it had captured
+
+    def repeat(self, key: tuple, worth_it: bool, work: Callable[[], Any]) -> None:
+        self.graphs[key] = work
+        work()
+
+    def forget_repeats(self) -> None:
+        self.left.append(len(self.graphs))
+        self.graphs.clear()
+
+
+def test_walks_on_one_device_share_no_graphs():
+    device, kernels = CapturingDevice(), PlainKernels()
+    kernels.repeatable = True
+    try:
+        time_step("acc", device, (kernels, kernels), Pace(0.01))
+        time_handoff(device, (kernels, kernels), Pace(0.01))
+        step, turns, acc, host = device.left
+        assert not device.graphs and turns > step == acc == 1 and host == 0
+    finally:
+        device.close()
 
 
 def test_gpus_differ_by_name_capability_or_memory():
