@@ -26,20 +26,19 @@ class Sample:
 
 
 def measured_tiers(variant: Variant, loads: Sequence[TierLoad]) -> list[Sample]:
-    """The tiers of a variant of one device that were measured."""
+    """The tiers of a variant of one device that were measured while not much else ran."""
     return [
-        Sample(tier, load, tier.prediction.measured_seconds)
+        Sample(tier, load, tier.prediction.quiet_seconds)
         for tier, load in zip(variant.ranks[0].tiers, loads, strict=True)
-        if tier.prediction.measured_seconds is not None
+        if tier.prediction.quiet_seconds is not None
     ]
 
 
 def is_off(variant: Variant) -> bool:
-    """Whether any measured tier of any rank took a time that is not what was predicted."""
+    """Whether any tier of any rank that was measured undisturbed took a time that is not what was predicted."""
     predictions = [t.prediction for r in variant.ranks for t in r.tiers]
     return any(
-        p.measured_seconds is not None and abs(p.seconds - p.measured_seconds) > OFF * p.measured_seconds
-        for p in predictions
+        p.quiet_seconds is not None and abs(p.seconds - p.quiet_seconds) > OFF * p.quiet_seconds for p in predictions
     )
 
 

@@ -66,14 +66,20 @@ def _ways(
     spec: ModelSpec, profile: MachineProfile, workload: Workload, auto_ratios: bool, time_limit: float
 ) -> Iterator[tuple[str, Callable[[], Variant]]]:
     """What to call each way, and what plans it; the simplest first."""
-    alone = replace(workload, split_mode="none", tensor_split=(), max_tp=())
     for device in _unlike_devices(profile, workload.vram_mib):
-        one = replace(alone, vram_mib=(workload.vram_mib[device],), device=device)
+        one = alone_on(workload, device)
         yield f"-sm none, device {device}", partial(plan_variant, spec, profile, one, time_limit)
     for mode in ("layer", "tensor") if len(workload.vram_mib) > 1 else ():
         split = workload.under(Split(mode, workload.tensor_split, workload.max_tp if mode == "tensor" else ()))
         plan = plan_ratios if auto_ratios else plan_variant
         yield f"-sm {mode}", partial(plan, spec, profile, split, time_limit)
+
+
+def alone_on(workload: Workload, device: int) -> Workload:
+    """The same for one of its devices."""
+    return replace(
+        workload, vram_mib=(workload.vram_mib[device],), split_mode="none", tensor_split=(), max_tp=(), device=device
+    )
 
 
 def _unlike_devices(profile: MachineProfile, budgets: tuple[int, ...]) -> Iterator[int]:

@@ -137,7 +137,9 @@ def predict_again(variant: Variant, task: RankTask) -> Variant:
         replace(
             tier,
             prediction=replace(
-                predict_tier(task.room, tier, cost, bound), measured_seconds=tier.prediction.measured_seconds
+                predict_tier(task.room, tier, cost, bound),
+                measured_seconds=tier.prediction.measured_seconds,
+                disturbed=tier.prediction.disturbed,
             ),
         )
         for tier, cost, bound in zip(rank.tiers, task.costs, task.split_bounds, strict=True)

@@ -152,9 +152,9 @@ def _run(argv: list[str]) -> int:
     if args.split_mode != "none" and not profile.collectives:
         text = "note: the profile has no collectives; what ranks exchange is priced as copies through host memory"
         messages.print(text, highlight=False, soft_wrap=True)
-    stale = save_variants(registry, spec.name, inputs, variants) if registry else 0
-    if stale:
-        messages.print(f"{stale} plans made for other inputs were dropped from the registry", highlight=False)
+    saved = save_variants(registry, spec.name, inputs, variants) if registry else None
+    for why in saved.notes if saved else ():
+        messages.print(f"note: {why}", highlight=False, soft_wrap=True)
     gains: dict[int, tuple] = {}
     if args.explain:
         from pshard.planner.explain import explain_gains
@@ -213,23 +213,26 @@ def _plan(
 ) -> tuple[Any, tuple]:
     """The variant of one budget and what was tried for it; in a sweep, None for a budget that is too small."""
     from pshard.errors import BudgetTooSmall
-    from pshard.planner.plan import plan_baseline, plan_variant
+    from pshard.planner.modes import alone_on, plan_split
+    from pshard.planner.plan import plan_baseline
+    from pshard.validating import SPLIT, choose_by_trial
+
+    def say(line: str) -> None:
+        messages.print(f"note: {line}", highlight=False, soft_wrap=True)
 
     try:
         if args.strategy != "ilp":
             return plan_baseline(args.strategy, model.spec, profile, workload), ()
-        if args.split_mode == "auto" or args.tensor_split == "auto":
-            from pshard.planner.modes import plan_split
-
-            return plan_split(model.spec, profile, workload, wants_ratios(args), args.time_limit), ()
-        if not validate:
-            return plan_variant(model.spec, profile, workload, args.time_limit), ()
-        from pshard.validating import choose_by_trial
-
-        def say(line: str) -> None:
-            messages.print(f"note: {line}", highlight=False, soft_wrap=True)
-
-        return choose_by_trial(model, profile, workload, args.time_limit, args.validate_seconds, say)
+        if validate and args.split_mode != "auto":
+            return choose_by_trial(model, profile, workload, args.time_limit, args.validate_seconds, say)
+        settled = plan_split(model.spec, profile, workload, wants_ratios(args), args.time_limit)
+        if validate and len(settled.ranks) == 1:
+            one = alone_on(workload, settled.device)
+            chosen, trials = choose_by_trial(model, profile, one, args.time_limit, args.validate_seconds, say)
+            return replace(chosen, considered=settled.considered), trials
+        if validate:
+            say(f"not validated: {SPLIT}")
+        return settled, ()
     except BudgetTooSmall as error:
         if args.sweep is None:
             raise

@@ -1,6 +1,8 @@
 """Composes the rooms: finds the profile, the registry and the variant of a model, and loads an engine with them."""
 
+import os
 import shlex
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -59,6 +61,7 @@ class Opened:
     profile: MachineProfile
     variant: Variant
     registry: Path
+    why: str = ""  # how the variant compared with others, where -sm auto left it to a run
 
 
 def open_plan(request: Request) -> Opened:
@@ -87,11 +90,14 @@ def open_plan(request: Request) -> Opened:
             raise UserError("--replan needs a budget: give --vram")
         from pshard.planner.modes import plan_split
 
-        save_variants(path, file.spec.name, inputs, [plan_split(file.spec, profile, full, request.auto_ratios)])
+        planned = plan_split(file.spec, profile, full, request.auto_ratios)
+        for note in save_variants(path, file.spec.name, inputs, [planned]).notes:
+            print(f"note: {note}", file=sys.stderr)
     registry = load_registry(path, command)
     check_fresh(registry, inputs, f"{command} (or add --replan)")
-    variant = choose_variant(registry, want, command)
-    return Opened(file, profile, replace(variant, reduce_dtype=request.reduce_dtype or variant.reduce_dtype), path)
+    choice = choose_variant(registry, want, command)
+    reduce_dtype = request.reduce_dtype or choice.variant.reduce_dtype
+    return Opened(file, profile, replace(choice.variant, reduce_dtype=reduce_dtype), path, choice.why)
 
 
 def settle_plan(request: Request) -> tuple[Request, int]:
@@ -108,7 +114,10 @@ def settle_plan(request: Request) -> tuple[Request, int]:
         return request, _count_given(request)
     opened = open_plan(request)
     opened.file.close()
-    return replace(request, replan=False), len(opened.variant.ranks)
+    ranks = len(opened.variant.ranks)
+    if opened.why and os.environ.get("RANK", "" if ranks > 1 else "0") == "0":  # of those that this starts, rank 0
+        print(f"note: {opened.why}", file=sys.stderr)
+    return replace(request, replan=False), ranks
 
 
 def _count_given(request: Request) -> int:

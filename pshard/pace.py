@@ -1,9 +1,10 @@
 """What a plan is predicted to do for its user: time to the first token, tokens per second, seconds of a whole round."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from pshard.pipeline import join_seconds
-from pshard.plan import Variant
+from pshard.plan import Prediction, Variant
 
 
 def rank_seconds(variant: Variant) -> dict[int, tuple[float, ...]]:
@@ -45,3 +46,28 @@ def decode_seconds(variant: Variant) -> float:
 def round_seconds(variant: Variant) -> float:
     """Seconds in which all sequences bring a prompt and decode their answers."""
     return first_token_seconds(variant) + variant.generated * decode_seconds(variant)
+
+
+def as_profiled(variant: Variant) -> Variant:
+    """The variant with what the profile alone predicts, whatever running plans has taught since."""
+    return _with_seconds(variant, lambda p: p.profile_seconds)
+
+
+def as_measured(variant: Variant) -> Variant:
+    """The variant with measured seconds in place of predicted ones, where it was run."""
+    return _with_seconds(variant, lambda p: p.measured_seconds)
+
+
+def _with_seconds(variant: Variant, seconds: Callable[[Prediction], float | None]) -> Variant:
+    """Other seconds of every tier; those that it has where there are no others."""
+    ranks = tuple(
+        replace(
+            rank,
+            tiers=tuple(
+                replace(t, prediction=replace(t.prediction, seconds=seconds(t.prediction) or t.prediction.seconds))
+                for t in rank.tiers
+            ),
+        )
+        for rank in variant.ranks
+    )
+    return replace(variant, ranks=ranks)

@@ -5,6 +5,7 @@ from functools import cached_property
 from itertools import takewhile
 
 from pshard.buffers import SMALL_BATCH
+from pshard.stolen_time import DISTURBED
 from pshard.workload import Limits, Split, Workload, format_limits
 
 REGISTRY_VERSION = 1
@@ -39,7 +40,8 @@ class Prediction:
     seconds: from simulating the steps. bound_seconds: no plan of this tier can be faster under the same costs.
     busy: seconds that each resource works ("acc", "cpu", "link", "dram"). binds: the resource that limits the time
     ("vram" when more memory would help first). measured_seconds: of the same micro-batch when it was really run; None
-    when it was not.
+    when it was not. disturbed: share of the host's core time that other programs and machines had meanwhile.
+    profile_seconds: what the profile's own times predict, where `seconds` is by times that were fitted to trials.
     """
 
     seconds: float
@@ -49,6 +51,13 @@ class Prediction:
     link_bytes: int
     past: int
     measured_seconds: float | None = None
+    disturbed: float = 0.0
+    profile_seconds: float | None = None
+
+    @property
+    def quiet_seconds(self) -> float | None:
+        """What was measured, unless too much else ran: what times may be fitted to."""
+        return self.measured_seconds if self.disturbed < DISTURBED else None
 
 
 @dataclass(frozen=True)
@@ -216,6 +225,11 @@ class Variant:
             self.generated, self.split_mode, self.tensor_split, self.max_tp, self.device,
             self.reduce_dtype,
         )  # fmt: skip
+
+    @property
+    def validated(self) -> bool:
+        """Whether it was run before it was written."""
+        return any(t.prediction.measured_seconds is not None for rank in self.ranks for t in rank.tiers)
 
     @property
     def way(self) -> str:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from pshard.errors import StepFailed, UserError
 from pshard.machine import MachineProfile
-from pshard.plan import Variant
+from pshard.plan import Prediction, Variant
+from pshard.stolen_time import DISTURBED, disturbed_share, read_core_time
 from pshard.workload import Workload
 
 if TYPE_CHECKING:
@@ -27,7 +28,17 @@ NOISE = 0.01  # the planner's own choice stays unless another plan is measured f
 AGAIN = 1.15  # plans within this factor of the fastest are run once more, as machines change their speed
 SMALL_MODEL = 1 << 30  # bytes: up to here trying plans takes seconds also without a GPU
 
+SPLIT = "a model split over devices runs in several processes; see pshard-bench"
+
 Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Measured seconds of a micro-batch, and the share of the host's core time that others had meanwhile."""
+
+    seconds: float
+    disturbed: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -50,9 +61,10 @@ def why_not_worthwhile(profile: MachineProfile, packed_nbytes: int) -> str | Non
 
 
 def why_impossible(profile: MachineProfile, workload: Workload) -> str | None:
-    """Why plans cannot be tried here at all: several devices, no torch, or the profile of another machine."""
-    if workload.split_mode != "none":
-        return "a model split over devices runs in several processes; see pshard-bench"
+    """Why plans cannot be tried here at all: several devices, no torch, or the profile of another machine. What
+    -sm auto settles on may be tried when it is one device."""
+    if workload.split_mode not in ("none", "auto"):
+        return SPLIT
     try:
         from pshard.opening import check_machine
 
@@ -72,14 +84,16 @@ def choose_by_trial(
     The planner's choice, its next best solution and the best published strategy are loaded one after the other while
     `seconds` last, and those that may still win once more by turns: a slow spell of the machine is no plan's fault.
     Where a prediction is off, the profile's times are fitted to what was measured, the program is
-    solved again, and its new choice is tried too. `say` hears one line for each plan that was not tried, and why.
-    Nothing measured: the planner's choice, as it was predicted.
+    solved again, and its new choice is tried too. What was measured while other programs or machines had more than
+    DISTURBED of the cores is kept, marked, but nothing is fitted to it. `say` hears one line for each plan that was
+    not tried, and why, and one on measurements that were disturbed. Nothing measured: the planner's choice, as it was
+    predicted.
     """
     from pshard.planner.correct import fit_correction, is_off, measured_tiers
     from pshard.planner.costs import Tables
     from pshard.planner.plan import plan_several, predict_again, prepare_ranks, price_tiers, same_placements
 
-    (task,) = prepare_ranks(file.spec, profile, workload)
+    (task,) = profiled = prepare_ranks(file.spec, profile, workload)
     tiers = tuple(c.load.tokens for c in task.costs)
     bench = _Bench(file, profile, tiers, workload, time.monotonic() + seconds, say)
     candidates = plan_several(task, time_limit)
@@ -97,7 +111,11 @@ def choose_by_trial(
         if not any(same_placements(again.ranks[0].tiers, t.variant.ranks[0].tiers) for t in bench.trials):
             bench.attempt(again, task, "refitted")
             bench.repeat(task)
-        bench.trials = [replace(t, refitted=predict_again(t.variant, task)) for t in bench.trials]
+        bench.trials = [
+            replace(t, refitted=_keep_profiled(predict_again(t.variant, task), predict_again(t.variant, *profiled)))
+            for t in bench.trials
+        ]
+    bench.tell_disturbed()
     best = min(bench.trials, key=lambda t: t.seconds)
     if best.seconds > bench.trials[0].seconds * (1 - NOISE):
         best = bench.trials[0]
@@ -150,8 +168,8 @@ class _Bench:
             if self._spent:
                 self.say(f"{trial.name} was run only once: the time for validation is spent; see --validate-seconds")
                 continue
-            before = {t.tokens: t.prediction.measured_seconds for t in trial.variant.ranks[0].tiers}
-            found = {n: min(s, before[n] or s) for n, s in self._run(trial.variant).items()}
+            before = {t.tokens: t.prediction for t in trial.variant.ranks[0].tiers}
+            found = {n: _better(timed, before[n]) for n, timed in self._run(trial.variant).items()}
             variant = _with_measured(trial.variant, found)
             again = Trial(trial.name, variant, variant, self._round_seconds(variant, found, task))
             self.trials[self.trials.index(trial)] = again
@@ -161,7 +179,17 @@ class _Bench:
         """Whether one more trial would take too long."""
         return time.monotonic() + self._longest > self.deadline
 
-    def _run(self, variant: Variant) -> dict[int, float]:
+    def tell_disturbed(self) -> None:
+        """Say of which plans times were measured while too much else ran, if of any."""
+        worst = {t.name: max(tier.prediction.disturbed for tier in t.variant.ranks[0].tiers) for t in self.trials}
+        which = ", ".join(f"{name} ({share:.0%})" for name, share in worst.items() if share >= DISTURBED)
+        if which:
+            self.say(
+                f"other programs or machines had core time while plans were run: {which}; such times are kept, but no "
+                "predictions are fitted to them: plan again when the machine is idle"
+            )
+
+    def _run(self, variant: Variant) -> dict[int, Timed]:
         """Seconds of every tier that the workload enters. Raises what loading and running raise."""
         import torch
 
@@ -178,25 +206,43 @@ class _Bench:
                 torch.cuda.empty_cache()
             self._longest = max(self._longest, time.monotonic() - started)
 
-    def _round_seconds(self, variant: Variant, found: dict[int, float], task: "RankTask") -> float:
+    def _round_seconds(self, variant: Variant, found: dict[int, Timed], task: "RankTask") -> float:
         """One round of the workload: the measured micro-batches, and switches as they are priced."""
         from pshard.planner.candidates import switch_seconds
 
         switches = switch_seconds(task.room, variant.ranks[0].tiers, task.costs)
-        return sum(load.weight * found[load.tokens] for load in self.loads) + switches
+        return sum(load.weight * found[load.tokens].seconds for load in self.loads) + switches
 
 
-def _with_measured(variant: Variant, found: dict[int, float]) -> Variant:
+def _better(now: Timed, before: Prediction) -> Timed:
+    """Of two measurements of a tier the undisturbed one, else the faster: what else a machine does slows it down."""
+    if before.measured_seconds is None:
+        return now
+    earlier = Timed(before.measured_seconds, before.disturbed)
+    return min(earlier, now, key=lambda t: (t.disturbed >= DISTURBED, t.seconds))
+
+
+def _with_measured(variant: Variant, found: dict[int, Timed]) -> Variant:
+    def fill(prediction: Prediction, timed: Timed | None) -> Prediction:
+        return replace(prediction, measured_seconds=timed.seconds, disturbed=timed.disturbed) if timed else prediction
+
     (rank,) = variant.ranks
-    tiers = tuple(
-        replace(tier, prediction=replace(tier.prediction, measured_seconds=found.get(tier.tokens)))
-        for tier in rank.tiers
-    )
+    tiers = tuple(replace(tier, prediction=fill(tier.prediction, found.get(tier.tokens))) for tier in rank.tiers)
     return replace(variant, ranks=(replace(rank, tiers=tiers),))
 
 
-def measure_tiers(engine: "Engine", loads: "Sequence[TierLoad]", deadline: float) -> dict[int, float]:
-    """Seconds of each load's micro-batch by its tokens: the median of a few samples after a warm-up.
+def _keep_profiled(fitted: Variant, profiled: Variant) -> Variant:
+    """A variant of one device by fitted times, with what the profile's own times predict beside it."""
+    (rank,), (other,) = fitted.ranks, profiled.ranks
+    tiers = tuple(
+        replace(tier, prediction=replace(tier.prediction, profile_seconds=plain.prediction.seconds))
+        for tier, plain in zip(rank.tiers, other.tiers, strict=True)
+    )
+    return replace(fitted, ranks=(replace(rank, tiers=tiers),))
+
+
+def measure_tiers(engine: "Engine", loads: "Sequence[TierLoad]", deadline: float) -> dict[int, Timed]:
+    """Times of each load's micro-batch by its tokens: the median of a few samples after a warm-up.
 
     `deadline` (time.monotonic) ends sampling early; every load gets one sample. Raises UserError as `forward` does.
     """
@@ -208,10 +254,11 @@ def measure_tiers(engine: "Engine", loads: "Sequence[TierLoad]", deadline: float
         if first < LONG:
             first = _time_runs(engine, new, load.past, 1)
         repeats = max(1, min(MOST_REPEATS, int(SAMPLE_SECONDS / first)))
+        began = read_core_time()
         samples = [_time_runs(engine, new, load.past, repeats)]
         while len(samples) < SAMPLES and time.monotonic() < deadline:
             samples.append(_time_runs(engine, new, load.past, repeats))
-        found[load.tokens] = median(samples)
+        found[load.tokens] = Timed(median(samples), round(disturbed_share(began, read_core_time()), 4))
     return found
 
 

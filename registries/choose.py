@@ -1,11 +1,12 @@
 """Which stored variant serves a workload, and what to say when none does."""
 
 import shlex
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import isclose
 
 from pshard.errors import UserError
-from pshard.pace import round_seconds
+from pshard.pace import as_measured, as_profiled, round_seconds
 from pshard.plan import Registry, Variant
 from pshard.workload import Workload, format_limits
 
@@ -28,31 +29,74 @@ def plan_command(model_path: str, want: Workload) -> str:
     return shlex.join(words)
 
 
-def choose_variant(registry: Registry, want: Workload, replan_command: str) -> Variant:
+@dataclass(frozen=True)
+class Choice:
+    """The variant that serves a workload; `why`: how several ways to split compared, where that was the choice."""
+
+    variant: Variant
+    why: str = ""
+
+
+def choose_variant(registry: Registry, want: Workload, replan_command: str) -> Choice:
     """The variant with the largest budget that fits in `want.vram_mib`, which is what is at hand on each device.
 
     It must hold at least the wanted context and sequences, with the same KV types and split. Among equal budgets the
     one for fewest sequences goes first, then the wanted ubatch, then the smallest context; the largest context when
     none is wanted; then the one with the shortest predicted round (other ratios of a split). With split mode "auto" any
-    split will do, also one device of those, and the round counts before the budget. Raises UserError that lists the
-    variants there are.
+    split will do, also one device of those: sequences and context go first as above, then the round. Raises UserError
+    that lists the variants there are.
     """
     fitting = [v for v in registry.variants if _serves(v, want)]
-    if fitting:
-        return max(
+    if not fitting:
+        wanted = _describe(want)
+        there = "; ".join(_describe(v) for v in registry.variants) or "none"
+        raise UserError(f"no plan fits {wanted}; planned are: {there}; run: {replan_command}")
+    if want.split_mode == "auto":
+        return _choose_way(fitting, want)
+    return Choice(
+        max(
             fitting,
             key=lambda v: (
-                0 if want.split_mode == "auto" else sum(v.vram_mib),
+                sum(v.vram_mib),
                 -v.sequences,
                 v.max_ubatch == want.max_ubatch,
-                -v.context if want.context > 1 else v.context,
+                _rank_context(v, want),
                 v.max_ubatch,
-                -round_seconds(replace(v, prompt=want.prompt, generated=want.generated)),
+                -_round(v, want),
             ),
         )
-    wanted = _describe(want)
-    there = "; ".join(_describe(v) for v in registry.variants) or "none"
-    raise UserError(f"no plan fits {wanted}; planned are: {there}; run: {replan_command}")
+    )
+
+
+def _choose_way(fitting: Sequence[Variant], want: Workload) -> Choice:
+    """The shortest round, of all as measured where all were run, else of all as the profile predicts them: plans that
+    were run have times that were fitted to that, which the others had no chance to."""
+    closest = max((-v.sequences, _rank_context(v, want)) for v in fitting)
+    alike = [v for v in fitting if (-v.sequences, _rank_context(v, want)) == closest]
+    run = [v for v in alike if v.validated]
+    view = as_measured if len(run) == len(alike) else as_profiled
+    rounds = sorted(((_round(view(v), want), v) for v in alike), key=lambda pair: (pair[0], -sum(pair[1].vram_mib)))
+    if len(rounds) == 1:
+        return Choice(alike[0])
+    sort = "measured" if len(run) == len(alike) else "predicted"
+    listed = ", ".join(f"{_name_way(v)} {seconds:.3g} s" for seconds, v in rounds)
+    why = f"-sm auto takes the shortest of the {sort} rounds: {listed}"
+    if run and sort == "predicted":
+        why += f"; {', '.join(map(_name_way, run))} was also measured, which is left out, as others were not"
+    return Choice(rounds[0][1], why)
+
+
+def _rank_context(variant: Variant, want: Workload) -> int:
+    """The higher the better: the smallest context that serves, the largest when none is wanted."""
+    return -variant.context if want.context > 1 else variant.context
+
+
+def _round(variant: Variant, want: Workload) -> float:
+    return round_seconds(replace(variant, prompt=want.prompt, generated=want.generated))
+
+
+def _name_way(variant: Variant) -> str:
+    return f"{variant.way} ({','.join(map(str, variant.vram_mib))} MiB)"
 
 
 def _serves(variant: Variant, want: Workload) -> bool:

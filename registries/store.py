@@ -5,6 +5,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -55,11 +56,31 @@ def load_registry(path: Path, plan_command: str = "pshard-plan again") -> Regist
         ) from None
 
 
-def save_variants(path: Path, model: str, inputs: Inputs, variants: Sequence[Variant]) -> int:
+@dataclass(frozen=True)
+class Saved:
+    """What writing variants took out of a registry: how many were stale, and which, though they had been run, gave way
+    to one that was only predicted."""
+
+    stale: int
+    unproven: tuple[Variant, ...] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A line on each."""
+        lines = [f"{self.stale} plans made for other inputs were dropped from the registry"] if self.stale else []
+        for v in self.unproven:
+            what = f"{','.join(map(str, v.vram_mib))} MiB, -c {v.context}, {v.way}"
+            lines.append(
+                f"the plan for {what} had been run before it was written; the one in its place is predicted only"
+            )
+        return tuple(lines)
+
+
+def save_variants(path: Path, model: str, inputs: Inputs, variants: Sequence[Variant]) -> Saved:
     """Add variants to the registry at `path`; one with the same key is replaced, others are kept.
 
     When `inputs` differ from the stored ones, the stored variants are stale and dropped.
-    Returns how many were dropped as stale. Raises UserError and leaves the old file as it was when the folder cannot
+    Raises UserError and leaves the old file as it was when the folder cannot
     be written, the disk is full, or the file at hand is not a registry that this program can read.
     """
     path = Path(path)
@@ -71,12 +92,13 @@ def save_variants(path: Path, model: str, inputs: Inputs, variants: Sequence[Var
             kept = stored.variants if stored and stored.fingerprint == digest(inputs) else ()
             stale = len(stored.variants) - len(kept) if stored else 0
             replaced = {variant_key(v) for v in variants}
+            proven = {variant_key(v) for v in kept if v.validated}
             merged = [v for v in kept if variant_key(v) not in replaced] + list(variants)
             merged.sort(key=lambda v: (variant_key(v)[1:], v.vram_mib))
             created = datetime.now(UTC).isoformat(timespec="seconds")
             registry = Registry(digest(inputs), tuple(inputs), model, created, tuple(merged))
             write_text_atomically(path, encode_registry(registry))
-    return stale
+    return Saved(stale, tuple(v for v in variants if variant_key(v) in proven and not v.validated))
 
 
 def variant_key(variant: Variant) -> tuple:

@@ -24,6 +24,7 @@ from pshard.planner.predict import Predictor
 from pshard.planner.show import print_trials
 from pshard.registries.codec import decode_registry, encode_registry
 from pshard.registries.store import load_registry, save_variants
+from pshard.validating import Timed
 from pshard.workload import Workload
 from tests.planner_cases import DESKTOP, OWN, make_model
 
@@ -111,7 +112,8 @@ def test_registries_from_before_there_were_measurements_are_read(tmp_path):
     for variant in data["variants"]:
         del variant["correction"]
         for tier in variant["ranks"][0]["tiers"]:
-            del tier["prediction"]["measured_seconds"]
+            for field in ("measured_seconds", "disturbed", "profile_seconds"):
+                del tier["prediction"][field]
     assert decode_registry(json.dumps(data)) == registry
 
 
@@ -131,9 +133,13 @@ class Scripted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *script: "dict[int, float] | float | Exception") -> None:
         self.script, self.variants, self.repeated, self.took, self.again = list(script), [], [], [], {}
+        self.disturbed = 0.0
         monkeypatch.setattr("pshard.planner.refine.TRIES", 50)  # which plan is found is not the matter here
         monkeypatch.setattr("pshard.opening.start_engine", self.load)
-        monkeypatch.setattr(validating, "measure_tiers", lambda engine, loads, deadline: engine)
+        monkeypatch.setattr(validating, "measure_tiers", lambda engine, loads, deadline: self.time(engine))
+
+    def time(self, seconds: "dict[int, float]") -> "dict[int, Timed]":
+        return {tokens: Timed(s, self.disturbed) for tokens, s in seconds.items()}
 
     def load(self, opened, variant):
         known = [placements(v) for v in self.variants]
@@ -249,6 +255,59 @@ def test_the_written_prediction_of_a_slower_machine_is_close_to_what_it_measured
     assert chosen.correction.factors
 
 
+def test_times_that_other_programs_disturbed_are_kept_and_told_but_not_learnt_from(world, monkeypatch):
+    engines = Scripted(monkeypatch, 2.0, 2.0, 2.0)
+    engines.disturbed = 0.3
+    chosen, trials, said = choose(world)
+    decode = chosen.ranks[0].covering(1).prediction
+    assert is_off(replace_all(chosen, disturbed=0.0)) and not is_off(chosen)
+    assert not chosen.correction.factors and len(trials) == 3
+    assert decode.measured_seconds == pytest.approx(2 * decode.seconds) and decode.disturbed == 0.3
+    assert any("ilp (30%)" in line and "idle" in line for line in said)
+
+
+def test_an_undisturbed_time_counts_more_than_a_faster_disturbed_one():
+    (variant, *_) = plan_several(prepare_ranks(SPEC, PROFILE, WORKLOAD)[0], 5.0)
+    before = replace(variant.ranks[0].tiers[0].prediction, measured_seconds=0.02)
+    assert validating._better(Timed(0.01, 0.5), before) == Timed(0.02)
+    assert validating._better(Timed(0.01, 0.01), before) == Timed(0.01, 0.01)
+    assert validating._better(Timed(0.03), replace(before, disturbed=0.5)) == Timed(0.03)
+
+
+def replace_all(variant, **fields):
+    """The variant with these fields of every prediction."""
+    (rank,) = variant.ranks
+    tiers = tuple(replace(t, prediction=replace(t.prediction, **fields)) for t in rank.tiers)
+    return replace(variant, ranks=(replace(rank, tiers=tiers),))
+
+
+def test_a_refitted_plan_keeps_what_the_profile_alone_predicts(world, monkeypatch):
+    Scripted(monkeypatch, 2.0, 2.0, 2.0, 1.0)
+    chosen, trials, _ = choose(world)
+    alone = [t.variant for t in trials if not t.name.endswith("refitted")]
+    assert chosen.correction.factors
+    for trial, variant in zip((t for t in trials if t.variant in alone), alone, strict=True):
+        assert [t.prediction.profile_seconds for t in trial.refitted.ranks[0].tiers] == pytest.approx(
+            [t.prediction.seconds for t in variant.ranks[0].tiers]
+        )
+    assert all(t.prediction.profile_seconds != t.prediction.seconds for t in chosen.ranks[0].tiers)
+
+
+def test_auto_runs_what_it_settles_on_when_that_is_one_device(world, capsys):
+    assert plan(world, "--validate") == 0
+    assert cli_plan.main(["-m", str(world.model), "-c", "128", "--vram", "6,6", "-sm", "auto"]) == 0
+    out, err = capsys.readouterr()
+    (variant,) = load_registry(world.registry).variants
+    assert variant.validated and len(variant.considered) > 1 and variant.vram_mib == (6,)
+    assert out.count("Plans that were run") == 2 and "not validated" not in err and "predicted only" not in err
+
+
+def test_a_plan_that_was_run_does_not_give_way_to_a_predicted_one_silently(world, capsys):
+    assert plan(world, "--validate") == 0 and "predicted only" not in capsys.readouterr().err
+    assert plan(world, "--no-validate") == 0
+    assert "note: the plan for 6 MiB, -c 128, -sm none, device 0 had been run" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flags", [("--no-validate",), ("--strategy", "fit"), ("--sweep",)])
 def test_validation_can_be_left_out(world, capsys, flags):
     words = ["-m", str(world.model), "-c", "128"]
@@ -302,7 +361,7 @@ def test_large_models_without_a_gpu_are_run_only_on_request():
 
 def test_tables_are_whole_on_a_narrow_pipe():
     (variant, *_) = plan_several(prepare_ranks(SPEC, PROFILE, WORKLOAD)[0], 5.0)
-    measured = validating._with_measured(variant, {t.tokens: 1.0 for t in variant.ranks[0].tiers})
+    measured = validating._with_measured(variant, {t.tokens: Timed(1.0) for t in variant.ranks[0].tiers})
     trial = validating.Trial("an unusually long name of a strategy", measured, measured, 1.0)
     pipe = io.StringIO()
     print_trials((trial,), Console(file=pipe, width=40))

@@ -3,6 +3,7 @@
 import errno
 import multiprocessing
 import os
+from dataclasses import replace
 
 import pytest
 from registry_samples import INPUTS, make_registry, make_variant
@@ -39,9 +40,9 @@ def test_registry_of_a_read_only_folder_lies_in_the_cache(tmp_path, monkeypatch)
 
 def test_planning_again_replaces_its_variant_and_keeps_the_others(tmp_path):
     path = tmp_path / "r.json"
-    assert save_variants(path, "tiny", INPUTS, [make_variant((100,))]) == 0
-    assert save_variants(path, "tiny", INPUTS, [make_variant((200,))]) == 0
-    assert save_variants(path, "tiny", INPUTS, [make_variant((100,), seconds=0.01)]) == 0
+    assert save_variants(path, "tiny", INPUTS, [make_variant((100,))]).stale == 0
+    assert save_variants(path, "tiny", INPUTS, [make_variant((200,))]).stale == 0
+    assert save_variants(path, "tiny", INPUTS, [make_variant((100,), seconds=0.01)]).stale == 0
     assert budgets(path) == [(100,), (200,)]
     assert load_registry(path).variants[0].ranks[0].tiers[0].prediction.seconds == 0.01
     save_variants(path, "tiny", INPUTS, [make_variant((100,), context=1024)])
@@ -51,7 +52,7 @@ def test_planning_again_replaces_its_variant_and_keeps_the_others(tmp_path):
 def test_changed_inputs_drop_stale_variants_and_say_how_many(tmp_path):
     path = tmp_path / "r.json"
     save_variants(path, "tiny", INPUTS, [make_variant((100,)), make_variant((200,))])
-    assert save_variants(path, "tiny", (("threads", "12"),), [make_variant((300,))]) == 2
+    assert save_variants(path, "tiny", (("threads", "12"),), [make_variant((300,))]).stale == 2
     assert budgets(path) == [(300,)]
 
 
@@ -130,7 +131,7 @@ def test_unreadable_registry_is_refused_and_never_overwritten(tmp_path, content,
 
 def choose(variants, **want):
     fields = {"vram_mib": (1000,), "context": 512, "max_ubatch": 16} | want
-    return choose_variant(make_registry(variants=tuple(variants)), Workload(**fields), "pshard-plan -m m")
+    return choose_variant(make_registry(variants=tuple(variants)), Workload(**fields), "pshard-plan -m m").variant
 
 
 def test_the_largest_budget_that_fits_is_taken():
@@ -167,6 +168,40 @@ def test_the_fastest_of_several_ratios_is_taken():
     shares = {(0.5, 0.5): 0.05, (0.75, 0.25): 0.04, (0.25, 0.75): 0.06}
     made = [make_variant((500, 500), seconds=s, split_mode="tensor", tensor_split=r) for r, s in shares.items()]
     assert choose(made, vram_mib=(500, 500), split_mode="tensor").tensor_split == (0.75, 0.25)
+
+
+def with_prediction(variant, **fields):
+    """The variant with these fields of every prediction."""
+    ranks = tuple(
+        replace(r, tiers=tuple(replace(t, prediction=replace(t.prediction, **fields)) for t in r.tiers))
+        for r in variant.ranks
+    )
+    return replace(variant, ranks=ranks)
+
+
+def choose_auto(*variants):
+    want = Workload((1000, 1000), context=512, max_ubatch=16, split_mode="auto")
+    return choose_variant(make_registry(variants=variants), want, "pshard-plan -m m")
+
+
+def test_auto_compares_a_plan_that_was_run_with_one_that_was_not_by_what_the_profile_predicts():
+    split = make_variant((1000, 1000), seconds=0.04, split_mode="tensor", tensor_split=(0.5, 0.5))
+    one = with_prediction(make_variant((1000,), seconds=0.05), measured_seconds=0.05, profile_seconds=0.03)
+    found = choose_auto(split, one)
+    assert found.variant == one  # fitted to its trial it would have lost, with nothing alike known of the other
+    assert "shortest of the predicted rounds: -sm none, device 0 (1000 MiB)" in found.why
+    assert "-sm none, device 0 (1000 MiB) was also measured, which is left out" in found.why
+
+
+def test_auto_compares_plans_that_were_all_run_as_they_were_measured():
+    first = with_prediction(make_variant((1000,), seconds=0.03), measured_seconds=0.05)
+    other = with_prediction(make_variant((900,), seconds=0.04), measured_seconds=0.045)
+    found = choose_auto(first, other)
+    assert found.variant == other and "shortest of the measured rounds" in found.why
+
+
+def test_auto_says_nothing_where_there_is_nothing_to_compare():
+    assert choose_auto(make_variant((1000,)), make_variant((1000,), context=1024)).why == ""
 
 
 def test_the_smallest_context_that_covers_is_taken():
