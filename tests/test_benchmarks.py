@@ -60,3 +60,41 @@ def test_truth_plans_budgets_that_have_no_plan(
 def test_a_budget_that_is_too_small_is_told_in_one_line(world: World, tmp_path: Path) -> None:
     done = run_script(world, "truth.py", "--vram", "1", "-o", str(tmp_path / "truth.json"))
     assert done.returncode == 2 and done.stdout.count("\n") == 1 and "Traceback" not in done.stderr
+
+
+def run_parallel(world: World, out: Path, monkeypatch: pytest.MonkeyPatch, seconds: str) -> dict:
+    monkeypatch.setenv("PSHARD_CACHE", str(world.profile.parent))
+    flags = ["--cases", "vram", "--devices", "2", "--seconds", seconds, "-o", str(out)]
+    monkeypatch.setattr(sys, "argv", ["parallel.py", "-m", str(world.model), *flags])
+    script = runpy.run_path(str(SCRIPTS / "parallel.py"))
+    case = script["Case"](64, 64, 16, "-c 128", "-p 32 -n 8 -r 1", {(2, "tg8"): 1.4})
+    monkeypatch.setitem(script["main"].__globals__["CASES"], "vram", case)
+    assert script["main"]() == 0
+    return json.loads(out.read_text())["tiny vram"]
+
+
+def test_ways_to_use_several_devices_are_measured_and_the_planners_choice_is_judged(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    record = run_parallel(world, tmp_path / "parallel.json", monkeypatch, "100")
+    said = capsys.readouterr().out
+    assert list(record["ways"]) == ["one device", "2 devices, tensor", "2 devices, layer"] and not record["skipped"]
+    for way in record["ways"].values():
+        assert [m["test"] for m in way["measurements"]] == ["pp32", "tg8"]
+    choice = record["choices"]["2 devices"]
+    fastest = min(choice["measured"], key=choice["measured"].get)
+    assert set(choice["measured"]) == {"none", "tensor", "layer"}
+    assert "NOT the fastest" in choice["said"] or choice["measured"][choice["chosen"]] <= 1.03 * min(
+        choice["measured"].values()
+    )
+    assert ("the fastest measured" in choice["said"]) == ("NOT" not in choice["said"])
+    assert "NOT" not in choice["said"] or f"{fastest} is" in choice["said"]
+    assert "of one device (goal x1.4)" in said and "of predicted" in said
+
+
+def test_ways_that_no_time_is_left_for_are_named_and_nothing_is_judged(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = run_parallel(world, tmp_path / "parallel.json", monkeypatch, "0.1")
+    assert not record["ways"] and len(record["skipped"]) == 3
+    assert "not enough was measured" in record["choices"]["2 devices"]["said"]
