@@ -19,6 +19,7 @@ from pshard.machine import Contention, CopyTiming, ElementwiseTiming
 from pshard.profile.timing import Pace, median_seconds
 from pshard.runtime.device import Device
 from pshard.runtime.host_memory import map_memory
+from pshard.runtime.staging import StagingRing
 
 KIB, MIB = 1 << 10, 1 << 20
 COPY_SIZES = (4 * KIB, 64 * KIB, 256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
@@ -29,15 +30,19 @@ QUEUED_BESIDE = 16  # copies under way beside a CPU kernel: more than the link m
 MOST_PIECES = 512  # pieces of a buffer that copies take turns with
 COPIES_ISSUED = 200  # to find what starting one costs the host
 
+Copy = Callable[[torch.Tensor, torch.Tensor], Any]
+
 
 @dataclass(frozen=True)
 class LinkBench:
-    """A device's lanes and the buffers that copies go between. `locked` is None when page-locking was refused."""
+    """A device's lanes and the buffers that copies go between. `locked` is None when page-locking was refused, `ring`
+    also where the device cannot fill one."""
 
     device: Device
     remote: torch.Tensor
     pageable: torch.Tensor
     locked: torch.Tensor | None
+    ring: StagingRing | None = None
 
     @property
     def host(self) -> torch.Tensor:
@@ -46,6 +51,8 @@ class LinkBench:
 
     def close(self) -> None:
         self.device.synchronize()
+        if self.ring is not None:
+            self.ring.close()
         if self.locked is not None:
             self.device.page_unlock(self.locked)
 
@@ -59,25 +66,31 @@ def open_link(device: Device, host_bytes: int, device_bytes: int) -> LinkBench:
     pageable, locked = map_memory(host_bytes).zero_(), map_memory(host_bytes).zero_()
     remote = device.allocate(device_bytes)
     remote.zero_()
-    return LinkBench(device, remote, pageable, locked if device.page_lock(locked) else None)
+    if not device.page_lock(locked):
+        return LinkBench(device, remote, pageable, None)
+    ring = StagingRing(device, device_bytes) if device.fills else None
+    return LinkBench(device, remote, pageable, locked, ring)
 
 
 def time_copies(link: LinkBench, sizes: Iterable[int], pace: Pace) -> list[CopyTiming]:
-    """Seconds per copy in both directions, from page-locked and pageable memory, queued one behind the other."""
-    timings = []
-    for memory, host in (("pinned", link.locked), ("pageable", link.pageable)):
-        if host is None:
-            continue
-        for direction in ("h2d", "d2h"):
-            for nbytes in sizes:
-                seconds = _time_copy(link, host, direction, nbytes, pace)
-                timings.append(CopyTiming(direction, memory, nbytes, seconds))
-    return timings
+    """Seconds per copy, queued one behind the other: in both directions from page-locked and pageable memory, and to
+    the device from pageable memory staged through a ring, as the runtime copies weights that are not page-locked."""
+    device, ways = link.device, list[tuple[str, str, torch.Tensor, Copy]]()
+    if link.locked is not None:
+        ways += [("h2d", "pinned", link.locked, device.copy_in), ("d2h", "pinned", link.locked, device.copy_out)]
+    if link.ring is not None:
+        ways.append(("h2d", "staged", link.pageable, link.ring.copy_in))
+    ways += [("h2d", "pageable", link.pageable, device.copy_in), ("d2h", "pageable", link.pageable, device.copy_out)]
+    return [
+        CopyTiming(direction, memory, nbytes, _time_copy(link, host, direction, nbytes, copy, pace))
+        for direction, memory, host, copy in ways
+        for nbytes in sizes
+    ]
 
 
-def _time_copy(link: LinkBench, host: torch.Tensor, direction: str, nbytes: int, pace: Pace) -> float:
+def _time_copy(link: LinkBench, host: torch.Tensor, direction: str, nbytes: int, copy: Copy, pace: Pace) -> float:
     queued = max(1, min(DEEPEST_QUEUE, BATCH_BYTES // nbytes))
-    copies = _copies(link, host, direction, nbytes)
+    copies = _copies(link, host, direction, nbytes, copy)
 
     def run(i: int) -> None:
         for n in range(queued):
@@ -98,10 +111,14 @@ def copy_in_turn(link: LinkBench, direction: str, nbytes: int) -> Callable[[], N
     return run
 
 
-def _copies(link: LinkBench, host: torch.Tensor, direction: str, nbytes: int) -> list[Callable[[], Any]]:
-    """Copies of `nbytes` whose pieces of host memory lie all over it, and on the device as far as its buffer goes."""
+def _copies(
+    link: LinkBench, host: torch.Tensor, direction: str, nbytes: int, copy: Copy | None = None
+) -> list[Callable[[], Any]]:
+    """Copies of `nbytes` (made by `copy` instead of the direction's lane) whose pieces of host memory lie all over it,
+    and on the device as far as its buffer goes."""
+    copy = copy or (link.device.copy_in if direction == "h2d" else link.device.copy_out)
     return [
-        partial(link.device.copy_in, there, here) if direction == "h2d" else partial(link.device.copy_out, here, there)
+        partial(copy, there, here) if direction == "h2d" else partial(copy, here, there)
         for here, there in zip(_pieces(host, nbytes), itertools.cycle(_pieces(link.remote, nbytes)))
     ]
 

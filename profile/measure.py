@@ -255,7 +255,7 @@ def expected_seconds(request: Request) -> float:
     jobs = sum(job.expected for job in plan_jobs(request, request.accelerator != "cpu"))
     unlike = len(unlike_accelerators(identify_accelerators(request.accelerator)))
     reads = 3 * ROUNDS * len(thread_counts(count_cores(), effort.quick)) * effort.pace.seconds
-    copies = 6 * len(effort.copy_sizes) * effort.pace.seconds + 2 * effort.contention_seconds
+    copies = 7 * len(effort.copy_sizes) * effort.pace.seconds + 2 * effort.contention_seconds
     return 2 + reads + copies + unlike * min(effort.limit, jobs) + 15 * bool(effort.sums)
 
 

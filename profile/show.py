@@ -81,7 +81,9 @@ def _reads_table(profile: MachineProfile) -> Table:
 
 
 def _link_table(profile: MachineProfile, side: str) -> Table:
-    ways = [(direction, memory) for memory in ("pinned", "pageable") for direction in ("h2d", "d2h")]
+    there = {(c.direction, c.memory) for c in profile.copies if c.device == side}
+    memories = ("pinned", "staged", "pageable")
+    ways = [(d, m) for m in memories for d in ("h2d", "d2h") if m != "staged" or (d, m) in there]
     table = _table(f"Link, GB/s (h2d: to the {side_name(side)})", "copy", *(" ".join(way) for way in ways))
     by_size: dict[int, dict[tuple[str, str], CopyTiming]] = {}
     for copy in (c for c in profile.copies if c.device == side):

@@ -96,8 +96,9 @@ class ElementwiseTiming:
 
 @dataclass(frozen=True)
 class CopyTiming:
-    """Seconds of one copy. `direction`: "h2d" or "d2h"; `memory`: "pinned" (page-locked) or "pageable"; `device` as in
-    MatmulTiming."""
+    """Seconds of one copy. `direction`: "h2d" or "d2h"; `device` as in MatmulTiming. `memory`: "pinned" (page-locked),
+    "pageable" (the driver stages), or "staged" (pageable, through a page-locked ring that threads fill; only "h2d").
+    """
 
     direction: str
     memory: str

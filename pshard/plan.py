@@ -141,6 +141,19 @@ class RankPlan:
         return tuple(takewhile(lambda unit: unit not in split, self.pin_order[:fewest]))
 
     @property
+    def lock_order(self) -> tuple[str, ...]:
+        """Units that are kept in host memory, in the order in which they are page-locked: what the smallest tiers
+        stream first, for large ones hide copies; then what is copied when a tier is entered, then what never is."""
+        resident, last = set(self.resident), len(self.tiers)
+        ranks = {p.unit: last + 1 for p in self.tiers[0].placements if p.unit not in resident}
+        for i, tier in reversed([*enumerate(self.tiers)]):
+            for place in tier.placements:
+                if place.unit in ranks and place.where != "cpu":
+                    copied = i if place.where == "streamed" else last
+                    ranks[place.unit] = min(ranks[place.unit], copied)
+        return tuple(sorted(ranks, key=lambda unit: ranks[unit]))
+
+    @property
     def kv_on_host(self) -> tuple[str, ...]:
         """Attention units whose KV cache is in host memory under some tier, in order."""
         found = {p.unit for tier in self.tiers for p in tier.placements if p.kv == "host"}

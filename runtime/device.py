@@ -15,7 +15,9 @@ from typing import Any, Protocol
 import torch
 
 from pshard.errors import UserError
+from pshard.runtime.copiers import Copiers
 from pshard.runtime.host_memory import map_memory
+from pshard.runtime.kernels import native
 from pshard.runtime.row_copy import check_rows, copy_rows
 
 # up to here a kernel copies between device and host, not the copy engine: on the way in that has weights in its queue
@@ -29,6 +31,7 @@ class Device(Protocol):
 
     kind: str
     torch_device: torch.device
+    fills: bool  # whether it has `fill`
 
     def allocate(self, nbytes: int) -> torch.Tensor: ...
     def page_lock(self, memory: torch.Tensor) -> bool: ...
@@ -37,6 +40,8 @@ class Device(Protocol):
     # copies take contiguous tensors, or matrices whose rows are contiguous, of one shape and type
     def copy_in(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Any] = ()) -> Any: ...
     def copy_out(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Any] = ()) -> Any: ...
+    # within host memory, in a lane of its own; contiguous
+    def fill(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Any] = ()) -> Any: ...
     def send(self, dst: torch.Tensor, src: torch.Tensor) -> None: ...
     def bring(self, dst: torch.Tensor, src: torch.Tensor) -> None: ...
     def receive(self, dst: torch.Tensor, src: torch.Tensor) -> None: ...
@@ -67,6 +72,7 @@ class CudaDevice:
     """A CUDA GPU: compute stream, one copy stream each way."""
 
     kind = "cuda"
+    fills = native.is_available()  # a thread of the driver runs none of Python
 
     def __init__(self, index: int) -> None:
         self.torch_device = torch.device("cuda", index)
@@ -79,6 +85,7 @@ class CudaDevice:
         self.compute = torch.cuda.Stream(self.torch_device)
         self._in = torch.cuda.Stream(self.torch_device)
         self._out = torch.cuda.Stream(self.torch_device)
+        self._fill: tuple[torch.cuda.Stream, Copiers] | None = None  # from its first use on
         self._graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
         self._locked: dict[int, int] = {}  # page-locked host memory: first address -> bytes
         self._copy_small = _kernel_for_small_copies()
@@ -124,6 +131,17 @@ class CudaDevice:
 
     def copy_out(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Any] = ()) -> torch.cuda.Event:
         return self._copy(self._out, dst, src, after)
+
+    def fill(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Any] = ()) -> torch.cuda.Event:
+        if self._fill is None:
+            self._fill = torch.cuda.Stream(self.torch_device), Copiers()
+        stream, copiers = self._fill
+        for event in after:
+            stream.wait_event(event)
+        copiers.queue(dst, src, stream.cuda_stream)
+        done = torch.cuda.Event()
+        done.record(stream)
+        return done
 
     def _copy(
         self, stream: torch.cuda.Stream, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Any]
@@ -221,6 +239,8 @@ class CudaDevice:
         with contextlib.suppress(RuntimeError):  # an error of the GPU was raised where it was met
             self.synchronize()
         self.forget_repeats()
+        if self._fill is not None:
+            self._fill[1].close()
 
 
 def _kernel_for_small_copies() -> Callable[[torch.Tensor, torch.Tensor], None] | None:
@@ -254,10 +274,16 @@ class CpuEvent:
             raise RuntimeError("a copy failed") from self._error
 
 
-class _CopyThread:
-    """Runs copies in order; memmove releases the interpreter lock, so compute goes on."""
+def _move(to: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy contiguous memory; the interpreter lock is released, so compute goes on."""
+    ctypes.memmove(to.data_ptr(), source.data_ptr(), source.nbytes)
 
-    def __init__(self, name: str) -> None:
+
+class _CopyThread:
+    """Runs copies in order."""
+
+    def __init__(self, name: str, move: Callable[[torch.Tensor, torch.Tensor], None] = _move) -> None:
+        self._move = move
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -275,13 +301,17 @@ class _CopyThread:
                 for event in after:
                     event.wait()
                 for to, origin in _contiguous_parts(dst, src):
-                    ctypes.memmove(to.data_ptr(), origin.data_ptr(), origin.nbytes)
+                    self._move(to, origin)
                 done.finish()
             except BaseException as error:
                 done.finish(error)
 
-    def close(self) -> None:
+    def end(self) -> None:
+        """Take no more copies."""
         self._queue.put(None)
+
+    def join(self) -> None:
+        """Return when all copies are done, or have failed."""
         self._thread.join()
 
 
@@ -296,9 +326,11 @@ class CpuDevice:
 
     kind = "cpu"
     torch_device = torch.device("cpu")
+    fills = True
 
     def __init__(self) -> None:
         self._in, self._out = _CopyThread("copy-in"), _CopyThread("copy-out")
+        self._fill: tuple[_CopyThread, Copiers] | None = None  # from its first use on
         self._allocated = 0
         self._last: list[CpuEvent] = []
 
@@ -317,6 +349,12 @@ class CpuDevice:
 
     def copy_out(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Any] = ()) -> CpuEvent:
         return self._track(self._out.submit(dst, src, after))
+
+    def fill(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Any] = ()) -> CpuEvent:
+        if self._fill is None:
+            copiers = Copiers()
+            self._fill = _CopyThread("copy-fill", copiers.copy), copiers
+        return self._track(self._fill[0].submit(dst, src, after))
 
     def _track(self, event: CpuEvent) -> CpuEvent:
         self._last = [e for e in self._last if not e.succeeded] + [event]
@@ -357,5 +395,10 @@ class CpuDevice:
         return self._allocated
 
     def close(self) -> None:
-        self._in.close()
-        self._out.close()
+        lanes = [self._in, self._out, *([self._fill[0]] if self._fill else ())]
+        for lane in lanes:  # all before any is joined: they wait for each other's copies
+            lane.end()
+        for lane in lanes:
+            lane.join()
+        if self._fill is not None:
+            self._fill[1].close()

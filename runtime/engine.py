@@ -22,7 +22,9 @@ from pshard.runtime.sampling import Sampler, Sampling
 @dataclass(frozen=True)
 class MemoryReport:
     """Bytes held by an engine, or by one rank of it: `accelerator` is all it took on the device (the driver's figure
-    less the context). `cores`: those that a rank of several keeps to; its memory is from their NUMA nodes."""
+    less the context). `page_locked`: whether all host weights are; `host_locked`: bytes of host memory that are, and
+    `staging` those of them through which other weights are copied. `cores`: those that a rank of several keeps to; its
+    memory is from their NUMA nodes."""
 
     budget: int
     arena: int
@@ -30,6 +32,8 @@ class MemoryReport:
     host_weights: int
     page_locked: bool
     cores: tuple[int, ...] = ()
+    host_locked: int = 0
+    staging: int = 0
 
 
 class Engine:
@@ -98,7 +102,8 @@ class Engine:
         e = self._executor
         budget = self.rank_plan.budget_mib << 20
         taken = self.device.process_bytes()
-        return MemoryReport(budget, e.arena_nbytes, taken, e.host_nbytes, e.page_locked, e.group.cores)
+        host = e.host_nbytes, e.page_locked, e.group.cores, e.locked_nbytes, e.staging_nbytes
+        return MemoryReport(budget, e.arena_nbytes, taken, *host)
 
     def memory_by_rank(self) -> tuple[MemoryReport, ...]:
         """What every rank holds, in order. All ranks call it."""

@@ -24,6 +24,7 @@ from pshard.runtime.kv_cache import JOIN_BYTES, KVShape, Piece, cut_pieces, find
 from pshard.runtime.micro_batch import IndexView, Launch, MicroBatch, TierState, group_launches
 from pshard.runtime.parallel import Group
 from pshard.runtime.rope import fill_rope_table
+from pshard.runtime.staging import StagingRing
 from pshard.runtime.weights import HostWeights, LentWeights
 from pshard.runtime.workspace import Workspace, carve_workspace
 from pshard.steps import CopyIn, Step, StepShape, emit_steps
@@ -74,8 +75,11 @@ class Executor:
         self.logit_widths = group.logit_widths(sum(t.rows for t in output.matrices), on_device) or ()
         self._host_memory: list[torch.Tensor] = []
         self.host_is_locked = True  # all that is transferred beside weights
+        self._ring: StagingRing | None = None
+        self._refused = False  # the ring
         try:
             self._make_host_side()
+            self._ring = self._make_ring()
         except BaseException:
             self._unlock_host_memory()
             raise
@@ -94,6 +98,17 @@ class Executor:
     def page_locked(self) -> bool:
         """Whether weights are copied from page-locked memory."""
         return self.weights.page_locked
+
+    @property
+    def staging_nbytes(self) -> int:
+        """Bytes of the ring through which weights are copied that are not page-locked; 0 without one."""
+        return self._ring.nbytes if self._ring else 0
+
+    @property
+    def locked_nbytes(self) -> int:
+        """Bytes of host memory that are page-locked."""
+        buffers = sum(memory.numel() for memory in self._host_memory)
+        return buffers + self.staging_nbytes + self.weights.nbytes - self.weights.pageable
 
     # --- memory -------------------------------------------------------------------------------------------------
 
@@ -136,6 +151,24 @@ class Executor:
         else:
             self.host_is_locked = False
         return memory
+
+    def _make_ring(self) -> StagingRing | None:
+        """A ring for weights that will not be page-locked. It comes before them, as they take all there is."""
+        if not self.host_is_locked or self.weights.page_locked or not self.device.fills:
+            return None
+        try:
+            return StagingRing(self.device, self.weights.largest)
+        except MemoryError:
+            self._refused = True
+            return None
+
+    def lock_weights(self) -> None:
+        """Page-lock the weights as far as the system lets us; the first refusal, of whatever, is the last question."""
+        if self.host_is_locked and not self._refused:
+            self.weights.lock()
+        if self.weights.page_locked and self._ring:
+            self._ring.close()
+            self._ring = None
 
     def _make_side(self, kernels: Kernels, space: Workspace) -> Side:
         table = space.tensors["rope"]
@@ -295,13 +328,13 @@ class Executor:
         """Start to copy a unit's blob, or the accelerator's part of it, to the device; returns the event of its end."""
         blob, done = self.weights.blob(name), None
         self.link_bytes += target.numel()
+        staged = self._ring is not None and not self.weights.is_locked(name)
+        copy_in = self._ring.copy_in if self._ring and staged else self.device.copy_in
         if not cpu_rows:
-            return self.device.copy_in(target, blob, after)
+            return copy_in(target, blob, after)
         for piece in split_rows(self.spec.unit(name), cpu_rows).pieces:  # copies of a lane happen in turn
             source = blob[piece.start : piece.start + piece.nbytes]
-            done = self.device.copy_in(
-                target[piece.to : piece.to + piece.nbytes], source, after if done is None else ()
-            )
+            done = copy_in(target[piece.to : piece.to + piece.nbytes], source, after if done is None else ())
         return done
 
     def close(self) -> None:
@@ -318,6 +351,9 @@ class Executor:
         for memory in self._host_memory:
             self.device.page_unlock(memory)
         self._host_memory.clear()
+        if self._ring:
+            self._ring.close()
+            self._ring = None
 
 
 def _view_index(memory: torch.Tensor, most: int, tokens: int, wanted: int) -> IndexView:

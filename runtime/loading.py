@@ -70,7 +70,7 @@ def build_executor(
         executor = Executor(spec, plan, device, arena, LentWeights(lender), kv, kernels, group)
         _load_pins(executor, resident, lender.blob)
         return executor
-    weights = HostWeights([u for u in spec.units if u.name not in resident], device)
+    weights = HostWeights([spec.unit(name) for name in plan.lock_order], device)
     try:
         weights.pack(source, ranges, progress)
         executor = Executor(spec, plan, device, arena, weights, kv, kernels, group)
@@ -78,8 +78,7 @@ def build_executor(
         weights.close()
         raise
     try:
-        if executor.host_is_locked:  # its buffers come first: without them no graph is captured
-            weights.lock()
+        executor.lock_weights()  # the executor's buffers came first: without them no graph is captured
     except BaseException:
         executor.close()  # page-locked memory must be unlocked before it is unmapped
         raise

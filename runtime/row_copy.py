@@ -46,11 +46,12 @@ def copy_rows(dst: torch.Tensor, src: torch.Tensor, stream: int) -> None:
         setattr(copy, f"{side}_type", _DEVICE if on_device else _HOST)
         setattr(copy, f"{side}_{'device' if on_device else 'host'}", tensor.data_ptr())
         setattr(copy, f"{side}_pitch", tensor.stride(0) * tensor.element_size())
-    status = _driver().cuMemcpy2DAsync_v2(ctypes.byref(copy), ctypes.c_void_p(stream))
+    status = cuda_driver().cuMemcpy2DAsync_v2(ctypes.byref(copy), ctypes.c_void_p(stream))
     if status:
         raise RuntimeError(f"the driver refused a copy of {src.shape[0]} rows (CUDA error {status})")
 
 
 @cache
-def _driver() -> ctypes.CDLL:
+def cuda_driver() -> ctypes.CDLL:
+    """The driver's own interface."""
     return ctypes.CDLL("libcuda.so.1")

@@ -61,7 +61,8 @@ def build_engine(
     notes = pair[2]
     if not executor.page_locked:
         pageable, of = executor.weights.pageable >> 20, executor.host_nbytes >> 20
-        notes += (f"{pageable} of {of} MiB of host weights are pageable: page-locking was refused, copies are slower",)
+        how = "staged" if executor.staging_nbytes else "made by the driver, which is slowest"
+        notes += (f"{pageable} of {of} MiB of host weights are pageable: page-locking was refused, copies are {how}",)
     store = KVStore(file, ranges, kv, executor, group)
     return Engine(executor, variant, _tokenizer(file), notes, on_close, store)
 

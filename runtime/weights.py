@@ -70,13 +70,14 @@ LOCK_CHUNK = 2 << 30  # bytes that are page-locked at once: half a second in whi
 
 
 class HostWeights:
-    """The host arena: blobs of the given units, page-locked for `device` as far as it lets us.
+    """The host arena: blobs of the given units, page-locked for `device` as far as it lets us, in the given order.
 
     It is locked in chunks of whole units, as a copy that spans two of them is an error. The first that is refused ends
     it: what is locked by then stays so, and a refusal again and again has made drivers unusable.
 
     Attributes:
-        nbytes: bytes of the arena; pageable: bytes of it that copies do not reach at the page-locked rate.
+        nbytes: bytes of the arena; pageable: bytes of it that copies do not reach at the page-locked rate; largest:
+            bytes of the largest unit.
     """
 
     def __init__(self, units: Iterable[Unit], device: Device) -> None:
@@ -92,6 +93,8 @@ class HostWeights:
         arena = map_memory(at)
         self._device = device
         self.nbytes = self.pageable = at
+        self.largest = max((u.packed_nbytes for u in self._units.values()), default=0)
+        self._starts = starts
         self._chunks = [arena[start:end] for start, end in pairwise([*borders, at])]
         self._locked: list[torch.Tensor] = []
         self._blobs = {name: arena[at : at + self._units[name].packed_nbytes] for name, at in starts.items()}
@@ -104,6 +107,10 @@ class HostWeights:
     def blob(self, unit: str) -> torch.Tensor:
         """The unit's contiguous bytes in host memory. Raises KeyError when the arena does not hold it."""
         return self._blobs[unit]
+
+    def is_locked(self, unit: str) -> bool:
+        """Whether the unit's bytes are page-locked: chunks are, from the arena's beginning."""
+        return self._starts[unit] < self.nbytes - self.pageable
 
     def load(self, source: WeightSource, ranges: Ranges | None, progress: Callable[[int], None]) -> None:
         """`pack`, then `lock`."""
@@ -137,7 +144,10 @@ class LentWeights:
 
     def __init__(self, lender: HostWeights) -> None:
         self.nbytes, self.pageable, self.blob = lender.nbytes, lender.pageable, lender.blob
-        self.page_locked = lender.page_locked
+        self.page_locked, self.is_locked, self.largest = lender.page_locked, lender.is_locked, lender.largest
+
+    def lock(self) -> None:
+        """Nothing: the lender has done it."""
 
     def close(self) -> None:
         """Nothing: the lender closes them."""

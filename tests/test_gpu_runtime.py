@@ -5,15 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import open_engine, pinned_everywhere
+from engines import converse, open_engine, pinned_everywhere
 from model_files import write_gguf
 from plan_samples import make_tier, random_places, shrink_places, split_places
 from rounded_kernels import RoundedKernels
 
 from pshard.models import open_model
-from pshard.runtime import loading, micro_batch, weights
-from pshard.runtime.device import open_device
+from pshard.runtime import loading, micro_batch, staging, weights
+from pshard.runtime.device import CudaDevice, open_device
 from pshard.runtime.host_memory import map_memory
+from pshard.runtime.staging import StagingRing
 from pshard.runtime.weights import HostWeights
 
 pytestmark = pytest.mark.gpu
@@ -248,6 +249,66 @@ def test_weights_that_are_page_locked_in_chunks_arrive(tmp_path: Path, monkeypat
             assert torch.equal(there.cpu(), blob)
         host.close()
         device.close()
+
+
+def test_staged_copies_keep_their_order_among_direct_ones() -> None:
+    rng, device = random.Random(3), open_device("cuda")
+    source, locked, there = map_memory(96 << 20), map_memory(96 << 20), device.allocate(32 << 20)
+    source.copy_(torch.randint(256, source.shape, dtype=torch.uint8))
+    locked.copy_(source)
+    assert device.fills and device.page_lock(locked)
+    ring, expected = StagingRing(device, 32 << 20), torch.zeros(32 << 20, dtype=torch.uint8)
+    there.zero_()
+    device.synchronize()
+    for _ in range(200):
+        n = rng.choice((64, 1 << 16, (4 << 20) + 64, 17 << 20))
+        to, at = rng.randrange(there.numel() - n), rng.randrange(source.numel() - n)
+        direct = rng.random() < 0.4
+        done = (device.copy_in if direct else ring.copy_in)(
+            there[to : to + n], (locked if direct else source)[at : at + n], [device.mark()]
+        )
+        expected[to : to + n] = source[at : at + n]
+        if rng.random() < 0.2:  # the compute lane sees what its event promises
+            device.wait(done)
+            with device.computing():
+                seen = there[to : to + n].clone()
+            device.synchronize()
+            assert torch.equal(seen.cpu(), source[at : at + n])
+    device.synchronize()
+    assert torch.equal(there.cpu(), expected)
+    ring.close()
+    device.page_unlock(locked)
+    device.close()
+
+
+def test_staged_weights_give_the_same_bits_and_graphs_as_page_locked_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "CHUNK", 1 << 20)
+    monkeypatch.setattr(weights, "LOCK_CHUNK", 1 << 21)
+    path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q4_0", n_layers=4, d_model=1024, d_ffn=4096)
+    spec = open_model(path).spec
+    where = {"embedding": "cpu", "attention": "pinned"}
+    places = {u.name: (where.get(u.kind, "streamed"), "vram" if u.kind == "attention" else None) for u in spec.units}
+    places["blk.1.ffn"] = ("cpu", None)
+    tiers = tuple(make_tier(spec, n, places, 2, 320, 1) for n in (1, 64))
+    with open_engine(path, tiers, "fast", 320, device="cuda") as engine:
+        expected, graphs = converse(engine), len(engine.device._graphs)
+        locked = engine.memory().host_locked
+        assert engine.memory().page_locked and engine.memory().staging == 0 and graphs
+    real, left = CudaDevice.page_lock, locked // 2
+
+    def page_lock(self: CudaDevice, memory: torch.Tensor) -> bool:
+        nonlocal left
+        left -= memory.numel()
+        return left >= 0 and real(self, memory)
+
+    monkeypatch.setattr(CudaDevice, "page_lock", page_lock)
+    with open_engine(path, tiers, "fast", 320, device="cuda") as engine:
+        memory = engine.memory()
+        assert memory.staging == 4 << 20 and not memory.page_locked and memory.host_locked <= locked // 2
+        assert torch.equal(converse(engine), expected) and len(engine.device._graphs) == graphs
+        assert engine.device._fill is not None and memory.accelerator <= memory.budget
 
 
 @pytest.mark.parametrize("nbytes", [1 << 15, 64 * 5120 * 4])  # hidden states of one token or two, and of 64

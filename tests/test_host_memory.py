@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from ceiling_device import CeilingDevice
 from model_files import write_gguf
 from plan_samples import make_tier, make_variant
 
 from pshard.errors import UserError
 from pshard.models import open_model
 from pshard.runtime import host_memory, weights
-from pshard.runtime.device import CpuDevice, open_device
+from pshard.runtime.device import open_device
 from pshard.runtime.host_memory import map_memory
 from pshard.runtime.session import build_engine
 from pshard.runtime.weights import HostWeights, pack_unit
@@ -89,25 +90,6 @@ def test_memory_that_the_system_refuses_is_a_user_error() -> None:
         map_memory(1 << 60)
 
 
-class CeilingDevice(CpuDevice):
-    """Page-locks up to so many bytes."""
-
-    def __init__(self, ceiling: int) -> None:
-        super().__init__()
-        self.left, self.asked, self.locked = ceiling, 0, {}
-
-    def page_lock(self, memory: torch.Tensor) -> bool:
-        self.asked += 1
-        if memory.numel() > self.left:
-            return False
-        self.left -= memory.numel()
-        self.locked[memory.data_ptr()] = memory.numel()
-        return True
-
-    def page_unlock(self, memory: torch.Tensor) -> None:
-        assert self.locked.pop(memory.data_ptr()) == memory.numel()
-
-
 @pytest.mark.parametrize("ceiling_mib", [0, 12, 1000])
 def test_weights_are_page_locked_in_chunks_of_whole_units_up_to_the_ceiling(
     tmp_path: Path, monkeypatch, ceiling_mib: int
@@ -121,7 +103,7 @@ def test_weights_are_page_locked_in_chunks_of_whole_units_up_to_the_ceiling(
         assert sum(device.locked.values()) == host.nbytes - host.pageable
         assert host.page_locked == (ceiling_mib == 1000) and (host.pageable == host.nbytes) == (ceiling_mib == 0)
         assert len(device.locked) > 1 or ceiling_mib == 0
-        assert device.asked == len(device.locked) + (not host.page_locked)  # a refusal is the last question
+        assert all(device.answers[:-1]) and device.answers[-1] == host.page_locked  # a refusal is the last question
         borders = sorted(device.locked.items())
         assert all(start % mmap.PAGESIZE == 0 for start, _ in borders)
         for unit in model.spec.units:  # a blob lies in one chunk
@@ -151,6 +133,6 @@ def test_what_graphs_transfer_is_page_locked_before_weights_take_the_rest(
         assert executor.host_is_locked and executor._host_memory
         assert executor.page_locked == (ceiling_mib == 1000)
         assert any("pageable" in note for note in engine.notes) == (ceiling_mib != 1000)
-        assert device.asked == len(device.locked) + (not executor.page_locked)  # a refusal is the last question
+        assert all(device.answers[:-1]) and device.answers[-1] == executor.page_locked  # a refusal is the last question
         engine.close()
         assert not device.locked

@@ -82,9 +82,8 @@ def test_every_table_that_a_plan_needs_is_there(profile):
         ("acc", "copy")
     }
     assert {(c.direction, c.memory, c.nbytes) for c in profile.copies} == {
-        (direction, memory, nbytes)
-        for direction in ("h2d", "d2h")
-        for memory in ("pinned", "pageable")
+        (*way, nbytes)
+        for way in (*((d, m) for d in ("h2d", "d2h") for m in ("pinned", "pageable")), ("h2d", "staged"))
         for nbytes in TINY.copy_sizes
     }
 
@@ -388,5 +387,5 @@ def test_a_gpu_has_figures_of_its_own():
     launch, step = (next(e.seconds for e in profile.elementwise if e.what == w) for w in ("launch", "step"))
     assert 20e-6 < launch < 2e-3  # ten launches
     assert step < launch
-    assert {c.memory for c in profile.copies} == {"pinned", "pageable"}
+    assert {c.memory for c in profile.copies} == {"pinned", "staged", "pageable"}
     assert 1e-6 < profile.handoff_seconds < 1e-2

@@ -20,7 +20,7 @@ from pshard.runtime.kernels.sources import digest_sources
 
 Buffer = Any  # int address, numpy array or torch tensor
 
-ABI = 2  # as csrc/api.cpp has it
+ABI = 3  # as csrc/api.cpp has it
 BUILD = "pip install -e . --no-build-isolation --no-deps in the folder of pshard"
 
 _TYPES = {
@@ -56,6 +56,10 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "exchange_gather": ("i", "pplppd"),
     "exchange_put": ("i", "pplid"),
     "exchange_take": ("i", "pplid"),
+    "copiers_open": ("p", "i"),
+    "copiers_close": ("v", "p"),
+    "copiers_job": ("p", "pppz"),
+    "copiers_run": ("v", "p"),
 }
 
 
@@ -104,6 +108,11 @@ def why_stale() -> str | None:
 def exchange_functions() -> dict[str, Any]:
     """The C functions of csrc/allreduce.cpp by the name after `exchange_`; shared_memory.py says what they do."""
     return {name.removeprefix("exchange_"): _C[name] for name in _SIGNATURES if name.startswith("exchange_")}
+
+
+def copier_functions() -> dict[str, Any]:
+    """The C functions of csrc/copiers.cpp by the name after `copiers_`; copiers.py says what they do."""
+    return {name.removeprefix("copiers_"): _C[name] for name in _SIGNATURES if name.startswith("copiers_")}
 
 
 def isa() -> str:

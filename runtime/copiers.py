@@ -1,0 +1,54 @@
+"""Copies within host memory, by a few threads beside those that compute."""
+
+import ctypes
+
+import torch
+
+from pshard.runtime.kernels import native
+from pshard.runtime.row_copy import cuda_driver
+
+MOST_THREADS = 4  # one copies some 10 GB/s: a few keep a link busy, and more would only take cores from the kernels
+
+
+class Copiers:
+    """Threads that copy, one copy at a time. Without the C++ library the calling thread copies by itself."""
+
+    def __init__(self) -> None:
+        self._functions = native.copier_functions() if native.is_available() else {}
+        self._team = self._functions["open"](copy_threads()) if self._functions else None
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy contiguous host memory; the interpreter lock is released meanwhile."""
+        if self._team is None:
+            ctypes.memmove(to.data_ptr(), source.data_ptr(), to.nbytes)
+        else:
+            self._functions["run"](self._job(to, source))
+
+    def queue(self, to: torch.Tensor, source: torch.Tensor, stream: int) -> None:
+        """Queue the copy on a CUDA stream (its handle), where a thread of the driver has it made: no Python runs then.
+
+        Raises RuntimeError when the driver refuses, or without the C++ library.
+        """
+        if self._team is None:
+            raise RuntimeError("host memory cannot be copied in a stream without the C++ library")
+        job = self._job(to, source)
+        run = ctypes.cast(self._functions["run"], ctypes.c_void_p)
+        status = cuda_driver().cuLaunchHostFunc(ctypes.c_void_p(stream), run, ctypes.c_void_p(job))
+        if status:
+            raise RuntimeError(f"the driver refused a copy within host memory (CUDA error {status})")
+
+    def _job(self, to: torch.Tensor, source: torch.Tensor) -> int:
+        if not (to.is_contiguous() and source.is_contiguous() and to.nbytes == source.nbytes):
+            raise ValueError("copies within host memory are between contiguous tensors of equal size")
+        return self._functions["job"](self._team, to.data_ptr(), source.data_ptr(), to.nbytes)
+
+    def close(self) -> None:
+        """End the threads; no copy may be under way."""
+        if self._team is not None:
+            self._functions["close"](self._team)
+            self._team = None
+
+
+def copy_threads() -> int:
+    """How many threads copy: a quarter of those that compute at most."""
+    return max(1, min(MOST_THREADS, native.threads() // 4))
