@@ -215,7 +215,8 @@ def measured_round(case: Case, way: dict[str, Any] | None) -> float | None:
     if not prompts or not answers:
         return None
     longest = max(prompts, key=lambda m: m["n_prompt"])
-    return case.prompt / median(longest["samples_ts"]) + case.generated / median(answers[0]["samples_ts"])
+    prefill, decode = float(median(longest["samples_ts"])), float(median(answers[0]["samples_ts"]))
+    return case.prompt / prefill + case.generated / decode
 
 
 def run(command: list[str], seconds: float | None = None) -> subprocess.CompletedProcess[str]:
