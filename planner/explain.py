@@ -74,6 +74,7 @@ def simulate_timelines(spec: ModelSpec, profile: MachineProfile, variant: Varian
         plans = [(task.room, rank.tiers[i], task.costs[i]) for task, rank in zip(tasks, variant.ranks)]
         events = simulate_ranks(variant.split_mode, [tier_steps(*p) for p in plans], [p[2] for p in plans])[0].events
         title = f"{spec.name}, {tier.tokens} token{'s' * (tier.tokens > 1)}, {variant.vram_mib[0]} MiB, simulated"
+        title += f"\n{variant.terms}"
         made = (TimelineEvent(e.lane, e.start, e.end, _label(e.step)) for e in events)
         timelines.append(Timeline(title, tuple(made)))
     return tuple(timelines)

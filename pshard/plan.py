@@ -240,6 +240,16 @@ class Variant:
         )  # fmt: skip
 
     @property
+    def terms(self) -> str:
+        """What it was planned for beside budgets and split, in words: plans that differ there have other terms."""
+        users = f" for {self.sequences} sequences" if self.sequences > 1 else ""
+        kv = self.type_k if self.type_k == self.type_v else f"{self.type_k} keys and {self.type_v} values"
+        return (
+            f"context {self.context}{users}, KV {kv}, ubatch {self.max_ubatch}, prompts of {self.prompt}, "
+            f"answers of {self.generated}"
+        )
+
+    @property
     def validated(self) -> bool:
         """Whether it was run before it was written."""
         return any(t.prediction.measured_seconds is not None for rank in self.ranks for t in rank.tiers)

@@ -1,6 +1,7 @@
 """Figure: where every unit of every layer lives in every tier of one plan."""
 
 import re
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from pshard.plan import Placement, RankPlan, TierPlan, Variant
@@ -38,7 +39,7 @@ def draw_placement(model: str, variant: Variant, rank: RankPlan) -> "Figure":
     layers = 1 + max((int(m[1]) for p in rank.tiers[0].placements if (m := _LAYER.match(p.unit))), default=-1)
     kinds = list(dict.fromkeys(m[2] for p in rank.tiers[0].placements if (m := _LAYER.match(p.unit))))
     width = max(8.5, 4.6 + 0.17 * layers)
-    figure = new_figure(width, 1.7 + 0.3 * (len(kinds) + 0.7) * len(rank.tiers))
+    figure = new_figure(width, 2.0 + 0.3 * (len(kinds) + 0.7) * len(rank.tiers))
     ax = figure.subplots()
     at, labels = 0.0, []
     for tier in rank.tiers:
@@ -57,7 +58,9 @@ def draw_placement(model: str, variant: Variant, rank: RankPlan) -> "Figure":
     ax.spines[:].set_visible(False)
     ax.set_xlabel("layer")
     whose = f", rank {rank.rank} of {len(variant.ranks)}" if len(variant.ranks) > 1 else ""
-    figure.suptitle(f"Where {model} lives within {rank.budget_mib} MiB of VRAM{whose}", fontweight="bold", fontsize=11)
+    terms = variant.terms + (f", {variant.way}" if len(variant.ranks) > 1 or variant.device else "")
+    title = f"Where {model} lives within {rank.budget_mib} MiB of VRAM{whose}"
+    figure.suptitle(f"{title}\n{fill(terms, 85)}", fontweight="bold", fontsize=11)
     used = {p.sort for tier in rank.tiers for p in tier.placements}
     handles: list = [Patch(color=COLOURS[w], label=MEANINGS[w]) for w in COLOURS if w in used]
     anywhere = any(p.kv == "vram" for tier in rank.tiers for p in tier.placements)

@@ -1,6 +1,7 @@
 """Figure: what a plan is predicted to reach as the VRAM budget grows."""
 
 from collections.abc import Sequence
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 from pshard.pipeline import join_seconds
@@ -28,7 +29,7 @@ def draw_sweep(model: str, variants: Sequence[Variant]) -> "Figure":
     budgets = [n / per_unit for n in mib]
     first_tokens = [predict_first_token(v) for v in variants]
     scale, seconds = (1, "seconds") if max(first_tokens) >= 1 else (1e3, "milliseconds")
-    figure = new_figure(9.5, 3.9)
+    figure = new_figure(9.5, 4.2)
     decode, prefill = figure.subplots(1, 2)
     decode.plot(budgets, [predict_decode(v) for v in variants], "o-", color=BLUE)
     decode.set(title="Decode", ylabel="predicted tok/s")
@@ -38,8 +39,9 @@ def draw_sweep(model: str, variants: Sequence[Variant]) -> "Figure":
         ax.set_xlabel(f"VRAM budget, {unit}")
         ax.set_ylim(0, 1.12 * max(ax.lines[0].get_ydata()))
         ax.grid(axis="y", color="#E5E5E5")
-    workload = f"context {first.context}, {first.sequences} sequence{'s' if first.sequences > 1 else ''}"
-    figure.suptitle(f"{model}: what more VRAM buys ({workload})", fontweight="bold", fontsize=11)
+    terms = first.terms + (f", -sm {first.split_mode}" if len(first.ranks) > 1 else "")
+    title = f"{model}: what more VRAM buys"
+    figure.suptitle(f"{title}\n{fill(terms, 85)}", fontweight="bold", fontsize=11)
     return figure
 
 

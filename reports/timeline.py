@@ -1,5 +1,6 @@
 """Figure: what the link, the CPU and the accelerator do during one step."""
 
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from pshard.measurement import Timeline
@@ -23,7 +24,7 @@ def draw_timeline(timeline: Timeline) -> "Figure":
     lanes = [lane for lane in LANES if any(e.lane == lane[0] for e in timeline.events)]
     end = max(e.end for e in timeline.events)
     scale, unit = (1e3, "ms") if end < 10 else (1.0, "s")
-    figure = new_figure(11, 1.3 + 0.72 * len(lanes))
+    figure = new_figure(11, 1.5 + 0.72 * len(lanes))
     ax = figure.subplots()
     for row, (lane, _, colour) in enumerate(lanes):
         ax.barh(row, end * scale, 0.8, color=FAINT, alpha=0.5)
@@ -47,7 +48,7 @@ def draw_timeline(timeline: Timeline) -> "Figure":
         xlim=(0, end * scale),
         ylim=(len(lanes) - 0.5, -0.5),
         xlabel=f"{unit} since the step began",
-        title=timeline.title,
+        title="\n".join(fill(line, 85) for line in timeline.title.splitlines()),
     )
     ax.tick_params(axis="y", length=0)
     ax.spines["left"].set_visible(False)

@@ -68,6 +68,23 @@ def test_placement_map_colours_every_unit_of_every_tier():
     assert len(dots) == sum(p.kv == "vram" for p in placements)
 
 
+def test_plans_that_differ_in_kv_type_sequences_or_lengths_have_maps_of_other_titles():
+    first = make_plan_variant()
+    others = [
+        replace(first, **change)
+        for change in (
+            {"type_k": "q8_0"},
+            {"sequences": 4},
+            {"context": 99},
+            {"max_ubatch": 8},
+            {"prompt": 7},
+            {"device": 1},
+        )
+    ]
+    titles = {draw_placement("m", v, v.ranks[0]).get_suptitle() for v in (first, *others)}
+    assert len(titles) == 7 and any("KV q8_0 keys and bf16 values" in t for t in titles)
+
+
 def test_prediction_title_counts_those_within_the_band():
     inside = [make_measurement(0, 8, 10.0, predicted=p) for p in (9.0, 11.0)]
     figure = draw_predicted([*inside, make_measurement(8, 0, 10.0, predicted=15.0), make_measurement(8, 0)])
