@@ -58,28 +58,32 @@ CASES: dict[str, Case] = {
 class Way:
     """One way to use so many devices: the flags that plan and run it, and where its plan lies."""
 
+    name: str
     devices: int
-    mode: str
     flags: tuple[str, ...]
     registry: str
-
-    @property
-    def name(self) -> str:
-        return "one device" if self.devices == 1 else f"{self.devices} devices, {self.mode}"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What `-sm auto` said for so many devices: the mode that it takes, and its figures of every way."""
+    """What `-sm auto` said with so many devices at hand: its figures of every way, the one that it takes first."""
 
     devices: int
-    mode: str
     considered: tuple[dict[str, Any], ...]
 
-    def best(self, mode: str) -> dict[str, Any] | None:
-        """The fastest way of a mode by prediction; None when none fits."""
-        own = [w for w in self.considered if w["way"].startswith(f"-sm {mode}") and w["seconds"]]
-        return min(own, key=lambda w: w["seconds"], default=None)
+    @property
+    def best(self) -> dict[str, dict[str, Any]]:
+        """Name of a way -> what it holds of its fastest ratios and limits."""
+        found: dict[str, dict[str, Any]] = {}
+        for way in sorted((w for w in self.considered if w["seconds"]), key=lambda w: w["seconds"]):
+            found.setdefault(name_way(way), way)
+        return found
+
+
+def name_way(considered: dict[str, Any]) -> str:
+    """ "-sm tensor -ts 0.5,0.5 --max-tp head=1" -> "2 devices, tensor"; "-sm none, device 0" -> "one device"."""
+    words = considered["way"].split()
+    return f"{words[3].count(',') + 1} devices, {words[1]}" if "-ts" in words else "one device"
 
 
 def main() -> int:
@@ -140,7 +144,7 @@ def plan_ways(model: Path, case: Case, devices: list[int], folder: str) -> tuple
         if done.returncode:
             return None
         (variant,) = json.loads(done.stdout)["registry"]["variants"]
-        return Answer(n, variant["split_mode"], tuple(variant["considered"]))
+        return Answer(n, tuple(variant["considered"]))
 
     def make(way: Way) -> Way | None:
         done = run(["pshard-plan", *common, *budgets(case, way.devices), *way.flags, "--registry", way.registry])
@@ -148,12 +152,12 @@ def plan_ways(model: Path, case: Case, devices: list[int], folder: str) -> tuple
 
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
         answers = [a for a in pool.map(ask, devices) if a]
-        wanted = [Way(1, "none", (), f"{folder}/one.json")]
-        for a in answers:
-            for mode in case.modes:
-                if best := a.best(mode):
-                    wanted.append(Way(a.devices, mode, tuple(best["way"].split()), f"{folder}/{mode}{a.devices}.json"))
-        return answers, [way for way in pool.map(make, wanted) if way]
+        wanted = {"one device": Way("one device", 1, (), f"{folder}/one.json")}
+        for mode in case.modes:
+            for name, best in ((name, best) for a in answers for name, best in a.best.items() if name.endswith(mode)):
+                flags = tuple(best["way"].split())
+                wanted.setdefault(name, Way(name, flags[3].count(",") + 1, flags, f"{folder}/{name}.json"))
+        return answers, [way for way in pool.map(make, wanted.values()) if way]
 
 
 def budgets(case: Case, devices: int) -> list[str]:
@@ -191,20 +195,21 @@ def describe(m: dict[str, Any], one: list[dict[str, Any]], goals: dict[tuple[int
 def judge(answer: Answer, case: Case, ways: dict[str, Any]) -> dict[str, Any]:
     """Whether the way that `-sm auto` takes is the fastest that was measured, by rounds of the case's prompt and answer
     (from the rates of its longest prompt test and of decoding, one sequence, nothing cached before)."""
-    names = {"none": "one device"} | {mode: f"{answer.devices} devices, {mode}" for mode in case.modes}
-    rounds = {mode: seconds for mode, name in names.items() if (seconds := measured_round(case, ways.get(name)))}
-    predicted = {mode: best["seconds"] for mode in ("none", "layer", "tensor") if (best := answer.best(mode))}
-    listed = [f"{mode} {s:.3g} s measured" for mode, s in sorted(rounds.items(), key=lambda r: r[1])]
-    listed += [f"{mode} {s:.3g} s predicted" for mode, s in sorted(predicted.items(), key=lambda r: r[1])]
-    fastest = min(rounds, key=rounds.__getitem__, default=None)
-    if answer.mode not in rounds or len(rounds) < 2:
+    chosen, predicted = name_way(answer.considered[0]), {name: w["seconds"] for name, w in answer.best.items()}
+    rounds = {name: seconds for name in predicted if (seconds := measured_round(case, ways.get(name)))}
+    listed = [
+        f"{name}: {rounds[name]:.3g} s measured, {s:.3g} predicted" if name in rounds else f"{name}: {s:.3g} predicted"
+        for name, s in sorted(predicted.items(), key=lambda way: rounds.get(way[0], way[1]))
+    ]
+    fastest = min(rounds, key=rounds.__getitem__, default=chosen)
+    if chosen not in rounds or len(rounds) < 2:
         verdict = "not enough was measured to judge it"
-    elif rounds[answer.mode] <= rounds[fastest or answer.mode] * (1 + NOISE):
-        verdict = "the fastest measured" if len(rounds) > len(case.modes) else "the fastest of those that were measured"
+    elif rounds[chosen] <= rounds[fastest] * (1 + NOISE):
+        verdict = "the fastest measured" + ("" if len(rounds) == len(predicted) else " (not all were)")
     else:
-        verdict = f"NOT the fastest: {fastest} is {rounds[answer.mode] / rounds[fastest or answer.mode]:.2f}x as fast"
-    said = f"the planner chose {answer.mode}, {verdict} (rounds: {', '.join(listed)})"
-    return {"chosen": answer.mode, "measured": rounds, "considered": answer.considered, "said": said}
+        verdict = f"NOT the fastest: {fastest} is {rounds[chosen] / rounds[fastest]:.2f}x as fast"
+    said = f"the planner chose {chosen}, {verdict} (rounds: {'; '.join(listed)})"
+    return {"chosen": chosen, "measured": rounds, "considered": answer.considered, "said": said}
 
 
 def measured_round(case: Case, way: dict[str, Any] | None) -> float | None:

@@ -15,7 +15,7 @@ from pshard.planner.explain import BINDS
 from pshard.planner.plan import plan_variant, price_tiers
 from pshard.planner.ratios import describe_way, plan_ratios
 from pshard.steps import AllReduce, Gather
-from pshard.workload import Split, Workload
+from pshard.workload import Split, Workload, binding_limits
 
 WORTH = 0.99  # more devices, or a finer split, must bring the round below this share of what the simpler way takes
 
@@ -37,8 +37,9 @@ def plan_mode(
 ) -> Variant:
     """The variant with the shortest predicted round over all budgets' devices; `considered` lists all ways.
 
-    Every way is planned in full and simulated: each device alone (like ones once), layers, tensors; of ways within 1%
-    the simplest. workload: `max_tp` is for tensors, and so is `tensor_split` for both splits unless `auto_ratios`.
+    Every way is planned in full and simulated: each device alone (like ones once), layers, tensors over all devices
+    and, as sums take longer the more ranks take part, over the first 2, 4, 8... of them; of ways within 1% the
+    simplest. workload: `max_tp` is for tensors, and so is `tensor_split` for both splits unless `auto_ratios`.
     Raises BudgetTooSmall when nothing fits, UserError as `plan_variant` does.
     """
     tables, made, ways = Tables(profile), [], []
@@ -69,10 +70,27 @@ def _ways(
     for device in _unlike_devices(profile, workload.vram_mib):
         one = alone_on(workload, device)
         yield f"-sm none, device {device}", partial(plan_variant, spec, profile, one, time_limit)
-    for mode in ("layer", "tensor") if len(workload.vram_mib) > 1 else ():
-        split = workload.under(Split(mode, workload.tensor_split, workload.max_tp if mode == "tensor" else ()))
-        plan = plan_ratios if auto_ratios else plan_variant
-        yield f"-sm {mode}", partial(plan, spec, profile, split, time_limit)
+    plan, every = plan_ratios if auto_ratios else plan_variant, len(workload.vram_mib)
+    if every > 1:
+        layers = workload.under(Split("layer", workload.tensor_split))
+        yield "-sm layer", partial(plan, spec, profile, layers, time_limit)
+    for count in _group_sizes(every):
+        if count == every or not workload.tensor_split:
+            limits = binding_limits(workload.max_tp, count)
+            cut = workload.under(Split("tensor", workload.tensor_split, limits))
+            some = f" over {count} devices" if count < every else ""
+            first = replace(cut, vram_mib=workload.vram_mib[:count])
+            yield f"-sm tensor{some}", partial(plan, spec, profile, first, time_limit)
+
+
+def _group_sizes(devices: int) -> Iterator[int]:
+    """Over how many of several devices tensors may be cut: 2, 4, 8... and all."""
+    count = 2
+    while count < devices:
+        yield count
+        count *= 2
+    if devices > 1:
+        yield devices
 
 
 def alone_on(workload: Workload, device: int) -> Workload:

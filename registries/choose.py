@@ -43,8 +43,8 @@ def choose_variant(registry: Registry, want: Workload, replan_command: str) -> C
     It must hold at least the wanted context and sequences, with the same KV types and split. Among equal budgets the
     one for fewest sequences goes first, then the wanted ubatch, then the smallest context; the largest context when
     none is wanted; then the one with the shortest predicted round (other ratios of a split). With split mode "auto" any
-    split will do, also one device of those: sequences and context go first as above, then the round. Raises UserError
-    that lists the variants there are.
+    split will do, also of one device of those or of the first few: sequences and context go first as above, then the
+    round. Raises UserError that lists the variants there are.
     """
     fitting = [v for v in registry.variants if _serves(v, want)]
     if not fitting:
@@ -102,8 +102,8 @@ def _name_way(variant: Variant) -> str:
 def _serves(variant: Variant, want: Workload) -> bool:
     auto = want.split_mode == "auto"
     there = want.vram_mib
-    if auto and variant.split_mode == "none":
-        there = want.vram_mib[variant.device : variant.device + 1]
+    if auto:  # one of the devices, or the first few
+        there = want.vram_mib[variant.device : variant.device + len(variant.vram_mib)]
     return (
         len(variant.vram_mib) == len(there)
         and all(planned <= mib for planned, mib in zip(variant.vram_mib, there))

@@ -45,6 +45,26 @@ def test_the_fastest_way_is_taken(profile, budgets, generated, mode):
     assert "decode is" in said["-sm none"].why
 
 
+@pytest.mark.parametrize("auto_ratios", [False, True])
+def test_tensors_are_cut_over_fewer_devices_where_sums_of_all_take_too_long(auto_ratios):
+    rows = [replace(c, ranks=n) for n in (2, 4) for c in FAST.collectives]
+    slow = [replace(c, seconds=c.seconds + 1e-3 * (c.ranks == 4)) for c in rows]
+    wanted = replace(workload(900, 900, 900, 900), generated=200)
+    few, all_four = (
+        plan_mode(SPEC, replace(FAST, collectives=tuple(timed)), wanted, auto_ratios) for timed in (slow, rows)
+    )
+    assert (few.split_mode, few.vram_mib) == ("tensor", wanted.vram_mib[:2])
+    assert (all_four.split_mode, all_four.vram_mib) == ("tensor", wanted.vram_mib)
+    assert {w.way.count(",") for w in few.considered if "tensor" in w.way} == {1, 3}
+    check_variant(cut_ranks(SPEC, few.split), few, "cuda")
+
+
+def test_given_ratios_are_for_all_devices():
+    wanted = replace(workload(900, 900, 900), tensor_split=(0.5, 0.3, 0.2))
+    best = plan_mode(SPEC, FAST, wanted, auto_ratios=False)
+    assert {w.way.split(" -ts ")[1] for w in best.considered if " -ts " in w.way} == {"0.5,0.3,0.2"}
+
+
 def test_one_of_unlike_devices_may_do_best_alone():
     slow = replace(PAIR, acc_memory=PAIR.acc_memory / 30, acc_flops=PAIR.acc_flops / 30)
     best = plan_mode(SPEC, unlike(slow, PAIR), workload(900, 900), auto_ratios=False)

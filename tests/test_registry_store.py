@@ -200,6 +200,14 @@ def test_auto_compares_plans_that_were_all_run_as_they_were_measured():
     assert found.variant == other and "shortest of the measured rounds" in found.why
 
 
+def test_auto_also_takes_a_plan_for_the_first_of_the_devices():
+    pair = make_variant((900, 900), seconds=0.03, split_mode="tensor", tensor_split=(0.5, 0.5))
+    want = Workload((1000, 1000, 100, 1000), context=512, max_ubatch=16, split_mode="auto")
+    assert choose_variant(make_registry(variants=(pair,)), want, "plan").variant is pair
+    with pytest.raises(UserError):  # it is not for just any two
+        choose_variant(make_registry(variants=(pair,)), replace(want, vram_mib=(100, 1000, 1000)), "plan")
+
+
 def test_auto_says_nothing_where_there_is_nothing_to_compare():
     assert choose_auto(make_variant((1000,)), make_variant((1000,), context=1024)).why == ""
 
