@@ -486,8 +486,8 @@ def decode_layer(bench: Bench, layers: list[tuple[UnitWeights, UnitWeights]], co
 
     def run(side: Side, count: int) -> None:
         for (attention, ffn), kv in zip(layers[:count], caches, strict=False):
-            run_attention(side, attention, rows, kv, None)
-            run_ffn(side, ffn, 1, None)
+            run_attention(side, attention, rows, kv)
+            run_ffn(side, ffn, 1)
 
     plain, fast = make_side(PlainKernels(), context), make_side(bench.kernels, context)
     start = fast.space.tensors["hidden"].clone()

@@ -24,6 +24,22 @@ class PendingSum:
 
 
 @dataclass(frozen=True)
+class Residual:
+    """How a unit meets the residual stream, its side's `hidden`.
+
+    entering: what it adds to hidden before it reads it. part: float32 [M, D], where its result goes when it is a
+    rank's part of a sum; None: it is added to hidden. leaving: that sum, when the unit that follows makes it.
+    """
+
+    entering: PendingSum | None = None
+    part: torch.Tensor | None = None
+    leaving: PendingSum | None = None
+
+
+ALONE = Residual()  # no other rank has a part
+
+
+@dataclass(frozen=True)
 class Side:
     """One computing side: its kernels, scratch and rotary table."""
 
@@ -33,23 +49,11 @@ class Side:
     config: ModelConfig
 
 
-def run_attention(
-    side: Side,
-    weights: UnitWeights,
-    rows: RowIndex,
-    kv: LayerKV,
-    target: torch.Tensor | None,
-    pending: PendingSum | None = None,
-    leaving: PendingSum | None = None,
-) -> None:
-    """Attention block on the side's `hidden`. The result is added to hidden, or written to `target` (a rank's part).
-
-    target: float32 [M, D] or None. pending: what is to be added to hidden first; leaving: the sum of which `target` is
-    a part, where the unit that follows makes it.
-    """
+def run_attention(side: Side, weights: UnitWeights, rows: RowIndex, kv: LayerKV, residual: Residual = ALONE) -> None:
+    """Attention block on the side's residual stream."""
     k, space, config, m = side.kernels, side.space, side.config, weights.matrices
     n = rows.tokens
-    normed = _normalise(side, weights.vectors["attn_norm.weight"], n, pending)
+    normed = _normalise(side, weights.vectors["attn_norm.weight"], n, residual)
     # a rank's slice may hold fewer heads in this layer than in its widest one
     q_width, kv_width = m["attn_q.weight"].rows, m["attn_k.weight"].rows
     heads = (q_width // config.head_dim, kv_width // config.head_dim, config.head_dim)
@@ -61,38 +65,31 @@ def run_attention(
     k.rope_store(qkv, heads, *norms, config.norm_eps, side.rope, rows, kv)
     partial = space.tensors["partial"]
     k.attention(qkv, heads, kv, rows, config.head_dim**-0.5, mixed, partial)
-    _leave(side, mixed, m["attn_output.weight"], weights.vectors.get("attn_output.bias"), target, leaving)
+    _leave(side, mixed, m["attn_output.weight"], weights.vectors.get("attn_output.bias"), residual)
 
 
-def run_ffn(
-    side: Side,
-    weights: UnitWeights,
-    tokens: int,
-    target: torch.Tensor | None,
-    pending: PendingSum | None = None,
-    leaving: PendingSum | None = None,
-) -> None:
-    """SwiGLU block (arXiv 2002.05202) on the side's `hidden`; result as in `run_attention`."""
+def run_ffn(side: Side, weights: UnitWeights, tokens: int, residual: Residual = ALONE) -> None:
+    """SwiGLU block (arXiv 2002.05202) on the side's residual stream."""
     gate, up, down = (weights.matrices[f"ffn_{part}.weight"] for part in ("gate", "up", "down"))
-    normed = _normalise(side, weights.vectors["ffn_norm.weight"], tokens, pending)
-    out = side.space.rows("hidden", tokens) if target is None else target
-    if leaving is not None or not side.kernels.ffn(normed, gate, up, down, out, target is None):
+    normed = _normalise(side, weights.vectors["ffn_norm.weight"], tokens, residual)
+    out = side.space.rows("hidden", tokens) if residual.part is None else residual.part
+    if residual.leaving is not None or not side.kernels.ffn(normed, gate, up, down, out, residual.part is None):
         _gate(side, weights, tokens, normed)
-        project_down(side, weights, tokens, target, leaving=leaving)
+        project_down(side, weights, tokens, residual)
 
 
 def gate_rows(
     side: Side,
     weights: UnitWeights,
     tokens: int,
+    residual: Residual = ALONE,
     out: torch.Tensor | None = None,
-    pending: PendingSum | None = None,
 ) -> None:
     """The gated product silu(gate x) * (up x) of the rows that `weights` holds.
 
     out: act_dtype [M, rows]; None: the first columns of the side's `gate_up`, where `project_down` finds them.
     """
-    _gate(side, weights, tokens, _normalise(side, weights.vectors["ffn_norm.weight"], tokens, pending), out)
+    _gate(side, weights, tokens, _normalise(side, weights.vectors["ffn_norm.weight"], tokens, residual), out)
 
 
 def _gate(side: Side, weights: UnitWeights, tokens: int, normed: torch.Tensor, out: torch.Tensor | None = None) -> None:
@@ -114,11 +111,10 @@ def project_down(
     side: Side,
     weights: UnitWeights,
     tokens: int,
-    target: torch.Tensor | None,
+    residual: Residual = ALONE,
     last_rows: torch.Tensor | None = None,
-    leaving: PendingSum | None = None,
 ) -> None:
-    """`down` of the gated product in `gate_up`; result as in `run_attention`.
+    """`down` of the gated product in `gate_up`, onto the side's residual stream.
 
     last_rows: float32 [M, rows], the product's last rows where another side computed them.
     """
@@ -126,36 +122,28 @@ def project_down(
     gated = space.rows("gate_up", tokens)[:, : down.cols]
     if last_rows is not None:
         k.place(last_rows, gated[:, down.cols - last_rows.shape[1] :])
-    _leave(side, gated, down, None, target, leaving)
+    _leave(side, gated, down, None, residual)
 
 
-def _leave(
-    side: Side,
-    x: torch.Tensor,
-    weight: Packed,
-    bias: torch.Tensor | None,
-    target: torch.Tensor | None,
-    leaving: PendingSum | None,
-) -> None:
-    """A unit's last product, added to `hidden` or written to `target`."""
-    if target is None:
+def _leave(side: Side, x: torch.Tensor, weight: Packed, bias: torch.Tensor | None, residual: Residual) -> None:
+    """A unit's last product, added to `hidden` or left as this rank's part."""
+    part, leaving = residual.part, residual.leaving
+    if part is None:
         side.kernels.linear(x, weight, side.space.rows("hidden", x.shape[0]), side.space.tile, bias, True)
     elif leaving is None:
-        side.kernels.linear(x, weight, target, side.space.tile, bias)
+        side.kernels.linear(x, weight, part, side.space.tile, bias)
     else:
         kernels = cast(SumKernels, side.kernels)
-        kernels.linear_part(leaving.exchange, leaving.wire, x, weight, target, side.space.tile, bias)
+        kernels.linear_part(leaving.exchange, leaving.wire, x, weight, part, side.space.tile, bias)
 
 
-def _normalise(side: Side, weight: torch.Tensor, n: int, pending: PendingSum | None) -> torch.Tensor:
-    """The side's `normed` [n, D]: RMS norm of hidden, to which a pending sum is added first."""
+def _normalise(side: Side, weight: torch.Tensor, n: int, residual: Residual) -> torch.Tensor:
+    """The side's `normed` [n, D]: RMS norm of hidden, to which what enters is added first."""
     hidden, normed, eps = side.space.rows("hidden", n), side.space.rows("normed", n), side.config.norm_eps
-    if pending is None:
+    if (sums := residual.entering) is None:
         side.kernels.rms_norm(hidden, weight, eps, normed)
     else:
-        cast(SumKernels, side.kernels).sum_rms_norm(
-            pending.exchange, pending.part, pending.wire, hidden, weight, eps, normed
-        )
+        cast(SumKernels, side.kernels).sum_rms_norm(sums.exchange, sums.part, sums.wire, hidden, weight, eps, normed)
     return normed
 
 

@@ -15,7 +15,16 @@ from pshard.plan import TierPlan
 from pshard.row_split import acc_part
 from pshard.runtime.arena import Carved
 from pshard.runtime.best_logits import find_best
-from pshard.runtime.blocks import PendingSum, Side, gate_rows, project_down, run_attention, run_ffn, run_output
+from pshard.runtime.blocks import (
+    PendingSum,
+    Residual,
+    Side,
+    gate_rows,
+    project_down,
+    run_attention,
+    run_ffn,
+    run_output,
+)
 from pshard.runtime.kernels.api import LayerKV, RowIndex, Segment
 from pshard.runtime.kv_blocks import pool_spans
 from pshard.runtime.kv_cache import Piece, cut_pieces, find_pieces
@@ -128,8 +137,6 @@ class MicroBatch:
     side: str = "cpu"
     freed: Any = None
     pending: torch.Tensor | None = None  # logits that are still on the device
-    summed: PendingSum | None = None  # what the next unit adds to `hidden`
-    leaving: PendingSum | None = None  # that of which the unit makes a part
     settled: bool = False  # whether the host has waited for all that the compute lane was given
     left: Any = None  # event after which the host has what the last graph brought: hidden states or logits
 
@@ -241,13 +248,15 @@ class MicroBatch:
 
     def _kernels(self, steps: tuple[Compute | AllReduce, ...]) -> None:
         """The steps' kernels; a sum goes with the norm of the unit that follows it where there is a kernel for both."""
+        entering = None
         for step, following, second in zip_longest(steps, steps[1:], steps[2:]):
             if isinstance(step, Compute):
-                self.leaving = self._sum_for(second) if isinstance(following, AllReduce) else None
-                self._execute(step)
+                leaving = self._sum_for(second) if isinstance(following, AllReduce) else None
+                self._execute(step, entering, leaving)
+                entering = None
             else:
-                self.summed = self._sum_for(following)
-                if self.summed is None:
+                entering = self._sum_for(following)
+                if entering is None:
                     self._all_reduce()
 
     def _sum_for(self, following: Compute | AllReduce | None) -> PendingSum | None:
@@ -260,21 +269,21 @@ class MicroBatch:
             return None
         return PendingSum(exchange, part, e.group.wire(part))
 
-    def _execute(self, step: Compute) -> None:
-        """The unit's kernels, nothing else: what a graph may hold."""
+    def _execute(self, step: Compute, entering: PendingSum | None = None, leaving: PendingSum | None = None) -> None:
+        """The unit's kernels, nothing else: what a graph may hold. entering, leaving: see Residual."""
         unit, weights = self.executor.spec.unit(step.unit), self._weights_of(step)
-        (summed, self.summed), (leaving, self.leaving) = (self.summed, None), (self.leaving, None)
-        target = self._side().space.rows("branch", self.tokens) if self._is_partial(step) else None
+        part = self._side().space.rows("branch", self.tokens) if self._is_partial(step) else None
+        residual = Residual(entering, part, leaving)
         if not unit.tensors:
-            self._contribute_nothing(unit.kind, target)
+            self._contribute_nothing(unit.kind, part)
         elif unit.kind == "embedding":
             self._embed(weights, step.on)
         elif unit.kind == "attention":
-            self._attend(step, weights, target, summed, leaving)
+            self._attend(step, weights, residual)
         elif step.cpu_rows:
-            self._compute_part(step, weights, target, summed, leaving)
+            self._compute_part(step, weights, residual)
         elif unit.kind == "ffn":
-            run_ffn(self._side(), weights, self.tokens, target, summed, leaving)
+            run_ffn(self._side(), weights, self.tokens, residual)
         else:
             self._output(weights, step.on)
 
@@ -283,24 +292,17 @@ class MicroBatch:
         e = self.executor
         return e.group.size > 1 and e.spec.stage is None and e.spec.unit(step.unit).kind in ("attention", "ffn")
 
-    def _compute_part(
-        self,
-        step: Compute,
-        weights: UnitWeights,
-        target: torch.Tensor | None,
-        summed: PendingSum | None,
-        leaving: PendingSum | None,
-    ) -> None:
+    def _compute_part(self, step: Compute, weights: UnitWeights, residual: Residual) -> None:
         """One side's rows of a split FFN, or all of its `down` once the CPU's rows have come."""
         side = self._side()
         if step.part == "down":
             here = self._rows_of(self.state.carved.row_stage, step.cpu_rows)
-            project_down(side, weights, self.tokens, target, here, leaving)
+            project_down(side, weights, self.tokens, residual, here)
         elif step.on == "cpu":
             here = self._rows_of(self.executor.host_rows, step.cpu_rows)
-            gate_rows(side, weights, self.tokens, here)
+            gate_rows(side, weights, self.tokens, out=here)
         else:
-            gate_rows(side, weights, self.tokens, pending=summed)
+            gate_rows(side, weights, self.tokens, residual)
 
     def _rows_of(self, stage: torch.Tensor, cpu_rows: int) -> torch.Tensor:
         """float32 [M, cpu_rows] at the beginning of a row stage."""
@@ -312,13 +314,13 @@ class MicroBatch:
         e.device.send(self._rows_of(self.state.carved.row_stage, rows), here)
         e.link_bytes += here.nbytes
 
-    def _contribute_nothing(self, kind: str, target: torch.Tensor | None) -> None:
+    def _contribute_nothing(self, kind: str, part: torch.Tensor | None) -> None:
         """This rank holds nothing of the unit: zeros for the sum; no column of the logits."""
         if kind == "output" and self._gathers_on_device():
             self.pending = self._logits_on_device()[0]
             self.executor.group.gather_logits(self.pending, self.executor.logit_widths)
-        elif target is not None:
-            target.zero_()
+        elif part is not None:
+            part.zero_()
 
     def _gather(self) -> None:
         """One gather of all wanted rows, whatever number of pieces each rank computed them in."""
@@ -361,16 +363,9 @@ class MicroBatch:
         """Whether the ranks' logits are put together on the GPUs: few rows, so that each rank has them in one piece."""
         return bool(self.executor.logit_widths) and 0 < len(self.logit_rows) <= LOGIT_ROWS
 
-    def _attend(
-        self,
-        step: Compute,
-        weights: UnitWeights,
-        target: torch.Tensor | None,
-        summed: PendingSum | None,
-        leaving: PendingSum | None,
-    ) -> None:
+    def _attend(self, step: Compute, weights: UnitWeights, residual: Residual) -> None:
         kv, rows = self._cache(step.unit), self.host_rows if step.on == "cpu" else self.acc_rows
-        run_attention(self._side(), weights, rows, kv, target, summed, leaving)
+        run_attention(self._side(), weights, rows, kv, residual)
 
     def _cache(self, unit: str) -> LayerKV:
         """The cells of the unit's layer on the side that attends: of one with KV on the host, the stage."""
