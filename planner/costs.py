@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import log
 
-from pshard.buffers import SMALL_BATCH
+from pshard.buffers import SMALL_BATCH, TILE_TOKENS
 from pshard.collectives import fastest_collective, wire_type
 from pshard.curves import Curve, interpolate
 from pshard.curves import curve_through as _curve
@@ -38,6 +38,9 @@ class Tables:
         self.profile, self.correction = profile, correction
         self.kind = profile.accelerators[0].kind if profile.accelerators else "cpu"
         self.act_bytes = 2 if self.kind == "cuda" else 4
+        # up to so many tokens the host's matrices of one input are multiplied in one call
+        native, tiles = profile.host.kernels == "native", "amx" in profile.host.isa
+        self.vector_tokens = (TILE_TOKENS if tiles else SMALL_BATCH) if native else 0
         self._matmul: dict[tuple[str, str], dict[tuple[int, int], Curve]] = defaultdict(dict)
         rows = defaultdict(list)
         for m in profile.matmuls:
@@ -283,13 +286,13 @@ def unit_cost(
             s += tables.elementwise(side, "embed", load.tokens, config.d_model)
         else:
             s += sum(tables.matmul(side, m.qtype, m.rows, m.cols, rows) for m in unit.matrices)
-            s -= _saved_by_one_launch(tables, unit, rows) if side == "acc" else 0.0
+            s -= _saved_by_one_launch(tables, side, unit, rows)
             s += tables.elementwise(side, "norm", rows, config.d_model)
         if unit.kind in ("attention", "ffn"):
             s += tables.elementwise(side, "residual", rows, config.d_model)
         if unit.kind == "ffn":
             width = max((m.rows for m in unit.matrices if m.role == "ffn_up.weight"), default=config.d_ffn)
-            if side == "host" or not _launched_together(tables, unit, rows):  # else with gate and up
+            if side == "host" or not _launched_together(tables, side, unit, rows):  # else with gate and up
                 s += tables.elementwise(side, "silu_mul", rows, width)
         if unit.kind == "attention":
             width = (config.n_heads + config.n_kv_heads) * config.head_dim
@@ -330,24 +333,26 @@ def _share_of_rank(tables: Tables, load: TierLoad, workload: Workload, ranks: in
     return tables.share("matmul", ranks, load.tokens, at_once), tables.share("copy", ranks, 0, True)
 
 
-def _launched_together(tables: Tables, unit: Unit, rows: int) -> tuple[TensorSpec, ...]:
-    """Matrices of one input (q, k, v; gate and up) that CUDA kernels multiply in one launch in small batches."""
-    if tables.kind == "cpu" or rows > SMALL_BATCH:
+def _launched_together(tables: Tables, side: str, unit: Unit, rows: int) -> tuple[TensorSpec, ...]:
+    """Matrices of one type and one input that are multiplied in one launch in small batches: q, k and v, and on CUDA
+    gate and up (on the host the figures of each are of a call for both)."""
+    on_host = side == "host" or tables.kind == "cpu"
+    if rows > (tables.vector_tokens if on_host else SMALL_BATCH):
         return ()
-    roles = {"attention": ("attn_q", "attn_k", "attn_v"), "ffn": ("ffn_gate", "ffn_up")}.get(unit.kind, ())
-    group = tuple(m for m in unit.matrices if m.role.removesuffix(".weight") in roles)
+    roles = {"attention": ("attn_q", "attn_k", "attn_v"), "ffn": () if on_host else ("ffn_gate", "ffn_up")}
+    group = tuple(m for m in unit.matrices if m.role.removesuffix(".weight") in roles.get(unit.kind, ()))
     alike = len({m.qtype for m in group}) == 1 and bool(QUANT_TYPES[group[0].qtype].planes)
-    return group if alike and len(group) == len(roles) else ()
+    return group if alike and len(group) == len(roles[unit.kind]) else ()
 
 
-def _saved_by_one_launch(tables: Tables, unit: Unit, rows: int) -> float:
+def _saved_by_one_launch(tables: Tables, side: str, unit: Unit, rows: int) -> float:
     """Seconds by which one product as tall as those launched together is faster than they are in turn."""
-    group = _launched_together(tables, unit, rows)
+    group = _launched_together(tables, side, unit, rows)
     if not group:
         return 0.0
     qtype, cols = group[0].qtype, group[0].cols
-    in_turn = sum(tables.matmul("acc", qtype, m.rows, cols, rows) for m in group)
-    return max(0.0, in_turn - tables.matmul("acc", qtype, sum(m.rows for m in group), cols, rows))
+    in_turn = sum(tables.matmul(side, qtype, m.rows, cols, rows) for m in group)
+    return max(0.0, in_turn - tables.matmul(side, qtype, sum(m.rows for m in group), cols, rows))
 
 
 def _attention_of(tables: Tables, side: str, config: ModelConfig, load: TierLoad, kv_type: str) -> float:
@@ -386,9 +391,9 @@ def split_cost(
     for side, part in (("acc", cut.on_acc), ("host", cut.on_cpu)):
         rows = [m for m in part.matrices if m.role in CUT]
         s = sum(tables.matmul(side, m.qtype, m.rows, m.cols, tokens) for m in rows)
-        s -= _saved_by_one_launch(tables, part, tokens) if side == "acc" else 0.0
+        s -= _saved_by_one_launch(tables, side, part, tokens)
         s += tables.elementwise(side, "norm", tokens, d_model)
-        if side == "host" or not _launched_together(tables, part, tokens):
+        if side == "host" or not _launched_together(tables, side, part, tokens):
             s += tables.elementwise(side, "silu_mul", tokens, rows[0].rows)
         seconds[side] = s * (on_host if side == "host" or tables.kind == "cpu" else 1)
     down = sum(tables.matmul("acc", m.qtype, m.rows, m.cols, tokens) for m in unit.matrices if m.role not in CUT)

@@ -109,6 +109,40 @@ def test_a_token_and_the_thread_count_do_not_change_a_result(isa: str, qtype: st
         np.testing.assert_array_equal(alone[0], together[token])
 
 
+@pytest.mark.parametrize(
+    "types", [("Q4_0",), ("Q4_K", "Q4_K", "Q6_K"), ("F16", "Q8_0", "F16"), ("Q4_0", "BF16", "Q4_1")]
+)
+@pytest.mark.parametrize("tokens", [1, 7, 70])
+def test_matrices_multiplied_together_give_the_bits_of_each_alone(
+    isa: str, types: tuple[str, ...], tokens: int
+) -> None:
+    rows, cols = (700, 16, 37)[: len(types)], 512
+    made = [matrix(qtype, n, cols, n)[0] for qtype, n in zip(types, rows)]
+    x = np.random.default_rng(3).standard_normal((tokens, cols + 4), np.float32)[:, :cols]
+    out, strides = poisoned(tokens, sum(rows) + 3), {"x_stride": cols + 4, "out_stride": sum(rows) + 3}
+    native.linear_group(x, list(zip(made, types, rows)), cols, out, tokens, **strides)
+    at = 0
+    for packed, qtype, n in zip(made, types, rows):
+        alone = poisoned(tokens, n)
+        native.linear(x, packed, qtype, n, cols, alone, tokens, x_stride=cols + 4)
+        np.testing.assert_array_equal(out[:, at : at + n], alone)
+        at += n
+    assert np.isnan(out[:, at:]).all()
+
+
+@pytest.mark.parametrize("qtype", ["Q4_0", "Q6_K", "F16"])
+@pytest.mark.parametrize("tokens", [1, 11, 65])
+def test_a_product_can_be_added_to_what_is_there(isa: str, qtype: str, tokens: int) -> None:
+    packed, _ = matrix(qtype, 37, 512)
+    rng = np.random.default_rng(4)
+    x, there = rng.standard_normal((tokens, 512), np.float32), rng.standard_normal((tokens, 40), np.float32)
+    alone, out = poisoned(tokens, 37), there.copy()
+    native.linear(x, packed, qtype, 37, 512, alone, tokens)
+    native.linear(x, packed, qtype, 37, 512, out, tokens, out_stride=40, accumulate=True)
+    np.testing.assert_array_equal(out[:, :37], there[:, :37] + alone)
+    np.testing.assert_array_equal(out[:, 37:], there[:, 37:])
+
+
 def test_a_nan_among_the_activations_reaches_its_token_only(isa: str) -> None:
     packed, _ = matrix("Q4_0", 16, 64)
     x = np.ones((3, 64), np.float32)

@@ -56,7 +56,7 @@ def test_an_untimed_quant_type_is_scaled_by_bytes_in_small_batches_only():
     assert tables.matmul("acc", "Q4_0", 4096, 4096, 128) == pytest.approx(1e-4 * 128)
 
 
-def test_products_of_one_input_are_one_launch_in_small_batches_on_a_gpu_only():
+def test_products_of_one_input_are_one_launch_in_small_batches():
     """1 us a launch and 1 ps an element: what is launched together saves launches, and gate and up no activation."""
     spec = make_model(layers=1, d_model=1024, heads=8, kv_heads=2, d_ffn=4096)
     shapes = {(m.rows, m.cols) for u in spec.units[1:3] for m in u.matrices} | {(1536, 1024), (8192, 1024)}
@@ -83,6 +83,12 @@ def test_products_of_one_input_are_one_launch_in_small_batches_on_a_gpu_only():
     assert seconds(2, 1, "cpu") == pytest.approx(elements[2] + 3e-6 + 5e-6, rel=1e-3)
     assert seconds(2, 64) == pytest.approx(elements[2] + 2e-6, rel=1e-3)
     assert seconds(2, 65) == pytest.approx(elements[2] + 3e-6 + 65 * 5e-6, rel=1e-3)
+    # on a CPU q, k and v only, as far as its vectors are the fastest
+    assert seconds(1, 16, "cpu") == pytest.approx(elements[1] + 2e-6, rel=1e-3)
+    assert seconds(1, 65, "cpu") == pytest.approx(elements[1] + 4e-6, rel=1e-3)
+    profile = replace(profile, host=replace(profile.host, isa="avx512_vnni+amx"))
+    assert seconds(1, 16, "cpu") == pytest.approx(elements[1] + 2e-6, rel=1e-3)
+    assert seconds(1, 17, "cpu") == pytest.approx(elements[1] + 4e-6, rel=1e-3)
 
 
 def test_attention_grows_with_context_and_heads_read():

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 
+from pshard.buffers import TILE_TOKENS
 from pshard.quant import QUANT_TYPES
 from pshard.runtime.kernels import native
 from pshard.runtime.kernels.api import LayerKV, Packed, RopeTable, RowIndex
@@ -10,8 +11,6 @@ from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.kernels.unpack import plain_rows
 
 _KV_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.int8: "q8_0"}
-# above, AMX tiles are faster than the C++ vectors; at 16 tokens 1.31 ms against 1.13 (25600x5120 Q4_0, 16 cores)
-TILE_TOKENS = 16
 _TILE_LOSES = ("F32", "F16")  # bf16 tiles would drop bits that the file has
 # without a matrix unit: up to here the C++ kernel keeps up with torch's GEMM: 1.1 against 0.75 TFLOP/s on two Zen 5
 # cores, dequantisation included
@@ -47,6 +46,26 @@ class HostKernels(PlainKernels):
         else:
             self._linear_tiled(x, weight, out, tile, bias, accumulate)
 
+    def linear_group(
+        self,
+        x: torch.Tensor,
+        weights: tuple[Packed, ...],
+        out: torch.Tensor,
+        tile: torch.Tensor,
+        biases: tuple[torch.Tensor | None, ...],
+    ) -> None:
+        tokens = x.shape[0]
+        if not all(_suits_vectors(tokens, weight.qtype) for weight in weights):
+            super().linear_group(x, weights, out, tile, biases)
+            return
+        parts, strides = [(w.data, w.qtype, w.rows) for w in weights], (x.stride(0), out.stride(0))
+        native.linear_group(x, parts, weights[0].cols, out, tokens, x_stride=strides[0], out_stride=strides[1])
+        at = 0
+        for weight, bias in zip(weights, biases):
+            if bias is not None:
+                out[:, at : at + weight.rows] += bias
+            at += weight.rows
+
     def _linear_on_tiles(
         self, x: torch.Tensor, weight: Packed, out: torch.Tensor, bias: torch.Tensor | None, accumulate: bool
     ) -> None:
@@ -68,20 +87,18 @@ class HostKernels(PlainKernels):
     def _linear_packed(
         self, x: torch.Tensor, weight: Packed, out: torch.Tensor, bias: torch.Tensor | None, accumulate: bool
     ) -> None:
-        target = torch.empty(x.shape[0], weight.rows) if accumulate else out
         native.linear(
             x,
             weight.data,
             weight.qtype,
             weight.rows,
             weight.cols,
-            target,
+            out,
             x.shape[0],
             x_stride=x.stride(0),
-            out_stride=target.stride(0),
+            out_stride=out.stride(0),
+            accumulate=accumulate,
         )
-        if accumulate:
-            out += target
         if bias is not None:
             out += bias
 
@@ -138,7 +155,6 @@ class HostKernels(PlainKernels):
         tokens = x.shape[0]
         if not all(_suits_vectors(tokens, weight.qtype) for weight in (gate, up, down)):
             return False
-        target = torch.empty(out.shape) if accumulate else out
         native.ffn(
             x,
             gate.data,
@@ -149,13 +165,12 @@ class HostKernels(PlainKernels):
             down.qtype,
             down.rows,
             down.cols,
-            target,
+            out,
             tokens,
             x_stride=x.stride(0),
-            out_stride=target.stride(0),
+            out_stride=out.stride(0),
+            accumulate=accumulate,
         )
-        if accumulate:
-            out += target
         return True
 
     def attention(

@@ -40,10 +40,14 @@ struct Matrix {
   int offset() const { return kFormats[type].offset; }
 };
 
+inline int64_t records_per_task(size_t nbytes) {
+  return std::max<int64_t>(1, kTaskBytes / std::max<size_t>(nbytes, 1));
+}
+
 // Runs body(record, the record this thread does next) for all records, several to a task.
 template <class Body>
 void for_records(Team& team, int64_t records, size_t nbytes, Body&& body) {
-  const int64_t each = std::max<int64_t>(1, kTaskBytes / std::max<size_t>(nbytes, 1));
+  const int64_t each = records_per_task(nbytes);
   team.for_each_ahead((records + each - 1) / each, [&](int64_t task, int64_t next_task) {
     const int64_t end = std::min(records, (task + 1) * each);
     for (int64_t r = task * each; r < end; ++r) body(r, r + 1 < end ? r + 1 : next_task * each);

@@ -1,5 +1,7 @@
 // Linear layers on packed or plain weights, alone and as SwiGLU.
+#include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "driver.h"
 
@@ -47,20 +49,78 @@ void quantize_tokens(Team& team, const Activations& a, const Matrix& w) {
   });
 }
 
-void store_tile(const float* tile, int count, int rows, float* out, int64_t stride) {
-  for (int i = 0; i < count; ++i) std::memcpy(out + i * stride, tile + i * 16, rows * sizeof(float));
+void store_tile(const float* tile, int count, int rows, float* out, int64_t stride, bool accumulate = false) {
+  for (int i = 0; i < count; ++i, tile += 16, out += stride) {
+    if (accumulate)
+      for (int r = 0; r < rows; ++r) out[r] += tile[r];
+    else std::memcpy(out, tile, rows * sizeof(float));
+  }
 }
 
-void multiply(Team& team, const Activations& a, const Matrix& w, float* out, int64_t out_stride) {
-  const auto kernel = kernels().linear[w.type];
-  for_records(team, w.records(), w.record, [&](int64_t r, int64_t next) {
-    alignas(64) float tile[8 * 16];
-    for (int first = 0; first < a.tokens; first += 8) {
-      const TokenGroup g = a.group(w, first, w.at(first ? r : next));
-      kernel(w.at(r), w.planes, w.cols, w.rows_of(r), g, tile);
-      store_tile(tile, std::min(g.count, a.tokens - first), w.rows_of(r), out + first * out_stride + r * 16,
-                 out_stride);
+// A matrix of several that multiply the same tokens, its columns of the output, and the first of its tasks.
+struct Part {
+  Matrix w;
+  Activations a;
+  float* out;
+  int64_t first_task = 0;
+
+  int64_t each() const { return records_per_task(w.record); }
+  int64_t tasks() const { return (w.records() + each() - 1) / each(); }
+};
+
+void multiply(Team& team, std::vector<Part>& parts, int64_t out_stride, bool accumulate) {
+  int64_t tasks = 0;
+  for (Part& p : parts) p.first_task = tasks, tasks += p.tasks();
+  const auto part_of = [&](int64_t task) -> const Part& {
+    size_t i = parts.size() - 1;
+    while (task < parts[i].first_task) --i;
+    return parts[i];
+  };
+  team.for_each_ahead(tasks, [&](int64_t task, int64_t next_task) {
+    const Part &p = part_of(task), &following = part_of(next_task);
+    const Matrix& w = p.w;
+    const int64_t begin = (task - p.first_task) * p.each(), end = std::min(w.records(), begin + p.each());
+    for (int64_t r = begin; r < end; ++r) {
+      const uint8_t* next =
+          r + 1 < end ? w.at(r + 1) : following.w.at((next_task - following.first_task) * following.each());
+      alignas(64) float tile[8 * 16];
+      for (int first = 0; first < p.a.tokens; first += 8) {
+        const TokenGroup g = p.a.group(w, first, first ? w.at(r) : next);
+        kernels().linear[w.type](w.at(r), w.planes, w.cols, w.rows_of(r), g, tile);
+        store_tile(tile, std::min(g.count, p.a.tokens - first), w.rows_of(r), p.out + first * out_stride + r * 16,
+                   out_stride, accumulate);
+      }
     }
+  });
+}
+
+// Whether the kernels of both matrices take the same activations.
+bool alike(const Matrix& a, const Matrix& b) {
+  return a.offset() == b.offset() && is_plain(a.type) == is_plain(b.type);
+}
+
+// out (+)= x w^T of each matrix; their outputs lie side by side.
+void run_linear(const float* x, int64_t x_stride, const std::vector<Matrix>& matrices, float* out, int64_t out_stride,
+                int64_t tokens, bool accumulate) {
+  const int slice = static_cast<int>(std::min<int64_t>(tokens, kSlice));
+  const size_t need = act_bytes(slice, matrices[0].cols);
+  Pool::instance().with_scratch(need * matrices.size(), [&](uint8_t* scratch) {
+    Pool::instance().run([&](Team& team) {
+      for (int64_t first = 0; first < tokens; first += kSlice) {
+        const int n = static_cast<int>(std::min<int64_t>(kSlice, tokens - first));
+        std::vector<Part> parts;
+        float* at = out + first * out_stride;
+        for (const Matrix& m : matrices) {
+          Activations a{x + first * x_stride, x_stride, n, reinterpret_cast<ActChunk*>(scratch + parts.size() * need)};
+          const auto same = std::find_if(parts.begin(), parts.end(), [&](const Part& p) { return alike(p.w, m); });
+          if (same == parts.end()) quantize_tokens(team, a, m);
+          else a.act = same->a.act;
+          parts.push_back({m, a, at});
+          at += m.rows;
+        }
+        multiply(team, parts, out_stride, accumulate);
+      }
+    });
   });
 }
 
@@ -86,36 +146,33 @@ void gate_up(Team& team, const Activations& a, const Activations& b, const Matri
 using namespace pshard;
 
 PSHARD_API void pshard_linear(const float* x, int64_t x_stride, const void* w, int type, int64_t rows, int64_t cols,
-                              float* out, int64_t out_stride, int64_t tokens) {
-  const Matrix m(w, type, rows, cols);
-  const size_t need = act_bytes(static_cast<int>(std::min<int64_t>(tokens, kSlice)), cols);
-  Pool::instance().with_scratch(need, [&](uint8_t* scratch) {
-    Pool::instance().run([&](Team& team) {
-      for (int64_t first = 0; first < tokens; first += kSlice) {
-        const int n = static_cast<int>(std::min<int64_t>(kSlice, tokens - first));
-        const Activations a{x + first * x_stride, x_stride, n, reinterpret_cast<ActChunk*>(scratch)};
-        quantize_tokens(team, a, m);
-        multiply(team, a, m, out + first * out_stride, out_stride);
-      }
-    });
-  });
+                              float* out, int64_t out_stride, int64_t tokens, int accumulate) {
+  run_linear(x, x_stride, {Matrix(w, type, rows, cols)}, out, out_stride, tokens, accumulate);
 }
 
-// silu(x gate^T) * (x up^T), then times down^T unless down_type is -1; `out` is [tokens, hidden] or [tokens, inner].
+PSHARD_API void pshard_linear_group(const float* x, int64_t x_stride, const void* const* weights, const int* types,
+                                    const int64_t* rows, int count, int64_t cols, float* out, int64_t out_stride,
+                                    int64_t tokens) {
+  std::vector<Matrix> matrices;
+  for (int i = 0; i < count; ++i) matrices.emplace_back(weights[i], types[i], rows[i], cols);
+  run_linear(x, x_stride, matrices, out, out_stride, tokens, false);
+}
+
+// silu(x gate^T) * (x up^T), then times down^T unless down_type is -1; `out` is [tokens, hidden], maybe added to, or
+// [tokens, inner].
 PSHARD_API void pshard_ffn(const float* x, int64_t x_stride, const void* gate, int gate_type, const void* up,
                            int up_type, const void* down, int down_type, int64_t hidden, int64_t inner, float* out,
-                           int64_t out_stride, int64_t tokens) {
+                           int64_t out_stride, int64_t tokens, int accumulate) {
   const bool whole = down_type >= 0;
   const Matrix g(gate, gate_type, inner, hidden), u(up, up_type, inner, hidden);
   const Matrix d(down, whole ? down_type : F32, hidden, inner);
   const int slice = static_cast<int>(std::min<int64_t>(tokens, kSlice));
-  const bool alike = g.offset() == u.offset() && is_plain(g.type) == is_plain(u.type);
   const int64_t width = round_up<int64_t>(inner, 16);
   const size_t x_bytes = act_bytes(slice, hidden), h_bytes = whole ? act_bytes(slice, inner) : 0;
   const size_t inside_bytes = whole ? slice * width * sizeof(float) : 0;
   Pool::instance().with_scratch(2 * x_bytes + h_bytes + inside_bytes, [&](uint8_t* scratch) {
     auto* act = reinterpret_cast<ActChunk*>(scratch);
-    auto* act_up = alike ? act : reinterpret_cast<ActChunk*>(scratch + x_bytes);
+    auto* act_up = alike(g, u) ? act : reinterpret_cast<ActChunk*>(scratch + x_bytes);
     auto* act_hidden = reinterpret_cast<ActChunk*>(scratch + 2 * x_bytes);
     auto* inside = reinterpret_cast<float*>(scratch + 2 * x_bytes + h_bytes);
     Pool::instance().run([&](Team& team) {
@@ -125,11 +182,12 @@ PSHARD_API void pshard_ffn(const float* x, int64_t x_stride, const void* gate, i
         const Activations h{inside, width, n, act_hidden};
         float* rows = out + first * out_stride;
         quantize_tokens(team, a, g);
-        if (!alike) quantize_tokens(team, b, u);
+        if (act_up != act) quantize_tokens(team, b, u);
         gate_up(team, a, b, g, u, whole ? inside : rows, whole ? width : out_stride);
         if (!whole) continue;
         quantize_tokens(team, h, d);
-        multiply(team, h, d, rows, out_stride);
+        std::vector<Part> parts{{d, h, rows}};
+        multiply(team, parts, out_stride, accumulate);
       }
     });
   });
