@@ -43,7 +43,9 @@ def print_changes(changes: Sequence[Change], since: str, console: Console) -> No
     if not changes:
         console.print(f"Nothing moved by more than 10% since {since}.")
         return
-    table = _table(f"Changed since {since}", "what", "before", "now")
+    title = f"Changed since {since}"
+    table = _table(title, "what", "before", "now")
+    table.min_width = len(title)  # a date that is wrapped reads badly
     for change in changes:
         table.add_row(change.what, change.before, change.after)
     console.print(table)
