@@ -5,16 +5,17 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from pshard.errors import UserError
-from pshard.plan import TierPlan
+from pshard.plan import RankPlan, TierPlan
 from pshard.planner.around import EVALUATIONS, place_others
 from pshard.planner.baselines import STRATEGIES, Baseline, place_strategy
-from pshard.planner.classes import UnitClass
+from pshard.planner.classes import UnitClass, group_units
 from pshard.planner.costs import TierCosts
 from pshard.planner.draft import Room, draft_tier, tier_seconds
 from pshard.planner.exchange import exchange_memory
 from pshard.planner.fluid import fluid_seconds
 from pshard.planner.ilp import Solution
 from pshard.planner.order import Residency, order_residency
+from pshard.planner.page_locks import locked, stage_by
 from pshard.planner.problem import count_tier, tier_problem
 from pshard.planner.search import Scored, TierSearch
 from pshard.planner.starts import Start, StartFinder
@@ -48,10 +49,30 @@ def rank_candidates(
     simulation first.
 
     What no coefficient says (lookahead, waits) is left to simulation: the program is solved in several flavours, and
-    the most promising are improved. `bounds` in seconds by tier: what reaches them needs no improvement. Raises
+    the most promising are improved. `bounds` in seconds by tier: what reaches them needs no improvement. Where memory
+    can be page-locked up to a limit only, plans are also made as if there were none: theirs may lie below it. Raises
     UserError when nothing was found in time.
     """
-    candidates = place_best_baselines(room, classes, costs)
+    candidates = place_best_baselines(room, classes, locked(costs))
+    candidates += _solve_and_improve(room, classes, costs, bounds, time_limit, programs)
+    if costs[0].staged:
+        whole = group_units(room.spec)
+        candidates += _solve_and_improve(room, whole, locked(costs), bounds, time_limit, programs)
+    if not candidates:
+        raise UserError(f"no plan for {room.spec.name} found within {time_limit:g} s; raise the time limit")
+    return tuple(sorted((_restage(room, costs, c) for c in candidates), key=lambda c: c.total))
+
+
+def _solve_and_improve(
+    room: Room,
+    classes: tuple[UnitClass, ...],
+    costs: tuple[TierCosts, ...],
+    bounds: tuple[float, ...],
+    time_limit: float,
+    programs: int,
+) -> list[Candidate]:
+    """At most `programs` solutions of the program, improved."""
+    candidates: list[Candidate] = []
     entered = [(c, bound) for c, bound in zip(costs, bounds) if not c.load.rare]
     finder = StartFinder(room, classes, tuple(c for c, _ in entered), time.monotonic() + time_limit)
     improved = [_improve(room, classes, entered, start) for start in finder.find(IMPROVED)[:IMPROVED]]
@@ -60,9 +81,17 @@ def rank_candidates(
         if programs and (complete := _complete(room, classes, costs, start)):
             candidates.append(complete)
             programs -= 1
-    if not candidates:
-        raise UserError(f"no plan for {room.spec.name} found within {time_limit:g} s; raise the time limit")
-    return tuple(sorted(candidates, key=lambda c: c.total))
+    return candidates
+
+
+def _restage(room: Room, costs: tuple[TierCosts, ...], candidate: Candidate) -> Candidate:
+    """The candidate priced with the copies staged that are under it; as it is where all memory can be page-locked."""
+    if costs[0].tables.profile.lockable_bytes is None:
+        return candidate
+    order, tiers = candidate.residency, candidate.tiers
+    priced = stage_by(RankPlan(0, 0, 1.0, order.pin_order, order.kv_order, tiers), costs)
+    seconds = tuple(tier_seconds(room, tier, cost) for tier, cost in zip(tiers, priced))
+    return replace(candidate, seconds=seconds, total=round_seconds(room, tiers, seconds, priced))
 
 
 def _improve(room: Room, classes: tuple[UnitClass, ...], entered: list[tuple[TierCosts, float]], start: Start) -> Start:
@@ -181,10 +210,12 @@ def round_seconds(
 
 def switch_seconds(room: Room, tiers: tuple[TierPlan, ...], costs: tuple[TierCosts, ...]) -> float:
     """Seconds of going from the largest tier to the smallest and back once: pins brought in, used KV cells moved."""
-    nbytes = seconds = 0.0
+    locked = staged = seconds = 0.0
     for unit, small, large in zip(room.spec.units, tiers[0].placements, tiers[-1].placements):
         if (small.where == "pinned") != (large.where == "pinned"):
-            nbytes += acc_part(unit, max(small.cpu_rows, large.cpu_rows)).packed_nbytes
+            nbytes = acc_part(unit, max(small.cpu_rows, large.cpu_rows)).packed_nbytes
+            locked, staged = (locked, staged + nbytes) if unit.name in costs[0].staged else (locked + nbytes, staged)
         if small.kv != large.kv:
             seconds += costs[0].units[unit.name].kv_fetch
-    return nbytes / costs[0].tables.link_rate + seconds
+    tables = costs[0].tables
+    return locked / tables.link_rate + (staged / tables.staged_rate if staged else 0.0) + seconds

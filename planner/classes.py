@@ -36,11 +36,11 @@ class UnitClass:
         return tuple(sorted({share_rows(self.units[0], share) for share in SHARES} - {0}))
 
 
-def group_units(spec: ModelSpec) -> tuple[UnitClass, ...]:
-    """Classes in order of first appearance, named `ffn0`, `ffn1`, ..."""
+def group_units(spec: ModelSpec, staged: frozenset[str] = frozenset()) -> tuple[UnitClass, ...]:
+    """Classes in order of first appearance, named `ffn0`, `ffn1`, ...; units in `staged` are unlike the others."""
     groups: dict[tuple, list[Unit]] = {}
     for unit in spec.units:
-        groups.setdefault(unit.likeness, []).append(unit)
+        groups.setdefault((unit.likeness, unit.name in staged), []).append(unit)
     seen: dict[str, int] = {}
     classes = []
     for units in groups.values():

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pshard.machine import MachineProfile
-from pshard.plan import Correction, Factor, TierPlan, Variant, batch_of
+from pshard.plan import Correction, Factor, RankPlan, TierPlan, Variant, batch_of
 from pshard.planner.costs import Tables, tier_costs
 from pshard.planner.draft import Room, tier_seconds
 from pshard.planner.load import TierLoad
+from pshard.planner.page_locks import stage_by
 
 OFF = 0.15  # a prediction further than this from what was measured is off
 PRIOR = 0.1  # weight of "the profile is right" against "the measurement is right"
@@ -18,8 +19,9 @@ LEAST, MOST = 0.1, 10.0  # a factor beyond says that something else is wrong
 
 @dataclass(frozen=True)
 class Sample:
-    """One tier's micro-batch as it was run: what, and how many seconds it took."""
+    """One tier's micro-batch as it was run: what, under which plan, and how many seconds it took."""
 
+    plan: RankPlan
     tier: TierPlan
     load: TierLoad
     seconds: float
@@ -27,9 +29,10 @@ class Sample:
 
 def measured_tiers(variant: Variant, loads: Sequence[TierLoad]) -> list[Sample]:
     """The tiers of a variant of one device that were measured while not much else ran."""
+    (plan,) = variant.ranks
     return [
-        Sample(tier, load, tier.prediction.quiet_seconds)
-        for tier, load in zip(variant.ranks[0].tiers, loads, strict=True)
+        Sample(plan, tier, load, tier.prediction.quiet_seconds)
+        for tier, load in zip(plan.tiers, loads, strict=True)
         if tier.prediction.quiet_seconds is not None
     ]
 
@@ -83,4 +86,4 @@ def _fit_batch(room: Room, tables: Tables, samples: list[Sample], batch: str) ->
 def _simulated(room: Room, tables: Tables, sample: Sample, factors: Sequence[Factor]) -> float:
     corrected = tables.corrected(Correction(tuple(factors)))
     costs = tier_costs(room.spec, corrected, sample.load, room.workload, room.ranks)
-    return tier_seconds(room, sample.tier, costs)
+    return tier_seconds(room, sample.tier, stage_by(sample.plan, [costs])[0])

@@ -27,6 +27,8 @@ from pshard.row_split import CUT, split_rows
 from pshard.steps import AllReduce, Gather
 from pshard.workload import Workload
 
+MEMORIES = ("pinned", "staged", "pageable")  # of copies, the fastest first
+
 
 class Tables:
     """A profile's rows, grouped for look-up. Raises UserError when a table that every plan needs is empty.
@@ -151,11 +153,13 @@ class Tables:
         curve = self._elementwise.get((device, what))
         return interpolate(curve, tokens * width) if curve else 0.0
 
-    def copy(self, direction: str, nbytes: int) -> float:
-        """Seconds of one copy ("h2d" or "d2h") from or to page-locked memory, pageable when that is all there is."""
+    def copy(self, direction: str, nbytes: int, memory: str = "pinned") -> float:
+        """Seconds of one copy ("h2d" or "d2h") from or to `memory`, or the next slower kind that was timed: "pinned"
+        (page-locked), "staged", "pageable"; else the fastest that was."""
         if not nbytes:
             return 0.0
-        curve = self._copies.get((direction, "pinned")) or self._copies.get((direction, "pageable"))
+        kinds = MEMORIES[MEMORIES.index(memory) :] + MEMORIES
+        curve = next((c for kind in kinds if (c := self._copies.get((direction, kind)))), None)
         if not curve:
             raise UserError(f"the machine profile has no {direction} copy timings; run pshard-profile again")
         return interpolate(curve, nbytes)
@@ -210,6 +214,11 @@ class Tables:
         return (64 << 20) / self.copy("h2d", 64 << 20)
 
     @cached_property
+    def staged_rate(self) -> float:
+        """The same from memory that is not page-locked."""
+        return (64 << 20) / self.copy("h2d", 64 << 20, "staged")
+
+    @cached_property
     def host_rate(self) -> float:
         """Bytes per second that the host's threads read from DRAM with nothing else going on."""
         own = [r.rate for r in self.profile.reads if r.threads == self.profile.host.threads]
@@ -255,7 +264,8 @@ def _grouped(rows) -> dict:
 
 @dataclass(frozen=True)
 class UnitCost:
-    """One unit in one tier. Seconds, bytes. `link_*`: the unit's blob over the link. `kv_*`: its layer's KV cache."""
+    """One unit in one tier. Seconds, bytes. `link`: the unit's blob over the link; `staged`: the same were it not
+    page-locked. `kv_*`: its layer's KV cache."""
 
     acc: float
     cpu: float
@@ -266,6 +276,7 @@ class UnitCost:
     kv_fetch_bytes: int = 0
     kv_write: float = 0.0
     issue: float = 0.0  # host seconds to issue the unit on an accelerator that works on its own
+    staged: float = 0.0
 
 
 def unit_cost(
@@ -321,6 +332,7 @@ def unit_cost(
         fetch,
         copying * tables.copy("d2h", write),
         0.0 if waits else acc * step,
+        link * tables.copy("h2d", unit.packed_nbytes, "staged"),
     )
 
 
@@ -368,7 +380,8 @@ class SplitCost:
     """An FFN whose rows are cut, in one tier. Seconds, bytes.
 
     `acc_rows` and `cpu`: either side's rows of the gated product; `join`: the CPU's to the accelerator; `down`: the
-    rest, there. `link` and `nbytes`: the accelerator's part. `issue`: host seconds for each of its two launches.
+    rest, there. `link` (`staged` when not page-locked) and `nbytes`: the accelerator's part. `issue`: host seconds for
+    each of its two launches.
     """
 
     acc_rows: float
@@ -379,6 +392,7 @@ class SplitCost:
     nbytes: int
     cpu_reads: int
     issue: float
+    staged: float
 
 
 def split_cost(
@@ -401,21 +415,26 @@ def split_cost(
     down *= on_host if tables.kind == "cpu" else 1
     acc, host = (tables.correction.of(side, unit.kind, tokens) for side in ("acc", "host"))
     step, waits = tables.elementwise("acc", "step", 1, 1), tables.kind == "cpu"
+    link = copying * tables.correction.of("link", "", tokens)
     return SplitCost(
         acc * (seconds["acc"] + (step if waits else 0.0)),
         host * (seconds["host"] + tables.elementwise("host", "step", 1, 1)),
         tables.handoff("acc", 4 * tokens * cpu_rows, 4 * d_model),
         acc * (down + (step if waits else 0.0)),
-        copying * tables.correction.of("link", "", tokens) * sum(tables.copy("h2d", p.nbytes) for p in cut.pieces),
+        link * sum(tables.copy("h2d", p.nbytes) for p in cut.pieces),
         cut.on_acc.packed_nbytes,
         cut.on_cpu.packed_nbytes,
         0.0 if waits else acc * step,
+        link * sum(tables.copy("h2d", p.nbytes, "staged") for p in cut.pieces),
     )
 
 
 @dataclass(frozen=True)
 class TierCosts:
-    """Everything that simulating or solving one tier needs to know about time."""
+    """Everything that simulating or solving one tier needs to know about time.
+
+    staged: units in host memory that is not page-locked, whose `link` is their `staged`.
+    """
 
     load: TierLoad
     units: dict[str, UnitCost]
@@ -423,6 +442,7 @@ class TierCosts:
     spec: ModelSpec
     workload: Workload
     ranks: int = 1
+    staged: frozenset[str] = frozenset()
     _splits: dict[tuple, SplitCost] = field(default_factory=dict, compare=False, repr=False)
     _split_speeds: dict[tuple[str, int], tuple[float, float]] = field(
         default_factory=dict, init=False, compare=False, repr=False
@@ -441,7 +461,8 @@ class TierCosts:
             if (unit.likeness, cpu_rows) not in self._splits:
                 cost = split_cost(unit, cpu_rows, self.spec, self.tables, self.load, self.workload, self.ranks)
                 self._splits[unit.likeness, cpu_rows] = cost
-            self._splits[name, cpu_rows] = self._splits[unit.likeness, cpu_rows]
+            cost = self._splits[unit.likeness, cpu_rows]
+            self._splits[name, cpu_rows] = replace(cost, link=cost.staged) if name in self.staged else cost
         return self._splits[name, cpu_rows]
 
     def split_speeds(self, name: str, cpu_rows: int) -> tuple[float, float]:
@@ -495,12 +516,29 @@ class TierCosts:
         return {name: speeds[w] for name, w in zip(self.units, work)}
 
 
-def tier_costs(spec: ModelSpec, tables: Tables, load: TierLoad, workload: Workload, ranks: int = 1) -> TierCosts:
-    """Costs of every unit of the model for one tier's load."""
+def tier_costs(
+    spec: ModelSpec,
+    tables: Tables,
+    load: TierLoad,
+    workload: Workload,
+    ranks: int = 1,
+    staged: frozenset[str] = frozenset(),
+) -> TierCosts:
+    """Costs of every unit of the model for one tier's load; copies of units in `staged` are not from page-locked
+    memory."""
     by_likeness: dict[tuple, UnitCost] = {}
     units = {}
     for unit in spec.units:
-        if unit.likeness not in by_likeness:
-            by_likeness[unit.likeness] = unit_cost(unit, spec, tables, load, workload, ranks)
-        units[unit.name] = by_likeness[unit.likeness]
-    return TierCosts(load, units, tables, spec, workload, ranks)
+        key = unit.likeness, unit.name in staged
+        if key not in by_likeness:
+            cost = unit_cost(unit, spec, tables, load, workload, ranks)
+            by_likeness[key] = replace(cost, link=cost.staged) if unit.name in staged else cost
+        units[unit.name] = by_likeness[key]
+    return TierCosts(load, units, tables, spec, workload, ranks, staged)
+
+
+def restage(costs: TierCosts, staged: frozenset[str]) -> TierCosts:
+    """The same tier with other units in host memory that is not page-locked."""
+    if costs.staged == staged:
+        return costs
+    return tier_costs(costs.spec, costs.tables, costs.load, costs.workload, costs.ranks, staged)

@@ -9,6 +9,7 @@ from pshard.pace import tier_seconds
 from pshard.plan import Variant
 from pshard.planner.costs import Tables
 from pshard.planner.draft import tier_steps
+from pshard.planner.page_locks import stage_by
 from pshard.planner.plan import plan_variant, price_tiers
 from pshard.planner.simulate import simulate_ranks
 from pshard.steps import AllReduce, Compute, CopyIn, FetchKV, Handoff, Join, Receive, Step
@@ -70,8 +71,9 @@ def simulate_timelines(spec: ModelSpec, profile: MachineProfile, variant: Varian
     tiers = tuple(t.tokens for t in variant.ranks[0].tiers)
     tasks = price_tiers(spec, Tables(profile, variant.correction), variant.workload, tiers)
     timelines = []
+    priced = [stage_by(rank, task.costs) for task, rank in zip(tasks, variant.ranks)]
     for i, tier in enumerate(variant.ranks[0].tiers):
-        plans = [(task.room, rank.tiers[i], task.costs[i]) for task, rank in zip(tasks, variant.ranks)]
+        plans = [(task.room, rank.tiers[i], costs[i]) for task, rank, costs in zip(tasks, variant.ranks, priced)]
         events = simulate_ranks(variant.split_mode, [tier_steps(*p) for p in plans], [p[2] for p in plans])[0].events
         title = f"{spec.name}, {tier.tokens} token{'s' * (tier.tokens > 1)}, {variant.vram_mib[0]} MiB, simulated"
         title += f"\n{variant.terms}"

@@ -27,6 +27,7 @@ from pshard.planner.draft import Room, predict_ranks, predict_tier, rank_room
 from pshard.planner.exact import perfect_candidate
 from pshard.planner.fluid import fluid_seconds
 from pshard.planner.load import raise_weights, tier_loads
+from pshard.planner.page_locks import guess_staged, locked, stage_by
 from pshard.planner.problem import count_tier, may_split, tier_problem
 from pshard.planner.refine import refine_candidate
 from pshard.planner.splits import split_candidate
@@ -59,7 +60,7 @@ class RankTask:
     def split_bounds(self) -> tuple[float, ...]:
         """Seconds by tier that no plan can beat, whether or not it splits FFNs."""
         found = []
-        for cost, bound in zip(self.costs, self.bounds):
+        for cost, bound in zip(locked(self.costs), self.bounds):
             if not may_split(cost):
                 found.append(bound)
                 continue
@@ -133,6 +134,7 @@ def predict_again(variant: Variant, task: RankTask) -> Variant:
     """A variant of one device with predictions by the costs of `task`, which prices the same tiers; what was measured
     stays."""
     (rank,) = variant.ranks
+    costs = stage_by(rank, task.costs)
     tiers = tuple(
         replace(
             tier,
@@ -142,7 +144,7 @@ def predict_again(variant: Variant, task: RankTask) -> Variant:
                 disturbed=tier.prediction.disturbed,
             ),
         )
-        for tier, cost, bound in zip(rank.tiers, task.costs, task.split_bounds, strict=True)
+        for tier, cost, bound in zip(rank.tiers, costs, task.split_bounds, strict=True)
     )
     return replace(variant, ranks=(replace(rank, tiers=tiers),), correction=task.costs[0].tables.correction)
 
@@ -232,11 +234,13 @@ def price_roughly(spec: ModelSpec, tables: Tables, workload: Workload, tiers: tu
     tasks: list[RankTask] = []
     for rank, (part, share) in enumerate(zip(cut_ranks(spec, split_of(workload)), shares)):
         room = rank_room(part, workload, workload.vram_mib[rank], tables.kind, tables.act_bytes, len(shares))
-        classes, own = group_units(part), tables.of_accelerator(workload.device + rank)
-        costs = tuple(tier_costs(part, own, load, workload, len(shares)) for load in loads)
+        own = tables.of_accelerator(workload.device + rank)
+        staged = guess_staged(part, own.profile.lockable_bytes, len(shares))
+        classes = group_units(part, staged)
+        costs = tuple(tier_costs(part, own, load, workload, len(shares), staged) for load in loads)
         task = RankTask(rank, share, room, classes, costs, (), True)
         alike = next((other.bounds for other in tasks if other.is_like(task)), None)
-        tasks.append(replace(task, bounds=alike or tuple(rough_bound(room, classes, c) for c in costs)))
+        tasks.append(replace(task, bounds=alike or tuple(rough_bound(room, classes, c) for c in locked(costs))))
     return tuple(tasks)
 
 
@@ -251,7 +255,9 @@ def _weigh(tasks: tuple[RankTask, ...], workload: Workload, largest: int) -> tup
     for t in tasks:
         room, costs = replace(t.room, workload=workload), tuple(replace(c, load=n) for c, n in zip(t.costs, loads))
         alike = next((other.bounds for other in weighed if other.is_like(t)), None)
-        bounds = alike or tuple((rough_bound if c.load.rare else bound_seconds)(room, t.classes, c) for c in costs)
+        bounds = alike or tuple(
+            (rough_bound if c.load.rare else bound_seconds)(room, t.classes, c) for c in locked(costs)
+        )
         weighed.append(replace(t, room=room, costs=costs, bounds=bounds, plan_needed=needed))
     return tuple(weighed)
 
@@ -346,8 +352,9 @@ def _write_rank(task: RankTask, chosen: Candidate) -> RankPlan:
 def _predict(tasks: Sequence[RankTask], ranks: Sequence[RankPlan]) -> tuple[RankPlan, ...]:
     """The ranks' plans with predictions: they run together."""
     rooms, predicted = [t.room for t in tasks], []
+    priced = [stage_by(r, t.costs) for t, r in zip(tasks, ranks)]
     for i in range(len(tasks[0].costs)):
-        tiers, costs, bounds = zip(*((r.tiers[i], t.costs[i], t.split_bounds[i]) for t, r in zip(tasks, ranks)))
+        tiers, costs, bounds = zip(*((r.tiers[i], c[i], t.split_bounds[i]) for t, r, c in zip(tasks, ranks, priced)))
         predictions = predict_ranks(rooms, tiers, costs, bounds)
         predicted.append([replace(tier, prediction=p) for tier, p in zip(tiers, predictions)])
     return tuple(replace(rank, tiers=tiers) for rank, tiers in zip(ranks, zip(*predicted)))

@@ -8,6 +8,7 @@ from pshard.pipeline import join_seconds
 from pshard.plan import Variant
 from pshard.planner.costs import Tables, tier_costs
 from pshard.planner.load import TierLoad
+from pshard.planner.page_locks import staged_units
 from pshard.planner.simulate import simulate_ranks
 from pshard.steps import StepShape, emit_steps
 
@@ -19,6 +20,10 @@ class Predictor:
 
     def __init__(self, specs: Sequence[ModelSpec], profile: MachineProfile, variant: Variant) -> None:
         self._specs, self._tables, self._variant = specs, Tables(profile, variant.correction), variant
+        self._staged = [
+            staged_units(spec, rank, variant.workload, profile.lockable_bytes, len(variant.ranks))
+            for spec, rank in zip(specs, variant.ranks)
+        ]
 
     def micro_batch(self, tokens: int, sequences: int, past: int) -> float:
         """Seconds of one micro-batch in the steady state, `past` cells of each sequence; ranks wait for each other, or
@@ -33,7 +38,7 @@ class Predictor:
         shape = StepShape(tokens, sequences * past, sequences, v.type_k, v.type_v, len(v.ranks), on_host)
         steps = [emit_steps(spec, rank.covering(tokens), shape) for spec, rank in zip(self._specs, v.ranks)]
         costs = [
-            tier_costs(spec, self._tables.of_accelerator(v.device + i), load, v.workload, len(v.ranks))
+            tier_costs(spec, self._tables.of_accelerator(v.device + i), load, v.workload, len(v.ranks), self._staged[i])
             for i, spec in enumerate(self._specs)
         ]
         return [result.seconds for result in simulate_ranks(v.split_mode, steps, costs)]

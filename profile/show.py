@@ -64,7 +64,9 @@ def _host_table(profile: MachineProfile) -> Table:
     caches = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in host.caches) or "unknown"
     table.add_row("CPU", f"{host.cpu}, {host.cores} cores usable, {host.numa_nodes} NUMA node(s)")
     table.add_row("caches", caches)
-    table.add_row("memory", _size(host.memory_bytes))
+    limit = profile.lockable_bytes
+    of_it = "" if limit is None else f", of which a run could page-lock {_size(limit)}"
+    table.add_row("memory", _size(host.memory_bytes) + of_it)
     table.add_row("host kernels", f"{host.kernels}, {host.isa}, {host.threads} threads chosen")
     for acc in profile.accelerators:
         pcie = f", PCIe gen {acc.pcie_generation} x{acc.pcie_width}" if acc.pcie_generation else ""

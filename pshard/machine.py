@@ -190,6 +190,7 @@ class MachineProfile:
     provenance: Provenance
     collectives: tuple[CollectiveTiming, ...] = ()
     shares: tuple[ShareTiming, ...] = ()
+    lockable_bytes: int | None = None  # host memory that can be page-locked, where a limit was met
     version: int = PROFILE_VERSION
 
     def sources(self, index: int) -> tuple[str, ...]:

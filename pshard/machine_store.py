@@ -1,6 +1,12 @@
-"""Where machine profiles are kept: one JSON file under the platform's cache folder, or wherever the user says."""
+"""Where machine profiles are kept: one JSON file under the platform's cache folder, or wherever the user says.
+
+Beside it lies what runs have met: how much memory this machine lets a process page-lock.
+"""
 
 import json
+import platform
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from pshard.cli_support import cache_dir
@@ -15,7 +21,10 @@ def default_profile_path() -> Path:
 
 
 def load_profile(path: Path | None = None) -> MachineProfile:
-    """Read a profile, by default this machine's. Raises UserError: missing, unreadable, damaged, of another version."""
+    """Read a profile, by default this machine's, with the limit of page-locking that runs have met here.
+
+    Raises UserError: missing, unreadable, damaged, of another version.
+    """
     place = path or default_profile_path()
     try:
         data = json.loads(place.read_text(encoding="utf-8"))
@@ -29,9 +38,11 @@ def load_profile(path: Path | None = None) -> MachineProfile:
     if version != PROFILE_VERSION:
         raise UserError(f"{place} is no machine profile of version {PROFILE_VERSION}; run pshard-profile again")
     try:
-        return from_json(MachineProfile, data)
+        profile = from_json(MachineProfile, data)
     except ValueError as error:
         raise UserError(f"{place} is damaged: {error}; run pshard-profile again") from None
+    met = recall_lockable() if path is None else None
+    return profile if met is None else replace(profile, lockable_bytes=met)
 
 
 def save_profile(profile: MachineProfile, path: Path | None = None) -> Path:
@@ -42,3 +53,35 @@ def save_profile(profile: MachineProfile, path: Path | None = None) -> Path:
     except OSError as error:
         raise UserError(f"{place} cannot be written: {error.strerror}; choose another place with -o") from None
     return place
+
+
+def note_page_locks(nbytes: int, refused: bool) -> bool:
+    """Remember how much memory a process could page-lock here before more was `refused`, for the next planning.
+
+    A limit that a later process got beyond is forgotten. A folder that cannot be written to remembers nothing. Returns
+    whether plans were made with another limit.
+    """
+    known = recall_lockable()
+    if nbytes == known or (not refused and nbytes <= (known or nbytes)):
+        return False
+    place = _page_locks()
+    with suppress(OSError):
+        if refused:
+            write_json_atomically(place, {"machine": platform.node(), "lockable_bytes": nbytes})
+        else:
+            place.unlink(missing_ok=True)
+    return True
+
+
+def recall_lockable() -> int | None:
+    """Bytes that could be page-locked on this machine when a process last met a limit; None when none did."""
+    try:
+        data = json.loads(_page_locks().read_text(encoding="utf-8"))
+        return int(data["lockable_bytes"]) if data["machine"] == platform.node() else None
+    except (OSError, ValueError, TypeError, KeyError):  # what cannot be read is not known
+        return None
+
+
+def _page_locks() -> Path:
+    """A cache folder may be shared by machines: the file names its own."""
+    return cache_dir() / "page-locks.json"

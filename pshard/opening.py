@@ -229,6 +229,7 @@ def start_engine(
     on_close: Callable[[], None] = lambda: None,
 ) -> "Engine":
     """Load the model under a variant on this machine's accelerator, with a progress bar on a terminal."""
+    from pshard.machine_store import note_page_locks
     from pshard.runtime.device import open_device
     from pshard.runtime.session import build_engine
     from pshard.runtime.threads import use_threads
@@ -238,9 +239,14 @@ def start_engine(
     if group is None or group.size == 1:  # a rank of several keeps the share of threads it was given
         use_threads(opened.profile.host.threads)
     with loading_bar(opened.file.spec.name, opened.file.spec.packed_nbytes) as progress:
-        return build_engine(
+        engine = build_engine(
             opened.file, variant, device, kernels=kernels, group=group, progress=progress, on_close=on_close
         )
+    if group is None or group.size == 1:  # several ranks share what the system gives
+        memory = engine.memory()
+        if note_page_locks(memory.host_locked, not memory.page_locked) and not memory.page_locked:
+            engine.notes += ("the limit of page-locking is remembered: pshard-plan plans with it from now on",)
+    return engine
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import torch
 from pshard.runtime.kernels import native
 from pshard.runtime.row_copy import cuda_driver
 
-MOST_THREADS = 4  # one copies some 10 GB/s: a few keep a link busy, and more would only take cores from the kernels
+MOST_THREADS = 8  # one copies some 8 GB/s, and eight half as fast as a link; more would take cores from the kernels
 
 
 class Copiers:
@@ -50,5 +50,5 @@ class Copiers:
 
 
 def copy_threads() -> int:
-    """How many threads copy: a quarter of those that compute at most."""
-    return max(1, min(MOST_THREADS, native.threads() // 4))
+    """How many threads copy: at most half as many as compute."""
+    return max(1, min(MOST_THREADS, native.threads() // 2))

@@ -13,7 +13,7 @@ from pshard.quant import TENSOR_ALIGN, align
 from pshard.runtime.device import Device
 from pshard.runtime.host_memory import map_memory
 
-CHUNK = 4 << 20  # bytes of a buffer: so few that they are still in the cache when the copy engine reads them
+CHUNK = 8 << 20  # bytes of a buffer: few enough to be in the cache when the copy engine reads them
 BUFFERS = 4
 
 

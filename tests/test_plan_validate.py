@@ -56,7 +56,7 @@ def run_on(machine: Correction, variant, workload: Workload = WORKLOAD):
     tiers = tuple(t.tokens for t in variant.ranks[0].tiers)
     (there,) = price_tiers(SPEC, Tables(PROFILE, machine), workload, tiers)
     return [
-        Sample(tier, cost.load, simulate_tier(there.room, tier, cost).seconds)
+        Sample(variant.ranks[0], tier, cost.load, simulate_tier(there.room, tier, cost).seconds)
         for tier, cost in zip(variant.ranks[0].tiers, there.costs)
     ]
 
