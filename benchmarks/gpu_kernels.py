@@ -31,13 +31,16 @@ from pshard.quant import QUANT_TYPES, align, packed_nbytes
 from pshard.runtime.blocks import Side, run_attention, run_ffn
 from pshard.runtime.kernels import cuda
 from pshard.runtime.kernels.api import Kernels, LayerKV, Packed, RopeTable, RowIndex, Segment
-from pshard.runtime.kernels.cuda import TUNING, CudaKernels, Tile
+from pshard.runtime.kernels.cuda import CudaKernels
 from pshard.runtime.kernels.layout import pack_reference, unpack_reference
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.kernels.row_index import make_rows
+from pshard.runtime.kernels.tiles import TUNING, candidate_tiles
 from pshard.runtime.weights import UnitWeights
 from pshard.runtime.workspace import Workspace
+from pshard.tiles import Tile, TileChoice
 
+Run = Callable[[], dict[str, Any]]  # times a case
 GIB = 1 << 30
 PERIOD = 64  # rows after which a benchmark matrix repeats
 HEADS = (64, 8, 128)  # query heads, KV heads, head dim of a 32B model
@@ -56,7 +59,7 @@ class Bench:
     copy_gbs: float = 0.0
     gemm_tflops: float = 0.0
 
-    def case(self, name: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def case(self, name: str, run: Run) -> dict[str, Any]:
         """Run one case; keep its result, or its traceback, or that there was no time left."""
         start = time.perf_counter()
         if start > self.deadline:
@@ -367,52 +370,51 @@ def run_all(bench: Bench) -> None:
 # --- sweep -----------------------------------------------------------------------------------------------------------
 
 
-# rows, depth, warps, stages, programs, registers, tokens
-# 32 rows go to the tensor cores, 16 to dp4a
-MATVEC = [Tile(32, 32, 4, 1, registers=72), Tile(32, 32, 4, 1), Tile(32, 16, 2, 1), Tile(32, 16, 2, 1, registers=144)]
-RECORD = [Tile(16, 32, 4, 1), Tile(16, 32, 4, 1, registers=40), Tile(16, 16, 4, 1), Tile(16, 64, 8, 1)]
-WIDE = [Tile(32, 8, 1, 1), Tile(32, 16, 2, 1), Tile(32, 16, 2, 1, registers=144, tokens=16)]
-GATED = [*MATVEC, Tile(16, 32, 4, 1, registers=56)]
 PROMPT = [Tile(128, 128, 8, 3), Tile(128, 128, 8, 2), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(128, 64, 4, 3),
           Tile(64, 64, 4, 3)]  # fmt: skip
 
 
 def sweep(bench: Bench) -> dict[str, Any]:
-    """Try tiles for the cases that matter most; for each, [us, tile] with the best first."""
+    """Try tiles for the cases that matter most, of matmuls those that a profile tries; for each, [us, tile] with the
+    best first."""
     best: dict[str, Any] = {}
 
-    def attempt(key: tuple[str, int], tiles: list[Tile], name: str, run: Callable[[], dict[str, Any]]) -> None:
-        before, found = TUNING.get(key), []
+    def attempt(name: str, tiles: Iterable[Tile], use: Callable[[Tile], None], run: Run) -> None:
+        found = []
         for tile in tiles:
-            TUNING[key] = tile
+            use(tile)
             result = bench.case(f"{name} {_brief(tile)}", run)
             if "us" in result:
                 found.append((result["us"], _brief(tile)))
-        del TUNING[key]
-        if before is not None:
-            TUNING[key] = before
         best[name] = sorted(found)
 
-    def linears(kernel: str, shape: tuple[int, int], tokens: dict[int, list[Tile]], qtype: str = "Q4_0") -> None:
+    def matmul(kernel: str, qtype: str, tokens: int, name: str, run: Run) -> None:
+        def use(tile: Tile) -> None:
+            bench.kernels.use_tiles([TileChoice("acc", kernel, qtype, tokens, tile, 1.0, 1.0)])
+
+        attempt(f"{name} M={tokens}", candidate_tiles(kernel, qtype, tokens), use, run)
+        bench.kernels.use_tiles(())
+
+    def linears(qtype: str, shape: tuple[int, int], *tokens: int) -> None:
         weights, values = make_weights(qtype, *shape)
-        for m, tiles in tokens.items():
-            key = f"{kernel} {qtype} {shape[0]}x{shape[1]}", triton.next_power_of_2(m)
-            attempt(key, tiles, f"{qtype} {shape[0]}x{shape[1]} M={m}",
-                    lambda t=m: small_linear(bench, weights, values, t))  # type: ignore[misc]  # fmt: skip
+        for m in tokens:
+            name = f"{qtype} {shape[0]}x{shape[1]}"
+            matmul("matvec", qtype, m, name, lambda t=m: small_linear(bench, weights, values, t))  # type: ignore[misc]
 
-    def cut(tiles: list[Tile], *programs: int) -> list[Tile]:
-        return [replace(tile, programs=p) for tile in tiles for p in programs]
-
-    linears("matvec", (5120, 25600), {1: cut(MATVEC, 400, 800, 1600), 8: cut(MATVEC, 800), 16: cut(MATVEC, 800, 1600)})
-    linears("matvec", (10240, 5120), {1: cut(MATVEC, 1, 800)})
-    linears("matvec", (5120, 8192), {1: cut(MATVEC, 400, 800)})
-    attempt(("gated Q4_0 25600x5120", 1), GATED, "gate_up Q4_0", lambda: gate_up(bench, "Q4_0", 1))
+    linears("Q4_0", (5120, 25600), 1, 8, 16)
+    linears("Q4_0", (10240, 5120), 1)
+    linears("Q4_0", (5120, 8192), 1)
+    for tokens in (1, 16):
+        matmul("gated", "Q4_0", tokens, "gate_up Q4_0", lambda t=tokens: gate_up(bench, "Q4_0", t))  # type: ignore[misc]
     for qtype in ("Q4_0", "Q4_K"):
-        linears("matvec", (25600, 5120), {1: MATVEC, 4: MATVEC, 8: MATVEC, 16: cut(MATVEC, 1, 1600), 64: WIDE}, qtype)
+        linears(qtype, (25600, 5120), 1, 4, 8, 16, 64)
     for qtype in ("Q2_K", "Q3_K", "Q6_K"):
-        linears("matvec", (25600, 5120), {1: MATVEC[:1] + cut(RECORD, 1, 1056), 4: MATVEC[:1] + RECORD}, qtype)
-    attempt(("prefill", 128), PROMPT, "prefill 4096", lambda: prefill_attention(bench, 4096, 0))
-    attempt(("prefill", 128), PROMPT[:3], "prefill 4096 after 12288", lambda: prefill_attention(bench, 4096, 12288))
+        linears(qtype, (25600, 5120), 1, 4, 8, 16)
+    usual = TUNING["prefill", 128]
+    for past, tiles in ((0, PROMPT), (12288, PROMPT[:3])):
+        attempt(f"prefill 4096 after {past}", tiles, lambda tile: TUNING.update({("prefill", 128): tile}),
+                lambda p=past: prefill_attention(bench, 4096, p))  # type: ignore[misc]  # fmt: skip
+    TUNING["prefill", 128] = usual
     return best
 
 
@@ -543,7 +545,7 @@ def main() -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(report, indent=1) + "\n")
     for name, found in best.items():
-        print(f"{name}  rows, depth, warps, stages, programs, registers")
+        print(f"{name}  rows, depth, warps, stages, programs, registers, tokens")
         for us, tile in found[:5]:
             print(f"    {us:8.2f} us  {tile}")
     failed = [c["case"] for c in bench.cases if "failed" in c]

@@ -85,7 +85,8 @@ class Soak:
 
     def _open(self, variant: Any, kernels: str, kind: str) -> Engine:
         with self.timed("loading"):
-            return build_engine(self.file, variant, open_device(kind), kernels=kernels, lender=self.weights)
+            device, tiles = open_device(kind), self.profile.tiles_of(0)
+            return build_engine(self.file, variant, device, kernels=kernels, lender=self.weights, tiles=tiles)
 
     def _open_reference(self) -> Engine:
         roomy = Workload((1 << 20,), self.args.context)

@@ -141,7 +141,8 @@ def measure(opened: Opened, variant: Variant, shared: HostWeights, tests: list[B
     spec, device = opened.file.spec, open_device(opened.profile.accelerators[0].kind)
     setting = BenchSetting(spec.name, spec.packed_nbytes, variant.ranks[0].tiers[0].solve.strategy, (), "")
     predictor = Predictor([spec], opened.profile, variant)
-    with build_engine(opened.file, variant, device, lender=shared) as engine:
+    tiles = opened.profile.tiles_of(0)
+    with build_engine(opened.file, variant, device, lender=shared, tiles=tiles) as engine:
         found = [run_test(engine, predictor, test, 2, setting) for test in tests]
     gc.collect()
     return found

@@ -1,6 +1,6 @@
 """How much to measure: sizes, token counts and times of a quick and of a full profile."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pshard.model import ModelSpec
 from pshard.profile.kernels import AttentionShape
@@ -45,6 +45,8 @@ class Effort:
     contention_seconds: float
     sums: tuple[int, ...]  # bytes of all-reduces; none: no ranks are started
     share_seconds: float = 0.1  # of each timing of what ranks have of the host
+    tile_tokens: tuple[int, ...] = ()  # batches, powers of two, that tiles of matmul kernels are chosen for on a GPU
+    tile_seconds: float = 0.0  # that compiling candidates may take, of each unlike GPU
 
 
 def quick_effort(cache_bytes: int, memory_bytes: int) -> Effort:
@@ -63,6 +65,8 @@ def quick_effort(cache_bytes: int, memory_bytes: int) -> Effort:
         copy_sizes=COPY_SIZES,
         contention_seconds=0.4,
         sums=(*SIZES[:3], *SIZES[4::2]),  # decode's, and a few large ones
+        tile_tokens=(1, 8, 16),
+        tile_seconds=7.0,
     )
 
 
@@ -85,7 +89,18 @@ def full_effort(cache_bytes: int, memory_bytes: int) -> Effort:
         contention_seconds=2.0,
         sums=SIZES,
         share_seconds=0.5,
+        tile_tokens=(1, 2, 4, 8, 16, 32, 64),
+        tile_seconds=180.0,
     )
+
+
+def shapes_to_tune(effort: Effort, model: Shapes | None) -> Shapes:
+    """Whose tiles are chosen: the model's; without one, those of the grid's common types, for which a quick profile has
+    no time."""
+    if model is not None:
+        return model
+    common = tuple(m for m in effort.grid.matmuls if m[0] in COMMON_QTYPES and not effort.quick)
+    return replace(effort.grid, matmuls=common)
 
 
 def model_shapes(spec: ModelSpec) -> Shapes:

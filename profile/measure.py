@@ -26,7 +26,7 @@ from pshard.machine import (
     ReadTiming,
     ShareTiming,
 )
-from pshard.profile.effort import Effort, Shapes
+from pshard.profile.effort import Effort, Shapes, shapes_to_tune
 from pshard.profile.host_threads import (
     ROUNDS,
     matvec_rates,
@@ -43,9 +43,13 @@ from pshard.profile.links import LinkBench, measure_contention, open_link, time_
 from pshard.profile.operands import LEAST_ROTATION, OperandPool
 from pshard.profile.rank_shares import measure_shares
 from pshard.profile.step_cost import time_handoff, time_launch, time_step
+from pshard.profile.tile_cases import tile_cases
+from pshard.profile.tile_tuning import tune_tiles
 from pshard.runtime.collective_times import measure_collectives
 from pshard.runtime.device import Device, open_device
+from pshard.runtime.kernels.api import TiledKernels
 from pshard.runtime.loading import choose_kernels
+from pshard.tiles import TileChoice
 
 Progress = Callable[[str, float], None]  # what begins now, and the share of the work that is done
 
@@ -93,6 +97,10 @@ def measure_machine(request: Request, progress: Progress) -> MachineProfile:
         figures = _measure_host(request, host)
         progress("link", 0.05)
         link = _measure_link(request.effort, device, host)
+        progress("tiles", 0.08)
+        tuning = time.monotonic()
+        tiles = choose_tiles(request, acc, notes)
+        started += time.monotonic() - tuning  # the grid loses nothing of its time
         benches = {"host": host, "acc": acc or host}
         fast = benches["acc"].kernels, host.kernels
         rows: list[Row] = [time_step(side, device, fast, request.effort.pace) for side in benches]
@@ -115,8 +123,9 @@ def measure_machine(request: Request, progress: Progress) -> MachineProfile:
         def show(label: str, share: float, done: int = done) -> None:
             progress(label, 0.1 + 0.85 * (done + share) / len(unlike))
 
-        own, own_copies, left_out = measure_accelerator(request, other, show)
+        own, own_copies, own_tiles, left_out = measure_accelerator(request, other, notes, show)
         rows, copies, skipped = [*rows, *own], (*copies, *own_copies), skipped + left_out
+        tiles = (*tiles, *own_tiles)
     for other in unlike_links(accelerators):
         copies = (*copies, *measure_link(request.effort, other))
     progress("ranks", 0.97)
@@ -130,15 +139,35 @@ def measure_machine(request: Request, progress: Progress) -> MachineProfile:
     if skipped:
         notes.append(f"{skipped} series of the general grid were left out for lack of time")
     profile = _compose(request, accelerators, figures, replace(link, copies=copies), handoff, rows, notes)
-    return replace(profile, collectives=collectives, shares=shares)
+    return replace(profile, collectives=collectives, shares=shares, tiles=tiles)
+
+
+def choose_tiles(request: Request, bench: KernelBench | None, notes: list[str]) -> tuple[TileChoice, ...]:
+    """The fastest tiles of an accelerator's matmul kernels, which its bench uses from then on; none where it has none.
+
+    What was left out goes into the notes.
+    """
+    if bench is None or not isinstance(bench.kernels, TiledKernels):
+        return ()
+    cases = tile_cases(shapes_to_tune(request.effort, request.model), request.effort.tile_tokens)
+    tuned = tune_tiles(bench, bench.kernels, cases, request.effort.tile_seconds)
+    where = side_name(bench.side)
+    if not cases:
+        notes.append(f"{where}: tiles of matmuls are the defaults; without -m a quick profile chooses none")
+    if tuned.untried:
+        notes.append(f"{where}: {tuned.untried} tiles of matmuls were not tried for lack of time")
+    if tuned.failures:
+        notes.append(f"{where}: {len(tuned.failures)} tiles of matmuls were passed over, as {tuned.failures[0]}")
+    return tuned.choices
 
 
 def measure_accelerator(
-    request: Request, accelerator: AcceleratorInfo, progress: Progress
-) -> tuple[list[Row], tuple[CopyTiming, ...], int]:
+    request: Request, accelerator: AcceleratorInfo, notes: list[str], progress: Progress
+) -> tuple[list[Row], tuple[CopyTiming, ...], tuple[TileChoice, ...], int]:
     """Rows of an accelerator that is unlike the first ("acc1"...): its kernels, the executor's step and its link alone.
 
-    Also how many series of the general grid were skipped; it has as much time for these as the first and the host.
+    Also its tiles, and how many series of the general grid were skipped; it has as much time for these as the first and
+    the host.
     """
     side, effort, started = f"acc{accelerator.index}", request.effort, time.monotonic()
     device = open_device(accelerator.kind, accelerator.index)
@@ -149,12 +178,15 @@ def measure_accelerator(
             copies, issue = _time_copies(link, effort, side), time_copy_issue(side, link)
         pool = OperandPool(min(effort.rotation, LEAST_ROTATION), device.torch_device)
         bench = KernelBench(side, fast, device.torch_device, pool, effort.pace, effort.slow)
+        tuning = time.monotonic()
+        tiles = choose_tiles(request, bench, notes)
+        started += time.monotonic() - tuning
         jobs, deadline = list_jobs(side, effort, request.model), started + effort.limit
         rows, skipped = run_jobs(jobs, {side: bench}, deadline, progress)
         own = [time_step(side, device, (fast, on_host), effort.pace), issue]
         if device.kind != "cpu":
             own.append(time_launch(side, device, (fast, on_host), effort.pace))
-        return [*own, *rows], copies, skipped
+        return [*own, *rows], copies, tiles, skipped
     finally:
         device.close()
 
@@ -256,7 +288,8 @@ def expected_seconds(request: Request) -> float:
     unlike = len(unlike_accelerators(identify_accelerators(request.accelerator)))
     reads = 3 * ROUNDS * len(thread_counts(count_cores(), effort.quick)) * effort.pace.seconds
     copies = 7 * len(effort.copy_sizes) * effort.pace.seconds + 2 * effort.contention_seconds
-    return 2 + reads + copies + unlike * min(effort.limit, jobs) + 15 * bool(effort.sums)
+    tiles = effort.tile_seconds if request.accelerator != "cpu" else 0.0
+    return 2 + reads + copies + unlike * (min(effort.limit, jobs) + tiles) + 15 * bool(effort.sums)
 
 
 def run_jobs(

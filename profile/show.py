@@ -13,6 +13,7 @@ from pshard.quant import packed_nbytes
 
 SHOWN_SHAPES = 2  # matrices per quant type: the largest that were timed
 SHOWN_COUNTS = 7
+SHOWN_TILES = 3
 
 
 def print_profile(profile: MachineProfile, console: Console) -> None:
@@ -28,6 +29,8 @@ def print_profile(profile: MachineProfile, console: Console) -> None:
     ):
         if table.row_count:
             console.print(table)
+    for side in dict.fromkeys(choice.device for choice in profile.tiles):
+        console.print(_tile_line(profile, side), highlight=False, soft_wrap=True)
     for note in profile.provenance.notes:
         console.print(f"note: {note}")
 
@@ -117,6 +120,15 @@ def _matmul_table(profile: MachineProfile, side: str) -> Table:
         cells = [_matmul_rate(found[t]) if t in found else "-" for t in counts]
         table.add_row(f"{qtype} {rows}x{cols}", *cells)
     return table
+
+
+def _tile_line(profile: MachineProfile, side: str) -> str:
+    """How many tiles are others than the defaults, and what they gain; those that gain most by name."""
+    choices = [choice for choice in profile.tiles if choice.device == side]
+    others = sorted((c for c in choices if c.gain > 1), key=lambda c: -c.gain)
+    line = f"Tiles of matmuls on the {side_name(side)}: {len(others)} of {len(choices)} differ from the defaults"
+    best = (f"{c.kernel} {c.qtype}, {c.tokens} tokens: {c.gain:.2f} times as fast" for c in others[:SHOWN_TILES])
+    return f"{line} ({'; '.join(best)})" if others else line
 
 
 def _shown(timings: Iterable[MatmulTiming]) -> list[tuple[str, int, int]]:

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 LEAST_IN_GRAPH, MOST_IN_GRAPH = 8, 256  # calls that one CUDA graph holds while they are timed
+TURNS = 7  # of a race
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,28 @@ def graph_seconds(run: Callable[[int], object], pace: Pace) -> float:
 
     `run` must be fit for capture (see `Kernels.repeatable`).
     """
+    replay, calls = _capture(run, pace)
+    return median_seconds(replay, pace, cuda=True) / calls
+
+
+def race_seconds(runs: Sequence[Callable[[int], object]], pace: Pace, cuda: bool) -> list[float]:
+    """Median seconds of each run(i), taken by turns, so that a clock that drifts slows all alike; on CUDA in graphs.
+
+    None of them may need compiling any more.
+    """
+    contenders = [_capture(run, pace) if cuda else (run, 1) for run in runs]
+    sample = _sample_cuda if cuda else _sample_cpu
+    samples: list[list[float]] = [[] for _ in runs]
+    for turn in range(TURNS):
+        for place in range(len(runs)):
+            at = (turn + place) % len(runs)  # none is always the first
+            run, calls = contenders[at]
+            samples[at].append(sample(run, turn, 1)[0] / calls)
+    return [statistics.median(found) for found in samples]
+
+
+def _capture(run: Callable[[int], object], pace: Pace) -> tuple[Callable[[int], object], int]:
+    """A CUDA graph of so many calls, as a function that replays it."""
     import torch
 
     graph, stream = torch.cuda.CUDAGraph(), _capture_stream(torch.cuda.current_device())
@@ -58,7 +81,7 @@ def graph_seconds(run: Callable[[int], object], pace: Pace) -> float:
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for i in range(calls):
             run(i)
-    return median_seconds(lambda i: graph.replay(), pace, cuda=True) / calls
+    return lambda i: graph.replay(), calls
 
 
 def calls_in_graph(pace: Pace, estimate: float) -> int:

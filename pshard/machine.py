@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pshard.tiles import TileChoice
+
 PROFILE_VERSION = 1
 ACCELERATOR_TABLES = ("matmuls", "attention", "elementwise", "copies")  # whose rows name a device
 
@@ -191,6 +193,7 @@ class MachineProfile:
     collectives: tuple[CollectiveTiming, ...] = ()
     shares: tuple[ShareTiming, ...] = ()
     lockable_bytes: int | None = None  # host memory that can be page-locked, where a limit was met
+    tiles: tuple[TileChoice, ...] = ()  # that the matmuls of accelerators were timed with
     version: int = PROFILE_VERSION
 
     def sources(self, index: int) -> tuple[str, ...]:
@@ -213,6 +216,11 @@ class MachineProfile:
             return self
         tables: dict[str, Any] = {table: _rows_of(getattr(self, table), name) for table, name in names.items()}
         return replace(self, **tables)
+
+    def tiles_of(self, index: int) -> tuple[TileChoice, ...]:
+        """The tiles with which the matmuls were timed that are those of accelerator `index`."""
+        timed = self.sources(index)[ACCELERATOR_TABLES.index("matmuls")]
+        return tuple(choice for choice in self.tiles if choice.device == timed)
 
 
 def _rows_of(rows: tuple, device: str) -> tuple:

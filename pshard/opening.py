@@ -240,8 +240,9 @@ def start_engine(
         use_threads(opened.profile.host.threads)
     with loading_bar(opened.file.spec.name, opened.file.spec.packed_nbytes) as progress:
         engine = build_engine(
-            opened.file, variant, device, kernels=kernels, group=group, progress=progress, on_close=on_close
-        )
+            opened.file, variant, device, kernels=kernels, group=group, progress=progress, on_close=on_close,
+            tiles=opened.profile.tiles_of(index),
+        )  # fmt: skip
     if group is None or group.size == 1:  # several ranks share what the system gives
         memory = engine.memory()
         if note_page_locks(memory.host_locked, not memory.page_locked) and not memory.page_locked:

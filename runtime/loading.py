@@ -1,6 +1,6 @@
 """From a model file and a plan to a ready Executor: memory is taken, weights are packed, pins are brought in."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -18,10 +18,16 @@ from pshard.runtime.kv_cache import KVShape
 from pshard.runtime.parallel import Group
 from pshard.runtime.weights import HostWeights, LentWeights, WeightSource, pack_unit
 from pshard.splitting import Ranges
+from pshard.tiles import TileChoice
 
 
-def choose_kernels(device: Device, wanted: str, max_tokens: int) -> tuple[Kernels, Kernels, tuple[str, ...]]:
-    """Kernels of the accelerator and of the host, and a note for each fallback. `wanted`: "fast" or "plain"."""
+def choose_kernels(
+    device: Device, wanted: str, max_tokens: int, tiles: Iterable[TileChoice] = ()
+) -> tuple[Kernels, Kernels, tuple[str, ...]]:
+    """Kernels of the accelerator and of the host, and a note for each fallback. `wanted`: "fast" or "plain".
+
+    tiles: what the machine profile chose for this accelerator; the defaults stand for what is not among them.
+    """
     keep_freed_memory()
     if wanted == "plain":
         return PlainKernels(), PlainKernels(), ()
@@ -41,7 +47,7 @@ def choose_kernels(device: Device, wanted: str, max_tokens: int) -> tuple[Kernel
     except ImportError as error:
         notes.append(f"GPU kernels: torch fallbacks, slower (no Triton: {error})")
         return PlainKernels(), host, tuple(notes)
-    return CudaKernels(device.torch_device, max_tokens), host, tuple(notes)
+    return CudaKernels(device.torch_device, max_tokens, tiles), host, tuple(notes)
 
 
 def build_executor(

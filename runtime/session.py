@@ -1,6 +1,6 @@
 """From an open model file, a variant and a device to an Engine: one rank's part of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from pshard.errors import UserError
@@ -14,6 +14,7 @@ from pshard.runtime.loading import build_executor, choose_kernels
 from pshard.runtime.parallel import Group
 from pshard.runtime.weights import HostWeights, WeightSource
 from pshard.splitting import split_model, split_ranges
+from pshard.tiles import TileChoice
 
 
 class _File(WeightSource, Protocol):
@@ -34,6 +35,7 @@ def build_engine(
     progress: Callable[[int], None] = lambda _: None,
     on_close: Callable[[], None] = lambda: None,
     lender: HostWeights | None = None,
+    tiles: Iterable[TileChoice] = (),
 ) -> Engine:
     """Load this rank's part of the model under a variant.
 
@@ -44,6 +46,7 @@ def build_engine(
         progress: called with packed bytes done since the last call.
         on_close: called when the engine is closed.
         lender: holds the packed weights of the whole model already, and outlives this engine; for one rank.
+        tiles: those of the machine profile for this device (`MachineProfile.tiles_of`).
     """
     group = group or Group()
     if group.size != len(variant.ranks):
@@ -53,7 +56,7 @@ def build_engine(
     ranges = [split_ranges(file.spec, variant.split, rank) for rank in range(group.size)]
     kv = KVShape(variant.context, variant.sequences, variant.type_k, variant.type_v)
     try:
-        pair = choose_kernels(device, kernels, plan.tiers[-1].tokens)
+        pair = choose_kernels(device, kernels, plan.tiers[-1].tokens, tiles)
         executor = build_executor(file, spec, ranges[group.rank], plan, device, kv, pair[:2], group, progress, lender)
     except BaseException:
         device.close()

@@ -198,9 +198,9 @@ def test_every_unlike_accelerator_is_measured_once(monkeypatch):
     monkeypatch.setattr("pshard.profile.measure.identify_accelerators", lambda kind: kinds("A", "A", "B", "B", "C"))
     asked, real = [], measure_accelerator
 
-    def measure(request, accelerator, progress):
+    def measure(request, accelerator, notes, progress):
         asked.append(accelerator.index)
-        return real(request, accelerator, progress)
+        return real(request, accelerator, notes, progress)
 
     shares: list[float] = []
     monkeypatch.setattr("pshard.profile.measure.measure_accelerator", measure)

@@ -5,10 +5,13 @@ G KV heads, d head_dim. Activations are `act_dtype` (float32 on the host, bfloat
 `hidden` is float32 everywhere.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
+
+from pshard.tiles import TileChoice
 
 if TYPE_CHECKING:
     from pshard.runtime.peer_memory import PeerExchange
@@ -166,6 +169,15 @@ class Kernels(Protocol):
 
         out [M, H d] act_dtype. `partial`: float32 scratch of M H (d + 2) decode_splits for M <= SMALL_BATCH.
         """
+        ...
+
+
+@runtime_checkable
+class TiledKernels(Kernels, Protocol):
+    """Kernels whose tiles can be chosen."""
+
+    def use_tiles(self, choices: Iterable[TileChoice]) -> None:
+        """From now on, these tiles for their kernels, types and tokens, and the defaults for all others."""
         ...
 
 

@@ -5,13 +5,14 @@ with dp4a. Above: a tile is dequantised to bfloat16 and a library GEMM does the 
 launch size depends on device data, so runs repeat bit for bit and can be captured in a CUDA graph.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 
-from pshard.buffers import DECODE_PROGRAMS, SMALL_BATCH, decode_splits
+from pshard.buffers import SMALL_BATCH, decode_splits
 from pshard.quant import ROW_BLOCK, align
 from pshard.runtime.kernels import (
     triton_attention,
@@ -23,8 +24,10 @@ from pshard.runtime.kernels import (
     triton_rows,
 )
 from pshard.runtime.kernels.api import LayerKV, Packed, RopeTable, RowIndex
+from pshard.runtime.kernels.tiles import TUNING, default_tile, gated_kernel
 from pshard.runtime.kernels.triton_decode import ENCODINGS, places
 from pshard.runtime.kernels.triton_fragments import FACTORS
+from pshard.tiles import Tile, TileChoice
 
 if TYPE_CHECKING:
     from pshard.runtime.peer_memory import PeerExchange
@@ -38,71 +41,6 @@ NO_PUSH: dict[str, Any] = {
     "peers": None, "epochs": None, "WORDS": 0, "RANKS": 0, "RANK": 0, "WIRE": None, "SLICES": 0,
 }  # fmt: skip
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class Tile:
-    """How a kernel is cut: rows and columns (or chunks of 32 columns) of a tile, warps, pipeline stages.
-
-    matvec, gated: 32 rows go to the tensor cores, with a multiple of 8 chunks for each warp; 16 rows to dp4a.
-
-    `programs`: the columns are cut into pieces until about this many programs run. `registers`: most that a thread
-    may use, where the compiler's own choice would let fewer programs run at once. `tokens`: most of one program.
-    """
-
-    rows: int
-    depth: int
-    warps: int
-    stages: int
-    programs: int = 1
-    registers: int | None = None
-    tokens: int = 32
-
-
-MANY_ROWS = 16384  # of gate and up; below, as in a rank's slice, programs of two warps do not fill a GPU
-# types that take so many registers to decode for the tensor cores that dp4a is faster for up to 4 tokens
-DP4A_TYPES = ("Q2_K", "Q3_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K")
-# Keyed by (kernel, bucket of tokens). Keys that name more come first: "kernel type rowsxcols", then "kernel type".
-TUNING: dict[tuple[str, int], Tile] = {
-    **{("matvec", m): Tile(32, 16, 2, 1, 800, 144) for m in (1, 2, 4, 8)},
-    **{(f"matvec {qtype}", 1): Tile(32, 32, 4, 1, 800, 72) for qtype in ("Q4_1", "Q8_0")},
-    **{("matvec MXFP4", m): Tile(32, 32, 4, 1, 800) for m in (1, 2, 4, 8)},
-    **{("matvec Q4_K", m): Tile(32, 16, 2, 1, 800) for m in (2, 4, 8)},
-    **{(f"matvec {qtype}", m): Tile(16, 32, 4, 1, 1056) for qtype in DP4A_TYPES for m in (1, 2, 4)},
-    ("matvec Q2_K", 1): Tile(16, 16, 2, 1, 1600),
-    **{(f"matvec {qtype}", 8): Tile(32, 16, 2, 1, 800) for qtype in ("Q2_K", "Q5_K")},
-    ("matvec", 16): Tile(32, 16, 2, 1, 1600, 144),
-    **{(f"matvec {qtype}", 16): Tile(32, 16, 2, 1, 800, 168) for qtype in ("Q4_0", "Q2_K")},
-    ("matvec Q4_K", 16): Tile(32, 16, 2, 1, 800, 200),
-    ("matvec Q6_K", 16): Tile(32, 16, 2, 1, 1600, 168),
-    ("matvec", 32): Tile(32, 8, 1, 1, 800),
-    ("matvec", 64): Tile(32, 8, 1, 1, 800),
-    ("matvec Q4_0", 64): Tile(32, 16, 2, 1, 800, 144, tokens=16),
-    **{("gated", m): Tile(32, 16, 2, 1, registers=144) for m in (1, 2, 4, 8)},
-    ("gated few", 1): Tile(32, 32, 4, 1, registers=144),
-    **{(f"gated {qtype}", 1): Tile(16, 32, 4, 1, registers=56) for qtype in DP4A_TYPES},
-    **{(f"gated {qtype}", m): Tile(16, 32, 4, 1) for qtype in DP4A_TYPES for m in (2, 4)},
-    ("gated Q3_K", 8): Tile(32, 16, 2, 1),
-    ("gated", 16): Tile(32, 16, 2, 1),
-    ("gated Q4_0", 16): Tile(32, 16, 2, 1, registers=144),
-    ("gated", 32): Tile(32, 8, 1, 1),
-    ("gated", 64): Tile(32, 8, 1, 1),
-    ("rows", 16): Tile(32, 128, 4, 4, 528),
-    ("rows", 32): Tile(32, 128, 4, 4, 528),
-    ("rows", 64): Tile(64, 128, 4, 3, 528),
-    ("dequantise", 0): Tile(16, 16, 4, 1),
-    ("decode", 0): Tile(16, 64, 4, 3, DECODE_PROGRAMS),
-    ("prefill", 64): Tile(128, 128, 8, 3),
-    ("prefill", 128): Tile(128, 128, 8, 3),
-    ("prefill", 256): Tile(64, 64, 8, 2),
-}
-
-
-def _tile_of(kernel: str, qtype: str, tokens: int, rows: int = 0, cols: int = 0) -> Tile:
-    for name in (f"{kernel} {qtype} {rows}x{cols}", f"{kernel} {qtype}"):
-        if (name, tokens) in TUNING:
-            return TUNING[name, tokens]
-    return TUNING[kernel, tokens]
 
 
 def _pieces(tile: Tile, rows: int, depth: int, tokens: int) -> tuple[int, int]:
@@ -136,13 +74,18 @@ class CudaKernels:
     repeatable = True
     fuses_sums = True
 
-    def __init__(self, device: torch.device | str, max_tokens: int) -> None:
+    def __init__(self, device: torch.device | str, max_tokens: int, tiles: Iterable[TileChoice] = ()) -> None:
         tokens = 1 << (max(16, min(max_tokens, SMALL_BATCH)) - 1).bit_length()
         self._activations = torch.empty(2 * tokens * MAX_COLS // 32 * QUANTISED_CHUNK, dtype=torch.uint8, device=device)
         self._partial = torch.empty(PARTIAL_FLOATS, dtype=torch.float32, device=device)
         self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
         self._ready: tuple[torch.Tensor, Quantised] | None = None  # the last output, and itself quantised
         self._turn = 0  # which half of the activations' scratch is quantised into next
+        self.use_tiles(tiles)
+
+    def use_tiles(self, choices: Iterable[TileChoice]) -> None:
+        """See `TiledKernels.use_tiles`."""
+        self._tiles = {(c.kernel, c.qtype, c.tokens): c.tile for c in choices}
 
     @property
     def scratch_nbytes(self) -> int:
@@ -306,7 +249,7 @@ class CudaKernels:
             triton_dequant.convert_kernel[(triton.cdiv(n * cols, 2048),)](source, out, n * cols, BLOCK=2048)
             return
         record, high, scales, mins, d, dmin = places(weight.qtype, cols)
-        encoding, tile = ENCODINGS[weight.qtype], _tile_of("dequantise", weight.qtype, 0)
+        encoding, tile = ENCODINGS[weight.qtype], TUNING["dequantise", 0]
         grid = (triton.cdiv(cols // 32, tile.depth), triton.cdiv(n, ROW_BLOCK))
         triton_dequant.dequantise_kernel[grid](
             weight.data, out, first_row, n, cols, record, high, scales, mins, d, dmin, BC=tile.depth,
@@ -344,11 +287,14 @@ class CudaKernels:
         )
         return room
 
+    def _tile(self, kernel: str, qtype: str, tokens: int) -> Tile:
+        bucket = _bucket(tokens)
+        return self._tiles.get((kernel, qtype, bucket)) or default_tile(kernel, qtype, bucket)
+
     def _gated(self, x: torch.Tensor, gate: Packed, up: Packed, out: torch.Tensor) -> None:
         quantised = self._quantised(x)
         ready = self._hand_over(out)
-        few = x.shape[0] == 1 and gate.rows < MANY_ROWS and gate.qtype not in DP4A_TYPES
-        tile = _tile_of("gated few" if few else "gated", gate.qtype, _bucket(x.shape[0]), gate.rows, gate.cols)
+        tile = self._tile(gated_kernel(gate.qtype, x.shape[0], gate.rows), gate.qtype, x.shape[0])
         self._launch_matvec(quantised, (gate, up), out, (None,), tile, 1, gate.cols // 32, gated=True, ready=ready)
 
     def _matvec(
@@ -361,7 +307,7 @@ class CudaKernels:
         push: dict[str, Any] = NO_PUSH,
     ) -> None:
         tokens, rows = out.shape
-        tile = _tile_of("matvec", weights[0].qtype, _bucket(tokens), rows, weights[0].cols)
+        tile = self._tile("matvec", weights[0].qtype, tokens)
         pieces, each = _pieces(tile, rows, weights[0].cols // 32, tokens)
         self._launch_matvec(x, weights, out, biases, tile, pieces, each, accumulate=accumulate, push=push)
 
@@ -400,7 +346,7 @@ class CudaKernels:
     ) -> None:
         self._ready = None
         tokens, bucket = x.shape[0], max(16, triton.next_power_of_2(x.shape[0]))
-        tile = _tile_of("rows", weight.qtype, bucket, weight.rows, weight.cols)
+        tile = TUNING["rows", bucket]
         pieces, each = _pieces(tile, weight.rows, weight.cols, tokens)
         direct = pieces == 1
         triton_float.rows_kernel[(triton.cdiv(weight.rows, tile.rows), pieces)](
