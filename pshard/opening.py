@@ -115,6 +115,11 @@ def settle_plan(request: Request) -> tuple[Request, int]:
     opened = open_plan(request)
     opened.file.close()
     ranks = len(opened.variant.ranks)
+    if launched_ranks() not in (0, ranks):
+        raise UserError(
+            f"the plan that is taken ({opened.variant.way}) is for {ranks} rank{'s' * (ranks > 1)}, but "
+            f"{launched_ranks()} were started; start {ranks} with torchrun, or ask for a split with -sm and -ts"
+        )
     if opened.why and os.environ.get("RANK", "" if ranks > 1 else "0") == "0":  # of those that this starts, rank 0
         print(f"note: {opened.why}", file=sys.stderr)
     return replace(request, replan=False), ranks

@@ -434,6 +434,17 @@ def test_ranks_of_torchrun_do_not_each_make_a_plan(
     assert "--replan is for one process" in capsys.readouterr().err and not world.registry.exists()
 
 
+def test_torchrun_with_another_number_of_ranks_than_the_plan_that_auto_takes_is_told_how_many(
+    world: World, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan(world, "--vram", world.roomy)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    flags = ["-m", str(world.model), "--vram", f"{world.roomy},{world.roomy}", "-sm", "auto"]
+    assert cli_run.main([*flags, "-p", "1", "--tokens", "--temp", "0"]) == 2
+    assert "(-sm none, device 0) is for 1 rank, but 2 were started; start 1 with torchrun" in capsys.readouterr().err
+
+
 def test_python_api(world: World) -> None:
     from pshard.errors import UserError
 
