@@ -12,6 +12,7 @@ was measured. Goals are in times what one device reaches in the same run. pshard
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -174,7 +175,8 @@ def measure(model: Path, case: Case, way: Way, folder: str, left: float) -> list
     found: list[dict[str, Any]] = json.loads(out.read_text()) if out.exists() else []
     for m in found:
         m["command"] = m["command"].replace(str(model), model.name)
-        m["command"] = m["command"].replace(f" --registry {way.registry}", "").replace(f" -of {out}", "")
+        registry, written = f" --registry {shlex.quote(way.registry)}", f" -of {shlex.quote(str(out))}"
+        m["command"] = m["command"].replace(registry, "").replace(written, "")
     return found
 
 
