@@ -22,7 +22,7 @@ from pshard.quant import packed_nbytes
 from pshard.runtime.kernels.api import Packed
 from pshard.tiles import Tile
 
-MOST_PROCESSES = 16  # each takes some 400 MB and 4 s to start
+MOST_PROCESSES = 32  # each takes some 400 MB and 4 s to start
 
 Job = tuple[TileCase, Tile]
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 class Tile:
     """How a kernel is cut: rows and columns (or chunks of 32 columns) of a tile, warps, pipeline stages.
 
-    matvec, gated: 32 rows go to the tensor cores, 8 chunks for each warp; 16 rows to dp4a.
+    matvec, gated: 32 rows go to the tensor cores, 8 chunks for each warp, and their weights come into L2 `stages` - 1
+    steps before they are due; 16 rows go to dp4a.
 
     `programs`: the columns are cut into pieces until about this many programs run. `registers`: most that a thread
     may use, where the compiler's own choice would let fewer programs run at once. `tokens`: most of one program.

@@ -48,11 +48,11 @@ def kernels() -> cuda.CudaKernels:
 
 
 def tiles_to_check(kernel: str, qtype: str, tokens: int) -> list[Tile]:
-    """The candidates; limits of registers change nothing in the interpreter, and pieces nothing of how types decode."""
+    """The candidates; in the interpreter without what changes nothing there, or nothing of how types are decoded."""
     tiles = candidate_tiles(kernel, qtype, tokens)
     if DEVICE == "cpu":
-        programs = {} if qtype == "Q4_0" else {"programs": 1}
-        tiles = tuple(replace(tile, registers=None, **programs) for tile in tiles)
+        same = {"registers": None} if qtype in ("Q4_0", "Q6_K") else {"registers": None, "programs": 1, "stages": 1}
+        tiles = tuple(replace(tile, **same) for tile in tiles)
     return list(dict.fromkeys(tiles))
 
 

@@ -41,10 +41,10 @@ CASE = TileCase("matvec", "Q4_0", 8, ((64, 32), (32, 32)))
 def test_every_candidate_fits_its_kernel(kernel: str, qtype: str) -> None:
     for tokens in BUCKETS if kernel != "gated few" else (1,):
         tiles = candidate_tiles(kernel, qtype, tokens)
-        assert tiles[0] == default_tile(kernel, qtype, tokens) and 4 <= len(set(tiles)) == len(tiles) <= 12
+        assert tiles[0] == default_tile(kernel, qtype, tokens) and 4 <= len(set(tiles)) == len(tiles) <= 14
         assert tokens > 8 or {tile.rows for tile in tiles} == {16, 32} or kernel != "matvec"
         for tile in tiles:
-            assert tile.rows in (16, 32) and tile.stages == 1 and tile.tokens >= min(tokens, 4)
+            assert tile.rows in (16, 32) and tile.stages <= 1 + (tile.rows == 32) and tile.tokens >= min(tokens, 4)
             assert tile.rows == 16 or tile.depth == 8 * tile.warps
             assert 32 * tile.warps * (tile.registers or 255) <= 65536
             if kernel != "matvec":  # what hands its results over quantised has whole chunks, and all tokens of 16 rows

@@ -336,9 +336,10 @@ class CudaKernels:
             tokens, out.shape[1], chunks, out.stride(0), pieces, each, *places(first.qtype, first.cols),
             TOKENS=each_tokens, ROWS=tile.rows, DEPTH=tile.depth, WARPS=tile.warps, QTYPE=first.qtype, LOW=encoding.low,
             HIGH=encoding.high, FACTOR=FACTORS.get(first.qtype, 1),
-            MASKED=chunks % tile.depth != 0 or out.shape[1] % tile.rows != 0, PARTS=1 if gated else len(weights),
-            GATED=gated, BIAS=bias is not None, ACCUMULATE=accumulate, PIECES=triton.next_power_of_2(pieces),
-            QUANTISE=ready is not None, num_warps=tile.warps, maxnreg=tile.registers, **push,
+            MASKED=chunks % tile.depth != 0 or out.shape[1] % tile.rows != 0, AHEAD=tile.stages - 1,
+            PARTS=1 if gated else len(weights), GATED=gated, BIAS=bias is not None, ACCUMULATE=accumulate,
+            PIECES=triton.next_power_of_2(pieces), QUANTISE=ready is not None, num_warps=tile.warps,
+            maxnreg=tile.registers, **push,
         )  # fmt: skip
 
     def _rows(

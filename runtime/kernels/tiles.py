@@ -13,14 +13,14 @@ TUNING: dict[tuple[str, int], Tile] = {
     **{("matvec", m): Tile(32, 16, 2, 1, 800, 144) for m in (1, 2, 4, 8)},
     **{(f"matvec {qtype}", 1): Tile(32, 32, 4, 1, 800, 72) for qtype in ("Q4_1", "Q8_0")},
     **{("matvec MXFP4", m): Tile(32, 32, 4, 1, 800) for m in (1, 2, 4, 8)},
-    **{("matvec Q4_K", m): Tile(32, 16, 2, 1, 800) for m in (2, 4, 8)},
+    **{("matvec Q4_K", m): Tile(32, 16, 2, 1, 800) for m in (2, 4)},
     **{(f"matvec {qtype}", m): Tile(16, 32, 4, 1, 1056) for qtype in DP4A_TYPES for m in (1, 2, 4)},
-    ("matvec Q2_K", 1): Tile(16, 16, 2, 1, 1600),
-    **{(f"matvec {qtype}", 8): Tile(32, 16, 2, 1, 800) for qtype in ("Q2_K", "Q5_K")},
-    ("matvec", 16): Tile(32, 16, 2, 1, 1600, 144),
-    **{(f"matvec {qtype}", 16): Tile(32, 16, 2, 1, 800, 168) for qtype in ("Q4_0", "Q2_K")},
-    ("matvec Q4_K", 16): Tile(32, 16, 2, 1, 800, 200),
-    ("matvec Q6_K", 16): Tile(32, 16, 2, 1, 1600, 168),
+    **{(f"matvec {qtype}", 1): Tile(16, 32, 4, 1, 1056, 56) for qtype in ("Q2_K", "Q3_K")},
+    ("matvec Q6_K", 1): Tile(16, 64, 8, 1, 1056),
+    **{(f"matvec {qtype}", 8): Tile(32, 16, 2, 1, 800, 112) for qtype in ("Q2_K", "Q4_K", "Q6_K")},
+    ("matvec Q3_K", 8): Tile(32, 16, 2, 1, 1600, 144),
+    ("matvec Q5_K", 8): Tile(32, 16, 2, 1, 800),
+    ("matvec", 16): Tile(32, 16, 2, 1, 800, 128),
     ("matvec", 32): Tile(32, 8, 1, 1, 800),
     ("matvec", 64): Tile(32, 8, 1, 1, 800),
     ("matvec Q4_0", 64): Tile(32, 16, 2, 1, 800, 144, tokens=16),
@@ -42,7 +42,7 @@ TUNING: dict[tuple[str, int], Tile] = {
     ("prefill", 128): Tile(128, 128, 8, 3),
     ("prefill", 256): Tile(64, 64, 8, 2),
 }
-PROGRAMS = (400, 800, 1600)  # of matvec, about: other numbers of pieces cost no other kernel where they round up alike
+PROGRAMS = (800, 1600)  # of matvec, about: other numbers of pieces cost no other kernel where they round up alike
 
 
 def default_tile(kernel: str, qtype: str, tokens: int) -> Tile:
@@ -73,16 +73,19 @@ def candidate_tiles(kernel: str, qtype: str, tokens: int) -> tuple[Tile, ...]:
 def _ways(tokens: int) -> list[Tile]:
     """Tiles of 32 rows on the tensor cores and of 16 rows with dp4a; which of them is faster depends on the type."""
     if tokens <= 4:
-        return [Tile(32, 16, 2, 1, 800, 144), Tile(16, 32, 4, 1, 1056), Tile(32, 32, 4, 1, 800),
-                Tile(32, 16, 2, 1, 800), Tile(16, 16, 2, 1, 1600), Tile(16, 32, 4, 1, 1056, 56),
-                Tile(16, 64, 8, 1, 1056), Tile(32, 32, 4, 1, 800, 72)]  # fmt: skip
+        return [Tile(32, 16, 2, 1, 800, 144), Tile(16, 32, 4, 1, 1056, 56), Tile(16, 64, 8, 1, 1056),
+                Tile(32, 16, 2, 2, 800, 112), Tile(16, 32, 4, 1, 1056), Tile(32, 32, 4, 1, 800, 72),
+                Tile(32, 32, 4, 1, 800), Tile(16, 16, 2, 1, 1600), Tile(32, 16, 2, 1, 800)]  # fmt: skip
     if tokens == 8:
-        return [Tile(32, 16, 2, 1, 800), Tile(32, 16, 2, 1, 800, 112), Tile(32, 16, 2, 1, 800, 144),
-                Tile(32, 16, 2, 1, 800, 96), Tile(32, 32, 4, 1, 800), Tile(16, 32, 4, 1, 1056, tokens=4),
-                Tile(32, 16, 2, 1, 800, 168), Tile(32, 8, 1, 1, 800)]  # fmt: skip
+        return [Tile(32, 16, 2, 1, 800, 112), Tile(32, 16, 2, 2, 800, 112), Tile(32, 16, 2, 1, 800, 144),
+                Tile(32, 16, 2, 2, 800, 144), Tile(32, 16, 2, 1, 800, 128), Tile(32, 16, 2, 2, 800, 128),
+                Tile(32, 16, 2, 1, 800, 96), Tile(32, 16, 2, 1, 800), Tile(32, 32, 4, 2, 800),
+                Tile(16, 32, 4, 1, 1056, tokens=4)]  # fmt: skip
     if tokens == 16:
-        return [Tile(32, 16, 2, 1, 800, 168), Tile(32, 16, 2, 1, 800, 144), Tile(32, 16, 2, 1, 800),
-                Tile(32, 16, 2, 1, 800, 128), Tile(32, 16, 2, 1, 800, 200), Tile(32, 8, 1, 1, 800),
-                Tile(32, 16, 2, 1, 800, 112, tokens=8), Tile(32, 32, 4, 1, 800)]  # fmt: skip
-    return [Tile(32, 16, 2, 1, 800, 144, tokens=16), Tile(32, 8, 1, 1, 800), Tile(32, 16, 2, 1, 800, 168),
-            Tile(32, 16, 2, 1, 800, tokens=16), Tile(32, 16, 2, 1, 800, 112, tokens=8)]  # fmt: skip
+        return [Tile(32, 16, 2, 1, 800, 128), Tile(32, 16, 2, 2, 800, 128), Tile(32, 16, 2, 1, 800, 168),
+                Tile(32, 16, 2, 2, 800, 168), Tile(32, 16, 2, 1, 800, 112, tokens=8), Tile(32, 16, 2, 1, 800, 200),
+                Tile(32, 16, 2, 2, 800, 112, tokens=8), Tile(32, 16, 2, 1, 800, 112), Tile(32, 16, 2, 2, 4000, 128),
+                Tile(32, 8, 1, 1, 800)]  # fmt: skip
+    return [Tile(32, 16, 2, 1, 800, 128, tokens=16), Tile(32, 8, 1, 1, 800), Tile(32, 16, 2, 1, 800, 144, tokens=16),
+            Tile(32, 16, 2, 2, 800, 128, tokens=16), Tile(32, 16, 2, 1, 800, 168), Tile(32, 8, 1, 2, 800),
+            Tile(32, 16, 2, 1, 800, 112, tokens=8)]  # fmt: skip

@@ -33,7 +33,7 @@ def _part(first, second, third, group, end, next_end, PARTS: tl.constexpr):
 def _multiply(
     matrix, record_at, exists, thread, words, scale, sums, width, first, last, record, high, scales, mins, d, dmin,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, WARPS: tl.constexpr, QTYPE: tl.constexpr,
-    LOW: tl.constexpr, HIGH: tl.constexpr, FACTOR: tl.constexpr, MASKED: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, FACTOR: tl.constexpr, MASKED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Tiles f32 [tokens, ROWS], see `_tokens_of`: record number `record_at` of the matrix times chunks first..last.
 
@@ -47,7 +47,7 @@ def _multiply(
     else:
         mine = matrix.to(tl.pointer_type(tl.int32), bitcast=True) + start
         return dot_records(mine, exists, thread, words, scale, sums, width, first, last, high, scales, mins, d, dmin,
-                           TOKENS, WARPS, DEPTH // WARPS, QTYPE, LOW, HIGH, FACTOR, MASKED)  # fmt: skip
+                           TOKENS, WARPS, DEPTH // WARPS, QTYPE, LOW, HIGH, FACTOR, MASKED, AHEAD)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tokens", "pieces", "end", "next_end"])
@@ -56,7 +56,8 @@ def matvec_kernel(
     new_words, new_scale, new_sums, tokens, rows, chunks, out_stride, pieces, per_piece,
     record, high, scales, mins, d, dmin, peers, epochs,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, WARPS: tl.constexpr, QTYPE: tl.constexpr,
-    LOW: tl.constexpr, HIGH: tl.constexpr, FACTOR: tl.constexpr, MASKED: tl.constexpr, PARTS: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, FACTOR: tl.constexpr, MASKED: tl.constexpr, AHEAD: tl.constexpr,
+    PARTS: tl.constexpr,
     GATED: tl.constexpr, BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, PIECES: tl.constexpr, QUANTISE: tl.constexpr,
     WORDS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, WIRE: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
@@ -67,7 +68,8 @@ def matvec_kernel(
     biases. GATED: silu(weight . x) * (second . x), and with QUANTISE these results are also quantised. PIECES > 1 (a
     power of two >= pieces): each piece leaves its sums in partial[pieces, tokens, rows], and the last to arrive adds
     them up, in an order of its own that no timing changes. Counters return to zero.
-    MASKED: where a piece is not whole steps of DEPTH chunks, or the rows are not whole tiles.
+    MASKED: where a piece is not whole steps of DEPTH chunks, or the rows are not whole tiles. AHEAD (32 rows): weights
+    are brought into L2 so many steps before they are due.
     RANKS > 0: the results, a part of a sum over ranks, are also brought to the `peers` (`push_part`); epochs int32
     [tokens, SLICES]. Neighbouring programs share their weights.
     """
@@ -92,10 +94,11 @@ def matvec_kernel(
         for block in tl.static_range(BLOCKS):  # here, as at the end it would be waited for
             epoch += (tl.load(epochs + (first_token + _tokens_of(block, TOKENS, ROWS)) * SLICES),)
     results = _multiply(source, local, exists, thread, words, scale, sums, width, first, last, record, high, scales,
-                        mins, d, dmin, TOKENS, ROWS, DEPTH, WARPS, QTYPE, LOW, HIGH, FACTOR, MASKED)  # fmt: skip
+                        mins, d, dmin, TOKENS, ROWS, DEPTH, WARPS, QTYPE, LOW, HIGH, FACTOR, MASKED, AHEAD)  # fmt: skip
     if GATED:
         others = _multiply(second, local, exists, thread, words, scale, sums, width, first, last, record, high, scales,
-                           mins, d, dmin, TOKENS, ROWS, DEPTH, WARPS, QTYPE, LOW, HIGH, FACTOR, MASKED)  # fmt: skip
+                           mins, d, dmin, TOKENS, ROWS, DEPTH, WARPS, QTYPE, LOW, HIGH, FACTOR, MASKED,
+                           AHEAD)  # fmt: skip
     row = tile * ROWS + tl.arange(0, ROWS)
     if PIECES > 1:
         for block in tl.static_range(BLOCKS):

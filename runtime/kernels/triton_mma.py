@@ -37,6 +37,11 @@ if triton.knobs.runtime.interpret:  # the interpreter has no inline assembly
         )  # fmt: skip
 
     @triton.jit
+    def fetch_line(pointer, mask):
+        """Have the memory at `pointer` brought into L2, where `mask`; a hint."""
+        pass
+
+    @triton.jit
     def _products(a, b):
         """[groups of 8, 8 rows, 8 columns]: sums over the four threads of a row of a's bytes times b's."""
         place = (tl.arange(0, 4) * 8)[None, :]
@@ -120,6 +125,14 @@ else:
             return tl.inline_asm_elementwise(
                 plain, "=r,=r,=r,=r,l", [pointer.to(tl.int64)], dtype=kinds, is_pure=True, pack=1
             )
+
+    @triton.jit
+    def fetch_line(pointer, mask):
+        """Have the memory at `pointer` brought into L2, where `mask`; a hint."""
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+            "=r,l,r", [pointer.to(tl.int64), mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
     @triton.jit
     def dot32(a0, a1, a2, a3, b0, b1):

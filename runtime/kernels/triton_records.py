@@ -15,7 +15,9 @@ from pshard.runtime.kernels.triton_fragments import (
     load_word,
     scale_words_q3,
 )
-from pshard.runtime.kernels.triton_mma import add_products, byte_of, dot16, dot32, load4, signed_byte_of
+from pshard.runtime.kernels.triton_mma import add_products, byte_of, dot16, dot32, fetch_line, load4, signed_byte_of
+
+LINE: tl.constexpr = tl.constexpr(64)  # bytes that one access to DRAM brings
 
 
 @triton.jit
@@ -80,14 +82,52 @@ def _sum_pair(pointer, mask, MASKED: tl.constexpr):
 
 
 @triton.jit
+def _fetch_plane(record, at, lane, mask, NBYTES: tl.constexpr):
+    """Have NBYTES from byte `at` of each thread's record brought into L2 by its 16 lanes."""
+    for first in tl.static_range(0, NBYTES, 16 * LINE):
+        place = first + lane * LINE
+        fetch_line(record + (at + place) // 4, mask & (place < NBYTES))
+
+
+@triton.jit
+def _fetch_chunks(
+    record, n, thread, mask, high, scales, mins, d, dmin, UNIT: tl.constexpr, QTYPE: tl.constexpr, LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+):  # fmt: skip
+    """Have UNIT (8) chunks from n on brought into L2: all planes of both records, by the warp that will read them."""
+    lane = thread % 16
+    _fetch_plane(record, n * (64 * LOW), lane, mask, UNIT * 64 * LOW)
+    if HIGH > 0:
+        _fetch_plane(record, high + n * (64 * HIGH), lane, mask, UNIT * 64 * HIGH)
+    if QTYPE == "Q2_K" or QTYPE == "Q3_K" or QTYPE == "Q4_K" or QTYPE == "Q5_K" or QTYPE == "Q6_K":
+        _fetch_plane(record, d + n * 4, lane, mask, UNIT * 4)
+    if QTYPE == "Q2_K" or QTYPE == "Q4_K" or QTYPE == "Q5_K":
+        _fetch_plane(record, dmin + n * 4, lane, mask, UNIT * 4)
+    if QTYPE == "Q2_K" or QTYPE == "Q6_K":
+        _fetch_plane(record, scales + n * 32, lane, mask, UNIT * 32)
+    elif QTYPE == "Q3_K":
+        _fetch_plane(record, scales + n * 24, lane, mask, UNIT * 24)
+    elif QTYPE == "Q4_K" or QTYPE == "Q5_K":
+        _fetch_plane(record, scales + n * 16, lane, mask, UNIT * 16)
+        _fetch_plane(record, mins + n * 16, lane, mask, UNIT * 16)
+    elif QTYPE == "MXFP4":
+        _fetch_plane(record, d + n * 16, lane, mask, UNIT * 16)
+    else:
+        _fetch_plane(record, d + n * 32, lane, mask, UNIT * 32)
+        if QTYPE == "Q4_1" or QTYPE == "Q5_1":
+            _fetch_plane(record, dmin + n * 32, lane, mask, UNIT * 32)
+
+
+@triton.jit
 def dot_records(
     record, exists, thread, words, scale, sums, width, first, last, high, scales, mins, d, dmin,
     TOKENS: tl.constexpr, WARPS: tl.constexpr, UNIT: tl.constexpr, QTYPE: tl.constexpr, LOW: tl.constexpr,
-    HIGH: tl.constexpr, FACTOR: tl.constexpr, MASKED: tl.constexpr,
+    HIGH: tl.constexpr, FACTOR: tl.constexpr, MASKED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Tiles f32 [8 tokens, 32 rows], one for every 8 tokens: the pair of records times chunks first..last.
 
-    A warp takes UNIT chunks in turn, four at a time; warps share the columns. TOKENS == 1: the tile is [4, 32] and
+    A warp takes UNIT (8) chunks in turn, four at a time; warps share the columns. AHEAD: those that it will take so
+    many turns later are brought into L2 meanwhile, which costs no registers. TOKENS == 1: the tile is [4, 32] and
     has the token's sums four times. `record`, `exists`: of each thread. `width`: chunks that a row of activations has
     room for.
     """
@@ -112,6 +152,10 @@ def dot_records(
         chunk = (start + warp * UNIT).to(tl.int64)
         inside = exists & (chunk < last)
         present = chunk < last
+        if AHEAD > 0:
+            later = chunk + AHEAD * WARPS * UNIT
+            _fetch_chunks(record, later, thread, exists & (later + UNIT <= last), high, scales, mins, d, dmin, UNIT,
+                          QTYPE, LOW, HIGH)  # fmt: skip
         if SUPER:
             whole = load_halves(halves + d // 2 + chunk // 8 * 16 + four, inside, MASKED)
         if QTYPE == "Q3_K":
