@@ -25,15 +25,16 @@ def launch(ranks: int, module: str, argv: list[str]) -> int:
     with socket.create_server(("127.0.0.1", 0)) as meeting_point:
         processes = [_start_rank(r, ranks, module, argv, meeting_point) for r in range(ranks)]
     readers = [_StderrReader(r, p) for r, p in enumerate(processes) if r > 0]
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+    previous = signal.signal(signal.SIGTERM, _terminate)
     try:
         failed = _wait_for_first_failure(processes)
         interrupted = False
         if failed is not None and processes[failed].returncode == 2:
             _wait_all(processes, GRACE_SECONDS)  # what is wrong for one rank is mostly wrong for all: let rank 0 say it
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as reason:
         failed, interrupted = None, True
-        _wait_all(processes, GRACE_SECONDS)  # the terminal has sent them the Ctrl-C too
+        if not isinstance(reason, _Terminated):
+            _wait_all(processes, GRACE_SECONDS)  # the terminal has sent them the Ctrl-C too
     finally:
         signal.signal(signal.SIGTERM, previous)
         _end_all(processes)
@@ -96,8 +97,12 @@ class _StderrReader:
             print(self._prefix + self._held, file=sys.stderr, flush=True)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, which this process alone was sent."""
+
+
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    raise _Terminated
 
 
 def _wait_for_first_failure(processes: list[subprocess.Popen]) -> int | None:

@@ -17,7 +17,10 @@ EXIT_RANK_LOST = 75  # the group is broken for a reason that was printed; the la
 
 
 class RankWatch:
-    """A daemon thread that beats for this rank and watches the beats of the others.
+    """A daemon thread that beats for this rank and watches the beats of the others, and one that watches the store.
+
+    Silence is counted in beats of this rank, not in seconds: a group that was stopped as a whole (Ctrl-Z) goes on. A
+    store whose host stands still answers nothing, not even that time is up, hence the second thread.
 
     The main thread may sit in a collective that never returns, so when a rank is lost the thread prints which one,
     gives the main thread a second to fail by itself, and ends the process.
@@ -33,6 +36,7 @@ class RankWatch:
         self.lost: str | None = None
         self._store, self._rank, self._size, self._lost_after = store, rank, size, lost_after
         self._closing = threading.Event()
+        self._count = 0  # beats of this rank
         store.set(f"beat/{rank}", "0")
         end = time.monotonic() + meet_seconds
         while missing := [r for r in range(size) if not store.check([f"beat/{r}"])]:
@@ -41,11 +45,14 @@ class RankWatch:
             time.sleep(0.01)
         self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._watch_store, name="store-watch", daemon=True).start()
 
     def close(self) -> None:
         """Say goodbye, so that the others don't take the silence for a death. Rank 0, where the store is, goes last."""
         self._closing.set()
-        self._thread.join()
+        self._thread.join(GOODBYE_SECONDS)
+        if self._thread.is_alive():  # the store does not answer
+            return
         with contextlib.suppress(RuntimeError):  # the store's host may be gone
             self._store.set(f"beat/{self._rank}", "bye")
             end = time.monotonic() + GOODBYE_SECONDS
@@ -64,21 +71,27 @@ class RankWatch:
 
     def _run(self) -> None:
         others = [r for r in range(self._size) if r != self._rank]
-        seen = {r: ("", time.monotonic()) for r in others}
-        count = 0
+        seen = {r: ("", 0) for r in others}  # the beat, and at which of this rank's beats it was new
         while not self._closing.wait(BEAT_SECONDS):
-            count += 1
             try:
-                self._store.set(f"beat/{self._rank}", str(count))
+                self._store.set(f"beat/{self._rank}", str(self._count + 1))
                 beats = {r: self._store.get(f"beat/{r}").decode() for r in others}
             except RuntimeError:
                 return self._end("the ranks' meeting point (rank 0 or its launcher) is gone")
-            now = time.monotonic()
+            self._count += 1
             for rank, beat in beats.items():
                 if beat != seen[rank][0]:
-                    seen[rank] = (beat, now)
-                elif beat != "bye" and now - seen[rank][1] > self._lost_after:
+                    seen[rank] = (beat, self._count)
+                elif beat != "bye" and (self._count - seen[rank][1]) * BEAT_SECONDS > self._lost_after:
                     return self._end(f"rank {rank} died or hangs: no sign of life for {self._lost_after:.0f} s")
+
+    def _watch_store(self) -> None:
+        count, missed = 0, 0
+        while not self._closing.wait(BEAT_SECONDS):
+            count, missed = self._count, missed + 1 if self._count == count else 0
+            if missed * BEAT_SECONDS > self._lost_after:
+                silent = f"the ranks' meeting point has not answered for {self._lost_after:.0f} s"
+                return self._end(f"rank 0 or its launcher died or hangs: {silent}")
 
     def _end(self, reason: str) -> None:
         self.lost = reason

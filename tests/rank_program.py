@@ -82,7 +82,7 @@ def latency(group: Group, out: Path) -> None:
 
 def keep_summing(group: Group, out: Path) -> None:
     """Until something happens; rank 1 tells the test its process id after some sums."""
-    for i in range(10**6):
+    for i in range(10**9):
         group.all_reduce(torch.ones(64))
         if i == 10 and group.rank == 1:
             (out / "pid.tmp").write_text(str(os.getpid()))
@@ -109,8 +109,12 @@ def crash_in_line(group: Group, out: Path) -> None:
     group.gather_columns(torch.ones(1, 3 * (group.rank == 2)), float("inf"))
 
 
-def stop(group: Group, out: Path) -> None:
-    if group.rank == 1:
+def stop_first(group: Group, out: Path) -> None:
+    stop(group, out, 0)
+
+
+def stop(group: Group, out: Path, rank: int = 1) -> None:
+    if group.rank == rank:
         os.kill(os.getpid(), signal.SIGSTOP)
     group.all_reduce(torch.ones(64))
 

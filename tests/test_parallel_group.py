@@ -15,6 +15,7 @@ from pshard.errors import UserError
 from pshard.runtime.collective_times import measure_collectives
 from pshard.runtime.kernels import native
 from pshard.runtime.parallel import Group, init_group
+from pshard.runtime.rank_watch import LOST_SECONDS
 from pshard.runtime.threads import rank_threads
 
 needs_native = pytest.mark.skipif(not native.is_available(), reason=f"no native library: {native.why_missing()}")
@@ -35,9 +36,17 @@ def run_ranks(scenario: str, ranks: int, out: Path) -> subprocess.CompletedProce
     return subprocess.run(command(scenario, ranks, out), env=environment(), capture_output=True, text=True, timeout=100)
 
 
+def wait_for_sums(launcher: subprocess.Popen, out: Path) -> None:
+    """Until the ranks of `keep_summing` have met."""
+    end = time.monotonic() + 60
+    while not (out / "pid").exists():
+        assert time.monotonic() < end and launcher.poll() is None
+        time.sleep(0.05)
+
+
 def processes_of(folder: Path) -> list[str]:
     """Processes that still run with this test's folder among their arguments."""
-    lines = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True).stdout.splitlines()
+    lines = subprocess.run(["ps", "-ww", "-eo", "pid,args"], capture_output=True, text=True).stdout.splitlines()
     return [line for line in lines if str(folder) in line]
 
 
@@ -128,11 +137,30 @@ def test_ranks_of_one_host_sum_in_shared_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_named_and_ended(tmp_path: Path) -> None:
-    done = run_ranks("stop", 2, tmp_path)
+@pytest.mark.parametrize(
+    ("scenario", "named"),
+    [("stop", "rank 1 died or hangs"), ("stop_first", "rank 0 or its launcher died or hangs")],
+)
+def test_a_rank_that_hangs_is_named_and_ended(scenario: str, named: str, tmp_path: Path) -> None:
+    done = run_ranks(scenario, 2, tmp_path)
     assert done.returncode == 75
-    assert "rank 1 died or hangs" in done.stderr
+    assert named in done.stderr
     assert not processes_of(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_group_that_was_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
+    launcher = subprocess.Popen(
+        command("keep_summing", 2, tmp_path), env=environment(), stderr=subprocess.PIPE, start_new_session=True
+    )
+    wait_for_sums(launcher, tmp_path)
+    os.killpg(launcher.pid, signal.SIGSTOP)
+    time.sleep(LOST_SECONDS + 2)
+    os.killpg(launcher.pid, signal.SIGCONT)
+    time.sleep(3)
+    assert launcher.poll() is None and len(processes_of(tmp_path)) == 3
+    os.killpg(launcher.pid, signal.SIGINT)
+    assert launcher.wait(timeout=30) == 130
 
 
 def test_an_error_of_the_user_is_said_once(tmp_path: Path) -> None:
@@ -144,10 +172,7 @@ def test_an_error_of_the_user_is_said_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_ending_the_launcher_ends_the_ranks(number: signal.Signals, tmp_path: Path) -> None:
     launcher = subprocess.Popen(command("keep_summing", 2, tmp_path), env=environment(), stderr=subprocess.PIPE)
-    end = time.monotonic() + 60
-    while not (tmp_path / "pid").exists():
-        assert time.monotonic() < end and launcher.poll() is None
-        time.sleep(0.05)
+    wait_for_sums(launcher, tmp_path)
     launcher.send_signal(number)
     code = launcher.wait(timeout=30)
     assert code == (-9 if number == signal.SIGKILL else 130)
