@@ -8,7 +8,7 @@ from math import isclose
 from pshard.errors import UserError
 from pshard.pace import as_measured, as_profiled, round_seconds
 from pshard.plan import Registry, Variant
-from pshard.workload import Workload, format_limits
+from pshard.workload import Workload, binding_limits, format_limits
 
 
 def plan_command(model_path: str, want: Workload) -> str:
@@ -111,8 +111,15 @@ def _serves(variant: Variant, want: Workload) -> bool:
         and variant.sequences >= want.sequences
         and (variant.type_k, variant.type_v) == (want.type_k, want.type_v)
         and (auto or (variant.split_mode, variant.device) == (want.split_mode, want.device))
-        and (not want.max_tp or variant.max_tp == want.max_tp)
-        and (not want.tensor_split or _same_shares(variant.tensor_split, want.tensor_split))
+        and ((auto and variant.split_mode == "none") or _has_split(variant, want))
+    )
+
+
+def _has_split(variant: Variant, want: Workload) -> bool:
+    """Whether a variant for several devices has the ratios and limits that are wanted, if any are."""
+    limits = binding_limits(want.max_tp, len(variant.vram_mib)) if variant.split_mode == "tensor" else ()
+    return (not limits or variant.max_tp == limits) and (
+        not want.tensor_split or _same_shares(variant.tensor_split, want.tensor_split)
     )
 
 

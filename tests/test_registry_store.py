@@ -208,6 +208,15 @@ def test_auto_also_takes_a_plan_for_the_first_of_the_devices():
         choose_variant(make_registry(variants=(pair,)), replace(want, vram_mib=(100, 1000, 1000)), "plan")
 
 
+def test_given_ratios_and_limits_are_for_splits_and_auto_may_have_chosen_one_device():
+    one, split = make_variant((1000,)), make_variant((1000, 1000), split_mode="layer", tensor_split=(0.5, 0.5))
+    limited = {"max_tp": (("attention", 1),), "tensor_split": (0.75, 0.25)}
+    want = Workload((1000, 1000), context=512, max_ubatch=16, split_mode="auto", **limited)
+    assert choose_variant(make_registry(variants=(one, split)), want, "plan").variant is one
+    same = replace(want, tensor_split=(0.5, 0.5))
+    assert choose_variant(make_registry(variants=(split,)), same, "plan").variant is split
+
+
 def test_auto_says_nothing_where_there_is_nothing_to_compare():
     assert choose_auto(make_variant((1000,)), make_variant((1000,), context=1024)).why == ""
 
