@@ -7,7 +7,7 @@ import torch
 
 from pshard.machine import ReadTiming
 from pshard.profile.kernels import KernelBench
-from pshard.profile.timing import median_seconds
+from pshard.profile.timing import typical_seconds
 from pshard.quant import packed_nbytes
 from pshard.runtime.kernels import native
 from pshard.runtime.threads import use_threads
@@ -45,7 +45,7 @@ def measure_reads(bench: KernelBench, counts: Iterable[int]) -> tuple[ReadTiming
     nbytes = min(READ_BYTES, bench.pool.nbytes)
     whole = bench.pool.nbytes // nbytes * nbytes
     turn = itertools.cycle(bench.pool.memory[:whole].split(nbytes))
-    rates = best_rates(lambda: nbytes / median_seconds(lambda i: _read_once(next(turn)), bench.pace), counts)
+    rates = best_rates(lambda: nbytes / typical_seconds(lambda i: _read_once(next(turn)), bench.pace), counts)
     return tuple(ReadTiming(count, rate) for count, rate in rates.items())
 
 
@@ -73,7 +73,7 @@ def matvec_reader(bench: KernelBench) -> Callable[[], int]:
 def matvec_rates(bench: KernelBench, counts: Iterable[int]) -> dict[int, float]:
     """Bytes of weights per second that a matrix-vector product takes in, by thread count."""
     read = matvec_reader(bench)
-    return best_rates(lambda: packed_nbytes(*MATVEC) / bench.median(lambda i: read(), 1), counts)
+    return best_rates(lambda: packed_nbytes(*MATVEC) / bench.seconds(lambda i: read(), 1), counts)
 
 
 def pick_threads(rates: dict[int, float]) -> int:

@@ -10,7 +10,7 @@ from pshard.buffers import ATTENTION_SPLITS, DEQUANT_BYTES, KV_BLOCK, SMALL_BATC
 from pshard.launches import LAUNCH_BOUND
 from pshard.machine import AttentionTiming, ElementwiseTiming, MatmulTiming
 from pshard.profile.operands import OperandPool
-from pshard.profile.timing import Pace, graph_seconds, median_seconds
+from pshard.profile.timing import Pace, graph_seconds, typical_seconds
 from pshard.runtime.kernels.api import Kernels, LayerKV, Packed, RopeTable, RowIndex, Segment
 from pshard.runtime.kernels.row_index import make_rows
 from pshard.runtime.weights import lookup_rows
@@ -49,12 +49,12 @@ class KernelBench:
     pace: Pace
     slow: float
 
-    def median(self, run: Callable[[int], object], tokens: int) -> float:
-        """Median seconds of run(i), a kernel call for so many tokens; in a CUDA graph where the runtime uses one."""
+    def seconds(self, run: Callable[[int], object], tokens: int) -> float:
+        """Typical seconds of run(i), a kernel call for so many tokens; in a CUDA graph where the runtime uses one."""
         cuda = self.device.type == "cuda"
         if cuda and self.kernels.repeatable and tokens <= LAUNCH_BOUND:
             return graph_seconds(run, self.pace)
-        return median_seconds(run, self.pace, cuda)
+        return typical_seconds(run, self.pace, cuda)
 
     def linear_calls(self, weights: Sequence[Packed], tokens: int) -> Callable[[int], None]:
         """A function of i that multiplies so many tokens with copy i of a matrix; copies take turns."""
@@ -98,7 +98,7 @@ def _repeat_doubtful(series: list[tuple[int, float]], seconds_of: Callable[[int]
 def time_matmul(bench: KernelBench, qtype: str, rows: int, cols: int, tokens: Sequence[int]) -> list[MatmulTiming]:
     """x[t, cols] @ W[rows, cols].T for each t of `tokens`, until one is slow; W is another copy in every call."""
     weights = bench.pool.rotate_weights(qtype, rows, cols)
-    series = time_series(tokens, bench.slow, lambda count: bench.median(bench.linear_calls(weights, count), count))
+    series = time_series(tokens, bench.slow, lambda count: bench.seconds(bench.linear_calls(weights, count), count))
     return [MatmulTiming(bench.side, qtype, rows, cols, count, seconds) for count, seconds in series]
 
 
@@ -127,7 +127,7 @@ def _time_attention(
     caches = bench.pool.rotate_kv(cells, shape.n_kv_heads, shape.head_dim, kv_type)
     qkv, out, partial = _attention_buffers(bench, shape, sequences * tokens)
     rows, scale = _row_index(bench.device, tokens, context, sequences), shape.head_dim**-0.5
-    return bench.median(
+    return bench.seconds(
         lambda i: bench.kernels.attention(qkv, shape.heads, caches[i % len(caches)], rows, scale, out, partial),
         sequences * tokens,
     )
@@ -163,13 +163,13 @@ def _time_lookup(bench: KernelBench, tables: list[Packed], tokens: int) -> float
     ids = torch.randint(EMBEDDING_ROWS, (8, tokens), generator=generator).to(bench.device)
     out = torch.empty(tokens, tables[0].cols, device=bench.device)
     cuda = bench.device.type == "cuda"
-    return median_seconds(lambda i: lookup_rows(tables[i % len(tables)], ids[i % len(ids)], out), bench.pace, cuda)
+    return typical_seconds(lambda i: lookup_rows(tables[i % len(tables)], ids[i % len(ids)], out), bench.pace, cuda)
 
 
 def _time_norm(bench: KernelBench, d_model: int, tokens: int) -> float:
     hidden, normed = bench.activations(tokens, d_model).float(), bench.activations(tokens, d_model)
     weight = torch.ones(d_model, device=bench.device)
-    return bench.median(lambda i: bench.kernels.rms_norm(hidden, weight, NORM_EPS, normed), tokens)
+    return bench.seconds(lambda i: bench.kernels.rms_norm(hidden, weight, NORM_EPS, normed), tokens)
 
 
 def _time_residual(bench: KernelBench, d_model: int, tokens: int) -> float:
@@ -177,8 +177,8 @@ def _time_residual(bench: KernelBench, d_model: int, tokens: int) -> float:
     weight = bench.pool.rotate_weights("BF16", d_model, THIN)[0]
     x, out, tile = bench.activations(tokens, THIN), bench.activations(tokens, d_model), _tile(bench, tokens)
     hidden = out.float()
-    added = bench.median(lambda i: bench.kernels.linear(x, weight, hidden, tile, None, True), tokens)
-    alone = bench.median(lambda i: bench.kernels.linear(x, weight, out, tile), tokens)
+    added = bench.seconds(lambda i: bench.kernels.linear(x, weight, hidden, tile, None, True), tokens)
+    alone = bench.seconds(lambda i: bench.kernels.linear(x, weight, out, tile), tokens)
     return max(0.0, added - alone)
 
 
@@ -193,15 +193,15 @@ def _time_rope(bench: KernelBench, shape: AttentionShape, tokens: int) -> float:
         kv: LayerKV = caches[i % len(caches)]
         bench.kernels.rope_store(qkv, shape.heads, None, None, NORM_EPS, rope, rows, kv)
 
-    return bench.median(run, tokens)
+    return bench.seconds(run, tokens)
 
 
 def _time_silu_mul(bench: KernelBench, d_ffn: int, tokens: int) -> float:
     """What gate_up takes beyond its two matmuls; the matmuls are kept small and in cache."""
     weight = bench.pool.rotate_weights("BF16", d_ffn, THIN)[0]
     x, both, tile = bench.activations(tokens, THIN), bench.activations(tokens, 2 * d_ffn), _tile(bench, tokens)
-    fused = bench.median(lambda i: bench.kernels.gate_up(x, weight, weight, both[:, :d_ffn], both, tile), tokens)
-    one = bench.median(lambda i: bench.kernels.linear(x, weight, both[:, :d_ffn], tile), tokens)
+    fused = bench.seconds(lambda i: bench.kernels.gate_up(x, weight, weight, both[:, :d_ffn], both, tile), tokens)
+    one = bench.seconds(lambda i: bench.kernels.linear(x, weight, both[:, :d_ffn], tile), tokens)
     return max(0.0, fused - 2 * one)
 
 

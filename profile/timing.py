@@ -1,4 +1,4 @@
-"""The one timing loop: warm up, repeat until a time budget is spent, take the median."""
+"""The one timing loop: warm up, repeat until a time budget is spent, take what is typical."""
 
 import statistics
 import time
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 LEAST_IN_GRAPH, MOST_IN_GRAPH = 8, 256  # calls that one CUDA graph holds while they are timed
 TURNS = 7  # of a race
+STALLED = 2  # times the median: a core stood still
 
 
 @dataclass(frozen=True)
@@ -30,18 +31,23 @@ class Pace:
         return max(self.least, min(self.most, int(self.seconds / max(estimate, 1e-7))))
 
 
-def median_seconds(run: Callable[[int], object], pace: Pace, cuda: bool = False) -> float:
-    """Median seconds of run(i), i = 0, 1, 2 ...; `i` lets it choose another copy of its operands every time.
+def typical_seconds(run: Callable[[int], object], pace: Pace, cuda: bool = False) -> float:
+    """Typical seconds of run(i), i = 0, 1, 2 ...; `i` lets it choose another copy of its operands every time.
 
     The first call is a warm-up (compilation, first touch), the second sets the number of repetitions, and is the
-    result when that number is one. On CUDA calls
-    are issued one behind the other and timed by events between them: what a queue of such calls takes.
+    result when that number is one. On CUDA calls are issued one behind the other and timed by events between them: what
+    a queue of such calls takes, at the median. On the host: the mean, which is what many calls of a step add up to, of
+    all but those that took STALLED times the median.
     """
     sample = _sample_cuda if cuda else _sample_cpu
     sample(run, 0, 1)
     estimate = sample(run, 1, 1)[0]
     count = pace.repetitions(estimate)
-    return statistics.median(sample(run, 2, count)) if count > 1 else estimate
+    if count == 1:
+        return estimate
+    samples = sample(run, 2, count)
+    median = statistics.median(samples)
+    return median if cuda else statistics.mean(s for s in samples if s <= STALLED * median)
 
 
 def graph_seconds(run: Callable[[int], object], pace: Pace) -> float:
@@ -50,7 +56,7 @@ def graph_seconds(run: Callable[[int], object], pace: Pace) -> float:
     `run` must be fit for capture (see `Kernels.repeatable`).
     """
     replay, calls = _capture(run, pace)
-    return median_seconds(replay, pace, cuda=True) / calls
+    return typical_seconds(replay, pace, cuda=True) / calls
 
 
 def race_seconds(runs: Sequence[Callable[[int], object]], pace: Pace, cuda: bool) -> list[float]:
