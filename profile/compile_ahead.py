@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 
+from pshard.profile.identify import count_cores, usable_memory
 from pshard.profile.tile_cases import TileCase, calls_of
 from pshard.quant import packed_nbytes
 from pshard.runtime.kernels.api import Packed
 from pshard.tiles import Tile
 
-MOST_PROCESSES = 32  # each takes some 400 MB and 4 s to start
+MOST_PROCESSES = 32  # each takes 4 s to start
+PROCESS_BYTES = 1 << 30  # of memory, at most; all together take a quarter of it
 
 Job = tuple[TileCase, Tile]
 
@@ -35,13 +37,18 @@ class Compiled:
     errors: tuple[BaseException, ...]
 
 
+def count_processes() -> int:
+    """How many processes compile at once: as many as there are cores, and memory for them."""
+    return max(1, min(count_cores(), MOST_PROCESSES, usable_memory() // 4 // PROCESS_BYTES))
+
+
 def compile_ahead(jobs: Sequence[Job], processes: int, seconds: float) -> Compiled:
     """Compile for the GPU that is current, in this order, what is reached in so many seconds."""
     from triton.runtime import driver
 
     target, deadline = driver.active.get_current_target(), time.monotonic() + seconds
     spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(processes, MOST_PROCESSES, len(jobs)), spawn, _leave_gpus_alone)
+    pool = ProcessPoolExecutor(min(processes, len(jobs)), spawn, _leave_gpus_alone)
     try:
         with _interrupts_ignored():
             futures = {job: pool.submit(_compile, target, *job) for job in jobs}

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 
-from pshard.profile.compile_ahead import Compiled, compile_ahead
-from pshard.profile.identify import count_cores
+from pshard.profile.compile_ahead import Compiled, compile_ahead, count_processes
 from pshard.profile.kernels import KernelBench
 from pshard.profile.tile_cases import TileCase, calls_of
 from pshard.profile.timing import race_seconds
@@ -36,7 +35,7 @@ def tune_tiles(bench: KernelBench, kernels: TiledKernels, cases: list[TileCase],
     tiles = {case: candidate_tiles(case.kernel, case.qtype, case.tokens) for case in cases}
     by_rank = zip_longest(*([(case, tile) for tile in some] for case, some in tiles.items()))
     jobs = [job for rank in by_rank for job in rank if job is not None]
-    ready = compile_ahead(jobs, count_cores(), seconds) if jobs else Compiled(frozenset(), ())
+    ready = compile_ahead(jobs, count_processes(), seconds) if jobs else Compiled(frozenset(), ())
     trials = [_Trial(bench, kernels, case) for case in cases]
     choices: list[TileChoice] = []
     for trial, (default, *others) in zip(trials, tiles.values()):

@@ -188,6 +188,13 @@ def test_what_was_left_out_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(notes) == 2
 
 
+def test_no_more_processes_compile_than_there_are_cores_and_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, gib, count in ((16, 128, 16), (128, 512, 32), (16, 16, 4), (8, 2, 1)):
+        monkeypatch.setattr(compile_ahead, "count_cores", lambda n=cores: n)
+        monkeypatch.setattr(compile_ahead, "usable_memory", lambda n=gib: n << 30)
+        assert compile_ahead.count_processes() == count
+
+
 def test_a_race_takes_turns() -> None:
     order: list[str] = []
     times = race_seconds([lambda i, n=n: order.append(n) for n in "ab"], Pace(0.01), cuda=False)  # type: ignore[misc]
