@@ -1,40 +1,46 @@
-"""Compiles a GPU's matmul kernels for many tiles in processes of their own, into Triton's cache.
+"""Compiles the GPU's matmul kernel for many tiles in processes of their own, into Triton's cache.
 
-Most of a compilation is Python code, so threads would not help. The processes leave the GPU alone: Triton's driver is
-replaced there by one that knows what to compile for and starts nothing.
+Most of a compilation is Python code, so threads would not help. The processes import Triton without torch, which takes
+ten times as long, and leave the GPU alone: Triton's driver is replaced there by one that only names it.
 """
 
 import multiprocessing
-import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
-import torch
-
 from pshard.profile.identify import count_cores, usable_memory
-from pshard.profile.tile_cases import TileCase, calls_of
-from pshard.quant import packed_nbytes
-from pshard.runtime.kernels.api import Packed
-from pshard.tiles import Tile
 
-MOST_PROCESSES = 32  # each takes 4 s to start
+MOST_PROCESSES = 32
 PROCESS_BYTES = 1 << 30  # of memory, at most; all together take a quarter of it
 
-Job = tuple[TileCase, Tile]
 
+def requests_of(call: Callable[[], None]) -> tuple[str, ...]:
+    """What Triton would have to compile of `matvec_kernel` in a call, in its own words; nothing is compiled.
 
-@dataclass(frozen=True)
-class Compiled:
-    """The jobs that were compiled, and what went wrong with others; the rest was not reached."""
+    Kernels that this process has not compiled yet are not started, others are.
+    """
+    from triton import knobs
 
-    jobs: frozenset[Job]
-    errors: tuple[BaseException, ...]
+    from pshard.runtime.kernels.triton_matvec import matvec_kernel
+
+    found: list[str] = []
+
+    def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        if fn.jit_function is matvec_kernel:
+            found.append(compile["specialization_data"])
+        return True  # Triton then leaves it
+
+    before = knobs.runtime.jit_cache_hook
+    knobs.runtime.jit_cache_hook = note
+    try:
+        call()
+    finally:
+        knobs.runtime.jit_cache_hook = before
+    return tuple(found)
 
 
 def count_processes() -> int:
@@ -42,22 +48,21 @@ def count_processes() -> int:
     return max(1, min(count_cores(), MOST_PROCESSES, usable_memory() // 4 // PROCESS_BYTES))
 
 
-def compile_ahead(jobs: Sequence[Job], processes: int, seconds: float) -> Compiled:
-    """Compile for the GPU that is current, in this order, what is reached in so many seconds."""
+def compile_ahead(requests: Sequence[str], processes: int, seconds: float) -> dict[str, BaseException | None]:
+    """Compile these for the GPU that is current, in this order: the error, or None, of those reached in the time."""
     from triton.runtime import driver
 
+    if not requests:
+        return {}
     target, deadline = driver.active.get_current_target(), time.monotonic() + seconds
-    spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(processes, len(jobs)), spawn, _leave_gpus_alone)
+    pool = ProcessPoolExecutor(min(processes, len(requests)), multiprocessing.get_context("spawn"))
     try:
         with _interrupts_ignored():
-            futures = {job: pool.submit(_compile, target, *job) for job in jobs}
+            futures = {request: pool.submit(_compile, target, request) for request in requests}
         wait(futures.values(), max(0.0, deadline - time.monotonic()))
     finally:
         pool.shutdown(cancel_futures=True)  # waits for those at work, which would disturb what is timed next
-    errors = {job: future.exception() for job, future in futures.items() if not future.cancelled()}
-    done = frozenset(job for job, error in errors.items() if error is None)
-    return Compiled(done, tuple(error for error in errors.values() if error is not None))
+    return {request: future.exception() for request, future in futures.items() if not future.cancelled()}
 
 
 @contextmanager
@@ -70,35 +75,21 @@ def _interrupts_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _leave_gpus_alone() -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    torch.set_num_threads(1)
-
-
-def _compile(target: Any, case: TileCase, tile: Tile) -> None:
-    """Call the kernel for the first matrix of the case as `calls_of` does on the GPU, so that the same is compiled."""
-    kernels = _kernels(target)
-    rows, cols = case.matrices[0]
-    weight = Packed(torch.empty(packed_nbytes(case.qtype, rows, cols), dtype=torch.uint8), case.qtype, rows, cols)
-    kernels.use_tiles((case.choose(tile),))
-    calls_of(kernels, case, [weight], torch.empty(case.tokens, cols, dtype=kernels.act_dtype))[0](0)
-
-
-@cache
-def _kernels(target: Any) -> Any:
+def _compile(target: Any, request: str) -> None:
+    """What a process of the pool does."""
     from triton.runtime import driver
 
-    driver.set_active(_CompileOnly(target))
-    from pshard.runtime.kernels.cuda import CudaKernels
+    from pshard.runtime.kernels.triton_matvec import matvec_kernel
 
-    return CudaKernels("cpu", 64)
+    driver.set_active(OnlyTarget(target))
+    matvec_kernel.preload(request)
 
 
-class _CompileOnly:
+class OnlyTarget:
     """As much of a Triton driver as it takes to compile for a GPU that is not there."""
 
     def __init__(self, target: Any) -> None:
-        self._target, self.utils = target, self
+        self._target = target
 
     def get_current_target(self) -> Any:
         return self._target
@@ -108,12 +99,3 @@ class _CompileOnly:
 
     def get_current_stream(self, device: int) -> int:
         return 0
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 1 << 30}
-
-    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[str, None, int, int, int]:
-        return name, None, 0, 0, 1024
-
-    def launcher_cls(self, source: Any, metadata: Any) -> Any:
-        return lambda *arguments: None

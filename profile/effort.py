@@ -66,7 +66,7 @@ def quick_effort(cache_bytes: int, memory_bytes: int) -> Effort:
         contention_seconds=0.4,
         sums=(*SIZES[:3], *SIZES[4::2]),  # decode's, and a few large ones
         tile_tokens=(1, 8, 16),
-        tile_seconds=7.0,
+        tile_seconds=8.0,
     )
 
 

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 
-from pshard.profile.compile_ahead import Compiled, compile_ahead, count_processes
+import torch
+
+from pshard.profile.compile_ahead import compile_ahead, count_processes, requests_of
 from pshard.profile.kernels import KernelBench
 from pshard.profile.tile_cases import TileCase, calls_of
 from pshard.profile.timing import race_seconds
@@ -27,22 +29,27 @@ class Tuned:
 
 
 def tune_tiles(bench: KernelBench, kernels: TiledKernels, cases: list[TileCase], seconds: float) -> Tuned:
-    """Choose for each case; the bench's kernels use the choices from then on.
+    """Choose for each case that has two tiles to choose from; the bench's kernels use the choices from then on.
 
     Compiling may take about so many seconds, on all cores; what was compiled before on this machine comes from Triton's
     cache. Every case's likeliest candidates come first. Trying them takes some tenths of a second for each case.
     """
-    tiles = {case: candidate_tiles(case.kernel, case.qtype, case.tokens) for case in cases}
-    by_rank = zip_longest(*([(case, tile) for tile in some] for case, some in tiles.items()))
-    jobs = [job for rank in by_rank for job in rank if job is not None]
-    ready = compile_ahead(jobs, count_processes(), seconds) if jobs else Compiled(frozenset(), ())
     trials = [_Trial(bench, kernels, case) for case in cases]
+    needs = {trial.case: trial.needs() for trial in trials}
+    by_rank = zip_longest(*(some.values() for some in needs.values()))
+    requests = dict.fromkeys(r for rank in by_rank for needed in rank if needed is not None for r in needed)
+    compiled = compile_ahead(list(requests), count_processes(), seconds)
     choices: list[TileChoice] = []
-    for trial, (default, *others) in zip(trials, tiles.values()):
-        choices += trial.choose([default, *(tile for tile in others if (trial.case, tile) in ready.jobs)])
+    untried = 0
+    for trial in trials:
+        default, *others = needs[trial.case]
+        reached = [tile for tile in others if all(r in compiled for r in needs[trial.case][tile])]
+        ready = [tile for tile in reached if all(compiled[r] is None for r in needs[trial.case][tile])]
+        untried += len(others) - len(reached)
+        choices += trial.choose([default, *ready]) if ready else []
     kernels.use_tiles(choices)
-    failures = [_describe(error) for error in ready.errors] + [f for trial in trials for f in trial.failures]
-    return Tuned(tuple(choices), len(jobs) - len(ready.jobs) - len(ready.errors), tuple(failures))
+    failures = [_describe(error) for error in compiled.values() if error is not None]
+    return Tuned(tuple(choices), untried, tuple(failures + [f for trial in trials for f in trial.failures]))
 
 
 def _describe(error: BaseException) -> str:
@@ -56,6 +63,18 @@ class _Trial:
     def __init__(self, bench: KernelBench, kernels: TiledKernels, case: TileCase) -> None:
         self.bench, self.kernels, self.case = bench, kernels, case
         self.failures: list[str] = []
+
+    def needs(self) -> dict[Tile, tuple[str, ...]]:
+        """The candidates for the largest matrix, the default first, and what must be compiled for each."""
+        call, _ = self._calls(*self.case.matrices[0])
+        default, *others = candidate_tiles(self.case.kernel, self.case.qtype, self.case.tokens)
+        found = {default: requests_of(partial(self._run_with, default, call, 0))}
+        for tile in others:
+            try:
+                found[tile] = requests_of(partial(self._run_with, tile, call, 0))
+            except Exception as error:  # of Triton, which cannot even begin to compile it for this GPU
+                self.failures.append(_describe(error))
+        return found
 
     def choose(self, tiles: list[Tile]) -> Iterator[TileChoice]:
         """One choice among them, the first being the default, or none where not even that one works."""
@@ -76,9 +95,7 @@ class _Trial:
 
     def _race(self, rows: int, cols: int, tiles: list[Tile]) -> dict[Tile, float]:
         """Seconds of a call with each tile that works on this matrix and gives the numbers of the first."""
-        case, bench = self.case, self.bench
-        weights = bench.pool.rotate_weights(case.qtype, rows, cols)
-        call, out = calls_of(bench.kernels, case, weights, bench.activations(case.tokens, cols))
+        call, out = self._calls(rows, cols)
         runs: dict[Tile, Callable[[int], None]] = {}
         expected = None
         for tile in tiles:
@@ -96,8 +113,12 @@ class _Trial:
                 runs[tile] = run
             else:
                 self.failures.append(f"wrong numbers with {tile}")
-        times = race_seconds(list(runs.values()), bench.pace, bench.device.type == "cuda")
+        times = race_seconds(list(runs.values()), self.bench.pace, self.bench.device.type == "cuda")
         return dict(zip(runs, times))
+
+    def _calls(self, rows: int, cols: int) -> tuple[Callable[[int], None], torch.Tensor]:
+        weights = self.bench.pool.rotate_weights(self.case.qtype, rows, cols)
+        return calls_of(self.bench.kernels, self.case, weights, self.bench.activations(self.case.tokens, cols))
 
     def _run_with(self, tile: Tile, call: Callable[[int], None], i: int) -> None:
         self.kernels.use_tiles((self.case.choose(tile),))

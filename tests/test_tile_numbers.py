@@ -139,7 +139,8 @@ def test_a_gpu_is_tuned_and_runs_with_what_was_chosen() -> None:
     from pshard.profile.effort import Shapes
     from pshard.profile.kernels import KernelBench
     from pshard.profile.operands import OperandPool
-    from pshard.profile.tile_tuning import tile_cases, tune_tiles
+    from pshard.profile.tile_cases import tile_cases
+    from pshard.profile.tile_tuning import tune_tiles
     from pshard.profile.timing import Pace
 
     shapes = Shapes((("Q4_0", 2048, 1024), ("Q4_0", 4096, 1024)), (), (), ((1024, 4096),), (), 64)

@@ -3,6 +3,7 @@
 import io
 import json
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,17 +17,16 @@ from pshard import opening
 from pshard.jsonio import from_json, to_json
 from pshard.machine import AcceleratorInfo, MachineProfile, MatmulTiming
 from pshard.profile import compile_ahead, measure, tile_tuning
-from pshard.profile.compile_ahead import Compiled
 from pshard.profile.effort import Shapes, full_effort, quick_effort, shapes_to_tune
 from pshard.profile.kernels import KernelBench
 from pshard.profile.operands import OperandPool
 from pshard.profile.show import print_profile
-from pshard.profile.tile_cases import TileCase, tile_cases
+from pshard.profile.tile_cases import TileCase, calls_of, tile_cases
 from pshard.profile.tile_tuning import tune_tiles
 from pshard.profile.timing import Pace, race_seconds
 from pshard.quant import QUANT_TYPES
 from pshard.registries.fingerprint import digest, fingerprint_inputs
-from pshard.runtime.kernels.api import TiledKernels
+from pshard.runtime.kernels.api import Packed, TiledKernels
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.kernels.tiles import TUNING, candidate_tiles, default_tile
 from pshard.tiles import Tile, TileChoice
@@ -109,9 +109,17 @@ class FakeKernels(PlainKernels):
 def tune(monkeypatch: pytest.MonkeyPatch):
     """Tunes CASE with made-up times: `seconds`: (tile, rows) -> seconds; `late`: what was not compiled in time."""
 
-    def run(kernels: FakeKernels, seconds, late: tuple[Tile, ...] = (), errors: tuple[Exception, ...] = ()):
-        def compile_some(jobs, processes, limit):
-            return Compiled(frozenset(job for job in jobs if job[1] not in late), errors)
+    def run(kernels: FakeKernels, seconds, late: tuple[Tile, ...] = (), failing: tuple[Tile, ...] = ()):
+        errors = [RuntimeError("no kernel") for _ in failing]
+
+        def request(call):
+            with suppress(RuntimeError):
+                call()
+            return (str(kernels.used[0].tile),)
+
+        def compile_some(requests, processes, limit):
+            failed = dict(zip((str(tile) for tile in failing), errors))
+            return {r: failed.get(r) for r in requests if r not in map(str, late)}
 
         def race(runs, pace, cuda):
             times = []
@@ -130,6 +138,7 @@ def tune(monkeypatch: pytest.MonkeyPatch):
 
         pool.rotate_weights = note_rows  # type: ignore[method-assign]
         monkeypatch.setattr(tile_tuning, "compile_ahead", compile_some)
+        monkeypatch.setattr(tile_tuning, "requests_of", request)
         monkeypatch.setattr(tile_tuning, "race_seconds", race)
         bench = KernelBench("acc1", kernels, torch.device("cpu"), pool, Pace(0.01), 1.0)
         return tune_tiles(bench, kernels, [CASE], 1.0), bench_rows
@@ -144,14 +153,14 @@ def test_the_fastest_tile_is_chosen_and_used(tune) -> None:
     kernels = FakeKernels()
     tuned, rows = tune(kernels, lambda tile, rows: {SECOND: 0.9, THIRD: 0.8}.get(tile, 1.0))
     assert tuned.choices == (TileChoice("acc1", "matvec", "Q4_0", 8, THIRD, 1.6, 2.0),)
-    assert kernels.used == tuned.choices and rows == [64, 32]
+    assert kernels.used == tuned.choices and rows == [64, 64, 32]
     assert tuned.choices[0].gain == pytest.approx(1.25)
 
 
 def test_the_default_stays_within_noise(tune) -> None:
     tuned, rows = tune(FakeKernels(), lambda tile, rows: 1.0 if tile == DEFAULT else 0.98)
     assert tuned.choices == (TileChoice("acc1", "matvec", "Q4_0", 8, DEFAULT, 1.0, 1.0),)
-    assert rows == [64]  # nothing was left to try on the other matrix
+    assert rows == [64, 64]  # nothing was left to try on the other matrix
 
 
 def test_a_tile_must_not_lose_on_other_matrices_what_it_gains(tune) -> None:
@@ -165,6 +174,14 @@ def test_tiles_that_fail_or_are_wrong_or_late_are_passed_over(tune) -> None:
     assert tuned.failures[0] == "RuntimeError: out of resources" and "wrong numbers" in tuned.failures[1]
     tuned, _ = tune(FakeKernels(), lambda tile, rows: 0.5 if tile == SECOND else 1.0, late=(SECOND, THIRD))
     assert tuned.choices[0].tile == DEFAULT and tuned.untried == 2 and not tuned.failures
+    tuned, _ = tune(FakeKernels(), lambda tile, rows: 0.5 if tile == SECOND else 1.0, failing=(SECOND, THIRD))
+    assert tuned.choices[0].tile == DEFAULT and tuned.failures == ("RuntimeError: no kernel",) * 2
+
+
+def test_without_time_for_other_tiles_nothing_is_chosen(tune) -> None:
+    tiles = candidate_tiles(CASE.kernel, CASE.qtype, CASE.tokens)
+    tuned, rows = tune(FakeKernels(), lambda tile, rows: 1.0, late=tiles)
+    assert tuned == tile_tuning.Tuned((), len(tiles) - 1, ()) and rows == [64]  # and nothing was timed
 
 
 def test_without_a_default_that_works_nothing_is_chosen(tune) -> None:
@@ -266,19 +283,35 @@ def test_kernels_are_compiled_ahead_in_other_processes(tmp_path: Path, monkeypat
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
+    from pshard.runtime.kernels.cuda import CudaKernels
+    from pshard.runtime.kernels.triton_matvec import matvec_kernel
+
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     target = GPUTarget("cuda", 90, 32)
-    monkeypatch.setattr(driver, "_active", compile_ahead._CompileOnly(target))
-    impossible = Tile(32, 16, 3, 1)  # three warps are no power of two
-    jobs = [(CASE, DEFAULT), (CASE, impossible), (CASE, SECOND)]
-    compiled = compile_ahead.compile_ahead(jobs, 2, 120.0)
-    assert compiled.jobs == {(CASE, DEFAULT), (CASE, SECOND)} and len(compiled.errors) == 1
-    there = sorted(tmp_path.rglob("*"))
-    assert any(path.suffix == ".cubin" for path in there)
-    compile_ahead._compile(target, CASE, DEFAULT)
-    compile_ahead._compile(target, CASE, SECOND)
-    assert sorted(tmp_path.rglob("*")) == there  # both came from the cache
-    compile_ahead._kernels.cache_clear()
-    many = [(CASE, tile) for tile in candidate_tiles(CASE.kernel, CASE.qtype, CASE.tokens)]
-    late = compile_ahead.compile_ahead(many, 1, 0.0)
-    assert len(late.jobs) < len(many) and not late.errors  # what no process had begun was left out
+    monkeypatch.setattr(driver, "_active", compile_ahead.OnlyTarget(target))
+    kernels = CudaKernels("cpu", 64)
+    weight = Packed(torch.zeros(1 << 16, dtype=torch.uint8), "Q4_0", 64, 32)
+    call, _ = calls_of(kernels, CASE, [weight], torch.zeros(8, 32, dtype=torch.bfloat16))
+
+    def requests(tile: Tile) -> tuple[str, ...]:
+        kernels.use_tiles([CASE.choose(tile)])
+        return compile_ahead.requests_of(lambda: call(0))
+
+    try:
+        (first,), (second,) = requests(DEFAULT), requests(THIRD)
+        assert first != second and not list(tmp_path.rglob("*"))
+        broken = first.replace('"num_warps": 2', '"num_warps": 3')
+        compiled = compile_ahead.compile_ahead([first, broken, second], 2, 120.0)
+        assert compiled[first] is None and compiled[second] is None and compiled[broken] is not None
+        there = sorted(tmp_path.rglob("*"))
+        assert sum(path.suffix == ".cubin" for path in there) == 2
+        for tile in (DEFAULT, THIRD):
+            kernels.use_tiles([CASE.choose(tile)])
+            with pytest.raises(AttributeError, match="launcher_cls"):  # compiled, or found, but there is no GPU
+                call(0)
+        cubins = {path for path in tmp_path.rglob("*.cubin") if path.name.startswith("matvec")}
+        assert cubins == {path for path in there if path.suffix == ".cubin"}  # both came from the cache
+        many = [first.replace('"TOKENS"', f'"TOKENS"{" " * n}') for n in range(8)]  # as good as eight
+        assert len(compile_ahead.compile_ahead(many, 1, 0.0)) < len(many)  # what no process had begun was left out
+    finally:
+        matvec_kernel.device_caches.clear()
