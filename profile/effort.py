@@ -46,6 +46,7 @@ class Effort:
     sums: tuple[int, ...]  # bytes of all-reduces; none: no ranks are started
     share_seconds: float = 0.1  # of each timing of what ranks have of the host
     tile_tokens: tuple[int, ...] = ()  # batches, powers of two, that tiles of matmul kernels are chosen for on a GPU
+    tile_matrices: int = 1  # on which they are tried: the largest of a kernel and type
     tile_seconds: float = 0.0  # that compiling candidates may take, of each unlike GPU
 
 
@@ -90,6 +91,7 @@ def full_effort(cache_bytes: int, memory_bytes: int) -> Effort:
         sums=SIZES,
         share_seconds=0.5,
         tile_tokens=(1, 2, 4, 8, 16, 32, 64),
+        tile_matrices=3,
         tile_seconds=180.0,
     )
 

@@ -149,8 +149,9 @@ def choose_tiles(request: Request, bench: KernelBench | None, notes: list[str]) 
     """
     if bench is None or not isinstance(bench.kernels, TiledKernels):
         return ()
-    cases = tile_cases(shapes_to_tune(request.effort, request.model), request.effort.tile_tokens)
-    tuned = tune_tiles(bench, bench.kernels, cases, request.effort.tile_seconds)
+    effort = request.effort
+    cases = tile_cases(shapes_to_tune(effort, request.model), effort.tile_tokens, effort.tile_matrices)
+    tuned = tune_tiles(bench, bench.kernels, cases, effort.tile_seconds)
     where = side_name(bench.side)
     if not cases:
         notes.append(f"{where}: tiles of matmuls are the defaults; without -m a quick profile chooses none")

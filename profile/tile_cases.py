@@ -12,8 +12,6 @@ from pshard.runtime.kernels.api import Kernels, Packed
 from pshard.runtime.kernels.tiles import gated_kernel
 from pshard.tiles import Tile, TileChoice
 
-MOST_MATRICES = 3  # of a case: the largest
-
 
 @dataclass(frozen=True)
 class TileCase:
@@ -30,8 +28,11 @@ class TileCase:
         return TileChoice(device, self.kernel, self.qtype, self.tokens, tile, seconds, default_seconds)
 
 
-def tile_cases(shapes: Shapes, tokens: tuple[int, ...]) -> list[TileCase]:
-    """All that is to be chosen for these shapes, small batches first; of head matrices only what no layer has."""
+def tile_cases(shapes: Shapes, tokens: tuple[int, ...], most: int) -> list[TileCase]:
+    """All that is to be chosen for these shapes, small batches first; of head matrices only what no layer has.
+
+    most: matrices of a case, the largest.
+    """
     found: dict[tuple[str, str, int], set[tuple[int, int]]] = {}
     for count in tokens:
         for qtype, rows, cols in shapes.matmuls:
@@ -43,7 +44,7 @@ def tile_cases(shapes: Shapes, tokens: tuple[int, ...]) -> list[TileCase]:
             if count <= LOGIT_ROWS and (qtype, count) not in in_layers:
                 found.setdefault(("matvec", qtype, count), set()).add((rows, cols))
     cases = [
-        TileCase(*key, tuple(sorted(matrices, key=lambda m: (-m[0] * m[1], m))[:MOST_MATRICES]))
+        TileCase(*key, tuple(sorted(matrices, key=lambda m: (-m[0] * m[1], m))[:most]))
         for key, matrices in found.items()
         if QUANT_TYPES[key[1]].planes
     ]

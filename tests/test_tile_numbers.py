@@ -149,7 +149,7 @@ def test_a_gpu_is_tuned_and_runs_with_what_was_chosen() -> None:
         fast, *_ = choose_kernels(device, "fast", 64)
         bench = KernelBench("acc", fast, device.torch_device, OperandPool(64 << 20, device.torch_device), Pace(0.01), 1)
         assert isinstance(fast, cuda.CudaKernels)
-        tuned = tune_tiles(bench, fast, tile_cases(shapes, (1, 8)), 60.0)
+        tuned = tune_tiles(bench, fast, tile_cases(shapes, (1, 8), 2), 60.0)
         assert tuned.failures == () and tuned.untried == 0
         assert {(c.kernel, c.tokens) for c in tuned.choices} == {("matvec", 1), ("matvec", 8), ("gated few", 1),
                                                                  ("gated", 8)}  # fmt: skip

@@ -62,7 +62,7 @@ def test_cases_are_the_models_kernels_types_and_batches() -> None:
                ("Q4_0", 8192, 5120), ("BF16", 5120, 5120))  # fmt: skip
     heads = (("Q6_K", 151936, 5120), ("Q4_0", 151936, 5120))
     shapes = Shapes(matmuls, heads, (), ((5120, 25600),), (), 64)
-    assert tile_cases(shapes, (8, 1)) == [
+    assert tile_cases(shapes, (8, 1), 3) == [
         TileCase("matvec", "Q6_K", 1, ((151936, 5120),)),
         TileCase("gated", "Q4_0", 1, ((25600, 5120),)),
         TileCase("matvec", "Q4_0", 1, ((5120, 25600), (5120, 8192), (8192, 5120))),
@@ -70,7 +70,7 @@ def test_cases_are_the_models_kernels_types_and_batches() -> None:
         TileCase("gated", "Q4_0", 8, ((25600, 5120),)),
         TileCase("matvec", "Q4_0", 8, ((5120, 25600), (5120, 8192), (8192, 5120))),
     ]
-    few = tile_cases(Shapes((("Q4_0", 14336, 4096),), (), (), ((4096, 14336),), (), 64), (1, 2))
+    few = tile_cases(Shapes((("Q4_0", 14336, 4096),), (), (), ((4096, 14336),), (), 64), (1, 2), 1)
     assert [case.kernel for case in few] == ["gated few", "gated"]
 
 
@@ -78,8 +78,8 @@ def test_a_quick_profile_tunes_for_a_model_only_and_a_full_one_the_common_types(
     quick, full = quick_effort(1 << 20, 1 << 30), full_effort(1 << 20, 1 << 30)
     model = Shapes((("Q5_0", 64, 64),), (), (), (), (), 64)
     assert shapes_to_tune(quick, model) == shapes_to_tune(full, model) == model
-    assert tile_cases(shapes_to_tune(quick, None), quick.tile_tokens) == []
-    assert {c.qtype for c in tile_cases(shapes_to_tune(full, None), full.tile_tokens)} == {
+    assert tile_cases(shapes_to_tune(quick, None), quick.tile_tokens, 1) == []
+    assert {c.qtype for c in tile_cases(shapes_to_tune(full, None), full.tile_tokens, 1)} == {
         "Q4_0",
         "Q8_0",
         "Q4_K",

@@ -64,7 +64,7 @@ def candidate_tiles(kernel: str, qtype: str, tokens: int) -> tuple[Tile, ...]:
     default = default_tile(kernel, qtype, tokens)
     ways = _ways(tokens)
     if kernel == "matvec":
-        ways = [replace(default, programs=programs) for programs in PROGRAMS] + ways
+        ways += [replace(default, programs=programs) for programs in PROGRAMS]
     else:  # these are not cut into pieces, and 16 rows of theirs need all tokens in one program, see `matvec_kernel`
         ways = [replace(tile, programs=1) for tile in ways if tile.rows == 32 or tile.tokens >= tokens]
     return tuple(dict.fromkeys((default, *ways)))
