@@ -76,7 +76,7 @@ def run_parallel(world: World, out: Path, monkeypatch: pytest.MonkeyPatch, secon
 def test_ways_to_use_several_devices_are_measured_and_the_planners_choice_is_judged(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    record = run_parallel(world, tmp_path / "parallel.json", monkeypatch, "100")
+    record = run_parallel(world, tmp_path / "parallel.json", monkeypatch, "1000")
     said = capsys.readouterr().out
     assert list(record["ways"]) == ["one device", "2 devices, tensor", "2 devices, layer"] and not record["skipped"]
     for way in record["ways"].values():

@@ -379,7 +379,7 @@ def interrupt(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("when", ["pshard.planner.plan.plan_variant", "os.fsync", "os.replace"])
+@pytest.mark.parametrize("when", ["pshard.planner.modes.plan_variant", "os.fsync", "os.replace"])
 def test_interrupted_plan_leaves_the_old_registry(
     planned: World, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:

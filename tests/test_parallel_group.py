@@ -1,5 +1,6 @@
 """Ranks as real processes: sums repeat bit for bit, and a rank that fails brings the group down with its name."""
 
+import contextlib
 import json
 import os
 import signal
@@ -153,14 +154,18 @@ def test_a_group_that_was_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
     launcher = subprocess.Popen(
         command("keep_summing", 2, tmp_path), env=environment(), stderr=subprocess.PIPE, start_new_session=True
     )
-    wait_for_sums(launcher, tmp_path)
-    os.killpg(launcher.pid, signal.SIGSTOP)
-    time.sleep(LOST_SECONDS + 2)
-    os.killpg(launcher.pid, signal.SIGCONT)
-    time.sleep(3)
-    assert launcher.poll() is None and len(processes_of(tmp_path)) == 3
-    os.killpg(launcher.pid, signal.SIGINT)
-    assert launcher.wait(timeout=30) == 130
+    try:
+        wait_for_sums(launcher, tmp_path)
+        os.killpg(launcher.pid, signal.SIGSTOP)
+        time.sleep(LOST_SECONDS + 2)
+        os.killpg(launcher.pid, signal.SIGCONT)
+        time.sleep(3)
+        assert launcher.poll() is None and len(processes_of(tmp_path)) == 3
+        os.killpg(launcher.pid, signal.SIGINT)
+        assert launcher.wait(timeout=30) == 130
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(launcher.pid, signal.SIGKILL)
 
 
 def test_an_error_of_the_user_is_said_once(tmp_path: Path) -> None:
