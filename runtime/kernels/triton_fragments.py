@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from pshard.runtime.kernels.triton_decode import fp4_values
-from pshard.runtime.kernels.triton_mma import and_xor, byte_of, load4
+from pshard.runtime.kernels.triton_mma import and_xor, byte_of, load4, turn
 
 # of every byte the highest 1, 2 or 4 bits
 _TOP1: tl.constexpr = tl.constexpr(0x80808080 - (1 << 32))
@@ -41,15 +41,6 @@ def load_codes(record, n, q, four, high, mask, QTYPE: tl.constexpr, LOW: tl.cons
 
 
 @triton.jit
-def _turn(word, places):
-    """The word rotated left."""
-    bits = word.to(tl.uint32, bitcast=True)
-    left = (places & 31).to(tl.uint32)
-    right = (-places & 31).to(tl.uint32)
-    return ((bits << left) | (bits >> right)).to(tl.int32, bitcast=True)
-
-
-@triton.jit
 def decode(words, row: tl.constexpr, q, QTYPE: tl.constexpr):
     """(columns 4q.., columns 16 + 4q..) of the row: words of four int8, `FACTORS[QTYPE]` times what they stand for.
 
@@ -67,22 +58,22 @@ def decode(words, row: tl.constexpr, q, QTYPE: tl.constexpr):
         return w & 0x0F0F0F0F, (w >> 4) & 0x0F0F0F0F
     elif QTYPE == "Q5_1" or QTYPE == "Q5_K":
         e = words[4 + row]
-        return and_xor(_turn(e, 4 - q), 0x10101010, w & 0x0F0F0F0F), \
-            and_xor(_turn(e, -q), 0x10101010, (w >> 4) & 0x0F0F0F0F)  # fmt: skip
+        return and_xor(turn(e, 4 - q), 0x10101010, w & 0x0F0F0F0F), \
+            and_xor(turn(e, -q), 0x10101010, (w >> 4) & 0x0F0F0F0F)  # fmt: skip
     elif QTYPE == "Q5_0":
         e = words[4 + row]
-        return and_xor(_turn(e, 7 - q), _TOP1, and_xor(w << 3, 0x78787878, _TOP1)), \
-            and_xor(_turn(e, 3 - q), _TOP1, and_xor(w >> 1, 0x78787878, _TOP1))  # fmt: skip
+        return and_xor(turn(e, 7 - q), _TOP1, and_xor(w << 3, 0x78787878, _TOP1)), \
+            and_xor(turn(e, 3 - q), _TOP1, and_xor(w >> 1, 0x78787878, _TOP1))  # fmt: skip
     elif QTYPE == "Q6_K":
-        return and_xor(_turn(words[4 + row], 6 - 2 * q), _TOP2, and_xor(w << 2, 0x3C3C3C3C, _TOP1)), \
-            and_xor(_turn(words[8 + row], 6 - 2 * q), _TOP2, and_xor(w >> 2, 0x3C3C3C3C, _TOP1))  # fmt: skip
+        return and_xor(turn(words[4 + row], 6 - 2 * q), _TOP2, and_xor(w << 2, 0x3C3C3C3C, _TOP1)), \
+            and_xor(turn(words[8 + row], 6 - 2 * q), _TOP2, and_xor(w >> 2, 0x3C3C3C3C, _TOP1))  # fmt: skip
     elif QTYPE == "Q2_K":
-        return _turn(w, -2 * q) & 0x03030303, _turn(words[4 + row], -2 * q) & 0x03030303
+        return turn(w, -2 * q) & 0x03030303, turn(words[4 + row], -2 * q) & 0x03030303
     else:
         tl.static_assert(QTYPE == "Q3_K")
         e, u = words[8 + row], words[4 + row]
-        return and_xor(_turn(e, 7 - q), _TOP1, and_xor(_turn(w, 5 - 2 * q), 0x60606060, _TOP1)), \
-            and_xor(_turn(e, 3 - q), _TOP1, and_xor(_turn(u, 5 - 2 * q), 0x60606060, _TOP1))  # fmt: skip
+        return and_xor(turn(e, 7 - q), _TOP1, and_xor(turn(w, 5 - 2 * q), 0x60606060, _TOP1)), \
+            and_xor(turn(e, 3 - q), _TOP1, and_xor(turn(u, 5 - 2 * q), 0x60606060, _TOP1))  # fmt: skip
 
 
 FACTORS = {"Q4_0": 16, "Q5_0": 8, "Q6_K": 4, "Q3_K": 32 * 4}  # Q3_K: scales come four times too large

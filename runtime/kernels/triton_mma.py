@@ -18,6 +18,14 @@ if triton.knobs.runtime.interpret:  # the interpreter has no inline assembly
         return (a & b) ^ c
 
     @triton.jit
+    def turn(word, places):
+        """The word rotated left by `places` modulo 32."""
+        bits = word.to(tl.uint32, bitcast=True)
+        left = (places & 31).to(tl.uint32)
+        right = (-places & 31).to(tl.uint32)
+        return ((bits << left) | (bits >> right)).to(tl.int32, bitcast=True)
+
+    @triton.jit
     def byte_of(word, at: tl.constexpr):
         """Byte number `at`, unsigned."""
         return (word >> (8 * at)) & 255
@@ -87,6 +95,13 @@ else:
         """(a & b) ^ c, one instruction also where b and c are constants."""
         return tl.inline_asm_elementwise(
             "lop3.b32 $0, $1, $2, $3, 0x6A;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+    @triton.jit
+    def turn(word, places):
+        """The word rotated left by `places` modulo 32: one instruction, where the compiler makes it two shifts."""
+        return tl.inline_asm_elementwise(
+            "shf.l.wrap.b32 $0, $1, $1, $2;", "=r,r,r", [word, places], dtype=tl.int32, is_pure=True, pack=1
         )
 
     @triton.jit
