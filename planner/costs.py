@@ -493,8 +493,10 @@ class TierCosts:
 
     @cached_property
     def launch(self) -> float:
-        """Host seconds to launch a unit's kernels one by one, where their own times are those in a graph; else 0."""
-        if self.tables.kind == "cpu" or not SMALL_BATCH < self.load.tokens <= LAUNCH_BOUND:
+        """Host seconds to launch a unit's kernels one by one where the runtime captures none (prompts of several
+        sequences), though their own times are those in a graph; else 0."""
+        captured = self.load.sequences == 1 or not SMALL_BATCH < self.load.tokens <= LAUNCH_BOUND
+        if self.tables.kind == "cpu" or captured:
             return 0.0
         return self.tables.elementwise("acc", "launch", 1, 1)
 

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pshard.launches import LONG_RUN, find_runs
 from pshard.planner.costs import TierCosts
 from pshard.steps import (
     AllReduce,
@@ -279,7 +278,8 @@ def _price(step: Step, costs: TierCosts) -> _Act:
             if costs.acc_contended:
                 return _Machine.compute_on_cpu_accelerator, step, 0.0, None
             kind = _FROM_SLOT if step.source == "slot" else _COMPUTE
-            return kind, step, costs.units[step.unit].acc, costs.units[step.unit].issue
+            launch = 0.0 if step.unit == "embedding" else costs.launch
+            return kind, step, costs.units[step.unit].acc, costs.units[step.unit].issue + launch
         case Compute():
             return _Machine.compute_part, step, 0.0, None
         case CopyIn():
@@ -364,8 +364,6 @@ def _act(steps: Sequence[Step], costs: TierCosts) -> list[_Act]:
 def _stretches(body: Sequence[Step], costs: TierCosts, meets: bool) -> list[list[_Act]]:
     """What a machine does; a new stretch begins with each sum when it `meets` others there."""
     acts = _act(body, costs)
-    if costs.launch:
-        _launch_apart(acts, body, costs)
     if not meets:
         return [acts]
     stretches: list[list[_Act]] = [[]]
@@ -374,16 +372,6 @@ def _stretches(body: Sequence[Step], costs: TierCosts, meets: bool) -> list[list
             stretches.append([])
         stretches[-1].append(act)
     return stretches
-
-
-def _launch_apart(acts: list[_Act], body: Sequence[Step], costs: TierCosts) -> None:
-    """Let the host launch the kernels of what the runtime does not capture: several sequences, and short runs."""
-    for begin, end in find_runs(body):
-        if costs.load.sequences > 1 or end - begin < LONG_RUN:
-            for i in range(begin, end):
-                kind, step, seconds, more = acts[i]
-                if kind is _COMPUTE or kind is _FROM_SLOT:
-                    acts[i] = kind, step, seconds, more + costs.launch
 
 
 def _meet(machines: Sequence[_Machine]) -> None:

@@ -7,12 +7,14 @@ import torch
 
 from pshard.machine import ReadTiming
 from pshard.profile.kernels import KernelBench
-from pshard.profile.timing import typical_seconds
+from pshard.profile.timing import median_seconds
 from pshard.quant import packed_nbytes
 from pshard.runtime.kernels import native
 from pshard.runtime.threads import use_threads
 
 CLOSE_ENOUGH = 0.03  # fewer threads are taken when they lose at most this much: the others stay free for copies
+FEW_CORES = 4  # up to here a core less is too much
+WORTH_ALL = 0.1  # that the last of many cores must bring
 READ_BYTES = 32 << 20  # read at once: long beside waking the threads, short beside a time slice of the system
 ROUNDS = 6
 MATVEC = ("Q4_0", 4096, 4096)
@@ -21,7 +23,7 @@ MATVEC = ("Q4_0", 4096, 4096)
 def thread_counts(cores: int, quick: bool) -> tuple[int, ...]:
     """Thread counts worth trying on so many cores: all of them up to 4, then steps towards the full count, and one
     less than it, which leaves a core to the system."""
-    if cores <= 4:
+    if cores <= FEW_CORES:
         return tuple(range(1, cores + 1))
     shares = (0.5, 1.0) if quick else (0.25, 0.5, 0.75, 1.0)
     return tuple(sorted({1, 2, 4, cores - 1, *(max(1, round(cores * share)) for share in shares)}))
@@ -45,7 +47,7 @@ def measure_reads(bench: KernelBench, counts: Iterable[int]) -> tuple[ReadTiming
     nbytes = min(READ_BYTES, bench.pool.nbytes)
     whole = bench.pool.nbytes // nbytes * nbytes
     turn = itertools.cycle(bench.pool.memory[:whole].split(nbytes))
-    rates = best_rates(lambda: nbytes / typical_seconds(lambda i: _read_once(next(turn)), bench.pace), counts)
+    rates = best_rates(lambda: nbytes / median_seconds(lambda i: _read_once(next(turn)), bench.pace), counts)
     return tuple(ReadTiming(count, rate) for count, rate in rates.items())
 
 
@@ -77,6 +79,9 @@ def matvec_rates(bench: KernelBench, counts: Iterable[int]) -> dict[int, float]:
 
 
 def pick_threads(rates: dict[int, float]) -> int:
-    """The smallest thread count within 3% of the best rate. `rates`: threads -> any rate, higher is better."""
-    best = max(rates.values())
-    return min(n for n, rate in rates.items() if rate >= best * (1 - CLOSE_ENOUGH))
+    """The smallest thread count within 3% of the best rate; all of many cores only where they are 10% faster than all
+    but one, as whatever else runs then keeps all threads waiting. `rates`: threads -> any rate, higher is better."""
+    best, cores = max(rates.values()), max(rates)
+    fewest = min(n for n, rate in rates.items() if rate >= best * (1 - CLOSE_ENOUGH))
+    spares = cores > FEW_CORES and rates.get(cores - 1, 0.0) >= best * (1 - WORTH_ALL)
+    return cores - 1 if fewest == cores and spares else fewest

@@ -10,7 +10,7 @@ from pshard.buffers import ATTENTION_SPLITS, DEQUANT_BYTES, KV_BLOCK, SMALL_BATC
 from pshard.launches import LAUNCH_BOUND
 from pshard.machine import AttentionTiming, ElementwiseTiming, MatmulTiming
 from pshard.profile.operands import OperandPool
-from pshard.profile.timing import Pace, graph_seconds, typical_seconds
+from pshard.profile.timing import Pace, graph_seconds, mean_seconds, median_seconds
 from pshard.runtime.kernels.api import Kernels, LayerKV, Packed, RopeTable, RowIndex, Segment
 from pshard.runtime.kernels.row_index import make_rows
 from pshard.runtime.weights import lookup_rows
@@ -50,11 +50,15 @@ class KernelBench:
     slow: float
 
     def seconds(self, run: Callable[[int], object], tokens: int) -> float:
-        """Typical seconds of run(i), a kernel call for so many tokens; in a CUDA graph where the runtime uses one."""
+        """Seconds of run(i), a kernel call for so many tokens, as a step adds them up."""
+        return mean_seconds(run, self.pace) if self.device.type == "cpu" else self.median(run, tokens)
+
+    def median(self, run: Callable[[int], object], tokens: int) -> float:
+        """The median of the same, fit for differences; in a CUDA graph where the runtime uses one."""
         cuda = self.device.type == "cuda"
         if cuda and self.kernels.repeatable and tokens <= LAUNCH_BOUND:
             return graph_seconds(run, self.pace)
-        return typical_seconds(run, self.pace, cuda)
+        return median_seconds(run, self.pace, cuda)
 
     def linear_calls(self, weights: Sequence[Packed], tokens: int) -> Callable[[int], None]:
         """A function of i that multiplies so many tokens with copy i of a matrix; copies take turns."""
@@ -163,7 +167,7 @@ def _time_lookup(bench: KernelBench, tables: list[Packed], tokens: int) -> float
     ids = torch.randint(EMBEDDING_ROWS, (8, tokens), generator=generator).to(bench.device)
     out = torch.empty(tokens, tables[0].cols, device=bench.device)
     cuda = bench.device.type == "cuda"
-    return typical_seconds(lambda i: lookup_rows(tables[i % len(tables)], ids[i % len(ids)], out), bench.pace, cuda)
+    return median_seconds(lambda i: lookup_rows(tables[i % len(tables)], ids[i % len(ids)], out), bench.pace, cuda)
 
 
 def _time_norm(bench: KernelBench, d_model: int, tokens: int) -> float:
@@ -177,8 +181,8 @@ def _time_residual(bench: KernelBench, d_model: int, tokens: int) -> float:
     weight = bench.pool.rotate_weights("BF16", d_model, THIN)[0]
     x, out, tile = bench.activations(tokens, THIN), bench.activations(tokens, d_model), _tile(bench, tokens)
     hidden = out.float()
-    added = bench.seconds(lambda i: bench.kernels.linear(x, weight, hidden, tile, None, True), tokens)
-    alone = bench.seconds(lambda i: bench.kernels.linear(x, weight, out, tile), tokens)
+    added = bench.median(lambda i: bench.kernels.linear(x, weight, hidden, tile, None, True), tokens)
+    alone = bench.median(lambda i: bench.kernels.linear(x, weight, out, tile), tokens)
     return max(0.0, added - alone)
 
 
@@ -200,8 +204,8 @@ def _time_silu_mul(bench: KernelBench, d_ffn: int, tokens: int) -> float:
     """What gate_up takes beyond its two matmuls; the matmuls are kept small and in cache."""
     weight = bench.pool.rotate_weights("BF16", d_ffn, THIN)[0]
     x, both, tile = bench.activations(tokens, THIN), bench.activations(tokens, 2 * d_ffn), _tile(bench, tokens)
-    fused = bench.seconds(lambda i: bench.kernels.gate_up(x, weight, weight, both[:, :d_ffn], both, tile), tokens)
-    one = bench.seconds(lambda i: bench.kernels.linear(x, weight, both[:, :d_ffn], tile), tokens)
+    fused = bench.median(lambda i: bench.kernels.gate_up(x, weight, weight, both[:, :d_ffn], both, tile), tokens)
+    one = bench.median(lambda i: bench.kernels.linear(x, weight, both[:, :d_ffn], tile), tokens)
     return max(0.0, fused - 2 * one)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from pshard.machine import Contention, CopyTiming, ElementwiseTiming
-from pshard.profile.timing import Pace, typical_seconds
+from pshard.profile.timing import Pace, median_seconds
 from pshard.runtime.device import Device
 from pshard.runtime.host_memory import map_memory
 from pshard.runtime.staging import StagingRing
@@ -97,7 +97,7 @@ def _time_copy(link: LinkBench, host: torch.Tensor, direction: str, nbytes: int,
             copies[(i * queued + n) % len(copies)]()
         link.device.synchronize()
 
-    return typical_seconds(run, pace) / queued
+    return median_seconds(run, pace) / queued
 
 
 def copy_in_turn(link: LinkBench, direction: str, nbytes: int) -> Callable[[], None]:

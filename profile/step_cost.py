@@ -8,7 +8,7 @@ from pshard.buffers import SMALL_BATCH, kv_blocks
 from pshard.machine import ElementwiseTiming
 from pshard.model import ModelConfig, ModelSpec, Rope, TensorSpec, Unit
 from pshard.plan import Buffers, Placement, Prediction, RankPlan, Solve, TierPlan
-from pshard.profile.timing import Pace, typical_seconds
+from pshard.profile.timing import Pace, median_seconds
 from pshard.runtime.device import Device
 from pshard.runtime.executor import Executor, Group
 from pshard.runtime.kernels.api import Kernels, Segment
@@ -84,7 +84,7 @@ def _time_walk(
     def run(i: int) -> None:
         executor.run(ids, segments, [tokens - 1], lambda: [(0, 1)])
 
-    seconds = typical_seconds(run, pace)
+    seconds = median_seconds(run, pace)
     executor.close()
     weights.close()
     return seconds / len(spec.units)

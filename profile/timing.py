@@ -31,23 +31,30 @@ class Pace:
         return max(self.least, min(self.most, int(self.seconds / max(estimate, 1e-7))))
 
 
-def typical_seconds(run: Callable[[int], object], pace: Pace, cuda: bool = False) -> float:
-    """Typical seconds of run(i), i = 0, 1, 2 ...; `i` lets it choose another copy of its operands every time.
+def median_seconds(run: Callable[[int], object], pace: Pace, cuda: bool = False) -> float:
+    """Median seconds of run(i), i = 0, 1, 2 ...; `i` lets it choose another copy of its operands every time.
 
     The first call is a warm-up (compilation, first touch), the second sets the number of repetitions, and is the
     result when that number is one. On CUDA calls are issued one behind the other and timed by events between them: what
-    a queue of such calls takes, at the median. On the host: the mean, which is what many calls of a step add up to, of
-    all but those that took STALLED times the median.
+    a queue of such calls takes.
     """
+    return statistics.median(_samples(run, pace, cuda))
+
+
+def mean_seconds(run: Callable[[int], object], pace: Pace) -> float:
+    """Like `median_seconds` on the host, but what many calls of a step add up to: the mean of all but those that took
+    STALLED times the median."""
+    samples = _samples(run, pace, False)
+    median = statistics.median(samples)
+    return statistics.mean(s for s in samples if s <= STALLED * median)
+
+
+def _samples(run: Callable[[int], object], pace: Pace, cuda: bool) -> list[float]:
     sample = _sample_cuda if cuda else _sample_cpu
     sample(run, 0, 1)
-    estimate = sample(run, 1, 1)[0]
-    count = pace.repetitions(estimate)
-    if count == 1:
-        return estimate
-    samples = sample(run, 2, count)
-    median = statistics.median(samples)
-    return median if cuda else statistics.mean(s for s in samples if s <= STALLED * median)
+    estimate = sample(run, 1, 1)
+    count = pace.repetitions(estimate[0])
+    return sample(run, 2, count) if count > 1 else estimate
 
 
 def graph_seconds(run: Callable[[int], object], pace: Pace) -> float:
@@ -56,7 +63,7 @@ def graph_seconds(run: Callable[[int], object], pace: Pace) -> float:
     `run` must be fit for capture (see `Kernels.repeatable`).
     """
     replay, calls = _capture(run, pace)
-    return typical_seconds(replay, pace, cuda=True) / calls
+    return median_seconds(replay, pace, cuda=True) / calls
 
 
 def race_seconds(runs: Sequence[Callable[[int], object]], pace: Pace, cuda: bool) -> list[float]:

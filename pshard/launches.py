@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from pshard.steps import AllReduce, Compute, Handoff, Step, WriteBack
 
 LAUNCH_BOUND = 1024  # tokens up to which a prompt's kernels on slices of a model take less time than launching them
-LONG_RUN = 16  # units and sums that a prompt's graph must hold: between copies and CPU units launching is not the limit
 
 
 def find_runs(body: Sequence[Step]) -> Iterator[tuple[int, int]]:

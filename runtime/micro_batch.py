@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pshard.buffers import LOGIT_ROWS, SMALL_BATCH
-from pshard.launches import LAUNCH_BOUND, LONG_RUN, enters, find_runs
+from pshard.launches import LAUNCH_BOUND, enters, find_runs
 from pshard.plan import TierPlan
 from pshard.row_split import acc_part
 from pshard.runtime.arena import Carved
@@ -232,7 +232,7 @@ class MicroBatch:
             return True
         # of prompts the full micro-batches of one sequence: one size, and all that differs is read from memory
         full = len(self.segments) == 1 and self.tokens == self.state.tier.tokens
-        return full and self.tokens <= LAUNCH_BOUND and len(launch.steps) >= LONG_RUN
+        return full and self.tokens <= LAUNCH_BOUND
 
     def _side(self) -> Side:
         return self.state.side if self.side == "acc" else self.executor.host_side

@@ -110,9 +110,15 @@ def test_small_batches_are_captured_in_large_tiers(tmp_path: Path) -> None:
         assert captured > 0 and len(engine.device._graphs) == captured
 
 
-def test_full_micro_batches_of_a_prompt_repeat_one_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("attention", "graphs"), [("pinned", 1), ("streamed", 9)])
+def test_full_micro_batches_of_a_prompt_repeat_a_graph_for_each_run_of_units(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: str, graphs: int
+) -> None:
     path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q4_0", n_layers=9, context=1024)
-    tiers, rng = pinned_everywhere(open_model(path).spec, (1, 128), 1024), random.Random(8)
+    spec, rng = open_model(path).spec, random.Random(8)
+    places = {u.name: (attention, "vram") if u.kind == "attention" else ("pinned", None) for u in spec.units}
+    places["embedding"] = ("cpu", None)
+    tiers = tuple(make_tier(spec, n, places, 2 * (attention == "streamed"), 1024, 1) for n in (1, 128))
     prompts = [[rng.randrange(320) for _ in range(128)] for _ in range(5)]
 
     def speak() -> tuple[int, torch.Tensor]:
@@ -125,7 +131,7 @@ def test_full_micro_batches_of_a_prompt_repeat_one_graph(tmp_path: Path, monkeyp
     captured, got = speak()
     monkeypatch.setattr(micro_batch, "LAUNCH_BOUND", 0)
     launched, expected = speak()
-    assert (captured, launched) == (1, 0)
+    assert (captured, launched) == (graphs, 0)
     assert torch.equal(got, expected)
 
 

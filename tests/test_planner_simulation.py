@@ -79,7 +79,7 @@ def test_streaming_on_a_slow_link_takes_the_link_time():
     ("tokens", "sequences", "streamed", "launched"),
     [
         (128, 1, 0, 0),  # one graph
-        (128, 1, 1, 12),  # the streamed FFN and the 11 units before it; those after it are a graph
+        (128, 1, 1, 0),  # three: the streamed FFN waits for its copy, and what follows begins another
         (128, 2, 0, 41),  # of two sequences nothing is captured
         (64, 1, 1, 0),  # everything is
         (2 * LAUNCH_BOUND, 1, 1, 0),  # nothing is, and the kernels were timed with their launches

@@ -10,7 +10,7 @@ from pshard.profile.host_threads import pick_threads, thread_counts
 from pshard.profile.kernels import KernelBench, time_series
 from pshard.profile.links import run_together
 from pshard.profile.operands import OperandPool
-from pshard.profile.timing import Pace, calls_in_graph, typical_seconds
+from pshard.profile.timing import Pace, calls_in_graph, mean_seconds, median_seconds
 from pshard.runtime import micro_batch
 from pshard.runtime.kernels.plain import PlainKernels
 
@@ -27,20 +27,19 @@ def test_a_warm_up_is_left_out():
     def run(i: int) -> None:
         time.sleep(0.05 if i == 0 else 0.002)
 
-    assert 0.002 <= typical_seconds(run, Pace(0.02)) < 0.03
+    assert 0.002 <= median_seconds(run, Pace(0.02)) < 0.03
 
 
 def test_calls_on_the_host_count_as_they_add_up_but_for_stalls(monkeypatch):
     samples = [1.0, 1.0, 1.0, 1.5, 9.0]
     monkeypatch.setattr(timing, "_sample_cpu", lambda run, first, count: samples if count > 1 else [1e-3])
-    monkeypatch.setattr(timing, "_sample_cuda", lambda run, first, count: samples if count > 1 else [1e-3])
-    assert typical_seconds(len, Pace(0.1)) == pytest.approx(4.5 / 4)
-    assert typical_seconds(len, Pace(0.1), cuda=True) == 1.0
+    assert mean_seconds(len, Pace(0.1)) == pytest.approx(4.5 / 4)
+    assert median_seconds(len, Pace(0.1)) == 1.0
 
 
 def test_every_call_gets_its_own_number():
     seen: list[int] = []
-    typical_seconds(seen.append, Pace(0.001, least=4, most=4))
+    median_seconds(seen.append, Pace(0.001, least=4, most=4))
     assert seen == list(range(6))
 
 
@@ -51,7 +50,7 @@ def test_a_slow_call_is_timed_once():
         seen.append(i)
         time.sleep(0.01)
 
-    assert typical_seconds(run, Pace(0.001)) >= 0.01
+    assert median_seconds(run, Pace(0.001)) >= 0.01
     assert seen == [0, 1]
 
 
@@ -59,6 +58,13 @@ def test_threads_are_the_fewest_within_three_percent():
     assert pick_threads({1: 10.0, 2: 19.0, 4: 30.0, 8: 30.5, 16: 29.0}) == 4
     assert pick_threads({1: 10.0, 2: 10.5}) == 2
     assert pick_threads({1: 10.0, 2: 10.2}) == 1
+
+
+def test_one_of_many_cores_is_left_to_the_system_unless_it_is_needed():
+    rates = {1: 10.0, 8: 80.0, 15: 113.0}
+    assert pick_threads({**rates, 16: 121.0}) == 15
+    assert pick_threads({**rates, 16: 127.0}) == 16
+    assert pick_threads({1: 10.0, 3: 28.0, 4: 30.0}) == 4
 
 
 @pytest.mark.parametrize("cores", [1, 2, 3, 6, 16, 100])
@@ -120,7 +126,8 @@ def test_kernels_are_timed_in_a_graph_for_as_many_tokens_as_the_runtime_captures
     device: str, repeatable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "graph_seconds", lambda run, pace: 1.0)
-    monkeypatch.setattr(kernels, "typical_seconds", lambda run, pace, cuda: 2.0 if cuda else 3.0)
+    monkeypatch.setattr(kernels, "median_seconds", lambda run, pace, cuda: 2.0 if cuda else 3.0)
+    monkeypatch.setattr(kernels, "mean_seconds", lambda run, pace: 3.0)
     plain = PlainKernels()
     plain.repeatable = repeatable
     pool = OperandPool(4096, torch.device("cpu"))
@@ -148,7 +155,7 @@ def test_prompts_of_few_tokens_are_timed_without_their_launches(tokens: int) -> 
         bench = KernelBench("acc", fast, device.torch_device, OperandPool(64 << 20, device.torch_device), Pace(0.05), 1)
         weights = bench.pool.rotate_weights("Q4_0", 512, 512)
         run = bench.linear_calls(weights, tokens)
-        captured, launched = bench.seconds(run, tokens), typical_seconds(run, bench.pace, cuda=True)
+        captured, launched = bench.seconds(run, tokens), median_seconds(run, bench.pace, cuda=True)
         assert 2e-6 < captured < 0.8 * launched  # 512 x 512: two kernels of a few us each
         shape = kernels.AttentionShape(8, 2, 128)
         attention = kernels.time_attention(bench, shape, "bf16", tokens, (tokens, 4096))
