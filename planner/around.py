@@ -1,12 +1,12 @@
 """Tiers around others: each solved alone, its residency between that of the tiers that are already placed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pshard.planner.classes import UnitClass
 from pshard.planner.costs import TierCosts
 from pshard.planner.draft import Room
-from pshard.planner.ilp import Counts, solve_tiers
-from pshard.planner.order import Residency, order_residency
+from pshard.planner.ilp import Counts, host_bytes, solve_tiers
+from pshard.planner.order import Residency, limit_host, order_residency
 from pshard.planner.problem import tier_problem
 from pshard.planner.search import Scored, TierSearch
 from pshard.planner.starts import Start, affordable_slots
@@ -35,6 +35,7 @@ def place_others(
     if counted is None:
         return None
     residency = order_residency(classes, [c.counts for c in counted], start.even, start.spaced)
+    residency = limit_host(room, residency, [c.counts for c in counted])
     given = {t.tier.tokens: t for t in start.tiers}
     tiers = []
     for cost, goal in zip(costs, counted):
@@ -73,6 +74,8 @@ def _count_around(
             for i, (chain, size) in enumerate(zip(zip(*chains), sizes))
         ]
         problem = tier_problem(room, classes, cost, affordable_slots(room, cost, start.slots))
+        kept = [host_bytes(problem, n.counts) for n in (*counted, *fixed.values())]
+        problem = replace(problem, host_before=(max(w for w, _ in kept), max(cells for _, cells in kept)))
         for pins, kv in zip(*ranges):
             low, high = (tuple(Counts(p, 0, v) for p, v in zip(*ends)) for ends in zip(pins, kv))
             solution = solve_tiers((problem,), between=(low, high), gap=GAP)

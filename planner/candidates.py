@@ -13,8 +13,9 @@ from pshard.planner.costs import TierCosts
 from pshard.planner.draft import Room, draft_tier, tier_seconds
 from pshard.planner.exchange import exchange_memory
 from pshard.planner.fluid import fluid_seconds
+from pshard.planner.host_memory import holds
 from pshard.planner.ilp import Solution
-from pshard.planner.order import Residency, order_residency
+from pshard.planner.order import Residency, limit_host, order_residency
 from pshard.planner.page_locks import locked, stage_by
 from pshard.planner.problem import count_tier, tier_problem
 from pshard.planner.search import Scored, TierSearch
@@ -58,6 +59,11 @@ def rank_candidates(
     if costs[0].staged:
         whole = group_units(room.spec)
         candidates += _solve_and_improve(room, whole, locked(costs), bounds, time_limit, programs)
+    if not candidates and room.host is not None:
+        raise UserError(
+            f"no plan found for {room.spec.name} that keeps at most {room.host >> 20} MiB of weights and KV cache in "
+            "host memory; raise --vram, lower -c, or take a smaller model"
+        )
     if not candidates:
         raise UserError(f"no plan for {room.spec.name} found within {time_limit:g} s; raise the time limit")
     return tuple(sorted((_restage(room, costs, c) for c in candidates), key=lambda c: c.total))
@@ -96,7 +102,7 @@ def _restage(room: Room, costs: tuple[TierCosts, ...], candidate: Candidate) -> 
 
 def _improve(room: Room, classes: tuple[UnitClass, ...], entered: list[tuple[TierCosts, float]], start: Start) -> Start:
     """The start with every tier improved on simulated time; `entered`: costs and bounds of its tiers."""
-    residency = order_residency(classes, start.counts, start.even)
+    residency = limit_host(room, order_residency(classes, start.counts, start.even), start.counts)
     tiers = tuple(
         TierSearch(room, classes, residency, cost).improve(tier, EVALUATIONS, bound)
         for (cost, bound), tier in zip(entered, start.tiers)
@@ -114,7 +120,8 @@ def _exchange(
     if found is start.tiers[main]:
         return start
     counts = count_tier(classes, found.tier)
-    search = TierSearch(room, classes, order_residency(classes, [counts], start.even), cost)
+    residency = limit_host(room, order_residency(classes, [counts], start.even), [counts])
+    search = TierSearch(room, classes, residency, cost)
     found = search.improve(found, EVALUATIONS, bound)
     alone = replace(start, spaced=(counts,), counts=(count_tier(classes, found.tier),), tiers=(found,))
     placed = place_others(room, classes, tuple(c for c, _ in entered), alone)
@@ -131,11 +138,14 @@ def _weigh(
 def _complete(
     room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...], start: Start
 ) -> Candidate | None:
-    """All tiers, rare ones arranged around the others; None when one of these does not fit."""
+    """All tiers, rare ones arranged around the others; None when one of these, or what all keep on the host, does not
+    fit."""
     placed = place_others(room, classes, costs, start)
     if placed is None:
         return None
     residency, tiers = placed[0], tuple(t.tier for t in placed[1])
+    if not holds(room, tiers):
+        return None
     seconds = tuple(tier_seconds(room, tier, cost) for tier, cost in zip(tiers, costs))
     total = round_seconds(room, tiers, seconds, costs)
     return Candidate("ilp", residency, tiers, seconds, total, start.solution)
@@ -149,7 +159,8 @@ def place_best_baselines(room: Room, classes: tuple[UnitClass, ...], costs: tupl
     """
     placed = []
     for name in STRATEGIES:
-        if baseline := place_strategy(name, room, tuple(c.load.tokens for c in costs)):
+        baseline = place_strategy(name, room, tuple(c.load.tokens for c in costs))
+        if baseline and holds(room, baseline.tiers):
             least = 0.0
             for cost, tier in zip(costs, baseline.tiers):
                 if not cost.load.rare:
@@ -167,7 +178,7 @@ def place_best_baselines(room: Room, classes: tuple[UnitClass, ...], costs: tupl
 def place_baseline(name: str, room: Room, costs: tuple[TierCosts, ...]) -> Candidate | None:
     """A published strategy as a candidate; None when it does not fit."""
     placed = place_strategy(name, room, tuple(c.load.tokens for c in costs))
-    return _price_baseline(name, room, costs, placed) if placed else None
+    return _price_baseline(name, room, costs, placed) if placed and holds(room, placed.tiers) else None
 
 
 def _price_baseline(

@@ -20,8 +20,9 @@ class PlanError(ValueError):
     """A plan breaks a rule; the message names it."""
 
 
-def check_variant(specs: tuple[ModelSpec, ...], variant: Variant, kind: str) -> None:
-    """Raise PlanError unless every rank's plan of its slice is legal, complete, honest and within its budget.
+def check_variant(specs: tuple[ModelSpec, ...], variant: Variant, kind: str, host_bytes: int | None = None) -> None:
+    """Raise PlanError unless every rank's plan of its slice is legal, complete, honest and within its budget, and all
+    of them together within `host_bytes` of host memory.
 
     specs: the ranks' slices of the model. kind: "cuda" or "cpu".
     """
@@ -39,9 +40,27 @@ def check_variant(specs: tuple[ModelSpec, ...], variant: Variant, kind: str) -> 
         cuts = {(p.unit, p.cpu_rows) for t in rank.tiers for p in t.placements if p.where == "pinned"}
         if len(cuts) > len({unit for unit, _ in cuts}):
             raise PlanError(f"rank {rank.rank}: a unit is pinned in two tiers with different rows on the CPU")
+    kept = sum(_host_bytes(spec, variant, rank, kind) for spec, rank in zip(specs, variant.ranks))
+    if host_bytes is not None and kept > host_bytes:
+        raise PlanError(f"{kept} bytes stay in host memory, which has {host_bytes} for them")
     for i, rank in enumerate(variant.ranks):
         if (rank.rank, rank.budget_mib) != (i, variant.vram_mib[i]):
             raise PlanError(f"plan {i} is of rank {rank.rank} with {rank.budget_mib} MiB, not {variant.vram_mib[i]}")
+
+
+def _host_bytes(spec: ModelSpec, variant: Variant, rank: RankPlan, kind: str) -> int:
+    """What a rank keeps in host memory: all but what every tier pins whole, KV that any tier leaves there, and with the
+    CPU as accelerator its arena."""
+    w, dropped = variant, list[str]()
+    for name in rank.pin_order:  # the runtime keeps all from the first split unit on
+        places = [tier.placement(name) for tier in rank.tiers]
+        if any(p.where != "pinned" or p.cpu_rows for p in places):
+            break
+        dropped.append(name)
+    total = sum(_brought_bytes(unit, 0) for unit in spec.units if unit.name not in dropped)
+    layer = buffers.kv_layer_bytes(spec.config, w.context, w.sequences, w.type_k, w.type_v)
+    total += layer * sum(any(tier.placement(u.name).kv == "host" for tier in rank.tiers) for u in spec.units)
+    return total + (max(tier.buffers.total for tier in rank.tiers) if kind == "cpu" else 0)
 
 
 def _check_pipeline(specs: tuple[ModelSpec, ...]) -> None:

@@ -22,13 +22,15 @@ SATURATED = 0.9  # a lane that works this share of the time limits it
 
 @dataclass(frozen=True)
 class Room:
-    """Sizes that bound every tier of one rank."""
+    """Sizes that bound every tier of one rank. `host`: bytes of weights and KV cache that all its tiers together may
+    keep in host memory; None where that holds everything."""
 
     spec: ModelSpec
     workload: Workload
     arena: int
     act_bytes: int
     ranks: int = 1
+    host: int | None = None
     _scratch: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
 
     def scratch(self, tokens: int) -> int:

@@ -12,6 +12,7 @@ from pshard.planner.classes import UnitClass
 from pshard.planner.costs import TierCosts
 from pshard.planner.draft import Room, draft_tier, tier_seconds
 from pshard.planner.fluid import fluid_seconds
+from pshard.planner.host_memory import holds
 from pshard.planner.problem import count_tier, may_split, tier_problem
 from pshard.planner.refine import CHOICES, Place, main_tier, place_around, split_choices
 from pshard.planner.search import SLOT_CHOICES
@@ -113,7 +114,7 @@ class ExactSearch:
         streamed, found = sum(where == "streamed" for where, _, _ in places), []
         for slots in [n for n in SLOT_CHOICES if 2 * n <= streamed] if streamed else [0]:
             tier = self._draft(places, slots)
-            if tier.buffers.total <= self.room.arena:
+            if tier.buffers.total <= self.room.arena and holds(self.room, (tier,)):
                 counts = count_tier(self.classes, tier)
                 found.append((slots, fluid_seconds(self._problems[slots], counts, relaxed=True)))
         return found

@@ -68,7 +68,8 @@ class TierProblem:
     `slots` take room; `lookahead` of them can be filled while one run of CPU units lasts (more than `slots` only
     when a bound for several choices is wanted). `round_trip`: hand-offs around a run of CPU units; `enter`: the
     hand-off after an embedding on the CPU, `leave`: the last one; `fixed`: whatever the placement. `all_contend`: the
-    accelerator's work is host work too (the CPU as accelerator).
+    accelerator's work is host work too (the CPU as accelerator). `host_room`: bytes of weights and of KV that all tiers
+    together may keep in host memory, where that is limited; `host_before`: what tiers that are placed already keep.
     """
 
     tokens: int
@@ -83,6 +84,8 @@ class TierProblem:
     leave: float
     fixed: float
     all_contend: bool = False
+    host_room: int | None = None
+    host_before: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -232,6 +235,8 @@ def _write_program(
                 if cost.kv_nbytes:
                     program.at_most(kv[c] - before[2][c], cost.size * (1 - kv_up))
                     program.at_most(before[2][c] - kv[c], cost.size * kv_up)
+    if problems[0].host_room is not None:
+        _limit_host(program, problems, variables)
     if len(problems) > 1 and not relaxed:
         first, last = variables[0], variables[-1]
         for c, cost in enumerate(problems[0].classes):
@@ -245,6 +250,24 @@ def _write_program(
                 terms.append(MS * kv_switch[c] * moved)
     program.goal = sum_of(terms)
     return program, variables
+
+
+def _limit_host(program: Program, problems: tuple[TierProblem, ...], variables: list[_Tier]) -> None:
+    """What is not pinned whole, or has no KV in VRAM, in any tier has its place in host memory."""
+    weights, cells = program.column("host_weights_mib"), program.column("host_kv_mib")
+    for problem, (pin, _, kv, cuts) in zip(problems, variables):
+        for column, before in zip((weights, cells), problem.host_before):
+            program.at_least(column, before / MIB)
+        outside = [
+            cost.nbytes / MIB * (cost.size - pin[c] + sum_of(pinned for pinned, _ in cuts[c]))
+            for c, cost in enumerate(problem.classes)
+        ]
+        program.at_least(weights, sum_of(outside))
+        layers = [
+            cost.kv_nbytes / MIB * (cost.size - kv[c]) for c, cost in enumerate(problem.classes) if cost.kv_nbytes
+        ]
+        program.at_least(cells, sum_of(layers))
+    program.at_most(weights + cells, (problems[0].host_room or 0) / MIB)
 
 
 def _count_variables(
@@ -467,6 +490,13 @@ def _relaxation_value(program: Program) -> float:
     """Value of the linear relaxation: a bound that holds whatever the branch and bound got to. 0 when there is none."""
     found = relax(program)
     return program.goal.value(found.values) if found.status == "optimal" else 0.0
+
+
+def host_bytes(problem: TierProblem, counts: tuple[Counts, ...]) -> tuple[int, int]:
+    """Bytes of weights and of KV in host memory under given counts, were this the only tier."""
+    pairs = list(zip(problem.classes, counts))
+    weights = sum(cost.nbytes * (cost.size - n.pin_whole) for cost, n in pairs)
+    return weights, sum(cost.kv_nbytes * (cost.size - n.kv) for cost, n in pairs)
 
 
 def held_bytes(problem: TierProblem, counts: tuple[Counts, ...]) -> int:

@@ -1,11 +1,12 @@
 """From counts to units: which ones of a class are pinned, streamed or on the CPU, spread evenly over the layers."""
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from pshard.planner.classes import UnitClass
+from pshard.planner.draft import Room
 from pshard.planner.ilp import Counts
 
 
@@ -19,11 +20,14 @@ class Residency:
     """Orders in which units become resident: every tier's pins and KV are prefixes of them.
 
     cpu_rows: of units that are pinned in part, the CPU's rows; tiers that may not split FFNs do not reach them.
+    least_pins, least_kv: how many every tier has in VRAM at least, as host memory does not hold more.
     """
 
     pin_order: tuple[str, ...]
     kv_order: tuple[str, ...]
     cpu_rows: Mapping[str, int] = field(default_factory=dict)
+    least_pins: int = 0
+    least_kv: int = 0
 
 
 def _spread_order(left: list[str], pins: list[int], phase: float) -> list[str]:
@@ -82,6 +86,32 @@ def order_residency(
             cpu_rows |= dict.fromkeys(order[start : start + pinned], rows)
             start += pinned
     return Residency(pin_order, kv_order, cpu_rows)
+
+
+def limit_host(room: Room, residency: Residency, counts: Iterable[tuple[Counts, ...]]) -> Residency:
+    """The orders with the shortest prefixes that any tier may have, so that host memory holds what all leave out.
+
+    counts: of tiers that it does hold together. What they leave free goes to weights and KV by their bytes.
+    """
+    if room.host is None:
+        return residency
+    counts = list(counts)
+    sizes = {name: nbytes for _, name, nbytes, *_ in room.units}
+    layers = sum(u.kind == "attention" for u in room.spec.units)
+    left = room.spec.packed_nbytes - sum(sizes[name] for name in residency.pin_order)
+    outside = [left]  # bytes of weights in host memory, by length of the prefix from the longest one down
+    for name in reversed(residency.pin_order):
+        outside.append(outside[-1] + sizes[name])
+    outside = [
+        nbytes + sum(sizes[name] for name in residency.pin_order[:i] if name in residency.cpu_rows)
+        for i, nbytes in enumerate(reversed(outside))
+    ]
+    weights = max(outside[min(sum(n.pin for n in tier), len(outside) - 1)] for tier in counts)
+    cells = max(room.kv_layer * (layers - sum(n.kv for n in tier)) for tier in counts)
+    more = max(1.0, room.host / max(1, weights + cells))
+    pins = next(i for i, nbytes in enumerate(outside) if nbytes <= weights * more)
+    kv = next((i for i in range(layers) if room.kv_layer * (layers - i) <= cells * more), layers)
+    return replace(residency, least_pins=pins, least_kv=kv)
 
 
 def order_around(

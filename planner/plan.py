@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from pshard.buffers import arena_bytes, scratch_bytes
 from pshard.errors import BudgetTooSmall, UserError
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec, check_kv_types
@@ -26,6 +25,7 @@ from pshard.planner.costs import Tables, TierCosts, tier_costs
 from pshard.planner.draft import Room, predict_ranks, predict_tier, rank_room
 from pshard.planner.exact import perfect_candidate
 from pshard.planner.fluid import fluid_seconds
+from pshard.planner.host_memory import explain_shortage, holds, host_fits, share_host, usable_bytes
 from pshard.planner.load import raise_weights, tier_loads
 from pshard.planner.page_locks import guess_staged, locked, stage_by
 from pshard.planner.problem import count_tier, may_split, tier_problem
@@ -34,6 +34,7 @@ from pshard.planner.splits import split_candidate
 from pshard.splitting import split_model
 from pshard.workload import Split, Workload
 
+MOST_MIB = 1 << 24  # no device has more
 WORTH = 0.99  # a smaller micro-batch is taken when the prompt takes less than this share of the time
 
 
@@ -72,7 +73,8 @@ class RankTask:
     def is_like(self, other: "RankTask") -> bool:
         """Whether the same plan serves both ranks."""
         same_device = self.costs[0].tables is other.costs[0].tables
-        return same_device and self.room.arena == other.room.arena and self.room.spec == other.room.spec
+        mine, its = self.room, other.room
+        return same_device and (mine.arena, mine.host) == (its.arena, its.host) and mine.spec == its.spec
 
 
 def plan_variant(
@@ -208,7 +210,8 @@ def join_ranks(tasks: Sequence[RankTask], chosen: Sequence[Candidate]) -> Varian
         w.split_mode, shares if len(shares) > 1 else (), tasks[0].plan_needed, ranks,
         tasks[0].costs[0].tables.correction, w.max_tp, w.device, reduce_dtype=w.reduce_dtype,
     )  # fmt: skip
-    check_variant(tuple(t.room.spec for t in tasks), variant, tasks[0].costs[0].tables.kind)
+    tables = tasks[0].costs[0].tables
+    check_variant(tuple(t.room.spec for t in tasks), variant, tables.kind, usable_bytes(tables.profile, len(tasks)))
     return variant
 
 
@@ -232,8 +235,9 @@ def price_roughly(spec: ModelSpec, tables: Tables, workload: Workload, tiers: tu
     """Costs and rough bounds of every rank and tier; nothing in them depends on the largest micro-batch."""
     loads, shares = tier_loads(workload, tiers), rank_shares(workload)
     tasks: list[RankTask] = []
-    for rank, (part, share) in enumerate(zip(cut_ranks(spec, split_of(workload)), shares)):
-        room = rank_room(part, workload, workload.vram_mib[rank], tables.kind, tables.act_bytes, len(shares))
+    parts = cut_ranks(spec, split_of(workload))
+    rooms = share_host(_rooms(parts, workload, workload.vram_mib, tables), tables.profile, tiers[-1])
+    for rank, (part, room, share) in enumerate(zip(parts, rooms, shares)):
         own = tables.of_accelerator(workload.device + rank)
         staged = guess_staged(part, own.profile.lockable_bytes, len(shares))
         classes = group_units(part, staged)
@@ -250,7 +254,8 @@ def _weigh(tasks: tuple[RankTask, ...], workload: Workload, largest: int) -> tup
     tiers = tuple(c.load.tokens for c in tasks[0].costs if c.load.tokens <= largest)
     seconds = [join_seconds(workload.split_mode, [bounds]) for bounds in zip(*(t.bounds for t in tasks))]
     loads = raise_weights(tier_loads(workload, tiers), seconds[: len(tiers)])
-    needed = not all(whole_tier(t.room, largest).buffers.total <= t.room.arena for t in tasks)
+    whole = [whole_tier(t.room, largest) for t in tasks]
+    needed = not all(w.buffers.total <= t.room.arena and holds(t.room, (w,)) for t, w in zip(tasks, whole))
     weighed: list[RankTask] = []
     for t in tasks:
         room, costs = replace(t.room, workload=workload), tuple(replace(c, load=n) for c, n in zip(t.costs, loads))
@@ -301,28 +306,43 @@ def cut_ranks(spec: ModelSpec, split: Split) -> tuple[ModelSpec, ...]:
 
 
 def fitting_tiers(specs: Sequence[ModelSpec], workload: Workload, tables: Tables) -> tuple[int, ...]:
-    """Tiers whose scratch fits every rank's arena. Raises BudgetTooSmall when decoding does not fit."""
+    """Tiers whose scratch fits every rank's arena, and beside which host memory holds what the arenas do not.
+
+    Raises BudgetTooSmall when decoding does not fit, UserError when no budget makes it fit.
+    """
 
     def fits(tokens: int, budgets: Sequence[int]) -> bool:
-        return all(
-            scratch_bytes(s, tokens, workload.sequences, tables.act_bytes, workload.context)
-            <= arena_bytes(budget, tables.kind)
-            for s, budget in zip(specs, budgets)
-        )
+        rooms = _rooms(specs, workload, budgets, tables)
+        return all(r.scratch(tokens) <= r.arena for r in rooms) and host_fits(rooms, tables.profile, tokens)
 
     tiers = tuple(t for t in workload.tiers() if fits(t, workload.vram_mib))
     if tiers and tiers[-1] >= workload.sequences:
         return tiers
+    rooms = _rooms(specs, workload, workload.vram_mib, tables)
+    why = explain_shortage(rooms, tables.profile, workload.sequences)
     low, smallest = 0, 1
     while not fits(workload.sequences, [smallest] * len(specs)):
+        if smallest > MOST_MIB:
+            raise UserError(f"{why}; lower -c, or take a smaller model")
         low, smallest = smallest, 2 * smallest
     while smallest - low > 1:
         middle = (low + smallest) // 2
         low, smallest = (low, middle) if fits(workload.sequences, [middle] * len(specs)) else (middle, smallest)
+    if not host_fits(rooms, tables.profile, workload.sequences):
+        raise BudgetTooSmall(
+            f"{why}; raise --vram (to {smallest} MiB at least), lower -c, or take a smaller model", smallest
+        )
     given = ",".join(map(str, workload.vram_mib))
     raise BudgetTooSmall(
         f"--vram {given} MiB is too small for {specs[0].name}; the smallest budget that works is {smallest} MiB",
         smallest,
+    )
+
+
+def _rooms(specs: Sequence[ModelSpec], workload: Workload, budgets: Sequence[int], tables: Tables) -> tuple[Room, ...]:
+    """The ranks' rooms under these budgets, host memory not yet shared out."""
+    return tuple(
+        rank_room(s, workload, budget, tables.kind, tables.act_bytes, len(specs)) for s, budget in zip(specs, budgets)
     )
 
 

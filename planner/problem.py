@@ -58,6 +58,7 @@ def tier_problem(
         leave,
         fixed,
         costs.acc_contended is not None,
+        room.host,
     )
 
 

@@ -11,7 +11,8 @@ from pshard.planner.candidates import Candidate, round_seconds
 from pshard.planner.classes import UnitClass
 from pshard.planner.costs import TierCosts
 from pshard.planner.draft import Room, draft_tier, tier_seconds
-from pshard.planner.order import order_around
+from pshard.planner.host_memory import holds
+from pshard.planner.order import limit_host, order_around
 from pshard.planner.problem import count_tier
 from pshard.planner.search import SEARCH_ROUNDS, SLOT_CHOICES, TierSearch, state_of
 from pshard.row_split import ffn_rows
@@ -76,13 +77,15 @@ def place_around(
     pinned = {p.unit: p.cpu_rows for p in refined.placements if p.where == "pinned"}
     kv = {p.unit for p in refined.placements if p.kv == "vram"}
     cut = {unit: rows for unit, rows in pinned.items() if rows}
-    residency = order_around(classes, counts, set(pinned), kv, cut)
+    residency = limit_host(room, order_around(classes, counts, set(pinned), kv, cut), counts)
     tiers = []
     for i, (tier, cost) in enumerate(zip(found.tiers, costs)):
         arranged = refined if i == main else arrange_tier(TierSearch(room, classes, residency, cost), classes, tier)
         if arranged is None:
             return found
         tiers.append(arranged)
+    if not holds(room, tiers):
+        return found
     seconds = tuple(tier_seconds(room, tier, cost) for tier, cost in zip(tiers, costs))
     total = round_seconds(room, tuple(tiers), seconds, costs)
     if total >= found.total:
@@ -167,7 +170,7 @@ def _make_fit(rng: Random, room: Room, tokens: int, tried: list[Place], slots: i
         cut = {u.name: rows for u, (_, _, rows) in zip(units, tried) if rows}
         draft = draft_tier(room, tokens, where, kv, slots, cut)
         if draft.buffers.total <= room.arena:
-            return draft
+            return draft if holds(room, (draft,)) else None
         inside = [i for i, (place, vram, _) in enumerate(tried) if place == "pinned" or vram]
         if not inside:
             return None

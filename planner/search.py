@@ -156,6 +156,9 @@ class TierSearch:
         return self._built[state]
 
     def _draft(self, state: TierState) -> TierPlan | None:
+        order = self.residency
+        if state.pins < order.least_pins or state.kv < order.least_kv:
+            return None
         if state.pins > self.most_pins or self._is_over(state):
             return None
         pinned = frozenset(self.residency.pin_order[: state.pins])

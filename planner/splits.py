@@ -7,8 +7,9 @@ from pshard.planner.candidates import EVALUATIONS, Candidate, round_seconds
 from pshard.planner.classes import UnitClass
 from pshard.planner.costs import TierCosts
 from pshard.planner.draft import Room, tier_seconds
+from pshard.planner.host_memory import holds
 from pshard.planner.ilp import Solution, relaxation_bound, solve_tiers
-from pshard.planner.order import order_residency
+from pshard.planner.order import limit_host, order_residency
 from pshard.planner.problem import may_split, tier_problem
 from pshard.planner.refine import arrange_tier, refine_splits
 from pshard.planner.search import TierSearch
@@ -67,7 +68,8 @@ def _place(
 ) -> Candidate | None:
     """A solution as a plan: its tiers improved on simulated time, rare ones as in `found` as far as the order lets
     them; None when a tier does not fit, or the tiers that were solved have become no faster."""
-    residency, counts = order_residency(classes, solution.counts, even), iter(solution.counts)
+    residency = limit_host(room, order_residency(classes, solution.counts, even), solution.counts)
+    counts = iter(solution.counts)
     searches = [TierSearch(room, classes, residency, cost, splits=True) for cost in costs]
     tiers: dict[int, TierPlan] = {}
     saved = 0.0  # seconds of a round
@@ -89,6 +91,8 @@ def _place(
                 return None
             tiers[i] = tier
     placed = tuple(tiers[i] for i in range(len(costs)))
+    if not holds(room, placed):
+        return None
     seconds = tuple(tier_seconds(room, tier, cost) for tier, cost in zip(placed, costs))
     total = round_seconds(room, placed, seconds, costs)
     return replace(

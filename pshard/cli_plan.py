@@ -26,7 +26,6 @@ def _run(argv: list[str]) -> int:
 
     from pshard.machine_store import load_profile
     from pshard.models import open_model
-    from pshard.planner.host_memory import why_not_loadable
     from pshard.planner.show import print_explanation, print_trials, print_variant
     from pshard.registries.fingerprint import fingerprint_inputs
     from pshard.registries.store import load_registry, registry_path, save_variants
@@ -55,8 +54,6 @@ def _run(argv: list[str]) -> int:
     trials = [t for v, t in made if v is not None]
     if not variants:
         raise UserError("no budget of the sweep is large enough; raise --sweep")
-    for why in filter(None, (why_not_loadable(spec, profile, v) for v in variants)):
-        messages.print(f"note: {why}", highlight=False, soft_wrap=True)
     if args.split_mode != "none" and not profile.collectives:
         text = "note: the profile has no collectives; what ranks exchange is priced as copies through host memory"
         messages.print(text, highlight=False, soft_wrap=True)
