@@ -8,7 +8,7 @@ import multiprocessing
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,6 +60,8 @@ def compile_ahead(requests: Sequence[str], processes: int, seconds: float) -> di
         with _interrupts_ignored():
             futures = {request: pool.submit(_compile, target, request) for request in requests}
         wait(futures.values(), max(0.0, deadline - time.monotonic()))
+    except BrokenExecutor as error:  # the processes end as they start
+        return dict.fromkeys(requests, error)
     finally:
         pool.shutdown(cancel_futures=True)  # waits for those at work, which would disturb what is timed next
     return {request: future.exception() for request, future in futures.items() if not future.cancelled()}
