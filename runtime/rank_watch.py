@@ -5,12 +5,14 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 import torch.distributed as dist
 
 from pshard.errors import UserError
 
 BEAT_SECONDS = 0.5
+LONGEST_BEAT = 2.0  # on a busy host
 LOST_SECONDS = 10.0
 GOODBYE_SECONDS = 3.0
 EXIT_RANK_LOST = 75  # the group is broken for a reason that was printed; the launcher adds nothing to it
@@ -19,8 +21,8 @@ EXIT_RANK_LOST = 75  # the group is broken for a reason that was printed; the la
 class RankWatch:
     """A daemon thread that beats for this rank and watches the beats of the others, and one that watches the store.
 
-    Silence is counted in beats of this rank, not in seconds: a group that was stopped as a whole (Ctrl-Z) goes on. A
-    store whose host stands still answers nothing, not even that time is up, hence the second thread.
+    Silence is counted while this rank beats: a group that was stopped as a whole (Ctrl-Z) goes on. A store whose host
+    stands still answers nothing, not even that time is up, hence the second thread.
 
     The main thread may sit in a collective that never returns, so when a rank is lost the thread prints which one,
     gives the main thread a second to fail by itself, and ends the process.
@@ -71,8 +73,8 @@ class RankWatch:
 
     def _run(self) -> None:
         others = [r for r in range(self._size) if r != self._rank]
-        seen = {r: ("", 0) for r in others}  # the beat, and at which of this rank's beats it was new
-        while not self._closing.wait(BEAT_SECONDS):
+        seen, silent = dict.fromkeys(others, ""), dict.fromkeys(others, 0.0)
+        for passed in self._beats():
             try:
                 self._store.set(f"beat/{self._rank}", str(self._count + 1))
                 beats = {r: self._store.get(f"beat/{r}").decode() for r in others}
@@ -80,16 +82,24 @@ class RankWatch:
                 return self._end("the ranks' meeting point (rank 0 or its launcher) is gone")
             self._count += 1
             for rank, beat in beats.items():
-                if beat != seen[rank][0]:
-                    seen[rank] = (beat, self._count)
-                elif beat != "bye" and (self._count - seen[rank][1]) * BEAT_SECONDS > self._lost_after:
+                silent[rank] = silent[rank] + passed if beat in (seen[rank], "bye") else 0.0
+                seen[rank] = beat
+                if beat != "bye" and silent[rank] > self._lost_after:
                     return self._end(f"rank {rank} died or hangs: no sign of life for {self._lost_after:.0f} s")
 
-    def _watch_store(self) -> None:
-        count, missed = 0, 0
+    def _beats(self) -> Iterator[float]:
+        """Until this rank closes, the seconds since the beat before: what is much longer, it stood still itself."""
+        last = time.monotonic()
         while not self._closing.wait(BEAT_SECONDS):
-            count, missed = self._count, missed + 1 if self._count == count else 0
-            if missed * BEAT_SECONDS > self._lost_after:
+            now = time.monotonic()
+            yield min(now - last, LONGEST_BEAT)
+            last = now
+
+    def _watch_store(self) -> None:
+        count, waited = 0, 0.0
+        for passed in self._beats():
+            count, waited = self._count, waited + passed if self._count == count else 0.0
+            if waited > self._lost_after:
                 silent = f"the ranks' meeting point has not answered for {self._lost_after:.0f} s"
                 return self._end(f"rank 0 or its launcher died or hangs: {silent}")
 
