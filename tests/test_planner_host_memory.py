@@ -18,7 +18,7 @@ from pshard.planner.plan import cut_ranks, plan_baseline, plan_several, plan_var
 from pshard.workload import Workload
 from tests.planner_cases import DESKTOP, OWN, machines, make_model, models, workloads
 
-EXAMPLES = int(os.environ.get("PSHARD_TEST_EXAMPLES", "16"))
+EXAMPLES = int(os.environ.get("PSHARD_TEST_EXAMPLES", "12"))
 RELAXED = settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 PROFILE = profile_from_datasheet(DESKTOP)
 MIB = 1 << 20
@@ -82,7 +82,7 @@ def test_no_plan_keeps_more_on_the_host_than_it_has(data):
 
 
 def test_memory_that_holds_everything_changes_nothing_and_less_never_makes_plans_faster():
-    spec = make_model(layers=16, d_model=2048, heads=16, d_ffn=8192)
+    spec = make_model(layers=24, d_model=2048, heads=16, d_ffn=8192)
     workload = Workload((OWN + 500,), context=4096, prompt=1024, generated=128)
     whole, arena = everything(spec, workload), 500 * MIB
     want = plan_variant(spec, PROFILE, workload)
@@ -102,7 +102,7 @@ def test_memory_that_holds_everything_changes_nothing_and_less_never_makes_plans
 
 def test_where_the_limit_binds_the_plan_without_it_would_not_have_loaded():
     """Prefill alone would stream more than decode pins; then it must pin more itself."""
-    spec = make_model(layers=16, d_model=2048, heads=16, d_ffn=8192)
+    spec = make_model(layers=24, d_model=2048, heads=16, d_ffn=8192)
     workload = Workload((OWN + 500,), context=4096, prompt=4000, generated=16)
     free = plan_variant(spec, PROFILE, workload)
     usable = kept_on_host((spec,), free, "cuda") - 40 * MIB
@@ -112,9 +112,9 @@ def test_where_the_limit_binds_the_plan_without_it_would_not_have_loaded():
     assert kept_on_host((spec,), bound, "cuda") <= usable
 
 
-@pytest.mark.parametrize(("mode", "budgets"), [("tensor", (200, 200)), ("tensor", (150, 300)), ("layer", (250, 300))])
+@pytest.mark.parametrize(("mode", "budgets"), [("tensor", (200, 300)), ("layer", (250, 300))])
 def test_ranks_share_the_memory_of_their_host(mode: str, budgets: tuple[int, ...]):
-    spec = make_model(layers=16, d_model=2048, heads=16, d_ffn=8192)
+    spec = make_model(layers=48, d_model=2048, heads=16, d_ffn=4096)
     profile = profile_from_datasheet(replace(DESKTOP, ranks=2, collective_rate=1e10))
     vram = tuple(OWN + mib for mib in budgets)
     workload = Workload(vram, context=2048, prompt=512, generated=64, split_mode=mode)
