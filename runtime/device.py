@@ -23,7 +23,7 @@ from pshard.runtime.row_copy import check_rows, copy_rows
 # up to here a kernel copies between device and host, not the copy engine: on the way in that has weights in its queue
 KERNEL_SEND_BYTES = 16 << 20  # activations of 512 tokens; a unit of 221 MB ahead of them takes 4 ms
 KERNEL_RECEIVE_BYTES = 512 << 10  # from the device little goes besides
-MOST_GRAPHS = 1024  # graphs take device memory beside the arena; past that many, kernels are launched one by one
+MOST_GRAPHS = 1408  # graphs take device memory beside the arena; past that many, kernels are launched one by one
 
 
 class Device(Protocol):

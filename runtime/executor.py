@@ -29,6 +29,7 @@ from pshard.runtime.weights import HostWeights, LentWeights
 from pshard.runtime.workspace import Workspace, carve_workspace
 from pshard.steps import CopyIn, Step, StepShape, emit_steps
 
+MOST_PROMPT_GRAPHS = 384  # three tiers of 64 layers; each takes 0.2 MiB of the device memory beside the arena
 LEAST_CELLS = 1024  # launch sizes grow with the context in powers of two from here, so that few graphs are captured
 
 
@@ -67,6 +68,7 @@ class Executor:
         self._programs: dict[tuple[int, bool], Program] = {}
         self.link_bytes = 0  # moved host to device since the start: weights, KV, activations
         self.switches = 0
+        self._prompt_graphs: set[tuple] = set()  # keys of prompts' graphs
         self._sent: Any = None
         output = spec.units[-1]
         elsewhere = spec.stage is not None and not output.tensors  # another rank's logits come to this GPU at once
@@ -318,6 +320,12 @@ class Executor:
         fill_rows(segments, on_host.begin, on_host.position, on_host.blocks)
         on_host.wanted.numpy()[:] = logit_rows
         return views
+
+    def may_repeat_prompt(self, key: tuple) -> bool:
+        """Whether a prompt's launches of that key are captured: so many graphs leave small batches the memory of theirs."""
+        if len(self._prompt_graphs) < MOST_PROMPT_GRAPHS:
+            self._prompt_graphs.add(key)
+        return key in self._prompt_graphs
 
     def copy_in(self, step: CopyIn, after: Iterable[Any]) -> None:
         assert self._state is not None

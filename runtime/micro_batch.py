@@ -181,7 +181,10 @@ class MicroBatch:
         if isinstance(first, Compute):
             self._wait_for_inputs(first)
         self.side = "acc"
-        repeats, output, index = self._repeats(launch), last.unit == e.spec.units[-1].name, self.unsent
+        units = (type(first), first.unit, getattr(first, "part", ""), last.unit)
+        cells = self.acc_rows.cells if self.tokens <= SMALL_BATCH else 0  # a prompt's launches do not depend on them
+        key = (self.state.tier.tokens, *units, self.tokens, len(self.logit_rows), cells)
+        repeats, output, index = self._repeats(key), last.unit == e.spec.units[-1].name, self.unsent
         leaving = launch.leaves and repeats
         delivering = output and repeats and len(self.logit_rows) > 0
         delivering = delivering and bool(e.spec.units[-1].tensors or self._gathers_on_device())
@@ -199,9 +202,6 @@ class MicroBatch:
             if delivering:
                 e.device.bring(*self._logits_both_sides(self._logits_on_device()[0]))
 
-        units = (type(first), first.unit, getattr(first, "part", ""), last.unit)
-        cells = self.acc_rows.cells if self.tokens <= SMALL_BATCH else 0  # a prompt's launches do not depend on them
-        key = (self.state.tier.tokens, *units, self.tokens, len(self.logit_rows), cells)
         e.device.repeat(key, repeats, work)
         self.unsent = None
         e.link_bytes += self._rows("hidden")[0].nbytes if launch.enters else 0
@@ -221,8 +221,8 @@ class MicroBatch:
         here, there = self._rows(name)
         self.executor.device.send(there, here)
 
-    def _repeats(self, launch: Launch) -> bool:
-        """Whether launching costs more than computing, and all addresses and launch sizes repeat."""
+    def _repeats(self, key: tuple) -> bool:
+        """Whether launching costs more than computing, and all addresses and launch sizes repeat where `key` does."""
         space = self.state.side.space
         if not self.executor.acc_kernels.repeatable or len(self.logit_rows) > space.tensors["logits"].shape[0]:
             return False
@@ -232,7 +232,7 @@ class MicroBatch:
             return True
         # of prompts the full micro-batches of one sequence: one size, and all that differs is read from memory
         full = len(self.segments) == 1 and self.tokens == self.state.tier.tokens
-        return full and self.tokens <= LAUNCH_BOUND
+        return full and self.tokens <= LAUNCH_BOUND and self.executor.may_repeat_prompt(key)
 
     def _side(self) -> Side:
         return self.state.side if self.side == "acc" else self.executor.host_side

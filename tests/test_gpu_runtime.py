@@ -110,7 +110,7 @@ def test_small_batches_are_captured_in_large_tiers(tmp_path: Path) -> None:
         assert captured > 0 and len(engine.device._graphs) == captured
 
 
-@pytest.mark.parametrize(("attention", "graphs"), [("pinned", 1), ("streamed", 9)])
+@pytest.mark.parametrize(("attention", "graphs"), [("pinned", 1), ("streamed", 18)])
 def test_full_micro_batches_of_a_prompt_repeat_a_graph_for_each_run_of_units(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: str, graphs: int
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from pshard.runtime import executor
 from pshard.runtime.micro_batch import Launch, MicroBatch, group_launches
 from pshard.steps import AllReduce, Compute, CopyIn, Free, Handoff, WriteBack
 
@@ -96,3 +97,10 @@ def test_runs_begin_at_units_that_wait_and_end_at_what_is_not_the_accelerators()
     got = group_launches((a, sum_a, to_cpu, host, to_acc, sum_f, o, to_acc, embedding))
     first, second = Launch((a, sum_a), leaves=True), Launch((sum_f, o), enters=True)
     assert got == (first, to_cpu, host, second, to_acc, embedding)
+
+
+def test_prompts_leave_graphs_to_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "MOST_PROMPT_GRAPHS", 2)
+    some = object.__new__(executor.Executor)
+    some._prompt_graphs = set()
+    assert [some.may_repeat_prompt((key,)) for key in (1, 2, 1, 3, 2, 3)] == [True, True, True, False, True, False]
