@@ -322,7 +322,7 @@ class Executor:
         return views
 
     def may_repeat_prompt(self, key: tuple) -> bool:
-        """Whether a prompt's launches of that key are captured: so few that small batches keep the memory for theirs."""
+        """Whether a prompt's launches of that key are captured: few, so that small batches keep memory for theirs."""
         if len(self._prompt_graphs) < MOST_PROMPT_GRAPHS:
             self._prompt_graphs.add(key)
         return key in self._prompt_graphs
