@@ -49,6 +49,7 @@ from pshard.runtime.collective_times import measure_collectives
 from pshard.runtime.device import Device, open_device
 from pshard.runtime.kernels.api import TiledKernels
 from pshard.runtime.loading import choose_kernels
+from pshard.stolen_time import DISTURBED, disturbed_share, read_core_time
 from pshard.tiles import TileChoice
 
 Progress = Callable[[str, float], None]  # what begins now, and the share of the work that is done
@@ -108,12 +109,17 @@ def measure_machine(request: Request, progress: Progress) -> MachineProfile:
         handoff = time_handoff(device, fast, request.effort.pace)
         if acc is not None:
             rows.append(time_launch("acc", device, fast, request.effort.pace))
+        cores = read_core_time()
         timed, skipped = run_jobs(
             plan_jobs(request, acc is not None),
             benches,
             started + request.effort.limit,
             lambda label, share: progress(label, 0.1 + 0.85 * share / len(unlike)),
         )
+        if (share := disturbed_share(cores, read_core_time())) >= DISTURBED:
+            notes.append(
+                f"others had {share:.0%} of the cores while kernels were timed: profile again when nothing else runs"
+            )
         rows += timed
     finally:
         device.close()

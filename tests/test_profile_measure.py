@@ -88,6 +88,13 @@ def test_every_table_that_a_plan_needs_is_there(profile):
     }
 
 
+@pytest.mark.parametrize(("share", "told"), [(0.04, False), (0.3, True)])
+def test_a_profile_says_that_others_had_the_cores(monkeypatch, share, told):
+    monkeypatch.setattr("pshard.profile.measure.disturbed_share", lambda before, after: share)
+    notes = measure_machine(request(), lambda label, done: None).provenance.notes
+    assert any(note.startswith("others had 30% of the cores") for note in notes) == told
+
+
 def test_figures_are_positive_and_plausible(profile):
     for row in (*profile.matmuls, *profile.attention, *profile.copies):
         assert 0 < row.seconds < 5
