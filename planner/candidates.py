@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, replace
 from math import inf
 
-from pshard.errors import UserError
+from pshard.errors import NoPlan, UserError
 from pshard.plan import RankPlan, TierPlan
 from pshard.planner.around import EVALUATIONS, place_others
 from pshard.planner.baselines import STRATEGIES, Baseline, place_strategy
@@ -52,7 +52,7 @@ def rank_candidates(
     What no coefficient says (lookahead, waits) is left to simulation: the program is solved in several flavours, and
     the most promising are improved. `bounds` in seconds by tier: what reaches them needs no improvement. Where memory
     can be page-locked up to a limit only, plans are also made as if there were none: theirs may lie below it. Raises
-    UserError when nothing was found in time.
+    NoPlan when nothing keeps within host memory, UserError when nothing was found in time.
     """
     candidates = place_best_baselines(room, classes, locked(costs))
     candidates += _solve_and_improve(room, classes, costs, bounds, time_limit, programs)
@@ -60,13 +60,13 @@ def rank_candidates(
         whole = group_units(room.spec)
         candidates += _solve_and_improve(room, whole, locked(costs), bounds, time_limit, programs)
     if not candidates and room.host is not None:
-        raise UserError(
+        raise NoPlan(
             f"no plan found for {room.spec.name} that keeps at most {room.host >> 20} MiB of weights and KV cache in "
             "host memory; raise --vram, lower -c, or take a smaller model"
         )
     if not candidates:
         raise UserError(f"no plan for {room.spec.name} found within {time_limit:g} s; raise the time limit")
-    return tuple(sorted((_restage(room, costs, c) for c in candidates), key=lambda c: c.total))
+    return tuple(sorted((restage_candidate(room, costs, c) for c in candidates), key=lambda c: c.total))
 
 
 def _solve_and_improve(
@@ -90,7 +90,7 @@ def _solve_and_improve(
     return candidates
 
 
-def _restage(room: Room, costs: tuple[TierCosts, ...], candidate: Candidate) -> Candidate:
+def restage_candidate(room: Room, costs: tuple[TierCosts, ...], candidate: Candidate) -> Candidate:
     """The candidate priced with the copies staged that are under it; as it is where all memory can be page-locked."""
     if costs[0].tables.profile.lockable_bytes is None:
         return candidate

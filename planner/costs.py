@@ -17,7 +17,7 @@ from pshard.curves import Curve, interpolate
 from pshard.curves import curve_through as _curve
 from pshard.errors import UserError
 from pshard.launches import LAUNCH_BOUND
-from pshard.machine import MachineProfile
+from pshard.machine import MEMORIES, MachineProfile
 from pshard.model import ModelConfig, ModelSpec, TensorSpec, Unit, kv_token_bytes
 from pshard.parallel import unit_heads
 from pshard.plan import NOTHING_LEARNT, Correction
@@ -26,8 +26,6 @@ from pshard.quant import QUANT_TYPES, packed_nbytes
 from pshard.row_split import CUT, split_rows
 from pshard.steps import AllReduce, Gather
 from pshard.workload import Workload
-
-MEMORIES = ("pinned", "staged", "pageable")  # of copies, the fastest first
 
 
 class Tables:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
-from pshard.errors import BudgetTooSmall
+from pshard.errors import NoPlan
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.pace import decode_seconds, rank_seconds, round_seconds
@@ -40,14 +40,14 @@ def plan_mode(
     Every way is planned in full and simulated: each device alone (like ones once), layers, tensors over all devices
     and, as sums take longer the more ranks take part, over the first 2, 4, 8... of them; of ways within 1% the
     simplest. workload: `max_tp` is for tensors, and so is `tensor_split` for both splits unless `auto_ratios`.
-    Raises BudgetTooSmall when nothing fits, UserError as `plan_variant` does.
+    Raises NoPlan when nothing fits, UserError as `plan_variant` does.
     """
     tables, made, ways = Tables(profile), [], []
-    refused: BudgetTooSmall | None = None
+    refused: NoPlan | None = None
     for way, plan in _ways(spec, profile, workload, auto_ratios, time_limit / 4):
         try:
             made.append(plan())
-        except BudgetTooSmall as error:
+        except NoPlan as error:
             refused = refused or error
             ways.append(Considered(way, None))
             continue

@@ -1,6 +1,6 @@
 """plan_variant: the whole way from model, machine and workload to a plan for every tier and rank."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -17,6 +17,7 @@ from pshard.planner.candidates import (
     keep_everything,
     place_baseline,
     rank_candidates,
+    restage_candidate,
     whole_tier,
 )
 from pshard.planner.check import check_variant
@@ -155,8 +156,8 @@ def rank_plans(task: RankTask, time_limit: float, programs: int = 1) -> tuple[Ca
     """Plans of one rank, the best first, with so many solutions of the program; only the one that keeps everything in
     VRAM where that fits every rank."""
     best, *others = _place(task, time_limit, programs)
-    whole = _refine(task, best)
-    split = _perfect(task, _split(task, whole))
+    whole = _improve(task, refine_candidate, best)
+    split = _improve(task, perfect_candidate, _improve(task, split_candidate, whole))
     return (split, *others) if split is whole else (split, whole, *others)
 
 
@@ -174,9 +175,9 @@ def refine_ranks(tasks: Sequence[RankTask], placed: Sequence[Candidate]) -> tupl
     refined: list[Candidate] = []
     for task, candidate in zip(tasks, placed):
         alike = next((c for other, c in zip(tasks, refined) if other.is_like(task)), None)
-        refined.append(alike or _split(task, _refine(task, candidate)))
+        refined.append(alike or _improve(task, split_candidate, _improve(task, refine_candidate, candidate)))
     if len(tasks) == 1:  # ranks wait for each other: what is the fastest alone need not be
-        return (_perfect(tasks[0], refined[0]),)
+        return (_improve(tasks[0], perfect_candidate, refined[0]),)
     return tuple(refined)
 
 
@@ -186,16 +187,19 @@ def _place(task: RankTask, time_limit: float, programs: int) -> tuple[Candidate,
     return rank_candidates(task.room, task.classes, task.costs, task.bounds, time_limit, programs)
 
 
-def _refine(task: RankTask, candidate: Candidate) -> Candidate:
-    return refine_candidate(task.room, task.classes, task.costs, candidate) if task.plan_needed else candidate
+_Improve = Callable[[Room, tuple[UnitClass, ...], tuple[TierCosts, ...], Candidate], Candidate]
 
 
-def _split(task: RankTask, candidate: Candidate) -> Candidate:
-    return split_candidate(task.room, task.classes, task.costs, candidate) if task.plan_needed else candidate
-
-
-def _perfect(task: RankTask, candidate: Candidate) -> Candidate:
-    return perfect_candidate(task.room, task.classes, task.costs, candidate) if task.plan_needed else candidate
+def _improve(task: RankTask, improve: _Improve, candidate: Candidate) -> Candidate:
+    """The candidate improved. Improvements guess which copies are staged, where some are: what is slower when priced
+    with those that are is not taken."""
+    if not task.plan_needed:
+        return candidate
+    improved = improve(task.room, task.classes, task.costs, candidate)
+    if task.costs[0].tables.profile.lockable_bytes is None:
+        return improved
+    priced = restage_candidate(task.room, task.costs, improved)
+    return priced if priced.total < candidate.total else candidate
 
 
 def join_ranks(tasks: Sequence[RankTask], chosen: Sequence[Candidate]) -> Variant:

@@ -4,7 +4,7 @@ planner predicts for them."""
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from pshard.errors import BudgetTooSmall
+from pshard.errors import BudgetTooSmall, NoPlan
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.pace import first_token_seconds, prefill_seconds, round_seconds
@@ -56,10 +56,10 @@ def plan_ratios(spec: ModelSpec, profile: MachineProfile, workload: Workload, ti
     for split in (wanted := dict.fromkeys((starts[0], *(top.split for top in tops)))):
         try:
             tasks = prepare_ranks(spec, profile, workload.under(split))
-        except BudgetTooSmall as error:
+            placed = place_ranks(tasks, time_limit / len(wanted))
+        except NoPlan as error:
             refused = error
             continue
-        placed = place_ranks(tasks, time_limit / len(wanted))
         made.append((join_ranks(tasks, placed), tasks, placed))
     if refused and not made:
         raise refused

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -68,7 +69,10 @@ def open_link(device: Device, host_bytes: int, device_bytes: int) -> LinkBench:
     remote.zero_()
     if not device.page_lock(locked):
         return LinkBench(device, remote, pageable, None)
-    ring = StagingRing(device, device_bytes) if device.fills else None
+    ring = None
+    if device.fills:
+        with suppress(MemoryError):  # no more can be page-locked: then the runtime stages nothing, too
+            ring = StagingRing(device, device_bytes)
     return LinkBench(device, remote, pageable, locked, ring)
 
 

@@ -160,7 +160,8 @@ def choose_tiles(request: Request, bench: KernelBench | None, notes: list[str]) 
     tuned = tune_tiles(bench, bench.kernels, cases, effort.tile_seconds)
     where = side_name(bench.side)
     if not cases:
-        notes.append(f"{where}: tiles of matmuls are the defaults; without -m a quick profile chooses none")
+        why = "without -m a quick profile chooses none" if request.model is None else "the model has none to choose"
+        notes.append(f"{where}: tiles of matmuls are the defaults; {why}")
     if tuned.untried:
         notes.append(f"{where}: {tuned.untried} tiles of matmuls were not tried for lack of time")
     if tuned.failures:

@@ -6,7 +6,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from pshard.machine import CopyTiming, MachineProfile, MatmulTiming
+from pshard.machine import MEMORIES, CopyTiming, MachineProfile, MatmulTiming
 from pshard.profile.compare import Change
 from pshard.profile.jobs import side_name
 from pshard.quant import packed_nbytes
@@ -89,8 +89,7 @@ def _reads_table(profile: MachineProfile) -> Table:
 
 def _link_table(profile: MachineProfile, side: str) -> Table:
     there = {(c.direction, c.memory) for c in profile.copies if c.device == side}
-    memories = ("pinned", "staged", "pageable")
-    ways = [(d, m) for m in memories for d in ("h2d", "d2h") if m != "staged" or (d, m) in there]
+    ways = [(d, m) for m in MEMORIES for d in ("h2d", "d2h") if m != "staged" or (d, m) in there]
     table = _table(f"Link, GB/s (h2d: to the {side_name(side)})", "copy", *(" ".join(way) for way in ways))
     by_size: dict[int, dict[tuple[str, str], CopyTiming]] = {}
     for copy in (c for c in profile.copies if c.device == side):

@@ -42,6 +42,8 @@ def tune_tiles(bench: KernelBench, kernels: TiledKernels, cases: list[TileCase],
     choices: list[TileChoice] = []
     untried = 0
     for trial in trials:
+        if not needs[trial.case]:
+            continue
         default, *others = needs[trial.case]
         reached = [tile for tile in others if all(r in compiled for r in needs[trial.case][tile])]
         ready = [tile for tile in reached if all(compiled[r] is None for r in needs[trial.case][tile])]
@@ -65,16 +67,17 @@ class _Trial:
         self.failures: list[str] = []
 
     def needs(self) -> dict[Tile, tuple[str, ...]]:
-        """The candidates for the largest matrix, the default first, and what must be compiled for each."""
+        """The candidates for the largest matrix, the default first, and what must be compiled for each;
+        none where that cannot be."""
         call, _ = self._calls(*self.case.matrices[0])
         default, *others = candidate_tiles(self.case.kernel, self.case.qtype, self.case.tokens)
-        found = {default: requests_of(partial(self._run_with, default, call, 0))}
-        for tile in others:
+        found: dict[Tile, tuple[str, ...]] = {}
+        for tile in (default, *others):
             try:
                 found[tile] = requests_of(partial(self._run_with, tile, call, 0))
             except Exception as error:  # of Triton, which cannot even begin to compile it for this GPU
                 self.failures.append(_describe(error))
-        return found
+        return found if default in found else {}
 
     def choose(self, tiles: list[Tile]) -> Iterator[TileChoice]:
         """One choice among them, the first being the default, or none where not even that one works."""

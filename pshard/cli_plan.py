@@ -117,7 +117,7 @@ def _plan(
     args: argparse.Namespace, model: Any, profile: Any, workload: Workload, validate: bool, messages: Any
 ) -> tuple[Any, tuple]:
     """The variant of one budget and what was tried for it; in a sweep, None for a budget that is too small."""
-    from pshard.errors import BudgetTooSmall
+    from pshard.errors import NoPlan
     from pshard.planner.modes import alone_on, plan_split
     from pshard.planner.plan import plan_baseline
     from pshard.validating import SPLIT, choose_by_trial
@@ -138,7 +138,7 @@ def _plan(
         if validate:
             say(f"not validated: {SPLIT}")
         return settled, ()
-    except BudgetTooSmall as error:
+    except NoPlan as error:
         if args.sweep is None:
             raise
         messages.print(f"skipped: {error}", highlight=False, soft_wrap=True)

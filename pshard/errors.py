@@ -10,7 +10,11 @@ class StepFailed(RuntimeError):
     the engine refuses further work. A command prints the message as one line and exits with code 1."""
 
 
-class BudgetTooSmall(UserError):
+class NoPlan(UserError):
+    """No plan keeps within the memory at hand."""
+
+
+class BudgetTooSmall(NoPlan):
     """The VRAM budget cannot hold any plan.
 
     Attributes:

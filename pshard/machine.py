@@ -6,6 +6,7 @@ from typing import Any
 from pshard.tiles import TileChoice
 
 PROFILE_VERSION = 1
+MEMORIES = ("pinned", "staged", "pageable")  # of copies, the fastest first
 ACCELERATOR_TABLES = ("matmuls", "attention", "elementwise", "copies")  # whose rows name a device
 
 

@@ -5,7 +5,6 @@ Beside it lies what runs have met: how much memory this machine lets a process p
 
 import json
 import platform
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,14 +61,16 @@ def note_page_locks(nbytes: int, refused: bool) -> bool:
     whether plans were made with another limit.
     """
     known = recall_lockable()
-    if nbytes == known or (not refused and nbytes <= (known or nbytes)):
+    if nbytes == known or (not refused and (known is None or nbytes <= known)):
         return False
     place = _page_locks()
-    with suppress(OSError):
+    try:
         if refused:
             write_json_atomically(place, {"machine": platform.node(), "lockable_bytes": nbytes})
         else:
             place.unlink(missing_ok=True)
+    except OSError:
+        return False
     return True
 
 

@@ -250,7 +250,8 @@ def start_engine(
         )  # fmt: skip
     if group is None or group.size == 1:  # several ranks share what the system gives
         memory = engine.memory()
-        if note_page_locks(memory.host_locked, not memory.page_locked) and not memory.page_locked:
+        refused = not memory.page_locked
+        if device.locks and note_page_locks(memory.host_locked, refused) and refused:
             engine.notes += ("the limit of page-locking is remembered: pshard-plan plans with it from now on",)
     return engine
 

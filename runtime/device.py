@@ -23,13 +23,17 @@ from pshard.runtime.row_copy import check_rows, copy_rows
 # up to here a kernel copies between device and host, not the copy engine: on the way in that has weights in its queue
 KERNEL_SEND_BYTES = 16 << 20  # activations of 512 tokens; a unit of 221 MB ahead of them takes 4 ms
 KERNEL_RECEIVE_BYTES = 512 << 10  # from the device little goes besides
-MOST_GRAPHS = 1408  # graphs take device memory beside the arena; past that many, kernels are launched one by one
+# graphs take device memory beside the arena, some 0.2 MiB each of a prompt and 0.05 each of a small batch; past that many
+# kernels are launched one by one
+MOST_PROMPT_GRAPHS = 384  # three tiers of 64 layers
+MOST_GRAPHS = MOST_PROMPT_GRAPHS + 900
 
 
 class Device(Protocol):
     """What the executor needs of an accelerator. Events come from its lanes and are waited for by them or the host."""
 
     kind: str
+    locks: bool  # whether page-locking is more than an answer
     torch_device: torch.device
     fills: bool  # whether it has `fill`
 
@@ -69,9 +73,10 @@ def open_device(kind: str, index: int = 0) -> "CudaDevice | CpuDevice":
 
 
 class CudaDevice:
-    """A CUDA GPU: compute stream, one copy stream each way."""
+    """A CUDA GPU: compute stream, one copy stream each way, one that fills host buffers when copies are staged."""
 
     kind = "cuda"
+    locks = True
     fills = native.is_available()  # a thread of the driver runs none of Python
 
     def __init__(self, index: int) -> None:
@@ -325,6 +330,7 @@ class CpuDevice:
     """The CPU as accelerator. Compute is synchronous; copies run on their threads."""
 
     kind = "cpu"
+    locks = False
     torch_device = torch.device("cpu")
     fills = True
 

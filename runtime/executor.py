@@ -14,7 +14,7 @@ from pshard.row_split import row_stage_bytes, split_rows
 from pshard.runtime.arena import Arena
 from pshard.runtime.best_logits import choose_best
 from pshard.runtime.blocks import Side
-from pshard.runtime.device import Device
+from pshard.runtime.device import MOST_PROMPT_GRAPHS, Device
 from pshard.runtime.host_memory import map_memory
 from pshard.runtime.kernels.api import Kernels, LayerKV, RopeTable, Segment
 from pshard.runtime.kernels.kv_codec import gather_cells
@@ -29,7 +29,6 @@ from pshard.runtime.weights import HostWeights, LentWeights
 from pshard.runtime.workspace import Workspace, carve_workspace
 from pshard.steps import CopyIn, Step, StepShape, emit_steps
 
-MOST_PROMPT_GRAPHS = 384  # three tiers of 64 layers; each takes 0.2 MiB of the device memory beside the arena
 LEAST_CELLS = 1024  # launch sizes grow with the context in powers of two from here, so that few graphs are captured
 
 

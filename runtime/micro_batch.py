@@ -183,8 +183,10 @@ class MicroBatch:
         self.side = "acc"
         units = (type(first), first.unit, getattr(first, "part", ""), last.unit)
         cells = self.acc_rows.cells if self.tokens <= SMALL_BATCH else 0  # a prompt's launches do not depend on them
-        key = (self.state.tier.tokens, *units, self.tokens, len(self.logit_rows), cells)
-        repeats, output, index = self._repeats(key), last.unit == e.spec.units[-1].name, self.unsent
+        output, index = last.unit == e.spec.units[-1].name, self.unsent
+        wanted = len(self.logit_rows) if output or index is not None else 0  # the others' work is the same
+        key = (self.state.tier.tokens, *units, self.tokens, wanted, cells)
+        repeats = self._repeats(key)
         leaving = launch.leaves and repeats
         delivering = output and repeats and len(self.logit_rows) > 0
         delivering = delivering and bool(e.spec.units[-1].tensors or self._gathers_on_device())

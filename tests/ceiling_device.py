@@ -11,6 +11,8 @@ from pshard.runtime.device import CpuDevice
 class CeilingDevice(CpuDevice):
     """Page-locks up to so many bytes, and counts the bytes of copies from memory that is and is not page-locked."""
 
+    locks = True
+
     def __init__(self, ceiling: int) -> None:
         super().__init__()
         self.left = ceiling

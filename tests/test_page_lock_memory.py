@@ -22,6 +22,7 @@ def test_a_limit_is_remembered_until_a_process_gets_beyond_it(tmp_path: Path, mo
     assert not note_page_locks(600, refused=False) and recall_lockable() == 700  # no more was asked for
     assert note_page_locks(650, refused=True) and recall_lockable() == 650
     assert note_page_locks(800, refused=False) and recall_lockable() is None
+    assert note_page_locks(0, refused=True) and note_page_locks(1, refused=False) and recall_lockable() is None
     assert note_page_locks(0, refused=True) and recall_lockable() == 0
     with monkeypatch.context() as patch:
         patch.setattr("platform.node", lambda: "another machine on the same home folder")

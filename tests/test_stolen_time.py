@@ -43,7 +43,7 @@ def test_another_process_shows_and_this_one_does_not() -> None:
         return after.others - before.others
 
     program = "import time; end = time.monotonic() + 30\nwhile time.monotonic() < end: pass"
-    quiet = min(spin(0.3) for _ in range(3))
+    quiet = min(spin(0.5) for _ in range(3))
     with subprocess.Popen([sys.executable, "-c", program]) as other:
         loud = max(spin(0.5) for _ in range(3))
         other.kill()

@@ -251,7 +251,7 @@ def test_a_run_takes_the_tiles_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     engine = SimpleNamespace(memory=lambda: memory, notes=())
     monkeypatch.setattr("pshard.runtime.session.build_engine", lambda *_, tiles, **__: given.append(tiles) or engine)
     monkeypatch.setattr("pshard.machine_store.note_page_locks", lambda *_: False)
-    monkeypatch.setattr("pshard.runtime.device.open_device", lambda kind, index: None)
+    monkeypatch.setattr("pshard.runtime.device.open_device", lambda kind, index: SimpleNamespace(locks=True))
     monkeypatch.setattr("pshard.runtime.threads.use_threads", lambda count: None)
     file = SimpleNamespace(spec=SimpleNamespace(name="m", packed_nbytes=1))
     for device in (0, 2):

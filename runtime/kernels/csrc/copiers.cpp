@@ -56,8 +56,9 @@ class Copiers {
   }
 
   void help() {
-    while (!stop_.load()) {
-      const uint64_t seen = left_.load(std::memory_order_acquire);
+    for (;;) {
+      const uint64_t seen = left_.load(std::memory_order_acquire);  // first: the end changes it after `stop_`
+      if (stop_.load()) return;
       if (static_cast<uint32_t>(seen)) take();
       else left_.wait(seen);
     }

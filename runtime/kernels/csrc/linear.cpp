@@ -79,6 +79,7 @@ void multiply(Team& team, std::vector<Part>& parts, int64_t out_stride, bool acc
   team.for_each_ahead(tasks, [&](int64_t task, int64_t next_task) {
     const Part &p = part_of(task), &following = part_of(next_task);
     const Matrix& w = p.w;
+    const auto kernel = kernels().linear[w.type];
     const int64_t begin = (task - p.first_task) * p.each(), end = std::min(w.records(), begin + p.each());
     for (int64_t r = begin; r < end; ++r) {
       const uint8_t* next =
@@ -86,7 +87,7 @@ void multiply(Team& team, std::vector<Part>& parts, int64_t out_stride, bool acc
       alignas(64) float tile[8 * 16];
       for (int first = 0; first < p.a.tokens; first += 8) {
         const TokenGroup g = p.a.group(w, first, first ? w.at(r) : next);
-        kernels().linear[w.type](w.at(r), w.planes, w.cols, w.rows_of(r), g, tile);
+        kernel(w.at(r), w.planes, w.cols, w.rows_of(r), g, tile);
         store_tile(tile, std::min(g.count, p.a.tokens - first), w.rows_of(r), p.out + first * out_stride + r * 16,
                    out_stride, accumulate);
       }
@@ -109,6 +110,7 @@ void run_linear(const float* x, int64_t x_stride, const std::vector<Matrix>& mat
       for (int64_t first = 0; first < tokens; first += kSlice) {
         const int n = static_cast<int>(std::min<int64_t>(kSlice, tokens - first));
         std::vector<Part> parts;
+        parts.reserve(matrices.size());
         float* at = out + first * out_stride;
         for (const Matrix& m : matrices) {
           Activations a{x + first * x_stride, x_stride, n, reinterpret_cast<ActChunk*>(scratch + parts.size() * need)};
