@@ -23,8 +23,8 @@ from pshard.runtime.row_copy import check_rows, copy_rows
 # up to here a kernel copies between device and host, not the copy engine: on the way in that has weights in its queue
 KERNEL_SEND_BYTES = 16 << 20  # activations of 512 tokens; a unit of 221 MB ahead of them takes 4 ms
 KERNEL_RECEIVE_BYTES = 512 << 10  # from the device little goes besides
-# graphs take device memory beside the arena, some 0.2 MiB each of a prompt and 0.05 each of a small batch; past that many
-# kernels are launched one by one
+# graphs take device memory beside the arena, some 0.2 MiB each of a prompt and 0.05 each of a small batch; past that
+# many kernels are launched one by one
 MOST_PROMPT_GRAPHS = 384  # three tiers of 64 layers
 MOST_GRAPHS = MOST_PROMPT_GRAPHS + 900
 
