@@ -6,7 +6,7 @@ from pshard.planner.classes import UnitClass
 from pshard.planner.costs import TierCosts
 from pshard.planner.draft import Room
 from pshard.planner.ilp import Counts, host_bytes, solve_tiers
-from pshard.planner.order import Residency, limit_host, order_residency
+from pshard.planner.order import Residency, arrange_residency
 from pshard.planner.problem import tier_problem
 from pshard.planner.search import Scored, TierSearch
 from pshard.planner.starts import Start, affordable_slots
@@ -34,8 +34,7 @@ def place_others(
     counted = _count_around(room, classes, costs, start)
     if counted is None:
         return None
-    residency = order_residency(classes, [c.counts for c in counted], start.even, start.spaced)
-    residency = limit_host(room, residency, [c.counts for c in counted])
+    residency = arrange_residency(room, classes, [c.counts for c in counted], start.even, start.spaced)
     given = {t.tier.tokens: t for t in start.tiers}
     tiers = []
     for cost, goal in zip(costs, counted):

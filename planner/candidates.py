@@ -15,7 +15,7 @@ from pshard.planner.exchange import exchange_memory
 from pshard.planner.fluid import fluid_seconds
 from pshard.planner.host_memory import holds
 from pshard.planner.ilp import Solution
-from pshard.planner.order import Residency, limit_host, order_residency
+from pshard.planner.order import Residency, arrange_residency
 from pshard.planner.page_locks import locked, stage_by
 from pshard.planner.problem import count_tier, tier_problem
 from pshard.planner.search import Scored, TierSearch
@@ -54,11 +54,11 @@ def rank_candidates(
     can be page-locked up to a limit only, plans are also made as if there were none: theirs may lie below it. Raises
     NoPlan when nothing keeps within host memory, UserError when nothing was found in time.
     """
-    candidates = place_best_baselines(room, classes, locked(costs))
+    whole = locked(costs)
+    candidates = place_best_baselines(room, classes, whole)
     candidates += _solve_and_improve(room, classes, costs, bounds, time_limit, programs)
     if costs[0].staged:
-        whole = group_units(room.spec)
-        candidates += _solve_and_improve(room, whole, locked(costs), bounds, time_limit, programs)
+        candidates += _solve_and_improve(room, group_units(room.spec), whole, bounds, time_limit, programs)
     if not candidates and room.host is not None:
         raise NoPlan(
             f"no plan found for {room.spec.name} that keeps at most {room.host >> 20} MiB of weights and KV cache in "
@@ -102,7 +102,7 @@ def restage_candidate(room: Room, costs: tuple[TierCosts, ...], candidate: Candi
 
 def _improve(room: Room, classes: tuple[UnitClass, ...], entered: list[tuple[TierCosts, float]], start: Start) -> Start:
     """The start with every tier improved on simulated time; `entered`: costs and bounds of its tiers."""
-    residency = limit_host(room, order_residency(classes, start.counts, start.even), start.counts)
+    residency = arrange_residency(room, classes, start.counts, start.even)
     tiers = tuple(
         TierSearch(room, classes, residency, cost).improve(tier, EVALUATIONS, bound)
         for (cost, bound), tier in zip(entered, start.tiers)
@@ -120,7 +120,7 @@ def _exchange(
     if found is start.tiers[main]:
         return start
     counts = count_tier(classes, found.tier)
-    residency = limit_host(room, order_residency(classes, [counts], start.even), [counts])
+    residency = arrange_residency(room, classes, [counts], start.even)
     search = TierSearch(room, classes, residency, cost)
     found = search.improve(found, EVALUATIONS, bound)
     alone = replace(start, spaced=(counts,), counts=(count_tier(classes, found.tier),), tiers=(found,))

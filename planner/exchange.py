@@ -8,7 +8,7 @@ from pshard.planner.costs import TierCosts
 from pshard.planner.draft import Room
 from pshard.planner.floors import Floor
 from pshard.planner.ilp import Counts
-from pshard.planner.order import limit_host, order_residency
+from pshard.planner.order import arrange_residency
 from pshard.planner.problem import count_tier
 from pshard.planner.search import CLOSE, Scored, TierSearch, TierState, state_of
 
@@ -97,6 +97,6 @@ def _score(
     even: bool,
 ) -> Scored | None:
     """The counts as a tier, with as many runs and slots as another state."""
-    residency = limit_host(room, order_residency(classes, [counts], even), [counts])
+    residency = arrange_residency(room, classes, [counts], even)
     search = TierSearch(room, classes, residency, costs)
     return search.score(state_of(classes, counts, like.runs, like.slots))

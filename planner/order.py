@@ -1,7 +1,7 @@
 """From counts to units: which ones of a class are pinned, streamed or on the CPU, spread evenly over the layers."""
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -88,14 +88,24 @@ def order_residency(
     return Residency(pin_order, kv_order, cpu_rows)
 
 
-def limit_host(room: Room, residency: Residency, counts: Iterable[tuple[Counts, ...]]) -> Residency:
+def arrange_residency(
+    room: Room,
+    classes: tuple[UnitClass, ...],
+    counts: Sequence[tuple[Counts, ...]],
+    even: bool,
+    spaced: Sequence[tuple[Counts, ...]] = (),
+) -> Residency:
+    """`order_residency` within host memory, see `limit_host`."""
+    return limit_host(room, order_residency(classes, counts, even, spaced), counts)
+
+
+def limit_host(room: Room, residency: Residency, counts: Sequence[tuple[Counts, ...]]) -> Residency:
     """The orders with the shortest prefixes that any tier may have, so that host memory holds what all leave out.
 
     counts: of tiers that it does hold together. What they leave free goes to weights and KV by their bytes.
     """
     if room.host is None:
         return residency
-    counts = list(counts)
     sizes = {name: nbytes for _, name, nbytes, *_ in room.units}
     layers = sum(u.kind == "attention" for u in room.spec.units)
     left = room.spec.packed_nbytes - sum(sizes[name] for name in residency.pin_order)

@@ -9,7 +9,7 @@ from pshard.planner.costs import TierCosts
 from pshard.planner.draft import Room, tier_seconds
 from pshard.planner.host_memory import holds
 from pshard.planner.ilp import Solution, relaxation_bound, solve_tiers
-from pshard.planner.order import limit_host, order_residency
+from pshard.planner.order import arrange_residency
 from pshard.planner.problem import may_split, tier_problem
 from pshard.planner.refine import arrange_tier, refine_splits
 from pshard.planner.search import TierSearch
@@ -68,7 +68,7 @@ def _place(
 ) -> Candidate | None:
     """A solution as a plan: its tiers improved on simulated time, rare ones as in `found` as far as the order lets
     them; None when a tier does not fit, or the tiers that were solved have become no faster."""
-    residency = limit_host(room, order_residency(classes, solution.counts, even), solution.counts)
+    residency = arrange_residency(room, classes, solution.counts, even)
     counts = iter(solution.counts)
     searches = [TierSearch(room, classes, residency, cost, splits=True) for cost in costs]
     tiers: dict[int, TierPlan] = {}

@@ -8,7 +8,7 @@ from pshard.planner.classes import UnitClass
 from pshard.planner.costs import TierCosts
 from pshard.planner.draft import Room
 from pshard.planner.ilp import Counts, Solution, relaxation_bound, solve_tiers
-from pshard.planner.order import limit_host, order_residency
+from pshard.planner.order import arrange_residency
 from pshard.planner.problem import tier_problem
 from pshard.planner.search import Scored, TierSearch
 
@@ -71,7 +71,7 @@ class StartFinder:
 
     def _simulate(self, solution: Solution, slots: int, even: bool) -> Start | None:
         """The solution in one order; None when a tier does not fit after all."""
-        residency = limit_host(self.room, order_residency(self.classes, solution.counts, even), solution.counts)
+        residency = arrange_residency(self.room, self.classes, solution.counts, even)
         tiers = []
         for cost, counts in zip(self.costs, solution.counts):
             search = TierSearch(self.room, self.classes, residency, cost)

@@ -70,14 +70,14 @@ class _Trial:
         """The candidates for the largest matrix, the default first, and what must be compiled for each;
         none where that cannot be."""
         call, _ = self._calls(*self.case.matrices[0])
-        default, *others = candidate_tiles(self.case.kernel, self.case.qtype, self.case.tokens)
+        tiles = candidate_tiles(self.case.kernel, self.case.qtype, self.case.tokens)
         found: dict[Tile, tuple[str, ...]] = {}
-        for tile in (default, *others):
+        for tile in tiles:
             try:
                 found[tile] = requests_of(partial(self._run_with, tile, call, 0))
             except Exception as error:  # of Triton, which cannot even begin to compile it for this GPU
                 self.failures.append(_describe(error))
-        return found if default in found else {}
+        return found if tiles[0] in found else {}
 
     def choose(self, tiles: list[Tile]) -> Iterator[TileChoice]:
         """One choice among them, the first being the default, or none where not even that one works."""

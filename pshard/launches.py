@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from pshard.steps import AllReduce, Compute, Handoff, Step, WriteBack
 
-LAUNCH_BOUND = 1024  # tokens up to which a prompt's kernels on slices of a model take less time than launching them
+LAUNCH_BOUND = 1024  # tokens up to which a prompt's kernels may take less time than launching them
 
 
 def find_runs(body: Sequence[Step]) -> Iterator[tuple[int, int]]:

@@ -10,6 +10,11 @@ from pshard.runtime.row_copy import cuda_driver
 MOST_THREADS = 8  # one copies some 8 GB/s, and eight half as fast as a link; more would take cores from the kernels
 
 
+def move(to: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy contiguous memory on this thread; the interpreter lock is released, so compute goes on."""
+    ctypes.memmove(to.data_ptr(), source.data_ptr(), source.nbytes)
+
+
 class Copiers:
     """Threads that copy, one copy at a time. Without the C++ library the calling thread copies by itself."""
 
@@ -20,7 +25,7 @@ class Copiers:
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         """Copy contiguous host memory; the interpreter lock is released meanwhile."""
         if self._team is None:
-            ctypes.memmove(to.data_ptr(), source.data_ptr(), to.nbytes)
+            move(to, source)
         else:
             self._functions["run"](self._job(to, source))
 

@@ -5,7 +5,6 @@ a thread per direction, so that every mechanism runs, and is tested, without a G
 """
 
 import contextlib
-import ctypes
 import gc
 import queue
 import threading
@@ -15,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from pshard.errors import UserError
-from pshard.runtime.copiers import Copiers
+from pshard.runtime.copiers import Copiers, move
 from pshard.runtime.host_memory import map_memory
 from pshard.runtime.kernels import native
 from pshard.runtime.row_copy import check_rows, copy_rows
@@ -279,15 +278,10 @@ class CpuEvent:
             raise RuntimeError("a copy failed") from self._error
 
 
-def _move(to: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy contiguous memory; the interpreter lock is released, so compute goes on."""
-    ctypes.memmove(to.data_ptr(), source.data_ptr(), source.nbytes)
-
-
 class _CopyThread:
     """Runs copies in order."""
 
-    def __init__(self, name: str, move: Callable[[torch.Tensor, torch.Tensor], None] = _move) -> None:
+    def __init__(self, name: str, move: Callable[[torch.Tensor, torch.Tensor], None] = move) -> None:
         self._move = move
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)

@@ -1,13 +1,11 @@
 """Whatever tile a profile chooses, the numbers are right: every candidate in Triton's interpreter, or on a GPU."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from interpreted import run_interpreted
 
 pytest.importorskip("triton", reason="Triton is installed with the CUDA build of torch only")
 from test_triton_kernels import (
@@ -35,9 +33,7 @@ PLANED = sorted(name for name, q in QUANT_TYPES.items() if q.planes)
 @pytest.mark.slow
 @pytest.mark.skipif(READY, reason="the kernels run here directly")
 def test_every_candidate_in_the_interpreter() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", __file__, "-p", "no:cacheprovider"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    done = run_interpreted(__file__)
     assert done.returncode == 0, done.stdout[-4000:]
     assert "passed" in done.stdout
 

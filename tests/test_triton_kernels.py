@@ -6,14 +6,13 @@ everything here is skipped.
 """
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from interpreted import run_interpreted
 
 triton = pytest.importorskip("triton", reason="Triton is installed with the CUDA build of torch only")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -61,9 +60,7 @@ SCALES_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_K": (0, 2), "
 @pytest.mark.slow
 @pytest.mark.skipif(READY, reason="the kernels run here directly")
 def test_every_kernel_in_the_interpreter() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", __file__, "-p", "no:cacheprovider"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    done = run_interpreted(__file__)
     assert done.returncode == 0, done.stdout[-4000:]
     assert "passed" in done.stdout
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 
 #include "kernels.h"
 #include "pool.h"
@@ -39,6 +40,15 @@ struct Matrix {
   const uint8_t* at(int64_t r) const { return data + r * record; }
   int offset() const { return kFormats[type].offset; }
 };
+
+// The 16-row tiles of `tokens` tokens, one after the other, into their rows of out.
+inline void store_tiles(const float* tiles, int tokens, int rows, float* out, int64_t stride, bool accumulate = false) {
+  for (int i = 0; i < tokens; ++i, tiles += 16, out += stride) {
+    if (accumulate)
+      for (int r = 0; r < rows; ++r) out[r] += tiles[r];
+    else std::memcpy(out, tiles, rows * sizeof(float));
+  }
+}
 
 inline int64_t records_per_task(size_t nbytes) {
   return std::max<int64_t>(1, kTaskBytes / std::max<size_t>(nbytes, 1));

@@ -49,14 +49,6 @@ void quantize_tokens(Team& team, const Activations& a, const Matrix& w) {
   });
 }
 
-void store_tile(const float* tile, int count, int rows, float* out, int64_t stride, bool accumulate = false) {
-  for (int i = 0; i < count; ++i, tile += 16, out += stride) {
-    if (accumulate)
-      for (int r = 0; r < rows; ++r) out[r] += tile[r];
-    else std::memcpy(out, tile, rows * sizeof(float));
-  }
-}
-
 // A matrix of several that multiply the same tokens, its columns of the output, and the first of its tasks.
 struct Part {
   Matrix w;
@@ -88,7 +80,7 @@ void multiply(Team& team, std::vector<Part>& parts, int64_t out_stride, bool acc
       for (int first = 0; first < p.a.tokens; first += 8) {
         const TokenGroup g = p.a.group(w, first, first ? w.at(r) : next);
         kernel(w.at(r), w.planes, w.cols, w.rows_of(r), g, tile);
-        store_tile(tile, std::min(g.count, p.a.tokens - first), w.rows_of(r), p.out + first * out_stride + r * 16,
+        store_tiles(tile, std::min(g.count, p.a.tokens - first), w.rows_of(r), p.out + first * out_stride + r * 16,
                    out_stride, accumulate);
       }
     }
@@ -137,7 +129,7 @@ void gate_up(Team& team, const Activations& a, const Activations& b, const Matri
       k.linear[gate.type](gate.at(r), gate.planes, gate.cols, gate.rows_of(r), group, g);
       k.linear[up.type](up.at(r), up.planes, up.cols, up.rows_of(r), group_up, u);
       k.silu_mul(g, u, group.count * 16);
-      store_tile(g, std::min(group.count, a.tokens - first), gate.rows_of(r), hidden + first * stride + r * 16, stride);
+      store_tiles(g, std::min(group.count, a.tokens - first), gate.rows_of(r), hidden + first * stride + r * 16, stride);
     }
   });
 }

@@ -53,14 +53,6 @@ int64_t panel_records(const Team& team, int64_t records, int matrices) {
   return best;
 }
 
-void store_rows(const float* tile, int tokens, int rows, float* out, int64_t stride, bool accumulate) {
-  for (int i = 0; i < tokens; ++i, tile += 16, out += stride) {
-    if (accumulate)
-      for (int r = 0; r < rows; ++r) out[r] += tile[r];
-    else std::memcpy(out, tile, rows * sizeof(float));
-  }
-}
-
 // out (+)= x w^T of one matrix, or silu(x w^T) * (x up^T) of two.
 void multiply(Team& team, const TileKernels& k, const Slice& s, const Matrix& w, const Matrix* up, const uint16_t* act,
               float* out, int64_t out_stride, bool accumulate) {
@@ -83,7 +75,7 @@ void multiply(Team& team, const TileKernels& k, const Slice& s, const Matrix& w,
       for (int i = 0; i < n; ++i) {
         float* tile = p.sums + (t * p.count + i) * kTileSums;
         if (up) kernels().silu_mul(tile, tile + n * kTileSums, kTileSums);
-        store_rows(tile, std::min(16, s.tokens - t * 16), w.rows_of(first + i),
+        store_tiles(tile, std::min(16, s.tokens - t * 16), w.rows_of(first + i),
                    out + t * 16 * out_stride + (first + i) * 16, out_stride, accumulate);
       }
   });
