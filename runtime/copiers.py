@@ -4,8 +4,8 @@ import ctypes
 
 import torch
 
+from pshard.runtime.cuda_driver import check, cuda_driver
 from pshard.runtime.kernels import native
-from pshard.runtime.row_copy import cuda_driver
 
 MOST_THREADS = 8  # one copies some 8 GB/s, and eight half as fast as a link; more would take cores from the kernels
 
@@ -38,9 +38,7 @@ class Copiers:
             raise RuntimeError("host memory cannot be copied in a stream without the C++ library")
         job = self._job(to, source)
         run = ctypes.cast(self._functions["run"], ctypes.c_void_p)
-        status = cuda_driver().cuLaunchHostFunc(ctypes.c_void_p(stream), run, ctypes.c_void_p(job))
-        if status:
-            raise RuntimeError(f"the driver refused a copy within host memory (CUDA error {status})")
+        check(cuda_driver().cuLaunchHostFunc(stream, run, job), "a copy within host memory")
 
     def _job(self, to: torch.Tensor, source: torch.Tensor) -> int:
         if not (to.is_contiguous() and source.is_contiguous() and to.nbytes == source.nbytes):

@@ -15,6 +15,7 @@ import torch
 
 from pshard.errors import UserError
 from pshard.runtime.copiers import Copiers, move
+from pshard.runtime.cuda_driver import CudaEvent, destroy_events, launch_graph, queue_copy, record_event
 from pshard.runtime.host_memory import map_memory
 from pshard.runtime.kernels import native
 from pshard.runtime.row_copy import check_rows, copy_rows
@@ -90,7 +91,8 @@ class CudaDevice:
         self._in = torch.cuda.Stream(self.torch_device)
         self._out = torch.cuda.Stream(self.torch_device)
         self._fill: tuple[torch.cuda.Stream, Copiers] | None = None  # from its first use on
-        self._graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
+        self._events: list[int] = []  # handles that no event has
+        self._graphs: dict[tuple, tuple[int, torch.cuda.CUDAGraph]] = {}  # what is launched, and what keeps it
         self._locked: dict[int, int] = {}  # page-locked host memory: first address -> bytes
         self._copy_small = _kernel_for_small_copies()
 
@@ -130,36 +132,29 @@ class CudaDevice:
             torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
             self._locked.pop(memory.data_ptr(), None)
 
-    def copy_in(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Any] = ()) -> torch.cuda.Event:
-        return self._copy(self._in, dst, src, after)
+    def copy_in(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[CudaEvent] = ()) -> CudaEvent:
+        return self._copy(self._in.cuda_stream, dst, src, after)
 
-    def copy_out(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Any] = ()) -> torch.cuda.Event:
-        return self._copy(self._out, dst, src, after)
+    def copy_out(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[CudaEvent] = ()) -> CudaEvent:
+        return self._copy(self._out.cuda_stream, dst, src, after)
 
-    def fill(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Any] = ()) -> torch.cuda.Event:
+    def fill(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[CudaEvent] = ()) -> CudaEvent:
         if self._fill is None:
             self._fill = torch.cuda.Stream(self.torch_device), Copiers()
-        stream, copiers = self._fill
+        stream, copiers = self._fill[0].cuda_stream, self._fill[1]
         for event in after:
-            stream.wait_event(event)
-        copiers.queue(dst, src, stream.cuda_stream)
-        done = torch.cuda.Event()
-        done.record(stream)
-        return done
+            event.hold(stream)
+        copiers.queue(dst, src, stream)
+        return record_event(stream, self._events)
 
-    def _copy(
-        self, stream: torch.cuda.Stream, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Any]
-    ) -> torch.cuda.Event:
+    def _copy(self, stream: int, dst: torch.Tensor, src: torch.Tensor, after: Iterable[CudaEvent]) -> CudaEvent:
         for event in after:
-            stream.wait_event(event)
-        if dst.is_contiguous() and src.is_contiguous():
-            with torch.cuda.stream(stream):
-                dst.copy_(src, non_blocking=True)
+            event.hold(stream)
+        if dst.is_contiguous() and src.is_contiguous() and dst.nbytes == src.nbytes:
+            queue_copy(dst.data_ptr(), src.data_ptr(), src.nbytes, stream)
         else:
-            copy_rows(dst, src, stream.cuda_stream)
-        done = torch.cuda.Event()
-        done.record(stream)
-        return done
+            copy_rows(dst, src, stream)
+        return record_event(stream, self._events)
 
     def send(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Host to device in the compute lane: activations don't queue behind weights."""
@@ -187,22 +182,20 @@ class CudaDevice:
         start, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
         return any(at <= start and end <= at + nbytes for at, nbytes in self._locked.items())
 
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record(self.compute)
-        return event
+    def mark(self) -> CudaEvent:
+        return record_event(self.compute.cuda_stream, self._events)
 
-    def wait(self, event: torch.cuda.Event) -> None:
+    def wait(self, event: CudaEvent) -> None:
         """Work given to the compute lane from now on starts after the event."""
-        self.compute.wait_event(event)
+        event.hold(self.compute.cuda_stream)
 
-    def host_wait(self, event: torch.cuda.Event) -> None:
+    def host_wait(self, event: CudaEvent) -> None:
         """Returns when the event has happened."""
         event.synchronize()
 
-    def happened(self, event: torch.cuda.Event) -> bool:
+    def happened(self, event: CudaEvent) -> bool:
         """Whether the event has happened, without waiting."""
-        return event.query()
+        return event.happened()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
@@ -214,18 +207,17 @@ class CudaDevice:
     def repeat(self, key: tuple, worth_it: bool, work: Callable[[], Any]) -> None:
         """Do work whose kernels, addresses and launch sizes are the same for equal keys: captured once as a CUDA graph
         and replayed. Called in `computing()`."""
-        if not worth_it or (key not in self._graphs and len(self._graphs) >= MOST_GRAPHS):
-            work()
+        graph = self._graphs.get(key) if worth_it else None
+        if graph is not None:
+            launch_graph(graph[0], self.compute.cuda_stream)
             return
-        if key not in self._graphs:
-            work()  # compiles kernels, which a capture must not do
+        work()  # compiles kernels, which a capture must not do
+        if worth_it and len(self._graphs) < MOST_GRAPHS:
             self.compute.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=self.compute, capture_error_mode="thread_local"):
+            captured = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(captured, stream=self.compute, capture_error_mode="thread_local"):
                 work()
-            self._graphs[key] = graph
-            return
-        self._graphs[key].replay()
+            self._graphs[key] = captured.raw_cuda_graph_exec(), captured
 
     def forget_repeats(self) -> None:
         """Drop what `repeat` captured: the memory that it uses is about to go."""
@@ -243,6 +235,7 @@ class CudaDevice:
         with contextlib.suppress(RuntimeError):  # an error of the GPU was raised where it was met
             self.synchronize()
         self.forget_repeats()
+        destroy_events(self._events)
         if self._fill is not None:
             self._fill[1].close()
 

@@ -21,7 +21,7 @@ from pshard.runtime.kernels.kv_codec import gather_cells
 from pshard.runtime.kernels.row_index import fill_rows
 from pshard.runtime.kv_blocks import pool_spans
 from pshard.runtime.kv_cache import JOIN_BYTES, KVShape, Piece, cut_pieces, find_pieces, layer_nbytes
-from pshard.runtime.micro_batch import IndexView, Launch, MicroBatch, TierState, group_launches
+from pshard.runtime.micro_batch import Copies, IndexView, Launch, MicroBatch, TierState, group_launches
 from pshard.runtime.parallel import Group
 from pshard.runtime.rope import fill_rope_table
 from pshard.runtime.staging import StagingRing
@@ -196,7 +196,7 @@ class Executor:
         self.device.synchronize()  # pins that arrive may lie where KV was
         pins = self.arena.pinned_units(tier)
         for name in pins[len(self._loaded_pins) :]:
-            self._copy_unit(self.arena.pinned(name), name, tier.placement(name).cpu_rows)
+            self._copy_unit(self._cut_copy(self.arena.pinned(name), name, tier.placement(name).cpu_rows), name)
         arriving = self.arena.kv_units(tier)[len(self._kv_in_vram) :]
         self._move_kv(arriving, pieces, to_host=False)
         self._loaded_pins, self._kv_in_vram = pins, self.arena.kv_units(tier)
@@ -327,21 +327,29 @@ class Executor:
         return key in self._prompt_graphs
 
     def copy_in(self, step: CopyIn, after: Iterable[Any]) -> None:
-        assert self._state is not None
-        target = self._state.carved.slots[step.slot][: step.nbytes]
-        self._state.arrived[step.slot] = self._copy_unit(target, step.unit, step.cpu_rows, after)
+        """Start to copy a unit's blob, or the accelerator's part of it, to its slot."""
+        state = self._state
+        assert state is not None
+        if step not in state.copies:
+            target = state.carved.slots[step.slot][: step.nbytes]
+            state.copies[step] = self._cut_copy(target, step.unit, step.cpu_rows)
+        state.arrived[step.slot] = self._copy_unit(state.copies[step], step.unit, after)
 
-    def _copy_unit(self, target: torch.Tensor, name: str, cpu_rows: int, after: Iterable[Any] = ()) -> Any:
-        """Start to copy a unit's blob, or the accelerator's part of it, to the device; returns the event of its end."""
-        blob, done = self.weights.blob(name), None
-        self.link_bytes += target.numel()
-        staged = self._ring is not None and not self.weights.is_locked(name)
-        copy_in = self._ring.copy_in if self._ring and staged else self.device.copy_in
+    def _cut_copy(self, target: torch.Tensor, name: str, cpu_rows: int) -> Copies:
+        """The copies that bring a unit's blob, or the accelerator's part of it, to the device."""
+        blob = self.weights.blob(name)
         if not cpu_rows:
-            return copy_in(target, blob, after)
-        for piece in split_rows(self.spec.unit(name), cpu_rows).pieces:  # copies of a lane happen in turn
-            source = blob[piece.start : piece.start + piece.nbytes]
-            done = copy_in(target[piece.to : piece.to + piece.nbytes], source, after if done is None else ())
+            return ((target, blob),)
+        pieces = split_rows(self.spec.unit(name), cpu_rows).pieces
+        return tuple((target[p.to : p.to + p.nbytes], blob[p.start : p.start + p.nbytes]) for p in pieces)
+
+    def _copy_unit(self, copies: Copies, name: str, after: Iterable[Any] = ()) -> Any:
+        """Start the copies of a unit; returns the event of their end."""
+        staged = self._ring is not None and not self.weights.is_locked(name)
+        copy_in, done = self._ring.copy_in if self._ring and staged else self.device.copy_in, None
+        for to, origin in copies:  # which happen in turn, as all of a lane
+            done = copy_in(to, origin, after if done is None else ())
+            self.link_bytes += to.nbytes
         return done
 
     def close(self) -> None:

@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     from pshard.runtime.executor import Executor
 
 
+Copies = tuple[tuple[torch.Tensor, torch.Tensor], ...]  # (to, from), of one unit
+
+
 @dataclass(frozen=True)
 class Launch:
     """Units on the accelerator, and their all-reduces, that nothing interrupts: one CUDA graph in small batches.
@@ -60,6 +63,12 @@ class Launch:
     steps: tuple[Compute | AllReduce, ...]
     enters: bool = False
     leaves: bool = False
+
+    @cached_property
+    def name(self) -> tuple:
+        """What tells it from the other launches of a tier."""
+        first, last = self.steps[0], self.steps[-1]
+        return type(first), first.unit, getattr(first, "part", ""), last.unit
 
 
 def group_launches(body: tuple[Step, ...]) -> tuple[Step | Launch, ...]:
@@ -110,6 +119,7 @@ class TierState:
     stage_free: list[Any]  # events after which the KV stage may be written by a fetch
     stage_ready: list[Any]  # events after which a unit may use the KV stage
     weights: dict[Compute, UnitWeights] = field(default_factory=dict)  # views made once: 60 us each
+    copies: dict[CopyIn, Copies] = field(default_factory=dict)  # likewise
     caches: dict[str, LayerKV] = field(default_factory=dict)  # likewise, by attention unit
     # likewise, by rows of logits, whether ranks put them together, and whether it is on the device
     tables: dict[tuple[int, bool, bool], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -181,11 +191,10 @@ class MicroBatch:
         if isinstance(first, Compute):
             self._wait_for_inputs(first)
         self.side = "acc"
-        units = (type(first), first.unit, getattr(first, "part", ""), last.unit)
         cells = self.acc_rows.cells if self.tokens <= SMALL_BATCH else 0  # a prompt's launches do not depend on them
         output, index = last.unit == e.spec.units[-1].name, self.unsent
         wanted = len(self.logit_rows) if output or index is not None else 0  # the others' work is the same
-        key = (self.state.tier.tokens, *units, self.tokens, wanted, cells)
+        key = (self.state.tier.tokens, launch.name, self.tokens, wanted, cells)
         repeats = self._repeats(key)
         leaving = launch.leaves and repeats
         delivering = output and repeats and len(self.logit_rows) > 0
@@ -206,7 +215,7 @@ class MicroBatch:
 
         e.device.repeat(key, repeats, work)
         self.unsent = None
-        e.link_bytes += self._rows("hidden")[0].nbytes if launch.enters else 0
+        e.link_bytes += self._hidden_nbytes if launch.enters else 0
         self.left = e.device.mark() if leaving or delivering else None
         if delivering:
             self.pending = self._logits_on_device()[0]  # a replayed graph has written them without telling
@@ -218,6 +227,10 @@ class MicroBatch:
     def _rows(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """The micro-batch's rows of "hidden" or "branch" on the host and on the accelerator."""
         return self.executor.host_side.space.rows(name, self.tokens), self.state.side.space.rows(name, self.tokens)
+
+    @property
+    def _hidden_nbytes(self) -> int:
+        return 4 * self.tokens * self.executor.spec.config.d_model
 
     def _send(self, name: str) -> None:
         here, there = self._rows(name)
@@ -449,7 +462,7 @@ class MicroBatch:
             return  # the last one: logits were delivered as they were computed
         if step.to == "acc":
             self._send("hidden")
-            e.link_bytes += self._rows("hidden")[0].nbytes
+            e.link_bytes += self._hidden_nbytes
         elif self.left is None:
             e.device.receive(*self._rows("hidden"))
         else:

@@ -4,9 +4,10 @@ torch copies such tensors through a contiguous temporary on either side, which a
 """
 
 import ctypes
-from functools import cache
 
 import torch
+
+from pshard.runtime.cuda_driver import check, cuda_driver
 
 _HOST, _DEVICE = 1, 2  # CUmemorytype
 
@@ -46,12 +47,4 @@ def copy_rows(dst: torch.Tensor, src: torch.Tensor, stream: int) -> None:
         setattr(copy, f"{side}_type", _DEVICE if on_device else _HOST)
         setattr(copy, f"{side}_{'device' if on_device else 'host'}", tensor.data_ptr())
         setattr(copy, f"{side}_pitch", tensor.stride(0) * tensor.element_size())
-    status = cuda_driver().cuMemcpy2DAsync_v2(ctypes.byref(copy), ctypes.c_void_p(stream))
-    if status:
-        raise RuntimeError(f"the driver refused a copy of {src.shape[0]} rows (CUDA error {status})")
-
-
-@cache
-def cuda_driver() -> ctypes.CDLL:
-    """The driver's own interface."""
-    return ctypes.CDLL("libcuda.so.1")
+    check(cuda_driver().cuMemcpy2DAsync_v2(ctypes.byref(copy), stream), f"a copy of {src.shape[0]} rows")
