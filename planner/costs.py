@@ -490,6 +490,11 @@ class TierCosts:
         return self.tables.elementwise("acc", "copy", 1, 1) or self.tables.elementwise("acc", "step", 1, 1)
 
     @cached_property
+    def run_issue(self) -> float:
+        """Host seconds to begin a run of units that waits for a copy; what begins one after a hand-off is in that."""
+        return 0.0 if self.tables.kind == "cpu" else self.tables.elementwise("acc", "run", 1, 1)
+
+    @cached_property
     def launch(self) -> float:
         """Host seconds to launch a unit's kernels one by one where the runtime captures none (prompts of several
         sequences), though their own times are those in a graph; else 0."""

@@ -172,11 +172,11 @@ class _Machine:
             elif kind is _FREE:
                 slot_free[more] = acc
             elif kind is _FETCH:
-                host += 2 * copy_issue  # keys and values
+                host += more
                 fetched[step.unit] = copy = [host if host > d2h else d2h, seconds, -1.0, -1.0, step]
                 queue.append(copy)
             elif kind is _WRITE:
-                host += 2 * copy_issue
+                host += more
                 start = d2h if d2h > acc else acc
                 d2h = start + seconds
                 if log is not None:
@@ -218,7 +218,7 @@ class _Machine:
             self.host = self.link.beside(start, cost.cpu, self.costs.split_speeds(step.unit, step.cpu_rows))
             self.note(step, "cpu", start, self.host)
             return
-        self.host += cost.issue
+        self.host += cost.issue + (self.costs.run_issue if step.slot is not None else 0.0)
         start = max(self.acc, self.host)
         if step.part == "down":
             self.run_part(step, start, cost.down)
@@ -279,16 +279,18 @@ def _price(step: Step, costs: TierCosts) -> _Act:
                 return _Machine.compute_on_cpu_accelerator, step, 0.0, None
             kind = _FROM_SLOT if step.source == "slot" else _COMPUTE
             launch = 0.0 if step.unit == "embedding" else costs.launch
-            return kind, step, costs.units[step.unit].acc, costs.units[step.unit].issue + launch
+            begin = costs.run_issue if kind is _FROM_SLOT else 0.0
+            return kind, step, costs.units[step.unit].acc, costs.units[step.unit].issue + launch + begin
         case Compute():
             return _Machine.compute_part, step, 0.0, None
         case CopyIn():
             unit = costs.split(step.unit, step.cpu_rows) if step.cpu_rows else costs.units[step.unit]
             return _COPY, step, unit.link, step.slot
         case FetchKV():
-            return _FETCH, step, costs.units[step.unit].kv_fetch, None
+            return _FETCH, step, costs.units[step.unit].kv_fetch, 2 * costs.copy_issue  # keys and values
         case WriteBack():
-            return _WRITE, step, costs.units[step.unit].kv_write, None
+            # a unit with its KV on the host begins a run, too
+            return _WRITE, step, costs.units[step.unit].kv_write, 2 * costs.copy_issue + costs.run_issue
         case Handoff():
             return _HAND_OFF, step, costs.handoff(step.to, step.nbytes), step.to == "cpu"
         case Free():

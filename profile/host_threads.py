@@ -16,6 +16,7 @@ CLOSE_ENOUGH = 0.03  # fewer threads are taken when they lose at most this much:
 FEW_CORES = 4  # up to here a core less is too much
 WORTH_ALL = 0.1  # that the last of many cores must bring
 READ_BYTES = 32 << 20  # read at once: long beside waking the threads, short beside a time slice of the system
+COLD_BYTES = 128 << 20  # about a unit, and more than caches hold
 ROUNDS = 6
 MATVEC = ("Q4_0", 4096, 4096)
 
@@ -49,6 +50,13 @@ def measure_reads(bench: KernelBench, counts: Iterable[int]) -> tuple[ReadTiming
     turn = itertools.cycle(bench.pool.memory[:whole].split(nbytes))
     rates = best_rates(lambda: nbytes / median_seconds(lambda i: _read_once(next(turn)), bench.pace), counts)
     return tuple(ReadTiming(count, rate) for count, rate in rates.items())
+
+
+def memory_reader(bench: KernelBench) -> Callable[[], None]:
+    """A function that reads other COLD_BYTES of the operand pool each time, all of it where it is smaller."""
+    pieces = bench.pool.memory.split(min(COLD_BYTES, bench.pool.nbytes))
+    turn = itertools.cycle(piece for piece in pieces if piece.nbytes == pieces[0].nbytes)
+    return lambda: _read_once(next(turn))
 
 
 def _read_once(memory: torch.Tensor) -> None:

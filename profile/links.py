@@ -4,7 +4,6 @@ Copies go through the runtime's own copy lanes. For the CPU as accelerator these
 """
 
 import itertools
-import statistics
 import threading
 import time
 from collections import deque
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from pshard.machine import Contention, CopyTiming, ElementwiseTiming
+from pshard.machine import Contention, CopyTiming
 from pshard.profile.timing import Pace, median_seconds
 from pshard.runtime.device import Device
 from pshard.runtime.host_memory import map_memory
@@ -29,7 +28,6 @@ DEEPEST_QUEUE = 32
 DUPLEX_BYTES = 32 * MIB
 QUEUED_BESIDE = 16  # copies under way beside a CPU kernel: more than the link moves while it runs
 MOST_PIECES = 512  # pieces of a buffer that copies take turns with
-COPIES_ISSUED = 200  # to find what starting one costs the host
 
 Copy = Callable[[torch.Tensor, torch.Tensor], Any]
 
@@ -217,17 +215,3 @@ def run_together(tasks: dict[str, Callable[[], int]], seconds: float) -> dict[st
     if errors:
         raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
     return rates
-
-
-def time_copy_issue(side: str, link: LinkBench) -> ElementwiseTiming:
-    """Median host seconds to start a copy of a few bytes on its lane, after an event as the executor does. Each is
-    waited for, as the CPU's copy threads would otherwise hold up the next one's start."""
-    host, there = link.host[:64], link.remote[:64]
-    samples: list[float] = []
-    for _ in range(COPIES_ISSUED):
-        after = (link.device.mark(),)
-        start = time.perf_counter()
-        done = link.device.copy_in(there, host, after)
-        samples.append(time.perf_counter() - start)
-        link.device.host_wait(done)
-    return ElementwiseTiming(side, "copy", 1, 1, statistics.median(samples))

@@ -32,6 +32,7 @@ from pshard.profile.host_threads import (
     matvec_rates,
     matvec_reader,
     measure_reads,
+    memory_reader,
     pick_threads,
     thread_counts,
     use_threads,
@@ -39,10 +40,10 @@ from pshard.profile.host_threads import (
 from pshard.profile.identify import count_cores, identify_accelerators, identify_host, unlike_accelerators, unlike_links
 from pshard.profile.jobs import Job, Row, list_jobs, side_name
 from pshard.profile.kernels import KernelBench
-from pshard.profile.links import LinkBench, measure_contention, open_link, time_copies, time_copy_issue
+from pshard.profile.links import LinkBench, measure_contention, open_link, time_copies
 from pshard.profile.operands import LEAST_ROTATION, OperandPool
 from pshard.profile.rank_shares import measure_shares
-from pshard.profile.step_cost import time_handoff, time_launch, time_step
+from pshard.profile.step_cost import time_launch, time_steps
 from pshard.profile.tile_cases import tile_cases
 from pshard.profile.tile_tuning import tune_tiles
 from pshard.runtime.collective_times import measure_collectives
@@ -80,7 +81,6 @@ class LinkFigures:
 
     copies: tuple[CopyTiming, ...]
     contention: Contention
-    issue: ElementwiseTiming  # of the host, to start a copy
 
 
 def measure_machine(request: Request, progress: Progress) -> MachineProfile:
@@ -104,11 +104,10 @@ def measure_machine(request: Request, progress: Progress) -> MachineProfile:
         started += time.monotonic() - tuning  # the grid loses nothing of its time
         benches = {"host": host, "acc": acc or host}
         fast = benches["acc"].kernels, host.kernels
-        rows: list[Row] = [time_step(side, device, fast, request.effort.pace) for side in benches]
-        rows.append(link.issue)
-        handoff = time_handoff(device, fast, request.effort.pace)
+        steps = time_steps("acc", device, fast, memory_reader(host))
+        rows: list[Row] = [*steps.rows]
         if acc is not None:
-            rows.append(time_launch("acc", device, fast, request.effort.pace))
+            rows.append(time_launch("acc", device, fast))
         cores = read_core_time()
         timed, skipped = run_jobs(
             plan_jobs(request, acc is not None),
@@ -129,7 +128,7 @@ def measure_machine(request: Request, progress: Progress) -> MachineProfile:
         def show(label: str, share: float, done: int = done) -> None:
             progress(label, 0.1 + 0.85 * (done + share) / len(unlike))
 
-        own, own_copies, own_tiles, left_out = measure_accelerator(request, other, notes, show)
+        own, own_copies, own_tiles, left_out = measure_accelerator(request, other, host, notes, show)
         rows, copies, skipped = [*rows, *own], (*copies, *own_copies), skipped + left_out
         tiles = (*tiles, *own_tiles)
     for other in unlike_links(accelerators):
@@ -144,7 +143,7 @@ def measure_machine(request: Request, progress: Progress) -> MachineProfile:
         notes.append("page-locking was refused: copies are from pageable memory")
     if skipped:
         notes.append(f"{skipped} series of the general grid were left out for lack of time")
-    profile = _compose(request, accelerators, figures, replace(link, copies=copies), handoff, rows, notes)
+    profile = _compose(request, accelerators, figures, replace(link, copies=copies), steps.handoff, rows, notes)
     return replace(profile, collectives=collectives, shares=shares, tiles=tiles)
 
 
@@ -170,7 +169,7 @@ def choose_tiles(request: Request, bench: KernelBench | None, notes: list[str]) 
 
 
 def measure_accelerator(
-    request: Request, accelerator: AcceleratorInfo, notes: list[str], progress: Progress
+    request: Request, accelerator: AcceleratorInfo, host: KernelBench, notes: list[str], progress: Progress
 ) -> tuple[list[Row], tuple[CopyTiming, ...], tuple[TileChoice, ...], int]:
     """Rows of an accelerator that is unlike the first ("acc1"...): its kernels, the executor's step and its link alone.
 
@@ -183,7 +182,7 @@ def measure_accelerator(
         fast, on_host, _ = choose_kernels(device, "fast", max(effort.acc_tokens))
         progress(f"link of {side_name(side)}", 0.0)
         with closing(_open_link(effort, device)) as link:
-            copies, issue = _time_copies(link, effort, side), time_copy_issue(side, link)
+            copies = _time_copies(link, effort, side)
         pool = OperandPool(min(effort.rotation, LEAST_ROTATION), device.torch_device)
         bench = KernelBench(side, fast, device.torch_device, pool, effort.pace, effort.slow)
         tuning = time.monotonic()
@@ -191,9 +190,10 @@ def measure_accelerator(
         started += time.monotonic() - tuning
         jobs, deadline = list_jobs(side, effort, request.model), started + effort.limit
         rows, skipped = run_jobs(jobs, {side: bench}, deadline, progress)
-        own = [time_step(side, device, (fast, on_host), effort.pace), issue]
+        steps = time_steps(side, device, (fast, on_host), memory_reader(host))
+        own = [row for row in steps.rows if row.device == side]
         if device.kind != "cpu":
-            own.append(time_launch(side, device, (fast, on_host), effort.pace))
+            rows.append(time_launch(side, device, (fast, on_host)))
         return [*own, *rows], copies, tiles, skipped
     finally:
         device.close()
@@ -278,7 +278,7 @@ def _measure_link(effort: Effort, device: Device, host: KernelBench) -> LinkFigu
     with closing(_open_link(effort, device)) as link:
         copies = tuple(time_copies(link, effort.copy_sizes, effort.pace))
         contention = measure_contention(link, matvec_reader(host), effort.contention_seconds)
-        return LinkFigures(copies, contention, time_copy_issue("acc", link))
+        return LinkFigures(copies, contention)
 
 
 def plan_jobs(request: Request, has_own_kernels: bool) -> list[Job]:

@@ -1,5 +1,14 @@
-"""The executor's own cost per unit: it walks real steps over a small model whose kernels do nothing, or next to it."""
+"""The executor's own cost: it walks real steps over a small model whose kernels do nothing, or next to it.
 
+Where the CPU computes units, its stand-ins read as much of the host's memory as a unit may have, and what that takes is
+not counted: a step's own work then meets caches that hold nothing of it, as between real kernels, and takes 5 to 20
+times as long as in a loop.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,7 +17,6 @@ from pshard.buffers import SMALL_BATCH, kv_blocks
 from pshard.machine import ElementwiseTiming
 from pshard.model import ModelConfig, ModelSpec, Rope, TensorSpec, Unit
 from pshard.plan import Buffers, Placement, Prediction, RankPlan, Solve, TierPlan
-from pshard.profile.timing import Pace, median_seconds
 from pshard.runtime.device import Device
 from pshard.runtime.executor import Executor, Group
 from pshard.runtime.kernels.api import Kernels, Segment
@@ -18,15 +26,26 @@ from pshard.runtime.weights import HostWeights
 LAYERS, THIN, CONTEXT = 32, 64, 256
 PROMPT = 2 * SMALL_BATCH  # tokens
 TURNS, HIDDEN = 8, 5120  # layers and width of the model that changes sides: hidden vectors as long as real ones
-LEAST_HANDOFF = 1e-7  # of a difference of noisy times
+LEAST = 1e-7  # of a difference of noisy times
+WALKS, WARM_UPS = 17, 2
 SPARE_MIB = 16  # of the arena, for all but weights
+SLOTS = 2
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """What a step costs the host's thread, seconds of each kind, and of a hidden vector's way to the host and back."""
+
+    rows: tuple[ElementwiseTiming, ...]
+    handoff: float
 
 
 class NoKernels:
-    """Stands in for kernels of the same kind, and does nothing."""
+    """Stands in for kernels of the same kind, and does nothing, or `reads` for each FFN, which takes `seconds`."""
 
-    def __init__(self, real: Kernels) -> None:
+    def __init__(self, real: Kernels, reads: Callable[[], object] | None = None) -> None:
         self.act_dtype, self.repeatable = real.act_dtype, real.repeatable
+        self._reads, self.seconds = reads, 0.0
 
     def _nothing(self, *arguments: Any) -> None:
         pass
@@ -34,60 +53,69 @@ class NoKernels:
     rms_norm = linear = linear_group = gate_up = rope_store = attention = _nothing
 
     def ffn(self, *arguments: Any) -> bool:
+        if self._reads is not None:
+            start = time.perf_counter()
+            self._reads()
+            self.seconds += time.perf_counter() - start
         return True
 
 
-def time_step(side: str, device: Device, fast: tuple[Kernels, Kernels], pace: Pace) -> ElementwiseTiming:
-    """Seconds that the executor adds to every unit on a side ("host" or "acc").
+def time_steps(side: str, device: Device, fast: tuple[Kernels, Kernels], reads: Callable[[], object]) -> StepFigures:
+    """What the executor adds to the units of a step, on the host and on accelerator `side`; see docs/profiling.md.
 
-    fast: the kernels of the accelerator and of the host that it stands in for.
+    fast: the kernels of the accelerator and of the host that they stand in for. reads: reads about as much of host
+    memory as a unit on the CPU does.
     """
-    kernels: Any = NoKernels(fast[0]), NoKernels(fast[1])
-    seconds = _time_walk("cpu" if side == "host" else "pinned", 1, device, kernels, pace)
-    return ElementwiseTiming(side, "step", 1, 1, seconds)
+    kernels = NoKernels(fast[0]), NoKernels(fast[1], reads)
+    spec = _small_model(TURNS, HIDDEN)
+    units = len(spec.units)
+    acc, host, turns = (_time_walk(where, 1, device, kernels, spec) for where in ("pinned", "cpu", "turns"))
+    trips = TURNS + 1 - 0.5  # half of the units are on either side; a walk on the accelerator has half a trip too
+    handoff = max(LEAST, (turns - (acc + host) / 2) / trips)
+    step = _time_walk("pinned", 1, device, kernels) / len(_small_model().units)
+    seconds = {(side, "step"): step, ("host", "step"): host / units}
+    if device.kind != "cpu":  # whose copies are threads' work, beside that of the kernels
+        streamed, pairs = (_time_walk(where, 1, device, kernels, spec) for where in ("streamed", "pairs"))
+        copy = max(LEAST, (streamed - turns) / TURNS)
+        on_cpu, copied = TURNS // 2 + 1, 3 * TURNS // 2  # in pairs; a unit that is copied begins a run
+        others = on_cpu * host / units + (units - on_cpu) * acc / units + (on_cpu - 0.5) * handoff + copied * copy
+        seconds |= {(side, "copy"): copy, (side, "run"): max(LEAST, (pairs - others) / (copied - on_cpu + 1))}
+    return StepFigures(tuple(ElementwiseTiming(*key, 1, 1, s) for key, s in seconds.items()), handoff)
 
 
-def time_launch(side: str, device: Device, fast: tuple[Kernels, Kernels], pace: Pace) -> ElementwiseTiming:
+def time_launch(side: str, device: Device, fast: tuple[Kernels, Kernels]) -> ElementwiseTiming:
     """Seconds that launching a unit's kernels takes on an accelerator ("acc") where no graph holds them: for a prompt
     that is not a full micro-batch, over matrices so small that computing takes less time."""
-    return ElementwiseTiming(side, "launch", 1, 1, _time_walk("pinned", PROMPT, device, fast, pace))
-
-
-def time_handoff(device: Device, fast: tuple[Kernels, Kernels], pace: Pace) -> float:
-    """Seconds in which the executor brings one hidden vector (float32 [HIDDEN]) to the host and back to the
-    accelerator, beside its cost per unit: half of the units on either side, by turns, less as many on one alone."""
-    kernels: Any = NoKernels(fast[0]), NoKernels(fast[1])
-    spec = _small_model(TURNS, HIDDEN)
-    turns, acc, host = (_time_walk(where, 1, device, kernels, pace, spec) for where in ("turns", "pinned", "cpu"))
-    units, trips = len(spec.units) / 2, TURNS + 1 - 0.5  # on either side; a walk on the accelerator has one trip too
-    return max(LEAST_HANDOFF, (2 * turns - acc - host) * units / trips)
+    spec = _small_model()
+    return ElementwiseTiming(side, "launch", 1, 1, _time_walk("pinned", PROMPT, device, fast) / len(spec.units))
 
 
 def _time_walk(
     where: str,
     tokens: int,
     device: Device,
-    kernels: tuple[Kernels, Kernels],
-    pace: Pace,
+    kernels: tuple[Any, Any],
     spec: ModelSpec | None = None,
 ) -> float:
-    """Seconds per unit of a walk with so many tokens over a small model, placed as `_one_tier` says."""
+    """Seconds of a walk with so many tokens over a small model, placed as `_one_tier` says, less what `kernels` of the
+    host kept account of."""
     spec = spec or _small_model()
     plan = _one_tier(where, spec, 1 if tokens == 1 else 2 * tokens)
     weights = HostWeights(spec.units, device)
+    weights.lock()
     kv = KVShape(CONTEXT, 1, "bf16", "bf16")
     arena = device.allocate(plan.budget_mib << 20)
     executor = Executor(spec, plan, device, arena, weights, kv, kernels, Group())
     ids = torch.zeros(tokens, dtype=torch.int64)
     segments = (Segment(0, 0, tokens, 1, tuple(range(kv_blocks(tokens + 1, 1)))),)
-
-    def run(i: int) -> None:
+    samples: list[float] = []
+    for _ in range(WALKS):
+        start, elsewhere = time.perf_counter(), getattr(kernels[1], "seconds", 0.0)
         executor.run(ids, segments, [tokens - 1], lambda: [(0, 1)])
-
-    seconds = median_seconds(run, pace)
+        samples.append(time.perf_counter() - start - (getattr(kernels[1], "seconds", 0.0) - elsewhere))
     executor.close()
     weights.close()
-    return seconds / len(spec.units)
+    return statistics.median(samples[WARM_UPS:])
 
 
 def _small_model(layers: int = LAYERS, d_model: int = THIN) -> ModelSpec:
@@ -119,14 +147,27 @@ def _tensor(name: str, *shape: int) -> TensorSpec:
 
 
 def _one_tier(where: str, spec: ModelSpec, tokens: int) -> RankPlan:
-    """All units "pinned" or on the "cpu", or by "turns": attention and output pinned, FFNs on the CPU. The embedding is
-    looked up on the host."""
-    places = {u.name: "cpu" if where == "cpu" or (where, u.kind) == ("turns", "ffn") else "pinned" for u in spec.units}
-    places["embedding"] = "cpu"
+    """All units "pinned" or on the "cpu", or by "turns": attention pinned, FFNs on the CPU; "streamed": attention
+    streamed instead; "pairs": of every second layer the FFN as well. The output is pinned but with "cpu", and the
+    embedding is looked up on the host."""
+    places = {u.name: _place(where, u) for u in spec.units}
     kv = {u.name: "host" if where == "cpu" else "vram" for u in spec.units if u.kind == "attention"}
     placements = tuple(Placement(name, at, kv.get(name)) for name, at in places.items())
     pins = tuple(u for u, at in places.items() if at == "pinned")
+    slots = SLOTS if "streamed" in places.values() else 0
+    slot = max((u.packed_nbytes for u in spec.units if places[u.name] == "streamed"), default=0)
     unknown = Prediction(0.0, 0.0, (), "", 0, 0)
-    tier = TierPlan(tokens, placements, Buffers(0, 0, 0, 0, 0), unknown, Solve("", 0.0, 0.0, 0.0, 0.0, ""))
+    buffers = Buffers(0, 0, slots, slot, 0)
+    tier = TierPlan(tokens, placements, buffers, unknown, Solve("", 0.0, 0.0, 0.0, 0.0, ""))
     arena = SPARE_MIB + (spec.packed_nbytes >> 20)
     return RankPlan(0, arena, 1.0, pins, tuple(u for u, at in kv.items() if at == "vram"), (tier,))
+
+
+def _place(where: str, unit: Unit) -> str:
+    if where == "cpu" or unit.kind == "embedding":
+        return "cpu"
+    if where == "pinned" or unit.kind == "output":
+        return "pinned"
+    if unit.kind == "ffn" and (where != "pairs" or unit.layer % 2):
+        return "cpu"
+    return "pinned" if where == "turns" else "streamed"

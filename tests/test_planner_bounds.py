@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from pshard.machine import ElementwiseTiming
 from pshard.plan import TierPlan
 from pshard.planner.classes import group_units
 from pshard.planner.costs import TierCosts
@@ -51,7 +52,9 @@ def draw_tiers(seed, kind):
     rng = random.Random(seed)
     spec, rates, workload = random_case(seed, rng.choice((1, 2, 3, 5, 8)))
     workload = replace(workload, max_ubatch=256, sequences=rng.choice((1, 3)))
-    (task,) = prepare_ranks(spec, profile_from_datasheet(replace(rates, kind=kind)), workload)
+    profile = profile_from_datasheet(replace(rates, kind=kind))
+    host = (ElementwiseTiming("acc", what, 1, 1, rng.choice((0.0, 1e-5, 3e-4))) for what in ("copy", "run"))
+    (task,) = prepare_ranks(spec, replace(profile, elementwise=(*profile.elementwise, *host)), workload)
     for _ in range(30):
         costs = rng.choice(task.costs)
         yield task, costs, place_randomly(rng, task.room, costs)

@@ -102,6 +102,24 @@ def test_launches_are_paid_where_no_graph_holds_them(tokens, sequences, streamed
     assert seconds[1] - seconds[0] == pytest.approx(each * launched, abs=0.3 * each)
 
 
+@pytest.mark.parametrize(("streamed", "kv", "runs"), [(0, "vram", 0), (6, "vram", 6), (0, "host", 6), (3, "host", 9)])
+def test_the_host_thread_pays_for_every_run_that_waits_for_a_copy(streamed, kv, runs):
+    spec, each = make_model(layers=6), 0.5
+    workload = Workload((8000,), context=8192)
+    seconds = []
+    for row in ((), (ElementwiseTiming("acc", "run", 1, 1, each),)):
+        profile = profile_from_datasheet(DESKTOP)
+        tables = Tables(replace(profile, elementwise=(*profile.elementwise, *row)))
+        room = rank_room(spec, workload, workload.vram_mib[0], tables.kind, tables.act_bytes)
+        where = {u.name: "pinned" for u in spec.units} | {"embedding": "cpu"}
+        where |= {f"ffn.{i}": "streamed" for i in range(streamed)}
+        in_vram = frozenset(u.name for u in spec.units if u.kind == "attention" and kv == "vram")
+        tier = draft_tier(room, 1, where, in_vram, 2 if streamed else 0)
+        costs = tier_costs(spec, tables, TierLoad(1, 1, 100, 1, 1.0), workload)
+        seconds.append(simulate_tier(room, tier, costs).seconds)
+    assert seconds[1] - seconds[0] == pytest.approx(each * runs, abs=0.3 * each)
+
+
 def test_one_slot_cannot_overlap_copy_and_compute_of_neighbours():
     room, costs = setting(make_model(layers=6))
     one, two = (simulate_tier(room, place(room, n, ffn="streamed"), costs).seconds for n in (1, 2))

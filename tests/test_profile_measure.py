@@ -1,6 +1,7 @@
 """A profile of tiny sizes, measured for real: what is in it, how it is stored, and what a second one is compared by."""
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -29,7 +30,7 @@ from pshard.profile.measure import (
 )
 from pshard.profile.operands import OperandPool
 from pshard.profile.rank_shares import COPY_BYTES, TOKENS
-from pshard.profile.step_cost import time_handoff, time_launch, time_step
+from pshard.profile.step_cost import WALKS, time_launch, time_steps
 from pshard.profile.timing import Pace
 from pshard.runtime.device import CpuDevice
 from pshard.runtime.kernels.plain import PlainKernels
@@ -78,9 +79,7 @@ def test_every_table_that_a_plan_needs_is_there(profile):
         for row in ((1, 1, 64), (1, 16, 16), (1, 16, 64), (16, 1, 64), (64, 1, 64))
     }
     kinds = {"norm", "residual", "rope", "silu_mul", "embed", "step"}
-    assert {(e.device, e.what) for e in profile.elementwise} == {(d, k) for d in ("host", "acc") for k in kinds} | {
-        ("acc", "copy")
-    }
+    assert {(e.device, e.what) for e in profile.elementwise} == {(d, k) for d in ("host", "acc") for k in kinds}
     assert {(c.direction, c.memory, c.nbytes) for c in profile.copies} == {
         (*way, nbytes)
         for way in (*((d, m) for d in ("h2d", "d2h") for m in ("pinned", "pageable")), ("h2d", "staged"))
@@ -99,7 +98,7 @@ def test_figures_are_positive_and_plausible(profile):
     for row in (*profile.matmuls, *profile.attention, *profile.copies):
         assert 0 < row.seconds < 5
     assert all(e.seconds >= 0 for e in profile.elementwise)
-    assert all(e.seconds > 0 for e in profile.elementwise if e.what in ("norm", "rope", "embed", "step", "copy"))
+    assert all(e.seconds > 0 for e in profile.elementwise if e.what in ("norm", "rope", "embed", "step"))
     assert all(1e8 < read.rate < 1e13 for read in profile.reads)
     both = profile.contention
     assert min(both.link_with_cpu, both.cpu_with_link, both.h2d_with_d2h, both.d2h_with_h2d) > 0
@@ -205,9 +204,9 @@ def test_every_unlike_accelerator_is_measured_once(monkeypatch):
     monkeypatch.setattr("pshard.profile.measure.identify_accelerators", lambda kind: kinds("A", "A", "B", "B", "C"))
     asked, real = [], measure_accelerator
 
-    def measure(request, accelerator, notes, progress):
+    def measure(request, accelerator, *rest):
         asked.append(accelerator.index)
-        return real(request, accelerator, notes, progress)
+        return real(request, accelerator, *rest)
 
     shares: list[float] = []
     monkeypatch.setattr("pshard.profile.measure.measure_accelerator", measure)
@@ -229,7 +228,8 @@ def test_launching_a_prompts_kernels_is_timed_over_real_steps():
     device = CpuDevice()
     try:
         kernels = PlainKernels(), PlainKernels()
-        launch, step = (measure("acc", device, kernels, Pace(0.01)) for measure in (time_launch, time_step))
+        launch = time_launch("acc", device, kernels)
+        step = next(r for r in time_steps("acc", device, kernels, lambda: None).rows if r.device == "acc")
     finally:
         device.close()
     assert (launch.what, launch.device, launch.tokens, launch.width) == ("launch", "acc", 1, 1)
@@ -238,6 +238,8 @@ def test_launching_a_prompts_kernels_is_timed_over_real_steps():
 
 class CapturingDevice(CpuDevice):
     """Keeps what is to be repeated, as CudaDevice does."""
+
+    kind = "lanes"
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,12 +259,30 @@ def test_walks_on_one_device_share_no_graphs():
     device, kernels = CapturingDevice(), PlainKernels()
     kernels.repeatable = True
     try:
-        time_step("acc", device, (kernels, kernels), Pace(0.01))
-        time_handoff(device, (kernels, kernels), Pace(0.01))
-        step, turns, acc, host = device.left
-        assert not device.graphs and turns > step == acc == 1 and host == 0
+        figures = time_steps("acc", device, (kernels, kernels), lambda: None)
+        acc, host, turns, step, streamed, pairs = device.left
+        assert not device.graphs and (acc, host, turns, step, streamed, pairs) == (1, 0, 9, 1, 9, 13)
+        assert {(r.device, r.what) for r in figures.rows} == {
+            ("acc", "step"), ("host", "step"), ("acc", "copy"), ("acc", "run")
+        }  # fmt: skip
+        assert figures.handoff > 0 and all(0 < r.seconds < 0.1 for r in figures.rows)
     finally:
         device.close()
+
+
+def test_what_cpu_units_take_is_no_cost_of_the_step():
+    device, reads = CpuDevice(), []
+
+    def read() -> None:
+        reads.append(time.sleep(0.004))
+
+    try:
+        figures = time_steps("acc", device, (PlainKernels(), PlainKernels()), read)
+    finally:
+        device.close()
+    assert len(reads) == 2 * 8 * WALKS  # all FFNs of the walks on the CPU and by turns
+    assert {(r.device, r.what) for r in figures.rows} == {("acc", "step"), ("host", "step")}  # copies are threads' work
+    assert all(r.seconds < 0.002 for r in figures.rows) and figures.handoff < 0.002
 
 
 def test_gpus_differ_by_name_capability_or_memory():
@@ -391,8 +411,9 @@ def test_a_gpu_has_figures_of_its_own():
     decode = next(m for m in profile.matmuls if (m.device, m.qtype, m.tokens) == ("acc", "Q4_0", 1))
     assert decode.seconds < 20e-6  # a launch takes longer: it was timed in a graph
     assert sides["acc"] and sides["acc"] != sides["host"]
-    launch, step = (next(e.seconds for e in profile.elementwise if e.what == w) for w in ("launch", "step"))
-    assert 20e-6 < launch < 2e-3  # ten launches
-    assert step < launch
+    costs = {e.what: e.seconds for e in profile.elementwise if e.device == "acc" and e.width == 1}
+    assert 20e-6 < costs["launch"] < 2e-3  # ten launches
+    assert costs["step"] < costs["launch"]
+    assert 1e-7 <= costs["copy"] < 5e-4 and 1e-7 <= costs["run"] < 5e-4
     assert {c.memory for c in profile.copies} == {"pinned", "staged", "pageable"}
     assert 1e-6 < profile.handoff_seconds < 1e-2
