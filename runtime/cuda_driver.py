@@ -7,6 +7,7 @@ caches, that takes 90 to 140 us a copy and 40 to 60 a graph, and the host thread
 import ctypes
 from functools import cache
 
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 
@@ -16,6 +17,8 @@ def cuda_driver() -> ctypes.CDLL:
     """The driver's library, its functions told what they take."""
     library, handle, size = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p, ctypes.c_size_t
     for name, takes in (
+        ("cuCtxGetCurrent", (ctypes.POINTER(ctypes.c_void_p),)),
+        ("cuCtxSetCurrent", (handle,)),
         ("cuEventCreate", (ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint)),
         ("cuEventDestroy_v2", (handle,)),
         ("cuEventQuery", (handle,)),
@@ -37,6 +40,24 @@ def check(status: int, what: str) -> None:
         raise RuntimeError(f"the driver refused {what} (CUDA error {status})")
 
 
+_context = ctypes.c_void_p()  # of the device that was opened last: a process has one at a time
+
+
+def keep_context() -> None:
+    """Let threads that have no context take this thread's. torch's own calls give a thread one, the driver's do not."""
+    check(cuda_driver().cuCtxGetCurrent(ctypes.byref(_context)), "to say its context")
+
+
+def call(name: str, *arguments: object) -> int:
+    """The status of a call of the driver's, in a thread with or without a context."""
+    function = getattr(cuda_driver(), name)
+    status = function(*arguments)
+    if status == _NO_CONTEXT:
+        check(cuda_driver().cuCtxSetCurrent(_context), "its context to a thread")
+        status = function(*arguments)
+    return int(status)
+
+
 class CudaEvent:
     """A place in a stream. Its handle goes back to `spare` when nobody has the event any more: who was told to wait for
     it still waits for what it was when told."""
@@ -51,15 +72,15 @@ class CudaEvent:
 
     def hold(self, stream: int) -> None:
         """What a stream is given from now on waits for the event."""
-        check(cuda_driver().cuStreamWaitEvent(stream, self.handle, 0), "to wait for an event")
+        check(call("cuStreamWaitEvent", stream, self.handle, 0), "to wait for an event")
 
     def synchronize(self) -> None:
         """Returns when the event has happened."""
-        check(cuda_driver().cuEventSynchronize(self.handle), "to go on")
+        check(call("cuEventSynchronize", self.handle), "to go on")
 
     def happened(self) -> bool:
         """Whether it has happened, without waiting."""
-        status = cuda_driver().cuEventQuery(self.handle)
+        status = call("cuEventQuery", self.handle)
         check(status if status != _NOT_READY else 0, "to go on")
         return status == 0
 
@@ -67,13 +88,13 @@ class CudaEvent:
 def record_event(stream: int, spare: list[int]) -> CudaEvent:
     """An event at the end of a stream (its handle) as it is now; of a handle in `spare`, if there is one."""
     event = CudaEvent(spare.pop() if spare else _create_event(), spare)
-    check(cuda_driver().cuEventRecord(event.handle, stream), "an event")
+    check(call("cuEventRecord", event.handle, stream), "an event")
     return event
 
 
 def _create_event() -> int:
     handle = ctypes.c_void_p()
-    check(cuda_driver().cuEventCreate(ctypes.byref(handle), _NO_TIMING), "an event")
+    check(call("cuEventCreate", ctypes.byref(handle), _NO_TIMING), "an event")
     return int(handle.value or 0)
 
 
@@ -85,9 +106,9 @@ def destroy_events(spare: list[int]) -> None:
 
 def queue_copy(dst: int, src: int, nbytes: int, stream: int) -> None:
     """Queue a copy between addresses on device and host. Raises RuntimeError when the driver refuses."""
-    check(cuda_driver().cuMemcpyAsync(dst, src, nbytes, stream), f"a copy of {nbytes} bytes")
+    check(call("cuMemcpyAsync", dst, src, nbytes, stream), f"a copy of {nbytes} bytes")
 
 
 def launch_graph(graph: int, stream: int) -> None:
     """Queue an executable graph (its handle). Raises RuntimeError when the driver refuses."""
-    check(cuda_driver().cuGraphLaunch(graph, stream), "a graph")
+    check(call("cuGraphLaunch", graph, stream), "a graph")

@@ -15,7 +15,7 @@ import torch
 
 from pshard.errors import UserError
 from pshard.runtime.copiers import Copiers, move
-from pshard.runtime.cuda_driver import CudaEvent, destroy_events, launch_graph, queue_copy, record_event
+from pshard.runtime.cuda_driver import CudaEvent, destroy_events, keep_context, launch_graph, queue_copy, record_event
 from pshard.runtime.host_memory import map_memory
 from pshard.runtime.kernels import native
 from pshard.runtime.row_copy import check_rows, copy_rows
@@ -84,6 +84,7 @@ class CudaDevice:
         torch.cuda.set_device(index)
         torch.cuda.init()
         torch.zeros(1, device=self.torch_device)
+        keep_context()
         gc.collect()
         torch.cuda.empty_cache()  # what an earlier engine left is not this one's context
         self._context_bytes = self._used_bytes()

@@ -60,6 +60,20 @@ def test_an_event_is_told_from_one_that_has_not_happened_and_from_an_error(books
             ask()
 
 
+def test_a_thread_without_a_context_takes_that_of_the_device(books: Books, monkeypatch: pytest.MonkeyPatch) -> None:
+    context: list[int] = []
+
+    def copy(*arguments: int) -> int:
+        books.calls.append(arguments)
+        return 0 if context else 201
+
+    monkeypatch.setattr(books, "cuMemcpyAsync", copy, raising=False)
+    monkeypatch.setattr(books, "cuCtxSetCurrent", lambda c: context.append(c) or 0, raising=False)
+    queue_copy(1, 2, 3, 4)
+    queue_copy(5, 6, 7, 8)
+    assert books.calls == [(1, 2, 3, 4), (1, 2, 3, 4), (5, 6, 7, 8)] and len(context) == 1
+
+
 def test_a_refused_copy_or_graph_is_an_error_that_says_which(books: Books) -> None:
     queue_copy(1 << 40, 2 << 40, 12, 7)
     launch_graph(3 << 40, 7)

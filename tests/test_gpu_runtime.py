@@ -1,6 +1,7 @@
 """The runtime on a CUDA GPU: placements, graphs, budgets. Skipped without one."""
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -237,6 +238,23 @@ def test_steady_decode_allocates_nothing_and_stays_within_the_budget(tmp_path: P
         held["a hundred switches"] = memory.accelerator
         assert max(held.values()) <= memory.budget, held
         assert memory.page_locked
+
+
+def test_an_engine_runs_in_a_thread_that_did_not_load_it(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q4_0")
+    spec = open_model(path).spec
+    places = {u.name: ("streamed" if u.kind == "ffn" else "cpu" if u.name == "output" else "pinned", "vram")
+              for u in spec.units}  # fmt: skip
+    places |= {u.name: (places[u.name][0], None) for u in spec.units if u.kind != "attention"}
+    places["embedding"] = ("cpu", None)
+    tiers = tuple(make_tier(spec, n, places, 2, CONTEXT, 1) for n in (1, 16))
+    steps = ([3] * 16, [5], [6])
+    with open_engine(path, tiers, "fast", CONTEXT, device="cuda") as engine:
+        expected = [engine.forward(ids) for ids in steps]
+        engine.reset(0)
+        with ThreadPoolExecutor(1) as thread:
+            got = [thread.submit(engine.forward, ids).result() for ids in steps]
+    assert torch.equal(torch.stack(got), torch.stack(expected))
 
 
 def test_weights_that_are_page_locked_in_chunks_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
