@@ -231,7 +231,8 @@ class Tables:
     def slowdown(self, read_bytes: int, seconds: float) -> tuple[float, float]:
         """Speeds (1 = alone) of the link and of host work that reads `read_bytes` in `seconds`, while both run.
 
-        Host work that reads slowly leaves the link its rate, and is itself not held up.
+        Host work that reads slowly leaves the link its rate. Each byte that it reads takes longer by the same time,
+        whatever else it does: products of 16 tokens read half as fast as one token's and lose half as much.
         """
         both = self.profile.contention
         if not both.link_with_cpu or not both.cpu_with_link or seconds <= 0 or not read_bytes:
@@ -239,7 +240,8 @@ class Tables:
         demand = read_bytes / seconds
         lost = max(0.0, 1 - both.link_with_cpu / self.link_rate)
         link = 1 - lost * min(1.0, demand / both.cpu_with_link)
-        return max(link, 0.05), min(1.0, both.cpu_with_link / demand)
+        alone = both.cpu_alone or max(demand, both.cpu_with_link)  # not measured: only what reads faster is held up
+        return max(link, 0.05), 1 / (1 + demand * max(0.0, 1 / both.cpu_with_link - 1 / alone))
 
 
 def _nearest_heads(timed: Iterable[tuple[int, int, int]], config: ModelConfig) -> tuple[int, int, int]:

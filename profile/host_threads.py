@@ -19,6 +19,7 @@ READ_BYTES = 32 << 20  # read at once: long beside waking the threads, short bes
 COLD_BYTES = 128 << 20  # about a unit, and more than caches hold
 ROUNDS = 6
 MATVEC = ("Q4_0", 4096, 4096)
+UNIT = ("Q4_0", 28672, 4096)  # a matrix of a large model: what calls cost does not show
 
 
 def thread_counts(cores: int, quick: bool) -> tuple[int, ...]:
@@ -66,12 +67,15 @@ def _read_once(memory: torch.Tensor) -> None:
         memory.view(torch.float32).sum()
 
 
-def matvec_reader(bench: KernelBench) -> Callable[[], int]:
-    """A function that runs one matrix-vector product and returns the bytes of weights that it read."""
-    weights = bench.pool.rotate_weights(*MATVEC)
-    _, rows, cols = MATVEC
+def matvec_reader(bench: KernelBench, matrix: tuple[str, int, int] = UNIT) -> Callable[[], int]:
+    """A function that runs one matrix-vector product and returns the bytes of weights that it read.
+
+    matrix: quant type, rows, columns.
+    """
+    weights = bench.pool.rotate_weights(*matrix)
+    _, rows, cols = matrix
     x, out, tile = bench.activations(1, cols), bench.activations(1, rows), torch.empty(0, dtype=torch.uint8)
-    turn, nbytes = itertools.cycle(weights), packed_nbytes(*MATVEC)
+    turn, nbytes = itertools.cycle(weights), packed_nbytes(*matrix)
 
     def read() -> int:
         bench.kernels.linear(x, next(turn), out, tile)
@@ -82,7 +86,7 @@ def matvec_reader(bench: KernelBench) -> Callable[[], int]:
 
 def matvec_rates(bench: KernelBench, counts: Iterable[int]) -> dict[int, float]:
     """Bytes of weights per second that a matrix-vector product takes in, by thread count."""
-    read = matvec_reader(bench)
+    read = matvec_reader(bench, MATVEC)
     return best_rates(lambda: packed_nbytes(*MATVEC) / bench.seconds(lambda i: read(), 1), counts)
 
 

@@ -142,8 +142,18 @@ def measure_contention(link: LinkBench, read_weights: Callable[[], int] | None, 
     both = run_together({"h2d": into, "d2h": out}, seconds)
     if read_weights is None:
         return Contention(h2d_with_d2h=both["h2d"], d2h_with_h2d=both["d2h"])
+    alone = _read_alone(read_weights, seconds)
     link_rate, cpu_rate = _copy_beside(link, host, read_weights, seconds)
-    return Contention(link_rate, cpu_rate, both["h2d"], both["d2h"])
+    return Contention(link_rate, min(cpu_rate, alone), both["h2d"], both["d2h"], alone)
+
+
+def _read_alone(read_weights: Callable[[], int], seconds: float) -> float:
+    """Bytes per second of CPU kernels."""
+    read_weights()
+    start, read = time.perf_counter(), 0
+    while (elapsed := time.perf_counter() - start) < seconds:
+        read += read_weights()
+    return read / elapsed
 
 
 def _copy_beside(

@@ -104,6 +104,8 @@ def _link_table(profile: MachineProfile, side: str) -> Table:
     table.add_row("both ways at once", _rate(both.h2d_with_d2h), _rate(both.d2h_with_h2d))
     table.add_row("beside CPU kernels", _rate(both.link_with_cpu))
     table.add_row("they read meanwhile", _rate(both.cpu_with_link))
+    if both.cpu_alone:
+        table.add_row("and without copies", _rate(both.cpu_alone))
     table.add_row("hand-off", f"{profile.handoff_seconds * 1e6:.0f} µs")
     return table
 

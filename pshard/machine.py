@@ -126,6 +126,7 @@ class Contention:
     cpu_with_link: float = 0.0  # what the CPU kernels read meanwhile
     h2d_with_d2h: float = 0.0
     d2h_with_h2d: float = 0.0
+    cpu_alone: float = 0.0  # what the same CPU kernels read with nothing else going on
 
 
 @dataclass(frozen=True)

@@ -197,6 +197,15 @@ def test_contention_slows_reading_not_arithmetic():
     assert link == pytest.approx(1.0, abs=0.01) and cpu == 1
 
 
+def test_a_byte_that_is_read_beside_copies_takes_longer_by_the_same_time():
+    rates = replace(PROFILE.contention, cpu_with_link=60e9, cpu_alone=90e9)
+    tables = Tables(replace(PROFILE, contention=rates))
+    added = 1e9 / 60e9 - 1e9 / 90e9
+    for seconds in (1e9 / 90e9, 1e9 / 30e9, 1.0):
+        _, cpu = tables.slowdown(10**9, seconds)
+        assert seconds / cpu == pytest.approx(seconds + added)
+
+
 def test_all_reduces_without_measurements_go_through_host_memory():
     tables = Tables(PROFILE)
     assert tables.collective(1, 1 << 20) == 0
