@@ -11,7 +11,6 @@ import pytest
 from cli_world import World, make_world
 
 from pshard.benching import BenchTest
-from pshard.opening import Request
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -37,7 +36,7 @@ def test_a_soak_ends_in_time_tells_what_it_does_and_checks_logits(world: World, 
     assert "loaded" in done.stderr and "longest prompt" in done.stderr
 
 
-def test_truth_plans_budgets_that_have_no_plan(
+def test_truth_runs_plans_and_strategies_of_each_tests_workload(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     out = tmp_path / "truth.json"
@@ -45,16 +44,17 @@ def test_truth_plans_budgets_that_have_no_plan(
     monkeypatch.setattr(sys, "argv", ["truth.py", "-m", str(world.model), "--vram", "64", "-o", str(out)])
     truth = runpy.run_path(str(SCRIPTS / "truth.py"))
     named = truth["main"].__globals__
-    monkeypatch.setitem(named, "TESTS", (BenchTest(16, 0),))
+    monkeypatch.setitem(named, "TESTS", (BenchTest(16, 0), BenchTest(0, 2)))
     monkeypatch.setitem(named, "STRATEGIES", ("layer-stream",))
+    monkeypatch.setitem(named, "HOPELESS", 0.0)
     assert truth["main"]() == 0
-    assert "planned now, as no plan" in capsys.readouterr().out
-    assert [row["strategy"] for row in json.loads(out.read_text())["rows"] if row["measured"]] == [
-        "ilp",
-        "layer-stream",
-    ]
-    truth["open_or_plan"](Request(world.model, (64,), truth["CONTEXT"]))
-    assert not capsys.readouterr().out
+    rows = json.loads(out.read_text())["rows"]
+    by_test = {test: [row for row in rows if row["test"] == test] for test in ("pp16", "tg2")}
+    for own in by_test.values():
+        assert len(own) > 1 and "layer-stream" in {row["strategy"] for row in own}
+        assert all(row["measured"] and row["predicted"] for row in own)
+        assert [row["plan"] for row in own] == [True] + [False] * (len(own) - 1)
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["64 pp16", "64 tg2"]
 
 
 def test_a_budget_that_is_too_small_is_told_in_one_line(world: World, tmp_path: Path) -> None:
