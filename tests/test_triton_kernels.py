@@ -443,6 +443,36 @@ def test_a_launch_sized_for_a_long_context_serves_a_short_one(kernels: cuda.Cuda
 
 
 @needs_kernels
+@pytest.mark.parametrize(("qtype", "scales", "at"), [("Q2_K", slice(0, 16), 80), ("Q3_K", slice(96, 108), 108)])
+@pytest.mark.parametrize("tokens", [5, 16, 33])
+def test_scales_multiplied_into_codes(
+    kernels: cuda.CudaKernels, qtype: str, scales: slice, at: int, tokens: int
+) -> None:
+    """Least, greatest and any codes with least, greatest and any scales, times activations that int8 holds exactly."""
+    rows, blocks, rng = 36, 3, np.random.default_rng(tokens)
+    raw = rng.integers(0, 256, (rows, blocks, QUANT_TYPES[qtype].nbytes), dtype=np.uint8)
+    kept = raw[:, :, scales].copy()
+    raw[0::3], raw[1::3] = 0, 255
+    raw[:, :, scales] = kept
+    raw[0:12, :, scales], raw[12:24, :, scales] = 0, 255
+    if qtype == "Q2_K":  # no minima: these meet the activations' sums at 11 bits
+        raw[:, :, scales] &= 15
+        raw[:, :, 82:84] = 0
+    d = 2.0 ** rng.integers(-8, 8, (rows, blocks))
+    raw[:, :, at : at + 2] = d.astype(np.float16)[..., None].view(np.uint8)
+    data = pack_reference(raw.reshape(rows, -1), qtype, rows, 256 * blocks)
+    values = unpack_reference(data, qtype, rows, 256 * blocks).astype(np.float64)
+    codes, unit = rng.integers(-127, 128, (tokens, 8 * blocks, 32)) * 1.0, 2.0 ** rng.integers(-40, 40, (tokens, 1))
+    codes[:, :, 0], codes[0], codes[1] = 127, 127, -127
+    x = codes.reshape(tokens, -1) * unit
+    out = poisoned(tokens, rows, dtype=torch.float32)
+    weight = Packed(torch.from_numpy(data).to(DEVICE), qtype, rows, 256 * blocks)
+    kernels.linear(torch.from_numpy(x).to(torch.bfloat16).to(DEVICE), weight, out, NO_TILE)
+    # integer sums are exact, but start at 1.5 * 2^23: four of them are added up in units of up to 4
+    assert (np.abs(numpy64(out) - x @ values.T) < 16 * unit * d.sum(axis=1)).all()
+
+
+@needs_kernels
 def test_runs_repeat_bit_for_bit(kernels: cuda.CudaKernels) -> None:
     weight, _ = random_weight("Q4_K", 48, 256, seed=29)
     for tokens in (1, 20):

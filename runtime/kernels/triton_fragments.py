@@ -3,7 +3,8 @@
 A word of codes is four consecutive columns of one row, and so is a register of the left matrix: codes need no
 exchange between threads. A warp computes 32 rows, two records. Thread (g, q) holds the four rows 4 (g % 4)..4 (g % 4)
 + 3 of record g // 4, so 16 bytes of a plane are a load, and of every chunk of 32 columns the words c = q and c = 4 + q.
-The first two of the four rows are rows g and g + 8 of one product, the others those of a second.
+The first two of the four rows are rows g and g + 8 of one product, the others those of a second. Q2_K and Q3_K
+have their integer scales multiplied into the codes: there it is the words c = 2 q and 2 q + 1, which share one scale.
 
 `record` int32*: the thread's record; `four` its first row in it; `n` the chunk. All are one number per thread.
 """
@@ -12,7 +13,7 @@ import triton
 import triton.language as tl
 
 from pshard.runtime.kernels.triton_decode import fp4_values
-from pshard.runtime.kernels.triton_mma import and_xor, byte_of, load4, turn
+from pshard.runtime.kernels.triton_mma import and_xor, byte_of, load4, signed_byte_of, turn
 
 # of every byte the highest 1, 2 or 4 bits
 _TOP1: tl.constexpr = tl.constexpr(0x80808080 - (1 << 32))
@@ -23,15 +24,14 @@ _TOP4: tl.constexpr = tl.constexpr(0xF0F0F0F0 - (1 << 32))
 @triton.jit
 def load_codes(record, n, q, four, high, mask, QTYPE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
                MASKED: tl.constexpr):  # fmt: skip
-    """What `decode` needs of chunk n as it lies in memory: 4, 8 or 12 words, of four rows each."""
+    """What `decode` or `decode_scaled` needs of chunk n as it lies in memory: 4, 8 or 12 words, of four rows each."""
     if LOW == 8:
         at = record + n * 128 + q * 16 + four
         words = load4(at, mask, MASKED, False) + load4(at + 64, mask, MASKED, False)
     elif LOW == 4:
         words = load4(record + n * 64 + q * 16 + four, mask, MASKED, False)
     else:
-        at = record + n * 32 + four
-        words = load4(at, mask, MASKED, False) + load4(at + 16, mask, MASKED, False)
+        words = load4(record + n * 32 + q // 2 * 16 + four, mask, MASKED, False)
     if HIGH == 1:
         words = words + load4(record + high // 4 + n * 16 + four, mask, MASKED, False)
     elif HIGH == 2:
@@ -64,19 +64,37 @@ def decode(words, row: tl.constexpr, q, QTYPE: tl.constexpr):
         e = words[4 + row]
         return and_xor(turn(e, 7 - q), _TOP1, and_xor(w << 3, 0x78787878, _TOP1)), \
             and_xor(turn(e, 3 - q), _TOP1, and_xor(w >> 1, 0x78787878, _TOP1))  # fmt: skip
-    elif QTYPE == "Q6_K":
+    else:
+        tl.static_assert(QTYPE == "Q6_K")
         return and_xor(turn(words[4 + row], 6 - 2 * q), _TOP2, and_xor(w << 2, 0x3C3C3C3C, _TOP1)), \
             and_xor(turn(words[8 + row], 6 - 2 * q), _TOP2, and_xor(w >> 2, 0x3C3C3C3C, _TOP1))  # fmt: skip
-    elif QTYPE == "Q2_K":
-        return turn(w, -2 * q) & 0x03030303, turn(words[4 + row], -2 * q) & 0x03030303
+
+
+EXCESS_Q3: tl.constexpr = tl.constexpr(124)
+
+
+@triton.jit
+def decode_scaled(words, row: tl.constexpr, q, scales, QTYPE: tl.constexpr):
+    """(columns 8q.., columns 8q + 4..) of the row: words of four uint8, what a weight is before d; Q3_K: + EXCESS_Q3.
+
+    `scales`: of the four rows, a byte each, of Q3_K signed. No result leaves its byte (0..3 * 15, and
+    124 + (-32..31) * (-4..3)), so that one multiplication of words is four of bytes.
+    """
+    w = words[row]
+    low, up = turn(w, -4 * (q % 2)), turn(w, -4 * (q % 2) - 2)
+    if QTYPE == "Q2_K":
+        scale = byte_of(scales, row)
+        return (low & 0x03030303) * scale, (up & 0x03030303) * scale
     else:
         tl.static_assert(QTYPE == "Q3_K")
-        e, u = words[8 + row], words[4 + row]
-        return and_xor(turn(e, 7 - q), _TOP1, and_xor(turn(w, 5 - 2 * q), 0x60606060, _TOP1)), \
-            and_xor(turn(e, 3 - q), _TOP1, and_xor(turn(u, 5 - 2 * q), 0x60606060, _TOP1))  # fmt: skip
+        e = words[4 + row]
+        scale = signed_byte_of(scales, row)
+        start = 0x7C7C7C7C - 0x04040404 * scale
+        return and_xor(low, 0x03030303, turn(e, 2 - 2 * q) & 0x04040404) * scale + start, \
+            and_xor(up, 0x03030303, turn(e, 1 - 2 * q) & 0x04040404) * scale + start  # fmt: skip
 
 
-FACTORS = {"Q4_0": 16, "Q5_0": 8, "Q6_K": 4, "Q3_K": 32 * 4}  # Q3_K: scales come four times too large
+FACTORS = {"Q4_0": 16, "Q5_0": 8, "Q6_K": 4}
 
 
 @triton.jit
@@ -120,15 +138,17 @@ def load_exponents(pointer, mask, MASKED: tl.constexpr):
 
 
 @triton.jit
-def scale_words_q3(record, scales, s, four, mask, MASKED: tl.constexpr):
-    """Sixteen words of four int8: four times the scales less 32 of superblock s, one word for every 16 columns."""
+def scale_words_q3(record, scales, s, four, q, mask, MASKED: tl.constexpr):
+    """Eight words of four int8: the scales less 32 in superblock s, one word for the thread's half of every chunk."""
+    at = record + (scales + four) // 4 + s * 48 + q // 2 * 4
     raw = ()
-    for i in tl.static_range(12):
-        raw = raw + (load_word(record + (scales + four) // 4 + s * 48 + i * 4, mask, MASKED),)  # noqa: RUF005
+    for i in tl.static_range(6):
+        raw = raw + (load_word(at + 8 * i, mask, MASKED),)  # noqa: RUF005
     words = ()
-    for j in tl.static_range(16):
-        low = (raw[j % 8] >> (4 * (j // 8) - 2)) if j >= 8 else (raw[j % 8] << 2)
-        high = raw[8 + j % 4]
-        top = (high << (6 - 2 * (j // 4))) if j < 12 else high
-        words = words + (((low & 0x3C3C3C3C) | _TOP1) ^ (top & _TOP2),)  # noqa: RUF005
+    for k in tl.static_range(8):
+        low = raw[k % 4] >> (4 * (k // 4))
+        high = raw[4 + k % 2]
+        top = (high << (4 - 2 * (k // 2))) if k < 4 else (high >> (2 * (k // 2) - 4))
+        six = (low & 0x0F0F0F0F) | (top & 0x30303030)
+        words = words + ((six + 0x60606060) ^ _TOP1,)  # noqa: RUF005
     return words

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 MAGIC: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2^23: as a float32 its last bits count in ones
+MAGIC_BITS: tl.constexpr = tl.constexpr(0x4B400000)  # an integer sum that starts here is the bits of MAGIC + the sum
 
 if triton.knobs.runtime.interpret:  # the interpreter has no inline assembly
 
@@ -50,10 +51,13 @@ if triton.knobs.runtime.interpret:  # the interpreter has no inline assembly
         pass
 
     @triton.jit
-    def _products(a, b):
-        """[groups of 8, 8 rows, 8 columns]: sums over the four threads of a row of a's bytes times b's."""
+    def _products(a, b, BITS: tl.constexpr = -1):
+        """[groups of 8, 8 rows, 8 columns]: sums over the four threads of a row of a's bytes times b's.
+
+        Bytes are signed; those of a as unsigned ones with BITS = 255.
+        """
         place = (tl.arange(0, 4) * 8)[None, :]
-        left = tl.reshape((a[:, None] << place) >> 24, (a.shape[0] // 32, 8, 1, 16))
+        left = tl.reshape(((a[:, None] << place) >> 24) & BITS, (a.shape[0] // 32, 8, 1, 16))
         right = tl.reshape((b[:, None] << place) >> 24, (a.shape[0] // 32, 1, 8, 16))
         return tl.sum(left * right, axis=3)
 
@@ -76,6 +80,23 @@ if triton.knobs.runtime.interpret:  # the interpreter has no inline assembly
     def dot16(a0, a1, b0):
         """Four int32: the int8 product over 16 columns."""
         return _spread(_products(a0, b0), _products(a1, b0))
+
+    @triton.jit
+    def start_less(excess: tl.constexpr, b0, b1):
+        """Four int32 to start `dot_unsigned` with: MAGIC_BITS less `excess` times the sum of the int8 of a column."""
+        a = tl.full(b0.shape, (-excess & 255) * 0x01010101 - (1 << 32), tl.int32)
+        sums = _products(a, b0) + _products(a, b1)
+        d0, d1, d2, d3 = _spread(sums, sums)
+        return d0 + MAGIC_BITS, d1 + MAGIC_BITS, d2 + MAGIC_BITS, d3 + MAGIC_BITS
+
+    @triton.jit
+    def dot_unsigned(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
+        """Four float32, whose bits are c plus the product of uint8 (a) and int8 (b) over 32 columns."""
+        d0, d1, d2, d3 = _spread(
+            _products(a0, b0, 255) + _products(a2, b1, 255), _products(a1, b0, 255) + _products(a3, b1, 255)
+        )
+        return ((c0 + d0).to(tl.float32, bitcast=True), (c1 + d1).to(tl.float32, bitcast=True),
+                (c2 + d2).to(tl.float32, bitcast=True), (c3 + d3).to(tl.float32, bitcast=True))  # fmt: skip
 
     @triton.jit
     def _outer(a, b):
@@ -184,6 +205,36 @@ else:
             "=r,=r,=r,=r,r,r,r",
             [a0, a1, b0],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+
+    @triton.jit
+    def start_less(excess: tl.constexpr, b0, b1):
+        """Four int32 to start `dot_unsigned` with: MAGIC_BITS less `excess` times the sum of the int8 of a column."""
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 start;
+            mov.b32 start, 0x4B400000;
+            mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32
+                {$0, $1, $2, $3}, {$4, $4, $4, $4}, {$5, $6}, {start, start, start, start};
+            }""",
+            "=r,=r,=r,=r,r,r,r",
+            [(-excess & 255) * 0x01010101 - (1 << 32), b0, b1],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+
+    @triton.jit
+    def dot_unsigned(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
+        """Four float32, whose bits are c plus the product of uint8 (a) and int8 (b) over 32 columns."""
+        return tl.inline_asm_elementwise(
+            """mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32
+                {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};""",
+            "=f,=f,=f,=f,r,r,r,r,r,r,r,r,r,r",
+            [a0, a1, a2, a3, b0, b1, c0, c1, c2, c3],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
             is_pure=True,
             pack=1,
         )

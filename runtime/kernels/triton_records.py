@@ -1,21 +1,36 @@
 """Packed records times quantised activations on the int8 tensor cores: 32 rows for each warp, up to 32 tokens.
 
 Weights are read once, in 16-byte pieces that never leave the registers: they lie in memory as the tensor cores want
-them (triton_fragments). Scales are applied in float32 to the exact integer sums. One token costs as much as eight.
+them (triton_fragments). Scales are applied in float32 to the exact integer sums, or those of Q2_K and Q3_K to the codes
+before. One token costs as much as eight.
 """
 
 import triton
 import triton.language as tl
 
 from pshard.runtime.kernels.triton_fragments import (
+    EXCESS_Q3,
     decode,
+    decode_scaled,
     load_codes,
     load_exponents,
     load_halves,
     load_word,
     scale_words_q3,
 )
-from pshard.runtime.kernels.triton_mma import add_products, byte_of, dot16, dot32, fetch_line, load4, signed_byte_of
+from pshard.runtime.kernels.triton_mma import (
+    MAGIC,
+    MAGIC_BITS,
+    add_products,
+    byte_of,
+    dot16,
+    dot32,
+    dot_unsigned,
+    fetch_line,
+    load4,
+    signed_byte_of,
+    start_less,
+)
 
 LINE: tl.constexpr = tl.constexpr(64)  # bytes that one access to DRAM brings
 
@@ -68,6 +83,34 @@ def _float4(pointer, chunk, last, mask, MASKED: tl.constexpr):
             value = tl.where(chunk + k < last, value, 0.0)
         values = values + (value,)  # noqa: RUF005
     return values
+
+
+@triton.jit
+def _scaled_operands(pointer, xs, mask, QTYPE: tl.constexpr, MASKED: tl.constexpr):
+    """(words 2q and 2q + 1 of four chunks, where their four sums start, what the starts add to each side, negative).
+
+    `pointer`: the first word of activations, see `store_quantised`; `xs`: scales of the four chunks, of each side. For
+    types of `decode_scaled`.
+    """
+    words = ()
+    starts = ()
+    for k in tl.static_range(4):
+        at = pointer + k // 2 * 16 + k % 2 * 2
+        pair = (load_word(at, mask, MASKED), load_word(at + 4, mask, MASKED))
+        if QTYPE == "Q3_K":
+            start = start_less(EXCESS_Q3, pair[0], pair[1])
+        else:
+            even = tl.full(pair[0].shape, MAGIC_BITS, tl.int32)
+            start = (even, even, even, even)
+        words = words + pair
+        starts = starts + (start,)  # noqa: RUF005
+    offsets = ()
+    for side in tl.static_range(len(xs)):
+        offset = xs[side][0] * -MAGIC
+        for k in tl.static_range(1, 4):
+            offset -= xs[side][k] * MAGIC
+        offsets = offsets + (offset,)  # noqa: RUF005
+    return words, starts, offsets
 
 
 @triton.jit
@@ -132,7 +175,8 @@ def dot_records(
     room for.
     """
     SUPER: tl.constexpr = QTYPE == "Q2_K" or QTYPE == "Q3_K" or QTYPE == "Q4_K" or QTYPE == "Q5_K" or QTYPE == "Q6_K"
-    HALVES: tl.constexpr = QTYPE == "Q3_K" or QTYPE == "Q6_K"  # integer scales of 16 columns each
+    FOLDED: tl.constexpr = QTYPE == "Q2_K" or QTYPE == "Q3_K"  # integer scales are multiplied into the codes
+    HALVES: tl.constexpr = QTYPE == "Q6_K"  # integer scales of 16 columns each
     ADDED: tl.constexpr = QTYPE == "Q2_K" or QTYPE == "Q4_K" or QTYPE == "Q5_K" or QTYPE == "Q4_1" or QTYPE == "Q5_1"
     lane = thread % 32
     warp = thread // 32
@@ -142,7 +186,7 @@ def dot_records(
     SIDES: tl.constexpr = 1 if TOKENS == 1 else 2  # columns 2q and 2q + 1 of a product
     COLUMNS: tl.constexpr = 8 if TOKENS > 8 else TOKENS  # of the 8 of a product; fewer tokens are there repeatedly
     BLOCKS: tl.constexpr = (TOKENS + 7) // 8
-    column = words + g % COLUMNS * width * 8 + q * 4
+    column = words + g % COLUMNS * width * 8 + (q % 2 * 8 + q // 2 if FOLDED else q * 4)
     row_sums = sums + g % COLUMNS * width * 2
     halves = record.to(tl.pointer_type(tl.float16), bitcast=True)
     totals = ()  # of a block of 8 tokens, of the four rows: both sides
@@ -159,7 +203,7 @@ def dot_records(
         if SUPER:
             whole = load_halves(halves + d // 2 + chunk // 8 * 16 + four, inside, MASKED)
         if QTYPE == "Q3_K":
-            inner = scale_words_q3(record, scales, chunk // 8, four, inside, MASKED)
+            inner = scale_words_q3(record, scales, chunk // 8, four, q, inside, MASKED)
         for quarter in tl.static_range(UNIT // 4):
             raws = ()
             for k in tl.static_range(4):  # all loads first
@@ -171,29 +215,27 @@ def dot_records(
             for k in tl.static_range(4):
                 n = chunk + (4 * quarter + k)
                 there = exists & (n < last)
-                if QTYPE == "Q3_K":
-                    low_word = inner[8 * quarter + 2 * k]
-                    up_word = inner[8 * quarter + 2 * k + 1]
-                elif QTYPE == "Q2_K" or QTYPE == "Q6_K":
-                    low_word = load_word(record + (scales + four) // 4 + n * 8, there, MASKED)
-                    up_word = load_word(record + (scales + four) // 4 + n * 8 + 4, there, MASKED)
                 row_scale = ()
-                if HALVES:
-                    for row in tl.static_range(4):
-                        both = (signed_byte_of(low_word, row), signed_byte_of(up_word, row))
-                        row_scale = row_scale + (both,)  # noqa: RUF005
-                elif QTYPE == "Q2_K":
-                    low_word &= 0x0F0F0F0F
-                    up_word &= 0x0F0F0F0F
-                else:
-                    row_scale = _row_scales(record, n, four, scales, d, there, QTYPE, MASKED)
                 row_codes = ()
-                for row in tl.static_range(4):
-                    low, up = decode(raws[k], row, q, QTYPE)
-                    if QTYPE == "Q2_K":  # at most 3 * 15: stays in its byte
-                        low *= byte_of(low_word, row)
-                        up *= byte_of(up_word, row)
-                    row_codes = row_codes + ((low, up),)  # noqa: RUF005
+                if FOLDED:
+                    if QTYPE == "Q3_K":
+                        word = inner[4 * quarter + k]
+                    else:
+                        at = record + (scales + four) // 4 + n * 8 + q // 2 * 4
+                        word = load_word(at, there, MASKED) & 0x0F0F0F0F
+                    for row in tl.static_range(4):
+                        row_codes = row_codes + (decode_scaled(raws[k], row, q, word, QTYPE),)  # noqa: RUF005
+                else:
+                    if HALVES:
+                        low_word = load_word(record + (scales + four) // 4 + n * 8, there, MASKED)
+                        up_word = load_word(record + (scales + four) // 4 + n * 8 + 4, there, MASKED)
+                        for row in tl.static_range(4):
+                            both = (signed_byte_of(low_word, row), signed_byte_of(up_word, row))
+                            row_scale = row_scale + (both,)  # noqa: RUF005
+                    else:
+                        row_scale = _row_scales(record, n, four, scales, d, there, QTYPE, MASKED)
+                    for row in tl.static_range(4):
+                        row_codes = row_codes + (decode(raws[k], row, q, QTYPE),)  # noqa: RUF005
                 codes = codes + (row_codes,)  # noqa: RUF005
                 row_scales = row_scales + (row_scale,)  # noqa: RUF005
             grown_totals = ()
@@ -203,11 +245,16 @@ def dot_records(
                     at = scale + (8 * block + (2 * q + side) % COLUMNS) * width + chunk + 4 * quarter
                     xs = xs + (_float4(at, chunk + 4 * quarter, last, present, MASKED),)  # noqa: RUF005
                 at = column + 64 * block * width + (chunk // 2 + 2 * quarter) * 16
-                x = load4(at, present, MASKED, True) + load4(at + 16, present, MASKED, True)
+                if FOLDED:
+                    x, starts, offsets = _scaled_operands(at, xs, present, QTYPE, MASKED)
+                else:
+                    x = load4(at, present, MASKED, True) + load4(at + 16, present, MASKED, True)
                 for pair in tl.static_range(2):
                     part = ()
                     for i in tl.static_range(2 * SIDES):
-                        if SUPER:
+                        if FOLDED:
+                            part = part + (offsets[i % SIDES],)  # noqa: RUF005
+                        elif SUPER:
                             part = part + (tl.zeros((32 * WARPS,), tl.float32),)  # noqa: RUF005
                         else:
                             part = part + (totals[(4 * block + 2 * pair) * SIDES + i],)  # noqa: RUF005
@@ -215,7 +262,10 @@ def dot_records(
                         a0, a2 = codes[k][2 * pair]
                         a1, a3 = codes[k][2 * pair + 1]
                         grown = ()
-                        if HALVES:
+                        if FOLDED:
+                            c0, c1, c2, c3 = starts[k]
+                            dots = dot_unsigned(a0, a1, a2, a3, x[2 * k], x[2 * k + 1], c0, c1, c2, c3)
+                        elif HALVES:
                             dots = dot16(a0, a1, x[2 * k])
                             other = dot16(a2, a3, x[2 * k + 1])
                         else:
@@ -226,7 +276,7 @@ def dot_records(
                                 if HALVES:
                                     s0, s1 = row_scales[k][2 * pair + i]
                                     value = (value * s0 + other[2 * i + side] * s1).to(tl.float32) * xs[side][k]
-                                elif QTYPE == "Q2_K":
+                                elif FOLDED:
                                     value = value * xs[side][k]
                                 else:
                                     value = value * (row_scales[k][2 * pair + i] * xs[side][k])
