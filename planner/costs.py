@@ -493,7 +493,7 @@ class TierCosts:
 
     @cached_property
     def run_issue(self) -> float:
-        """Host seconds to begin a run of units that waits for a copy; what begins one after a hand-off is in that."""
+        """Host seconds to begin a run of units (`pshard.launches`); what begins one after a hand-off is in that."""
         return 0.0 if self.tables.kind == "cpu" else self.tables.elementwise("acc", "run", 1, 1)
 
     @cached_property

@@ -46,7 +46,7 @@ def _draw_lines(problem: TierProblem, counts: tuple[Counts, ...], relaxed: bool)
         for cut, (in_arena, in_slot) in zip(cost.cuts, n.cuts):
             acc += cut.acc * (in_arena + in_slot)
             work += cut.cpu * (in_arena + in_slot)
-            issue += cut.issue * (in_arena + in_slot) + problem.begin_copied * in_slot
+            issue += cut.issue * (in_arena + in_slot) + problem.copy_issue * in_slot
             link += cut.link * in_slot
             one_slot += (cut.link + cut.alone) * in_slot
         acc += cost.acc * (cost.size - n.cpu - n.split) + (0.0 if relaxed else cost.kv_stall * on_host)
@@ -57,7 +57,7 @@ def _draw_lines(problem: TierProblem, counts: tuple[Counts, ...], relaxed: bool)
         link += cost.link * streamed + cost.kv_fetch * on_host
         one_slot += (cost.link + cost.acc) * streamed
         issue += cost.issue * (cost.size - n.cpu - n.split)
-        issue += problem.begin_copied * streamed + problem.begin_staged * on_host
+        issue += problem.copy_issue * streamed + problem.kv_issue * on_host
     reached = any(c.kind != "embedding" and c.size > n.cpu for c, n in zip(problem.classes, counts))
     on_cpu = dict.fromkeys(("attention", "ffn", "embedding", "output"), 0)
     for cost, n in zip(problem.classes, counts):

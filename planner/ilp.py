@@ -68,10 +68,10 @@ class TierProblem:
     `slots` take room; `lookahead` of them can be filled while one run of CPU units lasts (more than `slots` only
     when a bound for several choices is wanted). `round_trip`: hand-offs around a run of CPU units; `enter`: the
     hand-off after an embedding on the CPU, `leave`: the last one; `fixed`: whatever the placement. `all_contend`: the
-    accelerator's work is host work too (the CPU as accelerator). `begin_copied`: host seconds to start the copy of a
-    unit and the run that it begins, `begin_staged`: those of an attention unit with its KV on the host. `host_room`:
-    bytes of weights and of KV that all tiers together may keep in host memory, where that is limited; `host_before`:
-    what tiers that are placed already keep.
+    accelerator's work is host work too (the CPU as accelerator). `copy_issue`: host seconds to start the copy of a
+    unit, `kv_issue`: the copies of an attention unit's KV on the host and back. `host_room`: bytes of weights and of
+    KV that all tiers together may keep in host memory, where that is limited; `host_before`: what tiers that are placed
+    already keep.
     """
 
     tokens: int
@@ -86,8 +86,8 @@ class TierProblem:
     leave: float
     fixed: float
     all_contend: bool = False
-    begin_copied: float = 0.0
-    begin_staged: float = 0.0
+    copy_issue: float = 0.0
+    kv_issue: float = 0.0
     host_room: int | None = None
     host_before: tuple[int, int] = (0, 0)
 
@@ -333,7 +333,7 @@ def _add_tier(
             pinned, streamed = pinned - in_arena, streamed - in_slot
             held.append(cut.nbytes / MIB * in_arena)
             acc.append(MS * cut.acc * (in_arena + in_slot))
-            issue.append(MS * (cut.issue * (in_arena + in_slot) + problem.begin_copied * in_slot))
+            issue.append(MS * (cut.issue * (in_arena + in_slot) + problem.copy_issue * in_slot))
             link.append(MS * cut.link * in_slot)
             one_slot.append(MS * (cut.link + cut.alone) * in_slot)
             units.append(in_slot)
@@ -356,7 +356,7 @@ def _add_tier(
             continue
         program.at_most(cost.size - cpu[c], cost.size * reached)
         link.append(MS * cost.link * streamed)
-        issue.append(MS * problem.begin_copied * streamed)
+        issue.append(MS * problem.copy_issue * streamed)
         one_slot.append(MS * (cost.link + cost.acc) * streamed)
         units.append(streamed)
         program.at_least(streamed, 0)
@@ -369,7 +369,7 @@ def _add_tier(
             program.at_most(on_host, cost.size * stage)
             held.append(cost.kv_nbytes / MIB * kv[c])
             link.append(MS * cost.kv_fetch * on_host)
-            issue.append(MS * problem.begin_staged * on_host)
+            issue.append(MS * problem.kv_issue * on_host)
             if stalls:
                 acc.append(MS * cost.kv_stall * on_host)
             if cost.kv_cycle:

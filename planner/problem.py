@@ -58,8 +58,8 @@ def tier_problem(
         leave,
         fixed,
         costs.acc_contended is not None,
-        costs.copy_issue + costs.run_issue,
-        2 * costs.copy_issue * (1 + (load.past > 0)) + costs.run_issue,
+        costs.copy_issue,
+        2 * costs.copy_issue * (1 + (load.past > 0)),
         room.host,
     )
 

@@ -143,16 +143,21 @@ class _Machine:
         self.fetched: dict[str, _Copy] = {}
         self.slot_free: dict[int, float] = {}
         self.begun: tuple[Compute, float] | None = None  # the accelerator's rows of a split unit, and since when
+        # what the host pays for the next unit's run: nothing while one goes on, and a hand-off has paid
+        self.to_begin, self.paid = costs.run_issue, False
         self.log: list[tuple[Step, str, float, float]] | None = [] if logs else None
 
     def run(self, acts: Sequence["_Act"]) -> None:
         """Run steps in order. What most steps are is written out here, for this loop is where searches spend time."""
         host, acc, d2h, log = self.host, self.acc, self.d2h, self.log
         link, loaded, fetched, slot_free = self.link, self.loaded, self.fetched, self.slot_free
-        copy_issue, queue = self.costs.copy_issue, link.queue
+        copy_issue, run_issue, queue = self.costs.copy_issue, self.costs.run_issue, link.queue
+        to_begin, paid = self.to_begin, self.paid
         for kind, step, seconds, more in acts:
             if kind is _COMPUTE or kind is _FROM_SLOT:
-                host += more
+                waits = kind is _FROM_SLOT or (fetched and step.unit in fetched)
+                host += more if paid else more + run_issue if waits else more + to_begin
+                to_begin, paid = 0.0, False
                 start = acc if acc > host else host
                 if kind is _FROM_SLOT:
                     copy = loaded[step.unit]
@@ -166,17 +171,21 @@ class _Machine:
                     log.append((step, "acc", start, acc))
             elif kind is _COPY:
                 host += copy_issue
+                to_begin = run_issue
                 free = slot_free.get(more, 0.0)
                 loaded[step.unit] = copy = [host if host > free else free, seconds, -1.0, -1.0, step]
                 queue.append(copy)
             elif kind is _FREE:
                 slot_free[more] = acc
+                to_begin = run_issue
             elif kind is _FETCH:
                 host += more
+                to_begin = run_issue
                 fetched[step.unit] = copy = [host if host > d2h else d2h, seconds, -1.0, -1.0, step]
                 queue.append(copy)
             elif kind is _WRITE:
                 host += more
+                to_begin = run_issue
                 start = d2h if d2h > acc else acc
                 d2h = start + seconds
                 if log is not None:
@@ -190,13 +199,14 @@ class _Machine:
                 start = host if host > acc else acc
                 acc = start + seconds
                 host = acc if more else host
+                to_begin, paid = run_issue, not more
                 if log is not None:
                     log.append((step, "acc", start, acc))
             else:
-                self.host, self.acc, self.d2h = host, acc, d2h
+                self.host, self.acc, self.d2h, self.to_begin, self.paid = host, acc, d2h, to_begin, paid
                 kind(self, step)
-                host, acc, d2h = self.host, self.acc, self.d2h
-        self.host, self.acc, self.d2h = host, acc, d2h
+                host, acc, d2h, to_begin, paid = self.host, self.acc, self.d2h, self.to_begin, self.paid
+        self.host, self.acc, self.d2h, self.to_begin, self.paid = host, acc, d2h, to_begin, paid
 
     def note(self, step: Step, lane: str, start: float, end: float) -> None:
         if self.log is not None:
@@ -218,7 +228,8 @@ class _Machine:
             self.host = self.link.beside(start, cost.cpu, self.costs.split_speeds(step.unit, step.cpu_rows))
             self.note(step, "cpu", start, self.host)
             return
-        self.host += cost.issue + (self.costs.run_issue if step.slot is not None else 0.0)
+        self.host += cost.issue + (0.0 if self.paid else self.costs.run_issue)  # each part is a run of its own
+        self.to_begin, self.paid = self.costs.run_issue, False
         start = max(self.acc, self.host)
         if step.part == "down":
             self.run_part(step, start, cost.down)
@@ -279,8 +290,7 @@ def _price(step: Step, costs: TierCosts) -> _Act:
                 return _Machine.compute_on_cpu_accelerator, step, 0.0, None
             kind = _FROM_SLOT if step.source == "slot" else _COMPUTE
             launch = 0.0 if step.unit == "embedding" else costs.launch
-            begin = costs.run_issue if kind is _FROM_SLOT else 0.0
-            return kind, step, costs.units[step.unit].acc, costs.units[step.unit].issue + launch + begin
+            return kind, step, costs.units[step.unit].acc, costs.units[step.unit].issue + launch
         case Compute():
             return _Machine.compute_part, step, 0.0, None
         case CopyIn():
@@ -289,8 +299,7 @@ def _price(step: Step, costs: TierCosts) -> _Act:
         case FetchKV():
             return _FETCH, step, costs.units[step.unit].kv_fetch, 2 * costs.copy_issue  # keys and values
         case WriteBack():
-            # a unit with its KV on the host begins a run, too
-            return _WRITE, step, costs.units[step.unit].kv_write, 2 * costs.copy_issue + costs.run_issue
+            return _WRITE, step, costs.units[step.unit].kv_write, 2 * costs.copy_issue
         case Handoff():
             return _HAND_OFF, step, costs.handoff(step.to, step.nbytes), step.to == "cpu"
         case Free():

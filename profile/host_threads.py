@@ -67,7 +67,12 @@ def _read_once(memory: torch.Tensor) -> None:
         memory.view(torch.float32).sum()
 
 
-def matvec_reader(bench: KernelBench, matrix: tuple[str, int, int] = UNIT) -> Callable[[], int]:
+def unit_reader(bench: KernelBench) -> Callable[[], int]:
+    """Like `matvec_reader`, with a matrix as large as those of large models where kernels are fast enough for that."""
+    return matvec_reader(bench, UNIT if native.is_available() else MATVEC)
+
+
+def matvec_reader(bench: KernelBench, matrix: tuple[str, int, int] = MATVEC) -> Callable[[], int]:
     """A function that runs one matrix-vector product and returns the bytes of weights that it read.
 
     matrix: quant type, rows, columns.
@@ -86,7 +91,7 @@ def matvec_reader(bench: KernelBench, matrix: tuple[str, int, int] = UNIT) -> Ca
 
 def matvec_rates(bench: KernelBench, counts: Iterable[int]) -> dict[int, float]:
     """Bytes of weights per second that a matrix-vector product takes in, by thread count."""
-    read = matvec_reader(bench, MATVEC)
+    read = matvec_reader(bench)
     return best_rates(lambda: packed_nbytes(*MATVEC) / bench.seconds(lambda i: read(), 1), counts)
 
 

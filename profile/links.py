@@ -26,7 +26,8 @@ COPY_SIZES = (4 * KIB, 64 * KIB, 256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB
 BATCH_BYTES = 16 * MIB  # small copies are queued until so many bytes are under way, as the runtime queues them
 DEEPEST_QUEUE = 32
 DUPLEX_BYTES = 32 * MIB
-QUEUED_BESIDE = 16  # copies under way beside a CPU kernel: more than the link moves while it runs
+ROUNDS = 3
+QUEUED_BESIDE = 16  # copies under way beside a CPU kernel: more than the link moves while it runs (66 MB, a 7th of it)
 MOST_PIECES = 512  # pieces of a buffer that copies take turns with
 
 Copy = Callable[[torch.Tensor, torch.Tensor], Any]
@@ -142,8 +143,12 @@ def measure_contention(link: LinkBench, read_weights: Callable[[], int] | None, 
     both = run_together({"h2d": into, "d2h": out}, seconds)
     if read_weights is None:
         return Contention(h2d_with_d2h=both["h2d"], d2h_with_h2d=both["d2h"])
-    alone = _read_alone(read_weights, seconds)
-    link_rate, cpu_rate = _copy_beside(link, host, read_weights, seconds)
+    part = seconds / ROUNDS  # by turns, the best of each: other programs only make rates look worse
+    alone, (cpu_rate, link_rate) = 0.0, (0.0, 0.0)
+    for _ in range(ROUNDS):
+        alone = max(alone, _read_alone(read_weights, part))
+        copied, read = _copy_beside(link, host, read_weights, part)
+        cpu_rate, link_rate = max((cpu_rate, link_rate), (read, copied))
     return Contention(link_rate, min(cpu_rate, alone), both["h2d"], both["d2h"], alone)
 
 
@@ -187,11 +192,12 @@ def _copy_loop(link: LinkBench, host: torch.Tensor, direction: str) -> Callable[
     under_way: list[Any] = []
 
     def run() -> int:
-        under_way.append(next(turn)())
-        if len(under_way) > 2:
-            link.device.host_wait(under_way.pop(0))
-            return nbytes
-        return 0
+        with link.device.current():  # in a thread of its own
+            under_way.append(next(turn)())
+            if len(under_way) > 2:
+                link.device.host_wait(under_way.pop(0))
+                return nbytes
+            return 0
 
     return run
 

@@ -30,11 +30,11 @@ from pshard.profile.effort import Effort, Shapes, shapes_to_tune
 from pshard.profile.host_threads import (
     ROUNDS,
     matvec_rates,
-    matvec_reader,
     measure_reads,
     memory_reader,
     pick_threads,
     thread_counts,
+    unit_reader,
     use_threads,
 )
 from pshard.profile.identify import count_cores, identify_accelerators, identify_host, unlike_accelerators, unlike_links
@@ -277,7 +277,7 @@ def _measure_host(request: Request, bench: KernelBench) -> HostFigures:
 def _measure_link(effort: Effort, device: Device, host: KernelBench) -> LinkFigures:
     with closing(_open_link(effort, device)) as link:
         copies = tuple(time_copies(link, effort.copy_sizes, effort.pace))
-        contention = measure_contention(link, matvec_reader(host), effort.contention_seconds)
+        contention = measure_contention(link, unit_reader(host), effort.contention_seconds)
         return LinkFigures(copies, contention)
 
 
@@ -297,7 +297,8 @@ def expected_seconds(request: Request) -> float:
     reads = 3 * ROUNDS * len(thread_counts(count_cores(), effort.quick)) * effort.pace.seconds
     copies = 7 * len(effort.copy_sizes) * effort.pace.seconds + 2 * effort.contention_seconds
     tiles = effort.tile_seconds if request.accelerator != "cpu" else 0.0
-    return 2 + reads + copies + unlike * (min(effort.limit, jobs) + tiles) + 15 * bool(effort.sums)
+    steps = 3.0 if request.accelerator != "cpu" else 0.5  # walks beside reads
+    return 2 + steps + reads + copies + unlike * (min(effort.limit, jobs) + tiles) + 15 * bool(effort.sums)
 
 
 def run_jobs(

@@ -29,7 +29,7 @@ TURNS, HIDDEN = 8, 5120  # layers and width of the model that changes sides: hid
 LEAST = 1e-7  # of a difference of noisy times
 WALKS, WARM_UPS = 17, 2
 SPARE_MIB = 16  # of the arena, for all but weights
-SLOTS = 2
+SLOTS = 3  # as many as units are copied between two on the CPU, beside which all arrive
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class StepFigures:
 
 
 class NoKernels:
-    """Stands in for kernels of the same kind, and does nothing, or `reads` for each FFN, which takes `seconds`."""
+    """Stands in for kernels of the same kind, and does nothing, or `reads` for each unit, which takes `seconds`."""
 
     def __init__(self, real: Kernels, reads: Callable[[], object] | None = None) -> None:
         self.act_dtype, self.repeatable = real.act_dtype, real.repeatable
@@ -50,13 +50,16 @@ class NoKernels:
     def _nothing(self, *arguments: Any) -> None:
         pass
 
-    rms_norm = linear = linear_group = gate_up = rope_store = attention = _nothing
+    rms_norm = linear = linear_group = gate_up = rope_store = _nothing
 
-    def ffn(self, *arguments: Any) -> bool:
+    def attention(self, *arguments: Any) -> None:
         if self._reads is not None:
             start = time.perf_counter()
             self._reads()
             self.seconds += time.perf_counter() - start
+
+    def ffn(self, *arguments: Any) -> bool:
+        self.attention()
         return True
 
 
@@ -66,20 +69,27 @@ def time_steps(side: str, device: Device, fast: tuple[Kernels, Kernels], reads: 
     fast: the kernels of the accelerator and of the host that they stand in for. reads: reads about as much of host
     memory as a unit on the CPU does.
     """
-    kernels = NoKernels(fast[0]), NoKernels(fast[1], reads)
+    copies = (
+        device.kind != "cpu"
+    )  # else they are threads' work, and nothing of a step misses the caches on one side only
+    kernels = NoKernels(fast[0]), NoKernels(fast[1], reads if copies else None)
     spec = _small_model(TURNS, HIDDEN)
-    units = len(spec.units)
-    acc, host, turns = (_time_walk(where, 1, device, kernels, spec) for where in ("pinned", "cpu", "turns"))
-    trips = TURNS + 1 - 0.5  # half of the units are on either side; a walk on the accelerator has half a trip too
-    handoff = max(LEAST, (turns - (acc + host) / 2) / trips)
+    units, on_cpu = len(spec.units), TURNS + 1  # by turns: the FFNs and the embedding, which always is
+    walks = {where: _time_walk(where, 1, device, kernels, spec) for where in ("pinned", "cpu", "turns")}
+    host = walks["cpu"] / units
+    # every walk that leaves the host and comes back for the logits has half a hand-off more than its CPU units less one
+    pinned = walks["pinned"] - host
+    share = (units - on_cpu) / (units - 1)  # of the pinned walk's units and half a hand-off
+    handoff = max(LEAST, (walks["turns"] - on_cpu * host - share * pinned) / (on_cpu - 0.5 - 0.5 * share))
+    acc = (pinned - handoff / 2) / (units - 1)
     step = _time_walk("pinned", 1, device, kernels) / len(_small_model().units)
-    seconds = {(side, "step"): step, ("host", "step"): host / units}
-    if device.kind != "cpu":  # whose copies are threads' work, beside that of the kernels
-        streamed, pairs = (_time_walk(where, 1, device, kernels, spec) for where in ("streamed", "pairs"))
-        copy = max(LEAST, (streamed - turns) / TURNS)
+    seconds = {(side, "step"): step, ("host", "step"): host}
+    if copies:
+        walks |= {where: _time_walk(where, 1, device, kernels, spec) for where in ("streamed", "pairs")}
+        copy = max(LEAST, (walks["streamed"] - walks["turns"]) / TURNS)
         on_cpu, copied = TURNS // 2 + 1, 3 * TURNS // 2  # in pairs; a unit that is copied begins a run
-        others = on_cpu * host / units + (units - on_cpu) * acc / units + (on_cpu - 0.5) * handoff + copied * copy
-        seconds |= {(side, "copy"): copy, (side, "run"): max(LEAST, (pairs - others) / (copied - on_cpu + 1))}
+        others = on_cpu * host + (units - on_cpu) * acc + (on_cpu - 0.5) * handoff + copied * copy
+        seconds |= {(side, "copy"): copy, (side, "run"): max(LEAST, (walks["pairs"] - others) / (copied - on_cpu + 1))}
     return StepFigures(tuple(ElementwiseTiming(*key, 1, 1, s) for key, s in seconds.items()), handoff)
 
 

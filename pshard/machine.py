@@ -85,9 +85,9 @@ class ElementwiseTiming:
     """Seconds of what a unit does beside matmuls and attention.
 
     `what`: "norm" (RMSNorm of [tokens, width]), "residual" (add), "rope" (rotate and store KV; width = all q and k
-    columns), "silu_mul" (SwiGLU product), "embed" (rows looked up on the host), "step" (fixed cost of one step of the
-    executor per unit, tokens = width = 1), "copy" (host seconds to start a copy, tokens = width = 1),
-    "launch" (host seconds to launch a unit's kernels for a prompt one by one, tokens = width = 1; not on CPUs).
+    columns), "silu_mul" (SwiGLU product), "embed" (rows looked up on the host). With tokens = width = 1 what a step
+    costs the host: "step" (a unit, on either side), "copy" (to start a copy and to wait for it on the GPU), "run" (to
+    begin a run of units), "launch" (of a unit's kernels for a prompt one by one); all but "step" not on CPUs.
     """
 
     device: str

@@ -4,7 +4,7 @@ import ctypes
 
 import torch
 
-from pshard.runtime.cuda_driver import call, check
+from pshard.runtime.cuda_driver import check, cuda_driver
 from pshard.runtime.kernels import native
 
 MOST_THREADS = 8  # one copies some 8 GB/s, and eight half as fast as a link; more would take cores from the kernels
@@ -38,7 +38,7 @@ class Copiers:
             raise RuntimeError("host memory cannot be copied in a stream without the C++ library")
         job = self._job(to, source)
         run = ctypes.cast(self._functions["run"], ctypes.c_void_p)
-        check(call("cuLaunchHostFunc", stream, run, job), "a copy within host memory")
+        check(cuda_driver().cuLaunchHostFunc(stream, run, job), "a copy within host memory")
 
     def _job(self, to: torch.Tensor, source: torch.Tensor) -> int:
         if not (to.is_contiguous() and source.is_contiguous() and to.nbytes == source.nbytes):

@@ -8,14 +8,22 @@ import contextlib
 import gc
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
 
 from pshard.errors import UserError
 from pshard.runtime.copiers import Copiers, move
-from pshard.runtime.cuda_driver import CudaEvent, destroy_events, keep_context, launch_graph, queue_copy, record_event
+from pshard.runtime.cuda_driver import (
+    CudaEvent,
+    current_context,
+    destroy_events,
+    enter_context,
+    launch_graph,
+    queue_copy,
+    record_event,
+)
 from pshard.runtime.host_memory import map_memory
 from pshard.runtime.kernels import native
 from pshard.runtime.row_copy import check_rows, copy_rows
@@ -54,6 +62,7 @@ class Device(Protocol):
     def host_wait(self, event: Any) -> None: ...
     def happened(self, event: Any) -> bool: ...
     def synchronize(self) -> None: ...
+    def current(self) -> Any: ...
     def computing(self) -> Any: ...
     def repeat(self, key: tuple, worth_it: bool, work: Callable[[], Any]) -> None: ...
     def forget_repeats(self) -> None: ...
@@ -84,7 +93,7 @@ class CudaDevice:
         torch.cuda.set_device(index)
         torch.cuda.init()
         torch.zeros(1, device=self.torch_device)
-        keep_context()
+        self._context = current_context()
         gc.collect()
         torch.cuda.empty_cache()  # what an earlier engine left is not this one's context
         self._context_bytes = self._used_bytes()
@@ -151,7 +160,9 @@ class CudaDevice:
     def _copy(self, stream: int, dst: torch.Tensor, src: torch.Tensor, after: Iterable[CudaEvent]) -> CudaEvent:
         for event in after:
             event.hold(stream)
-        if dst.is_contiguous() and src.is_contiguous() and dst.nbytes == src.nbytes:
+        if not src.nbytes:
+            pass  # of a unit that another rank has
+        elif dst.is_contiguous() and src.is_contiguous() and dst.nbytes == src.nbytes:
             queue_copy(dst.data_ptr(), src.data_ptr(), src.nbytes, stream)
         else:
             copy_rows(dst, src, stream)
@@ -200,6 +211,13 @@ class CudaDevice:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Context in which calls of any thread are for this device."""
+        with torch.cuda.device(self.torch_device):
+            enter_context(self._context)  # which a thread that torch has not met yet lacks
+            yield
 
     def computing(self) -> Any:
         """Context in which torch operators go to the compute lane."""
@@ -375,6 +393,9 @@ class CpuDevice:
     def synchronize(self) -> None:
         for event in self._last:
             event.wait()
+
+    def current(self) -> Any:
+        return contextlib.nullcontext()
 
     def computing(self) -> Any:
         return torch.inference_mode()

@@ -276,6 +276,17 @@ class Executor:
             float32 on the host, a fresh tensor: [len(logit_rows), vocabulary]; with `best_only` [len(logit_rows), 2],
             logit and id.
         """
+        with self.device.current():  # the thread need not be the one that loaded
+            return self._run(ids, segments, logit_rows, used, best_only)
+
+    def _run(
+        self,
+        ids: torch.Tensor,
+        segments: tuple[Segment, ...],
+        logit_rows: list[int],
+        used: Callable[[], list[tuple[int, int]]],
+        best_only: bool,
+    ) -> torch.Tensor:
         tokens = ids.numel()
         self.enter(self.plan.covering(tokens), used)
         state = self._state
@@ -358,6 +369,8 @@ class Executor:
             RuntimeError
         ):  # whoever used what a failed copy brought has been told; memory is freed
             self.device.synchronize()
+        self._state, self._sent = None, None  # with their events, whose handles the device destroys
+        self.written.clear()
         self.device.forget_repeats()
         self._unlock_host_memory()
         self.weights.close()

@@ -7,7 +7,7 @@ import ctypes
 
 import torch
 
-from pshard.runtime.cuda_driver import call, check
+from pshard.runtime.cuda_driver import check, cuda_driver
 
 _HOST, _DEVICE = 1, 2  # CUmemorytype
 
@@ -47,4 +47,4 @@ def copy_rows(dst: torch.Tensor, src: torch.Tensor, stream: int) -> None:
         setattr(copy, f"{side}_type", _DEVICE if on_device else _HOST)
         setattr(copy, f"{side}_{'device' if on_device else 'host'}", tensor.data_ptr())
         setattr(copy, f"{side}_pitch", tensor.stride(0) * tensor.element_size())
-    check(call("cuMemcpy2DAsync_v2", ctypes.byref(copy), stream), f"a copy of {src.shape[0]} rows")
+    check(cuda_driver().cuMemcpy2DAsync_v2(ctypes.byref(copy), stream), f"a copy of {src.shape[0]} rows")

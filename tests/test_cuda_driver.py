@@ -5,7 +5,14 @@ from typing import Any
 import pytest
 
 from pshard.runtime import cuda_driver
-from pshard.runtime.cuda_driver import destroy_events, launch_graph, queue_copy, record_event
+from pshard.runtime.cuda_driver import (
+    current_context,
+    destroy_events,
+    enter_context,
+    launch_graph,
+    queue_copy,
+    record_event,
+)
 
 
 class Books:
@@ -60,18 +67,24 @@ def test_an_event_is_told_from_one_that_has_not_happened_and_from_an_error(books
             ask()
 
 
-def test_a_thread_without_a_context_takes_that_of_the_device(books: Books, monkeypatch: pytest.MonkeyPatch) -> None:
-    context: list[int] = []
+def test_a_thread_takes_a_context_that_is_not_its_own_yet(books: Books, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = [0]
 
-    def copy(*arguments: int) -> int:
-        books.calls.append(arguments)
-        return 0 if context else 201
+    def get(context: Any) -> int:
+        context._obj.value = own[-1]
+        return 0
 
-    monkeypatch.setattr(books, "cuMemcpyAsync", copy, raising=False)
-    monkeypatch.setattr(books, "cuCtxSetCurrent", lambda c: context.append(c) or 0, raising=False)
-    queue_copy(1, 2, 3, 4)
-    queue_copy(5, 6, 7, 8)
-    assert books.calls == [(1, 2, 3, 4), (1, 2, 3, 4), (5, 6, 7, 8)] and len(context) == 1
+    def put(context: int) -> int:
+        own.append(context)
+        return 0
+
+    monkeypatch.setattr(books, "cuCtxGetCurrent", get, raising=False)
+    monkeypatch.setattr(books, "cuCtxSetCurrent", put, raising=False)
+    assert current_context() == 0
+    for context in (5, 5, 6):
+        enter_context(context)
+        assert current_context() == context
+    assert own == [0, 5, 6]  # asked for once
 
 
 def test_a_refused_copy_or_graph_is_an_error_that_says_which(books: Books) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from pshard.launches import LAUNCH_BOUND
+from pshard.launches import LAUNCH_BOUND, enters, find_runs
 from pshard.machine import Contention, ElementwiseTiming
 from pshard.planner.candidates import whole_tier
 from pshard.planner.costs import Tables, interpolate, tier_costs
@@ -13,7 +13,7 @@ from pshard.planner.datasheet import Rates, profile_from_datasheet
 from pshard.planner.draft import draft_tier, rank_room, simulate_tier, tier_steps
 from pshard.planner.load import TierLoad, raise_weights, tier_loads
 from pshard.planner.plan import plan_variant, prepare_ranks
-from pshard.steps import CopyIn
+from pshard.steps import CopyIn, StepShape, emit_steps
 from pshard.workload import Workload
 from tests.planner_cases import DESKTOP, OWN, make_model
 
@@ -102,21 +102,25 @@ def test_launches_are_paid_where_no_graph_holds_them(tokens, sequences, streamed
     assert seconds[1] - seconds[0] == pytest.approx(each * launched, abs=0.3 * each)
 
 
-@pytest.mark.parametrize(("streamed", "kv", "runs"), [(0, "vram", 0), (6, "vram", 6), (0, "host", 6), (3, "host", 9)])
-def test_the_host_thread_pays_for_every_run_that_waits_for_a_copy(streamed, kv, runs):
+@pytest.mark.parametrize("on_cpu", [0, 2, 6])
+@pytest.mark.parametrize("streamed", [0, 3, 6])
+@pytest.mark.parametrize("kv", ["vram", "host"])
+def test_the_host_thread_pays_for_every_run_that_no_hand_off_begins(streamed, kv, on_cpu):
     spec, each = make_model(layers=6), 0.5
     workload = Workload((8000,), context=8192)
+    where = {u.name: "pinned" for u in spec.units} | {"embedding": "cpu"}
+    where |= {f"attention.{i}": "streamed" for i in range(streamed)} | {f"ffn.{i}": "cpu" for i in range(on_cpu)}
+    in_vram = frozenset(u.name for u in spec.units if u.kind == "attention" and kv == "vram")
     seconds = []
     for row in ((), (ElementwiseTiming("acc", "run", 1, 1, each),)):
-        profile = profile_from_datasheet(DESKTOP)
+        profile = replace(profile_from_datasheet(DESKTOP), contention=Contention())
         tables = Tables(replace(profile, elementwise=(*profile.elementwise, *row)))
         room = rank_room(spec, workload, workload.vram_mib[0], tables.kind, tables.act_bytes)
-        where = {u.name: "pinned" for u in spec.units} | {"embedding": "cpu"}
-        where |= {f"ffn.{i}": "streamed" for i in range(streamed)}
-        in_vram = frozenset(u.name for u in spec.units if u.kind == "attention" and kv == "vram")
         tier = draft_tier(room, 1, where, in_vram, 2 if streamed else 0)
         costs = tier_costs(spec, tables, TierLoad(1, 1, 100, 1, 1.0), workload)
         seconds.append(simulate_tier(room, tier, costs).seconds)
+    body = emit_steps(spec, tier, StepShape(1, 100, 1)).body
+    runs = sum(not enters(body, begin) for begin, _ in find_runs(body))
     assert seconds[1] - seconds[0] == pytest.approx(each * runs, abs=0.3 * each)
 
 
