@@ -220,9 +220,11 @@ def round_seconds(
 
 
 def switch_seconds(room: Room, tiers: tuple[TierPlan, ...], costs: tuple[TierCosts, ...]) -> float:
-    """Seconds of going from the largest tier to the smallest and back once: pins brought in, used KV cells moved."""
+    """Seconds of going from the largest tier that the round enters to the smallest and back once: pins brought in, used
+    KV cells moved."""
     locked = staged = seconds = 0.0
-    for unit, small, large in zip(room.spec.units, tiers[0].placements, tiers[-1].placements):
+    entered = [tier for tier, cost in zip(tiers, costs) if not cost.load.rare]
+    for unit, small, large in zip(room.spec.units, entered[0].placements, entered[-1].placements):
         if (small.where == "pinned") != (large.where == "pinned"):
             nbytes = acc_part(unit, max(small.cpu_rows, large.cpu_rows)).packed_nbytes
             locked, staged = (locked, staged + nbytes) if unit.name in costs[0].staged else (locked + nbytes, staged)

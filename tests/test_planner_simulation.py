@@ -7,7 +7,7 @@ import pytest
 
 from pshard.launches import LAUNCH_BOUND, enters, find_runs
 from pshard.machine import Contention, ElementwiseTiming
-from pshard.planner.candidates import whole_tier
+from pshard.planner.candidates import switch_seconds, whole_tier
 from pshard.planner.costs import Tables, interpolate, tier_costs
 from pshard.planner.datasheet import Rates, profile_from_datasheet
 from pshard.planner.draft import draft_tier, rank_room, simulate_tier, tier_steps
@@ -194,3 +194,22 @@ def test_plans_of_small_models_equal_brute_force(mib, link):
     best = best_by_brute_force(prepare_ranks(spec, profile, workload)[0])
     assert planned.seconds <= best * 1.01
     assert planned.bound_seconds <= best * (1 + 1e-9)
+
+
+def test_a_round_switches_between_the_tiers_that_it_enters():
+    spec = make_model(layers=6)
+    tables = Tables(profile_from_datasheet(DESKTOP))
+    for tokens, moved in ((16, False), (256, True)):
+        workload = replace(DECODE, max_ubatch=256, prompt=tokens, context=512)
+        room = rank_room(spec, workload, workload.vram_mib[0], tables.kind, tables.act_bytes)
+        loads = tier_loads(workload)
+        loads = raise_weights(
+            loads, [float(load.tokens) for load in loads]
+        )  # a prompt takes as long as that many answers
+        costs = tuple(tier_costs(spec, tables, load, workload) for load in loads)
+        streamed = {u.name: "streamed" if u.kind == "ffn" else "pinned" for u in spec.units} | {"embedding": "cpu"}
+        pinned = dict.fromkeys(streamed, "pinned") | {"embedding": "cpu"}
+        kv = frozenset(u.name for u in spec.units if u.kind == "attention")
+        tiers = tuple(draft_tier(room, n, streamed if n == 256 else pinned, kv, 2) for n in workload.tiers())
+        ffns = sum(u.packed_nbytes for u in spec.units if u.kind == "ffn")
+        assert switch_seconds(room, tiers, costs) == pytest.approx(moved * ffns / tables.link_rate)
