@@ -86,17 +86,24 @@ def _float4(pointer, chunk, last, mask, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _scaled_operands(pointer, xs, mask, QTYPE: tl.constexpr, MASKED: tl.constexpr):
+def _scaled_operands(pointer, xs, q, mask, QTYPE: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr):
     """(words 2q and 2q + 1 of four chunks, where their four sums start, what the starts add to each side, negative).
 
-    `pointer`: the first word of activations, see `store_quantised`; `xs`: scales of the four chunks, of each side. For
-    types of `decode_scaled`.
+    `pointer`: the first of 8 words of activations, see `store_quantised`; `xs`: scales of the four chunks, of each
+    side. For types of `decode_scaled`. WIDE: load all 8 words of two chunks.
     """
     words = ()
     starts = ()
     for k in tl.static_range(4):
-        at = pointer + k // 2 * 16 + k % 2 * 2
-        pair = (load_word(at, mask, MASKED), load_word(at + 4, mask, MASKED))
+        if WIDE:
+            if k % 2 == 0:
+                one = load4(pointer + k // 2 * 16, mask, MASKED, True)
+                other = load4(pointer + k // 2 * 16 + 4, mask, MASKED, True)
+            pair = (tl.where(q < 2, one[k % 2 * 2], one[k % 2 * 2 + 1]),
+                    tl.where(q < 2, other[k % 2 * 2], other[k % 2 * 2 + 1]))  # fmt: skip
+        else:
+            at = pointer + k // 2 * 16 + k % 2 * 2 + q // 2
+            pair = (load_word(at, mask, MASKED), load_word(at + 4, mask, MASKED))
         if QTYPE == "Q3_K":
             start = start_less(EXCESS_Q3, pair[0], pair[1])
         else:
@@ -176,6 +183,8 @@ def dot_records(
     """
     SUPER: tl.constexpr = QTYPE == "Q2_K" or QTYPE == "Q3_K" or QTYPE == "Q4_K" or QTYPE == "Q5_K" or QTYPE == "Q6_K"
     FOLDED: tl.constexpr = QTYPE == "Q2_K" or QTYPE == "Q3_K"  # integer scales are multiplied into the codes
+    # activations of FOLDED types 16 bytes at once, of which a thread wants 8, or word by word in fewer registers
+    WIDE: tl.constexpr = QTYPE == "Q2_K" or TOKENS <= 8
     HALVES: tl.constexpr = QTYPE == "Q6_K"  # integer scales of 16 columns each
     ADDED: tl.constexpr = QTYPE == "Q2_K" or QTYPE == "Q4_K" or QTYPE == "Q5_K" or QTYPE == "Q4_1" or QTYPE == "Q5_1"
     lane = thread % 32
@@ -186,7 +195,7 @@ def dot_records(
     SIDES: tl.constexpr = 1 if TOKENS == 1 else 2  # columns 2q and 2q + 1 of a product
     COLUMNS: tl.constexpr = 8 if TOKENS > 8 else TOKENS  # of the 8 of a product; fewer tokens are there repeatedly
     BLOCKS: tl.constexpr = (TOKENS + 7) // 8
-    column = words + g % COLUMNS * width * 8 + (q % 2 * 8 + q // 2 if FOLDED else q * 4)
+    column = words + g % COLUMNS * width * 8 + (q % 2 * 8 if FOLDED else q * 4)
     row_sums = sums + g % COLUMNS * width * 2
     halves = record.to(tl.pointer_type(tl.float16), bitcast=True)
     totals = ()  # of a block of 8 tokens, of the four rows: both sides
@@ -246,7 +255,7 @@ def dot_records(
                     xs = xs + (_float4(at, chunk + 4 * quarter, last, present, MASKED),)  # noqa: RUF005
                 at = column + 64 * block * width + (chunk // 2 + 2 * quarter) * 16
                 if FOLDED:
-                    x, starts, offsets = _scaled_operands(at, xs, present, QTYPE, MASKED)
+                    x, starts, offsets = _scaled_operands(at, xs, q, present, QTYPE, MASKED, WIDE)
                 else:
                     x = load4(at, present, MASKED, True) + load4(at + 16, present, MASKED, True)
                 for pair in tl.static_range(2):
