@@ -69,17 +69,15 @@ def time_steps(side: str, device: Device, fast: tuple[Kernels, Kernels], reads: 
     fast: the kernels of the accelerator and of the host that they stand in for. reads: reads about as much of host
     memory as a unit on the CPU does.
     """
-    copies = (
-        device.kind != "cpu"
-    )  # else they are threads' work, and nothing of a step misses the caches on one side only
+    copies = device.kind != "cpu"  # else both sides meet the same caches, and copies are other threads' work
     kernels = NoKernels(fast[0]), NoKernels(fast[1], reads if copies else None)
     spec = _small_model(TURNS, HIDDEN)
     units, on_cpu = len(spec.units), TURNS + 1  # by turns: the FFNs and the embedding, which always is
     walks = {where: _time_walk(where, 1, device, kernels, spec) for where in ("pinned", "cpu", "turns")}
     host = walks["cpu"] / units
-    # every walk that leaves the host and comes back for the logits has half a hand-off more than its CPU units less one
+    # a walk with n units on the host, of which the embedding is one, has n - 1/2 hand-offs there and back
     pinned = walks["pinned"] - host
-    share = (units - on_cpu) / (units - 1)  # of the pinned walk's units and half a hand-off
+    share = (units - on_cpu) / (units - 1)  # of the pinned walk's other units, and of its half a hand-off
     handoff = max(LEAST, (walks["turns"] - on_cpu * host - share * pinned) / (on_cpu - 0.5 - 0.5 * share))
     acc = (pinned - handoff / 2) / (units - 1)
     step = _time_walk("pinned", 1, device, kernels) / len(_small_model().units)
