@@ -174,8 +174,9 @@ class Engine:
         parts: list[list[torch.Tensor]] = [[] for _ in lists]  # rows of logits
         try:
             for ids, segments, wanted in self._micro_batches(lists, all_logits):
-                rows = [row for row, _ in wanted]
-                logits = self._executor.run(torch.tensor(ids, dtype=torch.int64), segments, rows, self._used, best_only)
+                rows, new = [row for row, _ in wanted], torch.tensor(ids, dtype=torch.int64)
+                with self.device.current():  # this thread need not be the one that loaded
+                    logits = self._executor.run(new, segments, rows, self._used, best_only)
                 for i, (_, sequence) in enumerate(wanted):
                     parts[sequence].append(logits[i])
                 for s in segments:

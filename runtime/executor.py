@@ -276,17 +276,6 @@ class Executor:
             float32 on the host, a fresh tensor: [len(logit_rows), vocabulary]; with `best_only` [len(logit_rows), 2],
             logit and id.
         """
-        with self.device.current():  # the thread need not be the one that loaded
-            return self._run(ids, segments, logit_rows, used, best_only)
-
-    def _run(
-        self,
-        ids: torch.Tensor,
-        segments: tuple[Segment, ...],
-        logit_rows: list[int],
-        used: Callable[[], list[tuple[int, int]]],
-        best_only: bool,
-    ) -> torch.Tensor:
         tokens = ids.numel()
         self.enter(self.plan.covering(tokens), used)
         state = self._state
