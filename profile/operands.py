@@ -1,11 +1,13 @@
 """Operands that rotate: so many copies of a weight or KV cache that re-reads never come from a cache."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from pshard.buffers import KV_BLOCK, kv_blocks, kv_cells_bytes
+from pshard.profile.identify import count_cores
 from pshard.quant import QUANT_TYPES, ROW_BLOCK, packed_nbytes, plane_offsets, record_nbytes
 from pshard.runtime.host_memory import map_memory
 from pshard.runtime.kernels.api import LayerKV, Packed
@@ -17,6 +19,7 @@ QUICK_ROTATION = 64 << 20
 CACHES = 32  # times the last cache; what 16 cores read at 200 GB/s over twice a 300 MiB L3, they read at 158 over this
 MOST_COPIES = 4096  # handed out at once, spread over the pool: more than a timing reads
 PAGE = 4096
+MOST_FILLING, FILLED_AT_ONCE = 8, 32 << 20  # threads, and bytes that each takes in turn
 SHARE = 8  # of the host's memory at most
 ORDINARY = (0x20, 0x40)  # bytes that are ordinary numbers as scales, exponents, halves and floats of every type
 
@@ -90,8 +93,14 @@ class OperandPool:
 def fill_ordinary(memory: torch.Tensor) -> torch.Tensor:
     """The same memory (uint8, host), filled with random bytes that are ordinary numbers whatever they are read as."""
     block = torch.from_numpy(np.random.default_rng(0).integers(*ORDINARY, 1 << 20, np.uint8))
-    for piece in memory.split(block.numel()):
-        piece.copy_(block[: piece.numel()])
+
+    def fill(part: torch.Tensor) -> None:
+        for piece in part.split(block.numel()):
+            piece.copy_(block[: piece.numel()])
+
+    # by several threads: where the host behind a virtual machine has to find the memory, one takes 4 s for a gigabyte
+    with ThreadPoolExecutor(min(MOST_FILLING, count_cores())) as threads:
+        list(threads.map(fill, memory.split(FILLED_AT_ONCE)))
     return memory
 
 

@@ -120,11 +120,14 @@ def _make_share(group: "Group", what: str, size: int, together: float, alone: fl
 
 
 def _median_call(call: Callable[[], object], seconds: float) -> float:
-    """Median seconds of a call, repeated for so long: ranks that begin together end together."""
+    """Median seconds of a call, repeated for so long: ranks that begin together end together. One that is longer than
+    that is timed once, after its warm-up."""
+    begun = time.perf_counter()
     call()
+    least = LEAST_CALLS if time.perf_counter() - begun < seconds else 1
     samples: list[float] = []
     end = time.perf_counter() + seconds
-    while (start := time.perf_counter()) < end or len(samples) < LEAST_CALLS:
+    while (start := time.perf_counter()) < end or len(samples) < least:
         call()
         samples.append(time.perf_counter() - start)
     return statistics.median(samples)
