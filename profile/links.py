@@ -27,7 +27,7 @@ BATCH_BYTES = 16 * MIB  # small copies are queued until so many bytes are under 
 DEEPEST_QUEUE = 32
 DUPLEX_BYTES = 32 * MIB
 ROUNDS = 3
-QUEUED_BESIDE = 16  # copies under way beside a CPU kernel: more than the link moves while it runs (66 MB, a 7th of it)
+QUEUED_BESIDE = 16  # copies under way beside a CPU kernel: more than the link moves while it reads its 66 MB
 MOST_PIECES = 512  # pieces of a buffer that copies take turns with
 
 Copy = Callable[[torch.Tensor, torch.Tensor], Any]

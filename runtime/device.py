@@ -160,12 +160,10 @@ class CudaDevice:
     def _copy(self, stream: int, dst: torch.Tensor, src: torch.Tensor, after: Iterable[CudaEvent]) -> CudaEvent:
         for event in after:
             event.hold(stream)
-        if not src.nbytes:
-            pass  # of a unit that another rank has
-        elif dst.is_contiguous() and src.is_contiguous() and dst.nbytes == src.nbytes:
-            queue_copy(dst.data_ptr(), src.data_ptr(), src.nbytes, stream)
-        else:
+        if not (dst.is_contiguous() and src.is_contiguous() and dst.nbytes == src.nbytes):
             copy_rows(dst, src, stream)
+        elif src.nbytes:  # else of a unit that another rank has
+            queue_copy(dst.data_ptr(), src.data_ptr(), src.nbytes, stream)
         return record_event(stream, self._events)
 
     def send(self, dst: torch.Tensor, src: torch.Tensor) -> None:
