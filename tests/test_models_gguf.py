@@ -385,9 +385,9 @@ def test_opening_reads_only_the_header_of_a_large_file(tmp_path: Path) -> None:
     os.truncate(path, path.stat().st_size + total + 4096)  # sparse: nothing is written
     assert path.stat().st_size > 18 * 10**9
     before = psutil.Process().memory_info().rss
-    start = time.perf_counter()
+    start = time.process_time()
     model = open_model(path)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     grown = psutil.Process().memory_info().rss - before
     assert len(model.spec.units) == 130
     assert seconds < 2 and grown < 200e6  # 0.2 s and 50 MB; the rest is room for a busy machine
