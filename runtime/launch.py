@@ -29,8 +29,11 @@ def launch(ranks: int, module: str, argv: list[str]) -> int:
     try:
         failed = _wait_for_first_failure(processes)
         interrupted = False
-        if failed is not None and processes[failed].returncode == 2:
-            _wait_all(processes, GRACE_SECONDS)  # what is wrong for one rank is mostly wrong for all: let rank 0 say it
+        if failed is not None and processes[failed].returncode in (2, EXIT_RANK_LOST):
+            # what is wrong for one rank is mostly wrong for all: let rank 0 say it; and one that is missed may be
+            # ending, with a reason of its own
+            _wait_all(processes, GRACE_SECONDS)
+            failed = find_failure(processes)
     except KeyboardInterrupt as reason:
         failed, interrupted = None, True
         if not isinstance(reason, _Terminated):
@@ -106,21 +109,24 @@ def _terminate(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _wait_for_first_failure(processes: list[subprocess.Popen]) -> int | None:
-    """The first rank that ended with an error; None when all ended well.
+    """The first rank that ended with an error; None when all ended well."""
+    while True:
+        time.sleep(POLL_SECONDS)
+        running = any(p.poll() is None for p in processes)
+        if find_failure(processes) is not None:
+            time.sleep(POLL_SECONDS)
+            return find_failure(processes)
+        if not running:
+            return None
+
+
+def find_failure(processes: list[subprocess.Popen]) -> int | None:
+    """The rank that ended with an error, if any: the first that crashed, else that said why, else that missed others.
 
     A rank that crashed is the reason when another one only noticed that it is gone.
     """
-    running = True
-    while running:
-        time.sleep(POLL_SECONDS)
-        codes = [p.poll() for p in processes]
-        failed = [r for r, code in enumerate(codes) if code not in (None, 0)]
-        if failed:
-            time.sleep(POLL_SECONDS)
-            crashed = [r for r in failed if processes[r].returncode not in (2, EXIT_RANK_LOST)]
-            return (crashed or failed)[0]
-        running = any(code is None for code in codes)
-    return None
+    failed = [r for r, p in enumerate(processes) if p.poll() not in (None, 0)]
+    return min(failed, key=lambda r: {2: 1, EXIT_RANK_LOST: 2}.get(processes[r].returncode, 0), default=None)
 
 
 def _wait_all(processes: list[subprocess.Popen], seconds: float) -> None:

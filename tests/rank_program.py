@@ -65,21 +65,6 @@ def network(group: Group, out: Path) -> None:
     (out / f"network-{group.rank}").write_text(f"{group.backend} {os.environ.get('GLOO_SOCKET_IFNAME')}")
 
 
-def latency(group: Group, out: Path) -> None:
-    table = {}
-    for nbytes in (16 << 10, 64 << 10, 1 << 20, 16 << 20):
-        tensor, times = torch.ones(nbytes // 4), []
-        for _ in range(200 if nbytes <= 64 << 10 else 20):
-            group.barrier()
-            start = time.perf_counter()
-            for _ in range(5):
-                group.all_reduce(tensor)
-            times.append((time.perf_counter() - start) / 5)
-        table[nbytes] = sorted(times)[len(times) // 2]
-    if group.rank == 0:
-        print(json.dumps({"backend": group.backend, "ranks": group.size, "seconds": table}))
-
-
 def keep_summing(group: Group, out: Path) -> None:
     """Until something happens; rank 1 tells the test its process id after some sums."""
     for i in range(10**9):
