@@ -96,6 +96,10 @@ def open_plan(request: Request) -> Opened:
     registry = load_registry(path, command)
     check_fresh(registry, inputs, f"{command} (or add --replan)")
     choice = choose_variant(registry, want, command)
+    try:
+        check_plan(file.spec, choice.variant, profile)
+    except ValueError as error:
+        raise UserError(f"the registry {path} is corrupt: {error}; delete it and run: {command}") from None
     reduce_dtype = request.reduce_dtype or choice.variant.reduce_dtype
     return Opened(file, profile, replace(choice.variant, reduce_dtype=reduce_dtype), path, choice.why)
 
@@ -176,6 +180,16 @@ def _full_workload(request: Request, want: Workload, spec: "ModelSpec") -> Workl
     full = replace(want, context=request.context or max(request.needed, usual))
     prompt = min(want.prompt, max(1, full.share // 2))
     return replace(full, prompt=prompt, generated=max(1, min(want.generated, full.share - prompt)))
+
+
+def check_plan(spec: "ModelSpec", variant: Variant, profile: MachineProfile) -> None:
+    """Raise ValueError for a plan that the runtime cannot rely on: one that was edited, or damaged in a way that reads
+    like a plan."""
+    from pshard.planner.check import check_runnable
+    from pshard.splitting import split_model
+
+    slices = tuple(split_model(spec, variant.split, rank) for rank in range(len(variant.ranks)))
+    check_runnable(slices, variant, profile.accelerators[0].kind)
 
 
 def free_vram_mib(profile: MachineProfile) -> int:

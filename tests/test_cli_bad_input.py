@@ -261,6 +261,25 @@ def test_corrupt_registry(planned: World, refuse: Refuse, damage: str) -> None:
     assert planned.registry.read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        (("tiers", 0, "placements", 2, "unit"), "blk.9.ffn", "placements are not the model's units"),
+        (("tiers", 0, "placements", 1, "kv"), None, "cannot be"),
+        (("pin_order", 0), "blk.9.ffn", "the pin order names"),
+        (("tiers", 0, "buffers", "scratch"), 64, "bytes of scratch"),
+        (("budget_mib",), 1, "over the arena"),
+    ],
+)
+def test_plan_that_reads_well_but_is_not_the_models(
+    planned: World, refuse: Refuse, place: tuple, value: object, words: str
+) -> None:
+    edit_json(planned.registry, "variants", 0, "ranks", 0, *place, value=value)
+    for call in commands_of(planned)[1:]:
+        line = refuse(*call)
+        assert "corrupt" in line and words in line and "delete it and run: pshard-plan" in line
+
+
 def test_registry_of_a_newer_format(planned: World, refuse: Refuse) -> None:
     edit_json(planned.registry, "version", value=99)
     for call in commands_of(planned):
