@@ -289,7 +289,8 @@ class CpuEvent:
 
 
 class _CopyThread:
-    """Runs copies in order."""
+    """Runs copies in order. After one that failed none is made, as on a GPU: whoever waits for the last of several
+    learns of it."""
 
     def __init__(self, name: str, move: Callable[[torch.Tensor, torch.Tensor], None] = move) -> None:
         self._move = move
@@ -304,8 +305,12 @@ class _CopyThread:
         return done
 
     def _run(self) -> None:
+        failed: BaseException | None = None
         while (item := self._queue.get()) is not None:
             dst, src, after, done = item
+            if failed is not None:
+                done.finish(failed)
+                continue
             try:
                 for event in after:
                     event.wait()
@@ -313,6 +318,7 @@ class _CopyThread:
                     self._move(to, origin)
                 done.finish()
             except BaseException as error:
+                failed = error
                 done.finish(error)
 
     def end(self) -> None:
