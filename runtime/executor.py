@@ -138,6 +138,7 @@ class Executor:
         if self.group.size > 1 and spec.stage is None:  # a graph may fetch the CPU's part of a sum from there
             branch = self._host_alloc(space.tensors["branch"].nbytes)
             space.tensors["branch"] = branch.view(torch.float32).view(space.tensors["branch"].shape)
+        fill_rope_table(spec.config.rope, space.tensors["rope"])
         self.host_side = self._make_side(self._host_kernels, space)
         self.host_kv = {
             name: self.arena.view_kv(self._host_alloc(layer_nbytes(spec.config, kv)), name)
@@ -173,7 +174,6 @@ class Executor:
 
     def _make_side(self, kernels: Kernels, space: Workspace) -> Side:
         table = space.tensors["rope"]
-        fill_rope_table(self.spec.config.rope, table)
         return Side(kernels, space, RopeTable(table[0], table[1], self.spec.config.rope.pairing), self.spec.config)
 
     def load_pins(self, names: Iterable[str], blobs: Any) -> None:
@@ -186,30 +186,41 @@ class Executor:
     # --- tiers --------------------------------------------------------------------------------------------------
 
     def enter(self, tier: TierPlan, used: Callable[[], list[tuple[int, int]]]) -> None:
-        """Put a tier in force; `used` tells the ranges of cells in use. Moves only what changes hands."""
+        """Put a tier in force; `used` tells the ranges of cells in use. Moves only what changes hands.
+
+        What arrives does so under the first units of the micro-batch that follows: each waits for its own.
+        """
         if self._state is not None and self._state.tier is tier:
             return
         self.device.synchronize()
         self.switches += self._state is not None
         pieces = find_pieces(used(), self.join_cells)
         self._move_kv(self._kv_in_vram[len(self.arena.kv_units(tier)) :], pieces, to_host=True)
-        self.device.synchronize()  # pins that arrive may lie where KV was
-        pins = self.arena.pinned_units(tier)
-        for name in pins[len(self._loaded_pins) :]:
-            self._copy_unit(self._cut_copy(self.arena.pinned(name), name, tier.placement(name).cpu_rows), name)
-        arriving = self.arena.kv_units(tier)[len(self._kv_in_vram) :]
-        self._move_kv(arriving, pieces, to_host=False)
-        self._loaded_pins, self._kv_in_vram = pins, self.arena.kv_units(tier)
-        self.device.synchronize()
+        self.device.synchronize()  # what arrives, and scratch, may lie where KV was
         carved = self.arena.carve(tier)
-        with self.device.computing():
-            side = self._make_side(self.acc_kernels, carved.space)
+        with self.device.computing():  # angles that the host has: computing them again takes milliseconds
+            carved.space.tensors["rope"].copy_(self.host_side.space.tensors["rope"])
+        side = self._make_side(self.acc_kernels, carved.space)
         self._state = TierState(tier, side, carved, {}, [], [])
-        self.device.synchronize()
-        for step in self._program(False).enter:
-            self.copy_in(step, ())
+        new_pins = set(self.arena.pinned_units(tier)[len(self._loaded_pins) :])
+        new_kv = set(self.arena.kv_units(tier)[len(self._kv_in_vram) :])
+        self._loaded_pins, self._kv_in_vram = self.arena.pinned_units(tier), self.arena.kv_units(tier)
+        streamed = {step.unit: step for step in self._program(False).enter}
+        for unit in self.spec.units:  # in the order of need
+            name, arrived = unit.name, None
+            if name in new_pins:
+                copies = self._cut_copy(self.arena.pinned(name), name, tier.placement(name).cpu_rows)
+                arrived = self._copy_unit(copies, name)
+            if name in new_kv:
+                arrived = self._move_kv((name,), pieces, to_host=False) or arrived  # copies of a lane happen in turn
+            if arrived is not None:
+                self._state.arriving[name] = arrived
+            if name in streamed:
+                self.copy_in(streamed[name], ())
 
-    def _move_kv(self, names: tuple[str, ...], pieces: tuple[Piece, ...], to_host: bool) -> None:
+    def _move_kv(self, names: Iterable[str], pieces: tuple[Piece, ...], to_host: bool) -> Any:
+        """Start to copy the cells of layers; returns the event of their end, None when there was nothing to copy."""
+        done = None
         for name in names:
             if name not in self.host_kv:
                 continue
@@ -217,8 +228,9 @@ class Executor:
             source, target = (vram, host) if to_host else (host, vram)
             copy = self.device.copy_out if to_host else self.device.copy_in
             for to, origin in cut_pieces(source, target, pieces):
-                copy(to, origin)
+                done = copy(to, origin)
                 self.link_bytes += 0 if to_host else to.nbytes
+        return done
 
     def _cells(self, unit: str) -> LayerKV:
         """Where a layer's KV stands now."""

@@ -118,6 +118,7 @@ class TierState:
     arrived: dict[int, Any]  # slot -> event of the copy into it
     stage_free: list[Any]  # events after which the KV stage may be written by a fetch
     stage_ready: list[Any]  # events after which a unit may use the KV stage
+    arriving: dict[str, Any] = field(default_factory=dict)  # unit -> event of its pin or KV that the switch brings
     weights: dict[Compute, UnitWeights] = field(default_factory=dict)  # views made once: 60 us each
     copies: dict[CopyIn, Copies] = field(default_factory=dict)  # likewise
     caches: dict[str, LayerKV] = field(default_factory=dict)  # likewise, by attention unit
@@ -162,6 +163,7 @@ class MicroBatch:
             case Launch():
                 self._launch(step)
             case Compute():
+                self._wait_for_arrival(step)
                 self.side = step.on
                 self._execute(step)
             case CopyIn():
@@ -190,6 +192,8 @@ class MicroBatch:
         e, first, last = self.executor, launch.steps[0], launch.steps[-1]
         if isinstance(first, Compute):
             self._wait_for_inputs(first)
+        for step in launch.steps:
+            self._wait_for_arrival(step)
         self.side = "acc"
         cells = self.acc_rows.cells if self.tokens <= SMALL_BATCH else 0  # a prompt's launches do not depend on them
         output, index = last.unit == e.spec.units[-1].name, self.unsent
@@ -260,6 +264,11 @@ class MicroBatch:
             for event in self.state.stage_ready:
                 e.device.wait(event)
             self.state.stage_ready.clear()
+
+    def _wait_for_arrival(self, step: Compute | AllReduce) -> None:
+        """The first use of what a switch brings waits for it."""
+        if self.state.arriving and step.unit in self.state.arriving:
+            self.executor.device.wait(self.state.arriving.pop(step.unit))
 
     def _kernels(self, steps: tuple[Compute | AllReduce, ...]) -> None:
         """The steps' kernels; a sum goes with the norm of the unit that follows it where there is a kernel for both."""

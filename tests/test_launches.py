@@ -71,7 +71,7 @@ def test_a_repeated_sum_takes_the_part_that_the_cpu_made_now(fused_elsewhere: bo
         spec=SimpleNamespace(units=units, stage=None, config=SimpleNamespace(d_model=2)), host_is_locked=True,
         acc_kernels=SimpleNamespace(repeatable=True, fuses_sums=True), host_side=SimpleNamespace(space=host),
     )  # fmt: skip
-    state = SimpleNamespace(tier=SimpleNamespace(tokens=1), side=SimpleNamespace(space=acc))
+    state = SimpleNamespace(tier=SimpleNamespace(tokens=1), side=SimpleNamespace(space=acc), arriving={})
     for hidden, part in ((1.0, 10.0), (2.0, 20.0), (3.0, 30.0)):
         acc.tensors["hidden"].fill_(hidden)
         batch: Any = MicroBatch(executor, state, None, 1, (), None, SimpleNamespace(cells=1024), [0], None, None)  # type: ignore[arg-type]

@@ -1,7 +1,9 @@
 """Every placement of every unit gives the logits of the plain reference."""
 
 import random
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,11 +11,14 @@ from engines import open_engine, pinned_everywhere
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_files import write_gguf
-from plan_samples import make_tier, random_places, shrink_places, split_places
+from plan_samples import make_tier, make_variant, random_places, shrink_places, split_places
 
 from pshard.models import open_model
 from pshard.row_split import split_rows
+from pshard.runtime import micro_batch
+from pshard.runtime.device import CpuDevice
 from pshard.runtime.kernels.plain import PlainKernels
+from pshard.runtime.session import build_engine
 
 CONTEXT = 96
 
@@ -116,6 +121,48 @@ def test_pins_that_arrive_wait_for_kv_that_leaves_their_place(tmp_path: Path) ->
     kv_begins = engine._executor.arena.memory.numel() - tiers[1].buffers.kv
     assert tiers[0].buffers.pinned > kv_begins  # the two overlap, or this test shows nothing
     assert torch.equal(answer(engine), expected)
+
+
+class HeldDevice(CpuDevice):
+    """The last of the copies in that bring a pin waits until `held` is set, or fails after a minute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held, self.place = threading.Event(), 0  # address of the pin
+
+    def copy_in(self, dst: torch.Tensor, src: torch.Tensor, after: Any = ()) -> Any:
+        return super().copy_in(dst, src, (*after, self) if dst.data_ptr() == self.place else after)
+
+    def wait(self, event: Any = None) -> None:
+        if event is not None:
+            super().wait(event)
+        elif not self.held.wait(60):
+            raise TimeoutError("nothing was computed while a pin was on its way")
+
+
+def test_units_compute_while_what_a_switch_brings_is_on_its_way(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = open_model(model)
+    spec = file.spec
+    decode = {u.name: ("pinned", "vram" if u.kind == "attention" else None) for u in spec.units}
+    decode["embedding"], decode["blk.0.attention"] = ("cpu", None), ("streamed", "vram")
+    decode["blk.1.ffn"] = ("cpu", None)  # units that nothing interrupts are one launch, which waits for all of theirs
+    prefill = {u.name: ("streamed", "host" if u.kind == "attention" else None) for u in spec.units}
+    prefill["embedding"] = ("cpu", None)
+    tiers = (make_tier(spec, 1, decode, 1, CONTEXT, 1), make_tier(spec, 16, prefill, 1, CONTEXT, 1))
+    with open_engine(model, pinned_everywhere(spec, (1, 16), CONTEXT), context=CONTEXT) as reference:
+        expected = [reference.forward(list(range(20))), reference.forward([5])]
+    device = HeldDevice()
+    with build_engine(file, make_variant(spec, tiers, CONTEXT, 1), device, kernels="plain") as engine:
+        assert torch.equal(engine.forward(list(range(20))), expected[0])
+        device.place = engine._executor.arena.pinned("blk.2.ffn").data_ptr()
+        real = micro_batch.run_ffn
+
+        def run_ffn(*given: Any) -> None:
+            real(*given)
+            device.held.set()
+
+        monkeypatch.setattr(micro_batch, "run_ffn", run_ffn)
+        assert torch.equal(engine.forward([5]), expected[1])
 
 
 def test_unequal_prompts_in_one_batch_give_the_logits_of_each_alone(model: Path) -> None:
