@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from typing import TypeVar
 
 from pshard.errors import BudgetTooSmall, UserError
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec, check_kv_types
-from pshard.pace import prefill_seconds
+from pshard.pace import prefill_seconds, round_seconds
 from pshard.pipeline import join_seconds
 from pshard.plan import NOTHING_LEARNT, Correction, RankPlan, Solve, TierPlan, Variant
 from pshard.planner.baselines import STRATEGIES
@@ -92,7 +93,7 @@ def plan_variant(
     the profile lacks a table.
     """
     tasks = prepare_ranks(spec, profile, workload, correction)
-    return join_ranks(tasks, refine_ranks(tasks, place_ranks(tasks, time_limit)))
+    return join_fastest(tasks, refine_ranks(tasks, place_ranks(tasks, time_limit)))
 
 
 def plan_baseline(
@@ -105,11 +106,17 @@ def plan_baseline(
     if name not in STRATEGIES:
         raise UserError(f"unknown strategy {name!r}; choose from ilp, {', '.join(STRATEGIES)}")
     tasks = prepare_ranks(spec, profile, workload, correction)
-    chosen = [place_baseline(name, task.room, task.costs) for task in tasks]
+    chosen = _like_ranks_once(tasks, partial(_place_strategy, name))
     for task, candidate in zip(tasks, chosen):
         if candidate is None:
             raise UserError(f"strategy {name!r} does not fit {task.budget_mib} MiB; raise --vram")
-    return join_ranks(tasks, [c for c in chosen if c])
+    placed = [c for c in chosen if c]
+    needed = any(
+        tier.placements != whole_tier(task.room, tier.tokens).placements
+        for task, candidate in zip(tasks, placed)
+        for tier in candidate.tiers
+    )  # strategies may stream what would fit
+    return join_ranks([replace(task, plan_needed=needed) for task in tasks], placed)
 
 
 def plan_several(task: RankTask, time_limit: float, programs: int = 2) -> tuple[Variant, ...]:
@@ -163,11 +170,19 @@ def rank_plans(task: RankTask, time_limit: float, programs: int = 1) -> tuple[Ca
 
 def place_ranks(tasks: Sequence[RankTask], time_limit: float) -> tuple[Candidate, ...]:
     """The best plan of each rank by counts, not refined unit by unit. Ranks that are alike get the same."""
-    chosen: list[Candidate] = []
+    return tuple(_like_ranks_once(tasks, lambda task: _place(task, time_limit / len(tasks), 1)[0]))
+
+
+_T = TypeVar("_T")
+
+
+def _like_ranks_once(tasks: Sequence[RankTask], place: Callable[[RankTask], _T]) -> list[_T]:
+    """What `place` gives for each rank, the same for ranks that are alike."""
+    found: list[_T] = []
     for task in tasks:
-        alike = next((c for other, c in zip(tasks, chosen) if other.is_like(task)), None)
-        chosen.append(alike or _place(task, time_limit / len(tasks), 1)[0])
-    return tuple(chosen)
+        alike = next((one for other, one in zip(tasks, found) if other.is_like(task)), None)
+        found.append(alike or place(task))
+    return found
 
 
 def refine_ranks(tasks: Sequence[RankTask], placed: Sequence[Candidate]) -> tuple[Candidate, ...]:
@@ -200,6 +215,23 @@ def _improve(task: RankTask, improve: _Improve, candidate: Candidate) -> Candida
         return improved
     priced = restage_candidate(task.room, task.costs, improved)
     return priced if priced.total < candidate.total else candidate
+
+
+def join_fastest(tasks: Sequence[RankTask], chosen: Sequence[Candidate]) -> Variant:
+    """The variant of the ranks' plans, or of the published strategy with which several ranks together take less time:
+    each rank's plan was chosen as if it were alone. Raises as `join_ranks` does."""
+    best = join_ranks(tasks, chosen)
+    if len(tasks) == 1 or not best.plan_needed:
+        return best
+    for name in STRATEGIES:
+        placed = _like_ranks_once(tasks, partial(_place_strategy, name))
+        if all(placed):
+            best = min(best, join_ranks(tasks, [c for c in placed if c]), key=round_seconds)
+    return best
+
+
+def _place_strategy(name: str, task: RankTask) -> Candidate | None:
+    return place_baseline(name, task.room, task.costs)
 
 
 def join_ranks(tasks: Sequence[RankTask], chosen: Sequence[Candidate]) -> Variant:

@@ -15,6 +15,7 @@ from pshard.planner.load import tier_loads
 from pshard.planner.plan import (
     cut_ranks,
     fitting_tiers,
+    join_fastest,
     join_ranks,
     place_ranks,
     prepare_ranks,
@@ -60,11 +61,11 @@ def plan_ratios(spec: ModelSpec, profile: MachineProfile, workload: Workload, ti
         except NoPlan as error:
             refused = error
             continue
-        made.append((join_ranks(tasks, placed), tasks, placed))
+        made.append((join_fastest(tasks, placed), tasks, placed))
     if refused and not made:
         raise refused
-    (_, tasks, placed), *others = sorted(made, key=lambda plan: round_seconds(plan[0]))
-    best = join_ranks(tasks, refine_ranks(tasks, placed))
+    (rough, tasks, placed), *others = sorted(made, key=lambda plan: round_seconds(plan[0]))
+    best = min(join_ranks(tasks, refine_ranks(tasks, placed)), rough, key=round_seconds)
     return replace(best, considered=tuple(describe_way(v) for v in (best, *(variant for variant, *_ in others))))
 
 

@@ -12,13 +12,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pshard import pace
 from pshard.errors import BudgetTooSmall, UserError
 from pshard.pace import first_token_seconds, tier_seconds
 from pshard.plan import Variant
 from pshard.planner.baselines import STRATEGIES
 from pshard.planner.candidates import round_seconds
 from pshard.planner.check import PlanError, check_variant
-from pshard.planner.datasheet import profile_from_datasheet
+from pshard.planner.datasheet import Rates, profile_from_datasheet
 from pshard.planner.plan import cut_ranks, plan_baseline, plan_variant, prepare_ranks, rank_shares
 from pshard.workload import Split, Workload
 from tests.planner_cases import DESKTOP, OWN, machines, make_model, models, workloads
@@ -95,6 +96,42 @@ def test_the_joint_objective_of_all_tiers_beats_every_published_strategys(seed):
     assert compared
 
 
+@pytest.mark.parametrize("seed", range(EXAMPLES))
+def test_ranks_that_wait_for_each_other_are_no_slower_than_under_any_published_strategy(seed):
+    """Each rank's plan is chosen as if it were alone, which need not be the best for all of them together."""
+    rng = Random(seed)
+
+    def between(low: float, high: float) -> float:
+        return low * (high / low) ** rng.random()
+
+    n, kind = rng.choice((2, 3)), rng.choice(("cuda", "cpu"))
+    rates = Rates(
+        link=between(4e9, 60e9),
+        acc_memory=between(8e10, 2e12),
+        acc_flops=between(1e13, 5e14),
+        host_memory=between(2e10, 1.5e11),
+        host_flops=between(2e11, 2e12),
+        handoff_seconds=between(5e-6, 1e-4),
+        collective_rate=between(5e8, 2e11),
+        ranks=n,
+        kind=kind,
+    )
+    spec, profile = make_model(rng.randint(25, 32), d_ffn=256 * rng.randint(4, 16)), profile_from_datasheet(rates)
+    arenas = tuple(30 + rng.randint(0, spec.packed_nbytes >> 20) // n for _ in range(n))
+    budgets = tuple((OWN if kind == "cuda" else 0) + mib for mib in arenas)
+    workload = Workload(budgets, context=1024, max_ubatch=128, prompt=512, generated=256, split_mode="tensor")
+    variant, compared = plan_variant(spec, profile, workload), 0
+    for name in STRATEGIES:
+        try:
+            published = plan_baseline(name, spec, profile, replace(workload, max_ubatch=variant.max_ubatch))
+        except UserError:
+            continue
+        if published.max_ubatch == variant.max_ubatch:
+            assert pace.round_seconds(variant) <= pace.round_seconds(published) * (1 + 1e-9), name
+            compared += 1
+    assert compared
+
+
 @pytest.mark.parametrize("sequences", (3, 16, 64))
 def test_the_residency_of_many_sequences_is_one_chain(sequences):
     """The round never enters the smallest tier, whose pins once changed the order that the others were placed in."""
@@ -125,6 +162,17 @@ def test_everything_fits_means_no_plan_is_needed():
     for tier in variant.ranks[0].tiers:
         assert {p.where for p in tier.placements[1:]} == {"pinned"}
         assert {p.kv for p in tier.placements} == {"vram", None}
+
+
+def test_a_strategy_that_streams_what_would_fit_is_not_said_to_keep_everything():
+    workload, needed = Workload((4000,), context=512, prompt=256), {}
+    for name in STRATEGIES:
+        variant = plan_baseline(name, make_model(), PROFILE, workload)
+        places = {p.where for t in variant.ranks[0].tiers for p in t.placements[1:]}
+        assert variant.plan_needed == (places != {"pinned"})
+        assert {t.solve.status for t in variant.ranks[0].tiers} == {"placed" if variant.plan_needed else "not needed"}
+        needed[name] = variant.plan_needed
+    assert needed["ffn-cpu"] and not needed["fit"]
 
 
 def test_a_budget_below_scratch_names_the_smallest_that_works():
