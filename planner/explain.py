@@ -10,7 +10,7 @@ from pshard.plan import Variant
 from pshard.planner.costs import Tables
 from pshard.planner.draft import tier_steps
 from pshard.planner.page_locks import stage_by
-from pshard.planner.plan import plan_variant, price_tiers
+from pshard.planner.plan import plan_baseline, plan_variant, price_tiers
 from pshard.planner.simulate import simulate_ranks
 from pshard.steps import AllReduce, Compute, CopyIn, FetchKV, Handoff, Join, Receive, Step
 from pshard.workload import Workload
@@ -19,7 +19,6 @@ BINDS = {
     "acc": "compute-bound on the accelerator",
     "cpu": "bound by the CPU",
     "link": "link-bound",
-    "dram": "bound by host memory",
     "vram": "VRAM-bound: link and CPU are both busy",
 }
 MORE_MIB = 1024
@@ -34,27 +33,39 @@ class WhatIf:
 
 
 def explain_gains(
-    spec: ModelSpec, profile: MachineProfile, workload: Workload, variant: Variant, time_limit: float = 5.0
+    spec: ModelSpec,
+    profile: MachineProfile,
+    workload: Workload,
+    variant: Variant,
+    strategy: str = "ilp",
+    time_limit: float = 5.0,
 ) -> tuple[WhatIf, ...]:
-    """Plan again with 1 GiB more VRAM per device, and with a link twice as fast."""
+    """Plan again with 1 GiB more VRAM per device, and with a link twice as fast, by the strategy that made the variant:
+    "ilp" or a published one's name."""
+
+    def plan(machine: MachineProfile, load: Workload) -> Variant:
+        if strategy == "ilp":
+            return plan_variant(spec, machine, load, time_limit, variant.correction)
+        return plan_baseline(strategy, spec, machine, load, variant.correction)
+
     budgets = tuple(mib + MORE_MIB for mib in workload.vram_mib)
     cases = (
         ("1 GiB more VRAM", profile, replace(workload, vram_mib=budgets)),
         ("a link twice as fast", double_link(profile), workload),
     )
-    return tuple(
-        WhatIf(change, _speedups(variant, plan_variant(spec, machine, load, time_limit, variant.correction)))
-        for change, machine, load in cases
-    )
+    return tuple(WhatIf(change, _speedups(variant, plan(machine, load))) for change, machine, load in cases)
 
 
 def double_link(profile: MachineProfile) -> MachineProfile:
-    """The same machine with copies in half the time and twice the rate under contention."""
-    copies = tuple(replace(c, seconds=c.seconds / 2) for c in profile.copies)
-    both = profile.contention
+    """The same machine with copies in half the time, as far as host memory can read: beside CPU kernels copies have up
+    to half of its rate, and the kernels what is left."""
+    both, most = profile.contention, Tables(profile).shared_rate
+    copies = tuple(replace(c, seconds=max(c.seconds / 2, min(c.seconds, c.nbytes / most))) for c in profile.copies)
+    link = max(both.link_with_cpu, min(2 * both.link_with_cpu, most / 2))
     faster = replace(
         both,
-        link_with_cpu=2 * both.link_with_cpu,
+        link_with_cpu=link,
+        cpu_with_link=min(both.cpu_with_link, most - link),
         h2d_with_d2h=2 * both.h2d_with_d2h,
         d2h_with_h2d=2 * both.d2h_with_h2d,
     )

@@ -27,7 +27,8 @@ def print_variant(variant: Variant, out: "Console") -> None:
         _print_whole(_time_table(variant, rank), out)
         _print_whole(_memory_table(rank), out)
     if not variant.plan_needed:
-        out.print("Everything fits in VRAM: no plan is needed, and every tier keeps everything there.")
+        text = "Everything fits in VRAM: no plan is needed, and every tier keeps everything there."
+        out.print(text, highlight=False, soft_wrap=True)
     if variant.split_mode == "tensor":
         out.print(f"Ranks' parts are summed in {describe_sums(variant.reduce_dtype)}.", highlight=False, soft_wrap=True)
     if variant.considered:
@@ -140,6 +141,7 @@ def print_explanation(variant: Variant, gains: tuple[WhatIf, ...], out: "Console
         out.print(
             f"\nUnits of rank {rank.rank} by layer: P pinned, s streamed, c cpu, x split; KV: V in VRAM, h on the host",
             highlight=False,
+            soft_wrap=True,
         )
         for tier in rank.tiers:
             out.print(f"  tier {tier.tokens}", highlight=False)

@@ -241,6 +241,20 @@ def test_a_profile_without_host_matmuls_is_named():
 
 
 def test_a_link_twice_as_fast_halves_copies():
-    before, after = Tables(PROFILE), Tables(double_link(PROFILE))
+    profile = profile_from_datasheet(replace(DESKTOP, host_memory=200e9))
+    before, after = Tables(profile), Tables(double_link(profile))
     assert after.copy("h2d", 1 << 26) == pytest.approx(before.copy("h2d", 1 << 26) / 2)
     assert after.link_rate == pytest.approx(2 * before.link_rate)
+    assert double_link(profile).contention.link_with_cpu == 2 * profile.contention.link_with_cpu
+
+
+@pytest.mark.parametrize("host_memory", [20e9, 30e9, 45e9, 60e9, 90e9])
+def test_a_faster_link_reads_no_more_of_host_memory_than_there_is(host_memory):
+    profile = profile_from_datasheet(replace(DESKTOP, link=25e9, host_memory=host_memory))
+    faster = double_link(profile)
+    before, after, both = profile.contention, Tables(faster), faster.contention
+    assert Tables(profile).link_rate <= after.link_rate <= host_memory * (1 + 1e-9)
+    assert both.link_with_cpu >= before.link_with_cpu and both.cpu_with_link <= before.cpu_with_link
+    most = max(host_memory, before.link_with_cpu + before.cpu_with_link)
+    assert both.link_with_cpu + both.cpu_with_link <= most * (1 + 1e-9)
+    assert all(new.seconds <= old.seconds for new, old in zip(faster.copies, profile.copies))
