@@ -6,7 +6,8 @@ The head too: which end `-ngl` begins to count at differs between versions of ll
 """
 
 from pshard.errors import UserError
-from pshard.plan import Variant
+from pshard.plan import TierPlan, Variant
+from pshard.workload import MIB
 
 TENSORS = {"attention": "attn_.*", "ffn": "ffn_.*"}
 HEAD = "'^(output|token_embd)\\.weight=CPU'"  # with tied weights the head is the embedding, which is there anyway
@@ -16,7 +17,8 @@ def llama_arguments(variant: Variant, kinds: dict[str, tuple[str, int]]) -> str:
     """Arguments for `llama-cli`, `llama-server` and `llama-bench`. kinds: unit name -> (kind, layer).
 
     Units that the plan streams or splits stay on the host: llama.cpp computes them there, or copies them for large
-    batches.
+    batches. The KV cache is in VRAM as a whole or not at all: where the plan has a part of it there, all of it if it
+    fits the budget in place of the staging slots.
     Raises UserError for a split plan.
     """
     if len(variant.ranks) > 1:
@@ -30,9 +32,19 @@ def llama_arguments(variant: Variant, kinds: dict[str, tuple[str, int]]) -> str:
             words += ["-ot", f"'blk\\.({'|'.join(map(str, layers))})\\.{tensors}=CPU'"]
     if any(kinds[p.unit][0] == "output" for p in outside):
         words += ["-ot", HEAD]
-    if not any(p.kv == "vram" for p in tier.placements):
+    if not _holds_all_kv(tier, variant.vram_mib[0]):
         words.append("-nkvo")
     words += ["-c", str(variant.context), "-np", str(variant.sequences)]
     words += ["-b", str(variant.max_ubatch), "-ub", str(variant.max_ubatch)]
     words += ["-ctk", variant.type_k, "-ctv", variant.type_v]
     return " ".join(words)
+
+
+def _holds_all_kv(tier: TierPlan, budget_mib: int) -> bool:
+    """Whether the budget holds the KV cache of all layers beside what else the plan has in VRAM, less its slots."""
+    sides = [p.kv for p in tier.placements if p.kv]
+    if "host" not in sides:
+        return True
+    held, there = tier.buffers, sides.count("vram")
+    more = held.kv * (len(sides) - there) // there if there else 0
+    return bool(there) and held.total - held.slots * held.slot_bytes + more <= budget_mib * MIB

@@ -54,6 +54,12 @@ def _run(argv: list[str]) -> int:
     trials = [t for v, t in made if v is not None]
     if not variants:
         raise UserError("no budget of the sweep is large enough; raise --sweep")
+    emitted = []
+    if args.emit:  # refused before anything is written
+        from pshard.planner.llama_cpp import llama_arguments
+
+        kinds = {u.name: (u.kind, u.layer) for u in spec.units}
+        emitted = [llama_arguments(variant, kinds) for variant in variants]
     if args.split_mode != "none" and not profile.collectives:
         text = "note: the profile has no collectives; what ranks exchange is priced as copies through host memory"
         messages.print(text, highlight=False, soft_wrap=True)
@@ -66,7 +72,7 @@ def _run(argv: list[str]) -> int:
 
         loads = [replace(v.workload, max_ubatch=workloads[0].max_ubatch) for v in variants]
         gains = {
-            i: explain_gains(spec, profile, load, v)
+            i: explain_gains(spec, profile, load, v, args.strategy)
             for i, (v, load) in enumerate(zip(variants, loads))
             if v.plan_needed
         }
@@ -76,12 +82,6 @@ def _run(argv: list[str]) -> int:
             print_variant(variant, out)
             if args.explain:
                 print_explanation(variant, gains.get(i, ()), out)
-    emitted = []
-    if args.emit:
-        from pshard.planner.llama_cpp import llama_arguments
-
-        kinds = {u.name: (u.kind, u.layer) for u in spec.units}
-        emitted = [llama_arguments(variant, kinds) for variant in variants]
     if args.json:
         data = _as_json(spec, profile, workloads[0], inputs, variants, gains)
         print(json.dumps(data | ({args.emit: emitted} if args.emit else {}), indent=1))

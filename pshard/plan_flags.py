@@ -68,6 +68,8 @@ def parse_plan_flags(argv: list[str]) -> argparse.Namespace:
         raise UserError("-ts auto and --strategy exclude each other; give the published strategy its ratios")
     if args.split_mode == "auto" and args.strategy != "ilp":
         raise UserError("-sm auto and --strategy exclude each other; give the published strategy its split")
+    if args.emit and args.split_mode in ("layer", "tensor"):
+        raise UserError(f"--emit {args.emit} needs a plan for one device; leave out -sm")
     if args.vram and args.sweep:
         raise UserError("--vram and --sweep exclude each other; a sweep lists its own budgets")
     check_split_flags(args)

@@ -10,7 +10,9 @@ import pytest
 from pshard.buffers import TORCH_RESERVE_MIB
 from pshard.cli_plan import main
 from pshard.jsonio import from_json
-from pshard.plan import Registry
+from pshard.plan import Buffers, Placement, RankPlan, Registry, TierPlan, Variant
+from pshard.planner.draft import UNPREDICTED, UNSOLVED
+from pshard.planner.llama_cpp import llama_arguments
 from pshard.registries.store import load_registry
 
 OWN = TORCH_RESERVE_MIB
@@ -85,6 +87,18 @@ def test_explain_says_what_binds_and_what_more_would_bring(plan):
     assert "attention" in out and "bound" in out
 
 
+def test_a_published_strategys_gains_are_its_own(plan):
+    """More memory and a faster link are worth what they bring to the strategy, not what the planner would do better."""
+    _, out, _, registry = plan("--vram", MIB, "--strategy", "attention-first", "--json", "--explain")
+    before = load_registry(registry).variants[0].ranks[0].tiers
+    (memory, link) = json.loads(out)["gains"][0]["what_if"]
+    _, out, _, _ = plan("--vram", str(OWN + 4 + 1024), "--strategy", "attention-first", "--json")
+    after = from_json(Registry, json.loads(out)["registry"]).variants[0].ranks[0].tiers
+    seconds = {t.tokens: t.prediction.seconds for t in after}
+    assert memory["speedups"] == [[t.tokens, pytest.approx(t.prediction.seconds / seconds[t.tokens])] for t in before]
+    assert all(gain == pytest.approx(1, abs=0.02) for _, gain in link["speedups"])  # it streams nothing
+
+
 def test_a_published_strategy_can_be_written_instead(plan):
     _, _, _, registry = plan("--vram", MIB, "--strategy", "fit")
     (variant,) = load_registry(registry).variants
@@ -99,6 +113,28 @@ def test_llama_cpp_arguments_name_what_is_not_pinned(plan):
     assert out.startswith("-ngl 999 ") and out.count("\n") == 1
     assert ("ffn_.*=CPU" in out) == bool(outside)
     assert ("'^(output|token_embd)\\.weight=CPU'" in out) == (tier.placement("output").sort != "pinned")
+
+
+@pytest.mark.parametrize(
+    ("layers", "in_vram", "spare_mib", "offloads"),
+    [(8, 8, 0, True), (8, 0, 900, False), (8, 2, 3, False), (8, 2, 4, True)],
+)
+def test_llama_cpp_keeps_its_kv_cache_in_vram_where_all_of_it_fits(layers, in_vram, spare_mib, offloads):
+    """It cannot have a part there. Six layers of 1 MiB are on the host; the slots' 2 MiB are free in llama.cpp."""
+    mib, budget = 1 << 20, 10 + in_vram + spare_mib
+    units = [Placement(f"blk.{i}.attn", "pinned", "vram" if i < in_vram else "host") for i in range(layers)]
+    ffns = [Placement(f"blk.{i}.ffn", "streamed") for i in range(layers)]
+    buffers = Buffers(6 * mib, 2 * mib, 2, mib, in_vram * mib)
+    tier = TierPlan(1, (*units, *ffns), buffers, UNPREDICTED, UNSOLVED)
+    rank = RankPlan(0, budget, 1.0, (), (), (tier,))
+    variant = Variant((budget,), 64, 1, "bf16", "bf16", 1, 32, 32, "none", (), True, (rank,))
+    kinds = {p.unit: ("attention" if p.kv else "ffn", i % layers) for i, p in enumerate(tier.placements)}
+    assert ("-nkvo" not in llama_arguments(variant, kinds)) == offloads
+
+
+def test_arguments_for_llama_cpp_of_several_devices_are_refused_before_anything_is_written(plan):
+    code, out, err, registry = plan("--vram", f"{MIB},{MIB}", "-sm", "tensor", "--emit", "llama.cpp")
+    assert code == 2 and out == "" and "needs a plan for one device" in err and not registry.exists()
 
 
 def test_llama_cpp_arguments_and_the_plan_are_one_json_document(plan):
