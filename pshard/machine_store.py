@@ -6,7 +6,9 @@ Beside it lies what runs have met: how much memory this machine lets a process p
 import json
 import platform
 from dataclasses import replace
+from math import inf
 from pathlib import Path
+from typing import Any
 
 from pshard.cli_support import cache_dir
 from pshard.errors import UserError
@@ -38,10 +40,26 @@ def load_profile(path: Path | None = None) -> MachineProfile:
         raise UserError(f"{place} is no machine profile of version {PROFILE_VERSION}; run pshard-profile again")
     try:
         profile = from_json(MachineProfile, data)
+        _check_figures(data)
     except ValueError as error:
         raise UserError(f"{place} is damaged: {error}; run pshard-profile again") from None
     met = recall_lockable() if path is None else None
     return profile if met is None else replace(profile, lockable_bytes=met)
+
+
+def _check_figures(data: dict) -> None:
+    """Raise ValueError for what no machine has: no accelerator, or a figure that is negative or no number."""
+    if not data["accelerators"]:
+        raise ValueError("MachineProfile.accelerators is empty")
+    left: list[tuple[str, Any]] = [("MachineProfile", data)]
+    while left:
+        where, value = left.pop()
+        if isinstance(value, dict):
+            left += [(f"{where}.{name}", item) for name, item in value.items()]
+        elif isinstance(value, list):
+            left += [(f"{where}[{i}]", item) for i, item in enumerate(value)]
+        elif isinstance(value, int | float) and not 0 <= value < inf:
+            raise ValueError(f"{where} is {value}, not a number of 0 or more")
 
 
 def save_profile(profile: MachineProfile, path: Path | None = None) -> Path:
@@ -78,7 +96,7 @@ def recall_lockable() -> int | None:
     """Bytes that could be page-locked on this machine when a process last met a limit; None when none did."""
     try:
         data = json.loads(_page_locks().read_text(encoding="utf-8"))
-        return int(data["lockable_bytes"]) if data["machine"] == platform.node() else None
+        return max(0, int(data["lockable_bytes"])) if data["machine"] == platform.node() else None
     except (OSError, ValueError, TypeError, KeyError):  # what cannot be read is not known
         return None
 

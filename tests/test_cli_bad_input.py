@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+import math
 import os
 import shutil
 import signal
@@ -179,6 +180,23 @@ def test_damaged_profile(world: World, refuse: Refuse, content: str, word: str) 
     for call in commands_of(world):
         line = refuse(*call)
         assert word in line and "run pshard-profile again" in line
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "said"),
+    [
+        (("accelerators",), [], "accelerators is empty"),
+        (("handoff_seconds",), math.nan, "handoff_seconds is nan"),
+        (("lockable_bytes",), -1, "lockable_bytes is -1"),
+        (("host", "memory_bytes"), -5, "host.memory_bytes is -5"),
+        (("contention", "link_with_cpu"), math.inf, "contention.link_with_cpu is inf"),
+    ],
+)
+def test_figures_that_no_machine_has(world: World, refuse: Refuse, where: tuple, value: object, said: str) -> None:
+    edit_json(world.profile, *where, value=value)
+    for call in commands_of(world):
+        line = refuse(*call)
+        assert said in line and "is damaged" in line and "run pshard-profile again" in line
 
 
 def test_profile_of_a_newer_version(world: World, refuse: Refuse) -> None:

@@ -1,5 +1,7 @@
 """What runs have met of the system's limit of page-locking: remembered, planned with, forgotten."""
 
+import json
+import platform
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,8 @@ def test_a_limit_is_remembered_until_a_process_gets_beyond_it(tmp_path: Path, mo
     for damaged in ("", "[]", "{}", '{"machine": 1, "lockable_bytes": "x"}', "\0"):
         place.write_text(damaged)
         assert recall_lockable() is None
+    place.write_text(json.dumps({"machine": platform.node(), "lockable_bytes": -1}))
+    assert recall_lockable() == 0  # planning with less than nothing had no end
 
 
 def test_a_run_that_meets_the_limit_says_so_once_and_plans_stay_valid(
