@@ -144,17 +144,13 @@ class _Bench:
 
     def attempt(self, variant: Variant, task: "RankTask", label: str = "") -> None:
         """Measure a variant; a line says why when it cannot be run or no time is left."""
-        import torch
-
         name = " ".join((variant.ranks[0].tiers[0].solve.strategy, label)).strip()
         name += " 2" if any(t.name == name for t in self.trials) else ""
         if self.trials and self._spent:
             self.say(f"{name} was not tried: the time for validation is spent; see --validate-seconds")
             return
-        try:
-            found = self._run(variant)
-        except (UserError, StepFailed, torch.OutOfMemoryError, MemoryError) as error:
-            self.say(f"{name} was left out, it does not run: {error}")
+        found = self._run_if_possible(variant, f"{name} was left out, it does not run")
+        if found is None:
             return
         variant = _with_measured(variant, found)
         self.trials.append(Trial(name, variant, variant, self._round_seconds(variant, found, task)))
@@ -169,7 +165,10 @@ class _Bench:
                 self.say(f"{trial.name} was run only once: the time for validation is spent; see --validate-seconds")
                 continue
             before = {t.tokens: t.prediction for t in trial.variant.ranks[0].tiers}
-            found = {n: _better(timed, before[n]) for n, timed in self._run(trial.variant).items()}
+            timed = self._run_if_possible(trial.variant, f"{trial.name} was run only once, it does not run again")
+            if timed is None:
+                continue
+            found = {n: _better(now, before[n]) for n, now in timed.items()}
             variant = _with_measured(trial.variant, found)
             again = Trial(trial.name, variant, variant, self._round_seconds(variant, found, task))
             self.trials[self.trials.index(trial)] = again
@@ -188,6 +187,16 @@ class _Bench:
                 f"other programs or machines had core time while plans were run: {which}; such times are kept, but no "
                 "predictions are fitted to them: plan again when the machine is idle"
             )
+
+    def _run_if_possible(self, variant: Variant, otherwise: str) -> dict[int, Timed] | None:
+        """What `_run` measures; None, and a line that says `otherwise` and why, when it does not run."""
+        import torch
+
+        try:
+            return self._run(variant)
+        except (UserError, StepFailed, torch.OutOfMemoryError, MemoryError) as error:
+            self.say(f"{otherwise}: {error}")
+            return None
 
     def _run(self, variant: Variant) -> dict[int, Timed]:
         """Seconds of every tier that the workload enters. Raises what loading and running raise."""

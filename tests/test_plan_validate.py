@@ -146,7 +146,10 @@ class Scripted:
         if placements(variant) in known:
             nth = known.index(placements(variant))
             self.repeated.append(nth)
-            return nullcontext(self.again.get(nth, self.took[nth]))
+            result = self.again.get(nth, self.took[nth])
+            if isinstance(result, Exception):
+                raise result
+            return nullcontext(result)
         self.variants.append(variant)
         result = self.script.pop(0)
         if isinstance(result, Exception):
@@ -213,6 +216,15 @@ def test_plans_that_do_not_run_are_left_out(world, monkeypatch):
     chosen, trials, said = choose(world)
     assert len(trials) == 2 and "does not run: cannot allocate 6 MiB" in said[0]
     assert chosen.ranks[0].tiers[0].prediction.measured_seconds == 0.02
+
+
+def test_a_plan_that_does_not_run_again_keeps_its_first_time(world, monkeypatch):
+    engines = Scripted(monkeypatch, times(0.02), times(0.019), times(0.05), times(0.06))
+    engines.again[1] = UserError("cannot allocate 6 MiB")
+    chosen, _, said = choose(world)
+    assert placements(chosen) == placements(engines.variants[1])
+    assert chosen.ranks[0].covering(1).prediction.measured_seconds == 0.019
+    assert "was run only once, it does not run again: cannot allocate 6 MiB" in said[0]
 
 
 def test_nothing_that_runs_means_the_planners_choice_as_predicted(world, monkeypatch):
