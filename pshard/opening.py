@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pshard.runtime.parallel import Group
 
 UNLIMITED_MIB = 1 << 30
+KERNELS = ("fast", "plain")
 
 
 @dataclass(frozen=True)
@@ -331,9 +332,14 @@ def load(
         Engine with `generate`, `forward`, `plan`, `memory()`, `reset` and `close`.
 
     Raises:
-        UserError: one line saying what is missing or stale and the command that mends it.
+        UserError: one line saying what is missing, stale or out of range, and the command that mends it.
     """
     calm_openmp()
+    for name, value in (("context", context), ("sequences", sequences)):
+        if value is not None and value < 1:
+            raise UserError(f"{name} is {value}; it is 1 or more, or None for what is planned")
+    if kernels not in KERNELS:
+        raise UserError(f"kernels is {kernels!r}; choose from {', '.join(KERNELS)}")
     budgets = (vram,) if isinstance(vram, int) else vram
     place = Path(registry) if registry else None
     request = Request(

@@ -6,7 +6,7 @@ from pathlib import Path
 from pshard.cli_support import env_default, find_model, parse_count, parse_mib_list
 from pshard.machine_store import load_profile
 from pshard.model import KV_TYPES
-from pshard.opening import Request
+from pshard.opening import KERNELS, Request
 from pshard.split_flags import add_split_flags, check_split_flags, count_nodes, given_ratios, wants_ratios
 
 
@@ -34,7 +34,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     add_split_flags(group, otherwise="those of the plan that fits")
     group.add_argument("--registry", type=Path, help="plan registry (default: beside the model, else the cache)")
     group.add_argument("--profile", type=Path, help="machine profile (default: this machine's, in the cache)")
-    group.add_argument("--kernels", choices=("fast", "plain"), default="fast", help="plain: torch in float32, slow")
+    group.add_argument("--kernels", choices=KERNELS, default="fast", help="plain: torch in float32, slow")
     group.add_argument("--replan", action="store_true", help="plan again before running")
 
 

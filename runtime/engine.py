@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -163,11 +164,12 @@ class Engine:
             vocabulary.
 
         Raises:
-            UserError: an id is not in the vocabulary, the context is full, or there are too many sequences.
+            UserError: an id is no whole number or not in the vocabulary, the context is full, or there are too many
+                sequences.
             StepFailed: this call failed half-way (out of memory, a failed copy), or an earlier one did.
         """
-        single = len(tokens) > 0 and isinstance(tokens[0], int)
-        lists: list[list[int]] = [list(tokens)] if single else [list(t) for t in tokens]  # type: ignore
+        single = len(tokens) > 0 and not isinstance(tokens[0], Sequence)
+        lists = _whole_numbers([tokens] if single else tokens)  # type: ignore[list-item, arg-type]
         self._check(lists)
         for sequence, ids in enumerate(lists):
             self._blocks.resize(sequence, self._lengths[sequence] + len(ids))
@@ -310,3 +312,11 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _whole_numbers(lists: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The lists with their numbers as ints, of whatever integer type they are. Raises UserError for other things."""
+    try:
+        return [[index(token) for token in ids] for ids in lists]
+    except TypeError as error:
+        raise UserError(f"token ids are whole numbers, in one list or one for each sequence ({error})") from None

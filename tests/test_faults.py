@@ -9,6 +9,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cli_world import make_world
@@ -235,6 +236,31 @@ def test_a_registry_swapped_under_a_running_engine_changes_nothing(
         assert got == expected
     with pytest.raises(UserError, match="pshard-plan"):
         pshard.load(world.model, vram=world.budget)
+
+
+@pytest.mark.parametrize("ids", [[1, 2.7], [[1], [2.0]], ["a"], "ab", [1, [2]], [[[1]]]])
+def test_ids_that_are_no_whole_numbers_are_refused_and_change_nothing(tmp_path: Path, ids: Any) -> None:
+    with open_engine(write_gguf(tmp_path / "m.gguf", "llama", qtype="Q8_0"), sequences=2, tokens=(2, 64)) as engine:
+        with pytest.raises(UserError, match="whole numbers"):
+            engine.forward(ids)
+        assert engine.lengths == (0, 0)
+        engine.forward([1, 2])
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.array, tuple])
+def test_ids_may_be_of_any_integer_type(tmp_path: Path, kind: Any) -> None:
+    with open_engine(write_gguf(tmp_path / "m.gguf", "llama", qtype="Q8_0")) as engine:
+        expected = engine.forward([1, 2, 3])
+        engine.reset()
+        assert torch.equal(engine.forward(kind([1, 2, 3])), expected)
+
+
+@pytest.mark.parametrize("given", [{"context": 0}, {"context": -3}, {"sequences": 0}, {"kernels": "slow"}])
+def test_loading_with_what_is_no_choice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: Any) -> None:
+    world = make_world(tmp_path)
+    monkeypatch.setenv("PSHARD_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(UserError, match=next(iter(given))):
+        pshard.load(world.model, **({"vram": world.budget, "context": 64, "replan": True} | given))
 
 
 def greedy() -> Any:
