@@ -4,6 +4,7 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -65,6 +66,8 @@ def why_impossible(profile: MachineProfile, workload: Workload) -> str | None:
     -sm auto settles on may be tried when it is one device."""
     if workload.split_mode not in ("none", "auto"):
         return SPLIT
+    if find_spec("torch") is None:
+        return "torch is not installed"
     try:
         from pshard.opening import check_machine
 

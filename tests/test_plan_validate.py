@@ -355,6 +355,14 @@ def test_impossible_validation_is_refused_in_one_line(world, capsys, flags, comp
     assert not os.path.exists(world.registry)
 
 
+def test_without_torch_a_plan_is_predicted_only(world, capsys, monkeypatch):
+    """The profile is of this machine, so plans would be run."""
+    monkeypatch.setattr(validating, "find_spec", lambda name: None)
+    assert plan(world) == 0 and "note: not validated: torch is not installed" in capsys.readouterr().err
+    assert plan(world, "--validate") == 2
+    assert "--validate is not possible: torch is not installed" in capsys.readouterr().err
+
+
 def test_a_profile_of_another_machine_is_planned_for_but_not_run(world, capsys, tmp_path):
     from pshard.machine_store import save_profile
 
