@@ -39,15 +39,15 @@ from pshard.splitting import Ranges
 
 MAGIC, VERSION = b"pshardkv", 1
 _FIXED = struct.Struct("<8sIII")
-SAMPLE_BYTES = 256  # of every unit, for the fingerprint: two models of one shape differ
+SAMPLE_BYTES = 256  # of every tensor, for the fingerprint: a fine-tuned model may differ in few of them
 
 
 def fingerprint_model(source: WeightSource) -> str:
-    """SHA-256 (hex) of the model's configuration, its tensors' shapes and a sample of every unit's bytes."""
+    """SHA-256 (hex) of the model's configuration, its tensors' shapes and a sample of every tensor's bytes."""
     found = hashlib.sha256(json.dumps(to_json(source.spec.config), sort_keys=True).encode())
     for unit in source.spec.units:
         found.update(json.dumps(to_json(unit)).encode())
-        for tensor in unit.tensors[:2]:
+        for tensor in unit.tensors:
             raw = source.tensor_bytes(tensor.name)
             found.update(bytes(raw[0][:SAMPLE_BYTES] if raw.ndim > 1 else raw[:SAMPLE_BYTES]))
     return found.hexdigest()

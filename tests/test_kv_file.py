@@ -2,7 +2,9 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engines import open_engine
@@ -10,6 +12,8 @@ from model_files import write_gguf
 from thread_ranks import random_tiers, run_ranks
 
 from pshard.errors import UserError
+from pshard.models import open_model
+from pshard.runtime.kv_file import fingerprint_model
 
 CONTEXT = 96
 PROMPT = [(7 * i) % 320 for i in range(30)]
@@ -109,6 +113,24 @@ def test_files_that_are_damaged_or_of_another_run_are_refused(model: Path, tmp_p
                 engine.load(file)
         file.write_bytes(raw)
         engine.load(file)
+
+
+class Tuned:
+    """A model file that differs in one tensor."""
+
+    def __init__(self, file: Any, tensor: str) -> None:
+        self.spec, self.forget_tensor, self._file, self._tensor = file.spec, file.forget_tensor, file, tensor
+
+    def tensor_bytes(self, name: str) -> np.ndarray:
+        raw = self._file.tensor_bytes(name)
+        return raw ^ 1 if name == self._tensor else raw
+
+
+def test_models_that_differ_in_one_tensor_are_told_apart(model: Path) -> None:
+    with open_model(model) as file:
+        names = [tensor.name for unit in file.spec.units for tensor in unit.tensors]
+        found = {fingerprint_model(Tuned(file, name)) for name in ("", *names)}
+    assert len(found) == len(names) + 1
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one(model: Path, tmp_path: Path) -> None:
