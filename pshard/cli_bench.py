@@ -109,8 +109,11 @@ def _tests(args: Any) -> "list[BenchTest]":
 
 def _run_all(opened: "Opened", args: Any, group: "Group", command: str) -> "list[Measurement]":
     from pshard.opening import environment_of
+    from pshard.planner.baselines import STRATEGIES
 
     tests, found = _tests(args), []
+    if group.rank == 0 and (made := opened.variant.ranks[0].tiers[0].solve.strategy) in STRATEGIES:
+        print(f"note: the registry's plan is the published strategy {made!r}; its rows are called ilp", file=sys.stderr)
     setting = _setting(opened, "ilp", environment_of(opened.profile), command)
     found += _run_strategy(opened, opened.variant, "ilp", tests, args, group, setting)
     names = [*args.strategy, *(["fit"] if "fit" in args.baseline else [])]

@@ -240,6 +240,18 @@ def test_perplexity_of_a_random_model_is_near_its_vocabulary(
     assert 100 < found["perplexity"] < 5000
 
 
+def test_bench_says_when_the_plan_is_a_published_strategy(world: World, capsys: pytest.CaptureFixture) -> None:
+    """Rows of the registry's plan are called ilp, whoever made it: figures of one would pass for the planner's."""
+    call = ["-m", str(world.model), "--vram", "6", "-p", "0", "-n", "2", "-r", "1"]
+    note = "note: the registry's plan is the published strategy 'fit'; its rows are called ilp"
+    for strategy in ("fit", "ilp"):
+        plan(world, "--vram", "6", "--no-validate", *(["--strategy", strategy] if strategy != "ilp" else []))
+        made = load_registry(world.registry).variants[0].ranks[0].tiers[0].solve.strategy
+        capsys.readouterr()
+        assert cli_bench.main(call) == 0
+        assert (note in capsys.readouterr().err) == (made == "fit") and (made == strategy or strategy == "ilp")
+
+
 def test_tables_of_bench(world: World, capsys: pytest.CaptureFixture) -> None:
     plan(world, "--vram", world.budget, "-np", 2)
     for form in ("md", "csv"):

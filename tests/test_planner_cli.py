@@ -10,8 +10,11 @@ import pytest
 from pshard.buffers import TORCH_RESERVE_MIB
 from pshard.cli_plan import main
 from pshard.jsonio import from_json
+from pshard.machine_store import load_profile
 from pshard.plan import Buffers, Placement, RankPlan, Registry, TierPlan, Variant
+from pshard.planner.datasheet import profile_from_datasheet
 from pshard.planner.draft import UNPREDICTED, UNSOLVED
+from pshard.planner.examples import MACHINES
 from pshard.planner.llama_cpp import llama_arguments
 from pshard.registries.store import load_registry
 
@@ -85,6 +88,20 @@ def test_explain_says_what_binds_and_what_more_would_bring(plan):
     _, out, _, _ = plan("--vram", MIB, "--explain")
     assert "1 GiB more VRAM: +" in out and "a link twice as fast: +" in out
     assert "attention" in out and "bound" in out
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_example_machines_are_what_their_rates_give(name):
+    stored = load_profile(PROFILE.with_name(f"{name}.json"))
+    assert stored == profile_from_datasheet(MACHINES[name], stored.provenance.notes)
+    assert stored.provenance.source == "datasheet" and "nothing was measured" in stored.provenance.notes[0]
+
+
+def test_every_example_says_where_its_figures_are_from_and_plans_the_bundled_model(plan):
+    for path in sorted(PROFILE.parent.glob("*.json")):
+        source = load_profile(path).provenance.source
+        assert source == ("datasheet" if path.stem in MACHINES else "measured")
+        assert plan("--vram", MIB, profile=path)[0] == 0
 
 
 def test_a_published_strategys_gains_are_its_own(plan):
