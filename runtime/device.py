@@ -32,7 +32,7 @@ from pshard.runtime.row_copy import check_rows, copy_rows
 KERNEL_SEND_BYTES = 16 << 20  # activations of 512 tokens; a unit of 221 MB ahead of them takes 4 ms
 KERNEL_RECEIVE_BYTES = 512 << 10  # from the device little goes besides
 # graphs take device memory beside the arena, some 0.2 MiB each of a prompt and 0.05 each of a small batch; past that
-# many kernels are launched one by one
+# many the one that was not used for the longest time goes
 MOST_PROMPT_GRAPHS = 384  # three tiers of 64 layers
 MOST_GRAPHS = MOST_PROMPT_GRAPHS + 900
 
@@ -102,7 +102,7 @@ class CudaDevice:
         self._out = torch.cuda.Stream(self.torch_device)
         self._fill: tuple[torch.cuda.Stream, Copiers] | None = None  # from its first use on
         self._events: list[int] = []  # handles that no event has
-        self._graphs: dict[tuple, tuple[int, torch.cuda.CUDAGraph]] = {}  # what is launched, and what keeps it
+        self._graphs: dict[tuple, tuple[int, torch.cuda.CUDAGraph]] = {}  # what to launch, and its owner; last used last
         self._locked: dict[int, int] = {}  # page-locked host memory: first address -> bytes
         self._copy_small = _kernel_for_small_copies()
 
@@ -224,13 +224,16 @@ class CudaDevice:
     def repeat(self, key: tuple, worth_it: bool, work: Callable[[], Any]) -> None:
         """Do work whose kernels, addresses and launch sizes are the same for equal keys: captured once as a CUDA graph
         and replayed. Called in `computing()`."""
-        graph = self._graphs.get(key) if worth_it else None
+        graph = self._graphs.pop(key, None) if worth_it else None
         if graph is not None:
+            self._graphs[key] = graph  # the last to go
             launch_graph(graph[0], self.compute.cuda_stream)
             return
         work()  # compiles kernels, which a capture must not do
-        if worth_it and len(self._graphs) < MOST_GRAPHS:
+        if worth_it:
             self.compute.synchronize()
+            if len(self._graphs) >= MOST_GRAPHS:
+                del self._graphs[next(iter(self._graphs))]
             captured = torch.cuda.CUDAGraph()
             with torch.cuda.graph(captured, stream=self.compute, capture_error_mode="thread_local"):
                 work()

@@ -12,6 +12,7 @@ from plan_samples import make_tier, random_places, shrink_places, split_places
 from rounded_kernels import RoundedKernels
 
 from pshard.models import open_model
+from pshard.runtime import device as device_module
 from pshard.runtime import loading, micro_batch, staging, weights
 from pshard.runtime.device import CudaDevice, open_device
 from pshard.runtime.host_memory import map_memory
@@ -109,6 +110,33 @@ def test_small_batches_are_captured_in_large_tiers(tmp_path: Path) -> None:
         captured = len(engine.device._graphs)
         engine.forward([i % 320 for i in range(40)])
         assert captured > 0 and len(engine.device._graphs) == captured
+
+
+def test_graphs_that_were_not_used_for_long_make_room_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q4_0")
+    places, rng = pinned_everywhere(open_model(path).spec, (1, 64), CONTEXT), random.Random(4)
+    sizes = (3, 5, 3, 7, 3, 9, 3, 5, 7)
+    turns = [[rng.randrange(320) for _ in range(n)] for n in sizes]
+
+    def speak() -> tuple[int, int, torch.Tensor]:
+        with open_engine(path, places, "fast", CONTEXT, device="cuda") as engine:
+            real, captures = torch.cuda.CUDAGraph, []
+            monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: captures.append(1) or real())
+            outputs = []
+            for turn in turns:
+                engine.reset(0)
+                outputs.append(engine.forward(turn))
+            monkeypatch.setattr(torch.cuda, "CUDAGraph", real)
+            return len(captures), len(engine.device._graphs), torch.stack(outputs)
+
+    captured, kept, expected = speak()
+    assert captured == kept == len(set(sizes))
+    monkeypatch.setattr(device_module, "MOST_GRAPHS", 2)
+    captured, kept, got = speak()
+    assert (captured, kept) == (6, 2)  # that of 3 tokens stays until others were used twice in a row
+    assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize(("attention", "graphs"), [("pinned", 1), ("streamed", 18)])
