@@ -102,7 +102,7 @@ class CudaDevice:
         self._out = torch.cuda.Stream(self.torch_device)
         self._fill: tuple[torch.cuda.Stream, Copiers] | None = None  # from its first use on
         self._events: list[int] = []  # handles that no event has
-        self._graphs: dict[tuple, tuple[int, torch.cuda.CUDAGraph]] = {}  # what to launch, and its owner; last used last
+        self._graphs: dict[tuple, tuple[int, torch.cuda.CUDAGraph]] = {}  # to launch, and its owner; last used last
         self._locked: dict[int, int] = {}  # page-locked host memory: first address -> bytes
         self._copy_small = _kernel_for_small_copies()
 
