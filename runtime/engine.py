@@ -112,7 +112,9 @@ class Engine:
         return tuple(from_json(MemoryReport, group.broadcast(own, rank)) for rank in range(group.size))
 
     def reset(self, sequence: int | None = None, length: int = 0) -> None:
-        """Forget the cells after `length` of one sequence, or of all."""
+        """Forget the cells after `length` of one sequence, or of all. Raises UserError when there is no such one."""
+        if sequence is not None:
+            self._check_sequence(sequence)
         for s in range(len(self._lengths)) if sequence is None else (sequence,):
             self._lengths[s] = max(0, min(self._lengths[s], length))
             self._blocks.resize(s, self._lengths[s])
@@ -123,6 +125,7 @@ class Engine:
         Raises UserError when it cannot be written; then there is no new file.
         """
         self._check_alive()
+        self._check_sequence(sequence)
         tokens = self._tokens[sequence][: self._lengths[sequence]]
         self._store.save(path, self._blocks.held(sequence), tokens)
 
@@ -206,6 +209,10 @@ class Engine:
             raise RuntimeError("the engine is closed")
         if self._broken is not None:
             raise StepFailed("an earlier step failed; load the model again") from self._broken
+
+    def _check_sequence(self, sequence: int) -> None:
+        if not 0 <= sequence < len(self._lengths):
+            raise UserError(f"there is no sequence {sequence}; the engine's are 0 to {len(self._lengths) - 1}")
 
     def _check(self, lists: list[list[int]]) -> None:
         self._check_alive()

@@ -255,6 +255,16 @@ def test_ids_may_be_of_any_integer_type(tmp_path: Path, kind: Any) -> None:
         assert torch.equal(engine.forward(kind([1, 2, 3])), expected)
 
 
+@pytest.mark.parametrize("sequence", [-1, 2])
+def test_a_sequence_that_the_engine_does_not_have_is_refused(tmp_path: Path, sequence: int) -> None:
+    with open_engine(write_gguf(tmp_path / "m.gguf", "llama", qtype="Q8_0"), sequences=2, tokens=(2, 64)) as engine:
+        engine.forward([[1, 2], [3]])
+        for act in (engine.reset, lambda s: engine.save(tmp_path / "kv", s), lambda s: engine.load(tmp_path / "kv", s)):
+            with pytest.raises(UserError, match=f"no sequence {sequence}"):
+                act(sequence)
+        assert engine.lengths == (2, 1) and not (tmp_path / "kv").exists()
+
+
 @pytest.mark.parametrize("given", [{"context": 0}, {"context": -3}, {"sequences": 0}, {"kernels": "slow"}])
 def test_loading_with_what_is_no_choice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: Any) -> None:
     world = make_world(tmp_path)
