@@ -23,6 +23,7 @@ from pshard.planner.candidates import (
 )
 from pshard.planner.check import check_variant
 from pshard.planner.classes import UnitClass, group_units
+from pshard.planner.common import common_plans
 from pshard.planner.costs import Tables, TierCosts, tier_costs
 from pshard.planner.draft import Room, predict_ranks, predict_tier, rank_room
 from pshard.planner.exact import perfect_candidate
@@ -218,16 +219,17 @@ def _improve(task: RankTask, improve: _Improve, candidate: Candidate) -> Candida
 
 
 def join_fastest(tasks: Sequence[RankTask], chosen: Sequence[Candidate]) -> Variant:
-    """The variant of the ranks' plans, or of the published strategy with which several ranks together take less time:
-    each rank's plan was chosen as if it were alone. Raises as `join_ranks` does."""
+    """The variant of the ranks' plans, or of plans with which several ranks together take less time: the same
+    placements on all of them, or a published strategy. Each rank's plan was chosen as if it were alone. Raises as
+    `join_ranks` does."""
     best = join_ranks(tasks, chosen)
-    if len(tasks) == 1 or not best.plan_needed:
+    if not best.plan_needed or all(task.is_like(tasks[0]) for task in tasks):
         return best
+    together = list(common_plans(tasks, chosen)) if best.split_mode == "tensor" else []
     for name in STRATEGIES:
         placed = _like_ranks_once(tasks, partial(_place_strategy, name))
-        if all(placed):
-            best = min(best, join_ranks(tasks, [c for c in placed if c]), key=round_seconds)
-    return best
+        together += [tuple(c for c in placed if c)] if all(placed) else []
+    return min((best, *(join_ranks(tasks, plans) for plans in together)), key=round_seconds)
 
 
 def _place_strategy(name: str, task: RankTask) -> Candidate | None:

@@ -16,7 +16,6 @@ from pshard.planner.plan import (
     cut_ranks,
     fitting_tiers,
     join_fastest,
-    join_ranks,
     place_ranks,
     prepare_ranks,
     price_roughly,
@@ -65,7 +64,7 @@ def plan_ratios(spec: ModelSpec, profile: MachineProfile, workload: Workload, ti
     if refused and not made:
         raise refused
     (rough, tasks, placed), *others = sorted(made, key=lambda plan: round_seconds(plan[0]))
-    best = min(join_ranks(tasks, refine_ranks(tasks, placed)), rough, key=round_seconds)
+    best = min(join_fastest(tasks, refine_ranks(tasks, placed)), rough, key=round_seconds)
     return replace(best, considered=tuple(describe_way(v) for v in (best, *(variant for variant, *_ in others))))
 
 

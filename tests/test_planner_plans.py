@@ -20,7 +20,17 @@ from pshard.planner.baselines import STRATEGIES
 from pshard.planner.candidates import round_seconds
 from pshard.planner.check import PlanError, check_variant
 from pshard.planner.datasheet import Rates, profile_from_datasheet
-from pshard.planner.plan import cut_ranks, plan_baseline, plan_variant, prepare_ranks, rank_shares
+from pshard.planner.plan import (
+    cut_ranks,
+    join_fastest,
+    join_ranks,
+    place_ranks,
+    plan_baseline,
+    plan_variant,
+    prepare_ranks,
+    rank_shares,
+    refine_ranks,
+)
 from pshard.workload import Split, Workload
 from tests.planner_cases import DESKTOP, OWN, machines, make_model, models, workloads
 
@@ -130,6 +140,22 @@ def test_ranks_that_wait_for_each_other_are_no_slower_than_under_any_published_s
             assert pace.round_seconds(variant) <= pace.round_seconds(published) * (1 + 1e-9), name
             compared += 1
     assert compared
+
+
+@pytest.mark.parametrize(("kv_heads", "shares", "least_gain"), [(8, (), 1.2), (4, (), 1.2), (4, (3.0, 2.0), 1.05)])
+def test_unlike_ranks_do_not_wait_for_units_that_are_slow_on_one_of_them(kv_heads, shares, least_gain):
+    """Alone each would be as fast as it is here together with the others."""
+    n = len(shares) or 3
+    profile = profile_from_datasheet(replace(DESKTOP, ranks=n, collective_rate=2e10))
+    workload = Workload(
+        (OWN + 40,) * n, 1024, max_ubatch=128, prompt=512, generated=256, split_mode="tensor", tensor_split=shares
+    )
+    tasks = prepare_ranks(make_model(48, heads=8, kv_heads=kv_heads), profile, workload)
+    chosen = refine_ranks(tasks, place_ranks(tasks, 10.0))
+    assert not all(task.is_like(tasks[0]) for task in tasks)
+    alone = max(candidate.total for candidate in chosen)
+    apart, together = (pace.round_seconds(join(tasks, chosen)) for join in (join_ranks, join_fastest))
+    assert together * least_gain < apart and together < 1.15 * alone
 
 
 @pytest.mark.parametrize("sequences", (3, 16, 64))
