@@ -8,7 +8,7 @@ from pshard.buffers import arena_bytes, kv_layer_bytes, kv_stage_bytes, scratch_
 from pshard.model import ModelSpec, Unit
 from pshard.plan import Buffers, Placement, Prediction, Solve, TierPlan
 from pshard.planner.costs import TierCosts
-from pshard.planner.simulate import ROUNDS, Simulation, simulate, simulate_ranks, simulate_seconds
+from pshard.planner.simulate import ROUNDS, Simulation, simulate_ranks, simulate_seconds
 from pshard.row_split import acc_part, row_stage_bytes
 from pshard.steps import SOURCES, StepList, StepShape, emit_steps
 from pshard.workload import Workload
@@ -122,11 +122,6 @@ def tier_steps(room: Room, tier: TierPlan, costs: TierCosts) -> StepList:
         costs.tables.kind == "cpu",
     )
     return emit_steps(room.spec, tier, shape)
-
-
-def simulate_tier(room: Room, tier: TierPlan, costs: TierCosts, rounds: int = ROUNDS) -> Simulation:
-    """Simulate the expected micro-batch of this tier in its steady state."""
-    return simulate(tier_steps(room, tier, costs), costs, rounds)
 
 
 def tier_seconds(room: Room, tier: TierPlan, costs: TierCosts, rounds: int = ROUNDS) -> float:

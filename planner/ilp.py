@@ -503,19 +503,3 @@ def host_bytes(problem: TierProblem, counts: tuple[Counts, ...]) -> tuple[int, i
     pairs = list(zip(problem.classes, counts))
     weights = sum(cost.nbytes * (cost.size - n.pin_whole) for cost, n in pairs)
     return weights, sum(cost.kv_nbytes * (cost.size - n.kv) for cost, n in pairs)
-
-
-def held_bytes(problem: TierProblem, counts: tuple[Counts, ...]) -> int:
-    """Bytes of the arena (without scratch) that given counts take."""
-    pins = kv = slot = row_stage = 0
-    for cost, n in zip(problem.classes, counts):
-        pins += cost.nbytes * n.pin_whole
-        kv += cost.kv_nbytes * n.kv
-        if cost.kind != "embedding" and cost.size > n.pin + n.cpu + sum(streamed for _, streamed in n.cuts):
-            slot = max(slot, cost.nbytes)
-        for cut, (pinned, streamed) in zip(cost.cuts, n.cuts):
-            pins += cut.nbytes * pinned
-            slot = max(slot, cut.nbytes if streamed else 0)
-            row_stage = max(row_stage, cut.row_nbytes if pinned + streamed else 0)
-    staged = any(cost.kv_nbytes and cost.size > n.cpu + n.kv for cost, n in zip(problem.classes, counts))
-    return pins + kv + problem.slots * slot + row_stage + (problem.stage_nbytes if staged else 0)

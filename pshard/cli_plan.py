@@ -86,7 +86,8 @@ def _run(argv: list[str]) -> int:
         data = _as_json(spec, profile, workloads[0], inputs, variants, gains)
         print(json.dumps(data | ({args.emit: emitted} if args.emit else {}), indent=1))
     elif emitted:
-        print("\n".join(emitted))
+        for variant, arguments in zip(variants, emitted):
+            print(arguments if len(emitted) == 1 else f"{variant.vram_mib[0]} MiB: {arguments}")
     where = registry or "not written, as the plan is for another machine; --registry FILE keeps it"
     messages.print(f"registry: {where}", highlight=False, soft_wrap=True)
     return 0

@@ -4,7 +4,11 @@ from hypothesis import strategies as st
 
 from pshard.buffers import TORCH_RESERVE_MIB
 from pshard.model import ModelConfig, ModelSpec, Rope, TensorSpec, Unit
+from pshard.plan import TierPlan
+from pshard.planner.costs import TierCosts
 from pshard.planner.datasheet import Rates
+from pshard.planner.draft import Room, tier_steps
+from pshard.planner.simulate import ROUNDS, Simulation, simulate
 from pshard.workload import Workload
 
 
@@ -50,6 +54,11 @@ def _ffn(layer: int, config: ModelConfig, qtype: str) -> Unit:
 
 OWN = TORCH_RESERVE_MIB  # of a CUDA budget beside the arena: budgets below are OWN + the arena's MiB
 DESKTOP = Rates(link=25e9, acc_memory=400e9, acc_flops=40e12, host_memory=45e9, host_flops=0.5e12)
+
+
+def simulate_tier(room: Room, tier: TierPlan, costs: TierCosts, rounds: int = ROUNDS) -> Simulation:
+    """Simulate the expected micro-batch of this tier in its steady state."""
+    return simulate(tier_steps(room, tier, costs), costs, rounds)
 
 
 @st.composite

@@ -18,7 +18,6 @@ from pshard.plan import Correction, Factor
 from pshard.planner.correct import Sample, fit_correction, is_off
 from pshard.planner.costs import Tables
 from pshard.planner.datasheet import profile_from_datasheet
-from pshard.planner.draft import simulate_tier
 from pshard.planner.plan import plan_several, plan_variant, prepare_ranks, price_tiers
 from pshard.planner.predict import Predictor
 from pshard.planner.show import print_trials
@@ -26,7 +25,7 @@ from pshard.registries.codec import decode_registry, encode_registry
 from pshard.registries.store import load_registry, save_variants
 from pshard.validating import Timed
 from pshard.workload import Workload
-from tests.planner_cases import DESKTOP, OWN, make_model
+from tests.planner_cases import DESKTOP, OWN, make_model, simulate_tier
 
 SPEC, PROFILE = make_model(layers=6), profile_from_datasheet(DESKTOP)
 WORKLOAD = Workload((OWN + 40,), context=512, max_ubatch=128, prompt=256, generated=64)

@@ -161,6 +161,11 @@ def test_llama_cpp_arguments_and_the_plan_are_one_json_document(plan):
     assert data["llama.cpp"] == [alone.strip()] and data["registry"]["variants"]
 
 
+def test_llama_cpp_arguments_of_a_sweep_name_their_budget(plan):
+    _, out, _, _ = plan("--sweep", f"{MIB}:{int(MIB) + 2}:2", "--emit", "llama.cpp")
+    assert [line.split(" MiB: -ngl ")[0] for line in out.splitlines()] == [str(MIB), str(int(MIB) + 2)]
+
+
 def test_two_devices_get_a_plan_each(plan):
     code, _, err, registry = plan("--vram", f"{OWN + 3},{OWN + 2}", "-sm", "tensor", "-ts", "3,1")
     assert code == 0 and "no collectives" in err

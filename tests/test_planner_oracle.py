@@ -7,13 +7,13 @@ import pytest
 
 from pshard.model import ModelSpec, Unit
 from pshard.planner.datasheet import Rates, profile_from_datasheet
-from pshard.planner.draft import draft_tier, simulate_tier
+from pshard.planner.draft import draft_tier
 from pshard.planner.exact import ExactSearch
 from pshard.planner.plan import RankTask, plan_variant, prepare_ranks
 from pshard.planner.refine import anneal
 from pshard.planner.search import SLOT_CHOICES
 from pshard.workload import Workload
-from tests.planner_cases import OWN, make_model
+from tests.planner_cases import OWN, make_model, simulate_tier
 
 WITHIN = 0.01
 OPTIONS = {

@@ -8,7 +8,7 @@ import pytest
 from pshard.planner import ilp, solvers
 from pshard.planner.datasheet import profile_from_datasheet
 from pshard.planner.fluid import fluid_seconds
-from pshard.planner.ilp import GAP, Counts, held_bytes, relaxation_bound, solve_tiers
+from pshard.planner.ilp import GAP, Counts, TierProblem, relaxation_bound, solve_tiers
 from pshard.planner.order import assign_cpu, order_residency, spread
 from pshard.planner.plan import prepare_ranks
 from pshard.planner.problem import tier_problem
@@ -30,6 +30,22 @@ def all_counts(problem):
     for counts in itertools.product(*ways):
         if held_bytes(problem, counts) <= problem.room:
             yield counts
+
+
+def held_bytes(problem: TierProblem, counts: tuple[Counts, ...]) -> int:
+    """Bytes of the arena (without scratch) that given counts take."""
+    pins = kv = slot = row_stage = 0
+    for cost, n in zip(problem.classes, counts):
+        pins += cost.nbytes * n.pin_whole
+        kv += cost.kv_nbytes * n.kv
+        if cost.kind != "embedding" and cost.size > n.pin + n.cpu + sum(streamed for _, streamed in n.cuts):
+            slot = max(slot, cost.nbytes)
+        for cut, (pinned, streamed) in zip(cost.cuts, n.cuts):
+            pins += cut.nbytes * pinned
+            slot = max(slot, cut.nbytes if streamed else 0)
+            row_stage = max(row_stage, cut.row_nbytes if pinned + streamed else 0)
+    staged = any(cost.kv_nbytes and cost.size > n.cpu + n.kv for cost, n in zip(problem.classes, counts))
+    return pins + kv + problem.slots * slot + row_stage + (problem.stage_nbytes if staged else 0)
 
 
 def class_counts(c):

@@ -10,12 +10,12 @@ from pshard.machine import Contention, ElementwiseTiming
 from pshard.planner.candidates import switch_seconds, whole_tier
 from pshard.planner.costs import Tables, interpolate, tier_costs
 from pshard.planner.datasheet import Rates, profile_from_datasheet
-from pshard.planner.draft import draft_tier, rank_room, simulate_tier, tier_steps
+from pshard.planner.draft import draft_tier, rank_room, tier_steps
 from pshard.planner.load import TierLoad, raise_weights, tier_loads
 from pshard.planner.plan import plan_variant, prepare_ranks
 from pshard.steps import CopyIn, StepShape, emit_steps
 from pshard.workload import Workload
-from tests.planner_cases import DESKTOP, OWN, make_model
+from tests.planner_cases import DESKTOP, OWN, make_model, simulate_tier
 
 DECODE = Workload((4000,), context=512, max_ubatch=1, prompt=256, generated=64)
 

@@ -23,7 +23,7 @@ from pshard.planner.check import PlanError, check_variant
 from pshard.planner.classes import group_units
 from pshard.planner.costs import TierCosts
 from pshard.planner.datasheet import Rates, profile_from_datasheet
-from pshard.planner.draft import Room, draft_tier, simulate_tier
+from pshard.planner.draft import Room, draft_tier
 from pshard.planner.explain import simulate_timelines
 from pshard.planner.llama_cpp import llama_arguments
 from pshard.planner.plan import plan_variant, prepare_ranks
@@ -31,7 +31,7 @@ from pshard.planner.show import print_explanation, print_variant
 from pshard.row_split import acc_part
 from pshard.steps import Compute
 from pshard.workload import Workload
-from tests.planner_cases import DESKTOP, OWN, make_model, models
+from tests.planner_cases import DESKTOP, OWN, make_model, models, simulate_tier
 from tests.test_planner_plans import RELAXED, workload_seconds
 from tests.test_planner_simulation import setting
 
