@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from pshard.machine import Contention, CopyTiming
+from pshard.profile.operands import fill_ordinary
 from pshard.profile.timing import Pace, median_seconds
 from pshard.runtime.device import Device
 from pshard.runtime.host_memory import map_memory
@@ -63,7 +64,7 @@ def open_link(device: Device, host_bytes: int, device_bytes: int) -> LinkBench:
     `device_bytes`: as much as the largest copy.
     """
     host_bytes = max(host_bytes, 2 * device_bytes)
-    pageable, locked = map_memory(host_bytes).zero_(), map_memory(host_bytes).zero_()
+    pageable, locked = (fill_ordinary(map_memory(host_bytes)) for _ in range(2))
     remote = device.allocate(device_bytes)
     remote.zero_()
     if not device.page_lock(locked):
@@ -73,6 +74,13 @@ def open_link(device: Device, host_bytes: int, device_bytes: int) -> LinkBench:
         with suppress(MemoryError):  # no more can be page-locked: then the runtime stages nothing, too
             ring = StagingRing(device, device_bytes)
     return LinkBench(device, remote, pageable, locked, ring)
+
+
+def link_from(device: Device, memory: torch.Tensor, device_bytes: int) -> LinkBench:
+    """Copies to the device from host memory that is there already (uint8) and is page-locked until the link closes."""
+    remote = device.allocate(device_bytes)
+    remote.zero_()
+    return LinkBench(device, remote, memory, memory if device.page_lock(memory) else None)
 
 
 def time_copies(link: LinkBench, sizes: Iterable[int], pace: Pace) -> list[CopyTiming]:

@@ -35,7 +35,7 @@ def rotation_bytes(cache_bytes: int, memory_bytes: int, quick: bool) -> int:
 
 @dataclass
 class OperandPool:
-    """One buffer on a device that holds the copies; allocated and touched once.
+    """One buffer on a device that holds the copies; allocated and touched once, and again after `release`.
 
     On the host its bytes are ordinary numbers in every type, and stay. A GPU's clock depends on its operands, so that
     its pool is refilled for every shape. What a rotation hands out is valid until the next one is made.
@@ -57,6 +57,10 @@ class OperandPool:
     def memory(self) -> torch.Tensor:
         """All of the pool's bytes, uint8."""
         return self._buffer
+
+    def release(self) -> None:
+        """Give the memory back; the next rotation takes what it needs again."""
+        self._buffer = self._buffer.new_empty(0)
 
     def rotate_weights(self, qtype: str, rows: int, cols: int) -> list[Packed]:
         """Copies of a random [rows, cols] matrix that together span the pool's bytes; at least one."""
@@ -85,7 +89,7 @@ class OperandPool:
     def _split(self, nbytes: int) -> list[torch.Tensor]:
         stride = -(-nbytes // PAGE) * PAGE
         if stride > self._buffer.numel():
-            self._buffer = self._allocate(stride)
+            self._buffer = self._allocate(max(stride, self.nbytes))
         stride = max(stride, self._buffer.numel() // MOST_COPIES // PAGE * PAGE)
         return [self._buffer[at : at + nbytes] for at in range(0, self._buffer.numel() - stride + 1, stride)]
 

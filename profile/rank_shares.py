@@ -18,7 +18,7 @@ from pshard.jsonio import from_json, to_json
 from pshard.machine import ShareTiming
 from pshard.profile.identify import count_cores
 from pshard.profile.kernels import KernelBench
-from pshard.profile.links import copy_in_turn, open_link
+from pshard.profile.links import copy_in_turn, link_from
 from pshard.profile.operands import LEAST_ROTATION, OperandPool
 from pshard.profile.timing import Pace
 from pshard.runtime.device import open_device
@@ -50,13 +50,16 @@ def measure_shares(host: KernelBench, kind: str, ranks: Sequence[int], seconds: 
     """Matmuls and copies of each number of ranks; matmuls beside those with all threads of `host`.
 
     Starts the ranks on this machine: on disjoint cores, with "cuda" one GPU each. Takes about 5 s and a dozen times
-    `seconds` (alone: once for every rank) per number of ranks. Raises UserError when a group cannot be started.
+    `seconds` (alone: once for every rank) per number of ranks. Their operands take the place of the host's, which are
+    released: a virtual machine's host may take seconds to find as much memory again. Raises UserError when a group
+    cannot be started.
     """
     from pshard.runtime.launch import launch
 
     found: list[ShareTiming] = []
+    whole = {t: _median_call(_matmul_calls(host, t), seconds) for t in TOKENS if ranks}
+    host.pool.release()
     for n in ranks:
-        whole = {t: _median_call(_matmul_calls(host, t), seconds) for t in TOKENS}
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "shares.json"
             task = Task(kind, n, torch.get_num_threads(), host.pool.nbytes, seconds)
@@ -77,8 +80,9 @@ def main() -> int:
     device = open_device(task.kind, group.local_rank)
     _, on_host, _ = choose_kernels(device, "fast", max(TOKENS))
     cpu = torch.device("cpu")
-    bench = KernelBench("host", on_host, cpu, OperandPool(task.rotation // task.ranks, cpu), Pace(task.seconds), 1.0)
-    link = open_link(device, min(task.rotation // task.ranks, LEAST_ROTATION), COPY_BYTES)
+    pool = OperandPool(max(task.rotation // task.ranks, 2 * COPY_BYTES), cpu)
+    bench = KernelBench("host", on_host, cpu, pool, Pace(task.seconds), 1.0)
+    link = link_from(device, pool.memory[:LEAST_ROTATION], COPY_BYTES)
     try:
         calls = [("matmul", tokens, _matmul_calls(bench, tokens)) for tokens in TOKENS]
         calls.append(("copy", COPY_BYTES, copy_in_turn(link, "h2d", COPY_BYTES)))

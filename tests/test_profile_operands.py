@@ -66,6 +66,16 @@ def test_a_matrix_larger_than_the_pool_gets_one_copy():
     assert only.data.numel() == 2 * MIB
 
 
+def test_a_pool_that_was_released_takes_its_memory_again_when_it_is_asked_for_copies():
+    pool = OperandPool(4 * MIB, CPU)
+    spanned = len(pool.rotate_weights("Q4_0", 512, 512))
+    pool.release()
+    assert pool.memory.numel() == 0
+    copies = pool.rotate_weights("Q4_0", 512, 512)
+    assert len(copies) == spanned and pool.memory.numel() == 4 * MIB
+    assert np.isfinite(unpack_reference(copies[-1].data.numpy(), "Q4_0", 512, 512)).all()
+
+
 @pytest.mark.parametrize("qtype", QUANT_TYPES)
 def test_random_records_are_ordinary_numbers(qtype):
     weights = unpack_reference(random_record(qtype, 512), qtype, 16, 512)

@@ -9,10 +9,11 @@ from manual_clock import ManualClock
 from pshard.profile import kernels, timing
 from pshard.profile.host_threads import pick_threads, thread_counts
 from pshard.profile.kernels import KernelBench, time_series
-from pshard.profile.links import run_together
+from pshard.profile.links import copy_in_turn, link_from, run_together
 from pshard.profile.operands import OperandPool
 from pshard.profile.timing import Pace, calls_in_graph, mean_seconds, median_seconds
 from pshard.runtime import micro_batch
+from pshard.runtime.device import CpuDevice
 from pshard.runtime.kernels.plain import PlainKernels
 
 
@@ -99,6 +100,21 @@ def test_a_timing_that_its_neighbours_rule_out_is_measured_again(stalled):
 def test_a_kernel_that_really_is_slower_for_fewer_tokens_stays_so():
     true = {1: 1e-3, 64: 9e-3, 128: 6e-3}
     assert time_series(true, 1.0, lambda size: true[size]) == list(true.items())
+
+
+def test_a_link_from_memory_that_is_there_copies_it_and_unlocks_it_when_closed():
+    device, memory, locks = CpuDevice(), torch.randint(0, 255, (1 << 20,), dtype=torch.uint8), []
+    device.page_lock = lambda m: locks.append(m.data_ptr()) or True
+    device.page_unlock = lambda m: locks.remove(m.data_ptr())
+    link = link_from(device, memory, 1 << 19)
+    run = copy_in_turn(link, "h2d", 1 << 19)
+    run()
+    assert torch.equal(link.remote, memory[: 1 << 19]) and locks == [memory.data_ptr()]
+    run()
+    assert torch.equal(link.remote, memory[1 << 19 :])
+    link.close()
+    device.close()
+    assert not locks
 
 
 def test_tasks_run_at_once_and_report_their_own_rates():
