@@ -7,6 +7,7 @@ from pshard.collectives import describe_sums
 from pshard.pace import decode_seconds, first_token_seconds
 from pshard.plan import RankPlan, TierPlan, Variant
 from pshard.planner.explain import BINDS, WhatIf
+from pshard.tables import print_whole
 from pshard.workload import MIB
 
 if TYPE_CHECKING:
@@ -17,22 +18,21 @@ if TYPE_CHECKING:
 
     from pshard.validating import Trial
 
-WIDEST = 400  # characters of a table
 LETTERS = {"pinned": "P", "streamed": "s", "cpu": "c", "split": "x"}
 
 
 def print_variant(variant: Variant, out: "Console") -> None:
     """One table per rank: counts, time, what binds, memory, solver."""
     for rank in variant.ranks:
-        _print_whole(_time_table(variant, rank), out)
-        _print_whole(_memory_table(rank), out)
+        print_whole(_time_table(variant, rank), out)
+        print_whole(_memory_table(rank), out)
     if not variant.plan_needed:
         text = "Everything fits in VRAM: no plan is needed, and every tier keeps everything there."
         out.print(text, highlight=False, soft_wrap=True)
     if variant.split_mode == "tensor":
         out.print(f"Ranks' parts are summed in {describe_sums(variant.reduce_dtype)}.", highlight=False, soft_wrap=True)
     if variant.considered:
-        _print_whole(_ways_table(variant), out)
+        print_whole(_ways_table(variant), out)
     out.print(
         f"Predicted: time to first token {first_token_seconds(variant):.3g} s for {variant.prompt} tokens "
         f"(micro-batches of {variant.max_ubatch}), then {_rate(variant.sequences / decode_seconds(variant))} tok/s.",
@@ -114,15 +114,7 @@ def print_trials(trials: "Sequence[Trial]", out: "Console") -> None:
             cells += [f"{again.prediction.seconds * 1e3:.2f}"] if fitted else []
             table.add_row(name, str(tier.tokens), *cells, total)
             name = total = ""
-    _print_whole(table, out)
-
-
-def _print_whole(table: "Table", out: "Console") -> None:
-    """Print a table as wide as it is: on a pipe a console is 80 columns wide, and would cut figures off."""
-    wide = out.measure(table, options=out.options.update(max_width=WIDEST)).maximum
-    before, out.width = out.width, max(out.width, wide)
-    out.print(table)
-    out.width = before
+    print_whole(table, out)
 
 
 def _new_table(title: str, columns: tuple[str, ...]) -> "Table":

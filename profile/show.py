@@ -10,6 +10,7 @@ from pshard.machine import MEMORIES, CopyTiming, MachineProfile, MatmulTiming
 from pshard.profile.compare import Change
 from pshard.profile.jobs import side_name
 from pshard.quant import packed_nbytes
+from pshard.tables import print_whole
 
 SHOWN_SHAPES = 2  # matrices per quant type: the largest that were timed
 SHOWN_COUNTS = 7
@@ -28,11 +29,11 @@ def print_profile(profile: MachineProfile, console: Console) -> None:
         _share_table(profile),
     ):
         if table.row_count:
-            console.print(table)
+            print_whole(table, console)
     for side in dict.fromkeys(choice.device for choice in profile.tiles):
         console.print(_tile_line(profile, side), highlight=False, soft_wrap=True)
     for note in profile.provenance.notes:
-        console.print(f"note: {note}")
+        console.print(f"note: {note}", highlight=False, soft_wrap=True)
 
 
 def _sides(profile: MachineProfile) -> tuple[str, ...]:
@@ -51,7 +52,7 @@ def print_changes(changes: Sequence[Change], since: str, console: Console) -> No
     table.min_width = len(title)  # a date that is wrapped reads badly
     for change in changes:
         table.add_row(change.what, change.before, change.after)
-    console.print(table)
+    print_whole(table, console)
 
 
 def _table(title: str, *columns: str) -> Table:

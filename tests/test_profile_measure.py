@@ -399,7 +399,7 @@ def test_command_prints_json_alone_and_compares_with_the_last_profile(tmp_path, 
     assert json.loads(out) == json.loads(path.read_text())
     assert cli_profile.main(["--quick", "--device", "cpu", "-t", "1", "-o", str(path)]) == 0
     out = capsys.readouterr().out
-    assert "Matmuls on the CPU" in out and "since 20" in out
+    assert "Matmuls on the CPU" in out and "since 20" in out and "…" not in out
     assert [p.name for p in path.parent.iterdir()] == ["machine.json"]
 
 
