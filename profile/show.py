@@ -180,7 +180,7 @@ def _collective_table(profile: MachineProfile) -> Table:
 def _share_table(profile: MachineProfile) -> Table:
     table = _table("Ranks of this host: times as long as with all of it", "ranks", "work", "one alone", "all at once")
     for s in sorted(profile.shares, key=lambda s: (s.ranks, s.what, s.size)):
-        work = f"CPU matmul, {s.size} tokens" if s.what == "matmul" else f"copy, {_size(s.size)}"
+        work = f"CPU matmul, tokens: {s.size}" if s.what == "matmul" else f"copy, {_size(s.size)}"
         table.add_row(str(s.ranks), work, f"{s.alone / s.whole:.2f}", f"{s.together / s.whole:.2f}")
     return table
 

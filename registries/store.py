@@ -67,7 +67,7 @@ class Saved:
     @property
     def notes(self) -> tuple[str, ...]:
         """A line on each."""
-        lines = [f"{self.stale} plans made for other inputs were dropped from the registry"] if self.stale else []
+        lines = [f"dropped from the registry, as made for other inputs: {self.stale} plan(s)"] if self.stale else []
         for v in self.unproven:
             what = f"{','.join(map(str, v.vram_mib))} MiB, -c {v.context}, {v.way}"
             lines.append(
