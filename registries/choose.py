@@ -21,7 +21,7 @@ def plan_command(model_path: str, want: Workload) -> str:
     if want.split_mode != standard.split_mode:
         words += ["-sm", want.split_mode]
     if want.tensor_split:
-        words += ["-ts", ",".join(f"{share:g}" for share in want.tensor_split)]
+        words += ["-ts", ",".join(f"{share:.9g}" for share in want.tensor_split)]  # `_same_shares` to nine digits
     if want.max_tp:
         words += ["--max-tp", format_limits(want.max_tp)]
     if want.reduce_dtype != standard.reduce_dtype:
@@ -129,6 +129,8 @@ def _same_shares(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
 
 def _describe(made: Variant | Workload) -> str:
     split = "" if made.split_mode == "none" else f" -sm {made.split_mode}"
+    split += f" on device {made.device}" if made.device else ""
+    split += " -ts " + ",".join(f"{share:.4g}" for share in made.tensor_split) if made.tensor_split else ""
     split += f" --max-tp {format_limits(made.max_tp)}" if made.max_tp else ""
     budget = ",".join(map(str, made.vram_mib))
     return f"{budget} MiB -c {made.context} -np {made.sequences} -ctk {made.type_k} -ctv {made.type_v}{split}"

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from registry_samples import INPUTS, make_registry, make_variant
 
+from pshard.cli_support import parse_ratios
 from pshard.errors import UserError
 from pshard.registries.choose import choose_variant, plan_command
 from pshard.registries.store import load_registry, registry_path, save_variants
@@ -153,6 +154,26 @@ def test_shares_that_differ_by_rounding_are_the_same():
     assert choose([thirds], tensor_split=rounded, **want) is thirds
     with pytest.raises(UserError):
         choose([thirds], tensor_split=(0.5, 0.25, 0.25), **want)
+
+
+@pytest.mark.parametrize("ratios", [(5, 1), (10, 1), (1, 1, 1), (7, 3, 1), (1, 0, 6), (97, 2)], ids=str)
+def test_the_command_that_an_error_names_makes_a_plan_with_the_ratios_that_were_asked_for(ratios):
+    shares = parse_ratios(",".join(map(str, ratios)))
+    want = {"vram_mib": (500,) * len(ratios), "split_mode": "tensor", "tensor_split": shares}
+    words = plan_command("m", Workload(**want)).split()
+    planned = make_variant(
+        want["vram_mib"], split_mode="tensor", tensor_split=parse_ratios(words[words.index("-ts") + 1])
+    )
+    assert choose([planned], **want) is planned
+
+
+def test_plans_of_other_ratios_and_devices_are_told_apart():
+    made = [
+        make_variant((500, 500), split_mode="tensor", tensor_split=(0.75, 0.25)),
+        replace(make_variant((400,)), device=1),
+    ]
+    with pytest.raises(UserError, match=r"-sm tensor -ts 0\.5,0\.5; .* -sm tensor -ts 0\.75,0\.25; 400 MiB .* on device 1; "):
+        choose(made, vram_mib=(500, 500), split_mode="tensor", tensor_split=(0.5, 0.5))
 
 
 def test_limits_are_those_that_were_asked_for():
