@@ -51,7 +51,7 @@ def _main(argv: list[str]) -> int:
     from pshard.runtime.parallel import launched_ranks
 
     request, ranks = settle_plan(request)
-    if ranks > 1 and launched_ranks() < 2:
+    if ranks > 1 and not launched_ranks():
         from pshard.runtime.launch import launch
 
         return launch(ranks, "pshard.cli_bench", [*planned_flags(argv), "-m", str(request.model)])

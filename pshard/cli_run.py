@@ -65,7 +65,7 @@ def _main(argv: list[str]) -> int:
     ids = _encode_prompt(request.model, prompt, args.chat)
     request = replace(request, needed=len(ids) + args.predict)  # a plan of at least that context is chosen
     request, ranks = settle_plan(request)
-    if ranks > 1 and launched_ranks() < 2:
+    if ranks > 1 and not launched_ranks():
         from pshard.runtime.launch import launch
 
         return launch(ranks, "pshard.cli_run", [*planned_flags(argv), "-m", str(request.model)])

@@ -125,7 +125,8 @@ def settle_plan(request: Request) -> tuple[Request, int]:
             f"the plan that is taken ({opened.variant.way}) is for {ranks} rank{'s' * (ranks > 1)}, but "
             f"{launched_ranks()} were started; start {ranks} with torchrun, or ask for a split with -sm and -ts"
         )
-    if opened.why and os.environ.get("RANK", "" if ranks > 1 else "0") == "0":  # of those that this starts, rank 0
+    says = ranks == 1 or launched_ranks() > 0  # of those that this starts, rank 0 will
+    if opened.why and says and os.environ.get("RANK", "0") == "0":
         print(f"note: {opened.why}", file=sys.stderr)
     return replace(request, replan=False), ranks
 

@@ -64,6 +64,7 @@ def _start_rank(rank: int, ranks: int, module: str, argv: list[str], meeting_poi
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(meeting_point.getsockname()[1]),
         "PSHARD_LAUNCHER": str(os.getpid()),
+        "TORCHELASTIC_USE_AGENT_STORE": "False",  # torchrun may have started this process, as the only one
     }
     if rank == 0:
         environment["PSHARD_LISTEN_FD"] = str(meeting_point.fileno())  # no other program can take the port meanwhile

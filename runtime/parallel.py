@@ -350,8 +350,25 @@ def _open_peers(store: dist.Store, rank: int, size: int) -> "PeerExchange | None
 
 
 def launched_ranks() -> int:
-    """How many ranks the launcher or torchrun started this process as one of; 0 when neither did."""
-    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else 0
+    """How many ranks the launcher or torchrun started this process as one of; 0 when neither did, or it alone.
+
+    Raises UserError as `_read_number` does.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return 0
+    ranks = _read_number("WORLD_SIZE", 1, None)
+    return ranks if ranks > 1 else 0
+
+
+def _read_number(name: str, least: int, most: int | None) -> int:
+    """A variable by which a rank is told of its group. Raises UserError unless it is a whole number in these limits."""
+    text = os.environ.get(name, "")
+    if not text.isascii() or not text.isdigit() or int(text) < least or (most is not None and int(text) > most):
+        raise UserError(
+            f"RANK and WORLD_SIZE are set, but {name} is {text!r}: start several ranks with torchrun, or by this "
+            "command itself with RANK and WORLD_SIZE unset"
+        )
+    return int(text)
 
 
 def init_group(
@@ -372,14 +389,22 @@ def init_group(
     them). `reduce_dtype`: one of pshard.collectives.REDUCE_DTYPES. `timings`: a profile's, by which the way of summing
     on GPUs is chosen per size. Raises UserError when the environment describes another number of ranks.
     """
-    started = launched_ranks()
-    if ranks == 1 and started <= 1:
-        return Group()
+    started = launched_ranks() or 1
     if started != ranks:
-        raise UserError(f"{ranks} ranks are wanted, but {started or 1} were started; make torchrun and -ts agree")
-    rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+        said = f"{started} rank{'s' * (started > 1)} {'were' if started > 1 else 'was'} started"
+        raise UserError(
+            f"{said}, but the model is to run on {ranks}; start {ranks} with torchrun, or make --vram, -sm and -ts "
+            f"for {started}"
+        )
+    if ranks == 1:
+        return Group()
+    rank = _read_number("RANK", 0, ranks - 1)
+    here = _read_number("LOCAL_WORLD_SIZE", 1, ranks) if "LOCAL_WORLD_SIZE" in os.environ else ranks
+    local = _read_number("LOCAL_RANK", 0, here - 1) if "LOCAL_RANK" in os.environ else rank
+    if not os.environ.get("MASTER_ADDR"):
+        raise UserError("RANK and WORLD_SIZE are set, but not MASTER_ADDR, where ranks meet: start them with torchrun")
+    _read_number("MASTER_PORT", 1, 65535)
     _die_with_launcher()
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     if here < ranks:  # several hosts
         shared_memory = False
         use_route_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))

@@ -207,6 +207,14 @@ def test_the_same_program_runs_under_torchrun(tmp_path: Path) -> None:
     assert (tmp_path / "gathers-1.json").exists()
 
 
+def test_a_command_that_torchrun_started_alone_starts_its_ranks_itself(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "--no-python"]
+    program = command("gathers", 2, tmp_path)
+    done = subprocess.run([*torchrun, *program], env=environment(), capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "gathers-1.json").exists()
+
+
 def test_one_rank_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     group, tensor = init_group(1, "cpu"), torch.ones(3)
@@ -218,8 +226,32 @@ def test_one_rank_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_another_number_of_ranks_than_started_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="3 ranks are wanted, but 2 were started"):
+    with pytest.raises(UserError, match="2 ranks were started, but the model is to run on 3; start 3 with torchrun"):
         init_group(3, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("named", "variables"),
+    [
+        ("WORLD_SIZE is ''", {"WORLD_SIZE": ""}),
+        ("RANK is 'x'", {"RANK": "x"}),
+        ("RANK is '2'", {"RANK": "2"}),
+        ("LOCAL_WORLD_SIZE is '3'", {"LOCAL_WORLD_SIZE": "3"}),
+        ("LOCAL_RANK is '1'", {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "1"}),
+        ("not MASTER_ADDR", {"MASTER_ADDR": ""}),
+        ("MASTER_PORT is ''", {"MASTER_PORT": ""}),
+    ],
+)
+def test_variables_that_describe_no_group_are_named(
+    named: str, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    usual = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in (usual | variables).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=named):
+        init_group(2, "cpu")
 
 
 def test_all_reduces_are_timed_for_the_profile() -> None:

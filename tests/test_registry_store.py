@@ -172,7 +172,8 @@ def test_plans_of_other_ratios_and_devices_are_told_apart():
         make_variant((500, 500), split_mode="tensor", tensor_split=(0.75, 0.25)),
         replace(make_variant((400,)), device=1),
     ]
-    with pytest.raises(UserError, match=r"-sm tensor -ts 0\.5,0\.5; .* -sm tensor -ts 0\.75,0\.25; 400 MiB .* on device 1; "):
+    listed = r"-sm tensor -ts 0\.5,0\.5; .* -sm tensor -ts 0\.75,0\.25; 400 MiB .* on device 1; "
+    with pytest.raises(UserError, match=listed):
         choose(made, vram_mib=(500, 500), split_mode="tensor", tensor_split=(0.5, 0.5))
 
 
