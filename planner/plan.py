@@ -38,7 +38,7 @@ from pshard.splitting import split_model
 from pshard.workload import Split, Workload
 
 MOST_MIB = 1 << 24  # no device has more
-WORTH = 0.99  # a smaller micro-batch is taken when the prompt takes less than this share of the time
+WORTH = 0.99  # smaller micro-batches, and units off the device, must take less than this share of the time
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class RankTask:
     classes: tuple[UnitClass, ...]
     costs: tuple[TierCosts, ...]
     bounds: tuple[float, ...]
-    plan_needed: bool  # False: everything fits the memory of every rank
+    plan_needed: bool  # False: everything fits the memory of every rank, and no device is slower than its host
 
     @property
     def budget_mib(self) -> int:
@@ -294,6 +294,7 @@ def _weigh(tasks: tuple[RankTask, ...], workload: Workload, largest: int) -> tup
     loads = raise_weights(tier_loads(workload, tiers), seconds[: len(tiers)])
     whole = [whole_tier(t.room, largest) for t in tasks]
     needed = not all(w.buffers.total <= t.room.arena and holds(t.room, (w,)) for t, w in zip(tasks, whole))
+    needed = needed or any(_favours_host(c) for t in tasks for c, n in zip(t.costs, loads) if not n.rare)
     weighed: list[RankTask] = []
     for t in tasks:
         room, costs = replace(t.room, workload=workload), tuple(replace(c, load=n) for c, n in zip(t.costs, loads))
@@ -303,6 +304,15 @@ def _weigh(tasks: tuple[RankTask, ...], workload: Workload, largest: int) -> tup
         )
         weighed.append(replace(t, room=room, costs=costs, bounds=bounds, plan_needed=needed))
     return tuple(weighed)
+
+
+def _favours_host(cost: TierCosts) -> bool:
+    """Whether some unit is faster on the CPU, hand-offs there and back included, than pinned: memory that holds
+    everything does not settle such a tier."""
+    nbytes = cost.load.tokens * cost.vector_bytes
+    aside = cost.handoff("cpu", nbytes) + cost.handoff("acc", nbytes)
+    units = (cost.units[u.name] for u in cost.spec.units if u.kind != "embedding")
+    return any(c.cpu + aside < c.acc * WORTH for c in units)
 
 
 def _best_ubatch(tasks: tuple[RankTask, ...], workload: Workload) -> int:

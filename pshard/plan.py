@@ -222,7 +222,7 @@ class Variant:
     generated: int
     split_mode: str
     tensor_split: tuple[float, ...]
-    plan_needed: bool  # False: everything fits, every tier keeps everything in VRAM
+    plan_needed: bool  # False: everything fits, no device is slower than the CPU, every tier keeps everything in VRAM
     ranks: tuple[RankPlan, ...]
     correction: Correction = NOTHING_LEARNT  # applied to the predictions
     max_tp: Limits = ()  # over how many ranks a kind of unit is cut at most

@@ -221,6 +221,16 @@ def test_more_memory_never_makes_the_workload_slower():
     assert all(later <= earlier * 1.01 for earlier, later in pairwise(seconds))
 
 
+def test_memory_that_holds_everything_does_not_keep_work_on_a_device_that_is_slower_than_its_host():
+    slow = replace(DESKTOP, acc_memory=DESKTOP.host_memory / 10, acc_flops=DESKTOP.host_flops / 10)
+    spec, profile = make_model(layers=6), profile_from_datasheet(slow)
+    workload = Workload((0,), context=512, prompt=256, generated=64, max_ubatch=128)
+    tight, roomy = (replace(workload, vram_mib=(OWN + mib,)) for mib in (54, 2000))
+    made = plan_variant(spec, profile, roomy)
+    assert made.plan_needed and made.ranks[0].covering(1).prediction.binds == "cpu"
+    assert pace.round_seconds(made) <= 1.01 * pace.round_seconds(plan_variant(spec, profile, tight))
+
+
 def test_ranks_of_any_ratio_are_planned_over_their_own_slices():
     spec = make_model(layers=3)
     for split in ((), (3.0, 1.0), (1.0, 0.0)):
