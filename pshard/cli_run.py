@@ -119,7 +119,7 @@ def _encode_prompt(model: Path, prompt: str | list[int], chat: bool) -> list[int
 
 def _take_cached(engine: "Engine", prompt: list[int], args: Any, loud: bool) -> list[int]:
     """Load the prompt cache; returns what of the prompt is still to be computed, at least its last token."""
-    if args.prompt_cache is None or not args.prompt_cache.exists():
+    if args.prompt_cache is None or not engine.agree(args.prompt_cache.exists()):  # another run may write it now
         return prompt
     cached = engine.load(args.prompt_cache)
     same = next((i for i, (a, b) in enumerate(zip(cached, prompt)) if a != b), min(len(cached), len(prompt)))

@@ -111,7 +111,8 @@ class KVStore:
     def load(self, path: Path, take: Callable[[int], Sequence[int]]) -> tuple[int, ...]:
         """Fill cells from a file, in the blocks that `take` gives for so many; returns their token ids.
 
-        Raises UserError: not such a file, damaged, of another model or KV type, longer than the context; or as `take`.
+        Raises UserError: not such a file, damaged, of another model or KV type, longer than the context, not the same
+        on all ranks; or as `take`.
         """
         problem: str | None = None
         tokens: tuple[int, ...] = ()
@@ -121,9 +122,12 @@ class KVStore:
             problem = str(error)
         except OSError as error:
             problem = f"cannot read the KV cache {path}: {error.strerror}"
-        problems = [self._group.broadcast(problem, r) for r in range(self._group.size)]
-        if first := next((p for p in problems if p), None):
+        read = zlib.crc32(json.dumps(tokens).encode())
+        said = [self._group.broadcast([problem, read], r) for r in range(self._group.size)]
+        if first := next((p for p, _ in said if p), None):
             raise UserError(first)
+        if any(other != read for _, other in said):
+            raise UserError(f"the ranks find different KV caches in {path}: it was just replaced, or is no shared file")
         return tokens
 
     @cached_property

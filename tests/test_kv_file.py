@@ -1,6 +1,7 @@
 """A saved KV cache continues the text bit for bit, on another number of ranks too; damaged files are refused."""
 
 import random
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from engines import open_engine
 from model_files import write_gguf
 from thread_ranks import random_tiers, run_ranks
 
+from pshard.cli_run import _take_cached
 from pshard.errors import UserError
 from pshard.models import open_model
 from pshard.runtime.kv_file import fingerprint_model
@@ -24,6 +26,34 @@ AFTER = [[5], [6], [7, 8, 9]]
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     return write_gguf(folder / "m.gguf", "qwen3", qtype="Q8_0", n_heads=8, n_kv_heads=4)
+
+
+def test_ranks_that_find_different_files_say_so(model: Path, tmp_path: Path) -> None:
+    files = [tmp_path / "one", tmp_path / "other"]
+    for file, ids in zip(files, (PROMPT, PROMPT[:7])):
+        with open_engine(model, context=CONTEXT, tokens=(4, 16)) as engine:
+            engine.forward(ids)
+            engine.save(file)
+    with pytest.raises(UserError, match="the ranks find different KV caches in"):
+        run_ranks(model, (1.0, 1.0), lambda engine: engine.load(files[engine.rank_plan.rank]), CONTEXT)
+
+
+def test_rank_0_says_whether_there_is_a_prompt_cache(model: Path, tmp_path: Path) -> None:
+    file, missing = tmp_path / "cache", tmp_path / "missing"
+    with open_engine(model, context=CONTEXT, tokens=(4, 16)) as engine:
+        engine.forward(PROMPT)
+        engine.save(file)
+
+    def left_to_compute(*seen: Path) -> list[list[int]]:
+        def talk(engine) -> list[int]:
+            args = Namespace(prompt_cache=seen[engine.rank_plan.rank])
+            return _take_cached(engine, PROMPT, args, loud=False)
+
+        return run_ranks(model, (1.0, 1.0), talk, CONTEXT)
+
+    assert left_to_compute(missing, file) == [PROMPT, PROMPT]
+    with pytest.raises(UserError, match="cannot read the KV cache .*missing: No such file"):
+        left_to_compute(file, missing)
 
 
 def go_on(engine) -> torch.Tensor:
