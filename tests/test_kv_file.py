@@ -52,7 +52,7 @@ def test_rank_0_says_whether_there_is_a_prompt_cache(model: Path, tmp_path: Path
         return run_ranks(model, (1.0, 1.0), talk, CONTEXT)
 
     assert left_to_compute(missing, file) == [PROMPT, PROMPT]
-    with pytest.raises(UserError, match="cannot read the KV cache .*missing: No such file"):
+    with pytest.raises(UserError, match=r"cannot read the KV cache .*missing: No such file"):
         left_to_compute(file, missing)
 
 
