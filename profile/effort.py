@@ -59,7 +59,7 @@ def quick_effort(cache_bytes: int, memory_bytes: int) -> Effort:
         pace=Pace(0.03),
         slow=0.25,
         rotation=rotation_bytes(cache_bytes, memory_bytes, quick=True),
-        limit=25.0,
+        limit=22.0,
         grid=Shapes(tuple(grid), (), (AttentionShape(32, 8, 128),), ((4096, 14336),), (("Q4_0", 4096),), 4096),
         host_tokens=(1, 4, 16, 64, 128, 512),
         acc_tokens=(1, 4, 8, 16, 64, 128, 512, 2048, 4096),
