@@ -34,7 +34,7 @@ from pshard.planner.page_locks import guess_staged, locked, stage_by
 from pshard.planner.problem import count_tier, may_split, tier_problem
 from pshard.planner.refine import refine_candidate
 from pshard.planner.splits import split_candidate
-from pshard.splitting import split_model
+from pshard.splitting import cut_ranks
 from pshard.workload import Split, Workload
 
 MOST_MIB = 1 << 24  # no device has more
@@ -346,11 +346,6 @@ def rank_shares(workload: Workload) -> tuple[float, ...]:
 def split_of(workload: Workload) -> Split:
     """How the workload splits the model. Raises UserError as `rank_shares` does."""
     return Split(workload.split_mode, rank_shares(workload), workload.max_tp)
-
-
-def cut_ranks(spec: ModelSpec, split: Split) -> tuple[ModelSpec, ...]:
-    """The ranks' parts of the model: slices of every unit, or whole layers with mode "layer"."""
-    return tuple(split_model(spec, split, rank) for rank in range(len(split.shares)))
 
 
 def fitting_tiers(specs: Sequence[ModelSpec], workload: Workload, tables: Tables) -> tuple[int, ...]:

@@ -13,7 +13,6 @@ from pshard.plan import Considered, Variant
 from pshard.planner.costs import Tables
 from pshard.planner.load import tier_loads
 from pshard.planner.plan import (
-    cut_ranks,
     fitting_tiers,
     join_fastest,
     place_ranks,
@@ -21,6 +20,7 @@ from pshard.planner.plan import (
     price_roughly,
     refine_ranks,
 )
+from pshard.splitting import cut_ranks
 from pshard.workload import Split, Workload
 
 MOVES = (1 / 8, 1 / 16, 1 / 32)  # how much of the model goes from one rank to another at a time

@@ -157,10 +157,9 @@ def _run_strategy(
     from pshard.benching import run_test
     from pshard.opening import start_engine
     from pshard.planner.predict import Predictor
-    from pshard.splitting import split_model
+    from pshard.splitting import cut_ranks
 
-    specs = [split_model(opened.file.spec, variant.split, rank.rank) for rank in variant.ranks]
-    predictor = Predictor(specs, opened.profile, variant)
+    predictor = Predictor(cut_ranks(opened.file.spec, variant.split), opened.profile, variant)
     found = []
     with start_engine(opened, variant, args.kernels, group) as engine, _bar(name, len(tests), args, group) as progress:
         for note in engine.notes:

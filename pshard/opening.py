@@ -188,10 +188,9 @@ def check_plan(spec: "ModelSpec", variant: Variant, profile: MachineProfile) -> 
     """Raise ValueError for a plan that the runtime cannot rely on: one that was edited, or damaged in a way that reads
     like a plan."""
     from pshard.planner.check import check_runnable
-    from pshard.splitting import split_model
+    from pshard.splitting import cut_ranks
 
-    slices = tuple(split_model(spec, variant.split, rank) for rank in range(len(variant.ranks)))
-    check_runnable(slices, variant, profile.accelerators[0].kind)
+    check_runnable(cut_ranks(spec, variant.split), variant, profile.accelerators[0].kind)
 
 
 def free_vram_mib(profile: MachineProfile) -> int:

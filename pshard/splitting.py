@@ -17,6 +17,11 @@ def split_model(spec: ModelSpec, split: Split, rank: int) -> ModelSpec:
     return cut_model(spec, split.shares, rank, split.limits)
 
 
+def cut_ranks(spec: ModelSpec, split: Split) -> tuple[ModelSpec, ...]:
+    """The ranks' parts of the model: slices of every unit, or whole layers with mode "layer"."""
+    return tuple(split_model(spec, split, rank) for rank in range(len(split.shares)))
+
+
 def split_ranges(spec: ModelSpec, split: Split, rank: int) -> Ranges:
     """Unit -> tensor -> (row start, row stop, column start, column stop) in the file, of what `rank` holds.
 

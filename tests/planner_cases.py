@@ -1,13 +1,19 @@
 """Models and machines for planner tests, made from a few numbers; random ones through hypothesis."""
 
+from collections.abc import Iterator
+
 from hypothesis import strategies as st
 
 from pshard.buffers import TORCH_RESERVE_MIB
+from pshard.errors import UserError
+from pshard.machine import MachineProfile
 from pshard.model import ModelConfig, ModelSpec, Rope, TensorSpec, Unit
-from pshard.plan import TierPlan
+from pshard.plan import TierPlan, Variant
+from pshard.planner.baselines import STRATEGIES
 from pshard.planner.costs import TierCosts
 from pshard.planner.datasheet import Rates
 from pshard.planner.draft import Room, tier_steps
+from pshard.planner.plan import plan_baseline
 from pshard.planner.simulate import ROUNDS, Simulation, simulate
 from pshard.workload import Workload
 
@@ -54,6 +60,16 @@ def _ffn(layer: int, config: ModelConfig, qtype: str) -> Unit:
 
 OWN = TORCH_RESERVE_MIB  # of a CUDA budget beside the arena: budgets below are OWN + the arena's MiB
 DESKTOP = Rates(link=25e9, acc_memory=400e9, acc_flops=40e12, host_memory=45e9, host_flops=0.5e12)
+
+
+def published_variants(spec: ModelSpec, profile: MachineProfile, workload: Workload) -> Iterator[tuple[str, Variant]]:
+    """Name and variant of every published strategy that fits."""
+    for name in STRATEGIES:
+        try:
+            variant = plan_baseline(name, spec, profile, workload)
+        except UserError:
+            continue
+        yield name, variant
 
 
 def simulate_tier(room: Room, tier: TierPlan, costs: TierCosts, rounds: int = ROUNDS) -> Simulation:

@@ -17,7 +17,7 @@ from pshard.planner.costs import Tables, tier_costs, unit_cost
 from pshard.planner.datasheet import profile_from_datasheet
 from pshard.planner.explain import double_link
 from pshard.planner.load import TierLoad
-from pshard.planner.plan import cut_ranks
+from pshard.splitting import cut_ranks
 from pshard.steps import AllReduce, Gather
 from pshard.workload import Split, Workload
 from tests.planner_cases import DESKTOP, make_model

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from pshard.errors import BudgetTooSmall, UserError
 from pshard.machine import MachineProfile
 from pshard.pace import round_seconds
-from pshard.planner.baselines import STRATEGIES
 from pshard.planner.check import PlanError, check_variant
 from pshard.planner.datasheet import profile_from_datasheet
-from pshard.planner.plan import cut_ranks, plan_baseline, plan_several, plan_variant, prepare_ranks, same_placements
+from pshard.planner.plan import plan_several, plan_variant, prepare_ranks, same_placements
+from pshard.splitting import cut_ranks
 from pshard.workload import Workload
-from tests.planner_cases import DESKTOP, OWN, machines, make_model, models, workloads
+from tests.planner_cases import DESKTOP, OWN, machines, make_model, models, published_variants, workloads
 
 EXAMPLES = int(os.environ.get("PSHARD_TEST_EXAMPLES", "12"))
 RELAXED = settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -70,11 +70,7 @@ def test_no_plan_keeps_more_on_the_host_than_it_has(data):
         check_variant((spec,), each, rates.kind, usable)
         assert kept_on_host((spec,), each, rates.kind) <= usable
     seconds = [c.load.weight * t.prediction.seconds for c, t in zip(task.costs, variant.ranks[0].tiers)]
-    for name in STRATEGIES:
-        try:
-            published = plan_baseline(name, spec, profile, replace(workload, max_ubatch=variant.max_ubatch))
-        except UserError:
-            continue
+    for name, published in published_variants(spec, profile, replace(workload, max_ubatch=variant.max_ubatch)):
         assert kept_on_host((spec,), published, rates.kind) <= usable
         if published.max_ubatch == variant.max_ubatch:
             other = [c.load.weight * t.prediction.seconds for c, t in zip(task.costs, published.ranks[0].tiers)]

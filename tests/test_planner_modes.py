@@ -9,7 +9,8 @@ from pshard.pace import first_token_seconds, round_seconds
 from pshard.planner.check import check_variant
 from pshard.planner.datasheet import profile_from_datasheet
 from pshard.planner.modes import WORTH, plan_mode
-from pshard.planner.plan import cut_ranks, plan_variant
+from pshard.planner.plan import plan_variant
+from pshard.splitting import cut_ranks
 from pshard.workload import Split, Workload
 from tests.planner_cases import OWN
 from tests.test_planner_ratios import PAIR, SPEC, unlike, workload

@@ -8,18 +8,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pshard.errors import UserError
 from pshard.machine import CopyTiming, MachineProfile
 from pshard.pace import round_seconds
-from pshard.planner.baselines import STRATEGIES
 from pshard.planner.check import check_variant
 from pshard.planner.costs import Tables, tier_costs
 from pshard.planner.datasheet import profile_from_datasheet
 from pshard.planner.draft import tier_seconds
-from pshard.planner.plan import plan_baseline, plan_variant, prepare_ranks, same_placements
+from pshard.planner.plan import plan_variant, prepare_ranks, same_placements
 from pshard.planner.predict import Predictor
 from pshard.workload import Workload
-from tests.planner_cases import DESKTOP, OWN, machines, make_model, models
+from tests.planner_cases import DESKTOP, OWN, machines, make_model, models, published_variants
 
 EXAMPLES = int(os.environ.get("PSHARD_TEST_EXAMPLES", "12"))
 RELAXED = settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -117,11 +115,7 @@ def test_plans_under_a_limit_are_legal_and_no_worse_than_published_strategies(da
     )
     variant = plan_variant(spec, profile, workload)
     check_variant((spec,), variant, rates.kind)
-    for name in STRATEGIES:
-        try:
-            published = plan_baseline(name, spec, profile, replace(workload, max_ubatch=variant.max_ubatch))
-        except UserError:
-            continue
+    for name, published in published_variants(spec, profile, replace(workload, max_ubatch=variant.max_ubatch)):
         if published.max_ubatch == variant.max_ubatch:
             (task,) = prepare_ranks(spec, profile, replace(workload, max_ubatch=variant.max_ubatch))
             own, other = (

@@ -21,7 +21,6 @@ from pshard.planner.candidates import round_seconds
 from pshard.planner.check import PlanError, check_variant
 from pshard.planner.datasheet import Rates, profile_from_datasheet
 from pshard.planner.plan import (
-    cut_ranks,
     join_fastest,
     join_ranks,
     place_ranks,
@@ -31,8 +30,9 @@ from pshard.planner.plan import (
     rank_shares,
     refine_ranks,
 )
+from pshard.splitting import cut_ranks
 from pshard.workload import Split, Workload
-from tests.planner_cases import DESKTOP, OWN, machines, make_model, models, workloads
+from tests.planner_cases import DESKTOP, OWN, machines, make_model, models, published_variants, workloads
 
 EXAMPLES = int(os.environ.get("PSHARD_TEST_EXAMPLES", "12"))  # hundreds before a release
 RELAXED = settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -66,11 +66,7 @@ def test_every_plan_is_legal_within_budget_and_no_worse_than_published_strategie
     check_variant((spec,), variant, rates.kind)
     own = workload_seconds(spec, profile, workload, variant)
     same = replace(workload, max_ubatch=variant.max_ubatch)
-    for name in STRATEGIES:
-        try:
-            published = plan_baseline(name, spec, profile, same)
-        except UserError:
-            continue
+    for name, published in published_variants(spec, profile, same):
         check_variant((spec,), published, rates.kind)
         if published.max_ubatch == variant.max_ubatch:
             assert own <= workload_seconds(spec, profile, workload, published) * (1 + 1e-9), name
@@ -95,11 +91,7 @@ def test_the_joint_objective_of_all_tiers_beats_every_published_strategys(seed):
     variant = plan_variant(spec, profile, workload)
     own = workload_seconds(spec, profile, workload, variant)
     same, compared = replace(workload, max_ubatch=variant.max_ubatch), 0
-    for name in STRATEGIES:
-        try:
-            published = plan_baseline(name, spec, profile, same)
-        except UserError:
-            continue
+    for name, published in published_variants(spec, profile, same):
         assert published.max_ubatch == variant.max_ubatch
         assert own <= workload_seconds(spec, profile, workload, published) * (1 + 1e-9), name
         compared += 1
@@ -131,11 +123,7 @@ def test_ranks_that_wait_for_each_other_are_no_slower_than_under_any_published_s
     budgets = tuple((OWN if kind == "cuda" else 0) + mib for mib in arenas)
     workload = Workload(budgets, context=1024, max_ubatch=128, prompt=512, generated=256, split_mode="tensor")
     variant, compared = plan_variant(spec, profile, workload), 0
-    for name in STRATEGIES:
-        try:
-            published = plan_baseline(name, spec, profile, replace(workload, max_ubatch=variant.max_ubatch))
-        except UserError:
-            continue
+    for name, published in published_variants(spec, profile, replace(workload, max_ubatch=variant.max_ubatch)):
         if published.max_ubatch == variant.max_ubatch:
             assert pace.round_seconds(variant) <= pace.round_seconds(published) * (1 + 1e-9), name
             compared += 1

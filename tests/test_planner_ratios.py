@@ -16,10 +16,11 @@ from pshard.planner.check import check_variant
 from pshard.planner.costs import Tables
 from pshard.planner.datasheet import Rates, profile_from_datasheet
 from pshard.planner.draft import tier_steps
-from pshard.planner.plan import cut_ranks, plan_variant, price_tiers
+from pshard.planner.plan import plan_variant, price_tiers
 from pshard.planner.ratios import plan_ratios
 from pshard.planner.simulate import simulate, simulate_together
 from pshard.quant import QUANT_TYPES, ROW_BLOCK
+from pshard.splitting import cut_ranks
 from pshard.steps import AllReduce
 from pshard.workload import Limits, Workload
 from tests.planner_cases import DESKTOP, OWN, make_model

@@ -19,7 +19,7 @@ from pshard.runtime.device import open_device
 from pshard.runtime.engine import Engine
 from pshard.runtime.parallel import Group
 from pshard.runtime.session import build_engine
-from pshard.splitting import split_model
+from pshard.splitting import cut_ranks
 from pshard.workload import Limits, Split
 
 
@@ -104,7 +104,7 @@ def split_tiers(seed: int, context: int) -> Tiers:
 def split_variant(path: Path, split: Split, context: int, tiers: Tiers | None = None, reserve_mib: int = 0) -> Variant:
     """A variant for ranks that hold the model so, each with `tiers` of what it holds (default: everything pinned)."""
     make = tiers or (lambda spec: pinned_everywhere(spec, (4, 16), context))
-    specs = [split_model(open_model(path).spec, split, r) for r in range(len(split.shares))]
+    specs = cut_ranks(open_model(path).spec, split)
     plans = tuple(make_rank_plan(s, make(s), r, share) for r, (s, share) in enumerate(zip(specs, split.shares)))
     variant = make_variant(specs[0], plans[0].tiers, context, 1, plans, reserve_mib)
     return replace(variant, split_mode=split.mode, tensor_split=split.shares, max_tp=split.limits)
