@@ -3,13 +3,14 @@ a unit on the CPU, should be slow on all at once. Plans that each rank chose for
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING
 
 from pshard.errors import UserError
 from pshard.plan import TierPlan
-from pshard.planner.candidates import Candidate, rank_candidates, round_seconds
+from pshard.planner.candidates import Candidate, rank_candidates
 from pshard.planner.classes import UnitClass
-from pshard.planner.draft import draft_tier, tier_seconds
+from pshard.planner.draft import draft_tier
 from pshard.planner.host_memory import holds
 
 if TYPE_CHECKING:
@@ -46,9 +47,7 @@ def _adopt_all(
         tiers = _adopt(task, owner, plan)
         if tiers is None or any(t.buffers.total > task.room.arena for t in tiers) or not holds(task.room, tiers):
             return None
-        seconds = tuple(tier_seconds(task.room, tier, cost) for tier, cost in zip(tiers, task.costs))
-        total = round_seconds(task.room, tiers, seconds, task.costs)
-        adopted.append(replace(plan, tiers=tiers, seconds=seconds, total=total))
+        adopted.append(replace(plan, tiers=tiers, seconds=(), total=inf))  # alone, which nobody asks: not simulated
     return tuple(adopted)
 
 

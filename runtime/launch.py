@@ -114,11 +114,9 @@ def _wait_for_first_failure(processes: list[subprocess.Popen]) -> int | None:
     while True:
         time.sleep(POLL_SECONDS)
         running = any(p.poll() is None for p in processes)
-        if find_failure(processes) is not None:
-            time.sleep(POLL_SECONDS)
-            return find_failure(processes)
-        if not running:
-            return None
+        failed = find_failure(processes)
+        if failed is not None or not running:
+            return failed
 
 
 def find_failure(processes: list[subprocess.Popen]) -> int | None:
