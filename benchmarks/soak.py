@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from pshard.buffers import longest_sequence
 from pshard.errors import StepFailed, UserError
 from pshard.machine_store import load_profile
 from pshard.models import open_model
@@ -62,6 +63,7 @@ class Soak:
         check_machine(self.profile)
         use_threads(self.profile.host.threads)
         self.kind = self.profile.accelerators[0].kind
+        args.context = longest_sequence(self.file.spec.config, args.context)
         workload = Workload(
             (args.vram,), args.context * args.sequences, args.sequences, prompt=args.context // 2, generated=64
         )

@@ -28,7 +28,7 @@ def run_script(world: World, name: str, *flags: str) -> subprocess.CompletedProc
 
 def test_a_soak_ends_in_time_tells_what_it_does_and_checks_logits(world: World, tmp_path: Path) -> None:
     out = tmp_path / "soak.json"
-    done = run_script(world, "soak.py", "--vram", str(world.budget), "-c", "128", "--seconds", "2", "-o", str(out))
+    done = run_script(world, "soak.py", "--vram", str(world.budget), "--seconds", "2", "-o", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads(out.read_text())
     assert record["passed"] and record["counts"]["checks"] and record["counts"]["interrupts"]
