@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 
@@ -113,9 +114,8 @@ def describe(case: str, m: dict[str, Any], goals: dict[str, float]) -> str:
     """One line: measured, predicted, goal, peak memory."""
     goal = f", goal {goals[m['test']]:g}" if m["strategy"] == "ilp" and m["test"] in goals else ""
     predicted = f", predicted {m['predicted_ts']:.4g}" if m["predicted_ts"] else ""
-    median = sorted(m["samples_ts"])[len(m["samples_ts"]) // 2]
     return (
-        f"{case} {m['strategy']} {m['test']}: median {median:.4g} tok/s{predicted}{goal}; "
+        f"{case} {m['strategy']} {m['test']}: median {median(m['samples_ts']):.4g} tok/s{predicted}{goal}; "
         f"peak {m['peak_vram_mib']:.0f} MiB, link {(m['link_bytes'] or 0) / 1e9:.2f} GB"
     )
 
