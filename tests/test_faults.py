@@ -221,6 +221,28 @@ def test_ctrl_c_at_any_moment_of_a_step_gives_right_logits_or_a_refusal(tmp_path
     assert copy_threads() == before
 
 
+def test_an_interrupt_as_a_step_enters_a_mode_of_torch_leaves_none_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modes live as long as what entered them, which the traceback of an interrupt holds."""
+    path, enter = write_gguf(tmp_path / "m.gguf", "llama", qtype="Q8_0"), torch.inference_mode.__enter__
+
+    def interrupted(mode: torch.inference_mode) -> None:
+        enter(mode)
+        raise KeyboardInterrupt
+
+    with open_engine(path) as engine:
+        expected = engine.forward([1, 2, 3])
+        engine.reset()
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as kept:
+            patch.setattr(torch.inference_mode, "__enter__", interrupted)
+            engine.forward([1, 2, 3])
+        assert not torch.is_inference_mode_enabled()
+    with open_engine(path) as engine:
+        del kept
+        assert torch.equal(engine.forward([1, 2, 3]), expected)
+
+
 def test_a_registry_swapped_under_a_running_engine_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
