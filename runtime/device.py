@@ -405,7 +405,7 @@ class CpuDevice:
         return contextlib.nullcontext()
 
     def computing(self) -> Any:
-        return contextlib.nullcontext()
+        return torch.inference_mode()
 
     def repeat(self, key: tuple, worth_it: bool, work: Callable[[], Any]) -> None:
         work()

@@ -1,5 +1,6 @@
 """The engine: sequences of tokens in, logits and text out, under a plan."""
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import index
@@ -189,6 +190,8 @@ class Engine:
                     self._lengths[s.sequence] += s.tokens
         except BaseException as error:
             self._broken = error  # caches are half-written: no further text may come from them
+            if not isinstance(error, Exception):  # interrupted while it entered a mode of torch, which lives as long
+                traceback.clear_frames(error.__traceback__)
             if isinstance(error, (RuntimeError, MemoryError, OSError)):  # torch's out of memory is a RuntimeError
                 cause = (str(error).splitlines() or [""])[0] or type(error).__name__
                 raise StepFailed(f"a step failed ({cause}); load the model again") from error

@@ -305,8 +305,7 @@ class Executor:
         wanted, unsent = (here.wanted, there.wanted), (there.memory, here.memory)
         batch = MicroBatch(self, state, ids, tokens, segments, *rows, logit_rows, *wanted, best_only, unsent)
         try:
-            # off, as it is without us: an interrupt as a mode is entered leaves it set while its traceback lives
-            with torch.inference_mode(False), self.device.computing():
+            with torch.inference_mode(), self.device.computing():
                 self.group.finish_send()  # the last micro-batch's hidden states may still be read
                 logits = batch.walk(self._program(has_past).body)
         finally:

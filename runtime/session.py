@@ -3,8 +3,6 @@
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-import torch
-
 from pshard.errors import UserError
 from pshard.model import ModelSpec
 from pshard.plan import Variant
@@ -27,7 +25,6 @@ class _File(WeightSource, Protocol):
     def tokenizer(self) -> object: ...
 
 
-@torch.inference_mode(False)
 def build_engine(
     file: _File,
     variant: Variant,
