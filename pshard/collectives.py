@@ -7,6 +7,7 @@ from pshard.curves import curve_through, interpolate
 from pshard.machine import CollectiveTiming
 
 REDUCE_DTYPES = ("auto", "f32", "bf16", "f16")
+PUSHED = "pushed"  # sums by rows whose part, one row of float32, leaves for the peers from the product that makes it
 
 
 def wire_type(reduce_dtype: str, tokens: int, on_gpu: bool) -> str:
@@ -41,11 +42,11 @@ def fastest_collective(
         dtype: what parts are rounded to ("f32", "bf16", "f16"); f16 takes bf16's timings, and a backend that was timed
             with f32 only takes those.
         copies: while weights are copied to the device; backends that were only timed alone take those timings.
-        among: the backends that may be chosen; None for all.
+        among: the backends that may be chosen; None for all but PUSHED, which is not for every sum.
 
     Another number of ranks than the timed ones takes the nearest.
     """
-    rows = [t for t in timings if among is None or t.backend in among]
+    rows = [t for t in timings if (t.backend != PUSHED if among is None else t.backend in among)]
     if not rows:
         return None
     nearest = min({t.ranks for t in rows}, key=lambda n: (abs(n - ranks), n))

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pshard.collectives import PUSHED
 from pshard.errors import UserError
 from pshard.jsonio import from_json, to_json
 from pshard.machine import CollectiveTiming
@@ -105,54 +106,78 @@ def _time_on_gpu(group: "Group", sizes: Sequence[int]) -> Iterator[CollectiveTim
             for _ in range(2 + int(seconds * 60e9 / COPY_BYTES)):  # no link is faster: they outlast the sums
                 there.copy_(host, non_blocking=True)
 
+    def time_of(timers: Sequence[_GpuTimer], copies: bool = False) -> float:
+        first, *others = (timer.median(copy_for if copies else None) for timer in timers)
+        return first - sum(others)
+
+    pushed: dict[int, tuple[_GpuTimer, ...]] = {}
+    visits: dict[int, list[float]] = {}
     for nbytes in sizes:
         columns = min(COLUMNS, nbytes // 4)
         tensor = torch.zeros(nbytes // 4 // columns, columns, device="cuda")
         for algorithm in group.algorithms(*tensor.shape):
             for dtype in ("f32", "bf16"):
                 group.reduce_dtype = dtype
-                works = _sum_with_norm(group, tensor) if algorithm == BY_ROWS else ()
-                timers = [_GpuTimer(group, w) for w in works or (partial(group.all_reduce, tensor, algorithm),)]
+                by_rows = _SumWithNorm(group, tensor) if algorithm == BY_ROWS else None
+                works = by_rows.works() if by_rows else (partial(group.all_reduce, tensor, algorithm),)
+                timers = [_GpuTimer(group, work) for work in works]
                 for copies in (False, True):
-                    first, *others = (timer.median(copy_for if copies else None) for timer in timers)
-                    seconds = max(first - sum(others), LEAST_SECONDS)
+                    seconds = max(time_of(timers, copies), LEAST_SECONDS)
                     yield CollectiveTiming(algorithm, group.size, nbytes, seconds, dtype, copies)
+                if by_rows and by_rows.may_push:
+                    pushed[nbytes] = (_GpuTimer(group, by_rows.pushed), timers[1])
+        for n, both in pushed.items():
+            visits.setdefault(n, []).append(time_of(both))
+    for n, found in visits.items():
+        yield CollectiveTiming(PUSHED, group.size, n, max(statistics.mean(found), LEAST_SECONDS))
 
 
-def _sum_with_norm(group: "Group", part: "torch.Tensor") -> tuple[Callable[[], None], Callable[[], None]]:
+class _SumWithNorm:
     """A product, the sum of its parts by rows and the norm of the sum, and without the sum: others need the norm too.
 
-    A step's parts leave for the peers from the product that makes them. Only one row's do here, in float32, as in
-    decoding: each batch and type would be one more kernel to compile.
+    Where the part leaves for the peers from its product, that takes 1 us less than without on some machines, and on
+    others for seconds at a time 8 us more: it is visited after every size, and its mean counts. Only one row in
+    float32 does, as in decoding: each batch and type would be one more kernel to compile.
     """
-    import torch
 
-    from pshard.quant import packed_nbytes
-    from pshard.runtime.kernels.api import Packed
-    from pshard.runtime.kernels.cuda import CudaKernels
+    def __init__(self, group: "Group", part: "torch.Tensor") -> None:
+        import torch
 
-    exchange = group.row_exchange(*part.shape)
-    assert exchange is not None  # without timings it is the first choice
-    kernels, hidden, wire = CudaKernels(part.device, part.shape[0]), torch.zeros_like(part), group.reduce_dtype
-    weight, out = torch.ones(part.shape[1], device=part.device), torch.empty_like(part, dtype=CudaKernels.act_dtype)
-    data = torch.zeros(packed_nbytes("Q4_0", part.shape[1], MADE_FROM), dtype=torch.uint8, device=part.device)
-    matrix, x = Packed(data, "Q4_0", part.shape[1], MADE_FROM), out.new_zeros(part.shape[0], MADE_FROM)
+        from pshard.quant import packed_nbytes
+        from pshard.runtime.kernels.api import Packed
+        from pshard.runtime.kernels.cuda import CudaKernels
 
-    def make_part(leaves: bool) -> None:
-        if leaves and wire == "f32" and part.shape[0] == 1:
-            kernels.linear_part(exchange, wire, x, matrix, part, data)
-        else:
-            kernels.linear(x, matrix, part, data)
+        exchange = group.row_exchange(*part.shape)
+        assert exchange is not None  # without timings it is the first choice
+        self._exchange, self._part, self._hidden = exchange, part, torch.zeros_like(part)
+        self._wire = group.reduce_dtype
+        self._kernels = CudaKernels(part.device, part.shape[0])
+        self._weight = torch.ones(part.shape[1], device=part.device)
+        self._out = torch.empty_like(part, dtype=CudaKernels.act_dtype)
+        self._data = torch.zeros(packed_nbytes("Q4_0", part.shape[1], MADE_FROM), dtype=torch.uint8, device=part.device)
+        self._matrix = Packed(self._data, "Q4_0", part.shape[1], MADE_FROM)
+        self._x = self._out.new_zeros(part.shape[0], MADE_FROM)
+        self.may_push = part.shape[0] == 1 and self._wire == "f32"
 
-    def with_sum() -> None:
-        make_part(leaves=True)
-        kernels.sum_rms_norm(exchange, part, wire, hidden, weight, 1e-6, out)
+    def works(self) -> tuple[Callable[[], None], ...]:
+        """With the sum, and without."""
+        return self._with_sum, self._without
 
-    def without() -> None:
-        make_part(leaves=False)
-        kernels.rms_norm(hidden, weight, 1e-6, out)
+    def pushed(self) -> None:
+        """With the sum, the part leaving from its product."""
+        self._kernels.linear_part(self._exchange, self._wire, self._x, self._matrix, self._part, self._data)
+        self._sum()
 
-    return with_sum, without
+    def _with_sum(self) -> None:
+        self._kernels.linear(self._x, self._matrix, self._part, self._data)
+        self._sum()
+
+    def _without(self) -> None:
+        self._kernels.linear(self._x, self._matrix, self._part, self._data)
+        self._kernels.rms_norm(self._hidden, self._weight, 1e-6, self._out)
+
+    def _sum(self) -> None:
+        self._kernels.sum_rms_norm(self._exchange, self._part, self._wire, self._hidden, self._weight, 1e-6, self._out)
 
 
 class _GpuTimer:

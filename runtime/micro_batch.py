@@ -276,6 +276,8 @@ class MicroBatch:
         for step, following, second in zip_longest(steps, steps[1:], steps[2:]):
             if isinstance(step, Compute):
                 leaving = self._sum_for(second) if isinstance(following, AllReduce) else None
+                if leaving is not None and not self.executor.group.pushes(leaving.part):
+                    leaving = None
                 self._execute(step, entering, leaving)
                 entering = None
             else:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from pshard.collectives import fastest_collective, wire_type
+from pshard.collectives import PUSHED, fastest_collective, wire_type
 from pshard.errors import UserError
 from pshard.machine import CollectiveTiming
 from pshard.runtime.kernels import native
@@ -86,6 +86,10 @@ class Group:
         """What sums parts of that shape row by row on the GPU, so that a norm can go with it; None: nothing does."""
         return None
 
+    def pushes(self, part: torch.Tensor) -> bool:
+        """Whether this part [rows, columns] of a sum by rows leaves for the peers from the product that makes it."""
+        return False
+
     def logit_widths(self, columns: int, on_device: bool) -> tuple[int, ...] | None:
         """Columns of the logits that each rank brings, when all may use `gather_logits`; else None. Called by all.
 
@@ -152,6 +156,7 @@ class TorchGroup(Group):
     ) -> None:
         self._timings = tuple(timings)
         self._chosen: dict[tuple[int, int], str] = {}
+        self._pushed: dict[int, bool] = {}  # columns -> whether such a row is pushed
         self.rank, self.size = rank, size
         self._watch, self._closed = watch, False
         self._widths: tuple[int, ...] = ()
@@ -203,6 +208,15 @@ class TorchGroup(Group):
 
     def row_exchange(self, rows: int, columns: int) -> "PeerExchange | None":
         return self._peers if self.algorithm(rows, columns) == "rows" else None
+
+    def pushes(self, part: torch.Tensor) -> bool:
+        rows, columns = part.shape
+        if rows > 1 or self.wire(part) != "f32":
+            return False
+        if columns not in self._pushed:
+            fastest = fastest_collective(self._timings, self.size, part.nbytes, among=("rows", PUSHED))
+            self._pushed[columns] = fastest is not None and fastest[0] == PUSHED
+        return self._pushed[columns]
 
     def logit_widths(self, columns: int, on_device: bool) -> tuple[int, ...] | None:
         if self._peers is None:

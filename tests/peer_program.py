@@ -140,6 +140,9 @@ class PeerGroup(Group):
     def row_exchange(self, rows: int, columns: int) -> Any:
         return self._exchange if self._exchange.takes_rows(rows, columns) else None
 
+    def pushes(self, part: torch.Tensor) -> bool:
+        return True
+
     def logit_widths(self, columns: int, on_device: bool) -> tuple[int, ...]:
         return self._widths
 
