@@ -1,7 +1,8 @@
 """Times the runtime's own kernels on a device: matmuls, attention and what lies between them."""
 
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 import torch
@@ -19,6 +20,8 @@ NORM_EPS = 1e-6
 EMBEDDING_ROWS = 16384
 DOUBTFUL, LEAST_DOUBT = 1.25, 2e-5  # times, and seconds, that a timing may exceed what its neighbours allow
 AGAIN = 3  # times that a doubtful one is measured more
+UNLIKE, LARGE = 1.4, 1 << 24  # times as long for each weight as another matrix of at least so many takes
+LOOKS = 8  # slow calls that measuring such ones again may take
 THIN = 64  # columns of a matmul that is only there to carry the thing that is timed
 
 
@@ -104,6 +107,30 @@ def time_matmul(bench: KernelBench, qtype: str, rows: int, cols: int, tokens: Se
     weights = bench.pool.rotate_weights(qtype, rows, cols)
     series = time_series(tokens, bench.slow, lambda count: bench.seconds(bench.linear_calls(weights, count), count))
     return [MatmulTiming(bench.side, qtype, rows, cols, count, seconds) for count, seconds in series]
+
+
+def repeat_unlike(bench: KernelBench, rows: Sequence[MatmulTiming]) -> list[MatmulTiming]:
+    """The rows, of which some are measured again now: those that take much longer for each weight than another large
+    matrix of their type does with as many tokens. The shorter counts, as seconds in which others use the machine's
+    memory double whole rows. The most unlike come first; takes as long as LOOKS slow calls at most.
+    """
+    large = [r for r in rows if r.rows * r.cols >= LARGE]
+    least: dict[tuple[str, int], float] = {}
+    for r in large:
+        key = r.qtype, r.tokens
+        least[key] = min(least.get(key, inf), r.seconds / (r.rows * r.cols))
+
+    def unlike(r: MatmulTiming) -> float:
+        return r.seconds / (r.rows * r.cols) / least[r.qtype, r.tokens]
+
+    found = {r: r for r in rows}
+    end = time.monotonic() + LOOKS * bench.slow
+    for r in sorted((r for r in large if unlike(r) > UNLIKE), key=unlike, reverse=True):
+        if time.monotonic() > end:
+            break
+        (now,) = time_matmul(bench, r.qtype, r.rows, r.cols, [r.tokens])
+        found[r] = replace(r, seconds=min(r.seconds, now.seconds))
+    return list(found.values())
 
 
 def time_attention(

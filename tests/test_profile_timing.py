@@ -1,11 +1,14 @@
 """The timing loop, the rule for threads, and tasks that run at once."""
 
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from manual_clock import ManualClock
 
+from pshard.machine import MatmulTiming
 from pshard.profile import kernels, timing
 from pshard.profile.host_threads import pick_threads, thread_counts
 from pshard.profile.kernels import KernelBench, time_series
@@ -100,6 +103,33 @@ def test_a_timing_that_its_neighbours_rule_out_is_measured_again(stalled):
 def test_a_kernel_that_really_is_slower_for_fewer_tokens_stays_so():
     true = {1: 1e-3, 64: 9e-3, 128: 6e-3}
     assert time_series(true, 1.0, lambda size: true[size]) == list(true.items())
+
+
+def test_a_matrix_that_was_timed_in_a_bad_moment_is_measured_again(monkeypatch: pytest.MonkeyPatch):
+    def row(rows: int, cols: int, tokens: int, seconds: float, qtype: str = "Q4_0") -> MatmulTiming:
+        return MatmulTiming("host", qtype, rows, cols, tokens, seconds)
+
+    timed = [
+        row(4096, 8192, 16, 1e-3),
+        row(8192, 4096, 16, 2e-3),  # a bad moment
+        row(8192, 8192, 16, 3e-3),  # is slower
+        row(8192, 4096, 64, 9e-3),  # nothing to compare it with
+        row(8192, 4096, 16, 9e-3, "Q6_K"),
+        row(512, 512, 16, 1e-3),  # small ones take what a call takes
+    ]
+    asked = []
+
+    def time_again(bench: KernelBench, qtype: str, rows: int, cols: int, tokens: list[int]) -> list[MatmulTiming]:
+        asked.append((rows, cols))
+        return [row(rows, cols, tokens[0], {4096: 1.1e-3, 8192: 3.1e-3}[cols])]
+
+    monkeypatch.setattr(kernels, "time_matmul", time_again)
+    found = kernels.repeat_unlike(SimpleNamespace(slow=1.0), timed)
+    assert asked == [(8192, 4096), (8192, 8192)]
+    assert found == [timed[0], replace(timed[1], seconds=1.1e-3), *timed[2:]]
+    asked.clear()
+    kernels.repeat_unlike(SimpleNamespace(slow=-1.0), timed)
+    assert not asked
 
 
 def test_a_link_from_memory_that_is_there_copies_it_and_unlocks_it_when_closed():
