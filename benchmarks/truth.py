@@ -8,7 +8,8 @@ The published strategies are planned for the same workload and run under the sam
 packed once and shared by all engines, so that a plan is loaded in a second and plans can take turns: those near the
 fastest are measured in two rounds, and a row's figure is the median of both. What is predicted to take longer than
 --longest seconds, or to reach less than HOPELESS of the fastest so far, is not run: its row holds the prediction alone,
-and needs no measurement to lose.
+and needs no measurement to lose. Before and after each run the CPU's threads read some of the weights: a rate (GB/s)
+below the profile's says that the machine was not the one that was profiled, which on a shared host happens for minutes.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from pshard.planner.baselines import STRATEGIES
 from pshard.planner.plan import plan_baseline, plan_variant
 from pshard.planner.predict import Predictor
 from pshard.runtime.device import open_device
+from pshard.runtime.kernels import native
 from pshard.runtime.session import build_engine
 from pshard.runtime.threads import use_threads
 from pshard.runtime.weights import HostWeights
@@ -43,6 +45,7 @@ TIME_LIMIT = 30.0  # seconds of a plan
 HOPELESS = 0.6  # of the fastest so far, by prediction
 NEAR = 0.9  # of the fastest: worth a second round
 PLAN = "pshard"  # the name of its plan among those of strategies
+READ_BYTES = 4 << 30  # of the weights, to see how fast the host's memory is just then
 
 
 def main() -> int:
@@ -69,6 +72,7 @@ def measure_budgets(args: Any) -> None:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": f"truth.py -m {args.model.name} --vram {args.vram}",
         "environment": dict(environment_of(profile)),
+        "profile_read_gbs": read_rate(profile) / 1e9,
         "rows": [],
     }
     use_threads(profile.host.threads)
@@ -94,6 +98,7 @@ def compare(
         seconds = predict_seconds(Predictor([file.spec], profile, variant), test)
         predicted[name] = (test.n_prompt + test.n_gen) / seconds
     samples: dict[str, list[float]] = defaultdict(list)
+    reads: dict[str, list[float]] = defaultdict(list)
     for again in (False, True):
         for name, variant in variants.items():
             fastest = max((median(s) for s in samples.values()), default=0.0)
@@ -102,7 +107,9 @@ def compare(
             if again and (name not in samples or median(samples[name]) < NEAR * fastest):
                 continue
             try:
+                before = read_weights(file, shared)
                 samples[name] += measure(file, profile, variant, shared, test)
+                reads[name] += [before, read_weights(file, shared)]
             except UserError as error:
                 print(f"{workload.vram_mib[0]} {test.name} {name} does not run: {error}", flush=True)
     return [
@@ -114,6 +121,7 @@ def compare(
             "predicted": predicted[name],
             "measured": median(samples[name]) if name in samples else None,
             "samples": samples.get(name, []),
+            "read_gbs": [round(gbs, 1) for gbs in reads.get(name, [])],
         }
         for name, variant in variants.items()
     ]
@@ -142,11 +150,29 @@ def measure(
     return found.samples_ts
 
 
+def read_rate(profile: MachineProfile) -> float:
+    """Bytes per second that the profile's threads read from host memory."""
+    return max((r.rate for r in profile.reads if r.threads == profile.host.threads), default=0.0)
+
+
+def read_weights(file: ModelFile, shared: HostWeights) -> float:
+    """GB/s at which the CPU's threads read whole units now, the median; 0 without the C++ kernels."""
+    if not native.is_available():
+        return 0.0
+    rates, left = [], READ_BYTES
+    for unit in file.spec.units:
+        if unit.tensors and left > 0:
+            rates.append(native.read_bandwidth(shared.blob(unit.name), unit.packed_nbytes))
+            left -= unit.packed_nbytes
+    return median(rates)
+
+
 def print_rows(rows: list[dict[str, Any]]) -> None:
     """A line: the plan and every other one, measured (predicted over measured), and whether the plan is as fast."""
     own, fastest = rows[0]["measured"], max(row["measured"] or 0.0 for row in rows)
     verdict = "the plan was not run" if own is None else f"the plan reaches {own / fastest:.0%} of the fastest"
-    print(f"{rows[0]['vram']} {rows[0]['test']}: {verdict}; " + ", ".join(map(_describe, rows)), flush=True)
+    print(f"{rows[0]['vram']} {rows[0]['test']}: {verdict}; " + ", ".join(map(_describe, rows)), end="", flush=True)
+    print(f"; memory read at {median(gbs):.3g} GB/s" if (gbs := rows[0]["read_gbs"]) else "", flush=True)
 
 
 def _describe(row: dict[str, Any]) -> str:

@@ -52,7 +52,7 @@ def test_truth_runs_plans_and_strategies_of_each_tests_workload(
     assert [(row["test"], row["strategy"]) for row in rows] == [
         (test, name) for test in ("pp16", "tg2") for name in ("pshard", "layer-stream")
     ]
-    assert all(row["measured"] and row["predicted"] for row in rows)
+    assert all(row["measured"] and row["predicted"] and min(row["read_gbs"]) > 0 for row in rows)
     assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["64 pp16", "64 tg2"]
 
 
