@@ -1,10 +1,12 @@
 """The fastest way of summing is chosen per size, rounded type and company from what was timed."""
 
 import pytest
+import torch
 
 from pshard.buffers import SMALL_BATCH
-from pshard.collectives import fastest_collective, wire_type
+from pshard.collectives import PUSHED, fastest_collective, wire_type
 from pshard.machine import CollectiveTiming
+from pshard.runtime.parallel import TorchGroup
 
 TIMED = (
     CollectiveTiming("rows", 2, 1 << 14, 5e-6),
@@ -50,6 +52,18 @@ def test_only_what_the_group_can_do_is_chosen() -> None:
     assert fastest_collective(TIMED, 2, 1 << 14, among=("nccl", "one-shot")) == ("nccl", 12e-6)
     assert fastest_collective(TIMED, 2, 1 << 14, among=("gloo",)) is None
     assert fastest_collective((), 2, 1 << 14) is None
+
+
+@pytest.mark.parametrize(("early", "wins"), [(4e-6, True), (6e-6, False), (None, False)])
+def test_a_row_leaves_early_where_that_was_timed_as_faster(early: float | None, wins: bool) -> None:
+    timed = (*TIMED, *([CollectiveTiming(PUSHED, 2, 1 << 14, early)] if early else []))
+    assert fastest_collective(timed, 2, 1 << 14) == ("rows", 5e-6)  # what is not for every sum has no say
+    group = object.__new__(TorchGroup)
+    group.size, group._timings, group._pushed = 2, timed, {}
+    assert group.pushes(torch.empty(1, 1 << 12)) == wins
+    assert not group.pushes(torch.empty(2, 1 << 11))
+    group.reduce_dtype = "bf16"
+    assert not group.pushes(torch.empty(1, 1 << 12))
 
 
 def test_another_number_of_ranks_takes_the_nearest() -> None:
