@@ -1,6 +1,7 @@
 """How ranks sum: in which type parts travel, and which way is the fastest by a profile's timings. No torch."""
 
 from collections.abc import Collection, Iterable
+from math import inf, isinf
 
 from pshard.buffers import SMALL_BATCH
 from pshard.curves import curve_through, interpolate
@@ -41,7 +42,8 @@ def fastest_collective(
     Args:
         dtype: what parts are rounded to ("f32", "bf16", "f16"); f16 takes bf16's timings, and a backend that was timed
             with f32 only takes those.
-        copies: while weights are copied to the device; backends that were only timed alone take those timings.
+        copies: the seconds are those while weights are copied to the device, where they were timed. The backend is the
+            fastest without copies all the same: a run has one for each size.
         among: the backends that may be chosen; None for all but PUSHED, which is not for every sum.
 
     Another number of ranks than the timed ones takes the nearest.
@@ -51,14 +53,12 @@ def fastest_collective(
         return None
     nearest = min({t.ranks for t in rows}, key=lambda n: (abs(n - ranks), n))
     wire = "bf16" if dtype == "f16" else dtype
-    found = []
-    for backend in dict.fromkeys(t.backend for t in rows):
+
+    def seconds_of(backend: str, beside_copies: bool) -> float:
         mine = [t for t in rows if t.backend == backend and t.ranks == nearest]
         mine = [t for t in mine if t.dtype == wire] or [t for t in mine if t.dtype == "f32"]
-        mine = [t for t in mine if t.copies == copies] or mine
-        if mine:
-            found.append((interpolate(curve_through((t.nbytes, t.seconds) for t in mine), nbytes), backend))
-    if not found:
-        return None
-    seconds, backend = min(found)
-    return backend, seconds
+        mine = [t for t in mine if t.copies == beside_copies] or mine
+        return interpolate(curve_through((t.nbytes, t.seconds) for t in mine), nbytes) if mine else inf
+
+    seconds, backend = min((seconds_of(b, False), b) for b in dict.fromkeys(t.backend for t in rows))
+    return None if isinf(seconds) else (backend, seconds_of(backend, True) if copies else seconds)

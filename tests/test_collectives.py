@@ -45,7 +45,8 @@ def test_each_size_has_its_fastest() -> None:
 
 def test_the_rounded_type_and_copies_count() -> None:
     assert fastest_collective(TIMED, 2, 1 << 20, "f16") == ("nccl", 11e-6)
-    assert fastest_collective(TIMED, 2, 1 << 14, copies=True) == ("nccl", 12e-6)
+    # what a run takes is the fastest alone
+    assert fastest_collective(TIMED, 2, 1 << 14, copies=True) == ("rows", 20e-6)
 
 
 def test_only_what_the_group_can_do_is_chosen() -> None:
