@@ -17,7 +17,7 @@ from pshard.curves import Curve, interpolate
 from pshard.curves import curve_through as _curve
 from pshard.errors import UserError
 from pshard.launches import LAUNCH_BOUND
-from pshard.machine import MEMORIES, MachineProfile
+from pshard.machine import MEMORIES, Contention, MachineProfile
 from pshard.model import ModelConfig, ModelSpec, TensorSpec, Unit, kv_token_bytes
 from pshard.parallel import unit_heads
 from pshard.plan import NOTHING_LEARNT, Correction
@@ -26,6 +26,8 @@ from pshard.quant import QUANT_TYPES, packed_nbytes
 from pshard.row_split import CUT, split_rows
 from pshard.steps import AllReduce, Gather
 from pshard.workload import Workload
+
+UNHINDERED = 0.95  # of what copies and CPU kernels reach alone: memory has room for both
 
 
 class Tables:
@@ -228,13 +230,28 @@ class Tables:
         both = self.profile.contention
         return max(both.link_with_cpu + both.cpu_with_link, self.host_rate)
 
-    def slowdown(self, read_bytes: int, seconds: float) -> tuple[float, float]:
-        """Speeds (1 = alone) of the link and of host work that reads `read_bytes` in `seconds`, while both run.
+    def contention(self, links: int) -> Contention:
+        """Rates of copies and CPU kernels that run at once, of so many links at once.
+
+        One link was timed. Where it and the CPU got less than each alone, memory gave what it has and each its share of
+        what it asked for; more links ask for more. Where they lost nothing, memory is taken to have room for all.
+        """
+        both = self.profile.contention
+        given, asked = both.link_with_cpu + both.cpu_with_link, self.link_rate + both.cpu_alone
+        if links < 2 or not both.cpu_alone or given > UNHINDERED * asked:
+            return both
+        all_links = links * self.link_rate / self.share("copy", links, 0, at_once=True)
+        less = min(1.0, asked / (all_links + both.cpu_alone))
+        return replace(both, link_with_cpu=less * both.link_with_cpu, cpu_with_link=less * both.cpu_with_link)
+
+    def slowdown(self, read_bytes: int, seconds: float, links: int = 1) -> tuple[float, float]:
+        """Speeds (1 = alone) of each of so many links, and of host work that reads `read_bytes` in `seconds`, while all
+        run.
 
         Host work that reads slowly leaves the link its rate. Each byte that it reads takes longer by the same time,
         whatever else it does: products of 16 tokens read half as fast as one token's and lose half as much.
         """
-        both = self.profile.contention
+        both = self.contention(links)
         if not both.link_with_cpu or not both.cpu_with_link or seconds <= 0 or not read_bytes:
             return 1.0, 1.0
         demand = read_bytes / seconds
@@ -469,7 +486,7 @@ class TierCosts:
         """Speeds of (link, CPU) while the CPU computes its rows of that unit and a copy runs."""
         if (name, cpu_rows) not in self._split_speeds:
             cost = self.split(name, cpu_rows)
-            self._split_speeds[name, cpu_rows] = self.tables.slowdown(self.ranks * cost.cpu_reads, cost.cpu)
+            self._split_speeds[name, cpu_rows] = self._slowdown(cost.cpu_reads, cost.cpu)
         return self._split_speeds[name, cpu_rows]
 
     def handoff(self, to: str, nbytes: int) -> float:
@@ -519,8 +536,13 @@ class TierCosts:
 
     def _slowdowns(self, work: list[tuple[int, float]]) -> dict[str, tuple[float, float]]:
         """By unit, for its bytes read and seconds; units that are alike are looked up once."""
-        speeds = {w: self.tables.slowdown(self.ranks * w[0], w[1]) for w in set(work)}
+        speeds = {w: self._slowdown(*w) for w in set(work)}
         return {name: speeds[w] for name, w in zip(self.units, work)}
+
+    def _slowdown(self, reads: int, seconds: float) -> tuple[float, float]:
+        """Speeds of (link, CPU) while this rank's CPU reads so much and all ranks copy: those with layers take turns to
+        compute, not to stream."""
+        return self.tables.slowdown(self.ranks * reads, seconds, self.ranks)
 
 
 def tier_costs(

@@ -197,6 +197,23 @@ def test_contention_slows_reading_not_arithmetic():
     assert link == pytest.approx(1.0, abs=0.01) and cpu == 1
 
 
+def test_links_that_copy_at_once_share_the_memory_that_one_and_the_cpu_filled():
+    link = Tables(PROFILE).link_rate
+
+    def speeds(links: int, left: float = 0.8, shares: tuple[ShareTiming, ...] = ()) -> tuple[float, float]:
+        rates = replace(
+            PROFILE.contention, link_with_cpu=left * link, cpu_with_link=left * 3 * link, cpu_alone=3 * link
+        )
+        return Tables(replace(PROFILE, contention=rates, shares=shares)).slowdown(int(3e9 * link), 1e9, links)
+
+    assert speeds(1) == pytest.approx((0.8, 0.8))  # asked for four links' worth, got 3.2
+    assert speeds(2) == pytest.approx((0.64, 0.64))  # of five
+    assert speeds(4) == pytest.approx((3.2 / 7, 3.2 / 7))
+    hindered = (ShareTiming(2, "copy", 1 << 20, 1.0, 1.0, 2.0),)  # two links carry what one does
+    assert speeds(2, shares=hindered) == pytest.approx((0.8, 0.8))
+    assert speeds(2, left=1.0) == (1.0, 1.0)  # one link and the CPU had all that they wanted
+
+
 def test_a_byte_that_is_read_beside_copies_takes_longer_by_the_same_time():
     rates = replace(PROFILE.contention, cpu_with_link=60e9, cpu_alone=90e9)
     tables = Tables(replace(PROFILE, contention=rates))
