@@ -8,8 +8,8 @@ The published strategies are planned for the same workload and run under the sam
 packed once and shared by all engines, so that a plan is loaded in a second and plans can take turns: those near the
 fastest are measured in two rounds, and a row's figure is the median of both. What is predicted to take longer than
 --longest seconds, or to reach less than HOPELESS of the fastest so far, is not run: its row holds the prediction alone,
-and needs no measurement to lose. Before and after each run the CPU's threads read some of the weights: a rate (GB/s)
-below the profile's says that the machine was not the one that was profiled, which on a shared host happens for minutes.
+and needs no measurement to lose. After each run the CPU's threads read some of the weights: a rate (GB/s) below the
+profile's says that the machine was not the one that was profiled, which on a shared host happens for minutes.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from pshard.models import ModelFile, open_model
 from pshard.opening import check_machine, environment_of
 from pshard.plan import Variant
 from pshard.planner.baselines import STRATEGIES
+from pshard.planner.costs import Tables
 from pshard.planner.plan import plan_baseline, plan_variant
 from pshard.planner.predict import Predictor
 from pshard.runtime.device import open_device
@@ -72,7 +73,7 @@ def measure_budgets(args: Any) -> None:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": f"truth.py -m {args.model.name} --vram {args.vram}",
         "environment": dict(environment_of(profile)),
-        "profile_read_gbs": read_rate(profile) / 1e9,
+        "profile_read_gbs": Tables(profile).host_rate / 1e9,
         "rows": [],
     }
     use_threads(profile.host.threads)
@@ -107,9 +108,8 @@ def compare(
             if again and (name not in samples or median(samples[name]) < NEAR * fastest):
                 continue
             try:
-                before = read_weights(file, shared)
                 samples[name] += measure(file, profile, variant, shared, test)
-                reads[name] += [before, read_weights(file, shared)]
+                reads[name].append(round(read_weights(file, shared), 1))
             except UserError as error:
                 print(f"{workload.vram_mib[0]} {test.name} {name} does not run: {error}", flush=True)
     return [
@@ -121,7 +121,7 @@ def compare(
             "predicted": predicted[name],
             "measured": median(samples[name]) if name in samples else None,
             "samples": samples.get(name, []),
-            "read_gbs": [round(gbs, 1) for gbs in reads.get(name, [])],
+            "read_gbs": reads.get(name, []),
         }
         for name, variant in variants.items()
     ]
@@ -150,11 +150,6 @@ def measure(
     return found.samples_ts
 
 
-def read_rate(profile: MachineProfile) -> float:
-    """Bytes per second that the profile's threads read from host memory."""
-    return max((r.rate for r in profile.reads if r.threads == profile.host.threads), default=0.0)
-
-
 def read_weights(file: ModelFile, shared: HostWeights) -> float:
     """GB/s at which the CPU's threads read whole units now, the median; 0 without the C++ kernels."""
     if not native.is_available():
@@ -171,8 +166,8 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
     """A line: the plan and every other one, measured (predicted over measured), and whether the plan is as fast."""
     own, fastest = rows[0]["measured"], max(row["measured"] or 0.0 for row in rows)
     verdict = "the plan was not run" if own is None else f"the plan reaches {own / fastest:.0%} of the fastest"
-    print(f"{rows[0]['vram']} {rows[0]['test']}: {verdict}; " + ", ".join(map(_describe, rows)), end="", flush=True)
-    print(f"; memory read at {median(gbs):.3g} GB/s" if (gbs := rows[0]["read_gbs"]) else "", flush=True)
+    memory = f"; memory read at {median(rows[0]['read_gbs']):.3g} GB/s" if own else ""
+    print(f"{rows[0]['vram']} {rows[0]['test']}: {verdict}; {', '.join(map(_describe, rows))}{memory}", flush=True)
 
 
 def _describe(row: dict[str, Any]) -> str:

@@ -109,10 +109,10 @@ def time_matmul(bench: KernelBench, qtype: str, rows: int, cols: int, tokens: Se
     return [MatmulTiming(bench.side, qtype, rows, cols, count, seconds) for count, seconds in series]
 
 
-def repeat_unlike(bench: KernelBench, rows: Sequence[MatmulTiming]) -> list[MatmulTiming]:
-    """The rows, of which some are measured again now: those that take much longer for each weight than another large
-    matrix of their type does with as many tokens. The shorter counts, as seconds in which others use the machine's
-    memory double whole rows. The most unlike come first; takes as long as LOOKS slow calls at most.
+def repeat_unlike(bench: KernelBench, rows: Sequence[MatmulTiming]) -> dict[object, MatmulTiming]:
+    """Measure some rows again: those that take much longer for each weight than another large matrix of their type does
+    with as many tokens. Row -> what counts, the shorter, as seconds in which others use the machine's memory double
+    whole rows. The most unlike come first; takes as long as LOOKS slow calls at most.
     """
     large = [r for r in rows if r.rows * r.cols >= LARGE]
     least: dict[tuple[str, int], float] = {}
@@ -123,14 +123,14 @@ def repeat_unlike(bench: KernelBench, rows: Sequence[MatmulTiming]) -> list[Matm
     def unlike(r: MatmulTiming) -> float:
         return r.seconds / (r.rows * r.cols) / least[r.qtype, r.tokens]
 
-    found = {r: r for r in rows}
+    found: dict[object, MatmulTiming] = {}
     end = time.monotonic() + LOOKS * bench.slow
     for r in sorted((r for r in large if unlike(r) > UNLIKE), key=unlike, reverse=True):
         if time.monotonic() > end:
             break
         (now,) = time_matmul(bench, r.qtype, r.rows, r.cols, [r.tokens])
         found[r] = replace(r, seconds=min(r.seconds, now.seconds))
-    return list(found.values())
+    return found
 
 
 def time_attention(

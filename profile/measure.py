@@ -115,8 +115,7 @@ def measure_machine(request: Request, progress: Progress) -> MachineProfile:
             started + request.effort.limit,
             lambda label, share: progress(label, 0.1 + 0.85 * share / len(unlike)),
         )
-        of_host = [row for row in timed if isinstance(row, MatmulTiming) and row.device == "host"]
-        again: dict[Row, Row] = dict(zip(of_host, repeat_unlike(host, of_host)))
+        again = repeat_unlike(host, [r for r in timed if isinstance(r, MatmulTiming) and r.device == "host"])
         timed = [again.get(row, row) for row in timed]
         if (share := disturbed_share(cores, read_core_time())) >= DISTURBED:
             notes.append(

@@ -110,74 +110,64 @@ def _time_on_gpu(group: "Group", sizes: Sequence[int]) -> Iterator[CollectiveTim
         first, *others = (timer.median(copy_for if copies else None) for timer in timers)
         return first - sum(others)
 
-    pushed: dict[int, tuple[_GpuTimer, ...]] = {}
-    visits: dict[int, list[float]] = {}
+    pushed: list[tuple[int, tuple[_GpuTimer, ...], list[float]]] = []  # bytes, timers, what each visit found
     for nbytes in sizes:
         columns = min(COLUMNS, nbytes // 4)
         tensor = torch.zeros(nbytes // 4 // columns, columns, device="cuda")
         for algorithm in group.algorithms(*tensor.shape):
             for dtype in ("f32", "bf16"):
                 group.reduce_dtype = dtype
-                by_rows = _SumWithNorm(group, tensor) if algorithm == BY_ROWS else None
-                works = by_rows.works() if by_rows else (partial(group.all_reduce, tensor, algorithm),)
+                whole = (partial(group.all_reduce, tensor, algorithm),)
+                works = _sum_with_norm(group, tensor) if algorithm == BY_ROWS else whole
                 timers = [_GpuTimer(group, work) for work in works]
                 for copies in (False, True):
-                    seconds = max(time_of(timers, copies), LEAST_SECONDS)
+                    seconds = max(time_of(timers[:2], copies), LEAST_SECONDS)
                     yield CollectiveTiming(algorithm, group.size, nbytes, seconds, dtype, copies)
-                if by_rows and by_rows.may_push:
-                    pushed[nbytes] = (_GpuTimer(group, by_rows.pushed), timers[1])
-        for n, both in pushed.items():
-            visits.setdefault(n, []).append(time_of(both))
-    for n, found in visits.items():
-        yield CollectiveTiming(PUSHED, group.size, n, max(statistics.mean(found), LEAST_SECONDS))
+                if len(timers) > 2:
+                    pushed.append((nbytes, (timers[2], timers[1]), []))
+        for _, both, found in pushed:
+            found.append(time_of(both))
+    for nbytes, _, found in pushed:
+        yield CollectiveTiming(PUSHED, group.size, nbytes, max(statistics.mean(found), LEAST_SECONDS))
 
 
-class _SumWithNorm:
-    """A product, the sum of its parts by rows and the norm of the sum, and without the sum: others need the norm too.
+def _sum_with_norm(group: "Group", part: "torch.Tensor") -> tuple[Callable[[], None], ...]:
+    """A product, the sum of its parts by rows and the norm of the sum; the same without the sum, as others need the
+    norm too; and for one row of float32, as in decoding, with a part that leaves for the peers from its product (each
+    batch and type would be one more kernel to compile).
 
-    Where the part leaves for the peers from its product, that takes 1 us less than without on some machines, and on
-    others for seconds at a time 8 us more: it is visited after every size, and its mean counts. Only one row in
-    float32 does, as in decoding: each batch and type would be one more kernel to compile.
+    Leaving so takes 1 us less on some machines, and on others for seconds at a time 8 us more: it is to be timed again
+    and again, and its mean counts.
     """
+    import torch
 
-    def __init__(self, group: "Group", part: "torch.Tensor") -> None:
-        import torch
+    from pshard.quant import packed_nbytes
+    from pshard.runtime.kernels.api import Packed
+    from pshard.runtime.kernels.cuda import CudaKernels
 
-        from pshard.quant import packed_nbytes
-        from pshard.runtime.kernels.api import Packed
-        from pshard.runtime.kernels.cuda import CudaKernels
+    exchange = group.row_exchange(*part.shape)
+    assert exchange is not None  # without timings it is the first choice
+    kernels, hidden, wire = CudaKernels(part.device, part.shape[0]), torch.zeros_like(part), group.reduce_dtype
+    weight, out = torch.ones(part.shape[1], device=part.device), torch.empty_like(part, dtype=CudaKernels.act_dtype)
+    data = torch.zeros(packed_nbytes("Q4_0", part.shape[1], MADE_FROM), dtype=torch.uint8, device=part.device)
+    matrix, x = Packed(data, "Q4_0", part.shape[1], MADE_FROM), out.new_zeros(part.shape[0], MADE_FROM)
 
-        exchange = group.row_exchange(*part.shape)
-        assert exchange is not None  # without timings it is the first choice
-        self._exchange, self._part, self._hidden = exchange, part, torch.zeros_like(part)
-        self._wire = group.reduce_dtype
-        self._kernels = CudaKernels(part.device, part.shape[0])
-        self._weight = torch.ones(part.shape[1], device=part.device)
-        self._out = torch.empty_like(part, dtype=CudaKernels.act_dtype)
-        self._data = torch.zeros(packed_nbytes("Q4_0", part.shape[1], MADE_FROM), dtype=torch.uint8, device=part.device)
-        self._matrix = Packed(self._data, "Q4_0", part.shape[1], MADE_FROM)
-        self._x = self._out.new_zeros(part.shape[0], MADE_FROM)
-        self.may_push = part.shape[0] == 1 and self._wire == "f32"
+    def sum_up() -> None:
+        kernels.sum_rms_norm(exchange, part, wire, hidden, weight, 1e-6, out)
 
-    def works(self) -> tuple[Callable[[], None], ...]:
-        """With the sum, and without."""
-        return self._with_sum, self._without
+    def with_sum() -> None:
+        kernels.linear(x, matrix, part, data)
+        sum_up()
 
-    def pushed(self) -> None:
-        """With the sum, the part leaving from its product."""
-        self._kernels.linear_part(self._exchange, self._wire, self._x, self._matrix, self._part, self._data)
-        self._sum()
+    def without() -> None:
+        kernels.linear(x, matrix, part, data)
+        kernels.rms_norm(hidden, weight, 1e-6, out)
 
-    def _with_sum(self) -> None:
-        self._kernels.linear(self._x, self._matrix, self._part, self._data)
-        self._sum()
+    def pushed() -> None:
+        kernels.linear_part(exchange, wire, x, matrix, part, data)
+        sum_up()
 
-    def _without(self) -> None:
-        self._kernels.linear(self._x, self._matrix, self._part, self._data)
-        self._kernels.rms_norm(self._hidden, self._weight, 1e-6, self._out)
-
-    def _sum(self) -> None:
-        self._kernels.sum_rms_norm(self._exchange, self._part, self._wire, self._hidden, self._weight, 1e-6, self._out)
+    return (with_sum, without, pushed) if wire == "f32" and part.shape[0] == 1 else (with_sum, without)
 
 
 class _GpuTimer:
