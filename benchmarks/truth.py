@@ -108,7 +108,8 @@ def compare(
             if again and (name not in samples or median(samples[name]) < NEAR * fastest):
                 continue
             try:
-                samples[name] += measure(file, profile, variant, shared, test)
+                found = measure(file, profile, variant, shared, test)
+                samples[name] += found
                 reads[name].append(round(read_weights(file, shared), 1))
             except UserError as error:
                 print(f"{workload.vram_mib[0]} {test.name} {name} does not run: {error}", flush=True)
