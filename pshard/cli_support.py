@@ -21,7 +21,6 @@ _SUFFIX = {"": 1, "m": 1, "mib": 1, "g": 1024, "gib": 1024, "k": 1 / 1024, "kib"
 
 def run_cli(main: Callable[[list[str]], int], argv: list[str] | None = None) -> int:
     """Run a command's main. UserError becomes one line on stderr and exit code 2, StepFailed 1, Ctrl-C 130."""
-    calm_openmp()
     with noted_interrupts() as interrupts:
         try:
             return main(sys.argv[1:] if argv is None else argv)
@@ -59,12 +58,6 @@ def noted_interrupts() -> Iterator[list[int]]:
         yield noted
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def calm_openmp() -> None:
-    """Let torch's OpenMP threads sleep between operators instead of spinning: they would take the cores from the C++
-    pool (7 ms per token on 16 cores). Only works before torch is imported."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def new_parser(prog: str, description: str) -> argparse.ArgumentParser:

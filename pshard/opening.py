@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pshard.buffers import TORCH_RESERVE_MIB, kv_layer_bytes, scratch_bytes
-from pshard.cli_support import calm_openmp
 from pshard.errors import UserError
 from pshard.machine import MachineProfile
 from pshard.model import check_kv_types
@@ -334,7 +333,6 @@ def load(
     Raises:
         UserError: one line saying what is missing, stale or out of range, and the command that mends it.
     """
-    calm_openmp()
     for name, value in (("context", context), ("sequences", sequences)):
         if value is not None and value < 1:
             raise UserError(f"{name} is {value}; it is 1 or more, or None for what is planned")

@@ -97,3 +97,24 @@ def test_ways_that_no_time_is_left_for_are_named_and_nothing_is_judged(
     record = run_parallel(world, tmp_path / "parallel.json", monkeypatch, "0.1")
     assert not record["ways"] and len(record["skipped"]) == 3
     assert "not enough was measured" in record["choices"]["2 devices"]["said"]
+
+
+@pytest.mark.parametrize("name", ["truth.py", "soak.py"])  # the others import torch late
+@pytest.mark.parametrize("chosen", [None, "active"])
+def test_threads_of_torch_sleep_in_scripts_that_run_engines_unless_told_otherwise(
+    name: str, chosen: str | None
+) -> None:
+    """torch reads it when it is imported."""
+    code = (
+        "import os, runpy, sys\n"
+        "class Watch:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'torch':\n"
+        "            sys.exit(f\"torch: {os.environ.get('OMP_WAIT_POLICY')}\")\n"
+        f"sys.meta_path.insert(0, Watch())\nrunpy.run_path({str(SCRIPTS / name)!r})\n"
+    )
+    env = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"} | (
+        {"OMP_WAIT_POLICY": chosen} if chosen else {}
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=60)
+    assert done.stderr.strip() == f"torch: {chosen or 'passive'}"
