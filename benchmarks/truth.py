@@ -6,17 +6,22 @@ Each test is a workload: answers for the decode tier, else prompts of the test's
 choice by prediction, as pshard-plan --no-validate writes it (by default it runs the best few and keeps the fastest).
 The published strategies are planned for the same workload and run under the same kernels and budget. The weights are
 packed once and shared by all engines, so that a plan is loaded in a second and plans can take turns: those near the
-fastest are measured in two rounds, and a row's figure is the median of both. What is predicted to take longer than
---longest seconds, or to reach less than HOPELESS of the fastest so far, is not run: its row holds the prediction alone,
-and needs no measurement to lose. After each run the CPU's threads read some of the weights: a rate (GB/s) below the
-profile's says that the machine was not the one that was profiled, which on a shared host happens for minutes.
+fastest are measured in two rounds. What is predicted to take longer than --longest seconds, or to reach less than
+HOPELESS of the fastest so far, is not run: its row holds the prediction alone, and needs no measurement to lose.
+
+A shared host gives cores and memory to others for seconds or minutes: then it is not the machine that was profiled.
+Around each round the CPU's threads read the large units' weights, and the system counts the core time that was stolen.
+A round is quiet when both reads reach QUIET of the profile's rate and what was stolen is less than pshard.stolen_time
+calls DISTURBED. Plans near the fastest get up to ROUNDS until two are quiet, others two until one is; a row's figure is
+the median of its quiet rounds' samples, of all when none is (`quiet` is 0 then). The file holds every round.
 """
 
 import argparse
 import gc
 import json
-from collections import defaultdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,11 +37,13 @@ from pshard.planner.baselines import STRATEGIES
 from pshard.planner.costs import Tables
 from pshard.planner.plan import plan_baseline, plan_variant
 from pshard.planner.predict import Predictor
+from pshard.profile.host_threads import READ_BYTES
 from pshard.runtime.device import open_device
 from pshard.runtime.kernels import native
 from pshard.runtime.session import build_engine
 from pshard.runtime.threads import use_threads
 from pshard.runtime.weights import HostWeights
+from pshard.stolen_time import DISTURBED, disturbed_share, read_core_time
 from pshard.workload import Workload
 
 TESTS = (BenchTest(0, 8), BenchTest(16, 0), BenchTest(512, 0), BenchTest(4096, 0))  # tiers 1, 16, 512, 4096
@@ -44,9 +51,22 @@ CONTEXT = 4352
 ANSWER = 256  # tokens, of the workload that the decode tier is planned for
 TIME_LIMIT = 30.0  # seconds of a plan
 HOPELESS = 0.6  # of the fastest so far, by prediction
-NEAR = 0.9  # of the fastest: worth a second round
+NEAR = 0.9  # of the fastest: worth more rounds
+ROUNDS = 6
+QUIET = 0.85  # of the profile's rate of reading
+SAMPLE_SECONDS = 0.4  # of each round, by prediction; two samples at least
 PLAN = "pshard"  # the name of its plan among those of strategies
-READ_BYTES = 4 << 30  # of the weights, to see how fast the host's memory is just then
+
+
+@dataclass(frozen=True)
+class Round:
+    """Tokens per second of a few runs; before and after them GB/s read from the weights (nothing for a model without
+    units that take long enough); share of its time that others may have cost (pshard.stolen_time)."""
+
+    samples: tuple[float, ...]
+    read_gbs: tuple[float, ...]
+    lost: float
+    quiet: bool
 
 
 def main() -> int:
@@ -69,11 +89,13 @@ def measure_budgets(args: Any) -> None:
     """Compare under every budget and for every test; the file is written after each."""
     file, profile = open_model(args.model), load_profile()
     check_machine(profile)
+    if why := native.why_missing():
+        raise UserError(f"the host's memory is read with the C++ kernels: {why}")
     record: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": f"truth.py -m {args.model.name} --vram {args.vram}",
         "environment": dict(environment_of(profile)),
-        "profile_read_gbs": Tables(profile).host_rate / 1e9,
+        "profile_read_gbs": round(Tables(profile).host_rate / 1e9, 1),
         "rows": [],
     }
     use_threads(profile.host.threads)
@@ -98,20 +120,19 @@ def compare(
     for name, variant in variants.items():
         seconds = predict_seconds(Predictor([file.spec], profile, variant), test)
         predicted[name] = (test.n_prompt + test.n_gen) / seconds
-    samples: dict[str, list[float]] = defaultdict(list)
-    reads: dict[str, list[float]] = defaultdict(list)
-    for again in (False, True):
-        for name, variant in variants.items():
-            fastest = max((median(s) for s in samples.values()), default=0.0)
-            if (test.n_prompt + test.n_gen) / predicted[name] > longest or predicted[name] < HOPELESS * fastest:
-                continue
-            if again and (name not in samples or median(samples[name]) < NEAR * fastest):
+    rounds: dict[str, list[Round]] = {}
+    tokens, least_gbs = test.n_prompt + test.n_gen, QUIET * Tables(profile).host_rate / 1e9
+    runnable = [name for name in variants if tokens / predicted[name] <= longest]
+    for _ in range(ROUNDS):
+        for name in tuple(runnable):
+            fastest = max(map(measured_rate, rounds.values()), default=0.0)
+            if predicted[name] < HOPELESS * fastest or is_settled(rounds.get(name, []), predicted[name], fastest):
                 continue
             try:
-                found = measure(file, profile, variant, shared, test)
-                samples[name] += found
-                reads[name].append(round(read_weights(file, shared), 1))
+                found = measure(file, profile, variants[name], shared, test, tokens / predicted[name], least_gbs)
+                rounds.setdefault(name, []).append(found)
             except UserError as error:
+                runnable.remove(name)
                 print(f"{workload.vram_mib[0]} {test.name} {name} does not run: {error}", flush=True)
     return [
         {
@@ -120,12 +141,28 @@ def compare(
             "strategy": name,
             "placed": variant.ranks[0].tiers[0].solve.strategy,
             "predicted": predicted[name],
-            "measured": median(samples[name]) if name in samples else None,
-            "samples": samples.get(name, []),
-            "read_gbs": reads.get(name, []),
+            "measured": measured_rate(rounds[name]) if name in rounds else None,
+            "quiet": sum(r.quiet for r in rounds.get(name, ())),
+            "rounds": [asdict(r) for r in rounds.get(name, ())],
         }
         for name, variant in variants.items()
     ]
+
+
+def measured_rate(rounds: list[Round]) -> float:
+    """Tokens per second: the median of the quiet rounds' samples, of all samples when no round is quiet."""
+    quiet = [r for r in rounds if r.quiet]
+    return median(s for r in quiet or rounds for s in r.samples)
+
+
+def is_settled(rounds: list[Round], predicted: float, fastest: float) -> bool:
+    """Whether a plan was measured often enough: two quiet rounds where it may be near the fastest, else one, or two of
+    any kind."""
+    quiet = sum(r.quiet for r in rounds)
+    if not rounds or quiet >= 2:
+        return bool(rounds)
+    near = measured_rate(rounds) >= NEAR * fastest or (not quiet and predicted >= NEAR * fastest)
+    return not near and (quiet == 1 or len(rounds) >= 2)
 
 
 def plan_strategies(file: ModelFile, profile: MachineProfile, workload: Workload) -> dict[str, Variant]:
@@ -140,41 +177,50 @@ def plan_strategies(file: ModelFile, profile: MachineProfile, workload: Workload
 
 
 def measure(
-    file: ModelFile, profile: MachineProfile, variant: Variant, shared: HostWeights, test: BenchTest
-) -> tuple[float, ...]:
-    """Tokens per second of a few runs under a plan; all memory but the shared weights is given back."""
+    file: ModelFile,
+    profile: MachineProfile,
+    variant: Variant,
+    shared: HostWeights,
+    test: BenchTest,
+    expected: float,
+    least_gbs: float,
+) -> Round:
+    """A few runs under a plan, each expected to take so many seconds; all memory but the shared weights is given back.
+
+    least_gbs: what reading weights reaches before and after a quiet round.
+    """
     spec, device = file.spec, open_device(profile.accelerators[0].kind)
     setting = BenchSetting(spec.name, spec.packed_nbytes, variant.ranks[0].tiers[0].solve.strategy, (), "")
     with build_engine(file, variant, device, lender=shared, tiles=profile.tiles_of(0)) as engine:
-        found = run_test(engine, None, test, 2, setting)
+        reads, began = read_weights(file, shared), read_core_time()
+        found = run_test(engine, None, test, max(2, round(SAMPLE_SECONDS / expected)), setting)
+        lost = disturbed_share(began, read_core_time())
+        reads += read_weights(file, shared)
     gc.collect()
-    return found.samples_ts
+    quiet = lost < DISTURBED and min(reads, default=inf) >= least_gbs
+    return Round(found.samples_ts, reads, round(lost, 4), quiet)
 
 
-def read_weights(file: ModelFile, shared: HostWeights) -> float:
-    """GB/s at which the CPU's threads read whole units now, the median; 0 without the C++ kernels."""
-    if not native.is_available():
-        return 0.0
-    rates, left = [], READ_BYTES
-    for unit in file.spec.units:
-        if unit.tensors and left > 0:
-            rates.append(native.read_bandwidth(shared.blob(unit.name), unit.packed_nbytes))
-            left -= unit.packed_nbytes
-    return median(rates)
+def read_weights(file: ModelFile, shared: HostWeights) -> tuple[float, ...]:
+    """GB/s at which the CPU's threads read all units of at least READ_BYTES now; nothing where there are none."""
+    units = [unit for unit in file.spec.units if unit.packed_nbytes >= READ_BYTES]
+    seconds = sum(u.packed_nbytes / native.read_bandwidth(shared.blob(u.name), u.packed_nbytes) for u in units)
+    return (round(sum(u.packed_nbytes for u in units) / seconds, 1),) if units else ()
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
-    """A line: the plan and every other one, measured (predicted over measured), and whether the plan is as fast."""
+    """A line: the plan and every other one, measured (predicted over measured; "?": in no quiet round), and whether the
+    plan is as fast."""
     own, fastest = rows[0]["measured"], max(row["measured"] or 0.0 for row in rows)
     verdict = "the plan was not run" if own is None else f"the plan reaches {own / fastest:.0%} of the fastest"
-    memory = f"; memory read at {median(rows[0]['read_gbs']):.3g} GB/s" if own else ""
-    print(f"{rows[0]['vram']} {rows[0]['test']}: {verdict}; {', '.join(map(_describe, rows))}{memory}", flush=True)
+    print(f"{rows[0]['vram']} {rows[0]['test']}: {verdict}; {', '.join(map(_describe, rows))}", flush=True)
 
 
 def _describe(row: dict[str, Any]) -> str:
     if row["measured"] is None:
         return f"{row['strategy']} not run (predicted {row['predicted']:.4g})"
-    return f"{row['strategy']} {row['measured']:.4g} (x{row['predicted'] / row['measured']:.2f})"
+    doubt = "" if row["quiet"] else "?"
+    return f"{row['strategy']} {row['measured']:.4g}{doubt} (x{row['predicted'] / row['measured']:.2f})"
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ class Prediction:
     seconds: from simulating the steps. bound_seconds: no plan of this tier can be faster under the same costs.
     busy: seconds that each resource works ("acc", "cpu", "link", "dram"). binds: the resource that limits the time
     ("vram" when more memory would help first). measured_seconds: of the same micro-batch when it was really run; None
-    when it was not. disturbed: share of the host's core time that other programs and machines had meanwhile.
+    when it was not. disturbed: share of that time that other programs and machines may have cost (pshard.stolen_time).
     profile_seconds: what the profile's own times predict, where `seconds` is by times that were fitted to trials.
     """
 

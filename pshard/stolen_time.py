@@ -3,18 +3,19 @@
 
 from dataclasses import dataclass
 
-NOTABLE = 0.02  # share from which measurements are called too low
-DISTURBED = 0.05  # share from which nothing is learnt from a measurement: a tenth of one core of two
+NOTABLE = 0.05  # cores from which measurements are called too low
+DISTURBED = 0.05  # share of its time that a measurement may lose before nothing is learnt from it
 
 
 @dataclass(frozen=True)
 class CoreTime:
-    """Seconds of all cores since the start of the system: in all, of these stolen, and used by other processes (less a
-    constant: only differences mean something)."""
+    """Seconds of all `cores` since the start of the system: in all, of these stolen, and used by other processes (less
+    a constant: only differences mean something)."""
 
     total: float
     stolen: float
     others: float = 0.0
+    cores: int = 1
 
 
 def read_core_time() -> CoreTime:
@@ -25,7 +26,15 @@ def read_core_time() -> CoreTime:
     times = psutil.cpu_times()
     guests = sum(getattr(times, name, 0.0) for name in ("guest", "guest_nice"))  # counted in user and nice as well
     used = sum(getattr(times, name, 0.0) for name in ("user", "nice", "system"))
-    return CoreTime(sum(times) - guests, getattr(times, "steal", 0.0), used - own.user - own.system)
+    others = used - own.user - own.system
+    return CoreTime(sum(times) - guests, getattr(times, "steal", 0.0), others, count_all_cores())
+
+
+def count_all_cores() -> int:
+    """Cores that the system counts the time of, whether this process may use them or not."""
+    import psutil
+
+    return psutil.cpu_count() or 1
 
 
 def stolen_share(before: CoreTime, after: CoreTime) -> float:
@@ -34,8 +43,13 @@ def stolen_share(before: CoreTime, after: CoreTime) -> float:
 
 
 def disturbed_share(before: CoreTime, after: CoreTime) -> float:
-    """Share of the cores' time between two readings that was stolen or used by other processes, 0 to 1."""
-    return _share(max(0.0, after.stolen - before.stolen) + max(0.0, after.others - before.others), before, after)
+    """Share of its time that a measurement between two readings may have lost, 0 to 1.
+
+    All threads of a kernel wait for one whose core is stolen, so that every stolen second counts whole; other processes
+    are given cores that idle where there are some, so that theirs count by their share of all cores.
+    """
+    stolen = stolen_share(before, after) * after.cores
+    return min(1.0, stolen + _share(after.others - before.others, before, after))
 
 
 def _share(seconds: float, before: CoreTime, after: CoreTime) -> float:
@@ -43,9 +57,13 @@ def _share(seconds: float, before: CoreTime, after: CoreTime) -> float:
 
 
 def describe_stolen(shares: dict[str, float]) -> str | None:
-    """A line on the measurements (name -> share) that suffered; None when none did."""
-    worst = {name: share for name, share in shares.items() if share >= NOTABLE}
+    """A line on the measurements (name -> share of all cores' time) that suffered; None when none did."""
+    cores = {name: share * count_all_cores() for name, share in shares.items()}
+    worst = {name: stolen for name, stolen in cores.items() if stolen >= NOTABLE}
     if not worst:
         return None
-    which = ", ".join(f"{name} ({share:.0%})" for name, share in worst.items())
-    return f"this host gave core time to other machines during {which}: what the CPU takes part in is too slow there"
+    which = ", ".join(f"{name} ({stolen:.2g})" for name, stolen in worst.items())
+    return (
+        f"this host gave core time to other machines, cores' worth during {which}: all threads wait for one that does "
+        "not run, so what the CPU takes part in may be slower there by as much and more"
+    )

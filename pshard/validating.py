@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pshard.runtime.engine import Engine
 
 SAMPLES = 3
+TRIES = 3  # of as many samples, where others had the cores meanwhile
 SAMPLE_SECONDS = 0.05  # short micro-batches are repeated this long in each sample
 MOST_REPEATS = 32
 LONG = 0.5  # a micro-batch of so many seconds needs one warm-up only
@@ -36,7 +37,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Timed:
-    """Measured seconds of a micro-batch, and the share of the host's core time that others had meanwhile."""
+    """Measured seconds of a micro-batch, and the share of them that others may have cost."""
 
     seconds: float
     disturbed: float = 0.0
@@ -86,11 +87,11 @@ def choose_by_trial(
 
     The planner's choice, its next best solution and the best published strategy are loaded one after the other while
     `seconds` last, and those that may still win once more by turns: a slow spell of the machine is no plan's fault.
-    Where a prediction is off, the profile's times are fitted to what was measured, the program is
-    solved again, and its new choice is tried too. What was measured while other programs or machines had more than
-    DISTURBED of the cores is kept, marked, but nothing is fitted to it. `say` hears one line for each plan that was
-    not tried, and why, and one on measurements that were disturbed. Nothing measured: the planner's choice, as it was
-    predicted.
+    Where a prediction is off, the profile's times are fitted to what was measured, the program is solved again, and
+    its new choice is tried too. What other programs or machines may have made longer by DISTURBED or more is sampled
+    again, up to TRIES times; where that does not help it is kept, marked, but nothing is fitted to it. `say` hears one
+    line for each plan that was not tried, and why, and one on measurements that were disturbed. Nothing measured: the
+    planner's choice, as it was predicted.
     """
     from pshard.planner.correct import fit_correction, is_off, measured_tiers
     from pshard.planner.costs import Tables
@@ -227,11 +228,15 @@ class _Bench:
 
 
 def _better(now: Timed, before: Prediction) -> Timed:
-    """Of two measurements of a tier the undisturbed one, else the faster: what else a machine does slows it down."""
+    """Of this and an earlier measurement of a tier what counts."""
     if before.measured_seconds is None:
         return now
-    earlier = Timed(before.measured_seconds, before.disturbed)
-    return min(earlier, now, key=lambda t: (t.disturbed >= DISTURBED, t.seconds))
+    return _best([Timed(before.measured_seconds, before.disturbed), now])
+
+
+def _best(times: "Sequence[Timed]") -> Timed:
+    """Of several measurements of a tier an undisturbed one, and the fastest: what else a machine does slows it down."""
+    return min(times, key=lambda t: (t.disturbed >= DISTURBED, t.seconds))
 
 
 def _with_measured(variant: Variant, found: dict[int, Timed]) -> Variant:
@@ -254,7 +259,8 @@ def _keep_profiled(fitted: Variant, profiled: Variant) -> Variant:
 
 
 def measure_tiers(engine: "Engine", loads: "Sequence[TierLoad]", deadline: float) -> dict[int, Timed]:
-    """Times of each load's micro-batch by its tokens: the median of a few samples after a warm-up.
+    """Times of each load's micro-batch by its tokens: the median of a few samples after a warm-up, taken again where
+    others had the cores meanwhile.
 
     `deadline` (time.monotonic) ends sampling early; every load gets one sample. Raises UserError as `forward` does.
     """
@@ -266,12 +272,20 @@ def measure_tiers(engine: "Engine", loads: "Sequence[TierLoad]", deadline: float
         if first < LONG:
             first = _time_runs(engine, new, load.past, 1)
         repeats = max(1, min(MOST_REPEATS, int(SAMPLE_SECONDS / first)))
-        began = read_core_time()
-        samples = [_time_runs(engine, new, load.past, repeats)]
-        while len(samples) < SAMPLES and time.monotonic() < deadline:
-            samples.append(_time_runs(engine, new, load.past, repeats))
-        found[load.tokens] = Timed(median(samples), round(disturbed_share(began, read_core_time()), 4))
+        tries = [_sample(engine, new, load.past, repeats, deadline)]
+        while tries[-1].disturbed >= DISTURBED and len(tries) < TRIES and time.monotonic() < deadline:
+            tries.append(_sample(engine, new, load.past, repeats, deadline))
+        found[load.tokens] = _best(tries)
     return found
+
+
+def _sample(engine: "Engine", new: list[list[int]], past: int, repeats: int, deadline: float) -> Timed:
+    """The median of a few samples, or of those until `deadline`."""
+    began = read_core_time()
+    samples = [_time_runs(engine, new, past, repeats)]
+    while len(samples) < SAMPLES and time.monotonic() < deadline:
+        samples.append(_time_runs(engine, new, past, repeats))
+    return Timed(median(samples), round(disturbed_share(began, read_core_time()), 4))
 
 
 def _new_tokens(engine: "Engine", load: "TierLoad") -> list[list[int]]:

@@ -11,6 +11,8 @@ class ManualClock:
         """Seconds that were slept so far."""
         return self.now
 
+    monotonic = perf_counter
+
     def sleep(self, seconds: float) -> None:
         """Moves the clock on, at once."""
         self.now += seconds

@@ -11,6 +11,7 @@ import pytest
 from cli_world import World, make_world
 
 from pshard.benching import BenchTest
+from pshard.stolen_time import DISTURBED
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -47,13 +48,27 @@ def test_truth_runs_plans_and_strategies_of_each_tests_workload(
     monkeypatch.setitem(named, "TESTS", (BenchTest(16, 0), BenchTest(0, 2)))
     monkeypatch.setitem(named, "STRATEGIES", ("layer-stream",))
     monkeypatch.setitem(named, "HOPELESS", 0.0)
+    monkeypatch.setitem(named, "ROUNDS", 2)
     assert truth["main"]() == 0
     rows = json.loads(out.read_text())["rows"]
     assert [(row["test"], row["strategy"]) for row in rows] == [
         (test, name) for test in ("pp16", "tg2") for name in ("pshard", "layer-stream")
     ]
-    assert all(row["measured"] and row["predicted"] and min(row["read_gbs"]) > 0 for row in rows)
+    for row in rows:
+        assert row["measured"] and row["predicted"]
+        assert 1 <= len(row["rounds"]) <= 2 and all(r["samples"] for r in row["rounds"])
+        assert row["quiet"] == sum(r["lost"] < DISTURBED for r in row["rounds"])  # no unit is large enough to be read
     assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["64 pp16", "64 tg2"]
+
+
+def test_quiet_rounds_count_and_only_plans_near_the_fastest_need_two() -> None:
+    truth = runpy.run_path(str(SCRIPTS / "truth.py"))
+    quiet, loud = (truth["Round"]((rate, rate), (), 0.0, rate > 50) for rate in (100.0, 50.0))
+    rate, settled = truth["measured_rate"], truth["is_settled"]
+    assert rate([loud, quiet, loud]) == 100 and rate([loud]) == 50
+    assert not settled([], 10, 1000)
+    assert settled([quiet], 10, 1000) and not settled([quiet], 10, 105) and settled([quiet, loud, quiet], 10, 105)
+    assert settled([loud, loud], 10, 1000) and not settled([loud], 10, 1000) and not settled([loud, loud], 950, 1000)
 
 
 def test_a_budget_that_is_too_small_is_told_in_one_line(world: World, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,6 +19,7 @@ from pshard.plan import Correction, Factor
 from pshard.planner.correct import Sample, fit_correction, is_off
 from pshard.planner.costs import Tables
 from pshard.planner.datasheet import profile_from_datasheet
+from pshard.planner.load import TierLoad
 from pshard.planner.plan import plan_several, plan_variant, prepare_ranks, price_tiers
 from pshard.planner.predict import Predictor
 from pshard.planner.show import print_trials
@@ -283,6 +285,26 @@ def test_an_undisturbed_time_counts_more_than_a_faster_disturbed_one():
     assert validating._better(Timed(0.01, 0.5), before) == Timed(0.02)
     assert validating._better(Timed(0.01, 0.01), before) == Timed(0.01, 0.01)
     assert validating._better(Timed(0.03), replace(before, disturbed=0.5)) == Timed(0.03)
+
+
+@pytest.mark.parametrize(
+    ("lost", "best"),
+    [((0.0,), 1), ((0.3, 0.01), 2), ((0.3, 0.2, 0.6), 1), ((0.3, 0.2, 0.6, 0.0), 1)],
+)
+def test_disturbed_samples_are_taken_again_up_to_three_times(monkeypatch, lost, best):
+    shares, sampled = iter(lost), []
+    monkeypatch.setattr(validating, "disturbed_share", lambda before, after: next(shares))
+    monkeypatch.setattr(validating, "_fill", lambda engine, load: None)
+    monkeypatch.setattr(validating, "_new_tokens", lambda engine, load: [[0]])
+
+    def time_runs(engine, new, past, repeats):
+        sampled.append(1 + max(0, len(sampled) - 2) // validating.SAMPLES)  # two warm-ups, then which try it is
+        return 0.01 * sampled[-1]
+
+    monkeypatch.setattr(validating, "_time_runs", time_runs)
+    found = validating.measure_tiers(None, [TierLoad(1, 1, 0, 1, 1.0)], math.inf)
+    assert found == {1: Timed(0.01 * best, lost[best - 1])}
+    assert len(sampled) == 2 + validating.SAMPLES * min(3, len(lost))
 
 
 def replace_all(variant, **fields):
