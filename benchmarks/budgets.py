@@ -121,11 +121,14 @@ def describe(case: str, m: dict[str, Any], goals: dict[str, float]) -> str:
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command of the package with this interpreter; what it says on stderr is shown when it fails."""
+    """Run a command of the package with this interpreter; what it says on stderr is shown when it
+    fails, and a benchmark's notes always."""
     module = command[0].replace("pshard-", "pshard.cli_")
     done = subprocess.run([sys.executable, "-P", "-m", module, *command[1:]], capture_output=True, text=True)
     if done.returncode:
         print(f"{' '.join(command[:3])} failed: {done.stderr[-1500:]}", file=sys.stderr, flush=True)
+    elif command[0] == "pshard-bench":  # of fallbacks, and of cores that were stolen
+        print("".join(line for line in done.stderr.splitlines(True) if line.startswith("note: ")), end="", flush=True)
     return done
 
 

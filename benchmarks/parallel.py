@@ -228,7 +228,8 @@ def measured_round(case: Case, way: dict[str, Any] | None) -> float | None:
 
 
 def run(command: list[str], seconds: float | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a command of the package with this interpreter; what it says on stderr is shown when it fails."""
+    """Run a command of the package with this interpreter; what it says on stderr is shown when it
+    fails, and a benchmark's notes always."""
     module = command[0].replace("pshard-", "pshard.cli_")
     words = [sys.executable, "-P", "-m", module, *command[1:]]
     try:
@@ -237,6 +238,8 @@ def run(command: list[str], seconds: float | None = None) -> subprocess.Complete
         done = subprocess.CompletedProcess(words, 124, "", "the time is up")
     if done.returncode:
         print(f"{' '.join(command[:5])} failed: {done.stderr[-1500:]}", file=sys.stderr, flush=True)
+    elif command[0] == "pshard-bench":  # of fallbacks, and of cores that were stolen
+        print("".join(line for line in done.stderr.splitlines(True) if line.startswith("note: ")), end="", flush=True)
     return done
 
 

@@ -158,9 +158,11 @@ def measured_rate(rounds: list[Round]) -> float:
 def is_settled(rounds: list[Round], predicted: float, fastest: float) -> bool:
     """Whether a plan was measured often enough: two quiet rounds where it may be near the fastest, else one, or two of
     any kind."""
+    if not rounds:
+        return False
     quiet = sum(r.quiet for r in rounds)
-    if not rounds or quiet >= 2:
-        return bool(rounds)
+    if quiet >= 2:
+        return True
     near = measured_rate(rounds) >= NEAR * fastest or (not quiet and predicted >= NEAR * fastest)
     return not near and (quiet == 1 or len(rounds) >= 2)
 
@@ -194,11 +196,11 @@ def measure(
     with build_engine(file, variant, device, lender=shared, tiles=profile.tiles_of(0)) as engine:
         reads, began = read_weights(file, shared), read_core_time()
         found = run_test(engine, None, test, max(2, round(SAMPLE_SECONDS / expected)), setting)
-        lost = disturbed_share(began, read_core_time())
+        lost = round(disturbed_share(began, read_core_time()), 4)
         reads += read_weights(file, shared)
     gc.collect()
     quiet = lost < DISTURBED and min(reads, default=inf) >= least_gbs
-    return Round(found.samples_ts, reads, round(lost, 4), quiet)
+    return Round(found.samples_ts, reads, lost, quiet)
 
 
 def read_weights(file: ModelFile, shared: HostWeights) -> tuple[float, ...]:

@@ -106,6 +106,19 @@ def test_ways_to_use_several_devices_are_measured_and_the_planners_choice_is_jud
     assert "of one device (goal x1.4)" in said and "of predicted" in said
 
 
+@pytest.mark.parametrize("script", ["budgets.py", "parallel.py"])
+def test_notes_of_a_benchmark_are_passed_on(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    run = runpy.run_path(str(SCRIPTS / script))["run"]
+    done = subprocess.CompletedProcess([], 0, "", "loading\nnote: a core was stolen\nnote: plain kernels\n")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **options: done)
+    run(["pshard-bench", "-m", "model"])
+    assert capsys.readouterr().out == "note: a core was stolen\nnote: plain kernels\n"
+    run(["pshard-plan", "-m", "model"])
+    assert not capsys.readouterr().out
+
+
 def test_ways_that_no_time_is_left_for_are_named_and_nothing_is_judged(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
