@@ -58,12 +58,12 @@ def _share(seconds: float, before: CoreTime, after: CoreTime) -> float:
 
 def describe_stolen(shares: dict[str, float]) -> str | None:
     """A line on the measurements (name -> share of all cores' time) that suffered; None when none did."""
-    cores = {name: share * count_all_cores() for name, share in shares.items()}
-    worst = {name: stolen for name, stolen in cores.items() if stolen >= NOTABLE}
+    cores = count_all_cores()
+    worst = {name: share * cores for name, share in shares.items() if share * cores >= NOTABLE}
     if not worst:
         return None
-    which = ", ".join(f"{name} ({stolen:.2g})" for name, stolen in worst.items())
+    which = ", ".join(f"{name} ({stolen:.2g} of {cores} cores)" for name, stolen in worst.items())
     return (
-        f"this host gave core time to other machines, cores' worth during {which}: all threads wait for one that does "
-        "not run, so what the CPU takes part in may be slower there by as much and more"
+        f"this host gave core time to other machines during {which}: all threads wait for one that does not run, so "
+        "what the CPU takes part in may be slower there by that share of a core's time, or more"
     )

@@ -28,7 +28,7 @@ def test_only_measurements_that_suffered_are_named_by_cores_that_were_missing(mo
     monkeypatch.setattr(psutil, "cpu_count", lambda: 64)
     assert describe_stolen({"ilp pp512": 0.0, "ilp tg64": 0.0007}) is None
     said = describe_stolen({"ilp pp512": 0.0, "ilp tg64": 0.016})  # of 64 cores, one whole core
-    assert said is not None and "ilp tg64 (1)" in said and "pp512" not in said
+    assert said is not None and "ilp tg64 (1 of 64 cores)" in said and "pp512" not in said
 
 
 def test_other_programs_count_by_their_share_and_stolen_seconds_whole() -> None:
