@@ -5,15 +5,16 @@
 Each test is a workload: answers for the decode tier, else prompts of the test's length. The plan is the planner's first
 choice by prediction, as pshard-plan --no-validate writes it (by default it runs the best few and keeps the fastest).
 The published strategies are planned for the same workload and run under the same kernels and budget. The weights are
-packed once and shared by all engines, so that a plan is loaded in a second and plans can take turns: those near the
-fastest are measured in two rounds. What is predicted to take longer than --longest seconds, or to reach less than
-HOPELESS of the fastest so far, is not run: its row holds the prediction alone, and needs no measurement to lose.
+packed once and shared by all engines, so that a plan is loaded in a second and plans can take turns, in rounds. What is
+predicted to take longer than --longest seconds, or to reach less than HOPELESS of the fastest so far, is not run: its
+row holds the prediction alone, and needs no measurement to lose.
 
 A shared host gives cores and memory to others for seconds or minutes: then it is not the machine that was profiled.
-Around each round the CPU's threads read the large units' weights, and the system counts the core time that was stolen.
-A round is quiet when both reads reach QUIET of the profile's rate and what was stolen is less than pshard.stolen_time
-calls DISTURBED. Plans near the fastest get up to ROUNDS until two are quiet, others two until one is; a row's figure is
-the median of its quiet rounds' samples, of all when none is (`quiet` is 0 then). The file holds every round.
+Around each round the CPU's threads read the large units' weights, and the system counts the core time that was stolen
+or that other programs used. A round is quiet when both reads reach QUIET of the profile's rate and it may have lost
+less to others than pshard.stolen_time calls DISTURBED. Plans near the fastest, or predicted there while none of their rounds
+is quiet, get up to ROUNDS until two are; others two until one is. A row's figure is the median of its quiet rounds'
+samples, of all when none is (`quiet` is 0 then). The file holds every round.
 """
 
 import argparse

@@ -89,7 +89,7 @@ def choose_by_trial(
     `seconds` last, and those that may still win once more by turns: a slow spell of the machine is no plan's fault.
     Where a prediction is off, the profile's times are fitted to what was measured, the program is solved again, and
     its new choice is tried too. What other programs or machines may have made longer by DISTURBED or more is sampled
-    again, up to TRIES times; where that does not help it is kept, marked, but nothing is fitted to it. `say` hears one
+    again, TRIES times in all; where that does not help it is kept, marked, but nothing is fitted to it. `say` hears one
     line for each plan that was not tried, and why, and one on measurements that were disturbed. Nothing measured: the
     planner's choice, as it was predicted.
     """
@@ -160,8 +160,8 @@ class _Bench:
         self.trials.append(Trial(name, variant, variant, self._round_seconds(variant, found, task)))
 
     def repeat(self, task: "RankTask") -> None:
-        """Run those that may be the fastest once more, one after the other. The faster time of a tier counts: what
-        else a machine does only slows a plan down."""
+        """Run those that may be the fastest once more, one after the other. The faster time of a tier counts, an
+        undisturbed one first: what else a machine does only slows a plan down."""
         fastest = min(t.seconds for t in self.trials)
         contenders = [t for t in self.trials if t is self.trials[0] or t.seconds <= fastest * AGAIN]
         for trial in contenders if len(contenders) > 1 else ():
