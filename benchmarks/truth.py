@@ -12,9 +12,9 @@ row holds the prediction alone, and needs no measurement to lose.
 A shared host gives cores and memory to others for seconds or minutes: then it is not the machine that was profiled.
 Around each round the CPU's threads read the large units' weights, and the system counts the core time that was stolen
 or that other programs used. A round is quiet when both reads reach QUIET of the profile's rate and it may have lost
-less to others than pshard.stolen_time calls DISTURBED. Plans near the fastest, or predicted there while none of their rounds
-is quiet, get up to ROUNDS until two are; others two until one is. A row's figure is the median of its quiet rounds'
-samples, of all when none is (`quiet` is 0 then). The file holds every round.
+less to others than pshard.stolen_time calls DISTURBED. Plans near the fastest, or predicted there while none of their
+rounds is quiet, get up to ROUNDS until two are; others two until one is. A row's figure is the median of its quiet
+rounds' samples, of all when none is (`quiet` is 0 then). The file holds every round.
 """
 
 import argparse
