@@ -9,8 +9,6 @@ bound).
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -18,6 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from parallel import run
 
 
 @dataclass(frozen=True)
@@ -118,18 +118,6 @@ def describe(case: str, m: dict[str, Any], goals: dict[str, float]) -> str:
         f"{case} {m['strategy']} {m['test']}: median {median(m['samples_ts']):.4g} tok/s{predicted}{goal}; "
         f"peak {m['peak_vram_mib']:.0f} MiB, link {(m['link_bytes'] or 0) / 1e9:.2f} GB"
     )
-
-
-def run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command of the package with this interpreter; what it says on stderr is shown when it
-    fails, and a benchmark's notes always."""
-    module = command[0].replace("pshard-", "pshard.cli_")
-    done = subprocess.run([sys.executable, "-P", "-m", module, *command[1:]], capture_output=True, text=True)
-    if done.returncode:
-        print(f"{' '.join(command[:3])} failed: {done.stderr[-1500:]}", file=sys.stderr, flush=True)
-    elif command[0] == "pshard-bench":  # of fallbacks, and of cores that were stolen
-        print("".join(line for line in done.stderr.splitlines(True) if line.startswith("note: ")), end="", flush=True)
-    return done
 
 
 if __name__ == "__main__":

@@ -117,20 +117,18 @@ def compare(
     """A row for each plan: tokens per second measured (median; None: not run) and predicted. The first is pshard's."""
     variants = {PLAN: plan_variant(file.spec, profile, workload, TIME_LIMIT)}
     variants |= plan_strategies(file, profile, workload)
-    predicted = {}
-    for name, variant in variants.items():
-        seconds = predict_seconds(Predictor([file.spec], profile, variant), test)
-        predicted[name] = (test.n_prompt + test.n_gen) / seconds
+    seconds = {n: predict_seconds(Predictor([file.spec], profile, v), test) for n, v in variants.items()}
+    predicted = {name: (test.n_prompt + test.n_gen) / expected for name, expected in seconds.items()}
     rounds: dict[str, list[Round]] = {}
-    tokens, least_gbs = test.n_prompt + test.n_gen, QUIET * Tables(profile).host_rate / 1e9
-    runnable = [name for name in variants if tokens / predicted[name] <= longest]
+    least_gbs = QUIET * Tables(profile).host_rate / 1e9
+    runnable = [name for name in variants if seconds[name] <= longest]
     for _ in range(ROUNDS):
         for name in tuple(runnable):
             fastest = max(map(measured_rate, rounds.values()), default=0.0)
             if predicted[name] < HOPELESS * fastest or is_settled(rounds.get(name, []), predicted[name], fastest):
                 continue
             try:
-                found = measure(file, profile, variants[name], shared, test, tokens / predicted[name], least_gbs)
+                found = measure(file, profile, variants[name], shared, test, seconds[name], least_gbs)
                 rounds.setdefault(name, []).append(found)
             except UserError as error:
                 runnable.remove(name)

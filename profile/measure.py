@@ -324,7 +324,8 @@ def run_jobs(
             progress(job.label, done / total)
             began = read_core_time()
             found[job] = {replace(row, seconds=0.0): row for row in job.run(benches[job.side])}
-            lost[job] = disturbed_share(began, read_core_time()) if job.side == "host" else 0.0
+            if job.side == "host":
+                lost[job] = disturbed_share(began, read_core_time())
         done += job.expected
     end = time.monotonic() + AGAIN * (time.monotonic() - started)
     for job in sorted((job for job in lost if lost[job] >= DISTURBED), key=lost.__getitem__, reverse=True):

@@ -110,6 +110,7 @@ def test_ways_to_use_several_devices_are_measured_and_the_planners_choice_is_jud
 def test_notes_of_a_benchmark_are_passed_on(
     script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
     run = runpy.run_path(str(SCRIPTS / script))["run"]
     done = subprocess.CompletedProcess([], 0, "", "loading\nnote: a core was stolen\nnote: plain kernels\n")
     monkeypatch.setattr(subprocess, "run", lambda *args, **options: done)
