@@ -1,0 +1,15 @@
+"""Plans are those that are stored: a change that moves one says so with `scripts/golden --accept`."""
+
+import json
+from pathlib import Path
+
+import pytest
+from golden.cases import CASES, QUICK, Case
+from golden.digests import digest_case, find_differences
+from golden.run import STORED
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in QUICK], ids=lambda c: c.name)
+def test_a_plan_is_the_one_that_is_stored(case: Case) -> None:
+    stored = json.loads(Path(STORED).read_text(encoding="utf-8"))[case.name]
+    assert not list(find_differences(stored, json.loads(json.dumps(digest_case(case)))))
