@@ -6,15 +6,16 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-SOURCES = Path("runtime/kernels/csrc")
-DIGEST = runpy.run_path("runtime/kernels/sources.py")["digest_sources"](SOURCES)
+SOURCES = Path("runtime/kernels/cpu/csrc")
+DIGEST = runpy.run_path("runtime/kernels/cpu/sources.py")["digest_sources"](SOURCES)
 
 # No instruction set is named here: isa_*.cpp choose theirs, and the library picks one when it runs.
 # Contracting a * b + c would break the bit equality of dequantisation with the file format's reference.
 cpu_kernels = Extension(
-    "pshard.runtime.kernels._native",
-    sources=sorted(str(p) for p in SOURCES.glob("*.cpp")),
-    depends=sorted(str(p) for p in SOURCES.glob("*.h")),
+    "pshard.runtime.kernels.cpu._native",
+    sources=sorted(str(p) for p in SOURCES.rglob("*.cpp")),
+    depends=sorted(str(p) for p in SOURCES.rglob("*.h")),
+    include_dirs=[str(SOURCES), str(SOURCES / "isa")],
     language="c++",
     define_macros=[("PSHARD_SOURCES", f"{DIGEST}u")],
     extra_compile_args=[

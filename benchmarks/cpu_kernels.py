@@ -21,12 +21,12 @@ import numpy as np
 import torch
 
 import pshard
-from pshard.cli_support import new_parser, parse_ints, run_cli
+from pshard.commands.command_line import new_parser, parse_ints, run_cli
 from pshard.errors import UserError
 from pshard.quant import QUANT_TYPES, packed_nbytes
-from pshard.runtime.kernels import native
-from pshard.runtime.kernels.host import suits_tiles
-from pshard.runtime.threads import use_threads
+from pshard.runtime.devices.threads import use_threads
+from pshard.runtime.kernels.cpu import native
+from pshard.runtime.kernels.cpu.host import suits_tiles
 
 ROTATION = 1 << 30  # bytes of operands between two reads of the same matrix
 PATTERN_ROWS = 320  # distinct rows of a matrix; more would only take longer to make

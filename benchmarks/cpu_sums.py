@@ -9,8 +9,8 @@ from pathlib import Path
 
 from cpu_kernels import use_native_threads, write_json
 
-from pshard.cli_support import new_parser, parse_counts, run_cli
-from pshard.runtime.collective_times import SIZES, measure_collectives
+from pshard.commands.command_line import new_parser, parse_counts, run_cli
+from pshard.profile.timed.collective_times import SIZES, measure_collectives
 
 
 def main(argv: list[str]) -> int:

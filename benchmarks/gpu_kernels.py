@@ -26,19 +26,19 @@ import torch
 import triton
 
 from pshard.buffers import ATTENTION_SPLITS, DEQUANT_BYTES, KV_BLOCK
+from pshard.gpu_tiles import Tile, TileChoice
 from pshard.model import ModelConfig, Rope
 from pshard.quant import QUANT_TYPES, align, packed_nbytes
-from pshard.runtime.blocks import Side, run_attention, run_ffn
-from pshard.runtime.kernels import cuda
+from pshard.runtime.blocks.blocks import Side, run_attention, run_ffn
 from pshard.runtime.kernels.api import Kernels, LayerKV, Packed, RopeTable, RowIndex, Segment
-from pshard.runtime.kernels.cuda import CudaKernels
+from pshard.runtime.kernels.gpu import cuda
+from pshard.runtime.kernels.gpu.cuda import CudaKernels
+from pshard.runtime.kernels.gpu.default_tiles import TUNING, candidate_tiles
 from pshard.runtime.kernels.layout import pack_reference, unpack_reference
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.kernels.row_index import make_rows
-from pshard.runtime.kernels.tiles import TUNING, candidate_tiles
-from pshard.runtime.weights import UnitWeights
-from pshard.runtime.workspace import Workspace
-from pshard.tiles import Tile, TileChoice
+from pshard.runtime.memory.weights import UnitWeights
+from pshard.runtime.memory.workspace import Workspace
 
 Run = Callable[[], dict[str, Any]]  # times a case
 GIB = 1 << 30

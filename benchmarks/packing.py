@@ -16,13 +16,13 @@ from pathlib import Path
 
 from cpu_kernels import use_native_threads, write_json
 
-from pshard.cli_support import new_parser, run_cli
+from pshard.commands.command_line import new_parser, run_cli
 from pshard.errors import UserError
 from pshard.models import ModelFile, open_model
-from pshard.runtime.device import open_device
-from pshard.runtime.host_memory import map_memory
-from pshard.runtime.kernels import native
-from pshard.runtime.weights import HostWeights
+from pshard.runtime.devices.device import open_device
+from pshard.runtime.kernels.cpu import native
+from pshard.runtime.memory.host_memory import map_memory
+from pshard.runtime.memory.weights import HostWeights
 
 
 def main(argv: list[str]) -> int:

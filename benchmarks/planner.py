@@ -9,10 +9,10 @@ import resource
 import time
 from pathlib import Path
 
-from pshard.machine_store import load_profile
 from pshard.model import ModelConfig, ModelSpec, Rope, TensorSpec, Unit
-from pshard.planner.ilp import relaxation_bound
-from pshard.planner.plan import plan_variant
+from pshard.planner.make_plan import plan_variant
+from pshard.planner.program.ilp import relaxation_bound
+from pshard.registries.profile_store import load_profile
 from pshard.workload import Workload
 
 MACHINE = Path(__file__).resolve().parent.parent / "registries" / "examples" / "h100-sxm-xeon.json"

@@ -16,12 +16,13 @@ from random import Random
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from pshard.planner.datasheet import profile_from_datasheet
-from pshard.planner.draft import tier_seconds
-from pshard.planner.exact import ExactSearch
-from pshard.planner.plan import RankTask, plan_variant, prepare_ranks
-from pshard.planner.refine import anneal
-from tests.test_planner_oracle import random_case
+from test_planner_oracle import random_case
+
+from pshard.planner.make_plan import RankTask, plan_variant, prepare_ranks
+from pshard.planner.price.datasheet import profile_from_datasheet
+from pshard.planner.price.draft import tier_seconds
+from pshard.planner.search.anneal import anneal
+from pshard.planner.search.exact import ExactSearch
 
 LAYERS = (2, 3, 4, 6, 8, 12)
 SEEDS = 12

@@ -29,16 +29,16 @@ from typing import TYPE_CHECKING, Any
 
 from pshard.buffers import longest_sequence
 from pshard.errors import StepFailed, UserError
-from pshard.machine_store import load_profile
 from pshard.models import open_model
-from pshard.opening import check_machine, environment_of
-from pshard.planner.plan import plan_variant
-from pshard.runtime.device import open_device
+from pshard.planner.make_plan import plan_variant
+from pshard.registries.profile_store import load_profile
+from pshard.runtime.build_engine import build_engine
+from pshard.runtime.devices.device import open_device
+from pshard.runtime.devices.threads import use_threads
 from pshard.runtime.engine import Engine
-from pshard.runtime.session import build_engine
-from pshard.runtime.threads import use_threads
-from pshard.runtime.weights import HostWeights
-from pshard.validating import SMALL_MODEL
+from pshard.runtime.memory.weights import HostWeights
+from pshard.session.open_plan import check_machine, environment_of
+from pshard.session.try_plans import SMALL_MODEL
 from pshard.workload import Workload
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pshard.opening import Request, environment_of, open_plan, start_engine
+from pshard.session.open_plan import Request, environment_of, open_plan, start_engine
 
 
 def main() -> int:

@@ -12,8 +12,8 @@ row holds the prediction alone, and needs no measurement to lose.
 A shared host gives cores and memory to others for seconds or minutes: then it is not the machine that was profiled.
 Around each round the CPU's threads read the large units' weights, and the system counts the core time that was stolen
 or that other programs used. A round is quiet when both reads reach QUIET of the profile's rate and it may have lost
-less to others than pshard.stolen_time calls DISTURBED. Plans near the fastest, or predicted there while none of their
-rounds is quiet, get up to ROUNDS until two are; others two until one is. A row's figure is the median of its quiet
+less to others than stolen_time.DISTURBED. Plans near the fastest, or predicted there while none of their rounds is
+quiet, get up to ROUNDS until two are; others two until one is. A row's figure is the median of its quiet
 rounds' samples, of all when none is (`quiet` is 0 then). The file holds every round.
 """
 
@@ -27,24 +27,24 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pshard.benching import BenchSetting, BenchTest, predict_seconds, run_test
 from pshard.errors import UserError
 from pshard.machine import MachineProfile
-from pshard.machine_store import load_profile
 from pshard.models import ModelFile, open_model
-from pshard.opening import check_machine, environment_of
 from pshard.plan import Variant
-from pshard.planner.baselines import STRATEGIES
-from pshard.planner.costs import Tables
-from pshard.planner.plan import plan_baseline, plan_variant
-from pshard.planner.predict import Predictor
-from pshard.profile.host_threads import READ_BYTES
-from pshard.runtime.device import open_device
-from pshard.runtime.kernels import native
-from pshard.runtime.session import build_engine
-from pshard.runtime.threads import use_threads
-from pshard.runtime.weights import HostWeights
-from pshard.stolen_time import DISTURBED, disturbed_share, read_core_time
+from pshard.planner.make_plan import plan_baseline, plan_variant
+from pshard.planner.price.costs import Tables
+from pshard.planner.price.predict_published import Predictor
+from pshard.planner.search.strategies import STRATEGIES
+from pshard.profile.timed.host_threads import READ_BYTES
+from pshard.registries.profile_store import load_profile
+from pshard.runtime.build_engine import build_engine
+from pshard.runtime.devices.device import open_device
+from pshard.runtime.devices.threads import use_threads
+from pshard.runtime.kernels.cpu import native
+from pshard.runtime.memory.weights import HostWeights
+from pshard.session.bench_engine import BenchSetting, BenchTest, predict_seconds, run_test
+from pshard.session.open_plan import check_machine, environment_of
+from pshard.times.stolen_time import DISTURBED, disturbed_share, read_core_time
 from pshard.workload import Workload
 
 TESTS = (BenchTest(0, 8), BenchTest(16, 0), BenchTest(512, 0), BenchTest(4096, 0))  # tiers 1, 16, 512, 4096
@@ -62,7 +62,7 @@ PLAN = "pshard"  # the name of its plan among those of strategies
 @dataclass(frozen=True)
 class Round:
     """Tokens per second of a few runs; before and after them GB/s read from the weights (nothing for a model without
-    units that take long enough); share of its time that others may have cost (pshard.stolen_time)."""
+    units that take long enough); share of its time that others may have cost (pshard.times.stolen_time)."""
 
     samples: tuple[float, ...]
     read_gbs: tuple[float, ...]

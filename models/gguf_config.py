@@ -7,10 +7,10 @@ from typing import Any
 from pshard.errors import UserError
 from pshard.model import ModelConfig, Rope
 from pshard.models.architectures import Architecture
+from pshard.models.build_units import EMBEDDING, ROPE_FACTORS
 from pshard.models.keys import Keys, check_config
 from pshard.models.rope import yarn_attention_factor
 from pshard.models.stored import StoredTensor
-from pshard.models.units import EMBEDDING, ROPE_FACTORS
 
 # Keys that change the computation in ways pshard does not do, and the values that change nothing.
 _HARMLESS = {

@@ -12,12 +12,12 @@ from pshard.errors import UserError
 from pshard.jsonio import to_json
 from pshard.model import ModelConfig, ModelSpec
 from pshard.models.architectures import Architecture, find_gguf_architecture, find_hf_architecture
+from pshard.models.build_units import OUTPUT, build_units
 from pshard.models.gguf_config import gguf_config
 from pshard.models.gguf_header import read_gguf
 from pshard.models.hf_config import hf_config
 from pshard.models.safetensors_header import read_json, read_safetensors
 from pshard.models.stored import MappedFile, StoredTensor
-from pshard.models.units import OUTPUT, build_units
 
 if TYPE_CHECKING:
     from pshard.models.tokenizer import Tokenizer

@@ -5,14 +5,23 @@ from dataclasses import dataclass, replace
 from pshard.machine import MachineProfile
 from pshard.measurement import Timeline, TimelineEvent
 from pshard.model import ModelSpec
-from pshard.pace import tier_seconds
 from pshard.plan import Variant
-from pshard.planner.costs import Tables
-from pshard.planner.draft import tier_steps
-from pshard.planner.page_locks import stage_by
-from pshard.planner.plan import plan_baseline, plan_variant, price_tiers
-from pshard.planner.simulate import simulate_ranks
-from pshard.steps import AllReduce, Compute, CopyIn, FetchKV, Handoff, Join, Receive, Step
+from pshard.planner.make_plan import plan_baseline, plan_variant, price_tiers
+from pshard.planner.price.costs import Tables
+from pshard.planner.price.draft import tier_steps
+from pshard.planner.price.page_locks import stage_by
+from pshard.planner.price.simulate import simulate_ranks
+from pshard.steps.step import (
+    AllReduce,
+    Compute,
+    CopyIn,
+    FetchKV,
+    Handoff,
+    Join,
+    Receive,
+    Step,
+)
+from pshard.times.predicted_times import tier_seconds
 from pshard.workload import Workload
 
 BINDS = {

@@ -3,12 +3,12 @@
 from dataclasses import dataclass, replace
 
 from pshard.model import ModelSpec
-from pshard.profile.kernels import AttentionShape
-from pshard.profile.links import COPY_SIZES
-from pshard.profile.operands import rotation_bytes
-from pshard.profile.timing import Pace
+from pshard.profile.timed.collective_times import SIZES
+from pshard.profile.timed.operands import rotation_bytes
+from pshard.profile.timed.time_kernels import AttentionShape
+from pshard.profile.timed.time_links import COPY_SIZES
+from pshard.profile.timing_loop import Pace
 from pshard.quant import QUANT_TYPES
-from pshard.runtime.collective_times import SIZES
 
 COMMON_QTYPES = ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "BF16")
 OTHER_QTYPES = tuple(q for q in QUANT_TYPES if q not in COMMON_QTYPES)

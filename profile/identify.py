@@ -8,8 +8,8 @@ from pathlib import Path
 
 from pshard.errors import UserError
 from pshard.machine import AcceleratorInfo, HostInfo
-from pshard.runtime.kernels import native
-from pshard.runtime.numa import read_nodes
+from pshard.runtime.devices.numa import read_nodes
+from pshard.runtime.kernels.cpu import native
 
 _SYS_CPU = Path("/sys/devices/system/cpu")
 _SIZE_SUFFIX = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

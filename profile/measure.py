@@ -12,6 +12,7 @@ import torch
 
 from pshard import __version__
 from pshard.errors import UserError
+from pshard.gpu_tiles import TileChoice
 from pshard.machine import (
     AcceleratorInfo,
     AttentionTiming,
@@ -27,7 +28,9 @@ from pshard.machine import (
     ShareTiming,
 )
 from pshard.profile.effort import Effort, Shapes, shapes_to_tune
-from pshard.profile.host_threads import (
+from pshard.profile.identify import count_cores, identify_accelerators, identify_host, unlike_accelerators, unlike_links
+from pshard.profile.timed.collective_times import measure_collectives
+from pshard.profile.timed.host_threads import (
     ROUNDS,
     matvec_rates,
     measure_reads,
@@ -37,21 +40,18 @@ from pshard.profile.host_threads import (
     unit_reader,
     use_threads,
 )
-from pshard.profile.identify import count_cores, identify_accelerators, identify_host, unlike_accelerators, unlike_links
-from pshard.profile.jobs import Job, Row, list_jobs, side_name
-from pshard.profile.kernels import KernelBench, repeat_unlike
-from pshard.profile.links import LinkBench, measure_contention, open_link, time_copies
-from pshard.profile.operands import LEAST_ROTATION, OperandPool
-from pshard.profile.rank_shares import measure_shares
-from pshard.profile.step_cost import time_launch, time_steps
-from pshard.profile.tile_cases import tile_cases
-from pshard.profile.tile_tuning import tune_tiles
-from pshard.runtime.collective_times import measure_collectives
-from pshard.runtime.device import Device, open_device
+from pshard.profile.timed.kernel_jobs import Job, Row, list_jobs, side_name
+from pshard.profile.timed.operands import LEAST_ROTATION, OperandPool
+from pshard.profile.timed.rank_shares import measure_shares
+from pshard.profile.timed.step_cost import time_launch, time_steps
+from pshard.profile.timed.time_kernels import KernelBench, repeat_unlike
+from pshard.profile.timed.time_links import LinkBench, measure_contention, open_link, time_copies
+from pshard.profile.tuning.tile_cases import tile_cases
+from pshard.profile.tuning.tile_tuning import tune_tiles
+from pshard.runtime.build_executor import choose_kernels
+from pshard.runtime.devices.device import Device, open_device
 from pshard.runtime.kernels.api import TiledKernels
-from pshard.runtime.loading import choose_kernels
-from pshard.stolen_time import DISTURBED, disturbed_share, read_core_time
-from pshard.tiles import TileChoice
+from pshard.times.stolen_time import DISTURBED, disturbed_share, read_core_time
 
 AGAIN = 0.15  # of the kernels' time, that timing disturbed ones again may take
 

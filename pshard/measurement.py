@@ -67,7 +67,7 @@ class Measurement:
     command: str
     timeline: tuple[TimelineEvent, ...] = ()
     split_mode: str = ""  # how the model was spread over the ranks; "" in files older than the field
-    reduce_dtype: str = ""  # in which type ranks' parts were summed, see pshard.collectives; "" where nothing was
+    reduce_dtype: str = ""  # in which type ranks' parts were summed, see pshard.times.collectives; "" where nothing was
     rank_peaks_mib: tuple[float, ...] = ()
     stolen: float = 0.0  # share of the host's core time that went to other machines meanwhile, where that is counted
 

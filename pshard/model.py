@@ -138,7 +138,7 @@ class Stage:
 class ModelSpec:
     """A model as the planner sees it. `units` are in execution order: embedding, (attention, ffn) per layer, output.
 
-    `stage`: what a rank holds is a run of layers (`pshard.pipeline`); None for a whole model or a slice of every unit.
+    `stage`: what a rank holds is a run of layers (cuts/layer_cuts.py); None: a whole model, or a slice of every unit.
     """
 
     name: str

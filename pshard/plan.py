@@ -5,7 +5,7 @@ from functools import cached_property
 from itertools import takewhile
 
 from pshard.buffers import SMALL_BATCH
-from pshard.stolen_time import DISTURBED
+from pshard.times.stolen_time import DISTURBED
 from pshard.workload import Limits, Split, Workload, format_limits
 
 REGISTRY_VERSION = 1
@@ -18,7 +18,7 @@ class Placement:
     `where`: "pinned" (weights in the VRAM arena, computed there), "streamed" (copied to a staging slot before use,
     computed there) or "cpu" (weights and compute on the host). `kv` is only for attention: "vram" or "host".
     The embedding is "cpu" (rows looked up on the host) or "pinned".
-    `cpu_rows`: of a split FFN (pshard.row_split), the rows of gate and up that the CPU computes from host memory while
+    `cpu_rows`: of a split FFN (cuts/ffn_rows.py), the rows of gate and up that the CPU computes from host memory while
     the accelerator computes the others; `where` then says how the accelerator comes by its part. 0: not split.
     """
 
@@ -40,7 +40,7 @@ class Prediction:
     seconds: from simulating the steps. bound_seconds: no plan of this tier can be faster under the same costs.
     busy: seconds that each resource works ("acc", "cpu", "link", "dram"). binds: the resource that limits the time
     ("vram" when more memory would help first). measured_seconds: of the same micro-batch when it was really run; None
-    when it was not. disturbed: share of that time that other programs and machines may have cost (pshard.stolen_time).
+    when it was not. disturbed: share of that time that other programs and machines may have cost (stolen_time.py).
     profile_seconds: what the profile's own times predict, where `seconds` is by times that were fitted to trials.
     """
 

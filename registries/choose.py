@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from math import isclose
 
 from pshard.errors import UserError
-from pshard.pace import as_measured, as_profiled, round_seconds
 from pshard.plan import Registry, Variant
+from pshard.times.predicted_times import as_measured, as_profiled, round_seconds
 from pshard.workload import Workload, binding_limits, format_limits
 
 

@@ -4,10 +4,10 @@ import json
 from typing import Any
 
 from pshard.buffers import SMALL_BATCH
-from pshard.collectives import REDUCE_DTYPES
 from pshard.jsonio import from_json, to_json
 from pshard.plan import REGISTRY_VERSION, RankPlan, Registry, TierPlan, Variant
 from pshard.registries.fingerprint import digest
+from pshard.times.collectives import REDUCE_DTYPES
 from pshard.workload import SPLIT_MODES
 
 WHERE = ("pinned", "streamed", "cpu")

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from pshard.cli_support import cache_dir
 from pshard.errors import StaleRegistry, UserError
 from pshard.jsonio import check_regular, write_text_atomically
+from pshard.paths import cache_dir
 from pshard.plan import Registry, Variant
 from pshard.registries.codec import NewerFormat, decode_registry, encode_registry
 from pshard.registries.fingerprint import Inputs, digest, explain_difference

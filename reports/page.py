@@ -7,11 +7,11 @@ from importlib.resources import files
 from string import Template
 from typing import TYPE_CHECKING
 
-from pshard.collectives import describe_sums
 from pshard.plan import Variant
 from pshard.reports.inputs import ReportInputs
 from pshard.reports.sections import Section
-from pshard.reports.tables import tabulate_environments, tabulate_measurements, tabulate_plan
+from pshard.reports.tables.report_tables import tabulate_environments, tabulate_measurements, tabulate_plan
+from pshard.times.collectives import describe_sums
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 from pshard.measurement import Timeline
 from pshard.plan import Variant
-from pshard.reports.compare import compare_strategies
+from pshard.reports.compare_runs import compare_strategies
+from pshard.reports.figures.machine_ceilings import draw_machine
+from pshard.reports.figures.placement_map import draw_placement
+from pshard.reports.figures.predicted_rates import draw_predicted, predicted_measurements
+from pshard.reports.figures.scaling import draw_scaling, group_scaling
+from pshard.reports.figures.speedup import draw_speedup
+from pshard.reports.figures.sweep import draw_sweep, group_sweeps
+from pshard.reports.figures.timeline import draw_timeline
 from pshard.reports.inputs import ReportInputs
-from pshard.reports.machine import draw_machine
-from pshard.reports.placement import draw_placement
-from pshard.reports.predicted import draw_predicted, predicted_measurements
-from pshard.reports.scaling import draw_scaling, group_scaling
-from pshard.reports.speedup import draw_speedup
-from pshard.reports.sweep import draw_sweep, group_sweeps
-from pshard.reports.timeline import draw_timeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -4,10 +4,10 @@ from pathlib import Path
 
 from pshard.errors import UserError
 from pshard.jsonio import write_text_atomically
+from pshard.reports.figures.style import save_figure
 from pshard.reports.inputs import ReportInputs
 from pshard.reports.page import build_page
 from pshard.reports.sections import draw_sections
-from pshard.reports.style import save_figure
 
 
 def write_report(inputs: ReportInputs, folder: Path, origin: str) -> list[Path]:

@@ -13,11 +13,11 @@ from pshard.buffers import KV_BLOCK, kv_blocks, longest_sequence
 from pshard.errors import StepFailed, UserError
 from pshard.jsonio import from_json, to_json
 from pshard.plan import RankPlan, Variant
-from pshard.runtime.device import Device
+from pshard.runtime.devices.device import Device
 from pshard.runtime.executor import Executor
 from pshard.runtime.kernels.api import Segment
-from pshard.runtime.kv_blocks import KVBlocks, blocks_of, pool_spans
-from pshard.runtime.kv_file import KVStore
+from pshard.runtime.memory.kv_blocks import KVBlocks, blocks_of, pool_spans
+from pshard.runtime.memory.kv_file import KVStore
 from pshard.runtime.sampling import Sampler, Sampling
 
 

@@ -8,26 +8,27 @@ from typing import Any
 import torch
 
 from pshard.buffers import LOGIT_ROWS, SMALL_BATCH, kv_blocks, scratch_bytes
+from pshard.cuts.ffn_rows import row_stage_bytes, split_rows
 from pshard.model import ModelSpec, kv_token_bytes
 from pshard.plan import RankPlan, TierPlan
-from pshard.row_split import row_stage_bytes, split_rows
-from pshard.runtime.arena import Arena
 from pshard.runtime.best_logits import choose_best
-from pshard.runtime.blocks import Side
-from pshard.runtime.device import MOST_PROMPT_GRAPHS, Device
-from pshard.runtime.host_memory import map_memory
+from pshard.runtime.blocks.blocks import Side
+from pshard.runtime.blocks.rope_table import fill_rope_table
+from pshard.runtime.devices.device import MOST_PROMPT_GRAPHS, Device
 from pshard.runtime.kernels.api import Kernels, LayerKV, RopeTable, Segment
 from pshard.runtime.kernels.kv_codec import gather_cells
 from pshard.runtime.kernels.row_index import fill_rows
-from pshard.runtime.kv_blocks import pool_spans
-from pshard.runtime.kv_cache import JOIN_BYTES, KVShape, Piece, cut_pieces, find_pieces, layer_nbytes
-from pshard.runtime.micro_batch import Copies, IndexView, Launch, MicroBatch, TierState, group_launches
-from pshard.runtime.parallel import Group
-from pshard.runtime.rope import fill_rope_table
-from pshard.runtime.staging import StagingRing
-from pshard.runtime.weights import HostWeights, LentWeights
-from pshard.runtime.workspace import Workspace, carve_workspace
-from pshard.steps import CopyIn, Step, StepShape, emit_steps
+from pshard.runtime.memory.arena import Arena
+from pshard.runtime.memory.host_memory import map_memory
+from pshard.runtime.memory.kv_blocks import pool_spans
+from pshard.runtime.memory.kv_cache import JOIN_BYTES, KVShape, Piece, cut_pieces, find_pieces, layer_nbytes
+from pshard.runtime.memory.staging import StagingRing
+from pshard.runtime.memory.weights import HostWeights, LentWeights
+from pshard.runtime.memory.workspace import Workspace, carve_workspace
+from pshard.runtime.ranks.group import Group
+from pshard.runtime.walk import Copies, IndexView, Launch, MicroBatch, TierState, group_launches
+from pshard.steps.emit import emit_steps
+from pshard.steps.step import CopyIn, Step, StepShape
 
 LEAST_CELLS = 1024  # launch sizes grow with the context in powers of two from here, so that few graphs are captured
 

@@ -1,12 +1,14 @@
-"""Shared test setup: few threads, own cache folder, GPU tests skipped without a GPU."""
+"""Shared test setup: few threads, own cache folder, GPU tests skipped without a GPU, makers of test data importable."""
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).with_name("makers")))
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts jobs in the background: Ctrl-C is tested too
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

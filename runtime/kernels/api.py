@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
-from pshard.tiles import TileChoice
+from pshard.gpu_tiles import TileChoice
 
 if TYPE_CHECKING:
-    from pshard.runtime.peer_memory import PeerExchange
+    from pshard.runtime.ranks.peer_memory import PeerExchange
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from pathlib import Path
 from golden.shapes import make_shape
 
 from pshard.machine import AcceleratorInfo, MachineProfile
-from pshard.machine_store import load_profile
 from pshard.model import ModelSpec
 from pshard.plan import NOTHING_LEARNT, Correction, Factor, Variant
-from pshard.planner.modes import plan_split
-from pshard.planner.plan import plan_baseline, plan_several, plan_variant, prepare_ranks
+from pshard.planner.choose_mode import plan_split
+from pshard.planner.make_plan import plan_baseline, plan_several, plan_variant, prepare_ranks
+from pshard.registries.profile_store import load_profile
 from pshard.workload import Workload
 
 PROFILES = Path(__file__).resolve().parents[2] / "registries" / "examples"

@@ -11,10 +11,10 @@ from pshard.errors import UserError
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import RankPlan, TierPlan, Variant
-from pshard.planner.costs import Tables
-from pshard.planner.draft import tier_steps
-from pshard.planner.plan import price_tiers
-from pshard.steps import Step
+from pshard.planner.make_plan import price_tiers
+from pshard.planner.price.costs import Tables
+from pshard.planner.price.draft import tier_steps
+from pshard.steps.step import Step
 
 CLOSE = 1e-12  # relative, of seconds
 FIELDS = ("unit", "on", "source", "target", "slot", "part", "cpu_rows", "to", "nbytes")  # of steps, that are compared

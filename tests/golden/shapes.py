@@ -5,8 +5,8 @@ from typing import Any
 
 from pshard.model import ModelConfig, ModelSpec, Rope
 from pshard.models.architectures import find_gguf_architecture
+from pshard.models.build_units import build_units
 from pshard.models.stored import StoredTensor
-from pshard.models.units import build_units
 
 # architecture, layers, d_model, heads, KV heads, head size, d_ffn, vocabulary
 SHAPES = {

@@ -1,0 +1,125 @@
+"""`-sm auto`: one device, whole layers on each, or slices of every unit, whichever is predicted to take least time."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+from pshard.errors import NoPlan
+from pshard.machine import MachineProfile
+from pshard.model import ModelSpec
+from pshard.plan import Considered, Variant
+from pshard.planner.choose_ratios import describe_way, plan_ratios
+from pshard.planner.explain import BINDS
+from pshard.planner.make_plan import plan_variant, price_tiers
+from pshard.planner.price.costs import Tables
+from pshard.planner.price.draft import tier_steps
+from pshard.steps.step import AllReduce, Gather
+from pshard.times.predicted_times import decode_seconds, rank_seconds, round_seconds
+from pshard.workload import Split, Workload, binding_limits
+
+WORTH = 0.99  # more devices, or a finer split, must bring the round below this share of what the simpler way takes
+
+
+def plan_split(
+    spec: ModelSpec, profile: MachineProfile, workload: Workload, auto_ratios: bool, time_limit: float = 10.0
+) -> Variant:
+    """The variant of a workload whose split mode ("auto"), ratios or both may be left to the planner.
+
+    Raises as `plan_mode`, `plan_ratios` and `plan_variant` do.
+    """
+    if workload.split_mode == "auto":
+        return plan_mode(spec, profile, workload, auto_ratios, time_limit)
+    return (plan_ratios if auto_ratios else plan_variant)(spec, profile, workload, time_limit)
+
+
+def plan_mode(
+    spec: ModelSpec, profile: MachineProfile, workload: Workload, auto_ratios: bool, time_limit: float = 10.0
+) -> Variant:
+    """The variant with the shortest predicted round over all budgets' devices; `considered` lists all ways.
+
+    Every way is planned in full and simulated: each device alone (like ones once), layers, tensors over all devices
+    and, as sums take longer the more ranks take part, over the first 2, 4, 8... of them; of ways within 1% the
+    simplest. workload: `max_tp` is for tensors, and so is `tensor_split` for both splits unless `auto_ratios`.
+    Raises NoPlan when nothing fits, UserError as `plan_variant` does.
+    """
+    tables, made, ways = Tables(profile), [], []
+    refused: NoPlan | None = None
+    for way, plan in _ways(spec, profile, workload, auto_ratios, time_limit / 4):
+        try:
+            made.append(plan())
+        except NoPlan as error:
+            refused = refused or error
+            ways.append(Considered(way, None))
+            continue
+        own = made[-1].considered or (describe_way(made[-1]),)
+        ways += [replace(own[0], why=explain_pace(spec, tables, made[-1])), *own[1:]]
+    if not made:
+        assert refused is not None
+        raise refused
+    fastest = min(map(round_seconds, made))
+    best = next(v for v in made if round_seconds(v) * WORTH <= fastest)
+    chosen = next(w for w in ways if w.way == describe_way(best).way)
+    others = sorted((w for w in ways if w is not chosen), key=lambda w: w.seconds or float("inf"))
+    return replace(best, considered=(chosen, *others))
+
+
+def _ways(
+    spec: ModelSpec, profile: MachineProfile, workload: Workload, auto_ratios: bool, time_limit: float
+) -> Iterator[tuple[str, Callable[[], Variant]]]:
+    """What to call each way, and what plans it; the simplest first."""
+    for device in _unlike_devices(profile, workload.vram_mib):
+        one = alone_on(workload, device)
+        yield f"-sm none, device {device}", partial(plan_variant, spec, profile, one, time_limit)
+    plan, every = plan_ratios if auto_ratios else plan_variant, len(workload.vram_mib)
+    if every > 1:
+        layers = workload.under(Split("layer", workload.tensor_split))
+        yield "-sm layer", partial(plan, spec, profile, layers, time_limit)
+    for count in _group_sizes(every):
+        if count == every or not workload.tensor_split:
+            limits = binding_limits(workload.max_tp, count)
+            cut = workload.under(Split("tensor", workload.tensor_split, limits))
+            some = f" over {count} devices" if count < every else ""
+            first = replace(cut, vram_mib=workload.vram_mib[:count])
+            yield f"-sm tensor{some}", partial(plan, spec, profile, first, time_limit)
+
+
+def _group_sizes(devices: int) -> Iterator[int]:
+    """Over how many of several devices tensors may be cut: 2, 4, 8... and all."""
+    count = 2
+    while count < devices:
+        yield count
+        count *= 2
+    if devices > 1:
+        yield devices
+
+
+def alone_on(workload: Workload, device: int) -> Workload:
+    """The same for one of its devices."""
+    return replace(
+        workload, vram_mib=(workload.vram_mib[device],), split_mode="none", tensor_split=(), max_tp=(), device=device
+    )
+
+
+def _unlike_devices(profile: MachineProfile, budgets: tuple[int, ...]) -> Iterator[int]:
+    """Devices that may do best alone: of those with the same timings the one with the largest budget."""
+    best: dict[tuple[str, ...], int] = {}
+    for device, mib in enumerate(budgets):
+        key = profile.sources(device)
+        if key not in best or mib > budgets[best[key]]:
+            best[key] = device
+    yield from sorted(best.values())
+
+
+def explain_pace(spec: ModelSpec, tables: Tables, variant: Variant) -> str:
+    """What a decode step of this way spends its time on, as predicted."""
+    seconds = decode_seconds(variant)
+    tier = variant.ranks[0].covering(variant.sequences)
+    if variant.split_mode == "layer":
+        turns = " + ".join(f"{s * 1e3:.3g}" for s in rank_seconds(variant)[tier.tokens])
+        return f"ranks take turns in a decode step: {turns} ms"
+    if variant.split_mode == "none":
+        return f"decode is {BINDS[tier.prediction.binds]}"
+    task = price_tiers(spec, tables, variant.workload, (tier.tokens,))[0]
+    steps = [s for s in tier_steps(task.room, tier, task.costs[0]).body if isinstance(s, AllReduce | Gather)]
+    sums = sum(task.costs[0].meeting(s) for s in steps)
+    return f"{len(steps)} sums take {sums * 1e3:.3g} of a decode step's {seconds * 1e3:.3g} ms"

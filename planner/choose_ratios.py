@@ -1,0 +1,152 @@
+"""`-ts auto`: the ratios by which ranks share a model, and which ranks share which kinds of units, chosen by what the
+planner predicts for them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from pshard.cuts.layer_cuts import join_seconds
+from pshard.cuts.rank_parts import cut_ranks
+from pshard.errors import BudgetTooSmall, NoPlan
+from pshard.machine import MachineProfile
+from pshard.model import ModelSpec
+from pshard.plan import Considered, Variant
+from pshard.planner.make_plan import (
+    fitting_tiers,
+    join_fastest,
+    place_ranks,
+    prepare_ranks,
+    price_roughly,
+    refine_ranks,
+)
+from pshard.planner.price.costs import Tables
+from pshard.planner.price.tier_loads import tier_loads
+from pshard.times.predicted_times import first_token_seconds, prefill_seconds, round_seconds
+from pshard.workload import Split, Workload
+
+MOVES = (1 / 8, 1 / 16, 1 / 32)  # how much of the model goes from one rank to another at a time
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a round of the workload takes at least under this split: in all, and each rank for itself. Seconds."""
+
+    split: Split
+    total: float
+    by_rank: tuple[float, ...]
+
+
+def plan_ratios(spec: ModelSpec, profile: MachineProfile, workload: Workload, time_limit: float = 10.0) -> Variant:
+    """The variant with the shortest predicted round among cuts that were planned in full; `considered` lists them.
+
+    Equal shares are always among them where they fit; the others are the ends of climbs from several starts (equal, by
+    budget, one device left out), on which cuts are judged by rough bounds. A share may end at 0. Kinds of units are
+    limited to fewer ranks where that helps; to those of `workload.max_tp` when it names any. Raises BudgetTooSmall
+    when no split fits, UserError as `plan_variant` does. Only the chosen one is refined unit by unit.
+    """
+    starts = tuple(Split(workload.split_mode, shares, workload.max_tp) for shares in dict.fromkeys(_starts(workload)))
+    climb = _Climb(spec, profile, workload, starts)
+    known = sorted((e for s in starts if (e := climb.estimate(s))), key=lambda e: e.total)
+    promising = tuple(dict.fromkeys((*known[:1], *(e for e in known if e.split == starts[0]))))
+    tops = [climb.improve(e) for e in promising]
+    if workload.split_mode == "tensor" and not workload.max_tp:
+        # also from where shares were not moved yet: they may have left a device out
+        limited = [e for e in map(climb.limit, (*promising, *tops)) if e.split.limits]
+        tops += sorted(limited, key=lambda e: e.total)[:1]
+    made, refused = [], None
+    for split in (wanted := dict.fromkeys((starts[0], *(top.split for top in tops)))):
+        try:
+            tasks = prepare_ranks(spec, profile, workload.under(split))
+            placed = place_ranks(tasks, time_limit / len(wanted))
+        except NoPlan as error:
+            refused = error
+            continue
+        made.append((join_fastest(tasks, placed), tasks, placed))
+    if refused and not made:
+        raise refused
+    (rough, tasks, placed), *others = sorted(made, key=lambda plan: round_seconds(plan[0]))
+    best = min(join_fastest(tasks, refine_ranks(tasks, placed)), rough, key=round_seconds)
+    return replace(best, considered=tuple(describe_way(v) for v in (best, *(variant for variant, *_ in others))))
+
+
+def describe_way(variant: Variant) -> Considered:
+    """A variant as one of those that were considered."""
+    return Considered(variant.way, round_seconds(variant), first_token_seconds(variant))
+
+
+def _starts(workload: Workload) -> Iterator[tuple[float, ...]]:
+    n = len(workload.vram_mib)
+    yield (1 / n,) * n
+    yield tuple(mib / sum(workload.vram_mib) for mib in workload.vram_mib)
+    for out in range(n):
+        yield tuple(0.0 if i == out else 1 / (n - 1) for i in range(n))
+
+
+class _Climb:
+    """Estimates of cuts, and the way up from one."""
+
+    def __init__(self, spec: ModelSpec, profile: MachineProfile, workload: Workload, starts: tuple[Split, ...]):
+        self._spec, self._tables, self._workload = spec, Tables(profile), workload
+        self._seen: dict[Split, Estimate | None] = {}
+        self._tiers: tuple[int, ...] = ()
+        for split in starts:  # the first that fits says which micro-batches are compared
+            if fitting := self._fitting(split):
+                self._workload = replace(workload, max_ubatch=fitting[-1])
+                self._tiers = tuple(load.tokens for load in tier_loads(self._workload, fitting) if load.weight)
+                return
+
+    def _fitting(self, split: Split) -> tuple[int, ...]:
+        try:
+            return fitting_tiers(cut_ranks(self._spec, split), self._workload, self._tables)
+        except BudgetTooSmall:
+            return ()
+
+    def estimate(self, split: Split) -> Estimate | None:
+        """None when the tiers that the round enters do not fit."""
+        if split not in self._seen:
+            self._seen[split] = self._estimate(split)
+        return self._seen[split]
+
+    def _estimate(self, split: Split) -> Estimate | None:
+        if not self._tiers or not set(self._tiers) <= set(self._fitting(split)):
+            return None
+        workload = self._workload.under(split)
+        tasks = price_roughly(self._spec, self._tables, workload, self._tiers)
+        weights = [load.weight for load in tier_loads(workload, self._tiers)]
+        by_rank = tuple(sum(w * s for w, s in zip(weights, task.bounds)) for task in tasks)
+        seconds = dict(zip(self._tiers, zip(*(task.bounds for task in tasks))))
+        prefill = prefill_seconds(workload.split_mode, seconds, workload.prompt * workload.sequences, self._tiers[-1])
+        decode = join_seconds(workload.split_mode, [seconds[min(t for t in seconds if t >= workload.sequences)]])
+        return Estimate(split, prefill + workload.generated * decode, by_rank)
+
+    def improve(self, best: Estimate) -> Estimate:
+        """Move share from the slowest rank to a faster one as long as that helps, ever smaller parts of it."""
+        for part in MOVES:
+            while better := self._move(best, part):
+                best = better
+        return best
+
+    def _move(self, at: Estimate, part: float) -> Estimate | None:
+        shares = at.split.shares
+        slowest, *_ = order = sorted(range(len(shares)), key=lambda r: -at.by_rank[r])
+        moved = min(part, shares[slowest])
+        for faster in reversed(order[1:]):
+            change = {slowest: -moved, faster: moved}
+            moved_shares = tuple(round(s + change.get(r, 0.0), 9) for r, s in enumerate(shares))
+            if found := self._better(replace(at.split, shares=moved_shares), at):
+                return found
+        return None
+
+    def limit(self, best: Estimate) -> Estimate:
+        """Cut each kind of unit over 1, 2, 4... ranks where that helps, and move shares again."""
+        for kind in ("attention", "ffn", "output"):
+            most = 1
+            while most < sum(share > 0 for share in best.split.shares):
+                others = [limit for limit in best.split.limits if limit[0] != kind]
+                split = replace(best.split, limits=tuple(sorted((*others, (kind, most)))))
+                best = self._better(split, best) or best
+                most *= 2
+        return self.improve(best) if best.split.limits else best
+
+    def _better(self, split: Split, than: Estimate) -> Estimate | None:
+        found = self.estimate(split)
+        return found if found and found.total < than.total * (1 - 1e-6) else None

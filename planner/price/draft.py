@@ -1,0 +1,168 @@
+"""A tier as placements, with honest buffers and a simulated prediction."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+
+from pshard.buffers import arena_bytes, kv_layer_bytes, kv_stage_bytes, scratch_bytes
+from pshard.cuts.ffn_rows import acc_part, row_stage_bytes
+from pshard.model import ModelSpec, Unit
+from pshard.plan import Buffers, Placement, Prediction, Solve, TierPlan
+from pshard.planner.price.costs import TierCosts
+from pshard.planner.price.simulate import ROUNDS, Simulation, simulate_ranks, simulate_seconds
+from pshard.steps.emit import SOURCES, emit_steps
+from pshard.steps.step import StepList, StepShape
+from pshard.workload import Workload
+
+UNPREDICTED = Prediction(0.0, 0.0, (), "", 0, 0)
+UNSOLVED = Solve("unsolved", 0.0, 0.0, 0.0, 0.0, "")
+_placement = lru_cache(1 << 14)(Placement)  # a search drafts the same few thousands of times
+WHOLE: Mapping[str, int] = {}  # no unit is split
+SATURATED = 0.9  # a lane that works this share of the time limits it
+
+
+@dataclass(frozen=True)
+class Room:
+    """Sizes that bound every tier of one rank. `host`: bytes of weights and KV cache that all its tiers together may
+    keep in host memory; None where that holds everything."""
+
+    spec: ModelSpec
+    workload: Workload
+    arena: int
+    act_bytes: int
+    ranks: int = 1
+    host: int | None = None
+    _scratch: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
+
+    def scratch(self, tokens: int) -> int:
+        """Bytes of scratch of a tier, without the KV stage."""
+        if tokens not in self._scratch:
+            self._scratch[tokens] = self._scratch_bytes(tokens)
+        return self._scratch[tokens]
+
+    def _scratch_bytes(self, tokens: int) -> int:
+        return scratch_bytes(self.spec, tokens, self.workload.sequences, self.act_bytes, self.workload.context)
+
+    @cached_property
+    def units(self) -> tuple[tuple[Unit, str, int, dict[str, Placement], dict[str, Placement] | None], ...]:
+        """Units with what a draft asks of them: name, bytes, and the whole unit's placements by where it is, of
+        attention with KV on the host, and with KV in VRAM."""
+        found = []
+        for u in self.spec.units:
+            sides = ("host", "vram") if u.kind == "attention" else (None,)
+            whole, *vram = [{at: Placement(u.name, at, side) for at in SOURCES} for side in sides]
+            found.append((u, u.name, u.packed_nbytes, whole, vram[0] if vram else None))
+        return tuple(found)
+
+    @cached_property
+    def kv_layer(self) -> int:
+        """Bytes of one layer's KV cache in VRAM."""
+        w = self.workload
+        return kv_layer_bytes(self.spec.config, w.context, w.sequences, w.type_k, w.type_v)
+
+    @cached_property
+    def kv_stage(self) -> int:
+        """Bytes of the stage that layers with KV on the host share."""
+        w = self.workload
+        return kv_stage_bytes(self.spec.config, w.context, w.sequences, w.type_k, w.type_v)
+
+
+def rank_room(spec: ModelSpec, workload: Workload, budget_mib: int, kind: str, act_bytes: int, ranks: int = 1) -> Room:
+    """The room that a budget gives one rank."""
+    return Room(spec, workload, arena_bytes(budget_mib, kind), act_bytes, ranks)
+
+
+def draft_tier(
+    room: Room,
+    tokens: int,
+    where: Mapping[str, str],
+    kv_vram: frozenset[str],
+    slots: int,
+    cpu_rows: Mapping[str, int] = WHOLE,
+) -> TierPlan:
+    """The tier with those placements; `where` by unit name, `kv_vram` names attention units with KV in VRAM.
+
+    cpu_rows: of split units, how many rows are the CPU's.
+    """
+    placements, streamed, pinned, kv, staged = [], [], 0, 0, False
+    for unit, name, nbytes, whole, with_kv in room.units:
+        place = where[name]
+        if with_kv is not None:
+            if name in kv_vram:
+                kv += room.kv_layer
+                whole = with_kv
+            elif place != "cpu":
+                staged = True
+            placements.append(whole[place])
+        elif cpu_rows and name in cpu_rows:
+            rows = cpu_rows[name]
+            nbytes = acc_part(unit, rows).packed_nbytes
+            placements.append(_placement(name, place, None, rows))
+        else:
+            placements.append(whole[place])
+        if place == "pinned":
+            pinned += nbytes
+        elif place == "streamed":
+            streamed.append(nbytes)
+    scratch = room.scratch(tokens) + (room.kv_stage if staged else 0)
+    scratch += row_stage_bytes(tokens, max(cpu_rows.values(), default=0))
+    buffers = Buffers(pinned, scratch, min(slots, len(streamed)), max(streamed, default=0), kv)
+    return TierPlan(tokens, tuple(placements), buffers, UNPREDICTED, UNSOLVED)
+
+
+def tier_steps(room: Room, tier: TierPlan, costs: TierCosts) -> StepList:
+    """The steps of the expected micro-batch of this tier."""
+    load = costs.load
+    shape = StepShape(
+        load.tokens,
+        load.sequences * load.past,
+        load.logit_rows,
+        room.workload.type_k,
+        room.workload.type_v,
+        room.ranks,
+        costs.tables.kind == "cpu",
+    )
+    return emit_steps(room.spec, tier, shape)
+
+
+def tier_seconds(room: Room, tier: TierPlan, costs: TierCosts, rounds: int = ROUNDS) -> float:
+    """Simulated steady-state seconds of the expected micro-batch of this tier."""
+    return simulate_seconds(tier_steps(room, tier, costs), costs, rounds)
+
+
+def predict_tier(room: Room, tier: TierPlan, costs: TierCosts, bound: float) -> Prediction:
+    """Simulated time of the tier, what it is made of, and what limits it."""
+    return predict_ranks((room,), (tier,), (costs,), (bound,))[0]
+
+
+def predict_ranks(
+    rooms: Sequence[Room], tiers: Sequence[TierPlan], costs: Sequence[TierCosts], bounds: Sequence[float]
+) -> tuple[Prediction, ...]:
+    """The same of one tier on every rank; where ranks wait for each other at sums all take the same time."""
+    steps = [tier_steps(room, tier, cost) for room, tier, cost in zip(rooms, tiers, costs, strict=True)]
+    results = simulate_ranks(rooms[0].workload.split_mode, steps, costs)
+    return tuple(map(_describe, tiers, costs, bounds, steps, results))
+
+
+def _describe(tier: TierPlan, costs: TierCosts, bound: float, steps: StepList, result: Simulation) -> Prediction:
+    reads = sum(costs.units[p.unit].cpu_reads for p in tier.placements if p.where == "cpu")
+    reads += sum(costs.split(p.unit, p.cpu_rows).cpu_reads for p in tier.placements if p.cpu_rows)
+    dram = costs.ranks * (steps.link_bytes + reads) / costs.tables.shared_rate
+    dram = min(dram, result.seconds)  # caches may serve some of it
+    busy = dict(result.busy) | {"dram": dram}
+    binds = _binding(busy, result.seconds, tier)
+    return Prediction(
+        result.seconds, min(bound, result.seconds), tuple(busy.items()), binds, steps.link_bytes, costs.load.past
+    )
+
+
+def _binding(busy: dict[str, float], seconds: float, tier: TierPlan) -> str:
+    """What limits the tier; "vram" when compute and link are both full, so that only more residency helps."""
+    full = SATURATED * seconds
+    all_resident = all(p.sort == "pinned" for p in tier.placements if p.unit != tier.placements[0].unit)
+    if busy["acc"] >= full or all_resident:
+        return "acc"
+    if busy["link"] >= full and busy["acc"] + busy["cpu"] >= full:
+        return "vram"
+    lanes = ("acc", "cpu", "link")
+    return max(lanes, key=lambda lane: busy[lane])

@@ -1,0 +1,96 @@
+"""What plans keep in host memory, and what there is for it: a limit of every plan.
+
+Units that are not pinned whole in every tier have a copy there, and layers whose KV cache is not in VRAM in every tier
+their cells; where the CPU is the accelerator its arena lies there too. All ranks of a host share it.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from pshard.buffers import SMALL_BATCH
+from pshard.machine import MachineProfile
+from pshard.plan import TierPlan
+from pshard.planner.price.draft import Room
+from pshard.planner.search.climb import SLOT_CHOICES
+
+RESERVE = 2 << 30  # bytes left to the system, the process itself and what reading the model file caches...
+RESERVED_SHARE = 16  # ...or this part of a small memory
+
+
+def usable_bytes(profile: MachineProfile, ranks: int) -> int:
+    """Bytes of host memory for weights, KV cache and arenas of the CPU. Ranks on GPUs beyond those of the profile are
+    on further hosts like it."""
+    gpus = len(profile.accelerators) if profile.accelerators[0].kind == "cuda" else ranks
+    memory = profile.host.memory_bytes
+    return -(-ranks // max(1, gpus)) * (memory - min(RESERVE, memory // RESERVED_SHARE))
+
+
+def share_host(rooms: Sequence[Room], profile: MachineProfile, largest: int) -> tuple[Room, ...]:
+    """The ranks' rooms with what each may keep in host memory, where that limits them.
+
+    What a rank cannot hold in VRAM beside the scratch of its largest tier it gets, and of the rest a share by its
+    bytes.
+    """
+    left = _left(rooms, profile, largest)
+    totals = [_total(room) for room in rooms]
+    if sum(totals) <= left:
+        return tuple(rooms)
+    needs = [_needed(room, largest) for room in rooms]
+    spare = left - sum(needs)
+    return tuple(replace(r, host=int(n + spare * t / sum(totals))) for r, n, t in zip(rooms, needs, totals))
+
+
+def host_fits(rooms: Sequence[Room], profile: MachineProfile, largest: int) -> bool:
+    """Whether host memory holds what the arenas cannot beside the scratch of the largest tier, were units divisible."""
+    return sum(_needed(room, largest) for room in rooms) <= _left(rooms, profile, largest)
+
+
+def explain_shortage(rooms: Sequence[Room], profile: MachineProfile, largest: int) -> str:
+    """One line about a model that no plan makes fit, but for what to do."""
+    needed, there = sum(_needed(room, largest) for room in rooms), max(0, _left(rooms, profile, largest))
+    budgets = ",".join(map(str, rooms[0].workload.vram_mib))
+    return (
+        f"under {budgets} MiB, at least {needed >> 20} MiB of weights and KV cache stay in host memory, and the "
+        f"machine has {there >> 20} for them: it will not load"
+    )
+
+
+def kept_bytes(room: Room, tiers: Iterable[TierPlan]) -> int:
+    """Bytes of weights and KV cache that these tiers together keep in host memory."""
+    weights, cells = set[str](), set[str]()
+    for tier in tiers:
+        weights |= {p.unit for p in tier.placements if p.where != "pinned" or p.cpu_rows}
+        cells |= {p.unit for p in tier.placements if p.kv == "host"}
+    return sum(nbytes for _, name, nbytes, *_ in room.units if name in weights) + room.kv_layer * len(cells)
+
+
+def holds(room: Room, tiers: Iterable[TierPlan]) -> bool:
+    """Whether host memory holds what these tiers together keep there."""
+    return room.host is None or kept_bytes(room, tiers) <= room.host
+
+
+def _total(room: Room) -> int:
+    return room.spec.packed_nbytes + room.kv_layer * sum(u.kind == "attention" for u in room.spec.units)
+
+
+def _needed(room: Room, largest: int) -> int:
+    """Bytes that the arena does not hold beside the scratch of the largest tier. A prompt also has room for two slots:
+    on the CPU what is not pinned would take longer than smaller micro-batches."""
+    taken = room.scratch(largest)
+    if largest > max(SMALL_BATCH, room.workload.sequences):
+        taken += 2 * max((u.packed_nbytes for u in room.spec.units if u.layer >= 0), default=0)
+    return max(0, _total(room) - max(0, room.arena - taken))
+
+
+def _largest_arena(room: Room, largest: int) -> int:
+    """Bytes of arena that no plan of a rank takes more than."""
+    slots = max(SLOT_CHOICES) * max((u.packed_nbytes for u in room.spec.units), default=0)
+    return _total(room) + room.scratch(largest) + room.kv_stage + slots
+
+
+def _left(rooms: Sequence[Room], profile: MachineProfile, largest: int) -> int:
+    """Usable bytes less the arenas that lie in host memory too."""
+    left = usable_bytes(profile, len(rooms))
+    if profile.accelerators[0].kind == "cpu":
+        left -= sum(min(room.arena, _largest_arena(room, largest)) for room in rooms)
+    return left

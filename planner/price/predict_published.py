@@ -1,0 +1,63 @@
+"""Predicted time of a bench test: its very micro-batches, each simulated under the tier that will run it."""
+
+from collections.abc import Sequence
+
+from pshard.cuts.layer_cuts import join_seconds
+from pshard.machine import MachineProfile
+from pshard.model import ModelSpec
+from pshard.plan import Variant
+from pshard.planner.price.costs import Tables, tier_costs
+from pshard.planner.price.page_locks import staged_units
+from pshard.planner.price.simulate import simulate_ranks
+from pshard.planner.price.tier_loads import TierLoad
+from pshard.steps.emit import emit_steps
+from pshard.steps.step import StepShape
+
+SAMPLED_STEPS = 5  # decode steps that are simulated; their mean stands for all, as time grows evenly with the context
+
+
+class Predictor:
+    """Predicts micro-batches of a variant on a machine, with its correction. `specs` has the slice of every rank."""
+
+    def __init__(self, specs: Sequence[ModelSpec], profile: MachineProfile, variant: Variant) -> None:
+        self._specs, self._tables, self._variant = specs, Tables(profile, variant.correction), variant
+        self._staged = [
+            staged_units(spec, rank, variant.workload, profile.lockable_bytes, len(variant.ranks))
+            for spec, rank in zip(specs, variant.ranks)
+        ]
+
+    def micro_batch(self, tokens: int, sequences: int, past: int) -> float:
+        """Seconds of one micro-batch in the steady state, `past` cells of each sequence; ranks wait for each other, or
+        come one after the other where they hold different layers."""
+        return join_seconds(self._variant.split_mode, [self.rank_seconds(tokens, sequences, past)])
+
+    def rank_seconds(self, tokens: int, sequences: int, past: int) -> list[float]:
+        """Seconds of that micro-batch on every rank."""
+        load = TierLoad(tokens, sequences, past, sequences, 1.0)
+        v = self._variant
+        on_host = self._tables.kind == "cpu"
+        shape = StepShape(tokens, sequences * past, sequences, v.type_k, v.type_v, len(v.ranks), on_host)
+        steps = [emit_steps(spec, rank.covering(tokens), shape) for spec, rank in zip(self._specs, v.ranks)]
+        costs = [
+            tier_costs(spec, self._tables.of_accelerator(v.device + i), load, v.workload, len(v.ranks), self._staged[i])
+            for i, spec in enumerate(self._specs)
+        ]
+        return [result.seconds for result in simulate_ranks(v.split_mode, steps, costs)]
+
+    def prefill(self, tokens: int, sequences: int = 1, depth: int = 0) -> float:
+        """Seconds to prefill `tokens` tokens of each sequence after `depth` cells, in the engine's micro-batches."""
+        total, largest = tokens * sequences, self._variant.ranks[0].tiers[-1].tokens
+        batches, done = [], 0
+        while done < total:
+            take = min(largest, total - done)
+            at_once = max(1, min(sequences, -(-take // tokens)))
+            past = depth + (done % tokens if sequences > 1 else done)
+            batches.append(self.rank_seconds(take, at_once, past if at_once == 1 else depth))
+            done += take
+        return join_seconds(self._variant.split_mode, batches)
+
+    def decode(self, tokens: int, sequences: int = 1, depth: int = 0) -> float:
+        """Seconds to decode `tokens` tokens of each sequence, one step after the other, from `depth` cells on."""
+        n = min(tokens, SAMPLED_STEPS)
+        pasts = [depth + (2 * i + 1) * tokens // (2 * n) for i in range(n)]
+        return tokens * sum(self.micro_batch(sequences, sequences, past) for past in pasts) / n

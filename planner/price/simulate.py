@@ -1,0 +1,404 @@
+"""Discrete-event simulation of the very steps that the executor runs.
+
+Lanes: the link to the device (h2d) and from it (d2h), the accelerator, and the CPU, whose one host thread issues the
+steps in order. Copies and accelerator work are asynchronous and start when their lane and what they depend on are
+free; CPU work and a hand-off to the CPU hold the host thread. While the CPU computes and a copy runs, both slow down
+as the profile's contention says. Of a split unit the accelerator's rows are given to it first, wait for their copy
+there, and run while the CPU computes the others. Several micro-batches are run, and the time between the end of the
+first and of the last is measured: a steady state in which the next one's first copies run under this one's last units.
+
+Ranks are simulated together: at every sum all wait for the last one.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pshard.planner.price.costs import TierCosts
+from pshard.steps.step import (
+    AllReduce,
+    Compute,
+    CopyIn,
+    FetchKV,
+    Free,
+    Gather,
+    Handoff,
+    Join,
+    Receive,
+    Send,
+    Step,
+    StepList,
+    WriteBack,
+)
+
+ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Event:
+    """A step on its lane ("link", "d2h", "acc", "cpu"), in seconds since the micro-batch began."""
+
+    step: Step
+    lane: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Steady-state seconds of one micro-batch, busy seconds by lane, and the events of the last one."""
+
+    seconds: float
+    busy: dict[str, float]
+    events: tuple[Event, ...]
+
+
+# a copy on its way: when it may start, seconds left, when it started and ended (-1: not yet), its step
+READY, LEFT, BEGUN, END, STEP = range(5)
+_Copy = list
+
+
+class _Link:
+    """The host-to-device lane: copies in issue order. Settled up to `at`; later copies wait in `queue`."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+        self.queue: deque[_Copy] = deque()
+        self.done: list[_Copy] = []
+
+    def settle(self, until: float) -> None:
+        """Run copies up to a time, with nothing else reading host memory."""
+        queue, at = self.queue, self.at
+        while queue and at < until:
+            copy = queue[0]
+            at = at if at > copy[READY] else copy[READY]
+            if at < until:
+                if copy[BEGUN] < 0.0:
+                    copy[BEGUN] = at
+                ends = at + copy[LEFT]
+                if ends <= until:
+                    copy[END] = at = ends
+                    self.done.append(queue.popleft())
+                else:
+                    copy[LEFT] -= until - at
+                    at = until
+        self.at = at
+
+    def wait(self, copy: _Copy) -> float:
+        """The time at which a copy is done, all before it done at full speed too."""
+        at = self.at
+        while copy[END] < 0.0:
+            first = self.queue.popleft()
+            at = at if at > first[READY] else first[READY]
+            if first[BEGUN] < 0:
+                first[BEGUN] = at
+            first[END] = at = at + first[LEFT]
+            self.done.append(first)
+        self.at = at
+        return copy[END]
+
+    def beside(self, start: float, seconds: float, speeds: tuple[float, float]) -> float:
+        """Run host work of `seconds` from `start` beside the copies; returns its end."""
+        queue, (link_speed, cpu_speed) = self.queue, speeds
+        if self.at < start:
+            self.settle(start)
+        now, left, at = start, seconds, self.at
+        while left > 1e-12:
+            if not queue:
+                now += left
+                break
+            copy = queue[0]
+            begins = at if at > copy[READY] else copy[READY]
+            if begins > now:
+                run = begins - now
+                run = run if run < left else left
+                now, left = now + run, left - run
+                continue
+            if copy[BEGUN] < 0.0:
+                copy[BEGUN] = now
+            run, lasts = left / cpu_speed, copy[LEFT] / link_speed
+            run = run if run < lasts else lasts
+            until = now + run + 1e-15
+            if now + lasts <= until:
+                copy[END] = at = now + lasts
+                self.done.append(queue.popleft())
+            else:
+                copy[LEFT] -= (until - now) * link_speed
+                at = until
+            now, left = now + run, left - run * cpu_speed
+        self.at = at
+        return now
+
+
+class _Machine:
+    """The lanes' clocks, and what every kind of step does to them. `log`: (step, lane, start, end), if kept."""
+
+    def __init__(self, costs: TierCosts, steps: StepList, logs: bool) -> None:
+        self.costs, self.units = costs, costs.units
+        self.copies = any(isinstance(step, CopyIn | FetchKV) for step in steps.body)  # they run beside the sums
+        self.host = self.acc = self.d2h = 0.0
+        self.link = _Link()
+        self.loaded: dict[str, _Copy] = {}  # unit -> its last copy into a slot
+        self.fetched: dict[str, _Copy] = {}
+        self.slot_free: dict[int, float] = {}
+        self.begun: tuple[Compute, float] | None = None  # the accelerator's rows of a split unit, and since when
+        # what the host pays for the next unit's run: nothing while one goes on, and a hand-off has paid
+        self.to_begin, self.paid = costs.run_issue, False
+        self.log: list[tuple[Step, str, float, float]] | None = [] if logs else None
+
+    def run(self, acts: Sequence["_Act"]) -> None:
+        """Run steps in order. What most steps are is written out here, for this loop is where searches spend time."""
+        host, acc, d2h, log = self.host, self.acc, self.d2h, self.log
+        link, loaded, fetched, slot_free = self.link, self.loaded, self.fetched, self.slot_free
+        copy_issue, run_issue, queue = self.costs.copy_issue, self.costs.run_issue, link.queue
+        to_begin, paid = self.to_begin, self.paid
+        for kind, step, seconds, more in acts:
+            if kind is _COMPUTE or kind is _FROM_SLOT:
+                waits = kind is _FROM_SLOT or (fetched and step.unit in fetched)
+                host += more if paid else more + run_issue if waits else more + to_begin
+                to_begin, paid = 0.0, False
+                start = acc if acc > host else host
+                if kind is _FROM_SLOT:
+                    copy = loaded[step.unit]
+                    done = copy[END] if copy[END] >= 0.0 else link.wait(copy)
+                    start = start if start > done else done
+                if fetched and step.unit in fetched:
+                    done = link.wait(fetched.pop(step.unit))
+                    start = start if start > done else done
+                acc = start + seconds
+                if log is not None:
+                    log.append((step, "acc", start, acc))
+            elif kind is _COPY:
+                host += copy_issue
+                to_begin = run_issue
+                free = slot_free.get(more, 0.0)
+                loaded[step.unit] = copy = [host if host > free else free, seconds, -1.0, -1.0, step]
+                queue.append(copy)
+            elif kind is _FREE:
+                slot_free[more] = acc
+                to_begin = run_issue
+            elif kind is _FETCH:
+                host += more
+                to_begin = run_issue
+                fetched[step.unit] = copy = [host if host > d2h else d2h, seconds, -1.0, -1.0, step]
+                queue.append(copy)
+            elif kind is _WRITE:
+                host += more
+                to_begin = run_issue
+                start = d2h if d2h > acc else acc
+                d2h = start + seconds
+                if log is not None:
+                    log.append((step, "d2h", start, d2h))
+            elif kind is _CPU:
+                start = host
+                host = link.beside(start, seconds, more) if queue else start + seconds
+                if log is not None:
+                    log.append((step, "cpu", start, host))
+            elif kind is _HAND_OFF:
+                start = host if host > acc else acc
+                acc = start + seconds
+                host = acc if more else host
+                to_begin, paid = run_issue, not more
+                if log is not None:
+                    log.append((step, "acc", start, acc))
+            else:
+                self.host, self.acc, self.d2h, self.to_begin, self.paid = host, acc, d2h, to_begin, paid
+                kind(self, step)
+                host, acc, d2h, to_begin, paid = self.host, self.acc, self.d2h, self.to_begin, self.paid
+        self.host, self.acc, self.d2h, self.to_begin, self.paid = host, acc, d2h, to_begin, paid
+
+    def note(self, step: Step, lane: str, start: float, end: float) -> None:
+        if self.log is not None:
+            self.log.append((step, lane, start, end))
+
+    def compute_on_cpu_accelerator(self, step: Compute) -> None:
+        """The CPU as accelerator computes on the host's own threads."""
+        unit = self.units[step.unit]
+        self.host += unit.issue
+        start = max(self.acc, self.host)
+        if step.unit in self.fetched:
+            start = max(start, self.link.wait(self.fetched.pop(step.unit)))
+        self.run_part(step, start, unit.acc)
+
+    def compute_part(self, step: Compute) -> None:
+        cost = self.costs.split(step.unit, step.cpu_rows)
+        if step.on == "cpu":
+            start = self.host
+            self.host = self.link.beside(start, cost.cpu, self.costs.split_speeds(step.unit, step.cpu_rows))
+            self.note(step, "cpu", start, self.host)
+            return
+        self.host += cost.issue + (0.0 if self.paid else self.costs.run_issue)  # each part is a run of its own
+        self.to_begin, self.paid = self.costs.run_issue, False
+        start = max(self.acc, self.host)
+        if step.part == "down":
+            self.run_part(step, start, cost.down)
+        elif self.costs.acc_contended is None:
+            self.begun = step, start  # when its copy arrives depends on what the CPU reads meanwhile
+        else:
+            self.run_part(step, start, cost.acc_rows)
+
+    def run_part(self, step: Compute, start: float, seconds: float) -> None:
+        """A unit on the accelerator or its part of one, once its weights are there."""
+        if step.source == "slot":
+            start = max(start, self.link.wait(self.loaded[step.unit]))
+        if self.costs.acc_contended is None:
+            self.acc = start + seconds
+        else:
+            speeds = self.costs.acc_contended[step.unit]
+            self.host = self.acc = self.link.beside(start, seconds, speeds)
+        self.note(step, "acc", start, self.acc)
+
+    def join(self, step: Join) -> None:
+        if self.begun:
+            rows, since = self.begun
+            self.run_part(rows, since, self.costs.split(rows.unit, rows.cpu_rows).acc_rows)
+            self.begun = None
+        start = max(self.host, self.acc)
+        self.acc = start + self.costs.handoff("acc", step.nbytes)
+        self.note(step, "acc", start, self.acc)
+
+    def reduce(self, step: AllReduce | Gather) -> None:
+        start = max(self.host, self.acc)
+        self.acc = start + self.costs.meeting(step, self.copies)
+        self.note(step, "acc", start, self.acc)
+        if isinstance(step, Gather):
+            self.host = self.acc
+
+    def receive(self, step: Receive) -> None:
+        start = max(self.host, self.acc)
+        self.acc = start + self.costs.tables.hand_over(step.nbytes, self.copies)
+        self.note(step, "acc", start, self.acc)
+
+    def send(self, step: Send) -> None:
+        """Nothing waits here: the rank that receives pays."""
+
+
+_COMPUTE, _FROM_SLOT, _COPY, _FREE, _FETCH, _WRITE, _CPU, _HAND_OFF = range(8)
+_OTHERS = {Join: _Machine.join, AllReduce: _Machine.reduce, Gather: _Machine.reduce, Receive: _Machine.receive,
+           Send: _Machine.send}  # fmt: skip
+_Act = tuple[Any, Any, float, Any]  # a kind or a method of `_Machine`, the step, its seconds, and what that kind needs
+
+
+def _price(step: Step, costs: TierCosts) -> _Act:
+    """What a step does to the lanes, its costs looked up once for all rounds and simulations."""
+    match step:
+        case Compute(part="", on="cpu"):
+            return _CPU, step, costs.units[step.unit].cpu, costs.contended[step.unit]
+        case Compute(part=""):
+            if costs.acc_contended:
+                return _Machine.compute_on_cpu_accelerator, step, 0.0, None
+            kind = _FROM_SLOT if step.source == "slot" else _COMPUTE
+            launch = 0.0 if step.unit == "embedding" else costs.launch
+            return kind, step, costs.units[step.unit].acc, costs.units[step.unit].issue + launch
+        case Compute():
+            return _Machine.compute_part, step, 0.0, None
+        case CopyIn():
+            unit = costs.split(step.unit, step.cpu_rows) if step.cpu_rows else costs.units[step.unit]
+            return _COPY, step, unit.link, step.slot
+        case FetchKV():
+            return _FETCH, step, costs.units[step.unit].kv_fetch, 2 * costs.copy_issue  # keys and values
+        case WriteBack():
+            return _WRITE, step, costs.units[step.unit].kv_write, 2 * costs.copy_issue
+        case Handoff():
+            return _HAND_OFF, step, costs.handoff(step.to, step.nbytes), step.to == "cpu"
+        case Free():
+            return _FREE, step, 0.0, step.slot
+    return _OTHERS[type(step)], step, 0.0, None
+
+
+def simulate(steps: StepList, costs: TierCosts, rounds: int = ROUNDS) -> Simulation:
+    """Run `enter`, then `body` `rounds` (2 or more) times; see the module's text for the rules."""
+    return simulate_together((steps,), (costs,), rounds)[0]
+
+
+def simulate_together(
+    steps: Sequence[StepList], costs: Sequence[TierCosts], rounds: int = ROUNDS
+) -> tuple[Simulation, ...]:
+    """The same of every rank of a group, which takes equally long on all of them."""
+    machines = [_Machine(cost, each, True) for cost, each in zip(costs, steps, strict=True)]
+    ends = _run(machines, steps, rounds)
+    for machine in machines:
+        machine.link.settle(ends[-1])
+    return tuple(Simulation(_period(ends), *_last_round(machine, ends[-2], ends[-1])) for machine in machines)
+
+
+def simulate_ranks(mode: str, steps: Sequence[StepList], costs: Sequence[TierCosts]) -> tuple[Simulation, ...]:
+    """The ranks of a split model: together, or with mode "layer" each alone (`pshard.cuts.layer_cuts` adds them up)."""
+    if mode != "layer":
+        return simulate_together(steps, costs)
+    return tuple(simulate(each, cost) for each, cost in zip(steps, costs, strict=True))
+
+
+def simulate_seconds(steps: StepList, costs: TierCosts, rounds: int = ROUNDS) -> float:
+    """The seconds of `simulate` alone, for searches that need nothing else of it."""
+    return _period(_run([_Machine(costs, steps, False)], (steps,), rounds))
+
+
+def _period(ends: list[float]) -> float:
+    return (ends[-1] - ends[0]) / (len(ends) - 1)
+
+
+def _run(machines: Sequence[_Machine], steps: Sequence[StepList], rounds: int) -> list[float]:
+    """Let the machines run all rounds; returns when each ended."""
+    for machine, each in zip(machines, steps):
+        machine.run(_act(each.enter, machine.costs))
+    stretches = [_stretches(each.body, machine.costs, len(machines) > 1) for machine, each in zip(machines, steps)]
+    ends: list[float] = []
+    for _ in range(rounds):
+        for machine in machines:
+            if machine.log:
+                machine.log.clear()
+        for i, together in enumerate(zip(*stretches, strict=True)):
+            if i:
+                _meet(machines)
+            for machine, stretch in zip(machines, together):
+                machine.run(stretch)
+        for machine in machines:
+            machine.host = max(machine.host, machine.acc)
+        ends.append(max(machine.host for machine in machines))
+    return ends
+
+
+def _act(steps: Sequence[Step], costs: TierCosts) -> list[_Act]:
+    """What steps do. `costs.acts` remembers it by the step's identity, which is no other's: the step is in it."""
+    known = costs.acts
+    try:
+        return [known[id(step)] for step in steps]
+    except KeyError:
+        for step in steps:
+            if id(step) not in known:
+                known[id(step)] = _price(step, costs)
+        return [known[id(step)] for step in steps]
+
+
+def _stretches(body: Sequence[Step], costs: TierCosts, meets: bool) -> list[list[_Act]]:
+    """What a machine does; a new stretch begins with each sum when it `meets` others there."""
+    acts = _act(body, costs)
+    if not meets:
+        return [acts]
+    stretches: list[list[_Act]] = [[]]
+    for step, act in zip(body, acts):
+        if isinstance(step, AllReduce | Gather):
+            stretches.append([])
+        stretches[-1].append(act)
+    return stretches
+
+
+def _meet(machines: Sequence[_Machine]) -> None:
+    """A sum begins when the last rank has come to it."""
+    last = max(max(machine.host, machine.acc) for machine in machines)
+    for machine in machines:
+        machine.acc = last
+
+
+def _last_round(machine: _Machine, origin: float, end: float) -> tuple[dict[str, float], tuple[Event, ...]]:
+    """Busy seconds and events between `origin` and `end`; copies that cross a bound count with their part inside."""
+    rows = list(machine.log or ())
+    rows += [(c[STEP], "link", c[BEGUN], c[END]) for c in machine.link.done if c[END] > origin]
+    rows += [(c[STEP], "link", c[BEGUN], end) for c in machine.link.queue if 0 <= c[BEGUN] < end]
+    rows.sort(key=lambda row: row[2])
+    busy = dict.fromkeys(("acc", "cpu", "link", "d2h"), 0.0)
+    for _, lane, start, stop in rows:
+        busy[lane] += min(stop, end) - max(start, origin)
+    return busy, tuple(Event(step, lane, start - origin, stop - origin) for step, lane, start, stop in rows)

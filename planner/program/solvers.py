@@ -1,0 +1,125 @@
+"""Solvers of linear programs: HiGHS in this process when `highspy` is installed, else CBC through pulp."""
+
+from dataclasses import dataclass
+from functools import cache
+from math import isinf
+
+from pshard.planner.program.linear import Program
+
+THREADS = 1  # in every call: HiGHS refuses to solve with another number than the process's first call had
+# HiGHS: trees of these small programs are done before searches in sub-problems and fresh starts pay for themselves
+SMALL_TREES: dict[str, bool | int] = {
+    "mip_heuristic_run_feasibility_jump": False,
+    "mip_heuristic_run_rins": False,
+    "mip_heuristic_run_rens": False,
+    "mip_heuristic_run_root_reduced_cost": False,
+    "mip_allow_restart": False,
+    "mip_pscost_minreliable": 1,
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a solver found: "optimal", "feasible" (a limit was hit first), "infeasible" or "unsolved".
+
+    values: by column of the program, empty without a solution. bound: what the goal without its constant is at least,
+    where the solver tells.
+    """
+
+    status: str
+    values: list[float]
+    bound: float | None = None
+
+
+@cache
+def solver_name() -> str:
+    """The solver that is installed: "HiGHS" or "CBC"."""
+    try:
+        import highspy  # noqa: F401
+    except ImportError:
+        return "CBC"
+    return "HiGHS"
+
+
+def solve(program: Program, time_limit: float, gap: float) -> Outcome:
+    """Solve with integers; may stop at a relative `gap`, and does after `time_limit` seconds."""
+    options = {"mip_rel_gap": gap, "time_limit": time_limit} | SMALL_TREES
+    return _with_highs(program, True, options) if solver_name() == "HiGHS" else _with_cbc(program, time_limit, gap)
+
+
+def relax(program: Program) -> Outcome:
+    """Solve the linear relaxation: as if no column were an integer."""
+    # so small a program is solved before presolve is done
+    return _with_highs(program, False, {"presolve": "off"}) if solver_name() == "HiGHS" else _with_cbc(program)
+
+
+def _with_highs(program: Program, whole: bool, options: dict) -> Outcome:
+    import highspy
+
+    solver = highspy.Highs()
+    for name, value in {"output_flag": False, "threads": THREADS, **options}.items():
+        solver.setOptionValue(name, value)
+    columns = program.used()
+    at = {column: i for i, column in enumerate(columns)}
+    starts, indices, numbers = [0], [], []
+    for terms, _, _ in program.rows:
+        for column, x in terms.items():
+            if x:
+                indices.append(at[column])
+                numbers.append(x)
+        starts.append(len(indices))
+    model = highspy.HighsLp()
+    model.num_col_, model.num_row_ = len(columns), len(program.rows)
+    model.col_cost_ = [program.goal.terms.get(c, 0.0) for c in columns]
+    model.col_lower_, model.col_upper_ = [program.low[c] for c in columns], [program.high[c] for c in columns]
+    model.row_lower_, model.row_upper_ = [low for _, low, _ in program.rows], [high for _, _, high in program.rows]
+    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    model.a_matrix_.num_col_, model.a_matrix_.num_row_ = len(columns), len(program.rows)
+    model.a_matrix_.start_, model.a_matrix_.index_, model.a_matrix_.value_ = starts, indices, numbers
+    if whole:
+        kinds = highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger
+        model.integrality_ = [kinds[program.whole[c]] for c in columns]
+    solver.passModel(model)
+    solver.run()
+
+    status, said = solver.getModelStatus(), highspy.HighsModelStatus
+    if status in (said.kInfeasible, said.kUnboundedOrInfeasible):
+        return Outcome("infeasible", [])
+    limits = (said.kTimeLimit, said.kIterationLimit, said.kInterrupt, said.kObjectiveBound, said.kObjectiveTarget)
+    if status != said.kOptimal and (status not in limits or isinf(solver.getObjectiveValue())):
+        return Outcome("unsolved", [])
+    values = [0.0] * len(program.names)
+    for column, x in zip(columns, list(solver.getSolution().col_value), strict=True):
+        values[column] = x
+    return Outcome("optimal" if status == said.kOptimal else "feasible", values, solver.getInfo().mip_dual_bound)
+
+
+def _with_cbc(program: Program, time_limit: float | None = None, gap: float | None = None) -> Outcome:
+    """With integers when a time limit and a gap are given."""
+    import pulp
+
+    whole = gap is not None
+    columns = {
+        c: pulp.LpVariable(
+            program.names[c],
+            program.low[c],
+            None if isinf(program.high[c]) else program.high[c],
+            pulp.LpInteger if whole and program.whole[c] else pulp.LpContinuous,
+        )
+        for c in program.used()
+    }
+    problem = pulp.LpProblem("placement", pulp.LpMinimize)
+    problem += pulp.lpSum(x * columns[c] for c, x in program.goal.terms.items())
+    for terms, low, high in program.rows:
+        row = pulp.lpSum(x * columns[c] for c, x in terms.items())
+        if not isinf(low):
+            problem += row >= low
+        if not isinf(high):
+            problem += row <= high
+    problem.solve(pulp.PULP_CBC_CMD(msg=False, threads=THREADS, mip=whole, timeLimit=time_limit, gapRel=gap))
+    if problem.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+        return Outcome("infeasible" if problem.status == pulp.LpStatusInfeasible else "unsolved", [])
+    values = [0.0] * len(program.names)
+    for c, variable in columns.items():
+        values[c] = variable.value() or 0.0
+    return Outcome("optimal" if problem.sol_status == pulp.LpSolutionOptimal else "feasible", values)

@@ -1,0 +1,50 @@
+"""Units that are alike form one class: the integer program counts them instead of naming them."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from pshard.cuts.ffn_rows import share_rows
+from pshard.model import ModelSpec, Unit
+
+SHARES = (4, 8, 12)  # sixteenths of an FFN's rows of gate and up that the CPU may have of a split one
+
+
+@dataclass(frozen=True)
+class UnitClass:
+    """Like units in layer order."""
+
+    name: str
+    kind: str
+    units: tuple[Unit, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.units)
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        return frozenset(u.name for u in self.units)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one of its units."""
+        return self.units[0].packed_nbytes
+
+    @cached_property
+    def cut_rows(self) -> tuple[int, ...]:
+        """Rows that the CPU may have of a split one of its units, by share; none for what cannot be split."""
+        return tuple(sorted({share_rows(self.units[0], share) for share in SHARES} - {0}))
+
+
+def group_units(spec: ModelSpec, staged: frozenset[str] = frozenset()) -> tuple[UnitClass, ...]:
+    """Classes in order of first appearance, named `ffn0`, `ffn1`, ...; units in `staged` are unlike the others."""
+    groups: dict[tuple, list[Unit]] = {}
+    for unit in spec.units:
+        groups.setdefault((unit.likeness, unit.name in staged), []).append(unit)
+    seen: dict[str, int] = {}
+    classes = []
+    for units in groups.values():
+        kind = units[0].kind
+        classes.append(UnitClass(f"{kind}{seen.get(kind, 0)}", kind, tuple(units)))
+        seen[kind] = seen.get(kind, 0) + 1
+    return tuple(classes)

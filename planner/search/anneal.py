@@ -1,0 +1,191 @@
+"""Unit by unit: small models have few units of a class, and which one goes where matters. Simulated annealing."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import exp
+from random import Random
+
+from pshard.cuts.ffn_rows import ffn_rows
+from pshard.plan import TierPlan
+from pshard.planner.price.costs import TierCosts
+from pshard.planner.price.draft import Room, draft_tier, tier_seconds
+from pshard.planner.price.host_limits import holds
+from pshard.planner.program.coefficients import count_tier
+from pshard.planner.program.unit_classes import UnitClass
+from pshard.planner.search.candidates import Candidate, round_seconds
+from pshard.planner.search.climb import SEARCH_ROUNDS, SLOT_CHOICES, TierSearch, state_of
+from pshard.planner.search.other_tiers import EVALUATIONS
+from pshard.planner.search.residency_order import limit_host, order_around
+
+MOST_UNITS = 48  # above, one unit more or less hardly matters, and counts have said it all
+MOST_EVICTED = 3  # units that may leave VRAM to make room for a step
+TRIES = 2000  # random steps of each pass, or more:
+TRIES_PER_UNIT = 150
+HEATS = (0.02, 0.15, 0.02, 0.15, 0.02)  # by pass, of the tier's time: how much slower a step may be at first
+
+SPLIT_HEATS = (0.15, 0.02)  # as HEATS, of the passes that may split FFNs
+NO_CUTS: Mapping[str, tuple[int, ...]] = {}
+
+Place = tuple[str, bool, int]  # where a unit is, whether its KV is in VRAM, rows of it on the CPU
+CHOICES: dict[str, tuple[Place, ...]] = {
+    "embedding": (("cpu", False, 0), ("pinned", False, 0)),
+    "attention": (
+        ("pinned", True, 0), ("pinned", False, 0), ("streamed", True, 0), ("streamed", False, 0), ("cpu", False, 0),
+    ),
+    "ffn": (("pinned", False, 0), ("streamed", False, 0), ("cpu", False, 0)),
+    "output": (("pinned", False, 0), ("streamed", False, 0), ("cpu", False, 0)),
+}  # fmt: skip
+
+
+def refine_candidate(
+    room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...], found: Candidate
+) -> Candidate:
+    """The candidate with its most important tier refined unit by unit and the others arranged around it, if better."""
+    if len(room.spec.units) > MOST_UNITS:
+        return found
+    main = main_tier(costs, found)
+    return place_around(room, classes, costs, found, main, anneal_tier(room, found.tiers[main], costs[main]))
+
+
+def refine_splits(
+    room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...], found: Candidate, main: int
+) -> Candidate:
+    """The candidate with its tier number `main` refined unit by unit, FFNs split where that helps, if better."""
+    if len(room.spec.units) > MOST_UNITS:
+        return found
+    cut_rows = {u.name: cls.cut_rows for cls in classes for u in cls.units}
+    tier = anneal_tier(room, found.tiers[main], costs[main], SPLIT_HEATS, cut_rows)
+    return place_around(room, classes, costs, found, main, tier)
+
+
+def main_tier(costs: tuple[TierCosts, ...], found: Candidate) -> int:
+    """The tier in which a round spends the most time."""
+    return max(range(len(costs)), key=lambda i: costs[i].load.weight * found.seconds[i])
+
+
+def place_around(
+    room: Room,
+    classes: tuple[UnitClass, ...],
+    costs: tuple[TierCosts, ...],
+    found: Candidate,
+    main: int,
+    refined: TierPlan,
+) -> Candidate:
+    """The candidate with `refined` for its tier number `main` and the others arranged around it, if better."""
+    counts = [count_tier(classes, tier) for tier in found.tiers]
+    counts[main] = count_tier(classes, refined)
+    pinned = {p.unit: p.cpu_rows for p in refined.placements if p.where == "pinned"}
+    kv = {p.unit for p in refined.placements if p.kv == "vram"}
+    cut = {unit: rows for unit, rows in pinned.items() if rows}
+    residency = limit_host(room, order_around(classes, counts, set(pinned), kv, cut), counts)
+    tiers = []
+    for i, (tier, cost) in enumerate(zip(found.tiers, costs)):
+        arranged = refined if i == main else arrange_tier(TierSearch(room, classes, residency, cost), classes, tier)
+        if arranged is None:
+            return found
+        tiers.append(arranged)
+    if not holds(room, tiers):
+        return found
+    seconds = tuple(tier_seconds(room, tier, cost) for tier, cost in zip(tiers, costs))
+    total = round_seconds(room, tuple(tiers), seconds, costs)
+    if total >= found.total:
+        return found
+    return replace(found, residency=residency, tiers=tuple(tiers), seconds=seconds, total=total)
+
+
+def arrange_tier(search: TierSearch, classes: tuple[UnitClass, ...], tier: TierPlan) -> TierPlan | None:
+    """A tier with about the same counts under another residency order, improved."""
+    counts = count_tier(classes, tier)
+    state = state_of(classes, counts, 0, max(tier.buffers.slots, 1))
+    filled = search.fill(replace(state, pins=min(state.pins, search.most_pins), runs=max(state.cpu), cuts=()))
+    start = search.score(filled) if filled else None
+    return search.improve(start, EVALUATIONS).tier if start else None
+
+
+def anneal_tier(
+    room: Room,
+    tier: TierPlan,
+    costs: TierCosts,
+    heats: tuple[float, ...] = HEATS,
+    cut_rows: Mapping[str, tuple[int, ...]] = NO_CUTS,
+) -> TierPlan:
+    """The best tier found by passes of random steps, each pass from the best one yet.
+
+    cut_rows: by unit, rows that the CPU may have of it when it is split. A hot pass leaves the neighbourhood that the
+    counts led to, where few units make all the difference; cold ones polish, which matters where there are many.
+    """
+    for seed, heat in enumerate(heats):
+        tier = anneal(room, tier, costs, heat, Random(seed), cut_rows)
+    return tier
+
+
+def anneal(
+    room: Room,
+    tier: TierPlan,
+    costs: TierCosts,
+    heat: float,
+    rng: Random,
+    cut_rows: Mapping[str, tuple[int, ...]] = NO_CUTS,
+) -> TierPlan:
+    """The best of many random steps from a tier: one unit placed otherwise, two units swapped, other slots."""
+    units = room.spec.units
+    choices = [(*CHOICES[u.kind], *split_choices(cut_rows.get(u.name, ()))) for u in units]
+    now = [(p.where, p.kv == "vram", p.cpu_rows) for p in tier.placements]
+    slots, tokens = max(1, tier.buffers.slots), tier.tokens
+    best, best_seconds = tier, tier_seconds(room, tier, costs, SEARCH_ROUNDS)
+    seconds = first = best_seconds
+    tries = max(TRIES, TRIES_PER_UNIT * len(units))
+    for i in range(tries):
+        tried, tried_slots = list(now), slots
+        kind = rng.random()
+        if kind < 0.1:
+            tried_slots = rng.choice(SLOT_CHOICES)
+        elif kind < 0.5:
+            at = rng.randrange(len(units))
+            tried[at] = rng.choice(choices[at])
+        else:
+            _swap(rng, units, tried)
+        draft = _make_fit(rng, room, tokens, tried, tried_slots)
+        if draft is None:
+            continue
+        took = tier_seconds(room, draft, costs, SEARCH_ROUNDS)
+        warmth = heat * first * (1 - i / tries)
+        if took < seconds or rng.random() < exp((seconds - took) / warmth):
+            now, slots, seconds = tried, tried_slots, took
+            if took < best_seconds:
+                best, best_seconds = draft, took
+    return best
+
+
+def split_choices(cut_rows: tuple[int, ...]) -> tuple[Place, ...]:
+    return tuple((where, False, rows) for where in ("pinned", "streamed") for rows in cut_rows)
+
+
+def _make_fit(rng: Random, room: Room, tokens: int, tried: list[Place], slots: int) -> TierPlan | None:
+    """The places as a tier; random units leave VRAM until it fits. None when that takes too many."""
+    units = room.spec.units
+    for _ in range(MOST_EVICTED + 1):
+        where = {u.name: place for u, (place, _, _) in zip(units, tried)}
+        kv = frozenset(u.name for u, (_, vram, _) in zip(units, tried) if vram)
+        cut = {u.name: rows for u, (_, _, rows) in zip(units, tried) if rows}
+        draft = draft_tier(room, tokens, where, kv, slots, cut)
+        if draft.buffers.total <= room.arena:
+            return draft if holds(room, (draft,)) else None
+        inside = [i for i, (place, vram, _) in enumerate(tried) if place == "pinned" or vram]
+        if not inside:
+            return None
+        out = rng.choice(inside)
+        tried[out] = ("cpu" if units[out].kind == "embedding" else rng.choice(("cpu", "streamed")), False, 0)
+    return None
+
+
+def _swap(rng: Random, units, tried: list[Place]) -> None:
+    """Exchange two units' placements; KV stays with the attention unit it belongs to where the new place allows it."""
+    a, b = rng.randrange(len(units)), rng.randrange(len(units))
+    if "embedding" in (units[a].kind, units[b].kind):
+        return
+    if units[a].kind == units[b].kind and ffn_rows(units[a]) == ffn_rows(units[b]):
+        tried[a], tried[b] = tried[b], tried[a]
+        return
+    for at, place in ((a, tried[b][0]), (b, tried[a][0])):
+        tried[at] = (place, tried[at][1] and place != "cpu", 0)

@@ -1,0 +1,234 @@
+"""Complete plans of one rank, and the best of them: the integer program's, improved, and the published strategies'."""
+
+import time
+from dataclasses import dataclass, replace
+from math import inf
+
+from pshard.cuts.ffn_rows import acc_part
+from pshard.errors import NoPlan, UserError
+from pshard.plan import RankPlan, TierPlan
+from pshard.planner.price.costs import TierCosts
+from pshard.planner.price.draft import Room, draft_tier, tier_seconds
+from pshard.planner.price.host_limits import holds
+from pshard.planner.price.page_locks import locked, stage_by
+from pshard.planner.program.coefficients import count_tier, tier_problem
+from pshard.planner.program.fluid import fluid_seconds
+from pshard.planner.program.ilp import Solution
+from pshard.planner.program.unit_classes import UnitClass, group_units
+from pshard.planner.search.climb import Scored, TierSearch
+from pshard.planner.search.exchange import exchange_memory
+from pshard.planner.search.other_tiers import EVALUATIONS, place_others
+from pshard.planner.search.program_starts import Start, StartFinder
+from pshard.planner.search.residency_order import Residency, arrange_residency
+from pshard.planner.search.strategies import STRATEGIES, Baseline, place_strategy
+
+IMPROVED = 3  # starts that are worth improving
+EXCHANGES = 60  # simulations of exchanges of what is in VRAM
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A complete plan of one rank before it is written down. `total`: seconds of one round of the workload."""
+
+    strategy: str
+    residency: Residency
+    tiers: tuple[TierPlan, ...]
+    seconds: tuple[float, ...]
+    total: float
+    solution: Solution | None = None
+
+
+def rank_candidates(
+    room: Room,
+    classes: tuple[UnitClass, ...],
+    costs: tuple[TierCosts, ...],
+    bounds: tuple[float, ...],
+    time_limit: float,
+    programs: int,
+) -> tuple[Candidate, ...]:
+    """`programs` solutions of the program, locally improved, and the best published strategies; the fastest by
+    simulation first.
+
+    What no coefficient says (lookahead, waits) is left to simulation: the program is solved in several flavours, and
+    the most promising are improved. `bounds` in seconds by tier: what reaches them needs no improvement. Where memory
+    can be page-locked up to a limit only, plans are also made as if there were none: theirs may lie below it. Raises
+    NoPlan when nothing keeps within host memory, UserError when nothing was found in time.
+    """
+    whole = locked(costs)
+    candidates = place_best_baselines(room, classes, whole)
+    candidates += _solve_and_improve(room, classes, costs, bounds, time_limit, programs)
+    if costs[0].staged:
+        candidates += _solve_and_improve(room, group_units(room.spec), whole, bounds, time_limit, programs)
+    if not candidates and room.host is not None:
+        raise NoPlan(
+            f"no plan found for {room.spec.name} that keeps at most {room.host >> 20} MiB of weights and KV cache in "
+            "host memory; raise --vram, lower -c, or take a smaller model"
+        )
+    if not candidates:
+        raise UserError(f"no plan for {room.spec.name} found within {time_limit:g} s; raise the time limit")
+    return tuple(sorted((restage_candidate(room, costs, c) for c in candidates), key=lambda c: c.total))
+
+
+def _solve_and_improve(
+    room: Room,
+    classes: tuple[UnitClass, ...],
+    costs: tuple[TierCosts, ...],
+    bounds: tuple[float, ...],
+    time_limit: float,
+    programs: int,
+) -> list[Candidate]:
+    """At most `programs` solutions of the program, improved."""
+    candidates: list[Candidate] = []
+    entered = [(c, bound) for c, bound in zip(costs, bounds) if not c.load.rare]
+    finder = StartFinder(room, classes, tuple(c for c, _ in entered), time.monotonic() + time_limit)
+    improved = [_improve(room, classes, entered, start) for start in finder.find(IMPROVED)[:IMPROVED]]
+    improved = [_exchange(room, classes, entered, start) for start in improved]
+    for start in sorted(improved, key=lambda s: s.weighted):
+        if programs and (complete := _complete(room, classes, costs, start)):
+            candidates.append(complete)
+            programs -= 1
+    return candidates
+
+
+def restage_candidate(room: Room, costs: tuple[TierCosts, ...], candidate: Candidate) -> Candidate:
+    """The candidate priced with the copies staged that are under it; as it is where all memory can be page-locked."""
+    if costs[0].tables.profile.lockable_bytes is None:
+        return candidate
+    order, tiers = candidate.residency, candidate.tiers
+    priced = stage_by(RankPlan(0, 0, 1.0, order.pin_order, order.kv_order, tiers), costs)
+    seconds = tuple(tier_seconds(room, tier, cost) for tier, cost in zip(tiers, priced))
+    return replace(candidate, seconds=seconds, total=round_seconds(room, tiers, seconds, priced))
+
+
+def _improve(room: Room, classes: tuple[UnitClass, ...], entered: list[tuple[TierCosts, float]], start: Start) -> Start:
+    """The start with every tier improved on simulated time; `entered`: costs and bounds of its tiers."""
+    residency = arrange_residency(room, classes, start.counts, start.even)
+    tiers = tuple(
+        TierSearch(room, classes, residency, cost).improve(tier, EVALUATIONS, bound)
+        for (cost, bound), tier in zip(entered, start.tiers)
+    )
+    return _weigh(classes, entered, start, tiers)
+
+
+def _exchange(
+    room: Room, classes: tuple[UnitClass, ...], entered: list[tuple[TierCosts, float]], start: Start
+) -> Start:
+    """The start with the residency of its most important tier improved and the others arranged around it, if better."""
+    main = max(range(len(entered)), key=lambda i: entered[i][0].load.weight * start.tiers[i].seconds)
+    cost, bound = entered[main]
+    found = exchange_memory(room, classes, cost, start.tiers[main], start.even, EXCHANGES, bound)
+    if found is start.tiers[main]:
+        return start
+    counts = count_tier(classes, found.tier)
+    residency = arrange_residency(room, classes, [counts], start.even)
+    search = TierSearch(room, classes, residency, cost)
+    found = search.improve(found, EVALUATIONS, bound)
+    alone = replace(start, spaced=(counts,), counts=(count_tier(classes, found.tier),), tiers=(found,))
+    placed = place_others(room, classes, tuple(c for c, _ in entered), alone)
+    return min(start, _weigh(classes, entered, alone, placed[1]), key=lambda s: s.weighted) if placed else start
+
+
+def _weigh(
+    classes: tuple[UnitClass, ...], entered: list[tuple[TierCosts, float]], start: Start, tiers: tuple[Scored, ...]
+) -> Start:
+    weighted = sum(cost.load.weight * t.seconds for (cost, _), t in zip(entered, tiers))
+    return replace(start, counts=tuple(count_tier(classes, t.tier) for t in tiers), tiers=tiers, weighted=weighted)
+
+
+def _complete(
+    room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...], start: Start
+) -> Candidate | None:
+    """All tiers, rare ones arranged around the others; None when one of these, or what all keep on the host, does not
+    fit."""
+    placed = place_others(room, classes, costs, start)
+    if placed is None:
+        return None
+    residency, tiers = placed[0], tuple(t.tier for t in placed[1])
+    if not holds(room, tiers):
+        return None
+    seconds = tuple(tier_seconds(room, tier, cost) for tier, cost in zip(tiers, costs))
+    total = round_seconds(room, tiers, seconds, costs)
+    return Candidate("ilp", residency, tiers, seconds, total, start.solution)
+
+
+def place_best_baselines(room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...]) -> list[Candidate]:
+    """Published strategies, the most promising first, until none that is left can be faster than one of them.
+
+    What its counts take at least in the tiers that the round enters, whatever their order, tells whether a strategy
+    needs to be simulated.
+    """
+    placed = []
+    for name in STRATEGIES:
+        baseline = place_strategy(name, room, tuple(c.load.tokens for c in costs))
+        if baseline and holds(room, baseline.tiers):
+            least = 0.0
+            for cost, tier in zip(costs, baseline.tiers):
+                if not cost.load.rare:
+                    problem = tier_problem(room, classes, cost, max(tier.buffers.slots, 1))
+                    least += cost.load.weight * fluid_seconds(problem, count_tier(classes, tier), relaxed=True)
+            placed.append((least, name, baseline))
+    found: list[Candidate] = []
+    for least, name, baseline in sorted(placed, key=lambda p: p[:2]):
+        best = min((c.total for c in found), default=inf)
+        if least < best and (candidate := _price_baseline(name, room, costs, baseline, best)):
+            found.append(candidate)
+    return found
+
+
+def place_baseline(name: str, room: Room, costs: tuple[TierCosts, ...]) -> Candidate | None:
+    """A published strategy as a candidate; None when it does not fit."""
+    placed = place_strategy(name, room, tuple(c.load.tokens for c in costs))
+    return _price_baseline(name, room, costs, placed) if placed and holds(room, placed.tiers) else None
+
+
+def _price_baseline(
+    name: str, room: Room, costs: tuple[TierCosts, ...], placed: Baseline, most: float = inf
+) -> Candidate | None:
+    """None when its round takes `most` seconds or more before its last tier is simulated: those that the round enters
+    come first."""
+    seconds, spent = dict[int, float](), 0.0
+    for i in sorted(range(len(costs)), key=lambda i: costs[i].load.rare):
+        if spent >= most:
+            return None
+        seconds[i] = tier_seconds(room, placed.tiers[i], costs[i])
+        spent += costs[i].load.weight * seconds[i]
+    in_order = tuple(seconds[i] for i in range(len(costs)))
+    total = round_seconds(room, placed.tiers, in_order, costs)
+    return Candidate(name, Residency(placed.pin_order, placed.kv_order), placed.tiers, in_order, total)
+
+
+def keep_everything(room: Room, costs: tuple[TierCosts, ...]) -> Candidate:
+    """Every unit pinned, the embedding looked up on the host, all KV in VRAM."""
+    tiers = tuple(whole_tier(room, c.load.tokens) for c in costs)
+    pins = tuple(u.name for u in room.spec.units if u.kind != "embedding")
+    kv = tuple(u.name for u in room.spec.units if u.kind == "attention")
+    seconds = tuple(tier_seconds(room, tier, cost) for tier, cost in zip(tiers, costs))
+    return Candidate("all in VRAM", Residency(pins, kv), tiers, seconds, round_seconds(room, tiers, seconds, costs))
+
+
+def whole_tier(room: Room, tokens: int) -> TierPlan:
+    """The tier that keeps everything but the embedding in VRAM, whether it fits or not."""
+    where = {u.name: "cpu" if u.kind == "embedding" else "pinned" for u in room.spec.units}
+    return draft_tier(room, tokens, where, frozenset(u.name for u in room.spec.units if u.kind == "attention"), 0)
+
+
+def round_seconds(
+    room: Room, tiers: tuple[TierPlan, ...], seconds: tuple[float, ...], costs: tuple[TierCosts, ...]
+) -> float:
+    """Seconds of one round of the workload: every tier as often as it runs, and the switches between them."""
+    return sum(c.load.weight * s for c, s in zip(costs, seconds)) + switch_seconds(room, tiers, costs)
+
+
+def switch_seconds(room: Room, tiers: tuple[TierPlan, ...], costs: tuple[TierCosts, ...]) -> float:
+    """Seconds of going from the largest tier that the round enters to the smallest and back once: pins brought in, used
+    KV cells moved."""
+    locked = staged = seconds = 0.0
+    entered = [tier for tier, cost in zip(tiers, costs) if not cost.load.rare]
+    for unit, small, large in zip(room.spec.units, entered[0].placements, entered[-1].placements):
+        if (small.where == "pinned") != (large.where == "pinned"):
+            nbytes = acc_part(unit, max(small.cpu_rows, large.cpu_rows)).packed_nbytes
+            locked, staged = (locked, staged + nbytes) if unit.name in costs[0].staged else (locked + nbytes, staged)
+        if small.kv != large.kv:
+            seconds += costs[0].units[unit.name].kv_fetch
+    tables = costs[0].tables
+    return locked / tables.link_rate + (staged / tables.staged_rate if staged else 0.0) + seconds

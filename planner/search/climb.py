@@ -1,0 +1,282 @@
+"""Local improvement of one tier on its simulated time: more or fewer CPU units, their order, the number of slots."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from pshard.plan import TierPlan
+from pshard.planner.price.costs import TierCosts
+from pshard.planner.price.draft import Room, draft_tier, tier_seconds
+from pshard.planner.program.coefficients import may_split
+from pshard.planner.program.ilp import Counts
+from pshard.planner.program.least_times import Floor
+from pshard.planner.program.unit_classes import UnitClass
+from pshard.planner.search.residency_order import Residency, assign_cpu, assign_cuts
+
+SLOT_CHOICES = (1, 2, 3, 4)
+SEARCH_ROUNDS = 2
+CLOSE = 1.002  # so near to its bound, a tier is as good as optimal
+PIN_REACH = 8  # pins given up or gained for a change of slots
+
+
+@dataclass(frozen=True)
+class TierState:
+    """A tier as few numbers: prefix lengths of the residency orders, CPU units by class, runs they form, slots.
+
+    cuts: by class, split streamed units for each of its `cut_rows`; () without any.
+    """
+
+    pins: int
+    kv: int
+    cpu: tuple[int, ...]
+    runs: int
+    slots: int
+    cuts: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A state with its tier and simulated seconds."""
+
+    state: TierState
+    tier: TierPlan
+    seconds: float
+
+
+class TierSearch:
+    """Builds and times states of one tier; remembers what it has timed. `splits`: its steps may split more FFNs."""
+
+    def __init__(
+        self,
+        room: Room,
+        classes: tuple[UnitClass, ...],
+        residency: Residency,
+        costs: TierCosts,
+        splits: bool = False,
+    ) -> None:
+        self.room, self.classes, self.residency, self.costs = room, classes, residency, costs
+        self.splits = splits and may_split(costs)
+        self._seen: dict[TierState, Scored | None] = {}
+        self._built: dict[TierState, TierPlan | None] = {}
+        self._slower: set[TierState] = set()  # than what was best when they were looked at
+        self._floor = Floor(room, classes, costs)
+
+    @cached_property
+    def most_pins(self) -> int:
+        """The longest prefix of the pin order that this tier may have: a large one ends before units that are split."""
+        order = self.residency.pin_order
+        if may_split(self.costs):
+            return len(order)
+        return next((i for i, unit in enumerate(order) if unit in self.residency.cpu_rows), len(order))
+
+    def start(self, counts: tuple[Counts, ...], slots: int) -> Scored | None:
+        """The solver's counts as a tier, with CPU units in the best of several numbers of runs."""
+        state = state_of(self.classes, counts, 0, slots)
+        most = max((n for c, n in zip(self.classes, state.cpu) if c.kind in ("attention", "ffn")), default=0)
+        choices = {0, most, most // 2, most // 4} if most else {0}
+        scored = [s for s in (self.score(replace(state, runs=runs)) for runs in sorted(choices)) if s]
+        return min(scored, key=lambda s: s.seconds, default=None)
+
+    def score(self, state: TierState) -> Scored | None:
+        """Simulate a state; None when it is not possible or over budget."""
+        if state not in self._seen:
+            tier = self.build(state)
+            self._seen[state] = Scored(state, tier, self._seconds(tier)) if tier else None
+        return self._seen[state]
+
+    def _seconds(self, tier: TierPlan) -> float:
+        """Simulated seconds. Searches in several orders come upon the same tiers: `costs.searched` remembers them by
+        their placements' identities, which are no others': the placements are in it."""
+        known, key = self.costs.searched, (tier.buffers.slots, *map(id, tier.placements))
+        if key not in known:
+            known[key] = tier.placements, tier_seconds(self.room, tier, self.costs, SEARCH_ROUNDS)
+        return known[key][1]
+
+    def _is_over(self, state: TierState) -> bool:
+        """Whether whole units alone are over budget, known before a tier is drafted."""
+        if self.residency.cpu_rows or state.cuts:
+            return False
+        held, pinned = self._prefixes[state.pins]
+        streamed = [
+            (cls.size - n - cpu, cls.nbytes)
+            for cls, n, cpu in zip(self.classes, pinned, state.cpu)
+            if cls.kind != "embedding" and cls.size - n - cpu > 0
+        ]
+        slots = min(state.slots, sum(n for n, _ in streamed))
+        layers = sum(cls.size - cpu for cls, cpu in zip(self.classes, state.cpu) if cls.kind == "attention")
+        held += slots * max((nbytes for _, nbytes in streamed), default=0) + state.kv * self.room.kv_layer
+        held += self.room.kv_stage if layers > state.kv else 0
+        return held + self.room.scratch(self.costs.load.tokens) > self.room.arena
+
+    def _reaches(self, state: TierState, seconds: float) -> bool:
+        """Whether no order of the state's counts takes less than `seconds`; not known where units are split, or where
+        the orders are shorter than the state wants."""
+        wants_more = state.pins > self.most_pins or state.kv > len(self.residency.kv_order)
+        if wants_more or self.residency.cpu_rows or state.cuts:
+            return False
+        counts = tuple(
+            Counts(pin, cls.size - pin if cls.kind == "embedding" else cpu, kv)
+            for cls, pin, cpu, kv in zip(
+                self.classes, self._prefixes[state.pins][1], state.cpu, self._kv_prefixes[state.kv]
+            )
+        )
+        return self._floor.reaches(counts, state.slots, seconds)
+
+    @cached_property
+    def _streamed(self) -> dict[str, str]:
+        return {u.name: "streamed" for u in self.room.spec.units}
+
+    @cached_property
+    def _prefixes(self) -> list[tuple[int, tuple[int, ...]]]:
+        """By length of the pin order's prefix: its bytes, and its units by class."""
+        at = {u.name: c for c, cls in enumerate(self.classes) for u in cls.units}
+        held, counts = 0, [0] * len(self.classes)
+        found = [(held, tuple(counts))]
+        for name in self.residency.pin_order:
+            held += self.classes[at[name]].nbytes
+            counts[at[name]] += 1
+            found.append((held, tuple(counts)))
+        return found
+
+    @cached_property
+    def _kv_prefixes(self) -> list[tuple[int, ...]]:
+        """By length of the KV order's prefix: its layers by class."""
+        at = {u.name: c for c, cls in enumerate(self.classes) for u in cls.units}
+        counts = [0] * len(self.classes)
+        found = [tuple(counts)]
+        for name in self.residency.kv_order:
+            counts[at[name]] += 1
+            found.append(tuple(counts))
+        return found
+
+    def build(self, state: TierState) -> TierPlan | None:
+        """The state as a tier; None when it is not possible or over budget."""
+        if state not in self._built:
+            self._built[state] = self._draft(state)
+        return self._built[state]
+
+    def _draft(self, state: TierState) -> TierPlan | None:
+        order = self.residency
+        if state.pins < order.least_pins or state.kv < order.least_kv:
+            return None
+        if state.pins > self.most_pins or self._is_over(state):
+            return None
+        pinned = frozenset(self.residency.pin_order[: state.pins])
+        kv = frozenset(self.residency.kv_order[: state.kv])
+        resident = pinned | kv
+        counts = []
+        for cls, cpu in zip(self.classes, state.cpu):
+            if cls.kind == "embedding":
+                counts.append(len(cls.names - pinned))
+                continue
+            if cpu < 0 or (cpu and cpu > len(cls.names - resident)):
+                return None
+            counts.append(cpu)
+        on_cpu = assign_cpu(self.classes, tuple(counts), resident, state.runs)
+        where = self._streamed | dict.fromkeys(on_cpu, "cpu") | dict.fromkeys(pinned, "pinned")
+        cut = {name: rows for name, rows in self.residency.cpu_rows.items() if name in pinned}
+        if state.cuts:
+            if any(min(n, default=0) < 0 for n in state.cuts):
+                return None
+            try:
+                cut |= assign_cuts(self.classes, state.cuts, pinned | frozenset(on_cpu))
+            except ValueError:
+                return None
+        tier = draft_tier(self.room, self.costs.load.tokens, where, kv, state.slots, cut)
+        return tier if tier.buffers.total <= self.room.arena else None
+
+    def improve(self, start: Scored, evaluations: int, bound: float = 0.0) -> Scored:
+        """Hill climbing within so many simulations: every kind of step in turn, twice as far each time it helps.
+
+        What is as fast as `bound` (seconds that nothing can beat) allows is not improved.
+        """
+        best, helped = start, True
+        while helped:
+            helped = False
+            for move in self._moves:
+                far = 1
+                while evaluations > 0 and best.seconds > bound * CLOSE:
+                    state = move(best.state, far)
+                    if state is None or state in self._seen or state in self._slower:
+                        break
+                    evaluations -= 1
+                    goal = best.seconds * (1 - 1e-6)
+                    if self._reaches(state, goal):
+                        self._slower.add(state)
+                        break
+                    tried = self.score(state)
+                    if tried is None or tried.seconds >= goal:
+                        break
+                    best, helped, far = tried, True, 2 * far
+        return best
+
+    @cached_property
+    def _moves(self) -> tuple[Callable[[TierState, int], TierState | None], ...]:
+        """Kinds of steps: more or fewer runs, CPU units of a class, slots, pins."""
+
+        def runs(sign: int):
+            def move(state: TierState, far: int) -> TierState | None:
+                if not any(state.cpu) or state.runs + sign * far < 0:
+                    return None
+                return replace(state, runs=state.runs + sign * far)
+
+            return move
+
+        def cpu(c: int, sign: int):
+            def move(state: TierState, far: int) -> TierState | None:
+                return replace(state, cpu=(*state.cpu[:c], state.cpu[c] + sign * far, *state.cpu[c + 1 :]))
+
+            return move
+
+        def slots(sign: int):
+            def move(state: TierState, far: int) -> TierState | None:
+                changed = state.slots + sign * far
+                return self.fill(replace(state, slots=changed)) if changed in SLOT_CHOICES else None
+
+            return move
+
+        def pins(sign: int):
+            def move(state: TierState, far: int) -> TierState | None:
+                changed = state.pins + sign * far
+                return replace(state, pins=changed) if 0 <= changed <= self.most_pins else None
+
+            return move
+
+        def cuts(c: int, i: int, sign: int):
+            def move(state: TierState, far: int) -> TierState | None:
+                now = state.cuts or tuple((0,) * len(cls.cut_rows) for cls in self.classes)
+                of_class = (*now[c][:i], now[c][i] + sign * far, *now[c][i + 1 :])
+                return replace(state, cuts=(*now[:c], of_class, *now[c + 1 :]))
+
+            return move
+
+        placed = [c for c, cls in enumerate(self.classes) if cls.kind in ("attention", "ffn", "output")]
+        signs = (1, -1)
+        return (
+            *(cpu(c, sign) for c in placed for sign in signs),
+            *(runs(sign) for sign in signs),
+            *(slots(sign) for sign in signs),
+            *(pins(sign) for sign in signs),
+            *(
+                cuts(c, i, sign)
+                for c, cls in enumerate(self.classes if self.splits else ())
+                for i in range(len(cls.cut_rows))
+                for sign in signs
+            ),
+        )
+
+    def fill(self, state: TierState) -> TierState | None:
+        """The state with as many pins as fit, near its own number."""
+        most = min(state.pins + PIN_REACH, self.most_pins)
+        for pins in range(most, max(-1, state.pins - PIN_REACH), -1):
+            filled = replace(state, pins=pins)
+            if self.build(filled):
+                return filled
+        return None
+
+
+def state_of(classes: tuple[UnitClass, ...], counts: tuple[Counts, ...], runs: int, slots: int) -> TierState:
+    """Counts as a state. The CPU looks up what of the embedding is not pinned: no number of its own."""
+    cpu = tuple(0 if c.kind == "embedding" else n.cpu for c, n in zip(classes, counts))
+    cuts = tuple(tuple(streamed for _, streamed in n.cuts) for n in counts) if any(n.split for n in counts) else ()
+    return TierState(sum(n.pin for n in counts), sum(n.kv for n in counts), cpu, runs, slots, cuts)

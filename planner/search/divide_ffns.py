@@ -1,0 +1,100 @@
+"""FFNs split between CPU and accelerator: the plan with them, where it is faster than one of whole units."""
+
+from dataclasses import replace
+
+from pshard.plan import TierPlan
+from pshard.planner.price.costs import TierCosts
+from pshard.planner.price.draft import Room, tier_seconds
+from pshard.planner.price.host_limits import holds
+from pshard.planner.program.coefficients import may_split, tier_problem
+from pshard.planner.program.ilp import Solution, relaxation_bound, solve_tiers
+from pshard.planner.program.unit_classes import UnitClass
+from pshard.planner.search.anneal import arrange_tier, refine_splits
+from pshard.planner.search.candidates import EVALUATIONS, Candidate, round_seconds
+from pshard.planner.search.climb import TierSearch
+from pshard.planner.search.program_starts import GAP, affordable_slots
+from pshard.planner.search.residency_order import arrange_residency
+
+SECONDS = 2.0  # limit of the solver
+WORTH = 1.005  # with splits the bound of the tier must fall by so much before any are looked for
+
+
+def split_candidate(
+    room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...], found: Candidate
+) -> Candidate:
+    """The fastest plan found whose smallest entered tier splits FFNs; `found` where none is faster.
+
+    Where no FFN can be split nothing else is tried either: what a plan with splits must beat is the one without.
+    """
+    main = next(i for i, c in enumerate(costs) if not c.load.rare)
+    if not may_split(costs[main]) or not any(cls.cut_rows for cls in classes):
+        return found
+    best = found
+    if _may_gain(room, classes, costs[main], max(found.tiers[main].buffers.slots, 1)):
+        for least in (1, 2):
+            slots = {
+                c.load.tokens: affordable_slots(room, c, max(t.buffers.slots, 2) if least == 2 else 1)
+                for c, t in zip(costs, found.tiers)
+            }
+            solution = _solve(room, classes, [c for c in costs if not c.load.rare], slots)
+            for even in (True, False) if solution.counts and any(n.split for n in solution.counts[0]) else ():
+                placed = _place(room, classes, costs, found, solution, slots, even)
+                best = placed if placed and placed.total < best.total else best
+    refined = refine_splits(room, classes, costs, best, main)
+    return next((c for c in (refined, best) if any(p.cpu_rows for t in c.tiers for p in t.placements)), found)
+
+
+def _may_gain(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, slots: int) -> bool:
+    """Whether the bound of the tier falls enough with splits."""
+    whole, split = (relaxation_bound((tier_problem(room, classes, costs, slots, split=s),)) for s in (False, True))
+    return whole > split * WORTH
+
+
+def _solve(room: Room, classes: tuple[UnitClass, ...], entered: list[TierCosts], slots: dict[int, int]) -> Solution:
+    """The program that may split FFNs of the smallest entered tier."""
+    problems = tuple(tier_problem(room, classes, c, slots[c.load.tokens], split=c is entered[0]) for c in entered)
+    kv_switch = tuple(entered[0].units[cls.units[0].name].kv_fetch for cls in classes)
+    return solve_tiers(problems, 1 / entered[0].tables.link_rate, kv_switch, SECONDS, gap=GAP)
+
+
+def _place(
+    room: Room,
+    classes: tuple[UnitClass, ...],
+    costs: tuple[TierCosts, ...],
+    found: Candidate,
+    solution: Solution,
+    slots: dict[int, int],
+    even: bool,
+) -> Candidate | None:
+    """A solution as a plan: its tiers improved on simulated time, rare ones as in `found` as far as the order lets
+    them; None when a tier does not fit, or the tiers that were solved have become no faster."""
+    residency = arrange_residency(room, classes, solution.counts, even)
+    counts = iter(solution.counts)
+    searches = [TierSearch(room, classes, residency, cost, splits=True) for cost in costs]
+    tiers: dict[int, TierPlan] = {}
+    saved = 0.0  # seconds of a round
+    for i, cost in enumerate(costs):
+        if not cost.load.rare:
+            start = searches[i].start(next(counts), slots[cost.load.tokens])
+            if start is None:
+                return None
+            improved = searches[i].improve(start, EVALUATIONS)
+            tiers[i] = improved.tier
+            saved += cost.load.weight * (found.seconds[i] - improved.seconds)
+    if saved <= 0:
+        return None
+    small = tiers[min(tiers)]
+    for i, before in enumerate(found.tiers):
+        if costs[i].load.rare:  # like the smallest entered one where the order pins what `before` has elsewhere
+            tier = arrange_tier(searches[i], classes, before) or arrange_tier(searches[i], classes, small)
+            if tier is None:
+                return None
+            tiers[i] = tier
+    placed = tuple(tiers[i] for i in range(len(costs)))
+    if not holds(room, placed):
+        return None
+    seconds = tuple(tier_seconds(room, tier, cost) for tier, cost in zip(placed, costs))
+    total = round_seconds(room, placed, seconds, costs)
+    return replace(
+        found, strategy="ilp", residency=residency, tiers=placed, seconds=seconds, total=total, solution=solution
+    )

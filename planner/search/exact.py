@@ -1,0 +1,127 @@
+"""Every placement of every unit and every number of slots of a small model: the fastest there is, proven.
+
+Branch and bound over units in order of execution, on simulated time.
+"""
+
+from dataclasses import dataclass, field
+
+from pshard.model import Unit
+from pshard.plan import TierPlan
+from pshard.planner.price.costs import TierCosts
+from pshard.planner.price.draft import Room, draft_tier, tier_seconds
+from pshard.planner.price.host_limits import holds
+from pshard.planner.program.coefficients import count_tier, may_split, tier_problem
+from pshard.planner.program.fluid import fluid_seconds
+from pshard.planner.program.unit_classes import UnitClass
+from pshard.planner.search.anneal import CHOICES, Place, main_tier, place_around, split_choices
+from pshard.planner.search.candidates import Candidate
+from pshard.planner.search.climb import SLOT_CHOICES
+
+MOST_UNITS = 8  # of three layers; a fourth has ten to a thousand times as many placements
+MOST_VISITED = 400_000  # complete placements, some 6 s; a search that would need more is given up
+
+
+def perfect_candidate(
+    room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...], found: Candidate
+) -> Candidate:
+    """The candidate with the fastest of all placements in its most important tier, if the round gains by it."""
+    if len(room.spec.units) > MOST_UNITS:
+        return found
+    main = main_tier(costs, found)
+    search = ExactSearch(room, classes, costs[main], found.seconds[main])
+    search.run()
+    return place_around(room, classes, costs, found, main, search.best) if search.best else found
+
+
+@dataclass
+class ExactSearch:
+    """Looks for a tier that is faster than `limit` seconds, in `most` complete placements.
+
+    What is cut off cannot be faster: its units on the accelerator and on the CPU take turns, its copies share one
+    link, its pins alone are over the arena, or the program's time of its counts is a bound. Units that would have a
+    slot for themselves are not tried: pinned they take no more memory and as much time.
+
+    Attributes:
+        best: the fastest tier; None when nothing is faster than the limit.
+        proven: whether all placements were tried or cut off.
+    """
+
+    room: Room
+    classes: tuple[UnitClass, ...]
+    costs: TierCosts
+    limit: float
+    most: int = MOST_VISITED
+    best: TierPlan | None = None
+    proven: bool = False
+    visited: int = 0
+    _bounds: dict[tuple, list[tuple[int, float]]] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Search; `best` and `proven` tell the result."""
+        self._units = self.room.spec.units
+        self._class = [next(i for i, c in enumerate(self.classes) if u.name in c.names) for u in self._units]
+        self._options = [self._list_options(u, self.classes[i]) for u, i in zip(self._units, self._class)]
+        least = [min(seconds for _, seconds, _, _ in options) for options in self._options]
+        self._rest = [sum(least[i:]) for i in range(len(least) + 1)]
+        self._space = self.room.arena - self.room.scratch(self.costs.load.tokens)
+        self._problems = {
+            n: tier_problem(self.room, self.classes, self.costs, max(n, 1), split=True) for n in (0, *SLOT_CHOICES)
+        }
+        self._descend((), 0.0, 0.0, 0)
+        self.proven = self.visited <= self.most
+
+    def _list_options(self, unit: Unit, cls: UnitClass) -> list[tuple[Place, float, float, int]]:
+        """Ways to place a unit: the place, its least seconds in turn with other units and on the link, bytes held."""
+        cost, options = self.costs.units[unit.name], []
+        for place in (*CHOICES[unit.kind], *split_choices(cls.cut_rows if may_split(self.costs) else ())):
+            where, in_vram, rows = place
+            if rows:
+                cut = self.costs.split(unit.name, rows)
+                busy, link, pins = max(cut.acc_rows, cut.cpu) + cut.join + cut.down, cut.link, cut.nbytes
+            else:
+                busy, link, pins = cost.cpu if where == "cpu" else cost.acc, cost.link, unit.packed_nbytes
+            link = link if where == "streamed" else 0.0
+            link += cost.kv_fetch if unit.kind == "attention" and where != "cpu" and not in_vram else 0.0
+            held = (pins if where == "pinned" else 0) + (self.room.kv_layer if in_vram else 0)
+            options.append((place, busy, link, held))
+        return options
+
+    def _descend(self, places: tuple[Place, ...], busy: float, link: float, held: int) -> None:
+        at = len(places)
+        over = held > self._space or max(busy + self._rest[at], link) >= self.limit
+        if over or self.visited > self.most:
+            return
+        if at == len(self._units):
+            self._try_slots(places)
+            return
+        for place, seconds, copied, nbytes in self._options[at]:
+            self._descend((*places, place), busy + seconds, link + copied, held + nbytes)
+
+    def _try_slots(self, places: tuple[Place, ...]) -> None:
+        self.visited += 1
+        alike = tuple(sorted(zip(self._class, places)))
+        if alike not in self._bounds:
+            self._bounds[alike] = self._bound_slots(places)
+        for slots, bound in self._bounds[alike]:
+            if bound < self.limit:
+                tier = self._draft(places, slots)
+                seconds = tier_seconds(self.room, tier, self.costs)
+                if seconds < self.limit:
+                    self.limit, self.best = seconds, tier
+
+    def _bound_slots(self, places: tuple[Place, ...]) -> list[tuple[int, float]]:
+        """Numbers of slots that fit, each with the seconds that no order of these places beats."""
+        streamed, found = sum(where == "streamed" for where, _, _ in places), []
+        for slots in [n for n in SLOT_CHOICES if 2 * n <= streamed] if streamed else [0]:
+            tier = self._draft(places, slots)
+            if tier.buffers.total <= self.room.arena and holds(self.room, (tier,)):
+                counts = count_tier(self.classes, tier)
+                found.append((slots, fluid_seconds(self._problems[slots], counts, relaxed=True)))
+        return found
+
+    def _draft(self, places: tuple[Place, ...], slots: int) -> TierPlan:
+        named = list(zip((u.name for u in self._units), places))
+        where = {name: at for name, (at, _, _) in named}
+        kv = frozenset(name for name, (_, in_vram, _) in named if in_vram)
+        cut = {name: rows for name, (_, _, rows) in named if rows}
+        return draft_tier(self.room, self.costs.load.tokens, where, kv, slots, cut)

@@ -1,0 +1,89 @@
+"""Starts of the search: solutions of the program, placed in two orders and simulated, before anything is improved."""
+
+import time
+from dataclasses import dataclass
+from math import inf
+
+from pshard.planner.price.costs import TierCosts
+from pshard.planner.price.draft import Room
+from pshard.planner.program.coefficients import tier_problem
+from pshard.planner.program.ilp import Counts, Solution, relaxation_bound, solve_tiers
+from pshard.planner.program.unit_classes import UnitClass
+from pshard.planner.search.climb import Scored, TierSearch
+from pshard.planner.search.residency_order import arrange_residency
+
+SLOTS = (2, 3)  # the program is solved for each; the best of them also with other assumptions about KV
+OTHERWISE = ("hidden", "none")
+GAP = 0.02  # of the solver: what units gain by their order is worth more than the rest of it
+
+
+@dataclass(frozen=True)
+class Start:
+    """A plan of the tiers that the round enters: counts and simulated states by tier, in one order.
+
+    `even` and `spaced` are for `order_residency`; `weighted`: seconds of a round in these tiers.
+    """
+
+    solution: Solution
+    slots: int
+    even: bool
+    spaced: tuple[tuple[Counts, ...], ...]
+    counts: tuple[tuple[Counts, ...], ...]
+    tiers: tuple[Scored, ...]
+    weighted: float
+
+
+@dataclass(frozen=True)
+class StartFinder:
+    """Finds starts for the tiers that the round enters (`costs`) until `deadline` (time.monotonic seconds)."""
+
+    room: Room
+    classes: tuple[UnitClass, ...]
+    costs: tuple[TierCosts, ...]
+    deadline: float
+
+    def find(self, wanted: int) -> list[Start]:
+        """Starts of all flavours, the fastest first; of the `wanted` fastest, none is missed for lack of a solution.
+
+        A flavour is not solved when its linear relaxation takes longer than so many starts that were found.
+        """
+        starts: list[Start] = []
+        for slots in SLOTS:
+            starts = self._add(starts, slots, "stalls", wanted)
+        for host_kv in OTHERWISE if starts else ():
+            starts = self._add(starts, starts[0].slots, host_kv, wanted)
+        return starts
+
+    def _add(self, starts: list[Start], slots: int, host_kv: str, wanted: int) -> list[Start]:
+        slowest = starts[wanted - 1].weighted if len(starts) >= wanted else inf
+        left = self.deadline - time.monotonic()
+        problems = tuple(
+            tier_problem(self.room, self.classes, c, affordable_slots(self.room, c, slots)) for c in self.costs
+        )
+        late = bool(starts) and left <= 0
+        if late or (slowest < inf and relaxation_bound(problems, host_kv) >= slowest):
+            return starts
+        kv_switch = tuple(self.costs[0].units[c.units[0].name].kv_fetch for c in self.classes)
+        rate = self.costs[0].tables.link_rate
+        solution = solve_tiers(problems, 1 / rate, kv_switch, max(left / 2, 0.5), host_kv=host_kv, gap=GAP)
+        found = [self._simulate(solution, slots, even) for even in (True, False)] if solution.counts else []
+        return sorted([*starts, *(s for s in found if s)], key=lambda s: s.weighted)
+
+    def _simulate(self, solution: Solution, slots: int, even: bool) -> Start | None:
+        """The solution in one order; None when a tier does not fit after all."""
+        residency = arrange_residency(self.room, self.classes, solution.counts, even)
+        tiers = []
+        for cost, counts in zip(self.costs, solution.counts):
+            search = TierSearch(self.room, self.classes, residency, cost)
+            tier = search.start(counts, affordable_slots(self.room, cost, slots))
+            if tier is None:
+                return None
+            tiers.append(tier)
+        weighted = sum(c.load.weight * t.seconds for c, t in zip(self.costs, tiers))
+        return Start(solution, slots, even, solution.counts, solution.counts, tuple(tiers), weighted)
+
+
+def affordable_slots(room: Room, costs: TierCosts, slots: int) -> int:
+    """At most `slots` staging slots, fewer when that many of a layer's largest unit do not fit beside the scratch."""
+    largest = max((u.packed_nbytes for u in room.spec.units if u.layer >= 0), default=0)
+    return max(1, min(slots, (room.arena - room.scratch(costs.load.tokens)) // max(largest, 1)))

@@ -1,0 +1,225 @@
+"""From counts to units: which ones of a class are pinned, streamed or on the CPU, spread evenly over the layers."""
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from pshard.planner.price.draft import Room
+from pshard.planner.program.ilp import Counts
+from pshard.planner.program.unit_classes import UnitClass
+
+
+def spread(n: int, k: int, phase: float = 0.5) -> list[int]:
+    """k of the positions 0..n-1, evenly spaced; `phase` in (0, 1) shifts them."""
+    return sorted({min(n - 1, int((i + phase) * n / k)) for i in range(k)}) if k else []
+
+
+@dataclass(frozen=True)
+class Residency:
+    """Orders in which units become resident: every tier's pins and KV are prefixes of them.
+
+    cpu_rows: of units that are pinned in part, the CPU's rows; tiers that may not split FFNs do not reach them.
+    least_pins, least_kv: how many every tier has in VRAM at least, as host memory does not hold more.
+    """
+
+    pin_order: tuple[str, ...]
+    kv_order: tuple[str, ...]
+    cpu_rows: Mapping[str, int] = field(default_factory=dict)
+    least_pins: int = 0
+    least_kv: int = 0
+
+
+def _spread_order(left: list[str], pins: list[int], phase: float) -> list[str]:
+    """The names in pinning order: for each count in `pins`, what that prefix leaves out is evenly spaced, and nearly
+    so for every other count."""
+    tail: list[str] = []
+    for count in sorted(set(pins), reverse=True):
+        out = [left[i] for i in spread(len(left), len(left) - count, phase)]
+        tail = [*_scatter(out), *tail]
+        gone = set(out)
+        left = [n for n in left if n not in gone]
+    return [*_scatter(left), *tail]
+
+
+def _scatter(names: list[str]) -> list[str]:
+    """The names such that those at the beginning lie far apart: by their positions' binary digits, last one first."""
+    return [names[i] for i in _scattered(len(names))]
+
+
+@lru_cache(1 << 10)
+def _scattered(n: int) -> list[int]:
+    digits = n.bit_length()
+    return sorted(range(n), key=lambda i: f"{i:0{digits}b}"[::-1])
+
+
+def order_residency(
+    classes: tuple[UnitClass, ...],
+    counts: Sequence[tuple[Counts, ...]],
+    even: bool,
+    spaced: Sequence[tuple[Counts, ...]] = (),
+) -> Residency:
+    """Pin and KV orders for nested counts (tier by tier); both are prefixes of one permutation of each class.
+
+    `even` leaves out units that are evenly spaced, which suits streaming; else the last layers stay in VRAM, so that
+    CPU units are one run. `spaced`: the counts that leave out evenly spaced units, when these are not all of them.
+    What the smallest tier pins in part comes after all that it pins whole.
+    """
+    whole = [n.pin_whole for n in counts[0]]
+    partly = any(n.pin_whole < n.pin for n in counts[0])
+    orders = []
+    for c, cls in enumerate(classes):
+        if even:
+            marks = {n[c].pin for n in spaced or counts} | ({whole[c]} if partly else set())
+            marks |= {n[c].kv for n in spaced or counts if cls.kind == "attention"}
+            phase = 0.35 if cls.kind == "attention" else 0.65
+            orders.append(_spread_order([u.name for u in cls.units], sorted(marks), phase))
+        else:
+            orders.append([u.name for u in reversed(cls.units)])
+    pins = [[n[c].pin for c in range(len(classes))] for n in counts]
+    pin_order = _merge(orders, [whole, *pins] if partly else pins)
+    kv_orders = [o if cls.kind == "attention" else [] for o, cls in zip(orders, classes)]
+    kv_order = _merge(kv_orders, [[n[c].kv for c in range(len(classes))] for n in counts])
+    cpu_rows: dict[str, int] = {}
+    for cls, order, start, n in zip(classes, orders, whole, counts[0]):
+        for rows, (pinned, _) in zip(cls.cut_rows, n.cuts):
+            cpu_rows |= dict.fromkeys(order[start : start + pinned], rows)
+            start += pinned
+    return Residency(pin_order, kv_order, cpu_rows)
+
+
+def arrange_residency(
+    room: Room,
+    classes: tuple[UnitClass, ...],
+    counts: Sequence[tuple[Counts, ...]],
+    even: bool,
+    spaced: Sequence[tuple[Counts, ...]] = (),
+) -> Residency:
+    """`order_residency` within host memory, see `limit_host`."""
+    return limit_host(room, order_residency(classes, counts, even, spaced), counts)
+
+
+def limit_host(room: Room, residency: Residency, counts: Sequence[tuple[Counts, ...]]) -> Residency:
+    """The orders with the shortest prefixes that any tier may have, so that host memory holds what all leave out.
+
+    counts: of tiers that it does hold together. What they leave free goes to weights and KV by their bytes.
+    """
+    if room.host is None:
+        return residency
+    sizes = {name: nbytes for _, name, nbytes, *_ in room.units}
+    layers = sum(u.kind == "attention" for u in room.spec.units)
+    left = room.spec.packed_nbytes - sum(sizes[name] for name in residency.pin_order)
+    outside = [left]  # bytes of weights in host memory, by length of the prefix from the longest one down
+    for name in reversed(residency.pin_order):
+        outside.append(outside[-1] + sizes[name])
+    outside = [
+        nbytes + sum(sizes[name] for name in residency.pin_order[:i] if name in residency.cpu_rows)
+        for i, nbytes in enumerate(reversed(outside))
+    ]
+    weights = max(outside[min(sum(n.pin for n in tier), len(outside) - 1)] for tier in counts)
+    cells = max(room.kv_layer * (layers - sum(n.kv for n in tier)) for tier in counts)
+    more = max(1.0, room.host / max(1, weights + cells))
+    pins = next(i for i, nbytes in enumerate(outside) if nbytes <= weights * more)
+    kv = next((i for i in range(layers) if room.kv_layer * (layers - i) <= cells * more), layers)
+    return replace(residency, least_pins=pins, least_kv=kv)
+
+
+def order_around(
+    classes: tuple[UnitClass, ...],
+    counts: list[tuple[Counts, ...]],
+    pinned: set[str],
+    kv: set[str],
+    cpu_rows: Mapping[str, int],
+) -> Residency:
+    """Orders of which the given sets are prefixes, and the other tiers' counts about so.
+
+    cpu_rows: of those that are pinned in part; they stand last in the set, as large tiers end before them.
+    """
+    orders = []
+    for members, lengths in (
+        (pinned, [[n.pin for n in tier] for tier in counts]),
+        (kv, [[n.kv for n in tier] for tier in counts]),
+    ):
+        own = [sum(u.name in members for u in cls.units) for cls in classes]
+        lengths = [  # nested with the given set
+            [(min if sum(row) <= sum(own) else max)(n, m) for n, m in zip(row, own)] for row in (*lengths, own)
+        ]
+        by_class = []
+        for c, cls in enumerate(classes):
+            inside = [u.name for u in cls.units if u.name in members]
+            marks = sorted({min(row[c], len(inside)) for row in lengths})
+            outside = [u.name for u in cls.units if u.name not in members]
+            by_class.append([*_spread_order(inside, marks, 0.5), *outside])
+        orders.append(_merge(by_class, lengths))
+    pin_order, kv_order = orders
+    first = sorted(pin_order[: len(pinned)], key=lambda name: name in cpu_rows)
+    return Residency((*first, *pin_order[len(pinned) :]), kv_order, cpu_rows)
+
+
+def _merge(orders: list[list[str]], prefixes: list[list[int]]) -> tuple[str, ...]:
+    """One order of which every tier's set (prefixes[tier][class] of each class's order) is a prefix."""
+    merged: list[str] = []
+    taken = [0] * len(orders)
+    for lengths in sorted(prefixes, key=sum):
+        for c, length in enumerate(lengths):
+            merged += orders[c][taken[c] : length]
+            taken[c] = max(taken[c], length)
+    return tuple(merged)
+
+
+def assign_cpu(
+    classes: tuple[UnitClass, ...], counts: tuple[int, ...], resident: frozenset[str], runs: int
+) -> set[str]:
+    """Names of the units that the CPU computes, out of those that are neither pinned nor have KV in VRAM.
+
+    They form about `runs` runs of neighbours, evenly spread over the layers; 0 runs means one at the start, where
+    the tokens come from.
+    """
+    layers = 1 + max(cls.units[-1].layer for cls in classes)
+    centres = [(i + 0.5) * layers / runs for i in range(runs)] or [0.0]
+    cpu: set[str] = set()
+    for cls, count in zip(classes, counts):
+        if not count:
+            continue
+        free = [u for u in cls.units if u.name not in resident]
+        if cls.kind in ("embedding", "output"):
+            cpu |= {u.name for u in free[:count]}
+            continue
+        names, middles = [u.name for u in free], [u.layer + 0.5 for u in free]
+        for i, centre in enumerate(centres):
+            share = (i + 1) * count // len(centres) - i * count // len(centres)
+            near = _nearest(middles, centre, share)
+            cpu.update(names[near])
+            del names[near], middles[near]
+    return cpu
+
+
+def assign_cuts(
+    classes: tuple[UnitClass, ...], counts: tuple[tuple[int, ...], ...], taken: frozenset[str]
+) -> dict[str, int]:
+    """Streamed units that are split, evenly spread over those of their class that are not `taken`, with the CPU's rows.
+
+    counts: by class, for each of its `cut_rows`. Raises ValueError when there are fewer units.
+    """
+    cut: dict[str, int] = {}
+    for cls, of_class in zip(classes, counts):
+        free = [u.name for u in cls.units if u.name not in taken]
+        for rows, count in zip(cls.cut_rows, of_class):
+            if count > len(free):
+                raise ValueError(f"{count} of {len(free)} units of {cls.name} cannot be split")
+            chosen = [free[i] for i in spread(len(free), count)]
+            cut |= dict.fromkeys(chosen, rows)
+            free = [name for name in free if name not in cut]
+    return cut
+
+
+def _nearest(middles: list[float], centre: float, count: int) -> slice:
+    """Where the `count` of the ascending `middles` nearest to `centre` are, the earlier one of two."""
+    left = right = bisect_left(middles, centre)
+    while right - left < count and left and right < len(middles):
+        if centre - middles[left - 1] <= middles[right] - centre:
+            left -= 1
+        else:
+            right += 1
+    missing = count - (right - left)  # one side is used up
+    return slice(left, right + missing) if not left else slice(max(0, left - missing), right)

@@ -1,0 +1,147 @@
+"""Published strategies as placements in the same nouns, for the same simulator and the same executor.
+
+Each fills the VRAM in a fixed order and places what is left by a fixed rule, tier by tier.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+from pshard.model import ModelSpec, Unit
+from pshard.plan import TierPlan
+from pshard.planner.price.draft import Room, draft_tier
+
+SLOTS = 2  # double buffering, as published
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Groups are taken into VRAM in order, each whole, until one does not fit; then `rest` places what is left.
+
+    A group lists ("pin" or "kv", unit name). `rest` gives "streamed" or "cpu" for the i-th unit of its kind.
+    """
+
+    groups: tuple[tuple[tuple[str, str], ...], ...]
+    rest: Callable[[Unit], str]
+
+
+def _layers(spec: ModelSpec, kind: str) -> list[Unit]:
+    return [u for u in spec.units if u.kind == kind]
+
+
+def _head(spec: ModelSpec) -> tuple:
+    return tuple((("pin", u.name),) for u in spec.units if u.kind == "output")
+
+
+def _whole_layers(spec: ModelSpec, kv_first: bool) -> tuple:
+    """One group per layer, last layers first; KV with its layer, or all of it before any weights."""
+    groups: list[tuple] = []
+    attention = {u.layer: u.name for u in _layers(spec, "attention")}
+    if kv_first:
+        groups += [(("kv", name),) for name in attention.values()]
+    for layer in sorted({u.layer for u in spec.units if u.layer >= 0}, reverse=True):
+        group = tuple(("pin", u.name) for u in spec.units if u.layer == layer)
+        groups.append(group if kv_first else (*group, ("kv", attention[layer])))
+    return tuple(groups)
+
+
+def _attention_then_ffn(spec: ModelSpec, pin_attention: bool = True) -> tuple:
+    """KV, then attention, then the head, then FFNs, layer by layer."""
+    attention = _layers(spec, "attention")
+    groups: list[tuple] = [(("kv", u.name),) for u in attention]
+    if pin_attention:
+        groups += [(("pin", u.name),) for u in attention]
+    return (*groups, *_head(spec), *((("pin", u.name),) for u in _layers(spec, "ffn")))
+
+
+def whole_layer_fit(spec: ModelSpec) -> Strategy:
+    """The head and the last layers in VRAM with their KV, the other layers on the CPU."""
+    return Strategy((*_head(spec), *_whole_layers(spec, False)), lambda u: "cpu")
+
+
+def attention_first(spec: ModelSpec) -> Strategy:
+    """KV and attention in VRAM, then FFNs as they fit; the rest on the CPU."""
+    return Strategy(_attention_then_ffn(spec), lambda u: "cpu")
+
+
+def layer_stream(spec: ModelSpec) -> Strategy:
+    """KV and some layers in VRAM; the other layers streamed whole."""
+    return Strategy((*_head(spec), *_whole_layers(spec, True)), lambda u: "streamed")
+
+
+def ffn_stream(spec: ModelSpec) -> Strategy:
+    """KV and attention in VRAM, then FFNs as they fit; the other FFNs streamed."""
+    return Strategy(_attention_then_ffn(spec), lambda u: "streamed")
+
+
+def ffn_cpu_attention_stream(spec: ModelSpec) -> Strategy:
+    """KV in VRAM and FFNs as they fit, the others on the CPU; attention streamed."""
+    return Strategy(
+        _attention_then_ffn(spec, pin_attention=False), lambda u: "streamed" if u.kind == "attention" else "cpu"
+    )
+
+
+def alternate_ffn(spec: ModelSpec) -> Strategy:
+    """KV and attention in VRAM, then FFNs as they fit; the others by turns on the CPU and streamed."""
+    return Strategy(_attention_then_ffn(spec), lambda u: "cpu" if u.kind == "ffn" and u.layer % 2 else "streamed")
+
+
+STRATEGIES: dict[str, Callable[[ModelSpec], Strategy]] = {
+    "fit": whole_layer_fit,
+    "attention-first": attention_first,
+    "layer-stream": layer_stream,
+    "ffn-stream": ffn_stream,
+    "ffn-cpu": ffn_cpu_attention_stream,
+    "alternate-ffn": alternate_ffn,
+}
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """A strategy's tiers with the orders that all of them share."""
+
+    pin_order: tuple[str, ...]
+    kv_order: tuple[str, ...]
+    tiers: tuple[TierPlan, ...]
+
+
+def place_strategy(name: str, room: Room, tiers: tuple[int, ...]) -> Baseline | None:
+    """All tiers under a strategy; None when its staging does not fit beside the scratch of some tier."""
+    strategy = STRATEGIES[name](room.spec)
+    held = cache(lambda n: _take(strategy, room, tiers[0], n).buffers.total - room.scratch(tiers[0]))
+    plans, taken = [], len(strategy.groups)
+    for tokens in tiers:
+        taken = _fill(held, room.arena - room.scratch(tokens), taken)
+        if taken < 0:
+            return None
+        plans.append(_take(strategy, room, tokens, taken))
+    items = [item for group in strategy.groups for item in group]
+    return Baseline(
+        tuple(n for what, n in items if what == "pin"), tuple(n for what, n in items if what == "kv"), tuple(plans)
+    )
+
+
+def _fill(held: Callable[[int], int], left: int, most: int) -> int:
+    """Length of the longest prefix of at most `most` groups that fits; -1 when none does.
+
+    held: bytes beside the scratch by length of the prefix; `left`: how many there may be.
+    """
+
+    def is_over(n: int) -> bool:
+        return held(n) > left
+
+    low, over, step = most, most + 1, 1
+    while low >= 0 and is_over(low):  # ever longer steps down: larger tiers mostly fit a little less
+        low, over, step = low - step, low, 2 * step
+    low = max(low, -1)
+    return low + bisect_left(range(low + 1, over), True, key=is_over)
+
+
+def _take(strategy: Strategy, room: Room, tokens: int, n: int) -> TierPlan:
+    items = [item for group in strategy.groups[:n] for item in group]
+    pinned = {name for what, name in items if what == "pin"}
+    where = {u.name: "cpu" if u.kind == "embedding" else strategy.rest(u) for u in room.spec.units}
+    where |= dict.fromkeys(pinned, "pinned")
+    kv = frozenset(name for what, name in items if what == "kv" and where[name] != "cpu")
+    return draft_tier(room, tokens, where, kv, SLOTS)

@@ -1,0 +1,178 @@
+"""A plan as tables for people."""
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from pshard.commands.print_table import print_whole
+from pshard.plan import RankPlan, TierPlan, Variant
+from pshard.planner.explain import BINDS, WhatIf
+from pshard.times.collectives import describe_sums
+from pshard.times.predicted_times import decode_seconds, first_token_seconds
+from pshard.workload import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from pshard.session.try_plans import Trial
+
+LETTERS = {"pinned": "P", "streamed": "s", "cpu": "c", "split": "x"}
+
+
+def print_variant(variant: Variant, out: "Console") -> None:
+    """One table per rank: counts, time, what binds, memory, solver."""
+    for rank in variant.ranks:
+        print_whole(_time_table(variant, rank), out)
+        print_whole(_memory_table(rank), out)
+    if not variant.plan_needed:
+        text = "Everything fits in VRAM: no plan is needed, and every tier keeps everything there."
+        out.print(text, highlight=False, soft_wrap=True)
+    if variant.split_mode == "tensor":
+        out.print(f"Ranks' parts are summed in {describe_sums(variant.reduce_dtype)}.", highlight=False, soft_wrap=True)
+    if variant.considered:
+        print_whole(_ways_table(variant), out)
+    out.print(
+        f"Predicted: time to first token {first_token_seconds(variant):.3g} s for {variant.prompt} tokens "
+        f"(micro-batches of {variant.max_ubatch}), then {_rate(variant.sequences / decode_seconds(variant))} tok/s.",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _ways_table(variant: Variant) -> "Table":
+    """What the plan was chosen from, itself first."""
+    columns = ("way", "round s", "more", "first token s", "tok/s", "why")
+    table = _new_table("Ways to use the devices that were predicted, the chosen one first", columns)
+    decoded = variant.sequences * variant.generated
+    for way in variant.considered:
+        if way.seconds is None or way.first_token is None:
+            table.add_row(way.way, "-", "", "", "", "does not fit")
+            continue
+        more = way.seconds / (variant.considered[0].seconds or way.seconds) - 1
+        pace = decoded / (way.seconds - way.first_token)
+        table.add_row(way.way, f"{way.seconds:.4g}", f"{more:+.1%}", f"{way.first_token:.3g}", _rate(pace), way.why)
+    return table
+
+
+def _time_table(variant: Variant, rank: RankPlan) -> "Table":
+    """What each tier does and how long it takes."""
+    share = f", rank {rank.rank} ({rank.share:.0%} of the model)" if len(variant.ranks) > 1 else ""
+    solve = rank.tiers[0].solve
+    users = f" for {variant.sequences} sequences" if variant.sequences > 1 else ""
+    title = f"{rank.budget_mib} MiB{share}, context {variant.context}{users}; "
+    title += f"{solve.strategy}: {solve.status}"
+    if solve.solver:
+        spent = sum(t.solve.seconds for t in rank.tiers)
+        title += f" ({solve.solver}, {spent:.2f} s, gap {solve.gap:.2%})"
+    table = _new_table(title, ("tokens", "pinned", "streamed", "cpu", "split", "KV", "ms", "bound", "tok/s", "binds"))
+    for tier in rank.tiers:
+        count = {w: sum(p.sort == w for p in tier.placements) for w in LETTERS}
+        layers = sum(p.kv is not None for p in tier.placements)
+        in_vram = sum(p.kv == "vram" for p in tier.placements)
+        p = tier.prediction
+        table.add_row(
+            str(tier.tokens), *(str(n) for n in count.values()), f"{in_vram}/{layers}", f"{p.seconds * 1e3:.2f}",
+            f"{p.bound_seconds * 1e3:.2f}", _rate(tier.tokens / p.seconds), p.binds,
+        )  # fmt: skip
+    return table
+
+
+def _rate(tokens_per_second: float) -> str:
+    """Four figures, and whole numbers above them."""
+    return f"{tokens_per_second:.4g}" if tokens_per_second < 1e4 else f"{tokens_per_second:.0f}"
+
+
+def _memory_table(rank: RankPlan) -> "Table":
+    """What the arena holds in each tier, in MiB."""
+    table = _new_table("MiB of the budget", ("tokens", "pinned", "scratch", "slots", "KV", "in use", "left"))
+    for tier in rank.tiers:
+        b = tier.buffers
+        slots = f"{b.slots} x {b.slot_bytes / MIB:.0f}" if b.slots else "0"
+        sizes = [f"{n / MIB:.0f}" for n in (b.pinned, b.scratch)]
+        left = rank.budget_mib - b.total / MIB
+        table.add_row(str(tier.tokens), *sizes, slots, f"{b.kv / MIB:.0f}", f"{b.total / MIB:.0f}", f"{left:.0f}")
+    return table
+
+
+def print_trials(trials: "Sequence[Trial]", out: "Console") -> None:
+    """Measured beside predicted time of every tier that was run, one row per plan and tier; the first was chosen."""
+    if not trials:
+        return
+    fitted = any(t.refitted is not t.variant for t in trials)
+    columns = ("plan", "tokens", "predicted", "measured", "off", *(["refitted"] if fitted else []), "round s")
+    table = _new_table("Plans that were run (ms), the chosen one first", columns)
+    for trial in trials:
+        name, total = trial.name, f"{trial.seconds:.4g}"
+        for tier, again in zip(trial.variant.ranks[0].tiers, trial.refitted.ranks[0].tiers):
+            p = tier.prediction
+            if p.measured_seconds is None:
+                continue
+            cells = [f"{s * 1e3:.2f}" for s in (p.seconds, p.measured_seconds)]
+            cells.append(f"{p.seconds / p.measured_seconds - 1:+.0%}")
+            cells += [f"{again.prediction.seconds * 1e3:.2f}"] if fitted else []
+            table.add_row(name, str(tier.tokens), *cells, total)
+            name = total = ""
+    print_whole(table, out)
+
+
+def _new_table(title: str, columns: tuple[str, ...]) -> "Table":
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("binds", "plan", "way", "why") else "right", no_wrap=True)
+    return table
+
+
+def print_explanation(variant: Variant, gains: tuple[WhatIf, ...], out: "Console") -> None:
+    """Units of every tier, layer by layer, then what binds each tier and what a better machine would bring."""
+    for rank in variant.ranks:
+        out.print(
+            f"\nUnits of rank {rank.rank} by layer: P pinned, s streamed, c cpu, x split; KV: V in VRAM, h on the host",
+            highlight=False,
+            soft_wrap=True,
+        )
+        for tier in rank.tiers:
+            out.print(f"  tier {tier.tokens}", highlight=False)
+            for label, units in _rows(tier):
+                out.print(f"    {label:10} {units}", highlight=False, soft_wrap=True)
+            for cut in _describe_splits(tier):
+                out.print(f"    split      {cut}", highlight=False, soft_wrap=True)
+    out.print()
+    for i, tier in enumerate(variant.ranks[0].tiers):
+        slowest = max((r.tiers[i] for r in variant.ranks), key=lambda t: t.prediction.seconds)
+        busy = ", ".join(f"{lane} {s / slowest.prediction.seconds:.0%}" for lane, s in slowest.prediction.busy if s)
+        worth = "; ".join(
+            f"{gain.change}: {max(0.0, dict(gain.speedups)[tier.tokens] - 1):+.0%}"
+            for gain in gains
+            if tier.tokens in dict(gain.speedups)
+        )
+        text = f"tier {tier.tokens}: {BINDS[slowest.prediction.binds]} (busy: {busy})"
+        out.print(text + (f"; {worth}" if worth else ""), highlight=False, soft_wrap=True)
+
+
+def _rows(tier: TierPlan) -> list[tuple[str, str]]:
+    """Letters of the tier's units: one row of attention units, one of their KV, one of the others by kind."""
+    attention = [p for p in tier.placements if p.kv is not None]
+    start = tier.placements.index(attention[0]) if attention else 0
+    body = tier.placements[start:]
+    ffn = [p for p in body[:-1] if p.kv is None]
+    ends = [*tier.placements[:start], *body[-1:]]
+    rows = [
+        ("attention", "".join(LETTERS[p.sort] for p in attention)),
+        ("KV", "".join("V" if p.kv == "vram" else "h" for p in attention)),
+        ("ffn", "".join(LETTERS[p.sort] for p in ffn)),
+    ]
+    return rows + [(p.unit, LETTERS[p.sort]) for p in ends]
+
+
+def _describe_splits(tier: TierPlan) -> list[str]:
+    """How FFNs are split, one line for each way."""
+    ways = Counter((p.where, p.cpu_rows) for p in tier.placements if p.cpu_rows)
+    return [
+        f"{n} FFN{'s' * (n > 1)}: {rows} rows of gate and up on the CPU, the accelerator's part {where}"
+        for (where, rows), n in sorted(ways.items())
+    ]

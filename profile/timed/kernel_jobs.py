@@ -1,0 +1,82 @@
+"""The kernel timings that a profile consists of: what each is, how long it may take, whether it can be left out."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from pshard.buffers import LOGIT_ROWS
+from pshard.machine import AttentionTiming, ElementwiseTiming, MatmulTiming
+from pshard.profile.effort import Effort, Shapes
+from pshard.profile.timed.time_kernels import KernelBench, time_attention, time_elementwise, time_embedding, time_matmul
+
+Row = MatmulTiming | AttentionTiming | ElementwiseTiming
+KV_TYPE = "bf16"
+TOGETHER, TOGETHER_CONTEXTS = (16, 64), (128, 1024)  # sequences that decode at once, and cells of each
+FILL_SECONDS = 0.1  # in which operand copies are laid out on an accelerator, roughly; only for the expected time
+
+
+@dataclass(frozen=True)
+class Job:
+    """One series of timings on one side ("host", "acc", "acc1"...). `expected` seconds are a guess; an `optional` job
+    may be skipped for time."""
+
+    side: str
+    label: str
+    expected: float
+    optional: bool
+    run: Callable[[KernelBench], Sequence[Row]]
+
+
+def list_jobs(side: str, effort: Effort, model: Shapes | None) -> list[Job]:
+    """All kernel timings of one side ("host", "acc", "acc1"...), each once: a model's own shapes first, then the grid.
+
+    Only matmuls of the grid are optional: its attention and elementwise rows stand in for every model's.
+    """
+    jobs: dict[object, Job] = {}
+    for shapes, of_grid in ((model, False), (effort.grid, True)):
+        if shapes is not None:
+            for key, job in _jobs_of(side, effort, shapes, of_grid):
+                jobs.setdefault(key, job)
+    return sorted(jobs.values(), key=lambda job: job.optional)
+
+
+def _jobs_of(side: str, effort: Effort, shapes: Shapes, of_grid: bool) -> Iterator[tuple[object, Job]]:
+    tokens = effort.host_tokens if side == "host" else effort.acc_tokens
+    few = tuple(t for t in tokens if t in (1, 16, 512, 4096))
+    name = side_name(side)
+    run: Callable[[KernelBench], Sequence[Row]]
+    fill, each = FILL_SECONDS if side != "host" else 0.0, 1.5 * effort.pace.seconds
+    for heads in shapes.attention:
+        for count, contexts in attention_points(tokens, shapes.context):
+            run = partial(time_attention, shape=heads, kv_type=KV_TYPE, tokens=count, contexts=contexts)
+            expected = (fill + each) * len(contexts) + effort.slow
+            yield (heads, count), Job(side, f"{name} attention, {count} tokens", expected, False, run)
+        together = tuple(sorted({min(c, shapes.context) for c in TOGETHER_CONTEXTS}))
+        for n in TOGETHER:
+            run = partial(time_attention, shape=heads, kv_type=KV_TYPE, tokens=1, contexts=together, sequences=n)
+            expected = (fill + each) * len(together)
+            yield (heads, "together", n), Job(side, f"{name} attention, {n} sequences", expected, False, run)
+    for (d_model, d_ffn), heads in zip(shapes.widths, shapes.attention):
+        run = partial(time_elementwise, d_model=d_model, d_ffn=d_ffn, shape=heads, tokens=few)
+        expected = (3 * fill + 6 * each) * len(few)
+        yield (d_model, d_ffn), Job(side, f"{name} norm, rope, activation", expected, False, run)
+    for qtype, width in shapes.embedding:
+        run = partial(time_embedding, qtype=qtype, width=width, tokens=few)
+        yield (qtype, width), Job(side, f"{name} embedding {qtype}", fill + each * len(few), False, run)
+    for qtype, rows, cols in (*shapes.matmuls, *shapes.heads):
+        counts = tokens if (qtype, rows, cols) in shapes.matmuls else tuple(t for t in tokens if t <= LOGIT_ROWS)
+        run = partial(time_matmul, qtype=qtype, rows=rows, cols=cols, tokens=counts)
+        expected = fill + each * len(counts) + effort.slow
+        yield (qtype, rows, cols), Job(side, f"{name} matmul {qtype} {rows}x{cols}", expected, of_grid, run)
+
+
+def side_name(side: str) -> str:
+    """ "host" and "acc1" as people call them."""
+    return "CPU" if side == "host" else f"accelerator {side.removeprefix('acc')}".rstrip()
+
+
+def attention_points(tokens: tuple[int, ...], context: int) -> list[tuple[int, tuple[int, ...]]]:
+    """New tokens -> contexts: many for one token (decode); for prompts the prompt alone and two longer contexts."""
+    decode = tuple(sorted({c for c in (128, 1024, 4096, 16384) if c < context} | {context}))
+    prompts = [t for t in tokens if t in (16, 128, 512, 2048, 4096, 8192) and t <= context]
+    return [(1, decode), *((t, tuple(sorted({t, max(t, min(4096, context)), context}))) for t in prompts)]

@@ -1,0 +1,181 @@
+"""The executor's own cost: it walks real steps over a small model whose kernels do nothing, or next to it.
+
+Where the CPU computes units, its stand-ins read as much of the host's memory as a unit may have, and what that takes is
+not counted: a step's own work then meets caches that hold nothing of it, as between real kernels, and takes 5 to 20
+times as long as in a loop.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pshard.buffers import SMALL_BATCH, kv_blocks
+from pshard.machine import ElementwiseTiming
+from pshard.model import ModelConfig, ModelSpec, Rope, TensorSpec, Unit
+from pshard.plan import Buffers, Placement, Prediction, RankPlan, Solve, TierPlan
+from pshard.runtime.devices.device import Device
+from pshard.runtime.executor import Executor, Group
+from pshard.runtime.kernels.api import Kernels, Segment
+from pshard.runtime.memory.kv_cache import KVShape
+from pshard.runtime.memory.weights import HostWeights
+
+LAYERS, THIN, CONTEXT = 32, 64, 256
+PROMPT = 2 * SMALL_BATCH  # tokens
+TURNS, HIDDEN = 8, 5120  # layers and width of the model that changes sides: hidden vectors as long as real ones
+LEAST = 1e-7  # of a difference of noisy times
+WALKS, WARM_UPS = 17, 2
+SPARE_MIB = 16  # of the arena, for all but weights
+SLOTS = 3  # as many as units are copied between two on the CPU, beside which all arrive
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """What a step costs the host's thread, seconds of each kind, and of a hidden vector's way to the host and back."""
+
+    rows: tuple[ElementwiseTiming, ...]
+    handoff: float
+
+
+class NoKernels:
+    """Stands in for kernels of the same kind, and does nothing, or `reads` for each unit, which takes `seconds`."""
+
+    def __init__(self, real: Kernels, reads: Callable[[], object] | None = None) -> None:
+        self.act_dtype, self.repeatable = real.act_dtype, real.repeatable
+        self._reads, self.seconds = reads, 0.0
+
+    def _nothing(self, *arguments: Any) -> None:
+        pass
+
+    rms_norm = linear = linear_group = gate_up = rope_store = _nothing
+
+    def attention(self, *arguments: Any) -> None:
+        if self._reads is not None:
+            start = time.perf_counter()
+            self._reads()
+            self.seconds += time.perf_counter() - start
+
+    def ffn(self, *arguments: Any) -> bool:
+        self.attention()
+        return True
+
+
+def time_steps(side: str, device: Device, fast: tuple[Kernels, Kernels], reads: Callable[[], object]) -> StepFigures:
+    """What the executor adds to the units of a step, on the host and on accelerator `side`; see docs/profiling.md.
+
+    fast: the kernels of the accelerator and of the host that they stand in for. reads: reads about as much of host
+    memory as a unit on the CPU does.
+    """
+    copies = device.kind != "cpu"  # else both sides meet the same caches, and copies are other threads' work
+    kernels = NoKernels(fast[0]), NoKernels(fast[1], reads if copies else None)
+    spec = _small_model(TURNS, HIDDEN)
+    units, on_cpu = len(spec.units), TURNS + 1  # by turns: the FFNs and the embedding, which always is
+    walks = {where: _time_walk(where, 1, device, kernels, spec) for where in ("pinned", "cpu", "turns")}
+    host = walks["cpu"] / units
+    # a walk with n units on the host, of which the embedding is one, has n - 1/2 hand-offs there and back
+    pinned = walks["pinned"] - host
+    share = (units - on_cpu) / (units - 1)  # of the pinned walk's other units, and of its half a hand-off
+    handoff = max(LEAST, (walks["turns"] - on_cpu * host - share * pinned) / (on_cpu - 0.5 - 0.5 * share))
+    acc = (pinned - handoff / 2) / (units - 1)
+    step = _time_walk("pinned", 1, device, kernels) / len(_small_model().units)
+    seconds = {(side, "step"): step, ("host", "step"): host}
+    if copies:
+        walks |= {where: _time_walk(where, 1, device, kernels, spec) for where in ("streamed", "pairs")}
+        copy = max(LEAST, (walks["streamed"] - walks["turns"]) / TURNS)
+        on_cpu, copied = TURNS // 2 + 1, 3 * TURNS // 2  # in pairs; a unit that is copied begins a run
+        others = on_cpu * host + (units - on_cpu) * acc + (on_cpu - 0.5) * handoff + copied * copy
+        seconds |= {(side, "copy"): copy, (side, "run"): max(LEAST, (walks["pairs"] - others) / (copied - on_cpu + 1))}
+    return StepFigures(tuple(ElementwiseTiming(*key, 1, 1, s) for key, s in seconds.items()), handoff)
+
+
+def time_launch(side: str, device: Device, fast: tuple[Kernels, Kernels]) -> ElementwiseTiming:
+    """Seconds that launching a unit's kernels takes on an accelerator ("acc") where no graph holds them: for a prompt
+    that is not a full micro-batch, over matrices so small that computing takes less time."""
+    spec = _small_model()
+    return ElementwiseTiming(side, "launch", 1, 1, _time_walk("pinned", PROMPT, device, fast) / len(spec.units))
+
+
+def _time_walk(
+    where: str,
+    tokens: int,
+    device: Device,
+    kernels: tuple[Any, Any],
+    spec: ModelSpec | None = None,
+) -> float:
+    """Seconds of a walk with so many tokens over a small model, placed as `_one_tier` says, less what `kernels` of the
+    host kept account of."""
+    spec = spec or _small_model()
+    plan = _one_tier(where, spec, 1 if tokens == 1 else 2 * tokens)
+    weights = HostWeights(spec.units, device)
+    weights.lock()
+    kv = KVShape(CONTEXT, 1, "bf16", "bf16")
+    arena = device.allocate(plan.budget_mib << 20)
+    executor = Executor(spec, plan, device, arena, weights, kv, kernels, Group())
+    ids = torch.zeros(tokens, dtype=torch.int64)
+    segments = (Segment(0, 0, tokens, 1, tuple(range(kv_blocks(tokens + 1, 1)))),)
+    samples: list[float] = []
+    for _ in range(WALKS):
+        start, elsewhere = time.perf_counter(), getattr(kernels[1], "seconds", 0.0)
+        executor.run(ids, segments, [tokens - 1], lambda: [(0, 1)])
+        samples.append(time.perf_counter() - start - (getattr(kernels[1], "seconds", 0.0) - elsewhere))
+    executor.close()
+    weights.close()
+    return statistics.median(samples[WARM_UPS:])
+
+
+def _small_model(layers: int = LAYERS, d_model: int = THIN) -> ModelSpec:
+    """Matrices have THIN rows or columns; there are two heads of half as many."""
+    config = ModelConfig(
+        "llama", layers, d_model, 2, 1, THIN // 2, THIN, THIN, 1e-6, CONTEXT, Rope(THIN // 2, 1e4, "halves")
+    )
+    units = [Unit("embedding", "embedding", -1, (_tensor("token_embd.weight", THIN, d_model),))]
+    for i in range(layers):
+        attention = (
+            _tensor(f"blk.{i}.attn_norm.weight", d_model),
+            *(_tensor(f"blk.{i}.attn_{part}.weight", n, d_model) for part, n in (("q", THIN), ("k", 32), ("v", 32))),
+            _tensor(f"blk.{i}.attn_output.weight", d_model, THIN),
+        )
+        ffn = (
+            _tensor(f"blk.{i}.ffn_norm.weight", d_model),
+            *(_tensor(f"blk.{i}.ffn_{part}.weight", THIN, d_model) for part in ("gate", "up")),
+            _tensor(f"blk.{i}.ffn_down.weight", d_model, THIN),
+        )
+        units.append(Unit(f"attention.{i}", "attention", i, attention))
+        units.append(Unit(f"ffn.{i}", "ffn", i, ffn))
+    head = (_tensor("output_norm.weight", d_model), _tensor("output.weight", THIN, d_model))
+    units.append(Unit("output", "output", -1, head))
+    return ModelSpec("step cost", "", config, tuple(units))
+
+
+def _tensor(name: str, *shape: int) -> TensorSpec:
+    return TensorSpec(name, "F32", shape)
+
+
+def _one_tier(where: str, spec: ModelSpec, tokens: int) -> RankPlan:
+    """All units "pinned" or on the "cpu", or by "turns": attention pinned, FFNs on the CPU; "streamed": attention
+    streamed instead; "pairs": of every second layer the FFN as well. The output is pinned but with "cpu", and the
+    embedding is looked up on the host."""
+    places = {u.name: _place(where, u) for u in spec.units}
+    kv = {u.name: "host" if where == "cpu" else "vram" for u in spec.units if u.kind == "attention"}
+    placements = tuple(Placement(name, at, kv.get(name)) for name, at in places.items())
+    pins = tuple(u for u, at in places.items() if at == "pinned")
+    slots = SLOTS if "streamed" in places.values() else 0
+    slot = max((u.packed_nbytes for u in spec.units if places[u.name] == "streamed"), default=0)
+    unknown = Prediction(0.0, 0.0, (), "", 0, 0)
+    buffers = Buffers(0, 0, slots, slot, 0)
+    tier = TierPlan(tokens, placements, buffers, unknown, Solve("", 0.0, 0.0, 0.0, 0.0, ""))
+    arena = SPARE_MIB + (spec.packed_nbytes >> 20)
+    return RankPlan(0, arena, 1.0, pins, tuple(u for u, at in kv.items() if at == "vram"), (tier,))
+
+
+def _place(where: str, unit: Unit) -> str:
+    if where == "cpu" or unit.kind == "embedding":
+        return "cpu"
+    if where == "pinned" or unit.kind == "output":
+        return "pinned"
+    if unit.kind == "ffn" and (where != "pairs" or unit.layer % 2):
+        return "cpu"
+    return "pinned" if where == "turns" else "streamed"

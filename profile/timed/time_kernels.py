@@ -1,0 +1,260 @@
+"""Times the runtime's own kernels on a device: matmuls, attention and what lies between them."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+import torch
+
+from pshard.buffers import ATTENTION_SPLITS, DEQUANT_BYTES, KV_BLOCK, SMALL_BATCH, kv_blocks, kv_cells_bytes
+from pshard.machine import AttentionTiming, ElementwiseTiming, MatmulTiming
+from pshard.profile.timed.operands import OperandPool
+from pshard.profile.timing_loop import Pace, graph_seconds, mean_seconds, median_seconds
+from pshard.runtime.kernels.api import Kernels, LayerKV, Packed, RopeTable, RowIndex, Segment
+from pshard.runtime.kernels.row_index import make_rows
+from pshard.runtime.memory.weights import lookup_rows
+from pshard.steps.graph_runs import LAUNCH_BOUND
+
+NORM_EPS = 1e-6
+EMBEDDING_ROWS = 16384
+DOUBTFUL, LEAST_DOUBT = 1.25, 2e-5  # times, and seconds, that a timing may exceed what its neighbours allow
+AGAIN = 3  # times that a doubtful one is measured more
+UNLIKE, LARGE = 1.4, 1 << 24  # times as long for each weight as another matrix of at least so many takes
+LOOKS = 8  # slow calls that measuring such ones again may take
+THIN = 64  # columns of a matmul that is only there to carry the thing that is timed
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Head geometry of attention: query heads, KV heads, elements per head."""
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        return self.n_heads, self.n_kv_heads, self.head_dim
+
+
+@dataclass(frozen=True)
+class KernelBench:
+    """Kernels of one device with what timing them takes.
+
+    `side` is "host" or "acc", as in the profile's tables. A series of growing sizes ends at calls longer than `slow`.
+    """
+
+    side: str
+    kernels: Kernels
+    device: torch.device
+    pool: OperandPool
+    pace: Pace
+    slow: float
+
+    def seconds(self, run: Callable[[int], object], tokens: int) -> float:
+        """Seconds of run(i), a kernel call for so many tokens, as a step adds them up."""
+        return mean_seconds(run, self.pace) if self.device.type == "cpu" else self.median(run, tokens)
+
+    def median(self, run: Callable[[int], object], tokens: int) -> float:
+        """The median of the same, fit for differences; in a CUDA graph where the runtime uses one."""
+        cuda = self.device.type == "cuda"
+        if cuda and self.kernels.repeatable and tokens <= LAUNCH_BOUND:
+            return graph_seconds(run, self.pace)
+        return median_seconds(run, self.pace, cuda)
+
+    def linear_calls(self, weights: Sequence[Packed], tokens: int) -> Callable[[int], None]:
+        """A function of i that multiplies so many tokens with copy i of a matrix; copies take turns."""
+        x, out = self.activations(tokens, weights[0].cols), self.activations(tokens, weights[0].rows)
+        tile = _tile(self, tokens)
+        return lambda i: self.kernels.linear(x, weights[i % len(weights)], out, tile)
+
+    def activations(self, tokens: int, width: int) -> torch.Tensor:
+        """Random [tokens, width] in the kernels' activation type."""
+        generator = torch.Generator().manual_seed(0)
+        row = torch.randn(width, generator=generator).to(self.device, self.kernels.act_dtype)
+        return row.repeat(tokens, 1)
+
+
+def time_series(sizes: Iterable[int], slow: float, seconds_of: Callable[[int], float]) -> list[tuple[int, float]]:
+    """(size, seconds) for growing sizes; ends after a slow one, and before one that would take twice as long as that.
+
+    Above the last one the planner goes on in proportion.
+    """
+    series: list[tuple[int, float]] = []
+    for size in sorted(sizes):
+        if series and series[-1][1] * max(1.0, size / series[-1][0] / 2) > slow:
+            break
+        series.append((size, seconds_of(size)))
+    _repeat_doubtful(series, seconds_of)
+    return series
+
+
+def _repeat_doubtful(series: list[tuple[int, float]], seconds_of: Callable[[int], float]) -> None:
+    """Measure again what takes longer than more of the same, or longer for each piece than less of it, and keep the
+    shortest: a machine whose cores others use stands still for milliseconds, and one such row spoils a plan."""
+    for i, (size, _) in enumerate(series):
+        bounds = [seconds for _, seconds in series[i + 1 : i + 2]]
+        bounds += [seconds * size / fewer for fewer, seconds in series[max(0, i - 1) : i]]
+        for _ in range(AGAIN):
+            if not bounds or series[i][1] <= DOUBTFUL * min(bounds) + LEAST_DOUBT:
+                break
+            series[i] = size, min(series[i][1], seconds_of(size))
+
+
+def time_matmul(bench: KernelBench, qtype: str, rows: int, cols: int, tokens: Sequence[int]) -> list[MatmulTiming]:
+    """x[t, cols] @ W[rows, cols].T for each t of `tokens`, until one is slow; W is another copy in every call."""
+    weights = bench.pool.rotate_weights(qtype, rows, cols)
+    series = time_series(tokens, bench.slow, lambda count: bench.seconds(bench.linear_calls(weights, count), count))
+    return [MatmulTiming(bench.side, qtype, rows, cols, count, seconds) for count, seconds in series]
+
+
+def repeat_unlike(bench: KernelBench, rows: Sequence[MatmulTiming]) -> dict[object, MatmulTiming]:
+    """Measure some rows again: those that take much longer for each weight than another large matrix of their type does
+    with as many tokens. Row -> what counts, the shorter, as seconds in which others use the machine's memory double
+    whole rows. The most unlike come first; takes as long as LOOKS slow calls at most.
+    """
+    large = [r for r in rows if r.rows * r.cols >= LARGE]
+    least: dict[tuple[str, int], float] = {}
+    for r in large:
+        key = r.qtype, r.tokens
+        least[key] = min(least.get(key, inf), r.seconds / (r.rows * r.cols))
+
+    def unlike(r: MatmulTiming) -> float:
+        return r.seconds / (r.rows * r.cols) / least[r.qtype, r.tokens]
+
+    found: dict[object, MatmulTiming] = {}
+    end = time.monotonic() + LOOKS * bench.slow
+    for r in sorted((r for r in large if unlike(r) > UNLIKE), key=unlike, reverse=True):
+        if time.monotonic() > end:
+            break
+        (now,) = time_matmul(bench, r.qtype, r.rows, r.cols, [r.tokens])
+        found[r] = replace(r, seconds=min(r.seconds, now.seconds))
+    return found
+
+
+def time_attention(
+    bench: KernelBench, shape: AttentionShape, kv_type: str, tokens: int, contexts: Sequence[int], sequences: int = 1
+) -> list[AttentionTiming]:
+    """Attention of the last `tokens` of each context, of so many sequences, over KV caches that rotate; until one is
+    slow. Caches of several sequences that the operand pool has no room for are left out."""
+    width = shape.n_kv_heads * shape.head_dim
+    if sequences > 1:
+        most = bench.pool.nbytes // kv_cells_bytes(KV_BLOCK, width, kv_type, kv_type) // sequences  # blocks of each
+        contexts = [context for context in contexts if kv_blocks(context, 1) <= most]
+    series = time_series(
+        contexts, bench.slow, lambda context: _time_attention(bench, shape, kv_type, tokens, context, sequences)
+    )
+    return [
+        AttentionTiming(bench.side, *shape.heads, kv_type, tokens, context, seconds, sequences)
+        for context, seconds in series
+    ]
+
+
+def _time_attention(
+    bench: KernelBench, shape: AttentionShape, kv_type: str, tokens: int, context: int, sequences: int
+) -> float:
+    cells = sequences * kv_blocks(context, 1) * KV_BLOCK
+    caches = bench.pool.rotate_kv(cells, shape.n_kv_heads, shape.head_dim, kv_type)
+    qkv, out, partial = _attention_buffers(bench, shape, sequences * tokens)
+    rows, scale = _row_index(bench.device, tokens, context, sequences), shape.head_dim**-0.5
+    return bench.seconds(
+        lambda i: bench.kernels.attention(qkv, shape.heads, caches[i % len(caches)], rows, scale, out, partial),
+        sequences * tokens,
+    )
+
+
+def time_elementwise(
+    bench: KernelBench, d_model: int, d_ffn: int, shape: AttentionShape, tokens: Sequence[int]
+) -> list[ElementwiseTiming]:
+    """Norm, residual add, RoPE with KV store, and SwiGLU product for each number of tokens."""
+    rope_width = (shape.n_heads + shape.n_kv_heads) * shape.head_dim
+    kinds: tuple[tuple[str, int, Callable[[int], float]], ...] = (
+        ("norm", d_model, lambda count: _time_norm(bench, d_model, count)),
+        ("residual", d_model, lambda count: _time_residual(bench, d_model, count)),
+        ("rope", rope_width, lambda count: _time_rope(bench, shape, count)),
+        ("silu_mul", d_ffn, lambda count: _time_silu_mul(bench, d_ffn, count)),
+    )
+    return [
+        ElementwiseTiming(bench.side, what, count, width, seconds)
+        for what, width, seconds_of in kinds
+        for count, seconds in time_series(tokens, inf, seconds_of)
+    ]
+
+
+def time_embedding(bench: KernelBench, qtype: str, width: int, tokens: Sequence[int]) -> list[ElementwiseTiming]:
+    """Looking up the rows of so many tokens in an embedding table of a quant type."""
+    tables = bench.pool.rotate_weights(qtype, EMBEDDING_ROWS, width)
+    series = time_series(tokens, inf, lambda count: _time_lookup(bench, tables, count))
+    return [ElementwiseTiming(bench.side, "embed", count, width, seconds) for count, seconds in series]
+
+
+def _time_lookup(bench: KernelBench, tables: list[Packed], tokens: int) -> float:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(EMBEDDING_ROWS, (8, tokens), generator=generator).to(bench.device)
+    out = torch.empty(tokens, tables[0].cols, device=bench.device)
+    cuda = bench.device.type == "cuda"
+    return median_seconds(lambda i: lookup_rows(tables[i % len(tables)], ids[i % len(ids)], out), bench.pace, cuda)
+
+
+def _time_norm(bench: KernelBench, d_model: int, tokens: int) -> float:
+    hidden, normed = bench.activations(tokens, d_model).float(), bench.activations(tokens, d_model)
+    weight = torch.ones(d_model, device=bench.device)
+    return bench.seconds(lambda i: bench.kernels.rms_norm(hidden, weight, NORM_EPS, normed), tokens)
+
+
+def _time_residual(bench: KernelBench, d_model: int, tokens: int) -> float:
+    """What accumulating a matmul's result into the residual stream adds; the matmul is kept small and in cache."""
+    weight = bench.pool.rotate_weights("BF16", d_model, THIN)[0]
+    x, out, tile = bench.activations(tokens, THIN), bench.activations(tokens, d_model), _tile(bench, tokens)
+    hidden = out.float()
+    added = bench.median(lambda i: bench.kernels.linear(x, weight, hidden, tile, None, True), tokens)
+    alone = bench.median(lambda i: bench.kernels.linear(x, weight, out, tile), tokens)
+    return max(0.0, added - alone)
+
+
+def _time_rope(bench: KernelBench, shape: AttentionShape, tokens: int) -> float:
+    rows, dim = _row_index(bench.device, tokens, tokens), shape.head_dim
+    angles = torch.rand(2, tokens, dim // 2, device=bench.device)
+    rope = RopeTable(angles[0].cos(), angles[1].sin(), "halves")
+    caches = bench.pool.rotate_kv(tokens, shape.n_kv_heads, dim, "bf16")
+    qkv, _, _ = _attention_buffers(bench, shape, tokens)
+
+    def run(i: int) -> None:
+        kv: LayerKV = caches[i % len(caches)]
+        bench.kernels.rope_store(qkv, shape.heads, None, None, NORM_EPS, rope, rows, kv)
+
+    return bench.seconds(run, tokens)
+
+
+def _time_silu_mul(bench: KernelBench, d_ffn: int, tokens: int) -> float:
+    """What gate_up takes beyond its two matmuls; the matmuls are kept small and in cache."""
+    weight = bench.pool.rotate_weights("BF16", d_ffn, THIN)[0]
+    x, both, tile = bench.activations(tokens, THIN), bench.activations(tokens, 2 * d_ffn), _tile(bench, tokens)
+    fused = bench.median(lambda i: bench.kernels.gate_up(x, weight, weight, both[:, :d_ffn], both, tile), tokens)
+    one = bench.median(lambda i: bench.kernels.linear(x, weight, both[:, :d_ffn], tile), tokens)
+    return max(0.0, fused - 2 * one)
+
+
+def _attention_buffers(
+    bench: KernelBench, shape: AttentionShape, tokens: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(qkv, out, partial) for so many tokens."""
+    n_heads, n_kv, dim = shape.heads
+    qkv = bench.activations(tokens, (n_heads + 2 * n_kv) * dim)
+    partial = None
+    if tokens <= SMALL_BATCH:
+        partial = torch.empty(tokens, n_heads, ATTENTION_SPLITS, dim + 2, device=bench.device)
+    return qkv, bench.activations(tokens, n_heads * dim), partial
+
+
+def _row_index(device: torch.device, tokens: int, context: int, sequences: int = 1) -> RowIndex:
+    """The last `tokens` cells of each of so many sequences of `context` cells, whose blocks follow each other."""
+    each = kv_blocks(context, 1)
+    blocks = [tuple(range(s * each, (s + 1) * each)) for s in range(sequences)]
+    segments = [Segment(s, s * tokens, tokens, context - tokens, held) for s, held in enumerate(blocks)]
+    return make_rows(segments, device)
+
+
+def _tile(bench: KernelBench, tokens: int) -> torch.Tensor:
+    return torch.empty(DEQUANT_BYTES if tokens > SMALL_BATCH else 0, dtype=torch.uint8, device=bench.device)

@@ -1,0 +1,103 @@
+"""Compiles the GPU's matmul kernel for many tiles in processes of their own, into Triton's cache.
+
+Most of a compilation is Python code, so threads would not help. The processes import Triton without torch, which takes
+ten times as long, and leave the GPU alone: Triton's driver is replaced there by one that only names it.
+"""
+
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from typing import Any
+
+from pshard.profile.identify import count_cores, usable_memory
+
+MOST_PROCESSES = 32
+PROCESS_BYTES = 1 << 30  # of memory, at most; all together take a quarter of it
+
+
+def requests_of(call: Callable[[], None]) -> tuple[str, ...]:
+    """What Triton would have to compile of `matvec_kernel` in a call, in its own words; nothing is compiled.
+
+    Kernels that this process has not compiled yet are not started, others are.
+    """
+    from triton import knobs
+
+    from pshard.runtime.kernels.gpu.products.triton_matvec import matvec_kernel
+
+    found: list[str] = []
+
+    def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        if fn.jit_function is matvec_kernel:
+            found.append(compile["specialization_data"])
+        return True  # Triton then leaves it
+
+    before = knobs.runtime.jit_cache_hook
+    knobs.runtime.jit_cache_hook = note
+    try:
+        call()
+    finally:
+        knobs.runtime.jit_cache_hook = before
+    return tuple(found)
+
+
+def count_processes() -> int:
+    """How many processes compile at once: as many as there are cores, and memory for them."""
+    return max(1, min(count_cores(), MOST_PROCESSES, usable_memory() // 4 // PROCESS_BYTES))
+
+
+def compile_ahead(requests: Sequence[str], processes: int, seconds: float) -> dict[str, BaseException | None]:
+    """Compile these for the GPU that is current, in this order: the error, or None, of those reached in the time."""
+    from triton.runtime import driver
+
+    if not requests:
+        return {}
+    target, deadline = driver.active.get_current_target(), time.monotonic() + seconds
+    pool = ProcessPoolExecutor(min(processes, len(requests)), multiprocessing.get_context("spawn"))
+    try:
+        with _interrupts_ignored():
+            futures = {request: pool.submit(_compile, target, request) for request in requests}
+        wait(futures.values(), max(0.0, deadline - time.monotonic()))
+    except BrokenExecutor as error:  # the processes end as they start
+        return dict.fromkeys(requests, error)
+    finally:
+        pool.shutdown(cancel_futures=True)  # waits for those at work, which would disturb what is timed next
+    return {request: future.exception() for request, future in futures.items() if not future.cancelled()}
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Processes that start meanwhile ignore Ctrl-C from their first moment on: this one ends them."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _compile(target: Any, request: str) -> None:
+    """What a process of the pool does."""
+    from triton.runtime import driver
+
+    from pshard.runtime.kernels.gpu.products.triton_matvec import matvec_kernel
+
+    driver.set_active(OnlyTarget(target))
+    matvec_kernel.preload(request)
+
+
+class OnlyTarget:
+    """As much of a Triton driver as it takes to compile for a GPU that is not there."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0

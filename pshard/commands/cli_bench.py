@@ -1,0 +1,232 @@
+"""pshard-bench: measured rates beside predicted ones, for the plan and for baselines, in the manner of llama-bench."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pshard.commands.command_line import check_writable, new_parser, parse_count, parse_counts, parse_ints, run_cli
+from pshard.commands.run_flags import add_plan_flags, make_request, planned_flags
+from pshard.errors import UserError
+
+if TYPE_CHECKING:
+    from pshard.measurement import Measurement
+    from pshard.runtime.ranks.group import Group
+    from pshard.session.bench_engine import BenchSetting, BenchTest
+    from pshard.session.open_plan import Opened, Request
+
+BASELINES = ("fit", "accelerate")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the command."""
+    return run_cli(_main, argv)
+
+
+def _main(argv: list[str]) -> int:
+    parser = new_parser("pshard-bench", "Measure prompt processing and decoding under a plan, beside its prediction.")
+    add_plan_flags(parser)
+    tests = parser.add_argument_group("tests")
+    tests.add_argument("-p", "--n-prompt", type=parse_ints, default=(512,), help="prompt tokens, as 512,4096 (0: none)")
+    tests.add_argument("-n", "--n-gen", type=parse_ints, default=(128,), help="tokens to decode (0: none)")
+    tests.add_argument("-d", "--n-depth", type=parse_ints, default=(0,), help="tokens cached before the test")
+    tests.add_argument("-npl", "--n-parallel", type=parse_counts, default=(1,), help="sequences at once, as 1,4,16")
+    tests.add_argument("-r", "--repetitions", type=parse_count, default=5, help="samples of each test (default 5)")
+    tests.add_argument("--strategy", action="append", default=[], metavar="NAME", help="also run a published strategy")
+    tests.add_argument("--baseline", action="append", default=[], choices=BASELINES, help="also run a baseline")
+    tests.add_argument("--perplexity", type=Path, metavar="FILE", help="perplexity of a text instead of the tests")
+    tests.add_argument("--ppl-window", type=parse_count, default=512, help="tokens in a window of it (default 512)")
+    parser.add_argument(
+        "-o",
+        "--output",
+        choices=("md", "batched", "csv", "json", "jsonl"),
+        default="md",
+        help="format on stdout; batched: each prompt and the decoding after it as one row",
+    )
+    parser.add_argument("-of", "--output-file", type=Path, help="also write JSON to this file")
+    args = parser.parse_args(argv)
+    request = _make_request(args)
+
+    from pshard.runtime.ranks.group import launched_ranks
+    from pshard.session.open_plan import open_group, open_plan, settle_plan
+
+    request, ranks = settle_plan(request)
+    if ranks > 1 and not launched_ranks():
+        from pshard.runtime.ranks.start_ranks import launch
+
+        return launch(ranks, "pshard.commands.cli_bench", [*planned_flags(argv), "-m", str(request.model)])
+    opened = open_plan(request)
+    group = open_group(opened, ranks)
+    try:
+        if args.perplexity is not None:
+            return _run_perplexity(opened, args, group)
+        found = _run_all(opened, args, group, shlex.join(["pshard-bench", *argv]))
+    finally:
+        group.close()
+    if group.rank == 0:
+        _write(found, args)
+    return 0
+
+
+def _make_request(args: Any) -> "Request":
+    """What the tests need of a plan. Raises UserError for what would come to light only after measuring."""
+    from dataclasses import replace
+
+    from pshard.planner.search.strategies import STRATEGIES
+
+    for name in args.strategy:
+        if name not in STRATEGIES:
+            raise UserError(f"--strategy {name} is unknown; choose from {', '.join(STRATEGIES)}")
+    if args.ppl_window < 2:
+        raise UserError(f"--ppl-window is {args.ppl_window}; a window has 2 tokens or more")
+    if args.output_file is not None:
+        check_writable(args.output_file, "-of")
+    if args.perplexity is not None:
+        return make_request(args, 1)
+    tests = _tests(args)
+    request = make_request(args, max(test.n_sequences for test in tests))
+    return replace(request, needed=max(test.cells * test.n_sequences for test in tests))
+
+
+def _tests(args: Any) -> "list[BenchTest]":
+    from pshard.session.bench_engine import BenchTest
+
+    tests: list[BenchTest] = []
+    for depth in args.n_depth:
+        for parallel in args.n_parallel:
+            if args.output == "batched":
+                for n_prompt in filter(None, args.n_prompt):
+                    after = [BenchTest(0, n, depth + n_prompt, parallel) for n in args.n_gen if n]
+                    tests += [BenchTest(n_prompt, 0, depth, parallel), *after] if after else []
+                continue
+            tests += [BenchTest(n, 0, depth, parallel) for n in args.n_prompt if n]
+            tests += [BenchTest(0, n, depth, parallel) for n in args.n_gen if n]
+    if not tests:
+        both = "both -p and -n" if args.output == "batched" else "-p or -n"
+        raise UserError(f"no tests: give {both} above 0")
+    return tests
+
+
+def _run_all(opened: "Opened", args: Any, group: "Group", command: str) -> "list[Measurement]":
+    from pshard.planner.search.strategies import STRATEGIES
+    from pshard.session.open_plan import environment_of
+
+    tests, found = _tests(args), []
+    if group.rank == 0 and (made := opened.variant.ranks[0].tiers[0].solve.strategy) in STRATEGIES:
+        print(f"note: the registry's plan is the published strategy {made!r}; its rows are called ilp", file=sys.stderr)
+    setting = _setting(opened, "ilp", environment_of(opened.profile), command)
+    found += _run_strategy(opened, opened.variant, "ilp", tests, args, group, setting)
+    names = [*args.strategy, *(["fit"] if "fit" in args.baseline else [])]
+    for name in dict.fromkeys(names):
+        found += _run_baseline(opened, name, tests, args, group, setting)
+    if "accelerate" in args.baseline:
+        from pshard.session.accelerate_baseline import run_accelerate
+
+        path, kind = Path(opened.file.spec.path), opened.profile.accelerators[0].kind
+        found += run_accelerate(path, opened.variant, kind, tests, args.repetitions, setting)
+    return found
+
+
+def _setting(opened: "Opened", strategy: str, environment: Any, command: str) -> "BenchSetting":
+    from pshard.session.bench_engine import BenchSetting
+
+    spec = opened.file.spec
+    size = sum(t.file_nbytes for u in spec.units for t in u.tensors)
+    return BenchSetting(spec.name, size, strategy, environment, command)
+
+
+def _run_baseline(
+    opened: "Opened", name: str, tests: list, args: Any, group: "Group", setting: "BenchSetting"
+) -> "list[Measurement]":
+    from dataclasses import replace
+
+    from pshard.planner.make_plan import plan_baseline
+
+    v = opened.variant
+    try:
+        variant = plan_baseline(name, opened.file.spec, opened.profile, v.workload, v.correction)
+    except UserError as error:
+        print(f"note: baseline {name} is left out: {error}", file=sys.stderr)
+        return []
+    return _run_strategy(opened, variant, name, tests, args, group, replace(setting, strategy=name))
+
+
+def _run_strategy(
+    opened: "Opened", variant: Any, name: str, tests: list, args: Any, group: "Group", setting: "BenchSetting"
+) -> "list[Measurement]":
+    from pshard.cuts.rank_parts import cut_ranks
+    from pshard.planner.price.predict_published import Predictor
+    from pshard.session.bench_engine import run_test
+    from pshard.session.open_plan import start_engine
+
+    predictor = Predictor(cut_ranks(opened.file.spec, variant.split), opened.profile, variant)
+    found = []
+    with start_engine(opened, variant, args.kernels, group) as engine, _bar(name, len(tests), args, group) as progress:
+        for note in engine.notes:
+            print(f"note: {note}", file=sys.stderr)
+        for test in tests:
+            found.append(run_test(engine, predictor, test, args.repetitions, setting, progress))
+    return found
+
+
+def _bar(name: str, tests: int, args: Any, group: "Group") -> Any:
+    """Context manager that gives a function to call after each sample."""
+    from contextlib import contextmanager
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    @contextmanager
+    def bar() -> Any:
+        console = Console(stderr=True)
+        hidden = not console.is_terminal or group.rank != 0
+        with Progress(console=console, transient=True, disable=hidden) as progress:
+            task = progress.add_task(f"measuring {name}", total=tests * args.repetitions)
+            yield lambda: progress.advance(task)
+
+    return bar()
+
+
+def _run_perplexity(opened: "Opened", args: Any, group: "Group") -> int:
+    from pshard.session.bench_engine import measure_perplexity
+    from pshard.session.open_plan import start_engine
+
+    try:
+        text = args.perplexity.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {args.perplexity}: {error}") from None
+    with start_engine(opened, opened.variant, args.kernels, group) as engine:
+        if engine.tokenizer is None:
+            raise UserError("the model file has no tokenizer: perplexity needs one")
+        ids = engine.tokenizer.encode(text)
+        window = min(args.ppl_window, engine.plan.context)
+        value = measure_perplexity(engine, ids, window, lambda _: None)
+        if window < args.ppl_window and group.rank == 0:
+            print(f"note: windows of {window} tokens, the plan's context, not {args.ppl_window}", file=sys.stderr)
+    if group.rank == 0:
+        if args.output in ("json", "jsonl"):
+            import json
+
+            print(json.dumps({"perplexity": value, "tokens": len(ids), "window": window, "file": args.perplexity.name}))
+        else:
+            print(f"perplexity {value:.4f} over {len(ids)} tokens in windows of {window}")
+    return 0
+
+
+def _write(found: "list[Measurement]", args: Any) -> None:
+    from pshard.jsonio import write_text_atomically
+    from pshard.reports.tables.bench_formats import format_measurements
+    from pshard.times.stolen_time import describe_stolen
+
+    if note := describe_stolen({f"{m.strategy} {m.test}": m.stolen for m in found}):
+        print(f"note: {note}", file=sys.stderr)
+    print(format_measurements(found, args.output), end="")
+    if args.output_file is not None:
+        try:
+            write_text_atomically(args.output_file, format_measurements(found, "json"))
+        except OSError as error:
+            raise UserError(f"cannot write {args.output_file}: {error.strerror}") from None
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

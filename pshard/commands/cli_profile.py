@@ -1,0 +1,139 @@
+"""pshard-profile: measure this machine and write its profile."""
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from pshard.commands.command_line import check_writable, env_default, new_parser, run_cli
+from pshard.errors import UserError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the command; returns the exit code."""
+    return run_cli(_run, argv)
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = new_parser("pshard-profile", "Measure this machine with the kernels that will run, for pshard-plan.")
+    parser.add_argument("--quick", action="store_true", help="at most a minute: fewer shapes, shorter timings")
+    parser.add_argument("-m", "--model", metavar="MODEL", help="also time exactly this model's matrices")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="PATH", help="file to write (default: in the cache folder)"
+    )
+    parser.add_argument(
+        "-t", "--threads", type=_thread_count, metavar="N", help="CPU threads (default: the count that reads fastest)"
+    )
+    parser.add_argument("-dev", "--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
+    parser.add_argument("--json", action="store_true", help="print the profile as JSON, and nothing else, on stdout")
+    parser.set_defaults(threads=env_default("THREADS", _thread_count, None), device=env_default("DEVICE", str, None))
+    return parser.parse_args(argv)
+
+
+def _thread_count(text: str) -> int:
+    try:
+        count = int(text)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of threads (1 or more)")
+    return count
+
+
+def _run(argv: list[str]) -> int:
+    args = _parse(argv)
+    model = _model_spec(args.model)
+    if args.output is not None:
+        check_writable(args.output, "-o")
+
+    from rich.console import Console
+
+    from pshard.profile.compare_profiles import compare_profiles
+    from pshard.profile.effort import full_effort, model_shapes, quick_effort
+    from pshard.profile.identify import (
+        count_cores,
+        default_accelerator,
+        identify_accelerators,
+        last_cache_bytes,
+        usable_memory,
+    )
+    from pshard.profile.measure import Request, measure_machine
+    from pshard.profile.show_profile import print_changes, print_profile
+
+    if args.threads is not None and args.threads > count_cores():
+        raise UserError(f"-t {args.threads}: this process may use {count_cores()} cores; give at most that many")
+    effort = (quick_effort if args.quick else full_effort)(last_cache_bytes(), usable_memory())
+    accelerator = args.device or default_accelerator()
+    identify_accelerators(accelerator)
+    request = Request(
+        accelerator=accelerator,
+        effort=effort,
+        model=model_shapes(model) if model else None,
+        threads=args.threads,
+        command=shlex.join(["pshard-profile", *argv]),
+    )
+    previous = _previous_profile(args.output)
+    messages = Console(stderr=True)
+    profile = _measure_with_bar(request, measure_machine, messages)
+    path = _save(profile, args.output)
+    if args.json:
+        from pshard.jsonio import to_json
+
+        print(json.dumps(to_json(profile), indent=1))
+    else:
+        out = Console()
+        print_profile(profile, out)
+        if previous is not None:
+            print_changes(compare_profiles(previous, profile), previous.provenance.date, out)
+    messages.print(f"profile: {path}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _model_spec(path: str | None) -> Any:
+    if path is None:
+        return None
+    from pshard.models import open_model
+
+    return open_model(path).spec
+
+
+def _previous_profile(path: Path | None) -> Any:
+    from pshard.registries.profile_store import load_profile
+
+    try:
+        return load_profile(path)
+    except UserError:
+        return None  # none yet, or one that cannot be read any more: there is nothing to compare with
+
+
+def _save(profile: Any, path: Path | None) -> Path:
+    from pshard.registries.profile_store import save_profile
+
+    return save_profile(profile, path)
+
+
+def _measure_with_bar(request: Any, measure: Any, console: Any) -> Any:
+    """Run with a progress bar on a terminal, and without one on a pipe."""
+    from pshard.profile.measure import expected_seconds
+
+    minutes = expected_seconds(request) / 60
+    if not request.effort.quick:
+        console.print(f"A full profile takes about {max(1, round(minutes))} min here; --quick takes less than one.")
+    if not console.is_terminal:
+        return measure(request, lambda label, share: None)
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=1.0)
+
+        def show(label: str, share: float) -> None:
+            bar.update(task, description=label, completed=share)
+
+        return measure(request, show)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""pshard-report: bench, plan and profile JSON to figures and one self-contained HTML page."""
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pshard.commands.command_line import new_parser, run_cli
+
+if TYPE_CHECKING:
+    from pshard.measurement import Timeline
+    from pshard.reports.inputs import ReportInputs
+
+
+def main() -> int:
+    """Entry point of the command."""
+    return run_cli(make_report)
+
+
+def make_report(argv: list[str]) -> int:
+    """Read the files, write the report, print what was written (the page first)."""
+    args = _parse(argv)
+
+    from dataclasses import replace
+    from datetime import UTC, datetime
+
+    from pshard import __version__
+    from pshard.reports.inputs import read_inputs
+    from pshard.reports.write import write_report
+
+    inputs = read_inputs(args.files)
+    if args.model:
+        inputs = replace(inputs, timelines=(*inputs.timelines, *_simulate_plans(inputs, args)))
+    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    for path in write_report(inputs, args.output, f"Made {made} by pshard-report {__version__}"):
+        print(path)
+    return 0
+
+
+def _parse(argv: list[str]) -> Namespace:
+    parser = new_parser("pshard-report", "Figures (PNG, SVG) and one HTML page from measurements, plans and profiles.")
+    parser.add_argument(
+        "files",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="JSON of pshard-bench -o json|jsonl, pshard-plan --json or pshard-profile, or a plan registry",
+    )
+    parser.add_argument("-o", "--output", type=Path, default=Path("report"), help="folder (default: %(default)s)")
+    parser.add_argument("-m", "--model", type=Path, help="the plans' model: adds timelines of their steps, simulated")
+    parser.add_argument("--profile", type=Path, help="profile for -m (default: the FILEs', else this machine's)")
+    return parser.parse_args(argv)
+
+
+def _simulate_plans(inputs: "ReportInputs", args: Namespace) -> list["Timeline"]:
+    """Timelines of the decode tier and the largest tier of every plan, on rank 0."""
+    from pshard.errors import UserError
+    from pshard.models import open_model
+    from pshard.planner.explain import simulate_timelines
+    from pshard.registries.profile_store import load_profile
+
+    profile = inputs.profiles[0] if inputs.profiles and not args.profile else load_profile(args.profile)
+    with open_model(args.model) as model:
+        spec = model.spec
+    units = {unit.name for unit in spec.units}
+    chosen = []
+    for _, v in inputs.plans:
+        rank = v.ranks[0]
+        if {place.unit for each in v.ranks for place in each.tiers[0].placements} != units:
+            raise UserError(f"{args.model} is not the model that was planned; pass the plans' own model with -m")
+        timelines = simulate_timelines(spec, profile, v)
+        decode = rank.tiers.index(rank.covering(v.sequences))
+        chosen += [timelines[i] for i in dict.fromkeys((decode, len(timelines) - 1))]
+    return chosen
+
+
+if __name__ == "__main__":
+    sys.exit(main())

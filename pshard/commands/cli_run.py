@@ -1,0 +1,176 @@
+"""pshard-run: generate text under a plan."""
+
+import secrets
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pshard.commands.command_line import new_parser, parse_count, run_cli
+from pshard.commands.run_flags import add_plan_flags, make_request, planned_flags
+from pshard.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pshard.runtime.engine import Engine, MemoryReport
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the command."""
+    return run_cli(_main, argv)
+
+
+def _main(argv: list[str]) -> int:
+    parser = new_parser("pshard-run", "Generate text with a model under its plan.")
+    add_plan_flags(parser)
+    text = parser.add_argument_group("text")
+    text.add_argument("-p", "--prompt", help="the prompt")
+    text.add_argument("-f", "--file", type=Path, help="read the prompt from a file")
+    text.add_argument("-n", "--predict", type=parse_count, default=128, help="tokens to generate at most (default 128)")
+    text.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
+    text.add_argument(
+        "--tokens", action="store_true", help="prompt and output are token ids, for files without tokenizer"
+    )
+    cache = parser.add_argument_group("prompt cache")
+    cache.add_argument(
+        "--prompt-cache", type=Path, metavar="FILE",
+        help="take what FILE has of the prompt's KV cache and save the prompt's there; any number of ranks loads it",
+    )  # fmt: skip
+    cache.add_argument("--prompt-cache-all", action="store_true", help="save what is generated too")
+    cache.add_argument("--prompt-cache-ro", action="store_true", help="use the prompt cache but do not write it")
+    draw = parser.add_argument_group("sampling")
+    draw.add_argument("--temp", type=float, default=0.8, help="temperature; 0 is greedy (default 0.8)")
+    draw.add_argument("--top-k", type=int, default=40, help="keep the k likeliest; 0 is off (default 40)")
+    draw.add_argument("--top-p", type=float, default=0.95, help="keep the likeliest of this mass (default 0.95)")
+    draw.add_argument(
+        "--min-p", type=float, default=0.05, help="keep what reaches this share of the best (default 0.05)"
+    )
+    draw.add_argument("-s", "--seed", type=int, help="seed; the same seed gives the same text")
+    args = parser.parse_args(argv)
+    if args.chat and args.tokens:
+        raise UserError("--chat and --tokens exclude each other: a chat template is text")
+    if args.prompt_cache is None and (args.prompt_cache_all or args.prompt_cache_ro):
+        raise UserError("--prompt-cache-all and --prompt-cache-ro need a file: give --prompt-cache FILE")
+    prompt = _read_prompt(args)
+    request = make_request(args)
+
+    from dataclasses import replace
+
+    from pshard.runtime.ranks.group import launched_ranks
+    from pshard.runtime.sampling import Sampling
+    from pshard.session.open_plan import open_group, open_plan, settle_plan, start_engine
+
+    sampling = Sampling(args.temp, args.top_k, args.top_p, args.min_p, args.seed)
+    ids = _encode_prompt(request.model, prompt, args.chat)
+    request = replace(request, needed=len(ids) + args.predict)  # a plan of at least that context is chosen
+    request, ranks = settle_plan(request)
+    if ranks > 1 and not launched_ranks():
+        from pshard.runtime.ranks.start_ranks import launch
+
+        return launch(ranks, "pshard.commands.cli_run", [*planned_flags(argv), "-m", str(request.model)])
+    opened = open_plan(request)
+    group = open_group(opened, ranks)
+    if args.seed is None:  # all ranks draw the same tokens
+        sampling = replace(sampling, seed=group.broadcast(secrets.randbits(62)))
+    with start_engine(opened, opened.variant, args.kernels, group) as engine:
+        for note in engine.notes if group.rank == 0 else ():
+            print(f"note: {note}", file=sys.stderr)
+        _generate(engine, ids, args, sampling, loud=group.rank == 0)
+    group.close()
+    return 0
+
+
+def _read_prompt(args: Any) -> str | list[int]:
+    if (args.prompt is None) == (args.file is None):
+        raise UserError("give a prompt with -p TEXT or -f FILE")
+    if args.file is not None:
+        try:
+            text = args.file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"cannot read the prompt file {args.file}: {error}") from None
+    else:
+        text = args.prompt
+    if not args.tokens:
+        return text
+    try:
+        return [int(word) for word in text.replace(",", " ").split()]
+    except ValueError:
+        raise UserError("--tokens: the prompt is a list of token ids, as 1,2,3") from None
+
+
+def _encode_prompt(model: Path, prompt: str | list[int], chat: bool) -> list[int]:
+    """Token ids of the prompt, inside the model's chat template when that is wanted."""
+    from pshard.models import open_model
+    from pshard.models.chat import render_chat
+
+    if isinstance(prompt, list):
+        return prompt
+    with open_model(model) as file:
+        tokenizer, template = file.tokenizer(), file.chat_template
+    if not chat:
+        return tokenizer.encode(prompt)
+    if template is None:
+        raise UserError("the model has no chat template; run without --chat")
+    message = {"role": "user", "content": prompt}
+    text = render_chat(template, [message], tokenizer.bos_text, tokenizer.eos_text)
+    return tokenizer.encode(text, add_special=False)
+
+
+def _take_cached(engine: "Engine", prompt: list[int], args: Any, loud: bool) -> list[int]:
+    """Load the prompt cache; returns what of the prompt is still to be computed, at least its last token."""
+    if args.prompt_cache is None or not engine.agree(args.prompt_cache.exists()):  # another run may write it now
+        return prompt
+    cached = engine.load(args.prompt_cache)
+    same = next((i for i, (a, b) in enumerate(zip(cached, prompt)) if a != b), min(len(cached), len(prompt)))
+    engine.reset(length=min(same, len(prompt) - 1))
+    if loud:
+        print(f"prompt cache: {engine.lengths[0]} of {len(prompt)} tokens are taken from it", file=sys.stderr)
+    return prompt[engine.lengths[0] :]
+
+
+def _generate(engine: "Engine", prompt: Any, args: Any, sampling: Any, loud: bool) -> None:
+    start = time.perf_counter()
+    first, n = start, 0
+    prompt, saving = _take_cached(engine, prompt, args, loud), args.prompt_cache and not args.prompt_cache_ro
+    for piece in engine.generate(prompt, args.predict, sampling, text=not args.tokens):
+        if n == 0:
+            first = time.perf_counter()
+            if saving and not args.prompt_cache_all:
+                engine.save(args.prompt_cache)
+        n += 1
+        if loud:
+            print(f"{piece} " if args.tokens else piece, end="", flush=True)
+    end = time.perf_counter()
+    if saving and (args.prompt_cache_all or n == 0):
+        engine.save(args.prompt_cache)
+    ranks = engine.memory_by_rank()
+    if not loud:
+        return
+    print()
+    rate = f", then {(n - 1) / (end - first):.1f} tok/s" if n > 1 else ""
+    used, budget = (nbytes / (1 << 20) for nbytes in (ranks[0].accelerator, ranks[0].budget))
+    print(
+        f"{n} tokens; first after {first - start:.3f} s{rate}; {used:.0f} of {budget:.0f} MiB on the accelerator, "
+        f"{engine.switches} plan switch{'' if engine.switches == 1 else 'es'}",
+        file=sys.stderr,
+    )
+    if len(ranks) > 1:
+        print(_tabulate_ranks(ranks), end="", file=sys.stderr)
+
+
+def _tabulate_ranks(ranks: "Sequence[MemoryReport]") -> str:
+    """What every rank holds, and the processors that it keeps to."""
+    from pshard.reports.tables.markdown_table import draw_table
+    from pshard.runtime.devices.numa import format_list
+
+    headings = ("", "budget MiB", "accelerator MiB", "host weights MiB", "page-locked", "cores")
+    rows = []
+    for number, rank in enumerate(ranks):
+        sizes = [f"{n / (1 << 20):.0f}" for n in (rank.budget, rank.accelerator, rank.host_weights)]
+        rows.append([f"rank {number}", *sizes, "yes" if rank.page_locked else "no", format_list(rank.cores)])
+    return draw_table(headings, rows, [False, True, True, True, False, False])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,192 @@
+"""What every command shares: one-line errors with exit code 2, sizes with suffixes, lists and ranges, model lookup."""
+
+import argparse
+import math
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pshard.errors import StepFailed, UserError
+from pshard.workload import Limits, parse_limits
+
+LONGEST_LIST = 1000
+_SUFFIX = {"": 1, "m": 1, "mib": 1, "g": 1024, "gib": 1024, "k": 1 / 1024, "kib": 1 / 1024}
+
+
+def run_cli(main: Callable[[list[str]], int], argv: list[str] | None = None) -> int:
+    """Run a command's main. UserError becomes one line on stderr and exit code 2, StepFailed 1, Ctrl-C 130."""
+    with noted_interrupts() as interrupts:
+        try:
+            return main(sys.argv[1:] if argv is None else argv)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        except (KeyboardInterrupt, Exception) as error:
+            if interrupts or isinstance(error, KeyboardInterrupt):
+                print("interrupted", file=sys.stderr)
+                return 130
+            if not isinstance(error, UserError | StepFailed):
+                raise
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+            return 2 if isinstance(error, UserError) else 1
+
+
+@contextmanager
+def noted_interrupts() -> Iterator[list[int]]:
+    """A list that holds the signal's number once Ctrl-C was pressed.
+
+    Libraries that are being imported swallow the KeyboardInterrupt, and fail later with whatever they then lack.
+    """
+    noted: list[int] = []
+
+    def note(number: int, _: Any) -> None:
+        noted.append(number)
+        raise KeyboardInterrupt
+
+    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # neither ignored nor someone else's
+    if not ours or threading.current_thread() is not threading.main_thread():
+        yield noted
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def new_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """A parser that refuses abbreviated flags and reports errors in one line."""
+
+    class Parser(argparse.ArgumentParser):
+        def _get_option_tuples(self, option_string: str) -> list:
+            """Single-dash flags are not abbreviated either: -t is not -ts (-n5 stays -n 5)."""
+            return [found for found in super()._get_option_tuples(option_string) if option_string.startswith(found[1])]
+
+        def error(self, message: str) -> None:  # type: ignore[override]
+            raise UserError(f"{message}; see {self.prog} --help")
+
+    return Parser(prog=prog, description=description, allow_abbrev=False)
+
+
+def parse_mib(text: str) -> int:
+    """ "12000", "12000M", "11.5G" -> MiB. Raises argparse.ArgumentTypeError."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)", text.strip())
+    if not match or match[2].lower() not in _SUFFIX:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size in MiB (12000, 12000M, 11.5G)")
+    mib = int(float(match[1]) * _SUFFIX[match[2].lower()])
+    if mib < 1 and float(match[1]) > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is less than 1 MiB")
+    return mib
+
+
+def parse_mib_list(text: str) -> tuple[int, ...]:
+    """ "12000,8000" -> one budget per device."""
+    return tuple(parse_mib(part) for part in text.split(","))
+
+
+def parse_count(text: str) -> int:
+    """A whole number of 1 or more. Raises argparse.ArgumentTypeError."""
+    if not re.fullmatch("[0-9]+", text.strip()) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
+def parse_ints(text: str) -> tuple[int, ...]:
+    """Lists and ranges as in llama-bench: "512", "1,4,16", "1-4" (also "1-9+2", "1-64*2"), at most LONGEST_LIST."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+)(?:([+*])(\d+))?)?", part.strip())
+        if not match:
+            raise argparse.ArgumentTypeError(f"{part!r} is not a number or range (4, 1-4, 1-9+2, 1-64*2)")
+        first, last = int(match[1]), int(match[2] or match[1])
+        op, step = match[3] or "+", int(match[4] or 1)
+        if (op == "+" and step < 1) or (op == "*" and (step < 2 or first < 1)):
+            raise argparse.ArgumentTypeError(f"{part!r} never reaches its end")
+        if first > last:
+            raise argparse.ArgumentTypeError(f"{part!r} ends before it begins")
+        while first <= last:
+            if len(numbers) == LONGEST_LIST:
+                raise argparse.ArgumentTypeError(f"{text!r} lists more than {LONGEST_LIST} numbers")
+            numbers.append(first)
+            first = first + step if op == "+" else first * step
+    return tuple(numbers)
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """As parse_ints, and every number is 1 or more."""
+    if 0 in (numbers := parse_ints(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} has a 0; each is 1 or more")
+    return numbers
+
+
+def parse_ratios(text: str) -> tuple[float, ...]:
+    """ "3,1" or "3/1" -> (0.75, 0.25). Raises argparse.ArgumentTypeError."""
+    try:
+        numbers = [float(part) for part in re.split("[,/]", text)]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of ratios (3,1)") from None
+    if any(n < 0 for n in numbers) or not 0 < sum(numbers) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: ratios are 0 or more, and one is above 0")
+    return tuple(n / sum(numbers) for n in numbers)
+
+
+def parse_split(text: str) -> tuple[float, ...] | str:
+    """Ratios as `parse_ratios` reads them, or "auto"."""
+    return text if text == "auto" else parse_ratios(text)
+
+
+def parse_max_tp(text: str) -> Limits:
+    """ "attn=2,head=1". Raises argparse.ArgumentTypeError."""
+    try:
+        return parse_limits(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def check_writable(path: Path, flag: str) -> None:
+    """Complain before minutes of measuring, not after them. Raises UserError when no file can be written there."""
+    if path.is_dir():
+        raise UserError(f"{flag} {path}: is a folder; give a file name")
+    if path.exists() and not path.is_file():
+        raise UserError(f"{flag} {path}: is not a regular file; give a file name")
+    folder = next(p for p in path.absolute().parents if p.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UserError(f"{flag} {path}: the folder {folder} cannot be written; choose another place")
+
+
+def env_default(name: str, convert: Callable, fallback):
+    """Value of PSHARD_<name> converted, else the fallback. The command line wins over both."""
+    text = os.environ.get(f"PSHARD_{name}")
+    if text is None:
+        return fallback
+    try:
+        return convert(text)
+    except (argparse.ArgumentTypeError, ValueError) as error:
+        raise UserError(f"environment variable PSHARD_{name}: {error}") from None
+
+
+def find_model(given: str | None) -> Path:
+    """The model that was asked for: the flag, PSHARD_MODEL, or the bundled demo (and says so on stderr)."""
+    if given:
+        return Path(given)
+    if os.environ.get("PSHARD_MODEL"):
+        path = Path(os.environ["PSHARD_MODEL"])
+        _say(f"model: {path} (from PSHARD_MODEL)")
+        return path
+    bundled = Path(__file__).resolve().parents[2] / "examples" / "demo.gguf"
+    if not bundled.exists():
+        raise UserError("no model given and the bundled one is not installed; pass -m MODEL or set PSHARD_MODEL")
+    _say(f"model: {bundled} (the bundled demo; choose another with -m)")
+    return bundled
+
+
+def _say(line: str) -> None:
+    """A line on stderr, once when several ranks run the same command."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, file=sys.stderr)

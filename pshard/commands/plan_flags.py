@@ -1,0 +1,173 @@
+"""Flags of pshard-plan, and the workloads that they ask for."""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pshard.commands.command_line import env_default, new_parser, parse_count, parse_mib, parse_mib_list
+from pshard.commands.split_flags import (
+    add_split_flags,
+    check_split_flags,
+    count_devices,
+    count_nodes,
+    given_ratios,
+    wants_ratios,
+)
+from pshard.errors import UserError
+from pshard.machine import MachineProfile
+from pshard.model import KV_TYPES
+from pshard.workload import MIB, Workload, binding_limits
+
+if TYPE_CHECKING:
+    from pshard.model import ModelSpec
+
+
+def parse_plan_flags(argv: list[str]) -> argparse.Namespace:
+    """The flags of pshard-plan, environment included. Raises UserError for those that do not go together."""
+    p = new_parser("pshard-plan", "Plan where every unit of a model lives and computes, and write the plan registry.")
+    p.add_argument("-m", "--model", metavar="MODEL", help="GGUF file or Hugging Face folder (default: PSHARD_MODEL)")
+    p.add_argument(
+        "--vram", "-mva", "--max-vram-alloc", dest="vram", type=parse_mib_list, metavar="MIB[,MIB...]",
+        help="VRAM budget in MiB, one per device (12000, 11.5G; default: all of the accelerator's memory)",
+    )  # fmt: skip
+    p.add_argument("-c", "--ctx-size", type=parse_count, metavar="N", help="KV cells of all sequences (8192)")
+    p.add_argument("-np", "--parallel", type=parse_count, metavar="N", help="sequences at once (default: 1)")
+    p.add_argument("-ub", "--ubatch-size", type=parse_count, metavar="N", help="largest micro-batch (default: 4096)")
+    p.add_argument("-ctk", "--cache-type-k", choices=KV_TYPES, default=None, help="KV cache type of keys (bf16)")
+    p.add_argument("-ctv", "--cache-type-v", choices=KV_TYPES, default=None, help="KV cache type of values (bf16)")
+    p.add_argument("--prompt", type=parse_count, metavar="N", help="expected prompt length (4096, or half of -c)")
+    p.add_argument("--generated", type=parse_count, metavar="N", help="expected answer length (default: 256)")
+    add_split_flags(p, otherwise="equal", reduce_dtype=Workload.reduce_dtype)
+    p.add_argument("--profile", type=Path, metavar="FILE", help="machine profile (default: this machine's)")
+    p.add_argument("--registry", type=Path, metavar="PATH", help="registry to write (default: beside the model)")
+    p.add_argument("--strategy", default="ilp", metavar="NAME", help="ilp (default) or a published strategy's name")
+    p.add_argument("--explain", action="store_true", help="list units, what binds, what a better machine would bring")
+    p.add_argument("--sweep", type=_sweep, metavar="A:B:STEP", help="plan a range of budgets (MiB) in one go")
+    p.add_argument("--json", action="store_true", help="print the plan as JSON, and nothing else, on stdout")
+    p.add_argument(
+        "--emit", choices=("llama.cpp",),
+        help="print arguments that realise the decode tier's static part; with --json a list beside the plan",
+    )  # fmt: skip
+    p.add_argument(
+        "--validate", action=argparse.BooleanOptionalAction, default=None,
+        help="run the best few plans and keep the fastest (default: where that takes a moment on this machine)",
+    )  # fmt: skip
+    p.add_argument("--validate-seconds", type=_seconds, default=60.0, metavar="S", help="time for it (default: 60 s)")
+    p.add_argument("--time-limit", type=_seconds, default=10.0, metavar="S", help="solver's limit (default: 10 s)")
+    args = p.parse_args(argv)
+    if args.vram is None and args.sweep is None:
+        args.vram = env_default("VRAM", parse_mib_list, None)
+    if args.ctx_size is None:
+        args.ctx_size = env_default("CTX_SIZE", parse_count, None)
+    if args.validate is None:
+        args.validate = env_default("VALIDATE", _yes_or_no, None)
+    if args.validate and args.strategy != "ilp":
+        raise UserError("--validate and --strategy exclude each other; pshard-bench measures a published strategy")
+    if args.tensor_split == "auto" and args.strategy != "ilp":
+        raise UserError("-ts auto and --strategy exclude each other; give the published strategy its ratios")
+    if args.split_mode == "auto" and args.strategy != "ilp":
+        raise UserError("-sm auto and --strategy exclude each other; give the published strategy its split")
+    if args.emit and args.split_mode in ("layer", "tensor"):
+        raise UserError(f"--emit {args.emit} needs a plan for one device; leave out -sm")
+    if args.vram and args.sweep:
+        raise UserError("--vram and --sweep exclude each other; a sweep lists its own budgets")
+    check_split_flags(args)
+    return args
+
+
+def _yes_or_no(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError(f"{text!r} is neither 0 nor 1")
+    return text == "1"
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return seconds
+
+
+def _sweep(text: str) -> tuple[int, ...]:
+    """ "4000:24000:2000" -> budgets with both ends."""
+    parts = text.split(":")
+    if len(parts) != 3:
+        raise argparse.ArgumentTypeError(f"{text!r} is not A:B:STEP (4000:24000:2000)")
+    first, last, step = (parse_mib(part) for part in parts)
+    if step < 1 or last < first or (last - first) // step > 200:
+        raise argparse.ArgumentTypeError(f"{text!r} is no range of at most 200 budgets that ascends from A to B")
+    return tuple(range(first, last + 1, step))
+
+
+def make_workloads(args: argparse.Namespace, spec: "ModelSpec", profile: MachineProfile) -> list[Workload]:
+    """One workload per budget that was asked for. Raises UserError for lengths that do not fit the context."""
+    sequences = args.parallel or Workload.sequences
+    most = (spec.config.context or Workload.context) * sequences
+    context = args.ctx_size or min(Workload.context, most)
+    if spec.config.context and context > most:
+        each = f" for each of -np {sequences} sequences" if sequences > 1 else ""
+        raise UserError(f"-c {context} is more than the model's context of {spec.config.context}{each}; give less")
+    share = context // sequences
+    prompt = args.prompt or min(Workload.prompt, max(1, share // 2))
+    generated = args.generated or min(Workload.generated, share - prompt)
+    if prompt + generated > share or generated < 1:
+        shared = f", shared by -np {sequences} sequences" if sequences > 1 else ""
+        raise UserError(
+            f"--prompt {prompt} and --generated {generated} do not fit the context of {context}{shared}; "
+            f"give -c {sequences * (prompt + max(1, generated))}"
+        )
+    first = Workload(
+        args.vram or _whole_memory(args, profile),
+        context,
+        sequences,
+        args.cache_type_k or Workload.type_k,
+        args.cache_type_v or Workload.type_v,
+        args.ubatch_size or Workload.max_ubatch,
+        prompt,
+        generated,
+        args.split_mode,
+        given_ratios(args),
+    )
+    if first.sequences > first.max_ubatch:
+        raise UserError(f"-ub {first.max_ubatch} is less than one token for each of -np {first.sequences} sequences")
+    if args.numa:
+        first = replace(first, vram_mib=first.vram_mib * (count_nodes(args, profile) // len(first.vram_mib)))
+    elif len(first.vram_mib) == 1:
+        flag = "-sm" if args.split_mode == "auto" else "-ts"
+        devices = count_devices(first.tensor_split, wants_ratios(args), profile, flag)
+        first = replace(first, vram_mib=first.vram_mib * devices)
+    first = replace(
+        first,
+        max_tp=binding_limits(args.max_tp, len(first.vram_mib)),
+        reduce_dtype=args.reduce_dtype,
+    )
+    if args.sweep:
+        return [replace(first, vram_mib=(mib,) * len(first.vram_mib)) for mib in args.sweep]
+    return [first]
+
+
+def _whole_memory(args: argparse.Namespace, profile: MachineProfile) -> tuple[int, ...]:
+    """The default budget: all memory of the profiled accelerators that is free, where that can be asked."""
+    if args.sweep:
+        return args.sweep[:1]
+    accelerators = profile.accelerators if args.split_mode != "none" else profile.accelerators[:1]
+    if not accelerators or accelerators[0].kind == "cpu":
+        raise UserError("--vram is needed: the accelerator is the CPU, which has no memory of its own to fill")
+    free = {} if args.profile else _free_memory()
+    return tuple(free.get(a.index, int(0.95 * a.memory_bytes)) // MIB for a in accelerators)
+
+
+def _free_memory() -> dict[int, int]:
+    """Free bytes of each GPU, as the driver says."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handles = {i: pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())}
+        return {i: int(pynvml.nvmlDeviceGetMemoryInfo(handle).free) for i, handle in handles.items()}
+    except Exception:  # no driver: the profile's own figure stands
+        return {}

@@ -1,0 +1,66 @@
+"""Flags that pshard-run and pshard-bench share, and the request they make."""
+
+import argparse
+from pathlib import Path
+
+from pshard.commands.command_line import env_default, find_model, parse_count, parse_mib_list
+from pshard.commands.split_flags import add_split_flags, check_split_flags, count_nodes, given_ratios, wants_ratios
+from pshard.model import KV_TYPES
+from pshard.registries.profile_store import load_profile
+from pshard.session.open_plan import KERNELS, Request
+
+
+def add_plan_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags that say which model and which plan."""
+    group = parser.add_argument_group("model and plan")
+    group.add_argument("-m", "--model", help="GGUF file or safetensors folder (default: PSHARD_MODEL, else the demo)")
+    group.add_argument(
+        "--vram",
+        "-mva",
+        "--max-vram-alloc",
+        type=parse_mib_list,
+        default=env_default("VRAM", parse_mib_list, None),
+        metavar="MIB",
+        help="VRAM budget in MiB (12000, 11.5G), one per device; the largest planned variant that fits is used",
+    )
+    context = env_default("CTX_SIZE", parse_count, None)
+    group.add_argument("-c", "--ctx-size", type=parse_count, default=context, metavar="N", help="cells of the KV cache")
+    group.add_argument(
+        "-ctk", "--cache-type-k", choices=KV_TYPES, default="bf16", help="type of the keys' cache (bf16)"
+    )
+    group.add_argument(
+        "-ctv", "--cache-type-v", choices=KV_TYPES, default="bf16", help="type of the values' cache (bf16)"
+    )
+    add_split_flags(group, otherwise="those of the plan that fits")
+    group.add_argument("--registry", type=Path, help="plan registry (default: beside the model, else the cache)")
+    group.add_argument("--profile", type=Path, help="machine profile (default: this machine's, in the cache)")
+    group.add_argument("--kernels", choices=KERNELS, default="fast", help="plain: torch in float32, slow")
+    group.add_argument("--replan", action="store_true", help="plan again before running")
+
+
+def make_request(args: argparse.Namespace, sequences: int | None = None) -> Request:
+    """The request that the flags make. Raises UserError for flags that do not go together."""
+    check_split_flags(args)
+    return Request(
+        find_model(args.model),
+        args.vram,
+        args.ctx_size,
+        sequences,
+        args.cache_type_k,
+        args.cache_type_v,
+        args.split_mode,
+        given_ratios(args),
+        args.registry,
+        args.profile,
+        args.kernels,
+        args.replan,
+        max_tp=args.max_tp,
+        auto_ratios=wants_ratios(args),
+        reduce_dtype=args.reduce_dtype,
+        devices=count_nodes(args, load_profile(args.profile)) if args.numa else None,
+    )
+
+
+def planned_flags(argv: list[str]) -> list[str]:
+    """The command line for ranks, once their plan is made: each would make it again, and might make another."""
+    return [word for word in argv if word != "--replan"]

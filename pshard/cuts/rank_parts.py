@@ -1,0 +1,33 @@
+"""A rank's part of a model in either split mode, and which bytes of the file it is made of. No torch."""
+
+from pshard.cuts.layer_cuts import cut_layers
+from pshard.cuts.tensor_cuts import cut_model, source_ranges
+from pshard.model import ModelSpec
+from pshard.workload import Split
+
+Ranges = dict[str, dict[str, tuple[int, int, int, int]]]
+
+
+def split_model(spec: ModelSpec, split: Split, rank: int) -> ModelSpec:
+    """What `rank` holds: whole layers with "layer", a slice of every unit with "tensor", everything with "none"."""
+    if split.mode == "none" or len(split.shares) < 2:
+        return spec
+    if split.mode == "layer":
+        return cut_layers(spec, split.shares, rank)
+    return cut_model(spec, split.shares, rank, split.limits)
+
+
+def cut_ranks(spec: ModelSpec, split: Split) -> tuple[ModelSpec, ...]:
+    """The ranks' parts of the model: slices of every unit, or whole layers with mode "layer"."""
+    return tuple(split_model(spec, split, rank) for rank in range(len(split.shares)))
+
+
+def split_ranges(spec: ModelSpec, split: Split, rank: int) -> Ranges:
+    """Unit -> tensor -> (row start, row stop, column start, column stop) in the file, of what `rank` holds.
+
+    Every unit of the whole model is listed. A vector is one row.
+    """
+    if split.mode == "tensor" and len(split.shares) > 1:
+        return source_ranges(spec, split.shares, rank, split.limits)
+    own = {u.name: u.tensors for u in split_model(spec, split, rank).units}
+    return {u.name: {t.name: (0, t.rows, 0, t.cols) for t in own.get(u.name, ())} for u in spec.units}

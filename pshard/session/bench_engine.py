@@ -1,0 +1,177 @@
+"""Runs bench tests on an engine: prompt processing, decoding and perplexity, after a depth of cached tokens."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from pshard.buffers import KV_BLOCK, kv_blocks
+from pshard.errors import UserError
+from pshard.measurement import Measurement, summarise_samples, test_name
+from pshard.quant import align
+from pshard.times.stolen_time import read_core_time, stolen_share
+
+if TYPE_CHECKING:
+    from pshard.planner.price.predict_published import Predictor
+    from pshard.runtime.engine import Engine
+
+WARM_SECONDS = 0.5
+TOKEN_STRIDE = 7919  # a prime: test prompts walk through the vocabulary
+
+
+@dataclass(frozen=True)
+class BenchTest:
+    """Prefill n_prompt or decode n_gen tokens (both: end to end) of each of n_sequences, after n_depth cached ones."""
+
+    n_prompt: int
+    n_gen: int
+    n_depth: int = 0
+    n_sequences: int = 1
+
+    @property
+    def name(self) -> str:
+        base = test_name(self.n_prompt, self.n_gen, self.n_depth)
+        return base if self.n_sequences == 1 else f"{base} x{self.n_sequences}"
+
+    @property
+    def cells(self) -> int:
+        """Context that one sequence needs."""
+        return self.n_prompt + self.n_gen + self.n_depth
+
+
+@dataclass(frozen=True)
+class BenchSetting:
+    """What all measurements of one engine share."""
+
+    model: str
+    model_bytes: int
+    strategy: str
+    environment: tuple[tuple[str, str], ...]
+    command: str
+
+
+def run_test(
+    engine: "Engine",
+    predictor: "Predictor | None",
+    test: BenchTest,
+    repetitions: int,
+    setting: BenchSetting,
+    progress: Callable[[], None] = lambda: None,
+) -> Measurement:
+    """Measure one test: a warm-up, then `repetitions` samples. Tokenising and sampling are not part of it."""
+    plan = engine.plan
+    needed, there = test.n_sequences * align(test.cells, KV_BLOCK), kv_blocks(plan.context, plan.sequences) * KV_BLOCK
+    if needed > there or test.n_sequences > plan.sequences:
+        raise UserError(
+            f"test {test.name} needs {needed} cells and {test.n_sequences} sequences; the plan has {there} and "
+            f"{plan.sequences}: plan with -c {needed} -np {test.n_sequences}"
+        )
+    _fill(engine, test)
+    warm_up(lambda: _repeat(engine, test), engine.agree)
+    samples, link, began = [], engine.link_bytes, read_core_time()
+    for _ in range(repetitions):
+        engine.reset(length=test.n_depth)
+        start = time.perf_counter_ns()
+        _run_once(engine, test)
+        samples.append(time.perf_counter_ns() - start)
+        progress()
+    link, stolen = (engine.link_bytes - link) // repetitions, stolen_share(began, read_core_time())
+    peaks = tuple(rank.accelerator / (1 << 20) for rank in engine.memory_by_rank())
+    tokens = (test.n_prompt + test.n_gen) * test.n_sequences
+    step = test.n_prompt * test.n_sequences if test.n_prompt else test.n_sequences
+    largest = engine.rank_plan.tiers[-1].tokens
+    return Measurement(
+        test=test.name,
+        n_prompt=test.n_prompt,
+        n_gen=test.n_gen,
+        n_depth=test.n_depth,
+        n_sequences=test.n_sequences,
+        **summarise_samples(tuple(samples), tokens),
+        test_time=datetime.now(UTC).isoformat(timespec="seconds"),
+        model=setting.model,
+        model_bytes=setting.model_bytes,
+        strategy=setting.strategy,
+        budget_mib=plan.vram_mib,
+        tier=engine.rank_plan.covering(min(step, largest)).tokens,
+        predicted_ts=tokens / predict_seconds(predictor, test) if predictor else None,
+        peak_vram_mib=peaks[0],
+        link_bytes=link,
+        ranks=len(plan.ranks),
+        type_k=plan.type_k,
+        type_v=plan.type_v,
+        n_ubatch=plan.max_ubatch,
+        kernels="; ".join(engine.notes) or "fast",
+        environment=setting.environment,
+        command=setting.command,
+        split_mode=plan.split_mode,
+        reduce_dtype=plan.reduce_dtype if plan.split_mode == "tensor" else "",
+        rank_peaks_mib=peaks,
+        stolen=round(stolen, 4),
+    )
+
+
+def warm_up(run: Callable[[], None], agree: Callable[[bool], bool] = lambda goes_on: goes_on) -> None:
+    """Run at least once and for WARM_SECONDS: a process's first half second was 15% slower than the rest.
+
+    agree: rank 0's answer on all ranks, as their clocks differ and all must run equally often.
+    """
+    end = time.perf_counter() + WARM_SECONDS
+    run()
+    while agree(time.perf_counter() < end):
+        run()
+
+
+def _repeat(engine: "Engine", test: BenchTest) -> None:
+    engine.reset(length=test.n_depth)
+    _run_once(engine, test)
+
+
+def predict_seconds(predictor: "Predictor", test: BenchTest) -> float:
+    """Predicted seconds of one repetition."""
+    seconds = 0.0
+    if test.n_prompt:
+        seconds += predictor.prefill(test.n_prompt, test.n_sequences, test.n_depth)
+    if test.n_gen:
+        seconds += predictor.decode(test.n_gen, test.n_sequences, test.n_depth + test.n_prompt)
+    return seconds
+
+
+def _ids(engine: "Engine", n: int, seed: int) -> list[int]:
+    return [(seed + 1 + i) * TOKEN_STRIDE % engine.vocab for i in range(n)]
+
+
+def _fill(engine: "Engine", test: BenchTest) -> None:
+    engine.reset()
+    if test.n_depth:
+        engine.forward([_ids(engine, test.n_depth, s) for s in range(test.n_sequences)])
+
+
+def _run_once(engine: "Engine", test: BenchTest) -> None:
+    if test.n_prompt:
+        engine.forward([_ids(engine, test.n_prompt, s) for s in range(test.n_sequences)])
+    for i in range(test.n_gen):
+        engine.forward([_ids(engine, 1, s + i) for s in range(test.n_sequences)])
+
+
+def measure_perplexity(engine: "Engine", ids: Sequence[int], window: int, progress: Callable[[int], None]) -> float:
+    """Perplexity per token of `ids` in windows of `window` tokens without overlap; every token but a window's first
+    is scored. Raises UserError when there is no whole pair of tokens."""
+    import torch
+
+    total, count = 0.0, 0
+    for start in range(0, len(ids), window):
+        part = list(ids[start : start + window])
+        if len(part) < 2:
+            break
+        engine.reset()
+        logits = engine.forward(part, all_logits=True)
+        assert isinstance(logits, torch.Tensor)
+        chances = torch.log_softmax(logits[:-1].double(), -1)
+        total -= chances[torch.arange(len(part) - 1), torch.tensor(part[1:])].sum().item()
+        count += len(part) - 1
+        progress(len(part))
+    if count == 0:
+        raise UserError("the perplexity text has fewer than two tokens")
+    return math.exp(total / count)

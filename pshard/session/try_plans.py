@@ -1,0 +1,317 @@
+"""Tries plans for real before one is written: runs the tiers that the workload enters, and keeps the fastest plan."""
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from pshard.errors import StepFailed, UserError
+from pshard.machine import MachineProfile
+from pshard.plan import Prediction, Variant
+from pshard.times.stolen_time import DISTURBED, disturbed_share, read_core_time
+from pshard.workload import Workload
+
+if TYPE_CHECKING:
+    from pshard.models import ModelFile
+    from pshard.planner.make_plan import RankTask
+    from pshard.planner.price.tier_loads import TierLoad
+    from pshard.runtime.engine import Engine
+
+SAMPLES = 3
+TRIES = 3  # of as many samples, where others had the cores meanwhile
+SAMPLE_SECONDS = 0.05  # short micro-batches are repeated this long in each sample
+MOST_REPEATS = 32
+LONG = 0.5  # a micro-batch of so many seconds needs one warm-up only
+NOISE = 0.01  # the planner's own choice stays unless another plan is measured faster by more than this share
+AGAIN = 1.15  # plans within this factor of the fastest are run once more, as machines change their speed
+SMALL_MODEL = 1 << 30  # bytes: up to here trying plans takes seconds also without a GPU
+
+SPLIT = "a model split over devices runs in several processes; see pshard-bench"
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Measured seconds of a micro-batch, and the share of them that others may have cost."""
+
+    seconds: float
+    disturbed: float = 0.0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A plan that was run. `variant` has what was predicted before beside what was measured; `refitted` predicts by
+    the times that were then fitted to all trials (the same when they needed no fit). `seconds`: of one round of the
+    workload, as measured."""
+
+    name: str
+    variant: Variant
+    refitted: Variant
+    seconds: float
+
+
+def why_not_worthwhile(profile: MachineProfile, packed_nbytes: int) -> str | None:
+    """Why plans are not tried unless that is asked for; None where it takes a moment."""
+    if profile.accelerators[0].kind == "cpu" and packed_nbytes >= SMALL_MODEL:
+        return f"without a GPU a model of {packed_nbytes / SMALL_MODEL:.1f} GiB takes long; --validate does it anyway"
+    return None
+
+
+def why_impossible(profile: MachineProfile, workload: Workload) -> str | None:
+    """Why plans cannot be tried here at all: several devices, no torch, or the profile of another machine. What
+    -sm auto settles on may be tried when it is one device."""
+    if workload.split_mode not in ("none", "auto"):
+        return SPLIT
+    if find_spec("torch") is None:
+        return "torch is not installed"
+    try:
+        from pshard.session.open_plan import check_machine
+
+        check_machine(profile)
+    except UserError as error:
+        return str(error)
+    except ImportError as error:
+        return f"the runtime does not load ({error})"
+    return None
+
+
+def choose_by_trial(
+    file: "ModelFile", profile: MachineProfile, workload: Workload, time_limit: float, seconds: float, say: Say
+) -> tuple[Variant, tuple[Trial, ...]]:
+    """The variant that runs the workload fastest, and every plan that was tried, the chosen one first.
+
+    The planner's choice, its next best solution and the best published strategy are loaded one after the other while
+    `seconds` last, and those that may still win once more by turns: a slow spell of the machine is no plan's fault.
+    Where a prediction is off, the profile's times are fitted to what was measured, the program is solved again, and
+    its new choice is tried too. What other programs or machines may have made longer by DISTURBED or more is sampled
+    again, TRIES times in all; where that does not help it is kept, marked, but nothing is fitted to it. `say` hears one
+    line for each plan that was not tried, and why, and one on measurements that were disturbed. Nothing measured: the
+    planner's choice, as it was predicted.
+    """
+    from pshard.planner.make_plan import plan_several, predict_again, prepare_ranks, price_tiers, same_placements
+    from pshard.planner.price.costs import Tables
+    from pshard.planner.price.fit_correction import fit_correction, is_off, measured_tiers
+
+    (task,) = profiled = prepare_ranks(file.spec, profile, workload)
+    tiers = tuple(c.load.tokens for c in task.costs)
+    bench = _Bench(file, profile, tiers, workload, time.monotonic() + seconds, say)
+    candidates = plan_several(task, time_limit)
+    for variant in candidates:
+        bench.attempt(variant, task)
+    if not bench.trials:
+        return candidates[0], ()
+    bench.repeat(task)
+    if any(is_off(t.variant) for t in bench.trials):
+        loads = [c.load for c in task.costs]
+        samples = [s for t in bench.trials for s in measured_tiers(t.variant, loads)]
+        correction = fit_correction(task.room, profile, samples)
+        (task,) = price_tiers(file.spec, Tables(profile, correction), workload, tiers)
+        again = plan_several(task, time_limit)[0]
+        if not any(same_placements(again.ranks[0].tiers, t.variant.ranks[0].tiers) for t in bench.trials):
+            bench.attempt(again, task, "refitted")
+            bench.repeat(task)
+        bench.trials = [
+            replace(t, refitted=_keep_profiled(predict_again(t.variant, task), predict_again(t.variant, *profiled)))
+            for t in bench.trials
+        ]
+    bench.tell_disturbed()
+    best = min(bench.trials, key=lambda t: t.seconds)
+    if best.seconds > bench.trials[0].seconds * (1 - NOISE):
+        best = bench.trials[0]
+    return best.refitted, (best, *(t for t in bench.trials if t is not best))
+
+
+class _Bench:
+    """Loads and measures plans one at a time, while its time lasts."""
+
+    def __init__(
+        self,
+        file: "ModelFile",
+        profile: MachineProfile,
+        tiers: tuple[int, ...],
+        workload: Workload,
+        deadline: float,
+        say: Say,
+    ) -> None:
+        from pshard.planner.price.tier_loads import tier_loads
+
+        self.file, self.profile, self.deadline, self.say = file, profile, deadline, say
+        workload = replace(workload, max_ubatch=tiers[-1])
+        self.loads = tuple(load for load in tier_loads(workload, tiers) if load.weight > 0)
+        self.trials: list[Trial] = []
+        self._longest = 0.0  # seconds that one trial took
+
+    def attempt(self, variant: Variant, task: "RankTask", label: str = "") -> None:
+        """Measure a variant; a line says why when it cannot be run or no time is left."""
+        name = " ".join((variant.ranks[0].tiers[0].solve.strategy, label)).strip()
+        name += " 2" if any(t.name == name for t in self.trials) else ""
+        if self.trials and self._spent:
+            self.say(f"{name} was not tried: the time for validation is spent; see --validate-seconds")
+            return
+        found = self._run_if_possible(variant, f"{name} was left out, it does not run")
+        if found is None:
+            return
+        variant = _with_measured(variant, found)
+        self.trials.append(Trial(name, variant, variant, self._round_seconds(variant, found, task)))
+
+    def repeat(self, task: "RankTask") -> None:
+        """Run those that may be the fastest once more, one after the other. The faster time of a tier counts, an
+        undisturbed one first: what else a machine does only slows a plan down."""
+        fastest = min(t.seconds for t in self.trials)
+        contenders = [t for t in self.trials if t is self.trials[0] or t.seconds <= fastest * AGAIN]
+        for trial in contenders if len(contenders) > 1 else ():
+            if self._spent:
+                self.say(f"{trial.name} was run only once: the time for validation is spent; see --validate-seconds")
+                continue
+            before = {t.tokens: t.prediction for t in trial.variant.ranks[0].tiers}
+            timed = self._run_if_possible(trial.variant, f"{trial.name} was run only once, it does not run again")
+            if timed is None:
+                continue
+            found = {n: _better(now, before[n]) for n, now in timed.items()}
+            variant = _with_measured(trial.variant, found)
+            again = Trial(trial.name, variant, variant, self._round_seconds(variant, found, task))
+            self.trials[self.trials.index(trial)] = again
+
+    @property
+    def _spent(self) -> bool:
+        """Whether one more trial would take too long."""
+        return time.monotonic() + self._longest > self.deadline
+
+    def tell_disturbed(self) -> None:
+        """Say of which plans times were measured while too much else ran, if of any."""
+        worst = {t.name: max(tier.prediction.disturbed for tier in t.variant.ranks[0].tiers) for t in self.trials}
+        which = ", ".join(f"{name} ({share:.0%})" for name, share in worst.items() if share >= DISTURBED)
+        if which:
+            self.say(
+                f"other programs or machines had core time while plans were run: {which}; such times are kept, but no "
+                "predictions are fitted to them: plan again when the machine is idle"
+            )
+
+    def _run_if_possible(self, variant: Variant, otherwise: str) -> dict[int, Timed] | None:
+        """What `_run` measures; None, and a line that says `otherwise` and why, when it does not run."""
+        import torch
+
+        try:
+            return self._run(variant)
+        except (UserError, StepFailed, torch.OutOfMemoryError, MemoryError) as error:
+            self.say(f"{otherwise}: {error}")
+            return None
+
+    def _run(self, variant: Variant) -> dict[int, Timed]:
+        """Seconds of every tier that the workload enters. Raises what loading and running raise."""
+        import torch
+
+        from pshard.session.open_plan import Opened, start_engine
+
+        started = time.monotonic()
+        try:
+            opened = Opened(self.file, self.profile, variant, Path())
+            with start_engine(opened, variant) as engine:
+                return measure_tiers(engine, self.loads, self.deadline)
+        finally:
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            self._longest = max(self._longest, time.monotonic() - started)
+
+    def _round_seconds(self, variant: Variant, found: dict[int, Timed], task: "RankTask") -> float:
+        """One round of the workload: the measured micro-batches, and switches as they are priced."""
+        from pshard.planner.search.candidates import switch_seconds
+
+        switches = switch_seconds(task.room, variant.ranks[0].tiers, task.costs)
+        return sum(load.weight * found[load.tokens].seconds for load in self.loads) + switches
+
+
+def _better(now: Timed, before: Prediction) -> Timed:
+    """Of this and an earlier measurement of a tier what counts."""
+    if before.measured_seconds is None:
+        return now
+    return _best([Timed(before.measured_seconds, before.disturbed), now])
+
+
+def _best(times: "Sequence[Timed]") -> Timed:
+    """Of several measurements of a tier an undisturbed one, and the fastest: what else a machine does slows it down."""
+    return min(times, key=lambda t: (t.disturbed >= DISTURBED, t.seconds))
+
+
+def _with_measured(variant: Variant, found: dict[int, Timed]) -> Variant:
+    def fill(prediction: Prediction, timed: Timed | None) -> Prediction:
+        return replace(prediction, measured_seconds=timed.seconds, disturbed=timed.disturbed) if timed else prediction
+
+    (rank,) = variant.ranks
+    tiers = tuple(replace(tier, prediction=fill(tier.prediction, found.get(tier.tokens))) for tier in rank.tiers)
+    return replace(variant, ranks=(replace(rank, tiers=tiers),))
+
+
+def _keep_profiled(fitted: Variant, profiled: Variant) -> Variant:
+    """A variant of one device by fitted times, with what the profile's own times predict beside it."""
+    (rank,), (other,) = fitted.ranks, profiled.ranks
+    tiers = tuple(
+        replace(tier, prediction=replace(tier.prediction, profile_seconds=plain.prediction.seconds))
+        for tier, plain in zip(rank.tiers, other.tiers, strict=True)
+    )
+    return replace(fitted, ranks=(replace(rank, tiers=tiers),))
+
+
+def measure_tiers(engine: "Engine", loads: "Sequence[TierLoad]", deadline: float) -> dict[int, Timed]:
+    """Times of each load's micro-batch by its tokens: the median of a few samples after a warm-up, taken again where
+    others had the cores meanwhile.
+
+    `deadline` (time.monotonic) ends sampling early; every load gets one sample. Raises UserError as `forward` does.
+    """
+    found = {}
+    for load in sorted(loads, key=lambda load: (load.past, -load.tokens)):  # what one leaves cached, the next needs
+        new = _new_tokens(engine, load)
+        _fill(engine, load)
+        first = _time_runs(engine, new, load.past, 1)
+        if first < LONG:
+            first = _time_runs(engine, new, load.past, 1)
+        repeats = max(1, min(MOST_REPEATS, int(SAMPLE_SECONDS / first)))
+        tries = [_sample(engine, new, load.past, repeats, deadline)]
+        while tries[-1].disturbed >= DISTURBED and len(tries) < TRIES and time.monotonic() < deadline:
+            tries.append(_sample(engine, new, load.past, repeats, deadline))
+        found[load.tokens] = _best(tries)
+    return found
+
+
+def _sample(engine: "Engine", new: list[list[int]], past: int, repeats: int, deadline: float) -> Timed:
+    """The median of a few samples, or of those until `deadline`."""
+    began = read_core_time()
+    samples = [_time_runs(engine, new, past, repeats)]
+    while len(samples) < SAMPLES and time.monotonic() < deadline:
+        samples.append(_time_runs(engine, new, past, repeats))
+    return Timed(median(samples), round(disturbed_share(began, read_core_time()), 4))
+
+
+def _new_tokens(engine: "Engine", load: "TierLoad") -> list[list[int]]:
+    """The load's token ids, spread over its sequences."""
+    each, more = divmod(load.tokens, load.sequences)
+    return [_ids(engine, each + (s < more), s) for s in range(load.sequences)]
+
+
+def _fill(engine: "Engine", load: "TierLoad") -> None:
+    """Cache what the load's sequences have behind them."""
+    engine.reset(length=load.past)
+    missing = [load.past - used for used in engine.lengths[: load.sequences]]
+    if any(missing):
+        engine.forward([_ids(engine, n, s) for s, n in enumerate(missing)])
+
+
+def _time_runs(engine: "Engine", new: list[list[int]], past: int, repeats: int) -> float:
+    """Mean seconds of one run, each from the same past."""
+    started = time.perf_counter()
+    for _ in range(repeats):
+        engine.reset(length=past)
+        engine.forward(new)
+    return (time.perf_counter() - started) / repeats
+
+
+def _ids(engine: "Engine", n: int, seed: int) -> list[int]:
+    from pshard.session.bench_engine import TOKEN_STRIDE
+
+    return [(seed + 1 + i) * TOKEN_STRIDE % engine.vocab for i in range(n)]

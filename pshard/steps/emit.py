@@ -1,0 +1,131 @@
+"""Steps: the flat list that the planner simulates and the executor runs for one micro-batch. No torch.
+
+Copies of streamed units run ahead: whenever a staging slot becomes free, the next unit that uses that slot is copied
+into it, across the end of the micro-batch too (weights don't depend on tokens). So a micro-batch begins with the
+first `slots` streamed units already loaded or on their way; `enter` lists those copies for the first one of a tier.
+"""
+
+from functools import lru_cache
+
+from pshard.cuts.ffn_rows import acc_part
+from pshard.model import ModelSpec, kv_token_bytes
+from pshard.plan import Placement, TierPlan
+from pshard.steps.step import (
+    AllReduce,
+    Compute,
+    CopyIn,
+    FetchKV,
+    Free,
+    Gather,
+    Handoff,
+    Join,
+    Receive,
+    Send,
+    Step,
+    StepList,
+    StepShape,
+    WriteBack,
+)
+
+# a search emits the same few steps thousands of times: equal ones are one object
+_copy_in = lru_cache(1 << 14)(CopyIn)
+_fetch_kv = lru_cache(1 << 14)(FetchKV)
+_compute = lru_cache(1 << 14)(Compute)
+_write_back = lru_cache(1 << 14)(WriteBack)
+_all_reduce = lru_cache(1 << 14)(AllReduce)
+_join = lru_cache(1 << 14)(Join)
+_free = lru_cache(1 << 14)(Free)
+_hand_off = lru_cache(1 << 14)(Handoff)
+_gather = lru_cache(1 << 14)(Gather)
+
+SOURCES = {"pinned": "arena", "streamed": "slot", "cpu": "host"}  # of a unit's weights, by placement
+
+
+def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
+    """The steps of one micro-batch of `shape` under `tier`, in issue order.
+
+    A split unit begins with a hand-off to the side that lacks its input, so that both have it. Of ranks that sum on the
+    accelerator the residual stream stays there: CPU units get a copy of it, and hand over their part of the sum.
+    """
+    places, stage = {p.unit: p for p in tier.placements}, spec.stage
+    # another rank may have the embedding or the output
+    placed = [(unit, places[unit.name]) for unit in spec.units if unit.tensors or not stage]
+    streamed = [(unit, place.cpu_rows) for unit, place in placed if place.where == "streamed"]
+    slots = tier.buffers.slots
+    if streamed and slots < 1:
+        raise ValueError("a tier that streams needs at least one staging slot")
+    copies = [
+        _copy_in(unit.name, i % slots, (acc_part(unit, rows) if rows else unit).packed_nbytes, rows)
+        for i, (unit, rows) in enumerate(streamed)
+    ]
+    following = _next_in_slot(copies, slots)
+    cell = kv_token_bytes(spec.config, shape.type_k, shape.type_v)
+    hidden, new_cells = shape.tokens * spec.config.d_model * 4, shape.tokens * cell
+    body: list[Step] = []
+
+    fetches = [
+        _fetch_kv(unit.name, shape.past * cell)
+        for unit, place in placed
+        if shape.past and unit.kind == "attention" and place.kv == "host" and place.where != "cpu"
+    ]
+    body += fetches[:1]
+    side, n_fetched, n_copied = "cpu", 0, 0  # token ids start on the host
+    if stage and stage.source is not None:
+        body.append(Receive(stage.source, hidden))
+        side = "acc"
+    add, sums = body.append, shape.ranks > 1 and not stage
+    stays = sums and not shape.sums_on_host
+    for unit, place in placed:
+        name, kind, where = unit.name, unit.kind, place.where
+        on, slot = "cpu" if where == "cpu" else "acc", n_copied % slots if where == "streamed" else None
+        if place.cpu_rows:
+            add(_hand_off("cpu" if side == "acc" else "acc", hidden))
+            body.extend(_split_steps(place, slot, shape.tokens))
+        else:
+            if on != side and kind != "embedding":
+                add(_hand_off(on, hidden))
+            add(_compute(name, on, SOURCES[where], slot))
+        side = on
+        if stays and side == "cpu" and kind != "output":
+            add(_hand_off("acc", hidden))
+            side = "acc"
+        if sums and kind in ("attention", "ffn"):
+            add(_all_reduce(name, hidden))
+        if kind == "attention" and on == "acc" and place.kv == "host":
+            add(_write_back(name, new_cells))
+            n_fetched += 1
+            body += fetches[n_fetched : n_fetched + 1]
+        if slot is not None:
+            add(_free(slot))
+            after = following[n_copied]
+            if after is not None:
+                add(after)
+            n_copied += 1
+    logits = shape.logit_rows * spec.config.vocab * 4
+    if stage and not spec.units[-1].tensors:
+        logits = 0
+        if stage.target is not None:
+            body += [_hand_off("acc", hidden)] if side == "cpu" else []
+            body.append(Send(stage.target, hidden))
+    elif side == "acc":
+        body.append(_hand_off("cpu", logits))
+    if shape.ranks > 1:
+        body.append(_gather("output", logits))
+    return StepList(tuple(copies[:slots]), tuple(body))
+
+
+def _split_steps(place: Placement, slot: int | None, tokens: int) -> tuple[Step, ...]:
+    """Both sides compute their rows, the accelerator without holding the host up; then it has them all."""
+    source, rows = SOURCES[place.where], place.cpu_rows
+    return (
+        _compute(place.unit, "acc", source, slot, "rows", rows),
+        _compute(place.unit, "cpu", "host", None, "rows", rows),
+        _join(place.unit, 4 * tokens * rows),
+        _compute(place.unit, "acc", source, slot, "down", rows),
+    )
+
+
+def _next_in_slot(copies: list[CopyIn], slots: int) -> list[CopyIn | None]:
+    """By copy, the one into its slot after it; None when the slot keeps its only unit."""
+    after = [copies[i + slots] if i + slots < len(copies) else copies[i % slots] for i in range(len(copies))]
+    return [None if copy is own else copy for copy, own in zip(after, copies)]

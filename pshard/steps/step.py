@@ -1,0 +1,138 @@
+"""Steps: what the planner simulates and the executor runs for one micro-batch, as nouns. No torch."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CopyIn:
+    """Copy a unit's blob from host memory to a staging slot. Occupies the link (h2d) and host DRAM.
+
+    `cpu_rows`: of a split unit; these rows stay behind.
+    """
+
+    unit: str
+    slot: int
+    nbytes: int
+    cpu_rows: int = 0
+
+
+@dataclass(frozen=True)
+class FetchKV:
+    """Copy the used cells of a layer's KV from host memory to the KV stage. Occupies the link (h2d) and host DRAM."""
+
+    unit: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Run a unit. `on`: "acc" or "cpu"; `source` of its weights: "arena", "slot" or "host".
+
+    Of a split unit (`cpu_rows` > 0) a `part`: "rows", this side's rows of the gated product, or "down".
+    """
+
+    unit: str
+    on: str
+    source: str
+    slot: int | None = None
+    part: str = ""
+    cpu_rows: int = 0
+
+
+@dataclass(frozen=True)
+class WriteBack:
+    """Copy the new cells of a layer's KV from the KV stage to host memory. Occupies the link (d2h)."""
+
+    unit: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Handoff:
+    """Move activations to the side ("acc" or "cpu") that computes next; the last one delivers logits to the host."""
+
+    to: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Join:
+    """Bring the CPU's rows of a split unit's gated product, float32 [tokens, rows], to the accelerator."""
+
+    unit: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """Sum the ranks' partial outputs of a unit (float32 [tokens, d_model]) into the residual stream."""
+
+    unit: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Receive:
+    """Take a micro-batch's hidden states (float32 [tokens, d_model]) from rank `source` to the accelerator's side."""
+
+    source: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Send:
+    """Hand hidden states on the accelerator's side to rank `target`, which takes them when it comes to it."""
+
+    target: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Collect the ranks' slices of the logits; in a pipeline the last rank has all, and the others bring 0 bytes."""
+
+    unit: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Free:
+    """A staging slot's unit has been computed; the slot may be written again."""
+
+    slot: int
+
+
+Step = CopyIn | FetchKV | Compute | WriteBack | Handoff | Join | AllReduce | Receive | Send | Gather | Free
+
+
+@dataclass(frozen=True)
+class StepList:
+    """`enter`: copies once when the tier is entered; `body`: one micro-batch."""
+
+    enter: tuple[CopyIn, ...]
+    body: tuple[Step, ...]
+
+    @property
+    def link_bytes(self) -> int:
+        """Bytes that one micro-batch moves host to device."""
+        return sum(
+            s.nbytes
+            for s in self.body
+            if isinstance(s, CopyIn | FetchKV | Join) or (isinstance(s, Handoff) and s.to == "acc")
+        )
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Sizes of one micro-batch: new tokens, cells already cached (sum over its sequences), logit rows wanted.
+
+    `sums_on_host`: ranks without accelerators sum where they computed; others sum on the accelerator.
+    """
+
+    tokens: int
+    past: int
+    logit_rows: int
+    type_k: str = "bf16"
+    type_v: str = "bf16"
+    ranks: int = 1
+    sums_on_host: bool = False

@@ -1,0 +1,73 @@
+"""What a plan is predicted to do for its user: time to the first token, tokens per second, seconds of a whole round."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from pshard.cuts.layer_cuts import join_seconds
+from pshard.plan import Prediction, Variant
+
+
+def rank_seconds(variant: Variant) -> dict[int, tuple[float, ...]]:
+    """Predicted seconds of a micro-batch by tier, on every rank."""
+    return {
+        tier.tokens: tuple(rank.tiers[i].prediction.seconds for rank in variant.ranks)
+        for i, tier in enumerate(variant.ranks[0].tiers)
+    }
+
+
+def tier_seconds(variant: Variant) -> dict[int, float]:
+    """Predicted seconds of a micro-batch by tier, when no other one is under way."""
+    return {tokens: join_seconds(variant.split_mode, [each]) for tokens, each in rank_seconds(variant).items()}
+
+
+def prefill_seconds(mode: str, seconds: Mapping[int, Sequence[float]], tokens: int, largest: int) -> float:
+    """Seconds to prefill `tokens` tokens: full micro-batches of the tier `largest` and a tail on the smallest that
+    covers it.
+
+    mode: how the model is split; seconds: of a micro-batch by tier, on every rank.
+    """
+    full, tail = divmod(tokens, largest)
+    last = [seconds[min(t for t in seconds if t >= tail)]] if tail else []
+    return join_seconds(mode, [seconds[largest]] * full + last)
+
+
+def first_token_seconds(variant: Variant) -> float:
+    """Seconds to prefill the expected prompts."""
+    seconds = rank_seconds(variant)
+    return prefill_seconds(variant.split_mode, seconds, variant.prompt * variant.sequences, max(seconds))
+
+
+def decode_seconds(variant: Variant) -> float:
+    """Seconds of a decode step of all sequences."""
+    seconds = tier_seconds(variant)
+    return seconds[min(t for t in seconds if t >= variant.sequences)]
+
+
+def round_seconds(variant: Variant) -> float:
+    """Seconds in which all sequences bring a prompt and decode their answers."""
+    return first_token_seconds(variant) + variant.generated * decode_seconds(variant)
+
+
+def as_profiled(variant: Variant) -> Variant:
+    """The variant with what the profile alone predicts, whatever running plans has taught since."""
+    return _with_seconds(variant, lambda p: p.profile_seconds)
+
+
+def as_measured(variant: Variant) -> Variant:
+    """The variant with measured seconds in place of predicted ones, where it was run."""
+    return _with_seconds(variant, lambda p: p.measured_seconds)
+
+
+def _with_seconds(variant: Variant, seconds: Callable[[Prediction], float | None]) -> Variant:
+    """Other seconds of every tier; those that it has where there are no others."""
+    ranks = tuple(
+        replace(
+            rank,
+            tiers=tuple(
+                replace(t, prediction=replace(t.prediction, seconds=seconds(t.prediction) or t.prediction.seconds))
+                for t in rank.tiers
+            ),
+        )
+        for rank in variant.ranks
+    )
+    return replace(variant, ranks=ranks)

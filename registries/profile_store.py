@@ -1,0 +1,106 @@
+"""Where machine profiles are kept: one JSON file under the platform's cache folder, or wherever the user says.
+
+Beside it lies what runs have met: how much memory this machine lets a process page-lock.
+"""
+
+import json
+import platform
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from pshard.errors import UserError
+from pshard.jsonio import from_json, write_json_atomically
+from pshard.machine import PROFILE_VERSION, MachineProfile
+from pshard.paths import cache_dir
+
+
+def default_profile_path() -> Path:
+    """The profile of this machine: `profile.json` in the cache folder."""
+    return cache_dir() / "profile.json"
+
+
+def load_profile(path: Path | None = None) -> MachineProfile:
+    """Read a profile, by default this machine's, with the limit of page-locking that runs have met here.
+
+    Raises UserError: missing, unreadable, damaged, of another version.
+    """
+    place = path or default_profile_path()
+    try:
+        data = json.loads(place.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"no machine profile at {place}; run pshard-profile") from None
+    except OSError as error:
+        raise UserError(f"{place} cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise UserError(f"{place} is not a JSON file; run pshard-profile again") from None
+    version = data.get("version") if isinstance(data, dict) else None
+    if version != PROFILE_VERSION:
+        raise UserError(f"{place} is no machine profile of version {PROFILE_VERSION}; run pshard-profile again")
+    try:
+        profile = from_json(MachineProfile, data)
+        _check_figures(data)
+    except ValueError as error:
+        raise UserError(f"{place} is damaged: {error}; run pshard-profile again") from None
+    met = recall_lockable() if path is None else None
+    return profile if met is None else replace(profile, lockable_bytes=met)
+
+
+def _check_figures(data: dict) -> None:
+    """Raise ValueError for what no machine has: no accelerator, or a figure that is negative or no number."""
+    if not data["accelerators"]:
+        raise ValueError("MachineProfile.accelerators is empty")
+    left: list[tuple[str, Any]] = [("MachineProfile", data)]
+    while left:
+        where, value = left.pop()
+        if isinstance(value, dict):
+            left += [(f"{where}.{name}", item) for name, item in value.items()]
+        elif isinstance(value, list):
+            left += [(f"{where}[{i}]", item) for i, item in enumerate(value)]
+        elif isinstance(value, int | float) and not 0 <= value < inf:
+            raise ValueError(f"{where} is {value}, not a number of 0 or more")
+
+
+def save_profile(profile: MachineProfile, path: Path | None = None) -> Path:
+    """Write a profile whole or not at all and return where. Raises UserError when that place cannot be written."""
+    place = path or default_profile_path()
+    try:
+        write_json_atomically(place, profile)
+    except OSError as error:
+        raise UserError(f"{place} cannot be written: {error.strerror}; choose another place with -o") from None
+    return place
+
+
+def note_page_locks(nbytes: int, refused: bool) -> bool:
+    """Remember how much memory a process could page-lock here before more was `refused`, for the next planning.
+
+    A limit that a later process got beyond is forgotten. A folder that cannot be written to remembers nothing. Returns
+    whether plans were made with another limit.
+    """
+    known = recall_lockable()
+    if nbytes == known or (not refused and (known is None or nbytes <= known)):
+        return False
+    place = _page_locks()
+    try:
+        if refused:
+            write_json_atomically(place, {"machine": platform.node(), "lockable_bytes": nbytes})
+        else:
+            place.unlink(missing_ok=True)
+    except OSError:
+        return False
+    return True
+
+
+def recall_lockable() -> int | None:
+    """Bytes that could be page-locked on this machine when a process last met a limit; None when none did."""
+    try:
+        data = json.loads(_page_locks().read_text(encoding="utf-8"))
+        return max(0, int(data["lockable_bytes"])) if data["machine"] == platform.node() else None
+    except (OSError, ValueError, TypeError, KeyError):  # what cannot be read is not known
+        return None
+
+
+def _page_locks() -> Path:
+    """A cache folder may be shared by machines: the file names its own."""
+    return cache_dir() / "page-locks.json"

@@ -1,0 +1,77 @@
+"""From an open model file, a variant and a device to an Engine: one rank's part of it."""
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from pshard.cuts.rank_parts import split_model, split_ranges
+from pshard.errors import UserError
+from pshard.gpu_tiles import TileChoice
+from pshard.model import ModelSpec
+from pshard.plan import Variant
+from pshard.runtime.build_executor import build_executor, choose_kernels
+from pshard.runtime.devices.device import Device
+from pshard.runtime.engine import Engine
+from pshard.runtime.memory.kv_cache import KVShape
+from pshard.runtime.memory.kv_file import KVStore
+from pshard.runtime.memory.weights import HostWeights, WeightSource
+from pshard.runtime.ranks.group import Group
+
+
+class _File(WeightSource, Protocol):
+    """What is needed of a ModelFile beside its weights."""
+
+    spec: ModelSpec
+
+    def tokenizer(self) -> object: ...
+
+
+def build_engine(
+    file: _File,
+    variant: Variant,
+    device: Device,
+    *,
+    kernels: str = "fast",
+    group: Group | None = None,
+    progress: Callable[[int], None] = lambda _: None,
+    on_close: Callable[[], None] = lambda: None,
+    lender: HostWeights | None = None,
+    tiles: Iterable[TileChoice] = (),
+) -> Engine:
+    """Load this rank's part of the model under a variant.
+
+    Args:
+        device: closed with the engine, and when loading fails or is interrupted.
+        kernels: "fast", or "plain" for torch in float32 (the reference).
+        group: the ranks that this process belongs to; None for one rank.
+        progress: called with packed bytes done since the last call.
+        on_close: called when the engine is closed.
+        lender: holds the packed weights of the whole model already, and outlives this engine; for one rank.
+        tiles: those of the machine profile for this device (`MachineProfile.tiles_of`).
+    """
+    group = group or Group()
+    if group.size != len(variant.ranks):
+        raise UserError(f"the plan is for {len(variant.ranks)} ranks, but {group.size} are running")
+    plan = variant.ranks[group.rank]
+    spec = split_model(file.spec, variant.split, group.rank)
+    ranges = [split_ranges(file.spec, variant.split, rank) for rank in range(group.size)]
+    kv = KVShape(variant.context, variant.sequences, variant.type_k, variant.type_v)
+    try:
+        pair = choose_kernels(device, kernels, plan.tiers[-1].tokens, tiles)
+        executor = build_executor(file, spec, ranges[group.rank], plan, device, kv, pair[:2], group, progress, lender)
+    except BaseException:
+        device.close()
+        raise
+    notes = pair[2]
+    if not executor.page_locked:
+        pageable, of = executor.weights.pageable >> 20, executor.host_nbytes >> 20
+        how = "staged" if executor.staging_nbytes else "made by the driver, which is slowest"
+        notes += (f"{pageable} of {of} MiB of host weights are pageable: page-locking was refused, copies are {how}",)
+    store = KVStore(file, ranges, kv, executor, group)
+    return Engine(executor, variant, _tokenizer(file), notes, on_close, store)
+
+
+def _tokenizer(file: _File) -> object | None:
+    try:
+        return file.tokenizer()
+    except UserError:
+        return None  # asking for text then says so

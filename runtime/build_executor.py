@@ -1,0 +1,109 @@
+"""From a model file and a plan to a ready Executor: memory is taken, weights are packed, pins are brought in."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from pshard.buffers import arena_bytes
+from pshard.cuts.rank_parts import Ranges
+from pshard.gpu_tiles import TileChoice
+from pshard.model import ModelSpec, Unit
+from pshard.plan import RankPlan
+from pshard.quant import TENSOR_ALIGN, align
+from pshard.runtime.devices.device import Device
+from pshard.runtime.executor import Executor
+from pshard.runtime.kernels.api import Kernels
+from pshard.runtime.kernels.cpu import native
+from pshard.runtime.kernels.plain import PlainKernels
+from pshard.runtime.memory.host_memory import keep_freed_memory
+from pshard.runtime.memory.kv_cache import KVShape
+from pshard.runtime.memory.weights import HostWeights, LentWeights, WeightSource, pack_unit
+from pshard.runtime.ranks.group import Group
+
+
+def choose_kernels(
+    device: Device, wanted: str, max_tokens: int, tiles: Iterable[TileChoice] = ()
+) -> tuple[Kernels, Kernels, tuple[str, ...]]:
+    """Kernels of the accelerator and of the host, and a note for each fallback. `wanted`: "fast" or "plain".
+
+    tiles: what the machine profile chose for this accelerator; the defaults stand for what is not among them.
+    """
+    keep_freed_memory()
+    if wanted == "plain":
+        return PlainKernels(), PlainKernels(), ()
+    notes: list[str] = []
+    host: Kernels = PlainKernels()
+    if native.is_available():
+        from pshard.runtime.kernels.cpu.host import HostKernels
+
+        host = HostKernels()
+        notes += [f"host kernels: {stale}"] if (stale := native.why_stale()) else []
+    else:
+        notes.append(f"host kernels: torch fallbacks, slower ({native.why_missing()})")
+    if device.kind == "cpu":
+        return host, host, tuple(notes)
+    try:
+        from pshard.runtime.kernels.gpu.cuda import CudaKernels
+    except ImportError as error:
+        notes.append(f"GPU kernels: torch fallbacks, slower (no Triton: {error})")
+        return PlainKernels(), host, tuple(notes)
+    return CudaKernels(device.torch_device, max_tokens, tiles), host, tuple(notes)
+
+
+def build_executor(
+    source: WeightSource,
+    spec: ModelSpec,
+    ranges: Ranges | None,
+    plan: RankPlan,
+    device: Device,
+    kv: KVShape,
+    kernels: tuple[Kernels, Kernels],
+    group: Group,
+    progress: Callable[[int], None],
+    lender: HostWeights | None = None,
+) -> Executor:
+    """Take the arena, pack the weights and bring in the pins of every tier.
+
+    Args:
+        source: the model file; spec and ranges: the whole model, or a rank's slice of it.
+        progress: called with the number of packed bytes done since its last call.
+        lender: holds every unit already, packed; None packs them from the source.
+    """
+    resident = plan.resident
+    needed = align(max(tier.buffers.total for tier in plan.tiers), TENSOR_ALIGN)
+    arena = device.allocate(min(needed, arena_bytes(plan.budget_mib, device.kind)))
+    if lender is not None:
+        executor = Executor(spec, plan, device, arena, LentWeights(lender), kv, kernels, group)
+        _load_pins(executor, resident, lender.blob)
+        return executor
+    weights = HostWeights([spec.unit(name) for name in plan.lock_order], device)
+    try:
+        weights.pack(source, ranges, progress)
+        executor = Executor(spec, plan, device, arena, weights, kv, kernels, group)
+    except BaseException:
+        weights.close()
+        raise
+    try:
+        executor.lock_weights()  # the executor's buffers came first: without them no graph is captured
+    except BaseException:
+        executor.close()  # page-locked memory must be unlocked before it is unmapped
+        raise
+    stage = torch.empty(max((spec.unit(u).packed_nbytes for u in resident), default=0), dtype=torch.uint8)
+
+    def pack(name: str) -> torch.Tensor:
+        unit: Unit = spec.unit(name)
+        blob = stage[: unit.packed_nbytes]
+        pack_unit(source, unit, blob, ranges)
+        progress(unit.packed_nbytes)
+        return blob
+
+    _load_pins(executor, resident, pack)
+    return executor
+
+
+def _load_pins(executor: Executor, names: tuple[str, ...], blobs: Callable[[str], torch.Tensor]) -> None:
+    try:
+        executor.load_pins(names, blobs)
+    except BaseException:
+        executor.close()
+        raise

@@ -1,0 +1,496 @@
+"""The CPU kernels: a ctypes front to the C++ library built from csrc/ (packed weights, docs/packed-layout.md).
+
+Buffers are addresses (int), numpy arrays or anything with `data_ptr()` (torch tensors), in host memory and in C order
+except for row strides. Strides count elements, not bytes. Sizes are the caller's promise: C++ cannot see them. Every
+call releases the GIL and returns when the result is written; calls from several threads run one after the other.
+
+Results do not depend on the number of threads, and one sequence's do not depend on what is computed with it; nor do a
+token's, but for attention, whose cells are shared out by how many new tokens their sequence has.
+"""
+
+import ctypes
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pshard.model import kv_nbytes
+from pshard.quant import QUANT_TYPES
+from pshard.runtime.kernels.cpu.sources import digest_sources
+
+Buffer = Any  # int address, numpy array or torch tensor
+
+ABI = 4  # as csrc/api.cpp has it
+BUILD = "pip install -e . --no-build-isolation --no-deps in the folder of pshard"
+
+_TYPES = {
+    "v": None, "i": ctypes.c_int, "u": ctypes.c_uint32, "l": ctypes.c_int64, "z": ctypes.c_size_t,
+    "f": ctypes.c_float, "d": ctypes.c_double, "p": ctypes.c_void_p, "s": ctypes.c_char_p,
+}  # fmt: skip
+_SIGNATURES = {  # result and arguments, a letter of _TYPES each
+    "sources": ("u", ""),
+    "type": ("i", "s"),
+    "record_nbytes": ("l", "il"),
+    "isa": ("s", ""),
+    "set_isa": ("i", "s"),
+    "threads": ("i", ""),
+    "set_threads": ("v", "ipi"),
+    "pack": ("v", "plillllp"),
+    "linear": ("v", "plpillplli"),
+    "linear_group": ("v", "plpppilpll"),
+    "ffn": ("v", "plpipipillplli"),
+    "tiles": ("s", ""),
+    "set_tiles": ("i", "s"),
+    "linear_tiled": ("v", "plpillplli"),
+    "gate_up_tiled": ("v", "plpipillpll"),
+    "dequantize": ("v", "pillllpli"),
+    "get_rows": ("v", "pillplp"),
+    "attention": ("v", "plpplliiplpliiifpl"),
+    "rms_norm": ("v", "plpfllpl"),
+    "rope_store": ("v", "plliiippfpplippplppllii"),
+    "memcpy": ("v", "ppz"),
+    "read": ("d", "pzp"),
+    "exchange_nbytes": ("l", "ill"),
+    "exchange_open": ("p", "piill"),
+    "exchange_close": ("v", "p"),
+    "exchange_sum": ("i", "ppld"),
+    "exchange_gather": ("i", "pplppd"),
+    "exchange_put": ("i", "pplid"),
+    "exchange_take": ("i", "pplid"),
+    "copiers_open": ("p", "i"),
+    "copiers_close": ("v", "p"),
+    "copiers_job": ("p", "pppz"),
+    "copiers_run": ("v", "p"),
+}
+
+
+def open_library(path: Path) -> tuple[dict[str, Any], str | None]:
+    """The functions of the library at `path` by short name, or why there are none and what to do."""
+    if not path.exists():
+        return {}, f"{path.name} was not built: with a C++20 compiler at hand, run {BUILD}"
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        return {}, f"{path} cannot be loaded: {error}"
+    number = library.pshard_abi() if hasattr(library, "pshard_abi") else 0
+    if number != ABI:
+        return {}, f"{path.name} is of interface {number} and this version calls {ABI}: run {BUILD}"
+    functions = {}
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, f"pshard_{name}")
+        function.restype, function.argtypes = _TYPES[result], [_TYPES[letter] for letter in arguments]
+        functions[name] = function
+    return functions, None
+
+
+_PATH = Path(__file__).with_name("_native" + str(sysconfig.get_config_var("EXT_SUFFIX")))
+_C, _WHY_MISSING = open_library(_PATH)
+_TYPE_NUMBERS = {name: _C["type"](name.encode()) for name in QUANT_TYPES} if _WHY_MISSING is None else {}
+
+
+def is_available() -> bool:
+    """True when the C++ library was built and loads."""
+    return _WHY_MISSING is None
+
+
+def why_missing() -> str | None:
+    """Why the library is not there, in one clause; None when it is."""
+    return _WHY_MISSING
+
+
+def why_stale() -> str | None:
+    """What to say of a library that works but was built from other sources than are at hand; None of any other."""
+    here = digest_sources(_PATH.with_name("csrc"))
+    if not is_available() or here in (0, _call("sources")):
+        return None
+    return f"{_PATH.name} was built from other sources than those beside it: run {BUILD}"
+
+
+def exchange_functions() -> dict[str, Any]:
+    """The C functions of csrc/allreduce.cpp by the name after `exchange_`; shared_memory.py says what they do."""
+    return {name.removeprefix("exchange_"): _C[name] for name in _SIGNATURES if name.startswith("exchange_")}
+
+
+def copier_functions() -> dict[str, Any]:
+    """The C functions of csrc/copiers.cpp by the name after `copiers_`; copiers.py says what they do."""
+    return {name.removeprefix("copiers_"): _C[name] for name in _SIGNATURES if name.startswith("copiers_")}
+
+
+def isa() -> str:
+    """The instruction set in use: "avx512_vnni", "avx2" or "portable"."""
+    return _call("isa").decode()
+
+
+def set_isa(name: str) -> None:
+    """Use another instruction set than the best one (for tests). Raises ValueError where this machine lacks it."""
+    if _call("set_isa", name.encode()) != 0:
+        raise ValueError(f"this machine cannot run the {name!r} kernels")
+
+
+def tiles() -> str:
+    """The matrix unit that `linear_tiled` uses: "amx", or "" where there is none."""
+    return _call("tiles").decode()
+
+
+def set_tiles(name: str) -> None:
+    """Use "amx", "emulated" (loops, for tests) or "" (none). Raises ValueError where this machine lacks it."""
+    if _call("set_tiles", name.encode()) != 0:
+        raise ValueError(f"this machine cannot run {name!r} tiles")
+
+
+def threads() -> int:
+    """Threads of the pool, the caller included; at first as many as this process may use processors."""
+    return _call("threads")
+
+
+def set_threads(n: int, cpus: Sequence[int] | None = None) -> None:
+    """Rebuild the pool with n threads, the caller included.
+
+    cpus[i] is the processor that worker i is bound to (i = 1..n-1). The caller keeps off these while it is in a call,
+    so that cpus[0] is left to it, and may run where it might before after that: threads that it starts inherit that.
+    """
+    if n < 1 or (cpus is not None and len(cpus) < n):
+        raise ValueError(f"set_threads({n}, {cpus}): needs n >= 1 and a processor for each thread")
+    array = (ctypes.c_int * len(cpus))(*cpus) if cpus else None
+    _call("set_threads", n, array, len(cpus) if cpus else 0)
+
+
+def pack(
+    raw: Buffer,
+    qtype: str,
+    rows: int,
+    cols: int,
+    out: Buffer,
+    *,
+    row_start: int = 0,
+    row_stop: int | None = None,
+    col_start: int = 0,
+    col_stop: int | None = None,
+) -> None:
+    """Pack the given rows and columns of a GGUF matrix [rows, cols] into `out`, byte for byte as `pack_reference`.
+
+    `out` holds packed_nbytes(qtype, row_stop - row_start, col_stop - col_start) bytes. Columns are cut at multiples of
+    the type's block.
+    """
+    row_stop, col_stop = rows if row_stop is None else row_stop, cols if col_stop is None else col_stop
+    q = QUANT_TYPES[qtype]
+    _check_range("row", row_start, row_stop, rows)
+    _check_range("col", col_start, col_stop, cols)
+    if cols % q.block or col_start % q.block or col_stop % q.block:
+        raise ValueError(f"{qtype} columns {col_start}:{col_stop} of {cols} are not multiples of the block, {q.block}")
+    row_bytes = cols // q.block * q.nbytes
+    _call("pack", _at(raw), row_bytes, _type(qtype), row_start, row_stop, col_start, col_stop, _at(out))
+
+
+def linear(
+    x: Buffer,
+    w: Buffer,
+    qtype: str,
+    rows: int,
+    cols: int,
+    out: Buffer,
+    tokens: int,
+    *,
+    x_stride: int | None = None,
+    out_stride: int | None = None,
+    accumulate: bool = False,
+) -> None:
+    """out = x @ W.T with W [rows, cols] packed: x f32 [tokens, cols] -> out f32 [tokens, rows]. Any number of tokens.
+    With `accumulate` the product is added to `out`.
+
+    Quantised weights meet activations rounded to int8 with one scale per 32 columns; that adds a relative error (RMS of
+    the difference over RMS of the exact result, normal activations) of 0.51 to 0.54%, whatever the type. Plain weights
+    (F32, F16, BF16) meet f32 activations in f32 sums; beyond 16 tokens torch's bf16 linear is faster for those.
+    """
+    _check_cols(qtype, cols)
+    shape = (_at(out), out_stride or rows, tokens, accumulate)
+    _call("linear", _at(x), x_stride or cols, _at(w), _type(qtype), rows, cols, *shape)
+
+
+def linear_group(
+    x: Buffer,
+    weights: Sequence[tuple[Buffer, str, int]],
+    cols: int,
+    out: Buffer,
+    tokens: int,
+    *,
+    x_stride: int,
+    out_stride: int,
+) -> None:
+    """`linear` with several matrices (packed, quant type, rows), whose outputs lie side by side in rows of `out`."""
+    for _, qtype, _ in weights:
+        _check_cols(qtype, cols)
+    n = len(weights)
+    data = (ctypes.c_void_p * n)(*(_at(w) for w, _, _ in weights))
+    types = (ctypes.c_int * n)(*(_type(qtype) for _, qtype, _ in weights))
+    rows = (ctypes.c_int64 * n)(*(count for _, _, count in weights))
+    _call("linear_group", _at(x), x_stride, data, types, rows, n, cols, _at(out), out_stride, tokens)
+
+
+def ffn(
+    x: Buffer,
+    gate: Buffer,
+    gate_qtype: str,
+    up: Buffer,
+    up_qtype: str,
+    down: Buffer,
+    down_qtype: str,
+    hidden: int,
+    inner: int,
+    out: Buffer,
+    tokens: int,
+    *,
+    x_stride: int | None = None,
+    out_stride: int | None = None,
+    accumulate: bool = False,
+) -> None:
+    """SwiGLU in one call: out = (silu(x Wg^T) * (x Wu^T)) Wd^T, x and out f32 [tokens, hidden].
+
+    With `accumulate` the result is added to `out`. gate and up are packed [inner, hidden], down is packed
+    [hidden, inner]. Precision as in `linear`.
+    """
+    for qtype, cols in ((gate_qtype, hidden), (up_qtype, hidden), (down_qtype, inner)):
+        _check_cols(qtype, cols)
+    weights = (_at(gate), _type(gate_qtype), _at(up), _type(up_qtype), _at(down), _type(down_qtype))
+    shape = (_at(out), out_stride or hidden, tokens, accumulate)
+    _call("ffn", _at(x), x_stride or hidden, *weights, hidden, inner, *shape)
+
+
+def gate_up(
+    x: Buffer,
+    gate: Buffer,
+    gate_qtype: str,
+    up: Buffer,
+    up_qtype: str,
+    inner: int,
+    hidden: int,
+    out: Buffer,
+    tokens: int,
+    *,
+    x_stride: int | None = None,
+    out_stride: int | None = None,
+) -> None:
+    """The first half of `ffn`: out = silu(x Wg^T) * (x Wu^T), x f32 [tokens, hidden], out f32 [tokens, inner]."""
+    for qtype in (gate_qtype, up_qtype):
+        _check_cols(qtype, hidden)
+    weights = (_at(gate), _type(gate_qtype), _at(up), _type(up_qtype), None, -1)
+    _call("ffn", _at(x), x_stride or hidden, *weights, hidden, inner, _at(out), out_stride or inner, tokens, False)
+
+
+def linear_tiled(
+    x: Buffer,
+    w: Buffer,
+    qtype: str,
+    rows: int,
+    cols: int,
+    out: Buffer,
+    tokens: int,
+    *,
+    x_stride: int | None = None,
+    out_stride: int | None = None,
+    accumulate: bool = False,
+) -> None:
+    """As `linear` on the matrix unit that tiles() names: weights and activations rounded to bf16, sums in f32.
+
+    Rounding adds a relative error of about 0.2%. With `accumulate` the product is added to `out`.
+    """
+    _check_cols(qtype, cols)
+    _check_tiles()
+    shape = (_at(out), out_stride or rows, tokens, accumulate)
+    _call("linear_tiled", _at(x), x_stride or cols, _at(w), _type(qtype), rows, cols, *shape)
+
+
+def gate_up_tiled(
+    x: Buffer,
+    gate: Buffer,
+    gate_qtype: str,
+    up: Buffer,
+    up_qtype: str,
+    inner: int,
+    hidden: int,
+    out: Buffer,
+    tokens: int,
+    *,
+    x_stride: int | None = None,
+    out_stride: int | None = None,
+) -> None:
+    """As `gate_up`, with the precision of `linear_tiled`; silu is applied to the f32 sums."""
+    for qtype in (gate_qtype, up_qtype):
+        _check_cols(qtype, hidden)
+    _check_tiles()
+    weights = (_at(gate), _type(gate_qtype), _at(up), _type(up_qtype), inner, hidden)
+    _call("gate_up_tiled", _at(x), x_stride or hidden, *weights, _at(out), out_stride or inner, tokens)
+
+
+def dequantize(
+    w: Buffer,
+    qtype: str,
+    rows: int,
+    cols: int,
+    row_start: int,
+    row_stop: int,
+    out: Buffer,
+    out_dtype: str = "f32",
+    *,
+    out_stride: int | None = None,
+) -> None:
+    """Rows [row_start, row_stop) of a packed matrix to "f32" (exactly the GGUF values) or "bf16" (those, rounded)."""
+    _check_cols(qtype, cols)
+    _check_range("row", row_start, row_stop, rows)
+    if out_dtype not in ("f32", "bf16"):
+        raise ValueError(f"out_dtype is {out_dtype!r}, not 'f32' or 'bf16'")
+    bf16 = out_dtype == "bf16"
+    _call("dequantize", _at(w), _type(qtype), rows, cols, row_start, row_stop, _at(out), out_stride or cols, bf16)
+
+
+def get_rows(w: Buffer, qtype: str, rows: int, cols: int, ids: Buffer, n: int, out: Buffer) -> None:
+    """Look up n rows (i64 ids, each in [0, rows)) of a packed matrix: out f32 [n, cols], exactly the GGUF values."""
+    _check_cols(qtype, cols)
+    address = _at(ids)
+    for i in (ctypes.c_int64 * n).from_address(address) if n else ():
+        if not 0 <= i < rows:
+            raise IndexError(f"row {i} of a matrix of {rows} rows")
+    _call("get_rows", _at(w), _type(qtype), rows, cols, address, n, _at(out))
+
+
+def attention(
+    q: Buffer,
+    k: Buffer,
+    v: Buffer,
+    kv_types: tuple[str, str],
+    segments: Sequence[tuple[int, int, int, int]],
+    heads: tuple[int, int, int],
+    scale: float,
+    out: Buffer,
+    *,
+    strides: tuple[int, int] | None = None,
+    cell_strides: tuple[int, int] | None = None,
+    blocks: tuple[Buffer, int] | None = None,
+) -> None:
+    """Causal attention of new tokens of several sequences: q and out f32 [tokens, heads, head_dim].
+
+    k and v are cells of kv_heads * head_dim numbers of a KV type each ("f32", "f16", "bf16", "q8_0": see kv_codec); one
+    cell begins `cell_strides` bytes after the other (default: no gaps). The new tokens' cells are already written:
+    token i of a sequence sees cells 0..before+i. Head h reads kv head h // (heads // kv_heads). Softmax in f32.
+
+    Args:
+        segments: of each sequence (its first row in q, its rows, cells before them, its first item in `blocks`).
+        heads: (heads, kv heads, head_dim).
+        strides: elements from row to row of q and of out; default: no gaps.
+        blocks: numbers (i32) of the blocks that the cells lie in, and the cells of a block, a multiple of 64; without
+            them cells follow each other.
+    """
+    n_heads, kv_heads, dim = heads
+    if not segments or n_heads == 0:
+        return  # a rank may hold no head at all
+    if n_heads % kv_heads:
+        raise ValueError(f"{n_heads} heads do not share {kv_heads} kv heads evenly")
+    q_stride, out_stride = strides or (n_heads * dim, n_heads * dim)
+    types = tuple(_type(kind.upper()) for kind in kv_types)
+    cells = (*(cell_strides or _cell_nbytes(kv_types, kv_heads * dim)), *types)
+    table, block_cells = (_at(blocks[0]), blocks[1]) if blocks else (None, 0)
+    numbers = (ctypes.c_int64 * (4 * len(segments)))(*(n for segment in segments for n in segment))
+    shape = (len(segments), *heads, scale)
+    _call(
+        "attention", _at(q), q_stride, _at(k), _at(v), *cells, table, block_cells, numbers, *shape, _at(out), out_stride
+    )
+
+
+def rms_norm(
+    x: Buffer, weight: Buffer, eps: float, tokens: int, width: int, out: Buffer, *, strides: tuple[int, int]
+) -> None:
+    """out[t] = x[t] / sqrt(mean(x[t]^2) + eps) * weight, f32, rows of `width`, `strides` apart in x and in out."""
+    _call("rms_norm", _at(x), strides[0], _at(weight), eps, tokens, width, _at(out), strides[1])
+
+
+def rope_store(
+    qkv: Buffer,
+    stride: int,
+    tokens: int,
+    heads: tuple[int, int, int],
+    norms: tuple[Buffer | None, Buffer | None],
+    eps: float,
+    rope: tuple[Buffer, Buffer, int, str],
+    rows: tuple[Buffer, Buffer, Buffer],
+    cache: tuple[Buffer, Buffer],
+    kv_types: tuple[str, str],
+    block_cells: int,
+) -> None:
+    """Normalise and rotate q and k heads in place, and write k and v into their cells.
+
+    Args:
+        qkv: f32 [tokens, (heads + 2 kv heads) head_dim], rows `stride` apart.
+        heads: (heads, kv heads, head_dim).
+        norms: weights f32 [head_dim] of an RMS norm of each q and each k head, or None.
+        rope: cos and sin f32 [context, half], half, and the pairing as in pshard.model.Rope.
+        rows: begin, position and blocks, i32, as in api.RowIndex.
+        cache: k and v, blocks of `block_cells` cells as in `attention`, without gaps.
+    """
+    cos, sin, half, pairing = rope
+    _, kv_heads, dim = heads
+    types = tuple(_type(kind.upper()) for kind in kv_types)
+    weights = tuple(None if w is None else _at(w) for w in norms)
+    turn = (_at(cos), _at(sin), half, pairing == "halves")
+    where = (
+        *(_at(r) for r in rows),
+        block_cells,
+        _at(cache[0]),
+        _at(cache[1]),
+        *_cell_nbytes(kv_types, kv_heads * dim),
+    )
+    _call("rope_store", _at(qkv), stride, tokens, *heads, *weights, eps, *turn, *where, *types)
+
+
+def _cell_nbytes(kv_types: tuple[str, str], width: int) -> tuple[int, int]:
+    return kv_nbytes(kv_types[0], width), kv_nbytes(kv_types[1], width)
+
+
+def memcpy(to: Buffer, source: Buffer, nbytes: int) -> None:
+    """Copy nbytes with all threads."""
+    _call("memcpy", _at(to), _at(source), nbytes)
+
+
+def read_bandwidth(data: Buffer, nbytes: int) -> float:
+    """GB/s (1e9 bytes) at which all threads read nbytes once: the ceiling of every kernel whose weights are in DRAM."""
+    total = ctypes.c_uint64()
+    return nbytes / _call("read", _at(data), nbytes, ctypes.byref(total)) / 1e9
+
+
+def record_nbytes(qtype: str, cols: int) -> int:
+    """Bytes of 16 rows as the C++ library counts them; a test compares with pshard.quant."""
+    return _call("record_nbytes", _type(qtype), cols)
+
+
+def _call(name: str, *arguments: Any) -> Any:
+    if _WHY_MISSING is not None:
+        raise RuntimeError(f"no CPU kernels: {_WHY_MISSING}")
+    return _C[name](*arguments)
+
+
+def _at(buffer: Buffer) -> int:
+    if isinstance(buffer, int):
+        return buffer
+    if hasattr(buffer, "data_ptr"):
+        return buffer.data_ptr()
+    return buffer.ctypes.data
+
+
+def _type(qtype: str) -> int:
+    if _WHY_MISSING is None and _TYPE_NUMBERS[qtype] < 0:
+        raise ValueError(f"no CPU kernel for quant type {qtype}")
+    return _TYPE_NUMBERS.get(qtype, -1)
+
+
+def _check_cols(qtype: str, cols: int) -> None:
+    if cols % QUANT_TYPES[qtype].block:
+        raise ValueError(f"{cols} columns are not a multiple of the {qtype} block, {QUANT_TYPES[qtype].block}")
+
+
+def _check_tiles() -> None:
+    if not tiles():
+        raise RuntimeError("this machine has no matrix unit for tiles; use linear or gate_up")
+
+
+def _check_range(what: str, start: int, stop: int, size: int) -> None:
+    if not 0 <= start <= stop <= size:
+        raise ValueError(f"{what}s {start}:{stop} of {size}")

@@ -1,0 +1,91 @@
+"""Tiles of the Triton kernels: those used where no profile chose others, and which ones a profile tries. No torch."""
+
+from dataclasses import replace
+
+from pshard.buffers import DECODE_PROGRAMS
+from pshard.gpu_tiles import Tile
+
+MANY_ROWS = 16384  # of gate and up; below, as in a rank's slice, programs of two warps do not fill a GPU
+# types that take so many registers to decode for the tensor cores that dp4a is faster for up to 4 tokens
+DP4A_TYPES = ("Q2_K", "Q3_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K")
+# Keyed by (kernel, bucket of tokens). "kernel type" comes before "kernel".
+TUNING: dict[tuple[str, int], Tile] = {
+    **{("matvec", m): Tile(32, 16, 2, 1, 800, 144) for m in (1, 2, 4, 8)},
+    **{(f"matvec {qtype}", 1): Tile(32, 32, 4, 1, 800, 72) for qtype in ("Q4_1", "Q8_0")},
+    **{("matvec MXFP4", m): Tile(32, 32, 4, 1, 800) for m in (1, 2, 4, 8)},
+    **{("matvec Q4_K", m): Tile(32, 16, 2, 1, 800) for m in (2, 4)},
+    **{(f"matvec {qtype}", m): Tile(16, 32, 4, 1, 1056) for qtype in DP4A_TYPES for m in (1, 2, 4)},
+    **{(f"matvec {qtype}", 1): Tile(16, 32, 4, 1, 1056, 56) for qtype in ("Q2_K", "Q3_K")},
+    **{(f"matvec {qtype}", m): Tile(32, 16, 2, 1, 800, 128) for qtype in ("Q2_K", "Q3_K") for m in (4, 8)},
+    ("matvec Q6_K", 1): Tile(32, 16, 2, 1, 800, 128),
+    **{(f"matvec {qtype}", 8): Tile(32, 16, 2, 1, 800, 112) for qtype in ("Q4_K", "Q6_K")},
+    ("matvec Q5_K", 8): Tile(32, 16, 2, 1, 800),
+    ("matvec", 16): Tile(32, 16, 2, 1, 800, 128),
+    ("matvec", 32): Tile(32, 8, 1, 1, 800),
+    ("matvec", 64): Tile(32, 8, 1, 1, 800),
+    ("matvec Q4_0", 64): Tile(32, 16, 2, 1, 800, 144, tokens=16),
+    **{("gated", m): Tile(32, 16, 2, 1, registers=144) for m in (1, 2, 4)},
+    ("gated few", 1): Tile(32, 32, 4, 1, registers=144),
+    **{(f"gated {qtype}", 1): Tile(16, 32, 4, 1, registers=56) for qtype in DP4A_TYPES},
+    **{(f"gated {qtype}", m): Tile(16, 32, 4, 1) for qtype in DP4A_TYPES for m in (2, 4)},
+    **{(f"gated {qtype}", 4): Tile(32, 16, 2, 1, registers=128) for qtype in ("Q2_K", "Q3_K")},
+    **{("gated", m): Tile(32, 16, 2, 1, registers=128) for m in (8, 16)},
+    ("gated Q3_K", 8): Tile(32, 16, 2, 1),
+    ("gated", 32): Tile(32, 8, 1, 1),
+    ("gated", 64): Tile(32, 8, 1, 1),
+    ("rows", 16): Tile(32, 128, 4, 4, 528),
+    ("rows", 32): Tile(32, 128, 4, 4, 528),
+    ("rows", 64): Tile(64, 128, 4, 3, 528),
+    ("dequantise", 0): Tile(16, 16, 4, 1),
+    ("decode", 0): Tile(16, 64, 4, 3, DECODE_PROGRAMS),
+    ("prefill", 64): Tile(128, 128, 8, 3),
+    ("prefill", 128): Tile(128, 128, 8, 3),
+    ("prefill", 256): Tile(64, 64, 8, 2),
+}
+PROGRAMS = (800, 1600)  # of matvec, about: other numbers of pieces cost no other kernel where they round up alike
+
+
+def default_tile(kernel: str, qtype: str, tokens: int) -> Tile:
+    """The tile where no profile chose one; `tokens` a power of two."""
+    return TUNING.get((f"{kernel} {qtype}", tokens)) or TUNING[kernel, tokens]
+
+
+def gated_kernel(qtype: str, tokens: int, rows: int) -> str:
+    """Which tiles gate and up of so many rows take: "gated" or "gated few"."""
+    return "gated few" if tokens == 1 and rows < MANY_ROWS and qtype not in DP4A_TYPES else "gated"
+
+
+def candidate_tiles(kernel: str, qtype: str, tokens: int) -> tuple[Tile, ...]:
+    """What may be the fastest for batches of up to `tokens`, a power of two; the default first, then what is likeliest.
+
+    All give the same sums but for their order, whatever the numbers of rows and columns. A limit of registers also
+    changes how the compiler orders loads; a scheduler of the GPU has 512 for each thread of a warp: 128 let four run.
+    """
+    default = default_tile(kernel, qtype, tokens)
+    ways = _ways(tokens)
+    if kernel == "matvec":
+        ways += [replace(default, programs=programs) for programs in PROGRAMS]
+    else:  # these are not cut into pieces, and 16 rows of theirs need all tokens in one program, see `matvec_kernel`
+        ways = [replace(tile, programs=1) for tile in ways if tile.rows == 32 or tile.tokens >= tokens]
+    return tuple(dict.fromkeys((default, *ways)))
+
+
+def _ways(tokens: int) -> list[Tile]:
+    """Tiles of 32 rows on the tensor cores and of 16 rows with dp4a; which of them is faster depends on the type."""
+    if tokens <= 4:
+        return [Tile(32, 16, 2, 1, 800, 144), Tile(32, 16, 2, 1, 800, 128), Tile(16, 32, 4, 1, 1056, 56),
+                Tile(16, 64, 8, 1, 1056), Tile(32, 16, 2, 2, 800, 128), Tile(16, 32, 4, 1, 1056),
+                Tile(32, 32, 4, 1, 800, 72), Tile(32, 32, 4, 1, 800), Tile(16, 16, 2, 1, 1600)]  # fmt: skip
+    if tokens == 8:
+        return [Tile(32, 16, 2, 1, 800, 112), Tile(32, 16, 2, 2, 800, 112), Tile(32, 16, 2, 1, 800, 144),
+                Tile(32, 16, 2, 2, 800, 144), Tile(32, 16, 2, 1, 800, 128), Tile(32, 16, 2, 2, 800, 128),
+                Tile(32, 16, 2, 1, 800, 96), Tile(32, 16, 2, 1, 800), Tile(32, 32, 4, 2, 800),
+                Tile(32, 32, 4, 1, 800, 72), Tile(16, 32, 4, 1, 1056, tokens=4)]  # fmt: skip
+    if tokens == 16:
+        return [Tile(32, 16, 2, 1, 800, 128), Tile(32, 16, 2, 2, 800, 128), Tile(32, 16, 2, 1, 800, 168),
+                Tile(32, 16, 2, 2, 800, 168), Tile(32, 16, 2, 1, 800, 112, tokens=8), Tile(32, 16, 2, 1, 800, 200),
+                Tile(32, 16, 2, 2, 800, 112, tokens=8), Tile(32, 16, 2, 1, 800, 112), Tile(32, 16, 2, 2, 4000, 128),
+                Tile(32, 8, 1, 1, 800)]  # fmt: skip
+    return [Tile(32, 16, 2, 1, 800, 128, tokens=16), Tile(32, 8, 1, 1, 800), Tile(32, 16, 2, 1, 800, 144, tokens=16),
+            Tile(32, 16, 2, 2, 800, 128, tokens=16), Tile(32, 16, 2, 1, 800, 168), Tile(32, 8, 1, 2, 800),
+            Tile(32, 16, 2, 1, 800, 112, tokens=8)]  # fmt: skip

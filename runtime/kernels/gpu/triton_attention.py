@@ -1,0 +1,169 @@
+"""Attention in Triton: decode split over the context and combined in a fixed order, and causal attention of prompts.
+
+Softmax works in powers of two: `scale` times log2(e) is multiplied into the scores once.
+"""
+
+import triton
+import triton.language as tl
+
+from pshard.runtime.kernels.gpu.products.triton_quantise import store_quantised
+from pshard.runtime.kernels.gpu.triton_cells import find_blocks, load_cells, locate_cells, product_type, scales_of
+
+
+@triton.jit(do_not_specialize=["splits"])
+def decode_kernel(
+    q, q_stride, k, v, k_block, k_cell, v_block, v_cell, begin, position, blocks, partial, scale, splits,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    BLOCK: tl.constexpr, CELLS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Program (split, KV head, row): the row's HEADS / GROUPS query heads against its share of the cells.
+
+    The share follows from the row's own length, read here, so one captured launch serves any length. Writes
+    partial[row, head, split] = (weighted sum of v [D], maximum, sum of exponentials); SHARE >= heads per group. BLOCK
+    cells are a tile, CELLS a block of the cache.
+    """
+    split, group, m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    per_group: tl.constexpr = HEADS // GROUPS
+    length = tl.load(position + m) + 1
+    share = tl.cdiv(tl.cdiv(length, splits), BLOCK) * BLOCK
+    first = split * share
+    last = tl.minimum(first + share, length)
+    blocks += tl.load(begin + m)
+    k_scales = scales_of(k, group, GROUPS, D)
+    v_scales = scales_of(v, group, GROUPS, D)
+    k += group * D
+    v += group * D
+    dim = tl.arange(0, DP)
+    head = tl.arange(0, SHARE)
+    inside = (head < per_group)[:, None] & (dim < D)[None, :]
+    qs = tl.load(q + m.to(tl.int64) * q_stride + (group * per_group + head[:, None]) * D + dim[None, :],
+                 mask=inside, other=0.0)  # fmt: skip
+    kind: tl.constexpr = product_type(k.dtype.element_ty, v.dtype.element_ty)
+    qs = qs.to(kind)  # the scale goes to the scores: scaled here, q would be rounded twice
+    scale = scale * 1.4426950408889634
+    peak = tl.full((SHARE,), -1e30, tl.float32)
+    weight = tl.zeros((SHARE,), tl.float32)
+    acc = tl.zeros((SHARE, DP), tl.float32)
+    one, two = find_blocks(blocks, first, last, BLOCK, CELLS)
+    for start in tl.range(first, last, BLOCK, num_stages=STAGES):
+        cell = start + tl.arange(0, BLOCK)
+        at_k, behind = locate_cells(one, two, start, k_block, k_cell, BLOCK, CELLS)
+        ks = load_cells(k, k_scales, at_k, behind, last - start, D, DP, BLOCK, True, kind)
+        at_v, behind = locate_cells(one, two, start, v_block, v_cell, BLOCK, CELLS)
+        vs = load_cells(v, v_scales, at_v, behind, last - start, D, DP, BLOCK, True, kind)
+        one, two = find_blocks(blocks, start + BLOCK, last, BLOCK, CELLS)
+        scores = tl.dot(qs, tl.trans(ks))
+        scores = tl.where((cell < last)[None, :], scores * scale, -1e30)
+        top = tl.maximum(peak, tl.max(scores, axis=1))
+        shrink = tl.exp2(peak - top)
+        p = tl.exp2(scores - top[:, None])
+        weight = weight * shrink + tl.sum(p, axis=1)
+        acc = tl.dot(p.to(kind), vs, acc * shrink[:, None])
+        peak = top
+    row = partial + ((m * HEADS + group * per_group + head).to(tl.int64) * splits + split) * (D + 2)
+    tl.store(row[:, None] + dim[None, :], acc, mask=inside)
+    tl.store(row + D, peak, mask=head < per_group)
+    tl.store(row + D + 1, weight, mask=head < per_group)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def decode_combine_kernel(
+    partial, out, out_stride, splits, words, scale, sums,
+    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, QUANTISE: tl.constexpr,
+):  # fmt: skip
+    """out[row, head] from the row's partial results; program (head, row). SPLITS >= splits, a power of two.
+
+    QUANTISE: out, as rounded, is also quantised for `matvec_kernel` (D = DP, a multiple of 32).
+
+    A split without cells has maximum -1e30 and zero weight, so it adds nothing.
+    """
+    head, m = tl.program_id(0), tl.program_id(1)
+    dim = tl.arange(0, DP)
+    split = tl.arange(0, SPLITS)
+    row = partial + (m * HEADS + head).to(tl.int64) * splits * (D + 2) + split * (D + 2)
+    there = split < splits
+    peak = tl.load(row + D, mask=there, other=-1e30)
+    weight = tl.load(row + D + 1, mask=there, other=0.0)
+    factor = tl.exp2(peak - tl.max(peak, axis=0))
+    total = tl.sum(weight * factor, axis=0)
+    parts = tl.load(row[:, None] + dim[None, :], mask=there[:, None] & (dim < D)[None, :], other=0.0)
+    result = tl.sum(parts * factor[:, None], axis=0) / total
+    at = out + m.to(tl.int64) * out_stride + head * D + dim
+    rounded = result.to(out.dtype.element_ty)
+    tl.store(at, rounded, mask=dim < D)
+    if QUANTISE:
+        per_head: tl.constexpr = D // 32
+        chunk = head * per_head + tl.arange(0, per_head)
+        tile = tl.reshape(rounded.to(tl.float32), (per_head, 32))
+        store_quantised(tile, chunk, chunk >= 0, m, words, scale, sums, HEADS * per_head, per_head)
+
+
+@triton.jit
+def _attend(
+    acc, weight, peak, qs, k, v, k_scales, v_scales, k_block, k_cell, v_block, v_cell, blocks, row, first, last, cells,
+    scale, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CELLS: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """One pass of the online softmax over cells first..last; with MASKED a row sees only cells up to its own."""
+    one, two = find_blocks(blocks, first, cells, BN, CELLS)
+    for start in tl.range(first, last, BN):
+        cell = start + tl.arange(0, BN)
+        at_k, behind = locate_cells(one, two, start, k_block, k_cell, BN, CELLS)
+        ks = load_cells(k, k_scales, at_k, behind, cells - start, D, DP, BN, MASKED or D != DP, qs.dtype)
+        scores = tl.dot(qs, tl.trans(ks))
+        if MASKED:
+            scores = tl.where(row[:, None] >= cell[None, :], scores * scale, -1e30)
+            top = tl.maximum(peak, tl.max(scores, axis=1))
+            p = tl.exp2(scores - top[:, None])
+        else:
+            top = tl.maximum(peak, tl.max(scores, axis=1) * scale)
+            p = tl.exp2(scores * scale - top[:, None])
+        shrink = tl.exp2(peak - top)
+        weight = weight * shrink + tl.sum(p, axis=1)
+        acc = acc * shrink[:, None]
+        at_v, behind = locate_cells(one, two, start, v_block, v_cell, BN, CELLS)
+        vs = load_cells(v, v_scales, at_v, behind, cells - start, D, DP, BN, MASKED or D != DP, qs.dtype)
+        acc = tl.dot(p.to(qs.dtype), vs, acc)
+        peak = top
+        one, two = find_blocks(blocks, start + BN, cells, BN, CELLS)
+    return acc, weight, peak
+
+
+@triton.jit(do_not_specialize=["begin", "position", "tokens"])
+def prefill_kernel(
+    q, q_stride, k, v, k_block, k_cell, v_block, v_cell, blocks, begin, position, out, out_stride, tokens, scale,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CELLS: tl.constexpr,
+):  # fmt: skip
+    """Program (BM new tokens, head) of one segment: token i sees cells 0..past + i. `blocks` of the segment start at
+    `begin`; position[0] is `past`, read here so that a captured launch serves every micro-batch of a prompt."""
+    blocks += begin
+    past = tl.load(position)
+    head = tl.program_id(1)
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest blocks first, for an even finish
+    token = block * BM + tl.arange(0, BM)
+    dim = tl.arange(0, DP)
+    inside = (token < tokens)[:, None] & (dim < D)[None, :]
+    qs = tl.load(q + token.to(tl.int64)[:, None] * q_stride + head * D + dim[None, :], mask=inside, other=0.0)
+    kind: tl.constexpr = product_type(k.dtype.element_ty, v.dtype.element_ty)
+    qs = qs.to(kind)
+    group = head // (HEADS // GROUPS)
+    k_scales = scales_of(k, group, GROUPS, D)
+    v_scales = scales_of(v, group, GROUPS, D)
+    k += group * D
+    v += group * D
+    peak = tl.full((BM,), -1e30, tl.float32)
+    weight = tl.zeros((BM,), tl.float32)
+    acc = tl.zeros((BM, DP), tl.float32)
+    cells = past + tokens
+    row = past + token
+    scale = scale * 1.4426950408889634
+    seen = (past + block * BM) // BN * BN  # every row of the block sees these
+    acc, weight, peak = _attend(acc, weight, peak, qs, k, v, k_scales, v_scales, k_block, k_cell, v_block, v_cell,
+                                blocks, row, 0, seen, cells, scale, D, DP, BM, BN, CELLS, False)  # fmt: skip
+    last = tl.minimum(past + (block + 1) * BM, cells)
+    acc, weight, peak = _attend(acc, weight, peak, qs, k, v, k_scales, v_scales, k_block, k_cell, v_block, v_cell,
+                                blocks, row, seen, last, cells, scale, D, DP, BM, BN, CELLS, True)  # fmt: skip
+    result = acc / weight[:, None]
+    at = out + token.to(tl.int64)[:, None] * out_stride + head * D + dim[None, :]
+    tl.store(at, result.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,122 @@
+"""Row-wise kernels in Triton: RMS norm, silu and product, bias, and rope with the store into the KV cache."""
+
+import triton
+import triton.language as tl
+
+from pshard.runtime.kernels.gpu.products.triton_quantise import store_quantised
+
+
+@triton.jit
+def rms_norm_kernel(
+    hidden, hidden_stride, weight, out, out_stride, cols, eps, words, scale, sums,
+    BLOCK: tl.constexpr, QUANTISE: tl.constexpr,
+):  # fmt: skip
+    """Program m: out[m] = hidden[m] * rsqrt(mean(hidden[m]^2) + eps) * weight, in float32. BLOCK >= cols.
+
+    QUANTISE: out[m], as rounded, is also quantised for `matvec_kernel` (cols a multiple of 32).
+    """
+    m = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < cols
+    value = tl.load(hidden + m * hidden_stride + column, mask=mask, other=0.0).to(tl.float32)
+    factor = tl.rsqrt(tl.sum(value * value, axis=0) / cols + eps)
+    value = value * factor * tl.load(weight + column, mask=mask, other=0.0)
+    rounded = value.to(out.dtype.element_ty)
+    tl.store(out + m * out_stride + column, rounded, mask=mask)
+    if QUANTISE:
+        chunk = tl.arange(0, BLOCK // 32)
+        tile = tl.reshape(rounded.to(tl.float32), (BLOCK // 32, 32))
+        store_quantised(tile, chunk, chunk < cols // 32, m, words, scale, sums, cols // 32, BLOCK // 32)
+
+
+@triton.jit
+def silu_mul_kernel(gate, up, in_stride, out, out_stride, cols, BLOCK: tl.constexpr):
+    """out[m, c] = silu(gate[m, c]) * up[m, c]; program (piece of the columns, m). out may be gate."""
+    m = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < cols
+    g = tl.load(gate + m * in_stride + column, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up + m * in_stride + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + m * out_stride + column, (g / (1.0 + tl.exp(-g)) * u).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def add_bias_kernel(out, out_stride, bias, cols, BLOCK: tl.constexpr):
+    """out[m, c] += bias[c]; program (piece of the columns, m)."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = out + tl.program_id(1).to(tl.int64) * out_stride + at
+    value = tl.load(row, mask=at < cols, other=0.0).to(tl.float32) + tl.load(bias + at, mask=at < cols, other=0.0)
+    tl.store(row, value.to(out.dtype.element_ty), mask=at < cols)
+
+
+@triton.jit
+def rope_store_kernel(
+    qkv, stride, q_norm, k_norm, eps, cos, sin, begin, position, blocks, k, v, k_block, k_cell, v_block, v_cell,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr,
+    TP: tl.constexpr, HB: tl.constexpr, CELLS: tl.constexpr, ADJACENT: tl.constexpr, Q_NORM: tl.constexpr,
+    K_NORM: tl.constexpr,
+):  # fmt: skip
+    """Program (HB heads of q, k and v, row). A thread owns both numbers of a pair, so q turns in place safely.
+
+    CELLS are a block of the cache.
+    HALF pairs are rotated (HP: HALF rounded up to a power of two); the D - 2 HALF numbers behind them pass (TP).
+    Keys for q8_0 cells (k is int8) turn in place too, and values for them stay: `store_cells_kernel` does the rest.
+    """
+    m = tl.program_id(1)
+    head = tl.program_id(0) * HB + tl.arange(0, HB)[:, None]
+    there = head < HEADS + 2 * GROUPS
+    at_row = tl.load(position + m)
+    pair = tl.arange(0, HP)[None, :]
+    paired = there & (pair < HALF)
+    source = qkv + m.to(tl.int64) * stride + head * D
+    if ADJACENT:
+        first, second = 2 * pair, 2 * pair + 1
+    else:
+        first, second = pair, pair + HALF
+    x0 = tl.load(source + first, mask=paired, other=0.0).to(tl.float32)
+    x1 = tl.load(source + second, mask=paired, other=0.0).to(tl.float32)
+    is_q = head < HEADS
+    is_k = (head >= HEADS) & (head < HEADS + GROUPS)
+    is_v = (head >= HEADS + GROUPS) & there
+    squares = tl.sum(x0 * x0 + x1 * x1, axis=1)
+    if TP > 0:
+        tail = 2 * HALF + tl.arange(0, TP)[None, :]
+        passing = there & (tail < D)
+        rest = tl.load(source + tail, mask=passing, other=0.0).to(tl.float32)
+        squares += tl.sum(rest * rest, axis=1)
+    factor = tl.rsqrt(squares / D + eps)[:, None]
+    if Q_NORM:
+        x0 = tl.where(is_q, x0 * factor * tl.load(q_norm + first, mask=pair < HALF, other=0.0), x0)
+        x1 = tl.where(is_q, x1 * factor * tl.load(q_norm + second, mask=pair < HALF, other=0.0), x1)
+    if K_NORM:
+        x0 = tl.where(is_k, x0 * factor * tl.load(k_norm + first, mask=pair < HALF, other=0.0), x0)
+        x1 = tl.where(is_k, x1 * factor * tl.load(k_norm + second, mask=pair < HALF, other=0.0), x1)
+    c = tl.load(cos + at_row * HALF + pair, mask=pair < HALF, other=0.0)
+    s = tl.load(sin + at_row * HALF + pair, mask=pair < HALF, other=0.0)
+    turned0 = tl.where(is_v, x0, x0 * c - x1 * s)
+    turned1 = tl.where(is_v, x1, x1 * c + x0 * s)
+    kind = qkv.dtype.element_ty
+    k_kind = k.dtype.element_ty
+    v_kind = v.dtype.element_ty
+    turns = is_q | is_k if k_kind == tl.int8 else is_q
+    at_block = tl.load(blocks + tl.load(begin + m) + at_row // CELLS).to(tl.int64)
+    to_k = k + at_block * k_block + at_row % CELLS * k_cell + (head - HEADS) * D
+    to_v = v + at_block * v_block + at_row % CELLS * v_cell + (head - HEADS - GROUPS) * D
+    tl.store(source + first, turned0.to(kind), mask=paired & turns)
+    tl.store(source + second, turned1.to(kind), mask=paired & turns)
+    if k_kind != tl.int8:
+        tl.store(to_k + first, turned0.to(k_kind), mask=paired & is_k)
+        tl.store(to_k + second, turned1.to(k_kind), mask=paired & is_k)
+    if v_kind != tl.int8:
+        tl.store(to_v + first, turned0.to(v_kind), mask=paired & is_v)
+        tl.store(to_v + second, turned1.to(v_kind), mask=paired & is_v)
+    if TP > 0:
+        if Q_NORM:
+            rest = tl.where(is_q, rest * factor * tl.load(q_norm + tail, mask=tail < D, other=0.0), rest)
+        if K_NORM:
+            rest = tl.where(is_k, rest * factor * tl.load(k_norm + tail, mask=tail < D, other=0.0), rest)
+        tl.store(source + tail, rest.to(kind), mask=passing & turns)
+        if k_kind != tl.int8:
+            tl.store(to_k + tail, rest.to(k_kind), mask=passing & is_k)
+        if v_kind != tl.int8:
+            tl.store(to_v + tail, rest.to(v_kind), mask=passing & is_v)

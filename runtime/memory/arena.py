@@ -1,0 +1,107 @@
+"""The arena of one accelerator.
+
+[pinned weights | scratch | KV stage | row stage | staging slots | free | KV from the right]
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from pshard.buffers import kv_stage_bytes, scratch_bytes
+from pshard.cuts.ffn_rows import acc_part, row_stage_bytes
+from pshard.cuts.tensor_cuts import unit_heads
+from pshard.model import ModelSpec
+from pshard.plan import RankPlan, TierPlan
+from pshard.quant import TENSOR_ALIGN, align
+from pshard.runtime.kernels.api import LayerKV
+from pshard.runtime.memory.kv_cache import KVShape, layer_nbytes, view_layer
+from pshard.runtime.memory.workspace import Workspace, carve_workspace
+
+
+class Arena:
+    """One allocation of device memory. Pins and KV never move: each tier holds a prefix of the plan's orders."""
+
+    def __init__(self, memory: torch.Tensor, spec: ModelSpec, plan: RankPlan, kv: KVShape, act: torch.dtype) -> None:
+        self.memory, self._spec, self._plan, self._kv, self._act = memory, spec, plan, kv, act
+        self._pin_at, at = {}, 0
+        pins = {p.unit: p.cpu_rows for t in plan.tiers for p in t.placements if p.where == "pinned"}
+        # a split unit has the same rows in every tier that pins it
+        self._pin_nbytes = {name: acc_part(spec.unit(name), rows).packed_nbytes for name, rows in pins.items()}
+        for name in plan.pin_order:
+            self._pin_at[name] = at
+            at += align(self._pin_nbytes[name], TENSOR_ALIGN)
+
+    def pinned(self, unit: str) -> torch.Tensor:
+        """The place of a pinned unit's blob, of a split one the accelerator's part."""
+        at = self._pin_at[unit]
+        return self.memory[at : at + self._pin_nbytes[unit]]
+
+    def pinned_units(self, tier: TierPlan) -> tuple[str, ...]:
+        """Units pinned in the tier, in pin order. Raises ValueError when they are no prefix of it."""
+        return _prefix(self._plan.pin_order, {p.unit for p in tier.placements if p.where == "pinned"})
+
+    def kv_units(self, tier: TierPlan) -> tuple[str, ...]:
+        """Attention units with KV in VRAM in the tier, in KV order. Raises ValueError when they are no prefix of it."""
+        return _prefix(self._plan.kv_order, {p.unit for p in tier.placements if p.kv == "vram"})
+
+    def kv(self, unit: str) -> LayerKV:
+        """The place of a layer's KV when it is in VRAM."""
+        size = layer_nbytes(self._spec.config, self._kv)
+        end = self.memory.numel() // TENSOR_ALIGN * TENSOR_ALIGN - self._plan.kv_order.index(unit) * size
+        return self.view_kv(self.memory[end - size : end], unit)
+
+    def view_kv(self, memory: torch.Tensor, unit: str) -> LayerKV:
+        """`memory` (uint8, as long as one layer's cache) as the cache of that attention unit."""
+        _, n_kv_heads = unit_heads(self._spec.config, self._spec.unit(unit))
+        return view_layer(memory, n_kv_heads, self._spec.config.head_dim, self._kv)
+
+    def carve(self, tier: TierPlan) -> "Carved":
+        """Lay out a tier behind its pins.
+
+        Raises ValueError when the tier does not fit: a plan that was checked does.
+        """
+        spec, kv = self._spec, self._kv
+        at = sum(align(self._pin_nbytes[u], TENSOR_ALIGN) for u in self.pinned_units(tier))
+        n_kv = len(self.kv_units(tier))
+        end = self.memory.numel() - n_kv * layer_nbytes(spec.config, kv)
+        size = scratch_bytes(spec, tier.tokens, kv.sequences, self._act.itemsize, kv.context)
+        space = carve_workspace(self.memory[at : at + size], spec, tier.tokens, kv.sequences, kv.context, self._act)
+        at += size
+        stage = None
+        if stages_kv(tier):
+            size = kv_stage_bytes(spec.config, kv.context, kv.sequences, kv.type_k, kv.type_v)
+            stage = self.memory[at : at + size]
+            at += size
+        size = row_stage_bytes(tier.tokens, tier.most_cpu_rows)
+        row_stage = self.memory[at : at + size].view(torch.float32)
+        at += size
+        slots = []
+        for _ in range(tier.buffers.slots):
+            slots.append(self.memory[at : at + tier.buffers.slot_bytes])
+            at += align(tier.buffers.slot_bytes, TENSOR_ALIGN)
+        if at > end:
+            raise ValueError(f"tier {tier.tokens} needs {at - end} bytes more than the arena of {self.memory.numel()}")
+        return Carved(space, stage, row_stage, tuple(slots))
+
+
+@dataclass(frozen=True)
+class Carved:
+    """A tier's memory beside pins and KV. `stage`: one layer's KV, when some layer keeps its KV on the host;
+    `row_stage`: float32, the CPU's rows of a split unit's gated product; `slots`: staging slots."""
+
+    space: Workspace
+    stage: torch.Tensor | None
+    row_stage: torch.Tensor
+    slots: tuple[torch.Tensor, ...]
+
+
+def stages_kv(tier: TierPlan) -> bool:
+    """Whether some layer of the tier attends on the accelerator over KV kept on the host."""
+    return any(p.kv == "host" and p.where != "cpu" for p in tier.placements)
+
+
+def _prefix(order: tuple[str, ...], names: set[str] | Mapping) -> tuple[str, ...]:
+    if set(order[: len(names)]) != set(names):
+        raise ValueError("the plan's units are not a prefix of its order: re-plan")
+    return order[: len(names)]

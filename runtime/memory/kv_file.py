@@ -1,0 +1,257 @@
+"""A sequence's KV cache in one file that any number of ranks, on any device, can load.
+
+The file holds cells by what they mean, not by where they lay (version 1, little-endian):
+
+    "pshardkv", u32 version, u32 length of the header, u32 its CRC-32
+    header, JSON: fingerprint of the model, layers, kv_heads, head_dim, type_k, type_v, tokens (ids of the cells)
+    u32 CRC-32 of every block
+    blocks: for every layer K then V, for every KV head: [cells, head_dim] numbers of type_k or type_v; of q8_0 for each
+        cell the head's codes (int8) and then its scales (f16, one for 32 codes)
+
+Every rank writes and reads the heads it holds, at their place; a head that several ranks hold is the lowest one's to
+write. The ranks must see the same file.
+"""
+
+import hashlib
+import json
+import os
+import struct
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pshard.buffers import longest_sequence
+from pshard.cuts.rank_parts import Ranges
+from pshard.errors import UserError
+from pshard.jsonio import check_regular, to_json
+from pshard.model import ModelSpec, kv_nbytes
+from pshard.runtime.executor import Executor
+from pshard.runtime.kernels.kv_codec import put_head, take_head
+from pshard.runtime.memory.kv_cache import KVShape
+from pshard.runtime.memory.weights import WeightSource
+from pshard.runtime.ranks.group import Group
+
+MAGIC, VERSION = b"pshardkv", 1
+_FIXED = struct.Struct("<8sIII")
+SAMPLE_BYTES = 256  # of every tensor, for the fingerprint: a fine-tuned model may differ in few of them
+
+
+def fingerprint_model(source: WeightSource) -> str:
+    """SHA-256 (hex) of the model's configuration, its tensors' shapes and a sample of every tensor's bytes."""
+    found = hashlib.sha256(json.dumps(to_json(source.spec.config), sort_keys=True).encode())
+    for unit in source.spec.units:
+        found.update(json.dumps(to_json(unit)).encode())
+        for tensor in unit.tensors:
+            raw = source.tensor_bytes(tensor.name)
+            found.update(bytes(raw[0][:SAMPLE_BYTES] if raw.ndim > 1 else raw[:SAMPLE_BYTES]))
+    return found.hexdigest()
+
+
+@dataclass(frozen=True)
+class Block:
+    """One head's keys or values of one layer: number in the file, its unit, "k" or "v", head among this rank's."""
+
+    number: int
+    unit: str
+    what: str
+    head: int
+    written: bool  # by this rank
+
+
+class KVStore:
+    """Saves and loads sequences of one engine. All ranks of the group make the same calls."""
+
+    def __init__(self, source: WeightSource, held: Sequence[Ranges], kv: KVShape, executor: Executor, group: Group):
+        """source: the whole model; held: what of it every rank has (pshard.cuts.rank_parts.split_ranges)."""
+        self._source, self._kv, self._executor, self._group = source, kv, executor, group
+        self._blocks = tuple(_blocks_of(source.spec, held, group.rank))
+
+    def save(self, path: Path, held: Sequence[int], tokens: Sequence[int]) -> None:
+        """Write the first len(tokens) cells of the sequence with these blocks; the file is there whole or not at all.
+
+        Raises UserError.
+        """
+        temporary = self._create(path, tokens)
+        try:
+            sums, problem = self._write_blocks(Path(temporary), held, tokens), None
+        except OSError as error:
+            sums, problem = [], error.strerror
+        said = [self._group.broadcast([problem, sums], r) for r in range(self._group.size)]
+        problem = next((p for p, _ in said if p), None)
+        if self._group.rank == 0:
+            problem = problem or self._finish(Path(temporary), path, tokens, dict(s for _, part in said for s in part))
+            Path(temporary).unlink(missing_ok=True)
+        self._raise_together(path, problem)
+
+    def _create(self, path: Path, tokens: Sequence[int]) -> str:
+        """Rank 0 makes a file of full size beside the wanted one; returns its name."""
+        temporary, problem = "", None
+        if self._group.rank == 0:
+            try:
+                check_regular(path)
+                handle, temporary = tempfile.mkstemp(dir=path.resolve().parent, prefix=f".{path.name}.", suffix=".tmp")
+                with os.fdopen(handle, "wb") as file:
+                    file.truncate(self._places(len(tokens), self._header(tokens))[1])
+            except OSError as error:
+                problem = error.strerror
+        self._raise_together(path, problem)
+        return self._group.broadcast(temporary)
+
+    def _raise_together(self, path: Path, problem: str | None) -> None:
+        """Raise on every rank what rank 0 ran into."""
+        if problem := self._group.broadcast(problem):
+            raise UserError(f"cannot write the KV cache to {path}: {problem}")
+
+    def load(self, path: Path, take: Callable[[int], Sequence[int]]) -> tuple[int, ...]:
+        """Fill cells from a file, in the blocks that `take` gives for so many; returns their token ids.
+
+        Raises UserError: not such a file, damaged, of another model or KV type, longer than the context, not the same
+        on all ranks; or as `take`.
+        """
+        problem: str | None = None
+        tokens: tuple[int, ...] = ()
+        try:
+            tokens = self._read(path, take)
+        except UserError as error:
+            problem = str(error)
+        except OSError as error:
+            problem = f"cannot read the KV cache {path}: {error.strerror}"
+        read = zlib.crc32(json.dumps(tokens).encode())
+        said = [self._group.broadcast([problem, read], r) for r in range(self._group.size)]
+        if first := next((p for p, _ in said if p), None):
+            raise UserError(first)
+        if any(other != read for _, other in said):
+            raise UserError(f"the ranks find different KV caches in {path}: it was just replaced, or is no shared file")
+        return tokens
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return fingerprint_model(self._source)
+
+    def _header(self, tokens: Sequence[int]) -> bytes:
+        config = self._source.spec.config
+        fields = {
+            "fingerprint": self._fingerprint,
+            "layers": config.n_layers,
+            "kv_heads": config.n_kv_heads,
+            "head_dim": config.head_dim,
+            "type_k": self._kv.type_k,
+            "type_v": self._kv.type_v,
+            "tokens": list(tokens),
+        }
+        return json.dumps(fields).encode()
+
+    def _places(self, cells: int, header: bytes) -> tuple[int, int]:
+        """(offset of the first block, bytes of the file)."""
+        config = self._source.spec.config
+        start = _FIXED.size + len(header) + 8 * config.n_layers * config.n_kv_heads
+        sizes = sum(self._block_bytes(what, cells) for what in "kv")
+        return start, start + config.n_layers * config.n_kv_heads * sizes
+
+    def _block_bytes(self, what: str, cells: int) -> int:
+        kind = self._kv.type_k if what == "k" else self._kv.type_v
+        return cells * kv_nbytes(kind, self._source.spec.config.head_dim)
+
+    def _offset(self, block: Block, cells: int, start: int) -> int:
+        heads = self._source.spec.config.n_kv_heads
+        layer, rest = divmod(block.number, 2 * heads)
+        k, v = self._block_bytes("k", cells), self._block_bytes("v", cells)
+        return start + layer * heads * (k + v) + (rest * k if rest < heads else heads * k + (rest - heads) * v)
+
+    def _write_blocks(self, path: Path, held: Sequence[int], tokens: Sequence[int]) -> list[tuple[int, int]]:
+        """Write this rank's blocks; returns (number, CRC) of each."""
+        cells, sums, dim = len(tokens), [], self._source.spec.config.head_dim
+        start, _ = self._places(cells, self._header(tokens))
+        with open(path, "r+b") as file:
+            for unit, heads in self._by_unit().items():
+                memory = self._executor.read_cells(unit, held, cells)
+                for block in (b for b in heads if b.written):
+                    raw = take_head(memory[block.what], block.head, dim).view(torch.uint8).numpy().tobytes()
+                    file.seek(self._offset(block, cells, start))
+                    file.write(raw)
+                    sums.append((block.number, zlib.crc32(raw)))
+        return sums
+
+    def _finish(self, temporary: Path, path: Path, tokens: Sequence[int], sums: dict[int, int]) -> str | None:
+        """Write what stands before the blocks and give the file its name; returns what went wrong."""
+        header = self._header(tokens)
+        try:
+            with open(temporary, "r+b") as file:
+                file.write(_FIXED.pack(MAGIC, VERSION, len(header), zlib.crc32(header)) + header)
+                file.write(struct.pack(f"<{len(sums)}I", *(sums[i] for i in range(len(sums)))))
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path.resolve())
+        except OSError as error:
+            return str(error.strerror)
+        return None
+
+    def _read(self, path: Path, take: Callable[[int], Sequence[int]]) -> tuple[int, ...]:
+        with open(path, "rb") as file:
+            header, fields = _read_header(path, file)
+            wanted = json.loads(self._header(()))
+            for name in wanted:
+                if name != "tokens" and fields.get(name) != wanted[name]:
+                    what = "is of another model" if name == "fingerprint" else f"has {name} {fields.get(name)}"
+                    raise UserError(f"the KV cache {path} {what}; this run has {wanted[name]}: remove the file")
+            tokens = tuple(fields["tokens"])
+            longest = longest_sequence(self._source.spec.config, self._kv.context)
+            if len(tokens) > longest:
+                raise UserError(f"the KV cache {path} has {len(tokens)} cells; the context is {longest}: -c")
+            start, nbytes = self._places(len(tokens), header)
+            if os.fstat(file.fileno()).st_size != nbytes:
+                raise UserError(f"the KV cache {path} is cut off or damaged: remove it")
+            blocks = 2 * fields["layers"] * fields["kv_heads"]
+            sums = struct.unpack(f"<{blocks}I", file.read(4 * blocks))
+            held = take(len(tokens))
+            for unit, heads in self._by_unit().items():
+                memory = self._executor.read_cells(unit, held, len(tokens))
+                for block in heads:
+                    file.seek(self._offset(block, len(tokens), start))
+                    raw = bytearray(file.read(self._block_bytes(block.what, len(tokens))))
+                    if zlib.crc32(raw) != sums[block.number]:
+                        raise UserError(f"the KV cache {path} is damaged (layer of {unit}): remove it")
+                    if raw:
+                        values = torch.frombuffer(raw, dtype=torch.uint8).view(memory[block.what].dtype)
+                        put_head(memory[block.what], block.head, fields["head_dim"], values)
+                self._executor.write_cells(unit, held, memory)
+        return tokens
+
+    def _by_unit(self) -> dict[str, list[Block]]:
+        units: dict[str, list[Block]] = {}
+        for block in self._blocks:
+            units.setdefault(block.unit, []).append(block)
+        return units
+
+
+def _read_header(path: Path, file: Any) -> tuple[bytes, dict[str, Any]]:
+    fixed = file.read(_FIXED.size)
+    if len(fixed) < _FIXED.size or not fixed.startswith(MAGIC):
+        raise UserError(f"{path} is no KV cache of pshard; give another file")
+    _, version, length, checksum = _FIXED.unpack(fixed)
+    if version != VERSION:
+        raise UserError(f"the KV cache {path} has format {version}; this pshard reads {VERSION}: remove it")
+    header = file.read(length)
+    if zlib.crc32(header) != checksum:
+        raise UserError(f"the KV cache {path} is cut off or damaged: remove it")
+    return header, json.loads(header)
+
+
+def _blocks_of(spec: ModelSpec, ranges: Sequence[Ranges], rank: int) -> Iterator[Block]:
+    """The blocks that a rank holds."""
+    heads, d = spec.config.n_kv_heads, spec.config.head_dim
+    for layer, unit in enumerate(u for u in spec.units if u.kind == "attention"):
+        key = next(t.name for t in unit.tensors if t.role == "attn_k.weight")
+        rows = [r[unit.name].get(key, (0, 0, 0, 0)) for r in ranges]
+        held = [range(start // d, stop // d) for start, stop, _, _ in rows]
+        for at, head in enumerate(held[rank]):
+            first = next(r for r, mine in enumerate(held) if head in mine)
+            for i, what in enumerate("kv"):
+                yield Block((2 * layer + i) * heads + head, unit.name, what, at, first == rank)

@@ -1,0 +1,55 @@
+"""Copies to the device from memory that is not page-locked: through a small ring that is.
+
+Threads fill one buffer of the ring while the copy engine empties the others. Both are lanes of the device, so order and
+events are those of direct copies; and a ring that is full ahead of a slot that is not free yet saves its fill time.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from pshard.quant import TENSOR_ALIGN, align
+from pshard.runtime.devices.device import Device
+from pshard.runtime.memory.host_memory import map_memory
+
+CHUNK = 8 << 20  # bytes of a buffer: few enough to be in the cache when the copy engine reads them
+BUFFERS = 4
+
+
+class StagingRing:
+    """Buffers that copies take turns with. Raises MemoryError when they cannot be page-locked.
+
+    most: bytes of the largest copy; a ring for small ones is smaller.
+    """
+
+    def __init__(self, device: Device, most: int) -> None:
+        chunk = align(min(CHUNK, -(-most // BUFFERS)), TENSOR_ALIGN)
+        self._device = device
+        self._memory = map_memory(BUFFERS * chunk)
+        if not device.page_lock(self._memory):
+            raise MemoryError(f"{self.nbytes} bytes of a staging ring cannot be page-locked")
+        self._buffers = self._memory.split(chunk)
+        self._emptied: list[Any] = [None] * BUFFERS  # event of the last copy from each buffer
+        self._next = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory that the ring takes."""
+        return self._memory.numel()
+
+    def copy_in(self, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Any] = ()) -> Any:
+        """Like `Device.copy_in`, for contiguous bytes."""
+        done = None
+        chunk = self._buffers[0].numel()
+        for to, source in zip(dst.split(chunk), src.split(chunk), strict=True):
+            at, self._next = self._next, (self._next + 1) % BUFFERS
+            buffer, emptied = self._buffers[at][: source.numel()], self._emptied[at]
+            filled = self._device.fill(buffer, source, () if emptied is None else (emptied,))
+            done = self._emptied[at] = self._device.copy_in(to, buffer, (*after, filled))
+            after = ()  # copies of a lane happen in turn
+        return done
+
+    def close(self) -> None:
+        """Unlock the memory; no copy may be under way."""
+        self._device.page_unlock(self._memory)

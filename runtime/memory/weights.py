@@ -1,0 +1,224 @@
+"""Weights in host memory: one arena, page-locked in chunks, each unit's tensors packed into one contiguous blob."""
+
+import mmap
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from pshard.cuts.ffn_rows import split_rows
+from pshard.cuts.rank_parts import Ranges
+from pshard.model import ModelSpec, TensorSpec, Unit
+from pshard.quant import QUANT_TYPES, ROW_BLOCK, TENSOR_ALIGN, align, packed_nbytes, record_nbytes
+from pshard.runtime.devices.device import Device
+from pshard.runtime.kernels import layout
+from pshard.runtime.kernels.api import Packed
+from pshard.runtime.kernels.cpu import native
+from pshard.runtime.kernels.unpack import plain_rows, unpack
+from pshard.runtime.memory.host_memory import map_memory
+
+
+class WeightSource(Protocol):
+    """What hands out a model file's bytes (pshard.models.ModelFile)."""
+
+    spec: ModelSpec
+
+    def tensor_bytes(self, name: str) -> np.ndarray: ...
+
+    def forget_tensor(self, name: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class UnitWeights:
+    """A unit's tensors as views of one blob: matrices packed, vectors float32."""
+
+    matrices: dict[str, Packed]
+    vectors: dict[str, torch.Tensor]
+
+
+def view_unit(unit: Unit, blob: torch.Tensor) -> UnitWeights:
+    """Views of a blob (uint8, on any device) that `pack_unit` filled."""
+    matrices, vectors = {}, {}
+    for role, (at, tensor) in unit.offsets().items():
+        data = blob[at : at + tensor.packed_nbytes]
+        if len(tensor.shape) == 2:
+            matrices[role] = Packed(data, tensor.qtype, tensor.rows, tensor.cols)
+        else:
+            vectors[role] = data.view(torch.float32)
+    return UnitWeights(matrices, vectors)
+
+
+def view_cpu_rows(unit: Unit, blob: torch.Tensor, cpu_rows: int) -> UnitWeights:
+    """Views of a whole FFN's blob in host memory: its norm and the CPU's rows of gate and up."""
+    matrices, vectors = {}, {}
+    offsets = unit.offsets()
+    for part in split_rows(unit, cpu_rows).on_cpu.tensors:
+        at, whole = offsets[part.role]
+        end = at + whole.packed_nbytes
+        data = blob[end - part.packed_nbytes : end]  # the last rows
+        if len(part.shape) == 2:
+            matrices[part.role] = Packed(data, part.qtype, part.rows, part.cols)
+        else:
+            vectors[part.role] = data.view(torch.float32)
+    return UnitWeights(matrices, vectors)
+
+
+LOCK_CHUNK = 2 << 30  # bytes that are page-locked at once: half a second in which Ctrl-C is not heard
+
+
+class HostWeights:
+    """The host arena: blobs of the given units, page-locked for `device` as far as it lets us, in the given order.
+
+    It is locked in chunks of whole units, as a copy that spans two of them is an error. The first that is refused ends
+    it: what is locked by then stays so, and a refusal again and again has made drivers unusable.
+
+    Attributes:
+        nbytes: bytes of the arena; pageable: bytes of it that copies do not reach at the page-locked rate; largest:
+            bytes of the largest unit.
+    """
+
+    def __init__(self, units: Iterable[Unit], device: Device) -> None:
+        self._units = {u.name: u for u in units}
+        starts, at, borders = {}, 0, [0]
+        for unit in self._units.values():
+            size = align(unit.packed_nbytes, TENSOR_ALIGN)
+            if at + size - borders[-1] > LOCK_CHUNK and at > borders[-1]:
+                at = align(at, mmap.PAGESIZE)  # chunks share no page
+                borders.append(at)
+            starts[unit.name] = at
+            at += size
+        arena = map_memory(at)
+        self._device = device
+        self.nbytes = self.pageable = at
+        self.largest = max((u.packed_nbytes for u in self._units.values()), default=0)
+        self._starts = starts
+        self._chunks = [arena[start:end] for start, end in pairwise([*borders, at])]
+        self._locked: list[torch.Tensor] = []
+        self._blobs = {name: arena[at : at + self._units[name].packed_nbytes] for name, at in starts.items()}
+
+    @property
+    def page_locked(self) -> bool:
+        """Whether all copies run at the page-locked rate."""
+        return self.pageable == 0
+
+    def blob(self, unit: str) -> torch.Tensor:
+        """The unit's contiguous bytes in host memory. Raises KeyError when the arena does not hold it."""
+        return self._blobs[unit]
+
+    def is_locked(self, unit: str) -> bool:
+        """Whether the unit's bytes are page-locked: chunks are, from the arena's beginning."""
+        return self._starts[unit] < self.nbytes - self.pageable
+
+    def load(self, source: WeightSource, ranges: Ranges | None, progress: Callable[[int], None]) -> None:
+        """`pack`, then `lock`."""
+        self.pack(source, ranges, progress)
+        self.lock()
+
+    def pack(self, source: WeightSource, ranges: Ranges | None, progress: Callable[[int], None]) -> None:
+        """Pack every unit from the file. `progress` gets the bytes done since last time."""
+        for name, unit in self._units.items():
+            pack_unit(source, unit, self._blobs[name], ranges)
+            progress(unit.packed_nbytes)
+
+    def lock(self) -> None:
+        """Page-lock the arena until that is refused: whatever else must be page-locked comes before."""
+        for chunk in self._chunks:
+            self._locked.append(chunk)  # before, so that an interrupt leaves nothing locked
+            if not self._device.page_lock(chunk):
+                self._locked.pop()
+                break
+            self.pageable -= chunk.numel()
+
+    def close(self) -> None:
+        """Unlock the memory; the arena must not be in use."""
+        while self._locked:
+            self._device.page_unlock(self._locked.pop())
+        self.pageable = self.nbytes
+
+
+class LentWeights:
+    """Another's HostWeights, for as long as that lives: what one engine of several on one model holds."""
+
+    def __init__(self, lender: HostWeights) -> None:
+        self.nbytes, self.pageable, self.blob = lender.nbytes, lender.pageable, lender.blob
+        self.page_locked, self.is_locked, self.largest = lender.page_locked, lender.is_locked, lender.largest
+
+    def lock(self) -> None:
+        """Nothing: the lender has done it."""
+
+    def close(self) -> None:
+        """Nothing: the lender closes them."""
+
+
+def pack_unit(source: WeightSource, unit: Unit, blob: torch.Tensor, ranges: Ranges | None = None) -> None:
+    """Fill a unit's blob (uint8, host) from the model file; with `ranges` only that part of each tensor."""
+    whole = {t.name: t for t in source.spec.unit(unit.name).tensors}
+    for at, tensor in unit.offsets().values():
+        out = blob[at : at + tensor.packed_nbytes]
+        raw = source.tensor_bytes(tensor.name)
+        if ranges is not None:
+            raw = _cut_rows(raw, whole[tensor.name], ranges[unit.name][tensor.name])
+        if len(tensor.shape) == 1:
+            out.view(torch.float32).copy_(_vector(raw, tensor.qtype))
+        else:
+            _pack_matrix(raw, tensor, out)
+        source.forget_tensor(tensor.name)  # else all of the file counts beside all of the arena at the end
+
+
+def _cut_rows(raw: np.ndarray, whole: TensorSpec, ranges: tuple[int, int, int, int]) -> np.ndarray:
+    """The file bytes of a slice of a tensor; columns are cut at whole quant blocks."""
+    row0, row1, col0, col1 = ranges
+    quant = QUANT_TYPES[whole.qtype]
+    grid = raw.reshape(whole.rows, whole.cols // quant.block * quant.nbytes)
+    return np.ascontiguousarray(
+        grid[row0:row1, col0 // quant.block * quant.nbytes : col1 // quant.block * quant.nbytes]
+    )
+
+
+def _vector(raw: np.ndarray, qtype: str) -> torch.Tensor:
+    dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[qtype]
+    return torch.frombuffer(bytearray(raw.tobytes()), dtype=dtype).float()
+
+
+def _pack_matrix(raw: np.ndarray, tensor: TensorSpec, out: torch.Tensor) -> None:
+    if native.is_available():
+        raw = np.ascontiguousarray(raw)
+        native.pack(raw, tensor.qtype, tensor.rows, tensor.cols, out)
+        return
+    # numpy twin: records are independent, so threads take a share each
+    step = max(ROW_BLOCK, 1024)
+    rows = raw.reshape(tensor.rows, -1)
+
+    def pack(start: int) -> None:
+        stop = min(start + step, tensor.rows)
+        part = layout.pack_reference(np.ascontiguousarray(rows[start:stop]), tensor.qtype, stop - start, tensor.cols)
+        at = packed_nbytes(tensor.qtype, start, tensor.cols)
+        out[at : at + part.size].copy_(torch.from_numpy(part.reshape(-1)))
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(pack, range(0, tensor.rows, step)))
+
+
+LOOKUP_IDS = 64  # looked up at once where whole records are unpacked: bounds the temporaries
+
+
+def lookup_rows(table: Packed, ids: torch.Tensor, out: torch.Tensor) -> None:
+    """out[i] = row ids[i] of the matrix as float32. ids int64 [M], out [M, cols], all on the table's device."""
+    if table.data.device.type == "cpu" and native.is_available():
+        native.get_rows(table.data, table.qtype, table.rows, table.cols, ids.contiguous(), ids.numel(), out)
+    elif (rows := plain_rows(table)) is not None:
+        out.copy_(rows[ids])
+    elif ids.numel() > LOOKUP_IDS:
+        for part, rows_out in zip(ids.split(LOOKUP_IDS), out.split(LOOKUP_IDS)):
+            lookup_rows(table, part, rows_out)
+    else:
+        stride = record_nbytes(table.qtype, table.cols)
+        records = table.data[: -(-table.rows // ROW_BLOCK) * stride].view(-1, stride)[ids // ROW_BLOCK].reshape(-1)
+        values = unpack(Packed(records, table.qtype, ROW_BLOCK * ids.numel(), table.cols))
+        out.copy_(
+            values.view(ids.numel(), ROW_BLOCK, -1)[torch.arange(ids.numel(), device=ids.device), ids % ROW_BLOCK]
+        )

@@ -1,0 +1,149 @@
+"""The benchmark scripts that need a model run from nothing but a profile, and give their result."""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_world import World, make_world
+
+from pshard.session.bench_engine import BenchTest
+from pshard.times.stolen_time import DISTURBED
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return make_world(tmp_path, context=8192, n_layers=1)
+
+
+def run_script(world: World, name: str, *flags: str) -> subprocess.CompletedProcess:
+    env = os.environ | {"PSHARD_CACHE": str(world.profile.parent)}
+    command = [sys.executable, str(SCRIPTS / name), "-m", str(world.model), *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+
+
+def test_a_soak_ends_in_time_tells_what_it_does_and_checks_logits(world: World, tmp_path: Path) -> None:
+    out = tmp_path / "soak.json"
+    done = run_script(world, "soak.py", "--vram", str(world.budget), "--seconds", "2", "-o", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads(out.read_text())
+    assert record["passed"] and record["counts"]["checks"] and record["counts"]["interrupts"]
+    assert sum(record["seconds"][what] for what in ("warm-up", "longest prompt", "talk", "interrupt")) < 10
+    assert "loaded" in done.stderr and "longest prompt" in done.stderr
+
+
+def test_truth_runs_plans_and_strategies_of_each_tests_workload(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    out = tmp_path / "truth.json"
+    monkeypatch.setenv("PSHARD_CACHE", str(world.profile.parent))
+    monkeypatch.setattr(sys, "argv", ["truth.py", "-m", str(world.model), "--vram", "64", "-o", str(out)])
+    truth = runpy.run_path(str(SCRIPTS / "truth.py"))
+    named = truth["main"].__globals__
+    monkeypatch.setitem(named, "TESTS", (BenchTest(16, 0), BenchTest(0, 2)))
+    monkeypatch.setitem(named, "STRATEGIES", ("layer-stream",))
+    monkeypatch.setitem(named, "HOPELESS", 0.0)
+    monkeypatch.setitem(named, "ROUNDS", 2)
+    assert truth["main"]() == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["test"], row["strategy"]) for row in rows] == [
+        (test, name) for test in ("pp16", "tg2") for name in ("pshard", "layer-stream")
+    ]
+    for row in rows:
+        assert row["measured"] and row["predicted"]
+        assert 1 <= len(row["rounds"]) <= 2 and all(r["samples"] for r in row["rounds"])
+        assert row["quiet"] == sum(r["lost"] < DISTURBED for r in row["rounds"])  # no unit is large enough to be read
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["64 pp16", "64 tg2"]
+
+
+def test_quiet_rounds_count_and_only_plans_near_the_fastest_need_two() -> None:
+    truth = runpy.run_path(str(SCRIPTS / "truth.py"))
+    quiet, loud = (truth["Round"]((rate, rate), (), 0.0, rate > 50) for rate in (100.0, 50.0))
+    rate, settled = truth["measured_rate"], truth["is_settled"]
+    assert rate([loud, quiet, loud]) == 100 and rate([loud]) == 50
+    assert not settled([], 10, 1000)
+    assert settled([quiet], 10, 1000) and not settled([quiet], 10, 105) and settled([quiet, loud, quiet], 10, 105)
+    assert settled([loud, loud], 10, 1000) and not settled([loud], 10, 1000) and not settled([loud, loud], 950, 1000)
+
+
+def test_a_budget_that_is_too_small_is_told_in_one_line(world: World, tmp_path: Path) -> None:
+    done = run_script(world, "truth.py", "--vram", "1", "-o", str(tmp_path / "truth.json"))
+    assert done.returncode == 2 and done.stdout.count("\n") == 1 and "Traceback" not in done.stderr
+
+
+def run_parallel(world: World, out: Path, monkeypatch: pytest.MonkeyPatch, seconds: str) -> dict:
+    monkeypatch.setenv("PSHARD_CACHE", str(world.profile.parent))
+    flags = ["--cases", "vram", "--devices", "2", "--seconds", seconds, "-o", str(out)]
+    monkeypatch.setattr(sys, "argv", ["parallel.py", "-m", str(world.model), *flags])
+    script = runpy.run_path(str(SCRIPTS / "parallel.py"))
+    case = script["Case"](64, 64, 16, "-c 128", "-p 32 -n 8 -r 1", {(2, "tg8"): 1.4})
+    monkeypatch.setitem(script["main"].__globals__["CASES"], "vram", case)
+    assert script["main"]() == 0
+    return json.loads(out.read_text())["tiny vram"]
+
+
+def test_ways_to_use_several_devices_are_measured_and_the_planners_choice_is_judged(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    record = run_parallel(world, tmp_path / "parallel.json", monkeypatch, "1000")
+    said = capsys.readouterr().out
+    assert list(record["ways"]) == ["one device", "2 devices, tensor", "2 devices, layer"] and not record["skipped"]
+    for way in record["ways"].values():
+        assert [m["test"] for m in way["measurements"]] == ["pp32", "tg8"]
+    choice = record["choices"]["2 devices"]
+    fastest = min(choice["measured"], key=choice["measured"].get)
+    assert set(choice["measured"]) == set(record["ways"])
+    assert "NOT the fastest" in choice["said"] or choice["measured"][choice["chosen"]] <= 1.03 * min(
+        choice["measured"].values()
+    )
+    assert ("the fastest measured" in choice["said"]) == ("NOT" not in choice["said"])
+    assert "NOT" not in choice["said"] or f"{fastest} is" in choice["said"]
+    assert "of one device (goal x1.4)" in said and "of predicted" in said
+
+
+@pytest.mark.parametrize("script", ["budgets.py", "parallel.py"])
+def test_notes_of_a_benchmark_are_passed_on(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    run = runpy.run_path(str(SCRIPTS / script))["run"]
+    done = subprocess.CompletedProcess([], 0, "", "loading\nnote: a core was stolen\nnote: plain kernels\n")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **options: done)
+    run(["pshard-bench", "-m", "model"])
+    assert capsys.readouterr().out == "note: a core was stolen\nnote: plain kernels\n"
+    run(["pshard-plan", "-m", "model"])
+    assert not capsys.readouterr().out
+
+
+def test_ways_that_no_time_is_left_for_are_named_and_nothing_is_judged(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = run_parallel(world, tmp_path / "parallel.json", monkeypatch, "0.1")
+    assert not record["ways"] and len(record["skipped"]) == 3
+    assert "not enough was measured" in record["choices"]["2 devices"]["said"]
+
+
+@pytest.mark.parametrize("name", ["truth.py", "soak.py"])  # the others import torch late
+@pytest.mark.parametrize("chosen", [None, "active"])
+def test_threads_of_torch_sleep_in_scripts_that_run_engines_unless_told_otherwise(
+    name: str, chosen: str | None
+) -> None:
+    """torch reads it when it is imported."""
+    code = (
+        "import os, runpy, sys\n"
+        "class Watch:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'torch':\n"
+        "            sys.exit(f\"torch: {os.environ.get('OMP_WAIT_POLICY')}\")\n"
+        f"sys.meta_path.insert(0, Watch())\nrunpy.run_path({str(SCRIPTS / name)!r})\n"
+    )
+    env = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"} | (
+        {"OMP_WAIT_POLICY": chosen} if chosen else {}
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=60)
+    assert done.stderr.strip() == f"torch: {chosen or 'passive'}"

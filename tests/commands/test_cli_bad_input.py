@@ -1,0 +1,707 @@
+"""Bad input, tried through the commands: exit code 2, one line with cause and cure, nothing half written."""
+
+import contextlib
+import errno
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cli_world import World, edit_json, make_world, tokenizer_metadata, world_in
+from model_files import write_gguf
+
+from pshard.commands import cli_bench, cli_plan, cli_profile, cli_report, cli_run
+from pshard.commands.command_line import run_cli
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "profile": cli_profile.main,
+    "plan": cli_plan.main,
+    "run": cli_run.main,
+    "bench": cli_bench.main,
+    "report": lambda argv: run_cli(cli_report.make_report, argv),
+}
+Refuse = Callable[..., str]
+
+
+@pytest.fixture(scope="session")
+def planned_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A world with a plan, made once and copied by every test."""
+    folder = tmp_path_factory.mktemp("planned")
+    world = make_world(folder)
+    with pytest.MonkeyPatch.context() as patch:  # conftest's own is for one test
+        patch.setenv("PSHARD_CACHE", str(world.profile.parent))
+        patch.setenv("PSHARD_VALIDATE", "0")
+        assert cli_plan.main(["-m", str(world.model), "--vram", str(world.budget), "-c", "128"]) == 0
+    return folder
+
+
+@pytest.fixture
+def planned(planned_once: Path, tmp_path: Path) -> World:
+    shutil.copytree(planned_once, tmp_path, dirs_exist_ok=True)
+    return world_in(tmp_path)
+
+
+@pytest.fixture
+def world(planned: World) -> World:
+    planned.registry.unlink()
+    return planned
+
+
+@pytest.fixture
+def refuse(capsys: pytest.CaptureFixture, tmp_path: Path) -> Refuse:
+    """Run a command that must fail like a user's error; returns its line. No temporary file may be left."""
+
+    def run(command: str, *argv: object) -> str:
+        code = COMMANDS[command]([str(word) for word in argv])
+        out, err = capsys.readouterr()
+        lines = err.splitlines()
+        assert (code, len(lines), out) == (2, 1, ""), (code, out, err)
+        assert lines[0].startswith("error: ") and "Traceback" not in err
+        assert leftovers(tmp_path) == []
+        return lines[0]
+
+    return run
+
+
+def leftovers(folder: Path) -> list[Path]:
+    return [p for p in folder.rglob("*") if p.suffix == ".tmp"]
+
+
+def commands_of(world: World) -> list[tuple[object, ...]]:
+    """One call of each command that opens a model."""
+    m = ("-m", world.model, "--vram", world.budget)
+    return [("plan", *m, "-c", 128), ("run", *m, "-p", "hi", "-n", 2), ("bench", *m, "-p", 8, "-n", 0, "-r", 1)]
+
+
+# Model files
+
+
+def refused_by_all(world: World, refuse: Refuse, *words: str) -> None:
+    for call in commands_of(world):
+        line = refuse(*call)
+        assert str(world.model) in line
+        for word in words:
+            assert word in line
+    assert not world.registry.exists()
+
+
+@pytest.mark.parametrize("share", [0.001, 0.5, 0.999])
+def test_truncated_model_file(world: World, refuse: Refuse, share: float) -> None:
+    whole = world.model.read_bytes()
+    world.model.write_bytes(whole[: int(share * len(whole))])
+    refused_by_all(world, refuse, "truncated")
+
+
+@pytest.mark.parametrize(("content", "word"), [(b"", "empty"), (b"PK\3\4 something else" * 9, "not a GGUF file")])
+def test_file_that_is_no_model(world: World, refuse: Refuse, content: bytes, word: str) -> None:
+    world.model.write_bytes(content)
+    refused_by_all(world, refuse, word)
+
+
+def test_missing_model_file(world: World, refuse: Refuse) -> None:
+    world.model.unlink()
+    refused_by_all(world, refuse, "No such file")
+
+
+def test_folder_without_a_model(world: World, refuse: Refuse, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "config.json" in refuse("plan", "-m", empty, "--vram", 6)
+
+
+def test_unsupported_architecture_is_named(world: World, refuse: Refuse) -> None:
+    write_gguf(world.model, "mamba2")
+    refused_by_all(world, refuse, "'mamba2' is not supported", "qwen3")
+
+
+def test_unsupported_quant_type_is_named(world: World, refuse: Refuse) -> None:
+    write_gguf(world.model, qtypes={"ffn_down.weight": "TQ2_0"})
+    refused_by_all(world, refuse, "TQ2_0", "ffn_down.weight", "Q4_K")
+
+
+def test_missing_tensor_is_named(world: World, refuse: Refuse) -> None:
+    write_gguf(world.model, omit=("blk.1.ffn_up.weight",))
+    refused_by_all(world, refuse, "blk.1.ffn_up.weight", "missing")
+
+
+def test_misshapen_tensor_is_named(world: World, refuse: Refuse) -> None:
+    write_gguf(world.model, extra={"blk.1.ffn_up.weight": np.zeros((512, 128), np.float32)})
+    refused_by_all(world, refuse, "blk.1.ffn_up.weight", "512, 128")
+
+
+# Budgets
+
+
+def test_budget_too_small_names_the_smallest_that_works(world: World, refuse: Refuse) -> None:
+    write_gguf(world.model, vocab=6000, n_layers=1)
+    call = ("-m", world.model, "-c", 128 * 512, "-np", 128, "--prompt", 4, "--generated", 4)
+    line = refuse("plan", *call, "--vram", 1)
+    smallest = int(line.rsplit("is ", 1)[1].split(" MiB")[0])
+    assert smallest > 1 and not world.registry.exists()
+    assert f"--vram {smallest - 1} MiB is too small" in refuse("plan", *call, "--vram", smallest - 1)
+    assert cli_plan.main([str(word) for word in (*call, "--vram", smallest)]) == 0
+
+
+def test_sweep_whose_budgets_are_all_too_small(world: World, capsys: pytest.CaptureFixture) -> None:
+    assert cli_plan.main(["-m", str(world.model), "--sweep", "0:0:1"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("skipped: ") and lines[1].startswith("error: no budget of the sweep")
+
+
+def test_budget_below_every_planned_one_lists_what_is_planned(planned: World, refuse: Refuse) -> None:
+    line = refuse("run", "-m", planned.model, "--vram", 2, "-p", "hi", "-n", 2)
+    assert "no plan fits 2 MiB" in line and "6 MiB -c 128" in line
+    assert f"pshard-plan -m {planned.model} --vram 2" in line
+
+
+# Profiles
+
+
+def test_missing_profile(world: World, refuse: Refuse) -> None:
+    world.profile.unlink()
+    for call in commands_of(world):
+        line = refuse(*call)
+        assert str(world.profile) in line and line.endswith("run pshard-profile")
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [("{", "not a JSON file"), ("[]", "no machine profile"), ('{"version": 1}', "damaged"), ("\0", "not a JSON file")],
+)
+def test_damaged_profile(world: World, refuse: Refuse, content: str, word: str) -> None:
+    world.profile.write_text(content)
+    for call in commands_of(world):
+        line = refuse(*call)
+        assert word in line and "run pshard-profile again" in line
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "said"),
+    [
+        (("accelerators",), [], "accelerators is empty"),
+        (("handoff_seconds",), math.nan, "handoff_seconds is nan"),
+        (("lockable_bytes",), -1, "lockable_bytes is -1"),
+        (("host", "memory_bytes"), -5, "host.memory_bytes is -5"),
+        (("contention", "link_with_cpu"), math.inf, "contention.link_with_cpu is inf"),
+    ],
+)
+def test_figures_that_no_machine_has(world: World, refuse: Refuse, where: tuple, value: object, said: str) -> None:
+    edit_json(world.profile, *where, value=value)
+    for call in commands_of(world):
+        line = refuse(*call)
+        assert said in line and "is damaged" in line and "run pshard-profile again" in line
+
+
+def test_profile_of_a_newer_version(world: World, refuse: Refuse) -> None:
+    edit_json(world.profile, "version", value=99)
+    assert "run pshard-profile again" in refuse(*commands_of(world)[0])
+
+
+def test_profile_of_another_machine(planned: World, refuse: Refuse) -> None:
+    edit_json(planned.profile, "host", "cpu", value="Another CPU")
+    for call in commands_of(planned):
+        line = refuse(*call)
+        assert "another machine" in line and "Another CPU" in line and "pshard-profile" in line
+
+
+def test_profile_of_another_accelerator(planned: World, refuse: Refuse) -> None:
+    edit_json(planned.profile, "accelerators", 0, "name", value="Some GPU")
+    for call in commands_of(planned)[1:]:
+        assert "Some GPU -> " in refuse(*call)
+
+
+def test_profile_of_the_same_machine_with_other_parts(planned: World, refuse: Refuse) -> None:
+    run = commands_of(planned)[1]
+    edit_json(planned.profile, "accelerators", 0, "driver", value="570.1")
+    assert "driver 0: 570.1 -> " in refuse(*run)
+    edit_json(planned.profile, "accelerators", 0, "driver", value="")
+    edit_json(planned.profile, "host", "threads", value=99999)
+    edit_json(planned.profile, "host", "cores", value=99999)
+    assert "cores: 99999 -> " in refuse(*run)
+
+
+def test_planning_for_another_machine_says_so(world: World, capsys: pytest.CaptureFixture) -> None:
+    edit_json(world.profile, "host", "cpu", value="Another CPU")
+    call = ["-m", str(world.model), "--vram", "6", "-c", "128", "--profile", str(world.profile)]
+    assert cli_plan.main(call) == 0
+    assert "note: the profile is of another machine (CPU Another CPU" in capsys.readouterr().err
+
+
+# Registries
+
+
+def test_missing_registry(world: World, refuse: Refuse) -> None:
+    for call in commands_of(world)[1:]:
+        line = refuse(*call)
+        assert str(world.registry) in line and f"run: pshard-plan -m {world.model} --vram 6" in line
+
+
+def test_stale_registry_after_a_new_profile(planned: World, refuse: Refuse) -> None:
+    edit_json(planned.profile, "host", "threads", value=2)
+    before = planned.registry.read_bytes()
+    for call in commands_of(planned)[1:]:
+        line = refuse(*call)
+        assert "threads: 1 -> 2" in line and f"run: pshard-plan -m {planned.model} --vram 6" in line
+        assert "--replan" in line
+    assert planned.registry.read_bytes() == before
+
+
+def test_stale_registry_after_a_new_model(planned: World, refuse: Refuse) -> None:
+    write_gguf(planned.model, qtype="Q8_0", n_layers=4, vocab=258)
+    for call in commands_of(planned)[1:]:
+        line = refuse(*call[:-4], "-p", *(["1,2", "--tokens", "-n", 2] if call[0] == "run" else [8, "-n", 0]))
+        assert "tensor shapes and quant types: " in line and "model file sizes: " in line
+
+
+@pytest.mark.parametrize("damage", ["cut", "fingerprint", "placement", "nothing", "binary"])
+def test_corrupt_registry(planned: World, refuse: Refuse, damage: str) -> None:
+    text = planned.registry.read_text()
+    if damage == "cut":
+        planned.registry.write_text(text[: len(text) // 2])
+    elif damage == "fingerprint":
+        edit_json(planned.registry, "fingerprint", value="0" * 64)
+    elif damage == "placement":
+        tier = ("variants", 0, "ranks", 0, "tiers", 0)
+        edit_json(planned.registry, *tier, "placements", 0, "where", value="nowhere")
+    else:
+        planned.registry.write_bytes(b"" if damage == "nothing" else bytes(range(256)))
+    before = planned.registry.read_bytes()
+    for call in commands_of(planned):
+        line = refuse(*call)
+        assert "corrupt" in line and str(planned.registry) in line and "delete it and run: pshard-plan" in line
+    assert planned.registry.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        (("tiers", 0, "placements", 2, "unit"), "blk.9.ffn", "placements are not the model's units"),
+        (("tiers", 0, "placements", 1, "kv"), None, "cannot be"),
+        (("pin_order", 0), "blk.9.ffn", "the pin order names"),
+        (("tiers", 0, "buffers", "scratch"), 64, "bytes of scratch"),
+        (("budget_mib",), 1, "over the arena"),
+    ],
+)
+def test_plan_that_reads_well_but_is_not_the_models(
+    planned: World, refuse: Refuse, place: tuple, value: object, words: str
+) -> None:
+    edit_json(planned.registry, "variants", 0, "ranks", 0, *place, value=value)
+    for call in commands_of(planned)[1:]:
+        line = refuse(*call)
+        assert "corrupt" in line and words in line and "delete it and run: pshard-plan" in line
+
+
+def test_registry_of_a_newer_format(planned: World, refuse: Refuse) -> None:
+    edit_json(planned.registry, "version", value=99)
+    for call in commands_of(planned):
+        assert "update pshard" in refuse(*call)
+
+
+# Places that cannot be written
+
+
+def fail_with(code: int) -> Callable:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+def test_plan_beside_a_model_in_a_read_only_folder_goes_to_the_cache(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != world.model.parent and real(path, mode))
+    for call in commands_of(world)[:2]:
+        assert COMMANDS[str(call[0])]([str(word) for word in call[1:]]) == 0
+    assert not world.registry.exists()
+    (found,) = (tmp_path / "cache" / "registries").glob("tiny.gguf-*.pshard.json")
+    assert str(found) in capsys.readouterr().err
+
+
+def test_registry_in_a_read_only_folder(
+    world: World, refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.mkstemp", fail_with(errno.EROFS))
+    line = refuse("plan", "-m", world.model, "--vram", 6, "-c", 128, "--registry", tmp_path / "r.json")
+    assert "Read-only file system" in line and "--registry" in line
+    assert not (tmp_path / "r.json").exists()
+
+
+def test_full_disk_keeps_the_old_registry(planned: World, refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = planned.registry.read_bytes()
+    monkeypatch.setattr(os, "fsync", fail_with(errno.ENOSPC))
+    line = refuse("plan", "-m", planned.model, "--vram", 8, "-c", 128)
+    assert "No space left on device" in line and "free some space" in line
+    assert planned.registry.read_bytes() == before
+
+
+def test_profile_to_a_place_that_cannot_be_written_fails_before_measuring(
+    tmp_path: Path, refuse: Refuse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pshard.profile.measure.measure_machine", fail_with(errno.EIO))  # must not be reached
+    assert "is a folder" in refuse("profile", "--quick", "-o", tmp_path)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert "cannot be written" in refuse("profile", "--quick", "-o", tmp_path / "p.json")
+
+
+def test_full_disk_keeps_the_old_profile(world: World, refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pshard.registries.profile_store import load_profile
+
+    before, made = world.profile.read_bytes(), load_profile()
+    monkeypatch.setattr("pshard.profile.measure.measure_machine", lambda request, progress: made)
+    monkeypatch.setattr(os, "fsync", fail_with(errno.ENOSPC))
+    assert "No space left on device" in refuse("profile", "--quick")
+    assert world.profile.read_bytes() == before
+
+
+def test_bench_output_that_cannot_be_written_fails_before_measuring(
+    planned: World, refuse: Refuse, tmp_path: Path
+) -> None:
+    call = commands_of(planned)[2]
+    assert "is a folder" in refuse(*call, "-of", tmp_path)
+    assert "cannot be written" in refuse(*call, "-of", planned.model / "x.json")
+
+
+def test_places_that_are_no_files(planned: World, refuse: Refuse, tmp_path: Path) -> None:
+    fifo, folder = tmp_path / "fifo", tmp_path / "folder"
+    os.mkfifo(fifo)
+    folder.mkdir()
+    for place in (fifo, folder):
+        assert f"cannot write the registry {place}" in refuse_registry(planned, refuse, place)
+        assert "give a file name" in refuse("profile", "--quick", "-o", place)
+        assert "give a file name" in refuse(*commands_of(planned)[2], "-of", place)
+    assert fifo.is_fifo() and list(folder.iterdir()) == []
+    assert "cannot read the registry" in refuse(*commands_of(planned)[1], "--registry", folder)
+    assert "cannot be read" in refuse(*commands_of(planned)[1], "--profile", folder)
+    assert "cannot read the prompt file" in refuse("run", "-m", planned.model, "-f", folder)
+    assert "cannot read" in refuse("bench", "-m", planned.model, "--perplexity", folder)
+
+
+def refuse_registry(world: World, refuse: Refuse, place: Path) -> str:
+    return refuse(*commands_of(world)[0], "--registry", place)
+
+
+def test_registry_behind_a_link_is_written_where_it_lies(planned: World, tmp_path: Path) -> None:
+    link = tmp_path / "link.json"
+    link.symlink_to(planned.registry)
+    call = ["-m", str(planned.model), "--vram", "8", "-c", "128", "--registry", str(link)]
+    assert cli_plan.main(call) == 0
+    assert link.is_symlink() and len(json.loads(planned.registry.read_text())["variants"]) == 2
+
+
+def test_cache_that_is_a_file(world: World, refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PSHARD_CACHE", str(tmp_path / "file"))
+    for call in commands_of(world):
+        assert "cannot be read: Not a directory" in refuse(*call)
+
+
+def test_report_to_a_place_that_cannot_be_written(planned: World, refuse: Refuse) -> None:
+    line = refuse("report", planned.registry, "-o", planned.model)
+    assert "cannot write the report" in line and "-o" in line
+
+
+# Ctrl-C
+
+
+def interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("when", ["pshard.planner.choose_mode.plan_variant", "os.fsync", "os.replace"])
+def test_interrupted_plan_leaves_the_old_registry(
+    planned: World, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    before = planned.registry.read_bytes()
+    monkeypatch.setattr(when, interrupt)
+    assert cli_plan.main(["-m", str(planned.model), "--vram", "8", "-c", "128"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert planned.registry.read_bytes() == before and leftovers(tmp_path) == []
+
+
+def test_interrupted_run_and_bench_end_quietly(
+    planned: World, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pshard.runtime.executor.Executor.run", interrupt)
+    for call in commands_of(planned)[1:]:
+        assert COMMANDS[str(call[0])]([str(word) for word in call[1:]]) == 130
+        assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
+
+
+def test_an_interrupt_that_an_import_swallows_is_told_and_not_what_came_of_it(capsys: pytest.CaptureFixture) -> None:
+    def import_half(_: list[str]) -> int:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        raise AttributeError("module 'numpy' has no attribute 'multiply'")
+
+    before = signal.getsignal(signal.SIGINT)
+    assert run_cli(import_half, []) == 130
+    assert capsys.readouterr().err == "interrupted\n" and signal.getsignal(signal.SIGINT) is before
+
+
+def test_interrupted_profile_leaves_no_file(tmp_path: Path) -> None:
+    place = tmp_path / "profile.json"
+    words = [sys.executable, "-m", "pshard.commands.cli_profile", "-o", str(place), "-t", "1"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None and process.stdout is not None
+        try:
+            assert process.stderr.readline().startswith("A full profile takes about")  # it measures from here on
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 130
+        finally:
+            process.kill()
+        assert process.stderr.read() == "interrupted\n" and process.stdout.read() == ""
+    assert list(tmp_path.glob("*profile.json*")) == []
+
+
+# Flags
+
+
+@pytest.mark.parametrize("command", list(COMMANDS))
+def test_unknown_flag(refuse: Refuse, command: str) -> None:
+    needed = ["x.json"] if command == "report" else []
+    line = refuse(command, *needed, "--frobnicate")
+    assert "unrecognized arguments: --frobnicate" in line and f"pshard-{command} --help" in line
+
+
+@pytest.mark.parametrize(
+    ("command", "argv"),
+    [
+        ("profile", ["--qui"]),
+        ("plan", ["--vra", "6"]),
+        ("run", ["--vra", "6", "-p", "hi"]),
+        ("bench", ["--vra", "6"]),
+        ("report", ["x.json", "--out", "y"]),
+    ],
+)
+def test_abbreviated_flag(refuse: Refuse, command: str, argv: list[str]) -> None:
+    assert "unrecognized arguments" in refuse(command, *argv)
+
+
+@pytest.mark.parametrize("command", ["plan", "run", "bench"])
+@pytest.mark.parametrize("size", ["12x", "G", "1.2.3", "12000,", "1e4", "nan", "-5", ""])
+def test_bad_size(refuse: Refuse, command: str, size: str) -> None:
+    line = refuse(command, "-m", "x", "--vram", size)
+    assert "--vram" in line and ("is not a size in MiB" in line or "expected one argument" in line)
+
+
+@pytest.mark.parametrize("command", ["plan", "run", "bench"])
+@pytest.mark.parametrize("count", ["0", "-3", "x", "1.5"])
+def test_bad_context(refuse: Refuse, command: str, count: str) -> None:
+    assert "is not a whole number of 1 or more" in refuse(command, "-c", count)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["-p", "x"], "is not a number or range"),
+        (["-p", "1-"], "is not a number or range"),
+        (["-p", "5-1"], "ends before it begins"),
+        (["-n", "1-8+0"], "never reaches its end"),
+        (["-n", "1-8*1"], "never reaches its end"),
+        (["-n", "0-8*2"], "never reaches its end"),
+        (["-p", "1-999999999999"], "lists more than 1000 numbers"),
+        (["-npl", "0"], "each is 1 or more"),
+        (["-r", "0"], "is not a whole number of 1 or more"),
+        (["-p", "0", "-n", "0"], "no tests"),
+        (["--baseline", "other"], "invalid choice: 'other'"),
+        (["--strategy", "other"], "--strategy other is unknown; choose from fit"),
+        (["--ppl-window", "1"], "2 tokens or more"),
+        (["-o", "xml"], "invalid choice: 'xml'"),
+    ],
+)
+def test_bad_bench_flags(refuse: Refuse, flags: list[str], words: str) -> None:
+    assert words in refuse("bench", "-m", "x", *flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], "--vram is needed"),
+        (["--vram", "6", "--sweep", "4:8:2"], "exclude each other"),
+        (["--sweep", "4:8"], "is not A:B:STEP"),
+        (["--sweep", "8:4:1"], "no range"),
+        (["--sweep", "1:99999999:1"], "no range"),
+        (["--vram", "6,6"], "add -sm tensor"),
+        (["--vram", "6", "-ts", "1,1"], "-ts needs -sm tensor"),
+        (["--vram", "6,6", "-sm", "tensor", "-ts", "1,1,1"], "3 ratios"),
+        (["--vram", "6", "-ts", "1,x"], "is not a list of ratios"),
+        (["--vram", "6", "-ts", "0,0"], "one is above 0"),
+        (["--vram", "6", "-ts", "1,nan"], "one is above 0"),
+        (["--vram", "6", "-ts", "auto"], "-ts needs -sm tensor"),
+        (["--vram", "6,6", "-sm", "tensor", "-ts", "auto", "--strategy", "fit"], "exclude each other"),
+        (["--vram", "6", "-sm", "auto"], "-sm auto: the profile knows one device; give --vram a budget for each rank"),
+        (["--vram", "6,6", "-sm", "auto", "--strategy", "fit"], "exclude each other"),
+        (["--vram", "6,6", "-sm", "auto", "-ts", "1,1,1"], "3 ratios"),
+        (["--vram", "6,6", "-sm", "both"], "invalid choice: 'both'"),
+        (["--vram", "6,6", "--max-tp", "attn=1"], "--max-tp needs -sm tensor"),
+        (["--vram", "6,6", "-sm", "tensor", "--max-tp", "attn"], "is not a number of ranks"),
+        (["--vram", "6,6", "-sm", "tensor", "--max-tp", "attn=0"], "is not a number of ranks"),
+        (["--vram", "6,6", "-sm", "tensor", "--max-tp", "attn=-1"], "is not a number of ranks"),
+        (["--vram", "6,6", "-sm", "tensor", "--max-tp", "expert=1"], "UNIT of attn, ffn, head"),
+        (["--vram", "6,6", "-sm", "tensor", "--max-tp", "ffn=1,ffn=2"], "names ffn twice"),
+        (["--vram", "6", "-c", "4096"], "model's context of 512"),
+        (["--vram", "6", "-c", "100", "--prompt", "100"], "do not fit the context"),
+        (["--vram", "6", "-np", "9", "-ub", "8"], "-ub 8"),
+        (["--vram", "6", "--strategy", "other"], "unknown strategy 'other'"),
+        (["--vram", "6", "--time-limit", "0"], "is not a number of seconds"),
+        (["--vram", "6", "-ctk", "q4_0"], "invalid choice: 'q4_0'"),
+    ],
+)
+def test_bad_plan_flags(world: World, refuse: Refuse, flags: list[str], words: str) -> None:
+    assert words in refuse("plan", "-m", world.model, *flags)
+    assert not world.registry.exists()
+
+
+@pytest.mark.parametrize("command", ["plan", "run", "bench"])
+def test_heads_that_no_block_divides(tmp_path: Path, refuse: Refuse, command: str) -> None:
+    world = make_world(tmp_path, head_dim=48, n_layers=1)
+    more = ["-p", "hi", "-n", "1"] if command == "run" else []
+    said = refuse(command, "-m", world.model, "--vram", "6", "-ctk", "q8_0", *more)
+    assert "heads have 48 numbers; give -ctk bf16" in said
+    assert not world.registry.exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], "-p TEXT or -f FILE"),
+        (["-p", "hi", "-f", "x"], "-p TEXT or -f FILE"),
+        (["-f", "no/such/file"], "cannot read the prompt file"),
+        (["-p", ""], "a prompt needs at least one"),
+        (["-p", "hi", "-n", "0"], "is not a whole number of 1 or more"),
+        (["-p", "1,x", "--tokens"], "list of token ids"),
+        (["-p", "1,258", "--tokens", "-n", "1"], "token ids must be in 0..257"),
+        (["-p", "-1", "--tokens", "-n", "1"], "token ids must be in 0..257"),
+        (["-p", "1", "--tokens", "--chat"], "exclude each other"),
+        (["-p", "hi", "--temp", "-1"], "--temp is -1"),
+        (["-p", "hi", "--temp", "nan"], "--temp is nan"),
+        (["-p", "hi", "--top-k", "-1"], "--top-k is -1"),
+        (["-p", "hi", "--top-p", "0"], "--top-p is 0"),
+        (["-p", "hi", "--min-p", "2"], "--min-p is 2"),
+        (["-p", "hi", "-s", "-1"], "--seed is -1"),
+        (["-p", "hi", "-s", "99999999999999999999"], "--seed is 99999999999999999999"),
+        (["-p", "hi", "-ts", "1,1"], "-ts needs -sm tensor"),
+        (["-p", "hi", "--vram", "3,3"], "add -sm tensor"),
+        (["-p", "hi", "--vram", "3,3", "-sm", "tensor", "-ts", "1,1,1"], "3 ratios"),
+        (["-p", "hi", "--vram", "3", "--max-tp", "attn=1"], "--max-tp needs -sm tensor"),
+        (["-p", "hi", "--vram", "3,3", "-sm", "tensor", "--max-tp", "attn=x"], "is not a number of ranks"),
+    ],
+)
+def test_bad_run_flags(planned: World, refuse: Refuse, flags: list[str], words: str) -> None:
+    assert words in refuse("run", "-m", planned.model, *flags)
+
+
+def test_prompt_and_answer_longer_than_any_plan(planned: World, refuse: Refuse) -> None:
+    line = refuse("run", "-m", planned.model, "--vram", 6, "-p", "a" * 200, "-n", 20)
+    assert "no plan fits 6 MiB -c 220" in line and f"pshard-plan -m {planned.model} --vram 6 -c 512" in line
+
+
+def test_prompt_longer_than_the_context_that_was_asked_for(planned: World, refuse: Refuse) -> None:
+    line = refuse("run", "-m", planned.model, "--vram", 6, "-c", 100, "-p", "a" * 200)
+    assert "0 + 200 tokens exceed the context of 128" in line
+
+
+def test_text_for_a_model_without_tokenizer(world: World, refuse: Refuse) -> None:
+    write_gguf(world.model)
+    assert "no tokenizer" in refuse("run", "-m", world.model, "--vram", 6, "-p", "hi")
+
+
+def test_chat_with_a_model_without_template(world: World, refuse: Refuse) -> None:
+    write_gguf(world.model, vocab=258, metadata=tokenizer_metadata() | {"tokenizer.chat_template": None})
+    assert "no chat template" in refuse("run", "-m", world.model, "--vram", 6, "-p", "hi", "--chat")
+
+
+@pytest.mark.parametrize(("content", "words"), [(None, "No such"), (b"\xff\xfe\xfd", "cannot read"), (b"a", "two")])
+def test_bad_perplexity_text(planned: World, refuse: Refuse, tmp_path: Path, content: bytes | None, words: str) -> None:
+    text = tmp_path / "text.txt"
+    if content is not None:
+        text.write_bytes(content)
+    assert words in refuse("bench", "-m", planned.model, "--vram", 6, "--perplexity", text)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "No such file"),
+        (b"not json", "not JSON at line 1"),
+        (b"\x89PNG\r\n\x1a\n\xff", "is not a JSON text"),
+        (b"{}", "holds no measurement, plan, profile or timeline"),
+        (b"[" * 100000, "nested too deeply"),
+        (b'{"samples_ts": [], "strategy": 1}', "broken"),
+    ],
+)
+def test_report_of_other_files(refuse: Refuse, tmp_path: Path, content: bytes | None, words: str) -> None:
+    given, out = tmp_path / "given.json", tmp_path / "report"
+    if content is not None:
+        given.write_bytes(content)
+    assert words in refuse("report", given, "-o", out)
+    assert not out.exists()
+
+
+def test_report_with_another_model_than_the_planned_one(planned: World, refuse: Refuse, tmp_path: Path) -> None:
+    other = write_gguf(tmp_path / "other.gguf", n_layers=1)
+    assert "is not the model that was planned" in refuse("report", planned.registry, "-m", other, "-o", tmp_path / "r")
+
+
+def test_profile_flags(refuse: Refuse) -> None:
+    assert "is not a number of threads" in refuse("profile", "-t", "0")
+    assert "give at most that many" in refuse("profile", "-t", "99999")
+    assert "invalid choice: 'tpu'" in refuse("profile", "-dev", "tpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "command"),
+    [("VRAM", "lots", "plan"), ("VRAM", "lots", "run"), ("CTX_SIZE", "0", "plan"), ("CTX_SIZE", "0", "bench")],
+)
+def test_bad_environment_variable_is_named(
+    refuse: Refuse, monkeypatch: pytest.MonkeyPatch, name: str, value: str, command: str
+) -> None:
+    monkeypatch.setenv(f"PSHARD_{name}", value)
+    assert f"environment variable PSHARD_{name}: " in refuse(command, "-m", "x")
+
+
+# The installed commands, as a shell sees them
+
+
+def shell(*words: object) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", *map(str, words)], capture_output=True, text=True, timeout=120)
+
+
+def test_errors_of_processes(world: World) -> None:
+    world.model.write_bytes(b"GGUF")
+    done = shell("pshard.commands.cli_plan", "-m", world.model, "--vram", 6)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {world.model}: ends inside its header") and done.stderr.count("\n") == 1
+    done = shell("pshard.commands.cli_report", world.model)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+
+
+def test_ranks_that_fail_alike_say_it_once(planned: World) -> None:
+    done = shell(
+        "pshard.commands.cli_run", "-m", planned.model, "--vram", "3,3", "-sm", "tensor", "-p", "hi", "--temp", 0
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "no plan fits 3,3 MiB" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_reader_that_goes_away_is_no_error(world: World) -> None:
+    command = f"{sys.executable} -m pshard.commands.cli_plan -m {world.model} --vram 6 -c 128 --json | head -c 10"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("{") and "Traceback" not in done.stderr
+    assert json.loads(world.registry.read_text())["model"] == "tiny"
+
+
+def test_a_short_flag_is_not_taken_for_a_longer_one(capsys: pytest.CaptureFixture[str]) -> None:
+    from pshard.commands import cli_run
+
+    assert cli_run.main(["-t", "2", "-p", "hi"]) == 2
+    assert "unrecognized arguments: -t" in capsys.readouterr().err

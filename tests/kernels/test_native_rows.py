@@ -1,0 +1,129 @@
+"""Row kernels of the CPU: RMS norm, rotation and cells as torch makes them; attention of many sequences at once."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from planner_cases import make_model
+
+from pshard.buffers import KV_BLOCK
+from pshard.runtime.kernels.api import LayerKV, RopeTable, Segment
+from pshard.runtime.kernels.cpu import native
+from pshard.runtime.kernels.cpu.host import HostKernels
+from pshard.runtime.kernels.kv_codec import encode_cells
+from pshard.runtime.kernels.plain import PlainKernels
+from pshard.runtime.kernels.row_index import make_rows
+from pshard.runtime.memory.kv_cache import KV_DTYPES, KVShape, layer_nbytes, view_layer
+
+pytestmark = pytest.mark.skipif(not native.is_available(), reason=f"no C++ library: {native.why_missing()}")
+KV_TYPES = [("f32", "f32"), ("bf16", "bf16"), ("f16", "q8_0"), ("q8_0", "bf16")]
+
+
+@pytest.fixture(params=(1, 3))
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = native.threads()
+    native.set_threads(request.param)
+    yield request.param
+    native.set_threads(before)
+
+
+def make_cache(kv_types: tuple[str, str], kv_heads: int, dim: int, blocks: int) -> LayerKV:
+    shape = KVShape(blocks * KV_BLOCK, 1, *kv_types)
+    config = make_model(heads=kv_heads, kv_heads=kv_heads, head_dim=dim, d_model=kv_heads * dim).config
+    return view_layer(torch.full((layer_nbytes(config, shape),), 7, dtype=torch.uint8), kv_heads, dim, shape)
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(1, 5120), (3, 40), (70, 2048), (2, 17)])
+def test_rms_norm_is_torchs(threads: int, tokens: int, width: int) -> None:
+    torch.manual_seed(1)
+    wide, weight = torch.randn(tokens, width + 5), torch.randn(width)
+    out = torch.full((tokens, width + 3), torch.nan)
+    want = torch.empty(tokens, width)
+    PlainKernels().rms_norm(wide[:, :width], weight, 1e-6, want)
+    HostKernels().rms_norm(wide[:, :width], weight, 1e-6, out[:, :width])
+    torch.testing.assert_close(out[:, :width], want, rtol=2e-6, atol=1e-6)
+    assert out[:, width:].isnan().all()
+
+
+@pytest.mark.parametrize("kv_types", KV_TYPES)
+@pytest.mark.parametrize("pairing", ["halves", "neighbours"])
+@pytest.mark.parametrize(("norm", "turned"), [(True, 64), (False, 32)])
+def test_rotation_and_cells_are_torchs(
+    threads: int, kv_types: tuple[str, str], pairing: str, norm: bool, turned: int
+) -> None:
+    torch.manual_seed(2)
+    n_heads, n_kv, dim = heads = 6, 2, 64
+    segments = [Segment(0, 0, 3, 62, (4, 1)), Segment(1, 3, 1, 0, (3,)), Segment(2, 4, 90, 5, (0, 5))]
+    rows, width = make_rows(segments), (n_heads + 2 * n_kv) * dim
+    qkv = torch.randn(94, width + 16)
+    weights = (torch.randn(dim), torch.randn(dim)) if norm else (None, None)
+    angles = torch.randn(256, turned // 2)
+    rope = RopeTable(angles.cos(), angles.sin(), pairing)
+    found = []
+    for kernels in (PlainKernels(), HostKernels()):
+        ours, kv = qkv.clone(), make_cache(kv_types, n_kv, dim, 6)
+        kernels.rope_store(ours[:, :width], heads, *weights, 1e-6, rope, rows, kv)
+        found.append((ours, kv))
+    (want, cells), (got, ours) = found
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    for kind, a, b in zip(kv_types, (cells.k, cells.v), (ours.k, ours.v), strict=True):
+        if kind == "q8_0":  # a code may round the other way, a scale in its last bit
+            near = (a.short() - b.short()).abs() <= 1
+            assert near.all() and (a == b).float().mean() > 0.99
+        else:
+            torch.testing.assert_close(b, a, rtol=1e-2, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", ["f32", "bf16", "f16", "q8_0"])
+def test_any_number_becomes_the_cell_that_torch_makes(kind: str) -> None:
+    """Denormal, huge, halfway, infinite: values are stored as they come, without rotation."""
+    dim = 64
+    edges = [0.0, -0.0, 6e-8, 2.9e-8, 3e-8, 6.1e-5, 65504.0, 65519.9, 65520.0, 1e30, 1.00048828125, 1.0009765625, 1e-42]
+    numbers = torch.tensor(edges + [-x for x in edges] + [1.0 + i / 4096 for i in range(38)])
+    if kind != "q8_0":
+        numbers[-1], numbers[-2] = torch.inf, torch.nan
+    else:
+        numbers = numbers.clamp(-1e6, 1e6)
+    qkv = torch.cat([torch.zeros(2 * dim), numbers])[None]
+    kv = make_cache((kind, kind), 1, dim, 1)
+    rope = RopeTable(torch.ones(64, 32), torch.zeros(64, 32), "halves")
+    HostKernels().rope_store(qkv, (1, 1, dim), None, None, 1e-6, rope, make_rows([Segment(0, 0, 1, 9, (0,))]), kv)
+    want = encode_cells(numbers.view(1, dim), KV_DTYPES[kind])
+    found = kv.v[0, 9].view(want.shape)
+    whole = torch.zeros_like(want, dtype=torch.bool) if kind == "q8_0" else want.isnan()
+    assert whole.sum() == (0 if kind == "q8_0" else 1)
+    assert torch.equal(found[~whole].view(torch.uint8), want[~whole].view(torch.uint8))
+    assert found[whole].isnan().all()
+
+
+SHORT = [(700, 1), (0, 5), (63, 1), (130, 0), (64, 2), (1000, 1)]  # cells before, new tokens
+LONG = [(3000 + i, 20) for i in range(80)]  # partial sums of 38 MiB: more than one job
+
+
+@pytest.mark.parametrize(
+    ("kv_types", "spans"), [(("bf16", "bf16"), SHORT), (("q8_0",) * 2, SHORT), (("f16",) * 2, LONG)]
+)
+def test_sequences_attended_together_get_the_bits_they_get_alone(
+    threads: int, kv_types: tuple[str, str], spans: list[tuple[int, int]]
+) -> None:
+    rng = np.random.default_rng(3)
+    torch.manual_seed(3)
+    heads, dim, kv_heads = 8, 64, 2
+    n_blocks = sum(-(-(before + new) // KV_BLOCK) for before, new in spans)
+    order = rng.permutation(n_blocks).astype(np.int32)
+    cells = [encode_cells(torch.randn(n_blocks * KV_BLOCK, kv_heads, dim), KV_DTYPES[k]) for k in kv_types]
+    tokens = sum(new for _, new in spans)
+    q = torch.randn(tokens, heads * dim + 24)
+    segments, row, block = [], 0, 0
+    for before, new in spans:
+        segments.append((row, new, before, block))
+        row, block = row + new, block + -(-(before + new) // KV_BLOCK)
+    together, alone = torch.full((2, tokens, heads * dim + 8), torch.nan)
+    shape = (heads, kv_heads, dim), 0.3
+    blocks, strides = (order, KV_BLOCK), (q.stride(0), heads * dim + 8)
+    native.attention(q, *cells, kv_types, segments, *shape, together, strides=strides, blocks=blocks)
+    for segment in segments:
+        native.attention(q, *cells, kv_types, [segment], *shape, alone, strides=strides, blocks=blocks)
+    assert together[:, : heads * dim].isfinite().all() and together[:, heads * dim :].isnan().all()
+    torch.testing.assert_close(together, alone, rtol=0, atol=0, equal_nan=True)

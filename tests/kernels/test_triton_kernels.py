@@ -1,0 +1,511 @@
+"""The Triton kernels compute what numpy computes in float64 from gguf's dequantised weights.
+
+They run on a GPU when there is one, else in Triton's interpreter on the CPU. The interpreter must be chosen before
+anything imports Triton, so one test runs this file again in a process of its own. Without Triton (a CPU install)
+everything here is skipped.
+"""
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from interpreted import run_interpreted
+
+triton = pytest.importorskip("triton", reason="Triton is installed with the CUDA build of torch only")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+READY = DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+needs_kernels = pytest.mark.skipif(not READY, reason="runs inside test_every_kernel_in_the_interpreter")
+
+from pshard.buffers import ATTENTION_SPLITS, KV_BLOCK, kv_cells_bytes  # noqa: E402
+from pshard.quant import QUANT_TYPES  # noqa: E402
+from pshard.runtime.kernels.api import LayerKV, Packed, RopeTable, RowIndex, Segment  # noqa: E402
+from pshard.runtime.kernels.gpu import cuda  # noqa: E402
+from pshard.runtime.kernels.kv_codec import decode_cells, encode_cells, gather_cells  # noqa: E402
+from pshard.runtime.kernels.layout import pack_reference, unpack_reference  # noqa: E402
+from pshard.runtime.kernels.plain import PlainKernels  # noqa: E402
+from pshard.runtime.kernels.row_index import make_rows  # noqa: E402
+from pshard.runtime.memory.kv_cache import KV_DTYPES, KVShape, view_layer  # noqa: E402
+
+if READY and DEVICE == "cpu":
+    from triton.runtime import interpreter
+
+    patch_tensor, multiply = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+
+    def patch_tensor_for_new_numpy(tensor: type, scope: Any) -> None:
+        """Triton 3.6 keeps scalars as arrays of shape (1,), which numpy no longer turns into an int by itself."""
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    def multiply_bfloat16(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        """Triton 3.6 multiplies the bit patterns of bfloat16 as if they were integers."""
+        wide = [
+            interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), triton.language.float32)
+            if x.dtype.scalar == triton.language.bfloat16
+            else x
+            for x in (a, b)
+        ]
+        return multiply(self, *wide, *rest)
+
+    interpreter._patch_lang_tensor = patch_tensor_for_new_numpy
+    interpreter.InterpreterBuilder.create_dot = multiply_bfloat16
+
+TYPES = sorted(QUANT_TYPES)
+SCALES_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q4_1": (0, 2),
+             "Q5_1": (0, 2)}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(READY, reason="the kernels run here directly")
+def test_every_kernel_in_the_interpreter() -> None:
+    done = run_interpreted(__file__)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "passed" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def kernels() -> cuda.CudaKernels:
+    return cuda.CudaKernels(DEVICE, 64)
+
+
+def random_weight(qtype: str, rows: int, cols: int, seed: int) -> tuple[Packed, np.ndarray]:
+    """A packed matrix of random codes and ordinary scales, and its values in float64."""
+    rng = np.random.default_rng(seed)
+    if qtype == "F32":
+        raw = rng.standard_normal((rows, cols), np.float32).view(np.uint8)
+    elif qtype == "F16":
+        raw = rng.standard_normal((rows, cols), np.float32).astype(np.float16).view(np.uint8)
+    elif qtype == "BF16":
+        raw = (rng.standard_normal((rows, cols), np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    else:
+        q = QUANT_TYPES[qtype]
+        raw = rng.integers(0, 256, (rows, cols // q.block, q.nbytes), dtype=np.uint8)
+        if qtype == "MXFP4":
+            raw[..., 0] = rng.integers(120, 128, raw.shape[:2])
+        else:
+            for at in SCALES_AT.get(qtype, (0,)):
+                scale = (rng.standard_normal(raw.shape[:2]) * 0.01).astype(np.float16)
+                raw[..., at : at + 2] = scale[..., None].view(np.uint8)
+    data = pack_reference(raw.reshape(rows, -1), qtype, rows, cols)
+    values = unpack_reference(data, qtype, rows, cols).astype(np.float64)
+    return Packed(torch.from_numpy(data).to(DEVICE), qtype, rows, cols), values
+
+
+def random_tensor(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+def poisoned(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
+
+
+def numpy64(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.double().cpu().numpy()
+
+
+def error(out: torch.Tensor, expected: np.ndarray) -> float:
+    """Relative error in the Euclidean norm; NaN stays NaN and fails every comparison.
+
+    Bounds below leave room for the interpreter, which cuts float32 to bfloat16 where a GPU rounds.
+    """
+    return float(np.linalg.norm(numpy64(out) - expected) / np.linalg.norm(expected))
+
+
+NO_TILE = torch.empty(0, dtype=torch.uint8)
+
+
+@needs_kernels
+@pytest.mark.parametrize("qtype", TYPES)
+@pytest.mark.parametrize("tokens", [1, 3, 9])
+def test_small_batches_multiply_packed_weights(kernels: cuda.CudaKernels, qtype: str, tokens: int) -> None:
+    rows, cols = 40, 512
+    weight, values = random_weight(qtype, rows, cols, seed=tokens)
+    x = random_tensor(tokens, cols + 64, seed=1)[:, :cols]
+    bias = random_tensor(rows, seed=2, dtype=torch.float32)
+    wide = poisoned(tokens, rows + 24)
+    out = wide[:, 8 : 8 + rows]
+    kernels.linear(x, weight, out, NO_TILE, bias)
+    expected = numpy64(x) @ values.T + numpy64(bias)
+    assert error(out, expected) < 0.012
+    assert torch.isnan(wide[:, :8]).all() and torch.isnan(wide[:, 8 + rows :]).all()
+
+
+@needs_kernels
+@pytest.mark.parametrize(("qtype", "tokens", "cols"), [("Q4_0", 1, 2048), ("Q6_K", 2, 2048), ("Q4_K", 33, 512),
+                                                       ("Q4_0", 40, 1024), ("BF16", 5, 2048)])  # fmt: skip
+def test_cut_columns_add_up_and_accumulate(
+    kernels: cuda.CudaKernels, qtype: str, tokens: int, cols: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = 32
+    weight, values = random_weight(qtype, rows, cols, seed=3)
+    x = random_tensor(tokens, cols, seed=4)
+    bias = random_tensor(rows, seed=5, dtype=torch.float32)
+    hidden = random_tensor(tokens, rows, seed=6, dtype=torch.float32)
+    expected = numpy64(hidden) + numpy64(x) @ values.T + numpy64(bias)
+    used: list[int] = []
+    cut = cuda._pieces
+
+    def note_and_cut(*rest: Any) -> tuple[int, int]:
+        used.append(cut(*rest)[0])
+        return cut(*rest)
+
+    monkeypatch.setattr(cuda, "_pieces", note_and_cut)
+    again = hidden.clone()
+    kernels.linear(x, weight, hidden, NO_TILE, bias, accumulate=True)
+    kernels.linear(x, weight, again, NO_TILE, bias, accumulate=True)
+    assert used and used[0] > 1
+    assert torch.equal(hidden, again)  # counters are back at zero
+    assert error(hidden, expected) < 0.012
+
+
+@needs_kernels
+@pytest.mark.parametrize("qtype", TYPES)
+def test_dequantised_rows_are_the_weights(kernels: cuda.CudaKernels, qtype: str) -> None:
+    rows, cols = 40, 768
+    weight, values = random_weight(qtype, rows, cols, seed=7)
+    out = poisoned(rows - 16, cols, dtype=torch.float32)
+    kernels.dequantise(weight, 16, out)
+    assert error(out, values[16:]) < 1e-6
+
+
+@needs_kernels
+@pytest.mark.parametrize("qtype", ["Q4_0", "Q6_K", "BF16", "F16"])
+def test_large_batches_go_tile_by_tile(kernels: cuda.CudaKernels, qtype: str) -> None:
+    rows, cols, tokens = 80, 256, 70
+    weight, values = random_weight(qtype, rows, cols, seed=8)
+    x = random_tensor(tokens, cols, seed=9)
+    tile = torch.empty(2 * 32 * cols, dtype=torch.uint8, device=DEVICE)
+    bias = random_tensor(rows, seed=10, dtype=torch.float32)
+    wide = poisoned(tokens, rows + 16)
+    kernels.linear(x, weight, wide[:, 16:], tile, bias)
+    assert error(wide[:, 16:], numpy64(x) @ values.T + numpy64(bias)) < 0.01
+    assert torch.isnan(wide[:, :16]).all()
+
+
+@needs_kernels
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="torch has no mixed-precision addmm on the CPU")
+def test_large_batches_accumulate_in_float32(kernels: cuda.CudaKernels) -> None:
+    weight, values = random_weight("Q4_0", 80, 256, seed=11)
+    x = random_tensor(70, 256, seed=12)
+    hidden = random_tensor(70, 80, seed=13, dtype=torch.float32)
+    tile = torch.empty(2 * 32 * 256, dtype=torch.uint8, device=DEVICE)
+    expected = numpy64(hidden) + numpy64(x) @ values.T
+    kernels.linear(x, weight, hidden, tile, None, accumulate=True)
+    assert error(hidden, expected) < 0.01
+
+
+@needs_kernels
+@pytest.mark.parametrize(("qtypes", "tokens"), [(("Q4_0", "Q4_0"), 1), (("Q6_K", "Q6_K"), 2), (("Q4_K", "Q6_K"), 3),
+                                                (("Q5_1", "Q5_1"), 12), (("BF16", "BF16"), 1)])  # fmt: skip
+def test_gate_up_is_silu_of_gate_times_up(kernels: cuda.CudaKernels, qtypes: tuple[str, str], tokens: int) -> None:
+    rows, cols = 48, 512
+    gate, gate_values = random_weight(qtypes[0], rows, cols, seed=14)
+    up, up_values = random_weight(qtypes[1], rows, cols, seed=15)
+    x = random_tensor(tokens, cols, seed=16) * 0.5
+    both = poisoned(tokens, 2 * rows)
+    kernels.gate_up(x, gate, up, both[:, :rows], both, NO_TILE)
+    g = numpy64(x) @ gate_values.T
+    assert error(both[:, :rows], g / (1 + np.exp(-g)) * (numpy64(x) @ up_values.T)) < 0.03
+
+
+@needs_kernels
+@pytest.mark.parametrize(("qtypes", "tokens", "biased"), [
+    (("Q4_0", "Q4_0", "Q4_0"), 1, False), (("Q4_0", "Q4_0", "Q4_0"), 3, True),
+    (("Q4_K", "Q4_K", "Q6_K"), 2, True), (("Q5_0", "Q5_0"), 1, True),
+    (("BF16", "BF16", "BF16"), 1, False), (("Q8_0", "Q8_0", "Q8_0"), 6, True),
+    (("Q3_K", "Q3_K", "Q3_K"), 1, True), (("Q4_0", "Q4_0", "Q4_0"), 9, True)])  # fmt: skip
+def test_a_group_is_its_members_side_by_side(
+    kernels: cuda.CudaKernels, qtypes: tuple[str, ...], tokens: int, biased: bool
+) -> None:
+    cols, heights = 1024, (48, 16, 32)
+    made = [random_weight(q, rows, cols, seed=40 + i) for i, (q, rows) in enumerate(zip(qtypes, heights, strict=False))]
+    biases = tuple(random_tensor(w.rows, seed=50 + w.rows, dtype=torch.float32) if biased else None for w, _ in made)
+    x, width = random_tensor(tokens, cols, seed=41), sum(w.rows for w, _ in made)
+    wide = poisoned(tokens, width + 16)
+    kernels.linear_group(x, tuple(w for w, _ in made), wide[:, :width], NO_TILE, biases)
+    expected = [numpy64(x) @ v.T + (numpy64(b) if b is not None else 0) for (_, v), b in zip(made, biases, strict=True)]
+    assert error(wide[:, :width], np.concatenate(expected, axis=1)) < 0.012
+    assert torch.isnan(wide[:, width:]).all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("tokens", [1, 3, 9])
+def test_what_is_handed_over_quantised_gives_the_same_bits(kernels: cuda.CudaKernels, tokens: int) -> None:
+    weight, _ = random_weight("Q4_0", 32, 256, seed=60)
+    gate, _ = random_weight("Q5_0", 64, 256, seed=61)
+    narrow, _ = random_weight("Q4_0", 32, 64, seed=69)
+    hidden = random_tensor(tokens, 256, seed=62, dtype=torch.float32)
+    norm = random_tensor(256, seed=63, dtype=torch.float32)
+    rows = rows_of([(0, tokens, 20)])
+    kv = LayerKV(*(random_tensor(POOL, KV_BLOCK, 1, 64, seed=seed) for seed in (64, 65)))
+    partial = poisoned(tokens, 4, ATTENTION_SPLITS, 66, dtype=torch.float32)
+    normed, mixed, both = poisoned(tokens, 256), poisoned(tokens, 256), poisoned(tokens, 512)
+    qkv = random_tensor(tokens, 6 * 64, seed=66)
+
+    def after(x: torch.Tensor) -> torch.Tensor:
+        """The product with x as handed over, after checking that it equals the product with a copy of x."""
+        assert kernels._ready is not None and kernels._ready[0].data_ptr() == x.data_ptr()
+        first, second = poisoned(tokens, 32, dtype=torch.float32), poisoned(tokens, 32, dtype=torch.float32)
+        matrix = weight if x.shape[1] == weight.cols else narrow
+        kernels.linear(x, matrix, first, NO_TILE)
+        kernels.linear(x.clone(), matrix, second, NO_TILE)
+        assert not torch.isnan(first).any() and torch.equal(first, second)
+        return first
+
+    kernels.rms_norm(hidden, norm, 1e-5, normed)
+    after(normed)
+    kernels.attention(qkv, (4, 1, 64), kv, rows, 0.125, mixed, partial)
+    after(mixed)
+    kernels.rms_norm(hidden, norm, 1e-5, normed)
+    kernels.gate_up(normed, gate, gate, both[:, :64], both, NO_TILE)
+    before = after(both[:, :64])
+    kernels.gate_up(normed.clone(), gate, gate, both[:, :64], both, NO_TILE)
+    assert torch.equal(after(both[:, :64]), before)
+
+
+@needs_kernels
+def test_another_call_forgets_what_was_handed_over(kernels: cuda.CudaKernels) -> None:
+    weight, values = random_weight("Q4_0", 32, 256, seed=67)
+    hidden, norm = random_tensor(1, 256, seed=68, dtype=torch.float32), torch.ones(256, device=DEVICE)
+    normed, out = poisoned(1, 256), poisoned(1, 32, dtype=torch.float32)
+    kernels.rms_norm(hidden, norm, 1e-5, normed)
+    kernels.linear(random_tensor(9, 256, seed=69), weight, poisoned(9, 32), NO_TILE)
+    normed.copy_(hidden)
+    kernels.linear(normed, weight, out, NO_TILE)
+    assert error(out, numpy64(normed) @ values.T) < 0.012
+
+
+@needs_kernels
+@pytest.mark.parametrize("shape", [(1, 64), (5, 1000)])
+def test_rms_norm(kernels: cuda.CudaKernels, shape: tuple[int, int]) -> None:
+    hidden = random_tensor(*shape, seed=17, dtype=torch.float32)
+    weight = random_tensor(shape[1], seed=18, dtype=torch.float32)
+    out = poisoned(*shape)
+    kernels.rms_norm(hidden, weight, 1e-5, out)
+    h = numpy64(hidden)
+    assert error(out, h / np.sqrt((h**2).mean(1, keepdims=True) + 1e-5) * numpy64(weight)) < 0.005
+
+
+POOL = 14  # blocks of the caches below
+
+
+def rows_of(segments: list[tuple[int, int, int]], block: int = KV_BLOCK) -> RowIndex:
+    """(sequence, tokens, past) one after the other -> RowIndex, in blocks of POOL that lie in no order."""
+    free = np.random.default_rng(len(segments)).permutation(POOL).tolist()
+    parts, start = [], 0
+    for sequence, tokens, past in segments:
+        blocks = tuple(free.pop() for _ in range(0, past + tokens, block))
+        parts.append(Segment(sequence, start, tokens, past, blocks))
+        start += tokens
+    return make_rows(parts, DEVICE)
+
+
+def cells_of(rows: RowIndex, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index of each row's own cell in a cache."""
+    return rows.blocks[rows.begin + rows.position // block].long(), rows.position.long() % block
+
+
+@needs_kernels
+@pytest.mark.parametrize("pairing", ["halves", "adjacent"])
+@pytest.mark.parametrize(("d", "dims", "normed"), [(64, 64, True), (48, 48, False), (64, 32, True)])
+def test_rope_store_normalises_rotates_and_stores(
+    kernels: cuda.CudaKernels, pairing: str, d: int, dims: int, normed: bool
+) -> None:
+    heads, groups, context, block = 6, 2, 12, 4
+    rows = rows_of([(1, 3, 4), (0, 1, 9)], block)
+    qkv = random_tensor(4, (heads + 2 * groups) * d, seed=19)
+    angle = np.random.default_rng(20).uniform(-3, 3, (context, dims // 2)).astype(np.float32)
+    rope = RopeTable(torch.from_numpy(np.cos(angle)).to(DEVICE), torch.from_numpy(np.sin(angle)).to(DEVICE), pairing)
+    norms = [random_tensor(d, seed=s, dtype=torch.float32) if normed else None for s in (21, 22)]
+    kv = LayerKV(poisoned(POOL, block, groups, d), poisoned(POOL, block, groups, d))
+    x = numpy64(qkv).reshape(4, -1, d)
+    kernels.rope_store(qkv, (heads, groups, d), norms[0], norms[1], 1e-6, rope, rows, kv)
+
+    def turned(part: np.ndarray, norm: torch.Tensor | None) -> np.ndarray:
+        if norm is not None:
+            part = part / np.sqrt((part**2).mean(-1, keepdims=True) + 1e-6) * numpy64(norm)
+        result = part.copy()
+        at = rows.position.cpu().numpy()
+        c, s = np.cos(angle.astype(np.float64))[at][:, None], np.sin(angle.astype(np.float64))[at][:, None]
+        pairs = (slice(0, dims, 2), slice(1, dims, 2)) if pairing == "adjacent" else \
+            (slice(0, dims // 2), slice(dims // 2, dims))  # fmt: skip
+        a, b = part[..., pairs[0]], part[..., pairs[1]]
+        result[..., pairs[0]], result[..., pairs[1]] = a * c - b * s, b * c + a * s
+        return result
+
+    after = qkv.view(4, -1, d)
+    assert error(after[:, :heads], turned(x[:, :heads], norms[0])) < 0.006
+    cell = cells_of(rows, block)
+    assert error(kv.k[cell], turned(x[:, heads : heads + groups], norms[1])) < 0.006
+    assert error(kv.v[cell], x[:, heads + groups :]) == 0.0
+    untouched = torch.ones(POOL, block, dtype=torch.bool, device=DEVICE)
+    untouched[cell] = False
+    assert torch.isnan(kv.k[untouched]).all() and torch.isnan(kv.v[untouched]).all()
+
+
+MIXES = [("q8_0", "q8_0"), ("q8_0", "bf16"), ("f16", "q8_0")]
+
+
+@needs_kernels
+@pytest.mark.parametrize("kv_types", MIXES)
+@pytest.mark.parametrize(("groups", "d", "dims", "pairing"), [(2, 64, 64, "halves"), (3, 96, 64, "adjacent")])
+def test_rope_store_quantises(
+    kernels: cuda.CudaKernels, kv_types: tuple[str, str], groups: int, d: int, dims: int, pairing: str
+) -> None:
+    heads, context, rows = 4, 12, rows_of([(1, 3, 4), (0, 1, 9)])
+    pool = POOL * KV_BLOCK
+    qkv = random_tensor(4, (heads + 2 * groups) * d, seed=31)
+    qkv[2, heads * d : heads * d + 32] = 0
+    angle = torch.from_numpy(np.random.default_rng(32).uniform(-3, 3, (context, dims // 2)).astype(np.float32))
+    rope = RopeTable(angle.cos().to(DEVICE), angle.sin().to(DEVICE), pairing)
+    norm = random_tensor(d, seed=33, dtype=torch.float32)
+    memory = torch.full((2, kv_cells_bytes(pool, groups * d, *kv_types)), 77, dtype=torch.uint8, device=DEVICE)
+    shape = KVShape(pool, 1, *kv_types)
+    got, expected = (view_layer(part, groups, d, shape) for part in memory)
+    plain = qkv.float()
+    PlainKernels().rope_store(plain, (heads, groups, d), None, norm, 1e-6, rope, rows, expected)
+    kernels.rope_store(qkv, (heads, groups, d), None, norm, 1e-6, rope, rows, got)
+    assert error(qkv[:, : heads * d], numpy64(plain[:, : heads * d])) < 0.006
+    for mine, other in ((got.k, expected.k), (got.v, expected.v)):
+        untouched = torch.ones(POOL, KV_BLOCK, dtype=torch.bool, device=DEVICE)
+        untouched[cells_of(rows, KV_BLOCK)] = False
+        assert (mine[untouched].contiguous().view(torch.uint8) == 77).all()
+        a, b = decode_cells(mine[~untouched], d), decode_cells(other[~untouched], d)
+        assert error(a, numpy64(b)) < 0.01  # keys are rounded to bfloat16 before they are quantised
+    if kv_types[1] == "q8_0":  # values are rounded once: the same codes, but for ties and scales on the edge
+        assert (got.v.int() - expected.v.int()).abs().max() <= 1
+
+
+def attention_reference(qkv: torch.Tensor, heads: tuple[int, int, int], kv: LayerKV, rows: RowIndex) -> np.ndarray:
+    n, groups, d = heads
+    q = numpy64(qkv).reshape(qkv.shape[0], -1, d)[:, :n]
+    out = np.empty((qkv.shape[0], n, d))
+    for s in rows.segments:
+        k, v = (numpy64(decode_cells(gather_cells(c, s.blocks, s.past + s.tokens), d)) for c in (kv.k, kv.v))
+        for m, cells in zip(range(s.start, s.start + s.tokens), range(s.past + 1, s.past + s.tokens + 1), strict=True):
+            for h in range(n):
+                scores = k[:cells, h // (n // groups)] @ q[m, h] / np.sqrt(d)
+                p = np.exp(scores - scores.max())
+                out[m, h] = p / p.sum() @ v[:cells, h // (n // groups)]
+    return out.reshape(qkv.shape[0], n * d)
+
+
+@needs_kernels
+@pytest.mark.parametrize("heads", [(4, 2, 64), (8, 1, 80), (2, 2, 32)])
+@pytest.mark.parametrize("segments", [[(0, 1, 0)], [(1, 1, 299), (0, 1, 4)], [(0, 70, 0)], [(1, 40, 23), (0, 35, 200)]])
+def test_attention(
+    kernels: cuda.CudaKernels, heads: tuple[int, int, int], segments: list[tuple[int, int, int]]
+) -> None:
+    n, groups, d = heads
+    rows = rows_of(segments)
+    qkv = random_tensor(rows.tokens, (n + 2 * groups) * d, seed=23)
+    kv = LayerKV(*(random_tensor(POOL, KV_BLOCK, groups, d, seed=seed) for seed in (24, 25)))
+    out = poisoned(rows.tokens, n * d)
+    partial = poisoned(rows.tokens, n, ATTENTION_SPLITS, d + 2, dtype=torch.float32) if rows.tokens <= 64 else None
+    kernels.attention(qkv, heads, kv, rows, d**-0.5, out, partial)
+    assert error(out, attention_reference(qkv, heads, kv, rows)) < 0.01
+
+
+@needs_kernels
+@pytest.mark.parametrize("kv_types", MIXES)
+@pytest.mark.parametrize("heads", [(4, 2, 64), (3, 1, 96)])
+@pytest.mark.parametrize("segments", [[(1, 1, 299), (0, 1, 4)], [(1, 40, 23), (0, 35, 200)]])
+def test_attention_over_quantised_cells(
+    kernels: cuda.CudaKernels,
+    heads: tuple[int, int, int],
+    segments: list[tuple[int, int, int]],
+    kv_types: tuple[str, str],
+) -> None:
+    n, groups, d = heads
+    rows = rows_of(segments)
+    qkv = random_tensor(rows.tokens, (n + 2 * groups) * d, seed=34)
+    numbers = (random_tensor(POOL, KV_BLOCK, groups, d, seed=35 + i) for i in range(2))
+    kv = LayerKV(*(encode_cells(x, KV_DTYPES[kind]) for x, kind in zip(numbers, kv_types, strict=True)))
+    out = poisoned(rows.tokens, n * d)
+    partial = poisoned(rows.tokens, n, ATTENTION_SPLITS, d + 2, dtype=torch.float32) if rows.tokens <= 64 else None
+    kernels.attention(qkv, heads, kv, rows, d**-0.5, out, partial)
+    # with bfloat16 on either side the decoded numbers are rounded to that
+    assert error(out, attention_reference(qkv, heads, kv, rows)) < (0.012 if "bf16" in kv_types else 0.007)
+
+
+@needs_kernels
+def test_a_launch_sized_for_a_long_context_serves_a_short_one(kernels: cuda.CudaKernels) -> None:
+    heads, rows = (4, 2, 64), rows_of([(0, 1, 5), (1, 1, 130)])
+    sized = replace(rows, cells=4096)
+    qkv = random_tensor(2, 8 * 64, seed=26)
+    kv = LayerKV(*(random_tensor(POOL, KV_BLOCK, 2, 64, seed=seed) for seed in (27, 28)))
+    out, partial = poisoned(2, 256), poisoned(2, 4, ATTENTION_SPLITS, 66, dtype=torch.float32)
+    kernels.attention(qkv, heads, kv, sized, 0.125, out, partial)
+    assert error(out, attention_reference(qkv, heads, kv, rows)) < 0.01
+
+
+@needs_kernels
+@pytest.mark.parametrize(("qtype", "scales", "at"), [("Q2_K", slice(0, 16), 80), ("Q3_K", slice(96, 108), 108)])
+@pytest.mark.parametrize("tokens", [5, 16, 33])
+def test_scales_multiplied_into_codes(
+    kernels: cuda.CudaKernels, qtype: str, scales: slice, at: int, tokens: int
+) -> None:
+    """Least, greatest and any codes with least, greatest and any scales, times activations that int8 holds exactly."""
+    rows, blocks, rng = 36, 3, np.random.default_rng(tokens)
+    raw = rng.integers(0, 256, (rows, blocks, QUANT_TYPES[qtype].nbytes), dtype=np.uint8)
+    kept = raw[:, :, scales].copy()
+    raw[0::3], raw[1::3] = 0, 255
+    raw[:, :, scales] = kept
+    raw[0:12, :, scales], raw[12:24, :, scales] = 0, 255
+    if qtype == "Q2_K":  # no minima: these meet the activations' sums at 11 bits
+        raw[:, :, scales] &= 15
+        raw[:, :, 82:84] = 0
+    d = 2.0 ** rng.integers(-8, 8, (rows, blocks))
+    raw[:, :, at : at + 2] = d.astype(np.float16)[..., None].view(np.uint8)
+    data = pack_reference(raw.reshape(rows, -1), qtype, rows, 256 * blocks)
+    values = unpack_reference(data, qtype, rows, 256 * blocks).astype(np.float64)
+    codes, unit = rng.integers(-127, 128, (tokens, 8 * blocks, 32)) * 1.0, 2.0 ** rng.integers(-40, 40, (tokens, 1))
+    codes[:, :, 0], codes[0], codes[1] = 127, 127, -127
+    x = codes.reshape(tokens, -1) * unit
+    out = poisoned(tokens, rows, dtype=torch.float32)
+    weight = Packed(torch.from_numpy(data).to(DEVICE), qtype, rows, 256 * blocks)
+    kernels.linear(torch.from_numpy(x).to(torch.bfloat16).to(DEVICE), weight, out, NO_TILE)
+    # integer sums are exact, but start at 1.5 * 2^23: four of them are added up in units of up to 4
+    assert (np.abs(numpy64(out) - x @ values.T) < 16 * unit * d.sum(axis=1)).all()
+
+
+@needs_kernels
+def test_runs_repeat_bit_for_bit(kernels: cuda.CudaKernels) -> None:
+    weight, _ = random_weight("Q4_K", 48, 256, seed=29)
+    for tokens in (1, 20):
+        x = random_tensor(tokens, 256, seed=30)
+        first, second = poisoned(tokens, 48, dtype=torch.float32), poisoned(tokens, 48, dtype=torch.float32)
+        kernels.linear(x, weight, first, NO_TILE)
+        kernels.linear(x, weight, second, NO_TILE)
+        assert torch.equal(first, second)
+
+
+@needs_kernels
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="there are no CUDA graphs on the CPU")
+def test_a_graph_replays_what_is_handed_over(kernels: cuda.CudaKernels) -> None:
+    weight, _ = random_weight("Q4_0", 64, 2048, seed=70)
+    down, _ = random_weight("Q4_0", 2048, 64, seed=71)
+    hidden, norm = random_tensor(1, 2048, seed=72, dtype=torch.float32), torch.ones(2048, device=DEVICE)
+    normed, both = poisoned(1, 2048), poisoned(1, 128)
+
+    def run() -> None:
+        kernels.rms_norm(hidden, norm, 1e-5, normed)
+        kernels.gate_up(normed, weight, weight, both[:, :64], both, NO_TILE)
+        kernels.linear(both[:, :64], down, hidden, NO_TILE, None, accumulate=True)
+
+    run()
+    start = hidden.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for _ in range(3):
+        graph.replay()
+    replayed = hidden.clone()
+    hidden.copy_(start)
+    for _ in range(3):
+        run()
+    assert not torch.isnan(hidden).any() and torch.equal(hidden, replayed)

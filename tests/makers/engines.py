@@ -1,0 +1,47 @@
+"""Engines for tests: a model file, hand-made plans, the CPU as accelerator."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from plan_samples import make_tier, make_variant
+
+from pshard.buffers import TORCH_RESERVE_MIB
+from pshard.models import open_model
+from pshard.plan import TierPlan
+from pshard.runtime.build_engine import build_engine
+from pshard.runtime.devices.device import open_device
+from pshard.runtime.engine import Engine
+
+
+def pinned_everywhere(spec, tokens=(1, 64), context=128, sequences=1) -> tuple[TierPlan, ...]:
+    """Tiers with everything in the arena: the reference of every other placement."""
+    places = {u.name: ("pinned", "vram" if u.kind == "attention" else None) for u in spec.units}
+    return tuple(make_tier(spec, n, places, 0, context, sequences) for n in tokens)
+
+
+def converse(engine: Engine) -> torch.Tensor:
+    """A prompt of many micro-batches, of which the last logits are wanted, a short one and single tokens: logits."""
+    rng = random.Random(1)
+    first, *rest = [[rng.randrange(320) for _ in range(n)] for n in (201, 19, 1, 1, 4, 1)]
+    return torch.cat([engine.forward(first)[None], *(engine.forward(ids, all_logits=True) for ids in rest)])
+
+
+def open_engine(
+    path: Path,
+    tiers=None,
+    kernels="plain",
+    context=128,
+    sequences=1,
+    tokens=(1, 64),
+    device="cpu",
+    kv_types=("f32", "f32"),
+) -> Engine:
+    """An engine under given tiers (default: everything pinned), on the CPU as accelerator unless told otherwise."""
+    file = open_model(path)
+    tiers = tiers or pinned_everywhere(file.spec, tokens, context, sequences)
+    reserve = TORCH_RESERVE_MIB if device == "cuda" else 0
+    variant = make_variant(file.spec, tiers, context, sequences, reserve_mib=reserve)
+    variant = replace(variant, type_k=kv_types[0], type_v=kv_types[1])
+    return build_engine(file, variant, open_device(device), kernels=kernels)

@@ -1,0 +1,218 @@
+"""What the ranks of test_peer_exchange.py run: FOLDER RANK RANKS SCENARIO, on one mapped file per rank."""
+
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pshard.runtime.ranks.group import Group
+
+
+def summand(rank: int, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """A part whose sum depends on the order in which it is made."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(100 * seed + rank)) * 10.0 ** (rank % 3)
+
+
+def open_exchange(folder: Path, rank: int, ranks: int) -> Any:
+    """An exchange between processes of one host, each memory a mapped file: for Triton's interpreter."""
+    from pshard.runtime.kernels.gpu.exchange.triton_exchange import exchange_nbytes
+    from pshard.runtime.ranks.peer_memory import PeerExchange
+
+    memories = []
+    for r in range(ranks):
+        path = folder / f"memory-{r}"
+        end = time.monotonic() + 60
+        if r == rank:
+            with open(path.with_suffix(".new"), "wb") as file:
+                file.truncate(exchange_nbytes(ranks))
+            path.with_suffix(".new").rename(path)
+        while not path.exists():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        memories.append(torch.from_file(str(path), shared=True, size=exchange_nbytes(ranks), dtype=torch.uint8))
+    addresses = [m.data_ptr() for m in memories]
+    return PeerExchange(memories[rank], addresses, rank, torch.zeros(1, dtype=torch.int32), memories)
+
+
+SUMS = [
+    ((1, 96), "rows", "f32"),
+    ((3, 160), "rows", "bf16"),
+    ((2, 700), "rows", "f32"),
+    ((1, 7), "one-shot", "f32"),
+    ((3, 5000), "one-shot", "bf16"),
+    ((5, 5000), "two-shot", "f32"),
+    ((3, 5000), "two-shot", "f16"),
+    ((3, 5000), "one-shot", "f32"),
+    ((2, 64), "rows", "f32"),
+]
+
+
+def sums(exchange: Any, out: Path) -> None:
+    results = []
+    for seed, (shape, algorithm, wire) in enumerate(SUMS):
+        part = summand(exchange.rank, shape, seed)
+        onto = torch.arange(part.numel(), dtype=torch.float32).view(shape)
+        exchange.sum(part, onto, algorithm, wire, accumulate=True)
+        exchange.sum(part, part, algorithm, wire, accumulate=False)
+        results += [onto, part]
+    torch.save(results, out / f"sums-{exchange.rank}.pt")
+
+
+def norms(exchange: Any, out: Path) -> None:
+    part, hidden, weight = summand(exchange.rank, (3, 96), 0), summand(9, (3, 96), 1), summand(9, (96,), 2)
+    normed = torch.zeros(3, 128)
+    exchange.sum_rows(part, hidden, "f32", True, (weight, 1e-5, normed[:, :96]))
+    torch.save([hidden, normed], out / f"norms-{exchange.rank}.pt")
+
+
+def pushes(exchange: Any, out: Path) -> None:
+    """Sums of parts that leave from a product, on all ranks, some or none, as rows of one and of three."""
+    from test_triton_kernels import random_weight
+
+    from pshard.runtime.kernels.gpu.cuda import CudaKernels
+
+    kernels, results = CudaKernels("cpu", 4), []
+    matrix, _ = random_weight("Q4_0", 64, 512, exchange.rank)
+    for seed, tokens in enumerate((1, 3, 1, 1)):
+        x = summand(exchange.rank, (tokens, 512), seed).to(torch.bfloat16)
+        found = []
+        for leaves in (True, False, exchange.rank == 0, exchange.rank != 0):
+            part, hidden = torch.zeros(tokens, 64), summand(9, (tokens, 64), seed)
+            normed = torch.zeros(tokens, 64, dtype=torch.bfloat16)
+            if leaves:
+                kernels.linear_part(exchange, "f32", x, matrix, part, torch.empty(0))
+            else:
+                kernels.linear(x, matrix, part, torch.empty(0))
+            kernels.sum_rms_norm(exchange, part, "f32", hidden, torch.ones(64), 1e-5, normed)
+            found.append((part, hidden, normed))
+        results.append(found)
+    torch.save(results, out / f"pushes-{exchange.rank}.pt")
+
+
+def slices(exchange: Any, out: Path) -> None:
+    """Norms of rows of three slices, whose programs meet: a process for each, as the interpreter has one at a time."""
+    from triton.runtime.interpreter import TensorHandle, interpreter_builder
+
+    from pshard.runtime.kernels.gpu.exchange import triton_row_sum
+
+    programs, cols = triton_row_sum.MAX_COLS // triton_row_sum.SLICE, 2 * triton_row_sum.SLICE + 160
+    hidden, normed = torch.zeros(2, cols).share_memory_(), torch.zeros(2, cols).share_memory_()
+    for counts in (exchange._epochs, exchange._squares):
+        counts.share_memory_()
+    triton_row_sum.MAX_COLS = triton_row_sum.SLICE  # of a launch: one program for each row
+    row_of = interpreter_builder.create_get_program_id
+    for seed in (0, 3):
+        part, children = summand(exchange.rank, (2, cols), seed), []
+        for piece in range(programs):
+            children.append(os.fork())
+            if children[-1] == 0:
+                here = TensorHandle(np.array([piece], np.int32), triton_row_sum.tl.int32)
+                interpreter_builder.create_get_program_id = lambda axis, here=here: here if axis else row_of(0)
+                exchange.sum_rows(part, hidden, "f32", True, (summand(9, (cols,), 2), 1e-5, normed))
+                os._exit(0)
+        assert all(os.waitpid(child, 0)[1] == 0 for child in children)
+    torch.save([hidden, normed], out / f"slices-{exchange.rank}.pt")
+
+
+def gathers(exchange: Any, out: Path) -> None:
+    widths = (4100, 0, 37)[: exchange.size]
+    start = sum(widths[: exchange.rank])
+    table = torch.full((2, sum(widths)), -1.0)
+    table[:, start : start + widths[exchange.rank]] = exchange.rank + torch.arange(2.0)[:, None] / 4
+    exchange.gather(table, widths)
+    torch.save(table, out / f"gathers-{exchange.rank}.pt")
+
+
+class PeerGroup(Group):
+    """Ranks that have nothing but an exchange."""
+
+    def __init__(self, exchange: Any, widths: tuple[int, ...]) -> None:
+        self.rank, self.size, self._exchange, self._widths = exchange.rank, exchange.size, exchange, widths
+        self._asked = 0
+
+    def add_sum(self, hidden: torch.Tensor, part: torch.Tensor) -> None:
+        self._exchange.sum(part, hidden, self._exchange.algorithms(*part.shape)[0], "f32", True)
+
+    def row_exchange(self, rows: int, columns: int) -> Any:
+        return self._exchange if self._exchange.takes_rows(rows, columns) else None
+
+    def pushes(self, part: torch.Tensor) -> bool:
+        self._asked += 1
+        return self._asked % 3 != self.rank  # ranks need not agree
+
+    def logit_widths(self, columns: int, on_device: bool) -> tuple[int, ...]:
+        return self._widths
+
+    def gather_logits(self, table: torch.Tensor, widths: tuple[int, ...]) -> None:
+        self._exchange.gather(table, widths)
+
+
+def engines(exchange: Any, out: Path) -> None:
+    """A rank of an engine on the GPU's kernels; the second of three ranks holds nothing."""
+    from engines import pinned_everywhere
+    from plan_samples import make_rank_plan, make_variant
+
+    from pshard.cuts.tensor_cuts import cut_model, vocab_sizes
+    from pshard.models import open_model
+    from pshard.runtime import build_engine as session
+    from pshard.runtime.devices.device import open_device
+    from pshard.runtime.kernels.gpu.cuda import CudaKernels
+    from pshard.runtime.kernels.plain import PlainKernels
+
+    shares = (1.0, 1.0) if exchange.size == 2 else (1.0, 0.0, 1.0)
+    spec = open_model(out / "m.gguf").spec
+    specs = [cut_model(spec, shares, r) for r in range(exchange.size)]
+    plans = tuple(make_rank_plan(s, pinned_everywhere(s, (4,), 64), r, shares[r]) for r, s in enumerate(specs))
+    variant = replace(make_variant(spec, plans[0].tiers, 64, 1, plans), split_mode="tensor", tensor_split=shares)
+    session.choose_kernels = lambda *_: (CudaKernels("cpu", 4), PlainKernels(), ())
+    group = PeerGroup(exchange, vocab_sizes(spec, shares))
+    with session.build_engine(open_model(out / "m.gguf"), variant, open_device("cpu"), group=group) as engine:
+        logits = engine.forward([5, 6], all_logits=True)
+    torch.save(logits, out / f"engines-{exchange.rank}.pt")
+
+
+def late(exchange: Any, out: Path) -> None:
+    from pshard.runtime.ranks import peer_memory
+
+    peer_memory.PATIENCE = 20
+    if exchange.rank == 0:
+        for algorithm in ("rows", "one-shot", "two-shot"):
+            exchange.sum(torch.ones(1, 64), torch.zeros(1, 64), algorithm, "f32", True)
+        (out / "late").write_text(str(exchange.late_rank()))
+
+
+def main() -> None:
+    folder, rank, ranks, scenario = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    import triton
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_for_new_numpy(tensor: type, scope: Any) -> None:  # as in test_triton_kernels
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    multiply = interpreter.InterpreterBuilder.create_dot
+
+    def multiply_bfloat16(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        wide = [
+            interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), triton.language.float32)
+            if x.dtype.scalar == triton.language.bfloat16
+            else x
+            for x in (a, b)
+        ]
+        return multiply(self, *wide, *rest)
+
+    interpreter._patch_lang_tensor = patch_for_new_numpy
+    interpreter.InterpreterBuilder.create_dot = multiply_bfloat16
+    np.seterr(over="ignore")
+    globals()[scenario](open_exchange(folder, rank, ranks), folder)
+
+
+if __name__ == "__main__":
+    main()

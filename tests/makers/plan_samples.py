@@ -1,0 +1,103 @@
+"""Plans made by hand for runtime tests: any mix of placements that keeps the prefix rule of pins and KV."""
+
+import random
+from dataclasses import replace
+
+from pshard.buffers import kv_layer_bytes, kv_stage_bytes, scratch_bytes
+from pshard.cuts.ffn_rows import acc_part, ffn_rows, row_stage_bytes
+from pshard.model import ModelSpec
+from pshard.plan import Buffers, Placement, Prediction, RankPlan, Solve, TierPlan, Variant
+from pshard.quant import TENSOR_ALIGN, align
+
+NO_PREDICTION = Prediction(0.0, 0.0, (), "none", 0, 0)
+NO_SOLVE = Solve("by hand", 0.0, 0.0, 0.0, 0.0, "none")
+
+
+Places = dict[str, tuple]  # unit -> (where, kv) or (where, kv, rows on the CPU)
+
+
+def make_tier(spec: ModelSpec, tokens: int, places: Places, slots: int, context: int, sequences: int) -> TierPlan:
+    """A tier of such placements, with honest buffers for float32 activations."""
+    placements = tuple(Placement(u.name, *places[u.name]) for u in spec.units)
+    nbytes = {p.unit: acc_part(spec.unit(p.unit), p.cpu_rows).packed_nbytes for p in placements}
+    streamed = [nbytes[p.unit] for p in placements if p.where == "streamed"]
+    scratch = scratch_bytes(spec, tokens, sequences, 4, context)
+    scratch += row_stage_bytes(tokens, max(p.cpu_rows for p in placements))
+    if any(p.kv == "host" and p.where != "cpu" for p in placements):
+        scratch += kv_stage_bytes(spec.config, context, sequences, "f32", "f32")
+    layer = kv_layer_bytes(spec.config, context, sequences, "f32", "f32")
+    buffers = Buffers(
+        pinned=sum(align(nbytes[p.unit], TENSOR_ALIGN) for p in placements if p.where == "pinned"),
+        scratch=scratch,
+        slots=slots if streamed else 0,
+        slot_bytes=align(max(streamed, default=0), TENSOR_ALIGN),
+        kv=layer * sum(p.kv == "vram" for p in placements),
+    )
+    return TierPlan(tokens, placements, buffers, NO_PREDICTION, NO_SOLVE)
+
+
+def make_variant(
+    spec: ModelSpec,
+    tiers: tuple[TierPlan, ...],
+    context: int,
+    sequences: int,
+    ranks: tuple[RankPlan, ...] = (),
+    reserve_mib: int = 0,
+) -> Variant:
+    """A variant of one rank (or of the given ranks) whose budget is just enough, and `reserve_mib` more."""
+    ranks = ranks or (make_rank_plan(spec, tiers),)
+    ranks = tuple(replace(r, budget_mib=r.budget_mib + reserve_mib) for r in ranks)
+    budgets = tuple(r.budget_mib for r in ranks)
+    return Variant(budgets, context, sequences, "f32", "f32", tiers[-1].tokens, 1, 1, "none", (), True, ranks)
+
+
+def make_rank_plan(spec: ModelSpec, tiers: tuple[TierPlan, ...], rank: int = 0, share: float = 1.0) -> RankPlan:
+    """A rank's plan: orders by how many tiers pin a unit, a budget that holds the largest tier."""
+    pins = {u.name: sum(t.placement(u.name).where == "pinned" for t in tiers) for u in spec.units}
+    kv = {u.name: sum(t.placement(u.name).kv == "vram" for t in tiers) for u in spec.units}
+    need = max(t.buffers.total for t in tiers)
+    return RankPlan(
+        rank,
+        -(-(need + 4096) // (1 << 20)),
+        share,
+        tuple(sorted((n for n in pins if pins[n]), key=lambda n: -pins[n])),
+        tuple(sorted((n for n in kv if kv[n]), key=lambda n: -kv[n])),
+        tiers,
+    )
+
+
+def random_places(spec: ModelSpec, rng: random.Random) -> Places:
+    """A random legal placement of every unit, none of them split."""
+    places: Places = {}
+    for unit in spec.units:
+        if unit.kind == "embedding":
+            places[unit.name] = (rng.choice(("cpu", "pinned")), None)
+        elif unit.kind == "attention":
+            where = rng.choice(("pinned", "streamed", "cpu"))
+            places[unit.name] = (where, "host" if where == "cpu" else rng.choice(("vram", "host")))
+        else:
+            places[unit.name] = (rng.choice(("pinned", "streamed", "cpu")), None)
+    return places
+
+
+def split_places(spec: ModelSpec, places: Places, rng: random.Random) -> Places:
+    """The placements with every FFN that is not pinned split, streamed or pinned, at random rows; pinned ones stay."""
+    split = dict(places)
+    for unit in spec.units:
+        if unit.kind == "ffn" and places[unit.name][0] != "pinned":
+            rows = 16 * rng.randrange(1, ffn_rows(unit) // 16)
+            split[unit.name] = (rng.choice(("streamed", "streamed", "pinned")), None, rows)
+    return split
+
+
+def shrink_places(spec: ModelSpec, places: Places, rng: random.Random) -> Places:
+    """Placements of a larger tier: pins and KV in VRAM are a subset of those of `places`, the rest at random."""
+    smaller = random_places(spec, rng)
+    for name, (where, kv) in smaller.items():
+        old_where, old_kv = places[name]
+        if where == "pinned" and old_where != "pinned":
+            where = "cpu" if name == "embedding" else "streamed"
+        if kv == "vram" and old_kv != "vram":
+            kv = "host"
+        smaller[name] = (where, kv)
+    return smaller

@@ -1,0 +1,127 @@
+"""Models and machines for planner tests, made from a few numbers; random ones through hypothesis."""
+
+from collections.abc import Iterator
+
+from hypothesis import strategies as st
+
+from pshard.buffers import TORCH_RESERVE_MIB
+from pshard.errors import UserError
+from pshard.machine import MachineProfile
+from pshard.model import ModelConfig, ModelSpec, Rope, TensorSpec, Unit
+from pshard.plan import TierPlan, Variant
+from pshard.planner.make_plan import plan_baseline
+from pshard.planner.price.costs import TierCosts
+from pshard.planner.price.datasheet import Rates
+from pshard.planner.price.draft import Room, tier_steps
+from pshard.planner.price.simulate import ROUNDS, Simulation, simulate
+from pshard.planner.search.strategies import STRATEGIES
+from pshard.workload import Workload
+
+
+def make_model(
+    layers: int = 4,
+    d_model: int = 1024,
+    heads: int = 8,
+    kv_heads: int = 2,
+    d_ffn: int = 4096,
+    vocab: int = 8192,
+    qtype: str = "Q4_0",
+    odd_qtype: str | None = None,
+    head_dim: int = 128,
+) -> ModelSpec:
+    """A dense decoder; with `odd_qtype` the FFNs of odd layers have another quant type and form their own class."""
+    config = ModelConfig(
+        "qwen3", layers, d_model, heads, kv_heads, head_dim, d_ffn, vocab, 1e-6, 32768, Rope(head_dim, 1e6, "halves")
+    )
+    units = [Unit("embedding", "embedding", -1, (TensorSpec("token_embd.weight", qtype, (vocab, d_model)),))]
+    for i in range(layers):
+        units.append(_attention(i, config, qtype))
+        units.append(_ffn(i, config, odd_qtype if odd_qtype and i % 2 else qtype))
+    head = (TensorSpec("output_norm.weight", "F32", (d_model,)), TensorSpec("output.weight", "Q6_K", (vocab, d_model)))
+    units.append(Unit("output", "output", -1, head))
+    return ModelSpec("made", "", config, tuple(units))
+
+
+def _attention(layer: int, config: ModelConfig, qtype: str) -> Unit:
+    d, q, kv = config.d_model, config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    shapes = {"attn_q": (q, d), "attn_k": (kv, d), "attn_v": (kv, d), "attn_output": (d, q)}
+    tensors = [TensorSpec(f"blk.{layer}.attn_norm.weight", "F32", (d,))]
+    tensors += [TensorSpec(f"blk.{layer}.{name}.weight", qtype, shape) for name, shape in shapes.items()]
+    return Unit(f"attention.{layer}", "attention", layer, tuple(tensors))
+
+
+def _ffn(layer: int, config: ModelConfig, qtype: str) -> Unit:
+    d, f = config.d_model, config.d_ffn
+    shapes = {"ffn_gate": (f, d), "ffn_up": (f, d), "ffn_down": (d, f)}
+    tensors = [TensorSpec(f"blk.{layer}.ffn_norm.weight", "F32", (d,))]
+    tensors += [TensorSpec(f"blk.{layer}.{name}.weight", qtype, shape) for name, shape in shapes.items()]
+    return Unit(f"ffn.{layer}", "ffn", layer, tuple(tensors))
+
+
+OWN = TORCH_RESERVE_MIB  # of a CUDA budget beside the arena: budgets below are OWN + the arena's MiB
+DESKTOP = Rates(link=25e9, acc_memory=400e9, acc_flops=40e12, host_memory=45e9, host_flops=0.5e12)
+
+
+def published_variants(spec: ModelSpec, profile: MachineProfile, workload: Workload) -> Iterator[tuple[str, Variant]]:
+    """Name and variant of every published strategy that fits."""
+    for name in STRATEGIES:
+        try:
+            variant = plan_baseline(name, spec, profile, workload)
+        except UserError:
+            continue
+        yield name, variant
+
+
+def simulate_tier(room: Room, tier: TierPlan, costs: TierCosts, rounds: int = ROUNDS) -> Simulation:
+    """Simulate the expected micro-batch of this tier in its steady state."""
+    return simulate(tier_steps(room, tier, costs), costs, rounds)
+
+
+@st.composite
+def machines(draw) -> Rates:
+    """Accelerators from a laptop's to a server's, links from PCIe 3 x4 to PCIe 5 x16, and the CPU as accelerator."""
+
+    def between(low: float, high: float) -> float:
+        return low * (high / low) ** draw(st.floats(0, 1))
+
+    return Rates(
+        link=between(3e9, 60e9),
+        acc_memory=between(50e9, 3e12),
+        acc_flops=between(1e12, 7e14),
+        host_memory=between(15e9, 200e9),
+        host_flops=between(1e11, 4e12),
+        kind=draw(st.sampled_from(("cuda", "cuda", "cpu"))),
+        handoff_seconds=between(5e-6, 2e-4),
+    )
+
+
+@st.composite
+def models(draw, most_layers: int = 12) -> ModelSpec:
+    """Dense decoders of one to `most_layers` layers."""
+    heads = draw(st.sampled_from((2, 4, 8)))
+    return make_model(
+        layers=draw(st.integers(1, most_layers)),
+        d_model=128 * heads,
+        heads=heads,
+        kv_heads=draw(st.sampled_from([n for n in (1, 2, 4, 8) if heads % n == 0])),
+        d_ffn=256 * draw(st.integers(1, 16)),
+        vocab=draw(st.sampled_from((512, 4096, 32768))),
+        qtype=draw(st.sampled_from(("Q4_0", "Q8_0", "BF16"))),
+        odd_qtype=draw(st.sampled_from((None, "Q6_K"))),
+    )
+
+
+@st.composite
+def workloads(draw, spec: ModelSpec, least_mib: int) -> Workload:
+    """A workload whose budget lies between the smallest that works and a little more than the model."""
+    context = draw(st.sampled_from((128, 512, 2048)))
+    sequences = draw(st.sampled_from((1, 1, 3)))
+    most = (spec.packed_nbytes >> 20) + 200
+    return Workload(
+        (least_mib + draw(st.integers(0, most)),),
+        context=context,
+        sequences=sequences,
+        max_ubatch=draw(st.sampled_from((16, 128, 512))),
+        prompt=context // 2,
+        generated=context // 4,
+    )

@@ -1,0 +1,237 @@
+"""What the ranks of the group tests run: `main` is started once per rank by start_ranks.py or torchrun."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from pshard.errors import UserError
+from pshard.runtime.kernels.cpu import native
+from pshard.runtime.ranks import group as parallel
+from pshard.runtime.ranks.group import Group, init_group
+
+
+def partial(rank: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """A summand whose sum depends on the order in which it is made."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(rank)) * 10.0 ** (rank % 3)
+
+
+def sums(group: Group, out: Path) -> None:
+    results = []
+    for shape in ((1, 7), (3, 64), (5, 4096), (300, 1111)):
+        tensor = partial(group.rank, shape)
+        group.all_reduce(tensor)
+        results.append(tensor)
+    torch.save(results, out / f"sums-{group.rank}.pt")
+
+
+def gathers(group: Group, out: Path) -> None:
+    sizes = [3, 0, 5, 2][: group.size]
+    local = torch.full((2, sizes[group.rank]), float(group.rank))
+    gathered = group.gather_columns(local)
+    said = group.broadcast({"tokens": [1, 2, 3], "by": group.rank})
+    group.barrier()
+    (out / f"gathers-{group.rank}.json").write_text(json.dumps([gathered.tolist(), said]))
+
+
+def hands(group: Group, out: Path) -> None:
+    """Messages of all sizes from rank to rank; those who send are ahead of those who take."""
+    sizes, passed = [1, 5000, 262144, 262145, 700000, 3, 64] * 3, 0
+    for i, n in enumerate(sizes):
+        message, mine = torch.arange(n, dtype=torch.float32) + i, torch.zeros(n)
+        if group.rank:
+            time.sleep(0.002 * (i % 3))
+            group.receive(mine, group.rank - 1)
+            passed += int(torch.equal(mine, message))
+        if group.rank + 1 < group.size:
+            handed = message.clone()
+            group.send(handed, group.rank + 1)
+            group.finish_send()
+            handed.fill_(-1)  # what was sent may be written to
+    group.barrier()  # as the gather of logits: nobody leaves before all has come
+    (out / f"hands-{group.rank}").write_text(str(passed))
+
+
+def cores(group: Group, out: Path) -> None:
+    allowed = sorted(os.sched_getaffinity(0))
+    (out / f"cores-{group.rank}.json").write_text(json.dumps([allowed, torch.get_num_threads()]))
+
+
+def network(group: Group, out: Path) -> None:
+    (out / f"network-{group.rank}").write_text(f"{group.backend} {os.environ.get('GLOO_SOCKET_IFNAME')}")
+
+
+def keep_summing(group: Group, out: Path) -> None:
+    """Until something happens; rank 1 tells the test its process id after some sums."""
+    for i in range(10**9):
+        group.all_reduce(torch.ones(64))
+        if i == 10 and group.rank == 1:
+            (out / "pid.tmp").write_text(str(os.getpid()))
+            (out / "pid.tmp").rename(out / "pid")
+
+
+def crash(group: Group, out: Path) -> None:
+    group.all_reduce(torch.ones(64))
+    if group.rank == 1:
+        os._exit(9)
+    group.all_reduce(torch.ones(64))
+
+
+def crash_in_line(group: Group, out: Path) -> None:
+    """Rank 2 waits for hidden states from rank 1, which dies; rank 0 waits for logits."""
+    tensor = torch.ones(64)
+    if group.rank == 1:
+        group.receive(tensor, 0)
+        os._exit(9)
+    elif group.rank == 2:
+        group.receive(tensor, 1)
+    else:
+        group.send(tensor, 1)
+    group.gather_columns(torch.ones(1, 3 * (group.rank == 2)), float("inf"))
+
+
+def stop_first(group: Group, out: Path) -> None:
+    stop(group, out, 0)
+
+
+def stop(group: Group, out: Path, rank: int = 1) -> None:
+    if group.rank == rank:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    group.all_reduce(torch.ones(64))
+
+
+def late(group: Group, out: Path) -> None:
+    parallel.REDUCE_SECONDS = 1.0
+    if group.rank == 1:
+        time.sleep(600)
+    group.all_reduce(torch.ones(64))
+
+
+def gpu_sums(group: Group, out: Path) -> None:
+    """Every way that the group has, in every type, three times: [(shape, dtype, algorithm, sums)]."""
+    found = []
+    for shape in ((1, 7), (3, 5120), (32, 8192), (100, 5120), (700, 5120)):
+        for dtype in ("f32", "bf16", "f16"):
+            group.reduce_dtype = dtype
+            for algorithm in group.algorithms(*shape):
+                sums = [partial(group.rank, shape).cuda() for _ in range(3)]
+                for tensor in sums:
+                    group.all_reduce(tensor, algorithm)
+                found.append((shape, dtype, algorithm, torch.stack(sums).cpu()))
+    group.check()
+    torch.save(found, out / f"gpu_sums-{group.rank}.pt")
+
+
+def gpu_norms(group: Group, out: Path) -> None:
+    """Sums that take the norm along, each twice: [(hidden, normed)]; what is handed over quantised is."""
+    from pshard.runtime.kernels.gpu.cuda import CudaKernels
+
+    kernels, found = CudaKernels("cuda", 64), []
+    for shape in ((1, 5120), (32, 8192), (4, 768), (1, 5120)):
+        exchange = group.row_exchange(*shape)
+        assert exchange is not None
+        weight = partial(8, shape[1:]).cuda()
+        for _ in range(2):
+            hidden, normed = partial(9, shape).cuda(), torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+            kernels.sum_rms_norm(exchange, partial(group.rank, shape).cuda(), "f32", hidden, weight, 1e-5, normed)
+            handed, anew = kernels._quantised(normed), kernels._quantised(normed.clone())
+            assert all(torch.equal(getattr(handed, n), getattr(anew, n)) for n in ("words", "scale", "sums"))
+            found.append((hidden.cpu(), normed.cpu()))
+    group.check()
+    torch.save(found, out / f"gpu_norms-{group.rank}.pt")
+
+
+def gpu_pushes(group: Group, out: Path) -> None:
+    """Parts that leave for the peers from the product that makes them, and ones that do not: [(part, hidden)]."""
+    from test_triton_kernels import random_weight
+
+    from pshard.runtime.kernels.gpu.cuda import CudaKernels
+
+    kernels, found = CudaKernels("cuda", 64), []
+    for qtype, tokens in (("Q4_0", 1), ("Q6_K", 1), ("Q4_0", 8), ("Q8_0", 32)):
+        matrix, _ = random_weight(qtype, 5120, 2560, group.rank)
+        exchange, weight = group.row_exchange(tokens, 5120), torch.ones(5120, device="cuda")
+        assert exchange is not None
+        x = partial(group.rank, (tokens, 2560)).to("cuda", torch.bfloat16)
+        for leaves in (False, True, True, False):
+            part, hidden = torch.zeros(tokens, 5120, device="cuda"), torch.zeros(tokens, 5120, device="cuda")
+            if leaves:
+                kernels.linear_part(exchange, "f32", x, matrix, part, matrix.data)
+            else:
+                kernels.linear(x, matrix, part, matrix.data)
+            kernels.sum_rms_norm(
+                exchange, part, "f32", hidden, weight, 1e-5, torch.empty_like(x.new_zeros(hidden.shape))
+            )
+            found.append((part.cpu(), hidden.cpu()))
+    group.check()
+    torch.save(found, out / f"gpu_pushes-{group.rank}.pt")
+
+
+def gpu_crash(group: Group, out: Path) -> None:
+    tensor = torch.ones(1, 4096, device="cuda")
+    group.all_reduce(tensor)
+    torch.cuda.synchronize()
+    if group.rank == 1:
+        os._exit(9)
+    group.all_reduce(tensor)
+    torch.cuda.synchronize()
+
+
+def gpu_late(group: Group, out: Path) -> None:
+    from pshard.runtime.ranks import peer_memory
+
+    tensor = torch.ones(1, 4096, device="cuda")
+    group.all_reduce(tensor)
+    torch.cuda.synchronize()
+    if group.rank == 1:
+        time.sleep(600)
+    peer_memory.PATIENCE = 100_000
+    group.all_reduce(tensor)
+    torch.cuda.synchronize()
+    group.check()
+
+
+def engine(group: Group, out: Path) -> None:
+    """The logits of a conversation with the model and under the plan that lie in the folder."""
+    from engines import converse
+
+    from pshard.jsonio import from_json
+    from pshard.models import open_model
+    from pshard.plan import Variant
+    from pshard.runtime.build_engine import build_engine
+    from pshard.runtime.devices.device import open_device
+
+    variant = from_json(Variant, json.loads((out / "plan.json").read_text()))
+    kind, kernels = ("cuda", "fast") if group.backend in ("nccl", "peers") else ("cpu", "plain")
+    device = open_device(kind, group.local_rank)
+    group.reduce_dtype = variant.reduce_dtype
+    with build_engine(open_model(out / "m.gguf"), variant, device, kernels=kernels, group=group) as opened:
+        torch.save(converse(opened), out / f"engine-{group.rank}.pt")
+
+
+def user_error(group: Group, out: Path) -> None:
+    raise UserError("the budget is too small")
+
+
+def main() -> int:
+    scenario, ranks, out = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    try:
+        scenario, _, backend = scenario.partition("@")
+        if backend == "no-library":
+            native._WHY_MISSING = "it is gone"
+        device = "cuda" if backend in ("peers", "nccl") else "cpu"
+        group = init_group(ranks, device, shared_memory=backend != "gloo", peer_memory=backend != "nccl")
+        globals()[scenario](group, out)
+        group.close()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

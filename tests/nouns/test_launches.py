@@ -1,0 +1,114 @@
+"""Launches on a device that runs them once, then captures what they do, then repeats what was captured."""
+
+import contextlib
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pshard.runtime import executor
+from pshard.runtime.walk import Launch, MicroBatch, group_launches
+from pshard.steps.step import (
+    AllReduce,
+    Compute,
+    CopyIn,
+    Free,
+    Handoff,
+    WriteBack,
+)
+
+
+class RecordingDevice:
+    """Does and records transfers as CudaDevice does kernels in a graph."""
+
+    def __init__(self) -> None:
+        self._graphs: dict[tuple, list[Callable[[], Any]]] = {}
+        self._held: list[Callable[[], Any]] | None = None
+
+    def do(self, work: Callable[[], Any]) -> None:
+        if self._held is None:
+            work()
+        else:
+            self._held.append(work)
+
+    def send(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        self.do(lambda: dst.copy_(src))
+
+    bring = receive = send
+
+    def repeat(self, key: tuple, worth_it: bool, work: Callable[[], Any]) -> None:
+        assert worth_it
+        if key in self._graphs:
+            for done in self._graphs[key]:
+                done()
+            return
+        work()
+        self._held = []
+        work()
+        self._graphs[key], self._held = self._held, None
+
+    def computing(self) -> Any:
+        return contextlib.nullcontext()
+
+    def mark(self) -> object:
+        return object()
+
+    def host_wait(self, event: object) -> None:
+        pass
+
+
+def make_space() -> SimpleNamespace:
+    tensors = {"hidden": torch.zeros(4, 2), "branch": torch.zeros(4, 2), "logits": torch.zeros(64, 8)}
+    return SimpleNamespace(tensors=tensors, rows=lambda name, n: tensors[name][:n])
+
+
+@pytest.mark.parametrize("fused_elsewhere", [True, False])
+def test_a_repeated_sum_takes_the_part_that_the_cpu_made_now(fused_elsewhere: bool) -> None:
+    device, host, acc = RecordingDevice(), make_space(), make_space()
+    both = SimpleNamespace(
+        size=2,
+        add_sum=lambda hidden, part: device.do(lambda: hidden.add_(2 * part)),  # the other rank's part is the same
+        row_exchange=lambda *shape: object() if fused_elsewhere else None,
+    )
+    units = tuple(SimpleNamespace(name=n, kind=k, tensors=(1,)) for n, k in (("f", "ffn"), ("output", "output")))
+    executor = SimpleNamespace(
+        device=device, group=both, link_bytes=0,
+        spec=SimpleNamespace(units=units, stage=None, config=SimpleNamespace(d_model=2)), host_is_locked=True,
+        acc_kernels=SimpleNamespace(repeatable=True, fuses_sums=True), host_side=SimpleNamespace(space=host),
+    )  # fmt: skip
+    state = SimpleNamespace(tier=SimpleNamespace(tokens=1), side=SimpleNamespace(space=acc), arriving={})
+    for hidden, part in ((1.0, 10.0), (2.0, 20.0), (3.0, 30.0)):
+        acc.tensors["hidden"].fill_(hidden)
+        batch: Any = MicroBatch(executor, state, None, 1, (), None, SimpleNamespace(cells=1024), [0], None, None)  # type: ignore[arg-type]
+        batch.side = "acc"
+        batch._step(Handoff("cpu", 8))
+        host.tensors["branch"].fill_(part)  # a CPU unit computes; the next unit is on the CPU, too
+        batch._step(Launch((AllReduce("f", 8),), enters=True, leaves=True))
+        batch._step(Handoff("cpu", 8))
+        assert host.tensors["hidden"][0, 0].item() == hidden + 2 * part
+
+
+def test_runs_begin_at_units_that_wait_and_end_at_what_is_not_the_accelerators() -> None:
+    a, f, o = (Compute(name, "acc", "arena") for name in ("attention.0", "ffn.0", "output"))
+    sum_a, sum_f = AllReduce("attention.0", 8), AllReduce("ffn.0", 8)
+    slot, host = Compute("ffn.0", "acc", "slot", 0), Compute("ffn.0", "cpu", "host")
+    embedding, to_acc, to_cpu = Compute("embedding", "acc", "arena"), Handoff("acc", 8), Handoff("cpu", 8)
+    copy, free, back = CopyIn("ffn.0", 0, 8), Free(0), WriteBack("attention.0", 8)
+    entered = Launch((a, sum_a, f, sum_f, o), enters=True, leaves=False)
+    assert group_launches((embedding, to_acc, a, sum_a, f, sum_f, o, to_cpu)) == (embedding, entered, to_cpu)
+    got = group_launches((a, slot, free, copy, o))
+    assert got == (Launch((a,)), Launch((slot,)), free, copy, Launch((o,)))
+    assert group_launches((f, a, back, f)) == (Launch((f,)), Launch((a,)), back, Launch((f,)))
+    # a CPU unit's part of a sum goes to the accelerator at the beginning of a run; a hand-off alone stays one
+    got = group_launches((a, sum_a, to_cpu, host, to_acc, sum_f, o, to_acc, embedding))
+    first, second = Launch((a, sum_a), leaves=True), Launch((sum_f, o), enters=True)
+    assert got == (first, to_cpu, host, second, to_acc, embedding)
+
+
+def test_prompts_leave_graphs_to_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "MOST_PROMPT_GRAPHS", 2)
+    some = object.__new__(executor.Executor)
+    some._prompt_graphs = set()
+    assert [some.may_repeat_prompt((key,)) for key in (1, 2, 1, 3, 2, 3)] == [True, True, True, False, True, False]

@@ -1,0 +1,76 @@
+"""The list of steps: what a unit computes from is there when it computes, micro-batch after micro-batch."""
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+from plan_samples import make_tier, random_places
+from planner_cases import models
+
+from pshard.cuts.rank_parts import split_model
+from pshard.steps.emit import emit_steps
+from pshard.steps.step import (
+    Compute,
+    CopyIn,
+    Free,
+    Gather,
+    Handoff,
+    Receive,
+    Send,
+    StepShape,
+)
+from pshard.workload import Split
+
+
+@given(
+    models(),
+    st.sampled_from(("none", "layer", "tensor")),
+    st.lists(st.sampled_from((0.0, 1.0, 3.0)), min_size=2, max_size=5).filter(any),
+    st.integers(0, 10**6),
+    st.integers(1, 4),
+)
+def test_every_unit_computes_once_and_finds_its_weights_in_its_slot(spec, mode, shares, seed, slots) -> None:
+    rng = random.Random(seed)
+    for rank in range(len(shares)):
+        part = split_model(spec, Split(mode, shares), rank)
+        tier = make_tier(part, 16, random_places(part, rng), slots, 64, 1)
+        steps = emit_steps(part, tier, StepShape(16, 0, 1, ranks=len(shares)))
+        lying: dict[int, str | None] = {copy.slot: copy.unit for copy in steps.enter}
+        for _ in range(3):
+            done = []
+            for step in steps.body:
+                match step:
+                    case CopyIn():
+                        assert lying[step.slot] is None, "a slot is overwritten before it is free"
+                        lying[step.slot] = step.unit
+                    case Compute():
+                        done.append(step.unit)
+                        assert step.source != "slot" or lying[step.slot] == step.unit
+                    case Free() if any(s for s in steps.body if isinstance(s, CopyIn) and s.slot == step.slot):
+                        lying[step.slot] = None
+            assert done == [u.name for u in part.units if u.tensors or not part.stage]
+
+
+@given(models(), st.lists(st.sampled_from((0.0, 1.0, 3.0)), min_size=2, max_size=5).filter(any), st.integers(0, 99))
+def test_hidden_states_leave_from_the_side_that_the_next_rank_expects(spec, shares, seed) -> None:
+    rng = random.Random(seed)
+    for rank in range(len(shares)):
+        part = split_model(spec, Split("layer", shares), rank)
+        tier = make_tier(part, 16, random_places(part, rng), 2, 64, 1)
+        body = emit_steps(part, tier, StepShape(16, 0, 1, ranks=len(shares))).body
+        sides = {u.name: "cpu" if tier.placement(u.name).where == "cpu" else "acc" for u in part.units}
+        side = "cpu"
+        for step in body:
+            match step:
+                case Receive():
+                    side = "acc"
+                case Handoff():
+                    side = step.to
+                case Compute():
+                    assert part.unit(step.unit).kind == "embedding" or side == sides[step.unit]
+                    side = sides[step.unit]
+                case Send():
+                    assert side == "acc"
+        assert sum(isinstance(s, Gather) for s in body) == 1
+        kinds = [type(s) for s in body if isinstance(s, Receive | Send)]
+        assert kinds == [k for k, peer in ((Receive, part.stage.source), (Send, part.stage.target)) if peer is not None]

@@ -1,0 +1,248 @@
+"""pshard-plan on the bundled model: what it writes, what it prints, and what bad input gets."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pshard.buffers import TORCH_RESERVE_MIB
+from pshard.commands.cli_plan import main
+from pshard.jsonio import from_json
+from pshard.plan import Buffers, Placement, RankPlan, Registry, TierPlan, Variant
+from pshard.planner.llama_cpp_arguments import llama_arguments
+from pshard.planner.price.datasheet import profile_from_datasheet
+from pshard.planner.price.draft import UNPREDICTED, UNSOLVED
+from pshard.planner.price.example_sheets import MACHINES
+from pshard.registries.profile_store import load_profile
+from pshard.registries.store import load_registry
+
+OWN = TORCH_RESERVE_MIB
+MIB = str(OWN + 4)  # 4 MiB of arena: less than the model
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "examples" / "demo.gguf"
+PROFILE = ROOT / "registries" / "examples" / "rtx5080-xeon-w5-3425.json"
+
+pytestmark = pytest.mark.skipif(not MODEL.exists(), reason="the bundled model is not here")
+
+
+@pytest.fixture
+def plan(tmp_path, capsys):
+    """Runs pshard-plan on the bundled model and the example machine; returns (exit code, stdout, stderr, registry)."""
+    registry = tmp_path / "plans.json"
+
+    def run(*flags: str, profile: Path = PROFILE):
+        words = ["-m", str(MODEL), "--profile", str(profile), "--registry", str(registry), "-c", "256", *flags]
+        code = main(words)
+        out, err = capsys.readouterr()
+        return code, out, err, registry
+
+    return run
+
+
+def test_help_is_fast_and_imports_nothing_heavy():
+    code = """
+import sys
+from pshard.buffers import TORCH_RESERVE_MIB
+from pshard.commands.cli_plan import main
+try:
+    main(["--help"])
+except SystemExit:
+    pass
+print([m for m in ("torch", "pulp", "rich", "numpy", "matplotlib") if m in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
+
+
+def test_a_plan_is_printed_and_stored(plan):
+    code, out, err, registry = plan("--vram", MIB)
+    assert code == 0
+    stored = load_registry(registry)
+    (variant,) = stored.variants
+    assert variant.plan_needed and variant.vram_mib == (OWN + 4,)
+    for tier in variant.ranks[0].tiers:
+        assert f"{tier.prediction.seconds * 1e3:.2f}" in out
+    assert str(registry) in err
+
+
+def test_planning_again_replaces_a_budget_and_keeps_the_others(plan):
+    for mib in (MIB, str(OWN + 5), MIB):
+        assert plan("--vram", mib)[0] == 0
+    assert [v.vram_mib for v in load_registry(plan("--vram", MIB)[3]).variants] == [(OWN + 4,), (OWN + 5,)]
+
+
+def test_json_alone_is_on_stdout_and_a_sweep_plans_every_budget(plan):
+    code, out, _, _ = plan("--sweep", f"{OWN + 1}:{OWN + 7}:3", "--json")
+    assert code == 0
+    data = json.loads(out)
+    variants = from_json(Registry, data["registry"]).variants
+    assert [v.vram_mib for v in variants] == [(OWN + 1,), (OWN + 4,), (OWN + 7,)]
+    seconds = [v.ranks[0].covering(1).prediction.seconds for v in variants]
+    assert seconds[0] >= seconds[-1]
+    assert [t["title"] for t in data["timelines"]] and data["timelines"][0]["events"]
+
+
+def test_explain_says_what_binds_and_what_more_would_bring(plan):
+    _, out, _, _ = plan("--vram", MIB, "--explain")
+    assert "1 GiB more VRAM: +" in out and "a link twice as fast: +" in out
+    assert "attention" in out and "bound" in out
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_example_machines_are_what_their_rates_give(name):
+    stored = load_profile(PROFILE.with_name(f"{name}.json"))
+    assert stored == profile_from_datasheet(MACHINES[name], stored.provenance.notes)
+    assert stored.provenance.source == "datasheet" and "nothing was measured" in stored.provenance.notes[0]
+
+
+def test_every_example_says_where_its_figures_are_from_and_plans_the_bundled_model(plan):
+    for path in sorted(PROFILE.parent.glob("*.json")):
+        source = load_profile(path).provenance.source
+        assert source == ("datasheet" if path.stem in MACHINES else "measured")
+        assert plan("--vram", MIB, profile=path)[0] == 0
+
+
+def test_a_published_strategys_gains_are_its_own(plan):
+    """More memory and a faster link are worth what they bring to the strategy, not what the planner would do better."""
+    _, out, _, registry = plan("--vram", MIB, "--strategy", "attention-first", "--json", "--explain")
+    before = load_registry(registry).variants[0].ranks[0].tiers
+    (memory, link) = json.loads(out)["gains"][0]["what_if"]
+    _, out, _, _ = plan("--vram", str(OWN + 4 + 1024), "--strategy", "attention-first", "--json")
+    after = from_json(Registry, json.loads(out)["registry"]).variants[0].ranks[0].tiers
+    seconds = {t.tokens: t.prediction.seconds for t in after}
+    assert memory["speedups"] == [[t.tokens, pytest.approx(t.prediction.seconds / seconds[t.tokens])] for t in before]
+    assert all(gain == pytest.approx(1, abs=0.02) for _, gain in link["speedups"])  # it streams nothing
+
+
+def test_a_published_strategy_can_be_written_instead(plan):
+    _, _, _, registry = plan("--vram", MIB, "--strategy", "fit")
+    (variant,) = load_registry(registry).variants
+    assert {t.solve.strategy for t in variant.ranks[0].tiers} == {"fit"}
+    assert "streamed" not in {p.where for t in variant.ranks[0].tiers for p in t.placements}
+
+
+def test_llama_cpp_arguments_name_what_is_not_pinned(plan):
+    _, out, _, registry = plan("--vram", MIB, "--emit", "llama.cpp")
+    tier = load_registry(registry).variants[0].ranks[0].covering(1)
+    outside = [p.unit for p in tier.placements if p.sort != "pinned" and "ffn" in p.unit]
+    assert out.startswith("-ngl 999 ") and out.count("\n") == 1
+    assert ("ffn_.*=CPU" in out) == bool(outside)
+    assert ("'^(output|token_embd)\\.weight=CPU'" in out) == (tier.placement("output").sort != "pinned")
+
+
+@pytest.mark.parametrize(
+    ("layers", "in_vram", "spare_mib", "offloads"),
+    [(8, 8, 0, True), (8, 0, 900, False), (8, 2, 3, False), (8, 2, 4, True)],
+)
+def test_llama_cpp_keeps_its_kv_cache_in_vram_where_all_of_it_fits(layers, in_vram, spare_mib, offloads):
+    """It cannot have a part there. Six layers of 1 MiB are on the host; the slots' 2 MiB are free in llama.cpp."""
+    mib, budget = 1 << 20, 10 + in_vram + spare_mib
+    units = [Placement(f"blk.{i}.attn", "pinned", "vram" if i < in_vram else "host") for i in range(layers)]
+    ffns = [Placement(f"blk.{i}.ffn", "streamed") for i in range(layers)]
+    buffers = Buffers(6 * mib, 2 * mib, 2, mib, in_vram * mib)
+    tier = TierPlan(1, (*units, *ffns), buffers, UNPREDICTED, UNSOLVED)
+    rank = RankPlan(0, budget, 1.0, (), (), (tier,))
+    variant = Variant((budget,), 64, 1, "bf16", "bf16", 1, 32, 32, "none", (), True, (rank,))
+    kinds = {p.unit: ("attention" if p.kv else "ffn", i % layers) for i, p in enumerate(tier.placements)}
+    assert ("-nkvo" not in llama_arguments(variant, kinds)) == offloads
+
+
+def test_arguments_for_llama_cpp_of_several_devices_are_refused_before_anything_is_written(plan):
+    code, out, err, registry = plan("--vram", f"{MIB},{MIB}", "-sm", "tensor", "--emit", "llama.cpp")
+    assert code == 2 and out == "" and "needs a plan for one device" in err and not registry.exists()
+
+
+def test_llama_cpp_arguments_and_the_plan_are_one_json_document(plan):
+    _, out, _, _ = plan("--vram", MIB, "--emit", "llama.cpp", "--json")
+    _, alone, _, _ = plan("--vram", MIB, "--emit", "llama.cpp")
+    data = json.loads(out)
+    assert data["llama.cpp"] == [alone.strip()] and data["registry"]["variants"]
+
+
+def test_llama_cpp_arguments_of_a_sweep_name_their_budget(plan):
+    _, out, _, _ = plan("--sweep", f"{MIB}:{int(MIB) + 2}:2", "--emit", "llama.cpp")
+    assert [line.split(" MiB: -ngl ")[0] for line in out.splitlines()] == [str(MIB), str(int(MIB) + 2)]
+
+
+def test_two_devices_get_a_plan_each(plan):
+    code, _, err, registry = plan("--vram", f"{OWN + 3},{OWN + 2}", "-sm", "tensor", "-ts", "3,1")
+    assert code == 0 and "no collectives" in err
+    (variant,) = load_registry(registry).variants
+    assert [r.budget_mib for r in variant.ranks] == [OWN + 3, OWN + 2] and variant.tensor_split == (0.75, 0.25)
+
+
+def test_ratios_are_chosen_and_the_others_named(plan):
+    code, out, _, registry = plan("--vram", f"{OWN + 4},{OWN + 2}", "-sm", "tensor", "-ts", "auto")
+    (variant,) = load_registry(registry).variants
+    assert code == 0 and len(variant.ranks) == 2 and sum(variant.tensor_split) == pytest.approx(1)
+    shares = ",".join(f"{share:.4g}" for share in variant.tensor_split)
+    assert variant.considered[0].way == f"-sm tensor -ts {shares}"
+    assert "-sm tensor -ts 0.5,0.5" in [c.way for c in variant.considered]
+    assert all(c.way in out for c in variant.considered) and "the chosen one first" in out
+
+
+def test_modes_are_compared_and_explained(plan):
+    code, out, err, registry = plan("--vram", f"{OWN + 4},{OWN + 2}", "-sm", "auto", "--explain")
+    (variant,) = load_registry(registry).variants
+    assert code == 0 and "no collectives" in err
+    assert {way.way.split(" -ts")[0].split(",")[0] for way in variant.considered} == {
+        "-sm none", "-sm layer", "-sm tensor",
+    }  # fmt: skip
+    assert "a decode step" in out and all(way.way in out and way.why in out for way in variant.considered)
+    _, out, _, _ = plan("--vram", f"{OWN + 4},{OWN + 2}", "-sm", "auto", "--json")
+    (kept,) = from_json(Registry, json.loads(out)["registry"]).variants
+    assert kept.considered == variant.considered
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (("--vram", str(OWN)), "the smallest budget that works is"),
+        (("--vram", "much"), "'much' is not a size in MiB"),
+        (("--vram", MIB, "--sweep", "1:2:1"), "exclude each other"),
+        (("--sweep", "5:1:1"), "no range"),
+        (("--vram", f"{MIB},{MIB}"), "2 budgets for one device"),
+        (("--vram", MIB, "--strategy", "luck"), "unknown strategy 'luck'; choose from ilp, fit"),
+        (("--vram", MIB, "-ts", "1,1"), "-ts needs -sm tensor"),
+        (("--vram", MIB, "-ts", "auto"), "-ts needs -sm tensor"),
+        (("--vram", MIB, "-sm", "tensor", "-ts", "auto"), "the profile knows one device; give --vram a budget for"),
+        (("--vram", f"{MIB},{MIB}", "-sm", "tensor", "-ts", "auto", "--strategy", "fit"), "exclude each other"),
+        (("--vram", f"{MIB},{MIB}", "-sm", "tensor", "-ts", "autos"), "autos"),
+        (("--vram", MIB, "--prompt", "250", "--generated", "100"), "do not fit the context of 256"),
+        (("--vram", MIB, "--expl"), "unrecognized arguments: --expl"),
+        (("--vram", MIB, "-np", "0"), "'0' is not a whole number"),
+    ],
+)
+def test_bad_input_gets_one_line_and_exit_code_2(plan, flags, complaint):
+    code, out, err, registry = plan(*flags)
+    assert code == 2 and out == ""
+    lines = [line for line in err.splitlines() if not line.startswith("note:")]
+    assert len(lines) == 1 and complaint in lines[0]
+    assert not registry.exists()
+
+
+def test_a_missing_or_damaged_profile_says_what_to_run(plan, tmp_path):
+    assert "run pshard-profile" in plan("--vram", MIB, profile=tmp_path / "none.json")[2]
+    broken = tmp_path / "broken.json"
+    broken.write_text(PROFILE.read_text()[:500])
+    code, _, err, _ = plan("--vram", MIB, profile=broken)
+    assert code == 2 and "run pshard-profile" in err
+
+
+def test_a_model_that_the_hosts_memory_cannot_hold_is_refused_in_one_line(plan, tmp_path):
+    _, _, err, registry = plan("--vram", MIB)
+    assert "will not load" not in err
+    machine = json.loads(PROFILE.read_text())
+    machine["host"]["memory_bytes"] = 4 << 20
+    small = tmp_path / "small.json"
+    small.write_text(json.dumps(machine))
+    before = registry.read_bytes()
+    code, out, err, _ = plan("--vram", MIB, profile=small)
+    assert code == 2 and out == "" and registry.read_bytes() == before
+    lines = [line for line in err.splitlines() if not line.startswith("note:")]
+    assert len(lines) == 1 and "MiB of weights and KV cache stay in host memory, and the machine has 3 for" in lines[0]
+    assert "it will not load; raise --vram (to" in lines[0] and "lower -c, or take a smaller model" in lines[0]
+    enough = int(lines[0].split("raise --vram (to ")[1].split()[0])
+    assert plan("--vram", str(enough + 2), profile=small)[0] == 0  # units are not divisible: a little more

@@ -1,0 +1,277 @@
+"""Costs: what the profile timed comes back, what it did not is scaled from the nearest, and gaps are named."""
+
+from dataclasses import replace
+
+import pytest
+from planner_cases import DESKTOP, make_model
+
+from pshard.cuts.rank_parts import cut_ranks
+from pshard.errors import UserError
+from pshard.machine import (
+    AttentionTiming,
+    CollectiveTiming,
+    ElementwiseTiming,
+    MachineProfile,
+    MatmulTiming,
+    ShareTiming,
+)
+from pshard.planner.explain import double_link
+from pshard.planner.price.costs import Tables, tier_costs, unit_cost
+from pshard.planner.price.datasheet import profile_from_datasheet
+from pshard.planner.price.tier_loads import TierLoad
+from pshard.steps.step import AllReduce, Gather
+from pshard.workload import Split, Workload
+
+PROFILE = profile_from_datasheet(DESKTOP)
+WORKLOAD = Workload((1000,), context=4096)
+DECODE = TierLoad(1, 1, 1000, 1, 1.0)
+
+
+def with_matmuls(*rows: MatmulTiming) -> MachineProfile:
+    return replace(PROFILE, matmuls=rows)
+
+
+def test_a_timed_matrix_costs_what_was_timed():
+    tables = Tables(PROFILE)
+    for m in PROFILE.matmuls[::37]:
+        assert tables.matmul(m.device, m.qtype, m.rows, m.cols, m.tokens) == pytest.approx(m.seconds)
+
+
+def test_a_matrix_between_timed_sizes_takes_their_rate():
+    tables = Tables(
+        with_matmuls(
+            MatmulTiming("acc", "Q4_0", 1000, 1000, 1, 1e-5),
+            MatmulTiming("acc", "Q4_0", 4000, 4000, 1, 1.6e-4),
+        )
+    )
+    assert tables.matmul("acc", "Q4_0", 2000, 2000, 1) == pytest.approx(4e-5)
+    assert tables.matmul("acc", "Q4_0", 8000, 8000, 1) == pytest.approx(6.4e-4)
+
+
+def test_an_untimed_quant_type_is_scaled_by_bytes_in_small_batches_only():
+    tables = Tables(
+        with_matmuls(*(MatmulTiming("acc", "Q8_0", 4096, 4096, tokens, 1e-4 * tokens) for tokens in (1, 128)))
+    )
+    assert tables.matmul("acc", "Q4_0", 4096, 4096, 1) == pytest.approx(1e-4 * 18 / 34, rel=0.02)
+    assert tables.matmul("acc", "Q4_0", 4096, 4096, 128) == pytest.approx(1e-4 * 128)
+
+
+def test_products_of_one_input_are_one_launch_in_small_batches():
+    """1 us a launch and 1 ps an element: what is launched together saves launches, and gate and up no activation."""
+    spec = make_model(layers=1, d_model=1024, heads=8, kv_heads=2, d_ffn=4096)
+    shapes = {(m.rows, m.cols) for u in spec.units[1:3] for m in u.matrices} | {(1536, 1024), (8192, 1024)}
+    profile = with_matmuls(
+        *(
+            MatmulTiming(side, "Q4_0", rows, cols, tokens, 1e-6 + rows * cols * 1e-12)
+            for side in ("acc", "host")
+            for rows, cols in shapes
+            for tokens in (1, 64, 65)
+        )
+    )
+    profile = replace(profile, elementwise=(ElementwiseTiming("acc", "silu_mul", 1, 4096, 5e-6),))
+
+    def seconds(unit: int, tokens: int, kind: str = "cuda") -> float:
+        accelerators = (replace(profile.accelerators[0], kind=kind),)
+        tables, load = Tables(replace(profile, accelerators=accelerators)), TierLoad(tokens, 1, 0, 1, 1.0)
+        cost = unit_cost(spec.units[unit], spec, tables, load, WORKLOAD).acc
+        attention = tables.attention("acc", spec.config, "bf16", tokens, tokens)
+        return cost - (attention if unit == 1 else 0.0)
+
+    elements = [sum(m.rows * m.cols for m in u.matrices) * 1e-12 for u in spec.units[:3]]
+    assert seconds(1, 1) == pytest.approx(elements[1] + 2e-6, rel=1e-3)
+    assert seconds(2, 1) == pytest.approx(elements[2] + 2e-6, rel=1e-3)
+    assert seconds(2, 1, "cpu") == pytest.approx(elements[2] + 3e-6 + 5e-6, rel=1e-3)
+    assert seconds(2, 64) == pytest.approx(elements[2] + 2e-6, rel=1e-3)
+    assert seconds(2, 65) == pytest.approx(elements[2] + 3e-6 + 65 * 5e-6, rel=1e-3)
+    # on a CPU q, k and v only, as far as its vectors are the fastest
+    assert seconds(1, 16, "cpu") == pytest.approx(elements[1] + 2e-6, rel=1e-3)
+    assert seconds(1, 65, "cpu") == pytest.approx(elements[1] + 4e-6, rel=1e-3)
+    profile = replace(profile, host=replace(profile.host, isa="avx512_vnni+amx"))
+    assert seconds(1, 16, "cpu") == pytest.approx(elements[1] + 2e-6, rel=1e-3)
+    assert seconds(1, 17, "cpu") == pytest.approx(elements[1] + 4e-6, rel=1e-3)
+
+
+def test_attention_grows_with_context_and_heads_read():
+    tables, config = Tables(PROFILE), make_model(heads=8, kv_heads=8).config
+    near, far = (tables.attention("acc", config, "bf16", 1, context) for context in (8192, 65536))
+    assert far == pytest.approx(8 * near, rel=0.1)
+    few = replace(config, n_kv_heads=2)
+    assert tables.attention("acc", few, "bf16", 1, 65536) == pytest.approx(far / 4)
+    assert tables.attention("acc", config, "bf16", 512, 8192) > tables.attention("acc", config, "bf16", 512, 1024)
+
+
+def test_sequences_that_decode_together_read_all_their_cells():
+    spec, tables = make_model(), Tables(PROFILE)
+    one = unit_cost(spec.units[1], spec, tables, TierLoad(1, 1, 4000, 1, 1.0), WORKLOAD)
+    four = unit_cost(spec.units[1], spec, tables, TierLoad(4, 4, 4000, 4, 1.0), WORKLOAD)
+    assert four.kv_fetch_bytes == 4 * one.kv_fetch_bytes
+    assert one.acc < four.acc < 4 * one.acc
+
+
+def test_sequences_that_were_timed_together_cost_that():
+    config = replace(make_model(heads=32, kv_heads=8).config, head_dim=128)
+    rows = tuple(
+        AttentionTiming("host", 32, 8, 128, "bf16", 1, context, 4e-3 * context / 1024 * n / 16, n)
+        for n in (16, 64)
+        for context in (128, 1024)
+    )
+    alone, tables = Tables(PROFILE), Tables(replace(PROFILE, attention=PROFILE.attention + rows))
+
+    def seconds(n: int, context: int) -> float:
+        return tables.decode_attention("host", config, "bf16", n, context)
+
+    assert seconds(16, 1024) == pytest.approx(4e-3) and seconds(64, 512) == pytest.approx(8e-3)
+    assert seconds(128, 1024) == pytest.approx(32e-3)  # as fast as 64
+    assert seconds(1, 4096) == alone.attention("host", config, "bf16", 1, 4096)
+    assert seconds(1, 4 * 1024) < seconds(4, 1024) < seconds(16, 256)
+    half = replace(config, n_kv_heads=4, n_heads=16)
+    assert tables.decode_attention("host", half, "bf16", 16, 1024) == pytest.approx(2e-3)
+    assert alone.decode_attention("host", config, "bf16", 16, 1024) == alone.attention(
+        "host", config, "bf16", 1, 16 * 1024
+    )
+
+
+def test_only_the_wanted_rows_of_logits_are_computed():
+    spec, tables = make_model(vocab=32768), Tables(PROFILE)
+    head = spec.units[-1]
+    prefill = unit_cost(head, spec, tables, TierLoad(512, 1, 0, 1, 1.0), WORKLOAD)
+    assert prefill.acc == pytest.approx(unit_cost(head, spec, tables, DECODE, WORKLOAD).acc)
+
+
+def test_a_rank_that_holds_nothing_of_a_unit_spends_nothing_on_it():
+    spec = cut_ranks(make_model(), Split("tensor", (1.0, 0.0)))[1]
+    costs = tier_costs(spec, Tables(PROFILE), DECODE, WORKLOAD, ranks=2).units
+    assert all(costs[u.name].acc == costs[u.name].link == 0 for u in spec.units if u.kind in ("attention", "ffn"))
+
+
+def test_ranks_of_one_host_share_its_cores_and_memory():
+    whole, tables = make_model(d_model=4096, d_ffn=14336), Tables(PROFILE)
+    part = cut_ranks(whole, Split("tensor", (1.0, 1.0)))[0]
+    ffn = next(u.name for u in whole.units if u.kind == "ffn")
+    alone = tier_costs(whole, tables, DECODE, WORKLOAD)
+    both = tier_costs(part, tables, DECODE, WORKLOAD, ranks=2)
+    assert both.units[ffn].cpu == pytest.approx(alone.units[ffn].cpu, rel=0.2)
+    assert both.units[ffn].acc < 0.8 * alone.units[ffn].acc  # each has an accelerator of its own
+    assert both.contended[ffn] == pytest.approx(alone.contended[ffn], rel=0.1)
+
+
+def test_a_rank_costs_what_ranks_were_measured_to_have_of_the_host():
+    whole = make_model()
+    part = cut_ranks(whole, Split("tensor", (1.0, 1.0)))[0]
+    name = next(u.name for u in part.units if u.kind == "ffn")
+    shares = (
+        ShareTiming(2, "matmul", 1, 1.0, 1.2, 1.6),
+        ShareTiming(2, "matmul", 64, 1.0, 1.9, 2.0),
+        ShareTiming(2, "copy", 1 << 20, 1.0, 1.0, 1.5),
+    )
+    timed, untimed = (Tables(replace(PROFILE, shares=rows)) for rows in (shares, ()))
+    prefill = TierLoad(64, 1, 0, 1, 1.0)
+    for mode, load, on_cpu, untimed_cpu in (
+        ("tensor", DECODE, 1.6, 2.0),
+        ("layer", DECODE, 1.2, 2.0),  # layers take turns at decode
+        ("tensor", prefill, 2.0, 2.0),
+        ("layer", prefill, 2.0, 2.0),
+    ):
+        workload = replace(WORKLOAD, split_mode=mode)
+        one, two, old = (
+            tier_costs(part, tables, load, workload, ranks).units[name]
+            for tables, ranks in ((untimed, 1), (timed, 2), (untimed, 2))
+        )
+        step = untimed.elementwise("host", "step", 1, 1)
+        assert two.cpu - step == pytest.approx(on_cpu * (one.cpu - step))
+        assert old.cpu - step == pytest.approx(untimed_cpu * (one.cpu - step))
+        assert two.link == pytest.approx(1.5 * one.link) and old.link == one.link
+        assert two.acc == one.acc  # a GPU each
+    assert timed.share("matmul", 4, 1, at_once=True) == pytest.approx(3.2)  # half of what two have, each
+    assert timed.share("matmul", 2, 8, at_once=True) == pytest.approx((1.6 * 2.0) ** 0.5)
+    assert timed.share("matmul", 1, 1, at_once=True) == 1.0
+    noisy = Tables(replace(PROFILE, shares=(ShareTiming(2, "matmul", 1, 1.0, 0.8, 1.6),)))
+    assert noisy.share("matmul", 2, 1, at_once=False) == 1.0  # no part of a host is faster than the whole
+
+
+def test_contention_slows_reading_not_arithmetic():
+    tables = Tables(PROFILE)
+    link, cpu = tables.slowdown(10**9, 10**9 / DESKTOP.host_memory)  # reads as fast as the memory gives
+    assert link < 1 and cpu < 1
+    link, cpu = tables.slowdown(10**9, 100.0)
+    assert link == pytest.approx(1.0, abs=0.01) and cpu == 1
+
+
+def test_links_that_copy_at_once_share_the_memory_that_one_and_the_cpu_filled():
+    link = Tables(PROFILE).link_rate
+
+    def speeds(links: int, left: float = 0.8, shares: tuple[ShareTiming, ...] = ()) -> tuple[float, float]:
+        rates = replace(
+            PROFILE.contention, link_with_cpu=left * link, cpu_with_link=left * 3 * link, cpu_alone=3 * link
+        )
+        return Tables(replace(PROFILE, contention=rates, shares=shares)).slowdown(int(3e9 * link), 1e9, links)
+
+    assert speeds(1) == pytest.approx((0.8, 0.8))  # asked for four links' worth, got 3.2
+    assert speeds(2) == pytest.approx((0.64, 0.64))  # of five
+    assert speeds(4) == pytest.approx((3.2 / 7, 3.2 / 7))
+    hindered = (ShareTiming(2, "copy", 1 << 20, 1.0, 1.0, 2.0),)  # two links carry what one does
+    assert speeds(2, shares=hindered) == pytest.approx((0.8, 0.8))
+    assert speeds(2, left=1.0) == (1.0, 1.0)  # one link and the CPU had all that they wanted
+
+
+def test_a_byte_that_is_read_beside_copies_takes_longer_by_the_same_time():
+    rates = replace(PROFILE.contention, cpu_with_link=60e9, cpu_alone=90e9)
+    tables = Tables(replace(PROFILE, contention=rates))
+    added = 1e9 / 60e9 - 1e9 / 90e9
+    for seconds in (1e9 / 90e9, 1e9 / 30e9, 1.0):
+        _, cpu = tables.slowdown(10**9, seconds)
+        assert seconds / cpu == pytest.approx(seconds + added)
+
+
+def test_all_reduces_without_measurements_go_through_host_memory():
+    tables = Tables(PROFILE)
+    assert tables.collective(1, 1 << 20) == 0
+    assert tables.collective(4, 1 << 20) > 4 * tables.copy("h2d", 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chosen", "on_gpu", "seconds"),
+    [(512, "auto", True, 1e-3), (1, "auto", True, 2e-3), (512, "auto", False, 2e-3), (512, "f32", True, 2e-3)],
+)
+def test_sums_are_priced_in_the_type_that_the_run_takes(tokens: int, chosen: str, on_gpu: bool, seconds: float):
+    timed = tuple(CollectiveTiming("nccl", 2, 1 << 20, s, dtype) for s, dtype in ((2e-3, "f32"), (1e-3, "bf16")))
+    profile = replace(PROFILE, collectives=timed)
+    if not on_gpu:
+        profile = replace(profile, accelerators=tuple(replace(a, kind="cpu") for a in profile.accelerators))
+    workload = replace(WORKLOAD, reduce_dtype=chosen)
+    costs = tier_costs(make_model(layers=1), Tables(profile), TierLoad(tokens, 1, 0, 1, 1.0), workload, ranks=2)
+    assert costs.all_reduce(1 << 20) == pytest.approx(seconds)
+    assert costs.meeting(AllReduce("blk.0.ffn", 1 << 20)) == pytest.approx(seconds)
+    assert costs.meeting(Gather("output", 1 << 20)) == pytest.approx(2e-3)  # logits are not rounded
+
+
+@pytest.mark.parametrize(("table", "what"), [("matmuls", "matmul"), ("attention", "attention"), ("copies", "copy")])
+def test_a_profile_without_a_table_is_named(table, what):
+    with pytest.raises(UserError, match=f"no {what} timings; run pshard-profile"):
+        Tables(replace(PROFILE, **{table: ()}))
+
+
+def test_a_profile_without_host_matmuls_is_named():
+    tables = Tables(with_matmuls(MatmulTiming("acc", "Q4_0", 64, 64, 1, 1e-6)))
+    with pytest.raises(UserError, match="no matmul timings of the host"):
+        tables.matmul("host", "Q4_0", 64, 64, 1)
+
+
+def test_a_link_twice_as_fast_halves_copies():
+    profile = profile_from_datasheet(replace(DESKTOP, host_memory=200e9))
+    before, after = Tables(profile), Tables(double_link(profile))
+    assert after.copy("h2d", 1 << 26) == pytest.approx(before.copy("h2d", 1 << 26) / 2)
+    assert after.link_rate == pytest.approx(2 * before.link_rate)
+    assert double_link(profile).contention.link_with_cpu == 2 * profile.contention.link_with_cpu
+
+
+@pytest.mark.parametrize("host_memory", [20e9, 30e9, 45e9, 60e9, 90e9])
+def test_a_faster_link_reads_no_more_of_host_memory_than_there_is(host_memory):
+    profile = profile_from_datasheet(replace(DESKTOP, link=25e9, host_memory=host_memory))
+    faster = double_link(profile)
+    before, after, both = profile.contention, Tables(faster), faster.contention
+    assert Tables(profile).link_rate <= after.link_rate <= host_memory * (1 + 1e-9)
+    assert both.link_with_cpu >= before.link_with_cpu and both.cpu_with_link <= before.cpu_with_link
+    most = max(host_memory, before.link_with_cpu + before.cpu_with_link)
+    assert both.link_with_cpu + both.cpu_with_link <= most * (1 + 1e-9)
+    assert all(new.seconds <= old.seconds for new, old in zip(faster.copies, profile.copies))

@@ -1,0 +1,170 @@
+"""The integer program against enumeration of all counts."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from planner_cases import DESKTOP, OWN, make_model
+
+from pshard.planner.make_plan import prepare_ranks
+from pshard.planner.price.datasheet import profile_from_datasheet
+from pshard.planner.program import ilp, solvers
+from pshard.planner.program.coefficients import tier_problem
+from pshard.planner.program.fluid import fluid_seconds
+from pshard.planner.program.ilp import GAP, Counts, TierProblem, relaxation_bound, solve_tiers
+from pshard.planner.search.program_starts import affordable_slots as affordable
+from pshard.planner.search.residency_order import assign_cpu, order_residency, spread
+from pshard.workload import Workload
+
+
+def problems(mib: int, link: float = 25e9, slots: int = 2, layers: int = 4, kind: str = "cuda", **rates: float):
+    workload = Workload((mib + (OWN if kind == "cuda" else 0),), context=512, max_ubatch=16, prompt=256, generated=64)
+    profile = profile_from_datasheet(replace(DESKTOP, link=link, kind=kind, **rates))
+    (task,) = prepare_ranks(make_model(layers=layers), profile, workload)
+    return tuple(tier_problem(task.room, task.classes, c, affordable(task.room, c, slots)) for c in task.costs), task
+
+
+def all_counts(problem):
+    """Every legal count of units that fits."""
+    ways = [list(class_counts(c)) for c in problem.classes]
+    for counts in itertools.product(*ways):
+        if held_bytes(problem, counts) <= problem.room:
+            yield counts
+
+
+def held_bytes(problem: TierProblem, counts: tuple[Counts, ...]) -> int:
+    """Bytes of the arena (without scratch) that given counts take."""
+    pins = kv = slot = row_stage = 0
+    for cost, n in zip(problem.classes, counts):
+        pins += cost.nbytes * n.pin_whole
+        kv += cost.kv_nbytes * n.kv
+        if cost.kind != "embedding" and cost.size > n.pin + n.cpu + sum(streamed for _, streamed in n.cuts):
+            slot = max(slot, cost.nbytes)
+        for cut, (pinned, streamed) in zip(cost.cuts, n.cuts):
+            pins += cut.nbytes * pinned
+            slot = max(slot, cut.nbytes if streamed else 0)
+            row_stage = max(row_stage, cut.row_nbytes if pinned + streamed else 0)
+    staged = any(cost.kv_nbytes and cost.size > n.cpu + n.kv for cost, n in zip(problem.classes, counts))
+    return pins + kv + problem.slots * slot + row_stage + (problem.stage_nbytes if staged else 0)
+
+
+def class_counts(c):
+    for pin, cpu, kv in itertools.product(range(c.size + 1), repeat=3):
+        if (
+            pin + cpu > c.size
+            or (kv + cpu > c.size if c.kv_nbytes else kv)
+            or (c.kind == "embedding" and pin + cpu < 1)
+        ):
+            continue
+        for cuts in itertools.product(range(c.size + 1), repeat=2 * len(c.cuts)):
+            pinned, streamed = cuts[::2], cuts[1::2]
+            if sum(pinned) <= pin and sum(streamed) <= c.size - pin - cpu:
+                yield Counts(pin, cpu, kv, tuple(zip(pinned, streamed)))
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("mib", [19, 39])
+def test_the_program_equals_enumeration(mib, slots, kind):
+    tier = replace(problems(mib, slots=slots, layers=2, kind=kind)[0][0], weight=1.0)
+    best = min(fluid_seconds(tier, counts, relaxed=True) for counts in all_counts(tier))
+    solution = solve_tiers((tier,), relaxed=True)
+    assert solution.status == "optimal"
+    assert solution.objective == pytest.approx(best, rel=2 * GAP)
+    assert solution.bound <= best * (1 + 1e-9)
+    assert held_bytes(tier, solution.counts[0]) <= tier.room
+
+
+@pytest.mark.parametrize("acc_memory", [60e9, 400e9])
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("mib", [15, 21])
+def test_the_program_with_split_ffns_equals_enumeration(mib, slots, acc_memory):
+    task = problems(mib, slots=slots, layers=2, acc_memory=acc_memory)[1]
+    tier = replace(tier_problem(task.room, task.classes, task.costs[0], slots, split=True), weight=1.0)
+    assert [len(c.cuts) for c in tier.classes if c.kind == "ffn"] == [3]
+    best, counts = min(((fluid_seconds(tier, n, relaxed=True), n) for n in all_counts(tier)), key=lambda x: x[0])
+    solution = solve_tiers((tier,), relaxed=True)
+    assert solution.objective == pytest.approx(best, rel=2 * GAP)
+    assert solution.bound <= best * (1 + 1e-9)
+    assert held_bytes(tier, solution.counts[0]) <= tier.room
+    assert any(n.split for n in counts)
+
+
+def test_pins_of_larger_tiers_are_nested_in_those_of_smaller_ones():
+    tiers, _ = problems(29)
+    counts = solve_tiers(tiers, 1e-9).counts
+    for smaller, larger in itertools.pairwise(counts):
+        assert all(s.pin >= n.pin for s, n in zip(smaller, larger))
+
+
+def test_an_impossible_room_is_called_infeasible():
+    tiers, _ = problems(29)
+    nothing = replace(tiers[0], room=-1)
+    assert solve_tiers((nothing,)).status == "infeasible"
+
+
+def test_every_call_of_highs_asks_for_the_same_number_of_threads(monkeypatch):
+    highspy = pytest.importorskip("highspy")
+    asked = []
+
+    class Asked(highspy.Highs):
+        def setOptionValue(self, name, value):
+            asked.append((name, value))
+            return super().setOptionValue(name, value)
+
+    monkeypatch.setattr(highspy, "Highs", Asked)
+    tiers, _ = problems(29)
+    solve_tiers(tiers)
+    relaxation_bound.__wrapped__(tiers)
+    threads = [value for name, value in asked if name == "threads"]
+    assert len(threads) >= 2 and set(threads) == {1}
+
+
+def test_options_of_highs_are_ones_that_it_knows():
+    highspy = pytest.importorskip("highspy")
+    for name, value in solvers.SMALL_TREES.items():
+        assert highspy.Highs().setOptionValue(name, value) == highspy.HighsStatus.kOk, name
+
+
+def test_cbc_finds_what_highs_finds(monkeypatch):
+    pytest.importorskip("highspy")
+    tiers, _ = problems(29)
+    found = {}
+    for name in ("HiGHS", "CBC"):
+        monkeypatch.setattr(solvers, "solver_name", lambda name=name: name)
+        monkeypatch.setattr(ilp, "solver_name", lambda name=name: name)
+        solution = solve_tiers(tiers, 1e-9)
+        assert (solution.solver, solution.status) == (name, "optimal")
+        nothing = solve_tiers((replace(tiers[0], room=-1),))
+        found[name] = solution.objective, relaxation_bound.__wrapped__(tiers), nothing.status
+    assert found["CBC"][0] == pytest.approx(found["HiGHS"][0], rel=2 * GAP)
+    assert found["CBC"][1] == pytest.approx(found["HiGHS"][1], rel=1e-6)
+    assert found["CBC"][2] == found["HiGHS"][2] == "infeasible"
+
+
+def test_a_solver_that_gives_up_is_no_reason_for_a_worse_plan(monkeypatch):
+    tiers, _ = problems(29)
+    monkeypatch.setattr(ilp, "solve", lambda *_: solvers.Outcome("unsolved", []))
+    with pytest.raises(RuntimeError, match="gave up"):
+        solve_tiers(tiers)
+
+
+def test_every_tier_is_a_prefix_of_the_order_and_what_is_left_out_is_spread():
+    tiers, task = problems(29, layers=8)
+    counts = [tuple(Counts(n if c.kind in ("attention", "ffn") else 0, 0, 0) for c in task.classes) for n in (6, 4, 1)]
+    order = order_residency(task.classes, counts, even=True).pin_order
+    for n in (6, 4, 1):
+        held = set(order[: 2 * n])
+        assert len([u for u in held if u.startswith("ffn")]) == n
+    left = sorted(int(u.split(".")[1]) for u in {f"ffn.{i}" for i in range(8)} - set(order[:12]))
+    assert left[1] - left[0] >= 3
+
+
+def test_cpu_units_form_as_many_runs_as_asked_for():
+    _, task = problems(29, layers=12)
+    for runs in (1, 2, 3):
+        counts = tuple(6 if c.kind == "ffn" else 0 for c in task.classes)
+        layers = sorted(int(n.split(".")[1]) for n in assign_cpu(task.classes, counts, frozenset(), runs))
+        assert len(layers) == 6
+        assert sum(b - a > 1 for a, b in itertools.pairwise(layers)) == runs - 1
+    assert spread(8, 2) == [2, 6]

@@ -1,0 +1,473 @@
+"""A profile of tiny sizes, measured for real: what is in it, how it is stored, and what a second one is compared by."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from manual_clock import ManualClock
+
+from pshard.commands import cli_profile
+from pshard.errors import UserError
+from pshard.jsonio import from_json, to_json
+from pshard.machine import ACCELERATOR_TABLES, AcceleratorInfo, MachineProfile, MatmulTiming
+from pshard.model import ModelConfig, ModelSpec, Rope, TensorSpec, Unit
+from pshard.profile.compare_profiles import compare_profiles
+from pshard.profile.effort import Effort, Shapes, full_effort, model_shapes, quick_effort
+from pshard.profile.identify import identify_host, unlike_accelerators, unlike_links
+from pshard.profile.measure import (
+    Request,
+    expected_seconds,
+    measure_accelerator,
+    measure_machine,
+    run_jobs,
+    time_collectives,
+    time_shares,
+)
+from pshard.profile.timed.kernel_jobs import Job, attention_points, list_jobs
+from pshard.profile.timed.operands import OperandPool
+from pshard.profile.timed.rank_shares import COPY_BYTES, TOKENS
+from pshard.profile.timed.step_cost import WALKS, time_launch, time_steps
+from pshard.profile.timed.time_kernels import AttentionShape, KernelBench, time_attention
+from pshard.profile.timing_loop import Pace
+from pshard.runtime.devices.device import CpuDevice
+from pshard.runtime.kernels.plain import PlainKernels
+
+KIB = 1 << 10
+GRID = Shapes((("Q4_0", 64, 64), ("BF16", 32, 64)), (), (AttentionShape(2, 1, 32),), ((64, 128),), (("Q8_0", 64),), 64)
+TINY = Effort(
+    quick=True,
+    pace=Pace(0.001),
+    slow=0.5,
+    rotation=1024 * KIB,
+    limit=30.0,
+    grid=GRID,
+    host_tokens=(1, 16, 128),
+    acc_tokens=(1, 16, 128),
+    copy_sizes=(4 * KIB, 64 * KIB),
+    contention_seconds=0.05,
+    sums=(),
+)
+
+
+def request(model: Shapes | None = None) -> Request:
+    return Request(accelerator="cpu", effort=TINY, model=model, threads=1, command="pshard-profile --quick")
+
+
+@pytest.fixture(scope="module")
+def profile() -> MachineProfile:
+    labels: list[tuple[str, float]] = []
+    measured = measure_machine(request(), lambda label, share: labels.append((label, share)))
+    shares = [share for _, share in labels]
+    assert shares == sorted(shares) and shares[0] >= 0 and shares[-1] <= 1
+    return measured
+
+
+def test_every_table_that_a_plan_needs_is_there(profile):
+    assert {(m.device, m.qtype, m.tokens) for m in profile.matmuls} == {
+        (device, qtype, tokens)
+        for device in ("host", "acc")
+        for qtype in ("Q4_0", "BF16")
+        for tokens in TINY.host_tokens
+    }
+    attention = {(a.sequences, a.tokens, a.context, a.device) for a in profile.attention}
+    assert attention == {
+        (*row, device)
+        for device in ("host", "acc")
+        for row in ((1, 1, 64), (1, 16, 16), (1, 16, 64), (16, 1, 64), (64, 1, 64))
+    }
+    kinds = {"norm", "residual", "rope", "silu_mul", "embed", "step"}
+    assert {(e.device, e.what) for e in profile.elementwise} == {(d, k) for d in ("host", "acc") for k in kinds}
+    assert {(c.direction, c.memory, c.nbytes) for c in profile.copies} == {
+        (*way, nbytes)
+        for way in (*((d, m) for d in ("h2d", "d2h") for m in ("pinned", "pageable")), ("h2d", "staged"))
+        for nbytes in TINY.copy_sizes
+    }
+
+
+@pytest.mark.parametrize(("share", "told"), [(0.04, False), (0.3, True)])
+def test_a_profile_says_that_others_had_the_cores(monkeypatch, share, told):
+    monkeypatch.setattr("pshard.profile.measure.disturbed_share", lambda before, after: share)
+    notes = measure_machine(request(), lambda label, done: None).provenance.notes
+    assert any("30%" in note for note in notes) == told
+
+
+def test_figures_are_positive_and_plausible(profile):
+    for row in (*profile.matmuls, *profile.attention, *profile.copies):
+        assert 0 < row.seconds < 5
+    assert all(e.seconds >= 0 for e in profile.elementwise)
+    assert all(e.seconds > 0 for e in profile.elementwise if e.what in ("norm", "rope", "embed", "step"))
+    assert all(1e8 < read.rate < 1e13 for read in profile.reads)
+    both = profile.contention
+    assert min(both.link_with_cpu, both.cpu_with_link, both.h2d_with_d2h, both.d2h_with_h2d) > 0
+    assert 0 < profile.handoff_seconds < 0.1
+
+
+def test_it_says_where_the_figures_come_from(profile):
+    origin = profile.provenance
+    assert origin.source == "measured" and origin.quick and origin.command == "pshard-profile --quick"
+    assert origin.date and origin.torch and origin.python and origin.os
+    assert any("accelerator is the CPU" in note for note in origin.notes)
+    assert profile.host == identify_host(threads=1)
+
+
+def test_json_round_trip(profile):
+    assert from_json(MachineProfile, json.loads(json.dumps(to_json(profile)))) == profile
+
+
+def test_the_same_profile_has_not_changed(profile):
+    assert compare_profiles(profile, profile) == ()
+
+
+def test_changes_name_the_field_and_the_rates_that_moved(profile):
+    slower = replace(
+        profile,
+        host=replace(profile.host, threads=2),
+        matmuls=tuple(replace(m, seconds=2 * m.seconds) if m.qtype == "Q4_0" else m for m in profile.matmuls),
+        copies=tuple(replace(c, seconds=1.05 * c.seconds) for c in profile.copies),
+        handoff_seconds=profile.handoff_seconds / 2,
+    )
+    changes = {c.what: c for c in compare_profiles(profile, slower)}
+    assert set(changes) == {
+        "host threads",
+        "host matmul Q4_0, few tokens",
+        "host matmul Q4_0, many tokens",
+        "hand-off",
+    }
+    assert (changes["host threads"].before, changes["host threads"].after) == ("1", "2")
+    assert changes["host matmul Q4_0, few tokens"].ratio == pytest.approx(0.5)
+    assert changes["hand-off"].ratio == pytest.approx(2.0)
+
+
+def small_spec() -> ModelSpec:
+    rope = Rope(dims=32, base=10000.0, pairing="halves")
+    config = ModelConfig("llama", 1, 64, 2, 1, 32, 96, 320, 1e-6, 128, rope)
+    attention = tuple(TensorSpec(f"blk.0.attn_{p}.weight", "Q8_0", (r, 64)) for p, r in (("q", 64), ("k", 32)))
+    ffn = (TensorSpec("blk.0.ffn_gate.weight", "Q4_0", (96, 64)), TensorSpec("blk.0.ffn_norm.weight", "F32", (64,)))
+    units = (
+        Unit("embedding", "embedding", -1, (TensorSpec("token_embd.weight", "Q8_0", (320, 64)),)),
+        Unit("attention.0", "attention", 0, attention),
+        Unit("ffn.0", "ffn", 0, ffn),
+        Unit("output", "output", -1, (TensorSpec("output.weight", "Q8_0", (320, 64)),)),
+    )
+    return ModelSpec("small", "", config, units)
+
+
+def test_a_model_adds_exactly_its_own_shapes():
+    shapes = model_shapes(small_spec())
+    assert set(shapes.matmuls) == {("Q8_0", 64, 64), ("Q8_0", 32, 64), ("Q4_0", 96, 64)}
+    assert shapes.heads == (("Q8_0", 320, 64),)
+    assert shapes.embedding == (("Q8_0", 64),)
+    assert shapes.attention == (AttentionShape(2, 1, 32),)
+    assert shapes.widths == ((64, 96),)
+    jobs = list_jobs("host", TINY, shapes)
+    matmuls = [job for job in jobs if "matmul" in job.label]
+    assert [job.optional for job in matmuls] == sorted(job.optional for job in matmuls)
+    assert sum(not job.optional for job in matmuls) == 4
+    assert len({job.label for job in matmuls}) == len(matmuls) == 6
+
+
+def test_only_the_grid_is_skipped_for_lack_of_time(monkeypatch):
+    monkeypatch.setattr("pshard.profile.measure.disturbed_share", lambda before, after: 0.0)
+    ran: list[str] = []
+    jobs = [
+        replace(job, run=lambda bench, label=job.label: ran.append(label) or [])
+        for job in list_jobs("host", TINY, model_shapes(small_spec()))
+    ]
+    rows, skipped = run_jobs(jobs, deadline=0.0, benches={"host": None}, progress=lambda label, share: None)
+    assert rows == [] and skipped == 2
+    assert ran == [job.label for job in jobs if not job.optional]
+
+
+@pytest.mark.parametrize(("allowed", "again"), [(1.0, ["two", "one"]), (0.1, ["two"])])
+def test_what_others_disturbed_on_the_host_is_timed_again_the_worst_first(monkeypatch, allowed, again):
+    clock, ran = ManualClock(), []
+    lost = {"one": 0.1, "two": 0.3, "three": 0.01, "four": 0.9}
+    monkeypatch.setattr("pshard.profile.measure.time", clock)
+    monkeypatch.setattr("pshard.profile.measure.AGAIN", allowed)
+    monkeypatch.setattr("pshard.profile.measure.disturbed_share", lambda before, after: lost[ran[-1]])
+
+    def job(name: str, side: str) -> Job:
+        def run(bench: object) -> list[MatmulTiming]:
+            clock.sleep(1.0)
+            ran.append(name)
+            times = {1: 5.0, 4: 2.0} if ran.count(name) == 1 else {1: 3.0, 4: 7.0, 16: 9.0}  # the first stopped early
+            return [MatmulTiming(side, name, 1, 1, tokens, seconds) for tokens, seconds in times.items()]
+
+        return Job(side, name, 1.0, False, run)
+
+    jobs = [job("one", "host"), job("two", "host"), job("three", "host"), job("four", "acc")]
+    rows, _ = run_jobs(jobs, {"host": None, "acc": None}, 0.0, lambda label, share: None)
+    assert ran == ["one", "two", "three", "four", *again]
+    found = {name: {r.tokens: r.seconds for r in rows if r.qtype == name} for name in lost}
+    assert found == {name: {1: 3.0, 4: 2.0, 16: 9.0} if name in again else {1: 5.0, 4: 2.0} for name in lost}
+
+
+def test_all_reduces_need_two_devices_and_a_failure_is_a_note(monkeypatch):
+    asked: list[tuple] = []
+
+    def fail(device, ranks, sizes):
+        asked.append((device, list(ranks), sizes))
+        raise UserError("no group")
+
+    monkeypatch.setattr("pshard.profile.measure.measure_collectives", fail)
+    wanted = replace(request(), accelerator="cuda", effort=replace(TINY, sums=(4096,)))
+    notes: list[str] = []
+    assert time_collectives(wanted, devices=1, notes=notes) == () and not asked
+    assert time_collectives(wanted, devices=4, notes=notes) == () and notes == ["no group"]
+    time_collectives(replace(wanted, effort=replace(wanted.effort, quick=False)), devices=4, notes=notes)
+    assert asked == [("cuda", [2, 4], (4096,)), ("cuda", [2, 3, 4], (4096,))]
+
+
+def kinds(*names: str) -> tuple[AcceleratorInfo, ...]:
+    return tuple(AcceleratorInfo("cpu", i, name, 1 << 30) for i, name in enumerate(names))
+
+
+def test_every_unlike_accelerator_is_measured_once(monkeypatch):
+    monkeypatch.setattr("pshard.profile.measure.identify_accelerators", lambda kind: kinds("A", "A", "B", "B", "C"))
+    asked, real = [], measure_accelerator
+
+    def measure(request, accelerator, *rest):
+        asked.append(accelerator.index)
+        return real(request, accelerator, *rest)
+
+    shares: list[float] = []
+    monkeypatch.setattr("pshard.profile.measure.measure_accelerator", measure)
+    profile = measure_machine(request(), lambda label, share: shares.append(share))
+    assert asked == [2, 4] and shares == sorted(shares) and shares[-1] <= 1
+    for table in ACCELERATOR_TABLES:
+        rows = getattr(profile, table)
+        assert {row.device for row in rows} - {"host"} == {"acc", "acc2", "acc4"}
+        own, first = (
+            {replace(row, device="", seconds=0.0) for row in rows if row.device == d} for d in ("acc2", "acc")
+        )
+        assert own == first
+    assert [profile.sources(i)[0] for i in range(6)] == ["acc", "acc", "acc2", "acc2", "acc4", "acc"]
+    assert profile.of_accelerator(1) is profile
+    assert profile.of_accelerator(2) == profile.of_accelerator(3) != profile
+
+
+def test_launching_a_prompts_kernels_is_timed_over_real_steps():
+    device = CpuDevice()
+    try:
+        kernels = PlainKernels(), PlainKernels()
+        launch = time_launch("acc", device, kernels)
+        step = next(r for r in time_steps("acc", device, kernels, lambda: None).rows if r.device == "acc")
+    finally:
+        device.close()
+    assert (launch.what, launch.device, launch.tokens, launch.width) == ("launch", "acc", 1, 1)
+    assert step.seconds < launch.seconds < 0.1
+
+
+class CapturingDevice(CpuDevice):
+    """Keeps what is to be repeated, as CudaDevice does."""
+
+    kind = "lanes"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graphs: dict[tuple, Callable[[], Any]] = {}
+        self.left: list[int] = []  # of each executor that was closed: how much it had captured
+
+    def repeat(self, key: tuple, worth_it: bool, work: Callable[[], Any]) -> None:
+        self.graphs[key] = work
+        work()
+
+    def forget_repeats(self) -> None:
+        self.left.append(len(self.graphs))
+        self.graphs.clear()
+
+
+def test_walks_on_one_device_share_no_graphs():
+    device, kernels = CapturingDevice(), PlainKernels()
+    kernels.repeatable = True
+    try:
+        figures = time_steps("acc", device, (kernels, kernels), lambda: None)
+        acc, host, turns, step, streamed, pairs = device.left
+        assert not device.graphs and (acc, host, turns, step, streamed, pairs) == (1, 0, 9, 1, 9, 13)
+        assert {(r.device, r.what) for r in figures.rows} == {
+            ("acc", "step"), ("host", "step"), ("acc", "copy"), ("acc", "run")
+        }  # fmt: skip
+        assert figures.handoff > 0 and all(0 < r.seconds < 0.1 for r in figures.rows)
+    finally:
+        device.close()
+
+
+class SlowLanes(CapturingDevice):
+    """Starting a copy and starting what is repeated take the host a known time, and nothing else any."""
+
+    COPY, LAUNCH = 0.002, 0.003
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = ManualClock()
+
+    def copy_in(self, dst: Any, src: Any, after: Any = ()) -> Any:
+        self.clock.sleep(self.COPY)
+        return super().copy_in(dst, src, after)
+
+    def repeat(self, key: tuple, worth_it: bool, work: Callable[[], Any]) -> None:
+        self.clock.sleep(self.LAUNCH)
+        super().repeat(key, worth_it, work)
+
+
+def test_a_step_pays_for_copies_runs_and_hand_offs_and_not_for_what_cpu_units_take(monkeypatch):
+    device, kernels, reads = SlowLanes(), PlainKernels(), []
+    kernels.repeatable = True
+    monkeypatch.setattr("pshard.profile.timed.step_cost.time", device.clock)
+    try:
+        figures = time_steps("acc", device, (kernels, kernels), lambda: reads.append(device.clock.sleep(0.004)))
+    finally:
+        device.close()
+    assert len(reads) == (16 + 8 + 8 + 4) * WALKS  # units of the walks on the CPU, by turns, streamed, in pairs
+    rows = {(r.device, r.what): r.seconds for r in figures.rows}
+    assert rows["acc", "copy"] == pytest.approx(SlowLanes.COPY)
+    assert rows["acc", "run"] == pytest.approx(SlowLanes.LAUNCH)
+    assert figures.handoff == pytest.approx(SlowLanes.LAUNCH, rel=0.05)  # half of one more starts a graph too
+    assert rows["acc", "step"] == pytest.approx(SlowLanes.LAUNCH / 66) and rows["host", "step"] == 0
+
+
+def test_with_the_cpu_as_accelerator_both_sides_are_timed_alike():
+    device, reads = CpuDevice(), []
+    try:
+        figures = time_steps("acc", device, (PlainKernels(), PlainKernels()), lambda: reads.append(1))
+    finally:
+        device.close()
+    assert not reads
+    assert {(r.device, r.what) for r in figures.rows} == {("acc", "step"), ("host", "step")}  # copies are threads' work
+
+
+def test_gpus_differ_by_name_capability_or_memory():
+    gpu = AcceleratorInfo("cuda", 0, "G", 80 << 30, 5, 16, "1.0", "9.0")
+    others = (
+        replace(gpu, index=1, pcie_width=8),
+        replace(gpu, index=2, capability="10.0"),
+        replace(gpu, index=3, memory_bytes=40 << 30),
+        replace(gpu, index=4, name="H"),
+        replace(gpu, index=5, name="H", driver="2.0"),
+    )
+    assert [a.index for a in unlike_accelerators((gpu, *others))] == [0, 2, 3, 4]
+    assert [a.index for a in unlike_links((gpu, *others))] == [1]
+
+
+def test_like_accelerators_with_another_link_have_their_own_copies(monkeypatch, profile):
+    slow = [replace(a, pcie_width=4) if i % 2 else a for i, a in enumerate(kinds("A", "A", "A", "A"))]
+    monkeypatch.setattr("pshard.profile.measure.identify_accelerators", lambda kind: tuple(slow))
+    measured = measure_machine(request(), lambda label, share: None)
+    assert {c.device for c in measured.copies} == {"acc", "acc1"}
+    assert {m.device for m in measured.matmuls} == {"host", "acc"}
+    assert [measured.sources(i) for i in range(4)] == [("acc",) * 4, ("acc", "acc", "acc", "acc1")] * 2
+
+
+@pytest.mark.slow
+def test_shares_of_two_ranks_are_measured_in_real_processes(monkeypatch):
+    monkeypatch.setattr("pshard.profile.measure.count_cores", lambda: 2)
+    effort = replace(TINY, sums=(4096,), copy_sizes=(64 * KIB, 1024 * KIB), share_seconds=0.02)
+    profile = measure_machine(replace(request(), effort=effort), lambda label, share: None)
+    assert {(s.ranks, s.what, s.size) for s in profile.shares} == {
+        *((2, "matmul", tokens) for tokens in TOKENS),
+        (2, "copy", COPY_BYTES),
+    }
+    assert all(min(s.whole, s.alone, s.together) > 0 for s in profile.shares)
+    assert {c.ranks for c in profile.collectives} == {2}
+    assert from_json(MachineProfile, json.loads(json.dumps(to_json(profile)))) == profile
+
+
+def test_a_group_that_cannot_start_is_a_note(monkeypatch):
+    def fail(*arguments):
+        raise UserError("no group")
+
+    monkeypatch.setattr("pshard.profile.measure.measure_shares", fail)
+    notes: list[str] = []
+    wanted = replace(request(), effort=replace(TINY, sums=(4096,)))
+    assert time_shares(wanted, 2, None, notes) == () and notes == ["no group"]
+
+
+def test_attention_is_timed_up_to_the_context():
+    points = dict(attention_points((1, 16, 512, 4096), context=8192))
+    assert points[1] == (128, 1024, 4096, 8192)
+    assert points[512] == (512, 4096, 8192)
+    assert points[4096] == (4096, 8192)
+
+
+def test_sequences_that_are_timed_together_have_cells_of_their_own():
+    seen = []
+
+    class Recorder(PlainKernels):
+        def attention(self, qkv, heads, kv, rows, scale, out, partial):
+            seen.append((qkv.shape, tuple(kv.k.shape), rows))
+            out.zero_()
+
+    cpu = torch.device("cpu")
+    bench = KernelBench("host", Recorder(), cpu, OperandPool(1024 * KIB, cpu), Pace(0.001), slow=0.5)
+    shape = AttentionShape(2, 1, 32)
+    rows = time_attention(bench, shape, "bf16", 1, (100, 4096), sequences=16)
+    assert [(r.sequences, r.tokens, r.context) for r in rows] == [(16, 1, 100)]  # 8 MiB are more than the pool has
+    (width, cells, index) = seen[0]
+    assert width == (16, 4 * 32) and cells == (32, 64, 1, 32)
+    assert sorted(b for s in index.segments for b in s.blocks) == list(range(32))
+    assert {(s.tokens, s.past) for s in index.segments} == {(1, 99)}
+
+
+def test_a_full_run_expects_to_take_longer_than_a_quick_one():
+    quick, full = (replace(request(), effort=effort(32 << 20, 16 << 30)) for effort in (quick_effort, full_effort))
+    assert expected_seconds(quick) <= 60 < expected_seconds(full) < 1200
+
+
+def test_command_prints_json_alone_and_compares_with_the_last_profile(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("pshard.profile.effort.quick_effort", lambda cache, memory: TINY)
+    path = tmp_path / "deep" / "machine.json"
+    assert cli_profile.main(["--quick", "--device", "cpu", "-t", "1", "--json", "-o", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert json.loads(out) == json.loads(path.read_text())
+    assert cli_profile.main(["--quick", "--device", "cpu", "-t", "1", "-o", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "Matmuls on the CPU" in out and "since 20" in out and "…" not in out
+    assert [p.name for p in path.parent.iterdir()] == ["machine.json"]
+
+
+@pytest.mark.parametrize(
+    "argv, complaint",
+    [
+        (["--quik"], "--quik"),
+        (["-t", "0"], "number of threads"),
+        (["-t", "100000"], "cores"),
+        (["--device", "tpu"], "tpu"),
+        (["-o", "."], "folder"),
+        (["-m", "no-such-model.gguf"], "no-such-model.gguf"),
+    ],
+)
+def test_bad_flags_are_one_line_and_exit_code_two(argv, complaint, capsys):
+    assert cli_profile.main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1 and complaint in captured.err
+
+
+def test_interrupting_leaves_no_file(tmp_path, monkeypatch):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pshard.profile.measure.measure_machine", interrupt)
+    assert cli_profile.main(["--quick", "--device", "cpu", "-o", str(tmp_path / "p.json")]) == 130
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_figures_of_its_own():
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+    profile = measure_machine(replace(request(), accelerator="cuda"), lambda label, share: None)
+    assert profile.accelerators[0].kind == "cuda" and profile.accelerators[0].memory_bytes > 1 << 30
+    sides = {side: {m.seconds for m in profile.matmuls if m.device == side} for side in ("host", "acc")}
+    decode = next(m for m in profile.matmuls if (m.device, m.qtype, m.tokens) == ("acc", "Q4_0", 1))
+    assert decode.seconds < 20e-6  # a launch takes longer: it was timed in a graph
+    assert sides["acc"] and sides["acc"] != sides["host"]
+    costs = {e.what: e.seconds for e in profile.elementwise if e.device == "acc" and e.width == 1}
+    assert 20e-6 < costs["launch"] < 2e-3  # ten launches
+    assert costs["step"] < costs["launch"]
+    assert 1e-7 <= costs["copy"] < 5e-4 and 1e-7 <= costs["run"] < 5e-4
+    assert {c.memory for c in profile.copies} == {"pinned", "staged", "pageable"}
+    assert 1e-6 < profile.handoff_seconds < 1e-2

@@ -1,0 +1,320 @@
+"""Which tiles are tried, which one is chosen, how a profile keeps the choices and how runs come by them."""
+
+import io
+import json
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from registry_samples import make_profile
+from rich.console import Console
+
+from pshard.gpu_tiles import Tile, TileChoice
+from pshard.jsonio import from_json, to_json
+from pshard.machine import AcceleratorInfo, MachineProfile, MatmulTiming
+from pshard.profile import measure
+from pshard.profile.effort import Shapes, full_effort, quick_effort, shapes_to_tune
+from pshard.profile.show_profile import print_profile
+from pshard.profile.timed.operands import OperandPool
+from pshard.profile.timed.time_kernels import KernelBench
+from pshard.profile.timing_loop import Pace, race_seconds
+from pshard.profile.tuning import compile_ahead, tile_tuning
+from pshard.profile.tuning.tile_cases import TileCase, calls_of, tile_cases
+from pshard.profile.tuning.tile_tuning import tune_tiles
+from pshard.quant import QUANT_TYPES
+from pshard.registries.fingerprint import digest, fingerprint_inputs
+from pshard.runtime.kernels.api import Packed, TiledKernels
+from pshard.runtime.kernels.gpu.default_tiles import TUNING, candidate_tiles, default_tile
+from pshard.runtime.kernels.plain import PlainKernels
+from pshard.session import open_plan as opening
+
+PLANED = [name for name, q in QUANT_TYPES.items() if q.planes]
+BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+CASE = TileCase("matvec", "Q4_0", 8, ((64, 32), (32, 32)))
+
+
+@pytest.mark.parametrize("kernel", ["matvec", "gated", "gated few"])
+@pytest.mark.parametrize("qtype", PLANED)
+def test_every_candidate_fits_its_kernel(kernel: str, qtype: str) -> None:
+    for tokens in BUCKETS if kernel != "gated few" else (1,):
+        tiles = candidate_tiles(kernel, qtype, tokens)
+        assert tiles[0] == default_tile(kernel, qtype, tokens) and 4 <= len(set(tiles)) == len(tiles) <= 14
+        assert tokens > 8 or {tile.rows for tile in tiles} == {16, 32} or kernel != "matvec"
+        for tile in tiles:
+            assert tile.rows in (16, 32) and tile.stages <= 1 + (tile.rows == 32) and tile.tokens >= min(tokens, 4)
+            assert tile.rows == 16 or tile.depth == 8 * tile.warps
+            assert 32 * tile.warps * (tile.registers or 255) <= 65536
+            if kernel != "matvec":  # what hands its results over quantised has whole chunks, and all tokens of 16 rows
+                assert tile.programs == 1 and (tile.rows == 32 or tile.tokens >= tokens)
+
+
+def test_both_ways_of_multiplying_are_tried_for_few_tokens() -> None:
+    for kernel in ("matvec", "gated"):
+        for tokens in (1, 2, 4):
+            assert {t.rows for q in PLANED for t in candidate_tiles(kernel, q, tokens)[1:]} == {16, 32}
+
+
+def test_cases_are_the_models_kernels_types_and_batches() -> None:
+    matmuls = (("Q4_0", 25600, 5120), ("Q4_0", 5120, 25600), ("Q4_0", 1024, 5120), ("Q4_0", 5120, 8192),
+               ("Q4_0", 8192, 5120), ("BF16", 5120, 5120))  # fmt: skip
+    heads = (("Q6_K", 151936, 5120), ("Q4_0", 151936, 5120))
+    shapes = Shapes(matmuls, heads, (), ((5120, 25600),), (), 64)
+    assert tile_cases(shapes, (8, 1), 3) == [
+        TileCase("matvec", "Q6_K", 1, ((151936, 5120),)),
+        TileCase("gated", "Q4_0", 1, ((25600, 5120),)),
+        TileCase("matvec", "Q4_0", 1, ((5120, 25600), (5120, 8192), (8192, 5120))),
+        TileCase("matvec", "Q6_K", 8, ((151936, 5120),)),
+        TileCase("gated", "Q4_0", 8, ((25600, 5120),)),
+        TileCase("matvec", "Q4_0", 8, ((5120, 25600), (5120, 8192), (8192, 5120))),
+    ]
+    few = tile_cases(Shapes((("Q4_0", 14336, 4096),), (), (), ((4096, 14336),), (), 64), (1, 2), 1)
+    assert [case.kernel for case in few] == ["gated few", "gated"]
+
+
+def test_a_quick_profile_tunes_for_a_model_only_and_a_full_one_the_common_types() -> None:
+    quick, full = quick_effort(1 << 20, 1 << 30), full_effort(1 << 20, 1 << 30)
+    model = Shapes((("Q5_0", 64, 64),), (), (), (), (), 64)
+    assert shapes_to_tune(quick, model) == shapes_to_tune(full, model) == model
+    assert tile_cases(shapes_to_tune(quick, None), quick.tile_tokens, 1) == []
+    assert {c.qtype for c in tile_cases(shapes_to_tune(full, None), full.tile_tokens, 1)} == {
+        "Q4_0",
+        "Q8_0",
+        "Q4_K",
+        "Q6_K",
+    }
+
+
+class FakeKernels(PlainKernels):
+    """Plain kernels that have tiles, of which some fail and some give wrong numbers."""
+
+    def __init__(self, broken: Tile | None = None, wrong: Tile | None = None) -> None:
+        self.broken, self.wrong = broken, wrong
+        self.used: tuple[TileChoice, ...] = ()
+
+    def use_tiles(self, choices: Iterable[TileChoice]) -> None:
+        self.used = tuple(choices)
+
+    def linear(self, x, weight, out, tile, bias=None, accumulate=False) -> None:
+        super().linear(x, weight, out, tile, bias, accumulate)
+        if self.used[0].tile == self.broken:
+            raise RuntimeError("out of resources\nand more")
+        if self.used[0].tile == self.wrong:
+            out *= 1.1
+
+
+@pytest.fixture
+def tune(monkeypatch: pytest.MonkeyPatch):
+    """Tunes CASE with made-up times: `seconds`: (tile, rows) -> seconds; `late`: what was not compiled in time."""
+
+    def run(kernels: FakeKernels, seconds, late: tuple[Tile, ...] = (), failing: tuple[Tile, ...] = ()):
+        errors = [RuntimeError("no kernel") for _ in failing]
+
+        def request(call):
+            with suppress(RuntimeError):
+                call()
+            return (str(kernels.used[0].tile),)
+
+        def compile_some(requests, processes, limit):
+            failed = dict(zip((str(tile) for tile in failing), errors))
+            return {r: failed.get(r) for r in requests if r not in map(str, late)}
+
+        def race(runs, pace, cuda):
+            times = []
+            for one in runs:
+                one(0)
+                times.append(seconds(kernels.used[0].tile, bench_rows[-1]))
+            return times
+
+        bench_rows: list[int] = []
+        pool = OperandPool(1 << 20, torch.device("cpu"))
+        rotate = pool.rotate_weights
+
+        def note_rows(qtype, rows, cols):
+            bench_rows.append(rows)
+            return rotate(qtype, rows, cols)
+
+        pool.rotate_weights = note_rows  # type: ignore[method-assign]
+        monkeypatch.setattr(tile_tuning, "compile_ahead", compile_some)
+        monkeypatch.setattr(tile_tuning, "requests_of", request)
+        monkeypatch.setattr(tile_tuning, "race_seconds", race)
+        bench = KernelBench("acc1", kernels, torch.device("cpu"), pool, Pace(0.01), 1.0)
+        return tune_tiles(bench, kernels, [CASE], 1.0), bench_rows
+
+    return run
+
+
+DEFAULT, SECOND, THIRD, *_ = candidate_tiles(CASE.kernel, CASE.qtype, CASE.tokens)
+
+
+def test_the_fastest_tile_is_chosen_and_used(tune) -> None:
+    kernels = FakeKernels()
+    tuned, rows = tune(kernels, lambda tile, rows: {SECOND: 0.9, THIRD: 0.8}.get(tile, 1.0))
+    assert tuned.choices == (TileChoice("acc1", "matvec", "Q4_0", 8, THIRD, 1.6, 2.0),)
+    assert kernels.used == tuned.choices and rows == [64, 64, 32]
+    assert tuned.choices[0].gain == pytest.approx(1.25)
+
+
+def test_the_default_stays_within_noise(tune) -> None:
+    tuned, rows = tune(FakeKernels(), lambda tile, rows: 1.0 if tile == DEFAULT else 0.98)
+    assert tuned.choices == (TileChoice("acc1", "matvec", "Q4_0", 8, DEFAULT, 1.0, 1.0),)
+    assert rows == [64, 64]  # nothing was left to try on the other matrix
+
+
+def test_a_tile_must_not_lose_on_other_matrices_what_it_gains(tune) -> None:
+    tuned, _ = tune(FakeKernels(), lambda tile, rows: 1.0 if tile == DEFAULT else 0.9 if rows == 64 else 1.1)
+    assert tuned.choices[0].tile == DEFAULT and tuned.choices[0].gain == 1
+
+
+def test_tiles_that_fail_or_are_wrong_or_late_are_passed_over(tune) -> None:
+    tuned, _ = tune(FakeKernels(SECOND, THIRD), lambda tile, rows: 0.5 if tile in (SECOND, THIRD) else 1.0)
+    assert tuned.choices[0].tile == DEFAULT and tuned.untried == 0
+    assert tuned.failures[0] == "RuntimeError: out of resources" and "wrong numbers" in tuned.failures[1]
+    tuned, _ = tune(FakeKernels(), lambda tile, rows: 0.5 if tile == SECOND else 1.0, late=(SECOND, THIRD))
+    assert tuned.choices[0].tile == DEFAULT and tuned.untried == 2 and not tuned.failures
+    tuned, _ = tune(FakeKernels(), lambda tile, rows: 0.5 if tile == SECOND else 1.0, failing=(SECOND, THIRD))
+    assert tuned.choices[0].tile == DEFAULT and tuned.failures == ("RuntimeError: no kernel",) * 2
+
+
+def test_without_time_for_other_tiles_nothing_is_chosen(tune) -> None:
+    tiles = candidate_tiles(CASE.kernel, CASE.qtype, CASE.tokens)
+    tuned, rows = tune(FakeKernels(), lambda tile, rows: 1.0, late=tiles)
+    assert tuned == tile_tuning.Tuned((), len(tiles) - 1, ()) and rows == [64]  # and nothing was timed
+
+
+def test_without_a_default_that_works_nothing_is_chosen(tune) -> None:
+    tuned, _ = tune(FakeKernels(broken=DEFAULT), lambda tile, rows: 1.0)
+    assert tuned.choices == () and tuned.failures == ("RuntimeError: out of resources",)
+
+
+def test_what_was_left_out_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = quick_effort(1 << 20, 1 << 30)
+    request = measure.Request("cuda", quick, Shapes((("Q4_0", 64, 64),), (), (), (), (), 64), None, "pshard-profile")
+    bench = KernelBench("acc", FakeKernels(), torch.device("cpu"), OperandPool(4096, torch.device("cpu")), Pace(1), 1)
+    tuned = tile_tuning.Tuned((CASE.choose(SECOND),), 3, ("RuntimeError: no", "RuntimeError: never"))
+    monkeypatch.setattr(measure, "tune_tiles", lambda *_: tuned)
+    notes: list[str] = []
+    assert measure.choose_tiles(request, bench, notes) == tuned.choices
+    assert "3 tiles" in notes[0] and "lack of time" in notes[0]
+    assert "2 tiles" in notes[1] and "RuntimeError: no" in notes[1]
+    assert isinstance(bench.kernels, TiledKernels) and not isinstance(PlainKernels(), TiledKernels)
+    plain = replace(bench, kernels=PlainKernels())
+    assert measure.choose_tiles(request, plain, notes) == measure.choose_tiles(request, None, notes) == ()
+    assert len(notes) == 2
+
+
+def test_no_more_processes_compile_than_there_are_cores_and_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, gib, count in ((16, 128, 16), (128, 512, 32), (16, 16, 4), (8, 2, 1)):
+        monkeypatch.setattr(compile_ahead, "count_cores", lambda n=cores: n)
+        monkeypatch.setattr(compile_ahead, "usable_memory", lambda n=gib: n << 30)
+        assert compile_ahead.count_processes() == count
+
+
+def test_a_race_takes_turns() -> None:
+    order: list[str] = []
+    times = race_seconds([lambda i, n=n: order.append(n) for n in "ab"], Pace(0.01), cuda=False)  # type: ignore[misc]
+    assert order == list("abba" * 3 + "ab") and len(times) == 2 and all(t >= 0 for t in times)
+
+
+def profile_with(*tiles: TileChoice) -> MachineProfile:
+    gpus = tuple(AcceleratorInfo("cuda", i, name, 1 << 30) for i, name in enumerate(("A", "A", "B")))
+    rows = tuple(MatmulTiming(device, "Q4_0", 64, 64, 1, 1e-6) for device in ("acc", "acc2"))
+    return replace(make_profile(), accelerators=gpus, matmuls=rows, tiles=tiles)
+
+
+def test_a_profile_keeps_the_choices_of_each_unlike_gpu() -> None:
+    first, other = CASE.choose(SECOND), CASE.choose(THIRD, "acc2", 0.5, 1.0)
+    profile = profile_with(first, other)
+    assert from_json(MachineProfile, json.loads(json.dumps(to_json(profile)))) == profile
+    assert [profile.tiles_of(i) for i in range(3)] == [(first,), (first,), (other,)]
+    # the rows that stand for the third GPU were measured with the defaults, so it runs with them
+    assert profile_with(first).tiles_of(2) == ()
+
+
+def test_profiles_of_before_load_and_have_no_choices() -> None:
+    data = json.loads(json.dumps(to_json(profile_with())))
+    del data["tiles"]
+    assert from_json(MachineProfile, data).tiles == ()
+
+
+def test_other_tiles_make_plans_stale() -> None:
+    before, after = (digest(fingerprint_inputs((), profile_with(CASE.choose(tile)))) for tile in (SECOND, THIRD))
+    assert before != after
+
+
+def test_a_run_takes_the_tiles_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, other = CASE.choose(SECOND), CASE.choose(THIRD, "acc2")
+    given = []
+    memory = SimpleNamespace(host_locked=0, page_locked=True)
+    engine = SimpleNamespace(memory=lambda: memory, notes=())
+    monkeypatch.setattr(
+        "pshard.runtime.build_engine.build_engine", lambda *_, tiles, **__: given.append(tiles) or engine
+    )
+    monkeypatch.setattr("pshard.registries.profile_store.note_page_locks", lambda *_: False)
+    monkeypatch.setattr("pshard.runtime.devices.device.open_device", lambda kind, index: SimpleNamespace(locks=True))
+    monkeypatch.setattr("pshard.runtime.devices.threads.use_threads", lambda count: None)
+    file = SimpleNamespace(spec=SimpleNamespace(name="m", packed_nbytes=1))
+    for device in (0, 2):
+        variant = SimpleNamespace(device=device, split_mode="none")
+        opened = opening.Opened(file, profile_with(first, other), variant, None)  # type: ignore[arg-type]
+        opening.start_engine(opened, variant)  # type: ignore[arg-type]
+        group = SimpleNamespace(local_rank=device, size=3)
+        opening.start_engine(opened, variant, group=group)  # type: ignore[arg-type]
+    assert given == [(first,), (first,), (other,), (other,)]
+
+
+def test_the_profiles_table_says_what_tuning_gained() -> None:
+    console = Console(record=True, width=160, file=io.StringIO())
+    print_profile(profile_with(CASE.choose(SECOND, "acc", 1.0, 1.2), CASE.choose(DEFAULT)), console)
+    text = console.export_text()
+    assert "1 of 2 differ from the defaults (matvec Q4_0, 8 tokens: 1.20 times as fast)" in text
+
+
+def test_the_table_of_defaults_has_every_bucket() -> None:
+    for qtype in PLANED:
+        for kernel in ("matvec", "gated"):
+            assert all(isinstance(default_tile(kernel, qtype, tokens), Tile) for tokens in BUCKETS)
+    assert TUNING["gated few", 1].rows == 32
+
+
+@pytest.mark.slow
+def test_kernels_are_compiled_ahead_in_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="Triton is installed with the CUDA build of torch only")
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    from pshard.runtime.kernels.gpu.cuda import CudaKernels
+    from pshard.runtime.kernels.gpu.products.triton_matvec import matvec_kernel
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    target = GPUTarget("cuda", 90, 32)
+    monkeypatch.setattr(driver, "_active", compile_ahead.OnlyTarget(target))
+    kernels = CudaKernels("cpu", 64)
+    weight = Packed(torch.zeros(1 << 16, dtype=torch.uint8), "Q4_0", 64, 32)
+    call, _ = calls_of(kernels, CASE, [weight], torch.zeros(8, 32, dtype=torch.bfloat16))
+
+    def requests(tile: Tile) -> tuple[str, ...]:
+        kernels.use_tiles([CASE.choose(tile)])
+        return compile_ahead.requests_of(lambda: call(0))
+
+    try:
+        (first,), (second,) = requests(DEFAULT), requests(THIRD)
+        assert first != second and not list(tmp_path.rglob("*"))
+        broken = first.replace('"num_warps": 2', '"num_warps": 3')
+        compiled = compile_ahead.compile_ahead([first, broken, second], 2, 120.0)
+        assert compiled[first] is None and compiled[second] is None and compiled[broken] is not None
+        there = sorted(tmp_path.rglob("*"))
+        assert sum(path.suffix == ".cubin" for path in there) == 2
+        for tile in (DEFAULT, THIRD):
+            kernels.use_tiles([CASE.choose(tile)])
+            with pytest.raises(AttributeError, match="launcher_cls"):  # compiled, or found, but there is no GPU
+                call(0)
+        cubins = {path for path in tmp_path.rglob("*.cubin") if path.name.startswith("matvec")}
+        assert cubins == {path for path in there if path.suffix == ".cubin"}  # both came from the cache
+        many = [first.replace('"TOKENS"', f'"TOKENS"{" " * n}') for n in range(8)]  # as good as eight
+        assert len(compile_ahead.compile_ahead(many, 1, 0.0)) < len(many)  # what no process had begun was left out
+    finally:
+        matvec_kernel.device_caches.clear()

@@ -1,0 +1,104 @@
+"""Sums and gathers through peers' memory: the kernels in Triton's interpreter, between processes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from engines import open_engine
+from model_files import write_gguf
+from peer_program import SUMS, summand
+
+pytest.importorskip("triton", reason="Triton is installed with the CUDA build of torch only")
+MAKERS = Path(__file__).resolve().parents[1] / "makers"
+WIRES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+
+
+def run_ranks(scenario: str, ranks: int, folder: Path) -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(MAKERS)}
+    program = [sys.executable, "-P", str(MAKERS / "peer_program.py"), str(folder)]
+    commands = [[*program, str(r), str(ranks), scenario] for r in range(ranks)]
+    processes = [subprocess.Popen(c, env=environment, stderr=subprocess.PIPE, text=True) for c in commands]
+    try:
+        for process in processes:
+            _, errors = process.communicate(timeout=200)
+            assert process.returncode == 0, errors
+    finally:
+        for process in processes:
+            process.kill()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sums_are_in_rank_order_and_the_same_bits_on_every_rank(ranks: int, tmp_path: Path) -> None:
+    run_ranks("sums", ranks, tmp_path)
+    results = [torch.load(tmp_path / f"sums-{r}.pt") for r in range(ranks)]
+    for seed, (shape, algorithm, wire) in enumerate(SUMS):
+        parts = [summand(r, shape, seed).to(WIRES[wire]).float() for r in range(ranks)]
+        total = torch.zeros(shape)
+        for part in parts:
+            total = total + part
+        if algorithm == "two-shot":
+            total = total.to(WIRES[wire]).float()
+        onto = torch.arange(total.numel(), dtype=torch.float32).view(shape) + total
+        rounding = 2.0**-6 * max(p.abs().max() for p in parts) if wire == "bf16" else 0.0  # the interpreter cuts off
+        for i, want in ((2 * seed, onto), (2 * seed + 1, total)):
+            torch.testing.assert_close(results[0][i], want, rtol=0, atol=rounding, msg=f"{shape} {algorithm} {wire}")
+            assert all(torch.equal(found[i], results[0][i]) for found in results)
+
+
+def test_a_sum_may_add_and_normalise_at_once(tmp_path: Path) -> None:
+    run_ranks("norms", 2, tmp_path)
+    hidden = summand(9, (3, 96), 1) + (summand(0, (3, 96), 0) + summand(1, (3, 96), 0))
+    normed = hidden.double() * (hidden.double().square().mean(1, keepdim=True) + 1e-5).rsqrt() * summand(9, (96,), 2)
+    for rank in range(2):
+        got, got_normed = torch.load(tmp_path / f"norms-{rank}.pt")
+        assert torch.equal(got, hidden)
+        torch.testing.assert_close(got_normed[:, :96].double(), normed, rtol=1e-5, atol=1e-5)
+        assert not got_normed[:, 96:].any()
+
+
+def test_programs_of_a_row_share_its_norm(tmp_path: Path) -> None:
+    run_ranks("slices", 2, tmp_path)
+    first, second = (torch.load(tmp_path / f"slices-{rank}.pt") for rank in range(2))
+    shape = first[0].shape
+    hidden = sum(summand(0, shape, seed) + summand(1, shape, seed) for seed in (0, 3))
+    factor = (hidden.double().square().mean(1, keepdim=True) + 1e-5).rsqrt()
+    assert shape[1] > 1024 and torch.equal(first[0], hidden)
+    normed = hidden.double() * factor * summand(9, shape[1:], 2)
+    torch.testing.assert_close(first[1].double(), normed, rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(one, other) for one, other in zip(first, second))
+
+
+def test_a_part_that_leaves_from_its_product_gives_the_same_sum(tmp_path: Path) -> None:
+    run_ranks("pushes", 2, tmp_path)
+    first, second = (torch.load(tmp_path / f"pushes-{rank}.pt") for rank in range(2))
+    for seed, (ours, theirs) in enumerate(zip(first, second)):
+        for (part, hidden, normed), (their_part, *rest) in zip(ours, theirs):
+            assert torch.equal(hidden, summand(9, hidden.shape, seed) + (part + their_part)) and hidden.any()
+            assert torch.equal(hidden, rest[0]) and torch.equal(normed, rest[1]) and torch.equal(normed, ours[0][2])
+
+
+def test_columns_of_unequal_ranks_are_gathered(tmp_path: Path) -> None:
+    run_ranks("gathers", 3, tmp_path)
+    wanted = torch.cat([torch.full((1, w), float(r)) for r, w in enumerate((4100, 0, 37))], dim=1)
+    for rank in range(3):
+        assert torch.equal(torch.load(tmp_path / f"gathers-{rank}.pt"), torch.cat([wanted, wanted + 0.25]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_engines_sum_and_gather_through_peers(ranks: int, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q5_0")  # dp4a, the quicker way in the interpreter
+    with open_engine(tmp_path / "m.gguf", context=64) as engine:
+        wanted = engine.forward([5, 6], all_logits=True)
+    run_ranks("engines", ranks, tmp_path)
+    found = [torch.load(tmp_path / f"engines-{r}.pt") for r in range(ranks)]
+    assert ((found[0] - wanted) ** 2).mean() / (wanted**2).mean() < 2e-3  # int8 activations
+    assert all(torch.equal(other, found[0]) for other in found)
+
+
+def test_a_rank_that_does_not_come_is_named_and_nobody_waits_for_ever(tmp_path: Path) -> None:
+    run_ranks("late", 2, tmp_path)
+    assert (tmp_path / "late").read_text() == "1"

@@ -1,0 +1,159 @@
+"""Registry files: what is written is read back, and what is wrong is refused with its place."""
+
+import dataclasses
+import json
+import types
+import typing
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from registry_samples import make_registry, make_tier
+
+from pshard.plan import Buffers, Placement, RankPlan, Registry, TierPlan, Variant
+from pshard.registries.codec import NewerFormat, decode_registry, encode_registry
+from pshard.registries.fingerprint import digest
+from pshard.times.collectives import REDUCE_DTYPES
+
+CHOICES = {
+    (Placement, "where"): st.sampled_from(["pinned", "streamed", "cpu"]),
+    (Placement, "kv"): st.sampled_from([None, "vram", "host"]),
+    (Placement, "cpu_rows"): st.sampled_from([0, 16, 512]),
+    (Buffers, "slots"): st.integers(1, 8),
+    (Variant, "split_mode"): st.sampled_from(["none", "tensor"]),
+    (Variant, "reduce_dtype"): st.sampled_from(REDUCE_DTYPES),
+    (Variant, "max_tp"): st.sampled_from([(), (("attention", 2),), (("ffn", 1), ("output", 3))]),
+    (Registry, "version"): st.just(1),
+}
+
+
+def strategy_for(kind):
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is types.UnionType:
+        return st.one_of(*(strategy_for(a) for a in args))
+    if origin is tuple and args[1:] == (Ellipsis,):
+        return st.lists(strategy_for(args[0]), max_size=3).map(tuple)
+    if origin is tuple:
+        return st.tuples(*(strategy_for(a) for a in args))
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        fields = {f.name: CHOICES.get((kind, f.name), strategy_for(hints[f.name])) for f in dataclasses.fields(kind)}
+        return st.builds(kind, **fields).map(make_valid)
+    return {
+        int: st.integers(0, 1 << 53),
+        float: st.floats(allow_nan=False, allow_infinity=False),
+        str: st.text(max_size=12),
+        bool: st.booleans(),
+        type(None): st.none(),
+    }[kind]
+
+
+def make_valid(value):
+    """Bring what the types leave open in line with the format's rules."""
+    if isinstance(value, Placement):
+        return value if value.where != "cpu" and value.kv is None else replace(value, cpu_rows=0)
+    if isinstance(value, TierPlan):
+        units = {p.unit: p for p in value.placements}
+        return replace(value, placements=tuple(units.values()))
+    if isinstance(value, RankPlan):
+        tiers = value.tiers or (ONE_TIER,)
+        rows: dict[str, int] = {}  # what tiers pin they split alike
+        for tier in tiers:
+            rows |= {p.unit: p.cpu_rows for p in tier.placements if p.where == "pinned" and p.unit not in rows}
+        return replace(value, tiers=tuple(split_alike(replace(t, tokens=1 + i * 7), rows) for i, t in enumerate(tiers)))
+    if isinstance(value, Variant):
+        rank = RankPlan(0, 1, 1.0, (), (), (ONE_TIER,))
+        ranks = value.ranks or (rank,)
+        return replace(value, ranks=ranks, vram_mib=tuple(100 + i for i in range(len(ranks))))
+    if isinstance(value, Registry):
+        return replace(value, fingerprint=digest(value.inputs))
+    return value
+
+
+def split_alike(tier, rows):
+    places = (replace(p, cpu_rows=rows[p.unit]) if p.where == "pinned" else p for p in tier.placements)
+    return replace(tier, placements=tuple(places))
+
+
+ONE_TIER = make_tier()
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(strategy_for(Registry))
+def test_any_registry_survives_the_round_trip(registry):
+    assert decode_registry(encode_registry(registry)) == registry
+
+
+def damaged(registry, edit):
+    data = json.loads(encode_registry(registry))
+    edit(data)
+    return json.dumps(data)
+
+
+def set_at(data, value, *path):
+    for key in path[:-1]:
+        data = data[key]
+    data[path[-1]] = value
+
+
+TIER = ("variants", 0, "ranks", 0, "tiers", 0)
+
+
+def pin_with_other_rows(data):
+    for tier, rows in ((0, 16), (1, 32)):
+        place = data["variants"][0]["ranks"][0]["tiers"][tier]["placements"][0]
+        place.update(where="pinned", cpu_rows=rows)
+
+
+@pytest.mark.parametrize(
+    ("edit", "place"),
+    [
+        (lambda d: d.pop("model"), "lacks the field 'model'"),
+        (lambda d: d.update(extra=1), "unknown field 'extra'"),
+        (lambda d: set_at(d, "many", *TIER, "tokens"), "Registry.variants[0].ranks[0].tiers[0].tokens is 'many'"),
+        (lambda d: set_at(d, "gpu", *TIER, "placements", 0, "where"), "tiers[0].placements[0].where is 'gpu'"),
+        (lambda d: set_at(d, "disk", *TIER, "placements", 0, "kv"), "placements[0].kv is 'disk'"),
+        (lambda d: set_at(d, -16, *TIER, "placements", 0, "cpu_rows"), "placements[0].cpu_rows is -16"),
+        (lambda d: set_at(d, 16, *TIER, "placements", 1, "cpu_rows"), "placements[1].cpu_rows is 16"),
+        (pin_with_other_rows, "tiers[1] pins 'a' with other cpu_rows"),
+        (lambda d: set_at(d, "b", *TIER, "placements", 0, "unit"), "names a unit twice"),
+        (lambda d: set_at(d, 0, *TIER, "buffers", "slots"), "slots is 0"),
+        (lambda d: set_at(d, 0, *TIER, "tokens"), "ascending token counts"),
+        (lambda d: set_at(d, [], "variants", 0, "ranks"), "0 ranks for 1 budgets"),
+        (lambda d: set_at(d, "pipeline", "variants", 0, "split_mode"), "split_mode is 'pipeline'"),
+        (lambda d: set_at(d, "12", "inputs", 0, 1), "fingerprint is not the digest"),
+        (lambda d: set_at(d, 0, "version"), "version is 0"),
+        (lambda d: set_at(d, float("nan"), *TIER, "prediction", "seconds"), "NaN is not a number"),
+    ],
+)
+def test_damage_is_refused_with_its_place(edit, place):
+    registry = make_registry()
+    with pytest.raises(ValueError) as caught:
+        decode_registry(damaged(registry, edit))
+    assert place in str(caught.value)
+
+
+def test_a_newer_format_is_told_apart_from_damage():
+    with pytest.raises(NewerFormat, match="format version 2"):
+        decode_registry(damaged(make_registry(), lambda d: d.update(version=2, something="new")))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "{", "[" * 100_000, '"registry"'])
+def test_text_that_is_no_registry_is_a_value_error(text):
+    with pytest.raises(ValueError):
+        decode_registry(text)
+
+
+def test_one_placement_per_line():
+    lines = encode_registry(make_registry()).splitlines()
+    assert [line.strip().rstrip(",") for line in lines if '"unit"' in line] == [
+        '{"unit": "a", "where": "streamed", "kv": null, "cpu_rows": 0}',
+        '{"unit": "b", "where": "cpu", "kv": null, "cpu_rows": 0}',
+    ] * 2
+
+
+def test_infinite_numbers_are_not_written():
+    registry = make_registry(seconds=float("inf"))
+    with pytest.raises(ValueError):
+        encode_registry(registry)

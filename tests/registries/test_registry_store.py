@@ -1,0 +1,280 @@
+"""Registries on disk: where they lie, variants that stay, concurrent writers, and places that cannot be written."""
+
+import errno
+import multiprocessing
+import os
+from dataclasses import replace
+
+import pytest
+from registry_samples import INPUTS, make_registry, make_variant
+
+from pshard.commands.command_line import parse_ratios
+from pshard.errors import UserError
+from pshard.registries.choose import choose_variant, plan_command
+from pshard.registries.store import load_registry, registry_path, save_variants
+from pshard.workload import Workload
+
+
+def budgets(path):
+    return [v.vram_mib for v in load_registry(path).variants]
+
+
+def test_registry_lies_beside_the_model(tmp_path):
+    model = tmp_path / "model.gguf"
+    model.touch()
+    assert registry_path(model) == tmp_path / "model.gguf.pshard.json"
+    assert registry_path(model, tmp_path / "other.json") == tmp_path / "other.json"
+
+
+def test_registry_of_a_model_folder_lies_in_it(tmp_path):
+    (tmp_path / "hf").mkdir()
+    assert registry_path(tmp_path / "hf") == tmp_path / "hf" / "hf.pshard.json"
+
+
+def test_registry_of_a_read_only_folder_lies_in_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("PSHARD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    one, other = registry_path(tmp_path / "a" / "m.gguf"), registry_path(tmp_path / "b" / "m.gguf")
+    assert one.parent == other.parent == tmp_path / "cache" / "registries"
+    assert one != other and one.name.startswith("m.gguf-")
+
+
+def test_planning_again_replaces_its_variant_and_keeps_the_others(tmp_path):
+    path = tmp_path / "r.json"
+    assert save_variants(path, "tiny", INPUTS, [make_variant((100,))]).stale == 0
+    assert save_variants(path, "tiny", INPUTS, [make_variant((200,))]).stale == 0
+    assert save_variants(path, "tiny", INPUTS, [make_variant((100,), seconds=0.01)]).stale == 0
+    assert budgets(path) == [(100,), (200,)]
+    assert load_registry(path).variants[0].ranks[0].tiers[0].prediction.seconds == 0.01
+    save_variants(path, "tiny", INPUTS, [make_variant((100,), context=1024)])
+    assert budgets(path) == [(100,), (200,), (100,)]
+
+
+def test_changed_inputs_drop_stale_variants_and_say_how_many(tmp_path):
+    path = tmp_path / "r.json"
+    save_variants(path, "tiny", INPUTS, [make_variant((100,)), make_variant((200,))])
+    assert save_variants(path, "tiny", (("threads", "12"),), [make_variant((300,))]).stale == 2
+    assert budgets(path) == [(300,)]
+
+
+def write_budgets(path, first):
+    for i in range(5):
+        save_variants(path, "tiny", INPUTS, [make_variant((first + i,))])
+
+
+def test_concurrent_writers_lose_nothing(tmp_path):
+    path, context = tmp_path / "r.json", multiprocessing.get_context("spawn")
+    writers = [context.Process(target=write_budgets, args=(path, 100 * (n + 1))) for n in range(3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+    assert [w.exitcode for w in writers] == [0, 0, 0]
+    assert budgets(path) == [(100 * n + i,) for n in (1, 2, 3) for i in range(5)]
+
+
+def test_full_disk_leaves_the_old_registry_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "r.json"
+    save_variants(path, "tiny", INPUTS, [make_variant((100,))])
+    before = path.read_text()
+
+    def fail(handle):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(UserError, match=r"cannot write the registry .*No space left on device; free some space"):
+        save_variants(path, "tiny", INPUTS, [make_variant((200,))])
+    assert path.read_text() == before
+    assert [p.name for p in tmp_path.iterdir() if p.suffix != ".lock"] == ["r.json"]
+
+
+def test_a_place_that_cannot_be_written_is_a_user_error(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot write the registry .*choose another place with --registry"):
+        save_variants(tmp_path / "file" / "r.json", "tiny", INPUTS, [make_variant()])
+    with pytest.raises(UserError, match="Is a directory"):
+        (tmp_path / "folder").mkdir()
+        save_variants(tmp_path / "folder", "tiny", INPUTS, [make_variant()])
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_read_only_folder_is_a_user_error(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(UserError, match="cannot write the registry"):
+        save_variants(tmp_path / "r.json", "tiny", INPUTS, [make_variant()])
+    tmp_path.chmod(0o700)
+    assert not list(tmp_path.iterdir())
+
+
+def test_missing_registry_says_how_to_plan(tmp_path):
+    with pytest.raises(UserError, match=r"no plan for this model: .*; run: pshard-plan -m x --vram 100"):
+        load_registry(tmp_path / "r.json", "pshard-plan -m x --vram 100")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"version": 1}', "corrupt: Registry lacks the field 'fingerprint'; delete it"),
+        (b"{", "corrupt: Expecting property name .* line 1 column 2"),
+        (b"\xff\xfe\x00", "corrupt: .*decode"),
+        (b'{"version": 99}', "has format version 99, this program reads up to 1; update pshard"),
+    ],
+)
+def test_unreadable_registry_is_refused_and_never_overwritten(tmp_path, content, message):
+    path = tmp_path / "r.json"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        load_registry(path)
+    with pytest.raises(UserError, match=message):
+        save_variants(path, "tiny", INPUTS, [make_variant()])
+    assert path.read_bytes() == content
+
+
+def choose(variants, **want):
+    fields = {"vram_mib": (1000,), "context": 512, "max_ubatch": 16} | want
+    return choose_variant(make_registry(variants=tuple(variants)), Workload(**fields), "pshard-plan -m m").variant
+
+
+def test_the_largest_budget_that_fits_is_taken():
+    variants = [make_variant((mib,)) for mib in (500, 900, 1001)]
+    assert choose(variants).vram_mib == (900,)
+    assert choose(variants, vram_mib=(900,)).vram_mib == (900,)
+    assert choose(variants, vram_mib=(899,)).vram_mib == (500,)
+
+
+def test_each_device_must_hold_its_budget():
+    variants = [make_variant((500, 500), split_mode="tensor"), make_variant((900, 100), split_mode="tensor")]
+    assert choose(variants, vram_mib=(900, 400), split_mode="tensor").vram_mib == (900, 100)
+
+
+def test_shares_that_differ_by_rounding_are_the_same():
+    thirds = make_variant((500, 500, 500), split_mode="tensor", tensor_split=(1 / 3, 1 / 3, 1 / 3))
+    want = {"vram_mib": (500, 500, 500), "split_mode": "tensor"}
+    rounded = (0.3333333333333334, 0.3333333333333333, 0.3333333333333333)
+    assert choose([thirds], tensor_split=rounded, **want) is thirds
+    with pytest.raises(UserError):
+        choose([thirds], tensor_split=(0.5, 0.25, 0.25), **want)
+
+
+@pytest.mark.parametrize("ratios", [(5, 1), (10, 1), (1, 1, 1), (7, 3, 1), (1, 0, 6), (97, 2)], ids=str)
+def test_the_command_that_an_error_names_makes_a_plan_with_the_ratios_that_were_asked_for(ratios):
+    shares = parse_ratios(",".join(map(str, ratios)))
+    want = {"vram_mib": (500,) * len(ratios), "split_mode": "tensor", "tensor_split": shares}
+    words = plan_command("m", Workload(**want)).split()
+    planned = make_variant(
+        want["vram_mib"], split_mode="tensor", tensor_split=parse_ratios(words[words.index("-ts") + 1])
+    )
+    assert choose([planned], **want) is planned
+
+
+def test_plans_of_other_ratios_and_devices_are_told_apart():
+    made = [
+        make_variant((500, 500), split_mode="tensor", tensor_split=(0.75, 0.25)),
+        replace(make_variant((400,)), device=1),
+    ]
+    listed = r"-sm tensor -ts 0\.5,0\.5; .* -sm tensor -ts 0\.75,0\.25; 400 MiB .* on device 1; "
+    with pytest.raises(UserError, match=listed):
+        choose(made, vram_mib=(500, 500), split_mode="tensor", tensor_split=(0.5, 0.5))
+
+
+def test_limits_are_those_that_were_asked_for():
+    some = make_variant((500, 500), split_mode="tensor", tensor_split=(0.5, 0.5), max_tp=(("attention", 1),))
+    want = {"vram_mib": (500, 500), "split_mode": "tensor"}
+    assert choose([some], **want) is some
+    assert choose([some], max_tp=(("attention", 1),), **want) is some
+    with pytest.raises(UserError, match=r"--max-tp ffn=1; planned are: .* --max-tp attn=1; run: "):
+        choose([some], max_tp=(("ffn", 1),), **want)
+
+
+def test_the_fastest_of_several_ratios_is_taken():
+    shares = {(0.5, 0.5): 0.05, (0.75, 0.25): 0.04, (0.25, 0.75): 0.06}
+    made = [make_variant((500, 500), seconds=s, split_mode="tensor", tensor_split=r) for r, s in shares.items()]
+    assert choose(made, vram_mib=(500, 500), split_mode="tensor").tensor_split == (0.75, 0.25)
+
+
+def with_prediction(variant, **fields):
+    """The variant with these fields of every prediction."""
+    ranks = tuple(
+        replace(r, tiers=tuple(replace(t, prediction=replace(t.prediction, **fields)) for t in r.tiers))
+        for r in variant.ranks
+    )
+    return replace(variant, ranks=ranks)
+
+
+def choose_auto(*variants):
+    want = Workload((1000, 1000), context=512, max_ubatch=16, split_mode="auto")
+    return choose_variant(make_registry(variants=variants), want, "pshard-plan -m m")
+
+
+def test_auto_compares_a_plan_that_was_run_with_one_that_was_not_by_what_the_profile_predicts():
+    split = make_variant((1000, 1000), seconds=0.04, split_mode="tensor", tensor_split=(0.5, 0.5))
+    one = with_prediction(make_variant((1000,), seconds=0.05), measured_seconds=0.05, profile_seconds=0.03)
+    found = choose_auto(split, one)
+    assert found.variant == one  # fitted to its trial it would have lost, with nothing alike known of the other
+    assert "shortest of the predicted rounds: -sm none, device 0 (1000 MiB)" in found.why
+    assert "-sm none, device 0 (1000 MiB) was also measured, which is left out" in found.why
+
+
+def test_auto_compares_plans_that_were_all_run_as_they_were_measured():
+    first = with_prediction(make_variant((1000,), seconds=0.03), measured_seconds=0.05)
+    other = with_prediction(make_variant((900,), seconds=0.04), measured_seconds=0.045)
+    found = choose_auto(first, other)
+    assert found.variant == other and "shortest of the measured rounds" in found.why
+
+
+def test_auto_also_takes_a_plan_for_the_first_of_the_devices():
+    pair = make_variant((900, 900), seconds=0.03, split_mode="tensor", tensor_split=(0.5, 0.5))
+    want = Workload((1000, 1000, 100, 1000), context=512, max_ubatch=16, split_mode="auto")
+    assert choose_variant(make_registry(variants=(pair,)), want, "plan").variant is pair
+    with pytest.raises(UserError):  # it is not for just any two
+        choose_variant(make_registry(variants=(pair,)), replace(want, vram_mib=(100, 1000, 1000)), "plan")
+
+
+def test_given_ratios_and_limits_are_for_splits_and_auto_may_have_chosen_one_device():
+    one, split = make_variant((1000,)), make_variant((1000, 1000), split_mode="layer", tensor_split=(0.5, 0.5))
+    limited = {"max_tp": (("attention", 1),), "tensor_split": (0.75, 0.25)}
+    want = Workload((1000, 1000), context=512, max_ubatch=16, split_mode="auto", **limited)
+    assert choose_variant(make_registry(variants=(one, split)), want, "plan").variant is one
+    same = replace(want, tensor_split=(0.5, 0.5))
+    assert choose_variant(make_registry(variants=(split,)), same, "plan").variant is split
+
+
+def test_auto_says_nothing_where_there_is_nothing_to_compare():
+    assert choose_auto(make_variant((1000,)), make_variant((1000,), context=1024)).why == ""
+
+
+def test_the_smallest_context_that_covers_is_taken():
+    variants = [make_variant(context=c) for c in (256, 2048, 1024)]
+    assert choose(variants).context == 1024
+    assert choose(variants, context=200).context == 256
+
+
+def test_the_wanted_ubatch_goes_first():
+    variants = [make_variant(max_ubatch=n) for n in (16, 64, 256)]
+    assert choose(variants, max_ubatch=64).max_ubatch == 64
+    assert choose(variants, max_ubatch=32).max_ubatch == 256
+
+
+@pytest.mark.parametrize(
+    "want",
+    [
+        {"vram_mib": (499,)},
+        {"vram_mib": (500, 500)},
+        {"context": 513},
+        {"sequences": 2},
+        {"type_k": "f32"},
+        {"split_mode": "tensor"},
+        {"tensor_split": (0.5, 0.5)},
+    ],
+)
+def test_no_match_lists_what_is_planned_and_the_command(want):
+    with pytest.raises(UserError, match=r"planned are: 500 MiB -c 512 -np 1 .*; run: pshard-plan -m m"):
+        choose([make_variant((500,))], **want)
+
+
+def test_plan_command_names_what_differs_from_the_defaults():
+    assert plan_command("a b.gguf", Workload((12000,))) == "pshard-plan -m 'a b.gguf' --vram 12000 -c 8192 -np 1"
+    tensor = Workload((1, 2), type_k="f16", split_mode="tensor", tensor_split=(0.75, 0.25))
+    assert plan_command("m", tensor).endswith("--vram 1,2 -c 8192 -np 1 -ctk f16 -ctv bf16 -sm tensor -ts 0.75,0.25")
+    limited = Workload((1, 2), split_mode="tensor", max_tp=(("attention", 1),))
+    assert plan_command("m", limited).endswith("-np 1 -sm tensor --max-tp attn=1")

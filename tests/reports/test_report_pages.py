@@ -1,0 +1,136 @@
+"""pshard-report from files to figures and a page, and what it says of files that it cannot use."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from report_samples import (
+    make_bench,
+    make_full_profile,
+    make_measurement,
+    make_plan_registry,
+    make_plan_variant,
+    make_scaling,
+    make_timeline,
+)
+
+from pshard.commands.cli_report import make_report
+from pshard.commands.command_line import run_cli
+from pshard.jsonio import to_json
+from pshard.measurement import Timeline
+from pshard.registries.codec import encode_registry
+from pshard.reports.figures.machine_ceilings import draw_machine
+from pshard.reports.inputs import read_inputs
+from pshard.reports.tables.bench_formats import format_measurements
+
+
+@pytest.fixture
+def files(tmp_path):
+    """One file of every kind."""
+    texts = {
+        "bench.json": format_measurements(make_bench(), "json"),
+        "scaling.jsonl": format_measurements(make_scaling(), "jsonl"),
+        "model.pshard.json": encode_registry(make_plan_registry((6000,), (12000,))),
+        "profile.json": json.dumps(to_json(make_full_profile())),
+        "plan.json": json.dumps({"timelines": [to_json(Timeline("A decode step", make_timeline()))]}),
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    return [tmp_path / name for name in texts]
+
+
+def test_every_kind_of_file_becomes_its_figures(files, tmp_path, capsys):
+    assert run_cli(make_report, [*map(str, files), "-o", str(tmp_path / "out")]) == 0
+    page, *figures = [line.rsplit("/", 1)[1] for line in capsys.readouterr().out.splitlines()]
+    names = {"speedup", "scaling", "predicted", "sweep", "placement-1", "placement-2", "timeline", "machine"}
+    assert page == "report.html" and set(figures) == {f"{n}.{kind}" for n in names for kind in ("png", "svg")}
+    assert set(figures) | {page} == {p.name for p in (tmp_path / "out").iterdir()}
+    for name in names:
+        assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert "</svg>" in (tmp_path / "out" / f"{name}.svg").read_text()
+
+
+def test_the_page_fetches_nothing_and_holds_figures_tables_and_origin(files, tmp_path):
+    run_cli(make_report, [*map(str, files), "-o", str(tmp_path / "out")])
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("data:image/svg+xml;base64,") == 8
+    assert not re.search(r"(?:src|href)=\"(?!data:)", page) and "url(" not in page and "<script" not in page
+    for held in ("Some GPU", "pshard-bench -m invented.gguf", "9832.67 ± 246.63", "<td>accelerator</td>", "bench.json"):
+        assert held in page
+
+
+def test_the_page_says_how_ranks_held_the_model_and_in_which_type_they_summed(tmp_path):
+    one, layers = make_measurement(0, 8), make_measurement(0, 8, budget_mib=(1, 2), split_mode="layer")
+    tensor = make_measurement(0, 8, budget_mib=(1, 2), split_mode="tensor", reduce_dtype="f16")
+    plan = replace(make_plan_variant((6000, 3000)), reduce_dtype="bf16", max_tp=(("attention", 1),))
+    (tmp_path / "b.json").write_text(format_measurements([one, layers, tensor], "json"))
+    (tmp_path / "p.json").write_text(json.dumps(to_json(plan)))
+    run_cli(make_report, [str(tmp_path / "b.json"), str(tmp_path / "p.json"), "-o", str(tmp_path)])
+    page = (tmp_path / "report.html").read_text()
+    assert "<th>sums</th>" in page and "<td>f16</td>" in page
+    assert "<th>split</th>" in page and "<td>layer</td>" in page
+    assert "-sm tensor -ts 0.5,0.5 --max-tp attn=1; ranks&#x27; parts are summed in bf16." in page
+
+
+def test_one_device_sums_nothing_and_the_table_says_nothing_of_sums():
+    assert " sums " not in format_measurements(make_bench(), "md")
+
+
+def test_accelerators_unlike_the_first_are_drawn_apart(tmp_path):
+    profile = make_full_profile()
+    others = tuple(replace(m, device="acc1") for m in profile.matmuls if m.device == "acc")
+    copies = tuple(replace(c, device="acc1", seconds=2 * c.seconds) for c in profile.copies)
+    both = replace(profile, matmuls=(*profile.matmuls, *others), copies=(*profile.copies, *copies))
+    one, two = draw_machine(profile), draw_machine(both)
+    first, second = ([len(ax.lines) for ax in figure.axes] for figure in (one, two))
+    assert first[1] == second[1] and second[2] == first[2] + len({m.qtype for m in others})
+    assert "accelerator 1" in [text.get_text() for text in two.axes[2].get_legend().get_texts()]
+
+
+def test_what_files_say_is_not_taken_as_html(tmp_path):
+    nasty = make_measurement(8, 0, model="<img src=x>", environment=(("cpu", "<script>"),))
+    (tmp_path / "b.json").write_text(format_measurements([nasty], "json"))
+    run_cli(make_report, [str(tmp_path / "b.json"), "-o", str(tmp_path)])
+    page = (tmp_path / "report.html").read_text()
+    assert "<script" not in page and "<img src=x" not in page and "&lt;img src=x&gt;" in page
+
+
+def test_measurements_without_baseline_or_prediction_still_make_a_page(tmp_path, capsys):
+    (tmp_path / "b.jsonl").write_text(format_measurements([make_measurement(0, 8)], "jsonl"))
+    assert run_cli(make_report, [str(tmp_path / "b.jsonl"), "-o", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.splitlines() == [str(tmp_path / "out" / "report.html")]
+
+
+def test_the_same_file_twice_shows_once(files):
+    assert read_inputs([files[0], files[0]]).measurements == read_inputs([files[0]]).measurements
+    assert len(read_inputs([files[2], files[2]]).plans) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot read .*No such file"),
+        ("", "is broken: not JSON at line 1"),
+        ("{", "is broken: not JSON at line 1"),
+        ('{"a": 1}\n{', "is broken: not JSON at line 2"),
+        ("[]", "holds no measurement, plan, profile or timeline"),
+        ('{"hello": [1, {"x": null}]}', "holds no measurement"),
+        ('[{"samples_ts": [], "strategy": "ilp"}]', "is broken: Measurement lacks the field 'test'"),
+        ('{"fingerprint": 1, "variants": []}', "is broken: Registry.fingerprint is 1, not str"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named_and_nothing_is_written(tmp_path, capsys, content, message):
+    path = tmp_path / "input.json"
+    if content is not None:
+        path.write_text(content)
+    assert run_cli(make_report, [str(path), "-o", str(tmp_path / "out")]) == 2
+    err = capsys.readouterr().err
+    assert re.search(f"^error: .*{message}", err) and err.count("\n") == 1 and "input.json" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(files, tmp_path, capsys):
+    assert run_cli(make_report, [str(files[0]), "-o", str(files[1])]) == 2
+    assert "cannot write the report" in capsys.readouterr().err

@@ -1,0 +1,204 @@
+"""Every placement of every unit gives the logits of the plain reference."""
+
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import open_engine, pinned_everywhere
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from model_files import write_gguf
+from plan_samples import make_tier, make_variant, random_places, shrink_places, split_places
+
+from pshard.cuts.ffn_rows import split_rows
+from pshard.models import open_model
+from pshard.runtime import walk as micro_batch
+from pshard.runtime.build_engine import build_engine
+from pshard.runtime.devices.device import CpuDevice
+from pshard.runtime.kernels.plain import PlainKernels
+
+CONTEXT = 96
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    return write_gguf(path, "qwen3", qtype="Q4_0", qtypes={"output.weight": "Q6_K"}, n_layers=3)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models with packed and with plain weights; 3 layers with FFNs of 256 rows."""
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        q: write_gguf(folder / f"{q}.gguf", "qwen3", qtype=q, n_layers=3, d_model=256, d_ffn=256)
+        for q in ("Q4_0", "Q6_K", "BF16")
+    }
+
+
+def talk(engine, rng: random.Random) -> torch.Tensor:
+    """A prompt in two parts and a few single tokens: logits of every position, [n, vocabulary]."""
+    prompts = [[rng.randrange(320) for _ in range(n)] for n in (23, 9, 1, 1, 4, 1)]
+    with engine:
+        return torch.cat([engine.forward(p, all_logits=True) for p in prompts])
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10**6), slots=st.integers(1, 4), repeats=st.booleans())
+def test_random_plans_give_bit_identical_logits(model: Path, seed: int, slots: int, repeats: bool) -> None:
+    rng = random.Random(seed)
+    spec = open_model(model).spec
+    decode = random_places(spec, rng)
+    tiers = tuple(
+        make_tier(spec, tokens, places, slots, CONTEXT, 1)
+        for tokens, places in ((4, decode), (16, shrink_places(spec, decode, rng)))
+    )
+    reference = pinned_everywhere(spec, (4, 16), CONTEXT)
+    expected = talk(open_engine(model, reference, context=CONTEXT), random.Random(seed))
+    with pytest.MonkeyPatch.context() as patch:  # as on a GPU, where transfers go with the units' graphs
+        patch.setattr(PlainKernels, "repeatable", repeats)
+        got = talk(open_engine(model, tiers, context=CONTEXT), random.Random(seed))
+    assert torch.isfinite(got).all()
+    assert torch.equal(got, expected)
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10**6), slots=st.integers(1, 4), qtype=st.sampled_from(("Q4_0", "Q6_K", "BF16")))
+def test_split_ffns_give_the_logits_of_whole_ones(models: dict[str, Path], seed: int, slots: int, qtype: str) -> None:
+    rng, model = random.Random(seed), models[qtype]
+    spec = open_model(model).spec
+    places = random_places(spec, rng)
+    places["blk.1.ffn"] = ("streamed", None)  # at least one is split
+    decode = split_places(spec, places, rng)
+    prefill = shrink_places(spec, places, rng)  # whole units: what is pinned in part leaves VRAM
+    tiers = tuple(make_tier(spec, n, p, slots, CONTEXT, 1) for n, p in ((4, decode), (16, prefill)))
+    assert any(p.cpu_rows for p in tiers[0].placements)
+    expected = talk(open_engine(model, pinned_everywhere(spec, (4, 16), CONTEXT), "fast", CONTEXT), random.Random(seed))
+    got = talk(open_engine(model, tiers, "fast", CONTEXT), random.Random(seed))
+    assert torch.isfinite(got).all()
+    assert ((got - expected) ** 2).mean() < 1e-12 * (expected**2).mean()  # products of other shapes: other sums
+    assert torch.equal(got, talk(open_engine(model, tiers, "fast", CONTEXT), random.Random(seed)))
+
+
+def test_only_the_accelerators_rows_of_a_split_ffn_are_copied(model: Path) -> None:
+    spec = open_model(model).spec
+    places = {u.name: ("pinned", "vram" if u.kind == "attention" else None) for u in spec.units}
+    places["embedding"] = ("cpu", None)
+    places["blk.0.ffn"] = places["blk.1.ffn"] = ("streamed", None, 32)
+    places["blk.2.ffn"] = ("pinned", None, 64)
+    tier = make_tier(spec, 4, places, 1, CONTEXT, 1)
+    with open_engine(model, (tier,), context=CONTEXT) as engine:
+        engine.forward([1])
+        before = engine._executor.link_bytes
+        engine.forward([1])
+        moved = engine._executor.link_bytes - before
+        memory = engine._executor.arena.pinned("blk.2.ffn").numel()
+    whole, hidden = spec.unit("blk.0.ffn"), 4 * spec.config.d_model
+    streamed, pinned = (split_rows(whole, n).on_acc.packed_nbytes for n in (32, 64))
+    assert whole.packed_nbytes > streamed > pinned == memory
+    assert moved == 2 * streamed + 4 * (32 + 32 + 64) + hidden
+
+
+def test_pins_that_arrive_wait_for_kv_that_leaves_their_place(tmp_path: Path) -> None:
+    context = 1024
+    path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q4_0", n_layers=6, d_ffn=1024, context=context)
+    spec = open_model(path).spec
+    prefill = {u.name: ("streamed", "vram" if u.kind == "attention" else None) for u in spec.units}
+    decode = {u.name: ("pinned", "host" if u.kind == "attention" else None) for u in spec.units}
+    prefill["embedding"] = decode["embedding"] = ("cpu", None)
+    tiers = (make_tier(spec, 1, decode, 1, context, 1), make_tier(spec, 8, prefill, 1, context, 1))
+    ids = [random.Random(5).randrange(320) for _ in range(context - 3)]
+
+    def answer(engine) -> torch.Tensor:
+        with engine:
+            return torch.stack([engine.forward(ids), engine.forward([5]), engine.forward([6])])
+
+    expected = answer(open_engine(path, pinned_everywhere(spec, (1, 8), context), context=context))
+    engine = open_engine(path, tiers, context=context)
+    kv_begins = engine._executor.arena.memory.numel() - tiers[1].buffers.kv
+    assert tiers[0].buffers.pinned > kv_begins  # the two overlap, or this test shows nothing
+    assert torch.equal(answer(engine), expected)
+
+
+class HeldDevice(CpuDevice):
+    """The last of the copies in that bring a pin waits until `held` is set, or fails after a minute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held, self.place = threading.Event(), 0  # address of the pin
+
+    def copy_in(self, dst: torch.Tensor, src: torch.Tensor, after: Any = ()) -> Any:
+        return super().copy_in(dst, src, (*after, self) if dst.data_ptr() == self.place else after)
+
+    def wait(self, event: Any = None) -> None:
+        if event is not None:
+            super().wait(event)
+        elif not self.held.wait(60):
+            raise TimeoutError("nothing was computed while a pin was on its way")
+
+
+def test_units_compute_while_what_a_switch_brings_is_on_its_way(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = open_model(model)
+    spec = file.spec
+    decode = {u.name: ("pinned", "vram" if u.kind == "attention" else None) for u in spec.units}
+    decode["embedding"], decode["blk.0.attention"] = ("cpu", None), ("streamed", "vram")
+    decode["blk.1.ffn"] = ("cpu", None)  # units that nothing interrupts are one launch, which waits for all of theirs
+    prefill = {u.name: ("streamed", "host" if u.kind == "attention" else None) for u in spec.units}
+    prefill["embedding"] = ("cpu", None)
+    tiers = (make_tier(spec, 1, decode, 1, CONTEXT, 1), make_tier(spec, 16, prefill, 1, CONTEXT, 1))
+    with open_engine(model, pinned_everywhere(spec, (1, 16), CONTEXT), context=CONTEXT) as reference:
+        expected = [reference.forward(list(range(20))), reference.forward([5])]
+    device = HeldDevice()
+    with build_engine(file, make_variant(spec, tiers, CONTEXT, 1), device, kernels="plain") as engine:
+        assert torch.equal(engine.forward(list(range(20))), expected[0])
+        device.place = engine._executor.arena.pinned("blk.2.ffn").data_ptr()
+        real = micro_batch.run_ffn
+
+        def run_ffn(*given: Any) -> None:
+            real(*given)
+            device.held.set()
+
+        monkeypatch.setattr(micro_batch, "run_ffn", run_ffn)
+        assert torch.equal(engine.forward([5]), expected[1])
+
+
+def test_unequal_prompts_in_one_batch_give_the_logits_of_each_alone(model: Path) -> None:
+    rng = random.Random(3)
+    spec = open_model(model).spec
+    prompts = [[rng.randrange(320) for _ in range(n)] for n in (5, 0, 17, 30)]
+    places = random_places(spec, rng)
+    tiers = tuple(make_tier(spec, n, places, 2, 4 * CONTEXT, 4) for n in (4, 16))
+    with open_engine(model, tiers, context=4 * CONTEXT, sequences=4) as engine:
+        together = engine.forward(prompts)
+        again = engine.forward([[7], [8, 9], [], [10]])
+    for i, prompt in enumerate(prompts):
+        extra = [[7], [8, 9], [], [10]][i]
+        with open_engine(model, context=CONTEXT) as engine:
+            if prompt:
+                torch.testing.assert_close(together[i], engine.forward(prompt), rtol=1e-4, atol=1e-4)
+            else:
+                assert together[i].numel() == 0
+            if extra:
+                torch.testing.assert_close(again[i], engine.forward(extra), rtol=1e-4, atol=1e-4)
+
+
+def test_prefill_in_chunks_equals_prefill_at_once(model: Path) -> None:
+    ids = [random.Random(5).randrange(320) for _ in range(60)]
+    spec = open_model(model).spec
+    with open_engine(model, pinned_everywhere(spec, (1, 64), CONTEXT), context=CONTEXT) as engine:
+        whole = engine.forward(ids, all_logits=True)
+    with open_engine(model, pinned_everywhere(spec, (1, 7), CONTEXT), context=CONTEXT) as engine:
+        chunks = engine.forward(ids, all_logits=True)
+    torch.testing.assert_close(chunks, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_two_runs_are_bit_identical(model: Path) -> None:
+    runs = []
+    for _ in range(2):
+        engine = open_engine(model, kernels="fast")
+        assert not engine.notes, engine.notes
+        runs.append(talk(engine, random.Random(1)))
+    assert torch.equal(*runs)
