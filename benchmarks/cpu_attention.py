@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from cpu_kernels import ROTATION, compare_with_ceiling, format_rates, time_in_turn, use_native_threads, write_json
 
-from pshard.buffers import KV_BLOCK, kv_blocks
 from pshard.commands.command_line import new_parser, parse_ints, run_cli
 from pshard.errors import UserError
 from pshard.profile.timed.operands import OperandPool
@@ -20,6 +19,7 @@ from pshard.runtime.kernels.api import Segment
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.cpu.host import HostKernels
 from pshard.runtime.kernels.row_index import make_rows
+from pshard.units.kv_cells import KV_BLOCK, kv_blocks
 
 
 def main(argv: list[str]) -> int:

@@ -25,9 +25,9 @@ import numpy as np
 import torch
 import triton
 
-from pshard.buffers import ATTENTION_SPLITS, DEQUANT_BYTES, KV_BLOCK
+from pshard.buffers import DEQUANT_BYTES
 from pshard.gpu_tiles import Tile, TileChoice
-from pshard.model import ModelConfig, Rope
+from pshard.model_config import ModelConfig, Rope
 from pshard.quant import QUANT_TYPES, align, packed_nbytes
 from pshard.runtime.blocks.blocks import Side, run_attention, run_ffn
 from pshard.runtime.kernels.api import Kernels, LayerKV, Packed, RopeTable, RowIndex, Segment
@@ -39,6 +39,8 @@ from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.kernels.row_index import make_rows
 from pshard.runtime.memory.weights import UnitWeights
 from pshard.runtime.memory.workspace import Workspace
+from pshard.units.attention import ATTENTION_PIECES
+from pshard.units.kv_cells import KV_BLOCK
 
 Run = Callable[[], dict[str, Any]]  # times a case
 GIB = 1 << 30
@@ -276,7 +278,7 @@ def decode_attention(bench: Bench, kv: LayerKV, rows: int, context: int) -> dict
     """One token for each of `rows` sequences against `context` cells; launches sized for the whole cache."""
     n, groups, d = HEADS
     qkv, out = activations(rows, (n + 2 * groups) * d), poisoned(rows, n * d)
-    partial = poisoned(rows, n, ATTENTION_SPLITS, d + 2, dtype=torch.float32)
+    partial = poisoned(rows, n, ATTENTION_PIECES, d + 2, dtype=torch.float32)
     cells = kv.k.shape[0] * KV_BLOCK // 8
     sets = [
         index_of([(first + i) % 8 for i in range(rows)], context - 1, cells) for first in range(0, max(8, rows), rows)
@@ -473,7 +475,7 @@ def make_side(kernels: Kernels, context: int) -> Side:
         "hidden": activations(1, CONFIG.d_model, 4).float(), "normed": poisoned(1, CONFIG.d_model, dtype=act),
         "qkv": poisoned(1, (n + 2 * groups) * d, dtype=act), "mixed": poisoned(1, n * d, dtype=act),
         "gate_up": poisoned(1, 2 * CONFIG.d_ffn, dtype=act),
-        "partial": poisoned(1, n, ATTENTION_SPLITS, d + 2, dtype=torch.float32),
+        "partial": poisoned(1, n, ATTENTION_PIECES, d + 2, dtype=torch.float32),
     }  # fmt: skip
     angle = torch.outer(torch.arange(context, device="cuda"), 1e6 ** -(torch.arange(0, d, 2, device="cuda") / d))
     space = Workspace(1, tensors, torch.empty(0, dtype=torch.uint8, device="cuda"))

@@ -9,10 +9,17 @@ import resource
 import time
 from pathlib import Path
 
-from pshard.model import ModelConfig, ModelSpec, Rope, TensorSpec, Unit
+from pshard.model import ModelSpec
+from pshard.model_config import ModelConfig, Rope
 from pshard.planner.make_plan import plan_variant
 from pshard.planner.program.ilp import relaxation_bound
 from pshard.registries.profile_store import load_profile
+from pshard.tensor import TensorSpec
+from pshard.units.attention import ATTENTION
+from pshard.units.embedding import EMBEDDING
+from pshard.units.ffn import FFN
+from pshard.units.output import OUTPUT
+from pshard.units.unit import Unit
 from pshard.workload import Workload
 
 MACHINE = Path(__file__).resolve().parent.parent / "registries" / "examples" / "h100-sxm-xeon.json"
@@ -27,16 +34,16 @@ SHAPES = {  # layers, d_model, heads, kv_heads, d_ffn, vocab, budget MiB, sequen
 def make_spec(name: str, layers: int, d: int, heads: int, kv_heads: int, ffn: int, vocab: int) -> ModelSpec:
     """A dense model of that shape in Q4_0 with a Q6_K head; every eighth FFN's down projection is Q6_K."""
     config = ModelConfig("qwen3", layers, d, heads, kv_heads, 128, ffn, vocab, 1e-6, 65536, Rope(128, 1e6, "halves"))
-    units = [Unit("embedding", "embedding", -1, (TensorSpec("token_embd.weight", "Q4_0", (vocab, d)),))]
+    units = [Unit("embedding", EMBEDDING, -1, (TensorSpec("token_embd.weight", "Q4_0", (vocab, d)),))]
     for i in range(layers):
         attention = {"attn_q": (heads * 128, d), "attn_k": (kv_heads * 128, d), "attn_v": (kv_heads * 128, d)}
         attention["attn_output"] = (d, heads * 128)
         tensors = tuple(TensorSpec(f"blk.{i}.{n}.weight", "Q4_0", shape) for n, shape in attention.items())
-        units.append(Unit(f"blk.{i}.attention", "attention", i, tensors))
+        units.append(Unit(f"blk.{i}.attention", ATTENTION, i, tensors))
         down = TensorSpec(f"blk.{i}.ffn_down.weight", "Q4_0" if i % 8 else "Q6_K", (d, ffn))
         wide = tuple(TensorSpec(f"blk.{i}.{n}.weight", "Q4_0", (ffn, d)) for n in ("ffn_gate", "ffn_up"))
-        units.append(Unit(f"blk.{i}.ffn", "ffn", i, (*wide, down)))
-    units.append(Unit("output", "output", -1, (TensorSpec("output.weight", "Q6_K", (vocab, d)),)))
+        units.append(Unit(f"blk.{i}.ffn", FFN, i, (*wide, down)))
+    units.append(Unit("output", OUTPUT, -1, (TensorSpec("output.weight", "Q6_K", (vocab, d)),)))
     return ModelSpec(name, "", config, tuple(units))
 
 

@@ -27,7 +27,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pshard.buffers import longest_sequence
 from pshard.errors import StepFailed, UserError
 from pshard.models import open_model
 from pshard.planner.make_plan import plan_variant
@@ -39,6 +38,7 @@ from pshard.runtime.engine import Engine
 from pshard.runtime.memory.weights import HostWeights
 from pshard.session.open_plan import check_machine, environment_of
 from pshard.session.try_plans import SMALL_MODEL
+from pshard.units.kv_cells import longest_sequence
 from pshard.workload import Workload
 
 if TYPE_CHECKING:

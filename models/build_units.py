@@ -3,13 +3,19 @@
 from collections.abc import Iterator
 
 from pshard.errors import UserError
-from pshard.model import ModelConfig, TensorSpec, Unit
+from pshard.model_config import ModelConfig
 from pshard.models.architectures import Architecture
 from pshard.models.stored import StoredTensor
 from pshard.quant import QUANT_TYPES
+from pshard.tensor import TensorSpec
+from pshard.units.attention import ATTENTION
+from pshard.units.embedding import EMBEDDING
+from pshard.units.ffn import FFN
+from pshard.units.output import OUTPUT
+from pshard.units.unit import Unit, UnitKind
 
 Expected = tuple[str, tuple[int, ...]]  # a tensor's name and shape
-EMBEDDING, OUTPUT, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+TABLE, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 
 
 def build_units(
@@ -23,18 +29,18 @@ def build_units(
     roles = {name.split(".", 2)[2] for name in stored if name.count(".") > 2}
     biases = set(arch.biases) | (set(arch.optional_biases) & roles)
 
-    def unit(name: str, kind: str, layer: int, tensors: Iterator[Expected]) -> Unit:
+    def unit(name: str, kind: UnitKind, layer: int, tensors: Iterator[Expected]) -> Unit:
         specs = [_tensor_spec(stored, tensor, shape, where) for tensor, shape in tensors]
         specs.sort(key=lambda t: -len(t.shape))  # matrices, then vectors (the sort is stable)
         return Unit(name, kind, layer, tuple(specs))
 
-    units = [unit("embedding", "embedding", -1, iter([(EMBEDDING, (config.vocab, config.d_model))]))]
+    units = [unit("embedding", EMBEDDING, -1, iter([(TABLE, (config.vocab, config.d_model))]))]
     for i in range(config.n_layers):
-        units.append(unit(f"blk.{i}.attention", "attention", i, _attention(arch, config, f"blk.{i}.", biases)))
-        units.append(unit(f"blk.{i}.ffn", "ffn", i, _ffn(config, f"blk.{i}.")))
-    head = OUTPUT if OUTPUT in stored else EMBEDDING
+        units.append(unit(f"blk.{i}.attention", ATTENTION, i, _attention(arch, config, f"blk.{i}.", biases)))
+        units.append(unit(f"blk.{i}.ffn", FFN, i, _ffn(config, f"blk.{i}.")))
+    head = HEAD if HEAD in stored else TABLE
     output = [("output_norm.weight", (config.d_model,)), (head, (config.vocab, config.d_model))]
-    units.append(unit("output", "output", -1, iter(output)))
+    units.append(unit("output", OUTPUT, -1, iter(output)))
     used = {t.name for u in units for t in u.tensors} | {ROPE_FACTORS}
     for name, tensor in stored.items():
         if name not in used:

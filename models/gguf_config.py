@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 from pshard.errors import UserError
-from pshard.model import ModelConfig, Rope
+from pshard.model_config import ModelConfig, Rope
 from pshard.models.architectures import Architecture
-from pshard.models.build_units import EMBEDDING, ROPE_FACTORS
+from pshard.models.build_units import ROPE_FACTORS, TABLE
 from pshard.models.keys import Keys, check_config
 from pshard.models.rope import yarn_attention_factor
 from pshard.models.stored import StoredTensor
@@ -36,8 +36,8 @@ def gguf_config(
     keys = Keys(metadata, where, f"{arch.gguf}.")
     for key, harmless in _HARMLESS.items():
         keys.refuse_unless(key, *harmless)
-    if EMBEDDING not in stored:
-        raise UserError(f"{where}: tensor {EMBEDDING} is missing; the file is incomplete")
+    if TABLE not in stored:
+        raise UserError(f"{where}: tensor {TABLE} is missing; the file is incomplete")
     d_model, n_heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
     head_dim = keys.integer("attention.key_length", d_model // n_heads)
     if keys.integer("attention.value_length", head_dim) != head_dim:
@@ -50,7 +50,7 @@ def gguf_config(
         n_kv_heads=keys.integer("attention.head_count_kv", n_heads),
         head_dim=head_dim,
         d_ffn=keys.integer("feed_forward_length"),
-        vocab=stored[EMBEDDING].shape[0],
+        vocab=stored[TABLE].shape[0],
         norm_eps=keys.real("attention.layer_norm_rms_epsilon"),
         context=keys.integer("context_length"),
         rope=_gguf_rope(arch, keys, head_dim, stored),

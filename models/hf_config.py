@@ -3,7 +3,7 @@
 from typing import Any
 
 from pshard.errors import UserError
-from pshard.model import ModelConfig, Rope
+from pshard.model_config import ModelConfig, Rope
 from pshard.models.architectures import Architecture
 from pshard.models.keys import Keys, check_config
 from pshard.models.rope import llama3_freq_factors, yarn_attention_factor

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pshard.errors import UserError
-from pshard.model import ModelConfig
+from pshard.model_config import ModelConfig
 
 
 @dataclass(frozen=True)

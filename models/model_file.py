@@ -10,9 +10,10 @@ import numpy as np
 
 from pshard.errors import UserError
 from pshard.jsonio import to_json
-from pshard.model import ModelConfig, ModelSpec
+from pshard.model import ModelSpec
+from pshard.model_config import ModelConfig
 from pshard.models.architectures import Architecture, find_gguf_architecture, find_hf_architecture
-from pshard.models.build_units import OUTPUT, build_units
+from pshard.models.build_units import HEAD, build_units
 from pshard.models.gguf_config import gguf_config
 from pshard.models.gguf_header import read_gguf
 from pshard.models.hf_config import hf_config
@@ -131,7 +132,7 @@ def _open_folder(folder: Path) -> ModelFile:
     config = hf_config(arch, metadata, where)
     files, by_hf_name = read_safetensors(folder)
     tensors = _rename(arch, config, by_hf_name, tied=metadata.get("tie_word_embeddings") is True)
-    if OUTPUT not in tensors and not metadata.get("tie_word_embeddings"):
+    if HEAD not in tensors and not metadata.get("tie_word_embeddings"):
         raise UserError(f"{folder}: tensor lm_head.weight is missing and tie_word_embeddings is not set")
     spec = _build_spec(folder.resolve().name, folder, arch, config, tensors)
 

@@ -1,19 +1,10 @@
 """Checks a finished variant with code that the solver and the search do not use. Obvious, not quick (15 ms)."""
 
 from pshard import buffers
-from pshard.model import ModelSpec, Unit
+from pshard.model import ModelSpec
 from pshard.plan import Placement, RankPlan, TierPlan, Variant
 from pshard.quant import ROW_BLOCK, TENSOR_ALIGN, packed_nbytes
-
-LEGAL: dict[str, set[tuple[str, str | None]]] = {
-    "embedding": {("cpu", None), ("pinned", None)},
-    "attention": {
-        ("pinned", "vram"), ("pinned", "host"), ("streamed", "vram"), ("streamed", "host"), ("cpu", "host"),
-    },
-    "ffn": {("pinned", None), ("streamed", None), ("cpu", None)},
-    "output": {("pinned", None), ("streamed", None), ("cpu", None)},
-}  # fmt: skip
-SPLIT = ("ffn_gate.weight", "ffn_up.weight")  # what a split FFN divides by rows; the accelerator has all the rest
+from pshard.units.unit import Unit
 
 
 class PlanError(ValueError):
@@ -62,15 +53,16 @@ def check_runnable(specs: tuple[ModelSpec, ...], variant: Variant, kind: str) ->
 def _host_bytes(spec: ModelSpec, variant: Variant, rank: RankPlan, kind: str) -> int:
     """What a rank keeps in host memory: all but what every tier pins whole, KV that any tier leaves there, and with the
     CPU as accelerator its arena."""
-    w, dropped = variant, list[str]()
+    dropped = list[str]()
     for name in rank.pin_order:  # the runtime keeps all from the first split unit on
         places = [tier.placement(name) for tier in rank.tiers]
         if any(p.where != "pinned" or p.cpu_rows for p in places):
             break
         dropped.append(name)
     total = sum(_brought_bytes(unit, 0) for unit in spec.units if unit.name not in dropped)
-    layer = buffers.kv_layer_bytes(spec.config, w.context, w.sequences, w.type_k, w.type_v)
-    total += layer * sum(any(tier.placement(u.name).kv == "host" for tier in rank.tiers) for u in spec.units)
+    shape = variant.workload.state_shape
+    on_host = [u for u in spec.units if any(tier.placement(u.name).kv == "host" for tier in rank.tiers)]
+    total += sum(u.state_nbytes(spec.config, shape) for u in on_host)
     return total + (max(tier.buffers.total for tier in rank.tiers) if kind == "cpu" else 0)
 
 
@@ -84,19 +76,31 @@ def _check_pipeline(specs: tuple[ModelSpec, ...]) -> None:
         rank = stage.target if stage else None
         if rank is not None and (link := specs[rank].stage) and link.source != met[-1]:
             raise PlanError(f"rank {met[-1]} hands hidden states to rank {rank}, which expects them from {link.source}")
-    held = [unit.name for rank in met for unit in specs[rank].units if unit.tensors]
-    everywhere = [unit.name for spec in specs for unit in spec.units if unit.tensors]
-    whole = [(unit.layer, unit.kind) for rank in met for unit in specs[rank].units if unit.tensors]
-    layers = [(i, kind) for i in range(specs[0].config.n_layers) for kind in ("attention", "ffn")]
-    if sorted(held) != sorted(everywhere) or whole != [(-1, "embedding"), *layers, (-1, "output")]:
+    along = [unit for rank in met for unit in specs[rank].units if unit.tensors]
+    held, everywhere = [u.name for u in along], [u.name for spec in specs for u in spec.units if u.tensors]
+    if sorted(held) != sorted(everywhere) or not _is_whole(along, specs[0].config.n_layers):
         raise PlanError(f"the ranks' layers, {held} along the pipeline, are not the model's units, each once, in order")
+
+
+def _is_whole(along: list[Unit], n_layers: int) -> bool:
+    """Whether units are all of a model's, in order: a first one, layers with one that leads in each, a last one."""
+    layers = [u.layer for u in along[1:-1]]
+    leading = [u.layer for u in along if u.kind.leads]
+    following = {u.layer for u in along[1:-1] if not u.kind.leads}
+    positions = [u.kind.position for u in along]
+    return (
+        positions == ["first", *["layer"] * len(layers), "last"]
+        and layers == sorted(layers)
+        and leading == list(range(n_layers))
+        and following == set(leading)
+    )
 
 
 def _check_prefixes(spec: ModelSpec, rank: RankPlan) -> None:
     """Pins and KV in VRAM of every tier are prefixes of the rank's orders, so that residency never moves."""
     pins = [{p.unit for p in t.placements if p.where == "pinned"} for t in rank.tiers]
     kv = [{p.unit for p in t.placements if p.kv == "vram"} for t in rank.tiers]
-    layers = {u.name for u in spec.units if u.kind == "attention"}
+    layers = {u.name for u in spec.units if u.kind.state}
     for name, order, sets, known in (
         ("pin", rank.pin_order, pins, set().union(*pins)),
         ("KV", rank.kv_order, kv, layers),
@@ -115,18 +119,18 @@ def _check_tier(spec: ModelSpec, variant: Variant, rank: RankPlan, tier: TierPla
     if [p.unit for p in tier.placements] != [u.name for u in spec.units]:
         raise PlanError(f"{where}: placements are not the model's units, each once, in order")
     for unit, place in zip(spec.units, tier.placements):
-        if (place.where, place.kv) not in LEGAL[unit.kind]:
+        if (place.where, place.kv) not in unit.kind.places:
             raise PlanError(f"{where}: {unit.name} cannot be {place.where} with KV {place.kv}")
         _check_split(unit, place, tier.tokens, where)
-    act, w = 2 if kind == "cuda" else 4, variant
+    act, shape = 2 if kind == "cuda" else 4, variant.workload.state_shape
     brought = [(p.where, _brought_bytes(u, p.cpu_rows)) for u, p in zip(spec.units, tier.placements)]
     pinned = sum(nbytes for place, nbytes in brought if place == "pinned")
     streamed = [nbytes for place, nbytes in brought if place == "streamed"]
-    layer = buffers.kv_layer_bytes(spec.config, w.context, w.sequences, w.type_k, w.type_v)
-    kv = layer * sum(p.kv == "vram" for p in tier.placements)
-    scratch = buffers.scratch_bytes(spec, tier.tokens, w.sequences, act, w.context)
+    sizes = [u.state_nbytes(spec.config, shape) for u in spec.units]
+    kv = sum(size for size, p in zip(sizes, tier.placements) if p.kv == "vram")
+    scratch = buffers.scratch_bytes(spec, tier.tokens, shape, act)
     if any(p.kv == "host" and p.where != "cpu" for p in tier.placements):
-        scratch += buffers.kv_stage_bytes(spec.config, w.context, w.sequences, w.type_k, w.type_v)
+        scratch += max(sizes)
     joined = 4 * tier.tokens * max(p.cpu_rows for p in tier.placements)  # float32 that the CPU sends over
     scratch += -(-joined // buffers.BUFFER_ALIGN) * buffers.BUFFER_ALIGN
     b = tier.buffers
@@ -144,10 +148,10 @@ def _check_split(unit: Unit, place: Placement, tokens: int, where: str) -> None:
     """Both sides have rows of gate and up, all of them together, and no record of the packed layout is cut."""
     if not place.cpu_rows:
         return
-    if place.where == "cpu" or unit.kind != "ffn" or tokens > buffers.SMALL_BATCH:
+    if place.where == "cpu" or not unit.kind.divided or tokens > buffers.SMALL_BATCH:
         raise PlanError(f"{where}: {unit.name} ({place.where}) cannot be split")
     for tensor in unit.tensors:
-        if tensor.role in SPLIT:
+        if tensor.role in unit.kind.divided:
             own = tensor.rows - place.cpu_rows
             if own <= 0 or place.cpu_rows < 0 or own % ROW_BLOCK:
                 raise PlanError(f"{where}: {place.cpu_rows} of {tensor.rows} rows of {tensor.name} are no part of it")
@@ -158,7 +162,7 @@ def _brought_bytes(unit: Unit, cpu_rows: int) -> int:
     total = 0
     for tensor in unit.tensors:
         nbytes = tensor.packed_nbytes
-        if cpu_rows and tensor.role in SPLIT:
+        if cpu_rows and tensor.role in unit.kind.divided:
             nbytes = packed_nbytes(tensor.qtype, tensor.rows - cpu_rows, tensor.cols)
         total += -(-nbytes // TENSOR_ALIGN) * TENSOR_ALIGN
     return total

@@ -21,6 +21,7 @@ from pshard.planner.make_plan import (
 from pshard.planner.price.costs import Tables
 from pshard.planner.price.tier_loads import tier_loads
 from pshard.times.predicted_times import first_token_seconds, prefill_seconds, round_seconds
+from pshard.units.kinds import kinds_by_flag
 from pshard.workload import Split, Workload
 
 MOVES = (1 / 8, 1 / 16, 1 / 32)  # how much of the model goes from one rank to another at a time
@@ -138,7 +139,7 @@ class _Climb:
 
     def limit(self, best: Estimate) -> Estimate:
         """Cut each kind of unit over 1, 2, 4... ranks where that helps, and move shares again."""
-        for kind in ("attention", "ffn", "output"):
+        for kind in (kind.name for kind in kinds_by_flag().values()):
             most = 1
             while most < sum(share > 0 for share in best.split.shares):
                 others = [limit for limit in best.split.limits if limit[0] != kind]

@@ -5,16 +5,18 @@ llama.cpp keeps a tensor where it was put at load; it cannot stream units or mov
 The head too: which end `-ngl` begins to count at differs between versions of llama.cpp.
 """
 
+from collections.abc import Mapping
+
 from pshard.errors import UserError
 from pshard.plan import TierPlan, Variant
+from pshard.units.unit import Unit
 from pshard.workload import MIB
 
-TENSORS = {"attention": "attn_.*", "ffn": "ffn_.*"}
 HEAD = "'^(output|token_embd)\\.weight=CPU'"  # with tied weights the head is the embedding, which is there anyway
 
 
-def llama_arguments(variant: Variant, kinds: dict[str, tuple[str, int]]) -> str:
-    """Arguments for `llama-cli`, `llama-server` and `llama-bench`. kinds: unit name -> (kind, layer).
+def llama_arguments(variant: Variant, units: Mapping[str, Unit]) -> str:
+    """Arguments for `llama-cli`, `llama-server` and `llama-bench`. units: by name.
 
     Units that the plan streams or splits stay on the host: llama.cpp computes them there, or copies them for large
     batches. The KV cache is in VRAM as a whole or not at all: where the plan has a part of it there, all of it if it
@@ -26,11 +28,11 @@ def llama_arguments(variant: Variant, kinds: dict[str, tuple[str, int]]) -> str:
     tier = variant.ranks[0].covering(variant.sequences)
     outside = [p for p in tier.placements if p.sort != "pinned"]
     words = ["-ngl", "999"]
-    for kind, tensors in TENSORS.items():
-        layers = sorted(kinds[p.unit][1] for p in outside if kinds[p.unit][0] == kind)
-        if layers:
+    for tensors in dict.fromkeys(unit.kind.llama_cpp for unit in units.values()):
+        layers = sorted(units[p.unit].layer for p in outside if units[p.unit].kind.llama_cpp == tensors)
+        if tensors and layers:
             words += ["-ot", f"'blk\\.({'|'.join(map(str, layers))})\\.{tensors}=CPU'"]
-    if any(kinds[p.unit][0] == "output" for p in outside):
+    if any(units[p.unit].kind.gives_logits for p in outside):
         words += ["-ot", HEAD]
     if not _holds_all_kv(tier, variant.vram_mib[0]):
         words.append("-nkvo")

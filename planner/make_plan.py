@@ -9,7 +9,7 @@ from pshard.cuts.layer_cuts import join_seconds
 from pshard.cuts.rank_parts import cut_ranks
 from pshard.errors import BudgetTooSmall, UserError
 from pshard.machine import MachineProfile
-from pshard.model import ModelSpec, check_kv_types
+from pshard.model import ModelSpec
 from pshard.plan import NOTHING_LEARNT, Correction, RankPlan, Solve, TierPlan, Variant
 from pshard.planner.check_plan import check_variant
 from pshard.planner.price.costs import Tables, TierCosts, tier_costs
@@ -35,6 +35,7 @@ from pshard.planner.search.exact import perfect_candidate
 from pshard.planner.search.one_placement import common_plans
 from pshard.planner.search.strategies import STRATEGIES
 from pshard.times.predicted_times import prefill_seconds, round_seconds
+from pshard.units.kv_cells import check_kv_types
 from pshard.workload import Split, Workload
 
 MOST_MIB = 1 << 24  # no device has more
@@ -311,7 +312,7 @@ def _favours_host(cost: TierCosts) -> bool:
     everything does not settle such a tier."""
     nbytes = cost.load.tokens * cost.vector_bytes
     aside = cost.handoff("cpu", nbytes) + cost.handoff("acc", nbytes)
-    units = (cost.units[u.name] for u in cost.spec.units if u.kind != "embedding")
+    units = (cost.units[u.name] for u in cost.spec.units if not u.kind.is_looked_up)
     return any(c.cpu + aside < c.acc * WORTH for c in units)
 
 

@@ -109,8 +109,8 @@ def model_shapes(spec: ModelSpec) -> Shapes:
     """The shapes and quant types of one model, so that a plan for it needs no interpolation between shapes."""
     config = spec.config
     matmuls = {(t.qtype, t.rows, t.cols) for u in spec.units if u.layer >= 0 for t in u.matrices}
-    heads = {(t.qtype, t.rows, t.cols) for u in spec.units if u.kind == "output" for t in u.matrices}
-    embeddings = {(t.qtype, t.cols) for u in spec.units if u.kind == "embedding" for t in u.matrices}
+    heads = {(t.qtype, t.rows, t.cols) for u in spec.units if u.kind.gives_logits for t in u.matrices}
+    embeddings = {(t.qtype, t.cols) for u in spec.units if u.kind.is_looked_up for t in u.matrices}
     return Shapes(
         tuple(sorted(matmuls)),
         tuple(sorted(heads - matmuls)),

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
 
-from pshard.buffers import SMALL_BATCH
+from pshard.batch_sizes import SMALL_BATCH
 from pshard.times.stolen_time import DISTURBED
 from pshard.workload import Limits, Split, Workload, format_limits
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 ROW_BLOCK = 16  # rows interleaved in one record of the packed layout: the SIMD lanes
 PLANE_ALIGN = 64  # bytes; each plane of a record starts at a cache line
+BUFFER_ALIGN = 256  # bytes; each buffer of the arena starts here
 TENSOR_ALIGN = 256  # bytes; each tensor of a unit's blob starts here
 
 

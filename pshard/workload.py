@@ -2,33 +2,34 @@
 
 from dataclasses import dataclass, replace
 
+from pshard.units.kinds import kinds_by_flag
+from pshard.units.state import StateShape
+
 MIB = 1 << 20
 SPLIT_MODES = ("none", "layer", "tensor")
 
 Limits = tuple[tuple[str, int], ...]  # (kind of unit, over how many ranks it is cut at most)
 
 
-_KINDS = {"attn": "attention", "ffn": "ffn", "head": "output"}  # as users call the kinds that are cut
-
-
 def parse_limits(text: str) -> Limits:
-    """ "attn=2,head=1" -> (("attention", 2), ("output", 1)). Raises ValueError that says what is wrong."""
+    """ "attn=2,head=1" -> (kind's name, 2), (another's, 1). Raises ValueError that says what is wrong."""
     found: dict[str, int] = {}
+    kinds = kinds_by_flag()
     for part in text.split(","):
         name, _, most = part.strip().partition("=")
-        if name not in _KINDS:
-            raise ValueError(f"{part!r} is not UNIT=K with a UNIT of {', '.join(_KINDS)} (attn=2)")
+        if name not in kinds:
+            raise ValueError(f"{part!r} is not UNIT=K with a UNIT of {', '.join(kinds)} (attn=2)")
         if not most.isascii() or not most.isdigit() or int(most) < 1:
             raise ValueError(f"{part!r}: {most!r} is not a number of ranks, 1 or more")
-        if _KINDS[name] in found:
+        if kinds[name].name in found:
             raise ValueError(f"{text!r} names {name} twice")
-        found[_KINDS[name]] = int(most)
+        found[kinds[name].name] = int(most)
     return tuple(sorted(found.items()))
 
 
 def format_limits(limits: Limits) -> str:
     """What `parse_limits` reads."""
-    names = {kind: name for name, kind in _KINDS.items()}
+    names = {kind.name: flag for flag, kind in kinds_by_flag().items()}
     return ",".join(f"{names[kind]}={most}" for kind, most in limits)
 
 
@@ -72,6 +73,11 @@ class Workload:
     def under(self, split: Split) -> "Workload":
         """The same with another split."""
         return replace(self, split_mode=split.mode, tensor_split=split.shares, max_tp=split.limits)
+
+    @property
+    def state_shape(self) -> StateShape:
+        """What sizes the states of its sequences."""
+        return StateShape(self.context, self.sequences, self.type_k, self.type_v)
 
     @property
     def share(self) -> int:

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from pshard.buffers import SMALL_BATCH
+from pshard.batch_sizes import SMALL_BATCH
 from pshard.jsonio import from_json, to_json
 from pshard.plan import REGISTRY_VERSION, RankPlan, Registry, TierPlan, Variant
 from pshard.registries.fingerprint import digest

@@ -11,7 +11,6 @@ from pshard.plan import Variant
 from pshard.runtime.build_executor import build_executor, choose_kernels
 from pshard.runtime.devices.device import Device
 from pshard.runtime.engine import Engine
-from pshard.runtime.memory.kv_cache import KVShape
 from pshard.runtime.memory.kv_file import KVStore
 from pshard.runtime.memory.weights import HostWeights, WeightSource
 from pshard.runtime.ranks.group import Group
@@ -54,7 +53,7 @@ def build_engine(
     plan = variant.ranks[group.rank]
     spec = split_model(file.spec, variant.split, group.rank)
     ranges = [split_ranges(file.spec, variant.split, rank) for rank in range(group.size)]
-    kv = KVShape(variant.context, variant.sequences, variant.type_k, variant.type_v)
+    kv = variant.workload.state_shape
     try:
         pair = choose_kernels(device, kernels, plan.tiers[-1].tokens, tiles)
         executor = build_executor(file, spec, ranges[group.rank], plan, device, kv, pair[:2], group, progress, lender)

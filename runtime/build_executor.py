@@ -7,7 +7,7 @@ import torch
 from pshard.buffers import arena_bytes
 from pshard.cuts.rank_parts import Ranges
 from pshard.gpu_tiles import TileChoice
-from pshard.model import ModelSpec, Unit
+from pshard.model import ModelSpec
 from pshard.plan import RankPlan
 from pshard.quant import TENSOR_ALIGN, align
 from pshard.runtime.devices.device import Device
@@ -16,9 +16,10 @@ from pshard.runtime.kernels.api import Kernels
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.memory.host_memory import keep_freed_memory
-from pshard.runtime.memory.kv_cache import KVShape
 from pshard.runtime.memory.weights import HostWeights, LentWeights, WeightSource, pack_unit
 from pshard.runtime.ranks.group import Group
+from pshard.units.state import StateShape
+from pshard.units.unit import Unit
 
 
 def choose_kernels(
@@ -56,7 +57,7 @@ def build_executor(
     ranges: Ranges | None,
     plan: RankPlan,
     device: Device,
-    kv: KVShape,
+    kv: StateShape,
     kernels: tuple[Kernels, Kernels],
     group: Group,
     progress: Callable[[int], None],

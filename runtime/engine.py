@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from pshard.buffers import KV_BLOCK, kv_blocks, longest_sequence
 from pshard.errors import StepFailed, UserError
 from pshard.jsonio import from_json, to_json
 from pshard.plan import RankPlan, Variant
@@ -19,6 +18,7 @@ from pshard.runtime.kernels.api import Segment
 from pshard.runtime.memory.kv_blocks import KVBlocks, blocks_of, pool_spans
 from pshard.runtime.memory.kv_file import KVStore
 from pshard.runtime.sampling import Sampler, Sampling
+from pshard.units.kv_cells import KV_BLOCK, kv_blocks, longest_sequence
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from pshard.buffers import LOGIT_ROWS, SMALL_BATCH, kv_blocks, scratch_bytes
-from pshard.cuts.ffn_rows import row_stage_bytes, split_rows
-from pshard.model import ModelSpec, kv_token_bytes
+from pshard.batch_sizes import LOGIT_ROWS, SMALL_BATCH
+from pshard.buffers import row_stage_bytes, scratch_bytes
+from pshard.cuts.ffn_rows import split_rows
+from pshard.model import ModelSpec
 from pshard.plan import RankPlan, TierPlan
 from pshard.runtime.best_logits import choose_best
 from pshard.runtime.blocks.blocks import Side
@@ -21,7 +22,7 @@ from pshard.runtime.kernels.row_index import fill_rows
 from pshard.runtime.memory.arena import Arena
 from pshard.runtime.memory.host_memory import map_memory
 from pshard.runtime.memory.kv_blocks import pool_spans
-from pshard.runtime.memory.kv_cache import JOIN_BYTES, KVShape, Piece, cut_pieces, find_pieces, layer_nbytes
+from pshard.runtime.memory.kv_cache import JOIN_BYTES, Piece, cell_nbytes, cut_pieces, find_pieces
 from pshard.runtime.memory.staging import StagingRing
 from pshard.runtime.memory.weights import HostWeights, LentWeights
 from pshard.runtime.memory.workspace import Workspace, carve_workspace
@@ -29,6 +30,8 @@ from pshard.runtime.ranks.group import Group
 from pshard.runtime.walk import Copies, IndexView, Launch, MicroBatch, TierState, group_launches
 from pshard.steps.emit import emit_steps
 from pshard.steps.step import CopyIn, Step, StepShape
+from pshard.units.kv_cells import kv_blocks
+from pshard.units.state import StateShape
 
 LEAST_CELLS = 1024  # launch sizes grow with the context in powers of two from here, so that few graphs are captured
 
@@ -51,7 +54,7 @@ class Executor:
         device: Device,
         arena: torch.Tensor,
         weights: HostWeights | LentWeights,
-        kv: KVShape,
+        kv: StateShape,
         kernels: tuple[Kernels, Kernels],
         group: Group,
     ) -> None:
@@ -60,7 +63,7 @@ class Executor:
         self.weights = weights
         self.arena = Arena(arena, spec, plan, kv, self.acc_kernels.act_dtype)
         # cells of a layer that the link moves while one more copy is issued
-        self.join_cells = JOIN_BYTES // max(1, kv_token_bytes(spec.config, kv.type_k, kv.type_v))
+        self.join_cells = JOIN_BYTES // max(1, cell_nbytes(spec, kv))
         self._loaded_pins: tuple[str, ...] = ()
         self._kv_in_vram: tuple[str, ...] = ()
         self._state: TierState | None = None
@@ -127,22 +130,23 @@ class Executor:
         on_cpu = [
             t.tokens
             for t in tiers
-            if any(p.cpu_rows or (p.where == "cpu" and p.unit != "embedding") for p in t.placements)
+            if any(p.cpu_rows or (p.where == "cpu" and not spec.unit(p.unit).kind.is_looked_up) for p in t.placements)
         ]
         tokens = max(on_cpu, default=1)
         nbytes = max(row_stage_bytes(t.tokens, t.most_cpu_rows) for t in tiers)
         self.host_rows = (self._host_alloc(nbytes) if nbytes else torch.empty(0)).view(torch.float32)
         act = self._host_kernels.act_dtype
-        memory = torch.empty(scratch_bytes(spec, tokens, kv.sequences, act.itemsize, kv.context), dtype=torch.uint8)
-        space = carve_workspace(memory, spec, tokens, kv.sequences, kv.context, act)
+        memory = torch.empty(scratch_bytes(spec, tokens, kv, act.itemsize), dtype=torch.uint8)
+        space = carve_workspace(memory, spec, tokens, kv, act)
         space.tensors["hidden"] = self.host_hidden
         if self.group.size > 1 and spec.stage is None:  # a graph may fetch the CPU's part of a sum from there
             branch = self._host_alloc(space.tensors["branch"].nbytes)
             space.tensors["branch"] = branch.view(torch.float32).view(space.tensors["branch"].shape)
-        fill_rope_table(spec.config.rope, space.tensors["rope"])
+        if "rope" in space.tensors:  # a rank of a pipeline may have no layers
+            fill_rope_table(spec.config.rope, space.tensors["rope"])
         self.host_side = self._make_side(self._host_kernels, space)
         self.host_kv = {
-            name: self.arena.view_kv(self._host_alloc(layer_nbytes(spec.config, kv)), name)
+            name: self.arena.view_kv(self._host_alloc(spec.unit(name).state_nbytes(spec.config, kv)), name)
             for name in self.plan.kv_on_host
         }
 
@@ -174,7 +178,7 @@ class Executor:
             self._ring = None
 
     def _make_side(self, kernels: Kernels, space: Workspace) -> Side:
-        table = space.tensors["rope"]
+        table = space.tensors.get("rope", torch.empty(2, 0, 0))
         return Side(kernels, space, RopeTable(table[0], table[1], self.spec.config.rope.pairing), self.spec.config)
 
     def load_pins(self, names: Iterable[str], blobs: Any) -> None:
@@ -200,7 +204,8 @@ class Executor:
         self.device.synchronize()  # what arrives, and scratch, may lie where KV was
         carved = self.arena.carve(tier)
         with self.device.computing():  # angles that the host has: computing them again takes milliseconds
-            carved.space.tensors["rope"].copy_(self.host_side.space.tensors["rope"])
+            for name in ("rope",) if "rope" in carved.space.tensors else ():
+                carved.space.tensors[name].copy_(self.host_side.space.tensors[name])
         side = self._make_side(self.acc_kernels, carved.space)
         self._state = TierState(tier, side, carved, {}, [], [])
         new_pins = set(self.arena.pinned_units(tier)[len(self._loaded_pins) :])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pshard.buffers import LOGIT_ROWS, SMALL_BATCH
+from pshard.batch_sizes import LOGIT_ROWS, SMALL_BATCH
 from pshard.cuts.ffn_rows import acc_part
 from pshard.plan import TierPlan
 from pshard.runtime.best_logits import find_best
@@ -44,6 +44,8 @@ from pshard.steps.step import (
     Step,
     WriteBack,
 )
+from pshard.units.attention import ATTENTION
+from pshard.units.ffn import FFN
 
 if TYPE_CHECKING:
     from pshard.runtime.executor import Executor
@@ -88,9 +90,13 @@ def _mark_leaving(program: list[Step | Launch]) -> Iterator[Step | Launch]:
     """Launches whose hidden states the host takes next, after steps that don't touch them."""
     for i, step in enumerate(program):
         following = next((s for s in program[i + 1 :] if not isinstance(s, CopyIn | Free | FetchKV | WriteBack)), None)
-        if isinstance(step, Launch) and step.steps[-1].unit != "output":
+        if isinstance(step, Launch) and not _gives_logits(step.steps[-1]):
             step = replace(step, leaves=isinstance(following, Handoff) and following.to == "cpu")
         yield step
+
+
+def _gives_logits(step: Compute | AllReduce) -> bool:
+    return isinstance(step, Compute) and step.position == "last"
 
 
 @dataclass(frozen=True)
@@ -196,7 +202,7 @@ class MicroBatch:
             self._wait_for_arrival(step)
         self.side = "acc"
         cells = self.acc_rows.cells if self.tokens <= SMALL_BATCH else 0  # a prompt's launches do not depend on them
-        output, index = last.unit == e.spec.units[-1].name, self.unsent
+        output, index = _gives_logits(last), self.unsent
         wanted = len(self.logit_rows) if output or index is not None else 0  # the others' work is the same
         key = (self.state.tier.tokens, launch.name, self.tokens, wanted, cells)
         repeats = self._repeats(key)
@@ -291,7 +297,7 @@ class MicroBatch:
         if not isinstance(following, Compute) or not e.acc_kernels.fuses_sums:
             return None
         unit, exchange = e.spec.unit(following.unit), e.group.row_exchange(*part.shape)
-        if exchange is None or not unit.tensors or unit.kind not in ("attention", "ffn"):
+        if exchange is None or not unit.tensors or not unit.kind.adds:
             return None
         return PendingSum(exchange, part, e.group.wire(part))
 
@@ -301,14 +307,14 @@ class MicroBatch:
         part = self._side().space.rows("branch", self.tokens) if self._is_partial(step) else None
         residual = Residual(entering, part, leaving)
         if not unit.tensors:
-            self._contribute_nothing(unit.kind, part)
-        elif unit.kind == "embedding":
+            self._contribute_nothing(unit.kind.gives_logits, part)
+        elif unit.kind.is_looked_up:
             self._embed(weights, step.on)
-        elif unit.kind == "attention":
+        elif unit.kind is ATTENTION:
             self._attend(step, weights, residual)
         elif step.cpu_rows:
             self._compute_part(step, weights, residual)
-        elif unit.kind == "ffn":
+        elif unit.kind is FFN:
             run_ffn(self._side(), weights, self.tokens, residual)
         else:
             self._output(weights, step.on)
@@ -316,7 +322,7 @@ class MicroBatch:
     def _is_partial(self, step: Compute) -> bool:
         """Whether this rank computes its part of a sum."""
         e = self.executor
-        return e.group.size > 1 and e.spec.stage is None and e.spec.unit(step.unit).kind in ("attention", "ffn")
+        return e.group.size > 1 and e.spec.stage is None and e.spec.unit(step.unit).kind.adds
 
     def _compute_part(self, step: Compute, weights: UnitWeights, residual: Residual) -> None:
         """One side's rows of a split FFN, or all of its `down` once the CPU's rows have come."""
@@ -340,9 +346,9 @@ class MicroBatch:
         e.device.send(self._rows_of(self.state.carved.row_stage, rows), here)
         e.link_bytes += here.nbytes
 
-    def _contribute_nothing(self, kind: str, part: torch.Tensor | None) -> None:
+    def _contribute_nothing(self, gives_logits: bool, part: torch.Tensor | None) -> None:
         """This rank holds nothing of the unit: zeros for the sum; no column of the logits."""
-        if kind == "output" and self._gathers_on_device():
+        if gives_logits and self._gathers_on_device():
             self.pending = self._logits_on_device()[0]
             self.executor.group.gather_logits(self.pending, self.executor.logit_widths)
         elif part is not None:
@@ -356,7 +362,7 @@ class MicroBatch:
             # in a pipeline a rank is done long before the last one
             self.logits[:] = [e.group.gather_columns(own, inf if pipeline else None, alike=self.best_only)]
         elif self.logit_rows and pipeline and not e.spec.units[-1].tensors:
-            self._contribute_nothing("output", None)
+            self._contribute_nothing(True, None)
             self._deliver_logits()
 
     def _weights_of(self, step: Compute) -> UnitWeights:

@@ -11,20 +11,24 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import log
 
-from pshard.buffers import SMALL_BATCH, TILE_TOKENS
-from pshard.cuts.ffn_rows import CUT, split_rows
-from pshard.cuts.tensor_cuts import unit_heads
+from pshard.batch_sizes import SMALL_BATCH, TILE_TOKENS
+from pshard.cuts.ffn_rows import split_rows
 from pshard.errors import UserError
 from pshard.machine import MEMORIES, Contention, MachineProfile
-from pshard.model import ModelConfig, ModelSpec, TensorSpec, Unit, kv_token_bytes
+from pshard.model import ModelSpec
+from pshard.model_config import ModelConfig
 from pshard.plan import NOTHING_LEARNT, Correction
 from pshard.planner.price.tier_loads import TierLoad
 from pshard.quant import QUANT_TYPES, packed_nbytes
 from pshard.steps.graph_runs import LAUNCH_BOUND
 from pshard.steps.step import AllReduce, Gather
+from pshard.tensor import TensorSpec
 from pshard.times.collectives import fastest_collective, wire_type
 from pshard.times.curves import Curve, interpolate
 from pshard.times.curves import curve_through as _curve
+from pshard.units.attention import ATTENTION, count_heads
+from pshard.units.ffn import FFN
+from pshard.units.unit import Unit
 from pshard.workload import Workload
 
 UNHINDERED = 0.95  # of what copies and CPU kernels reach alone: memory has room for both
@@ -301,28 +305,28 @@ def unit_cost(
 ) -> UnitCost:
     """Cost of `unit` for the micro-batch `load`, on either side. `ranks` share the cores and DRAM that were timed."""
     on_host, copying = _share_of_rank(tables, load, workload, ranks)
-    config, rows = spec.config, load.logit_rows if unit.kind == "output" else load.tokens
+    config, rows = spec.config, load.logit_rows if unit.kind.gives_logits else load.tokens
     if not unit.tensors:  # another rank holds all of it
         return UnitCost(0.0, 0.0, 0, 0.0, 0)
-    if unit.kind == "attention":  # a rank's layers may differ in heads
-        heads, kv_heads = unit_heads(config, unit)
+    if unit.kind.state:  # a rank's layers may differ in heads
+        heads, kv_heads = count_heads(unit.by_role, config)
         config = replace(config, n_heads=heads, n_kv_heads=kv_heads)
     seconds = {}
     for side in ("acc", "host"):
         s = 0.0
-        if unit.kind == "embedding":
+        if unit.kind.is_looked_up:
             s += tables.elementwise(side, "embed", load.tokens, config.d_model)
         else:
             s += sum(tables.matmul(side, m.qtype, m.rows, m.cols, rows) for m in unit.matrices)
             s -= _saved_by_one_launch(tables, side, unit, rows)
             s += tables.elementwise(side, "norm", rows, config.d_model)
-        if unit.kind in ("attention", "ffn"):
+        if unit.kind.adds:
             s += tables.elementwise(side, "residual", rows, config.d_model)
-        if unit.kind == "ffn":
+        if unit.kind.divided:
             width = max((m.rows for m in unit.matrices if m.role == "ffn_up.weight"), default=config.d_ffn)
             if side == "host" or not _launched_together(tables, side, unit, rows):  # else with gate and up
                 s += tables.elementwise(side, "silu_mul", rows, width)
-        if unit.kind == "attention":
+        if unit.kind.state:
             width = (config.n_heads + config.n_kv_heads) * config.head_dim
             s += tables.elementwise(side, "rope", rows, width)
             if config.qk_norm and (side == "host" or tables.kind == "cpu"):  # CUDA: while the rows are rotated
@@ -331,13 +335,15 @@ def unit_cost(
         seconds[side] = s * (on_host if side == "host" or tables.kind == "cpu" else 1)
     step = tables.elementwise("acc", "step", 1, 1)
     waits = tables.kind == "cpu"  # the CPU as accelerator computes where it is issued
-    reads = load.tokens * config.d_model * 4 if unit.kind == "embedding" else unit.packed_nbytes
+    reads = load.tokens * config.d_model * 4 if unit.kind.is_looked_up else unit.packed_nbytes
     fetch = write = 0
-    if unit.kind == "attention":
-        cell = kv_token_bytes(spec.config, workload.type_k, workload.type_v)
-        reads += load.sequences * load.past * cell
-        fetch, write = load.sequences * load.past * cell, load.tokens * cell
-    acc, host = (tables.correction.of(side, unit.kind, load.tokens) for side in ("acc", "host"))
+    if unit.kind.state:
+        law = unit.state(spec.config, workload.state_shape)
+        assert law is not None
+        fetch = law.fetched(load.sequences * load.past, load.sequences)
+        write = law.written(load.tokens, load.sequences)
+        reads += fetch
+    acc, host = (tables.correction.of(side, unit.kind.name, load.tokens) for side in ("acc", "host"))
     link = copying * tables.correction.of("link", "", load.tokens)
     return UnitCost(
         acc * (seconds["acc"] + (step if waits else 0.0)),
@@ -368,7 +374,7 @@ def _launched_together(tables: Tables, side: str, unit: Unit, rows: int) -> tupl
     on_host = side == "host" or tables.kind == "cpu"
     if rows > (tables.vector_tokens if on_host else SMALL_BATCH):
         return ()
-    roles = {"attention": ("attn_q", "attn_k", "attn_v"), "ffn": () if on_host else ("ffn_gate", "ffn_up")}
+    roles = {ATTENTION: ("attn_q", "attn_k", "attn_v"), FFN: () if on_host else ("ffn_gate", "ffn_up")}
     group = tuple(m for m in unit.matrices if m.role.removesuffix(".weight") in roles.get(unit.kind, ()))
     alike = len({m.qtype for m in group}) == 1 and bool(QUANT_TYPES[group[0].qtype].planes)
     return group if alike and len(group) == len(roles[unit.kind]) else ()
@@ -420,17 +426,19 @@ def split_cost(
     cut, tokens, d_model = split_rows(unit, cpu_rows), load.tokens, spec.config.d_model
     seconds = {}
     for side, part in (("acc", cut.on_acc), ("host", cut.on_cpu)):
-        rows = [m for m in part.matrices if m.role in CUT]
+        rows = [m for m in part.matrices if m.role in unit.kind.divided]
         s = sum(tables.matmul(side, m.qtype, m.rows, m.cols, tokens) for m in rows)
         s -= _saved_by_one_launch(tables, side, part, tokens)
         s += tables.elementwise(side, "norm", tokens, d_model)
         if side == "host" or not _launched_together(tables, side, part, tokens):
             s += tables.elementwise(side, "silu_mul", tokens, rows[0].rows)
         seconds[side] = s * (on_host if side == "host" or tables.kind == "cpu" else 1)
-    down = sum(tables.matmul("acc", m.qtype, m.rows, m.cols, tokens) for m in unit.matrices if m.role not in CUT)
+    down = sum(
+        tables.matmul("acc", m.qtype, m.rows, m.cols, tokens) for m in unit.matrices if m.role not in unit.kind.divided
+    )
     down += tables.elementwise("acc", "residual", tokens, d_model) + tables.elementwise("acc", "norm", tokens, cpu_rows)
     down *= on_host if tables.kind == "cpu" else 1
-    acc, host = (tables.correction.of(side, unit.kind, tokens) for side in ("acc", "host"))
+    acc, host = (tables.correction.of(side, unit.kind.name, tokens) for side in ("acc", "host"))
     step, waits = tables.elementwise("acc", "step", 1, 1), tables.kind == "cpu"
     link = copying * tables.correction.of("link", "", tokens)
     return SplitCost(

@@ -4,14 +4,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
-from pshard.buffers import arena_bytes, kv_layer_bytes, kv_stage_bytes, scratch_bytes
-from pshard.cuts.ffn_rows import acc_part, row_stage_bytes
-from pshard.model import ModelSpec, Unit
+from pshard.buffers import arena_bytes, row_stage_bytes, scratch_bytes, state_stage_bytes
+from pshard.cuts.ffn_rows import acc_part
+from pshard.model import ModelSpec
 from pshard.plan import Buffers, Placement, Prediction, Solve, TierPlan
 from pshard.planner.price.costs import TierCosts
 from pshard.planner.price.simulate import ROUNDS, Simulation, simulate_ranks, simulate_seconds
 from pshard.steps.emit import SOURCES, emit_steps
 from pshard.steps.step import StepList, StepShape
+from pshard.units.unit import Unit
 from pshard.workload import Workload
 
 UNPREDICTED = Prediction(0.0, 0.0, (), "", 0, 0)
@@ -41,7 +42,7 @@ class Room:
         return self._scratch[tokens]
 
     def _scratch_bytes(self, tokens: int) -> int:
-        return scratch_bytes(self.spec, tokens, self.workload.sequences, self.act_bytes, self.workload.context)
+        return scratch_bytes(self.spec, tokens, self.workload.state_shape, self.act_bytes)
 
     @cached_property
     def units(self) -> tuple[tuple[Unit, str, int, dict[str, Placement], dict[str, Placement] | None], ...]:
@@ -49,22 +50,21 @@ class Room:
         attention with KV on the host, and with KV in VRAM."""
         found = []
         for u in self.spec.units:
-            sides = ("host", "vram") if u.kind == "attention" else (None,)
+            sides = ("host", "vram") if u.kind.state else (None,)
             whole, *vram = [{at: Placement(u.name, at, side) for at in SOURCES} for side in sides]
             found.append((u, u.name, u.packed_nbytes, whole, vram[0] if vram else None))
         return tuple(found)
 
     @cached_property
-    def kv_layer(self) -> int:
-        """Bytes of one layer's KV cache in VRAM."""
-        w = self.workload
-        return kv_layer_bytes(self.spec.config, w.context, w.sequences, w.type_k, w.type_v)
+    def states(self) -> dict[str, int]:
+        """Bytes of each unit's state; 0 for units that keep none."""
+        shape = self.workload.state_shape
+        return {u.name: u.state_nbytes(self.spec.config, shape) for u in self.spec.units}
 
     @cached_property
-    def kv_stage(self) -> int:
-        """Bytes of the stage that layers with KV on the host share."""
-        w = self.workload
-        return kv_stage_bytes(self.spec.config, w.context, w.sequences, w.type_k, w.type_v)
+    def state_stage(self) -> int:
+        """Bytes of the stage that units with their state on the host share."""
+        return state_stage_bytes(self.spec, self.workload.state_shape)
 
 
 def rank_room(spec: ModelSpec, workload: Workload, budget_mib: int, kind: str, act_bytes: int, ranks: int = 1) -> Room:
@@ -89,7 +89,7 @@ def draft_tier(
         place = where[name]
         if with_kv is not None:
             if name in kv_vram:
-                kv += room.kv_layer
+                kv += room.states[name]
                 whole = with_kv
             elif place != "cpu":
                 staged = True
@@ -104,7 +104,7 @@ def draft_tier(
             pinned += nbytes
         elif place == "streamed":
             streamed.append(nbytes)
-    scratch = room.scratch(tokens) + (room.kv_stage if staged else 0)
+    scratch = room.scratch(tokens) + (room.state_stage if staged else 0)
     scratch += row_stage_bytes(tokens, max(cpu_rows.values(), default=0))
     buffers = Buffers(pinned, scratch, min(slots, len(streamed)), max(streamed, default=0), kv)
     return TierPlan(tokens, tuple(placements), buffers, UNPREDICTED, UNSOLVED)
@@ -117,6 +117,7 @@ def tier_steps(room: Room, tier: TierPlan, costs: TierCosts) -> StepList:
         load.tokens,
         load.sequences * load.past,
         load.logit_rows,
+        load.sequences,
         room.workload.type_k,
         room.workload.type_v,
         room.ranks,

@@ -64,7 +64,7 @@ def _fit_batch(room: Room, tables: Tables, samples: list[Sample], batch: str) ->
     import numpy as np
     from scipy.optimize import nnls
 
-    kinds = dict.fromkeys(u.kind for u in room.spec.units if u.kind != "embedding")
+    kinds = dict.fromkeys(u.kind.name for u in room.spec.units if not u.kind.is_looked_up)
     names = [(device, kind) for device in ("acc", "host") for kind in kinds] + [("link", "")]
     now = [Factor(device, kind, batch, 1.0) for device, kind in names]
     measured = np.array([s.seconds for s in samples])

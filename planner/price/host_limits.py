@@ -7,7 +7,7 @@ their cells; where the CPU is the accelerator its arena lies there too. All rank
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from pshard.buffers import SMALL_BATCH
+from pshard.batch_sizes import SMALL_BATCH
 from pshard.machine import MachineProfile
 from pshard.plan import TierPlan
 from pshard.planner.price.draft import Room
@@ -61,7 +61,7 @@ def kept_bytes(room: Room, tiers: Iterable[TierPlan]) -> int:
     for tier in tiers:
         weights |= {p.unit for p in tier.placements if p.where != "pinned" or p.cpu_rows}
         cells |= {p.unit for p in tier.placements if p.kv == "host"}
-    return sum(nbytes for _, name, nbytes, *_ in room.units if name in weights) + room.kv_layer * len(cells)
+    return sum(nbytes for _, name, nbytes, *_ in room.units if name in weights) + sum(room.states[n] for n in cells)
 
 
 def holds(room: Room, tiers: Iterable[TierPlan]) -> bool:
@@ -70,7 +70,7 @@ def holds(room: Room, tiers: Iterable[TierPlan]) -> bool:
 
 
 def _total(room: Room) -> int:
-    return room.spec.packed_nbytes + room.kv_layer * sum(u.kind == "attention" for u in room.spec.units)
+    return room.spec.packed_nbytes + sum(room.states.values())
 
 
 def _needed(room: Room, largest: int) -> int:
@@ -85,7 +85,7 @@ def _needed(room: Room, largest: int) -> int:
 def _largest_arena(room: Room, largest: int) -> int:
     """Bytes of arena that no plan of a rank takes more than."""
     slots = max(SLOT_CHOICES) * max((u.packed_nbytes for u in room.spec.units), default=0)
-    return _total(room) + room.scratch(largest) + room.kv_stage + slots
+    return _total(room) + room.scratch(largest) + room.state_stage + slots
 
 
 def _left(rooms: Sequence[Room], profile: MachineProfile, largest: int) -> int:

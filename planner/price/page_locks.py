@@ -2,14 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 
-from pshard.buffers import kv_layer_bytes
 from pshard.model import ModelSpec
 from pshard.plan import RankPlan
 from pshard.planner.price.costs import TierCosts, restage
 from pshard.planner.search.residency_order import spread
 from pshard.workload import Workload
-
-COPIED = ("ffn", "attention", "output")  # kinds in the order in which plans stream them; the embedding never is
 
 
 def guess_staged(spec: ModelSpec, lockable: int | None, ranks: int) -> frozenset[str]:
@@ -18,8 +15,9 @@ def guess_staged(spec: ModelSpec, lockable: int | None, ranks: int) -> frozenset
     if lockable is None:
         return frozenset()
     left, locked = lockable // ranks, set[str]()
-    for kind in COPIED:
-        units = [u for u in spec.units if u.kind == kind]
+    copied = {u.kind: u.kind.lock_order for u in spec.units if u.kind.lock_order is not None}
+    for kind in sorted(copied, key=lambda kind: copied[kind]):
+        units = [u for u in spec.units if u.kind is kind]
         fits = len(units)
         while sum(units[i].packed_nbytes for i in spread(len(units), fits)) > left:
             fits -= 1
@@ -28,7 +26,7 @@ def guess_staged(spec: ModelSpec, lockable: int | None, ranks: int) -> frozenset
         left -= sum(u.packed_nbytes for u in chosen)
         if fits < len(units):
             break
-    return frozenset(u.name for u in spec.units if u.kind in COPIED and u.name not in locked)
+    return frozenset(u.name for u in spec.units if u.kind in copied and u.name not in locked)
 
 
 def staged_units(
@@ -37,9 +35,8 @@ def staged_units(
     """Units that the runtime leaves beyond the limit under a plan: after KV on the host, in the plan's own order."""
     if lockable is None:
         return frozenset()
-    w = workload
-    layer = kv_layer_bytes(spec.config, w.context, w.sequences, w.type_k, w.type_v)
-    left, staged = lockable // ranks - layer * len(plan.kv_on_host), []
+    states = sum(spec.unit(name).state_nbytes(spec.config, workload.state_shape) for name in plan.kv_on_host)
+    left, staged = lockable // ranks - states, []
     for name in plan.lock_order:
         left -= spec.unit(name).packed_nbytes
         if left < 0:  # the first refusal ends it

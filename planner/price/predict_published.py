@@ -36,7 +36,7 @@ class Predictor:
         load = TierLoad(tokens, sequences, past, sequences, 1.0)
         v = self._variant
         on_host = self._tables.kind == "cpu"
-        shape = StepShape(tokens, sequences * past, sequences, v.type_k, v.type_v, len(v.ranks), on_host)
+        shape = StepShape(tokens, sequences * past, sequences, sequences, v.type_k, v.type_v, len(v.ranks), on_host)
         steps = [emit_steps(spec, rank.covering(tokens), shape) for spec, rank in zip(self._specs, v.ranks)]
         costs = [
             tier_costs(spec, self._tables.of_accelerator(v.device + i), load, v.workload, len(v.ranks), self._staged[i])

@@ -289,7 +289,7 @@ def _price(step: Step, costs: TierCosts) -> _Act:
             if costs.acc_contended:
                 return _Machine.compute_on_cpu_accelerator, step, 0.0, None
             kind = _FROM_SLOT if step.source == "slot" else _COMPUTE
-            launch = 0.0 if step.unit == "embedding" else costs.launch
+            launch = 0.0 if step.position == "first" else costs.launch
             return kind, step, costs.units[step.unit].acc, costs.units[step.unit].issue + launch
         case Compute():
             return _Machine.compute_part, step, 0.0, None

@@ -2,8 +2,8 @@
 
 from collections import Counter
 
-from pshard.buffers import SMALL_BATCH
-from pshard.cuts.ffn_rows import row_stage_bytes
+from pshard.batch_sizes import SMALL_BATCH
+from pshard.buffers import row_stage_bytes
 from pshard.plan import TierPlan
 from pshard.planner.price.costs import TierCosts
 from pshard.planner.price.draft import Room
@@ -17,10 +17,13 @@ def tier_problem(
     """Coefficients of one tier with that many staging slots; `split`: FFNs may be split where `may_split` says."""
     spec, load, split = room.spec, costs.load, split and may_split(costs)
     rows = []
-    between = min((costs.units[c.units[0].name].acc for c in classes if c.kind == "ffn"), default=0.0)
+    between = min(
+        (costs.units[c.units[0].name].acc for c in classes if c.kind.position == "layer" and not c.kind.state),
+        default=0.0,
+    )
     for cls in classes:
         unit = costs.units[cls.units[0].name]
-        kv = room.kv_layer if cls.kind == "attention" else 0
+        kv = room.states[cls.units[0].name]
         cycle = unit.kv_fetch + unit.kv_write if unit.kv_fetch else 0.0
         stall = max(0.0, cycle - between)
         speeds = [side[cls.units[0].name] for side in (costs.contended, costs.acc_contended) if side]
@@ -38,7 +41,7 @@ def tier_problem(
     to_acc, to_cpu = costs.handoff("acc", hidden), costs.handoff("cpu", hidden)
     enter, leave = to_acc, min(to_cpu, costs.handoff("cpu", logits))
     if spec.stage is None:
-        parts = sum(cls.size for cls in classes if cls.kind in ("attention", "ffn"))
+        parts = sum(cls.size for cls in classes if cls.kind.adds)
         fixed = parts * costs.all_reduce(hidden)
     else:  # hidden states come to the accelerator and leave from it; all take part in the gather of the logits
         first, last = bool(spec.units[0].tensors), bool(spec.units[-1].tensors)
@@ -52,7 +55,7 @@ def tier_problem(
         room.arena - room.scratch(load.tokens),
         slots,
         slots,
-        room.kv_stage,
+        room.state_stage,
         to_acc + to_cpu,
         enter,
         leave,
@@ -91,7 +94,7 @@ def count_tier(classes: tuple[UnitClass, ...], tier: TierPlan) -> tuple[Counts, 
     for cls in classes:
         of_class = Counter((p.where, p.cpu_rows) for p in (places[u.name] for u in cls.units))
         pinned, cpu = (sum(n for (where, _), n in of_class.items() if where == side) for side in ("pinned", "cpu"))
-        kv = sum(places[u.name].kv == "vram" for u in cls.units) if cls.kind == "attention" else 0
+        kv = sum(places[u.name].kv == "vram" for u in cls.units) if cls.kind.state else 0
         cuts = tuple((of_class["pinned", rows], of_class["streamed", rows]) for rows in cls.cut_rows)
         counted.append(Counts(pinned, cpu, kv, cuts))
     return tuple(counted)

@@ -40,7 +40,7 @@ def _draw_lines(problem: TierProblem, counts: tuple[Counts, ...], relaxed: bool)
     longest = max(c.kv_cycle for c in problem.classes)
     works = []
     for cost, n in zip(problem.classes, counts):
-        streamed = cost.size - n.pin - n.cpu - sum(s for _, s in n.cuts) if cost.kind != "embedding" else 0
+        streamed = cost.size - n.pin - n.cpu - sum(s for _, s in n.cuts) if not cost.kind.is_looked_up else 0
         on_host = cost.size - n.cpu - n.kv if cost.kv_nbytes else 0
         work = cost.cpu * n.cpu
         for cut, (in_arena, in_slot) in zip(cost.cuts, n.cuts):
@@ -58,14 +58,14 @@ def _draw_lines(problem: TierProblem, counts: tuple[Counts, ...], relaxed: bool)
         one_slot += (cost.link + cost.acc) * streamed
         issue += cost.issue * (cost.size - n.cpu - n.split)
         issue += problem.copy_issue * streamed + problem.kv_issue * on_host
-    reached = any(c.kind != "embedding" and c.size > n.cpu for c, n in zip(problem.classes, counts))
-    on_cpu = dict.fromkeys(("attention", "ffn", "embedding", "output"), 0)
+    reached = any(not c.kind.is_looked_up and c.size > n.cpu for c, n in zip(problem.classes, counts))
+    on_cpu = dict.fromkeys(("leads", "follows", "first", "last"), 0)
     for cost, n in zip(problem.classes, counts):
-        on_cpu[cost.kind] += n.cpu
-    acc += problem.fixed + (problem.leave + problem.enter * min(1, on_cpu["embedding"]) if reached else 0.0)
-    least = max(0, on_cpu["ffn"] - on_cpu["attention"] - on_cpu["output"], on_cpu["attention"] - on_cpu["ffn"] - 1)
+        on_cpu[cost.place] += n.cpu
+    acc += problem.fixed + (problem.leave + problem.enter * min(1, on_cpu["first"]) if reached else 0.0)
+    least = max(0, on_cpu["follows"] - on_cpu["leads"] - on_cpu["last"], on_cpu["leads"] - on_cpu["follows"] - 1)
     splits = sum(n.split for n in counts)
-    acc += problem.round_trip * (least + max(0, splits - on_cpu["attention"])) - problem.enter * splits
+    acc += problem.round_trip * (least + max(0, splits - on_cpu["leads"])) - problem.enter * splits
     stage = staged + host - hidden
     if problem.all_contend:
         acc, host = 0.0, acc + host
@@ -79,7 +79,7 @@ def _draw_lines(problem: TierProblem, counts: tuple[Counts, ...], relaxed: bool)
     ]
     if not problem.all_contend and (per_run := copies_beside_a_run(problem)):
         more = [s + problem.round_trip * g.link_speed / per_run for s, g in zip(slower, groups)]
-        rising.append((acc + host - problem.round_trip * (1 + on_cpu["output"] + least + splits), more))
+        rising.append((acc + host - problem.round_trip * (1 + on_cpu["last"] + least + splits), more))
     floor = max(stage, one_slot if problem.lookahead == 1 else 0.0)
     most = [sum(works[c] for c in g.classes) / g.cpu_speed for g in groups]
     apart = sum(works[c] for g in groups for c in g.classes) + link

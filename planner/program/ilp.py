@@ -14,6 +14,7 @@ from math import ceil, floor
 
 from pshard.planner.program.linear import Column, Linear, Program, sum_of
 from pshard.planner.program.solvers import relax, solve, solver_name
+from pshard.units.unit import UnitKind
 from pshard.workload import MIB
 
 MS = 1e3  # seconds in the objective's unit
@@ -45,7 +46,7 @@ class CutCost:
 class ClassCost:
     """Seconds and bytes of one unit of a class in one tier. `kv_nbytes`: its layer's KV in VRAM; 0 if it has none."""
 
-    kind: str
+    kind: UnitKind
     size: int
     nbytes: int
     acc: float
@@ -59,6 +60,11 @@ class ClassCost:
     link_speed: float = 1.0  # 1 = alone; while host work on the unit and a copy overlap
     cpu_speed: float = 1.0
     cuts: tuple[CutCost, ...] = ()  # by rows on the CPU
+
+    @property
+    def place(self) -> str:
+        """Where its units stand in the order of execution: "first", "last", or in a layer "leads" or "follows"."""
+        return self.kind.position if self.kind.position != "layer" else "leads" if self.kind.leads else "follows"
 
 
 @dataclass(frozen=True)
@@ -350,7 +356,7 @@ def _add_tier(
         acc.append(MS * cost.acc * on_acc)
         host.append(MS * (cost.cpu * cpu[c] + sum_of(cut.cpu * n for cut, p in zip(cost.cuts, cuts[c]) for n in p)))
         issue.append(MS * cost.issue * on_acc)
-        if cost.kind == "embedding":
+        if cost.kind.is_looked_up:
             program.equal(streamed, 0)
             program.equal(kv[c], 0)
             continue
@@ -385,19 +391,19 @@ def _add_tier(
     )
     acc_ms = acc_ms + MS * problem.round_trip * trips
     on_cpu = {
-        kind: sum_of(cpu[c] for c, cost in enumerate(problem.classes) if cost.kind == kind)
-        for kind in ("attention", "ffn", "embedding", "output")
+        place: sum_of(cpu[c] for c, cost in enumerate(problem.classes) if cost.place == place)
+        for place in ("leads", "follows", "first", "last")
     }
-    program.at_least(entered, reached + on_cpu["embedding"] - 1)
+    program.at_least(entered, reached + on_cpu["first"] - 1)
     if any(cost.cuts for cost in problem.classes):
         # a split unit after a CPU unit hides the hand-off to the accelerator, after others it needs one to the CPU
         lone = program.column(f"lone_splits_{t}")
-        program.at_least(lone, sum_of(splits) - on_cpu["attention"])
+        program.at_least(lone, sum_of(splits) - on_cpu["leads"])
         acc_ms = acc_ms + MS * (problem.round_trip * lone - problem.enter * sum_of(splits))
     # layers alternate, so a run of neighbours has at most one unit more of one kind than of the other; the one that
     # ends with the output does not go back
-    program.at_least(trips, on_cpu["ffn"] - on_cpu["attention"] - on_cpu["output"])
-    program.at_least(trips, on_cpu["attention"] - on_cpu["ffn"] - 1)
+    program.at_least(trips, on_cpu["follows"] - on_cpu["leads"] - on_cpu["last"])
+    program.at_least(trips, on_cpu["leads"] - on_cpu["follows"] - 1)
     # one KV stage: between two layers that use it lie a fetch and a write-back, or what the CPU does there
     hidden = MS * max(c.kv_cycle for c in problem.classes) * sum_of([*cpu, *splits])
     stage_ms = sum_of(staged) + host_ms - hidden
@@ -421,13 +427,13 @@ def _add_tier(
     copied = sum_of(group.link_speed * o for group, o in both)
     program.at_most(copied, link_ms)
     if not problem.all_contend:  # while one run of CPU units lasts, each slot is filled once at most
-        runs = trips + 1 + on_cpu["output"] + sum_of(splits)
+        runs = trips + 1 + on_cpu["last"] + sum_of(splits)
         program.at_most(copied, MS * copies_beside_a_run(problem) * runs)
     if problem.lookahead == 1:  # no copy runs while its slot is computed from
         program.at_least(total, sum_of(one_slot))
     if relaxed:
         return total
-    largest = max((c.link for c in problem.classes if c.kind in ("attention", "ffn")), default=0.0)
+    largest = max((c.link for c in problem.classes if c.kind.position == "layer"), default=0.0)
     return total + TIDY * link_ms + UNTIDY * MS * largest * sum_of(units)
 
 
@@ -443,8 +449,8 @@ class Contending:
 def contending_groups(problem: TierProblem) -> tuple[Contending, ...]:
     """Attention, which may read slowly for what it computes, and matrices; the embedding is only looked up."""
     groups = []
-    for kinds in (("attention",), ("ffn", "output")):
-        if members := [(i, c) for i, c in enumerate(problem.classes) if c.kind in kinds]:
+    for what in ("state", "weights"):
+        if members := [(i, c) for i, c in enumerate(problem.classes) if c.kind.contends == what]:
             best = max(c.link_speed for _, c in members), max(c.cpu_speed for _, c in members)
             groups.append(Contending(tuple(i for i, _ in members), *best))
     return tuple(groups)

@@ -22,7 +22,7 @@ class Floor:
     def reaches(self, counts: tuple[Counts, ...], slots: int, seconds: float) -> bool:
         """Whether no order of the counts takes less than `seconds`. False where that is not known: of counts that are
         not possible, and where a slot may keep its only unit, which then is not copied."""
-        left = [c.size - n.pin - n.cpu for c, n in zip(self.classes, counts) if c.kind != "embedding"]
+        left = [c.size - n.pin - n.cpu for c, n in zip(self.classes, counts) if not c.kind.is_looked_up]
         if min(left) < 0 or 0 < sum(left) < 2 * slots:
             return False
         if slots not in self._problems:

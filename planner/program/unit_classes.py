@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pshard.cuts.ffn_rows import share_rows
-from pshard.model import ModelSpec, Unit
+from pshard.model import ModelSpec
+from pshard.units.unit import Unit, UnitKind
 
 SHARES = (4, 8, 12)  # sixteenths of an FFN's rows of gate and up that the CPU may have of a split one
 
@@ -14,7 +15,7 @@ class UnitClass:
     """Like units in layer order."""
 
     name: str
-    kind: str
+    kind: UnitKind
     units: tuple[Unit, ...]
 
     @property
@@ -45,6 +46,7 @@ def group_units(spec: ModelSpec, staged: frozenset[str] = frozenset()) -> tuple[
     classes = []
     for units in groups.values():
         kind = units[0].kind
-        classes.append(UnitClass(f"{kind}{seen.get(kind, 0)}", kind, tuple(units)))
-        seen[kind] = seen.get(kind, 0) + 1
+        number = seen.get(kind.name, 0)
+        classes.append(UnitClass(f"{kind.name}{number}", kind, tuple(units)))
+        seen[kind.name] = number + 1
     return tuple(classes)

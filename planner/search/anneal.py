@@ -16,6 +16,7 @@ from pshard.planner.search.candidates import Candidate, round_seconds
 from pshard.planner.search.climb import SEARCH_ROUNDS, SLOT_CHOICES, TierSearch, state_of
 from pshard.planner.search.other_tiers import EVALUATIONS
 from pshard.planner.search.residency_order import limit_host, order_around
+from pshard.units.unit import UnitKind
 
 MOST_UNITS = 48  # above, one unit more or less hardly matters, and counts have said it all
 MOST_EVICTED = 3  # units that may leave VRAM to make room for a step
@@ -26,15 +27,12 @@ HEATS = (0.02, 0.15, 0.02, 0.15, 0.02)  # by pass, of the tier's time: how much 
 SPLIT_HEATS = (0.15, 0.02)  # as HEATS, of the passes that may split FFNs
 NO_CUTS: Mapping[str, tuple[int, ...]] = {}
 
-Place = tuple[str, bool, int]  # where a unit is, whether its KV is in VRAM, rows of it on the CPU
-CHOICES: dict[str, tuple[Place, ...]] = {
-    "embedding": (("cpu", False, 0), ("pinned", False, 0)),
-    "attention": (
-        ("pinned", True, 0), ("pinned", False, 0), ("streamed", True, 0), ("streamed", False, 0), ("cpu", False, 0),
-    ),
-    "ffn": (("pinned", False, 0), ("streamed", False, 0), ("cpu", False, 0)),
-    "output": (("pinned", False, 0), ("streamed", False, 0), ("cpu", False, 0)),
-}  # fmt: skip
+Place = tuple[str, bool, int]  # where a unit is, whether its state is in VRAM, rows of it on the CPU
+
+
+def place_choices(kind: UnitKind) -> tuple[Place, ...]:
+    """The legal placements of units of a kind, none of them divided."""
+    return tuple((where, state == "vram", 0) for where, state in kind.places)
 
 
 def refine_candidate(
@@ -129,7 +127,7 @@ def anneal(
 ) -> TierPlan:
     """The best of many random steps from a tier: one unit placed otherwise, two units swapped, other slots."""
     units = room.spec.units
-    choices = [(*CHOICES[u.kind], *split_choices(cut_rows.get(u.name, ()))) for u in units]
+    choices = [(*place_choices(u.kind), *split_choices(cut_rows.get(u.name, ()))) for u in units]
     now = [(p.where, p.kv == "vram", p.cpu_rows) for p in tier.placements]
     slots, tokens = max(1, tier.buffers.slots), tier.tokens
     best, best_seconds = tier, tier_seconds(room, tier, costs, SEARCH_ROUNDS)
@@ -175,16 +173,16 @@ def _make_fit(rng: Random, room: Room, tokens: int, tried: list[Place], slots: i
         if not inside:
             return None
         out = rng.choice(inside)
-        tried[out] = ("cpu" if units[out].kind == "embedding" else rng.choice(("cpu", "streamed")), False, 0)
+        tried[out] = ("cpu" if units[out].kind.is_looked_up else rng.choice(("cpu", "streamed")), False, 0)
     return None
 
 
 def _swap(rng: Random, units, tried: list[Place]) -> None:
     """Exchange two units' placements; KV stays with the attention unit it belongs to where the new place allows it."""
     a, b = rng.randrange(len(units)), rng.randrange(len(units))
-    if "embedding" in (units[a].kind, units[b].kind):
+    if units[a].kind.is_looked_up or units[b].kind.is_looked_up:
         return
-    if units[a].kind == units[b].kind and ffn_rows(units[a]) == ffn_rows(units[b]):
+    if units[a].kind is units[b].kind and ffn_rows(units[a]) == ffn_rows(units[b]):
         tried[a], tried[b] = tried[b], tried[a]
         return
     for at, place in ((a, tried[b][0]), (b, tried[a][0])):

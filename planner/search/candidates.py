@@ -200,16 +200,16 @@ def _price_baseline(
 def keep_everything(room: Room, costs: tuple[TierCosts, ...]) -> Candidate:
     """Every unit pinned, the embedding looked up on the host, all KV in VRAM."""
     tiers = tuple(whole_tier(room, c.load.tokens) for c in costs)
-    pins = tuple(u.name for u in room.spec.units if u.kind != "embedding")
-    kv = tuple(u.name for u in room.spec.units if u.kind == "attention")
+    pins = tuple(u.name for u in room.spec.units if not u.kind.is_looked_up)
+    kv = tuple(u.name for u in room.spec.units if u.kind.state)
     seconds = tuple(tier_seconds(room, tier, cost) for tier, cost in zip(tiers, costs))
     return Candidate("all in VRAM", Residency(pins, kv), tiers, seconds, round_seconds(room, tiers, seconds, costs))
 
 
 def whole_tier(room: Room, tokens: int) -> TierPlan:
     """The tier that keeps everything but the embedding in VRAM, whether it fits or not."""
-    where = {u.name: "cpu" if u.kind == "embedding" else "pinned" for u in room.spec.units}
-    return draft_tier(room, tokens, where, frozenset(u.name for u in room.spec.units if u.kind == "attention"), 0)
+    where = {u.name: "cpu" if u.kind.is_looked_up else "pinned" for u in room.spec.units}
+    return draft_tier(room, tokens, where, frozenset(u.name for u in room.spec.units if u.kind.state), 0)
 
 
 def round_seconds(

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 from pshard.plan import TierPlan
 from pshard.planner.price.costs import TierCosts
@@ -72,7 +73,7 @@ class TierSearch:
     def start(self, counts: tuple[Counts, ...], slots: int) -> Scored | None:
         """The solver's counts as a tier, with CPU units in the best of several numbers of runs."""
         state = state_of(self.classes, counts, 0, slots)
-        most = max((n for c, n in zip(self.classes, state.cpu) if c.kind in ("attention", "ffn")), default=0)
+        most = max((n for c, n in zip(self.classes, state.cpu) if c.kind.position == "layer"), default=0)
         choices = {0, most, most // 2, most // 4} if most else {0}
         scored = [s for s in (self.score(replace(state, runs=runs)) for runs in sorted(choices)) if s]
         return min(scored, key=lambda s: s.seconds, default=None)
@@ -100,12 +101,13 @@ class TierSearch:
         streamed = [
             (cls.size - n - cpu, cls.nbytes)
             for cls, n, cpu in zip(self.classes, pinned, state.cpu)
-            if cls.kind != "embedding" and cls.size - n - cpu > 0
+            if not cls.kind.is_looked_up and cls.size - n - cpu > 0
         ]
         slots = min(state.slots, sum(n for n, _ in streamed))
-        layers = sum(cls.size - cpu for cls, cpu in zip(self.classes, state.cpu) if cls.kind == "attention")
-        held += slots * max((nbytes for _, nbytes in streamed), default=0) + state.kv * self.room.kv_layer
-        held += self.room.kv_stage if layers > state.kv else 0
+        layers = sum(cls.size - cpu for cls, cpu in zip(self.classes, state.cpu) if cls.kind.state)
+        held += slots * max((nbytes for _, nbytes in streamed), default=0)
+        held += self._states_held[min(state.kv, len(self._states_held) - 1)]
+        held += self.room.state_stage if layers > state.kv else 0
         return held + self.room.scratch(self.costs.load.tokens) > self.room.arena
 
     def _reaches(self, state: TierState, seconds: float) -> bool:
@@ -115,7 +117,7 @@ class TierSearch:
         if wants_more or self.residency.cpu_rows or state.cuts:
             return False
         counts = tuple(
-            Counts(pin, cls.size - pin if cls.kind == "embedding" else cpu, kv)
+            Counts(pin, cls.size - pin if cls.kind.is_looked_up else cpu, kv)
             for cls, pin, cpu, kv in zip(
                 self.classes, self._prefixes[state.pins][1], state.cpu, self._kv_prefixes[state.kv]
             )
@@ -149,6 +151,11 @@ class TierSearch:
             found.append(tuple(counts))
         return found
 
+    @cached_property
+    def _states_held(self) -> list[int]:
+        """By length of the KV order's prefix: bytes of its states."""
+        return list(accumulate((self.room.states[name] for name in self.residency.kv_order), initial=0))
+
     def build(self, state: TierState) -> TierPlan | None:
         """The state as a tier; None when it is not possible or over budget."""
         if state not in self._built:
@@ -166,7 +173,7 @@ class TierSearch:
         resident = pinned | kv
         counts = []
         for cls, cpu in zip(self.classes, state.cpu):
-            if cls.kind == "embedding":
+            if cls.kind.is_looked_up:
                 counts.append(len(cls.names - pinned))
                 continue
             if cpu < 0 or (cpu and cpu > len(cls.names - resident)):
@@ -250,7 +257,7 @@ class TierSearch:
 
             return move
 
-        placed = [c for c, cls in enumerate(self.classes) if cls.kind in ("attention", "ffn", "output")]
+        placed = [c for c, cls in enumerate(self.classes) if not cls.kind.is_looked_up]
         signs = (1, -1)
         return (
             *(cpu(c, sign) for c in placed for sign in signs),
@@ -277,6 +284,6 @@ class TierSearch:
 
 def state_of(classes: tuple[UnitClass, ...], counts: tuple[Counts, ...], runs: int, slots: int) -> TierState:
     """Counts as a state. The CPU looks up what of the embedding is not pinned: no number of its own."""
-    cpu = tuple(0 if c.kind == "embedding" else n.cpu for c, n in zip(classes, counts))
+    cpu = tuple(0 if c.kind.is_looked_up else n.cpu for c, n in zip(classes, counts))
     cuts = tuple(tuple(streamed for _, streamed in n.cuts) for n in counts) if any(n.split for n in counts) else ()
     return TierState(sum(n.pin for n in counts), sum(n.kv for n in counts), cpu, runs, slots, cuts)

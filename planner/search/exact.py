@@ -5,7 +5,6 @@ Branch and bound over units in order of execution, on simulated time.
 
 from dataclasses import dataclass, field
 
-from pshard.model import Unit
 from pshard.plan import TierPlan
 from pshard.planner.price.costs import TierCosts
 from pshard.planner.price.draft import Room, draft_tier, tier_seconds
@@ -13,9 +12,10 @@ from pshard.planner.price.host_limits import holds
 from pshard.planner.program.coefficients import count_tier, may_split, tier_problem
 from pshard.planner.program.fluid import fluid_seconds
 from pshard.planner.program.unit_classes import UnitClass
-from pshard.planner.search.anneal import CHOICES, Place, main_tier, place_around, split_choices
+from pshard.planner.search.anneal import Place, main_tier, place_around, place_choices, split_choices
 from pshard.planner.search.candidates import Candidate
 from pshard.planner.search.climb import SLOT_CHOICES
+from pshard.units.unit import Unit
 
 MOST_UNITS = 8  # of three layers; a fourth has ten to a thousand times as many placements
 MOST_VISITED = 400_000  # complete placements, some 6 s; a search that would need more is given up
@@ -73,7 +73,7 @@ class ExactSearch:
     def _list_options(self, unit: Unit, cls: UnitClass) -> list[tuple[Place, float, float, int]]:
         """Ways to place a unit: the place, its least seconds in turn with other units and on the link, bytes held."""
         cost, options = self.costs.units[unit.name], []
-        for place in (*CHOICES[unit.kind], *split_choices(cls.cut_rows if may_split(self.costs) else ())):
+        for place in (*place_choices(unit.kind), *split_choices(cls.cut_rows if may_split(self.costs) else ())):
             where, in_vram, rows = place
             if rows:
                 cut = self.costs.split(unit.name, rows)
@@ -81,8 +81,8 @@ class ExactSearch:
             else:
                 busy, link, pins = cost.cpu if where == "cpu" else cost.acc, cost.link, unit.packed_nbytes
             link = link if where == "streamed" else 0.0
-            link += cost.kv_fetch if unit.kind == "attention" and where != "cpu" and not in_vram else 0.0
-            held = (pins if where == "pinned" else 0) + (self.room.kv_layer if in_vram else 0)
+            link += cost.kv_fetch if unit.kind.state and where != "cpu" and not in_vram else 0.0
+            held = (pins if where == "pinned" else 0) + (self.room.states[unit.name] if in_vram else 0)
             options.append((place, busy, link, held))
         return options
 

@@ -51,8 +51,8 @@ def exchange_memory(
 
 def _pairs(room: Room, classes: tuple[UnitClass, ...]) -> Iterator[tuple[Item, Item, bool]]:
     """What leaves, what comes instead, and whether the CPU computes from then on what leaves."""
-    items: list[Item] = [(c, "pin") for c, cls in enumerate(classes) if cls.kind != "embedding" and cls.nbytes]
-    items += [(c, "kv") for c, cls in enumerate(classes) if cls.kind == "attention" and room.kv_layer]
+    items: list[Item] = [(c, "pin") for c, cls in enumerate(classes) if not cls.kind.is_looked_up and cls.nbytes]
+    items += [(c, "kv") for c, cls in enumerate(classes) if room.states[cls.units[0].name]]
     return (
         (give, take, to_cpu)
         for give in items
@@ -72,7 +72,7 @@ def _move(
     to_cpu: bool,
 ) -> tuple[Counts, ...] | None:
     """The counts with `stride` of one item out of VRAM and what fits instead of another in; None when impossible."""
-    sizes = {"pin": [c.nbytes for c in classes], "kv": [room.kv_layer] * len(classes)}
+    sizes = {"pin": [c.nbytes for c in classes], "kv": [room.states[c.units[0].name] for c in classes]}
     out = min(stride, getattr(counts[give[0]], give[1]))
     freed = out * sizes[give[1]][give[0]]
     most = classes[take[0]].size - getattr(counts[take[0]], take[1])

@@ -58,7 +58,7 @@ def _count_around(
     does not fit, below all others.
     """
     fixed = {t.tier.tokens: Counted(n, t.seconds) for t, n in zip(start.tiers, start.counts)}
-    sizes = tuple(c.size for c in classes), tuple(c.size if c.kind == "attention" else 0 for c in classes)
+    sizes = tuple(c.size for c in classes), tuple(c.size if c.kind.state else 0 for c in classes)
     counted: list[Counted] = []
     for cost in costs:
         tokens = cost.load.tokens

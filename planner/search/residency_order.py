@@ -71,14 +71,13 @@ def order_residency(
     for c, cls in enumerate(classes):
         if even:
             marks = {n[c].pin for n in spaced or counts} | ({whole[c]} if partly else set())
-            marks |= {n[c].kv for n in spaced or counts if cls.kind == "attention"}
-            phase = 0.35 if cls.kind == "attention" else 0.65
-            orders.append(_spread_order([u.name for u in cls.units], sorted(marks), phase))
+            marks |= {n[c].kv for n in spaced or counts if cls.kind.state}
+            orders.append(_spread_order([u.name for u in cls.units], sorted(marks), cls.kind.phase))
         else:
             orders.append([u.name for u in reversed(cls.units)])
     pins = [[n[c].pin for c in range(len(classes))] for n in counts]
     pin_order = _merge(orders, [whole, *pins] if partly else pins)
-    kv_orders = [o if cls.kind == "attention" else [] for o, cls in zip(orders, classes)]
+    kv_orders = [o if cls.kind.state else [] for o, cls in zip(orders, classes)]
     kv_order = _merge(kv_orders, [[n[c].kv for c in range(len(classes))] for n in counts])
     cpu_rows: dict[str, int] = {}
     for cls, order, start, n in zip(classes, orders, whole, counts[0]):
@@ -107,7 +106,6 @@ def limit_host(room: Room, residency: Residency, counts: Sequence[tuple[Counts, 
     if room.host is None:
         return residency
     sizes = {name: nbytes for _, name, nbytes, *_ in room.units}
-    layers = sum(u.kind == "attention" for u in room.spec.units)
     left = room.spec.packed_nbytes - sum(sizes[name] for name in residency.pin_order)
     outside = [left]  # bytes of weights in host memory, by length of the prefix from the longest one down
     for name in reversed(residency.pin_order):
@@ -117,10 +115,13 @@ def limit_host(room: Room, residency: Residency, counts: Sequence[tuple[Counts, 
         for i, nbytes in enumerate(reversed(outside))
     ]
     weights = max(outside[min(sum(n.pin for n in tier), len(outside) - 1)] for tier in counts)
-    cells = max(room.kv_layer * (layers - sum(n.kv for n in tier)) for tier in counts)
+    away = [sum(room.states.values())]  # bytes of states in host memory, by length of the prefix
+    for name in residency.kv_order:
+        away.append(away[-1] - room.states[name])
+    cells = max(away[min(sum(n.kv for n in tier), len(away) - 1)] for tier in counts)
     more = max(1.0, room.host / max(1, weights + cells))
     pins = next(i for i, nbytes in enumerate(outside) if nbytes <= weights * more)
-    kv = next((i for i in range(layers) if room.kv_layer * (layers - i) <= cells * more), layers)
+    kv = next(i for i, nbytes in enumerate(away) if nbytes <= cells * more)
     return replace(residency, least_pins=pins, least_kv=kv)
 
 
@@ -182,7 +183,7 @@ def assign_cpu(
         if not count:
             continue
         free = [u for u in cls.units if u.name not in resident]
-        if cls.kind in ("embedding", "output"):
+        if cls.kind.position != "layer":
             cpu |= {u.name for u in free[:count]}
             continue
         names, middles = [u.name for u in free], [u.layer + 0.5 for u in free]

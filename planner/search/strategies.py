@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-from pshard.model import ModelSpec, Unit
+from pshard.model import ModelSpec
 from pshard.plan import TierPlan
 from pshard.planner.price.draft import Room, draft_tier
+from pshard.units.unit import Unit
 
 SLOTS = 2  # double buffering, as published
 
@@ -26,18 +27,18 @@ class Strategy:
     rest: Callable[[Unit], str]
 
 
-def _layers(spec: ModelSpec, kind: str) -> list[Unit]:
-    return [u for u in spec.units if u.kind == kind]
+def _treated_as(spec: ModelSpec, how: str) -> list[Unit]:
+    return [u for u in spec.units if u.kind.strategy == how]
 
 
 def _head(spec: ModelSpec) -> tuple:
-    return tuple((("pin", u.name),) for u in spec.units if u.kind == "output")
+    return tuple((("pin", u.name),) for u in _treated_as(spec, "head"))
 
 
 def _whole_layers(spec: ModelSpec, kv_first: bool) -> tuple:
     """One group per layer, last layers first; KV with its layer, or all of it before any weights."""
     groups: list[tuple] = []
-    attention = {u.layer: u.name for u in _layers(spec, "attention")}
+    attention = {u.layer: u.name for u in _treated_as(spec, "first")}
     if kv_first:
         groups += [(("kv", name),) for name in attention.values()]
     for layer in sorted({u.layer for u in spec.units if u.layer >= 0}, reverse=True):
@@ -48,11 +49,11 @@ def _whole_layers(spec: ModelSpec, kv_first: bool) -> tuple:
 
 def _attention_then_ffn(spec: ModelSpec, pin_attention: bool = True) -> tuple:
     """KV, then attention, then the head, then FFNs, layer by layer."""
-    attention = _layers(spec, "attention")
+    attention = _treated_as(spec, "first")
     groups: list[tuple] = [(("kv", u.name),) for u in attention]
     if pin_attention:
         groups += [(("pin", u.name),) for u in attention]
-    return (*groups, *_head(spec), *((("pin", u.name),) for u in _layers(spec, "ffn")))
+    return (*groups, *_head(spec), *((("pin", u.name),) for u in _treated_as(spec, "bulk")))
 
 
 def whole_layer_fit(spec: ModelSpec) -> Strategy:
@@ -78,13 +79,15 @@ def ffn_stream(spec: ModelSpec) -> Strategy:
 def ffn_cpu_attention_stream(spec: ModelSpec) -> Strategy:
     """KV in VRAM and FFNs as they fit, the others on the CPU; attention streamed."""
     return Strategy(
-        _attention_then_ffn(spec, pin_attention=False), lambda u: "streamed" if u.kind == "attention" else "cpu"
+        _attention_then_ffn(spec, pin_attention=False), lambda u: "streamed" if u.kind.strategy == "first" else "cpu"
     )
 
 
 def alternate_ffn(spec: ModelSpec) -> Strategy:
     """KV and attention in VRAM, then FFNs as they fit; the others by turns on the CPU and streamed."""
-    return Strategy(_attention_then_ffn(spec), lambda u: "cpu" if u.kind == "ffn" and u.layer % 2 else "streamed")
+    return Strategy(
+        _attention_then_ffn(spec), lambda u: "cpu" if u.kind.strategy == "bulk" and u.layer % 2 else "streamed"
+    )
 
 
 STRATEGIES: dict[str, Callable[[ModelSpec], Strategy]] = {
@@ -141,7 +144,7 @@ def _fill(held: Callable[[int], int], left: int, most: int) -> int:
 def _take(strategy: Strategy, room: Room, tokens: int, n: int) -> TierPlan:
     items = [item for group in strategy.groups[:n] for item in group]
     pinned = {name for what, name in items if what == "pin"}
-    where = {u.name: "cpu" if u.kind == "embedding" else strategy.rest(u) for u in room.spec.units}
+    where = {u.name: "cpu" if u.kind.is_looked_up else strategy.rest(u) for u in room.spec.units}
     where |= dict.fromkeys(pinned, "pinned")
     kv = frozenset(name for what, name in items if what == "kv" and where[name] != "cpu")
     return draft_tier(room, tokens, where, kv, SLOTS)

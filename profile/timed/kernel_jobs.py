@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from pshard.buffers import LOGIT_ROWS
+from pshard.batch_sizes import LOGIT_ROWS
 from pshard.machine import AttentionTiming, ElementwiseTiming, MatmulTiming
 from pshard.profile.effort import Effort, Shapes
 from pshard.profile.timed.time_kernels import KernelBench, time_attention, time_elementwise, time_embedding, time_matmul

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from pshard.buffers import KV_BLOCK, kv_blocks, kv_cells_bytes
 from pshard.profile.identify import count_cores
 from pshard.quant import QUANT_TYPES, ROW_BLOCK, packed_nbytes, plane_offsets, record_nbytes
 from pshard.runtime.kernels.api import LayerKV, Packed
 from pshard.runtime.kernels.kv_codec import encode_cells
 from pshard.runtime.memory.host_memory import map_memory
-from pshard.runtime.memory.kv_cache import KVShape, view_layer
+from pshard.runtime.memory.kv_cache import view_layer
+from pshard.units.state import CellState, StateShape
 
 LEAST_ROTATION = 512 << 20  # bytes between two reads of the same copy; read-then-flush does not evict a large L3
 QUICK_ROTATION = 64 << 20
@@ -75,9 +75,8 @@ class OperandPool:
 
     def rotate_kv(self, context: int, n_kv_heads: int, head_dim: int, kv_type: str) -> list[LayerKV]:
         """Copies of a random one-sequence KV cache that together span the pool's bytes; at least one."""
-        shape = KVShape(context, 1, kv_type, kv_type)
-        cells = kv_blocks(context, 1) * KV_BLOCK
-        nbytes = kv_cells_bytes(cells, n_kv_heads * head_dim, kv_type, kv_type)
+        shape = StateShape(context, 1, kv_type, kv_type)
+        nbytes = CellState(n_kv_heads * head_dim, kv_type, kv_type).nbytes(shape)
         caches = [view_layer(copy, n_kv_heads, head_dim, shape) for copy in self._split(nbytes)]
         if self.device.type != "cpu":
             noise = torch.randn(n_kv_heads, head_dim, device=self.device)

@@ -13,15 +13,23 @@ from typing import Any
 
 import torch
 
-from pshard.buffers import SMALL_BATCH, kv_blocks
+from pshard.batch_sizes import SMALL_BATCH
 from pshard.machine import ElementwiseTiming
-from pshard.model import ModelConfig, ModelSpec, Rope, TensorSpec, Unit
+from pshard.model import ModelSpec
+from pshard.model_config import ModelConfig, Rope
 from pshard.plan import Buffers, Placement, Prediction, RankPlan, Solve, TierPlan
 from pshard.runtime.devices.device import Device
 from pshard.runtime.executor import Executor, Group
 from pshard.runtime.kernels.api import Kernels, Segment
-from pshard.runtime.memory.kv_cache import KVShape
 from pshard.runtime.memory.weights import HostWeights
+from pshard.tensor import TensorSpec
+from pshard.units.attention import ATTENTION
+from pshard.units.embedding import EMBEDDING
+from pshard.units.ffn import FFN
+from pshard.units.kv_cells import kv_blocks
+from pshard.units.output import OUTPUT
+from pshard.units.state import StateShape
+from pshard.units.unit import Unit
 
 LAYERS, THIN, CONTEXT = 32, 64, 256
 PROMPT = 2 * SMALL_BATCH  # tokens
@@ -111,7 +119,7 @@ def _time_walk(
     plan = _one_tier(where, spec, 1 if tokens == 1 else 2 * tokens)
     weights = HostWeights(spec.units, device)
     weights.lock()
-    kv = KVShape(CONTEXT, 1, "bf16", "bf16")
+    kv = StateShape(CONTEXT, 1, "bf16", "bf16")
     arena = device.allocate(plan.budget_mib << 20)
     executor = Executor(spec, plan, device, arena, weights, kv, kernels, Group())
     ids = torch.zeros(tokens, dtype=torch.int64)
@@ -131,7 +139,7 @@ def _small_model(layers: int = LAYERS, d_model: int = THIN) -> ModelSpec:
     config = ModelConfig(
         "llama", layers, d_model, 2, 1, THIN // 2, THIN, THIN, 1e-6, CONTEXT, Rope(THIN // 2, 1e4, "halves")
     )
-    units = [Unit("embedding", "embedding", -1, (_tensor("token_embd.weight", THIN, d_model),))]
+    units = [Unit("embedding", EMBEDDING, -1, (_tensor("token_embd.weight", THIN, d_model),))]
     for i in range(layers):
         attention = (
             _tensor(f"blk.{i}.attn_norm.weight", d_model),
@@ -143,10 +151,10 @@ def _small_model(layers: int = LAYERS, d_model: int = THIN) -> ModelSpec:
             *(_tensor(f"blk.{i}.ffn_{part}.weight", THIN, d_model) for part in ("gate", "up")),
             _tensor(f"blk.{i}.ffn_down.weight", d_model, THIN),
         )
-        units.append(Unit(f"attention.{i}", "attention", i, attention))
-        units.append(Unit(f"ffn.{i}", "ffn", i, ffn))
+        units.append(Unit(f"attention.{i}", ATTENTION, i, attention))
+        units.append(Unit(f"ffn.{i}", FFN, i, ffn))
     head = (_tensor("output_norm.weight", d_model), _tensor("output.weight", THIN, d_model))
-    units.append(Unit("output", "output", -1, head))
+    units.append(Unit("output", OUTPUT, -1, head))
     return ModelSpec("step cost", "", config, tuple(units))
 
 
@@ -159,7 +167,7 @@ def _one_tier(where: str, spec: ModelSpec, tokens: int) -> RankPlan:
     streamed instead; "pairs": of every second layer the FFN as well. The output is pinned but with "cpu", and the
     embedding is looked up on the host."""
     places = {u.name: _place(where, u) for u in spec.units}
-    kv = {u.name: "host" if where == "cpu" else "vram" for u in spec.units if u.kind == "attention"}
+    kv = {u.name: "host" if where == "cpu" else "vram" for u in spec.units if u.kind.state}
     placements = tuple(Placement(name, at, kv.get(name)) for name, at in places.items())
     pins = tuple(u for u, at in places.items() if at == "pinned")
     slots = SLOTS if "streamed" in places.values() else 0
@@ -172,10 +180,10 @@ def _one_tier(where: str, spec: ModelSpec, tokens: int) -> RankPlan:
 
 
 def _place(where: str, unit: Unit) -> str:
-    if where == "cpu" or unit.kind == "embedding":
+    if where == "cpu" or unit.kind.is_looked_up:
         return "cpu"
-    if where == "pinned" or unit.kind == "output":
+    if where == "pinned" or unit.kind.gives_logits:
         return "pinned"
-    if unit.kind == "ffn" and (where != "pairs" or unit.layer % 2):
+    if not unit.kind.state and (where != "pairs" or unit.layer % 2):
         return "cpu"
     return "pinned" if where == "turns" else "streamed"

@@ -7,7 +7,8 @@ from math import inf
 
 import torch
 
-from pshard.buffers import ATTENTION_SPLITS, DEQUANT_BYTES, KV_BLOCK, SMALL_BATCH, kv_blocks, kv_cells_bytes
+from pshard.batch_sizes import SMALL_BATCH
+from pshard.buffers import DEQUANT_BYTES
 from pshard.machine import AttentionTiming, ElementwiseTiming, MatmulTiming
 from pshard.profile.timed.operands import OperandPool
 from pshard.profile.timing_loop import Pace, graph_seconds, mean_seconds, median_seconds
@@ -15,6 +16,9 @@ from pshard.runtime.kernels.api import Kernels, LayerKV, Packed, RopeTable, RowI
 from pshard.runtime.kernels.row_index import make_rows
 from pshard.runtime.memory.weights import lookup_rows
 from pshard.steps.graph_runs import LAUNCH_BOUND
+from pshard.units.attention import ATTENTION_PIECES
+from pshard.units.kv_cells import KV_BLOCK, kv_blocks
+from pshard.units.state import CellState, StateShape
 
 NORM_EPS = 1e-6
 EMBEDDING_ROWS = 16384
@@ -140,7 +144,8 @@ def time_attention(
     slow. Caches of several sequences that the operand pool has no room for are left out."""
     width = shape.n_kv_heads * shape.head_dim
     if sequences > 1:
-        most = bench.pool.nbytes // kv_cells_bytes(KV_BLOCK, width, kv_type, kv_type) // sequences  # blocks of each
+        block = CellState(width, kv_type, kv_type).nbytes(StateShape(KV_BLOCK, 1, kv_type, kv_type))
+        most = bench.pool.nbytes // block // sequences  # blocks of each
         contexts = [context for context in contexts if kv_blocks(context, 1) <= most]
     series = time_series(
         contexts, bench.slow, lambda context: _time_attention(bench, shape, kv_type, tokens, context, sequences)
@@ -244,7 +249,7 @@ def _attention_buffers(
     qkv = bench.activations(tokens, (n_heads + 2 * n_kv) * dim)
     partial = None
     if tokens <= SMALL_BATCH:
-        partial = torch.empty(tokens, n_heads, ATTENTION_SPLITS, dim + 2, device=bench.device)
+        partial = torch.empty(tokens, n_heads, ATTENTION_PIECES, dim + 2, device=bench.device)
     return qkv, bench.activations(tokens, n_heads * dim), partial
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pshard.buffers import LOGIT_ROWS
+from pshard.batch_sizes import LOGIT_ROWS
 from pshard.gpu_tiles import Tile, TileChoice
 from pshard.profile.effort import Shapes
 from pshard.quant import QUANT_TYPES, packed_nbytes

@@ -58,8 +58,8 @@ def _run(argv: list[str]) -> int:
     if args.emit:  # refused before anything is written
         from pshard.planner.llama_cpp_arguments import llama_arguments
 
-        kinds = {u.name: (u.kind, u.layer) for u in spec.units}
-        emitted = [llama_arguments(variant, kinds) for variant in variants]
+        units = {u.name: u for u in spec.units}
+        emitted = [llama_arguments(variant, units) for variant in variants]
     if args.split_mode != "none" and not profile.collectives:
         text = "note: the profile has no collectives; what ranks exchange is priced as copies through host memory"
         messages.print(text, highlight=False, soft_wrap=True)

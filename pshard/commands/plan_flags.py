@@ -16,7 +16,7 @@ from pshard.commands.split_flags import (
 )
 from pshard.errors import UserError
 from pshard.machine import MachineProfile
-from pshard.model import KV_TYPES
+from pshard.units.kv_cells import KV_TYPES
 from pshard.workload import MIB, Workload, binding_limits
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from pshard.commands.command_line import env_default, find_model, parse_count, parse_mib_list
 from pshard.commands.split_flags import add_split_flags, check_split_flags, count_nodes, given_ratios, wants_ratios
-from pshard.model import KV_TYPES
 from pshard.registries.profile_store import load_profile
 from pshard.session.open_plan import KERNELS, Request
+from pshard.units.kv_cells import KV_TYPES
 
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,19 @@ nothing of how the cut was chosen, so it is an independent check of `pshard.cuts
 from dataclasses import dataclass
 
 from pshard.errors import UserError
-from pshard.model import ModelSpec, TensorSpec, Unit
+from pshard.model import ModelSpec
+from pshard.tensor import TensorSpec
+from pshard.units.operations import (
+    Attend,
+    GatedProduct,
+    LookUp,
+    Norm,
+    Operation,
+    Product,
+    ProductGroup,
+    Rotate,
+)
+from pshard.units.unit import Unit
 
 Range = tuple[int, int]
 
@@ -40,45 +52,25 @@ class UnitCut:
 
 
 @dataclass(frozen=True)
-class State:
+class Spread:
     """`kind`: "mirrored", "split" (at column `ranges`) or "partial" (a summand on every rank)."""
 
     kind: str
     ranges: tuple[Range, ...] = ()
 
 
-MIRRORED, PARTIAL = State("mirrored"), State("partial")
+MIRRORED, PARTIAL = Spread("mirrored"), Spread("partial")
 
 
 def check_cut(spec: ModelSpec, unit: Unit, cut: UnitCut) -> None:
     """Raise UserError, naming architecture, tensor and reason, unless the unit gives the same result under this cut.
 
-    attention and ffn must end in a partial sum (one all-reduce follows), the output in split logits (one gather).
+    What is added to the residual stream must end in a partial sum (an all-reduce follows), logits in slices (a gather).
     """
     flow = _Flow(spec, unit, cut)
-    if unit.kind == "embedding":
-        for tensor in unit.tensors:
-            flow.expect(flow.cut(tensor.role).axis == "none", tensor.role, "rows of the embedding are looked up whole")
-    elif unit.kind == "attention":
-        x = flow.normed("attn_norm.weight")
-        q, k, v = (flow.linear(x, name) for name in ("attn_q", "attn_k", "attn_v"))
-        flow.head_norm("attn_q_norm.weight")
-        flow.head_norm("attn_k_norm.weight")
-        flow.summed(flow.linear(flow.attend(q, k, v), "attn_output"), "attn_output.weight")
-    elif unit.kind == "ffn":
-        x = flow.normed("ffn_norm.weight")
-        gate, up = flow.linear(x, "ffn_gate"), flow.linear(x, "ffn_up")
-        flow.expect(gate == up, "ffn_up.weight", "is not cut where ffn_gate.weight is")
-        flow.summed(flow.linear(gate, "ffn_down"), "ffn_down.weight")
-    elif unit.kind == "output":
-        x = flow.normed("output_norm.weight")
-        (head,) = unit.matrices
-        logits = flow.linear(x, head.role.removesuffix(".weight"))
-        flow.expect(logits.kind != "partial", head.role, "is cut over its inputs, but logits are gathered, not summed")
-        if logits.kind == "split":
-            flow.expect_tiling(head.role, logits.ranges, head.rows)
-    else:
-        flow.expect(False, unit.tensors[0].role, f"belongs to a unit of kind {unit.kind!r}, which cannot be cut")
+    values: tuple[Spread, ...] = (MIRRORED,)
+    for operation in unit.kind.operations(unit.by_role, spec.config) if unit.tensors else ():
+        values = flow.follow(operation, values)
     flow.expect_all_used()
 
 
@@ -90,6 +82,34 @@ class _Flow:
         self.cuts = {t.role: t for t in cut.tensors}
         self.tensors: dict[str, TensorSpec] = {t.role: t for t in unit.tensors}
         self.used: set[str] = set()
+
+    def follow(self, operation: Operation, values: tuple[Spread, ...]) -> tuple[Spread, ...]:
+        """What an operation makes of the values that the one before it left."""
+        match operation:
+            case LookUp(table):
+                self.expect(self.cut(table.role).axis == "none", table.role, "is looked up by whole rows but is cut")
+            case Norm():
+                self.expect(operation.weight is not None, "norm.weight", "is missing")
+                return (self.normed(operation.weight.role if operation.weight else ""),)
+            case ProductGroup(matrices):
+                return tuple(self.linear(values[0], matrix) for matrix in matrices)
+            case Rotate():
+                for norm in operation.norms:
+                    self.head_norm(norm.role)
+            case Attend():
+                q, k, v = values
+                return (self.attend(q, k, v),)
+            case GatedProduct(gate, up):
+                both = self.linear(values[0], gate), self.linear(values[0], up)
+                self.expect(both[0] == both[1], up.role, f"is not cut where {gate.role} is")
+                return both[:1]
+            case Product(matrix):
+                out = self.linear(values[0], matrix)
+                (self.summed if operation.adds else self.gathered)(out, matrix)
+                return (out,)
+            case _:
+                self.expect(False, self.unit.tensors[0].role, f"is for {operation}, of which no cut is known")
+        return values
 
     def expect(self, good: bool, role: str, reason: str) -> None:
         if not good:
@@ -115,30 +135,29 @@ class _Flow:
         for role in self.tensors:
             self.expect(role in self.used, role, "has no rule that says how it is cut")
 
-    def normed(self, role: str) -> State:
+    def normed(self, role: str) -> Spread:
         """RMSNorm of the mirrored residual stream."""
         self.expect(self.cut(role).axis == "none", role, "normalises over the whole vector but is cut")
         return MIRRORED
 
     def head_norm(self, role: str) -> None:
         """RMSNorm inside each head, where the model has it: right only if the weight belongs to one head."""
-        if role in self.tensors:
-            self.expect(self.cut(role).axis == "none", role, "is the same for every head but is cut")
-            width, head = self.tensors[role].cols, self.spec.config.head_dim
-            self.expect(width == head, role, f"normalises over {width} columns, more than one head of {head}")
+        self.expect(self.cut(role).axis == "none", role, "is the same for every head but is cut")
+        width, head = self.tensors[role].cols, self.spec.config.head_dim
+        self.expect(width == head, role, f"normalises over {width} columns, more than one head of {head}")
 
-    def linear(self, x: State, name: str) -> State:
+    def linear(self, x: Spread, matrix: TensorSpec) -> Spread:
         """x @ W.T + bias."""
-        role = f"{name}.weight"
+        role = matrix.role
         weight = self.cut(role)
         if weight.axis == "cols":
             self.expect_tiling(role, weight.ranges, self.tensors[role].cols)
-            self.expect(x == State("split", weight.ranges), role, "has its columns cut elsewhere than its inputs are")
+            self.expect(x == Spread("split", weight.ranges), role, "has its columns cut elsewhere than its inputs are")
             out = PARTIAL
         else:
             self.expect(x == MIRRORED, role, f"needs all of its inputs, which are {x.kind}")
-            out = MIRRORED if weight.axis == "none" else State("split", weight.ranges)
-        bias = f"{name}.bias"
+            out = MIRRORED if weight.axis == "none" else Spread("split", weight.ranges)
+        bias = f"{role.removesuffix('.weight')}.bias"
         if bias in self.tensors:
             cut, width = self.cut(bias), self.tensors[bias].cols
             if out == PARTIAL:
@@ -149,7 +168,7 @@ class _Flow:
                 self.expect((cut.axis, cut.ranges) == (weight.axis, weight.ranges), bias, f"is not cut as {role} is")
         return out
 
-    def attend(self, q: State, k: State, v: State) -> State:
+    def attend(self, q: Spread, k: Spread, v: Spread) -> Spread:
         """Attention of whole q heads, each with its KV head on the same rank, equally many per KV head."""
         if q == k == v == MIRRORED:
             return MIRRORED
@@ -167,6 +186,12 @@ class _Flow:
             self.expect(len(each) <= 1, role, f"on rank {rank} has KV heads with unequal numbers of q heads")
         return q
 
-    def summed(self, out: State, role: str) -> None:
+    def summed(self, out: Spread, matrix: TensorSpec) -> None:
         """The all-reduce after the unit: only a partial result may be summed."""
-        self.expect(out == PARTIAL, role, f"gives a {out.kind} result, which the all-reduce would count wrongly")
+        self.expect(out == PARTIAL, matrix.role, f"gives a {out.kind} result, which the all-reduce would count wrongly")
+
+    def gathered(self, out: Spread, matrix: TensorSpec) -> None:
+        """The gather of the logits: every rank brings its own columns."""
+        self.expect(out != PARTIAL, matrix.role, "is cut over its inputs, but logits are gathered, not summed")
+        if out.kind == "split":
+            self.expect_tiling(matrix.role, out.ranges, matrix.rows)

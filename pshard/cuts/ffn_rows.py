@@ -7,11 +7,10 @@ The CPU computes the last rows of the gated product silu(gate x) * (up x), the a
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from pshard.buffers import BUFFER_ALIGN
-from pshard.model import TensorSpec, Unit
 from pshard.quant import ROW_BLOCK, TENSOR_ALIGN, align
+from pshard.tensor import TensorSpec
+from pshard.units.unit import Unit
 
-CUT = ("ffn_gate.weight", "ffn_up.weight")
 SIXTEENTHS = 16  # shares of a cut are counted in these
 
 
@@ -43,9 +42,14 @@ def split_rows(unit: Unit, cpu_rows: int) -> RowSplit:
     own = rows - cpu_rows
     if not 0 < own < rows or own % ROW_BLOCK:
         raise ValueError(f"{unit.name}: {cpu_rows} of {rows} rows are no part that starts at a multiple of {ROW_BLOCK}")
-    on_acc = replace(unit, tensors=tuple(_cut(t, own) if t.role in CUT else t for t in unit.tensors))
+    on_acc = replace(unit, tensors=tuple(_cut(t, own) if t.role in unit.kind.divided else t for t in unit.tensors))
     on_cpu = replace(
-        unit, tensors=tuple(_cut(t, cpu_rows) if t.role in CUT else t for t in unit.tensors if _is_shared(t))
+        unit,
+        tensors=tuple(
+            _cut(t, cpu_rows) if t.role in unit.kind.divided else t
+            for t in unit.tensors
+            if t.role in unit.kind.divided or len(t.shape) == 1
+        ),
     )
     pieces: list[Piece] = []
     for (start, _), (to, tensor) in zip(unit.offsets().values(), on_acc.offsets().values(), strict=True):
@@ -64,7 +68,7 @@ def acc_part(unit: Unit, cpu_rows: int) -> Unit:
 
 def ffn_rows(unit: Unit) -> int:
     """Rows of gate and up; 0 for a unit that has none."""
-    return max((t.rows for t in unit.tensors if t.role in CUT), default=0)
+    return max((t.rows for t in unit.tensors if t.role in unit.kind.divided), default=0)
 
 
 def share_rows(unit: Unit, sixteenths: int) -> int:
@@ -74,14 +78,5 @@ def share_rows(unit: Unit, sixteenths: int) -> int:
     return rows - own if 0 < own < rows else 0
 
 
-def row_stage_bytes(tokens: int, cpu_rows: int) -> int:
-    """Bytes on the accelerator for the CPU's rows of the gated product: float32 [tokens, cpu_rows]."""
-    return align(4 * tokens * cpu_rows, BUFFER_ALIGN)
-
-
 def _cut(tensor: TensorSpec, rows: int) -> TensorSpec:
     return replace(tensor, shape=(rows, tensor.cols))
-
-
-def _is_shared(tensor: TensorSpec) -> bool:
-    return tensor.role in CUT or len(tensor.shape) == 1

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from pshard.model import ModelSpec, Stage, Unit
+from pshard.model import ModelSpec, Stage
+from pshard.units.unit import Unit
 
 
 def share_layers(spec: ModelSpec, shares: Sequence[float]) -> tuple[range, ...]:
@@ -22,7 +23,7 @@ def share_layers(spec: ModelSpec, shares: Sequence[float]) -> tuple[range, ...]:
         raise ValueError(f"shares {tuple(shares)} are not ratios: 0 or more each, one above 0")
     sizes = [0] * (spec.config.n_layers + 1)
     for unit in spec.units:
-        if unit.kind != "embedding":
+        if unit.kind.position != "first":
             sizes[_place(spec, unit)] += unit.packed_nbytes
     ends = list(accumulate(sizes, initial=0))  # bytes of the first 0, 1, 2... layers
     bounds = [0]
@@ -49,7 +50,7 @@ def cut_layers(spec: ModelSpec, shares: Sequence[float], rank: int) -> ModelSpec
         stage = Stage(None if first else working[here - 1], None if last else working[here + 1])
 
     def held(unit: Unit) -> bool:
-        return first if unit.kind == "embedding" else _place(spec, unit) in runs[rank]
+        return first if unit.kind.position == "first" else _place(spec, unit) in runs[rank]
 
     units = tuple(
         unit if held(unit) else replace(unit, tensors=()) for unit in spec.units if held(unit) or unit.layer < 0
@@ -81,4 +82,4 @@ def pipeline_seconds(batches: Sequence[Sequence[float]]) -> float:
 
 def _place(spec: ModelSpec, unit: Unit) -> int:
     """The number of a unit's layer; that of the output is behind the last one."""
-    return spec.config.n_layers if unit.kind == "output" else unit.layer
+    return spec.config.n_layers if unit.kind.position == "last" else unit.layer

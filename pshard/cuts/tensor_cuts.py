@@ -9,45 +9,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
-from math import lcm
+from typing import Any
 
 from pshard.cuts.check_cut import Range, TensorCut, UnitCut, check_cut
 from pshard.errors import UserError
-from pshard.model import ModelConfig, ModelSpec, TensorSpec, Unit
-from pshard.quant import QUANT_TYPES, ROW_BLOCK
+from pshard.model import ModelSpec
+from pshard.tensor import TensorSpec
+from pshard.units.unit import Unit
 from pshard.workload import Limits
-
-# How each tensor follows from its unit's cut: (axis, which ranges). "first": whole, on the first rank that works.
-_RULES: dict[str, dict[str, tuple[str, str]]] = {
-    "embedding": {"token_embd.weight": ("none", "all")},
-    "attention": {
-        "attn_norm.weight": ("none", "all"),
-        "attn_q.weight": ("rows", "cut"),
-        "attn_q.bias": ("rows", "cut"),
-        "attn_k.weight": ("rows", "kv"),
-        "attn_k.bias": ("rows", "kv"),
-        "attn_v.weight": ("rows", "kv"),
-        "attn_v.bias": ("rows", "kv"),
-        "attn_q_norm.weight": ("none", "all"),
-        "attn_k_norm.weight": ("none", "all"),
-        "attn_output.weight": ("cols", "cut"),
-        "attn_output.bias": ("rows", "first"),
-    },
-    "ffn": {
-        "ffn_norm.weight": ("none", "all"),
-        "ffn_gate.weight": ("rows", "cut"),
-        "ffn_gate.bias": ("rows", "cut"),
-        "ffn_up.weight": ("rows", "cut"),
-        "ffn_up.bias": ("rows", "cut"),
-        "ffn_down.weight": ("cols", "cut"),
-        "ffn_down.bias": ("rows", "first"),
-    },
-    "output": {
-        "output_norm.weight": ("none", "all"),
-        "output.weight": ("rows", "cut"),
-        "token_embd.weight": ("rows", "cut"),  # tied
-    },
-}
 
 
 def cut_units(spec: ModelSpec, shares: Sequence[float], limits: Limits = ()) -> tuple[UnitCut, ...]:
@@ -65,16 +34,16 @@ def cut_units(spec: ModelSpec, shares: Sequence[float], limits: Limits = ()) -> 
 
 @lru_cache(maxsize=8)  # each rank's slice is made from the cut of all
 def _cut_units(spec: ModelSpec, shares: tuple[float, ...], limits: Limits) -> tuple[UnitCut, ...]:
-    ratios = {unit.kind: limit_shares(shares, dict(limits).get(unit.kind, len(shares))) for unit in spec.units}
+    ratios = {unit.kind: limit_shares(shares, dict(limits).get(unit.kind.name, len(shares))) for unit in spec.units}
     owed = {unit.kind: [0.0] * len(shares) for unit in spec.units}
     cuts = []
     for unit in spec.units:
-        total = _cut_length(spec, unit)
+        total = unit.kind.cut.length(spec.config)
         targets = tuple(
             round(ratio * total + debt, 6) if ratio > 0 else None
             for ratio, debt in zip(ratios[unit.kind], owed[unit.kind])
         )
-        ranges = _cut_ranges(spec, unit, targets)
+        ranges = tuple(pairwise(unit.kind.cut.bounds(spec.config, unit.by_role, targets)))
         owed[unit.kind] = [
             0.0 if target is None else target - (stop - start) for target, (start, stop) in zip(targets, ranges)
         ]
@@ -102,7 +71,7 @@ def cut_model(spec: ModelSpec, shares: Sequence[float], rank: int, limits: Limit
     Names are kept; shapes are those of the slices. Every unit is there, in order, so that all ranks run the same
     steps: a unit of which the rank holds nothing has no tensors, and the rank adds zeros to its all-reduce (or no
     column to the gathered logits). Heads, KV heads and d_ffn of the config are the largest of any layer (they size
-    buffers); `unit_heads` gives one layer's own. `vocab` stays whole: logits are gathered.
+    buffers); its tensors tell one layer's own. `vocab` stays whole: logits are gathered.
     """
     if len(shares) == 1:
         return spec
@@ -111,14 +80,11 @@ def cut_model(spec: ModelSpec, shares: Sequence[float], rank: int, limits: Limit
         pairs = zip(unit.tensors, cut.tensors) if cut.holds(rank) else ()
         tensors = tuple(replace(t, shape=_cut_shape(t, c, rank)) for t, c in pairs if _range(t, c, rank) != (0, 0))
         units.append(replace(unit, tensors=tensors))
-    heads = [unit_heads(spec.config, u) for u in units if u.kind == "attention"]
-    d_ffn = [t.rows for u in units for t in u.tensors if t.role == "ffn_up.weight"]
-    config = replace(
-        spec.config,
-        n_heads=max((h for h, _ in heads), default=0),
-        n_kv_heads=max((g for _, g in heads), default=0),
-        d_ffn=max(d_ffn, default=0),
-    )
+    widest: dict[str, Any] = {}
+    for unit in units:
+        for name, size in unit.kind.widths(unit.by_role, spec.config).items() if unit.kind.widths else ():
+            widest[name] = max(widest.get(name, 0), size)
+    config = replace(spec.config, **widest)
     return replace(spec, config=config, units=tuple(units))
 
 
@@ -143,12 +109,6 @@ def source_ranges(
     return table
 
 
-def unit_heads(config: ModelConfig, unit: Unit) -> tuple[int, int]:
-    """(q heads, KV heads) that an attention unit computes, from its tensors; (0, 0) when it holds none."""
-    rows = {t.role: t.rows for t in unit.tensors}
-    return rows.get("attn_q.weight", 0) // config.head_dim, rows.get("attn_k.weight", 0) // config.head_dim
-
-
 def vocab_sizes(spec: ModelSpec, shares: Sequence[float], limits: Limits = ()) -> tuple[int, ...]:
     """Vocabulary rows that each rank's output head computes: the sizes of a gather of logits."""
     cut = cut_units(spec, shares, limits)[-1]
@@ -169,83 +129,23 @@ def _cut_shape(tensor: TensorSpec, cut: TensorCut, rank: int) -> tuple[int, ...]
     return (tensor.shape[0], stop - start) if cut.axis == "cols" else (stop - start, *tensor.shape[1:])
 
 
-def _cut_length(spec: ModelSpec, unit: Unit) -> int:
-    """What is cut: q heads of an attention, columns of an FFN, vocabulary rows of an output; 1 when nothing is."""
-    return {"attention": spec.config.n_heads, "ffn": spec.config.d_ffn, "output": spec.config.vocab}.get(unit.kind, 1)
-
-
-def _cut_ranges(spec: ModelSpec, unit: Unit, targets: tuple[float | None, ...]) -> tuple[Range, ...]:
-    """The unit's one cut, near `targets` (None: the rank holds nothing), in the units of `_cut_length`."""
-    config = spec.config
-    blocks = {t.role: QUANT_TYPES[t.qtype].block for t in unit.tensors}
-    if unit.kind == "attention":
-        step = lcm(config.head_dim, blocks.get("attn_output.weight", 1)) // config.head_dim
-        bounds = _place_heads(config.n_heads, config.n_heads // config.n_kv_heads, step, targets)
-    elif unit.kind == "ffn":
-        bounds = _place_rows(config.d_ffn, lcm(ROW_BLOCK, blocks.get("ffn_down.weight", 1)), targets)
-    else:
-        bounds = _place_rows(_cut_length(spec, unit), ROW_BLOCK, targets)
-    return tuple(pairwise(bounds))
-
-
-def _place_rows(total: int, granule: int, targets: tuple[float | None, ...]) -> tuple[int, ...]:
-    """Bounds of consecutive ranges of whole granules (the last may be short) nearest to the targets.
-
-    Largest remainder: everyone gets the whole granules of his target, who was cut short most gets one more.
-    """
-    granules = -(-total // granule)
-    wanted = [max(0.0, t or 0.0) for t in targets]
-    wanted = [w * granules / sum(wanted) for w in wanted]
-    got = [int(w) for w in wanted]
-    for i in sorted(range(len(got)), key=lambda i: got[i] - wanted[i])[: granules - sum(got)]:
-        got[i] += 1
-    bounds = [0]
-    for n in got:
-        bounds.append(bounds[-1] + n)
-    return tuple(min(b * granule, total) for b in bounds)
-
-
-@lru_cache(maxsize=4096)
-def _place_heads(heads: int, group: int, step: int, targets: tuple[float | None, ...]) -> tuple[int, ...]:
-    """Bounds of consecutive ranges of q heads nearest to the targets (least squares, then fewest copies of KV heads).
-
-    A range is whole KV groups of `group` heads, or lies inside one group (its KV head is then on several ranks), so
-    that each rank has equally many q heads per KV head. Bounds are multiples of `step` heads: the columns of the
-    output projection are cut between quant blocks. Dynamic programming over (rank, bound).
-    """
-    best: dict[int, tuple[float, int, tuple[int, ...]]] = {0: (0.0, 0, (0,))}
-    for target in targets:
-        reached: dict[int, tuple[float, int, tuple[int, ...]]] = {}
-        for start, (error, copies, bounds) in best.items():
-            for stop in range(start, heads + 1 if target is not None else start + 1, step):
-                kv_heads = -(-stop // group) - start // group if stop > start else 0
-                if kv_heads > 1 and (start % group or stop % group):
-                    continue
-                missed = 0.0 if target is None else (stop - start - target) ** 2
-                found = (round(error + missed, 6), copies + kv_heads, (*bounds, stop))
-                if stop not in reached or found < reached[stop]:
-                    reached[stop] = found
-        best = reached
-    return best[heads][2]
-
-
 def _cut_tensor(spec: ModelSpec, unit: Unit, tensor: TensorSpec, ranges: tuple[Range, ...]) -> TensorCut:
     """Where the unit's cut puts one of its tensors."""
-    rules = _RULES.get(unit.kind, {})
-    if tensor.role not in rules:
+    cut = unit.kind.cut
+    if tensor.role not in cut.rules:
         raise UserError(
             f"{spec.config.architecture}: {tensor.name} has no rule that says how it is cut: "
             "it cannot run tensor-parallel; use -sm none"
         )
-    axis, which = rules[tensor.role]
+    axis, which = cut.rules[tensor.role]
     if axis == "none":
         return TensorCut(tensor.role, axis, ())
     if which == "first":
         first = next(i for i, (start, stop) in enumerate(ranges) if start < stop)
         return TensorCut(tensor.role, axis, tuple((0, tensor.cols if i == first else 0) for i in range(len(ranges))))
-    if unit.kind == "attention":
-        d, group = spec.config.head_dim, spec.config.n_heads // spec.config.n_kv_heads
-        if which == "kv":
-            ranges = tuple((a // group, -(-b // group)) if a < b else (a // group,) * 2 for a, b in ranges)
-        ranges = tuple((a * d, b * d) for a, b in ranges)
+    if which == "kv":  # the KV heads that the range of q heads needs
+        group = spec.config.n_heads // spec.config.n_kv_heads
+        ranges = tuple((a // group, -(-b // group)) if a < b else (a // group,) * 2 for a, b in ranges)
+    width = cut.width(spec.config)
+    ranges = tuple((a * width, b * width) for a, b in ranges)
     return TensorCut(tensor.role, axis, ranges)

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pshard.buffers import TORCH_RESERVE_MIB, kv_layer_bytes, scratch_bytes
+from pshard.buffers import TORCH_RESERVE_MIB, scratch_bytes
 from pshard.commands.split_flags import count_devices
 from pshard.errors import UserError
 from pshard.machine import MachineProfile
-from pshard.model import check_kv_types
 from pshard.plan import Variant
+from pshard.units.kv_cells import check_kv_types
 from pshard.workload import Limits, Workload, binding_limits
 
 if TYPE_CHECKING:
@@ -163,8 +163,8 @@ def _workload(request: Request, profile: MachineProfile) -> Workload:
 def _suggest_budget(full: Workload, spec: "ModelSpec") -> Workload:
     """The workload with a budget to plan for when none was given: what is free, at most what the whole model takes."""
     ranks = len(full.vram_mib)
-    kv = kv_layer_bytes(spec.config, full.context, full.sequences, full.type_k, full.type_v) * spec.config.n_layers
-    scratch = scratch_bytes(spec, full.max_ubatch, full.sequences, 4, full.context)
+    kv = sum(unit.state_nbytes(spec.config, full.state_shape) for unit in spec.units)
+    scratch = scratch_bytes(spec, full.max_ubatch, full.state_shape, 4)
     whole = -(-(spec.packed_nbytes + kv) // ranks >> 20) + (scratch >> 20) + TORCH_RESERVE_MIB + 1
     return replace(full, vram_mib=tuple(min(free, whole) for free in full.vram_mib))
 

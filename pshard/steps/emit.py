@@ -8,7 +8,7 @@ first `slots` streamed units already loaded or on their way; `enter` lists those
 from functools import lru_cache
 
 from pshard.cuts.ffn_rows import acc_part
-from pshard.model import ModelSpec, kv_token_bytes
+from pshard.model import ModelSpec
 from pshard.plan import Placement, TierPlan
 from pshard.steps.step import (
     AllReduce,
@@ -59,14 +59,14 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
         for i, (unit, rows) in enumerate(streamed)
     ]
     following = _next_in_slot(copies, slots)
-    cell = kv_token_bytes(spec.config, shape.type_k, shape.type_v)
-    hidden, new_cells = shape.tokens * spec.config.d_model * 4, shape.tokens * cell
+    hidden = shape.tokens * spec.config.d_model * 4
+    laws = {unit.name: law for unit in spec.units if (law := unit.state(spec.config, shape.states))}
     body: list[Step] = []
 
     fetches = [
-        _fetch_kv(unit.name, shape.past * cell)
+        _fetch_kv(unit.name, laws[unit.name].fetched(shape.past, shape.sequences))
         for unit, place in placed
-        if shape.past and unit.kind == "attention" and place.kv == "host" and place.where != "cpu"
+        if shape.past and unit.name in laws and place.kv == "host" and place.where != "cpu"
     ]
     body += fetches[:1]
     side, n_fetched, n_copied = "cpu", 0, 0  # token ids start on the host
@@ -82,17 +82,17 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
             add(_hand_off("cpu" if side == "acc" else "acc", hidden))
             body.extend(_split_steps(place, slot, shape.tokens))
         else:
-            if on != side and kind != "embedding":
+            if on != side and not kind.is_looked_up:
                 add(_hand_off(on, hidden))
-            add(_compute(name, on, SOURCES[where], slot))
+            add(_compute(name, on, SOURCES[where], slot, "", 0, kind.position, place.kv))
         side = on
-        if stays and side == "cpu" and kind != "output":
+        if stays and side == "cpu" and not kind.gives_logits:
             add(_hand_off("acc", hidden))
             side = "acc"
-        if sums and kind in ("attention", "ffn"):
+        if sums and kind.adds:
             add(_all_reduce(name, hidden))
-        if kind == "attention" and on == "acc" and place.kv == "host":
-            add(_write_back(name, new_cells))
+        if on == "acc" and place.kv == "host":
+            add(_write_back(name, laws[name].written(shape.tokens, shape.sequences)))
             n_fetched += 1
             body += fetches[n_fetched : n_fetched + 1]
         if slot is not None:

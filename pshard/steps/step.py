@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from pshard.units.state import StateShape
+
 
 @dataclass(frozen=True)
 class CopyIn:
@@ -28,7 +30,9 @@ class FetchKV:
 class Compute:
     """Run a unit. `on`: "acc" or "cpu"; `source` of its weights: "arena", "slot" or "host".
 
-    Of a split unit (`cpu_rows` > 0) a `part`: "rows", this side's rows of the gated product, or "down".
+    Of a divided unit (`cpu_rows` > 0) a `part`: "rows", this side's rows of the gated product, or "down".
+    `position`: of its kind in the model, "first", "layer" or "last". `state`: where it is, "vram" or "host"; None
+    without one.
     """
 
     unit: str
@@ -37,6 +41,8 @@ class Compute:
     slot: int | None = None
     part: str = ""
     cpu_rows: int = 0
+    position: str = "layer"
+    state: str | None = None
 
 
 @dataclass(frozen=True)
@@ -132,7 +138,13 @@ class StepShape:
     tokens: int
     past: int
     logit_rows: int
+    sequences: int = 1
     type_k: str = "bf16"
     type_v: str = "bf16"
     ranks: int = 1
     sums_on_host: bool = False
+
+    @property
+    def states(self) -> StateShape:
+        """What sizes the states of its sequences."""
+        return StateShape(self.past + self.tokens, self.sequences, self.type_k, self.type_v)

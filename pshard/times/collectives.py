@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable
 from math import inf, isinf
 
-from pshard.buffers import SMALL_BATCH
+from pshard.batch_sizes import SMALL_BATCH
 from pshard.machine import CollectiveTiming
 from pshard.times.curves import curve_through, interpolate
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from pshard.model import ModelConfig
+from pshard.model_config import ModelConfig
 from pshard.runtime.kernels.api import Kernels, LayerKV, Packed, RopeTable, RowIndex, SumKernels
 from pshard.runtime.memory.weights import UnitWeights
 from pshard.runtime.memory.workspace import Workspace

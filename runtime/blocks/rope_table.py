@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from pshard.model import Rope
+from pshard.model_config import Rope
 
 
 def inverse_frequencies(rope: Rope) -> tuple[torch.Tensor, float]:

@@ -167,7 +167,7 @@ class Kernels(Protocol):
         """Causal attention with grouped KV heads: the q part of qkv against the cells 0..position of the row's
         sequence.
 
-        out [M, H d] act_dtype. `partial`: float32 scratch of M H (d + 2) decode_splits for M <= SMALL_BATCH.
+        out [M, H d] act_dtype. `partial`: float32 scratch of M H (d + 2) decode_pieces for M <= SMALL_BATCH.
         """
         ...
 

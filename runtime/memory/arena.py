@@ -8,21 +8,22 @@ from dataclasses import dataclass
 
 import torch
 
-from pshard.buffers import kv_stage_bytes, scratch_bytes
-from pshard.cuts.ffn_rows import acc_part, row_stage_bytes
-from pshard.cuts.tensor_cuts import unit_heads
+from pshard.buffers import row_stage_bytes, scratch_bytes, state_stage_bytes
+from pshard.cuts.ffn_rows import acc_part
 from pshard.model import ModelSpec
 from pshard.plan import RankPlan, TierPlan
 from pshard.quant import TENSOR_ALIGN, align
 from pshard.runtime.kernels.api import LayerKV
-from pshard.runtime.memory.kv_cache import KVShape, layer_nbytes, view_layer
+from pshard.runtime.memory.kv_cache import view_layer
 from pshard.runtime.memory.workspace import Workspace, carve_workspace
+from pshard.units.attention import count_heads
+from pshard.units.state import StateShape
 
 
 class Arena:
     """One allocation of device memory. Pins and KV never move: each tier holds a prefix of the plan's orders."""
 
-    def __init__(self, memory: torch.Tensor, spec: ModelSpec, plan: RankPlan, kv: KVShape, act: torch.dtype) -> None:
+    def __init__(self, memory: torch.Tensor, spec: ModelSpec, plan: RankPlan, kv: StateShape, act: torch.dtype) -> None:
         self.memory, self._spec, self._plan, self._kv, self._act = memory, spec, plan, kv, act
         self._pin_at, at = {}, 0
         pins = {p.unit: p.cpu_rows for t in plan.tiers for p in t.placements if p.where == "pinned"}
@@ -31,6 +32,10 @@ class Arena:
         for name in plan.pin_order:
             self._pin_at[name] = at
             at += align(self._pin_nbytes[name], TENSOR_ALIGN)
+        self._state_at, end = {}, memory.numel() // TENSOR_ALIGN * TENSOR_ALIGN
+        for name in plan.kv_order:
+            end -= self._state_nbytes(name)
+            self._state_at[name] = end
 
     def pinned(self, unit: str) -> torch.Tensor:
         """The place of a pinned unit's blob, of a split one the accelerator's part."""
@@ -47,13 +52,15 @@ class Arena:
 
     def kv(self, unit: str) -> LayerKV:
         """The place of a layer's KV when it is in VRAM."""
-        size = layer_nbytes(self._spec.config, self._kv)
-        end = self.memory.numel() // TENSOR_ALIGN * TENSOR_ALIGN - self._plan.kv_order.index(unit) * size
-        return self.view_kv(self.memory[end - size : end], unit)
+        at = self._state_at[unit]
+        return self.view_kv(self.memory[at : at + self._state_nbytes(unit)], unit)
+
+    def _state_nbytes(self, unit: str) -> int:
+        return self._spec.unit(unit).state_nbytes(self._spec.config, self._kv)
 
     def view_kv(self, memory: torch.Tensor, unit: str) -> LayerKV:
         """`memory` (uint8, as long as one layer's cache) as the cache of that attention unit."""
-        _, n_kv_heads = unit_heads(self._spec.config, self._spec.unit(unit))
+        _, n_kv_heads = count_heads(self._spec.unit(unit).by_role, self._spec.config)
         return view_layer(memory, n_kv_heads, self._spec.config.head_dim, self._kv)
 
     def carve(self, tier: TierPlan) -> "Carved":
@@ -63,14 +70,13 @@ class Arena:
         """
         spec, kv = self._spec, self._kv
         at = sum(align(self._pin_nbytes[u], TENSOR_ALIGN) for u in self.pinned_units(tier))
-        n_kv = len(self.kv_units(tier))
-        end = self.memory.numel() - n_kv * layer_nbytes(spec.config, kv)
-        size = scratch_bytes(spec, tier.tokens, kv.sequences, self._act.itemsize, kv.context)
-        space = carve_workspace(self.memory[at : at + size], spec, tier.tokens, kv.sequences, kv.context, self._act)
+        end = self.memory.numel() - sum(map(self._state_nbytes, self.kv_units(tier)))
+        size = scratch_bytes(spec, tier.tokens, kv, self._act.itemsize)
+        space = carve_workspace(self.memory[at : at + size], spec, tier.tokens, kv, self._act)
         at += size
         stage = None
         if stages_kv(tier):
-            size = kv_stage_bytes(spec.config, kv.context, kv.sequences, kv.type_k, kv.type_v)
+            size = state_stage_bytes(spec, kv)
             stage = self.memory[at : at + size]
             at += size
         size = row_stage_bytes(tier.tokens, tier.most_cpu_rows)

@@ -3,7 +3,7 @@
 import heapq
 from collections.abc import Sequence
 
-from pshard.buffers import KV_BLOCK
+from pshard.units.kv_cells import KV_BLOCK
 
 
 class KVBlocks:

@@ -5,32 +5,18 @@ from dataclasses import dataclass
 
 import torch
 
-from pshard.buffers import BUFFER_ALIGN, KV_BLOCK, kv_blocks, kv_layer_bytes
-from pshard.model import ModelConfig, kv_nbytes
-from pshard.quant import align
+from pshard.model import ModelSpec
+from pshard.quant import BUFFER_ALIGN, align
 from pshard.runtime.kernels.api import LayerKV
+from pshard.units.kv_cells import KV_BLOCK, kv_blocks, kv_nbytes
+from pshard.units.state import CellState, StateShape
 
 JOIN_BYTES = 512 << 10  # what the link moves while one more copy is issued (10 us at 50 GB/s)
 KV_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "q8_0": torch.int8}
 
 
-@dataclass(frozen=True)
-class KVShape:
-    """Extents of a cache: cells, the sequences that share them, element types."""
-
-    context: int
-    sequences: int
-    type_k: str
-    type_v: str
-
-
-def layer_nbytes(config: ModelConfig, shape: KVShape) -> int:
-    """Bytes of one layer's cache."""
-    return kv_layer_bytes(config, shape.context, shape.sequences, shape.type_k, shape.type_v)
-
-
-def view_layer(memory: torch.Tensor, n_kv_heads: int, head_dim: int, shape: KVShape) -> LayerKV:
-    """k and v as views of uint8 memory of at least `layer_nbytes`: LayerKV's tensors."""
+def view_layer(memory: torch.Tensor, n_kv_heads: int, head_dim: int, shape: StateShape) -> LayerKV:
+    """k and v as views of uint8 memory, as long as CellState says: LayerKV's tensors."""
     views, at, blocks = [], 0, kv_blocks(shape.context, shape.sequences)
     for kind in (shape.type_k, shape.type_v):
         cell = kv_nbytes(kind, n_kv_heads * head_dim)
@@ -39,6 +25,12 @@ def view_layer(memory: torch.Tensor, n_kv_heads: int, head_dim: int, shape: KVSh
         views.append(memory[at : at + nbytes].view(KV_DTYPES[kind]).view(blocks, KV_BLOCK, *extents))
         at += align(nbytes, BUFFER_ALIGN)
     return LayerKV(*views)
+
+
+def cell_nbytes(spec: ModelSpec, shape: StateShape) -> int:
+    """Bytes of one token's cell in a layer; 0 where no unit keeps cells."""
+    laws = (unit.state(spec.config, shape) for unit in spec.units)
+    return next((law.cell for law in laws if isinstance(law, CellState)), 0)
 
 
 @dataclass(frozen=True)

@@ -26,16 +26,16 @@ from typing import Any
 
 import torch
 
-from pshard.buffers import longest_sequence
 from pshard.cuts.rank_parts import Ranges
 from pshard.errors import UserError
 from pshard.jsonio import check_regular, to_json
-from pshard.model import ModelSpec, kv_nbytes
+from pshard.model import ModelSpec
 from pshard.runtime.executor import Executor
 from pshard.runtime.kernels.kv_codec import put_head, take_head
-from pshard.runtime.memory.kv_cache import KVShape
 from pshard.runtime.memory.weights import WeightSource
 from pshard.runtime.ranks.group import Group
+from pshard.units.kv_cells import kv_nbytes, longest_sequence
+from pshard.units.state import StateShape
 
 MAGIC, VERSION = b"pshardkv", 1
 _FIXED = struct.Struct("<8sIII")
@@ -46,7 +46,9 @@ def fingerprint_model(source: WeightSource) -> str:
     """SHA-256 (hex) of the model's configuration, its tensors' shapes and a sample of every tensor's bytes."""
     found = hashlib.sha256(json.dumps(to_json(source.spec.config), sort_keys=True).encode())
     for unit in source.spec.units:
-        found.update(json.dumps(to_json(unit)).encode())
+        tensors = to_json(unit.tensors)
+        told = {"name": unit.name, "kind": unit.kind.name, "layer": unit.layer, "tensors": tensors}
+        found.update(json.dumps(told).encode())
         for tensor in unit.tensors:
             raw = source.tensor_bytes(tensor.name)
             found.update(bytes(raw[0][:SAMPLE_BYTES] if raw.ndim > 1 else raw[:SAMPLE_BYTES]))
@@ -67,7 +69,7 @@ class Block:
 class KVStore:
     """Saves and loads sequences of one engine. All ranks of the group make the same calls."""
 
-    def __init__(self, source: WeightSource, held: Sequence[Ranges], kv: KVShape, executor: Executor, group: Group):
+    def __init__(self, source: WeightSource, held: Sequence[Ranges], kv: StateShape, executor: Executor, group: Group):
         """source: the whole model; held: what of it every rank has (pshard.cuts.rank_parts.split_ranges)."""
         self._source, self._kv, self._executor, self._group = source, kv, executor, group
         self._blocks = tuple(_blocks_of(source.spec, held, group.rank))
@@ -247,7 +249,7 @@ def _read_header(path: Path, file: Any) -> tuple[bytes, dict[str, Any]]:
 def _blocks_of(spec: ModelSpec, ranges: Sequence[Ranges], rank: int) -> Iterator[Block]:
     """The blocks that a rank holds."""
     heads, d = spec.config.n_kv_heads, spec.config.head_dim
-    for layer, unit in enumerate(u for u in spec.units if u.kind == "attention"):
+    for layer, unit in enumerate(u for u in spec.units if u.kind.state):
         key = next(t.name for t in unit.tensors if t.role == "attn_k.weight")
         rows = [r[unit.name].get(key, (0, 0, 0, 0)) for r in ranges]
         held = [range(start // d, stop // d) for start, stop, _, _ in rows]

@@ -12,7 +12,7 @@ import torch
 
 from pshard.cuts.ffn_rows import split_rows
 from pshard.cuts.rank_parts import Ranges
-from pshard.model import ModelSpec, TensorSpec, Unit
+from pshard.model import ModelSpec
 from pshard.quant import QUANT_TYPES, ROW_BLOCK, TENSOR_ALIGN, align, packed_nbytes, record_nbytes
 from pshard.runtime.devices.device import Device
 from pshard.runtime.kernels import layout
@@ -20,6 +20,8 @@ from pshard.runtime.kernels.api import Packed
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.unpack import plain_rows, unpack
 from pshard.runtime.memory.host_memory import map_memory
+from pshard.tensor import TensorSpec
+from pshard.units.unit import Unit
 
 
 class WeightSource(Protocol):

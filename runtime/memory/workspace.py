@@ -4,8 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
-from pshard.buffers import Buffer, dequant_bytes, scratch_buffers
+from pshard.buffers import dequant_bytes, scratch_buffers
 from pshard.model import ModelSpec
+from pshard.units.scratch import Buffer
+from pshard.units.state import StateShape
 
 
 @dataclass(frozen=True)
@@ -22,11 +24,11 @@ class Workspace:
 
 
 def carve_workspace(
-    memory: torch.Tensor, spec: ModelSpec, tokens: int, sequences: int, context: int, act_dtype: torch.dtype
+    memory: torch.Tensor, spec: ModelSpec, tokens: int, shape: StateShape, act_dtype: torch.dtype
 ) -> Workspace:
     """Lay the scratch buffers into `memory` (uint8, at least scratch_bytes long)."""
     tensors, at = {}, 0
-    for buffer in scratch_buffers(spec.config, tokens, sequences, context):
+    for buffer in scratch_buffers(spec, tokens, shape):
         dtype = torch.float32 if buffer.dtype == "f32" else act_dtype
         tensors[buffer.name] = _view(memory, at, buffer, dtype)
         at += buffer.nbytes(act_dtype.itemsize)

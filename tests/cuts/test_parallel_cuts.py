@@ -7,12 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pshard.buffers import kv_layer_bytes, scratch_bytes
+from pshard.buffers import scratch_bytes, state_stage_bytes
 from pshard.cuts.check_cut import TensorCut, UnitCut, check_cut
-from pshard.cuts.tensor_cuts import cut_model, cut_units, limit_shares, source_ranges, unit_heads, vocab_sizes
+from pshard.cuts.tensor_cuts import cut_model, cut_units, limit_shares, source_ranges, vocab_sizes
 from pshard.errors import UserError
-from pshard.model import ModelConfig, ModelSpec, Rope, TensorSpec, Unit
+from pshard.model import ModelSpec
+from pshard.model_config import ModelConfig, Rope
 from pshard.quant import QUANT_TYPES, ROW_BLOCK
+from pshard.tensor import TensorSpec
+from pshard.units.attention import ATTENTION, count_heads
+from pshard.units.embedding import EMBEDDING
+from pshard.units.ffn import FFN
+from pshard.units.output import OUTPUT
+from pshard.units.state import StateShape
+from pshard.units.unit import Unit, UnitKind
 from pshard.workload import Limits
 
 FLOAT = np.float64
@@ -37,7 +45,7 @@ def make_spec(
         qk_norm=qk_norm,
     )  # fmt: skip
 
-    def unit(name: str, kind: str, layer: int, shapes: dict[str, tuple[int, ...]]) -> Unit:
+    def unit(name: str, kind: UnitKind, layer: int, shapes: dict[str, tuple[int, ...]]) -> Unit:
         prefix = f"blk.{layer}." if layer >= 0 else ""
         return Unit(
             name,
@@ -65,11 +73,11 @@ def make_spec(
         ffn |= {"ffn_gate.bias": (d_ffn,), "ffn_up.bias": (d_ffn,), "ffn_down.bias": (d_model,)}
     if qk_norm:
         attention |= {"attn_q_norm.weight": (head_dim,), "attn_k_norm.weight": (head_dim,)}
-    units = [unit("embedding", "embedding", -1, {"token_embd.weight": (vocab, d_model)})]
+    units = [unit("embedding", EMBEDDING, -1, {"token_embd.weight": (vocab, d_model)})]
     for i in range(layers):
-        units += [unit(f"attention.{i}", "attention", i, attention), unit(f"ffn.{i}", "ffn", i, ffn)]
+        units += [unit(f"attention.{i}", ATTENTION, i, attention), unit(f"ffn.{i}", FFN, i, ffn)]
     head = "token_embd.weight" if tied else "output.weight"
-    units.append(unit("output", "output", -1, {"output_norm.weight": (d_model,), head: (vocab, d_model)}))
+    units.append(unit("output", OUTPUT, -1, {"output_norm.weight": (d_model,), head: (vocab, d_model)}))
     return ModelSpec("tiny", "tiny.gguf", config, tuple(units))
 
 
@@ -113,9 +121,9 @@ def ffn(x: np.ndarray, w: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def run_unit(unit: Unit, x: np.ndarray, w: dict[str, np.ndarray], head_dim: int) -> np.ndarray:
-    if unit.kind == "attention":
+    if unit.kind is ATTENTION:
         return attention(x, w, head_dim)
-    if unit.kind == "ffn":
+    if unit.kind is FFN:
         return ffn(x, w)
     (head,) = (v for v in w.values() if v.ndim == 2)
     return norm(x, w["output_norm.weight"]) @ head.T
@@ -163,7 +171,7 @@ def test_every_weight_is_held_and_cut_ones_once(spec: ModelSpec, shares: tuple[f
                 r0, r1, c0, c1 = table[unit.name].get(tensor.name, (0, 0, 0, 0))
                 held[r0:r1, c0:c1] += 1
             assert held.min() >= 1, tensor.name
-            mirrored = "norm" in tensor.name or unit.kind == "embedding"
+            mirrored = "norm" in tensor.name or unit.kind is EMBEDDING
             shared_kv = tensor.role.startswith(("attn_k", "attn_v"))
             if not mirrored and not shared_kv:
                 assert held.max() == 1, tensor.name
@@ -182,11 +190,11 @@ def test_a_rank_is_a_model_of_whole_heads_and_blocks(spec: ModelSpec, shares: tu
                 assert c0 % QUANT_TYPES[t.qtype].block == c1 % QUANT_TYPES[t.qtype].block == 0
                 if t.role == "ffn_up.weight":
                     assert r0 % ROW_BLOCK == 0
-            if unit.kind == "attention" and unit.tensors:
-                heads, groups = unit_heads(own.config, unit)
+            if unit.kind is ATTENTION and unit.tensors:
+                heads, groups = count_heads(unit.by_role, own.config)
                 assert heads % groups == 0
                 assert own.config.n_heads >= heads and own.config.n_kv_heads >= groups
-            if share == 0 and unit.kind != "embedding":
+            if share == 0 and unit.kind is not EMBEDDING:
                 assert unit.tensors == ()
     assert sum(vocab_sizes(spec, shares)) == spec.config.vocab
 
@@ -208,7 +216,7 @@ def test_cut_results_add_up_to_the_uncut_one(
             held = {t.role: slice_of(whole[t.role], table[unit.name][t.name]) for t in own.tensors}
             if held:
                 parts.append(run_unit(own, x, held, spec.config.head_dim))
-        got = np.concatenate(parts, axis=1) if unit.kind == "output" else sum(parts)
+        got = np.concatenate(parts, axis=1) if unit.kind is OUTPUT else sum(parts)
         np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=1e-9 * np.abs(wanted).max())
 
 
@@ -219,7 +227,7 @@ def test_limited_kinds_are_on_the_ranks_with_the_largest_shares(
 ) -> None:
     parts = [cut_model(spec, shares, rank, limits) for rank in range(len(shares))]
     for kind in ("attention", "ffn", "output"):
-        holders = {r for r, part in enumerate(parts) for u in part.units if u.kind == kind and u.tensors}
+        holders = {r for r, part in enumerate(parts) for u in part.units if u.kind.name == kind and u.tensors}
         most = dict(limits).get(kind, len(shares))
         assert 1 <= len(holders) <= min(most, sum(share > 0 for share in shares))
         chosen = sorted(shares)[-most:]
@@ -239,7 +247,8 @@ def test_memory_follows_the_ratio_over_the_layers(shares: tuple[float, ...]) -> 
     spec = make_spec(layers=40, d_model=64, groups=8, group=2, head_dim=16, d_ffn=224, vocab=1600)
     for kind in ("attention", "ffn"):
         held = [
-            sum(u.packed_nbytes for u in cut_model(spec, shares, r).units if u.kind == kind) for r in range(len(shares))
+            sum(u.packed_nbytes for u in cut_model(spec, shares, r).units if u.kind.name == kind)
+            for r in range(len(shares))
         ]
         for nbytes, share in zip(held, shares):
             assert nbytes == pytest.approx(sum(held) * share / sum(shares), rel=0.03)
@@ -276,10 +285,7 @@ def test_wide_quant_blocks_join_kv_groups() -> None:
 
 def test_layers_alternate_when_there_are_fewer_blocks_than_ranks() -> None:
     spec = make_spec(layers=4, groups=1, group=1, d_ffn=16)
-    held = [
-        [bool(u.tensors) for u in cut_model(spec, (1.0, 1.0), r).units if u.kind in ("attention", "ffn")]
-        for r in range(2)
-    ]
+    held = [[bool(u.tensors) for u in cut_model(spec, (1.0, 1.0), r).units if u.kind.adds] for r in range(2)]
     assert all(a != b for a, b in zip(*held))
     assert sum(held[0]) == sum(held[1]) == 4
 
@@ -353,5 +359,6 @@ def test_tensor_cut_is_data() -> None:
 
 def test_a_rank_that_holds_nothing_can_be_planned() -> None:
     own = cut_model(make_spec(), (1.0, 0.0), 1)
-    assert scratch_bytes(own, 512, 1, 4, 512) > 0 and kv_layer_bytes(own.config, 512, 1, "f32", "f32") == 0
-    assert {u.kind for u in own.units if u.tensors} == {"embedding"}
+    shape = StateShape(512, 1, "f32", "f32")
+    assert scratch_bytes(own, 512, shape, 4) > 0 and state_stage_bytes(own, shape) == 0
+    assert {u.kind.name for u in own.units if u.tensors} == {"embedding"}

@@ -9,6 +9,7 @@ from planner_cases import make_model, models
 
 from pshard.cuts.layer_cuts import cut_layers, join_seconds, pipeline_seconds, share_layers
 from pshard.cuts.rank_parts import split_ranges
+from pshard.units.embedding import EMBEDDING
 from pshard.workload import Split
 
 RATIOS = st.lists(st.sampled_from((0.0, 0.5, 1.0, 3.0, 10.0)), min_size=2, max_size=6).filter(any)
@@ -19,12 +20,12 @@ def test_every_layer_is_on_one_rank_and_follows_the_ratio(spec, shares) -> None:
     runs = share_layers(spec, shares)
     assert [i for run in runs for i in run] == list(range(spec.config.n_layers + 1))
     assert not any(run for run, share in zip(runs, shares) if share == 0)
-    sizes = [u.packed_nbytes for u in spec.units if u.kind != "embedding"]
+    sizes = [u.packed_nbytes for u in spec.units if u.kind is not EMBEDDING]
     largest = max(max(a + b for a, b in zip(sizes[:-1:2], sizes[1:-1:2])), sizes[-1])
     done = owed = 0.0
     for rank, share in enumerate(shares):
         part = cut_layers(spec, shares, rank)
-        done += sum(u.packed_nbytes for u in part.units if u.kind != "embedding")
+        done += sum(u.packed_nbytes for u in part.units if u.kind is not EMBEDDING)
         owed += sum(sizes) * share / sum(shares)
         assert abs(done - owed) <= largest / 2 + 1
 

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from pshard.model import ModelConfig, ModelSpec, Rope
+from pshard.model import ModelSpec
+from pshard.model_config import ModelConfig, Rope
 from pshard.models.architectures import find_gguf_architecture
 from pshard.models.build_units import build_units
 from pshard.models.stored import StoredTensor

@@ -7,14 +7,15 @@ import pytest
 import torch
 from planner_cases import make_model
 
-from pshard.buffers import KV_BLOCK
 from pshard.runtime.kernels.api import LayerKV, RopeTable, Segment
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.cpu.host import HostKernels
 from pshard.runtime.kernels.kv_codec import encode_cells
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.kernels.row_index import make_rows
-from pshard.runtime.memory.kv_cache import KV_DTYPES, KVShape, layer_nbytes, view_layer
+from pshard.runtime.memory.kv_cache import KV_DTYPES, view_layer
+from pshard.units.kv_cells import KV_BLOCK
+from pshard.units.state import CellState, StateShape
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason=f"no C++ library: {native.why_missing()}")
 KV_TYPES = [("f32", "f32"), ("bf16", "bf16"), ("f16", "q8_0"), ("q8_0", "bf16")]
@@ -29,9 +30,10 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def make_cache(kv_types: tuple[str, str], kv_heads: int, dim: int, blocks: int) -> LayerKV:
-    shape = KVShape(blocks * KV_BLOCK, 1, *kv_types)
+    shape = StateShape(blocks * KV_BLOCK, 1, *kv_types)
     config = make_model(heads=kv_heads, kv_heads=kv_heads, head_dim=dim, d_model=kv_heads * dim).config
-    return view_layer(torch.full((layer_nbytes(config, shape),), 7, dtype=torch.uint8), kv_heads, dim, shape)
+    law = CellState(config.n_kv_heads * config.head_dim, *kv_types)
+    return view_layer(torch.full((law.nbytes(shape),), 7, dtype=torch.uint8), kv_heads, dim, shape)
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(1, 5120), (3, 40), (70, 2048), (2, 17)])

@@ -19,7 +19,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 READY = DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 needs_kernels = pytest.mark.skipif(not READY, reason="runs inside test_every_kernel_in_the_interpreter")
 
-from pshard.buffers import ATTENTION_SPLITS, KV_BLOCK, kv_cells_bytes  # noqa: E402
 from pshard.quant import QUANT_TYPES  # noqa: E402
 from pshard.runtime.kernels.api import LayerKV, Packed, RopeTable, RowIndex, Segment  # noqa: E402
 from pshard.runtime.kernels.gpu import cuda  # noqa: E402
@@ -27,7 +26,10 @@ from pshard.runtime.kernels.kv_codec import decode_cells, encode_cells, gather_c
 from pshard.runtime.kernels.layout import pack_reference, unpack_reference  # noqa: E402
 from pshard.runtime.kernels.plain import PlainKernels  # noqa: E402
 from pshard.runtime.kernels.row_index import make_rows  # noqa: E402
-from pshard.runtime.memory.kv_cache import KV_DTYPES, KVShape, view_layer  # noqa: E402
+from pshard.runtime.memory.kv_cache import KV_DTYPES, view_layer  # noqa: E402
+from pshard.units.attention import ATTENTION_PIECES  # noqa: E402
+from pshard.units.kv_cells import KV_BLOCK  # noqa: E402
+from pshard.units.state import CellState, StateShape  # noqa: E402
 
 if READY and DEVICE == "cpu":
     from triton.runtime import interpreter
@@ -241,7 +243,7 @@ def test_what_is_handed_over_quantised_gives_the_same_bits(kernels: cuda.CudaKer
     norm = random_tensor(256, seed=63, dtype=torch.float32)
     rows = rows_of([(0, tokens, 20)])
     kv = LayerKV(*(random_tensor(POOL, KV_BLOCK, 1, 64, seed=seed) for seed in (64, 65)))
-    partial = poisoned(tokens, 4, ATTENTION_SPLITS, 66, dtype=torch.float32)
+    partial = poisoned(tokens, 4, ATTENTION_PIECES, 66, dtype=torch.float32)
     normed, mixed, both = poisoned(tokens, 256), poisoned(tokens, 256), poisoned(tokens, 512)
     qkv = random_tensor(tokens, 6 * 64, seed=66)
 
@@ -362,8 +364,9 @@ def test_rope_store_quantises(
     angle = torch.from_numpy(np.random.default_rng(32).uniform(-3, 3, (context, dims // 2)).astype(np.float32))
     rope = RopeTable(angle.cos().to(DEVICE), angle.sin().to(DEVICE), pairing)
     norm = random_tensor(d, seed=33, dtype=torch.float32)
-    memory = torch.full((2, kv_cells_bytes(pool, groups * d, *kv_types)), 77, dtype=torch.uint8, device=DEVICE)
-    shape = KVShape(pool, 1, *kv_types)
+    shape = StateShape(pool, 1, *kv_types)
+    nbytes = CellState(groups * d, *kv_types).nbytes(shape)
+    memory = torch.full((2, nbytes), 77, dtype=torch.uint8, device=DEVICE)
     got, expected = (view_layer(part, groups, d, shape) for part in memory)
     plain = qkv.float()
     PlainKernels().rope_store(plain, (heads, groups, d), None, norm, 1e-6, rope, rows, expected)
@@ -404,7 +407,7 @@ def test_attention(
     qkv = random_tensor(rows.tokens, (n + 2 * groups) * d, seed=23)
     kv = LayerKV(*(random_tensor(POOL, KV_BLOCK, groups, d, seed=seed) for seed in (24, 25)))
     out = poisoned(rows.tokens, n * d)
-    partial = poisoned(rows.tokens, n, ATTENTION_SPLITS, d + 2, dtype=torch.float32) if rows.tokens <= 64 else None
+    partial = poisoned(rows.tokens, n, ATTENTION_PIECES, d + 2, dtype=torch.float32) if rows.tokens <= 64 else None
     kernels.attention(qkv, heads, kv, rows, d**-0.5, out, partial)
     assert error(out, attention_reference(qkv, heads, kv, rows)) < 0.01
 
@@ -425,7 +428,7 @@ def test_attention_over_quantised_cells(
     numbers = (random_tensor(POOL, KV_BLOCK, groups, d, seed=35 + i) for i in range(2))
     kv = LayerKV(*(encode_cells(x, KV_DTYPES[kind]) for x, kind in zip(numbers, kv_types, strict=True)))
     out = poisoned(rows.tokens, n * d)
-    partial = poisoned(rows.tokens, n, ATTENTION_SPLITS, d + 2, dtype=torch.float32) if rows.tokens <= 64 else None
+    partial = poisoned(rows.tokens, n, ATTENTION_PIECES, d + 2, dtype=torch.float32) if rows.tokens <= 64 else None
     kernels.attention(qkv, heads, kv, rows, d**-0.5, out, partial)
     # with bfloat16 on either side the decoded numbers are rounded to that
     assert error(out, attention_reference(qkv, heads, kv, rows)) < (0.012 if "bf16" in kv_types else 0.007)
@@ -437,7 +440,7 @@ def test_a_launch_sized_for_a_long_context_serves_a_short_one(kernels: cuda.Cuda
     sized = replace(rows, cells=4096)
     qkv = random_tensor(2, 8 * 64, seed=26)
     kv = LayerKV(*(random_tensor(POOL, KV_BLOCK, 2, 64, seed=seed) for seed in (27, 28)))
-    out, partial = poisoned(2, 256), poisoned(2, 4, ATTENTION_SPLITS, 66, dtype=torch.float32)
+    out, partial = poisoned(2, 256), poisoned(2, 4, ATTENTION_PIECES, 66, dtype=torch.float32)
     kernels.attention(qkv, heads, kv, sized, 0.125, out, partial)
     assert error(out, attention_reference(qkv, heads, kv, rows)) < 0.01
 

@@ -3,11 +3,15 @@
 import random
 from dataclasses import replace
 
-from pshard.buffers import kv_layer_bytes, kv_stage_bytes, scratch_bytes
-from pshard.cuts.ffn_rows import acc_part, ffn_rows, row_stage_bytes
+from pshard.buffers import row_stage_bytes, scratch_bytes, state_stage_bytes
+from pshard.cuts.ffn_rows import acc_part, ffn_rows
 from pshard.model import ModelSpec
 from pshard.plan import Buffers, Placement, Prediction, RankPlan, Solve, TierPlan, Variant
 from pshard.quant import TENSOR_ALIGN, align
+from pshard.units.attention import ATTENTION
+from pshard.units.embedding import EMBEDDING
+from pshard.units.ffn import FFN
+from pshard.units.state import StateShape
 
 NO_PREDICTION = Prediction(0.0, 0.0, (), "none", 0, 0)
 NO_SOLVE = Solve("by hand", 0.0, 0.0, 0.0, 0.0, "none")
@@ -21,17 +25,17 @@ def make_tier(spec: ModelSpec, tokens: int, places: Places, slots: int, context:
     placements = tuple(Placement(u.name, *places[u.name]) for u in spec.units)
     nbytes = {p.unit: acc_part(spec.unit(p.unit), p.cpu_rows).packed_nbytes for p in placements}
     streamed = [nbytes[p.unit] for p in placements if p.where == "streamed"]
-    scratch = scratch_bytes(spec, tokens, sequences, 4, context)
+    shape = StateShape(context, sequences, "f32", "f32")
+    scratch = scratch_bytes(spec, tokens, shape, 4)
     scratch += row_stage_bytes(tokens, max(p.cpu_rows for p in placements))
     if any(p.kv == "host" and p.where != "cpu" for p in placements):
-        scratch += kv_stage_bytes(spec.config, context, sequences, "f32", "f32")
-    layer = kv_layer_bytes(spec.config, context, sequences, "f32", "f32")
+        scratch += state_stage_bytes(spec, shape)
     buffers = Buffers(
         pinned=sum(align(nbytes[p.unit], TENSOR_ALIGN) for p in placements if p.where == "pinned"),
         scratch=scratch,
         slots=slots if streamed else 0,
         slot_bytes=align(max(streamed, default=0), TENSOR_ALIGN),
-        kv=layer * sum(p.kv == "vram" for p in placements),
+        kv=sum(spec.unit(p.unit).state_nbytes(spec.config, shape) for p in placements if p.kv == "vram"),
     )
     return TierPlan(tokens, placements, buffers, NO_PREDICTION, NO_SOLVE)
 
@@ -70,9 +74,9 @@ def random_places(spec: ModelSpec, rng: random.Random) -> Places:
     """A random legal placement of every unit, none of them split."""
     places: Places = {}
     for unit in spec.units:
-        if unit.kind == "embedding":
+        if unit.kind is EMBEDDING:
             places[unit.name] = (rng.choice(("cpu", "pinned")), None)
-        elif unit.kind == "attention":
+        elif unit.kind is ATTENTION:
             where = rng.choice(("pinned", "streamed", "cpu"))
             places[unit.name] = (where, "host" if where == "cpu" else rng.choice(("vram", "host")))
         else:
@@ -84,7 +88,7 @@ def split_places(spec: ModelSpec, places: Places, rng: random.Random) -> Places:
     """The placements with every FFN that is not pinned split, streamed or pinned, at random rows; pinned ones stay."""
     split = dict(places)
     for unit in spec.units:
-        if unit.kind == "ffn" and places[unit.name][0] != "pinned":
+        if unit.kind is FFN and places[unit.name][0] != "pinned":
             rows = 16 * rng.randrange(1, ffn_rows(unit) // 16)
             split[unit.name] = (rng.choice(("streamed", "streamed", "pinned")), None, rows)
     return split

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from pshard.buffers import TORCH_RESERVE_MIB
 from pshard.errors import UserError
 from pshard.machine import MachineProfile
-from pshard.model import ModelConfig, ModelSpec, Rope, TensorSpec, Unit
+from pshard.model import ModelSpec
+from pshard.model_config import ModelConfig, Rope
 from pshard.plan import TierPlan, Variant
 from pshard.planner.make_plan import plan_baseline
 from pshard.planner.price.costs import TierCosts
@@ -15,6 +16,12 @@ from pshard.planner.price.datasheet import Rates
 from pshard.planner.price.draft import Room, tier_steps
 from pshard.planner.price.simulate import ROUNDS, Simulation, simulate
 from pshard.planner.search.strategies import STRATEGIES
+from pshard.tensor import TensorSpec
+from pshard.units.attention import ATTENTION
+from pshard.units.embedding import EMBEDDING
+from pshard.units.ffn import FFN
+from pshard.units.output import OUTPUT
+from pshard.units.unit import Unit
 from pshard.workload import Workload
 
 
@@ -33,12 +40,12 @@ def make_model(
     config = ModelConfig(
         "qwen3", layers, d_model, heads, kv_heads, head_dim, d_ffn, vocab, 1e-6, 32768, Rope(head_dim, 1e6, "halves")
     )
-    units = [Unit("embedding", "embedding", -1, (TensorSpec("token_embd.weight", qtype, (vocab, d_model)),))]
+    units = [Unit("embedding", EMBEDDING, -1, (TensorSpec("token_embd.weight", qtype, (vocab, d_model)),))]
     for i in range(layers):
         units.append(_attention(i, config, qtype))
         units.append(_ffn(i, config, odd_qtype if odd_qtype and i % 2 else qtype))
     head = (TensorSpec("output_norm.weight", "F32", (d_model,)), TensorSpec("output.weight", "Q6_K", (vocab, d_model)))
-    units.append(Unit("output", "output", -1, head))
+    units.append(Unit("output", OUTPUT, -1, head))
     return ModelSpec("made", "", config, tuple(units))
 
 
@@ -47,7 +54,7 @@ def _attention(layer: int, config: ModelConfig, qtype: str) -> Unit:
     shapes = {"attn_q": (q, d), "attn_k": (kv, d), "attn_v": (kv, d), "attn_output": (d, q)}
     tensors = [TensorSpec(f"blk.{layer}.attn_norm.weight", "F32", (d,))]
     tensors += [TensorSpec(f"blk.{layer}.{name}.weight", qtype, shape) for name, shape in shapes.items()]
-    return Unit(f"attention.{layer}", "attention", layer, tuple(tensors))
+    return Unit(f"attention.{layer}", ATTENTION, layer, tuple(tensors))
 
 
 def _ffn(layer: int, config: ModelConfig, qtype: str) -> Unit:
@@ -55,7 +62,7 @@ def _ffn(layer: int, config: ModelConfig, qtype: str) -> Unit:
     shapes = {"ffn_gate": (f, d), "ffn_up": (f, d), "ffn_down": (d, f)}
     tensors = [TensorSpec(f"blk.{layer}.ffn_norm.weight", "F32", (d,))]
     tensors += [TensorSpec(f"blk.{layer}.{name}.weight", qtype, shape) for name, shape in shapes.items()]
-    return Unit(f"ffn.{layer}", "ffn", layer, tuple(tensors))
+    return Unit(f"ffn.{layer}", FFN, layer, tuple(tensors))
 
 
 OWN = TORCH_RESERVE_MIB  # of a CUDA budget beside the arena: budgets below are OWN + the arena's MiB

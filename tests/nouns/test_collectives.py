@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pshard.buffers import SMALL_BATCH
+from pshard.batch_sizes import SMALL_BATCH
 from pshard.machine import CollectiveTiming
 from pshard.runtime.ranks.group import TorchGroup
 from pshard.times.collectives import PUSHED, fastest_collective, wire_type

@@ -19,6 +19,7 @@ from pshard.steps.step import (
     Send,
     StepShape,
 )
+from pshard.units.embedding import EMBEDDING
 from pshard.workload import Split
 
 
@@ -67,7 +68,7 @@ def test_hidden_states_leave_from_the_side_that_the_next_rank_expects(spec, shar
                 case Handoff():
                     side = step.to
                 case Compute():
-                    assert part.unit(step.unit).kind == "embedding" or side == sides[step.unit]
+                    assert part.unit(step.unit).kind is EMBEDDING or side == sides[step.unit]
                     side = sides[step.unit]
                 case Send():
                     assert side == "acc"

@@ -16,7 +16,7 @@ from pshard.planner.program.coefficients import count_tier, may_split, tier_prob
 from pshard.planner.program.fluid import fluid_seconds
 from pshard.planner.program.least_times import Floor
 from pshard.planner.program.unit_classes import group_units
-from pshard.planner.search.anneal import CHOICES, split_choices
+from pshard.planner.search.anneal import place_choices, split_choices
 from pshard.planner.search.climb import SEARCH_ROUNDS
 
 ROUNDS = 4
@@ -27,7 +27,7 @@ def place_randomly(rng: random.Random, room: Room, costs: TierCosts) -> TierPlan
     likely = [rng.random() for _ in range(16)]
     drawn = {}
     for cls in group_units(room.spec):
-        choices = CHOICES[cls.kind] + (split_choices(cls.cut_rows) if may_split(costs) else ())
+        choices = place_choices(cls.kind) + (split_choices(cls.cut_rows) if may_split(costs) else ())
         for unit in cls.units:
             drawn[unit.name] = rng.choices(choices, likely[: len(choices)])[0]
     where = {name: place for name, (place, _, _) in drawn.items()}

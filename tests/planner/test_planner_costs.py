@@ -20,6 +20,7 @@ from pshard.planner.price.costs import Tables, tier_costs, unit_cost
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.tier_loads import TierLoad
 from pshard.steps.step import AllReduce, Gather
+from pshard.units.ffn import FFN
 from pshard.workload import Split, Workload
 
 PROFILE = profile_from_datasheet(DESKTOP)
@@ -141,13 +142,13 @@ def test_only_the_wanted_rows_of_logits_are_computed():
 def test_a_rank_that_holds_nothing_of_a_unit_spends_nothing_on_it():
     spec = cut_ranks(make_model(), Split("tensor", (1.0, 0.0)))[1]
     costs = tier_costs(spec, Tables(PROFILE), DECODE, WORKLOAD, ranks=2).units
-    assert all(costs[u.name].acc == costs[u.name].link == 0 for u in spec.units if u.kind in ("attention", "ffn"))
+    assert all(costs[u.name].acc == costs[u.name].link == 0 for u in spec.units if u.kind.adds)
 
 
 def test_ranks_of_one_host_share_its_cores_and_memory():
     whole, tables = make_model(d_model=4096, d_ffn=14336), Tables(PROFILE)
     part = cut_ranks(whole, Split("tensor", (1.0, 1.0)))[0]
-    ffn = next(u.name for u in whole.units if u.kind == "ffn")
+    ffn = next(u.name for u in whole.units if u.kind is FFN)
     alone = tier_costs(whole, tables, DECODE, WORKLOAD)
     both = tier_costs(part, tables, DECODE, WORKLOAD, ranks=2)
     assert both.units[ffn].cpu == pytest.approx(alone.units[ffn].cpu, rel=0.2)
@@ -158,7 +159,7 @@ def test_ranks_of_one_host_share_its_cores_and_memory():
 def test_a_rank_costs_what_ranks_were_measured_to_have_of_the_host():
     whole = make_model()
     part = cut_ranks(whole, Split("tensor", (1.0, 1.0)))[0]
-    name = next(u.name for u in part.units if u.kind == "ffn")
+    name = next(u.name for u in part.units if u.kind is FFN)
     shares = (
         ShareTiming(2, "matmul", 1, 1.0, 1.2, 1.6),
         ShareTiming(2, "matmul", 64, 1.0, 1.9, 2.0),

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 import pytest
 from planner_cases import OWN, make_model, simulate_tier
 
-from pshard.model import ModelSpec, Unit
+from pshard.model import ModelSpec
 from pshard.planner.make_plan import RankTask, plan_variant, prepare_ranks
 from pshard.planner.price.datasheet import Rates, profile_from_datasheet
 from pshard.planner.price.draft import draft_tier
 from pshard.planner.search.anneal import anneal
 from pshard.planner.search.climb import SLOT_CHOICES
 from pshard.planner.search.exact import ExactSearch
+from pshard.units.attention import ATTENTION
+from pshard.units.unit import Unit
 from pshard.workload import Workload
 
 WITHIN = 0.01
@@ -49,10 +51,10 @@ class Oracle:
     def list_options(self, unit: Unit) -> list[tuple[Place, float, float, int]]:
         """Ways to place a unit: the place, its least seconds in turn with other units, on the link, bytes it holds."""
         cost, room, options = self.costs.units[unit.name], self.task.room, []
-        for where, in_vram in OPTIONS.get(unit.kind, OTHER):
-            fetched = unit.kind == "attention" and where != "cpu" and not in_vram
+        for where, in_vram in OPTIONS.get(unit.kind.name, OTHER):
+            fetched = unit.kind is ATTENTION and where != "cpu" and not in_vram
             link = (cost.link if where == "streamed" else 0.0) + (cost.kv_fetch if fetched else 0.0)
-            held = (unit.packed_nbytes if where == "pinned" else 0) + (room.kv_layer if in_vram else 0)
+            held = (unit.packed_nbytes if where == "pinned" else 0) + (room.states[unit.name] if in_vram else 0)
             options.append(((where, in_vram, 0), cost.cpu if where == "cpu" else cost.acc, link, held))
         split = self.task.room.spec.config.n_layers <= MOST_SPLIT
         for rows in next(c.cut_rows for c in self.task.classes if unit in c.units) if split else ():

@@ -6,6 +6,7 @@ import sys
 import time
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -319,5 +320,6 @@ import pshard.commands.cli_plan, pshard.planner.show_plan, pshard.planner.explai
 profile = profile_from_datasheet(DESKTOP)
 print(plan_variant(make_model(), profile, Workload((OWN + 54,), context=256, prompt=64)).plan_needed)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1] / "makers")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "True", done.stderr

@@ -14,6 +14,8 @@ from pshard.planner.program.fluid import fluid_seconds
 from pshard.planner.program.ilp import GAP, Counts, TierProblem, relaxation_bound, solve_tiers
 from pshard.planner.search.program_starts import affordable_slots as affordable
 from pshard.planner.search.residency_order import assign_cpu, order_residency, spread
+from pshard.units.embedding import EMBEDDING
+from pshard.units.ffn import FFN
 from pshard.workload import Workload
 
 
@@ -38,7 +40,7 @@ def held_bytes(problem: TierProblem, counts: tuple[Counts, ...]) -> int:
     for cost, n in zip(problem.classes, counts):
         pins += cost.nbytes * n.pin_whole
         kv += cost.kv_nbytes * n.kv
-        if cost.kind != "embedding" and cost.size > n.pin + n.cpu + sum(streamed for _, streamed in n.cuts):
+        if cost.kind is not EMBEDDING and cost.size > n.pin + n.cpu + sum(streamed for _, streamed in n.cuts):
             slot = max(slot, cost.nbytes)
         for cut, (pinned, streamed) in zip(cost.cuts, n.cuts):
             pins += cut.nbytes * pinned
@@ -50,11 +52,7 @@ def held_bytes(problem: TierProblem, counts: tuple[Counts, ...]) -> int:
 
 def class_counts(c):
     for pin, cpu, kv in itertools.product(range(c.size + 1), repeat=3):
-        if (
-            pin + cpu > c.size
-            or (kv + cpu > c.size if c.kv_nbytes else kv)
-            or (c.kind == "embedding" and pin + cpu < 1)
-        ):
+        if pin + cpu > c.size or (kv + cpu > c.size if c.kv_nbytes else kv) or (c.kind is EMBEDDING and pin + cpu < 1):
             continue
         for cuts in itertools.product(range(c.size + 1), repeat=2 * len(c.cuts)):
             pinned, streamed = cuts[::2], cuts[1::2]
@@ -81,7 +79,7 @@ def test_the_program_equals_enumeration(mib, slots, kind):
 def test_the_program_with_split_ffns_equals_enumeration(mib, slots, acc_memory):
     task = problems(mib, slots=slots, layers=2, acc_memory=acc_memory)[1]
     tier = replace(tier_problem(task.room, task.classes, task.costs[0], slots, split=True), weight=1.0)
-    assert [len(c.cuts) for c in tier.classes if c.kind == "ffn"] == [3]
+    assert [len(c.cuts) for c in tier.classes if c.kind is FFN] == [3]
     best, counts = min(((fluid_seconds(tier, n, relaxed=True), n) for n in all_counts(tier)), key=lambda x: x[0])
     solution = solve_tiers((tier,), relaxed=True)
     assert solution.objective == pytest.approx(best, rel=2 * GAP)
@@ -151,7 +149,7 @@ def test_a_solver_that_gives_up_is_no_reason_for_a_worse_plan(monkeypatch):
 
 def test_every_tier_is_a_prefix_of_the_order_and_what_is_left_out_is_spread():
     tiers, task = problems(29, layers=8)
-    counts = [tuple(Counts(n if c.kind in ("attention", "ffn") else 0, 0, 0) for c in task.classes) for n in (6, 4, 1)]
+    counts = [tuple(Counts(n if c.kind.adds else 0, 0, 0) for c in task.classes) for n in (6, 4, 1)]
     order = order_residency(task.classes, counts, even=True).pin_order
     for n in (6, 4, 1):
         held = set(order[: 2 * n])
@@ -163,7 +161,7 @@ def test_every_tier_is_a_prefix_of_the_order_and_what_is_left_out_is_spread():
 def test_cpu_units_form_as_many_runs_as_asked_for():
     _, task = problems(29, layers=12)
     for runs in (1, 2, 3):
-        counts = tuple(6 if c.kind == "ffn" else 0 for c in task.classes)
+        counts = tuple(6 if c.kind is FFN else 0 for c in task.classes)
         layers = sorted(int(n.split(".")[1]) for n in assign_cpu(task.classes, counts, frozenset(), runs))
         assert len(layers) == 6
         assert sum(b - a > 1 for a, b in itertools.pairwise(layers)) == runs - 1

@@ -23,6 +23,7 @@ from pshard.planner.price.simulate import simulate, simulate_together
 from pshard.quant import QUANT_TYPES, ROW_BLOCK
 from pshard.steps.step import AllReduce
 from pshard.times.predicted_times import decode_seconds, first_token_seconds, round_seconds
+from pshard.units.attention import ATTENTION
 from pshard.workload import Limits, Workload
 
 EXAMPLES = int(os.environ.get("PSHARD_TEST_EXAMPLES", "6"))
@@ -52,12 +53,12 @@ def expect_granular(spec: ModelSpec, shares: tuple[float, ...], limits: Limits) 
         for tensor in cut.tensors:
             (whole,) = (t for t in unit.tensors if t.role == tensor.role)
             step = QUANT_TYPES[whole.qtype].block if tensor.axis == "cols" else 1
-            if unit.kind in ("ffn", "output") and tensor.axis == "rows":
+            if unit.kind.name in ("ffn", "output") and tensor.axis == "rows":
                 step = ROW_BLOCK
             step = spec.config.head_dim if tensor.role in ("attn_q.weight", "attn_k.weight") else step
             length = whole.cols if tensor.axis == "cols" else whole.rows
             assert all(at % step == 0 or at == length for ends in tensor.ranges for at in ends)
-        if unit.kind == "attention":
+        if unit.kind is ATTENTION:
             q = next(t for t in cut.tensors if t.role == "attn_q.weight")
             for start, stop in ((a // spec.config.head_dim, b // spec.config.head_dim) for a, b in q.ranges if a < b):
                 assert start % group == stop % group == 0 or start // group == (stop - 1) // group
@@ -111,7 +112,7 @@ def test_attention_stays_off_a_device_whose_attention_is_slow():
     assert best.max_tp == (("attention", 1),) and min(best.tensor_split) > 0.2
     assert best.considered[0].way.endswith("--max-tp attn=1") and len(best.considered) > 1
     parts = cut_ranks(SPEC, best.split)
-    assert {u.kind for u in parts[1].units if u.tensors} == {"embedding", "ffn", "output"}
+    assert {u.kind.name for u in parts[1].units if u.tensors} == {"embedding", "ffn", "output"}
     check_variant(parts, best, "cuda")
     assert plan_ratios(SPEC, slow, replace(load, max_tp=(("output", 1),))).max_tp == (("output", 1),)
 

@@ -16,6 +16,7 @@ from pshard.planner.search.candidates import switch_seconds, whole_tier
 from pshard.steps.emit import emit_steps
 from pshard.steps.graph_runs import LAUNCH_BOUND, enters, find_runs
 from pshard.steps.step import CopyIn, StepShape
+from pshard.units.ffn import FFN
 from pshard.workload import Workload
 
 DECODE = Workload((4000,), context=512, max_ubatch=1, prompt=256, generated=64)
@@ -33,9 +34,9 @@ def setting(spec, rates: Rates = DESKTOP, workload: Workload = DECODE, contentio
 
 def place(room, slots: int, **kinds: str):
     """A tier with one placement per kind of unit, KV in VRAM where the accelerator computes."""
-    where = {u.name: kinds.get(u.kind, "pinned") for u in room.spec.units}
+    where = {u.name: kinds.get(u.kind.name, "pinned") for u in room.spec.units}
     where["embedding"] = "cpu"
-    kv = frozenset(u.name for u in room.spec.units if u.kind == "attention" and where[u.name] != "cpu")
+    kv = frozenset(u.name for u in room.spec.units if u.kind.state and where[u.name] != "cpu")
     return draft_tier(room, 1, where, kv, slots)
 
 
@@ -97,7 +98,7 @@ def test_launches_are_paid_where_no_graph_holds_them(tokens, sequences, streamed
         load = TierLoad(tokens, sequences, 0, sequences, 1.0)
         where = {u.name: "pinned" for u in spec.units} | {"embedding": "cpu"}
         where |= {"ffn.5": "streamed"} if streamed else {}
-        kv = frozenset(u.name for u in spec.units if u.kind == "attention")
+        kv = frozenset(u.name for u in spec.units if u.kind.state)
         tier = draft_tier(room, tokens, where, kv, 1 if streamed else 0)
         seconds.append(simulate_tier(room, tier, tier_costs(spec, tables, load, workload)).seconds)
     assert seconds[1] - seconds[0] == pytest.approx(each * launched, abs=0.3 * each)
@@ -111,7 +112,7 @@ def test_the_host_thread_pays_for_every_run_that_no_hand_off_begins(streamed, kv
     workload = Workload((8000,), context=8192)
     where = {u.name: "pinned" for u in spec.units} | {"embedding": "cpu"}
     where |= {f"attention.{i}": "streamed" for i in range(streamed)} | {f"ffn.{i}": "cpu" for i in range(on_cpu)}
-    in_vram = frozenset(u.name for u in spec.units if u.kind == "attention" and kv == "vram")
+    in_vram = frozenset(u.name for u in spec.units if u.kind.state and kv == "vram")
     seconds = []
     for row in ((), (ElementwiseTiming("acc", "run", 1, 1, each),)):
         profile = replace(profile_from_datasheet(DESKTOP), contention=Contention())
@@ -149,7 +150,7 @@ def test_events_of_a_lane_never_overlap_and_copies_run_into_the_next_micro_batch
         events = sorted((e.start, e.end) for e in result.events if e.lane == lane)
         assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(events))
     moved = sum(s.nbytes for s in tier_steps(room, tier, costs).body if isinstance(s, CopyIn))
-    assert moved == sum(u.packed_nbytes for u in room.spec.units if u.kind in ("attention", "ffn"))
+    assert moved == sum(u.packed_nbytes for u in room.spec.units if u.kind.adds)
 
 
 def test_loads_count_full_micro_batches_and_a_tail():
@@ -174,7 +175,7 @@ def best_by_brute_force(task) -> float:
     room, costs = task.room, task.costs[0]
     options = {"attention": ATTENTION, "embedding": EMBEDDING}
     best = float("inf")
-    for combo in itertools.product(*(options.get(u.kind, OTHER) for u in room.spec.units)):
+    for combo in itertools.product(*(options.get(u.kind.name, OTHER) for u in room.spec.units)):
         where = {u.name: place for u, (place, _) in zip(room.spec.units, combo)}
         kv = frozenset(u.name for u, (_, vram) in zip(room.spec.units, combo) if vram)
         streamed = sum(place == "streamed" for place in where.values())
@@ -208,9 +209,9 @@ def test_a_round_switches_between_the_tiers_that_it_enters():
             loads, [float(load.tokens) for load in loads]
         )  # a prompt takes as long as that many answers
         costs = tuple(tier_costs(spec, tables, load, workload) for load in loads)
-        streamed = {u.name: "streamed" if u.kind == "ffn" else "pinned" for u in spec.units} | {"embedding": "cpu"}
+        streamed = {u.name: "streamed" if u.kind is FFN else "pinned" for u in spec.units} | {"embedding": "cpu"}
         pinned = dict.fromkeys(streamed, "pinned") | {"embedding": "cpu"}
-        kv = frozenset(u.name for u in spec.units if u.kind == "attention")
+        kv = frozenset(u.name for u in spec.units if u.kind.state)
         tiers = tuple(draft_tier(room, n, streamed if n == 256 else pinned, kv, 2) for n in workload.tiers())
-        ffns = sum(u.packed_nbytes for u in spec.units if u.kind == "ffn")
+        ffns = sum(u.packed_nbytes for u in spec.units if u.kind is FFN)
         assert switch_seconds(room, tiers, costs) == pytest.approx(moved * ffns / tables.link_rate)

@@ -33,6 +33,9 @@ from pshard.planner.program import unit_classes as classes
 from pshard.planner.program.unit_classes import group_units
 from pshard.planner.show_plan import print_explanation, print_variant
 from pshard.steps.step import Compute
+from pshard.units.attention import ATTENTION
+from pshard.units.embedding import EMBEDDING
+from pshard.units.ffn import FFN
 from pshard.workload import Workload
 
 SLOW = replace(DESKTOP, acc_memory=80e9)  # an accelerator that is worth helping: at 90 whole units come within 2%
@@ -40,9 +43,9 @@ SLOW = replace(DESKTOP, acc_memory=80e9)  # an accelerator that is worth helping
 
 def place(room: Room, where: str, rows: int, slots: int = 0):
     """Everything pinned but the FFNs, which are split, the embedding on the host."""
-    places = {u.name: where if u.kind == "ffn" else "pinned" for u in room.spec.units} | {"embedding": "cpu"}
-    kv = frozenset(u.name for u in room.spec.units if u.kind == "attention")
-    cut = {u.name: rows for u in room.spec.units if u.kind == "ffn"}
+    places = {u.name: where if u.kind is FFN else "pinned" for u in room.spec.units} | {"embedding": "cpu"}
+    kv = frozenset(u.name for u in room.spec.units if u.kind is ATTENTION)
+    cut = {u.name: rows for u in room.spec.units if u.kind is FFN}
     return draft_tier(room, 1, places, kv, slots, cut)
 
 
@@ -86,8 +89,8 @@ def random_tier(room: Room, costs: TierCosts, rng: random.Random):
     cut_rows = {u.name: cls.cut_rows for cls in group_units(room.spec) for u in cls.units}
     where, kv, cut = {}, set(), {}
     for unit in room.spec.units:
-        where[unit.name] = rng.choice(("pinned", "cpu") if unit.kind == "embedding" else ("pinned", "streamed", "cpu"))
-        if unit.kind == "attention" and where[unit.name] != "cpu" and rng.random() < 0.5:
+        where[unit.name] = rng.choice(("pinned", "cpu") if unit.kind is EMBEDDING else ("pinned", "streamed", "cpu"))
+        if unit.kind is ATTENTION and where[unit.name] != "cpu" and rng.random() < 0.5:
             kv.add(unit.name)
         if cut_rows[unit.name] and where[unit.name] != "cpu" and rng.random() < 0.8:
             cut[unit.name] = rng.choice(cut_rows[unit.name])
@@ -173,9 +176,9 @@ def test_plans_name_their_splits() -> None:
     )
     timeline = simulate_timelines(LARGE, profile_from_datasheet(SLOW), variant)[0]
     assert {f"{cut.unit} rows", f"{cut.unit} down", f"rows of {cut.unit}"} <= {e.label for e in timeline.events}
-    kinds = {u.name: (u.kind, u.layer) for u in LARGE.units}
-    layer = kinds[cut.unit][1]
-    assert f"{layer}|" in (words := llama_arguments(variant, kinds)) or f"|{layer})" in words
+    units = {u.name: u for u in LARGE.units}
+    layer = units[cut.unit].layer
+    assert f"{layer}|" in (words := llama_arguments(variant, units)) or f"|{layer})" in words
 
 
 def test_the_check_refuses_wrong_splits() -> None:

@@ -13,7 +13,8 @@ from pshard.commands import cli_profile
 from pshard.errors import UserError
 from pshard.jsonio import from_json, to_json
 from pshard.machine import ACCELERATOR_TABLES, AcceleratorInfo, MachineProfile, MatmulTiming
-from pshard.model import ModelConfig, ModelSpec, Rope, TensorSpec, Unit
+from pshard.model import ModelSpec
+from pshard.model_config import ModelConfig, Rope
 from pshard.profile.compare_profiles import compare_profiles
 from pshard.profile.effort import Effort, Shapes, full_effort, model_shapes, quick_effort
 from pshard.profile.identify import identify_host, unlike_accelerators, unlike_links
@@ -34,6 +35,12 @@ from pshard.profile.timed.time_kernels import AttentionShape, KernelBench, time_
 from pshard.profile.timing_loop import Pace
 from pshard.runtime.devices.device import CpuDevice
 from pshard.runtime.kernels.plain import PlainKernels
+from pshard.tensor import TensorSpec
+from pshard.units.attention import ATTENTION
+from pshard.units.embedding import EMBEDDING
+from pshard.units.ffn import FFN
+from pshard.units.output import OUTPUT
+from pshard.units.unit import Unit
 
 KIB = 1 << 10
 GRID = Shapes((("Q4_0", 64, 64), ("BF16", 32, 64)), (), (AttentionShape(2, 1, 32),), ((64, 128),), (("Q8_0", 64),), 64)
@@ -147,10 +154,10 @@ def small_spec() -> ModelSpec:
     attention = tuple(TensorSpec(f"blk.0.attn_{p}.weight", "Q8_0", (r, 64)) for p, r in (("q", 64), ("k", 32)))
     ffn = (TensorSpec("blk.0.ffn_gate.weight", "Q4_0", (96, 64)), TensorSpec("blk.0.ffn_norm.weight", "F32", (64,)))
     units = (
-        Unit("embedding", "embedding", -1, (TensorSpec("token_embd.weight", "Q8_0", (320, 64)),)),
-        Unit("attention.0", "attention", 0, attention),
-        Unit("ffn.0", "ffn", 0, ffn),
-        Unit("output", "output", -1, (TensorSpec("output.weight", "Q8_0", (320, 64)),)),
+        Unit("embedding", EMBEDDING, -1, (TensorSpec("token_embd.weight", "Q8_0", (320, 64)),)),
+        Unit("attention.0", ATTENTION, 0, attention),
+        Unit("ffn.0", FFN, 0, ffn),
+        Unit("output", OUTPUT, -1, (TensorSpec("output.weight", "Q8_0", (320, 64)),)),
     )
     return ModelSpec("small", "", config, units)
 

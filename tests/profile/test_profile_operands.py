@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from pshard.buffers import KV_BLOCK
 from pshard.profile.timed.operands import (
     LEAST_ROTATION,
     MOST_COPIES,
@@ -17,6 +16,7 @@ from pshard.profile.timed.operands import (
 )
 from pshard.quant import QUANT_TYPES, packed_nbytes
 from pshard.runtime.kernels.layout import unpack_reference
+from pshard.units.kv_cells import KV_BLOCK
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

@@ -25,6 +25,7 @@ from pshard.plan import TierPlan
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import CpuDevice, open_device
 from pshard.runtime.engine import Engine
+from pshard.units.attention import ATTENTION
 
 CONTEXT = 96
 
@@ -57,9 +58,9 @@ class _Failing:
 def switching_tiers(spec: Any, streams_kv: bool = True) -> tuple[TierPlan, ...]:
     """Decode pins what prefill streams, and KV goes from VRAM to the host and back."""
     kv = "host" if streams_kv else "vram"
-    prefill = {u.name: ("streamed", kv if u.kind == "attention" else None) for u in spec.units}
+    prefill = {u.name: ("streamed", kv if u.kind is ATTENTION else None) for u in spec.units}
     prefill["embedding"] = ("cpu", None)
-    decode = {u.name: ("pinned", "vram" if u.kind == "attention" else None) for u in spec.units}
+    decode = {u.name: ("pinned", "vram" if u.kind is ATTENTION else None) for u in spec.units}
     decode["embedding"], decode[spec.units[-1].name] = ("cpu", None), ("streamed", None)
     return (
         make_tier(spec, 2, decode, 1, CONTEXT, 1),
@@ -154,7 +155,7 @@ def test_interrupted_loading_leaves_no_thread_and_no_locked_memory(
         make_tier(
             file.spec,
             8,
-            {u.name: ("pinned", "vram" if u.kind == "attention" else None) for u in file.spec.units},
+            {u.name: ("pinned", "vram" if u.kind is ATTENTION else None) for u in file.spec.units},
             0,
             CONTEXT,
             1,

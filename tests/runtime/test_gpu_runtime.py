@@ -20,6 +20,8 @@ from pshard.runtime.memory import staging, weights
 from pshard.runtime.memory.host_memory import map_memory
 from pshard.runtime.memory.staging import StagingRing
 from pshard.runtime.memory.weights import HostWeights
+from pshard.units.attention import ATTENTION
+from pshard.units.ffn import FFN
 
 pytestmark = pytest.mark.gpu
 CONTEXT = 256
@@ -147,7 +149,7 @@ def test_full_micro_batches_of_a_prompt_repeat_a_graph_for_each_run_of_units(
 ) -> None:
     path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q4_0", n_layers=9, context=1024)
     spec, rng = open_model(path).spec, random.Random(8)
-    places = {u.name: (attention, "vram") if u.kind == "attention" else ("pinned", None) for u in spec.units}
+    places = {u.name: (attention, "vram") if u.kind is ATTENTION else ("pinned", None) for u in spec.units}
     places["embedding"] = ("cpu", None)
     tiers = tuple(make_tier(spec, n, places, 2 * (attention == "streamed"), 1024, 1) for n in (1, 128))
     prompts = [[rng.randrange(320) for _ in range(128)] for _ in range(5)]
@@ -187,7 +189,7 @@ def test_many_sequences_with_host_kv_give_the_logits_of_kv_in_vram(
 ) -> None:
     path, n = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q4_0", n_layers=3), len(lengths)
     spec = open_model(path).spec
-    places = {u.name: ("pinned", "host" if u.kind == "attention" else None) for u in spec.units}
+    places = {u.name: ("pinned", "host" if u.kind is ATTENTION else None) for u in spec.units}
     places["embedding"] = ("cpu", None)
     in_vram = {name: (where, kv and "vram") for name, (where, kv) in places.items()}
     found = []
@@ -206,7 +208,7 @@ def test_many_sequences_with_host_kv_give_the_logits_of_kv_in_vram(
 def test_captured_graphs_follow_the_blocks_that_sequences_take(tmp_path: Path, where: str) -> None:
     path, n, cells = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q4_0", n_layers=3), 3, 3 * 192
     spec = open_model(path).spec
-    places = {u.name: ("pinned", where if u.kind == "attention" else None) for u in spec.units}
+    places = {u.name: ("pinned", where if u.kind is ATTENTION else None) for u in spec.units}
     places["embedding"] = ("cpu", None)
     tiers = tuple(make_tier(spec, m, places, 0, cells, n) for m in (4, 128))
     found = []
@@ -241,7 +243,7 @@ def test_steady_decode_allocates_nothing_and_stays_within_the_budget(tmp_path: P
     path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q4_0", n_layers=4, d_model=1024, d_ffn=4096, context=4096)
     spec = open_model(path).spec
     where = {"embedding": "cpu", "ffn": "streamed"}
-    places = {u.name: (where.get(u.kind, "pinned"), "vram" if u.kind == "attention" else None) for u in spec.units}
+    places = {u.name: (where.get(u.kind, "pinned"), "vram" if u.kind is ATTENTION else None) for u in spec.units}
     tiers = tuple(make_tier(spec, n, places, 2, 2048, 1) for n in (1, 512))
     with open_engine(path, tiers, "fast", 2048, device="cuda") as engine:
         held = {"load": engine.memory().accelerator}
@@ -273,9 +275,9 @@ def test_steady_decode_allocates_nothing_and_stays_within_the_budget(tmp_path: P
 def test_an_engine_runs_in_a_thread_that_did_not_load_it(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q4_0")
     spec = open_model(path).spec
-    places = {u.name: ("streamed" if u.kind == "ffn" else "cpu" if u.name == "output" else "pinned", "vram")
+    places = {u.name: ("streamed" if u.kind is FFN else "cpu" if u.name == "output" else "pinned", "vram")
               for u in spec.units}  # fmt: skip
-    places |= {u.name: (places[u.name][0], None) for u in spec.units if u.kind != "attention"}
+    places |= {u.name: (places[u.name][0], None) for u in spec.units if u.kind is not ATTENTION}
     places["embedding"] = ("cpu", None)
     tiers = tuple(make_tier(spec, n, places, 2, CONTEXT, 1) for n in (1, 16))
     steps = ([3] * 16, [5], [6])
@@ -343,7 +345,7 @@ def test_staged_weights_give_the_same_bits_and_graphs_as_page_locked_ones(
     path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q4_0", n_layers=4, d_model=1024, d_ffn=4096)
     spec = open_model(path).spec
     where = {"embedding": "cpu", "attention": "pinned"}
-    places = {u.name: (where.get(u.kind, "streamed"), "vram" if u.kind == "attention" else None) for u in spec.units}
+    places = {u.name: (where.get(u.kind, "streamed"), "vram" if u.kind is ATTENTION else None) for u in spec.units}
     places["blk.1.ffn"] = ("cpu", None)
     tiers = tuple(make_tier(spec, n, places, 2, 320, 1) for n in (1, 64))
     with open_engine(path, tiers, "fast", 320, device="cuda") as engine:

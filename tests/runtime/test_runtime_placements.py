@@ -19,6 +19,7 @@ from pshard.runtime import walk as micro_batch
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import CpuDevice
 from pshard.runtime.kernels.plain import PlainKernels
+from pshard.units.attention import ATTENTION
 
 CONTEXT = 96
 
@@ -85,7 +86,7 @@ def test_split_ffns_give_the_logits_of_whole_ones(models: dict[str, Path], seed:
 
 def test_only_the_accelerators_rows_of_a_split_ffn_are_copied(model: Path) -> None:
     spec = open_model(model).spec
-    places = {u.name: ("pinned", "vram" if u.kind == "attention" else None) for u in spec.units}
+    places = {u.name: ("pinned", "vram" if u.kind is ATTENTION else None) for u in spec.units}
     places["embedding"] = ("cpu", None)
     places["blk.0.ffn"] = places["blk.1.ffn"] = ("streamed", None, 32)
     places["blk.2.ffn"] = ("pinned", None, 64)
@@ -106,8 +107,8 @@ def test_pins_that_arrive_wait_for_kv_that_leaves_their_place(tmp_path: Path) ->
     context = 1024
     path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q4_0", n_layers=6, d_ffn=1024, context=context)
     spec = open_model(path).spec
-    prefill = {u.name: ("streamed", "vram" if u.kind == "attention" else None) for u in spec.units}
-    decode = {u.name: ("pinned", "host" if u.kind == "attention" else None) for u in spec.units}
+    prefill = {u.name: ("streamed", "vram" if u.kind is ATTENTION else None) for u in spec.units}
+    decode = {u.name: ("pinned", "host" if u.kind is ATTENTION else None) for u in spec.units}
     prefill["embedding"] = decode["embedding"] = ("cpu", None)
     tiers = (make_tier(spec, 1, decode, 1, context, 1), make_tier(spec, 8, prefill, 1, context, 1))
     ids = [random.Random(5).randrange(320) for _ in range(context - 3)]
@@ -143,10 +144,10 @@ class HeldDevice(CpuDevice):
 def test_units_compute_while_what_a_switch_brings_is_on_its_way(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = open_model(model)
     spec = file.spec
-    decode = {u.name: ("pinned", "vram" if u.kind == "attention" else None) for u in spec.units}
+    decode = {u.name: ("pinned", "vram" if u.kind is ATTENTION else None) for u in spec.units}
     decode["embedding"], decode["blk.0.attention"] = ("cpu", None), ("streamed", "vram")
     decode["blk.1.ffn"] = ("cpu", None)  # units that nothing interrupts are one launch, which waits for all of theirs
-    prefill = {u.name: ("streamed", "host" if u.kind == "attention" else None) for u in spec.units}
+    prefill = {u.name: ("streamed", "host" if u.kind is ATTENTION else None) for u in spec.units}
     prefill["embedding"] = ("cpu", None)
     tiers = (make_tier(spec, 1, decode, 1, CONTEXT, 1), make_tier(spec, 16, prefill, 1, CONTEXT, 1))
     with open_engine(model, pinned_everywhere(spec, (1, 16), CONTEXT), context=CONTEXT) as reference:

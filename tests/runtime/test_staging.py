@@ -22,6 +22,8 @@ from pshard.runtime.engine import Engine
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.memory import staging, weights
 from pshard.runtime.memory.staging import StagingRing
+from pshard.units.attention import ATTENTION
+from pshard.units.ffn import FFN
 
 CONTEXT = 320
 KIB = 1 << 10
@@ -36,11 +38,11 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def streaming_tiers(spec: Any) -> tuple[TierPlan, ...]:
     """Decode splits an FFN, leaves one to the CPU and streams; prefill streams what decode pins."""
-    places: dict[str, tuple] = {u.name: ("streamed", "vram" if u.kind == "attention" else None) for u in spec.units}
+    places: dict[str, tuple] = {u.name: ("streamed", "vram" if u.kind is ATTENTION else None) for u in spec.units}
     places["embedding"] = ("cpu", None)
-    ffns = [u for u in spec.units if u.kind == "ffn"]
+    ffns = [u for u in spec.units if u.kind is FFN]
     small = places | {ffns[0].name: ("streamed", None, share_rows(ffns[0], 8)), ffns[1].name: ("cpu", None)}
-    small |= {u.name: ("pinned", "vram") for u in spec.units if u.kind == "attention"}
+    small |= {u.name: ("pinned", "vram") for u in spec.units if u.kind is ATTENTION}
     return make_tier(spec, 4, small, 2, CONTEXT, 1), make_tier(spec, 64, places, 2, CONTEXT, 1)
 
 
@@ -126,13 +128,13 @@ def test_units_that_only_the_cpu_computes_leave_the_page_locked_memory_to_others
     def tiers(spec: Any) -> tuple[TierPlan, ...]:
         where = {"ffn": "cpu", "embedding": "cpu"}
         kv = {"attention": "vram"}
-        places = {u.name: (where.get(u.kind, "streamed"), kv.get(u.kind)) for u in spec.units}
+        places = {u.name: (where.get(u.kind.name, "streamed"), kv.get(u.kind.name)) for u in spec.units}
         return (make_tier(spec, 64, places, 2, CONTEXT, 1),)
 
     generous, _ = open_ceiling(model, 1 << 40, tiers)
     with generous:
         needed = generous.memory().host_locked
-    unused = sum(u.packed_nbytes for u in spec.units if u.kind in ("ffn", "embedding"))
+    unused = sum(u.packed_nbytes for u in spec.units if u.kind.name in ("ffn", "embedding"))
     engine, device = open_ceiling(model, needed - unused + 4 * 16 * KIB + 128 * KIB, tiers)
     with engine:
         converse(engine)

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from pshard.buffers import TILE_TOKENS
+from pshard.batch_sizes import TILE_TOKENS
 from pshard.quant import QUANT_TYPES
 from pshard.runtime.kernels.api import LayerKV, Packed, RopeTable, RowIndex
 from pshard.runtime.kernels.cpu import native

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pshard.model import kv_nbytes
 from pshard.quant import QUANT_TYPES
 from pshard.runtime.kernels.cpu.sources import digest_sources
+from pshard.units.kv_cells import kv_nbytes
 
 Buffer = Any  # int address, numpy array or torch tensor
 

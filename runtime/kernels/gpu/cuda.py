@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
-from pshard.buffers import SMALL_BATCH, decode_splits
+from pshard.batch_sizes import SMALL_BATCH
 from pshard.gpu_tiles import Tile, TileChoice
 from pshard.quant import ROW_BLOCK, align
 from pshard.runtime.kernels.api import LayerKV, Packed, RopeTable, RowIndex
@@ -21,6 +21,7 @@ from pshard.runtime.kernels.gpu.default_tiles import TUNING, default_tile, gated
 from pshard.runtime.kernels.gpu.products import triton_dequant, triton_float, triton_matvec, triton_quantise
 from pshard.runtime.kernels.gpu.products.triton_decode import ENCODINGS, places
 from pshard.runtime.kernels.gpu.products.triton_fragments import FACTORS
+from pshard.units.attention import decode_pieces
 
 if TYPE_CHECKING:
     from pshard.runtime.ranks.peer_memory import PeerExchange
@@ -401,7 +402,7 @@ class CudaKernels:
         n_heads, groups, d = heads
         tokens, tile = qkv.shape[0], TUNING["decode", 0]
         room = partial.numel() // (tokens * n_heads * (d + 2))  # a rank's layer may have fewer KV heads than most
-        splits = min(decode_splits(tokens, groups), room, triton.cdiv(rows.cells, tile.depth))
+        splits = min(decode_pieces(tokens, groups), room, triton.cdiv(rows.cells, tile.depth))
         padded = max(16, triton.next_power_of_2(d))
         triton_attention.decode_kernel[(splits, groups, tokens)](
             qkv, qkv.stride(0), kv.k, kv.v, *kv.k.stride()[:2], *kv.v.stride()[:2], rows.begin, rows.position,

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from pshard.buffers import DECODE_PROGRAMS
 from pshard.gpu_tiles import Tile
+from pshard.units.attention import DECODE_PROGRAMS
 
 MANY_ROWS = 16384  # of gate and up; below, as in a rank's slice, programs of two warps do not fill a GPU
 # types that take so many registers to decode for the tensor cores that dp4a is faster for up to 4 tokens

@@ -16,6 +16,7 @@ from pshard.runtime.devices.device import open_device
 from pshard.runtime.memory import host_memory, weights
 from pshard.runtime.memory.host_memory import map_memory
 from pshard.runtime.memory.weights import HostWeights, pack_unit
+from pshard.units.attention import ATTENTION
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 SMAPS = Path("/proc/self/smaps")
@@ -125,7 +126,7 @@ def test_what_graphs_transfer_is_page_locked_before_weights_take_the_rest(
     path = write_gguf(tmp_path / "m.gguf", n_layers=4, vocab=4096)
     monkeypatch.setattr(weights, "LOCK_CHUNK", 1 << 18)
     with open_model(path) as model:
-        placed = {u.name: ("cpu", "host" if u.kind == "attention" else None) for u in model.spec.units}
+        placed = {u.name: ("cpu", "host" if u.kind is ATTENTION else None) for u in model.spec.units}
         variant = make_variant(model.spec, (make_tier(model.spec, 1, placed, 0, 128, 1),), 128, 1)
         device = CeilingDevice(ceiling_mib * MIB)
         engine = build_engine(model, variant, device, kernels="plain")

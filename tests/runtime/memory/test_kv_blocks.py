@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from model_files import write_gguf
 from plan_samples import make_tier, random_places, shrink_places
 
-from pshard.buffers import KV_BLOCK
 from pshard.errors import UserError
 from pshard.models import open_model
 from pshard.runtime.kernels.kv_codec import gather_cells
 from pshard.runtime.memory.kv_blocks import KVBlocks, blocks_of, pool_spans
+from pshard.units.kv_cells import KV_BLOCK
 
 CONTEXT, SEQUENCES = 576, 4  # equal shares are 144 cells; sequences take more and fewer
 

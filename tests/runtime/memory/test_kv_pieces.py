@@ -11,10 +11,14 @@ from hypothesis import strategies as st
 from model_files import write_gguf
 from plan_samples import make_tier
 
-from pshard.buffers import KV_BLOCK, SMALL_BATCH, decode_splits, scratch_buffers
+from pshard.batch_sizes import SMALL_BATCH
+from pshard.buffers import scratch_buffers
 from pshard.models import open_model
 from pshard.runtime import executor
 from pshard.runtime.memory.kv_cache import Piece, find_pieces
+from pshard.units.attention import ATTENTION, decode_pieces
+from pshard.units.kv_cells import KV_BLOCK
+from pshard.units.state import StateShape
 
 CONTEXT, SEQUENCES = 5 * 64, 5
 WHERE = {"embedding": "cpu", "attention": "streamed", "ffn": "pinned", "output": "pinned"}
@@ -67,7 +71,7 @@ def converse(engine) -> list[torch.Tensor]:
 def test_host_kv_gives_the_logits_of_kv_in_vram(model: Path, join_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor, "JOIN_BYTES", join_bytes)
     spec = open_model(model).spec
-    places = {u.name: (WHERE[u.kind], "host" if u.kind == "attention" else None) for u in spec.units}
+    places = {u.name: (WHERE[u.kind.name], "host" if u.kind is ATTENTION else None) for u in spec.units}
     tiers = tuple(make_tier(spec, n, places, 2, CONTEXT, SEQUENCES) for n in (5, 16))
     sizes = dict(context=CONTEXT, sequences=SEQUENCES)
     expected = converse(open_engine(model, pinned_everywhere(spec, (5, 16), **sizes), **sizes))
@@ -77,7 +81,7 @@ def test_host_kv_gives_the_logits_of_kv_in_vram(model: Path, join_bytes: int, mo
 
 def test_others_in_the_batch_do_not_change_a_sequence(model: Path) -> None:
     spec = open_model(model).spec
-    places = {u.name: (WHERE[u.kind], "host" if u.kind == "attention" else None) for u in spec.units}
+    places = {u.name: (WHERE[u.kind.name], "host" if u.kind is ATTENTION else None) for u in spec.units}
     sizes = dict(context=CONTEXT, sequences=SEQUENCES)
     tiers = (make_tier(spec, 5, places, 2, CONTEXT, SEQUENCES),)
 
@@ -93,7 +97,7 @@ def test_others_in_the_batch_do_not_change_a_sequence(model: Path) -> None:
 
 def test_a_decode_step_copies_a_layer_in_two_pieces_each_way(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = open_model(model).spec
-    places = {u.name: ("pinned", "host" if u.kind == "attention" else None) for u in spec.units}
+    places = {u.name: ("pinned", "host" if u.kind is ATTENTION else None) for u in spec.units}
     places["embedding"] = ("cpu", None)
     tiers = tuple(make_tier(spec, n, places, 0, CONTEXT, SEQUENCES) for n in (5, 16))
     counts = {"in": 0, "out": 0}
@@ -115,8 +119,9 @@ def test_a_decode_step_copies_a_layer_in_two_pieces_each_way(model: Path, monkey
 
 
 def test_every_tier_has_room_for_the_pieces_of_small_batches(model: Path) -> None:
-    config = open_model(model).spec.config
+    spec = open_model(model).spec
+    config, states = spec.config, StateShape(CONTEXT, 4, "f32", "f32")
     for tier in (1, 7, 64, 512):
-        shape = next(b.shape for b in scratch_buffers(config, tier, 4, CONTEXT) if b.name == "partial")
+        shape = next(b.shape for b in scratch_buffers(spec, tier, states) if b.name == "partial")
         for tokens in range(1, min(tier, SMALL_BATCH) + 1):
-            assert tokens * decode_splits(tokens, config.n_kv_heads) <= shape[0]
+            assert tokens * decode_pieces(tokens, config.n_kv_heads) <= shape[0]

@@ -12,12 +12,12 @@ from model_files import write_gguf
 from plan_samples import make_tier, random_places, shrink_places
 from thread_ranks import random_tiers, run_ranks
 
-from pshard.buffers import KV_BLOCK, kv_layer_bytes
 from pshard.errors import UserError
-from pshard.model import KV_TYPES, check_kv_types, kv_token_bytes
 from pshard.models import open_model
 from pshard.runtime.kernels.kv_codec import decode_cells, encode_cells, put_head, take_head
-from pshard.runtime.memory.kv_cache import KV_DTYPES, KVShape, layer_nbytes, view_layer
+from pshard.runtime.memory.kv_cache import KV_DTYPES, view_layer
+from pshard.units.kv_cells import KV_BLOCK, KV_TYPES, check_kv_types
+from pshard.units.state import CellState, StateShape
 
 CONTEXT, SEQUENCES = 4 * 96, 4
 MIXES = [("q8_0", "q8_0"), ("q8_0", "bf16"), ("f16", "q8_0")]
@@ -71,11 +71,11 @@ def test_heads_are_taken_out_and_put_back(kind: str) -> None:
 @pytest.mark.parametrize("type_k", KV_TYPES)
 def test_planner_and_runtime_agree_on_sizes(tmp_path: Path, type_k: str, type_v: str) -> None:
     config = open_model(write_gguf(tmp_path / "m.gguf", "qwen3")).spec.config
-    shape = KVShape(7, 3, type_k, type_v)
-    memory = torch.zeros(layer_nbytes(config, shape), dtype=torch.uint8)
-    assert len(memory) == kv_layer_bytes(config, 7, 3, type_k, type_v)
+    shape = StateShape(7, 3, type_k, type_v)
+    law = CellState(config.n_kv_heads * config.head_dim, type_k, type_v)
+    memory = torch.zeros(law.nbytes(shape), dtype=torch.uint8)
     kv = view_layer(memory, config.n_kv_heads, config.head_dim, shape)
-    assert kv.k.nbytes + kv.v.nbytes == 3 * KV_BLOCK * kv_token_bytes(config, type_k, type_v)
+    assert kv.k.nbytes + kv.v.nbytes == 3 * KV_BLOCK * law.cell
     kv.v.fill_(1)
     assert not kv.k.any() and (kv.v.data_ptr() - memory.data_ptr()) % 256 == 0
 

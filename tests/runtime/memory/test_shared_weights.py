@@ -11,6 +11,7 @@ from pshard.models import open_model
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
 from pshard.runtime.memory.weights import HostWeights
+from pshard.units.attention import ATTENTION
 
 
 def test_engines_on_lent_weights_compute_what_one_with_its_own_computes(tmp_path: Path) -> None:
@@ -20,7 +21,7 @@ def test_engines_on_lent_weights_compute_what_one_with_its_own_computes(tmp_path
         expected = engine.forward(ids, all_logits=True)
     weights = HostWeights(file.spec.units, open_device("cpu"))
     weights.load(file, None, lambda _: None)
-    streamed = {u.name: ("streamed", "vram" if u.kind == "attention" else None) for u in file.spec.units}
+    streamed = {u.name: ("streamed", "vram" if u.kind is ATTENTION else None) for u in file.spec.units}
     streamed["embedding"] = ("cpu", None)
     for tiers in (pinned_everywhere(file.spec), tuple(make_tier(file.spec, n, streamed, 2, 128, 1) for n in (1, 64))):
         with build_engine(

@@ -1,0 +1,106 @@
+"""Rotary grouped-query attention: norm, q, k and v, rotation, attention over the KV cache, output, residual."""
+
+from math import lcm
+
+from pshard.batch_sizes import SMALL_BATCH
+from pshard.model_config import ModelConfig
+from pshard.quant import QUANT_TYPES
+from pshard.units.kv_cells import longest_sequence
+from pshard.units.operations import Attend, Norm, Operation, Product, ProductGroup, Rotate
+from pshard.units.ranges import Targets, place_heads
+from pshard.units.scratch import Buffer
+from pshard.units.state import CellState, StateShape
+from pshard.units.unit import Cut, Tensors, UnitKind
+
+NORM, OUT, OUT_BIAS = "attn_norm.weight", "attn_output.weight", "attn_output.bias"
+QKV, QKV_BIASES = (tuple(f"attn_{part}.{what}" for part in "qkv") for what in ("weight", "bias"))
+HEAD_NORMS = ("attn_q_norm.weight", "attn_k_norm.weight")
+ATTENTION_PIECES = 64  # most pieces that one decode attention is cut into along the context
+DECODE_PROGRAMS = 1024  # a decode attention is cut until about this many programs run
+
+
+def decode_pieces(tokens: int, n_kv_heads: int) -> int:
+    """Most pieces along the context that the decode attention of so many rows is cut into."""
+    return min(ATTENTION_PIECES, max(1, DECODE_PROGRAMS // (tokens * max(1, n_kv_heads))))
+
+
+def count_heads(tensors: Tensors, config: ModelConfig) -> tuple[int, int]:
+    """(q heads, KV heads) that a unit computes, from its tensors: a rank's slice has some; (0, 0) without tensors."""
+    q, k, _ = (tensors[role].rows if role in tensors else 0 for role in QKV)
+    return q // config.head_dim, k // config.head_dim
+
+
+def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
+    heads = *count_heads(tensors, config), config.head_dim
+    norms = tuple(tensors[role] for role in HEAD_NORMS if role in tensors)
+    return (
+        Norm(tensors.get(NORM), config.d_model),
+        ProductGroup(tuple(tensors[role] for role in QKV), tuple(tensors.get(role) for role in QKV_BIASES)),
+        Rotate(*heads, norms, config.qk_norm),
+        Attend(*heads),
+        Product(tensors[OUT], tensors.get(OUT_BIAS), adds=True),
+    )
+
+
+def _widths(tensors: Tensors, config: ModelConfig) -> dict[str, int]:
+    return dict(zip(("n_heads", "n_kv_heads"), count_heads(tensors, config)))
+
+
+def _state(config: ModelConfig, shape: StateShape) -> CellState:
+    """Every layer's cells are as wide as the widest layer's of this rank."""
+    return CellState(config.n_kv_heads * config.head_dim, shape.type_k, shape.type_v)
+
+
+def _scratch(config: ModelConfig, tokens: int, shape: StateShape) -> tuple[Buffer, ...]:
+    heads, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    # every tier may be given few tokens: those attend in pieces along the context
+    most = max(n * decode_pieces(n, config.n_kv_heads) for n in range(1, min(tokens, SMALL_BATCH) + 1))
+    return (
+        Buffer("qkv", (tokens, heads + 2 * kv), "act"),
+        Buffer("mixed", (tokens, heads), "act"),
+        Buffer("rope", (2, longest_sequence(config, shape.context), config.rope.dims // 2), "f32"),
+        Buffer("partial", (most, config.n_heads, config.head_dim + 2), "f32"),
+    )
+
+
+def _bounds(config: ModelConfig, tensors: Tensors, targets: Targets) -> tuple[int, ...]:
+    block = QUANT_TYPES[tensors[OUT].qtype].block if OUT in tensors else 1
+    step = lcm(config.head_dim, block) // config.head_dim
+    return place_heads(config.n_heads, config.n_heads // config.n_kv_heads, step, targets)
+
+
+_Q, _K, _V = QKV
+ATTENTION = UnitKind(
+    "attention",
+    position="layer",
+    places=(("pinned", "vram"), ("pinned", "host"), ("streamed", "vram"), ("streamed", "host"), ("cpu", "host")),
+    operations=_operations,
+    cut=Cut(
+        {
+            NORM: ("none", "all"),
+            _Q: ("rows", "cut"),
+            "attn_q.bias": ("rows", "cut"),
+            _K: ("rows", "kv"),
+            "attn_k.bias": ("rows", "kv"),
+            _V: ("rows", "kv"),
+            "attn_v.bias": ("rows", "kv"),
+            **dict.fromkeys(HEAD_NORMS, ("none", "all")),
+            OUT: ("cols", "cut"),
+            OUT_BIAS: ("rows", "first"),
+        },
+        length=lambda config: config.n_heads,
+        bounds=_bounds,
+        width=lambda config: config.head_dim,
+        flag="attn",
+    ),
+    widths=_widths,
+    state=_state,
+    scratch=_scratch,
+    adds=True,
+    leads=True,
+    llama_cpp="attn_.*",
+    strategy="first",
+    contends="state",
+    phase=0.35,
+    lock_order=1,
+)

@@ -1,0 +1,71 @@
+"""A SwiGLU FFN (arXiv 2002.05202): norm, gate and up, their gated product, down, residual.
+
+The CPU may compute the last rows of gate and up, which are byte ranges of the packed layout, while the accelerator
+computes the others and then the whole `down`, whose columns are no byte range.
+"""
+
+from math import lcm
+
+from pshard.model_config import ModelConfig
+from pshard.quant import QUANT_TYPES, ROW_BLOCK
+from pshard.units.operations import GatedProduct, Norm, Operation, PlaceRows, Product
+from pshard.units.ranges import Targets, place_rows
+from pshard.units.scratch import Buffer
+from pshard.units.state import StateShape
+from pshard.units.unit import Cut, Division, Tensors, UnitKind
+
+NORM, GATE, UP, DOWN = (f"ffn_{part}.weight" for part in ("norm", "gate", "up", "down"))
+
+
+def _begin(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
+    return Norm(tensors.get(NORM), config.d_model), GatedProduct(tensors[GATE], tensors[UP])
+
+
+def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
+    return *_begin(tensors, config), Product(tensors[DOWN], adds=True)
+
+
+def _divide(on_acc: Tensors, on_cpu: Tensors, config: ModelConfig) -> Division:
+    joined = PlaceRows(on_cpu[GATE].rows)
+    return Division(_begin(on_acc, config), _begin(on_cpu, config), (joined, Product(on_acc[DOWN], adds=True)))
+
+
+def _scratch(config: ModelConfig, tokens: int, shape: StateShape) -> tuple[Buffer, ...]:
+    return (Buffer("gate_up", (tokens, 2 * config.d_ffn), "act"),)
+
+
+def _bounds(config: ModelConfig, tensors: Tensors, targets: Targets) -> tuple[int, ...]:
+    block = QUANT_TYPES[tensors[DOWN].qtype].block if DOWN in tensors else 1
+    return place_rows(config.d_ffn, lcm(ROW_BLOCK, block), targets)
+
+
+FFN = UnitKind(
+    "ffn",
+    position="layer",
+    places=(("pinned", None), ("streamed", None), ("cpu", None)),
+    operations=_operations,
+    cut=Cut(
+        {
+            NORM: ("none", "all"),
+            GATE: ("rows", "cut"),
+            "ffn_gate.bias": ("rows", "cut"),
+            UP: ("rows", "cut"),
+            "ffn_up.bias": ("rows", "cut"),
+            DOWN: ("cols", "cut"),
+            "ffn_down.bias": ("rows", "first"),
+        },
+        length=lambda config: config.d_ffn,
+        bounds=_bounds,
+        flag="ffn",
+    ),
+    widths=lambda tensors, config: {"d_ffn": tensors[UP].rows if UP in tensors else 0},
+    scratch=_scratch,
+    adds=True,
+    llama_cpp="ffn_.*",
+    strategy="bulk",
+    divided=(GATE, UP),
+    divide=_divide,
+    contends="weights",
+    phase=0.65,
+    lock_order=0,
+)

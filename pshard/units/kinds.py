@@ -1,0 +1,16 @@
+"""The kinds of units that models are made of. A new one is one more file beside this, and one more name here."""
+
+from pshard.units.attention import ATTENTION
+from pshard.units.embedding import EMBEDDING
+from pshard.units.ffn import FFN
+from pshard.units.output import OUTPUT
+from pshard.units.unit import UnitKind, UnitKinds
+
+KINDS = UnitKinds()
+for _kind in (EMBEDDING, ATTENTION, FFN, OUTPUT):
+    KINDS.add(_kind)
+
+
+def kinds_by_flag() -> dict[str, UnitKind]:
+    """Kinds whose number of ranks can be limited, by what users call them."""
+    return {kind.cut.flag: kind for kind in KINDS if kind.cut.flag}

@@ -1,0 +1,36 @@
+"""Cells of the KV cache: their types, their bytes, and the blocks in which sequences take them. No torch."""
+
+from pshard.errors import UserError
+from pshard.model_config import ModelConfig
+from pshard.quant import QUANT_TYPES, file_nbytes
+
+KV_TYPES = ("f32", "bf16", "f16", "q8_0")  # names in small letters of the quant types whose sizes they have
+KV_BLOCK = 64  # cells that a sequence takes from the KV cache at once; a tile of attention lies in one or in whole ones
+
+
+def kv_nbytes(kind: str, n: int) -> int:
+    """Bytes of n numbers of a KV type; n is a multiple of its block."""
+    return file_nbytes(kind.upper(), 1, n)
+
+
+def kv_blocks(context: int, sequences: int) -> int:
+    """Blocks of a KV cache of `context` cells that `sequences` share: equal shares of it have whole blocks."""
+    return sequences * -(-context // (sequences * KV_BLOCK))
+
+
+def longest_sequence(config: ModelConfig, context: int) -> int:
+    """Cells that one sequence may have in a KV cache of `context` cells."""
+    return min(context, config.context or context)
+
+
+def check_kv_types(config: ModelConfig, type_k: str, type_v: str) -> None:
+    """Raise UserError for an unknown KV type, or one whose blocks do not divide the model's heads."""
+    for flag, kind in (("-ctk", type_k), ("-ctv", type_v)):
+        if kind not in KV_TYPES:
+            raise UserError(f"unknown KV cache type {kind!r}; {flag} is one of {', '.join(KV_TYPES)}")
+        block = QUANT_TYPES[kind.upper()].block
+        if config.head_dim % block:
+            raise UserError(
+                f"{kind} keeps the KV cache in blocks of {block}, and this model's heads have {config.head_dim} "
+                f"numbers; give {flag} bf16"
+            )

@@ -1,0 +1,96 @@
+"""Operations: what units are made of. What is timed is what is run is what is priced. No torch.
+
+Each is one call of a device's kernels (`runtime/kernels/api.py`). The profile times them, the planner prices a unit as
+the sum of its own, and the blocks of the runtime make the same calls. Tensors that a model does not have are None.
+"""
+
+from dataclasses import dataclass
+
+from pshard.tensor import TensorSpec
+
+
+@dataclass(frozen=True)
+class LookUp:
+    """Rows of a table by token id."""
+
+    table: TensorSpec
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMS norm of the residual stream, `width` elements a token."""
+
+    weight: TensorSpec | None
+    width: int
+
+
+@dataclass(frozen=True)
+class Product:
+    """x[tokens, cols] @ W[rows, cols].T of one matrix; `adds`: onto the residual stream."""
+
+    matrix: TensorSpec
+    bias: TensorSpec | None = None
+    adds: bool = False
+
+
+@dataclass(frozen=True)
+class ProductGroup:
+    """Products of one input with several matrices, in one launch where their types allow it."""
+
+    matrices: tuple[TensorSpec, ...]
+    biases: tuple[TensorSpec | None, ...] = ()
+
+
+@dataclass(frozen=True)
+class GatedProduct:
+    """silu(gate x) * (up x): two matrices, and the product of what they give."""
+
+    gate: TensorSpec
+    up: TensorSpec
+
+
+@dataclass(frozen=True)
+class PlaceRows:
+    """What another side computed of an activation, put where this side has its own: `width` elements a token."""
+
+    width: int
+
+
+@dataclass(frozen=True)
+class Rotate:
+    """Rotary embedding of q and k, with the store into the KV cache; with `norms` each head is normalised before."""
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    norms: tuple[TensorSpec, ...] = ()
+    normed: bool = False
+
+    @property
+    def width(self) -> int:
+        """Elements of q and k of one token."""
+        return (self.n_heads + self.n_kv_heads) * self.head_dim
+
+
+@dataclass(frozen=True)
+class Attend:
+    """Attention of the new tokens over the cells of their sequences."""
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+
+
+Operation = LookUp | Norm | Product | ProductGroup | GatedProduct | PlaceRows | Rotate | Attend
+
+
+def matrices_of(operation: Operation) -> tuple[TensorSpec, ...]:
+    """The matrices that an operation multiplies."""
+    match operation:
+        case Product():
+            return (operation.matrix,)
+        case ProductGroup():
+            return operation.matrices
+        case GatedProduct():
+            return operation.gate, operation.up
+    return ()

@@ -1,0 +1,35 @@
+"""The output: final norm and head; logits of the rows that are wanted. A tied head is the embedding's table."""
+
+from pshard.model_config import ModelConfig
+from pshard.quant import ROW_BLOCK
+from pshard.units.operations import Norm, Operation, Product
+from pshard.units.ranges import Targets, place_rows
+from pshard.units.unit import Cut, Tensors, UnitKind
+
+NORM, HEADS = "output_norm.weight", ("output.weight", "token_embd.weight")
+
+
+def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
+    head = next(tensors[role] for role in HEADS if role in tensors)
+    return Norm(tensors.get(NORM), config.d_model), Product(head)
+
+
+def _bounds(config: ModelConfig, tensors: Tensors, targets: Targets) -> tuple[int, ...]:
+    return place_rows(config.vocab, ROW_BLOCK, targets)
+
+
+OUTPUT = UnitKind(
+    "output",
+    position="last",
+    places=(("pinned", None), ("streamed", None), ("cpu", None)),
+    operations=_operations,
+    cut=Cut(
+        {NORM: ("none", "all")} | dict.fromkeys(HEADS, ("rows", "cut")),
+        length=lambda config: config.vocab,
+        bounds=_bounds,
+        flag="head",
+    ),
+    strategy="head",
+    contends="weights",
+    lock_order=2,
+)

@@ -1,0 +1,46 @@
+"""Where ranges of one thing over the ranks begin and end: pure arithmetic, tested without any model. No torch."""
+
+from functools import lru_cache
+
+Targets = tuple[float | None, ...]  # by rank, how much it should have; None: nothing at all
+
+
+def place_rows(total: int, granule: int, targets: Targets) -> tuple[int, ...]:
+    """Bounds of consecutive ranges of whole granules (the last may be short) nearest to the targets.
+
+    Largest remainder: everyone gets the whole granules of his target, who was cut short most gets one more.
+    """
+    granules = -(-total // granule)
+    wanted = [max(0.0, t or 0.0) for t in targets]
+    wanted = [w * granules / sum(wanted) for w in wanted]
+    got = [int(w) for w in wanted]
+    for i in sorted(range(len(got)), key=lambda i: got[i] - wanted[i])[: granules - sum(got)]:
+        got[i] += 1
+    bounds = [0]
+    for n in got:
+        bounds.append(bounds[-1] + n)
+    return tuple(min(b * granule, total) for b in bounds)
+
+
+@lru_cache(maxsize=4096)
+def place_heads(heads: int, group: int, step: int, targets: Targets) -> tuple[int, ...]:
+    """Bounds of consecutive ranges of q heads nearest to the targets (least squares, then fewest copies of KV heads).
+
+    A range is whole KV groups of `group` heads, or lies inside one group (its KV head is then on several ranks), so
+    that each rank has equally many q heads per KV head. Bounds are multiples of `step` heads: the columns of the
+    output projection are cut between quant blocks. Dynamic programming over (rank, bound).
+    """
+    best: dict[int, tuple[float, int, tuple[int, ...]]] = {0: (0.0, 0, (0,))}
+    for target in targets:
+        reached: dict[int, tuple[float, int, tuple[int, ...]]] = {}
+        for start, (error, copies, bounds) in best.items():
+            for stop in range(start, heads + 1 if target is not None else start + 1, step):
+                kv_heads = -(-stop // group) - start // group if stop > start else 0
+                if kv_heads > 1 and (start % group or stop % group):
+                    continue
+                missed = 0.0 if target is None else (stop - start - target) ** 2
+                found = (round(error + missed, 6), copies + kv_heads, (*bounds, stop))
+                if stop not in reached or found < reached[stop]:
+                    reached[stop] = found
+        best = reached
+    return best[heads][2]

@@ -1,0 +1,178 @@
+"""Unit: the smallest thing that is placed; UnitKind: all that is declared of a kind of units, in a file of its own.
+
+Nothing else asks for a kind by its name: whoever must know what a unit does, keeps, allows or costs asks its kind here.
+No torch.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from pshard.errors import UserError
+from pshard.model_config import ModelConfig
+from pshard.quant import TENSOR_ALIGN, align
+from pshard.tensor import TensorSpec
+from pshard.units.operations import Operation
+from pshard.units.scratch import Buffer
+from pshard.units.state import State, StateShape
+
+Place = tuple[str, str | None]  # where weights are ("pinned", "streamed", "cpu"), and the state ("vram", "host")
+Tensors = Mapping[str, TensorSpec]  # a unit's tensors by role
+
+
+@dataclass(frozen=True)
+class Division:
+    """What each side does of a unit of which the CPU computes some rows: both at once, then the accelerator the rest.
+
+    on_acc, on_cpu: operations before the CPU's rows are joined; after: those on the accelerator that follow.
+    """
+
+    on_acc: tuple[Operation, ...]
+    on_cpu: tuple[Operation, ...]
+    after: tuple[Operation, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """How ranks share a unit. Its one cut is a range of `length` things, and every tensor's range follows from it.
+
+    rules: role -> (axis, which ranges): axis "none", "rows" or "cols"; which "cut", "kv" (of the KV heads that belong
+    to the q heads), "all", or "first" (whole, on the first rank that works). bounds: those of each rank's range nearest
+    to the ranks' targets (None: the rank holds nothing). width: elements of one thing along a tensor's axis.
+    """
+
+    rules: Mapping[str, tuple[str, str]]
+    length: Callable[[ModelConfig], int]
+    bounds: Callable[[ModelConfig, Tensors, tuple[float | None, ...]], tuple[int, ...]]
+    width: Callable[[ModelConfig], int] = lambda config: 1
+    flag: str = ""  # what --max-tp calls the kind; "" where no rank count can be limited
+
+
+@dataclass(frozen=True, eq=False)
+class UnitKind:
+    """A kind of units, declared once.
+
+    Attributes:
+        name: as plans, tables and corrections call it.
+        position: "first" (takes token ids), "layer", or "last" (gives logits of the rows that are wanted).
+        places: legal placements.
+        operations: what a unit runs, in order; see `Operation`.
+        cut: how ranks share it.
+        widths: numbers of the ModelConfig that a unit's tensors tell: those of a rank's slice are its widest units'.
+        state: the law of what it keeps of its sequences; None when it keeps nothing.
+        scratch: buffers that it needs for micro-batches of so many tokens.
+        adds: whether its result is added to the residual stream, so that ranks' parts of it are summed.
+        leads: whether it is the first of its layer.
+        llama_cpp: its tensors as a regular expression over what follows `blk.N.`; "" for units outside layers.
+        strategy: what published strategies do with it: "first" (pinned before others), "bulk" (fills what is left) or
+            "head".
+        divided: roles of matrices whose last rows the CPU may compute while the accelerator computes the others.
+        divide: what each side does then, by the accelerator's tensors and the CPU's.
+        contends: with what its host work holds up copies: "state" for what may read slowly, "weights", "" for nothing.
+        phase: in (0, 1), where in a layer evenly spaced units of the kind that are left out of VRAM stand.
+        lock_order: units of low numbers are page-locked first; None for what is never copied.
+    """
+
+    name: str
+    position: str
+    places: tuple[Place, ...]
+    operations: Callable[[Tensors, ModelConfig], tuple[Operation, ...]]
+    cut: Cut
+    widths: Callable[[Tensors, ModelConfig], dict[str, int]] | None = None
+    state: Callable[[ModelConfig, StateShape], State] | None = None
+    scratch: Callable[[ModelConfig, int, StateShape], tuple[Buffer, ...]] | None = None
+    adds: bool = False
+    leads: bool = False
+    llama_cpp: str = ""
+    strategy: str = ""
+    divided: tuple[str, ...] = ()
+    divide: Callable[[Tensors, Tensors, ModelConfig], Division] | None = None
+    contends: str = ""
+    phase: float = 0.5
+    lock_order: int | None = None
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+    @property
+    def is_looked_up(self) -> bool:
+        """Whether its rows are looked up by token id: it is never streamed, and on the host it costs no hand-off."""
+        return self.position == "first"
+
+    @property
+    def gives_logits(self) -> bool:
+        return self.position == "last"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The smallest thing that is placed. `layer` is -1 outside layers. Its tensors lie together in one blob."""
+
+    name: str
+    kind: UnitKind
+    layer: int
+    tensors: tuple[TensorSpec, ...]
+
+    def __hash__(self) -> int:
+        return hash(self.name)  # caches ask often; tensors tell units apart that share a name
+
+    @cached_property
+    def packed_nbytes(self) -> int:
+        """Bytes of the unit's contiguous blob: one copy moves it."""
+        return sum(align(t.packed_nbytes, TENSOR_ALIGN) for t in self.tensors)
+
+    @cached_property
+    def matrices(self) -> tuple[TensorSpec, ...]:
+        return tuple(t for t in self.tensors if len(t.shape) == 2)
+
+    @cached_property
+    def by_role(self) -> dict[str, TensorSpec]:
+        return {t.role: t for t in self.tensors}
+
+    def offsets(self) -> dict[str, tuple[int, TensorSpec]]:
+        """Role -> (offset of the tensor in the unit's blob, tensor)."""
+        table, at = {}, 0
+        for tensor in self.tensors:
+            table[tensor.role] = (at, tensor)
+            at += align(tensor.packed_nbytes, TENSOR_ALIGN)
+        return table
+
+    @cached_property
+    def likeness(self) -> tuple:
+        """Units with equal likeness cost the same and belong to one class of the integer program."""
+        return (self.kind.name, tuple((t.role, t.qtype, t.shape) for t in self.tensors))
+
+    def operations(self, config: ModelConfig) -> tuple[Operation, ...]:
+        """What running the unit takes; nothing where another rank holds all of it."""
+        return self.kind.operations(self.by_role, config) if self.tensors else ()
+
+    def state(self, config: ModelConfig, shape: StateShape) -> State | None:
+        """The law of the unit's state."""
+        return self.kind.state(config, shape) if self.kind.state else None
+
+    def state_nbytes(self, config: ModelConfig, shape: StateShape) -> int:
+        """Bytes of the unit's state for all sequences; 0 when it keeps none."""
+        law = self.state(config, shape)
+        return law.nbytes(shape) if law else 0
+
+
+@dataclass
+class UnitKinds:
+    """The kinds that there are, by name."""
+
+    _known: dict[str, UnitKind] = field(default_factory=dict)
+
+    def add(self, kind: UnitKind) -> UnitKind:
+        """Make a kind known. Raises ValueError when another one has its name."""
+        if self._known.setdefault(kind.name, kind) is not kind:
+            raise ValueError(f"there are two kinds of units called {kind.name!r}")
+        return kind
+
+    def find(self, name: str) -> UnitKind:
+        """The kind of that name. Raises UserError that lists those that there are."""
+        if name not in self._known:
+            raise UserError(f"no unit is of kind {name!r}; there are {', '.join(self._known)}")
+        return self._known[name]
+
+    def __iter__(self):
+        return iter(self._known.values())

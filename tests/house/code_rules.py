@@ -1,0 +1,174 @@
+"""What the house's code must keep to, read off its sources: sizes, arrows, names."""
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("pshard", "models", "profile", "planner", "registries", "runtime", "reports")
+# which folders a folder may import, itself aside; commands and session put all of them together
+ARROWS = {
+    "pshard": set(),
+    "models": {"pshard"},
+    "registries": {"pshard"},
+    "planner": {"pshard"},
+    "reports": {"pshard"},
+    "runtime": {"pshard"},
+    "profile": {"pshard", "runtime"},
+    "session": {"pshard", "models", "registries", "planner", "runtime", "profile", "reports"},
+    "commands": {"pshard", "models", "registries", "planner", "runtime", "profile", "reports", "session"},
+}
+KINDS = {"attention", "ffn", "embedding", "output"}
+
+
+def list_sources() -> list[Path]:
+    """Every Python file of the package."""
+    return sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    """How a source is imported."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    name = ".".join(parts if parts[0] == "pshard" else ("pshard", *parts))
+    return name.removesuffix(".__init__")
+
+
+def folder_of(module: str) -> str:
+    """The folder of ARROWS that a module belongs to."""
+    parts = module.split(".")
+    if len(parts) > 1 and parts[1] in ARROWS and parts[1] != "pshard":
+        return parts[1]
+    return "pshard"
+
+
+def imports_of(path: Path, late: bool) -> set[str]:
+    """Modules of the package that a file imports; `late`: also inside functions and for types only."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes: Iterator[ast.AST] = ast.walk(tree) if late else iter(tree.body)
+    known = {module_name(p) for p in list_sources()}
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("pshard"):
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                found.add(full if full in known else node.module)
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.startswith("pshard")}
+    return found
+
+
+def find_circles() -> list[str]:
+    """Import circles between files, imports for types included and those inside functions not."""
+    graph = {}
+    for path in list_sources():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        found = set(imports_of(path, False))
+        for node in tree.body:
+            if isinstance(node, ast.If):  # TYPE_CHECKING
+                block = ast.Module(node.body, [])
+                known = {module_name(p) for p in list_sources()}
+                for inner in ast.walk(block):
+                    if isinstance(inner, ast.ImportFrom) and (inner.module or "").startswith("pshard"):
+                        names = {f"{inner.module}.{a.name}" for a in inner.names}
+                        found |= (names & known) or {str(inner.module)}
+        graph[module_name(path)] = found
+    circles, state = [], dict[str, int]()
+
+    def visit(module: str, way: tuple[str, ...]) -> None:
+        state[module] = 1
+        for other in sorted(graph.get(module, ())):
+            if state.get(other) == 1:
+                circles.append(" -> ".join((*way[way.index(other) :], other)) if other in way else other)
+            elif other not in state:
+                visit(other, (*way, other))
+        state[module] = 2
+
+    for module in graph:
+        if module not in state:
+            visit(module, (module,))
+    return circles
+
+
+def find_upward_arrows() -> list[str]:
+    """Imports that ARROWS does not allow."""
+    found = []
+    for path in list_sources():
+        module = module_name(path)
+        folder = folder_of(module)
+        if module == "pshard":
+            continue  # hands out `load` when it is asked for
+        for other in sorted(imports_of(path, True)):
+            there = folder_of(other)
+            if there != folder and there not in ARROWS[folder]:
+                found.append(f"{module} -> {other}")
+    return found
+
+
+def find_long_code(most_function: int = 70, most_class: int = 250) -> list[str]:
+    """Functions and classes that are longer than one sitting; Triton kernels aside."""
+    found = []
+    for path in list_sources():
+        if path.name.startswith("triton_"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                most = most_class if isinstance(node, ast.ClassDef) else most_function
+                if lines > most:
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {lines} lines")
+    return found
+
+
+def find_long_calls(most: int = 8) -> list[str]:
+    """Calls with more positional arguments than people can tell apart; Triton kernels aside."""
+    found = []
+    for path in list_sources():
+        if path.name.startswith("triton_"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and len(node.args) > most:
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {len(node.args)} positional arguments")
+    return found
+
+
+def find_kind_names() -> list[str]:
+    """Lines outside units/ and models/ that name a kind of unit."""
+    found = []
+    for path in list_sources():
+        inside = path.relative_to(ROOT)
+        if inside.parts[0] == "models" or inside.parts[:2] == ("pshard", "units"):
+            continue
+        lines = {
+            node.lineno
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.Constant) and node.value in KINDS
+        }
+        found += [f"{inside}:{line}" for line in sorted(lines)]
+    return found
+
+
+def find_twins() -> list[str]:
+    """File names that stand in several folders."""
+    places = defaultdict(list)
+    for path in list_sources():
+        if path.name != "__init__.py":
+            places[path.name].append(str(path.relative_to(ROOT)))
+    return [", ".join(paths) for paths in places.values() if len(paths) > 1]
+
+
+def find_crowds(most: int = 13) -> list[str]:
+    """Folders with more files beside each other than one takes in."""
+    counts: dict[Path, int] = defaultdict(int)
+    for path in list_sources():
+        counts[path.parent] += path.name != "__init__.py"
+    return [f"{folder.relative_to(ROOT)}: {n} files" for folder, n in counts.items() if n > most]
+
+
+if __name__ == "__main__":
+    for rule in (find_circles, find_upward_arrows, find_long_code, find_long_calls, find_kind_names, find_twins,
+                 find_crowds):  # fmt: skip
+        lines = rule()
+        print(f"{rule.__name__}: {len(lines)}")
+        for line in lines:
+            print(f"  {line}")
