@@ -11,8 +11,8 @@ from pshard.plan import Considered, Variant
 from pshard.planner.choose_ratios import describe_way, plan_ratios
 from pshard.planner.explain import BINDS
 from pshard.planner.make_plan import plan_variant, price_tiers
-from pshard.planner.price.costs import Tables
 from pshard.planner.price.draft import tier_steps
+from pshard.planner.price.profile_tables import Tables
 from pshard.steps.step import AllReduce, Gather
 from pshard.times.predicted_times import decode_seconds, rank_seconds, round_seconds
 from pshard.workload import Split, Workload, binding_limits

@@ -18,7 +18,7 @@ from pshard.planner.make_plan import (
     price_roughly,
     refine_ranks,
 )
-from pshard.planner.price.costs import Tables
+from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_loads import tier_loads
 from pshard.times.predicted_times import first_token_seconds, prefill_seconds, round_seconds
 from pshard.units.kinds import kinds_by_flag

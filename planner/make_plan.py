@@ -12,10 +12,11 @@ from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import NOTHING_LEARNT, Correction, RankPlan, Solve, TierPlan, Variant
 from pshard.planner.check_plan import check_variant
-from pshard.planner.price.costs import Tables, TierCosts, tier_costs
 from pshard.planner.price.draft import Room, predict_ranks, predict_tier, rank_room
 from pshard.planner.price.host_limits import explain_shortage, holds, host_fits, share_host, usable_bytes
 from pshard.planner.price.page_locks import guess_staged, locked, stage_by
+from pshard.planner.price.profile_tables import Tables
+from pshard.planner.price.tier_costs import TierCosts, tier_costs
 from pshard.planner.price.tier_loads import raise_weights, tier_loads
 from pshard.planner.program.bounds import bound_seconds, rough_bound
 from pshard.planner.program.coefficients import count_tier, may_split, tier_problem

@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 
 from pshard.machine import MachineProfile
 from pshard.plan import Correction, Factor, RankPlan, TierPlan, Variant, batch_of
-from pshard.planner.price.costs import Tables, tier_costs
 from pshard.planner.price.draft import Room, tier_seconds
 from pshard.planner.price.page_locks import stage_by
+from pshard.planner.price.profile_tables import Tables
+from pshard.planner.price.tier_costs import tier_costs
 from pshard.planner.price.tier_loads import TierLoad
 
 OFF = 0.15  # a prediction further than this from what was measured is off

@@ -6,9 +6,10 @@ from pshard.cuts.layer_cuts import join_seconds
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import Variant
-from pshard.planner.price.costs import Tables, tier_costs
 from pshard.planner.price.page_locks import staged_units
+from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.simulate import simulate_ranks
+from pshard.planner.price.tier_costs import tier_costs
 from pshard.planner.price.tier_loads import TierLoad
 from pshard.steps.emit import emit_steps
 from pshard.steps.step import StepShape

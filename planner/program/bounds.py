@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from pshard.planner.price.costs import TierCosts
 from pshard.planner.price.draft import Room
+from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.coefficients import tier_problem
 from pshard.planner.program.ilp import TierProblem, relaxation_bound, solve_tiers
 from pshard.planner.program.unit_classes import UnitClass

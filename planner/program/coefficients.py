@@ -5,8 +5,8 @@ from collections import Counter
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.buffers import row_stage_bytes
 from pshard.plan import TierPlan
-from pshard.planner.price.costs import TierCosts
 from pshard.planner.price.draft import Room
+from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.ilp import ClassCost, Counts, CutCost, TierProblem
 from pshard.planner.program.unit_classes import UnitClass
 
@@ -28,7 +28,7 @@ def tier_problem(
         stall = max(0.0, cycle - between)
         speeds = [side[cls.units[0].name] for side in (costs.contended, costs.acc_contended) if side]
         cut_rows = cls.cut_rows if split else ()
-        speeds += [costs.split_speeds(cls.units[0].name, n) for n in cut_rows]
+        speeds += [costs.divided_speeds(cls.units[0].name, n) for n in cut_rows]
         rows.append(
             ClassCost(
                 cls.kind, cls.size, cls.nbytes, unit.acc, unit.cpu, unit.link,
@@ -74,7 +74,7 @@ def may_split(costs: TierCosts) -> bool:
 
 def _cut_cost(costs: TierCosts, cls: UnitClass, cpu_rows: int) -> CutCost:
     """Of what both sides do at once the longer counts; where that is the accelerator's part, the CPU's is free."""
-    cut = costs.split(cls.units[0].name, cpu_rows)
+    cut = costs.divided(cls.units[0].name, cpu_rows)
     waits = cut.cpu >= cut.acc_rows  # the accelerator for the CPU
     return CutCost(
         cut.issue + cut.join + cut.down + (0.0 if waits else cut.acc_rows),

@@ -7,9 +7,9 @@ from random import Random
 
 from pshard.cuts.ffn_rows import ffn_rows
 from pshard.plan import TierPlan
-from pshard.planner.price.costs import TierCosts
 from pshard.planner.price.draft import Room, draft_tier, tier_seconds
 from pshard.planner.price.host_limits import holds
+from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.coefficients import count_tier
 from pshard.planner.program.unit_classes import UnitClass
 from pshard.planner.search.candidates import Candidate, round_seconds

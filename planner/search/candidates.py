@@ -7,10 +7,10 @@ from math import inf
 from pshard.cuts.ffn_rows import acc_part
 from pshard.errors import NoPlan, UserError
 from pshard.plan import RankPlan, TierPlan
-from pshard.planner.price.costs import TierCosts
 from pshard.planner.price.draft import Room, draft_tier, tier_seconds
 from pshard.planner.price.host_limits import holds
 from pshard.planner.price.page_locks import locked, stage_by
+from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.coefficients import count_tier, tier_problem
 from pshard.planner.program.fluid import fluid_seconds
 from pshard.planner.program.ilp import Solution

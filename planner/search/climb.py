@@ -6,8 +6,8 @@ from functools import cached_property
 from itertools import accumulate
 
 from pshard.plan import TierPlan
-from pshard.planner.price.costs import TierCosts
 from pshard.planner.price.draft import Room, draft_tier, tier_seconds
+from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.coefficients import may_split
 from pshard.planner.program.ilp import Counts
 from pshard.planner.program.least_times import Floor

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from pshard.plan import TierPlan
-from pshard.planner.price.costs import TierCosts
 from pshard.planner.price.draft import Room, tier_seconds
 from pshard.planner.price.host_limits import holds
+from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.coefficients import may_split, tier_problem
 from pshard.planner.program.ilp import Solution, relaxation_bound, solve_tiers
 from pshard.planner.program.unit_classes import UnitClass

@@ -6,9 +6,9 @@ Branch and bound over units in order of execution, on simulated time.
 from dataclasses import dataclass, field
 
 from pshard.plan import TierPlan
-from pshard.planner.price.costs import TierCosts
 from pshard.planner.price.draft import Room, draft_tier, tier_seconds
 from pshard.planner.price.host_limits import holds
+from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.coefficients import count_tier, may_split, tier_problem
 from pshard.planner.program.fluid import fluid_seconds
 from pshard.planner.program.unit_classes import UnitClass
@@ -76,7 +76,7 @@ class ExactSearch:
         for place in (*place_choices(unit.kind), *split_choices(cls.cut_rows if may_split(self.costs) else ())):
             where, in_vram, rows = place
             if rows:
-                cut = self.costs.split(unit.name, rows)
+                cut = self.costs.divided(unit.name, rows)
                 busy, link, pins = max(cut.acc_rows, cut.cpu) + cut.join + cut.down, cut.link, cut.nbytes
             else:
                 busy, link, pins = cost.cpu if where == "cpu" else cost.acc, cost.link, unit.packed_nbytes

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from pshard.planner.price.costs import TierCosts
 from pshard.planner.price.draft import Room
+from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.coefficients import count_tier
 from pshard.planner.program.ilp import Counts
 from pshard.planner.program.least_times import Floor

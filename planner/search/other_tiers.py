@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from pshard.planner.price.costs import TierCosts
 from pshard.planner.price.draft import Room
+from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.coefficients import tier_problem
 from pshard.planner.program.ilp import Counts, host_bytes, solve_tiers
 from pshard.planner.program.unit_classes import UnitClass

@@ -4,8 +4,8 @@ import time
 from dataclasses import dataclass
 from math import inf
 
-from pshard.planner.price.costs import TierCosts
 from pshard.planner.price.draft import Room
+from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.coefficients import tier_problem
 from pshard.planner.program.ilp import Counts, Solution, relaxation_bound, solve_tiers
 from pshard.planner.program.unit_classes import UnitClass

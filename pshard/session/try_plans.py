@@ -94,8 +94,8 @@ def choose_by_trial(
     planner's choice, as it was predicted.
     """
     from pshard.planner.make_plan import plan_several, predict_again, prepare_ranks, price_tiers, same_placements
-    from pshard.planner.price.costs import Tables
     from pshard.planner.price.fit_correction import fit_correction, is_off, measured_tiers
+    from pshard.planner.price.profile_tables import Tables
 
     (task,) = profiled = prepare_ranks(file.spec, profile, workload)
     tiers = tuple(c.load.tokens for c in task.costs)

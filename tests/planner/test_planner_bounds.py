@@ -9,9 +9,9 @@ from test_planner_oracle import random_case
 from pshard.machine import ElementwiseTiming
 from pshard.plan import TierPlan
 from pshard.planner.make_plan import prepare_ranks
-from pshard.planner.price.costs import TierCosts
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.draft import Room, draft_tier, tier_seconds
+from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.coefficients import count_tier, may_split, tier_problem
 from pshard.planner.program.fluid import fluid_seconds
 from pshard.planner.program.least_times import Floor

@@ -58,7 +58,7 @@ class Oracle:
             options.append(((where, in_vram, 0), cost.cpu if where == "cpu" else cost.acc, link, held))
         split = self.task.room.spec.config.n_layers <= MOST_SPLIT
         for rows in next(c.cut_rows for c in self.task.classes if unit in c.units) if split else ():
-            cut = self.costs.split(unit.name, rows)
+            cut = self.costs.divided(unit.name, rows)
             seconds = max(cut.acc_rows, cut.cpu) + cut.join + cut.down
             options.append((("pinned", False, rows), seconds, 0.0, cut.nbytes))
             options.append((("streamed", False, rows), seconds, cut.link, 0))

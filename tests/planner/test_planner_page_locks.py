@@ -12,10 +12,11 @@ from planner_cases import DESKTOP, OWN, machines, make_model, models, published_
 from pshard.machine import CopyTiming, MachineProfile
 from pshard.planner.check_plan import check_variant
 from pshard.planner.make_plan import plan_variant, prepare_ranks, same_placements
-from pshard.planner.price.costs import Tables, tier_costs
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.draft import tier_seconds
 from pshard.planner.price.predict_published import Predictor
+from pshard.planner.price.profile_tables import Tables
+from pshard.planner.price.tier_costs import tier_costs
 from pshard.times.predicted_times import round_seconds
 from pshard.workload import Workload
 

@@ -16,9 +16,9 @@ from pshard.model import ModelSpec
 from pshard.planner.check_plan import check_variant
 from pshard.planner.choose_ratios import plan_ratios
 from pshard.planner.make_plan import plan_variant, price_tiers
-from pshard.planner.price.costs import Tables
 from pshard.planner.price.datasheet import Rates, profile_from_datasheet
 from pshard.planner.price.draft import tier_steps
+from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.simulate import simulate, simulate_together
 from pshard.quant import QUANT_TYPES, ROW_BLOCK
 from pshard.steps.step import AllReduce

@@ -26,9 +26,9 @@ from pshard.planner.check_plan import PlanError, check_variant
 from pshard.planner.explain import simulate_timelines
 from pshard.planner.llama_cpp_arguments import llama_arguments
 from pshard.planner.make_plan import plan_variant, prepare_ranks
-from pshard.planner.price.costs import TierCosts
 from pshard.planner.price.datasheet import Rates, profile_from_datasheet
 from pshard.planner.price.draft import Room, draft_tier
+from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program import unit_classes as classes
 from pshard.planner.program.unit_classes import group_units
 from pshard.planner.show_plan import print_explanation, print_variant
@@ -54,7 +54,7 @@ def place(room: Room, where: str, rows: int, slots: int = 0):
 def test_both_parts_take_the_longer_of_their_times_and_two_hand_offs(rows: int, acc_memory: float) -> None:
     room, costs = setting(make_model(layers=3), replace(DESKTOP, acc_memory=acc_memory))
     result = simulate_tier(room, place(room, "pinned", rows), costs)
-    cut, hidden = costs.split("ffn.0", rows), room.spec.config.d_model * 4
+    cut, hidden = costs.divided("ffn.0", rows), room.spec.config.d_model * 4
     assert (cut.cpu > cut.acc_rows) == (rows == 3072 or acc_memory > 100e9)
     ffn = costs.handoff("cpu", hidden) + cut.issue + max(cut.cpu, cut.acc_rows) + cut.join + cut.down
     others = sum(max(c.acc, c.issue) for name, c in costs.units.items() if "attention" in name or name == "output")
@@ -66,7 +66,7 @@ def test_both_parts_take_the_longer_of_their_times_and_two_hand_offs(rows: int, 
 def test_the_cpu_does_not_wait_for_the_copy_of_the_other_part() -> None:
     room, costs = setting(make_model(layers=3), replace(DESKTOP, link=2e9))
     result = simulate_tier(room, place(room, "streamed", 2048, slots=1), costs)
-    cut = costs.split("ffn.0", 2048)
+    cut = costs.divided("ffn.0", 2048)
     one_by_one = cut.link + cut.acc_rows + cut.join + cut.down  # one slot: nothing is copied while it is computed from
     assert result.seconds == pytest.approx(3 * one_by_one, rel=1e-3)
     for name in ("ffn.0", "ffn.1", "ffn.2"):
@@ -80,8 +80,8 @@ def test_only_the_accelerators_part_is_copied() -> None:
     part = acc_part(room.spec.unit("ffn.0"), 1024).packed_nbytes
     assert tier.buffers.slot_bytes == part and tier.buffers.pinned < room.spec.packed_nbytes
     whole = costs.units["ffn.0"]
-    assert costs.split("ffn.0", 1024).link < whole.link
-    assert costs.split("ffn.0", 1024).cpu < whole.cpu
+    assert costs.divided("ffn.0", 1024).link < whole.link
+    assert costs.divided("ffn.0", 1024).cpu < whole.cpu
 
 
 def random_tier(room: Room, costs: TierCosts, rng: random.Random):

@@ -31,7 +31,7 @@ from pshard.profile.timed.kernel_jobs import Job, attention_points, list_jobs
 from pshard.profile.timed.operands import OperandPool
 from pshard.profile.timed.rank_shares import COPY_BYTES, TOKENS
 from pshard.profile.timed.step_cost import WALKS, time_launch, time_steps
-from pshard.profile.timed.time_kernels import AttentionShape, KernelBench, time_attention
+from pshard.profile.timed.time_kernels import KernelBench, time_attention
 from pshard.profile.timing_loop import Pace
 from pshard.runtime.devices.device import CpuDevice
 from pshard.runtime.kernels.plain import PlainKernels
@@ -39,11 +39,12 @@ from pshard.tensor import TensorSpec
 from pshard.units.attention import ATTENTION
 from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
+from pshard.units.operations import Attend
 from pshard.units.output import OUTPUT
 from pshard.units.unit import Unit
 
 KIB = 1 << 10
-GRID = Shapes((("Q4_0", 64, 64), ("BF16", 32, 64)), (), (AttentionShape(2, 1, 32),), ((64, 128),), (("Q8_0", 64),), 64)
+GRID = Shapes((("Q4_0", 64, 64), ("BF16", 32, 64)), (), (Attend(2, 1, 32),), ((64, 128),), (("Q8_0", 64),), 64)
 TINY = Effort(
     quick=True,
     pace=Pace(0.001),
@@ -167,7 +168,7 @@ def test_a_model_adds_exactly_its_own_shapes():
     assert set(shapes.matmuls) == {("Q8_0", 64, 64), ("Q8_0", 32, 64), ("Q4_0", 96, 64)}
     assert shapes.heads == (("Q8_0", 320, 64),)
     assert shapes.embedding == (("Q8_0", 64),)
-    assert shapes.attention == (AttentionShape(2, 1, 32),)
+    assert shapes.attention == (Attend(2, 1, 32),)
     assert shapes.widths == ((64, 96),)
     jobs = list_jobs("host", TINY, shapes)
     matmuls = [job for job in jobs if "matmul" in job.label]
@@ -409,7 +410,7 @@ def test_sequences_that_are_timed_together_have_cells_of_their_own():
 
     cpu = torch.device("cpu")
     bench = KernelBench("host", Recorder(), cpu, OperandPool(1024 * KIB, cpu), Pace(0.001), slow=0.5)
-    shape = AttentionShape(2, 1, 32)
+    shape = Attend(2, 1, 32)
     rows = time_attention(bench, shape, "bf16", 1, (100, 4096), sequences=16)
     assert [(r.sequences, r.tokens, r.context) for r in rows] == [(16, 1, 100)]  # 8 MiB are more than the pool has
     (width, cells, index) = seen[0]

@@ -18,10 +18,10 @@ from pshard.errors import UserError
 from pshard.models import open_model
 from pshard.plan import Correction, Factor
 from pshard.planner.make_plan import plan_several, plan_variant, prepare_ranks, price_tiers
-from pshard.planner.price.costs import Tables
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.fit_correction import Sample, fit_correction, is_off
 from pshard.planner.price.predict_published import Predictor
+from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_loads import TierLoad
 from pshard.planner.show_plan import print_trials
 from pshard.registries.codec import decode_registry, encode_registry
