@@ -54,10 +54,14 @@ def build_engine(
     plan = variant.ranks[group.rank]
     spec = split_model(file.spec, variant.split, group.rank)
     ranges = [split_ranges(file.spec, variant.split, rank) for rank in range(group.size)]
-    kv = KVShape(variant.context, variant.sequences, variant.type_k, variant.type_v)
+    w = variant.workload
+    kv = KVShape(w.context, w.sequences, w.type_k, w.type_v)
     try:
         pair = choose_kernels(device, kernels, plan.tiers[-1].tokens, tiles)
-        executor = build_executor(file, spec, ranges[group.rank], plan, device, kv, pair[:2], group, progress, lender)
+        executor = build_executor(
+            file, spec, plan, device, kv, pair[:2], ranges=ranges[group.rank], group=group, progress=progress,
+            lender=lender,
+        )  # fmt: skip
     except BaseException:
         device.close()
         raise
