@@ -270,6 +270,18 @@ class Variant:
 
 
 @dataclass(frozen=True)
+class Trial:
+    """A plan that was run. `variant` has what was predicted before beside what was measured; `refitted` predicts by
+    the times that were then fitted to all trials (the same when they needed no fit). `seconds`: of one round of the
+    workload, as measured."""
+
+    name: str
+    variant: Variant
+    refitted: Variant
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Registry:
     """A plan registry file. `fingerprint` digests `inputs`, which are spelled out so that a change can be named."""
 
