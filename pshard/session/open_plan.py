@@ -58,8 +58,9 @@ def open_plan(request: RunRequest) -> Opened:
         check_plan(file.spec, choice.variant, profile)
     except ValueError as error:
         raise UserError(f"the registry {path} is corrupt: {error}; delete it and run: {command}") from None
-    reduce_dtype = request.reduce_dtype or choice.variant.reduce_dtype
-    return Opened(file, profile, replace(choice.variant, reduce_dtype=reduce_dtype), path, choice.why)
+    workload = choice.variant.workload
+    workload = replace(workload, reduce_dtype=request.reduce_dtype or workload.reduce_dtype)
+    return Opened(file, profile, replace(choice.variant, workload=workload), path, choice.why)
 
 
 def _replan_command(request: RunRequest, workload: Workload) -> str:
