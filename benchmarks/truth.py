@@ -43,7 +43,7 @@ from pshard.runtime.devices.threads import use_threads
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.memory.weights import HostWeights
 from pshard.session.bench_engine import BenchSetting, BenchTest, predict_seconds, run_test
-from pshard.session.open_plan import check_machine, environment_of
+from pshard.session.this_machine import check_machine, environment_of
 from pshard.times.stolen_time import DISTURBED, disturbed_share, read_core_time
 from pshard.workload import Workload
 

@@ -31,14 +31,15 @@ def check_variant(specs: tuple[ModelSpec, ...], variant: Variant, kind: str, hos
 def check_runnable(specs: tuple[ModelSpec, ...], variant: Variant, kind: str) -> None:
     """Raise PlanError unless a runtime can rely on the variant: of what `check_variant` checks all but predictions and
     host memory."""
-    if len(specs) != len(variant.ranks) or len(variant.vram_mib) != len(variant.ranks):
-        raise PlanError(f"{len(variant.ranks)} rank plans for {len(specs)} slices and {len(variant.vram_mib)} budgets")
-    if variant.split_mode == "layer" and len(specs) > 1:
+    w = variant.workload
+    if len(specs) != len(variant.ranks) or len(w.vram_mib) != len(variant.ranks):
+        raise PlanError(f"{len(variant.ranks)} rank plans for {len(specs)} slices and {len(w.vram_mib)} budgets")
+    if w.split_mode == "layer" and len(specs) > 1:
         _check_pipeline(specs)
     for spec, rank in zip(specs, variant.ranks):
         tokens = [t.tokens for t in rank.tiers]
-        if not tokens or tokens != sorted(set(tokens)) or tokens[-1] != variant.max_ubatch:
-            raise PlanError(f"rank {rank.rank}: tiers {tokens} do not ascend to {variant.max_ubatch}")
+        if not tokens or tokens != sorted(set(tokens)) or tokens[-1] != w.max_ubatch:
+            raise PlanError(f"rank {rank.rank}: tiers {tokens} do not ascend to {w.max_ubatch}")
         for tier in rank.tiers:
             _check_tier(spec, variant, rank, tier, kind)
         _check_prefixes(spec, rank)
@@ -46,8 +47,8 @@ def check_runnable(specs: tuple[ModelSpec, ...], variant: Variant, kind: str) ->
         if len(cuts) > len({unit for unit, _ in cuts}):
             raise PlanError(f"rank {rank.rank}: a unit is pinned in two tiers with different rows on the CPU")
     for i, rank in enumerate(variant.ranks):
-        if (rank.rank, rank.budget_mib) != (i, variant.vram_mib[i]):
-            raise PlanError(f"plan {i} is of rank {rank.rank} with {rank.budget_mib} MiB, not {variant.vram_mib[i]}")
+        if (rank.rank, rank.budget_mib) != (i, w.vram_mib[i]):
+            raise PlanError(f"plan {i} is of rank {rank.rank} with {rank.budget_mib} MiB, not {w.vram_mib[i]}")
 
 
 def _host_bytes(spec: ModelSpec, variant: Variant, rank: RankPlan, kind: str) -> int:

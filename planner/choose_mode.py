@@ -113,11 +113,11 @@ def _unlike_devices(profile: MachineProfile, budgets: tuple[int, ...]) -> Iterat
 def explain_pace(spec: ModelSpec, tables: Tables, variant: Variant) -> str:
     """What a decode step of this way spends its time on, as predicted."""
     seconds = decode_seconds(variant)
-    tier = variant.ranks[0].covering(variant.sequences)
-    if variant.split_mode == "layer":
+    tier = variant.ranks[0].covering(variant.workload.sequences)
+    if variant.workload.split_mode == "layer":
         turns = " + ".join(f"{s * 1e3:.3g}" for s in rank_seconds(variant)[tier.tokens])
         return f"ranks take turns in a decode step: {turns} ms"
-    if variant.split_mode == "none":
+    if variant.workload.split_mode == "none":
         return f"decode is {BINDS[tier.prediction.binds]}"
     task = price_tiers(spec, tables, variant.workload, (tier.tokens,))[0]
     steps = [s for s in tier_steps(task.room, tier, task.costs[0]).body if isinstance(s, AllReduce | Gather)]

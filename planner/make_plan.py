@@ -227,7 +227,7 @@ def join_fastest(tasks: Sequence[RankTask], chosen: Sequence[Candidate]) -> Vari
     best = join_ranks(tasks, chosen)
     if not best.plan_needed or all(task.is_like(tasks[0]) for task in tasks):
         return best
-    together = list(common_plans(tasks, chosen)) if best.split_mode == "tensor" else []
+    together = list(common_plans(tasks, chosen)) if best.workload.split_mode == "tensor" else []
     for name in STRATEGIES:
         placed = _like_ranks_once(tasks, partial(_place_strategy, name))
         together += [tuple(c for c in placed if c)] if all(placed) else []
@@ -243,14 +243,10 @@ def join_ranks(tasks: Sequence[RankTask], chosen: Sequence[Candidate]) -> Varian
 
     Raises PlanError for a plan that breaks a rule: a fault of the planner, which no runtime should meet.
     """
-    w, shares = tasks[0].room.workload, tuple(t.share for t in tasks)
+    shares, tables = tuple(t.share for t in tasks), tasks[0].costs[0].tables
+    workload = replace(tasks[0].room.workload, tensor_split=shares if len(shares) > 1 else ())
     ranks = _predict(tasks, [_write_rank(task, candidate) for task, candidate in zip(tasks, chosen)])
-    variant = Variant(
-        w.vram_mib, w.context, w.sequences, w.type_k, w.type_v, w.max_ubatch, w.prompt, w.generated,
-        w.split_mode, shares if len(shares) > 1 else (), tasks[0].plan_needed, ranks,
-        tasks[0].costs[0].tables.correction, w.max_tp, w.device, reduce_dtype=w.reduce_dtype,
-    )  # fmt: skip
-    tables = tasks[0].costs[0].tables
+    variant = Variant(workload, tasks[0].plan_needed, ranks, tables.correction)
     check_variant(tuple(t.room.spec for t in tasks), variant, tables.kind, usable_bytes(tables.profile, len(tasks)))
     return variant
 

@@ -3,9 +3,9 @@
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from pshard.commands.print_table import print_whole
-from pshard.plan import RankPlan, TierPlan, Variant
+from pshard.plan import RankPlan, TierPlan, Trial, Variant
 from pshard.planner.explain import BINDS, WhatIf
+from pshard.print_table import print_whole
 from pshard.times.collectives import describe_sums
 from pshard.times.predicted_times import decode_seconds, first_token_seconds
 from pshard.workload import MIB
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from rich.console import Console
     from rich.table import Table
-
-    from pshard.session.try_plans import Trial
 
 LETTERS = {"pinned": "P", "streamed": "s", "cpu": "c", "split": "x"}
 
@@ -29,13 +27,14 @@ def print_variant(variant: Variant, out: "Console") -> None:
     if not variant.plan_needed:
         text = "Everything fits in VRAM: no plan is needed, and every tier keeps everything there."
         out.print(text, highlight=False, soft_wrap=True)
-    if variant.split_mode == "tensor":
-        out.print(f"Ranks' parts are summed in {describe_sums(variant.reduce_dtype)}.", highlight=False, soft_wrap=True)
+    w = variant.workload
+    if w.split_mode == "tensor":
+        out.print(f"Ranks' parts are summed in {describe_sums(w.reduce_dtype)}.", highlight=False, soft_wrap=True)
     if variant.considered:
         print_whole(_ways_table(variant), out)
     out.print(
-        f"Predicted: time to first token {first_token_seconds(variant):.3g} s for {variant.prompt} tokens "
-        f"(micro-batches of {variant.max_ubatch}), then {_rate(variant.sequences / decode_seconds(variant))} tok/s.",
+        f"Predicted: time to first token {first_token_seconds(variant):.3g} s for {w.prompt} tokens "
+        f"(micro-batches of {w.max_ubatch}), then {_rate(w.sequences / decode_seconds(variant))} tok/s.",
         highlight=False,
         soft_wrap=True,
     )
@@ -45,7 +44,7 @@ def _ways_table(variant: Variant) -> "Table":
     """What the plan was chosen from, itself first."""
     columns = ("way", "round s", "more", "first token s", "tok/s", "why")
     table = _new_table("Ways to use the devices that were predicted, the chosen one first", columns)
-    decoded = variant.sequences * variant.generated
+    decoded = variant.workload.sequences * variant.workload.generated
     for way in variant.considered:
         if way.seconds is None or way.first_token is None:
             table.add_row(way.way, "-", "", "", "", "does not fit")
@@ -60,8 +59,9 @@ def _time_table(variant: Variant, rank: RankPlan) -> "Table":
     """What each tier does and how long it takes."""
     share = f", rank {rank.rank} ({rank.share:.0%} of the model)" if len(variant.ranks) > 1 else ""
     solve = rank.tiers[0].solve
-    users = f" for {variant.sequences} sequences" if variant.sequences > 1 else ""
-    title = f"{rank.budget_mib} MiB{share}, context {variant.context}{users}; "
+    w = variant.workload
+    users = f" for {w.sequences} sequences" if w.sequences > 1 else ""
+    title = f"{rank.budget_mib} MiB{share}, context {w.context}{users}; "
     title += f"{solve.strategy}: {solve.status}"
     if solve.solver:
         spent = sum(t.solve.seconds for t in rank.tiers)

@@ -53,10 +53,14 @@ def build_engine(
     plan = variant.ranks[group.rank]
     spec = split_model(file.spec, variant.split, group.rank)
     ranges = [split_ranges(file.spec, variant.split, rank) for rank in range(group.size)]
-    kv = variant.workload.state_shape
+    w = variant.workload
+    kv = w.state_shape
     try:
         pair = choose_kernels(device, kernels, plan.tiers[-1].tokens, tiles)
-        executor = build_executor(file, spec, ranges[group.rank], plan, device, kv, pair[:2], group, progress, lender)
+        executor = build_executor(
+            file, spec, plan, device, kv, pair[:2], ranges=ranges[group.rank], group=group, progress=progress,
+            lender=lender,
+        )  # fmt: skip
     except BaseException:
         device.close()
         raise

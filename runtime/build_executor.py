@@ -54,11 +54,12 @@ def choose_kernels(
 def build_executor(
     source: WeightSource,
     spec: ModelSpec,
-    ranges: Ranges | None,
     plan: RankPlan,
     device: Device,
     kv: StateShape,
     kernels: tuple[Kernels, Kernels],
+    *,
+    ranges: Ranges | None,
     group: Group,
     progress: Callable[[int], None],
     lender: HostWeights | None = None,

@@ -59,10 +59,11 @@ class Engine:
         self._executor, self.plan, self.tokenizer, self.notes = executor, variant, tokenizer, notes
         self._on_close = on_close
         self._store = store
-        self._lengths = [0] * variant.sequences
-        self._longest = longest_sequence(executor.spec.config, variant.context)
-        self._pool = kv_blocks(variant.context, variant.sequences)
-        self._blocks = KVBlocks(self._pool, variant.sequences)
+        context, sequences = variant.workload.context, variant.workload.sequences
+        self._lengths = [0] * sequences
+        self._longest = longest_sequence(executor.spec.config, context)
+        self._pool = kv_blocks(context, sequences)
+        self._blocks = KVBlocks(self._pool, sequences)
         self._tokens: list[list[int]] = [[] for _ in self._lengths]  # ids of the cells
         self._broken: BaseException | None = None
         self._closed = False

@@ -59,7 +59,8 @@ def _main(argv: list[str]) -> int:
 
     from pshard.runtime.ranks.group import launched_ranks
     from pshard.runtime.sampling import Sampling
-    from pshard.session.open_plan import open_group, open_plan, settle_plan, start_engine
+    from pshard.session.open_plan import open_plan, settle_plan
+    from pshard.session.start_engine import open_group, start_engine
 
     sampling = Sampling(args.temp, args.top_k, args.top_p, args.min_p, args.seed)
     ids = _encode_prompt(request.model, prompt, args.chat)

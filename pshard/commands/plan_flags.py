@@ -9,13 +9,13 @@ from pshard.commands.command_line import env_default, new_parser, parse_count, p
 from pshard.commands.split_flags import (
     add_split_flags,
     check_split_flags,
-    count_devices,
     count_nodes,
     given_ratios,
     wants_ratios,
 )
 from pshard.errors import UserError
 from pshard.machine import MachineProfile
+from pshard.session.run_request import count_devices
 from pshard.units.kv_cells import KV_TYPES
 from pshard.workload import MIB, Workload, binding_limits
 
@@ -121,16 +121,17 @@ def make_workloads(args: argparse.Namespace, spec: "ModelSpec", profile: Machine
             f"give -c {sequences * (prompt + max(1, generated))}"
         )
     first = Workload(
-        args.vram or _whole_memory(args, profile),
-        context,
-        sequences,
-        args.cache_type_k or Workload.type_k,
-        args.cache_type_v or Workload.type_v,
-        args.ubatch_size or Workload.max_ubatch,
-        prompt,
-        generated,
-        args.split_mode,
-        given_ratios(args),
+        vram_mib=args.vram or _whole_memory(args, profile),
+        context=context,
+        sequences=sequences,
+        type_k=args.cache_type_k or Workload.type_k,
+        type_v=args.cache_type_v or Workload.type_v,
+        max_ubatch=args.ubatch_size or Workload.max_ubatch,
+        prompt=prompt,
+        generated=generated,
+        split_mode=args.split_mode,
+        tensor_split=given_ratios(args),
+        reduce_dtype=args.reduce_dtype,
     )
     if first.sequences > first.max_ubatch:
         raise UserError(f"-ub {first.max_ubatch} is less than one token for each of -np {first.sequences} sequences")
@@ -140,11 +141,7 @@ def make_workloads(args: argparse.Namespace, spec: "ModelSpec", profile: Machine
         flag = "-sm" if args.split_mode == "auto" else "-ts"
         devices = count_devices(first.tensor_split, wants_ratios(args), profile, flag)
         first = replace(first, vram_mib=first.vram_mib * devices)
-    first = replace(
-        first,
-        max_tp=binding_limits(args.max_tp, len(first.vram_mib)),
-        reduce_dtype=args.reduce_dtype,
-    )
+    first = replace(first, max_tp=binding_limits(args.max_tp, len(first.vram_mib)))
     if args.sweep:
         return [replace(first, vram_mib=(mib,) * len(first.vram_mib)) for mib in args.sweep]
     return [first]

@@ -208,7 +208,7 @@ def engine(group: Group, out: Path) -> None:
     variant = from_json(Variant, json.loads((out / "plan.json").read_text()))
     kind, kernels = ("cuda", "fast") if group.backend in ("nccl", "peers") else ("cpu", "plain")
     device = open_device(kind, group.local_rank)
-    group.reduce_dtype = variant.reduce_dtype
+    group.reduce_dtype = variant.workload.reduce_dtype
     with build_engine(open_model(out / "m.gguf"), variant, device, kernels=kernels, group=group) as opened:
         torch.save(converse(opened), out / f"engine-{group.rank}.pt")
 

@@ -37,7 +37,7 @@ def kept_on_host(specs, variant, kind: str) -> int:
         for unit in spec.units:
             places = [t.placement(unit.name) for t in rank.tiers]
             total += unit.packed_nbytes * any(p.where != "pinned" or p.cpu_rows for p in places)
-            total += cell * variant.context * any(p.kv == "host" for p in places)
+            total += cell * variant.workload.context * any(p.kv == "host" for p in places)
         total += max(t.buffers.total for t in rank.tiers) if kind == "cpu" else 0
     return total
 
@@ -70,9 +70,9 @@ def test_no_plan_keeps_more_on_the_host_than_it_has(data):
         check_variant((spec,), each, rates.kind, usable)
         assert kept_on_host((spec,), each, rates.kind) <= usable
     seconds = [c.load.weight * t.prediction.seconds for c, t in zip(task.costs, variant.ranks[0].tiers)]
-    for name, published in published_variants(spec, profile, replace(workload, max_ubatch=variant.max_ubatch)):
+    for name, published in published_variants(spec, profile, replace(workload, max_ubatch=variant.workload.max_ubatch)):
         assert kept_on_host((spec,), published, rates.kind) <= usable
-        if published.max_ubatch == variant.max_ubatch:
+        if published.workload.max_ubatch == variant.workload.max_ubatch:
             other = [c.load.weight * t.prediction.seconds for c, t in zip(task.costs, published.ranks[0].tiers)]
             assert sum(seconds) <= sum(other) * (1 + 1e-9), name
 

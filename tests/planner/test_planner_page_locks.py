@@ -116,9 +116,9 @@ def test_plans_under_a_limit_are_legal_and_no_worse_than_published_strategies(da
     )
     variant = plan_variant(spec, profile, workload)
     check_variant((spec,), variant, rates.kind)
-    for name, published in published_variants(spec, profile, replace(workload, max_ubatch=variant.max_ubatch)):
-        if published.max_ubatch == variant.max_ubatch:
-            (task,) = prepare_ranks(spec, profile, replace(workload, max_ubatch=variant.max_ubatch))
+    for name, published in published_variants(spec, profile, replace(workload, max_ubatch=variant.workload.max_ubatch)):
+        if published.workload.max_ubatch == variant.workload.max_ubatch:
+            (task,) = prepare_ranks(spec, profile, replace(workload, max_ubatch=variant.workload.max_ubatch))
             own, other = (
                 sum(c.load.weight * t.prediction.seconds for c, t in zip(task.costs, v.ranks[0].tiers))
                 for v in (variant, published)

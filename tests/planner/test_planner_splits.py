@@ -143,7 +143,7 @@ def test_a_plan_with_splits_is_never_slower_than_the_one_without(data) -> None:
         return
     assert not count_splits(whole)
     check_variant((spec,), variant, "cuda")
-    assert variant.max_ubatch == whole.max_ubatch
+    assert variant.workload.max_ubatch == whole.workload.max_ubatch
     profile = profile_from_datasheet(rates)
     seconds = [workload_seconds(spec, profile, workload, v) for v in (variant, whole)]
     assert seconds[0] <= seconds[1] * (1 + 1e-9)

@@ -19,7 +19,7 @@ from pshard.profile.compare_profiles import compare_profiles
 from pshard.profile.effort import Effort, Shapes, full_effort, model_shapes, quick_effort
 from pshard.profile.identify import identify_host, unlike_accelerators, unlike_links
 from pshard.profile.measure import (
-    Request,
+    ProfileRequest,
     expected_seconds,
     measure_accelerator,
     measure_machine,
@@ -60,8 +60,8 @@ TINY = Effort(
 )
 
 
-def request(model: Shapes | None = None) -> Request:
-    return Request(accelerator="cpu", effort=TINY, model=model, threads=1, command="pshard-profile --quick")
+def request(model: Shapes | None = None) -> ProfileRequest:
+    return ProfileRequest(accelerator="cpu", effort=TINY, model=model, threads=1, command="pshard-profile --quick")
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,9 @@
 """What figures say is what was measured or planned."""
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from plan_samples import with_workload
 from report_samples import make_bench, make_measurement, make_plan_variant, make_scaling, make_timeline
 
 from pshard.measurement import Timeline
@@ -71,7 +71,7 @@ def test_placement_map_colours_every_unit_of_every_tier():
 def test_plans_that_differ_in_kv_type_sequences_or_lengths_have_maps_of_other_titles():
     first = make_plan_variant()
     others = [
-        replace(first, **change)
+        with_workload(first, **change)
         for change in (
             {"type_k": "q8_0"},
             {"sequences": 4},
@@ -169,7 +169,7 @@ def test_first_token_adds_up_micro_batches_under_their_tiers():
     variant = make_plan_variant((12000,))
     assert predict_decode(variant) == pytest.approx(1 / 0.065)
     assert predict_first_token(variant) == pytest.approx(0.43)
-    assert predict_first_token(replace(variant, prompt=9000)) == pytest.approx(2 * 0.43 + 0.18)
+    assert predict_first_token(with_workload(variant, prompt=9000)) == pytest.approx(2 * 0.43 + 0.18)
 
 
 def test_plan_table_counts_placements():
