@@ -18,9 +18,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from test_planner_oracle import random_case
 
-from pshard.planner.make_plan import RankTask, plan_variant, prepare_ranks
+from pshard.planner.make_plan import plan_variant
+from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.draft import tier_seconds
+from pshard.planner.rank_task import RankTask
 from pshard.planner.search.anneal import anneal
 from pshard.planner.search.exact import ExactSearch
 

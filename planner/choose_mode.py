@@ -10,7 +10,8 @@ from pshard.model import ModelSpec
 from pshard.plan import Considered, Variant
 from pshard.planner.choose_ratios import describe_way, plan_ratios
 from pshard.planner.explain import BINDS
-from pshard.planner.make_plan import plan_variant, price_tiers
+from pshard.planner.make_plan import plan_variant
+from pshard.planner.prepare_ranks import price_tiers
 from pshard.planner.price.draft import tier_steps
 from pshard.planner.price.profile_tables import Tables
 from pshard.steps.step import AllReduce, Gather

@@ -6,7 +6,8 @@ from pshard.machine import MachineProfile
 from pshard.measurement import Timeline, TimelineEvent
 from pshard.model import ModelSpec
 from pshard.plan import Variant
-from pshard.planner.make_plan import plan_baseline, plan_variant, price_tiers
+from pshard.planner.make_plan import plan_baseline, plan_variant
+from pshard.planner.prepare_ranks import price_tiers
 from pshard.planner.price.draft import tier_steps
 from pshard.planner.price.page_locks import stage_by
 from pshard.planner.price.profile_tables import Tables

@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from pshard.plan import RankPlan, TierPlan, Trial, Variant
+from pshard.plan import Placement, RankPlan, TierPlan, Trial, Variant
 from pshard.planner.explain import BINDS, WhatIf
 from pshard.print_table import print_whole
 from pshard.times.collectives import describe_sums
@@ -155,18 +155,22 @@ def print_explanation(variant: Variant, gains: tuple[WhatIf, ...], out: "Console
 
 
 def _rows(tier: TierPlan) -> list[tuple[str, str]]:
-    """Letters of the tier's units: one row of attention units, one of their KV, one of the others by kind."""
-    attention = [p for p in tier.placements if p.kv is not None]
-    start = tier.placements.index(attention[0]) if attention else 0
-    body = tier.placements[start:]
-    ffn = [p for p in body[:-1] if p.kv is None]
-    ends = [*tier.placements[:start], *body[-1:]]
-    rows = [
-        ("attention", "".join(LETTERS[p.sort] for p in attention)),
-        ("KV", "".join("V" if p.kv == "vram" else "h" for p in attention)),
-        ("ffn", "".join(LETTERS[p.sort] for p in ffn)),
-    ]
-    return rows + [(p.unit, LETTERS[p.sort]) for p in ends]
+    """Letters of the tier's units: a row for each kind in the layers, one for the states, one for each other unit."""
+    kinds: dict[str, list[Placement]] = {}
+    for place in tier.placements:
+        kinds.setdefault(_kind_of(place.unit), []).append(place)
+    rows, others = list[tuple[str, str]](), list[tuple[str, str]]()
+    for kind, places in kinds.items():
+        letters = "".join(LETTERS[p.sort] for p in places)
+        (rows if "." in places[0].unit else others).append((kind, letters))
+        if places[0].kv is not None:
+            rows.append(("KV", "".join("V" if p.kv == "vram" else "h" for p in places)))
+    return rows + others
+
+
+def _kind_of(unit: str) -> str:
+    """ "blk.3.ffn" and "ffn.3" are of one kind with "ffn.4"; units outside layers are called as their kind."""
+    return next(part for part in unit.removeprefix("blk.").split(".") if not part.isdigit())
 
 
 def _describe_splits(tier: TierPlan) -> list[str]:

@@ -17,8 +17,8 @@ from pshard.workload import Workload
 
 if TYPE_CHECKING:
     from pshard.models import ModelFile
-    from pshard.planner.make_plan import RankTask
     from pshard.planner.price.tier_loads import TierLoad
+    from pshard.planner.rank_task import RankTask
     from pshard.runtime.engine import Engine
 
 SAMPLES = 3
@@ -81,7 +81,8 @@ def choose_by_trial(
     line for each plan that was not tried, and why, and one on measurements that were disturbed. Nothing measured: the
     planner's choice, as it was predicted.
     """
-    from pshard.planner.make_plan import plan_several, predict_again, prepare_ranks, price_tiers, same_placements
+    from pshard.planner.make_plan import plan_several, predict_again, same_placements
+    from pshard.planner.prepare_ranks import prepare_ranks, price_tiers
     from pshard.planner.price.fit_correction import fit_correction, is_off, measured_tiers
     from pshard.planner.price.profile_tables import Tables
 

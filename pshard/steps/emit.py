@@ -110,7 +110,7 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
     elif side == "acc":
         body.append(_hand_off("cpu", logits))
     if shape.ranks > 1:
-        body.append(_gather("output", logits))
+        body.append(_gather(spec.units[-1].name, logits))
     return StepList(tuple(copies[:slots]), tuple(body))
 
 

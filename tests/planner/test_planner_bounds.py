@@ -8,7 +8,7 @@ from test_planner_oracle import random_case
 
 from pshard.machine import ElementwiseTiming
 from pshard.plan import TierPlan
-from pshard.planner.make_plan import prepare_ranks
+from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.draft import Room, draft_tier, tier_seconds
 from pshard.planner.price.tier_costs import TierCosts

@@ -7,9 +7,11 @@ import pytest
 from planner_cases import OWN, make_model, simulate_tier
 
 from pshard.model import ModelSpec
-from pshard.planner.make_plan import RankTask, plan_variant, prepare_ranks
+from pshard.planner.make_plan import plan_variant
+from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.datasheet import Rates, profile_from_datasheet
 from pshard.planner.price.draft import draft_tier
+from pshard.planner.rank_task import RankTask
 from pshard.planner.search.anneal import anneal
 from pshard.planner.search.climb import SLOT_CHOICES
 from pshard.planner.search.exact import ExactSearch

@@ -11,7 +11,8 @@ from planner_cases import DESKTOP, OWN, machines, make_model, models, published_
 
 from pshard.machine import CopyTiming, MachineProfile
 from pshard.planner.check_plan import check_variant
-from pshard.planner.make_plan import plan_variant, prepare_ranks, same_placements
+from pshard.planner.make_plan import plan_variant, same_placements
+from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.draft import tier_seconds
 from pshard.planner.price.predict_published import Predictor

@@ -18,16 +18,9 @@ from pshard.cuts.rank_parts import cut_ranks
 from pshard.errors import BudgetTooSmall, UserError
 from pshard.plan import Variant
 from pshard.planner.check_plan import PlanError, check_variant
-from pshard.planner.make_plan import (
-    join_fastest,
-    join_ranks,
-    place_ranks,
-    plan_baseline,
-    plan_variant,
-    prepare_ranks,
-    rank_shares,
-    refine_ranks,
-)
+from pshard.planner.join_ranks import join_ranks
+from pshard.planner.make_plan import join_fastest, place_ranks, plan_baseline, plan_variant, refine_ranks
+from pshard.planner.prepare_ranks import prepare_ranks, rank_shares
 from pshard.planner.price.datasheet import Rates, profile_from_datasheet
 from pshard.planner.search.candidates import round_seconds
 from pshard.planner.search.strategies import STRATEGIES

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from planner_cases import DESKTOP, OWN, make_model
 
-from pshard.planner.make_plan import prepare_ranks
+from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.program import ilp, solvers
 from pshard.planner.program.coefficients import tier_problem

@@ -15,7 +15,8 @@ from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.planner.check_plan import check_variant
 from pshard.planner.choose_ratios import plan_ratios
-from pshard.planner.make_plan import plan_variant, price_tiers
+from pshard.planner.make_plan import plan_variant
+from pshard.planner.prepare_ranks import price_tiers
 from pshard.planner.price.datasheet import Rates, profile_from_datasheet
 from pshard.planner.price.draft import tier_steps
 from pshard.planner.price.profile_tables import Tables

@@ -7,7 +7,8 @@ import pytest
 from planner_cases import DESKTOP, OWN, make_model, simulate_tier
 
 from pshard.machine import Contention, ElementwiseTiming
-from pshard.planner.make_plan import plan_variant, prepare_ranks
+from pshard.planner.make_plan import plan_variant
+from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.datasheet import Rates, profile_from_datasheet
 from pshard.planner.price.draft import draft_tier, rank_room, tier_steps
 from pshard.planner.price.profile_tables import Tables

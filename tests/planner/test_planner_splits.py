@@ -25,7 +25,8 @@ from pshard.plan import Variant
 from pshard.planner.check_plan import PlanError, check_variant
 from pshard.planner.explain import simulate_timelines
 from pshard.planner.llama_cpp_arguments import llama_arguments
-from pshard.planner.make_plan import plan_variant, prepare_ranks
+from pshard.planner.make_plan import plan_variant
+from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.datasheet import Rates, profile_from_datasheet
 from pshard.planner.price.draft import Room, draft_tier
 from pshard.planner.price.tier_costs import TierCosts

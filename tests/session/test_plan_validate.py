@@ -17,7 +17,8 @@ from pshard.commands import cli_plan
 from pshard.errors import UserError
 from pshard.models import open_model
 from pshard.plan import Correction, Factor
-from pshard.planner.make_plan import plan_several, plan_variant, prepare_ranks, price_tiers
+from pshard.planner.make_plan import plan_several, plan_variant
+from pshard.planner.prepare_ranks import prepare_ranks, price_tiers
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.fit_correction import Sample, fit_correction, is_off
 from pshard.planner.price.predict_published import Predictor
