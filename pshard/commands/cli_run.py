@@ -103,7 +103,7 @@ def _read_prompt(args: Any) -> str | list[int]:
 def _encode_prompt(model: Path, prompt: str | list[int], chat: bool) -> list[int]:
     """Token ids of the prompt, inside the model's chat template when that is wanted."""
     from pshard.models import open_model
-    from pshard.models.chat import render_chat
+    from pshard.models.text.chat import render_chat
 
     if isinstance(prompt, list):
         return prompt

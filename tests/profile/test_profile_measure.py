@@ -152,8 +152,14 @@ def test_changes_name_the_field_and_the_rates_that_moved(profile):
 def small_spec() -> ModelSpec:
     rope = Rope(dims=32, base=10000.0, pairing="halves")
     config = ModelConfig("llama", 1, 64, 2, 1, 32, 96, 320, 1e-6, 128, rope)
-    attention = tuple(TensorSpec(f"blk.0.attn_{p}.weight", "Q8_0", (r, 64)) for p, r in (("q", 64), ("k", 32)))
-    ffn = (TensorSpec("blk.0.ffn_gate.weight", "Q4_0", (96, 64)), TensorSpec("blk.0.ffn_norm.weight", "F32", (64,)))
+    heads = (("q", 64), ("k", 32), ("v", 32), ("output", 64))
+    attention = tuple(TensorSpec(f"blk.0.attn_{p}.weight", "Q8_0", (r, 64)) for p, r in heads)
+    wide = tuple(TensorSpec(f"blk.0.ffn_{p}.weight", "Q4_0", (96, 64)) for p in ("gate", "up"))
+    ffn = (
+        *wide,
+        TensorSpec("blk.0.ffn_down.weight", "Q4_0", (64, 96)),
+        TensorSpec("blk.0.ffn_norm.weight", "F32", (64,)),
+    )
     units = (
         Unit("embedding", EMBEDDING, -1, (TensorSpec("token_embd.weight", "Q8_0", (320, 64)),)),
         Unit("attention.0", ATTENTION, 0, attention),
@@ -165,7 +171,7 @@ def small_spec() -> ModelSpec:
 
 def test_a_model_adds_exactly_its_own_shapes():
     shapes = model_shapes(small_spec())
-    assert set(shapes.matmuls) == {("Q8_0", 64, 64), ("Q8_0", 32, 64), ("Q4_0", 96, 64)}
+    assert set(shapes.matmuls) == {("Q8_0", 64, 64), ("Q8_0", 32, 64), ("Q4_0", 96, 64), ("Q4_0", 64, 96)}
     assert shapes.heads == (("Q8_0", 320, 64),)
     assert shapes.embedding == (("Q8_0", 64),)
     assert shapes.attention == (Attend(2, 1, 32),)
@@ -173,8 +179,8 @@ def test_a_model_adds_exactly_its_own_shapes():
     jobs = list_jobs("host", TINY, shapes)
     matmuls = [job for job in jobs if "matmul" in job.label]
     assert [job.optional for job in matmuls] == sorted(job.optional for job in matmuls)
-    assert sum(not job.optional for job in matmuls) == 4
-    assert len({job.label for job in matmuls}) == len(matmuls) == 6
+    assert sum(not job.optional for job in matmuls) == 5
+    assert len({job.label for job in matmuls}) == len(matmuls) == 7
 
 
 def test_only_the_grid_is_skipped_for_lack_of_time(monkeypatch):
