@@ -7,8 +7,6 @@ from house.code_rules import FOLDERS, ROOT
 
 FOLDERS_WITH_PAGES = (".", "docs", "benchmarks", "registries")
 PAGES = sorted(page for folder in FOLDERS_WITH_PAGES for page in (ROOT / folder).glob("*.md"))
-    [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("registries/*.md")]
-)
 FOLDER = "|".join((*FOLDERS, "tests", "docs", "benchmarks", "scripts", "examples"))
 NAMED = re.compile(rf"(?<![\w/.-])((?:{FOLDER})/[\w./-]*\w\.(?:py|md|json|h|cpp|png|gguf))")
 LINKED = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)")
