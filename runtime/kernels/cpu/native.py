@@ -107,12 +107,12 @@ def why_stale() -> str | None:
 
 
 def exchange_functions() -> dict[str, Any]:
-    """The C functions of csrc/allreduce.cpp by the name after `exchange_`; shared_memory.py says what they do."""
+    """The C functions of csrc/ranks/allreduce.cpp by the name after `exchange_`; shared_memory.py says what they do."""
     return {name.removeprefix("exchange_"): _C[name] for name in _SIGNATURES if name.startswith("exchange_")}
 
 
 def copier_functions() -> dict[str, Any]:
-    """The C functions of csrc/copiers.cpp by the name after `copiers_`; copiers.py says what they do."""
+    """The C functions of csrc/threads/copiers.cpp by the name after `copiers_`; copiers.py says what they do."""
     return {name.removeprefix("copiers_"): _C[name] for name in _SIGNATURES if name.startswith("copiers_")}
 
 
