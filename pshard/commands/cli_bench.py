@@ -47,14 +47,14 @@ def _main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     request = _make_request(args)
 
-    from pshard.runtime.ranks.group import launched_ranks
+    from pshard.runtime.ranks.group import started_ranks
     from pshard.session.open_plan import open_group, open_plan, settle_plan
 
     request, ranks = settle_plan(request)
-    if ranks > 1 and not launched_ranks():
-        from pshard.runtime.ranks.start_ranks import launch
+    if ranks > 1 and not started_ranks():
+        from pshard.runtime.ranks.start_ranks import start_ranks
 
-        return launch(ranks, "pshard.commands.cli_bench", [*planned_flags(argv), "-m", str(request.model)])
+        return start_ranks(ranks, "pshard.commands.cli_bench", [*planned_flags(argv), "-m", str(request.model)])
     opened = open_plan(request)
     group = open_group(opened, ranks)
     try:
