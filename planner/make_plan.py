@@ -18,7 +18,7 @@ from pshard.planner.price.host_limits import explain_shortage, holds, host_fits,
 from pshard.planner.price.page_locks import guess_staged, locked, stage_by
 from pshard.planner.price.tier_loads import raise_weights, tier_loads
 from pshard.planner.program.bounds import bound_seconds, rough_bound
-from pshard.planner.program.coefficients import count_tier, may_split, tier_problem
+from pshard.planner.program.coefficients import count_tier, may_divide, tier_problem
 from pshard.planner.program.fluid import fluid_seconds
 from pshard.planner.program.unit_classes import UnitClass, group_units
 from pshard.planner.search.anneal import refine_candidate
@@ -30,7 +30,7 @@ from pshard.planner.search.candidates import (
     restage_candidate,
     whole_tier,
 )
-from pshard.planner.search.divide_ffns import split_candidate
+from pshard.planner.search.divide_ffns import divide_candidate
 from pshard.planner.search.exact import perfect_candidate
 from pshard.planner.search.one_placement import common_plans
 from pshard.planner.search.strategies import STRATEGIES
@@ -39,7 +39,8 @@ from pshard.units.kv_cells import check_kv_types
 from pshard.workload import Split, Workload
 
 MOST_MIB = 1 << 24  # no device has more
-WORTH = 0.99  # smaller micro-batches, and units off the device, must take less than this share of the time
+SMALLER_BATCH_SHARE = 0.99  # of a prompt's time: what smaller micro-batches must stay below
+OFF_DEVICE_SHARE = 0.99  # of a unit's time on the device: what the CPU must stay below
 
 
 @dataclass(frozen=True)
@@ -62,15 +63,15 @@ class RankTask:
         return self.room.workload.vram_mib[self.rank]
 
     @cached_property
-    def split_bounds(self) -> tuple[float, ...]:
-        """Seconds by tier that no plan can beat, whether or not it splits FFNs."""
+    def divided_bounds(self) -> tuple[float, ...]:
+        """Seconds by tier that no plan can beat, whether or not it divides FFNs."""
         found = []
         for cost, bound in zip(locked(self.costs), self.bounds):
-            if not may_split(cost):
+            if not may_divide(cost):
                 found.append(bound)
                 continue
             quick = cost.load.rare or not self.plan_needed
-            least = (rough_bound if quick else bound_seconds)(self.room, self.classes, cost, split=True)
+            least = (rough_bound if quick else bound_seconds)(self.room, self.classes, cost, divide=True)
             found.append(min(bound, least))
         return tuple(found)
 
@@ -156,7 +157,7 @@ def predict_again(variant: Variant, task: RankTask) -> Variant:
                 disturbed=tier.prediction.disturbed,
             ),
         )
-        for tier, cost, bound in zip(rank.tiers, costs, task.split_bounds, strict=True)
+        for tier, cost, bound in zip(rank.tiers, costs, task.divided_bounds, strict=True)
     )
     return replace(variant, ranks=(replace(rank, tiers=tiers),), correction=task.costs[0].tables.correction)
 
@@ -166,8 +167,8 @@ def rank_plans(task: RankTask, time_limit: float, programs: int = 1) -> tuple[Ca
     VRAM where that fits every rank."""
     best, *others = _place(task, time_limit, programs)
     whole = _improve(task, refine_candidate, best)
-    split = _improve(task, perfect_candidate, _improve(task, split_candidate, whole))
-    return (split, *others) if split is whole else (split, whole, *others)
+    divided = _improve(task, perfect_candidate, _improve(task, divide_candidate, whole))
+    return (divided, *others) if divided is whole else (divided, whole, *others)
 
 
 def place_ranks(tasks: Sequence[RankTask], time_limit: float) -> tuple[Candidate, ...]:
@@ -188,11 +189,11 @@ def _like_ranks_once(tasks: Sequence[RankTask], place: Callable[[RankTask], _T])
 
 
 def refine_ranks(tasks: Sequence[RankTask], placed: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Each rank's plan refined unit by unit, FFNs split where that helps; of a small model on one device proven."""
+    """Each rank's plan refined unit by unit, FFNs divided where that helps; of a small model on one device proven."""
     refined: list[Candidate] = []
     for task, candidate in zip(tasks, placed):
         alike = next((c for other, c in zip(tasks, refined) if other.is_like(task)), None)
-        refined.append(alike or _improve(task, split_candidate, _improve(task, refine_candidate, candidate)))
+        refined.append(alike or _improve(task, divide_candidate, _improve(task, refine_candidate, candidate)))
     if len(tasks) == 1:  # ranks wait for each other: what is the fastest alone need not be
         return (_improve(tasks[0], perfect_candidate, refined[0]),)
     return tuple(refined)
@@ -313,7 +314,7 @@ def _favours_host(cost: TierCosts) -> bool:
     nbytes = cost.load.tokens * cost.vector_bytes
     aside = cost.handoff("cpu", nbytes) + cost.handoff("acc", nbytes)
     units = (cost.units[u.name] for u in cost.spec.units if not u.kind.is_looked_up)
-    return any(c.cpu + aside < c.acc * WORTH for c in units)
+    return any(c.cpu + aside < c.acc * OFF_DEVICE_SHARE for c in units)
 
 
 def _best_ubatch(tasks: tuple[RankTask, ...], workload: Workload) -> int:
@@ -327,7 +328,7 @@ def _best_ubatch(tasks: tuple[RankTask, ...], workload: Workload) -> int:
 
     choices = [t for t in tiers if t >= workload.sequences]
     fastest = min(prefill(t) for t in choices)
-    return max(t for t in choices if prefill(t) * WORTH <= fastest)
+    return max(t for t in choices if prefill(t) * SMALLER_BATCH_SHARE <= fastest)
 
 
 def rank_shares(workload: Workload) -> tuple[float, ...]:
@@ -394,7 +395,7 @@ def _write_rank(task: RankTask, chosen: Candidate) -> RankPlan:
     """A rank's plan, as yet without predictions."""
     solved, tiers = chosen.solution, []
     for tier, cost in zip(chosen.tiers, task.costs):
-        problem = tier_problem(task.room, task.classes, cost, max(tier.buffers.slots, 1), split=True)
+        problem = tier_problem(task.room, task.classes, cost, max(tier.buffers.slots, 1), divide=True)
         objective = fluid_seconds(problem, count_tier(task.classes, tier))
         gap = solved.gap if solved else 0.0
         solve = Solve(
@@ -418,7 +419,7 @@ def _predict(tasks: Sequence[RankTask], ranks: Sequence[RankPlan]) -> tuple[Rank
     rooms, predicted = [t.room for t in tasks], []
     priced = [stage_by(r, t.costs) for t, r in zip(tasks, ranks)]
     for i in range(len(tasks[0].costs)):
-        tiers, costs, bounds = zip(*((r.tiers[i], c[i], t.split_bounds[i]) for t, r, c in zip(tasks, ranks, priced)))
+        tiers, costs, bounds = zip(*((r.tiers[i], c[i], t.divided_bounds[i]) for t, r, c in zip(tasks, ranks, priced)))
         predictions = predict_ranks(rooms, tiers, costs, bounds)
         predicted.append([replace(tier, prediction=p) for tier, p in zip(tiers, predictions)])
     return tuple(replace(rank, tiers=tiers) for rank, tiers in zip(ranks, zip(*predicted)))

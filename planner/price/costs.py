@@ -12,7 +12,6 @@ from functools import cached_property
 from math import log
 
 from pshard.batch_sizes import SMALL_BATCH, TILE_TOKENS
-from pshard.cuts.ffn_rows import split_rows
 from pshard.errors import UserError
 from pshard.machine import MEMORIES, Contention, MachineProfile
 from pshard.model import ModelSpec
@@ -27,6 +26,7 @@ from pshard.times.collectives import fastest_collective, wire_type
 from pshard.times.curves import Curve, interpolate
 from pshard.times.curves import curve_through as _curve
 from pshard.units.attention import ATTENTION, count_heads
+from pshard.units.divide_rows import divide_rows
 from pshard.units.ffn import FFN
 from pshard.units.unit import Unit
 from pshard.workload import Workload
@@ -423,7 +423,7 @@ def split_cost(
 ) -> SplitCost:
     """Cost of an FFN of which the CPU computes `cpu_rows` rows of gate and up; see `unit_cost`."""
     on_host, copying = _share_of_rank(tables, load, workload, ranks)
-    cut, tokens, d_model = split_rows(unit, cpu_rows), load.tokens, spec.config.d_model
+    cut, tokens, d_model = divide_rows(unit, cpu_rows), load.tokens, spec.config.d_model
     seconds = {}
     for side, part in (("acc", cut.on_acc), ("host", cut.on_cpu)):
         rows = [m for m in part.matrices if m.role in unit.kind.divided]
