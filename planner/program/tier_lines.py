@@ -152,9 +152,9 @@ def handoff_floors(problem: TierProblem, sums: TierSums, reached: Amount) -> lis
     back. A divided unit after a CPU unit hides the hand-off to the accelerator, after others it needs one to the CPU.
     """
     leads, follows = sums.on_cpu["leads"], 1 / problem.followers * sums.on_cpu["follows"]
-    floors = [Floor("handed_in", "handed_in", reached + sums.on_cpu["first"] - 1)]
+    floors = [Floor("handed_in_least", "handed_in", reached + sums.on_cpu["first"] - 1)]
     if problem.may_divide:
-        floors.append(Floor("lone_divided", "lone_divided", sums.divided - sums.on_cpu["leads"]))
+        floors.append(Floor("lone_divided_least", "lone_divided", sums.divided - sums.on_cpu["leads"]))
     floors.append(Floor("trips_of_followers", "trips", follows - leads - sums.on_cpu["last"]))
     floors.append(Floor("trips_of_leaders", "trips", leads - follows - 1))
     return floors

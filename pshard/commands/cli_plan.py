@@ -54,6 +54,8 @@ def _run(argv: list[str]) -> int:
     trials = [t for v, t in made if v is not None]
     if not variants:
         raise UserError("no budget of the sweep is large enough; raise --sweep")
+    if args.write_lp:
+        _write_lp(args.write_lp, spec, profile, workloads[0], variants[0])
     emitted = []
     if args.emit:  # refused before anything is written
         from pshard.planner.llama_cpp_arguments import llama_arguments
@@ -144,6 +146,15 @@ def _plan(
             raise
         messages.print(f"skipped: {error}", highlight=False, soft_wrap=True)
         return None, ()
+
+
+def _write_lp(file: Path, spec: Any, profile: Any, workload: Workload, variant: Any) -> None:
+    from pshard.planner.write_lp import lp_of_plan
+
+    try:
+        file.write_text(lp_of_plan(spec, profile, workload, variant.correction), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--write-lp: cannot write {file}: {error.strerror}") from None
 
 
 def _other_machine(profile: Any) -> list[str]:

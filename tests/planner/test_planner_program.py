@@ -1,6 +1,7 @@
 """The integer program against enumeration of all counts."""
 
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,8 @@ from pshard.planner.program import solvers
 from pshard.planner.program.coefficients import tier_problem
 from pshard.planner.program.counts import Counts
 from pshard.planner.program.fluid import fluid_seconds
-from pshard.planner.program.joint_program import Question
+from pshard.planner.program.joint_program import Question, write_program
+from pshard.planner.program.lp_text import lp_text
 from pshard.planner.program.solve_tiers import NEARLY_OPTIMAL, relaxation_bound, solve_tiers
 from pshard.planner.program.tier_problems import TierProblem
 from pshard.planner.search.program_starts import affordable_slots as affordable
@@ -97,6 +99,36 @@ def test_pins_of_larger_tiers_are_nested_in_those_of_smaller_ones():
     counts = solve_tiers(Question(tiers, 1e-9)).counts
     for smaller, larger in itertools.pairwise(counts):
         assert all(s.pin >= n.pin for s, n in zip(smaller, larger))
+
+
+@pytest.mark.parametrize("host_kv", ["stalls", "none"])
+def test_the_written_program_is_read_back_with_the_same_optimum(tmp_path, host_kv):
+    highspy = pytest.importorskip("highspy")
+    _, task = problems(21, acc_memory=80e9)
+    tiers = tuple(tier_problem(task.room, task.classes, c, 2, divide=True) for c in task.costs)
+    tiers = (replace(tiers[0], host_room=task.room.spec.packed_nbytes), *tiers[1:])
+    asked = Question(tiers, 1e-9, tuple(1e-3 for _ in task.classes), host_kv=host_kv)
+    file = tmp_path / "program.lp"
+    file.write_text(lp_text(write_program(asked).program), encoding="utf-8")
+    solver = highspy.Highs()
+    solver.setOptionValue("output_flag", False)
+    solver.setOptionValue("threads", 1)
+    solver.setOptionValue("mip_rel_gap", 1e-6)
+    assert solver.readModel(str(file)) == highspy.HighsStatus.kOk
+    solver.run()
+    solution = solve_tiers(asked, gap=1e-6)
+    assert solution.status == "optimal"
+    assert solver.getObjectiveValue() == pytest.approx(1e3 * solution.objective, rel=1e-5)
+
+
+def test_every_row_and_column_has_a_name_of_its_own_that_the_lp_format_allows():
+    _, task = problems(21)
+    tiers = tuple(tier_problem(task.room, task.classes, c, 1, divide=True) for c in task.costs)
+    tiers = (replace(tiers[0], host_room=task.room.spec.packed_nbytes), *tiers[1:])
+    program = write_program(Question(tiers, 1e-9, tuple(1e-3 for _ in task.classes), host_kv="none")).program
+    names = [*(row.name for row in program.rows), *program.names]
+    assert len(set(names)) == len(names) and len(set(program.keys)) == len(program.keys)
+    assert all(re.fullmatch(r"[a-df-z][a-z0-9_]*(\([a-z0-9_,]+\))?", name) for name in names)
 
 
 def test_an_impossible_room_is_called_infeasible():
