@@ -74,7 +74,7 @@ class Executor:
         self._prompt_graphs: set[tuple] = set()  # keys of prompts' graphs
         self._sent: Any = None
         output = spec.units[-1]
-        elsewhere = spec.stage is not None and not output.tensors  # another rank's logits come to this GPU at once
+        elsewhere = spec.neighbours is not None and not output.tensors  # another rank's logits come to this GPU at once
         on_device = elsewhere or all(t.placement(output.name).where != "cpu" for t in plan.tiers)
         # columns of the logits of each rank, when they are put together on the GPUs
         self.logit_widths = group.logit_widths(sum(t.rows for t in output.matrices), on_device) or ()
@@ -139,7 +139,7 @@ class Executor:
         memory = torch.empty(scratch_bytes(spec, tokens, kv, act.itemsize), dtype=torch.uint8)
         space = carve_workspace(memory, spec, tokens, kv, act)
         space.tensors["hidden"] = self.host_hidden
-        if self.group.size > 1 and spec.stage is None:  # a graph may fetch the CPU's part of a sum from there
+        if self.group.size > 1 and spec.neighbours is None:  # a graph may fetch the CPU's part of a sum from there
             branch = self._host_alloc(space.tensors["branch"].nbytes)
             space.tensors["branch"] = branch.view(torch.float32).view(space.tensors["branch"].shape)
         if "rope" in space.tensors:  # a rank of a pipeline may have no layers

@@ -322,7 +322,7 @@ class MicroBatch:
     def _is_partial(self, step: Compute) -> bool:
         """Whether this rank computes its part of a sum."""
         e = self.executor
-        return e.group.size > 1 and e.spec.stage is None and e.spec.unit(step.unit).kind.adds
+        return e.group.size > 1 and e.spec.neighbours is None and e.spec.unit(step.unit).kind.adds
 
     def _compute_part(self, step: Compute, weights: UnitWeights, residual: Residual) -> None:
         """One side's rows of a split FFN, or all of its `down` once the CPU's rows have come."""
@@ -356,7 +356,7 @@ class MicroBatch:
 
     def _gather(self) -> None:
         """One gather of all wanted rows, whatever number of pieces each rank computed them in."""
-        e, pipeline = self.executor, self.executor.spec.stage is not None
+        e, pipeline = self.executor, self.executor.spec.neighbours is not None
         if self.logit_rows and not self._gathers_on_device():
             own = torch.cat(self.logits) if self.logits else self._keep(torch.empty(len(self.logit_rows), 0))
             # in a pipeline a rank is done long before the last one

@@ -40,13 +40,13 @@ def tier_problem(
     hidden, logits = load.tokens * spec.config.d_model * 4, load.logit_rows * spec.config.vocab * 4
     to_acc, to_cpu = costs.handoff("acc", hidden), costs.handoff("cpu", hidden)
     enter, leave = to_acc, min(to_cpu, costs.handoff("cpu", logits))
-    if spec.stage is None:
+    if spec.neighbours is None:
         parts = sum(cls.size for cls in classes if cls.kind.adds)
         fixed = parts * costs.all_reduce(hidden)
     else:  # hidden states come to the accelerator and leave from it; all take part in the gather of the logits
         first, last = bool(spec.units[0].tensors), bool(spec.units[-1].tensors)
         fixed = costs.tables.collective(costs.ranks, logits if last else 0)
-        fixed += 0.0 if spec.stage.source is None else costs.tables.hand_over(hidden)
+        fixed += 0.0 if spec.neighbours.source is None else costs.tables.hand_over(hidden)
         enter, leave = enter if first else 0.0, leave if last else 0.0
     return TierProblem(
         load.tokens,

@@ -75,7 +75,7 @@ def test_a_repeated_sum_takes_the_part_that_the_cpu_made_now(fused_elsewhere: bo
     units = tuple(SimpleNamespace(name=n, kind=k, tensors=(1,)) for n, k in (("f", "ffn"), ("output", "output")))
     executor = SimpleNamespace(
         device=device, group=both, link_bytes=0,
-        spec=SimpleNamespace(units=units, stage=None, config=SimpleNamespace(d_model=2)), host_is_locked=True,
+        spec=SimpleNamespace(units=units, neighbours=None, config=SimpleNamespace(d_model=2)), host_is_locked=True,
         acc_kernels=SimpleNamespace(repeatable=True, fuses_sums=True), host_side=SimpleNamespace(space=host),
     )  # fmt: skip
     state = SimpleNamespace(tier=SimpleNamespace(tokens=1), side=SimpleNamespace(space=acc), arriving={})
