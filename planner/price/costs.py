@@ -308,8 +308,8 @@ def unit_cost(
     config, rows = spec.config, load.logit_rows if unit.kind.gives_logits else load.tokens
     if not unit.tensors:  # another rank holds all of it
         return UnitCost(0.0, 0.0, 0, 0.0, 0)
-    if unit.kind.state:  # a rank's layers may differ in heads
-        heads, kv_heads = count_heads(unit.by_role, config)
+    heads, kv_heads = count_heads(unit.by_role, config)
+    if heads:  # a rank's layers may differ in them
         config = replace(config, n_heads=heads, n_kv_heads=kv_heads)
     seconds = {}
     for side in ("acc", "host"):
@@ -326,7 +326,7 @@ def unit_cost(
             width = max((m.rows for m in unit.matrices if m.role == "ffn_up.weight"), default=config.d_ffn)
             if side == "host" or not _launched_together(tables, side, unit, rows):  # else with gate and up
                 s += tables.elementwise(side, "silu_mul", rows, width)
-        if unit.kind.state:
+        if heads:
             width = (config.n_heads + config.n_kv_heads) * config.head_dim
             s += tables.elementwise(side, "rope", rows, width)
             if config.qk_norm and (side == "host" or tables.kind == "cpu"):  # CUDA: while the rows are rotated

@@ -35,6 +35,7 @@ from pshard.runtime.kernels.kv_codec import put_head, take_head
 from pshard.runtime.memory.kv_cache import read_cells, write_cells
 from pshard.runtime.memory.weights import WeightSource
 from pshard.runtime.ranks.group import Group
+from pshard.units.attention import QKV
 from pshard.units.kv_cells import kv_nbytes, longest_sequence
 from pshard.units.state import CellState, StateShape
 
@@ -73,7 +74,7 @@ class KVStore:
     def __init__(self, source: WeightSource, held: Sequence[Ranges], kv: StateShape, executor: Executor, group: Group):
         """source: the whole model; held: what of it every rank has (pshard.cuts.rank_parts.split_ranges)."""
         self._source, self._kv, self._executor, self._group = source, kv, executor, group
-        self._blocks = tuple(_blocks_of(source.spec, held, group.rank))
+        self._blocks = tuple(_blocks_of(source.spec, kv, held, group.rank))
 
     def save(self, path: Path, held: Sequence[int], tokens: Sequence[int]) -> None:
         """Write the first len(tokens) cells of the sequence with these blocks; the file is there whole or not at all.
@@ -266,11 +267,12 @@ def _read_header(path: Path, file: Any) -> tuple[bytes, dict[str, Any]]:
     return header, json.loads(header)
 
 
-def _blocks_of(spec: ModelSpec, ranges: Sequence[Ranges], rank: int) -> Iterator[Block]:
+def _blocks_of(spec: ModelSpec, shape: StateShape, ranges: Sequence[Ranges], rank: int) -> Iterator[Block]:
     """The blocks that a rank holds."""
     heads, d = spec.config.n_kv_heads, spec.config.head_dim
-    for layer, unit in enumerate(u for u in spec.units if u.kind.state):
-        key = next(t.name for t in unit.tensors if t.role == "attn_k.weight")
+    caches = (u for u in spec.units if isinstance(u.state(spec.config, shape), CellState))
+    for layer, unit in enumerate(caches):
+        key = unit.by_role[QKV[1]].name
         rows = [r[unit.name].get(key, (0, 0, 0, 0)) for r in ranges]
         held = [range(start // d, stop // d) for start, stop, _, _ in rows]
         for at, head in enumerate(held[rank]):
