@@ -32,10 +32,12 @@ from pshard.jsonio import check_regular, to_json
 from pshard.model import ModelSpec
 from pshard.runtime.executor import Executor
 from pshard.runtime.kernels.kv_codec import put_head, take_head
+from pshard.runtime.memory.kv_cache import read_cells, write_cells
 from pshard.runtime.memory.weights import WeightSource
 from pshard.runtime.ranks.group import Group
+from pshard.units.attention import QKV
 from pshard.units.kv_cells import kv_nbytes, longest_sequence
-from pshard.units.state import StateShape
+from pshard.units.state import CellState, StateShape
 
 MAGIC, VERSION = b"pshardkv", 1
 _FIXED = struct.Struct("<8sIII")
@@ -72,13 +74,14 @@ class KVStore:
     def __init__(self, source: WeightSource, held: Sequence[Ranges], kv: StateShape, executor: Executor, group: Group):
         """source: the whole model; held: what of it every rank has (pshard.cuts.rank_parts.split_ranges)."""
         self._source, self._kv, self._executor, self._group = source, kv, executor, group
-        self._blocks = tuple(_blocks_of(source.spec, held, group.rank))
+        self._blocks = tuple(_blocks_of(source.spec, kv, held, group.rank))
 
     def save(self, path: Path, held: Sequence[int], tokens: Sequence[int]) -> None:
         """Write the first len(tokens) cells of the sequence with these blocks; the file is there whole or not at all.
 
         Raises UserError.
         """
+        self._check_states()
         temporary = self._create(path, tokens)
         try:
             sums, problem = self._write_blocks(Path(temporary), held, tokens), None
@@ -116,6 +119,7 @@ class KVStore:
         Raises UserError: not such a file, damaged, of another model or KV type, longer than the context, not the same
         on all ranks; or as `take`.
         """
+        self._check_states()
         problem: str | None = None
         tokens: tuple[int, ...] = ()
         try:
@@ -131,6 +135,18 @@ class KVStore:
         if any(other != read for _, other in said):
             raise UserError(f"the ranks find different KV caches in {path}: it was just replaced, or is no shared file")
         return tokens
+
+    def _check_states(self) -> None:
+        """Raise UserError, on every rank, when a unit keeps a state that is no KV cache: the file has no place for
+        it."""
+        spec = self._source.spec
+        for unit in spec.units:
+            law = unit.state(spec.config, self._kv)
+            if law is not None and not isinstance(law, CellState):
+                raise UserError(
+                    f"{unit.name} ({unit.kind.name}) keeps a state that is no KV cache, and only KV caches can be "
+                    "saved and loaded; give the prompt again"
+                )
 
     @cached_property
     def _fingerprint(self) -> str:
@@ -172,7 +188,7 @@ class KVStore:
         start, _ = self._places(cells, self._header(tokens))
         with open(path, "r+b") as file:
             for unit, heads in self._by_unit().items():
-                memory = self._executor.read_cells(unit, held, cells)
+                memory = self._read_cells(unit, held, cells)
                 for block in (b for b in heads if b.written):
                     raw = take_head(memory[block.what], block.head, dim).view(torch.uint8).numpy().tobytes()
                     file.seek(self._offset(block, cells, start))
@@ -214,7 +230,7 @@ class KVStore:
             sums = struct.unpack(f"<{blocks}I", file.read(4 * blocks))
             held = take(len(tokens))
             for unit, heads in self._by_unit().items():
-                memory = self._executor.read_cells(unit, held, len(tokens))
+                memory = self._read_cells(unit, held, len(tokens))
                 for block in heads:
                     file.seek(self._offset(block, len(tokens), start))
                     raw = bytearray(file.read(self._block_bytes(block.what, len(tokens))))
@@ -223,8 +239,13 @@ class KVStore:
                     if raw:
                         values = torch.frombuffer(raw, dtype=torch.uint8).view(memory[block.what].dtype)
                         put_head(memory[block.what], block.head, fields["head_dim"], values)
-                self._executor.write_cells(unit, held, memory)
+                write_cells(self._executor.residency.state_now(unit), held, memory)
+                self._executor.device.synchronize()
         return tokens
+
+    def _read_cells(self, unit: str, held: Sequence[int], cells: int) -> dict[str, torch.Tensor]:
+        self._executor.device.synchronize()
+        return read_cells(self._executor.residency.state_now(unit), held, cells)
 
     def _by_unit(self) -> dict[str, list[Block]]:
         units: dict[str, list[Block]] = {}
@@ -246,11 +267,12 @@ def _read_header(path: Path, file: Any) -> tuple[bytes, dict[str, Any]]:
     return header, json.loads(header)
 
 
-def _blocks_of(spec: ModelSpec, ranges: Sequence[Ranges], rank: int) -> Iterator[Block]:
+def _blocks_of(spec: ModelSpec, shape: StateShape, ranges: Sequence[Ranges], rank: int) -> Iterator[Block]:
     """The blocks that a rank holds."""
     heads, d = spec.config.n_kv_heads, spec.config.head_dim
-    for layer, unit in enumerate(u for u in spec.units if u.kind.state):
-        key = next(t.name for t in unit.tensors if t.role == "attn_k.weight")
+    caches = (u for u in spec.units if isinstance(u.state(spec.config, shape), CellState))
+    for layer, unit in enumerate(caches):
+        key = unit.by_role[QKV[1]].name
         rows = [r[unit.name].get(key, (0, 0, 0, 0)) for r in ranges]
         held = [range(start // d, stop // d) for start, stop, _, _ in rows]
         for at, head in enumerate(held[rank]):
