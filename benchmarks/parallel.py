@@ -230,7 +230,7 @@ def measured_round(case: Case, way: dict[str, Any] | None) -> float | None:
 def run(command: list[str], seconds: float | None = None) -> subprocess.CompletedProcess[str]:
     """Run a command of the package with this interpreter; what it says on stderr is shown when it fails, and a
     benchmark's notes always."""
-    module = command[0].replace("pshard-", "pshard.cli_")
+    module = command[0].replace("pshard-", "pshard.commands.cli_")
     words = [sys.executable, "-P", "-m", module, *command[1:]]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=seconds)

@@ -18,9 +18,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from test_planner_oracle import random_case
 
-from pshard.planner.make_plan import RankTask, plan_variant, prepare_ranks
+from pshard.planner.make_plan import plan_variant
+from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.datasheet import profile_from_datasheet
-from pshard.planner.price.draft import tier_seconds
+from pshard.planner.price.draft import simulated_seconds
+from pshard.planner.rank_task import RankTask
 from pshard.planner.search.anneal import anneal
 from pshard.planner.search.exact import ExactSearch
 
@@ -63,13 +65,13 @@ def measure_case(layers: int, seed: int, seconds: float) -> tuple[float, float, 
         return None
     tier = variant.ranks[0].tiers[0]
     (task,) = prepare_ranks(spec, profile, workload)
-    cut_rows = {u.name: cls.cut_rows for cls in task.classes for u in cls.units}
+    row_choices = {u.name: cls.cpu_row_choices for cls in task.classes for u in cls.units}
     best, deadline, attempt = tier, time.monotonic() + seconds, 0
     while time.monotonic() < deadline:
         heat, rng = HEATS[attempt % len(HEATS)], Random(f"{seed} {attempt}")
-        best = anneal(task.room, best, task.costs[0], heat, rng, cut_rows if attempt % 2 else {})
+        best = anneal(task.room, best, task.costs[0], heat, rng, row_choices if attempt % 2 else {})
         attempt += 1
-    found = tier_seconds(task.room, best, task.costs[0])
+    found = simulated_seconds(task.room, best, task.costs[0])
     planned = tier.prediction.seconds
     fastest = find_fastest(task, min(found, planned)) if layers <= EXACT_LAYERS else None
     over = planned / tier.prediction.bound_seconds - 1

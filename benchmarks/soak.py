@@ -36,7 +36,7 @@ from pshard.runtime.devices.device import open_device
 from pshard.runtime.devices.threads import use_threads
 from pshard.runtime.engine import Engine
 from pshard.runtime.memory.weights import HostWeights
-from pshard.session.open_plan import check_machine, environment_of
+from pshard.session.this_machine import check_machine, environment_of
 from pshard.session.try_plans import SMALL_MODEL
 from pshard.units.kv_cells import longest_sequence
 from pshard.workload import Workload

@@ -13,7 +13,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pshard.session.open_plan import Request, environment_of, open_plan, start_engine
+from pshard.session.open_plan import open_plan
+from pshard.session.run_request import RunRequest
+from pshard.session.start_engine import start_engine
+from pshard.session.this_machine import environment_of
 
 
 def main() -> int:
@@ -25,7 +28,7 @@ def main() -> int:
     parser.add_argument("-r", "--repetitions", type=int, default=3)
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
-    opened = open_plan(Request(args.model, (args.vram,), args.prompt + 128, replan=True))
+    opened = open_plan(RunRequest(args.model, (args.vram,), args.prompt + 128, replan=True))
     rounds = []
     with start_engine(opened, opened.variant) as engine:
         for _ in range(args.repetitions + 1):

@@ -32,8 +32,8 @@ from pshard.machine import MachineProfile
 from pshard.models import ModelFile, open_model
 from pshard.plan import Variant
 from pshard.planner.make_plan import plan_baseline, plan_variant
-from pshard.planner.price.costs import Tables
 from pshard.planner.price.predict_published import Predictor
+from pshard.planner.price.profile_tables import Tables
 from pshard.planner.search.strategies import STRATEGIES
 from pshard.profile.timed.host_threads import READ_BYTES
 from pshard.registries.profile_store import load_profile
@@ -43,7 +43,7 @@ from pshard.runtime.devices.threads import use_threads
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.memory.weights import HostWeights
 from pshard.session.bench_engine import BenchSetting, BenchTest, predict_seconds, run_test
-from pshard.session.open_plan import check_machine, environment_of
+from pshard.session.this_machine import check_machine, environment_of
 from pshard.times.stolen_time import DISTURBED, disturbed_share, read_core_time
 from pshard.workload import Workload
 

@@ -21,7 +21,7 @@ from pshard.models.safetensors_header import read_json, read_safetensors
 from pshard.models.stored import MappedFile, StoredTensor
 
 if TYPE_CHECKING:
-    from pshard.models.tokenizer import Tokenizer
+    from pshard.models.text.tokenizer import Tokenizer
 
 
 class ModelFile:
@@ -115,7 +115,7 @@ def _open_gguf(path: Path) -> ModelFile:
     spec = _build_spec(name if isinstance(name, str) and name else path.stem, path, arch, config, header.tensors)
 
     def load_tokenizer() -> "Tokenizer":
-        from pshard.models.gguf_tokenizer import gguf_tokenizer
+        from pshard.models.text.gguf_tokenizer import gguf_tokenizer
 
         return gguf_tokenizer(metadata, where)
 
@@ -137,12 +137,12 @@ def _open_folder(folder: Path) -> ModelFile:
     spec = _build_spec(folder.resolve().name, folder, arch, config, tensors)
 
     def load_tokenizer() -> "Tokenizer":
-        from pshard.models.hf_tokenizer import hf_tokenizer
+        from pshard.models.text.hf_tokenizer import hf_tokenizer
 
         return hf_tokenizer(folder)
 
     def load_chat_template() -> str | None:
-        from pshard.models.hf_tokenizer import hf_chat_template
+        from pshard.models.text.hf_tokenizer import hf_chat_template
 
         return hf_chat_template(folder)
 

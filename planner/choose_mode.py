@@ -10,14 +10,15 @@ from pshard.model import ModelSpec
 from pshard.plan import Considered, Variant
 from pshard.planner.choose_ratios import describe_way, plan_ratios
 from pshard.planner.explain import BINDS
-from pshard.planner.make_plan import plan_variant, price_tiers
-from pshard.planner.price.costs import Tables
+from pshard.planner.make_plan import plan_variant
+from pshard.planner.prepare_ranks import price_tiers
 from pshard.planner.price.draft import tier_steps
+from pshard.planner.price.profile_tables import Tables
 from pshard.steps.step import AllReduce, Gather
 from pshard.times.predicted_times import decode_seconds, rank_seconds, round_seconds
 from pshard.workload import Split, Workload, binding_limits
 
-WORTH = 0.99  # more devices, or a finer split, must bring the round below this share of what the simpler way takes
+MORE_DEVICES_SHARE = 0.99  # of the simpler way's round: what more devices, or a finer split, must stay below
 
 
 def plan_split(
@@ -57,7 +58,7 @@ def plan_mode(
         assert refused is not None
         raise refused
     fastest = min(map(round_seconds, made))
-    best = next(v for v in made if round_seconds(v) * WORTH <= fastest)
+    best = next(v for v in made if round_seconds(v) * MORE_DEVICES_SHARE <= fastest)
     chosen = next(w for w in ways if w.way == describe_way(best).way)
     others = sorted((w for w in ways if w is not chosen), key=lambda w: w.seconds or float("inf"))
     return replace(best, considered=(chosen, *others))
@@ -113,11 +114,11 @@ def _unlike_devices(profile: MachineProfile, budgets: tuple[int, ...]) -> Iterat
 def explain_pace(spec: ModelSpec, tables: Tables, variant: Variant) -> str:
     """What a decode step of this way spends its time on, as predicted."""
     seconds = decode_seconds(variant)
-    tier = variant.ranks[0].covering(variant.sequences)
-    if variant.split_mode == "layer":
+    tier = variant.ranks[0].covering(variant.workload.sequences)
+    if variant.workload.split_mode == "layer":
         turns = " + ".join(f"{s * 1e3:.3g}" for s in rank_seconds(variant)[tier.tokens])
         return f"ranks take turns in a decode step: {turns} ms"
-    if variant.split_mode == "none":
+    if variant.workload.split_mode == "none":
         return f"decode is {BINDS[tier.prediction.binds]}"
     task = price_tiers(spec, tables, variant.workload, (tier.tokens,))[0]
     steps = [s for s in tier_steps(task.room, tier, task.costs[0]).body if isinstance(s, AllReduce | Gather)]

@@ -10,15 +10,9 @@ from pshard.errors import BudgetTooSmall, NoPlan
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import Considered, Variant
-from pshard.planner.make_plan import (
-    fitting_tiers,
-    join_fastest,
-    place_ranks,
-    prepare_ranks,
-    price_roughly,
-    refine_ranks,
-)
-from pshard.planner.price.costs import Tables
+from pshard.planner.make_plan import join_fastest, place_ranks, refine_ranks
+from pshard.planner.prepare_ranks import fitting_tiers, prepare_ranks, price_roughly
+from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_loads import tier_loads
 from pshard.times.predicted_times import first_token_seconds, prefill_seconds, round_seconds
 from pshard.units.kinds import kinds_by_flag

@@ -3,13 +3,13 @@
 from dataclasses import dataclass, replace
 
 from pshard.machine import MachineProfile
-from pshard.measurement import Timeline, TimelineEvent
 from pshard.model import ModelSpec
 from pshard.plan import Variant
-from pshard.planner.make_plan import plan_baseline, plan_variant, price_tiers
-from pshard.planner.price.costs import Tables
+from pshard.planner.make_plan import plan_baseline, plan_variant
+from pshard.planner.prepare_ranks import price_tiers
 from pshard.planner.price.draft import tier_steps
 from pshard.planner.price.page_locks import stage_by
+from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.simulate import simulate_ranks
 from pshard.steps.step import (
     AllReduce,
@@ -21,6 +21,7 @@ from pshard.steps.step import (
     Receive,
     Step,
 )
+from pshard.times.measurement import Timeline, TimelineEvent
 from pshard.times.predicted_times import tier_seconds
 from pshard.workload import Workload
 
@@ -88,14 +89,14 @@ def _speedups(before: Variant, after: Variant) -> tuple[tuple[int, float], ...]:
 
 def simulate_timelines(spec: ModelSpec, profile: MachineProfile, variant: Variant) -> tuple[Timeline, ...]:
     """The simulated steps of every tier on the first rank, for `pshard-report` to draw."""
-    tiers = tuple(t.tokens for t in variant.ranks[0].tiers)
-    tasks = price_tiers(spec, Tables(profile, variant.correction), variant.workload, tiers)
+    tiers, w = tuple(t.tokens for t in variant.ranks[0].tiers), variant.workload
+    tasks = price_tiers(spec, Tables(profile, variant.correction), w, tiers)
     timelines = []
     priced = [stage_by(rank, task.costs) for task, rank in zip(tasks, variant.ranks)]
     for i, tier in enumerate(variant.ranks[0].tiers):
         plans = [(task.room, rank.tiers[i], costs[i]) for task, rank, costs in zip(tasks, variant.ranks, priced)]
-        events = simulate_ranks(variant.split_mode, [tier_steps(*p) for p in plans], [p[2] for p in plans])[0].events
-        title = f"{spec.name}, {tier.tokens} token{'s' * (tier.tokens > 1)}, {variant.vram_mib[0]} MiB, simulated"
+        events = simulate_ranks(w.split_mode, [tier_steps(*p) for p in plans], [p[2] for p in plans])[0].events
+        title = f"{spec.name}, {tier.tokens} token{'s' * (tier.tokens > 1)}, {w.vram_mib[0]} MiB, simulated"
         title += f"\n{variant.terms}"
         made = (TimelineEvent(e.lane, e.start, e.end, _label(e.step)) for e in events)
         timelines.append(Timeline(title, tuple(made)))

@@ -25,7 +25,8 @@ def llama_arguments(variant: Variant, units: Mapping[str, Unit]) -> str:
     """
     if len(variant.ranks) > 1:
         raise UserError("--emit llama.cpp needs a plan for one device; leave out -sm")
-    tier = variant.ranks[0].covering(variant.sequences)
+    w = variant.workload
+    tier = variant.ranks[0].covering(w.sequences)
     outside = [p for p in tier.placements if p.sort != "pinned"]
     words = ["-ngl", "999"]
     for tensors in dict.fromkeys(unit.kind.llama_cpp for unit in units.values()):
@@ -34,11 +35,11 @@ def llama_arguments(variant: Variant, units: Mapping[str, Unit]) -> str:
             words += ["-ot", f"'blk\\.({'|'.join(map(str, layers))})\\.{tensors}=CPU'"]
     if any(units[p.unit].kind.gives_logits for p in outside):
         words += ["-ot", HEAD]
-    if not _holds_all_kv(tier, variant.vram_mib[0]):
+    if not _holds_all_kv(tier, w.vram_mib[0]):
         words.append("-nkvo")
-    words += ["-c", str(variant.context), "-np", str(variant.sequences)]
-    words += ["-b", str(variant.max_ubatch), "-ub", str(variant.max_ubatch)]
-    words += ["-ctk", variant.type_k, "-ctv", variant.type_v]
+    words += ["-c", str(w.context), "-np", str(w.sequences)]
+    words += ["-b", str(w.max_ubatch), "-ub", str(w.max_ubatch)]
+    words += ["-ctk", w.type_k, "-ctv", w.type_v]
     return " ".join(words)
 
 

@@ -3,9 +3,9 @@
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from pshard.commands.print_table import print_whole
-from pshard.plan import RankPlan, TierPlan, Variant
+from pshard.plan import Placement, RankPlan, TierPlan, Trial, Variant
 from pshard.planner.explain import BINDS, WhatIf
+from pshard.print_table import print_whole
 from pshard.times.collectives import describe_sums
 from pshard.times.predicted_times import decode_seconds, first_token_seconds
 from pshard.workload import MIB
@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from pshard.session.try_plans import Trial
 
-LETTERS = {"pinned": "P", "streamed": "s", "cpu": "c", "split": "x"}
+LETTERS = {"pinned": "P", "streamed": "s", "cpu": "c", "divided": "x"}
 
 
 def print_variant(variant: Variant, out: "Console") -> None:
@@ -29,13 +28,14 @@ def print_variant(variant: Variant, out: "Console") -> None:
     if not variant.plan_needed:
         text = "Everything fits in VRAM: no plan is needed, and every tier keeps everything there."
         out.print(text, highlight=False, soft_wrap=True)
-    if variant.split_mode == "tensor":
-        out.print(f"Ranks' parts are summed in {describe_sums(variant.reduce_dtype)}.", highlight=False, soft_wrap=True)
+    w = variant.workload
+    if w.split_mode == "tensor":
+        out.print(f"Ranks' parts are summed in {describe_sums(w.reduce_dtype)}.", highlight=False, soft_wrap=True)
     if variant.considered:
         print_whole(_ways_table(variant), out)
     out.print(
-        f"Predicted: time to first token {first_token_seconds(variant):.3g} s for {variant.prompt} tokens "
-        f"(micro-batches of {variant.max_ubatch}), then {_rate(variant.sequences / decode_seconds(variant))} tok/s.",
+        f"Predicted: time to first token {first_token_seconds(variant):.3g} s for {w.prompt} tokens "
+        f"(micro-batches of {w.max_ubatch}), then {_rate(w.sequences / decode_seconds(variant))} tok/s.",
         highlight=False,
         soft_wrap=True,
     )
@@ -45,7 +45,7 @@ def _ways_table(variant: Variant) -> "Table":
     """What the plan was chosen from, itself first."""
     columns = ("way", "round s", "more", "first token s", "tok/s", "why")
     table = _new_table("Ways to use the devices that were predicted, the chosen one first", columns)
-    decoded = variant.sequences * variant.generated
+    decoded = variant.workload.sequences * variant.workload.generated
     for way in variant.considered:
         if way.seconds is None or way.first_token is None:
             table.add_row(way.way, "-", "", "", "", "does not fit")
@@ -60,13 +60,14 @@ def _time_table(variant: Variant, rank: RankPlan) -> "Table":
     """What each tier does and how long it takes."""
     share = f", rank {rank.rank} ({rank.share:.0%} of the model)" if len(variant.ranks) > 1 else ""
     solve = rank.tiers[0].solve
-    users = f" for {variant.sequences} sequences" if variant.sequences > 1 else ""
-    title = f"{rank.budget_mib} MiB{share}, context {variant.context}{users}; "
+    w = variant.workload
+    users = f" for {w.sequences} sequences" if w.sequences > 1 else ""
+    title = f"{rank.budget_mib} MiB{share}, context {w.context}{users}; "
     title += f"{solve.strategy}: {solve.status}"
     if solve.solver:
         spent = sum(t.solve.seconds for t in rank.tiers)
         title += f" ({solve.solver}, {spent:.2f} s, gap {solve.gap:.2%})"
-    table = _new_table(title, ("tokens", "pinned", "streamed", "cpu", "split", "KV", "ms", "bound", "tok/s", "binds"))
+    table = _new_table(title, ("tokens", "pinned", "streamed", "cpu", "divided", "KV", "ms", "bound", "tok/s", "binds"))
     for tier in rank.tiers:
         count = {w: sum(p.sort == w for p in tier.placements) for w in LETTERS}
         layers = sum(p.kv is not None for p in tier.placements)
@@ -131,7 +132,8 @@ def print_explanation(variant: Variant, gains: tuple[WhatIf, ...], out: "Console
     """Units of every tier, layer by layer, then what binds each tier and what a better machine would bring."""
     for rank in variant.ranks:
         out.print(
-            f"\nUnits of rank {rank.rank} by layer: P pinned, s streamed, c cpu, x split; KV: V in VRAM, h on the host",
+            f"\nUnits of rank {rank.rank} by layer: P pinned, s streamed, c cpu, x divided; "
+            "KV: V in VRAM, h on the host",
             highlight=False,
             soft_wrap=True,
         )
@@ -139,8 +141,8 @@ def print_explanation(variant: Variant, gains: tuple[WhatIf, ...], out: "Console
             out.print(f"  tier {tier.tokens}", highlight=False)
             for label, units in _rows(tier):
                 out.print(f"    {label:10} {units}", highlight=False, soft_wrap=True)
-            for cut in _describe_splits(tier):
-                out.print(f"    split      {cut}", highlight=False, soft_wrap=True)
+            for way in _describe_divided(tier):
+                out.print(f"    divided    {way}", highlight=False, soft_wrap=True)
     out.print()
     for i, tier in enumerate(variant.ranks[0].tiers):
         slowest = max((r.tiers[i] for r in variant.ranks), key=lambda t: t.prediction.seconds)
@@ -155,22 +157,26 @@ def print_explanation(variant: Variant, gains: tuple[WhatIf, ...], out: "Console
 
 
 def _rows(tier: TierPlan) -> list[tuple[str, str]]:
-    """Letters of the tier's units: one row of attention units, one of their KV, one of the others by kind."""
-    attention = [p for p in tier.placements if p.kv is not None]
-    start = tier.placements.index(attention[0]) if attention else 0
-    body = tier.placements[start:]
-    ffn = [p for p in body[:-1] if p.kv is None]
-    ends = [*tier.placements[:start], *body[-1:]]
-    rows = [
-        ("attention", "".join(LETTERS[p.sort] for p in attention)),
-        ("KV", "".join("V" if p.kv == "vram" else "h" for p in attention)),
-        ("ffn", "".join(LETTERS[p.sort] for p in ffn)),
-    ]
-    return rows + [(p.unit, LETTERS[p.sort]) for p in ends]
+    """Letters of the tier's units: a row for each kind in the layers, one for the states, one for each other unit."""
+    kinds: dict[str, list[Placement]] = {}
+    for place in tier.placements:
+        kinds.setdefault(_kind_of(place.unit), []).append(place)
+    rows, others = list[tuple[str, str]](), list[tuple[str, str]]()
+    for kind, places in kinds.items():
+        letters = "".join(LETTERS[p.sort] for p in places)
+        (rows if "." in places[0].unit else others).append((kind, letters))
+        if places[0].kv is not None:
+            rows.append(("KV", "".join("V" if p.kv == "vram" else "h" for p in places)))
+    return rows + others
 
 
-def _describe_splits(tier: TierPlan) -> list[str]:
-    """How FFNs are split, one line for each way."""
+def _kind_of(unit: str) -> str:
+    """ "blk.3.ffn" and "ffn.3" are of one kind with "ffn.4"; units outside layers are called as their kind."""
+    return next(part for part in unit.removeprefix("blk.").split(".") if not part.isdigit())
+
+
+def _describe_divided(tier: TierPlan) -> list[str]:
+    """How FFNs are divided, one line for each way."""
     ways = Counter((p.where, p.cpu_rows) for p in tier.placements if p.cpu_rows)
     return [
         f"{n} FFN{'s' * (n > 1)}: {rows} rows of gate and up on the CPU, the accelerator's part {where}"

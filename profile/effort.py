@@ -1,14 +1,15 @@
 """How much to measure: sizes, token counts and times of a quick and of a full profile."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from pshard.model import ModelSpec
 from pshard.profile.timed.collective_times import SIZES
 from pshard.profile.timed.operands import rotation_bytes
-from pshard.profile.timed.time_kernels import AttentionShape
 from pshard.profile.timed.time_links import COPY_SIZES
 from pshard.profile.timing_loop import Pace
 from pshard.quant import QUANT_TYPES
+from pshard.units.operations import Attend, GatedProduct, LookUp, Operation, matrices_of
 
 COMMON_QTYPES = ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "BF16")
 OTHER_QTYPES = tuple(q for q in QUANT_TYPES if q not in COMMON_QTYPES)
@@ -23,7 +24,7 @@ class Shapes:
 
     matmuls: tuple[tuple[str, int, int], ...]
     heads: tuple[tuple[str, int, int], ...]
-    attention: tuple[AttentionShape, ...]
+    attention: tuple[Attend, ...]
     widths: tuple[tuple[int, int], ...]  # (d_model, d_ffn)
     embedding: tuple[tuple[str, int], ...]  # (quant type, d_model)
     context: int
@@ -60,7 +61,7 @@ def quick_effort(cache_bytes: int, memory_bytes: int) -> Effort:
         slow=0.25,
         rotation=rotation_bytes(cache_bytes, memory_bytes, quick=True),
         limit=22.0,
-        grid=Shapes(tuple(grid), (), (AttentionShape(32, 8, 128),), ((4096, 14336),), (("Q4_0", 4096),), 4096),
+        grid=Shapes(tuple(grid), (), (Attend(32, 8, 128),), ((4096, 14336),), (("Q4_0", 4096),), 4096),
         host_tokens=(1, 4, 16, 64, 128, 512),
         acc_tokens=(1, 4, 8, 16, 64, 128, 512, 2048, 4096),
         copy_sizes=COPY_SIZES,
@@ -76,7 +77,7 @@ def full_effort(cache_bytes: int, memory_bytes: int) -> Effort:
     many = ((4096, 4096), (14336, 4096), (512, 512), (25600, 5120), (5120, 25600), (2048, 2048), (1024, 4096))
     grid = [(q, r, c) for r, c in many for q in COMMON_QTYPES]
     grid += [(q, r, c) for q in OTHER_QTYPES for r, c in ((4096, 4096), (14336, 4096))]
-    heads = (AttentionShape(32, 8, 128), AttentionShape(64, 8, 128))
+    heads = (Attend(32, 8, 128), Attend(64, 8, 128))
     return Effort(
         quick=False,
         pace=Pace(0.2, least=5),
@@ -106,16 +107,24 @@ def shapes_to_tune(effort: Effort, model: Shapes | None) -> Shapes:
 
 
 def model_shapes(spec: ModelSpec) -> Shapes:
-    """The shapes and quant types of one model, so that a plan for it needs no interpolation between shapes."""
+    """The shapes and quant types of one model, so that a plan for it needs no interpolation between shapes: those of
+    the operations that its units declare."""
     config = spec.config
-    matmuls = {(t.qtype, t.rows, t.cols) for u in spec.units if u.layer >= 0 for t in u.matrices}
-    heads = {(t.qtype, t.rows, t.cols) for u in spec.units if u.kind.gives_logits for t in u.matrices}
-    embeddings = {(t.qtype, t.cols) for u in spec.units if u.kind.is_looked_up for t in u.matrices}
+    inside = [o for unit in spec.units if not unit.kind.gives_logits for o in unit.operations(config)]
+    heads = {shape for unit in spec.units if unit.kind.gives_logits for shape in _shapes_of(unit.operations(config))}
+    matmuls = _shapes_of(inside)
+    attention = dict.fromkeys(o for o in inside if isinstance(o, Attend))
+    widest = max((o.up.rows for o in inside if isinstance(o, GatedProduct)), default=config.d_ffn)
+    tables = {(o.table.qtype, o.table.cols) for o in inside if isinstance(o, LookUp)}
     return Shapes(
         tuple(sorted(matmuls)),
         tuple(sorted(heads - matmuls)),
-        (AttentionShape(config.n_heads, config.n_kv_heads, config.head_dim),),
-        ((config.d_model, config.d_ffn),),
-        tuple(sorted(embeddings)),
+        tuple(attention),
+        ((config.d_model, widest),),
+        tuple(sorted(tables)),
         min(config.context, 16384),
     )
+
+
+def _shapes_of(operations: Iterable[Operation]) -> set[tuple[str, int, int]]:
+    return {(m.qtype, m.rows, m.cols) for operation in operations for m in matrices_of(operation)}

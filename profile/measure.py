@@ -12,7 +12,6 @@ import torch
 
 from pshard import __version__
 from pshard.errors import UserError
-from pshard.gpu_tiles import TileChoice
 from pshard.machine import (
     AcceleratorInfo,
     AttentionTiming,
@@ -51,6 +50,7 @@ from pshard.profile.tuning.tile_tuning import tune_tiles
 from pshard.runtime.build_executor import choose_kernels
 from pshard.runtime.devices.device import Device, open_device
 from pshard.runtime.kernels.api import TiledKernels
+from pshard.times.gpu_tiles import TileChoice
 from pshard.times.stolen_time import DISTURBED, disturbed_share, read_core_time
 
 AGAIN = 0.15  # of the kernels' time, that timing disturbed ones again may take
@@ -59,7 +59,7 @@ Progress = Callable[[str, float], None]  # what begins now, and the share of the
 
 
 @dataclass(frozen=True)
-class Request:
+class ProfileRequest:
     """What to measure. `accelerator`: "cuda" or "cpu"; `threads`: None picks them; `model`: shapes to time exactly."""
 
     accelerator: str
@@ -85,7 +85,7 @@ class LinkFigures:
     contention: Contention
 
 
-def measure_machine(request: Request, progress: Progress) -> MachineProfile:
+def measure_machine(request: ProfileRequest, progress: Progress) -> MachineProfile:
     """Measure this machine: threads and DRAM, then the link, then the kernels.
 
     Raises UserError when the accelerator asked for is not there.
@@ -152,7 +152,7 @@ def measure_machine(request: Request, progress: Progress) -> MachineProfile:
     return replace(profile, collectives=collectives, shares=shares, tiles=tiles)
 
 
-def choose_tiles(request: Request, bench: KernelBench | None, notes: list[str]) -> tuple[TileChoice, ...]:
+def choose_tiles(request: ProfileRequest, bench: KernelBench | None, notes: list[str]) -> tuple[TileChoice, ...]:
     """The fastest tiles of an accelerator's matmul kernels, which its bench uses from then on; none where it has none.
 
     What was left out goes into the notes.
@@ -174,7 +174,7 @@ def choose_tiles(request: Request, bench: KernelBench | None, notes: list[str]) 
 
 
 def measure_accelerator(
-    request: Request, accelerator: AcceleratorInfo, host: KernelBench, notes: list[str], progress: Progress
+    request: ProfileRequest, accelerator: AcceleratorInfo, host: KernelBench, notes: list[str], progress: Progress
 ) -> tuple[list[Row], tuple[CopyTiming, ...], tuple[TileChoice, ...], int]:
     """Rows of an accelerator that is unlike the first ("acc1"...): its kernels, the executor's step and its link alone.
 
@@ -234,7 +234,7 @@ def open_benches(effort: Effort, device: Device) -> tuple[KernelBench, KernelBen
     return host, acc, list(notes)
 
 
-def time_collectives(request: Request, devices: int, notes: list[str]) -> tuple[CollectiveTiming, ...]:
+def time_collectives(request: ProfileRequest, devices: int, notes: list[str]) -> tuple[CollectiveTiming, ...]:
     """All-reduces between as many ranks as there are devices (on CPUs, as there are cores up to 4).
 
     What keeps them from being timed goes into the notes: only plans for several ranks need them.
@@ -252,7 +252,7 @@ def time_collectives(request: Request, devices: int, notes: list[str]) -> tuple[
     return timings
 
 
-def time_shares(request: Request, devices: int, host: KernelBench, notes: list[str]) -> tuple[ShareTiming, ...]:
+def time_shares(request: ProfileRequest, devices: int, host: KernelBench, notes: list[str]) -> tuple[ShareTiming, ...]:
     """What ranks have of this host, for as many ranks as sums are timed for; a failure goes into the notes."""
     counts = _rank_counts(request, devices)
     try:
@@ -262,14 +262,14 @@ def time_shares(request: Request, devices: int, host: KernelBench, notes: list[s
         return ()
 
 
-def _rank_counts(request: Request, devices: int) -> list[int]:
+def _rank_counts(request: ProfileRequest, devices: int) -> list[int]:
     """For how many ranks sums and shares are timed; none when the effort has no sizes of sums."""
     most = devices if request.accelerator != "cpu" else min(4, count_cores())
     counts = (2, most) if request.effort.quick else range(2, most + 1)
     return sorted({n for n in counts if 1 < n <= most}) if request.effort.sums else []
 
 
-def _measure_host(request: Request, bench: KernelBench) -> HostFigures:
+def _measure_host(request: ProfileRequest, bench: KernelBench) -> HostFigures:
     counts = thread_counts(count_cores(), request.effort.quick)
     if request.threads is not None:
         counts = tuple(sorted({*counts, request.threads}))
@@ -286,7 +286,7 @@ def _measure_link(effort: Effort, device: Device, host: KernelBench) -> LinkFigu
         return LinkFigures(copies, contention)
 
 
-def plan_jobs(request: Request, has_own_kernels: bool) -> list[Job]:
+def plan_jobs(request: ProfileRequest, has_own_kernels: bool) -> list[Job]:
     """Kernel timings in order: what must be timed first, both sides in turn, so that a time limit cuts both alike."""
     sides = ("host", "acc") if has_own_kernels else ("host",)
     lists = [list_jobs(side, request.effort, request.model) for side in sides]
@@ -294,7 +294,7 @@ def plan_jobs(request: Request, has_own_kernels: bool) -> list[Job]:
     return sorted(mixed, key=lambda job: job.optional)
 
 
-def expected_seconds(request: Request) -> float:
+def expected_seconds(request: ProfileRequest) -> float:
     """A guess at how long `measure_machine` will take."""
     effort = request.effort
     jobs = sum(job.expected for job in plan_jobs(request, request.accelerator != "cpu"))
@@ -339,7 +339,7 @@ def run_jobs(
 
 
 def _compose(
-    request: Request,
+    request: ProfileRequest,
     accelerators: tuple[AcceleratorInfo, ...],
     host: HostFigures,
     link: LinkFigures,

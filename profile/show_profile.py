@@ -6,8 +6,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from pshard.commands.print_table import print_whole
 from pshard.machine import MEMORIES, CopyTiming, MachineProfile, MatmulTiming
+from pshard.print_table import print_whole
 from pshard.profile.compare_profiles import Change
 from pshard.profile.timed.kernel_jobs import side_name
 from pshard.quant import packed_nbytes

@@ -10,14 +10,14 @@ __version__ = "0.1.0"
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 if TYPE_CHECKING:
-    from pshard.session.open_plan import load
+    from pshard.session.load import load
 
 __all__ = ["load"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "load":  # late: importing pshard must not import torch
-        from pshard.session.open_plan import load
+        from pshard.session.load import load
 
         return load
     raise AttributeError(name)

@@ -27,4 +27,12 @@ class BudgetTooSmall(NoPlan):
 
 
 class StaleRegistry(UserError):
-    """A registry was made from other inputs than the ones at hand; the message names the input that changed."""
+    """A registry was made from other inputs than the ones at hand, or in an older format; the message names it.
+
+    Attributes:
+        plans: how many plans a registry of an older format has.
+    """
+
+    def __init__(self, message: str, plans: int = 0) -> None:
+        super().__init__(message)
+        self.plans = plans

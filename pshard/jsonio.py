@@ -30,38 +30,46 @@ def from_json(kind: type[T], data: Any) -> T:
 
 
 def _build(kind: Any, data: Any, where: str) -> Any:
+    """`data` as what the annotation `kind` says; `where`: how errors name it."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         if data is None and type(None) in args:
             return None
         return _build(next(a for a in args if a is not type(None)), data, where)
     if origin is tuple:
-        if not isinstance(data, list):
-            raise ValueError(f"{where} is not a list")
-        if len(args) == 2 and args[1] is Ellipsis:
-            return tuple(_build(args[0], item, f"{where}[{i}]") for i, item in enumerate(data))
-        if len(data) != len(args):
-            raise ValueError(f"{where} has {len(data)} items, not {len(args)}")
-        return tuple(_build(a, item, f"{where}[{i}]") for i, (a, item) in enumerate(zip(args, data)))
+        return _build_tuple(args, data, where)
     if dataclasses.is_dataclass(kind):
-        if not isinstance(data, dict):
-            raise ValueError(f"{where} is not an object")
-        hints, made = typing.get_type_hints(kind), {}
-        names = {f.name for f in dataclasses.fields(kind)}
-        if extra := sorted(set(data) - names):
-            raise ValueError(f"{where} has an unknown field {extra[0]!r}")
-        for f in dataclasses.fields(kind):
-            if f.name in data:
-                made[f.name] = _build(hints[f.name], data[f.name], f"{where}.{f.name}")
-            elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
-                raise ValueError(f"{where} lacks the field {f.name!r}")
-        make: Any = kind
-        return make(**made)
-    if kind is float and isinstance(data, int) and not isinstance(data, bool):
+        return _build_dataclass(kind, data, where)
+    if kind is float and type(data) is int:
         return float(data)
     if kind in (int, float, str, bool) and type(data) is not kind:
         raise ValueError(f"{where} is {data!r}, not {kind.__name__}")
     return data
+
+
+def _build_tuple(kinds: tuple[Any, ...], data: Any, where: str) -> tuple:
+    if not isinstance(data, list):
+        raise ValueError(f"{where} is not a list")
+    if len(kinds) == 2 and kinds[1] is Ellipsis:
+        kinds = (kinds[0],) * len(data)
+    if len(data) != len(kinds):
+        raise ValueError(f"{where} has {len(data)} items, not {len(kinds)}")
+    return tuple(_build(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(zip(kinds, data)))
+
+
+def _build_dataclass(kind: Any, data: Any, where: str) -> Any:
+    if not isinstance(data, dict):
+        raise ValueError(f"{where} is not an object")
+    hints, fields = typing.get_type_hints(kind), dataclasses.fields(kind)
+    if extra := sorted(set(data) - {f.name for f in fields}):
+        raise ValueError(f"{where} has an unknown field {extra[0]!r}")
+    made = {}
+    for f in fields:
+        if f.name in data:
+            made[f.name] = _build(hints[f.name], data[f.name], f"{where}.{f.name}")
+        elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+            raise ValueError(f"{where} lacks the field {f.name!r}")
+    return kind(**made)
 
 
 def check_regular(path: Path) -> None:

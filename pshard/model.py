@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pshard.model_config import ModelConfig
+from pshard.units.state import State, StateShape
 from pshard.units.unit import Unit
 
 
@@ -42,6 +43,17 @@ class ModelSpec:
     @cached_property
     def _by_name(self) -> dict[str, Unit]:
         return {u.name: u for u in self.units}
+
+    def states(self, shape: StateShape) -> dict[str, State]:
+        """The laws of the states that units keep, by unit; looked up once for each shape."""
+        if shape not in self._states:
+            laws = ((unit.name, unit.state(self.config, shape)) for unit in self.units)
+            self._states[shape] = {name: law for name, law in laws if law}
+        return self._states[shape]
+
+    @cached_property
+    def _states(self) -> dict[StateShape, dict[str, State]]:
+        return {}
 
     @cached_property
     def largest_matrix(self) -> tuple[int, int]:

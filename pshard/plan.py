@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
+from typing import Any
 
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.times.stolen_time import DISTURBED
-from pshard.workload import Limits, Split, Workload, format_limits
+from pshard.workload import Split, Workload, format_limits
 
-REGISTRY_VERSION = 1
+REGISTRY_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -18,8 +19,8 @@ class Placement:
     `where`: "pinned" (weights in the VRAM arena, computed there), "streamed" (copied to a staging slot before use,
     computed there) or "cpu" (weights and compute on the host). `kv` is only for attention: "vram" or "host".
     The embedding is "cpu" (rows looked up on the host) or "pinned".
-    `cpu_rows`: of a split FFN (cuts/ffn_rows.py), the rows of gate and up that the CPU computes from host memory while
-    the accelerator computes the others; `where` then says how the accelerator comes by its part. 0: not split.
+    `cpu_rows`: of a divided FFN (units/divide_rows.py), the rows of gate and up that the CPU computes from host memory
+    while the accelerator computes the others; `where` then says how the accelerator comes by its part. 0: not divided.
     """
 
     unit: str
@@ -29,8 +30,8 @@ class Placement:
 
     @property
     def sort(self) -> str:
-        """`where`, or "split"."""
-        return "split" if self.cpu_rows else self.where
+        """`where`, or "divided"."""
+        return "divided" if self.cpu_rows else self.where
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class TierPlan:
 
     @cached_property
     def most_cpu_rows(self) -> int:
-        """Most rows that the CPU has of any split unit; 0 without one."""
+        """Most rows that the CPU has of any divided unit; 0 without one."""
         return max((p.cpu_rows for p in self.placements), default=0)
 
     @cached_property
@@ -134,11 +135,11 @@ class RankPlan:
     def resident(self) -> tuple[str, ...]:
         """Units that are in VRAM under every tier: these need no copy in host memory.
 
-        They end where the first split unit stands in the pin order: the CPU needs its rows.
+        They end where the first divided unit stands in the pin order: the CPU needs its rows.
         """
         fewest = min(sum(p.where == "pinned" for p in tier.placements) for tier in self.tiers)
-        split = {p.unit for tier in self.tiers for p in tier.placements if p.cpu_rows}
-        return tuple(takewhile(lambda unit: unit not in split, self.pin_order[:fewest]))
+        divided = {p.unit for tier in self.tiers for p in tier.placements if p.cpu_rows}
+        return tuple(takewhile(lambda unit: unit not in divided, self.pin_order[:fewest]))
 
     @property
     def lock_order(self) -> tuple[str, ...]:
@@ -210,43 +211,27 @@ class Considered:
 
 @dataclass(frozen=True)
 class Variant:
-    """All tiers for one workload and set of budgets."""
+    """All tiers for one workload and set of budgets.
 
-    vram_mib: tuple[int, ...]
-    context: int
-    sequences: int
-    type_k: str
-    type_v: str
-    max_ubatch: int
-    prompt: int
-    generated: int
-    split_mode: str
-    tensor_split: tuple[float, ...]
+    `workload`: what it was planned for, with the largest micro-batch that it has and the share of each rank, which is
+    empty with one rank.
+    """
+
+    workload: Workload
     plan_needed: bool  # False: everything fits, no device is slower than the CPU, every tier keeps everything in VRAM
     ranks: tuple[RankPlan, ...]
     correction: Correction = NOTHING_LEARNT  # applied to the predictions
-    max_tp: Limits = ()  # over how many ranks a kind of unit is cut at most
-    device: int = 0  # the accelerator of a plan for one; ranks of a split have their own
     considered: tuple[Considered, ...] = ()  # what it was chosen from, itself first; empty when nothing was to choose
-    reduce_dtype: str = "auto"  # in which type ranks' parts are summed: one of REDUCE_DTYPES
-
-    @property
-    def workload(self) -> Workload:
-        """What it was planned for, with the largest micro-batch that it has."""
-        return Workload(
-            self.vram_mib, self.context, self.sequences, self.type_k, self.type_v, self.max_ubatch, self.prompt,
-            self.generated, self.split_mode, self.tensor_split, self.max_tp, self.device,
-            self.reduce_dtype,
-        )  # fmt: skip
 
     @property
     def terms(self) -> str:
         """What it was planned for beside budgets and split, in words: plans that differ there have other terms."""
-        users = f" for {self.sequences} sequences" if self.sequences > 1 else ""
-        kv = self.type_k if self.type_k == self.type_v else f"{self.type_k} keys and {self.type_v} values"
+        w = self.workload
+        users = f" for {w.sequences} sequences" if w.sequences > 1 else ""
+        kv = w.type_k if w.type_k == w.type_v else f"{w.type_k} keys and {w.type_v} values"
         return (
-            f"context {self.context}{users}, KV {kv}, ubatch {self.max_ubatch}, prompts of {self.prompt}, "
-            f"answers of {self.generated}"
+            f"context {w.context}{users}, KV {kv}, ubatch {w.max_ubatch}, prompts of {w.prompt}, "
+            f"answers of {w.generated}"
         )
 
     @property
@@ -257,16 +242,59 @@ class Variant:
     @property
     def way(self) -> str:
         """How the model is spread, as the flags that ask for it; of one device, which."""
+        w = self.workload
         if len(self.ranks) == 1:
-            where = f", device {self.device}"
+            where = f", device {w.device}"
         else:
             where = " -ts " + ",".join(f"{rank.share:.4g}" for rank in self.ranks)
-        return f"-sm {self.split_mode}{where}" + (f" --max-tp {format_limits(self.max_tp)}" if self.max_tp else "")
+        return f"-sm {w.split_mode}{where}" + (f" --max-tp {format_limits(w.max_tp)}" if w.max_tp else "")
 
     @property
     def split(self) -> Split:
         """How the ranks hold the model."""
-        return Split(self.split_mode, self.tensor_split or (1.0,), self.max_tp)
+        w = self.workload
+        return Split(w.split_mode, w.tensor_split or (1.0,), w.max_tp)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A plan that was run. `variant` has what was predicted before beside what was measured; `refitted` predicts by
+    the times that were then fitted to all trials (the same when they needed no fit). `seconds`: of one round of the
+    workload, as measured."""
+
+    name: str
+    variant: Variant
+    refitted: Variant
+    seconds: float
+
+
+class NewerFormat(ValueError):
+    """A registry is in a format version that this program does not know."""
+
+
+class OlderFormat(ValueError):
+    """A registry is in a format version that this program does not read any more: its plans are stale.
+
+    Attributes:
+        plans: how many it has.
+    """
+
+    def __init__(self, message: str, plans: int) -> None:
+        super().__init__(message)
+        self.plans = plans
+
+
+def check_format(data: Any) -> None:
+    """Raise NewerFormat or OlderFormat for the JSON data of a registry in another format version than this one's."""
+    version = data.get("version") if isinstance(data, dict) else None
+    if type(version) is not int:
+        return
+    if version > REGISTRY_VERSION:
+        raise NewerFormat(f"format version {version}, this program reads up to {REGISTRY_VERSION}")
+    if 1 <= version < REGISTRY_VERSION:
+        plans = data.get("variants")
+        message = f"the older format version {version}, this program reads {REGISTRY_VERSION}"
+        raise OlderFormat(message, len(plans) if isinstance(plans, list) else 0)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def choose_variant(registry: Registry, want: Workload, replan_command: str) -> C
     fitting = [v for v in registry.variants if _serves(v, want)]
     if not fitting:
         wanted = _describe(want)
-        there = "; ".join(_describe(v) for v in registry.variants) or "none"
+        there = "; ".join(_describe(v.workload) for v in registry.variants) or "none"
         raise UserError(f"no plan fits {wanted}; planned are: {there}; run: {replan_command}")
     if want.split_mode == "auto":
         return _choose_way(fitting, want)
@@ -57,11 +57,11 @@ def choose_variant(registry: Registry, want: Workload, replan_command: str) -> C
         max(
             fitting,
             key=lambda v: (
-                sum(v.vram_mib),
-                -v.sequences,
-                v.max_ubatch == want.max_ubatch,
+                sum(v.workload.vram_mib),
+                -v.workload.sequences,
+                v.workload.max_ubatch == want.max_ubatch,
                 _rank_context(v, want),
-                v.max_ubatch,
+                v.workload.max_ubatch,
                 -_round(v, want),
             ),
         )
@@ -71,11 +71,13 @@ def choose_variant(registry: Registry, want: Workload, replan_command: str) -> C
 def _choose_way(fitting: Sequence[Variant], want: Workload) -> Choice:
     """The shortest round, of all as measured where all were run, else of all as the profile predicts them: plans that
     were run have times that were fitted to that, which the others had no chance to."""
-    closest = max((-v.sequences, _rank_context(v, want)) for v in fitting)
-    alike = [v for v in fitting if (-v.sequences, _rank_context(v, want)) == closest]
+    closest = max((-v.workload.sequences, _rank_context(v, want)) for v in fitting)
+    alike = [v for v in fitting if (-v.workload.sequences, _rank_context(v, want)) == closest]
     run = [v for v in alike if v.validated]
     view = as_measured if len(run) == len(alike) else as_profiled
-    rounds = sorted(((_round(view(v), want), v) for v in alike), key=lambda pair: (pair[0], -sum(pair[1].vram_mib)))
+    rounds = sorted(
+        ((_round(view(v), want), v) for v in alike), key=lambda pair: (pair[0], -sum(pair[1].workload.vram_mib))
+    )
     if len(rounds) == 1:
         return Choice(alike[0])
     sort = "measured" if len(run) == len(alike) else "predicted"
@@ -88,38 +90,41 @@ def _choose_way(fitting: Sequence[Variant], want: Workload) -> Choice:
 
 def _rank_context(variant: Variant, want: Workload) -> int:
     """The higher the better: the smallest context that serves, the largest when none is wanted."""
-    return -variant.context if want.context > 1 else variant.context
+    context = variant.workload.context
+    return -context if want.context > 1 else context
 
 
 def _round(variant: Variant, want: Workload) -> float:
-    return round_seconds(replace(variant, prompt=want.prompt, generated=want.generated))
-
-
-def _name_way(variant: Variant) -> str:
-    return f"{variant.way} ({','.join(map(str, variant.vram_mib))} MiB)"
-
-
-def _serves(variant: Variant, want: Workload) -> bool:
-    auto = want.split_mode == "auto"
-    there = want.vram_mib
-    if auto:  # one of the devices, or the first few
-        there = want.vram_mib[variant.device : variant.device + len(variant.vram_mib)]
-    return (
-        len(variant.vram_mib) == len(there)
-        and all(planned <= mib for planned, mib in zip(variant.vram_mib, there))
-        and variant.context >= want.context
-        and variant.sequences >= want.sequences
-        and (variant.type_k, variant.type_v) == (want.type_k, want.type_v)
-        and (auto or (variant.split_mode, variant.device) == (want.split_mode, want.device))
-        and ((auto and variant.split_mode == "none") or _has_split(variant, want))
+    return round_seconds(
+        replace(variant, workload=replace(variant.workload, prompt=want.prompt, generated=want.generated))
     )
 
 
-def _has_split(variant: Variant, want: Workload) -> bool:
-    """Whether a variant for several devices has the ratios and limits that are wanted, if any are."""
-    limits = binding_limits(want.max_tp, len(variant.vram_mib)) if variant.split_mode == "tensor" else ()
-    return (not limits or variant.max_tp == limits) and (
-        not want.tensor_split or _same_shares(variant.tensor_split, want.tensor_split)
+def _name_way(variant: Variant) -> str:
+    return f"{variant.way} ({','.join(map(str, variant.workload.vram_mib))} MiB)"
+
+
+def _serves(variant: Variant, want: Workload) -> bool:
+    auto, made = want.split_mode == "auto", variant.workload
+    there = want.vram_mib
+    if auto:  # one of the devices, or the first few
+        there = want.vram_mib[made.device : made.device + len(made.vram_mib)]
+    return (
+        len(made.vram_mib) == len(there)
+        and all(planned <= mib for planned, mib in zip(made.vram_mib, there))
+        and made.context >= want.context
+        and made.sequences >= want.sequences
+        and (made.type_k, made.type_v) == (want.type_k, want.type_v)
+        and (auto or (made.split_mode, made.device) == (want.split_mode, want.device))
+        and ((auto and made.split_mode == "none") or _has_split(made, want))
+    )
+
+
+def _has_split(made: Workload, want: Workload) -> bool:
+    """Whether what was planned for several devices has the ratios and limits that are wanted, if any are."""
+    limits = binding_limits(want.max_tp, len(made.vram_mib)) if made.split_mode == "tensor" else ()
+    return (not limits or made.max_tp == limits) and (
+        not want.tensor_split or _same_shares(made.tensor_split, want.tensor_split)
     )
 
 
@@ -127,7 +132,7 @@ def _same_shares(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
     return len(one) == len(other) and all(isclose(a, b, rel_tol=1e-6) for a, b in zip(one, other))
 
 
-def _describe(made: Variant | Workload) -> str:
+def _describe(made: Workload) -> str:
     split = "" if made.split_mode == "none" else f" -sm {made.split_mode}"
     split += f" on device {made.device}" if made.device else ""
     split += " -ts " + ",".join(f"{share:.4g}" for share in made.tensor_split) if made.tensor_split else ""

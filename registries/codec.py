@@ -5,17 +5,13 @@ from typing import Any
 
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.jsonio import from_json, to_json
-from pshard.plan import REGISTRY_VERSION, RankPlan, Registry, TierPlan, Variant
+from pshard.plan import REGISTRY_VERSION, RankPlan, Registry, TierPlan, Variant, check_format
 from pshard.registries.fingerprint import digest
 from pshard.times.collectives import REDUCE_DTYPES
-from pshard.workload import SPLIT_MODES
+from pshard.workload import SPLIT_MODES, Workload
 
 WHERE = ("pinned", "streamed", "cpu")
 KV = (None, "vram", "host")
-
-
-class NewerFormat(ValueError):
-    """The file was written in a format version that this program does not know."""
 
 
 def encode_registry(registry: Registry) -> str:
@@ -26,15 +22,13 @@ def encode_registry(registry: Registry) -> str:
 def decode_registry(text: str) -> Registry:
     """Read the text of a registry file.
 
-    Raises ValueError that names the place of what is wrong, NewerFormat for a format version from the future.
+    Raises ValueError that names the place of what is wrong, NewerFormat or OlderFormat for another format version.
     """
     try:
         data = json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    version = data.get("version") if isinstance(data, dict) else None
-    if type(version) is int and version > REGISTRY_VERSION:
-        raise NewerFormat(f"format version {version}, this program reads up to {REGISTRY_VERSION}")
+    check_format(data)
     registry = from_json(Registry, data)
     check_registry(registry)
     return registry
@@ -51,16 +45,20 @@ def check_registry(registry: Registry) -> None:
 
 
 def _check_variant(variant: Variant, where: str) -> None:
-    if variant.split_mode not in SPLIT_MODES:
-        raise ValueError(f"{where}.split_mode is {variant.split_mode!r}, not one of {', '.join(SPLIT_MODES)}")
-    if variant.reduce_dtype not in REDUCE_DTYPES:
-        raise ValueError(f"{where}.reduce_dtype is {variant.reduce_dtype!r}, not one of {', '.join(REDUCE_DTYPES)}")
-    if bad := [most for _, most in variant.max_tp if most < 1]:
-        raise ValueError(f"{where}.max_tp limits a unit to {bad[0]} ranks")
-    if not variant.ranks or len(variant.ranks) != len(variant.vram_mib):
-        raise ValueError(f"{where} has {len(variant.ranks)} ranks for {len(variant.vram_mib)} budgets")
+    _check_workload(variant.workload, f"{where}.workload")
+    budgets = len(variant.workload.vram_mib)
+    if not variant.ranks or len(variant.ranks) != budgets:
+        raise ValueError(f"{where} has {len(variant.ranks)} ranks for {budgets} budgets")
     for i, rank in enumerate(variant.ranks):
         _check_rank(rank, f"{where}.ranks[{i}]")
+
+
+def _check_workload(workload: Workload, where: str) -> None:
+    for name, allowed in (("split_mode", SPLIT_MODES), ("reduce_dtype", REDUCE_DTYPES)):
+        if (value := getattr(workload, name)) not in allowed:
+            raise ValueError(f"{where}.{name} is {value!r}, not one of {', '.join(allowed)}")
+    if bad := [most for _, most in workload.max_tp if most < 1]:
+        raise ValueError(f"{where}.max_tp limits a unit to {bad[0]} ranks")
 
 
 def _check_rank(rank: RankPlan, where: str) -> None:

@@ -14,8 +14,8 @@ from filelock import FileLock, Timeout
 from pshard.errors import StaleRegistry, UserError
 from pshard.jsonio import check_regular, write_text_atomically
 from pshard.paths import cache_dir
-from pshard.plan import Registry, Variant
-from pshard.registries.codec import NewerFormat, decode_registry, encode_registry
+from pshard.plan import NewerFormat, OlderFormat, Registry, Variant
+from pshard.registries.codec import decode_registry, encode_registry
 from pshard.registries.fingerprint import Inputs, digest, explain_difference
 
 SUFFIX = ".pshard.json"
@@ -39,7 +39,8 @@ def registry_path(model_path: Path, override: Path | None = None) -> Path:
 def load_registry(path: Path, plan_command: str = "pshard-plan again") -> Registry:
     """Read a registry file. `plan_command` is what the user is told to run when there is none.
 
-    Raises UserError when it is missing, unreadable, corrupt (naming the place) or of a newer format.
+    Raises UserError when it is missing, unreadable, corrupt (naming the place) or of a newer format, StaleRegistry
+    when it is of an older one.
     """
     try:
         return decode_registry(path.read_text(encoding="utf-8"))
@@ -49,6 +50,9 @@ def load_registry(path: Path, plan_command: str = "pshard-plan again") -> Regist
         raise UserError(f"cannot read the registry {path}: {error.strerror}") from None
     except NewerFormat as error:
         raise UserError(f"the registry {path} has {error}; update pshard or keep another with --registry") from None
+    except OlderFormat as error:
+        message = f"the plans in {path} are stale, as it has {error}; run: {plan_command}"
+        raise StaleRegistry(message, error.plans) from None
     except ValueError as error:
         raise UserError(
             f"the registry {path} is corrupt: {error}; delete it and run: {plan_command}, or keep it and give another "
@@ -69,7 +73,8 @@ class Saved:
         """A line on each."""
         lines = [f"dropped from the registry, as made for other inputs: {self.stale} plan(s)"] if self.stale else []
         for v in self.unproven:
-            what = f"{','.join(map(str, v.vram_mib))} MiB, -c {v.context}, {v.way}"
+            budgets = ",".join(map(str, v.workload.vram_mib))
+            what = f"{budgets} MiB, -c {v.workload.context}, {v.way}"
             lines.append(
                 f"the plan for {what} had been run before it was written; the one in its place is predicted only"
             )
@@ -79,33 +84,42 @@ class Saved:
 def save_variants(path: Path, model: str, inputs: Inputs, variants: Sequence[Variant]) -> Saved:
     """Add variants to the registry at `path`; one with the same key is replaced, others are kept.
 
-    When `inputs` differ from the stored ones, the stored variants are stale and dropped.
-    Raises UserError and leaves the old file as it was when the folder cannot
-    be written, the disk is full, or the file at hand is not a registry that this program can read.
+    When `inputs` differ from the stored ones, or the file is of an older format, the stored variants are stale and
+    dropped. Raises UserError and leaves the old file as it was when the folder cannot be written, the disk is full, or
+    the file at hand is no registry, or of a newer format.
     """
     path = Path(path)
     with _report_write_errors(path):
         check_regular(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_name(f".{path.name}.lock"), timeout=LOCK_SECONDS):
-            stored = load_registry(path) if path.exists() else None
-            kept = stored.variants if stored and stored.fingerprint == digest(inputs) else ()
-            stale = len(stored.variants) - len(kept) if stored else 0
+            kept, stale = _sort_out_stale(path, inputs)
             replaced = {variant_key(v) for v in variants}
             proven = {variant_key(v) for v in kept if v.validated}
             merged = [v for v in kept if variant_key(v) not in replaced] + list(variants)
-            merged.sort(key=lambda v: (variant_key(v)[1:], v.vram_mib))
+            merged.sort(key=lambda v: (variant_key(v)[1:], v.workload.vram_mib))
             created = datetime.now(UTC).isoformat(timespec="seconds")
             registry = Registry(digest(inputs), tuple(inputs), model, created, tuple(merged))
             write_text_atomically(path, encode_registry(registry))
     return Saved(stale, tuple(v for v in variants if variant_key(v) in proven and not v.validated))
 
 
+def _sort_out_stale(path: Path, inputs: Inputs) -> tuple[tuple[Variant, ...], int]:
+    """The stored variants that were made for these inputs, and how many others there are."""
+    if not path.exists():
+        return (), 0
+    try:
+        stored = load_registry(path)
+    except StaleRegistry as error:
+        return (), error.plans
+    return (stored.variants, 0) if stored.fingerprint == digest(inputs) else ((), len(stored.variants))
+
+
 def variant_key(variant: Variant) -> tuple:
     """What makes two variants the same one: planning it again replaces it."""
-    v = variant
-    split = (v.split_mode, v.tensor_split, v.max_tp, v.device)
-    return (v.vram_mib, v.context, v.sequences, v.type_k, v.type_v, v.max_ubatch, *split)
+    w = variant.workload
+    split = (w.split_mode, w.tensor_split, w.max_tp, w.device)
+    return (w.vram_mib, w.context, w.sequences, w.type_k, w.type_v, w.max_ubatch, *split)
 
 
 def check_fresh(registry: Registry, current: Inputs, replan_command: str) -> None:

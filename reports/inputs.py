@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from pshard.errors import UserError
 from pshard.jsonio import from_json
 from pshard.machine import MachineProfile
-from pshard.measurement import Measurement, Timeline
-from pshard.plan import Registry, Variant
+from pshard.plan import OlderFormat, Registry, Variant, check_format
+from pshard.times.measurement import Measurement, Timeline
 
 T = TypeVar("T")
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 KINDS: tuple[tuple[type, frozenset[str]], ...] = (
     (Measurement, frozenset({"samples_ts", "strategy"})),
     (Registry, frozenset({"fingerprint", "variants"})),
-    (Variant, frozenset({"vram_mib", "ranks"})),
+    (Variant, frozenset({"workload", "ranks"})),
     (MachineProfile, frozenset({"host", "matmuls"})),
     (Timeline, frozenset({"title", "events"})),
 )
@@ -70,6 +70,8 @@ def read_nouns(path: Path) -> list[Any]:
         return _find_nouns(_parse(text))
     except RecursionError:
         raise UserError(f"{path} is nested too deeply") from None
+    except OlderFormat as error:
+        raise UserError(f"{path} has {error}; write it again") from None
     except ValueError as error:
         raise UserError(f"{path} is broken: {error}; write it again") from None
 
@@ -98,6 +100,8 @@ def _find_nouns(data: Any) -> list[Any]:
         return []
     for kind, marks in KINDS:
         if marks <= data.keys():
+            if kind is Registry:
+                check_format(data)
             return [from_json(kind, data)]
     return [noun for value in data.values() for noun in _find_nouns(value)]
 

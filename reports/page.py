@@ -56,11 +56,12 @@ def _describe_split(variant: Variant) -> list[str]:
     if len(variant.ranks) < 2:
         return []
     text = variant.way
-    if variant.split_mode == "tensor":
-        text += f"; ranks' parts are summed in {describe_sums(variant.reduce_dtype)}"
+    if variant.workload.split_mode == "tensor":
+        text += f"; ranks' parts are summed in {describe_sums(variant.workload.reduce_dtype)}"
     return [f"<p>{escape(text)}.</p>"]
 
 
 def _name_plan(model: str, variant: Variant) -> str:
-    budget = " + ".join(f"{mib} MiB" for mib in variant.vram_mib)
-    return f"Plan of {model} within {budget}, context {variant.context}, {variant.sequences} sequences at most"
+    w = variant.workload
+    budget = " + ".join(f"{mib} MiB" for mib in w.vram_mib)
+    return f"Plan of {model} within {budget}, context {w.context}, {w.sequences} sequences at most"

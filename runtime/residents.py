@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from pshard.cuts.ffn_rows import acc_part
 from pshard.model import ModelSpec
 from pshard.plan import TierPlan
 from pshard.runtime.blocks.block import ALONE, Block
@@ -17,6 +16,7 @@ from pshard.runtime.memory.transfers import Transfers
 from pshard.runtime.memory.weights import HostWeights, LentWeights, UnitWeights, view_cpu_rows, view_unit
 from pshard.runtime.tier_in_force import BoundUnit, StagedState
 from pshard.steps.step import Bring, Compute
+from pshard.units.divide_rows import acc_part
 from pshard.units.state import State, StateShape
 
 

@@ -98,15 +98,15 @@ def profile_from_datasheet(rates: Rates, notes: tuple[str, ...] = ()) -> Machine
         for i in range(rates.ranks)
     )
     return MachineProfile(
-        HostInfo(rates.cpu, "", "native", rates.cores, 1, 0, rates.host_memory_bytes, rates.cores),
-        accelerators,
-        tuple(matmuls),
-        tuple(attention),
-        tuple(elementwise),
-        tuple(copies),
-        (ReadTiming(rates.cores, rates.host_memory),),
-        Contention(link_with_cpu, cpu_with_link, 0.8 * link, 0.8 * link),
-        rates.handoff_seconds,
-        Provenance("datasheet", "", "", "", "", "", "", notes=notes),
-        tuple(collectives),
+        host=HostInfo(rates.cpu, "", "native", rates.cores, 1, 0, rates.host_memory_bytes, rates.cores),
+        accelerators=accelerators,
+        matmuls=tuple(matmuls),
+        attention=tuple(attention),
+        elementwise=tuple(elementwise),
+        copies=tuple(copies),
+        reads=(ReadTiming(rates.cores, rates.host_memory),),
+        contention=Contention(link_with_cpu, cpu_with_link, 0.8 * link, 0.8 * link),
+        handoff_seconds=rates.handoff_seconds,
+        provenance=Provenance("datasheet", "", "", "", "", "", "", notes=notes),
+        collectives=tuple(collectives),
     )

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from pshard.buffers import arena_bytes, row_stage_bytes, scratch_bytes, state_stage_bytes
-from pshard.cuts.ffn_rows import acc_part
 from pshard.model import ModelSpec
 from pshard.plan import Buffers, Placement, Prediction, Solve, TierPlan
-from pshard.planner.price.costs import TierCosts
 from pshard.planner.price.simulate import ROUNDS, Simulation, simulate_ranks, simulate_seconds
+from pshard.planner.price.tier_costs import TierCosts
 from pshard.steps.emit import SOURCES, emit_steps
 from pshard.steps.step import StepList, StepShape
+from pshard.units.divide_rows import acc_part
 from pshard.units.unit import Unit
 from pshard.workload import Workload
 
@@ -126,7 +126,7 @@ def tier_steps(room: Room, tier: TierPlan, costs: TierCosts) -> StepList:
     return emit_steps(room.spec, tier, shape)
 
 
-def tier_seconds(room: Room, tier: TierPlan, costs: TierCosts, rounds: int = ROUNDS) -> float:
+def simulated_seconds(room: Room, tier: TierPlan, costs: TierCosts, rounds: int = ROUNDS) -> float:
     """Simulated steady-state seconds of the expected micro-batch of this tier."""
     return simulate_seconds(tier_steps(room, tier, costs), costs, rounds)
 
@@ -147,7 +147,7 @@ def predict_ranks(
 
 def _describe(tier: TierPlan, costs: TierCosts, bound: float, steps: StepList, result: Simulation) -> Prediction:
     reads = sum(costs.units[p.unit].cpu_reads for p in tier.placements if p.where == "cpu")
-    reads += sum(costs.split(p.unit, p.cpu_rows).cpu_reads for p in tier.placements if p.cpu_rows)
+    reads += sum(costs.divided(p.unit, p.cpu_rows).cpu_reads for p in tier.placements if p.cpu_rows)
     dram = costs.ranks * (steps.link_bytes + reads) / costs.tables.shared_rate
     dram = min(dram, result.seconds)  # caches may serve some of it
     busy = dict(result.busy) | {"dram": dram}

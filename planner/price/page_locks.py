@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from pshard.model import ModelSpec
 from pshard.plan import RankPlan
-from pshard.planner.price.costs import TierCosts, restage
+from pshard.planner.price.tier_costs import TierCosts, restage
 from pshard.planner.search.residency_order import spread
 from pshard.workload import Workload
 

@@ -6,9 +6,10 @@ from pshard.cuts.layer_cuts import join_seconds
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import Variant
-from pshard.planner.price.costs import Tables, tier_costs
 from pshard.planner.price.page_locks import staged_units
+from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.simulate import simulate_ranks
+from pshard.planner.price.tier_costs import tier_costs
 from pshard.planner.price.tier_loads import TierLoad
 from pshard.steps.emit import emit_steps
 from pshard.steps.step import StepShape
@@ -29,20 +30,20 @@ class Predictor:
     def micro_batch(self, tokens: int, sequences: int, past: int) -> float:
         """Seconds of one micro-batch in the steady state, `past` cells of each sequence; ranks wait for each other, or
         come one after the other where they hold different layers."""
-        return join_seconds(self._variant.split_mode, [self.rank_seconds(tokens, sequences, past)])
+        return join_seconds(self._variant.workload.split_mode, [self.rank_seconds(tokens, sequences, past)])
 
     def rank_seconds(self, tokens: int, sequences: int, past: int) -> list[float]:
         """Seconds of that micro-batch on every rank."""
         load = TierLoad(tokens, sequences, past, sequences, 1.0)
-        v = self._variant
+        v, w = self._variant, self._variant.workload
         on_host = self._tables.kind == "cpu"
-        shape = StepShape(tokens, sequences * past, sequences, sequences, v.type_k, v.type_v, len(v.ranks), on_host)
+        shape = StepShape(tokens, sequences * past, sequences, sequences, w.type_k, w.type_v, len(v.ranks), on_host)
         steps = [emit_steps(spec, rank.covering(tokens), shape) for spec, rank in zip(self._specs, v.ranks)]
         costs = [
-            tier_costs(spec, self._tables.of_accelerator(v.device + i), load, v.workload, len(v.ranks), self._staged[i])
+            tier_costs(spec, self._tables.of_accelerator(w.device + i), load, w, len(v.ranks), self._staged[i])
             for i, spec in enumerate(self._specs)
         ]
-        return [result.seconds for result in simulate_ranks(v.split_mode, steps, costs)]
+        return [result.seconds for result in simulate_ranks(w.split_mode, steps, costs)]
 
     def prefill(self, tokens: int, sequences: int = 1, depth: int = 0) -> float:
         """Seconds to prefill `tokens` tokens of each sequence after `depth` cells, in the engine's micro-batches."""
@@ -54,7 +55,7 @@ class Predictor:
             past = depth + (done % tokens if sequences > 1 else done)
             batches.append(self.rank_seconds(take, at_once, past if at_once == 1 else depth))
             done += take
-        return join_seconds(self._variant.split_mode, batches)
+        return join_seconds(self._variant.workload.split_mode, batches)
 
     def decode(self, tokens: int, sequences: int = 1, depth: int = 0) -> float:
         """Seconds to decode `tokens` tokens of each sequence, one step after the other, from `depth` cells on."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pshard.planner.price.costs import TierCosts
+from pshard.planner.price.tier_costs import TierCosts
 from pshard.steps.step import (
     AllReduce,
     Compute,
@@ -222,10 +222,10 @@ class _Machine:
         self.run_part(step, start, unit.acc)
 
     def compute_part(self, step: Compute) -> None:
-        cost = self.costs.split(step.unit, step.cpu_rows)
+        cost = self.costs.divided(step.unit, step.cpu_rows)
         if step.on == "cpu":
             start = self.host
-            self.host = self.link.beside(start, cost.cpu, self.costs.split_speeds(step.unit, step.cpu_rows))
+            self.host = self.link.beside(start, cost.cpu, self.costs.divided_speeds(step.unit, step.cpu_rows))
             self.note(step, "cpu", start, self.host)
             return
         self.host += cost.issue + (0.0 if self.paid else self.costs.run_issue)  # each part is a run of its own
@@ -252,7 +252,7 @@ class _Machine:
     def join(self, step: Join) -> None:
         if self.begun:
             rows, since = self.begun
-            self.run_part(rows, since, self.costs.split(rows.unit, rows.cpu_rows).acc_rows)
+            self.run_part(rows, since, self.costs.divided(rows.unit, rows.cpu_rows).acc_rows)
             self.begun = None
         start = max(self.host, self.acc)
         self.acc = start + self.costs.handoff("acc", step.nbytes)
@@ -294,7 +294,7 @@ def _price(step: Step, costs: TierCosts) -> _Act:
         case Compute():
             return _Machine.compute_part, step, 0.0, None
         case CopyIn():
-            unit = costs.split(step.unit, step.cpu_rows) if step.cpu_rows else costs.units[step.unit]
+            unit = costs.divided(step.unit, step.cpu_rows) if step.cpu_rows else costs.units[step.unit]
             return _COPY, step, unit.link, step.slot
         case FetchKV():
             return _FETCH, step, costs.units[step.unit].kv_fetch, 2 * costs.copy_issue  # keys and values

@@ -4,23 +4,20 @@ a unit on the CPU, should be slow on all at once. Plans that each rank chose for
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING
 
 from pshard.errors import UserError
 from pshard.plan import TierPlan
 from pshard.planner.price.draft import draft_tier
 from pshard.planner.price.host_limits import holds
 from pshard.planner.program.unit_classes import UnitClass
+from pshard.planner.rank_task import RankTask
 from pshard.planner.search.candidates import Candidate, rank_candidates
-
-if TYPE_CHECKING:
-    from pshard.planner.make_plan import RankTask
 
 SPARE = 0.99  # of the room that is left for a plan of all: units of other ranks are not of the same sizes
 SECONDS = 2.0  # limit of the solver
 
 
-def common_plans(tasks: Sequence["RankTask"], chosen: Sequence[Candidate]) -> Iterator[tuple[Candidate, ...]]:
+def common_plans(tasks: Sequence[RankTask], chosen: Sequence[Candidate]) -> Iterator[tuple[Candidate, ...]]:
     """The ranks' plans with every rank's own placements for all, where these fit; those of the slowest rank are made
     anew where they do not, within the memory that all have for them."""
     own = [i for i, task in enumerate(tasks) if task.room.spec.packed_nbytes]
@@ -36,7 +33,7 @@ def common_plans(tasks: Sequence["RankTask"], chosen: Sequence[Candidate]) -> It
 
 
 def _adopt_all(
-    tasks: Sequence["RankTask"], chosen: Sequence[Candidate], owner: "RankTask", plan: Candidate
+    tasks: Sequence[RankTask], chosen: Sequence[Candidate], owner: RankTask, plan: Candidate
 ) -> tuple[Candidate, ...] | None:
     """None where one of the ranks lacks the memory. A rank without a part of the model keeps its plan."""
     adopted = []
@@ -52,29 +49,29 @@ def _adopt_all(
 
 
 def _adopt(task: "RankTask", owner: "RankTask", plan: Candidate) -> tuple[TierPlan, ...] | None:
-    """The tiers of another rank's plan for the units of this one, whether they fit or not; None where FFNs are split
+    """The tiers of another rank's plan for the units of this one, whether they fit or not; None where FFNs are divided
     that cannot be here."""
-    theirs, mine = _cut_rows(owner.classes), _cut_rows(task.classes)
+    theirs, mine = _row_choices(owner.classes), _row_choices(task.classes)
     tiers = []
     for tier in plan.tiers:
-        cut = {}
+        cpu_rows = {}
         for place in tier.placements:
             if place.cpu_rows:
                 rows = mine[place.unit]
                 if len(rows) != len(theirs[place.unit]):
                     return None
-                cut[place.unit] = rows[theirs[place.unit].index(place.cpu_rows)]
+                cpu_rows[place.unit] = rows[theirs[place.unit].index(place.cpu_rows)]
         where = {p.unit: p.where for p in tier.placements}
         kv = frozenset(p.unit for p in tier.placements if p.kv == "vram")
-        tiers.append(draft_tier(task.room, tier.tokens, where, kv, tier.buffers.slots, cut))
+        tiers.append(draft_tier(task.room, tier.tokens, where, kv, tier.buffers.slots, cpu_rows))
     return tuple(tiers)
 
 
-def _cut_rows(classes: tuple[UnitClass, ...]) -> dict[str, tuple[int, ...]]:
-    return {u.name: cls.cut_rows for cls in classes for u in cls.units}
+def _row_choices(classes: tuple[UnitClass, ...]) -> dict[str, tuple[int, ...]]:
+    return {u.name: cls.cpu_row_choices for cls in classes for u in cls.units}
 
 
-def _plan_within(tasks: Sequence["RankTask"], owner: "RankTask", plan: Candidate) -> Candidate | None:
+def _plan_within(tasks: Sequence[RankTask], owner: RankTask, plan: Candidate) -> Candidate | None:
     """A plan of the owner in so much less of its arena that all ranks should have room for it; None when there is
     none."""
     share = 1.0

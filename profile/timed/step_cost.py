@@ -137,9 +137,19 @@ def _time_walk(
 def _small_model(layers: int = LAYERS, d_model: int = THIN) -> ModelSpec:
     """Matrices have THIN rows or columns; there are two heads of half as many."""
     config = ModelConfig(
-        "llama", layers, d_model, 2, 1, THIN // 2, THIN, THIN, 1e-6, CONTEXT, Rope(THIN // 2, 1e4, "halves")
+        "llama",
+        layers,
+        d_model,
+        n_heads=2,
+        n_kv_heads=1,
+        head_dim=THIN // 2,
+        d_ffn=THIN,
+        vocab=THIN,
+        norm_eps=1e-6,
+        context=CONTEXT,
+        rope=Rope(THIN // 2, 1e4, "halves"),
     )
-    units = [Unit("embedding", EMBEDDING, -1, (_tensor("token_embd.weight", THIN, d_model),))]
+    units = [Unit(EMBEDDING.name, EMBEDDING, -1, (_tensor("token_embd.weight", THIN, d_model),))]
     for i in range(layers):
         attention = (
             _tensor(f"blk.{i}.attn_norm.weight", d_model),
@@ -154,7 +164,7 @@ def _small_model(layers: int = LAYERS, d_model: int = THIN) -> ModelSpec:
         units.append(Unit(f"attention.{i}", ATTENTION, i, attention))
         units.append(Unit(f"ffn.{i}", FFN, i, ffn))
     head = (_tensor("output_norm.weight", d_model), _tensor("output.weight", THIN, d_model))
-    units.append(Unit("output", OUTPUT, -1, head))
+    units.append(Unit(OUTPUT.name, OUTPUT, -1, head))
     return ModelSpec("step cost", "", config, tuple(units))
 
 

@@ -18,6 +18,7 @@ from pshard.runtime.memory.weights import lookup_rows
 from pshard.steps.graph_runs import LAUNCH_BOUND
 from pshard.units.attention import ATTENTION_PIECES
 from pshard.units.kv_cells import KV_BLOCK, kv_blocks
+from pshard.units.operations import Attend
 from pshard.units.state import CellState, StateShape
 
 NORM_EPS = 1e-6
@@ -27,19 +28,6 @@ AGAIN = 3  # times that a doubtful one is measured more
 UNLIKE, LARGE = 1.4, 1 << 24  # times as long for each weight as another matrix of at least so many takes
 LOOKS = 8  # slow calls that measuring such ones again may take
 THIN = 64  # columns of a matmul that is only there to carry the thing that is timed
-
-
-@dataclass(frozen=True)
-class AttentionShape:
-    """Head geometry of attention: query heads, KV heads, elements per head."""
-
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-
-    @property
-    def heads(self) -> tuple[int, int, int]:
-        return self.n_heads, self.n_kv_heads, self.head_dim
 
 
 @dataclass(frozen=True)
@@ -138,7 +126,7 @@ def repeat_unlike(bench: KernelBench, rows: Sequence[MatmulTiming]) -> dict[obje
 
 
 def time_attention(
-    bench: KernelBench, shape: AttentionShape, kv_type: str, tokens: int, contexts: Sequence[int], sequences: int = 1
+    bench: KernelBench, shape: Attend, kv_type: str, tokens: int, contexts: Sequence[int], sequences: int = 1
 ) -> list[AttentionTiming]:
     """Attention of the last `tokens` of each context, of so many sequences, over KV caches that rotate; until one is
     slow. Caches of several sequences that the operand pool has no room for are left out."""
@@ -157,7 +145,7 @@ def time_attention(
 
 
 def _time_attention(
-    bench: KernelBench, shape: AttentionShape, kv_type: str, tokens: int, context: int, sequences: int
+    bench: KernelBench, shape: Attend, kv_type: str, tokens: int, context: int, sequences: int
 ) -> float:
     cells = sequences * kv_blocks(context, 1) * KV_BLOCK
     caches = bench.pool.rotate_kv(cells, shape.n_kv_heads, shape.head_dim, kv_type)
@@ -170,7 +158,7 @@ def _time_attention(
 
 
 def time_elementwise(
-    bench: KernelBench, d_model: int, d_ffn: int, shape: AttentionShape, tokens: Sequence[int]
+    bench: KernelBench, d_model: int, d_ffn: int, shape: Attend, tokens: Sequence[int]
 ) -> list[ElementwiseTiming]:
     """Norm, residual add, RoPE with KV store, and SwiGLU product for each number of tokens."""
     rope_width = (shape.n_heads + shape.n_kv_heads) * shape.head_dim
@@ -218,7 +206,7 @@ def _time_residual(bench: KernelBench, d_model: int, tokens: int) -> float:
     return max(0.0, added - alone)
 
 
-def _time_rope(bench: KernelBench, shape: AttentionShape, tokens: int) -> float:
+def _time_rope(bench: KernelBench, shape: Attend, tokens: int) -> float:
     rows, dim = _row_index(bench.device, tokens, tokens), shape.head_dim
     angles = torch.rand(2, tokens, dim // 2, device=bench.device)
     rope = RopeTable(angles[0].cos(), angles[1].sin(), "halves")
@@ -242,7 +230,7 @@ def _time_silu_mul(bench: KernelBench, d_ffn: int, tokens: int) -> float:
 
 
 def _attention_buffers(
-    bench: KernelBench, shape: AttentionShape, tokens: int
+    bench: KernelBench, shape: Attend, tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(qkv, out, partial) for so many tokens."""
     n_heads, n_kv, dim = shape.heads

@@ -10,10 +10,11 @@ from pshard.commands.run_flags import add_plan_flags, make_request, planned_flag
 from pshard.errors import UserError
 
 if TYPE_CHECKING:
-    from pshard.measurement import Measurement
     from pshard.runtime.ranks.group import Group
     from pshard.session.bench_engine import BenchSetting, BenchTest
-    from pshard.session.open_plan import Opened, Request
+    from pshard.session.open_plan import Opened
+    from pshard.session.run_request import RunRequest
+    from pshard.times.measurement import Measurement
 
 BASELINES = ("fit", "accelerate")
 
@@ -47,14 +48,15 @@ def _main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     request = _make_request(args)
 
-    from pshard.runtime.ranks.group import launched_ranks
-    from pshard.session.open_plan import open_group, open_plan, settle_plan
+    from pshard.runtime.ranks.group import started_ranks
+    from pshard.session.open_plan import open_plan, settle_plan
+    from pshard.session.start_engine import open_group
 
     request, ranks = settle_plan(request)
-    if ranks > 1 and not launched_ranks():
-        from pshard.runtime.ranks.start_ranks import launch
+    if ranks > 1 and not started_ranks():
+        from pshard.runtime.ranks.start_ranks import start_ranks
 
-        return launch(ranks, "pshard.commands.cli_bench", [*planned_flags(argv), "-m", str(request.model)])
+        return start_ranks(ranks, "pshard.commands.cli_bench", [*planned_flags(argv), "-m", str(request.model)])
     opened = open_plan(request)
     group = open_group(opened, ranks)
     try:
@@ -68,7 +70,7 @@ def _main(argv: list[str]) -> int:
     return 0
 
 
-def _make_request(args: Any) -> "Request":
+def _make_request(args: Any) -> "RunRequest":
     """What the tests need of a plan. Raises UserError for what would come to light only after measuring."""
     from dataclasses import replace
 
@@ -109,7 +111,7 @@ def _tests(args: Any) -> "list[BenchTest]":
 
 def _run_all(opened: "Opened", args: Any, group: "Group", command: str) -> "list[Measurement]":
     from pshard.planner.search.strategies import STRATEGIES
-    from pshard.session.open_plan import environment_of
+    from pshard.session.this_machine import environment_of
 
     tests, found = _tests(args), []
     if group.rank == 0 and (made := opened.variant.ranks[0].tiers[0].solve.strategy) in STRATEGIES:
@@ -157,7 +159,7 @@ def _run_strategy(
     from pshard.cuts.rank_parts import cut_ranks
     from pshard.planner.price.predict_published import Predictor
     from pshard.session.bench_engine import run_test
-    from pshard.session.open_plan import start_engine
+    from pshard.session.start_engine import start_engine
 
     predictor = Predictor(cut_ranks(opened.file.spec, variant.split), opened.profile, variant)
     found = []
@@ -189,7 +191,7 @@ def _bar(name: str, tests: int, args: Any, group: "Group") -> Any:
 
 def _run_perplexity(opened: "Opened", args: Any, group: "Group") -> int:
     from pshard.session.bench_engine import measure_perplexity
-    from pshard.session.open_plan import start_engine
+    from pshard.session.start_engine import start_engine
 
     try:
         text = args.perplexity.read_text(encoding="utf-8")
@@ -199,7 +201,7 @@ def _run_perplexity(opened: "Opened", args: Any, group: "Group") -> int:
         if engine.tokenizer is None:
             raise UserError("the model file has no tokenizer: perplexity needs one")
         ids = engine.tokenizer.encode(text)
-        window = min(args.ppl_window, engine.plan.context)
+        window = min(args.ppl_window, engine.plan.workload.context)
         value = measure_perplexity(engine, ids, window, lambda _: None)
         if window < args.ppl_window and group.rank == 0:
             print(f"note: windows of {window} tokens, the plan's context, not {args.ppl_window}", file=sys.stderr)

@@ -4,15 +4,28 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pshard.commands.command_line import find_model, run_cli
 from pshard.commands.plan_flags import make_workloads, parse_plan_flags
+from pshard.commands.plan_output import Planned, as_json, emit_arguments, explain_all, print_arguments, print_plans
 from pshard.commands.split_flags import wants_ratios
-from pshard.errors import UserError
+from pshard.errors import StaleRegistry, UserError
+from pshard.machine import MachineProfile
+from pshard.plan import Trial, Variant
+from pshard.registries.fingerprint import fingerprint_inputs
+from pshard.registries.store import load_registry, registry_path, save_variants
 from pshard.workload import Workload
+
+if TYPE_CHECKING:
+    from pshard.model import ModelSpec
+    from pshard.models import ModelFile
+
+Tell = Callable[[str], None]  # a line for the user, beside the output
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,77 +37,77 @@ def _run(argv: list[str]) -> int:
     args = parse_plan_flags(argv)
     from rich.console import Console
 
-    from pshard.models import open_model
-    from pshard.planner.show_plan import print_explanation, print_trials, print_variant
-    from pshard.registries.fingerprint import fingerprint_inputs
     from pshard.registries.profile_store import load_profile
-    from pshard.registries.store import load_registry, registry_path, save_variants
+
+    messages = Console(stderr=True)
+
+    def tell(line: str) -> None:
+        messages.print(line, highlight=False, soft_wrap=True)
 
     path = find_model(args.model)
     profile = load_profile(args.profile)
-    out, messages = Console(stderr=args.json), Console(stderr=True)
-    other_machine = _other_machine(profile)
-    for difference in other_machine:
+    elsewhere = _other_machine(profile)
+    for difference in elsewhere:
         what = f"the profile is of another machine ({difference})"
         if args.profile is None:
             raise UserError(f"{what}; run pshard-profile, or plan for that machine with --profile")
-        messages.print(f"note: {what}", highlight=False, soft_wrap=True)
-    # plans for another machine would push this one's out of its registry
-    registry = None if other_machine and args.registry is None else registry_path(path, args.registry)
-    if registry and registry.is_file():
-        load_registry(registry)  # that it cannot be written to is told before minutes of planning
-    with open_model(path) as model:
-        spec, inputs = model.spec, fingerprint_inputs(model.fingerprint_inputs(), profile)
-        workloads = make_workloads(args, spec, profile)
-        why_not = _why_not_validate(args, spec, profile, workloads[0], other_machine)
-        if why_not:
-            messages.print(f"note: not validated: {why_not}", highlight=False, soft_wrap=True)
-        made = [_plan(args, model, profile, workload, why_not is None, messages) for workload in workloads]
-    variants = [v for v, _ in made if v is not None]
-    trials = [t for v, t in made if v is not None]
-    if not variants:
-        raise UserError("no budget of the sweep is large enough; raise --sweep")
-    emitted = []
-    if args.emit:  # refused before anything is written
-        from pshard.planner.llama_cpp_arguments import llama_arguments
-
-        units = {u.name: u for u in spec.units}
-        emitted = [llama_arguments(variant, units) for variant in variants]
+        tell(f"note: {what}")
+    registry = _find_registry(args, path, bool(elsewhere))
+    planned = _plan_all(args, path, profile, bool(elsewhere), tell)
+    if args.write_lp:
+        _write_lp(args.write_lp, planned.spec, profile, planned.asked, planned.variants[0])
+    emitted = emit_arguments(planned) if args.emit else []  # refused before anything is written
     if args.split_mode != "none" and not profile.collectives:
-        text = "note: the profile has no collectives; what ranks exchange is priced as copies through host memory"
-        messages.print(text, highlight=False, soft_wrap=True)
-    saved = save_variants(registry, spec.name, inputs, variants) if registry else None
-    for why in saved.notes if saved else ():
-        messages.print(f"note: {why}", highlight=False, soft_wrap=True)
-    gains: dict[int, tuple] = {}
-    if args.explain:
-        from pshard.planner.explain import explain_gains
-
-        loads = [replace(v.workload, max_ubatch=workloads[0].max_ubatch) for v in variants]
-        gains = {
-            i: explain_gains(spec, profile, load, v, args.strategy)
-            for i, (v, load) in enumerate(zip(variants, loads))
-            if v.plan_needed
-        }
-    if not args.json and not args.emit:
-        for i, variant in enumerate(variants):
-            print_trials(trials[i], out)
-            print_variant(variant, out)
-            if args.explain:
-                print_explanation(variant, gains.get(i, ()), out)
+        tell("note: the profile has no collectives; what ranks exchange is priced as copies through host memory")
+    if registry:
+        for why in save_variants(registry, planned.spec.name, planned.inputs, planned.variants).notes:
+            tell(f"note: {why}")
+    gains = explain_all(planned, args.strategy) if args.explain else {}
     if args.json:
-        data = _as_json(spec, profile, workloads[0], inputs, variants, gains)
-        print(json.dumps(data | ({args.emit: emitted} if args.emit else {}), indent=1))
-    elif emitted:
-        for variant, arguments in zip(variants, emitted):
-            print(arguments if len(emitted) == 1 else f"{variant.vram_mib[0]} MiB: {arguments}")
+        print(json.dumps(as_json(planned, gains) | ({args.emit: emitted} if args.emit else {}), indent=1))
+    elif args.emit:
+        print_arguments(planned, emitted)
+    else:
+        print_plans(planned, gains if args.explain else None)
     where = registry or "not written, as the plan is for another machine; --registry FILE keeps it"
-    messages.print(f"registry: {where}", highlight=False, soft_wrap=True)
+    tell(f"registry: {where}")
     return 0
 
 
+def _find_registry(args: argparse.Namespace, model: Path, elsewhere: bool) -> Path | None:
+    """Where plans are written; None for those for another machine, which would push this one's out of its registry.
+
+    Raises UserError for a file that cannot be written to, before minutes of planning.
+    """
+    if elsewhere and args.registry is None:
+        return None
+    registry = registry_path(model, args.registry)
+    if registry.is_file():
+        with suppress(StaleRegistry):  # its plans will give way to these
+            load_registry(registry)
+    return registry
+
+
+def _plan_all(args: argparse.Namespace, path: Path, profile: MachineProfile, elsewhere: bool, tell: Tell) -> Planned:
+    """A plan for every budget that was asked for. Raises UserError when there is none."""
+    from pshard.models import open_model
+
+    with open_model(path) as model:
+        inputs = fingerprint_inputs(model.fingerprint_inputs(), profile)
+        workloads = make_workloads(args, model.spec, profile)
+        why_not = _why_not_validate(args, model.spec, profile, workloads[0], elsewhere)
+        if why_not:
+            tell(f"note: not validated: {why_not}")
+        made = [_plan(args, model, profile, workload, why_not is None, tell) for workload in workloads]
+    found = [(variant, trials) for variant, trials in made if variant is not None]
+    if not found:
+        raise UserError("no budget of the sweep is large enough; raise --sweep")
+    variants, trials = zip(*found)
+    return Planned(model.spec, profile, inputs, workloads[0], variants, trials)
+
+
 def _why_not_validate(
-    args: argparse.Namespace, spec: Any, profile: Any, workload: Workload, other_machine: list[str]
+    args: argparse.Namespace, spec: "ModelSpec", profile: MachineProfile, workload: Workload, elsewhere: bool
 ) -> str | None:
     """Why plans are not run before one is written ("": that was asked for); None when they are. Raises UserError when
     --validate is given but they cannot be."""
@@ -108,15 +121,20 @@ def _why_not_validate(
 
     if not args.validate and (why := why_not_worthwhile(profile, spec.packed_nbytes)):
         return why
-    why = "the profile is of another machine" if other_machine else why_impossible(profile, workload)
+    why = "the profile is of another machine" if elsewhere else why_impossible(profile, workload)
     if why and args.validate:
         raise UserError(f"--validate is not possible: {why}")
     return why
 
 
 def _plan(
-    args: argparse.Namespace, model: Any, profile: Any, workload: Workload, validate: bool, messages: Any
-) -> tuple[Any, tuple]:
+    args: argparse.Namespace,
+    model: "ModelFile",
+    profile: MachineProfile,
+    workload: Workload,
+    validate: bool,
+    tell: Tell,
+) -> tuple[Variant | None, tuple[Trial, ...]]:
     """The variant of one budget and what was tried for it; in a sweep, None for a budget that is too small."""
     from pshard.errors import NoPlan
     from pshard.planner.choose_mode import alone_on, plan_split
@@ -124,7 +142,7 @@ def _plan(
     from pshard.session.try_plans import SPLIT, choose_by_trial
 
     def say(line: str) -> None:
-        messages.print(f"note: {line}", highlight=False, soft_wrap=True)
+        tell(f"note: {line}")
 
     try:
         if args.strategy != "ilp":
@@ -133,7 +151,7 @@ def _plan(
             return choose_by_trial(model, profile, workload, args.time_limit, args.validate_seconds, say)
         settled = plan_split(model.spec, profile, workload, wants_ratios(args), args.time_limit)
         if validate and len(settled.ranks) == 1:
-            one = alone_on(workload, settled.device)
+            one = alone_on(workload, settled.workload.device)
             chosen, trials = choose_by_trial(model, profile, one, args.time_limit, args.validate_seconds, say)
             return replace(chosen, considered=settled.considered), trials
         if validate:
@@ -142,11 +160,20 @@ def _plan(
     except NoPlan as error:
         if args.sweep is None:
             raise
-        messages.print(f"skipped: {error}", highlight=False, soft_wrap=True)
+        tell(f"skipped: {error}")
         return None, ()
 
 
-def _other_machine(profile: Any) -> list[str]:
+def _write_lp(file: Path, spec: ModelSpec, profile: MachineProfile, workload: Workload, variant: Variant) -> None:
+    from pshard.planner.write_lp import lp_of_plan
+
+    try:
+        file.write_text(lp_of_plan(spec, profile, workload, variant.correction), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--write-lp: cannot write {file}: {error.strerror}") from None
+
+
+def _other_machine(profile: MachineProfile) -> list[str]:
     """What of the profile differs from this machine, as far as it shows without torch."""
     import os
 
@@ -166,25 +193,6 @@ def _cpu_name() -> str:
         return ""
     match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     return re.sub(r"\s+", " ", match[1]).strip() if match else ""
-
-
-def _as_json(spec: Any, profile: Any, workload: Workload, inputs: Any, variants: list, gains: dict) -> dict:
-    """The registry of these variants, the simulated timelines of the last one, and what was explained."""
-    from datetime import UTC, datetime
-
-    from pshard.jsonio import to_json
-    from pshard.plan import Registry
-    from pshard.planner.explain import simulate_timelines
-    from pshard.registries.fingerprint import digest
-
-    created = datetime.now(UTC).isoformat(timespec="seconds")
-    registry = Registry(digest(inputs), tuple(inputs), spec.name, created, tuple(variants))
-    last = variants[-1]
-    return {
-        "registry": to_json(registry),
-        "timelines": to_json(simulate_timelines(spec, profile, last)),
-        "gains": to_json([{"vram_mib": variants[i].vram_mib, "what_if": g} for i, g in gains.items()]),
-    }
 
 
 if __name__ == "__main__":

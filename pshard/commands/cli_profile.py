@@ -59,7 +59,7 @@ def _run(argv: list[str]) -> int:
         last_cache_bytes,
         usable_memory,
     )
-    from pshard.profile.measure import Request, measure_machine
+    from pshard.profile.measure import ProfileRequest, measure_machine
     from pshard.profile.show_profile import print_changes, print_profile
 
     if args.threads is not None and args.threads > count_cores():
@@ -67,7 +67,7 @@ def _run(argv: list[str]) -> int:
     effort = (quick_effort if args.quick else full_effort)(last_cache_bytes(), usable_memory())
     accelerator = args.device or default_accelerator()
     identify_accelerators(accelerator)
-    request = Request(
+    request = ProfileRequest(
         accelerator=accelerator,
         effort=effort,
         model=model_shapes(model) if model else None,

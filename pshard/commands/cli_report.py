@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from pshard.commands.command_line import new_parser, run_cli
 
 if TYPE_CHECKING:
-    from pshard.measurement import Timeline
     from pshard.reports.inputs import ReportInputs
+    from pshard.times.measurement import Timeline
 
 
 def main() -> int:
@@ -69,7 +69,7 @@ def _simulate_plans(inputs: "ReportInputs", args: Namespace) -> list["Timeline"]
         if {place.unit for each in v.ranks for place in each.tiers[0].placements} != units:
             raise UserError(f"{args.model} is not the model that was planned; pass the plans' own model with -m")
         timelines = simulate_timelines(spec, profile, v)
-        decode = rank.tiers.index(rank.covering(v.sequences))
+        decode = rank.tiers.index(rank.covering(v.workload.sequences))
         chosen += [timelines[i] for i in dict.fromkeys((decode, len(timelines) - 1))]
     return chosen
 

@@ -57,18 +57,19 @@ def _main(argv: list[str]) -> int:
 
     from dataclasses import replace
 
-    from pshard.runtime.ranks.group import launched_ranks
+    from pshard.runtime.ranks.group import started_ranks
     from pshard.runtime.sampling import Sampling
-    from pshard.session.open_plan import open_group, open_plan, settle_plan, start_engine
+    from pshard.session.open_plan import open_plan, settle_plan
+    from pshard.session.start_engine import open_group, start_engine
 
     sampling = Sampling(args.temp, args.top_k, args.top_p, args.min_p, args.seed)
     ids = _encode_prompt(request.model, prompt, args.chat)
     request = replace(request, needed=len(ids) + args.predict)  # a plan of at least that context is chosen
     request, ranks = settle_plan(request)
-    if ranks > 1 and not launched_ranks():
-        from pshard.runtime.ranks.start_ranks import launch
+    if ranks > 1 and not started_ranks():
+        from pshard.runtime.ranks.start_ranks import start_ranks
 
-        return launch(ranks, "pshard.commands.cli_run", [*planned_flags(argv), "-m", str(request.model)])
+        return start_ranks(ranks, "pshard.commands.cli_run", [*planned_flags(argv), "-m", str(request.model)])
     opened = open_plan(request)
     group = open_group(opened, ranks)
     if args.seed is None:  # all ranks draw the same tokens
@@ -102,7 +103,7 @@ def _read_prompt(args: Any) -> str | list[int]:
 def _encode_prompt(model: Path, prompt: str | list[int], chat: bool) -> list[int]:
     """Token ids of the prompt, inside the model's chat template when that is wanted."""
     from pshard.models import open_model
-    from pshard.models.chat import render_chat
+    from pshard.models.text.chat import render_chat
 
     if isinstance(prompt, list):
         return prompt

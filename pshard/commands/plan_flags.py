@@ -9,13 +9,13 @@ from pshard.commands.command_line import env_default, new_parser, parse_count, p
 from pshard.commands.split_flags import (
     add_split_flags,
     check_split_flags,
-    count_devices,
     count_nodes,
     given_ratios,
     wants_ratios,
 )
 from pshard.errors import UserError
 from pshard.machine import MachineProfile
+from pshard.session.run_request import count_devices
 from pshard.units.kv_cells import KV_TYPES
 from pshard.workload import MIB, Workload, binding_limits
 
@@ -49,6 +49,7 @@ def parse_plan_flags(argv: list[str]) -> argparse.Namespace:
         "--emit", choices=("llama.cpp",),
         help="print arguments that realise the decode tier's static part; with --json a list beside the plan",
     )  # fmt: skip
+    p.add_argument("--write-lp", type=Path, metavar="FILE", help="write the integer program too, in the LP format")
     p.add_argument(
         "--validate", action=argparse.BooleanOptionalAction, default=None,
         help="run the best few plans and keep the fastest (default: where that takes a moment on this machine)",
@@ -70,10 +71,19 @@ def parse_plan_flags(argv: list[str]) -> argparse.Namespace:
         raise UserError("-sm auto and --strategy exclude each other; give the published strategy its split")
     if args.emit and args.split_mode in ("layer", "tensor"):
         raise UserError(f"--emit {args.emit} needs a plan for one device; leave out -sm")
+    if args.write_lp:
+        _check_write_lp(args)
     if args.vram and args.sweep:
         raise UserError("--vram and --sweep exclude each other; a sweep lists its own budgets")
     check_split_flags(args)
     return args
+
+
+def _check_write_lp(args: argparse.Namespace) -> None:
+    if args.split_mode != "none" or args.sweep or args.strategy != "ilp":
+        raise UserError("--write-lp needs one plan for one device by the program; leave out -sm, --sweep, --strategy")
+    if not args.write_lp.parent.is_dir():
+        raise UserError(f"--write-lp: there is no folder {args.write_lp.parent}")
 
 
 def _yes_or_no(text: str) -> bool:
@@ -121,16 +131,17 @@ def make_workloads(args: argparse.Namespace, spec: "ModelSpec", profile: Machine
             f"give -c {sequences * (prompt + max(1, generated))}"
         )
     first = Workload(
-        args.vram or _whole_memory(args, profile),
-        context,
-        sequences,
-        args.cache_type_k or Workload.type_k,
-        args.cache_type_v or Workload.type_v,
-        args.ubatch_size or Workload.max_ubatch,
-        prompt,
-        generated,
-        args.split_mode,
-        given_ratios(args),
+        vram_mib=args.vram or _whole_memory(args, profile),
+        context=context,
+        sequences=sequences,
+        type_k=args.cache_type_k or Workload.type_k,
+        type_v=args.cache_type_v or Workload.type_v,
+        max_ubatch=args.ubatch_size or Workload.max_ubatch,
+        prompt=prompt,
+        generated=generated,
+        split_mode=args.split_mode,
+        tensor_split=given_ratios(args),
+        reduce_dtype=args.reduce_dtype,
     )
     if first.sequences > first.max_ubatch:
         raise UserError(f"-ub {first.max_ubatch} is less than one token for each of -np {first.sequences} sequences")
@@ -140,11 +151,7 @@ def make_workloads(args: argparse.Namespace, spec: "ModelSpec", profile: Machine
         flag = "-sm" if args.split_mode == "auto" else "-ts"
         devices = count_devices(first.tensor_split, wants_ratios(args), profile, flag)
         first = replace(first, vram_mib=first.vram_mib * devices)
-    first = replace(
-        first,
-        max_tp=binding_limits(args.max_tp, len(first.vram_mib)),
-        reduce_dtype=args.reduce_dtype,
-    )
+    first = replace(first, max_tp=binding_limits(args.max_tp, len(first.vram_mib)))
     if args.sweep:
         return [replace(first, vram_mib=(mib,) * len(first.vram_mib)) for mib in args.sweep]
     return [first]

@@ -6,7 +6,8 @@ from pathlib import Path
 from pshard.commands.command_line import env_default, find_model, parse_count, parse_mib_list
 from pshard.commands.split_flags import add_split_flags, check_split_flags, count_nodes, given_ratios, wants_ratios
 from pshard.registries.profile_store import load_profile
-from pshard.session.open_plan import KERNELS, Request
+from pshard.session.run_request import RunRequest
+from pshard.session.start_engine import KERNELS
 from pshard.units.kv_cells import KV_TYPES
 
 
@@ -38,22 +39,21 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--replan", action="store_true", help="plan again before running")
 
 
-def make_request(args: argparse.Namespace, sequences: int | None = None) -> Request:
+def make_request(args: argparse.Namespace, sequences: int | None = None) -> RunRequest:
     """The request that the flags make. Raises UserError for flags that do not go together."""
     check_split_flags(args)
-    return Request(
-        find_model(args.model),
-        args.vram,
-        args.ctx_size,
-        sequences,
-        args.cache_type_k,
-        args.cache_type_v,
-        args.split_mode,
-        given_ratios(args),
-        args.registry,
-        args.profile,
-        args.kernels,
-        args.replan,
+    return RunRequest(
+        model=find_model(args.model),
+        vram_mib=args.vram,
+        context=args.ctx_size,
+        sequences=sequences,
+        type_k=args.cache_type_k,
+        type_v=args.cache_type_v,
+        split_mode=args.split_mode,
+        tensor_split=given_ratios(args),
+        registry=args.registry,
+        profile=args.profile,
+        replan=args.replan,
         max_tp=args.max_tp,
         auto_ratios=wants_ratios(args),
         reduce_dtype=args.reduce_dtype,

@@ -73,12 +73,3 @@ def count_nodes(args: argparse.Namespace, profile: MachineProfile) -> int:
         if given > 1 and given != nodes:
             raise UserError(f"--numa: {flag} is for {given} ranks, the host has {nodes} NUMA node{'s' * (nodes > 1)}")
     return nodes
-
-
-def count_devices(ratios: tuple[float, ...], auto_ratios: bool, profile: MachineProfile, flag: str) -> int:
-    """How many devices one budget is for. Raises UserError, about `flag`, when that cannot be known."""
-    if not auto_ratios:
-        return len(ratios) or 1
-    if len(profile.accelerators) < 2:
-        raise UserError(f"{flag} auto: the profile knows one device; give --vram a budget for each rank")
-    return len(profile.accelerators)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pshard.errors import UserError
-from pshard.measurement import Measurement, summarise_samples
 from pshard.plan import Variant
+from pshard.times.measurement import Measurement, summarise_samples
 
 if TYPE_CHECKING:
     from pshard.session.bench_engine import BenchSetting, BenchTest
@@ -48,7 +48,7 @@ def _load(transformers: Any, path: Path, variant: Variant, kind: str) -> Any:
     transformers.utils.logging.set_verbosity_error()
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device_map": "cpu"}
     if kind == "cuda":
-        weights = [(m << 20) - WORKING_BYTES for m in variant.vram_mib]
+        weights = [(m << 20) - WORKING_BYTES for m in variant.workload.vram_mib]
         most: dict[int | str, int | str] = {**dict(enumerate(weights)), "cpu": "1000GiB"}
         options |= {"device_map": "auto", "max_memory": most}
     folder = path if path.is_dir() else path.parent
@@ -88,7 +88,7 @@ def _measure(
         model=setting.model,
         model_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
         strategy=setting.strategy,
-        budget_mib=variant.vram_mib,
+        budget_mib=variant.workload.vram_mib,
         tier=0,
         predicted_ts=None,
         peak_vram_mib=peak,

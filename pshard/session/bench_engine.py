@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from pshard.errors import UserError
-from pshard.measurement import Measurement, summarise_samples, test_name
 from pshard.quant import align
+from pshard.times.measurement import Measurement, summarise_samples, test_name
 from pshard.times.stolen_time import read_core_time, stolen_share
 from pshard.units.kv_cells import KV_BLOCK, kv_blocks
 
@@ -61,12 +61,12 @@ def run_test(
     progress: Callable[[], None] = lambda: None,
 ) -> Measurement:
     """Measure one test: a warm-up, then `repetitions` samples. Tokenising and sampling are not part of it."""
-    plan = engine.plan
-    needed, there = test.n_sequences * align(test.cells, KV_BLOCK), kv_blocks(plan.context, plan.sequences) * KV_BLOCK
-    if needed > there or test.n_sequences > plan.sequences:
+    plan, w = engine.plan, engine.plan.workload
+    needed, there = test.n_sequences * align(test.cells, KV_BLOCK), kv_blocks(w.context, w.sequences) * KV_BLOCK
+    if needed > there or test.n_sequences > w.sequences:
         raise UserError(
             f"test {test.name} needs {needed} cells and {test.n_sequences} sequences; the plan has {there} and "
-            f"{plan.sequences}: plan with -c {needed} -np {test.n_sequences}"
+            f"{w.sequences}: plan with -c {needed} -np {test.n_sequences}"
         )
     _fill(engine, test)
     warm_up(lambda: _repeat(engine, test), engine.agree)
@@ -93,20 +93,20 @@ def run_test(
         model=setting.model,
         model_bytes=setting.model_bytes,
         strategy=setting.strategy,
-        budget_mib=plan.vram_mib,
+        budget_mib=w.vram_mib,
         tier=engine.rank_plan.covering(min(step, largest)).tokens,
         predicted_ts=tokens / predict_seconds(predictor, test) if predictor else None,
         peak_vram_mib=peaks[0],
         link_bytes=link,
         ranks=len(plan.ranks),
-        type_k=plan.type_k,
-        type_v=plan.type_v,
-        n_ubatch=plan.max_ubatch,
+        type_k=w.type_k,
+        type_v=w.type_v,
+        n_ubatch=w.max_ubatch,
         kernels="; ".join(engine.notes) or "fast",
         environment=setting.environment,
         command=setting.command,
-        split_mode=plan.split_mode,
-        reduce_dtype=plan.reduce_dtype if plan.split_mode == "tensor" else "",
+        split_mode=w.split_mode,
+        reduce_dtype=w.reduce_dtype if w.split_mode == "tensor" else "",
         rank_peaks_mib=peaks,
         stolen=round(stolen, 4),
     )

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 from pshard.errors import StepFailed, UserError
 from pshard.machine import MachineProfile
-from pshard.plan import Prediction, Variant
+from pshard.plan import Prediction, Trial, Variant
 from pshard.times.stolen_time import DISTURBED, disturbed_share, read_core_time
 from pshard.workload import Workload
 
 if TYPE_CHECKING:
     from pshard.models import ModelFile
-    from pshard.planner.make_plan import RankTask
     from pshard.planner.price.tier_loads import TierLoad
+    from pshard.planner.rank_task import RankTask
     from pshard.runtime.engine import Engine
 
 SAMPLES = 3
@@ -43,18 +43,6 @@ class Timed:
     disturbed: float = 0.0
 
 
-@dataclass(frozen=True)
-class Trial:
-    """A plan that was run. `variant` has what was predicted before beside what was measured; `refitted` predicts by
-    the times that were then fitted to all trials (the same when they needed no fit). `seconds`: of one round of the
-    workload, as measured."""
-
-    name: str
-    variant: Variant
-    refitted: Variant
-    seconds: float
-
-
 def why_not_worthwhile(profile: MachineProfile, packed_nbytes: int) -> str | None:
     """Why plans are not tried unless that is asked for; None where it takes a moment."""
     if profile.accelerators[0].kind == "cpu" and packed_nbytes >= SMALL_MODEL:
@@ -70,7 +58,7 @@ def why_impossible(profile: MachineProfile, workload: Workload) -> str | None:
     if find_spec("torch") is None:
         return "torch is not installed"
     try:
-        from pshard.session.open_plan import check_machine
+        from pshard.session.this_machine import check_machine
 
         check_machine(profile)
     except UserError as error:
@@ -93,9 +81,10 @@ def choose_by_trial(
     line for each plan that was not tried, and why, and one on measurements that were disturbed. Nothing measured: the
     planner's choice, as it was predicted.
     """
-    from pshard.planner.make_plan import plan_several, predict_again, prepare_ranks, price_tiers, same_placements
-    from pshard.planner.price.costs import Tables
+    from pshard.planner.make_plan import plan_several, predict_again, same_placements
+    from pshard.planner.prepare_ranks import prepare_ranks, price_tiers
     from pshard.planner.price.fit_correction import fit_correction, is_off, measured_tiers
+    from pshard.planner.price.profile_tables import Tables
 
     (task,) = profiled = prepare_ranks(file.spec, profile, workload)
     tiers = tuple(c.load.tokens for c in task.costs)
@@ -206,7 +195,8 @@ class _Bench:
         """Seconds of every tier that the workload enters. Raises what loading and running raise."""
         import torch
 
-        from pshard.session.open_plan import Opened, start_engine
+        from pshard.session.open_plan import Opened
+        from pshard.session.start_engine import start_engine
 
         started = time.monotonic()
         try:

@@ -17,7 +17,7 @@ def rank_seconds(variant: Variant) -> dict[int, tuple[float, ...]]:
 
 def tier_seconds(variant: Variant) -> dict[int, float]:
     """Predicted seconds of a micro-batch by tier, when no other one is under way."""
-    return {tokens: join_seconds(variant.split_mode, [each]) for tokens, each in rank_seconds(variant).items()}
+    return {tokens: join_seconds(variant.workload.split_mode, [each]) for tokens, each in rank_seconds(variant).items()}
 
 
 def prefill_seconds(mode: str, seconds: Mapping[int, Sequence[float]], tokens: int, largest: int) -> float:
@@ -33,19 +33,19 @@ def prefill_seconds(mode: str, seconds: Mapping[int, Sequence[float]], tokens: i
 
 def first_token_seconds(variant: Variant) -> float:
     """Seconds to prefill the expected prompts."""
-    seconds = rank_seconds(variant)
-    return prefill_seconds(variant.split_mode, seconds, variant.prompt * variant.sequences, max(seconds))
+    seconds, w = rank_seconds(variant), variant.workload
+    return prefill_seconds(w.split_mode, seconds, w.prompt * w.sequences, max(seconds))
 
 
 def decode_seconds(variant: Variant) -> float:
     """Seconds of a decode step of all sequences."""
     seconds = tier_seconds(variant)
-    return seconds[min(t for t in seconds if t >= variant.sequences)]
+    return seconds[min(t for t in seconds if t >= variant.workload.sequences)]
 
 
 def round_seconds(variant: Variant) -> float:
     """Seconds in which all sequences bring a prompt and decode their answers."""
-    return first_token_seconds(variant) + variant.generated * decode_seconds(variant)
+    return first_token_seconds(variant) + variant.workload.generated * decode_seconds(variant)
 
 
 def as_profiled(variant: Variant) -> Variant:

@@ -80,6 +80,11 @@ class Attend:
     n_kv_heads: int
     head_dim: int
 
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Query heads, KV heads, elements of each, as kernels take them."""
+        return self.n_heads, self.n_kv_heads, self.head_dim
+
 
 Operation = LookUp | Norm | Product | ProductGroup | GatedProduct | PlaceRows | Rotate | Attend
 

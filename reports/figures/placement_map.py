@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = {"pinned": BLUE, "streamed": ORANGE, "cpu": FAINT, "split": GREEN}
+COLOURS = {"pinned": BLUE, "streamed": ORANGE, "cpu": FAINT, "divided": GREEN}
 MEANINGS = {
     "pinned": "pinned: weights stay in VRAM",
     "streamed": "streamed: copied before use",
     "cpu": "cpu: computed on the host",
-    "split": "split: rows on both sides",
+    "divided": "divided: rows on both sides",
 }
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 
@@ -58,7 +58,7 @@ def draw_placement(model: str, variant: Variant, rank: RankPlan) -> "Figure":
     ax.spines[:].set_visible(False)
     ax.set_xlabel("layer")
     whose = f", rank {rank.rank} of {len(variant.ranks)}" if len(variant.ranks) > 1 else ""
-    terms = variant.terms + (f", {variant.way}" if len(variant.ranks) > 1 or variant.device else "")
+    terms = variant.terms + (f", {variant.way}" if len(variant.ranks) > 1 or variant.workload.device else "")
     title = f"Where {model} lives within {rank.budget_mib} MiB of VRAM{whose}"
     figure.suptitle(f"{title}\n{fill(terms, 85)}", fontweight="bold", fontsize=11)
     used = {p.sort for tier in rank.tiers for p in tier.placements}
@@ -88,7 +88,7 @@ def _draw_unit(ax: "Axes", place: Placement, x: float, y: float, height: float) 
 
 def _name_tier(tier: TierPlan, variant: Variant) -> str:
     name = f"{tier.tokens} token{'s' if tier.tokens > 1 else ''}"
-    return f"decode\n{name}" if tier.tokens == variant.sequences else name
+    return f"decode\n{name}" if tier.tokens == variant.workload.sequences else name
 
 
 def _describe_tier(tier: TierPlan) -> str:

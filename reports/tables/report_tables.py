@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pshard.measurement import Measurement
 from pshard.plan import Variant
 from pshard.reports.figures.style import RESOURCE_NAMES, format_number, name_strategy
 from pshard.reports.tables.bench_formats import format_bytes, table_columns
+from pshard.times.measurement import Measurement
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -33,7 +33,7 @@ def tabulate_plan(variant: Variant) -> "DataFrame":
                 {
                     "rank": str(rank.rank),
                     "tier (tokens)": str(tier.tokens),
-                    **{name: str(where.count(name)) for name in ("pinned", "streamed", "cpu", "split")},
+                    **{name: str(where.count(name)) for name in ("pinned", "streamed", "cpu", "divided")},
                     "predicted ms": format_number(1e3 * prediction.seconds),
                     "predicted tok/s": format_number(tier.tokens / prediction.seconds),
                     "limit": RESOURCE_NAMES.get(prediction.binds, prediction.binds),

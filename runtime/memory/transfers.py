@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from pshard.cuts.ffn_rows import split_rows
 from pshard.model import ModelSpec
 from pshard.runtime.devices.device import Device
 from pshard.runtime.memory.staging import StagingRing
 from pshard.runtime.memory.states import Copies
 from pshard.runtime.memory.weights import HostWeights, LentWeights
+from pshard.units.divide_rows import divide_rows
 
 
 class Transfers:
@@ -52,7 +52,7 @@ class Transfers:
         blob = self._weights.blob(unit)
         if not cpu_rows:
             return ((target, blob),)
-        pieces = split_rows(self._spec.unit(unit), cpu_rows).pieces
+        pieces = divide_rows(self._spec.unit(unit), cpu_rows).pieces
         return tuple((target[p.to : p.to + p.nbytes], blob[p.start : p.start + p.nbytes]) for p in pieces)
 
     def bring_weights(self, unit: str, copies: Copies, after: Iterable[Any] = ()) -> Any:

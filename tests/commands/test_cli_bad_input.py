@@ -304,6 +304,13 @@ def test_registry_of_a_newer_format(planned: World, refuse: Refuse) -> None:
         assert "update pshard" in refuse(*call)
 
 
+def test_registry_of_an_older_format(planned: World, refuse: Refuse) -> None:
+    edit_json(planned.registry, "version", value=1)
+    for call in commands_of(planned)[1:]:
+        line = refuse(*call)
+        assert "older format version 1" in line and f"run: pshard-plan -m {planned.model} --vram 6" in line
+
+
 # Places that cannot be written
 
 

@@ -108,7 +108,7 @@ def test_registry_keeps_a_variant_per_budget_and_the_largest_that_fits_runs(
     plan(world, "--vram", 4)
     plan(world, "--vram", 8)
     plan(world, "--vram", 4)
-    assert [v.vram_mib for v in load_registry(world.registry).variants] == [(4,), (8,)]
+    assert [v.workload.vram_mib for v in load_registry(world.registry).variants] == [(4,), (8,)]
     for given, used in ((4, 4), (7, 4), (8, 8), (4000, 8)):
         capsys.readouterr()
         run(world, "--vram", given, "-p", "a", "-n", 2)
@@ -124,7 +124,7 @@ def test_replan_after_the_model_changed(world: World, tmp_path: Path, capsys: py
     assert cli_run.main(call) == 0
     (variant,) = load_registry(world.registry).variants
     assert len(variant.ranks[0].tiers[0].placements) == 2 * 3 + 2
-    assert variant.context == 512  # as pshard-plan would, not just what this prompt takes
+    assert variant.workload.context == 512  # as pshard-plan would, not just what this prompt takes
 
 
 def test_command_in_an_error_mends_it(world: World, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -203,7 +203,7 @@ def test_environment_variables_stand_in_for_flags(
     assert cli_plan.main([]) == 0
     assert cli_plan.main(["--vram", "8", "-c", "64"]) == 0
     assert f"model: {world.model} (from PSHARD_MODEL)" in capsys.readouterr().err
-    made = {(v.vram_mib, v.context) for v in load_registry(world.registry).variants}
+    made = {(v.workload.vram_mib, v.workload.context) for v in load_registry(world.registry).variants}
     assert made == {((6,), 128), ((8,), 64)}
     assert cli_run.main(["-p", "a", "-n", "2"]) == 0
     assert "of 6 MiB" in capsys.readouterr().err
@@ -356,7 +356,7 @@ def test_numa_starts_a_rank_for_each_node_of_the_host(world: World, capfd: pytes
     plan(world, "--vram", 64)
     plan(world, "--vram", 6, "--numa")
     two = load_registry(world.registry).variants[-1]
-    assert (two.vram_mib, two.split_mode, len(two.ranks)) == ((6, 6), "tensor", 2)
+    assert (two.workload.vram_mib, two.workload.split_mode, len(two.ranks)) == ((6, 6), "tensor", 2)
     texts = []
     for flags in (["--vram", "64"], ["--vram", "6", "--numa"], ["--numa"], ["--vram", "6,6", "--numa"]):
         capfd.readouterr()
@@ -427,7 +427,7 @@ def test_replan_chooses_splits_as_pshard_plan_does(
     (made,) = load_registry(world.registry).variants
     assert made.considered
     assert {way.way for way in made.considered} == {way.way for way in planned.considered}
-    assert (made.split_mode, made.tensor_split) == (planned.split_mode, planned.tensor_split)
+    assert made.split == planned.split
 
 
 def test_replan_with_ratios_to_choose_needs_to_know_the_devices(world: World, capsys: pytest.CaptureFixture) -> None:
@@ -464,7 +464,7 @@ def test_python_api(world: World) -> None:
         pshard.load(world.model, vram=world.budget)
     plan(world, "--vram", world.budget)
     with pshard.load(world.model, vram=world.budget, context=128) as engine:
-        assert engine.plan.vram_mib == (world.budget,) and engine.vocab == 258
+        assert engine.plan.workload.vram_mib == (world.budget,) and engine.vocab == 258
         logits = engine.forward([1, 2, 3])
         assert logits.shape == (258,) and engine.lengths == (3,)
         engine.reset()
@@ -481,7 +481,7 @@ def test_python_api(world: World) -> None:
 
 def test_python_api_plans_when_asked(world: World) -> None:
     with pshard.load(world.model, vram=world.budget, context=64, replan=True) as engine:
-        assert engine.plan.context == 64
+        assert engine.plan.workload.context == 64
         assert isinstance("".join(engine.generate("ab", 3)), str)
 
 

@@ -10,7 +10,8 @@ from pshard.machine import AcceleratorInfo, MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import NOTHING_LEARNT, Correction, Factor, Variant
 from pshard.planner.choose_mode import plan_split
-from pshard.planner.make_plan import plan_baseline, plan_several, plan_variant, prepare_ranks
+from pshard.planner.make_plan import plan_baseline, plan_several, plan_variant
+from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.registries.profile_store import load_profile
 from pshard.workload import Workload
 

@@ -11,9 +11,9 @@ from pshard.errors import UserError
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import RankPlan, TierPlan, Variant
-from pshard.planner.make_plan import price_tiers
-from pshard.planner.price.costs import Tables
+from pshard.planner.prepare_ranks import price_tiers
 from pshard.planner.price.draft import tier_steps
+from pshard.planner.price.profile_tables import Tables
 from pshard.steps.step import Step
 
 CLOSE = 1e-12  # relative, of seconds

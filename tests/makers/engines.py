@@ -1,11 +1,10 @@
 """Engines for tests: a model file, hand-made plans, the CPU as accelerator."""
 
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import torch
-from plan_samples import make_tier, make_variant
+from plan_samples import make_tier, make_variant, with_workload
 
 from pshard.buffers import TORCH_RESERVE_MIB
 from pshard.models import open_model
@@ -44,5 +43,5 @@ def open_engine(
     tiers = tiers or pinned_everywhere(file.spec, tokens, context, sequences)
     reserve = TORCH_RESERVE_MIB if device == "cuda" else 0
     variant = make_variant(file.spec, tiers, context, sequences, reserve_mib=reserve)
-    variant = replace(variant, type_k=kv_types[0], type_v=kv_types[1])
+    variant = with_workload(variant, type_k=kv_types[0], type_v=kv_types[1])
     return build_engine(file, variant, open_device(device), kernels=kernels)

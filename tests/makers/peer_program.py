@@ -3,7 +3,6 @@
 import os
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +71,7 @@ def norms(exchange: Any, out: Path) -> None:
 
 def pushes(exchange: Any, out: Path) -> None:
     """Sums of parts that leave from a product, on all ranks, some or none, as rows of one and of three."""
-    from test_triton_kernels import random_weight
+    from random_weights import random_weight
 
     from pshard.runtime.kernels.gpu.cuda import CudaKernels
 
@@ -155,7 +154,7 @@ class PeerGroup(Group):
 def engines(exchange: Any, out: Path) -> None:
     """A rank of an engine on the GPU's kernels; the second of three ranks holds nothing."""
     from engines import pinned_everywhere
-    from plan_samples import make_rank_plan, make_variant
+    from plan_samples import make_rank_plan, make_variant, with_workload
 
     from pshard.cuts.tensor_cuts import cut_model, vocab_sizes
     from pshard.models import open_model
@@ -168,7 +167,7 @@ def engines(exchange: Any, out: Path) -> None:
     spec = open_model(out / "m.gguf").spec
     specs = [cut_model(spec, shares, r) for r in range(exchange.size)]
     plans = tuple(make_rank_plan(s, pinned_everywhere(s, (4,), 64), r, shares[r]) for r, s in enumerate(specs))
-    variant = replace(make_variant(spec, plans[0].tiers, 64, 1, plans), split_mode="tensor", tensor_split=shares)
+    variant = with_workload(make_variant(spec, plans[0].tiers, 64, 1, plans), split_mode="tensor", tensor_split=shares)
     session.choose_kernels = lambda *_: (CudaKernels("cpu", 4), PlainKernels(), ())
     group = PeerGroup(exchange, vocab_sizes(spec, shares))
     with session.build_engine(open_model(out / "m.gguf"), variant, open_device("cpu"), group=group) as engine:

@@ -4,13 +4,14 @@ import random
 from dataclasses import replace
 
 from pshard.buffers import row_stage_bytes, scratch_bytes, state_stage_bytes
-from pshard.cuts.ffn_rows import acc_part, ffn_rows
 from pshard.model import ModelSpec
 from pshard.plan import Buffers, Placement, Prediction, RankPlan, Solve, TierPlan, Variant
 from pshard.quant import TENSOR_ALIGN, align
+from pshard.units.divide_rows import acc_part, ffn_rows
 from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
 from pshard.units.state import StateShape
+from pshard.workload import Workload
 
 NO_PREDICTION = Prediction(0.0, 0.0, (), "none", 0, 0)
 NO_SOLVE = Solve("by hand", 0.0, 0.0, 0.0, 0.0, "none")
@@ -51,7 +52,13 @@ def make_variant(
     ranks = ranks or (make_rank_plan(spec, tiers),)
     ranks = tuple(replace(r, budget_mib=r.budget_mib + reserve_mib) for r in ranks)
     budgets = tuple(r.budget_mib for r in ranks)
-    return Variant(budgets, context, sequences, "f32", "f32", tiers[-1].tokens, 1, 1, "none", (), True, ranks)
+    workload = Workload(budgets, context, sequences, "f32", "f32", tiers[-1].tokens, prompt=1, generated=1)
+    return Variant(workload, True, ranks)
+
+
+def with_workload(variant: Variant, **fields) -> Variant:
+    """The variant with these fields of its workload."""
+    return replace(variant, workload=replace(variant.workload, **fields))
 
 
 def make_rank_plan(spec: ModelSpec, tiers: tuple[TierPlan, ...], rank: int = 0, share: float = 1.0) -> RankPlan:

@@ -11,10 +11,10 @@ from pshard.model import ModelSpec
 from pshard.model_config import ModelConfig, Rope
 from pshard.plan import TierPlan, Variant
 from pshard.planner.make_plan import plan_baseline
-from pshard.planner.price.costs import TierCosts
 from pshard.planner.price.datasheet import Rates
 from pshard.planner.price.draft import Room, tier_steps
 from pshard.planner.price.simulate import ROUNDS, Simulation, simulate
+from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.search.strategies import STRATEGIES
 from pshard.tensor import TensorSpec
 from pshard.units.attention import ATTENTION

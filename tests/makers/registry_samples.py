@@ -3,6 +3,7 @@
 from pshard.machine import AcceleratorInfo, Contention, HostInfo, MachineProfile, Provenance
 from pshard.plan import Buffers, Placement, Prediction, RankPlan, Registry, Solve, TierPlan, Variant
 from pshard.registries.fingerprint import digest
+from pshard.workload import Workload
 
 INPUTS = (("model bytes", "123"), ("threads", "8"))
 
@@ -20,18 +21,8 @@ def make_tier(tokens: int = 1, seconds: float = 0.05) -> TierPlan:
 def make_variant(vram_mib: tuple[int, ...] = (100,), context: int = 512, seconds: float = 0.05, **changes) -> Variant:
     tiers = (make_tier(1, seconds), make_tier(16, seconds))
     ranks = tuple(RankPlan(i, mib, 1 / len(vram_mib), (), (), tiers) for i, mib in enumerate(vram_mib))
-    fields = {
-        "sequences": 1,
-        "type_k": "bf16",
-        "type_v": "bf16",
-        "max_ubatch": 16,
-        "prompt": 256,
-        "generated": 64,
-        "split_mode": "none",
-        "tensor_split": (),
-        "plan_needed": True,
-    }
-    return Variant(vram_mib=vram_mib, context=context, ranks=ranks, **(fields | changes))
+    fields = {"max_ubatch": 16, "prompt": 256, "generated": 64} | changes
+    return Variant(Workload(vram_mib, context, **fields), True, ranks)
 
 
 def make_registry(seconds: float = 0.05, inputs=INPUTS, variants: tuple[Variant, ...] | None = None) -> Registry:

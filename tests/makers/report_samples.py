@@ -5,10 +5,11 @@ from dataclasses import replace
 from registry_samples import make_profile
 
 from pshard.machine import CopyTiming, MachineProfile, MatmulTiming, ReadTiming
-from pshard.measurement import Measurement, TimelineEvent, summarise_samples
-from pshard.measurement import test_name as name_test
 from pshard.plan import Buffers, Placement, Prediction, RankPlan, Registry, Solve, TierPlan, Variant
 from pshard.registries.fingerprint import digest
+from pshard.times.measurement import Measurement, TimelineEvent, summarise_samples
+from pshard.times.measurement import test_name as name_test
+from pshard.workload import Workload
 
 LAYERS = 32
 
@@ -130,7 +131,7 @@ def make_plan_variant(vram_mib: tuple[int, ...] = (12000,)) -> Variant:
     )
     ranks = tuple(RankPlan(i, mib, 1 / len(vram_mib), (), (), tiers) for i, mib in enumerate(vram_mib))
     split = "tensor" if len(ranks) > 1 else "none"
-    return Variant(vram_mib, 8192, 1, "bf16", "bf16", 4096, 4096, 256, split, (), True, ranks)
+    return Variant(Workload(vram_mib, split_mode=split), True, ranks)
 
 
 def make_plan_registry(*budgets: tuple[int, ...]) -> Registry:

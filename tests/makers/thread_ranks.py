@@ -11,7 +11,15 @@ from typing import Any
 
 import torch
 from engines import pinned_everywhere
-from plan_samples import make_rank_plan, make_tier, make_variant, random_places, shrink_places, split_places
+from plan_samples import (
+    make_rank_plan,
+    make_tier,
+    make_variant,
+    random_places,
+    shrink_places,
+    split_places,
+    with_workload,
+)
 
 from pshard.cuts.rank_parts import cut_ranks
 from pshard.models import open_model
@@ -107,7 +115,7 @@ def split_variant(path: Path, split: Split, context: int, tiers: Tiers | None = 
     specs = cut_ranks(open_model(path).spec, split)
     plans = tuple(make_rank_plan(s, make(s), r, share) for r, (s, share) in enumerate(zip(specs, split.shares)))
     variant = make_variant(specs[0], plans[0].tiers, context, 1, plans, reserve_mib)
-    return replace(variant, split_mode=split.mode, tensor_split=split.shares, max_tp=split.limits)
+    return replace(variant, workload=variant.workload.under(split))
 
 
 def run_ranks(
@@ -123,7 +131,7 @@ def run_ranks(
     """What `talk` returns on each rank of a group over the ratios `shares`, split by layers or by tensors."""
     meeting = Meeting(len(shares))
     variant = split_variant(path, Split(mode, shares, limits), context, tiers)
-    variant = replace(variant, type_k=kv_types[0], type_v=kv_types[1])
+    variant = with_workload(variant, type_k=kv_types[0], type_v=kv_types[1])
 
     def rank(r: int) -> Any:
         group = ThreadGroup(r, meeting)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pshard.errors import UserError
-from pshard.models.chat import render_chat
+from pshard.models.text.chat import render_chat
 
 CHATML = """{%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}

@@ -13,9 +13,9 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from pshard.errors import UserError
 from pshard.models import open_model
-from pshard.models.gguf_tokenizer import PRE_TOKENIZERS, gguf_tokenizer
-from pshard.models.hf_tokenizer import hf_chat_template, hf_tokenizer
-from pshard.models.tokenizer import Tokenizer
+from pshard.models.text.gguf_tokenizer import PRE_TOKENIZERS, gguf_tokenizer
+from pshard.models.text.hf_tokenizer import hf_chat_template, hf_tokenizer
+from pshard.models.text.tokenizer import Tokenizer
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog; the dog's owner didn't mind. It'll DO, they'RE fine!",

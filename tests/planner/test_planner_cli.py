@@ -17,6 +17,10 @@ from pshard.planner.price.draft import UNPREDICTED, UNSOLVED
 from pshard.planner.price.example_sheets import MACHINES
 from pshard.registries.profile_store import load_profile
 from pshard.registries.store import load_registry
+from pshard.units.attention import ATTENTION
+from pshard.units.ffn import FFN
+from pshard.units.unit import Unit
+from pshard.workload import Workload
 
 OWN = TORCH_RESERVE_MIB
 MIB = str(OWN + 4)  # 4 MiB of arena: less than the model
@@ -61,7 +65,7 @@ def test_a_plan_is_printed_and_stored(plan):
     assert code == 0
     stored = load_registry(registry)
     (variant,) = stored.variants
-    assert variant.plan_needed and variant.vram_mib == (OWN + 4,)
+    assert variant.plan_needed and variant.workload.vram_mib == (OWN + 4,)
     for tier in variant.ranks[0].tiers:
         assert f"{tier.prediction.seconds * 1e3:.2f}" in out
     assert str(registry) in err
@@ -70,7 +74,14 @@ def test_a_plan_is_printed_and_stored(plan):
 def test_planning_again_replaces_a_budget_and_keeps_the_others(plan):
     for mib in (MIB, str(OWN + 5), MIB):
         assert plan("--vram", mib)[0] == 0
-    assert [v.vram_mib for v in load_registry(plan("--vram", MIB)[3]).variants] == [(OWN + 4,), (OWN + 5,)]
+    assert [v.workload.vram_mib for v in load_registry(plan("--vram", MIB)[3]).variants] == [(OWN + 4,), (OWN + 5,)]
+
+
+def test_a_registry_of_an_older_format_gives_way(plan, tmp_path):
+    (tmp_path / "plans.json").write_text('{"inputs": [], "variants": [{}, {}], "version": 1}')
+    code, _, err, registry = plan("--vram", MIB)
+    assert code == 0 and "dropped from the registry, as made for other inputs: 2 plan(s)" in err
+    assert [v.workload.vram_mib for v in load_registry(registry).variants] == [(OWN + 4,)]
 
 
 def test_json_alone_is_on_stdout_and_a_sweep_plans_every_budget(plan):
@@ -78,7 +89,7 @@ def test_json_alone_is_on_stdout_and_a_sweep_plans_every_budget(plan):
     assert code == 0
     data = json.loads(out)
     variants = from_json(Registry, data["registry"]).variants
-    assert [v.vram_mib for v in variants] == [(OWN + 1,), (OWN + 4,), (OWN + 7,)]
+    assert [v.workload.vram_mib for v in variants] == [(OWN + 1,), (OWN + 4,), (OWN + 7,)]
     seconds = [v.ranks[0].covering(1).prediction.seconds for v in variants]
     assert seconds[0] >= seconds[-1]
     assert [t["title"] for t in data["timelines"]] and data["timelines"][0]["events"]
@@ -144,9 +155,9 @@ def test_llama_cpp_keeps_its_kv_cache_in_vram_where_all_of_it_fits(layers, in_vr
     buffers = Buffers(6 * mib, 2 * mib, 2, mib, in_vram * mib)
     tier = TierPlan(1, (*units, *ffns), buffers, UNPREDICTED, UNSOLVED)
     rank = RankPlan(0, budget, 1.0, (), (), (tier,))
-    variant = Variant((budget,), 64, 1, "bf16", "bf16", 1, 32, 32, "none", (), True, (rank,))
-    kinds = {p.unit: ("attention" if p.kv else "ffn", i % layers) for i, p in enumerate(tier.placements)}
-    assert ("-nkvo" not in llama_arguments(variant, kinds)) == offloads
+    variant = Variant(Workload((budget,), 64, max_ubatch=1, prompt=32, generated=32), True, (rank,))
+    model = {p.unit: Unit(p.unit, ATTENTION if p.kv else FFN, i % layers, ()) for i, p in enumerate(tier.placements)}
+    assert ("-nkvo" not in llama_arguments(variant, model)) == offloads
 
 
 def test_arguments_for_llama_cpp_of_several_devices_are_refused_before_anything_is_written(plan):
@@ -170,14 +181,14 @@ def test_two_devices_get_a_plan_each(plan):
     code, _, err, registry = plan("--vram", f"{OWN + 3},{OWN + 2}", "-sm", "tensor", "-ts", "3,1")
     assert code == 0 and "no collectives" in err
     (variant,) = load_registry(registry).variants
-    assert [r.budget_mib for r in variant.ranks] == [OWN + 3, OWN + 2] and variant.tensor_split == (0.75, 0.25)
+    assert [r.budget_mib for r in variant.ranks] == [OWN + 3, OWN + 2] and variant.workload.tensor_split == (0.75, 0.25)
 
 
 def test_ratios_are_chosen_and_the_others_named(plan):
     code, out, _, registry = plan("--vram", f"{OWN + 4},{OWN + 2}", "-sm", "tensor", "-ts", "auto")
     (variant,) = load_registry(registry).variants
-    assert code == 0 and len(variant.ranks) == 2 and sum(variant.tensor_split) == pytest.approx(1)
-    shares = ",".join(f"{share:.4g}" for share in variant.tensor_split)
+    assert code == 0 and len(variant.ranks) == 2 and sum(variant.workload.tensor_split) == pytest.approx(1)
+    shares = ",".join(f"{share:.4g}" for share in variant.workload.tensor_split)
     assert variant.considered[0].way == f"-sm tensor -ts {shares}"
     assert "-sm tensor -ts 0.5,0.5" in [c.way for c in variant.considered]
     assert all(c.way in out for c in variant.considered) and "the chosen one first" in out
@@ -196,6 +207,12 @@ def test_modes_are_compared_and_explained(plan):
     assert kept.considered == variant.considered
 
 
+def test_the_program_that_is_written_is_that_of_the_plan(plan, tmp_path):
+    code, _, _, _ = plan("--vram", MIB, "--write-lp", str(tmp_path / "program.lp"))
+    text = (tmp_path / "program.lp").read_text(encoding="utf-8")
+    assert code == 0 and " vram(t1): " in text and " pin(t1,ffn0)\n" in text
+
+
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
@@ -212,6 +229,9 @@ def test_modes_are_compared_and_explained(plan):
         (("--vram", f"{MIB},{MIB}", "-sm", "tensor", "-ts", "autos"), "autos"),
         (("--vram", MIB, "--prompt", "250", "--generated", "100"), "do not fit the context of 256"),
         (("--vram", MIB, "--expl"), "unrecognized arguments: --expl"),
+        (("--vram", f"{MIB},{MIB}", "-sm", "tensor", "--write-lp", "program.lp"), "one plan for one device"),
+        (("--vram", MIB, "--strategy", "fit", "--write-lp", "program.lp"), "one plan for one device"),
+        (("--vram", MIB, "--write-lp", "nowhere/program.lp"), "there is no folder nowhere"),
         (("--vram", MIB, "-np", "0"), "'0' is not a whole number"),
     ],
 )

@@ -16,9 +16,11 @@ from pshard.machine import (
     ShareTiming,
 )
 from pshard.planner.explain import double_link
-from pshard.planner.price.costs import Tables, tier_costs, unit_cost
 from pshard.planner.price.datasheet import profile_from_datasheet
+from pshard.planner.price.profile_tables import Tables
+from pshard.planner.price.tier_costs import tier_costs
 from pshard.planner.price.tier_loads import TierLoad
+from pshard.planner.price.unit_costs import Setting, unit_cost
 from pshard.steps.step import AllReduce, Gather
 from pshard.units.ffn import FFN
 from pshard.workload import Split, Workload
@@ -74,7 +76,7 @@ def test_products_of_one_input_are_one_launch_in_small_batches():
     def seconds(unit: int, tokens: int, kind: str = "cuda") -> float:
         accelerators = (replace(profile.accelerators[0], kind=kind),)
         tables, load = Tables(replace(profile, accelerators=accelerators)), TierLoad(tokens, 1, 0, 1, 1.0)
-        cost = unit_cost(spec.units[unit], spec, tables, load, WORKLOAD).acc
+        cost = unit_cost(spec.units[unit], Setting(spec, tables, load, WORKLOAD)).acc
         attention = tables.attention("acc", spec.config, "bf16", tokens, tokens)
         return cost - (attention if unit == 1 else 0.0)
 
@@ -103,8 +105,8 @@ def test_attention_grows_with_context_and_heads_read():
 
 def test_sequences_that_decode_together_read_all_their_cells():
     spec, tables = make_model(), Tables(PROFILE)
-    one = unit_cost(spec.units[1], spec, tables, TierLoad(1, 1, 4000, 1, 1.0), WORKLOAD)
-    four = unit_cost(spec.units[1], spec, tables, TierLoad(4, 4, 4000, 4, 1.0), WORKLOAD)
+    one = unit_cost(spec.units[1], Setting(spec, tables, TierLoad(1, 1, 4000, 1, 1.0), WORKLOAD))
+    four = unit_cost(spec.units[1], Setting(spec, tables, TierLoad(4, 4, 4000, 4, 1.0), WORKLOAD))
     assert four.kv_fetch_bytes == 4 * one.kv_fetch_bytes
     assert one.acc < four.acc < 4 * one.acc
 
@@ -135,8 +137,8 @@ def test_sequences_that_were_timed_together_cost_that():
 def test_only_the_wanted_rows_of_logits_are_computed():
     spec, tables = make_model(vocab=32768), Tables(PROFILE)
     head = spec.units[-1]
-    prefill = unit_cost(head, spec, tables, TierLoad(512, 1, 0, 1, 1.0), WORKLOAD)
-    assert prefill.acc == pytest.approx(unit_cost(head, spec, tables, DECODE, WORKLOAD).acc)
+    prefill = unit_cost(head, Setting(spec, tables, TierLoad(512, 1, 0, 1, 1.0), WORKLOAD))
+    assert prefill.acc == pytest.approx(unit_cost(head, Setting(spec, tables, DECODE, WORKLOAD)).acc)
 
 
 def test_a_rank_that_holds_nothing_of_a_unit_spends_nothing_on_it():

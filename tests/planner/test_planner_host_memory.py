@@ -13,7 +13,8 @@ from pshard.cuts.rank_parts import cut_ranks
 from pshard.errors import BudgetTooSmall, UserError
 from pshard.machine import MachineProfile
 from pshard.planner.check_plan import PlanError, check_variant
-from pshard.planner.make_plan import plan_several, plan_variant, prepare_ranks, same_placements
+from pshard.planner.make_plan import plan_several, plan_variant, same_placements
+from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.times.predicted_times import round_seconds
 from pshard.workload import Workload
@@ -37,7 +38,7 @@ def kept_on_host(specs, variant, kind: str) -> int:
         for unit in spec.units:
             places = [t.placement(unit.name) for t in rank.tiers]
             total += unit.packed_nbytes * any(p.where != "pinned" or p.cpu_rows for p in places)
-            total += cell * variant.context * any(p.kv == "host" for p in places)
+            total += cell * variant.workload.context * any(p.kv == "host" for p in places)
         total += max(t.buffers.total for t in rank.tiers) if kind == "cpu" else 0
     return total
 
@@ -70,9 +71,9 @@ def test_no_plan_keeps_more_on_the_host_than_it_has(data):
         check_variant((spec,), each, rates.kind, usable)
         assert kept_on_host((spec,), each, rates.kind) <= usable
     seconds = [c.load.weight * t.prediction.seconds for c, t in zip(task.costs, variant.ranks[0].tiers)]
-    for name, published in published_variants(spec, profile, replace(workload, max_ubatch=variant.max_ubatch)):
+    for name, published in published_variants(spec, profile, replace(workload, max_ubatch=variant.workload.max_ubatch)):
         assert kept_on_host((spec,), published, rates.kind) <= usable
-        if published.max_ubatch == variant.max_ubatch:
+        if published.workload.max_ubatch == variant.workload.max_ubatch:
             other = [c.load.weight * t.prediction.seconds for c, t in zip(task.costs, published.ranks[0].tiers)]
             assert sum(seconds) <= sum(other) * (1 + 1e-9), name
 

@@ -9,7 +9,7 @@ from test_planner_ratios import PAIR, SPEC, unlike, workload
 from pshard.cuts.rank_parts import cut_ranks
 from pshard.errors import BudgetTooSmall
 from pshard.planner.check_plan import check_variant
-from pshard.planner.choose_mode import WORTH, plan_mode
+from pshard.planner.choose_mode import MORE_DEVICES_SHARE, plan_mode
 from pshard.planner.make_plan import plan_variant
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.times.predicted_times import first_token_seconds, round_seconds
@@ -30,15 +30,15 @@ SLOW = profile_from_datasheet(replace(PAIR, collective_rate=0.05e9))
 def test_the_fastest_way_is_taken(profile, budgets, generated, mode):
     wanted = replace(workload(*budgets), generated=generated)
     best = plan_mode(SPEC, profile, wanted, auto_ratios=False)
-    assert best.split_mode == mode
+    assert best.workload.split_mode == mode
     check_variant(cut_ranks(SPEC, best.split), best, "cuda")
     one = plan_variant(SPEC, profile, replace(wanted, vram_mib=wanted.vram_mib[:1], split_mode="none"))
     every = [one, *(plan_variant(SPEC, profile, wanted.under(Split(m, ()))) for m in ("layer", "tensor"))]
-    assert round_seconds(best) * WORTH <= min(map(round_seconds, every))
+    assert round_seconds(best) * MORE_DEVICES_SHARE <= min(map(round_seconds, every))
     said = {way.way.split(",")[0].split(" -ts")[0]: way for way in best.considered}
     assert set(said) == {"-sm none", "-sm layer", "-sm tensor"}
     for variant in every:
-        way = said[f"-sm {variant.split_mode}"]
+        way = said[f"-sm {variant.workload.split_mode}"]
         assert way.seconds == pytest.approx(round_seconds(variant), rel=0.02)  # the solver may stop elsewhere
         assert way.first_token == pytest.approx(first_token_seconds(variant), rel=0.05)
     assert best.considered[0] is said[f"-sm {mode}"]
@@ -54,8 +54,8 @@ def test_tensors_are_cut_over_fewer_devices_where_sums_of_all_take_too_long(auto
     few, all_four = (
         plan_mode(SPEC, replace(FAST, collectives=tuple(timed)), wanted, auto_ratios) for timed in (slow, rows)
     )
-    assert (few.split_mode, few.vram_mib) == ("tensor", wanted.vram_mib[:2])
-    assert (all_four.split_mode, all_four.vram_mib) == ("tensor", wanted.vram_mib)
+    assert (few.workload.split_mode, few.workload.vram_mib) == ("tensor", wanted.vram_mib[:2])
+    assert (all_four.workload.split_mode, all_four.workload.vram_mib) == ("tensor", wanted.vram_mib)
     assert {w.way.count(",") for w in few.considered if "tensor" in w.way} == {1, 3}
     check_variant(cut_ranks(SPEC, few.split), few, "cuda")
 
@@ -69,14 +69,15 @@ def test_given_ratios_are_for_all_devices():
 def test_one_of_unlike_devices_may_do_best_alone():
     slow = replace(PAIR, acc_memory=PAIR.acc_memory / 30, acc_flops=PAIR.acc_flops / 30)
     best = plan_mode(SPEC, unlike(slow, PAIR), workload(900, 900), auto_ratios=False)
-    assert (best.split_mode, best.device, best.vram_mib) == ("none", 1, (OWN + 900,))
+    chosen = best.workload
+    assert (chosen.split_mode, chosen.device, chosen.vram_mib) == ("none", 1, (OWN + 900,))
     assert best.considered[0].way == "-sm none, device 1"
     assert best.considered[0].seconds == round_seconds(best)
 
 
 def test_a_way_that_does_not_fit_is_listed():
     best = plan_mode(SPEC, FAST, workload(900, 1 - OWN), auto_ratios=False)
-    assert best.split_mode == "none"
+    assert best.workload.split_mode == "none"
     assert [w.way for w in best.considered if w.seconds is None] == ["-sm layer", "-sm tensor"]
     with pytest.raises(BudgetTooSmall):
         plan_mode(SPEC, FAST, workload(1 - OWN, 1 - OWN), auto_ratios=False)
@@ -84,7 +85,8 @@ def test_a_way_that_does_not_fit_is_listed():
 
 def test_ratios_are_chosen_for_both_splits():
     best = plan_mode(SPEC, FAST, replace(workload(120, 60), max_tp=(("output", 1),)), auto_ratios=True)
-    assert best.split_mode == "tensor" and best.tensor_split[0] > 0.55 and best.max_tp == (("output", 1),)
+    split = best.split
+    assert split.mode == "tensor" and split.shares[0] > 0.55 and split.limits == (("output", 1),)
     ways = [w.way for w in best.considered]
     tensors = [w for w in ways if w.startswith("-sm tensor")]
     assert len(tensors) > 1 and all(w.endswith("--max-tp head=1") for w in tensors)
@@ -94,4 +96,4 @@ def test_ratios_are_chosen_for_both_splits():
 
 def test_one_budget_is_one_device():
     best = plan_mode(SPEC, FAST, Workload((OWN + 900,), 512, prompt=256), auto_ratios=True)
-    assert best.split_mode == "none" and len(best.considered) == 1
+    assert best.workload.split_mode == "none" and len(best.considered) == 1

@@ -7,9 +7,11 @@ import pytest
 from planner_cases import OWN, make_model, simulate_tier
 
 from pshard.model import ModelSpec
-from pshard.planner.make_plan import RankTask, plan_variant, prepare_ranks
+from pshard.planner.make_plan import plan_variant
+from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.datasheet import Rates, profile_from_datasheet
 from pshard.planner.price.draft import draft_tier
+from pshard.planner.rank_task import RankTask
 from pshard.planner.search.anneal import anneal
 from pshard.planner.search.climb import SLOT_CHOICES
 from pshard.planner.search.exact import ExactSearch
@@ -57,8 +59,8 @@ class Oracle:
             held = (unit.packed_nbytes if where == "pinned" else 0) + (room.states[unit.name] if in_vram else 0)
             options.append(((where, in_vram, 0), cost.cpu if where == "cpu" else cost.acc, link, held))
         split = self.task.room.spec.config.n_layers <= MOST_SPLIT
-        for rows in next(c.cut_rows for c in self.task.classes if unit in c.units) if split else ():
-            cut = self.costs.split(unit.name, rows)
+        for rows in next(c.cpu_row_choices for c in self.task.classes if unit in c.units) if split else ():
+            cut = self.costs.divided(unit.name, rows)
             seconds = max(cut.acc_rows, cut.cpu) + cut.join + cut.down
             options.append((("pinned", False, rows), seconds, 0.0, cut.nbytes))
             options.append((("streamed", False, rows), seconds, cut.link, 0))

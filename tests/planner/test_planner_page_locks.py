@@ -11,11 +11,13 @@ from planner_cases import DESKTOP, OWN, machines, make_model, models, published_
 
 from pshard.machine import CopyTiming, MachineProfile
 from pshard.planner.check_plan import check_variant
-from pshard.planner.make_plan import plan_variant, prepare_ranks, same_placements
-from pshard.planner.price.costs import Tables, tier_costs
+from pshard.planner.make_plan import plan_variant, same_placements
+from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.datasheet import profile_from_datasheet
-from pshard.planner.price.draft import tier_seconds
+from pshard.planner.price.draft import simulated_seconds
 from pshard.planner.price.predict_published import Predictor
+from pshard.planner.price.profile_tables import Tables
+from pshard.planner.price.tier_costs import tier_costs
 from pshard.times.predicted_times import round_seconds
 from pshard.workload import Workload
 
@@ -88,7 +90,7 @@ def _load(profile, tokens: int):
 
 def _seconds(profile, tier, cost) -> float:
     (task,) = prepare_ranks(SPEC, profile, WORKLOAD)
-    return tier_seconds(task.room, tier, cost)
+    return simulated_seconds(task.room, tier, cost)
 
 
 @pytest.mark.parametrize(("gib", "gain"), [(0.0, 0.05), (0.5, 0.08), (1.0, 0.03), (2.0, -0.02)])
@@ -115,9 +117,9 @@ def test_plans_under_a_limit_are_legal_and_no_worse_than_published_strategies(da
     )
     variant = plan_variant(spec, profile, workload)
     check_variant((spec,), variant, rates.kind)
-    for name, published in published_variants(spec, profile, replace(workload, max_ubatch=variant.max_ubatch)):
-        if published.max_ubatch == variant.max_ubatch:
-            (task,) = prepare_ranks(spec, profile, replace(workload, max_ubatch=variant.max_ubatch))
+    for name, published in published_variants(spec, profile, replace(workload, max_ubatch=variant.workload.max_ubatch)):
+        if published.workload.max_ubatch == variant.workload.max_ubatch:
+            (task,) = prepare_ranks(spec, profile, replace(workload, max_ubatch=variant.workload.max_ubatch))
             own, other = (
                 sum(c.load.weight * t.prediction.seconds for c, t in zip(task.costs, v.ranks[0].tiers))
                 for v in (variant, published)

@@ -18,18 +18,11 @@ from pshard.cuts.rank_parts import cut_ranks
 from pshard.errors import BudgetTooSmall, UserError
 from pshard.plan import Variant
 from pshard.planner.check_plan import PlanError, check_variant
-from pshard.planner.make_plan import (
-    join_fastest,
-    join_ranks,
-    place_ranks,
-    plan_baseline,
-    plan_variant,
-    prepare_ranks,
-    rank_shares,
-    refine_ranks,
-)
+from pshard.planner.join_ranks import join_ranks
+from pshard.planner.make_plan import join_fastest, place_ranks, plan_baseline, plan_variant, refine_ranks
+from pshard.planner.prepare_ranks import prepare_ranks, rank_shares
 from pshard.planner.price.datasheet import Rates, profile_from_datasheet
-from pshard.planner.search.candidates import round_seconds
+from pshard.planner.search.candidates import plan_seconds
 from pshard.planner.search.strategies import STRATEGIES
 from pshard.times import predicted_times as pace
 from pshard.times.predicted_times import first_token_seconds, tier_seconds
@@ -51,9 +44,9 @@ def smallest_budget(spec, profile, workload: Workload) -> int:
 
 def workload_seconds(spec, profile, workload: Workload, variant: Variant) -> float:
     """Simulated seconds of one round of the workload, priced the same way for every variant."""
-    task = prepare_ranks(spec, profile, replace(workload, max_ubatch=variant.max_ubatch))[0]
+    task = prepare_ranks(spec, profile, replace(workload, max_ubatch=variant.workload.max_ubatch))[0]
     tiers = variant.ranks[0].tiers
-    return round_seconds(task.room, tiers, tuple(t.prediction.seconds for t in tiers), task.costs)
+    return plan_seconds(task.room, tiers, tuple(t.prediction.seconds for t in tiers), task.costs)
 
 
 @RELAXED
@@ -66,10 +59,10 @@ def test_every_plan_is_legal_within_budget_and_no_worse_than_published_strategie
     variant = plan_variant(spec, profile, workload)
     check_variant((spec,), variant, rates.kind)
     own = workload_seconds(spec, profile, workload, variant)
-    same = replace(workload, max_ubatch=variant.max_ubatch)
+    same = replace(workload, max_ubatch=variant.workload.max_ubatch)
     for name, published in published_variants(spec, profile, same):
         check_variant((spec,), published, rates.kind)
-        if published.max_ubatch == variant.max_ubatch:
+        if published.workload.max_ubatch == variant.workload.max_ubatch:
             assert own <= workload_seconds(spec, profile, workload, published) * (1 + 1e-9), name
 
 
@@ -91,9 +84,9 @@ def test_the_joint_objective_of_all_tiers_beats_every_published_strategys(seed):
     workload = Workload((budget,), context=8192, prompt=4096, generated=rng.choice((16, 128, 1024)))
     variant = plan_variant(spec, profile, workload)
     own = workload_seconds(spec, profile, workload, variant)
-    same, compared = replace(workload, max_ubatch=variant.max_ubatch), 0
+    same, compared = replace(workload, max_ubatch=variant.workload.max_ubatch), 0
     for name, published in published_variants(spec, profile, same):
-        assert published.max_ubatch == variant.max_ubatch
+        assert published.workload.max_ubatch == variant.workload.max_ubatch
         assert own <= workload_seconds(spec, profile, workload, published) * (1 + 1e-9), name
         compared += 1
     assert compared
@@ -124,8 +117,8 @@ def test_ranks_that_wait_for_each_other_are_no_slower_than_under_any_published_s
     budgets = tuple((OWN if kind == "cuda" else 0) + mib for mib in arenas)
     workload = Workload(budgets, context=1024, max_ubatch=128, prompt=512, generated=256, split_mode="tensor")
     variant, compared = plan_variant(spec, profile, workload), 0
-    for name, published in published_variants(spec, profile, replace(workload, max_ubatch=variant.max_ubatch)):
-        if published.max_ubatch == variant.max_ubatch:
+    for name, published in published_variants(spec, profile, replace(workload, max_ubatch=variant.workload.max_ubatch)):
+        if published.workload.max_ubatch == variant.workload.max_ubatch:
             assert pace.round_seconds(variant) <= pace.round_seconds(published) * (1 + 1e-9), name
             compared += 1
     assert compared
@@ -226,7 +219,7 @@ def test_ranks_of_any_ratio_are_planned_over_their_own_slices():
         workload = Workload((OWN + 44, OWN + 34), context=256, prompt=128, split_mode="tensor", tensor_split=split)
         variant = plan_variant(spec, PROFILE, workload)
         shares = rank_shares(workload)
-        assert variant.tensor_split == shares
+        assert variant.workload.tensor_split == shares
         check_variant(cut_ranks(spec, Split("tensor", shares)), variant, "cuda")
         assert len({tuple(t.tokens for t in r.tiers) for r in variant.ranks}) == 1
 
@@ -243,7 +236,7 @@ def test_ranks_that_hold_whole_layers_are_planned_within_their_own_budgets(data)
     workload = replace(one, vram_mib=budgets, split_mode="layer", tensor_split=split)
     variant = plan_variant(spec, profile, workload)
     shares = rank_shares(workload)
-    assert (variant.split_mode, variant.tensor_split) == ("layer", shares)
+    assert (variant.workload.split_mode, variant.workload.tensor_split) == ("layer", shares)
     assert tuple(r.budget_mib for r in variant.ranks) == budgets
     check_variant(cut_ranks(spec, Split("layer", shares)), variant, rates.kind)
     assert len({tuple(t.tokens for t in r.tiers) for r in variant.ranks}) == 1
@@ -257,7 +250,7 @@ def test_the_check_notices_layers_that_are_missing_or_on_two_ranks():
     for parts in ((first, first), (second, first), (first, cut_ranks(spec, Split("layer", (0.2, 0.8)))[1])):
         with pytest.raises(PlanError, match=r"expects them|each once"):
             check_variant(parts, variant, "cuda")
-    larger = replace(variant.ranks[1], budget_mib=variant.vram_mib[1] + 1)
+    larger = replace(variant.ranks[1], budget_mib=variant.workload.vram_mib[1] + 1)
     with pytest.raises(PlanError, match="plan 1 is of rank 1 with"):
         check_variant((first, second), replace(variant, ranks=(variant.ranks[0], larger)), "cuda")
     with pytest.raises(PlanError, match="plan 0 is of rank 1 with"):
@@ -270,7 +263,7 @@ def test_a_pipeline_takes_smaller_micro_batches_so_that_all_ranks_work():
     one = Workload((4000,), context=8192, prompt=4096)
     whole = plan_variant(spec, PROFILE, one)
     pipeline = plan_variant(spec, PROFILE, replace(one, vram_mib=(4000, 4000), split_mode="layer"))
-    assert pipeline.max_ubatch < whole.max_ubatch
+    assert pipeline.workload.max_ubatch < whole.workload.max_ubatch
     assert first_token_seconds(pipeline) < 0.75 * first_token_seconds(whole)
     decode, alone = tier_seconds(pipeline)[1], tier_seconds(whole)[1]
     assert 0.95 * alone < decode < 1.2 * alone

@@ -1,17 +1,25 @@
 """The integer program against enumeration of all counts."""
 
 import itertools
+import random
+import re
 from dataclasses import replace
 
 import pytest
 from planner_cases import DESKTOP, OWN, make_model
 
-from pshard.planner.make_plan import prepare_ranks
+from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.datasheet import profile_from_datasheet
-from pshard.planner.program import ilp, solvers
+from pshard.planner.program import solve_tiers as solving
+from pshard.planner.program import solvers
 from pshard.planner.program.coefficients import tier_problem
+from pshard.planner.program.counts import Counts
 from pshard.planner.program.fluid import fluid_seconds
-from pshard.planner.program.ilp import GAP, Counts, TierProblem, relaxation_bound, solve_tiers
+from pshard.planner.program.joint_program import Question, write_program
+from pshard.planner.program.linear import Linear
+from pshard.planner.program.lp_text import lp_text
+from pshard.planner.program.solve_tiers import NEARLY_OPTIMAL, relaxation_bound, solve_tiers
+from pshard.planner.program.tier_problems import TierProblem, contending_groups
 from pshard.planner.search.program_starts import affordable_slots as affordable
 from pshard.planner.search.residency_order import assign_cpu, order_residency, spread
 from pshard.units.embedding import EMBEDDING
@@ -40,12 +48,12 @@ def held_bytes(problem: TierProblem, counts: tuple[Counts, ...]) -> int:
     for cost, n in zip(problem.classes, counts):
         pins += cost.nbytes * n.pin_whole
         kv += cost.kv_nbytes * n.kv
-        if cost.kind is not EMBEDDING and cost.size > n.pin + n.cpu + sum(streamed for _, streamed in n.cuts):
+        if cost.kind is not EMBEDDING and cost.size > n.pin + n.cpu + sum(streamed for _, streamed in n.divided):
             slot = max(slot, cost.nbytes)
-        for cut, (pinned, streamed) in zip(cost.cuts, n.cuts):
-            pins += cut.nbytes * pinned
-            slot = max(slot, cut.nbytes if streamed else 0)
-            row_stage = max(row_stage, cut.row_nbytes if pinned + streamed else 0)
+        for part, (pinned, streamed) in zip(cost.divided, n.divided):
+            pins += part.nbytes * pinned
+            slot = max(slot, part.nbytes if streamed else 0)
+            row_stage = max(row_stage, part.row_nbytes if pinned + streamed else 0)
     staged = any(cost.kv_nbytes and cost.size > n.cpu + n.kv for cost, n in zip(problem.classes, counts))
     return pins + kv + problem.slots * slot + row_stage + (problem.stage_nbytes if staged else 0)
 
@@ -54,8 +62,8 @@ def class_counts(c):
     for pin, cpu, kv in itertools.product(range(c.size + 1), repeat=3):
         if pin + cpu > c.size or (kv + cpu > c.size if c.kv_nbytes else kv) or (c.kind is EMBEDDING and pin + cpu < 1):
             continue
-        for cuts in itertools.product(range(c.size + 1), repeat=2 * len(c.cuts)):
-            pinned, streamed = cuts[::2], cuts[1::2]
+        for divided in itertools.product(range(c.size + 1), repeat=2 * len(c.divided)):
+            pinned, streamed = divided[::2], divided[1::2]
             if sum(pinned) <= pin and sum(streamed) <= c.size - pin - cpu:
                 yield Counts(pin, cpu, kv, tuple(zip(pinned, streamed)))
 
@@ -66,9 +74,9 @@ def class_counts(c):
 def test_the_program_equals_enumeration(mib, slots, kind):
     tier = replace(problems(mib, slots=slots, layers=2, kind=kind)[0][0], weight=1.0)
     best = min(fluid_seconds(tier, counts, relaxed=True) for counts in all_counts(tier))
-    solution = solve_tiers((tier,), relaxed=True)
+    solution = solve_tiers(Question((tier,), relaxed=True))
     assert solution.status == "optimal"
-    assert solution.objective == pytest.approx(best, rel=2 * GAP)
+    assert solution.objective == pytest.approx(best, rel=2 * NEARLY_OPTIMAL)
     assert solution.bound <= best * (1 + 1e-9)
     assert held_bytes(tier, solution.counts[0]) <= tier.room
 
@@ -76,29 +84,103 @@ def test_the_program_equals_enumeration(mib, slots, kind):
 @pytest.mark.parametrize("acc_memory", [60e9, 400e9])
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("mib", [15, 21])
-def test_the_program_with_split_ffns_equals_enumeration(mib, slots, acc_memory):
+def test_the_program_with_divided_ffns_equals_enumeration(mib, slots, acc_memory):
     task = problems(mib, slots=slots, layers=2, acc_memory=acc_memory)[1]
-    tier = replace(tier_problem(task.room, task.classes, task.costs[0], slots, split=True), weight=1.0)
-    assert [len(c.cuts) for c in tier.classes if c.kind is FFN] == [3]
+    tier = replace(tier_problem(task.room, task.classes, task.costs[0], slots, divide=True), weight=1.0)
+    assert [len(c.divided) for c in tier.classes if c.kind is FFN] == [3]
     best, counts = min(((fluid_seconds(tier, n, relaxed=True), n) for n in all_counts(tier)), key=lambda x: x[0])
-    solution = solve_tiers((tier,), relaxed=True)
-    assert solution.objective == pytest.approx(best, rel=2 * GAP)
+    solution = solve_tiers(Question((tier,), relaxed=True))
+    assert solution.objective == pytest.approx(best, rel=2 * NEARLY_OPTIMAL)
     assert solution.bound <= best * (1 + 1e-9)
     assert held_bytes(tier, solution.counts[0]) <= tier.room
-    assert any(n.split for n in counts)
+    assert any(n.n_divided for n in counts)
 
 
 def test_pins_of_larger_tiers_are_nested_in_those_of_smaller_ones():
     tiers, _ = problems(29)
-    counts = solve_tiers(tiers, 1e-9).counts
+    counts = solve_tiers(Question(tiers, 1e-9)).counts
     for smaller, larger in itertools.pairwise(counts):
         assert all(s.pin >= n.pin for s, n in zip(smaller, larger))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_counts_take_the_same_time_with_and_without_a_solver(kind, groups):
+    rng = random.Random(groups)
+    for slots in (1, 2):
+        _, task = problems(21, slots=slots, kind=kind)
+        tier = replace(
+            tier_problem(task.room, task.classes, task.costs[0], slots, divide=True), room=1 << 50, weight=1.0
+        )
+        kinds = [replace(c.kind, contends=c.kind.contends and f"group{i % groups}") for i, c in enumerate(tier.classes)]
+        tier = replace(tier, classes=tuple(replace(c, kind=k) for c, k in zip(tier.classes, kinds)))
+        assert len(contending_groups(tier)) == groups
+        for relaxed in (True, False):
+            joint = write_program(Question((tier,), relaxed=relaxed))
+            total = joint.program.names.index(f"ms(t{tier.tokens})")
+            joint.program.goal = Linear({total: 1.0})
+            for _ in range(6):
+                counts = tuple(draw_counts(rng, c) for c in tier.classes)
+                for n, columns in zip(counts, joint.counts[0]):
+                    fixed = (n.pin, n.cpu, n.kv, *(count for pair in n.divided for count in pair))
+                    for column, count in zip(columns.flatten(), fixed, strict=True):
+                        joint.program.low[column.at] = joint.program.high[column.at] = count
+                found = solvers.solve(joint.program, 10, 1e-9)
+                assert found.status == "optimal"
+                assert found.values[total] / 1e3 == pytest.approx(fluid_seconds(tier, counts, relaxed), rel=1e-6)
+
+
+def draw_counts(rng, c):
+    """Any legal counts of a class."""
+    cpu = rng.randrange(c.size + 1)
+    pin = c.size - cpu if c.kind.is_looked_up else rng.randrange(c.size - cpu + 1)
+    pinned, streamed, divided = pin, c.size - cpu - pin, []
+    for _ in c.divided:
+        divided.append((rng.randrange(pinned + 1), rng.randrange(streamed + 1)))
+        pinned, streamed = pinned - divided[-1][0], streamed - divided[-1][1]
+    return Counts(pin, cpu, rng.randrange(c.size - cpu + 1) if c.kv_nbytes else 0, tuple(divided))
+
+
+def test_layers_may_have_several_followers():
+    (tier, *_), _ = problems(21)
+    ffn = next(c for c in tier.classes if c.kind is FFN)
+    assert tier.followers == 1 and replace(tier, classes=(*tier.classes, ffn)).followers == 2
+
+
+@pytest.mark.parametrize("host_kv", ["stalls", "none"])
+def test_the_written_program_is_read_back_with_the_same_optimum(tmp_path, host_kv):
+    highspy = pytest.importorskip("highspy")
+    _, task = problems(21, acc_memory=80e9)
+    tiers = tuple(tier_problem(task.room, task.classes, c, 2, divide=True) for c in task.costs)
+    tiers = (replace(tiers[0], host_room=task.room.spec.packed_nbytes), *tiers[1:])
+    asked = Question(tiers, 1e-9, tuple(1e-3 for _ in task.classes), host_kv=host_kv)
+    file = tmp_path / "program.lp"
+    file.write_text(lp_text(write_program(asked).program), encoding="utf-8")
+    solver = highspy.Highs()
+    solver.setOptionValue("output_flag", False)
+    solver.setOptionValue("threads", 1)
+    solver.setOptionValue("mip_rel_gap", 1e-6)
+    assert solver.readModel(str(file)) == highspy.HighsStatus.kOk
+    solver.run()
+    solution = solve_tiers(asked, gap=1e-6)
+    assert solution.status == "optimal"
+    assert solver.getObjectiveValue() == pytest.approx(1e3 * solution.objective, rel=1e-5)
+
+
+def test_every_row_and_column_has_a_name_of_its_own_that_the_lp_format_allows():
+    _, task = problems(21)
+    tiers = tuple(tier_problem(task.room, task.classes, c, 1, divide=True) for c in task.costs)
+    tiers = (replace(tiers[0], host_room=task.room.spec.packed_nbytes), *tiers[1:])
+    program = write_program(Question(tiers, 1e-9, tuple(1e-3 for _ in task.classes), host_kv="none")).program
+    names = [*(row.name for row in program.rows), *program.names]
+    assert len(set(names)) == len(names) and len(set(program.keys)) == len(program.keys)
+    assert all(re.fullmatch(r"[a-df-z][a-z0-9_]*(\([a-z0-9_,]+\))?", name) for name in names)
 
 
 def test_an_impossible_room_is_called_infeasible():
     tiers, _ = problems(29)
     nothing = replace(tiers[0], room=-1)
-    assert solve_tiers((nothing,)).status == "infeasible"
+    assert solve_tiers(Question((nothing,))).status == "infeasible"
 
 
 def test_every_call_of_highs_asks_for_the_same_number_of_threads(monkeypatch):
@@ -112,7 +194,7 @@ def test_every_call_of_highs_asks_for_the_same_number_of_threads(monkeypatch):
 
     monkeypatch.setattr(highspy, "Highs", Asked)
     tiers, _ = problems(29)
-    solve_tiers(tiers)
+    solve_tiers(Question(tiers))
     relaxation_bound.__wrapped__(tiers)
     threads = [value for name, value in asked if name == "threads"]
     assert len(threads) >= 2 and set(threads) == {1}
@@ -130,21 +212,21 @@ def test_cbc_finds_what_highs_finds(monkeypatch):
     found = {}
     for name in ("HiGHS", "CBC"):
         monkeypatch.setattr(solvers, "solver_name", lambda name=name: name)
-        monkeypatch.setattr(ilp, "solver_name", lambda name=name: name)
-        solution = solve_tiers(tiers, 1e-9)
+        monkeypatch.setattr(solving, "solver_name", lambda name=name: name)
+        solution = solve_tiers(Question(tiers, 1e-9))
         assert (solution.solver, solution.status) == (name, "optimal")
-        nothing = solve_tiers((replace(tiers[0], room=-1),))
+        nothing = solve_tiers(Question((replace(tiers[0], room=-1),)))
         found[name] = solution.objective, relaxation_bound.__wrapped__(tiers), nothing.status
-    assert found["CBC"][0] == pytest.approx(found["HiGHS"][0], rel=2 * GAP)
+    assert found["CBC"][0] == pytest.approx(found["HiGHS"][0], rel=2 * NEARLY_OPTIMAL)
     assert found["CBC"][1] == pytest.approx(found["HiGHS"][1], rel=1e-6)
     assert found["CBC"][2] == found["HiGHS"][2] == "infeasible"
 
 
 def test_a_solver_that_gives_up_is_no_reason_for_a_worse_plan(monkeypatch):
     tiers, _ = problems(29)
-    monkeypatch.setattr(ilp, "solve", lambda *_: solvers.Outcome("unsolved", []))
+    monkeypatch.setattr(solving, "solve", lambda *_: solvers.Outcome("unsolved", []))
     with pytest.raises(RuntimeError, match="gave up"):
-        solve_tiers(tiers)
+        solve_tiers(Question(tiers))
 
 
 def test_every_tier_is_a_prefix_of_the_order_and_what_is_left_out_is_spread():

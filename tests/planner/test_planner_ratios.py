@@ -15,10 +15,11 @@ from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.planner.check_plan import check_variant
 from pshard.planner.choose_ratios import plan_ratios
-from pshard.planner.make_plan import plan_variant, price_tiers
-from pshard.planner.price.costs import Tables
+from pshard.planner.make_plan import plan_variant
+from pshard.planner.prepare_ranks import price_tiers
 from pshard.planner.price.datasheet import Rates, profile_from_datasheet
 from pshard.planner.price.draft import tier_steps
+from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.simulate import simulate, simulate_together
 from pshard.quant import QUANT_TYPES, ROW_BLOCK
 from pshard.steps.step import AllReduce
@@ -66,12 +67,12 @@ def expect_granular(spec: ModelSpec, shares: tuple[float, ...], limits: Limits) 
 
 def test_equal_devices_share_equally():
     best = plan_ratios(SPEC, profile_from_datasheet(PAIR), workload(150, 150))
-    assert best.tensor_split == (0.5, 0.5)
+    assert best.workload.tensor_split == (0.5, 0.5)
 
 
 def test_the_larger_budget_gets_more_of_the_model():
     best = plan_ratios(SPEC, profile_from_datasheet(PAIR), workload(120, 60))
-    assert best.tensor_split[0] > 0.55
+    assert best.workload.tensor_split[0] > 0.55
     assert [c.way for c in best.considered[1:]].count("-sm tensor -ts 0.5,0.5") == 1
     equal = plan_variant(SPEC, profile_from_datasheet(PAIR), workload(120, 60))
     assert round_seconds(best) < 0.98 * round_seconds(equal)
@@ -81,25 +82,25 @@ def test_the_larger_budget_gets_more_of_the_model():
 def test_the_faster_device_gets_more_of_the_model_and_the_slower_link_less():
     slow = replace(PAIR, acc_memory=PAIR.acc_memory / 3, acc_flops=PAIR.acc_flops / 3)
     best = plan_ratios(SPEC, unlike(PAIR, slow), workload(900, 900))
-    assert not best.plan_needed and 0.6 < best.tensor_split[0] < 0.9
+    assert not best.plan_needed and 0.6 < best.workload.tensor_split[0] < 0.9
     no_cpu = replace(PAIR, host_flops=PAIR.host_flops / 100)
     best = plan_ratios(SPEC, unlike(no_cpu, replace(no_cpu, link=PAIR.link / 4)), workload(60, 60))
-    assert best.plan_needed and best.tensor_split[0] > 0.55
+    assert best.plan_needed and best.workload.tensor_split[0] > 0.55
 
 
 def test_a_device_that_only_costs_time_is_left_out():
     useless = replace(PAIR, acc_memory=PAIR.acc_memory / 100, acc_flops=PAIR.acc_flops / 100)
     best = plan_ratios(SPEC, unlike(PAIR, useless), workload(900, 900))
-    assert best.tensor_split == (1.0, 0.0)
+    assert best.workload.tensor_split == (1.0, 0.0)
 
 
 def test_layers_go_to_the_device_that_is_faster_as_long_as_they_fit():
     slow = replace(PAIR, acc_memory=PAIR.acc_memory / 3, acc_flops=PAIR.acc_flops / 3)
     answers = replace(workload(900, 900), split_mode="layer", generated=200)
-    assert plan_ratios(SPEC, unlike(PAIR, slow), answers).tensor_split == (1.0, 0.0)
+    assert plan_ratios(SPEC, unlike(PAIR, slow), answers).workload.tensor_split == (1.0, 0.0)
     prompts = replace(answers, prompt=500, generated=1, max_ubatch=64)  # the pipeline is worth the slow device's time
     best = plan_ratios(SPEC, unlike(PAIR, slow), prompts)
-    assert 0.6 < best.tensor_split[0] < 0.9 and best.considered[0].way.startswith("-sm layer -ts 0.")
+    assert 0.6 < best.workload.tensor_split[0] < 0.9 and best.considered[0].way.startswith("-sm layer -ts 0.")
 
 
 def test_attention_stays_off_a_device_whose_attention_is_slow():
@@ -109,12 +110,12 @@ def test_attention_stays_off_a_device_whose_attention_is_slow():
     )
     load = Workload((OWN + 900,) * 2, 8192, prompt=6000, split_mode="tensor")
     best = plan_ratios(SPEC, slow, load)
-    assert best.max_tp == (("attention", 1),) and min(best.tensor_split) > 0.2
+    assert best.workload.max_tp == (("attention", 1),) and min(best.workload.tensor_split) > 0.2
     assert best.considered[0].way.endswith("--max-tp attn=1") and len(best.considered) > 1
     parts = cut_ranks(SPEC, best.split)
     assert {u.kind.name for u in parts[1].units if u.tensors} == {"embedding", "ffn", "output"}
     check_variant(parts, best, "cuda")
-    assert plan_ratios(SPEC, slow, replace(load, max_tp=(("output", 1),))).max_tp == (("output", 1),)
+    assert plan_ratios(SPEC, slow, replace(load, max_tp=(("output", 1),))).workload.max_tp == (("output", 1),)
 
 
 def test_budgets_too_small_for_any_ratio_are_an_error():
@@ -139,11 +140,11 @@ def test_chosen_ratios_are_never_predicted_slower_than_equal_ones(budgets, speed
     best = plan_ratios(spec, profile, wanted)
     check_variant(cut_ranks(spec, best.split), best, "cuda")
     if mode == "tensor":
-        expect_granular(spec, best.tensor_split, best.max_tp)
+        expect_granular(spec, best.workload.tensor_split, best.workload.max_tp)
     assert best.considered[0].seconds == round_seconds(best) <= min(c.seconds for c in best.considered)
     assert round_seconds(best) <= round_seconds(plan_variant(spec, profile, wanted))
     assert round_seconds(best) == pytest.approx(
-        first_token_seconds(best) + best.generated * decode_seconds(best), rel=1e-12
+        first_token_seconds(best) + best.workload.generated * decode_seconds(best), rel=1e-12
     )
 
 

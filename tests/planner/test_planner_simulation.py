@@ -7,15 +7,18 @@ import pytest
 from planner_cases import DESKTOP, OWN, make_model, simulate_tier
 
 from pshard.machine import Contention, ElementwiseTiming
-from pshard.planner.make_plan import plan_variant, prepare_ranks
-from pshard.planner.price.costs import Tables, interpolate, tier_costs
+from pshard.planner.make_plan import plan_variant
+from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.datasheet import Rates, profile_from_datasheet
 from pshard.planner.price.draft import draft_tier, rank_room, tier_steps
+from pshard.planner.price.profile_tables import Tables
+from pshard.planner.price.tier_costs import tier_costs
 from pshard.planner.price.tier_loads import TierLoad, raise_weights, tier_loads
 from pshard.planner.search.candidates import switch_seconds, whole_tier
 from pshard.steps.emit import emit_steps
 from pshard.steps.graph_runs import LAUNCH_BOUND, enters, find_runs
 from pshard.steps.step import CopyIn, StepShape
+from pshard.times.curves import interpolate
 from pshard.units.ffn import FFN
 from pshard.workload import Workload
 

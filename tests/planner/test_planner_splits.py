@@ -17,7 +17,6 @@ from rich.console import Console
 from test_planner_plans import RELAXED, workload_seconds
 from test_planner_simulation import setting
 
-from pshard.cuts.ffn_rows import acc_part
 from pshard.errors import UserError
 from pshard.model import ModelSpec
 from pshard.models import open_model
@@ -25,15 +24,17 @@ from pshard.plan import Variant
 from pshard.planner.check_plan import PlanError, check_variant
 from pshard.planner.explain import simulate_timelines
 from pshard.planner.llama_cpp_arguments import llama_arguments
-from pshard.planner.make_plan import plan_variant, prepare_ranks
-from pshard.planner.price.costs import TierCosts
+from pshard.planner.make_plan import plan_variant
+from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.datasheet import Rates, profile_from_datasheet
 from pshard.planner.price.draft import Room, draft_tier
+from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program import unit_classes as classes
 from pshard.planner.program.unit_classes import group_units
 from pshard.planner.show_plan import print_explanation, print_variant
 from pshard.steps.step import Compute
 from pshard.units.attention import ATTENTION
+from pshard.units.divide_rows import acc_part
 from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
 from pshard.workload import Workload
@@ -54,7 +55,7 @@ def place(room: Room, where: str, rows: int, slots: int = 0):
 def test_both_parts_take_the_longer_of_their_times_and_two_hand_offs(rows: int, acc_memory: float) -> None:
     room, costs = setting(make_model(layers=3), replace(DESKTOP, acc_memory=acc_memory))
     result = simulate_tier(room, place(room, "pinned", rows), costs)
-    cut, hidden = costs.split("ffn.0", rows), room.spec.config.d_model * 4
+    cut, hidden = costs.divided("ffn.0", rows), room.spec.config.d_model * 4
     assert (cut.cpu > cut.acc_rows) == (rows == 3072 or acc_memory > 100e9)
     ffn = costs.handoff("cpu", hidden) + cut.issue + max(cut.cpu, cut.acc_rows) + cut.join + cut.down
     others = sum(max(c.acc, c.issue) for name, c in costs.units.items() if "attention" in name or name == "output")
@@ -66,7 +67,7 @@ def test_both_parts_take_the_longer_of_their_times_and_two_hand_offs(rows: int, 
 def test_the_cpu_does_not_wait_for_the_copy_of_the_other_part() -> None:
     room, costs = setting(make_model(layers=3), replace(DESKTOP, link=2e9))
     result = simulate_tier(room, place(room, "streamed", 2048, slots=1), costs)
-    cut = costs.split("ffn.0", 2048)
+    cut = costs.divided("ffn.0", 2048)
     one_by_one = cut.link + cut.acc_rows + cut.join + cut.down  # one slot: nothing is copied while it is computed from
     assert result.seconds == pytest.approx(3 * one_by_one, rel=1e-3)
     for name in ("ffn.0", "ffn.1", "ffn.2"):
@@ -80,20 +81,20 @@ def test_only_the_accelerators_part_is_copied() -> None:
     part = acc_part(room.spec.unit("ffn.0"), 1024).packed_nbytes
     assert tier.buffers.slot_bytes == part and tier.buffers.pinned < room.spec.packed_nbytes
     whole = costs.units["ffn.0"]
-    assert costs.split("ffn.0", 1024).link < whole.link
-    assert costs.split("ffn.0", 1024).cpu < whole.cpu
+    assert costs.divided("ffn.0", 1024).link < whole.link
+    assert costs.divided("ffn.0", 1024).cpu < whole.cpu
 
 
 def random_tier(room: Room, costs: TierCosts, rng: random.Random):
     """A random placement with split FFNs; None when it does not fit."""
-    cut_rows = {u.name: cls.cut_rows for cls in group_units(room.spec) for u in cls.units}
+    row_choices = {u.name: cls.cpu_row_choices for cls in group_units(room.spec) for u in cls.units}
     where, kv, cut = {}, set(), {}
     for unit in room.spec.units:
         where[unit.name] = rng.choice(("pinned", "cpu") if unit.kind is EMBEDDING else ("pinned", "streamed", "cpu"))
         if unit.kind is ATTENTION and where[unit.name] != "cpu" and rng.random() < 0.5:
             kv.add(unit.name)
-        if cut_rows[unit.name] and where[unit.name] != "cpu" and rng.random() < 0.8:
-            cut[unit.name] = rng.choice(cut_rows[unit.name])
+        if row_choices[unit.name] and where[unit.name] != "cpu" and rng.random() < 0.8:
+            cut[unit.name] = rng.choice(row_choices[unit.name])
     tier = draft_tier(room, costs.load.tokens, where, frozenset(kv), rng.randint(1, 4), cut)
     return tier if tier.buffers.total <= room.arena else None
 
@@ -109,7 +110,7 @@ def test_no_placement_is_below_the_bound(seed: int) -> None:
     room, costs = task.room, task.costs[0]
     tiers = [tier for _ in range(150) if (tier := random_tier(room, costs, rng))]
     assert sum(any(p.cpu_rows for p in t.placements) for t in tiers) > 20
-    assert min(simulate_tier(room, tier, costs).seconds for tier in tiers) >= task.split_bounds[0] * (1 - 1e-9)
+    assert min(simulate_tier(room, tier, costs).seconds for tier in tiers) >= task.divided_bounds[0] * (1 - 1e-9)
 
 
 def plan_both_ways(spec: ModelSpec, rates: Rates, workload: Workload) -> tuple[Variant, Variant]:
@@ -143,7 +144,7 @@ def test_a_plan_with_splits_is_never_slower_than_the_one_without(data) -> None:
         return
     assert not count_splits(whole)
     check_variant((spec,), variant, "cuda")
-    assert variant.max_ubatch == whole.max_ubatch
+    assert variant.workload.max_ubatch == whole.workload.max_ubatch
     profile = profile_from_datasheet(rates)
     seconds = [workload_seconds(spec, profile, workload, v) for v in (variant, whole)]
     assert seconds[0] <= seconds[1] * (1 + 1e-9)
@@ -172,7 +173,8 @@ def test_plans_name_their_splits() -> None:
     text = console.file.getvalue()
     cut = next(p for p in variant.ranks[0].tiers[0].placements if p.cpu_rows)
     assert (
-        "split" in text and f"{cut.cpu_rows} rows of gate and up on the CPU, the accelerator's part {cut.where}" in text
+        "divided" in text
+        and f"{cut.cpu_rows} rows of gate and up on the CPU, the accelerator's part {cut.where}" in text
     )
     timeline = simulate_timelines(LARGE, profile_from_datasheet(SLOW), variant)[0]
     assert {f"{cut.unit} rows", f"{cut.unit} down", f"rows of {cut.unit}"} <= {e.label for e in timeline.events}
@@ -201,8 +203,8 @@ def test_the_check_refuses_wrong_splits() -> None:
         (with_place(cpu_rows=-rows), "are no part of it"),
         (with_place(cpu_rows=rows // 2), "different rows|bytes of pinned"),
         (with_place(cpu_rows=0), "different rows|bytes of pinned"),
-        (with_place(where="cpu"), "cannot be split"),
-        (with_place(len(rank.tiers) - 1, where="streamed", cpu_rows=rows), "cannot be split"),
+        (with_place(where="cpu"), "cannot be divided"),
+        (with_place(len(rank.tiers) - 1, where="streamed", cpu_rows=rows), "cannot be divided"),
     ):
         with pytest.raises(PlanError, match=complaint):
             check_variant((LARGE,), broken, "cuda")

@@ -19,7 +19,7 @@ from pshard.profile.compare_profiles import compare_profiles
 from pshard.profile.effort import Effort, Shapes, full_effort, model_shapes, quick_effort
 from pshard.profile.identify import identify_host, unlike_accelerators, unlike_links
 from pshard.profile.measure import (
-    Request,
+    ProfileRequest,
     expected_seconds,
     measure_accelerator,
     measure_machine,
@@ -31,7 +31,7 @@ from pshard.profile.timed.kernel_jobs import Job, attention_points, list_jobs
 from pshard.profile.timed.operands import OperandPool
 from pshard.profile.timed.rank_shares import COPY_BYTES, TOKENS
 from pshard.profile.timed.step_cost import WALKS, time_launch, time_steps
-from pshard.profile.timed.time_kernels import AttentionShape, KernelBench, time_attention
+from pshard.profile.timed.time_kernels import KernelBench, time_attention
 from pshard.profile.timing_loop import Pace
 from pshard.runtime.devices.device import CpuDevice
 from pshard.runtime.kernels.plain import PlainKernels
@@ -39,11 +39,12 @@ from pshard.tensor import TensorSpec
 from pshard.units.attention import ATTENTION
 from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
+from pshard.units.operations import Attend
 from pshard.units.output import OUTPUT
 from pshard.units.unit import Unit
 
 KIB = 1 << 10
-GRID = Shapes((("Q4_0", 64, 64), ("BF16", 32, 64)), (), (AttentionShape(2, 1, 32),), ((64, 128),), (("Q8_0", 64),), 64)
+GRID = Shapes((("Q4_0", 64, 64), ("BF16", 32, 64)), (), (Attend(2, 1, 32),), ((64, 128),), (("Q8_0", 64),), 64)
 TINY = Effort(
     quick=True,
     pace=Pace(0.001),
@@ -59,8 +60,8 @@ TINY = Effort(
 )
 
 
-def request(model: Shapes | None = None) -> Request:
-    return Request(accelerator="cpu", effort=TINY, model=model, threads=1, command="pshard-profile --quick")
+def request(model: Shapes | None = None) -> ProfileRequest:
+    return ProfileRequest(accelerator="cpu", effort=TINY, model=model, threads=1, command="pshard-profile --quick")
 
 
 @pytest.fixture(scope="module")
@@ -151,8 +152,14 @@ def test_changes_name_the_field_and_the_rates_that_moved(profile):
 def small_spec() -> ModelSpec:
     rope = Rope(dims=32, base=10000.0, pairing="halves")
     config = ModelConfig("llama", 1, 64, 2, 1, 32, 96, 320, 1e-6, 128, rope)
-    attention = tuple(TensorSpec(f"blk.0.attn_{p}.weight", "Q8_0", (r, 64)) for p, r in (("q", 64), ("k", 32)))
-    ffn = (TensorSpec("blk.0.ffn_gate.weight", "Q4_0", (96, 64)), TensorSpec("blk.0.ffn_norm.weight", "F32", (64,)))
+    heads = (("q", 64), ("k", 32), ("v", 32), ("output", 64))
+    attention = tuple(TensorSpec(f"blk.0.attn_{p}.weight", "Q8_0", (r, 64)) for p, r in heads)
+    wide = tuple(TensorSpec(f"blk.0.ffn_{p}.weight", "Q4_0", (96, 64)) for p in ("gate", "up"))
+    ffn = (
+        *wide,
+        TensorSpec("blk.0.ffn_down.weight", "Q4_0", (64, 96)),
+        TensorSpec("blk.0.ffn_norm.weight", "F32", (64,)),
+    )
     units = (
         Unit("embedding", EMBEDDING, -1, (TensorSpec("token_embd.weight", "Q8_0", (320, 64)),)),
         Unit("attention.0", ATTENTION, 0, attention),
@@ -164,16 +171,16 @@ def small_spec() -> ModelSpec:
 
 def test_a_model_adds_exactly_its_own_shapes():
     shapes = model_shapes(small_spec())
-    assert set(shapes.matmuls) == {("Q8_0", 64, 64), ("Q8_0", 32, 64), ("Q4_0", 96, 64)}
+    assert set(shapes.matmuls) == {("Q8_0", 64, 64), ("Q8_0", 32, 64), ("Q4_0", 96, 64), ("Q4_0", 64, 96)}
     assert shapes.heads == (("Q8_0", 320, 64),)
     assert shapes.embedding == (("Q8_0", 64),)
-    assert shapes.attention == (AttentionShape(2, 1, 32),)
+    assert shapes.attention == (Attend(2, 1, 32),)
     assert shapes.widths == ((64, 96),)
     jobs = list_jobs("host", TINY, shapes)
     matmuls = [job for job in jobs if "matmul" in job.label]
     assert [job.optional for job in matmuls] == sorted(job.optional for job in matmuls)
-    assert sum(not job.optional for job in matmuls) == 4
-    assert len({job.label for job in matmuls}) == len(matmuls) == 6
+    assert sum(not job.optional for job in matmuls) == 5
+    assert len({job.label for job in matmuls}) == len(matmuls) == 7
 
 
 def test_only_the_grid_is_skipped_for_lack_of_time(monkeypatch):
@@ -409,7 +416,7 @@ def test_sequences_that_are_timed_together_have_cells_of_their_own():
 
     cpu = torch.device("cpu")
     bench = KernelBench("host", Recorder(), cpu, OperandPool(1024 * KIB, cpu), Pace(0.001), slow=0.5)
-    shape = AttentionShape(2, 1, 32)
+    shape = Attend(2, 1, 32)
     rows = time_attention(bench, shape, "bf16", 1, (100, 4096), sequences=16)
     assert [(r.sequences, r.tokens, r.context) for r in rows] == [(16, 1, 100)]  # 8 MiB are more than the pool has
     (width, cells, index) = seen[0]

@@ -205,7 +205,7 @@ def test_prompts_of_few_tokens_are_timed_without_their_launches(tokens: int) -> 
         run = bench.linear_calls(weights, tokens)
         captured, launched = bench.seconds(run, tokens), median_seconds(run, bench.pace, cuda=True)
         assert 2e-6 < captured < 0.8 * launched  # 512 x 512: two kernels of a few us each
-        shape = kernels.AttentionShape(8, 2, 128)
+        shape = kernels.Attend(8, 2, 128)
         attention = kernels.time_attention(bench, shape, "bf16", tokens, (tokens, 4096))
         assert 2e-6 < attention[0].seconds < attention[1].seconds
         rows = kernels.time_elementwise(bench, 1024, 2048, shape, (tokens,))

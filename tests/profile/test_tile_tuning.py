@@ -13,7 +13,6 @@ import torch
 from registry_samples import make_profile
 from rich.console import Console
 
-from pshard.gpu_tiles import Tile, TileChoice
 from pshard.jsonio import from_json, to_json
 from pshard.machine import AcceleratorInfo, MachineProfile, MatmulTiming
 from pshard.profile import measure
@@ -30,7 +29,10 @@ from pshard.registries.fingerprint import digest, fingerprint_inputs
 from pshard.runtime.kernels.api import Packed, TiledKernels
 from pshard.runtime.kernels.gpu.default_tiles import TUNING, candidate_tiles, default_tile
 from pshard.runtime.kernels.plain import PlainKernels
-from pshard.session import open_plan as opening
+from pshard.session.open_plan import Opened
+from pshard.session.start_engine import start_engine
+from pshard.times.gpu_tiles import Tile, TileChoice
+from pshard.workload import Workload
 
 PLANED = [name for name, q in QUANT_TYPES.items() if q.planes]
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
@@ -192,7 +194,9 @@ def test_without_a_default_that_works_nothing_is_chosen(tune) -> None:
 
 def test_what_was_left_out_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     quick = quick_effort(1 << 20, 1 << 30)
-    request = measure.Request("cuda", quick, Shapes((("Q4_0", 64, 64),), (), (), (), (), 64), None, "pshard-profile")
+    request = measure.ProfileRequest(
+        "cuda", quick, Shapes((("Q4_0", 64, 64),), (), (), (), (), 64), None, "pshard-profile"
+    )
     bench = KernelBench("acc", FakeKernels(), torch.device("cpu"), OperandPool(4096, torch.device("cpu")), Pace(1), 1)
     tuned = tile_tuning.Tuned((CASE.choose(SECOND),), 3, ("RuntimeError: no", "RuntimeError: never"))
     monkeypatch.setattr(measure, "tune_tiles", lambda *_: tuned)
@@ -258,11 +262,11 @@ def test_a_run_takes_the_tiles_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("pshard.runtime.devices.threads.use_threads", lambda count: None)
     file = SimpleNamespace(spec=SimpleNamespace(name="m", packed_nbytes=1))
     for device in (0, 2):
-        variant = SimpleNamespace(device=device, split_mode="none")
-        opened = opening.Opened(file, profile_with(first, other), variant, None)  # type: ignore[arg-type]
-        opening.start_engine(opened, variant)  # type: ignore[arg-type]
+        variant = SimpleNamespace(workload=Workload((1,), device=device))
+        opened = Opened(file, profile_with(first, other), variant, None)  # type: ignore[arg-type]
+        start_engine(opened, variant)  # type: ignore[arg-type]
         group = SimpleNamespace(local_rank=device, size=3)
-        opening.start_engine(opened, variant, group=group)  # type: ignore[arg-type]
+        start_engine(opened, variant, group=group)  # type: ignore[arg-type]
     assert given == [(first,), (first,), (other,), (other,)]
 
 

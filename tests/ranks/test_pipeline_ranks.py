@@ -1,13 +1,13 @@
 """Real processes that hold whole layers (`-sm layer`) give one rank's logits bit for bit, on CPUs and on GPUs."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from engines import converse, open_engine, pinned_everywhere
 from model_files import write_gguf
+from plan_samples import with_workload
 from rounded_kernels import RoundedKernels
 from test_parallel_group import processes_of, run_ranks
 from thread_ranks import Tiers, random_tiers, split_variant
@@ -40,7 +40,7 @@ def process_logits(
     """Logits of `converse` on every rank, for the model that lies in the folder."""
     reserve = TORCH_RESERVE_MIB if backend in ("peers", "nccl") else 0
     variant = split_variant(folder / "m.gguf", Split(mode, shares, limits), CONTEXT, tiers, reserve)
-    variant = replace(variant, reduce_dtype=reduce_dtype)
+    variant = with_workload(variant, reduce_dtype=reduce_dtype)
     (folder / "plan.json").write_text(json.dumps(to_json(variant)))
     done = run_ranks(f"engine@{backend}", len(shares), folder)
     assert done.returncode == 0, done.stderr

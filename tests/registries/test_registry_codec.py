@@ -9,22 +9,33 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from registry_samples import make_registry, make_tier
+from registry_samples import make_registry, make_tier, make_variant
 
-from pshard.plan import Buffers, Placement, RankPlan, Registry, TierPlan, Variant
-from pshard.registries.codec import NewerFormat, decode_registry, encode_registry
+from pshard.plan import (
+    REGISTRY_VERSION,
+    Buffers,
+    NewerFormat,
+    OlderFormat,
+    Placement,
+    RankPlan,
+    Registry,
+    TierPlan,
+    Variant,
+)
+from pshard.registries.codec import decode_registry, encode_registry
 from pshard.registries.fingerprint import digest
 from pshard.times.collectives import REDUCE_DTYPES
+from pshard.workload import Workload
 
 CHOICES = {
     (Placement, "where"): st.sampled_from(["pinned", "streamed", "cpu"]),
     (Placement, "kv"): st.sampled_from([None, "vram", "host"]),
     (Placement, "cpu_rows"): st.sampled_from([0, 16, 512]),
     (Buffers, "slots"): st.integers(1, 8),
-    (Variant, "split_mode"): st.sampled_from(["none", "tensor"]),
-    (Variant, "reduce_dtype"): st.sampled_from(REDUCE_DTYPES),
-    (Variant, "max_tp"): st.sampled_from([(), (("attention", 2),), (("ffn", 1), ("output", 3))]),
-    (Registry, "version"): st.just(1),
+    (Workload, "split_mode"): st.sampled_from(["none", "tensor"]),
+    (Workload, "reduce_dtype"): st.sampled_from(REDUCE_DTYPES),
+    (Workload, "max_tp"): st.sampled_from([(), (("attention", 2),), (("ffn", 1), ("output", 3))]),
+    (Registry, "version"): st.just(REGISTRY_VERSION),
 }
 
 
@@ -65,7 +76,8 @@ def make_valid(value):
     if isinstance(value, Variant):
         rank = RankPlan(0, 1, 1.0, (), (), (ONE_TIER,))
         ranks = value.ranks or (rank,)
-        return replace(value, ranks=ranks, vram_mib=tuple(100 + i for i in range(len(ranks))))
+        workload = replace(value.workload, vram_mib=tuple(100 + i for i in range(len(ranks))))
+        return replace(value, ranks=ranks, workload=workload)
     if isinstance(value, Registry):
         return replace(value, fingerprint=digest(value.inputs))
     return value
@@ -121,7 +133,7 @@ def pin_with_other_rows(data):
         (lambda d: set_at(d, 0, *TIER, "buffers", "slots"), "slots is 0"),
         (lambda d: set_at(d, 0, *TIER, "tokens"), "ascending token counts"),
         (lambda d: set_at(d, [], "variants", 0, "ranks"), "0 ranks for 1 budgets"),
-        (lambda d: set_at(d, "pipeline", "variants", 0, "split_mode"), "split_mode is 'pipeline'"),
+        (lambda d: set_at(d, "pipeline", "variants", 0, "workload", "split_mode"), "workload.split_mode is 'pipeline'"),
         (lambda d: set_at(d, "12", "inputs", 0, 1), "fingerprint is not the digest"),
         (lambda d: set_at(d, 0, "version"), "version is 0"),
         (lambda d: set_at(d, float("nan"), *TIER, "prediction", "seconds"), "NaN is not a number"),
@@ -135,8 +147,22 @@ def test_damage_is_refused_with_its_place(edit, place):
 
 
 def test_a_newer_format_is_told_apart_from_damage():
-    with pytest.raises(NewerFormat, match="format version 2"):
-        decode_registry(damaged(make_registry(), lambda d: d.update(version=2, something="new")))
+    newer = REGISTRY_VERSION + 1
+    with pytest.raises(NewerFormat, match=f"format version {newer}, this program reads up to {REGISTRY_VERSION}"):
+        decode_registry(damaged(make_registry(), lambda d: d.update(version=newer, something="new")))
+
+
+def flatten_workloads(data):
+    """As version 1 had it: a variant with the fields of its workload."""
+    data["version"] = 1
+    for variant in data["variants"]:
+        variant.update(variant.pop("workload"))
+
+
+def test_an_older_format_is_told_apart_from_damage_and_says_how_many_plans_it_has():
+    with pytest.raises(OlderFormat, match="older format version 1, this program reads 2") as caught:
+        decode_registry(damaged(make_registry(variants=(make_variant(), make_variant((200,)))), flatten_workloads))
+    assert caught.value.plans == 2
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{", "[" * 100_000, '"registry"'])

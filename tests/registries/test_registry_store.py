@@ -9,14 +9,14 @@ import pytest
 from registry_samples import INPUTS, make_registry, make_variant
 
 from pshard.commands.command_line import parse_ratios
-from pshard.errors import UserError
+from pshard.errors import StaleRegistry, UserError
 from pshard.registries.choose import choose_variant, plan_command
 from pshard.registries.store import load_registry, registry_path, save_variants
 from pshard.workload import Workload
 
 
 def budgets(path):
-    return [v.vram_mib for v in load_registry(path).variants]
+    return [v.workload.vram_mib for v in load_registry(path).variants]
 
 
 def test_registry_lies_beside_the_model(tmp_path):
@@ -114,10 +114,10 @@ def test_missing_registry_says_how_to_plan(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"version": 1}', "corrupt: Registry lacks the field 'fingerprint'; delete it"),
+        (b'{"version": 2}', "corrupt: Registry lacks the field 'fingerprint'; delete it"),
         (b"{", "corrupt: Expecting property name .* line 1 column 2"),
         (b"\xff\xfe\x00", "corrupt: .*decode"),
-        (b'{"version": 99}', "has format version 99, this program reads up to 1; update pshard"),
+        (b'{"version": 99}', "has format version 99, this program reads up to 2; update pshard"),
     ],
 )
 def test_unreadable_registry_is_refused_and_never_overwritten(tmp_path, content, message):
@@ -130,6 +130,16 @@ def test_unreadable_registry_is_refused_and_never_overwritten(tmp_path, content,
     assert path.read_bytes() == content
 
 
+def test_an_older_format_names_the_command_that_plans_again_and_gives_way_to_its_plans(tmp_path):
+    path = tmp_path / "r.json"
+    path.write_text('{"inputs": [], "variants": [{"vram_mib": [4]}, {"vram_mib": [8]}], "version": 1}')
+    stale = r"the plans in .* are stale, as it has the older format version 1, .*; run: pshard-plan -m x --vram 100$"
+    with pytest.raises(StaleRegistry, match=stale):
+        load_registry(path, "pshard-plan -m x --vram 100")
+    assert save_variants(path, "tiny", INPUTS, [make_variant()]).stale == 2
+    assert budgets(path) == [(100,)]
+
+
 def choose(variants, **want):
     fields = {"vram_mib": (1000,), "context": 512, "max_ubatch": 16} | want
     return choose_variant(make_registry(variants=tuple(variants)), Workload(**fields), "pshard-plan -m m").variant
@@ -137,14 +147,14 @@ def choose(variants, **want):
 
 def test_the_largest_budget_that_fits_is_taken():
     variants = [make_variant((mib,)) for mib in (500, 900, 1001)]
-    assert choose(variants).vram_mib == (900,)
-    assert choose(variants, vram_mib=(900,)).vram_mib == (900,)
-    assert choose(variants, vram_mib=(899,)).vram_mib == (500,)
+    assert choose(variants).workload.vram_mib == (900,)
+    assert choose(variants, vram_mib=(900,)).workload.vram_mib == (900,)
+    assert choose(variants, vram_mib=(899,)).workload.vram_mib == (500,)
 
 
 def test_each_device_must_hold_its_budget():
     variants = [make_variant((500, 500), split_mode="tensor"), make_variant((900, 100), split_mode="tensor")]
-    assert choose(variants, vram_mib=(900, 400), split_mode="tensor").vram_mib == (900, 100)
+    assert choose(variants, vram_mib=(900, 400), split_mode="tensor").workload.vram_mib == (900, 100)
 
 
 def test_shares_that_differ_by_rounding_are_the_same():
@@ -170,7 +180,7 @@ def test_the_command_that_an_error_names_makes_a_plan_with_the_ratios_that_were_
 def test_plans_of_other_ratios_and_devices_are_told_apart():
     made = [
         make_variant((500, 500), split_mode="tensor", tensor_split=(0.75, 0.25)),
-        replace(make_variant((400,)), device=1),
+        make_variant((400,), device=1),
     ]
     listed = r"-sm tensor -ts 0\.5,0\.5; .* -sm tensor -ts 0\.75,0\.25; 400 MiB .* on device 1; "
     with pytest.raises(UserError, match=listed):
@@ -189,7 +199,7 @@ def test_limits_are_those_that_were_asked_for():
 def test_the_fastest_of_several_ratios_is_taken():
     shares = {(0.5, 0.5): 0.05, (0.75, 0.25): 0.04, (0.25, 0.75): 0.06}
     made = [make_variant((500, 500), seconds=s, split_mode="tensor", tensor_split=r) for r, s in shares.items()]
-    assert choose(made, vram_mib=(500, 500), split_mode="tensor").tensor_split == (0.75, 0.25)
+    assert choose(made, vram_mib=(500, 500), split_mode="tensor").workload.tensor_split == (0.75, 0.25)
 
 
 def with_prediction(variant, **fields):
@@ -245,14 +255,14 @@ def test_auto_says_nothing_where_there_is_nothing_to_compare():
 
 def test_the_smallest_context_that_covers_is_taken():
     variants = [make_variant(context=c) for c in (256, 2048, 1024)]
-    assert choose(variants).context == 1024
-    assert choose(variants, context=200).context == 256
+    assert choose(variants).workload.context == 1024
+    assert choose(variants, context=200).workload.context == 256
 
 
 def test_the_wanted_ubatch_goes_first():
     variants = [make_variant(max_ubatch=n) for n in (16, 64, 256)]
-    assert choose(variants, max_ubatch=64).max_ubatch == 64
-    assert choose(variants, max_ubatch=32).max_ubatch == 256
+    assert choose(variants, max_ubatch=64).workload.max_ubatch == 64
+    assert choose(variants, max_ubatch=32).workload.max_ubatch == 256
 
 
 @pytest.mark.parametrize(

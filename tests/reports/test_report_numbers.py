@@ -1,12 +1,11 @@
 """What figures say is what was measured or planned."""
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from plan_samples import with_workload
 from report_samples import make_bench, make_measurement, make_plan_variant, make_scaling, make_timeline
 
-from pshard.measurement import Timeline
 from pshard.reports.compare_runs import compare_strategies
 from pshard.reports.figures.placement_map import COLOURS, draw_placement
 from pshard.reports.figures.predicted_rates import draw_predicted, spread_apart
@@ -15,6 +14,7 @@ from pshard.reports.figures.speedup import draw_speedup
 from pshard.reports.figures.sweep import group_sweeps, predict_decode, predict_first_token
 from pshard.reports.figures.timeline import draw_timeline
 from pshard.reports.tables.report_tables import tabulate_plan
+from pshard.times.measurement import Timeline
 
 
 def test_speedups_are_ratios_to_the_baseline_of_the_same_test_and_budget():
@@ -71,7 +71,7 @@ def test_placement_map_colours_every_unit_of_every_tier():
 def test_plans_that_differ_in_kv_type_sequences_or_lengths_have_maps_of_other_titles():
     first = make_plan_variant()
     others = [
-        replace(first, **change)
+        with_workload(first, **change)
         for change in (
             {"type_k": "q8_0"},
             {"sequences": 4},
@@ -169,7 +169,7 @@ def test_first_token_adds_up_micro_batches_under_their_tiers():
     variant = make_plan_variant((12000,))
     assert predict_decode(variant) == pytest.approx(1 / 0.065)
     assert predict_first_token(variant) == pytest.approx(0.43)
-    assert predict_first_token(replace(variant, prompt=9000)) == pytest.approx(2 * 0.43 + 0.18)
+    assert predict_first_token(with_workload(variant, prompt=9000)) == pytest.approx(2 * 0.43 + 0.18)
 
 
 def test_plan_table_counts_placements():
@@ -177,5 +177,5 @@ def test_plan_table_counts_placements():
     table = tabulate_plan(variant)
     assert len(table) == 2 * len(variant.ranks[0].tiers) and list(table["rank"].unique()) == ["0", "1"]
     placements = variant.ranks[0].tiers[0].placements
-    for sort in ("streamed", "split"):
+    for sort in ("streamed", "divided"):
         assert table[sort][0] == str(sum(p.sort == sort for p in placements)) != "0"

@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from plan_samples import with_workload
 from report_samples import (
     make_bench,
     make_full_profile,
@@ -18,11 +19,11 @@ from report_samples import (
 from pshard.commands.cli_report import make_report
 from pshard.commands.command_line import run_cli
 from pshard.jsonio import to_json
-from pshard.measurement import Timeline
 from pshard.registries.codec import encode_registry
 from pshard.reports.figures.machine_ceilings import draw_machine
 from pshard.reports.inputs import read_inputs
 from pshard.reports.tables.bench_formats import format_measurements
+from pshard.times.measurement import Timeline
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def test_the_page_fetches_nothing_and_holds_figures_tables_and_origin(files, tmp
 def test_the_page_says_how_ranks_held_the_model_and_in_which_type_they_summed(tmp_path):
     one, layers = make_measurement(0, 8), make_measurement(0, 8, budget_mib=(1, 2), split_mode="layer")
     tensor = make_measurement(0, 8, budget_mib=(1, 2), split_mode="tensor", reduce_dtype="f16")
-    plan = replace(make_plan_variant((6000, 3000)), reduce_dtype="bf16", max_tp=(("attention", 1),))
+    plan = with_workload(make_plan_variant((6000, 3000)), reduce_dtype="bf16", max_tp=(("attention", 1),))
     (tmp_path / "b.json").write_text(format_measurements([one, layers, tensor], "json"))
     (tmp_path / "p.json").write_text(json.dumps(to_json(plan)))
     run_cli(make_report, [str(tmp_path / "b.json"), str(tmp_path / "p.json"), "-o", str(tmp_path)])
@@ -118,6 +119,7 @@ def test_the_same_file_twice_shows_once(files):
         ('{"hello": [1, {"x": null}]}', "holds no measurement"),
         ('[{"samples_ts": [], "strategy": "ilp"}]', "is broken: Measurement lacks the field 'test'"),
         ('{"fingerprint": 1, "variants": []}', "is broken: Registry.fingerprint is 1, not str"),
+        ('{"fingerprint": "", "variants": [], "version": 1}', "has the older format version 1, .*; write it again"),
         ("[" * 100_000, "nested too deeply"),
     ],
 )

@@ -17,11 +17,12 @@ from pshard.commands import cli_plan
 from pshard.errors import UserError
 from pshard.models import open_model
 from pshard.plan import Correction, Factor
-from pshard.planner.make_plan import plan_several, plan_variant, prepare_ranks, price_tiers
-from pshard.planner.price.costs import Tables
+from pshard.planner.make_plan import plan_several, plan_variant
+from pshard.planner.prepare_ranks import prepare_ranks, price_tiers
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.fit_correction import Sample, fit_correction, is_off
 from pshard.planner.price.predict_published import Predictor
+from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_loads import TierLoad
 from pshard.planner.show_plan import print_trials
 from pshard.registries.codec import decode_registry, encode_registry
@@ -106,7 +107,7 @@ def test_a_stored_correction_gives_the_bench_the_plans_own_prediction(tmp_path):
     assert plan_variant(SPEC, PROFILE, WORKLOAD).ranks[0].tiers[0].prediction.seconds != decode.seconds
 
 
-def test_registries_from_before_there_were_measurements_are_read(tmp_path):
+def test_registries_without_optional_fields_are_read(tmp_path):
     path = tmp_path / "plans.json"
     save_variants(path, SPEC.name, (("model", "made"),), [plan_variant(SPEC, PROFILE, WORKLOAD)])
     registry = load_registry(path)
@@ -137,7 +138,7 @@ class Scripted:
         self.script, self.variants, self.repeated, self.took, self.again = list(script), [], [], [], {}
         self.disturbed = 0.0
         monkeypatch.setattr("pshard.planner.search.anneal.TRIES", 50)  # which plan is found is not the matter here
-        monkeypatch.setattr("pshard.session.open_plan.start_engine", self.load)
+        monkeypatch.setattr("pshard.session.start_engine.start_engine", self.load)
         monkeypatch.setattr(validating, "measure_tiers", lambda engine, loads, deadline: self.time(engine))
 
     def time(self, seconds: "dict[int, float]") -> "dict[int, Timed]":
@@ -256,7 +257,7 @@ def test_several_sequences_are_measured_together(world):
     assert plan(world, "-np", 3, "-c", 384, "--prompt", 50, "--generated", 20) == 0
     (variant,) = load_registry(world.registry).variants
     measured = {t.tokens: t.prediction.measured_seconds for t in variant.ranks[0].tiers}
-    assert variant.sequences == 3 and measured[3] and measured[max(measured)] and measured[1] is None
+    assert variant.workload.sequences == 3 and measured[3] and measured[max(measured)] and measured[1] is None
 
 
 def test_the_written_prediction_of_a_slower_machine_is_close_to_what_it_measured(world, monkeypatch):
@@ -332,7 +333,7 @@ def test_auto_runs_what_it_settles_on_when_that_is_one_device(world, capsys):
     assert cli_plan.main(["-m", str(world.model), "-c", "128", "--vram", "6,6", "-sm", "auto"]) == 0
     out, err = capsys.readouterr()
     (variant,) = load_registry(world.registry).variants
-    assert variant.validated and len(variant.considered) > 1 and variant.vram_mib == (6,)
+    assert variant.validated and len(variant.considered) > 1 and variant.workload.vram_mib == (6,)
     assert out.count("Plans that were run") == 2 and "not validated" not in err and "predicted only" not in err
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pshard.errors import UserError
-from pshard.models.tokenizer import Tokenizer
+from pshard.models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import tokenizers

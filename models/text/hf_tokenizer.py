@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from pshard.errors import UserError
-from pshard.models.gguf_tokenizer import surround
 from pshard.models.safetensors_header import read_json
-from pshard.models.tokenizer import Tokenizer
+from pshard.models.text.gguf_tokenizer import surround
+from pshard.models.text.tokenizer import Tokenizer
 
 
 def hf_tokenizer(folder: Path) -> Tokenizer:

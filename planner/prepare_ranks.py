@@ -1,0 +1,166 @@
+"""From a model, a machine and a workload to one task a rank: cut, tiers that fit, costs, bounds, weights."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pshard.cuts.layer_cuts import join_seconds
+from pshard.cuts.rank_parts import cut_ranks
+from pshard.errors import BudgetTooSmall, UserError
+from pshard.machine import MachineProfile
+from pshard.model import ModelSpec
+from pshard.plan import NOTHING_LEARNT, Correction
+from pshard.planner.price.draft import Room, rank_room
+from pshard.planner.price.host_limits import explain_shortage, holds, host_fits, share_host
+from pshard.planner.price.page_locks import guess_staged, locked
+from pshard.planner.price.profile_tables import Tables
+from pshard.planner.price.tier_costs import TierCosts, tier_costs
+from pshard.planner.price.tier_loads import raise_weights, tier_loads
+from pshard.planner.program.bounds import bound_seconds, rough_bound
+from pshard.planner.program.unit_classes import group_units
+from pshard.planner.rank_task import RankTask
+from pshard.planner.search.candidates import (
+    whole_tier,
+)
+from pshard.times.predicted_times import prefill_seconds
+from pshard.units.kv_cells import check_kv_types
+from pshard.workload import Split, Workload
+
+MOST_MIB = 1 << 24  # no device has more
+SMALLER_BATCH_SHARE = 0.99  # of a prompt's time: what smaller micro-batches must stay below
+OFF_DEVICE_SHARE = 0.99  # of a unit's time on the device: what the CPU must stay below
+
+
+def prepare_ranks(
+    spec: ModelSpec, profile: MachineProfile, workload: Workload, correction: Correction = NOTHING_LEARNT
+) -> tuple[RankTask, ...]:
+    """Cut the model, choose the largest micro-batch, and price every tier of every rank."""
+    check_kv_types(spec.config, workload.type_k, workload.type_v)
+    tables = Tables(profile, correction)
+    tiers = fitting_tiers(cut_ranks(spec, split_of(workload)), workload, tables)
+    tasks = price_roughly(spec, tables, workload, tiers)
+    return _weigh(tasks, workload, _best_ubatch(tasks, workload))
+
+
+def price_tiers(spec: ModelSpec, tables: Tables, workload: Workload, tiers: tuple[int, ...]) -> tuple[RankTask, ...]:
+    """Every rank's task for exactly these tiers, whether or not their scratch fits."""
+    return _weigh(price_roughly(spec, tables, workload, tiers), workload, tiers[-1])
+
+
+def price_roughly(spec: ModelSpec, tables: Tables, workload: Workload, tiers: tuple[int, ...]) -> tuple[RankTask, ...]:
+    """Costs and rough bounds of every rank and tier; nothing in them depends on the largest micro-batch."""
+    loads, shares = tier_loads(workload, tiers), rank_shares(workload)
+    tasks: list[RankTask] = []
+    parts = cut_ranks(spec, split_of(workload))
+    rooms = share_host(_rooms(parts, workload, workload.vram_mib, tables), tables.profile, tiers[-1])
+    for rank, (part, room, share) in enumerate(zip(parts, rooms, shares)):
+        own = tables.of_accelerator(workload.device + rank)
+        staged = guess_staged(part, own.profile.lockable_bytes, len(shares))
+        classes = group_units(part, staged)
+        costs = tuple(tier_costs(part, own, load, workload, len(shares), staged) for load in loads)
+        task = RankTask(rank, share, room, classes, costs, (), True)
+        alike = next((other.bounds for other in tasks if other.is_like(task)), None)
+        tasks.append(replace(task, bounds=alike or tuple(rough_bound(room, classes, c) for c in locked(costs))))
+    return tuple(tasks)
+
+
+def _weigh(tasks: tuple[RankTask, ...], workload: Workload, largest: int) -> tuple[RankTask, ...]:
+    """The tasks without tiers above `largest`, each tier with its weight in the round and its bound."""
+    workload = replace(workload, max_ubatch=largest)
+    tiers = tuple(c.load.tokens for c in tasks[0].costs if c.load.tokens <= largest)
+    seconds = [join_seconds(workload.split_mode, [bounds]) for bounds in zip(*(t.bounds for t in tasks))]
+    loads = raise_weights(tier_loads(workload, tiers), seconds[: len(tiers)])
+    whole = [whole_tier(t.room, largest) for t in tasks]
+    needed = not all(w.buffers.total <= t.room.arena and holds(t.room, (w,)) for t, w in zip(tasks, whole))
+    needed = needed or any(_favours_host(c) for t in tasks for c, n in zip(t.costs, loads) if not n.rare)
+    weighed: list[RankTask] = []
+    for t in tasks:
+        room, costs = replace(t.room, workload=workload), tuple(replace(c, load=n) for c, n in zip(t.costs, loads))
+        alike = next((other.bounds for other in weighed if other.is_like(t)), None)
+        bounds = alike or tuple(
+            (rough_bound if c.load.rare else bound_seconds)(room, t.classes, c) for c in locked(costs)
+        )
+        weighed.append(replace(t, room=room, costs=costs, bounds=bounds, plan_needed=needed))
+    return tuple(weighed)
+
+
+def _favours_host(cost: TierCosts) -> bool:
+    """Whether some unit is faster on the CPU, hand-offs there and back included, than pinned: memory that holds
+    everything does not settle such a tier."""
+    nbytes = cost.load.tokens * cost.vector_bytes
+    aside = cost.handoff("cpu", nbytes) + cost.handoff("acc", nbytes)
+    units = (cost.units[u.name] for u in cost.spec.units if not u.kind.is_looked_up)
+    return any(c.cpu + aside < c.acc * OFF_DEVICE_SHARE for c in units)
+
+
+def _best_ubatch(tasks: tuple[RankTask, ...], workload: Workload) -> int:
+    """The largest micro-batch that is (nearly) the fastest for the prompt, judged by the tiers' rough bounds."""
+    tiers = [c.load.tokens for c in tasks[0].costs]
+    seconds = {t: [task.bounds[i] for task in tasks] for i, t in enumerate(tiers)}
+    prompt = workload.prompt * workload.sequences
+
+    def prefill(largest: int) -> float:
+        return prefill_seconds(workload.split_mode, seconds, prompt, largest)
+
+    choices = [t for t in tiers if t >= workload.sequences]
+    fastest = min(prefill(t) for t in choices)
+    return max(t for t in choices if prefill(t) * SMALLER_BATCH_SHARE <= fastest)
+
+
+def rank_shares(workload: Workload) -> tuple[float, ...]:
+    """Share of the model per rank; (1.0,) without a split. Raises UserError when budgets and ratios do not match."""
+    n = len(workload.vram_mib)
+    if workload.split_mode == "none":
+        if n != 1:
+            raise UserError(f"{n} budgets for one device; add -sm tensor or layer to split the model over {n}")
+        return (1.0,)
+    ratios = workload.tensor_split or (1.0,) * n
+    if len(ratios) != n:
+        raise UserError(f"--tensor-split has {len(ratios)} ratios and --vram {n} budgets; give one of each per device")
+    total = sum(ratios)  # shares stay as they were given, to the last bit: registries compare them
+    return ratios if abs(total - 1) < 1e-9 else tuple(r / total for r in ratios)
+
+
+def split_of(workload: Workload) -> Split:
+    """How the workload splits the model. Raises UserError as `rank_shares` does."""
+    return Split(workload.split_mode, rank_shares(workload), workload.max_tp)
+
+
+def fitting_tiers(specs: Sequence[ModelSpec], workload: Workload, tables: Tables) -> tuple[int, ...]:
+    """Tiers whose scratch fits every rank's arena, and beside which host memory holds what the arenas do not.
+
+    Raises BudgetTooSmall when decoding does not fit, UserError when no budget makes it fit.
+    """
+
+    def fits(tokens: int, budgets: Sequence[int]) -> bool:
+        rooms = _rooms(specs, workload, budgets, tables)
+        return all(r.scratch(tokens) <= r.arena for r in rooms) and host_fits(rooms, tables.profile, tokens)
+
+    tiers = tuple(t for t in workload.tiers() if fits(t, workload.vram_mib))
+    if tiers and tiers[-1] >= workload.sequences:
+        return tiers
+    rooms = _rooms(specs, workload, workload.vram_mib, tables)
+    why = explain_shortage(rooms, tables.profile, workload.sequences)
+    low, smallest = 0, 1
+    while not fits(workload.sequences, [smallest] * len(specs)):
+        if smallest > MOST_MIB:
+            raise UserError(f"{why}; lower -c, or take a smaller model")
+        low, smallest = smallest, 2 * smallest
+    while smallest - low > 1:
+        middle = (low + smallest) // 2
+        low, smallest = (low, middle) if fits(workload.sequences, [middle] * len(specs)) else (middle, smallest)
+    if not host_fits(rooms, tables.profile, workload.sequences):
+        raise BudgetTooSmall(
+            f"{why}; raise --vram (to {smallest} MiB at least), lower -c, or take a smaller model", smallest
+        )
+    given = ",".join(map(str, workload.vram_mib))
+    raise BudgetTooSmall(
+        f"--vram {given} MiB is too small for {specs[0].name}; the smallest budget that works is {smallest} MiB",
+        smallest,
+    )
+
+
+def _rooms(specs: Sequence[ModelSpec], workload: Workload, budgets: Sequence[int], tables: Tables) -> tuple[Room, ...]:
+    """The ranks' rooms under these budgets, host memory not yet shared out."""
+    return tuple(
+        rank_room(s, workload, budget, tables.kind, tables.act_bytes, len(specs)) for s, budget in zip(specs, budgets)
+    )

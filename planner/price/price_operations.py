@@ -1,0 +1,128 @@
+"""What operations cost: one formula for each noun of `pshard.units.operations`, from the profile's tables."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+
+from pshard.batch_sizes import SMALL_BATCH
+from pshard.planner.price.profile_tables import Tables
+from pshard.planner.price.tier_loads import TierLoad
+from pshard.quant import QUANT_TYPES
+from pshard.tensor import TensorSpec
+from pshard.units.operations import (
+    Attend,
+    GatedProduct,
+    LookUp,
+    Norm,
+    Operation,
+    PlaceRows,
+    Product,
+    ProductGroup,
+    Rotate,
+)
+
+
+@dataclass(frozen=True)
+class OneSide:
+    """Who computes what: "acc" or "host" by the tables, `rows` of the micro-batch `load` over keys of `kv_type`."""
+
+    side: str
+    tables: Tables
+    load: TierLoad
+    rows: int
+    kv_type: str
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the host's kernels run: on the host, or on the CPU as accelerator."""
+        return self.side == "host" or self.tables.kind == "cpu"
+
+
+class Order(IntEnum):
+    """Terms of a price, in the order in which they are added: plans hang on the last bits of what they compare."""
+
+    PRODUCT = 0
+    SAVED = 1
+    NORM = 2
+    RESIDUAL = 3
+    OTHER = 4
+
+
+Term = tuple[Order, float]
+
+
+def price_operations(operations: Iterable[Operation], by: OneSide) -> float:
+    """Seconds of operations in turn."""
+    terms = [term for operation in operations for term in price_operation(operation, by)]
+    seconds = 0.0
+    for kind in (Order.PRODUCT, Order.SAVED, Order.NORM, Order.RESIDUAL):
+        seconds += sum(s for k, s in terms if k is kind)
+    for kind, s in terms:
+        seconds += s if kind is Order.OTHER else 0.0
+    return seconds
+
+
+def price_operation(operation: Operation, by: OneSide) -> list[Term]:
+    """Seconds that one operation is made of. Raises TypeError for one that has no formula."""
+    match operation:
+        case LookUp(table):
+            return [(Order.OTHER, _elementwise(by, "embed", table.cols))]
+        case Norm():
+            return [(Order.NORM, _elementwise(by, "norm", operation.width))]
+        case PlaceRows(width):  # reads and writes as much as a norm
+            return [(Order.RESIDUAL, _elementwise(by, "norm", width))]
+        case Product(matrix):
+            added = [(Order.RESIDUAL, _elementwise(by, "residual", matrix.rows))] if operation.adds else []
+            return [*_products(by, (matrix,)), *added]
+        case ProductGroup(matrices):
+            return [*_products(by, matrices), (Order.SAVED, -_saved_by_one_launch(by, matrices))]
+        case GatedProduct(gate, up):
+            if not by.on_host and _in_one_launch(by, (gate, up)):  # the product of both is made in it too
+                return [*_products(by, (gate, up)), (Order.SAVED, -_saved_by_one_launch(by, (gate, up)))]
+            return [*_products(by, (gate, up)), (Order.OTHER, _elementwise(by, "silu_mul", up.rows))]
+        case Rotate():
+            # a GPU normalises heads while their rows are rotated
+            norms = (
+                [(Order.OTHER, _elementwise(by, "norm", operation.width))] if operation.normed and by.on_host else []
+            )
+            return [(Order.OTHER, _elementwise(by, "rope", operation.width)), *norms]
+        case Attend():
+            return [(Order.OTHER, _attention(by, operation))]
+    raise TypeError(f"no formula says what {operation} costs")
+
+
+def _products(by: OneSide, matrices: tuple[TensorSpec, ...]) -> list[Term]:
+    return [(Order.PRODUCT, _matmul(by, matrix)) for matrix in matrices]
+
+
+def _matmul(by: OneSide, matrix: TensorSpec) -> float:
+    return by.tables.matmul(by.side, matrix.qtype, matrix.rows, matrix.cols, by.rows)
+
+
+def _elementwise(by: OneSide, what: str, width: int) -> float:
+    return by.tables.elementwise(by.side, what, by.rows, width)
+
+
+def _in_one_launch(by: OneSide, matrices: tuple[TensorSpec, ...]) -> bool:
+    """Whether matrices of one input are multiplied in one launch: small batches, one type with packed kernels."""
+    few = by.rows <= (by.tables.vector_tokens if by.on_host else SMALL_BATCH)
+    types = {m.qtype for m in matrices}
+    return few and len(types) == 1 and bool(QUANT_TYPES[matrices[0].qtype].planes)
+
+
+def _saved_by_one_launch(by: OneSide, matrices: tuple[TensorSpec, ...]) -> float:
+    """Seconds by which one product as tall as those launched together is faster than they are in turn."""
+    if not _in_one_launch(by, matrices):
+        return 0.0
+    qtype, cols = matrices[0].qtype, matrices[0].cols
+    in_turn = sum(_matmul(by, m) for m in matrices)
+    return max(0.0, in_turn - by.tables.matmul(by.side, qtype, sum(m.rows for m in matrices), cols, by.rows))
+
+
+def _attention(by: OneSide, heads: Attend) -> float:
+    """Attention of all sequences of the micro-batch."""
+    load = by.load
+    if load.is_decode:
+        return by.tables.decode_attention(by.side, heads, by.kv_type, load.sequences, load.past + 1)
+    each = -(-load.tokens // load.sequences)
+    return load.sequences * by.tables.attention(by.side, heads, by.kv_type, each, load.past + each)

@@ -1,0 +1,146 @@
+"""TierCosts: everything that simulating or solving one tier needs to know about time."""
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from pshard.batch_sizes import SMALL_BATCH
+from pshard.model import ModelSpec
+from pshard.planner.price.profile_tables import Tables
+from pshard.planner.price.tier_loads import TierLoad
+from pshard.planner.price.unit_costs import DividedCost, Setting, UnitCost, divided_cost, unit_cost
+from pshard.steps.graph_runs import LAUNCH_BOUND
+from pshard.steps.step import AllReduce, Gather
+from pshard.times.collectives import wire_type
+from pshard.workload import Workload
+
+
+@dataclass(frozen=True)
+class TierCosts:
+    """Everything that simulating or solving one tier needs to know about time.
+
+    staged: units in host memory that is not page-locked, whose `link` is their `staged`.
+    """
+
+    load: TierLoad
+    units: dict[str, UnitCost]
+    tables: Tables
+    spec: ModelSpec
+    workload: Workload
+    ranks: int = 1
+    staged: frozenset[str] = frozenset()
+    _divided: dict[tuple, DividedCost] = field(default_factory=dict, compare=False, repr=False)
+    _divided_speeds: dict[tuple[str, int], tuple[float, float]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+    searched: dict[tuple[int, ...], tuple] = field(default_factory=dict, init=False, compare=False, repr=False)
+    acts: dict[int, tuple] = field(default_factory=dict, init=False, compare=False, repr=False)  # of `simulate`
+
+    @cached_property
+    def setting(self) -> Setting:
+        """What its units were priced for."""
+        return Setting(self.spec, self.tables, self.load, self.workload, self.ranks)
+
+    @property
+    def vector_bytes(self) -> int:
+        return 4 * self.spec.config.d_model
+
+    def divided(self, name: str, cpu_rows: int) -> DividedCost:
+        """Cost of the unit of that name with so many rows on the CPU."""
+        if (name, cpu_rows) not in self._divided:
+            unit = self.spec.unit(name)
+            if (unit.likeness, cpu_rows) not in self._divided:
+                self._divided[unit.likeness, cpu_rows] = divided_cost(unit, cpu_rows, self.setting)
+            cost = self._divided[unit.likeness, cpu_rows]
+            self._divided[name, cpu_rows] = replace(cost, link=cost.staged) if name in self.staged else cost
+        return self._divided[name, cpu_rows]
+
+    def divided_speeds(self, name: str, cpu_rows: int) -> tuple[float, float]:
+        """Speeds of (link, CPU) while the CPU computes its rows of that unit and a copy runs."""
+        if (name, cpu_rows) not in self._divided_speeds:
+            cost = self.divided(name, cpu_rows)
+            self._divided_speeds[name, cpu_rows] = self._slowdown(cost.cpu_reads, cost.cpu)
+        return self._divided_speeds[name, cpu_rows]
+
+    def handoff(self, to: str, nbytes: int) -> float:
+        return self.tables.handoff(to, nbytes, self.vector_bytes)
+
+    def all_reduce(self, nbytes: int, copies: bool = False) -> float:
+        """Seconds of summing the ranks' parts, `nbytes` of float32 each, in the type in which the run will."""
+        dtype = wire_type(self.workload.reduce_dtype, self.load.tokens, self.tables.kind != "cpu")
+        return self.tables.collective(self.ranks, nbytes, copies, dtype)
+
+    def meeting(self, step: AllReduce | Gather, copies: bool = False) -> float:
+        """Seconds of a step in which all ranks take part; logits are gathered in float32."""
+        if isinstance(step, AllReduce):
+            return self.all_reduce(step.nbytes, copies)
+        return self.tables.collective(self.ranks, step.nbytes, copies)
+
+    @cached_property
+    def copy_issue(self) -> float:
+        """Host seconds to start a copy: events, queue and call; where it was not timed, what issuing a unit takes."""
+        return self.tables.elementwise("acc", "copy", 1, 1) or self.tables.elementwise("acc", "step", 1, 1)
+
+    @cached_property
+    def run_issue(self) -> float:
+        """Host seconds to begin a run of units (see graph_runs.py); what begins one after a hand-off is in that."""
+        return 0.0 if self.tables.kind == "cpu" else self.tables.elementwise("acc", "run", 1, 1)
+
+    @cached_property
+    def launch(self) -> float:
+        """Host seconds to launch a unit's kernels one by one where the runtime captures none (prompts of several
+        sequences), though their own times are those in a graph; else 0."""
+        captured = self.load.sequences == 1 or not SMALL_BATCH < self.load.tokens <= LAUNCH_BOUND
+        if self.tables.kind == "cpu" or captured:
+            return 0.0
+        return self.tables.elementwise("acc", "launch", 1, 1)
+
+    @cached_property
+    def contended(self) -> dict[str, tuple[float, float]]:
+        """Unit -> speeds of (link, CPU) while the CPU computes it and a copy runs."""
+        return self._slowdowns([(c.cpu_reads, c.cpu) for c in self.units.values()])
+
+    @cached_property
+    def acc_contended(self) -> dict[str, tuple[float, float]] | None:
+        """The same for units on the accelerator when that is the CPU, which reads the DRAM that copies use."""
+        if self.tables.kind != "cpu":
+            return None
+        return self._slowdowns([(c.cpu_reads, c.acc) for c in self.units.values()])
+
+    def _slowdowns(self, work: list[tuple[int, float]]) -> dict[str, tuple[float, float]]:
+        """By unit, for its bytes read and seconds; units that are alike are looked up once."""
+        speeds = {w: self._slowdown(*w) for w in set(work)}
+        return {name: speeds[w] for name, w in zip(self.units, work)}
+
+    def _slowdown(self, reads: int, seconds: float) -> tuple[float, float]:
+        """Speeds of (link, CPU) while this rank's CPU reads so much and all ranks copy: those with layers take turns to
+        compute, not to stream."""
+        return self.tables.slowdown(self.ranks * reads, seconds, self.ranks)
+
+
+def tier_costs(
+    spec: ModelSpec,
+    tables: Tables,
+    load: TierLoad,
+    workload: Workload,
+    ranks: int = 1,
+    staged: frozenset[str] = frozenset(),
+) -> TierCosts:
+    """Costs of every unit of the model for one tier's load; copies of units in `staged` are not from page-locked
+    memory."""
+    setting = Setting(spec, tables, load, workload, ranks)
+    by_likeness: dict[tuple, UnitCost] = {}
+    units = {}
+    for unit in spec.units:
+        key = unit.likeness, unit.name in staged
+        if key not in by_likeness:
+            cost = unit_cost(unit, setting)
+            by_likeness[key] = replace(cost, link=cost.staged) if unit.name in staged else cost
+        units[unit.name] = by_likeness[key]
+    return TierCosts(load, units, tables, spec, workload, ranks, staged)
+
+
+def restage(costs: TierCosts, staged: frozenset[str]) -> TierCosts:
+    """The same tier with other units in host memory that is not page-locked."""
+    if costs.staged == staged:
+        return costs
+    return tier_costs(costs.spec, costs.tables, costs.load, costs.workload, costs.ranks, staged)

@@ -1,0 +1,145 @@
+"""What units cost in one tier: seconds and bytes of each on either side, whole or divided between both."""
+
+from dataclasses import dataclass
+
+from pshard.model import ModelSpec
+from pshard.planner.price.price_operations import OneSide, price_operations
+from pshard.planner.price.profile_tables import Tables
+from pshard.planner.price.tier_loads import TierLoad
+from pshard.units.divide_rows import divide_rows
+from pshard.units.unit import Unit
+from pshard.workload import Workload
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What units are priced for: the model, a machine, one tier's load, and how many ranks share the host."""
+
+    spec: ModelSpec
+    tables: Tables
+    load: TierLoad
+    workload: Workload
+    ranks: int = 1
+
+    def side(self, name: str, rows: int | None = None) -> OneSide:
+        """One side's view of the micro-batch; `rows`: of its tokens."""
+        return OneSide(name, self.tables, self.load, self.load.tokens if rows is None else rows, self.workload.type_k)
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """How many times as long (CPU work, copies) of a rank take as with the whole host.
+
+        Ranks with slices work at the same time. Those with layers take turns at a decode step, but stream at once.
+        """
+        at_once = not (self.workload.split_mode == "layer" and self.load.is_decode)
+        share, tokens = self.tables.share, self.load.tokens
+        return share("matmul", self.ranks, tokens, at_once), share("copy", self.ranks, 0, True)
+
+    def correction(self, unit: Unit) -> tuple[float, float, float]:
+        """Factors that trials have taught: on the accelerator, on the host, of the link."""
+        of, tokens = self.tables.correction.of, self.load.tokens
+        return of("acc", unit.kind.name, tokens), of("host", unit.kind.name, tokens), of("link", "", tokens)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the accelerator computes where it is issued: the CPU as accelerator."""
+        return self.tables.kind == "cpu"
+
+    @property
+    def step(self) -> float:
+        """Host seconds that issuing a unit takes."""
+        return self.tables.elementwise("acc", "step", 1, 1)
+
+
+@dataclass(frozen=True)
+class UnitCost:
+    """One unit in one tier. Seconds, bytes. `link`: the unit's blob over the link; `staged`: the same were it not
+    page-locked. `kv_*`: its state."""
+
+    acc: float = 0.0
+    cpu: float = 0.0
+    nbytes: int = 0
+    link: float = 0.0
+    cpu_reads: int = 0  # bytes that the CPU reads when it computes the unit
+    kv_fetch: float = 0.0
+    kv_fetch_bytes: int = 0
+    kv_write: float = 0.0
+    issue: float = 0.0  # host seconds to issue the unit on an accelerator that works on its own
+    staged: float = 0.0
+
+
+NOTHING = UnitCost()  # another rank holds all of it
+
+
+def unit_cost(unit: Unit, setting: Setting) -> UnitCost:
+    """Cost of a unit on either side: the sum of its operations', and what moving it and its state takes."""
+    if not unit.tensors:
+        return NOTHING
+    spec, tables, load = setting.spec, setting.tables, setting.load
+    on_host, copying = setting.shares
+    rows = load.logit_rows if unit.kind.gives_logits else load.tokens
+    operations = unit.operations(spec.config)
+    acc_seconds, host_seconds = (price_operations(operations, setting.side(s, rows)) for s in ("acc", "host"))
+    reads = load.tokens * spec.config.d_model * 4 if unit.kind.is_looked_up else unit.packed_nbytes
+    fetch = write = 0
+    if law := unit.state(spec.config, setting.workload.state_shape):
+        fetch = law.fetched(load.sequences * load.past, load.sequences)
+        write = law.written(load.tokens, load.sequences)
+        reads += fetch
+    acc, host, link = setting.correction(unit)
+    return UnitCost(
+        acc=acc * (acc_seconds * (on_host if setting.waits else 1) + (setting.step if setting.waits else 0.0)),
+        cpu=host * (host_seconds * on_host + tables.elementwise("host", "step", 1, 1)),
+        nbytes=unit.packed_nbytes,
+        link=copying * link * tables.copy("h2d", unit.packed_nbytes),
+        cpu_reads=reads,
+        kv_fetch=copying * link * tables.copy("h2d", fetch),
+        kv_fetch_bytes=fetch,
+        kv_write=copying * tables.copy("d2h", write),
+        issue=0.0 if setting.waits else acc * setting.step,
+        staged=copying * link * tables.copy("h2d", unit.packed_nbytes, "staged"),
+    )
+
+
+@dataclass(frozen=True)
+class DividedCost:
+    """A unit of which the CPU computes some rows, in one tier. Seconds, bytes.
+
+    `acc_rows` and `cpu`: either side's rows; `join`: the CPU's to the accelerator; `down`: the rest, there. `link`
+    (`staged` when not page-locked) and `nbytes`: the accelerator's part. `issue`: host seconds for each of its two
+    launches.
+    """
+
+    acc_rows: float
+    cpu: float
+    join: float
+    down: float
+    link: float
+    nbytes: int
+    cpu_reads: int
+    issue: float
+    staged: float
+
+
+def divided_cost(unit: Unit, cpu_rows: int, setting: Setting) -> DividedCost:
+    """Cost of a unit of which the CPU computes `cpu_rows` rows; see `unit_cost`. Its kind says what each side does."""
+    spec, tables, tokens = setting.spec, setting.tables, setting.load.tokens
+    on_host, copying = setting.shares
+    parts = divide_rows(unit, cpu_rows)
+    assert unit.kind.divide is not None
+    work = unit.kind.divide(parts.on_acc.by_role, parts.on_cpu.by_role, spec.config)
+    acc_rows, after = (price_operations(operations, setting.side("acc")) for operations in (work.on_acc, work.after))
+    cpu = price_operations(work.on_cpu, setting.side("host"))
+    slower, step = (on_host, setting.step) if setting.waits else (1, 0.0)
+    acc, host, link = setting.correction(unit)
+    return DividedCost(
+        acc_rows=acc * (acc_rows * slower + step),
+        cpu=host * (cpu * on_host + tables.elementwise("host", "step", 1, 1)),
+        join=tables.handoff("acc", 4 * tokens * cpu_rows, 4 * spec.config.d_model),
+        down=acc * (after * slower + step),
+        link=copying * link * sum(tables.copy("h2d", p.nbytes) for p in parts.pieces),
+        nbytes=parts.on_acc.packed_nbytes,
+        cpu_reads=parts.on_cpu.packed_nbytes,
+        issue=0.0 if setting.waits else acc * setting.step,
+        staged=copying * link * sum(tables.copy("h2d", p.nbytes, "staged") for p in parts.pieces),
+    )

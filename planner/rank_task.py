@@ -1,0 +1,50 @@
+"""RankTask: what is planned for one rank."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from pshard.planner.price.draft import Room
+from pshard.planner.price.page_locks import locked
+from pshard.planner.price.tier_costs import TierCosts
+from pshard.planner.program.bounds import bound_seconds, rough_bound
+from pshard.planner.program.coefficients import may_divide
+from pshard.planner.program.unit_classes import UnitClass
+
+
+@dataclass(frozen=True)
+class RankTask:
+    """What is planned for one rank: its slice of the model, its room, and the costs and bounds of its tiers.
+
+    bounds: seconds that no plan of whole units can beat.
+    """
+
+    rank: int
+    share: float
+    room: Room
+    classes: tuple[UnitClass, ...]
+    costs: tuple[TierCosts, ...]
+    bounds: tuple[float, ...]
+    plan_needed: bool  # False: everything fits the memory of every rank, and no device is slower than its host
+
+    @property
+    def budget_mib(self) -> int:
+        return self.room.workload.vram_mib[self.rank]
+
+    @cached_property
+    def divided_bounds(self) -> tuple[float, ...]:
+        """Seconds by tier that no plan can beat, whether or not it divides FFNs."""
+        found = []
+        for cost, bound in zip(locked(self.costs), self.bounds):
+            if not may_divide(cost):
+                found.append(bound)
+                continue
+            quick = cost.load.rare or not self.plan_needed
+            least = (rough_bound if quick else bound_seconds)(self.room, self.classes, cost, divide=True)
+            found.append(min(bound, least))
+        return tuple(found)
+
+    def is_like(self, other: "RankTask") -> bool:
+        """Whether the same plan serves both ranks."""
+        same_device = self.costs[0].tables is other.costs[0].tables
+        mine, its = self.room, other.room
+        return same_device and (mine.arena, mine.host) == (its.arena, its.host) and mine.spec == its.spec

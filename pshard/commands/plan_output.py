@@ -1,0 +1,88 @@
+"""What pshard-plan puts out of the plans that it made: tables, JSON, or arguments for llama.cpp."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from pshard.jsonio import to_json
+from pshard.machine import MachineProfile
+from pshard.model import ModelSpec
+from pshard.plan import Registry, Trial, Variant
+from pshard.registries.fingerprint import Inputs, digest
+from pshard.workload import Workload
+
+if TYPE_CHECKING:
+    from pshard.planner.explain import WhatIf
+
+Gains = Mapping[int, "tuple[WhatIf, ...]"]  # by place of the variant
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The variants that one command made, what was tried for each, and what they were made for.
+
+    `asked`: the first workload, as it was asked for; its largest micro-batch may be more than any variant's.
+    """
+
+    spec: ModelSpec
+    profile: MachineProfile
+    inputs: Inputs
+    asked: Workload
+    variants: tuple[Variant, ...]
+    trials: tuple[tuple[Trial, ...], ...]
+
+
+def emit_arguments(planned: Planned) -> list[str]:
+    """Every variant as arguments for llama.cpp. Raises UserError for what they cannot say."""
+    from pshard.planner.llama_cpp_arguments import llama_arguments
+
+    units = {u.name: u for u in planned.spec.units}
+    return [llama_arguments(variant, units) for variant in planned.variants]
+
+
+def explain_all(planned: Planned, strategy: str) -> Gains:
+    """What a better machine would bring to each variant that needed a plan."""
+    from pshard.planner.explain import explain_gains
+
+    return {
+        i: explain_gains(
+            planned.spec, planned.profile, replace(v.workload, max_ubatch=planned.asked.max_ubatch), v, strategy
+        )
+        for i, v in enumerate(planned.variants)
+        if v.plan_needed
+    }
+
+
+def print_plans(planned: Planned, gains: Gains | None) -> None:
+    """Tables of trials and plans; with `gains` also where every unit is and what binds."""
+    from rich.console import Console
+
+    from pshard.planner.show_plan import print_explanation, print_trials, print_variant
+
+    out = Console()
+    for i, (variant, trials) in enumerate(zip(planned.variants, planned.trials)):
+        print_trials(trials, out)
+        print_variant(variant, out)
+        if gains is not None:
+            print_explanation(variant, gains.get(i, ()), out)
+
+
+def print_arguments(planned: Planned, emitted: list[str]) -> None:
+    """A line for each variant, which names its budget where there are several."""
+    for variant, arguments in zip(planned.variants, emitted):
+        print(arguments if len(emitted) == 1 else f"{variant.workload.vram_mib[0]} MiB: {arguments}")
+
+
+def as_json(planned: Planned, gains: Gains) -> dict[str, Any]:
+    """The registry of these variants, the simulated timelines of the last one, and what was explained."""
+    from pshard.planner.explain import simulate_timelines
+
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    variants, inputs = planned.variants, planned.inputs
+    registry = Registry(digest(inputs), tuple(inputs), planned.spec.name, created, variants)
+    return {
+        "registry": to_json(registry),
+        "timelines": to_json(simulate_timelines(planned.spec, planned.profile, variants[-1])),
+        "gains": to_json([{"vram_mib": variants[i].workload.vram_mib, "what_if": g} for i, g in gains.items()]),
+    }

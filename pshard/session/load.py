@@ -1,0 +1,53 @@
+"""`pshard.load`: a planned model as an engine, in one call."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pshard.errors import UserError
+from pshard.session.open_plan import open_plan
+from pshard.session.run_request import RunRequest
+from pshard.session.start_engine import KERNELS, start_engine
+
+if TYPE_CHECKING:
+    from pshard.runtime.engine import Engine
+
+
+def load(
+    model: str | Path,
+    vram: int | tuple[int, ...] | None = None,
+    *,
+    context: int | None = None,
+    sequences: int | None = None,
+    type_k: str = "bf16",
+    type_v: str = "bf16",
+    registry: str | Path | None = None,
+    kernels: str = "fast",
+    replan: bool = False,
+) -> "Engine":
+    """Load a planned model and return its engine.
+
+    Args:
+        model: GGUF file or safetensors folder.
+        vram: budget in MiB; the largest planned variant that fits is taken. None: what is free.
+        context: cells of the KV cache that are needed; sequences: how many share them. None: whatever is planned.
+        type_k, type_v: types of the KV cache: "bf16", "f16", "f32" or "q8_0".
+        registry: plan file, when it does not lie in its usual place.
+        kernels: "fast", or "plain" for torch in float32.
+        replan: plan now (needs vram) instead of using the stored plan.
+
+    Returns:
+        Engine with `generate`, `forward`, `plan`, `memory()`, `reset` and `close`.
+
+    Raises:
+        UserError: one line saying what is missing, stale or out of range, and the command that mends it.
+    """
+    for name, value in (("context", context), ("sequences", sequences)):
+        if value is not None and value < 1:
+            raise UserError(f"{name} is {value}; it is 1 or more, or None for what is planned")
+    if kernels not in KERNELS:
+        raise UserError(f"kernels is {kernels!r}; choose from {', '.join(KERNELS)}")
+    budgets = (vram,) if isinstance(vram, int) else vram
+    place = Path(registry) if registry else None
+    request = RunRequest(Path(model), budgets, context, sequences, type_k, type_v, registry=place, replan=replan)
+    opened = open_plan(request)
+    return start_engine(opened, opened.variant, kernels, on_close=opened.file.close)

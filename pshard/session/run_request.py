@@ -1,0 +1,101 @@
+"""What a run asks for, and the workloads that follow from it: the one a plan must serve, and the one to plan for."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pshard.buffers import TORCH_RESERVE_MIB, scratch_bytes
+from pshard.errors import UserError
+from pshard.machine import MachineProfile
+from pshard.session.this_machine import free_vram_mib
+from pshard.workload import Limits, Workload, binding_limits
+
+if TYPE_CHECKING:
+    from pshard.model import ModelSpec
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """What a run asks for. None means: whatever the plan says.
+
+    `needed` is the context that the run takes when none is asked for: it chooses a plan; planning makes a larger one.
+    """
+
+    model: Path
+    vram_mib: tuple[int, ...] | None = None
+    context: int | None = None
+    sequences: int | None = None
+    type_k: str = "bf16"
+    type_v: str = "bf16"
+    split_mode: str = "none"
+    tensor_split: tuple[float, ...] = ()
+    registry: Path | None = None
+    profile: Path | None = None
+    replan: bool = False
+    needed: int = 1
+    max_tp: Limits = ()
+    reduce_dtype: str | None = None
+    devices: int | None = None  # how many, where neither budgets nor ratios say it
+    auto_ratios: bool = False  # any ratios will do, and a plan that is made anew has those predicted to be the fastest
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks it names, by their number, budgets or ratios."""
+        if self.split_mode == "none":
+            return 1
+        return max(self.devices or 1, len(self.tensor_split), len(self.vram_mib or ()))
+
+
+def count_devices(ratios: tuple[float, ...], auto_ratios: bool, profile: MachineProfile, flag: str) -> int:
+    """How many devices one budget is for. Raises UserError, about `flag`, when that cannot be known."""
+    if not auto_ratios:
+        return len(ratios) or 1
+    if len(profile.accelerators) < 2:
+        raise UserError(f"{flag} auto: the profile knows one device; give --vram a budget for each rank")
+    return len(profile.accelerators)
+
+
+def wanted_workload(request: RunRequest, profile: MachineProfile) -> Workload:
+    """The request as what a variant must at least offer."""
+    devices = request.ranks
+    if devices == 1 and request.auto_ratios and request.devices is None:
+        devices = len(profile.accelerators)
+        if request.replan:
+            devices = count_devices((), True, profile, "-sm" if request.split_mode == "auto" else "-ts")
+    budgets = request.vram_mib or (free_vram_mib(profile),) * devices
+    if len(budgets) == 1:
+        budgets *= devices
+    return Workload(
+        vram_mib=budgets,
+        context=request.context or request.needed,
+        sequences=request.sequences or 1,
+        type_k=request.type_k,
+        type_v=request.type_v,
+        split_mode=request.split_mode,
+        tensor_split=request.tensor_split if devices > 1 else (),
+        max_tp=binding_limits(request.max_tp, devices),
+        reduce_dtype=request.reduce_dtype or Workload.reduce_dtype,
+    )
+
+
+def full_workload(request: RunRequest, want: Workload, spec: "ModelSpec") -> Workload:
+    """What to plan for: the context that was asked for, else at least the one that pshard-plan takes by itself.
+
+    Raises UserError when the model has not so much context, as no plan could be made.
+    """
+    most = spec.config.context
+    if most and want.share > most:
+        raise UserError(f"{want.share} tokens of context are more than the model's {most}; ask for fewer")
+    usual = min(Workload.context, (most or Workload.context) * want.sequences)
+    full = replace(want, context=request.context or max(request.needed, usual))
+    prompt = min(want.prompt, max(1, full.share // 2))
+    return replace(full, prompt=prompt, generated=max(1, min(want.generated, full.share - prompt)))
+
+
+def suggest_budget(full: Workload, spec: "ModelSpec") -> Workload:
+    """The workload with a budget to plan for when none was given: what is free, at most what the whole model takes."""
+    ranks = len(full.vram_mib)
+    kv = sum(unit.state_nbytes(spec.config, full.state_shape) for unit in spec.units)
+    scratch = scratch_bytes(spec, full.max_ubatch, full.state_shape, 4)
+    whole = -(-(spec.packed_nbytes + kv) // ranks >> 20) + (scratch >> 20) + TORCH_RESERVE_MIB + 1
+    return replace(full, vram_mib=tuple(min(free, whole) for free in full.vram_mib))

@@ -1,0 +1,66 @@
+"""From an opened plan to an engine that is ready: its ranks joined, the model loaded."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from pshard.plan import Variant
+
+if TYPE_CHECKING:
+    from pshard.runtime.engine import Engine
+    from pshard.runtime.ranks.group import Group
+    from pshard.session.open_plan import Opened
+
+KERNELS = ("fast", "plain")
+
+
+def open_group(opened: "Opened", ranks: int) -> "Group":
+    """Join the ranks of this run; sums on GPUs go the way that the profile found to be the fastest for their size."""
+    from pshard.runtime.ranks.group import init_group
+
+    profile, workload = opened.profile, opened.variant.workload
+    kind, threads, in_turns = profile.accelerators[0].kind, profile.host.threads, workload.split_mode == "layer"
+    return init_group(ranks, kind, threads, in_turns, reduce_dtype=workload.reduce_dtype, timings=profile.collectives)
+
+
+def start_engine(
+    opened: "Opened",
+    variant: Variant,
+    kernels: str = "fast",
+    group: "Group | None" = None,
+    on_close: Callable[[], None] = lambda: None,
+) -> "Engine":
+    """Load the model under a variant on this machine's accelerator, with a progress bar on a terminal."""
+    from pshard.registries.profile_store import note_page_locks
+    from pshard.runtime.build_engine import build_engine
+    from pshard.runtime.devices.device import open_device
+    from pshard.runtime.devices.threads import use_threads
+
+    index = group.local_rank if group is not None and group.size > 1 else variant.workload.device
+    device = open_device(opened.profile.accelerators[0].kind, index)
+    if group is None or group.size == 1:  # a rank of several keeps the share of threads it was given
+        use_threads(opened.profile.host.threads)
+    with loading_bar(opened.file.spec.name, opened.file.spec.packed_nbytes) as progress:
+        engine = build_engine(
+            opened.file, variant, device, kernels=kernels, group=group, progress=progress, on_close=on_close,
+            tiles=opened.profile.tiles_of(index),
+        )  # fmt: skip
+    if group is None or group.size == 1:  # several ranks share what the system gives
+        memory = engine.memory()
+        refused = not memory.page_locked
+        if device.locks and note_page_locks(memory.host_locked, refused) and refused:
+            engine.notes += ("the limit of page-locking is remembered: pshard-plan plans with it from now on",)
+    return engine
+
+
+@contextmanager
+def loading_bar(name: str, total: int) -> Iterator[Any]:
+    """A progress bar on stderr counting packed bytes; silent on a pipe."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn(f"loading {name}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda done: bar.advance(task, done)

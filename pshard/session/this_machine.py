@@ -1,0 +1,64 @@
+"""What is known of the machine that a session runs on: whether a profile is of it, what is free, what it is made of."""
+
+from pshard.errors import UserError
+from pshard.machine import MachineProfile
+
+UNLIMITED_MIB = 1 << 30
+
+
+def check_machine(profile: MachineProfile) -> None:
+    """Raise UserError when the profile was measured on another machine than this one."""
+    from pshard.profile.identify import identify_accelerators, identify_host
+
+    here = identify_host(profile.host.threads)
+    pairs = [("cpu", profile.host.cpu, here.cpu), ("isa", profile.host.isa, here.isa)]
+    pairs.append(("kernels", profile.host.kernels, here.kernels))
+    if here.cores < profile.host.threads:
+        pairs.append(("cores", str(profile.host.cores), str(here.cores)))
+    kind = profile.accelerators[0].kind
+    try:
+        accelerators = identify_accelerators(kind)
+    except UserError:  # there is none of that kind here
+        accelerators = ()
+    for i, planned in enumerate(profile.accelerators):
+        found = accelerators[i] if i < len(accelerators) else None
+        pairs.append((f"{kind} {i}", planned.name, found.name if found else "none"))
+        if found and planned.driver:
+            pairs.append((f"driver {i}", planned.driver, found.driver))
+    changed = [f"{what}: {old} -> {new}" for what, old, new in pairs if old != new]
+    if changed:
+        from pshard.runtime.kernels.cpu import native
+
+        missing = f" ({native.why_missing()})" if here.kernels != profile.host.kernels and native.why_missing() else ""
+        what = "; ".join(changed)
+        raise UserError(f"the machine profile is of another machine: {what}{missing}; run pshard-profile")
+
+
+def free_vram_mib(profile: MachineProfile) -> int:
+    """Free memory of the first accelerator in MiB; without limit for the CPU as accelerator."""
+    if profile.accelerators[0].kind != "cuda":
+        return UNLIMITED_MIB
+    import torch
+
+    return torch.cuda.mem_get_info(0)[0] >> 20
+
+
+def environment_of(profile: MachineProfile) -> tuple[tuple[str, str], ...]:
+    """Hardware and versions, as measurements carry them."""
+    import torch
+
+    from pshard import __version__
+
+    host, accelerator = profile.host, profile.accelerators[0]
+    pairs = [
+        ("cpu", host.cpu),
+        ("isa", host.isa),
+        ("threads", str(host.threads)),
+        ("accelerator", accelerator.name),
+        ("torch", torch.__version__),
+        ("pshard", __version__),
+        ("profile", f"{profile.provenance.source} {profile.provenance.date}"),
+    ]
+    if accelerator.driver:
+        pairs.insert(4, ("driver", accelerator.driver))
+    return tuple(pairs)

@@ -1,0 +1,40 @@
+"""The house keeps its rules: arrows point down, no circles, nothing longer than one sitting, kinds in one place."""
+
+import tomllib
+
+from house import code_rules
+
+
+def test_files_import_each_other_in_no_circle() -> None:
+    assert not code_rules.find_circles()
+
+
+def test_no_folder_imports_one_above_it() -> None:
+    assert not code_rules.find_upward_arrows()
+
+
+def test_no_function_or_class_is_longer_than_one_sitting() -> None:
+    assert not code_rules.find_long_code()
+
+
+def test_values_travel_as_nouns_and_not_by_nine_positions() -> None:
+    assert not code_rules.find_long_calls()
+
+
+def test_kinds_of_units_are_hardly_named_outside_their_declarations() -> None:
+    assert len(code_rules.find_kind_names()) <= 10
+
+
+def test_no_two_files_have_one_name() -> None:
+    assert not code_rules.find_twins()
+
+
+def test_no_folder_is_a_crowd() -> None:
+    assert not code_rules.find_crowds()
+
+
+def test_every_folder_of_the_package_is_installed() -> None:
+    with open(code_rules.ROOT / "pyproject.toml", "rb") as file:
+        installed = tomllib.load(file)["tool"]["setuptools"]["packages"]
+    folders = {code_rules.module_name(path) for path in code_rules.list_sources() if path.name == "__init__.py"}
+    assert sorted(installed) == sorted(folders)
