@@ -12,7 +12,7 @@ from pshard.runtime.blocks.block import Work
 from pshard.runtime.kernels.api import RowIndex, Segment
 from pshard.runtime.logits import Logits
 from pshard.runtime.memory.states import Copies, Reach, pair_runs, reach_new, reach_old
-from pshard.runtime.residency import Residency, view_rows
+from pshard.runtime.residents import Residents, view_rows
 from pshard.runtime.tier_in_force import Means, TierInForce
 from pshard.runtime.unit_runs import UnitRuns
 from pshard.runtime.walk_program import Launch, WalkProgram
@@ -67,13 +67,13 @@ class Walk:
     def __init__(
         self,
         means: Means,
-        residency: Residency,
+        residents: Residents,
         tier: TierInForce,
         batch: MicroBatch,
         logits: Logits,
         graphs: PromptGraphs,
     ) -> None:
-        self._means, self._residency, self._tier, self._batch = means, residency, tier, batch
+        self._means, self._residents, self._tier, self._batch = means, residents, tier, batch
         self._logits, self._graphs, self._device = logits, graphs, means.device
         self._tokens = batch.ids.shape[0]
         self._host_space, self._acc_space = means.host.side.space, tier.side.space
@@ -81,7 +81,7 @@ class Walk:
             "cpu": Work(means.host.side, batch.host_rows, batch.ids, logits),
             "acc": Work(tier.side, batch.acc_rows, batch.ids, logits),
         }
-        self._units = UnitRuns(means, residency, tier, work, self._tokens)
+        self._units = UnitRuns(means, residents, tier, work, self._tokens)
         self._side = "cpu"
         self._freed: Any = None
         self._left: Any = None  # event after which the host has what the last graph brought: hidden states or logits
@@ -231,13 +231,13 @@ class Walk:
         """What a step copies whose bytes are decided now."""
         staged = self._tier.staged.get(step.unit)
         if staged is None:
-            staged = self._tier.staged[step.unit] = self._residency.stage_state(step.unit, self._tier.carved)
+            staged = self._tier.staged[step.unit] = self._residents.stage_state(step.unit, self._tier.carved)
         if isinstance(step, FetchKV):
             return pair_runs(staged.here, staged.there, self._old.entries(staged.law))
         return pair_runs(staged.there, staged.here, self._new.entries(staged.law))
 
     def _fetch_state(self, step: FetchKV) -> None:
-        tier, written = self._tier, self._residency.written
+        tier, written = self._tier, self._residents.written
         after = (*tier.stage_free, written[step.unit]) if step.unit in written else tier.stage_free
         done = self._means.transfers.bring(self._decide(step), after)
         if done is not None:
@@ -249,7 +249,7 @@ class Walk:
         done = self._means.transfers.take_back(self._decide(step), tier.stage_free)
         if done is None:  # another rank holds all of this unit's state
             return
-        self._residency.written[step.unit] = done
+        self._residents.written[step.unit] = done
         tier.stage_ready.append(done)  # what the next unit changes goes where this is read from
         tier.stage_free.append(done)  # and so may what it had, where a rank's layers differ in width
 
@@ -258,6 +258,8 @@ def copy_in(means: Means, tier: TierInForce, step: CopyIn, after: tuple[Any, ...
     """Start to copy a unit's blob, or the accelerator's part of it, to its slot."""
     copies = tier.copies.get(step)
     if copies is None:
+        if step.decided:
+            raise NotImplementedError(f"nothing decides which bytes of {step.unit} are copied")
         target = tier.carved.slots[step.slot][: step.nbytes]
         copies = tier.copies[step] = means.transfers.cut(target, step.unit, step.cpu_rows)
     tier.arrived[step.slot] = means.transfers.bring_weights(step.unit, copies, after)

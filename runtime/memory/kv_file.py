@@ -58,7 +58,7 @@ def fingerprint_model(source: WeightSource) -> str:
 
 
 @dataclass(frozen=True)
-class Block:
+class HeadCells:
     """One head's keys or values of one layer: number in the file, its unit, "k" or "v", head among this rank's."""
 
     number: int
@@ -176,7 +176,7 @@ class KVStore:
         kind = self._kv.type_k if what == "k" else self._kv.type_v
         return cells * kv_nbytes(kind, self._source.spec.config.head_dim)
 
-    def _offset(self, block: Block, cells: int, start: int) -> int:
+    def _offset(self, block: HeadCells, cells: int, start: int) -> int:
         heads = self._source.spec.config.n_kv_heads
         layer, rest = divmod(block.number, 2 * heads)
         k, v = self._block_bytes("k", cells), self._block_bytes("v", cells)
@@ -239,16 +239,16 @@ class KVStore:
                     if raw:
                         values = torch.frombuffer(raw, dtype=torch.uint8).view(memory[block.what].dtype)
                         put_head(memory[block.what], block.head, fields["head_dim"], values)
-                write_cells(self._executor.residency.state_now(unit), held, memory)
+                write_cells(self._executor.residents.state_now(unit), held, memory)
                 self._executor.device.synchronize()
         return tokens
 
     def _read_cells(self, unit: str, held: Sequence[int], cells: int) -> dict[str, torch.Tensor]:
         self._executor.device.synchronize()
-        return read_cells(self._executor.residency.state_now(unit), held, cells)
+        return read_cells(self._executor.residents.state_now(unit), held, cells)
 
-    def _by_unit(self) -> dict[str, list[Block]]:
-        units: dict[str, list[Block]] = {}
+    def _by_unit(self) -> dict[str, list[HeadCells]]:
+        units: dict[str, list[HeadCells]] = {}
         for block in self._blocks:
             units.setdefault(block.unit, []).append(block)
         return units
@@ -267,7 +267,7 @@ def _read_header(path: Path, file: Any) -> tuple[bytes, dict[str, Any]]:
     return header, json.loads(header)
 
 
-def _blocks_of(spec: ModelSpec, shape: StateShape, ranges: Sequence[Ranges], rank: int) -> Iterator[Block]:
+def _blocks_of(spec: ModelSpec, shape: StateShape, ranges: Sequence[Ranges], rank: int) -> Iterator[HeadCells]:
     """The blocks that a rank holds."""
     heads, d = spec.config.n_kv_heads, spec.config.head_dim
     caches = (u for u in spec.units if isinstance(u.state(spec.config, shape), CellState))
@@ -278,4 +278,4 @@ def _blocks_of(spec: ModelSpec, shape: StateShape, ranges: Sequence[Ranges], ran
         for at, head in enumerate(held[rank]):
             first = next(r for r, mine in enumerate(held) if head in mine)
             for i, what in enumerate("kv"):
-                yield Block((2 * layer + i) * heads + head, unit.name, what, at, first == rank)
+                yield HeadCells((2 * layer + i) * heads + head, unit.name, what, at, first == rank)

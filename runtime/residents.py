@@ -20,7 +20,7 @@ from pshard.units.divide_rows import acc_part
 from pshard.units.state import State, StateShape
 
 
-class Residency:
+class Residents:
     """Pins and states of one rank. Each tier holds a prefix of the plan's orders, so that none of them moves.
 
     Attributes:
