@@ -22,7 +22,7 @@ OURS = {"strategy", "budget_mib", "tier", "predicted_ts", "peak_vram_mib", "link
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
+def world(tmp_path: Path, quick_search: None) -> World:
     return make_world(tmp_path)
 
 

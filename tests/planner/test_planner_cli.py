@@ -17,6 +17,9 @@ from pshard.planner.price.draft import UNPREDICTED, UNSOLVED
 from pshard.planner.price.example_sheets import MACHINES
 from pshard.registries.profile_store import load_profile
 from pshard.registries.store import load_registry
+from pshard.units.attention import ATTENTION
+from pshard.units.ffn import FFN
+from pshard.units.unit import Unit
 from pshard.workload import Workload
 
 OWN = TORCH_RESERVE_MIB
@@ -29,7 +32,7 @@ pytestmark = pytest.mark.skipif(not MODEL.exists(), reason="the bundled model is
 
 
 @pytest.fixture
-def plan(tmp_path, capsys):
+def plan(tmp_path, capsys, quick_search):
     """Runs pshard-plan on the bundled model and the example machine; returns (exit code, stdout, stderr, registry)."""
     registry = tmp_path / "plans.json"
 
@@ -153,8 +156,8 @@ def test_llama_cpp_keeps_its_kv_cache_in_vram_where_all_of_it_fits(layers, in_vr
     tier = TierPlan(1, (*units, *ffns), buffers, UNPREDICTED, UNSOLVED)
     rank = RankPlan(0, budget, 1.0, (), (), (tier,))
     variant = Variant(Workload((budget,), 64, max_ubatch=1, prompt=32, generated=32), True, (rank,))
-    kinds = {p.unit: ("attention" if p.kv else "ffn", i % layers) for i, p in enumerate(tier.placements)}
-    assert ("-nkvo" not in llama_arguments(variant, kinds)) == offloads
+    by_name = {p.unit: Unit(p.unit, ATTENTION if p.kv else FFN, i % layers, ()) for i, p in enumerate(tier.placements)}
+    assert ("-nkvo" not in llama_arguments(variant, by_name)) == offloads
 
 
 def test_arguments_for_llama_cpp_of_several_devices_are_refused_before_anything_is_written(plan):
