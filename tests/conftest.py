@@ -33,6 +33,14 @@ def quick_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pshard.planner.search.anneal.TRIES_PER_UNIT", 1)
 
 
+@pytest.fixture(params=["quick", pytest.param("whole", marks=pytest.mark.slow)])
+def search(request: pytest.FixtureRequest) -> str:
+    """The test plans with the quick search, and when slow tests run with the whole one too."""
+    if request.param == "quick":
+        request.getfixturevalue("quick_search")
+    return request.param
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu:
