@@ -120,16 +120,19 @@ def test_budgets_too_small_for_any_ratio_are_an_error():
 
 
 @pytest.mark.parametrize(
-    ("mode", "cases"),
-    [
-        ("tensor", 2),
-        *(pytest.param(mode, MANY // 4, marks=pytest.mark.slow) for mode in ("tensor", "layer")),
-    ],
+    ("cases", "modes"),
+    [(2, ("tensor",)), pytest.param(MANY // 2, ("tensor", "layer"), marks=pytest.mark.slow)],
 )
-def test_chosen_ratios_are_never_predicted_slower_than_equal_ones(mode, cases):
+def test_chosen_ratios_are_never_predicted_slower_than_equal_ones(cases, modes):
     budgets = st.lists(st.integers(10, 50), min_size=2, max_size=3)
     speed, link = st.sampled_from((1.0, 0.5, 0.2)), st.sampled_from((1.0, 0.3))
-    try_cases(cases, expect_no_slower_than_equal, budgets, speed, link, st.just(mode))
+    try_cases(cases, expect_no_slower_than_equal, budgets, speed, link, st.sampled_from(modes))
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(strict=True, reason="only the chosen split is refined unit by unit; equal layers would gain 3%")
+def test_layers_of_equal_devices_are_no_slower_than_equal_ones():
+    expect_no_slower_than_equal([10, 10], 1.0, 1.0, "layer")
 
 
 def expect_no_slower_than_equal(budgets, speed, link, mode):

@@ -77,7 +77,7 @@ def test_sums_are_right_and_the_same_bits_on_every_rank_and_in_every_run(
             assert torch.equal(first, other[i])
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", slow("gloo")])
 def test_columns_are_gathered_in_rank_order_and_values_broadcast(backend: str, tmp_path: Path) -> None:
     done = run_ranks(f"gathers@{backend}", 3, tmp_path)
     assert done.returncode == 0, done.stderr

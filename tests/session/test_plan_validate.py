@@ -106,7 +106,7 @@ def test_factors_scale_small_and_large_micro_batches_apart():
         assert scaled[tier].units["ffn.0"].link == pytest.approx(link * plain[tier].units["ffn.0"].link)
 
 
-def test_a_stored_correction_gives_the_bench_the_plans_own_prediction(tmp_path, planned):
+def test_a_stored_correction_gives_the_bench_the_plans_own_prediction(tmp_path, planned, quick_search):
     variant = plan_variant(SPEC, PROFILE, WORKLOAD, correction=TRUTH)
     path = tmp_path / "plans.json"
     save_variants(path, SPEC.name, (("model", "made"),), [variant])
