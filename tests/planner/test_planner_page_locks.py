@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import strategies as st
 from planner_cases import DESKTOP, OWN, few_or_many, machines, make_model, models, published_variants, try_cases
+from test_planner_plans import workload_seconds
 
 from pshard.machine import CopyTiming, MachineProfile
 from pshard.planner.check_plan import check_variant
@@ -118,9 +119,5 @@ def expect_legal_and_no_worse(data):
     check_variant((spec,), variant, rates.kind)
     for name, published in published_variants(spec, profile, replace(workload, max_ubatch=variant.workload.max_ubatch)):
         if published.workload.max_ubatch == variant.workload.max_ubatch:
-            (task,) = prepare_ranks(spec, profile, replace(workload, max_ubatch=variant.workload.max_ubatch))
-            own, other = (
-                sum(c.load.weight * t.prediction.seconds for c, t in zip(task.costs, v.ranks[0].tiers))
-                for v in (variant, published)
-            )
+            own, other = (workload_seconds(spec, profile, workload, v) for v in (variant, published))
             assert own <= other * (1 + 1e-9), name
