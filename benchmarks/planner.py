@@ -12,7 +12,7 @@ from pathlib import Path
 from pshard.model import ModelSpec
 from pshard.model_config import ModelConfig, Rope
 from pshard.planner.make_plan import plan_variant
-from pshard.planner.program.ilp import relaxation_bound
+from pshard.planner.program.solve_tiers import relaxation_bound
 from pshard.registries.profile_store import load_profile
 from pshard.tensor import TensorSpec
 from pshard.units.attention import ATTENTION

@@ -43,8 +43,8 @@ def check_runnable(specs: tuple[ModelSpec, ...], variant: Variant, kind: str) ->
         for tier in rank.tiers:
             _check_tier(spec, variant, rank, tier, kind)
         _check_prefixes(spec, rank)
-        cuts = {(p.unit, p.cpu_rows) for t in rank.tiers for p in t.placements if p.where == "pinned"}
-        if len(cuts) > len({unit for unit, _ in cuts}):
+        divided = {(p.unit, p.cpu_rows) for t in rank.tiers for p in t.placements if p.where == "pinned"}
+        if len(divided) > len({unit for unit, _ in divided}):
             raise PlanError(f"rank {rank.rank}: a unit is pinned in two tiers with different rows on the CPU")
     for i, rank in enumerate(variant.ranks):
         if (rank.rank, rank.budget_mib) != (i, w.vram_mib[i]):
@@ -55,7 +55,7 @@ def _host_bytes(spec: ModelSpec, variant: Variant, rank: RankPlan, kind: str) ->
     """What a rank keeps in host memory: all but what every tier pins whole, KV that any tier leaves there, and with the
     CPU as accelerator its arena."""
     dropped = list[str]()
-    for name in rank.pin_order:  # the runtime keeps all from the first split unit on
+    for name in rank.pin_order:  # the runtime keeps all from the first divided unit on
         places = [tier.placement(name) for tier in rank.tiers]
         if any(p.where != "pinned" or p.cpu_rows for p in places):
             break
@@ -122,7 +122,7 @@ def _check_tier(spec: ModelSpec, variant: Variant, rank: RankPlan, tier: TierPla
     for unit, place in zip(spec.units, tier.placements):
         if (place.where, place.kv) not in unit.kind.places:
             raise PlanError(f"{where}: {unit.name} cannot be {place.where} with KV {place.kv}")
-        _check_split(unit, place, tier.tokens, where)
+        _check_divided(unit, place, tier.tokens, where)
     act, shape = 2 if kind == "cuda" else 4, variant.workload.state_shape
     brought = [(p.where, _brought_bytes(u, p.cpu_rows)) for u, p in zip(spec.units, tier.placements)]
     pinned = sum(nbytes for place, nbytes in brought if place == "pinned")
@@ -145,12 +145,12 @@ def _check_tier(spec: ModelSpec, variant: Variant, rank: RankPlan, tier: TierPla
         raise PlanError(f"{where}: {b.total} bytes are over the arena of {arena}")
 
 
-def _check_split(unit: Unit, place: Placement, tokens: int, where: str) -> None:
+def _check_divided(unit: Unit, place: Placement, tokens: int, where: str) -> None:
     """Both sides have rows of gate and up, all of them together, and no record of the packed layout is cut."""
     if not place.cpu_rows:
         return
     if place.where == "cpu" or not unit.kind.divided or tokens > buffers.SMALL_BATCH:
-        raise PlanError(f"{where}: {unit.name} ({place.where}) cannot be split")
+        raise PlanError(f"{where}: {unit.name} ({place.where}) cannot be divided")
     for tensor in unit.tensors:
         if tensor.role in unit.kind.divided:
             own = tensor.rows - place.cpu_rows

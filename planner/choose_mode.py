@@ -18,7 +18,7 @@ from pshard.steps.step import AllReduce, Gather
 from pshard.times.predicted_times import decode_seconds, rank_seconds, round_seconds
 from pshard.workload import Split, Workload, binding_limits
 
-WORTH = 0.99  # more devices, or a finer split, must bring the round below this share of what the simpler way takes
+MORE_DEVICES_SHARE = 0.99  # of the simpler way's round: what more devices, or a finer split, must stay below
 
 
 def plan_split(
@@ -58,7 +58,7 @@ def plan_mode(
         assert refused is not None
         raise refused
     fastest = min(map(round_seconds, made))
-    best = next(v for v in made if round_seconds(v) * WORTH <= fastest)
+    best = next(v for v in made if round_seconds(v) * MORE_DEVICES_SHARE <= fastest)
     chosen = next(w for w in ways if w.way == describe_way(best).way)
     others = sorted((w for w in ways if w is not chosen), key=lambda w: w.seconds or float("inf"))
     return replace(best, considered=(chosen, *others))

@@ -33,7 +33,7 @@ def _write_rank(task: RankTask, chosen: Candidate) -> RankPlan:
     """A rank's plan, as yet without predictions."""
     solved, tiers = chosen.solution, []
     for tier, cost in zip(chosen.tiers, task.costs):
-        problem = tier_problem(task.room, task.classes, cost, max(tier.buffers.slots, 1), split=True)
+        problem = tier_problem(task.room, task.classes, cost, max(tier.buffers.slots, 1), divide=True)
         objective = fluid_seconds(problem, count_tier(task.classes, tier))
         gap = solved.gap if solved else 0.0
         solve = Solve(
@@ -57,7 +57,7 @@ def _predict(tasks: Sequence[RankTask], ranks: Sequence[RankPlan]) -> tuple[Rank
     rooms, predicted = [t.room for t in tasks], []
     priced = [stage_by(r, t.costs) for t, r in zip(tasks, ranks)]
     for i in range(len(tasks[0].costs)):
-        tiers, costs, bounds = zip(*((r.tiers[i], c[i], t.split_bounds[i]) for t, r, c in zip(tasks, ranks, priced)))
+        tiers, costs, bounds = zip(*((r.tiers[i], c[i], t.divided_bounds[i]) for t, r, c in zip(tasks, ranks, priced)))
         predictions = predict_ranks(rooms, tiers, costs, bounds)
         predicted.append([replace(tier, prediction=p) for tier, p in zip(tiers, predictions)])
     return tuple(replace(rank, tiers=tiers) for rank, tiers in zip(ranks, zip(*predicted)))

@@ -25,7 +25,7 @@ from pshard.planner.search.candidates import (
     restage_candidate,
     whole_tier,
 )
-from pshard.planner.search.divide_ffns import split_candidate
+from pshard.planner.search.divide_ffns import divide_candidate
 from pshard.planner.search.exact import perfect_candidate
 from pshard.planner.search.one_placement import common_plans
 from pshard.planner.search.strategies import STRATEGIES
@@ -108,7 +108,7 @@ def predict_again(variant: Variant, task: RankTask) -> Variant:
                 disturbed=tier.prediction.disturbed,
             ),
         )
-        for tier, cost, bound in zip(rank.tiers, costs, task.split_bounds, strict=True)
+        for tier, cost, bound in zip(rank.tiers, costs, task.divided_bounds, strict=True)
     )
     return replace(variant, ranks=(replace(rank, tiers=tiers),), correction=task.costs[0].tables.correction)
 
@@ -118,8 +118,8 @@ def rank_plans(task: RankTask, time_limit: float, programs: int = 1) -> tuple[Ca
     VRAM where that fits every rank."""
     best, *others = _place(task, time_limit, programs)
     whole = _improve(task, refine_candidate, best)
-    split = _improve(task, perfect_candidate, _improve(task, split_candidate, whole))
-    return (split, *others) if split is whole else (split, whole, *others)
+    divided = _improve(task, perfect_candidate, _improve(task, divide_candidate, whole))
+    return (divided, *others) if divided is whole else (divided, whole, *others)
 
 
 def place_ranks(tasks: Sequence[RankTask], time_limit: float) -> tuple[Candidate, ...]:
@@ -140,11 +140,11 @@ def _like_ranks_once(tasks: Sequence[RankTask], place: Callable[[RankTask], _T])
 
 
 def refine_ranks(tasks: Sequence[RankTask], placed: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Each rank's plan refined unit by unit, FFNs split where that helps; of a small model on one device proven."""
+    """Each rank's plan refined unit by unit, FFNs divided where that helps; of a small model on one device proven."""
     refined: list[Candidate] = []
     for task, candidate in zip(tasks, placed):
         alike = next((c for other, c in zip(tasks, refined) if other.is_like(task)), None)
-        refined.append(alike or _improve(task, split_candidate, _improve(task, refine_candidate, candidate)))
+        refined.append(alike or _improve(task, divide_candidate, _improve(task, refine_candidate, candidate)))
     if len(tasks) == 1:  # ranks wait for each other: what is the fastest alone need not be
         return (_improve(tasks[0], perfect_candidate, refined[0]),)
     return tuple(refined)

@@ -26,7 +26,8 @@ from pshard.units.kv_cells import check_kv_types
 from pshard.workload import Split, Workload
 
 MOST_MIB = 1 << 24  # no device has more
-WORTH = 0.99  # smaller micro-batches, and units off the device, must take less than this share of the time
+SMALLER_BATCH_SHARE = 0.99  # of a prompt's time: what smaller micro-batches must stay below
+OFF_DEVICE_SHARE = 0.99  # of a unit's time on the device: what the CPU must stay below
 
 
 def prepare_ranks(
@@ -88,7 +89,7 @@ def _favours_host(cost: TierCosts) -> bool:
     nbytes = cost.load.tokens * cost.vector_bytes
     aside = cost.handoff("cpu", nbytes) + cost.handoff("acc", nbytes)
     units = (cost.units[u.name] for u in cost.spec.units if not u.kind.is_looked_up)
-    return any(c.cpu + aside < c.acc * WORTH for c in units)
+    return any(c.cpu + aside < c.acc * OFF_DEVICE_SHARE for c in units)
 
 
 def _best_ubatch(tasks: tuple[RankTask, ...], workload: Workload) -> int:
@@ -102,7 +103,7 @@ def _best_ubatch(tasks: tuple[RankTask, ...], workload: Workload) -> int:
 
     choices = [t for t in tiers if t >= workload.sequences]
     fastest = min(prefill(t) for t in choices)
-    return max(t for t in choices if prefill(t) * WORTH <= fastest)
+    return max(t for t in choices if prefill(t) * SMALLER_BATCH_SHARE <= fastest)
 
 
 def rank_shares(workload: Workload) -> tuple[float, ...]:

@@ -7,7 +7,7 @@ from pshard.planner.price.draft import Room
 from pshard.planner.price.page_locks import locked
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.bounds import bound_seconds, rough_bound
-from pshard.planner.program.coefficients import may_split
+from pshard.planner.program.coefficients import may_divide
 from pshard.planner.program.unit_classes import UnitClass
 
 
@@ -31,15 +31,15 @@ class RankTask:
         return self.room.workload.vram_mib[self.rank]
 
     @cached_property
-    def split_bounds(self) -> tuple[float, ...]:
-        """Seconds by tier that no plan can beat, whether or not it splits FFNs."""
+    def divided_bounds(self) -> tuple[float, ...]:
+        """Seconds by tier that no plan can beat, whether or not it divides FFNs."""
         found = []
         for cost, bound in zip(locked(self.costs), self.bounds):
-            if not may_split(cost):
+            if not may_divide(cost):
                 found.append(bound)
                 continue
             quick = cost.load.rare or not self.plan_needed
-            least = (rough_bound if quick else bound_seconds)(self.room, self.classes, cost, split=True)
+            least = (rough_bound if quick else bound_seconds)(self.room, self.classes, cost, divide=True)
             found.append(min(bound, least))
         return tuple(found)
 

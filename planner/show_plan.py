@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-LETTERS = {"pinned": "P", "streamed": "s", "cpu": "c", "split": "x"}
+LETTERS = {"pinned": "P", "streamed": "s", "cpu": "c", "divided": "x"}
 
 
 def print_variant(variant: Variant, out: "Console") -> None:
@@ -66,7 +66,7 @@ def _time_table(variant: Variant, rank: RankPlan) -> "Table":
     if solve.solver:
         spent = sum(t.solve.seconds for t in rank.tiers)
         title += f" ({solve.solver}, {spent:.2f} s, gap {solve.gap:.2%})"
-    table = _new_table(title, ("tokens", "pinned", "streamed", "cpu", "split", "KV", "ms", "bound", "tok/s", "binds"))
+    table = _new_table(title, ("tokens", "pinned", "streamed", "cpu", "divided", "KV", "ms", "bound", "tok/s", "binds"))
     for tier in rank.tiers:
         count = {w: sum(p.sort == w for p in tier.placements) for w in LETTERS}
         layers = sum(p.kv is not None for p in tier.placements)
@@ -131,7 +131,8 @@ def print_explanation(variant: Variant, gains: tuple[WhatIf, ...], out: "Console
     """Units of every tier, layer by layer, then what binds each tier and what a better machine would bring."""
     for rank in variant.ranks:
         out.print(
-            f"\nUnits of rank {rank.rank} by layer: P pinned, s streamed, c cpu, x split; KV: V in VRAM, h on the host",
+            f"\nUnits of rank {rank.rank} by layer: P pinned, s streamed, c cpu, x divided; "
+            "KV: V in VRAM, h on the host",
             highlight=False,
             soft_wrap=True,
         )
@@ -139,8 +140,8 @@ def print_explanation(variant: Variant, gains: tuple[WhatIf, ...], out: "Console
             out.print(f"  tier {tier.tokens}", highlight=False)
             for label, units in _rows(tier):
                 out.print(f"    {label:10} {units}", highlight=False, soft_wrap=True)
-            for cut in _describe_splits(tier):
-                out.print(f"    split      {cut}", highlight=False, soft_wrap=True)
+            for way in _describe_divided(tier):
+                out.print(f"    divided    {way}", highlight=False, soft_wrap=True)
     out.print()
     for i, tier in enumerate(variant.ranks[0].tiers):
         slowest = max((r.tiers[i] for r in variant.ranks), key=lambda t: t.prediction.seconds)
@@ -173,8 +174,8 @@ def _kind_of(unit: str) -> str:
     return next(part for part in unit.removeprefix("blk.").split(".") if not part.isdigit())
 
 
-def _describe_splits(tier: TierPlan) -> list[str]:
-    """How FFNs are split, one line for each way."""
+def _describe_divided(tier: TierPlan) -> list[str]:
+    """How FFNs are divided, one line for each way."""
     ways = Counter((p.where, p.cpu_rows) for p in tier.placements if p.cpu_rows)
     return [
         f"{n} FFN{'s' * (n > 1)}: {rows} rows of gate and up on the CPU, the accelerator's part {where}"

@@ -19,8 +19,8 @@ class Placement:
     `where`: "pinned" (weights in the VRAM arena, computed there), "streamed" (copied to a staging slot before use,
     computed there) or "cpu" (weights and compute on the host). `kv` is only for attention: "vram" or "host".
     The embedding is "cpu" (rows looked up on the host) or "pinned".
-    `cpu_rows`: of a split FFN (cuts/ffn_rows.py), the rows of gate and up that the CPU computes from host memory while
-    the accelerator computes the others; `where` then says how the accelerator comes by its part. 0: not split.
+    `cpu_rows`: of a divided FFN (units/divide_rows.py), the rows of gate and up that the CPU computes from host memory
+    while the accelerator computes the others; `where` then says how the accelerator comes by its part. 0: not divided.
     """
 
     unit: str
@@ -30,8 +30,8 @@ class Placement:
 
     @property
     def sort(self) -> str:
-        """`where`, or "split"."""
-        return "split" if self.cpu_rows else self.where
+        """`where`, or "divided"."""
+        return "divided" if self.cpu_rows else self.where
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class TierPlan:
 
     @cached_property
     def most_cpu_rows(self) -> int:
-        """Most rows that the CPU has of any split unit; 0 without one."""
+        """Most rows that the CPU has of any divided unit; 0 without one."""
         return max((p.cpu_rows for p in self.placements), default=0)
 
     @cached_property
@@ -135,11 +135,11 @@ class RankPlan:
     def resident(self) -> tuple[str, ...]:
         """Units that are in VRAM under every tier: these need no copy in host memory.
 
-        They end where the first split unit stands in the pin order: the CPU needs its rows.
+        They end where the first divided unit stands in the pin order: the CPU needs its rows.
         """
         fewest = min(sum(p.where == "pinned" for p in tier.placements) for tier in self.tiers)
-        split = {p.unit for tier in self.tiers for p in tier.placements if p.cpu_rows}
-        return tuple(takewhile(lambda unit: unit not in split, self.pin_order[:fewest]))
+        divided = {p.unit for tier in self.tiers for p in tier.placements if p.cpu_rows}
+        return tuple(takewhile(lambda unit: unit not in divided, self.pin_order[:fewest]))
 
     @property
     def lock_order(self) -> tuple[str, ...]:

@@ -9,7 +9,6 @@ import torch
 
 from pshard.batch_sizes import LOGIT_ROWS, SMALL_BATCH
 from pshard.buffers import row_stage_bytes, scratch_bytes
-from pshard.cuts.ffn_rows import split_rows
 from pshard.model import ModelSpec
 from pshard.plan import RankPlan, TierPlan
 from pshard.runtime.best_logits import choose_best
@@ -30,6 +29,7 @@ from pshard.runtime.ranks.group import Group
 from pshard.runtime.walk import Copies, IndexView, Launch, MicroBatch, TierState, group_launches
 from pshard.steps.emit import emit_steps
 from pshard.steps.step import CopyIn, Step, StepShape
+from pshard.units.divide_rows import divide_rows
 from pshard.units.kv_cells import kv_blocks
 from pshard.units.state import StateShape
 
@@ -358,7 +358,7 @@ class Executor:
         blob = self.weights.blob(name)
         if not cpu_rows:
             return ((target, blob),)
-        pieces = split_rows(self.spec.unit(name), cpu_rows).pieces
+        pieces = divide_rows(self.spec.unit(name), cpu_rows).pieces
         return tuple((target[p.to : p.to + p.nbytes], blob[p.start : p.start + p.nbytes]) for p in pieces)
 
     def _copy_unit(self, copies: Copies, name: str, after: Iterable[Any] = ()) -> Any:

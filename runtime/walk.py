@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pshard.batch_sizes import LOGIT_ROWS, SMALL_BATCH
-from pshard.cuts.ffn_rows import acc_part
 from pshard.plan import TierPlan
 from pshard.runtime.best_logits import find_best
 from pshard.runtime.blocks.blocks import (
@@ -45,6 +44,7 @@ from pshard.steps.step import (
     WriteBack,
 )
 from pshard.units.attention import ATTENTION
+from pshard.units.divide_rows import acc_part
 from pshard.units.ffn import FFN
 
 if TYPE_CHECKING:

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from pshard.buffers import arena_bytes, row_stage_bytes, scratch_bytes, state_stage_bytes
-from pshard.cuts.ffn_rows import acc_part
 from pshard.model import ModelSpec
 from pshard.plan import Buffers, Placement, Prediction, Solve, TierPlan
 from pshard.planner.price.simulate import ROUNDS, Simulation, simulate_ranks, simulate_seconds
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.steps.emit import SOURCES, emit_steps
 from pshard.steps.step import StepList, StepShape
+from pshard.units.divide_rows import acc_part
 from pshard.units.unit import Unit
 from pshard.workload import Workload
 

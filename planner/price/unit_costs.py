@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from pshard.cuts.ffn_rows import split_rows
 from pshard.model import ModelSpec
 from pshard.planner.price.price_operations import OneSide, price_operations
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_loads import TierLoad
+from pshard.units.divide_rows import divide_rows
 from pshard.units.unit import Unit
 from pshard.workload import Workload
 
@@ -125,7 +125,7 @@ def divided_cost(unit: Unit, cpu_rows: int, setting: Setting) -> DividedCost:
     """Cost of a unit of which the CPU computes `cpu_rows` rows; see `unit_cost`. Its kind says what each side does."""
     spec, tables, tokens = setting.spec, setting.tables, setting.load.tokens
     on_host, copying = setting.shares
-    parts = split_rows(unit, cpu_rows)
+    parts = divide_rows(unit, cpu_rows)
     assert unit.kind.divide is not None
     work = unit.kind.divide(parts.on_acc.by_role, parts.on_cpu.by_role, spec.config)
     acc_rows, after = (price_operations(operations, setting.side("acc")) for operations in (work.on_acc, work.after))

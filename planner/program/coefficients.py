@@ -7,83 +7,105 @@ from pshard.buffers import row_stage_bytes
 from pshard.plan import TierPlan
 from pshard.planner.price.draft import Room
 from pshard.planner.price.tier_costs import TierCosts
-from pshard.planner.program.ilp import ClassCost, Counts, CutCost, TierProblem
+from pshard.planner.program.counts import Counts
+from pshard.planner.program.tier_problems import ClassCost, DividedClassCost, TierProblem
 from pshard.planner.program.unit_classes import UnitClass
 
 
 def tier_problem(
-    room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, slots: int, split: bool = False
+    room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, slots: int, divide: bool = False
 ) -> TierProblem:
-    """Coefficients of one tier with that many staging slots; `split`: FFNs may be split where `may_split` says."""
-    spec, load, split = room.spec, costs.load, split and may_split(costs)
-    rows = []
-    between = min(
+    """Coefficients of one tier with that many staging slots; `divide`: FFNs may be divided where `may_divide` says."""
+    load, divide = costs.load, divide and may_divide(costs)
+    to_acc, to_cpu = (costs.handoff(side, _hidden_bytes(room, costs)) for side in ("acc", "cpu"))
+    fixed, enter, leave = _ends(room, costs)
+    return TierProblem(
+        tokens=load.tokens,
+        weight=load.weight,
+        classes=tuple(_class_cost(room, cls, classes, costs, divide) for cls in classes),
+        room=room.arena - room.scratch(load.tokens),
+        slots=slots,
+        lookahead=slots,
+        stage_nbytes=room.state_stage,
+        round_trip=to_acc + to_cpu,
+        enter=enter,
+        leave=leave,
+        fixed=fixed,
+        all_contend=costs.acc_contended is not None,
+        copy_issue=costs.copy_issue,
+        kv_issue=2 * costs.copy_issue * (1 + (load.past > 0)),
+        host_room=room.host,
+    )
+
+
+def _hidden_bytes(room: Room, costs: TierCosts) -> int:
+    return costs.load.tokens * room.spec.config.d_model * 4
+
+
+def _ends(room: Room, costs: TierCosts) -> tuple[float, float, float]:
+    """Seconds that the tier takes whatever the placement, and of the hand-offs at its two ends."""
+    spec, hidden = room.spec, _hidden_bytes(room, costs)
+    logits = costs.load.logit_rows * spec.config.vocab * 4
+    enter, leave = costs.handoff("acc", hidden), min(costs.handoff("cpu", hidden), costs.handoff("cpu", logits))
+    if spec.stage is None:
+        return sum(u.kind.adds for u in spec.units) * costs.all_reduce(hidden), enter, leave
+    # hidden states come to the accelerator and leave from it; all take part in the gather of the logits
+    first, last = bool(spec.units[0].tensors), bool(spec.units[-1].tensors)
+    fixed = costs.tables.collective(costs.ranks, logits if last else 0)
+    fixed += 0.0 if spec.stage.source is None else costs.tables.hand_over(hidden)
+    return fixed, enter if first else 0.0, leave if last else 0.0
+
+
+def _class_cost(
+    room: Room, cls: UnitClass, classes: tuple[UnitClass, ...], costs: TierCosts, divide: bool
+) -> ClassCost:
+    name = cls.units[0].name
+    unit = costs.units[name]
+    between = min(  # accelerator work between two layers' KV
         (costs.units[c.units[0].name].acc for c in classes if c.kind.position == "layer" and not c.kind.state),
         default=0.0,
     )
-    for cls in classes:
-        unit = costs.units[cls.units[0].name]
-        kv = room.states[cls.units[0].name]
-        cycle = unit.kv_fetch + unit.kv_write if unit.kv_fetch else 0.0
-        stall = max(0.0, cycle - between)
-        speeds = [side[cls.units[0].name] for side in (costs.contended, costs.acc_contended) if side]
-        cut_rows = cls.cut_rows if split else ()
-        speeds += [costs.divided_speeds(cls.units[0].name, n) for n in cut_rows]
-        rows.append(
-            ClassCost(
-                cls.kind, cls.size, cls.nbytes, unit.acc, unit.cpu, unit.link,
-                kv, unit.kv_fetch, unit.issue, stall, cycle,
-                max(link for link, _ in speeds), max(cpu for _, cpu in speeds),
-                tuple(_cut_cost(costs, cls, n) for n in cut_rows),
-            )
-        )  # fmt: skip
-    hidden, logits = load.tokens * spec.config.d_model * 4, load.logit_rows * spec.config.vocab * 4
-    to_acc, to_cpu = costs.handoff("acc", hidden), costs.handoff("cpu", hidden)
-    enter, leave = to_acc, min(to_cpu, costs.handoff("cpu", logits))
-    if spec.stage is None:
-        parts = sum(cls.size for cls in classes if cls.kind.adds)
-        fixed = parts * costs.all_reduce(hidden)
-    else:  # hidden states come to the accelerator and leave from it; all take part in the gather of the logits
-        first, last = bool(spec.units[0].tensors), bool(spec.units[-1].tensors)
-        fixed = costs.tables.collective(costs.ranks, logits if last else 0)
-        fixed += 0.0 if spec.stage.source is None else costs.tables.hand_over(hidden)
-        enter, leave = enter if first else 0.0, leave if last else 0.0
-    return TierProblem(
-        load.tokens,
-        load.weight,
-        tuple(rows),
-        room.arena - room.scratch(load.tokens),
-        slots,
-        slots,
-        room.state_stage,
-        to_acc + to_cpu,
-        enter,
-        leave,
-        fixed,
-        costs.acc_contended is not None,
-        costs.copy_issue,
-        2 * costs.copy_issue * (1 + (load.past > 0)),
-        room.host,
+    cycle = unit.kv_fetch + unit.kv_write if unit.kv_fetch else 0.0
+    choices = cls.cpu_row_choices if divide else ()
+    speeds = [side[name] for side in (costs.contended, costs.acc_contended) if side]
+    speeds += [costs.divided_speeds(name, rows) for rows in choices]
+    return ClassCost(
+        name=cls.name,
+        kind=cls.kind,
+        size=cls.size,
+        nbytes=cls.nbytes,
+        acc=unit.acc,
+        cpu=unit.cpu,
+        link=unit.link,
+        kv_nbytes=room.states[name],
+        kv_fetch=unit.kv_fetch,
+        issue=unit.issue,
+        kv_stall=max(0.0, cycle - between),
+        kv_cycle=cycle,
+        link_speed=max(link for link, _ in speeds),
+        cpu_speed=max(cpu for _, cpu in speeds),
+        divided=tuple(_divided_cost(costs, cls, rows) for rows in choices),
     )
 
 
-def may_split(costs: TierCosts) -> bool:
-    """Whether FFNs of this tier may be split: few tokens, and an accelerator that works beside the CPU."""
+def may_divide(costs: TierCosts) -> bool:
+    """Whether FFNs of this tier may be divided: few tokens, and an accelerator that works beside the CPU."""
     return costs.tables.kind != "cpu" and costs.load.tokens <= SMALL_BATCH
 
 
-def _cut_cost(costs: TierCosts, cls: UnitClass, cpu_rows: int) -> CutCost:
+def _divided_cost(costs: TierCosts, cls: UnitClass, cpu_rows: int) -> DividedClassCost:
     """Of what both sides do at once the longer counts; where that is the accelerator's part, the CPU's is free."""
-    cut = costs.divided(cls.units[0].name, cpu_rows)
-    waits = cut.cpu >= cut.acc_rows  # the accelerator for the CPU
-    return CutCost(
-        cut.issue + cut.join + cut.down + (0.0 if waits else cut.acc_rows),
-        cut.cpu if waits else 0.0,
-        cut.link,
-        cut.acc_rows + cut.down,
-        2 * cut.issue + (0.0 if waits else cut.cpu),
-        cut.nbytes,
-        row_stage_bytes(costs.load.tokens, cpu_rows),
+    cost = costs.divided(cls.units[0].name, cpu_rows)
+    waits = cost.cpu >= cost.acc_rows  # the accelerator for the CPU
+    return DividedClassCost(
+        cpu_rows=cpu_rows,
+        acc=cost.issue + cost.join + cost.down + (0.0 if waits else cost.acc_rows),
+        cpu=cost.cpu if waits else 0.0,
+        link=cost.link,
+        alone=cost.acc_rows + cost.down,
+        issue=2 * cost.issue + (0.0 if waits else cost.cpu),
+        nbytes=cost.nbytes,
+        row_nbytes=row_stage_bytes(costs.load.tokens, cpu_rows),
     )
 
 
@@ -95,6 +117,6 @@ def count_tier(classes: tuple[UnitClass, ...], tier: TierPlan) -> tuple[Counts, 
         of_class = Counter((p.where, p.cpu_rows) for p in (places[u.name] for u in cls.units))
         pinned, cpu = (sum(n for (where, _), n in of_class.items() if where == side) for side in ("pinned", "cpu"))
         kv = sum(places[u.name].kv == "vram" for u in cls.units) if cls.kind.state else 0
-        cuts = tuple((of_class["pinned", rows], of_class["streamed", rows]) for rows in cls.cut_rows)
-        counted.append(Counts(pinned, cpu, kv, cuts))
+        divided = tuple((of_class["pinned", rows], of_class["streamed", rows]) for rows in cls.cpu_row_choices)
+        counted.append(Counts(pinned, cpu, kv, divided))
     return tuple(counted)

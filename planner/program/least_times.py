@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from pshard.planner.price.draft import Room
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.coefficients import tier_problem
+from pshard.planner.program.counts import Counts
 from pshard.planner.program.fluid import takes_at_least
-from pshard.planner.program.ilp import Counts, TierProblem
+from pshard.planner.program.tier_problems import TierProblem
 from pshard.planner.program.unit_classes import UnitClass
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
+from typing import NamedTuple
 
 
 class Linear:
@@ -69,43 +70,64 @@ def sum_of(parts: Iterable[Linear | float]) -> Linear:
     return Linear(terms, constant)
 
 
+Amount = Linear | float  # what a formula works on: an expression of the program, or the number that it comes to
+
+
+class Row(NamedTuple):
+    """A constraint: `terms` (coefficients by column) amount to `low` at least and `high` at most."""
+
+    name: str
+    terms: dict[int, float]
+    low: float
+    high: float
+
+
 @dataclass
 class Program:
-    """Minimise `goal` subject to `rows` (coefficients by column, least, most), columns between `low` and `high`.
+    """Minimise `goal` subject to `rows`, columns between `low` and `high`.
 
-    whole: which columns are integers.
+    whole: which columns are integers. keys: solvers get columns in the order of these, as their order decides which of
+    several optima they find.
     """
 
     names: list[str] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
     low: list[float] = field(default_factory=list)
     high: list[float] = field(default_factory=list)
     whole: list[bool] = field(default_factory=list)
-    rows: list[tuple[dict[int, float], float, float]] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
     goal: Linear = field(default_factory=lambda: Linear({}))
 
-    def column(self, name: str, low: float = 0.0, high: float = inf, whole: bool = False) -> Column:
+    def column(self, name: str, low: float = 0.0, high: float = inf, whole: bool = False, key: str = "") -> Column:
+        """A new column; `key` is its name where none is given."""
         self.names.append(name)
+        self.keys.append(key or name)
         self.low.append(low)
         self.high.append(high)
         self.whole.append(whole)
         return Column(len(self.names) - 1)
 
-    def switch(self, name: str) -> Column:
+    def switch(self, name: str, key: str = "") -> Column:
         """A column that is 0 or 1."""
-        return self.column(name, 0, 1, True)
+        return self.column(name, 0, 1, True, key)
 
-    def at_most(self, left: Linear, right: Linear | float) -> None:
-        difference = left - right
-        self.rows.append((difference.terms, -inf, -difference.constant))
+    def at_most(self, name: str, left: Amount, right: Amount) -> None:
+        difference = _expression(left - right)
+        self.rows.append(Row(name, difference.terms, -inf, -difference.constant))
 
-    def at_least(self, left: Linear, right: Linear | float) -> None:
-        difference = left - right
-        self.rows.append((difference.terms, -difference.constant, inf))
+    def at_least(self, name: str, left: Amount, right: Amount) -> None:
+        difference = _expression(left - right)
+        self.rows.append(Row(name, difference.terms, -difference.constant, inf))
 
-    def equal(self, left: Linear, right: float) -> None:
-        self.rows.append((left.terms, right - left.constant, right - left.constant))
+    def equal(self, name: str, left: Amount, right: float) -> None:
+        left = _expression(left)
+        self.rows.append(Row(name, left.terms, right - left.constant, right - left.constant))
 
     def used(self) -> list[int]:
-        """Columns that a row or the goal names, by name: the order that a solver gets them in."""
-        columns = set(self.goal.terms).union(*(terms for terms, _, _ in self.rows))
-        return sorted(columns, key=self.names.__getitem__)
+        """Columns that a row or the goal names, by key: the order that a solver gets them in."""
+        columns = set(self.goal.terms).union(*(row.terms for row in self.rows))
+        return sorted(columns, key=self.keys.__getitem__)
+
+
+def _expression(amount: Amount) -> Linear:
+    return amount if isinstance(amount, Linear) else Linear({}, amount)

@@ -62,8 +62,8 @@ def _with_highs(program: Program, whole: bool, options: dict) -> Outcome:
     columns = program.used()
     at = {column: i for i, column in enumerate(columns)}
     starts, indices, numbers = [0], [], []
-    for terms, _, _ in program.rows:
-        for column, x in terms.items():
+    for row in program.rows:
+        for column, x in row.terms.items():
             if x:
                 indices.append(at[column])
                 numbers.append(x)
@@ -72,7 +72,7 @@ def _with_highs(program: Program, whole: bool, options: dict) -> Outcome:
     model.num_col_, model.num_row_ = len(columns), len(program.rows)
     model.col_cost_ = [program.goal.terms.get(c, 0.0) for c in columns]
     model.col_lower_, model.col_upper_ = [program.low[c] for c in columns], [program.high[c] for c in columns]
-    model.row_lower_, model.row_upper_ = [low for _, low, _ in program.rows], [high for _, _, high in program.rows]
+    model.row_lower_, model.row_upper_ = [row.low for row in program.rows], [row.high for row in program.rows]
     model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
     model.a_matrix_.num_col_, model.a_matrix_.num_row_ = len(columns), len(program.rows)
     model.a_matrix_.start_, model.a_matrix_.index_, model.a_matrix_.value_ = starts, indices, numbers
@@ -101,7 +101,7 @@ def _with_cbc(program: Program, time_limit: float | None = None, gap: float | No
     whole = gap is not None
     columns = {
         c: pulp.LpVariable(
-            program.names[c],
+            program.keys[c],  # pulp sorts by name
             program.low[c],
             None if isinf(program.high[c]) else program.high[c],
             pulp.LpInteger if whole and program.whole[c] else pulp.LpContinuous,
@@ -110,12 +110,12 @@ def _with_cbc(program: Program, time_limit: float | None = None, gap: float | No
     }
     problem = pulp.LpProblem("placement", pulp.LpMinimize)
     problem += pulp.lpSum(x * columns[c] for c, x in program.goal.terms.items())
-    for terms, low, high in program.rows:
-        row = pulp.lpSum(x * columns[c] for c, x in terms.items())
-        if not isinf(low):
-            problem += row >= low
-        if not isinf(high):
-            problem += row <= high
+    for row in program.rows:
+        left = pulp.lpSum(x * columns[c] for c, x in row.terms.items())
+        if not isinf(row.low):
+            problem += left >= row.low
+        if not isinf(row.high):
+            problem += left <= row.high
     problem.solve(pulp.PULP_CBC_CMD(msg=False, threads=THREADS, mip=whole, timeLimit=time_limit, gapRel=gap))
     if problem.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
         return Outcome("infeasible" if problem.status == pulp.LpStatusInfeasible else "unsolved", [])

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from pshard.cuts.ffn_rows import share_rows
 from pshard.model import ModelSpec
+from pshard.units.divide_rows import share_rows
 from pshard.units.unit import Unit, UnitKind
 
-SHARES = (4, 8, 12)  # sixteenths of an FFN's rows of gate and up that the CPU may have of a split one
+SHARES = (4, 8, 12)  # sixteenths of an FFN's rows of gate and up that the CPU may have of a divided one
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class UnitClass:
         return self.units[0].packed_nbytes
 
     @cached_property
-    def cut_rows(self) -> tuple[int, ...]:
-        """Rows that the CPU may have of a split one of its units, by share; none for what cannot be split."""
+    def cpu_row_choices(self) -> tuple[int, ...]:
+        """Rows that the CPU may have of a divided one of its units, by share; none for what cannot be divided."""
         return tuple(sorted({share_rows(self.units[0], share) for share in SHARES} - {0}))
 
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 from math import exp
 from random import Random
 
-from pshard.cuts.ffn_rows import ffn_rows
 from pshard.plan import TierPlan
 from pshard.planner.price.draft import Room, draft_tier, tier_seconds
 from pshard.planner.price.host_limits import holds
@@ -16,6 +15,7 @@ from pshard.planner.search.candidates import Candidate, round_seconds
 from pshard.planner.search.climb import SEARCH_ROUNDS, SLOT_CHOICES, TierSearch, state_of
 from pshard.planner.search.other_tiers import EVALUATIONS
 from pshard.planner.search.residency_order import limit_host, order_around
+from pshard.units.divide_rows import ffn_rows
 from pshard.units.unit import UnitKind
 
 MOST_UNITS = 48  # above, one unit more or less hardly matters, and counts have said it all
@@ -24,8 +24,8 @@ TRIES = 2000  # random steps of each pass, or more:
 TRIES_PER_UNIT = 150
 HEATS = (0.02, 0.15, 0.02, 0.15, 0.02)  # by pass, of the tier's time: how much slower a step may be at first
 
-SPLIT_HEATS = (0.15, 0.02)  # as HEATS, of the passes that may split FFNs
-NO_CUTS: Mapping[str, tuple[int, ...]] = {}
+DIVIDING_HEATS = (0.15, 0.02)  # as HEATS, of the passes that may divide FFNs
+UNDIVIDED: Mapping[str, tuple[int, ...]] = {}
 
 Place = tuple[str, bool, int]  # where a unit is, whether its state is in VRAM, rows of it on the CPU
 
@@ -45,14 +45,14 @@ def refine_candidate(
     return place_around(room, classes, costs, found, main, anneal_tier(room, found.tiers[main], costs[main]))
 
 
-def refine_splits(
+def refine_divided(
     room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...], found: Candidate, main: int
 ) -> Candidate:
-    """The candidate with its tier number `main` refined unit by unit, FFNs split where that helps, if better."""
+    """The candidate with its tier number `main` refined unit by unit, FFNs divided where that helps, if better."""
     if len(room.spec.units) > MOST_UNITS:
         return found
-    cut_rows = {u.name: cls.cut_rows for cls in classes for u in cls.units}
-    tier = anneal_tier(room, found.tiers[main], costs[main], SPLIT_HEATS, cut_rows)
+    row_choices = {u.name: cls.cpu_row_choices for cls in classes for u in cls.units}
+    tier = anneal_tier(room, found.tiers[main], costs[main], DIVIDING_HEATS, row_choices)
     return place_around(room, classes, costs, found, main, tier)
 
 
@@ -74,8 +74,8 @@ def place_around(
     counts[main] = count_tier(classes, refined)
     pinned = {p.unit: p.cpu_rows for p in refined.placements if p.where == "pinned"}
     kv = {p.unit for p in refined.placements if p.kv == "vram"}
-    cut = {unit: rows for unit, rows in pinned.items() if rows}
-    residency = limit_host(room, order_around(classes, counts, set(pinned), kv, cut), counts)
+    cpu_rows = {unit: rows for unit, rows in pinned.items() if rows}
+    residency = limit_host(room, order_around(classes, counts, set(pinned), kv, cpu_rows), counts)
     tiers = []
     for i, (tier, cost) in enumerate(zip(found.tiers, costs)):
         arranged = refined if i == main else arrange_tier(TierSearch(room, classes, residency, cost), classes, tier)
@@ -95,7 +95,7 @@ def arrange_tier(search: TierSearch, classes: tuple[UnitClass, ...], tier: TierP
     """A tier with about the same counts under another residency order, improved."""
     counts = count_tier(classes, tier)
     state = state_of(classes, counts, 0, max(tier.buffers.slots, 1))
-    filled = search.fill(replace(state, pins=min(state.pins, search.most_pins), runs=max(state.cpu), cuts=()))
+    filled = search.fill(replace(state, pins=min(state.pins, search.most_pins), runs=max(state.cpu), divided=()))
     start = search.score(filled) if filled else None
     return search.improve(start, EVALUATIONS).tier if start else None
 
@@ -105,15 +105,15 @@ def anneal_tier(
     tier: TierPlan,
     costs: TierCosts,
     heats: tuple[float, ...] = HEATS,
-    cut_rows: Mapping[str, tuple[int, ...]] = NO_CUTS,
+    row_choices: Mapping[str, tuple[int, ...]] = UNDIVIDED,
 ) -> TierPlan:
     """The best tier found by passes of random steps, each pass from the best one yet.
 
-    cut_rows: by unit, rows that the CPU may have of it when it is split. A hot pass leaves the neighbourhood that the
-    counts led to, where few units make all the difference; cold ones polish, which matters where there are many.
+    row_choices: by unit, rows that the CPU may have of it when it is divided. A hot pass leaves the neighbourhood that
+    the counts led to, where few units make all the difference; cold ones polish, which matters where there are many.
     """
     for seed, heat in enumerate(heats):
-        tier = anneal(room, tier, costs, heat, Random(seed), cut_rows)
+        tier = anneal(room, tier, costs, heat, Random(seed), row_choices)
     return tier
 
 
@@ -123,11 +123,11 @@ def anneal(
     costs: TierCosts,
     heat: float,
     rng: Random,
-    cut_rows: Mapping[str, tuple[int, ...]] = NO_CUTS,
+    row_choices: Mapping[str, tuple[int, ...]] = UNDIVIDED,
 ) -> TierPlan:
     """The best of many random steps from a tier: one unit placed otherwise, two units swapped, other slots."""
     units = room.spec.units
-    choices = [(*place_choices(u.kind), *split_choices(cut_rows.get(u.name, ()))) for u in units]
+    choices = [(*place_choices(u.kind), *divided_choices(row_choices.get(u.name, ()))) for u in units]
     now = [(p.where, p.kv == "vram", p.cpu_rows) for p in tier.placements]
     slots, tokens = max(1, tier.buffers.slots), tier.tokens
     best, best_seconds = tier, tier_seconds(room, tier, costs, SEARCH_ROUNDS)
@@ -155,8 +155,8 @@ def anneal(
     return best
 
 
-def split_choices(cut_rows: tuple[int, ...]) -> tuple[Place, ...]:
-    return tuple((where, False, rows) for where in ("pinned", "streamed") for rows in cut_rows)
+def divided_choices(row_choices: tuple[int, ...]) -> tuple[Place, ...]:
+    return tuple((where, False, rows) for where in ("pinned", "streamed") for rows in row_choices)
 
 
 def _make_fit(rng: Random, room: Room, tokens: int, tried: list[Place], slots: int) -> TierPlan | None:
@@ -165,8 +165,8 @@ def _make_fit(rng: Random, room: Room, tokens: int, tried: list[Place], slots: i
     for _ in range(MOST_EVICTED + 1):
         where = {u.name: place for u, (place, _, _) in zip(units, tried)}
         kv = frozenset(u.name for u, (_, vram, _) in zip(units, tried) if vram)
-        cut = {u.name: rows for u, (_, _, rows) in zip(units, tried) if rows}
-        draft = draft_tier(room, tokens, where, kv, slots, cut)
+        cpu_rows = {u.name: rows for u, (_, _, rows) in zip(units, tried) if rows}
+        draft = draft_tier(room, tokens, where, kv, slots, cpu_rows)
         if draft.buffers.total <= room.arena:
             return draft if holds(room, (draft,)) else None
         inside = [i for i, (place, vram, _) in enumerate(tried) if place == "pinned" or vram]

@@ -4,7 +4,6 @@ import time
 from dataclasses import dataclass, replace
 from math import inf
 
-from pshard.cuts.ffn_rows import acc_part
 from pshard.errors import NoPlan, UserError
 from pshard.plan import RankPlan, TierPlan
 from pshard.planner.price.draft import Room, draft_tier, tier_seconds
@@ -13,7 +12,7 @@ from pshard.planner.price.page_locks import locked, stage_by
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.coefficients import count_tier, tier_problem
 from pshard.planner.program.fluid import fluid_seconds
-from pshard.planner.program.ilp import Solution
+from pshard.planner.program.solve_tiers import Solution
 from pshard.planner.program.unit_classes import UnitClass, group_units
 from pshard.planner.search.climb import Scored, TierSearch
 from pshard.planner.search.exchange import exchange_memory
@@ -21,6 +20,7 @@ from pshard.planner.search.other_tiers import EVALUATIONS, place_others
 from pshard.planner.search.program_starts import Start, StartFinder
 from pshard.planner.search.residency_order import Residency, arrange_residency
 from pshard.planner.search.strategies import STRATEGIES, Baseline, place_strategy
+from pshard.units.divide_rows import acc_part
 
 IMPROVED = 3  # starts that are worth improving
 EXCHANGES = 60  # simulations of exchanges of what is in VRAM

@@ -8,11 +8,11 @@ from itertools import accumulate
 from pshard.plan import TierPlan
 from pshard.planner.price.draft import Room, draft_tier, tier_seconds
 from pshard.planner.price.tier_costs import TierCosts
-from pshard.planner.program.coefficients import may_split
-from pshard.planner.program.ilp import Counts
+from pshard.planner.program.coefficients import may_divide
+from pshard.planner.program.counts import Counts
 from pshard.planner.program.least_times import Floor
 from pshard.planner.program.unit_classes import UnitClass
-from pshard.planner.search.residency_order import Residency, assign_cpu, assign_cuts
+from pshard.planner.search.residency_order import Residency, assign_cpu, assign_divided
 
 SLOT_CHOICES = (1, 2, 3, 4)
 SEARCH_ROUNDS = 2
@@ -24,7 +24,7 @@ PIN_REACH = 8  # pins given up or gained for a change of slots
 class TierState:
     """A tier as few numbers: prefix lengths of the residency orders, CPU units by class, runs they form, slots.
 
-    cuts: by class, split streamed units for each of its `cut_rows`; () without any.
+    divided: by class, divided streamed units for each of its `cpu_row_choices`; () without any.
     """
 
     pins: int
@@ -32,7 +32,7 @@ class TierState:
     cpu: tuple[int, ...]
     runs: int
     slots: int
-    cuts: tuple[tuple[int, ...], ...] = ()
+    divided: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Scored:
 
 
 class TierSearch:
-    """Builds and times states of one tier; remembers what it has timed. `splits`: its steps may split more FFNs."""
+    """Builds and times states of one tier; remembers what it has timed. `divides`: its steps may divide more FFNs."""
 
     def __init__(
         self,
@@ -53,10 +53,10 @@ class TierSearch:
         classes: tuple[UnitClass, ...],
         residency: Residency,
         costs: TierCosts,
-        splits: bool = False,
+        divides: bool = False,
     ) -> None:
         self.room, self.classes, self.residency, self.costs = room, classes, residency, costs
-        self.splits = splits and may_split(costs)
+        self.divides = divides and may_divide(costs)
         self._seen: dict[TierState, Scored | None] = {}
         self._built: dict[TierState, TierPlan | None] = {}
         self._slower: set[TierState] = set()  # than what was best when they were looked at
@@ -64,9 +64,9 @@ class TierSearch:
 
     @cached_property
     def most_pins(self) -> int:
-        """The longest prefix of the pin order that this tier may have: a large one ends before units that are split."""
+        """The longest prefix of the pin order that this tier may have: a large one ends before divided units."""
         order = self.residency.pin_order
-        if may_split(self.costs):
+        if may_divide(self.costs):
             return len(order)
         return next((i for i, unit in enumerate(order) if unit in self.residency.cpu_rows), len(order))
 
@@ -95,7 +95,7 @@ class TierSearch:
 
     def _is_over(self, state: TierState) -> bool:
         """Whether whole units alone are over budget, known before a tier is drafted."""
-        if self.residency.cpu_rows or state.cuts:
+        if self.residency.cpu_rows or state.divided:
             return False
         held, pinned = self._prefixes[state.pins]
         streamed = [
@@ -111,10 +111,10 @@ class TierSearch:
         return held + self.room.scratch(self.costs.load.tokens) > self.room.arena
 
     def _reaches(self, state: TierState, seconds: float) -> bool:
-        """Whether no order of the state's counts takes less than `seconds`; not known where units are split, or where
+        """Whether no order of the state's counts takes less than `seconds`; not known where units are divided, or where
         the orders are shorter than the state wants."""
         wants_more = state.pins > self.most_pins or state.kv > len(self.residency.kv_order)
-        if wants_more or self.residency.cpu_rows or state.cuts:
+        if wants_more or self.residency.cpu_rows or state.divided:
             return False
         counts = tuple(
             Counts(pin, cls.size - pin if cls.kind.is_looked_up else cpu, kv)
@@ -181,15 +181,15 @@ class TierSearch:
             counts.append(cpu)
         on_cpu = assign_cpu(self.classes, tuple(counts), resident, state.runs)
         where = self._streamed | dict.fromkeys(on_cpu, "cpu") | dict.fromkeys(pinned, "pinned")
-        cut = {name: rows for name, rows in self.residency.cpu_rows.items() if name in pinned}
-        if state.cuts:
-            if any(min(n, default=0) < 0 for n in state.cuts):
+        cpu_rows = {name: rows for name, rows in self.residency.cpu_rows.items() if name in pinned}
+        if state.divided:
+            if any(min(n, default=0) < 0 for n in state.divided):
                 return None
             try:
-                cut |= assign_cuts(self.classes, state.cuts, pinned | frozenset(on_cpu))
+                cpu_rows |= assign_divided(self.classes, state.divided, pinned | frozenset(on_cpu))
             except ValueError:
                 return None
-        tier = draft_tier(self.room, self.costs.load.tokens, where, kv, state.slots, cut)
+        tier = draft_tier(self.room, self.costs.load.tokens, where, kv, state.slots, cpu_rows)
         return tier if tier.buffers.total <= self.room.arena else None
 
     def improve(self, start: Scored, evaluations: int, bound: float = 0.0) -> Scored:
@@ -249,11 +249,11 @@ class TierSearch:
 
             return move
 
-        def cuts(c: int, i: int, sign: int):
+        def divided(c: int, i: int, sign: int):
             def move(state: TierState, far: int) -> TierState | None:
-                now = state.cuts or tuple((0,) * len(cls.cut_rows) for cls in self.classes)
+                now = state.divided or tuple((0,) * len(cls.cpu_row_choices) for cls in self.classes)
                 of_class = (*now[c][:i], now[c][i] + sign * far, *now[c][i + 1 :])
-                return replace(state, cuts=(*now[:c], of_class, *now[c + 1 :]))
+                return replace(state, divided=(*now[:c], of_class, *now[c + 1 :]))
 
             return move
 
@@ -265,9 +265,9 @@ class TierSearch:
             *(slots(sign) for sign in signs),
             *(pins(sign) for sign in signs),
             *(
-                cuts(c, i, sign)
-                for c, cls in enumerate(self.classes if self.splits else ())
-                for i in range(len(cls.cut_rows))
+                divided(c, i, sign)
+                for c, cls in enumerate(self.classes if self.divides else ())
+                for i in range(len(cls.cpu_row_choices))
                 for sign in signs
             ),
         )
@@ -285,5 +285,7 @@ class TierSearch:
 def state_of(classes: tuple[UnitClass, ...], counts: tuple[Counts, ...], runs: int, slots: int) -> TierState:
     """Counts as a state. The CPU looks up what of the embedding is not pinned: no number of its own."""
     cpu = tuple(0 if c.kind.is_looked_up else n.cpu for c, n in zip(classes, counts))
-    cuts = tuple(tuple(streamed for _, streamed in n.cuts) for n in counts) if any(n.split for n in counts) else ()
-    return TierState(sum(n.pin for n in counts), sum(n.kv for n in counts), cpu, runs, slots, cuts)
+    divided = tuple(tuple(streamed for _, streamed in n.divided) for n in counts)
+    if not any(n.n_divided for n in counts):
+        divided = ()
+    return TierState(sum(n.pin for n in counts), sum(n.kv for n in counts), cpu, runs, slots, divided)

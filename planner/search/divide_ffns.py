@@ -1,4 +1,4 @@
-"""FFNs split between CPU and accelerator: the plan with them, where it is faster than one of whole units."""
+"""FFNs divided between CPU and accelerator: the plan with them, where it is faster than one of whole units."""
 
 from dataclasses import replace
 
@@ -6,28 +6,29 @@ from pshard.plan import TierPlan
 from pshard.planner.price.draft import Room, tier_seconds
 from pshard.planner.price.host_limits import holds
 from pshard.planner.price.tier_costs import TierCosts
-from pshard.planner.program.coefficients import may_split, tier_problem
-from pshard.planner.program.ilp import Solution, relaxation_bound, solve_tiers
+from pshard.planner.program.coefficients import may_divide, tier_problem
+from pshard.planner.program.joint_program import Question
+from pshard.planner.program.solve_tiers import Solution, relaxation_bound, solve_tiers
 from pshard.planner.program.unit_classes import UnitClass
-from pshard.planner.search.anneal import arrange_tier, refine_splits
+from pshard.planner.search.anneal import arrange_tier, refine_divided
 from pshard.planner.search.candidates import EVALUATIONS, Candidate, round_seconds
 from pshard.planner.search.climb import TierSearch
-from pshard.planner.search.program_starts import GAP, affordable_slots
+from pshard.planner.search.program_starts import START_GAP, affordable_slots
 from pshard.planner.search.residency_order import arrange_residency
 
 SECONDS = 2.0  # limit of the solver
-WORTH = 1.005  # with splits the bound of the tier must fall by so much before any are looked for
+BOUND_MUST_FALL = 1.005  # with divided FFNs by so much, before any are looked for
 
 
-def split_candidate(
+def divide_candidate(
     room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...], found: Candidate
 ) -> Candidate:
-    """The fastest plan found whose smallest entered tier splits FFNs; `found` where none is faster.
+    """The fastest plan found whose smallest entered tier divides FFNs; `found` where none is faster.
 
-    Where no FFN can be split nothing else is tried either: what a plan with splits must beat is the one without.
+    Where no FFN can be divided nothing else is tried either: what a plan with divided ones must beat is one without.
     """
     main = next(i for i, c in enumerate(costs) if not c.load.rare)
-    if not may_split(costs[main]) or not any(cls.cut_rows for cls in classes):
+    if not may_divide(costs[main]) or not any(cls.cpu_row_choices for cls in classes):
         return found
     best = found
     if _may_gain(room, classes, costs[main], max(found.tiers[main].buffers.slots, 1)):
@@ -37,24 +38,25 @@ def split_candidate(
                 for c, t in zip(costs, found.tiers)
             }
             solution = _solve(room, classes, [c for c in costs if not c.load.rare], slots)
-            for even in (True, False) if solution.counts and any(n.split for n in solution.counts[0]) else ():
+            for even in (True, False) if solution.counts and any(n.n_divided for n in solution.counts[0]) else ():
                 placed = _place(room, classes, costs, found, solution, slots, even)
                 best = placed if placed and placed.total < best.total else best
-    refined = refine_splits(room, classes, costs, best, main)
+    refined = refine_divided(room, classes, costs, best, main)
     return next((c for c in (refined, best) if any(p.cpu_rows for t in c.tiers for p in t.placements)), found)
 
 
 def _may_gain(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, slots: int) -> bool:
-    """Whether the bound of the tier falls enough with splits."""
-    whole, split = (relaxation_bound((tier_problem(room, classes, costs, slots, split=s),)) for s in (False, True))
-    return whole > split * WORTH
+    """Whether the bound of the tier falls enough with divided FFNs."""
+    whole, divided = (relaxation_bound((tier_problem(room, classes, costs, slots, d),)) for d in (False, True))
+    return whole > divided * BOUND_MUST_FALL
 
 
 def _solve(room: Room, classes: tuple[UnitClass, ...], entered: list[TierCosts], slots: dict[int, int]) -> Solution:
-    """The program that may split FFNs of the smallest entered tier."""
-    problems = tuple(tier_problem(room, classes, c, slots[c.load.tokens], split=c is entered[0]) for c in entered)
+    """The program that may divide FFNs of the smallest entered tier."""
+    problems = tuple(tier_problem(room, classes, c, slots[c.load.tokens], divide=c is entered[0]) for c in entered)
     kv_switch = tuple(entered[0].units[cls.units[0].name].kv_fetch for cls in classes)
-    return solve_tiers(problems, 1 / entered[0].tables.link_rate, kv_switch, SECONDS, gap=GAP)
+    asked = Question(problems, 1 / entered[0].tables.link_rate, kv_switch)
+    return solve_tiers(asked, SECONDS, START_GAP)
 
 
 def _place(
@@ -70,7 +72,7 @@ def _place(
     them; None when a tier does not fit, or the tiers that were solved have become no faster."""
     residency = arrange_residency(room, classes, solution.counts, even)
     counts = iter(solution.counts)
-    searches = [TierSearch(room, classes, residency, cost, splits=True) for cost in costs]
+    searches = [TierSearch(room, classes, residency, cost, divides=True) for cost in costs]
     tiers: dict[int, TierPlan] = {}
     saved = 0.0  # seconds of a round
     for i, cost in enumerate(costs):

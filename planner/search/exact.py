@@ -9,10 +9,10 @@ from pshard.plan import TierPlan
 from pshard.planner.price.draft import Room, draft_tier, tier_seconds
 from pshard.planner.price.host_limits import holds
 from pshard.planner.price.tier_costs import TierCosts
-from pshard.planner.program.coefficients import count_tier, may_split, tier_problem
+from pshard.planner.program.coefficients import count_tier, may_divide, tier_problem
 from pshard.planner.program.fluid import fluid_seconds
 from pshard.planner.program.unit_classes import UnitClass
-from pshard.planner.search.anneal import Place, main_tier, place_around, place_choices, split_choices
+from pshard.planner.search.anneal import Place, divided_choices, main_tier, place_around, place_choices
 from pshard.planner.search.candidates import Candidate
 from pshard.planner.search.climb import SLOT_CHOICES
 from pshard.units.unit import Unit
@@ -65,7 +65,7 @@ class ExactSearch:
         self._rest = [sum(least[i:]) for i in range(len(least) + 1)]
         self._space = self.room.arena - self.room.scratch(self.costs.load.tokens)
         self._problems = {
-            n: tier_problem(self.room, self.classes, self.costs, max(n, 1), split=True) for n in (0, *SLOT_CHOICES)
+            n: tier_problem(self.room, self.classes, self.costs, max(n, 1), divide=True) for n in (0, *SLOT_CHOICES)
         }
         self._descend((), 0.0, 0.0, 0)
         self.proven = self.visited <= self.most
@@ -73,11 +73,14 @@ class ExactSearch:
     def _list_options(self, unit: Unit, cls: UnitClass) -> list[tuple[Place, float, float, int]]:
         """Ways to place a unit: the place, its least seconds in turn with other units and on the link, bytes held."""
         cost, options = self.costs.units[unit.name], []
-        for place in (*place_choices(unit.kind), *split_choices(cls.cut_rows if may_split(self.costs) else ())):
+        for place in (
+            *place_choices(unit.kind),
+            *divided_choices(cls.cpu_row_choices if may_divide(self.costs) else ()),
+        ):
             where, in_vram, rows = place
             if rows:
-                cut = self.costs.divided(unit.name, rows)
-                busy, link, pins = max(cut.acc_rows, cut.cpu) + cut.join + cut.down, cut.link, cut.nbytes
+                part = self.costs.divided(unit.name, rows)
+                busy, link, pins = max(part.acc_rows, part.cpu) + part.join + part.down, part.link, part.nbytes
             else:
                 busy, link, pins = cost.cpu if where == "cpu" else cost.acc, cost.link, unit.packed_nbytes
             link = link if where == "streamed" else 0.0
@@ -123,5 +126,5 @@ class ExactSearch:
         named = list(zip((u.name for u in self._units), places))
         where = {name: at for name, (at, _, _) in named}
         kv = frozenset(name for name, (_, in_vram, _) in named if in_vram)
-        cut = {name: rows for name, (_, _, rows) in named if rows}
-        return draft_tier(self.room, self.costs.load.tokens, where, kv, slots, cut)
+        cpu_rows = {name: rows for name, (_, _, rows) in named if rows}
+        return draft_tier(self.room, self.costs.load.tokens, where, kv, slots, cpu_rows)

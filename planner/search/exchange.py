@@ -6,14 +6,14 @@ from dataclasses import replace
 from pshard.planner.price.draft import Room
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.coefficients import count_tier
-from pshard.planner.program.ilp import Counts
+from pshard.planner.program.counts import Counts
 from pshard.planner.program.least_times import Floor
 from pshard.planner.program.unit_classes import UnitClass
 from pshard.planner.search.climb import CLOSE, Scored, TierSearch, TierState, state_of
 from pshard.planner.search.residency_order import arrange_residency
 
 STRIDE = 16  # a first exchange moves this part of the layers
-WORTH = 1e-4  # of the time: what an exchange must gain
+LEAST_GAIN = 1e-4  # of the time: what an exchange must gain
 
 Item = tuple[int, str]  # a class, and what of it is in VRAM: "pin" or "kv"
 
@@ -38,7 +38,7 @@ def exchange_memory(
         for give, take, to_cpu in _pairs(room, classes):
             while evaluations > 0 and (moved := _move(room, classes, counts, give, take, stride, to_cpu)):
                 evaluations -= 1
-                goal = best.seconds * (1 - WORTH)
+                goal = best.seconds * (1 - LEAST_GAIN)
                 if floor.reaches(moved, best.state.slots, goal):
                     break
                 found = _score(room, classes, costs, moved, best.state, even)

@@ -49,26 +49,26 @@ def _adopt_all(
 
 
 def _adopt(task: RankTask, owner: RankTask, plan: Candidate) -> tuple[TierPlan, ...] | None:
-    """The tiers of another rank's plan for the units of this one, whether they fit or not; None where FFNs are split
+    """The tiers of another rank's plan for the units of this one, whether they fit or not; None where FFNs are divided
     that cannot be here."""
-    theirs, mine = _cut_rows(owner.classes), _cut_rows(task.classes)
+    theirs, mine = _row_choices(owner.classes), _row_choices(task.classes)
     tiers = []
     for tier in plan.tiers:
-        cut = {}
+        cpu_rows = {}
         for place in tier.placements:
             if place.cpu_rows:
                 rows = mine[place.unit]
                 if len(rows) != len(theirs[place.unit]):
                     return None
-                cut[place.unit] = rows[theirs[place.unit].index(place.cpu_rows)]
+                cpu_rows[place.unit] = rows[theirs[place.unit].index(place.cpu_rows)]
         where = {p.unit: p.where for p in tier.placements}
         kv = frozenset(p.unit for p in tier.placements if p.kv == "vram")
-        tiers.append(draft_tier(task.room, tier.tokens, where, kv, tier.buffers.slots, cut))
+        tiers.append(draft_tier(task.room, tier.tokens, where, kv, tier.buffers.slots, cpu_rows))
     return tuple(tiers)
 
 
-def _cut_rows(classes: tuple[UnitClass, ...]) -> dict[str, tuple[int, ...]]:
-    return {u.name: cls.cut_rows for cls in classes for u in cls.units}
+def _row_choices(classes: tuple[UnitClass, ...]) -> dict[str, tuple[int, ...]]:
+    return {u.name: cls.cpu_row_choices for cls in classes for u in cls.units}
 
 
 def _plan_within(tasks: Sequence[RankTask], owner: RankTask, plan: Candidate) -> Candidate | None:

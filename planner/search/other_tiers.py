@@ -5,13 +5,15 @@ from dataclasses import dataclass, replace
 from pshard.planner.price.draft import Room
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.coefficients import tier_problem
-from pshard.planner.program.ilp import Counts, host_bytes, solve_tiers
+from pshard.planner.program.counts import Counts, host_bytes
+from pshard.planner.program.joint_program import Question
+from pshard.planner.program.solve_tiers import solve_tiers
 from pshard.planner.program.unit_classes import UnitClass
 from pshard.planner.search.climb import Scored, TierSearch
 from pshard.planner.search.program_starts import Start, affordable_slots
 from pshard.planner.search.residency_order import Residency, arrange_residency
 
-GAP = 0.02  # of the solver
+OTHER_TIER_GAP = 0.02  # of the solver
 EVALUATIONS = 40  # simulations of local improvement of a tier that the round enters
 RARE_EVALUATIONS = 16  # and of one that it hardly enters
 
@@ -77,7 +79,7 @@ def _count_around(
         problem = replace(problem, host_before=(max(w for w, _ in kept), max(cells for _, cells in kept)))
         for pins, kv in zip(*ranges):
             low, high = (tuple(Counts(p, 0, v) for p, v in zip(*ends)) for ends in zip(pins, kv))
-            solution = solve_tiers((problem,), between=(low, high), gap=GAP)
+            solution = solve_tiers(Question((problem,), between=(low, high)), gap=OTHER_TIER_GAP)
             if solution.counts:
                 counted.append(Counted(solution.counts[0], solution.objective / problem.weight))
                 break

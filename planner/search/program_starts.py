@@ -7,14 +7,17 @@ from math import inf
 from pshard.planner.price.draft import Room
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.coefficients import tier_problem
-from pshard.planner.program.ilp import Counts, Solution, relaxation_bound, solve_tiers
+from pshard.planner.program.counts import Counts
+from pshard.planner.program.joint_program import Question, write_program
+from pshard.planner.program.lp_text import lp_text
+from pshard.planner.program.solve_tiers import Solution, relaxation_bound, solve_tiers
 from pshard.planner.program.unit_classes import UnitClass
 from pshard.planner.search.climb import Scored, TierSearch
 from pshard.planner.search.residency_order import arrange_residency
 
 SLOTS = (2, 3)  # the program is solved for each; the best of them also with other assumptions about KV
 OTHERWISE = ("hidden", "none")
-GAP = 0.02  # of the solver: what units gain by their order is worth more than the rest of it
+START_GAP = 0.02  # of the solver: what units gain by their order is worth more than the rest of it
 
 
 @dataclass(frozen=True)
@@ -57,17 +60,25 @@ class StartFinder:
     def _add(self, starts: list[Start], slots: int, host_kv: str, wanted: int) -> list[Start]:
         slowest = starts[wanted - 1].weighted if len(starts) >= wanted else inf
         left = self.deadline - time.monotonic()
+        asked = self._ask(slots, host_kv)
+        late = bool(starts) and left <= 0
+        if late or (slowest < inf and relaxation_bound(asked.tiers, host_kv) >= slowest):
+            return starts
+        solution = solve_tiers(asked, max(left / 2, 0.5), START_GAP)
+        found = [self._simulate(solution, slots, even) for even in (True, False)] if solution.counts else []
+        return sorted([*starts, *(s for s in found if s)], key=lambda s: s.weighted)
+
+    def write_first(self) -> str:
+        """The program that is solved first, as text of the LP format."""
+        return lp_text(write_program(self._ask(SLOTS[0], "stalls")).program)
+
+    def _ask(self, slots: int, host_kv: str) -> Question:
+        """What the program is asked of one flavour."""
         problems = tuple(
             tier_problem(self.room, self.classes, c, affordable_slots(self.room, c, slots)) for c in self.costs
         )
-        late = bool(starts) and left <= 0
-        if late or (slowest < inf and relaxation_bound(problems, host_kv) >= slowest):
-            return starts
         kv_switch = tuple(self.costs[0].units[c.units[0].name].kv_fetch for c in self.classes)
-        rate = self.costs[0].tables.link_rate
-        solution = solve_tiers(problems, 1 / rate, kv_switch, max(left / 2, 0.5), host_kv=host_kv, gap=GAP)
-        found = [self._simulate(solution, slots, even) for even in (True, False)] if solution.counts else []
-        return sorted([*starts, *(s for s in found if s)], key=lambda s: s.weighted)
+        return Question(problems, 1 / self.costs[0].tables.link_rate, kv_switch, host_kv=host_kv)
 
     def _simulate(self, solution: Solution, slots: int, even: bool) -> Start | None:
         """The solution in one order; None when a tier does not fit after all."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from pshard.planner.price.draft import Room
-from pshard.planner.program.ilp import Counts
+from pshard.planner.program.counts import Counts
 from pshard.planner.program.unit_classes import UnitClass
 
 
@@ -19,7 +19,7 @@ def spread(n: int, k: int, phase: float = 0.5) -> list[int]:
 class Residency:
     """Orders in which units become resident: every tier's pins and KV are prefixes of them.
 
-    cpu_rows: of units that are pinned in part, the CPU's rows; tiers that may not split FFNs do not reach them.
+    cpu_rows: of units that are pinned in part, the CPU's rows; tiers that may not divide FFNs do not reach them.
     least_pins, least_kv: how many every tier has in VRAM at least, as host memory does not hold more.
     """
 
@@ -81,7 +81,7 @@ def order_residency(
     kv_order = _merge(kv_orders, [[n[c].kv for c in range(len(classes))] for n in counts])
     cpu_rows: dict[str, int] = {}
     for cls, order, start, n in zip(classes, orders, whole, counts[0]):
-        for rows, (pinned, _) in zip(cls.cut_rows, n.cuts):
+        for rows, (pinned, _) in zip(cls.cpu_row_choices, n.divided):
             cpu_rows |= dict.fromkeys(order[start : start + pinned], rows)
             start += pinned
     return Residency(pin_order, kv_order, cpu_rows)
@@ -195,23 +195,23 @@ def assign_cpu(
     return cpu
 
 
-def assign_cuts(
+def assign_divided(
     classes: tuple[UnitClass, ...], counts: tuple[tuple[int, ...], ...], taken: frozenset[str]
 ) -> dict[str, int]:
-    """Streamed units that are split, evenly spread over those of their class that are not `taken`, with the CPU's rows.
+    """Divided streamed units, evenly spread over those of their class that are not `taken`, with the CPU's rows.
 
-    counts: by class, for each of its `cut_rows`. Raises ValueError when there are fewer units.
+    counts: by class, for each of its `cpu_row_choices`. Raises ValueError when there are fewer units.
     """
-    cut: dict[str, int] = {}
+    cpu_rows: dict[str, int] = {}
     for cls, of_class in zip(classes, counts):
         free = [u.name for u in cls.units if u.name not in taken]
-        for rows, count in zip(cls.cut_rows, of_class):
+        for rows, count in zip(cls.cpu_row_choices, of_class):
             if count > len(free):
-                raise ValueError(f"{count} of {len(free)} units of {cls.name} cannot be split")
+                raise ValueError(f"{count} of {len(free)} units of {cls.name} cannot be divided")
             chosen = [free[i] for i in spread(len(free), count)]
-            cut |= dict.fromkeys(chosen, rows)
-            free = [name for name in free if name not in cut]
-    return cut
+            cpu_rows |= dict.fromkeys(chosen, rows)
+            free = [name for name in free if name not in cpu_rows]
+    return cpu_rows
 
 
 def _nearest(middles: list[float], centre: float, count: int) -> slice:

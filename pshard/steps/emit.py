@@ -7,7 +7,6 @@ first `slots` streamed units already loaded or on their way; `enter` lists those
 
 from functools import lru_cache
 
-from pshard.cuts.ffn_rows import acc_part
 from pshard.model import ModelSpec
 from pshard.plan import Placement, TierPlan
 from pshard.steps.step import (
@@ -26,6 +25,7 @@ from pshard.steps.step import (
     StepShape,
     WriteBack,
 )
+from pshard.units.divide_rows import acc_part
 
 # a search emits the same few steps thousands of times: equal ones are one object
 _copy_in = lru_cache(1 << 14)(CopyIn)

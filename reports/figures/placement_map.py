@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = {"pinned": BLUE, "streamed": ORANGE, "cpu": FAINT, "split": GREEN}
+COLOURS = {"pinned": BLUE, "streamed": ORANGE, "cpu": FAINT, "divided": GREEN}
 MEANINGS = {
     "pinned": "pinned: weights stay in VRAM",
     "streamed": "streamed: copied before use",
     "cpu": "cpu: computed on the host",
-    "split": "split: rows on both sides",
+    "divided": "divided: rows on both sides",
 }
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 

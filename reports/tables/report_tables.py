@@ -33,7 +33,7 @@ def tabulate_plan(variant: Variant) -> "DataFrame":
                 {
                     "rank": str(rank.rank),
                     "tier (tokens)": str(tier.tokens),
-                    **{name: str(where.count(name)) for name in ("pinned", "streamed", "cpu", "split")},
+                    **{name: str(where.count(name)) for name in ("pinned", "streamed", "cpu", "divided")},
                     "predicted ms": format_number(1e3 * prediction.seconds),
                     "predicted tok/s": format_number(tier.tokens / prediction.seconds),
                     "limit": RESOURCE_NAMES.get(prediction.binds, prediction.binds),

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 
 from pshard.buffers import row_stage_bytes, scratch_bytes, state_stage_bytes
-from pshard.cuts.ffn_rows import acc_part
 from pshard.model import ModelSpec
 from pshard.plan import RankPlan, TierPlan
 from pshard.quant import TENSOR_ALIGN, align
@@ -17,6 +16,7 @@ from pshard.runtime.kernels.api import LayerKV
 from pshard.runtime.memory.kv_cache import view_layer
 from pshard.runtime.memory.workspace import Workspace, carve_workspace
 from pshard.units.attention import count_heads
+from pshard.units.divide_rows import acc_part
 from pshard.units.state import StateShape
 
 

@@ -10,7 +10,6 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from pshard.cuts.ffn_rows import split_rows
 from pshard.cuts.rank_parts import Ranges
 from pshard.model import ModelSpec
 from pshard.quant import QUANT_TYPES, ROW_BLOCK, TENSOR_ALIGN, align, packed_nbytes, record_nbytes
@@ -21,6 +20,7 @@ from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.unpack import plain_rows, unpack
 from pshard.runtime.memory.host_memory import map_memory
 from pshard.tensor import TensorSpec
+from pshard.units.divide_rows import divide_rows
 from pshard.units.unit import Unit
 
 
@@ -58,7 +58,7 @@ def view_cpu_rows(unit: Unit, blob: torch.Tensor, cpu_rows: int) -> UnitWeights:
     """Views of a whole FFN's blob in host memory: its norm and the CPU's rows of gate and up."""
     matrices, vectors = {}, {}
     offsets = unit.offsets()
-    for part in split_rows(unit, cpu_rows).on_cpu.tensors:
+    for part in divide_rows(unit, cpu_rows).on_cpu.tensors:
         at, whole = offsets[part.role]
         end = at + whole.packed_nbytes
         data = blob[end - part.packed_nbytes : end]  # the last rows

@@ -4,11 +4,11 @@ import random
 from dataclasses import replace
 
 from pshard.buffers import row_stage_bytes, scratch_bytes, state_stage_bytes
-from pshard.cuts.ffn_rows import acc_part, ffn_rows
 from pshard.model import ModelSpec
 from pshard.plan import Buffers, Placement, Prediction, RankPlan, Solve, TierPlan, Variant
 from pshard.quant import TENSOR_ALIGN, align
 from pshard.units.attention import ATTENTION
+from pshard.units.divide_rows import acc_part, ffn_rows
 from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
 from pshard.units.state import StateShape

@@ -12,11 +12,11 @@ from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.draft import Room, draft_tier, tier_seconds
 from pshard.planner.price.tier_costs import TierCosts
-from pshard.planner.program.coefficients import count_tier, may_split, tier_problem
+from pshard.planner.program.coefficients import count_tier, may_divide, tier_problem
 from pshard.planner.program.fluid import fluid_seconds
 from pshard.planner.program.least_times import Floor
 from pshard.planner.program.unit_classes import group_units
-from pshard.planner.search.anneal import place_choices, split_choices
+from pshard.planner.search.anneal import divided_choices, place_choices
 from pshard.planner.search.climb import SEARCH_ROUNDS
 
 ROUNDS = 4
@@ -27,7 +27,7 @@ def place_randomly(rng: random.Random, room: Room, costs: TierCosts) -> TierPlan
     likely = [rng.random() for _ in range(16)]
     drawn = {}
     for cls in group_units(room.spec):
-        choices = place_choices(cls.kind) + (split_choices(cls.cut_rows) if may_split(costs) else ())
+        choices = place_choices(cls.kind) + (divided_choices(cls.cpu_row_choices) if may_divide(costs) else ())
         for unit in cls.units:
             drawn[unit.name] = rng.choices(choices, likely[: len(choices)])[0]
     where = {name: place for name, (place, _, _) in drawn.items()}
@@ -67,7 +67,7 @@ def draw_tiers(seed, kind):
 def test_no_placement_is_faster_than_its_counts_allow(seed, kind):
     for task, costs, tier in draw_tiers(seed, kind):
         counted = settle_slots(task.room, tier)
-        problem = tier_problem(task.room, task.classes, costs, max(1, counted.buffers.slots), split=True)
+        problem = tier_problem(task.room, task.classes, costs, max(1, counted.buffers.slots), divide=True)
         least = fluid_seconds(problem, count_tier(task.classes, counted), relaxed=True)
         assert tier_seconds(task.room, tier, costs, ROUNDS) >= least * (1 - 1e-9)
 

@@ -59,7 +59,7 @@ class Oracle:
             held = (unit.packed_nbytes if where == "pinned" else 0) + (room.states[unit.name] if in_vram else 0)
             options.append(((where, in_vram, 0), cost.cpu if where == "cpu" else cost.acc, link, held))
         split = self.task.room.spec.config.n_layers <= MOST_SPLIT
-        for rows in next(c.cut_rows for c in self.task.classes if unit in c.units) if split else ():
+        for rows in next(c.cpu_row_choices for c in self.task.classes if unit in c.units) if split else ():
             cut = self.costs.divided(unit.name, rows)
             seconds = max(cut.acc_rows, cut.cpu) + cut.join + cut.down
             options.append((("pinned", False, rows), seconds, 0.0, cut.nbytes))

@@ -8,10 +8,14 @@ from planner_cases import DESKTOP, OWN, make_model
 
 from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.datasheet import profile_from_datasheet
-from pshard.planner.program import ilp, solvers
+from pshard.planner.program import solve_tiers as solving
+from pshard.planner.program import solvers
 from pshard.planner.program.coefficients import tier_problem
+from pshard.planner.program.counts import Counts
 from pshard.planner.program.fluid import fluid_seconds
-from pshard.planner.program.ilp import GAP, Counts, TierProblem, relaxation_bound, solve_tiers
+from pshard.planner.program.joint_program import Question
+from pshard.planner.program.solve_tiers import NEARLY_OPTIMAL, relaxation_bound, solve_tiers
+from pshard.planner.program.tier_problems import TierProblem
 from pshard.planner.search.program_starts import affordable_slots as affordable
 from pshard.planner.search.residency_order import assign_cpu, order_residency, spread
 from pshard.units.embedding import EMBEDDING
@@ -40,12 +44,12 @@ def held_bytes(problem: TierProblem, counts: tuple[Counts, ...]) -> int:
     for cost, n in zip(problem.classes, counts):
         pins += cost.nbytes * n.pin_whole
         kv += cost.kv_nbytes * n.kv
-        if cost.kind is not EMBEDDING and cost.size > n.pin + n.cpu + sum(streamed for _, streamed in n.cuts):
+        if cost.kind is not EMBEDDING and cost.size > n.pin + n.cpu + sum(streamed for _, streamed in n.divided):
             slot = max(slot, cost.nbytes)
-        for cut, (pinned, streamed) in zip(cost.cuts, n.cuts):
-            pins += cut.nbytes * pinned
-            slot = max(slot, cut.nbytes if streamed else 0)
-            row_stage = max(row_stage, cut.row_nbytes if pinned + streamed else 0)
+        for part, (pinned, streamed) in zip(cost.divided, n.divided):
+            pins += part.nbytes * pinned
+            slot = max(slot, part.nbytes if streamed else 0)
+            row_stage = max(row_stage, part.row_nbytes if pinned + streamed else 0)
     staged = any(cost.kv_nbytes and cost.size > n.cpu + n.kv for cost, n in zip(problem.classes, counts))
     return pins + kv + problem.slots * slot + row_stage + (problem.stage_nbytes if staged else 0)
 
@@ -54,8 +58,8 @@ def class_counts(c):
     for pin, cpu, kv in itertools.product(range(c.size + 1), repeat=3):
         if pin + cpu > c.size or (kv + cpu > c.size if c.kv_nbytes else kv) or (c.kind is EMBEDDING and pin + cpu < 1):
             continue
-        for cuts in itertools.product(range(c.size + 1), repeat=2 * len(c.cuts)):
-            pinned, streamed = cuts[::2], cuts[1::2]
+        for divided in itertools.product(range(c.size + 1), repeat=2 * len(c.divided)):
+            pinned, streamed = divided[::2], divided[1::2]
             if sum(pinned) <= pin and sum(streamed) <= c.size - pin - cpu:
                 yield Counts(pin, cpu, kv, tuple(zip(pinned, streamed)))
 
@@ -66,9 +70,9 @@ def class_counts(c):
 def test_the_program_equals_enumeration(mib, slots, kind):
     tier = replace(problems(mib, slots=slots, layers=2, kind=kind)[0][0], weight=1.0)
     best = min(fluid_seconds(tier, counts, relaxed=True) for counts in all_counts(tier))
-    solution = solve_tiers((tier,), relaxed=True)
+    solution = solve_tiers(Question((tier,), relaxed=True))
     assert solution.status == "optimal"
-    assert solution.objective == pytest.approx(best, rel=2 * GAP)
+    assert solution.objective == pytest.approx(best, rel=2 * NEARLY_OPTIMAL)
     assert solution.bound <= best * (1 + 1e-9)
     assert held_bytes(tier, solution.counts[0]) <= tier.room
 
@@ -76,21 +80,21 @@ def test_the_program_equals_enumeration(mib, slots, kind):
 @pytest.mark.parametrize("acc_memory", [60e9, 400e9])
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("mib", [15, 21])
-def test_the_program_with_split_ffns_equals_enumeration(mib, slots, acc_memory):
+def test_the_program_with_divided_ffns_equals_enumeration(mib, slots, acc_memory):
     task = problems(mib, slots=slots, layers=2, acc_memory=acc_memory)[1]
-    tier = replace(tier_problem(task.room, task.classes, task.costs[0], slots, split=True), weight=1.0)
-    assert [len(c.cuts) for c in tier.classes if c.kind is FFN] == [3]
+    tier = replace(tier_problem(task.room, task.classes, task.costs[0], slots, divide=True), weight=1.0)
+    assert [len(c.divided) for c in tier.classes if c.kind is FFN] == [3]
     best, counts = min(((fluid_seconds(tier, n, relaxed=True), n) for n in all_counts(tier)), key=lambda x: x[0])
-    solution = solve_tiers((tier,), relaxed=True)
-    assert solution.objective == pytest.approx(best, rel=2 * GAP)
+    solution = solve_tiers(Question((tier,), relaxed=True))
+    assert solution.objective == pytest.approx(best, rel=2 * NEARLY_OPTIMAL)
     assert solution.bound <= best * (1 + 1e-9)
     assert held_bytes(tier, solution.counts[0]) <= tier.room
-    assert any(n.split for n in counts)
+    assert any(n.n_divided for n in counts)
 
 
 def test_pins_of_larger_tiers_are_nested_in_those_of_smaller_ones():
     tiers, _ = problems(29)
-    counts = solve_tiers(tiers, 1e-9).counts
+    counts = solve_tiers(Question(tiers, 1e-9)).counts
     for smaller, larger in itertools.pairwise(counts):
         assert all(s.pin >= n.pin for s, n in zip(smaller, larger))
 
@@ -98,7 +102,7 @@ def test_pins_of_larger_tiers_are_nested_in_those_of_smaller_ones():
 def test_an_impossible_room_is_called_infeasible():
     tiers, _ = problems(29)
     nothing = replace(tiers[0], room=-1)
-    assert solve_tiers((nothing,)).status == "infeasible"
+    assert solve_tiers(Question((nothing,))).status == "infeasible"
 
 
 def test_every_call_of_highs_asks_for_the_same_number_of_threads(monkeypatch):
@@ -112,7 +116,7 @@ def test_every_call_of_highs_asks_for_the_same_number_of_threads(monkeypatch):
 
     monkeypatch.setattr(highspy, "Highs", Asked)
     tiers, _ = problems(29)
-    solve_tiers(tiers)
+    solve_tiers(Question(tiers))
     relaxation_bound.__wrapped__(tiers)
     threads = [value for name, value in asked if name == "threads"]
     assert len(threads) >= 2 and set(threads) == {1}
@@ -130,21 +134,21 @@ def test_cbc_finds_what_highs_finds(monkeypatch):
     found = {}
     for name in ("HiGHS", "CBC"):
         monkeypatch.setattr(solvers, "solver_name", lambda name=name: name)
-        monkeypatch.setattr(ilp, "solver_name", lambda name=name: name)
-        solution = solve_tiers(tiers, 1e-9)
+        monkeypatch.setattr(solving, "solver_name", lambda name=name: name)
+        solution = solve_tiers(Question(tiers, 1e-9))
         assert (solution.solver, solution.status) == (name, "optimal")
-        nothing = solve_tiers((replace(tiers[0], room=-1),))
+        nothing = solve_tiers(Question((replace(tiers[0], room=-1),)))
         found[name] = solution.objective, relaxation_bound.__wrapped__(tiers), nothing.status
-    assert found["CBC"][0] == pytest.approx(found["HiGHS"][0], rel=2 * GAP)
+    assert found["CBC"][0] == pytest.approx(found["HiGHS"][0], rel=2 * NEARLY_OPTIMAL)
     assert found["CBC"][1] == pytest.approx(found["HiGHS"][1], rel=1e-6)
     assert found["CBC"][2] == found["HiGHS"][2] == "infeasible"
 
 
 def test_a_solver_that_gives_up_is_no_reason_for_a_worse_plan(monkeypatch):
     tiers, _ = problems(29)
-    monkeypatch.setattr(ilp, "solve", lambda *_: solvers.Outcome("unsolved", []))
+    monkeypatch.setattr(solving, "solve", lambda *_: solvers.Outcome("unsolved", []))
     with pytest.raises(RuntimeError, match="gave up"):
-        solve_tiers(tiers)
+        solve_tiers(Question(tiers))
 
 
 def test_every_tier_is_a_prefix_of_the_order_and_what_is_left_out_is_spread():

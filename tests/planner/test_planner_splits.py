@@ -17,7 +17,6 @@ from rich.console import Console
 from test_planner_plans import RELAXED, workload_seconds
 from test_planner_simulation import setting
 
-from pshard.cuts.ffn_rows import acc_part
 from pshard.errors import UserError
 from pshard.model import ModelSpec
 from pshard.models import open_model
@@ -35,6 +34,7 @@ from pshard.planner.program.unit_classes import group_units
 from pshard.planner.show_plan import print_explanation, print_variant
 from pshard.steps.step import Compute
 from pshard.units.attention import ATTENTION
+from pshard.units.divide_rows import acc_part
 from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
 from pshard.workload import Workload
@@ -87,14 +87,14 @@ def test_only_the_accelerators_part_is_copied() -> None:
 
 def random_tier(room: Room, costs: TierCosts, rng: random.Random):
     """A random placement with split FFNs; None when it does not fit."""
-    cut_rows = {u.name: cls.cut_rows for cls in group_units(room.spec) for u in cls.units}
+    row_choices = {u.name: cls.cpu_row_choices for cls in group_units(room.spec) for u in cls.units}
     where, kv, cut = {}, set(), {}
     for unit in room.spec.units:
         where[unit.name] = rng.choice(("pinned", "cpu") if unit.kind is EMBEDDING else ("pinned", "streamed", "cpu"))
         if unit.kind is ATTENTION and where[unit.name] != "cpu" and rng.random() < 0.5:
             kv.add(unit.name)
-        if cut_rows[unit.name] and where[unit.name] != "cpu" and rng.random() < 0.8:
-            cut[unit.name] = rng.choice(cut_rows[unit.name])
+        if row_choices[unit.name] and where[unit.name] != "cpu" and rng.random() < 0.8:
+            cut[unit.name] = rng.choice(row_choices[unit.name])
     tier = draft_tier(room, costs.load.tokens, where, frozenset(kv), rng.randint(1, 4), cut)
     return tier if tier.buffers.total <= room.arena else None
 
@@ -110,7 +110,7 @@ def test_no_placement_is_below_the_bound(seed: int) -> None:
     room, costs = task.room, task.costs[0]
     tiers = [tier for _ in range(150) if (tier := random_tier(room, costs, rng))]
     assert sum(any(p.cpu_rows for p in t.placements) for t in tiers) > 20
-    assert min(simulate_tier(room, tier, costs).seconds for tier in tiers) >= task.split_bounds[0] * (1 - 1e-9)
+    assert min(simulate_tier(room, tier, costs).seconds for tier in tiers) >= task.divided_bounds[0] * (1 - 1e-9)
 
 
 def plan_both_ways(spec: ModelSpec, rates: Rates, workload: Workload) -> tuple[Variant, Variant]:
@@ -173,7 +173,8 @@ def test_plans_name_their_splits() -> None:
     text = console.file.getvalue()
     cut = next(p for p in variant.ranks[0].tiers[0].placements if p.cpu_rows)
     assert (
-        "split" in text and f"{cut.cpu_rows} rows of gate and up on the CPU, the accelerator's part {cut.where}" in text
+        "divided" in text
+        and f"{cut.cpu_rows} rows of gate and up on the CPU, the accelerator's part {cut.where}" in text
     )
     timeline = simulate_timelines(LARGE, profile_from_datasheet(SLOW), variant)[0]
     assert {f"{cut.unit} rows", f"{cut.unit} down", f"rows of {cut.unit}"} <= {e.label for e in timeline.events}
@@ -202,8 +203,8 @@ def test_the_check_refuses_wrong_splits() -> None:
         (with_place(cpu_rows=-rows), "are no part of it"),
         (with_place(cpu_rows=rows // 2), "different rows|bytes of pinned"),
         (with_place(cpu_rows=0), "different rows|bytes of pinned"),
-        (with_place(where="cpu"), "cannot be split"),
-        (with_place(len(rank.tiers) - 1, where="streamed", cpu_rows=rows), "cannot be split"),
+        (with_place(where="cpu"), "cannot be divided"),
+        (with_place(len(rank.tiers) - 1, where="streamed", cpu_rows=rows), "cannot be divided"),
     ):
         with pytest.raises(PlanError, match=complaint):
             check_variant((LARGE,), broken, "cuda")

@@ -177,5 +177,5 @@ def test_plan_table_counts_placements():
     table = tabulate_plan(variant)
     assert len(table) == 2 * len(variant.ranks[0].tiers) and list(table["rank"].unique()) == ["0", "1"]
     placements = variant.ranks[0].tiers[0].placements
-    for sort in ("streamed", "split"):
+    for sort in ("streamed", "divided"):
         assert table[sort][0] == str(sum(p.sort == sort for p in placements)) != "0"

@@ -11,7 +11,6 @@ from engines import converse, pinned_everywhere
 from model_files import write_gguf
 from plan_samples import make_rank_plan, make_tier, make_variant
 
-from pshard.cuts.ffn_rows import share_rows
 from pshard.errors import StepFailed
 from pshard.models import open_model
 from pshard.plan import TierPlan
@@ -23,6 +22,7 @@ from pshard.runtime.kernels.cpu import native
 from pshard.runtime.memory import staging, weights
 from pshard.runtime.memory.staging import StagingRing
 from pshard.units.attention import ATTENTION
+from pshard.units.divide_rows import share_rows
 from pshard.units.ffn import FFN
 
 CONTEXT = 320

@@ -1,4 +1,4 @@
-"""An FFN cut between CPU and accelerator: rows of gate and up, which are byte ranges of the packed layout. No torch.
+"""An FFN divided between CPU and accelerator: rows of gate and up, byte ranges of the packed layout. No torch.
 
 The CPU computes the last rows of the gated product silu(gate x) * (up x), the accelerator the others and then the whole
 `down`, whose columns are no byte range. So only the accelerator's rows and `down` are brought to it.
@@ -11,7 +11,7 @@ from pshard.quant import ROW_BLOCK, TENSOR_ALIGN, align
 from pshard.tensor import TensorSpec
 from pshard.units.unit import Unit
 
-SIXTEENTHS = 16  # shares of a cut are counted in these
+SIXTEENTHS = 16  # shares of the CPU are counted in these
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class RowSplit:
+class RowDivision:
     """The two parts of a unit as units of their own, and the bytes that make up the accelerator's blob."""
 
     on_acc: Unit
@@ -33,20 +33,22 @@ class RowSplit:
 
 
 @lru_cache(1 << 13)
-def split_rows(unit: Unit, cpu_rows: int) -> RowSplit:
-    """Cut an FFN: its last `cpu_rows` rows of gate and up are the CPU's.
+def divide_rows(unit: Unit, cpu_rows: int) -> RowDivision:
+    """Divide an FFN: its last `cpu_rows` rows of gate and up are the CPU's.
 
-    Raises ValueError when either side would have no row, or the cut is not between two records of the packed layout.
+    Raises ValueError when either side would have no row, or the CPU's do not start at a record of the packed layout.
     """
     rows = ffn_rows(unit)
     own = rows - cpu_rows
     if not 0 < own < rows or own % ROW_BLOCK:
         raise ValueError(f"{unit.name}: {cpu_rows} of {rows} rows are no part that starts at a multiple of {ROW_BLOCK}")
-    on_acc = replace(unit, tensors=tuple(_cut(t, own) if t.role in unit.kind.divided else t for t in unit.tensors))
+    on_acc = replace(
+        unit, tensors=tuple(_take_rows(t, own) if t.role in unit.kind.divided else t for t in unit.tensors)
+    )
     on_cpu = replace(
         unit,
         tensors=tuple(
-            _cut(t, cpu_rows) if t.role in unit.kind.divided else t
+            _take_rows(t, cpu_rows) if t.role in unit.kind.divided else t
             for t in unit.tensors
             if t.role in unit.kind.divided or len(t.shape) == 1
         ),
@@ -58,12 +60,12 @@ def split_rows(unit: Unit, cpu_rows: int) -> RowSplit:
             pieces[-1] = replace(pieces[-1], nbytes=pieces[-1].nbytes + nbytes)
         else:
             pieces.append(Piece(start, to, nbytes))
-    return RowSplit(on_acc, on_cpu, tuple(pieces))
+    return RowDivision(on_acc, on_cpu, tuple(pieces))
 
 
 def acc_part(unit: Unit, cpu_rows: int) -> Unit:
     """What the accelerator holds of a unit: all of it when the CPU has no rows."""
-    return split_rows(unit, cpu_rows).on_acc if cpu_rows else unit
+    return divide_rows(unit, cpu_rows).on_acc if cpu_rows else unit
 
 
 def ffn_rows(unit: Unit) -> int:
@@ -78,5 +80,5 @@ def share_rows(unit: Unit, sixteenths: int) -> int:
     return rows - own if 0 < own < rows else 0
 
 
-def _cut(tensor: TensorSpec, rows: int) -> TensorSpec:
+def _take_rows(tensor: TensorSpec, rows: int) -> TensorSpec:
     return replace(tensor, shape=(rows, tensor.cols))

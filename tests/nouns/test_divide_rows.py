@@ -4,10 +4,10 @@ import pytest
 import torch
 from planner_cases import make_model
 
-from pshard.cuts.ffn_rows import ffn_rows, share_rows, split_rows
 from pshard.quant import TENSOR_ALIGN, packed_nbytes
 from pshard.runtime.kernels.unpack import unpack
 from pshard.runtime.memory.weights import view_cpu_rows, view_unit
+from pshard.units.divide_rows import divide_rows, ffn_rows, share_rows
 
 
 @pytest.mark.parametrize("qtype", ["Q4_0", "Q8_0", "Q6_K", "BF16"])
@@ -16,7 +16,7 @@ def test_both_parts_together_are_the_whole_ffn(qtype: str, sixteenths: int) -> N
     unit = make_model(layers=1, d_model=256, d_ffn=768, heads=2, qtype=qtype).units[2]
     rows = share_rows(unit, sixteenths)
     assert rows == 48 * sixteenths
-    cut = split_rows(unit, rows)
+    cut = divide_rows(unit, rows)
     blob = torch.randint(0, 100, (unit.packed_nbytes,), dtype=torch.uint8)  # no NaN among these
     there = torch.zeros(cut.on_acc.packed_nbytes, dtype=torch.uint8)
     for piece in cut.pieces:
@@ -37,7 +37,7 @@ def test_a_cut_leaves_rows_on_both_sides_and_whole_records() -> None:
     unit = make_model(layers=1, d_model=256, d_ffn=256, heads=2).units[2]
     for rows in (0, 256, 300, -16, 8):
         with pytest.raises(ValueError, match="of 256 rows"):
-            split_rows(unit, rows)
+            divide_rows(unit, rows)
     assert {share_rows(unit, n) for n in (0, 16)} == {0}
     attention = make_model(layers=1).units[1]
     assert ffn_rows(attention) == share_rows(attention, 8) == 0
