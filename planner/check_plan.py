@@ -73,9 +73,9 @@ def _check_pipeline(specs: tuple[ModelSpec, ...]) -> None:
     rank, met = ends[0] if len(ends) == 1 else None, list[int]()
     while rank is not None and len(met) <= len(specs):
         met.append(rank)
-        stage = specs[rank].stage
-        rank = stage.target if stage else None
-        if rank is not None and (link := specs[rank].stage) and link.source != met[-1]:
+        link = specs[rank].neighbours
+        rank = link.target if link else None
+        if rank is not None and (link := specs[rank].neighbours) and link.source != met[-1]:
             raise PlanError(f"rank {met[-1]} hands hidden states to rank {rank}, which expects them from {link.source}")
     along = [unit for rank in met for unit in specs[rank].units if unit.tensors]
     held, everywhere = [u.name for u in along], [u.name for spec in specs for u in spec.units if u.tensors]

@@ -12,7 +12,7 @@ from pshard.units.unit import Unit
 
 
 @dataclass(frozen=True)
-class Stage:
+class Neighbours:
     """Where a run of layers stands in a pipeline over ranks: hidden states come from rank `source` and go to `target`.
 
     None: it begins with the embedding, it ends with the output; both where the rank has no layers at all.
@@ -26,14 +26,15 @@ class Stage:
 class ModelSpec:
     """A model as the planner sees it. `units` are in execution order: embedding, (attention, ffn) per layer, output.
 
-    `stage`: what a rank holds is a run of layers (cuts/layer_cuts.py); None: a whole model, or a slice of every unit.
+    `neighbours`: what a rank holds is a run of layers (cuts/layer_cuts.py); None: a whole model, or a slice of every
+    unit.
     """
 
     name: str
     path: str
     config: ModelConfig
     units: tuple[Unit, ...]
-    stage: Stage | None = None
+    neighbours: Neighbours | None = None
 
     def unit(self, name: str) -> Unit:
         """The unit of that name. Raises KeyError."""

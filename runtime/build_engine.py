@@ -53,12 +53,11 @@ def build_engine(
     plan = variant.ranks[group.rank]
     spec = split_model(file.spec, variant.split, group.rank)
     ranges = [split_ranges(file.spec, variant.split, rank) for rank in range(group.size)]
-    w = variant.workload
-    kv = w.state_shape
+    states = variant.workload.state_shape
     try:
         pair = choose_kernels(device, kernels, plan.tiers[-1].tokens, tiles)
         executor = build_executor(
-            file, spec, plan, device, kv, pair[:2], ranges=ranges[group.rank], group=group, progress=progress,
+            file, spec, plan, device, states, pair[:2], ranges=ranges[group.rank], group=group, progress=progress,
             lender=lender,
         )  # fmt: skip
     except BaseException:
@@ -69,7 +68,7 @@ def build_engine(
         pageable, of = executor.weights.pageable >> 20, executor.host_nbytes >> 20
         how = "staged" if executor.staging_nbytes else "made by the driver, which is slowest"
         notes += (f"{pageable} of {of} MiB of host weights are pageable: page-locking was refused, copies are {how}",)
-    store = KVStore(file, ranges, kv, executor, group)
+    store = KVStore(file, ranges, states, executor, group)
     return Engine(executor, variant, _tokenizer(file), notes, on_close, store)
 
 

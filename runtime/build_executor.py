@@ -56,7 +56,7 @@ def build_executor(
     spec: ModelSpec,
     plan: RankPlan,
     device: Device,
-    kv: StateShape,
+    states: StateShape,
     kernels: tuple[Kernels, Kernels],
     *,
     ranges: Ranges | None,
@@ -75,13 +75,13 @@ def build_executor(
     needed = align(max(tier.buffers.total for tier in plan.tiers), TENSOR_ALIGN)
     arena = device.allocate(min(needed, arena_bytes(plan.budget_mib, device.kind)))
     if lender is not None:
-        executor = Executor(spec, plan, device, arena, LentWeights(lender), kv, kernels, group)
+        executor = Executor(spec, plan, device, arena, LentWeights(lender), states, kernels, group)
         _load_pins(executor, resident, lender.blob)
         return executor
     weights = HostWeights([spec.unit(name) for name in plan.lock_order], device)
     try:
         weights.pack(source, ranges, progress)
-        executor = Executor(spec, plan, device, arena, weights, kv, kernels, group)
+        executor = Executor(spec, plan, device, arena, weights, states, kernels, group)
     except BaseException:
         weights.close()
         raise

@@ -14,11 +14,10 @@ from pshard.jsonio import from_json, to_json
 from pshard.plan import RankPlan, Variant
 from pshard.runtime.devices.device import Device
 from pshard.runtime.executor import Executor
-from pshard.runtime.kernels.api import Segment
-from pshard.runtime.memory.kv_blocks import KVBlocks, blocks_of, pool_spans
 from pshard.runtime.memory.kv_file import KVStore
 from pshard.runtime.sampling import Sampler, Sampling
-from pshard.units.kv_cells import KV_BLOCK, kv_blocks, longest_sequence
+from pshard.runtime.sequences import Sequences
+from pshard.units.kv_cells import kv_blocks, longest_sequence
 
 
 @dataclass(frozen=True)
@@ -59,12 +58,12 @@ class Engine:
         self._executor, self.plan, self.tokenizer, self.notes = executor, variant, tokenizer, notes
         self._on_close = on_close
         self._store = store
-        context, sequences = variant.workload.context, variant.workload.sequences
-        self._lengths = [0] * sequences
-        self._longest = longest_sequence(executor.spec.config, context)
-        self._pool = kv_blocks(context, sequences)
-        self._blocks = KVBlocks(self._pool, sequences)
-        self._tokens: list[list[int]] = [[] for _ in self._lengths]  # ids of the cells
+        self._sequences = Sequences(
+            variant.workload.sequences,
+            longest_sequence(executor.spec.config, variant.workload.context),
+            kv_blocks(variant.workload.context, variant.workload.sequences),
+            _uncut_states(executor),
+        )
         self._broken: BaseException | None = None
         self._closed = False
 
@@ -83,8 +82,8 @@ class Engine:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Cells in use of each sequence."""
-        return tuple(self._lengths)
+        """Tokens of each sequence."""
+        return self._sequences.lengths
 
     @property
     def link_bytes(self) -> int:
@@ -114,12 +113,11 @@ class Engine:
         return tuple(from_json(MemoryReport, group.broadcast(own, rank)) for rank in range(group.size))
 
     def reset(self, sequence: int | None = None, length: int = 0) -> None:
-        """Forget the cells after `length` of one sequence, or of all. Raises UserError when there is no such one."""
-        if sequence is not None:
-            self._check_sequence(sequence)
-        for s in range(len(self._lengths)) if sequence is None else (sequence,):
-            self._lengths[s] = max(0, min(self._lengths[s], length))
-            self._blocks.resize(s, self._lengths[s])
+        """Forget the tokens after the first `length` of one sequence, or of all.
+
+        Raises UserError when there is no such one, or the model keeps a state that cannot be cut back so far.
+        """
+        self._sequences.cut_back(sequence, length)
 
     def save(self, path: Path, sequence: int = 0) -> None:
         """Write a sequence's KV cache to a file that an engine over any number of ranks can load. All ranks call it.
@@ -127,9 +125,8 @@ class Engine:
         Raises UserError when it cannot be written; then there is no new file.
         """
         self._check_alive()
-        self._check_sequence(sequence)
-        tokens = self._tokens[sequence][: self._lengths[sequence]]
-        self._store.save(path, self._blocks.held(sequence), tokens)
+        held = self._sequences[sequence]
+        self._store.save(path, held.blocks, held.tokens)
 
     def load(self, path: Path, sequence: int = 0) -> tuple[int, ...]:
         """Make a saved KV cache that of a sequence; returns the token ids it stands for. All ranks call it.
@@ -140,17 +137,16 @@ class Engine:
         self._check_alive()
         self.reset(sequence)
 
-        def take(cells: int) -> tuple[int, ...]:
-            self._check_room({sequence: cells})
-            self._blocks.resize(sequence, cells)
-            return self._blocks.held(sequence)
+        def take(cells: int) -> list[int]:
+            self._sequences.reserve({sequence: cells})
+            return self._sequences[sequence].blocks
 
         try:
             tokens = self._store.load(path, take)
         except BaseException:
             self.reset(sequence)
             raise
-        self._tokens[sequence], self._lengths[sequence] = list(tokens), len(tokens)
+        self._sequences.replace(sequence, tokens)
         return tokens
 
     def forward(
@@ -175,20 +171,18 @@ class Engine:
         """
         single = len(tokens) > 0 and not isinstance(tokens[0], Sequence)
         lists = _whole_numbers([tokens] if single else tokens)  # type: ignore[list-item, arg-type]
-        self._check(lists)
-        for sequence, ids in enumerate(lists):
-            self._blocks.resize(sequence, self._lengths[sequence] + len(ids))
+        self._check_alive()
+        self._sequences.admit(lists, self.vocab)
         parts: list[list[torch.Tensor]] = [[] for _ in lists]  # rows of logits
         try:
-            for ids, segments, wanted in self._micro_batches(lists, all_logits):
-                rows, new = [row for row, _ in wanted], torch.tensor(ids, dtype=torch.int64)
+            for new in self._sequences.cut(lists, self.rank_plan.tiers[-1].tokens, all_logits):
+                rows, ids = [row for row, _ in new.wanted], torch.tensor(new.ids, dtype=torch.int64)
                 with self.device.current():  # this thread need not be the one that loaded
-                    logits = self._executor.run(new, segments, rows, self._used, best_only)
-                for i, (_, sequence) in enumerate(wanted):
+                    logits = self._executor.run(ids, new.segments, rows, self._sequences.used, best_only)
+                for i, (_, sequence) in enumerate(new.wanted):
                     parts[sequence].append(logits[i])
-                for s in segments:
-                    self._tokens[s.sequence][s.past :] = ids[s.start : s.start + s.tokens]
-                    self._lengths[s.sequence] += s.tokens
+                for segment in new.segments:
+                    self._sequences.extend(segment, new.ids)
         except BaseException as error:
             self._broken = error  # caches are half-written: no further text may come from them
             if not isinstance(error, Exception):  # interrupted while it entered a mode of torch, which lives as long
@@ -204,75 +198,11 @@ class Engine:
             results = [p[-1] if p else torch.empty(0) for p in parts]
         return results[0] if single else results
 
-    def _used(self) -> list[tuple[int, int]]:
-        """The ranges of cells in use."""
-        return [span for s, n in enumerate(self._lengths) for span in pool_spans(self._blocks.held(s), 0, n)]
-
     def _check_alive(self) -> None:
         if self._closed:
             raise RuntimeError("the engine is closed")
         if self._broken is not None:
             raise StepFailed("an earlier step failed; load the model again") from self._broken
-
-    def _check_sequence(self, sequence: int) -> None:
-        if not 0 <= sequence < len(self._lengths):
-            raise UserError(f"there is no sequence {sequence}; the engine's are 0 to {len(self._lengths) - 1}")
-
-    def _check(self, lists: list[list[int]]) -> None:
-        self._check_alive()
-        vocab = self._executor.spec.config.vocab
-        if not any(lists):
-            raise UserError("no tokens were given; a prompt needs at least one")
-        if len(lists) > len(self._lengths):
-            raise UserError(f"{len(lists)} sequences, but the plan is for {len(self._lengths)}; plan with -np")
-        for sequence, ids in enumerate(lists):
-            if ids and not 0 <= min(ids) <= max(ids) < vocab:
-                raise UserError(f"token ids must be in 0..{vocab - 1}; sequence {sequence} has {min(ids)}..{max(ids)}")
-            if self._lengths[sequence] + len(ids) > self._longest:
-                raise UserError(
-                    f"{self._lengths[sequence]} + {len(ids)} tokens exceed the context of {self._longest}; "
-                    f"plan a larger -c, where the model has it"
-                )
-        self._check_room({s: self._lengths[s] + len(ids) for s, ids in enumerate(lists)})
-
-    def _is_full(self, sequence: int) -> bool:
-        """Whether a sequence can have no further cell."""
-        wanted = [n + (s == sequence) for s, n in enumerate(self._lengths)]
-        return wanted[sequence] > self._longest or self._blocks.missing(wanted) > 0
-
-    def _check_room(self, wanted: dict[int, int]) -> None:
-        """Raise UserError when the pool has too few blocks for sequences to have so many cells."""
-        lengths = [wanted.get(s, n) for s, n in enumerate(self._lengths)]
-        if self._blocks.missing(lengths):
-            raise UserError(
-                f"sequences of {sum(lengths)} cells in all do not fit the KV cache of {self._pool} blocks of "
-                f"{KV_BLOCK} cells; reset one, or plan a larger -c"
-            )
-
-    def _micro_batches(
-        self, lists: list[list[int]], all_logits: bool
-    ) -> Iterator[tuple[list[int], tuple[Segment, ...], list[tuple[int, int]]]]:
-        """Cut the new tokens into micro-batches: (ids, segments, [(row, sequence) whose logits are wanted])."""
-        largest = self.rank_plan.tiers[-1].tokens
-        ids: list[int] = []
-        segments: list[Segment] = []
-        wanted: list[tuple[int, int]] = []
-        for sequence, new in enumerate(lists):
-            done, past = 0, self._lengths[sequence]
-            while done < len(new):
-                take = min(len(new) - done, largest - len(ids))
-                blocks = self._blocks.held(sequence)[: blocks_of(past + done + take)]
-                segments.append(Segment(sequence, len(ids), take, past + done, blocks))
-                last = len(new) - done - take == 0
-                rows = range(len(ids), len(ids) + take) if all_logits else [len(ids) + take - 1] if last else []
-                wanted += [(row, sequence) for row in rows]
-                ids += new[done : done + take]
-                done += take
-                if len(ids) == largest:
-                    yield ids, tuple(segments), wanted
-                    ids, segments, wanted = [], [], []
-        if ids:
-            yield ids, tuple(segments), wanted
 
     def generate(
         self, prompt: str | Sequence[int], max_tokens: int = 128, sampling: Sampling | None = None, text: bool = True
@@ -298,7 +228,7 @@ class Engine:
             if token in stops:
                 break
             yield decoder.push(token) if decoder else token
-            if made + 1 == max_tokens or self._is_full(0):
+            if made + 1 == max_tokens or self._sequences.is_full(0):
                 break
             token = self._draw([token], sampler)
 
@@ -323,6 +253,13 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _uncut_states(executor: Executor) -> tuple[str, ...]:
+    """Units whose state cannot be cut back to an earlier length."""
+    spec = executor.spec
+    laws = ((unit.name, unit.state(spec.config, executor.states)) for unit in spec.units)
+    return tuple(name for name, law in laws if law is not None and not law.can_be_cut)
 
 
 def _whole_numbers(lists: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -47,12 +47,12 @@ def _ends(room: Room, costs: TierCosts) -> tuple[float, float, float]:
     spec, hidden = room.spec, _hidden_bytes(room, costs)
     logits = costs.load.logit_rows * spec.config.vocab * 4
     enter, leave = costs.handoff("acc", hidden), min(costs.handoff("cpu", hidden), costs.handoff("cpu", logits))
-    if spec.stage is None:
+    if spec.neighbours is None:
         return sum(u.kind.adds for u in spec.units) * costs.all_reduce(hidden), enter, leave
     # hidden states come to the accelerator and leave from it; all take part in the gather of the logits
     first, last = bool(spec.units[0].tensors), bool(spec.units[-1].tensors)
     fixed = costs.tables.collective(costs.ranks, logits if last else 0)
-    fixed += 0.0 if spec.stage.source is None else costs.tables.hand_over(hidden)
+    fixed += 0.0 if spec.neighbours.source is None else costs.tables.hand_over(hidden)
     return fixed, enter if first else 0.0, leave if last else 0.0
 
 

@@ -127,7 +127,7 @@ def _time_walk(
     samples: list[float] = []
     for _ in range(WALKS):
         start, elsewhere = time.perf_counter(), getattr(kernels[1], "seconds", 0.0)
-        executor.run(ids, segments, [tokens - 1], lambda: [(0, 1)])
+        executor.run(ids, segments, [tokens - 1], lambda: segments)
         samples.append(time.perf_counter() - start - (getattr(kernels[1], "seconds", 0.0) - elsewhere))
     executor.close()
     weights.close()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from pshard.model import ModelSpec, Stage
+from pshard.model import ModelSpec, Neighbours
 from pshard.units.unit import Unit
 
 
@@ -45,9 +45,9 @@ def cut_layers(spec: ModelSpec, shares: Sequence[float], rank: int) -> ModelSpec
     working = [r for r, run in enumerate(runs) if run]
     here = working.index(rank) if runs[rank] else None
     first, last = here == 0, here == len(working) - 1
-    stage = Stage(None, None)
+    neighbours = Neighbours(None, None)
     if here is not None:
-        stage = Stage(None if first else working[here - 1], None if last else working[here + 1])
+        neighbours = Neighbours(None if first else working[here - 1], None if last else working[here + 1])
 
     def held(unit: Unit) -> bool:
         return first if unit.kind.position == "first" else _place(spec, unit) in runs[rank]
@@ -55,7 +55,7 @@ def cut_layers(spec: ModelSpec, shares: Sequence[float], rank: int) -> ModelSpec
     units = tuple(
         unit if held(unit) else replace(unit, tensors=()) for unit in spec.units if held(unit) or unit.layer < 0
     )
-    return replace(spec, units=units, stage=stage)
+    return replace(spec, units=units, neighbours=neighbours)
 
 
 def join_seconds(mode: str, batches: Sequence[Sequence[float]]) -> float:

@@ -11,6 +11,7 @@ from pshard.model import ModelSpec
 from pshard.plan import Placement, TierPlan
 from pshard.steps.step import (
     AllReduce,
+    Bring,
     Compute,
     CopyIn,
     FetchKV,
@@ -26,6 +27,7 @@ from pshard.steps.step import (
     WriteBack,
 )
 from pshard.units.divide_rows import acc_part
+from pshard.units.unit import Unit
 
 # a search emits the same few steps thousands of times: equal ones are one object
 _copy_in = lru_cache(1 << 14)(CopyIn)
@@ -39,6 +41,7 @@ _hand_off = lru_cache(1 << 14)(Handoff)
 _gather = lru_cache(1 << 14)(Gather)
 
 SOURCES = {"pinned": "arena", "streamed": "slot", "cpu": "host"}  # of a unit's weights, by placement
+Placed = tuple[Unit, Placement]
 
 
 def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
@@ -47,33 +50,18 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
     A split unit begins with a hand-off to the side that lacks its input, so that both have it. Of ranks that sum on the
     accelerator the residual stream stays there: CPU units get a copy of it, and hand over their part of the sum.
     """
-    places, stage = {p.unit: p for p in tier.placements}, spec.stage
-    # another rank may have the embedding or the output
-    placed = [(unit, places[unit.name]) for unit in spec.units if unit.tensors or not stage]
-    streamed = [(unit, place.cpu_rows) for unit, place in placed if place.where == "streamed"]
+    links, hidden = spec.neighbours, shape.tokens * spec.config.d_model * 4
+    placed = _placed(spec, tier)
     slots = tier.buffers.slots
-    if streamed and slots < 1:
-        raise ValueError("a tier that streams needs at least one staging slot")
-    copies = [
-        _copy_in(unit.name, i % slots, (acc_part(unit, rows) if rows else unit).packed_nbytes, rows)
-        for i, (unit, rows) in enumerate(streamed)
-    ]
+    copies = _copy_streamed(placed, slots)
     following = _next_in_slot(copies, slots)
-    hidden = shape.tokens * spec.config.d_model * 4
-    laws = {unit.name: law for unit in spec.units if (law := unit.state(spec.config, shape.states))}
-    body: list[Step] = []
-
-    fetches = [
-        _fetch_kv(unit.name, laws[unit.name].fetched(shape.past, shape.sequences))
-        for unit, place in placed
-        if shape.past and unit.name in laws and place.kv == "host" and place.where != "cpu"
-    ]
-    body += fetches[:1]
+    fetches, writes = _move_states(spec, placed, shape)
+    body: list[Step] = fetches[:1]
     side, n_fetched, n_copied = "cpu", 0, 0  # token ids start on the host
-    if stage and stage.source is not None:
-        body.append(Receive(stage.source, hidden))
+    if links and links.source is not None:
+        body.append(Receive(links.source, hidden))
         side = "acc"
-    add, sums = body.append, shape.ranks > 1 and not stage
+    add, sums = body.append, shape.ranks > 1 and not links
     stays = sums and not shape.sums_on_host
     for unit, place in placed:
         name, kind, where = unit.name, unit.kind, place.where
@@ -91,8 +79,8 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
             side = "acc"
         if sums and kind.adds:
             add(_all_reduce(name, hidden))
-        if on == "acc" and place.kv == "host":
-            add(_write_back(name, laws[name].written(shape.tokens, shape.sequences)))
+        if name in writes:
+            add(writes[name])
             n_fetched += 1
             body += fetches[n_fetched : n_fetched + 1]
         if slot is not None:
@@ -101,17 +89,67 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
             if after is not None:
                 add(after)
             n_copied += 1
-    logits = shape.logit_rows * spec.config.vocab * 4
-    if stage and not spec.units[-1].tensors:
-        logits = 0
-        if stage.target is not None:
-            body += [_hand_off("acc", hidden)] if side == "cpu" else []
-            body.append(Send(stage.target, hidden))
-    elif side == "acc":
-        body.append(_hand_off("cpu", logits))
-    if shape.ranks > 1:
-        body.append(_gather(spec.units[-1].name, logits))
+    body += _deliver(spec, side, shape, hidden)
     return StepList(tuple(copies[:slots]), tuple(body))
+
+
+def list_residents(spec: ModelSpec, tier: TierPlan) -> tuple[Bring, ...]:
+    """Weights and states that a tier holds in VRAM, in the order of need."""
+    found = []
+    for unit, place in _placed(spec, tier):
+        if place.where == "pinned":
+            found.append(Bring(unit.name, "weights", place.cpu_rows))
+        if place.kv == "vram":
+            found.append(Bring(unit.name, "state"))
+    return tuple(found)
+
+
+def _placed(spec: ModelSpec, tier: TierPlan) -> list[Placed]:
+    """Units and their placements; another rank of a pipeline may have the embedding or the output."""
+    places, links = {p.unit: p for p in tier.placements}, spec.neighbours
+    return [(unit, places[unit.name]) for unit in spec.units if unit.tensors or not links]
+
+
+def _copy_streamed(placed: list[Placed], slots: int) -> list[CopyIn]:
+    """The copy of every streamed unit, in turn into every slot."""
+    streamed = [(unit, place.cpu_rows) for unit, place in placed if place.where == "streamed"]
+    if streamed and slots < 1:
+        raise ValueError("a tier that streams needs at least one staging slot")
+    return [
+        _copy_in(unit.name, i % slots, (acc_part(unit, rows) if rows else unit).packed_nbytes, rows)
+        for i, (unit, rows) in enumerate(streamed)
+    ]
+
+
+def _move_states(spec: ModelSpec, placed: list[Placed], shape: StepShape) -> tuple[list[Step], dict[str, WriteBack]]:
+    """Of units whose state passes through the stage: fetches, in order, and write-backs by unit."""
+    fetches: list[Step] = []
+    writes, states = {}, shape.states
+    for unit, place in placed:
+        if place.kv == "host" and place.where != "cpu":
+            law = unit.state(spec.config, states)
+            if law is None:
+                raise ValueError(f"{unit.name} keeps no state that could be on the host")
+            if shape.past:
+                fetches.append(_fetch_kv(unit.name, law.fetched(shape.past, shape.sequences)))
+            writes[unit.name] = _write_back(unit.name, law.written(shape.tokens, shape.sequences))
+    return fetches, writes
+
+
+def _deliver(spec: ModelSpec, side: str, shape: StepShape, hidden: int) -> list[Step]:
+    """What follows the units: logits to the host, or hidden states to the next rank of a pipeline."""
+    links, logits = spec.neighbours, shape.logit_rows * spec.config.vocab * 4
+    steps: list[Step] = []
+    if links and not spec.units[-1].tensors:
+        logits = 0
+        if links.target is not None:
+            steps += [_hand_off("acc", hidden)] if side == "cpu" else []
+            steps.append(Send(links.target, hidden))
+    elif side == "acc":
+        steps.append(_hand_off("cpu", logits))
+    if shape.ranks > 1:
+        steps.append(_gather(spec.units[-1].name, logits))
+    return steps
 
 
 def _split_steps(place: Placement, slot: int | None, tokens: int) -> tuple[Step, ...]:
@@ -120,7 +158,7 @@ def _split_steps(place: Placement, slot: int | None, tokens: int) -> tuple[Step,
     return (
         _compute(place.unit, "acc", source, slot, "rows", rows),
         _compute(place.unit, "cpu", "host", None, "rows", rows),
-        _join(place.unit, 4 * tokens * rows),
+        _join(place.unit, 4 * tokens * rows, rows),
         _compute(place.unit, "acc", source, slot, "down", rows),
     )
 

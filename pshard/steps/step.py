@@ -1,4 +1,9 @@
-"""Steps: what the planner simulates and the executor runs for one micro-batch, as nouns. No torch."""
+"""Steps: what the planner simulates and the executor runs for one micro-batch, as nouns. No torch.
+
+`nbytes` is what a step of the expected micro-batch moves: what it is priced by. A copy whose bytes are `decided` only
+when it runs (the cells in use, or what a router chose) has no other size than that in its step; whoever runs it asks
+what is to be copied. All other copies move `nbytes`, and activations the rows that there are.
+"""
 
 from dataclasses import dataclass
 
@@ -16,14 +21,17 @@ class CopyIn:
     slot: int
     nbytes: int
     cpu_rows: int = 0
+    decided: bool = False
 
 
 @dataclass(frozen=True)
 class FetchKV:
-    """Copy the used cells of a layer's KV from host memory to the KV stage. Occupies the link (h2d) and host DRAM."""
+    """Copy what a unit's state holds of the micro-batch's sequences (of a KV cache the used cells) from host memory to
+    the stage that states share. Occupies the link (h2d) and host DRAM."""
 
     unit: str
     nbytes: int
+    decided: bool = True
 
 
 @dataclass(frozen=True)
@@ -31,8 +39,8 @@ class Compute:
     """Run a unit. `on`: "acc" or "cpu"; `source` of its weights: "arena", "slot" or "host".
 
     Of a divided unit (`cpu_rows` > 0) a `part`: "rows", this side's rows of the gated product, or "down".
-    `position`: of its kind in the model, "first", "layer" or "last". `state`: where it is, "vram" or "host"; None
-    without one.
+    `position`: of its kind in the model, "first", "layer" or "last". `state`: where it is, "vram" or "host" (a unit
+    that runs on the accelerator finds it in the stage then); None without one.
     """
 
     unit: str
@@ -47,10 +55,12 @@ class Compute:
 
 @dataclass(frozen=True)
 class WriteBack:
-    """Copy the new cells of a layer's KV from the KV stage to host memory. Occupies the link (d2h)."""
+    """Copy what has changed of a unit's state (of a KV cache the new cells) from the stage to host memory. Occupies the
+    link (d2h)."""
 
     unit: str
     nbytes: int
+    decided: bool = True
 
 
 @dataclass(frozen=True)
@@ -63,10 +73,11 @@ class Handoff:
 
 @dataclass(frozen=True)
 class Join:
-    """Bring the CPU's rows of a split unit's gated product, float32 [tokens, rows], to the accelerator."""
+    """Bring the CPU's `rows` of a split unit's gated product, float32 [tokens, rows], to the accelerator."""
 
     unit: str
     nbytes: int
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -109,6 +120,18 @@ class Free:
 
 
 Step = CopyIn | FetchKV | Compute | WriteBack | Handoff | Join | AllReduce | Receive | Send | Gather | Free
+
+
+@dataclass(frozen=True)
+class Bring:
+    """Bring what a tier holds in VRAM and the tier before did not: a unit's weights ("weights") or its state ("state").
+
+    `cpu_rows`: of a split unit; these rows stay behind.
+    """
+
+    unit: str
+    what: str
+    cpu_rows: int = 0
 
 
 @dataclass(frozen=True)

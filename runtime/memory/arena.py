@@ -1,6 +1,6 @@
 """The arena of one accelerator.
 
-[pinned weights | scratch | KV stage | row stage | staging slots | free | KV from the right]
+[pinned weights | scratch | state stage | row stage | staging slots | free | states from the right]
 """
 
 from collections.abc import Mapping
@@ -12,19 +12,19 @@ from pshard.buffers import row_stage_bytes, scratch_bytes, state_stage_bytes
 from pshard.model import ModelSpec
 from pshard.plan import RankPlan, TierPlan
 from pshard.quant import TENSOR_ALIGN, align
-from pshard.runtime.kernels.api import LayerKV
-from pshard.runtime.memory.kv_cache import view_layer
 from pshard.runtime.memory.workspace import Workspace, carve_workspace
-from pshard.units.attention import count_heads
 from pshard.units.divide_rows import acc_part
 from pshard.units.state import StateShape
 
 
 class Arena:
-    """One allocation of device memory. Pins and KV never move: each tier holds a prefix of the plan's orders."""
+    """One allocation of device memory. Pins and states never move: each tier holds a prefix of the plan's
+    orders."""
 
-    def __init__(self, memory: torch.Tensor, spec: ModelSpec, plan: RankPlan, kv: StateShape, act: torch.dtype) -> None:
-        self.memory, self._spec, self._plan, self._kv, self._act = memory, spec, plan, kv, act
+    def __init__(
+        self, memory: torch.Tensor, spec: ModelSpec, plan: RankPlan, shape: StateShape, act: torch.dtype
+    ) -> None:
+        self.memory, self._spec, self._plan, self._shape, self._act = memory, spec, plan, shape, act
         self._pin_at, at = {}, 0
         pins = {p.unit: p.cpu_rows for t in plan.tiers for p in t.placements if p.where == "pinned"}
         # a split unit has the same rows in every tier that pins it
@@ -46,38 +46,34 @@ class Arena:
         """Units pinned in the tier, in pin order. Raises ValueError when they are no prefix of it."""
         return _prefix(self._plan.pin_order, {p.unit for p in tier.placements if p.where == "pinned"})
 
-    def kv_units(self, tier: TierPlan) -> tuple[str, ...]:
-        """Attention units with KV in VRAM in the tier, in KV order. Raises ValueError when they are no prefix of it."""
+    def state_units(self, tier: TierPlan) -> tuple[str, ...]:
+        """Units whose state is in VRAM in the tier, in the plan's order. Raises ValueError when they are no prefix of
+        it."""
         return _prefix(self._plan.kv_order, {p.unit for p in tier.placements if p.kv == "vram"})
 
-    def kv(self, unit: str) -> LayerKV:
-        """The place of a layer's KV when it is in VRAM."""
+    def state(self, unit: str) -> torch.Tensor:
+        """The place of a unit's state when it is in VRAM."""
         at = self._state_at[unit]
-        return self.view_kv(self.memory[at : at + self._state_nbytes(unit)], unit)
+        return self.memory[at : at + self._state_nbytes(unit)]
 
     def _state_nbytes(self, unit: str) -> int:
-        return self._spec.unit(unit).state_nbytes(self._spec.config, self._kv)
-
-    def view_kv(self, memory: torch.Tensor, unit: str) -> LayerKV:
-        """`memory` (uint8, as long as one layer's cache) as the cache of that attention unit."""
-        _, n_kv_heads = count_heads(self._spec.unit(unit).by_role, self._spec.config)
-        return view_layer(memory, n_kv_heads, self._spec.config.head_dim, self._kv)
+        return self._spec.unit(unit).state_nbytes(self._spec.config, self._shape)
 
     def carve(self, tier: TierPlan) -> "Carved":
         """Lay out a tier behind its pins.
 
         Raises ValueError when the tier does not fit: a plan that was checked does.
         """
-        spec, kv = self._spec, self._kv
+        spec, shape = self._spec, self._shape
         at = sum(align(self._pin_nbytes[u], TENSOR_ALIGN) for u in self.pinned_units(tier))
-        end = self.memory.numel() - sum(map(self._state_nbytes, self.kv_units(tier)))
-        size = scratch_bytes(spec, tier.tokens, kv, self._act.itemsize)
-        space = carve_workspace(self.memory[at : at + size], spec, tier.tokens, kv, self._act)
+        end = self.memory.numel() - sum(map(self._state_nbytes, self.state_units(tier)))
+        size = scratch_bytes(spec, tier.tokens, shape, self._act.itemsize)
+        space = carve_workspace(self.memory[at : at + size], spec, tier.tokens, shape, self._act)
         at += size
-        stage = None
-        if stages_kv(tier):
-            size = state_stage_bytes(spec, kv)
-            stage = self.memory[at : at + size]
+        state_stage = self.memory[at:at]
+        if stages_states(tier):
+            size = state_stage_bytes(spec, shape)
+            state_stage = self.memory[at : at + size]
             at += size
         size = row_stage_bytes(tier.tokens, tier.most_cpu_rows)
         row_stage = self.memory[at : at + size].view(torch.float32)
@@ -88,22 +84,22 @@ class Arena:
             at += align(tier.buffers.slot_bytes, TENSOR_ALIGN)
         if at > end:
             raise ValueError(f"tier {tier.tokens} needs {at - end} bytes more than the arena of {self.memory.numel()}")
-        return Carved(space, stage, row_stage, tuple(slots))
+        return Carved(space, state_stage, row_stage, tuple(slots))
 
 
 @dataclass(frozen=True)
 class Carved:
-    """A tier's memory beside pins and KV. `stage`: one layer's KV, when some layer keeps its KV on the host;
+    """A tier's memory beside pins and states. `state_stage`: one unit's state, when some unit keeps it on the host;
     `row_stage`: float32, the CPU's rows of a split unit's gated product; `slots`: staging slots."""
 
     space: Workspace
-    stage: torch.Tensor | None
+    state_stage: torch.Tensor
     row_stage: torch.Tensor
     slots: tuple[torch.Tensor, ...]
 
 
-def stages_kv(tier: TierPlan) -> bool:
-    """Whether some layer of the tier attends on the accelerator over KV kept on the host."""
+def stages_states(tier: TierPlan) -> bool:
+    """Whether some unit of the tier runs on the accelerator and keeps its state on the host."""
     return any(p.kv == "host" and p.where != "cpu" for p in tier.placements)
 
 

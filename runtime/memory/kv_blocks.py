@@ -1,32 +1,27 @@
-"""Which blocks of the KV cache each sequence holds: taken from one pool as it grows, given back when it forgets."""
+"""Blocks of the KV cache: taken from one pool as a sequence grows, given back when it forgets."""
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pshard.units.kv_cells import KV_BLOCK
 
 
-class KVBlocks:
+class BlockPool:
     """Cell i of a sequence is cell i % KV_BLOCK of its block number i // KV_BLOCK, in every layer's cache alike."""
 
-    def __init__(self, blocks: int, sequences: int) -> None:
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
         self._free = list(range(blocks))  # a heap: the lowest goes first, so that what is used lies together
-        self._held: list[list[int]] = [[] for _ in range(sequences)]
 
-    def held(self, sequence: int) -> tuple[int, ...]:
-        """The sequence's blocks, in the order of its cells."""
-        return tuple(self._held[sequence])
+    def missing(self, wanted: Iterable[tuple[Sequence[int], int]]) -> int:
+        """How many blocks the pool lacks for holders of these blocks to have so many cells instead."""
+        more = sum(blocks_of(cells) - len(held) for held, cells in wanted)
+        return max(0, more - len(self._free))
 
-    def missing(self, lengths: Sequence[int]) -> int:
-        """How many blocks the pool lacks for the first sequences to have these lengths (cells), the others as is."""
-        wanted = sum(max(0, blocks_of(n) - len(held)) for n, held in zip(lengths, self._held, strict=False))
-        freed = sum(max(0, len(held) - blocks_of(n)) for n, held in zip(lengths, self._held, strict=False))
-        return max(0, wanted - freed - len(self._free))
-
-    def resize(self, sequence: int, cells: int) -> None:
-        """Let the sequence hold the blocks that `cells` cells need. Raises ValueError, before anything changes, when
-        the pool has too few."""
-        held, wanted = self._held[sequence], blocks_of(cells)
+    def resize(self, held: list[int], cells: int) -> None:
+        """Let a holder of these blocks hold those that `cells` cells need. Raises ValueError, before anything changes,
+        when the pool has too few."""
+        wanted = blocks_of(cells)
         if wanted - len(held) > len(self._free):
             raise ValueError(f"{wanted - len(held)} blocks are needed and {len(self._free)} are free")
         while len(held) > wanted:

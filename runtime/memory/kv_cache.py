@@ -1,6 +1,6 @@
 """KV cache of every layer: a pool of blocks of cells, in the arena from the right or in host memory."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +8,8 @@ import torch
 from pshard.model import ModelSpec
 from pshard.quant import BUFFER_ALIGN, align
 from pshard.runtime.kernels.api import LayerKV
+from pshard.runtime.kernels.kv_codec import gather_cells
+from pshard.runtime.memory.kv_blocks import pool_spans
 from pshard.units.kv_cells import KV_BLOCK, kv_blocks, kv_nbytes
 from pshard.units.state import CellState, StateShape
 
@@ -33,9 +35,23 @@ def cell_nbytes(spec: ModelSpec, shape: StateShape) -> int:
     return next((law.cell for law in laws if isinstance(law, CellState)), 0)
 
 
+def read_cells(kv: LayerKV, blocks: Sequence[int], cells: int) -> dict[str, torch.Tensor]:
+    """A copy on the host of a sequence's first cells in a layer: "k" and "v", each [cells, ...] as in LayerKV."""
+    return {what: gather_cells(c, blocks, cells).to("cpu", copy=True) for what, c in (("k", kv.k), ("v", kv.v))}
+
+
+def write_cells(kv: LayerKV, blocks: Sequence[int], cells: dict[str, torch.Tensor]) -> None:
+    """Fill a sequence's first cells in a layer with what `read_cells` gave."""
+    for cache, values in ((kv.k, cells["k"]), (kv.v, cells["v"])):
+        done = 0
+        for start, stop in pool_spans(blocks, 0, len(values)):
+            cache.flatten(0, 1)[start:stop] = values[done : done + stop - start].to(cache.device)
+            done += stop - start
+
+
 @dataclass(frozen=True)
-class Piece:
-    """`rows` runs of `cells` cells of a pool, `stride` cells from the start of one to that of the next."""
+class CellRun:
+    """`rows` times `cells` cells of a pool, `stride` cells from the start of one to that of the next."""
 
     start: int
     cells: int
@@ -43,10 +59,12 @@ class Piece:
     stride: int = 0
 
 
-def find_pieces(spans: Iterable[tuple[int, int]], most: int, ours: Collection[int] | None = None) -> tuple[Piece, ...]:
-    """Pieces that cover the cells [from, to) of a pool, which do not overlap, so that copying them is fast.
+def find_cell_runs(
+    spans: Iterable[tuple[int, int]], most: int, ours: Collection[int] | None = None
+) -> tuple[CellRun, ...]:
+    """Runs that cover the cells [from, to) of a pool, which do not overlap, so that copying them is fast.
 
-    A piece more costs as much as `most` cells. What pays more of two ways is taken: to make one piece of neighbours and
+    A run more costs as much as `most` cells. What pays more of two ways is taken: to make one run of neighbours and
     the cells between them, where all of these lie in the blocks `ours` (None: in any), or one of equal distant spans.
     """
     whole: list[tuple[int, int]] = []
@@ -55,48 +73,35 @@ def find_pieces(spans: Iterable[tuple[int, int]], most: int, ours: Collection[in
             whole[-1] = (whole[-1][0], stop)
         elif start < stop:
             whole.append((start, stop))
-    return min((_join(whole, most, ours), _fold(whole)), key=lambda pieces: _cost(pieces, most))
+    return min((_join(whole, most, ours), _fold(whole)), key=lambda runs: _cost(runs, most))
 
 
-def _cost(pieces: tuple[Piece, ...], most: int) -> int:
-    return sum(p.cells * p.rows + most for p in pieces)
+def _cost(runs: tuple[CellRun, ...], most: int) -> int:
+    return sum(run.cells * run.rows + most for run in runs)
 
 
-def _join(spans: list[tuple[int, int]], most: int, ours: Collection[int] | None) -> tuple[Piece, ...]:
+def _join(spans: list[tuple[int, int]], most: int, ours: Collection[int] | None) -> tuple[CellRun, ...]:
     joined: list[list[int]] = []
     for start, stop in spans:
         if joined and start - joined[-1][1] <= most and _all_ours(joined[-1][1], start, ours):
             joined[-1][1] = stop
         else:
             joined.append([start, stop])
-    return tuple(Piece(start, stop - start) for start, stop in joined)
+    return tuple(CellRun(start, stop - start) for start, stop in joined)
 
 
 def _all_ours(start: int, stop: int, ours: Collection[int] | None) -> bool:
     return ours is None or all(block in ours for block in range(start // KV_BLOCK, (stop - 1) // KV_BLOCK + 1))
 
 
-def _fold(spans: list[tuple[int, int]]) -> tuple[Piece, ...]:
-    folded: list[Piece] = []
+def _fold(spans: list[tuple[int, int]]) -> tuple[CellRun, ...]:
+    folded: list[CellRun] = []
     for start, stop in spans:
         last = folded[-1] if folded else None
         if last and last.cells == stop - start:
             stride = last.stride or start - last.start
             if start == last.start + last.rows * stride:
-                folded[-1] = Piece(last.start, last.cells, last.rows + 1, stride)
+                folded[-1] = CellRun(last.start, last.cells, last.rows + 1, stride)
                 continue
-        folded.append(Piece(start, stop - start))
+        folded.append(CellRun(start, stop - start))
     return tuple(folded)
-
-
-def cut_pieces(source: LayerKV, target: LayerKV, pieces: Iterable[Piece]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs (target, source) of tensors [rows, elements] with contiguous rows: the pieces of keys and of values."""
-    if source.k.numel() == 0:  # another rank holds all of this layer's cache
-        return []
-    return [(_rows_of(b, p), _rows_of(a, p)) for p in pieces for a, b in ((source.k, target.k), (source.v, target.v))]
-
-
-def _rows_of(cache: torch.Tensor, piece: Piece) -> torch.Tensor:
-    width = cache[0, 0].numel()
-    at = cache.storage_offset() + piece.start * width
-    return cache.as_strided((piece.rows, piece.cells * width), (piece.stride * width, 1), at)

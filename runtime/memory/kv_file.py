@@ -32,10 +32,11 @@ from pshard.jsonio import check_regular, to_json
 from pshard.model import ModelSpec
 from pshard.runtime.executor import Executor
 from pshard.runtime.kernels.kv_codec import put_head, take_head
+from pshard.runtime.memory.kv_cache import read_cells, write_cells
 from pshard.runtime.memory.weights import WeightSource
 from pshard.runtime.ranks.group import Group
 from pshard.units.kv_cells import kv_nbytes, longest_sequence
-from pshard.units.state import StateShape
+from pshard.units.state import CellState, StateShape
 
 MAGIC, VERSION = b"pshardkv", 1
 _FIXED = struct.Struct("<8sIII")
@@ -79,6 +80,7 @@ class KVStore:
 
         Raises UserError.
         """
+        self._check_states()
         temporary = self._create(path, tokens)
         try:
             sums, problem = self._write_blocks(Path(temporary), held, tokens), None
@@ -116,6 +118,7 @@ class KVStore:
         Raises UserError: not such a file, damaged, of another model or KV type, longer than the context, not the same
         on all ranks; or as `take`.
         """
+        self._check_states()
         problem: str | None = None
         tokens: tuple[int, ...] = ()
         try:
@@ -131,6 +134,18 @@ class KVStore:
         if any(other != read for _, other in said):
             raise UserError(f"the ranks find different KV caches in {path}: it was just replaced, or is no shared file")
         return tokens
+
+    def _check_states(self) -> None:
+        """Raise UserError, on every rank, when a unit keeps a state that is no KV cache: the file has no place for
+        it."""
+        spec = self._source.spec
+        for unit in spec.units:
+            law = unit.state(spec.config, self._kv)
+            if law is not None and not isinstance(law, CellState):
+                raise UserError(
+                    f"{unit.name} ({unit.kind.name}) keeps a state that is no KV cache, and only KV caches can be "
+                    "saved and loaded; give the prompt again"
+                )
 
     @cached_property
     def _fingerprint(self) -> str:
@@ -172,7 +187,7 @@ class KVStore:
         start, _ = self._places(cells, self._header(tokens))
         with open(path, "r+b") as file:
             for unit, heads in self._by_unit().items():
-                memory = self._executor.read_cells(unit, held, cells)
+                memory = self._read_cells(unit, held, cells)
                 for block in (b for b in heads if b.written):
                     raw = take_head(memory[block.what], block.head, dim).view(torch.uint8).numpy().tobytes()
                     file.seek(self._offset(block, cells, start))
@@ -214,7 +229,7 @@ class KVStore:
             sums = struct.unpack(f"<{blocks}I", file.read(4 * blocks))
             held = take(len(tokens))
             for unit, heads in self._by_unit().items():
-                memory = self._executor.read_cells(unit, held, len(tokens))
+                memory = self._read_cells(unit, held, len(tokens))
                 for block in heads:
                     file.seek(self._offset(block, len(tokens), start))
                     raw = bytearray(file.read(self._block_bytes(block.what, len(tokens))))
@@ -223,8 +238,13 @@ class KVStore:
                     if raw:
                         values = torch.frombuffer(raw, dtype=torch.uint8).view(memory[block.what].dtype)
                         put_head(memory[block.what], block.head, fields["head_dim"], values)
-                self._executor.write_cells(unit, held, memory)
+                write_cells(self._executor.residency.state_now(unit), held, memory)
+                self._executor.device.synchronize()
         return tokens
+
+    def _read_cells(self, unit: str, held: Sequence[int], cells: int) -> dict[str, torch.Tensor]:
+        self._executor.device.synchronize()
+        return read_cells(self._executor.residency.state_now(unit), held, cells)
 
     def _by_unit(self) -> dict[str, list[Block]]:
         units: dict[str, list[Block]] = {}

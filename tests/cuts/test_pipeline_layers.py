@@ -39,10 +39,10 @@ def test_what_ranks_read_is_the_file_once_and_hidden_states_pass_through_all_who
         assert read[holders[0]][unit.name] == {t.name: (0, t.rows, 0, t.cols) for t in unit.tensors}
     parts = [cut_layers(spec, shares, r) for r in range(len(shares))]
     working = [r for r, part in enumerate(parts) if part.packed_nbytes]
-    assert all(parts[a].stage.target == b and parts[b].stage.source == a for a, b in pairwise(working))
-    assert parts[working[0]].stage.source is None and parts[working[-1]].stage.target is None
+    assert all(parts[a].neighbours.target == b and parts[b].neighbours.source == a for a, b in pairwise(working))
+    assert parts[working[0]].neighbours.source is None and parts[working[-1]].neighbours.target is None
     for rank in set(range(len(shares))) - set(working):
-        assert (parts[rank].stage.source, parts[rank].stage.target) == (None, None)
+        assert (parts[rank].neighbours.source, parts[rank].neighbours.target) == (None, None)
 
 
 def test_a_rank_of_one_holds_the_model() -> None:

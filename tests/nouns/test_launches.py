@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from pshard.runtime import executor
-from pshard.runtime.walk import Launch, MicroBatch, group_launches
+from pshard.runtime.walk import MicroBatch, PromptGraphs, Walk
+from pshard.runtime.walk_program import Launch, WalkProgram, group_launches
 from pshard.steps.step import (
     AllReduce,
     Compute,
@@ -72,29 +72,31 @@ def test_a_repeated_sum_takes_the_part_that_the_cpu_made_now(fused_elsewhere: bo
         add_sum=lambda hidden, part: device.do(lambda: hidden.add_(2 * part)),  # the other rank's part is the same
         row_exchange=lambda *shape: object() if fused_elsewhere else None,
     )
-    units = tuple(SimpleNamespace(name=n, kind=k, tensors=(1,)) for n, k in (("f", "ffn"), ("output", "output")))
-    executor = SimpleNamespace(
-        device=device, group=both, link_bytes=0,
-        spec=SimpleNamespace(units=units, stage=None, config=SimpleNamespace(d_model=2)), host_is_locked=True,
-        acc_kernels=SimpleNamespace(repeatable=True, fuses_sums=True), host_side=SimpleNamespace(space=host),
+    kernels = SimpleNamespace(repeatable=True, fuses_sums=True)
+    means: Any = SimpleNamespace(
+        device=device, group=both, transfers=SimpleNamespace(link_bytes=0),
+        host=SimpleNamespace(is_locked=True, side=SimpleNamespace(space=host)),
     )  # fmt: skip
-    state = SimpleNamespace(tier=SimpleNamespace(tokens=1), side=SimpleNamespace(space=acc), arriving={})
+    tier: Any = SimpleNamespace(tokens=1, side=SimpleNamespace(space=acc, kernels=kernels), arriving={})
+    logits: Any = SimpleNamespace(count=1, kept=[], fits=lambda: True)
     for hidden, part in ((1.0, 10.0), (2.0, 20.0), (3.0, 30.0)):
         acc.tensors["hidden"].fill_(hidden)
-        batch: Any = MicroBatch(executor, state, None, 1, (), None, SimpleNamespace(cells=1024), [0], None, None)  # type: ignore[arg-type]
-        batch.side = "acc"
-        batch._step(Handoff("cpu", 8))
+        rows: Any = SimpleNamespace(cells=1024)
+        batch = MicroBatch(torch.zeros(1, dtype=torch.int64), (), rows, rows, None)
+        walk = Walk(means, None, tier, batch, logits, PromptGraphs(0))  # type: ignore[arg-type]
+        walk._side = "acc"
+        walk.walk(WalkProgram((), (Handoff("cpu", 8),)))
         host.tensors["branch"].fill_(part)  # a CPU unit computes; the next unit is on the CPU, too
-        batch._step(Launch((AllReduce("f", 8),), enters=True, leaves=True))
-        batch._step(Handoff("cpu", 8))
+        walk.walk(WalkProgram((), (Launch((AllReduce("f", 8),), enters=True, leaves=True), Handoff("cpu", 8))))
         assert host.tensors["hidden"][0, 0].item() == hidden + 2 * part
 
 
 def test_runs_begin_at_units_that_wait_and_end_at_what_is_not_the_accelerators() -> None:
-    a, f, o = (Compute(name, "acc", "arena") for name in ("attention.0", "ffn.0", "output"))
+    a, f = (Compute(name, "acc", "arena") for name in ("attention.0", "ffn.0"))
+    embedding, o = (Compute(name, "acc", "arena", position=at) for name, at in (("e", "first"), ("o", "last")))
     sum_a, sum_f = AllReduce("attention.0", 8), AllReduce("ffn.0", 8)
     slot, host = Compute("ffn.0", "acc", "slot", 0), Compute("ffn.0", "cpu", "host")
-    embedding, to_acc, to_cpu = Compute("embedding", "acc", "arena"), Handoff("acc", 8), Handoff("cpu", 8)
+    to_acc, to_cpu = Handoff("acc", 8), Handoff("cpu", 8)
     copy, free, back = CopyIn("ffn.0", 0, 8), Free(0), WriteBack("attention.0", 8)
     entered = Launch((a, sum_a, f, sum_f, o), enters=True, leaves=False)
     assert group_launches((embedding, to_acc, a, sum_a, f, sum_f, o, to_cpu)) == (embedding, entered, to_cpu)
@@ -107,8 +109,6 @@ def test_runs_begin_at_units_that_wait_and_end_at_what_is_not_the_accelerators()
     assert got == (first, to_cpu, host, second, to_acc, embedding)
 
 
-def test_prompts_leave_graphs_to_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor, "MOST_PROMPT_GRAPHS", 2)
-    some = object.__new__(executor.Executor)
-    some._prompt_graphs = set()
-    assert [some.may_repeat_prompt((key,)) for key in (1, 2, 1, 3, 2, 3)] == [True, True, True, False, True, False]
+def test_prompts_leave_graphs_to_small_batches() -> None:
+    graphs = PromptGraphs(2)
+    assert [graphs.may_repeat((key,)) for key in (1, 2, 1, 3, 2, 3)] == [True, True, True, False, True, False]

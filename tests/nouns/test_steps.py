@@ -49,7 +49,7 @@ def test_every_unit_computes_once_and_finds_its_weights_in_its_slot(spec, mode, 
                         assert step.source != "slot" or lying[step.slot] == step.unit
                     case Free() if any(s for s in steps.body if isinstance(s, CopyIn) and s.slot == step.slot):
                         lying[step.slot] = None
-            assert done == [u.name for u in part.units if u.tensors or not part.stage]
+            assert done == [u.name for u in part.units if u.tensors or not part.neighbours]
 
 
 @given(models(), st.lists(st.sampled_from((0.0, 1.0, 3.0)), min_size=2, max_size=5).filter(any), st.integers(0, 99))
@@ -74,4 +74,6 @@ def test_hidden_states_leave_from_the_side_that_the_next_rank_expects(spec, shar
                     assert side == "acc"
         assert sum(isinstance(s, Gather) for s in body) == 1
         kinds = [type(s) for s in body if isinstance(s, Receive | Send)]
-        assert kinds == [k for k, peer in ((Receive, part.stage.source), (Send, part.stage.target)) if peer is not None]
+        assert kinds == [
+            k for k, peer in ((Receive, part.neighbours.source), (Send, part.neighbours.target)) if peer is not None
+        ]

@@ -14,7 +14,7 @@ from model_files import write_gguf
 from plan_samples import make_tier, make_variant, random_places, shrink_places, split_places
 
 from pshard.models import open_model
-from pshard.runtime import walk as micro_batch
+from pshard.runtime.blocks.ffn_block import FfnBlock
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import CpuDevice
 from pshard.runtime.kernels.plain import PlainKernels
@@ -156,13 +156,13 @@ def test_units_compute_while_what_a_switch_brings_is_on_its_way(model: Path, mon
     with build_engine(file, make_variant(spec, tiers, CONTEXT, 1), device, kernels="plain") as engine:
         assert torch.equal(engine.forward(list(range(20))), expected[0])
         device.place = engine._executor.arena.pinned("blk.2.ffn").data_ptr()
-        real = micro_batch.run_ffn
+        real = FfnBlock.run
 
-        def run_ffn(*given: Any) -> None:
+        def run(*given: Any) -> None:
             real(*given)
             device.held.set()
 
-        monkeypatch.setattr(micro_batch, "run_ffn", run_ffn)
+        monkeypatch.setattr(FfnBlock, "run", run)
         assert torch.equal(engine.forward([5]), expected[1])
 
 

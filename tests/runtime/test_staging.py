@@ -86,10 +86,10 @@ def test_a_ring_that_is_refused_leaves_copies_to_the_driver_with_a_note(model: P
     generous, _ = open_ceiling(model, 1 << 40)
     with generous:
         expected = converse(generous)
-        buffers = sum(m.numel() for m in generous._executor._host_memory)
+        buffers = sum(m.numel() for m in generous._executor.host.locked)
     engine, device = open_ceiling(model, buffers)
     with engine:
-        assert engine._executor.host_is_locked and engine.memory().staging == 0
+        assert engine._executor.host.is_locked and engine.memory().staging == 0
         assert device.answers[-1] is False and all(device.answers[:-1])  # weights are not asked for after a refusal
         assert torch.equal(converse(engine), expected)
         assert device.filled == 0 and device.copied[False] > 0

@@ -131,7 +131,7 @@ def test_what_graphs_transfer_is_page_locked_before_weights_take_the_rest(
         device = CeilingDevice(ceiling_mib * MIB)
         engine = build_engine(model, variant, device, kernels="plain")
         executor = engine._executor
-        assert executor.host_is_locked and executor._host_memory
+        assert executor.host.is_locked and executor.host.locked
         assert executor.page_locked == (ceiling_mib == 1000)
         assert any("pageable" in note for note in engine.notes) == (ceiling_mib != 1000)
         assert all(device.answers[:-1]) and device.answers[-1] == executor.page_locked  # a refusal is the last question

@@ -15,7 +15,7 @@ from plan_samples import make_tier, random_places, shrink_places
 from pshard.errors import UserError
 from pshard.models import open_model
 from pshard.runtime.kernels.kv_codec import gather_cells
-from pshard.runtime.memory.kv_blocks import KVBlocks, blocks_of, pool_spans
+from pshard.runtime.memory.kv_blocks import BlockPool, blocks_of, pool_spans
 from pshard.units.kv_cells import KV_BLOCK
 
 CONTEXT, SEQUENCES = 576, 4  # equal shares are 144 cells; sequences take more and fewer
@@ -26,20 +26,21 @@ CONTEXT, SEQUENCES = 576, 4  # equal shares are 144 cells; sequences take more a
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5 * KV_BLOCK)), max_size=40),
 )
 def test_no_block_is_lost_or_held_twice(pool: int, steps: list[tuple[int, int]]) -> None:
-    blocks, lengths = KVBlocks(pool, 4), [0] * 4
+    blocks, lengths = BlockPool(pool), [0] * 4
+    held: list[list[int]] = [[] for _ in range(4)]
     for sequence, cells in steps:
-        before = [blocks.held(s) for s in range(4)]
+        before = [[*h] for h in held]
         wanted = [cells if s == sequence else n for s, n in enumerate(lengths)]
         missing = sum(map(blocks_of, wanted)) - pool
-        assert blocks.missing(wanted) == max(0, missing)
+        assert blocks.missing(zip(held, wanted)) == max(0, missing)
+        assert blocks.missing([(held[sequence], cells)]) == max(0, missing)  # the others stay as they are
         if missing > 0:
             with pytest.raises(ValueError, match="blocks are needed"):
-                blocks.resize(sequence, cells)
-            assert [blocks.held(s) for s in range(4)] == before
+                blocks.resize(held[sequence], cells)
+            assert held == before
             continue
-        blocks.resize(sequence, cells)
+        blocks.resize(held[sequence], cells)
         lengths = wanted
-        held = [blocks.held(s) for s in range(4)]
         assert [len(h) for h in held] == [blocks_of(n) for n in lengths]
         everything = [b for h in held for b in h]
         assert len(set(everything)) == len(everything) and set(everything) <= set(range(pool))
@@ -48,12 +49,13 @@ def test_no_block_is_lost_or_held_twice(pool: int, steps: list[tuple[int, int]])
 
 
 def test_blocks_that_come_free_are_taken_lowest_first() -> None:
-    blocks = KVBlocks(6, 3)
-    for sequence in range(3):
-        blocks.resize(sequence, 2 * KV_BLOCK)
-    blocks.resize(1, 0)
-    blocks.resize(0, 3 * KV_BLOCK)
-    assert [blocks.held(s) for s in range(3)] == [(0, 1, 2), (), (4, 5)]
+    blocks = BlockPool(6)
+    held: list[list[int]] = [[] for _ in range(3)]
+    for own in held:
+        blocks.resize(own, 2 * KV_BLOCK)
+    blocks.resize(held[1], 0)
+    blocks.resize(held[0], 3 * KV_BLOCK)
+    assert held == [[0, 1, 2], [], [4, 5]]
 
 
 @given(st.permutations(range(6)), st.integers(0, 6 * KV_BLOCK), st.integers(0, 6 * KV_BLOCK))
@@ -76,9 +78,9 @@ def scatter(engine) -> None:
     """Leave the pool's free blocks in no order, and the sequences empty."""
     for sequence, n in ((0, 70), (1, 10), (2, 130), (3, 100), (1, 80)):
         engine.forward([[] if s != sequence else [1] * n for s in range(SEQUENCES)])
-    engine._blocks._free.reverse()
+    engine._sequences._pool._free.reverse()
     engine.reset()
-    engine._blocks._free.reverse()
+    engine._sequences._pool._free.reverse()
 
 
 def talk(engine, mixed_up: bool) -> list[torch.Tensor]:
@@ -138,10 +140,10 @@ def test_a_saved_sequence_finds_other_blocks(model: Path, tmp_path: Path) -> Non
         engine.reset()
         scatter(engine)
         engine.load(tmp_path / "cache", 2)
-        assert engine._blocks.held(2) != (0, 1)
+        assert engine._sequences[2].blocks != [0, 1]
         assert torch.equal(engine.forward([[], [], [7]])[2], expected)
         engine.reset()
         engine.forward([[1] * 512, [1] * 200])
         with pytest.raises(UserError, match="do not fit the KV cache"):
             engine.load(tmp_path / "cache", 2)
-        assert engine.lengths == (512, 200, 0, 0) and engine._blocks.held(2) == ()
+        assert engine.lengths == (512, 200, 0, 0) and engine._sequences[2].blocks == []

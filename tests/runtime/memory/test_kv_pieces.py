@@ -15,7 +15,7 @@ from pshard.batch_sizes import SMALL_BATCH
 from pshard.buffers import scratch_buffers
 from pshard.models import open_model
 from pshard.runtime import executor
-from pshard.runtime.memory.kv_cache import Piece, find_pieces
+from pshard.runtime.memory.kv_cache import CellRun, find_cell_runs
 from pshard.units.attention import ATTENTION, decode_pieces
 from pshard.units.kv_cells import KV_BLOCK
 from pshard.units.state import StateShape
@@ -25,7 +25,7 @@ WHERE = {"embedding": "cpu", "attention": "streamed", "ffn": "pinned", "output":
 
 
 @given(st.lists(st.tuples(st.integers(0, 90), st.integers(1, 9)), max_size=12), st.integers(0, 40), st.data())
-def test_pieces_cover_what_was_asked_once_and_no_block_of_others(gaps, most: int, data: st.DataObject) -> None:
+def test_runs_cover_what_was_asked_once_and_no_block_of_others(gaps, most: int, data: st.DataObject) -> None:
     spans, at = [], 0
     for gap, cells in gaps:
         at += gap
@@ -34,19 +34,19 @@ def test_pieces_cover_what_was_asked_once_and_no_block_of_others(gaps, most: int
     asked = {cell for start, stop in spans for cell in range(start, stop)}
     touched = {cell // KV_BLOCK for cell in asked}
     ours = touched | data.draw(st.sets(st.integers(0, 20)))
-    pieces = find_pieces(data.draw(st.permutations(spans)), most, ours)
-    covered = [p.start + row * p.stride + i for p in pieces for row in range(p.rows) for i in range(p.cells)]
+    runs = find_cell_runs(data.draw(st.permutations(spans)), most, ours)
+    covered = [p.start + row * p.stride + i for p in runs for row in range(p.rows) for i in range(p.cells)]
     assert asked <= set(covered) and len(covered) == len(set(covered))
     assert {cell // KV_BLOCK for cell in covered} <= ours
-    assert len(covered) + most * len(pieces) <= len(asked) + most * len(spans)
+    assert len(covered) + most * len(runs) <= len(asked) + most * len(spans)
 
 
-def test_few_pieces_where_sequences_lie_in_order() -> None:
+def test_few_runs_where_sequences_lie_in_order() -> None:
     decode = [(s * 17 * KV_BLOCK + 1000, s * 17 * KV_BLOCK + 1001) for s in range(64)]
-    assert find_pieces(decode, 100) == (Piece(1000, 1, 64, 17 * KV_BLOCK),)
+    assert find_cell_runs(decode, 100) == (CellRun(1000, 1, 64, 17 * KV_BLOCK),)
     filled = [(s * KV_BLOCK, s * KV_BLOCK + used) for s, used in enumerate((64, 64, 60, 64, 30, 64, 1))]
-    assert find_pieces(filled, 100) == (Piece(0, 6 * KV_BLOCK + 1),)
-    assert len(find_pieces(filled, 0)) < len(filled)
+    assert find_cell_runs(filled, 100) == (CellRun(0, 6 * KV_BLOCK + 1),)
+    assert len(find_cell_runs(filled, 0)) < len(filled)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_others_in_the_batch_do_not_change_a_sequence(model: Path) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_a_decode_step_copies_a_layer_in_two_pieces_each_way(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decode_step_copies_a_layer_in_two_copies_each_way(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = open_model(model).spec
     places = {u.name: ("pinned", "host" if u.kind is ATTENTION else None) for u in spec.units}
     places["embedding"] = ("cpu", None)

@@ -1,0 +1,139 @@
+"""What every unit's block has in common: the side that it runs on, and how it meets the residual stream.
+
+A block computes a unit of its kind, written once for every device, in a file of its own. Placement is applied from
+outside; see `find_block` for the table of all.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+
+from pshard.model_config import ModelConfig
+from pshard.runtime.kernels.api import Kernels, Packed, RopeTable, RowIndex, SumKernels
+from pshard.runtime.memory.weights import UnitWeights
+from pshard.runtime.memory.workspace import Workspace
+from pshard.units.state import StateShape
+from pshard.units.unit import Unit
+
+if TYPE_CHECKING:
+    from pshard.runtime.ranks.peer_memory import PeerExchange
+
+
+@dataclass(frozen=True)
+class PendingSum:
+    """Ranks' parts, float32 [M, D], whose sum the unit that follows adds to `hidden` as it normalises it."""
+
+    exchange: "PeerExchange"
+    part: torch.Tensor
+    wire: str
+
+
+@dataclass(frozen=True)
+class Residual:
+    """How a unit meets the residual stream, its side's `hidden`.
+
+    entering: what it adds to hidden before it reads it. part: float32 [M, D], where its result goes when it is a
+    rank's part of a sum; None: it is added to hidden. leaving: that sum, when the unit that follows makes it.
+    """
+
+    entering: PendingSum | None = None
+    part: torch.Tensor | None = None
+    leaving: PendingSum | None = None
+
+
+ALONE = Residual()  # no other rank has a part
+
+
+@dataclass(frozen=True)
+class Side:
+    """One computing side: its kernels, scratch and rotary table."""
+
+    kernels: Kernels
+    space: Workspace
+    rope: RopeTable
+    config: ModelConfig
+
+
+def make_side(kernels: Kernels, space: Workspace, config: ModelConfig) -> Side:
+    """The side that computes in `space`, with the rotary table that lies there, if any."""
+    table = space.tensors.get("rope", torch.empty(2, 0, 0))
+    return Side(kernels, space, RopeTable(table[0], table[1], config.rope.pairing), config)
+
+
+class LogitRows(Protocol):
+    """Where the output leaves the logits of the rows that are wanted."""
+
+    def tables(self, side: Side) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """As many rows at a time as the scratch holds: their numbers (int32 [R]), and float32 [R, rows of the head]."""
+        ...
+
+    def bring_none(self) -> None:
+        """This rank has no column of them."""
+        ...
+
+
+@dataclass(frozen=True)
+class Work:
+    """A micro-batch on one side: where its rows stand, its token ids (int64 [M], on the host), and its logits."""
+
+    side: Side
+    rows: RowIndex
+    ids: torch.Tensor
+    logits: LogitRows
+
+
+class Block:
+    """What units of one kind compute. `state`: as `view_state` gave it; None for units that keep none."""
+
+    def view_state(self, unit: Unit, config: ModelConfig, shape: StateShape, memory: torch.Tensor) -> Any:
+        """Memory (uint8, on any device, as long as the state's law says) as `run` wants a unit's state.
+
+        Of a sequence without a past the bytes there mean nothing: its state begins at the kind's beginning.
+        """
+        raise NotImplementedError(f"{unit.name} keeps a state, and {type(self).__name__} has no view of it")
+
+    def state_parts(self, state: Any) -> tuple[torch.Tensor, ...]:
+        """The tensors that a state is made of, all entries in the first dimension: cells of the pool for a state that
+        grows, else sequences."""
+        return (state,)
+
+    def run(self, work: Work, weights: UnitWeights, state: Any, residual: Residual) -> None:
+        """The whole unit."""
+        raise NotImplementedError
+
+    def run_rows(self, work: Work, weights: UnitWeights, residual: Residual, out: torch.Tensor | None) -> None:
+        """One side's rows of a divided unit. out: float32 [M, rows], where the CPU leaves its own; None: in scratch."""
+        raise NotImplementedError
+
+    def run_rest(self, work: Work, weights: UnitWeights, residual: Residual, last_rows: torch.Tensor) -> None:
+        """What follows once the CPU's rows of a divided unit, float32 [M, rows], have come to the accelerator."""
+        raise NotImplementedError
+
+    def contribute_nothing(self, work: Work, residual: Residual) -> None:
+        """The part of a rank that holds nothing of the unit."""
+        if residual.part is not None:
+            residual.part.zero_()
+
+
+def normalise(side: Side, weight: torch.Tensor, n: int, residual: Residual) -> torch.Tensor:
+    """The side's `normed` [n, D]: RMS norm of hidden, to which what enters is added first."""
+    hidden, normed, eps = side.space.rows("hidden", n), side.space.rows("normed", n), side.config.norm_eps
+    if (sums := residual.entering) is None:
+        side.kernels.rms_norm(hidden, weight, eps, normed)
+    else:
+        cast(SumKernels, side.kernels).sum_rms_norm(sums.exchange, sums.part, sums.wire, hidden, weight, eps, normed)
+    return normed
+
+
+def leave(side: Side, x: torch.Tensor, weight: Packed, bias: torch.Tensor | None, residual: Residual) -> None:
+    """A unit's last product, added to `hidden` or left as this rank's part."""
+    part, leaving = residual.part, residual.leaving
+    if part is None:
+        side.kernels.linear(x, weight, side.space.rows("hidden", x.shape[0]), side.space.tile, bias, True)
+    elif leaving is None:
+        side.kernels.linear(x, weight, part, side.space.tile, bias)
+    else:
+        kernels = cast(SumKernels, side.kernels)
+        kernels.linear_part(leaving.exchange, leaving.wire, x, weight, part, side.space.tile, bias)

@@ -1,0 +1,13 @@
+"""The embedding: rows of a table by token id, as the residual stream begins."""
+
+from pshard.runtime.blocks.block import Block, Residual, Work
+from pshard.runtime.memory.weights import UnitWeights, lookup_rows
+from pshard.units.embedding import TABLE
+
+
+class EmbeddingBlock(Block):
+    """Looks rows up on the side where the table is."""
+
+    def run(self, work: Work, weights: UnitWeights, state: None, residual: Residual) -> None:
+        hidden = work.side.space.rows("hidden", work.rows.tokens)
+        lookup_rows(weights.matrices[TABLE], work.ids.to(hidden.device), hidden)

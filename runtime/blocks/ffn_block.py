@@ -1,0 +1,41 @@
+"""A SwiGLU FFN (arXiv 2002.05202), whole or divided: norm, gated product, down product."""
+
+import torch
+
+from pshard.runtime.blocks.block import Block, Residual, Side, Work, leave, normalise
+from pshard.runtime.memory.weights import UnitWeights
+from pshard.units.ffn import DOWN, GATE, NORM, UP
+
+
+class FfnBlock(Block):
+    """Divided, the rows are those of gate and up: of their gated product silu(gate x) * (up x)."""
+
+    def run(self, work: Work, weights: UnitWeights, state: None, residual: Residual) -> None:
+        side, n, m, part = work.side, work.rows.tokens, weights.matrices, residual.part
+        normed = normalise(side, weights.vectors[NORM], n, residual)
+        out = side.space.rows("hidden", n) if part is None else part
+        if residual.leaving is not None or not side.kernels.ffn(normed, m[GATE], m[UP], m[DOWN], out, part is None):
+            _gate(side, weights, n, normed, None)
+            leave(side, _gated(side, weights, n), m[DOWN], None, residual)
+
+    def run_rows(self, work: Work, weights: UnitWeights, residual: Residual, out: torch.Tensor | None) -> None:
+        side, n = work.side, work.rows.tokens
+        _gate(side, weights, n, normalise(side, weights.vectors[NORM], n, residual), out)
+
+    def run_rest(self, work: Work, weights: UnitWeights, residual: Residual, last_rows: torch.Tensor) -> None:
+        side = work.side
+        gated = _gated(side, weights, work.rows.tokens)
+        side.kernels.place(last_rows, gated[:, gated.shape[1] - last_rows.shape[1] :])
+        leave(side, gated, weights.matrices[DOWN], None, residual)
+
+
+def _gate(side: Side, weights: UnitWeights, n: int, normed: torch.Tensor, out: torch.Tensor | None) -> None:
+    """The gated product of the rows that `weights` holds; out None: where `_gated` finds it."""
+    m, width = weights.matrices, weights.matrices[UP].rows
+    both = side.space.rows("gate_up", n)[:, : 2 * width]
+    side.kernels.gate_up(normed, m[GATE], m[UP], both[:, :width] if out is None else out, both, side.space.tile)
+
+
+def _gated(side: Side, weights: UnitWeights, n: int) -> torch.Tensor:
+    """All rows of the gated product in the side's scratch."""
+    return side.space.rows("gate_up", n)[:, : weights.matrices[DOWN].cols]

@@ -1,0 +1,26 @@
+"""Which block computes units of which kind: one table, by the kind's name."""
+
+from pshard.runtime.blocks.attention_block import AttentionBlock
+from pshard.runtime.blocks.block import Block
+from pshard.runtime.blocks.embedding_block import EmbeddingBlock
+from pshard.runtime.blocks.ffn_block import FfnBlock
+from pshard.runtime.blocks.output_block import OutputBlock
+from pshard.units.attention import ATTENTION
+from pshard.units.embedding import EMBEDDING
+from pshard.units.ffn import FFN
+from pshard.units.output import OUTPUT
+from pshard.units.unit import UnitKind
+
+BLOCKS: dict[str, Block] = {
+    EMBEDDING.name: EmbeddingBlock(),
+    ATTENTION.name: AttentionBlock(),
+    FFN.name: FfnBlock(),
+    OUTPUT.name: OutputBlock(),
+}
+
+
+def find_block(kind: UnitKind) -> Block:
+    """The block of a kind. Raises NotImplementedError for one that has none."""
+    if kind.name not in BLOCKS:
+        raise NotImplementedError(f"no block computes units of kind {kind.name!r}; there are {', '.join(BLOCKS)}")
+    return BLOCKS[kind.name]

@@ -1,0 +1,24 @@
+"""The output: final norm and head, of the rows whose logits are wanted."""
+
+import torch
+
+from pshard.runtime.blocks.block import Block, Residual, Work
+from pshard.runtime.memory.weights import UnitWeights
+from pshard.units.output import HEADS, NORM
+
+
+class OutputBlock(Block):
+    """Leaves logits where the micro-batch wants them; a tied head is the embedding's table."""
+
+    def run(self, work: Work, weights: UnitWeights, state: None, residual: Residual) -> None:
+        side, k, space = work.side, work.side.kernels, work.side.space
+        head = next(weights.matrices[role] for role in HEADS if role in weights.matrices)
+        for rows, logits in work.logits.tables(side):
+            n = rows.shape[0]
+            picked, normed = space.rows("branch", n), space.rows("normed", n)
+            torch.index_select(space.tensors["hidden"], 0, rows, out=picked)
+            k.rms_norm(picked, weights.vectors[NORM], side.config.norm_eps, normed)
+            k.linear(normed, head, logits, space.tile)
+
+    def contribute_nothing(self, work: Work, residual: Residual) -> None:
+        work.logits.bring_none()

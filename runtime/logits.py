@@ -1,0 +1,127 @@
+"""The logits of one micro-batch: computed in tables on either side, put together over ranks, brought to the host."""
+
+from collections.abc import Iterator
+from math import inf
+from typing import Any
+
+import torch
+
+from pshard.batch_sizes import LOGIT_ROWS
+from pshard.runtime.best_logits import find_best
+from pshard.runtime.blocks.block import Side
+from pshard.runtime.tier_in_force import Means, TierInForce
+
+
+class Logits:
+    """Logits of the `wanted` rows (int32 [R] on the host and on the device) of a micro-batch.
+
+    best_only: of each row of logits only the best one, as candidates of this rank's columns.
+
+    Attributes:
+        count: how many rows are wanted. gathered: whether the ranks' logits are put together on the GPUs: few rows, so
+            that each rank has them in one piece.
+        kept: what has come to the host, float32.
+    """
+
+    def __init__(
+        self, means: Means, tier: TierInForce, wanted: tuple[torch.Tensor, torch.Tensor], count: int, best_only: bool
+    ) -> None:
+        self._means, self._tier, self._wanted, self._best_only = means, tier, wanted, best_only
+        self.count = count
+        self.gathered = bool(means.logit_widths) and 0 < count <= LOGIT_ROWS
+        self.kept: list[torch.Tensor] = []
+        self._pending: torch.Tensor | None = None  # on the device
+
+    def tables(self, side: Side) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Row numbers and where their logits go, as many at once as the scratch holds; the last ones stay on the
+        device."""
+        on_device, capacity = side is self._tier.side, side.space.tensors["logits"].shape[0]
+        wanted = self._wanted[on_device]
+        self._pending = None
+        for start in range(0, self.count, capacity):
+            self.deliver()
+            rows = wanted[start : start + capacity]
+            self._pending, own = self._view(side, rows.shape[0])
+            yield rows, own
+            if self.gathered:
+                self._means.group.gather_logits(self._pending, self._means.logit_widths)
+            if not on_device:
+                self.kept.append(self._keep(self._pending))
+                self._pending = None
+
+    def bring_none(self) -> None:
+        """This rank has no column: it takes the others' where they are put together on the GPUs."""
+        if self.gathered:
+            self._pending = self.on_device
+            self._means.group.gather_logits(self._pending, self._means.logit_widths)
+
+    @property
+    def on_device(self) -> torch.Tensor:
+        """Where all wanted rows are left on the device."""
+        return self._view(self._tier.side, self.count)[0]
+
+    def fits(self) -> bool:
+        """Whether the scratch on the device holds all wanted rows at once."""
+        return self.count <= self._tier.side.space.tensors["logits"].shape[0]
+
+    def has_some(self) -> bool:
+        """Whether rows are wanted that are computed or put together on this rank's device."""
+        return self.count > 0 and bool(self._means.spec.units[-1].tensors or self.gathered)
+
+    def bring(self) -> None:
+        """Start to copy all wanted rows from the device to the host."""
+        table = self.on_device
+        self._means.device.bring(self._on_host(table), table)
+
+    def expect(self) -> None:
+        """All wanted rows are on the device: a replayed graph has written them without telling."""
+        self._pending = self.on_device
+
+    def deliver(self, brought: Any = None) -> None:
+        """Keep the logits that are on the device. brought: event after which the host has them; None: not started."""
+        if self._pending is not None:
+            here = self._on_host(self._pending)
+            if brought is None:
+                self._means.device.receive(here, self._pending)
+            else:
+                self._means.device.host_wait(brought)
+            self.kept.append(self._keep(here))
+            self._pending = None
+
+    def gather(self) -> None:
+        """One gather of all wanted rows, whatever number of pieces each rank computed them in."""
+        group, spec = self._means.group, self._means.spec
+        pipeline = spec.neighbours is not None
+        if self.count and not self.gathered:
+            own = torch.cat(self.kept) if self.kept else self._keep(torch.empty(self.count, 0))
+            # in a pipeline a rank is done long before the last one
+            self.kept[:] = [group.gather_columns(own, inf if pipeline else None, alike=self._best_only)]
+        elif self.count and pipeline and not spec.units[-1].tensors:
+            self.bring_none()
+            self.deliver()
+
+    def _on_host(self, table: torch.Tensor) -> torch.Tensor:
+        return self._means.host.logits[: table.numel()].view(table.shape)
+
+    def _view(self, side: Side, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where n rows of logits are left on a side, and this rank's columns of them."""
+        key = n, self.gathered, side is self._tier.side
+        tables = self._tier.tables
+        if key not in tables:
+            tables[key] = self._carve(side, n)
+        return tables[key]
+
+    def _carve(self, side: Side, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        flat, own = side.space.tensors["logits"].flatten(), sum(t.rows for t in self._means.spec.units[-1].matrices)
+        if not self.gathered:
+            table = flat[: n * own].view(n, own)
+            return table, table
+        widths = self._means.logit_widths
+        table = flat[: n * sum(widths)].view(n, sum(widths))
+        start = sum(widths[: self._means.group.rank])
+        return table, table[:, start : start + own]
+
+    def _keep(self, logits: torch.Tensor) -> torch.Tensor:
+        """What is kept of logits on the host: a copy, or candidates for the best ones."""
+        # numpy's copy takes half the time of torch's, in whose fresh memory every page is a fault
+        return find_best(logits) if self._best_only else torch.from_numpy(logits.numpy().copy())

@@ -1,0 +1,86 @@
+"""What a rank keeps in host memory beside weights: buffers that the link reads and writes, scratch of units that the
+CPU computes, states that leave VRAM."""
+
+import torch
+
+from pshard.batch_sizes import LOGIT_ROWS
+from pshard.buffers import row_stage_bytes, scratch_bytes
+from pshard.model import ModelSpec
+from pshard.plan import RankPlan
+from pshard.runtime.blocks.block import Side, make_side
+from pshard.runtime.blocks.rope_table import fill_rope_table
+from pshard.runtime.devices.device import Device
+from pshard.runtime.kernels.api import Kernels
+from pshard.runtime.memory.host_memory import map_memory
+from pshard.runtime.memory.workspace import carve_workspace
+from pshard.units.kv_cells import kv_blocks
+from pshard.units.state import StateShape
+
+
+class HostSide:
+    """Host memory of one executor, page-locked up to the first refusal.
+
+    Attributes:
+        side: computes what the plan leaves to the CPU; its hidden rows are those of any micro-batch.
+        index: int32, of any micro-batch (`RowIndex` and rows of logits); logits: float32, flat.
+        rows: float32, flat: the CPU's rows of divided units.
+        states: by unit, uint8: those that are on the host in some tier.
+        is_locked: whether all of this is page-locked; locked: what is.
+    """
+
+    side: Side
+    index: torch.Tensor
+    logits: torch.Tensor
+    rows: torch.Tensor
+    states: dict[str, torch.Tensor]
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.locked: list[torch.Tensor] = []
+        self.is_locked = True
+
+    def take(self, spec: ModelSpec, plan: RankPlan, shape: StateShape, kernels: Kernels, sums: bool) -> None:
+        """Take the memory for all tiers. sums: whether ranks sum their parts of units."""
+        tiers, config = plan.tiers, spec.config
+        largest = tiers[-1].tokens
+        hidden = self._allocate(largest * config.d_model * 4).view(torch.float32).view(largest, config.d_model)
+        self.index = self._allocate((3 * largest + kv_blocks(shape.context, shape.sequences)) * 4).view(torch.int32)
+        self.logits = self._allocate(max(shape.sequences, LOGIT_ROWS) * config.vocab * 4).view(torch.float32)
+        nbytes = max(row_stage_bytes(t.tokens, t.most_cpu_rows) for t in tiers)
+        self.rows = (self._allocate(nbytes) if nbytes else torch.empty(0)).view(torch.float32)
+        tokens, act = _tokens_on_cpu(spec, plan), kernels.act_dtype
+        memory = torch.empty(scratch_bytes(spec, tokens, shape, act.itemsize), dtype=torch.uint8)
+        space = carve_workspace(memory, spec, tokens, shape, act)
+        space.tensors["hidden"] = hidden
+        if sums:  # a graph may fetch the CPU's part of a sum from there
+            branch = self._allocate(space.tensors["branch"].nbytes)
+            space.tensors["branch"] = branch.view(torch.float32).view(space.tensors["branch"].shape)
+        if "rope" in space.tensors:  # a rank of a pipeline may have no layers
+            fill_rope_table(config.rope, space.tensors["rope"])
+        self.side = make_side(kernels, space, config)
+        self.states = {name: self._allocate(spec.unit(name).state_nbytes(config, shape)) for name in plan.kv_on_host}
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        """Page-locked host memory, up to the first refusal; it lives as long as this."""
+        memory = map_memory(nbytes)
+        if self.is_locked and self._device.page_lock(memory):
+            self.locked.append(memory)
+        else:
+            self.is_locked = False
+        return memory
+
+    def unlock(self) -> None:
+        """Page-locked memory must be unlocked before it is unmapped."""
+        for memory in self.locked:
+            self._device.page_unlock(memory)
+        self.locked.clear()
+
+
+def _tokens_on_cpu(spec: ModelSpec, plan: RankPlan) -> int:
+    """Most tokens of a micro-batch of which the CPU computes something."""
+    on_cpu = (
+        tier.tokens
+        for tier in plan.tiers
+        if any(p.cpu_rows or (p.where == "cpu" and not spec.unit(p.unit).kind.is_looked_up) for p in tier.placements)
+    )
+    return max(on_cpu, default=1)

@@ -1,0 +1,85 @@
+"""Copies of weights and states to the device and back, in its lanes, with an account of what crossed the link."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from pshard.model import ModelSpec
+from pshard.runtime.devices.device import Device
+from pshard.runtime.memory.staging import StagingRing
+from pshard.runtime.memory.states import Copies
+from pshard.runtime.memory.weights import HostWeights, LentWeights
+from pshard.units.divide_rows import divide_rows
+
+
+class Transfers:
+    """Starts copies; those of weights that are not page-locked go through a ring.
+
+    Attributes:
+        link_bytes: moved host to device since the start: weights, states, activations.
+    """
+
+    def __init__(self, device: Device, spec: ModelSpec, weights: HostWeights | LentWeights) -> None:
+        self._device, self._spec, self._weights = device, spec, weights
+        self._ring: StagingRing | None = None
+        self._refused = False  # the ring
+        self.link_bytes = 0
+
+    @property
+    def ring_nbytes(self) -> int:
+        """Bytes of the ring; 0 without one."""
+        return self._ring.nbytes if self._ring else 0
+
+    def make_ring(self) -> None:
+        """A ring for weights that will not be page-locked. It comes before them, as they take all there is."""
+        if not self._weights.page_locked and self._device.fills:
+            try:
+                self._ring = StagingRing(self._device, self._weights.largest)
+            except MemoryError:
+                self._refused = True
+
+    def lock_weights(self) -> None:
+        """Page-lock the weights as far as the system lets us, unless it refused the ring; it goes where none needs
+        it."""
+        if not self._refused:
+            self._weights.lock()
+        if self._weights.page_locked:
+            self.close()
+
+    def cut(self, target: torch.Tensor, unit: str, cpu_rows: int) -> Copies:
+        """The copies that bring a unit's blob, or the accelerator's part of it, to the device."""
+        blob = self._weights.blob(unit)
+        if not cpu_rows:
+            return ((target, blob),)
+        pieces = divide_rows(self._spec.unit(unit), cpu_rows).pieces
+        return tuple((target[p.to : p.to + p.nbytes], blob[p.start : p.start + p.nbytes]) for p in pieces)
+
+    def bring_weights(self, unit: str, copies: Copies, after: Iterable[Any] = ()) -> Any:
+        """Start the copies of a unit; returns the event of their end."""
+        ring = self._ring if self._ring is not None and not self._weights.is_locked(unit) else None
+        return self._start_in(ring.copy_in if ring else self._device.copy_in, copies, after)
+
+    def bring(self, copies: Copies, after: Iterable[Any] = ()) -> Any:
+        """Start copies to the device after some events; returns the event of their end, None when there are none."""
+        return self._start_in(self._device.copy_in, copies, after)
+
+    def _start_in(self, copy_in: Any, copies: Copies, after: Iterable[Any]) -> Any:
+        done = None
+        for to, origin in copies:  # which happen in turn, as all of a lane
+            done = copy_in(to, origin, after if done is None else ())
+            self.link_bytes += to.nbytes
+        return done
+
+    def take_back(self, copies: Copies, after: Iterable[Any] = ()) -> Any:
+        """The same to the host."""
+        done = None
+        for to, origin in copies:
+            done = self._device.copy_out(to, origin, after if done is None else ())
+        return done
+
+    def close(self) -> None:
+        """Give the ring back; no copy may be under way."""
+        if self._ring:
+            self._ring.close()
+            self._ring = None

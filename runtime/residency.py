@@ -1,0 +1,158 @@
+"""What of weights and states lies in VRAM now: how it comes there and back, and where a unit finds its own."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from pshard.model import ModelSpec
+from pshard.plan import TierPlan
+from pshard.runtime.blocks.block import ALONE, Block
+from pshard.runtime.blocks.find_block import find_block
+from pshard.runtime.memory.arena import Arena, Carved
+from pshard.runtime.memory.host_side import HostSide
+from pshard.runtime.memory.states import Reach, pair_runs
+from pshard.runtime.memory.transfers import Transfers
+from pshard.runtime.memory.weights import HostWeights, LentWeights, UnitWeights, view_cpu_rows, view_unit
+from pshard.runtime.tier_in_force import BoundUnit, StagedState
+from pshard.steps.step import Bring, Compute
+from pshard.units.divide_rows import acc_part
+from pshard.units.state import State, StateShape
+
+
+class Residency:
+    """Pins and states of one rank. Each tier holds a prefix of the plan's orders, so that none of them moves.
+
+    Attributes:
+        written: unit -> event of its state's last write-back.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        shape: StateShape,
+        arena: Arena,
+        host: HostSide,
+        weights: HostWeights | LentWeights,
+        transfers: Transfers,
+    ) -> None:
+        self._spec, self._shape, self._arena, self._host = spec, shape, arena, host
+        self._weights, self._transfers = weights, transfers
+        self._pins: tuple[str, ...] = ()
+        self._states: tuple[str, ...] = ()
+        self._on_host = {name: self._view(name, memory) for name, memory in host.states.items()}
+        self.written: dict[str, Any] = {}
+
+    def load_pins(self, names: Iterable[str], blobs: Callable[[str], torch.Tensor]) -> None:
+        """Bring the first pins into the arena from anything that maps a name to a blob (also ones not kept on the
+        host)."""
+        for name in names:
+            self._arena.pinned(name).copy_(blobs(name))
+            self._pins += (name,)
+
+    # --- switching tiers ----------------------------------------------------------------------------------------
+
+    def leave(self, tier: TierPlan, reach: Reach) -> None:
+        """Start to copy to the host the states for which a tier has no room, as far as they are in use."""
+        for unit in self._states[len(self._arena.state_units(tier)) :]:
+            if unit in self._on_host:
+                self._transfers.take_back(self._pair(unit, reach, to_host=True))
+
+    def settle(self, tier: TierPlan) -> tuple[set[str], set[str]]:
+        """From now on the tier's pins and states are those in VRAM; returns those of either that are to be brought."""
+        pins, states = self._arena.pinned_units(tier), self._arena.state_units(tier)
+        new = set(pins[len(self._pins) :]), set(states[len(self._states) :])
+        self._pins, self._states = pins, states
+        return new
+
+    def bring(self, step: Bring, reach: Reach) -> Any:
+        """Start to copy a unit's weights, or as much of its state as is in use; returns the event of the end, or None
+        when there was nothing to copy."""
+        if step.what == "weights":
+            copies = self._transfers.cut(self._arena.pinned(step.unit), step.unit, step.cpu_rows)
+            return self._transfers.bring_weights(step.unit, copies)
+        if step.unit not in self._on_host:
+            return None
+        return self._transfers.bring(self._pair(step.unit, reach, to_host=False))
+
+    def _pair(self, unit: str, reach: Reach, to_host: bool) -> Any:
+        block = self._block(unit)
+        here, there = (block.state_parts(s) for s in (self._on_host[unit], self._view(unit, self._arena.state(unit))))
+        runs = reach.entries(self._law(unit))
+        return pair_runs(there, here, runs) if to_host else pair_runs(here, there, runs)
+
+    # --- where a unit finds its own -----------------------------------------------------------------------------
+
+    def state_now(self, unit: str) -> Any:
+        """Where a unit's state stands now."""
+        in_vram = unit in self._states or unit not in self._on_host
+        return self._view(unit, self._arena.state(unit)) if in_vram else self._on_host[unit]
+
+    def stage_state(self, unit: str, carved: Carved) -> StagedState:
+        """A state on the host, with its place in the stage."""
+        parts = self._block(unit).state_parts
+        there = parts(self._view(unit, carved.state_stage))
+        return StagedState(self._law(unit), there, parts(self._on_host[unit]))
+
+    def bind(self, step: Compute, carved: Carved, sums: bool) -> BoundUnit:
+        """The unit of a step with its weights and state where they are in a tier. sums: over ranks."""
+        unit, block = self._spec.unit(step.unit), self._block(step.unit)
+        is_partial = sums and unit.kind.adds
+        if not unit.tensors:
+            return BoundUnit(block.contribute_nothing, is_partial)
+        weights = self._weights_of(step, carved)
+        if not step.part:
+            state = self._state_of(step, carved)
+            return BoundUnit(lambda work, residual: block.run(work, weights, state, residual), is_partial)
+        stage = self._host.rows if step.on == "cpu" else carved.row_stage
+        if step.part == "down":
+            return BoundUnit(
+                lambda work, residual: block.run_rest(
+                    work, weights, residual, view_rows(stage, work.rows.tokens, step.cpu_rows)
+                ),
+                is_partial,
+            )
+        if step.on == "acc":
+            return BoundUnit(lambda work, residual: block.run_rows(work, weights, residual, None), is_partial)
+        return BoundUnit(
+            lambda work, _: block.run_rows(work, weights, ALONE, view_rows(stage, work.rows.tokens, step.cpu_rows)),
+            is_partial,
+        )
+
+    def _weights_of(self, step: Compute, carved: Carved) -> UnitWeights:
+        unit = self._spec.unit(step.unit)
+        if step.on == "cpu" and step.cpu_rows:
+            return view_cpu_rows(unit, self._weights.blob(step.unit), step.cpu_rows)
+        if step.source == "arena":
+            blob = self._arena.pinned(step.unit)
+        elif step.source == "slot":
+            assert step.slot is not None
+            blob = carved.slots[step.slot]
+        else:
+            blob = self._weights.blob(step.unit)
+        return view_unit(acc_part(unit, step.cpu_rows), blob)
+
+    def _state_of(self, step: Compute, carved: Carved) -> Any:
+        if step.state is None:
+            return None
+        if step.on == "cpu":
+            return self._on_host[step.unit]
+        return self._view(step.unit, self._arena.state(step.unit) if step.state == "vram" else carved.state_stage)
+
+    def _view(self, name: str, memory: torch.Tensor) -> Any:
+        unit, config = self._spec.unit(name), self._spec.config
+        own = memory[: unit.state_nbytes(config, self._shape)]
+        return self._block(name).view_state(unit, config, self._shape, own)
+
+    def _block(self, unit: str) -> Block:
+        return find_block(self._spec.unit(unit).kind)
+
+    def _law(self, unit: str) -> State:
+        law = self._spec.unit(unit).state(self._spec.config, self._shape)
+        assert law is not None
+        return law
+
+
+def view_rows(stage: torch.Tensor, tokens: int, rows: int) -> torch.Tensor:
+    """float32 [tokens, rows] at the beginning of a row stage."""
+    return stage[: tokens * rows].view(tokens, rows)

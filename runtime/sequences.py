@@ -1,0 +1,150 @@
+"""Sequences: the texts that an engine continues, the blocks of the KV cache that each holds, and what is new of them
+cut into micro-batches. No torch."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pshard.errors import UserError
+from pshard.runtime.kernels.api import Segment
+from pshard.runtime.memory.kv_blocks import BlockPool, blocks_of
+from pshard.units.kv_cells import KV_BLOCK
+
+
+@dataclass
+class TokenSequence:
+    """One sequence: ids of the tokens that it has, and the blocks that hold their cells, in order."""
+
+    number: int
+    tokens: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """Those of one micro-batch: ids, which rows belong to which sequence, and rows whose logits are wanted, each with
+    its sequence."""
+
+    ids: list[int]
+    segments: tuple[Segment, ...]
+    wanted: list[tuple[int, int]]
+
+
+class Sequences:
+    """So many texts, each of at most `longest` tokens, over one pool of blocks.
+
+    uncut: units whose state cannot be cut back to an earlier length, by name.
+    """
+
+    def __init__(self, count: int, longest: int, blocks: int, uncut: Sequence[str] = ()) -> None:
+        self._texts = [TokenSequence(number) for number in range(count)]
+        self._longest, self._uncut = longest, tuple(uncut)
+        self._pool = BlockPool(blocks)
+
+    def __getitem__(self, number: int) -> TokenSequence:
+        """Raises UserError when there is no such one."""
+        if not 0 <= number < len(self._texts):
+            raise UserError(f"there is no sequence {number}; the engine's are 0 to {len(self._texts) - 1}")
+        return self._texts[number]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence."""
+        return tuple(text.length for text in self._texts)
+
+    def cut_back(self, number: int | None, length: int) -> None:
+        """Forget what follows the first `length` tokens of one sequence, or of all.
+
+        Raises UserError, before anything changes, when there is no such one or a state cannot be cut back so far.
+        """
+        texts = self._texts if number is None else [self[number]]
+        for text in texts:
+            if self._uncut and 0 < length < text.length:
+                raise UserError(
+                    f"sequence {text.number} cannot be cut back to {length} tokens: the state of {self._uncut[0]} "
+                    "keeps only what all of them left; reset it to 0 and give the tokens again"
+                )
+        for text in texts:
+            del text.tokens[max(0, length) :]
+            self._pool.resize(text.blocks, text.length)
+
+    def replace(self, number: int, tokens: Sequence[int]) -> None:
+        """Let a sequence, which holds the blocks for them, have these tokens."""
+        self[number].tokens[:] = tokens
+
+    def reserve(self, wanted: Mapping[int, int]) -> None:
+        """Let sequences hold the blocks that so many cells need. Raises UserError when the pool has too few."""
+        self._check_room(wanted)
+        for number, cells in wanted.items():
+            self._pool.resize(self._texts[number].blocks, cells)
+
+    def extend(self, segment: Segment, ids: Sequence[int]) -> None:
+        """Append a segment's tokens, which stand among those of its micro-batch, to its sequence."""
+        tokens = self._texts[segment.sequence].tokens
+        tokens[segment.past :] = ids[segment.start : segment.start + segment.tokens]
+
+    def is_full(self, number: int) -> bool:
+        """Whether a sequence can have no further token."""
+        text = self[number]
+        return text.length + 1 > self._longest or self._pool.missing([(text.blocks, text.length + 1)]) > 0
+
+    def used(self) -> list[Segment]:
+        """What every sequence has, as segments without new tokens."""
+        return [Segment(t.number, 0, 0, t.length, tuple(t.blocks)) for t in self._texts if t.tokens]
+
+    def admit(self, lists: Sequence[Sequence[int]], vocab: int) -> None:
+        """Take blocks for new tokens of the first sequences.
+
+        Raises UserError, before anything changes, when there are too many sequences, an id is not in the vocabulary,
+        or the context or the pool is full.
+        """
+        if not any(lists):
+            raise UserError("no tokens were given; a prompt needs at least one")
+        if len(lists) > len(self._texts):
+            raise UserError(f"{len(lists)} sequences, but the plan is for {len(self._texts)}; plan with -np")
+        for text, ids in zip(self._texts, lists):
+            if ids and not 0 <= min(ids) <= max(ids) < vocab:
+                raise UserError(
+                    f"token ids must be in 0..{vocab - 1}; sequence {text.number} has {min(ids)}..{max(ids)}"
+                )
+            if text.length + len(ids) > self._longest:
+                raise UserError(
+                    f"{text.length} + {len(ids)} tokens exceed the context of {self._longest}; "
+                    f"plan a larger -c, where the model has it"
+                )
+        self.reserve({text.number: text.length + len(ids) for text, ids in zip(self._texts, lists)})
+
+    def _check_room(self, wanted: Mapping[int, int]) -> None:
+        """Raise UserError when the pool has too few blocks for sequences to have so many cells."""
+        if self._pool.missing((self._texts[number].blocks, cells) for number, cells in wanted.items()):
+            cells = sum(wanted.get(text.number, text.length) for text in self._texts)
+            raise UserError(
+                f"sequences of {cells} cells in all do not fit the KV cache of {self._pool.blocks} blocks of "
+                f"{KV_BLOCK} cells; reset one, or plan a larger -c"
+            )
+
+    def cut(self, lists: Sequence[Sequence[int]], most: int, all_logits: bool) -> Iterator[NewTokens]:
+        """New tokens of the first sequences in micro-batches of at most so many; logits are wanted of all of them, or
+        of each sequence's last. What one holds is to be appended before the next is asked for."""
+        ids: list[int] = []
+        segments: list[Segment] = []
+        wanted: list[tuple[int, int]] = []
+        for text, new in zip(self._texts, lists):
+            done, past = 0, text.length
+            while done < len(new):
+                take = min(len(new) - done, most - len(ids))
+                blocks = tuple(text.blocks[: blocks_of(past + done + take)])
+                segments.append(Segment(text.number, len(ids), take, past + done, blocks))
+                last = len(new) - done - take == 0
+                rows = range(len(ids), len(ids) + take) if all_logits else [len(ids) + take - 1] if last else []
+                wanted += [(row, text.number) for row in rows]
+                ids += new[done : done + take]
+                done += take
+                if len(ids) == most:
+                    yield NewTokens(ids, tuple(segments), wanted)
+                    ids, segments, wanted = [], [], []
+        if ids:
+            yield NewTokens(ids, tuple(segments), wanted)

@@ -1,0 +1,116 @@
+"""A tier while it is in force: its part of the arena, events of the lanes, and views that are made once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pshard.model import ModelSpec
+from pshard.runtime.blocks.block import Residual, Side, Work
+from pshard.runtime.devices.device import Device
+from pshard.runtime.kernels.api import RowIndex, Segment
+from pshard.runtime.kernels.row_index import fill_rows
+from pshard.runtime.memory.arena import Carved
+from pshard.runtime.memory.host_side import HostSide
+from pshard.runtime.memory.states import Copies, Parts
+from pshard.runtime.memory.transfers import Transfers
+from pshard.runtime.ranks.group import Group
+from pshard.steps.step import Compute, CopyIn
+from pshard.units.state import State
+
+
+@dataclass(frozen=True)
+class IndexView:
+    """Parts of one side's `memory` for a micro-batch's index (int32): see RowIndex, and the `wanted` logits' rows."""
+
+    memory: torch.Tensor
+    begin: torch.Tensor
+    position: torch.Tensor
+    blocks: torch.Tensor
+    wanted: torch.Tensor
+
+    def rows(self, segments: tuple[Segment, ...], cells: int) -> RowIndex:
+        """The index of segments that was written here."""
+        return RowIndex(self.begin, self.position, self.blocks, segments, cells)
+
+
+@dataclass(frozen=True)
+class BoundUnit:
+    """A step's unit with its weights and state where they lie in this tier. `is_partial`: a rank's part of a sum."""
+
+    run: Callable[[Work, Residual], None]
+    is_partial: bool
+
+
+@dataclass(frozen=True)
+class StagedState:
+    """A state that passes through the stage: its law, and its parts there and on the host."""
+
+    law: State
+    there: Parts
+    here: Parts
+
+
+@dataclass
+class TierInForce:
+    """Views of the arena and lane events while a tier for micro-batches of up to `tokens` tokens is in force."""
+
+    tokens: int
+    side: Side
+    carved: Carved
+    arrived: dict[int, Any] = field(default_factory=dict)  # slot -> event of the copy into it
+    stage_free: list[Any] = field(default_factory=list)  # events after which a fetch may write to the state stage
+    stage_ready: list[Any] = field(default_factory=list)  # events after which a unit may use the state stage
+    arriving: dict[str, Any] = field(default_factory=dict)  # unit -> event of its weights or state that a switch brings
+    # views made once, which take 60 us each: of units by step, of slots, of staged states by unit
+    bound: dict[Compute, BoundUnit] = field(default_factory=dict)
+    copies: dict[CopyIn, Copies] = field(default_factory=dict)
+    staged: dict[str, StagedState] = field(default_factory=dict)
+    # likewise, by rows of logits, whether ranks put them together, and whether it is on the device
+    tables: dict[tuple[int, bool, bool], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    # likewise, by tokens and logit rows: on the host and on the device
+    indexes: dict[tuple[int, int], tuple[IndexView, IndexView]] = field(default_factory=dict)
+
+    def index_rows(
+        self, on_host: torch.Tensor, segments: tuple[Segment, ...], wanted: list[int], tokens: int
+    ) -> tuple[IndexView, IndexView]:
+        """The index in `on_host`, filled, and on the device, where the first launch takes it."""
+        shape = tokens, len(wanted)
+        if shape not in self.indexes:
+            memory, most = self.side.space.tensors["index"], self.side.space.tokens
+            both = on_host[: memory.numel()], memory  # all in one copy
+            self.indexes[shape] = _view_index(both[0], most, *shape), _view_index(both[1], most, *shape)
+        here, there = self.indexes[shape]
+        fill_rows(segments, here.begin, here.position, here.blocks)
+        here.wanted.numpy()[:] = wanted
+        return here, there
+
+
+def _view_index(memory: torch.Tensor, most: int, tokens: int, wanted: int) -> IndexView:
+    """The parts for so many tokens and logit rows of memory that has room for `most` tokens."""
+    begin, position = memory[:tokens], memory[most : most + tokens]
+    return IndexView(memory, begin, position, memory[3 * most :], memory[2 * most : 2 * most + wanted])
+
+
+@dataclass(frozen=True)
+class Means:
+    """What every micro-batch of an executor works with.
+
+    Attributes:
+        logit_widths: columns of the logits of each rank, when they are put together on the GPUs; else empty.
+        join_cells: cells of a layer that the link moves while one more copy is issued.
+    """
+
+    spec: ModelSpec
+    device: Device
+    group: Group
+    host: HostSide
+    transfers: Transfers
+    logit_widths: tuple[int, ...]
+    join_cells: int
+
+    @property
+    def sums(self) -> bool:
+        """Whether ranks sum their parts of units."""
+        return self.group.size > 1 and self.spec.neighbours is None

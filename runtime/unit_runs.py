@@ -1,0 +1,61 @@
+"""Runs the units of one micro-batch and the sums between them: their kernels, nothing else. What a graph may hold."""
+
+from itertools import zip_longest
+
+from pshard.runtime.blocks.block import ALONE, PendingSum, Residual, Work
+from pshard.runtime.residency import Residency
+from pshard.runtime.tier_in_force import Means, TierInForce
+from pshard.steps.step import AllReduce, Compute
+
+
+class UnitRuns:
+    """The units of a micro-batch of `tokens` tokens. `work`: by side, "acc" or "cpu"."""
+
+    def __init__(
+        self, means: Means, residency: Residency, tier: TierInForce, work: dict[str, Work], tokens: int
+    ) -> None:
+        self._means, self._residency, self._tier, self._work, self._tokens = means, residency, tier, work, tokens
+
+    def run(self, step: Compute, entering: PendingSum | None = None, leaving: PendingSum | None = None) -> None:
+        """The unit's kernels. entering, leaving: see Residual."""
+        unit = self._tier.bound.get(step)
+        if unit is None:
+            unit = self._residency.bind(step, self._tier.carved, self._means.sums)
+            self._tier.bound[step] = unit
+        work = self._work[step.on]
+        if unit.is_partial:
+            unit.run(work, Residual(entering, work.side.space.rows("branch", self._tokens), leaving))
+        else:
+            unit.run(work, ALONE if entering is None else Residual(entering))
+
+    def run_all(self, steps: tuple[Compute | AllReduce, ...]) -> None:
+        """Steps on the accelerator; a sum goes with the norm of the unit that follows it where there is a kernel for
+        both."""
+        entering = None
+        for step, following, second in zip_longest(steps, steps[1:], steps[2:]):
+            if isinstance(step, Compute):
+                leaving = self._sum_for(second) if isinstance(following, AllReduce) else None
+                if leaving is not None and not self._means.group.pushes(leaving.part):
+                    leaving = None
+                self.run(step, entering, leaving)
+                entering = None
+            else:
+                entering = self._sum_for(following)
+                if entering is None:
+                    self.add_sum("acc")
+
+    def _sum_for(self, following: Compute | AllReduce | None) -> PendingSum | None:
+        """What `following` is to add as it normalises; None when the sum must be made by itself."""
+        side, group = self._tier.side, self._means.group
+        if not isinstance(following, Compute) or not side.kernels.fuses_sums:
+            return None
+        part = side.space.rows("branch", self._tokens)
+        unit, exchange = self._means.spec.unit(following.unit), group.row_exchange(*part.shape)
+        if exchange is None or not unit.tensors or not unit.kind.adds:
+            return None
+        return PendingSum(exchange, part, group.wire(part))
+
+    def add_sum(self, on: str) -> None:
+        """The sum of the ranks' parts onto the residual stream of a side."""
+        space = self._work[on].side.space
+        self._means.group.add_sum(space.rows("hidden", self._tokens), space.rows("branch", self._tokens))

@@ -1,0 +1,70 @@
+"""A tier's steps as they are walked: runs of units on the accelerator are put together, each one launch. No torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from pshard.steps.graph_runs import enters, find_runs
+from pshard.steps.step import AllReduce, Bring, Compute, CopyIn, FetchKV, Free, Handoff, Step, StepList, WriteBack
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Units on the accelerator, and their all-reduces, that nothing interrupts: one CUDA graph in small batches.
+
+    `enters`: activations come from the host first; `leaves`: the next unit wants them there. As nodes of the graph
+    these transfers cost the host no launch of their own.
+    """
+
+    steps: tuple[Compute | AllReduce, ...]
+    enters: bool = False
+    leaves: bool = False
+
+    @cached_property
+    def name(self) -> tuple:
+        """What tells it from the other launches of a tier."""
+        first, last = self.steps[0], self.steps[-1]
+        return type(first), first.unit, getattr(first, "part", ""), last.unit
+
+    @cached_property
+    def gives_logits(self) -> bool:
+        """Whether its last unit is the model's."""
+        return isinstance(self.steps[-1], Compute) and self.steps[-1].position == "last"
+
+
+@dataclass(frozen=True)
+class WalkProgram:
+    """What a tier brings to VRAM when it is entered, in the order of need, and one micro-batch after the other."""
+
+    entering: tuple[Bring | CopyIn, ...]
+    body: tuple[Step | Launch, ...]
+
+
+def make_program(residents: tuple[Bring, ...], steps: StepList, order: tuple[str, ...]) -> WalkProgram:
+    """The program of a tier. order: names of the units as they run."""
+    number = {name: i for i, name in enumerate(order)}
+    entering: list[Bring | CopyIn] = [*residents, *steps.enter]
+    entering.sort(key=lambda step: number[step.unit])
+    return WalkProgram(tuple(entering), group_launches(steps.body))
+
+
+def group_launches(body: tuple[Step, ...]) -> tuple[Step | Launch, ...]:
+    """The body with its runs of accelerator units put together, and the hand-offs that begin them."""
+    program: list[Step | Launch] = []
+    at = 0
+    for begin, end in find_runs(body):
+        entered = enters(body, begin)
+        program += body[at : begin - entered]
+        steps = tuple(step for step in body[begin:end] if isinstance(step, Compute | AllReduce))
+        program.append(Launch(steps, enters=entered))
+        at = end
+    return tuple(_mark_leaving([*program, *body[at:]]))
+
+
+def _mark_leaving(program: list[Step | Launch]) -> Iterator[Step | Launch]:
+    """Launches whose hidden states the host takes next, after steps that don't touch them."""
+    for i, step in enumerate(program):
+        following = next((s for s in program[i + 1 :] if not isinstance(s, CopyIn | Free | FetchKV | WriteBack)), None)
+        if isinstance(step, Launch) and not step.gives_logits:
+            step = replace(step, leaves=isinstance(following, Handoff) and following.to == "cpu")
+        yield step
