@@ -8,7 +8,7 @@ finds the least time that they leave for given counts.
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from pshard.planner.program.counts import AnyCounts, place_units
+from pshard.planner.program.counts import AnyCounts, copied_units, place_units
 from pshard.planner.program.linear import Amount
 from pshard.planner.program.tier_problems import Contending, TierProblem, contending_groups, copies_beside_a_run
 
@@ -18,7 +18,7 @@ class TierSums(NamedTuple):
 
     acc, host, link: by accelerator, CPU and copies; issue: the host thread's for the accelerator; one_slot: streamed
     units, copied and computed in turn; staged: layers with KV on the host, fetched, computed and written back in turn;
-    works: host work by class. on_cpu: units by `ClassCost.place`.
+    works: host work by class. divided: units that both sides compute. on_cpu: units by `ClassCost.place`.
     """
 
     acc: Amount
@@ -116,19 +116,21 @@ def sum_work(problem: TierProblem, counts: Sequence[AnyCounts], scale: float, st
     for cost, n in zip(problem.classes, counts):
         units = place_units(cost, n)
         work = cost.cpu * n.cpu
-        for part, (in_arena, in_slot) in zip(cost.divided, n.divided):
-            both = in_arena + in_slot
+        for part, (in_arena, elsewhere) in zip(cost.divided, n.divided):
+            both, in_slot = in_arena + elsewhere, copied_units(part, in_arena, elsewhere)
             acc = acc + scale * part.acc * both
             work = work + part.cpu * both
             issue = issue + scale * (part.issue * both + problem.copy_issue * in_slot)
             link = link + scale * part.link * in_slot
             one_slot = one_slot + scale * (part.link + part.alone) * in_slot
             copied = copied + in_slot
+            if part.share.cpu:  # both sides take part
+                divided = divided + both
         acc = acc + scale * cost.acc * units.on_acc
         issue = issue + scale * cost.issue * units.on_acc
         works.append(scale * work)
         host = host + works[-1]
-        cpu_units, divided = cpu_units + n.cpu, divided + units.divided
+        cpu_units = cpu_units + n.cpu
         on_cpu[cost.place] = on_cpu[cost.place] + n.cpu
         if cost.kind.is_looked_up:
             continue
