@@ -15,7 +15,7 @@ cpu_kernels = Extension(
     "pshard.runtime.kernels.cpu._native",
     sources=sorted(str(p) for p in SOURCES.rglob("*.cpp")),
     depends=sorted(str(p) for p in SOURCES.rglob("*.h")),
-    include_dirs=[str(SOURCES), str(SOURCES / "isa")],
+    include_dirs=[str(SOURCES)],
     language="c++",
     define_macros=[("PSHARD_SOURCES", f"{DIGEST}u")],
     extra_compile_args=[

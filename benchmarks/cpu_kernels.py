@@ -25,6 +25,7 @@ from pshard.commands.command_line import new_parser, parse_ints, run_cli
 from pshard.errors import UserError
 from pshard.quant import QUANT_TYPES, packed_nbytes
 from pshard.runtime.devices.threads import use_threads
+from pshard.runtime.kernels.api import Packed
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.cpu.host import suits_tiles
 
@@ -73,10 +74,10 @@ def time_type(qtype: str, args: argparse.Namespace) -> list[dict]:
 
         def ours(i: int, tokens: int = tokens, x: torch.Tensor = x, out: torch.Tensor = out) -> None:
             multiply = native.linear_tiled if suits_tiles(tokens, qtype) else native.linear
-            multiply(x, operands[i % copies], qtype, rows, cols, out, tokens)
+            multiply(x, operands[i % copies], out, tokens)
 
         def ceiling(i: int) -> None:
-            native.read_bandwidth(operands[(i + copies // 2) % copies], nbytes)
+            native.read_bandwidth(operands[(i + copies // 2) % copies].data, nbytes)
 
         seconds, read_seconds = time_in_turn(ours, ceiling, args.seconds)
         result = {
@@ -86,15 +87,15 @@ def time_type(qtype: str, args: argparse.Namespace) -> list[dict]:
             "cols": cols,
             "weight_bytes": nbytes,
             **compare_with_ceiling(nbytes, seconds, read_seconds),
-            "torch_seconds": time_torch(qtype, operands[0], x, rows, cols) if args.torch else None,
+            "torch_seconds": time_torch(operands[0], x) if args.torch else None,
         }
         results.append(result)
         print_row(result)
     return results
 
 
-def make_operands(qtype: str, rows: int, cols: int, copies: int) -> list[np.ndarray]:
-    """Packed matrices of random weights in memory that was touched once, one after the other."""
+def make_operands(qtype: str, rows: int, cols: int, copies: int) -> list[Packed]:
+    """Matrices of random weights in memory that was touched once, one after the other."""
     rng = np.random.default_rng(0)
     some = min(PATTERN_ROWS, rows)
     q = QUANT_TYPES[qtype]
@@ -117,7 +118,8 @@ def make_operands(qtype: str, rows: int, cols: int, copies: int) -> list[np.ndar
     memory = np.empty(copies * nbytes, np.uint8)
     for at in range(0, memory.size, part.size):
         native.memcpy(memory[at:], part, min(part.size, memory.size - at))
-    return [memory[i * nbytes : (i + 1) * nbytes] for i in range(copies)]
+    parts = torch.from_numpy(memory).split(nbytes)
+    return [Packed(part, qtype, rows, cols) for part in parts]
 
 
 def time_in_turn(
@@ -138,16 +140,16 @@ def time_in_turn(
     return samples
 
 
-def time_torch(qtype: str, w: np.ndarray, x: torch.Tensor, rows: int, cols: int) -> float:
+def time_torch(weight: Packed, x: torch.Tensor) -> float:
     """Median seconds of dequantising to bf16 (nothing to do for BF16) and torch's bf16 linear."""
-    half = torch.empty(rows, cols, dtype=torch.bfloat16)
-    native.dequantize(w, qtype, rows, cols, 0, rows, half, "bf16")
+    half = torch.empty(weight.rows, weight.cols, dtype=torch.bfloat16)
+    native.dequantize(weight, 0, weight.rows, half, "bf16")
     tokens = x.to(torch.bfloat16)
     times = []
     for _ in range(4):
         begin = time.perf_counter()
-        if qtype != "BF16":
-            native.dequantize(w, qtype, rows, cols, 0, rows, half, "bf16")
+        if weight.qtype != "BF16":
+            native.dequantize(weight, 0, weight.rows, half, "bf16")
         torch.nn.functional.linear(tokens, half)
         times.append(time.perf_counter() - begin)
     return statistics.median(times[1:])

@@ -26,19 +26,19 @@ import torch
 import triton
 
 from pshard.buffers import DEQUANT_BYTES
-from pshard.gpu_tiles import Tile, TileChoice
 from pshard.model_config import ModelConfig, Rope
 from pshard.quant import QUANT_TYPES, align, packed_nbytes
 from pshard.runtime.blocks.blocks import Side, run_attention, run_ffn
 from pshard.runtime.kernels.api import Kernels, LayerKV, Packed, RopeTable, RowIndex, Segment
-from pshard.runtime.kernels.gpu import cuda
 from pshard.runtime.kernels.gpu.cuda import CudaKernels
 from pshard.runtime.kernels.gpu.default_tiles import TUNING, candidate_tiles
 from pshard.runtime.kernels.layout import pack_reference, unpack_reference
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.kernels.row_index import make_rows
+from pshard.runtime.kernels.unpack import PLAIN
 from pshard.runtime.memory.weights import UnitWeights
 from pshard.runtime.memory.workspace import Workspace
+from pshard.times.gpu_tiles import Tile, TileChoice
 from pshard.units.attention import ATTENTION_PIECES
 from pshard.units.kv_cells import KV_BLOCK
 
@@ -113,7 +113,7 @@ def random_blocks(qtype: str, rows: int, cols: int, seed: int) -> np.ndarray:
     rng = np.random.default_rng(seed)
     q = QUANT_TYPES[qtype]
     if not q.planes:
-        values = torch.from_numpy(rng.standard_normal((rows, cols), np.float32)).to(cuda.PLAIN[qtype])
+        values = torch.from_numpy(rng.standard_normal((rows, cols), np.float32)).to(PLAIN[qtype])
         return values.view(torch.uint8).numpy()
     raw = rng.integers(0, 256, (rows, cols // q.block, q.nbytes), dtype=np.uint8)
     if qtype == "MXFP4":

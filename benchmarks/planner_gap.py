@@ -21,7 +21,7 @@ from test_planner_oracle import random_case
 from pshard.planner.make_plan import plan_variant
 from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.datasheet import profile_from_datasheet
-from pshard.planner.price.draft import tier_seconds
+from pshard.planner.price.draft import simulated_seconds
 from pshard.planner.rank_task import RankTask
 from pshard.planner.search.anneal import anneal
 from pshard.planner.search.exact import ExactSearch
@@ -71,7 +71,7 @@ def measure_case(layers: int, seed: int, seconds: float) -> tuple[float, float, 
         heat, rng = HEATS[attempt % len(HEATS)], Random(f"{seed} {attempt}")
         best = anneal(task.room, best, task.costs[0], heat, rng, shares if attempt % 2 else {})
         attempt += 1
-    found = tier_seconds(task.room, best, task.costs[0])
+    found = simulated_seconds(task.room, best, task.costs[0])
     planned = tier.prediction.seconds
     fastest = find_fastest(task, min(found, planned)) if layers <= EXACT_LAYERS else None
     over = planned / tier.prediction.bound_seconds - 1

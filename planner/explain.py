@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 
 from pshard.machine import MachineProfile
-from pshard.measurement import Timeline, TimelineEvent
 from pshard.model import ModelSpec
 from pshard.plan import Variant
 from pshard.planner.make_plan import plan_baseline, plan_variant
@@ -22,6 +21,7 @@ from pshard.steps.step import (
     Receive,
     Step,
 )
+from pshard.times.measurement import Timeline, TimelineEvent
 from pshard.times.predicted_times import tier_seconds
 from pshard.workload import Workload
 

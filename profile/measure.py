@@ -12,7 +12,6 @@ import torch
 
 from pshard import __version__
 from pshard.errors import UserError
-from pshard.gpu_tiles import TileChoice
 from pshard.machine import (
     AcceleratorInfo,
     AttentionTiming,
@@ -51,6 +50,7 @@ from pshard.profile.tuning.tile_tuning import tune_tiles
 from pshard.runtime.build_executor import choose_kernels
 from pshard.runtime.devices.device import Device, open_device
 from pshard.runtime.kernels.api import TiledKernels
+from pshard.times.gpu_tiles import TileChoice
 from pshard.times.stolen_time import DISTURBED, disturbed_share, read_core_time
 
 AGAIN = 0.15  # of the kernels' time, that timing disturbed ones again may take

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pshard.gpu_tiles import TileChoice
+from pshard.times.gpu_tiles import TileChoice
 
 PROFILE_VERSION = 1
 MEMORIES = ("pinned", "staged", "pageable")  # of copies, the fastest first

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pshard.measurement import Measurement, test_name
 from pshard.reports.figures.style import OWN_STRATEGY
+from pshard.times.measurement import Measurement, test_name
 
 Test = tuple[int, int, int]  # prompt, generated, depth
 

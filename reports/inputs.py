@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from pshard.errors import UserError
 from pshard.jsonio import from_json
 from pshard.machine import MachineProfile
-from pshard.measurement import Measurement, Timeline
 from pshard.plan import OlderFormat, Registry, Variant, check_format
+from pshard.times.measurement import Measurement, Timeline
 
 T = TypeVar("T")
 

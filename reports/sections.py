@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pshard.measurement import Timeline
 from pshard.plan import Variant
 from pshard.reports.compare_runs import compare_strategies
 from pshard.reports.figures.machine_ceilings import draw_machine
@@ -15,6 +14,7 @@ from pshard.reports.figures.speedup import draw_speedup
 from pshard.reports.figures.sweep import draw_sweep, group_sweeps
 from pshard.reports.figures.timeline import draw_timeline
 from pshard.reports.inputs import ReportInputs
+from pshard.times.measurement import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -5,7 +5,6 @@ from typing import Protocol
 
 from pshard.cuts.rank_parts import split_model, split_ranges
 from pshard.errors import UserError
-from pshard.gpu_tiles import TileChoice
 from pshard.model import ModelSpec
 from pshard.plan import Variant
 from pshard.runtime.build_executor import build_executor, choose_kernels
@@ -14,6 +13,7 @@ from pshard.runtime.engine import Engine
 from pshard.runtime.memory.kv_file import KVStore
 from pshard.runtime.memory.weights import HostWeights, WeightSource
 from pshard.runtime.ranks.group import Group
+from pshard.times.gpu_tiles import TileChoice
 
 
 class _File(WeightSource, Protocol):

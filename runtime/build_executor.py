@@ -6,7 +6,6 @@ import torch
 
 from pshard.buffers import arena_bytes
 from pshard.cuts.rank_parts import Ranges
-from pshard.gpu_tiles import TileChoice
 from pshard.model import ModelSpec
 from pshard.plan import RankPlan
 from pshard.quant import TENSOR_ALIGN, align
@@ -18,6 +17,7 @@ from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.memory.host_memory import keep_freed_memory
 from pshard.runtime.memory.weights import HostWeights, LentWeights, WeightSource, pack_unit
 from pshard.runtime.ranks.group import Group
+from pshard.times.gpu_tiles import TileChoice
 from pshard.units.state import StateShape
 from pshard.units.unit import Unit
 

@@ -58,10 +58,11 @@ class Engine:
         self._executor, self.plan, self.tokenizer, self.notes = executor, variant, tokenizer, notes
         self._on_close = on_close
         self._store = store
+        context, sequences = variant.workload.context, variant.workload.sequences
         self._sequences = Sequences(
-            variant.workload.sequences,
-            longest_sequence(executor.spec.config, variant.workload.context),
-            kv_blocks(variant.workload.context, variant.workload.sequences),
+            sequences,
+            longest_sequence(executor.spec.config, context),
+            kv_blocks(context, sequences),
             _uncut_states(executor),
         )
         self._broken: BaseException | None = None

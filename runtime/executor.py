@@ -22,7 +22,7 @@ from pshard.runtime.memory.states import reach_old
 from pshard.runtime.memory.transfers import Transfers
 from pshard.runtime.memory.weights import HostWeights, LentWeights
 from pshard.runtime.ranks.group import Group
-from pshard.runtime.residency import Residency
+from pshard.runtime.residents import Residents
 from pshard.runtime.tier_in_force import Means, TierInForce
 from pshard.runtime.walk import MicroBatch, PromptGraphs, Walk, copy_in
 from pshard.runtime.walk_program import WalkProgram, make_program
@@ -37,7 +37,7 @@ class Executor:
     """Runs micro-batches of one model (or one rank's slice) under a plan.
 
     Attributes:
-        states: what sizes the states of units; residency: where they and the pins are.
+        states: what sizes the states of units; residents: where they and the pins are.
         switches: how often a tier gave way to another.
     """
 
@@ -71,7 +71,7 @@ class Executor:
             self.host.take(spec, plan, states, host_kernels, self._means.sums)
             if self.host.is_locked:
                 self.transfers.make_ring()
-            self.residency = Residency(spec, states, self.arena, self.host, weights, self.transfers)
+            self.residents = Residents(spec, states, self.arena, self.host, weights, self.transfers)
         except BaseException:
             self._unlock_host_memory()
             raise
@@ -114,7 +114,7 @@ class Executor:
 
     def load_pins(self, names: Iterable[str], blobs: Callable[[str], torch.Tensor]) -> None:
         """Bring the first pins into the arena from anything that maps a name to a blob."""
-        self.residency.load_pins(names, blobs)
+        self.residents.load_pins(names, blobs)
 
     def enter(self, tier: TierPlan, used: Callable[[], Sequence[Segment]]) -> TierInForce:
         """Put a tier in force; `used` tells what sequences have, see `run`. Moves only what changes hands.
@@ -126,7 +126,7 @@ class Executor:
         self.device.synchronize()
         self.switches += self._in_force is not None
         reach = reach_old(used(), self._means.join_cells)
-        self.residency.leave(tier, reach)
+        self.residents.leave(tier, reach)
         self.device.synchronize()  # what arrives, and scratch, may lie where states were
         carved = self.arena.carve(tier)
         with self.device.computing():  # angles that the host has: computing them again takes milliseconds
@@ -134,12 +134,12 @@ class Executor:
                 carved.space.tensors[name].copy_(self.host.side.space.tensors[name])
         in_force = TierInForce(tier.tokens, make_side(self._acc_kernels, carved.space, self.spec.config), carved)
         self._in_force = tier, in_force
-        pins, states = self.residency.settle(tier)
+        pins, states = self.residents.settle(tier)
         for step in self._program(tier, False).entering:
             if isinstance(step, CopyIn):
                 copy_in(self._means, in_force, step, ())
             elif step.unit in (pins if step.what == "weights" else states):
-                arrived = self.residency.bring(step, reach)
+                arrived = self.residents.bring(step, reach)
                 if arrived is not None:  # of two copies the last: those of a lane happen in turn
                     in_force.arriving[step.unit] = arrived
         return in_force
@@ -203,7 +203,7 @@ class Executor:
         rows = here.rows(segments, cells), there.rows(segments, bound)
         batch = MicroBatch(ids, segments, *rows, (there.memory, here.memory))
         wanted = Logits(self._means, in_force, (here.wanted, there.wanted), len(logit_rows), best_only)
-        walk = Walk(self._means, self.residency, in_force, batch, wanted, self._graphs)
+        walk = Walk(self._means, self.residents, in_force, batch, wanted, self._graphs)
         program = self._program(tier, any(s.past for s in segments))
         try:
             with torch.inference_mode(), self.device.computing():
@@ -225,7 +225,7 @@ class Executor:
         ):  # whoever used what a failed copy brought has been told; memory is freed
             self.device.synchronize()
         self._in_force, self._sent = None, None  # with their events, whose handles the device destroys
-        self.residency.written.clear()
+        self.residents.written.clear()
         self.device.forget_repeats()
         self._unlock_host_memory()
         self.weights.close()

@@ -3,7 +3,7 @@
 from itertools import zip_longest
 
 from pshard.runtime.blocks.block import ALONE, PendingSum, Residual, Work
-from pshard.runtime.residency import Residency
+from pshard.runtime.residents import Residents
 from pshard.runtime.tier_in_force import Means, TierInForce
 from pshard.steps.step import AllReduce, Compute
 
@@ -12,15 +12,15 @@ class UnitRuns:
     """The units of a micro-batch of `tokens` tokens. `work`: by side, "acc" or "cpu"."""
 
     def __init__(
-        self, means: Means, residency: Residency, tier: TierInForce, work: dict[str, Work], tokens: int
+        self, means: Means, residents: Residents, tier: TierInForce, work: dict[str, Work], tokens: int
     ) -> None:
-        self._means, self._residency, self._tier, self._work, self._tokens = means, residency, tier, work, tokens
+        self._means, self._residents, self._tier, self._work, self._tokens = means, residents, tier, work, tokens
 
     def run(self, step: Compute, entering: PendingSum | None = None, leaving: PendingSum | None = None) -> None:
         """The unit's kernels. entering, leaving: see Residual."""
         unit = self._tier.bound.get(step)
         if unit is None:
-            unit = self._residency.bind(step, self._tier.carved, self._means.sums)
+            unit = self._residents.bind(step, self._tier.carved, self._means.sums)
             self._tier.bound[step] = unit
         work = self._work[step.on]
         if unit.is_partial:

@@ -13,7 +13,7 @@ from pshard.runtime.blocks.find_block import find_block
 from pshard.runtime.kernels.api import RowIndex, Segment
 from pshard.runtime.logits import Logits
 from pshard.runtime.memory.states import Copies, Reach, pair_runs, reach_new, reach_old
-from pshard.runtime.residency import Residency, view_rows
+from pshard.runtime.residents import Residents, view_rows
 from pshard.runtime.tier_in_force import Means, TierInForce
 from pshard.runtime.unit_runs import UnitRuns
 from pshard.runtime.walk_program import Launch, WalkProgram
@@ -69,13 +69,13 @@ class Walk:
     def __init__(
         self,
         means: Means,
-        residency: Residency,
+        residents: Residents,
         tier: TierInForce,
         batch: MicroBatch,
         logits: Logits,
         graphs: PromptGraphs,
     ) -> None:
-        self._means, self._residency, self._tier, self._batch = means, residency, tier, batch
+        self._means, self._residents, self._tier, self._batch = means, residents, tier, batch
         self._logits, self._graphs, self._device = logits, graphs, means.device
         self._tokens = batch.ids.shape[0]
         self._host_space, self._acc_space = means.host.side.space, tier.side.space
@@ -83,7 +83,7 @@ class Walk:
             "cpu": Work(means.host.side, batch.host_rows, batch.ids, logits),
             "acc": Work(tier.side, batch.acc_rows, batch.ids, logits),
         }
-        self._units = UnitRuns(means, residency, tier, work, self._tokens)
+        self._units = UnitRuns(means, residents, tier, work, self._tokens)
         self._side = "cpu"
         self._freed: Any = None
         self._left: Any = None  # event after which the host has what the last graph brought: hidden states or logits
@@ -235,13 +235,13 @@ class Walk:
         """What a step copies whose bytes are decided now."""
         staged = self._tier.staged.get(step.unit)
         if staged is None:
-            staged = self._tier.staged[step.unit] = self._residency.stage_state(step.unit, self._tier.carved)
+            staged = self._tier.staged[step.unit] = self._residents.stage_state(step.unit, self._tier.carved)
         if isinstance(step, FetchKV):
             return pair_runs(staged.here, staged.there, self._old.entries(staged.law))
         return pair_runs(staged.there, staged.here, self._new.entries(staged.law))
 
     def _fetch_state(self, step: FetchKV) -> None:
-        tier, written = self._tier, self._residency.written
+        tier, written = self._tier, self._residents.written
         after = (*tier.stage_free, written[step.unit]) if step.unit in written else tier.stage_free
         done = self._means.transfers.bring(self._decide(step), after)
         if done is not None:
@@ -253,7 +253,7 @@ class Walk:
         done = self._means.transfers.take_back(self._decide(step), tier.stage_free)
         if done is None:  # another rank holds all of this unit's state
             return
-        self._residency.written[step.unit] = done
+        self._residents.written[step.unit] = done
         tier.stage_ready.append(done)  # what the next unit changes goes where this is read from
         tier.stage_free.append(done)  # and so may what it had, where a rank's layers differ in width
 

@@ -129,7 +129,7 @@ def tier_steps(room: Room, tier: TierPlan, costs: TierCosts) -> StepList:
     return emit_steps(room.spec, tier, shape)
 
 
-def tier_seconds(room: Room, tier: TierPlan, costs: TierCosts, rounds: int = ROUNDS) -> float:
+def simulated_seconds(room: Room, tier: TierPlan, costs: TierCosts, rounds: int = ROUNDS) -> float:
     """Simulated steady-state seconds of the expected micro-batch of this tier."""
     return simulate_seconds(tier_steps(room, tier, costs), costs, rounds)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from pshard.machine import MachineProfile
 from pshard.plan import Correction, Factor, RankPlan, TierPlan, Variant, batch_of
-from pshard.planner.price.draft import Room, tier_seconds
+from pshard.planner.price.draft import Room, simulated_seconds
 from pshard.planner.price.page_locks import stage_by
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_costs import tier_costs
@@ -87,4 +87,4 @@ def _fit_batch(room: Room, tables: Tables, samples: list[Sample], batch: str) ->
 def _simulated(room: Room, tables: Tables, sample: Sample, factors: Sequence[Factor]) -> float:
     corrected = tables.corrected(Correction(tuple(factors)))
     costs = tier_costs(room.spec, corrected, sample.load, room.workload, room.ranks)
-    return tier_seconds(room, sample.tier, stage_by(sample.plan, [costs])[0])
+    return simulated_seconds(room, sample.tier, stage_by(sample.plan, [costs])[0])

@@ -98,7 +98,7 @@ def _limit_host(program: Program, tiers: tuple[TierProblem, ...], counts: list[t
             program.at_least(f"host_{what}_before(t{tier.tokens})", column, before / MIB)
         for what, column, least in zip(("weights", "kv"), (weights, cells), outside):
             program.at_least(f"host_{what}(t{tier.tokens})", column, least)
-    program.at_most("host_memory", weights + cells, (tiers[0].host_room or 0) / MIB)
+    program.at_most("host_room", weights + cells, (tiers[0].host_room or 0) / MIB)
 
 
 def _price_switch(

@@ -15,7 +15,12 @@ class Linear:
         self.terms, self.constant = terms, constant
 
     def __add__(self, other: "Linear | float") -> "Linear":
-        return sum_of((self, other))
+        if not isinstance(other, Linear):
+            return Linear(self.terms, self.constant + other)
+        terms = dict(self.terms)
+        for column, x in other.terms.items():
+            terms[column] = terms[column] + x if column in terms else x
+        return Linear(terms, self.constant + other.constant)
 
     def __radd__(self, other: float) -> "Linear":
         return Linear(self.terms, self.constant + other)

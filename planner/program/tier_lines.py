@@ -6,14 +6,22 @@ finds the least time that they leave for given counts.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pshard.planner.program.counts import AnyCounts, copied_units, place_units
 from pshard.planner.program.linear import Amount
-from pshard.planner.program.tier_problems import Contending, TierProblem, contending_groups, copies_beside_a_run
+from pshard.planner.program.tier_problems import (
+    ClassCost,
+    Contending,
+    TierProblem,
+    contending_groups,
+    copies_beside_a_run,
+)
 
 
-class TierSums(NamedTuple):
+@dataclass
+class TierSums:
     """Work of all units of a tier, each in the seconds of who does it (or milliseconds, by `scale`), and units.
 
     acc, host, link: by accelerator, CPU and copies; issue: the host thread's for the accelerator; one_slot: streamed
@@ -21,17 +29,61 @@ class TierSums(NamedTuple):
     works: host work by class. divided: units that both sides compute. on_cpu: units by `ClassCost.place`.
     """
 
-    acc: Amount
-    host: Amount
-    link: Amount
-    issue: Amount
-    one_slot: Amount
-    staged: Amount
-    works: list[Amount]
-    cpu_units: Amount
-    divided: Amount
-    streamed: Amount
-    on_cpu: dict[str, Amount]
+    problem: TierProblem
+    scale: float
+    stalls: bool  # every fetch of KV holds up the accelerator
+    acc: Amount = 0.0
+    host: Amount = 0.0
+    link: Amount = 0.0
+    issue: Amount = 0.0
+    one_slot: Amount = 0.0
+    staged: Amount = 0.0
+    cpu_units: Amount = 0
+    divided: Amount = 0
+    streamed: Amount = 0
+    works: list[Amount] = field(default_factory=list)
+    on_cpu: dict[str, Amount] = field(default_factory=lambda: dict.fromkeys(("leads", "follows", "first", "last"), 0))
+
+    def add_class(self, cost: ClassCost, n: AnyCounts) -> None:
+        scale, units = self.scale, place_units(cost, n)
+        self.works.append(scale * (cost.cpu * n.cpu + self._add_divided(cost, n)))
+        self.host += self.works[-1]
+        self.acc += scale * cost.acc * units.on_acc
+        self.issue += scale * cost.issue * units.on_acc
+        self.cpu_units += n.cpu
+        self.on_cpu[cost.place] += n.cpu
+        if cost.kind.is_looked_up:
+            return
+        self.link += scale * cost.link * units.streamed
+        self.issue += scale * self.problem.copy_issue * units.streamed
+        self.one_slot += scale * (cost.link + cost.acc) * units.streamed
+        self.streamed += units.streamed
+        if cost.kv_nbytes:
+            self._add_kv(cost, units.kv_on_host)
+
+    def _add_divided(self, cost: ClassCost, n: AnyCounts) -> Amount:
+        """Work on divided units; returns that of the CPU, in seconds."""
+        host: Amount = 0.0
+        scale = self.scale
+        for part, (in_arena, elsewhere) in zip(cost.divided, n.divided):
+            both, in_slot = in_arena + elsewhere, copied_units(part, in_arena, elsewhere)
+            host += part.cpu * both
+            self.acc += scale * part.acc * both
+            self.issue += scale * (part.issue * both + self.problem.copy_issue * in_slot)
+            self.link += scale * part.link * in_slot
+            self.one_slot += scale * (part.link + part.alone) * in_slot
+            self.streamed += in_slot
+            if part.share.cpu:
+                self.divided += both
+        return host
+
+    def _add_kv(self, cost: ClassCost, on_host: Amount) -> None:
+        self.link += self.scale * cost.kv_fetch * on_host
+        self.issue += self.scale * self.problem.kv_issue * on_host
+        if self.stalls:
+            self.acc += self.scale * cost.kv_stall * on_host
+        if cost.kv_cycle:
+            self.staged += self.scale * (cost.acc + cost.kv_cycle) * on_host
 
 
 class Handoffs(NamedTuple):
@@ -101,49 +153,11 @@ class TierLines(NamedTuple):
 
 
 def sum_work(problem: TierProblem, counts: Sequence[AnyCounts], scale: float, stalls: bool) -> TierSums:
-    """`scale`: 1 for seconds. `stalls`: every fetch of KV holds up the accelerator."""
-    acc: Amount = 0.0
-    host: Amount = 0.0
-    link: Amount = 0.0
-    issue: Amount = 0.0
-    one_slot: Amount = 0.0
-    staged: Amount = 0.0
-    cpu_units: Amount = 0
-    divided: Amount = 0
-    copied: Amount = 0
-    works: list[Amount] = []
-    on_cpu: dict[str, Amount] = dict.fromkeys(("leads", "follows", "first", "last"), 0)
+    """`scale`: 1 for seconds."""
+    sums = TierSums(problem, scale, stalls)
     for cost, n in zip(problem.classes, counts):
-        units = place_units(cost, n)
-        work = cost.cpu * n.cpu
-        for part, (in_arena, elsewhere) in zip(cost.divided, n.divided):
-            both, in_slot = in_arena + elsewhere, copied_units(part, in_arena, elsewhere)
-            acc = acc + scale * part.acc * both
-            work = work + part.cpu * both
-            issue = issue + scale * (part.issue * both + problem.copy_issue * in_slot)
-            link = link + scale * part.link * in_slot
-            one_slot = one_slot + scale * (part.link + part.alone) * in_slot
-            copied = copied + in_slot
-            if part.share.cpu:  # both sides take part
-                divided = divided + both
-        acc = acc + scale * cost.acc * units.on_acc
-        issue = issue + scale * cost.issue * units.on_acc
-        works.append(scale * work)
-        host = host + works[-1]
-        cpu_units = cpu_units + n.cpu
-        on_cpu[cost.place] = on_cpu[cost.place] + n.cpu
-        if cost.kind.is_looked_up:
-            continue
-        link = link + scale * cost.link * units.streamed
-        issue = issue + scale * problem.copy_issue * units.streamed
-        one_slot = one_slot + scale * (cost.link + cost.acc) * units.streamed
-        copied = copied + units.streamed
-        if cost.kv_nbytes:
-            link = link + scale * cost.kv_fetch * units.kv_on_host
-            issue = issue + scale * problem.kv_issue * units.kv_on_host
-            acc = acc + scale * (cost.kv_stall if stalls else 0.0) * units.kv_on_host
-            staged = staged + scale * (cost.acc + cost.kv_cycle if cost.kv_cycle else 0.0) * units.kv_on_host
-    return TierSums(acc, host, link, issue, one_slot, staged, works, cpu_units, divided, copied, on_cpu)
+        sums.add_class(cost, n)
+    return sums
 
 
 def handoff_floors(problem: TierProblem, sums: TierSums, reached: Amount) -> list[Floor]:
@@ -154,9 +168,9 @@ def handoff_floors(problem: TierProblem, sums: TierSums, reached: Amount) -> lis
     back. A divided unit after a CPU unit hides the hand-off to the accelerator, after others it needs one to the CPU.
     """
     leads, follows = sums.on_cpu["leads"], 1 / problem.followers * sums.on_cpu["follows"]
-    floors = [Floor("handed_in", "handed_in", reached + sums.on_cpu["first"] - 1)]
+    floors = [Floor("handed_in_least", "handed_in", reached + sums.on_cpu["first"] - 1)]
     if problem.may_divide:
-        floors.append(Floor("lone_divided", "lone_divided", sums.divided - sums.on_cpu["leads"]))
+        floors.append(Floor("lone_divided_least", "lone_divided", sums.divided - sums.on_cpu["leads"]))
     floors.append(Floor("trips_of_followers", "trips", follows - leads - sums.on_cpu["last"]))
     floors.append(Floor("trips_of_leaders", "trips", leads - follows - 1))
     return floors

@@ -46,8 +46,8 @@ class TierRows:
     stalls: bool
     parts: bool
 
-    def name(self, what: str, *of: object) -> str:
-        return f"{what}({','.join((f't{self.problem.tokens}', *map(str, of)))})"
+    def name(self, what: str, of: str = "") -> str:
+        return f"{what}(t{self.problem.tokens},{of})" if of else f"{what}(t{self.problem.tokens})"
 
     def key(self, what: str, *numbers: int) -> str:
         """Where a column stands among a solver's: as text, by what it is, then by tier, then by class."""
@@ -69,10 +69,10 @@ class TierRows:
 
         def divided(i: int, place: int) -> Column:
             part = cost.divided[i]
-            name = self.name("divided", cost.name, part.share.label, ("pinned", "streamed")[place])
+            of = f"{cost.name},{part.share.label},{('pinned', 'streamed')[place]}"
             key = self.key("divided", i, c, self.t, place)
             most = 0 if place and part.kept else cost.size
-            return self.program.column(name, 0, most, not self.parts, key)
+            return self.program.column(self.name("divided", of), 0, most, not self.parts, key)
 
         return CountColumns(
             count("pin", fewest.pin, most.pin),
@@ -126,11 +126,11 @@ class TierRows:
                 ("divided_rows", in_arena + elsewhere, columns.row_stage, part.row_nbytes),
             ):
                 few_bytes = what == "divided_rows"
-                of = cost.name, part.share.label
+                of = f"{cost.name},{part.share.label}"
                 key = self.key(what, self.t, c, i)
-                uses = self.program.column(self.name(what, *of), 0, 1, not (self.parts and few_bytes), key)
-                self.program.at_most(self.name(f"{what}_if", *of), count, cost.size * uses)
-                self.program.at_least(self.name(f"{what}_holds", *of), room, nbytes / MIB * uses)
+                uses = self.program.column(self.name(what, of), 0, 1, not (self.parts and few_bytes), key)
+                self.program.at_most(self.name(f"{what}_if", of), count, cost.size * uses)
+                self.program.at_least(self.name(f"{what}_holds", of), room, nbytes / MIB * uses)
         return held
 
     def _limit_class(self, c: int, cost: ClassCost, n: CountColumns, units: ClassUnits, columns: TierColumns) -> Amount:

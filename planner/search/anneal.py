@@ -6,12 +6,12 @@ from math import exp
 from random import Random
 
 from pshard.plan import TierPlan
-from pshard.planner.price.draft import Room, draft_tier, tier_seconds
+from pshard.planner.price.draft import Room, draft_tier, simulated_seconds
 from pshard.planner.price.host_limits import holds
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.coefficients import count_tier
 from pshard.planner.program.unit_classes import UnitClass
-from pshard.planner.search.candidates import Candidate, round_seconds
+from pshard.planner.search.candidates import Candidate, plan_seconds
 from pshard.planner.search.climb import SEARCH_ROUNDS, SLOT_CHOICES, TierSearch, state_of
 from pshard.planner.search.other_tiers import EVALUATIONS
 from pshard.planner.search.residency_order import limit_host, order_around
@@ -85,8 +85,8 @@ def place_around(
         tiers.append(arranged)
     if not holds(room, tiers):
         return found
-    seconds = tuple(tier_seconds(room, tier, cost) for tier, cost in zip(tiers, costs))
-    total = round_seconds(room, tuple(tiers), seconds, costs)
+    seconds = tuple(simulated_seconds(room, tier, cost) for tier, cost in zip(tiers, costs))
+    total = plan_seconds(room, tuple(tiers), seconds, costs)
     if total >= found.total:
         return found
     return replace(found, residency=residency, tiers=tuple(tiers), seconds=seconds, total=total)
@@ -131,7 +131,7 @@ def anneal(
     choices = [(*place_choices(u.kind), *divided_choices(shares.get(u.name, ()))) for u in units]
     now = [(p.where, p.kv == "vram", p.share) for p in tier.placements]
     slots, tokens = max(1, tier.buffers.slots), tier.tokens
-    best, best_seconds = tier, tier_seconds(room, tier, costs, SEARCH_ROUNDS)
+    best, best_seconds = tier, simulated_seconds(room, tier, costs, SEARCH_ROUNDS)
     seconds = first = best_seconds
     tries = max(TRIES, TRIES_PER_UNIT * len(units))
     for i in range(tries):
@@ -147,7 +147,7 @@ def anneal(
         draft = _make_fit(rng, room, tokens, tried, tried_slots)
         if draft is None:
             continue
-        took = tier_seconds(room, draft, costs, SEARCH_ROUNDS)
+        took = simulated_seconds(room, draft, costs, SEARCH_ROUNDS)
         warmth = heat * first * (1 - i / tries)
         if took < seconds or rng.random() < exp((seconds - took) / warmth):
             now, slots, seconds = tried, tried_slots, took

@@ -6,7 +6,7 @@ from math import inf
 
 from pshard.errors import NoPlan, UserError
 from pshard.plan import RankPlan, TierPlan
-from pshard.planner.price.draft import Room, draft_tier, tier_seconds
+from pshard.planner.price.draft import Room, draft_tier, simulated_seconds
 from pshard.planner.price.host_limits import holds
 from pshard.planner.price.page_locks import locked, stage_by
 from pshard.planner.price.tier_costs import TierCosts
@@ -96,8 +96,8 @@ def restage_candidate(room: Room, costs: tuple[TierCosts, ...], candidate: Candi
         return candidate
     order, tiers = candidate.residency, candidate.tiers
     priced = stage_by(RankPlan(0, 0, 1.0, order.pin_order, order.kv_order, tiers), costs)
-    seconds = tuple(tier_seconds(room, tier, cost) for tier, cost in zip(tiers, priced))
-    return replace(candidate, seconds=seconds, total=round_seconds(room, tiers, seconds, priced))
+    seconds = tuple(simulated_seconds(room, tier, cost) for tier, cost in zip(tiers, priced))
+    return replace(candidate, seconds=seconds, total=plan_seconds(room, tiers, seconds, priced))
 
 
 def _improve(room: Room, classes: tuple[UnitClass, ...], entered: list[tuple[TierCosts, float]], start: Start) -> Start:
@@ -146,8 +146,8 @@ def _complete(
     residency, tiers = placed[0], tuple(t.tier for t in placed[1])
     if not holds(room, tiers):
         return None
-    seconds = tuple(tier_seconds(room, tier, cost) for tier, cost in zip(tiers, costs))
-    total = round_seconds(room, tiers, seconds, costs)
+    seconds = tuple(simulated_seconds(room, tier, cost) for tier, cost in zip(tiers, costs))
+    total = plan_seconds(room, tiers, seconds, costs)
     return Candidate("ilp", residency, tiers, seconds, total, start.solution)
 
 
@@ -190,10 +190,10 @@ def _price_baseline(
     for i in sorted(range(len(costs)), key=lambda i: costs[i].load.rare):
         if spent >= most:
             return None
-        seconds[i] = tier_seconds(room, placed.tiers[i], costs[i])
+        seconds[i] = simulated_seconds(room, placed.tiers[i], costs[i])
         spent += costs[i].load.weight * seconds[i]
     in_order = tuple(seconds[i] for i in range(len(costs)))
-    total = round_seconds(room, placed.tiers, in_order, costs)
+    total = plan_seconds(room, placed.tiers, in_order, costs)
     return Candidate(name, Residency(placed.pin_order, placed.kv_order), placed.tiers, in_order, total)
 
 
@@ -202,8 +202,8 @@ def keep_everything(room: Room, costs: tuple[TierCosts, ...]) -> Candidate:
     tiers = tuple(whole_tier(room, c.load.tokens) for c in costs)
     pins = tuple(u.name for u in room.spec.units if not u.kind.is_looked_up)
     kv = tuple(u.name for u in room.spec.units if u.kind.state)
-    seconds = tuple(tier_seconds(room, tier, cost) for tier, cost in zip(tiers, costs))
-    return Candidate("all in VRAM", Residency(pins, kv), tiers, seconds, round_seconds(room, tiers, seconds, costs))
+    seconds = tuple(simulated_seconds(room, tier, cost) for tier, cost in zip(tiers, costs))
+    return Candidate("all in VRAM", Residency(pins, kv), tiers, seconds, plan_seconds(room, tiers, seconds, costs))
 
 
 def whole_tier(room: Room, tokens: int) -> TierPlan:
@@ -212,7 +212,7 @@ def whole_tier(room: Room, tokens: int) -> TierPlan:
     return draft_tier(room, tokens, where, frozenset(u.name for u in room.spec.units if u.kind.state), 0)
 
 
-def round_seconds(
+def plan_seconds(
     room: Room, tiers: tuple[TierPlan, ...], seconds: tuple[float, ...], costs: tuple[TierCosts, ...]
 ) -> float:
     """Seconds of one round of the workload: every tier as often as it runs, and the switches between them."""

@@ -6,7 +6,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from pshard.plan import TierPlan
-from pshard.planner.price.draft import Room, draft_tier, tier_seconds
+from pshard.planner.price.draft import Room, draft_tier, simulated_seconds
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.coefficients import may_divide
 from pshard.planner.program.counts import Counts
@@ -98,7 +98,7 @@ class TierSearch:
         their placements' identities, which are no others': the placements are in it."""
         known, key = self.costs.searched, (tier.buffers.slots, *map(id, tier.placements))
         if key not in known:
-            known[key] = tier.placements, tier_seconds(self.room, tier, self.costs, SEARCH_ROUNDS)
+            known[key] = tier.placements, simulated_seconds(self.room, tier, self.costs, SEARCH_ROUNDS)
         return known[key][1]
 
     def _is_over(self, state: TierState) -> bool:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from pshard.plan import TierPlan
-from pshard.planner.price.draft import Room, tier_seconds
+from pshard.planner.price.draft import Room, simulated_seconds
 from pshard.planner.price.host_limits import holds
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.coefficients import may_divide, tier_problem
@@ -11,7 +11,7 @@ from pshard.planner.program.joint_program import Question
 from pshard.planner.program.solve_tiers import Solution, relaxation_bound, solve_tiers
 from pshard.planner.program.unit_classes import UnitClass
 from pshard.planner.search.anneal import arrange_tier, refine_divided
-from pshard.planner.search.candidates import EVALUATIONS, Candidate, round_seconds
+from pshard.planner.search.candidates import EVALUATIONS, Candidate, plan_seconds
 from pshard.planner.search.climb import TierSearch
 from pshard.planner.search.program_starts import START_GAP, affordable_slots
 from pshard.planner.search.residency_order import arrange_residency
@@ -95,8 +95,8 @@ def _place(
     placed = tuple(tiers[i] for i in range(len(costs)))
     if not holds(room, placed):
         return None
-    seconds = tuple(tier_seconds(room, tier, cost) for tier, cost in zip(placed, costs))
-    total = round_seconds(room, placed, seconds, costs)
+    seconds = tuple(simulated_seconds(room, tier, cost) for tier, cost in zip(placed, costs))
+    total = plan_seconds(room, placed, seconds, costs)
     return replace(
         found, strategy="ilp", residency=residency, tiers=placed, seconds=seconds, total=total, solution=solution
     )

@@ -6,7 +6,7 @@ Branch and bound over units in order of execution, on simulated time.
 from dataclasses import dataclass, field
 
 from pshard.plan import TierPlan
-from pshard.planner.price.draft import Room, draft_tier, tier_seconds
+from pshard.planner.price.draft import Room, draft_tier, simulated_seconds
 from pshard.planner.price.host_limits import holds
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.coefficients import count_tier, may_divide, tier_problem
@@ -112,7 +112,7 @@ class ExactSearch:
         for slots, bound in self._bounds[alike]:
             if bound < self.limit:
                 tier = self._draft(places, slots)
-                seconds = tier_seconds(self.room, tier, self.costs)
+                seconds = simulated_seconds(self.room, tier, self.costs)
                 if seconds < self.limit:
                     self.limit, self.best = seconds, tier
 

@@ -16,7 +16,7 @@ from pshard.planner.search.climb import Scored, TierSearch
 from pshard.planner.search.residency_order import arrange_residency
 
 SLOTS = (2, 3)  # the program is solved for each; the best of them also with other assumptions about KV
-OTHERWISE = ("hidden", "none")
+FIRST_HOST_KV, OTHERWISE = "stalls", ("hidden", "none")
 START_GAP = 0.02  # of the solver: what units gain by their order is worth more than the rest of it
 
 
@@ -52,7 +52,7 @@ class StartFinder:
         """
         starts: list[Start] = []
         for slots in SLOTS:
-            starts = self._add(starts, slots, "stalls", wanted)
+            starts = self._add(starts, slots, FIRST_HOST_KV, wanted)
         for host_kv in OTHERWISE if starts else ():
             starts = self._add(starts, starts[0].slots, host_kv, wanted)
         return starts
@@ -60,25 +60,13 @@ class StartFinder:
     def _add(self, starts: list[Start], slots: int, host_kv: str, wanted: int) -> list[Start]:
         slowest = starts[wanted - 1].weighted if len(starts) >= wanted else inf
         left = self.deadline - time.monotonic()
-        asked = self._ask(slots, host_kv)
+        asked = _ask(self.room, self.classes, self.costs, slots, host_kv)
         late = bool(starts) and left <= 0
         if late or (slowest < inf and relaxation_bound(asked.tiers, host_kv) >= slowest):
             return starts
         solution = solve_tiers(asked, max(left / 2, 0.5), START_GAP)
         found = [self._simulate(solution, slots, even) for even in (True, False)] if solution.counts else []
         return sorted([*starts, *(s for s in found if s)], key=lambda s: s.weighted)
-
-    def write_first(self) -> str:
-        """The program that is solved first, as text of the LP format."""
-        return lp_text(write_program(self._ask(SLOTS[0], "stalls")).program)
-
-    def _ask(self, slots: int, host_kv: str) -> Question:
-        """What the program is asked of one flavour."""
-        problems = tuple(
-            tier_problem(self.room, self.classes, c, affordable_slots(self.room, c, slots)) for c in self.costs
-        )
-        kv_switch = tuple(self.costs[0].units[c.units[0].name].kv_fetch for c in self.classes)
-        return Question(problems, 1 / self.costs[0].tables.link_rate, kv_switch, host_kv=host_kv)
 
     def _simulate(self, solution: Solution, slots: int, even: bool) -> Start | None:
         """The solution in one order; None when a tier does not fit after all."""
@@ -92,6 +80,20 @@ class StartFinder:
             tiers.append(tier)
         weighted = sum(c.load.weight * t.seconds for c, t in zip(self.costs, tiers))
         return Start(solution, slots, even, solution.counts, solution.counts, tuple(tiers), weighted)
+
+
+def write_first_program(room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...]) -> str:
+    """The program that a StartFinder solves first, as text of the LP format."""
+    return lp_text(write_program(_ask(room, classes, costs, SLOTS[0], FIRST_HOST_KV)).program)
+
+
+def _ask(
+    room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...], slots: int, host_kv: str
+) -> Question:
+    """What the program is asked of one flavour."""
+    problems = tuple(tier_problem(room, classes, c, affordable_slots(room, c, slots)) for c in costs)
+    kv_switch = tuple(costs[0].units[c.units[0].name].kv_fetch for c in classes)
+    return Question(problems, 1 / costs[0].tables.link_rate, kv_switch, host_kv=host_kv)
 
 
 def affordable_slots(room: Room, costs: TierCosts, slots: int) -> int:

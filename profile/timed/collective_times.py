@@ -41,13 +41,13 @@ def measure_collectives(
     one GPU each; without `shared_memory` CPU ranks sum by gloo); takes about 3 s ("cuda": 15 s) and SECONDS_PER_SIZE
     for each size per number of ranks. Raises UserError when a group cannot be started.
     """
-    from pshard.runtime.ranks.start_ranks import launch
+    from pshard.runtime.ranks.start_ranks import start_ranks
 
     timings: list[CollectiveTiming] = []
     for n in ranks:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "times.json"
-            code = launch(
+            code = start_ranks(
                 n,
                 "pshard.profile.timed.collective_times",
                 [device, str(n), str(out), str(int(shared_memory)), *map(str, sizes)],

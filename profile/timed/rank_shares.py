@@ -54,7 +54,7 @@ def measure_shares(host: KernelBench, kind: str, ranks: Sequence[int], seconds: 
     released: a virtual machine's host may take seconds to find as much memory again. Raises UserError when a group
     cannot be started.
     """
-    from pshard.runtime.ranks.start_ranks import launch
+    from pshard.runtime.ranks.start_ranks import start_ranks
 
     found: list[ShareTiming] = []
     whole = {t: _median_call(_matmul_calls(host, t), seconds) for t in TOKENS if ranks}
@@ -63,7 +63,7 @@ def measure_shares(host: KernelBench, kind: str, ranks: Sequence[int], seconds: 
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "shares.json"
             task = Task(kind, n, torch.get_num_threads(), host.pool.nbytes, seconds)
-            code = launch(n, "pshard.profile.timed.rank_shares", [json.dumps(asdict(task)), str(out)])
+            code = start_ranks(n, "pshard.profile.timed.rank_shares", [json.dumps(asdict(task)), str(out)])
             if code != 0 or not out.exists():
                 raise UserError(f"what {n} ranks have of this host could not be timed (exit code {code})")
             rows = [from_json(ShareTiming, row) for row in json.loads(out.read_text())]

@@ -137,7 +137,17 @@ def _time_walk(
 def _small_model(layers: int = LAYERS, d_model: int = THIN) -> ModelSpec:
     """Matrices have THIN rows or columns; there are two heads of half as many."""
     config = ModelConfig(
-        "llama", layers, d_model, 2, 1, THIN // 2, THIN, THIN, 1e-6, CONTEXT, Rope(THIN // 2, 1e4, "halves")
+        "llama",
+        layers,
+        d_model,
+        n_heads=2,
+        n_kv_heads=1,
+        head_dim=THIN // 2,
+        d_ffn=THIN,
+        vocab=THIN,
+        norm_eps=1e-6,
+        context=CONTEXT,
+        rope=Rope(THIN // 2, 1e4, "halves"),
     )
     units = [Unit(EMBEDDING.name, EMBEDDING, -1, (_tensor("token_embd.weight", THIN, d_model),))]
     for i in range(layers):

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 
 from pshard.batch_sizes import LOGIT_ROWS
-from pshard.gpu_tiles import Tile, TileChoice
 from pshard.profile.effort import Shapes
 from pshard.quant import QUANT_TYPES, packed_nbytes
 from pshard.runtime.kernels.api import Kernels, Packed
 from pshard.runtime.kernels.gpu.default_tiles import gated_kernel
+from pshard.times.gpu_tiles import Tile, TileChoice
 
 
 @dataclass(frozen=True)

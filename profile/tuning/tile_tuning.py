@@ -7,13 +7,13 @@ from itertools import zip_longest
 
 import torch
 
-from pshard.gpu_tiles import Tile, TileChoice
 from pshard.profile.timed.time_kernels import KernelBench
 from pshard.profile.timing_loop import race_seconds
 from pshard.profile.tuning.compile_ahead import compile_ahead, count_processes, requests_of
 from pshard.profile.tuning.tile_cases import TileCase, calls_of
 from pshard.runtime.kernels.api import TiledKernels
 from pshard.runtime.kernels.gpu.default_tiles import candidate_tiles
+from pshard.times.gpu_tiles import Tile, TileChoice
 
 NOISE = 0.03  # a tile must be faster than the default by more than this
 TOLERANCE = 0.02  # relative error of a tile's numbers against the default's: both round alike, so it is far less

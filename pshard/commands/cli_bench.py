@@ -10,11 +10,11 @@ from pshard.commands.run_flags import add_plan_flags, make_request, planned_flag
 from pshard.errors import UserError
 
 if TYPE_CHECKING:
-    from pshard.measurement import Measurement
     from pshard.runtime.ranks.group import Group
     from pshard.session.bench_engine import BenchSetting, BenchTest
     from pshard.session.open_plan import Opened
     from pshard.session.run_request import RunRequest
+    from pshard.times.measurement import Measurement
 
 BASELINES = ("fit", "accelerate")
 
@@ -48,15 +48,15 @@ def _main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     request = _make_request(args)
 
-    from pshard.runtime.ranks.group import launched_ranks
+    from pshard.runtime.ranks.group import started_ranks
     from pshard.session.open_plan import open_plan, settle_plan
     from pshard.session.start_engine import open_group
 
     request, ranks = settle_plan(request)
-    if ranks > 1 and not launched_ranks():
-        from pshard.runtime.ranks.start_ranks import launch
+    if ranks > 1 and not started_ranks():
+        from pshard.runtime.ranks.start_ranks import start_ranks
 
-        return launch(ranks, "pshard.commands.cli_bench", [*planned_flags(argv), "-m", str(request.model)])
+        return start_ranks(ranks, "pshard.commands.cli_bench", [*planned_flags(argv), "-m", str(request.model)])
     opened = open_plan(request)
     group = open_group(opened, ranks)
     try:

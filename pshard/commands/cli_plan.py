@@ -54,6 +54,8 @@ def _run(argv: list[str]) -> int:
         tell(f"note: {what}")
     registry = _find_registry(args, path, bool(elsewhere))
     planned = _plan_all(args, path, profile, bool(elsewhere), tell)
+    if args.write_lp:
+        _write_lp(args.write_lp, planned.spec, profile, planned.asked, planned.variants[0])
     emitted = emit_arguments(planned) if args.emit else []  # refused before anything is written
     if args.split_mode != "none" and not profile.collectives:
         tell("note: the profile has no collectives; what ranks exchange is priced as copies through host memory")
@@ -160,6 +162,15 @@ def _plan(
             raise
         tell(f"skipped: {error}")
         return None, ()
+
+
+def _write_lp(file: Path, spec: ModelSpec, profile: MachineProfile, workload: Workload, variant: Variant) -> None:
+    from pshard.planner.write_lp import lp_of_plan
+
+    try:
+        file.write_text(lp_of_plan(spec, profile, workload, variant.correction), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--write-lp: cannot write {file}: {error.strerror}") from None
 
 
 def _other_machine(profile: MachineProfile) -> list[str]:

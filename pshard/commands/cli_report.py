@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from pshard.commands.command_line import new_parser, run_cli
 
 if TYPE_CHECKING:
-    from pshard.measurement import Timeline
     from pshard.reports.inputs import ReportInputs
+    from pshard.times.measurement import Timeline
 
 
 def main() -> int:

@@ -57,7 +57,7 @@ def _main(argv: list[str]) -> int:
 
     from dataclasses import replace
 
-    from pshard.runtime.ranks.group import launched_ranks
+    from pshard.runtime.ranks.group import started_ranks
     from pshard.runtime.sampling import Sampling
     from pshard.session.open_plan import open_plan, settle_plan
     from pshard.session.start_engine import open_group, start_engine
@@ -66,10 +66,10 @@ def _main(argv: list[str]) -> int:
     ids = _encode_prompt(request.model, prompt, args.chat)
     request = replace(request, needed=len(ids) + args.predict)  # a plan of at least that context is chosen
     request, ranks = settle_plan(request)
-    if ranks > 1 and not launched_ranks():
-        from pshard.runtime.ranks.start_ranks import launch
+    if ranks > 1 and not started_ranks():
+        from pshard.runtime.ranks.start_ranks import start_ranks
 
-        return launch(ranks, "pshard.commands.cli_run", [*planned_flags(argv), "-m", str(request.model)])
+        return start_ranks(ranks, "pshard.commands.cli_run", [*planned_flags(argv), "-m", str(request.model)])
     opened = open_plan(request)
     group = open_group(opened, ranks)
     if args.seed is None:  # all ranks draw the same tokens

@@ -49,6 +49,7 @@ def parse_plan_flags(argv: list[str]) -> argparse.Namespace:
         "--emit", choices=("llama.cpp",),
         help="print arguments that realise the decode tier's static part; with --json a list beside the plan",
     )  # fmt: skip
+    p.add_argument("--write-lp", type=Path, metavar="FILE", help="write the integer program too, in the LP format")
     p.add_argument(
         "--validate", action=argparse.BooleanOptionalAction, default=None,
         help="run the best few plans and keep the fastest (default: where that takes a moment on this machine)",
@@ -70,10 +71,19 @@ def parse_plan_flags(argv: list[str]) -> argparse.Namespace:
         raise UserError("-sm auto and --strategy exclude each other; give the published strategy its split")
     if args.emit and args.split_mode in ("layer", "tensor"):
         raise UserError(f"--emit {args.emit} needs a plan for one device; leave out -sm")
+    if args.write_lp:
+        _check_write_lp(args)
     if args.vram and args.sweep:
         raise UserError("--vram and --sweep exclude each other; a sweep lists its own budgets")
     check_split_flags(args)
     return args
+
+
+def _check_write_lp(args: argparse.Namespace) -> None:
+    if args.split_mode != "none" or args.sweep or args.strategy != "ilp":
+        raise UserError("--write-lp needs one plan for one device by the program; leave out -sm, --sweep, --strategy")
+    if not args.write_lp.parent.is_dir():
+        raise UserError(f"--write-lp: there is no folder {args.write_lp.parent}")
 
 
 def _yes_or_no(text: str) -> bool:

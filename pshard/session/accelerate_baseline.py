@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pshard.errors import UserError
-from pshard.measurement import Measurement, summarise_samples
 from pshard.plan import Variant
+from pshard.times.measurement import Measurement, summarise_samples
 
 if TYPE_CHECKING:
     from pshard.session.bench_engine import BenchSetting, BenchTest

@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from pshard.errors import UserError
-from pshard.measurement import Measurement, summarise_samples, test_name
 from pshard.quant import align
+from pshard.times.measurement import Measurement, summarise_samples, test_name
 from pshard.times.stolen_time import read_core_time, stolen_share
 from pshard.units.kv_cells import KV_BLOCK, kv_blocks
 

@@ -93,9 +93,9 @@ def settle_plan(request: RunRequest) -> tuple[RunRequest, int]:
 
     Raises UserError as `open_plan` does, and for --replan under torchrun, whose ranks would each make a plan.
     """
-    from pshard.runtime.ranks.group import launched_ranks
+    from pshard.runtime.ranks.group import started_ranks
 
-    if request.replan and launched_ranks() > 1:
+    if request.replan and started_ranks() > 1:
         raise UserError("--replan is for one process; under torchrun run pshard-plan with the same flags first")
     auto = request.split_mode == "auto" or request.auto_ratios
     if not auto and not request.replan:
@@ -103,12 +103,12 @@ def settle_plan(request: RunRequest) -> tuple[RunRequest, int]:
     opened = open_plan(request)
     opened.file.close()
     ranks = len(opened.variant.ranks)
-    if launched_ranks() not in (0, ranks):
+    if started_ranks() not in (0, ranks):
         raise UserError(
             f"the plan that is taken ({opened.variant.way}) is for {ranks} rank{'s' * (ranks > 1)}, but "
-            f"{launched_ranks()} were started; start {ranks} with torchrun, or ask for a split with -sm and -ts"
+            f"{started_ranks()} were started; start {ranks} with torchrun, or ask for a split with -sm and -ts"
         )
-    says = ranks == 1 or launched_ranks() > 0  # of those that this starts, rank 0 will
+    says = ranks == 1 or started_ranks() > 0  # of those that this starts, rank 0 will
     if opened.why and says and os.environ.get("RANK", "0") == "0":
         print(f"note: {opened.why}", file=sys.stderr)
     return replace(request, replan=False), ranks

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pshard.measurement import Measurement
 from pshard.reports.figures.style import FAINT, colour_strategies, name_strategy, new_figure, use_plain_numbers
+from pshard.times.measurement import Measurement
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

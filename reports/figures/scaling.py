@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pshard.measurement import Measurement, test_name
 from pshard.reports.figures.style import CYCLE, GREY, OWN_STRATEGY, new_figure
+from pshard.times.measurement import Measurement, test_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

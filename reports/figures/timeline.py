@@ -3,8 +3,8 @@
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from pshard.measurement import Timeline
 from pshard.reports.figures.style import BLUE, FAINT, GREEN, ORANGE, PURPLE, new_figure
+from pshard.times.measurement import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

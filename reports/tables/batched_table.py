@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from pshard.measurement import Measurement
 from pshard.reports.tables.markdown_table import draw_table
+from pshard.times.measurement import Measurement
 
 HEADINGS = ("plan", "PP", "TG", "B", "N_KV", "T_PP s", "S_PP t/s", "predicted", "T_TG s", "S_TG t/s", "predicted",
             "T s", "S t/s", "predicted")  # fmt: skip

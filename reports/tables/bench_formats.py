@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable, Sequence
 
 from pshard.jsonio import to_json
-from pshard.measurement import Measurement
 from pshard.reports.tables.batched_table import format_batched
 from pshard.reports.tables.markdown_table import draw_table
+from pshard.times.measurement import Measurement
 
 FORMATS = ("md", "batched", "csv", "json", "jsonl")
 

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pshard.measurement import Measurement
 from pshard.plan import Variant
 from pshard.reports.figures.style import RESOURCE_NAMES, format_number, name_strategy
 from pshard.reports.tables.bench_formats import format_bytes, table_columns
+from pshard.times.measurement import Measurement
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
-from pshard.gpu_tiles import TileChoice
+from pshard.times.gpu_tiles import TileChoice
 
 if TYPE_CHECKING:
     from pshard.runtime.ranks.peer_memory import PeerExchange

@@ -5,14 +5,14 @@ import torch
 from pshard.quant import QUANT_TYPES, ROW_BLOCK, plane_offsets, record_nbytes
 from pshard.runtime.kernels.api import Packed
 
-_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # value x 2 of each 4-bit code (OCP MX specification: E2M1), doubled so that all are whole numbers
 _E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 def plain_rows(weight: Packed) -> torch.Tensor | None:
     """A [rows, cols] view of weights that are stored as plain rows; None for block types."""
-    dtype = _PLAIN.get(weight.qtype)
+    dtype = PLAIN.get(weight.qtype)
     if dtype is None:
         return None
     nbytes = weight.rows * weight.cols * dtype.itemsize
@@ -155,4 +155,4 @@ _DECODE = {
     "Q5_K": lambda p, n: _k_affine(p, n, _five(p, n)),
     "Q6_K": _q6_k,
 }
-assert set(_DECODE) | set(_PLAIN) == set(QUANT_TYPES)
+assert set(_DECODE) | set(PLAIN) == set(QUANT_TYPES)

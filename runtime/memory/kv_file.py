@@ -35,6 +35,7 @@ from pshard.runtime.kernels.kv_codec import put_head, take_head
 from pshard.runtime.memory.kv_cache import read_cells, write_cells
 from pshard.runtime.memory.weights import WeightSource
 from pshard.runtime.ranks.group import Group
+from pshard.units.attention import QKV
 from pshard.units.kv_cells import kv_nbytes, longest_sequence
 from pshard.units.state import CellState, StateShape
 
@@ -57,7 +58,7 @@ def fingerprint_model(source: WeightSource) -> str:
 
 
 @dataclass(frozen=True)
-class Block:
+class HeadCells:
     """One head's keys or values of one layer: number in the file, its unit, "k" or "v", head among this rank's."""
 
     number: int
@@ -73,7 +74,7 @@ class KVStore:
     def __init__(self, source: WeightSource, held: Sequence[Ranges], kv: StateShape, executor: Executor, group: Group):
         """source: the whole model; held: what of it every rank has (pshard.cuts.rank_parts.split_ranges)."""
         self._source, self._kv, self._executor, self._group = source, kv, executor, group
-        self._blocks = tuple(_blocks_of(source.spec, held, group.rank))
+        self._blocks = tuple(_blocks_of(source.spec, kv, held, group.rank))
 
     def save(self, path: Path, held: Sequence[int], tokens: Sequence[int]) -> None:
         """Write the first len(tokens) cells of the sequence with these blocks; the file is there whole or not at all.
@@ -175,7 +176,7 @@ class KVStore:
         kind = self._kv.type_k if what == "k" else self._kv.type_v
         return cells * kv_nbytes(kind, self._source.spec.config.head_dim)
 
-    def _offset(self, block: Block, cells: int, start: int) -> int:
+    def _offset(self, block: HeadCells, cells: int, start: int) -> int:
         heads = self._source.spec.config.n_kv_heads
         layer, rest = divmod(block.number, 2 * heads)
         k, v = self._block_bytes("k", cells), self._block_bytes("v", cells)
@@ -238,16 +239,16 @@ class KVStore:
                     if raw:
                         values = torch.frombuffer(raw, dtype=torch.uint8).view(memory[block.what].dtype)
                         put_head(memory[block.what], block.head, fields["head_dim"], values)
-                write_cells(self._executor.residency.state_now(unit), held, memory)
+                write_cells(self._executor.residents.state_now(unit), held, memory)
                 self._executor.device.synchronize()
         return tokens
 
     def _read_cells(self, unit: str, held: Sequence[int], cells: int) -> dict[str, torch.Tensor]:
         self._executor.device.synchronize()
-        return read_cells(self._executor.residency.state_now(unit), held, cells)
+        return read_cells(self._executor.residents.state_now(unit), held, cells)
 
-    def _by_unit(self) -> dict[str, list[Block]]:
-        units: dict[str, list[Block]] = {}
+    def _by_unit(self) -> dict[str, list[HeadCells]]:
+        units: dict[str, list[HeadCells]] = {}
         for block in self._blocks:
             units.setdefault(block.unit, []).append(block)
         return units
@@ -266,14 +267,15 @@ def _read_header(path: Path, file: Any) -> tuple[bytes, dict[str, Any]]:
     return header, json.loads(header)
 
 
-def _blocks_of(spec: ModelSpec, ranges: Sequence[Ranges], rank: int) -> Iterator[Block]:
+def _blocks_of(spec: ModelSpec, shape: StateShape, ranges: Sequence[Ranges], rank: int) -> Iterator[HeadCells]:
     """The blocks that a rank holds."""
     heads, d = spec.config.n_kv_heads, spec.config.head_dim
-    for layer, unit in enumerate(u for u in spec.units if u.kind.state):
-        key = next(t.name for t in unit.tensors if t.role == "attn_k.weight")
+    caches = (u for u in spec.units if isinstance(u.state(spec.config, shape), CellState))
+    for layer, unit in enumerate(caches):
+        key = unit.by_role[QKV[1]].name
         rows = [r[unit.name].get(key, (0, 0, 0, 0)) for r in ranges]
         held = [range(start // d, stop // d) for start, stop, _, _ in rows]
         for at, head in enumerate(held[rank]):
             first = next(r for r, mine in enumerate(held) if head in mine)
             for i, what in enumerate("kv"):
-                yield Block((2 * layer + i) * heads + head, unit.name, what, at, first == rank)
+                yield HeadCells((2 * layer + i) * heads + head, unit.name, what, at, first == rank)

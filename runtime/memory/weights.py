@@ -209,7 +209,7 @@ LOOKUP_IDS = 64  # looked up at once where whole records are unpacked: bounds th
 def lookup_rows(table: Packed, ids: torch.Tensor, out: torch.Tensor) -> None:
     """out[i] = row ids[i] of the matrix as float32. ids int64 [M], out [M, cols], all on the table's device."""
     if table.data.device.type == "cpu" and native.is_available():
-        native.get_rows(table.data, table.qtype, table.rows, table.cols, ids.contiguous(), ids.numel(), out)
+        native.get_rows(table, ids.contiguous(), ids.numel(), out)
     elif (rows := plain_rows(table)) is not None:
         out.copy_(rows[ids])
     elif ids.numel() > LOOKUP_IDS:

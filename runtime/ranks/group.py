@@ -363,8 +363,8 @@ def _open_peers(store: dist.Store, rank: int, size: int) -> "PeerExchange | None
     return open_peer_exchange(store, rank, size)
 
 
-def launched_ranks() -> int:
-    """How many ranks the launcher or torchrun started this process as one of; 0 when neither did, or it alone.
+def started_ranks() -> int:
+    """How many ranks `start_ranks` or torchrun started this process as one of; 0 when neither did, or it alone.
 
     Raises UserError as `_read_number` does.
     """
@@ -403,7 +403,7 @@ def init_group(
     them). `reduce_dtype`: one of collectives.REDUCE_DTYPES. `timings`: a profile's, by which the way of summing
     on GPUs is chosen per size. Raises UserError when the environment describes another number of ranks.
     """
-    started = launched_ranks() or 1
+    started = started_ranks() or 1
     if started != ranks:
         said = f"{started} rank{'s' * (started > 1)} {'were' if started > 1 else 'was'} started"
         raise UserError(
@@ -418,7 +418,7 @@ def init_group(
     if not os.environ.get("MASTER_ADDR"):
         raise UserError("RANK and WORLD_SIZE are set, but not MASTER_ADDR, where ranks meet: start them with torchrun")
     _read_number("MASTER_PORT", 1, 65535)
-    _die_with_launcher()
+    _die_with_starter()
     if here < ranks:  # several hosts
         shared_memory = False
         use_route_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
@@ -492,11 +492,11 @@ def _open_store(rank: int, ranks: int, client_only: bool = False) -> dist.Store:
     return dist.PrefixStore(f"attempt-{attempt}", store)
 
 
-def _die_with_launcher() -> None:
-    """Have the kernel end this rank when the launcher is killed (Linux)."""
-    launcher = os.environ.get("PSHARD_LAUNCHER")
-    if launcher and os.name == "posix" and os.uname().sysname == "Linux":
+def _die_with_starter() -> None:
+    """Have the kernel end this rank when the process that started it is killed (Linux)."""
+    starter = os.environ.get("PSHARD_STARTED_BY")
+    if starter and os.name == "posix" and os.uname().sysname == "Linux":
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != int(launcher):
-            raise UserError("the launcher of this rank is gone; start the command again")
+        if os.getppid() != int(starter):
+            raise UserError("the process that started this rank is gone; start the command again")

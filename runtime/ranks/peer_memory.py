@@ -41,6 +41,8 @@ class PeerExchange:
         slices = row_sum.ROWS, row_sum.MAX_COLS // row_sum.SLICE
         self._epochs = torch.zeros(slices, dtype=torch.int32, device=memory.device)
         self._squares = torch.zeros(slices, dtype=torch.int64, device=memory.device)
+        # of `sum_rows_kernel`, in its order: where the ranks meet, and who says that one is late
+        self._meeting = self._addresses, self._epochs, self._squares, self._state[kernels.FAILED :], late
         self._bounds: dict[tuple[int, ...], torch.Tensor] = {}
         self._pushed: torch.Tensor | None = None  # the part that `push` was last asked for
 
@@ -80,12 +82,12 @@ class PeerExchange:
         """
         rows, cols = part.shape
         weight, eps, out = norm or (None, 0.0, None)
+        normed = (weight, out, out.stride(0) if out is not None else 0, cols, eps)
         pushed, self._pushed = self._pushed is not None and self._pushed.data_ptr() == part.data_ptr(), None
         row_sum.sum_rows_kernel[(rows, row_sum.MAX_COLS // row_sum.SLICE)](
-            part, target, weight, out, out.stride(0) if out is not None else 0, cols, eps, *quantised,
-            self._addresses, self._epochs, self._squares, self._state[kernels.FAILED :], self._late,
-            3 * PATIENCE, **self._places(), WIRE=WIRES[wire], SLICE=row_sum.SLICE, PUSHED=pushed,
-            ACCUMULATE=accumulate, NORM=norm is not None, QUANTISE=quantised[0] is not None, num_warps=row_sum.WARPS,
+            part, target, *normed, *quantised, *self._meeting, 3 * PATIENCE, **self._places(), WIRE=WIRES[wire],
+            SLICE=row_sum.SLICE, PUSHED=pushed, ACCUMULATE=accumulate, NORM=norm is not None,
+            QUANTISE=quantised[0] is not None, num_warps=row_sum.WARPS,
         )  # fmt: skip
 
     def sum(self, part: torch.Tensor, target: torch.Tensor, algorithm: str, wire: str, accumulate: bool) -> None:

@@ -1,4 +1,4 @@
-"""Sums, gathers and hand-overs between ranks of one host through shared memory (csrc/allreduce.cpp).
+"""Sums, gathers and hand-overs between ranks of one host through shared memory (csrc/ranks/allreduce.cpp).
 
 The memory is an anonymous file (memfd) of rank 0 that the others open through /proc: it has no name, so whatever way
 the ranks end, the kernel frees it with the last of them.

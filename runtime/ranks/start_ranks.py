@@ -15,7 +15,7 @@ EXIT_RANK_LOST = 75  # as in pshard.runtime.ranks.watch, which would import torc
 POLL_SECONDS = 0.05
 
 
-def launch(ranks: int, module: str, argv: list[str]) -> int:
+def start_ranks(ranks: int, module: str, argv: list[str]) -> int:
     """Run `module`'s main() with `argv` as `ranks` processes of this machine; returns the group's exit code.
 
     Rank 0 has this terminal: its input, output and progress. The other ranks' output is dropped and their errors are
@@ -63,7 +63,7 @@ def _start_rank(rank: int, ranks: int, module: str, argv: list[str], meeting_poi
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(meeting_point.getsockname()[1]),
-        "PSHARD_LAUNCHER": str(os.getpid()),
+        "PSHARD_STARTED_BY": str(os.getpid()),
         "TORCHELASTIC_USE_AGENT_STORE": "False",  # torchrun may have started this process, as the only one
     }
     if rank == 0:

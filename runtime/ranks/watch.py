@@ -15,7 +15,7 @@ BEAT_SECONDS = 0.5
 LONGEST_BEAT = 2.0  # on a busy host
 LOST_SECONDS = 10.0
 GOODBYE_SECONDS = 3.0
-EXIT_RANK_LOST = 75  # the group is broken for a reason that was printed; the launcher adds nothing to it
+EXIT_RANK_LOST = 75  # the group is broken for a reason that was printed; who started the ranks adds nothing to it
 
 
 class RankWatch:
@@ -79,7 +79,7 @@ class RankWatch:
                 self._store.set(f"beat/{self._rank}", str(self._count + 1))
                 beats = {r: self._store.get(f"beat/{r}").decode() for r in others}
             except RuntimeError:
-                return self._end("the ranks' meeting point (rank 0 or its launcher) is gone")
+                return self._end("the ranks' meeting point (rank 0 or the process that started it) is gone")
             self._count += 1
             for rank, beat in beats.items():
                 silent[rank] = silent[rank] + passed if beat in (seen[rank], "bye") else 0.0
@@ -101,7 +101,7 @@ class RankWatch:
             count, waited = self._count, waited + passed if self._count == count else 0.0
             if waited > self._lost_after:
                 silent = f"the ranks' meeting point has not answered for {self._lost_after:.0f} s"
-                return self._end(f"rank 0 or its launcher died or hangs: {silent}")
+                return self._end(f"rank 0 or the process that started it died or hangs: {silent}")
 
     def _end(self, reason: str) -> None:
         self.lost = reason

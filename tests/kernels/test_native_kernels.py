@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import gguf
 import numpy as np
@@ -40,11 +41,11 @@ def two_threads() -> None:
         native.set_threads(2)
 
 
-def matrix(qtype: str, rows: int, cols: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """A packed matrix and the float32 weights it stands for."""
+def matrix(qtype: str, rows: int, cols: int, seed: int = 0) -> tuple[Packed, np.ndarray]:
+    """A packed matrix, its data in numpy, and the float32 weights it stands for."""
     raw = random_rows(qtype, rows, cols, seed)
     weights = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[qtype]).reshape(rows, cols)
-    return pack_reference(raw, qtype, rows, cols), weights
+    return Packed(pack_reference(raw, qtype, rows, cols), qtype, rows, cols), weights
 
 
 def least_cols(qtype: str) -> int:
@@ -78,7 +79,7 @@ def test_linear_is_the_product_with_the_dequantised_weights(
     packed, weights = matrix(qtype, rows, cols)
     x = np.random.default_rng(1).standard_normal((tokens, cols + 3), np.float32)[:, :cols]
     out = poisoned(tokens, rows + 5)
-    native.linear(x, packed, qtype, rows, cols, out, tokens, x_stride=cols + 3, out_stride=rows + 5)
+    native.linear(x, packed, out, tokens, x_stride=cols + 3, out_stride=rows + 5)
     assert np.isnan(out[:, rows:]).all()
     planes = bool(QUANT_TYPES[qtype].planes)
     want = (rounded_activations(x) if planes else x.astype(np.float64)) @ weights.astype(np.float64).T
@@ -91,7 +92,7 @@ def test_int8_activations_cost_under_one_percent(qtype: str) -> None:
     packed, weights = matrix(qtype, 64, 2048)
     x = np.random.default_rng(1).standard_normal((4, 2048), np.float32)
     out = poisoned(4, 64)
-    native.linear(x, packed, qtype, 64, 2048, out, 4)
+    native.linear(x, packed, out, 4)
     assert relative_error(out, x.astype(np.float64) @ weights.astype(np.float64).T) < 0.01
 
 
@@ -101,11 +102,11 @@ def test_a_token_and_the_thread_count_do_not_change_a_result(isa: str, qtype: st
     packed, _ = matrix(qtype, rows, cols)
     x = np.random.default_rng(2).standard_normal((15, cols), np.float32)
     together = poisoned(15, rows)
-    native.linear(x, packed, qtype, rows, cols, together, 15)
+    native.linear(x, packed, together, 15)
     native.set_threads(1)
     for token in range(15):
         alone = poisoned(1, rows)
-        native.linear(x[token:], packed, qtype, rows, cols, alone, 1)
+        native.linear(x[token:], packed, alone, 1)
         np.testing.assert_array_equal(alone[0], together[token])
 
 
@@ -120,11 +121,11 @@ def test_matrices_multiplied_together_give_the_bits_of_each_alone(
     made = [matrix(qtype, n, cols, n)[0] for qtype, n in zip(types, rows)]
     x = np.random.default_rng(3).standard_normal((tokens, cols + 4), np.float32)[:, :cols]
     out, strides = poisoned(tokens, sum(rows) + 3), {"x_stride": cols + 4, "out_stride": sum(rows) + 3}
-    native.linear_group(x, list(zip(made, types, rows)), cols, out, tokens, **strides)
+    native.linear_group(x, made, out, tokens, **strides)
     at = 0
-    for packed, qtype, n in zip(made, types, rows):
+    for packed, n in zip(made, rows):
         alone = poisoned(tokens, n)
-        native.linear(x, packed, qtype, n, cols, alone, tokens, x_stride=cols + 4)
+        native.linear(x, packed, alone, tokens, x_stride=cols + 4)
         np.testing.assert_array_equal(out[:, at : at + n], alone)
         at += n
     assert np.isnan(out[:, at:]).all()
@@ -137,8 +138,8 @@ def test_a_product_can_be_added_to_what_is_there(isa: str, qtype: str, tokens: i
     rng = np.random.default_rng(4)
     x, there = rng.standard_normal((tokens, 512), np.float32), rng.standard_normal((tokens, 40), np.float32)
     alone, out = poisoned(tokens, 37), there.copy()
-    native.linear(x, packed, qtype, 37, 512, alone, tokens)
-    native.linear(x, packed, qtype, 37, 512, out, tokens, out_stride=40, accumulate=True)
+    native.linear(x, packed, alone, tokens)
+    native.linear(x, packed, out, tokens, out_stride=40, accumulate=True)
     np.testing.assert_array_equal(out[:, :37], there[:, :37] + alone)
     np.testing.assert_array_equal(out[:, 37:], there[:, 37:])
 
@@ -148,7 +149,7 @@ def test_a_nan_among_the_activations_reaches_its_token_only(isa: str) -> None:
     x = np.ones((3, 64), np.float32)
     x[1, 40] = np.nan
     out = np.zeros((3, 16), np.float32)
-    native.linear(x, packed, "Q4_0", 16, 64, out, 3)
+    native.linear(x, packed, out, 3)
     assert np.isnan(out[1]).all() and np.isfinite(out[[0, 2]]).all()
 
 
@@ -174,10 +175,10 @@ def test_dequantize_equals_the_gguf_dequantiser(isa: str, qtype: str) -> None:
     rows, cols = 37, 3 * least_cols(qtype)
     packed, weights = matrix(qtype, rows, cols)
     out = poisoned(26, cols)
-    native.dequantize(packed, qtype, rows, cols, 9, 35, out)
+    native.dequantize(packed, 9, 35, out)
     np.testing.assert_array_equal(out.view(np.uint32), weights[9:35].view(np.uint32))
     half = torch.full((26, cols), torch.nan, dtype=torch.bfloat16)
-    native.dequantize(packed, qtype, rows, cols, 9, 35, half, "bf16")
+    native.dequantize(packed, 9, 35, half, "bf16")
     assert torch.equal(half, torch.from_numpy(weights[9:35].copy()).to(torch.bfloat16))
 
 
@@ -187,10 +188,10 @@ def test_get_rows_looks_up_exact_rows(isa: str, qtype: str) -> None:
     packed, weights = matrix(qtype, rows, cols)
     ids = np.array([39, 0, 17, 17], np.int64)
     out = poisoned(4, cols)
-    native.get_rows(packed, qtype, rows, cols, ids, 4, out)
+    native.get_rows(packed, ids, 4, out)
     np.testing.assert_array_equal(out, weights[ids])
     with pytest.raises(IndexError, match="row 40"):
-        native.get_rows(packed, qtype, rows, cols, np.array([40], np.int64), 1, out)
+        native.get_rows(packed, np.array([40], np.int64), 1, out)
 
 
 def inputs_for_silu(tokens: int, gate: np.ndarray) -> np.ndarray:
@@ -212,7 +213,7 @@ def test_ffn_is_swiglu(isa: str, gate_type: str, up_type: str, down_type: str, t
     )
     x = inputs_for_silu(tokens, g)
     out = poisoned(tokens, hidden)
-    native.ffn(x, gate, gate_type, up, up_type, down, down_type, hidden, inner, out, tokens)
+    native.ffn(x, gate, up, down, out, tokens)
     a = x.astype(np.float64) @ g.astype(np.float64).T
     want = (a / (1 + np.exp(-a)) * (x @ u.astype(np.float64).T)) @ d.astype(np.float64).T
     assert relative_error(out, want) < 0.02
@@ -227,7 +228,7 @@ def test_a_whole_ffn_gives_the_bits_of_its_halves_or_leaves_it_to_them(
     hidden, inner, kernels = 256, 768, HostKernels()
     shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
     packed = [matrix(qtype, *shape, i)[0] for i, (qtype, shape) in enumerate(zip(types, shapes))]
-    gate, up, down = (Packed(torch.from_numpy(p.ravel()), q, *s) for p, q, s in zip(packed, types, shapes))
+    gate, up, down = (replace(p, data=torch.from_numpy(p.data.ravel())) for p in packed)
     x, tile = torch.randn(tokens, hidden + 8)[:, :hidden], torch.empty(1 << 20, dtype=torch.uint8)
     start = torch.randn(tokens, hidden) if accumulate else torch.full((tokens, hidden), torch.nan)
     both, one, two = torch.empty(tokens, 2 * inner), start.clone(), start.clone()
@@ -247,7 +248,7 @@ def test_gate_up_is_the_first_half_of_swiglu(isa: str, gate_type: str, up_type: 
     (gate, g), (up, u) = matrix(gate_type, inner, hidden, 1), matrix(up_type, inner, hidden, 2)
     x = inputs_for_silu(tokens, g)
     out = poisoned(tokens, inner + 1)
-    native.gate_up(x, gate, gate_type, up, up_type, inner, hidden, out, tokens, out_stride=inner + 1)
+    native.gate_up(x, gate, up, out, tokens, out_stride=inner + 1)
     assert np.isnan(out[:, inner:]).all()
     a = x.astype(np.float64) @ g.astype(np.float64).T
     assert relative_error(out[:, :inner], a / (1 + np.exp(-a)) * (x @ u.astype(np.float64).T)) < 0.02
@@ -351,12 +352,12 @@ def test_calls_from_several_threads_do_not_mix() -> None:
     packed, _ = matrix("Q4_0", 160, 320)
     x = np.random.default_rng(3).standard_normal((8, 320), np.float32)
     want = poisoned(8, 160)
-    native.linear(x, packed, "Q4_0", 160, 320, want, 8)
+    native.linear(x, packed, want, 8)
 
     def call(token: int) -> np.ndarray:
         out = poisoned(1, 160)
         for _ in range(50):
-            native.linear(x[token:], packed, "Q4_0", 160, 320, out, 1)
+            native.linear(x[token:], packed, out, 1)
         return out[0]
 
     with ThreadPoolExecutor(4) as pool:
@@ -366,12 +367,13 @@ def test_calls_from_several_threads_do_not_mix() -> None:
 def test_nothing_to_do_is_no_error(isa: str) -> None:
     """A rank of an uneven split may hold no rows, no columns or no heads."""
     x, out = np.ones((2, 64), np.float32), poisoned(2, 16)
-    native.linear(x, 0, "Q4_0", 0, 64, out, 2, out_stride=16)
+    native.linear(x, Packed(0, "Q4_0", 0, 64), out, 2, out_stride=16)
     assert np.isnan(out).all()
-    native.linear(x, 0, "Q4_0", 16, 0, out, 2)
+    native.linear(x, Packed(0, "Q4_0", 16, 0), out, 2)
     assert not out.any()
     out = poisoned(2, 64)
-    native.ffn(x, 0, "Q4_0", 0, "Q4_0", 0, "Q4_0", 64, 0, out, 2)
+    gate, down = Packed(0, "Q4_0", 0, 64), Packed(0, "Q4_0", 64, 0)
+    native.ffn(x, gate, gate, down, out, 2)
     assert not out.any()
     native.attention(x, 0, 0, ("f32", "f32"), [(0, 1, 0, 0)], (0, 0, 64), 1.0, 0)
 
@@ -379,9 +381,9 @@ def test_nothing_to_do_is_no_error(isa: str) -> None:
 def test_wrong_sizes_are_refused() -> None:
     buffer = np.zeros(4096, np.uint8)
     with pytest.raises(ValueError, match="block"):
-        native.linear(buffer, buffer, "Q4_K", 16, 128, buffer, 1)
+        native.linear(buffer, Packed(buffer, "Q4_K", 16, 128), buffer, 1)
     with pytest.raises(ValueError, match="rows"):
-        native.dequantize(buffer, "Q4_0", 16, 32, 0, 17, buffer)
+        native.dequantize(Packed(buffer, "Q4_0", 16, 32), 0, 17, buffer)
     with pytest.raises(ValueError, match="cannot run"):
         native.set_isa("sse9")
 
@@ -391,10 +393,10 @@ def test_the_pool_survives_a_fork() -> None:
 
     packed, _ = matrix("Q4_0", 64, 64)
     x, out = np.ones((1, 64), np.float32), poisoned(1, 64)
-    native.linear(x, packed, "Q4_0", 64, 64, out, 1)
+    native.linear(x, packed, out, 1)
     child = os.fork()
     if child == 0:
         again = poisoned(1, 64)
-        native.linear(x, packed, "Q4_0", 64, 64, again, 1)
+        native.linear(x, packed, again, 1)
         os._exit(0 if np.array_equal(again, out) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -69,8 +69,8 @@ def test_engines_and_hosts_name_a_missing_library(monkeypatch: pytest.MonkeyPatc
 
 
 def test_ranks_without_the_library_say_once_that_they_sum_by_gloo(tmp_path: Path) -> None:
-    imports = "import sys; from pshard.runtime.ranks.start_ranks import launch"
-    start = f"{imports}; sys.exit(launch(2, 'rank_program', sys.argv[1:]))"
+    imports = "import sys; from pshard.runtime.ranks.start_ranks import start_ranks"
+    start = f"{imports}; sys.exit(start_ranks(2, 'rank_program', sys.argv[1:]))"
     path = os.pathsep.join(filter(None, (str(MAKERS), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-P", "-c", start, "sums@no-library", "2", str(tmp_path)]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=100)

@@ -42,7 +42,7 @@ def test_the_product_is_that_of_the_bf16_roundings(qtype: str, rows: int, blocks
     packed, weights = matrix(qtype, rows, cols)
     x = np.random.default_rng(1).standard_normal((tokens, cols + 3), np.float32)[:, :cols]
     out = poisoned(tokens, rows + 5)
-    native.linear_tiled(x, packed, qtype, rows, cols, out, tokens, x_stride=cols + 3, out_stride=rows + 5)
+    native.linear_tiled(x, packed, out, tokens, x_stride=cols + 3, out_stride=rows + 5)
     assert np.isnan(out[:, rows:]).all()
     assert relative_error(out[:, :rows], to_bf16(x) @ to_bf16(weights).T) < 1e-5
 
@@ -53,7 +53,7 @@ def test_tokens_beyond_one_slice(tokens: int) -> None:
     packed, weights = matrix("Q4_0", rows, cols)
     x = np.random.default_rng(1).standard_normal((tokens, cols), np.float32)
     out = poisoned(tokens, rows)
-    native.linear_tiled(x, packed, "Q4_0", rows, cols, out, tokens)
+    native.linear_tiled(x, packed, out, tokens)
     assert relative_error(out, to_bf16(x) @ to_bf16(weights).T) < 1e-5
 
 
@@ -62,7 +62,7 @@ def test_bf16_on_both_sides_costs_under_half_a_percent(qtype: str) -> None:
     packed, weights = matrix(qtype, 64, 2048)
     x = np.random.default_rng(1).standard_normal((20, 2048), np.float32)
     out = poisoned(20, 64)
-    native.linear_tiled(x, packed, qtype, 64, 2048, out, 20)
+    native.linear_tiled(x, packed, out, 20)
     assert relative_error(out, x.astype(np.float64) @ weights.astype(np.float64).T) < 0.005
 
 
@@ -71,11 +71,11 @@ def test_a_token_and_the_thread_count_do_not_change_a_result() -> None:
     packed, _ = matrix("Q4_K", rows, cols)
     x = np.random.default_rng(2).standard_normal((40, cols), np.float32)
     together = poisoned(40, rows)
-    native.linear_tiled(x, packed, "Q4_K", rows, cols, together, 40)
+    native.linear_tiled(x, packed, together, 40)
     native.set_threads(1)
     for first, count in ((0, 16), (5, 9), (30, 10)):
         some = poisoned(count, rows)
-        native.linear_tiled(x[first:], packed, "Q4_K", rows, cols, some, count)
+        native.linear_tiled(x[first:], packed, some, count)
         np.testing.assert_array_equal(some, together[first : first + count])
 
 
@@ -84,7 +84,7 @@ def test_a_nan_among_the_activations_reaches_its_token_only() -> None:
     x = np.ones((20, 64), np.float32)
     x[7, 40] = np.nan
     out = np.zeros((20, 16), np.float32)
-    native.linear_tiled(x, packed, "Q4_0", 16, 64, out, 20)
+    native.linear_tiled(x, packed, out, 20)
     assert np.isnan(out[7]).all() and np.isfinite(np.delete(out, 7, 0)).all()
 
 
@@ -95,7 +95,7 @@ def test_gate_and_up(gate_type: str, up_type: str) -> None:
     up, up_weights = matrix(up_type, inner, hidden, 2)
     x = np.random.default_rng(3).standard_normal((tokens, hidden), np.float32)
     out = poisoned(tokens, inner)
-    native.gate_up_tiled(x, gate, gate_type, up, up_type, inner, hidden, out, tokens)
+    native.gate_up_tiled(x, gate, up, out, tokens)
     g, u = to_bf16(x) @ to_bf16(gate_weights).T, to_bf16(x) @ to_bf16(up_weights).T
     with np.errstate(over="ignore"):
         assert relative_error(out, g / (1 + np.exp(-g)) * u) < 1e-5
@@ -108,7 +108,7 @@ def test_host_kernels_send_many_tokens_to_the_tiles() -> None:
     weight = Packed(data, "Q4_K", rows, cols)
     x, bias, before = torch.randn(tokens, cols), torch.randn(rows), torch.randn(tokens, rows)
     want = poisoned(tokens, rows)
-    native.linear_tiled(x, data, "Q4_K", rows, cols, want, tokens)
+    native.linear_tiled(x, weight, want, tokens)
     got = before.clone()
     HostKernels().linear(x, weight, got, torch.empty(0, dtype=torch.uint8), bias, accumulate=True)
     torch.testing.assert_close(got, before + torch.from_numpy(want) + bias)
@@ -117,4 +117,4 @@ def test_host_kernels_send_many_tokens_to_the_tiles() -> None:
 def test_without_tiles_the_call_is_refused() -> None:
     native.set_tiles("")
     with pytest.raises(RuntimeError, match="matrix unit"):
-        native.linear_tiled(0, 0, "Q4_0", 16, 32, 0, 16)
+        native.linear_tiled(0, Packed(0, "Q4_0", 16, 32), 0, 16)

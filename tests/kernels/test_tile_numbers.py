@@ -8,8 +8,8 @@ import torch
 from interpreted import run_interpreted
 
 pytest.importorskip("triton", reason="Triton is installed with the CUDA build of torch only")
+from random_weights import DEVICE, random_weight
 from test_triton_kernels import (
-    DEVICE,
     NO_TILE,
     READY,
     error,
@@ -17,15 +17,15 @@ from test_triton_kernels import (
     numpy64,
     poisoned,
     random_tensor,
-    random_weight,
 )
 
-from pshard.gpu_tiles import Tile, TileChoice
 from pshard.quant import QUANT_TYPES
 from pshard.runtime.build_executor import choose_kernels
 from pshard.runtime.devices.device import open_device
 from pshard.runtime.kernels.gpu import cuda
 from pshard.runtime.kernels.gpu.default_tiles import candidate_tiles
+from pshard.runtime.kernels.gpu.products import few_rows
+from pshard.times.gpu_tiles import Tile, TileChoice
 
 PLANED = sorted(name for name, q in QUANT_TYPES.items() if q.planes)
 
@@ -120,8 +120,8 @@ def test_chosen_tiles_are_taken_for_their_kernel_type_and_tokens_only(monkeypatc
     mine = Tile(32, 8, 1, 1, 400)
     kernels = cuda.CudaKernels(DEVICE, 64, [choice("matvec", "Q4_0", 4, mine)])
     used: list[Tile] = []
-    cut = cuda._pieces
-    monkeypatch.setattr(cuda, "_pieces", lambda tile, *rest: used.append(tile) or cut(tile, *rest))
+    cut = few_rows.cut_columns
+    monkeypatch.setattr(few_rows, "cut_columns", lambda tile, *rest: used.append(tile) or cut(tile, *rest))
     for qtype, tokens in (("Q4_0", 3), ("Q4_0", 4), ("Q4_0", 2), ("Q8_0", 4)):
         weight, _ = random_weight(qtype, 32, 64, seed=7)
         kernels.linear(random_tensor(tokens, 64, seed=8), weight, poisoned(tokens, 32), NO_TILE)

@@ -13,15 +13,16 @@ import numpy as np
 import pytest
 import torch
 from interpreted import run_interpreted
+from random_weights import DEVICE, random_weight
 
 triton = pytest.importorskip("triton", reason="Triton is installed with the CUDA build of torch only")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 READY = DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 needs_kernels = pytest.mark.skipif(not READY, reason="runs inside test_every_kernel_in_the_interpreter")
 
 from pshard.quant import QUANT_TYPES  # noqa: E402
 from pshard.runtime.kernels.api import LayerKV, Packed, RopeTable, RowIndex, Segment  # noqa: E402
 from pshard.runtime.kernels.gpu import cuda  # noqa: E402
+from pshard.runtime.kernels.gpu.products import few_rows  # noqa: E402
 from pshard.runtime.kernels.kv_codec import decode_cells, encode_cells, gather_cells  # noqa: E402
 from pshard.runtime.kernels.layout import pack_reference, unpack_reference  # noqa: E402
 from pshard.runtime.kernels.plain import PlainKernels  # noqa: E402
@@ -55,8 +56,6 @@ if READY and DEVICE == "cpu":
     interpreter.InterpreterBuilder.create_dot = multiply_bfloat16
 
 TYPES = sorted(QUANT_TYPES)
-SCALES_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q4_1": (0, 2),
-             "Q5_1": (0, 2)}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -70,29 +69,6 @@ def test_every_kernel_in_the_interpreter() -> None:
 @pytest.fixture(scope="module")
 def kernels() -> cuda.CudaKernels:
     return cuda.CudaKernels(DEVICE, 64)
-
-
-def random_weight(qtype: str, rows: int, cols: int, seed: int) -> tuple[Packed, np.ndarray]:
-    """A packed matrix of random codes and ordinary scales, and its values in float64."""
-    rng = np.random.default_rng(seed)
-    if qtype == "F32":
-        raw = rng.standard_normal((rows, cols), np.float32).view(np.uint8)
-    elif qtype == "F16":
-        raw = rng.standard_normal((rows, cols), np.float32).astype(np.float16).view(np.uint8)
-    elif qtype == "BF16":
-        raw = (rng.standard_normal((rows, cols), np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
-    else:
-        q = QUANT_TYPES[qtype]
-        raw = rng.integers(0, 256, (rows, cols // q.block, q.nbytes), dtype=np.uint8)
-        if qtype == "MXFP4":
-            raw[..., 0] = rng.integers(120, 128, raw.shape[:2])
-        else:
-            for at in SCALES_AT.get(qtype, (0,)):
-                scale = (rng.standard_normal(raw.shape[:2]) * 0.01).astype(np.float16)
-                raw[..., at : at + 2] = scale[..., None].view(np.uint8)
-    data = pack_reference(raw.reshape(rows, -1), qtype, rows, cols)
-    values = unpack_reference(data, qtype, rows, cols).astype(np.float64)
-    return Packed(torch.from_numpy(data).to(DEVICE), qtype, rows, cols), values
 
 
 def random_tensor(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -147,13 +123,13 @@ def test_cut_columns_add_up_and_accumulate(
     hidden = random_tensor(tokens, rows, seed=6, dtype=torch.float32)
     expected = numpy64(hidden) + numpy64(x) @ values.T + numpy64(bias)
     used: list[int] = []
-    cut = cuda._pieces
+    cut = few_rows.cut_columns
 
     def note_and_cut(*rest: Any) -> tuple[int, int]:
         used.append(cut(*rest)[0])
         return cut(*rest)
 
-    monkeypatch.setattr(cuda, "_pieces", note_and_cut)
+    monkeypatch.setattr(few_rows, "cut_columns", note_and_cut)
     again = hidden.clone()
     kernels.linear(x, weight, hidden, NO_TILE, bias, accumulate=True)
     kernels.linear(x, weight, again, NO_TILE, bias, accumulate=True)
@@ -249,7 +225,7 @@ def test_what_is_handed_over_quantised_gives_the_same_bits(kernels: cuda.CudaKer
 
     def after(x: torch.Tensor) -> torch.Tensor:
         """The product with x as handed over, after checking that it equals the product with a copy of x."""
-        assert kernels._ready is not None and kernels._ready[0].data_ptr() == x.data_ptr()
+        assert kernels._activations.ready is not None and kernels._activations.ready[0].data_ptr() == x.data_ptr()
         first, second = poisoned(tokens, 32, dtype=torch.float32), poisoned(tokens, 32, dtype=torch.float32)
         matrix = weight if x.shape[1] == weight.cols else narrow
         kernels.linear(x, matrix, first, NO_TILE)

@@ -71,7 +71,7 @@ def norms(exchange: Any, out: Path) -> None:
 
 def pushes(exchange: Any, out: Path) -> None:
     """Sums of parts that leave from a product, on all ranks, some or none, as rows of one and of three."""
-    from test_triton_kernels import random_weight
+    from random_weights import random_weight
 
     from pshard.runtime.kernels.gpu.cuda import CudaKernels
 

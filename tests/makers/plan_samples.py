@@ -7,7 +7,6 @@ from pshard.buffers import row_stage_bytes, scratch_bytes, state_stage_bytes, wi
 from pshard.model import ModelSpec
 from pshard.plan import Buffers, Placement, Prediction, RankPlan, Solve, TierPlan, Variant
 from pshard.quant import TENSOR_ALIGN, align
-from pshard.units.attention import ATTENTION
 from pshard.units.divide_unit import arena_portion, brought_part, count_shares
 from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
@@ -83,7 +82,7 @@ def random_places(spec: ModelSpec, rng: random.Random) -> Places:
     for unit in spec.units:
         if unit.kind is EMBEDDING:
             places[unit.name] = (rng.choice(("cpu", "pinned")), None)
-        elif unit.kind is ATTENTION:
+        elif unit.kind.state:
             where = rng.choice(("pinned", "streamed", "cpu"))
             places[unit.name] = (where, "host" if where == "cpu" else rng.choice(("vram", "host")))
         else:

@@ -138,7 +138,7 @@ def gpu_norms(group: Group, out: Path) -> None:
         for _ in range(2):
             hidden, normed = partial(9, shape).cuda(), torch.empty(shape, dtype=torch.bfloat16, device="cuda")
             kernels.sum_rms_norm(exchange, partial(group.rank, shape).cuda(), "f32", hidden, weight, 1e-5, normed)
-            handed, anew = kernels._quantised(normed), kernels._quantised(normed.clone())
+            handed, anew = kernels._activations.quantise(normed), kernels._activations.quantise(normed.clone())
             assert all(torch.equal(getattr(handed, n), getattr(anew, n)) for n in ("words", "scale", "sums"))
             found.append((hidden.cpu(), normed.cpu()))
     group.check()
@@ -147,7 +147,7 @@ def gpu_norms(group: Group, out: Path) -> None:
 
 def gpu_pushes(group: Group, out: Path) -> None:
     """Parts that leave for the peers from the product that makes them, and ones that do not: [(part, hidden)]."""
-    from test_triton_kernels import random_weight
+    from random_weights import random_weight
 
     from pshard.runtime.kernels.gpu.cuda import CudaKernels
 

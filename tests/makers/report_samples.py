@@ -5,10 +5,10 @@ from dataclasses import replace
 from registry_samples import make_profile
 
 from pshard.machine import CopyTiming, MachineProfile, MatmulTiming, ReadTiming
-from pshard.measurement import Measurement, TimelineEvent, summarise_samples
-from pshard.measurement import test_name as name_test
 from pshard.plan import Buffers, Placement, Prediction, RankPlan, Registry, Solve, TierPlan, Variant
 from pshard.registries.fingerprint import digest
+from pshard.times.measurement import Measurement, TimelineEvent, summarise_samples
+from pshard.times.measurement import test_name as name_test
 from pshard.workload import Workload
 
 LAYERS = 32

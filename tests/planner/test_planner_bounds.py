@@ -10,7 +10,7 @@ from pshard.machine import ElementwiseTiming
 from pshard.plan import TierPlan
 from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.datasheet import profile_from_datasheet
-from pshard.planner.price.draft import Room, draft_tier, tier_seconds
+from pshard.planner.price.draft import Room, draft_tier, simulated_seconds
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.coefficients import count_tier, may_divide, tier_problem
 from pshard.planner.program.fluid import fluid_seconds
@@ -69,7 +69,7 @@ def test_no_placement_is_faster_than_its_counts_allow(seed, kind):
         counted = settle_slots(task.room, tier)
         problem = tier_problem(task.room, task.classes, costs, max(1, counted.buffers.slots), divide=True)
         least = fluid_seconds(problem, count_tier(task.classes, counted), relaxed=True)
-        assert tier_seconds(task.room, tier, costs, ROUNDS) >= least * (1 - 1e-9)
+        assert simulated_seconds(task.room, tier, costs, ROUNDS) >= least * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
@@ -80,7 +80,7 @@ def test_what_is_not_simulated_would_not_have_been_faster(kind):
             if any(p.cpu_rows for p in tier.placements):
                 continue
             floor, counts = Floor(task.room, task.classes, costs), count_tier(task.classes, tier)
-            slots, seconds = max(1, tier.buffers.slots), tier_seconds(task.room, tier, costs, SEARCH_ROUNDS)
+            slots, seconds = max(1, tier.buffers.slots), simulated_seconds(task.room, tier, costs, SEARCH_ROUNDS)
             assert not floor.reaches(counts, slots, seconds * (1 + 1e-9))
             near += floor.reaches(counts, slots, 0.8 * seconds)
     assert near > 10  # it does know something

@@ -207,6 +207,12 @@ def test_modes_are_compared_and_explained(plan):
     assert kept.considered == variant.considered
 
 
+def test_the_program_that_is_written_is_that_of_the_plan(plan, tmp_path):
+    code, _, _, _ = plan("--vram", MIB, "--write-lp", str(tmp_path / "program.lp"))
+    text = (tmp_path / "program.lp").read_text(encoding="utf-8")
+    assert code == 0 and " vram(t1): " in text and " pin(t1,ffn0)\n" in text
+
+
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
@@ -223,6 +229,9 @@ def test_modes_are_compared_and_explained(plan):
         (("--vram", f"{MIB},{MIB}", "-sm", "tensor", "-ts", "autos"), "autos"),
         (("--vram", MIB, "--prompt", "250", "--generated", "100"), "do not fit the context of 256"),
         (("--vram", MIB, "--expl"), "unrecognized arguments: --expl"),
+        (("--vram", f"{MIB},{MIB}", "-sm", "tensor", "--write-lp", "program.lp"), "one plan for one device"),
+        (("--vram", MIB, "--strategy", "fit", "--write-lp", "program.lp"), "one plan for one device"),
+        (("--vram", MIB, "--write-lp", "nowhere/program.lp"), "there is no folder nowhere"),
         (("--vram", MIB, "-np", "0"), "'0' is not a whole number"),
     ],
 )

@@ -14,7 +14,7 @@ from pshard.planner.check_plan import check_variant
 from pshard.planner.make_plan import plan_variant, same_placements
 from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.datasheet import profile_from_datasheet
-from pshard.planner.price.draft import tier_seconds
+from pshard.planner.price.draft import simulated_seconds
 from pshard.planner.price.predict_published import Predictor
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_costs import tier_costs
@@ -90,7 +90,7 @@ def _load(profile, tokens: int):
 
 def _seconds(profile, tier, cost) -> float:
     (task,) = prepare_ranks(SPEC, profile, WORKLOAD)
-    return tier_seconds(task.room, tier, cost)
+    return simulated_seconds(task.room, tier, cost)
 
 
 @pytest.mark.parametrize(("gib", "gain"), [(0.0, 0.05), (0.5, 0.08), (1.0, 0.03), (2.0, -0.02)])

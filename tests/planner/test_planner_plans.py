@@ -22,7 +22,7 @@ from pshard.planner.join_ranks import join_ranks
 from pshard.planner.make_plan import join_fastest, place_ranks, plan_baseline, plan_variant, refine_ranks
 from pshard.planner.prepare_ranks import prepare_ranks, rank_shares
 from pshard.planner.price.datasheet import Rates, profile_from_datasheet
-from pshard.planner.search.candidates import round_seconds
+from pshard.planner.search.candidates import plan_seconds
 from pshard.planner.search.strategies import STRATEGIES
 from pshard.times import predicted_times as pace
 from pshard.times.predicted_times import first_token_seconds, tier_seconds
@@ -46,7 +46,7 @@ def workload_seconds(spec, profile, workload: Workload, variant: Variant) -> flo
     """Simulated seconds of one round of the workload, priced the same way for every variant."""
     task = prepare_ranks(spec, profile, replace(workload, max_ubatch=variant.workload.max_ubatch))[0]
     tiers = variant.ranks[0].tiers
-    return round_seconds(task.room, tiers, tuple(t.prediction.seconds for t in tiers), task.costs)
+    return plan_seconds(task.room, tiers, tuple(t.prediction.seconds for t in tiers), task.costs)
 
 
 @RELAXED

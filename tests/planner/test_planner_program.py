@@ -1,6 +1,8 @@
 """The integer program against enumeration of all counts."""
 
 import itertools
+import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,9 +15,11 @@ from pshard.planner.program import solvers
 from pshard.planner.program.coefficients import tier_problem
 from pshard.planner.program.counts import Counts
 from pshard.planner.program.fluid import fluid_seconds
-from pshard.planner.program.joint_program import Question
+from pshard.planner.program.joint_program import Question, write_program
+from pshard.planner.program.linear import Linear
+from pshard.planner.program.lp_text import lp_text
 from pshard.planner.program.solve_tiers import NEARLY_OPTIMAL, relaxation_bound, solve_tiers
-from pshard.planner.program.tier_problems import TierProblem
+from pshard.planner.program.tier_problems import TierProblem, contending_groups
 from pshard.planner.search.program_starts import affordable_slots as affordable
 from pshard.planner.search.residency_order import assign_cpu, order_residency, spread
 from pshard.units.embedding import EMBEDDING
@@ -97,6 +101,80 @@ def test_pins_of_larger_tiers_are_nested_in_those_of_smaller_ones():
     counts = solve_tiers(Question(tiers, 1e-9)).counts
     for smaller, larger in itertools.pairwise(counts):
         assert all(s.pin >= n.pin for s, n in zip(smaller, larger))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_counts_take_the_same_time_with_and_without_a_solver(kind, groups):
+    rng = random.Random(groups)
+    for slots in (1, 2):
+        _, task = problems(21, slots=slots, kind=kind)
+        tier = replace(
+            tier_problem(task.room, task.classes, task.costs[0], slots, divide=True), room=1 << 50, weight=1.0
+        )
+        kinds = [replace(c.kind, contends=c.kind.contends and f"group{i % groups}") for i, c in enumerate(tier.classes)]
+        tier = replace(tier, classes=tuple(replace(c, kind=k) for c, k in zip(tier.classes, kinds)))
+        assert len(contending_groups(tier)) == groups
+        for relaxed in (True, False):
+            joint = write_program(Question((tier,), relaxed=relaxed))
+            total = joint.program.names.index(f"ms(t{tier.tokens})")
+            joint.program.goal = Linear({total: 1.0})
+            for _ in range(6):
+                counts = tuple(draw_counts(rng, c) for c in tier.classes)
+                for n, columns in zip(counts, joint.counts[0]):
+                    fixed = (n.pin, n.cpu, n.kv, *(count for pair in n.divided for count in pair))
+                    for column, count in zip(columns.flatten(), fixed, strict=True):
+                        joint.program.low[column.at] = joint.program.high[column.at] = count
+                found = solvers.solve(joint.program, 10, 1e-9)
+                assert found.status == "optimal"
+                assert found.values[total] / 1e3 == pytest.approx(fluid_seconds(tier, counts, relaxed), rel=1e-6)
+
+
+def draw_counts(rng, c):
+    """Any legal counts of a class."""
+    cpu = rng.randrange(c.size + 1)
+    pin = c.size - cpu if c.kind.is_looked_up else rng.randrange(c.size - cpu + 1)
+    pinned, streamed, divided = pin, c.size - cpu - pin, []
+    for _ in c.divided:
+        divided.append((rng.randrange(pinned + 1), rng.randrange(streamed + 1)))
+        pinned, streamed = pinned - divided[-1][0], streamed - divided[-1][1]
+    return Counts(pin, cpu, rng.randrange(c.size - cpu + 1) if c.kv_nbytes else 0, tuple(divided))
+
+
+def test_layers_may_have_several_followers():
+    (tier, *_), _ = problems(21)
+    ffn = next(c for c in tier.classes if c.kind is FFN)
+    assert tier.followers == 1 and replace(tier, classes=(*tier.classes, ffn)).followers == 2
+
+
+@pytest.mark.parametrize("host_kv", ["stalls", "none"])
+def test_the_written_program_is_read_back_with_the_same_optimum(tmp_path, host_kv):
+    highspy = pytest.importorskip("highspy")
+    _, task = problems(21, acc_memory=80e9)
+    tiers = tuple(tier_problem(task.room, task.classes, c, 2, divide=True) for c in task.costs)
+    tiers = (replace(tiers[0], host_room=task.room.spec.packed_nbytes), *tiers[1:])
+    asked = Question(tiers, 1e-9, tuple(1e-3 for _ in task.classes), host_kv=host_kv)
+    file = tmp_path / "program.lp"
+    file.write_text(lp_text(write_program(asked).program), encoding="utf-8")
+    solver = highspy.Highs()
+    solver.setOptionValue("output_flag", False)
+    solver.setOptionValue("threads", 1)
+    solver.setOptionValue("mip_rel_gap", 1e-6)
+    assert solver.readModel(str(file)) == highspy.HighsStatus.kOk
+    solver.run()
+    solution = solve_tiers(asked, gap=1e-6)
+    assert solution.status == "optimal"
+    assert solver.getObjectiveValue() == pytest.approx(1e3 * solution.objective, rel=1e-5)
+
+
+def test_every_row_and_column_has_a_name_of_its_own_that_the_lp_format_allows():
+    _, task = problems(21)
+    tiers = tuple(tier_problem(task.room, task.classes, c, 1, divide=True) for c in task.costs)
+    tiers = (replace(tiers[0], host_room=task.room.spec.packed_nbytes), *tiers[1:])
+    program = write_program(Question(tiers, 1e-9, tuple(1e-3 for _ in task.classes), host_kv="none")).program
+    names = [*(row.name for row in program.rows), *program.names]
+    assert len(set(names)) == len(names) and len(set(program.keys)) == len(program.keys)
+    assert all(re.fullmatch(r"[a-df-z][a-z0-9_]*(\([a-z0-9_,]+\))?", name) for name in names)
 
 
 def test_an_impossible_room_is_called_infeasible():

@@ -13,7 +13,6 @@ import torch
 from registry_samples import make_profile
 from rich.console import Console
 
-from pshard.gpu_tiles import Tile, TileChoice
 from pshard.jsonio import from_json, to_json
 from pshard.machine import AcceleratorInfo, MachineProfile, MatmulTiming
 from pshard.profile import measure
@@ -32,6 +31,7 @@ from pshard.runtime.kernels.gpu.default_tiles import TUNING, candidate_tiles, de
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.session.open_plan import Opened
 from pshard.session.start_engine import start_engine
+from pshard.times.gpu_tiles import Tile, TileChoice
 from pshard.workload import Workload
 
 PLANED = [name for name, q in QUANT_TYPES.items() if q.planes]

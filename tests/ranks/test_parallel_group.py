@@ -22,11 +22,11 @@ from pshard.runtime.ranks.watch import LOST_SECONDS
 
 needs_native = pytest.mark.skipif(not native.is_available(), reason=f"no native library: {native.why_missing()}")
 MAKERS = Path(__file__).resolve().parents[1] / "makers"
-LAUNCH = "import sys; from pshard.runtime.ranks.start_ranks import launch; sys.exit(launch(int(sys.argv[2]), 'rank_program', sys.argv[1:]))"  # noqa: E501
+START = "import sys; from pshard.runtime.ranks.start_ranks import start_ranks; sys.exit(start_ranks(int(sys.argv[2]), 'rank_program', sys.argv[1:]))"  # noqa: E501
 
 
 def command(scenario: str, ranks: int, out: Path) -> list[str]:
-    return [sys.executable, "-P", "-c", LAUNCH, scenario, str(ranks), str(out)]
+    return [sys.executable, "-P", "-c", START, scenario, str(ranks), str(out)]
 
 
 def environment() -> dict[str, str]:
@@ -38,11 +38,11 @@ def run_ranks(scenario: str, ranks: int, out: Path) -> subprocess.CompletedProce
     return subprocess.run(command(scenario, ranks, out), env=environment(), capture_output=True, text=True, timeout=100)
 
 
-def wait_for_sums(launcher: subprocess.Popen, out: Path) -> None:
+def wait_for_sums(starter: subprocess.Popen, out: Path) -> None:
     """Until the ranks of `keep_summing` have met."""
     end = time.monotonic() + 60
     while not (out / "pid").exists():
-        assert time.monotonic() < end and launcher.poll() is None
+        assert time.monotonic() < end and starter.poll() is None
         time.sleep(0.05)
 
 
@@ -152,7 +152,7 @@ def test_ranks_of_one_host_sum_in_shared_memory(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("scenario", "named"),
-    [("stop", "rank 1 died or hangs"), ("stop_first", "rank 0 or its launcher died or hangs")],
+    [("stop", "rank 1 died or hangs"), ("stop_first", "rank 0 or the process that started it died or hangs")],
 )
 def test_a_rank_that_hangs_is_named_and_ended(scenario: str, named: str, tmp_path: Path) -> None:
     done = run_ranks(scenario, 2, tmp_path)
@@ -163,21 +163,21 @@ def test_a_rank_that_hangs_is_named_and_ended(scenario: str, named: str, tmp_pat
 
 @pytest.mark.slow
 def test_a_group_that_was_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
-    launcher = subprocess.Popen(
+    starter = subprocess.Popen(
         command("keep_summing", 2, tmp_path), env=environment(), stderr=subprocess.PIPE, start_new_session=True
     )
     try:
-        wait_for_sums(launcher, tmp_path)
-        os.killpg(launcher.pid, signal.SIGSTOP)
+        wait_for_sums(starter, tmp_path)
+        os.killpg(starter.pid, signal.SIGSTOP)
         time.sleep(LOST_SECONDS + 2)
-        os.killpg(launcher.pid, signal.SIGCONT)
+        os.killpg(starter.pid, signal.SIGCONT)
         time.sleep(3)
-        assert launcher.poll() is None and len(processes_of(tmp_path)) == 3
-        os.killpg(launcher.pid, signal.SIGINT)
-        assert launcher.wait(timeout=30) == 130
+        assert starter.poll() is None and len(processes_of(tmp_path)) == 3
+        os.killpg(starter.pid, signal.SIGINT)
+        assert starter.wait(timeout=30) == 130
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(launcher.pid, signal.SIGKILL)
+            os.killpg(starter.pid, signal.SIGKILL)
 
 
 def test_an_error_of_the_user_is_said_once(tmp_path: Path) -> None:
@@ -187,11 +187,11 @@ def test_an_error_of_the_user_is_said_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_ending_the_launcher_ends_the_ranks(number: signal.Signals, tmp_path: Path) -> None:
-    launcher = subprocess.Popen(command("keep_summing", 2, tmp_path), env=environment(), stderr=subprocess.PIPE)
-    wait_for_sums(launcher, tmp_path)
-    launcher.send_signal(number)
-    code = launcher.wait(timeout=30)
+def test_ending_the_starter_ends_the_ranks(number: signal.Signals, tmp_path: Path) -> None:
+    starter = subprocess.Popen(command("keep_summing", 2, tmp_path), env=environment(), stderr=subprocess.PIPE)
+    wait_for_sums(starter, tmp_path)
+    starter.send_signal(number)
+    code = starter.wait(timeout=30)
     assert code == (-9 if number == signal.SIGKILL else 130)
     end = time.monotonic() + 10
     while processes_of(tmp_path):

@@ -17,7 +17,8 @@ WIRES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
 def run_ranks(scenario: str, ranks: int, folder: Path) -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(MAKERS)}
+    path = os.pathsep.join(filter(None, (str(MAKERS), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     program = [sys.executable, "-P", str(MAKERS / "peer_program.py"), str(folder)]
     commands = [[*program, str(r), str(ranks), scenario] for r in range(ranks)]
     processes = [subprocess.Popen(c, env=environment, stderr=subprocess.PIPE, text=True) for c in commands]

@@ -9,9 +9,9 @@ import pytest
 from report_samples import make_bench, make_measurement
 
 from pshard.jsonio import from_json
-from pshard.measurement import Measurement, summarise_samples
-from pshard.measurement import test_name as name_test
 from pshard.reports.tables.bench_formats import format_measurements
+from pshard.times.measurement import Measurement, summarise_samples
+from pshard.times.measurement import test_name as name_test
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import pytest
 from plan_samples import with_workload
 from report_samples import make_bench, make_measurement, make_plan_variant, make_scaling, make_timeline
 
-from pshard.measurement import Timeline
 from pshard.reports.compare_runs import compare_strategies
 from pshard.reports.figures.placement_map import COLOURS, draw_placement
 from pshard.reports.figures.predicted_rates import draw_predicted, spread_apart
@@ -15,6 +14,7 @@ from pshard.reports.figures.speedup import draw_speedup
 from pshard.reports.figures.sweep import group_sweeps, predict_decode, predict_first_token
 from pshard.reports.figures.timeline import draw_timeline
 from pshard.reports.tables.report_tables import tabulate_plan
+from pshard.times.measurement import Timeline
 
 
 def test_speedups_are_ratios_to_the_baseline_of_the_same_test_and_budget():

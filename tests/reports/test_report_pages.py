@@ -19,11 +19,11 @@ from report_samples import (
 from pshard.commands.cli_report import make_report
 from pshard.commands.command_line import run_cli
 from pshard.jsonio import to_json
-from pshard.measurement import Timeline
 from pshard.registries.codec import encode_registry
 from pshard.reports.figures.machine_ceilings import draw_machine
 from pshard.reports.inputs import read_inputs
 from pshard.reports.tables.bench_formats import format_measurements
+from pshard.times.measurement import Timeline
 
 
 @pytest.fixture

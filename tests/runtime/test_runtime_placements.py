@@ -2,6 +2,7 @@
 
 import random
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ from model_files import write_gguf
 from plan_samples import make_tier, make_variant, random_places, shrink_places, split_places
 
 from pshard.models import open_model
+from pshard.runtime import executor
 from pshard.runtime.blocks.ffn_block import FfnBlock
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import CpuDevice
 from pshard.runtime.kernels.plain import PlainKernels
+from pshard.steps.emit import emit_steps
+from pshard.steps.step import CopyIn, StepList
 from pshard.units.attention import ATTENTION
 from pshard.units.divide_unit import divide_unit
 from pshard.units.share import Share
@@ -102,6 +106,28 @@ def test_only_the_accelerators_rows_of_a_split_ffn_are_copied(model: Path) -> No
     streamed, pinned = (divide_unit(whole, Share(n)).on_acc.packed_nbytes for n in (32, 64))
     assert whole.packed_nbytes > streamed > pinned == memory
     assert moved == 2 * streamed + 4 * (32 + 32 + 64) + hidden
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sizes_that_are_decided_when_a_step_runs_are_not_read(
+    model: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, rng = open_model(model).spec, random.Random(seed)
+    tiers = (make_tier(spec, 4, random_places(spec, rng), 2, CONTEXT, 1),)
+
+    def speak() -> tuple[torch.Tensor, int]:
+        engine = open_engine(model, tiers, context=CONTEXT)
+        return talk(engine, random.Random(1)), engine.link_bytes
+
+    def emit_without_sizes(*given: Any) -> StepList:
+        steps = emit_steps(*given)
+        body = (replace(s, nbytes=-1) if not isinstance(s, CopyIn) and hasattr(s, "nbytes") else s for s in steps.body)
+        return StepList(steps.enter, tuple(body))
+
+    expected, moved = speak()
+    monkeypatch.setattr(executor, "emit_steps", emit_without_sizes)
+    got, moved_again = speak()
+    assert torch.equal(got, expected) and moved_again == moved
 
 
 def test_pins_that_arrive_wait_for_kv_that_leaves_their_place(tmp_path: Path) -> None:

@@ -34,17 +34,19 @@ class HostKernels(PlainKernels):
         bias: torch.Tensor | None = None,
         accumulate: bool = False,
     ) -> None:
-        if suits_tiles(x.shape[0], weight.qtype):
-            self._linear_on_tiles(x, weight, out, bias, accumulate)
-            return
-        rows = plain_rows(weight) if x.shape[0] > PLAIN_TOKENS else None
-        if rows is not None:
-            result = F.linear(x.to(rows.dtype), rows, None if bias is None else bias.to(rows.dtype))
+        tokens, on_tiles = x.shape[0], suits_tiles(x.shape[0], weight.qtype)
+        plain = None if on_tiles or tokens <= PLAIN_TOKENS else plain_rows(weight)
+        if plain is not None:
+            result = F.linear(x.to(plain.dtype), plain, None if bias is None else bias.to(plain.dtype))
             out.add_(result) if accumulate else out.copy_(result)
-        elif x.shape[0] <= NATIVE_TOKENS:
-            self._linear_packed(x, weight, out, bias, accumulate)
+            return
+        if on_tiles or tokens <= NATIVE_TOKENS:
+            run = native.linear_tiled if on_tiles else native.linear
+            run(x, weight, out, tokens, x_stride=x.stride(0), out_stride=out.stride(0), accumulate=accumulate)
         else:
-            self._linear_tiled(x, weight, out, tile, bias, accumulate)
+            _multiply_dequantised(x, weight, out, tile, accumulate)
+        if bias is not None:
+            out += bias
 
     def linear_group(
         self,
@@ -58,72 +60,12 @@ class HostKernels(PlainKernels):
         if not all(_suits_vectors(tokens, weight.qtype) for weight in weights):
             super().linear_group(x, weights, out, tile, biases)
             return
-        parts, strides = [(w.data, w.qtype, w.rows) for w in weights], (x.stride(0), out.stride(0))
-        native.linear_group(x, parts, weights[0].cols, out, tokens, x_stride=strides[0], out_stride=strides[1])
+        native.linear_group(x, weights, out, tokens, x_stride=x.stride(0), out_stride=out.stride(0))
         at = 0
         for weight, bias in zip(weights, biases):
             if bias is not None:
                 out[:, at : at + weight.rows] += bias
             at += weight.rows
-
-    def _linear_on_tiles(
-        self, x: torch.Tensor, weight: Packed, out: torch.Tensor, bias: torch.Tensor | None, accumulate: bool
-    ) -> None:
-        native.linear_tiled(
-            x,
-            weight.data,
-            weight.qtype,
-            weight.rows,
-            weight.cols,
-            out,
-            x.shape[0],
-            x_stride=x.stride(0),
-            out_stride=out.stride(0),
-            accumulate=accumulate,
-        )
-        if bias is not None:
-            out += bias
-
-    def _linear_packed(
-        self, x: torch.Tensor, weight: Packed, out: torch.Tensor, bias: torch.Tensor | None, accumulate: bool
-    ) -> None:
-        native.linear(
-            x,
-            weight.data,
-            weight.qtype,
-            weight.rows,
-            weight.cols,
-            out,
-            x.shape[0],
-            x_stride=x.stride(0),
-            out_stride=out.stride(0),
-            accumulate=accumulate,
-        )
-        if bias is not None:
-            out += bias
-
-    def _linear_tiled(
-        self,
-        x: torch.Tensor,
-        weight: Packed,
-        out: torch.Tensor,
-        tile: torch.Tensor,
-        bias: torch.Tensor | None,
-        accumulate: bool,
-    ) -> None:
-        half = x.bfloat16()
-        rows_at_once = max(16, tile.numel() // (2 * weight.cols) // 16 * 16)
-        for start in range(0, weight.rows, rows_at_once):
-            stop = min(start + rows_at_once, weight.rows)
-            rows = tile[: (stop - start) * weight.cols * 2].view(torch.bfloat16).view(stop - start, weight.cols)
-            native.dequantize(weight.data, weight.qtype, weight.rows, weight.cols, start, stop, rows, "bf16")
-            part = F.linear(half, rows)
-            if accumulate:
-                out[:, start:stop] += part
-            else:
-                out[:, start:stop] = part
-        if bias is not None:
-            out += bias
 
     def gate_up(
         self, x: torch.Tensor, gate: Packed, up: Packed, out: torch.Tensor, both: torch.Tensor, tile: torch.Tensor
@@ -132,19 +74,7 @@ class HostKernels(PlainKernels):
         on_tiles = suits_tiles(tokens, gate.qtype) and suits_tiles(tokens, up.qtype)
         if on_tiles or tokens <= _vector_tokens(gate.qtype):
             run = native.gate_up_tiled if on_tiles else native.gate_up
-            run(
-                x,
-                gate.data,
-                gate.qtype,
-                up.data,
-                up.qtype,
-                width,
-                gate.cols,
-                out,
-                tokens,
-                x_stride=x.stride(0),
-                out_stride=out.stride(0),
-            )
+            run(x, gate, up, out, tokens, x_stride=x.stride(0), out_stride=out.stride(0))
             return
         self.linear(x, gate, both[:, :width], tile)
         self.linear(x, up, both[:, width:], tile)
@@ -156,20 +86,7 @@ class HostKernels(PlainKernels):
         if not all(_suits_vectors(tokens, weight.qtype) for weight in (gate, up, down)):
             return False
         native.ffn(
-            x,
-            gate.data,
-            gate.qtype,
-            up.data,
-            up.qtype,
-            down.data,
-            down.qtype,
-            down.rows,
-            down.cols,
-            out,
-            tokens,
-            x_stride=x.stride(0),
-            out_stride=out.stride(0),
-            accumulate=accumulate,
+            x, gate, up, down, out, tokens, x_stride=x.stride(0), out_stride=out.stride(0), accumulate=accumulate
         )
         return True
 
@@ -211,10 +128,25 @@ class HostKernels(PlainKernels):
     ) -> None:
         turn = (rope.cos, rope.sin, rope.cos.shape[-1], rope.pairing)
         index = (rows.begin, rows.position, rows.blocks)
-        native.rope_store(
-            qkv, qkv.stride(0), rows.tokens, heads, (q_norm, k_norm), eps, turn, index, (kv.k, kv.v), _kinds(kv),
-            kv.k.shape[1],
-        )  # fmt: skip
+        cache = (kv.k, kv.v, _kinds(kv), kv.k.shape[1])
+        native.rope_store(qkv, qkv.stride(0), rows.tokens, heads, (q_norm, k_norm, eps), turn, index, cache)
+
+
+def _multiply_dequantised(
+    x: torch.Tensor, weight: Packed, out: torch.Tensor, tile: torch.Tensor, accumulate: bool
+) -> None:
+    """As many rows at a time as `tile` holds in bf16, for torch's GEMM."""
+    half = x.bfloat16()
+    rows_at_once = max(16, tile.numel() // (2 * weight.cols) // 16 * 16)
+    for start in range(0, weight.rows, rows_at_once):
+        stop = min(start + rows_at_once, weight.rows)
+        rows = tile[: (stop - start) * weight.cols * 2].view(torch.bfloat16).view(stop - start, weight.cols)
+        native.dequantize(weight, start, stop, rows, "bf16")
+        part = F.linear(half, rows)
+        if accumulate:
+            out[:, start:stop] += part
+        else:
+            out[:, start:stop] = part
 
 
 def _kinds(kv: LayerKV) -> tuple[str, str]:

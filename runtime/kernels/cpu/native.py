@@ -1,8 +1,9 @@
 """The CPU kernels: a ctypes front to the C++ library built from csrc/ (packed weights, docs/packed-layout.md).
 
 Buffers are addresses (int), numpy arrays or anything with `data_ptr()` (torch tensors), in host memory and in C order
-except for row strides. Strides count elements, not bytes. Sizes are the caller's promise: C++ cannot see them. Every
-call releases the GIL and returns when the result is written; calls from several threads run one after the other.
+except for row strides. A weight is an `api.Packed` whose data is such a buffer. Strides count elements, not bytes.
+Sizes are the caller's promise: C++ cannot see them. Every call releases the GIL and returns when the result is written;
+calls from several threads run one after the other.
 
 Results do not depend on the number of threads, and one sequence's do not depend on what is computed with it; nor do a
 token's, but for attention, whose cells are shared out by how many new tokens their sequence has.
@@ -12,11 +13,14 @@ import ctypes
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pshard.quant import QUANT_TYPES
 from pshard.runtime.kernels.cpu.sources import digest_sources
 from pshard.units.kv_cells import kv_nbytes
+
+if TYPE_CHECKING:
+    from pshard.runtime.kernels.api import Packed
 
 Buffer = Any  # int address, numpy array or torch tensor
 
@@ -101,46 +105,46 @@ def why_missing() -> str | None:
 def why_stale() -> str | None:
     """What to say of a library that works but was built from other sources than are at hand; None of any other."""
     here = digest_sources(_PATH.with_name("csrc"))
-    if not is_available() or here in (0, _call("sources")):
+    if not is_available() or here in (0, _function("sources")()):
         return None
     return f"{_PATH.name} was built from other sources than those beside it: run {BUILD}"
 
 
 def exchange_functions() -> dict[str, Any]:
-    """The C functions of csrc/allreduce.cpp by the name after `exchange_`; shared_memory.py says what they do."""
+    """The C functions of csrc/ranks/allreduce.cpp by the name after `exchange_`; shared_memory.py says what they do."""
     return {name.removeprefix("exchange_"): _C[name] for name in _SIGNATURES if name.startswith("exchange_")}
 
 
 def copier_functions() -> dict[str, Any]:
-    """The C functions of csrc/copiers.cpp by the name after `copiers_`; copiers.py says what they do."""
+    """The C functions of csrc/threads/copiers.cpp by the name after `copiers_`; copiers.py says what they do."""
     return {name.removeprefix("copiers_"): _C[name] for name in _SIGNATURES if name.startswith("copiers_")}
 
 
 def isa() -> str:
     """The instruction set in use: "avx512_vnni", "avx2" or "portable"."""
-    return _call("isa").decode()
+    return _function("isa")().decode()
 
 
 def set_isa(name: str) -> None:
     """Use another instruction set than the best one (for tests). Raises ValueError where this machine lacks it."""
-    if _call("set_isa", name.encode()) != 0:
+    if _function("set_isa")(name.encode()) != 0:
         raise ValueError(f"this machine cannot run the {name!r} kernels")
 
 
 def tiles() -> str:
     """The matrix unit that `linear_tiled` uses: "amx", or "" where there is none."""
-    return _call("tiles").decode()
+    return _function("tiles")().decode()
 
 
 def set_tiles(name: str) -> None:
     """Use "amx", "emulated" (loops, for tests) or "" (none). Raises ValueError where this machine lacks it."""
-    if _call("set_tiles", name.encode()) != 0:
+    if _function("set_tiles")(name.encode()) != 0:
         raise ValueError(f"this machine cannot run {name!r} tiles")
 
 
 def threads() -> int:
     """Threads of the pool, the caller included; at first as many as this process may use processors."""
-    return _call("threads")
+    return _function("threads")()
 
 
 def set_threads(n: int, cpus: Sequence[int] | None = None) -> None:
@@ -152,7 +156,7 @@ def set_threads(n: int, cpus: Sequence[int] | None = None) -> None:
     if n < 1 or (cpus is not None and len(cpus) < n):
         raise ValueError(f"set_threads({n}, {cpus}): needs n >= 1 and a processor for each thread")
     array = (ctypes.c_int * len(cpus))(*cpus) if cpus else None
-    _call("set_threads", n, array, len(cpus) if cpus else 0)
+    _function("set_threads")(n, array, len(cpus) if cpus else 0)
 
 
 def pack(
@@ -179,15 +183,13 @@ def pack(
     if cols % q.block or col_start % q.block or col_stop % q.block:
         raise ValueError(f"{qtype} columns {col_start}:{col_stop} of {cols} are not multiples of the block, {q.block}")
     row_bytes = cols // q.block * q.nbytes
-    _call("pack", _at(raw), row_bytes, _type(qtype), row_start, row_stop, col_start, col_stop, _at(out))
+    part = (row_start, row_stop, col_start, col_stop)
+    _function("pack")(_at(raw), row_bytes, _type(qtype), *part, _at(out))
 
 
 def linear(
     x: Buffer,
-    w: Buffer,
-    qtype: str,
-    rows: int,
-    cols: int,
+    weight: "Packed",
     out: Buffer,
     tokens: int,
     *,
@@ -195,48 +197,34 @@ def linear(
     out_stride: int | None = None,
     accumulate: bool = False,
 ) -> None:
-    """out = x @ W.T with W [rows, cols] packed: x f32 [tokens, cols] -> out f32 [tokens, rows]. Any number of tokens.
-    With `accumulate` the product is added to `out`.
+    """out = x @ W.T: x f32 [tokens, cols] -> out f32 [tokens, rows]. Any number of tokens. With `accumulate` the
+    product is added to `out`.
 
     Quantised weights meet activations rounded to int8 with one scale per 32 columns; that adds a relative error (RMS of
     the difference over RMS of the exact result, normal activations) of 0.51 to 0.54%, whatever the type. Plain weights
     (F32, F16, BF16) meet f32 activations in f32 sums; beyond 16 tokens torch's bf16 linear is faster for those.
     """
-    _check_cols(qtype, cols)
-    shape = (_at(out), out_stride or rows, tokens, accumulate)
-    _call("linear", _at(x), x_stride or cols, _at(w), _type(qtype), rows, cols, *shape)
+    rows, cols = weight.rows, weight.cols
+    result = (_at(out), out_stride or rows, tokens, accumulate)
+    _function("linear")(_at(x), x_stride or cols, *_packed(weight), rows, cols, *result)
 
 
 def linear_group(
-    x: Buffer,
-    weights: Sequence[tuple[Buffer, str, int]],
-    cols: int,
-    out: Buffer,
-    tokens: int,
-    *,
-    x_stride: int,
-    out_stride: int,
+    x: Buffer, weights: Sequence["Packed"], out: Buffer, tokens: int, *, x_stride: int, out_stride: int
 ) -> None:
-    """`linear` with several matrices (packed, quant type, rows), whose outputs lie side by side in rows of `out`."""
-    for _, qtype, _ in weights:
-        _check_cols(qtype, cols)
+    """`linear` with several matrices of as many columns, whose outputs lie side by side in rows of `out`."""
     n = len(weights)
-    data = (ctypes.c_void_p * n)(*(_at(w) for w, _, _ in weights))
-    types = (ctypes.c_int * n)(*(_type(qtype) for _, qtype, _ in weights))
-    rows = (ctypes.c_int64 * n)(*(count for _, _, count in weights))
-    _call("linear_group", _at(x), x_stride, data, types, rows, n, cols, _at(out), out_stride, tokens)
+    addresses, types = zip(*map(_packed, weights))
+    rows = (ctypes.c_int64 * n)(*[weight.rows for weight in weights])
+    matrices = ((ctypes.c_void_p * n)(*addresses), (ctypes.c_int * n)(*types), rows, n, weights[0].cols)
+    _function("linear_group")(_at(x), x_stride, *matrices, _at(out), out_stride, tokens)
 
 
 def ffn(
     x: Buffer,
-    gate: Buffer,
-    gate_qtype: str,
-    up: Buffer,
-    up_qtype: str,
-    down: Buffer,
-    down_qtype: str,
-    hidden: int,
-    inner: int,
+    gate: "Packed",
+    up: "Packed",
+    down: "Packed",
     out: Buffer,
     tokens: int,
     *,
@@ -246,24 +234,19 @@ def ffn(
 ) -> None:
     """SwiGLU in one call: out = (silu(x Wg^T) * (x Wu^T)) Wd^T, x and out f32 [tokens, hidden].
 
-    With `accumulate` the result is added to `out`. gate and up are packed [inner, hidden], down is packed
-    [hidden, inner]. Precision as in `linear`.
+    With `accumulate` the result is added to `out`. gate and up are [inner, hidden], down is [hidden, inner]. Precision
+    as in `linear`.
     """
-    for qtype, cols in ((gate_qtype, hidden), (up_qtype, hidden), (down_qtype, inner)):
-        _check_cols(qtype, cols)
-    weights = (_at(gate), _type(gate_qtype), _at(up), _type(up_qtype), _at(down), _type(down_qtype))
-    shape = (_at(out), out_stride or hidden, tokens, accumulate)
-    _call("ffn", _at(x), x_stride or hidden, *weights, hidden, inner, *shape)
+    hidden, inner = down.rows, down.cols
+    result = (_at(out), out_stride or hidden, tokens, accumulate)
+    weights = (*_packed(gate), *_packed(up), *_packed(down))
+    _function("ffn")(_at(x), x_stride or hidden, *weights, hidden, inner, *result)
 
 
 def gate_up(
     x: Buffer,
-    gate: Buffer,
-    gate_qtype: str,
-    up: Buffer,
-    up_qtype: str,
-    inner: int,
-    hidden: int,
+    gate: "Packed",
+    up: "Packed",
     out: Buffer,
     tokens: int,
     *,
@@ -271,18 +254,15 @@ def gate_up(
     out_stride: int | None = None,
 ) -> None:
     """The first half of `ffn`: out = silu(x Wg^T) * (x Wu^T), x f32 [tokens, hidden], out f32 [tokens, inner]."""
-    for qtype in (gate_qtype, up_qtype):
-        _check_cols(qtype, hidden)
-    weights = (_at(gate), _type(gate_qtype), _at(up), _type(up_qtype), None, -1)
-    _call("ffn", _at(x), x_stride or hidden, *weights, hidden, inner, _at(out), out_stride or inner, tokens, False)
+    inner, hidden = gate.rows, gate.cols
+    weights = (*_packed(gate), *_packed(up), None, -1)  # no down
+    result = (_at(out), out_stride or inner, tokens, False)
+    _function("ffn")(_at(x), x_stride or hidden, *weights, hidden, inner, *result)
 
 
 def linear_tiled(
     x: Buffer,
-    w: Buffer,
-    qtype: str,
-    rows: int,
-    cols: int,
+    weight: "Packed",
     out: Buffer,
     tokens: int,
     *,
@@ -294,20 +274,16 @@ def linear_tiled(
 
     Rounding adds a relative error of about 0.2%. With `accumulate` the product is added to `out`.
     """
-    _check_cols(qtype, cols)
     _check_tiles()
-    shape = (_at(out), out_stride or rows, tokens, accumulate)
-    _call("linear_tiled", _at(x), x_stride or cols, _at(w), _type(qtype), rows, cols, *shape)
+    rows, cols = weight.rows, weight.cols
+    result = (_at(out), out_stride or rows, tokens, accumulate)
+    _function("linear_tiled")(_at(x), x_stride or cols, *_packed(weight), rows, cols, *result)
 
 
 def gate_up_tiled(
     x: Buffer,
-    gate: Buffer,
-    gate_qtype: str,
-    up: Buffer,
-    up_qtype: str,
-    inner: int,
-    hidden: int,
+    gate: "Packed",
+    up: "Packed",
     out: Buffer,
     tokens: int,
     *,
@@ -315,18 +291,14 @@ def gate_up_tiled(
     out_stride: int | None = None,
 ) -> None:
     """As `gate_up`, with the precision of `linear_tiled`; silu is applied to the f32 sums."""
-    for qtype in (gate_qtype, up_qtype):
-        _check_cols(qtype, hidden)
     _check_tiles()
-    weights = (_at(gate), _type(gate_qtype), _at(up), _type(up_qtype), inner, hidden)
-    _call("gate_up_tiled", _at(x), x_stride or hidden, *weights, _at(out), out_stride or inner, tokens)
+    inner, hidden = gate.rows, gate.cols
+    weights = (*_packed(gate), *_packed(up), inner, hidden)
+    _function("gate_up_tiled")(_at(x), x_stride or hidden, *weights, _at(out), out_stride or inner, tokens)
 
 
 def dequantize(
-    w: Buffer,
-    qtype: str,
-    rows: int,
-    cols: int,
+    weight: "Packed",
     row_start: int,
     row_stop: int,
     out: Buffer,
@@ -335,22 +307,21 @@ def dequantize(
     out_stride: int | None = None,
 ) -> None:
     """Rows [row_start, row_stop) of a packed matrix to "f32" (exactly the GGUF values) or "bf16" (those, rounded)."""
-    _check_cols(qtype, cols)
+    rows, cols = weight.rows, weight.cols
     _check_range("row", row_start, row_stop, rows)
     if out_dtype not in ("f32", "bf16"):
         raise ValueError(f"out_dtype is {out_dtype!r}, not 'f32' or 'bf16'")
-    bf16 = out_dtype == "bf16"
-    _call("dequantize", _at(w), _type(qtype), rows, cols, row_start, row_stop, _at(out), out_stride or cols, bf16)
+    result = (_at(out), out_stride or cols, out_dtype == "bf16")
+    _function("dequantize")(*_packed(weight), rows, cols, row_start, row_stop, *result)
 
 
-def get_rows(w: Buffer, qtype: str, rows: int, cols: int, ids: Buffer, n: int, out: Buffer) -> None:
+def get_rows(weight: "Packed", ids: Buffer, n: int, out: Buffer) -> None:
     """Look up n rows (i64 ids, each in [0, rows)) of a packed matrix: out f32 [n, cols], exactly the GGUF values."""
-    _check_cols(qtype, cols)
     address = _at(ids)
     for i in (ctypes.c_int64 * n).from_address(address) if n else ():
-        if not 0 <= i < rows:
-            raise IndexError(f"row {i} of a matrix of {rows} rows")
-    _call("get_rows", _at(w), _type(qtype), rows, cols, address, n, _at(out))
+        if not 0 <= i < weight.rows:
+            raise IndexError(f"row {i} of a matrix of {weight.rows} rows")
+    _function("get_rows")(*_packed(weight), weight.rows, weight.cols, address, n, _at(out))
 
 
 def attention(
@@ -386,21 +357,19 @@ def attention(
     if n_heads % kv_heads:
         raise ValueError(f"{n_heads} heads do not share {kv_heads} kv heads evenly")
     q_stride, out_stride = strides or (n_heads * dim, n_heads * dim)
-    types = tuple(_type(kind.upper()) for kind in kv_types)
-    cells = (*(cell_strides or _cell_nbytes(kv_types, kv_heads * dim)), *types)
-    table, block_cells = (_at(blocks[0]), blocks[1]) if blocks else (None, 0)
+    cell_nbytes = cell_strides or _cell_nbytes(kv_types, kv_heads * dim)
+    cells = (_at(k), _at(v), *cell_nbytes, *_cell_types(kv_types))
+    table = (_at(blocks[0]), blocks[1]) if blocks else (None, 0)
     numbers = (ctypes.c_int64 * (4 * len(segments)))(*(n for segment in segments for n in segment))
-    shape = (len(segments), *heads, scale)
-    _call(
-        "attention", _at(q), q_stride, _at(k), _at(v), *cells, table, block_cells, numbers, *shape, _at(out), out_stride
-    )
+    queries = (numbers, len(segments), *heads, scale)
+    _function("attention")(_at(q), q_stride, *cells, *table, *queries, _at(out), out_stride)
 
 
 def rms_norm(
     x: Buffer, weight: Buffer, eps: float, tokens: int, width: int, out: Buffer, *, strides: tuple[int, int]
 ) -> None:
     """out[t] = x[t] / sqrt(mean(x[t]^2) + eps) * weight, f32, rows of `width`, `strides` apart in x and in out."""
-    _call("rms_norm", _at(x), strides[0], _at(weight), eps, tokens, width, _at(out), strides[1])
+    _function("rms_norm")(_at(x), strides[0], _at(weight), eps, tokens, width, _at(out), strides[1])
 
 
 def rope_store(
@@ -408,63 +377,61 @@ def rope_store(
     stride: int,
     tokens: int,
     heads: tuple[int, int, int],
-    norms: tuple[Buffer | None, Buffer | None],
-    eps: float,
+    norms: tuple[Buffer | None, Buffer | None, float],
     rope: tuple[Buffer, Buffer, int, str],
     rows: tuple[Buffer, Buffer, Buffer],
-    cache: tuple[Buffer, Buffer],
-    kv_types: tuple[str, str],
-    block_cells: int,
+    cache: tuple[Buffer, Buffer, tuple[str, str], int],
 ) -> None:
     """Normalise and rotate q and k heads in place, and write k and v into their cells.
 
     Args:
         qkv: f32 [tokens, (heads + 2 kv heads) head_dim], rows `stride` apart.
         heads: (heads, kv heads, head_dim).
-        norms: weights f32 [head_dim] of an RMS norm of each q and each k head, or None.
+        norms: weights f32 [head_dim] of an RMS norm of each q and each k head, or None, and the norms' eps.
         rope: cos and sin f32 [context, half], half, and the pairing as in pshard.model.Rope.
         rows: begin, position and blocks, i32, as in api.RowIndex.
-        cache: k and v, blocks of `block_cells` cells as in `attention`, without gaps.
+        cache: k and v, their KV types, and the cells of a block as in `attention`; without gaps.
     """
+    q_norm, k_norm, eps = norms
+    weights = (None if q_norm is None else _at(q_norm), None if k_norm is None else _at(k_norm), eps)
     cos, sin, half, pairing = rope
-    _, kv_heads, dim = heads
-    types = tuple(_type(kind.upper()) for kind in kv_types)
-    weights = tuple(None if w is None else _at(w) for w in norms)
     turn = (_at(cos), _at(sin), half, pairing == "halves")
-    where = (
-        *(_at(r) for r in rows),
-        block_cells,
-        _at(cache[0]),
-        _at(cache[1]),
-        *_cell_nbytes(kv_types, kv_heads * dim),
-    )
-    _call("rope_store", _at(qkv), stride, tokens, *heads, *weights, eps, *turn, *where, *types)
+    begin, position, blocks = rows
+    k, v, kv_types, block_cells = cache
+    cell_nbytes = _cell_nbytes(kv_types, heads[1] * heads[2])
+    index = (_at(begin), _at(position), _at(blocks), block_cells)
+    cells = (*index, _at(k), _at(v), *cell_nbytes, *_cell_types(kv_types))
+    _function("rope_store")(_at(qkv), stride, tokens, *heads, *weights, *turn, *cells)
 
 
 def _cell_nbytes(kv_types: tuple[str, str], width: int) -> tuple[int, int]:
     return kv_nbytes(kv_types[0], width), kv_nbytes(kv_types[1], width)
 
 
+def _cell_types(kv_types: tuple[str, str]) -> tuple[int, int]:
+    return _type(kv_types[0].upper()), _type(kv_types[1].upper())
+
+
 def memcpy(to: Buffer, source: Buffer, nbytes: int) -> None:
     """Copy nbytes with all threads."""
-    _call("memcpy", _at(to), _at(source), nbytes)
+    _function("memcpy")(_at(to), _at(source), nbytes)
 
 
 def read_bandwidth(data: Buffer, nbytes: int) -> float:
     """GB/s (1e9 bytes) at which all threads read nbytes once: the ceiling of every kernel whose weights are in DRAM."""
     total = ctypes.c_uint64()
-    return nbytes / _call("read", _at(data), nbytes, ctypes.byref(total)) / 1e9
+    return nbytes / _function("read")(_at(data), nbytes, ctypes.byref(total)) / 1e9
 
 
 def record_nbytes(qtype: str, cols: int) -> int:
     """Bytes of 16 rows as the C++ library counts them; a test compares with pshard.quant."""
-    return _call("record_nbytes", _type(qtype), cols)
+    return _function("record_nbytes")(_type(qtype), cols)
 
 
-def _call(name: str, *arguments: Any) -> Any:
+def _function(name: str) -> Any:
     if _WHY_MISSING is not None:
         raise RuntimeError(f"no CPU kernels: {_WHY_MISSING}")
-    return _C[name](*arguments)
+    return _C[name]
 
 
 def _at(buffer: Buffer) -> int:
@@ -481,9 +448,13 @@ def _type(qtype: str) -> int:
     return _TYPE_NUMBERS.get(qtype, -1)
 
 
-def _check_cols(qtype: str, cols: int) -> None:
-    if cols % QUANT_TYPES[qtype].block:
-        raise ValueError(f"{cols} columns are not a multiple of the {qtype} block, {QUANT_TYPES[qtype].block}")
+def _packed(weight: "Packed") -> tuple[int, int]:
+    """Where a matrix is and the number of its type. Raises ValueError when its columns are no whole blocks."""
+    qtype = weight.qtype
+    if weight.cols % QUANT_TYPES[qtype].block:
+        block = QUANT_TYPES[qtype].block
+        raise ValueError(f"{weight.cols} columns are not a multiple of the {qtype} block, {block}")
+    return _at(weight.data), _type(qtype)
 
 
 def _check_tiles() -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from pshard.gpu_tiles import Tile
+from pshard.times.gpu_tiles import Tile
 from pshard.units.attention import DECODE_PROGRAMS
 
 MANY_ROWS = 16384  # of gate and up; below, as in a rank's slice, programs of two warps do not fill a GPU

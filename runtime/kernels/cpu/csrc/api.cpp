@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "driver.h"
-#include "pack.h"
+#include "packing/pack.h"
 
 namespace pshard {
 namespace {

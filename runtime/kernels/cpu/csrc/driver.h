@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "kernels.h"
-#include "pool.h"
+#include "threads/pool.h"
 
 #define PSHARD_API extern "C" __attribute__((visibility("default")))
 

@@ -1,7 +1,7 @@
 // The table of kernels that each instruction set fills in.
 #pragma once
 
-#include "format.h"
+#include "packing/format.h"
 
 namespace pshard {
 

@@ -1,5 +1,5 @@
 // Tile products compiled for AMX with bf16, and the same blocking over loops. Compilers without AMX leave both out.
-#include "tiles.h"
+#include "products/tiles.h"
 
 #if defined(__x86_64__) && defined(__linux__) && __has_include(<amxbf16intrin.h>)
 #include <cpuid.h>
@@ -26,12 +26,12 @@
 namespace pshard {
 namespace {
 #include "simd_avx512.h"
-#include "decode.h"
-#include "dense_kernels.h"
-#include "tile_weights.h"
-#include "tile_gemm.h"
-#include "attention_kernel.h"
-#include "attention_tiles.h"
+#include "packing/decode.h"
+#include "products/dense_kernels.h"
+#include "products/tile_weights.h"
+#include "products/tile_gemm.h"
+#include "attention/attention_kernel.h"
+#include "attention/attention_tiles.h"
 
 // The intrinsics want tile numbers as literals.
 struct AmxUnit {

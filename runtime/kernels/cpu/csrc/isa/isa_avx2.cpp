@@ -18,10 +18,10 @@
 namespace pshard {
 namespace {
 #include "simd_avx2.h"
-#include "decode.h"
-#include "quant_kernels.h"
-#include "dense_kernels.h"
-#include "attention_kernel.h"
+#include "packing/decode.h"
+#include "products/quant_kernels.h"
+#include "products/dense_kernels.h"
+#include "attention/attention_kernel.h"
 #include "isa_table.h"
 }  // namespace
 }  // namespace pshard

@@ -5,7 +5,7 @@
 // bf16. Each is 1 KB without gaps. Their product adds to 16 tokens x 16 rows of f32.
 #pragma once
 
-#include "format.h"
+#include "packing/format.h"
 #include "kernels.h"
 
 namespace pshard {

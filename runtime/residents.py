@@ -20,7 +20,7 @@ from pshard.units.divide_unit import divide_unit, joined_width
 from pshard.units.state import State, StateShape
 
 
-class Residency:
+class Residents:
     """Pins and states of one rank. Each tier holds a prefix of the plan's orders, so that none of them moves.
 
     Attributes:

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "driver.h"
-#include "tiles.h"
+#include "products/tiles.h"
 
 namespace pshard {
 namespace {

@@ -1,0 +1,66 @@
+"""Products of more than SMALL_BATCH rows: weights are dequantised tile by tile, and a library GEMM does the rest."""
+
+import torch
+import triton
+
+from pshard.quant import ROW_BLOCK, align
+from pshard.runtime.kernels.api import Packed
+from pshard.runtime.kernels.gpu import triton_rows
+from pshard.runtime.kernels.gpu.default_tiles import TUNING
+from pshard.runtime.kernels.gpu.products import triton_dequant
+from pshard.runtime.kernels.gpu.products.triton_decode import ENCODINGS, places
+from pshard.runtime.kernels.unpack import PLAIN
+
+
+def multiply(
+    x: torch.Tensor,
+    weight: Packed,
+    out: torch.Tensor,
+    tile: torch.Tensor,
+    bias: torch.Tensor | None,
+    accumulate: bool,
+) -> None:
+    """Tile by tile of rows: dequantise, then a GEMM into columns of `out`; even tiles, whole 256 where they fit."""
+    if weight.qtype == "BF16":
+        step = weight.rows
+    else:
+        most = tile.numel() // (2 * weight.cols) // ROW_BLOCK * ROW_BLOCK
+        even = -(-weight.rows // -(-weight.rows // most))
+        step = min(most, align(even, 256))
+    for first in range(0, weight.rows, step):
+        n = min(step, weight.rows - first)
+        if weight.qtype == "BF16":
+            w = weight.data.view(torch.bfloat16).view(weight.rows, weight.cols)
+        else:
+            w = tile[: 2 * n * weight.cols].view(torch.bfloat16).view(n, weight.cols)
+            dequantise(weight, first, w)
+        _multiply_by_library(x, w, out[:, first : first + n], accumulate)
+    if bias is not None:
+        triton_rows.add_bias_kernel[(triton.cdiv(weight.rows, 1024), x.shape[0])](
+            out, out.stride(0), bias, weight.rows, BLOCK=1024, num_warps=4
+        )
+
+
+def dequantise(weight: Packed, first_row: int, out: torch.Tensor) -> None:
+    """out[n, cols], contiguous, bfloat16 or float32 = rows first_row..first_row + n; first_row a multiple of 16."""
+    n, cols = out.shape
+    if weight.qtype in PLAIN:
+        source = weight.data.view(PLAIN[weight.qtype])[first_row * cols :]
+        triton_dequant.convert_kernel[(triton.cdiv(n * cols, 2048),)](source, out, n * cols, BLOCK=2048)
+        return
+    encoding, tile = ENCODINGS[weight.qtype], TUNING["dequantise", 0]
+    grid = (triton.cdiv(cols // 32, tile.depth), triton.cdiv(n, ROW_BLOCK))
+    triton_dequant.dequantise_kernel[grid](
+        weight.data, out, first_row, n, cols, *places(weight.qtype, cols), BC=tile.depth,
+        QTYPE=weight.qtype, LOW=encoding.low, HIGH=encoding.high, num_warps=tile.warps,
+    )  # fmt: skip
+
+
+def _multiply_by_library(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
+    """out (+)= x @ w.T, in place: bfloat16 inputs, float32 sums, out bfloat16 or float32."""
+    if out.dtype == x.dtype:
+        torch.addmm(out, x, w.T, out=out) if accumulate else torch.mm(x, w.T, out=out)
+    elif accumulate:
+        torch.ops.aten.addmm.dtype_out(out, x, w.T, out.dtype, out=out)
+    else:
+        torch.ops.aten.mm.dtype_out(x, w.T, out.dtype, out=out)
