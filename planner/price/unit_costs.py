@@ -6,7 +6,7 @@ from pshard.model import ModelSpec
 from pshard.planner.price.price_operations import OneSide, price_operations
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_loads import TierLoad
-from pshard.units.divide_unit import divide_unit, expected_copy, joined_width
+from pshard.units.divide_unit import divide_unit, expected_copy, expected_pieces, joined_width
 from pshard.units.share import WHOLE, Share
 from pshard.units.unit import Unit
 from pshard.workload import Workload
@@ -86,7 +86,8 @@ def unit_cost(unit: Unit, setting: Setting) -> UnitCost:
     rows = load.logit_rows if unit.kind.gives_logits else load.tokens
     operations = unit.operations(spec.config)
     acc_seconds, host_seconds = (price_operations(operations, setting.side(s, rows)) for s in ("acc", "host"))
-    reads = load.tokens * spec.config.d_model * 4 if unit.kind.is_looked_up else unit.packed_nbytes
+    used = sum(piece.nbytes for piece in expected_copy(unit, WHOLE, spec.config, load.tokens))
+    reads = load.tokens * spec.config.d_model * 4 if unit.kind.is_looked_up else used
     fetch = write = 0
     if law := unit.state(spec.config, setting.workload.state_shape):
         fetch = law.fetched(load.sequences * load.past, load.sequences)
@@ -139,6 +140,7 @@ def divided_cost(unit: Unit, share: Share, setting: Setting) -> DividedCost:
     slower, step = (on_host, setting.step) if setting.waits else (1, 0.0)
     acc, host, link = setting.correction(unit)
     cpu = join = rest = 0.0
+    reads = 0
     if parts.on_cpu is None:
         on_acc = acc * (price_operations(unit.operations(spec.config), setting.side("acc")) * slower + step)
     else:
@@ -148,6 +150,7 @@ def divided_cost(unit: Unit, share: Share, setting: Setting) -> DividedCost:
             acc * (price_operations(operations, setting.side("acc")) * slower + step)
             for operations in (work.on_acc, work.after)
         )
+        reads = sum(piece.nbytes for piece in expected_pieces(parts.on_cpu, spec.config, tokens))
         cpu = price_operations(work.on_cpu, setting.side("host"))
         cpu = host * (cpu * on_host + tables.elementwise("host", "step", 1, 1))
         join = tables.handoff("acc", 4 * tokens * joined_width(unit, share, spec.config), 4 * spec.config.d_model)
@@ -159,7 +162,7 @@ def divided_cost(unit: Unit, share: Share, setting: Setting) -> DividedCost:
         link=copying * link * setting.copy(unit, share),
         nbytes=parts.brought.nbytes,
         kept=parts.kept.nbytes if parts.kept else 0,
-        cpu_reads=parts.on_cpu.nbytes if parts.on_cpu else 0,
+        cpu_reads=reads,
         issue=0.0 if setting.waits else acc * setting.step,
         staged=copying * link * setting.copy(unit, share, "staged"),
     )

@@ -171,9 +171,13 @@ def kept_nbytes(unit: Unit, share: Share) -> int:
 
 @lru_cache(1 << 13)
 def expected_copy(unit: Unit, share: Share, config: ModelConfig, tokens: int) -> tuple[Piece, ...]:
-    """What a micro-batch of so many tokens is expected to have copied of a streamed unit: of a kind whose tokens choose
-    among its parts, as many as they are expected to use."""
-    portion, part_of, chosen = divide_unit(unit, share).brought, unit.kind.part_of, unit.kind.chosen
+    """What a micro-batch of so many tokens is expected to have copied of a streamed unit."""
+    return expected_pieces(divide_unit(unit, share).brought, config, tokens)
+
+
+def expected_pieces(portion: Portion, config: ModelConfig, tokens: int) -> tuple[Piece, ...]:
+    """What so many tokens are expected to use of a portion: where they choose among parts, about as many as that."""
+    part_of, chosen = portion.unit.kind.part_of, portion.unit.kind.chosen
     if part_of is None or chosen is None:
         return portion.pieces
     parts = sorted({part for t in portion.unit.tensors if (part := part_of(t.role)) is not None})
