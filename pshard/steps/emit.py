@@ -74,7 +74,8 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
         else:
             if on != side and not kind.is_looked_up:
                 add(_hand_off(on, hidden))
-            add(_compute(name, on, SOURCES[where], slot, "", 0, kind.position, place.kv, place.kept_parts))
+            kept = {"kept_parts": place.kept_parts} if place.kept_parts else {}
+            add(_compute(name, on, SOURCES[where], slot, "", 0, kind.position, place.kv, **kept))
         side = on
         if stays and side == "cpu" and not kind.gives_logits:
             add(_hand_off("acc", hidden))
