@@ -65,11 +65,11 @@ def measure_case(layers: int, seed: int, seconds: float) -> tuple[float, float, 
         return None
     tier = variant.ranks[0].tiers[0]
     (task,) = prepare_ranks(spec, profile, workload)
-    row_choices = {u.name: cls.cpu_row_choices for cls in task.classes for u in cls.units}
+    shares = {u.name: cls.shares for cls in task.classes for u in cls.units}
     best, deadline, attempt = tier, time.monotonic() + seconds, 0
     while time.monotonic() < deadline:
         heat, rng = HEATS[attempt % len(HEATS)], Random(f"{seed} {attempt}")
-        best = anneal(task.room, best, task.costs[0], heat, rng, row_choices if attempt % 2 else {})
+        best = anneal(task.room, best, task.costs[0], heat, rng, shares if attempt % 2 else {})
         attempt += 1
     found = simulated_seconds(task.room, best, task.costs[0])
     planned = tier.prediction.seconds

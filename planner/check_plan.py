@@ -1,9 +1,12 @@
 """Checks a finished variant with code that the solver and the search do not use. Obvious, not quick (15 ms)."""
 
+from dataclasses import replace
+
 from pshard import buffers
 from pshard.model import ModelSpec
 from pshard.plan import Placement, RankPlan, TierPlan, Variant
-from pshard.quant import ROW_BLOCK, TENSOR_ALIGN, packed_nbytes
+from pshard.quant import ROW_BLOCK, TENSOR_ALIGN
+from pshard.tensor import TensorSpec
 from pshard.units.unit import Unit
 
 
@@ -43,9 +46,7 @@ def check_runnable(specs: tuple[ModelSpec, ...], variant: Variant, kind: str) ->
         for tier in rank.tiers:
             _check_tier(spec, variant, rank, tier, kind)
         _check_prefixes(spec, rank)
-        divided = {(p.unit, p.cpu_rows) for t in rank.tiers for p in t.placements if p.where == "pinned"}
-        if len(divided) > len({unit for unit, _ in divided}):
-            raise PlanError(f"rank {rank.rank}: a unit is pinned in two tiers with different rows on the CPU")
+        _check_same_bytes(spec, rank)
     for i, rank in enumerate(variant.ranks):
         if (rank.rank, rank.budget_mib) != (i, w.vram_mib[i]):
             raise PlanError(f"plan {i} is of rank {rank.rank} with {rank.budget_mib} MiB, not {w.vram_mib[i]}")
@@ -57,10 +58,10 @@ def _host_bytes(spec: ModelSpec, variant: Variant, rank: RankPlan, kind: str) ->
     dropped = list[str]()
     for name in rank.pin_order:  # the runtime keeps all from the first divided unit on
         places = [tier.placement(name) for tier in rank.tiers]
-        if any(p.where != "pinned" or p.cpu_rows for p in places):
+        if any(p.where != "pinned" or p.cpu_rows or p.kept_parts for p in places):
             break
         dropped.append(name)
-    total = sum(_brought_bytes(unit, 0) for unit in spec.units if unit.name not in dropped)
+    total = sum(_nbytes(unit.tensors) for unit in spec.units if unit.name not in dropped)
     shape = variant.workload.state_shape
     on_host = [u for u in spec.units if any(tier.placement(u.name).kv == "host" for tier in rank.tiers)]
     total += sum(u.state_nbytes(spec.config, shape) for u in on_host)
@@ -97,9 +98,21 @@ def _is_whole(along: list[Unit], n_layers: int) -> bool:
     )
 
 
+def _check_same_bytes(spec: ModelSpec, rank: RankPlan) -> None:
+    """A unit that lies in the arena has the same bytes there in every tier, so that no pin moves."""
+    held: dict[str, tuple[TensorSpec, ...]] = {}
+    for tier in rank.tiers:
+        for unit, place in zip(spec.units, tier.placements):
+            in_arena, _ = _acc_tensors(unit, place)
+            if in_arena and held.setdefault(unit.name, in_arena) != in_arena:
+                raise PlanError(
+                    f"rank {rank.rank}: {unit.name} is in VRAM in two tiers with different rows or parts of it there"
+                )
+
+
 def _check_prefixes(spec: ModelSpec, rank: RankPlan) -> None:
     """Pins and KV in VRAM of every tier are prefixes of the rank's orders, so that residency never moves."""
-    pins = [{p.unit for p in t.placements if p.where == "pinned"} for t in rank.tiers]
+    pins = [{p.unit for p in t.placements if p.where == "pinned" or p.kept_parts} for t in rank.tiers]
     kv = [{p.unit for p in t.placements if p.kv == "vram"} for t in rank.tiers]
     layers = {u.name for u in spec.units if u.kind.state}
     for name, order, sets, known in (
@@ -124,15 +137,16 @@ def _check_tier(spec: ModelSpec, variant: Variant, rank: RankPlan, tier: TierPla
             raise PlanError(f"{where}: {unit.name} cannot be {place.where} with KV {place.kv}")
         _check_divided(unit, place, tier.tokens, where)
     act, shape = 2 if kind == "cuda" else 4, variant.workload.state_shape
-    brought = [(p.where, _brought_bytes(u, p.cpu_rows)) for u, p in zip(spec.units, tier.placements)]
-    pinned = sum(nbytes for place, nbytes in brought if place == "pinned")
-    streamed = [nbytes for place, nbytes in brought if place == "streamed"]
+    tensors = [_acc_tensors(u, p) for u, p in zip(spec.units, tier.placements)]
+    pinned = sum(_nbytes(in_arena) for in_arena, _ in tensors)
+    streamed = [_nbytes(in_slot) for (_, in_slot), p in zip(tensors, tier.placements) if p.where == "streamed"]
     sizes = [u.state_nbytes(spec.config, shape) for u in spec.units]
     kv = sum(size for size, p in zip(sizes, tier.placements) if p.kv == "vram")
     scratch = buffers.scratch_bytes(spec, tier.tokens, shape, act)
     if any(p.kv == "host" and p.where != "cpu" for p in tier.placements):
         scratch += max(sizes)
-    joined = 4 * tier.tokens * max(p.cpu_rows for p in tier.placements)  # float32 that the CPU sends over
+    widths = (u.kind.joins(p.cpu_rows, spec.config) for u, p in zip(spec.units, tier.placements) if p.cpu_rows)
+    joined = 4 * tier.tokens * max(widths, default=0)  # float32 that the CPU sends over
     scratch += -(-joined // buffers.BUFFER_ALIGN) * buffers.BUFFER_ALIGN
     b = tier.buffers
     for name, said, is_ in (("pinned", b.pinned, pinned), ("KV", b.kv, kv), ("scratch", b.scratch, scratch)):
@@ -146,11 +160,16 @@ def _check_tier(spec: ModelSpec, variant: Variant, rank: RankPlan, tier: TierPla
 
 
 def _check_divided(unit: Unit, place: Placement, tokens: int, where: str) -> None:
-    """Both sides have rows of gate and up, all of them together, and no record of the packed layout is cut."""
-    if not place.cpu_rows:
+    """Every side has something of the unit, all of them together, and no record of the packed layout is cut."""
+    if not place.cpu_rows and not place.kept_parts:
         return
-    if place.where == "cpu" or not unit.kind.divided or tokens > buffers.SMALL_BATCH:
+    if place.where == "cpu" or not unit.kind.divide or (place.cpu_rows and tokens > buffers.SMALL_BATCH):
         raise PlanError(f"{where}: {unit.name} ({place.where}) cannot be divided")
+    if unit.kind.part_of:
+        _check_parts(unit, place, where)
+        return
+    if place.kept_parts:
+        raise PlanError(f"{where}: {unit.name} has no parts of which {place.kept_parts} could be kept in VRAM")
     for tensor in unit.tensors:
         if tensor.role in unit.kind.divided:
             own = tensor.rows - place.cpu_rows
@@ -158,12 +177,39 @@ def _check_divided(unit: Unit, place: Placement, tokens: int, where: str) -> Non
                 raise PlanError(f"{where}: {place.cpu_rows} of {tensor.rows} rows of {tensor.name} are no part of it")
 
 
-def _brought_bytes(unit: Unit, cpu_rows: int) -> int:
-    """Bytes of the unit that the accelerator needs, each tensor at its alignment."""
-    total = 0
-    for tensor in unit.tensors:
-        nbytes = tensor.packed_nbytes
-        if cpu_rows and tensor.role in unit.kind.divided:
-            nbytes = packed_nbytes(tensor.qtype, tensor.rows - cpu_rows, tensor.cols)
-        total += -(-nbytes // TENSOR_ALIGN) * TENSOR_ALIGN
-    return total
+def _check_parts(unit: Unit, place: Placement, where: str) -> None:
+    """Of a streamed unit at least one part is copied, of a pinned one all that the CPU does not have are there."""
+    total, cpu, kept = max(_part_numbers(unit)) + 1, place.cpu_rows, place.kept_parts
+    if place.where == "pinned" and kept:
+        raise PlanError(f"{where}: {unit.name} is pinned, and {kept} of its parts are kept beside a slot")
+    if cpu < 0 or kept < 0 or cpu + kept >= total:
+        raise PlanError(
+            f"{where}: {cpu} of the {total} parts of {unit.name} on the CPU and {kept} in VRAM leave none between"
+        )
+
+
+def _part_numbers(unit: Unit) -> list[int]:
+    """By tensor; -1 for what all parts share, and for all of a unit without parts."""
+    part_of = unit.kind.part_of or (lambda role: None)
+    return [-1 if (part := part_of(tensor.role)) is None else part for tensor in unit.tensors]
+
+
+def _acc_tensors(unit: Unit, place: Placement) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """What of the unit lies in the arena, and what is copied to a slot."""
+    if place.where == "cpu":
+        return (), ()
+    numbers = _part_numbers(unit)
+    here = [
+        replace(t, shape=(t.rows - place.cpu_rows, t.cols)) if t.role in unit.kind.divided else t
+        for t, number in zip(unit.tensors, numbers)
+        if unit.kind.part_of is None or number < max(numbers) + 1 - place.cpu_rows
+    ]
+    if place.where == "pinned":
+        return tuple(here), ()
+    kept = sum(number < place.kept_parts for number in numbers) if place.kept_parts else 0  # shared tensors too
+    return tuple(here[:kept]), tuple(here[kept:])
+
+
+def _nbytes(tensors: tuple[TensorSpec, ...]) -> int:
+    """Bytes of tensors in a blob, each at its alignment."""
+    return sum(-(-t.packed_nbytes // TENSOR_ALIGN) * TENSOR_ALIGN for t in tensors)

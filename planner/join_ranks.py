@@ -46,7 +46,7 @@ def _write_rank(task: RankTask, chosen: Candidate) -> RankPlan:
             chosen.strategy,
         )
         tiers.append(replace(tier, solve=solve))
-    pins = max(sum(p.where == "pinned" for p in t.placements) for t in tiers)
+    pins = max(sum(p.in_arena for p in t.placements) for t in tiers)
     kv = max(sum(p.kv == "vram" for p in t.placements) for t in tiers)
     order = chosen.residency
     return RankPlan(task.rank, task.budget_mib, task.share, order.pin_order[:pins], order.kv_order[:kv], tuple(tiers))

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-
 LETTERS = {"pinned": "P", "streamed": "s", "cpu": "c", "divided": "x"}
 
 
@@ -176,9 +175,14 @@ def _kind_of(unit: str) -> str:
 
 
 def _describe_divided(tier: TierPlan) -> list[str]:
-    """How FFNs are divided, one line for each way."""
-    ways = Counter((p.where, p.cpu_rows) for p in tier.placements if p.cpu_rows)
-    return [
+    """How units are divided, one line for each way."""
+    ways = Counter((p.where, *p.share) for p in tier.placements if p.cpu_rows and not p.kept_parts)
+    lines = [
         f"{n} FFN{'s' * (n > 1)}: {rows} rows of gate and up on the CPU, the accelerator's part {where}"
-        for (where, rows), n in sorted(ways.items())
+        for (where, rows, _), n in sorted(ways.items())
+    ]
+    parts = Counter(p.share for p in tier.placements if p.kept_parts)
+    return lines + [
+        f"{n} unit{'s' * (n > 1)}: {share.cpu} parts on the CPU, {share.kept} in VRAM, the others streamed"
+        for share, n in sorted(parts.items())
     ]

@@ -1,8 +1,12 @@
 """Sizes of everything in the arena beside weights: one place, used by the planner and by the runtime's allocation."""
 
+from collections.abc import Iterable
+
 from pshard.batch_sizes import LOGIT_ROWS, SMALL_BATCH
 from pshard.model import ModelSpec
+from pshard.plan import Placement
 from pshard.quant import BUFFER_ALIGN, align
+from pshard.units.divide_unit import joined_width
 from pshard.units.kv_cells import kv_blocks
 from pshard.units.scratch import Buffer
 from pshard.units.state import StateShape
@@ -52,9 +56,14 @@ def state_stage_bytes(spec: ModelSpec, shape: StateShape) -> int:
     return max((unit.state_nbytes(spec.config, shape) for unit in spec.units), default=0)
 
 
-def row_stage_bytes(tokens: int, cpu_rows: int) -> int:
-    """Bytes on the accelerator for the CPU's rows of a divided unit: float32 [tokens, cpu_rows]."""
-    return align(4 * tokens * cpu_rows, BUFFER_ALIGN)
+def row_stage_bytes(tokens: int, width: int) -> int:
+    """Bytes on the accelerator for what the CPU has computed of a divided unit: float32 [tokens, width]."""
+    return align(4 * tokens * width, BUFFER_ALIGN)
+
+
+def widest_join(spec: ModelSpec, placements: Iterable[Placement]) -> int:
+    """Elements a token that the CPU hands over of any divided unit; 0 without one."""
+    return max((joined_width(spec.unit(p.unit), p.share, spec.config) for p in placements if p.cpu_rows), default=0)
 
 
 def arena_bytes(budget_mib: int, kind: str) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.times.stolen_time import DISTURBED
+from pshard.units.share import WHOLE, Share
 from pshard.workload import Split, Workload, format_limits
 
 REGISTRY_VERSION = 2
@@ -19,19 +20,32 @@ class Placement:
     `where`: "pinned" (weights in the VRAM arena, computed there), "streamed" (copied to a staging slot before use,
     computed there) or "cpu" (weights and compute on the host). `kv` is only for attention: "vram" or "host".
     The embedding is "cpu" (rows looked up on the host) or "pinned".
-    `cpu_rows`: of a divided FFN (units/divide_rows.py), the rows of gate and up that the CPU computes from host memory
-    while the accelerator computes the others; `where` then says how the accelerator comes by its part. 0: not divided.
+    `cpu_rows`: of a divided unit (units/divide_unit.py), the rows of an FFN's gate and up that the CPU computes from
+    host memory while the accelerator computes the others, or so many parts of a unit that has parts; `where` then says
+    how the accelerator comes by its own. `kept_parts`: of a streamed unit, how many of its parts lie in the VRAM arena
+    all the same. 0 and 0: not divided.
     """
 
     unit: str
     where: str
     kv: str | None = None
     cpu_rows: int = 0
+    kept_parts: int = 0
 
     @property
     def sort(self) -> str:
         """`where`, or "divided"."""
-        return "divided" if self.cpu_rows else self.where
+        return "divided" if self.share else self.where
+
+    @cached_property
+    def share(self) -> Share:
+        """How it is divided."""
+        return Share(self.cpu_rows, self.kept_parts) if self.cpu_rows or self.kept_parts else WHOLE
+
+    @property
+    def in_arena(self) -> bool:
+        """Whether the weights lie in the VRAM arena, all that the accelerator has or some."""
+        return self.where == "pinned" or self.kept_parts > 0
 
 
 @dataclass(frozen=True)
@@ -104,11 +118,6 @@ class TierPlan:
         return self._by_unit[unit]
 
     @cached_property
-    def most_cpu_rows(self) -> int:
-        """Most rows that the CPU has of any divided unit; 0 without one."""
-        return max((p.cpu_rows for p in self.placements), default=0)
-
-    @cached_property
     def _by_unit(self) -> dict[str, Placement]:
         return {p.unit: p for p in self.placements}
 
@@ -120,7 +129,7 @@ class RankPlan:
     rank: int
     budget_mib: int
     share: float
-    pin_order: tuple[str, ...]  # pinned units of every tier are a prefix of this: no pin ever moves
+    pin_order: tuple[str, ...]  # units in the arena, also in part, of every tier are a prefix of this: no pin moves
     kv_order: tuple[str, ...]  # attention units with KV in VRAM in every tier are a prefix of this
     tiers: tuple[TierPlan, ...]
 
@@ -135,10 +144,10 @@ class RankPlan:
     def resident(self) -> tuple[str, ...]:
         """Units that are in VRAM under every tier: these need no copy in host memory.
 
-        They end where the first divided unit stands in the pin order: the CPU needs its rows.
+        They end where the first divided unit stands in the pin order: the CPU, or a copy, needs some of it.
         """
-        fewest = min(sum(p.where == "pinned" for p in tier.placements) for tier in self.tiers)
-        divided = {p.unit for tier in self.tiers for p in tier.placements if p.cpu_rows}
+        fewest = min(sum(p.in_arena for p in tier.placements) for tier in self.tiers)
+        divided = {p.unit for tier in self.tiers for p in tier.placements if p.share}
         return tuple(takewhile(lambda unit: unit not in divided, self.pin_order[:fewest]))
 
     @property

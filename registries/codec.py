@@ -65,7 +65,7 @@ def _check_rank(rank: RankPlan, where: str) -> None:
     tokens = [tier.tokens for tier in rank.tiers]
     if not tokens or tokens != sorted(set(tokens)) or tokens[0] < 1:
         raise ValueError(f"{where}.tiers must have ascending token counts, at least one; they are {tokens}")
-    rows: dict[str, int] = {}
+    rows: dict[str, int] = {}  # of pinned units, on the CPU
     for i, tier in enumerate(rank.tiers):
         _check_tier(tier, f"{where}.tiers[{i}]")
         for p in tier.placements:
@@ -79,9 +79,11 @@ def _check_tier(tier: TierPlan, where: str) -> None:
             raise ValueError(f"{where}.placements[{i}].where is {place.where!r}, not one of {', '.join(WHERE)}")
         if place.kv not in KV:
             raise ValueError(f"{where}.placements[{i}].kv is {place.kv!r}, not vram, host or null")
-        rows = place.cpu_rows
+        rows, kept = place.cpu_rows, place.kept_parts
         if rows < 0 or (rows and (place.where == "cpu" or place.kv is not None or tier.tokens > SMALL_BATCH)):
             raise ValueError(f"{where}.placements[{i}].cpu_rows is {rows}, which this unit or tier cannot have")
+        if kept < 0 or (kept and place.where != "streamed"):
+            raise ValueError(f"{where}.placements[{i}].kept_parts is {kept}, which this unit cannot have")
     units = [place.unit for place in tier.placements]
     if len(units) != len(set(units)):
         raise ValueError(f"{where}.placements names a unit twice")

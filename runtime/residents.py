@@ -13,10 +13,10 @@ from pshard.runtime.memory.arena import Arena, Carved
 from pshard.runtime.memory.host_side import HostSide
 from pshard.runtime.memory.states import Reach, pair_runs
 from pshard.runtime.memory.transfers import Transfers
-from pshard.runtime.memory.weights import HostWeights, LentWeights, UnitWeights, view_cpu_rows, view_unit
+from pshard.runtime.memory.weights import HostWeights, LentWeights, UnitWeights, view_portion, view_unit
 from pshard.runtime.tier_in_force import BoundUnit, StagedState
 from pshard.steps.step import Bring, Compute
-from pshard.units.divide_rows import acc_part
+from pshard.units.divide_unit import divide_unit, joined_width
 from pshard.units.state import State, StateShape
 
 
@@ -69,7 +69,9 @@ class Residents:
         """Start to copy a unit's weights, or as much of its state as is in use; returns the event of the end, or None
         when there was nothing to copy."""
         if step.what == "weights":
-            copies = self._transfers.cut(self._arena.pinned(step.unit), step.unit, step.cpu_rows)
+            portions = divide_unit(self._spec.unit(step.unit), step.share)
+            pieces = (portions.kept or portions.brought).pieces
+            copies = self._transfers.cut(self._arena.pinned(step.unit), step.unit, pieces)
             return self._transfers.bring_weights(step.unit, copies)
         if step.unit not in self._on_host:
             return None
@@ -105,24 +107,25 @@ class Residents:
             state = self._state_of(step, carved)
             return BoundUnit(lambda work, residual: block.run(work, weights, state, residual), is_partial)
         stage = self._host.rows if step.on == "cpu" else carved.row_stage
-        if step.part == "down":
+        width = joined_width(unit, step.share, self._spec.config)
+        if step.part == "rest":
             return BoundUnit(
                 lambda work, residual: block.run_rest(
-                    work, weights, residual, view_rows(stage, work.rows.tokens, step.cpu_rows)
+                    work, weights, residual, view_rows(stage, work.rows.tokens, width)
                 ),
                 is_partial,
             )
         if step.on == "acc":
-            return BoundUnit(lambda work, residual: block.run_rows(work, weights, residual, None), is_partial)
+            return BoundUnit(lambda work, residual: block.run_share(work, weights, residual, None), is_partial)
         return BoundUnit(
-            lambda work, _: block.run_rows(work, weights, ALONE, view_rows(stage, work.rows.tokens, step.cpu_rows)),
+            lambda work, _: block.run_share(work, weights, ALONE, view_rows(stage, work.rows.tokens, width)),
             is_partial,
         )
 
     def _weights_of(self, step: Compute, carved: Carved) -> UnitWeights:
-        unit = self._spec.unit(step.unit)
-        if step.on == "cpu" and step.cpu_rows:
-            return view_cpu_rows(unit, self._weights.blob(step.unit), step.cpu_rows)
+        portions = divide_unit(self._spec.unit(step.unit), step.share)
+        if step.on == "cpu" and portions.on_cpu:
+            return view_portion(portions.on_cpu, self._weights.blob(step.unit))
         if step.source == "arena":
             blob = self._arena.pinned(step.unit)
         elif step.source == "slot":
@@ -130,7 +133,8 @@ class Residents:
             blob = carved.slots[step.slot]
         else:
             blob = self._weights.blob(step.unit)
-        return view_unit(acc_part(unit, step.cpu_rows), blob)
+        brought = view_unit(portions.brought.unit, blob)
+        return view_unit(portions.kept.unit, self._arena.pinned(step.unit)) | brought if portions.kept else brought
 
     def _state_of(self, step: Compute, carved: Carved) -> Any:
         if step.state is None:

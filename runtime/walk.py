@@ -9,6 +9,7 @@ import torch
 
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.runtime.blocks.block import Work
+from pshard.runtime.blocks.find_block import find_block
 from pshard.runtime.kernels.api import RowIndex, Segment
 from pshard.runtime.logits import Logits
 from pshard.runtime.memory.states import Copies, Reach, pair_runs, reach_new, reach_old
@@ -30,6 +31,7 @@ from pshard.steps.step import (
     Send,
     WriteBack,
 )
+from pshard.units.divide_unit import divide_unit
 
 
 @dataclass
@@ -194,8 +196,8 @@ class Walk:
         self._side = step.to
 
     def _join(self, step: Join) -> None:
-        here = view_rows(self._means.host.rows, self._tokens, step.rows)
-        self._device.send(view_rows(self._tier.carved.row_stage, self._tokens, step.rows), here)
+        here = view_rows(self._means.host.rows, self._tokens, step.width)
+        self._device.send(view_rows(self._tier.carved.row_stage, self._tokens, step.width), here)
         self._means.transfers.link_bytes += here.nbytes
 
     def _all_reduce(self, step: AllReduce) -> None:
@@ -214,7 +216,9 @@ class Walk:
     # --- weights and states -------------------------------------------------------------------------------------
 
     def _copy_in(self, step: CopyIn) -> None:
-        copy_in(self._means, self._tier, step, (self._freed,))
+        if self._freed is None:  # a copy that had to wait for this micro-batch
+            self._freed = self._device.mark()
+        copy_in(self._means, self._tier, step, (self._freed,), self._batch.ids)
 
     def _free(self, step: Free) -> None:
         self._freed = self._device.mark()
@@ -254,14 +258,20 @@ class Walk:
         tier.stage_free.append(done)  # and so may what it had, where a rank's layers differ in width
 
 
-def copy_in(means: Means, tier: TierInForce, step: CopyIn, after: tuple[Any, ...]) -> None:
-    """Start to copy a unit's blob, or the accelerator's part of it, to its slot."""
+def copy_in(
+    means: Means, tier: TierInForce, step: CopyIn, after: tuple[Any, ...], ids: torch.Tensor | None = None
+) -> None:
+    """Start to copy what is streamed of a unit to its slot; where that is decided now, what the tokens `ids` use."""
     copies = tier.copies.get(step)
     if copies is None:
-        if step.decided:
-            raise NotImplementedError(f"nothing decides which bytes of {step.unit} are copied")
-        target = tier.carved.slots[step.slot][: step.nbytes]
-        copies = tier.copies[step] = means.transfers.cut(target, step.unit, step.cpu_rows)
+        unit, slot = means.spec.unit(step.unit), tier.carved.slots[step.slot]
+        portion = divide_unit(unit, step.share).brought
+        if not step.decided:
+            copies = tier.copies[step] = means.transfers.cut(slot, step.unit, portion.pieces)
+        else:
+            assert ids is not None
+            used = find_block(unit.kind).choose_parts(unit, ids)
+            copies = means.transfers.cut(slot, step.unit, portion.pieces_of(used))
     tier.arrived[step.slot] = means.transfers.bring_weights(step.unit, copies, after)
 
 

@@ -11,14 +11,15 @@ from pshard.planner.price.simulate import ROUNDS, Simulation, simulate_ranks, si
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.steps.emit import SOURCES, emit_steps
 from pshard.steps.step import StepList, StepShape
-from pshard.units.divide_rows import acc_part
+from pshard.units.divide_unit import brought_part, joined_width, kept_nbytes
+from pshard.units.share import Share
 from pshard.units.unit import Unit
 from pshard.workload import Workload
 
 UNPREDICTED = Prediction(0.0, 0.0, (), "", 0, 0)
 UNSOLVED = Solve("unsolved", 0.0, 0.0, 0.0, 0.0, "")
 _placement = lru_cache(1 << 14)(Placement)  # a search drafts the same few thousands of times
-WHOLE: Mapping[str, int] = {}  # no unit is split
+UNDIVIDED: Mapping[str, Share] = {}
 SATURATED = 0.9  # a lane that works this share of the time limits it
 
 
@@ -78,13 +79,13 @@ def draft_tier(
     where: Mapping[str, str],
     kv_vram: frozenset[str],
     slots: int,
-    cpu_rows: Mapping[str, int] = WHOLE,
+    shares: Mapping[str, Share] = UNDIVIDED,
 ) -> TierPlan:
     """The tier with those placements; `where` by unit name, `kv_vram` names attention units with KV in VRAM.
 
-    cpu_rows: of split units, how many rows are the CPU's.
+    shares: of divided units.
     """
-    placements, streamed, pinned, kv, staged = [], [], 0, 0, False
+    placements, streamed, pinned, kv, staged, joined = [], [], 0, 0, False, 0
     for unit, name, nbytes, whole, with_kv in room.units:
         place = where[name]
         if with_kv is not None:
@@ -94,10 +95,12 @@ def draft_tier(
             elif place != "cpu":
                 staged = True
             placements.append(whole[place])
-        elif cpu_rows and name in cpu_rows:
-            rows = cpu_rows[name]
-            nbytes = acc_part(unit, rows).packed_nbytes
-            placements.append(_placement(name, place, None, rows))
+        elif shares and name in shares:
+            share = shares[name]
+            nbytes = brought_part(unit, share).packed_nbytes
+            pinned += kept_nbytes(unit, share)
+            joined = max(joined, joined_width(unit, share, room.spec.config))
+            placements.append(_placement(name, place, None, *share))
         else:
             placements.append(whole[place])
         if place == "pinned":
@@ -105,7 +108,7 @@ def draft_tier(
         elif place == "streamed":
             streamed.append(nbytes)
     scratch = room.scratch(tokens) + (room.state_stage if staged else 0)
-    scratch += row_stage_bytes(tokens, max(cpu_rows.values(), default=0))
+    scratch += row_stage_bytes(tokens, joined)
     buffers = Buffers(pinned, scratch, min(slots, len(streamed)), max(streamed, default=0), kv)
     return TierPlan(tokens, tuple(placements), buffers, UNPREDICTED, UNSOLVED)
 
@@ -147,7 +150,7 @@ def predict_ranks(
 
 def _describe(tier: TierPlan, costs: TierCosts, bound: float, steps: StepList, result: Simulation) -> Prediction:
     reads = sum(costs.units[p.unit].cpu_reads for p in tier.placements if p.where == "cpu")
-    reads += sum(costs.divided(p.unit, p.cpu_rows).cpu_reads for p in tier.placements if p.cpu_rows)
+    reads += sum(costs.divided(p.unit, p.share).cpu_reads for p in tier.placements if p.cpu_rows)
     dram = costs.ranks * (steps.link_bytes + reads) / costs.tables.shared_rate
     dram = min(dram, result.seconds)  # caches may serve some of it
     busy = dict(result.busy) | {"dram": dram}

@@ -59,7 +59,7 @@ def kept_bytes(room: Room, tiers: Iterable[TierPlan]) -> int:
     """Bytes of weights and KV cache that these tiers together keep in host memory."""
     weights, cells = set[str](), set[str]()
     for tier in tiers:
-        weights |= {p.unit for p in tier.placements if p.where != "pinned" or p.cpu_rows}
+        weights |= {p.unit for p in tier.placements if p.where != "pinned" or p.share}
         cells |= {p.unit for p in tier.placements if p.kv == "host"}
     return sum(nbytes for _, name, nbytes, *_ in room.units if name in weights) + sum(room.states[n] for n in cells)
 

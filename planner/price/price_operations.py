@@ -1,7 +1,7 @@
 """What operations cost: one formula for each noun of `pshard.units.operations`, from the profile's tables."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from pshard.batch_sizes import SMALL_BATCH
@@ -11,6 +11,7 @@ from pshard.quant import QUANT_TYPES
 from pshard.tensor import TensorSpec
 from pshard.units.operations import (
     Attend,
+    EachPart,
     GatedProduct,
     LookUp,
     Norm,
@@ -88,6 +89,9 @@ def price_operation(operation: Operation, by: OneSide) -> list[Term]:
             return [(Order.OTHER, _elementwise(by, "rope", operation.width)), *norms]
         case Attend():
             return [(Order.OTHER, _attention(by, operation))]
+        case EachPart(parts):
+            used, tokens = operation.used(by.rows)
+            return [(Order.OTHER, used * sum(price_operations(part, replace(by, rows=tokens)) for part in parts))]
     raise TypeError(f"no formula says what {operation} costs")
 
 

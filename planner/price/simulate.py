@@ -3,8 +3,8 @@
 Lanes: the link to the device (h2d) and from it (d2h), the accelerator, and the CPU, whose one host thread issues the
 steps in order. Copies and accelerator work are asynchronous and start when their lane and what they depend on are
 free; CPU work and a hand-off to the CPU hold the host thread. While the CPU computes and a copy runs, both slow down
-as the profile's contention says. Of a split unit the accelerator's rows are given to it first, wait for their copy
-there, and run while the CPU computes the others. Several micro-batches are run, and the time between the end of the
+as the profile's contention says. Of a divided unit what the accelerator has is given to it first, wait for their copy
+there, and run while the CPU computes the rest. Several micro-batches are run, and the time between the end of the
 first and of the last is measured: a steady state in which the next one's first copies run under this one's last units.
 
 Ranks are simulated together: at every sum all wait for the last one.
@@ -142,7 +142,7 @@ class _Machine:
         self.loaded: dict[str, _Copy] = {}  # unit -> its last copy into a slot
         self.fetched: dict[str, _Copy] = {}
         self.slot_free: dict[int, float] = {}
-        self.begun: tuple[Compute, float] | None = None  # the accelerator's rows of a split unit, and since when
+        self.begun: tuple[Compute, float] | None = None  # the accelerator's share of a unit, and since when
         # what the host pays for the next unit's run: nothing while one goes on, and a hand-off has paid
         self.to_begin, self.paid = costs.run_issue, False
         self.log: list[tuple[Step, str, float, float]] | None = [] if logs else None
@@ -222,21 +222,21 @@ class _Machine:
         self.run_part(step, start, unit.acc)
 
     def compute_part(self, step: Compute) -> None:
-        cost = self.costs.divided(step.unit, step.cpu_rows)
+        cost = self.costs.divided(step.unit, step.share)
         if step.on == "cpu":
             start = self.host
-            self.host = self.link.beside(start, cost.cpu, self.costs.divided_speeds(step.unit, step.cpu_rows))
+            self.host = self.link.beside(start, cost.cpu, self.costs.divided_speeds(step.unit, step.share))
             self.note(step, "cpu", start, self.host)
             return
         self.host += cost.issue + (0.0 if self.paid else self.costs.run_issue)  # each part is a run of its own
         self.to_begin, self.paid = self.costs.run_issue, False
         start = max(self.acc, self.host)
-        if step.part == "down":
-            self.run_part(step, start, cost.down)
+        if step.part == "rest":
+            self.run_part(step, start, cost.rest)
         elif self.costs.acc_contended is None:
             self.begun = step, start  # when its copy arrives depends on what the CPU reads meanwhile
         else:
-            self.run_part(step, start, cost.acc_rows)
+            self.run_part(step, start, cost.acc)
 
     def run_part(self, step: Compute, start: float, seconds: float) -> None:
         """A unit on the accelerator or its part of one, once its weights are there."""
@@ -251,8 +251,8 @@ class _Machine:
 
     def join(self, step: Join) -> None:
         if self.begun:
-            rows, since = self.begun
-            self.run_part(rows, since, self.costs.divided(rows.unit, rows.cpu_rows).acc_rows)
+            share, since = self.begun
+            self.run_part(share, since, self.costs.divided(share.unit, share.share).acc)
             self.begun = None
         start = max(self.host, self.acc)
         self.acc = start + self.costs.handoff("acc", step.nbytes)
@@ -294,7 +294,7 @@ def _price(step: Step, costs: TierCosts) -> _Act:
         case Compute():
             return _Machine.compute_part, step, 0.0, None
         case CopyIn():
-            unit = costs.divided(step.unit, step.cpu_rows) if step.cpu_rows else costs.units[step.unit]
+            unit = costs.divided(step.unit, step.share) if step.share else costs.units[step.unit]
             return _COPY, step, unit.link, step.slot
         case FetchKV():
             return _FETCH, step, costs.units[step.unit].kv_fetch, 2 * costs.copy_issue  # keys and values

@@ -11,6 +11,7 @@ from pshard.planner.price.unit_costs import DividedCost, Setting, UnitCost, divi
 from pshard.steps.graph_runs import LAUNCH_BOUND
 from pshard.steps.step import AllReduce, Gather
 from pshard.times.collectives import wire_type
+from pshard.units.share import Share
 from pshard.workload import Workload
 
 
@@ -29,7 +30,7 @@ class TierCosts:
     ranks: int = 1
     staged: frozenset[str] = frozenset()
     _divided: dict[tuple, DividedCost] = field(default_factory=dict, compare=False, repr=False)
-    _divided_speeds: dict[tuple[str, int], tuple[float, float]] = field(
+    _divided_speeds: dict[tuple[str, Share], tuple[float, float]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
     searched: dict[tuple[int, ...], tuple] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -44,22 +45,22 @@ class TierCosts:
     def vector_bytes(self) -> int:
         return 4 * self.spec.config.d_model
 
-    def divided(self, name: str, cpu_rows: int) -> DividedCost:
-        """Cost of the unit of that name with so many rows on the CPU."""
-        if (name, cpu_rows) not in self._divided:
+    def divided(self, name: str, share: Share) -> DividedCost:
+        """Cost of the unit of that name divided so."""
+        if (name, share) not in self._divided:
             unit = self.spec.unit(name)
-            if (unit.likeness, cpu_rows) not in self._divided:
-                self._divided[unit.likeness, cpu_rows] = divided_cost(unit, cpu_rows, self.setting)
-            cost = self._divided[unit.likeness, cpu_rows]
-            self._divided[name, cpu_rows] = replace(cost, link=cost.staged) if name in self.staged else cost
-        return self._divided[name, cpu_rows]
+            if (unit.likeness, share) not in self._divided:
+                self._divided[unit.likeness, share] = divided_cost(unit, share, self.setting)
+            cost = self._divided[unit.likeness, share]
+            self._divided[name, share] = replace(cost, link=cost.staged) if name in self.staged else cost
+        return self._divided[name, share]
 
-    def divided_speeds(self, name: str, cpu_rows: int) -> tuple[float, float]:
-        """Speeds of (link, CPU) while the CPU computes its rows of that unit and a copy runs."""
-        if (name, cpu_rows) not in self._divided_speeds:
-            cost = self.divided(name, cpu_rows)
-            self._divided_speeds[name, cpu_rows] = self._slowdown(cost.cpu_reads, cost.cpu)
-        return self._divided_speeds[name, cpu_rows]
+    def divided_speeds(self, name: str, share: Share) -> tuple[float, float]:
+        """Speeds of (link, CPU) while the CPU computes what it has of that unit and a copy runs."""
+        if (name, share) not in self._divided_speeds:
+            cost = self.divided(name, share)
+            self._divided_speeds[name, share] = self._slowdown(cost.cpu_reads, cost.cpu)
+        return self._divided_speeds[name, share]
 
     def handoff(self, to: str, nbytes: int) -> float:
         return self.tables.handoff(to, nbytes, self.vector_bytes)

@@ -6,7 +6,8 @@ from pshard.model import ModelSpec
 from pshard.planner.price.price_operations import OneSide, price_operations
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_loads import TierLoad
-from pshard.units.divide_rows import divide_rows
+from pshard.units.divide_unit import divide_unit, expected_copy, expected_pieces, joined_width
+from pshard.units.share import WHOLE, Share
 from pshard.units.unit import Unit
 from pshard.workload import Workload
 
@@ -34,6 +35,11 @@ class Setting:
         at_once = not (self.workload.split_mode == "layer" and self.load.is_decode)
         share, tokens = self.tables.share, self.load.tokens
         return share("matmul", self.ranks, tokens, at_once), share("copy", self.ranks, 0, True)
+
+    def copy(self, unit: Unit, share: Share = WHOLE, memory: str = "pinned") -> float:
+        """Seconds of the copy of a streamed unit that is expected, and of a pinned one's."""
+        pieces = expected_copy(unit, share, self.spec.config, self.load.tokens)
+        return sum(self.tables.copy("h2d", piece.nbytes, memory) for piece in pieces)
 
     def correction(self, unit: Unit) -> tuple[float, float, float]:
         """Factors that trials have taught: on the accelerator, on the host, of the link."""
@@ -80,7 +86,8 @@ def unit_cost(unit: Unit, setting: Setting) -> UnitCost:
     rows = load.logit_rows if unit.kind.gives_logits else load.tokens
     operations = unit.operations(spec.config)
     acc_seconds, host_seconds = (price_operations(operations, setting.side(s, rows)) for s in ("acc", "host"))
-    reads = load.tokens * spec.config.d_model * 4 if unit.kind.is_looked_up else unit.packed_nbytes
+    used = sum(piece.nbytes for piece in expected_copy(unit, WHOLE, spec.config, load.tokens))
+    reads = load.tokens * spec.config.d_model * 4 if unit.kind.is_looked_up else used
     fetch = write = 0
     if law := unit.state(spec.config, setting.workload.state_shape):
         fetch = law.fetched(load.sequences * load.past, load.sequences)
@@ -91,55 +98,71 @@ def unit_cost(unit: Unit, setting: Setting) -> UnitCost:
         acc=acc * (acc_seconds * (on_host if setting.waits else 1) + (setting.step if setting.waits else 0.0)),
         cpu=host * (host_seconds * on_host + tables.elementwise("host", "step", 1, 1)),
         nbytes=unit.packed_nbytes,
-        link=copying * link * tables.copy("h2d", unit.packed_nbytes),
+        link=copying * link * setting.copy(unit),
         cpu_reads=reads,
         kv_fetch=copying * link * tables.copy("h2d", fetch),
         kv_fetch_bytes=fetch,
         kv_write=copying * tables.copy("d2h", write),
         issue=0.0 if setting.waits else acc * setting.step,
-        staged=copying * link * tables.copy("h2d", unit.packed_nbytes, "staged"),
+        staged=copying * link * setting.copy(unit, memory="staged"),
     )
 
 
 @dataclass(frozen=True)
 class DividedCost:
-    """A unit of which the CPU computes some rows, in one tier. Seconds, bytes.
+    """A divided unit in one tier. Seconds, bytes.
 
-    `acc_rows` and `cpu`: either side's rows; `join`: the CPU's to the accelerator; `down`: the rest, there. `link`
-    (`staged` when not page-locked) and `nbytes`: the accelerator's part. `issue`: host seconds for each of its two
+    `acc` and `cpu`: what either side has of it; `join`: the CPU's result to the accelerator; `rest`: what follows
+    there. `link` (`staged` when not page-locked): the copy of what is streamed. `nbytes`: what is brought to the arena
+    or to a slot; `kept`: what lies in the arena beside a slot. `issue`: host seconds for each of the accelerator's two
     launches.
+
+    Of a unit that the CPU has nothing of there is one launch: `acc` is all of it.
     """
 
-    acc_rows: float
+    acc: float
     cpu: float
     join: float
-    down: float
+    rest: float
     link: float
     nbytes: int
+    kept: int
     cpu_reads: int
     issue: float
     staged: float
 
 
-def divided_cost(unit: Unit, cpu_rows: int, setting: Setting) -> DividedCost:
-    """Cost of a unit of which the CPU computes `cpu_rows` rows; see `unit_cost`. Its kind says what each side does."""
+def divided_cost(unit: Unit, share: Share, setting: Setting) -> DividedCost:
+    """Cost of a divided unit; see `unit_cost`. Its kind says what each side does."""
     spec, tables, tokens = setting.spec, setting.tables, setting.load.tokens
     on_host, copying = setting.shares
-    parts = divide_rows(unit, cpu_rows)
-    assert unit.kind.divide is not None
-    work = unit.kind.divide(parts.on_acc.by_role, parts.on_cpu.by_role, spec.config)
-    acc_rows, after = (price_operations(operations, setting.side("acc")) for operations in (work.on_acc, work.after))
-    cpu = price_operations(work.on_cpu, setting.side("host"))
+    parts = divide_unit(unit, share)
     slower, step = (on_host, setting.step) if setting.waits else (1, 0.0)
     acc, host, link = setting.correction(unit)
+    cpu = join = rest = 0.0
+    reads = 0
+    if parts.on_cpu is None:
+        on_acc = acc * (price_operations(unit.operations(spec.config), setting.side("acc")) * slower + step)
+    else:
+        assert unit.kind.divide is not None
+        work = unit.kind.divide(parts.on_acc.by_role, parts.on_cpu.unit.by_role, spec.config)
+        on_acc, rest = (
+            acc * (price_operations(operations, setting.side("acc")) * slower + step)
+            for operations in (work.on_acc, work.after)
+        )
+        reads = sum(piece.nbytes for piece in expected_pieces(parts.on_cpu, spec.config, tokens))
+        cpu = price_operations(work.on_cpu, setting.side("host"))
+        cpu = host * (cpu * on_host + tables.elementwise("host", "step", 1, 1))
+        join = tables.handoff("acc", 4 * tokens * joined_width(unit, share, spec.config), 4 * spec.config.d_model)
     return DividedCost(
-        acc_rows=acc * (acc_rows * slower + step),
-        cpu=host * (cpu * on_host + tables.elementwise("host", "step", 1, 1)),
-        join=tables.handoff("acc", 4 * tokens * cpu_rows, 4 * spec.config.d_model),
-        down=acc * (after * slower + step),
-        link=copying * link * sum(tables.copy("h2d", p.nbytes) for p in parts.pieces),
-        nbytes=parts.on_acc.packed_nbytes,
-        cpu_reads=parts.on_cpu.packed_nbytes,
+        acc=on_acc,
+        cpu=cpu,
+        join=join,
+        rest=rest,
+        link=copying * link * setting.copy(unit, share),
+        nbytes=parts.brought.nbytes,
+        kept=parts.kept.nbytes if parts.kept else 0,
+        cpu_reads=reads,
         issue=0.0 if setting.waits else acc * setting.step,
-        staged=copying * link * sum(tables.copy("h2d", p.nbytes, "staged") for p in parts.pieces),
+        staged=copying * link * setting.copy(unit, share, "staged"),
     )

@@ -10,6 +10,8 @@ from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.counts import Counts
 from pshard.planner.program.tier_problems import ClassCost, DividedClassCost, TierProblem
 from pshard.planner.program.unit_classes import UnitClass
+from pshard.units.divide_unit import joined_width
+from pshard.units.share import Share
 
 
 def tier_problem(
@@ -66,9 +68,9 @@ def _class_cost(
         default=0.0,
     )
     cycle = unit.kv_fetch + unit.kv_write if unit.kv_fetch else 0.0
-    choices = cls.cpu_row_choices if divide else ()
+    shares = cls.shares if divide else ()
     speeds = [side[name] for side in (costs.contended, costs.acc_contended) if side]
-    speeds += [costs.divided_speeds(name, rows) for rows in choices]
+    speeds += [costs.divided_speeds(name, share) for share in shares if share.cpu]
     return ClassCost(
         name=cls.name,
         kind=cls.kind,
@@ -84,7 +86,7 @@ def _class_cost(
         kv_cycle=cycle,
         link_speed=max(link for link, _ in speeds),
         cpu_speed=max(cpu for _, cpu in speeds),
-        divided=tuple(_divided_cost(costs, cls, rows) for rows in choices),
+        divided=tuple(_divided_cost(costs, cls, share) for share in shares),
     )
 
 
@@ -93,20 +95,29 @@ def may_divide(costs: TierCosts) -> bool:
     return costs.tables.kind != "cpu" and costs.load.tokens <= SMALL_BATCH
 
 
-def _divided_cost(costs: TierCosts, cls: UnitClass, cpu_rows: int) -> DividedClassCost:
+def _divided_cost(costs: TierCosts, cls: UnitClass, share: Share) -> DividedClassCost:
     """Of what both sides do at once the longer counts; where that is the accelerator's part, the CPU's is free."""
-    cost = costs.divided(cls.units[0].name, cpu_rows)
-    waits = cost.cpu >= cost.acc_rows  # the accelerator for the CPU
+    unit = cls.units[0]
+    cost = costs.divided(unit.name, share)
+    waits = cost.cpu >= cost.acc  # the accelerator for the CPU
+    launches = 2 if share.cpu else 1
     return DividedClassCost(
-        cpu_rows=cpu_rows,
-        acc=cost.issue + cost.join + cost.down + (0.0 if waits else cost.acc_rows),
+        share=share,
+        acc=(cost.issue if share.cpu else 0.0) + cost.join + cost.rest + (0.0 if waits else cost.acc),
         cpu=cost.cpu if waits else 0.0,
         link=cost.link,
-        alone=cost.acc_rows + cost.down,
-        issue=2 * cost.issue + (0.0 if waits else cost.cpu),
+        alone=cost.acc + cost.rest,
+        issue=launches * cost.issue + (0.0 if waits else cost.cpu),
         nbytes=cost.nbytes,
-        row_nbytes=row_stage_bytes(costs.load.tokens, cpu_rows),
+        kept=cost.kept,
+        row_nbytes=row_stage_bytes(costs.load.tokens, joined_width(unit, share, costs.spec.config)),
     )
+
+
+def _count_divided(of_class: Counter, share: Share) -> tuple[int, int]:
+    """Units of that share: in the arena, not there."""
+    streamed = of_class["streamed", share]
+    return (streamed, 0) if share.kept else (of_class["pinned", share], streamed)
 
 
 def count_tier(classes: tuple[UnitClass, ...], tier: TierPlan) -> tuple[Counts, ...]:
@@ -114,9 +125,10 @@ def count_tier(classes: tuple[UnitClass, ...], tier: TierPlan) -> tuple[Counts, 
     places = {p.unit: p for p in tier.placements}
     counted = []
     for cls in classes:
-        of_class = Counter((p.where, p.cpu_rows) for p in (places[u.name] for u in cls.units))
-        pinned, cpu = (sum(n for (where, _), n in of_class.items() if where == side) for side in ("pinned", "cpu"))
+        of_class = Counter((p.where, p.share) for p in (places[u.name] for u in cls.units))
+        in_arena = sum(places[u.name].in_arena for u in cls.units)
+        cpu = sum(n for (where, _), n in of_class.items() if where == "cpu")
         kv = sum(places[u.name].kv == "vram" for u in cls.units) if cls.kind.state else 0
-        divided = tuple((of_class["pinned", rows], of_class["streamed", rows]) for rows in cls.cpu_row_choices)
-        counted.append(Counts(pinned, cpu, kv, divided))
+        divided = tuple(_count_divided(of_class, share) for share in cls.shares)
+        counted.append(Counts(in_arena, cpu, kv, divided))
     return tuple(counted)

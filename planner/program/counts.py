@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from pshard.planner.program.tier_problems import ClassCost, TierProblem
+from pshard.planner.program.tier_problems import ClassCost, DividedClassCost, TierProblem
 from pshard.planner.solver.linear import Amount, Column
 
 
@@ -12,8 +12,8 @@ from pshard.planner.solver.linear import Amount, Column
 class Counts:
     """Units of one class: pinned, on the CPU (the rest is streamed), and with KV in VRAM.
 
-    divided: those that are divided, by rows on the CPU, (pinned, streamed); they count among the pinned and the
-    streamed ones.
+    divided: those that are divided, by share, (in the arena, not there); they count among the pinned and the streamed
+    ones. One of which some parts are kept in the arena is there, though it is streamed too.
     """
 
     pin: int
@@ -79,6 +79,11 @@ def place_units(cost: ClassCost, n: AnyCounts) -> ClassUnits:
     off_cpu = cost.size - n.cpu
     kv_on_host = off_cpu - n.kv if cost.kv_nbytes else 0
     return ClassUnits(divided, pinned, streamed, off_cpu - divided, off_cpu, kv_on_host)
+
+
+def copied_units(part: DividedClassCost, in_arena: Amount, elsewhere: Amount) -> Amount:
+    """Divided units of one share that are copied to a slot: with parts kept in the arena, those that are there."""
+    return in_arena if part.kept else elsewhere
 
 
 def host_amounts(problem: TierProblem, counts: Sequence[AnyCounts], unit: int = 1) -> tuple[Amount, Amount]:

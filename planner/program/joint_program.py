@@ -110,7 +110,7 @@ def _price_switch(
     for c, (cost, small, large) in enumerate(zip(asked.tiers[0].classes, smallest, largest)):
         prices.append(per_byte * cost.nbytes * (small.pin - large.pin))
         for part, (pinned, _) in zip(cost.divided, small.divided):
-            prices.append(per_byte * (part.nbytes - cost.nbytes) * pinned)
+            prices.append(per_byte * ((part.kept or part.nbytes) - cost.nbytes) * pinned)
         if cost.kv_nbytes and asked.kv_switch and asked.kv_switch[c]:
             moved = program.column(f"kv_moved({cost.name})", key=f"kv_moved_{c}")
             program.at_least(f"kv_brought_in({cost.name})", moved, small.kv - large.kv)

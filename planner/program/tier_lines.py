@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pshard.planner.program.counts import AnyCounts, place_units
+from pshard.planner.program.counts import AnyCounts, copied_units, place_units
 from pshard.planner.program.tier_problems import (
     ClassCost,
     Contending,
@@ -26,7 +26,7 @@ class TierSums:
 
     acc, host, link: by accelerator, CPU and copies; issue: the host thread's for the accelerator; one_slot: streamed
     units, copied and computed in turn; staged: layers with KV on the host, fetched, computed and written back in turn;
-    works: host work by class. on_cpu: units by `ClassCost.place`.
+    works: host work by class. divided: units that both sides compute. on_cpu: units by `ClassCost.place`.
     """
 
     problem: TierProblem
@@ -51,7 +51,6 @@ class TierSums:
         self.acc += scale * cost.acc * units.on_acc
         self.issue += scale * cost.issue * units.on_acc
         self.cpu_units += n.cpu
-        self.divided += units.divided
         self.on_cpu[cost.place] += n.cpu
         if cost.kind.is_looked_up:
             return
@@ -66,14 +65,16 @@ class TierSums:
         """Work on divided units; returns that of the CPU, in seconds."""
         host: Amount = 0.0
         scale = self.scale
-        for part, (in_arena, in_slot) in zip(cost.divided, n.divided):
-            both = in_arena + in_slot
+        for part, (in_arena, elsewhere) in zip(cost.divided, n.divided):
+            both, in_slot = in_arena + elsewhere, copied_units(part, in_arena, elsewhere)
             host += part.cpu * both
             self.acc += scale * part.acc * both
             self.issue += scale * (part.issue * both + self.problem.copy_issue * in_slot)
             self.link += scale * part.link * in_slot
             self.one_slot += scale * (part.link + part.alone) * in_slot
             self.streamed += in_slot
+            if part.share.cpu:
+                self.divided += both
         return host
 
     def _add_kv(self, cost: ClassCost, on_host: Amount) -> None:

@@ -2,24 +2,27 @@
 
 from dataclasses import dataclass
 
+from pshard.units.share import Share
 from pshard.units.unit import UnitKind
 
 
 @dataclass(frozen=True)
 class DividedClassCost:
-    """Seconds and bytes of one unit of a class in one tier when the CPU computes `cpu_rows` of its rows.
+    """Seconds and bytes of one unit of a class in one tier when it is divided.
 
-    `acc` and `cpu` add up to its time: what the other side does meanwhile is in neither. `link` and `nbytes`: the
-    accelerator's part; `alone`: what it computes once that is there. `row_nbytes`: where the CPU's rows come to.
+    `acc` and `cpu` add up to its time: what the other side does meanwhile is in neither. `link` and `nbytes`: what is
+    brought to arena or slot; `kept`: bytes in the arena of one that needs a slot too; `alone`: what the accelerator
+    computes once all is there. `row_nbytes`: where the CPU's result comes to.
     """
 
-    cpu_rows: int
+    share: Share
     acc: float
     cpu: float
     link: float
     alone: float
     issue: float
     nbytes: int
+    kept: int
     row_nbytes: int
 
 
@@ -41,7 +44,7 @@ class ClassCost:
     kv_cycle: float = 0.0  # fetch and write-back of its layer's KV, between two computations from the one stage
     link_speed: float = 1.0  # 1 = alone; while host work on the unit and a copy overlap
     cpu_speed: float = 1.0
-    divided: tuple[DividedClassCost, ...] = ()  # by rows on the CPU
+    divided: tuple[DividedClassCost, ...] = ()  # by share
 
     @property
     def place(self) -> str:

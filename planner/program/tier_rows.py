@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pshard.planner.program.counts import ClassUnits, CountColumns, Counts, place_units
+from pshard.planner.program.counts import ClassUnits, CountColumns, Counts, copied_units, place_units
 from pshard.planner.program.tier_lines import (
     Handoffs,
     TierLines,
@@ -68,9 +68,11 @@ class TierRows:
             return self.program.column(self.name(what, cost.name), low, high, not self.parts, self.key(what, self.t, c))
 
         def divided(i: int, place: int) -> Column:
-            of = f"{cost.name},{cost.divided[i].cpu_rows},{('pinned', 'streamed')[place]}"
+            part = cost.divided[i]
+            of = f"{cost.name},{part.share.label},{('pinned', 'streamed')[place]}"
             key = self.key("divided", i, c, self.t, place)
-            return self.program.column(self.name("divided", of), 0, cost.size, not self.parts, key)
+            most = 0 if place and part.kept else cost.size
+            return self.program.column(self.name("divided", of), 0, most, not self.parts, key)
 
         return CountColumns(
             count("pin", fewest.pin, most.pin),
@@ -117,14 +119,14 @@ class TierRows:
     def _limit_divided(self, c: int, cost: ClassCost, n: CountColumns, columns: TierColumns) -> Amount:
         """What divided units of a class need; returns the MiB of those that are pinned."""
         held: Amount = 0
-        for i, (part, (in_arena, in_slot)) in enumerate(zip(cost.divided, n.divided)):
-            held = held + part.nbytes / MIB * in_arena
+        for i, (part, (in_arena, elsewhere)) in enumerate(zip(cost.divided, n.divided)):
+            held = held + (part.kept or part.nbytes) / MIB * in_arena
             for what, count, room, nbytes in (
-                ("divided_slot", in_slot, columns.slot, part.nbytes),
-                ("divided_rows", in_arena + in_slot, columns.row_stage, part.row_nbytes),
+                ("divided_slot", copied_units(part, in_arena, elsewhere), columns.slot, part.nbytes),
+                ("divided_rows", in_arena + elsewhere, columns.row_stage, part.row_nbytes),
             ):
                 few_bytes = what == "divided_rows"
-                of = f"{cost.name},{part.cpu_rows}"
+                of = f"{cost.name},{part.share.label}"
                 key = self.key(what, self.t, c, i)
                 uses = self.program.column(self.name(what, of), 0, 1, not (self.parts and few_bytes), key)
                 self.program.at_most(self.name(f"{what}_if", of), count, cost.size * uses)

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pshard.model import ModelSpec
-from pshard.units.divide_rows import share_rows
+from pshard.units.divide_unit import list_shares
+from pshard.units.share import Share
 from pshard.units.unit import Unit, UnitKind
 
-SHARES = (4, 8, 12)  # sixteenths of an FFN's rows of gate and up that the CPU may have of a divided one
+SIXTEENTHS = (4, 8, 12)  # of a divided unit that the CPU may have, or the arena beside a slot
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,9 @@ class UnitClass:
         return self.units[0].packed_nbytes
 
     @cached_property
-    def cpu_row_choices(self) -> tuple[int, ...]:
-        """Rows that the CPU may have of a divided one of its units, by share; none for what cannot be divided."""
-        return tuple(sorted({share_rows(self.units[0], share) for share in SHARES} - {0}))
+    def shares(self) -> tuple[Share, ...]:
+        """How one of its units may be divided; none for what cannot be."""
+        return list_shares(self.units[0], SIXTEENTHS)
 
 
 def group_units(spec: ModelSpec, staged: frozenset[str] = frozenset()) -> tuple[UnitClass, ...]:

@@ -15,7 +15,8 @@ from pshard.planner.search.candidates import Candidate, plan_seconds
 from pshard.planner.search.climb import SEARCH_ROUNDS, SLOT_CHOICES, TierSearch, state_of
 from pshard.planner.search.other_tiers import EVALUATIONS
 from pshard.planner.search.residency_order import limit_host, order_around
-from pshard.units.divide_rows import ffn_rows
+from pshard.units.divide_unit import count_shares
+from pshard.units.share import WHOLE, Share
 from pshard.units.unit import UnitKind
 
 MOST_UNITS = 48  # above, one unit more or less hardly matters, and counts have said it all
@@ -25,14 +26,14 @@ TRIES_PER_UNIT = 150
 HEATS = (0.02, 0.15, 0.02, 0.15, 0.02)  # by pass, of the tier's time: how much slower a step may be at first
 
 DIVIDING_HEATS = (0.15, 0.02)  # as HEATS, of the passes that may divide FFNs
-UNDIVIDED: Mapping[str, tuple[int, ...]] = {}
+UNDIVIDED: Mapping[str, tuple[Share, ...]] = {}
 
-Place = tuple[str, bool, int]  # where a unit is, whether its state is in VRAM, rows of it on the CPU
+Place = tuple[str, bool, Share]  # where a unit is, whether its state is in VRAM, how it is divided
 
 
 def place_choices(kind: UnitKind) -> tuple[Place, ...]:
     """The legal placements of units of a kind, none of them divided."""
-    return tuple((where, state == "vram", 0) for where, state in kind.places)
+    return tuple((where, state == "vram", WHOLE) for where, state in kind.places)
 
 
 def refine_candidate(
@@ -51,8 +52,8 @@ def refine_divided(
     """The candidate with its tier number `main` refined unit by unit, FFNs divided where that helps, if better."""
     if len(room.spec.units) > MOST_UNITS:
         return found
-    row_choices = {u.name: cls.cpu_row_choices for cls in classes for u in cls.units}
-    tier = anneal_tier(room, found.tiers[main], costs[main], DIVIDING_HEATS, row_choices)
+    shares = {u.name: cls.shares for cls in classes for u in cls.units}
+    tier = anneal_tier(room, found.tiers[main], costs[main], DIVIDING_HEATS, shares)
     return place_around(room, classes, costs, found, main, tier)
 
 
@@ -72,10 +73,10 @@ def place_around(
     """The candidate with `refined` for its tier number `main` and the others arranged around it, if better."""
     counts = [count_tier(classes, tier) for tier in found.tiers]
     counts[main] = count_tier(classes, refined)
-    pinned = {p.unit: p.cpu_rows for p in refined.placements if p.where == "pinned"}
+    pinned = {p.unit: p.share for p in refined.placements if p.in_arena}
     kv = {p.unit for p in refined.placements if p.kv == "vram"}
-    cpu_rows = {unit: rows for unit, rows in pinned.items() if rows}
-    residency = limit_host(room, order_around(classes, counts, set(pinned), kv, cpu_rows), counts)
+    shares = {unit: share for unit, share in pinned.items() if share}
+    residency = limit_host(room, order_around(classes, counts, set(pinned), kv, shares), counts)
     tiers = []
     for i, (tier, cost) in enumerate(zip(found.tiers, costs)):
         arranged = refined if i == main else arrange_tier(TierSearch(room, classes, residency, cost), classes, tier)
@@ -105,15 +106,15 @@ def anneal_tier(
     tier: TierPlan,
     costs: TierCosts,
     heats: tuple[float, ...] = HEATS,
-    row_choices: Mapping[str, tuple[int, ...]] = UNDIVIDED,
+    shares: Mapping[str, tuple[Share, ...]] = UNDIVIDED,
 ) -> TierPlan:
     """The best tier found by passes of random steps, each pass from the best one yet.
 
-    row_choices: by unit, rows that the CPU may have of it when it is divided. A hot pass leaves the neighbourhood that
-    the counts led to, where few units make all the difference; cold ones polish, which matters where there are many.
+    shares: by unit, how it may be divided. A hot pass leaves the neighbourhood that the counts led to, where few units
+    make all the difference; cold ones polish, which matters where there are many.
     """
     for seed, heat in enumerate(heats):
-        tier = anneal(room, tier, costs, heat, Random(seed), row_choices)
+        tier = anneal(room, tier, costs, heat, Random(seed), shares)
     return tier
 
 
@@ -123,12 +124,12 @@ def anneal(
     costs: TierCosts,
     heat: float,
     rng: Random,
-    row_choices: Mapping[str, tuple[int, ...]] = UNDIVIDED,
+    shares: Mapping[str, tuple[Share, ...]] = UNDIVIDED,
 ) -> TierPlan:
     """The best of many random steps from a tier: one unit placed otherwise, two units swapped, other slots."""
     units = room.spec.units
-    choices = [(*place_choices(u.kind), *divided_choices(row_choices.get(u.name, ()))) for u in units]
-    now = [(p.where, p.kv == "vram", p.cpu_rows) for p in tier.placements]
+    choices = [(*place_choices(u.kind), *divided_choices(shares.get(u.name, ()))) for u in units]
+    now = [(p.where, p.kv == "vram", p.share) for p in tier.placements]
     slots, tokens = max(1, tier.buffers.slots), tier.tokens
     best, best_seconds = tier, simulated_seconds(room, tier, costs, SEARCH_ROUNDS)
     seconds = first = best_seconds
@@ -155,8 +156,14 @@ def anneal(
     return best
 
 
-def divided_choices(row_choices: tuple[int, ...]) -> tuple[Place, ...]:
-    return tuple((where, False, rows) for where in ("pinned", "streamed") for rows in row_choices)
+def divided_choices(shares: tuple[Share, ...]) -> tuple[Place, ...]:
+    """Places of divided units; of one with parts kept in the arena others are streamed."""
+    return tuple(
+        (where, False, share)
+        for where in ("pinned", "streamed")
+        for share in shares
+        if where == "streamed" or not share.kept
+    )
 
 
 def _make_fit(rng: Random, room: Room, tokens: int, tried: list[Place], slots: int) -> TierPlan | None:
@@ -165,15 +172,15 @@ def _make_fit(rng: Random, room: Room, tokens: int, tried: list[Place], slots: i
     for _ in range(MOST_EVICTED + 1):
         where = {u.name: place for u, (place, _, _) in zip(units, tried)}
         kv = frozenset(u.name for u, (_, vram, _) in zip(units, tried) if vram)
-        cpu_rows = {u.name: rows for u, (_, _, rows) in zip(units, tried) if rows}
-        draft = draft_tier(room, tokens, where, kv, slots, cpu_rows)
+        shares = {u.name: share for u, (_, _, share) in zip(units, tried) if share is not WHOLE}
+        draft = draft_tier(room, tokens, where, kv, slots, shares)
         if draft.buffers.total <= room.arena:
             return draft if holds(room, (draft,)) else None
-        inside = [i for i, (place, vram, _) in enumerate(tried) if place == "pinned" or vram]
+        inside = [i for i, (place, vram, share) in enumerate(tried) if place == "pinned" or vram or share.kept]
         if not inside:
             return None
         out = rng.choice(inside)
-        tried[out] = ("cpu" if units[out].kind.is_looked_up else rng.choice(("cpu", "streamed")), False, 0)
+        tried[out] = ("cpu" if units[out].kind.is_looked_up else rng.choice(("cpu", "streamed")), False, WHOLE)
     return None
 
 
@@ -182,8 +189,8 @@ def _swap(rng: Random, units, tried: list[Place]) -> None:
     a, b = rng.randrange(len(units)), rng.randrange(len(units))
     if units[a].kind.is_looked_up or units[b].kind.is_looked_up:
         return
-    if units[a].kind is units[b].kind and ffn_rows(units[a]) == ffn_rows(units[b]):
+    if units[a].kind is units[b].kind and count_shares(units[a]) == count_shares(units[b]):
         tried[a], tried[b] = tried[b], tried[a]
         return
     for at, place in ((a, tried[b][0]), (b, tried[a][0])):
-        tried[at] = (place, tried[at][1] and place != "cpu", 0)
+        tried[at] = (place, tried[at][1] and place != "cpu", WHOLE)

@@ -20,7 +20,7 @@ from pshard.planner.search.other_tiers import EVALUATIONS, place_others
 from pshard.planner.search.program_starts import Start, StartFinder
 from pshard.planner.search.residency_order import Residency, arrange_residency
 from pshard.planner.search.strategies import STRATEGIES, Baseline, place_strategy
-from pshard.units.divide_rows import acc_part
+from pshard.units.divide_unit import arena_portion
 
 IMPROVED = 3  # starts that are worth improving
 EXCHANGES = 60  # simulations of exchanges of what is in VRAM
@@ -225,8 +225,10 @@ def switch_seconds(room: Room, tiers: tuple[TierPlan, ...], costs: tuple[TierCos
     locked = staged = seconds = 0.0
     entered = [tier for tier, cost in zip(tiers, costs) if not cost.load.rare]
     for unit, small, large in zip(room.spec.units, entered[0].placements, entered[-1].placements):
-        if (small.where == "pinned") != (large.where == "pinned"):
-            nbytes = acc_part(unit, max(small.cpu_rows, large.cpu_rows)).packed_nbytes
+        if small.in_arena != large.in_arena:
+            held = small if small.in_arena else large
+            portion = arena_portion(unit, held.where, held.share)
+            nbytes = portion.nbytes if portion else 0
             locked, staged = (locked, staged + nbytes) if unit.name in costs[0].staged else (locked + nbytes, staged)
         if small.kv != large.kv:
             seconds += costs[0].units[unit.name].kv_fetch

@@ -13,6 +13,8 @@ from pshard.planner.program.counts import Counts
 from pshard.planner.program.least_times import Floor
 from pshard.planner.program.unit_classes import UnitClass
 from pshard.planner.search.residency_order import Residency, assign_cpu, assign_divided
+from pshard.units.divide_unit import without_cpu
+from pshard.units.share import WHOLE, Share
 
 SLOT_CHOICES = (1, 2, 3, 4)
 SEARCH_ROUNDS = 2
@@ -24,7 +26,7 @@ PIN_REACH = 8  # pins given up or gained for a change of slots
 class TierState:
     """A tier as few numbers: prefix lengths of the residency orders, CPU units by class, runs they form, slots.
 
-    divided: by class, divided streamed units for each of its `cpu_row_choices`; () without any.
+    divided: by class, divided streamed units for each of its `shares`; () without any.
     """
 
     pins: int
@@ -64,11 +66,17 @@ class TierSearch:
 
     @cached_property
     def most_pins(self) -> int:
-        """The longest prefix of the pin order that this tier may have: a large one ends before divided units."""
+        """The longest prefix of the pin order that this tier may have: a large one ends before units that are divided
+        by rows."""
         order = self.residency.pin_order
-        if may_divide(self.costs):
-            return len(order)
-        return next((i for i, unit in enumerate(order) if unit in self.residency.cpu_rows), len(order))
+        return next((i for i, unit in enumerate(order) if self._share_of(unit) is None), len(order))
+
+    def _share_of(self, unit: str) -> Share | None:
+        """How this tier divides a unit of the pin order; None where it cannot have it there."""
+        share = self.residency.shares.get(unit, WHOLE)
+        if not share or may_divide(self.costs):
+            return share
+        return without_cpu(self.room.spec.unit(unit), share)
 
     def start(self, counts: tuple[Counts, ...], slots: int) -> Scored | None:
         """The solver's counts as a tier, with CPU units in the best of several numbers of runs."""
@@ -95,7 +103,7 @@ class TierSearch:
 
     def _is_over(self, state: TierState) -> bool:
         """Whether whole units alone are over budget, known before a tier is drafted."""
-        if self.residency.cpu_rows or state.divided:
+        if self.residency.shares or state.divided:
             return False
         held, pinned = self._prefixes[state.pins]
         streamed = [
@@ -114,7 +122,7 @@ class TierSearch:
         """Whether no order of the state's counts takes less than `seconds`; not known where units are divided, or where
         the orders are shorter than the state wants."""
         wants_more = state.pins > self.most_pins or state.kv > len(self.residency.kv_order)
-        if wants_more or self.residency.cpu_rows or state.divided:
+        if wants_more or self.residency.shares or state.divided:
             return False
         counts = tuple(
             Counts(pin, cls.size - pin if cls.kind.is_looked_up else cpu, kv)
@@ -181,15 +189,16 @@ class TierSearch:
             counts.append(cpu)
         on_cpu = assign_cpu(self.classes, tuple(counts), resident, state.runs)
         where = self._streamed | dict.fromkeys(on_cpu, "cpu") | dict.fromkeys(pinned, "pinned")
-        cpu_rows = {name: rows for name, rows in self.residency.cpu_rows.items() if name in pinned}
+        shares = {name: share for name in self.residency.shares if name in pinned and (share := self._share_of(name))}
+        where |= {name: "streamed" for name, share in shares.items() if share.kept}
         if state.divided:
             if any(min(n, default=0) < 0 for n in state.divided):
                 return None
             try:
-                cpu_rows |= assign_divided(self.classes, state.divided, pinned | frozenset(on_cpu))
+                shares |= assign_divided(self.classes, state.divided, pinned | frozenset(on_cpu))
             except ValueError:
                 return None
-        tier = draft_tier(self.room, self.costs.load.tokens, where, kv, state.slots, cpu_rows)
+        tier = draft_tier(self.room, self.costs.load.tokens, where, kv, state.slots, shares)
         return tier if tier.buffers.total <= self.room.arena else None
 
     def improve(self, start: Scored, evaluations: int, bound: float = 0.0) -> Scored:
@@ -251,7 +260,7 @@ class TierSearch:
 
         def divided(c: int, i: int, sign: int):
             def move(state: TierState, far: int) -> TierState | None:
-                now = state.divided or tuple((0,) * len(cls.cpu_row_choices) for cls in self.classes)
+                now = state.divided or tuple((0,) * len(cls.shares) for cls in self.classes)
                 of_class = (*now[c][:i], now[c][i] + sign * far, *now[c][i + 1 :])
                 return replace(state, divided=(*now[:c], of_class, *now[c + 1 :]))
 
@@ -267,7 +276,8 @@ class TierSearch:
             *(
                 divided(c, i, sign)
                 for c, cls in enumerate(self.classes if self.divides else ())
-                for i in range(len(cls.cpu_row_choices))
+                for i, share in enumerate(cls.shares)
+                if not share.kept  # those are of the residency order
                 for sign in signs
             ),
         )

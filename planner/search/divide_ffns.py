@@ -28,7 +28,7 @@ def divide_candidate(
     Where no FFN can be divided nothing else is tried either: what a plan with divided ones must beat is one without.
     """
     main = next(i for i, c in enumerate(costs) if not c.load.rare)
-    if not may_divide(costs[main]) or not any(cls.cpu_row_choices for cls in classes):
+    if not may_divide(costs[main]) or not any(cls.shares for cls in classes):
         return found
     best = found
     if _may_gain(room, classes, costs[main], max(found.tiers[main].buffers.slots, 1)):
@@ -42,7 +42,7 @@ def divide_candidate(
                 placed = _place(room, classes, costs, found, solution, slots, even)
                 best = placed if placed and placed.total < best.total else best
     refined = refine_divided(room, classes, costs, best, main)
-    return next((c for c in (refined, best) if any(p.cpu_rows for t in c.tiers for p in t.placements)), found)
+    return next((c for c in (refined, best) if any(p.share for t in c.tiers for p in t.placements)), found)
 
 
 def _may_gain(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, slots: int) -> bool:

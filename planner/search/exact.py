@@ -15,6 +15,8 @@ from pshard.planner.program.unit_classes import UnitClass
 from pshard.planner.search.anneal import Place, divided_choices, main_tier, place_around, place_choices
 from pshard.planner.search.candidates import Candidate
 from pshard.planner.search.climb import SLOT_CHOICES
+from pshard.units.divide_unit import kept_nbytes
+from pshard.units.share import WHOLE
 from pshard.units.unit import Unit
 
 MOST_UNITS = 8  # of three layers; a fourth has ten to a thousand times as many placements
@@ -75,17 +77,19 @@ class ExactSearch:
         cost, options = self.costs.units[unit.name], []
         for place in (
             *place_choices(unit.kind),
-            *divided_choices(cls.cpu_row_choices if may_divide(self.costs) else ()),
+            *divided_choices(cls.shares if may_divide(self.costs) else ()),
         ):
-            where, in_vram, rows = place
-            if rows:
-                part = self.costs.divided(unit.name, rows)
-                busy, link, pins = max(part.acc_rows, part.cpu) + part.join + part.down, part.link, part.nbytes
+            where, in_vram, share = place
+            if share:
+                part = self.costs.divided(unit.name, share)
+                busy, link, pins = max(part.acc, part.cpu) + part.join + part.rest, part.link, part.nbytes
             else:
                 busy, link, pins = cost.cpu if where == "cpu" else cost.acc, cost.link, unit.packed_nbytes
             link = link if where == "streamed" else 0.0
             link += cost.kv_fetch if unit.kind.state and where != "cpu" and not in_vram else 0.0
-            held = (pins if where == "pinned" else 0) + (self.room.states[unit.name] if in_vram else 0)
+            held = (pins if where == "pinned" else kept_nbytes(unit, share)) + (
+                self.room.states[unit.name] if in_vram else 0
+            )
             options.append((place, busy, link, held))
         return options
 
@@ -126,5 +130,5 @@ class ExactSearch:
         named = list(zip((u.name for u in self._units), places))
         where = {name: at for name, (at, _, _) in named}
         kv = frozenset(name for name, (_, in_vram, _) in named if in_vram)
-        cpu_rows = {name: rows for name, (_, _, rows) in named if rows}
-        return draft_tier(self.room, self.costs.load.tokens, where, kv, slots, cpu_rows)
+        shares = {name: share for name, (_, _, share) in named if share is not WHOLE}
+        return draft_tier(self.room, self.costs.load.tokens, where, kv, slots, shares)

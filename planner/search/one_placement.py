@@ -12,6 +12,7 @@ from pshard.planner.price.host_limits import holds
 from pshard.planner.program.unit_classes import UnitClass
 from pshard.planner.rank_task import RankTask
 from pshard.planner.search.candidates import Candidate, rank_candidates
+from pshard.units.share import Share
 
 SPARE = 0.99  # of the room that is left for a plan of all: units of other ranks are not of the same sizes
 SECONDS = 2.0  # limit of the solver
@@ -48,27 +49,27 @@ def _adopt_all(
     return tuple(adopted)
 
 
-def _adopt(task: "RankTask", owner: "RankTask", plan: Candidate) -> tuple[TierPlan, ...] | None:
+def _adopt(task: RankTask, owner: RankTask, plan: Candidate) -> tuple[TierPlan, ...] | None:
     """The tiers of another rank's plan for the units of this one, whether they fit or not; None where FFNs are divided
     that cannot be here."""
-    theirs, mine = _row_choices(owner.classes), _row_choices(task.classes)
+    theirs, mine = _shares(owner.classes), _shares(task.classes)
     tiers = []
     for tier in plan.tiers:
-        cpu_rows = {}
+        shares = {}
         for place in tier.placements:
-            if place.cpu_rows:
-                rows = mine[place.unit]
-                if len(rows) != len(theirs[place.unit]):
+            if place.share:
+                own = mine[place.unit]
+                if len(own) != len(theirs[place.unit]):
                     return None
-                cpu_rows[place.unit] = rows[theirs[place.unit].index(place.cpu_rows)]
+                shares[place.unit] = own[theirs[place.unit].index(place.share)]
         where = {p.unit: p.where for p in tier.placements}
         kv = frozenset(p.unit for p in tier.placements if p.kv == "vram")
-        tiers.append(draft_tier(task.room, tier.tokens, where, kv, tier.buffers.slots, cpu_rows))
+        tiers.append(draft_tier(task.room, tier.tokens, where, kv, tier.buffers.slots, shares))
     return tuple(tiers)
 
 
-def _row_choices(classes: tuple[UnitClass, ...]) -> dict[str, tuple[int, ...]]:
-    return {u.name: cls.cpu_row_choices for cls in classes for u in cls.units}
+def _shares(classes: tuple[UnitClass, ...]) -> dict[str, tuple[Share, ...]]:
+    return {u.name: cls.shares for cls in classes for u in cls.units}
 
 
 def _plan_within(tasks: Sequence[RankTask], owner: RankTask, plan: Candidate) -> Candidate | None:

@@ -8,6 +8,7 @@ from functools import lru_cache
 from pshard.planner.price.draft import Room
 from pshard.planner.program.counts import Counts
 from pshard.planner.program.unit_classes import UnitClass
+from pshard.units.share import Share
 
 
 def spread(n: int, k: int, phase: float = 0.5) -> list[int]:
@@ -19,13 +20,14 @@ def spread(n: int, k: int, phase: float = 0.5) -> list[int]:
 class Residency:
     """Orders in which units become resident: every tier's pins and KV are prefixes of them.
 
-    cpu_rows: of units that are pinned in part, the CPU's rows; tiers that may not divide FFNs do not reach them.
+    shares: of units that are in the arena in part. Tiers in which the CPU may have nothing of a unit do not reach those
+        that are divided by rows; of others they stream the CPU's parts.
     least_pins, least_kv: how many every tier has in VRAM at least, as host memory does not hold more.
     """
 
     pin_order: tuple[str, ...]
     kv_order: tuple[str, ...]
-    cpu_rows: Mapping[str, int] = field(default_factory=dict)
+    shares: Mapping[str, Share] = field(default_factory=dict)
     least_pins: int = 0
     least_kv: int = 0
 
@@ -79,12 +81,12 @@ def order_residency(
     pin_order = _merge(orders, [whole, *pins] if partly else pins)
     kv_orders = [o if cls.kind.state else [] for o, cls in zip(orders, classes)]
     kv_order = _merge(kv_orders, [[n[c].kv for c in range(len(classes))] for n in counts])
-    cpu_rows: dict[str, int] = {}
+    shares: dict[str, Share] = {}
     for cls, order, start, n in zip(classes, orders, whole, counts[0]):
-        for rows, (pinned, _) in zip(cls.cpu_row_choices, n.divided):
-            cpu_rows |= dict.fromkeys(order[start : start + pinned], rows)
+        for share, (pinned, _) in zip(cls.shares, n.divided):
+            shares |= dict.fromkeys(order[start : start + pinned], share)
             start += pinned
-    return Residency(pin_order, kv_order, cpu_rows)
+    return Residency(pin_order, kv_order, shares)
 
 
 def arrange_residency(
@@ -111,7 +113,7 @@ def limit_host(room: Room, residency: Residency, counts: Sequence[tuple[Counts, 
     for name in reversed(residency.pin_order):
         outside.append(outside[-1] + sizes[name])
     outside = [
-        nbytes + sum(sizes[name] for name in residency.pin_order[:i] if name in residency.cpu_rows)
+        nbytes + sum(sizes[name] for name in residency.pin_order[:i] if name in residency.shares)
         for i, nbytes in enumerate(reversed(outside))
     ]
     weights = max(outside[min(sum(n.pin for n in tier), len(outside) - 1)] for tier in counts)
@@ -130,11 +132,11 @@ def order_around(
     counts: list[tuple[Counts, ...]],
     pinned: set[str],
     kv: set[str],
-    cpu_rows: Mapping[str, int],
+    shares: Mapping[str, Share],
 ) -> Residency:
     """Orders of which the given sets are prefixes, and the other tiers' counts about so.
 
-    cpu_rows: of those that are pinned in part; they stand last in the set, as large tiers end before them.
+    shares: of those that are there in part; they stand last in the set, as large tiers end before them.
     """
     orders = []
     for members, lengths in (
@@ -153,8 +155,8 @@ def order_around(
             by_class.append([*_spread_order(inside, marks, 0.5), *outside])
         orders.append(_merge(by_class, lengths))
     pin_order, kv_order = orders
-    first = sorted(pin_order[: len(pinned)], key=lambda name: name in cpu_rows)
-    return Residency((*first, *pin_order[len(pinned) :]), kv_order, cpu_rows)
+    first = sorted(pin_order[: len(pinned)], key=lambda name: name in shares)
+    return Residency((*first, *pin_order[len(pinned) :]), kv_order, shares)
 
 
 def _merge(orders: list[list[str]], prefixes: list[list[int]]) -> tuple[str, ...]:
@@ -197,21 +199,21 @@ def assign_cpu(
 
 def assign_divided(
     classes: tuple[UnitClass, ...], counts: tuple[tuple[int, ...], ...], taken: frozenset[str]
-) -> dict[str, int]:
-    """Divided streamed units, evenly spread over those of their class that are not `taken`, with the CPU's rows.
+) -> dict[str, Share]:
+    """Divided streamed units, evenly spread over those of their class that are not `taken`, with their shares.
 
-    counts: by class, for each of its `cpu_row_choices`. Raises ValueError when there are fewer units.
+    counts: by class, for each of its `shares`. Raises ValueError when there are fewer units.
     """
-    cpu_rows: dict[str, int] = {}
+    shares: dict[str, Share] = {}
     for cls, of_class in zip(classes, counts):
         free = [u.name for u in cls.units if u.name not in taken]
-        for rows, count in zip(cls.cpu_row_choices, of_class):
+        for share, count in zip(cls.shares, of_class):
             if count > len(free):
                 raise ValueError(f"{count} of {len(free)} units of {cls.name} cannot be divided")
             chosen = [free[i] for i in spread(len(free), count)]
-            cpu_rows |= dict.fromkeys(chosen, rows)
-            free = [name for name in free if name not in cpu_rows]
-    return cpu_rows
+            shares |= dict.fromkeys(chosen, share)
+            free = [name for name in free if name not in shares]
+    return shares
 
 
 def _nearest(middles: list[float], centre: float, count: int) -> slice:

@@ -3,6 +3,7 @@
 Copies of streamed units run ahead: whenever a staging slot becomes free, the next unit that uses that slot is copied
 into it, across the end of the micro-batch too (weights don't depend on tokens). So a micro-batch begins with the
 first `slots` streamed units already loaded or on their way; `enter` lists those copies for the first one of a tier.
+A copy that is decided by the micro-batch's tokens cannot run ahead of it: those of its first units begin with it.
 """
 
 from functools import lru_cache
@@ -26,7 +27,8 @@ from pshard.steps.step import (
     StepShape,
     WriteBack,
 )
-from pshard.units.divide_rows import acc_part
+from pshard.units.divide_unit import expected_copy, joined_width
+from pshard.units.share import WHOLE
 from pshard.units.unit import Unit
 
 # a search emits the same few steps thousands of times: equal ones are one object
@@ -47,16 +49,16 @@ Placed = tuple[Unit, Placement]
 def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
     """The steps of one micro-batch of `shape` under `tier`, in issue order.
 
-    A split unit begins with a hand-off to the side that lacks its input, so that both have it. Of ranks that sum on the
+    A unit that both sides compute begins with a hand-off to the side that lacks its input. Of ranks that sum on the
     accelerator the residual stream stays there: CPU units get a copy of it, and hand over their part of the sum.
     """
     links, hidden = spec.neighbours, shape.tokens * spec.config.d_model * 4
     placed = _placed(spec, tier)
     slots = tier.buffers.slots
-    copies = _copy_streamed(placed, slots)
-    following = _next_in_slot(copies, slots)
+    copies = _copy_streamed(spec, placed, slots, shape.tokens)
+    first, following = copies[:slots], _next_in_slot(copies, slots)
     fetches, writes = _move_states(spec, placed, shape)
-    body: list[Step] = fetches[:1]
+    body: list[Step] = [*(copy for copy in first if copy.decided), *fetches[:1]]
     side, n_fetched, n_copied = "cpu", 0, 0  # token ids start on the host
     if links and links.source is not None:
         body.append(Receive(links.source, hidden))
@@ -68,11 +70,12 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
         on, slot = "cpu" if where == "cpu" else "acc", n_copied % slots if where == "streamed" else None
         if place.cpu_rows:
             add(_hand_off("cpu" if side == "acc" else "acc", hidden))
-            body.extend(_split_steps(place, slot, shape.tokens))
+            body.extend(_compute_on_both(unit, place, slot, 4 * shape.tokens, spec))
         else:
             if on != side and not kind.is_looked_up:
                 add(_hand_off(on, hidden))
-            add(_compute(name, on, SOURCES[where], slot, "", 0, kind.position, place.kv))
+            kept = {"kept_parts": place.kept_parts} if place.kept_parts else {}
+            add(_compute(name, on, SOURCES[where], slot, "", 0, kind.position, place.kv, **kept))
         side = on
         if stays and side == "cpu" and not kind.gives_logits:
             add(_hand_off("acc", hidden))
@@ -90,15 +93,15 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
                 add(after)
             n_copied += 1
     body += _deliver(spec, side, shape, hidden)
-    return StepList(tuple(copies[:slots]), tuple(body))
+    return StepList(tuple(copy for copy in first if not copy.decided), tuple(body))
 
 
 def list_residents(spec: ModelSpec, tier: TierPlan) -> tuple[Bring, ...]:
     """Weights and states that a tier holds in VRAM, in the order of need."""
     found = []
     for unit, place in _placed(spec, tier):
-        if place.where == "pinned":
-            found.append(Bring(unit.name, "weights", place.cpu_rows))
+        if place.in_arena:
+            found.append(Bring(unit.name, "weights", place.cpu_rows, place.kept_parts))
         if place.kv == "vram":
             found.append(Bring(unit.name, "state"))
     return tuple(found)
@@ -110,15 +113,20 @@ def _placed(spec: ModelSpec, tier: TierPlan) -> list[Placed]:
     return [(unit, places[unit.name]) for unit in spec.units if unit.tensors or not links]
 
 
-def _copy_streamed(placed: list[Placed], slots: int) -> list[CopyIn]:
+def _copy_streamed(spec: ModelSpec, placed: list[Placed], slots: int, tokens: int) -> list[CopyIn]:
     """The copy of every streamed unit, in turn into every slot."""
-    streamed = [(unit, place.cpu_rows) for unit, place in placed if place.where == "streamed"]
+    streamed = [(unit, place) for unit, place in placed if place.where == "streamed"]
     if streamed and slots < 1:
         raise ValueError("a tier that streams needs at least one staging slot")
-    return [
-        _copy_in(unit.name, i % slots, (acc_part(unit, rows) if rows else unit).packed_nbytes, rows)
-        for i, (unit, rows) in enumerate(streamed)
-    ]
+    copies = []
+    for i, (unit, place) in enumerate(streamed):
+        decided = unit.kind.chosen is not None
+        if decided or place.share is not WHOLE:
+            nbytes = sum(piece.nbytes for piece in expected_copy(unit, place.share, spec.config, tokens))
+            copies.append(_copy_in(unit.name, i % slots, nbytes, place.cpu_rows, decided, place.kept_parts))
+        else:
+            copies.append(_copy_in(unit.name, i % slots, unit.packed_nbytes))
+    return copies
 
 
 def _move_states(spec: ModelSpec, placed: list[Placed], shape: StepShape) -> tuple[list[Step], dict[str, WriteBack]]:
@@ -152,18 +160,22 @@ def _deliver(spec: ModelSpec, side: str, shape: StepShape, hidden: int) -> list[
     return steps
 
 
-def _split_steps(place: Placement, slot: int | None, tokens: int) -> tuple[Step, ...]:
-    """Both sides compute their rows, the accelerator without holding the host up; then it has them all."""
-    source, rows = SOURCES[place.where], place.cpu_rows
+def _compute_on_both(unit: Unit, place: Placement, slot: int | None, column: int, spec: ModelSpec) -> tuple[Step, ...]:
+    """Both sides compute what they have, the accelerator without holding the host up; then it has all. column: bytes of
+    one element of every token."""
+    source, rows, kept = SOURCES[place.where], place.cpu_rows, place.kept_parts
+    width = joined_width(unit, place.share, spec.config)
     return (
-        _compute(place.unit, "acc", source, slot, "rows", rows),
-        _compute(place.unit, "cpu", "host", None, "rows", rows),
-        _join(place.unit, 4 * tokens * rows, rows),
-        _compute(place.unit, "acc", source, slot, "down", rows),
+        _compute(unit.name, "acc", source, slot, "share", rows, kept_parts=kept),
+        _compute(unit.name, "cpu", "host", None, "share", rows, kept_parts=kept),
+        _join(unit.name, column * width, width),
+        _compute(unit.name, "acc", source, slot, "rest", rows, kept_parts=kept),
     )
 
 
 def _next_in_slot(copies: list[CopyIn], slots: int) -> list[CopyIn | None]:
-    """By copy, the one into its slot after it; None when the slot keeps its only unit."""
-    after = [copies[i + slots] if i + slots < len(copies) else copies[i % slots] for i in range(len(copies))]
+    """By copy, the one into its slot after it; None when the slot keeps its only unit, or waits for the next
+    micro-batch's tokens."""
+    again = [None if copy.decided else copy for copy in copies[:slots]]
+    after = [copies[i + slots] if i + slots < len(copies) else again[i % slots] for i in range(len(copies))]
     return [None if copy is own else copy for copy, own in zip(after, copies)]

@@ -7,6 +7,7 @@ what is to be copied. All other copies move `nbytes`, and activations the rows t
 
 from dataclasses import dataclass
 
+from pshard.units.share import Share
 from pshard.units.state import StateShape
 
 
@@ -14,7 +15,8 @@ from pshard.units.state import StateShape
 class CopyIn:
     """Copy a unit's blob from host memory to a staging slot. Occupies the link (h2d) and host DRAM.
 
-    `cpu_rows`: of a split unit; these rows stay behind.
+    `cpu_rows`, `kept_parts`: of a divided unit; these stay behind. `decided`: when it runs, which parts of the unit the
+    micro-batch uses, and so what is copied.
     """
 
     unit: str
@@ -22,6 +24,11 @@ class CopyIn:
     nbytes: int
     cpu_rows: int = 0
     decided: bool = False
+    kept_parts: int = 0
+
+    @property
+    def share(self) -> Share:
+        return Share(self.cpu_rows, self.kept_parts)
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,8 @@ class FetchKV:
 class Compute:
     """Run a unit. `on`: "acc" or "cpu"; `source` of its weights: "arena", "slot" or "host".
 
-    Of a divided unit (`cpu_rows` > 0) a `part`: "rows", this side's rows of the gated product, or "down".
+    Of a unit that both sides compute (`cpu_rows` > 0) a `part`: "share", what this side has of it, or "rest", what
+    follows on the accelerator. `kept_parts`: of a unit in a slot, so many lie in the arena.
     `position`: of its kind in the model, "first", "layer" or "last". `state`: where it is, "vram" or "host" (a unit
     that runs on the accelerator finds it in the stage then); None without one.
     """
@@ -51,6 +59,11 @@ class Compute:
     cpu_rows: int = 0
     position: str = "layer"
     state: str | None = None
+    kept_parts: int = 0
+
+    @property
+    def share(self) -> Share:
+        return Share(self.cpu_rows, self.kept_parts)
 
 
 @dataclass(frozen=True)
@@ -73,11 +86,11 @@ class Handoff:
 
 @dataclass(frozen=True)
 class Join:
-    """Bring the CPU's `rows` of a split unit's gated product, float32 [tokens, rows], to the accelerator."""
+    """Bring what the CPU has computed of a divided unit, float32 [tokens, width], to the accelerator."""
 
     unit: str
     nbytes: int
-    rows: int
+    width: int
 
 
 @dataclass(frozen=True)
@@ -126,12 +139,17 @@ Step = CopyIn | FetchKV | Compute | WriteBack | Handoff | Join | AllReduce | Rec
 class Bring:
     """Bring what a tier holds in VRAM and the tier before did not: a unit's weights ("weights") or its state ("state").
 
-    `cpu_rows`: of a split unit; these rows stay behind.
+    `cpu_rows`, `kept_parts`: of a divided unit; of one with kept parts only these are brought.
     """
 
     unit: str
     what: str
     cpu_rows: int = 0
+    kept_parts: int = 0
+
+    @property
+    def share(self) -> Share:
+        return Share(self.cpu_rows, self.kept_parts)
 
 
 @dataclass(frozen=True)

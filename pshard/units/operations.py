@@ -86,7 +86,27 @@ class Attend:
         return self.n_heads, self.n_kv_heads, self.head_dim
 
 
-Operation = LookUp | Norm | Product | ProductGroup | GatedProduct | PlaceRows | Rotate | Attend
+@dataclass(frozen=True)
+class EachPart:
+    """Operations of a unit's equal parts, by part. Each token takes `chosen` of the `of` parts that there are: one that
+    none takes does nothing."""
+
+    parts: "tuple[tuple[Operation, ...], ...]"
+    chosen: int
+    of: int
+
+    def used(self, tokens: int) -> tuple[float, int]:
+        """The share of the parts that so many tokens are expected to use, and the tokens of each that is used."""
+        share = used_share(self.chosen, self.of, tokens)
+        return share, max(1, round(tokens * self.chosen / self.of / share))
+
+
+def used_share(chosen: int, of: int, tokens: int) -> float:
+    """The share of equal parts that so many tokens are expected to use, of which each takes `chosen` at random."""
+    return 1 - (1 - chosen / of) ** tokens
+
+
+Operation = LookUp | Norm | Product | ProductGroup | GatedProduct | PlaceRows | Rotate | Attend | EachPart
 
 
 def matrices_of(operation: Operation) -> tuple[TensorSpec, ...]:
@@ -98,4 +118,6 @@ def matrices_of(operation: Operation) -> tuple[TensorSpec, ...]:
             return operation.matrices
         case GatedProduct():
             return operation.gate, operation.up
+        case EachPart():
+            return tuple(m for part in operation.parts for one in part for m in matrices_of(one))
     return ()

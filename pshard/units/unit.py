@@ -22,9 +22,9 @@ Tensors = Mapping[str, TensorSpec]  # a unit's tensors by role
 
 @dataclass(frozen=True)
 class Division:
-    """What each side does of a unit of which the CPU computes some rows: both at once, then the accelerator the rest.
+    """What each side does of a unit of which the CPU computes some: both at once, then the accelerator the rest.
 
-    on_acc, on_cpu: operations before the CPU's rows are joined; after: those on the accelerator that follow.
+    on_acc, on_cpu: operations before what the CPU has computed is joined; after: those on the accelerator that follow.
     """
 
     on_acc: tuple[Operation, ...]
@@ -67,7 +67,12 @@ class UnitKind:
         strategy: what published strategies do with it: "first" (pinned before others), "bulk" (fills what is left) or
             "head".
         divided: roles of matrices whose last rows the CPU may compute while the accelerator computes the others.
-        divide: what each side does then, by the accelerator's tensors and the CPU's.
+        part_of: of a kind with equal parts, which the CPU, the arena and a slot may share: which one a tensor belongs
+            to, by its role; None for what all parts share, which comes before them.
+        chosen: how many of how many parts each token takes; None where a micro-batch needs all, and no copy of a
+            streamed unit waits to know its tokens.
+        divide: what each side does of a divided unit, by the accelerator's tensors and the CPU's.
+        joins: elements a token that the CPU hands over then, by what it has: its rows, or so many parts.
         contends: with what its host work holds up copies: "state" for what may read slowly, "weights", "" for nothing.
         phase: in (0, 1), where in a layer evenly spaced units of the kind that are left out of VRAM stand.
         lock_order: units of low numbers are page-locked first; None for what is never copied.
@@ -86,7 +91,10 @@ class UnitKind:
     llama_cpp: str = ""
     strategy: str = ""
     divided: tuple[str, ...] = ()
+    part_of: Callable[[str], int | None] | None = None
+    chosen: Callable[[ModelConfig], tuple[int, int]] | None = None
     divide: Callable[[Tensors, Tensors, ModelConfig], Division] | None = None
+    joins: Callable[[int, ModelConfig], int] = lambda share, config: share
     contends: str = ""
     phase: float = 0.5
     lock_order: int | None = None

@@ -4,7 +4,7 @@ A block computes a unit of its kind, written once for every device, in a file of
 outside; see `find_block` for the table of all.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -103,13 +103,20 @@ class Block:
         """The whole unit."""
         raise NotImplementedError
 
-    def run_rows(self, work: Work, weights: UnitWeights, residual: Residual, out: torch.Tensor | None) -> None:
-        """One side's rows of a divided unit. out: float32 [M, rows], where the CPU leaves its own; None: in scratch."""
+    def run_share(self, work: Work, weights: UnitWeights, residual: Residual, out: torch.Tensor | None) -> None:
+        """What one side has of a divided unit: its rows, or its parts. out: float32 [M, width], where the CPU leaves
+        its result; None: the accelerator's stays where `run_rest` finds it."""
         raise NotImplementedError
 
-    def run_rest(self, work: Work, weights: UnitWeights, residual: Residual, last_rows: torch.Tensor) -> None:
-        """What follows once the CPU's rows of a divided unit, float32 [M, rows], have come to the accelerator."""
+    def run_rest(self, work: Work, weights: UnitWeights, residual: Residual, from_cpu: torch.Tensor) -> None:
+        """What follows once the CPU's result of a divided unit, float32 [M, width], has come to the accelerator."""
         raise NotImplementedError
+
+    def choose_parts(self, unit: Unit, ids: torch.Tensor) -> Collection[int]:
+        """Which parts of the unit tokens `ids` (int64 [M], on the host) use: only these are copied."""
+        raise NotImplementedError(
+            f"{unit.name} is copied in part, and {type(self).__name__} does not choose among parts"
+        )
 
     def contribute_nothing(self, work: Work, residual: Residual) -> None:
         """The part of a rank that holds nothing of the unit."""

@@ -8,7 +8,7 @@ from pshard.units.ffn import DOWN, GATE, NORM, UP
 
 
 class FfnBlock(Block):
-    """Divided, the rows are those of gate and up: of their gated product silu(gate x) * (up x)."""
+    """A side's share of a divided one are rows of gate and up: of their gated product silu(gate x) * (up x)."""
 
     def run(self, work: Work, weights: UnitWeights, state: None, residual: Residual) -> None:
         side, n, m, part = work.side, work.rows.tokens, weights.matrices, residual.part
@@ -18,14 +18,14 @@ class FfnBlock(Block):
             _gate(side, weights, n, normed, None)
             leave(side, _gated(side, weights, n), m[DOWN], None, residual)
 
-    def run_rows(self, work: Work, weights: UnitWeights, residual: Residual, out: torch.Tensor | None) -> None:
+    def run_share(self, work: Work, weights: UnitWeights, residual: Residual, out: torch.Tensor | None) -> None:
         side, n = work.side, work.rows.tokens
         _gate(side, weights, n, normalise(side, weights.vectors[NORM], n, residual), out)
 
-    def run_rest(self, work: Work, weights: UnitWeights, residual: Residual, last_rows: torch.Tensor) -> None:
+    def run_rest(self, work: Work, weights: UnitWeights, residual: Residual, from_cpu: torch.Tensor) -> None:
         side = work.side
         gated = _gated(side, weights, work.rows.tokens)
-        side.kernels.place(last_rows, gated[:, gated.shape[1] - last_rows.shape[1] :])
+        side.kernels.place(from_cpu, gated[:, gated.shape[1] - from_cpu.shape[1] :])
         leave(side, gated, weights.matrices[DOWN], None, residual)
 
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from pshard.buffers import row_stage_bytes, scratch_bytes, state_stage_bytes
+from pshard.buffers import row_stage_bytes, scratch_bytes, state_stage_bytes, widest_join
 from pshard.model import ModelSpec
 from pshard.plan import RankPlan, TierPlan
 from pshard.quant import TENSOR_ALIGN, align
 from pshard.runtime.memory.workspace import Workspace, carve_workspace
-from pshard.units.divide_rows import acc_part
+from pshard.units.divide_unit import arena_portion
 from pshard.units.state import StateShape
 
 
@@ -26,9 +26,10 @@ class Arena:
     ) -> None:
         self.memory, self._spec, self._plan, self._shape, self._act = memory, spec, plan, shape, act
         self._pin_at, at = {}, 0
-        pins = {p.unit: p.cpu_rows for t in plan.tiers for p in t.placements if p.where == "pinned"}
-        # a split unit has the same rows in every tier that pins it
-        self._pin_nbytes = {name: acc_part(spec.unit(name), rows).packed_nbytes for name, rows in pins.items()}
+        # a divided unit has the same bytes there in every tier that has any
+        places = {p.unit: p for t in plan.tiers for p in t.placements if p.in_arena}
+        portions = {name: arena_portion(spec.unit(name), p.where, p.share) for name, p in places.items()}
+        self._pin_nbytes = {name: portion.nbytes for name, portion in portions.items() if portion}
         for name in plan.pin_order:
             self._pin_at[name] = at
             at += align(self._pin_nbytes[name], TENSOR_ALIGN)
@@ -38,13 +39,13 @@ class Arena:
             self._state_at[name] = end
 
     def pinned(self, unit: str) -> torch.Tensor:
-        """The place of a pinned unit's blob, of a split one the accelerator's part."""
+        """The place of a pinned unit's blob, of a divided one what it has there."""
         at = self._pin_at[unit]
         return self.memory[at : at + self._pin_nbytes[unit]]
 
     def pinned_units(self, tier: TierPlan) -> tuple[str, ...]:
-        """Units pinned in the tier, in pin order. Raises ValueError when they are no prefix of it."""
-        return _prefix(self._plan.pin_order, {p.unit for p in tier.placements if p.where == "pinned"})
+        """Units pinned in the tier, also in part, in pin order. Raises ValueError when they are no prefix of it."""
+        return _prefix(self._plan.pin_order, {p.unit for p in tier.placements if p.in_arena})
 
     def state_units(self, tier: TierPlan) -> tuple[str, ...]:
         """Units whose state is in VRAM in the tier, in the plan's order. Raises ValueError when they are no prefix of
@@ -75,7 +76,7 @@ class Arena:
             size = state_stage_bytes(spec, shape)
             state_stage = self.memory[at : at + size]
             at += size
-        size = row_stage_bytes(tier.tokens, tier.most_cpu_rows)
+        size = row_stage_bytes(tier.tokens, widest_join(spec, tier.placements))
         row_stage = self.memory[at : at + size].view(torch.float32)
         at += size
         slots = []
@@ -90,7 +91,7 @@ class Arena:
 @dataclass(frozen=True)
 class Carved:
     """A tier's memory beside pins and states. `state_stage`: one unit's state, when some unit keeps it on the host;
-    `row_stage`: float32, the CPU's rows of a split unit's gated product; `slots`: staging slots."""
+    `row_stage`: float32, what the CPU has computed of a divided unit; `slots`: staging slots."""
 
     space: Workspace
     state_stage: torch.Tensor

@@ -4,7 +4,7 @@ CPU computes, states that leave VRAM."""
 import torch
 
 from pshard.batch_sizes import LOGIT_ROWS
-from pshard.buffers import row_stage_bytes, scratch_bytes
+from pshard.buffers import row_stage_bytes, scratch_bytes, widest_join
 from pshard.model import ModelSpec
 from pshard.plan import RankPlan
 from pshard.runtime.blocks.block import Side, make_side
@@ -23,7 +23,7 @@ class HostSide:
     Attributes:
         side: computes what the plan leaves to the CPU; its hidden rows are those of any micro-batch.
         index: int32, of any micro-batch (`RowIndex` and rows of logits); logits: float32, flat.
-        rows: float32, flat: the CPU's rows of divided units.
+        rows: float32, flat: what the CPU has computed of a divided unit.
         states: by unit, uint8: those that are on the host in some tier.
         is_locked: whether all of this is page-locked; locked: what is.
     """
@@ -46,7 +46,7 @@ class HostSide:
         hidden = self._allocate(largest * config.d_model * 4).view(torch.float32).view(largest, config.d_model)
         self.index = self._allocate((3 * largest + kv_blocks(shape.context, shape.sequences)) * 4).view(torch.int32)
         self.logits = self._allocate(max(shape.sequences, LOGIT_ROWS) * config.vocab * 4).view(torch.float32)
-        nbytes = max(row_stage_bytes(t.tokens, t.most_cpu_rows) for t in tiers)
+        nbytes = max(row_stage_bytes(t.tokens, widest_join(spec, t.placements)) for t in tiers)
         self.rows = (self._allocate(nbytes) if nbytes else torch.empty(0)).view(torch.float32)
         tokens, act = _tokens_on_cpu(spec, plan), kernels.act_dtype
         memory = torch.empty(scratch_bytes(spec, tokens, shape, act.itemsize), dtype=torch.uint8)

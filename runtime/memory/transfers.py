@@ -10,7 +10,7 @@ from pshard.runtime.devices.device import Device
 from pshard.runtime.memory.staging import StagingRing
 from pshard.runtime.memory.states import Copies
 from pshard.runtime.memory.weights import HostWeights, LentWeights
-from pshard.units.divide_rows import divide_rows
+from pshard.units.divide_unit import Piece
 
 
 class Transfers:
@@ -47,12 +47,9 @@ class Transfers:
         if self._weights.page_locked:
             self.close()
 
-    def cut(self, target: torch.Tensor, unit: str, cpu_rows: int) -> Copies:
-        """The copies that bring a unit's blob, or the accelerator's part of it, to the device."""
+    def cut(self, target: torch.Tensor, unit: str, pieces: Iterable[Piece]) -> Copies:
+        """The copies that bring these pieces of a unit's blob to the device."""
         blob = self._weights.blob(unit)
-        if not cpu_rows:
-            return ((target, blob),)
-        pieces = divide_rows(self._spec.unit(unit), cpu_rows).pieces
         return tuple((target[p.to : p.to + p.nbytes], blob[p.start : p.start + p.nbytes]) for p in pieces)
 
     def bring_weights(self, unit: str, copies: Copies, after: Iterable[Any] = ()) -> Any:

@@ -20,7 +20,7 @@ from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.unpack import plain_rows, unpack
 from pshard.runtime.memory.host_memory import map_memory
 from pshard.tensor import TensorSpec
-from pshard.units.divide_rows import divide_rows
+from pshard.units.divide_unit import Portion
 from pshard.units.unit import Unit
 
 
@@ -41,31 +41,29 @@ class UnitWeights:
     matrices: dict[str, Packed]
     vectors: dict[str, torch.Tensor]
 
+    def __or__(self, other: "UnitWeights") -> "UnitWeights":
+        """What lies in two places."""
+        return UnitWeights(self.matrices | other.matrices, self.vectors | other.vectors)
+
 
 def view_unit(unit: Unit, blob: torch.Tensor) -> UnitWeights:
     """Views of a blob (uint8, on any device) that `pack_unit` filled."""
+    return _view(unit.offsets().values(), blob)
+
+
+def view_portion(portion: Portion, blob: torch.Tensor) -> UnitWeights:
+    """Views of a portion where it lies in the whole unit's blob."""
+    return _view(zip(portion.starts, portion.unit.tensors), blob)
+
+
+def _view(tensors: Iterable[tuple[int, TensorSpec]], blob: torch.Tensor) -> UnitWeights:
     matrices, vectors = {}, {}
-    for role, (at, tensor) in unit.offsets().items():
+    for at, tensor in tensors:
         data = blob[at : at + tensor.packed_nbytes]
         if len(tensor.shape) == 2:
-            matrices[role] = Packed(data, tensor.qtype, tensor.rows, tensor.cols)
+            matrices[tensor.role] = Packed(data, tensor.qtype, tensor.rows, tensor.cols)
         else:
-            vectors[role] = data.view(torch.float32)
-    return UnitWeights(matrices, vectors)
-
-
-def view_cpu_rows(unit: Unit, blob: torch.Tensor, cpu_rows: int) -> UnitWeights:
-    """Views of a whole FFN's blob in host memory: its norm and the CPU's rows of gate and up."""
-    matrices, vectors = {}, {}
-    offsets = unit.offsets()
-    for part in divide_rows(unit, cpu_rows).on_cpu.tensors:
-        at, whole = offsets[part.role]
-        end = at + whole.packed_nbytes
-        data = blob[end - part.packed_nbytes : end]  # the last rows
-        if len(part.shape) == 2:
-            matrices[part.role] = Packed(data, part.qtype, part.rows, part.cols)
-        else:
-            vectors[part.role] = data.view(torch.float32)
+            vectors[tensor.role] = data.view(torch.float32)
     return UnitWeights(matrices, vectors)
 
 

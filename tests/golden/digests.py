@@ -19,6 +19,8 @@ from pshard.steps.step import Step
 CLOSE = 1e-12  # relative, of seconds
 FIELDS = ("unit", "on", "source", "target", "slot", "part", "cpu_rows", "to", "nbytes")  # of steps, that are compared
 
+WRITTEN_AS = {"share": "rows", "rest": "down"}  # of a divided unit's steps, when plans.json was written
+
 
 def digest_case(case: Case) -> dict[str, Any]:
     """A case's plans as plain data; of one that nothing fits, the message."""
@@ -66,7 +68,10 @@ def _seconds(tier: TierPlan) -> list[float]:
 
 
 def _tell(step: Step) -> list[Any]:
-    return [type(step).__name__, *((name, getattr(step, name)) for name in FIELDS if hasattr(step, name))]
+    return [
+        type(step).__name__,
+        *((name, WRITTEN_AS.get(value := getattr(step, name), value)) for name in FIELDS if hasattr(step, name)),
+    ]
 
 
 def _digest(value: Any) -> str:

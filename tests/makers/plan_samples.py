@@ -3,11 +3,11 @@
 import random
 from dataclasses import replace
 
-from pshard.buffers import row_stage_bytes, scratch_bytes, state_stage_bytes
+from pshard.buffers import row_stage_bytes, scratch_bytes, state_stage_bytes, widest_join
 from pshard.model import ModelSpec
 from pshard.plan import Buffers, Placement, Prediction, RankPlan, Solve, TierPlan, Variant
 from pshard.quant import TENSOR_ALIGN, align
-from pshard.units.divide_rows import acc_part, ffn_rows
+from pshard.units.divide_unit import arena_portion, brought_part, count_shares
 from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
 from pshard.units.state import StateShape
@@ -17,21 +17,21 @@ NO_PREDICTION = Prediction(0.0, 0.0, (), "none", 0, 0)
 NO_SOLVE = Solve("by hand", 0.0, 0.0, 0.0, 0.0, "none")
 
 
-Places = dict[str, tuple]  # unit -> (where, kv) or (where, kv, rows on the CPU)
+Places = dict[str, tuple]  # unit -> (where, kv), with rows or parts on the CPU, and parts in VRAM, of a divided one
 
 
 def make_tier(spec: ModelSpec, tokens: int, places: Places, slots: int, context: int, sequences: int) -> TierPlan:
     """A tier of such placements, with honest buffers for float32 activations."""
     placements = tuple(Placement(u.name, *places[u.name]) for u in spec.units)
-    nbytes = {p.unit: acc_part(spec.unit(p.unit), p.cpu_rows).packed_nbytes for p in placements}
-    streamed = [nbytes[p.unit] for p in placements if p.where == "streamed"]
+    streamed = [brought_part(spec.unit(p.unit), p.share).packed_nbytes for p in placements if p.where == "streamed"]
+    held = [arena_portion(spec.unit(p.unit), p.where, p.share) for p in placements]
     shape = StateShape(context, sequences, "f32", "f32")
     scratch = scratch_bytes(spec, tokens, shape, 4)
-    scratch += row_stage_bytes(tokens, max(p.cpu_rows for p in placements))
+    scratch += row_stage_bytes(tokens, widest_join(spec, placements))
     if any(p.kv == "host" and p.where != "cpu" for p in placements):
         scratch += state_stage_bytes(spec, shape)
     buffers = Buffers(
-        pinned=sum(align(nbytes[p.unit], TENSOR_ALIGN) for p in placements if p.where == "pinned"),
+        pinned=sum(align(portion.nbytes, TENSOR_ALIGN) for portion in held if portion),
         scratch=scratch,
         slots=slots if streamed else 0,
         slot_bytes=align(max(streamed, default=0), TENSOR_ALIGN),
@@ -63,7 +63,7 @@ def with_workload(variant: Variant, **fields) -> Variant:
 
 def make_rank_plan(spec: ModelSpec, tiers: tuple[TierPlan, ...], rank: int = 0, share: float = 1.0) -> RankPlan:
     """A rank's plan: orders by how many tiers pin a unit, a budget that holds the largest tier."""
-    pins = {u.name: sum(t.placement(u.name).where == "pinned" for t in tiers) for u in spec.units}
+    pins = {u.name: sum(t.placement(u.name).in_arena for t in tiers) for u in spec.units}
     kv = {u.name: sum(t.placement(u.name).kv == "vram" for t in tiers) for u in spec.units}
     need = max(t.buffers.total for t in tiers)
     return RankPlan(
@@ -95,7 +95,7 @@ def split_places(spec: ModelSpec, places: Places, rng: random.Random) -> Places:
     split = dict(places)
     for unit in spec.units:
         if unit.kind is FFN and places[unit.name][0] != "pinned":
-            rows = 16 * rng.randrange(1, ffn_rows(unit) // 16)
+            rows = 16 * rng.randrange(1, count_shares(unit) // 16)
             split[unit.name] = (rng.choice(("streamed", "streamed", "pinned")), None, rows)
     return split
 

@@ -93,13 +93,15 @@ class ToyFile:
             architecture="toy", n_layers=len(layers), d_model=d_model, n_heads=2, n_kv_heads=1, head_dim=32,
             d_ffn=d_ffn, vocab=VOCAB, norm_eps=1e-6, context=CONTEXT, rope=Rope(32, 1e4, "halves"),
         )  # fmt: skip
-        units = [_unit("embedding", EMBEDDING, -1, {"token_embd.weight": (VOCAB, d_model)})]
+        units = [make_unit("embedding", EMBEDDING, -1, {"token_embd.weight": (VOCAB, d_model)})]
         for i, letter in enumerate(layers):
             lead = _decay(i, d_model) if letter == "d" else _attention(i, d_model)
             gates = {f"ffn_{part}.weight": (d_ffn, d_model) for part in ("gate", "up")}
             ffn = {"ffn_norm.weight": (d_model,), **gates, "ffn_down.weight": (d_model, d_ffn)}
-            units += [lead, _unit(f"blk.{i}.ffn", FFN, i, ffn)]
-        units.append(_unit("output", OUTPUT, -1, {"output_norm.weight": (d_model,), "output.weight": (VOCAB, d_model)}))
+            units += [lead, make_unit(f"blk.{i}.ffn", FFN, i, ffn)]
+        units.append(
+            make_unit("output", OUTPUT, -1, {"output_norm.weight": (d_model,), "output.weight": (VOCAB, d_model)})
+        )
         self.spec = ModelSpec("toy", "", config, tuple(units))
         rng = np.random.default_rng(seed)
         self.values = {t.name: self._draw(rng, t.shape) for unit in units for t in unit.tensors}
@@ -124,17 +126,17 @@ class ToyFile:
         for unit in self.spec.units:
             own = {t.role: w[t.name] for t in unit.tensors}
             if unit.kind is DECAY:
-                x = x + _decay_forward(_norm(x, own[NORM])) @ own[OUT].T
+                x = x + _decay_forward(norm(x, own[NORM])) @ own[OUT].T
             elif unit.kind is ATTENTION:
-                x = x + _attention_forward(_norm(x, own["attn_norm.weight"]), own, self.spec.config)
+                x = x + attention_forward(norm(x, own["attn_norm.weight"]), own, self.spec.config)
             elif unit.kind is FFN:
-                y = _norm(x, own["ffn_norm.weight"])
+                y = norm(x, own["ffn_norm.weight"])
                 gated = torch.nn.functional.silu(y @ own["ffn_gate.weight"].T) * (y @ own["ffn_up.weight"].T)
                 x = x + gated @ own["ffn_down.weight"].T
-        return _norm(x, w["output_norm.weight"]) @ w["output.weight"].T
+        return norm(x, w["output_norm.weight"]) @ w["output.weight"].T
 
 
-def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
 
 
@@ -146,7 +148,7 @@ def _decay_forward(x: torch.Tensor) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def _attention_forward(x: torch.Tensor, own: dict[str, torch.Tensor], config: ModelConfig) -> torch.Tensor:
+def attention_forward(x: torch.Tensor, own: dict[str, torch.Tensor], config: ModelConfig) -> torch.Tensor:
     n, d = len(x), config.head_dim
     freq = config.rope.base ** (-torch.arange(0, d, 2).double() / d)
     angle = torch.arange(n)[:, None] * freq
@@ -162,16 +164,16 @@ def _attention_forward(x: torch.Tensor, own: dict[str, torch.Tensor], config: Mo
     return mixed.transpose(0, 1).flatten(1) @ own["attn_output.weight"].T
 
 
-def _unit(name: str, kind: UnitKind, layer: int, shapes: dict[str, tuple[int, ...]]) -> Unit:
+def make_unit(name: str, kind: UnitKind, layer: int, shapes: dict[str, tuple[int, ...]]) -> Unit:
     prefix = f"blk.{layer}." if layer >= 0 else ""
     return Unit(name, kind, layer, tuple(TensorSpec(prefix + role, "F32", shape) for role, shape in shapes.items()))
 
 
 def _decay(layer: int, d: int) -> Unit:
-    return _unit(f"blk.{layer}.decay", DECAY, layer, {NORM: (d,), OUT: (d, d)})
+    return make_unit(f"blk.{layer}.decay", DECAY, layer, {NORM: (d,), OUT: (d, d)})
 
 
 def _attention(layer: int, d: int) -> Unit:
     shapes: dict[str, Any] = {"attn_norm.weight": (d,), "attn_q.weight": (64, d), "attn_k.weight": (32, d)}
     shapes |= {"attn_v.weight": (32, d), "attn_output.weight": (d, 64)}
-    return _unit(f"blk.{layer}.attention", ATTENTION, layer, shapes)
+    return make_unit(f"blk.{layer}.attention", ATTENTION, layer, shapes)

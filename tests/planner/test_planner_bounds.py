@@ -27,12 +27,12 @@ def place_randomly(rng: random.Random, room: Room, costs: TierCosts) -> TierPlan
     likely = [rng.random() for _ in range(16)]
     drawn = {}
     for cls in group_units(room.spec):
-        choices = place_choices(cls.kind) + (divided_choices(cls.cpu_row_choices) if may_divide(costs) else ())
+        choices = place_choices(cls.kind) + (divided_choices(cls.shares) if may_divide(costs) else ())
         for unit in cls.units:
             drawn[unit.name] = rng.choices(choices, likely[: len(choices)])[0]
     where = {name: place for name, (place, _, _) in drawn.items()}
     kv = frozenset(name for name, (_, vram, _) in drawn.items() if vram)
-    cut = {name: rows for name, (_, _, rows) in drawn.items() if rows}
+    cut = {name: share for name, (_, _, share) in drawn.items() if share}
     return draft_tier(room, costs.load.tokens, where, kv, rng.choice((1, 2, 3, 4)), cut)
 
 
@@ -43,7 +43,7 @@ def settle_slots(room: Room, tier: TierPlan) -> TierPlan:
     stay = {name for i, name in enumerate(streamed) if i < slots and i + slots >= len(streamed)}
     where = {p.unit: "pinned" if p.unit in stay else p.where for p in tier.placements}
     kv = frozenset(p.unit for p in tier.placements if p.kv == "vram")
-    cut = {p.unit: p.cpu_rows for p in tier.placements if p.cpu_rows}
+    cut = {p.unit: p.share for p in tier.placements if p.share}
     return draft_tier(room, tier.tokens, where, kv, max(1, slots - len(stay)), cut)
 
 

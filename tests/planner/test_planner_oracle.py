@@ -59,11 +59,11 @@ class Oracle:
             held = (unit.packed_nbytes if where == "pinned" else 0) + (room.states[unit.name] if in_vram else 0)
             options.append(((where, in_vram, 0), cost.cpu if where == "cpu" else cost.acc, link, held))
         split = self.task.room.spec.config.n_layers <= MOST_SPLIT
-        for rows in next(c.cpu_row_choices for c in self.task.classes if unit in c.units) if split else ():
-            cut = self.costs.divided(unit.name, rows)
-            seconds = max(cut.acc_rows, cut.cpu) + cut.join + cut.down
-            options.append((("pinned", False, rows), seconds, 0.0, cut.nbytes))
-            options.append((("streamed", False, rows), seconds, cut.link, 0))
+        for share in next(c.shares for c in self.task.classes if unit in c.units) if split else ():
+            cut = self.costs.divided(unit.name, share)
+            seconds = max(cut.acc, cut.cpu) + cut.join + cut.rest
+            options.append((("pinned", False, share), seconds, 0.0, cut.nbytes))
+            options.append((("streamed", False, share), seconds, cut.link, 0))
         return options
 
     def search(self, places: tuple[Place, ...] = (), serial: float = 0.0, link: float = 0.0, held: int = 0) -> None:

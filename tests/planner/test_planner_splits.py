@@ -33,9 +33,10 @@ from pshard.planner.program.unit_classes import group_units
 from pshard.planner.show_plan import print_explanation, print_variant
 from pshard.steps.step import Compute
 from pshard.units.attention import ATTENTION
-from pshard.units.divide_rows import acc_part
+from pshard.units.divide_unit import brought_part
 from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
+from pshard.units.share import Share
 from pshard.workload import Workload
 
 SLOW = replace(DESKTOP, acc_memory=80e9)  # an accelerator that is worth helping: at 90 whole units come within 2%
@@ -45,7 +46,7 @@ def place(room: Room, where: str, rows: int, slots: int = 0):
     """Everything pinned but the FFNs, which are split, the embedding on the host."""
     places = {u.name: where if u.kind is FFN else "pinned" for u in room.spec.units} | {"embedding": "cpu"}
     kv = frozenset(u.name for u in room.spec.units if u.kind is ATTENTION)
-    cut = {u.name: rows for u in room.spec.units if u.kind is FFN}
+    cut = {u.name: Share(rows) for u in room.spec.units if u.kind is FFN}
     return draft_tier(room, 1, places, kv, slots, cut)
 
 
@@ -54,9 +55,9 @@ def place(room: Room, where: str, rows: int, slots: int = 0):
 def test_both_parts_take_the_longer_of_their_times_and_two_hand_offs(rows: int, acc_memory: float) -> None:
     room, costs = setting(make_model(layers=3), replace(DESKTOP, acc_memory=acc_memory))
     result = simulate_tier(room, place(room, "pinned", rows), costs)
-    cut, hidden = costs.divided("ffn.0", rows), room.spec.config.d_model * 4
-    assert (cut.cpu > cut.acc_rows) == (rows == 3072 or acc_memory > 100e9)
-    ffn = costs.handoff("cpu", hidden) + cut.issue + max(cut.cpu, cut.acc_rows) + cut.join + cut.down
+    cut, hidden = costs.divided("ffn.0", Share(rows)), room.spec.config.d_model * 4
+    assert (cut.cpu > cut.acc) == (rows == 3072 or acc_memory > 100e9)
+    ffn = costs.handoff("cpu", hidden) + cut.issue + max(cut.cpu, cut.acc) + cut.join + cut.rest
     others = sum(max(c.acc, c.issue) for name, c in costs.units.items() if "attention" in name or name == "output")
     ends = costs.handoff("acc", hidden) + costs.handoff("cpu", room.spec.config.vocab * 4)
     assert result.seconds == pytest.approx(3 * ffn + others + costs.units["embedding"].cpu + ends)
@@ -66,34 +67,34 @@ def test_both_parts_take_the_longer_of_their_times_and_two_hand_offs(rows: int, 
 def test_the_cpu_does_not_wait_for_the_copy_of_the_other_part() -> None:
     room, costs = setting(make_model(layers=3), replace(DESKTOP, link=2e9))
     result = simulate_tier(room, place(room, "streamed", 2048, slots=1), costs)
-    cut = costs.divided("ffn.0", 2048)
-    one_by_one = cut.link + cut.acc_rows + cut.join + cut.down  # one slot: nothing is copied while it is computed from
+    cut = costs.divided("ffn.0", Share(2048))
+    one_by_one = cut.link + cut.acc + cut.join + cut.rest  # one slot: nothing is copied while it is computed from
     assert result.seconds == pytest.approx(3 * one_by_one, rel=1e-3)
     for name in ("ffn.0", "ffn.1", "ffn.2"):
         own = {(e.lane, e.step.part): e for e in result.events if isinstance(e.step, Compute) and e.step.unit == name}
-        assert own["cpu", "rows"].end < own["acc", "rows"].start < own["acc", "down"].start
+        assert own["cpu", "share"].end < own["acc", "share"].start < own["acc", "rest"].start
 
 
 def test_only_the_accelerators_part_is_copied() -> None:
     room, costs = setting(make_model(layers=3))
     tier = place(room, "streamed", 1024, slots=2)
-    part = acc_part(room.spec.unit("ffn.0"), 1024).packed_nbytes
+    part = brought_part(room.spec.unit("ffn.0"), Share(1024)).packed_nbytes
     assert tier.buffers.slot_bytes == part and tier.buffers.pinned < room.spec.packed_nbytes
     whole = costs.units["ffn.0"]
-    assert costs.divided("ffn.0", 1024).link < whole.link
-    assert costs.divided("ffn.0", 1024).cpu < whole.cpu
+    assert costs.divided("ffn.0", Share(1024)).link < whole.link
+    assert costs.divided("ffn.0", Share(1024)).cpu < whole.cpu
 
 
 def random_tier(room: Room, costs: TierCosts, rng: random.Random):
     """A random placement with split FFNs; None when it does not fit."""
-    row_choices = {u.name: cls.cpu_row_choices for cls in group_units(room.spec) for u in cls.units}
+    shares = {u.name: cls.shares for cls in group_units(room.spec) for u in cls.units}
     where, kv, cut = {}, set(), {}
     for unit in room.spec.units:
         where[unit.name] = rng.choice(("pinned", "cpu") if unit.kind is EMBEDDING else ("pinned", "streamed", "cpu"))
         if unit.kind is ATTENTION and where[unit.name] != "cpu" and rng.random() < 0.5:
             kv.add(unit.name)
-        if row_choices[unit.name] and where[unit.name] != "cpu" and rng.random() < 0.8:
-            cut[unit.name] = rng.choice(row_choices[unit.name])
+        if shares[unit.name] and where[unit.name] != "cpu" and rng.random() < 0.8:
+            cut[unit.name] = rng.choice(shares[unit.name])
     tier = draft_tier(room, costs.load.tokens, where, frozenset(kv), rng.randint(1, 4), cut)
     return tier if tier.buffers.total <= room.arena else None
 
@@ -115,11 +116,11 @@ def test_no_placement_is_below_the_bound(seed: int) -> None:
 def plan_both_ways(spec: ModelSpec, rates: Rates, workload: Workload) -> tuple[Variant, Variant]:
     """The plan, and the one of whole units."""
     profile = profile_from_datasheet(rates)
-    shares, classes.SHARES = classes.SHARES, ()
+    sixteenths, classes.SIXTEENTHS = classes.SIXTEENTHS, ()
     try:
         whole = plan_variant(spec, profile, workload)
     finally:
-        classes.SHARES = shares
+        classes.SIXTEENTHS = sixteenths
     return plan_variant(spec, profile, workload), whole
 
 

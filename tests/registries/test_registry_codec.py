@@ -31,6 +31,7 @@ CHOICES = {
     (Placement, "where"): st.sampled_from(["pinned", "streamed", "cpu"]),
     (Placement, "kv"): st.sampled_from([None, "vram", "host"]),
     (Placement, "cpu_rows"): st.sampled_from([0, 16, 512]),
+    (Placement, "kept_parts"): st.sampled_from([0, 3]),
     (Buffers, "slots"): st.integers(1, 8),
     (Workload, "split_mode"): st.sampled_from(["none", "tensor"]),
     (Workload, "reduce_dtype"): st.sampled_from(REDUCE_DTYPES),
@@ -63,7 +64,8 @@ def strategy_for(kind):
 def make_valid(value):
     """Bring what the types leave open in line with the format's rules."""
     if isinstance(value, Placement):
-        return value if value.where != "cpu" and value.kv is None else replace(value, cpu_rows=0)
+        value = value if value.where != "cpu" and value.kv is None else replace(value, cpu_rows=0)
+        return value if value.where == "streamed" else replace(value, kept_parts=0)
     if isinstance(value, TierPlan):
         units = {p.unit: p for p in value.placements}
         return replace(value, placements=tuple(units.values()))
@@ -128,6 +130,7 @@ def pin_with_other_rows(data):
         (lambda d: set_at(d, "disk", *TIER, "placements", 0, "kv"), "placements[0].kv is 'disk'"),
         (lambda d: set_at(d, -16, *TIER, "placements", 0, "cpu_rows"), "placements[0].cpu_rows is -16"),
         (lambda d: set_at(d, 16, *TIER, "placements", 1, "cpu_rows"), "placements[1].cpu_rows is 16"),
+        (lambda d: set_at(d, 2, *TIER, "placements", 1, "kept_parts"), "placements[1].kept_parts is 2"),
         (pin_with_other_rows, "tiers[1] pins 'a' with other cpu_rows"),
         (lambda d: set_at(d, "b", *TIER, "placements", 0, "unit"), "names a unit twice"),
         (lambda d: set_at(d, 0, *TIER, "buffers", "slots"), "slots is 0"),
@@ -174,8 +177,8 @@ def test_text_that_is_no_registry_is_a_value_error(text):
 def test_one_placement_per_line():
     lines = encode_registry(make_registry()).splitlines()
     assert [line.strip().rstrip(",") for line in lines if '"unit"' in line] == [
-        '{"unit": "a", "where": "streamed", "kv": null, "cpu_rows": 0}',
-        '{"unit": "b", "where": "cpu", "kv": null, "cpu_rows": 0}',
+        '{"unit": "a", "where": "streamed", "kv": null, "cpu_rows": 0, "kept_parts": 0}',
+        '{"unit": "b", "where": "cpu", "kv": null, "cpu_rows": 0, "kept_parts": 0}',
     ] * 2
 
 

@@ -80,10 +80,12 @@ def test_a_step_moves_the_states_of_its_own_sequences_and_touches_no_others() ->
     tier = make_tier(file.spec, 8, places, 0, 4 * CONTEXT, 4)
     with open_toy(file, (tier,), 4) as engine:
         engine.forward([[1], [2, 3], [4], [5]])
+        engine.device.synchronize()  # write-backs run on their own lane
         kept = {name: memory.clone() for name, memory in engine._executor.host.states.items()}
         before = engine.link_bytes
         engine.forward([[], [7], [], [8]])
         moved = engine.link_bytes - before
+        engine.device.synchronize()
         each = 4 * file.spec.config.d_model
         assert moved == 2 * 2 * each + 2 * each  # two states of two layers, and the hidden rows of the look-up
         for name, memory in engine._executor.host.states.items():

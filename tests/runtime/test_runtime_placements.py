@@ -23,7 +23,8 @@ from pshard.runtime.kernels.plain import PlainKernels
 from pshard.steps.emit import emit_steps
 from pshard.steps.step import CopyIn, StepList
 from pshard.units.attention import ATTENTION
-from pshard.units.divide_rows import divide_rows
+from pshard.units.divide_unit import divide_unit
+from pshard.units.share import Share
 
 CONTEXT = 96
 
@@ -116,7 +117,7 @@ def test_only_the_accelerators_rows_of_a_split_ffn_are_copied(model: Path) -> No
         moved = engine._executor.link_bytes - before
         memory = engine._executor.arena.pinned("blk.2.ffn").numel()
     whole, hidden = spec.unit("blk.0.ffn"), 4 * spec.config.d_model
-    streamed, pinned = (divide_rows(whole, n).on_acc.packed_nbytes for n in (32, 64))
+    streamed, pinned = (divide_unit(whole, Share(n)).on_acc.packed_nbytes for n in (32, 64))
     assert whole.packed_nbytes > streamed > pinned == memory
     assert moved == 2 * streamed + 4 * (32 + 32 + 64) + hidden
 

@@ -22,7 +22,7 @@ from pshard.runtime.kernels.cpu import native
 from pshard.runtime.memory import staging, weights
 from pshard.runtime.memory.staging import StagingRing
 from pshard.units.attention import ATTENTION
-from pshard.units.divide_rows import share_rows
+from pshard.units.divide_unit import share_sixteenths
 from pshard.units.ffn import FFN
 
 CONTEXT = 320
@@ -41,7 +41,7 @@ def streaming_tiers(spec: Any) -> tuple[TierPlan, ...]:
     places: dict[str, tuple] = {u.name: ("streamed", "vram" if u.kind is ATTENTION else None) for u in spec.units}
     places["embedding"] = ("cpu", None)
     ffns = [u for u in spec.units if u.kind is FFN]
-    small = places | {ffns[0].name: ("streamed", None, share_rows(ffns[0], 8)), ffns[1].name: ("cpu", None)}
+    small = places | {ffns[0].name: ("streamed", None, share_sixteenths(ffns[0], 8)), ffns[1].name: ("cpu", None)}
     small |= {u.name: ("pinned", "vram") for u in spec.units if u.kind is ATTENTION}
     return make_tier(spec, 4, small, 2, CONTEXT, 1), make_tier(spec, 64, places, 2, CONTEXT, 1)
 
