@@ -28,7 +28,8 @@ import triton
 from pshard.buffers import DEQUANT_BYTES
 from pshard.model_config import ModelConfig, Rope
 from pshard.quant import QUANT_TYPES, align, packed_nbytes
-from pshard.runtime.blocks.blocks import Side, run_attention, run_ffn
+from pshard.runtime.blocks.block import ALONE, Side, Work
+from pshard.runtime.blocks.find_block import find_block
 from pshard.runtime.kernels.api import Kernels, LayerKV, Packed, RopeTable, RowIndex, Segment
 from pshard.runtime.kernels.gpu.cuda import CudaKernels
 from pshard.runtime.kernels.gpu.default_tiles import TUNING, candidate_tiles
@@ -39,7 +40,8 @@ from pshard.runtime.kernels.unpack import PLAIN
 from pshard.runtime.memory.weights import UnitWeights
 from pshard.runtime.memory.workspace import Workspace
 from pshard.times.gpu_tiles import Tile, TileChoice
-from pshard.units.attention import ATTENTION_PIECES
+from pshard.units.attention import ATTENTION, ATTENTION_PIECES
+from pshard.units.ffn import FFN
 from pshard.units.kv_cells import KV_BLOCK
 
 Run = Callable[[], dict[str, Any]]  # times a case
@@ -489,9 +491,11 @@ def decode_layer(bench: Bench, layers: list[tuple[UnitWeights, UnitWeights]], co
     rows = index_of([0], context - 1, context)
 
     def run(side: Side, count: int) -> None:
+        no_logits: Any = None
+        work = Work(side, rows, torch.zeros(1, dtype=torch.int64), no_logits)
         for (attention, ffn), kv in zip(layers[:count], caches, strict=False):
-            run_attention(side, attention, rows, kv)
-            run_ffn(side, ffn, 1)
+            find_block(ATTENTION).run(work, attention, kv, ALONE)
+            find_block(FFN).run(work, ffn, None, ALONE)
 
     plain, fast = make_side(PlainKernels(), context), make_side(bench.kernels, context)
     start = fast.space.tensors["hidden"].clone()

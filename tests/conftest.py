@@ -23,6 +23,24 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PSHARD_CACHE", str(tmp_path / "cache"))
 
 
+@pytest.fixture
+def quick_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of small models take a tenth of their time: where it does not matter how fast the planned model is.
+
+    The random search unit by unit takes a hundred steps a pass instead of thousands.
+    """
+    monkeypatch.setattr("pshard.planner.search.anneal.TRIES", 100)
+    monkeypatch.setattr("pshard.planner.search.anneal.TRIES_PER_UNIT", 1)
+
+
+@pytest.fixture(params=["quick", pytest.param("whole", marks=pytest.mark.slow)])
+def search(request: pytest.FixtureRequest) -> str:
+    """The test plans with the quick search, and when slow tests run with the whole one too."""
+    if request.param == "quick":
+        request.getfixturevalue("quick_search")
+    return request.param
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu:

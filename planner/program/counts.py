@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from pshard.planner.program.linear import Amount, Column
 from pshard.planner.program.tier_problems import ClassCost, DividedClassCost, TierProblem
+from pshard.planner.solver.linear import Amount, Column
 
 
 @dataclass(frozen=True)

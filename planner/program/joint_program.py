@@ -9,9 +9,9 @@ Objective: the workload's time, tier switches included. docs/planning.md derives
 from dataclasses import dataclass
 
 from pshard.planner.program.counts import CountColumns, Counts, host_amounts, sum_pinned
-from pshard.planner.program.linear import Linear, Program, sum_of
 from pshard.planner.program.tier_problems import TierProblem
 from pshard.planner.program.tier_rows import MS, TierRows
+from pshard.planner.solver.linear import Linear, Program, sum_of
 from pshard.workload import MIB
 
 MANY = 16  # units of a class: one more or less of them hardly changes a bound

@@ -7,10 +7,10 @@ from math import ceil, floor
 
 from pshard.planner.program.counts import CountColumns, Counts
 from pshard.planner.program.joint_program import JointProgram, Question, has_many, write_program
-from pshard.planner.program.linear import Program
-from pshard.planner.program.solvers import Outcome, relax, solve, solver_name
 from pshard.planner.program.tier_problems import TierProblem
 from pshard.planner.program.tier_rows import MS
+from pshard.planner.solver.linear import Program
+from pshard.planner.solver.solvers import Outcome, relax, solve, solver_name
 
 NEARLY_OPTIMAL = 1e-3  # relative gap at which the solver may stop unless it is told otherwise
 NEAR = 1e-6  # a solver's integers

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pshard.planner.program.counts import AnyCounts, copied_units, place_units
-from pshard.planner.program.linear import Amount
 from pshard.planner.program.tier_problems import (
     ClassCost,
     Contending,
@@ -18,6 +17,7 @@ from pshard.planner.program.tier_problems import (
     contending_groups,
     copies_beside_a_run,
 )
+from pshard.planner.solver.linear import Amount
 
 
 @dataclass

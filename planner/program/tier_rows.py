@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pshard.planner.program.counts import ClassUnits, CountColumns, Counts, copied_units, place_units
-from pshard.planner.program.linear import Amount, Column, Linear, Program, sum_of
 from pshard.planner.program.tier_lines import (
     Handoffs,
     TierLines,
@@ -15,6 +14,7 @@ from pshard.planner.program.tier_lines import (
     sum_work,
 )
 from pshard.planner.program.tier_problems import ClassCost, TierProblem, contending_groups
+from pshard.planner.solver.linear import Amount, Column, Linear, Program, sum_of
 from pshard.workload import MIB
 
 MS = 1e3  # seconds in the objective's unit

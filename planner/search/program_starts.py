@@ -9,11 +9,11 @@ from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.coefficients import tier_problem
 from pshard.planner.program.counts import Counts
 from pshard.planner.program.joint_program import Question, write_program
-from pshard.planner.program.lp_text import lp_text
 from pshard.planner.program.solve_tiers import Solution, relaxation_bound, solve_tiers
 from pshard.planner.program.unit_classes import UnitClass
 from pshard.planner.search.climb import Scored, TierSearch
 from pshard.planner.search.residency_order import arrange_residency
+from pshard.planner.solver.lp_text import lp_text
 
 SLOTS = (2, 3)  # the program is solved for each; the best of them also with other assumptions about KV
 FIRST_HOST_KV, OTHERWISE = "stalls", ("hidden", "none")

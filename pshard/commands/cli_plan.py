@@ -164,7 +164,7 @@ def _plan(
         return None, ()
 
 
-def _write_lp(file: Path, spec: ModelSpec, profile: MachineProfile, workload: Workload, variant: Variant) -> None:
+def _write_lp(file: Path, spec: "ModelSpec", profile: "MachineProfile", workload: Workload, variant: "Variant") -> None:
     from pshard.planner.write_lp import lp_of_plan
 
     try:

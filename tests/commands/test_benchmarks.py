@@ -17,7 +17,7 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
+def world(tmp_path: Path, quick_search: None) -> World:
     return make_world(tmp_path, context=8192, n_layers=1)
 
 
@@ -49,6 +49,7 @@ def test_truth_runs_plans_and_strategies_of_each_tests_workload(
     monkeypatch.setitem(named, "STRATEGIES", ("layer-stream",))
     monkeypatch.setitem(named, "HOPELESS", 0.0)
     monkeypatch.setitem(named, "ROUNDS", 2)
+    monkeypatch.setitem(named, "SAMPLE_SECONDS", 0.0)  # two samples
     assert truth["main"]() == 0
     rows = json.loads(out.read_text())["rows"]
     assert [(row["test"], row["strategy"]) for row in rows] == [
@@ -87,6 +88,7 @@ def run_parallel(world: World, out: Path, monkeypatch: pytest.MonkeyPatch, secon
     return json.loads(out.read_text())["tiny vram"]
 
 
+@pytest.mark.slow
 def test_ways_to_use_several_devices_are_measured_and_the_planners_choice_is_judged(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

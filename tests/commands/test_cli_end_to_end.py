@@ -21,8 +21,13 @@ LLAMA_BENCH |= {"avg_ns", "stddev_ns", "avg_ts", "stddev_ts", "samples_ns", "sam
 OURS = {"strategy", "budget_mib", "tier", "predicted_ts", "peak_vram_mib", "link_bytes", "ranks", "environment"}
 
 
+def slow(flags: list[str]) -> object:
+    """Parameters of a case that takes several seconds."""
+    return pytest.param(flags, marks=pytest.mark.slow)
+
+
 @pytest.fixture
-def world(tmp_path: Path) -> World:
+def world(tmp_path: Path, quick_search: None) -> World:
     return make_world(tmp_path)
 
 
@@ -276,6 +281,7 @@ def test_batched_bench_has_a_row_for_each_prompt_and_number_of_sequences(
     assert "give both -p and -n" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_prompt_cache_is_used_by_another_number_of_ranks(
     world: World, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -307,10 +313,10 @@ def test_a_prompt_cache_is_used_by_another_number_of_ranks(
     "split",
     [
         ["--vram", "64,64", "-sm", "tensor", "-ts", "3,1"],
-        ["--vram", "64,64,64", "-sm", "tensor", "-ts", "1,1,1", "--max-tp", "attn=2"],
-        ["--vram", "3,3,3", "-sm", "tensor", "-ts", "1,2,1", "--max-tp", "ffn=1,head=2"],
         ["--vram", "64,64", "-sm", "layer", "-ts", "3,1"],
-        ["--vram", "3,2,4", "-sm", "layer"],
+        slow(["--vram", "64,64,64", "-sm", "tensor", "-ts", "1,1,1", "--max-tp", "attn=2"]),
+        slow(["--vram", "3,3,3", "-sm", "tensor", "-ts", "1,2,1", "--max-tp", "ffn=1,head=2"]),
+        slow(["--vram", "3,2,4", "-sm", "layer"]),
     ],
     ids=lambda split: " ".join((split[3], split[1], *split[6:])),
 )
@@ -350,7 +356,10 @@ def test_ranks_without_a_seed_draw_the_same_tokens(
     assert tokens(*follow, *cache, "--prompt-cache-ro") == tokens(*follow)  # both ranks' cells are of these
 
 
-def test_numa_starts_a_rank_for_each_node_of_the_host(world: World, capfd: pytest.CaptureFixture) -> None:
+@pytest.mark.parametrize("ways", [["--numa"], slow(["--vram 6 --numa", "--numa", "--vram 6,6 --numa"])], ids=len)
+def test_numa_starts_a_rank_for_each_node_of_the_host(
+    world: World, capfd: pytest.CaptureFixture, ways: list[str]
+) -> None:
     edit_json(world.profile, "host", "numa_nodes", value=2)  # on a machine of one node the two share its cores
     run = ["-m", str(world.model), "-p", "1,2,3", "--tokens", "-n", "6", "--temp", "0"]
     plan(world, "--vram", 64)
@@ -358,12 +367,19 @@ def test_numa_starts_a_rank_for_each_node_of_the_host(world: World, capfd: pytes
     two = load_registry(world.registry).variants[-1]
     assert (two.workload.vram_mib, two.workload.split_mode, len(two.ranks)) == ((6, 6), "tensor", 2)
     texts = []
-    for flags in (["--vram", "64"], ["--vram", "6", "--numa"], ["--numa"], ["--vram", "6,6", "--numa"]):
+    for flags in ("--vram 64", *ways):
         capfd.readouterr()
-        assert cli_run.main([*run, *flags]) == 0
+        assert cli_run.main([*run, *flags.split()]) == 0
         texts.append(capfd.readouterr())
         assert ("rank 1" in texts[-1].err) is ("--numa" in flags)
     assert len(texts[0].out.split()) == 6 and len({said.out for said in texts}) == 1
+
+
+@pytest.mark.slow
+def test_a_bench_of_two_nodes_measures_two_ranks(world: World, capfd: pytest.CaptureFixture) -> None:
+    edit_json(world.profile, "host", "numa_nodes", value=2)
+    plan(world, "--vram", 6, "--numa")
+    capfd.readouterr()
     assert cli_bench.main(["-m", str(world.model), "--numa", "-p", "0", "-n", "4", "-r", "1", "-o", "json"]) == 0
     (row,) = json.loads(capfd.readouterr().out)
     assert row["ranks"] == 2 and len(row["rank_peaks_mib"]) == 2
@@ -412,7 +428,11 @@ def test_a_run_takes_the_split_that_was_chosen(
     assert len(texts[0].split()) == 6 and texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("split", [["-sm", "tensor", "-ts", "auto"], ["-sm", "layer", "-ts", "auto"], ["-sm", "auto"]])
+@pytest.mark.parametrize(
+    "split",
+    [["-sm", "auto"], slow(["-sm", "tensor", "-ts", "auto"]), slow(["-sm", "layer", "-ts", "auto"])],
+    ids=lambda split: " ".join(split[1::2]),
+)
 def test_replan_chooses_splits_as_pshard_plan_does(
     world: World, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, split: list[str]
 ) -> None:

@@ -58,6 +58,20 @@ def imports_of(path: Path, late: bool) -> set[str]:
     return found
 
 
+def find_missing_modules() -> list[str]:
+    """Imports of modules that there are not, also late ones, which no test may meet."""
+    known = {module_name(path) for path in list_sources()} | {"pshard.runtime.kernels.cpu._native"}
+    files = [*list_sources(), *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
+    found = []
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [str(node.module)] if isinstance(node, ast.ImportFrom) and node.module else []
+            missing = [name for name in modules if name.startswith("pshard") and name not in known]
+            found += [f"{path.relative_to(ROOT)}: {name}" for name in missing]
+    return found
+
+
 def find_circles() -> list[str]:
     """Import circles between files, imports for types included and those inside functions not."""
     graph = {}
@@ -166,8 +180,8 @@ def find_crowds(most: int = 13) -> list[str]:
 
 
 if __name__ == "__main__":
-    for rule in (find_circles, find_upward_arrows, find_long_code, find_long_calls, find_kind_names, find_twins,
-                 find_crowds):  # fmt: skip
+    size_and_names = (find_long_code, find_long_calls, find_kind_names, find_twins, find_crowds)
+    for rule in (find_missing_modules, find_circles, find_upward_arrows, *size_and_names):
         lines = rule()
         print(f"{rule.__name__}: {len(lines)}")
         for line in lines:

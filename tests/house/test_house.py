@@ -5,6 +5,10 @@ import tomllib
 from house import code_rules
 
 
+def test_every_module_that_is_imported_is_there() -> None:
+    assert not code_rules.find_missing_modules()
+
+
 def test_files_import_each_other_in_no_circle() -> None:
     assert not code_rules.find_circles()
 

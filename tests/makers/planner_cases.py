@@ -1,7 +1,10 @@
 """Models and machines for planner tests, made from a few numbers; random ones through hypothesis."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 
+import pytest
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pshard.buffers import TORCH_RESERVE_MIB
@@ -66,6 +69,10 @@ def _ffn(layer: int, config: ModelConfig, qtype: str) -> Unit:
 
 
 OWN = TORCH_RESERVE_MIB  # of a CUDA budget beside the arena: budgets below are OWN + the arena's MiB
+MANY = int(os.environ.get("PSHARD_TEST_EXAMPLES", "12"))  # hundreds before a release
+few_or_many = pytest.mark.parametrize(
+    "cases", [pytest.param(3, id="few"), pytest.param(MANY, id="many", marks=pytest.mark.slow)]
+)
 DESKTOP = Rates(link=25e9, acc_memory=400e9, acc_flops=40e12, host_memory=45e9, host_flops=0.5e12)
 
 
@@ -82,6 +89,12 @@ def published_variants(spec: ModelSpec, profile: MachineProfile, workload: Workl
 def simulate_tier(room: Room, tier: TierPlan, costs: TierCosts, rounds: int = ROUNDS) -> Simulation:
     """Simulate the expected micro-batch of this tier in its steady state."""
     return simulate(tier_steps(room, tier, costs), costs, rounds)
+
+
+def try_cases(cases: int, check: Callable[..., None], *strategies: st.SearchStrategy) -> None:
+    """Call `check` with so many draws of the strategies, the same ones in every run."""
+    alike = settings(max_examples=cases, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    alike(given(*strategies)(check))()
 
 
 @st.composite

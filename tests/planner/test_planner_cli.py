@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(not MODEL.exists(), reason="the bundled model is
 
 
 @pytest.fixture
-def plan(tmp_path, capsys):
+def plan(tmp_path, capsys, quick_search):
     """Runs pshard-plan on the bundled model and the example machine; returns (exit code, stdout, stderr, registry)."""
     registry = tmp_path / "plans.json"
 

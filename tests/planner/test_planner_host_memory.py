@@ -1,13 +1,22 @@
 """Plans on machines whose host memory does not hold the model: a limit that no start, step or exchange breaks."""
 
-import os
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from planner_cases import DESKTOP, OWN, machines, make_model, models, published_variants, workloads
+from planner_cases import (
+    DESKTOP,
+    OWN,
+    few_or_many,
+    machines,
+    make_model,
+    models,
+    published_variants,
+    try_cases,
+    workloads,
+)
+from test_planner_plans import workload_seconds
 
 from pshard.cuts.rank_parts import cut_ranks
 from pshard.errors import BudgetTooSmall, UserError
@@ -19,8 +28,6 @@ from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.times.predicted_times import round_seconds
 from pshard.workload import Workload
 
-EXAMPLES = int(os.environ.get("PSHARD_TEST_EXAMPLES", "12"))
-RELAXED = settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 PROFILE = profile_from_datasheet(DESKTOP)
 MIB = 1 << 20
 
@@ -49,9 +56,12 @@ def everything(spec, workload: Workload) -> int:
     return spec.packed_nbytes + cell * workload.context * spec.config.n_layers
 
 
-@RELAXED
-@given(st.data())
-def test_no_plan_keeps_more_on_the_host_than_it_has(data):
+@few_or_many
+def test_no_plan_keeps_more_on_the_host_than_it_has(cases):
+    try_cases(cases, expect_within_host_memory, st.data())
+
+
+def expect_within_host_memory(data):
     spec, rates = data.draw(models()), data.draw(machines())
     profile = profile_from_datasheet(rates)
     workload = data.draw(workloads(spec, OWN + 64))
@@ -70,12 +80,11 @@ def test_no_plan_keeps_more_on_the_host_than_it_has(data):
     for each in (variant, *several):
         check_variant((spec,), each, rates.kind, usable)
         assert kept_on_host((spec,), each, rates.kind) <= usable
-    seconds = [c.load.weight * t.prediction.seconds for c, t in zip(task.costs, variant.ranks[0].tiers)]
+    own = workload_seconds(spec, profile, workload, variant)
     for name, published in published_variants(spec, profile, replace(workload, max_ubatch=variant.workload.max_ubatch)):
         assert kept_on_host((spec,), published, rates.kind) <= usable
         if published.workload.max_ubatch == variant.workload.max_ubatch:
-            other = [c.load.weight * t.prediction.seconds for c, t in zip(task.costs, published.ranks[0].tiers)]
-            assert sum(seconds) <= sum(other) * (1 + 1e-9), name
+            assert own <= workload_seconds(spec, profile, workload, published) * (1 + 1e-9), name
 
 
 def test_memory_that_holds_everything_changes_nothing_and_less_never_makes_plans_faster():

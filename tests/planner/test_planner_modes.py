@@ -27,6 +27,7 @@ SLOW = profile_from_datasheet(replace(PAIR, collective_rate=0.05e9))
         (SLOW, (100, 100), 200, "layer"),  # two devices hold what one must stream
     ],
 )
+@pytest.mark.usefixtures("search")
 def test_the_fastest_way_is_taken(profile, budgets, generated, mode):
     wanted = replace(workload(*budgets), generated=generated)
     best = plan_mode(SPEC, profile, wanted, auto_ratios=False)
@@ -66,7 +67,7 @@ def test_given_ratios_are_for_all_devices():
     assert {w.way.split(" -ts ")[1] for w in best.considered if " -ts " in w.way} == {"0.5,0.3,0.2"}
 
 
-def test_one_of_unlike_devices_may_do_best_alone():
+def test_one_of_unlike_devices_may_do_best_alone(search):
     slow = replace(PAIR, acc_memory=PAIR.acc_memory / 30, acc_flops=PAIR.acc_flops / 30)
     best = plan_mode(SPEC, unlike(slow, PAIR), workload(900, 900), auto_ratios=False)
     chosen = best.workload
@@ -83,7 +84,7 @@ def test_a_way_that_does_not_fit_is_listed():
         plan_mode(SPEC, FAST, workload(1 - OWN, 1 - OWN), auto_ratios=False)
 
 
-def test_ratios_are_chosen_for_both_splits():
+def test_ratios_are_chosen_for_both_splits(search):
     best = plan_mode(SPEC, FAST, replace(workload(120, 60), max_tp=(("output", 1),)), auto_ratios=True)
     split = best.split
     assert split.mode == "tensor" and split.shares[0] > 0.55 and split.limits == (("output", 1),)

@@ -126,8 +126,16 @@ def plan_and_oracle(layers: int, seed: int, within: float) -> tuple[float, Oracl
     return planned, Oracle(prepare_ranks(spec, profile, workload)[0], planned / (1 + within))
 
 
+QUICK = {(1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 4), (2, 7), (3, 3), (3, 4), (3, 5), (3, 7)}
+
+
 @pytest.mark.parametrize(
-    ("layers", "seed"), [(n, seed) for n, seeds in ((1, 6), (2, 8), (3, 8)) for seed in range(seeds)]
+    ("layers", "seed"),
+    [
+        pytest.param(layers, seed, marks=[] if (layers, seed) in QUICK else [pytest.mark.slow])
+        for layers, seeds in ((1, 6), (2, 8), (3, 8))
+        for seed in range(seeds)
+    ],
 )
 def test_no_placement_of_units_beats_the_plan_of_a_small_model(layers, seed):
     planned, oracle = plan_and_oracle(layers, seed, 1e-9)
@@ -135,7 +143,7 @@ def test_no_placement_of_units_beats_the_plan_of_a_small_model(layers, seed):
     assert oracle.fastest >= planned * (1 - 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow), 1, 2])
 def test_no_placement_of_the_units_of_four_layers_beats_the_plan_by_more_than_a_percent(seed):
     planned, oracle = plan_and_oracle(4, seed, WITHIN)
     oracle.search()
@@ -163,7 +171,10 @@ def test_the_oracle_finds_the_same_optimum_with_and_without_cutting():
     assert cut.fastest == whole.fastest and cut.simulated < whole.simulated
 
 
-@pytest.mark.parametrize(("layers", "seed"), [(6, 0), (6, 1), (8, 0), (8, 1), (12, 0), (12, 1)])
+@pytest.mark.parametrize(
+    ("layers", "seed"),
+    [(6, 0), (8, 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((6, 1), (8, 1), (12, 0), (12, 1)))],
+)
 def test_more_search_unit_by_unit_gains_less_than_a_percent(layers, seed):
     """Too many placements to try them all: three more passes of random steps, from the plan, with other seeds."""
     spec, rates, workload = random_case(100 * layers + seed, layers)

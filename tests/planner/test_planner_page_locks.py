@@ -1,13 +1,12 @@
 """Plans for machines that page-lock only part of their memory: what lies beyond is priced as staged."""
 
-import os
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from planner_cases import DESKTOP, OWN, machines, make_model, models, published_variants
+from planner_cases import DESKTOP, OWN, few_or_many, machines, make_model, models, published_variants, try_cases
+from test_planner_plans import workload_seconds
 
 from pshard.machine import CopyTiming, MachineProfile
 from pshard.planner.check_plan import check_variant
@@ -21,8 +20,6 @@ from pshard.planner.price.tier_costs import tier_costs
 from pshard.times.predicted_times import round_seconds
 from pshard.workload import Workload
 
-EXAMPLES = int(os.environ.get("PSHARD_TEST_EXAMPLES", "12"))
-RELAXED = settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 GIB = 1 << 30
 
 
@@ -106,9 +103,12 @@ def test_knowing_the_limit_makes_a_plan_that_is_faster_under_it(gib: float, gain
     assert seconds[0] <= (1 - gain) * seconds[1]
 
 
-@RELAXED
-@given(st.data())
-def test_plans_under_a_limit_are_legal_and_no_worse_than_published_strategies(data):
+@few_or_many
+def test_plans_under_a_limit_are_legal_and_no_worse_than_published_strategies(cases):
+    try_cases(cases, expect_legal_and_no_worse, st.data())
+
+
+def expect_legal_and_no_worse(data):
     spec, rates = data.draw(models()), data.draw(machines())
     lockable = int(data.draw(st.floats(0, 1.2)) * spec.packed_nbytes)
     profile = limited(profile_from_datasheet(rates), lockable, data.draw(st.floats(0.2, 0.9)))
@@ -119,9 +119,5 @@ def test_plans_under_a_limit_are_legal_and_no_worse_than_published_strategies(da
     check_variant((spec,), variant, rates.kind)
     for name, published in published_variants(spec, profile, replace(workload, max_ubatch=variant.workload.max_ubatch)):
         if published.workload.max_ubatch == variant.workload.max_ubatch:
-            (task,) = prepare_ranks(spec, profile, replace(workload, max_ubatch=variant.workload.max_ubatch))
-            own, other = (
-                sum(c.load.weight * t.prediction.seconds for c, t in zip(task.costs, v.ranks[0].tiers))
-                for v in (variant, published)
-            )
+            own, other = (workload_seconds(spec, profile, workload, v) for v in (variant, published))
             assert own <= other * (1 + 1e-9), name

@@ -11,17 +11,17 @@ from planner_cases import DESKTOP, OWN, make_model
 from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.program import solve_tiers as solving
-from pshard.planner.program import solvers
 from pshard.planner.program.coefficients import tier_problem
 from pshard.planner.program.counts import Counts
 from pshard.planner.program.fluid import fluid_seconds
 from pshard.planner.program.joint_program import Question, write_program
-from pshard.planner.program.linear import Linear
-from pshard.planner.program.lp_text import lp_text
 from pshard.planner.program.solve_tiers import NEARLY_OPTIMAL, relaxation_bound, solve_tiers
 from pshard.planner.program.tier_problems import TierProblem, contending_groups
 from pshard.planner.search.program_starts import affordable_slots as affordable
 from pshard.planner.search.residency_order import assign_cpu, order_residency, spread
+from pshard.planner.solver import solvers
+from pshard.planner.solver.linear import Linear
+from pshard.planner.solver.lp_text import lp_text
 from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
 from pshard.workload import Workload

@@ -25,6 +25,11 @@ MAKERS = Path(__file__).resolve().parents[1] / "makers"
 START = "import sys; from pshard.runtime.ranks.start_ranks import start_ranks; sys.exit(start_ranks(int(sys.argv[2]), 'rank_program', sys.argv[1:]))"  # noqa: E501
 
 
+def slow(*case: object) -> object:
+    """Parameters of a case that repeats, with other ranks or another way, what a quick one shows."""
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 def command(scenario: str, ranks: int, out: Path) -> list[str]:
     return [sys.executable, "-P", "-c", START, scenario, str(ranks), str(out)]
 
@@ -52,7 +57,7 @@ def processes_of(folder: Path) -> list[str]:
     return [line for line in lines if str(folder) in line]
 
 
-@pytest.mark.parametrize(("ranks", "backend"), [(2, "shm"), (3, "shm"), (2, "gloo")])
+@pytest.mark.parametrize(("ranks", "backend"), [(2, "shm"), slow(3, "shm"), slow(2, "gloo")])
 def test_sums_are_right_and_the_same_bits_on_every_rank_and_in_every_run(
     ranks: int, backend: str, tmp_path: Path
 ) -> None:
@@ -72,7 +77,7 @@ def test_sums_are_right_and_the_same_bits_on_every_rank_and_in_every_run(
             assert torch.equal(first, other[i])
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", slow("gloo")])
 def test_columns_are_gathered_in_rank_order_and_values_broadcast(backend: str, tmp_path: Path) -> None:
     done = run_ranks(f"gathers@{backend}", 3, tmp_path)
     assert done.returncode == 0, done.stderr
@@ -82,7 +87,7 @@ def test_columns_are_gathered_in_rank_order_and_values_broadcast(backend: str, t
         assert said == {"tokens": [1, 2, 3], "by": 0}
 
 
-@pytest.mark.parametrize(("ranks", "backend"), [(2, "shm"), (3, "shm"), (3, "gloo")])
+@pytest.mark.parametrize(("ranks", "backend"), [(2, "shm"), slow(3, "shm"), slow(3, "gloo")])
 def test_hidden_states_are_handed_on_in_order_whatever_their_size(ranks: int, backend: str, tmp_path: Path) -> None:
     done = run_ranks(f"hands@{backend}", ranks, tmp_path)
     assert done.returncode == 0, done.stderr
@@ -111,7 +116,7 @@ def test_ranks_have_their_own_cores_and_threads(tmp_path: Path) -> None:
     assert set(first) | set(second) <= set(cores)
 
 
-@pytest.mark.parametrize("scenario", ["crash", "crash_in_line@shm", "crash_in_line@gloo"])
+@pytest.mark.parametrize("scenario", ["crash", slow("crash_in_line@shm"), slow("crash_in_line@gloo")])
 def test_a_rank_that_dies_is_named_and_ends_the_others(scenario: str, tmp_path: Path) -> None:
     start = time.monotonic()
     done = run_ranks(scenario, 3, tmp_path)
@@ -186,7 +191,7 @@ def test_an_error_of_the_user_is_said_once(tmp_path: Path) -> None:
     assert done.stderr.strip().splitlines() == ["error: the budget is too small"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, slow(signal.SIGTERM), signal.SIGKILL])
 def test_ending_the_starter_ends_the_ranks(number: signal.Signals, tmp_path: Path) -> None:
     starter = subprocess.Popen(command("keep_summing", 2, tmp_path), env=environment(), stderr=subprocess.PIPE)
     wait_for_sums(starter, tmp_path)
@@ -207,6 +212,7 @@ def test_the_same_program_runs_under_torchrun(tmp_path: Path) -> None:
     assert (tmp_path / "gathers-1.json").exists()
 
 
+@pytest.mark.slow
 def test_a_command_that_torchrun_started_alone_starts_its_ranks_itself(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "--no-python"]
     program = command("gathers", 2, tmp_path)

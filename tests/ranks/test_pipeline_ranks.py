@@ -9,7 +9,7 @@ from engines import converse, open_engine, pinned_everywhere
 from model_files import write_gguf
 from plan_samples import with_workload
 from rounded_kernels import RoundedKernels
-from test_parallel_group import processes_of, run_ranks
+from test_parallel_group import processes_of, run_ranks, slow
 from thread_ranks import Tiers, random_tiers, split_variant
 
 from pshard.buffers import TORCH_RESERVE_MIB
@@ -49,7 +49,8 @@ def process_logits(
 
 
 @pytest.mark.parametrize(
-    ("shares", "backend", "seed"), [((1.0, 1.0), "shm", 1), ((2.0, 0.0, 1.0), "shm", 2), ((1.0,) * 3, "gloo", None)]
+    ("shares", "backend", "seed"),
+    [((1.0, 1.0), "shm", 1), slow((2.0, 0.0, 1.0), "shm", 2), slow((1.0,) * 3, "gloo", None)],
 )
 def test_processes_on_cpus(tmp_path: Path, shares: tuple[float, ...], backend: str, seed: int | None) -> None:
     path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q8_0", n_layers=5)
@@ -70,6 +71,7 @@ def test_processes_of_which_two_hold_the_attention(tmp_path: Path) -> None:
     assert all(torch.equal(other, first) for other in others)
 
 
+@pytest.mark.slow
 def test_sums_of_cpus_are_rounded_when_that_is_asked_for(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="BF16", n_layers=2)
     with open_engine(path, context=CONTEXT, tokens=(4, 80)) as one:

@@ -76,6 +76,7 @@ def run_two_hosts(scenario: str, folder: Path) -> tuple[list[str], str, str]:
     return done.stdout.split(), logs[0], logs[1]
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_sums_between_two_hosts_are_the_same_bits(tmp_path: Path) -> None:
     codes, first, second = run_two_hosts("sums", tmp_path)
@@ -87,6 +88,7 @@ def test_sums_between_two_hosts_are_the_same_bits(tmp_path: Path) -> None:
         torch.testing.assert_close(a.double(), wanted, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_hosts_do_not_share_memory_and_find_the_cable(tmp_path: Path) -> None:
     codes, first, second = run_two_hosts("network", tmp_path)
@@ -96,7 +98,7 @@ def test_hosts_do_not_share_memory_and_find_the_cable(tmp_path: Path) -> None:
 
 
 @needs_namespaces
-@pytest.mark.parametrize("mode", ["layer", "tensor"])
+@pytest.mark.parametrize("mode", [pytest.param("layer", marks=pytest.mark.slow), "tensor"])
 def test_two_hosts_give_the_logits_of_one(mode: str, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q8_0", n_layers=3)
     with open_engine(path, context=256, tokens=(4, 16)) as one:
@@ -111,6 +113,7 @@ def test_two_hosts_give_the_logits_of_one(mode: str, tmp_path: Path) -> None:
     assert float(((mine - wanted) ** 2).sum() / (wanted**2).sum()) < 1e-10
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_a_rank_that_dies_on_the_other_host_is_named_within_seconds(tmp_path: Path) -> None:
     start = time.monotonic()

@@ -1,5 +1,7 @@
 """pshard-report from files to figures and a page, and what it says of files that it cannot use."""
 
+import contextlib
+import io
 import json
 import re
 from dataclasses import replace
@@ -26,8 +28,8 @@ from pshard.reports.tables.bench_formats import format_measurements
 from pshard.times.measurement import Timeline
 
 
-@pytest.fixture
-def files(tmp_path):
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
     """One file of every kind."""
     texts = {
         "bench.json": format_measurements(make_bench(), "json"),
@@ -36,25 +38,34 @@ def files(tmp_path):
         "profile.json": json.dumps(to_json(make_full_profile())),
         "plan.json": json.dumps({"timelines": [to_json(Timeline("A decode step", make_timeline()))]}),
     }
+    folder = tmp_path_factory.mktemp("files")
     for name, text in texts.items():
-        (tmp_path / name).write_text(text)
-    return [tmp_path / name for name in texts]
+        (folder / name).write_text(text)
+    return [folder / name for name in texts]
 
 
-def test_every_kind_of_file_becomes_its_figures(files, tmp_path, capsys):
-    assert run_cli(make_report, [*map(str, files), "-o", str(tmp_path / "out")]) == 0
-    page, *figures = [line.rsplit("/", 1)[1] for line in capsys.readouterr().out.splitlines()]
+@pytest.fixture(scope="module")
+def report(files, tmp_path_factory):
+    """The folder of the report of them all, and what the command printed."""
+    out, said = tmp_path_factory.mktemp("report") / "out", io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert run_cli(make_report, [*map(str, files), "-o", str(out)]) == 0
+    return out, said.getvalue()
+
+
+def test_every_kind_of_file_becomes_its_figures(report):
+    out, said = report
+    page, *figures = [line.rsplit("/", 1)[1] for line in said.splitlines()]
     names = {"speedup", "scaling", "predicted", "sweep", "placement-1", "placement-2", "timeline", "machine"}
     assert page == "report.html" and set(figures) == {f"{n}.{kind}" for n in names for kind in ("png", "svg")}
-    assert set(figures) | {page} == {p.name for p in (tmp_path / "out").iterdir()}
+    assert set(figures) | {page} == {p.name for p in out.iterdir()}
     for name in names:
-        assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-        assert "</svg>" in (tmp_path / "out" / f"{name}.svg").read_text()
+        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert "</svg>" in (out / f"{name}.svg").read_text()
 
 
-def test_the_page_fetches_nothing_and_holds_figures_tables_and_origin(files, tmp_path):
-    run_cli(make_report, [*map(str, files), "-o", str(tmp_path / "out")])
-    page = (tmp_path / "out" / "report.html").read_text()
+def test_the_page_fetches_nothing_and_holds_figures_tables_and_origin(report):
+    page = (report[0] / "report.html").read_text()
     assert page.count("data:image/svg+xml;base64,") == 8
     assert not re.search(r"(?:src|href)=\"(?!data:)", page) and "url(" not in page and "<script" not in page
     for held in ("Some GPU", "pshard-bench -m invented.gguf", "9832.67 ± 246.63", "<td>accelerator</td>", "bench.json"):

@@ -232,7 +232,7 @@ def test_captured_graphs_follow_the_blocks_that_sequences_take(tmp_path: Path, w
             outputs = [rows for _, rows in sorted(outputs, key=lambda found: found[0])]
             for _ in range(80):  # every sequence takes a block or two
                 outputs += engine.forward([[rng.randrange(320)] for _ in range(n)])
-            held = [engine._blocks.held(s) for s in range(n)]
+            held = [tuple(engine._sequences[s].blocks) for s in range(n)]
         found.append((held, outputs))
     (straight, expected), (turned, got) = found
     assert straight != turned
@@ -243,7 +243,7 @@ def test_steady_decode_allocates_nothing_and_stays_within_the_budget(tmp_path: P
     path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q4_0", n_layers=4, d_model=1024, d_ffn=4096, context=4096)
     spec = open_model(path).spec
     where = {"embedding": "cpu", "ffn": "streamed"}
-    places = {u.name: (where.get(u.kind, "pinned"), "vram" if u.kind is ATTENTION else None) for u in spec.units}
+    places = {u.name: (where.get(u.kind.name, "pinned"), "vram" if u.kind is ATTENTION else None) for u in spec.units}
     tiers = tuple(make_tier(spec, n, places, 2, 2048, 1) for n in (1, 512))
     with open_engine(path, tiers, "fast", 2048, device="cuda") as engine:
         held = {"load": engine.memory().accelerator}
@@ -345,7 +345,7 @@ def test_staged_weights_give_the_same_bits_and_graphs_as_page_locked_ones(
     path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q4_0", n_layers=4, d_model=1024, d_ffn=4096)
     spec = open_model(path).spec
     where = {"embedding": "cpu", "attention": "pinned"}
-    places = {u.name: (where.get(u.kind, "streamed"), "vram" if u.kind is ATTENTION else None) for u in spec.units}
+    places = {u.name: (where.get(u.kind.name, "streamed"), "vram" if u.kind is ATTENTION else None) for u in spec.units}
     places["blk.1.ffn"] = ("cpu", None)
     tiers = tuple(make_tier(spec, n, places, 2, 320, 1) for n in (1, 64))
     with open_engine(path, tiers, "fast", 320, device="cuda") as engine:

@@ -16,7 +16,7 @@ from rich.console import Console
 from pshard.commands import cli_plan
 from pshard.errors import UserError
 from pshard.models import open_model
-from pshard.plan import Correction, Factor
+from pshard.plan import Correction, Factor, Variant
 from pshard.planner.make_plan import plan_several, plan_variant
 from pshard.planner.prepare_ranks import prepare_ranks, price_tiers
 from pshard.planner.price.datasheet import profile_from_datasheet
@@ -33,6 +33,7 @@ from pshard.workload import Workload
 
 SPEC, PROFILE = make_model(layers=6), profile_from_datasheet(DESKTOP)
 WORKLOAD = Workload((OWN + 40,), context=512, max_ubatch=128, prompt=256, generated=64)
+(TASK,) = prepare_ranks(SPEC, PROFILE, WORKLOAD)
 TRUTH = Correction(
     (
         Factor("acc", "attention", "small", 1.4),
@@ -45,13 +46,26 @@ TRUTH = Correction(
 
 
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_search: None) -> World:
     monkeypatch.delenv("PSHARD_VALIDATE")
+    monkeypatch.setattr(validating, "SAMPLE_SECONDS", 0.005)
     return make_world(tmp_path)
 
 
 def plan(world: World, *more: object) -> int:
     return cli_plan.main(["-m", str(world.model), "-c", "128", "--vram", str(world.budget), *map(str, more)])
+
+
+@pytest.fixture(scope="module")
+def planned() -> Variant:
+    """The plan for the made model."""
+    return plan_variant(SPEC, PROFILE, WORKLOAD)
+
+
+@pytest.fixture(scope="module")
+def several() -> tuple[Variant, ...]:
+    """The plans for it that are worth trying."""
+    return plan_several(TASK, 5.0)
 
 
 def run_on(machine: Correction, variant, workload: Workload = WORKLOAD):
@@ -64,13 +78,12 @@ def run_on(machine: Correction, variant, workload: Workload = WORKLOAD):
     ]
 
 
-def test_fitted_factors_explain_what_was_measured():
-    (task,) = prepare_ranks(SPEC, PROFILE, WORKLOAD)
-    samples = [s for variant in plan_several(task, 5.0) for s in run_on(TRUTH, variant)]
-    before = [simulate_tier(task.room, s.tier, cost_of(task, s)).seconds / s.seconds - 1 for s in samples]
-    found = fit_correction(task.room, PROFILE, samples)
-    (fitted,) = price_tiers(SPEC, Tables(PROFILE, found), WORKLOAD, tuple(c.load.tokens for c in task.costs))
-    after = [simulate_tier(task.room, s.tier, cost_of(fitted, s)).seconds / s.seconds - 1 for s in samples]
+def test_fitted_factors_explain_what_was_measured(several):
+    samples = [s for variant in several for s in run_on(TRUTH, variant)]
+    before = [simulate_tier(TASK.room, s.tier, cost_of(TASK, s)).seconds / s.seconds - 1 for s in samples]
+    found = fit_correction(TASK.room, PROFILE, samples)
+    (fitted,) = price_tiers(SPEC, Tables(PROFILE, found), WORKLOAD, tuple(c.load.tokens for c in TASK.costs))
+    after = [simulate_tier(TASK.room, s.tier, cost_of(fitted, s)).seconds / s.seconds - 1 for s in samples]
     assert max(map(abs, before)) > 0.15
     assert max(map(abs, after)) < 0.05
     assert all(f.value > 0 for f in found.factors)
@@ -80,10 +93,9 @@ def cost_of(task, sample: Sample):
     return next(c for c in task.costs if c.load.tokens == sample.load.tokens)
 
 
-def test_a_right_profile_needs_no_factors():
-    (task,) = prepare_ranks(SPEC, PROFILE, WORKLOAD)
-    samples = run_on(Correction(), plan_several(task, 5.0)[0])
-    assert all(abs(f.value - 1) < 0.01 for f in fit_correction(task.room, PROFILE, samples).factors)
+def test_a_right_profile_needs_no_factors(several):
+    samples = run_on(Correction(), several[0])
+    assert all(abs(f.value - 1) < 0.01 for f in fit_correction(TASK.room, PROFILE, samples).factors)
 
 
 def test_factors_scale_small_and_large_micro_batches_apart():
@@ -95,7 +107,7 @@ def test_factors_scale_small_and_large_micro_batches_apart():
         assert scaled[tier].units["ffn.0"].link == pytest.approx(link * plain[tier].units["ffn.0"].link)
 
 
-def test_a_stored_correction_gives_the_bench_the_plans_own_prediction(tmp_path):
+def test_a_stored_correction_gives_the_bench_the_plans_own_prediction(tmp_path, planned, quick_search):
     variant = plan_variant(SPEC, PROFILE, WORKLOAD, correction=TRUTH)
     path = tmp_path / "plans.json"
     save_variants(path, SPEC.name, (("model", "made"),), [variant])
@@ -104,12 +116,12 @@ def test_a_stored_correction_gives_the_bench_the_plans_own_prediction(tmp_path):
     decode = stored.ranks[0].tiers[0].prediction
     predictor = Predictor([SPEC], PROFILE, stored)
     assert predictor.micro_batch(1, 1, decode.past) == pytest.approx(decode.seconds, rel=1e-6)
-    assert plan_variant(SPEC, PROFILE, WORKLOAD).ranks[0].tiers[0].prediction.seconds != decode.seconds
+    assert planned.ranks[0].tiers[0].prediction.seconds != decode.seconds
 
 
-def test_registries_without_optional_fields_are_read(tmp_path):
+def test_registries_without_optional_fields_are_read(tmp_path, planned):
     path = tmp_path / "plans.json"
-    save_variants(path, SPEC.name, (("model", "made"),), [plan_variant(SPEC, PROFILE, WORKLOAD)])
+    save_variants(path, SPEC.name, (("model", "made"),), [planned])
     registry = load_registry(path)
     data = json.loads(encode_registry(registry))
     for variant in data["variants"]:
@@ -120,11 +132,8 @@ def test_registries_without_optional_fields_are_read(tmp_path):
     assert decode_registry(json.dumps(data)) == registry
 
 
-def test_what_is_worth_trying_differs_and_begins_with_the_planners_choice():
-    (task,) = prepare_ranks(SPEC, PROFILE, WORKLOAD)
-    several = plan_several(task, 5.0)
-    first = plan_variant(SPEC, PROFILE, WORKLOAD)
-    assert [t.placements for t in several[0].ranks[0].tiers] == [t.placements for t in first.ranks[0].tiers]
+def test_what_is_worth_trying_differs_and_begins_with_the_planners_choice(planned, several):
+    assert [t.placements for t in several[0].ranks[0].tiers] == [t.placements for t in planned.ranks[0].tiers]
     made = {tuple((t.placements, t.buffers) for t in v.ranks[0].tiers) for v in several}
     assert len(made) == len(several) >= 2
     assert sum(v.ranks[0].tiers[0].solve.strategy != "ilp" for v in several) == 1
@@ -137,7 +146,6 @@ class Scripted:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *script: "dict[int, float] | float | Exception") -> None:
         self.script, self.variants, self.repeated, self.took, self.again = list(script), [], [], [], {}
         self.disturbed = 0.0
-        monkeypatch.setattr("pshard.planner.search.anneal.TRIES", 50)  # which plan is found is not the matter here
         monkeypatch.setattr("pshard.session.start_engine.start_engine", self.load)
         monkeypatch.setattr(validating, "measure_tiers", lambda engine, loads, deadline: self.time(engine))
 
@@ -281,9 +289,8 @@ def test_times_that_other_programs_disturbed_are_kept_and_told_but_not_learnt_fr
     assert any("ilp (30%)" in line and "idle" in line for line in said)
 
 
-def test_an_undisturbed_time_counts_more_than_a_faster_disturbed_one():
-    (variant, *_) = plan_several(prepare_ranks(SPEC, PROFILE, WORKLOAD)[0], 5.0)
-    before = replace(variant.ranks[0].tiers[0].prediction, measured_seconds=0.02)
+def test_an_undisturbed_time_counts_more_than_a_faster_disturbed_one(planned):
+    before = replace(planned.ranks[0].tiers[0].prediction, measured_seconds=0.02)
     assert validating._better(Timed(0.01, 0.5), before) == Timed(0.02)
     assert validating._better(Timed(0.01, 0.01), before) == Timed(0.01, 0.01)
     assert validating._better(Timed(0.03), replace(before, disturbed=0.5)) == Timed(0.03)
@@ -402,9 +409,8 @@ def test_large_models_without_a_gpu_are_run_only_on_request():
     assert validating.why_not_worthwhile(profile_from_datasheet(DESKTOP), 20 << 30) is None
 
 
-def test_tables_are_whole_on_a_narrow_pipe():
-    (variant, *_) = plan_several(prepare_ranks(SPEC, PROFILE, WORKLOAD)[0], 5.0)
-    measured = validating._with_measured(variant, {t.tokens: Timed(1.0) for t in variant.ranks[0].tiers})
+def test_tables_are_whole_on_a_narrow_pipe(planned):
+    measured = validating._with_measured(planned, {t.tokens: Timed(1.0) for t in planned.ranks[0].tiers})
     trial = validating.Trial("an unusually long name of a strategy", measured, measured, 1.0)
     pipe = io.StringIO()
     print_trials((trial,), Console(file=pipe, width=40))

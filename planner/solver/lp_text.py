@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from math import inf
 
-from pshard.planner.program.linear import Program, Row
+from pshard.planner.solver.linear import Program, Row
 
 PER_LINE = 6  # terms
 HEADER = r"\ Milliseconds of a round; columns and rows are derived in docs/planning.md"

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import isinf
 
-from pshard.planner.program.linear import Program
+from pshard.planner.solver.linear import Program
 
 THREADS = 1  # in every call: HiGHS refuses to solve with another number than the process's first call had
 # HiGHS: trees of these small programs are done before searches in sub-problems and fresh starts pay for themselves

@@ -1,0 +1,58 @@
+"""What blocks call is what their kinds declare: what runs is what is timed and priced."""
+
+from typing import Any
+
+import pytest
+from engines import open_engine
+from model_files import write_gguf
+
+from pshard.models import open_model
+from pshard.runtime.kernels.plain import PlainKernels
+from pshard.units.operations import Attend, GatedProduct, LookUp, Norm, Operation, Product, ProductGroup, Rotate
+
+CALLS: dict[type, tuple[str, ...]] = {  # of kernels, by the operation that they carry out
+    LookUp: (),  # of the weights, not of the kernels
+    Norm: ("rms_norm",),
+    ProductGroup: ("linear_group",),
+    Rotate: ("rope_store",),
+    Attend: ("attention",),
+    GatedProduct: ("gate_up",),
+    Product: ("linear",),
+}
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels that are called, in order."""
+    names: list[str] = []
+    outer = [True]  # kernels call each other
+
+    def record(name: str) -> Any:
+        kernel = getattr(PlainKernels, name)
+
+        def call(self: PlainKernels, *arguments: Any, **keywords: Any) -> Any:
+            if outer[0]:
+                names.append(name)
+            was, outer[0] = outer[0], False
+            try:
+                return kernel(self, *arguments, **keywords)
+            finally:
+                outer[0] = was
+
+        return call
+
+    for name in {name for calls in CALLS.values() for name in calls}:
+        monkeypatch.setattr(PlainKernels, name, record(name))
+    return names
+
+
+def test_a_token_takes_the_calls_that_the_units_declare_in_their_order(called: list[str], tmp_path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", "qwen3")
+    with open_model(path) as file:
+        spec = file.spec
+    declared: list[Operation] = [o for unit in spec.units for o in unit.operations(spec.config)]
+    with open_engine(path, kernels="plain") as engine:
+        engine.forward([1, 2])
+        called.clear()
+        engine.forward([3])
+    assert called == [name for operation in declared for name in CALLS[type(operation)]]
