@@ -107,7 +107,7 @@ def _label(step: Step) -> str:
     if isinstance(step, CopyIn | Compute):
         return f"{step.unit} {step.part}" if isinstance(step, Compute) and step.part else step.unit
     if isinstance(step, Join):
-        return f"rows of {step.unit}"
+        return f"join {step.unit}"
     if isinstance(step, FetchKV):
         return f"KV {step.unit}"
     if isinstance(step, Handoff):

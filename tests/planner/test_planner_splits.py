@@ -186,7 +186,7 @@ def test_plans_name_their_splits(both_ways: tuple[Variant, Variant]) -> None:
         and f"{cut.cpu_rows} rows of gate and up on the CPU, the accelerator's part {cut.where}" in text
     )
     timeline = simulate_timelines(LARGE, profile_from_datasheet(SLOW), variant)[0]
-    assert {f"{cut.unit} rows", f"{cut.unit} down", f"rows of {cut.unit}"} <= {e.label for e in timeline.events}
+    assert {f"{cut.unit} share", f"{cut.unit} rest", f"join {cut.unit}"} <= {e.label for e in timeline.events}
     units = {u.name: u for u in LARGE.units}
     layer = units[cut.unit].layer
     assert f"{layer}|" in (words := llama_arguments(variant, units)) or f"|{layer})" in words
