@@ -270,23 +270,39 @@ def _kernel_for_small_copies() -> Callable[[torch.Tensor, torch.Tensor], None] |
 
 
 class CpuEvent:
-    """Done when set; carries the error of the copy that failed."""
+    """Done when finished; carries the error of the copy that failed.
+
+    One lock of C's, taken until then: an interrupt inside `threading.Event` can leave its lock taken for good, and then
+    the copy thread stands still in finishing the event.
+    """
+
+    __slots__ = ("_done", "_error", "_gate")
 
     def __init__(self) -> None:
-        self._set = threading.Event()
+        self._done, self._gate = False, threading.Lock()
         self._error: BaseException | None = None
+        self._gate.acquire()
 
     def finish(self, error: BaseException | None = None) -> None:
-        self._error = error
-        self._set.set()
+        """Call once."""
+        self._error, self._done = error, True
+        self._gate.release()
+
+    @property
+    def happened(self) -> bool:
+        """Whether it is finished, with an error or without."""
+        return self._done
 
     @property
     def succeeded(self) -> bool:
         """Whether it has happened, and without an error."""
-        return self._set.is_set() and self._error is None
+        return self._done and self._error is None
 
     def wait(self) -> None:
-        self._set.wait()
+        """Return when it is finished. Raises RuntimeError when the copy failed."""
+        while not self._done:
+            if self._gate.acquire(timeout=0.05):  # who is interrupted here keeps the gate: the others look again
+                self._gate.release()
         if self._error is not None:
             raise RuntimeError("a copy failed") from self._error
 
@@ -395,7 +411,7 @@ class CpuDevice:
     host_wait = wait
 
     def happened(self, event: CpuEvent) -> bool:
-        return event._set.is_set()
+        return event.happened
 
     def synchronize(self) -> None:
         for event in self._last:
