@@ -194,8 +194,9 @@ def test_ctrl_c_at_any_moment_of_a_step_gives_right_logits_or_a_refusal(tmp_path
             engine.reset()
             history: list[int] = []
             for ids in ([*range(20)], [7], [*range(5)]):
-                signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.02, 4) * step)
+                seconds = rng.uniform(0.02, 4) * step
                 try:
+                    signal.setitimer(signal.ITIMER_REAL, seconds)
                     engine.forward(ids)
                     signal.setitimer(signal.ITIMER_REAL, 0)
                 except KeyboardInterrupt:
