@@ -140,11 +140,11 @@ def _check_tier(spec: ModelSpec, variant: Variant, rank: RankPlan, tier: TierPla
     tensors = [_acc_tensors(u, p) for u, p in zip(spec.units, tier.placements)]
     pinned = sum(_nbytes(in_arena) for in_arena, _ in tensors)
     streamed = [_nbytes(in_slot) for (_, in_slot), p in zip(tensors, tier.placements) if p.where == "streamed"]
-    sizes = [u.state_nbytes(spec.config, shape) for u in spec.units]
-    kv = sum(size for size, p in zip(sizes, tier.placements) if p.kv == "vram")
+    sizes = spec.state_sizes(shape)
+    kv = sum(sizes[p.unit] for p in tier.placements if p.kv == "vram")
     scratch = buffers.scratch_bytes(spec, tier.tokens, shape, act)
     if any(p.kv == "host" and p.where != "cpu" for p in tier.placements):
-        scratch += max(sizes)
+        scratch += max(sizes.values())
     widths = (u.kind.joins(p.cpu_rows, spec.config) for u, p in zip(spec.units, tier.placements) if p.cpu_rows)
     joined = 4 * tier.tokens * max(widths, default=0)  # float32 that the CPU sends over
     scratch += -(-joined // buffers.BUFFER_ALIGN) * buffers.BUFFER_ALIGN
@@ -198,6 +198,8 @@ def _acc_tensors(unit: Unit, place: Placement) -> tuple[tuple[TensorSpec, ...], 
     """What of the unit lies in the arena, and what is copied to a slot."""
     if place.where == "cpu":
         return (), ()
+    if not place.cpu_rows and not place.kept_parts:
+        return (unit.tensors, ()) if place.where == "pinned" else ((), unit.tensors)
     numbers = _part_numbers(unit)
     here = [
         replace(t, shape=(t.rows - place.cpu_rows, t.cols)) if t.role in unit.kind.divided else t

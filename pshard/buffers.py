@@ -53,7 +53,7 @@ def scratch_bytes(spec: ModelSpec, tokens: int, shape: StateShape, act_bytes: in
 
 def state_stage_bytes(spec: ModelSpec, shape: StateShape) -> int:
     """Bytes of the stage for one layer's state, where a unit keeps its state on the host but computes on the device."""
-    return max((unit.state_nbytes(spec.config, shape) for unit in spec.units), default=0)
+    return max(spec.state_sizes(shape).values(), default=0)
 
 
 def row_stage_bytes(tokens: int, width: int) -> int:

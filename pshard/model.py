@@ -51,6 +51,16 @@ class ModelSpec:
             self._states[shape] = {name: law for name, law in laws if law}
         return self._states[shape]
 
+    def state_sizes(self, shape: StateShape) -> dict[str, int]:
+        """Bytes of every unit's state for all sequences of `shape`; 0 for units that keep none."""
+        if shape not in self._state_sizes:
+            self._state_sizes[shape] = {u.name: u.state_nbytes(self.config, shape) for u in self.units}
+        return self._state_sizes[shape]
+
+    @cached_property
+    def _state_sizes(self) -> dict[StateShape, dict[str, int]]:
+        return {}
+
     @cached_property
     def _states(self) -> dict[StateShape, dict[str, State]]:
         return {}

@@ -7,14 +7,14 @@ from typing import Any
 
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.times.stolen_time import DISTURBED
-from pshard.units.share import WHOLE, Share
+from pshard.units.share import Divisible
 from pshard.workload import Split, Workload, format_limits
 
 REGISTRY_VERSION = 2
 
 
 @dataclass(frozen=True)
-class Placement:
+class Placement(Divisible):
     """Where one unit lives in one tier.
 
     `where`: "pinned" (weights in the VRAM arena, computed there), "streamed" (copied to a staging slot before use,
@@ -36,11 +36,6 @@ class Placement:
     def sort(self) -> str:
         """`where`, or "divided"."""
         return "divided" if self.share else self.where
-
-    @cached_property
-    def share(self) -> Share:
-        """How it is divided."""
-        return Share(self.cpu_rows, self.kept_parts) if self.cpu_rows or self.kept_parts else WHOLE
 
     @property
     def in_arena(self) -> bool:

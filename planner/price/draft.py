@@ -59,8 +59,7 @@ class Room:
     @cached_property
     def states(self) -> dict[str, int]:
         """Bytes of each unit's state; 0 for units that keep none."""
-        shape = self.workload.state_shape
-        return {u.name: u.state_nbytes(self.spec.config, shape) for u in self.spec.units}
+        return self.spec.state_sizes(self.workload.state_shape)
 
     @cached_property
     def state_stage(self) -> int:

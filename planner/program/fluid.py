@@ -16,11 +16,12 @@ SECTIONS = 40  # of a range of overlaps: it is then a few billionths of what it 
 class _Overlaps:
     """What overlaps of host work and copies change, by group. Seconds.
 
-    rising: lines that rise with them. falls: by how much the line of host memory falls. most: of a group. shares: of
-    the link that copies keep meanwhile.
+    rising: lines that rise with them, and their `slopes`. falls: by how much the line of host memory falls. most: of a
+    group. shares: of the link that copies keep meanwhile.
     """
 
     rising: list[TimeLine]
+    slopes: list[tuple[float, ...]]
     falls: tuple[float, ...]
     most: list[float]
     shares: tuple[float, ...]
@@ -61,7 +62,8 @@ def _overlaps(problem: TierProblem, lines: TierLines) -> _Overlaps:
     if lines.runs and (per_run := copies_beside_a_run(problem)):
         rising.append(_with_more_runs(lines, problem.round_trip / per_run))
     most = [number(work.most) / work.shares[i] for i, work in enumerate(lines.works)]
-    return _Overlaps(rising, tuple(-x for x in lines.host_memory.slopes), most, lines.copies.shares)
+    slopes = list(zip(*(line.slopes for line in rising)))
+    return _Overlaps(rising, slopes, tuple(-x for x in lines.host_memory.slopes), most, lines.copies.shares)
 
 
 def _with_more_runs(lines: TierLines, price: float) -> TimeLine:
@@ -90,7 +92,11 @@ def _least_from(
     if g > last:
         return max(falling, *bases)
     end = max(0.0, min(overlaps.most[g], copies / overlaps.shares[g]))
-    slopes, gain = [line.slopes[g] for line in overlaps.rising], overlaps.falls[g]
+    slopes, gain = overlaps.slopes[g], overlaps.falls[g]
+    if g == last:
+        meets = [(falling - base) / (gain + s) for base, s in zip(bases, slopes) if gain + s > 0]
+        overlap = min(max(0.0, min(meets, default=inf)), end)
+        return max(falling - gain * overlap, *[base + s * overlap for base, s in zip(bases, slopes)])
 
     def at(overlap: float) -> float:
         rest = [base + slope * overlap for base, slope in zip(bases, slopes)]
@@ -98,9 +104,6 @@ def _least_from(
             g + 1, overlaps, rest, falling - gain * overlap, copies - overlaps.shares[g] * overlap, until
         )
 
-    if g == last:
-        meet = min((falling - base) / (gain + s) if gain + s > 0 else inf for base, s in zip(bases, slopes))
-        return at(min(max(0.0, meet), end))
     return at(0.0) if not overlaps.most[g] else _search(at, end, until)
 
 

@@ -69,6 +69,8 @@ class TierSearch:
         """The longest prefix of the pin order that this tier may have: a large one ends before units that are divided
         by rows."""
         order = self.residency.pin_order
+        if not self.residency.shares:
+            return len(order)
         return next((i for i, unit in enumerate(order) if self._share_of(unit) is None), len(order))
 
     def _share_of(self, unit: str) -> Share | None:

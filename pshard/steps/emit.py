@@ -28,7 +28,6 @@ from pshard.steps.step import (
     WriteBack,
 )
 from pshard.units.divide_unit import expected_copy, joined_width
-from pshard.units.share import WHOLE
 from pshard.units.unit import Unit
 
 # a search emits the same few steps thousands of times: equal ones are one object
@@ -121,7 +120,7 @@ def _copy_streamed(spec: ModelSpec, placed: list[Placed], slots: int, tokens: in
     copies = []
     for i, (unit, place) in enumerate(streamed):
         decided = unit.kind.chosen is not None
-        if decided or place.share is not WHOLE:
+        if decided or place.cpu_rows or place.kept_parts:
             nbytes = sum(piece.nbytes for piece in expected_copy(unit, place.share, spec.config, tokens))
             copies.append(_copy_in(unit.name, i % slots, nbytes, place.cpu_rows, decided, place.kept_parts))
         else:
@@ -132,10 +131,10 @@ def _copy_streamed(spec: ModelSpec, placed: list[Placed], slots: int, tokens: in
 def _move_states(spec: ModelSpec, placed: list[Placed], shape: StepShape) -> tuple[list[Step], dict[str, WriteBack]]:
     """Of units whose state passes through the stage: fetches, in order, and write-backs by unit."""
     fetches: list[Step] = []
-    writes, states = {}, shape.states
+    writes, laws = {}, spec.states(shape.states)
     for unit, place in placed:
         if place.kv == "host" and place.where != "cpu":
-            law = unit.state(spec.config, states)
+            law = laws.get(unit.name)
             if law is None:
                 raise ValueError(f"{unit.name} keeps no state that could be on the host")
             if shape.past:

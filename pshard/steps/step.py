@@ -7,12 +7,12 @@ what is to be copied. All other copies move `nbytes`, and activations the rows t
 
 from dataclasses import dataclass
 
-from pshard.units.share import Share
+from pshard.units.share import Divisible
 from pshard.units.state import StateShape
 
 
 @dataclass(frozen=True)
-class CopyIn:
+class CopyIn(Divisible):
     """Copy a unit's blob from host memory to a staging slot. Occupies the link (h2d) and host DRAM.
 
     `cpu_rows`, `kept_parts`: of a divided unit; these stay behind. `decided`: when it runs, which parts of the unit the
@@ -26,10 +26,6 @@ class CopyIn:
     decided: bool = False
     kept_parts: int = 0
 
-    @property
-    def share(self) -> Share:
-        return Share(self.cpu_rows, self.kept_parts)
-
 
 @dataclass(frozen=True)
 class FetchKV:
@@ -42,7 +38,7 @@ class FetchKV:
 
 
 @dataclass(frozen=True)
-class Compute:
+class Compute(Divisible):
     """Run a unit. `on`: "acc" or "cpu"; `source` of its weights: "arena", "slot" or "host".
 
     Of a unit that both sides compute (`cpu_rows` > 0) a `part`: "share", what this side has of it, or "rest", what
@@ -60,10 +56,6 @@ class Compute:
     position: str = "layer"
     state: str | None = None
     kept_parts: int = 0
-
-    @property
-    def share(self) -> Share:
-        return Share(self.cpu_rows, self.kept_parts)
 
 
 @dataclass(frozen=True)
@@ -136,7 +128,7 @@ Step = CopyIn | FetchKV | Compute | WriteBack | Handoff | Join | AllReduce | Rec
 
 
 @dataclass(frozen=True)
-class Bring:
+class Bring(Divisible):
     """Bring what a tier holds in VRAM and the tier before did not: a unit's weights ("weights") or its state ("state").
 
     `cpu_rows`, `kept_parts`: of a divided unit; of one with kept parts only these are brought.
@@ -146,10 +138,6 @@ class Bring:
     what: str
     cpu_rows: int = 0
     kept_parts: int = 0
-
-    @property
-    def share(self) -> Share:
-        return Share(self.cpu_rows, self.kept_parts)
 
 
 @dataclass(frozen=True)

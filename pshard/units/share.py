@@ -1,5 +1,6 @@
 """Share: how one unit is divided between what lies in VRAM, what is copied to it, and the CPU. No torch."""
 
+from functools import cached_property
 from typing import NamedTuple
 
 
@@ -28,3 +29,15 @@ class Share(NamedTuple):
 
 
 WHOLE = Share()  # not divided
+
+
+class Divisible:
+    """What a placement or a step says of its unit's division, as fields: `cpu_rows`, `kept_parts`; 0 and 0: none."""
+
+    cpu_rows: int
+    kept_parts: int
+
+    @cached_property
+    def share(self) -> Share:
+        """How the unit is divided."""
+        return Share(self.cpu_rows, self.kept_parts) if self.cpu_rows or self.kept_parts else WHOLE

@@ -5,6 +5,7 @@ whether the state can be cut back to an earlier length.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Protocol
 
 from pshard.quant import BUFFER_ALIGN, align
@@ -50,7 +51,7 @@ class CellState:
     grows: ClassVar[bool] = True
     can_be_cut: ClassVar[bool] = True
 
-    @property
+    @cached_property
     def cell(self) -> int:
         """Bytes of one token's cell."""
         return kv_nbytes(self.type_k, self.width) + kv_nbytes(self.type_v, self.width)

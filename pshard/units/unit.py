@@ -102,12 +102,12 @@ class UnitKind:
     def __repr__(self) -> str:
         return f"<{self.name}>"
 
-    @property
+    @cached_property
     def is_looked_up(self) -> bool:
         """Whether its rows are looked up by token id: it is never streamed, and on the host it costs no hand-off."""
         return self.position == "first"
 
-    @property
+    @cached_property
     def gives_logits(self) -> bool:
         return self.position == "last"
 

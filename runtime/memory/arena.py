@@ -58,7 +58,7 @@ class Arena:
         return self.memory[at : at + self._state_nbytes(unit)]
 
     def _state_nbytes(self, unit: str) -> int:
-        return self._spec.unit(unit).state_nbytes(self._spec.config, self._shape)
+        return self._spec.state_sizes(self._shape)[unit]
 
     def carve(self, tier: TierPlan) -> "Carved":
         """Lay out a tier behind its pins.
