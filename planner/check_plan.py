@@ -169,12 +169,24 @@ def _check_divided(unit: Unit, place: Placement, tokens: int, where: str) -> Non
         _check_parts(unit, place, where)
         return
     if place.kept_parts:
-        raise PlanError(f"{where}: {unit.name} has no parts of which {place.kept_parts} could be kept in VRAM")
+        _check_kept_rows(unit, place, where)
+        return
     for tensor in unit.tensors:
         if tensor.role in unit.kind.divided:
             own = tensor.rows - place.cpu_rows
             if own <= 0 or place.cpu_rows < 0 or own % ROW_BLOCK:
                 raise PlanError(f"{where}: {place.cpu_rows} of {tensor.rows} rows of {tensor.name} are no part of it")
+
+
+def _check_kept_rows(unit: Unit, place: Placement, where: str) -> None:
+    """The first rows are in VRAM and the last are streamed: there are both, and the CPU has none."""
+    total = max((t.rows for t in unit.tensors if t.role in unit.kind.divided), default=0)
+    if unit.kind.keep is None or not total:
+        raise PlanError(f"{where}: {unit.name} has nothing of which {place.kept_parts} could be kept in VRAM")
+    if place.where == "pinned":
+        raise PlanError(f"{where}: {unit.name} is pinned, and {place.kept_parts} of its rows are kept beside a slot")
+    if place.cpu_rows or not 0 < place.kept_parts < total or place.kept_parts % ROW_BLOCK:
+        raise PlanError(f"{where}: {place.kept_parts} of {total} rows of {unit.name} cannot be kept beside a slot")
 
 
 def _check_parts(unit: Unit, place: Placement, where: str) -> None:
@@ -200,6 +212,14 @@ def _acc_tensors(unit: Unit, place: Placement) -> tuple[tuple[TensorSpec, ...], 
         return (), ()
     if not place.cpu_rows and not place.kept_parts:
         return (unit.tensors, ()) if place.where == "pinned" else ((), unit.tensors)
+    if unit.kind.part_of is None and place.kept_parts:
+        first, last = list[TensorSpec](), list[TensorSpec]()
+        for tensor in unit.tensors:
+            divided = tensor.role in unit.kind.divided
+            first.append(replace(tensor, shape=(place.kept_parts, tensor.cols)) if divided else tensor)
+            if divided:
+                last.append(replace(tensor, shape=(tensor.rows - place.kept_parts, tensor.cols)))
+        return tuple(first), tuple(last)
     numbers = _part_numbers(unit)
     here = [
         replace(t, shape=(t.rows - place.cpu_rows, t.cols)) if t.role in unit.kind.divided else t

@@ -28,6 +28,7 @@ from pshard.planner.search.candidates import (
 from pshard.planner.search.divide_ffns import divide_candidate
 from pshard.planner.search.exact import perfect_candidate
 from pshard.planner.search.one_placement import common_plans
+from pshard.planner.search.polish_tiers import polish_tiers
 from pshard.planner.search.strategies import STRATEGIES
 from pshard.times.predicted_times import round_seconds
 from pshard.workload import Workload
@@ -118,7 +119,8 @@ def rank_plans(task: RankTask, time_limit: float, programs: int = 1) -> tuple[Ca
     VRAM where that fits every rank."""
     best, *others = _place(task, time_limit, programs)
     whole = _improve(task, refine_candidate, best)
-    divided = _improve(task, perfect_candidate, _improve(task, divide_candidate, whole))
+    divided = _improve(task, _polish(task), _improve(task, divide_candidate, whole))
+    divided = _improve(task, perfect_candidate, divided)
     return (divided, *others) if divided is whole else (divided, whole, *others)
 
 
@@ -144,7 +146,8 @@ def refine_ranks(tasks: Sequence[RankTask], placed: Sequence[Candidate]) -> tupl
     refined: list[Candidate] = []
     for task, candidate in zip(tasks, placed):
         alike = next((c for other, c in zip(tasks, refined) if other.is_like(task)), None)
-        refined.append(alike or _improve(task, divide_candidate, _improve(task, refine_candidate, candidate)))
+        whole = alike or _improve(task, refine_candidate, candidate)
+        refined.append(alike or _improve(task, _polish(task), _improve(task, divide_candidate, whole)))
     if len(tasks) == 1:  # ranks wait for each other: what is the fastest alone need not be
         return (_improve(tasks[0], perfect_candidate, refined[0]),)
     return tuple(refined)
@@ -169,6 +172,10 @@ def _improve(task: RankTask, improve: _Improve, candidate: Candidate) -> Candida
         return improved
     priced = restage_candidate(task.room, task.costs, improved)
     return priced if priced.total < candidate.total else candidate
+
+
+def _polish(task: RankTask) -> _Improve:
+    return partial(polish_tiers, bounds=task.divided_bounds)
 
 
 def join_fastest(tasks: Sequence[RankTask], chosen: Sequence[Candidate]) -> Variant:

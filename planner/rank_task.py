@@ -7,7 +7,6 @@ from pshard.planner.price.draft import Room
 from pshard.planner.price.page_locks import locked
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.bounds import bound_seconds, rough_bound
-from pshard.planner.program.coefficients import may_divide
 from pshard.planner.program.unit_classes import UnitClass
 
 
@@ -35,7 +34,7 @@ class RankTask:
         """Seconds by tier that no plan can beat, whether or not it divides FFNs."""
         found = []
         for cost, bound in zip(locked(self.costs), self.bounds):
-            if not may_divide(cost):
+            if cost.tables.kind == "cpu":
                 found.append(bound)
                 continue
             quick = cost.load.rare or not self.plan_needed

@@ -181,8 +181,9 @@ def _describe_divided(tier: TierPlan) -> list[str]:
         f"{n} FFN{'s' * (n > 1)}: {rows} rows of gate and up on the CPU, the accelerator's part {where}"
         for (where, rows, _), n in sorted(ways.items())
     ]
-    parts = Counter(p.share for p in tier.placements if p.kept_parts)
+    kept = Counter(p.share for p in tier.placements if p.kept_parts)
     return lines + [
-        f"{n} unit{'s' * (n > 1)}: {share.cpu} parts on the CPU, {share.kept} in VRAM, the others streamed"
-        for share, n in sorted(parts.items())
+        f"{n} unit{'s' * (n > 1)}: {f'{share.cpu} parts on the CPU, ' if share.cpu else ''}the first {share.kept} "
+        f"{'parts' if share.cpu else 'rows or parts'} in VRAM, the others streamed"
+        for share, n in sorted(kept.items())
     ]

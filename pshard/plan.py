@@ -22,8 +22,8 @@ class Placement(Divisible):
     The embedding is "cpu" (rows looked up on the host) or "pinned".
     `cpu_rows`: of a divided unit (units/divide_unit.py), the rows of an FFN's gate and up that the CPU computes from
     host memory while the accelerator computes the others, or so many parts of a unit that has parts; `where` then says
-    how the accelerator comes by its own. `kept_parts`: of a streamed unit, how many of its parts lie in the VRAM arena
-    all the same. 0 and 0: not divided.
+    how the accelerator comes by its own. `kept_parts`: of a streamed unit, how many of its parts, or rows of an FFN's
+    gate and up, lie in the VRAM arena all the same. 0 and 0: not divided.
     """
 
     unit: str

@@ -1,6 +1,7 @@
 """What of weights and states lies in VRAM now: how it comes there and back, and where a unit finds its own."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -134,7 +135,10 @@ class Residents:
         else:
             blob = self._weights.blob(step.unit)
         brought = view_unit(portions.brought.unit, blob)
-        return view_unit(portions.kept.unit, self._arena.pinned(step.unit)) | brought if portions.kept else brought
+        if portions.kept is None:
+            return brought
+        kept = view_unit(portions.kept.unit, self._arena.pinned(step.unit))
+        return kept | brought if portions.brought.unit.kind.part_of else replace(kept, last=brought)
 
     def _state_of(self, step: Compute, carved: Carved) -> Any:
         if step.state is None:

@@ -142,7 +142,10 @@ def divided_cost(unit: Unit, share: Share, setting: Setting) -> DividedCost:
     cpu = join = rest = 0.0
     reads = 0
     if parts.on_cpu is None:
-        on_acc = acc * (price_operations(unit.operations(spec.config), setting.side("acc")) * slower + step)
+        operations = unit.operations(spec.config)
+        if unit.kind.keep and parts.kept:
+            operations = unit.kind.keep(parts.kept.unit.by_role, parts.brought.unit.by_role, spec.config)
+        on_acc = acc * (price_operations(operations, setting.side("acc")) * slower + step)
     else:
         assert unit.kind.divide is not None
         work = unit.kind.divide(parts.on_acc.by_role, parts.on_cpu.unit.by_role, spec.config)

@@ -17,7 +17,7 @@ BOUND_GAP = 5e-3  # of the solver: a tier's search stops near the bound
 def rough_bound(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, divide: bool = False) -> float:
     """Seconds that no plan of this tier can beat, by linear relaxation: a few percent low, but quick.
 
-    divide: no plan that may divide FFNs; else none of whole units.
+    divide: no plan that may divide FFNs, at any row; else none of whole units.
     """
     return relaxation_bound((_problem(room, classes, costs, divide),))
 
@@ -30,4 +30,7 @@ def bound_seconds(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, 
 def _problem(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, divide: bool) -> TierProblem:
     """The tier with any number of slots: they take the room of one and look as far ahead as the most."""
     problem = tier_problem(room, classes, costs, 1, divide)
+    if divide and costs.tables.kind != "cpu":
+        in_parts = (replace(c, in_parts=c.kind.keep is not None) for c in problem.classes)
+        problem = replace(problem, classes=tuple(in_parts))
     return replace(problem, weight=1.0, lookahead=max(SLOT_CHOICES))

@@ -28,7 +28,8 @@ class DividedClassCost:
 
 @dataclass(frozen=True)
 class ClassCost:
-    """Seconds and bytes of one unit of a class in one tier. `kv_nbytes`: its layer's KV in VRAM; 0 if it has none."""
+    """Seconds and bytes of one unit of a class in one tier. `kv_nbytes`: its layer's KV in VRAM; 0 if it has none.
+    `in_parts`: a bound is wanted for units that are divided anywhere: parts of them count, and a slot may be small."""
 
     name: str
     kind: UnitKind
@@ -45,6 +46,7 @@ class ClassCost:
     link_speed: float = 1.0  # 1 = alone; while host work on the unit and a copy overlap
     cpu_speed: float = 1.0
     divided: tuple[DividedClassCost, ...] = ()  # by share
+    in_parts: bool = False
 
     @property
     def place(self) -> str:

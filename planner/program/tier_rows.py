@@ -65,14 +65,16 @@ class TierRows:
 
     def _count_class(self, c: int, cost: ClassCost, fewest: Counts, most: Counts) -> CountColumns:
         def count(what: str, low: int, high: int) -> Column:
-            return self.program.column(self.name(what, cost.name), low, high, not self.parts, self.key(what, self.t, c))
+            whole = not (self.parts or cost.in_parts)
+            return self.program.column(self.name(what, cost.name), low, high, whole, self.key(what, self.t, c))
 
         def divided(i: int, place: int) -> Column:
             part = cost.divided[i]
             of = f"{cost.name},{part.share.label},{('pinned', 'streamed')[place]}"
             key = self.key("divided", i, c, self.t, place)
             most = 0 if place and part.kept else cost.size
-            return self.program.column(self.name("divided", of), 0, most, not self.parts, key)
+            whole = not (self.parts or cost.in_parts)
+            return self.program.column(self.name("divided", of), 0, most, whole, key)
 
         return CountColumns(
             count("pin", fewest.pin, most.pin),
@@ -130,7 +132,8 @@ class TierRows:
                 key = self.key(what, self.t, c, i)
                 uses = self.program.column(self.name(what, of), 0, 1, not (self.parts and few_bytes), key)
                 self.program.at_most(self.name(f"{what}_if", of), count, cost.size * uses)
-                self.program.at_least(self.name(f"{what}_holds", of), room, nbytes / MIB * uses)
+                if few_bytes or not cost.in_parts:
+                    self.program.at_least(self.name(f"{what}_holds", of), room, nbytes / MIB * uses)
         return held
 
     def _limit_class(self, c: int, cost: ClassCost, n: CountColumns, units: ClassUnits, columns: TierColumns) -> Amount:
@@ -147,7 +150,8 @@ class TierRows:
         program.at_least(name("streamed", cost.name), units.streamed, 0)
         streams = program.switch(name("streams", cost.name), self.key("streams", self.t, c))
         program.at_most(name("streams_if", cost.name), units.streamed, cost.size * streams)
-        program.at_least(name("slot_holds", cost.name), columns.slot, cost.nbytes / MIB * streams)
+        if not cost.in_parts:
+            program.at_least(name("slot_holds", cost.name), columns.slot, cost.nbytes / MIB * streams)
         if not cost.kv_nbytes:
             program.equal(name("no_kv", cost.name), n.kv, 0)
             return held

@@ -26,7 +26,8 @@ PIN_REACH = 8  # pins given up or gained for a change of slots
 class TierState:
     """A tier as few numbers: prefix lengths of the residency orders, CPU units by class, runs they form, slots.
 
-    divided: by class, divided streamed units for each of its `shares`; () without any.
+    divided: by class, divided streamed units for each of its `shares`; () without any. copies: whether what the CPU has
+    of divided units in the arena is streamed instead.
     """
 
     pins: int
@@ -35,6 +36,10 @@ class TierState:
     runs: int
     slots: int
     divided: tuple[tuple[int, ...], ...] = ()
+    copies: bool = False
+
+
+Move = Callable[[TierState, int], TierState | None]  # a step so far from a state; None where there is none
 
 
 @dataclass(frozen=True)
@@ -71,12 +76,12 @@ class TierSearch:
         order = self.residency.pin_order
         if not self.residency.shares:
             return len(order)
-        return next((i for i, unit in enumerate(order) if self._share_of(unit) is None), len(order))
+        return next((i for i, unit in enumerate(order) if self._share_of(unit, False) is None), len(order))
 
-    def _share_of(self, unit: str) -> Share | None:
+    def _share_of(self, unit: str, copies: bool) -> Share | None:
         """How this tier divides a unit of the pin order; None where it cannot have it there."""
         share = self.residency.shares.get(unit, WHOLE)
-        if not share or may_divide(self.costs):
+        if not share or (may_divide(self.costs) and not copies):
             return share
         return without_cpu(self.room.spec.unit(unit), share)
 
@@ -191,7 +196,8 @@ class TierSearch:
             counts.append(cpu)
         on_cpu = assign_cpu(self.classes, tuple(counts), resident, state.runs)
         where = self._streamed | dict.fromkeys(on_cpu, "cpu") | dict.fromkeys(pinned, "pinned")
-        shares = {name: share for name in self.residency.shares if name in pinned and (share := self._share_of(name))}
+        held = [name for name in self.residency.shares if name in pinned]
+        shares = {name: share for name in held if (share := self._share_of(name, state.copies))}
         where |= {name: "streamed" for name, share in shares.items() if share.kept}
         if state.divided:
             if any(min(n, default=0) < 0 for n in state.divided):
@@ -229,60 +235,23 @@ class TierSearch:
         return best
 
     @cached_property
-    def _moves(self) -> tuple[Callable[[TierState, int], TierState | None], ...]:
-        """Kinds of steps: more or fewer runs, CPU units of a class, slots, pins."""
+    def _moves(self) -> tuple[Move, ...]:
+        return _list_moves(self)
 
-        def runs(sign: int):
-            def move(state: TierState, far: int) -> TierState | None:
-                if not any(state.cpu) or state.runs + sign * far < 0:
-                    return None
-                return replace(state, runs=state.runs + sign * far)
+    def fill_most(self, state: TierState) -> TierState | None:
+        """The state with as many pins as fit; None where none of the numbers that it may have does."""
+        least = self.residency.least_pins
+        low, over = least - 1, self.most_pins + 1  # the longest prefix known to fit, the shortest known not to
+        while over - low > 1:
+            middle = (low + over) // 2
+            low, over = (middle, over) if self.build(replace(state, pins=middle)) else (low, middle)
+        return replace(state, pins=low) if low >= least else None
 
-            return move
-
-        def cpu(c: int, sign: int):
-            def move(state: TierState, far: int) -> TierState | None:
-                return replace(state, cpu=(*state.cpu[:c], state.cpu[c] + sign * far, *state.cpu[c + 1 :]))
-
-            return move
-
-        def slots(sign: int):
-            def move(state: TierState, far: int) -> TierState | None:
-                changed = state.slots + sign * far
-                return self.fill(replace(state, slots=changed)) if changed in SLOT_CHOICES else None
-
-            return move
-
-        def pins(sign: int):
-            def move(state: TierState, far: int) -> TierState | None:
-                changed = state.pins + sign * far
-                return replace(state, pins=changed) if 0 <= changed <= self.most_pins else None
-
-            return move
-
-        def divided(c: int, i: int, sign: int):
-            def move(state: TierState, far: int) -> TierState | None:
-                now = state.divided or tuple((0,) * len(cls.shares) for cls in self.classes)
-                of_class = (*now[c][:i], now[c][i] + sign * far, *now[c][i + 1 :])
-                return replace(state, divided=(*now[:c], of_class, *now[c + 1 :]))
-
-            return move
-
-        placed = [c for c, cls in enumerate(self.classes) if not cls.kind.is_looked_up]
-        signs = (1, -1)
-        return (
-            *(cpu(c, sign) for c in placed for sign in signs),
-            *(runs(sign) for sign in signs),
-            *(slots(sign) for sign in signs),
-            *(pins(sign) for sign in signs),
-            *(
-                divided(c, i, sign)
-                for c, cls in enumerate(self.classes if self.divides else ())
-                for i, share in enumerate(cls.shares)
-                if not share.kept  # those are of the residency order
-                for sign in signs
-            ),
-        )
+    def leave_to_cpu(self, state: TierState) -> TierState:
+        """The state with all on the CPU that has neither weights nor KV in VRAM."""
+        resident = {*self.residency.pin_order[: state.pins], *self.residency.kv_order[: state.kv]}
+        cpu = tuple(0 if c.kind.is_looked_up else len(c.names - resident) for c in self.classes)
+        return replace(state, cpu=cpu)
 
     def fill(self, state: TierState) -> TierState | None:
         """The state with as many pins as fit, near its own number."""
@@ -292,6 +261,66 @@ class TierSearch:
             if self.build(filled):
                 return filled
         return None
+
+
+def _list_moves(search: TierSearch) -> tuple[Move, ...]:
+    """Kinds of steps: more or fewer runs, CPU units of a class, slots, pins, divided units."""
+
+    def runs(sign: int):
+        def move(state: TierState, far: int) -> TierState | None:
+            if not any(state.cpu) or state.runs + sign * far < 0:
+                return None
+            return replace(state, runs=state.runs + sign * far)
+
+        return move
+
+    def cpu(c: int, sign: int):
+        def move(state: TierState, far: int) -> TierState | None:
+            return replace(state, cpu=(*state.cpu[:c], state.cpu[c] + sign * far, *state.cpu[c + 1 :]))
+
+        return move
+
+    def slots(sign: int):
+        def move(state: TierState, far: int) -> TierState | None:
+            changed = state.slots + sign * far
+            return search.fill(replace(state, slots=changed)) if changed in SLOT_CHOICES else None
+
+        return move
+
+    def pins(sign: int):
+        def move(state: TierState, far: int) -> TierState | None:
+            changed = state.pins + sign * far
+            return replace(state, pins=changed) if 0 <= changed <= search.most_pins else None
+
+        return move
+
+    def divided(c: int, i: int, sign: int):
+        def move(state: TierState, far: int) -> TierState | None:
+            now = state.divided or tuple((0,) * len(cls.shares) for cls in search.classes)
+            of_class = (*now[c][:i], now[c][i] + sign * far, *now[c][i + 1 :])
+            return replace(state, divided=(*now[:c], of_class, *now[c + 1 :]))
+
+        return move
+
+    def copies(state: TierState, far: int) -> TierState | None:
+        return search.fill(replace(state, copies=not state.copies)) if far == 1 else None
+
+    placed = [c for c, cls in enumerate(search.classes) if not cls.kind.is_looked_up]
+    signs = (1, -1)
+    return (
+        *([copies] if search.residency.shares and may_divide(search.costs) else ()),
+        *(cpu(c, sign) for c in placed for sign in signs),
+        *(runs(sign) for sign in signs),
+        *(slots(sign) for sign in signs),
+        *(pins(sign) for sign in signs),
+        *(
+            divided(c, i, sign)
+            for c, cls in enumerate(search.classes if search.divides else ())
+            for i, share in enumerate(cls.shares)
+            if not share.kept  # those are of the residency order
+            for sign in signs
+        ),
+    )
 
 
 def state_of(classes: tuple[UnitClass, ...], counts: tuple[Counts, ...], runs: int, slots: int) -> TierState:

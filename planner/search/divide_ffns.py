@@ -13,6 +13,7 @@ from pshard.planner.program.unit_classes import UnitClass
 from pshard.planner.search.anneal import arrange_tier, refine_divided
 from pshard.planner.search.candidates import EVALUATIONS, Candidate, plan_seconds
 from pshard.planner.search.climb import TierSearch
+from pshard.planner.search.polish_tiers import rank_starts
 from pshard.planner.search.program_starts import START_GAP, affordable_slots
 from pshard.planner.search.residency_order import arrange_residency
 
@@ -68,8 +69,9 @@ def _place(
     slots: dict[int, int],
     even: bool,
 ) -> Candidate | None:
-    """A solution as a plan: its tiers improved on simulated time, rare ones as in `found` as far as the order lets
-    them; None when a tier does not fit, or the tiers that were solved have become no faster."""
+    """A solution as a plan: its tiers improved on simulated time, rare ones from the best start (`polish_tiers.py`
+    improves those of the plan that is taken); None when a tier does not fit, or the tiers that were solved have become
+    no faster."""
     residency = arrange_residency(room, classes, solution.counts, even)
     counts = iter(solution.counts)
     searches = [TierSearch(room, classes, residency, cost, divides=True) for cost in costs]
@@ -88,7 +90,8 @@ def _place(
     small = tiers[min(tiers)]
     for i, before in enumerate(found.tiers):
         if costs[i].load.rare:  # like the smallest entered one where the order pins what `before` has elsewhere
-            tier = arrange_tier(searches[i], classes, before) or arrange_tier(searches[i], classes, small)
+            starts = rank_starts(searches[i], sum(p.kv == "vram" for p in before.placements))
+            tier = starts[0].tier if starts else arrange_tier(searches[i], classes, small)
             if tier is None:
                 return None
             tiers[i] = tier

@@ -1,9 +1,10 @@
 """A unit divided between CPU and accelerator, and between arena and staging slot: what of it lies where. No torch.
 
 Of a kind that is divided by rows (an FFN) the CPU has the last rows of some matrices, which are byte ranges of the
-packed layout. Of a kind that has equal parts it has the last of these; the first may lie in the VRAM arena while those
-between are streamed, so that one unit is pinned, streamed and computed by the CPU at once. What all parts share is with
-the accelerator's first ones, and in host memory.
+packed layout. Or these are streamed while all else lies in the VRAM arena: so a micro-batch that is too large for the
+CPU has there what a small one has. Of a kind that has equal parts the CPU has the last of these; the first may lie in
+the arena while those between are streamed, so that one unit is pinned, streamed and computed by the CPU at once. What
+all parts share is with the accelerator's first ones, and in host memory.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -75,12 +76,14 @@ def can_divide(unit: Unit, share: Share) -> bool:
     own = total - share.cpu
     if unit.kind.part_of is not None:
         return share.cpu >= 0 and 0 <= share.kept < own
-    return not share.kept and 0 < own < total and own % ROW_BLOCK == 0
+    if share.kept:
+        return not share.cpu and unit.kind.keep is not None and 0 < share.kept < total and share.kept % ROW_BLOCK == 0
+    return 0 < own < total and own % ROW_BLOCK == 0
 
 
 @lru_cache(1 << 13)
 def divide_unit(unit: Unit, share: Share) -> DividedUnit:
-    """Divide a unit: the last of its rows or parts are the CPU's, the first `kept` parts the arena's.
+    """Divide a unit: the last of its rows or parts are the CPU's, the first `kept` ones the arena's.
 
     Raises ValueError when either side would have nothing, or the cut is not between two records of the packed layout.
     """
@@ -88,24 +91,29 @@ def divide_unit(unit: Unit, share: Share) -> DividedUnit:
         return DividedUnit(None, _portion(unit, list(unit.offsets().values())), unit, None)
     if not can_divide(unit, share):
         raise ValueError(f"{unit.name} of {count_shares(unit)} cannot be divided into {share.in_words}")
-    return _divide_parts(unit, share) if unit.kind.part_of else _divide_rows(unit, share.cpu)
+    return _divide_parts(unit, share) if unit.kind.part_of else _divide_rows(unit, share)
 
 
-def _divide_rows(unit: Unit, cpu_rows: int) -> DividedUnit:
-    """An FFN: the CPU's rows, with the norm, and the accelerator's, with all that follows them."""
-    own = count_shares(unit) - cpu_rows
-    on_acc, on_cpu = list[tuple[int, TensorSpec]](), list[tuple[int, TensorSpec]]()
+def _divide_rows(unit: Unit, share: Share) -> DividedUnit:
+    """An FFN: the accelerator's first rows, with all that follows them, and the last ones: the CPU's, with the norm, or
+    streamed."""
+    first = share.kept or count_shares(unit) - share.cpu
+    begun, last, vectors = (list[tuple[int, TensorSpec]]() for _ in range(3))
     for start, tensor in unit.offsets().values():
         if tensor.role in unit.kind.divided:
-            last = _cut(tensor, cpu_rows)
-            on_acc.append((start, _cut(tensor, own)))
-            on_cpu.append((start + tensor.packed_nbytes - last.packed_nbytes, last))
+            rest = _cut(tensor, tensor.rows - first)
+            begun.append((start, _cut(tensor, first)))
+            last.append((start + tensor.packed_nbytes - rest.packed_nbytes, rest))
         else:
-            on_acc.append((start, tensor))
+            begun.append((start, tensor))
             if len(tensor.shape) == 1:
-                on_cpu.append((start, tensor))
-    brought = _portion(unit, on_acc)
-    return DividedUnit(None, brought, brought.unit, _portion(unit, on_cpu))
+                vectors.append((start, tensor))
+    in_arena = _portion(unit, begun)
+    if share.kept:
+        return DividedUnit(in_arena, _portion(unit, last), unit, None)
+    return DividedUnit(
+        None, in_arena, in_arena.unit, _portion(unit, sorted([*last, *vectors], key=lambda held: held[0]))
+    )
 
 
 def _divide_parts(unit: Unit, share: Share) -> DividedUnit:
@@ -187,8 +195,8 @@ def expected_pieces(portion: Portion, config: ModelConfig, tokens: int) -> tuple
 
 def without_cpu(unit: Unit, share: Share) -> Share | None:
     """How the unit is streamed whole with the same bytes in the arena, where the CPU computes nothing of it; None for
-    a kind that has no parts to copy."""
-    if unit.kind.part_of is None:
+    a kind of which nothing is kept beside a slot."""
+    if unit.kind.part_of is None and unit.kind.keep is None:
         return None
     return Share(kept=share.kept or count_shares(unit) - share.cpu)
 

@@ -1,7 +1,8 @@
 """A SwiGLU FFN (arXiv 2002.05202): norm, gate and up, their gated product, down, residual.
 
 The CPU may compute the last rows of gate and up, which are byte ranges of the packed layout, while the accelerator
-computes the others and then the whole `down`, whose columns are no byte range.
+computes the others and then the whole `down`, whose columns are no byte range. Or the last rows are streamed while all
+else lies in the arena.
 """
 
 from math import lcm
@@ -28,6 +29,10 @@ def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
 def _divide(on_acc: Tensors, on_cpu: Tensors, config: ModelConfig) -> Division:
     joined = PlaceRows(on_cpu[GATE].rows)
     return Division(_begin(on_acc, config), _begin(on_cpu, config), (joined, Product(on_acc[DOWN], adds=True)))
+
+
+def _keep(in_arena: Tensors, in_slot: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
+    return *_begin(in_arena, config), GatedProduct(in_slot[GATE], in_slot[UP]), Product(in_arena[DOWN], adds=True)
 
 
 def _scratch(config: ModelConfig, tokens: int, shape: StateShape) -> tuple[Buffer, ...]:
@@ -64,6 +69,7 @@ FFN = UnitKind(
     llama_cpp="ffn_.*",
     strategy="bulk",
     divided=(GATE, UP),
+    keep=_keep,
     divide=_divide,
     contends="weights",
     phase=0.65,

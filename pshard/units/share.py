@@ -7,7 +7,7 @@ from typing import NamedTuple
 class Share(NamedTuple):
     """What of a unit the CPU computes, and what is in the VRAM arena though the unit is streamed.
 
-    cpu: in what the kind is divided by: rows of an FFN's gate and up, or parts. kept: parts.
+    Both in what the kind is divided by: rows of an FFN's gate and up, or parts. Of rows there is one of both.
     """
 
     cpu: int = 0

@@ -67,6 +67,8 @@ class UnitKind:
         strategy: what published strategies do with it: "first" (pinned before others), "bulk" (fills what is left) or
             "head".
         divided: roles of matrices whose last rows the CPU may compute while the accelerator computes the others.
+        keep: what a unit runs whose last rows are streamed while all else lies in the arena, by the tensors there and
+            in the slot; None where nothing is kept so.
         part_of: of a kind with equal parts, which the CPU, the arena and a slot may share: which one a tensor belongs
             to, by its role; None for what all parts share, which comes before them.
         chosen: how many of how many parts each token takes; None where a micro-batch needs all, and no copy of a
@@ -91,6 +93,7 @@ class UnitKind:
     llama_cpp: str = ""
     strategy: str = ""
     divided: tuple[str, ...] = ()
+    keep: Callable[[Tensors, Tensors, ModelConfig], tuple[Operation, ...]] | None = None
     part_of: Callable[[str], int | None] | None = None
     chosen: Callable[[ModelConfig], tuple[int, int]] | None = None
     divide: Callable[[Tensors, Tensors, ModelConfig], Division] | None = None

@@ -8,14 +8,18 @@ from pshard.units.ffn import DOWN, GATE, NORM, UP
 
 
 class FfnBlock(Block):
-    """A side's share of a divided one are rows of gate and up: of their gated product silu(gate x) * (up x)."""
+    """A side's share of a divided one are rows of gate and up: of their gated product silu(gate x) * (up x). The last
+    of these may lie in a slot while all else is in the arena."""
 
     def run(self, work: Work, weights: UnitWeights, state: None, residual: Residual) -> None:
         side, n, m, part = work.side, work.rows.tokens, weights.matrices, residual.part
         normed = normalise(side, weights.vectors[NORM], n, residual)
         out = side.space.rows("hidden", n) if part is None else part
-        if residual.leaving is not None or not side.kernels.ffn(normed, m[GATE], m[UP], m[DOWN], out, part is None):
+        apart = weights.last is not None or residual.leaving is not None
+        if apart or not side.kernels.ffn(normed, m[GATE], m[UP], m[DOWN], out, part is None):
             _gate(side, weights, n, normed, None)
+            if weights.last is not None:
+                _gate(side, weights.last, n, normed, None, m[UP].rows)
             leave(side, _gated(side, weights, n), m[DOWN], None, residual)
 
     def run_share(self, work: Work, weights: UnitWeights, residual: Residual, out: torch.Tensor | None) -> None:
@@ -29,10 +33,13 @@ class FfnBlock(Block):
         leave(side, gated, weights.matrices[DOWN], None, residual)
 
 
-def _gate(side: Side, weights: UnitWeights, n: int, normed: torch.Tensor, out: torch.Tensor | None) -> None:
-    """The gated product of the rows that `weights` holds; out None: where `_gated` finds it."""
+def _gate(
+    side: Side, weights: UnitWeights, n: int, normed: torch.Tensor, out: torch.Tensor | None, first: int = 0
+) -> None:
+    """The gated product of the rows that `weights` holds, number `first` and those after it; out None: where `_gated`
+    finds it."""
     m, width = weights.matrices, weights.matrices[UP].rows
-    both = side.space.rows("gate_up", n)[:, : 2 * width]
+    both = side.space.rows("gate_up", n)[:, first : first + 2 * width]
     side.kernels.gate_up(normed, m[GATE], m[UP], both[:, :width] if out is None else out, both, side.space.tile)
 
 

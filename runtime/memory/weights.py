@@ -36,10 +36,14 @@ class WeightSource(Protocol):
 
 @dataclass(frozen=True)
 class UnitWeights:
-    """A unit's tensors as views of one blob: matrices packed, vectors float32."""
+    """A unit's tensors as views of one blob: matrices packed, vectors float32.
+
+    last: the last rows of the matrices that are divided, where they lie elsewhere.
+    """
 
     matrices: dict[str, Packed]
     vectors: dict[str, torch.Tensor]
+    last: "UnitWeights | None" = None
 
     def __or__(self, other: "UnitWeights") -> "UnitWeights":
         """What lies in two places."""

@@ -17,9 +17,8 @@ from pshard.planner.price.profile_tables import Tables
 from pshard.steps.step import Step
 
 CLOSE = 1e-12  # relative, of seconds
-FIELDS = ("unit", "on", "source", "target", "slot", "part", "cpu_rows", "to", "nbytes")  # of steps, that are compared
-
-WRITTEN_AS = {"share": "rows", "rest": "down"}  # of a divided unit's steps, when plans.json was written
+# of steps, that are compared
+FIELDS = ("unit", "on", "source", "target", "slot", "part", "cpu_rows", "kept_parts", "to", "nbytes")
 
 
 def digest_case(case: Case) -> dict[str, Any]:
@@ -70,7 +69,7 @@ def _seconds(tier: TierPlan) -> list[float]:
 def _tell(step: Step) -> list[Any]:
     return [
         type(step).__name__,
-        *((name, WRITTEN_AS.get(value := getattr(step, name), value)) for name in FIELDS if hasattr(step, name)),
+        *((name, getattr(step, name)) for name in FIELDS if hasattr(step, name)),
     ]
 
 

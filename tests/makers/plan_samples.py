@@ -100,6 +100,16 @@ def split_places(spec: ModelSpec, places: Places, rng: random.Random) -> Places:
     return split
 
 
+def keep_rows(spec: ModelSpec, smaller: Places, *tiers: Places) -> Places:
+    """The placements with what all of `tiers` pin in part kept there, while its other rows are streamed."""
+    kept = dict(smaller)
+    for unit in spec.units:
+        first, *others = (tier[unit.name] for tier in tiers)
+        if first[0] == "pinned" and len(first) > 2 and all(place == first for place in others):
+            kept[unit.name] = ("streamed", None, 0, count_shares(unit) - first[2])
+    return kept
+
+
 def shrink_places(spec: ModelSpec, places: Places, rng: random.Random) -> Places:
     """Placements of a larger tier: pins and KV in VRAM are a subset of those of `places`, the rest at random."""
     smaller = random_places(spec, rng)

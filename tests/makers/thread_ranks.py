@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from engines import pinned_everywhere
 from plan_samples import (
+    keep_rows,
     make_rank_plan,
     make_tier,
     make_variant,
@@ -98,12 +99,13 @@ def random_tiers(seed: int, context: int) -> Tiers:
 
 
 def split_tiers(seed: int, context: int) -> Tiers:
-    """As `random_tiers`, with every FFN that decode does not pin split there."""
+    """As `random_tiers`, with every FFN that decode does not pin split there, and what it has of them in VRAM kept."""
 
     def make(spec: Any) -> tuple[TierPlan, ...]:
         rng = random.Random(f"{seed} {spec.packed_nbytes}")
         places = random_places(spec, rng)
-        tiers = ((4, split_places(spec, places, rng)), (16, shrink_places(spec, places, rng)))
+        decode = split_places(spec, places, rng)
+        tiers = ((4, decode), (16, keep_rows(spec, shrink_places(spec, places, rng), decode)))
         return tuple(make_tier(spec, n, p, 2, context, 1) for n, p in tiers)
 
     return make

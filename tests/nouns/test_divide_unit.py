@@ -35,6 +35,29 @@ def test_both_parts_together_are_the_whole_ffn(qtype: str, sixteenths: int) -> N
     assert sum(p.nbytes for p in cut.brought.pieces) == cut.on_acc.packed_nbytes
 
 
+@pytest.mark.parametrize("qtype", ["Q4_0", "Q6_K", "BF16"])
+def test_rows_that_are_kept_and_those_that_are_copied_are_the_whole_ffn(qtype: str) -> None:
+    unit = make_model(layers=1, d_model=256, d_ffn=768, heads=2, qtype=qtype).units[2]
+    cut = divide_unit(unit, Share(kept=576))
+    assert cut.kept and cut.on_cpu is None and cut.on_acc == unit
+    assert cut.kept == divide_unit(unit, Share(768 - 576)).brought  # what a tier has that leaves the rest to the CPU
+    blob = torch.randint(0, 100, (unit.packed_nbytes,), dtype=torch.uint8)
+    whole, held = view_unit(unit, blob), []
+    for portion in (cut.kept, cut.brought):
+        there = torch.zeros(portion.nbytes, dtype=torch.uint8)
+        for piece in portion.pieces:
+            there[piece.to : piece.to + piece.nbytes] = blob[piece.start : piece.start + piece.nbytes]
+        held.append(view_unit(portion.unit, there))
+    for role in ("ffn_gate.weight", "ffn_up.weight"):
+        both = torch.cat([unpack(part.matrices[role]) for part in held])
+        assert torch.equal(both, unpack(whole.matrices[role]))
+    assert torch.equal(held[0].matrices["ffn_down.weight"].data, whole.matrices["ffn_down.weight"].data)
+    assert set(held[1].matrices) == {"ffn_gate.weight", "ffn_up.weight"} and not held[1].vectors
+    for share in (Share(kept=8), Share(kept=768), Share(64, 64)):
+        with pytest.raises(ValueError, match="of 768 cannot"):
+            divide_unit(unit, share)
+
+
 def test_a_cut_leaves_rows_on_both_sides_and_whole_records() -> None:
     unit = make_model(layers=1, d_model=256, d_ffn=256, heads=2).units[2]
     for rows in (256, 300, -16, 8):

@@ -18,6 +18,8 @@ from pshard.planner.program.least_times import Floor
 from pshard.planner.program.unit_classes import group_units
 from pshard.planner.search.anneal import divided_choices, place_choices
 from pshard.planner.search.climb import SEARCH_ROUNDS
+from pshard.units.divide_unit import count_shares
+from pshard.units.share import Share
 
 ROUNDS = 4
 
@@ -70,6 +72,32 @@ def test_no_placement_is_faster_than_its_counts_allow(seed, kind):
         problem = tier_problem(task.room, task.classes, costs, max(1, counted.buffers.slots), divide=True)
         least = fluid_seconds(problem, count_tier(task.classes, counted), relaxed=True)
         assert simulated_seconds(task.room, tier, costs, ROUNDS) >= least * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_placement_beats_the_bound_that_is_printed(seed):
+    """FFNs divided at any row: some rows on the CPU where that may be, or kept in VRAM while the others are copied."""
+    rng, kept = random.Random(seed), 0
+    for task, costs, tier in draw_tiers(seed, "cuda"):
+        where, shares = (
+            {p.unit: p.where for p in tier.placements},
+            {p.unit: p.share for p in tier.placements if p.share},
+        )
+        for unit in task.room.spec.units:
+            rows = count_shares(unit) // 16
+            if rows > 1 and where[unit.name] != "cpu" and rng.random() < 0.7:
+                some = 16 * rng.randrange(1, rows)
+                if rng.random() < 0.5:
+                    where[unit.name], shares[unit.name] = "streamed", Share(kept=some)
+                elif may_divide(costs):
+                    shares[unit.name] = Share(some)
+        kv = frozenset(p.unit for p in tier.placements if p.kv == "vram")
+        tier = draft_tier(task.room, tier.tokens, where, kv, rng.choice((1, 2, 3, 4)), shares)
+        if tier.buffers.total <= task.room.arena:
+            kept += any(p.kept_parts for p in tier.placements)
+            bound = task.divided_bounds[task.costs.index(costs)]
+            assert simulated_seconds(task.room, tier, costs, ROUNDS) >= bound * (1 - 1e-9)
+    assert kept or seed
 
 
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])

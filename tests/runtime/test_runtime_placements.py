@@ -12,9 +12,10 @@ from engines import open_engine, pinned_everywhere
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_files import write_gguf
-from plan_samples import make_tier, make_variant, random_places, shrink_places, split_places
+from plan_samples import keep_rows, make_tier, make_variant, random_places, shrink_places, split_places
 
 from pshard.models import open_model
+from pshard.quant import TENSOR_ALIGN
 from pshard.runtime import executor
 from pshard.runtime.blocks.ffn_block import FfnBlock
 from pshard.runtime.build_engine import build_engine
@@ -23,7 +24,7 @@ from pshard.runtime.kernels.plain import PlainKernels
 from pshard.steps.emit import emit_steps
 from pshard.steps.step import CopyIn, StepList
 from pshard.units.attention import ATTENTION
-from pshard.units.divide_unit import divide_unit
+from pshard.units.divide_unit import count_shares, divide_unit
 from pshard.units.share import Share
 
 CONTEXT = 96
@@ -86,14 +87,23 @@ def expect_identical_logits(model: Path, seed: int, slots: int, repeats: bool) -
 
 
 @settings(max_examples=6, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 10**6), slots=st.integers(1, 4), qtype=st.sampled_from(("Q4_0", "Q6_K", "BF16")))
-def test_split_ffns_give_the_logits_of_whole_ones(models: dict[str, Path], seed: int, slots: int, qtype: str) -> None:
+@given(
+    seed=st.integers(0, 10**6),
+    slots=st.integers(1, 4),
+    qtype=st.sampled_from(("Q4_0", "Q6_K", "BF16")),
+    keeps=st.booleans(),
+)
+def test_split_ffns_give_the_logits_of_whole_ones(
+    models: dict[str, Path], seed: int, slots: int, qtype: str, keeps: bool
+) -> None:
     rng, model = random.Random(seed), models[qtype]
     spec = open_model(model).spec
     places = random_places(spec, rng)
     places["blk.1.ffn"] = ("streamed", None)  # at least one is split
     decode = split_places(spec, places, rng)
     prefill = shrink_places(spec, places, rng)  # whole units: what is pinned in part leaves VRAM
+    if keeps:
+        prefill = keep_rows(spec, prefill, decode)
     tiers = tuple(make_tier(spec, n, p, slots, CONTEXT, 1) for n, p in ((4, decode), (16, prefill)))
     assert any(p.cpu_rows for p in tiers[0].placements)
     expected = talk(open_engine(model, pinned_everywhere(spec, (4, 16), CONTEXT), "fast", CONTEXT), random.Random(seed))
@@ -120,6 +130,33 @@ def test_only_the_accelerators_rows_of_a_split_ffn_are_copied(model: Path) -> No
     streamed, pinned = (divide_unit(whole, Share(n)).on_acc.packed_nbytes for n in (32, 64))
     assert whole.packed_nbytes > streamed > pinned == memory
     assert moved == 2 * streamed + 4 * (32 + 32 + 64) + hidden
+
+
+def test_a_large_tier_streams_the_rows_that_a_small_one_leaves_to_the_cpu(model: Path) -> None:
+    """What decoding has in VRAM of a divided FFN stays there, and only the other rows are copied."""
+    spec = open_model(model).spec
+    whole = spec.unit("blk.2.ffn")
+    places = {u.name: ("pinned", "vram" if u.kind is ATTENTION else None) for u in spec.units}
+    places["embedding"] = ("cpu", None)
+    decode = places | {whole.name: ("pinned", None, 64)}
+    prefill = keep_rows(spec, places, decode)
+    tiers = tuple(make_tier(spec, n, p, 1, CONTEXT, 1) for n, p in ((4, decode), (16, prefill)))
+    assert tiers[1].buffers.pinned == tiers[0].buffers.pinned
+    with open_engine(model, pinned_everywhere(spec, (4, 16), CONTEXT), context=CONTEXT) as reference:
+        expected = [reference.forward(list(range(n))) for n in (12, 1, 16)]
+    with open_engine(model, tiers, context=CONTEXT) as engine:
+        got = [engine.forward(list(range(n))) for n in (12, 1)]
+        resident = engine._executor.arena.pinned(whole.name).clone()
+        before = engine._executor.link_bytes
+        got.append(engine.forward(list(range(16))))
+        moved = engine._executor.link_bytes - before
+        assert torch.equal(resident, engine._executor.arena.pinned(whole.name))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    kept = divide_unit(whole, Share(64)).on_acc.packed_nbytes
+    copied = divide_unit(whole, Share(kept=count_shares(whole) - 64)).brought.nbytes
+    assert kept + copied <= whole.packed_nbytes + 2 * TENSOR_ALIGN
+    hidden = 16 * 4 * spec.config.d_model
+    assert copied + hidden <= moved <= copied * 2 + hidden  # it may be ahead by one
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -1,0 +1,96 @@
+"""How far each tier of a plan is from what it could be alone: `python benchmarks/tier_gaps.py`. Prints JSON.
+
+A plan serves all tiers at once: what is in VRAM for one is there for the others. By case and tier: predicted seconds
+over those of the best published strategy placed for this tier alone, and over those of a plan for a workload of this
+tier alone, both simulated for the same load. `worth_a_switch`: tiers over 10% slower than alone for which one
+micro-batch would win more than it takes to bring in what the other plan has in VRAM, and back.
+"""
+
+import json
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+
+from planner import MACHINE, make_spec
+from pshard.model import ModelSpec
+from pshard.plan import TierPlan
+from pshard.planner.make_plan import plan_variant
+from pshard.planner.prepare_ranks import prepare_ranks
+from pshard.planner.price.draft import simulated_seconds
+from pshard.planner.price.host_limits import holds
+from pshard.planner.price.tier_costs import TierCosts
+from pshard.planner.search.strategies import STRATEGIES, place_strategy
+from pshard.registries.profile_store import load_profile
+from pshard.units.divide_unit import arena_portion
+from pshard.workload import Workload
+
+SHAPES = {  # layers, d_model, heads, kv_heads, d_ffn, vocab, and budgets in MiB
+    "qwen3-32b": (64, 5120, 64, 8, 25600, 151936, (5000, 7000, 12000, 15000)),
+    "llama3-8b": (32, 4096, 32, 8, 14336, 128256, (2500, 4000)),
+    "qwen3-14b": (40, 5120, 40, 8, 17408, 151936, (4000, 7000)),
+    "llama3-70b": (80, 8192, 64, 8, 28672, 128256, (8000, 16000, 24000)),
+}
+MACHINES = ("rtx4060-ryzen-7700", "rtx5080-xeon-w5-3425", "h100-sxm-xeon")
+OVER_PUBLISHED, OVER_ALONE = 0.03, 0.10
+
+
+def measure_case(spec: ModelSpec, machine: str, mib: int) -> Iterator[dict]:
+    """One row for each tier; none where nothing fits the host."""
+    profile, workload = load_profile(MACHINE.with_name(f"{machine}.json")), Workload((mib,))
+    (rank,) = plan_variant(spec, profile, workload).ranks
+    (task,) = prepare_ranks(spec, profile, workload)
+    for tier, cost in zip(rank.tiers, task.costs):
+        placed = [place_strategy(name, task.room, (tier.tokens,)) for name in STRATEGIES]
+        published = [p.tiers[0] for p in placed if p and holds(task.room, p.tiers)]
+        own = replace(workload, generated=4000) if tier.tokens == 1 else replace(
+            workload, generated=1, max_ubatch=tier.tokens
+        )  # fmt: skip
+        alone = plan_variant(spec, profile, own).ranks[0].covering(tier.tokens)
+        seconds, best = tier.prediction.seconds, simulated_seconds(task.room, alone, cost)
+        switch = _switch_seconds(spec, rank.tiers[0], alone, cost) - _switch_seconds(spec, rank.tiers[0], tier, cost)
+        yield {
+            "tokens": tier.tokens,
+            "ms": round(1e3 * seconds, 1),
+            "over_published": max(
+                (seconds / simulated_seconds(task.room, p, cost) - 1 for p in published), default=0.0
+            ),
+            "over_alone": seconds / best - 1,
+            "worth_a_switch": tier.tokens > 1 and seconds > best * (1 + OVER_ALONE) and seconds - best > switch,
+        }
+
+
+def _switch_seconds(spec: ModelSpec, small: TierPlan, large: TierPlan, cost: TierCosts) -> float:
+    """Of bringing in what one tier has in VRAM and the other has not, there and back."""
+    seconds = 0.0
+    for unit, one, other in zip(spec.units, small.placements, large.placements):
+        here, there = (arena_portion(unit, p.where, p.share) for p in (one, other))
+        if here != there:
+            seconds += sum(p.nbytes for p in (here, there) if p) / cost.tables.link_rate
+        if one.kv != other.kv:
+            seconds += 2 * cost.units[unit.name].kv_fetch
+    return seconds
+
+
+def main() -> None:
+    """A line for each case, then one for all."""
+    rows: list[dict] = []
+    for name, (*shape, budgets) in SHAPES.items():
+        for mib in budgets:
+            for machine in MACHINES:
+                tiers = list(measure_case(make_spec(name, *shape), machine, mib))
+                said = {t["tokens"]: [t["ms"], round(t["over_published"], 3), round(t["over_alone"], 3)] for t in tiers}
+                print(json.dumps({"model": name, "vram_mib": mib, "machine": machine, "tiers": said}), flush=True)
+                rows += tiers
+    summary: dict = {"tiers": len(rows), "worth_a_switch": sum(r["worth_a_switch"] for r in rows)}
+    for what, most in (("over_published", OVER_PUBLISHED), ("over_alone", OVER_ALONE)):
+        found = [r[what] for r in rows]
+        summary[what] = {
+            "worst": round(max(found), 3),
+            "median": round(statistics.median(found), 4),
+            f"more_than_{most}": sum(x > most for x in found),
+        }
+    print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    main()
