@@ -15,7 +15,7 @@ from pshard.commands.split_flags import (
 )
 from pshard.errors import UserError
 from pshard.machine import MachineProfile
-from pshard.session.run_request import count_devices
+from pshard.session.run_request import check_budgets, count_devices
 from pshard.units.kv_cells import KV_TYPES
 from pshard.workload import MIB, Workload, binding_limits
 
@@ -114,7 +114,8 @@ def _sweep(text: str) -> tuple[int, ...]:
 
 
 def make_workloads(args: argparse.Namespace, spec: "ModelSpec", profile: MachineProfile) -> list[Workload]:
-    """One workload per budget that was asked for. Raises UserError for lengths that do not fit the context."""
+    """One workload per budget that was asked for. Raises UserError for lengths that do not fit the context, and
+    for a budget above its device's memory."""
     sequences = args.parallel or Workload.sequences
     most = (spec.config.context or Workload.context) * sequences
     context = args.ctx_size or min(Workload.context, most)
@@ -153,7 +154,11 @@ def make_workloads(args: argparse.Namespace, spec: "ModelSpec", profile: Machine
         first = replace(first, vram_mib=first.vram_mib * devices)
     first = replace(first, max_tp=binding_limits(args.max_tp, len(first.vram_mib)))
     if args.sweep:
-        return [replace(first, vram_mib=(mib,) * len(first.vram_mib)) for mib in args.sweep]
+        budgets = [(mib,) * len(first.vram_mib) for mib in args.sweep]
+        check_budgets(budgets[-1], profile, "--sweep")
+        return [replace(first, vram_mib=each) for each in budgets]
+    if args.vram:
+        check_budgets(first.vram_mib, profile, "--vram")
     return [first]
 
 
