@@ -75,7 +75,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _find_registry(args: argparse.Namespace, model: Path, elsewhere: bool) -> Path | None:
-    """Where plans are written; None for those for another machine, which would push this one's out of its registry.
+    """Where plans are written; None for those for another machine, which no run here takes.
 
     Raises UserError for a file that cannot be written to, before minutes of planning.
     """
