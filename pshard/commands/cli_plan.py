@@ -56,7 +56,7 @@ def _run(argv: list[str]) -> int:
     planned = _plan_all(args, path, profile, bool(elsewhere), tell)
     if args.write_lp:
         _write_lp(args.write_lp, planned.spec, profile, planned.asked, planned.variants[0])
-    emitted = emit_arguments(planned) if args.emit else []  # refused before anything is written
+    emitted = emit_arguments(planned, args.emit) if args.emit else []  # refused before anything is written
     if args.split_mode != "none" and not profile.collectives:
         tell("note: the profile has no collectives; what ranks exchange is priced as copies through host memory")
     if registry:

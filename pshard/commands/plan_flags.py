@@ -15,6 +15,7 @@ from pshard.commands.split_flags import (
 )
 from pshard.errors import UserError
 from pshard.machine import MachineProfile
+from pshard.planner.llama_cpp_arguments import PROGRAMS, check_emit
 from pshard.session.run_request import check_budgets, count_devices
 from pshard.units.kv_cells import KV_TYPES
 from pshard.workload import MIB, Workload, binding_limits
@@ -46,8 +47,9 @@ def parse_plan_flags(argv: list[str]) -> argparse.Namespace:
     p.add_argument("--sweep", type=_sweep, metavar="A:B:STEP", help="plan a range of budgets (MiB) in one go")
     p.add_argument("--json", action="store_true", help="print the plan as JSON, and nothing else, on stdout")
     p.add_argument(
-        "--emit", choices=("llama.cpp",),
-        help="print arguments that realise the decode tier's static part; with --json a list beside the plan",
+        "--emit", choices=PROGRAMS,
+        help="print arguments that realise the decode tier's static part, for llama-cli and llama-server (llama.cpp) "
+        "or for llama-bench; with --json a list beside the plan",
     )  # fmt: skip
     p.add_argument("--write-lp", type=Path, metavar="FILE", help="write the integer program too, in the LP format")
     p.add_argument(
@@ -69,8 +71,8 @@ def parse_plan_flags(argv: list[str]) -> argparse.Namespace:
         raise UserError("-ts auto and --strategy exclude each other; give the published strategy its ratios")
     if args.split_mode == "auto" and args.strategy != "ilp":
         raise UserError("-sm auto and --strategy exclude each other; give the published strategy its split")
-    if args.emit and args.split_mode in ("layer", "tensor"):
-        raise UserError(f"--emit {args.emit} needs a plan for one device; leave out -sm")
+    if args.emit:
+        check_emit(args.emit, 1 + (args.split_mode in ("layer", "tensor")), args.cache_type_k, args.cache_type_v)
     if args.write_lp:
         _check_write_lp(args)
     if args.vram and args.sweep:

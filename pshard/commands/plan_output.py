@@ -33,12 +33,12 @@ class Planned:
     trials: tuple[tuple[Trial, ...], ...]
 
 
-def emit_arguments(planned: Planned) -> list[str]:
-    """Every variant as arguments for llama.cpp. Raises UserError for what they cannot say."""
+def emit_arguments(planned: Planned, program: str) -> list[str]:
+    """Every variant as arguments for a program of llama.cpp. Raises UserError for what they cannot say."""
     from pshard.planner.llama_cpp_arguments import llama_arguments
 
     units = {u.name: u for u in planned.spec.units}
-    return [llama_arguments(variant, units) for variant in planned.variants]
+    return [llama_arguments(variant, units, program) for variant in planned.variants]
 
 
 def explain_all(planned: Planned, strategy: str) -> Gains:

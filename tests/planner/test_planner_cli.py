@@ -140,7 +140,7 @@ def test_llama_cpp_arguments_name_what_is_not_pinned(plan):
     outside = [p.unit for p in tier.placements if p.sort != "pinned" and "ffn" in p.unit]
     assert out.startswith("-ngl 999 ") and out.count("\n") == 1
     assert ("ffn_.*=CPU" in out) == bool(outside)
-    assert ("'^(output|token_embd)\\.weight=CPU'" in out) == (tier.placement("output").sort != "pinned")
+    assert ("'^(output(_norm)?|token_embd)\\.weight=CPU'" in out) == (tier.placement("output").sort != "pinned")
 
 
 @pytest.mark.parametrize(
