@@ -249,6 +249,11 @@ class Variant:
         return any(t.prediction.measured_seconds is not None for rank in self.ranks for t in rank.tiers)
 
     @property
+    def disturbed(self) -> bool:
+        """Whether others may have cost a measured time so much that it says only how slow the plan is at most."""
+        return any(t.prediction.disturbed >= DISTURBED for rank in self.ranks for t in rank.tiers)
+
+    @property
     def way(self) -> str:
         """How the model is spread, as the flags that ask for it; of one device, which."""
         w = self.workload
@@ -269,12 +274,13 @@ class Variant:
 class Trial:
     """A plan that was run. `variant` has what was predicted before beside what was measured; `refitted` predicts by
     the times that were then fitted to all trials (the same when they needed no fit). `seconds`: of one round of the
-    workload, as measured."""
+    workload, as measured, and `spread`, by how much the samples say that it may be less or more."""
 
     name: str
     variant: Variant
     refitted: Variant
     seconds: float
+    spread: float = 0.0
 
 
 class NewerFormat(ValueError):

@@ -69,11 +69,11 @@ def choose_variant(plans: PlanSet, want: Workload, replan_command: str) -> Choic
 
 
 def _choose_way(fitting: Sequence[Variant], want: Workload) -> Choice:
-    """The shortest round, of all as measured where all were run, else of all as the profile predicts them: plans that
-    were run have times that were fitted to that, which the others had no chance to."""
+    """The shortest round, of all as measured where all were run undisturbed, else of all as the profile predicts them:
+    plans that were run have times that were fitted to that, which the others had no chance to."""
     closest = max((-v.workload.sequences, _rank_context(v, want)) for v in fitting)
     alike = [v for v in fitting if (-v.workload.sequences, _rank_context(v, want)) == closest]
-    run = [v for v in alike if v.validated]
+    run = [v for v in alike if v.validated and not v.disturbed]
     view = as_measured if len(run) == len(alike) else as_profiled
     rounds = sorted(
         ((_round(view(v), want), v) for v in alike), key=lambda pair: (pair[0], -sum(pair[1].workload.vram_mib))

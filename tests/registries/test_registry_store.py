@@ -277,6 +277,13 @@ def test_auto_compares_plans_that_were_all_run_as_they_were_measured():
     assert found.variant == other and "shortest of the measured rounds" in found.why
 
 
+def test_auto_compares_plans_as_predicted_where_others_disturbed_what_was_measured():
+    first = with_prediction(make_variant((1000,), seconds=0.03), measured_seconds=0.05, disturbed=0.3)
+    other = with_prediction(make_variant((900,), seconds=0.04), measured_seconds=0.045)
+    found = choose_auto(first, other)
+    assert found.variant == first and "shortest of the predicted rounds" in found.why
+
+
 def test_auto_also_takes_a_plan_for_the_first_of_the_devices():
     pair = make_variant((900, 900), seconds=0.03, split_mode="tensor", tensor_split=(0.5, 0.5))
     want = Workload((1000, 1000, 100, 1000), context=512, max_ubatch=16, split_mode="auto")
