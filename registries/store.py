@@ -141,8 +141,10 @@ def own_plans(registry: Registry, current: Inputs, replan_command: str) -> PlanS
     for plans in registry.sets:
         if plans.fingerprint == digest(current):
             return plans
+    if not registry.sets:
+        raise StaleRegistry(f"the registry has no plans; run: {replan_command}")
     changes = sorted((explain_difference(plans.inputs, current) for plans in registry.sets), key=len)
-    nearest = "; ".join(changes[0] if changes else ()) or "the order of the inputs"
+    nearest = "; ".join(changes[0]) or "the order of the inputs"
     made = "the plan was made for other inputs"
     if len(changes) > 1:
         made = f"no plan was made for these inputs; the nearest of {len(changes)} sets of plans differs"

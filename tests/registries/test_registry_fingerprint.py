@@ -7,6 +7,7 @@ from registry_samples import make_profile, make_registry
 
 from pshard.errors import StaleRegistry
 from pshard.machine import ReadTiming
+from pshard.plan import Registry
 from pshard.registries.fingerprint import digest, explain_difference, fingerprint_inputs
 from pshard.registries.store import own_plans
 
@@ -50,6 +51,11 @@ def test_a_change_of_the_model_is_named():
 def test_equal_inputs_give_the_same_fingerprint():
     assert digest(fingerprint_inputs(MODEL, make_profile())) == digest(fingerprint_inputs(MODEL, make_profile()))
     assert explain_difference(MODEL, MODEL) == []
+
+
+def test_a_registry_without_plans_names_the_command():
+    with pytest.raises(StaleRegistry, match=r"the registry has no plans; run: pshard-plan -m m$"):
+        own_plans(Registry(()), MODEL, "pshard-plan -m m")
 
 
 def test_stale_registry_names_the_input_and_the_command():
