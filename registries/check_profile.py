@@ -3,11 +3,14 @@
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import permutations
 
 from pshard.machine import MachineProfile
 
-UNLIKELY = 16.0  # times too slow beside another: of honest profiles, some of busy machines, the worst row is at 4.2
-STALL = 0.02  # seconds that one timing may be too long because a core stood still
+LEAST_SECONDS = 1e-8  # nothing that is started takes less
+MOST_BYTES, MOST_FLOPS = 1e14, 1e17  # per second: machines of 2026 reach about 1e13 and 1e16
+UNLIKELY = 16.0  # times too slow beside another size; with idle cores the worst row of measured profiles is at 4.2
+STALL = 1.0  # seconds that others may add all the same: 0.16 were seen where programs kept the cores busy
 
 
 @dataclass(frozen=True)
@@ -22,48 +25,52 @@ class Point:
 def check_timings(profile: MachineProfile) -> None:
     """Raise ValueError that names the field whose timing no machine has.
 
-    Matmuls, attention, copies, sums, shares and reads take longer than nothing; element-wise work may take none, as
-    some of it is a difference of two timings. Along each curve that the planner reads, of one operation by its size,
-    more work takes no less time and no more than in proportion, roughly: a point is refused that UNLIKELY times that
-    leaves too slow beside another by more than STALL, or beside which so two others are too slow. Others on a machine
-    make timings longer, never shorter, so that one row that is too long may be noise; a damaged one is not.
+    Other programs make timings longer, on a busy machine hundreds of times, and never shorter. So what is too fast is
+    refused by what no machine comes near. What is too slow is refused along the curves that the planner reads, of one
+    operation by its size: beside each other row it may take UNLIKELY times what that takes, or what that grows to in
+    proportion, and STALL seconds. Element-wise work may take no time, as some of it is a difference of two timings.
     """
-    for field, value in _amounts(profile):
-        if not value > 0:
-            raise ValueError(f"MachineProfile.{field} is {value:g}; it is above 0 on every machine")
+    for field, value, least in _amounts(profile):
+        if not value >= least:
+            raise ValueError(f"MachineProfile.{field} is {value:g}; on every machine it is {least:g} or more")
+    for field, rate, most in _rates(profile):
+        if rate > most:
+            raise ValueError(f"MachineProfile.{field} would be {rate:.3g} a second; no machine comes near {most:g}")
     for points in _curves(profile):
-        for point in points:
-            slow = [p for p in points if p.seconds > _most(point, p.size)]
-            if len(slow) > 1:
-                raise ValueError(_describe(point, slow[0]))
-            if slow and slow[0].seconds > _most(point, slow[0].size) + STALL:
-                raise ValueError(_describe(slow[0], point))
+        for fast, slow in permutations(points, 2):
+            if slow.seconds > UNLIKELY * fast.seconds * max(1.0, slow.size / fast.size) + STALL:
+                raise ValueError(
+                    f"MachineProfile.{slow.field} is {slow.seconds:g} for a size of {slow.size}, which does not go "
+                    f"with {fast.seconds:g} for {fast.size} ({fast.field})"
+                )
 
 
-def _most(beside: Point, size: int) -> float:
-    """Seconds that work of a size takes at most, where another size takes what it does."""
-    return UNLIKELY * beside.seconds * max(1.0, size / beside.size)
-
-
-def _describe(wrong: Point, other: Point) -> str:
-    return (
-        f"MachineProfile.{wrong.field} is {wrong.seconds:g} for a size of {wrong.size}, which does not go with "
-        f"{other.seconds:g} for {other.size} ({other.field})"
-    )
-
-
-def _amounts(profile: MachineProfile) -> Iterator[tuple[str, float]]:
-    """Fields that are above 0, by name."""
+def _amounts(profile: MachineProfile) -> Iterator[tuple[str, float, float]]:
+    """Fields that are above 0, by name, and the least that they are."""
     for table in ("matmuls", "attention", "copies", "collectives"):
         for i, row in enumerate(getattr(profile, table)):
-            yield f"{table}[{i}].seconds", row.seconds
+            yield f"{table}[{i}].seconds", row.seconds, LEAST_SECONDS
     for i, share in enumerate(profile.shares):
         for name in ("whole", "alone", "together"):
-            yield f"shares[{i}].{name}", getattr(share, name)
+            yield f"shares[{i}].{name}", getattr(share, name), LEAST_SECONDS
     for i, read in enumerate(profile.reads):
-        yield f"reads[{i}].rate", read.rate
+        yield f"reads[{i}].rate", read.rate, 1.0
     for i, accelerator in enumerate(profile.accelerators):
-        yield f"accelerators[{i}].memory_bytes", accelerator.memory_bytes
+        yield f"accelerators[{i}].memory_bytes", accelerator.memory_bytes, 1.0
+
+
+def _rates(profile: MachineProfile) -> Iterator[tuple[str, float, float]]:
+    """Bytes or floating-point operations per second by the field that says so, and the most that they are."""
+    for i, m in enumerate(profile.matmuls):
+        yield f"matmuls[{i}].seconds", 2.0 * m.rows * m.cols * m.tokens / m.seconds, MOST_FLOPS
+    for i, a in enumerate(profile.attention):  # at least half of the pairs of a token and a cell
+        pairs = a.sequences * a.tokens * a.context / 2
+        yield f"attention[{i}].seconds", 4.0 * a.n_heads * a.head_dim * pairs / a.seconds, MOST_FLOPS
+    for table in ("copies", "collectives"):
+        for i, row in enumerate(getattr(profile, table)):
+            yield f"{table}[{i}].seconds", row.nbytes / row.seconds, MOST_BYTES
+    for i, read in enumerate(profile.reads):
+        yield f"reads[{i}].rate", read.rate, MOST_BYTES
 
 
 def _curves(profile: MachineProfile) -> Iterator[list[Point]]:
