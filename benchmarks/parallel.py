@@ -145,7 +145,7 @@ def plan_ways(model: Path, case: Case, devices: list[int], folder: str) -> tuple
         done = run(["pshard-plan", *common, *budgets(case, n), "-sm", "auto", "--registry", f"{folder}/auto{n}.json"])
         if done.returncode:
             return None
-        (variant,) = json.loads(done.stdout)["registry"]["variants"]
+        (variant,) = json.loads(done.stdout)["registry"]["sets"][0]["variants"]
         return Answer(n, tuple(variant["considered"]))
 
     def make(way: Way) -> Way | None:

@@ -10,7 +10,7 @@ from pshard.times.stolen_time import DISTURBED
 from pshard.units.share import Divisible
 from pshard.workload import Split, Workload, format_limits
 
-REGISTRY_VERSION = 2
+REGISTRY_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -244,6 +244,11 @@ class Variant:
         return any(t.prediction.measured_seconds is not None for rank in self.ranks for t in rank.tiers)
 
     @property
+    def disturbed(self) -> bool:
+        """Whether others may have cost a measured time so much that it says only how slow the plan is at most."""
+        return any(t.prediction.disturbed >= DISTURBED for rank in self.ranks for t in rank.tiers)
+
+    @property
     def way(self) -> str:
         """How the model is spread, as the flags that ask for it; of one device, which."""
         w = self.workload
@@ -264,12 +269,13 @@ class Variant:
 class Trial:
     """A plan that was run. `variant` has what was predicted before beside what was measured; `refitted` predicts by
     the times that were then fitted to all trials (the same when they needed no fit). `seconds`: of one round of the
-    workload, as measured."""
+    workload, as measured, and `spread`, by how much the samples say that it may be less or more."""
 
     name: str
     variant: Variant
     refitted: Variant
     seconds: float
+    spread: float = 0.0
 
 
 class NewerFormat(ValueError):
@@ -288,26 +294,45 @@ class OlderFormat(ValueError):
         self.plans = plans
 
 
-def check_format(data: Any) -> None:
-    """Raise NewerFormat or OlderFormat for the JSON data of a registry in another format version than this one's."""
+def to_newest_format(data: Any) -> Any:
+    """The JSON data of a registry in this program's format version: version 2 had the fields of one PlanSet at its top.
+
+    Raises NewerFormat or OlderFormat for a version that is not read; what is no registry comes back as it is.
+    """
     version = data.get("version") if isinstance(data, dict) else None
     if type(version) is not int:
-        return
+        return data
     if version > REGISTRY_VERSION:
         raise NewerFormat(f"format version {version}, this program reads up to {REGISTRY_VERSION}")
-    if 1 <= version < REGISTRY_VERSION:
+    if version == 2:
+        return {"sets": [{k: v for k, v in data.items() if k != "version"}], "version": REGISTRY_VERSION}
+    if version == 1:
         plans = data.get("variants")
-        message = f"the older format version {version}, this program reads {REGISTRY_VERSION}"
+        message = f"the older format version {version}, this program reads 2 and {REGISTRY_VERSION}"
         raise OlderFormat(message, len(plans) if isinstance(plans, list) else 0)
+    return data
 
 
 @dataclass(frozen=True)
-class Registry:
-    """A plan registry file. `fingerprint` digests `inputs`, which are spelled out so that a change can be named."""
+class PlanSet:
+    """Plans that were made from the same inputs: of one model, machine and profile. `fingerprint` digests `inputs`,
+    which are spelled out so that a change can be named. `created`: when one was last written."""
 
     fingerprint: str
     inputs: tuple[tuple[str, str], ...]
     model: str
     created: str
     variants: tuple[Variant, ...]
+
+
+@dataclass(frozen=True)
+class Registry:
+    """A plan registry file: sets of plans side by side, each with a fingerprint of its own, the last written first."""
+
+    sets: tuple[PlanSet, ...]
     version: int = REGISTRY_VERSION
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """Those of all sets."""
+        return tuple(variant for plans in self.sets for variant in plans.variants)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import isclose
 
 from pshard.errors import UserError
-from pshard.plan import Registry, Variant
+from pshard.plan import PlanSet, Variant
 from pshard.times.predicted_times import as_measured, as_profiled, round_seconds
 from pshard.workload import Workload, binding_limits, format_limits
 
@@ -37,7 +37,7 @@ class Choice:
     why: str = ""
 
 
-def choose_variant(registry: Registry, want: Workload, replan_command: str) -> Choice:
+def choose_variant(plans: PlanSet, want: Workload, replan_command: str) -> Choice:
     """The variant with the largest budget that fits in `want.vram_mib`, which is what is at hand on each device.
 
     It must hold at least the wanted context and sequences, with the same KV types and split. Among equal budgets the
@@ -46,10 +46,10 @@ def choose_variant(registry: Registry, want: Workload, replan_command: str) -> C
     split will do, also of one device of those or of the first few: sequences and context go first as above, then the
     round. Raises UserError that lists the variants there are.
     """
-    fitting = [v for v in registry.variants if _serves(v, want)]
+    fitting = [v for v in plans.variants if _serves(v, want)]
     if not fitting:
         wanted = _describe(want)
-        there = "; ".join(_describe(v.workload) for v in registry.variants) or "none"
+        there = "; ".join(_describe(v.workload) for v in plans.variants) or "none"
         raise UserError(f"no plan fits {wanted}; planned are: {there}; run: {replan_command}")
     if want.split_mode == "auto":
         return _choose_way(fitting, want)
@@ -69,11 +69,11 @@ def choose_variant(registry: Registry, want: Workload, replan_command: str) -> C
 
 
 def _choose_way(fitting: Sequence[Variant], want: Workload) -> Choice:
-    """The shortest round, of all as measured where all were run, else of all as the profile predicts them: plans that
-    were run have times that were fitted to that, which the others had no chance to."""
+    """The shortest round, of all as measured where all were run undisturbed, else of all as the profile predicts them:
+    plans that were run have times that were fitted to that, which the others had no chance to."""
     closest = max((-v.workload.sequences, _rank_context(v, want)) for v in fitting)
     alike = [v for v in fitting if (-v.workload.sequences, _rank_context(v, want)) == closest]
-    run = [v for v in alike if v.validated]
+    run = [v for v in alike if v.validated and not v.disturbed]
     view = as_measured if len(run) == len(alike) else as_profiled
     rounds = sorted(
         ((_round(view(v), want), v) for v in alike), key=lambda pair: (pair[0], -sum(pair[1].workload.vram_mib))

@@ -5,7 +5,7 @@ from typing import Any
 
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.jsonio import from_json, to_json
-from pshard.plan import REGISTRY_VERSION, RankPlan, Registry, TierPlan, Variant, check_format
+from pshard.plan import REGISTRY_VERSION, RankPlan, Registry, TierPlan, Variant, to_newest_format
 from pshard.registries.fingerprint import digest
 from pshard.times.collectives import REDUCE_DTYPES
 from pshard.workload import SPLIT_MODES, Workload
@@ -20,7 +20,7 @@ def encode_registry(registry: Registry) -> str:
 
 
 def decode_registry(text: str) -> Registry:
-    """Read the text of a registry file.
+    """Read the text of a registry file, also of format version 2.
 
     Raises ValueError that names the place of what is wrong, NewerFormat or OlderFormat for another format version.
     """
@@ -28,8 +28,7 @@ def decode_registry(text: str) -> Registry:
         data = json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    check_format(data)
-    registry = from_json(Registry, data)
+    registry = from_json(Registry, to_newest_format(data))
     check_registry(registry)
     return registry
 
@@ -38,10 +37,14 @@ def check_registry(registry: Registry) -> None:
     """Check what types alone do not say. Raises ValueError that names the place."""
     if registry.version != REGISTRY_VERSION:
         raise ValueError(f"Registry.version is {registry.version}, not {REGISTRY_VERSION}")
-    if registry.fingerprint != digest(registry.inputs):
-        raise ValueError("Registry.fingerprint is not the digest of Registry.inputs")
-    for i, variant in enumerate(registry.variants):
-        _check_variant(variant, f"Registry.variants[{i}]")
+    prints = [plans.fingerprint for plans in registry.sets]
+    if len(prints) != len(set(prints)):
+        raise ValueError("Registry.sets has a fingerprint twice")
+    for i, plans in enumerate(registry.sets):
+        if plans.fingerprint != digest(plans.inputs):
+            raise ValueError(f"Registry.sets[{i}].fingerprint is not the digest of its inputs")
+        for j, variant in enumerate(plans.variants):
+            _check_variant(variant, f"Registry.sets[{i}].variants[{j}]")
 
 
 def _check_variant(variant: Variant, where: str) -> None:

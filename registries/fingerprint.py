@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from pshard.jsonio import to_json
 from pshard.machine import MachineProfile
-from pshard.plan import REGISTRY_VERSION
 
+VARIANT_FORMAT = 2  # the format version of registries in which the fields of a variant last changed
 PLAN_FORMAT = 4  # raise when buffers, steps, packed layout or a plan's nouns change: stored plans no longer fit
 
 Inputs = tuple[tuple[str, str], ...]
@@ -27,9 +27,13 @@ def fingerprint_inputs(model_inputs: Iterable[tuple[str, str]], profile: Machine
         pairs.append((f"accelerator {acc.index}", value))
         if acc.driver:
             pairs.append((f"driver {acc.index}", acc.driver))
-    pairs.append(("profile", f"{profile.provenance.source} {profile.provenance.date} {digest_profile(profile)[:12]}"))
-    pairs += [("registry format", str(REGISTRY_VERSION)), ("plan format", str(PLAN_FORMAT))]
+    pairs += [profile_input(profile), ("registry format", str(VARIANT_FORMAT)), ("plan format", str(PLAN_FORMAT))]
     return tuple(pairs)
+
+
+def profile_input(profile: MachineProfile) -> tuple[str, str]:
+    """The pair that says which profile it was."""
+    return "profile", f"{profile.provenance.source} {profile.provenance.date} {digest_profile(profile)[:12]}"
 
 
 def digest_profile(profile: MachineProfile) -> str:

@@ -14,6 +14,7 @@ from pshard.errors import UserError
 from pshard.jsonio import from_json, write_json_atomically
 from pshard.machine import PROFILE_VERSION, MachineProfile
 from pshard.paths import cache_dir
+from pshard.registries.check_profile import check_timings
 
 
 def default_profile_path() -> Path:
@@ -41,6 +42,7 @@ def load_profile(path: Path | None = None) -> MachineProfile:
     try:
         profile = from_json(MachineProfile, data)
         _check_figures(data)
+        check_timings(profile)
     except ValueError as error:
         raise UserError(f"{place} is damaged: {error}; run pshard-profile again") from None
     met = recall_lockable() if path is None else None

@@ -14,11 +14,12 @@ from filelock import FileLock, Timeout
 from pshard.errors import StaleRegistry, UserError
 from pshard.jsonio import check_regular, write_text_atomically
 from pshard.paths import cache_dir
-from pshard.plan import NewerFormat, OlderFormat, Registry, Variant
+from pshard.plan import NewerFormat, OlderFormat, PlanSet, Registry, Variant
 from pshard.registries.codec import decode_registry, encode_registry
 from pshard.registries.fingerprint import Inputs, digest, explain_difference
 
 SUFFIX = ".pshard.json"
+MOST_SETS = 8  # of plans in one registry, each for other inputs: every run reads them all
 LOCK_SECONDS = 30.0  # a writer holds the lock for milliseconds; waiting this long means that something hangs
 
 
@@ -62,16 +63,22 @@ def load_registry(path: Path, plan_command: str = "pshard-plan again") -> Regist
 
 @dataclass(frozen=True)
 class Saved:
-    """What writing variants took out of a registry: how many were stale, and which, though they had been run, gave way
-    to one that was only predicted."""
+    """What writing variants took out of a registry: how many plans of an older format, how many of the sets that were
+    written the longest ago, and which, though they had been run, gave way to one that was only predicted."""
 
-    stale: int
+    older: int = 0
+    oldest: int = 0
     unproven: tuple[Variant, ...] = ()
 
     @property
     def notes(self) -> tuple[str, ...]:
         """A line on each."""
-        lines = [f"dropped from the registry, as made for other inputs: {self.stale} plan(s)"] if self.stale else []
+        lines = [f"dropped from the registry, as in an older format: {self.older} plan(s)"] if self.older else []
+        if self.oldest:
+            lines.append(
+                f"dropped from the registry, which keeps plans of {MOST_SETS} machines or profiles, the oldest: "
+                f"{self.oldest} plan(s)"
+            )
         for v in self.unproven:
             budgets = ",".join(map(str, v.workload.vram_mib))
             what = f"{budgets} MiB, -c {v.workload.context}, {v.way}"
@@ -82,37 +89,40 @@ class Saved:
 
 
 def save_variants(path: Path, model: str, inputs: Inputs, variants: Sequence[Variant]) -> Saved:
-    """Add variants to the registry at `path`; one with the same key is replaced, others are kept.
+    """Add variants to the registry at `path`, to those of the same `inputs`; one with the same key is replaced.
 
-    When `inputs` differ from the stored ones, or the file is of an older format, the stored variants are stale and
-    dropped. Raises UserError and leaves the old file as it was when the folder cannot be written, the disk is full, or
-    the file at hand is no registry, or of a newer format.
+    Plans of other inputs (another machine, another profile) stay, up to MOST_SETS sets; beyond them the one that was
+    written the longest ago is dropped, and so are plans of a format that is not read any more. Raises UserError and
+    leaves the old file as it was when the folder cannot be written, the disk is full, or the file at hand is no
+    registry, or of a newer format.
     """
     path = Path(path)
     with _report_write_errors(path):
         check_regular(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_name(f".{path.name}.lock"), timeout=LOCK_SECONDS):
-            kept, stale = _sort_out_stale(path, inputs)
+            stored, older = _read_stored(path)
+            kept = next((plans.variants for plans in stored if plans.fingerprint == digest(inputs)), ())
             replaced = {variant_key(v) for v in variants}
             proven = {variant_key(v) for v in kept if v.validated}
             merged = [v for v in kept if variant_key(v) not in replaced] + list(variants)
             merged.sort(key=lambda v: (variant_key(v)[1:], v.workload.vram_mib))
             created = datetime.now(UTC).isoformat(timespec="seconds")
-            registry = Registry(digest(inputs), tuple(inputs), model, created, tuple(merged))
-            write_text_atomically(path, encode_registry(registry))
-    return Saved(stale, tuple(v for v in variants if variant_key(v) in proven and not v.validated))
+            own = PlanSet(digest(inputs), tuple(inputs), model, created, tuple(merged))
+            sets = (own, *(plans for plans in stored if plans.fingerprint != own.fingerprint))
+            write_text_atomically(path, encode_registry(Registry(sets[:MOST_SETS])))
+    oldest = sum(len(plans.variants) for plans in sets[MOST_SETS:])
+    return Saved(older, oldest, tuple(v for v in variants if variant_key(v) in proven and not v.validated))
 
 
-def _sort_out_stale(path: Path, inputs: Inputs) -> tuple[tuple[Variant, ...], int]:
-    """The stored variants that were made for these inputs, and how many others there are."""
+def _read_stored(path: Path) -> tuple[tuple[PlanSet, ...], int]:
+    """The sets of plans in the file, and how many plans it has in a format that is not read any more."""
     if not path.exists():
         return (), 0
     try:
-        stored = load_registry(path)
+        return load_registry(path).sets, 0
     except StaleRegistry as error:
         return (), error.plans
-    return (stored.variants, 0) if stored.fingerprint == digest(inputs) else ((), len(stored.variants))
 
 
 def variant_key(variant: Variant) -> tuple:
@@ -122,11 +132,23 @@ def variant_key(variant: Variant) -> tuple:
     return (w.vram_mib, w.context, w.sequences, w.type_k, w.type_v, w.max_ubatch, *split)
 
 
-def check_fresh(registry: Registry, current: Inputs, replan_command: str) -> None:
-    """Raise StaleRegistry, naming the inputs that changed and the command to re-plan, unless all are the same."""
-    if registry.fingerprint != digest(current):
-        changes = "; ".join(explain_difference(registry.inputs, current)) or "the order of the inputs"
-        raise StaleRegistry(f"the plan was made for other inputs ({changes}); run: {replan_command}")
+def own_plans(registry: Registry, current: Inputs, replan_command: str) -> PlanSet:
+    """The plans that were made for these inputs.
+
+    Raises StaleRegistry where there are none: it names the inputs in which the nearest set of plans differs, the one
+    with the fewest, and the command to plan.
+    """
+    for plans in registry.sets:
+        if plans.fingerprint == digest(current):
+            return plans
+    if not registry.sets:
+        raise StaleRegistry(f"the registry has no plans; run: {replan_command}")
+    changes = sorted((explain_difference(plans.inputs, current) for plans in registry.sets), key=len)
+    nearest = "; ".join(changes[0]) or "the order of the inputs"
+    made = "the plan was made for other inputs"
+    if len(changes) > 1:
+        made = f"no plan was made for these inputs; the nearest of {len(changes)} sets of plans differs"
+    raise StaleRegistry(f"{made} ({nearest}); run: {replan_command}")
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from pshard.errors import UserError
 from pshard.jsonio import from_json
 from pshard.machine import MachineProfile
-from pshard.plan import OlderFormat, Registry, Variant, check_format
+from pshard.plan import OlderFormat, PlanSet, Registry, Variant, to_newest_format
 from pshard.times.measurement import Measurement, Timeline
 
 T = TypeVar("T")
@@ -17,7 +17,8 @@ T = TypeVar("T")
 # Two fields that tell each kind of object from the others
 KINDS: tuple[tuple[type, frozenset[str]], ...] = (
     (Measurement, frozenset({"samples_ts", "strategy"})),
-    (Registry, frozenset({"fingerprint", "variants"})),
+    (Registry, frozenset({"sets", "version"})),
+    (Registry, frozenset({"fingerprint", "variants"})),  # of format version 2
     (Variant, frozenset({"workload", "ranks"})),
     (MachineProfile, frozenset({"host", "matmuls"})),
     (Timeline, frozenset({"title", "events"})),
@@ -26,13 +27,15 @@ KINDS: tuple[tuple[type, frozenset[str]], ...] = (
 
 @dataclass(frozen=True)
 class ReportInputs:
-    """What the files hold, without repetitions. `plans` are (model name, variant)."""
+    """What the files hold, without repetitions. `plans` are (name, variant), where the name is the model's, with the
+    machine's where a registry has plans of several; `sets` are the registries'."""
 
     sources: tuple[str, ...]
     measurements: tuple[Measurement, ...]
     plans: tuple[tuple[str, Variant], ...]
     profiles: tuple[MachineProfile, ...]
     timelines: tuple[Timeline, ...]
+    sets: tuple[PlanSet, ...] = ()
 
 
 def read_inputs(paths: Iterable[Path]) -> ReportInputs:
@@ -48,13 +51,15 @@ def read_inputs(paths: Iterable[Path]) -> ReportInputs:
         sources.append(str(path))
         nouns += [(path.stem, noun) for noun in found]
     plans = [(origin, noun) for origin, noun in nouns if isinstance(noun, Variant)]
-    plans += [(noun.model, variant) for _, noun in nouns if isinstance(noun, Registry) for variant in noun.variants]
+    registries = _pick(Registry, nouns)
+    plans += [(_name_set(s, r), variant) for r in registries for s in r.sets for variant in s.variants]
     return ReportInputs(
         tuple(sources),
         _pick(Measurement, nouns),
         tuple(dict.fromkeys(plans)),
         _pick(MachineProfile, nouns),
         _pick(Timeline, nouns),
+        tuple(dict.fromkeys(plans for registry in registries for plans in registry.sets)),
     )
 
 
@@ -100,10 +105,18 @@ def _find_nouns(data: Any) -> list[Any]:
         return []
     for kind, marks in KINDS:
         if marks <= data.keys():
-            if kind is Registry:
-                check_format(data)
-            return [from_json(kind, data)]
+            return [from_json(kind, to_newest_format(data) if kind is Registry else data)]
     return [noun for value in data.values() for noun in _find_nouns(value)]
+
+
+def _name_set(plans: PlanSet, registry: Registry) -> str:
+    """The model, and of several sets of plans also the machine and the profile's date that one was made for."""
+    if len(registry.sets) == 1:
+        return plans.model
+    inputs = dict(plans.inputs)
+    device = inputs.get("accelerator 0", "another machine").split(",")[0]
+    date = " ".join(inputs.get("profile", "").split()[:-1])
+    return f"{plans.model} on {device}" + (f", profile {date}" if date else "")
 
 
 def _pick(kind: type[T], nouns: Iterable[tuple[str, Any]]) -> tuple[T, ...]:

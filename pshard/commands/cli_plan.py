@@ -56,7 +56,7 @@ def _run(argv: list[str]) -> int:
     planned = _plan_all(args, path, profile, bool(elsewhere), tell)
     if args.write_lp:
         _write_lp(args.write_lp, planned.spec, profile, planned.asked, planned.variants[0])
-    emitted = emit_arguments(planned) if args.emit else []  # refused before anything is written
+    emitted = emit_arguments(planned, args.emit) if args.emit else []  # refused before anything is written
     if args.split_mode != "none" and not profile.collectives:
         tell("note: the profile has no collectives; what ranks exchange is priced as copies through host memory")
     if registry:
@@ -75,7 +75,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _find_registry(args: argparse.Namespace, model: Path, elsewhere: bool) -> Path | None:
-    """Where plans are written; None for those for another machine, which would push this one's out of its registry.
+    """Where plans are written; None for those for another machine, which no run here takes.
 
     Raises UserError for a file that cannot be written to, before minutes of planning.
     """

@@ -53,18 +53,21 @@ def _parse(argv: list[str]) -> Namespace:
 
 
 def _simulate_plans(inputs: "ReportInputs", args: Namespace) -> list["Timeline"]:
-    """Timelines of the decode tier and the largest tier of every plan, on rank 0."""
+    """Timelines of the decode tier and the largest tier of every plan, on rank 0; where a registry has plans that were
+    made by the profile, of these."""
     from pshard.errors import UserError
     from pshard.models import open_model
     from pshard.planner.explain import simulate_timelines
+    from pshard.registries.fingerprint import profile_input
     from pshard.registries.profile_store import load_profile
 
     profile = inputs.profiles[0] if inputs.profiles and not args.profile else load_profile(args.profile)
     with open_model(args.model) as model:
         spec = model.spec
     units = {unit.name for unit in spec.units}
+    own = {v for plans in inputs.sets if profile_input(profile) in plans.inputs for v in plans.variants}
     chosen = []
-    for _, v in inputs.plans:
+    for v in (v for _, v in inputs.plans if v in own or not own):
         rank = v.ranks[0]
         if {place.unit for each in v.ranks for place in each.tiers[0].placements} != units:
             raise UserError(f"{args.model} is not the model that was planned; pass the plans' own model with -m")

@@ -15,7 +15,8 @@ from pshard.commands.split_flags import (
 )
 from pshard.errors import UserError
 from pshard.machine import MachineProfile
-from pshard.session.run_request import count_devices
+from pshard.planner.llama_cpp_arguments import PROGRAMS, check_emit
+from pshard.session.run_request import check_budgets, count_devices
 from pshard.units.kv_cells import KV_TYPES
 from pshard.workload import MIB, Workload, binding_limits
 
@@ -46,8 +47,9 @@ def parse_plan_flags(argv: list[str]) -> argparse.Namespace:
     p.add_argument("--sweep", type=_sweep, metavar="A:B:STEP", help="plan a range of budgets (MiB) in one go")
     p.add_argument("--json", action="store_true", help="print the plan as JSON, and nothing else, on stdout")
     p.add_argument(
-        "--emit", choices=("llama.cpp",),
-        help="print arguments that realise the decode tier's static part; with --json a list beside the plan",
+        "--emit", choices=PROGRAMS,
+        help="print arguments that realise the decode tier's static part, for llama-cli and llama-server (llama.cpp) "
+        "or for llama-bench; with --json a list beside the plan",
     )  # fmt: skip
     p.add_argument("--write-lp", type=Path, metavar="FILE", help="write the integer program too, in the LP format")
     p.add_argument(
@@ -69,8 +71,8 @@ def parse_plan_flags(argv: list[str]) -> argparse.Namespace:
         raise UserError("-ts auto and --strategy exclude each other; give the published strategy its ratios")
     if args.split_mode == "auto" and args.strategy != "ilp":
         raise UserError("-sm auto and --strategy exclude each other; give the published strategy its split")
-    if args.emit and args.split_mode in ("layer", "tensor"):
-        raise UserError(f"--emit {args.emit} needs a plan for one device; leave out -sm")
+    if args.emit:
+        check_emit(args.emit, 1 + (args.split_mode in ("layer", "tensor")), args.cache_type_k, args.cache_type_v)
     if args.write_lp:
         _check_write_lp(args)
     if args.vram and args.sweep:
@@ -114,7 +116,8 @@ def _sweep(text: str) -> tuple[int, ...]:
 
 
 def make_workloads(args: argparse.Namespace, spec: "ModelSpec", profile: MachineProfile) -> list[Workload]:
-    """One workload per budget that was asked for. Raises UserError for lengths that do not fit the context."""
+    """One workload per budget that was asked for. Raises UserError for lengths that do not fit the context, and
+    for a budget above its device's memory."""
     sequences = args.parallel or Workload.sequences
     most = (spec.config.context or Workload.context) * sequences
     context = args.ctx_size or min(Workload.context, most)
@@ -153,7 +156,11 @@ def make_workloads(args: argparse.Namespace, spec: "ModelSpec", profile: Machine
         first = replace(first, vram_mib=first.vram_mib * devices)
     first = replace(first, max_tp=binding_limits(args.max_tp, len(first.vram_mib)))
     if args.sweep:
-        return [replace(first, vram_mib=(mib,) * len(first.vram_mib)) for mib in args.sweep]
+        budgets = [(mib,) * len(first.vram_mib) for mib in args.sweep]
+        check_budgets(budgets[-1], profile, "--sweep")
+        return [replace(first, vram_mib=each) for each in budgets]
+    if args.vram:
+        check_budgets(first.vram_mib, profile, "--vram")
     return [first]
 
 

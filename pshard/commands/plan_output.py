@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pshard.jsonio import to_json
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
-from pshard.plan import Registry, Trial, Variant
+from pshard.plan import PlanSet, Registry, Trial, Variant
 from pshard.registries.fingerprint import Inputs, digest
 from pshard.workload import Workload
 
@@ -33,12 +33,12 @@ class Planned:
     trials: tuple[tuple[Trial, ...], ...]
 
 
-def emit_arguments(planned: Planned) -> list[str]:
-    """Every variant as arguments for llama.cpp. Raises UserError for what they cannot say."""
+def emit_arguments(planned: Planned, program: str) -> list[str]:
+    """Every variant as arguments for a program of llama.cpp. Raises UserError for what they cannot say."""
     from pshard.planner.llama_cpp_arguments import llama_arguments
 
     units = {u.name: u for u in planned.spec.units}
-    return [llama_arguments(variant, units) for variant in planned.variants]
+    return [llama_arguments(variant, units, program) for variant in planned.variants]
 
 
 def explain_all(planned: Planned, strategy: str) -> Gains:
@@ -80,9 +80,9 @@ def as_json(planned: Planned, gains: Gains) -> dict[str, Any]:
 
     created = datetime.now(UTC).isoformat(timespec="seconds")
     variants, inputs = planned.variants, planned.inputs
-    registry = Registry(digest(inputs), tuple(inputs), planned.spec.name, created, variants)
+    made = PlanSet(digest(inputs), tuple(inputs), planned.spec.name, created, variants)
     return {
-        "registry": to_json(registry),
+        "registry": to_json(Registry((made,))),
         "timelines": to_json(simulate_timelines(planned.spec, planned.profile, variants[-1])),
         "gains": to_json([{"vram_mib": variants[i].workload.vram_mib, "what_if": g} for i, g in gains.items()]),
     }

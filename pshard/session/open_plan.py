@@ -38,7 +38,7 @@ def open_plan(request: RunRequest) -> Opened:
     from pshard.registries.choose import choose_variant
     from pshard.registries.fingerprint import fingerprint_inputs
     from pshard.registries.profile_store import load_profile
-    from pshard.registries.store import check_fresh, load_registry, registry_path
+    from pshard.registries.store import load_registry, own_plans, registry_path
 
     file = open_model(request.model)
     check_kv_types(file.spec.config, request.type_k, request.type_v)
@@ -52,8 +52,8 @@ def open_plan(request: RunRequest) -> Opened:
     if request.replan:
         _plan_again(request, full, file.spec, profile, path, inputs)
     registry = load_registry(path, command)
-    check_fresh(registry, inputs, f"{command} (or add --replan)")
-    choice = choose_variant(registry, want, command)
+    plans = own_plans(registry, inputs, f"{command} (or add --replan)")
+    choice = choose_variant(plans, want, command)
     try:
         check_plan(file.spec, choice.variant, profile)
     except ValueError as error:

@@ -8,7 +8,7 @@ from pshard.buffers import TORCH_RESERVE_MIB, scratch_bytes
 from pshard.errors import UserError
 from pshard.machine import MachineProfile
 from pshard.session.this_machine import free_vram_mib
-from pshard.workload import Limits, Workload, binding_limits
+from pshard.workload import MIB, Limits, Workload, binding_limits
 
 if TYPE_CHECKING:
     from pshard.model import ModelSpec
@@ -55,8 +55,22 @@ def count_devices(ratios: tuple[float, ...], auto_ratios: bool, profile: Machine
     return len(profile.accelerators)
 
 
+def check_budgets(vram_mib: tuple[int, ...], profile: MachineProfile, flag: str) -> None:
+    """Raise UserError, about `flag`, for a budget above the memory of its device. Ranks beyond the devices of the
+    profile are on others like the first."""
+    for i, mib in enumerate(vram_mib):
+        device = profile.accelerators[i if i < len(profile.accelerators) else 0]
+        there = device.memory_bytes // MIB
+        if mib > there:
+            which = f"accelerator {device.index} ({device.name})"
+            raise UserError(
+                f"{flag}: a budget of {mib} MiB is more than the {there} MiB of {which}; give {there} or less"
+            )
+
+
 def wanted_workload(request: RunRequest, profile: MachineProfile) -> Workload:
-    """The request as what a variant must at least offer."""
+    """The request as what a variant must at least offer. Raises UserError for a budget that no device here has."""
+    check_budgets(request.vram_mib or (), profile, "--vram")
     devices = request.ranks
     if devices == 1 and request.auto_ratios and request.devices is None:
         devices = len(profile.accelerators)

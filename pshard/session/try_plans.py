@@ -37,10 +37,11 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Timed:
-    """Measured seconds of a micro-batch, and the share of them that others may have cost."""
+    """Measured seconds of a micro-batch, the share of them that others may have cost, and how far samples were off."""
 
     seconds: float
     disturbed: float = 0.0
+    spread: float = 0.0
 
 
 def why_not_worthwhile(profile: MachineProfile, packed_nbytes: int) -> str | None:
@@ -77,9 +78,10 @@ def choose_by_trial(
     `seconds` last, and those that may still win once more by turns: a slow spell of the machine is no plan's fault.
     Where a prediction is off, the profile's times are fitted to what was measured, the program is solved again, and
     its new choice is tried too. What other programs or machines may have made longer by DISTURBED or more is sampled
-    again, TRIES times in all; where that does not help it is kept, marked, but nothing is fitted to it. `say` hears one
-    line for each plan that was not tried, and why, and one on measurements that were disturbed. Nothing measured: the
-    planner's choice, as it was predicted.
+    again, TRIES times in all; where that does not help it is kept, marked, but nothing is fitted to it, and no plan is
+    preferred to the planner's choice by it. `say` hears one line for each plan that was not tried, and why, one on
+    measurements that were disturbed, and one where they could not tell plans apart. Nothing measured: the planner's
+    choice, as it was predicted.
     """
     from pshard.planner.make_plan import plan_several, predict_again, same_placements
     from pshard.planner.prepare_ranks import prepare_ranks, price_tiers
@@ -109,10 +111,29 @@ def choose_by_trial(
             for t in bench.trials
         ]
     bench.tell_disturbed()
-    best = min(bench.trials, key=lambda t: t.seconds)
-    if best.seconds > bench.trials[0].seconds * (1 - NOISE):
-        best = bench.trials[0]
+    best = choose_trial(bench.trials, say)
     return best.refitted, (best, *(t for t in bench.trials if t is not best))
+
+
+def choose_trial(trials: Sequence[Trial], say: Say) -> Trial:
+    """The fastest of several trials if it is surely faster than the first, the planner's choice; else that one.
+
+    What others disturbed says that a plan is no slower than measured, not how fast it is. So the planner's choice gives
+    way only where its own time is undisturbed, and beyond the spread of both. `say` hears where that was not so.
+    """
+    own = trials[0]
+    faster = sorted((t for t in trials if t.seconds <= own.seconds * (1 - NOISE)), key=lambda t: t.seconds)
+    surely = [t for t in faster if not own.variant.disturbed and t.seconds + t.spread < own.seconds - own.spread]
+    if surely:
+        return surely[0]
+    if faster:
+        why = "others had cores meanwhile" if own.variant.disturbed else "their samples overlap"
+        say(
+            f"the machine was too busy to tell if {faster[0].name} is faster than {own.name}: a round took "
+            f"{faster[0].seconds:.3g} s and {own.seconds:.3g} s, but {why}. The planner's choice is kept: plan again "
+            "when the machine is idle"
+        )
+    return own
 
 
 class _Bench:
@@ -133,6 +154,7 @@ class _Bench:
         workload = replace(workload, max_ubatch=tiers[-1])
         self.loads = tuple(load for load in tier_loads(workload, tiers) if load.weight > 0)
         self.trials: list[Trial] = []
+        self._found: list[dict[int, Timed]] = []  # of each trial
         self._longest = 0.0  # seconds that one trial took
 
     def attempt(self, variant: Variant, task: "RankTask", label: str = "") -> None:
@@ -145,8 +167,8 @@ class _Bench:
         found = self._run_if_possible(variant, f"{name} was left out, it does not run")
         if found is None:
             return
-        variant = _with_measured(variant, found)
-        self.trials.append(Trial(name, variant, variant, self._round_seconds(variant, found, task)))
+        self.trials.append(self._make_trial(name, variant, found, task))
+        self._found.append(found)
 
     def repeat(self, task: "RankTask") -> None:
         """Run those that may be the fastest once more, one after the other. The faster time of a tier counts, an
@@ -157,14 +179,12 @@ class _Bench:
             if self._spent:
                 self.say(f"{trial.name} was run only once: the time for validation is spent; see --validate-seconds")
                 continue
-            before = {t.tokens: t.prediction for t in trial.variant.ranks[0].tiers}
             timed = self._run_if_possible(trial.variant, f"{trial.name} was run only once, it does not run again")
             if timed is None:
                 continue
-            found = {n: _better(now, before[n]) for n, now in timed.items()}
-            variant = _with_measured(trial.variant, found)
-            again = Trial(trial.name, variant, variant, self._round_seconds(variant, found, task))
-            self.trials[self.trials.index(trial)] = again
+            nth = self.trials.index(trial)
+            self._found[nth] = {n: _best([self._found[nth][n], now]) for n, now in timed.items()}
+            self.trials[nth] = self._make_trial(trial.name, trial.variant, self._found[nth], task)
 
     @property
     def _spent(self) -> bool:
@@ -209,19 +229,15 @@ class _Bench:
                 torch.cuda.empty_cache()
             self._longest = max(self._longest, time.monotonic() - started)
 
-    def _round_seconds(self, variant: Variant, found: dict[int, Timed], task: "RankTask") -> float:
-        """One round of the workload: the measured micro-batches, and switches as they are priced."""
+    def _make_trial(self, name: str, variant: Variant, found: dict[int, Timed], task: "RankTask") -> Trial:
+        """With one round of the workload: the measured micro-batches, and switches as they are priced."""
         from pshard.planner.search.candidates import switch_seconds
 
+        variant = _with_measured(variant, found)
+        seconds = sum(load.weight * found[load.tokens].seconds for load in self.loads)
+        spread = sum(load.weight * found[load.tokens].spread for load in self.loads)
         switches = switch_seconds(task.room, variant.ranks[0].tiers, task.costs)
-        return sum(load.weight * found[load.tokens].seconds for load in self.loads) + switches
-
-
-def _better(now: Timed, before: Prediction) -> Timed:
-    """Of this and an earlier measurement of a tier what counts."""
-    if before.measured_seconds is None:
-        return now
-    return _best([Timed(before.measured_seconds, before.disturbed), now])
+        return Trial(name, variant, variant, seconds + switches, spread)
 
 
 def _best(times: "Sequence[Timed]") -> Timed:
@@ -275,7 +291,9 @@ def _sample(engine: "Engine", new: list[list[int]], past: int, repeats: int, dea
     samples = [_time_runs(engine, new, past, repeats)]
     while len(samples) < SAMPLES and time.monotonic() < deadline:
         samples.append(_time_runs(engine, new, past, repeats))
-    return Timed(median(samples), round(disturbed_share(began, read_core_time()), 4))
+    middle = median(samples)
+    spread = max(max(samples) - middle, middle - min(samples))
+    return Timed(middle, round(disturbed_share(began, read_core_time()), 4), spread)
 
 
 def _new_tokens(engine: "Engine", load: "TierLoad") -> list[list[int]]:

@@ -266,9 +266,9 @@ def test_corrupt_registry(planned: World, refuse: Refuse, damage: str) -> None:
     if damage == "cut":
         planned.registry.write_text(text[: len(text) // 2])
     elif damage == "fingerprint":
-        edit_json(planned.registry, "fingerprint", value="0" * 64)
+        edit_json(planned.registry, "sets", 0, "fingerprint", value="0" * 64)
     elif damage == "placement":
-        tier = ("variants", 0, "ranks", 0, "tiers", 0)
+        tier = ("sets", 0, "variants", 0, "ranks", 0, "tiers", 0)
         edit_json(planned.registry, *tier, "placements", 0, "where", value="nowhere")
     else:
         planned.registry.write_bytes(b"" if damage == "nothing" else bytes(range(256)))
@@ -292,7 +292,7 @@ def test_corrupt_registry(planned: World, refuse: Refuse, damage: str) -> None:
 def test_plan_that_reads_well_but_is_not_the_models(
     planned: World, refuse: Refuse, place: tuple, value: object, words: str
 ) -> None:
-    edit_json(planned.registry, "variants", 0, "ranks", 0, *place, value=value)
+    edit_json(planned.registry, "sets", 0, "variants", 0, "ranks", 0, *place, value=value)
     for call in commands_of(planned)[1:]:
         line = refuse(*call)
         assert "corrupt" in line and words in line and "delete it and run: pshard-plan" in line
@@ -401,7 +401,7 @@ def test_registry_behind_a_link_is_written_where_it_lies(planned: World, tmp_pat
     link.symlink_to(planned.registry)
     call = ["-m", str(planned.model), "--vram", "8", "-c", "128", "--registry", str(link)]
     assert cli_plan.main(call) == 0
-    assert link.is_symlink() and len(json.loads(planned.registry.read_text())["variants"]) == 2
+    assert link.is_symlink() and len(json.loads(planned.registry.read_text())["sets"][0]["variants"]) == 2
 
 
 def test_cache_that_is_a_file(world: World, refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -704,7 +704,7 @@ def test_reader_that_goes_away_is_no_error(world: World) -> None:
     command = f"{sys.executable} -m pshard.commands.cli_plan -m {world.model} --vram 6 -c 128 --json | head -c 10"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
     assert done.stdout.startswith("{") and "Traceback" not in done.stderr
-    assert json.loads(world.registry.read_text())["model"] == "tiny"
+    assert json.loads(world.registry.read_text())["sets"][0]["model"] == "tiny"
 
 
 def test_a_short_flag_is_not_taken_for_a_longer_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
 """Small valid plans and profiles, made from the nouns, for tests of registries and reports."""
 
 from pshard.machine import AcceleratorInfo, Contention, HostInfo, MachineProfile, Provenance
-from pshard.plan import Buffers, Placement, Prediction, RankPlan, Registry, Solve, TierPlan, Variant
+from pshard.plan import Buffers, Placement, PlanSet, Prediction, RankPlan, Registry, Solve, TierPlan, Variant
 from pshard.registries.fingerprint import digest
 from pshard.workload import Workload
 
@@ -25,9 +25,13 @@ def make_variant(vram_mib: tuple[int, ...] = (100,), context: int = 512, seconds
     return Variant(Workload(vram_mib, context, **fields), True, ranks)
 
 
-def make_registry(seconds: float = 0.05, inputs=INPUTS, variants: tuple[Variant, ...] | None = None) -> Registry:
+def make_plan_set(seconds: float = 0.05, inputs=INPUTS, variants: tuple[Variant, ...] | None = None) -> PlanSet:
     made = (make_variant(seconds=seconds),) if variants is None else variants
-    return Registry(digest(inputs), inputs, "tiny", "2026-01-02T03:04:05+00:00", made)
+    return PlanSet(digest(inputs), inputs, "tiny", "2026-01-02T03:04:05+00:00", made)
+
+
+def make_registry(seconds: float = 0.05, inputs=INPUTS, variants: tuple[Variant, ...] | None = None) -> Registry:
+    return Registry((make_plan_set(seconds, inputs, variants),))
 
 
 def make_profile(threads: int = 8, driver: str = "570.1") -> MachineProfile:

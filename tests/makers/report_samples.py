@@ -5,7 +5,7 @@ from dataclasses import replace
 from registry_samples import make_profile
 
 from pshard.machine import CopyTiming, MachineProfile, MatmulTiming, ReadTiming
-from pshard.plan import Buffers, Placement, Prediction, RankPlan, Registry, Solve, TierPlan, Variant
+from pshard.plan import Buffers, Placement, PlanSet, Prediction, RankPlan, Registry, Solve, TierPlan, Variant
 from pshard.registries.fingerprint import digest
 from pshard.times.measurement import Measurement, TimelineEvent, summarise_samples
 from pshard.times.measurement import test_name as name_test
@@ -137,7 +137,7 @@ def make_plan_variant(vram_mib: tuple[int, ...] = (12000,)) -> Variant:
 def make_plan_registry(*budgets: tuple[int, ...]) -> Registry:
     inputs = (("model bytes", "123"), ("threads", "8"))
     variants = tuple(make_plan_variant(b) for b in budgets or ((12000,),))
-    return Registry(digest(inputs), inputs, "Invented 32B Q4_0", "2026-01-02T03:04:05+00:00", variants)
+    return Registry((PlanSet(digest(inputs), inputs, "Invented 32B Q4_0", "2026-01-02T03:04:05+00:00", variants),))
 
 
 def make_timeline(layers: int = LAYERS) -> tuple[TimelineEvent, ...]:

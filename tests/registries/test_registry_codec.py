@@ -17,6 +17,7 @@ from pshard.plan import (
     NewerFormat,
     OlderFormat,
     Placement,
+    PlanSet,
     RankPlan,
     Registry,
     TierPlan,
@@ -80,8 +81,10 @@ def make_valid(value):
         ranks = value.ranks or (rank,)
         workload = replace(value.workload, vram_mib=tuple(100 + i for i in range(len(ranks))))
         return replace(value, ranks=ranks, workload=workload)
-    if isinstance(value, Registry):
+    if isinstance(value, PlanSet):
         return replace(value, fingerprint=digest(value.inputs))
+    if isinstance(value, Registry):
+        return replace(value, sets=tuple({plans.fingerprint: plans for plans in value.sets}.values()))
     return value
 
 
@@ -111,21 +114,24 @@ def set_at(data, value, *path):
     data[path[-1]] = value
 
 
-TIER = ("variants", 0, "ranks", 0, "tiers", 0)
+TIER = ("sets", 0, "variants", 0, "ranks", 0, "tiers", 0)
 
 
 def pin_with_other_rows(data):
     for tier, rows in ((0, 16), (1, 32)):
-        place = data["variants"][0]["ranks"][0]["tiers"][tier]["placements"][0]
+        place = data["sets"][0]["variants"][0]["ranks"][0]["tiers"][tier]["placements"][0]
         place.update(where="pinned", cpu_rows=rows)
 
 
 @pytest.mark.parametrize(
     ("edit", "place"),
     [
-        (lambda d: d.pop("model"), "lacks the field 'model'"),
+        (lambda d: d["sets"][0].pop("model"), "Registry.sets[0] lacks the field 'model'"),
         (lambda d: d.update(extra=1), "unknown field 'extra'"),
-        (lambda d: set_at(d, "many", *TIER, "tokens"), "Registry.variants[0].ranks[0].tiers[0].tokens is 'many'"),
+        (
+            lambda d: set_at(d, "many", *TIER, "tokens"),
+            "Registry.sets[0].variants[0].ranks[0].tiers[0].tokens is 'many'",
+        ),
         (lambda d: set_at(d, "gpu", *TIER, "placements", 0, "where"), "tiers[0].placements[0].where is 'gpu'"),
         (lambda d: set_at(d, "disk", *TIER, "placements", 0, "kv"), "placements[0].kv is 'disk'"),
         (lambda d: set_at(d, -16, *TIER, "placements", 0, "cpu_rows"), "placements[0].cpu_rows is -16"),
@@ -135,9 +141,13 @@ def pin_with_other_rows(data):
         (lambda d: set_at(d, "b", *TIER, "placements", 0, "unit"), "names a unit twice"),
         (lambda d: set_at(d, 0, *TIER, "buffers", "slots"), "slots is 0"),
         (lambda d: set_at(d, 0, *TIER, "tokens"), "ascending token counts"),
-        (lambda d: set_at(d, [], "variants", 0, "ranks"), "0 ranks for 1 budgets"),
-        (lambda d: set_at(d, "pipeline", "variants", 0, "workload", "split_mode"), "workload.split_mode is 'pipeline'"),
-        (lambda d: set_at(d, "12", "inputs", 0, 1), "fingerprint is not the digest"),
+        (lambda d: set_at(d, [], "sets", 0, "variants", 0, "ranks"), "0 ranks for 1 budgets"),
+        (
+            lambda d: set_at(d, "pipeline", "sets", 0, "variants", 0, "workload", "split_mode"),
+            "workload.split_mode is 'pipeline'",
+        ),
+        (lambda d: set_at(d, "12", "sets", 0, "inputs", 0, 1), "sets[0].fingerprint is not the digest"),
+        (lambda d: d["sets"].append(d["sets"][0]), "sets has a fingerprint twice"),
         (lambda d: set_at(d, 0, "version"), "version is 0"),
         (lambda d: set_at(d, float("nan"), *TIER, "prediction", "seconds"), "NaN is not a number"),
     ],
@@ -157,13 +167,13 @@ def test_a_newer_format_is_told_apart_from_damage():
 
 def flatten_workloads(data):
     """As version 1 had it: a variant with the fields of its workload."""
-    data["version"] = 1
+    data |= data.pop("sets")[0] | {"version": 1}
     for variant in data["variants"]:
         variant.update(variant.pop("workload"))
 
 
 def test_an_older_format_is_told_apart_from_damage_and_says_how_many_plans_it_has():
-    with pytest.raises(OlderFormat, match="older format version 1, this program reads 2") as caught:
+    with pytest.raises(OlderFormat, match="older format version 1, this program reads 2 and 3") as caught:
         decode_registry(damaged(make_registry(variants=(make_variant(), make_variant((200,)))), flatten_workloads))
     assert caught.value.plans == 2
 

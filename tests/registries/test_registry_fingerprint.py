@@ -7,8 +7,9 @@ from registry_samples import make_profile, make_registry
 
 from pshard.errors import StaleRegistry
 from pshard.machine import ReadTiming
+from pshard.plan import Registry
 from pshard.registries.fingerprint import digest, explain_difference, fingerprint_inputs
-from pshard.registries.store import check_fresh
+from pshard.registries.store import own_plans
 
 MODEL = (("architecture", "llama"), ("tensors", "abc"), ("bytes", "1000"))
 
@@ -52,8 +53,13 @@ def test_equal_inputs_give_the_same_fingerprint():
     assert explain_difference(MODEL, MODEL) == []
 
 
+def test_a_registry_without_plans_names_the_command():
+    with pytest.raises(StaleRegistry, match=r"the registry has no plans; run: pshard-plan -m m$"):
+        own_plans(Registry(()), MODEL, "pshard-plan -m m")
+
+
 def test_stale_registry_names_the_input_and_the_command():
     registry = make_registry(inputs=(("threads", "8"), ("cpu", "x")))
-    check_fresh(registry, (("threads", "8"), ("cpu", "x")), "pshard-plan -m m")
+    assert own_plans(registry, (("threads", "8"), ("cpu", "x")), "pshard-plan -m m") is registry.sets[0]
     with pytest.raises(StaleRegistry, match=r"\(threads: 8 -> 12\); run: pshard-plan -m m"):
-        check_fresh(registry, (("threads", "12"), ("cpu", "x")), "pshard-plan -m m")
+        own_plans(registry, (("threads", "12"), ("cpu", "x")), "pshard-plan -m m")

@@ -1,17 +1,19 @@
 """Registries on disk: where they lie, variants that stay, concurrent writers, and places that cannot be written."""
 
 import errno
+import json
 import multiprocessing
 import os
+import re
 from dataclasses import replace
 
 import pytest
-from registry_samples import INPUTS, make_registry, make_variant
+from registry_samples import INPUTS, make_plan_set, make_variant
 
 from pshard.commands.command_line import parse_ratios
 from pshard.errors import StaleRegistry, UserError
 from pshard.registries.choose import choose_variant, plan_command
-from pshard.registries.store import load_registry, registry_path, save_variants
+from pshard.registries.store import MOST_SETS, load_registry, own_plans, registry_path, save_variants
 from pshard.workload import Workload
 
 
@@ -41,36 +43,78 @@ def test_registry_of_a_read_only_folder_lies_in_the_cache(tmp_path, monkeypatch)
 
 def test_planning_again_replaces_its_variant_and_keeps_the_others(tmp_path):
     path = tmp_path / "r.json"
-    assert save_variants(path, "tiny", INPUTS, [make_variant((100,))]).stale == 0
-    assert save_variants(path, "tiny", INPUTS, [make_variant((200,))]).stale == 0
-    assert save_variants(path, "tiny", INPUTS, [make_variant((100,), seconds=0.01)]).stale == 0
+    assert save_variants(path, "tiny", INPUTS, [make_variant((100,))]).notes == ()
+    assert save_variants(path, "tiny", INPUTS, [make_variant((200,))]).notes == ()
+    assert save_variants(path, "tiny", INPUTS, [make_variant((100,), seconds=0.01)]).notes == ()
     assert budgets(path) == [(100,), (200,)]
     assert load_registry(path).variants[0].ranks[0].tiers[0].prediction.seconds == 0.01
     save_variants(path, "tiny", INPUTS, [make_variant((100,), context=1024)])
     assert budgets(path) == [(100,), (200,), (100,)]
 
 
-def test_changed_inputs_drop_stale_variants_and_say_how_many(tmp_path):
+LAPTOP, DESKTOP = (("cpu", "laptop"), ("threads", "4")), (("cpu", "desktop"), ("threads", "16"))
+
+
+def test_plans_of_several_machines_live_side_by_side_and_each_finds_its_own(tmp_path):
     path = tmp_path / "r.json"
-    save_variants(path, "tiny", INPUTS, [make_variant((100,)), make_variant((200,))])
-    assert save_variants(path, "tiny", (("threads", "12"),), [make_variant((300,))]).stale == 2
-    assert budgets(path) == [(300,)]
+    save_variants(path, "tiny", LAPTOP, [make_variant((100,)), make_variant((200,))])
+    assert save_variants(path, "tiny", DESKTOP, [make_variant((100,), seconds=0.01)]).notes == ()
+    save_variants(path, "tiny", LAPTOP, [make_variant((100,), seconds=0.03)])
+    registry = load_registry(path)
+    laptop, desktop = (own_plans(registry, inputs, "plan").variants for inputs in (LAPTOP, DESKTOP))
+    assert [v.workload.vram_mib for v in laptop] == [(100,), (200,)]
+    assert [v.ranks[0].tiers[0].prediction.seconds for v in (*laptop, *desktop)] == [0.03, 0.05, 0.01]
 
 
-def write_budgets(path, first):
+def test_what_changed_is_told_of_the_nearest_plans(tmp_path):
+    path = tmp_path / "r.json"
+    save_variants(path, "tiny", DESKTOP, [make_variant()])
+    save_variants(path, "tiny", LAPTOP, [make_variant()])
+    near = "the nearest of 2 sets of plans differs (threads: 16 -> 12); run: pshard-plan -m m"
+    with pytest.raises(StaleRegistry, match=re.escape(near)):
+        own_plans(load_registry(path), (("cpu", "desktop"), ("threads", "12")), "pshard-plan -m m")
+
+
+def test_beyond_so_many_sets_the_one_written_the_longest_ago_is_dropped(tmp_path):
+    path = tmp_path / "r.json"
+    for n in range(MOST_SETS):
+        assert (
+            save_variants(path, "tiny", (("threads", str(n)),), [make_variant((100,)), make_variant((200,))]).notes
+            == ()
+        )
+    save_variants(path, "tiny", (("threads", "0"),), [make_variant((300,))])  # written again: the newest
+    (note,) = save_variants(path, "tiny", DESKTOP, [make_variant()]).notes
+    assert note.endswith("the oldest: 2 plan(s)")
+    kept = [dict(plans.inputs)["threads"] for plans in load_registry(path).sets]
+    assert kept == ["16", "0", *(str(n) for n in range(MOST_SETS - 1, 1, -1))]
+
+
+def test_a_registry_of_version_2_is_read_as_the_plans_of_one_machine_and_kept(tmp_path):
+    path = tmp_path / "r.json"
+    save_variants(path, "tiny", LAPTOP, [make_variant((100,))])
+    (plans,) = json.loads(path.read_text())["sets"]
+    path.write_text(json.dumps(plans | {"version": 2}))
+    assert own_plans(load_registry(path), LAPTOP, "plan").variants == (make_variant((100,)),)
+    assert save_variants(path, "tiny", DESKTOP, [make_variant((200,))]).notes == ()
+    assert budgets(path) == [(200,), (100,)]
+
+
+def write_budgets(path, first, inputs):
     for i in range(5):
-        save_variants(path, "tiny", INPUTS, [make_variant((first + i,))])
+        save_variants(path, "tiny", inputs, [make_variant((first + i,))])
 
 
 def test_concurrent_writers_lose_nothing(tmp_path):
     path, context = tmp_path / "r.json", multiprocessing.get_context("spawn")
-    writers = [context.Process(target=write_budgets, args=(path, 100 * (n + 1))) for n in range(3)]
+    tasks = [(path, 100, LAPTOP), (path, 200, LAPTOP), (path, 300, DESKTOP)]
+    writers = [context.Process(target=write_budgets, args=task) for task in tasks]
     for writer in writers:
         writer.start()
     for writer in writers:
         writer.join(60)
     assert [w.exitcode for w in writers] == [0, 0, 0]
-    assert budgets(path) == [(100 * n + i,) for n in (1, 2, 3) for i in range(5)]
+    found = {tuple(v.workload.vram_mib for v in plans.variants) for plans in load_registry(path).sets}
+    assert found == {tuple((100 * n + i,) for n in ns for i in range(5)) for ns in ((1, 2), (3,))}
 
 
 def test_full_disk_leaves_the_old_registry_and_nothing_else(tmp_path, monkeypatch):
@@ -114,10 +158,11 @@ def test_missing_registry_says_how_to_plan(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"version": 2}', "corrupt: Registry lacks the field 'fingerprint'; delete it"),
+        (b'{"version": 3}', "corrupt: Registry lacks the field 'sets'; delete it"),
+        (b'{"version": 2}', r"corrupt: Registry.sets\[0\] lacks the field 'fingerprint'; delete it"),
         (b"{", "corrupt: Expecting property name .* line 1 column 2"),
         (b"\xff\xfe\x00", "corrupt: .*decode"),
-        (b'{"version": 99}', "has format version 99, this program reads up to 2; update pshard"),
+        (b'{"version": 99}', "has format version 99, this program reads up to 3; update pshard"),
     ],
 )
 def test_unreadable_registry_is_refused_and_never_overwritten(tmp_path, content, message):
@@ -136,13 +181,13 @@ def test_an_older_format_names_the_command_that_plans_again_and_gives_way_to_its
     stale = r"the plans in .* are stale, as it has the older format version 1, .*; run: pshard-plan -m x --vram 100$"
     with pytest.raises(StaleRegistry, match=stale):
         load_registry(path, "pshard-plan -m x --vram 100")
-    assert save_variants(path, "tiny", INPUTS, [make_variant()]).stale == 2
+    assert save_variants(path, "tiny", INPUTS, [make_variant()]).older == 2
     assert budgets(path) == [(100,)]
 
 
 def choose(variants, **want):
     fields = {"vram_mib": (1000,), "context": 512, "max_ubatch": 16} | want
-    return choose_variant(make_registry(variants=tuple(variants)), Workload(**fields), "pshard-plan -m m").variant
+    return choose_variant(make_plan_set(variants=tuple(variants)), Workload(**fields), "pshard-plan -m m").variant
 
 
 def test_the_largest_budget_that_fits_is_taken():
@@ -213,7 +258,7 @@ def with_prediction(variant, **fields):
 
 def choose_auto(*variants):
     want = Workload((1000, 1000), context=512, max_ubatch=16, split_mode="auto")
-    return choose_variant(make_registry(variants=variants), want, "pshard-plan -m m")
+    return choose_variant(make_plan_set(variants=variants), want, "pshard-plan -m m")
 
 
 def test_auto_compares_a_plan_that_was_run_with_one_that_was_not_by_what_the_profile_predicts():
@@ -232,21 +277,28 @@ def test_auto_compares_plans_that_were_all_run_as_they_were_measured():
     assert found.variant == other and "shortest of the measured rounds" in found.why
 
 
+def test_auto_compares_plans_as_predicted_where_others_disturbed_what_was_measured():
+    first = with_prediction(make_variant((1000,), seconds=0.03), measured_seconds=0.05, disturbed=0.3)
+    other = with_prediction(make_variant((900,), seconds=0.04), measured_seconds=0.045)
+    found = choose_auto(first, other)
+    assert found.variant == first and "shortest of the predicted rounds" in found.why
+
+
 def test_auto_also_takes_a_plan_for_the_first_of_the_devices():
     pair = make_variant((900, 900), seconds=0.03, split_mode="tensor", tensor_split=(0.5, 0.5))
     want = Workload((1000, 1000, 100, 1000), context=512, max_ubatch=16, split_mode="auto")
-    assert choose_variant(make_registry(variants=(pair,)), want, "plan").variant is pair
+    assert choose_variant(make_plan_set(variants=(pair,)), want, "plan").variant is pair
     with pytest.raises(UserError):  # it is not for just any two
-        choose_variant(make_registry(variants=(pair,)), replace(want, vram_mib=(100, 1000, 1000)), "plan")
+        choose_variant(make_plan_set(variants=(pair,)), replace(want, vram_mib=(100, 1000, 1000)), "plan")
 
 
 def test_given_ratios_and_limits_are_for_splits_and_auto_may_have_chosen_one_device():
     one, split = make_variant((1000,)), make_variant((1000, 1000), split_mode="layer", tensor_split=(0.5, 0.5))
     limited = {"max_tp": (("attention", 1),), "tensor_split": (0.75, 0.25)}
     want = Workload((1000, 1000), context=512, max_ubatch=16, split_mode="auto", **limited)
-    assert choose_variant(make_registry(variants=(one, split)), want, "plan").variant is one
+    assert choose_variant(make_plan_set(variants=(one, split)), want, "plan").variant is one
     same = replace(want, tensor_split=(0.5, 0.5))
-    assert choose_variant(make_registry(variants=(split,)), same, "plan").variant is split
+    assert choose_variant(make_plan_set(variants=(split,)), same, "plan").variant is split
 
 
 def test_auto_says_nothing_where_there_is_nothing_to_compare():

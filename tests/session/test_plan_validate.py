@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import random
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -124,7 +125,7 @@ def test_registries_without_optional_fields_are_read(tmp_path, planned):
     save_variants(path, SPEC.name, (("model", "made"),), [planned])
     registry = load_registry(path)
     data = json.loads(encode_registry(registry))
-    for variant in data["variants"]:
+    for variant in data["sets"][0]["variants"]:
         del variant["correction"]
         for tier in variant["ranks"][0]["tiers"]:
             for field in ("measured_seconds", "disturbed", "profile_seconds"):
@@ -149,8 +150,8 @@ class Scripted:
         monkeypatch.setattr("pshard.session.start_engine.start_engine", self.load)
         monkeypatch.setattr(validating, "measure_tiers", lambda engine, loads, deadline: self.time(engine))
 
-    def time(self, seconds: "dict[int, float]") -> "dict[int, Timed]":
-        return {tokens: Timed(s, self.disturbed) for tokens, s in seconds.items()}
+    def time(self, seconds: "dict[int, float | Timed]") -> "dict[int, Timed]":
+        return {n: s if isinstance(s, Timed) else Timed(s, self.disturbed) for n, s in seconds.items()}
 
     def load(self, opened, variant):
         known = [placements(v) for v in self.variants]
@@ -289,11 +290,55 @@ def test_times_that_other_programs_disturbed_are_kept_and_told_but_not_learnt_fr
     assert any("ilp (30%)" in line and "idle" in line for line in said)
 
 
-def test_an_undisturbed_time_counts_more_than_a_faster_disturbed_one(planned):
-    before = replace(planned.ranks[0].tiers[0].prediction, measured_seconds=0.02)
-    assert validating._better(Timed(0.01, 0.5), before) == Timed(0.02)
-    assert validating._better(Timed(0.01, 0.01), before) == Timed(0.01, 0.01)
-    assert validating._better(Timed(0.03), replace(before, disturbed=0.5)) == Timed(0.03)
+def test_an_undisturbed_time_counts_more_than_a_faster_disturbed_one():
+    assert validating._best([Timed(0.02), Timed(0.01, 0.5)]) == Timed(0.02)
+    assert validating._best([Timed(0.02), Timed(0.01, 0.01)]) == Timed(0.01, 0.01)
+    assert validating._best([Timed(0.02, 0.5), Timed(0.03)]) == Timed(0.03)
+
+
+def timed(seconds: float, disturbed: float = 0.0, spread: float = 0.0) -> dict[int, Timed]:
+    return {tokens: Timed(seconds, disturbed, spread * seconds) for tokens in (1, 128)}
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "taken", "why"),
+    [
+        (timed(0.02, disturbed=0.3), timed(0.01), 0, "others had cores meanwhile"),
+        (timed(0.02, disturbed=0.3), timed(0.01, disturbed=0.4), 0, "others had cores meanwhile"),
+        (timed(0.02, spread=0.1), timed(0.018, spread=0.1), 0, "their samples overlap"),
+        (timed(0.02, spread=0.1), timed(0.012, spread=0.1), 1, ""),
+        (timed(0.02), timed(0.012, disturbed=0.3), 1, ""),  # no slower than that, whatever others cost it
+        (timed(0.012, disturbed=0.3), timed(0.02), 0, ""),
+    ],
+)
+def test_a_plan_is_preferred_only_where_the_planners_choice_is_surely_slower(
+    world, monkeypatch, own, other, taken, why
+):
+    slow = timed(1.0)
+    engines = Scripted(monkeypatch, own, other, slow, slow)
+    chosen, trials, said = choose(world)
+    assert placements(chosen) == placements(engines.variants[taken])
+    assert placements(trials[0].variant) == placements(engines.variants[taken])
+    told = [line for line in said if "too busy to tell" in line]
+    assert len(told) == bool(why) and all(why in line and "planner's choice is kept" in line for line in told)
+
+
+def test_noise_on_a_busy_machine_does_not_change_the_plan(world, monkeypatch):
+    rng, chosen = random.Random(1), []
+    for _ in range(10):
+        engines = Scripted(monkeypatch, *(timed(rng.uniform(0.001, 0.02), 0.4, 0.3) for _ in range(3)))
+        engines.again = {n: timed(rng.uniform(0.001, 0.02), 0.4, 0.3) for n in range(3)}
+        found, _, said = choose(world)
+        assert not found.correction.factors
+        chosen.append(placements(found))
+    assert all(places == chosen[0] for places in chosen)
+
+
+def test_the_spread_of_a_sample_is_how_far_its_runs_were_from_the_middle(monkeypatch):
+    took = iter([0.011, 0.010, 0.014])
+    monkeypatch.setattr(validating, "_time_runs", lambda engine, new, past, repeats: next(took))
+    monkeypatch.setattr(validating, "disturbed_share", lambda before, after: 0.0)
+    assert validating._sample(None, [[0]], 0, 1, math.inf) == Timed(0.011, 0.0, pytest.approx(0.003))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,100 @@
+"""Profiles whose timings no machine has are refused with the field's name; honest ones, noisy too, are read."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pshard.errors import UserError
+from pshard.machine import CollectiveTiming, CopyTiming, MachineProfile, ShareTiming
+from pshard.planner.price.datasheet import Rates, profile_from_datasheet
+from pshard.registries.check_profile import check_timings
+from pshard.registries.profile_store import load_profile, save_profile
+
+ROOT = Path(__file__).resolve().parents[2]
+MEASURED = [*ROOT.glob("registries/examples/*.json"), *ROOT.glob("benchmarks/results/*-profile-*.json")]
+RATES = Rates(
+    link=25e9, acc_memory=400e9, acc_flops=40e12, host_memory=45e9, host_flops=0.5e12, collective_rate=5e9, ranks=2
+)
+
+
+def made_up() -> MachineProfile:
+    return replace(profile_from_datasheet(RATES), shares=(ShareTiming(2, "matmul", 1, 1e-3, 2e-3, 2e-3),))
+
+
+def with_row(table: str, place: int, **fields: object) -> MachineProfile:
+    profile = made_up()
+    rows = [*getattr(profile, table)]
+    rows[place] = replace(rows[place], **fields)
+    return replace(profile, **{table: tuple(rows)})
+
+
+@pytest.mark.parametrize("path", MEASURED, ids=lambda path: path.stem)
+def test_every_profile_that_was_kept_is_valid(path: Path) -> None:
+    load_profile(path)
+
+
+@pytest.mark.parametrize(
+    ("table", "field"),
+    [
+        ("matmuls", "seconds"),
+        ("attention", "seconds"),
+        ("copies", "seconds"),
+        ("collectives", "seconds"),
+        ("reads", "rate"),
+        ("shares", "whole"),
+        ("shares", "together"),
+        ("accelerators", "memory_bytes"),
+    ],
+)
+@pytest.mark.parametrize("value", [0, -1, math.inf, math.nan])
+def test_what_takes_no_time_or_no_number_is_refused_by_its_field(
+    tmp_path: Path, table: str, field: str, value: float
+) -> None:
+    path = save_profile(made_up(), tmp_path / "p.json")
+    data = json.loads(path.read_text())
+    data[table][0][field] = value
+    path.write_text(json.dumps(data))
+    with pytest.raises(UserError, match=rf"is damaged: MachineProfile\.{table}\[0\]\.{field} is .*again"):
+        load_profile(path)
+
+
+@pytest.mark.parametrize(
+    ("table", "place", "seconds", "told"),
+    [
+        ("copies", 4, 1e-6, r"copies\[4\]\.seconds would be 2.68e\+14 a second"),
+        ("copies", 0, 1e-12, r"copies\[0\]\.seconds is 1e-12; on every machine it is 1e-08 or more"),
+        ("copies", 2, 3.0, r"copies\[2\]\.seconds is 3 for a size of 1048576, which does not go with"),
+        ("matmuls", 7, 2e-8, r"matmuls\[7\]\.seconds would be 4.29e\+17 a second; no machine comes near 1e\+17"),
+        ("matmuls", 2, 9.0, r"matmuls\[2\]\.seconds is 9 for a size of 16, which does not go with"),
+        ("attention", 3, 80.0, r"attention\[3\]\.seconds is 80 for a size of 65536, which does not go with"),
+        ("collectives", 4, 1e-7, r"collectives\[4\]\.seconds would be 2.68e\+15 a second"),
+    ],
+)
+def test_a_timing_that_no_machine_comes_near_or_that_soars_is_refused_by_its_field(
+    table: str, place: int, seconds: float, told: str
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        check_timings(with_row(table, place, seconds=seconds))
+
+
+def curve(make: type, rows: dict[int, float], *before: object, **after: object) -> tuple:
+    return tuple(make(*before, n, seconds, **after) for n, seconds in rows.items())
+
+
+def test_noise_is_no_reason_to_refuse() -> None:
+    """Rows of profiles that were taken while other programs kept the cores busy."""
+    made = made_up()
+    check_timings(made)
+    check_timings(with_row("matmuls", 4, seconds=made.matmuls[4].seconds * 8))  # another kernel from here on
+    check_timings(with_row("elementwise", 0, seconds=0.0))  # a difference of two timings
+    staged = {4096: 2.7e-5, 1 << 18: 1.1e-4, 1 << 20: 1.5e-4, 1 << 22: 6.8e-4, 1 << 24: 0.16, 1 << 26: 0.023}
+    check_timings(replace(made, copies=(*made.copies, *curve(CopyTiming, staged, "h2d", "staged"))))
+    for sums in (
+        {4096: 2.3e-6, 16384: 0.98e-6},
+        {4096: 2.96e-3, 16384: 1.4e-5, 65536: 4.1e-5, 1 << 24: 0.15},
+        {16384: 5.3e-3, 65536: 4.07e-5, 1 << 20: 0.03},
+    ):
+        check_timings(replace(made, collectives=curve(CollectiveTiming, sums, "shm", 2)))
