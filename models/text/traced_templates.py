@@ -62,7 +62,7 @@ class TracedTemplates(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationBlocks], finalize=write_text
         )
-        own = {"join": _join, "replace": _replace, "string": write_text, "tojson": _to_json_text}
+        own = {"join": _join, "replace": _replace, "string": write_text, "safe": write_text, "tojson": _to_json_text}
         self.filters = {name: _guard_filter(name, filter) for name, filter in FILTERS.items()} | own
 
     def call(self, context: Context, function: Any, /, *args: Any, **settings: Any) -> Any:
