@@ -1,4 +1,4 @@
-"""Files given to a report, recognised by what they hold: measurements, plans, profiles, timelines."""
+"""Files given to a report, recognised by what they hold: measurements, plans, profiles, timelines, outlooks."""
 
 import json
 from collections.abc import Iterable
@@ -11,6 +11,7 @@ from pshard.jsonio import from_json
 from pshard.machine import MachineProfile
 from pshard.plan import OlderFormat, Registry, Variant, check_format
 from pshard.times.measurement import Measurement, Timeline
+from pshard.times.outlook import Outlook
 
 T = TypeVar("T")
 
@@ -21,6 +22,7 @@ KINDS: tuple[tuple[type, frozenset[str]], ...] = (
     (Variant, frozenset({"workload", "ranks"})),
     (MachineProfile, frozenset({"host", "matmuls"})),
     (Timeline, frozenset({"title", "events"})),
+    (Outlook, frozenset({"machine", "forecasts"})),
 )
 
 
@@ -33,6 +35,7 @@ class ReportInputs:
     plans: tuple[tuple[str, Variant], ...]
     profiles: tuple[MachineProfile, ...]
     timelines: tuple[Timeline, ...]
+    outlooks: tuple[Outlook, ...] = ()
 
 
 def read_inputs(paths: Iterable[Path]) -> ReportInputs:
@@ -55,6 +58,7 @@ def read_inputs(paths: Iterable[Path]) -> ReportInputs:
         tuple(dict.fromkeys(plans)),
         _pick(MachineProfile, nouns),
         _pick(Timeline, nouns),
+        outlooks=_pick(Outlook, nouns),
     )
 
 

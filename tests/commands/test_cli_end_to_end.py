@@ -84,6 +84,19 @@ def test_streamed_bytes_are_those_of_the_plan(world: World, capsys: pytest.Captu
     assert row["link_bytes"] == pytest.approx(8 * tier.prediction.link_bytes, rel=0.02)
 
 
+def test_a_strategy_that_does_the_plans_work_is_said_to_be_the_plan(
+    world: World, capsys: pytest.CaptureFixture
+) -> None:
+    plan(world, "--vram", 8, "--strategy", "attention-first")
+    capsys.readouterr()
+    flags = ["-p", "0", "-n", "2", "-r", "1", "-o", "json", "--baseline", "fit", "--strategy", "ffn-stream"]
+    assert cli_bench.main(["-m", str(world.model), "--vram", "8", *flags]) == 0
+    said = capsys.readouterr()
+    same = {row["strategy"]: row["same_as"] for row in json.loads(said.out)}
+    assert same == {"ilp": "", "ffn-stream": "", "fit": "ilp"}
+    assert said.err.count("does the same work as the plan here") == 1
+
+
 def test_seed_decides_the_text(world: World, capsys: pytest.CaptureFixture) -> None:
     plan(world, "--vram", world.budget)
     texts = []
