@@ -42,8 +42,7 @@ class Tokenizer:
         tokens spelled out in the text become their ids; without it they are text like any other. Tokens that the
         vocabulary has for plain text, as "<think>" is in some files, are found in both cases.
         """
-        backend = self._backend if parse_special else self._hidden.backend
-        return backend.encode(text, add_special_tokens=add_special).ids
+        return self._encode(self._backend if parse_special else self._hidden.backend, text, add_special)
 
     def encode_chat(self, text: TracedText) -> list[int]:
         """Token ids of a rendered chat: special tokens are those that the template alone spells out.
@@ -57,11 +56,14 @@ class Tokenizer:
         for begin, end in spans:
             pieces += [text[at:begin], self._hidden.names[text[begin:end]]]
             at = end
-        return self._hidden.backend.encode("".join([*pieces, text[at:]]), add_special_tokens=False).ids
+        return self._encode(self._hidden.backend, "".join([*pieces, text[at:]]), add_special=False)
 
     def doubtful_specials(self, text: TracedText) -> list[str]:
         """Special tokens that `encode_chat` reads as text though the template may have written them."""
         return sorted({text[begin:end] for begin, end in self._specials(text) if UNKNOWN in text.origins[begin:end]})
+
+    def _encode(self, backend: "tokenizers.Tokenizer", text: str, add_special: bool) -> list[int]:
+        return backend.encode(text, add_special_tokens=add_special).ids
 
     def _template_specials(self, text: TracedText) -> list[tuple[int, int]]:
         return [span for run in text.runs(TEMPLATE) for span in self._specials(text, *run)]
