@@ -51,7 +51,7 @@ class Tokenizer:
         """
         spans = self._template_specials(text)
         if spans == self._specials(text) and not any(t.special and t.normalized for t in self._added.values()):
-            return self.encode(text, add_special=False)
+            return self._encode(self._backend, text.forget(), add_special=False)
         pieces, at = [], 0
         for begin, end in spans:
             pieces += [text[at:begin], self._hidden.names[text[begin:end]]]

@@ -27,6 +27,10 @@ class TracedText(str):
         """Begin and end of each stretch that has this origin throughout, as long as can be."""
         return [found.span() for found in re.finditer(b"[%c]+" % origin, self.origins)]
 
+    def forget(self) -> str:
+        """The text as a plain str."""
+        return super().__str__()
+
     def __str__(self) -> "TracedText":  # Jinja calls str() on all that it writes
         return self
 

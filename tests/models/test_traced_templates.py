@@ -178,6 +178,11 @@ def test_text_that_traces_is_cut_and_joined_as_any_text(text: str) -> None:
             assert part.origins == bytes(letter.isupper() for letter in part), number
 
 
+def test_text_that_forgets_is_plain() -> None:
+    text = join_texts(["a", TracedText("b")])
+    assert type(text.forget()) is str and text.forget() == "ab" and text.forget().encode() == b"ab"
+
+
 def test_other_cases_keep_origins_where_no_letter_becomes_two() -> None:
     text = join_texts(["ab", TracedText("cd", bytes([MESSAGE] * 2))])
     for changed in (text.upper(), text.title(), text.capitalize(), text.lower()):
