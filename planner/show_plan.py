@@ -7,6 +7,7 @@ from pshard.plan import Placement, RankPlan, TierPlan, Trial, Variant
 from pshard.planner.explain import BINDS, WhatIf
 from pshard.print_table import print_whole
 from pshard.times.collectives import describe_sums
+from pshard.times.outlook import Outlook
 from pshard.times.predicted_times import decode_seconds, first_token_seconds
 from pshard.workload import MIB
 
@@ -153,6 +154,18 @@ def print_explanation(variant: Variant, gains: tuple[WhatIf, ...], out: "Console
         )
         text = f"tier {tier.tokens}: {BINDS[slowest.prediction.binds]} (busy: {busy})"
         out.print(text + (f"; {worth}" if worth else ""), highlight=False, soft_wrap=True)
+
+
+def print_outlook(outlook: Outlook, out: "Console") -> None:
+    """The plan and the published strategies, by prediction."""
+    title = f"\nThis plan beside published strategies, predicted, not run, on {outlook.machine}"
+    out.print(title, highlight=False, soft_wrap=True)
+    table = _new_table("", ("plan", "first token s", "tok/s", "round s", "more"))
+    own, *others = outlook.forecasts
+    for name, each in (("this plan", own), *((other.strategy, other) for other in others)):
+        more = each.round_seconds / own.round_seconds - 1
+        table.add_row(name, f"{each.first_token:.3g}", _rate(each.rate), f"{each.round_seconds:.4g}", f"{more:+.1%}")
+    print_whole(table, out)
 
 
 def _rows(tier: TierPlan) -> list[tuple[str, str]]:

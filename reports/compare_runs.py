@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import hypot
+from statistics import fmean, stdev
 
-from pshard.reports.figures.style import OWN_STRATEGY
+from pshard.reports.figures.style import OWN_STRATEGY, name_strategy
 from pshard.times.measurement import Measurement, test_name
 
 Test = tuple[int, int, int]  # prompt, generated, depth
@@ -13,10 +15,12 @@ REFERENCES = ("fit", "accelerate")  # bars are relative to the first of these th
 
 @dataclass(frozen=True)
 class Comparison:
-    """One test, on one model within one budget: seconds of one repetition by strategy.
+    """One test, on one model within one budget: seconds of one repetition by strategy, and the standard deviation of
+    the samples as a share of them.
 
     `quantity`: "prefill", "decode" or "end to end". `tokens` are those processed in the seconds. `summed` says that
-    the seconds are a prefill's and a decode's measured apart, added up.
+    the seconds are a prefill's and a decode's measured apart, added up. `same` are strategies that are the planner's
+    plan under another name: their samples are among its own.
     """
 
     quantity: str
@@ -25,13 +29,20 @@ class Comparison:
     budget_mib: tuple[int, ...]
     tokens: int
     seconds: tuple[tuple[str, float], ...]
+    spreads: tuple[tuple[str, float], ...]
     summed: bool = False
+    same: tuple[str, ...] = ()
 
     @property
     def reference(self) -> str:
-        """The baseline that the others are compared with."""
-        names = [name for name, _ in self.seconds if name != OWN_STRATEGY]
-        return next((r for r in REFERENCES if r in names), names[0])
+        """What the others are compared with: a baseline, or the plan where that is the baseline too."""
+        names = [*self.same, *(name for name, _ in self.seconds if name != OWN_STRATEGY)]
+        found = next((r for r in REFERENCES if r in names), names[0])
+        return OWN_STRATEGY if found in self.same else found
+
+    def name(self, strategy: str) -> str:
+        """The strategy for readers, with what else it is called."""
+        return " = ".join([name_strategy(strategy), *(self.same if strategy == OWN_STRATEGY else ())])
 
     def speedup(self, strategy: str) -> float:
         """How many times as fast as the reference."""
@@ -55,15 +66,34 @@ def compare_strategies(measurements: Sequence[Measurement]) -> list[Comparison]:
         found += [_compare(best) for best in tests.values()]
         if not any(n_prompt and n_gen for n_prompt, n_gen, _ in tests):
             found += _sum_end_to_end(tests)
-    return [c for c in found if len(c.seconds) > 1 and OWN_STRATEGY in dict(c.seconds)]
+    return [c for c in found if len(c.seconds) + len(c.same) > 1 and OWN_STRATEGY in dict(c.seconds)]
 
 
 def _compare(best: dict[str, Measurement]) -> Comparison:
     m = next(iter(best.values()))
     quantity = "end to end" if m.n_prompt and m.n_gen else "prefill" if m.n_prompt else "decode"
     tokens = (m.n_prompt + m.n_gen) * m.n_sequences
-    seconds = tuple((name, run.avg_ns / 1e9) for name, run in best.items())
-    return Comparison(quantity, m.test, m.model, m.budget_mib, tokens, seconds)
+    times, same = _join_same(best)
+    return Comparison(quantity, m.test, m.model, m.budget_mib, tokens, *_part(times), same=same)
+
+
+Times = dict[str, tuple[float, float]]  # by strategy: seconds of one repetition, and their standard deviation
+
+
+def _join_same(best: dict[str, Measurement]) -> tuple[Times, tuple[str, ...]]:
+    """The times of each strategy, and the strategies that are the plan itself, whose samples joined the plan's."""
+    same = tuple(name for name, run in best.items() if run.same_as == OWN_STRATEGY and OWN_STRATEGY in best)
+    times = {name: (run.avg_ns / 1e9, run.stddev_ns / 1e9) for name, run in best.items() if name not in same}
+    if same:
+        samples = [ns / 1e9 for name in (OWN_STRATEGY, *same) for ns in best[name].samples_ns]
+        times[OWN_STRATEGY] = fmean(samples), stdev(samples)
+    return times, same
+
+
+def _part(times: Times) -> tuple[tuple[tuple[str, float], ...], tuple[tuple[str, float], ...]]:
+    """Seconds by strategy, and how much of them one standard deviation is."""
+    seconds = tuple((name, mean) for name, (mean, _) in times.items())
+    return seconds, tuple((name, deviation / mean) for name, (mean, deviation) in times.items())
 
 
 def _sum_end_to_end(tests: dict[Test, dict[str, Measurement]]) -> list[Comparison]:
@@ -74,9 +104,11 @@ def _sum_end_to_end(tests: dict[Test, dict[str, Measurement]]) -> list[Compariso
     prefill = max(prefills)
     decode = min(decodes, key=lambda key: (abs(key[2] - prefill[0]), -key[1]))
     first, then = tests[prefill], tests[decode]
-    seconds = tuple((s, (first[s].avg_ns + then[s].avg_ns) / 1e9) for s in first if s in then)
+    (prompts, same), (answers, also) = _join_same(first), _join_same(then)
+    times = {s: (prompts[s][0] + answers[s][0], hypot(prompts[s][1], answers[s][1])) for s in prompts if s in answers}
     m = next(iter(first.values()))
     tokens = (prefill[0] + decode[1]) * m.n_sequences
     name = f"{test_name(prefill[0], 0)} + {test_name(0, decode[1], decode[2])}"
     name += f" x{m.n_sequences}" if m.n_sequences > 1 else ""
-    return [Comparison("end to end", name, m.model, m.budget_mib, tokens, seconds, summed=True)]
+    same = tuple(s for s in same if s in also)
+    return [Comparison("end to end", name, m.model, m.budget_mib, tokens, *_part(times), summed=True, same=same)]

@@ -1,4 +1,4 @@
-"""Files given to a report, recognised by what they hold: measurements, plans, profiles, timelines."""
+"""Files given to a report, recognised by what they hold: measurements, plans, profiles, timelines, outlooks."""
 
 import json
 from collections.abc import Iterable
@@ -11,6 +11,7 @@ from pshard.jsonio import from_json
 from pshard.machine import MachineProfile
 from pshard.plan import OlderFormat, PlanSet, Registry, Variant, to_newest_format
 from pshard.times.measurement import Measurement, Timeline
+from pshard.times.outlook import Outlook
 
 T = TypeVar("T")
 
@@ -22,6 +23,7 @@ KINDS: tuple[tuple[type, frozenset[str]], ...] = (
     (Variant, frozenset({"workload", "ranks"})),
     (MachineProfile, frozenset({"host", "matmuls"})),
     (Timeline, frozenset({"title", "events"})),
+    (Outlook, frozenset({"machine", "forecasts"})),
 )
 
 
@@ -36,6 +38,7 @@ class ReportInputs:
     profiles: tuple[MachineProfile, ...]
     timelines: tuple[Timeline, ...]
     sets: tuple[PlanSet, ...] = ()
+    outlooks: tuple[Outlook, ...] = ()
 
 
 def read_inputs(paths: Iterable[Path]) -> ReportInputs:
@@ -59,7 +62,8 @@ def read_inputs(paths: Iterable[Path]) -> ReportInputs:
         tuple(dict.fromkeys(plans)),
         _pick(MachineProfile, nouns),
         _pick(Timeline, nouns),
-        tuple(dict.fromkeys(plans for registry in registries for plans in registry.sets)),
+        sets=tuple(dict.fromkeys(plans for registry in registries for plans in registry.sets)),
+        outlooks=_pick(Outlook, nouns),
     )
 
 

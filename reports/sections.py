@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pshard.plan import Variant
 from pshard.reports.compare_runs import compare_strategies
+from pshard.reports.figures.foreseen_rates import draw_outlook
 from pshard.reports.figures.machine_ceilings import draw_machine
 from pshard.reports.figures.placement_map import draw_placement
 from pshard.reports.figures.predicted_rates import draw_predicted, predicted_measurements
@@ -33,7 +34,7 @@ class Section:
 def draw_sections(inputs: ReportInputs) -> list[Section]:
     """All sections that the inputs allow, in reading order; figures of one kind are numbered when there are several."""
     sections = []
-    for draw in (_speedups, _scalings, _predictions, _sweeps, _placements, _timelines, _machines):
+    for draw in (_speedups, _scalings, _predictions, _outlooks, _sweeps, _placements, _timelines, _machines):
         drawn = list(draw(inputs))
         for number, (name, heading, caption, figure) in enumerate(drawn, 1):
             sections.append(Section(f"{name}-{number}" if len(drawn) > 1 else name, heading, caption, figure))
@@ -46,9 +47,13 @@ Drawn = Iterator[tuple[str, str, str, "Figure"]]
 def _speedups(inputs: ReportInputs) -> Drawn:
     comparisons = compare_strategies(inputs.measurements)
     if comparisons:
-        caption = "Longer bars are faster; every bar names what was measured. Baselines ran with the same VRAM budget."
+        caption = "Longer bars are faster; every bar names what was measured, and its whisker is "
+        caption += "one standard deviation of the samples. Baselines ran with the same VRAM budget."
         if any(c.summed for c in comparisons):
             caption += " End-to-end times are the sum of a prefill and a decode that were measured apart."
+        if any(c.same for c in comparisons):
+            caption += " Names joined by = are one plan: they do the same work on this machine, as all plans do that "
+            caption += "copy no weights where the CPU is the accelerator. What was measured of both counts together."
         yield "speedup", "Speed against the baselines", caption, draw_speedup(comparisons)
 
 
@@ -63,6 +68,12 @@ def _predictions(inputs: ReportInputs) -> Drawn:
     if predicted_measurements(inputs.measurements):
         caption = "On the line the planner was right; above it promised more than was measured, below it less."
         yield "predicted", "Predicted against measured", caption, draw_predicted(inputs.measurements)
+
+
+def _outlooks(inputs: ReportInputs) -> Drawn:
+    for outlook in inputs.outlooks:
+        caption = f"Nothing here was run: these are the planner's predictions for {outlook.machine}."
+        yield "outlook", "What to expect there", caption, draw_outlook(outlook)
 
 
 def _sweeps(inputs: ReportInputs) -> Drawn:

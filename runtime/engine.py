@@ -213,7 +213,8 @@ class Engine:
         Args:
             prompt: text (needs a tokenizer) or token ids.
             max_tokens: at most so many; it ends before at an end-of-text token or a full context.
-            text: yield pieces of text (complete characters), else token ids.
+            text: yield pieces of text (complete characters; U+FFFD at the end for one that was never completed), else
+                token ids.
         """
         if not isinstance(prompt, str):
             ids = list(prompt)
@@ -232,6 +233,8 @@ class Engine:
             if made + 1 == max_tokens or self._sequences.is_full(0):
                 break
             token = self._draw([token], sampler)
+        if decoder and (rest := decoder.finish()):
+            yield rest
 
     def _draw(self, tokens: Sequence[int], sampler: Sampler) -> int:
         """Append tokens to sequence 0; the next one."""

@@ -1,9 +1,13 @@
 """Text to token ids and back, for byte-level BPE and SentencePiece-style BPE vocabularies."""
 
 import codecs
+import re
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pshard.errors import UserError
+from pshard.models.text.hidden_specials import HiddenSpecials, hide_specials
+from pshard.models.text.traced_text import TEMPLATE, UNKNOWN, TracedText
 
 if TYPE_CHECKING:
     import tokenizers
@@ -31,13 +35,51 @@ class Tokenizer:
         self.bos_text = "" if bos_id is None else backend.id_to_token(bos_id) or ""
         self.eos_text = (backend.id_to_token(eos_ids[0]) or "") if eos_ids else ""
 
-    def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Token ids of the text; special tokens spelled out in it become their ids.
+    def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        """Token ids of the text.
 
-        `add_special` adds what the model wants around a text (mostly a begin token); chat templates spell these out,
-        so encode a rendered chat without.
+        `add_special` adds what the model wants around a text (mostly a begin token). With `parse_special` special
+        tokens spelled out in the text become their ids; without it they are text like any other. Tokens that the
+        vocabulary has for plain text, as "<think>" is in some files, are found in both cases.
         """
-        return self._backend.encode(text, add_special_tokens=add_special).ids
+        return self._encode(self._backend if parse_special else self._hidden.backend, text, add_special)
+
+    def encode_chat(self, text: TracedText) -> list[int]:
+        """Token ids of a rendered chat: special tokens are those that the template alone spells out.
+
+        What a message spells is text, and so is what message and template spell together.
+        """
+        spans = self._template_specials(text)
+        if spans == self._specials(text) and not any(t.special and t.normalized for t in self._added.values()):
+            return self._encode(self._backend, text.forget(), add_special=False)
+        pieces, at = [], 0
+        for begin, end in spans:
+            pieces += [text[at:begin], self._hidden.names[text[begin:end]]]
+            at = end
+        return self._encode(self._hidden.backend, "".join([*pieces, text[at:]]), add_special=False)
+
+    def doubtful_specials(self, text: TracedText) -> list[str]:
+        """Special tokens that `encode_chat` reads as text though the template may have written them."""
+        return sorted({text[begin:end] for begin, end in self._specials(text) if UNKNOWN in text.origins[begin:end]})
+
+    def _encode(self, backend: "tokenizers.Tokenizer", text: str, add_special: bool) -> list[int]:
+        return backend.encode(text, add_special_tokens=add_special).ids
+
+    def _template_specials(self, text: TracedText) -> list[tuple[int, int]]:
+        return [span for run in text.runs(TEMPLATE) for span in self._specials(text, *run)]
+
+    def _specials(self, text: str, begin: int = 0, end: int | None = None) -> list[tuple[int, int]]:
+        """Begin and end of each special token that is spelled out from `begin` to `end`; the longest one counts."""
+        return [m.span() for m in self._spellings.finditer(text, begin, len(text) if end is None else end)]
+
+    @cached_property
+    def _spellings(self) -> re.Pattern[str]:
+        texts = sorted((t.content for t in self._added.values() if t.special and t.content), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+
+    @cached_property
+    def _hidden(self) -> HiddenSpecials:
+        return hide_specials(self._backend)
 
     def decode(self, ids: list[int]) -> str:
         """Text of the ids, without special tokens; bytes that are not UTF-8 become U+FFFD. Unknown ids are no text."""

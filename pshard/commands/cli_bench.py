@@ -143,6 +143,7 @@ def _run_baseline(
     from dataclasses import replace
 
     from pshard.planner.make_plan import plan_baseline
+    from pshard.session.same_work import do_same_work
 
     v = opened.variant
     try:
@@ -150,7 +151,11 @@ def _run_baseline(
     except UserError as error:
         print(f"note: baseline {name} is left out: {error}", file=sys.stderr)
         return []
-    return _run_strategy(opened, variant, name, tests, args, group, replace(setting, strategy=name))
+    same = do_same_work(variant, v, opened.profile.accelerators[0].kind)
+    if same and group.rank == 0:
+        print(f"note: {name} does the same work as the plan here: their rates differ by noise alone", file=sys.stderr)
+    setting = replace(setting, strategy=name, same_as=setting.strategy if same else "")
+    return _run_strategy(opened, variant, name, tests, args, group, setting)
 
 
 def _run_strategy(

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 
 from pshard.commands.command_line import find_model, run_cli
 from pshard.commands.plan_flags import make_workloads, parse_plan_flags
-from pshard.commands.plan_output import Planned, as_json, emit_arguments, explain_all, print_arguments, print_plans
+from pshard.commands.plan_output import (
+    Planned,
+    as_json,
+    emit_arguments,
+    explain_all,
+    foresee_all,
+    print_arguments,
+    print_plans,
+)
 from pshard.commands.split_flags import wants_ratios
 from pshard.errors import StaleRegistry, UserError
 from pshard.machine import MachineProfile
@@ -63,12 +71,13 @@ def _run(argv: list[str]) -> int:
         for why in save_variants(registry, planned.spec.name, planned.inputs, planned.variants).notes:
             tell(f"note: {why}")
     gains = explain_all(planned, args.strategy) if args.explain else {}
+    outlooks = foresee_all(planned) if args.explain else ()
     if args.json:
-        print(json.dumps(as_json(planned, gains) | ({args.emit: emitted} if args.emit else {}), indent=1))
+        print(json.dumps(as_json(planned, gains, outlooks) | ({args.emit: emitted} if args.emit else {}), indent=1))
     elif args.emit:
         print_arguments(planned, emitted)
     else:
-        print_plans(planned, gains if args.explain else None)
+        print_plans(planned, gains if args.explain else None, outlooks)
     where = registry or "not written, as the plan is for another machine; --registry FILE keeps it"
     tell(f"registry: {where}")
     return 0

@@ -32,6 +32,9 @@ def _main(argv: list[str]) -> int:
     text.add_argument(
         "--tokens", action="store_true", help="prompt and output are token ids, for files without tokenizer"
     )
+    text.add_argument(
+        "--no-parse-special", action="store_true", help="special tokens spelled out in the prompt are plain text"
+    )
     cache = parser.add_argument_group("prompt cache")
     cache.add_argument(
         "--prompt-cache", type=Path, metavar="FILE",
@@ -50,6 +53,9 @@ def _main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.chat and args.tokens:
         raise UserError("--chat and --tokens exclude each other: a chat template is text")
+    if args.no_parse_special and (args.chat or args.tokens):
+        flag, why = ("--chat", "never makes tokens of a message") if args.chat else ("--tokens", "takes ids, not text")
+        raise UserError(f"leave out --no-parse-special: {flag} {why}")
     if args.prompt_cache is None and (args.prompt_cache_all or args.prompt_cache_ro):
         raise UserError("--prompt-cache-all and --prompt-cache-ro need a file: give --prompt-cache FILE")
     prompt = _read_prompt(args)
@@ -63,7 +69,7 @@ def _main(argv: list[str]) -> int:
     from pshard.session.start_engine import open_group, start_engine
 
     sampling = Sampling(args.temp, args.top_k, args.top_p, args.min_p, args.seed)
-    ids = _encode_prompt(request.model, prompt, args.chat)
+    ids, doubts = _encode_prompt(request.model, prompt, args)
     request = replace(request, needed=len(ids) + args.predict)  # a plan of at least that context is chosen
     request, ranks = settle_plan(request)
     if ranks > 1 and not started_ranks():
@@ -75,7 +81,7 @@ def _main(argv: list[str]) -> int:
     if args.seed is None:  # all ranks draw the same tokens
         sampling = replace(sampling, seed=group.broadcast(secrets.randbits(62)))
     with start_engine(opened, opened.variant, args.kernels, group) as engine:
-        for note in engine.notes if group.rank == 0 else ():
+        for note in (*doubts, *engine.notes) if group.rank == 0 else ():
             print(f"note: {note}", file=sys.stderr)
         _generate(engine, ids, args, sampling, loud=group.rank == 0)
     group.close()
@@ -100,22 +106,24 @@ def _read_prompt(args: Any) -> str | list[int]:
         raise UserError("--tokens: the prompt is a list of token ids, as 1,2,3") from None
 
 
-def _encode_prompt(model: Path, prompt: str | list[int], chat: bool) -> list[int]:
-    """Token ids of the prompt, inside the model's chat template when that is wanted."""
+def _encode_prompt(model: Path, prompt: str | list[int], args: Any) -> tuple[list[int], list[str]]:
+    """Token ids of the prompt, in the model's chat template when that is wanted; notes on what may be wrong there."""
     from pshard.models import open_model
     from pshard.models.text.chat import render_chat
 
     if isinstance(prompt, list):
-        return prompt
+        return prompt, []
     with open_model(model) as file:
         tokenizer, template = file.tokenizer(), file.chat_template
-    if not chat:
-        return tokenizer.encode(prompt)
+    if not args.chat:
+        return tokenizer.encode(prompt, parse_special=not args.no_parse_special), []
     if template is None:
         raise UserError("the model has no chat template; run without --chat")
     message = {"role": "user", "content": prompt}
     text = render_chat(template, [message], tokenizer.bos_text, tokenizer.eos_text)
-    return tokenizer.encode(text, add_special=False)
+    doubtful = ", ".join(tokenizer.doubtful_specials(text))
+    why = "the chat template works on messages in a way that hides what it wrote itself"
+    return tokenizer.encode_chat(text), [f"{why}: {doubtful} in it is plain text"] if doubtful else []
 
 
 def _take_cached(engine: "Engine", prompt: list[int], args: Any, loud: bool) -> list[int]:
@@ -134,21 +142,22 @@ def _generate(engine: "Engine", prompt: Any, args: Any, sampling: Any, loud: boo
     start = time.perf_counter()
     first, n = start, 0
     prompt, saving = _take_cached(engine, prompt, args, loud), args.prompt_cache and not args.prompt_cache_ro
-    for piece in engine.generate(prompt, args.predict, sampling, text=not args.tokens):
+    text = None if args.tokens else engine.tokenizer.stream()
+    for token in engine.generate(prompt, args.predict, sampling, text=False):
         if n == 0:
             first = time.perf_counter()
             if saving and not args.prompt_cache_all:
                 engine.save(args.prompt_cache)
         n += 1
         if loud:
-            print(f"{piece} " if args.tokens else piece, end="", flush=True)
+            print(text.push(token) if text else f"{token} ", end="", flush=True)
     end = time.perf_counter()
     if saving and (args.prompt_cache_all or n == 0):
         engine.save(args.prompt_cache)
     ranks = engine.memory_by_rank()
     if not loud:
         return
-    print()
+    print(text.finish() if text else "")
     rate = f", then {(n - 1) / (end - first):.1f} tok/s" if n > 1 else ""
     used, budget = (nbytes / (1 << 20) for nbytes in (ranks[0].accelerator, ranks[0].budget))
     print(

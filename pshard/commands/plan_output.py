@@ -14,6 +14,7 @@ from pshard.workload import Workload
 
 if TYPE_CHECKING:
     from pshard.planner.explain import WhatIf
+    from pshard.times.outlook import Outlook
 
 Gains = Mapping[int, "tuple[WhatIf, ...]"]  # by place of the variant
 
@@ -54,11 +55,20 @@ def explain_all(planned: Planned, strategy: str) -> Gains:
     }
 
 
-def print_plans(planned: Planned, gains: Gains | None) -> None:
-    """Tables of trials and plans; with `gains` also where every unit is and what binds."""
+def foresee_all(planned: Planned) -> "tuple[Outlook, ...]":
+    """Every variant beside the published strategies, by prediction."""
+    from pshard.planner.foresee import foresee_strategies
+
+    ubatch = planned.asked.max_ubatch
+    loads = [replace(v.workload, max_ubatch=ubatch) for v in planned.variants]
+    return tuple(foresee_strategies(planned.spec, planned.profile, w, v) for w, v in zip(loads, planned.variants))
+
+
+def print_plans(planned: Planned, gains: Gains | None, outlooks: "tuple[Outlook, ...]" = ()) -> None:
+    """Tables of trials and plans; with `gains` also where every unit is and what binds, and the `outlooks`."""
     from rich.console import Console
 
-    from pshard.planner.show_plan import print_explanation, print_trials, print_variant
+    from pshard.planner.show_plan import print_explanation, print_outlook, print_trials, print_variant
 
     out = Console()
     for i, (variant, trials) in enumerate(zip(planned.variants, planned.trials)):
@@ -66,6 +76,7 @@ def print_plans(planned: Planned, gains: Gains | None) -> None:
         print_variant(variant, out)
         if gains is not None:
             print_explanation(variant, gains.get(i, ()), out)
+            print_outlook(outlooks[i], out)
 
 
 def print_arguments(planned: Planned, emitted: list[str]) -> None:
@@ -74,7 +85,7 @@ def print_arguments(planned: Planned, emitted: list[str]) -> None:
         print(arguments if len(emitted) == 1 else f"{variant.workload.vram_mib[0]} MiB: {arguments}")
 
 
-def as_json(planned: Planned, gains: Gains) -> dict[str, Any]:
+def as_json(planned: Planned, gains: Gains, outlooks: "tuple[Outlook, ...]" = ()) -> dict[str, Any]:
     """The registry of these variants, the simulated timelines of the last one, and what was explained."""
     from pshard.planner.explain import simulate_timelines
 
@@ -85,4 +96,5 @@ def as_json(planned: Planned, gains: Gains) -> dict[str, Any]:
         "registry": to_json(Registry((made,))),
         "timelines": to_json(simulate_timelines(planned.spec, planned.profile, variants[-1])),
         "gains": to_json([{"vram_mib": variants[i].workload.vram_mib, "what_if": g} for i, g in gains.items()]),
+        "outlooks": to_json(outlooks),
     }

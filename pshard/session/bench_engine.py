@@ -43,13 +43,14 @@ class BenchTest:
 
 @dataclass(frozen=True)
 class BenchSetting:
-    """What all measurements of one engine share."""
+    """What all measurements of one engine share; `same_as`: see Measurement."""
 
     model: str
     model_bytes: int
     strategy: str
     environment: tuple[tuple[str, str], ...]
     command: str
+    same_as: str = ""
 
 
 def run_test(
@@ -108,6 +109,7 @@ def run_test(
         split_mode=w.split_mode,
         reduce_dtype=w.reduce_dtype if w.split_mode == "tensor" else "",
         rank_peaks_mib=peaks,
+        same_as=setting.same_as,
         stolen=round(stolen, 4),
     )
 

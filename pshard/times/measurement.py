@@ -69,6 +69,7 @@ class Measurement:
     split_mode: str = ""  # how the model was spread over the ranks; "" in files older than the field
     reduce_dtype: str = ""  # in which type ranks' parts were summed, see pshard.times.collectives; "" where nothing was
     rank_peaks_mib: tuple[float, ...] = ()
+    same_as: str = ""  # a strategy of the same bench whose plan does the same work on this machine: one plan, two names
     stolen: float = 0.0  # share of the host's core time that went to other machines meanwhile, where that is counted
 
 

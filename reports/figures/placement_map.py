@@ -95,4 +95,4 @@ def _describe_tier(tier: TierPlan) -> str:
     p = tier.prediction
     rate = format_number(tier.tokens / p.seconds)
     baseline = "" if tier.solve.strategy == OWN_STRATEGY else f", plan: {tier.solve.strategy}"
-    return f"{format_time(p.seconds)}, {rate} tok/s\nlimit: {RESOURCE_NAMES.get(p.binds, p.binds)}{baseline}"
+    return f"{format_time(p.seconds)}, {rate} tok/s predicted\nlimit: {RESOURCE_NAMES.get(p.binds, p.binds)}{baseline}"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pshard.reports.compare_runs import Comparison
-from pshard.reports.figures.style import OWN_STRATEGY, colour_strategies, format_number, name_strategy, new_figure
+from pshard.reports.figures.style import OWN_STRATEGY, colour_strategies, format_number, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -14,7 +14,9 @@ PANELS = (("prefill", "Time to first token"), ("decode", "Decode"), ("end to end
 
 
 def draw_speedup(comparisons: Sequence[Comparison]) -> "Figure":
-    """Bars by test and strategy; 1 is the reference baseline, and each bar's label says the measured figure too."""
+    """Bars by test and strategy; 1 is the reference baseline, and each bar's label says the measured figure too.
+
+    Whiskers are one standard deviation of the samples to either side."""
     panels = [(title, [c for c in comparisons if c.quantity == quantity]) for quantity, title in PANELS]
     panels = [(title, group) for title, group in panels if group]
     strategies = order_strategies(comparisons)
@@ -22,11 +24,11 @@ def draw_speedup(comparisons: Sequence[Comparison]) -> "Figure":
     figure = new_figure(9.5, 0.7 + 0.24 * sum(rows) + 0.5 * len(panels))
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=rows)[:, 0]
     several = len({c.model for c in comparisons}) > 1
-    widest = max(c.speedup(name) for c in comparisons for name, _ in c.seconds)
+    widest = max(c.speedup(name) * (1 + spread) for c in comparisons for name, spread in c.spreads)
     for ax, (title, group) in zip(axes, panels):
         _draw_panel(ax, group, strategies, several, widest)
         ax.set(title=title, xlim=(0, widest * 1.42))
-    references = " or ".join(sorted({name_strategy(c.reference) for c in comparisons}))
+    references = " or ".join(sorted({c.name(c.reference) for c in comparisons}))
     axes[-1].set_xlabel(f"times as fast as {references} (dashed line = 1)")
     return figure
 
@@ -43,15 +45,16 @@ def _draw_panel(
     colours = colour_strategies(strategies)
     at, ticks, labels = 0.0, [], []
     for comparison in group:
-        seconds = dict(comparison.seconds)
+        seconds, spreads = dict(comparison.seconds), dict(comparison.spreads)
         present = [name for name in strategies if name in seconds]
         for i, name in enumerate(present):
             speedup = comparison.speedup(name)
-            ax.barh(at + i, speedup, 0.86, color=colours[name])
-            text = f"{name_strategy(name)}  {_describe(comparison, seconds[name])}"
+            whisker = speedup * spreads[name]
+            ax.barh(at + i, speedup, 0.86, color=colours[name], xerr=whisker, error_kw={"linewidth": 0.8, "capsize": 2})
+            text = f"{comparison.name(name)}  {_describe(comparison, seconds[name])}"
             text += "" if name == comparison.reference else f"  ({format_factor(speedup)})"
             behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # the dashed line stops at the text
-            ax.text(speedup + 0.008 * widest, at + i, text, va="center", fontsize=9, zorder=4, bbox=behind)
+            ax.text(speedup + whisker + 0.008 * widest, at + i, text, va="center", fontsize=9, zorder=4, bbox=behind)
         ticks.append(at + (len(present) - 1) / 2)
         labels.append(_label(comparison, several_models))
         at += len(present) + 0.8

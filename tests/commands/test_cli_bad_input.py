@@ -589,6 +589,8 @@ def test_heads_that_no_block_divides(tmp_path: Path, refuse: Refuse, command: st
         (["-p", "1,258", "--tokens", "-n", "1"], "token ids must be in 0..257"),
         (["-p", "-1", "--tokens", "-n", "1"], "token ids must be in 0..257"),
         (["-p", "1", "--tokens", "--chat"], "exclude each other"),
+        (["-p", "hi", "--chat", "--no-parse-special"], "leave out --no-parse-special: --chat never"),
+        (["-p", "1", "--tokens", "--no-parse-special"], "leave out --no-parse-special: --tokens takes ids"),
         (["-p", "hi", "--temp", "-1"], "--temp is -1"),
         (["-p", "hi", "--temp", "nan"], "--temp is nan"),
         (["-p", "hi", "--top-k", "-1"], "--top-k is -1"),

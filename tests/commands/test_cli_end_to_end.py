@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_world import World, edit_json, make_world
+from cli_world import World, edit_json, make_world, tokenizer_metadata
+from tokenizers import pre_tokenizers
 
 import pshard
 from pshard.commands import cli_bench, cli_plan, cli_report, cli_run
@@ -81,6 +82,19 @@ def test_streamed_bytes_are_those_of_the_plan(world: World, capsys: pytest.Captu
     tier = load_registry(world.registry).variants[0].ranks[0].covering(1)
     assert tier.prediction.link_bytes > 0
     assert row["link_bytes"] == pytest.approx(8 * tier.prediction.link_bytes, rel=0.02)
+
+
+def test_a_strategy_that_does_the_plans_work_is_said_to_be_the_plan(
+    world: World, capsys: pytest.CaptureFixture
+) -> None:
+    plan(world, "--vram", 8, "--strategy", "attention-first")
+    capsys.readouterr()
+    flags = ["-p", "0", "-n", "2", "-r", "1", "-o", "json", "--baseline", "fit", "--strategy", "ffn-stream"]
+    assert cli_bench.main(["-m", str(world.model), "--vram", "8", *flags]) == 0
+    said = capsys.readouterr()
+    same = {row["strategy"]: row["same_as"] for row in json.loads(said.out)}
+    assert same == {"ilp": "", "ffn-stream": "", "fit": "ilp"}
+    assert said.err.count("does the same work as the plan here") == 1
 
 
 def test_seed_decides_the_text(world: World, capsys: pytest.CaptureFixture) -> None:
@@ -214,21 +228,81 @@ def test_environment_variables_stand_in_for_flags(
     assert "of 6 MiB" in capsys.readouterr().err
 
 
-def test_chat_puts_the_prompt_into_the_template(
-    world: World, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The token ids of each prompt that a run generates from."""
     from pshard.runtime.engine import Engine
 
-    prompts, real = [], Engine.generate
+    found, real = [], Engine.generate
 
     def listen(engine, prompt, *more, **named):
-        prompts.append(engine.tokenizer.decode(list(prompt)))
+        found.append(list(prompt))
         return real(engine, prompt, *more, **named)
 
     monkeypatch.setattr(Engine, "generate", listen)
+    return found
+
+
+BYTES = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+
+
+def spell(text: str) -> list[int]:
+    """The ids of the world's tokenizer: one for each letter; the begin token is 256, the end token 257."""
+    return [BYTES[{" ": "\u0120", "\n": "\u010a"}.get(letter, letter)] for letter in text]
+
+
+def test_chat_puts_the_prompt_into_the_template(world: World, prompts: list[list[int]]) -> None:
     plan(world, "--vram", world.budget)
     run(world, "--vram", world.budget, "-p", "Hello", "-n", 2, "--chat")
-    assert prompts and prompts[0].endswith("user: Hello\nassistant:")
+    assert prompts == [[256, *spell("user: Hello\nassistant:")]]
+
+
+def test_special_tokens_count_where_a_template_or_a_whole_prompt_spells_them(
+    world: World, prompts: list[list[int]], capsys: pytest.CaptureFixture
+) -> None:
+    plan(world, "--vram", world.budget)
+    said = "a</s><s>b"
+    for flags in (["--chat"], [], ["--no-parse-special"]):
+        run(world, "--vram", world.budget, "-p", said, "-n", 1, *flags)
+    assert prompts[0] == [256, *spell(f"user: {said}\nassistant:")]
+    assert prompts[1][-4:] == [*spell("a"), 257, 256, *spell("b")]
+    assert prompts[2][-9:] == spell(said)
+    assert "chat template" not in capsys.readouterr().err
+
+
+def test_a_template_that_hides_what_it_wrote_is_named_once(
+    tmp_path: Path, prompts: list[list[int]], capsys: pytest.CaptureFixture, quick_search: None
+) -> None:
+    hides = {"tokenizer.chat_template": "<s>{{ '%s</s>' % messages[0].content }}"}
+    world = make_world(tmp_path, metadata=tokenizer_metadata() | hides)
+    plan(world, "--vram", world.budget)
+    capsys.readouterr()
+    run(world, "--vram", world.budget, "-p", "a", "-n", 1, "--chat")
+    assert prompts == [[256, *spell("a</s>")]]
+    assert capsys.readouterr().err.count("hides what it wrote itself: </s> in it is plain text") == 1
+
+
+@pytest.mark.parametrize("end", [[], [257]])
+def test_an_answer_that_ends_within_a_character_shows_it(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, end: list[int]
+) -> None:
+    from pshard.runtime.engine import Engine
+
+    plan(world, "--vram", world.budget)
+    half = [*spell("a"), BYTES["\u00f0"], BYTES["\u0141"]]  # F0 9F: half of an emoji
+
+    def draw_half(engine: Engine, tokens: list[int], sampler: object) -> int:
+        return (half + end)[drawn.pop(0)]
+
+    monkeypatch.setattr(Engine, "_draw", draw_half)
+    drawn = [0, 1, 2, 3]
+    with pshard.load(world.model, vram=world.budget) as engine:
+        assert "".join(engine.generate("x", 3 + len(end))) == "a\ufffd"
+    drawn = [0, 1, 2, 3]
+    capsys.readouterr()
+    run(world, "--vram", world.budget, "-p", "x", "-n", 3 + len(end))
+    shown = capsys.readouterr()
+    assert shown.out.endswith("a\ufffd\n") and "3 tokens;" in shown.err
 
 
 def test_perplexity_of_a_random_model_is_near_its_vocabulary(

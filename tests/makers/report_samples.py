@@ -9,6 +9,7 @@ from pshard.plan import Buffers, Placement, PlanSet, Prediction, RankPlan, Regis
 from pshard.registries.fingerprint import digest
 from pshard.times.measurement import Measurement, TimelineEvent, summarise_samples
 from pshard.times.measurement import test_name as name_test
+from pshard.times.outlook import Forecast, Outlook
 from pshard.workload import Workload
 
 LAYERS = 32
@@ -50,6 +51,13 @@ def make_measurement(
         "command": "pshard-bench -m invented.gguf --vram 12000 -p 4096 -n 64 --baseline fit",
     }
     return Measurement(**(fields | summarise_samples(samples, tokens) | changes))
+
+
+def make_outlook() -> Outlook:
+    """The planner's plan, the best strategy, and one whose prompts are faster."""
+    rows = (("ilp", 1.0, 30.0, 3.0), ("fit", 2.0, 20.0, 5.0), ("layer-stream", 0.5, 10.0, 7.0))
+    forecasts = tuple(Forecast(*row) for row in rows)
+    return Outlook("Invented 32B Q4_0", "Some GPU (datasheet)", (6000,), "context 8192, KV bf16", forecasts)
 
 
 def make_bench() -> list[Measurement]:

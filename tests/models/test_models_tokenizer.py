@@ -255,6 +255,14 @@ def test_sentencepiece_adds_its_begin_token_and_streams_bytes(sentencepiece_pair
     assert [p for p in (stream.push(i) for i in ids) if p][-1] == "🎈"
 
 
+@pytest.mark.parametrize("text", ["the dog's 中文 text 42.\n", "thequickbrownfox"])
+def test_long_texts_are_encoded_in_near_linear_time(sentencepiece_pair: tuple[Any, Tokenizer], text: str) -> None:
+    """Were it quadratic, a minute for 100,000 characters, this test would hang and be named."""
+    reference, ours = sentencepiece_pair
+    long = text * (300_000 // len(text))
+    assert ours.encode(long, add_special=False) == reference.encode(long)
+
+
 def save_hf(folder: Path, **config: Any) -> Path:
     backend = byte_level_reference(PRE_TOKENIZERS["llama-bpe"].patterns[0], whole_words=True)
     backend.add_special_tokens(SPECIALS)

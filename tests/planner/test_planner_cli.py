@@ -1,6 +1,7 @@
 """pshard-plan on the bundled model: what it writes, what it prints, and what bad input gets."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,10 @@ from pshard.planner.llama_cpp_arguments import llama_arguments
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.draft import UNPREDICTED, UNSOLVED
 from pshard.planner.price.example_sheets import MACHINES
+from pshard.planner.search.strategies import STRATEGIES
 from pshard.registries.profile_store import load_profile
 from pshard.registries.store import load_registry
+from pshard.times.predicted_times import round_seconds
 from pshard.units.attention import ATTENTION
 from pshard.units.ffn import FFN
 from pshard.units.unit import Unit
@@ -99,6 +102,22 @@ def test_explain_says_what_binds_and_what_more_would_bring(plan):
     _, out, _, _ = plan("--vram", MIB, "--explain")
     assert "1 GiB more VRAM: +" in out and "a link twice as fast: +" in out
     assert "attention" in out and "bound" in out
+
+
+def test_explain_sets_the_plan_beside_every_published_strategy_by_prediction(plan):
+    _, out, _, registry = plan("--vram", MIB, "--explain", "--json")
+    (outlook,) = json.loads(out)["outlooks"]
+    own, *others = outlook["forecasts"]
+    assert outlook["machine"].endswith("(datasheet)") and own["strategy"] == "ilp"
+    (variant,) = load_registry(registry).variants
+    assert own["round_seconds"] == pytest.approx(round_seconds(variant))
+    assert {each["strategy"] for each in others} <= set(STRATEGIES) and len(others) > 2
+    rounds = [each["round_seconds"] for each in others]
+    assert rounds == sorted(rounds) and own["round_seconds"] <= rounds[0]
+    _, out, _, _ = plan("--vram", MIB, "--strategy", others[0]["strategy"], "--explain")
+    assert "predicted, not run" in out and re.search(
+        rf"this plan .*\+0\.0%.*\n.*{others[0]['strategy']} .*\+0\.0%", out
+    )
 
 
 @pytest.mark.parametrize("name", MACHINES)

@@ -1,12 +1,14 @@
 """What figures say is what was measured or planned."""
 
 from itertools import pairwise
+from statistics import stdev
 
 import pytest
 from plan_samples import with_workload
-from report_samples import make_bench, make_measurement, make_plan_variant, make_scaling, make_timeline
+from report_samples import make_bench, make_measurement, make_outlook, make_plan_variant, make_scaling, make_timeline
 
 from pshard.reports.compare_runs import compare_strategies
+from pshard.reports.figures.foreseen_rates import draw_outlook
 from pshard.reports.figures.placement_map import COLOURS, draw_placement
 from pshard.reports.figures.predicted_rates import draw_predicted, spread_apart
 from pshard.reports.figures.scaling import draw_scaling, group_scaling
@@ -53,6 +55,56 @@ def test_speedup_bars_have_the_lengths_of_the_comparisons():
     figure = draw_speedup(comparisons)
     drawn = sorted(bar.get_width() for ax in figure.axes for bar in ax.patches)
     assert drawn == pytest.approx(sorted(c.speedup(name) for c in comparisons for name, _ in c.seconds))
+
+
+def one_plan_under_two_names():
+    """The plan, `fit` that does the same work, and a strategy that does not."""
+    runs = {"ilp": 12.0, "fit": 10.0, "layer-stream": 5.0}
+    return [
+        make_measurement(n_prompt, n_gen, rate, name, same_as="ilp" if name == "fit" else "")
+        for n_prompt, n_gen in ((64, 0), (0, 16))
+        for name, rate in runs.items()
+    ]
+
+
+def test_a_strategy_that_is_the_plan_is_no_rival_of_it():
+    runs = one_plan_under_two_names()
+    for comparison in compare_strategies(runs):
+        assert comparison.same == ("fit",) and comparison.reference == "ilp" and comparison.speedup("ilp") == 1
+        assert {name for name, _ in comparison.seconds} == {"ilp", "layer-stream"}
+        assert comparison.name("ilp") == "pshard = fit" and comparison.name("layer-stream") == "layer-stream"
+    prefill, _, summed = compare_strategies(runs)
+    samples = [ns / 1e9 for run in runs[:2] for ns in run.samples_ns]
+    assert dict(prefill.seconds)["ilp"] == pytest.approx(sum(samples) / 6)
+    assert dict(prefill.spreads)["ilp"] == pytest.approx(stdev(samples) / (sum(samples) / 6))
+    assert dict(summed.seconds)["layer-stream"] == pytest.approx(runs[2].avg_ns / 1e9 + runs[5].avg_ns / 1e9)
+    (alone, *_) = compare_strategies(runs[:2])
+    assert alone.same == ("fit",)
+
+
+def test_the_figure_shows_one_plan_once_and_how_sure_each_bar_is():
+    comparisons = compare_strategies(one_plan_under_two_names())
+    figure = draw_speedup(comparisons)
+    labels = [text.get_text() for ax in figure.axes for text in ax.texts]
+    assert len(labels) == 6 and sum(label.startswith("pshard = fit ") for label in labels) == 3
+    assert not any(label.startswith("fit") for label in labels)
+    assert figure.axes[-1].get_xlabel() == "times as fast as pshard = fit (dashed line = 1)"
+    whiskers = [line for ax in figure.axes for lines in ax.collections for line in lines.get_segments()]
+    widths = sorted(end[0] - begin[0] for begin, end in whiskers)
+    expected = sorted(2 * c.speedup(name) * spread for c in comparisons for name, spread in c.spreads)
+    assert widths == pytest.approx(expected)
+
+
+def test_an_outlook_says_that_nothing_was_run():
+    figure = draw_outlook(make_outlook())
+    assert figure.get_suptitle().startswith("Predicted, not run: Invented 32B Q4_0 on Some GPU (datasheet), 6000 MiB\n")
+    (first, decode) = figure.axes
+    assert [bar.get_width() for bar in first.patches] == pytest.approx([2.0, 1.0, 4.0])  # `fit` has the best round
+    assert [bar.get_width() for bar in decode.patches] == pytest.approx([1.5, 1.0, 0.5])
+    assert all(bar.get_hatch() for bar in (*first.patches, *decode.patches))
+    assert [text.get_text() for text in decode.texts] == [
+        "pshard  30.0 tok/s  (1.5×)", "fit  20.0 tok/s", "layer-stream  10.0 tok/s  (0.5×)",
+    ]  # fmt: skip
 
 
 def test_placement_map_colours_every_unit_of_every_tier():

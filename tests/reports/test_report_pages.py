@@ -12,6 +12,7 @@ from report_samples import (
     make_bench,
     make_full_profile,
     make_measurement,
+    make_outlook,
     make_plan_registry,
     make_plan_variant,
     make_scaling,
@@ -36,6 +37,7 @@ def files(tmp_path_factory):
         "scaling.jsonl": format_measurements(make_scaling(), "jsonl"),
         "model.pshard.json": encode_registry(make_plan_registry((6000,), (12000,))),
         "profile.json": json.dumps(to_json(make_full_profile())),
+        "outlook.json": json.dumps({"outlooks": [to_json(make_outlook())]}),
         "plan.json": json.dumps({"timelines": [to_json(Timeline("A decode step", make_timeline()))]}),
     }
     folder = tmp_path_factory.mktemp("files")
@@ -56,7 +58,7 @@ def report(files, tmp_path_factory):
 def test_every_kind_of_file_becomes_its_figures(report):
     out, said = report
     page, *figures = [line.rsplit("/", 1)[1] for line in said.splitlines()]
-    names = {"speedup", "scaling", "predicted", "sweep", "placement-1", "placement-2", "timeline", "machine"}
+    names = {"speedup", "scaling", "predicted", "outlook", "sweep", "placement-1", "placement-2", "timeline", "machine"}
     assert page == "report.html" and set(figures) == {f"{n}.{kind}" for n in names for kind in ("png", "svg")}
     assert set(figures) | {page} == {p.name for p in out.iterdir()}
     for name in names:
@@ -66,7 +68,7 @@ def test_every_kind_of_file_becomes_its_figures(report):
 
 def test_the_page_fetches_nothing_and_holds_figures_tables_and_origin(report):
     page = (report[0] / "report.html").read_text()
-    assert page.count("data:image/svg+xml;base64,") == 8
+    assert page.count("data:image/svg+xml;base64,") == 9
     assert not re.search(r"(?:src|href)=\"(?!data:)", page) and "url(" not in page and "<script" not in page
     for held in ("Some GPU", "pshard-bench -m invented.gguf", "9832.67 ± 246.63", "<td>accelerator</td>", "bench.json"):
         assert held in page

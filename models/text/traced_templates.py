@@ -1,0 +1,142 @@
+"""Jinja templates in a sandbox whose output says what the template wrote and what came from a message.
+
+All that a template does to text passes the output, `~`, a filter, a call or `%`, or is a method of TracedText. Each
+keeps origins or says UNKNOWN, so that no text of a message ever counts as the template's.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from typing import Any
+
+from jinja2 import Environment, Undefined, nodes, pass_environment
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import FILTERS, make_attrgetter
+from jinja2.nodes import EvalContext
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from pshard.models.text.traced_text import MESSAGE, TracedText, join_texts
+
+# fmt: off
+_CHOOSING = (  # these filters give what they got, or things that were in it
+    "attr", "batch", "d", "default", "dictsort", "first", "groupby", "items", "last", "list", "map", "max", "min",
+    "random", "reject", "rejectattr", "reverse", "select", "selectattr", "slice", "sort", "sum", "unique",
+)
+# fmt: on
+_CHANGING = ("capitalize", "lower", "trim", "upper")  # and these what TracedText's own method makes of it
+
+_VARIABLES = ("_loop_vars", "_block_vars")  # Jinja adds these to a call: the names in force around it
+
+
+class GenerationBlocks(Extension):
+    """{% generation %} marks what the assistant said, for training; here it is plain text."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
+
+    def parse(self, parser: Any) -> Any:
+        """The statements up to {% endgeneration %}, as if there were no mark."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _TracedCode(CodeGenerator):
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        """`a ~ b` joins as the output does."""
+        self.write("environment.concat(map(environment.finalize, (")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write(")))")
+
+
+class TracedTemplates(ImmutableSandboxedEnvironment):
+    """Templates that render to TracedText. Of what is rendered with, each plain str counts as the template's own."""
+
+    code_generator_class = _TracedCode
+    concat = staticmethod(join_texts)  # type: ignore[assignment]
+    intercepted_binops = frozenset(["%"])
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationBlocks], finalize=write_text
+        )
+        own = {"join": _join, "replace": _replace, "string": write_text, "safe": write_text, "tojson": _to_json_text}
+        self.filters = {name: _guard_filter(name, filter) for name, filter in FILTERS.items()} | own
+
+    def call(self, context: Context, function: Any, /, *args: Any, **settings: Any) -> Any:
+        """What the function gives; text of a plain function or method is UNKNOWN where a message may be in it."""
+        given = [*args, *(value for name, value in settings.items() if name not in _VARIABLES)]
+        owner, plain = getattr(function, "__self__", None), _are_plain(given)
+        if type(owner) is str and not plain:  # " ".join(contents): text that traces does the same
+            function = getattr(join_texts([owner]), function.__name__)
+        result = super().call(context, function, *args, **settings)
+        return result if plain and (type(owner) is str or not isinstance(owner, str)) else _doubt(result)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """`left % right`."""
+        result = super().call_binop(context, operator, left, right)
+        return result if _are_plain([left, right]) else _doubt(result)
+
+
+def trace_message(value: Any) -> Any:
+    """A message, or a part of one, with all its texts as TracedText."""
+    if isinstance(value, str):
+        return TracedText(value, bytes([MESSAGE]) * len(value))
+    if isinstance(value, Mapping):
+        return {trace_message(key): trace_message(item) for key, item in value.items()}
+    return [trace_message(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def write_text(value: Any) -> str:
+    """What Jinja writes for a value. Only text and numbers have known origins: a list shows what is in it."""
+    if isinstance(value, TracedText) or type(value) is str:
+        return value
+    return str(value) if _are_plain([value]) else TracedText(str(value))
+
+
+def _are_plain(values: Iterable[Any]) -> bool:
+    """Whether there is no text in the values that a message may have brought."""
+    plain = (int, float, Undefined, Environment, Context, EvalContext)
+    return all(value is None or type(value) is str or isinstance(value, plain) for value in values)
+
+
+def _doubt(result: Any) -> Any:
+    """The result; text that does not know its origins is UNKNOWN."""
+    return TracedText(result) if isinstance(result, str) and not isinstance(result, TracedText) else result
+
+
+def _guard_filter(name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
+    """The filter; its text is UNKNOWN where a message may be in it and nobody can say where."""
+
+    @wraps(filter)
+    def guarded(*args: Any, **settings: Any) -> Any:
+        result = filter(*args, **settings)
+        if name in _CHOOSING or result is None or isinstance(result, int | float):
+            return result
+        if _are_plain([*args, *settings.values()]):
+            return result
+        if isinstance(result, str):
+            return _doubt(result) if name in _CHANGING else TracedText("".join([result]))
+        raise TypeError(f"the filter {name!r} gives a {type(result).__name__}, in which messages cannot be told apart")
+
+    return guarded
+
+
+@pass_environment
+def _join(environment: Environment, value: Iterable[Any], d: Any = "", attribute: str | int | None = None) -> str:
+    parts = value if attribute is None else map(make_attrgetter(environment, attribute), value)
+    return join_texts([write_text(d)]).join(map(write_text, parts))
+
+
+def _replace(s: Any, old: Any, new: Any, count: int | None = None) -> str:
+    return join_texts([write_text(s)]).replace(write_text(old), write_text(new), -1 if count is None else count)
+
+
+def _to_json_text(value: Any, ensure_ascii: bool = False, **settings: Any) -> str:
+    """Unlike Jinja's own filter: no HTML escapes, and letters beyond ASCII stay. Templates set indent and others.
+
+    It counts as a message throughout: what it adds are the brackets and quotes of JSON.
+    """
+    return trace_message(json.dumps(value, ensure_ascii=ensure_ascii, **settings))

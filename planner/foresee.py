@@ -1,0 +1,30 @@
+"""A plan beside the published strategies, by prediction."""
+
+from pshard.errors import UserError
+from pshard.machine import MachineProfile
+from pshard.model import ModelSpec
+from pshard.plan import Variant
+from pshard.planner.make_plan import plan_baseline
+from pshard.planner.search.strategies import STRATEGIES
+from pshard.times.outlook import Forecast, Outlook
+from pshard.times.predicted_times import decode_seconds, first_token_seconds, round_seconds
+from pshard.workload import Workload
+
+
+def foresee_strategies(spec: ModelSpec, profile: MachineProfile, workload: Workload, variant: Variant) -> Outlook:
+    """What the variant and each published strategy are predicted to reach for the workload, by the variant's costs."""
+    found = []
+    for name in STRATEGIES:
+        try:
+            found.append(_forecast(name, plan_baseline(name, spec, profile, workload, variant.correction)))
+        except UserError:  # it does not fit
+            continue
+    found.sort(key=lambda forecast: forecast.round_seconds)
+    machine = f"{profile.accelerators[0].name} ({profile.provenance.source})"
+    own = _forecast("ilp", variant)
+    return Outlook(spec.name, machine, workload.vram_mib, variant.terms, (own, *found))
+
+
+def _forecast(name: str, variant: Variant) -> Forecast:
+    rate = variant.workload.sequences / decode_seconds(variant)
+    return Forecast(name, first_token_seconds(variant), rate, round_seconds(variant))
