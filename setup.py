@@ -27,7 +27,8 @@ cpu_kernels = Extension(
         "-w",
         "-pthread",
     ],
-    extra_link_args=["-pthread"] if sys.platform.startswith("linux") else [],
+    # bound at once: a thread that is recalled must not be in the linker (csrc/threads/recall.h)
+    extra_link_args=["-pthread", "-Wl,-z,now"] if sys.platform.startswith("linux") else [],
     optional=True,  # without a compiler the package installs, and runs on its torch kernels
 )
 

@@ -9,12 +9,8 @@ from pshard.runtime.kernels.cpu import native
 
 
 def use_threads(count: int) -> None:
-    """Give torch and the C++ pool `count` threads, the pool's each on a processor of its own, and on a physical core of
-    its own as long as there are some.
-
-    Unbound, two of them may share a processor for a time slice, and all wait for both: 9 ms instead of 0.8 for a
-    matrix-vector product was seen on 16 cores. The caller, who is one of them, keeps off the others' in a call.
-    """
+    """Give torch and the C++ pool `count` threads, the pool's on as many processors, one of each physical core as long
+    as there are some. The caller, who is one of them, runs where it may."""
     torch.set_num_threads(count)
     if native.is_available():
         usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()

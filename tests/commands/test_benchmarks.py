@@ -149,3 +149,26 @@ def test_threads_of_torch_sleep_in_scripts_that_run_engines_unless_told_otherwis
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=60)
     assert done.stderr.strip() == f"torch: {chosen or 'passive'}"
+
+
+def test_busy_measures_with_cores_held_and_leaves_no_program_behind(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("PSHARD_CACHE", str(world.profile.parent))
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    busy, out = runpy.run_path(str(SCRIPTS / "busy.py")), tmp_path / "busy.json"
+    monkeypatch.setitem(busy["decode"].__globals__, "TOKENS", 2)
+    flags = ["-m", str(world.model), "-t", "1", "--rounds", "2", "--seconds", "0.05", "-o", str(out)]
+    assert busy["main"](flags) == 0
+    rows = json.loads(out.read_text())["results"]
+    cores = len(os.sched_getaffinity(0))
+    assert [row["held"] for row in rows] == sorted({0, 1, cores})
+    assert all(len(row["samples"]) == 2 and row["rate"] > 0 for row in rows) and rows[0]["share"] == 1
+    assert rows[-1]["goal"] == 0.35 and "of idle" in capsys.readouterr().out
+    started = []
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *args, real=subprocess.Popen, **kw: started.append(real(*args, **kw)) or started[-1]
+    )
+    with busy["hold"]([min(os.sched_getaffinity(0))]):
+        assert started[0].poll() is None
+    assert started[0].poll() is not None

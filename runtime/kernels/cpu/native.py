@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Buffer = Any  # int address, numpy array or torch tensor
 
-ABI = 4  # as csrc/api.cpp has it
+ABI = 5  # as csrc/api.cpp has it
 BUILD = "pip install -e . --no-build-isolation --no-deps in the folder of pshard"
 
 _TYPES = {
@@ -39,6 +39,8 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "set_isa": ("i", "s"),
     "threads": ("i", ""),
     "set_threads": ("v", "ipi"),
+    "recalls": ("l", ""),
+    "stop_helpers": ("i", "i"),
     "pack": ("v", "plillllp"),
     "linear": ("v", "plpillplli"),
     "linear_group": ("v", "plpppilpll"),
@@ -150,13 +152,24 @@ def threads() -> int:
 def set_threads(n: int, cpus: Sequence[int] | None = None) -> None:
     """Rebuild the pool with n threads, the caller included.
 
-    cpus[i] is the processor that worker i is bound to (i = 1..n-1). The caller keeps off these while it is in a call,
-    so that cpus[0] is left to it, and may run where it might before after that: threads that it starts inherit that.
+    Workers keep to `cpus`, at least n of them. The caller does not, as threads that it starts inherit where it may run;
+    nor is a worker bound to one of them, as another program may need just that one.
     """
     if n < 1 or (cpus is not None and len(cpus) < n):
         raise ValueError(f"set_threads({n}, {cpus}): needs n >= 1 and a processor for each thread")
     array = (ctypes.c_int * len(cpus))(*cpus) if cpus else None
     _function("set_threads")(n, array, len(cpus) if cpus else 0)
+
+
+def recalls() -> int:
+    """How often threads of the pool were made to leave work because the system had put them aside."""
+    return _function("recalls")()
+
+
+def stop_helpers(point: int) -> int:
+    """For tests: threads of the pool but the caller stop when they come to that Point of csrc/threads/pool.h, as if the
+    system had put them aside there; 0: they go on. Returns how many stand still."""
+    return _function("stop_helpers")(point)
 
 
 def pack(
@@ -368,7 +381,8 @@ def attention(
 def rms_norm(
     x: Buffer, weight: Buffer, eps: float, tokens: int, width: int, out: Buffer, *, strides: tuple[int, int]
 ) -> None:
-    """out[t] = x[t] / sqrt(mean(x[t]^2) + eps) * weight, f32, rows of `width`, `strides` apart in x and in out."""
+    """out[t] = x[t] / sqrt(mean(x[t]^2) + eps) * weight, f32, rows of `width`, `strides` apart in x and in out,
+    which are not the same."""
     _function("rms_norm")(_at(x), strides[0], _at(weight), eps, tokens, width, _at(out), strides[1])
 
 

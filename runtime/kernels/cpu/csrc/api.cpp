@@ -3,6 +3,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <numeric>
 #include <vector>
 
 #include "driver.h"
@@ -33,7 +34,7 @@ const Kernels& kernels() {
 using namespace pshard;
 
 // Raised with every change of a function's arguments or meaning; native.py's ABI says what it calls.
-PSHARD_API int pshard_abi() { return 4; }
+PSHARD_API int pshard_abi() { return 5; }
 
 #ifndef PSHARD_SOURCES  // setup.py says
 #define PSHARD_SOURCES 0
@@ -61,6 +62,10 @@ PSHARD_API int pshard_threads() { return Pool::instance().size(); }
 PSHARD_API void pshard_set_threads(int n, const int* cpus, int n_cpus) {
   Pool::instance().resize(n, std::vector<int>(cpus, cpus + n_cpus));
 }
+
+PSHARD_API int64_t pshard_recalls() { return Pool::instance().recalls(); }
+
+PSHARD_API int pshard_stop_helpers(int point) { return Pool::instance().stop_helpers_at(point); }
 
 PSHARD_API void pshard_pack(const uint8_t* raw, int64_t row_bytes, int type, int64_t row_start, int64_t row_stop,
                             int64_t col_start, int64_t col_stop, uint8_t* out) {
@@ -122,14 +127,16 @@ PSHARD_API void pshard_memcpy(void* to, const void* from, size_t nbytes) {
 
 // Reads nbytes once with all threads; returns the seconds, and a sum so that no read can be left out.
 PSHARD_API double pshard_read(const uint8_t* data, size_t nbytes, uint64_t* sum) {
-  std::atomic<uint64_t> total{0};
+  const int64_t pieces = (nbytes + kTaskBytes - 1) / kTaskBytes;
+  std::vector<uint64_t> sums(pieces);
   const auto start = std::chrono::steady_clock::now();
   Pool::instance().run([&](Team& team) {
-    team.for_each((nbytes + kTaskBytes - 1) / kTaskBytes, [&](int64_t i) {
+    team.for_each(pieces, [&](int64_t i) {
       const size_t at = i * kTaskBytes;
-      total += kernels().sum(data + at, std::min<size_t>(kTaskBytes, nbytes - at));
+      sums[i] = kernels().sum(data + at, std::min<size_t>(kTaskBytes, nbytes - at));
     });
   });
-  *sum = total;
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  *sum = std::accumulate(sums.begin(), sums.end(), uint64_t{0});
+  return seconds;
 }

@@ -15,6 +15,7 @@ namespace pshard {
 const Kernels& kernels();  // those of the instruction set in use
 
 constexpr int64_t kTaskBytes = 128 << 10;  // of one task: small enough to balance, large enough to stream
+constexpr int64_t kCopied = 16 << 10;      // floats that are copied as one task
 
 template <class Number>
 Number round_up(Number n, Number to) {
@@ -42,12 +43,28 @@ struct Matrix {
 };
 
 // The 16-row tiles of `tokens` tokens, one after the other, into their rows of out.
-inline void store_tiles(const float* tiles, int tokens, int rows, float* out, int64_t stride, bool accumulate = false) {
+// With `base`, whose rows are base_stride apart, as sums.
+inline void store_tiles(const float* tiles, int tokens, int rows, float* out, int64_t stride,
+                        const float* base = nullptr, int64_t base_stride = 0) {
   for (int i = 0; i < tokens; ++i, tiles += 16, out += stride) {
-    if (accumulate)
-      for (int r = 0; r < rows; ++r) out[r] += tiles[r];
+    if (base)
+      for (int r = 0; r < rows; ++r) out[r] = base[i * base_stride + r] + tiles[r];
     else std::memcpy(out, tiles, rows * sizeof(float));
   }
+}
+
+// Products that are added to `out` read it from a copy, as no chunk may read what it writes.
+inline size_t base_bytes(int64_t tokens, int64_t rows, bool accumulate) {
+  return accumulate ? tokens * rows * sizeof(float) : 0;
+}
+inline const float* copy_base(Team& team, const float* out, int64_t stride, int64_t tokens, int64_t rows, uint8_t* room) {
+  auto* base = reinterpret_cast<float*>(room);
+  const int64_t each = std::max<int64_t>(1, kCopied / rows);
+  team.for_each((tokens + each - 1) / each, [&](int64_t task) {
+    for (int64_t t = task * each; t < std::min(tokens, (task + 1) * each); ++t)
+      std::memcpy(base + t * rows, out + t * stride, rows * sizeof(float));
+  });
+  return base;
 }
 
 inline int64_t records_per_task(size_t nbytes) {

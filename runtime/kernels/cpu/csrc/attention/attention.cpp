@@ -1,6 +1,5 @@
 // Causal attention: who computes which queries and cells, and how the parts are joined.
 #include <cmath>
-#include <memory>
 #include <vector>
 
 #include "driver.h"
@@ -8,8 +7,6 @@
 
 namespace pshard {
 namespace {
-
-uint8_t* align(uint8_t* p) { return p + (64 - reinterpret_cast<uintptr_t>(p) % 64) % 64; }
 
 // Attention, cut into tasks of kQueries queries of every kv head and of a range of cells; how, depends on the shape
 // only. Partial results are joined in a fixed order.
@@ -62,20 +59,27 @@ const TileAttention* tile_unit(const Attention& a) {
   return suits && &kernels() == kernels_avx512() ? attention_tiles() : nullptr;
 }
 
+// A thread's room for queries, then for a tile.
+size_t query_bytes(const Attention& a) { return round_up<size_t>(sizeof(float) * a.kv_heads * a.slots() * a.padded(), 64); }
+size_t room_bytes(const Attention& a) {
+  return query_bytes(a) + attention_tile_bytes(a.kv_heads, std::min(kQueries, a.queries()), a.padded());
+}
+
 // Partial result: out [kv_heads][slots][padded], then peaks and sums [kv_heads][slots]. next: where this thread goes on.
-void attend_task(const Attention& a, const TileAttention* unit, int64_t block, int64_t split, int64_t next, float* partial) {
+void attend_task(const Attention& a, const TileAttention* unit, int64_t block, int64_t split, int64_t next, uint8_t* room,
+                 float* partial) {
   const int first = static_cast<int>(block) * kQueries, queries = std::min(kQueries, a.queries() - first);
   const int slots = a.slots(), padded = a.padded();
-  std::vector<float> q(a.kv_heads * slots * padded, 0.0f);
+  auto* q = reinterpret_cast<float*>(room);
+  std::fill(q, q + a.kv_heads * slots * padded, 0.0f);
   int64_t visible[kQueries] = {}, last = 0;
   for (int i = 0; i < queries; ++i) visible[i] = last = a.before + (first + i) / a.shared() + 1;
   for (int head = 0; head < a.kv_heads; ++head)
     for (int i = 0; i < queries; ++i)
       for (int j = 0; j < a.d; ++j) q[(head * slots + i) * padded + j] = a.q[a.row(head, first + i, a.q_stride) + j] * a.scale;
-  const std::unique_ptr<uint8_t[]> tile(new uint8_t[attention_tile_bytes(a.kv_heads, queries, padded) + 64]);
   float* peak = partial + a.kv_heads * slots * padded;
-  (unit ? unit->attend : kernels().attention)({q.data(), a.k, a.v, a.k_stride, a.v_stride, a.k_type, a.v_type, a.kv_blocks, a.block_cells, a.kv_heads,
-                       queries, slots, a.d, padded, visible, split * a.split(), std::min(last, (split + 1) * a.split()), next, align(tile.get()),
+  (unit ? unit->attend : kernels().attention)({q, a.k, a.v, a.k_stride, a.v_stride, a.k_type, a.v_type, a.kv_blocks, a.block_cells, a.kv_heads,
+                       queries, slots, a.d, padded, visible, split * a.split(), std::min(last, (split + 1) * a.split()), next, room + query_bytes(a),
                        partial, peak, peak + a.kv_heads * slots});
 }
 
@@ -112,14 +116,15 @@ void attend(const std::vector<Attention>& all) {
   Pool::instance().with_scratch(floats * sizeof(float), [&](uint8_t* scratch) {
     auto* partials = reinterpret_cast<float*>(scratch);
     Pool::instance().run([&](Team& team) {
-      if (unit) unit->enter();
-      team.for_each_ahead(tasks, [&](int64_t task, int64_t next) {
-        const Attention &a = find(all, &Attention::first_task, task), &b = find(all, &Attention::first_task, next);
-        const int64_t own = task - a.first_task;
-        attend_task(a, unit, own / a.splits(), own % a.splits(), b.first_place(next - b.first_task),
+      Around around = unit ? Around{unit->enter, unit->leave} : Around{};
+      for (const Attention& a : all) around.room = std::max(around.room, room_bytes(a));
+      team.for_each_chunk(tasks, around, [&](const Chunk& chunk) {
+        const Attention& a = find(all, &Attention::first_task, chunk.i);
+        const Attention& b = find(all, &Attention::first_task, chunk.next);
+        const int64_t own = chunk.i - a.first_task;
+        attend_task(a, unit, own / a.splits(), own % a.splits(), b.first_place(chunk.next - b.first_task), chunk.room,
                     partials + a.first_partial + own * a.partial_floats());
       });
-      if (unit) unit->leave();
       team.for_each(joins, [&](int64_t join) {
         const Attention& a = find(all, &Attention::first_join, join);
         const int64_t own = join - a.first_join, block = own / a.kv_heads;

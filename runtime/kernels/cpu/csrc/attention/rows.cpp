@@ -24,6 +24,21 @@ void for_rows(int64_t n, int64_t floats, Body&& body) {
   });
 }
 
+// As for_rows, with a body that changes its row of x. Where it is shared out, every chunk begins with a copy of its
+// rows as they were, as it may be computed again.
+template <class Body>
+void for_rows_in_place(float* x, int64_t stride, int64_t n, int64_t width, Body&& body) {
+  if (n * width < kAlone) return for_rows(n, width, body);
+  Pool::instance().with_scratch(n * width * sizeof(float), [&](uint8_t* scratch) {
+    auto* before = reinterpret_cast<float*>(scratch);
+    for_rows(n, width, [&](int64_t t) { std::memcpy(before + t * width, x + t * stride, width * sizeof(float)); });
+    for_rows(n, width, [&](int64_t t) {
+      std::memcpy(x + t * stride, before + t * width, width * sizeof(float));
+      body(t);
+    });
+  });
+}
+
 // 1 / sqrt(mean(x^2) + eps); sixteen sums side by side, so that compilers use vectors.
 float rms_factor(const float* x, int64_t n, float eps) {
   float sums[16] = {};
@@ -123,7 +138,8 @@ PSHARD_API void pshard_rope_store(float* qkv, int64_t stride, int64_t tokens, in
                                   const int32_t* position, const int32_t* blocks, int64_t block_cells, char* k,
                                   char* v, int64_t k_stride, int64_t v_stride, int k_type, int v_type) {
   const int all = heads + 2 * kv_heads;
-  for_rows(tokens, static_cast<int64_t>(all) * d, [&](int64_t t) {
+  const int64_t width = static_cast<int64_t>(all) * d;
+  for_rows_in_place(qkv, stride, tokens, width, [&](int64_t t) {
     const int64_t at = position[t], cell = blocks[begin[t] + at / block_cells] * block_cells + at % block_cells;
     for (int head = 0; head < all; ++head) {
       float* x = qkv + t * stride + static_cast<int64_t>(head) * d;

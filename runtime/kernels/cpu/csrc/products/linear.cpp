@@ -60,7 +60,8 @@ struct Part {
   int64_t tasks() const { return (w.records() + each() - 1) / each(); }
 };
 
-void multiply(Team& team, std::vector<Part>& parts, int64_t out_stride, bool accumulate) {
+// `base`: what the product is added to, rows of as many floats as the matrix has rows; nullptr: nothing.
+void multiply(Team& team, std::vector<Part>& parts, int64_t out_stride, const float* base) {
   int64_t tasks = 0;
   for (Part& p : parts) p.first_task = tasks, tasks += p.tasks();
   const auto part_of = [&](int64_t task) -> const Part& {
@@ -80,8 +81,9 @@ void multiply(Team& team, std::vector<Part>& parts, int64_t out_stride, bool acc
       for (int first = 0; first < p.a.tokens; first += 8) {
         const TokenGroup g = p.a.group(w, first, first ? w.at(r) : next);
         kernel(w.at(r), w.planes, w.cols, w.rows_of(r), g, tile);
+        const float* add = base ? base + first * w.rows + r * 16 : nullptr;
         store_tiles(tile, std::min(g.count, p.a.tokens - first), w.rows_of(r), p.out + first * out_stride + r * 16,
-                   out_stride, accumulate);
+                    out_stride, add, w.rows);
       }
     }
   });
@@ -96,8 +98,8 @@ bool alike(const Matrix& a, const Matrix& b) {
 void run_linear(const float* x, int64_t x_stride, const std::vector<Matrix>& matrices, float* out, int64_t out_stride,
                 int64_t tokens, bool accumulate) {
   const int slice = static_cast<int>(std::min<int64_t>(tokens, kSlice));
-  const size_t need = act_bytes(slice, matrices[0].cols);
-  Pool::instance().with_scratch(need * matrices.size(), [&](uint8_t* scratch) {
+  const size_t need = act_bytes(slice, matrices[0].cols), all = need * matrices.size();
+  Pool::instance().with_scratch(all + base_bytes(slice, matrices[0].rows, accumulate), [&](uint8_t* scratch) {
     Pool::instance().run([&](Team& team) {
       for (int64_t first = 0; first < tokens; first += kSlice) {
         const int n = static_cast<int>(std::min<int64_t>(kSlice, tokens - first));
@@ -112,7 +114,8 @@ void run_linear(const float* x, int64_t x_stride, const std::vector<Matrix>& mat
           parts.push_back({m, a, at});
           at += m.rows;
         }
-        multiply(team, parts, out_stride, accumulate);
+        multiply(team, parts, out_stride,
+                 accumulate ? copy_base(team, parts[0].out, out_stride, n, matrices[0].rows, scratch + all) : nullptr);
       }
     });
   });
@@ -163,8 +166,8 @@ PSHARD_API void pshard_ffn(const float* x, int64_t x_stride, const void* gate, i
   const int slice = static_cast<int>(std::min<int64_t>(tokens, kSlice));
   const int64_t width = round_up<int64_t>(inner, 16);
   const size_t x_bytes = act_bytes(slice, hidden), h_bytes = whole ? act_bytes(slice, inner) : 0;
-  const size_t inside_bytes = whole ? slice * width * sizeof(float) : 0;
-  Pool::instance().with_scratch(2 * x_bytes + h_bytes + inside_bytes, [&](uint8_t* scratch) {
+  const size_t inside_bytes = whole ? slice * width * sizeof(float) : 0, all = 2 * x_bytes + h_bytes + inside_bytes;
+  Pool::instance().with_scratch(all + base_bytes(slice, hidden, accumulate), [&](uint8_t* scratch) {
     auto* act = reinterpret_cast<ActChunk*>(scratch);
     auto* act_up = alike(g, u) ? act : reinterpret_cast<ActChunk*>(scratch + x_bytes);
     auto* act_hidden = reinterpret_cast<ActChunk*>(scratch + 2 * x_bytes);
@@ -181,7 +184,8 @@ PSHARD_API void pshard_ffn(const float* x, int64_t x_stride, const void* gate, i
         if (!whole) continue;
         quantize_tokens(team, h, d);
         std::vector<Part> parts{{d, h, rows}};
-        multiply(team, parts, out_stride, accumulate);
+        multiply(team, parts, out_stride,
+                 accumulate ? copy_base(team, rows, out_stride, n, hidden, scratch + all) : nullptr);
       }
     });
   });

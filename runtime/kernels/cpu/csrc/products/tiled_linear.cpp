@@ -16,13 +16,9 @@ const TileKernels* unit() {
   return active.load();
 }
 
-// A thread's room for a panel, kept for the next call.
-struct Room {
-  uint8_t* at = static_cast<uint8_t*>(std::aligned_alloc(64, kWeights + kSums));
-  ~Room() { std::free(at); }
-  static constexpr size_t kWeights = sizeof(uint16_t) * kPanelRecords * kBlockChunks * kTileWords;
-  static constexpr size_t kSums = sizeof(float) * kPanelRecords * kSliceTiles * kTileSums;
-};
+// A thread's room for a panel.
+constexpr size_t kWeights = sizeof(uint16_t) * kPanelRecords * kBlockChunks * kTileWords;
+constexpr size_t kSums = sizeof(float) * kPanelRecords * kSliceTiles * kTileSums;
 
 struct Slice {  // tokens of one pass
   const float* x;
@@ -55,12 +51,12 @@ int64_t panel_records(const Team& team, int64_t records, int matrices) {
 
 // out (+)= x w^T of one matrix, or silu(x w^T) * (x up^T) of two.
 void multiply(Team& team, const TileKernels& k, const Slice& s, const Matrix& w, const Matrix* up, const uint16_t* act,
-              float* out, int64_t out_stride, bool accumulate) {
+              float* out, int64_t out_stride, const float* base) {
   const int matrices = up ? 2 : 1;
   const int64_t each = panel_records(team, w.records(), matrices);
-  team.for_each((w.records() + each - 1) / each, [&](int64_t task) {
-    thread_local Room room;
-    const int64_t first = task * each;
+  const Around around{k.enter, k.leave, kWeights + kSums};
+  team.for_each_chunk((w.records() + each - 1) / each, around, [&](const Chunk& chunk) {
+    const int64_t first = chunk.i * each;
     const int n = static_cast<int>(std::min(each, w.records() - first));
     TilePanel p{};
     for (int i = 0; i < n * matrices; ++i) {
@@ -69,14 +65,15 @@ void multiply(Team& team, const TileKernels& k, const Slice& s, const Matrix& w,
       p.records[i] = {m.at(r), &m.planes, m.type, m.rows_of(r)};
     }
     p.count = n * matrices, p.cols = w.cols, p.act = act, p.token_tiles = s.tiles();
-    p.weights = reinterpret_cast<uint16_t*>(room.at), p.sums = reinterpret_cast<float*>(room.at + Room::kWeights);
+    p.weights = reinterpret_cast<uint16_t*>(chunk.room), p.sums = reinterpret_cast<float*>(chunk.room + kWeights);
     k.multiply(p);
     for (int t = 0; t < s.tiles(); ++t)
       for (int i = 0; i < n; ++i) {
         float* tile = p.sums + (t * p.count + i) * kTileSums;
         if (up) kernels().silu_mul(tile, tile + n * kTileSums, kTileSums);
         store_tiles(tile, std::min(16, s.tokens - t * 16), w.rows_of(first + i),
-                   out + t * 16 * out_stride + (first + i) * 16, out_stride, accumulate);
+                    out + t * 16 * out_stride + (first + i) * 16, out_stride,
+                    base ? base + t * 16 * w.rows + (first + i) * 16 : nullptr, w.rows);
       }
   });
 }
@@ -85,16 +82,17 @@ void run(const float* x, int64_t x_stride, const Matrix& w, const Matrix* up, fl
          int64_t tokens, bool accumulate) {
   const TileKernels& k = *unit();
   const int64_t slice = std::min<int64_t>(tokens, 16 * kSliceTiles), tiles = (slice + 15) / 16;
-  Pool::instance().with_scratch(sizeof(uint16_t) * blocks_of(w.cols) * tiles * kBlockWords, [&](uint8_t* scratch) {
+  const size_t act_bytes = sizeof(uint16_t) * blocks_of(w.cols) * tiles * kBlockWords;
+  Pool::instance().with_scratch(act_bytes + base_bytes(slice, w.rows, accumulate), [&](uint8_t* scratch) {
     auto* act = reinterpret_cast<uint16_t*>(scratch);
     Pool::instance().run([&](Team& team) {
-      k.enter();
       for (int64_t first = 0; first < tokens; first += slice) {
         const Slice s{x + first * x_stride, x_stride, static_cast<int>(std::min(slice, tokens - first))};
         convert(team, k, s, w.cols, act);
-        multiply(team, k, s, w, up, act, out + first * out_stride, out_stride, accumulate);
+        float* rows = out + first * out_stride;
+        multiply(team, k, s, w, up, act, rows, out_stride,
+                 accumulate ? copy_base(team, rows, out_stride, s.tokens, w.rows, scratch + act_bytes) : nullptr);
       }
-      k.leave();
     });
   });
 }

@@ -1,6 +1,10 @@
 #include "pool.h"
 
+#include <algorithm>
 #include <chrono>
+
+#include "futex.h"
+#include "recall.h"
 
 #if defined(__linux__)
 #include <pthread.h>
@@ -11,8 +15,9 @@ namespace pshard {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr auto kSpin = std::chrono::microseconds(4);  // then let others run: the thread waited for may need this CPU
-constexpr auto kYield = std::chrono::microseconds(1000);  // then sleep until the next job
+constexpr int64_t kSpin = 50'000;  // ns, then sleep: what others want to run may need this processor
+constexpr int64_t kPatience = 10'000;  // ns beside the time of two chunks, then a helper is taken to be put aside
+constexpr int64_t kForever = -1;
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -22,61 +27,34 @@ inline void relax() {
 #endif
 }
 
-// Waits until `value` differs from `seen`; gives up after kSpin + kYield unless `forever`.
-bool wait_change(const std::atomic<uint32_t>& value, uint32_t seen, bool forever) {
-  for (int i = 0; i < 64; ++i) {
-    if (value.load(std::memory_order_acquire) != seen) return true;
-    relax();
-  }
+int64_t since(Clock::time_point start) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count();
+}
+
+// Waits without sleeping until `value` is `wanted`, or is not `wanted` any more; false when that takes too long.
+template <class Arrived>
+bool spin_until(int64_t nanoseconds, Arrived&& arrived) {
   const auto start = Clock::now();
-  for (;;) {
+  do {
     for (int i = 0; i < 32; ++i) {
-      if (value.load(std::memory_order_acquire) != seen) return true;
+      if (arrived()) return true;
       relax();
     }
-    const auto waited = Clock::now() - start;
-    if (waited > kSpin) std::this_thread::yield();
-    if (!forever && waited > kSpin + kYield) return false;
-  }
+  } while (since(start) < nanoseconds);
+  return false;
 }
 
-void bind_this_thread(int cpu) {
+void bind_this_thread(const std::vector<int>& cpus) {
 #if defined(__linux__)
+  if (cpus.empty()) return;
   cpu_set_t set;
   CPU_ZERO(&set);
-  CPU_SET(cpu, &set);
+  for (const int cpu : cpus) CPU_SET(cpu, &set);
   sched_setaffinity(0, sizeof set, &set);
 #else
-  (void)cpu;
+  (void)cpus;
 #endif
 }
-
-// Keeps the calling thread off the processors that workers are bound to while a job runs, and lets it go where it may
-// after that: threads that it starts inherit where it may run.
-class ElsewhereThan {
- public:
-  explicit ElsewhereThan(const std::vector<int>& cpus) {
-#if defined(__linux__)
-    if (cpus.size() < 2 || sched_getaffinity(0, sizeof before_, &before_) != 0) return;
-    cpu_set_t free = before_;
-    for (size_t i = 1; i < cpus.size(); ++i) CPU_CLR(cpus[i], &free);
-    moved_ = CPU_COUNT(&free) > 0 && sched_setaffinity(0, sizeof free, &free) == 0;
-#else
-    (void)cpus;
-#endif
-  }
-  ElsewhereThan(const ElsewhereThan&) = delete;
-  ElsewhereThan& operator=(const ElsewhereThan&) = delete;
-#if defined(__linux__)
-  ~ElsewhereThan() {
-    if (moved_) sched_setaffinity(0, sizeof before_, &before_);
-  }
-
- private:
-  cpu_set_t before_;
-  bool moved_ = false;
-#endif
-};
 
 int usable_cpus() {
 #if defined(__linux__)
@@ -87,27 +65,104 @@ int usable_cpus() {
   return n ? static_cast<int>(n) : 1;
 }
 
+std::atomic<uint32_t> stop_point{kNowhere}, stopped{0};  // for tests
+
+// Chunks to be computed again, as a phase of their own.
+struct Again {
+  void (*run)(const void*, const Chunk&);
+  const void* body;
+  const std::vector<int64_t>& chunks;
+};
+
 }  // namespace
 
-void Team::barrier() {
-  const uint32_t phase = phase_.load(std::memory_order_relaxed);
-  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
-    arrived_.store(0, std::memory_order_relaxed);
-    next_.store(0, std::memory_order_relaxed);
-    phase_.store(phase + 1, std::memory_order_release);
-  } else {
-    wait_change(phase_, phase, true);
+// What a thread needs to take part in a phase.
+struct Phase {
+  void (*run)(const void*, const Chunk&);
+  const void* body;
+  uint32_t number;
+  int64_t chunks;
+  uint8_t* room;
+};
+
+class Helper {
+ public:
+  Helper(Pool& pool, int index) : pool_(pool), index_(index) {
+    thread_ = std::thread([this] {
+      bind_this_thread(pool_.cpus_);
+      self_.join_thread();
+      work();
+    });
   }
+  ~Helper() { thread_.join(); }
+  Recallable& self() { return self_; }
+
+ private:
+  void work() {
+    for (;;) {
+      const uint32_t number = pool_.number_.load(std::memory_order_acquire);
+      if (pool_.stop_.load()) return;
+      take_part();
+      if (!spin_until(kSpin, [&] { return pool_.number_.load(std::memory_order_acquire) != number; })) {
+        pool_.sleepers_.fetch_add(1);
+        if (pool_.number_.load() == number) sleep_on(pool_.number_, number, kForever);
+        pool_.sleepers_.fetch_sub(1);
+        if (static_cast<uint32_t>(pool_.left_.load())) pool_.wake_some();
+      }
+    }
+  }
+
+  void take_part() {
+    const uint64_t left = pool_.left_.load(std::memory_order_acquire);
+    if (!static_cast<uint32_t>(left)) return;
+    const Phase phase{pool_.run_, pool_.body_, static_cast<uint32_t>(left >> 32), pool_.chunks_,
+                      pool_.room_at_ + index_ * pool_.room_each_};
+    const auto enter = pool_.enter_.load(), leave = pool_.leave_.load();
+    if (enter) enter();
+    come_to(kWoken);
+    self_.run([&] {
+      bool spare = false;
+      const int64_t first = pool_.take(phase, spare);
+      pool_.work_through(phase, first, spare, [&](int64_t i) {
+        come_to(kWorked);
+        pool_.finished_[i].store(phase.number, std::memory_order_release);
+        come_to(kFinished);
+        pool_.done_.fetch_add(1);
+        if (pool_.caller_sleeps_.load()) wake_sleepers(pool_.done_, 1);
+      }, [&] { come_to(kTaken); });
+    });
+    if (leave) leave();
+  }
+
+  void come_to(Point point) {
+    if (stop_point.load(std::memory_order_relaxed) != point) [[likely]] return;
+    self_.hold_back(true);
+    stopped.fetch_add(1);
+    while (stop_point.load() == point) sleep_on(stop_point, point, kForever);
+    stopped.fetch_sub(1);
+    self_.hold_back(false);
+  }
+
+  Pool& pool_;
+  const int index_;
+  Recallable self_;
+  std::thread thread_;
+};
+
+int Team::size() const { return Pool::instance().wanted_; }
+
+void Team::share(int64_t n, const Around& around, Run run, const void* body) {
+  if (n > 0) Pool::instance().run_phase(n, around, run, body);
 }
 
 Pool::Pool() : wanted_(usable_cpus()) {
 #if defined(__linux__)
-  pthread_atfork(nullptr, nullptr, [] { Pool::instance().workers_ = nullptr; });
+  pthread_atfork(nullptr, nullptr, [] { Pool::instance().helpers_ = nullptr; });
 #endif
 }
 
 Pool& Pool::instance() {
-  static Pool* pool = new Pool;  // never destroyed: workers may outlive the destructors of the process
+  static Pool* pool = new Pool;  // never destroyed: helpers may outlive the destructors of the process
   return *pool;
 }
 
@@ -118,62 +173,139 @@ int Pool::size() {
 
 void Pool::resize(int n, const std::vector<int>& cpus) {
   std::lock_guard<std::mutex> lock(mutex_);
-  stop_workers();
+  stop_helpers();
   wanted_ = n < 1 ? 1 : n;
   cpus_ = cpus;
 }
 
-void Pool::start_workers() {
+int Pool::stop_helpers_at(int point) {
+  stop_point.store(point);
+  wake_sleepers(stop_point, wanted_);
+  return static_cast<int>(stopped.load());
+}
+
+void Pool::start_helpers() {
   stop_.store(false);
-  team_.size_ = wanted_;
-  team_.arrived_.store(0);
-  team_.next_.store(0);
-  workers_ = new std::vector<std::thread>;
-  const uint32_t seen = job_.load();
-  for (int i = 1; i < wanted_; ++i) {
-    const int cpu = i < static_cast<int>(cpus_.size()) ? cpus_[i] : -1;
-    workers_->emplace_back([this, cpu, seen] {
-      if (cpu >= 0) bind_this_thread(cpu);
-      work(seen);
-    });
-  }
+  sleepers_.store(0);
+  left_.store(uint64_t{number_.load()} << 32);
+  recalls_ = prepare_recalls();
+  helpers_ = new std::vector<std::unique_ptr<Helper>>;
+  for (int i = 1; i < wanted_; ++i) helpers_->push_back(std::make_unique<Helper>(*this, i));
 }
 
-void Pool::stop_workers() {
-  if (!workers_) return;
+void Pool::stop_helpers() {
+  if (!helpers_) return;
   stop_.store(true);
-  job_.fetch_add(1);
-  job_.notify_all();
-  for (auto& worker : *workers_) worker.join();
-  delete workers_;
-  workers_ = nullptr;
+  number_.fetch_add(1);
+  wake_sleepers(number_, wanted_);
+  delete helpers_;
+  helpers_ = nullptr;
 }
 
-void Pool::work(uint32_t seen) {
-  for (;;) {
-    while (!wait_change(job_, seen, false)) job_.wait(seen);
-    ++seen;  // the caller waits for all at the end of a job, so no job is ever missed
-    if (stop_.load(std::memory_order_relaxed)) return;
-    function_(context_, team_);
-    team_.barrier();
+// Takes one chunk of a phase; -1 when none is left, or the phase is over. `spare`: more are left than there are threads.
+inline int64_t Pool::take(const Phase& phase, bool& spare) {
+  uint64_t left = left_.load(std::memory_order_relaxed);
+  do {
+    if (left >> 32 != phase.number || !static_cast<uint32_t>(left)) return -1;
+  } while (!left_.compare_exchange_weak(left, left - 1));
+  const int64_t these = static_cast<uint32_t>(left);
+  spare = these > wanted_;
+  return phase.chunks - these;
+}
+
+// Computes chunks as long as there are some, first the one given.
+template <class Done, class Taken>
+inline void Pool::work_through(const Phase& phase, int64_t first, bool spare, Done&& done, Taken&& taken) {
+  for (int64_t i = first, next; i >= 0; i = next) {
+    taken();
+    next = spare ? take(phase, spare) : -1;
+    phase.run(phase.body, {i, next < 0 ? i : next, phase.room});
+    done(i);
+    if (next < 0) next = take(phase, spare);
   }
 }
 
-void Pool::run_locked(Function function, void* context) {
-  if (!workers_) start_workers();
-  const ElsewhereThan workers(cpus_);  // beside one of them it would keep all waiting for the rest of its time slice
-  function_ = function;
-  context_ = context;
-  job_.fetch_add(1, std::memory_order_release);
-  job_.notify_all();
-  function(context, team_);
-  team_.barrier();
+void Pool::run_phase(int64_t n, const Around& around, Team::Run run, const void* body) {
+  const size_t each = (around.room + 63) / 64 * 64;
+  uint8_t* room = each ? room_.reserve(each * wanted_) : nullptr;
+  if (n == 1 || wanted_ == 1) {
+    if (around.enter) around.enter();
+    for (int64_t i = 0; i < n; ++i) run(body, {i, std::min(i + 1, n - 1), room});
+    if (around.leave) around.leave();
+    return;
+  }
+  const auto start = Clock::now();
+  const Phase phase = open_phase(n, around, run, body, room, each);
+  if (around.enter) around.enter();
+  uint32_t own = 0;
+  work_through(phase, 0, n > wanted_, [&](int64_t i) {
+    finished_[i].store(phase.number, std::memory_order_relaxed);
+    ++own;
+  }, [] {});
+  if (around.leave) around.leave();
+  const uint32_t others = static_cast<uint32_t>(n) - own;
+  if (done_.load(std::memory_order_acquire) == others) return;
+  if (wait_for(others, recalls_ ? kPatience + 2 * since(start) / own : INT64_MAX)) return;
+  const std::vector<int64_t> chunks = recall_helpers(phase);
+  if (chunks.empty()) return;
+  const Again again{run, body, chunks};
+  run_phase(static_cast<int64_t>(chunks.size()), around, [](const void* b, const Chunk& c) {
+    const Again& a = *static_cast<const Again*>(b);
+    a.run(a.body, {a.chunks[c.i], a.chunks[c.next], c.room});
+  }, &again);
 }
 
-unsigned char* Pool::reserve(size_t nbytes) {
-  if (scratch_.size() < nbytes + 64) scratch_.resize(nbytes + 64);
-  const auto address = reinterpret_cast<uintptr_t>(scratch_.data());
-  return scratch_.data() + ((64 - address % 64) % 64);
+Phase Pool::open_phase(int64_t n, const Around& around, Team::Run run, const void* body, uint8_t* room, size_t each) {
+  uint32_t number = number_.load(std::memory_order_relaxed) + 1;
+  if (n > most_chunks_ || !number) {  // with another array, or numbers that begin again, nothing is finished
+    most_chunks_ = std::max(n, most_chunks_);
+    finished_.reset(new std::atomic<uint32_t>[most_chunks_]());
+    number += !number;
+  }
+  run_ = run, body_ = body, enter_ = around.enter, leave_ = around.leave, chunks_ = n;
+  room_at_ = room, room_each_ = each;
+  done_.store(0, std::memory_order_relaxed);
+  left_.store(uint64_t{number} << 32 | static_cast<uint32_t>(n - 1));  // the first is the caller's
+  number_.store(number);
+  wake_some();
+  return {run, body, number, n, room};
+}
+
+// Waking takes longer than a small chunk, so those that are woken wake others.
+void Pool::wake_some() {
+  if (sleepers_.load()) wake_sleepers(number_, 2);
+}
+
+// Waits until helpers have finished so many chunks; false when that takes longer.
+bool Pool::wait_for(uint32_t chunks, int64_t nanoseconds) {
+  const auto start = Clock::now();
+  const auto finished = [&] { return done_.load(std::memory_order_acquire) == chunks; };
+  if (spin_until(std::min(nanoseconds, kSpin), finished)) return true;
+  caller_sleeps_.store(true);
+  for (;;) {
+    const uint32_t seen = done_.load();
+    const int64_t left = nanoseconds - since(start);
+    if (seen == chunks || left <= 0) {
+      caller_sleeps_.store(false);
+      return seen == chunks;
+    }
+    sleep_on(done_, seen, left);
+  }
+}
+
+// Makes all helpers leave the phase; returns the chunks that nobody has finished.
+std::vector<int64_t> Pool::recall_helpers(const Phase& phase) {
+  prepare_recalls();
+  recalled_.fetch_add(1, std::memory_order_relaxed);
+  for (auto& helper : *helpers_)
+    if (helper->self().is_at_work()) helper->self().recall();
+  if (!recalls_are_over())
+    for (auto& helper : *helpers_)
+      while (helper->self().is_at_work()) std::this_thread::yield();
+  std::vector<int64_t> chunks;
+  for (int64_t i = 0; i < phase.chunks; ++i)
+    if (finished_[i].load(std::memory_order_acquire) != phase.number) chunks.push_back(i);
+  return chunks;
 }
 
 }  // namespace pshard

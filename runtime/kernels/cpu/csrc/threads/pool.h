@@ -1,90 +1,154 @@
-// A team of threads that runs one function at a time: the caller and n - 1 workers, started once, kept spinning for a
-// short while after a job and parked after that, so that a hand-off costs about a microsecond while work keeps coming.
+// Threads that share out chunks of work: the caller and n - 1 helpers, started once, which spin for some microseconds
+// after the last work and sleep after that.
+//
+// Nobody waits for a helper that the system does not run. One that has taken nothing is not needed: the caller does all
+// by itself then. One that was put aside within a chunk is recalled (recall.h): it leaves the chunk before its next
+// instruction, whenever that is, and the chunk is computed again. So a call that has returned is over for all threads,
+// and no memory of it is touched later.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 namespace pshard {
 
-// What the function of a job sees of its team.
+class Helper;
+struct Phase;
+
+// A piece of a phase. `next` is what this thread will do after it, or `i` again, so that it can start to fetch the data.
+struct Chunk {
+  int64_t i, next;
+  uint8_t* room;  // of this thread alone, 64-byte aligned; what lies there means nothing
+};
+
+// What every thread does before its first chunk of a phase and after its last.
+struct Around {
+  void (*enter)() = nullptr;
+  void (*leave)() = nullptr;
+  size_t room = 0;  // bytes
+};
+
+// What a job shares out its phases with. Only the caller's thread runs the job, and calls these.
 class Team {
  public:
-  // Calls body(i, next) for every i in [0, n), shared out over the threads as they come free; returns when all are
-  // done. Every thread of the team must call it, with the same n. A thread claims one i ahead: `next` is what it will do
-  // after this one, or i again when nothing is left, so that it can start fetching the data.
+  // Calls body(chunk) for every i in [0, n), shared out over the threads as they come free; returns when all are done.
+  // A chunk may be left at any instruction and computed again, maybe by another thread. So a body must not read what it
+  // writes outside its room, and must not allocate, lock or throw; what it holds needs no destructor.
+  template <class Body>
+  void for_each_chunk(int64_t n, const Around& around, Body&& body) {
+    share(n, around, [](const void* b, const Chunk& c) { (*static_cast<std::remove_reference_t<Body>*>(const_cast<void*>(b)))(c); },
+          &body);
+  }
+  // body(i, next)
   template <class Body>
   void for_each_ahead(int64_t n, Body&& body) {
-    for (int64_t i = claim(), next; i < n; i = next) {
-      next = claim();
-      body(i, next < n ? next : i);
-    }
-    barrier();
+    for_each_chunk(n, {}, [&](const Chunk& c) { body(c.i, c.next); });
   }
   template <class Body>
   void for_each(int64_t n, Body&& body) {
-    for (int64_t i; (i = claim()) < n;) body(i);
-    barrier();
+    for_each_chunk(n, {}, [&](const Chunk& c) { body(c.i); });
   }
-  int size() const { return size_; }
+  int size() const;  // threads
 
  private:
   friend class Pool;
-  int64_t claim() { return next_.fetch_add(1, std::memory_order_relaxed); }
-  void barrier();
-
-  int size_ = 1;
-  alignas(64) std::atomic<int64_t> next_{0};
-  alignas(64) std::atomic<int> arrived_{0};
-  alignas(64) std::atomic<uint32_t> phase_{0};
+  using Run = void (*)(const void* body, const Chunk&);
+  void share(int64_t n, const Around& around, Run run, const void* body);
 };
 
 class Pool {
  public:
   static Pool& instance();
 
-  // n threads including the caller; worker i is bound to cpus[i] when cpus are given (the caller never is, because
-  // threads that it starts later would inherit the binding).
+  // n threads including the caller; helpers keep to `cpus` when some are given (the caller does not, because threads
+  // that it starts later would inherit that). None is bound to one of them: another program may need just that one.
   void resize(int n, const std::vector<int>& cpus);
   int size();
 
-  // Runs body(team) on every thread of the pool; returns when all have returned from it. One job at a time.
+  // Runs body(team); one job at a time.
   template <class Body>
   void run(Body&& body) {
     std::lock_guard<std::mutex> lock(mutex_);
-    run_locked([](void* context, Team& team) { (*static_cast<Body*>(context))(team); }, &body);
+    if (!helpers_) start_helpers();
+    body(team_);
   }
 
   // Scratch memory of the running job, 64-byte aligned, kept for the next one. Call only inside with_scratch().
   template <class Body>
   void with_scratch(size_t nbytes, Body&& body) {
     std::lock_guard<std::mutex> lock(scratch_mutex_);
-    body(reserve(nbytes));
+    body(scratch_.reserve(nbytes));
   }
 
+  // How often helpers were recalled from a phase.
+  int64_t recalls() const { return recalled_.load(std::memory_order_relaxed); }
+
+  // For tests. Helpers stop when they come to that point (Point), as if the system had put them aside there; kNowhere:
+  // they go on. Returns how many stand still.
+  int stop_helpers_at(int point);
+
  private:
-  using Function = void (*)(void*, Team&);
+  friend class Team;
+  friend class Helper;
+
+  // Memory that grows, 64-byte aligned.
+  class Store {
+   public:
+    uint8_t* reserve(size_t nbytes) {
+      if (size_ < nbytes + 64) bytes_.reset(), bytes_.reset(new uint8_t[nbytes + 64]), size_ = nbytes + 64;
+      return bytes_.get() + (64 - reinterpret_cast<uintptr_t>(bytes_.get()) % 64) % 64;
+    }
+
+   private:
+    std::unique_ptr<uint8_t[]> bytes_;
+    size_t size_ = 0;
+  };
 
   Pool();
-  void run_locked(Function function, void* context);
-  void start_workers();
-  void stop_workers();
-  void work(uint32_t seen);
-  unsigned char* reserve(size_t nbytes);
+  void start_helpers();
+  void stop_helpers();
+  void run_phase(int64_t n, const Around& around, Team::Run run, const void* body);
+  Phase open_phase(int64_t n, const Around& around, Team::Run run, const void* body, uint8_t* room, size_t each);
+  int64_t take(const Phase& phase, bool& spare);
+  template <class Done, class Taken>
+  void work_through(const Phase& phase, int64_t first, bool spare, Done&& done, Taken&& taken);
+  void wake_some();
+  bool wait_for(uint32_t chunks, int64_t nanoseconds);
+  std::vector<int64_t> recall_helpers(const Phase& phase);
 
   std::mutex mutex_, scratch_mutex_;
   int wanted_ = 1;
   std::vector<int> cpus_;
-  std::vector<std::thread>* workers_ = nullptr;  // leaked in a forked child, where the threads do not exist
+  std::vector<std::unique_ptr<Helper>>* helpers_ = nullptr;  // leaked in a forked child, where the threads do not exist
   Team team_;
-  Function function_ = nullptr;
-  void* context_ = nullptr;
-  alignas(64) std::atomic<uint32_t> job_{0};
+  Store scratch_, room_;
+
+  // The phase that is open. A helper reads these without a lock; what it read stands if it can take a chunk of the phase
+  // whose number it saw before.
+  std::atomic<Team::Run> run_{nullptr};
+  std::atomic<const void*> body_{nullptr};
+  std::atomic<void (*)()> enter_{nullptr}, leave_{nullptr};
+  std::atomic<int64_t> chunks_{0};
+  std::atomic<uint8_t*> room_at_{nullptr};
+  std::atomic<size_t> room_each_{0};
+  std::unique_ptr<std::atomic<uint32_t>[]> finished_;  // of each chunk the number of the last phase that finished it
+  int64_t most_chunks_ = 0;
+  alignas(64) std::atomic<uint64_t> left_{0};  // number of the phase, and its chunks that nobody has taken
+  alignas(64) std::atomic<uint32_t> number_{0};  // of the phase; helpers sleep on it
+  std::atomic<uint32_t> sleepers_{0};
+  alignas(64) std::atomic<uint32_t> done_{0};  // chunks that helpers have finished; the caller sleeps on it
+  std::atomic<bool> caller_sleeps_{false};
   std::atomic<bool> stop_{false};
-  std::vector<unsigned char> scratch_;
+  std::atomic<int64_t> recalled_{0};
+  bool recalls_ = false;  // whether this system can recall threads
 };
+
+// Where a helper may be put aside, for tests.
+enum Point { kNowhere, kWoken, kTaken, kWorked, kFinished };
 
 }  // namespace pshard

@@ -1,0 +1,230 @@
+"""Helpers that the system puts aside in a call: nobody waits for them, bits are the same, nothing comes later."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from test_native_kernels import matrix
+from test_native_rows import make_cache, make_rows
+
+from pshard.runtime.kernels.api import RopeTable, Segment
+from pshard.runtime.kernels.cpu import native
+from pshard.runtime.kernels.cpu.host import HostKernels
+
+pytestmark = [
+    pytest.mark.skipif(not native.is_available(), reason=f"CPU kernels: {native.why_missing()}"),
+    pytest.mark.skipif(sys.platform != "linux", reason="threads are recalled on Linux only"),
+]
+
+POINTS = {"woken": 1, "has taken a chunk": 2, "has written": 3, "has said so": 4}  # Point in csrc/threads/pool.h
+SENTINEL = 1234.5
+TASKS = Path("/proc/self/task")
+
+Call = Callable[[], torch.Tensor]  # computes from memory that stays as it is; a fresh result each time
+
+
+def make_linear() -> Call:
+    packed, _ = matrix("Q4_0", 2048, 1024)
+    x, before = torch.randn(3, 1024), torch.randn(3, 2048)
+
+    def call() -> torch.Tensor:
+        out = before.clone()
+        native.linear(x, packed, out, 3, accumulate=True)
+        return out
+
+    return call
+
+
+def make_ffn() -> Call:
+    gate, up, down = (matrix("Q8_0", *shape)[0] for shape in ((1024, 512), (1024, 512), (512, 1024)))
+    x, before = torch.randn(70, 512), torch.randn(70, 512)
+
+    def call() -> torch.Tensor:
+        out = before.clone()
+        native.ffn(x, gate, up, down, out, 70, accumulate=True)
+        return out
+
+    return call
+
+
+def make_tiled() -> Call:
+    packed, _ = matrix("Q8_0", 384, 256)
+    x, before = torch.randn(40, 256), torch.randn(40, 384)
+
+    def call() -> torch.Tensor:
+        out, best = before.clone(), native.tiles()
+        native.set_tiles("emulated")
+        native.linear_tiled(x, packed, out, 40, accumulate=True)
+        native.set_tiles(best)
+        return out
+
+    return call
+
+
+def make_attention() -> Call:
+    cells = torch.randn(2, 2000, 2, 64)
+    q = torch.randn(3, 8 * 64)
+
+    def call() -> torch.Tensor:
+        out = torch.empty(3, 8 * 64)
+        native.attention(q, cells[0], cells[1], ("f32", "f32"), [(0, 3, 1997, 0)], (8, 2, 64), 0.125, out)
+        return out
+
+    return call
+
+
+def make_rope() -> Call:
+    heads, segment = (8, 2, 128), Segment(0, 0, 60, 0, (0,))
+    qkv, angles, cache = torch.randn(60, 12 * 128), torch.randn(64, 64), make_cache(("f32", "f32"), 2, 128, 1)
+    rope, rows, norm = RopeTable(angles.cos(), angles.sin(), "halves"), make_rows([segment]), torch.randn(128)
+
+    def call() -> torch.Tensor:
+        out = qkv.clone()
+        HostKernels().rope_store(out, heads, norm, norm, 1e-6, rope, rows, cache)
+        return out
+
+    return call
+
+
+CALLS = {"linear": make_linear, "ffn": make_ffn, "tiles": make_tiled, "attention": make_attention, "rope": make_rope}
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = native.threads()
+    native.set_threads(2)
+    yield
+    let_go()
+    native.set_threads(before)
+
+
+def helpers(call: Call) -> list[int]:
+    """Thread ids of the pool's helpers."""
+    native.set_threads(1)
+    others = set(os.listdir(TASKS))
+    native.set_threads(2)
+    call()
+    return [int(name) for name in set(os.listdir(TASKS)) - others]
+
+
+def let_go() -> None:
+    wait_until(lambda: native.stop_helpers(0) == 0)
+
+
+def wait_until(come: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not come():
+        assert time.monotonic() < end, "the helper never came there"
+
+
+def stop_helper(point: int, call: Call, want: torch.Tensor) -> torch.Tensor:
+    """Call until a helper stands still at `point`; the result of the call in which that came about."""
+    wait_until(lambda: native.stop_helpers(0) == 0)
+    found = [torch.empty(0)]
+
+    def stands() -> bool:
+        found[0] = call()
+        assert torch.equal(found[0], want)
+        return native.stop_helpers(point) == 1
+
+    native.stop_helpers(point)
+    wait_until(stands)
+    return found[0]
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("kind", CALLS)
+def test_a_helper_that_is_put_aside_is_not_waited_for_and_writes_nothing_later(kind: str, point: str) -> None:
+    torch.manual_seed(1)
+    call = CALLS[kind]()
+    native.set_threads(1)
+    want = call()
+    native.set_threads(2)
+    out = stop_helper(POINTS[point], call, want)  # it stands in that call, which is over
+    assert torch.equal(call(), want)  # and the next ones are done without it
+    out.fill_(SENTINEL)
+    let_go()  # it comes back late
+    stop_helper(POINTS["woken"], call, want)  # and has gone on to other work
+    assert (out == SENTINEL).all()
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_a_helper_put_aside_by_the_system_at_any_instruction_changes_no_bit(kind: str) -> None:
+    """Again and again it is moved, as it runs, to a processor that another program keeps busy."""
+    torch.manual_seed(2)
+    call = CALLS[kind]()
+    native.set_threads(1)
+    want = call()
+    (helper,), usable = helpers(call), os.sched_getaffinity(0)
+    busy = subprocess.Popen(["taskset", "-c", str(min(usable)), sys.executable, "-c", "while True: pass"])
+    over = threading.Event()
+
+    def move() -> None:
+        while not over.wait(0.0005):
+            os.sched_setaffinity(helper, usable - {min(usable)} or usable)
+            time.sleep(0.0005)
+            os.sched_setaffinity(helper, {min(usable)})
+
+    mover, end = threading.Thread(target=move), time.monotonic() + 0.7
+    mover.start()
+    try:
+        while time.monotonic() < end:
+            assert torch.equal(call(), want)
+    finally:
+        over.set()
+        mover.join()
+        busy.kill()
+        busy.wait()
+
+
+def test_recalls_work_after_another_handler_took_their_signal() -> None:
+    torch.manual_seed(3)
+    call, seen = make_linear(), list[int]()
+    want = call()
+    before = signal.signal(signal.SIGURG, lambda number, _: seen.append(number))
+    try:
+        out = stop_helper(POINTS["has taken a chunk"], call, want)
+        out.fill_(SENTINEL)
+        let_go()
+        stop_helper(POINTS["woken"], call, want)
+        assert (out == SENTINEL).all() and not seen
+        os.kill(os.getpid(), signal.SIGURG)  # and theirs still comes
+        assert seen == [signal.SIGURG]
+    finally:
+        let_go()
+        signal.signal(signal.SIGURG, before)
+
+
+def test_helpers_sleep_soon_after_their_work() -> None:
+    call = make_linear()
+    (helper,) = helpers(call)
+
+    def ran() -> float:
+        return int((TASKS / str(helper) / "schedstat").read_text().split()[0]) / 1e9
+
+    started = ran()
+    for _ in range(50):
+        call()
+        time.sleep(0.003)
+    assert ran() - started < 50 * 0.0006  # of which some is work
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor only")
+def test_helpers_keep_to_their_processors_and_the_caller_goes_where_it_may() -> None:
+    usable = sorted(os.sched_getaffinity(0))
+    call = make_linear()
+    (helper,) = helpers(call)
+    assert sorted(os.sched_getaffinity(helper)) == usable
+    native.set_threads(1)
+    others = set(os.listdir(TASKS))
+    native.set_threads(2, usable[:2])
+    call()
+    (name,) = set(os.listdir(TASKS)) - others
+    assert sorted(os.sched_getaffinity(int(name))) == usable[:2] and sorted(os.sched_getaffinity(0)) == usable
