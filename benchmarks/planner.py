@@ -69,7 +69,7 @@ def main() -> None:
             "cpu_seconds": round(cpu, 2),
             "cpu_ms_per_tier": round(1e3 * cpu / len(tiers)),
             "solver_seconds": round(sum(t.solve.seconds for t in tiers), 3),
-            "gap": tiers[0].solve.gap,
+            "program_gap": tiers[0].solve.program_gap,
             "decode_over_bound": round(tiers[0].prediction.seconds / tiers[0].prediction.bound_seconds, 4),
             "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
             "python": platform.python_version(),

@@ -8,8 +8,6 @@ from pshard.planner.check_plan import check_variant
 from pshard.planner.price.draft import predict_ranks
 from pshard.planner.price.host_limits import usable_bytes
 from pshard.planner.price.page_locks import stage_by
-from pshard.planner.program.coefficients import count_tier, tier_problem
-from pshard.planner.program.fluid import fluid_seconds
 from pshard.planner.rank_task import RankTask
 from pshard.planner.search.candidates import (
     Candidate,
@@ -32,15 +30,10 @@ def join_ranks(tasks: Sequence[RankTask], chosen: Sequence[Candidate]) -> Varian
 def _write_rank(task: RankTask, chosen: Candidate) -> RankPlan:
     """A rank's plan, as yet without predictions."""
     solved, tiers = chosen.solution, []
-    for tier, cost in zip(chosen.tiers, task.costs):
-        problem = tier_problem(task.room, task.classes, cost, max(tier.buffers.slots, 1), divide=True)
-        objective = fluid_seconds(problem, count_tier(task.classes, tier))
-        gap = solved.gap if solved else 0.0
+    for tier in chosen.tiers:
         solve = Solve(
             solved.status if solved else "placed" if task.plan_needed else "not needed",
-            objective,
-            objective * (1 - gap),
-            gap,
+            solved.gap if solved else 0.0,
             solved.seconds / len(task.costs) if solved else 0.0,
             solved.solver if solved else "",
             chosen.strategy,

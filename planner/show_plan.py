@@ -66,7 +66,7 @@ def _time_table(variant: Variant, rank: RankPlan) -> "Table":
     title += f"{solve.strategy}: {solve.status}"
     if solve.solver:
         spent = sum(t.solve.seconds for t in rank.tiers)
-        title += f" ({solve.solver}, {spent:.2f} s, gap {solve.gap:.2%})"
+        title += f" ({solve.solver}, {spent:.2f} s)"
     table = _new_table(title, ("tokens", "pinned", "streamed", "cpu", "divided", "KV", "ms", "bound", "tok/s", "binds"))
     for tier in rank.tiers:
         count = {w: sum(p.sort == w for p in tier.placements) for w in LETTERS}

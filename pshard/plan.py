@@ -10,7 +10,7 @@ from pshard.times.stolen_time import DISTURBED
 from pshard.units.share import Divisible
 from pshard.workload import Split, Workload, format_limits
 
-REGISTRY_VERSION = 3
+REGISTRY_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,12 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Solve:
-    """What the solver said of a tier. gap is (objective - bound) / objective."""
+    """What the solver said of a tier. `program_gap`: how far it stopped, relatively, from what it had proven of its own
+    program. That has so many slots and prices fetches in one way, so it says nothing of all plans: `bound_seconds` of
+    the prediction does."""
 
     status: str
-    objective: float
-    bound: float
-    gap: float
+    program_gap: float
     seconds: float
     solver: str
     strategy: str = "ilp"
@@ -295,7 +295,7 @@ class OlderFormat(ValueError):
 
 
 def to_newest_format(data: Any) -> Any:
-    """The JSON data of a registry in this program's format version: version 2 had the fields of one PlanSet at its top.
+    """The JSON data of a registry in this program's format version.
 
     Raises NewerFormat or OlderFormat for a version that is not read; what is no registry comes back as it is.
     """
@@ -304,11 +304,9 @@ def to_newest_format(data: Any) -> Any:
         return data
     if version > REGISTRY_VERSION:
         raise NewerFormat(f"format version {version}, this program reads up to {REGISTRY_VERSION}")
-    if version == 2:
-        return {"sets": [{k: v for k, v in data.items() if k != "version"}], "version": REGISTRY_VERSION}
-    if version == 1:
+    if 1 <= version < REGISTRY_VERSION:
         plans = data.get("variants")
-        message = f"the older format version {version}, this program reads 2 and {REGISTRY_VERSION}"
+        message = f"the older format version {version}, this program reads {REGISTRY_VERSION}"
         raise OlderFormat(message, len(plans) if isinstance(plans, list) else 0)
     return data
 

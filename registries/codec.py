@@ -20,7 +20,7 @@ def encode_registry(registry: Registry) -> str:
 
 
 def decode_registry(text: str) -> Registry:
-    """Read the text of a registry file, also of format version 2.
+    """Read the text of a registry file.
 
     Raises ValueError that names the place of what is wrong, NewerFormat or OlderFormat for another format version.
     """

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from pshard.jsonio import to_json
 from pshard.machine import MachineProfile
+from pshard.plan import REGISTRY_VERSION
 
-VARIANT_FORMAT = 2  # the format version of registries in which the fields of a variant last changed
 PLAN_FORMAT = 4  # raise when buffers, steps, packed layout or a plan's nouns change: stored plans no longer fit
 
 Inputs = tuple[tuple[str, str], ...]
@@ -27,7 +27,7 @@ def fingerprint_inputs(model_inputs: Iterable[tuple[str, str]], profile: Machine
         pairs.append((f"accelerator {acc.index}", value))
         if acc.driver:
             pairs.append((f"driver {acc.index}", acc.driver))
-    pairs += [profile_input(profile), ("registry format", str(VARIANT_FORMAT)), ("plan format", str(PLAN_FORMAT))]
+    pairs += [profile_input(profile), ("registry format", str(REGISTRY_VERSION)), ("plan format", str(PLAN_FORMAT))]
     return tuple(pairs)
 
 

@@ -19,7 +19,7 @@ T = TypeVar("T")
 KINDS: tuple[tuple[type, frozenset[str]], ...] = (
     (Measurement, frozenset({"samples_ts", "strategy"})),
     (Registry, frozenset({"sets", "version"})),
-    (Registry, frozenset({"fingerprint", "variants"})),  # of format version 2
+    (Registry, frozenset({"fingerprint", "variants"})),  # of an older format version
     (Variant, frozenset({"workload", "ranks"})),
     (MachineProfile, frozenset({"host", "matmuls"})),
     (Timeline, frozenset({"title", "events"})),

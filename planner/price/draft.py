@@ -17,7 +17,7 @@ from pshard.units.unit import Unit
 from pshard.workload import Workload
 
 UNPREDICTED = Prediction(0.0, 0.0, (), "", 0, 0)
-UNSOLVED = Solve("unsolved", 0.0, 0.0, 0.0, 0.0, "")
+UNSOLVED = Solve("unsolved", 0.0, 0.0, "")
 _placement = lru_cache(1 << 14)(Placement)  # a search drafts the same few thousands of times
 UNDIVIDED: Mapping[str, Share] = {}
 SATURATED = 0.9  # a lane that works this share of the time limits it

@@ -184,7 +184,7 @@ def _one_tier(where: str, spec: ModelSpec, tokens: int) -> RankPlan:
     slot = max((u.packed_nbytes for u in spec.units if places[u.name] == "streamed"), default=0)
     unknown = Prediction(0.0, 0.0, (), "", 0, 0)
     buffers = Buffers(0, 0, slots, slot, 0)
-    tier = TierPlan(tokens, placements, buffers, unknown, Solve("", 0.0, 0.0, 0.0, 0.0, ""))
+    tier = TierPlan(tokens, placements, buffers, unknown, Solve("", 0.0, 0.0, ""))
     arena = SPARE_MIB + (spec.packed_nbytes >> 20)
     return RankPlan(0, arena, 1.0, pins, tuple(u for u, at in kv.items() if at == "vram"), (tier,))
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pshard.plan import Variant
+from pshard.plan import TierPlan, Variant
 from pshard.reports.figures.style import RESOURCE_NAMES, format_number, name_strategy
 from pshard.reports.tables.bench_formats import format_bytes, table_columns
 from pshard.times.measurement import Measurement
@@ -40,11 +40,17 @@ def tabulate_plan(variant: Variant) -> "DataFrame":
                     "link": format_bytes(prediction.link_bytes),
                     "arena": format_bytes(tier.buffers.total),
                     "plan": name_strategy(tier.solve.strategy),
-                    "gap to bound": f"{tier.solve.gap:.1%}",
+                    "over bound": _over_bound(tier),
                 }
             )
     frame = DataFrame(rows)
     return frame if len(variant.ranks) > 1 else frame.drop(columns="rank")
+
+
+def _over_bound(tier: TierPlan) -> str:
+    """By how much the predicted time is over what no plan can beat."""
+    bound = tier.prediction.bound_seconds
+    return f"{tier.prediction.seconds / bound - 1:.1%}" if bound > 0 else ""
 
 
 def tabulate_environments(measurements: Sequence[Measurement]) -> "DataFrame":

@@ -14,7 +14,7 @@ from pshard.units.state import StateShape
 from pshard.workload import Workload
 
 NO_PREDICTION = Prediction(0.0, 0.0, (), "none", 0, 0)
-NO_SOLVE = Solve("by hand", 0.0, 0.0, 0.0, 0.0, "none")
+NO_SOLVE = Solve("by hand", 0.0, 0.0, "none")
 
 
 Places = dict[str, tuple]  # unit -> (where, kv), with rows or parts on the CPU, and parts in VRAM, of a divided one

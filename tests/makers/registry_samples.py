@@ -14,7 +14,7 @@ def make_tier(tokens: int = 1, seconds: float = 0.05) -> TierPlan:
         (Placement("a", "streamed"), Placement("b", "cpu")),
         Buffers(0, 100, 2, 50, 0),
         Prediction(seconds, 0.04, (("link", 0.03),), "link", 10, 0),
-        Solve("optimal", seconds, 0.04, 0.2, 0.01, "CBC"),
+        Solve("optimal", 0.2, 0.01, "CBC"),
     )
 
 

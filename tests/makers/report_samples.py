@@ -119,7 +119,7 @@ def make_plan_tier(tokens: int, seconds: float, pinned: int) -> TierPlan:
         make_placements(pinned, where, LAYERS if tokens < 512 else 20),
         Buffers(8 << 30, 300 << 20, 2, 200 << 20, 2 << 30),
         Prediction(seconds, 0.95 * seconds, busy, "link" if tokens < 4096 else "acc", 7 * 10**9, 4096),
-        Solve("optimal", seconds, 0.95 * seconds, 0.05, 0.02, "CBC", "ilp" if tokens != 16 else "ffn_on_cpu"),
+        Solve("optimal", 0.05, 0.02, "CBC", "ilp" if tokens != 16 else "ffn_on_cpu"),
     )
 
 

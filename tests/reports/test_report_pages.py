@@ -132,7 +132,7 @@ def test_the_same_file_twice_shows_once(files):
         ('{"hello": [1, {"x": null}]}', "holds no measurement"),
         ('[{"samples_ts": [], "strategy": "ilp"}]', "is broken: Measurement lacks the field 'test'"),
         (
-            '{"fingerprint": 1, "variants": [], "version": 2}',
+            '{"sets": [{"fingerprint": 1, "inputs": [], "model": "m", "created": "", "variants": []}], "version": 2}',
             r"is broken: Registry.sets\[0\].fingerprint is 1, not str",
         ),
         ('{"fingerprint": "", "variants": [], "version": 1}', "has the older format version 1, .*; write it again"),
