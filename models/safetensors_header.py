@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pshard.errors import UserError
-from pshard.models.stored import MappedFile, StoredTensor
+from pshard.models.stored import MappedFile, StoredTensor, check_layout
 
 _DTYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -60,16 +60,20 @@ def _read_file(file: MappedFile) -> list[StoredTensor]:
     try:
         header = json.loads(file.bytes[8:start])
         header.pop("__metadata__", None)
-        return [_stored(file, start, name, entry) for name, entry in header.items()]
+        extents = [_stored(file, start, name, entry) for name, entry in header.items()]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{file.path}: not a safetensors file, or its header is damaged; fetch it again") from None
+    extents.sort(key=lambda extent: (extent[0].offset, extent[1]))  # the header lists tensors in any order
+    check_layout(file, start, extents)
+    return [tensor for tensor, _ in extents]
 
 
-def _stored(file: MappedFile, start: int, name: str, entry: dict[str, Any]) -> StoredTensor:
+def _stored(file: MappedFile, start: int, name: str, entry: dict[str, Any]) -> tuple[StoredTensor, int]:
+    """A tensor and how many bytes its offsets leave it."""
     first, last = (index(n) for n in entry["data_offsets"])
     shape = tuple(index(n) for n in entry["shape"])
     tensor = StoredTensor(name, _DTYPES.get(entry["dtype"], str(entry["dtype"])), shape or (1,), file, start + first)
-    if tensor.qtype in _DTYPES and (first < 0 or tensor.nbytes != last - first):
-        tensor.fail(f"has {last - first} bytes, not the {tensor.nbytes} that its shape needs; the file is damaged")
-    tensor.check_extent()
-    return tensor
+    if last < first or (tensor.qtype in _DTYPES and tensor.nbytes != last - first):
+        wanted = f", not the {tensor.nbytes} that its shape needs" if tensor.qtype in _DTYPES else ""
+        tensor.fail(f"has {last - first} bytes{wanted}; the header is damaged: fetch the file again")
+    return tensor, last - first

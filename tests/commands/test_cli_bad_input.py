@@ -136,6 +136,14 @@ def test_misshapen_tensor_is_named(world: World, refuse: Refuse) -> None:
     refused_by_all(world, refuse, "blk.1.ffn_up.weight", "512, 128")
 
 
+def test_moved_tensor_is_named(world: World, refuse: Refuse) -> None:
+    data = bytearray(world.model.read_bytes())
+    offset = data.index(b"blk.1.ffn_up.weight") + len(b"blk.1.ffn_up.weight") + 4 + 16 + 4
+    data[offset] ^= 32
+    world.model.write_bytes(data)
+    refused_by_all(world, refuse, "blk.1.ffn_up.weight begins at byte", "fetch the file again")
+
+
 # Budgets
 
 

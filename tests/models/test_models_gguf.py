@@ -17,7 +17,7 @@ from model_files import Shape, write_gguf
 from pshard.errors import UserError
 from pshard.models import open_model
 from pshard.models.gguf_header import TENSOR_TYPES, read_gguf
-from pshard.quant import QUANT_TYPES
+from pshard.quant import QUANT_TYPES, align
 
 
 def test_tensor_type_numbers_are_those_of_the_gguf_package() -> None:
@@ -275,6 +275,90 @@ def test_an_unsupported_quant_type_is_named(tmp_path: Path) -> None:
         open_model(path)
 
 
+def entry_fields(data: bytes, name: str) -> tuple[int, int]:
+    """Where a matrix's type and offset stand in the header."""
+    at = data.index(struct.pack("<Q", len(name)) + name.encode()) + 8 + len(name) + 4 + 16
+    return at, at + 4
+
+
+def move(path: Path, name: str, change: Any) -> None:
+    """Put another offset into the header."""
+    data = bytearray(path.read_bytes())
+    _, at = entry_fields(data, name)
+    struct.pack_into("<Q", data, at, change(*struct.unpack_from("<Q", data, at)))
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("blk.0.ffn_up.weight", lambda at: at + 1),
+        ("blk.0.ffn_up.weight", lambda at: at - 32),
+        ("blk.0.ffn_up.weight", lambda at: 0),
+        ("blk.0.ffn_up.weight", lambda at: at - 512 * 256 // 32 * 18),  # onto ffn_gate, which has its size
+        ("token_embd.weight", lambda at: 32),
+        ("output.weight", lambda at: at + 32),
+        ("output.weight", lambda at: 2**63),
+    ],
+)
+def test_an_offset_that_was_moved_is_named(tmp_path: Path, name: str, change: Any) -> None:
+    path = write_gguf(tmp_path / "m.gguf", qtype="Q4_0")
+    move(path, name, change)
+    with pytest.raises(UserError, match=rf"m\.gguf: tensor {name} begins at byte .* fetch the file again"):
+        open_model(path)
+
+
+def test_offsets_that_two_tensors_of_one_size_exchanged_are_named(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", qtype="Q4_0")
+    nbytes = 512 * 256 // 32 * 18
+    move(path, "blk.0.ffn_gate.weight", lambda at: at + nbytes)
+    move(path, "blk.0.ffn_up.weight", lambda at: at - nbytes)
+    with pytest.raises(UserError, match=r"tensor blk.0.ffn_gate.weight begins at byte"):
+        open_model(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "says"),
+    [
+        ("blk.0.ffn_up.weight", 8, r"tensor blk.0.ffn_down.weight begins .* blk.0.ffn_up.weight \(Q8_0\) before it"),
+        ("blk.0.ffn_up.weight", 0, "tensor blk.0.ffn_down.weight begins at byte"),
+        ("blk.0.ffn_up.weight", 14, "tensor blk.0.ffn_down.weight begins at byte"),
+        ("output.weight", 8, "tensor output.weight ends .* bytes beyond the end of the file"),
+        ("output.weight", 39, r"bytes follow output.weight \(MXFP4\), which no tensor uses"),
+    ],
+)
+def test_a_type_of_another_size_is_named(tmp_path: Path, name: str, kind: int, says: str) -> None:
+    path = write_gguf(tmp_path / "m.gguf", qtype="Q4_0")
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<I", data, entry_fields(data, name)[0], kind)
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=says):
+        open_model(path)
+
+
+def test_what_is_appended_to_a_file_is_said_and_padding_is_not(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", qtype="Q4_0", extra={"rope_freqs.weight": np.ones(32, np.float32)})
+    whole = path.read_bytes()
+    path.write_bytes(whole + bytes(31))
+    open_model(path).close()
+    path.write_bytes(whole + bytes(32))
+    with pytest.raises(UserError, match=r"32 bytes follow rope_freqs.weight \(F32\), which no tensor uses"):
+        open_model(path)
+
+
+def test_a_file_of_another_alignment_opens(tmp_path: Path) -> None:
+    whole = write_gguf(tmp_path / "whole.gguf", "qwen2", qtype="Q4_0")
+    path = write_gguf(tmp_path / "m.gguf", "qwen2", qtype="Q4_0", alignment=4096)
+    with open_model(path) as model, open_model(whole) as expected:
+        for name in ("blk.0.attn_k.bias", "output.weight"):
+            np.testing.assert_array_equal(model.tensor_bytes(name), expected.tensor_bytes(name))
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<I", data, data.index(b"general.alignment") + 17 + 4, 2048)
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=r"begins at byte|bytes follow"):
+        open_model(path)
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
@@ -372,17 +456,17 @@ def test_opening_reads_only_the_header_of_a_large_file(tmp_path: Path) -> None:
     for name, dims in sizes.tensors("qwen3", tied=False):
         if len(dims) == 1:
             writer.add_tensor_info(name, dims, np.dtype(np.float32), 4 * dims[0])
-            total += 4 * dims[0]
+            total += align(4 * dims[0], 32)
         else:
             row = (dims[0], dims[1] // 32 * 18)
             nbytes = row[0] * row[1]
             writer.add_tensor_info(name, row, np.dtype(np.uint8), nbytes, gguf.GGMLQuantizationType.Q4_0)
-            total += -(-nbytes // 32) * 32
+            total += align(nbytes, 32)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     writer.close()
-    os.truncate(path, path.stat().st_size + total + 4096)  # sparse: nothing is written
+    os.truncate(path, align(path.stat().st_size, 32) + total)  # sparse: nothing is written
     assert path.stat().st_size > 18 * 10**9
     before = psutil.Process().memory_info().rss
     start = time.process_time()

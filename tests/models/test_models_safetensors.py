@@ -187,6 +187,66 @@ def test_an_offset_that_is_no_whole_number_is_damage(tmp_path: Path, offset: byt
         open_model(tmp_path)
 
 
+def edit_header(path: Path, change: Any) -> None:
+    """Change the header of a safetensors file, and leave its data as it is."""
+    data = path.read_bytes()
+    (length,) = struct.unpack_from("<Q", data)
+    header = json.loads(data[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+
+FFN = "model.layers.{}.mlp.{}_proj.weight"
+
+
+def shift(name: str, by: int) -> Any:
+    def change(header: dict[str, Any]) -> None:
+        header[name]["data_offsets"] = [n + by for n in header[name]["data_offsets"]]
+
+    return change
+
+
+def overlap(header: dict[str, Any]) -> None:
+    header[FFN.format(0, "up")]["data_offsets"] = header[FFN.format(0, "gate")]["data_offsets"]
+
+
+def halve_type(header: dict[str, Any]) -> None:
+    entry = header["lm_head.weight"]
+    first, last = entry["data_offsets"]
+    entry |= {"dtype": "BF16", "data_offsets": [first, (first + last) // 2]}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (shift(FFN.format(0, "up"), 1), "begins at byte"),
+        (shift(FFN.format(0, "up"), -4), "begins at byte"),
+        (shift(FFN.format(1, "up"), 1 << 40), "begins at byte|beyond the end"),
+        (overlap, r"tensor model.layers.0.mlp.\w+_proj.weight begins at byte"),
+        (halve_type, r"begins at byte .* lm_head.weight \(BF16\)"),
+        (lambda header: header.pop("model.layers.0.self_attn.q_proj.weight"), "begins at byte"),
+        (lambda header: header["model.norm.weight"].update(dtype="F16"), "has 1024 bytes, not the 512"),
+        (lambda header: header["model.norm.weight"].update(shape=[255]), "has 1024 bytes, not the 1020"),
+    ],
+)
+def test_tensors_that_overlap_or_leave_gaps_are_named(tmp_path: Path, change: Any, says: str) -> None:
+    write_hf_folder(tmp_path)
+    edit_header(tmp_path / "model.safetensors", lambda header: None)
+    open_model(tmp_path).close()
+    edit_header(tmp_path / "model.safetensors", change)
+    with pytest.raises(UserError, match=rf"model.safetensors: .*({says}).*fetch the file again"):
+        open_model(tmp_path)
+
+
+def test_bytes_that_no_tensor_uses_are_said(tmp_path: Path) -> None:
+    write_hf_folder(tmp_path)
+    with open(tmp_path / "model.safetensors", "ab") as file:
+        file.write(b"\0")
+    with pytest.raises(UserError, match=r"1 bytes follow .*, which no tensor uses"):
+        open_model(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("arch", "keys", "window"),
     [
