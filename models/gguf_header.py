@@ -25,6 +25,7 @@ TENSOR_TYPES = {
     **{0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0"},
     **{10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 30: "BF16", 39: "MXFP4"},
 }
+LONGEST_NAME = 64  # of tensors, as in ggml
 _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -97,12 +98,16 @@ def _read_part(file: MappedFile) -> GgufHeader:
             tensor.fail("is there twice")
         tensors[name] = tensor
     if all(tensor.qtype in QUANT_TYPES for tensor in tensors.values()):  # else a unit refuses the type by its name
-        _check_data(file, start, tensors.values(), alignment)
+        _check_data(file, cursor.at, tensors.values(), alignment)
     return GgufHeader((file,), metadata, tensors)
 
 
-def _check_data(file: MappedFile, start: int, tensors: Iterable[StoredTensor], alignment: int) -> None:
-    """Tensors lie in the order of their entries, as ggml's own reader wants them. Raises UserError."""
+def _check_data(file: MappedFile, header: int, tensors: Iterable[StoredTensor], alignment: int) -> None:
+    """Tensors lie behind the header's bytes and zeros, in the order of their entries, as ggml's own reader wants them.
+    Raises UserError."""
+    start = align(header, alignment)
+    if any(file.bytes[header:start]):  # a header that lost some bytes would shift all weights by a few
+        raise UserError(f"{file.path}: there is no padding behind the header: it is damaged; fetch the file again")
     for tensor in tensors:
         tensor.check_blocks()
     check_layout(file, start, ((tensor, tensor.nbytes) for tensor in tensors), alignment)
@@ -111,6 +116,8 @@ def _check_data(file: MappedFile, start: int, tensors: Iterable[StoredTensor], a
 def _read_tensor_entry(cursor: "_Cursor") -> tuple[str, tuple[int, ...], str, int]:
     """Name, shape in NumPy order (the file has it reversed), type name, offset from the start of the data."""
     name = cursor.string()
+    if len(name) > LONGEST_NAME:
+        raise UserError(f"{cursor.file.path}: a tensor's name has {len(name)} letters; the file is damaged")
     n_dims = cursor.number("<I")
     if not 1 <= n_dims <= 4:
         raise UserError(f"{cursor.file.path}: tensor {name} has {n_dims} dimensions; the file is damaged")

@@ -77,20 +77,21 @@ class StoredTensor:
 
 def check_layout(file: MappedFile, start: int, extents: Iterable[tuple[StoredTensor, int]], alignment: int = 1) -> None:
     """Raises UserError unless tensors fill a file from byte `start` to its end: in this order, each of so many bytes,
-    each at the next multiple of `alignment` after the one before, with less than that behind the last.
+    each at the next multiple of `alignment` after the one before; only the last one's padding may be missing.
 
-    A type, shape or offset that is wrong leaves a gap or an overlap somewhere, and only so it shows.
+    A type, shape, offset or length that is wrong leaves a gap or an overlap somewhere, and only so it shows.
     """
-    end, before = start, "the data"
+    end, last = start, ""
     for tensor, nbytes in extents:
         expected = start + align(end - start, alignment)
         if tensor.offset != expected:
-            where = f"begins at byte {tensor.offset} of the file and not at {expected}, where {before} puts it"
+            why = f"where {last} before it ends" if last else "where the data begins"
+            where = f"begins at byte {tensor.offset} of the file and not at {expected}, {why}"
             tensor.fail(f"{where}; the header is damaged: fetch the file again")
-        end, before = expected + nbytes, f"{tensor.name} ({tensor.qtype}) before it"
+        end, last = expected + nbytes, f"{tensor.name} ({tensor.qtype})"
         if end > file.nbytes:
             missing = end - file.nbytes
             tensor.fail(f"ends {missing} bytes beyond the end of the file: it is truncated or damaged; fetch it again")
-    if file.nbytes - end >= alignment:
-        what = f"{file.nbytes - end} bytes follow {before.removesuffix(' before it')}, which no tensor uses"
+    if last and file.nbytes not in (end, start + align(end - start, alignment)):
+        what = f"{file.nbytes - end} bytes follow {last}, the last tensor"
         raise UserError(f"{file.path}: {what}; the header is damaged, or something was appended: fetch the file again")

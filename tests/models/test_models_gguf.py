@@ -324,7 +324,7 @@ def test_offsets_that_two_tensors_of_one_size_exchanged_are_named(tmp_path: Path
         ("blk.0.ffn_up.weight", 0, "tensor blk.0.ffn_down.weight begins at byte"),
         ("blk.0.ffn_up.weight", 14, "tensor blk.0.ffn_down.weight begins at byte"),
         ("output.weight", 8, "tensor output.weight ends .* bytes beyond the end of the file"),
-        ("output.weight", 39, r"bytes follow output.weight \(MXFP4\), which no tensor uses"),
+        ("output.weight", 39, r"bytes follow output.weight \(MXFP4\), the last tensor"),
     ],
 )
 def test_a_type_of_another_size_is_named(tmp_path: Path, name: str, kind: int, says: str) -> None:
@@ -336,13 +336,31 @@ def test_a_type_of_another_size_is_named(tmp_path: Path, name: str, kind: int, s
         open_model(path)
 
 
-def test_what_is_appended_to_a_file_is_said_and_padding_is_not(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "m.gguf", qtype="Q4_0", extra={"rope_freqs.weight": np.ones(32, np.float32)})
+@pytest.mark.parametrize("more", [1, 31, 32, 4096])
+def test_what_is_appended_to_a_file_is_said(tmp_path: Path, more: int) -> None:
+    path = write_gguf(tmp_path / "m.gguf", qtype="Q4_0")
+    path.write_bytes(path.read_bytes() + bytes(more))
+    with pytest.raises(UserError, match=rf"{more} bytes follow output.weight \(Q4_0\), the last tensor"):
+        open_model(path)
+
+
+def test_the_last_tensor_needs_no_padding(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", head_dim=36, extra={"rope_freqs.weight": np.ones(18, np.float32)})
     whole = path.read_bytes()
-    path.write_bytes(whole + bytes(31))
+    path.write_bytes(whole[:-24])
     open_model(path).close()
-    path.write_bytes(whole + bytes(32))
-    with pytest.raises(UserError, match=r"32 bytes follow rope_freqs.weight \(F32\), which no tensor uses"):
+    path.write_bytes(whole[:-12])
+    with pytest.raises(UserError, match=r"12 bytes follow rope_freqs.weight"):
+        open_model(path)
+
+
+@pytest.mark.parametrize("lost", [1, 7, 24, 31])
+def test_a_header_that_lost_bytes_shifts_no_weights(tmp_path: Path, lost: int) -> None:
+    path = write_gguf(tmp_path / "m.gguf", qtype="Q4_0", metadata={"general.description": "x" * 31})
+    data = path.read_bytes()
+    at = data.index(b"x" * 31)
+    path.write_bytes(data[: at - 8] + struct.pack("<Q", 31 - lost) + data[at + lost :])
+    with pytest.raises(UserError, match=r"fetch the file again"):
         open_model(path)
 
 
