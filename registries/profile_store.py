@@ -3,7 +3,6 @@
 Beside it lies what runs have met: how much memory this machine lets a process page-lock.
 """
 
-import json
 import platform
 from dataclasses import replace
 from math import inf
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pshard.errors import UserError
-from pshard.jsonio import from_json, write_json_atomically
+from pshard.jsonio import from_json, parse_json, write_json_atomically
 from pshard.machine import PROFILE_VERSION, MachineProfile
 from pshard.paths import cache_dir
 
@@ -28,7 +27,7 @@ def load_profile(path: Path | None = None) -> MachineProfile:
     """
     place = path or default_profile_path()
     try:
-        data = json.loads(place.read_text(encoding="utf-8"))
+        data = parse_json(place.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"no machine profile at {place}; run pshard-profile") from None
     except OSError as error:
@@ -95,10 +94,11 @@ def note_page_locks(nbytes: int, refused: bool) -> bool:
 def recall_lockable() -> int | None:
     """Bytes that could be page-locked on this machine when a process last met a limit; None when none did."""
     try:
-        data = json.loads(_page_locks().read_text(encoding="utf-8"))
-        return max(0, int(data["lockable_bytes"])) if data["machine"] == platform.node() else None
+        data = parse_json(_page_locks().read_text(encoding="utf-8"))
+        nbytes = data["lockable_bytes"] if data["machine"] == platform.node() else None
     except (OSError, ValueError, TypeError, KeyError):  # what cannot be read is not known
         return None
+    return nbytes if type(nbytes) is int and nbytes >= 0 else None
 
 
 def _page_locks() -> Path:

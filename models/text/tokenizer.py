@@ -4,6 +4,7 @@ import codecs
 from typing import TYPE_CHECKING
 
 from pshard.errors import UserError
+from pshard.models.text.library_calls import name_failures
 
 if TYPE_CHECKING:
     import tokenizers
@@ -35,9 +36,15 @@ class Tokenizer:
         """Token ids of the text; special tokens spelled out in it become their ids.
 
         `add_special` adds what the model wants around a text (mostly a begin token); chat templates spell these out,
-        so encode a rendered chat without.
+        so encode a rendered chat without. Raises UserError for text that is no Unicode, and where the file's settings
+        break the library.
         """
-        return self._backend.encode(text, add_special_tokens=add_special).ids
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # as arguments are read that are not UTF-8
+            raise UserError("the text is not valid UTF-8; correct it, or give token ids") from None
+        with name_failures("the model's tokenizer cannot encode the text"):
+            return self._backend.encode(text, add_special_tokens=add_special).ids
 
     def decode(self, ids: list[int]) -> str:
         """Text of the ids, without special tokens; bytes that are not UTF-8 become U+FFFD. Unknown ids are no text."""

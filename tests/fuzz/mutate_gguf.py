@@ -8,7 +8,7 @@ from fuzz.mutate_bytes import ODD_NUMBERS, Mutant, mutate_bytes
 
 _WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # of value types, in bytes
 _STRING, _ARRAY = 8, 9
-_TEXTS = (b"", b"\0", b"\xff\xfe", b"x" * 5000, "blk.0.ffn_up.weight".encode(), b"llama.rope.freq_base", b"a\nb")
+_TEXTS = (b"", b"\0", b"\xff\xfe", b"x" * 5000, b"blk.0.ffn_up.weight", b"llama.rope.freq_base", b"a\nb")
 
 
 @dataclass(frozen=True)

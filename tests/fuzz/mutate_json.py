@@ -8,8 +8,39 @@ from typing import Any
 
 from fuzz.mutate_bytes import Mutant, mutate_bytes
 
-_ODD_VALUES = (None, True, False, 0, 1, -1, 2, 0.5, -0.0, 1e-320, 1e308, -1e308, 2**31, 2**63, 10**30, "", "0", "x" * 999)
-_ODD_TEXTS = ("NaN", "Infinity", "-Infinity", "1e999", "-1e999", "9" * 5000, "0x1", '"\\ud800"', "[" * 10**5, "[]", "{}")
+_ODD_VALUES = (
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2,
+    0.5,
+    -0.0,
+    1e-320,
+    1e308,
+    -1e308,
+    2**31,
+    2**63,
+    10**30,
+    "",
+    "0",
+    "x" * 999,
+)
+_ODD_TEXTS = (
+    "NaN",
+    "Infinity",
+    "-Infinity",
+    "1e999",
+    "-1e999",
+    "9" * 5000,
+    "0x1",
+    '"\\ud800"',
+    "[" * 10**5,
+    "[]",
+    "{}",
+)
 _MARK = "a place for text that json.dumps would not write"
 
 Path = tuple[Any, ...]
@@ -30,10 +61,12 @@ def mutate_json(rng: random.Random, text: str, write: Callable[[Any], str] = jso
 
 
 def _change_place(rng: random.Random, data: Any, raw: str | None) -> str:
-    path = rng.choice(_pick_paths(rng, data))
-    holder = data
-    for key in path[:-1]:
-        holder = holder[key]
+    paths = _pick_paths(rng, data)
+    if not paths:  # the first change left nothing
+        return "nothing"
+    path, holder = rng.choice(paths), data
+    for step in path[:-1]:
+        holder = holder[step]
     key, name = path[-1], "/".join(map(str, path))
     if raw is not None:
         holder[key] = _MARK
@@ -73,11 +106,11 @@ def _other_value(rng: random.Random, old: Any) -> Any:
 
 
 def _pick_paths(rng: random.Random, data: Any) -> list[Path]:
-    """Paths to choose from. Every depth counts alike: a profile has thousands of numbers in its tables, and few names."""
+    """Paths to choose from. Every depth counts alike: a profile has hundreds of numbers in tables, and few names."""
     by_depth: dict[int, list[Path]] = {}
     for path in _paths(data):
         by_depth.setdefault(len(path), []).append(path)
-    return by_depth[rng.choice(sorted(by_depth))]
+    return by_depth[rng.choice(sorted(by_depth))] if by_depth else []
 
 
 def _paths(data: Any, path: Path = ()) -> Iterator[Path]:

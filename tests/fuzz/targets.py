@@ -9,25 +9,20 @@ Some changes cannot be told from a right file, as another right file has just th
 Bits of weights, and texts of a vocabulary, are not looked at at all.
 """
 
-import contextlib
-import io
 import json
 import random
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from cli_world import World, make_world, tokenizer_metadata
 from engines import open_engine
+from fuzz.bases import plan_world, write_folder, write_gguf_bases
 from fuzz.mutate_bytes import Mutant, mutate_bytes
 from fuzz.mutate_gguf import GgufFields, mutate_gguf
 from fuzz.mutate_json import mutate_json
-from model_files import LLAMA3_ROPE, write_gguf, write_hf_folder
 
-from pshard.commands import cli_plan
 from pshard.errors import UserError, as_line
 from pshard.model_config import ModelConfig
 from pshard.models import ModelFile, open_model
@@ -35,11 +30,9 @@ from pshard.models.text.chat import render_chat
 from pshard.planner.make_plan import plan_variant
 from pshard.registries.profile_store import load_profile, note_page_locks, recall_lockable
 from pshard.session.open_plan import Opened, check_plan, open_plan
-from pshard.session.run_request import RunRequest
 from pshard.session.start_engine import start_engine
 from pshard.workload import Workload
 
-TINY = {"n_layers": 1, "d_model": 32, "n_heads": 2, "n_kv_heads": 1, "head_dim": 16, "d_ffn": 64, "vocab": 258}
 IDS = [5, 77, 200, 3]
 RIGHT, REFUSED, UNTOLD = "right", "refused", "cannot be told"
 
@@ -53,6 +46,7 @@ class Target:
     """A kind of file: `mutate` changes one, `judge` opens it and says RIGHT, REFUSED or UNTOLD, or raises."""
 
     name: str
+    folder: Path
     mutate: Callable[[random.Random], Mutant]
     judge: Callable[[Mutant], str]
 
@@ -80,27 +74,7 @@ def make_targets(folder: Path) -> dict[str, Callable[[], Target]]:
 
 def fuzz_gguf(name: str, folder: Path) -> Target:
     """Headers of GGUF files with different types, architectures, tokenizers and alignments."""
-    words = tokenizer_metadata()
-    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 128}
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(253)), "\u2581a", "\u2581"]
-    sentencepiece = {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": pieces,
-        "tokenizer.ggml.scores": [-float(i) for i in range(258)],
-        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 253, 1, 1],
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
-        "tokenizer.ggml.unknown_token_id": 0,
-        "llama.rope.freq_base": None,
-    }
-    bases = [
-        write_gguf(folder / "a.gguf", "llama", qtype="Q8_0", metadata=words, **TINY),
-        write_gguf(folder / "b.gguf", "qwen3", qtypes={"ffn_up.weight": "F16"}, metadata=sentencepiece, **TINY),
-        write_gguf(
-            folder / "c.gguf", "qwen2", qtype="Q4_0", tied=True, alignment=64, **TINY,
-            metadata=words | {f"qwen2.{k}": v for k, v in yarn.items()},
-        ),
-    ]  # fmt: skip
+    bases = write_gguf_bases(folder)
     contents = [path.read_bytes() for path in bases]
     headers = [GgufFields(data) for data in contents]
     right = [read_contents(path) for path in bases]
@@ -115,12 +89,12 @@ def fuzz_gguf(name: str, folder: Path) -> Target:
         path.write_bytes(mutant.data)
         return judge_model(path, right[[base.name for base in bases].index(mutant.what.split(":")[0])])
 
-    return Target(name, mutate, judge)
+    return Target(name, folder, mutate, judge)
 
 
 def fuzz_safetensors(name: str, folder: Path) -> Target:
     """Headers of a safetensors file: its JSON, its length, its bytes."""
-    base = write_tiny_folder(folder / "model")
+    base = write_folder(folder / "model", parts=1)
     path = base / "model.safetensors"
     data, right = path.read_bytes(), read_contents(base)
     end = 8 + int.from_bytes(data[:8], "little")
@@ -136,12 +110,12 @@ def fuzz_safetensors(name: str, folder: Path) -> Target:
         path.write_bytes(mutant.data)
         return judge_model(base, right)
 
-    return Target(name, mutate, judge)
+    return Target(name, folder, mutate, judge)
 
 
 def fuzz_folder_json(name: str, folder: Path) -> Target:
     """The JSON files beside the weights of a Hugging Face folder."""
-    base = write_tiny_folder(folder / "model", shard_bytes=20_000)
+    base = write_folder(folder / "model", parts=2)
     names = ("config.json", "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json",
              "generation_config.json")  # fmt: skip
     texts, right = {n: (base / n).read_text() for n in names}, read_contents(base)
@@ -159,7 +133,7 @@ def fuzz_folder_json(name: str, folder: Path) -> Target:
         finally:
             (base / which).write_text(texts[which])
 
-    return Target(name, mutate, judge)
+    return Target(name, folder, mutate, judge)
 
 
 def fuzz_registry(name: str, folder: Path) -> Target:
@@ -179,7 +153,7 @@ def fuzz_registry(name: str, folder: Path) -> Target:
             raise WrongOutcome(f"logits differ by {(logits - right).abs().max():.3g}")
         return RIGHT if json.loads(mutant.data) == json.loads(text) else UNTOLD
 
-    return Target(name, lambda rng: mutate_json(rng, text), judge)
+    return Target(name, folder, lambda rng: mutate_json(rng, text), judge)
 
 
 def fuzz_profile(name: str, folder: Path) -> Target:
@@ -207,25 +181,25 @@ def fuzz_profile(name: str, folder: Path) -> Target:
                 return check_line(error)
         return UNTOLD
 
-    return Target(name, lambda rng: mutate_json(rng, text), judge)
+    return Target(name, folder, lambda rng: mutate_json(rng, text), judge)
 
 
 def fuzz_page_locks(name: str, folder: Path) -> Target:
     """What runs remember of page-locking: what cannot be read is not known."""
-    world, _ = plan_world(folder)
-    path = world.profile.with_name("page-locks.json")
+    path = folder / "cache" / "page-locks.json"
     note_page_locks(123 << 20, refused=True)
     text, right = path.read_text(), recall_lockable()
     assert right == 123 << 20
 
     def judge(mutant: Mutant) -> str:
         path.write_bytes(mutant.data)
-        found = load_profile().lockable_bytes
+        found = recall_lockable()
         if found is not None and (type(found) is not int or found < 0):
             raise WrongOutcome(f"{found!r} bytes can be page-locked")
+        assert note_page_locks(124 << 20, refused=True) == (found != 124 << 20)  # and the next run writes it anew
         return RIGHT if found in (None, right) else UNTOLD
 
-    return Target(name, lambda rng: mutate_json(rng, text), judge)
+    return Target(name, folder, lambda rng: mutate_json(rng, text), judge)
 
 
 @dataclass(frozen=True)
@@ -264,6 +238,8 @@ def judge_model(path: Path, right: Contents) -> str:
         return check_line(error)
     if torch.equal(found.logits, right.logits):
         return RIGHT
+    if not found.logits.isfinite().all():
+        raise WrongOutcome(f"logits that are no numbers; configuration {found.config}")
     told = replace(found.config, rope=right.config.rope, norm_eps=right.config.norm_eps, context=right.config.context)
     moved = [n for n, (_, shape, data) in found.tensors.items() if (shape, data) != right.tensors.get(n, ())[1:]]
     if told != right.config or moved:
@@ -278,33 +254,6 @@ def check_line(error: UserError) -> str:
     if not line or "Traceback" in line:
         raise WrongOutcome(f"no line for a user: {line}")
     return REFUSED
-
-
-def write_tiny_folder(folder: Path, **how: Any) -> Path:
-    """A Hugging Face folder with a tokenizer."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    shape = TINY | {"context": 256}
-    with contextlib.redirect_stderr(io.StringIO()):
-        write_hf_folder(folder, "llama", dtype="bfloat16", rope=LLAMA3_ROPE, shape=shape, **how)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<s>", "</s>"])
-    backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [257, 5]}))
-    return folder
-
-
-def plan_world(folder: Path) -> tuple[World, RunRequest]:
-    """A model of 3 MiB, planned for 2 MiB of VRAM: units are pinned, streamed, divided and on the CPU."""
-    sizes = {"n_layers": 3, "d_model": 128, "n_heads": 2, "n_kv_heads": 1, "head_dim": 64, "d_ffn": 512}
-    world = make_world(folder, **sizes, context=256)
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        assert cli_plan.main(["-m", str(world.model), "--vram", "2", "-c", "64", "--profile", str(world.profile)]) == 0
-    return world, RunRequest(world.model, profile=world.profile)
 
 
 def run_plan(opened: Opened) -> torch.Tensor:

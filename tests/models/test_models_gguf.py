@@ -224,6 +224,14 @@ def test_settings_per_layer_that_are_all_equal_are_one(tmp_path: Path) -> None:
         ({"llama.rope.dimension_count": 32}, "rotates 32 of 64 dimensions"),
         ({"llama.rope.scaling.type": "longrope"}, "rope.scaling.type is 'longrope'"),
         ({"llama.rope.freq_base": 0.0}, "rope.freq_base is 0.0"),
+        ({"llama.rope.freq_base": 1e-40}, "rope.freq_base is 1e-40; models have 1 to 1e"),
+        ({"llama.rope.scaling.factor": 1e-30}, "rope.scaling.factor is 1e-30; models have 0.001 to 1e"),
+        ({"llama.attention.layer_norm_rms_epsilon": 1e10}, "rms_epsilon is 1e.10; models have"),
+        ({"llama.vocab_size": 319}, "token_embd.weight has 320 rows, but the vocabulary 319 tokens"),
+        (
+            {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b"]},
+            "320 rows, but the vocabulary 2 tokens",
+        ),
         (
             {"llama.attention.sliding_window": 128},
             "sliding-window attention .a window of 128 tokens in a context of 512",
@@ -374,6 +382,15 @@ def test_a_file_of_another_alignment_opens(tmp_path: Path) -> None:
     struct.pack_into("<I", data, data.index(b"general.alignment") + 17 + 4, 2048)
     path.write_bytes(data)
     with pytest.raises(UserError, match=r"begins at byte|bytes follow"):
+        open_model(path)
+
+
+def test_a_tensor_name_that_runs_into_what_follows_is_damage(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf")
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<Q", data, data.index(b"blk.0.ffn_up.weight") - 8, 5000)
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=r"a tensor's name has \d+ letters; the file is damaged"):
         open_model(path)
 
 

@@ -164,6 +164,10 @@ def set_keys(**keys: Any) -> Any:
         (set_keys(rope_parameters={"rope_type": "linear"}), "rope_parameters: factor is missing"),
         (set_keys(rope_parameters={"partial_rotary_factor": 0.5}), "rotates 32 of 64 dimensions"),
         (set_keys(rope_parameters={"full_attention": {}}), "differs from layer to layer"),
+        (set_keys(head_dim=2**63), "head_dim is 9223372036854775808; heads of models have"),
+        (set_keys(rope_parameters={"partial_rotary_factor": 1e300}), r"partial_rotary_factor is 1e\+300"),
+        (set_keys(rope_parameters=LLAMA3_ROPE | {"rope_theta": 1e-320}), r"rope_theta is .*; models have 1 to 1e\+18"),
+        (set_keys(rope_parameters=LLAMA3_ROPE | {"factor": 1e-320}), r"factor is .*; models have 0.001 to"),
         (set_keys(intermediate_size=256), r"gate_proj.weight has shape \[512, 256\], not the \[256, 256\]"),
         (set_keys(num_hidden_layers=3), "tensor blk.2.attn_norm.weight of shape .256. is missing"),
         (set_keys(num_hidden_layers=1), "has no place in architecture llama"),
@@ -284,6 +288,22 @@ def test_what_is_no_model_folder_is_said(tmp_path: Path) -> None:
         open_model(tmp_path)
     with pytest.raises(UserError, match="give the folder"):
         open_model(tmp_path / "model.safetensors")
+
+
+NESTED = "[" * 100_000
+
+
+def test_json_that_is_nested_too_deeply_is_damage(tmp_path: Path) -> None:
+    write_hf_folder(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(struct.pack("<Q", len(NESTED)) + NESTED.encode() + whole)
+    with pytest.raises(UserError, match=r"model.safetensors: not a safetensors file, or its header is damaged"):
+        open_model(tmp_path)
+    weights.write_bytes(whole)
+    (tmp_path / "config.json").write_text(NESTED)
+    with pytest.raises(UserError, match=r"config.json: not valid JSON .nested too deeply"):
+        open_model(tmp_path)
 
 
 def test_an_unsupported_dtype_is_named(tmp_path: Path) -> None:

@@ -279,6 +279,62 @@ def test_a_folder_without_tokenizer_says_so(tmp_path: Path) -> None:
         hf_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("given", [-1, [5, -1], 10**6, 2**70, "5", [True], {"id": 5}])
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+def test_an_end_token_that_is_none_of_the_vocabulary_is_named(tmp_path: Path, name: str, given: Any) -> None:
+    save_hf(tmp_path, bos_token="<|start|>")
+    (tmp_path / name).write_text(json.dumps({"eos_token_id": given}))
+    with pytest.raises(UserError, match=rf"{name}: eos_token_id is .*, not one of the \d+ tokens"):
+        hf_tokenizer(tmp_path)
+
+
+def test_an_end_token_that_only_the_embedding_has_is_no_damage(tmp_path: Path) -> None:
+    save_hf(tmp_path, eos_token="<|im_end|>")
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 599, "vocab_size": 600}))
+    assert hf_tokenizer(tmp_path).eos_ids == {len(VOCAB) + 1}
+
+
+# settings in tokenizer.json with which the library panics, as it loads or as it encodes
+_TEMPLATE = [{"SpecialToken": {"id": "none", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+PANICS = [
+    {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+    {"post_processor": {"type": "TemplateProcessing", "single": _TEMPLATE, "pair": [], "special_tokens": {}}},
+]
+
+
+@pytest.mark.parametrize("settings_", PANICS)
+def test_a_tokenizer_file_that_makes_the_library_panic_is_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], settings_: dict[str, Any]
+) -> None:
+    path = save_hf(tmp_path) / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings_))
+    with pytest.raises(UserError, match=r"cannot be read|cannot encode the text"):
+        hf_tokenizer(tmp_path).encode("hi")
+    assert capfd.readouterr().err == ""
+
+
+def test_a_tokenizer_file_neither_cuts_nor_pads_a_prompt(tmp_path: Path) -> None:
+    path = save_hf(tmp_path) / "tokenizer.json"
+    text = "the quick brown fox " * 9
+    whole = hf_tokenizer(tmp_path).encode(text)
+    cut = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 5}
+    pad = {"strategy": {"Fixed": 10**18}, "direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "x"}
+    data = json.loads(path.read_text()) | {"truncation": cut, "padding": pad | {"pad_to_multiple_of": None}}
+    path.write_text(json.dumps(data))
+    assert hf_tokenizer(tmp_path).encode(text) == whole
+
+
+def test_text_that_is_no_unicode_is_refused() -> None:
+    with pytest.raises(UserError, match="the text is not valid UTF-8"):
+        LLAMA3.encode("a\udcff")
+
+
+def test_a_chat_template_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"chat_template.jinja: cannot be read"):
+        hf_chat_template(tmp_path)
+
+
 def test_chat_template_comes_from_its_own_file_before_the_config(tmp_path: Path) -> None:
     assert hf_chat_template(tmp_path) is None
     save_hf(tmp_path, chat_template=[{"name": "tool", "template": "T"}, {"name": "default", "template": "D"}])

@@ -17,6 +17,7 @@ from pshard.plan import (
     NewerFormat,
     OlderFormat,
     Placement,
+    Prediction,
     RankPlan,
     Registry,
     TierPlan,
@@ -33,6 +34,11 @@ CHOICES = {
     (Placement, "cpu_rows"): st.sampled_from([0, 16, 512]),
     (Placement, "kept_parts"): st.sampled_from([0, 3]),
     (Buffers, "slots"): st.integers(1, 8),
+    (Prediction, "seconds"): st.floats(0, 1e300),
+    (Prediction, "bound_seconds"): st.floats(0, 1e300),
+    (Workload, "context"): st.integers(64, 1 << 53),
+    (Workload, "sequences"): st.integers(1, 64),
+    **{(Workload, name): st.integers(1, 1 << 53) for name in ("max_ubatch", "prompt", "generated")},
     (Workload, "split_mode"): st.sampled_from(["none", "tensor"]),
     (Workload, "reduce_dtype"): st.sampled_from(REDUCE_DTYPES),
     (Workload, "max_tp"): st.sampled_from([(), (("attention", 2),), (("ffn", 1), ("output", 3))]),
@@ -137,6 +143,9 @@ def pin_with_other_rows(data):
         (lambda d: set_at(d, 0, *TIER, "tokens"), "ascending token counts"),
         (lambda d: set_at(d, [], "variants", 0, "ranks"), "0 ranks for 1 budgets"),
         (lambda d: set_at(d, "pipeline", "variants", 0, "workload", "split_mode"), "workload.split_mode is 'pipeline'"),
+        (lambda d: set_at(d, 10**9, "variants", 0, "workload", "sequences"), "sequences is 1000000000, not 1 to the"),
+        (lambda d: set_at(d, 0, "variants", 0, "workload", "max_ubatch"), "max_ubatch is 0, not 1 or more"),
+        (lambda d: set_at(d, -1.0, *TIER, "prediction", "seconds"), "prediction.seconds is -1.0, not 0 or more"),
         (lambda d: set_at(d, "12", "inputs", 0, 1), "fingerprint is not the digest"),
         (lambda d: set_at(d, 0, "version"), "version is 0"),
         (lambda d: set_at(d, float("nan"), *TIER, "prediction", "seconds"), "NaN is not a number"),
@@ -166,6 +175,12 @@ def test_an_older_format_is_told_apart_from_damage_and_says_how_many_plans_it_ha
     with pytest.raises(OlderFormat, match="older format version 1, this program reads 2") as caught:
         decode_registry(damaged(make_registry(variants=(make_variant(), make_variant((200,)))), flatten_workloads))
     assert caught.value.plans == 2
+
+
+def test_a_number_too_large_for_a_float_is_refused():
+    text = encode_registry(make_registry(seconds=0.0625)).replace("0.0625", "1e999")
+    with pytest.raises(ValueError, match="1e999 is no number"):
+        decode_registry(text)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{", "[" * 100_000, '"registry"'])
