@@ -82,16 +82,22 @@ def _gguf_rope(arch: Architecture, keys: Keys, head_dim: int, stored: dict[str, 
         return _scale_by_yarn(plain, keys)
     keys.refuse_unless("rope.scaling.attn_factor", 0.0, 1.0)
     keys.refuse_unless("rope.scaling.type", "none", "linear")
-    factor = keys.get("rope.scaling.factor") or keys.get("rope.scale_linear") or 1.0  # files write 0 for "not scaled"
+    factor = _scaling_factor(keys)
     if factor == 1.0 or keys.get("rope.scaling.type") == "none":
         return plain
-    return replace(plain, scaling="linear", factor=keys.real("rope.scaling.factor", factor, FACTORS))
+    return replace(plain, scaling="linear", factor=factor)
+
+
+def _scaling_factor(keys: Keys) -> float:
+    """By the key or its old name; without both, and for 0, positions are not scaled, whatever the type says: as
+    llama.cpp reads them."""
+    name = "rope.scale_linear" if keys.get("rope.scaling.factor") is None else "rope.scaling.factor"
+    return 1.0 if keys.get(name) == 0 else keys.real(name, 1.0, FACTORS)
 
 
 def _scale_by_yarn(plain: Rope, keys: Keys) -> Rope:
-    context = keys.integer("context_length")
-    original = keys.integer("rope.scaling.original_context_length", context)
-    factor = keys.real("rope.scaling.factor", context / original, FACTORS)
+    original = keys.integer("rope.scaling.original_context_length", keys.integer("context_length"))
+    factor = _scaling_factor(keys)
     # attn_factor multiplies YaRN's own factor; yarn_attn_factor is the attention_factor of a config.json, in its place
     own = yarn_attention_factor(factor) * keys.real("rope.scaling.attn_factor", 1.0, FACTORS)
     return replace(

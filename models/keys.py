@@ -8,7 +8,7 @@ from pshard.model_config import ModelConfig
 
 # What models' settings are within, with much room: beyond it angles and sums are no numbers any more.
 ANY_REAL = (1e-30, 1e30)
-BASES, FACTORS, EPSILONS = (1.0, 1e18), (1e-3, 1e6), (1e-15, 0.1)
+BASES, FACTORS, EPSILONS = (2.0, 1e18), (1e-3, 1e6), (1e-15, 0.1)
 
 
 @dataclass(frozen=True)

@@ -187,6 +187,9 @@ ROPE = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.o
         ({"rope.scale_linear": 2.0}, ("linear", 2.0, 0, None)),
         ({"rope.scaling.factor": 0.0}, ("none", 1.0, 0, None)),
         (ROPE, ("yarn", 4.0, 128, 0.1 * np.log(4) + 1)),
+        (ROPE | {"rope.scaling.factor": None}, ("yarn", 1.0, 128, 1.0)),  # not 512 / 128
+        (ROPE | {"rope.scaling.factor": 0.0}, ("yarn", 1.0, 128, 1.0)),
+        (ROPE | {"rope.scaling.factor": None, "rope.scale_linear": 2.0}, ("yarn", 2.0, 128, 0.1 * np.log(2) + 1)),
         (ROPE | {"rope.scaling.attn_factor": 0.5}, ("yarn", 4.0, 128, 0.5 * (0.1 * np.log(4) + 1))),
         (ROPE | {"rope.scaling.yarn_attn_factor": 1.0}, ("yarn", 4.0, 128, 1.0)),
     ],
@@ -224,7 +227,7 @@ def test_settings_per_layer_that_are_all_equal_are_one(tmp_path: Path) -> None:
         ({"llama.rope.dimension_count": 32}, "rotates 32 of 64 dimensions"),
         ({"llama.rope.scaling.type": "longrope"}, "rope.scaling.type is 'longrope'"),
         ({"llama.rope.freq_base": 0.0}, "rope.freq_base is 0.0"),
-        ({"llama.rope.freq_base": 1e-40}, "rope.freq_base is 1e-40; models have 1 to 1e"),
+        ({"llama.rope.freq_base": 1e-40}, "rope.freq_base is 1e-40; models have 2 to 1e"),
         ({"llama.rope.scaling.factor": 1e-30}, "rope.scaling.factor is 1e-30; models have 0.001 to 1e"),
         ({"llama.attention.layer_norm_rms_epsilon": 1e10}, "rms_epsilon is 1e.10; models have"),
         ({"llama.vocab_size": 319}, "token_embd.weight has 320 rows, but the vocabulary 319 tokens"),

@@ -166,7 +166,7 @@ def set_keys(**keys: Any) -> Any:
         (set_keys(rope_parameters={"full_attention": {}}), "differs from layer to layer"),
         (set_keys(head_dim=2**63), "head_dim is 9223372036854775808; heads of models have"),
         (set_keys(rope_parameters={"partial_rotary_factor": 1e300}), r"partial_rotary_factor is 1e\+300"),
-        (set_keys(rope_parameters=LLAMA3_ROPE | {"rope_theta": 1e-320}), r"rope_theta is .*; models have 1 to 1e\+18"),
+        (set_keys(rope_parameters=LLAMA3_ROPE | {"rope_theta": 1e-320}), r"rope_theta is .*; models have 2 to 1e\+18"),
         (set_keys(rope_parameters=LLAMA3_ROPE | {"factor": 1e-320}), r"factor is .*; models have 0.001 to"),
         (set_keys(intermediate_size=256), r"gate_proj.weight has shape \[512, 256\], not the \[256, 256\]"),
         (set_keys(num_hidden_layers=3), "tensor blk.2.attn_norm.weight of shape .256. is missing"),

@@ -165,6 +165,16 @@ def test_begin_token_follows_the_file_and_else_the_kind_of_tokenizer() -> None:
     assert (told.bos_id, told.bos_text, told.eos_text) == (start, *SPECIALS)
 
 
+def test_smaug_cuts_as_llama3_and_neither_begins_a_text_nor_takes_words_whole() -> None:
+    metadata = bpe_metadata("smaug-bpe")
+    smaug = gguf_tokenizer(metadata, "x.gguf")
+    text = "12345 it's GRÜẞE\n"
+    assert smaug.encode(text) == smaug.encode(text, add_special=False) == LLAMA3.encode(text, add_special=False)
+    metadata["tokenizer.ggml.tokens"][300] = "xyzzy"  # no merge leads here
+    metadata["tokenizer.ggml.merges"] = []
+    assert gguf_tokenizer(metadata, "x.gguf").encode("xyzzy") == [VOCAB[letter] for letter in "xyzzy"]
+
+
 def test_turn_ends_join_the_end_token_of_the_file() -> None:
     tokenizer = gguf_tokenizer(bpe_metadata("qwen2", eos_token_id=len(VOCAB), eot_token_id=3), "x.gguf")
     assert tokenizer.eos_ids == {len(VOCAB), 3, len(VOCAB) + 1}  # the last by its name, <|im_end|>
@@ -253,6 +263,34 @@ def test_sentencepiece_adds_its_begin_token_and_streams_bytes(sentencepiece_pair
     assert ids[0] == reference.bos_id() and ours.decode(ids) == "the 🎈"
     stream = ours.stream()
     assert [p for p in (stream.push(i) for i in ids) if p][-1] == "🎈"
+
+
+def sentencepiece_metadata(pieces: list[str], types: list[int], **more: Any) -> dict[str, Any]:
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": pieces,
+        "tokenizer.ggml.scores": [-float(i) for i in range(len(pieces))],
+        "tokenizer.ggml.token_type": types,
+        **{f"tokenizer.ggml.{name}": value for name, value in more.items()},
+    }
+
+
+@pytest.mark.parametrize("named", [{}, {"unknown_token_id": 0}])
+def test_characters_that_neither_tokens_nor_bytes_spell_are_unknown(named: dict[str, int]) -> None:
+    pieces = ["<unk>", "<s>", "</s>", "\u2581", "a", "b", "ab", "\n"]
+    ours = gguf_tokenizer(sentencepiece_metadata(pieces, [2, 3, 3, 1, 1, 1, 1, 1], **named), "x.gguf")
+    assert ours.encode("ab\nçéa", add_special=False) == [3, 6, 7, 0, 4]
+    assert ours.encode("a<unk>b", add_special=False) == [3, 4, 0, 3, 5]
+    assert ours.decode([3, 4, 0, 5]) == "ab"
+
+
+def test_a_tokenizer_that_would_lose_characters_is_refused() -> None:
+    pieces = ["<s>", "</s>", "\u2581", *(f"<0x{byte:02X}>" for byte in range(256))]
+    metadata = sentencepiece_metadata(pieces, [3, 3, 1, *[6] * 256])
+    assert len(gguf_tokenizer(metadata, "x.gguf").encode("é", add_special=False)) == 3
+    pieces[100] = "x"
+    with pytest.raises(UserError, match="neither an unknown token nor all bytes"):
+        gguf_tokenizer(metadata, "x.gguf")
 
 
 def save_hf(folder: Path, **config: Any) -> Path:
