@@ -143,9 +143,6 @@ def pin_with_other_rows(data):
         (lambda d: set_at(d, 0, *TIER, "tokens"), "ascending token counts"),
         (lambda d: set_at(d, [], "variants", 0, "ranks"), "0 ranks for 1 budgets"),
         (lambda d: set_at(d, "pipeline", "variants", 0, "workload", "split_mode"), "workload.split_mode is 'pipeline'"),
-        (lambda d: set_at(d, 10**9, "variants", 0, "workload", "sequences"), "sequences is 1000000000, not 1 to the"),
-        (lambda d: set_at(d, 0, "variants", 0, "workload", "max_ubatch"), "max_ubatch is 0, not 1 or more"),
-        (lambda d: set_at(d, -1.0, *TIER, "prediction", "seconds"), "prediction.seconds is -1.0, not 0 or more"),
         (lambda d: set_at(d, "12", "inputs", 0, 1), "fingerprint is not the digest"),
         (lambda d: set_at(d, 0, "version"), "version is 0"),
         (lambda d: set_at(d, float("nan"), *TIER, "prediction", "seconds"), "NaN is not a number"),
@@ -175,6 +172,24 @@ def test_an_older_format_is_told_apart_from_damage_and_says_how_many_plans_it_ha
     with pytest.raises(OlderFormat, match="older format version 1, this program reads 2") as caught:
         decode_registry(damaged(make_registry(variants=(make_variant(), make_variant((200,)))), flatten_workloads))
     assert caught.value.plans == 2
+
+
+VARIANT = TIER[:-4]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        ((*VARIANT, "workload", "sequences"), 10**9, "sequences is 1000000000, not 1 to the context of 512"),
+        ((*VARIANT, "workload", "sequences"), 0, "sequences is 0, not 1 to the context"),
+        ((*VARIANT, "workload", "max_ubatch"), 0, "max_ubatch is 0, not 1 or more"),
+        ((*TIER, "prediction", "seconds"), -1.0, "prediction.seconds is -1.0, not 0 or more"),
+        ((*TIER, "prediction", "link_bytes"), -1, "prediction.link_bytes is -1, not 0 or more"),
+    ],
+)
+def test_absurd_numbers_are_refused_with_their_place(path, value, says):
+    with pytest.raises(ValueError, match=says):
+        decode_registry(damaged(make_registry(), lambda data: set_at(data, value, *path)))
 
 
 def test_a_number_too_large_for_a_float_is_refused():
