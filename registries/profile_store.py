@@ -14,6 +14,11 @@ from pshard.jsonio import from_json, parse_json, write_json_atomically
 from pshard.machine import PROFILE_VERSION, MachineProfile
 from pshard.paths import cache_dir
 
+# What was timed has some size: rates are divided by it.
+_SIZES = frozenset(
+    ["rows", "cols", "tokens", "width", "nbytes", "n_heads", "n_kv_heads", "head_dim", "context", "sequences", "ranks"]
+)
+
 
 def default_profile_path() -> Path:
     """The profile of this machine: `profile.json` in the cache folder."""
@@ -59,6 +64,8 @@ def _check_figures(data: dict) -> None:
             left += [(f"{where}[{i}]", item) for i, item in enumerate(value)]
         elif isinstance(value, int | float) and not 0 <= value < inf:
             raise ValueError(f"{where} is {value}, not a number of 0 or more")
+        elif where.rpartition(".")[2] in _SIZES and value < 1:
+            raise ValueError(f"{where} is {value}, not 1 or more")
 
 
 def save_profile(profile: MachineProfile, path: Path | None = None) -> Path:

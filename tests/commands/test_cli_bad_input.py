@@ -202,6 +202,7 @@ def test_damaged_profile(world: World, refuse: Refuse, content: str, word: str) 
         (("accelerators",), [], "accelerators is empty"),
         (("handoff_seconds",), math.nan, "handoff_seconds is nan"),
         (("lockable_bytes",), -1, "lockable_bytes is -1"),
+        (("matmuls", 3, "cols"), 0, "matmuls[3].cols is 0, not 1 or more"),
         (("host", "memory_bytes"), -5, "host.memory_bytes is -5"),
         (("contention", "link_with_cpu"), math.inf, "contention.link_with_cpu is inf"),
     ],
