@@ -103,14 +103,10 @@ def _read_part(file: MappedFile) -> GgufHeader:
 
 
 def _check_data(file: MappedFile, header: int, tensors: Iterable[StoredTensor], alignment: int) -> None:
-    """Tensors lie behind the header's bytes and zeros, in the order of their entries, as ggml's own reader wants them.
-    Raises UserError."""
-    start = align(header, alignment)
-    if any(file.bytes[header:start]):  # a header that lost some bytes would shift all weights by a few
-        raise UserError(f"{file.path}: there is no padding behind the header: it is damaged; fetch the file again")
+    """Tensors lie in the order of their entries, as ggml's own reader wants them. Raises UserError."""
     for tensor in tensors:
         tensor.check_blocks()
-    check_layout(file, start, ((tensor, tensor.nbytes) for tensor in tensors), alignment)
+    check_layout(file, header, ((tensor, tensor.nbytes) for tensor in tensors), alignment)
 
 
 def _read_tensor_entry(cursor: "_Cursor") -> tuple[str, tuple[int, ...], str, int]:

@@ -75,23 +75,26 @@ class StoredTensor:
         raise UserError(f"{self.file.path}: tensor {self.name} {what}")
 
 
-def check_layout(file: MappedFile, start: int, extents: Iterable[tuple[StoredTensor, int]], alignment: int = 1) -> None:
-    """Raises UserError unless tensors fill a file from byte `start` to its end: in this order, each of so many bytes,
-    each at the next multiple of `alignment` after the one before; only the last one's padding may be missing.
+def check_layout(
+    file: MappedFile, header: int, extents: Iterable[tuple[StoredTensor, int]], alignment: int = 1
+) -> None:
+    """Raises UserError unless tensors fill a file from the header's end to its own: in this order, each of so many
+    bytes, each at the next multiple of `alignment`, with zeros between them; only the last padding may be missing.
 
-    A type, shape, offset or length that is wrong leaves a gap or an overlap somewhere, and only so it shows.
+    A type, shape, offset or length that is wrong leaves a gap, an overlap or weights as padding, and only so it shows.
     """
-    end, last = start, ""
+    end, last = header, "the header"
     for tensor, nbytes in extents:
-        expected = start + align(end - start, alignment)
+        expected = align(end, alignment)
         if tensor.offset != expected:
-            why = f"where {last} before it ends" if last else "where the data begins"
-            where = f"begins at byte {tensor.offset} of the file and not at {expected}, {why}"
+            where = f"begins at byte {tensor.offset} of the file and not at {expected}, where {last} before it ends"
             tensor.fail(f"{where}; the header is damaged: fetch the file again")
+        if any(file.bytes[end:expected]):
+            tensor.fail(f"has no padding before it, behind {last}; the header is damaged: fetch the file again")
         end, last = expected + nbytes, f"{tensor.name} ({tensor.qtype})"
         if end > file.nbytes:
             missing = end - file.nbytes
             tensor.fail(f"ends {missing} bytes beyond the end of the file: it is truncated or damaged; fetch it again")
-    if last and file.nbytes not in (end, start + align(end - start, alignment)):
+    if end > header and (file.nbytes not in (end, align(end, alignment)) or any(file.bytes[end:])):
         what = f"{file.nbytes - end} bytes follow {last}, the last tensor"
         raise UserError(f"{file.path}: {what}; the header is damaged, or something was appended: fetch the file again")

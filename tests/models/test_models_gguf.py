@@ -375,6 +375,15 @@ def test_a_header_that_lost_bytes_shifts_no_weights(tmp_path: Path, lost: int) -
         open_model(path)
 
 
+def test_a_smaller_type_that_leaves_weights_as_padding_is_named(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "qwen2", alignment=1024)  # a bias of 256 float16 would be padded to the same
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<I", data, entry_fields(data, "blk.0.attn_q.bias")[0] - 8, 1)
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=r"tensor \S+ has no padding before it, behind blk.0.attn_q.bias \(F16\)"):
+        open_model(path)
+
+
 def test_a_file_of_another_alignment_opens(tmp_path: Path) -> None:
     whole = write_gguf(tmp_path / "whole.gguf", "qwen2", qtype="Q4_0")
     path = write_gguf(tmp_path / "m.gguf", "qwen2", qtype="Q4_0", alignment=4096)
