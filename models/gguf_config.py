@@ -1,6 +1,5 @@
 """GGUF metadata -> ModelConfig. Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md."""
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +7,7 @@ from pshard.errors import UserError
 from pshard.model_config import ModelConfig, Rope
 from pshard.models.architectures import Architecture
 from pshard.models.build_units import ROPE_FACTORS, TABLE
-from pshard.models.keys import Keys, check_config
+from pshard.models.keys import BASES, EPSILONS, FACTORS, Keys, check_config
 from pshard.models.rope import yarn_attention_factor
 from pshard.models.stored import StoredTensor
 
@@ -38,6 +37,7 @@ def gguf_config(
         keys.refuse_unless(key, *harmless)
     if TABLE not in stored:
         raise UserError(f"{where}: tensor {TABLE} is missing; the file is incomplete")
+    _check_vocabulary(keys, metadata, stored[TABLE])
     d_model, n_heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
     head_dim = keys.integer("attention.key_length", d_model // n_heads)
     if keys.integer("attention.value_length", head_dim) != head_dim:
@@ -51,7 +51,7 @@ def gguf_config(
         head_dim=head_dim,
         d_ffn=keys.integer("feed_forward_length"),
         vocab=stored[TABLE].shape[0],
-        norm_eps=keys.real("attention.layer_norm_rms_epsilon"),
+        norm_eps=keys.real("attention.layer_norm_rms_epsilon", span=EPSILONS),
         context=keys.integer("context_length"),
         rope=_gguf_rope(arch, keys, head_dim, stored),
         qk_norm=arch.qk_norm,
@@ -60,10 +60,21 @@ def gguf_config(
     return check_config(config, where)
 
 
+def _check_vocabulary(keys: Keys, metadata: dict[str, Any], table: StoredTensor) -> None:
+    """The rows of the embedding are as many as the tokens; without a tokenizer, as many as `vocab_size` says."""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if metadata.get("tokenizer.ggml.model", "none") != "none" and isinstance(tokens, list):
+        count = len(tokens)
+    else:
+        count = keys.integer("vocab_size", table.shape[0])
+    if table.shape[0] != count:
+        table.fail(f"has {table.shape[0]} rows, but the vocabulary {count} tokens; the header is damaged")
+
+
 def _gguf_rope(arch: Architecture, keys: Keys, head_dim: int, stored: dict[str, StoredTensor]) -> Rope:
     plain = Rope(
         dims=keys.integer("rope.dimension_count", head_dim),
-        base=keys.real("rope.freq_base", 10000.0),
+        base=keys.real("rope.freq_base", 10000.0, BASES),
         pairing=arch.gguf_pairing,
         freq_factors=_read_floats(stored[ROPE_FACTORS]) if ROPE_FACTORS in stored else (),
     )
@@ -71,18 +82,24 @@ def _gguf_rope(arch: Architecture, keys: Keys, head_dim: int, stored: dict[str, 
         return _scale_by_yarn(plain, keys)
     keys.refuse_unless("rope.scaling.attn_factor", 0.0, 1.0)
     keys.refuse_unless("rope.scaling.type", "none", "linear")
-    factor = keys.get("rope.scaling.factor") or keys.get("rope.scale_linear") or 1.0  # files write 0 for "not scaled"
+    factor = _scaling_factor(keys)
     if factor == 1.0 or keys.get("rope.scaling.type") == "none":
         return plain
-    return replace(plain, scaling="linear", factor=keys.real("rope.scaling.factor", factor))
+    return replace(plain, scaling="linear", factor=factor)
+
+
+def _scaling_factor(keys: Keys) -> float:
+    """By the key or its old name; without both, and for 0, positions are not scaled, whatever the type says: as
+    llama.cpp reads them."""
+    name = "rope.scale_linear" if keys.get("rope.scaling.factor") is None else "rope.scaling.factor"
+    return 1.0 if keys.get(name) == 0 else keys.real(name, 1.0, FACTORS)
 
 
 def _scale_by_yarn(plain: Rope, keys: Keys) -> Rope:
-    context = keys.integer("context_length")
-    original = keys.integer("rope.scaling.original_context_length", context)
-    factor = keys.real("rope.scaling.factor", context / original)
+    original = keys.integer("rope.scaling.original_context_length", keys.integer("context_length"))
+    factor = _scaling_factor(keys)
     # attn_factor multiplies YaRN's own factor; yarn_attn_factor is the attention_factor of a config.json, in its place
-    own = yarn_attention_factor(factor) * keys.real("rope.scaling.attn_factor", 1.0)
+    own = yarn_attention_factor(factor) * keys.real("rope.scaling.attn_factor", 1.0, FACTORS)
     return replace(
         plain,
         scaling="yarn",
@@ -90,7 +107,7 @@ def _scale_by_yarn(plain: Rope, keys: Keys) -> Rope:
         original_context=original,
         beta_fast=keys.real("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=keys.real("rope.scaling.yarn_beta_slow", 1.0),
-        attention_factor=keys.real("rope.scaling.yarn_attn_factor", own),
+        attention_factor=keys.real("rope.scaling.yarn_attn_factor", own, FACTORS),
     )
 
 
@@ -99,6 +116,6 @@ def _read_floats(tensor: StoredTensor) -> tuple[float, ...]:
     if tensor.qtype != "F32" or len(tensor.shape) != 1:
         tensor.fail(f"is {tensor.qtype} of shape {list(tensor.shape)}, not a vector of F32")
     values = tuple(tensor.file.view(tensor.offset, tensor.nbytes).view("<f4").tolist())
-    if not all(math.isfinite(v) and v > 0 for v in values):
-        tensor.fail("has factors that are not above 0")
+    if not all(FACTORS[0] <= v <= FACTORS[1] for v in values):
+        tensor.fail(f"has factors that are not within {FACTORS[0]:g} to {FACTORS[1]:g}; the file is damaged")
     return values

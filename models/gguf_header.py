@@ -6,6 +6,7 @@ objects per array element: 7 s for a vocabulary of 150 000 tokens and its merges
 
 import re
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from pshard.errors import UserError
-from pshard.models.stored import MappedFile, StoredTensor
+from pshard.models.stored import MappedFile, StoredTensor, check_layout
+from pshard.quant import QUANT_TYPES, align
 
 # value type in the file -> NumPy dtype; 8 is a string, 9 an array
 _SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
@@ -23,6 +25,7 @@ TENSOR_TYPES = {
     **{0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0"},
     **{10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 30: "BF16", 39: "MXFP4"},
 }
+LONGEST_NAME = 64  # of tensors, as in ggml
 _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -85,22 +88,32 @@ def _read_part(file: MappedFile) -> GgufHeader:
         metadata[key] = cursor.value(cursor.number("<I"), key)
     entries = [_read_tensor_entry(cursor) for _ in range(n_tensors)]
     alignment = metadata.get("general.alignment", 32)
-    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         raise UserError(f"{file.path}: general.alignment is {alignment!r}, not a power of two")
-    start = -(-cursor.at // alignment) * alignment
+    start = align(cursor.at, alignment)
     tensors: dict[str, StoredTensor] = {}
     for name, shape, qtype, offset in entries:
         tensor = StoredTensor(name, qtype, shape, file, start + offset)
         if name in tensors:
             tensor.fail("is there twice")
-        tensor.check_extent()
         tensors[name] = tensor
+    if all(tensor.qtype in QUANT_TYPES for tensor in tensors.values()):  # else a unit refuses the type by its name
+        _check_data(file, cursor.at, tensors.values(), alignment)
     return GgufHeader((file,), metadata, tensors)
+
+
+def _check_data(file: MappedFile, header: int, tensors: Iterable[StoredTensor], alignment: int) -> None:
+    """Tensors lie in the order of their entries, as ggml's own reader wants them. Raises UserError."""
+    for tensor in tensors:
+        tensor.check_blocks()
+    check_layout(file, header, ((tensor, tensor.nbytes) for tensor in tensors), alignment)
 
 
 def _read_tensor_entry(cursor: "_Cursor") -> tuple[str, tuple[int, ...], str, int]:
     """Name, shape in NumPy order (the file has it reversed), type name, offset from the start of the data."""
     name = cursor.string()
+    if len(name) > LONGEST_NAME:
+        raise UserError(f"{cursor.file.path}: a tensor's name has {len(name)} letters; the file is damaged")
     n_dims = cursor.number("<I")
     if not 1 <= n_dims <= 4:
         raise UserError(f"{cursor.file.path}: tensor {name} has {n_dims} dimensions; the file is damaged")

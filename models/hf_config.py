@@ -5,8 +5,10 @@ from typing import Any
 from pshard.errors import UserError
 from pshard.model_config import ModelConfig, Rope
 from pshard.models.architectures import Architecture
-from pshard.models.keys import Keys, check_config
+from pshard.models.keys import BASES, EPSILONS, FACTORS, Keys, check_config
 from pshard.models.rope import llama3_freq_factors, yarn_attention_factor
+
+LARGEST_HEAD = 1 << 16
 
 
 def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelConfig:
@@ -17,6 +19,8 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
         raise UserError(f"{where}: quantised safetensors are not supported; use a GGUF file of the model")
     d_model, n_heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     head_dim, context = keys.integer("head_dim", d_model // n_heads), keys.integer("max_position_embeddings")
+    if head_dim > LARGEST_HEAD:  # else its angles take for ever, before the shapes of tensors tell
+        keys.refuse("head_dim", f"is {head_dim}; heads of models have a few hundred dimensions")
     made = ModelConfig(
         architecture=arch.name,
         n_layers=keys.integer("num_hidden_layers"),
@@ -26,7 +30,7 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
         head_dim=head_dim,
         d_ffn=keys.integer("intermediate_size"),
         vocab=keys.integer("vocab_size"),
-        norm_eps=keys.real("rms_norm_eps"),
+        norm_eps=keys.real("rms_norm_eps", span=EPSILONS),
         context=context,
         rope=_hf_rope(config, head_dim, context, where),
         qk_norm=arch.qk_norm,
@@ -54,14 +58,17 @@ def _hf_rope(config: dict[str, Any], head_dim: int, context: int, where: str) ->
         given = {**given, "original_max_position_embeddings": config["original_max_position_embeddings"]}
     keys = Keys({**beside, **given}, f"{where}: {name}")
     kind = keys.get("rope_type") or keys.get("type") or "default"
-    dims, base = int(head_dim * keys.real("partial_rotary_factor", 1.0)), keys.real("rope_theta", 10000.0)
+    share, base = keys.real("partial_rotary_factor", 1.0), keys.real("rope_theta", 10000.0, BASES)
+    if share > 1:
+        keys.refuse("partial_rotary_factor", f"is {share}, more than the whole head")
+    dims = int(head_dim * share)
     if kind == "default":
         return Rope(dims, base, "halves")
     original = keys.integer("original_max_position_embeddings", context)
     if kind == "linear":
-        return Rope(dims, base, "halves", "linear", keys.real("factor"))
+        return Rope(dims, base, "halves", "linear", keys.real("factor", span=FACTORS))
     if kind == "llama3":
-        factor = keys.real("factor")
+        factor = keys.real("factor", span=FACTORS)
         low, high = keys.real("low_freq_factor"), keys.real("high_freq_factor")
         if high <= low:
             keys.refuse("high_freq_factor", f"is {high}, not above low_freq_factor {low}")
@@ -74,7 +81,7 @@ def _hf_rope(config: dict[str, Any], head_dim: int, context: int, where: str) ->
 
 def _hf_yarn(keys: Keys, dims: int, base: float, original: int, context: int) -> Rope:
     keys.refuse_unless("truncate", True)
-    factor = keys.real("factor", context / original)
+    factor = keys.real("factor", context / original, FACTORS)
     attention = yarn_attention_factor(factor)
     if keys.get("mscale") and keys.get("mscale_all_dim"):
         attention = yarn_attention_factor(factor, keys.real("mscale"))
@@ -88,5 +95,5 @@ def _hf_yarn(keys: Keys, dims: int, base: float, original: int, context: int) ->
         original_context=original,
         beta_fast=keys.real("beta_fast", 32.0),
         beta_slow=keys.real("beta_slow", 1.0),
-        attention_factor=keys.real("attention_factor", attention),
+        attention_factor=keys.real("attention_factor", attention, FACTORS),
     )

@@ -6,6 +6,10 @@ from typing import Any
 from pshard.errors import UserError
 from pshard.model_config import ModelConfig
 
+# What models' settings are within, with much room: beyond it angles and sums are no numbers any more.
+ANY_REAL = (1e-30, 1e30)
+BASES, FACTORS, EPSILONS = (2.0, 1e18), (1e-3, 1e6), (1e-15, 0.1)
+
 
 @dataclass(frozen=True)
 class Keys:
@@ -31,11 +35,13 @@ class Keys:
             self.refuse(key, f"is {value!r}, not a whole number above 0")
         return value
 
-    def real(self, key: str, default: float | None = None) -> float:
-        """A finite number above zero. Raises UserError when it is missing and there is no default."""
+    def real(self, key: str, default: float | None = None, span: tuple[float, float] = ANY_REAL) -> float:
+        """A number above zero that is in a span. Raises UserError when it is missing and there is no default."""
         value = self._present(key, default)
         if type(value) not in (int, float) or not 0 < value < float("inf"):
             self.refuse(key, f"is {value!r}, not a number above 0")
+        if not span[0] <= value <= span[1]:
+            self.refuse(key, f"is {value:.4g}; models have {span[0]:g} to {span[1]:g}: the file is damaged")
         return float(value)
 
     def refuse_unless(self, key: str, *harmless: Any) -> None:

@@ -4,13 +4,13 @@ Format: https://huggingface.co/docs/safetensors (u64 length, JSON of dtype, shap
 because the library's NumPy interface has no bf16 and no view of the raw bytes.
 """
 
-import json
 from operator import index
 from pathlib import Path
 from typing import Any
 
 from pshard.errors import UserError
-from pshard.models.stored import MappedFile, StoredTensor
+from pshard.jsonio import parse_json
+from pshard.models.stored import MappedFile, StoredTensor, check_layout
 
 _DTYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -19,7 +19,7 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises UserError."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:
@@ -58,18 +58,22 @@ def _read_file(file: MappedFile) -> list[StoredTensor]:
     if file.nbytes < 8 or start > file.nbytes:
         raise UserError(f"{file.path}: ends inside its header: it is truncated or damaged; fetch it again")
     try:
-        header = json.loads(file.bytes[8:start])
+        header = parse_json(file.bytes[8:start])
         header.pop("__metadata__", None)
-        return [_stored(file, start, name, entry) for name, entry in header.items()]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        extents = [_stored(file, start, name, entry) for name, entry in header.items()]
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{file.path}: not a safetensors file, or its header is damaged; fetch it again") from None
+    extents.sort(key=lambda extent: (extent[0].offset, extent[1]))  # the header lists tensors in any order
+    check_layout(file, start, extents)
+    return [tensor for tensor, _ in extents]
 
 
-def _stored(file: MappedFile, start: int, name: str, entry: dict[str, Any]) -> StoredTensor:
+def _stored(file: MappedFile, start: int, name: str, entry: dict[str, Any]) -> tuple[StoredTensor, int]:
+    """A tensor and how many bytes its offsets leave it."""
     first, last = (index(n) for n in entry["data_offsets"])
     shape = tuple(index(n) for n in entry["shape"])
     tensor = StoredTensor(name, _DTYPES.get(entry["dtype"], str(entry["dtype"])), shape or (1,), file, start + first)
-    if tensor.qtype in _DTYPES and (first < 0 or tensor.nbytes != last - first):
-        tensor.fail(f"has {last - first} bytes, not the {tensor.nbytes} that its shape needs; the file is damaged")
-    tensor.check_extent()
-    return tensor
+    if last < first or (tensor.qtype in _DTYPES and tensor.nbytes != last - first):
+        wanted = f", not the {tensor.nbytes} that its shape needs" if tensor.qtype in _DTYPES else ""
+        tensor.fail(f"has {last - first} bytes{wanted}; the header is damaged: fetch the file again")
+    return tensor, last - first

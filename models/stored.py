@@ -2,6 +2,7 @@
 
 import contextlib
 import mmap
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import NoReturn
 import numpy as np
 
 from pshard.errors import UserError
-from pshard.quant import QUANT_TYPES, file_nbytes
+from pshard.quant import QUANT_TYPES, align, file_nbytes
 
 
 class MappedFile:
@@ -63,17 +64,37 @@ class StoredTensor:
         rows = prod(self.shape[:-1])
         return file_nbytes(self.qtype, rows, self.shape[-1])
 
-    def check_extent(self) -> None:
-        """Raises UserError when the tensor's rows are not whole blocks or reach beyond the end of the file."""
-        if self.qtype not in QUANT_TYPES:
-            return  # named when a unit wants it
+    def check_blocks(self) -> None:
+        """Raises UserError when the tensor's rows are not whole blocks of its type."""
         block = QUANT_TYPES[self.qtype].block
         if self.shape[-1] % block:
             self.fail(f"has rows of {self.shape[-1]} weights, which {self.qtype} blocks of {block} do not divide")
-        if self.offset + self.nbytes > self.file.nbytes:
-            missing = self.offset + self.nbytes - self.file.nbytes
-            self.fail(f"ends {missing} bytes beyond the end of the file: it is truncated; fetch it again")
 
     def fail(self, what: str) -> NoReturn:
         """Raise a UserError that names file and tensor."""
         raise UserError(f"{self.file.path}: tensor {self.name} {what}")
+
+
+def check_layout(
+    file: MappedFile, header: int, extents: Iterable[tuple[StoredTensor, int]], alignment: int = 1
+) -> None:
+    """Raises UserError unless tensors fill a file from the header's end to its own: in this order, each of so many
+    bytes, each at the next multiple of `alignment`, with zeros between them; only the last padding may be missing.
+
+    A type, shape, offset or length that is wrong leaves a gap, an overlap or weights as padding, and only so it shows.
+    """
+    end, last = header, "the header"
+    for tensor, nbytes in extents:
+        expected = align(end, alignment)
+        if tensor.offset != expected:
+            where = f"begins at byte {tensor.offset} of the file and not at {expected}, where {last} before it ends"
+            tensor.fail(f"{where}; the header is damaged: fetch the file again")
+        if any(file.bytes[end:expected]):
+            tensor.fail(f"has no padding before it, behind {last}; the header is damaged: fetch the file again")
+        end, last = expected + nbytes, f"{tensor.name} ({tensor.qtype})"
+        if end > file.nbytes:
+            missing = end - file.nbytes
+            tensor.fail(f"ends {missing} bytes beyond the end of the file: it is truncated or damaged; fetch it again")
+    if end > header and (file.nbytes not in (end, align(end, alignment)) or any(file.bytes[end:])):
+        what = f"{file.nbytes - end} bytes follow {last}, the last tensor"
+        raise UserError(f"{file.path}: {what}; the header is damaged, or something was appended: fetch the file again")

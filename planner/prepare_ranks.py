@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 from pshard.cuts.layer_cuts import join_seconds
 from pshard.cuts.rank_parts import cut_ranks
@@ -68,6 +69,9 @@ def _weigh(tasks: tuple[RankTask, ...], workload: Workload, largest: int) -> tup
     workload = replace(workload, max_ubatch=largest)
     tiers = tuple(c.load.tokens for c in tasks[0].costs if c.load.tokens <= largest)
     seconds = [join_seconds(workload.split_mode, [bounds]) for bounds in zip(*(t.bounds for t in tasks))]
+    for n, s in zip(tiers, seconds):  # what a profile that looks like one may still add up to
+        if not 0 < s < inf:
+            raise UserError(f"the profile's figures give {s} s for {n} tokens; run pshard-profile again")
     loads = raise_weights(tier_loads(workload, tiers), seconds[: len(tiers)])
     whole = [whole_tier(t.room, largest) for t in tasks]
     needed = not all(w.buffers.total <= t.room.arena and holds(t.room, (w,)) for t, w in zip(tasks, whole))

@@ -36,3 +36,15 @@ class StaleRegistry(UserError):
     def __init__(self, message: str, plans: int = 0) -> None:
         super().__init__(message)
         self.plans = plans
+
+
+LONGEST_LINE = 2000  # letters; an error may quote what a damaged file holds
+
+
+def as_line(error: Exception) -> str:
+    """An error's message as one line that a terminal can show: spaces joined, others' control characters escaped, and
+    what is too long cut out of its middle, as the file stands at its beginning and the remedy at its end."""
+    text = " ".join(str(error).split())
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    half = LONGEST_LINE // 2
+    return line if len(line) <= LONGEST_LINE else f"{line[:half]} [...] {line[-half:]}"

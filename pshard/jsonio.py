@@ -7,10 +7,19 @@ import os
 import tempfile
 import types
 import typing
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What a JSON text says. Raises ValueError, also for one that is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def to_json(value: Any) -> Any:
@@ -60,7 +69,7 @@ def _build_tuple(kinds: tuple[Any, ...], data: Any, where: str) -> tuple:
 def _build_dataclass(kind: Any, data: Any, where: str) -> Any:
     if not isinstance(data, dict):
         raise ValueError(f"{where} is not an object")
-    hints, fields = typing.get_type_hints(kind), dataclasses.fields(kind)
+    hints, fields = _hints(kind), dataclasses.fields(kind)
     if extra := sorted(set(data) - {f.name for f in fields}):
         raise ValueError(f"{where} has an unknown field {extra[0]!r}")
     made = {}
@@ -70,6 +79,12 @@ def _build_dataclass(kind: Any, data: Any, where: str) -> Any:
         elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
             raise ValueError(f"{where} lacks the field {f.name!r}")
     return kind(**made)
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    """Looked up once: a profile has a thousand rows of one kind."""
+    return typing.get_type_hints(kind)
 
 
 def check_regular(path: Path) -> None:

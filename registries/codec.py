@@ -1,6 +1,7 @@
 """Registry <-> text. One innermost object or list per line, so that a plan reads and diffs placement by placement."""
 
 import json
+from math import isinf
 from typing import Any
 
 from pshard.batch_sizes import SMALL_BATCH
@@ -25,7 +26,7 @@ def decode_registry(text: str) -> Registry:
     Raises ValueError that names the place of what is wrong, NewerFormat or OlderFormat for another format version.
     """
     try:
-        data = json.loads(text, parse_constant=_refuse_constant)
+        data = json.loads(text, parse_constant=_refuse_constant, parse_float=_read_finite)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     registry = from_json(Registry, to_newest_format(data))
@@ -60,6 +61,11 @@ def _check_workload(workload: Workload, where: str) -> None:
     for name, allowed in (("split_mode", SPLIT_MODES), ("reduce_dtype", REDUCE_DTYPES)):
         if (value := getattr(workload, name)) not in allowed:
             raise ValueError(f"{where}.{name} is {value!r}, not one of {', '.join(allowed)}")
+    if not 1 <= workload.sequences <= workload.context:
+        raise ValueError(f"{where}.sequences is {workload.sequences}, not 1 to the context of {workload.context}")
+    for name in ("max_ubatch", "prompt", "generated"):
+        if (value := getattr(workload, name)) < 1:
+            raise ValueError(f"{where}.{name} is {value}, not 1 or more")
     if bad := [most for _, most in workload.max_tp if most < 1]:
         raise ValueError(f"{where}.max_tp limits a unit to {bad[0]} ranks")
 
@@ -90,6 +96,9 @@ def _check_tier(tier: TierPlan, where: str) -> None:
     units = [place.unit for place in tier.placements]
     if len(units) != len(set(units)):
         raise ValueError(f"{where}.placements names a unit twice")
+    for name in ("seconds", "bound_seconds", "link_bytes", "past"):
+        if (value := getattr(tier.prediction, name)) < 0:
+            raise ValueError(f"{where}.prediction.{name} is {value}, not 0 or more")
     if tier.buffers.slots < 1 and any(place.where == "streamed" for place in tier.placements):
         raise ValueError(f"{where}.buffers.slots is 0, but units are streamed")
 
@@ -103,6 +112,13 @@ def _format(value: Any, depth: int) -> str:
         fields = (f"{json.dumps(key)}: {_format(v, depth + 1)}" for key, v in value.items())
         return "{" + pad + f",{pad}".join(fields) + end + "}"
     return "[" + pad + f",{pad}".join(_format(v, depth + 1) for v in value) + end + "]"
+
+
+def _read_finite(text: str) -> float:
+    value = float(text)
+    if isinf(value):  # 1e999 is valid JSON
+        raise ValueError(f"{text[:20]} is no number that there is")
+    return value
 
 
 def _refuse_constant(name: str) -> None:

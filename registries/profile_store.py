@@ -3,7 +3,6 @@
 Beside it lies what runs have met: how much memory this machine lets a process page-lock.
 """
 
-import json
 import platform
 from dataclasses import replace
 from math import inf
@@ -11,10 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from pshard.errors import UserError
-from pshard.jsonio import from_json, write_json_atomically
+from pshard.jsonio import from_json, parse_json, write_json_atomically
 from pshard.machine import PROFILE_VERSION, MachineProfile
 from pshard.paths import cache_dir
 from pshard.registries.check_profile import check_timings
+
+# What was timed has some size: rates are divided by it.
+_SIZES = frozenset(
+    ["rows", "cols", "tokens", "width", "nbytes", "n_heads", "n_kv_heads", "head_dim", "context", "sequences", "ranks"]
+)
 
 
 def default_profile_path() -> Path:
@@ -29,7 +33,7 @@ def load_profile(path: Path | None = None) -> MachineProfile:
     """
     place = path or default_profile_path()
     try:
-        data = json.loads(place.read_text(encoding="utf-8"))
+        data = parse_json(place.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"no machine profile at {place}; run pshard-profile") from None
     except OSError as error:
@@ -62,6 +66,8 @@ def _check_figures(data: dict) -> None:
             left += [(f"{where}[{i}]", item) for i, item in enumerate(value)]
         elif isinstance(value, int | float) and not 0 <= value < inf:
             raise ValueError(f"{where} is {value}, not a number of 0 or more")
+        elif where.rpartition(".")[2] in _SIZES and value < 1:
+            raise ValueError(f"{where} is {value}, not 1 or more")
 
 
 def save_profile(profile: MachineProfile, path: Path | None = None) -> Path:
@@ -97,10 +103,11 @@ def note_page_locks(nbytes: int, refused: bool) -> bool:
 def recall_lockable() -> int | None:
     """Bytes that could be page-locked on this machine when a process last met a limit; None when none did."""
     try:
-        data = json.loads(_page_locks().read_text(encoding="utf-8"))
-        return max(0, int(data["lockable_bytes"])) if data["machine"] == platform.node() else None
+        data = parse_json(_page_locks().read_text(encoding="utf-8"))
+        nbytes = data["lockable_bytes"] if data["machine"] == platform.node() else None
     except (OSError, ValueError, TypeError, KeyError):  # what cannot be read is not known
         return None
+    return nbytes if type(nbytes) is int and nbytes >= 0 else None
 
 
 def _page_locks() -> Path:

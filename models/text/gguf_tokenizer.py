@@ -12,7 +12,7 @@ from pshard.models.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     import tokenizers
 
-_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # values of tokenizer.ggml.token_type
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # values of tokenizer.ggml.token_type
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
@@ -43,7 +43,7 @@ PRE_TOKENIZERS = {
     "llama-v3": _LLAMA3,
     "falcon3": _LLAMA3,
     "pixtral": _LLAMA3,
-    "smaug-bpe": _LLAMA3,
+    "smaug-bpe": PreTokenizer(_LLAMA3.patterns),
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "tekken": PreTokenizer((_CASED + r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _TAIL,), whole_words=True, adds_bos=True),
@@ -123,7 +123,7 @@ def _sentencepiece_bpe(
     scores = _list_of(metadata, "scores", float, len(tokens), where)
     if scores is None:
         raise UserError(f"{where}: tokenizer.ggml.scores is missing; give token ids instead")
-    unknown = _token_id(metadata, "unknown_token_id", len(tokens), where)
+    unknown = _unknown_token(metadata, tokens, types, where)
     model = models.BPE(
         vocab={token: i for i, token in enumerate(tokens)},
         merges=_merges_by_score([(t, s) for t, s, k in zip(tokens, scores, types) if k == _NORMAL]),
@@ -142,6 +142,19 @@ def _sentencepiece_bpe(
     return backend
 
 
+def _unknown_token(metadata: dict[str, Any], tokens: list[str], types: list[int], where: str) -> int | None:
+    """What a character becomes that neither tokens nor bytes spell: the first token when the file does not say.
+
+    Raises UserError where there is no such token and some bytes have none: texts would lose characters.
+    """
+    unknown = _token_id(metadata, "unknown_token_id", len(tokens), where)
+    if unknown is None and types[0] == _UNKNOWN:
+        unknown = 0
+    if unknown is None and not {f"<0x{byte:02X}>" for byte in range(256)} <= set(tokens):
+        raise UserError(f"{where}: the tokenizer has neither an unknown token nor all bytes; give token ids instead")
+    return unknown
+
+
 def _merges_by_score(pieces: list[tuple[str, float]]) -> list[tuple[str, str]]:
     """All ways to make a piece of two others, best score first."""
     known = {piece for piece, _ in pieces}
@@ -158,8 +171,8 @@ def _merges_by_score(pieces: list[tuple[str, float]]) -> list[tuple[str, str]]:
 def _add_special_tokens(backend: "tokenizers.Tokenizer", tokens: list[str], types: list[int]) -> None:
     from tokenizers import AddedToken
 
-    for kind in (_CONTROL, _USER_DEFINED):
-        special = kind == _CONTROL
+    for kind in (_CONTROL, _UNKNOWN, _USER_DEFINED):
+        special = kind != _USER_DEFINED
         named = [AddedToken(t, normalized=False, special=special) for t, k in zip(tokens, types) if k == kind and t]
         (backend.add_special_tokens if special else backend.add_tokens)(named)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pshard.errors import UserError
 from pshard.models.text.hidden_specials import HiddenSpecials, hide_specials
+from pshard.models.text.library_calls import name_failures
 from pshard.models.text.traced_text import TEMPLATE, UNKNOWN, TracedText
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ class Tokenizer:
 
         `add_special` adds what the model wants around a text (mostly a begin token). With `parse_special` special
         tokens spelled out in the text become their ids; without it they are text like any other. Tokens that the
-        vocabulary has for plain text, as "<think>" is in some files, are found in both cases.
+        vocabulary has for plain text, as "<think>" is in some files, are found in both cases. Raises UserError for
+        text that is no Unicode, and where the file's settings break the library.
         """
         return self._encode(self._backend if parse_special else self._hidden.backend, text, add_special)
 
@@ -63,7 +65,12 @@ class Tokenizer:
         return sorted({text[begin:end] for begin, end in self._specials(text) if UNKNOWN in text.origins[begin:end]})
 
     def _encode(self, backend: "tokenizers.Tokenizer", text: str, add_special: bool) -> list[int]:
-        return backend.encode(text, add_special_tokens=add_special).ids
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # as arguments are read that are not UTF-8
+            raise UserError("the text is not valid UTF-8; correct it, or give token ids") from None
+        with name_failures("the model's tokenizer cannot encode the text"):
+            return backend.encode(text, add_special_tokens=add_special).ids
 
     def _template_specials(self, text: TracedText) -> list[tuple[int, int]]:
         return [span for run in text.runs(TEMPLATE) for span in self._specials(text, *run)]
@@ -79,7 +86,8 @@ class Tokenizer:
 
     @cached_property
     def _hidden(self) -> HiddenSpecials:
-        return hide_specials(self._backend)
+        with name_failures("the model's tokenizer cannot be used without its special tokens"):
+            return hide_specials(self._backend)
 
     def decode(self, ids: list[int]) -> str:
         """Text of the ids, without special tokens; bytes that are not UTF-8 become U+FFFD. Unknown ids are no text."""

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pshard.errors import StepFailed, UserError
+from pshard.errors import StepFailed, UserError, as_line
 from pshard.workload import Limits, parse_limits
 
 LONGEST_LIST = 1000
@@ -33,7 +33,7 @@ def run_cli(main: Callable[[list[str]], int], argv: list[str] | None = None) -> 
                 return 130
             if not isinstance(error, UserError | StepFailed):
                 raise
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+            print(f"error: {as_line(error)}", file=sys.stderr)
             return 2 if isinstance(error, UserError) else 1
 
 

@@ -136,6 +136,14 @@ def test_misshapen_tensor_is_named(world: World, refuse: Refuse) -> None:
     refused_by_all(world, refuse, "blk.1.ffn_up.weight", "512, 128")
 
 
+def test_moved_tensor_is_named(world: World, refuse: Refuse) -> None:
+    data = bytearray(world.model.read_bytes())
+    offset = data.index(b"blk.1.ffn_up.weight") + len(b"blk.1.ffn_up.weight") + 4 + 16 + 4
+    data[offset] ^= 32
+    world.model.write_bytes(data)
+    refused_by_all(world, refuse, "blk.1.ffn_up.weight begins at byte", "fetch the file again")
+
+
 # Budgets
 
 
@@ -173,7 +181,13 @@ def test_missing_profile(world: World, refuse: Refuse) -> None:
 
 @pytest.mark.parametrize(
     ("content", "word"),
-    [("{", "not a JSON file"), ("[]", "no machine profile"), ('{"version": 1}', "damaged"), ("\0", "not a JSON file")],
+    [
+        ("{", "not a JSON file"),
+        ("[" * 100_000, "not a JSON file"),
+        ("[]", "no machine profile"),
+        ('{"version": 1}', "damaged"),
+        ("\0", "not a JSON file"),
+    ],
 )
 def test_damaged_profile(world: World, refuse: Refuse, content: str, word: str) -> None:
     world.profile.write_text(content)
@@ -188,6 +202,7 @@ def test_damaged_profile(world: World, refuse: Refuse, content: str, word: str) 
         (("accelerators",), [], "accelerators is empty"),
         (("handoff_seconds",), math.nan, "handoff_seconds is nan"),
         (("lockable_bytes",), -1, "lockable_bytes is -1"),
+        (("matmuls", 3, "cols"), 0, "matmuls[3].cols is 0, not 1 or more"),
         (("host", "memory_bytes"), -5, "host.memory_bytes is -5"),
         (("contention", "link_with_cpu"), math.inf, "contention.link_with_cpu is inf"),
     ],
@@ -375,6 +390,29 @@ def test_bench_output_that_cannot_be_written_fails_before_measuring(
     call = commands_of(planned)[2]
     assert "is a folder" in refuse(*call, "-of", tmp_path)
     assert "cannot be written" in refuse(*call, "-of", planned.model / "x.json")
+
+
+def test_texts_that_are_not_utf8(planned: World, refuse: Refuse, tmp_path: Path) -> None:
+    text = tmp_path / "latin.txt"
+    text.write_bytes("Gr\u00fc\u00dfe".encode("latin-1"))
+    assert f"cannot read the prompt file {text}" in refuse("run", "-m", planned.model, "-f", text)
+    assert f"cannot read {text}" in refuse("bench", "-m", planned.model, "--perplexity", text)
+
+
+@pytest.mark.parametrize("token", [258, 2**32 - 1])  # the last is -1 for llama.cpp
+def test_end_token_beyond_the_vocabulary_is_named(planned: World, refuse: Refuse, token: int) -> None:
+    write_gguf(
+        planned.model, n_layers=1, vocab=258, metadata=tokenizer_metadata() | {"tokenizer.ggml.eos_token_id": token}
+    )
+    line = refuse("run", "-m", planned.model, "-p", "hi")
+    assert f"tokenizer.ggml.eos_token_id is {token}, not one of the 258 tokens" in line
+
+
+def test_an_error_shows_what_a_file_holds_as_one_line_that_a_terminal_can_show(world: World, refuse: Refuse) -> None:
+    write_gguf(world.model, metadata={"llama.attention.head_count": "\x1b[2J\n" + 9000 * "x"})
+    line = refuse("plan", "-m", world.model, "--vram", 6)
+    assert "head_count is" in line and line.endswith("not a whole number above 0") and "\x1b" not in line
+    assert len(line) < 2100 and " [...] " in line
 
 
 def test_places_that_are_no_files(planned: World, refuse: Refuse, tmp_path: Path) -> None:
@@ -585,7 +623,10 @@ def test_heads_that_no_block_divides(tmp_path: Path, refuse: Refuse, command: st
         (["-f", "no/such/file"], "cannot read the prompt file"),
         (["-p", ""], "a prompt needs at least one"),
         (["-p", "hi", "-n", "0"], "is not a whole number of 1 or more"),
+        (["-p", "a\udcff"], "the text is not valid UTF-8"),
+        (["-p", "a\udcff", "--chat"], "the text is not valid UTF-8"),
         (["-p", "1,x", "--tokens"], "list of token ids"),
+        (["-p", "9" * 5000, "--tokens"], "list of token ids"),
         (["-p", "1,258", "--tokens", "-n", "1"], "token ids must be in 0..257"),
         (["-p", "-1", "--tokens", "-n", "1"], "token ids must be in 0..257"),
         (["-p", "1", "--tokens", "--chat"], "exclude each other"),

@@ -75,18 +75,21 @@ def write_gguf(
     metadata: dict[str, Any] | None = None,
     extra: dict[str, np.ndarray] | None = None,
     omit: tuple[str, ...] = (),
+    alignment: int | None = None,
     **shape: Any,
 ) -> Path:
     """Write a random model of architecture "llama", "qwen2" or "qwen3" and return its path.
 
     Every matrix has quant type `qtype` unless `qtypes` names another for its role ("ffn_down.weight": "Q6_K"); vectors
     are F32. `shape` overrides fields of Shape; `metadata` sets further keys (values: str, bool, int, float, lists);
-    `extra` adds or replaces tensors (float32) and `omit` leaves some out.
+    `extra` adds or replaces tensors (float32) and `omit` leaves some out. `alignment`: of tensors, 32 when not given.
     """
     sizes = Shape(**shape)
     rng = np.random.default_rng(seed)
     writer = _start_writer(path, arch, sizes)
     _add_metadata(writer, {"tokenizer.ggml.model": "none", **(metadata or {})})
+    if alignment:
+        writer.add_custom_alignment(alignment)
     extra = extra or {}
     for name, dims in sizes.tensors(arch, tied):
         role = name.split(".", 2)[2] if name.startswith("blk.") else name

@@ -17,7 +17,7 @@ from model_files import Shape, write_gguf
 from pshard.errors import UserError
 from pshard.models import open_model
 from pshard.models.gguf_header import TENSOR_TYPES, read_gguf
-from pshard.quant import QUANT_TYPES
+from pshard.quant import QUANT_TYPES, align
 
 
 def test_tensor_type_numbers_are_those_of_the_gguf_package() -> None:
@@ -187,6 +187,9 @@ ROPE = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.o
         ({"rope.scale_linear": 2.0}, ("linear", 2.0, 0, None)),
         ({"rope.scaling.factor": 0.0}, ("none", 1.0, 0, None)),
         (ROPE, ("yarn", 4.0, 128, 0.1 * np.log(4) + 1)),
+        (ROPE | {"rope.scaling.factor": None}, ("yarn", 1.0, 128, 1.0)),  # not 512 / 128
+        (ROPE | {"rope.scaling.factor": 0.0}, ("yarn", 1.0, 128, 1.0)),
+        (ROPE | {"rope.scaling.factor": None, "rope.scale_linear": 2.0}, ("yarn", 2.0, 128, 0.1 * np.log(2) + 1)),
         (ROPE | {"rope.scaling.attn_factor": 0.5}, ("yarn", 4.0, 128, 0.5 * (0.1 * np.log(4) + 1))),
         (ROPE | {"rope.scaling.yarn_attn_factor": 1.0}, ("yarn", 4.0, 128, 1.0)),
     ],
@@ -224,6 +227,14 @@ def test_settings_per_layer_that_are_all_equal_are_one(tmp_path: Path) -> None:
         ({"llama.rope.dimension_count": 32}, "rotates 32 of 64 dimensions"),
         ({"llama.rope.scaling.type": "longrope"}, "rope.scaling.type is 'longrope'"),
         ({"llama.rope.freq_base": 0.0}, "rope.freq_base is 0.0"),
+        ({"llama.rope.freq_base": 1e-40}, "rope.freq_base is 1e-40; models have 2 to 1e"),
+        ({"llama.rope.scaling.factor": 1e-30}, "rope.scaling.factor is 1e-30; models have 0.001 to 1e"),
+        ({"llama.attention.layer_norm_rms_epsilon": 1e10}, "rms_epsilon is 1e.10; models have"),
+        ({"llama.vocab_size": 319}, "token_embd.weight has 320 rows, but the vocabulary 319 tokens"),
+        (
+            {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b"]},
+            "320 rows, but the vocabulary 2 tokens",
+        ),
         (
             {"llama.attention.sliding_window": 128},
             "sliding-window attention .a window of 128 tokens in a context of 512",
@@ -272,6 +283,126 @@ def test_an_unsupported_quant_type_is_named(tmp_path: Path) -> None:
     struct.pack_into("<I", data, entry, 9999)
     path.write_bytes(data)
     with pytest.raises(UserError, match="has type number 9999"):
+        open_model(path)
+
+
+def entry_fields(data: bytes, name: str) -> tuple[int, int]:
+    """Where a matrix's type and offset stand in the header."""
+    at = data.index(struct.pack("<Q", len(name)) + name.encode()) + 8 + len(name) + 4 + 16
+    return at, at + 4
+
+
+def move(path: Path, name: str, change: Any) -> None:
+    """Put another offset into the header."""
+    data = bytearray(path.read_bytes())
+    _, at = entry_fields(data, name)
+    struct.pack_into("<Q", data, at, change(*struct.unpack_from("<Q", data, at)))
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("blk.0.ffn_up.weight", lambda at: at + 1),
+        ("blk.0.ffn_up.weight", lambda at: at - 32),
+        ("blk.0.ffn_up.weight", lambda at: 0),
+        ("blk.0.ffn_up.weight", lambda at: at - 512 * 256 // 32 * 18),  # onto ffn_gate, which has its size
+        ("token_embd.weight", lambda at: 32),
+        ("output.weight", lambda at: at + 32),
+        ("output.weight", lambda at: 2**63),
+    ],
+)
+def test_an_offset_that_was_moved_is_named(tmp_path: Path, name: str, change: Any) -> None:
+    path = write_gguf(tmp_path / "m.gguf", qtype="Q4_0")
+    move(path, name, change)
+    with pytest.raises(UserError, match=rf"m\.gguf: tensor {name} begins at byte .* fetch the file again"):
+        open_model(path)
+
+
+def test_offsets_that_two_tensors_of_one_size_exchanged_are_named(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", qtype="Q4_0")
+    nbytes = 512 * 256 // 32 * 18
+    move(path, "blk.0.ffn_gate.weight", lambda at: at + nbytes)
+    move(path, "blk.0.ffn_up.weight", lambda at: at - nbytes)
+    with pytest.raises(UserError, match=r"tensor blk.0.ffn_gate.weight begins at byte"):
+        open_model(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "says"),
+    [
+        ("blk.0.ffn_up.weight", 8, r"tensor blk.0.ffn_down.weight begins .* blk.0.ffn_up.weight \(Q8_0\) before it"),
+        ("blk.0.ffn_up.weight", 0, "tensor blk.0.ffn_down.weight begins at byte"),
+        ("blk.0.ffn_up.weight", 14, "tensor blk.0.ffn_down.weight begins at byte"),
+        ("output.weight", 8, "tensor output.weight ends .* bytes beyond the end of the file"),
+        ("output.weight", 39, r"bytes follow output.weight \(MXFP4\), the last tensor"),
+    ],
+)
+def test_a_type_of_another_size_is_named(tmp_path: Path, name: str, kind: int, says: str) -> None:
+    path = write_gguf(tmp_path / "m.gguf", qtype="Q4_0")
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<I", data, entry_fields(data, name)[0], kind)
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=says):
+        open_model(path)
+
+
+@pytest.mark.parametrize("more", [1, 31, 32, 4096])
+def test_what_is_appended_to_a_file_is_said(tmp_path: Path, more: int) -> None:
+    path = write_gguf(tmp_path / "m.gguf", qtype="Q4_0")
+    path.write_bytes(path.read_bytes() + bytes(more))
+    with pytest.raises(UserError, match=rf"{more} bytes follow output.weight \(Q4_0\), the last tensor"):
+        open_model(path)
+
+
+def test_the_last_tensor_needs_no_padding(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", head_dim=36, extra={"rope_freqs.weight": np.ones(18, np.float32)})
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-24])
+    open_model(path).close()
+    path.write_bytes(whole[:-12])
+    with pytest.raises(UserError, match=r"12 bytes follow rope_freqs.weight"):
+        open_model(path)
+
+
+@pytest.mark.parametrize("lost", [1, 7, 24, 31])
+def test_a_header_that_lost_bytes_shifts_no_weights(tmp_path: Path, lost: int) -> None:
+    path = write_gguf(tmp_path / "m.gguf", qtype="Q4_0", metadata={"general.description": "x" * 31})
+    data = path.read_bytes()
+    at = data.index(b"x" * 31)
+    path.write_bytes(data[: at - 8] + struct.pack("<Q", 31 - lost) + data[at + lost :])
+    with pytest.raises(UserError, match=r"fetch the file again"):
+        open_model(path)
+
+
+def test_a_smaller_type_that_leaves_weights_as_padding_is_named(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "qwen2", alignment=1024)  # a bias of 256 float16 would be padded to the same
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<I", data, entry_fields(data, "blk.0.attn_q.bias")[0] - 8, 1)
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=r"tensor \S+ has no padding before it, behind blk.0.attn_q.bias \(F16\)"):
+        open_model(path)
+
+
+def test_a_file_of_another_alignment_opens(tmp_path: Path) -> None:
+    whole = write_gguf(tmp_path / "whole.gguf", "qwen2", qtype="Q4_0")
+    path = write_gguf(tmp_path / "m.gguf", "qwen2", qtype="Q4_0", alignment=4096)
+    with open_model(path) as model, open_model(whole) as expected:
+        for name in ("blk.0.attn_k.bias", "output.weight"):
+            np.testing.assert_array_equal(model.tensor_bytes(name), expected.tensor_bytes(name))
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<I", data, data.index(b"general.alignment") + 17 + 4, 2048)
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=r"begins at byte|bytes follow"):
+        open_model(path)
+
+
+def test_a_tensor_name_that_runs_into_what_follows_is_damage(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf")
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<Q", data, data.index(b"blk.0.ffn_up.weight") - 8, 5000)
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=r"a tensor's name has \d+ letters; the file is damaged"):
         open_model(path)
 
 
@@ -372,17 +503,17 @@ def test_opening_reads_only_the_header_of_a_large_file(tmp_path: Path) -> None:
     for name, dims in sizes.tensors("qwen3", tied=False):
         if len(dims) == 1:
             writer.add_tensor_info(name, dims, np.dtype(np.float32), 4 * dims[0])
-            total += 4 * dims[0]
+            total += align(4 * dims[0], 32)
         else:
             row = (dims[0], dims[1] // 32 * 18)
             nbytes = row[0] * row[1]
             writer.add_tensor_info(name, row, np.dtype(np.uint8), nbytes, gguf.GGMLQuantizationType.Q4_0)
-            total += -(-nbytes // 32) * 32
+            total += align(nbytes, 32)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     writer.close()
-    os.truncate(path, path.stat().st_size + total + 4096)  # sparse: nothing is written
+    os.truncate(path, align(path.stat().st_size, 32) + total)  # sparse: nothing is written
     assert path.stat().st_size > 18 * 10**9
     before = psutil.Process().memory_info().rss
     start = time.process_time()

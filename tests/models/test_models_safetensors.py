@@ -164,6 +164,10 @@ def set_keys(**keys: Any) -> Any:
         (set_keys(rope_parameters={"rope_type": "linear"}), "rope_parameters: factor is missing"),
         (set_keys(rope_parameters={"partial_rotary_factor": 0.5}), "rotates 32 of 64 dimensions"),
         (set_keys(rope_parameters={"full_attention": {}}), "differs from layer to layer"),
+        (set_keys(head_dim=2**63), "head_dim is 9223372036854775808; heads of models have"),
+        (set_keys(rope_parameters={"partial_rotary_factor": 1e300}), r"partial_rotary_factor is 1e\+300"),
+        (set_keys(rope_parameters=LLAMA3_ROPE | {"rope_theta": 1e-320}), r"rope_theta is .*; models have 2 to 1e\+18"),
+        (set_keys(rope_parameters=LLAMA3_ROPE | {"factor": 1e-320}), r"factor is .*; models have 0.001 to"),
         (set_keys(intermediate_size=256), r"gate_proj.weight has shape \[512, 256\], not the \[256, 256\]"),
         (set_keys(num_hidden_layers=3), "tensor blk.2.attn_norm.weight of shape .256. is missing"),
         (set_keys(num_hidden_layers=1), "has no place in architecture llama"),
@@ -184,6 +188,66 @@ def test_an_offset_that_is_no_whole_number_is_damage(tmp_path: Path, offset: byt
     start = data.index(b'"data_offsets":[') + len(b'"data_offsets":[0,')
     path.write_bytes(data[:start] + offset + data[start + 5 :])
     with pytest.raises(UserError, match="damaged"):
+        open_model(tmp_path)
+
+
+def edit_header(path: Path, change: Any) -> None:
+    """Change the header of a safetensors file, and leave its data as it is."""
+    data = path.read_bytes()
+    (length,) = struct.unpack_from("<Q", data)
+    header = json.loads(data[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+
+FFN = "model.layers.{}.mlp.{}_proj.weight"
+
+
+def shift(name: str, by: int) -> Any:
+    def change(header: dict[str, Any]) -> None:
+        header[name]["data_offsets"] = [n + by for n in header[name]["data_offsets"]]
+
+    return change
+
+
+def overlap(header: dict[str, Any]) -> None:
+    header[FFN.format(0, "up")]["data_offsets"] = header[FFN.format(0, "gate")]["data_offsets"]
+
+
+def halve_type(header: dict[str, Any]) -> None:
+    entry = header["lm_head.weight"]
+    first, last = entry["data_offsets"]
+    entry |= {"dtype": "BF16", "data_offsets": [first, (first + last) // 2]}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (shift(FFN.format(0, "up"), 1), "begins at byte"),
+        (shift(FFN.format(0, "up"), -4), "begins at byte"),
+        (shift(FFN.format(1, "up"), 1 << 40), "begins at byte|beyond the end"),
+        (overlap, r"tensor model.layers.0.mlp.\w+_proj.weight begins at byte"),
+        (halve_type, r"begins at byte .* lm_head.weight \(BF16\)"),
+        (lambda header: header.pop("model.layers.0.self_attn.q_proj.weight"), "begins at byte"),
+        (lambda header: header["model.norm.weight"].update(dtype="F16"), "has 1024 bytes, not the 512"),
+        (lambda header: header["model.norm.weight"].update(shape=[255]), "has 1024 bytes, not the 1020"),
+    ],
+)
+def test_tensors_that_overlap_or_leave_gaps_are_named(tmp_path: Path, change: Any, says: str) -> None:
+    write_hf_folder(tmp_path)
+    edit_header(tmp_path / "model.safetensors", lambda header: None)
+    open_model(tmp_path).close()
+    edit_header(tmp_path / "model.safetensors", change)
+    with pytest.raises(UserError, match=rf"model.safetensors: .*({says}).*fetch the file again"):
+        open_model(tmp_path)
+
+
+def test_bytes_that_no_tensor_uses_are_said(tmp_path: Path) -> None:
+    write_hf_folder(tmp_path)
+    with open(tmp_path / "model.safetensors", "ab") as file:
+        file.write(b"\0")
+    with pytest.raises(UserError, match=r"1 bytes follow .*, the last tensor"):
         open_model(tmp_path)
 
 
@@ -224,6 +288,22 @@ def test_what_is_no_model_folder_is_said(tmp_path: Path) -> None:
         open_model(tmp_path)
     with pytest.raises(UserError, match="give the folder"):
         open_model(tmp_path / "model.safetensors")
+
+
+NESTED = "[" * 100_000
+
+
+def test_json_that_is_nested_too_deeply_is_damage(tmp_path: Path) -> None:
+    write_hf_folder(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(struct.pack("<Q", len(NESTED)) + NESTED.encode() + whole)
+    with pytest.raises(UserError, match=r"model.safetensors: not a safetensors file, or its header is damaged"):
+        open_model(tmp_path)
+    weights.write_bytes(whole)
+    (tmp_path / "config.json").write_text(NESTED)
+    with pytest.raises(UserError, match=r"config.json: not valid JSON .nested too deeply"):
+        open_model(tmp_path)
 
 
 def test_an_unsupported_dtype_is_named(tmp_path: Path) -> None:

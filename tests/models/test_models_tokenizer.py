@@ -165,6 +165,16 @@ def test_begin_token_follows_the_file_and_else_the_kind_of_tokenizer() -> None:
     assert (told.bos_id, told.bos_text, told.eos_text) == (start, *SPECIALS)
 
 
+def test_smaug_cuts_as_llama3_and_neither_begins_a_text_nor_takes_words_whole() -> None:
+    metadata = bpe_metadata("smaug-bpe")
+    smaug = gguf_tokenizer(metadata, "x.gguf")
+    text = "12345 it's GRÜẞE\n"
+    assert smaug.encode(text) == smaug.encode(text, add_special=False) == LLAMA3.encode(text, add_special=False)
+    metadata["tokenizer.ggml.tokens"][300] = "xyzzy"  # no merge leads here
+    metadata["tokenizer.ggml.merges"] = []
+    assert gguf_tokenizer(metadata, "x.gguf").encode("xyzzy") == [VOCAB[letter] for letter in "xyzzy"]
+
+
 def test_turn_ends_join_the_end_token_of_the_file() -> None:
     tokenizer = gguf_tokenizer(bpe_metadata("qwen2", eos_token_id=len(VOCAB), eot_token_id=3), "x.gguf")
     assert tokenizer.eos_ids == {len(VOCAB), 3, len(VOCAB) + 1}  # the last by its name, <|im_end|>
@@ -263,6 +273,34 @@ def test_long_texts_are_encoded_in_near_linear_time(sentencepiece_pair: tuple[An
     assert ours.encode(long, add_special=False) == reference.encode(long)
 
 
+def sentencepiece_metadata(pieces: list[str], types: list[int], **more: Any) -> dict[str, Any]:
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": pieces,
+        "tokenizer.ggml.scores": [-float(i) for i in range(len(pieces))],
+        "tokenizer.ggml.token_type": types,
+        **{f"tokenizer.ggml.{name}": value for name, value in more.items()},
+    }
+
+
+@pytest.mark.parametrize("named", [{}, {"unknown_token_id": 0}])
+def test_characters_that_neither_tokens_nor_bytes_spell_are_unknown(named: dict[str, int]) -> None:
+    pieces = ["<unk>", "<s>", "</s>", "\u2581", "a", "b", "ab", "\n"]
+    ours = gguf_tokenizer(sentencepiece_metadata(pieces, [2, 3, 3, 1, 1, 1, 1, 1], **named), "x.gguf")
+    assert ours.encode("ab\nçéa", add_special=False) == [3, 6, 7, 0, 4]
+    assert ours.encode("a<unk>b", add_special=False) == [3, 4, 0, 3, 5]
+    assert ours.decode([3, 4, 0, 5]) == "ab"
+
+
+def test_a_tokenizer_that_would_lose_characters_is_refused() -> None:
+    pieces = ["<s>", "</s>", "\u2581", *(f"<0x{byte:02X}>" for byte in range(256))]
+    metadata = sentencepiece_metadata(pieces, [3, 3, 1, *[6] * 256])
+    assert len(gguf_tokenizer(metadata, "x.gguf").encode("é", add_special=False)) == 3
+    pieces[100] = "x"
+    with pytest.raises(UserError, match="neither an unknown token nor all bytes"):
+        gguf_tokenizer(metadata, "x.gguf")
+
+
 def save_hf(folder: Path, **config: Any) -> Path:
     backend = byte_level_reference(PRE_TOKENIZERS["llama-bpe"].patterns[0], whole_words=True)
     backend.add_special_tokens(SPECIALS)
@@ -285,6 +323,62 @@ def test_a_folder_without_tokenizer_says_so(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="cannot be read"):
         hf_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("given", [-1, [5, -1], 10**6, 2**70, "5", [True], {"id": 5}])
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+def test_an_end_token_that_is_none_of_the_vocabulary_is_named(tmp_path: Path, name: str, given: Any) -> None:
+    save_hf(tmp_path, bos_token="<|start|>")
+    (tmp_path / name).write_text(json.dumps({"eos_token_id": given}))
+    with pytest.raises(UserError, match=rf"{name}: eos_token_id is .*, not one of the \d+ tokens"):
+        hf_tokenizer(tmp_path)
+
+
+def test_an_end_token_that_only_the_embedding_has_is_no_damage(tmp_path: Path) -> None:
+    save_hf(tmp_path, eos_token="<|im_end|>")
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 599, "vocab_size": 600}))
+    assert hf_tokenizer(tmp_path).eos_ids == {len(VOCAB) + 1}
+
+
+# settings in tokenizer.json with which the library panics, as it loads or as it encodes
+_TEMPLATE = [{"SpecialToken": {"id": "none", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+PANICS = [
+    {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+    {"post_processor": {"type": "TemplateProcessing", "single": _TEMPLATE, "pair": [], "special_tokens": {}}},
+]
+
+
+@pytest.mark.parametrize("settings_", PANICS)
+def test_a_tokenizer_file_that_makes_the_library_panic_is_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], settings_: dict[str, Any]
+) -> None:
+    path = save_hf(tmp_path) / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings_))
+    with pytest.raises(UserError, match=r"cannot be read|cannot encode the text"):
+        hf_tokenizer(tmp_path).encode("hi")
+    assert capfd.readouterr().err == ""
+
+
+def test_a_tokenizer_file_neither_cuts_nor_pads_a_prompt(tmp_path: Path) -> None:
+    path = save_hf(tmp_path) / "tokenizer.json"
+    text = "the quick brown fox " * 9
+    whole = hf_tokenizer(tmp_path).encode(text)
+    cut = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 5}
+    pad = {"strategy": {"Fixed": 10**18}, "direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "x"}
+    data = json.loads(path.read_text()) | {"truncation": cut, "padding": pad | {"pad_to_multiple_of": None}}
+    path.write_text(json.dumps(data))
+    assert hf_tokenizer(tmp_path).encode(text) == whole
+
+
+def test_text_that_is_no_unicode_is_refused() -> None:
+    with pytest.raises(UserError, match="the text is not valid UTF-8"):
+        LLAMA3.encode("a\udcff")
+
+
+def test_a_chat_template_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"chat_template.jinja: cannot be read"):
+        hf_chat_template(tmp_path)
 
 
 def test_chat_template_comes_from_its_own_file_before_the_config(tmp_path: Path) -> None:

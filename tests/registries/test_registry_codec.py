@@ -18,6 +18,7 @@ from pshard.plan import (
     OlderFormat,
     Placement,
     PlanSet,
+    Prediction,
     RankPlan,
     Registry,
     TierPlan,
@@ -34,6 +35,11 @@ CHOICES = {
     (Placement, "cpu_rows"): st.sampled_from([0, 16, 512]),
     (Placement, "kept_parts"): st.sampled_from([0, 3]),
     (Buffers, "slots"): st.integers(1, 8),
+    (Prediction, "seconds"): st.floats(0, 1e300),
+    (Prediction, "bound_seconds"): st.floats(0, 1e300),
+    (Workload, "context"): st.integers(64, 1 << 53),
+    (Workload, "sequences"): st.integers(1, 64),
+    **{(Workload, name): st.integers(1, 1 << 53) for name in ("max_ubatch", "prompt", "generated")},
     (Workload, "split_mode"): st.sampled_from(["none", "tensor"]),
     (Workload, "reduce_dtype"): st.sampled_from(REDUCE_DTYPES),
     (Workload, "max_tp"): st.sampled_from([(), (("attention", 2),), (("ffn", 1), ("output", 3))]),
@@ -176,6 +182,30 @@ def test_an_older_format_is_told_apart_from_damage_and_says_how_many_plans_it_ha
     with pytest.raises(OlderFormat, match="older format version 1, this program reads 2") as caught:
         decode_registry(damaged(make_registry(variants=(make_variant(), make_variant((200,)))), flatten_workloads))
     assert caught.value.plans == 2
+
+
+VARIANT = TIER[:-4]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        ((*VARIANT, "workload", "sequences"), 10**9, "sequences is 1000000000, not 1 to the context of 512"),
+        ((*VARIANT, "workload", "sequences"), 0, "sequences is 0, not 1 to the context"),
+        ((*VARIANT, "workload", "max_ubatch"), 0, "max_ubatch is 0, not 1 or more"),
+        ((*TIER, "prediction", "seconds"), -1.0, "prediction.seconds is -1.0, not 0 or more"),
+        ((*TIER, "prediction", "link_bytes"), -1, "prediction.link_bytes is -1, not 0 or more"),
+    ],
+)
+def test_absurd_numbers_are_refused_with_their_place(path, value, says):
+    with pytest.raises(ValueError, match=says):
+        decode_registry(damaged(make_registry(), lambda data: set_at(data, value, *path)))
+
+
+def test_a_number_too_large_for_a_float_is_refused():
+    text = encode_registry(make_registry(seconds=0.0625)).replace("0.0625", "1e999")
+    with pytest.raises(ValueError, match="1e999 is no number"):
+        decode_registry(text)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{", "[" * 100_000, '"registry"'])

@@ -11,6 +11,7 @@ from cli_world import make_world
 
 import pshard
 from pshard.commands import cli_plan
+from pshard.paths import cache_dir
 from pshard.registries.fingerprint import digest_profile
 from pshard.registries.profile_store import load_profile, note_page_locks, recall_lockable
 from pshard.runtime.memory import staging
@@ -34,7 +35,16 @@ def test_a_limit_is_remembered_until_a_process_gets_beyond_it(tmp_path: Path, mo
         place.write_text(damaged)
         assert recall_lockable() is None
     place.write_text(json.dumps({"machine": platform.node(), "lockable_bytes": -1}))
-    assert recall_lockable() == 0  # planning with less than nothing had no end
+    assert recall_lockable() is None  # planning with less than nothing had no end
+
+
+@pytest.mark.parametrize("value", ["1e999", "NaN", "-1", "1.5", "true", '"7"', "[" * 100_000, "null"])
+def test_a_limit_that_is_no_number_of_bytes_is_not_known(value: str) -> None:
+    note_page_locks(700, refused=True)
+    place = cache_dir() / "page-locks.json"
+    place.write_text(place.read_text().replace("700", value))
+    assert recall_lockable() is None
+    assert note_page_locks(600, refused=True) and recall_lockable() == 600
 
 
 def test_a_run_that_meets_the_limit_says_so_once_and_plans_stay_valid(

@@ -1,0 +1,113 @@
+"""The files that are changed: tiny, and between them of all sorts."""
+
+import contextlib
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from cli_world import World, made_up_profile, make_world, tokenizer_metadata
+from model_files import LLAMA3_ROPE, Shape, write_gguf
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from pshard.commands import cli_plan
+from pshard.registries.profile_store import save_profile
+from pshard.session.run_request import RunRequest
+
+TINY = {"n_layers": 1, "d_model": 32, "n_heads": 2, "n_kv_heads": 1, "head_dim": 16, "d_ffn": 64, "vocab": 258}
+LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def write_gguf_bases(folder: Path) -> list[Path]:
+    """Three architectures, both sorts of tokenizers, five types of weights, YaRN, and another alignment."""
+    words = tokenizer_metadata()
+    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 128}
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(253)), "\u2581a", "\u2581"]
+    sentencepiece = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": pieces,
+        "tokenizer.ggml.scores": [-float(i) for i in range(258)],
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 253, 1, 1],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+    mixed = {"ffn_up.weight": "F16", "ffn_gate.weight": "Q5_1"}
+    scaled = words | {f"qwen2.{key}": value for key, value in yarn.items()}
+    return [
+        write_gguf(folder / "a.gguf", "llama", qtype="Q8_0", metadata=words, **TINY),
+        write_gguf(folder / "b.gguf", "qwen3", qtypes=mixed, metadata=sentencepiece, **TINY),
+        write_gguf(folder / "c.gguf", "qwen2", qtype="Q4_0", tied=True, alignment=64, metadata=scaled, **TINY),
+    ]
+
+
+def write_folder(folder: Path, parts: int) -> Path:
+    """A Hugging Face folder of a llama with a tokenizer, its weights in one file or several with an index.
+
+    Written without transformers, which takes seconds to import.
+    """
+    folder.mkdir(parents=True)
+    sizes, rng = Shape(**TINY, context=256), np.random.default_rng(0)
+    tensors = {name: (dims[-1] ** -0.5 * rng.standard_normal(dims)).astype(np.float16) for name, dims in _named(sizes)}
+    names = list(tensors)
+    if parts == 1:
+        save_file(tensors, folder / "model.safetensors")
+    else:
+        places = {name: f"model-{i % parts + 1:05d}-of-{parts:05d}.safetensors" for i, name in enumerate(names)}
+        for place in set(places.values()):
+            save_file({name: tensors[name] for name in names if places[name] == place}, folder / place)
+        _write(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": places})
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": sizes.n_layers,
+        "hidden_size": sizes.d_model,
+        "num_attention_heads": sizes.n_heads,
+        "num_key_value_heads": sizes.n_kv_heads,
+        "head_dim": sizes.head_dim,
+        "intermediate_size": sizes.d_ffn,
+        "vocab_size": sizes.vocab,
+        "max_position_embeddings": sizes.context,
+        "rms_norm_eps": sizes.norm_eps,
+        "rope_parameters": LLAMA3_ROPE,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "eos_token_id": 257,
+    }
+    _write(folder / "config.json", config)
+    backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(LETTERS)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.save(str(folder / "tokenizer.json"))
+    _write(folder / "tokenizer_config.json", {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True})
+    _write(folder / "generation_config.json", {"eos_token_id": [257, 5]})
+    return folder
+
+
+def _named(sizes: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Hugging Face names and shapes of the tensors of a llama."""
+    words = {"attn_norm": "input_layernorm", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm"}
+    words |= {f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"} | {f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up")}
+    words |= {"ffn_down": "mlp.down_proj", "token_embd": "model.embed_tokens", "output_norm": "model.norm"}
+    words |= {"output": "lm_head", "blk": "model.layers"}
+    for name, dims in sizes.tensors("llama", tied=False):
+        yield ".".join(words.get(part, part) for part in name.split(".")), dims
+
+
+def _write(path: Path, data: Any) -> None:
+    path.write_text(json.dumps(data))
+
+
+def plan_world(folder: Path) -> tuple[World, RunRequest]:
+    """A model of 4 MiB, planned for 2 MiB of VRAM: units are pinned, streamed, divided and on the CPU."""
+    sizes = {"n_layers": 4, "d_model": 128, "n_heads": 2, "n_kv_heads": 1, "head_dim": 64, "d_ffn": 512}
+    world, profile = make_world(folder, **sizes, context=256), made_up_profile()
+    rows = tuple(row for row in profile.matmuls if row.qtype == "F32")  # the others only take time to read
+    save_profile(replace(profile, matmuls=rows), world.profile)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        assert cli_plan.main(["-m", str(world.model), "--vram", "2", "-c", "64", "--profile", str(world.profile)]) == 0
+    return world, RunRequest(world.model, profile=world.profile)

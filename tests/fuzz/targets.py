@@ -1,0 +1,262 @@
+"""What is fuzzed, and what must come of it: the numbers of the file that was not changed, or a UserError.
+
+Some changes cannot be told from a right file, as another right file has just that value; those count as "untold":
+- RoPE base, scaling and norm epsilon (and a key of them that is gone: then its default holds): every model has its own.
+- A tensor's type, changed to one of the same size (F16 and BF16, Q4_0 and Q4_K): no byte of the file says more.
+- Whether the head is the embedding, in a folder that has both: config.json decides, as for transformers.
+- A plan's placements and times, a profile's figures and the limit of page-locking, changed to others that are possible.
+  A changed plan must still give the right numbers.
+Bits of weights, and texts of a vocabulary, are not looked at at all.
+"""
+
+import json
+import random
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from engines import open_engine
+from fuzz.bases import plan_world, write_folder, write_gguf_bases
+from fuzz.mutate_bytes import Mutant, mutate_bytes
+from fuzz.mutate_gguf import GgufFields, mutate_gguf
+from fuzz.mutate_json import mutate_json
+
+from pshard.errors import UserError, as_line
+from pshard.model_config import ModelConfig
+from pshard.models import ModelFile, open_model
+from pshard.models.text.chat import render_chat
+from pshard.planner.make_plan import plan_variant
+from pshard.registries.profile_store import load_profile, note_page_locks, recall_lockable
+from pshard.session.open_plan import Opened, check_plan, open_plan
+from pshard.session.start_engine import start_engine
+from pshard.workload import Workload
+
+IDS = [5, 77, 200, 3]
+RIGHT, REFUSED, UNTOLD = "right", "refused", "cannot be told"
+
+
+class WrongOutcome(AssertionError):
+    """A mutant gave wrong numbers, or an error that is no line for a user."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kind of file: `mutate` changes one, `judge` opens it and says RIGHT, REFUSED or UNTOLD, or raises."""
+
+    name: str
+    folder: Path
+    mutate: Callable[[random.Random], Mutant]
+    judge: Callable[[Mutant], str]
+
+
+def make_targets(folder: Path) -> dict[str, Callable[[], Target]]:
+    """Makers of all targets, by name; each keeps its files in a folder of its own."""
+    makers = {
+        "gguf": fuzz_gguf,
+        "safetensors": fuzz_safetensors,
+        "folder": fuzz_folder_json,
+        "registry": fuzz_registry,
+        "profile": fuzz_profile,
+        "page-locks": fuzz_page_locks,
+    }
+
+    def bind(name: str, make: Callable[[str, Path], Target]) -> Callable[[], Target]:
+        def made() -> Target:
+            (folder / name).mkdir(parents=True)
+            return make(name, folder / name)
+
+        return made
+
+    return {name: bind(name, make) for name, make in makers.items()}
+
+
+def fuzz_gguf(name: str, folder: Path) -> Target:
+    """Headers of GGUF files with different types, architectures, tokenizers and alignments."""
+    bases = write_gguf_bases(folder)
+    contents = [path.read_bytes() for path in bases]
+    headers = [GgufFields(data) for data in contents]
+    right = [read_contents(path) for path in bases]
+    path = folder / "mutant.gguf"
+
+    def mutate(rng: random.Random) -> Mutant:
+        which = rng.randrange(len(bases))
+        mutant = mutate_gguf(rng, contents[which], headers[which])
+        return replace(mutant, what=f"{bases[which].name}: {mutant.what}")
+
+    def judge(mutant: Mutant) -> str:
+        path.write_bytes(mutant.data)
+        return judge_model(path, right[[base.name for base in bases].index(mutant.what.split(":")[0])])
+
+    return Target(name, folder, mutate, judge)
+
+
+def fuzz_safetensors(name: str, folder: Path) -> Target:
+    """Headers of a safetensors file: its JSON, its length, its bytes."""
+    base = write_folder(folder / "model", parts=1)
+    path = base / "model.safetensors"
+    data, right = path.read_bytes(), read_contents(base)
+    end = 8 + int.from_bytes(data[:8], "little")
+    text, weights = data[8:end].decode(), data[end:]
+
+    def mutate(rng: random.Random) -> Mutant:
+        if rng.random() < 0.4:
+            return mutate_bytes(rng, data, end)
+        header = mutate_json(rng, text)
+        return replace(header, data=struct.pack("<Q", len(header.data)) + header.data + weights)
+
+    def judge(mutant: Mutant) -> str:
+        path.write_bytes(mutant.data)
+        return judge_model(base, right)
+
+    return Target(name, folder, mutate, judge)
+
+
+def fuzz_folder_json(name: str, folder: Path) -> Target:
+    """The JSON files beside the weights of a Hugging Face folder."""
+    base = write_folder(folder / "model", parts=2)
+    names = ("config.json", "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json",
+             "generation_config.json")  # fmt: skip
+    texts, right = {n: (base / n).read_text() for n in names}, read_contents(base)
+
+    def mutate(rng: random.Random) -> Mutant:
+        which = rng.choice((names[0], *names))
+        mutant = mutate_json(rng, texts[which])
+        return replace(mutant, what=f"{which}: {mutant.what}")
+
+    def judge(mutant: Mutant) -> str:
+        which = mutant.what.split(":")[0]
+        (base / which).write_bytes(mutant.data)
+        try:
+            return judge_model(base, right)
+        finally:
+            (base / which).write_text(texts[which])
+
+    return Target(name, folder, mutate, judge)
+
+
+def fuzz_registry(name: str, folder: Path) -> Target:
+    """A registry that a run is to take a plan from."""
+    world, request = plan_world(folder)
+    text = world.registry.read_text()
+    right = run_plan(open_plan(request))
+
+    def judge(mutant: Mutant) -> str:
+        world.registry.write_bytes(mutant.data)
+        try:
+            opened = open_plan(request)
+            logits = run_plan(opened)
+        except UserError as error:
+            return check_line(error)
+        if not torch.allclose(logits, right, rtol=1e-4, atol=1e-4):
+            raise WrongOutcome(f"logits differ by {(logits - right).abs().max():.3g}")
+        return RIGHT if json.loads(mutant.data) == json.loads(text) else UNTOLD
+
+    return Target(name, folder, lambda rng: mutate_json(rng, text), judge)
+
+
+def fuzz_profile(name: str, folder: Path) -> Target:
+    """A profile: a run under a plan that was made by the right one refuses it; what plans by it makes a sound plan."""
+    world, request = plan_world(folder)
+    text, right = world.profile.read_text(), open_plan(request).variant
+    workload = Workload((1,), 64, prompt=16, generated=8)
+
+    def judge(mutant: Mutant) -> str:
+        world.profile.write_bytes(mutant.data)
+        try:
+            profile = load_profile(world.profile)
+        except UserError as error:
+            return check_line(error)
+        try:
+            if open_plan(request).variant == right:
+                return RIGHT
+            raise WrongOutcome("another plan was taken")
+        except UserError as error:
+            check_line(error)
+        with open_model(world.model) as file:
+            try:
+                check_plan(file.spec, plan_variant(file.spec, profile, workload, 1.0), profile)
+            except UserError as error:
+                return check_line(error)
+        return UNTOLD
+
+    return Target(name, folder, lambda rng: mutate_json(rng, text), judge)
+
+
+def fuzz_page_locks(name: str, folder: Path) -> Target:
+    """What runs remember of page-locking: what cannot be read is not known."""
+    path = folder / "cache" / "page-locks.json"
+    note_page_locks(123 << 20, refused=True)
+    text, right = path.read_text(), recall_lockable()
+    assert right == 123 << 20
+
+    def judge(mutant: Mutant) -> str:
+        path.write_bytes(mutant.data)
+        found = recall_lockable()
+        if found is not None and (type(found) is not int or found < 0):
+            raise WrongOutcome(f"{found!r} bytes can be page-locked")
+        assert note_page_locks(124 << 20, refused=True) == (found != 124 << 20)  # and the next run writes it anew
+        return RIGHT if found in (None, right) else UNTOLD
+
+    return Target(name, folder, lambda rng: mutate_json(rng, text), judge)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a model computes from, and what comes of it."""
+
+    config: ModelConfig
+    tensors: dict[str, tuple[str, tuple[int, ...], bytes]]  # type, shape, bytes
+    logits: torch.Tensor
+
+
+def read_contents(path: Path) -> Contents:
+    """Open a model, with all that commands want of it. Raises UserError."""
+    with open_model(path) as file:
+        _use_texts(file)
+        named = {t.name: t for unit in file.spec.units for t in unit.tensors}
+        tensors = {n: (t.qtype, t.shape, file.tensor_bytes(n).tobytes()) for n, t in named.items()}
+        config = file.spec.config
+    with open_engine(path, tokens=(1, 16), context=16) as engine:
+        return Contents(config, tensors, engine.forward(IDS, all_logits=True))
+
+
+def _use_texts(file: ModelFile) -> None:
+    tokenizer, template = file.tokenizer(), file.chat_template
+    ids = tokenizer.encode("Hello, w\u00f6rld 12")
+    tokenizer.decode(ids)
+    if template is not None:
+        render_chat(template, [{"role": "user", "content": "hi"}], tokenizer.bos_text, tokenizer.eos_text)
+
+
+def judge_model(path: Path, right: Contents) -> str:
+    """Whether a model's numbers are the right ones."""
+    try:
+        found = read_contents(path)
+    except UserError as error:
+        return check_line(error)
+    if torch.equal(found.logits, right.logits):
+        return RIGHT
+    if not found.logits.isfinite().all():
+        raise WrongOutcome(f"logits that are no numbers; configuration {found.config}")
+    told = replace(found.config, rope=right.config.rope, norm_eps=right.config.norm_eps, context=right.config.context)
+    moved = [n for n, (_, shape, data) in found.tensors.items() if (shape, data) != right.tensors.get(n, ())[1:]]
+    if told != right.config or moved:
+        raise WrongOutcome(f"logits differ; configuration {told}, tensors {moved}")
+    return UNTOLD
+
+
+def check_line(error: UserError) -> str:
+    """An error for a user says what to do, or what is wrong, in words."""
+    line = as_line(error)
+    line.encode()  # a terminal cannot print what is no Unicode
+    if not line or "Traceback" in line:
+        raise WrongOutcome(f"no line for a user: {line}")
+    return REFUSED
+
+
+def run_plan(opened: Opened) -> torch.Tensor:
+    """The logits that a plan gives."""
+    with opened.file, start_engine(opened, opened.variant, "plain") as engine:
+        return engine.forward(IDS, all_logits=True)
