@@ -10,7 +10,9 @@ from pshard.model import ModelSpec
 from pshard.runtime.blocks.block import Residual, Side, Work
 from pshard.runtime.devices.device import Device
 from pshard.runtime.kernels.api import RowIndex, Segment
-from pshard.runtime.kernels.row_index import fill_rows
+from pshard.runtime.kernels.cpu import native
+from pshard.runtime.kernels.cpu.recording import Recordings
+from pshard.runtime.kernels.row_index import fill_rows, list_spans
 from pshard.runtime.memory.arena import Carved
 from pshard.runtime.memory.host_side import HostSide
 from pshard.runtime.memory.states import Copies, Parts
@@ -30,9 +32,9 @@ class IndexView:
     blocks: torch.Tensor
     wanted: torch.Tensor
 
-    def rows(self, segments: tuple[Segment, ...], cells: int) -> RowIndex:
+    def rows(self, segments: tuple[Segment, ...], cells: int, spans: Any = None) -> RowIndex:
         """The index of segments that was written here."""
-        return RowIndex(self.begin, self.position, self.blocks, segments, cells)
+        return RowIndex(self.begin, self.position, self.blocks, segments, cells, spans)
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,9 @@ class TierInForce:
     tables: dict[tuple[int, bool, bool], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     # likewise, by tokens and logit rows: on the host and on the device
     indexes: dict[tuple[int, int], tuple[IndexView, IndexView]] = field(default_factory=dict)
+    # by the number of segments, see RowIndex
+    spans: dict[int, Any] = field(default_factory=dict)
+    on_host: Recordings = field(default_factory=Recordings)  # runs of units on the CPU
 
     def index_rows(
         self, on_host: torch.Tensor, segments: tuple[Segment, ...], wanted: list[int], tokens: int
@@ -85,6 +90,14 @@ class TierInForce:
         fill_rows(segments, here.begin, here.position, here.blocks)
         here.wanted.numpy()[:] = wanted
         return here, there
+
+    def fill_spans(self, segments: tuple[Segment, ...]) -> Any:
+        """What RowIndex.spans is of these segments, where it is for all micro-batches of as many."""
+        n = len(segments)
+        if n not in self.spans:
+            self.spans[n] = native.make_spans([(0, 0, 0, 0)] * n)
+        self.spans[n][:] = [number for span in list_spans(segments) for number in span]
+        return self.spans[n]
 
 
 def _view_index(memory: torch.Tensor, most: int, tokens: int, wanted: int) -> IndexView:

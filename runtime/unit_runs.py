@@ -29,8 +29,8 @@ class UnitRuns:
             unit.run(work, ALONE if entering is None else Residual(entering))
 
     def run_all(self, steps: tuple[Compute | AllReduce, ...]) -> None:
-        """Steps on the accelerator; a sum goes with the norm of the unit that follows it where there is a kernel for
-        both."""
+        """Steps on the accelerator, or on the CPU without their sums; a sum goes with the norm of the unit that follows
+        it where there is a kernel for both."""
         entering = None
         for step, following, second in zip_longest(steps, steps[1:], steps[2:]):
             if isinstance(step, Compute):

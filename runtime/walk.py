@@ -16,7 +16,7 @@ from pshard.runtime.memory.states import Copies, Reach, pair_runs, reach_new, re
 from pshard.runtime.residents import Residents, view_rows
 from pshard.runtime.tier_in_force import Means, TierInForce
 from pshard.runtime.unit_runs import UnitRuns
-from pshard.runtime.walk_program import Launch, WalkProgram
+from pshard.runtime.walk_program import HostRun, Launch, WalkProgram
 from pshard.steps.graph_runs import LAUNCH_BOUND
 from pshard.steps.step import (
     AllReduce,
@@ -102,6 +102,31 @@ class Walk:
         self._side = step.on
         self._units.run(step)
 
+    def _run_on_host(self, run: HostRun) -> None:
+        if self._tier.arriving:
+            for step in run.steps:
+                self._wait_for_arrival(step)
+        self._side = "cpu"
+        self._repeat_on_host(run)
+
+    def _repeat_on_host(self, run: HostRun) -> None:
+        """Its kernels as one native call, in small batches: what differs between these is read from memory."""
+        if self._tokens > SMALL_BATCH:
+            self._units.run_all(run.steps)
+            return
+        key = run.name, self._tokens, len(self._batch.segments)
+        self._tier.on_host.run(key, lambda: self._units.run_all(run.steps))
+
+    def _run_units(self, launch: Launch) -> None:
+        if self._device.kind != "cpu" or self._tokens > SMALL_BATCH:
+            self._units.run_all(launch.steps)
+            return
+        for step in launch.on_cpu:
+            if isinstance(step, HostRun):
+                self._repeat_on_host(step)
+            else:
+                self._units.run_all((step,))
+
     def _launch(self, launch: Launch) -> None:
         tier, logits, index = self._tier, self._logits, self._batch.unsent
         first = launch.steps[0]
@@ -127,7 +152,7 @@ class Walk:
                 self._device.send(*index)
             if launch.enters:
                 self._send(brought)
-            self._units.run_all(launch.steps)
+            self._run_units(launch)
             if leaving:
                 self._device.bring(*self._rows("hidden"))
             if delivering:
@@ -277,6 +302,7 @@ def copy_in(
 
 _ACTS: dict[type, Callable[[Walk, Any], None]] = {
     Launch: Walk._launch,
+    HostRun: Walk._run_on_host,
     Compute: Walk._compute,
     CopyIn: Walk._copy_in,
     Free: Walk._free,

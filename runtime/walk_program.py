@@ -1,11 +1,15 @@
 """A tier's steps as they are walked: runs of units on the accelerator are put together, each one launch. No torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
+from typing import TypeVar
 
 from pshard.steps.graph_runs import enters, find_runs
 from pshard.steps.step import AllReduce, Bring, Compute, CopyIn, FetchKV, Free, Handoff, Step, StepList, WriteBack
+
+S = TypeVar("S")
 
 
 @dataclass(frozen=True)
@@ -27,9 +31,27 @@ class Launch:
         return type(first), first.unit, getattr(first, "part", ""), last.unit
 
     @cached_property
+    def on_cpu(self) -> "tuple[Compute | AllReduce | HostRun, ...]":
+        """Its steps where the accelerator is the CPU."""
+        return tuple(group_on_host(self.steps, "acc"))
+
+    @cached_property
     def gives_logits(self) -> bool:
         """Whether its last unit is the model's."""
         return isinstance(self.steps[-1], Compute) and self.steps[-1].position == "last"
+
+
+@dataclass(frozen=True)
+class HostRun:
+    """Units on the CPU that follow each other: one native call in small batches, where their kernels are all that they
+    compute."""
+
+    steps: tuple[Compute, ...]
+
+    @cached_property
+    def name(self) -> tuple:
+        """What tells it from the other runs of a tier."""
+        return tuple((step.on, step.unit, step.part, step.slot) for step in self.steps)
 
 
 @dataclass(frozen=True)
@@ -37,7 +59,7 @@ class WalkProgram:
     """What a tier brings to VRAM when it is entered, in the order of need, and one micro-batch after the other."""
 
     entering: tuple[Bring | CopyIn, ...]
-    body: tuple[Step | Launch, ...]
+    body: tuple[Step | Launch | HostRun, ...]
 
 
 def make_program(residents: tuple[Bring, ...], steps: StepList, order: tuple[str, ...]) -> WalkProgram:
@@ -45,7 +67,7 @@ def make_program(residents: tuple[Bring, ...], steps: StepList, order: tuple[str
     number = {name: i for i, name in enumerate(order)}
     entering: list[Bring | CopyIn] = [*residents, *steps.enter]
     entering.sort(key=lambda step: number[step.unit])
-    return WalkProgram(tuple(entering), group_launches(steps.body))
+    return WalkProgram(tuple(entering), tuple(group_on_host(group_launches(steps.body), "cpu")))
 
 
 def group_launches(body: tuple[Step, ...]) -> tuple[Step | Launch, ...]:
@@ -59,6 +81,20 @@ def group_launches(body: tuple[Step, ...]) -> tuple[Step | Launch, ...]:
         program.append(Launch(steps, enters=entered))
         at = end
     return tuple(_mark_leaving([*program, *body[at:]]))
+
+
+def group_on_host(program: Iterable[S], on: str) -> Iterator[S | HostRun]:
+    """The program with its runs of units on a side that is the CPU put together, but for the first unit, which looks
+    ids up, and the last, whose logits are read."""
+    for repeats, steps in groupby(program, lambda step: _repeats_on_host(step, on)):
+        if repeats:
+            yield HostRun(tuple(step for step in steps if isinstance(step, Compute)))
+        else:
+            yield from steps
+
+
+def _repeats_on_host(step: object, on: str) -> bool:
+    return isinstance(step, Compute) and step.on == on and step.position == "layer"
 
 
 def _mark_leaving(program: list[Step | Launch]) -> Iterator[Step | Launch]:

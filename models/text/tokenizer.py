@@ -66,7 +66,7 @@ class Tokenizer:
 
     def _encode(self, backend: "tokenizers.Tokenizer", text: str, add_special: bool) -> list[int]:
         try:
-            text.encode()
+            str.encode(text)
         except UnicodeEncodeError:  # as arguments are read that are not UTF-8
             raise UserError("the text is not valid UTF-8; correct it, or give token ids") from None
         with name_failures("the model's tokenizer cannot encode the text"):

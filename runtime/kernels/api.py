@@ -7,7 +7,7 @@ G KV heads, d head_dim. Activations are `act_dtype` (float32 on the host, bfloat
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
@@ -47,7 +47,8 @@ class RowIndex:
 
     position [M]: the row's place in its sequence. blocks: the blocks of every segment, one segment after the other.
     begin [M]: where those of the row's sequence begin in `blocks`. `cells` is the largest context of any row (past +
-    new), an int for choosing launch sizes.
+    new), an int for choosing launch sizes. spans: of the host's index, what `row_index.list_spans` says of the segments
+    in memory that stays where it is (int64, a ctypes array); None where kernels are to make it.
     """
 
     begin: torch.Tensor
@@ -55,6 +56,7 @@ class RowIndex:
     blocks: torch.Tensor
     segments: tuple[Segment, ...]
     cells: int
+    spans: Any = None
 
     @property
     def tokens(self) -> int:

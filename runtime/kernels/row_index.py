@@ -21,6 +21,15 @@ def fill_rows(segments: Sequence[Segment], begin: torch.Tensor, position: torch.
         tensor.numpy()[: len(values)] = values
 
 
+def list_spans(segments: Sequence[Segment]) -> list[tuple[int, int, int, int]]:
+    """Of each segment: its first row, its rows, cells before them, and where its blocks begin in `RowIndex.blocks`."""
+    spans, at = [], 0
+    for s in segments:
+        spans.append((s.start, s.tokens, s.past, at))
+        at += len(s.blocks)
+    return spans
+
+
 def make_rows(segments: Sequence[Segment], device: torch.device | str = "cpu") -> RowIndex:
     """A new index on a device."""
     tokens = sum(s.tokens for s in segments)

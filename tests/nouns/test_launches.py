@@ -23,6 +23,8 @@ from pshard.steps.step import (
 class RecordingDevice:
     """Does and records transfers as CudaDevice does kernels in a graph."""
 
+    kind = "cuda"
+
     def __init__(self) -> None:
         self._graphs: dict[tuple, list[Callable[[], Any]]] = {}
         self._held: list[Callable[[], Any]] | None = None

@@ -8,6 +8,7 @@ from pshard.quant import QUANT_TYPES
 from pshard.runtime.kernels.api import LayerKV, Packed, RopeTable, RowIndex
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.plain import PlainKernels
+from pshard.runtime.kernels.row_index import list_spans
 from pshard.runtime.kernels.unpack import plain_rows
 
 _KV_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.int8: "q8_0"}
@@ -103,13 +104,10 @@ class HostKernels(PlainKernels):
         if any(s.tokens > ATTENTION_ROWS for s in rows.segments):
             super().attention(qkv, heads, kv, rows, scale, out, partial)
             return
-        segments, at = [], 0
-        for s in rows.segments:
-            segments.append((s.start, s.tokens, s.past, at))
-            at += len(s.blocks)
+        spans = list_spans(rows.segments) if rows.spans is None else rows.spans
         kinds, blocks = _kinds(kv), (rows.blocks, kv.k.shape[1])
         strides = qkv.stride(0), out.stride(0)
-        native.attention(qkv, kv.k, kv.v, kinds, segments, heads, scale, out, strides=strides, blocks=blocks)
+        native.attention(qkv, kv.k, kv.v, kinds, spans, heads, scale, out, strides=strides, blocks=blocks)
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
         (tokens, width), strides = hidden.shape, (hidden.stride(0), out.stride(0))

@@ -11,7 +11,9 @@ token's, but for attention, whose cells are shared out by how many new tokens th
 
 import ctypes
 import sysconfig
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 Buffer = Any  # int address, numpy array or torch tensor
 
-ABI = 5  # as csrc/api.cpp has it
+ABI = 6  # as csrc/api.cpp has it
 BUILD = "pip install -e . --no-build-isolation --no-deps in the folder of pshard"
 
 _TYPES = {
@@ -54,6 +56,8 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "attention": ("v", "plpplliiplpliiifpl"),
     "rms_norm": ("v", "plpfllpl"),
     "rope_store": ("v", "plliiippfpplippplppllii"),
+    "callable": ("i", "s"),
+    "replay": ("v", "pl"),
     "memcpy": ("v", "ppz"),
     "read": ("d", "pzp"),
     "exchange_nbytes": ("l", "ill"),
@@ -89,6 +93,7 @@ def open_library(path: Path) -> tuple[dict[str, Any], str | None]:
     return functions, None
 
 
+_RECORDED: dict[int, list[tuple[str, tuple]]] = {}  # by thread, where its calls are written down
 _PATH = Path(__file__).with_name("_native" + str(sysconfig.get_config_var("EXT_SUFFIX")))
 _C, _WHY_MISSING = open_library(_PATH)
 _TYPE_NUMBERS = {name: _C["type"](name.encode()) for name in QUANT_TYPES} if _WHY_MISSING is None else {}
@@ -337,12 +342,17 @@ def get_rows(weight: "Packed", ids: Buffer, n: int, out: Buffer) -> None:
     _function("get_rows")(*_packed(weight), weight.rows, weight.cols, address, n, _at(out))
 
 
+def make_spans(segments: Sequence[tuple[int, int, int, int]]) -> "ctypes.Array[ctypes.c_int64]":
+    """The `segments` of `attention` as the library reads them."""
+    return (ctypes.c_int64 * (4 * len(segments)))(*(n for segment in segments for n in segment))
+
+
 def attention(
     q: Buffer,
     k: Buffer,
     v: Buffer,
     kv_types: tuple[str, str],
-    segments: Sequence[tuple[int, int, int, int]],
+    segments: "Sequence[tuple[int, int, int, int]] | ctypes.Array[ctypes.c_int64]",
     heads: tuple[int, int, int],
     scale: float,
     out: Buffer,
@@ -358,14 +368,15 @@ def attention(
     token i of a sequence sees cells 0..before+i. Head h reads kv head h // (heads // kv_heads). Softmax in f32.
 
     Args:
-        segments: of each sequence (its first row in q, its rows, cells before them, its first item in `blocks`).
+        segments: of each sequence (its first row in q, its rows, cells before them, its first item in `blocks`), or
+            these as `make_spans` has them.
         heads: (heads, kv heads, head_dim).
         strides: elements from row to row of q and of out; default: no gaps.
         blocks: numbers (i32) of the blocks that the cells lie in, and the cells of a block, a multiple of 64; without
             them cells follow each other.
     """
     n_heads, kv_heads, dim = heads
-    if not segments or n_heads == 0:
+    if not len(segments) or n_heads == 0:
         return  # a rank may hold no head at all
     if n_heads % kv_heads:
         raise ValueError(f"{n_heads} heads do not share {kv_heads} kv heads evenly")
@@ -373,8 +384,8 @@ def attention(
     cell_nbytes = cell_strides or _cell_nbytes(kv_types, kv_heads * dim)
     cells = (_at(k), _at(v), *cell_nbytes, *_cell_types(kv_types))
     table = (_at(blocks[0]), blocks[1]) if blocks else (None, 0)
-    numbers = (ctypes.c_int64 * (4 * len(segments)))(*(n for segment in segments for n in segment))
-    queries = (numbers, len(segments), *heads, scale)
+    spans = segments if isinstance(segments, ctypes.Array) else make_spans(segments)
+    queries = (spans, len(spans) // 4, *heads, scale)
     _function("attention")(_at(q), q_stride, *cells, *table, *queries, _at(out), out_stride)
 
 
@@ -437,6 +448,32 @@ def read_bandwidth(data: Buffer, nbytes: int) -> float:
     return nbytes / _function("read")(_at(data), nbytes, ctypes.byref(total)) / 1e9
 
 
+@contextmanager
+def recording() -> Iterator[list[tuple[str, tuple]]]:
+    """The calls of the library that this thread makes within, as name and arguments, in their order."""
+    calls: list[tuple[str, tuple]] = []
+    _RECORDED[threading.get_ident()] = calls
+    try:
+        yield calls
+    finally:
+        del _RECORDED[threading.get_ident()]
+
+
+def callable_number(name: str) -> int:
+    """What stands for a function in a list for `replay`; -1: it may not be in one."""
+    return _C["callable"](name.encode())
+
+
+def letters(name: str) -> str:
+    """The types of a function's arguments, a letter of _TYPES each."""
+    return _SIGNATURES[name][1]
+
+
+def replay(words: "ctypes.Array[ctypes.c_int64]") -> None:
+    """Make the calls of a list (recording.py), one after the other."""
+    _C["replay"](words, len(words))
+
+
 def record_nbytes(qtype: str, cols: int) -> int:
     """Bytes of 16 rows as the C++ library counts them; a test compares with pshard.quant."""
     return _function("record_nbytes")(_type(qtype), cols)
@@ -445,6 +482,14 @@ def record_nbytes(qtype: str, cols: int) -> int:
 def _function(name: str) -> Any:
     if _WHY_MISSING is not None:
         raise RuntimeError(f"no CPU kernels: {_WHY_MISSING}")
+    calls = _RECORDED.get(threading.get_ident()) if _RECORDED else None
+    if calls is not None:
+
+        def written_down(*arguments: Any) -> Any:
+            calls.append((name, arguments))
+            return _C[name](*arguments)
+
+        return written_down
     return _C[name]
 
 

@@ -34,7 +34,7 @@ const Kernels& kernels() {
 using namespace pshard;
 
 // Raised with every change of a function's arguments or meaning; native.py's ABI says what it calls.
-PSHARD_API int pshard_abi() { return 5; }
+PSHARD_API int pshard_abi() { return 6; }
 
 #ifndef PSHARD_SOURCES  // setup.py says
 #define PSHARD_SOURCES 0
@@ -74,7 +74,7 @@ PSHARD_API void pshard_pack(const uint8_t* raw, int64_t row_bytes, int type, int
   const uint8_t* from = raw + row_start * row_bytes + col_start / f.block * f.nbytes;
   const Matrix m(out, type, rows, cols);
   Pool::instance().run([&](Team& team) {
-    for_records(team, m.records(), m.record, [&](int64_t r, int64_t) {
+    for_records(team, m.records(), m.record, 8, [&](int64_t r, int64_t) {
       const uint8_t* sources[16] = {};
       for (int i = 0; i < m.rows_of(r); ++i) sources[i] = from + (r * 16 + i) * row_bytes;
       uint8_t* record = out + r * m.record;
@@ -89,7 +89,7 @@ PSHARD_API void pshard_dequantize(const void* w, int type, int64_t rows, int64_t
   const Matrix m(w, type, rows, cols);
   const int64_t first = row_start / 16, records = (row_stop + 15) / 16 - first;
   Pool::instance().run([&](Team& team) {
-    for_records(team, records, m.record, [&](int64_t i, int64_t) {
+    for_records(team, records, m.record, 8, [&](int64_t i, int64_t) {
       const int64_t r = first + i, from = std::max(row_start, r * 16), to = std::min(row_stop, r * 16 + 16);
       void* at = static_cast<char*>(out) + (from - row_start) * out_stride * (bf16 ? 2 : 4);
       kernels().dequantize[type](m.at(r), m.planes, cols, static_cast<int>(from - r * 16),
@@ -109,12 +109,12 @@ PSHARD_API void pshard_get_rows(const void* w, int type, int64_t rows, int64_t c
     for (int64_t i = 0; i < n; ++i) look_up(i);
     return;
   }
-  Pool::instance().run([&](Team& team) { team.for_each(n, look_up); });
+  Pool::instance().run([&](Team& team) { team.for_each(n, n * cols * 8, look_up); });
 }
 
 PSHARD_API void pshard_memcpy(void* to, const void* from, size_t nbytes) {
   Pool::instance().run([&](Team& team) {
-    team.for_each((nbytes + kCopyPiece - 1) / kCopyPiece, [&](int64_t i) {
+    team.for_each((nbytes + kCopyPiece - 1) / kCopyPiece, nbytes, [&](int64_t i) {
       const size_t at = i * kCopyPiece;
       auto* piece = static_cast<uint8_t*>(to) + at;
       const auto* source = static_cast<const uint8_t*>(from) + at;
@@ -131,7 +131,7 @@ PSHARD_API double pshard_read(const uint8_t* data, size_t nbytes, uint64_t* sum)
   std::vector<uint64_t> sums(pieces);
   const auto start = std::chrono::steady_clock::now();
   Pool::instance().run([&](Team& team) {
-    team.for_each(pieces, [&](int64_t i) {
+    team.for_each(pieces, nbytes, [&](int64_t i) {
       const size_t at = i * kTaskBytes;
       sums[i] = kernels().sum(data + at, std::min<size_t>(kTaskBytes, nbytes - at));
     });

@@ -5,10 +5,9 @@
 #include <algorithm>
 #include <cstring>
 
+#include "calls.h"
 #include "kernels.h"
 #include "threads/pool.h"
-
-#define PSHARD_API extern "C" __attribute__((visibility("default")))
 
 namespace pshard {
 
@@ -36,6 +35,7 @@ struct Matrix {
         cols(cols),
         planes(planes_of(type, cols)),
         record(is_plain(type) ? 16 * cols * kFormats[type].nbytes : planes.record) {}
+  int64_t nbytes() const { return records() * static_cast<int64_t>(record); }
   int64_t records() const { return (rows + 15) / 16; }
   int rows_of(int64_t r) const { return static_cast<int>(std::min<int64_t>(16, rows - r * 16)); }
   const uint8_t* at(int64_t r) const { return data + r * record; }
@@ -60,7 +60,7 @@ inline size_t base_bytes(int64_t tokens, int64_t rows, bool accumulate) {
 inline const float* copy_base(Team& team, const float* out, int64_t stride, int64_t tokens, int64_t rows, uint8_t* room) {
   auto* base = reinterpret_cast<float*>(room);
   const int64_t each = std::max<int64_t>(1, kCopied / rows);
-  team.for_each((tokens + each - 1) / each, [&](int64_t task) {
+  team.for_each((tokens + each - 1) / each, tokens * rows * 8, [&](int64_t task) {
     for (int64_t t = task * each; t < std::min(tokens, (task + 1) * each); ++t)
       std::memcpy(base + t * rows, out + t * stride, rows * sizeof(float));
   });
@@ -71,11 +71,12 @@ inline int64_t records_per_task(size_t nbytes) {
   return std::max<int64_t>(1, kTaskBytes / std::max<size_t>(nbytes, 1));
 }
 
-// Runs body(record, the record this thread does next) for all records, several to a task.
+// Runs body(record, the record this thread does next) for all records, several to a task. times: how often each of its
+// bytes is worked on.
 template <class Body>
-void for_records(Team& team, int64_t records, size_t nbytes, Body&& body) {
+void for_records(Team& team, int64_t records, size_t nbytes, int64_t times, Body&& body) {
   const int64_t each = records_per_task(nbytes);
-  team.for_each_ahead((records + each - 1) / each, [&](int64_t task, int64_t next_task) {
+  team.for_each_ahead((records + each - 1) / each, records * static_cast<int64_t>(nbytes) * times, [&](int64_t task, int64_t next_task) {
     const int64_t end = std::min(records, (task + 1) * each);
     for (int64_t r = task * each; r < end; ++r) body(r, r + 1 < end ? r + 1 : next_task * each);
   });

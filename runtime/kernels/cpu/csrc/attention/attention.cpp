@@ -117,7 +117,11 @@ void attend(const std::vector<Attention>& all) {
     auto* partials = reinterpret_cast<float*>(scratch);
     Pool::instance().run([&](Team& team) {
       Around around = unit ? Around{unit->enter, unit->leave} : Around{};
-      for (const Attention& a : all) around.room = std::max(around.room, room_bytes(a));
+      around.bytes = 0;
+      for (const Attention& a : all) {
+        around.room = std::max(around.room, room_bytes(a));
+        around.bytes += a.cells() * a.heads * a.d * a.tokens * 8;
+      }
       team.for_each_chunk(tasks, around, [&](const Chunk& chunk) {
         const Attention& a = find(all, &Attention::first_task, chunk.i);
         const Attention& b = find(all, &Attention::first_task, chunk.next);
@@ -125,7 +129,7 @@ void attend(const std::vector<Attention>& all) {
         attend_task(a, unit, own / a.splits(), own % a.splits(), b.first_place(chunk.next - b.first_task), chunk.room,
                     partials + a.first_partial + own * a.partial_floats());
       });
-      team.for_each(joins, [&](int64_t join) {
+      team.for_each(joins, floats * 8, [&](int64_t join) {
         const Attention& a = find(all, &Attention::first_join, join);
         const int64_t own = join - a.first_join, block = own / a.kv_heads;
         for (int64_t i = block * kQueries; i < std::min<int64_t>(a.queries(), (block + 1) * kQueries); ++i)

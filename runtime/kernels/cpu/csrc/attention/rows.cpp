@@ -7,18 +7,18 @@
 namespace pshard {
 namespace {
 
-constexpr int64_t kAlone = 64 << 10;  // floats: for fewer, waking the pool takes longer than the work
+constexpr int64_t kFewFloats = 64 << 10;  // floats: for fewer, waking the pool takes longer than the work
 
 // Runs body(i) for every i of n, each over `floats` numbers.
 template <class Body>
 void for_rows(int64_t n, int64_t floats, Body&& body) {
-  if (n * floats < kAlone) {
+  if (n * floats < kFewFloats) {
     for (int64_t i = 0; i < n; ++i) body(i);
     return;
   }
   const int64_t each = std::max<int64_t>(1, 4096 / floats);
   Pool::instance().run([&](Team& team) {
-    team.for_each((n + each - 1) / each, [&](int64_t task) {
+    team.for_each((n + each - 1) / each, n * floats * 16, [&](int64_t task) {
       for (int64_t i = task * each; i < std::min(n, (task + 1) * each); ++i) body(i);
     });
   });
@@ -28,7 +28,7 @@ void for_rows(int64_t n, int64_t floats, Body&& body) {
 // rows as they were, as it may be computed again.
 template <class Body>
 void for_rows_in_place(float* x, int64_t stride, int64_t n, int64_t width, Body&& body) {
-  if (n * width < kAlone) return for_rows(n, width, body);
+  if (n * width < kFewFloats) return for_rows(n, width, body);
   Pool::instance().with_scratch(n * width * sizeof(float), [&](uint8_t* scratch) {
     auto* before = reinterpret_cast<float*>(scratch);
     for_rows(n, width, [&](int64_t t) { std::memcpy(before + t * width, x + t * stride, width * sizeof(float)); });

@@ -38,7 +38,7 @@ void quantize_tokens(Team& team, const Activations& a, const Matrix& w) {
   if (is_plain(w.type)) return;
   constexpr int64_t kPiece = 64;  // chunks
   const int64_t chunks = w.cols / 32, pieces = (chunks + kPiece - 1) / kPiece;
-  team.for_each(padded_tokens(a.tokens) * pieces, [&](int64_t task) {
+  team.for_each(padded_tokens(a.tokens) * pieces, a.tokens * w.cols * 16, [&](int64_t task) {
     const int token = static_cast<int>(task / pieces), first = token / 8 * 8;
     const int64_t chunk = task % pieces * kPiece, n = std::min(kPiece, chunks - chunk);
     const int count = group_size(a.tokens - first);
@@ -62,14 +62,14 @@ struct Part {
 
 // `base`: what the product is added to, rows of as many floats as the matrix has rows; nullptr: nothing.
 void multiply(Team& team, std::vector<Part>& parts, int64_t out_stride, const float* base) {
-  int64_t tasks = 0;
-  for (Part& p : parts) p.first_task = tasks, tasks += p.tasks();
+  int64_t tasks = 0, bytes = 0;
+  for (Part& p : parts) p.first_task = tasks, tasks += p.tasks(), bytes += p.w.nbytes() * p.a.tokens;
   const auto part_of = [&](int64_t task) -> const Part& {
     size_t i = parts.size() - 1;
     while (task < parts[i].first_task) --i;
     return parts[i];
   };
-  team.for_each_ahead(tasks, [&](int64_t task, int64_t next_task) {
+  team.for_each_ahead(tasks, bytes, [&](int64_t task, int64_t next_task) {
     const Part &p = part_of(task), &following = part_of(next_task);
     const Matrix& w = p.w;
     const auto kernel = kernels().linear[w.type];
@@ -125,7 +125,7 @@ void run_linear(const float* x, int64_t x_stride, const std::vector<Matrix>& mat
 void gate_up(Team& team, const Activations& a, const Activations& b, const Matrix& gate, const Matrix& up,
              float* hidden, int64_t stride) {
   const Kernels& k = kernels();
-  for_records(team, gate.records(), gate.record + up.record, [&](int64_t r, int64_t next) {
+  for_records(team, gate.records(), gate.record + up.record, a.tokens, [&](int64_t r, int64_t next) {
     alignas(64) float g[8 * 16] = {}, u[8 * 16] = {};
     for (int first = 0; first < a.tokens; first += 8) {
       const TokenGroup group = a.group(gate, first, up.at(r)), group_up = b.group(up, first, gate.at(first ? r : next));

@@ -30,7 +30,7 @@ struct Slice {  // tokens of one pass
 constexpr int64_t kBlockWords = int64_t{kBlockChunks} * kTileWords;
 
 void convert(Team& team, const TileKernels& k, const Slice& s, int64_t cols, uint16_t* act) {
-  team.for_each(blocks_of(cols) * s.tiles(), [&](int64_t i) {
+  team.for_each(blocks_of(cols) * s.tiles(), s.tokens * cols * 8, [&](int64_t i) {
     const int64_t column = i / s.tiles() * kBlockChunks * 32, token = i % s.tiles() * 16;
     const int n = static_cast<int>(std::min<int64_t>(16, s.tokens - token));
     k.convert(s.x + token * s.stride + column, s.stride, n, cols - column, act + i * kBlockWords);
@@ -54,7 +54,7 @@ void multiply(Team& team, const TileKernels& k, const Slice& s, const Matrix& w,
               float* out, int64_t out_stride, const float* base) {
   const int matrices = up ? 2 : 1;
   const int64_t each = panel_records(team, w.records(), matrices);
-  const Around around{k.enter, k.leave, kWeights + kSums};
+  const Around around{k.enter, k.leave, kWeights + kSums, w.nbytes() * matrices * s.tokens};
   team.for_each_chunk((w.records() + each - 1) / each, around, [&](const Chunk& chunk) {
     const int64_t first = chunk.i * each;
     const int n = static_cast<int>(std::min(each, w.records() - first));

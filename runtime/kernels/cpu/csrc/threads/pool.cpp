@@ -228,7 +228,7 @@ inline void Pool::work_through(const Phase& phase, int64_t first, bool spare, Do
 void Pool::run_phase(int64_t n, const Around& around, Team::Run run, const void* body) {
   const size_t each = (around.room + 63) / 64 * 64;
   uint8_t* room = each ? room_.reserve(each * wanted_) : nullptr;
-  if (n == 1 || wanted_ == 1) {
+  if (n == 1 || wanted_ == 1 || around.bytes < kAlone) {
     if (around.enter) around.enter();
     for (int64_t i = 0; i < n; ++i) run(body, {i, std::min(i + 1, n - 1), room});
     if (around.leave) around.leave();

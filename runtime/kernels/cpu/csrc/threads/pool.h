@@ -31,7 +31,11 @@ struct Around {
   void (*enter)() = nullptr;
   void (*leave)() = nullptr;
   size_t room = 0;  // bytes
+  // About what the phase works on, as bytes that a matrix-vector product would read. With little of it the caller is
+  // done sooner than others could bring it their results.
+  int64_t bytes = INT64_MAX;
 };
+constexpr int64_t kAlone = 512 << 10;
 
 // What a job shares out its phases with. Only the caller's thread runs the job, and calls these.
 class Team {
@@ -44,14 +48,14 @@ class Team {
     share(n, around, [](const void* b, const Chunk& c) { (*static_cast<std::remove_reference_t<Body>*>(const_cast<void*>(b)))(c); },
           &body);
   }
-  // body(i, next)
+  // body(i, next); `bytes` as in Around
   template <class Body>
-  void for_each_ahead(int64_t n, Body&& body) {
-    for_each_chunk(n, {}, [&](const Chunk& c) { body(c.i, c.next); });
+  void for_each_ahead(int64_t n, int64_t bytes, Body&& body) {
+    for_each_chunk(n, {nullptr, nullptr, 0, bytes}, [&](const Chunk& c) { body(c.i, c.next); });
   }
   template <class Body>
-  void for_each(int64_t n, Body&& body) {
-    for_each_chunk(n, {}, [&](const Chunk& c) { body(c.i); });
+  void for_each(int64_t n, int64_t bytes, Body&& body) {
+    for_each_chunk(n, {nullptr, nullptr, 0, bytes}, [&](const Chunk& c) { body(c.i); });
   }
   int size() const;  // threads
 

@@ -1,0 +1,71 @@
+// A prepared list of calls of this library, run one after the other: between two calls there is nothing of Python.
+#include <cstring>
+#include <iterator>
+#include <type_traits>
+#include <utility>
+
+#include "calls.h"
+
+namespace pshard {
+namespace {
+
+// An argument as the list holds it: a float as its bits, an address as a number.
+template <class T>
+T argument(int64_t word) {
+  if constexpr (std::is_pointer_v<T>) {
+    return reinterpret_cast<T>(word);
+  } else if constexpr (std::is_floating_point_v<T>) {
+    T number;
+    std::memcpy(&number, &word, sizeof number);
+    return number;
+  } else {
+    return static_cast<T>(word);
+  }
+}
+
+struct Callable {
+  const char* name;
+  int64_t arguments;
+  void (*call)(const int64_t*);
+};
+
+template <auto F, class... Arguments, size_t... I>
+constexpr Callable make(const char* name, void (*)(Arguments...), std::index_sequence<I...>) {
+  return {name, sizeof...(Arguments), [](const int64_t* words) { F(argument<Arguments>(words[I])...); }};
+}
+template <auto F, class... Arguments>
+constexpr Callable make(const char* name, void (*f)(Arguments...)) {
+  return make<F>(name, f, std::index_sequence_for<Arguments...>{});
+}
+
+const Callable kCallables[] = {
+    make<pshard_linear>("linear", pshard_linear),
+    make<pshard_linear_group>("linear_group", pshard_linear_group),
+    make<pshard_ffn>("ffn", pshard_ffn),
+    make<pshard_linear_tiled>("linear_tiled", pshard_linear_tiled),
+    make<pshard_gate_up_tiled>("gate_up_tiled", pshard_gate_up_tiled),
+    make<pshard_attention>("attention", pshard_attention),
+    make<pshard_rms_norm>("rms_norm", pshard_rms_norm),
+    make<pshard_rope_store>("rope_store", pshard_rope_store),
+};
+
+}  // namespace
+}  // namespace pshard
+
+using namespace pshard;
+
+// The number that stands for a function in a list; -1 for one that may not be in any.
+PSHARD_API int pshard_callable(const char* name) {
+  for (int i = 0; i < static_cast<int>(std::size(kCallables)); ++i)
+    if (!std::strcmp(kCallables[i].name, name)) return i;
+  return -1;
+}
+
+// Of each call the number of its function, then its arguments.
+PSHARD_API void pshard_replay(const int64_t* words, int64_t n) {
+  for (const int64_t* end = words + n; words < end;) {
+    const Callable& c = kCallables[*words];
+    c.call(words + 1);
+    words += 1 + c.arguments;
+  }
+}

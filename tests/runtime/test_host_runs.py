@@ -1,0 +1,101 @@
+"""Runs of units on the CPU as one native call: the bits of the plain path, and nothing of Python in between."""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from engines import converse, open_engine
+from model_files import write_gguf
+from plan_samples import Places, make_tier, random_places, shrink_places
+
+from pshard.models import open_model
+from pshard.runtime.engine import Engine
+from pshard.runtime.kernels.cpu import native
+from pshard.runtime.kernels.cpu.recording import Recordings, record
+from pshard.runtime.walk_program import HostRun, Launch, group_on_host
+from pshard.steps.step import AllReduce, Compute, Handoff
+
+pytestmark = pytest.mark.skipif(not native.is_available(), reason=f"CPU kernels: {native.why_missing()}")
+
+
+def open_on_cpu(path: Path, sequences: int = 1, seed: int | None = None) -> Engine:
+    """All units on the CPU, or placed by chance."""
+    spec = open_model(path).spec
+    on_cpu: Places = {u.name: ("cpu", "host" if u.kind.state else None) for u in spec.units}
+    rng, tiers, places = random.Random(seed), [], on_cpu
+    for tokens in (1, 16, 64):
+        if seed is not None:
+            places = shrink_places(spec, places, rng) if tiers else random_places(spec, rng)
+        tiers.append(make_tier(spec, tokens, places, 2, 512, sequences))
+    return open_engine(path, tuple(tiers), "fast", 512, sequences, kv_types=("bf16", "bf16"))
+
+
+def talk(engine: Engine) -> torch.Tensor:
+    """Steps of one and of several sequences, as many tokens now and then: all logits."""
+    logits = [converse(engine)]
+    for step in ([[3], [5, 6], []], [[4], [9], [1]], [[7], [8], [2]], [[1] * 70, [], [3]], [[5], [5], [5]]):
+        logits += [rows for rows in engine.forward(step) if rows.numel()]
+    return torch.cat([rows.reshape(-1, engine.vocab) for rows in logits])
+
+
+def on_plain_path(recordings: Recordings, key: object, work: Callable[[], None]) -> None:
+    work()
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize(("arch", "qtype"), [("qwen3", "Q4_0"), ("qwen2", "Q8_0"), ("llama", "BF16")])
+def test_lists_give_the_bits_of_the_plain_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str, qtype: str, seed: int | None
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", arch, qtype=qtype, n_layers=3)
+    with open_on_cpu(path, 3, seed) as engine:
+        got = talk(engine)
+    monkeypatch.setattr(Recordings, "run", on_plain_path)
+    with open_on_cpu(path, 3, seed) as engine:
+        assert torch.equal(talk(engine), got)
+
+
+@pytest.mark.parametrize("where", ["cpu", "pinned"])
+def test_the_layers_of_a_token_are_one_native_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    calls: Counter[str] = Counter()
+    for name, function in native._C.items():
+
+        def count(*arguments, name=name, function=function):
+            calls[name] += 1
+            return function(*arguments)
+
+        monkeypatch.setitem(native._C, name, count)
+    path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q4_0", n_layers=3)
+    with open_on_cpu(path) if where == "cpu" else open_engine(path, kernels="fast") as engine:
+        engine.forward([1])
+        assert calls["attention"] == calls["ffn"] == 3 and not calls["replay"]
+        calls.clear()
+        engine.forward([2])
+    assert dict(calls) == {"get_rows": 1, "replay": 1, "rms_norm": 1, "linear": 1}  # embedding, layers, output
+
+
+def test_work_that_computes_anything_else_is_not_replayed() -> None:
+    x, out = torch.ones(4, 64), torch.zeros(4, 64)
+
+    def norm(rows: torch.Tensor) -> None:
+        native.rms_norm(rows, x[0], 1e-6, 2, 64, out, strides=(64, 64))
+
+    calls = record(lambda: norm(x[:2]))  # a view computes nothing
+    assert calls is not None and (out[:2] - 1).abs().max() < 1e-5
+    x[0], out[:] = 3.0, 0.0
+    calls.replay()
+    assert (out[0] - 3).abs().max() < 1e-5
+    assert record(lambda: norm(x + 0)) is None
+    assert record(lambda: native.memcpy(out, x, 64)) is None
+
+
+def test_units_on_the_cpu_that_follow_each_other_are_one_run() -> None:
+    a, f = Compute("a", "cpu", "host"), Compute("f", "cpu", "host")
+    first, last = Compute("e", "cpu", "host", position="first"), Compute("o", "cpu", "host", position="last")
+    launch, to_cpu = Launch((Compute("g", "acc", "arena"),)), Handoff("cpu", 8)
+    assert list(group_on_host((first, a, f, last), "cpu")) == [first, HostRun((a, f)), last]
+    program = (launch, to_cpu, f, AllReduce("f", 8), a)
+    assert list(group_on_host(program, "cpu")) == [launch, to_cpu, HostRun((f,)), AllReduce("f", 8), HostRun((a,))]
