@@ -16,6 +16,10 @@ class UnitRuns:
     ) -> None:
         self._means, self._residents, self._tier, self._work, self._tokens = means, residents, tier, work, tokens
 
+    def can_record(self, on: str) -> bool:
+        """Whether that side's kernels may be written down, and made again as one call."""
+        return self._work[on].side.kernels.recordable
+
     def run(self, step: Compute, entering: PendingSum | None = None, leaving: PendingSum | None = None) -> None:
         """The unit's kernels. entering, leaving: see Residual."""
         unit = self._tier.bound.get(step)

@@ -111,7 +111,7 @@ class Walk:
 
     def _repeat_on_host(self, run: HostRun) -> None:
         """Its kernels as one native call, in small batches: what differs between these is read from memory."""
-        if self._tokens > SMALL_BATCH:
+        if self._tokens > SMALL_BATCH or not self._units.can_record(run.steps[0].on):
             self._units.run_all(run.steps)
             return
         key = run.name, self._tokens, len(self._batch.segments)

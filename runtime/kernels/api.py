@@ -90,6 +90,7 @@ class Kernels(Protocol):
     act_dtype: torch.dtype
     repeatable: bool  # nothing allocated that lasts, launch sizes by shapes and RowIndex.cells: fit for a graph
     fuses_sums: bool  # whether these are `SumKernels`
+    recordable: bool  # their calls of the C++ library may be written down, and made again as one
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
         """out[M, D] = hidden[M, D] * rsqrt(mean(hidden^2) + eps) * weight[D]. hidden, weight float32; out act_dtype."""

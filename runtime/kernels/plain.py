@@ -14,6 +14,7 @@ class PlainKernels:
     act_dtype = torch.float32
     repeatable = False
     fuses_sums = False
+    recordable = False
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
         out.copy_(hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + eps) * weight)

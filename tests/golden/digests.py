@@ -58,12 +58,12 @@ def _orders(rank: RankPlan) -> list[Any]:
 def _places(tier: TierPlan) -> list[Any]:
     b = tier.buffers
     sizes = [b.pinned, b.scratch, b.slots, b.slot_bytes, b.kv]
-    return [sizes, *([p.unit, p.where, p.kv, p.cpu_rows] for p in tier.placements)]
+    return [sizes, *([p.unit, p.where, p.kv, p.cpu_rows, p.kept_parts] for p in tier.placements)]
 
 
 def _seconds(tier: TierPlan) -> list[float]:
-    p, s = tier.prediction, tier.solve
-    return [p.seconds, p.bound_seconds, s.objective, s.bound, *(seconds for _, seconds in p.busy)]
+    p = tier.prediction
+    return [p.seconds, p.bound_seconds, *(seconds for _, seconds in p.busy)]
 
 
 def _tell(step: Step) -> list[Any]:

@@ -25,6 +25,7 @@ class HostKernels(PlainKernels):
     """Float32 activations. What the C++ library does not speed up is inherited from the plain kernels."""
 
     act_dtype = torch.float32
+    recordable = True
 
     def linear(
         self,

@@ -39,6 +39,7 @@ class CudaKernels:
     act_dtype = torch.bfloat16
     repeatable = True
     fuses_sums = True
+    recordable = False
 
     def __init__(self, device: torch.device | str, max_tokens: int, tiles: Iterable[TileChoice] = ()) -> None:
         self._activations, self._few_rows = Activations(device, max_tokens), FewRows(device)
