@@ -125,7 +125,7 @@ class TierSearch:
         held += self.room.state_stage if layers > state.kv else 0
         return held + self.room.scratch(self.costs.load.tokens) > self.room.arena
 
-    def _reaches(self, state: TierState, seconds: float) -> bool:
+    def reaches(self, state: TierState, seconds: float) -> bool:
         """Whether no order of the state's counts takes less than `seconds`; not known where units are divided, or where
         the orders are shorter than the state wants."""
         wants_more = state.pins > self.most_pins or state.kv > len(self.residency.kv_order)
@@ -225,7 +225,7 @@ class TierSearch:
                         break
                     evaluations -= 1
                     goal = best.seconds * (1 - 1e-6)
-                    if self._reaches(state, goal):
+                    if self.reaches(state, goal):
                         self._slower.add(state)
                         break
                     tried = self.score(state)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import inf
 
 from pshard.planner.price.draft import Room, simulated_seconds
 from pshard.planner.price.host_limits import holds
@@ -11,9 +12,10 @@ from pshard.planner.program.unit_classes import UnitClass
 from pshard.planner.search.candidates import Candidate, plan_seconds
 from pshard.planner.search.climb import Scored, TierSearch, TierState, state_of
 
-SLOTS = (2, 1, 3)  # of starts
-EVALUATIONS = 60  # simulations of one tier
+SLOTS = 2  # of starts
+EVALUATIONS = 40  # simulations of one start's improvement
 CLOSE = 1.01  # so near to its bound a tier is left as it is
+FAR = 1.3  # a start that takes so much longer than the tier now is not improved
 
 
 def polish_tiers(
@@ -34,7 +36,7 @@ def polish_tiers(
             continue
         search = TierSearch(room, classes, found.residency, cost)
         current = state_of(classes, count_tier(classes, tiers[i]), 0, max(1, tiers[i].buffers.slots))
-        for best in _improved(search, current, bound):
+        for best in _improved(search, current, seconds[i], bound):
             took = simulated_seconds(room, best.tier, cost)
             tried = [*tiers[:i], best.tier, *tiers[i + 1 :]]
             if took < seconds[i] and holds(room, tried):
@@ -47,34 +49,32 @@ def polish_tiers(
     return replace(found, tiers=tuple(tiers), seconds=tuple(seconds), total=total)
 
 
-def _improved(search: TierSearch, current: TierState, bound: float) -> Iterator[Scored]:
-    """The best of the starts, improved."""
-    for start in rank_starts(search, current.kv)[:2]:
+def _improved(search: TierSearch, current: TierState, seconds: float, bound: float) -> Iterator[Scored]:
+    """The best of the starts, improved, where they are near enough to the tier's `seconds` now."""
+    for start in rank_starts(search, current.kv, seconds * FAR)[:2]:
         yield search.improve(start, EVALUATIONS, bound)
 
 
-def rank_starts(search: TierSearch, kv: int) -> list[Scored]:
-    """Starts of a tier, the fastest first, with `kv` layers' KV in VRAM or as many as may be."""
-    starts = [scored for state in _starts(search, kv) if (scored := search.score(state))]
+def rank_starts(search: TierSearch, kv: int, most: float = inf) -> list[Scored]:
+    """Starts of a tier that take less than `most` seconds, the fastest first, with `kv` layers' KV in VRAM or as many
+    as may be."""
+    states = (state for state in _starts(search, kv) if most == inf or not search.reaches(state, most))
+    starts = [scored for state in states if (scored := search.score(state)) and scored.seconds < most]
     return sorted(starts, key=lambda start: start.seconds)
-
-
-def _by_turns(search: TierSearch, on_cpu: TierState) -> Iterator[TierState]:
-    """States of which the CPU has a third or half of what it has in this one of units without state, one by one."""
-    for part in (2, 3):
-        cpu = tuple(0 if cls.kind.state else n // part for cls, n in zip(search.classes, on_cpu.cpu))
-        yield replace(on_cpu, cpu=cpu, runs=max(cpu))
 
 
 def _starts(search: TierSearch, kv_now: int) -> Iterator[TierState]:
     none, most = (0,) * len(search.classes), len(search.residency.kv_order)
     for copies in (False, True) if search.residency.shares else (False,):
         for kv in sorted({kv_now, most}):
-            for slots in SLOTS:
-                filled = search.fill_most(TierState(0, kv, none, 0, slots, copies=copies))
-                if filled:
-                    yield filled
-                    if slots == SLOTS[0]:
-                        on_cpu = search.leave_to_cpu(filled)
-                        yield on_cpu
-                        yield from _by_turns(search, on_cpu)
+            streamed = search.fill_most(TierState(0, kv, none, 0, SLOTS, copies=copies))
+            if streamed:
+                yield streamed
+                yield (on_cpu := search.leave_to_cpu(streamed))
+                yield _by_turns(search, on_cpu)
+
+
+def _by_turns(search: TierSearch, on_cpu: TierState) -> TierState:
+    """The state of which the CPU has half of what it has in this one of units without state, one by one."""
+    cpu = tuple(0 if cls.kind.state else n // 2 for cls, n in zip(search.classes, on_cpu.cpu))
+    return replace(on_cpu, cpu=cpu, runs=max(cpu))
