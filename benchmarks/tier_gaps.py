@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from planner import MACHINE, make_spec
+from pshard.errors import NoPlan
 from pshard.model import ModelSpec
 from pshard.plan import TierPlan
 from pshard.planner.make_plan import plan_variant
@@ -35,7 +36,7 @@ OVER_PUBLISHED, OVER_ALONE = 0.03, 0.10
 
 
 def measure_case(spec: ModelSpec, machine: str, mib: int) -> Iterator[dict]:
-    """One row for each tier; none where nothing fits the host."""
+    """One row for each tier. Raises NoPlan where nothing fits the budget or the host."""
     profile, workload = load_profile(MACHINE.with_name(f"{machine}.json")), Workload((mib,))
     (rank,) = plan_variant(spec, profile, workload).ranks
     (task,) = prepare_ranks(spec, profile, workload)
@@ -77,7 +78,11 @@ def main() -> None:
     for name, (*shape, budgets) in SHAPES.items():
         for mib in budgets:
             for machine in MACHINES:
-                tiers = list(measure_case(make_spec(name, *shape), machine, mib))
+                try:
+                    tiers = list(measure_case(make_spec(name, *shape), machine, mib))
+                except NoPlan as error:
+                    print(json.dumps({"model": name, "vram_mib": mib, "machine": machine, "none": str(error)}))
+                    continue
                 said = {t["tokens"]: [t["ms"], round(t["over_published"], 3), round(t["over_alone"], 3)] for t in tiers}
                 print(json.dumps({"model": name, "vram_mib": mib, "machine": machine, "tiers": said}), flush=True)
                 rows += tiers
