@@ -37,6 +37,7 @@ def test_a_soak_ends_in_time_tells_what_it_does_and_checks_logits(world: World, 
     assert "loaded" in done.stderr and "longest prompt" in done.stderr
 
 
+@pytest.mark.slow
 def test_truth_runs_plans_and_strategies_of_each_tests_workload(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -262,6 +262,7 @@ def test_the_command_runs_plans_and_stores_what_was_measured(world, capsys):
     assert f"{measured[1] * 1e3:.2f}" in out
 
 
+@pytest.mark.slow
 def test_several_sequences_are_measured_together(world):
     assert plan(world, "-np", 3, "-c", 384, "--prompt", 50, "--generated", 20) == 0
     (variant,) = load_registry(world.registry).variants
@@ -323,6 +324,7 @@ def test_a_plan_is_preferred_only_where_the_planners_choice_is_surely_slower(
     assert len(told) == bool(why) and all(why in line and "planner's choice is kept" in line for line in told)
 
 
+@pytest.mark.slow
 def test_noise_on_a_busy_machine_does_not_change_the_plan(world, monkeypatch):
     rng, chosen = random.Random(1), []
     for _ in range(10):
@@ -380,6 +382,7 @@ def test_a_refitted_plan_keeps_what_the_profile_alone_predicts(world, monkeypatc
     assert all(t.prediction.profile_seconds != t.prediction.seconds for t in chosen.ranks[0].tiers)
 
 
+@pytest.mark.slow
 def test_auto_runs_what_it_settles_on_when_that_is_one_device(world, capsys):
     assert plan(world, "--validate") == 0
     assert cli_plan.main(["-m", str(world.model), "-c", "128", "--vram", "6,6", "-sm", "auto"]) == 0
