@@ -47,11 +47,13 @@ class RankWatch:
             time.sleep(0.01)
         self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
         self._thread.start()
-        threading.Thread(target=self._watch_store, name="store-watch", daemon=True).start()
+        self._store_watch = threading.Thread(target=self._watch_store, name="store-watch", daemon=True)
+        self._store_watch.start()
 
     def close(self) -> None:
         """Say goodbye, so that the others don't take the silence for a death. Rank 0, where the store is, goes last."""
         self._closing.set()
+        self._store_watch.join(GOODBYE_SECONDS)  # who lets go of the store last must not do so as Python ends
         self._thread.join(GOODBYE_SECONDS)
         if self._thread.is_alive():  # the store does not answer
             return
