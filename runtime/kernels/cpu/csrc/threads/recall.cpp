@@ -4,6 +4,8 @@
 #include <linux/membarrier.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+
+#include <initializer_list>
 #endif
 
 namespace pshard {
