@@ -24,6 +24,37 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The routed experts of a layer, and how a router chooses among them.
+
+    Each of `count` experts is an FFN of `d_expert` rows; a token takes `used` of them. Their weights are made from the
+    router's `scores`: "softmax" over all experts, "sigmoid" of each, or "chosen", a softmax over those that are chosen.
+    `normed`: they are divided by their sum, then multiplied by `scale`. A `choice_bias` is added to scores for the
+    choice alone. Of `groups` equal groups of experts those of the best `groups_used` may be chosen; a group's score is
+    the sum of its best two. `activation`: "silu", as in a SwiGLU, or "clamped", as gpt-oss has it. `biases`: the router
+    and the experts have some.
+
+    `d_shared`: rows of the FFN that every token takes beside its experts; `shared_gate`: it is multiplied by the
+    sigmoid of one more product. The first `dense_layers` layers have an ordinary FFN instead.
+    """
+
+    count: int
+    used: int
+    d_expert: int
+    scores: str = "softmax"
+    normed: bool = True
+    scale: float = 1.0
+    choice_bias: bool = False
+    groups: int = 1
+    groups_used: int = 1
+    activation: str = "silu"
+    biases: bool = False
+    d_shared: int = 0
+    shared_gate: bool = False
+    dense_layers: int = 0
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Numbers of a decoder-only transformer that computing and planning need. Sizes in elements."""
 
@@ -40,3 +71,4 @@ class ModelConfig:
     rope: Rope
     qk_norm: bool = False
     sliding_window: int = 0  # 0: full attention in every layer
+    experts: Experts | None = None

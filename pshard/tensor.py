@@ -7,11 +7,15 @@ from pshard.quant import file_nbytes, packed_nbytes
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One weight tensor: GGUF name, quant type, shape as (rows, cols) = (outputs, inputs), or (n,) for a vector."""
+    """One weight tensor: GGUF name, quant type, shape as (rows, cols) = (outputs, inputs), or (n,) for a vector.
+
+    parts: so many matrices of equal rows stand in it, one below the other, as a layer's experts do; 0 for one matrix.
+    """
 
     name: str
     qtype: str
     shape: tuple[int, ...]
+    parts: int = 0
 
     @property
     def rows(self) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
+from pshard.model_config import Experts
 from pshard.times.gpu_tiles import TileChoice
 
 if TYPE_CHECKING:
@@ -25,6 +26,30 @@ class Packed:
     qtype: str
     rows: int
     cols: int
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """Those experts of a layer that a side computes. gate, up [F, D] and down [D, F]: by expert; None: not here.
+
+    addresses: int64 [3, E] on the computing device, where gate, up and down of each begin; 0 for one that is not here.
+    biases: float32 [E, F], [E, F] and [E, D] of gate, up and down of all experts; None without.
+    """
+
+    gate: tuple[Packed | None, ...]
+    up: tuple[Packed | None, ...]
+    down: tuple[Packed | None, ...]
+    addresses: torch.Tensor
+    biases: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Which experts every token of a micro-batch takes. ids: int32 [M, k], different ones, by falling score, ties to
+    the lower number; weights: float32 [M, k]."""
+
+    ids: torch.Tensor
+    weights: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -134,6 +159,39 @@ class Kernels(Protocol):
         """A whole FFN at once, as `gate_up` and then `linear` give it, where that saves calls; False: nothing was done.
 
         x [M, D] act_dtype; out [M, D] float32. Row strides free.
+        """
+        ...
+
+    def route(
+        self,
+        x: torch.Tensor,
+        router: Packed,
+        rule: Experts,
+        routes: Routes,
+        bias: torch.Tensor | None = None,
+        choice_bias: torch.Tensor | None = None,
+    ) -> None:
+        """Which experts x[M, D] (float32) takes, and with which weights, by the rule; written into `routes`.
+
+        Scores are made of x @ router.T + bias[E] in float32; router [E, D] is F32, F16 or BF16.
+        """
+        ...
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        routes: Routes,
+        weights: ExpertWeights,
+        rule: Experts,
+        out: torch.Tensor,
+        scratch: dict[str, torch.Tensor],
+        accumulate: bool,
+    ) -> None:
+        """out[M, D] = (out if accumulate else 0) + the sum over the experts of each token that `weights` has of its
+        weight * (down . act(gate . x + bias, up . x + bias) + bias). x [M, D] act_dtype; out float32, row strides free.
+
+        act(g, u) is silu(g) * u, or for "clamped" with g = min(g, 7), u = clamp(u, -7, 7): g * sigmoid(1.702 g) *
+        (u + 1). The order of sums depends on shapes and routes only. scratch: what pshard.units.experts lists.
         """
         ...
 

@@ -3,8 +3,10 @@
 import torch
 import torch.nn.functional as F
 
-from pshard.runtime.kernels.api import LayerKV, Packed, RopeTable, RowIndex
+from pshard.model_config import Experts
+from pshard.runtime.kernels.api import ExpertWeights, LayerKV, Packed, RopeTable, Routes, RowIndex
 from pshard.runtime.kernels.kv_codec import decode_cells, encode_cells, gather_cells
+from pshard.runtime.kernels.plain_experts import add_experts, choose_experts
 from pshard.runtime.kernels.unpack import unpack
 
 
@@ -51,6 +53,33 @@ class PlainKernels:
 
     def ffn(self, x: torch.Tensor, gate: Packed, up: Packed, down: Packed, out: torch.Tensor, accumulate: bool) -> bool:
         return False
+
+    def route(
+        self,
+        x: torch.Tensor,
+        router: Packed,
+        rule: Experts,
+        routes: Routes,
+        bias: torch.Tensor | None = None,
+        choice_bias: torch.Tensor | None = None,
+    ) -> None:
+        found = choose_experts(F.linear(x, unpack(router), bias), rule, choice_bias)
+        routes.ids.copy_(found.ids)
+        routes.weights.copy_(found.weights)
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        routes: Routes,
+        weights: ExpertWeights,
+        rule: Experts,
+        out: torch.Tensor,
+        scratch: dict[str, torch.Tensor],
+        accumulate: bool,
+    ) -> None:
+        if not accumulate:
+            out.zero_()
+        add_experts(x, routes, weights, rule, out)
 
     def place(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(rows)

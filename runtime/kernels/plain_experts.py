@@ -1,0 +1,61 @@
+"""Routing and experts in plain torch: the oracle of the fast kernels, on any device."""
+
+import torch
+import torch.nn.functional as F
+
+from pshard.model_config import Experts
+from pshard.runtime.kernels.api import ExpertWeights, Packed, Routes
+from pshard.runtime.kernels.unpack import unpack
+
+CLAMP, SLOPE = 7.0, 1.702  # gpt-oss: modeling_gpt_oss.py of transformers 5
+
+
+def choose_experts(logits: torch.Tensor, rule: Experts, choice_bias: torch.Tensor | None) -> Routes:
+    """Which experts take tokens with these router logits (float32 [M, E]), and their weights; ties to the lower number.
+
+    Softmax: arXiv 2101.03961; sigmoid with a bias for the choice and groups: arXiv 2412.19437, section 2.1.2.
+    """
+    scores = logits if rule.scores == "chosen" else logits.sigmoid() if rule.scores == "sigmoid" else logits.softmax(-1)
+    choice = scores if choice_bias is None else scores + choice_bias
+    if rule.groups_used < rule.groups:
+        each = choice.unflatten(1, (rule.groups, -1))
+        best = _first_best(each.sort(2, descending=True).values[..., :2].sum(-1), rule.groups_used)
+        allowed = torch.zeros(each.shape[:2], dtype=torch.bool, device=choice.device).scatter_(1, best, True)
+        choice = choice.masked_fill(~allowed.repeat_interleave(each.shape[2], 1), -torch.inf)
+    ids = _first_best(choice, rule.used)
+    weights = scores.gather(1, ids)
+    if rule.scores == "chosen":
+        weights = weights.softmax(-1)
+    elif rule.normed:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return Routes(ids.int(), weights * rule.scale)
+
+
+def _first_best(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Columns of the `count` largest values of each row, the largest first; ties to the lower column."""
+    return values.sort(1, descending=True, stable=True).indices[:, :count]
+
+
+def activate(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """What an expert's down product takes: silu(gate) * up, or gpt-oss' clamped form."""
+    if activation == "silu":
+        return F.silu(gate) * up
+    gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)
+    return gate * torch.sigmoid(SLOPE * gate) * (up + 1)
+
+
+def add_experts(x: torch.Tensor, routes: Routes, weights: ExpertWeights, rule: Experts, out: torch.Tensor) -> None:
+    """out[M, D] += what the experts of each token that `weights` has give, expert after expert."""
+    for number, (gate, up, down) in enumerate(zip(weights.gate, weights.up, weights.down)):
+        rows, place = (routes.ids == number).nonzero(as_tuple=True)
+        if gate is None or up is None or down is None or not rows.numel():
+            continue
+        own = [None] * 3 if weights.biases is None else [bias[number] for bias in weights.biases]
+        taken = x[rows].float()
+        both = (_product(taken, matrix, bias) for matrix, bias in zip((gate, up), own))
+        result = _product(activate(*both, rule.activation), down, own[2])
+        out[rows] += routes.weights[rows, place][:, None] * result
+
+
+def _product(x: torch.Tensor, matrix: Packed, bias: torch.Tensor | None) -> torch.Tensor:
+    return F.linear(x, unpack(matrix), bias)
