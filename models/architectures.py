@@ -4,15 +4,34 @@ from dataclasses import dataclass
 
 from pshard.errors import UserError
 
-_QKV = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
+
+@dataclass(frozen=True)
+class Routing:
+    """How an architecture's layers choose among experts where its files do not say, and what its config.json calls
+    the numbers.
+
+    `scores`, `normed`, `choice_bias` and `shared_gate` are as in `Experts`. `count` and `d_expert` are keys;
+    `d_shared` is a key of rows, or of how many experts' rows a shared FFN has. `says_normed`: config.json must say
+    whether weights are divided by their sum.
+    """
+
+    count: str = "num_experts"
+    d_expert: str = "moe_intermediate_size"
+    d_shared: str = ""
+    scores: str = "softmax"
+    normed: bool = True
+    says_normed: bool = True
+    choice_bias: bool = False
+    shared_gate: bool = False
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder: RMSNorm, rotary grouped-query attention, SwiGLU; and its variations.
+    """A decoder: RMSNorm, rotary grouped-query attention, SwiGLU or routed experts of it; and its variations.
 
     `name` is the model_type of Hugging Face, `gguf` what GGUF files say. `gguf_pairing`: RoPE pairs as GGUF files of
     this architecture store q and k (Hugging Face always has "halves"). `biases` must be there, `optional_biases` may.
+    `routing`: its layers have experts.
     """
 
     name: str
@@ -21,24 +40,44 @@ class Architecture:
     biases: tuple[str, ...] = ()
     optional_biases: tuple[str, ...] = ()
     qk_norm: bool = False
+    routing: Routing | None = None
 
+
+_QKV = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
+_MIXTRAL = Routing("num_local_experts", "intermediate_size", says_normed=False)
+_QWEN2_MOE = Routing(d_shared="shared_expert_intermediate_size", normed=False, shared_gate=True)
 
 ARCHITECTURES = (
     Architecture("llama", "llama", "adjacent", optional_biases=(*_QKV, "attn_output.bias")),
     Architecture("mistral", "llama", "adjacent"),
     Architecture("qwen2", "qwen2", "halves", biases=_QKV),
     Architecture("qwen3", "qwen3", "halves", optional_biases=(*_QKV, "attn_output.bias"), qk_norm=True),
+    Architecture("mixtral", "llama", "adjacent", routing=_MIXTRAL),
+    Architecture("qwen2_moe", "qwen2moe", "halves", biases=_QKV, routing=_QWEN2_MOE),
+    Architecture(
+        "qwen3_moe",
+        "qwen3moe",
+        "halves",
+        optional_biases=(*_QKV, "attn_output.bias"),
+        qk_norm=True,
+        routing=Routing(),
+    ),
 )
 
 
-def find_gguf_architecture(name: object, where: str) -> Architecture:
-    """The architecture that a GGUF file calls `name`. Raises UserError that lists the supported ones."""
-    return _find({a.gguf: a for a in reversed(ARCHITECTURES)}, name, where)
+def find_gguf_architecture(name: object, where: str, has_experts: bool = False) -> Architecture:
+    """The architecture that a GGUF file calls `name`; a name that two have is that of the one with experts or without.
+
+    Raises UserError that lists the supported ones.
+    """
+    by_name = {a.gguf: a for a in reversed(ARCHITECTURES)}
+    by_name |= {a.gguf: a for a in reversed(ARCHITECTURES) if bool(a.routing) == has_experts}
+    return _find(by_name, name, where)
 
 
 def find_hf_architecture(name: object, where: str) -> Architecture:
     """The architecture that a config.json calls `name` (model_type). Raises UserError that lists the supported ones."""
-    return _find({a.name: a for a in ARCHITECTURES}, name, where)
+    return _find({a.name: a for a in ARCHITECTURES if not a.routing}, name, where)
 
 
 def _find(table: dict[str, Architecture], name: object, where: str) -> Architecture:

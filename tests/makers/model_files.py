@@ -7,6 +7,7 @@ biases are random too, so that leaving one out shows.
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+MOE = ("mixtral", "qwen2moe", "qwen3moe", "glm4moe")  # as GGUF files call them, but mixtral, which they call llama
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 
@@ -39,6 +41,11 @@ class Shape:
     context: int = 512
     rope_base: float = 10000.0
     norm_eps: float = 1e-6
+    n_experts: int = 8  # these four only where the architecture has experts
+    n_used: int = 2
+    d_expert: int = 256
+    d_shared: int = 256
+    dense_layers: int = 1  # of glm4moe
 
     def tensors(self, arch: str, tied: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
         """GGUF names and shapes (rows, cols) of every tensor of that architecture."""
@@ -49,19 +56,36 @@ class Shape:
             yield b + "attn_norm.weight", (d,)
             for role, rows in (("attn_q", q), ("attn_k", kv), ("attn_v", kv)):
                 yield b + f"{role}.weight", (rows, d)
-                if arch == "qwen2":
+                if arch in ("qwen2", "qwen2moe", "glm4moe"):
                     yield b + f"{role}.bias", (rows,)
             yield b + "attn_output.weight", (d, q)
-            if arch == "qwen3":
+            if arch in ("qwen3", "qwen3moe"):
                 yield b + "attn_q_norm.weight", (self.head_dim,)
                 yield b + "attn_k_norm.weight", (self.head_dim,)
-            yield b + "ffn_norm.weight", (d,)
+            yield b + ("post_attention_norm.weight" if arch == "glm4moe" else "ffn_norm.weight"), (d,)
+            if arch in MOE and (arch != "glm4moe" or i >= self.dense_layers):
+                yield from self._routed(arch, b)
+                continue
             yield b + "ffn_gate.weight", (self.d_ffn, d)
             yield b + "ffn_up.weight", (self.d_ffn, d)
             yield b + "ffn_down.weight", (d, self.d_ffn)
         yield "output_norm.weight", (d,)
         if not tied:
             yield "output.weight", (self.vocab, d)
+
+    def _routed(self, arch: str, block: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Router, experts and shared experts of a layer."""
+        d, n, f = self.d_model, self.n_experts, self.d_expert
+        yield block + "ffn_gate_inp.weight", (n, d)
+        if arch == "glm4moe":
+            yield block + "exp_probs_b.bias", (n,)
+        for suffix, stack, rows in (("exps", (n,), f), ("shexp", (), self.d_shared)):
+            if suffix == "exps" or arch in ("qwen2moe", "glm4moe"):
+                yield f"{block}ffn_gate_{suffix}.weight", (*stack, rows, d)
+                yield f"{block}ffn_up_{suffix}.weight", (*stack, rows, d)
+                yield f"{block}ffn_down_{suffix}.weight", (*stack, d, rows)
+        if arch == "qwen2moe":
+            yield block + "ffn_gate_inp_shexp.weight", (d,)
 
 
 def write_gguf(
@@ -78,7 +102,7 @@ def write_gguf(
     alignment: int | None = None,
     **shape: Any,
 ) -> Path:
-    """Write a random model of architecture "llama", "qwen2" or "qwen3" and return its path.
+    """Write a random model of architecture "llama", "qwen2" or "qwen3", or one of MOE, and return its path.
 
     Every matrix has quant type `qtype` unless `qtypes` names another for its role ("ffn_down.weight": "Q6_K"); vectors
     are F32. `shape` overrides fields of Shape; `metadata` sets further keys (values: str, bool, int, float, lists);
@@ -99,7 +123,9 @@ def write_gguf(
             writer.add_tensor(name, random_vector(name, dims[0], rng))
         else:
             kind = (qtypes or {}).get(role, qtype)
-            _add_encoded(writer, name, random_matrix(*dims, kind, rng), kind)
+            kind = "F32" if role == "ffn_gate_inp.weight" else kind
+            encoded = random_matrix(prod(dims[:-1]), dims[-1], kind, rng)
+            _add_encoded(writer, name, encoded.reshape(*dims[:-1], -1), kind)
     for name, array in extra.items():
         writer.add_tensor(name, array.astype(np.float32))
     return _finish(writer, path)
@@ -108,6 +134,8 @@ def write_gguf(
 def random_vector(name: str, n: int, rng: np.random.Generator) -> np.ndarray:
     """A norm's weight around 1 or a bias around 0, float32."""
     centre = 0.0 if name.endswith("bias") else 1.0
+    if name.endswith("ffn_gate_inp_shexp.weight"):  # a product of one row
+        return (n**-0.5 * rng.standard_normal(n)).astype(np.float32)
     return (centre + 0.1 * rng.standard_normal(n)).astype(np.float32)
 
 
@@ -144,7 +172,7 @@ def _random_k_blocks(rows: int, cols: int, qtype: str, std: float, rng: np.rando
 
 
 def _start_writer(path: Path, arch: str, s: Shape) -> gguf.GGUFWriter:
-    writer = gguf.GGUFWriter(str(path), arch)
+    writer = gguf.GGUFWriter(str(path), "llama" if arch == "mixtral" else arch)
     writer.add_name(path.stem)
     writer.add_block_count(s.n_layers)
     writer.add_context_length(s.context)
@@ -154,10 +182,22 @@ def _start_writer(path: Path, arch: str, s: Shape) -> gguf.GGUFWriter:
     writer.add_head_count_kv(s.n_kv_heads)
     writer.add_key_length(s.head_dim)
     writer.add_value_length(s.head_dim)
-    writer.add_rope_dimension_count(s.head_dim)
+    writer.add_rope_dimension_count(s.head_dim // 2 if arch == "glm4moe" else s.head_dim)
     writer.add_rope_freq_base(s.rope_base)
     writer.add_layer_norm_rms_eps(s.norm_eps)
     writer.add_vocab_size(s.vocab)
+    if arch in MOE:
+        writer.add_expert_count(s.n_experts)
+        writer.add_expert_used_count(s.n_used)
+        writer.add_expert_feed_forward_length(s.d_expert)
+    if arch == "qwen2moe":
+        writer.add_expert_shared_feed_forward_length(s.d_shared)
+    if arch == "glm4moe":
+        writer.add_expert_shared_count(s.d_shared // s.d_expert)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_scale(1.5)
+        writer.add_expert_weights_norm(True)
+        writer.add_leading_dense_block_count(s.dense_layers)
     return writer
 
 

@@ -113,6 +113,9 @@ class ToyFile:
     def tensor_bytes(self, name: str) -> np.ndarray:
         return self.values[name].reshape(-1).view(np.uint8)
 
+    def part_bytes(self, name: str, part: int) -> np.ndarray:
+        raise NotImplementedError("no tensor of a toy has parts")
+
     def forget_tensor(self, name: str) -> None:
         pass
 
