@@ -7,20 +7,16 @@ from pshard.errors import UserError
 
 @dataclass(frozen=True)
 class Routing:
-    """How an architecture's layers choose among experts where its files do not say, and what its config.json calls
-    the numbers.
+    """How an architecture's layers choose among experts where its files do not say.
 
-    `scores`, `normed`, `choice_bias` and `shared_gate` are as in `Experts`. `count` and `d_expert` are keys;
-    `d_shared` is a key of rows, or of how many experts' rows a shared FFN has. `says_normed`: config.json must say
-    whether weights are divided by their sum.
+    `scores`, `normed`, `choice_bias` and `shared_gate` are as in `Experts`. `shared`: it has shared experts.
+    `sizes_as_dense`: experts have as many rows as the FFN of its dense relative.
     """
 
-    count: str = "num_experts"
-    d_expert: str = "moe_intermediate_size"
-    d_shared: str = ""
     scores: str = "softmax"
     normed: bool = True
-    says_normed: bool = True
+    sizes_as_dense: bool = False
+    shared: bool = False
     choice_bias: bool = False
     shared_gate: bool = False
 
@@ -44,15 +40,14 @@ class Architecture:
 
 
 _QKV = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
-_MIXTRAL = Routing("num_local_experts", "intermediate_size", says_normed=False)
-_QWEN2_MOE = Routing(d_shared="shared_expert_intermediate_size", normed=False, shared_gate=True)
+_QWEN2_MOE = Routing(normed=False, shared=True, shared_gate=True)
 
 ARCHITECTURES = (
     Architecture("llama", "llama", "adjacent", optional_biases=(*_QKV, "attn_output.bias")),
     Architecture("mistral", "llama", "adjacent"),
     Architecture("qwen2", "qwen2", "halves", biases=_QKV),
     Architecture("qwen3", "qwen3", "halves", optional_biases=(*_QKV, "attn_output.bias"), qk_norm=True),
-    Architecture("mixtral", "llama", "adjacent", routing=_MIXTRAL),
+    Architecture("mixtral", "llama", "adjacent", routing=Routing(sizes_as_dense=True)),
     Architecture("qwen2_moe", "qwen2moe", "halves", biases=_QKV, routing=_QWEN2_MOE),
     Architecture(
         "qwen3_moe",
@@ -77,7 +72,7 @@ def find_gguf_architecture(name: object, where: str, has_experts: bool = False) 
 
 def find_hf_architecture(name: object, where: str) -> Architecture:
     """The architecture that a config.json calls `name` (model_type). Raises UserError that lists the supported ones."""
-    return _find({a.name: a for a in ARCHITECTURES if not a.routing}, name, where)
+    return _find({a.name: a for a in ARCHITECTURES}, name, where)
 
 
 def _find(table: dict[str, Architecture], name: object, where: str) -> Architecture:

@@ -7,6 +7,7 @@ from pshard.model_config import ModelConfig
 from pshard.models.stored import StoredTensor
 
 _FUSED = re.compile(r"(blk\.\d+\.)ffn_gate_up_exps\.weight")
+_HF_EXPERT = re.compile(r"(.*\.experts)\.(0|[1-9]\d{0,5})\.(\w+\.weight)")
 _LONE_EXPERT = re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight")
 
 
@@ -27,11 +28,49 @@ def arrange_gguf(config: ModelConfig, stored: dict[str, StoredTensor]) -> dict[s
         if fused:
             for role, half in zip(("gate", "up"), _split_rows(tensor, fused_shape)):
                 arranged[f"{fused[1]}ffn_{role}_exps.weight"] = half
-        elif len(tensor.shape) == 2 and tensor.shape[0] == 1 and name.endswith(".ffn_gate_inp_shexp.weight"):
-            arranged[name] = replace(tensor, shape=tensor.shape[1:])
+        else:
+            arranged[name] = flatten_row(name, tensor)
+    return arranged
+
+
+def flatten_row(name: str, tensor: StoredTensor) -> StoredTensor:
+    """The gate of a shared expert is a vector, but some files store it as a matrix of one row."""
+    if name.endswith(".ffn_gate_inp_shexp.weight") and len(tensor.shape) == 2 and tensor.shape[0] == 1:
+        return replace(tensor, shape=tensor.shape[1:])
+    return tensor
+
+
+def stack_experts(config: ModelConfig, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Tensors by Hugging Face name, those of a layer's experts as one: `experts.7.up_proj` is in `experts.up_proj`.
+
+    Raises UserError when one of the experts is missing or unlike the others.
+    """
+    if config.experts is None:
+        return stored
+    arranged: dict[str, StoredTensor] = {}
+    stacks: dict[str, dict[int, StoredTensor]] = {}
+    for name, tensor in stored.items():
+        expert = _HF_EXPERT.fullmatch(name)
+        if expert:
+            stacks.setdefault(f"{expert[1]}.{expert[3]}", {})[int(expert[2])] = tensor
         else:
             arranged[name] = tensor
+    for name, found in stacks.items():
+        arranged[name] = _stack(name, [found[number] for number in sorted(found)], set(found), config.experts.count)
     return arranged
+
+
+def _stack(name: str, tensors: list[StoredTensor], numbers: set[int], count: int) -> StoredTensor:
+    first, last = tensors[0], tensors[-1]
+    missing = next((n for n in range(count) if n not in numbers), None)
+    if missing is not None:
+        first.fail(f"has its like of other experts, but not of number {missing} of {count}; the files are incomplete")
+    if len(tensors) > count:
+        last.fail(f"is of an expert too many; the configuration says {count}")
+    for tensor in tensors:
+        if (tensor.qtype, tensor.shape) != (first.qtype, first.shape):
+            tensor.fail(f"is {tensor.qtype} of shape {list(tensor.shape)}, unlike {first.name}")
+    return replace(first, name=name, shape=(count, *first.shape), slabs=tuple(tensors))
 
 
 def _split_rows(tensor: StoredTensor, shape: tuple[int, int, int]) -> list[StoredTensor]:

@@ -13,7 +13,7 @@ from pshard.jsonio import to_json
 from pshard.model import ModelSpec
 from pshard.model_config import ModelConfig
 from pshard.models.architectures import Architecture, find_gguf_architecture, find_hf_architecture
-from pshard.models.arrange_tensors import arrange_gguf
+from pshard.models.arrange_tensors import arrange_gguf, flatten_row, stack_experts
 from pshard.models.build_units import HEAD, build_units
 from pshard.models.gguf_config import gguf_config
 from pshard.models.gguf_header import read_gguf
@@ -140,6 +140,7 @@ def _open_folder(folder: Path) -> ModelFile:
     arch = find_hf_architecture(metadata.get("model_type"), where)
     config = hf_config(arch, metadata, where)
     files, by_hf_name = read_safetensors(folder)
+    by_hf_name = stack_experts(config, by_hf_name)
     tensors = _rename(arch, config, by_hf_name, tied=metadata.get("tie_word_embeddings") is True)
     if HEAD not in tensors and not metadata.get("tie_word_embeddings"):
         raise UserError(f"{folder}: tensor lm_head.weight is missing and tie_word_embeddings is not set")
@@ -170,10 +171,12 @@ def _rename(
     """Tensors by GGUF name. Drops what is computed anyway: RoPE buffers, and the head of a tied model."""
     import gguf
 
-    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.gguf.upper()), min(config.n_layers, len(stored)))
+    known = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == arch.gguf)
+    names = gguf.get_tensor_name_map(known, min(config.n_layers, len(stored)))
     renamed = {}
     for key, tensor in stored.items():
         if key.endswith(".rotary_emb.inv_freq") or (tied and key == "lm_head.weight"):
             continue
-        renamed[names.get_name(key, (".weight", ".bias")) or key] = tensor
+        name = names.get_name(key, (".weight", ".bias")) or key
+        renamed[name] = flatten_row(name, tensor)
     return renamed

@@ -6,6 +6,7 @@ from pshard.models.architectures import Routing
 from pshard.models.keys import FACTORS, Keys
 
 _SCORES = {1: "softmax", 2: "sigmoid", 3: "chosen"}  # llama.cpp's numbers of gating functions; 0: as the architecture
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # transformers 5 writes another than 4 did
 
 
 def gguf_experts(routing: Routing, keys: Keys) -> Experts:
@@ -38,11 +39,11 @@ def _expert_rows(routing: Routing, keys: Keys, used: int) -> int:
     if keys.get("expert_feed_forward_length"):
         return keys.integer("expert_feed_forward_length")
     rows = keys.integer("feed_forward_length")
-    return rows if routing.d_expert == "intermediate_size" else rows // used
+    return rows if routing.sizes_as_dense else rows // used
 
 
 def _shared_rows(routing: Routing, keys: Keys, d_expert: int) -> int:
-    if not routing.d_shared:
+    if not routing.shared:
         keys.refuse_unless("expert_shared_count", 0)
         return 0
     if keys.get("expert_shared_feed_forward_length"):
@@ -50,6 +51,33 @@ def _shared_rows(routing: Routing, keys: Keys, d_expert: int) -> int:
     if keys.get("expert_shared_count"):
         return keys.integer("expert_shared_count") * d_expert
     return keys.integer("feed_forward_length")
+
+
+def hf_experts(routing: Routing, keys: Keys) -> Experts:
+    """From config.json. Raises UserError that names the key."""
+    keys.refuse_unless("decoder_sparse_step", 1)
+    keys.refuse_unless("mlp_only_layers", [])
+    d_expert = keys.integer("intermediate_size" if routing.sizes_as_dense else "moe_intermediate_size")
+    d_shared = 0
+    if routing.shared_gate:
+        d_shared = keys.integer("shared_expert_intermediate_size")
+    elif routing.shared:
+        d_shared = keys.integer("n_shared_experts", 0, least=0) * d_expert
+    experts = Experts(
+        keys.integer(next((key for key in _COUNTS if keys.get(key) is not None), _COUNTS[0])),
+        keys.integer("num_experts_per_tok"),
+        d_expert,
+        scores=routing.scores,
+        normed=keys.flag("norm_topk_prob", True if routing.sizes_as_dense else None),
+        scale=keys.real("routed_scaling_factor", 1.0, FACTORS),
+        choice_bias=routing.choice_bias,
+        groups=keys.integer("n_group", 1),
+        groups_used=keys.integer("topk_group", 1),
+        d_shared=d_shared,
+        shared_gate=routing.shared_gate,
+        dense_layers=keys.integer("first_k_dense_replace", 0, least=0),
+    )
+    return check_experts(experts, keys.where)
 
 
 def check_experts(experts: Experts, where: str) -> Experts:

@@ -153,7 +153,7 @@ def set_keys(**keys: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (set_keys(model_type="gpt_oss"), "'gpt_oss' is not supported yet; supported: llama, mistral, qwen2, qwen3"),
+        (set_keys(model_type="gpt_oss"), "'gpt_oss' is not supported yet; supported: llama, mistral, mixtral, qwen2, "),
         (set_keys(model_type=...), "architecture None"),
         (set_keys(hidden_size="big"), "hidden_size is 'big'"),
         (set_keys(hidden_size=...), "hidden_size is missing"),
