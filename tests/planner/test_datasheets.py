@@ -4,15 +4,31 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from golden.shapes import make_shape
 
+from pshard.planner.make_plan import plan_variant
 from pshard.planner.price.datasheet import Rates, profile_from_datasheet
+from pshard.planner.price.example_sheets import HEADS, HOST_MEMORY, SAPPHIRE_RAPIDS
+from pshard.planner.price.predict_published import Predictor
 from pshard.planner.price.profile_tables import Tables
 from pshard.registries.profile_store import load_profile
 from pshard.units.operations import Attend
+from pshard.workload import Workload
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "registries" / "examples"
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "registries" / "examples"
 # what a library's GEMM of 16-bit numbers with float32 sums is rated at and, on the first card, was measured at
 RATED = {"rtx4060-ryzen-7700": 30.2e12, "rtx5080-xeon-w5-3425": 112.6e12}
+
+# model, MiB, prompt, answer, sequences, then tests as (prompt, answer, depth, tokens per second): docs/results.md
+MEASURED_ON_H100 = (
+    ("qwen3-32b", 12000, 4096, 256, 1, ((512, 0, 0, 3630), (4096, 0, 0, 9575), (0, 64, 0, 14.9))),
+    ("qwen3-32b", 12000, 16384, 128, 1, ((16384, 0, 0, 7899), (0, 64, 16384, 10.2))),
+    ("qwen3-32b", 12000, 1024, 64, 16, ((0, 16, 1024, 110),)),
+    ("qwen3-32b", 12000, 1024, 64, 64, ((0, 8, 1024, 165),)),
+    ("qwen3-32b", 6000, 4096, 256, 1, ((4096, 0, 0, 9537), (0, 64, 0, 7.68))),
+    ("llama3-70b", 16000, 4096, 256, 1, ((4096, 0, 0, 4604), (0, 32, 0, 4.94))),
+)
 
 
 def tables(name: str) -> Tables:
@@ -35,6 +51,35 @@ def test_unpacking_brings_a_sheet_to_what_was_measured_on_an_h100(tokens: int) -
     for rows, cols in ((25600, 5120), (5120, 25600)):
         seconds = [t.matmul("acc", "Q4_0", rows, cols, tokens) for t in (sheet, measured)]
         assert seconds[0] == pytest.approx(seconds[1], rel=0.25)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(c, marks=[] if c[1:3] == (12000, 4096) or c[4] == 64 else [pytest.mark.slow])
+        for c in MEASURED_ON_H100
+    ],
+    ids=lambda case: f"{case[0]} {case[1]} {case[2]} x{case[4]}",
+)
+def test_a_sheet_made_as_the_examples_are_meets_what_was_measured_on_an_h100(case: tuple) -> None:
+    """Within 20%, with that day's link and memory: so much do rates alone tell of a machine."""
+    model, mib, prompt, answer, sequences, tests = case
+    day = load_profile(ROOT / "benchmarks" / "results" / "h100-profile-0529.json")
+    rates = Rates(
+        link=53.6e9, acc_memory=2432e9, acc_flops=769e12, acc_attention=416e12, acc_unpack=2432e9, heads=HEADS,
+        host_memory=HOST_MEMORY * max(r.rate for r in day.reads), host_flops=SAPPHIRE_RAPIDS[0],
+        host_attention=SAPPHIRE_RAPIDS[1], link_with_cpu=day.contention.link_with_cpu,
+        cpu_with_link=day.contention.cpu_with_link, acc_memory_bytes=80 << 30, host_memory_bytes=125 << 30,
+    )  # fmt: skip
+    spec, profile = make_shape(model), profile_from_datasheet(rates)
+    workload = Workload((mib,), sequences * (prompt + answer), sequences, prompt=prompt, generated=answer)
+    predictor = Predictor([spec], profile, plan_variant(spec, profile, workload))
+    for tokens, decoded, depth, measured in tests:
+        if tokens:
+            found = tokens / predictor.prefill(tokens, sequences, depth)
+        else:
+            found = sequences * decoded / predictor.decode(decoded, sequences, depth)
+        assert found == pytest.approx(measured, rel=0.2)
 
 
 def test_only_what_is_stored_otherwise_is_unpacked_and_only_for_many_tokens() -> None:
