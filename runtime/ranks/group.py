@@ -49,6 +49,7 @@ class Group:
     Attributes:
         rank, size: this process and how many there are.
         local_rank: number of this process on its host, which is also that of its GPU.
+        local_size: how many of the ranks run on this host.
         backend: what sums: "none" (one rank), "shm" (shared memory), "gloo", "nccl" or "peers" (GPUs that write into
             each other's memory; NCCL where that was measured to be faster).
         threads: CPU threads that this rank should use; cores: processors that it keeps to, its memory near them.
@@ -58,6 +59,7 @@ class Group:
     rank = 0
     size = 1
     local_rank = 0
+    local_size = 1
     backend = "none"
     threads = 0
     cores: tuple[int, ...] = ()
@@ -435,7 +437,8 @@ def init_group(
     group = TorchGroup(
         rank, ranks, device, dist.PrefixStore("pshard", store), watch, shared_memory, peer_memory, timings
     )
-    group.local_rank, group.threads, group.cores, group.reduce_dtype = local, threads, cores, reduce_dtype
+    group.local_rank, group.local_size, group.reduce_dtype = local, here, reduce_dtype
+    group.threads, group.cores = threads, cores
     return group
 
 

@@ -8,16 +8,16 @@ _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 
 
 def use_route_to(address: str, port: int) -> None:
-    """Have gloo talk over the interface that reaches `address`, where the ranks meet; GLOO_SOCKET_IFNAME goes first.
+    """Have gloo and NCCL's sockets talk over the interface that reaches `address`, where the ranks meet; what
+    GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME say goes first.
 
-    Gloo would look up this host's own name, which often means the loopback interface. Does nothing where the
-    interface cannot be told.
+    Gloo would look up this host's own name, which often means the loopback interface; NCCL takes the first interface.
+    Does nothing where the interface cannot be told.
     """
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return
     interface = interface_to(address, port)
     if interface is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = interface
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # exactly this one, not all that begin so
 
 
 def interface_to(address: str, port: int) -> str | None:

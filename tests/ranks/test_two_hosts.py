@@ -5,16 +5,21 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from cli_world import RATES, made_up_profile, make_world
 from engines import converse, open_engine
 from model_files import write_gguf
 from rank_program import partial
 from thread_ranks import random_tiers, split_variant
 
+from pshard.commands import cli_plan, cli_run
 from pshard.jsonio import to_json
+from pshard.machine import CollectiveTiming
+from pshard.registries.profile_store import load_profile, save_profile
 from pshard.runtime.ranks.network import interface_to
 from pshard.workload import Split
 
@@ -34,9 +39,13 @@ ip link set cable0 up
 $on_b ip link set lo up
 $on_b ip address add 10.77.0.2/24 dev cable1
 $on_b ip link set cable1 up
+if [ -n "$LIMIT" ]; then
+  tc qdisc add dev cable0 root tbf rate $LIMIT burst 4mb latency 50ms
+  $on_b tc qdisc add dev cable1 root tbf rate $LIMIT burst 4mb latency 50ms
+fi
 run() { "$PYTHON" -P -m torch.distributed.run --nnodes 2 --node-rank $1 --nproc-per-node 1 \\
-  --master-addr 10.77.0.1 --master-port 29577 "$PROGRAM" "$SCENARIO" 2 "$FOLDER" >"$FOLDER/$1.log" 2>&1; }
-export PYTHON PROGRAM SCENARIO FOLDER
+  --master-addr 10.77.0.1 --master-port 29577 ${WHAT//HOST/$1} >"$FOLDER/$1.log" 2>&1; }
+export PYTHON WHAT FOLDER
 export -f run
 run 0 & first=$!
 code_b=0; $on_b bash -c 'run 1' || code_b=$?
@@ -45,10 +54,10 @@ echo "$code_a $code_b"
 """
 
 
-def why_not() -> str | None:
-    """Why this machine cannot make the two hosts."""
+def why_not(more: str = "true") -> str | None:
+    """Why this machine cannot make the two hosts; `more`: what else must work on their cable."""
     try:
-        probe = ["unshare", "-Urn", "sh", "-c", "ip link add cable0 type veth peer name cable1"]
+        probe = ["unshare", "-Urn", "sh", "-c", f"ip link add cable0 type veth peer name cable1 && {more}"]
         done = subprocess.run(probe, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
@@ -57,17 +66,20 @@ def why_not() -> str | None:
 
 REASON = why_not()
 needs_namespaces = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+NO_LIMIT = REASON or why_not("tc qdisc add dev cable0 root tbf rate 10gbit burst 4mb latency 50ms")
+needs_limit = pytest.mark.skipif(NO_LIMIT is not None, reason=f"no limited cable: {NO_LIMIT}")
+RATE = 10e9 / 8  # bytes a second of such a cable
 
 
-def run_two_hosts(scenario: str, folder: Path) -> tuple[list[str], str, str]:
-    """Exit codes and what the hosts' commands printed."""
+def run_two_hosts(what: str, folder: Path, limit: str = "") -> tuple[list[str], str, str]:
+    """Exit codes and what torchrun printed on two hosts; in `what` it runs, HOST is a host's number."""
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME")}
     environment |= {
         "PYTHON": sys.executable,
         "PYTHONPATH": str(MAKERS),
-        "PROGRAM": str(MAKERS / "rank_program.py"),
-        "SCENARIO": scenario,
+        "WHAT": what,
         "FOLDER": str(folder),
+        "LIMIT": limit,
     }
     command = ["unshare", "-Urn", "--fork", "--kill-child", "bash", "-c", SCRIPT]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
@@ -76,10 +88,15 @@ def run_two_hosts(scenario: str, folder: Path) -> tuple[list[str], str, str]:
     return done.stdout.split(), logs[0], logs[1]
 
 
+def run_scenario(scenario: str, folder: Path) -> tuple[list[str], str, str]:
+    """The same with a scenario of `rank_program.py`."""
+    return run_two_hosts(f"{MAKERS / 'rank_program.py'} {scenario} 2 {folder}", folder)
+
+
 @pytest.mark.slow
 @needs_namespaces
 def test_sums_between_two_hosts_are_the_same_bits(tmp_path: Path) -> None:
-    codes, first, second = run_two_hosts("sums", tmp_path)
+    codes, first, second = run_scenario("sums", tmp_path)
     assert codes == ["0", "0"], first + second
     mine, theirs = (torch.load(tmp_path / f"sums-{rank}.pt") for rank in (0, 1))
     for a, b in zip(mine, theirs, strict=True):
@@ -91,7 +108,7 @@ def test_sums_between_two_hosts_are_the_same_bits(tmp_path: Path) -> None:
 @pytest.mark.slow
 @needs_namespaces
 def test_hosts_do_not_share_memory_and_find_the_cable(tmp_path: Path) -> None:
-    codes, first, second = run_two_hosts("network", tmp_path)
+    codes, first, second = run_scenario("network", tmp_path)
     assert codes == ["0", "0"], first + second
     assert (tmp_path / "network-0").read_text() == "gloo cable0"
     assert (tmp_path / "network-1").read_text() == "gloo cable1"
@@ -105,7 +122,7 @@ def test_two_hosts_give_the_logits_of_one(mode: str, tmp_path: Path) -> None:
         wanted = converse(one)
     variant = split_variant(path, Split(mode, (1.0, 2.0), ()), 256, random_tiers(5, 256))
     (tmp_path / "plan.json").write_text(json.dumps(to_json(variant)))
-    codes, first, second = run_two_hosts("engine", tmp_path)
+    codes, first, second = run_scenario("engine", tmp_path)
     assert codes == ["0", "0"], first + second
     mine, theirs = (torch.load(tmp_path / f"engine-{rank}.pt") for rank in (0, 1))
     assert torch.equal(mine, theirs)
@@ -114,10 +131,55 @@ def test_two_hosts_give_the_logits_of_one(mode: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@needs_limit
+def test_sums_timed_between_two_hosts_make_auto_choose_layers(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    world, both = make_world(tmp_path), tmp_path / "both-0.json"
+    on_one = tuple(CollectiveTiming("shm", 2, n, 5e-6 + n / 5e9) for n in (4 << 10, 16 << 20))
+    rates = replace(RATES, acc_memory=6e9, link=1e9, host_memory=1.5e9, host_flops=0.02e12)
+    save_profile(replace(made_up_profile(rates), collectives=on_one), world.profile)
+    auto = ["-m", str(world.model), "--vram", f"{world.budget},{world.budget}", "-sm", "auto", "--profile"]
+
+    def chosen(profile: Path) -> str:
+        assert cli_plan.main([*auto, str(profile), "-c", "256", "--json"]) == 0
+        return json.loads(capfd.readouterr().out)["registry"]["sets"][0]["variants"][0]["considered"][0]["way"]
+
+    assert chosen(world.profile).startswith("-sm tensor")
+    profile = f"-m pshard.commands.cli_profile --quick -o {tmp_path}/both-HOST.json"
+    codes, first, second = run_two_hosts(profile, tmp_path, "10gbit")
+    assert codes == ["0", "0"], first + second
+    assert both.read_bytes() == (tmp_path / "both-1.json").read_bytes()
+    timed = {c.nbytes: c for c in load_profile(both).collectives}
+    assert {(c.backend, c.ranks) for c in timed.values()} == {("gloo", 2)}
+    assert timed[16 << 20].seconds > 0.95 * (16 << 20) / RATE  # each host's part crosses the cable
+    assert chosen(both).startswith("-sm layer")
+    as_on_one = tmp_path / "as-on-one.json"
+    save_profile(replace(load_profile(both), collectives=on_one, ranks_per_host=0), as_on_one)
+    assert chosen(as_on_one).startswith("-sm tensor")  # so it was the sums
+
+    ask = ["-p", "1,2,3", "-n", "6", "--temp", "0", "--tokens"]
+    run = " ".join(["-m pshard.commands.cli_run", *auto, f"{tmp_path}/both-HOST.json", *ask])
+    codes, first, second = run_two_hosts(run, tmp_path, "10gbit")
+    assert codes == ["0", "0"], first + second
+    assert cli_plan.main(["-m", str(world.model), "--vram", str(world.roomy), "-c", "256"]) == 0
+    capfd.readouterr()
+    assert cli_run.main(["-m", str(world.model), "--vram", str(world.roomy), *ask]) == 0
+    assert capfd.readouterr().out.strip() in [line.strip() for line in first.splitlines()]
+
+
+@pytest.mark.slow
+@needs_namespaces
+def test_what_keeps_hosts_from_being_profiled_is_said_on_both(tmp_path: Path) -> None:
+    codes, first, second = run_two_hosts(f"-m pshard.commands.cli_profile -o {tmp_path}/p.json", tmp_path)
+    assert "0" not in codes and not (tmp_path / "p.json").exists()
+    for said in (first, second):
+        assert "error: rank 0 on " in said and "no machine profile at" in said
+
+
+@pytest.mark.slow
 @needs_namespaces
 def test_a_rank_that_dies_on_the_other_host_is_named_within_seconds(tmp_path: Path) -> None:
     start = time.monotonic()
-    codes, first, _ = run_two_hosts("crash", tmp_path)
+    codes, first, _ = run_scenario("crash", tmp_path)
     assert "0" not in codes
     assert "rank 1 died or hangs" in first
     assert time.monotonic() - start < 60
