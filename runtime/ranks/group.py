@@ -421,9 +421,10 @@ def init_group(
         raise UserError("RANK and WORLD_SIZE are set, but not MASTER_ADDR, where ranks meet: start them with torchrun")
     _read_number("MASTER_PORT", 1, 65535)
     _die_with_starter()
+    address = None
     if here < ranks:  # several hosts
         shared_memory = False
-        use_route_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        address = use_route_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     cores = bind_cores(local, here, _gpu_nodes(here) if device == "cuda" else ())
     threads = rank_threads(threads, here, len(cores), in_turns) if threads else len(cores)
     use_threads(threads)
@@ -433,7 +434,7 @@ def init_group(
         store, beats = _open_store(rank, ranks), _open_store(rank, ranks, client_only=True)
     except RuntimeError as error:
         raise UserError(f"rank {rank} cannot meet the others: {' '.join(str(error).split())[:200]}") from None
-    watch = RankWatch(dist.PrefixStore("pshard-watch", beats), rank, ranks, MEET_SECONDS)
+    watch = RankWatch(dist.PrefixStore("pshard-watch", beats), rank, ranks, MEET_SECONDS, address)
     group = TorchGroup(
         rank, ranks, device, dist.PrefixStore("pshard", store), watch, shared_memory, peer_memory, timings
     )
