@@ -31,40 +31,10 @@ class Dead:
 
 
 class Lifelines:
-    """One connection to each other rank."""
+    """A connection to each other rank, by its number."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, address: str, seconds: float) -> None:
-        """Connect with all ranks, which call this too. address: of this host, as the others reach it.
-
-        Raises UserError that names a rank that cannot be reached, or did not come within `seconds`.
-        """
-        self._lines: dict[socket.socket, int] = {}
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with socket.create_server((address, 0), family=family, backlog=size) as server:
-            store.set(f"line/{rank}", json.dumps([address, server.getsockname()[1]]))
-            for other in range(rank):
-                host, port = json.loads(store.get(f"line/{other}"))
-                try:
-                    line = socket.create_connection((host, port), timeout=seconds)
-                    line.sendall(rank.to_bytes(_NUMBER_BYTES, "big"))
-                except OSError as error:
-                    raise UserError(f"rank {rank} cannot reach rank {other} at {host}, port {port}: {error}") from None
-                self._lines[_probe(line)] = other
-            end = time.monotonic() + seconds
-            while missing := sorted(set(range(rank + 1, size)) - set(self._lines.values())):
-                server.settimeout(max(0.0, end - time.monotonic()))
-                try:
-                    line, _ = server.accept()
-                    line.settimeout(PARTING_SECONDS)
-                    other = int.from_bytes(line.recv(_NUMBER_BYTES, socket.MSG_WAITALL), "big")
-                except OSError:
-                    if time.monotonic() < end:  # some other program's connection
-                        continue
-                    raise UserError(f"rank {missing[0]} cannot reach rank {rank} at {address}") from None
-                if other in missing:
-                    self._lines[_probe(line)] = other
-                else:
-                    line.close()
+    def __init__(self, lines: dict[int, socket.socket]) -> None:
+        self._lines = {_probe(line): rank for rank, line in lines.items()}
 
     def find_dead(self, seconds: float) -> Dead | None:
         """A rank that ended or whose host is gone; waits for so long."""
@@ -94,6 +64,49 @@ class Lifelines:
                 except OSError:  # it is gone too
                     continue
         self._lines.clear()
+
+
+def open_lifelines(store: dist.Store, rank: int, size: int, address: str | None, seconds: float) -> Lifelines | None:
+    """Connect with all ranks, which call this too; None where one of them does not know its own address.
+
+    address: of this host, as the others reach it. Raises UserError that names a rank that cannot be reached, or did not
+    come within `seconds`.
+    """
+    if address is None:
+        store.set(f"line/{rank}", "null")
+        return None
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family, backlog=size) as server:
+        store.set(f"line/{rank}", json.dumps([address, server.getsockname()[1]]))
+        places = [json.loads(store.get(f"line/{other}")) for other in range(size)]
+        if None in places:
+            return None
+        lines = {other: _connect(rank, other, places[other], seconds) for other in range(rank)}
+        end = time.monotonic() + seconds
+        while missing := [other for other in range(rank + 1, size) if other not in lines]:
+            server.settimeout(max(0.01, end - time.monotonic()))
+            try:
+                line, _ = server.accept()
+                line.settimeout(PARTING_SECONDS)
+                other = int.from_bytes(line.recv(_NUMBER_BYTES, socket.MSG_WAITALL), "big")
+            except OSError:
+                if time.monotonic() > end:
+                    raise UserError(f"rank {missing[0]} cannot reach rank {rank} at {address}") from None
+                continue  # some other program's connection
+            if other in missing:
+                lines[other] = line
+            else:
+                line.close()
+    return Lifelines(lines)
+
+
+def _connect(rank: int, other: int, place: tuple[str, int], seconds: float) -> socket.socket:
+    try:
+        line = socket.create_connection((place[0], place[1]), timeout=seconds)
+        line.sendall(rank.to_bytes(_NUMBER_BYTES, "big"))
+    except OSError as error:
+        raise UserError(f"rank {rank} cannot reach rank {other} at {place[0]}, port {place[1]}: {error}") from None
+    return line
 
 
 def _probe(line: socket.socket) -> socket.socket:

@@ -1,6 +1,7 @@
 """Which network interface ranks of several hosts should talk over."""
 
 import array
+import contextlib
 import os
 import socket
 
@@ -30,14 +31,16 @@ def interface_to(address: str, port: int) -> str | None:
 
 
 def own_address(address: str, port: int) -> str | None:
-    """This host's address on the way to `address`; None when there is no way."""
+    """This host's address on the way to `address`, IPv4 where there is a choice; None when there is no way."""
     try:
-        family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        found = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)
+    except OSError:  # a name that nobody knows
+        return None
+    for family, _, _, _, place in sorted(found, key=lambda info: info[0] != socket.AF_INET):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(place)  # datagrams: picks a route, sends nothing
             return probe.getsockname()[0]
-    except OSError:
-        return None
+    return None
 
 
 def _address_of(interface: str, any_socket: socket.socket) -> str | None:

@@ -12,7 +12,7 @@ from math import inf
 import torch.distributed as dist
 
 from pshard.errors import UserError
-from pshard.runtime.ranks.lifelines import Lifelines
+from pshard.runtime.ranks.lifelines import open_lifelines
 
 BEAT_SECONDS = 0.5
 LONGEST_BEAT = 2.0  # on a busy host
@@ -38,11 +38,17 @@ class RankWatch:
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, meet_seconds: float, address: str | None = None
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        meet_seconds: float,
+        hosts: bool = False,
+        address: str | None = None,
     ) -> None:
         """Wait until all ranks have come; raises UserError that names those that have not after `meet_seconds`.
 
-        address: of this host, where ranks are on several; None: all are on one.
+        hosts: the ranks are on several; address: of this one, where it is known.
         """
         self.lost: str | None = None
         self._store, self._rank, self._size = store, rank, size
@@ -55,7 +61,7 @@ class RankWatch:
             if time.monotonic() > end:
                 raise UserError(f"rank {rank} waited {meet_seconds:.0f} s for rank {missing[0]}, which did not come")
             time.sleep(0.01)
-        self._lines = Lifelines(store, rank, size, address, meet_seconds) if address else None
+        self._lines = open_lifelines(store, rank, size, address, meet_seconds) if hosts else None
         self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
         self._others = [threading.Thread(target=self._watch_store, name="store-watch", daemon=True)]
         if self._lines:
