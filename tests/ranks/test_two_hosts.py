@@ -109,7 +109,7 @@ def run_two_hosts(
         "GPUS": "yes" if gpus else "",
     }
     command = ["unshare", "-Urn", "--fork", "--kill-child", "bash", "-c", SCRIPT]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200 if gpus else 110)
     logs = [(folder / f"{host}.log").read_text() for host in (0, 1)]
     assert done.returncode == 0, done.stderr
     return done.stdout.split(), logs[0], logs[1]
