@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
+from golden.machines import find_machine
 from golden.shapes import make_shape
 
 from pshard.machine import AcceleratorInfo, MachineProfile
@@ -12,16 +12,8 @@ from pshard.plan import NOTHING_LEARNT, Correction, Factor, Variant
 from pshard.planner.choose_mode import plan_split
 from pshard.planner.make_plan import plan_baseline, plan_several, plan_variant
 from pshard.planner.prepare_ranks import prepare_ranks
-from pshard.registries.profile_store import load_profile
 from pshard.workload import Workload
 
-PROFILES = Path(__file__).resolve().parents[2] / "registries" / "examples"
-MACHINES = {
-    "h100": "h100-80gb-16-cores-measured.json",
-    "h100-sheet": "h100-sxm-xeon.json",
-    "rtx4060": "rtx4060-ryzen-7700.json",
-    "rtx5080": "rtx5080-xeon-w5-3425.json",
-}
 NEVER = 1e4  # seconds: no limit of the solver is met, however busy the machine is
 
 
@@ -41,7 +33,7 @@ class Case:
     def plan(self) -> tuple[ModelSpec, MachineProfile, tuple[Variant, ...]]:
         """The model, the machine as it was changed, and the variants. Raises UserError where nothing fits."""
         spec = make_shape(self.model, self.qtype)
-        profile = self.change(load_profile(PROFILES / MACHINES[self.machine]))
+        profile = self.change(find_machine(self.machine))
         if self.how == "several":
             (task,) = prepare_ranks(spec, profile, self.workload, self.correction)
             return spec, profile, plan_several(task, NEVER)
