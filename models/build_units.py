@@ -15,6 +15,7 @@ from pshard.units.experts import EXPERTS
 from pshard.units.ffn import FFN
 from pshard.units.output import OUTPUT
 from pshard.units.router import ROUTER
+from pshard.units.shared_experts import SHARED_EXPERTS
 from pshard.units.unit import Unit, UnitKind
 
 TABLE, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
@@ -52,6 +53,8 @@ def build_units(
             units.append(unit(block + "ffn", FFN, i, _ffn(config, block)))
             continue
         units.append(unit(block + "router", ROUTER, i, _router(config.experts, config.d_model, block)))
+        if config.experts.d_shared:
+            units.append(unit(block + "shared", SHARED_EXPERTS, i, _shared(config.experts, config.d_model, block)))
         units.append(unit(block + "experts", EXPERTS, i, _experts(config.experts, config.d_model, block)))
     head = HEAD if HEAD in stored else TABLE
     output = [Expected("output_norm.weight", (config.d_model,)), Expected(head, (config.vocab, config.d_model))]
@@ -83,17 +86,18 @@ def _ffn(config: ModelConfig, block: str) -> Iterator[Expected]:
 
 
 def _router(experts: Experts, d_model: int, block: str) -> Iterator[Expected]:
-    """What every token takes of a layer with experts: their norm, the choice, and the shared FFN."""
     yield Expected(block + "ffn_norm.weight", (d_model,))
     yield Expected(block + "ffn_gate_inp.weight", (experts.count, d_model))
     if experts.biases:
         yield Expected(block + "ffn_gate_inp.bias", (experts.count,))
     if experts.choice_bias:
         yield Expected(block + "exp_probs_b.bias", (experts.count,))
-    if experts.d_shared:
-        yield Expected(block + "ffn_gate_shexp.weight", (experts.d_shared, d_model))
-        yield Expected(block + "ffn_up_shexp.weight", (experts.d_shared, d_model))
-        yield Expected(block + "ffn_down_shexp.weight", (d_model, experts.d_shared))
+
+
+def _shared(experts: Experts, d_model: int, block: str) -> Iterator[Expected]:
+    yield Expected(block + "ffn_gate_shexp.weight", (experts.d_shared, d_model))
+    yield Expected(block + "ffn_up_shexp.weight", (experts.d_shared, d_model))
+    yield Expected(block + "ffn_down_shexp.weight", (d_model, experts.d_shared))
     if experts.shared_gate:
         yield Expected(block + "ffn_gate_inp_shexp.weight", (d_model,))
 

@@ -3,7 +3,7 @@
 import mmap
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
@@ -40,16 +40,14 @@ class WeightSource(Protocol):
 class UnitWeights:
     """A unit's tensors as views of one blob: matrices packed, vectors float32.
 
-    last: the last rows of the matrices that are divided, where they lie elsewhere.
+    last: the last rows of the matrices that are divided, or parts of those that are stacks, where they lie elsewhere.
+    first: the number of the first part in stacks.
     """
 
     matrices: dict[str, Packed]
     vectors: dict[str, torch.Tensor]
     last: "UnitWeights | None" = None
-
-    def __or__(self, other: "UnitWeights") -> "UnitWeights":
-        """What lies in two places."""
-        return UnitWeights(self.matrices | other.matrices, self.vectors | other.vectors)
+    first: int = 0
 
 
 def view_unit(unit: Unit, blob: torch.Tensor) -> UnitWeights:
@@ -59,7 +57,12 @@ def view_unit(unit: Unit, blob: torch.Tensor) -> UnitWeights:
 
 def view_portion(portion: Portion, blob: torch.Tensor) -> UnitWeights:
     """Views of a portion where it lies in the whole unit's blob."""
-    return _view(zip(portion.starts, portion.unit.tensors), blob)
+    return replace(_view(zip(portion.starts, portion.unit.tensors), blob), first=portion.first)
+
+
+def view_brought(portion: Portion, blob: torch.Tensor) -> UnitWeights:
+    """Views of a portion in a blob of its own, to which its pieces were copied."""
+    return replace(view_unit(portion.unit, blob), first=portion.first)
 
 
 def _view(tensors: Iterable[tuple[int, TensorSpec]], blob: torch.Tensor) -> UnitWeights:
