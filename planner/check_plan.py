@@ -7,6 +7,7 @@ from pshard.model import ModelSpec
 from pshard.plan import Placement, RankPlan, TierPlan, Variant
 from pshard.quant import ROW_BLOCK, TENSOR_ALIGN
 from pshard.tensor import TensorSpec
+from pshard.units.in_place import reads_in_place
 from pshard.units.unit import Unit
 
 
@@ -139,7 +140,11 @@ def _check_tier(spec: ModelSpec, variant: Variant, rank: RankPlan, tier: TierPla
     act, shape = 2 if kind == "cuda" else 4, variant.workload.state_shape
     tensors = [_acc_tensors(u, p) for u, p in zip(spec.units, tier.placements)]
     pinned = sum(_nbytes(in_arena) for in_arena, _ in tensors)
-    streamed = [_nbytes(in_slot) for (_, in_slot), p in zip(tensors, tier.placements) if p.where == "streamed"]
+    streamed = [
+        _nbytes(in_slot)
+        for (_, in_slot), unit, p in zip(tensors, spec.units, tier.placements)
+        if p.where == "streamed" and not reads_in_place(unit.kind, tier.tokens)
+    ]
     sizes = spec.state_sizes(shape)
     kv = sum(sizes[p.unit] for p in tier.placements if p.kv == "vram")
     scratch = buffers.scratch_bytes(spec, tier.tokens, shape, act)

@@ -8,6 +8,7 @@ from pshard.jsonio import from_json, to_json
 from pshard.plan import REGISTRY_VERSION, RankPlan, Registry, TierPlan, Variant, to_newest_format
 from pshard.registries.fingerprint import digest
 from pshard.times.collectives import REDUCE_DTYPES
+from pshard.units.in_place import IN_PLACE_TOKENS
 from pshard.workload import SPLIT_MODES, Workload
 
 WHERE = ("pinned", "streamed", "cpu")
@@ -98,7 +99,8 @@ def _check_tier(tier: TierPlan, where: str) -> None:
     for name in ("seconds", "bound_seconds", "link_bytes", "past"):
         if (value := getattr(tier.prediction, name)) < 0:
             raise ValueError(f"{where}.prediction.{name} is {value}, not 0 or more")
-    if tier.buffers.slots < 1 and any(place.where == "streamed" for place in tier.placements):
+    copies = any(place.where == "streamed" for place in tier.placements)
+    if tier.buffers.slots < 1 and copies and tier.tokens > IN_PLACE_TOKENS:
         raise ValueError(f"{where}.buffers.slots is 0, but units are streamed")
 
 

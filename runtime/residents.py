@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from pshard.errors import UserError
 from pshard.model import ModelSpec
 from pshard.plan import TierPlan
 from pshard.runtime.blocks.block import ALONE, Block
@@ -127,17 +128,27 @@ class Residents:
         portions = divide_unit(self._spec.unit(step.unit), step.share)
         if step.on == "cpu" and portions.on_cpu:
             return view_portion(portions.on_cpu, self._weights.blob(step.unit))
-        if step.source == "arena":
-            blob = self._arena.pinned(step.unit)
+        if step.source == "link":
+            brought = view_portion(portions.brought, self._readable(step.unit))
+        elif step.source == "arena":
+            brought = view_brought(portions.brought, self._arena.pinned(step.unit))
         elif step.source == "slot":
             assert step.slot is not None
-            blob = carved.slots[step.slot]
+            brought = view_brought(portions.brought, carved.slots[step.slot])
         else:
-            blob = self._weights.blob(step.unit)
-        brought = view_brought(portions.brought, blob)
+            brought = view_brought(portions.brought, self._weights.blob(step.unit))
         if portions.kept is None:
             return brought
         return replace(view_brought(portions.kept, self._arena.pinned(step.unit)), last=brought)
+
+    def _readable(self, unit: str) -> torch.Tensor:
+        """A unit's bytes in host memory that the accelerator's kernels may read. Raises UserError where they cannot."""
+        if self._arena.memory.device.type != "cpu" and not self._weights.is_locked(unit):
+            raise UserError(
+                f"the plan has the GPU read {unit} in host memory, which the system would not page-lock; "
+                "plan again: the limit is remembered"
+            )
+        return self._weights.blob(unit)
 
     def _state_of(self, step: Compute, carved: Carved) -> Any:
         if step.state is None:

@@ -12,6 +12,7 @@ from pshard.planner.price.tier_costs import TierCosts
 from pshard.steps.emit import SOURCES, emit_steps
 from pshard.steps.step import StepList, StepShape
 from pshard.units.divide_unit import brought_part, joined_width, kept_nbytes
+from pshard.units.in_place import reads_in_place
 from pshard.units.share import Share
 from pshard.units.unit import Unit
 from pshard.workload import Workload
@@ -104,7 +105,7 @@ def draft_tier(
             placements.append(whole[place])
         if place == "pinned":
             pinned += nbytes
-        elif place == "streamed":
+        elif place == "streamed" and not reads_in_place(unit.kind, tokens):
             streamed.append(nbytes)
     scratch = room.scratch(tokens) + (room.state_stage if staged else 0)
     scratch += row_stage_bytes(tokens, joined)

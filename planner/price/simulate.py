@@ -143,6 +143,7 @@ class _Machine:
         self.fetched: dict[str, _Copy] = {}
         self.slot_free: dict[int, float] = {}
         self.begun: tuple[Compute, float] | None = None  # the accelerator's share of a unit, and since when
+        self.reading: tuple[Compute, float, _Copy] | None = None  # the same of one that it reads over the link
         # what the host pays for the next unit's run: nothing while one goes on, and a hand-off has paid
         self.to_begin, self.paid = costs.run_issue, False
         self.log: list[tuple[Step, str, float, float]] | None = [] if logs else None
@@ -231,12 +232,30 @@ class _Machine:
         self.host += cost.issue + (0.0 if self.paid else self.costs.run_issue)  # each part is a run of its own
         self.to_begin, self.paid = self.costs.run_issue, False
         start = max(self.acc, self.host)
-        if step.part == "rest":
+        if step.source == "link" and step.part == "share":  # while the CPU reads too: when that ends, `join` knows
+            self.reading = step, start, self.read_in_place(step, start, cost.link)
+        elif step.part == "rest":
             self.run_part(step, start, cost.rest)
         elif self.costs.acc_contended is None:
             self.begun = step, start  # when its copy arrives depends on what the CPU reads meanwhile
         else:
             self.run_part(step, start, cost.acc)
+
+    def read_in_place(self, step: Compute, start: float, seconds: float) -> _Copy:
+        """What a kernel reads over the link from its start on."""
+        copy = [start, seconds, -1.0, -1.0, step]
+        self.link.queue.append(copy)
+        return copy
+
+    def compute_in_place(self, step: Compute) -> None:
+        """A unit whose kernels read it over the link: done when both are."""
+        unit = self.costs.divided(step.unit, step.share) if step.share else self.units[step.unit]
+        self.host += unit.issue + (0.0 if self.paid else self.to_begin)
+        self.to_begin, self.paid = 0.0, False
+        start = max(self.acc, self.host)
+        read = self.link.wait(self.read_in_place(step, start, unit.link))
+        self.acc = max(start + unit.acc, read)
+        self.note(step, "acc", start, self.acc)
 
     def run_part(self, step: Compute, start: float, seconds: float) -> None:
         """A unit on the accelerator or its part of one, once its weights are there."""
@@ -254,6 +273,11 @@ class _Machine:
             share, since = self.begun
             self.run_part(share, since, self.costs.divided(share.unit, share.share).acc)
             self.begun = None
+        if self.reading:
+            share, since, copy = self.reading
+            seconds = self.costs.divided(share.unit, share.share).acc
+            self.acc, self.reading = max(self.acc, since + seconds, self.link.wait(copy)), None
+            self.note(share, "acc", since, self.acc)
         start = max(self.host, self.acc)
         self.acc = start + self.costs.handoff("acc", step.nbytes)
         self.note(step, "acc", start, self.acc)
@@ -288,6 +312,8 @@ def _price(step: Step, costs: TierCosts) -> _Act:
         case Compute(part=""):
             if costs.acc_contended:
                 return _Machine.compute_on_cpu_accelerator, step, 0.0, None
+            if step.source == "link":
+                return _Machine.compute_in_place, step, 0.0, None
             kind = _FROM_SLOT if step.source == "slot" else _COMPUTE
             launch = 0.0 if step.position == "first" else costs.launch
             return kind, step, costs.units[step.unit].acc, costs.units[step.unit].issue + launch

@@ -7,10 +7,12 @@ from pshard.planner.price.price_operations import OneSide, price_operations
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_loads import TierLoad
 from pshard.units.divide_unit import divide_unit, joined_width
-from pshard.units.operations import used_share
+from pshard.units.in_place import reads_in_place, used_nbytes
 from pshard.units.share import WHOLE, Share
 from pshard.units.unit import Unit
 from pshard.workload import Workload
+
+UNREADABLE = 1e3  # seconds: a GPU's kernels do not reach memory that is not page-locked, so no plan asks for it
 
 
 @dataclass(frozen=True)
@@ -38,15 +40,17 @@ class Setting:
         return share("matmul", self.ranks, tokens, at_once), share("copy", self.ranks, 0, True)
 
     def copy(self, unit: Unit, share: Share = WHOLE, memory: str = "pinned") -> float:
-        """Seconds of the copy of what is brought of a unit."""
-        return sum(self.tables.copy("h2d", piece.nbytes, memory) for piece in divide_unit(unit, share).brought.pieces)
+        """Seconds of the copy of what is brought of a unit, or of reading what is used of it in place."""
+        brought = divide_unit(unit, share).brought
+        if not reads_in_place(unit.kind, self.load.tokens):
+            return sum(self.tables.copy("h2d", piece.nbytes, memory) for piece in brought.pieces)
+        if self.waits:  # the CPU as accelerator computes from there
+            return 0.0
+        return self.tables.copy("h2d", self.reads(brought.unit)) if memory == "pinned" else UNREADABLE
 
     def reads(self, unit: Unit) -> int:
-        """Bytes of weights that whoever computes a unit is expected to read: of parts, those that tokens take."""
-        if not unit.kind.parts:
-            return unit.packed_nbytes
-        unused = 1 - used_share(*unit.kind.parts(self.spec.config), self.load.tokens)
-        return unit.packed_nbytes - round(unused * sum(t.packed_nbytes for t in unit.tensors if t.parts))
+        """Bytes of weights that whoever computes a unit is expected to read."""
+        return used_nbytes(unit, self.spec.config, self.load.tokens)
 
     def correction(self, unit: Unit) -> tuple[float, float, float]:
         """Factors that trials have taught: on the accelerator, on the host, of the link."""

@@ -11,6 +11,7 @@ from pshard.planner.program.counts import Counts
 from pshard.planner.program.tier_problems import ClassCost, DividedClassCost, TierProblem
 from pshard.planner.program.unit_classes import UnitClass
 from pshard.units.divide_unit import joined_width
+from pshard.units.in_place import reads_in_place
 from pshard.units.share import Share
 
 
@@ -87,6 +88,7 @@ def _class_cost(
         link_speed=max(link for link, _ in speeds),
         cpu_speed=max(cpu for _, cpu in speeds),
         divided=tuple(_divided_cost(costs, cls, share) for share in shares),
+        in_place=reads_in_place(cls.kind, costs.load.tokens),
     )
 
 

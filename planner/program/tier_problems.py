@@ -29,7 +29,8 @@ class DividedClassCost:
 @dataclass(frozen=True)
 class ClassCost:
     """Seconds and bytes of one unit of a class in one tier. `kv_nbytes`: its layer's KV in VRAM; 0 if it has none.
-    `in_parts`: a bound is wanted for units that are divided anywhere: parts of them count, and a slot may be small."""
+    `in_parts`: a bound is wanted for units that are divided anywhere: parts of them count, and a slot may be small.
+    `in_place`: streamed units need no slot, as kernels read them over the link."""
 
     name: str
     kind: UnitKind
@@ -47,6 +48,7 @@ class ClassCost:
     cpu_speed: float = 1.0
     divided: tuple[DividedClassCost, ...] = ()  # by share
     in_parts: bool = False
+    in_place: bool = False
 
     @property
     def place(self) -> str:

@@ -132,7 +132,7 @@ class TierRows:
                 key = self.key(what, self.t, c, i)
                 uses = self.program.column(self.name(what, of), 0, 1, not (self.parts and few_bytes), key)
                 self.program.at_most(self.name(f"{what}_if", of), count, cost.size * uses)
-                if few_bytes or not cost.in_parts:
+                if few_bytes or not (cost.in_parts or cost.in_place):
                     self.program.at_least(self.name(f"{what}_holds", of), room, nbytes / MIB * uses)
         return held
 
@@ -150,7 +150,7 @@ class TierRows:
         program.at_least(name("streamed", cost.name), units.streamed, 0)
         streams = program.switch(name("streams", cost.name), self.key("streams", self.t, c))
         program.at_most(name("streams_if", cost.name), units.streamed, cost.size * streams)
-        if not cost.in_parts:
+        if not (cost.in_parts or cost.in_place):
             program.at_least(name("slot_holds", cost.name), columns.slot, cost.nbytes / MIB * streams)
         if not cost.kv_nbytes:
             program.equal(name("no_kv", cost.name), n.kv, 0)

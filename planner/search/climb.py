@@ -14,6 +14,7 @@ from pshard.planner.program.least_times import Floor
 from pshard.planner.program.unit_classes import UnitClass
 from pshard.planner.search.residency_order import Residency, assign_cpu, assign_divided
 from pshard.units.divide_unit import without_cpu
+from pshard.units.in_place import reads_in_place
 from pshard.units.share import WHOLE, Share
 
 SLOT_CHOICES = (1, 2, 3, 4)
@@ -116,7 +117,9 @@ class TierSearch:
         streamed = [
             (cls.size - n - cpu, cls.nbytes)
             for cls, n, cpu in zip(self.classes, pinned, state.cpu)
-            if not cls.kind.is_looked_up and cls.size - n - cpu > 0
+            if not cls.kind.is_looked_up
+            and cls.size - n - cpu > 0
+            and not reads_in_place(cls.kind, self.costs.load.tokens)
         ]
         slots = min(state.slots, sum(n for n, _ in streamed))
         layers = sum(cls.size - cpu for cls, cpu in zip(self.classes, state.cpu) if cls.kind.state)

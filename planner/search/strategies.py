@@ -6,11 +6,12 @@ Each fills the VRAM in a fixed order and places what is left by a fixed rule, ti
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 from pshard.model import ModelSpec
 from pshard.plan import TierPlan
 from pshard.planner.price.draft import Room, draft_tier
+from pshard.units.in_place import IN_PLACE_TOKENS
 from pshard.units.unit import Unit
 
 SLOTS = 2  # double buffering, as published
@@ -111,10 +112,11 @@ class Baseline:
 def place_strategy(name: str, room: Room, tiers: tuple[int, ...]) -> Baseline | None:
     """All tiers under a strategy; None when its staging does not fit beside the scratch of some tier."""
     strategy = STRATEGIES[name](room.spec)
-    held = cache(lambda n: _take(strategy, room, tiers[0], n).buffers.total - room.scratch(tiers[0]))
+    held = cache(lambda n, like: _take(strategy, room, like, n).buffers.total - room.scratch(like))
     plans, taken = [], len(strategy.groups)
     for tokens in tiers:
-        taken = _fill(held, room.arena - room.scratch(tokens), taken)
+        like = tokens if tokens <= IN_PLACE_TOKENS else tiers[-1]  # slots are as large in all tiers that have some
+        taken = _fill(partial(held, like=like), room.arena - room.scratch(tokens), taken)
         if taken < 0:
             return None
         plans.append(_take(strategy, room, tokens, taken))

@@ -27,6 +27,7 @@ from pshard.steps.step import (
     WriteBack,
 )
 from pshard.units.divide_unit import divide_unit, joined_width
+from pshard.units.in_place import reads_in_place
 from pshard.units.routed import ROUTED, routed_words
 from pshard.units.unit import Unit, UnitKind
 
@@ -54,7 +55,7 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
     links, hidden = spec.neighbours, shape.tokens * spec.config.d_model * 4
     placed = _placed(spec, tier)
     slots = tier.buffers.slots
-    copies = _copy_streamed(placed, slots)
+    copies = _copy_streamed(placed, slots, tier.tokens)
     first, following = copies[:slots], _next_in_slot(copies, slots)
     fetches, writes = _move_states(spec, placed, shape)
     body: list[Step] = [*fetches[:1]]
@@ -66,14 +67,16 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
     stays = sums and not shape.sums_on_host
     for unit, place in placed:
         name, kind, where = unit.name, unit.kind, place.where
-        on, slot = "cpu" if where == "cpu" else "acc", n_copied % slots if where == "streamed" else None
+        on, source, slot = "cpu" if where == "cpu" else "acc", SOURCES[where], None
+        if where == "streamed":
+            source, slot = ("link", None) if reads_in_place(kind, tier.tokens) else ("slot", n_copied % slots)
         if place.cpu_rows:
             body += [*at.bring("acc", kind), *at.bring("cpu", kind, share=True)]
-            body.extend(_compute_on_both(unit, place, slot, 4 * shape.tokens, spec))
+            body.extend(_compute_on_both(unit, place, (source, slot), 4 * shape.tokens, spec))
         else:
             body += at.bring(on, kind)
             kept = {"kept_parts": place.kept_parts} if place.kept_parts else {}
-            add(_compute(name, on, SOURCES[where], slot, "", 0, kind.position, place.kv, **kept))
+            add(_compute(name, on, source, slot, "", 0, kind.position, place.kv, **kept))
         at.leave(on, kind)
         if stays and on == "cpu" and not kind.gives_logits:
             add(_hand_off("acc", hidden))
@@ -142,9 +145,11 @@ def _placed(spec: ModelSpec, tier: TierPlan) -> list[Placed]:
     return [(unit, places[unit.name]) for unit in spec.units if unit.tensors or not links]
 
 
-def _copy_streamed(placed: list[Placed], slots: int) -> list[CopyIn]:
-    """The copy of every streamed unit, in turn into every slot."""
-    streamed = [(unit, place) for unit, place in placed if place.where == "streamed"]
+def _copy_streamed(placed: list[Placed], slots: int, tokens: int) -> list[CopyIn]:
+    """The copy of every streamed unit, in turn into every slot, but for those that are read in place."""
+    streamed = [
+        (unit, place) for unit, place in placed if place.where == "streamed" and not reads_in_place(unit.kind, tokens)
+    ]
     if streamed and slots < 1:
         raise ValueError("a tier that streams needs at least one staging slot")
     copies = []
@@ -188,10 +193,12 @@ def _deliver(spec: ModelSpec, side: str, shape: StepShape, hidden: int) -> list[
     return steps
 
 
-def _compute_on_both(unit: Unit, place: Placement, slot: int | None, column: int, spec: ModelSpec) -> tuple[Step, ...]:
-    """Both sides compute what they have, the accelerator without holding the host up; then it has all. column: bytes of
-    one element of every token."""
-    source, rows, kept = SOURCES[place.where], place.cpu_rows, place.kept_parts
+def _compute_on_both(
+    unit: Unit, place: Placement, found: tuple[str, int | None], column: int, spec: ModelSpec
+) -> tuple[Step, ...]:
+    """Both sides compute what they have, the accelerator without holding the host up; then it has all. found: source
+    and slot of what the accelerator has. column: bytes of one element of every token."""
+    (source, slot), rows, kept = found, place.cpu_rows, place.kept_parts
     width = joined_width(unit, place.share, spec.config)
     return (
         _compute(unit.name, "acc", source, slot, "share", rows, kept_parts=kept),

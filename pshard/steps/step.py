@@ -37,7 +37,8 @@ class FetchKV:
 
 @dataclass(frozen=True)
 class Compute(Divisible):
-    """Run a unit. `on`: "acc" or "cpu"; `source` of its weights: "arena", "slot" or "host".
+    """Run a unit. `on`: "acc" or "cpu"; `source` of its weights: "arena", "slot", "host", or "link" where the
+    accelerator reads them in host memory.
 
     Of a unit that both sides compute (`cpu_rows` > 0) a `part`: "share", what this side has of it, or "rest", what
     follows on the accelerator. `kept_parts`: of a unit in a slot, so many lie in the arena.

@@ -1,7 +1,8 @@
 """Tiny model files with random weights for tests: GGUF files, Hugging Face folders, and a GGUF made from the latter.
 
 Matrices have a standard deviation near 1/sqrt(inputs), so activations keep their size through the layers; norms and
-biases are random too, so that leaving one out shows.
+biases are random too, so that leaving one out shows. Models with experts have wider embeddings, so that
+all experts are used.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
-MOE = ("mixtral", "qwen2moe", "qwen3moe", "glm4moe")  # as GGUF files call them, but mixtral, which they call llama
+MOE = ("mixtral", "qwen2moe", "qwen3moe")  # as GGUF files call them, but mixtral, which they call llama
 HF_CLASSES = {
     "llama": "Llama",
     "mistral": "Mistral",
@@ -134,11 +135,19 @@ def write_gguf(
         else:
             kind = (qtypes or {}).get(role, qtype)
             kind = "F32" if role == "ffn_gate_inp.weight" else kind
-            encoded = random_matrix(prod(dims[:-1]), dims[-1], kind, rng)
+            wide = _width_for_routing(role, dims[-1]) if arch in MOE else 1.0
+            encoded = random_matrix(prod(dims[:-1]), dims[-1], kind, rng, wide)
             _add_encoded(writer, name, encoded.reshape(*dims[:-1], -1), kind)
     for name, array in extra.items():
         writer.add_tensor(name, array.astype(np.float32))
     return _finish(writer, path)
+
+
+def _width_for_routing(role: str, cols: int) -> float:
+    """Tokens must differ for routers: embeddings are wide, and what layers give all tokens alike is not."""
+    if role == "token_embd.weight":
+        return cols**0.5
+    return 0.5 if role.startswith(("attn_output", "ffn_down")) else 1.0
 
 
 def random_vector(name: str, n: int, rng: np.random.Generator) -> np.ndarray:
@@ -149,9 +158,9 @@ def random_vector(name: str, n: int, rng: np.random.Generator) -> np.ndarray:
     return (centre + 0.1 * rng.standard_normal(n)).astype(np.float32)
 
 
-def random_matrix(rows: int, cols: int, qtype: str, rng: np.random.Generator) -> np.ndarray:
-    """Encoded random weights, u8 [rows, bytes of a row], with standard deviation near 1/sqrt(cols)."""
-    std = cols**-0.5
+def random_matrix(rows: int, cols: int, qtype: str, rng: np.random.Generator, wide: float = 1.0) -> np.ndarray:
+    """Encoded random weights, u8 [rows, bytes of a row], with standard deviation near wide/sqrt(cols)."""
+    std = wide * cols**-0.5
     if qtype in _K_SCALES:  # the gguf package cannot encode these: random codes under scales that give the same spread
         return _random_k_blocks(rows, cols, qtype, std, rng)
     weights = (std * rng.standard_normal((rows, cols))).astype(np.float32)
@@ -285,7 +294,9 @@ def write_hf_folder(
     with torch.no_grad():
         for key, weight in model.named_parameters():
             values = torch.randn(weight.shape, generator=generator)
-            if weight.ndim >= 2:
+            if "embed_tokens" in key and hasattr(model.config, "num_experts_per_tok"):
+                weight.copy_(values)
+            elif weight.ndim >= 2:
                 weight.copy_(values * weight.shape[-1] ** -0.5)
             else:
                 weight.copy_((0.0 if key.endswith("bias") else 1.0) + 0.1 * values)

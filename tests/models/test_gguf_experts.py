@@ -19,7 +19,7 @@ ROUTED = {
     "qwen2moe": Experts(8, 2, 256, normed=False, d_shared=256, shared_gate=True),
     "qwen3moe": Experts(8, 2, 256),
 }
-SHARED = ["ffn_gate_shexp.weight", "ffn_up_shexp.weight", "ffn_down_shexp.weight"]
+SHARED = ["ffn_gate_shexp.weight", "ffn_up_shexp.weight", "ffn_down_shexp.weight", "ffn_gate_inp_shexp.weight"]
 
 
 def compare_bytes(model: ModelFile, path: Path) -> None:
@@ -40,13 +40,13 @@ def test_a_layer_with_experts_is_attention_router_and_experts(tmp_path: Path, ar
     path = write_gguf(tmp_path / "m.gguf", arch)
     with open_model(path) as model:
         assert model.spec.config.experts == ROUTED[arch]
-        kinds = ["attention", "router", *(["shared"] if arch == "qwen2moe" else []), "experts"]
+        shared = ["shared"] if arch == "qwen2moe" else []
         layer = [u for u in model.spec.units if u.layer == 0]
-        assert [u.name for u in layer] == [f"blk.0.{kind}" for kind in kinds]
+        assert [u.name for u in layer] == [f"blk.0.{what}" for what in ("attention", "router", *shared, "experts")]
         router, experts = layer[1], layer[-1]
         assert [t.role for t in router.tensors] == ["ffn_gate_inp.weight", "ffn_norm.weight"]
-        if arch == "qwen2moe":
-            assert [t.role for t in layer[2].tensors] == [*SHARED, "ffn_gate_inp_shexp.weight"]
+        if shared:
+            assert [t.role for t in layer[2].tensors] == SHARED
         assert [(t.role, t.shape, t.parts) for t in experts.tensors] == [
             ("ffn_gate_exps.weight", (8 * 256, 256), 8),
             ("ffn_up_exps.weight", (8 * 256, 256), 8),

@@ -20,6 +20,7 @@ from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
 from pshard.units.experts import EXPERTS
 from pshard.units.router import ROUTER
+from pshard.units.share import Share
 from pshard.units.shared_experts import SHARED_EXPERTS
 from pshard.workload import Workload
 
@@ -129,10 +130,12 @@ def places(tier: TierPlan) -> list[Placement]:
     return [p for p in tier.placements if "experts" in p.unit]
 
 
-def test_a_plan_divides_experts_between_arena_and_cpu(planned: tuple[ExpertsFile, Variant]) -> None:
+def test_a_plan_has_experts_read_over_the_link_while_the_cpu_computes_others(
+    planned: tuple[ExpertsFile, Variant],
+) -> None:
     file, variant = planned
     decode = variant.ranks[0].tiers[0]
-    assert any(p.where == "pinned" and p.cpu_rows for p in places(decode))
+    assert any(p.cpu_rows and p.where == "streamed" for p in places(decode)) and not decode.buffers.slots
     check_variant((file.spec,), variant, "cuda")
     assert not set(variant.ranks[0].resident) & {p.unit for p in places(decode) if p.share}
 
@@ -141,11 +144,24 @@ def test_a_mix_of_all_three_places_works_at_once_in_the_simulation(planned: tupl
     file, variant = planned
     (task,) = prepare_ranks(file.spec, profile_from_datasheet(RATES), variant.workload)
     ways = [("streamed", None, 2, 3)] * 2
-    result = simulate_tier(task.room, make_toy_tier(file, 1, ways, 1, 1), task.costs[0])
+    result = simulate_tier(task.room, make_toy_tier(file, 16, ways, 1, 1), task.costs[1])
     name = "blk.1.experts"
     ends = {(e.lane, getattr(e.step, "part", "")): e for e in result.events if getattr(e.step, "unit", "") == name}
     assert ends["link", ""].end <= ends["acc", "share"].start < ends["acc", "rest"].start
     assert ends["cpu", "share"].start < ends["acc", "rest"].start  # both sides work at once
+
+
+def test_what_is_read_over_the_link_in_place_takes_the_link_and_no_slot(planned: tuple[ExpertsFile, Variant]) -> None:
+    file, variant = planned
+    (task,) = prepare_ranks(file.spec, profile_from_datasheet(RATES), variant.workload)
+    tier = make_toy_tier(file, 1, [("streamed", None, 4), ("streamed", None)], 1, 1)
+    assert not tier.buffers.slots
+    result = simulate_tier(task.room, tier, task.costs[0])
+    for i, cost in ((0, task.costs[0].divided("blk.0.experts", Share(4))), (1, task.costs[0].units["blk.1.experts"])):
+        events = [e for e in result.events if getattr(e.step, "unit", "") == f"blk.{i}.experts"]
+        read = next(e for e in events if e.lane == "link")
+        assert read.end - read.start >= cost.link * 0.999
+        assert all(e.end >= read.end for e in events if e.lane == "acc" and e.start >= read.end)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,143 @@
+"""A model with routed experts in float64 NumPy, token by token from the formulas: the oracle of everything faster.
+
+It shares nothing with the runtime but the numbers of the ModelConfig. Formulas: attention arXiv 1706.03762, rotation
+2104.09864, RMS norm 1910.07467, SwiGLU 2002.05202; routing 2101.03961 (softmax) and 2412.19437, 2.1.2 (sigmoid with a
+bias for the choice, groups).
+"""
+
+from typing import NamedTuple
+
+import gguf
+import numpy as np
+
+from pshard.model_config import Experts, ModelConfig
+from pshard.models import ModelFile
+
+Weights = dict[str, np.ndarray]  # by GGUF name, float64; stacks are [experts, rows, cols]
+
+
+class Traced(NamedTuple):
+    """Logits [n, vocabulary], and by layer the experts of every token, the best first, [n, used]."""
+
+    logits: np.ndarray
+    chosen: dict[int, np.ndarray]
+
+
+def read_weights(model: ModelFile) -> Weights:
+    """All tensors of a model, decoded by the gguf package."""
+    weights = {}
+    for tensor in (t for unit in model.spec.units for t in unit.tensors):
+        raw = model.tensor_bytes(tensor.name).reshape(tensor.rows, -1)
+        if tensor.qtype == "F32":
+            values = raw.view(np.float32)
+        else:
+            values = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[tensor.qtype])
+        shape = (tensor.parts, tensor.shape[0] // tensor.parts, *tensor.shape[1:]) if tensor.parts else tensor.shape
+        weights[tensor.name] = values.astype(np.float64).reshape(shape)
+    return weights
+
+
+def moe_logits(config: ModelConfig, weights: Weights, ids: list[int]) -> np.ndarray:
+    """Logits of every token of one sequence: float64 [n, vocabulary]."""
+    return trace_moe(config, weights, ids).logits
+
+
+def trace_moe(config: ModelConfig, weights: Weights, ids: list[int]) -> Traced:
+    """Logits and which experts were chosen. Dense layers, and models without experts, are computed too."""
+    x = weights["token_embd.weight"][ids]
+    chosen = {}
+    for layer in range(config.n_layers):
+        own = {n.split(".", 2)[2]: w for n, w in weights.items() if n.startswith(f"blk.{layer}.")}
+        x = x + _attention(config, own, _norm(x, own["attn_norm.weight"], config.norm_eps))
+        h = _norm(x, own["ffn_norm.weight"], config.norm_eps)
+        if config.experts is None or layer < config.experts.dense_layers:
+            x = x + _swiglu(h, own["ffn_gate.weight"], own["ffn_up.weight"], own["ffn_down.weight"])
+        else:
+            added, chosen[layer] = _mixture(config.experts, own, h)
+            x = x + added
+    x = _norm(x, weights["output_norm.weight"], config.norm_eps)
+    return Traced(x @ weights.get("output.weight", weights["token_embd.weight"]).T, chosen)
+
+
+def _norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def _softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def _swiglu(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> np.ndarray:
+    g = x @ gate.T
+    return (g * _sigmoid(g) * (x @ up.T)) @ down.T
+
+
+def _attention(config: ModelConfig, own: Weights, x: np.ndarray) -> np.ndarray:
+    n, d = len(x), config.head_dim
+    heads = {}
+    for part in "qkv":
+        heads[part] = (x @ own[f"attn_{part}.weight"].T + own.get(f"attn_{part}.bias", 0.0)).reshape(n, -1, d)
+        if f"attn_{part}_norm.weight" in own:
+            heads[part] = _norm(heads[part], own[f"attn_{part}_norm.weight"], config.norm_eps)
+    q, k, v = _rotate(config, heads["q"]), _rotate(config, heads["k"]), heads["v"]
+    mixed = np.zeros_like(q)
+    group = config.n_heads // config.n_kv_heads
+    for head in range(config.n_heads):
+        for i in range(n):
+            p = _softmax(k[: i + 1, head // group] @ q[i, head] / np.sqrt(d))
+            mixed[i, head] = p @ v[: i + 1, head // group]
+    return mixed.reshape(n, -1) @ own["attn_output.weight"].T + own.get("attn_output.bias", 0.0)
+
+
+def _rotate(config: ModelConfig, x: np.ndarray) -> np.ndarray:
+    """Each pair of the first `dims` numbers of every head, by its position times base^(-2 pair / dims)."""
+    rope = config.rope
+    if rope.scaling != "none" or rope.freq_factors:
+        raise NotImplementedError(f"the oracle does not scale positions ({rope.scaling})")
+    turned, half = x.copy(), rope.dims // 2
+    for pair in range(half):
+        a, b = (pair, pair + half) if rope.pairing == "halves" else (2 * pair, 2 * pair + 1)
+        angle = np.arange(len(x))[:, None] * rope.base ** (-2 * pair / rope.dims)
+        turned[..., a] = x[..., a] * np.cos(angle) - x[..., b] * np.sin(angle)
+        turned[..., b] = x[..., b] * np.cos(angle) + x[..., a] * np.sin(angle)
+    return turned
+
+
+def _mixture(rule: Experts, own: Weights, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What experts and shared experts add to the residual stream, and which were chosen."""
+    added = np.zeros_like(x)
+    chosen = np.zeros((len(x), rule.used), int)
+    logits = x @ own["ffn_gate_inp.weight"].T
+    for i, row in enumerate(logits):
+        chosen[i], shares = _route(rule, row, own.get("exp_probs_b.bias"))
+        for number, share in zip(chosen[i], shares):
+            matrices = (own[f"ffn_{role}_exps.weight"][number] for role in ("gate", "up", "down"))
+            added[i] += share * _swiglu(x[i], *matrices)
+    if rule.d_shared:
+        shared = _swiglu(x, *(own[f"ffn_{role}_shexp.weight"] for role in ("gate", "up", "down")))
+        if rule.shared_gate:
+            shared *= _sigmoid(x @ own["ffn_gate_inp_shexp.weight"])[:, None]
+        added += shared
+    return added, chosen
+
+
+def _route(rule: Experts, logits: np.ndarray, choice_bias: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """One token's experts, the best first, and what each of their results is multiplied by."""
+    scores = {"softmax": _softmax, "sigmoid": _sigmoid, "chosen": lambda x: x}[rule.scores](logits)
+    choice = scores if choice_bias is None else scores + choice_bias
+    if rule.groups > 1:
+        members = choice.reshape(rule.groups, -1)
+        best = np.argsort(-np.sort(members)[:, -2:].sum(1), kind="stable")[: rule.groups_used]
+        choice = np.where(np.isin(np.arange(rule.count) // members.shape[1], best), choice, -np.inf)
+    ids = np.argsort(-choice, kind="stable")[: rule.used]
+    shares = scores[ids]
+    if rule.scores == "chosen":
+        shares = _softmax(shares)
+    elif rule.normed:
+        shares = shares / shares.sum()
+    return ids, shares * rule.scale
