@@ -163,9 +163,10 @@ def _check_divided(unit: Unit, place: Placement, tokens: int, where: str) -> Non
     """Every side has something of the unit, all of them together, and no record of the packed layout is cut."""
     if not place.cpu_rows and not place.kept_parts:
         return
-    if place.where == "cpu" or not unit.kind.divide or (place.cpu_rows and tokens > buffers.SMALL_BATCH):
+    many = place.cpu_rows and tokens > buffers.SMALL_BATCH and not unit.kind.parts
+    if place.where == "cpu" or not unit.kind.divide or many:
         raise PlanError(f"{where}: {unit.name} ({place.where}) cannot be divided")
-    if unit.kind.part_of:
+    if unit.kind.parts:
         _check_parts(unit, place, where)
         return
     if place.kept_parts:
@@ -191,7 +192,7 @@ def _check_kept_rows(unit: Unit, place: Placement, where: str) -> None:
 
 def _check_parts(unit: Unit, place: Placement, where: str) -> None:
     """Of a streamed unit at least one part is copied, of a pinned one all that the CPU does not have are there."""
-    total, cpu, kept = max(_part_numbers(unit)) + 1, place.cpu_rows, place.kept_parts
+    total, cpu, kept = max(t.parts for t in unit.tensors), place.cpu_rows, place.kept_parts
     if place.where == "pinned" and kept:
         raise PlanError(f"{where}: {unit.name} is pinned, and {kept} of its parts are kept beside a slot")
     if cpu < 0 or kept < 0 or cpu + kept >= total:
@@ -200,19 +201,15 @@ def _check_parts(unit: Unit, place: Placement, where: str) -> None:
         )
 
 
-def _part_numbers(unit: Unit) -> list[int]:
-    """By tensor; -1 for what all parts share, and for all of a unit without parts."""
-    part_of = unit.kind.part_of or (lambda role: None)
-    return [-1 if (part := part_of(tensor.role)) is None else part for tensor in unit.tensors]
-
-
 def _acc_tensors(unit: Unit, place: Placement) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
     """What of the unit lies in the arena, and what is copied to a slot."""
     if place.where == "cpu":
         return (), ()
     if not place.cpu_rows and not place.kept_parts:
         return (unit.tensors, ()) if place.where == "pinned" else ((), unit.tensors)
-    if unit.kind.part_of is None and place.kept_parts:
+    if unit.kind.parts:
+        return _acc_parts(unit, place)
+    if place.kept_parts:
         first, last = list[TensorSpec](), list[TensorSpec]()
         for tensor in unit.tensors:
             divided = tensor.role in unit.kind.divided
@@ -220,16 +217,24 @@ def _acc_tensors(unit: Unit, place: Placement) -> tuple[tuple[TensorSpec, ...], 
             if divided:
                 last.append(replace(tensor, shape=(tensor.rows - place.kept_parts, tensor.cols)))
         return tuple(first), tuple(last)
-    numbers = _part_numbers(unit)
-    here = [
-        replace(t, shape=(t.rows - place.cpu_rows, t.cols)) if t.role in unit.kind.divided else t
-        for t, number in zip(unit.tensors, numbers)
-        if unit.kind.part_of is None or number < max(numbers) + 1 - place.cpu_rows
-    ]
+    here = tuple(
+        replace(t, shape=(t.rows - place.cpu_rows, t.cols)) if t.role in unit.kind.divided else t for t in unit.tensors
+    )
+    return (here, ()) if place.where == "pinned" else ((), here)
+
+
+def _acc_parts(unit: Unit, place: Placement) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """The same of a unit with parts: the first of every stack are kept, with what all parts share."""
+    stacks, others = [t for t in unit.tensors if t.parts], [t for t in unit.tensors if not t.parts]
+
+    def take(count: int) -> list[TensorSpec]:
+        return [replace(t, shape=(t.rows // t.parts * count, t.cols), parts=count) for t in stacks if count]
+
+    own = stacks[0].parts - place.cpu_rows
     if place.where == "pinned":
-        return tuple(here), ()
-    kept = sum(number < place.kept_parts for number in numbers) if place.kept_parts else 0  # shared tensors too
-    return tuple(here[:kept]), tuple(here[kept:])
+        return (*take(own), *others), ()
+    kept, copied = take(place.kept_parts), take(own - place.kept_parts)
+    return ((*kept, *others), tuple(copied)) if kept else ((), (*copied, *others))
 
 
 def _nbytes(tensors: tuple[TensorSpec, ...]) -> int:

@@ -75,7 +75,8 @@ def _ways(
     if every > 1:
         layers = workload.under(Split("layer", workload.tensor_split))
         yield "-sm layer", partial(plan, spec, profile, layers, time_limit)
-    for count in _group_sizes(every):
+    can_cut = all(unit.kind.cut for unit in spec.units)
+    for count in _group_sizes(every) if can_cut else ():
         if count == every or not workload.tensor_split:
             limits = binding_limits(workload.max_tp, count)
             cut = workload.under(Split("tensor", workload.tensor_split, limits))

@@ -4,7 +4,6 @@ import json
 from math import isinf
 from typing import Any
 
-from pshard.batch_sizes import SMALL_BATCH
 from pshard.jsonio import from_json, to_json
 from pshard.plan import REGISTRY_VERSION, RankPlan, Registry, TierPlan, Variant, to_newest_format
 from pshard.registries.fingerprint import digest
@@ -89,7 +88,7 @@ def _check_tier(tier: TierPlan, where: str) -> None:
         if place.kv not in KV:
             raise ValueError(f"{where}.placements[{i}].kv is {place.kv!r}, not vram, host or null")
         rows, kept = place.cpu_rows, place.kept_parts
-        if rows < 0 or (rows and (place.where == "cpu" or place.kv is not None or tier.tokens > SMALL_BATCH)):
+        if rows < 0 or (rows and (place.where == "cpu" or place.kv is not None)):
             raise ValueError(f"{where}.placements[{i}].cpu_rows is {rows}, which this unit or tier cannot have")
         if kept < 0 or (kept and place.where != "streamed"):
             raise ValueError(f"{where}.placements[{i}].kept_parts is {kept}, which this unit cannot have")

@@ -14,7 +14,7 @@ from pshard.runtime.memory.arena import Arena, Carved
 from pshard.runtime.memory.host_side import HostSide
 from pshard.runtime.memory.states import Reach, pair_runs
 from pshard.runtime.memory.transfers import Transfers
-from pshard.runtime.memory.weights import HostWeights, LentWeights, UnitWeights, view_portion, view_unit
+from pshard.runtime.memory.weights import HostWeights, LentWeights, UnitWeights, view_brought, view_portion
 from pshard.runtime.tier_in_force import BoundUnit, StagedState
 from pshard.steps.step import Bring, Compute
 from pshard.units.divide_unit import divide_unit, joined_width
@@ -103,7 +103,7 @@ class Residents:
         is_partial = sums and unit.kind.adds
         if not unit.tensors:
             return BoundUnit(block.contribute_nothing, is_partial)
-        weights = self._weights_of(step, carved)
+        weights = block.prepare(unit, self._spec.config, self._weights_of(step, carved))
         if not step.part:
             state = self._state_of(step, carved)
             return BoundUnit(lambda work, residual: block.run(work, weights, state, residual), is_partial)
@@ -134,11 +134,10 @@ class Residents:
             blob = carved.slots[step.slot]
         else:
             blob = self._weights.blob(step.unit)
-        brought = view_unit(portions.brought.unit, blob)
+        brought = view_brought(portions.brought, blob)
         if portions.kept is None:
             return brought
-        kept = view_unit(portions.kept.unit, self._arena.pinned(step.unit))
-        return kept | brought if portions.brought.unit.kind.part_of else replace(kept, last=brought)
+        return replace(view_brought(portions.kept, self._arena.pinned(step.unit)), last=brought)
 
     def _state_of(self, step: Compute, carved: Carved) -> Any:
         if step.state is None:

@@ -9,7 +9,6 @@ import torch
 
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.runtime.blocks.block import Work
-from pshard.runtime.blocks.find_block import find_block
 from pshard.runtime.kernels.api import RowIndex, Segment
 from pshard.runtime.logits import Logits
 from pshard.runtime.memory.states import Copies, Reach, pair_runs, reach_new, reach_old
@@ -142,26 +141,25 @@ class Walk:
         wanted = logits.count if output or index is not None else 0  # the others' work is the same
         key = (tier.tokens, launch.name, self._tokens, wanted, cells)
         repeats = self._repeats(key)
-        leaving = launch.leaves and repeats
+        leaving = launch.leaves if repeats else ()
         delivering = output and repeats and logits.has_some()
         # a sum comes first where the CPU made a part of it
-        brought = "hidden" if isinstance(first, Compute) else "branch"
+        entering = launch.enters if isinstance(first, Compute) or not launch.enters else ("branch",)
 
         def work() -> None:
             if index is not None:
                 self._device.send(*index)
-            if launch.enters:
-                self._send(brought)
+            for name in entering:
+                self._send(name)
             self._run_units(launch)
-            if leaving:
-                self._device.bring(*self._rows("hidden"))
+            for name in leaving:
+                self._device.bring(*self._rows(name))
             if delivering:
                 logits.bring()
 
         self._device.repeat(key, repeats, work)
         self._batch.unsent = None
-        if launch.enters:
-            self._means.transfers.link_bytes += self._rows(brought)[0].nbytes
+        self._means.transfers.link_bytes += sum(self._rows(name)[0].nbytes for name in entering)
         self._left = self._device.mark() if leaving or delivering else None
         if output:
             if delivering:
@@ -199,7 +197,7 @@ class Walk:
     # --- activations --------------------------------------------------------------------------------------------
 
     def _rows(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """The micro-batch's rows of "hidden" or "branch" on the host and on the accelerator."""
+        """The micro-batch's rows of "hidden", "branch" or "routed" on the host and on the accelerator."""
         return self._host_space.rows(name, self._tokens), self._acc_space.rows(name, self._tokens)
 
     def _send(self, name: str) -> int:
@@ -212,9 +210,10 @@ class Walk:
         if self._side == step.to:
             return  # the last one: logits were delivered as they were computed
         if step.to == "acc":
-            self._means.transfers.link_bytes += self._send("hidden")
+            self._means.transfers.link_bytes += sum(self._send(name) for name in step.carries)
         elif self._left is None:
-            self._device.receive(*self._rows("hidden"))
+            for name in step.carries:
+                self._device.receive(*self._rows(name))
         else:
             self._device.host_wait(self._left)
             self._left = None
@@ -243,7 +242,7 @@ class Walk:
     def _copy_in(self, step: CopyIn) -> None:
         if self._freed is None:  # a copy that had to wait for this micro-batch
             self._freed = self._device.mark()
-        copy_in(self._means, self._tier, step, (self._freed,), self._batch.ids)
+        copy_in(self._means, self._tier, step, (self._freed,))
 
     def _free(self, step: Free) -> None:
         self._freed = self._device.mark()
@@ -283,20 +282,13 @@ class Walk:
         tier.stage_free.append(done)  # and so may what it had, where a rank's layers differ in width
 
 
-def copy_in(
-    means: Means, tier: TierInForce, step: CopyIn, after: tuple[Any, ...], ids: torch.Tensor | None = None
-) -> None:
-    """Start to copy what is streamed of a unit to its slot; where that is decided now, what the tokens `ids` use."""
+def copy_in(means: Means, tier: TierInForce, step: CopyIn, after: tuple[Any, ...]) -> None:
+    """Start to copy what is streamed of a unit to its slot."""
     copies = tier.copies.get(step)
     if copies is None:
         unit, slot = means.spec.unit(step.unit), tier.carved.slots[step.slot]
-        portion = divide_unit(unit, step.share).brought
-        if not step.decided:
-            copies = tier.copies[step] = means.transfers.cut(slot, step.unit, portion.pieces)
-        else:
-            assert ids is not None
-            used = find_block(unit.kind).choose_parts(unit, ids)
-            copies = means.transfers.cut(slot, step.unit, portion.pieces_of(used))
+        pieces = divide_unit(unit, step.share).brought.pieces
+        copies = tier.copies[step] = means.transfers.cut(slot, step.unit, pieces)
     tier.arrived[step.slot] = means.transfers.bring_weights(step.unit, copies, after)
 
 

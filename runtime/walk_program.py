@@ -16,13 +16,13 @@ S = TypeVar("S")
 class Launch:
     """Units on the accelerator, and their all-reduces, that nothing interrupts: one CUDA graph in small batches.
 
-    `enters`: activations come from the host first; `leaves`: the next unit wants them there. As nodes of the graph
-    these transfers cost the host no launch of their own.
+    `enters`: activations that come from the host first; `leaves`: those that the next unit wants there. As nodes of the
+    graph these transfers cost the host no launch of their own.
     """
 
     steps: tuple[Compute | AllReduce, ...]
-    enters: bool = False
-    leaves: bool = False
+    enters: tuple[str, ...] = ()
+    leaves: tuple[str, ...] = ()
 
     @cached_property
     def name(self) -> tuple:
@@ -75,10 +75,10 @@ def group_launches(body: tuple[Step, ...]) -> tuple[Step | Launch, ...]:
     program: list[Step | Launch] = []
     at = 0
     for begin, end in find_runs(body):
-        entered = enters(body, begin)
-        program += body[at : begin - entered]
+        before = body[begin - 1] if enters(body, begin) else None
+        program += body[at : begin - (before is not None)]
         steps = tuple(step for step in body[begin:end] if isinstance(step, Compute | AllReduce))
-        program.append(Launch(steps, enters=entered))
+        program.append(Launch(steps, enters=before.carries if isinstance(before, Handoff) else ()))
         at = end
     return tuple(_mark_leaving([*program, *body[at:]]))
 
@@ -102,5 +102,6 @@ def _mark_leaving(program: list[Step | Launch]) -> Iterator[Step | Launch]:
     for i, step in enumerate(program):
         following = next((s for s in program[i + 1 :] if not isinstance(s, CopyIn | Free | FetchKV | WriteBack)), None)
         if isinstance(step, Launch) and not step.gives_logits:
-            step = replace(step, leaves=isinstance(following, Handoff) and following.to == "cpu")
+            taken = isinstance(following, Handoff) and following.to == "cpu"
+            step = replace(step, leaves=following.carries if taken and isinstance(following, Handoff) else ())
         yield step

@@ -1,7 +1,7 @@
 """What operations cost: one formula for each noun of `pshard.units.operations`, from the profile's tables."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 
 from pshard.batch_sizes import SMALL_BATCH
@@ -11,7 +11,7 @@ from pshard.quant import QUANT_TYPES
 from pshard.tensor import TensorSpec
 from pshard.units.operations import (
     Attend,
-    EachPart,
+    ExpertProducts,
     GatedProduct,
     LookUp,
     Norm,
@@ -20,6 +20,7 @@ from pshard.units.operations import (
     Product,
     ProductGroup,
     Rotate,
+    Route,
 )
 
 
@@ -89,9 +90,10 @@ def price_operation(operation: Operation, by: OneSide) -> list[Term]:
             return [(Order.OTHER, _elementwise(by, "rope", operation.width)), *norms]
         case Attend():
             return [(Order.OTHER, _attention(by, operation))]
-        case EachPart(parts):
-            used, tokens = operation.used(by.rows)
-            return [(Order.OTHER, used * sum(price_operations(part, replace(by, rows=tokens)) for part in parts))]
+        case Route(router):
+            return [(Order.OTHER, _matmul(by, router) + _elementwise(by, "norm", router.rows))]
+        case ExpertProducts():
+            return [(Order.OTHER, _experts(by, operation))]
     raise TypeError(f"no formula says what {operation} costs")
 
 
@@ -101,6 +103,18 @@ def _products(by: OneSide, matrices: tuple[TensorSpec, ...]) -> list[Term]:
 
 def _matmul(by: OneSide, matrix: TensorSpec) -> float:
     return by.tables.matmul(by.side, matrix.qtype, matrix.rows, matrix.cols, by.rows)
+
+
+def _experts(by: OneSide, experts: ExpertProducts) -> float:
+    """All experts that are used as one matrix as tall as they are together, of as many tokens as each of them has."""
+    used, tokens = experts.used(by.rows)
+    seconds = 0.0
+    for stack in (experts.gate, experts.up, experts.down):
+        rows = used * (stack.rows // stack.parts)
+        seconds += by.tables.matmul(by.side, stack.qtype, rows, stack.cols, tokens)
+    picks = experts.chosen * experts.gate.parts / experts.of  # of a token, among these
+    seconds += _elementwise(by, "silu_mul", round(picks * experts.down.cols))
+    return seconds + _elementwise(by, "residual", round(picks * experts.gate.cols))
 
 
 def _elementwise(by: OneSide, what: str, width: int) -> float:

@@ -6,7 +6,8 @@ from pshard.model import ModelSpec
 from pshard.planner.price.price_operations import OneSide, price_operations
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_loads import TierLoad
-from pshard.units.divide_unit import divide_unit, expected_copy, expected_pieces, joined_width
+from pshard.units.divide_unit import divide_unit, joined_width
+from pshard.units.operations import used_share
 from pshard.units.share import WHOLE, Share
 from pshard.units.unit import Unit
 from pshard.workload import Workload
@@ -14,7 +15,7 @@ from pshard.workload import Workload
 
 @dataclass(frozen=True)
 class Setting:
-    """What units are priced for: the model, a machine, one tier's load, and how many ranks share the host."""
+    """What units are priced for: the model, a machine, one tier's load, and over how many ranks it is spread."""
 
     spec: ModelSpec
     tables: Tables
@@ -37,9 +38,15 @@ class Setting:
         return share("matmul", self.ranks, tokens, at_once), share("copy", self.ranks, 0, True)
 
     def copy(self, unit: Unit, share: Share = WHOLE, memory: str = "pinned") -> float:
-        """Seconds of the copy of a streamed unit that is expected, and of a pinned one's."""
-        pieces = expected_copy(unit, share, self.spec.config, self.load.tokens)
-        return sum(self.tables.copy("h2d", piece.nbytes, memory) for piece in pieces)
+        """Seconds of the copy of what is brought of a unit."""
+        return sum(self.tables.copy("h2d", piece.nbytes, memory) for piece in divide_unit(unit, share).brought.pieces)
+
+    def reads(self, unit: Unit) -> int:
+        """Bytes of weights that whoever computes a unit is expected to read: of parts, those that tokens take."""
+        if not unit.kind.parts:
+            return unit.packed_nbytes
+        unused = 1 - used_share(*unit.kind.parts(self.spec.config), self.load.tokens)
+        return unit.packed_nbytes - round(unused * sum(t.packed_nbytes for t in unit.tensors if t.parts))
 
     def correction(self, unit: Unit) -> tuple[float, float, float]:
         """Factors that trials have taught: on the accelerator, on the host, of the link."""
@@ -86,8 +93,7 @@ def unit_cost(unit: Unit, setting: Setting) -> UnitCost:
     rows = load.logit_rows if unit.kind.gives_logits else load.tokens
     operations = unit.operations(spec.config)
     acc_seconds, host_seconds = (price_operations(operations, setting.side(s, rows)) for s in ("acc", "host"))
-    used = sum(piece.nbytes for piece in expected_copy(unit, WHOLE, spec.config, load.tokens))
-    reads = load.tokens * spec.config.d_model * 4 if unit.kind.is_looked_up else used
+    reads = load.tokens * spec.config.d_model * 4 if unit.kind.is_looked_up else setting.reads(unit)
     fetch = write = 0
     if law := unit.state(spec.config, setting.workload.state_shape):
         fetch = law.fetched(load.sequences * load.past, load.sequences)
@@ -153,7 +159,7 @@ def divided_cost(unit: Unit, share: Share, setting: Setting) -> DividedCost:
             acc * (price_operations(operations, setting.side("acc")) * slower + step)
             for operations in (work.on_acc, work.after)
         )
-        reads = sum(piece.nbytes for piece in expected_pieces(parts.on_cpu, spec.config, tokens))
+        reads = setting.reads(parts.on_cpu.unit)
         cpu = price_operations(work.on_cpu, setting.side("host"))
         cpu = host * (cpu * on_host + tables.elementwise("host", "step", 1, 1))
         join = tables.handoff("acc", 4 * tokens * joined_width(unit, share, spec.config), 4 * spec.config.d_model)

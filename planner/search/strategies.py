@@ -38,7 +38,7 @@ def _head(spec: ModelSpec) -> tuple:
 def _whole_layers(spec: ModelSpec, kv_first: bool) -> tuple:
     """One group per layer, last layers first; KV with its layer, or all of it before any weights."""
     groups: list[tuple] = []
-    attention = {u.layer: u.name for u in _treated_as(spec, "first")}
+    attention = {u.layer: u.name for u in spec.units if u.kind.state}
     if kv_first:
         groups += [(("kv", name),) for name in attention.values()]
     for layer in sorted({u.layer for u in spec.units if u.layer >= 0}, reverse=True):
@@ -49,10 +49,9 @@ def _whole_layers(spec: ModelSpec, kv_first: bool) -> tuple:
 
 def _attention_then_ffn(spec: ModelSpec, pin_attention: bool = True) -> tuple:
     """KV, then attention, then the head, then FFNs, layer by layer."""
-    attention = _treated_as(spec, "first")
-    groups: list[tuple] = [(("kv", u.name),) for u in attention]
+    groups: list[tuple] = [(("kv", u.name),) for u in spec.units if u.kind.state]
     if pin_attention:
-        groups += [(("pin", u.name),) for u in attention]
+        groups += [(("pin", u.name),) for u in _treated_as(spec, "first")]
     return (*groups, *_head(spec), *((("pin", u.name),) for u in _treated_as(spec, "bulk")))
 
 

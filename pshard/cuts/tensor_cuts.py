@@ -15,7 +15,7 @@ from pshard.cuts.check_cut import Range, TensorCut, UnitCut, check_cut
 from pshard.errors import UserError
 from pshard.model import ModelSpec
 from pshard.tensor import TensorSpec
-from pshard.units.unit import Unit
+from pshard.units.unit import Cut, Unit
 from pshard.workload import Limits
 
 
@@ -38,12 +38,13 @@ def _cut_units(spec: ModelSpec, shares: tuple[float, ...], limits: Limits) -> tu
     owed = {unit.kind: [0.0] * len(shares) for unit in spec.units}
     cuts = []
     for unit in spec.units:
-        total = unit.kind.cut.length(spec.config)
+        rule = _find_cut(spec, unit)
+        total = rule.length(spec.config)
         targets = tuple(
             round(ratio * total + debt, 6) if ratio > 0 else None
             for ratio, debt in zip(ratios[unit.kind], owed[unit.kind])
         )
-        ranges = tuple(pairwise(unit.kind.cut.bounds(spec.config, unit.by_role, targets)))
+        ranges = tuple(pairwise(rule.bounds(spec.config, unit.by_role, targets)))
         owed[unit.kind] = [
             0.0 if target is None else target - (stop - start) for target, (start, stop) in zip(targets, ranges)
         ]
@@ -51,6 +52,15 @@ def _cut_units(spec: ModelSpec, shares: tuple[float, ...], limits: Limits) -> tu
         check_cut(spec, unit, cut)
         cuts.append(cut)
     return tuple(cuts)
+
+
+def _find_cut(spec: ModelSpec, unit: Unit) -> Cut:
+    if unit.kind.cut is None:
+        raise UserError(
+            f"{spec.config.architecture}: units of kind {unit.kind.name} cannot be cut over devices yet; "
+            "use -sm layer, or one device with -sm none"
+        )
+    return unit.kind.cut
 
 
 def limit_shares(shares: Sequence[float], most: int) -> tuple[float, ...]:
@@ -131,7 +141,7 @@ def _cut_shape(tensor: TensorSpec, cut: TensorCut, rank: int) -> tuple[int, ...]
 
 def _cut_tensor(spec: ModelSpec, unit: Unit, tensor: TensorSpec, ranges: tuple[Range, ...]) -> TensorCut:
     """Where the unit's cut puts one of its tensors."""
-    cut = unit.kind.cut
+    cut = _find_cut(spec, unit)
     if tensor.role not in cut.rules:
         raise UserError(
             f"{spec.config.architecture}: {tensor.name} has no rule that says how it is cut: "

@@ -3,7 +3,6 @@
 Copies of streamed units run ahead: whenever a staging slot becomes free, the next unit that uses that slot is copied
 into it, across the end of the micro-batch too (weights don't depend on tokens). So a micro-batch begins with the
 first `slots` streamed units already loaded or on their way; `enter` lists those copies for the first one of a tier.
-A copy that is decided by the micro-batch's tokens cannot run ahead of it: those of its first units begin with it.
 """
 
 from functools import lru_cache
@@ -27,8 +26,9 @@ from pshard.steps.step import (
     StepShape,
     WriteBack,
 )
-from pshard.units.divide_unit import expected_copy, joined_width
-from pshard.units.unit import Unit
+from pshard.units.divide_unit import divide_unit, joined_width
+from pshard.units.routed import ROUTED, routed_words
+from pshard.units.unit import Unit, UnitKind
 
 # a search emits the same few steps thousands of times: equal ones are one object
 _copy_in = lru_cache(1 << 14)(CopyIn)
@@ -54,31 +54,30 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
     links, hidden = spec.neighbours, shape.tokens * spec.config.d_model * 4
     placed = _placed(spec, tier)
     slots = tier.buffers.slots
-    copies = _copy_streamed(spec, placed, slots, shape.tokens)
+    copies = _copy_streamed(placed, slots)
     first, following = copies[:slots], _next_in_slot(copies, slots)
     fetches, writes = _move_states(spec, placed, shape)
-    body: list[Step] = [*(copy for copy in first if copy.decided), *fetches[:1]]
-    side, n_fetched, n_copied = "cpu", 0, 0  # token ids start on the host
+    body: list[Step] = [*fetches[:1]]
+    at, n_fetched, n_copied = _Whereabouts(spec, shape.tokens), 0, 0
     if links and links.source is not None:
         body.append(Receive(links.source, hidden))
-        side = "acc"
+        at.hidden = "acc"
     add, sums = body.append, shape.ranks > 1 and not links
     stays = sums and not shape.sums_on_host
     for unit, place in placed:
         name, kind, where = unit.name, unit.kind, place.where
         on, slot = "cpu" if where == "cpu" else "acc", n_copied % slots if where == "streamed" else None
         if place.cpu_rows:
-            add(_hand_off("cpu" if side == "acc" else "acc", hidden))
+            body += [*at.bring("acc", kind), *at.bring("cpu", kind, share=True)]
             body.extend(_compute_on_both(unit, place, slot, 4 * shape.tokens, spec))
         else:
-            if on != side and not kind.is_looked_up:
-                add(_hand_off(on, hidden))
+            body += at.bring(on, kind)
             kept = {"kept_parts": place.kept_parts} if place.kept_parts else {}
             add(_compute(name, on, SOURCES[where], slot, "", 0, kind.position, place.kv, **kept))
-        side = on
-        if stays and side == "cpu" and not kind.gives_logits:
+        at.leave(on, kind)
+        if stays and on == "cpu" and not kind.gives_logits:
             add(_hand_off("acc", hidden))
-            side = "acc"
+            at.hidden = "acc"
         if sums and kind.adds:
             add(_all_reduce(name, hidden))
         if name in writes:
@@ -91,8 +90,39 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
             if after is not None:
                 add(after)
             n_copied += 1
-    body += _deliver(spec, side, shape, hidden)
-    return StepList(tuple(copy for copy in first if not copy.decided), tuple(body))
+    body += _deliver(spec, at.hidden, shape, hidden)
+    return StepList(tuple(first), tuple(body))
+
+
+class _Whereabouts:
+    """On which sides activations are: the residual stream on one, what a router has found on those that have it."""
+
+    def __init__(self, spec: ModelSpec, tokens: int) -> None:
+        self.hidden, self._routed = "cpu", set[str]()  # token ids start on the host
+        self._nbytes = {"hidden": 4 * tokens * spec.config.d_model}
+        if spec.config.experts:
+            self._nbytes[ROUTED] = 4 * tokens * routed_words(spec.config)
+
+    def bring(self, on: str, kind: UnitKind, share: bool = False) -> list[Step]:
+        """The hand-off of what a unit lacks on a side; share: it computes its part of one that is divided, and of one
+        that reads what a router found no more than that is needed for it."""
+        carries = []
+        if on != self.hidden and not kind.is_looked_up and not (share and kind.routing):
+            carries.append("hidden")
+        if kind.routing == "reads" and on not in self._routed:
+            carries.append(ROUTED)
+            self._routed.add(on)
+        if not carries:
+            return []
+        if carries == ["hidden"]:
+            return [_hand_off(on, self._nbytes["hidden"])]
+        return [_hand_off(on, sum(self._nbytes[name] for name in carries), tuple(carries))]
+
+    def leave(self, on: str, kind: UnitKind) -> None:
+        """A unit has run there; of a divided one the accelerator has all."""
+        self.hidden = on
+        if kind.routing == "makes":
+            self._routed = {on}
 
 
 def list_residents(spec: ModelSpec, tier: TierPlan) -> tuple[Bring, ...]:
@@ -112,17 +142,16 @@ def _placed(spec: ModelSpec, tier: TierPlan) -> list[Placed]:
     return [(unit, places[unit.name]) for unit in spec.units if unit.tensors or not links]
 
 
-def _copy_streamed(spec: ModelSpec, placed: list[Placed], slots: int, tokens: int) -> list[CopyIn]:
+def _copy_streamed(placed: list[Placed], slots: int) -> list[CopyIn]:
     """The copy of every streamed unit, in turn into every slot."""
     streamed = [(unit, place) for unit, place in placed if place.where == "streamed"]
     if streamed and slots < 1:
         raise ValueError("a tier that streams needs at least one staging slot")
     copies = []
     for i, (unit, place) in enumerate(streamed):
-        decided = unit.kind.chosen is not None
-        if decided or place.cpu_rows or place.kept_parts:
-            nbytes = sum(piece.nbytes for piece in expected_copy(unit, place.share, spec.config, tokens))
-            copies.append(_copy_in(unit.name, i % slots, nbytes, place.cpu_rows, decided, place.kept_parts))
+        if place.share:
+            nbytes = sum(piece.nbytes for piece in divide_unit(unit, place.share).brought.pieces)
+            copies.append(_copy_in(unit.name, i % slots, nbytes, place.cpu_rows, place.kept_parts))
         else:
             copies.append(_copy_in(unit.name, i % slots, unit.packed_nbytes))
     return copies
@@ -173,8 +202,6 @@ def _compute_on_both(unit: Unit, place: Placement, slot: int | None, column: int
 
 
 def _next_in_slot(copies: list[CopyIn], slots: int) -> list[CopyIn | None]:
-    """By copy, the one into its slot after it; None when the slot keeps its only unit, or waits for the next
-    micro-batch's tokens."""
-    again = [None if copy.decided else copy for copy in copies[:slots]]
-    after = [copies[i + slots] if i + slots < len(copies) else again[i % slots] for i in range(len(copies))]
+    """By copy, the one into its slot after it, of the next micro-batch too; None when the slot keeps its only unit."""
+    after = [copies[i + slots] if i + slots < len(copies) else copies[i % slots] for i in range(len(copies))]
     return [None if copy is own else copy for copy, own in zip(after, copies)]

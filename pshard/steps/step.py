@@ -1,7 +1,7 @@
 """Steps: what the planner simulates and the executor runs for one micro-batch, as nouns. No torch.
 
 `nbytes` is what a step of the expected micro-batch moves: what it is priced by. A copy whose bytes are `decided` only
-when it runs (the cells in use, or what a router chose) has no other size than that in its step; whoever runs it asks
+when it runs (the cells in use) has no other size than that in its step; whoever runs it asks
 what is to be copied. All other copies move `nbytes`, and activations the rows that there are.
 """
 
@@ -15,15 +15,13 @@ from pshard.units.state import StateShape
 class CopyIn(Divisible):
     """Copy a unit's blob from host memory to a staging slot. Occupies the link (h2d) and host DRAM.
 
-    `cpu_rows`, `kept_parts`: of a divided unit; these stay behind. `decided`: when it runs, which parts of the unit the
-    micro-batch uses, and so what is copied.
+    `cpu_rows`, `kept_parts`: of a divided unit; these stay behind.
     """
 
     unit: str
     slot: int
     nbytes: int
     cpu_rows: int = 0
-    decided: bool = False
     kept_parts: int = 0
 
 
@@ -70,10 +68,14 @@ class WriteBack:
 
 @dataclass(frozen=True)
 class Handoff:
-    """Move activations to the side ("acc" or "cpu") that computes next; the last one delivers logits to the host."""
+    """Move activations to the side ("acc" or "cpu") that computes next; the last one delivers logits to the host.
+
+    `carries`: which of them, by the names of their buffers: the residual stream, what a router found, or both.
+    """
 
     to: str
     nbytes: int
+    carries: tuple[str, ...] = ("hidden",)
 
 
 @dataclass(frozen=True)

@@ -2,19 +2,18 @@
 
 Of a kind that is divided by rows (an FFN) the CPU has the last rows of some matrices, which are byte ranges of the
 packed layout. Or these are streamed while all else lies in the VRAM arena: so a micro-batch that is too large for the
-CPU has there what a small one has. Of a kind that has equal parts the CPU has the last of these; the first may lie in
-the arena while those between are streamed, so that one unit is pinned, streamed and computed by the CPU at once. What
-all parts share is with the accelerator's first ones, and in host memory.
+CPU has there what a small one has. Of a kind whose matrices are stacks of equal parts the CPU has the last of
+these; the first may lie in the arena while those between are streamed, so that one unit is pinned, streamed and
+computed by the CPU at once. What all parts share is with the accelerator's first ones, and in host memory.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from pshard.model_config import ModelConfig
 from pshard.quant import ROW_BLOCK, TENSOR_ALIGN, align
 from pshard.tensor import TensorSpec
-from pshard.units.operations import used_share
 from pshard.units.share import Share
 from pshard.units.unit import Unit
 
@@ -34,26 +33,17 @@ class Piece:
 class Portion:
     """What one place has of a unit, as a unit of its own, and where in the whole unit's blob each of its tensors is.
 
-    pieces: those bytes, as few ranges as there are.
+    pieces: those bytes, as few ranges as there are. first: the number of its first part.
     """
 
     unit: Unit
     starts: tuple[int, ...]
     pieces: tuple[Piece, ...]
+    first: int = 0
 
     @property
     def nbytes(self) -> int:
         return self.unit.packed_nbytes
-
-    def pieces_of(self, parts: Collection[int]) -> tuple[Piece, ...]:
-        """Of a kind with parts: the bytes of these ones that are here, and of what all parts share."""
-        part_of = self.unit.kind.part_of
-        assert part_of is not None
-        return _join_pieces(
-            piece
-            for piece, tensor in zip(_list_pieces(self.starts, self.unit), self.unit.tensors)
-            if part_of(tensor.role) is None or part_of(tensor.role) in parts
-        )
 
 
 @dataclass(frozen=True)
@@ -74,7 +64,7 @@ def can_divide(unit: Unit, share: Share) -> bool:
     """Whether every place would have something of the unit, and no record of the packed layout is cut."""
     total = count_shares(unit)
     own = total - share.cpu
-    if unit.kind.part_of is not None:
+    if unit.kind.parts:
         return share.cpu >= 0 and 0 <= share.kept < own
     if share.kept:
         return not share.cpu and unit.kind.keep is not None and 0 < share.kept < total and share.kept % ROW_BLOCK == 0
@@ -91,7 +81,7 @@ def divide_unit(unit: Unit, share: Share) -> DividedUnit:
         return DividedUnit(None, _portion(unit, list(unit.offsets().values())), unit, None)
     if not can_divide(unit, share):
         raise ValueError(f"{unit.name} of {count_shares(unit)} cannot be divided into {share.in_words}")
-    return _divide_parts(unit, share) if unit.kind.part_of else _divide_rows(unit, share)
+    return _divide_parts(unit, share) if unit.kind.parts else _divide_rows(unit, share)
 
 
 def _divide_rows(unit: Unit, share: Share) -> DividedUnit:
@@ -118,21 +108,28 @@ def _divide_rows(unit: Unit, share: Share) -> DividedUnit:
 
 def _divide_parts(unit: Unit, share: Share) -> DividedUnit:
     """A unit with parts: what they share is where the accelerator's first ones are, and in host memory."""
-    part_of = unit.kind.part_of
-    assert part_of is not None
-    own = count_shares(unit) - share.cpu
-    shared, kept, copied, on_cpu = (list[tuple[int, TensorSpec]]() for _ in range(4))
-    for start, tensor in unit.offsets().values():
-        part = part_of(tensor.role)
-        here = shared if part is None else kept if part < share.kept else copied if part < own else on_cpu
-        here.append((start, tensor))
-    kept, copied = (shared + kept, copied) if share.kept else ([], shared + copied)
+    total = count_shares(unit)
+    own = total - share.cpu
     return DividedUnit(
-        _portion(unit, kept) if kept else None,
-        _portion(unit, copied),
-        replace(unit, tensors=tuple(tensor for _, tensor in (*kept, *copied))),
-        _portion(unit, shared + on_cpu) if on_cpu else None,
+        _portion_of_parts(unit, 0, share.kept) if share.kept else None,
+        _portion_of_parts(unit, share.kept, own, shared=not share.kept),
+        _portion_of_parts(unit, 0, own).unit,
+        _portion_of_parts(unit, own, total) if share.cpu else None,
     )
+
+
+def _portion_of_parts(unit: Unit, first: int, end: int, shared: bool = True) -> Portion:
+    """Parts `first` to before `end` of every stack; shared: with what all parts share."""
+    held = []
+    for start, tensor in unit.offsets().values():
+        if tensor.parts:
+            before = replace(tensor, shape=(tensor.rows // tensor.parts * first, tensor.cols))
+            rows = tensor.rows // tensor.parts * (end - first)
+            part = replace(tensor, shape=(rows, tensor.cols), parts=end - first)
+            held.append((start + before.packed_nbytes, part))
+        elif shared:
+            held.append((start, tensor))
+    return replace(_portion(unit, held), first=first)
 
 
 def _portion(unit: Unit, held: Sequence[tuple[int, TensorSpec]]) -> Portion:
@@ -141,9 +138,9 @@ def _portion(unit: Unit, held: Sequence[tuple[int, TensorSpec]]) -> Portion:
 
 
 def _list_pieces(starts: Sequence[int], unit: Unit) -> list[Piece]:
-    """The bytes of each tensor."""
+    """The bytes of each tensor, with the space up to the next where it begins as a tensor does."""
     return [
-        Piece(start, to, align(tensor.packed_nbytes, TENSOR_ALIGN))
+        Piece(start, to, tensor.packed_nbytes if start % TENSOR_ALIGN else align(tensor.packed_nbytes, TENSOR_ALIGN))
         for start, (to, tensor) in zip(starts, unit.offsets().values(), strict=True)
     ]
 
@@ -177,26 +174,10 @@ def kept_nbytes(unit: Unit, share: Share) -> int:
     return kept.nbytes if kept else 0
 
 
-@lru_cache(1 << 13)
-def expected_copy(unit: Unit, share: Share, config: ModelConfig, tokens: int) -> tuple[Piece, ...]:
-    """What a micro-batch of so many tokens is expected to have copied of a streamed unit."""
-    return expected_pieces(divide_unit(unit, share).brought, config, tokens)
-
-
-def expected_pieces(portion: Portion, config: ModelConfig, tokens: int) -> tuple[Piece, ...]:
-    """What so many tokens are expected to use of a portion: where they choose among parts, about as many as that."""
-    part_of, chosen = portion.unit.kind.part_of, portion.unit.kind.chosen
-    if part_of is None or chosen is None:
-        return portion.pieces
-    parts = sorted({part for t in portion.unit.tensors if (part := part_of(t.role)) is not None})
-    used = max(1, round(len(parts) * used_share(*chosen(config), tokens)))
-    return portion.pieces_of([parts[i * len(parts) // used] for i in range(used)])
-
-
 def without_cpu(unit: Unit, share: Share) -> Share | None:
     """How the unit is streamed whole with the same bytes in the arena, where the CPU computes nothing of it; None for
     a kind of which nothing is kept beside a slot."""
-    if unit.kind.part_of is None and unit.kind.keep is None:
+    if not unit.kind.parts and unit.kind.keep is None:
         return None
     return Share(kept=share.kept or count_shares(unit) - share.cpu)
 
@@ -205,15 +186,15 @@ def without_cpu(unit: Unit, share: Share) -> Share | None:
 def count_shares(unit: Unit) -> int:
     """What can be divided of a unit, in what its kind counts: parts, or rows; 0 for a unit that cannot be divided."""
     kind = unit.kind
-    if kind.part_of is not None:
-        return len({kind.part_of(t.role) for t in unit.tensors} - {None})
+    if kind.parts:
+        return max((t.parts for t in unit.tensors), default=0)
     return max((t.rows for t in unit.tensors if t.role in kind.divided), default=0)
 
 
 def share_sixteenths(unit: Unit, sixteenths: int) -> int:
     """What is about so many sixteenths of a unit and may be the CPU's; 0 when the unit is too small."""
     total = count_shares(unit)
-    own = align(total * (SIXTEENTHS - sixteenths) // SIXTEENTHS, 1 if unit.kind.part_of else ROW_BLOCK)
+    own = align(total * (SIXTEENTHS - sixteenths) // SIXTEENTHS, 1 if unit.kind.parts else ROW_BLOCK)
     return total - own if 0 < own < total else 0
 
 
@@ -222,7 +203,7 @@ def list_shares(unit: Unit, sixteenths: tuple[int, ...]) -> tuple[Share, ...]:
     """The ways to divide a unit in which CPU and arena have so many sixteenths or nothing; none for most kinds."""
     some = sorted({share_sixteenths(unit, n) for n in sixteenths} - {0})
     shares = [Share(cpu) for cpu in some]
-    if unit.kind.part_of is not None:
+    if unit.kind.parts:
         shares += [Share(cpu, kept) for cpu in (0, *some) for kept in some]
     return tuple(share for share in shares if can_divide(unit, share))
 

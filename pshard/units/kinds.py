@@ -2,15 +2,18 @@
 
 from pshard.units.attention import ATTENTION
 from pshard.units.embedding import EMBEDDING
+from pshard.units.experts import EXPERTS
 from pshard.units.ffn import FFN
 from pshard.units.output import OUTPUT
+from pshard.units.router import ROUTER
+from pshard.units.shared_experts import SHARED_EXPERTS
 from pshard.units.unit import UnitKind, UnitKinds
 
 KINDS = UnitKinds()
-for _kind in (EMBEDDING, ATTENTION, FFN, OUTPUT):
+for _kind in (EMBEDDING, ATTENTION, FFN, ROUTER, SHARED_EXPERTS, EXPERTS, OUTPUT):
     KINDS.add(_kind)
 
 
 def kinds_by_flag() -> dict[str, UnitKind]:
     """Kinds whose number of ranks can be limited, by what users call them."""
-    return {kind.cut.flag: kind for kind in KINDS if kind.cut.flag}
+    return {kind.cut.flag: kind for kind in KINDS if kind.cut and kind.cut.flag}

@@ -87,18 +87,28 @@ class Attend:
 
 
 @dataclass(frozen=True)
-class EachPart:
-    """Operations of a unit's equal parts, by part. Each token takes `chosen` of the `of` parts that there are: one that
-    none takes does nothing."""
+class Route:
+    """Which `chosen` of the rows of `router` take each token, and with which weights."""
 
-    parts: "tuple[tuple[Operation, ...], ...]"
+    router: TensorSpec
+    chosen: int
+
+
+@dataclass(frozen=True)
+class ExpertProducts:
+    """The FFNs of those experts in these stacks that tokens have chosen, and their weighted sum. A token takes `chosen`
+    of the `of` experts of the layer."""
+
+    gate: TensorSpec
+    up: TensorSpec
+    down: TensorSpec
     chosen: int
     of: int
 
-    def used(self, tokens: int) -> tuple[float, int]:
-        """The share of the parts that so many tokens are expected to use, and the tokens of each that is used."""
+    def used(self, tokens: int) -> tuple[int, int]:
+        """How many of these experts so many tokens are expected to use, and the tokens of each one that is used."""
         share = used_share(self.chosen, self.of, tokens)
-        return share, max(1, round(tokens * self.chosen / self.of / share))
+        return max(1, round(self.gate.parts * share)), max(1, round(tokens * self.chosen / self.of / share))
 
 
 def used_share(chosen: int, of: int, tokens: int) -> float:
@@ -106,7 +116,7 @@ def used_share(chosen: int, of: int, tokens: int) -> float:
     return 1 - (1 - chosen / of) ** tokens
 
 
-Operation = LookUp | Norm | Product | ProductGroup | GatedProduct | PlaceRows | Rotate | Attend | EachPart
+Operation = LookUp | Norm | Product | ProductGroup | GatedProduct | PlaceRows | Rotate | Attend | Route | ExpertProducts
 
 
 def matrices_of(operation: Operation) -> tuple[TensorSpec, ...]:
@@ -118,6 +128,8 @@ def matrices_of(operation: Operation) -> tuple[TensorSpec, ...]:
             return operation.matrices
         case GatedProduct():
             return operation.gate, operation.up
-        case EachPart():
-            return tuple(m for part in operation.parts for one in part for m in matrices_of(one))
+        case Route():
+            return (operation.router,)
+        case ExpertProducts():
+            return operation.gate, operation.up, operation.down
     return ()

@@ -57,22 +57,21 @@ class UnitKind:
         position: "first" (takes token ids), "layer", or "last" (gives logits of the rows that are wanted).
         places: legal placements.
         operations: what a unit runs, in order; see `Operation`.
-        cut: how ranks share it.
+        cut: how ranks share it; None: they cannot.
         widths: numbers of the ModelConfig that a unit's tensors tell: those of a rank's slice are its widest units'.
         state: the law of what it keeps of its sequences; None when it keeps nothing.
         scratch: buffers that it needs for micro-batches of so many tokens.
         adds: whether its result is added to the residual stream, so that ranks' parts of it are summed.
         leads: whether it is the first of its layer.
+        routing: "makes" what is handed on beside the residual stream (pshard/units/routed.py), "reads" it, or "".
         llama_cpp: its tensors as a regular expression over what follows `blk.N.`; "" for units outside layers.
         strategy: what published strategies do with it: "first" (pinned before others), "bulk" (fills what is left) or
             "head".
         divided: roles of matrices whose last rows the CPU may compute while the accelerator computes the others.
         keep: what a unit runs whose last rows are streamed while all else lies in the arena, by the tensors there and
             in the slot; None where nothing is kept so.
-        part_of: of a kind with equal parts, which the CPU, the arena and a slot may share: which one a tensor belongs
-            to, by its role; None for what all parts share, which comes before them.
-        chosen: how many of how many parts each token takes; None where a micro-batch needs all, and no copy of a
-            streamed unit waits to know its tokens.
+        parts: of a kind whose matrices are stacks of equal parts (TensorSpec.parts), which the CPU, the arena and a
+            slot may share: how many of how many each token takes.
         divide: what each side does of a divided unit, by the accelerator's tensors and the CPU's.
         joins: elements a token that the CPU hands over then, by what it has: its rows, or so many parts.
         contends: with what its host work holds up copies: "state" for what may read slowly, "weights", "" for nothing.
@@ -84,18 +83,18 @@ class UnitKind:
     position: str
     places: tuple[Place, ...]
     operations: Callable[[Tensors, ModelConfig], tuple[Operation, ...]]
-    cut: Cut
+    cut: Cut | None
     widths: Callable[[Tensors, ModelConfig], dict[str, int]] | None = None
     state: Callable[[ModelConfig, StateShape], State] | None = None
     scratch: Callable[[ModelConfig, int, StateShape], tuple[Buffer, ...]] | None = None
     adds: bool = False
     leads: bool = False
+    routing: str = ""
     llama_cpp: str = ""
     strategy: str = ""
     divided: tuple[str, ...] = ()
     keep: Callable[[Tensors, Tensors, ModelConfig], tuple[Operation, ...]] | None = None
-    part_of: Callable[[str], int | None] | None = None
-    chosen: Callable[[ModelConfig], tuple[int, int]] | None = None
+    parts: Callable[[ModelConfig], tuple[int, int]] | None = None
     divide: Callable[[Tensors, Tensors, ModelConfig], Division] | None = None
     joins: Callable[[int, ModelConfig], int] = lambda share, config: share
     contends: str = ""
@@ -151,7 +150,7 @@ class Unit:
     @cached_property
     def likeness(self) -> tuple:
         """Units with equal likeness cost the same and belong to one class of the integer program."""
-        return (self.kind.name, tuple((t.role, t.qtype, t.shape) for t in self.tensors))
+        return (self.kind.name, tuple((t.role, t.qtype, t.shape, t.parts) for t in self.tensors))
 
     def operations(self, config: ModelConfig) -> tuple[Operation, ...]:
         """What running the unit takes; nothing where another rank holds all of it."""

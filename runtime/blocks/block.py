@@ -4,7 +4,7 @@ A block computes a unit of its kind, written once for every device, in a file of
 outside; see `find_block` for the table of all.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -99,24 +99,22 @@ class Block:
         grows, else sequences."""
         return (state,)
 
-    def run(self, work: Work, weights: UnitWeights, state: Any, residual: Residual) -> None:
+    def prepare(self, unit: Unit, config: ModelConfig, weights: UnitWeights) -> Any:
+        """What `run` takes as weights, made once of a unit's bytes where they lie in a tier."""
+        return weights
+
+    def run(self, work: Work, weights: Any, state: Any, residual: Residual) -> None:
         """The whole unit."""
         raise NotImplementedError
 
-    def run_share(self, work: Work, weights: UnitWeights, residual: Residual, out: torch.Tensor | None) -> None:
+    def run_share(self, work: Work, weights: Any, residual: Residual, out: torch.Tensor | None) -> None:
         """What one side has of a divided unit: its rows, or its parts. out: float32 [M, width], where the CPU leaves
         its result; None: the accelerator's stays where `run_rest` finds it."""
         raise NotImplementedError
 
-    def run_rest(self, work: Work, weights: UnitWeights, residual: Residual, from_cpu: torch.Tensor) -> None:
+    def run_rest(self, work: Work, weights: Any, residual: Residual, from_cpu: torch.Tensor) -> None:
         """What follows once the CPU's result of a divided unit, float32 [M, width], has come to the accelerator."""
         raise NotImplementedError
-
-    def choose_parts(self, unit: Unit, ids: torch.Tensor) -> Collection[int]:
-        """Which parts of the unit tokens `ids` (int64 [M], on the host) use: only these are copied."""
-        raise NotImplementedError(
-            f"{unit.name} is copied in part, and {type(self).__name__} does not choose among parts"
-        )
 
     def contribute_nothing(self, work: Work, residual: Residual) -> None:
         """The part of a rank that holds nothing of the unit."""
@@ -124,9 +122,12 @@ class Block:
             residual.part.zero_()
 
 
-def normalise(side: Side, weight: torch.Tensor, n: int, residual: Residual) -> torch.Tensor:
-    """The side's `normed` [n, D]: RMS norm of hidden, to which what enters is added first."""
-    hidden, normed, eps = side.space.rows("hidden", n), side.space.rows("normed", n), side.config.norm_eps
+def normalise(
+    side: Side, weight: torch.Tensor, n: int, residual: Residual, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """RMS norm of hidden [n, D], to which what enters is added first; out None: the side's `normed`."""
+    hidden, eps = side.space.rows("hidden", n), side.config.norm_eps
+    normed = side.space.rows("normed", n) if out is None else out
     if (sums := residual.entering) is None:
         side.kernels.rms_norm(hidden, weight, eps, normed)
     else:

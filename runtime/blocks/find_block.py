@@ -3,18 +3,27 @@
 from pshard.runtime.blocks.attention_block import AttentionBlock
 from pshard.runtime.blocks.block import Block
 from pshard.runtime.blocks.embedding_block import EmbeddingBlock
+from pshard.runtime.blocks.experts_block import ExpertsBlock
 from pshard.runtime.blocks.ffn_block import FfnBlock
 from pshard.runtime.blocks.output_block import OutputBlock
+from pshard.runtime.blocks.router_block import RouterBlock
+from pshard.runtime.blocks.shared_block import SharedBlock
 from pshard.units.attention import ATTENTION
 from pshard.units.embedding import EMBEDDING
+from pshard.units.experts import EXPERTS
 from pshard.units.ffn import FFN
 from pshard.units.output import OUTPUT
+from pshard.units.router import ROUTER
+from pshard.units.shared_experts import SHARED_EXPERTS
 from pshard.units.unit import UnitKind
 
 BLOCKS: dict[str, Block] = {
     EMBEDDING.name: EmbeddingBlock(),
     ATTENTION.name: AttentionBlock(),
     FFN.name: FfnBlock(),
+    ROUTER.name: RouterBlock(),
+    SHARED_EXPERTS.name: SharedBlock(),
+    EXPERTS.name: ExpertsBlock(),
     OUTPUT.name: OutputBlock(),
 }
 

@@ -118,7 +118,8 @@ class Kernels(Protocol):
     recordable: bool  # their calls of the C++ library may be written down, and made again as one
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
-        """out[M, D] = hidden[M, D] * rsqrt(mean(hidden^2) + eps) * weight[D]. hidden, weight float32; out act_dtype."""
+        """out[M, D] = hidden[M, D] * rsqrt(mean(hidden^2) + eps) * weight[D]. hidden, weight float32; out float32 or
+        act_dtype."""
         ...
 
     def linear(

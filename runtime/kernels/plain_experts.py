@@ -19,7 +19,7 @@ def choose_experts(logits: torch.Tensor, rule: Experts, choice_bias: torch.Tenso
     choice = scores if choice_bias is None else scores + choice_bias
     if rule.groups_used < rule.groups:
         each = choice.unflatten(1, (rule.groups, -1))
-        best = _first_best(each.sort(2, descending=True).values[..., :2].sum(-1), rule.groups_used)
+        best = _first_best(each.sort(dim=2, descending=True).values[..., :2].sum(-1), rule.groups_used)
         allowed = torch.zeros(each.shape[:2], dtype=torch.bool, device=choice.device).scatter_(1, best, True)
         choice = choice.masked_fill(~allowed.repeat_interleave(each.shape[2], 1), -torch.inf)
     ids = _first_best(choice, rule.used)
@@ -52,8 +52,8 @@ def add_experts(x: torch.Tensor, routes: Routes, weights: ExpertWeights, rule: E
             continue
         own = [None] * 3 if weights.biases is None else [bias[number] for bias in weights.biases]
         taken = x[rows].float()
-        both = (_product(taken, matrix, bias) for matrix, bias in zip((gate, up), own))
-        result = _product(activate(*both, rule.activation), down, own[2])
+        activated = activate(_product(taken, gate, own[0]), _product(taken, up, own[1]), rule.activation)
+        result = _product(activated, down, own[2])
         out[rows] += routes.weights[rows, place][:, None] * result
 
 

@@ -14,6 +14,7 @@ from pshard.runtime.kernels.api import Kernels
 from pshard.runtime.memory.host_memory import map_memory
 from pshard.runtime.memory.workspace import carve_workspace
 from pshard.units.kv_cells import kv_blocks
+from pshard.units.routed import ROUTED
 from pshard.units.state import StateShape
 
 
@@ -52,6 +53,9 @@ class HostSide:
         memory = torch.empty(scratch_bytes(spec, tokens, shape, act.itemsize), dtype=torch.uint8)
         space = carve_workspace(memory, spec, tokens, shape, act)
         space.tensors["hidden"] = hidden
+        if ROUTED in space.tensors:  # likewise
+            routed = self._allocate(space.tensors[ROUTED].nbytes).view(torch.float32)
+            space.tensors[ROUTED] = routed.view(space.tensors[ROUTED].shape)
         if sums:  # a graph may fetch the CPU's part of a sum from there
             branch = self._allocate(space.tensors["branch"].nbytes)
             space.tensors["branch"] = branch.view(torch.float32).view(space.tensors["branch"].shape)

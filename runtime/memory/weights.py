@@ -3,7 +3,7 @@
 import mmap
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
@@ -31,6 +31,8 @@ class WeightSource(Protocol):
 
     def tensor_bytes(self, name: str) -> np.ndarray: ...
 
+    def part_bytes(self, name: str, part: int) -> np.ndarray: ...
+
     def forget_tensor(self, name: str) -> None: ...
 
 
@@ -38,16 +40,14 @@ class WeightSource(Protocol):
 class UnitWeights:
     """A unit's tensors as views of one blob: matrices packed, vectors float32.
 
-    last: the last rows of the matrices that are divided, where they lie elsewhere.
+    last: the last rows of the matrices that are divided, or parts of those that are stacks, where they lie elsewhere.
+    first: the number of the first part in stacks.
     """
 
     matrices: dict[str, Packed]
     vectors: dict[str, torch.Tensor]
     last: "UnitWeights | None" = None
-
-    def __or__(self, other: "UnitWeights") -> "UnitWeights":
-        """What lies in two places."""
-        return UnitWeights(self.matrices | other.matrices, self.vectors | other.vectors)
+    first: int = 0
 
 
 def view_unit(unit: Unit, blob: torch.Tensor) -> UnitWeights:
@@ -57,7 +57,12 @@ def view_unit(unit: Unit, blob: torch.Tensor) -> UnitWeights:
 
 def view_portion(portion: Portion, blob: torch.Tensor) -> UnitWeights:
     """Views of a portion where it lies in the whole unit's blob."""
-    return _view(zip(portion.starts, portion.unit.tensors), blob)
+    return replace(_view(zip(portion.starts, portion.unit.tensors), blob), first=portion.first)
+
+
+def view_brought(portion: Portion, blob: torch.Tensor) -> UnitWeights:
+    """Views of a portion in a blob of its own, to which its pieces were copied."""
+    return replace(view_unit(portion.unit, blob), first=portion.first)
 
 
 def _view(tensors: Iterable[tuple[int, TensorSpec]], blob: torch.Tensor) -> UnitWeights:
@@ -163,6 +168,9 @@ def pack_unit(source: WeightSource, unit: Unit, blob: torch.Tensor, ranges: Rang
     whole = {t.name: t for t in source.spec.unit(unit.name).tensors}
     for at, tensor in unit.offsets().values():
         out = blob[at : at + tensor.packed_nbytes]
+        if tensor.parts:
+            _pack_stack(source, tensor, out)
+            continue
         raw = source.tensor_bytes(tensor.name)
         if ranges is not None:
             raw = _cut_rows(raw, whole[tensor.name], ranges[unit.name][tensor.name])
@@ -171,6 +179,15 @@ def pack_unit(source: WeightSource, unit: Unit, blob: torch.Tensor, ranges: Rang
         else:
             _pack_matrix(raw, tensor, out)
         source.forget_tensor(tensor.name)  # else all of the file counts beside all of the arena at the end
+
+
+def _pack_stack(source: WeightSource, tensor: TensorSpec, out: torch.Tensor) -> None:
+    """One part after the other: of some models a whole stack is gigabytes, and its parts lie all over the files."""
+    part = replace(tensor, shape=(tensor.rows // tensor.parts, tensor.cols), parts=0)
+    for number in range(tensor.parts):
+        own = out[number * part.packed_nbytes : (number + 1) * part.packed_nbytes]
+        _pack_matrix(source.part_bytes(tensor.name, number), part, own)
+    source.forget_tensor(tensor.name)
 
 
 def _cut_rows(raw: np.ndarray, whole: TensorSpec, ranges: tuple[int, int, int, int]) -> np.ndarray:

@@ -33,7 +33,8 @@ def carve_workspace(
         tensors[buffer.name] = _view(memory, at, buffer, dtype)
         at += buffer.nbytes(act_dtype.itemsize)
     tile = memory[at : at + dequant_bytes(spec, tokens, act_dtype.itemsize)]
-    tensors["index"] = tensors["index"].view(torch.int32)
+    for name in {"index", "order"} & set(tensors):
+        tensors[name] = tensors[name].view(torch.int32)
     return Workspace(tokens, tensors, tile)
 
 

@@ -103,8 +103,8 @@ class ToyFile:
             make_unit("output", OUTPUT, -1, {"output_norm.weight": (d_model,), "output.weight": (VOCAB, d_model)})
         )
         self.spec = ModelSpec("toy", "", config, tuple(units))
-        rng = np.random.default_rng(seed)
-        self.values = {t.name: self._draw(rng, t.shape) for unit in units for t in unit.tensors}
+        self.rng = np.random.default_rng(seed)
+        self.values = {t.name: self._draw(self.rng, t.shape) for unit in units for t in unit.tensors}
 
     def _draw(self, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
         scale = 0.1 if len(shape) == 1 else shape[-1] ** -0.5
@@ -112,6 +112,10 @@ class ToyFile:
 
     def tensor_bytes(self, name: str) -> np.ndarray:
         return self.values[name].reshape(-1).view(np.uint8)
+
+    def part_bytes(self, name: str, part: int) -> np.ndarray:
+        stack = next(t for unit in self.spec.units for t in unit.tensors if t.name == name)
+        return self.values[name].reshape(stack.parts, -1)[part].view(np.uint8)
 
     def forget_tensor(self, name: str) -> None:
         pass

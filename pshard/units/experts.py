@@ -1,0 +1,48 @@
+"""The routed experts of a layer: one unit of equal parts, of which each token takes a few.
+
+The first experts may lie in the VRAM arena, those after them be streamed, and the last be computed by the CPU, in the
+same micro-batch: each side adds up what the experts that it has give.
+"""
+
+from pshard.model_config import ModelConfig
+from pshard.units.operations import ExpertProducts, Operation, PlaceRows
+from pshard.units.routed import expert_buffers, rule_of
+from pshard.units.scratch import Buffer
+from pshard.units.state import StateShape
+from pshard.units.unit import Division, Tensors, UnitKind
+
+GATE, UP, DOWN = (f"ffn_{part}_exps.weight" for part in ("gate", "up", "down"))
+BIASES = tuple(f"ffn_{part}_exps.bias" for part in ("gate", "up", "down"))
+
+
+def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
+    rule = rule_of(config)
+    return (ExpertProducts(tensors[GATE], tensors[UP], tensors[DOWN], rule.used, rule.count),)
+
+
+def _divide(on_acc: Tensors, on_cpu: Tensors, config: ModelConfig) -> Division:
+    return Division(_operations(on_acc, config), _operations(on_cpu, config), (PlaceRows(config.d_model),))
+
+
+def _scratch(config: ModelConfig, tokens: int, shape: StateShape) -> tuple[Buffer, ...]:
+    return expert_buffers(config, tokens)
+
+
+EXPERTS = UnitKind(
+    "experts",
+    position="layer",
+    places=(("pinned", None), ("streamed", None), ("cpu", None)),
+    operations=_operations,
+    cut=None,
+    scratch=_scratch,
+    routing="reads",
+    adds=True,
+    llama_cpp="ffn_.*_exps.*",
+    strategy="bulk",
+    parts=lambda config: (rule_of(config).used, rule_of(config).count),
+    divide=_divide,
+    joins=lambda share, config: config.d_model,
+    contends="weights",
+    phase=0.65,
+    lock_order=0,
+)

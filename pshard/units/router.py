@@ -1,0 +1,37 @@
+"""The router of a layer with experts: the norm before them, the scores of all experts, the choice among them.
+
+What it finds stands in `routed`, for the layer's units that follow; the residual stream stays as it is.
+"""
+
+from pshard.model_config import ModelConfig
+from pshard.units.operations import Norm, Operation, Route
+from pshard.units.routed import routed_buffer, rule_of
+from pshard.units.scratch import Buffer
+from pshard.units.state import StateShape
+from pshard.units.unit import Tensors, UnitKind
+
+NORM, WEIGHT, BIAS, CHOICE_BIAS = "ffn_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp.bias", "exp_probs_b.bias"
+
+
+def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
+    return Norm(tensors[NORM], config.d_model), Route(tensors[WEIGHT], rule_of(config).used)
+
+
+def _scratch(config: ModelConfig, tokens: int, shape: StateShape) -> tuple[Buffer, ...]:
+    return (routed_buffer(config, tokens),)
+
+
+ROUTER = UnitKind(
+    "router",
+    position="layer",
+    places=(("pinned", None), ("streamed", None), ("cpu", None)),
+    operations=_operations,
+    cut=None,
+    scratch=_scratch,
+    routing="makes",
+    llama_cpp="(ffn_norm|ffn_gate_inp|exp_probs_b).*",
+    strategy="first",
+    contends="weights",
+    phase=0.5,
+    lock_order=1,
+)

@@ -1,0 +1,36 @@
+"""Shared experts: an FFN that every token takes beside its chosen ones, from the same normed hidden states."""
+
+from pshard.model_config import ModelConfig
+from pshard.units.operations import GatedProduct, Operation, Product
+from pshard.units.routed import rule_of
+from pshard.units.scratch import Buffer
+from pshard.units.state import StateShape
+from pshard.units.unit import Tensors, UnitKind
+
+GATE, UP, DOWN = (f"ffn_{part}_shexp.weight" for part in ("gate", "up", "down"))
+SCALE = "ffn_gate_inp_shexp.weight"  # [d_model]: the sigmoid of its product with a token multiplies the result
+
+
+def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
+    return GatedProduct(tensors[GATE], tensors[UP]), Product(tensors[DOWN], adds=True)
+
+
+def _scratch(config: ModelConfig, tokens: int, shape: StateShape) -> tuple[Buffer, ...]:
+    return (Buffer("shared", (tokens, 2 * rule_of(config).d_shared), "act"),)
+
+
+SHARED_EXPERTS = UnitKind(
+    "shared",
+    position="layer",
+    places=(("pinned", None), ("streamed", None), ("cpu", None)),
+    operations=_operations,
+    cut=None,
+    scratch=_scratch,
+    routing="reads",
+    adds=True,
+    llama_cpp="ffn_.*_shexp.*",
+    strategy="first",
+    contends="weights",
+    phase=0.5,
+    lock_order=1,
+)

@@ -1,0 +1,65 @@
+"""Routed experts: each side adds up what those that it has give for the tokens that chose them."""
+
+import torch
+
+from pshard.model_config import ModelConfig
+from pshard.quant import packed_nbytes
+from pshard.runtime.blocks.block import Block, Residual, Side, Work
+from pshard.runtime.blocks.routed_rows import take_normed
+from pshard.runtime.kernels.api import ExpertWeights, Packed
+from pshard.runtime.memory.weights import UnitWeights
+from pshard.units.experts import BIASES, DOWN, GATE, UP
+from pshard.units.routed import expert_buffers, rule_of
+from pshard.units.unit import Unit
+
+
+class ExpertsBlock(Block):
+    """Whichever experts `weights` has: those of one side, or all."""
+
+    def prepare(self, unit: Unit, config: ModelConfig, weights: UnitWeights) -> ExpertWeights:
+        rule, places = rule_of(config), [weights, *([weights.last] if weights.last else [])]
+        device = weights.matrices[UP].data.device
+        stacks = list[tuple[Packed | None, ...]]()
+        for role, rows in ((GATE, rule.d_expert), (UP, rule.d_expert), (DOWN, config.d_model)):
+            found: list[Packed | None] = [None] * rule.count
+            for place in places:
+                for i, expert in enumerate(_cut_stack(place.matrices[role], rows), place.first):
+                    found[i] = expert
+            stacks.append(tuple(found))
+        addresses = [[0 if expert is None else expert.data.data_ptr() for expert in stack] for stack in stacks]
+        biases = None
+        if rule.biases:
+            gate, up, down = (weights.vectors[role].view(rule.count, -1) for role in BIASES)
+            biases = gate, up, down
+        return ExpertWeights(stacks[0], stacks[1], stacks[2], torch.tensor(addresses, device=device), biases)
+
+    def run(self, work: Work, weights: ExpertWeights, state: None, residual: Residual) -> None:
+        out = residual.part
+        _add_experts(
+            work, weights, work.side.space.rows("hidden", work.rows.tokens) if out is None else out, out is None
+        )
+
+    def run_share(self, work: Work, weights: ExpertWeights, residual: Residual, out: torch.Tensor | None) -> None:
+        hidden = work.side.space.rows("hidden", work.rows.tokens)
+        _add_experts(work, weights, hidden if out is None else out, out is None)
+
+    def run_rest(self, work: Work, weights: ExpertWeights, residual: Residual, from_cpu: torch.Tensor) -> None:
+        work.side.space.rows("hidden", work.rows.tokens).add_(from_cpu)
+
+
+def _cut_stack(stack: Packed, rows: int) -> list[Packed]:
+    """The matrices of `rows` rows that stand in a stack."""
+    size = packed_nbytes(stack.qtype, rows, stack.cols)
+    return [Packed(stack.data[at : at + size], stack.qtype, rows, stack.cols)
+            for at in range(0, stack.rows // rows * size, size)]  # fmt: skip
+
+
+def _add_experts(work: Work, weights: ExpertWeights, out: torch.Tensor, accumulate: bool) -> None:
+    side, n = work.side, work.rows.tokens
+    x, routes = take_normed(side, n)
+    side.kernels.experts(x, routes, weights, rule_of(side.config), out, _scratch(side), accumulate)
+
+
+def _scratch(side: Side) -> dict[str, torch.Tensor]:
+    names = (buffer.name for buffer in expert_buffers(side.config, 1))
+    return {name: side.space.tensors[name] for name in names}

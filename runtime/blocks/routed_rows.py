@@ -1,0 +1,24 @@
+"""What a router leaves to the units of its layer, as tensors; see pshard/units/routed.py."""
+
+import torch
+
+from pshard.runtime.blocks.block import Side
+from pshard.runtime.kernels.api import Routes
+from pshard.units.routed import ROUTED, rule_of
+
+
+def view_routed(side: Side, n: int) -> tuple[torch.Tensor, Routes]:
+    """The normed hidden states of n tokens, float32 [n, D], and their routes."""
+    words, d, used = side.space.rows(ROUTED, n).flatten(), side.config.d_model, rule_of(side.config).used
+    ids, weights = (words[n * d + i * n * used :][: n * used].view(n, used) for i in range(2))
+    return words[: n * d].view(n, d), Routes(ids.view(torch.int32), weights)
+
+
+def take_normed(side: Side, n: int) -> tuple[torch.Tensor, Routes]:
+    """The same, the hidden states as the side's products take them."""
+    x, routes = view_routed(side, n)
+    if side.kernels.act_dtype is not torch.float32:
+        normed = side.space.rows("normed", n)
+        side.kernels.place(x, normed)
+        return normed, routes
+    return x, routes

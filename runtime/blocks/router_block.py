@@ -1,0 +1,18 @@
+"""A router: norm, scores of all experts, choice. What it finds stays beside the residual stream."""
+
+from pshard.runtime.blocks.block import Block, Residual, Work, normalise
+from pshard.runtime.blocks.routed_rows import view_routed
+from pshard.runtime.memory.weights import UnitWeights
+from pshard.units.routed import rule_of
+from pshard.units.router import BIAS, CHOICE_BIAS, NORM, WEIGHT
+
+
+class RouterBlock(Block):
+    """Scores are of float32 hidden states on every side, so that as few choices as can be hang on rounding."""
+
+    def run(self, work: Work, weights: UnitWeights, state: None, residual: Residual) -> None:
+        side, n, vectors = work.side, work.rows.tokens, weights.vectors
+        x, routes = view_routed(side, n)
+        normalise(side, vectors[NORM], n, residual, x)
+        rule = rule_of(side.config)
+        side.kernels.route(x, weights.matrices[WEIGHT], rule, routes, vectors.get(BIAS), vectors.get(CHOICE_BIAS))

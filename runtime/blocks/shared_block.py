@@ -1,0 +1,22 @@
+"""Shared experts: the gated product of what the router has normed, and its down product onto the residual stream."""
+
+import torch
+
+from pshard.runtime.blocks.block import Block, Residual, Work, leave
+from pshard.runtime.blocks.routed_rows import take_normed, view_routed
+from pshard.runtime.memory.weights import UnitWeights
+from pshard.units.shared_experts import DOWN, GATE, SCALE, UP
+
+
+class SharedBlock(Block):
+    """With a gate of its own, the sigmoid of it multiplies what `down` takes: the same as multiplying its result."""
+
+    def run(self, work: Work, weights: UnitWeights, state: None, residual: Residual) -> None:
+        side, n, m = work.side, work.rows.tokens, weights.matrices
+        x, _ = take_normed(side, n)
+        both = side.space.rows("shared", n)
+        gated = both[:, : m[UP].rows]
+        side.kernels.gate_up(x, m[GATE], m[UP], gated, both, side.space.tile)
+        if SCALE in weights.vectors:
+            gated *= torch.sigmoid(view_routed(side, n)[0] @ weights.vectors[SCALE])[:, None]
+        leave(side, gated, m[DOWN], None, residual)

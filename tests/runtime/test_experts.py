@@ -1,0 +1,193 @@
+"""Routed experts, some pinned, some streamed, some on the CPU, at once: planned, simulated, checked and run."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from experts_file import N_EXPERTS, RULES, ExpertsFile
+from plan_samples import make_tier, make_variant
+from planner_cases import DESKTOP, OWN, simulate_tier
+from toy_kinds import CONTEXT, VOCAB
+
+from pshard.model_config import Experts
+from pshard.plan import Placement, TierPlan, Variant
+from pshard.planner.check_plan import PlanError, check_runnable, check_variant
+from pshard.planner.make_plan import plan_variant
+from pshard.planner.prepare_ranks import prepare_ranks
+from pshard.planner.price.datasheet import profile_from_datasheet
+from pshard.runtime.build_engine import build_engine
+from pshard.runtime.devices.device import open_device
+from pshard.units.experts import EXPERTS
+from pshard.units.router import ROUTER
+from pshard.units.shared_experts import SHARED_EXPERTS
+from pshard.workload import Workload
+
+CLOSE = dict(rtol=1e-4, atol=1e-4)
+WAYS = [
+    ("pinned", None),
+    ("streamed", None),
+    ("cpu", None),
+    ("pinned", None, 3),
+    ("streamed", None, 3),
+    ("streamed", None, 0, 2),
+    ("streamed", None, 3, 2),
+    ("streamed", None, 1, 6),
+]
+
+
+def make_toy_tier(
+    file: ExpertsFile,
+    tokens: int,
+    ways: list[tuple],
+    slots: int,
+    sequences: int,
+    others: dict[str, tuple] | None = None,
+) -> TierPlan:
+    """Everything pinned but the experts, layer by layer, the embedding, and what `others` says."""
+    places: dict[str, tuple] = {u.name: ("pinned", "vram" if u.kind.state else None) for u in file.spec.units}
+    parts = [u.name for u in file.spec.units if u.kind is EXPERTS]
+    places |= {"embedding": ("cpu", None)} | (others or {}) | dict(zip(parts, ways, strict=True))
+    return make_tier(file.spec, tokens, places, slots, CONTEXT * sequences, sequences)
+
+
+def open_toy(file: ExpertsFile, tiers: tuple[TierPlan, ...], sequences: int):
+    variant = make_variant(file.spec, tiers, CONTEXT * sequences, sequences)
+    check_runnable((file.spec,), variant, "cpu")
+    return build_engine(file, variant, open_device("cpu"), kernels="plain")
+
+
+def check_talk(engine, file: ExpertsFile, sequences: int, seed: int) -> None:
+    """Turns of unequal length and single tokens: all logits are those of every text alone."""
+    rng, texts = random.Random(seed), [list[int]() for _ in range(sequences)]
+    for sizes in [(21, 3, 9), (1, 1, 1), (1, 0, 1), (2, 30, 1), (1, 1, 1), (40, 1, 2), (1, 1, 1)]:
+        new = [[rng.randrange(VOCAB) for _ in range(n)] for n in sizes[:sequences]]
+        for s, logits in enumerate(engine.forward(new, all_logits=True)):
+            texts[s] += new[s]
+            if new[s]:
+                torch.testing.assert_close(logits.double(), file.logits(texts[s])[-len(new[s]) :], **CLOSE)
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_every_placement_gives_the_logits_of_a_plain_forward(way: tuple, sequences: int) -> None:
+    file = ExpertsFile()
+    for slots in (1, 2):
+        tiers = tuple(make_toy_tier(file, n, [way] * 3, slots, sequences) for n in (sequences, 16))
+        with open_toy(file, tiers, sequences) as engine:
+            check_talk(engine, file, sequences, slots)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
+def test_every_rule_of_a_router_holds_wherever_router_and_experts_are(rule: Experts, seed: int) -> None:
+    """The normed hidden states and the choice are handed to the side that lacks them."""
+    rng, file = random.Random(seed), ExpertsFile(replace(rule, dense_layers=seed % 2), layers=4, seed=seed)
+    routed = [u.name for u in file.spec.units if u.kind in (ROUTER, SHARED_EXPERTS)]
+    ways = [rng.choice(WAYS) for u in file.spec.units if u.kind is EXPERTS]
+    others = {name: (rng.choice(("cpu", "streamed")), None) for name in routed}
+    tier = make_toy_tier(file, 16, ways, rng.randrange(1, 4), 1, others)
+    with open_toy(file, (tier,), 1) as engine:
+        check_talk(engine, file, 1, seed)
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_kept_parts_stay_where_they_are_when_tiers_are_switched(seed: int, sequences: int) -> None:
+    file, rng = ExpertsFile(layers=4), random.Random(seed)
+    kept = [rng.randrange(1, N_EXPERTS) for _ in range(4)]
+    small = [
+        rng.choice((("pinned", None, N_EXPERTS - n), ("streamed", None, rng.randrange(N_EXPERTS - n), n))) for n in kept
+    ]
+    middle = [("streamed", None, 0, n) for n in kept]
+    large = [*middle[:2], ("streamed", None), ("cpu", None)]
+    tiers = tuple(
+        make_toy_tier(file, n, ways, 2, sequences) for n, ways in ((sequences, small), (8, middle), (24, large))
+    )
+    with open_toy(file, tiers, sequences) as engine:
+        check_talk(engine, file, sequences, seed)
+        assert engine.switches > 2
+
+
+# --- a plan ---------------------------------------------------------------------------------------------------------
+
+RATES = replace(DESKTOP, link=20e9, host_memory=80e9, host_flops=10e9, handoff_seconds=5e-6)
+
+
+def plan_toy(file: ExpertsFile, arena: int) -> Variant:
+    workload = Workload((OWN + arena,), context=128, max_ubatch=128, prompt=100, generated=200)
+    return plan_variant(file.spec, profile_from_datasheet(RATES), workload)
+
+
+@pytest.fixture(scope="module")
+def planned() -> tuple[ExpertsFile, Variant]:
+    file = ExpertsFile(Experts(N_EXPERTS, 2, 160), layers=2, d_model=512)
+    return file, plan_toy(file, 7)
+
+
+def places(tier: TierPlan) -> list[Placement]:
+    return [p for p in tier.placements if "experts" in p.unit]
+
+
+def test_a_plan_divides_experts_between_arena_and_cpu(planned: tuple[ExpertsFile, Variant]) -> None:
+    file, variant = planned
+    decode = variant.ranks[0].tiers[0]
+    assert any(p.where == "pinned" and p.cpu_rows for p in places(decode))
+    check_variant((file.spec,), variant, "cuda")
+    assert not set(variant.ranks[0].resident) & {p.unit for p in places(decode) if p.share}
+
+
+def test_a_mix_of_all_three_places_works_at_once_in_the_simulation(planned: tuple[ExpertsFile, Variant]) -> None:
+    file, variant = planned
+    (task,) = prepare_ranks(file.spec, profile_from_datasheet(RATES), variant.workload)
+    ways = [("streamed", None, 2, 3)] * 2
+    result = simulate_tier(task.room, make_toy_tier(file, 1, ways, 1, 1), task.costs[0])
+    name = "blk.1.experts"
+    ends = {(e.lane, getattr(e.step, "part", "")): e for e in result.events if getattr(e.step, "unit", "") == name}
+    assert ends["link", ""].end <= ends["acc", "share"].start < ends["acc", "rest"].start
+    assert ends["cpu", "share"].start < ends["acc", "rest"].start  # both sides work at once
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(kept_parts=0), "prefix|bytes of pinned"),
+        (dict(kept_parts=N_EXPERTS - 1), "leave none between"),
+        (dict(kept_parts=-1), "leave none between|prefix"),
+        (dict(cpu_rows=N_EXPERTS), "leave none between"),
+        (dict(where="pinned"), "kept beside a slot"),
+        (dict(where="cpu"), "cannot be divided"),
+        (dict(kept_parts=1), "different rows or parts|bytes of pinned"),
+        (dict(unit="blk.0.attention", kv="vram"), "cannot be divided"),
+    ],
+)
+def test_a_broken_mix_is_refused(change: dict, message: str) -> None:
+    file = ExpertsFile(layers=2)
+    tiers = tuple(make_toy_tier(file, n, [("streamed", None, 2, 3)] * 2, 2, 1) for n in (1, 16))
+    variant = make_variant(file.spec, tiers, CONTEXT, 1)
+    check_runnable((file.spec,), variant, "cpu")
+    name = change.pop("unit", "blk.0.experts")
+    changed = tuple(
+        replace(p, **({"kept_parts": 1, "where": "streamed"} | change)) if p.unit == name and "attention" in name
+        else replace(p, **change) if p.unit == name else p
+        for p in tiers[0].placements
+    )  # fmt: skip
+    rank = replace(variant.ranks[0], tiers=(replace(tiers[0], placements=changed), tiers[1]))
+    with pytest.raises(PlanError, match=message):
+        check_runnable((file.spec,), replace(variant, ranks=(rank,)), "cpu")
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_a_planned_mix_runs(planned: tuple[ExpertsFile, Variant], sequences: int) -> None:
+    """The plan's placements, with buffers for the CPU as accelerator."""
+    file, variant = planned
+    tiers = tuple(
+        make_tier(
+            file.spec, max(t.tokens, sequences), {p.unit: (p.where, p.kv, *p.share) for p in t.placements},
+            t.buffers.slots, CONTEXT * sequences, sequences,
+        )
+        for t in variant.ranks[0].tiers
+        if t.tokens >= sequences
+    )  # fmt: skip
+    with open_toy(file, tiers, sequences) as engine:
+        check_talk(engine, file, sequences, 5)
