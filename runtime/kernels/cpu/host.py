@@ -202,11 +202,17 @@ def _suits_vectors(tokens: int, qtype: str) -> bool:
 
 def suits_tiles(tokens: int, qtype: str) -> bool:
     """Whether so many tokens are fastest on this machine's matrix unit, which it may lack."""
-    return tokens >= _least_tiled(qtype)
+    return tokens >= _worth_tiles(qtype) and _has_tiles(qtype)
 
 
 def _least_tiled(qtype: str) -> int:
     """From so many tokens on this machine's matrix unit is fastest."""
-    if qtype in _TILE_LOSES or native.tiles() == "":
-        return _NEVER
+    return _worth_tiles(qtype) if _has_tiles(qtype) else _NEVER
+
+
+def _worth_tiles(qtype: str) -> int:
     return 1 + (TILE_TOKENS if QUANT_TYPES[qtype].planes else PLAIN_TOKENS)
+
+
+def _has_tiles(qtype: str) -> bool:
+    return qtype not in _TILE_LOSES and native.tiles() != ""
