@@ -1,7 +1,8 @@
 """Routed experts on the CPU against the DRAM read rate of the same threads, and against a dense FFN of equal work.
 
 Few tokens: every call takes other experts, in memory that no cache holds; a pass that only sums as many bytes is timed
-between the calls. Many tokens: an FFN that has as many rows as a token's experts together is timed between our calls.
+between the calls, which are recorded and replayed, as those of a decode step are. Many tokens: an FFN that has as many
+rows as a token's experts together is timed between our calls.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from pshard.quant import packed_nbytes
 from pshard.runtime.kernels.api import ExpertWeights, Packed, Routes
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.cpu.host import HostKernels
+from pshard.runtime.kernels.cpu.recording import record
 
 DENSE_TOKENS = 128  # from here a dense FFN is what to compare with
 
@@ -109,14 +111,21 @@ def time_tokens(case: Case, layers: list[ExpertWeights], gates: list[Packed], to
         "picked": torch.empty(pairs, case.hidden),
         "order": torch.empty(4 * (pairs + rule.count) + 64, dtype=torch.int32),
     }
-    routes = [choose_at_random(rule, tokens, turn, generator) for turn in range(8 * rule.count // rule.used)]
+    turns = 2 if tokens >= DENSE_TOKENS else 8
+    routes = [choose_at_random(rule, tokens, turn, generator) for turn in range(turns)]
     touched = [len(r.ids.unique()) for r in routes]
     nbytes = round(statistics.mean(touched) * case.expert_nbytes)
     memory = torch.empty(0, dtype=torch.uint8).set_(gates[0].data.untyped_storage())
 
-    def ours(i: int) -> None:
-        layer, taken = layers[i % len(layers)], routes[i // len(layers) % len(routes)]
+    def compute(layer: ExpertWeights, taken: Routes) -> None:
         kernels.experts(x, taken, layer, rule, out, scratch, accumulate=False)
+
+    calls = [record(lambda layer=layer, taken=taken: compute(layer, taken)) for taken in routes for layer in layers]
+
+    def ours(i: int) -> None:
+        call = calls[i % len(calls)]
+        assert call is not None, "the call computes with torch"
+        call.replay()
 
     def ceiling(i: int) -> None:
         at = (i * nbytes + memory.numel() // 2) % max(1, memory.numel() - nbytes)

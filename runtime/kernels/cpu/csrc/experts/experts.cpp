@@ -2,7 +2,7 @@
 // are read from memory when the call is made.
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
+#include <initializer_list>
 
 #include "experts/stage.h"
 #include "products/activations.h"
@@ -107,7 +107,7 @@ PSHARD_API void pshard_experts(const float* x, int64_t x_stride, const int32_t* 
   const Routed r{ids, weights, tokens, used, experts, addresses};
   const Matrix gate(nullptr, gate_type, inner, hidden), up(nullptr, up_type, inner, hidden);
   const Matrix down(nullptr, down_type, hidden, inner);
-  int32_t *ends = order + r.pairs();
+  int32_t* ends = order + r.pairs();
   auto* groups = reinterpret_cast<Group*>(ends + experts);
   const Stage first{{gate, up}, 2, {addresses, addresses + experts}, {gate_bias, up_bias}, clamped != 0, x, x_stride,
                     gated, order, used};

@@ -70,11 +70,10 @@ void fill_wave(Team& team, const Stage& s, const Matrix& w, const Feed& feed, co
   });
 }
 
-TokenGroup take_tokens(const Stage& s, const Matrix& w, const Feed& feed, const Group& g, const Group& start, int first,
-                       const uint8_t* ahead) {
+// Tokens `first` and on of a group; what to fetch meanwhile is said later.
+TokenGroup take_tokens(const Stage& s, const Matrix& w, const Feed& feed, const Group& g, const Group& start, int first) {
   const int64_t chunks = w.cols / 32;
-  TokenGroup t{};
-  t.ahead = ahead;
+  TokenGroup t;
   t.count = group_size(g.count - first);
   if (is_plain(w.type))
     for (int i = 0; i < t.count; ++i) t.x[i] = s.row_from(g.first + std::min(first + i, g.count - 1));
@@ -83,26 +82,36 @@ TokenGroup take_tokens(const Stage& s, const Matrix& w, const Feed& feed, const 
   return t;
 }
 
+// Records [begin, end) of a group's expert; `next` is what this thread reads after them. A record takes as little as a
+// few hundred nanoseconds, so all that can be is found out once.
+void multiply_records(const Stage& s, const Feed* feeds, const Group& g, const Group& start, int64_t begin, int64_t end,
+                      const uint8_t* next) {
+  TokenGroup tokens[kSlice / 8][2];
+  for (int first = 0; first < g.count; first += 8)
+    for (int i = 0; i < s.matrices; ++i) tokens[first / 8][i] = take_tokens(s, s.w[i], feeds[i], g, start, first);
+  alignas(64) float sums[2][8 * 16] = {};  // of plain types only rows that exist are written
+  const auto multiply = [&](int i, int first, int64_t r, const uint8_t* ahead) {
+    const Matrix& w = s.w[i];
+    TokenGroup& t = tokens[first / 8][i];
+    t.ahead = ahead;
+    kernels().linear[w.type](s.record(i, g.expert, r), w.planes, w.cols, w.rows_of(r), t, sums[i]);
+  };
+  for (int64_t r = begin; r < end; ++r)
+    for (int first = 0; first < g.count; first += 8) {
+      const uint8_t* after = first ? s.record(0, g.expert, r) : r + 1 < end ? s.record(0, g.expert, r + 1) : next;
+      multiply(0, first, r, s.matrices == 2 ? s.record(1, g.expert, r) : after);
+      if (s.matrices == 2) multiply(1, first, r, after);
+      s.finish(sums[0], sums[1], std::min(8, g.count - first), g.expert, g.first + first, r);
+    }
+}
+
 void multiply_wave(Team& team, const Stage& s, const Feed* feeds, const Group* groups, int64_t n) {
   const int64_t records = s.w[0].records(), nbytes = s.w[0].record + (s.matrices == 2 ? s.w[1].record : 0);
   const int64_t each = records_per_task(nbytes), tasks = (records + each - 1) / each;
-  team.for_each_ahead(n * tasks, count_pairs(groups, n) * records * nbytes, [&](int64_t task, int64_t next_task) {
-    const Group& g = groups[task / tasks];
+  team.for_each_ahead(n * tasks, count_pairs(groups, n) * records * nbytes, [&](int64_t task, int64_t next) {
     const int64_t begin = task % tasks * each, end = std::min(records, begin + each);
-    for (int64_t r = begin; r < end; ++r) {
-      const uint8_t* next =
-          r + 1 < end ? s.record(0, g.expert, r + 1) : s.record(0, groups[next_task / tasks].expert, next_task % tasks * each);
-      alignas(64) float sums[2][8 * 16] = {};
-      for (int first = 0; first < g.count; first += 8) {
-        for (int i = 0; i < s.matrices; ++i) {
-          const Matrix& w = s.w[i];
-          const uint8_t* ahead = i + 1 < s.matrices ? s.record(1, g.expert, r) : first ? s.record(0, g.expert, r) : next;
-          const TokenGroup t = take_tokens(s, w, feeds[i], g, groups[0], first, ahead);
-          kernels().linear[w.type](s.record(i, g.expert, r), w.planes, w.cols, w.rows_of(r), t, sums[i]);
-        }
-        s.finish(sums[0], sums[1], std::min(8, g.count - first), g.expert, g.first + first, r);
-      }
-    }
+    multiply_records(s, feeds, groups[task / tasks], groups[0], begin, end,
+                     s.record(0, groups[next / tasks].expert, next % tasks * each));
   });
 }
 
