@@ -9,6 +9,7 @@ import argparse
 import os
 import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -148,7 +149,7 @@ def choose_at_random(rule: Experts, tokens: int, turn: int, generator: torch.Gen
     return Routes(ids.int().contiguous(), torch.full((tokens, rule.used), 1 / rule.used))
 
 
-def time_dense(case: Case, ours, x: torch.Tensor, out: torch.Tensor, seconds: float) -> dict:
+def time_dense(case: Case, ours: Callable[[int], None], x: torch.Tensor, out: torch.Tensor, seconds: float) -> dict:
     """An FFN of as many rows as a token's experts have."""
     kernels, inner, tokens = HostKernels(), case.rule.d_expert * case.rule.used, x.shape[0]
     gate, up = make_operands(case.qtype, inner, case.hidden, 2)
