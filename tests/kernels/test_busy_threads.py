@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_native_experts import make_case, make_routes
 from test_native_kernels import matrix
 from test_native_rows import make_cache, make_rows
 
-from pshard.runtime.kernels.api import RopeTable, Segment
+from pshard.model_config import Experts
+from pshard.runtime.kernels.api import Packed, RopeTable, Routes, Segment
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.cpu.host import HostKernels
 
@@ -93,7 +95,47 @@ def make_rope() -> Call:
     return call
 
 
-CALLS = {"linear": make_linear, "ffn": make_ffn, "tiles": make_tiled, "attention": make_attention, "rope": make_rope}
+def make_experts() -> Call:
+    """Some experts have enough tokens for tiles."""
+    tokens, case = 200, make_case(("Q8_0",) * 3, 200, biases=True)
+    x, before, routes = torch.randn(tokens, 256), torch.randn(tokens, 256), make_routes(tokens, True)
+
+    def call() -> torch.Tensor:
+        best = native.tiles()
+        native.set_tiles("emulated" if suits_emulation() else "")
+        out = case.run(x, routes, before, True).clone()
+        native.set_tiles(best)
+        return out
+
+    return call
+
+
+def make_routing() -> Call:
+    rule = Experts(160, 6, 0)
+    x, router = torch.randn(150, 256), torch.randn(160, 256)
+    packed = Packed(router.view(torch.uint8).flatten(), "F32", 160, 256)
+
+    def call() -> torch.Tensor:
+        routes = Routes(torch.empty(150, 6, dtype=torch.int32), torch.empty(150, 6))
+        HostKernels().route(x, packed, rule, routes)
+        return torch.cat((routes.ids.float(), routes.weights), 1)
+
+    return call
+
+
+def suits_emulation() -> bool:
+    return native.isa() == "avx512_vnni"
+
+
+CALLS = {
+    "linear": make_linear,
+    "ffn": make_ffn,
+    "tiles": make_tiled,
+    "attention": make_attention,
+    "rope": make_rope,
+    "experts": make_experts,
+    "route": make_routing,
+}
 
 
 @pytest.fixture(autouse=True)

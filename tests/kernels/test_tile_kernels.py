@@ -101,6 +101,12 @@ def test_gate_and_up(gate_type: str, up_type: str) -> None:
         assert relative_error(out, g / (1 + np.exp(-g)) * u) < 1e-5
 
 
+def test_a_matrix_without_columns_gives_zeros() -> None:
+    out = poisoned(20, 48)
+    native.linear_tiled(out, Packed(0, "Q4_0", 48, 0), out, 20, x_stride=48)
+    assert not out.any()
+
+
 def test_host_kernels_send_many_tokens_to_the_tiles() -> None:
     rows, cols, tokens = 48, 512, 24
     raw = random_rows("Q4_K", rows, cols, 0)

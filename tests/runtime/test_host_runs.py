@@ -12,8 +12,11 @@ from model_files import write_gguf
 from plan_samples import Places, make_tier, random_places, shrink_places
 
 from pshard.models import open_model
+from pshard.quant import packed_nbytes
 from pshard.runtime.engine import Engine
+from pshard.runtime.kernels.api import Packed
 from pshard.runtime.kernels.cpu import native
+from pshard.runtime.kernels.cpu.host import HostKernels
 from pshard.runtime.kernels.cpu.recording import Recordings, record
 from pshard.runtime.walk_program import HostRun, Launch, group_on_host
 from pshard.steps.step import AllReduce, Compute, Handoff
@@ -90,6 +93,17 @@ def test_work_that_computes_anything_else_is_not_replayed() -> None:
     assert (out[0] - 3).abs().max() < 1e-5
     assert record(lambda: norm(x + 0)) is None
     assert record(lambda: native.memcpy(out, x, 64)) is None
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_products_of_every_size_that_tiers_replay_are_replayed(tokens: int) -> None:
+    weight = Packed(torch.zeros(packed_nbytes("Q4_0", 32, 64), dtype=torch.uint8), "Q4_0", 32, 64)
+    x, out, tile = torch.ones(tokens, 64), torch.ones(tokens, 32), torch.empty(0, dtype=torch.uint8)
+    calls = record(lambda: HostKernels().linear(x, weight, out, tile))
+    assert calls is not None
+    out.fill_(1)
+    calls.replay()
+    assert not out.any()
 
 
 def test_units_on_the_cpu_that_follow_each_other_are_one_run() -> None:

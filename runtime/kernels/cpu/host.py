@@ -4,8 +4,9 @@ import torch
 import torch.nn.functional as F
 
 from pshard.batch_sizes import TILE_TOKENS
+from pshard.model_config import Experts
 from pshard.quant import QUANT_TYPES
-from pshard.runtime.kernels.api import LayerKV, Packed, RopeTable, RowIndex
+from pshard.runtime.kernels.api import ExpertWeights, LayerKV, Packed, RopeTable, Routes, RowIndex
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.kernels.row_index import list_spans
@@ -18,6 +19,7 @@ _TILE_LOSES = ("F32", "F16")  # bf16 tiles would drop bits that the file has
 NATIVE_TOKENS = 512
 # F32, F16 and BF16 weights need no dequantisation: torch's GEMM is as fast at 16 rows, and faster above
 PLAIN_TOKENS = 8
+_NEVER = 2**31 - 1  # tokens
 ATTENTION_ROWS = 64  # above this many new tokens per sequence torch's attention is faster than the C++ one
 
 
@@ -92,6 +94,33 @@ class HostKernels(PlainKernels):
         )
         return True
 
+    def route(
+        self,
+        x: torch.Tensor,
+        router: Packed,
+        rule: Experts,
+        routes: Routes,
+        bias: torch.Tensor | None = None,
+        choice_bias: torch.Tensor | None = None,
+    ) -> None:
+        found = (routes.ids, routes.weights)
+        native.route(x, router, rule, found, x.shape[0], x_stride=x.stride(0), biases=(bias, choice_bias))
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        routes: Routes,
+        weights: ExpertWeights,
+        rule: Experts,
+        out: torch.Tensor,
+        scratch: dict[str, torch.Tensor],
+        accumulate: bool,
+    ) -> None:
+        room = (scratch["gated"], scratch["picked"], scratch["order"])
+        taken, strides = (routes.ids, routes.weights), {"x_stride": x.stride(0), "out_stride": out.stride(0)}
+        matrices = _describe_experts(weights, out.shape[1], room[0].shape[1])
+        native.experts(x, taken, matrices, rule, out, room, x.shape[0], **strides, accumulate=accumulate)
+
     def attention(
         self,
         qkv: torch.Tensor,
@@ -148,6 +177,16 @@ def _multiply_dequantised(
             out[:, start:stop] = part
 
 
+def _describe_experts(weights: ExpertWeights, hidden: int, inner: int) -> native.ExpertMatrices:
+    """Of experts none of which is here, the types do not matter."""
+    stacks = (weights.gate, weights.up, weights.down)
+    qtypes = [next((matrix.qtype for matrix in stack if matrix is not None), "F32") for stack in stacks]
+    gate, up, down = map(_least_tiled, qtypes)
+    return native.ExpertMatrices(
+        weights.addresses, (qtypes[0], qtypes[1], qtypes[2]), hidden, inner, weights.biases, (max(gate, up), down)
+    )
+
+
 def _kinds(kv: LayerKV) -> tuple[str, str]:
     return _KV_NAMES[kv.k.dtype], _KV_NAMES[kv.v.dtype]
 
@@ -163,5 +202,17 @@ def _suits_vectors(tokens: int, qtype: str) -> bool:
 
 def suits_tiles(tokens: int, qtype: str) -> bool:
     """Whether so many tokens are fastest on this machine's matrix unit, which it may lack."""
-    least = TILE_TOKENS if QUANT_TYPES[qtype].planes else PLAIN_TOKENS
-    return tokens > least and qtype not in _TILE_LOSES and native.tiles() != ""
+    return tokens >= _worth_tiles(qtype) and _has_tiles(qtype)
+
+
+def _least_tiled(qtype: str) -> int:
+    """From so many tokens on this machine's matrix unit is fastest."""
+    return _worth_tiles(qtype) if _has_tiles(qtype) else _NEVER
+
+
+def _worth_tiles(qtype: str) -> int:
+    return 1 + (TILE_TOKENS if QUANT_TYPES[qtype].planes else PLAIN_TOKENS)
+
+
+def _has_tiles(qtype: str) -> bool:
+    return qtype not in _TILE_LOSES and native.tiles() != ""

@@ -14,6 +14,7 @@ import sysconfig
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +23,12 @@ from pshard.runtime.kernels.cpu.sources import digest_sources
 from pshard.units.kv_cells import kv_nbytes
 
 if TYPE_CHECKING:
+    from pshard.model_config import Experts
     from pshard.runtime.kernels.api import Packed
 
 Buffer = Any  # int address, numpy array or torch tensor
 
-ABI = 6  # as csrc/api.cpp has it
+ABI = 7  # as csrc/api.cpp has it
 BUILD = "pip install -e . --no-build-isolation --no-deps in the folder of pshard"
 
 _TYPES = {
@@ -56,6 +58,8 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "attention": ("v", "plpplliiplpliiifpl"),
     "rms_norm": ("v", "plpfllpl"),
     "rope_store": ("v", "plliiippfpplippplppllii"),
+    "route": ("v", "plpiilppliiiiifpp"),
+    "experts": ("v", "plpplipiiiillpppiiippppli"),
     "callable": ("i", "s"),
     "replay": ("v", "pl"),
     "memcpy": ("v", "ppz"),
@@ -72,6 +76,22 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "copiers_job": ("p", "pppz"),
     "copiers_run": ("v", "p"),
 }
+
+
+@dataclass(frozen=True)
+class ExpertMatrices:
+    """What `experts` computes with. addresses: i64 [3, count], where each gate, up and down begins; 0: not here.
+
+    qtypes: those of gate and up [inner, hidden] and of down [hidden, inner]. biases: f32 [count, inner] twice and
+    [count, hidden]. tiles_from: experts with so many tokens take gate and up, and down, to the matrix unit.
+    """
+
+    addresses: Buffer
+    qtypes: tuple[str, str, str]
+    hidden: int
+    inner: int
+    biases: tuple[Buffer, Buffer, Buffer] | None
+    tiles_from: tuple[int, int]
 
 
 def open_library(path: Path) -> tuple[dict[str, Any], str | None]:
@@ -93,6 +113,7 @@ def open_library(path: Path) -> tuple[dict[str, Any], str | None]:
     return functions, None
 
 
+_SCORES = ("softmax", "sigmoid", "chosen")  # as csrc/experts/route.cpp numbers them
 _RECORDED: dict[int, list[tuple[str, tuple]]] = {}  # by thread, where its calls are written down
 _PATH = Path(__file__).with_name("_native" + str(sysconfig.get_config_var("EXT_SUFFIX")))
 _C, _WHY_MISSING = open_library(_PATH)
@@ -140,7 +161,7 @@ def set_isa(name: str) -> None:
 
 def tiles() -> str:
     """The matrix unit that `linear_tiled` uses: "amx", or "" where there is none."""
-    return _function("tiles")().decode()
+    return _question("tiles")().decode()
 
 
 def set_tiles(name: str) -> None:
@@ -429,6 +450,58 @@ def rope_store(
     _function("rope_store")(_at(qkv), stride, tokens, *heads, *weights, *turn, *cells)
 
 
+def route(
+    x: Buffer,
+    router: "Packed",
+    rule: "Experts",
+    routes: tuple[Buffer, Buffer],
+    tokens: int,
+    *,
+    x_stride: int,
+    biases: tuple[Buffer | None, Buffer | None],
+) -> None:
+    """Which experts tokens take: ids i32 and weights f32 [tokens, used] by the rule, from scores x @ router.T + bias.
+
+    x f32 [tokens, cols]; router is F32, F16 or BF16 [count, cols]; biases f32 [count] are of the scores, and of the
+    choice alone. A token with a NaN among its scores takes the first experts, with weights that are NaN.
+    """
+    bias, choice_bias = (None if b is None else _at(b) for b in biases)
+    matrix = (*_packed(router), rule.count, router.cols, bias, choice_bias)
+    choice = (_SCORES.index(rule.scores), rule.normed, rule.groups, rule.groups_used, rule.scale)
+    _function("route")(_at(x), x_stride, *matrix, tokens, rule.used, *choice, *map(_at, routes))
+
+
+def experts(
+    x: Buffer,
+    routes: tuple[Buffer, Buffer],
+    matrices: ExpertMatrices,
+    rule: "Experts",
+    out: Buffer,
+    scratch: tuple[Buffer, Buffer, Buffer],
+    tokens: int,
+    *,
+    x_stride: int,
+    out_stride: int,
+    accumulate: bool = False,
+) -> None:
+    """The sum of weight * (down . act(gate . x, up . x)) over the experts of each token that are here, in the order of
+    its ids; x and out f32 [tokens, hidden].
+
+    Which experts are chosen and where they lie is read when the call is made, also when it is replayed. Each expert's
+    products have the bits of `gate_up` and `linear`, or on the matrix unit of their tiled twins.
+
+    Args:
+        routes: ids i32 and weights f32 [tokens, used], as `route` writes them.
+        scratch: f32 [tokens * used, inner], f32 [tokens * used, hidden], i32 [4 * (tokens * used + count) + 64].
+    """
+    m = matrices
+    biases = (None, None, None) if m.biases is None else tuple(map(_at, m.biases))
+    weights = (_at(m.addresses), rule.count, *map(_type, m.qtypes), m.hidden, m.inner, *biases)
+    result = (*map(_at, scratch), _at(out), out_stride, accumulate)
+    least = (rule.activation == "clamped", *m.tiles_from)
+    _function("experts")(_at(x), x_stride, *map(_at, routes), tokens, rule.used, *weights, *least, *result)
+
+
 def _cell_nbytes(kv_types: tuple[str, str], width: int) -> tuple[int, int]:
     return kv_nbytes(kv_types[0], width), kv_nbytes(kv_types[1], width)
 
@@ -480,16 +553,22 @@ def record_nbytes(qtype: str, cols: int) -> int:
 
 
 def _function(name: str) -> Any:
-    if _WHY_MISSING is not None:
-        raise RuntimeError(f"no CPU kernels: {_WHY_MISSING}")
+    plain = _question(name)
     calls = _RECORDED.get(threading.get_ident()) if _RECORDED else None
     if calls is not None:
 
         def written_down(*arguments: Any) -> Any:
             calls.append((name, arguments))
-            return _C[name](*arguments)
+            return plain(*arguments)
 
         return written_down
+    return plain
+
+
+def _question(name: str) -> Any:
+    """A function that computes nothing: where calls are written down, it is not."""
+    if _WHY_MISSING is not None:
+        raise RuntimeError(f"no CPU kernels: {_WHY_MISSING}")
     return _C[name]
 
 

@@ -29,3 +29,12 @@ PSHARD_API void pshard_rope_store(float* qkv, int64_t stride, int64_t tokens, in
                                   const float* sin, int64_t half, int halves, const int32_t* begin,
                                   const int32_t* position, const int32_t* blocks, int64_t block_cells, char* k,
                                   char* v, int64_t k_stride, int64_t v_stride, int k_type, int v_type);
+PSHARD_API void pshard_route(const float* x, int64_t x_stride, const void* router, int type, int count, int64_t cols,
+                             const float* bias, const float* choice_bias, int64_t tokens, int used, int scores,
+                             int normed, int groups, int groups_used, float scale, int32_t* ids, float* weights);
+PSHARD_API void pshard_experts(const float* x, int64_t x_stride, const int32_t* ids, const float* weights,
+                               int64_t tokens, int used, const int64_t* addresses, int experts, int gate_type,
+                               int up_type, int down_type, int64_t hidden, int64_t inner, const float* gate_bias,
+                               const float* up_bias, const float* down_bias, int clamped, int tiles_from,
+                               int down_tiles_from, float* gated, float* picked, int32_t* order, float* out,
+                               int64_t out_stride, int accumulate);

@@ -1,4 +1,4 @@
-// Attention with an online softmax, four queries at a time over tiles of cells; and the gate of SwiGLU.
+// Attention with an online softmax, four queries at a time over tiles of cells; and the gates of FFNs.
 // Included once per instruction set, after dense_kernels.h, inside an anonymous namespace.
 
 // e^x for x in [-87, 88], clamped outside; relative error below 3e-7. x = n ln 2 + r, polynomial in r.
@@ -17,6 +17,16 @@ void silu_mul(float* gate, const float* up, int64_t n) {  // n a multiple of 16
   for (int64_t i = 0; i < n; i += 16) {
     const Floats g = load(gate + i);
     store(gate + i, mul(div(g, add(splat(1.0f), exponential(sub(zero(), g)))), load(up + i)));
+  }
+}
+
+// gpt-oss' gate: with g at most 7 and u in [-7, 7], g * sigmoid(1.702 g) * (u + 1). A NaN stays one.
+void clamped_mul(float* gate, const float* up, int64_t n) {  // n a multiple of 16
+  const Floats least = splat(-7.0f), one = splat(1.0f);
+  const auto at_most_7 = [&](Floats x) { return sub(zero(), max(least, sub(zero(), x))); };
+  for (int64_t i = 0; i < n; i += 16) {
+    const Floats g = at_most_7(load(gate + i)), u = max(least, at_most_7(load(up + i)));
+    store(gate + i, mul(div(g, add(one, exponential(mul(splat(-1.702f), g)))), add(u, one)));
   }
 }
 

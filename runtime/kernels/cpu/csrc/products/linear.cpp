@@ -4,35 +4,12 @@
 #include <vector>
 
 #include "driver.h"
+#include "products/activations.h"
 
 namespace pshard {
 namespace {
 
-constexpr int kSlice = 64;  // tokens whose activations are held at once
-
-// How M tokens are grouped: eights, then the smallest of 1, 2, 4, 8 that holds the rest.
-int group_size(int left) { return left >= 5 ? 8 : left >= 3 ? 4 : left; }
-int padded_tokens(int m) { return m / 8 * 8 + (m % 8 ? group_size(m % 8) : 0); }
 size_t act_bytes(int m, int64_t cols) { return sizeof(ActChunk) * padded_tokens(m) * (cols / 32); }
-
-// Activations of up to kSlice tokens as the kernels of one matrix want them.
-struct Activations {
-  const float* x;
-  int64_t stride;
-  int tokens;
-  ActChunk* act;  // unused for plain types
-
-  // `ahead`: what the kernel should fetch meanwhile; only the first group of a record does.
-  TokenGroup group(const Matrix& w, int first, const uint8_t* ahead) const {
-    TokenGroup g{};
-    g.ahead = ahead;
-    g.count = group_size(tokens - first);
-    if (is_plain(w.type))
-      for (int i = 0; i < g.count; ++i) g.x[i] = x + std::min(first + i, tokens - 1) * stride;
-    else g.act = act + first * (w.cols / 32);
-    return g;
-  }
-};
 
 void quantize_tokens(Team& team, const Activations& a, const Matrix& w) {
   if (is_plain(w.type)) return;
@@ -87,11 +64,6 @@ void multiply(Team& team, std::vector<Part>& parts, int64_t out_stride, const fl
       }
     }
   });
-}
-
-// Whether the kernels of both matrices take the same activations.
-bool alike(const Matrix& a, const Matrix& b) {
-  return a.offset() == b.offset() && is_plain(a.type) == is_plain(b.type);
 }
 
 // out (+)= x w^T of each matrix; their outputs lie side by side.

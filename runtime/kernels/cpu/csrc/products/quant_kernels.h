@@ -26,13 +26,42 @@ void quantize(const float* x, int64_t n_chunks, int offset, ActChunk* out, int64
   }
 }
 
+// Fetches the record that comes next while one is computed, a chunk's worth per chunk. Large records would push each
+// other out of L1: they come to L2, and their codes go on to L1 some chunks before they are decoded.
+template <class D>
+class Fetcher {
+ public:
+  Fetcher(const uint8_t* record, const Planes& planes, int64_t cols, const uint8_t* next)
+      : record_(record), next_(next), at_(next), chunks_(cols / 32), small_(planes.record <= kSmall) {}
+
+  inline void fetch(int64_t chunk) {
+    if (small_) {
+      for (int i = 0; i < kStep; i += 64) prefetch(at_ + i);
+    } else {
+      for (int i = 0; i < kStep; i += 64) prefetch_far(at_ + i);
+      const int64_t near = chunk + kNear;
+      const uint8_t* codes = near < chunks_ ? record_ + near * kCodes : next_ + (near - chunks_) * kCodes;
+      for (int i = 0; i < kCodes; i += 64) prefetch(codes + i);
+    }
+    at_ += kStep;
+  }
+
+ private:
+  static constexpr size_t kSmall = 12 << 10;
+  static constexpr int64_t kNear = 12;  // chunks
+  static constexpr int kStep = chunk_nbytes(D::kType), kCodes = 64 * kFormats[D::kType].low;  // the first plane
+  const uint8_t *record_, *next_, *at_;
+  int64_t chunks_;
+  bool small_;
+};
+
 // Each decoded chunk meets `Count` tokens. A token's result does not depend on Count: its sums run in the same order.
 template <class D, int Count>
 inline void linear_tokens(const uint8_t* record, const Planes& planes, int64_t cols, const ActChunk* act,
                           const uint8_t* ahead, float* tile) {
   constexpr int kHalves = D::kHalves, kBlock = kFormats[D::kType].block;
-  constexpr int kStep = chunk_nbytes(D::kType);
   D decoder(record, planes);
+  Fetcher<D> fetcher(record, planes, cols, ahead);
   Floats sums[Count];
   for (auto& s : sums) s = zero();
   int64_t chunk = 0;
@@ -43,8 +72,7 @@ inline void linear_tokens(const uint8_t* record, const Planes& planes, int64_t c
       Floats scale[kHalves], addend[kHalves];
       decoder.codes(chunk, codes);
       decoder.scales(chunk, scale, addend);
-      for (int i = 0; i < kStep; i += 64) prefetch(ahead + i);
-      ahead += kStep;
+      fetcher.fetch(chunk);
 #pragma GCC unroll 8
       for (int m = 0; m < Count; ++m) {
         const ActChunk& x = act[m];

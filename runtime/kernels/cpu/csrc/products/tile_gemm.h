@@ -48,6 +48,7 @@ void multiply_panel(const TilePanel& p) {
   const int64_t chunks = (p.cols + 31) / 32, stride = int64_t{p.count} * kTileSums;
   constexpr int64_t kTiles = kBlockChunks * kTileWords;
   const uint16_t* act = p.act;
+  if (chunks == 0) std::memset(p.sums, 0, sizeof(float) * p.token_tiles * stride);  // a rank may hold no columns
   for (int64_t first = 0; first < chunks; first += kBlockChunks, act += p.token_tiles * kTiles) {
     const int64_t last = first + kBlockChunks < chunks ? first + kBlockChunks : chunks, n = last - first;
     for (int i = 0; i < p.count; ++i) tile_weights(p.records[i], p.cols, first, last, p.weights + i * kTiles);

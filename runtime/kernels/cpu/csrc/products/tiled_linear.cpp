@@ -4,21 +4,13 @@
 #include <cstring>
 
 #include "driver.h"
-#include "tiles.h"
+#include "products/panels.h"
 
 namespace pshard {
 namespace {
 
 std::atomic<const TileKernels*> active{nullptr};
 std::atomic<bool> chosen{false};
-const TileKernels* unit() {
-  if (!chosen.load()) active.store(tiles_amx()), chosen.store(true);
-  return active.load();
-}
-
-// A thread's room for a panel.
-constexpr size_t kWeights = sizeof(uint16_t) * kPanelRecords * kBlockChunks * kTileWords;
-constexpr size_t kSums = sizeof(float) * kPanelRecords * kSliceTiles * kTileSums;
 
 struct Slice {  // tokens of one pass
   const float* x;
@@ -26,8 +18,6 @@ struct Slice {  // tokens of one pass
   int tokens;
   int tiles() const { return (tokens + 15) / 16; }
 };
-
-constexpr int64_t kBlockWords = int64_t{kBlockChunks} * kTileWords;
 
 void convert(Team& team, const TileKernels& k, const Slice& s, int64_t cols, uint16_t* act) {
   team.for_each(blocks_of(cols) * s.tiles(), s.tokens * cols * 8, [&](int64_t i) {
@@ -37,35 +27,18 @@ void convert(Team& team, const TileKernels& k, const Slice& s, int64_t cols, uin
   });
 }
 
-// Records of each matrix in a panel: what makes the last thread finish first. A panel costs as many records as it has,
-// and about two more for its pass over the activations.
-int64_t panel_records(const Team& team, int64_t records, int matrices) {
-  int64_t best = 0, least = 0;
-  for (int64_t each = kPanelRecords / matrices; each > 0; each = each > 2 ? each - 2 : each - 1) {
-    const int64_t panels = (records + each - 1) / each, rounds = (panels + team.size() - 1) / team.size();
-    const int64_t cost = rounds * (each * matrices + 2);
-    if (!best || cost < least) best = each, least = cost;
-  }
-  return best;
-}
-
 // out (+)= x w^T of one matrix, or silu(x w^T) * (x up^T) of two.
 void multiply(Team& team, const TileKernels& k, const Slice& s, const Matrix& w, const Matrix* up, const uint16_t* act,
               float* out, int64_t out_stride, const float* base) {
   const int matrices = up ? 2 : 1;
   const int64_t each = panel_records(team, w.records(), matrices);
-  const Around around{k.enter, k.leave, kWeights + kSums, w.nbytes() * matrices * s.tokens};
+  const Around around{k.enter, k.leave, kPanelRoom, w.nbytes() * matrices * s.tokens};
   team.for_each_chunk((w.records() + each - 1) / each, around, [&](const Chunk& chunk) {
     const int64_t first = chunk.i * each;
     const int n = static_cast<int>(std::min(each, w.records() - first));
-    TilePanel p{};
-    for (int i = 0; i < n * matrices; ++i) {
-      const Matrix& m = i < n ? w : *up;
-      const int64_t r = first + i % n;
-      p.records[i] = {m.at(r), &m.planes, m.type, m.rows_of(r)};
-    }
-    p.count = n * matrices, p.cols = w.cols, p.act = act, p.token_tiles = s.tiles();
-    p.weights = reinterpret_cast<uint16_t*>(chunk.room), p.sums = reinterpret_cast<float*>(chunk.room + kWeights);
+    const Matrix* all[2] = {&w, up};
+    const uint8_t* data[2] = {w.data, up ? up->data : nullptr};
+    const TilePanel p = fill_panel(all, data, matrices, first, n, act, s.tiles(), chunk.room);
     k.multiply(p);
     for (int t = 0; t < s.tiles(); ++t)
       for (int i = 0; i < n; ++i) {
@@ -80,7 +53,7 @@ void multiply(Team& team, const TileKernels& k, const Slice& s, const Matrix& w,
 
 void run(const float* x, int64_t x_stride, const Matrix& w, const Matrix* up, float* out, int64_t out_stride,
          int64_t tokens, bool accumulate) {
-  const TileKernels& k = *unit();
+  const TileKernels& k = *tile_unit();
   const int64_t slice = std::min<int64_t>(tokens, 16 * kSliceTiles), tiles = (slice + 15) / 16;
   const size_t act_bytes = sizeof(uint16_t) * blocks_of(w.cols) * tiles * kBlockWords;
   Pool::instance().with_scratch(act_bytes + base_bytes(slice, w.rows, accumulate), [&](uint8_t* scratch) {
@@ -98,11 +71,17 @@ void run(const float* x, int64_t x_stride, const Matrix& w, const Matrix* up, fl
 }
 
 }  // namespace
+
+const TileKernels* tile_unit() {
+  if (!chosen.load()) active.store(tiles_amx()), chosen.store(true);
+  return active.load();
+}
+
 }  // namespace pshard
 
 using namespace pshard;
 
-PSHARD_API const char* pshard_tiles() { return unit() ? unit()->name : ""; }
+PSHARD_API const char* pshard_tiles() { return tile_unit() ? tile_unit()->name : ""; }
 
 PSHARD_API int pshard_set_tiles(const char* name) {
   if (!*name) return chosen.store(true), active.store(nullptr), 0;

@@ -52,6 +52,7 @@ struct TileAttention {
 
 const TileKernels* tiles_amx();       // nullptr when this build, processor or system cannot run it
 const TileKernels* tiles_emulated();  // the same blocking with loops for the tile instructions, for tests
+const TileKernels* tile_unit();       // the one in use, or nullptr
 const TileAttention* attention_tiles();  // on AMX, or else on vectors of bf16; nullptr without either
 
 }  // namespace pshard
