@@ -33,7 +33,7 @@ def choose_experts(logits: torch.Tensor, rule: Experts, choice_bias: torch.Tenso
 
 def _first_best(values: torch.Tensor, count: int) -> torch.Tensor:
     """Columns of the `count` largest values of each row, the largest first; ties to the lower column."""
-    return values.sort(1, descending=True, stable=True).indices[:, :count]
+    return values.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
 def activate(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:

@@ -12,11 +12,13 @@ import torch
 import triton
 
 from pshard.batch_sizes import SMALL_BATCH
+from pshard.model_config import Experts
 from pshard.quant import ROW_BLOCK
-from pshard.runtime.kernels.api import LayerKV, Packed, RopeTable, RowIndex
+from pshard.runtime.kernels.api import LayerKV, Packed, RopeTable, Routes, RowIndex
 from pshard.runtime.kernels.gpu import triton_cells, triton_rows
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations
 from pshard.runtime.kernels.gpu.attend import attend_prompts, attend_rows
+from pshard.runtime.kernels.gpu.experts.router import route_tokens
 from pshard.runtime.kernels.gpu.products import many_rows
 from pshard.runtime.kernels.gpu.products.few_rows import FewRows
 from pshard.runtime.kernels.unpack import PLAIN
@@ -152,6 +154,18 @@ class CudaKernels:
 
     def ffn(self, x: torch.Tensor, gate: Packed, up: Packed, down: Packed, out: torch.Tensor, accumulate: bool) -> bool:
         return False
+
+    def route(
+        self,
+        x: torch.Tensor,
+        router: Packed,
+        rule: Experts,
+        routes: Routes,
+        bias: torch.Tensor | None = None,
+        choice_bias: torch.Tensor | None = None,
+    ) -> None:
+        """See `Kernels.route`. What was handed over quantised stays so. A NaN among the scores counts as the best."""
+        route_tokens(x, router, rule, routes, (bias, choice_bias), self._few_rows.scratch)
 
     def place(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         """See `Kernels.place`. What `out` is part of was handed over quantised without these rows, if at all."""
