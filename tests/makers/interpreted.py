@@ -17,7 +17,7 @@ def run_interpreted(file: str) -> subprocess.CompletedProcess[str]:
 
 
 def mend_interpreter() -> None:
-    """What Triton 3.6 gets wrong when it interprets with numpy 2. Call it where the interpreter is in use."""
+    """Corrects what Triton 3.6 gets wrong when it interprets. Call it where the interpreter is in use."""
     import triton
     from triton.runtime import interpreter
 
@@ -40,3 +40,14 @@ def mend_interpreter() -> None:
 
     interpreter._patch_lang_tensor = patch_tensor_for_new_numpy
     interpreter.InterpreterBuilder.create_dot = multiply_bfloat16
+
+    language = triton.language
+
+    def call_patching_once(self: Any, *arguments: Any, **named: Any) -> Any:
+        """Triton 3.6 goes through its whole language in every call of a function, to patch what has been patched."""
+        uses = [m for m in (language, language.core) if any(value is m for value in self.fn.__globals__.values())]
+        if any(language.core.is_builtin(module.load) for module in uses):
+            interpreter._patch_lang(self.fn)
+        return self.rewrite()(*arguments, **named)
+
+    interpreter.InterpretedFunction.__call__ = call_patching_once

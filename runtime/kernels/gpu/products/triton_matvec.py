@@ -93,12 +93,13 @@ def matvec_kernel(
     if RANKS > 0:
         for block in tl.static_range(BLOCKS):  # here, as at the end it would be waited for
             epoch += (tl.load(epochs + (first_token + tokens_of(block, TOKENS, ROWS)) * SLICES),)
-    results = multiply_chunks(source, local, exists, thread, words, scale, sums, width, first, last, record, high, scales,
-                        mins, d, dmin, TOKENS, ROWS, DEPTH, WARPS, QTYPE, LOW, HIGH, FACTOR, MASKED, AHEAD)  # fmt: skip
+    results = multiply_chunks(source, local, exists, thread, words, scale, sums, width, first, last, record, high,
+                              scales, mins, d, dmin, TOKENS, ROWS, DEPTH, WARPS, QTYPE, LOW, HIGH, FACTOR, MASKED,
+                              AHEAD)  # fmt: skip
     if GATED:
-        others = multiply_chunks(second, local, exists, thread, words, scale, sums, width, first, last, record, high, scales,
-                           mins, d, dmin, TOKENS, ROWS, DEPTH, WARPS, QTYPE, LOW, HIGH, FACTOR, MASKED,
-                           AHEAD)  # fmt: skip
+        others = multiply_chunks(second, local, exists, thread, words, scale, sums, width, first, last, record, high,
+                                 scales, mins, d, dmin, TOKENS, ROWS, DEPTH, WARPS, QTYPE, LOW, HIGH, FACTOR, MASKED,
+                                 AHEAD)  # fmt: skip
     row = tile * ROWS + tl.arange(0, ROWS)
     if PIECES > 1:
         for block in tl.static_range(BLOCKS):
