@@ -69,8 +69,8 @@ def down_pairs_kernel(
 ):  # fmt: skip
     """Program (32 rows, pair): weight * (down . activations + bias) into partial[pairs, rows].
 
-    The last one of a token's rows adds these up, always in one order, into out. PLACES: a power of two >= used. Counters
-    return to zero.
+    The last one of a token's rows adds these up, always in one order, into out. PLACES: a power of two >= used.
+    Counters return to zero.
     """
     tile = tl.program_id(0)
     pair = tl.program_id(1)
