@@ -1,9 +1,9 @@
 """CudaKernels: the kernels of a CUDA device, in Triton, with cuBLAS for large batches. See runtime/kernels/api.py.
 
 Weights are read in the packed layout. Up to SMALL_BATCH rows: int8 activations, integer products on the tensor cores or
-with dp4a. Above: a tile is dequantised to bfloat16 and a library GEMM does the rest. Routed experts have kernels of their
-own. Every sum has a fixed order and no launch size depends on device data, so runs repeat bit for bit and can be
-captured in a CUDA graph.
+with dp4a. Above: a tile is dequantised to bfloat16 and a library GEMM does the rest. Routed experts: see experts/.
+Every sum has a fixed order and no launch size depends on device data, so runs repeat bit for bit and can be captured in
+a CUDA graph.
 """
 
 from collections.abc import Iterable

@@ -75,8 +75,8 @@ def _sort(routes: Routes, addresses: torch.Tensor, memory: torch.Tensor) -> Sort
     slots = pairs // together + experts
     order, tiles = memory[:pairs], memory[pairs : pairs + 3 * slots]
     triton_grouped.sort_kernel[(experts,)](
-        ids=routes.ids, ids_stride=routes.ids.stride(0), used=used, pairs=pairs, addresses=addresses[2], order=order,
-        tiles=tiles, slots=slots, BM=together, BLOCK=min(2048, triton.next_power_of_2(pairs)), num_warps=4,
+        ids=routes.ids.view(-1), pairs=pairs, addresses=addresses[2], order=order, tiles=tiles, slots=slots,
+        BM=together, BLOCK=min(4096, triton.next_power_of_2(pairs)), num_warps=8,
     )  # fmt: skip
     return Sorted(order, tiles, slots, together)
 

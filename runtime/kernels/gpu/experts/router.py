@@ -13,6 +13,7 @@ from pshard.runtime.kernels.unpack import PLAIN
 
 FEW = 4  # tokens, up to which each is a launch's own programs and routing is one launch
 PROGRAMS = 264  # the columns of a product are cut until about so many run
+PIECES = 16  # at most: who chooses waits for them all
 
 
 def route_tokens(
@@ -44,7 +45,7 @@ def _route_part(
     few = tokens <= FEW
     together, block, depth = (1, 4, 256) if few else (64, 64, 32)
     blocks, rows = triton.cdiv(rule.count, block), triton.cdiv(tokens, together)
-    wanted = min(max(1, PROGRAMS // (blocks * rows)), partial.numel() // (tokens * rule.count))
+    wanted = min(max(1, PROGRAMS // (blocks * rows)), PIECES, partial.numel() // (tokens * rule.count))
     each = align(triton.cdiv(router.cols, wanted), depth)
     pieces = triton.cdiv(router.cols, each)
     product = (x, x.stride(0), router.data.view(PLAIN[router.qtype]), partial)

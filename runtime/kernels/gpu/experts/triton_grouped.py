@@ -12,9 +12,9 @@ from pshard.runtime.kernels.gpu.experts.triton_gate import activate
 from pshard.runtime.kernels.gpu.experts.triton_tiles import load_tile
 
 
-@triton.jit(do_not_specialize=["pairs", "slots", "used"])
+@triton.jit(do_not_specialize=["pairs", "slots"])
 def sort_kernel(
-    ids, ids_stride, used, pairs, addresses, order, tiles, slots, BM: tl.constexpr, BLOCK: tl.constexpr,
+    ids, pairs, addresses, order, tiles, slots, BM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (expert): its pairs in rising order into order[pairs], its tiles into tiles[3, slots].
 
@@ -26,8 +26,7 @@ def sort_kernel(
     own = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, pairs, BLOCK):
         pair = start + tl.arange(0, BLOCK)
-        at = ids + (pair // used).to(tl.int64) * ids_stride + pair % used
-        one = tl.load(at, mask=pair < pairs, other=0x7FFFFFFF)
+        one = tl.load(ids + pair, mask=pair < pairs, other=0x7FFFFFFF)
         before += (one < expert).to(tl.int32)
         own += (one == expert).to(tl.int32)
     first = tl.sum(before, axis=0)
@@ -41,8 +40,7 @@ def sort_kernel(
         tl.store(tiles + 2 * slots + slot, end)
     for start in range(0, pairs, BLOCK):
         pair = start + tl.arange(0, BLOCK)
-        at = ids + (pair // used).to(tl.int64) * ids_stride + pair % used
-        hit = (tl.load(at, mask=pair < pairs, other=0x7FFFFFFF) == expert).to(tl.int32)
+        hit = (tl.load(ids + pair, mask=pair < pairs, other=0x7FFFFFFF) == expert).to(tl.int32)
         tl.store(order + first + tl.cumsum(hit, axis=0) - 1, pair, mask=hit != 0)
         first += tl.sum(hit, axis=0)
 
