@@ -39,15 +39,16 @@ TUNING: dict[tuple[str, int], Tile] = {
     ("dequantise", 0): Tile(16, 16, 4, 1),
     ("pairs gate", 1): Tile(32, 32, 4, 1, registers=144),
     ("pairs down", 1): Tile(32, 32, 4, 1, registers=144),
-    # products of pairs by expert, keyed by the pairs of a tile; here `depth` is rows of the weight, `tokens` columns
-    ("grouped gate", 16): Tile(16, 32, 4, 3, tokens=128),
-    ("grouped gate", 32): Tile(32, 32, 4, 3, tokens=128),
-    ("grouped gate", 64): Tile(64, 64, 4, 3, tokens=64),
-    ("grouped gate", 128): Tile(128, 64, 4, 3, tokens=64),
+    # Products of pairs by expert, keyed by the pairs of a tile; here `depth` is rows of the weight, `tokens` columns.
+    # depth * tokens is at least 64 times the threads: with one chunk a thread, decoded tiles are stored number by number
+    ("grouped gate", 16): Tile(16, 64, 4, 3, tokens=128),
+    ("grouped gate", 32): Tile(32, 64, 4, 3, tokens=128),
+    ("grouped gate", 64): Tile(64, 64, 4, 2, tokens=128),
+    ("grouped gate", 128): Tile(128, 64, 4, 2, tokens=128),
     ("grouped down", 16): Tile(16, 64, 4, 3, tokens=128),
     ("grouped down", 32): Tile(32, 64, 4, 3, tokens=128),
     ("grouped down", 64): Tile(64, 128, 4, 3, tokens=64),
-    ("grouped down", 128): Tile(128, 128, 8, 3, registers=128, tokens=64),
+    ("grouped down", 128): Tile(128, 128, 4, 3, tokens=64),
     ("decode", 0): Tile(16, 64, 4, 3, DECODE_PROGRAMS),
     ("prefill", 64): Tile(128, 128, 8, 3),
     ("prefill", 128): Tile(128, 128, 8, 3),
