@@ -112,9 +112,11 @@ def route(bench: Bench, model: Model, tokens: int) -> dict[str, Any]:
 
 GROUPED = {
     "grouped gate": [Tile(128, 64, 4, 2, tokens=128), Tile(128, 64, 4, 3, tokens=128), Tile(128, 128, 8, 2, tokens=128),
-                     Tile(128, 128, 8, 3, tokens=128), Tile(128, 32, 2, 2, tokens=128), Tile(128, 64, 8, 2, tokens=256)],
+                     Tile(128, 128, 8, 3, tokens=128), Tile(128, 32, 2, 2, tokens=128),
+                     Tile(128, 64, 8, 2, tokens=256)],
     "grouped down": [Tile(128, 128, 4, 3, tokens=64), Tile(128, 128, 4, 2, tokens=64), Tile(128, 64, 4, 2, tokens=128),
-                     Tile(128, 64, 4, 3, tokens=128), Tile(128, 128, 8, 2, tokens=128), Tile(128, 256, 8, 3, tokens=64)],
+                     Tile(128, 64, 4, 3, tokens=128), Tile(128, 128, 8, 2, tokens=128),
+                     Tile(128, 256, 8, 3, tokens=64)],
 }  # fmt: skip
 SMALL_GROUPED = [Tile(16, 64, 4, 3, tokens=128), Tile(16, 64, 4, 4, tokens=128), Tile(16, 64, 4, 2, tokens=128),
                  Tile(16, 32, 2, 3, tokens=128), Tile(16, 32, 2, 4, tokens=128), Tile(16, 32, 4, 3, tokens=256),

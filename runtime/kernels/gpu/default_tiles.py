@@ -40,7 +40,7 @@ TUNING: dict[tuple[str, int], Tile] = {
     ("pairs gate", 1): Tile(32, 32, 4, 1, registers=144),
     ("pairs down", 1): Tile(32, 32, 4, 1, registers=144),
     # Products of pairs by expert, keyed by the pairs of a tile; here `depth` is rows of the weight, `tokens` columns.
-    # depth * tokens is at least 64 times the threads: with one chunk a thread, decoded tiles are stored number by number
+    # depth * tokens is at least 64 times the threads: with one chunk a thread the compiler stores number by number
     ("grouped gate", 16): Tile(16, 64, 4, 3, tokens=128),
     ("grouped gate", 32): Tile(32, 64, 4, 3, tokens=128),
     ("grouped gate", 64): Tile(64, 64, 4, 2, tokens=128),
