@@ -32,7 +32,8 @@ class Packed:
 class ExpertWeights:
     """Those experts of a layer that a side computes. gate, up [F, D] and down [D, F]: by expert; None: not here.
 
-    addresses: int64 [3, E] on the computing device, where gate, up and down of each begin; 0 for one that is not here.
+    addresses: int64 [3, E] on the computing device, where gate, up and down of each begin (multiples of 16); 0 for one
+    that is not here.
     biases: float32 [E, F], [E, F] and [E, D] of gate, up and down of all experts; None without.
     """
 
@@ -45,8 +46,8 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class Routes:
-    """Which experts every token of a micro-batch takes. ids: int32 [M, k], different ones, by falling score, ties to
-    the lower number; weights: float32 [M, k]."""
+    """Which experts every token of a micro-batch takes. ids: int32 [M, k], contiguous, different ones, by falling
+    score, ties to the lower number; weights: float32 [M, k]."""
 
     ids: torch.Tensor
     weights: torch.Tensor

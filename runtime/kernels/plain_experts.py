@@ -52,8 +52,8 @@ def add_experts(x: torch.Tensor, routes: Routes, weights: ExpertWeights, rule: E
             continue
         own = [None] * 3 if weights.biases is None else [bias[number] for bias in weights.biases]
         taken = x[rows].float()
-        activated = activate(_product(taken, gate, own[0]), _product(taken, up, own[1]), rule.activation)
-        result = _product(activated, down, own[2])
+        inner = activate(_product(taken, gate, own[0]), _product(taken, up, own[1]), rule.activation)
+        result = _product(inner, down, own[2])
         out[rows] += routes.weights[rows, place][:, None] * result
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from interpreted import run_interpreted
+from interpreted import mend_interpreter, run_interpreted
 from random_weights import DEVICE, random_weight
 
 triton = pytest.importorskip("triton", reason="Triton is installed with the CUDA build of torch only")
@@ -33,27 +33,7 @@ from pshard.units.kv_cells import KV_BLOCK  # noqa: E402
 from pshard.units.state import CellState, StateShape  # noqa: E402
 
 if READY and DEVICE == "cpu":
-    from triton.runtime import interpreter
-
-    patch_tensor, multiply = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
-
-    def patch_tensor_for_new_numpy(tensor: type, scope: Any) -> None:
-        """Triton 3.6 keeps scalars as arrays of shape (1,), which numpy no longer turns into an int by itself."""
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    def multiply_bfloat16(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        """Triton 3.6 multiplies the bit patterns of bfloat16 as if they were integers."""
-        wide = [
-            interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), triton.language.float32)
-            if x.dtype.scalar == triton.language.bfloat16
-            else x
-            for x in (a, b)
-        ]
-        return multiply(self, *wide, *rest)
-
-    interpreter._patch_lang_tensor = patch_tensor_for_new_numpy
-    interpreter.InterpreterBuilder.create_dot = multiply_bfloat16
+    mend_interpreter()
 
 TYPES = sorted(QUANT_TYPES)
 

@@ -68,11 +68,22 @@ class Activations:
         )
         return room
 
+    def spare(self, rows: int, cols: int) -> Quantised | None:
+        """Room for [rows, cols] beside what was quantised last, until the next call; None where there is too little."""
+        return self._half(1 - self._turn, rows, cols)
+
     def _room(self, tokens: int, cols: int) -> Quantised:
         """Room for quantised activations [tokens, cols] in the half of the memory whose turn it is."""
-        n = bucket_of(tokens) * align(_chunks_of(cols), 8)
         self._turn = 1 - self._turn
-        room = self._memory[self._turn * self._memory.numel() // 2 :][: CHUNK_NBYTES * n]
+        room = self._half(self._turn, bucket_of(tokens), cols)
+        assert room is not None  # the memory is for so many tokens of MAX_COLS
+        return room
+
+    def _half(self, which: int, rows: int, cols: int) -> Quantised | None:
+        n, half = rows * align(_chunks_of(cols), 8), self._memory.numel() // 2
+        if CHUNK_NBYTES * n > half:
+            return None
+        room = self._memory[which * half :][: CHUNK_NBYTES * n]
         return Quantised(room[: 32 * n].view(torch.int32), room[32 * n : 36 * n].view(torch.float32),
                          room[36 * n :].view(torch.float32))  # fmt: skip
 

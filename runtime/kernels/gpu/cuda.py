@@ -1,8 +1,9 @@
 """CudaKernels: the kernels of a CUDA device, in Triton, with cuBLAS for large batches. See runtime/kernels/api.py.
 
 Weights are read in the packed layout. Up to SMALL_BATCH rows: int8 activations, integer products on the tensor cores or
-with dp4a. Above: a tile is dequantised to bfloat16 and a library GEMM does the rest. Every sum has a fixed order and no
-launch size depends on device data, so runs repeat bit for bit and can be captured in a CUDA graph.
+with dp4a. Above: a tile is dequantised to bfloat16 and a library GEMM does the rest. Routed experts: see experts/.
+Every sum has a fixed order and no launch size depends on device data, so runs repeat bit for bit and can be captured in
+a CUDA graph.
 """
 
 from collections.abc import Iterable
@@ -12,11 +13,15 @@ import torch
 import triton
 
 from pshard.batch_sizes import SMALL_BATCH
+from pshard.model_config import Experts
 from pshard.quant import ROW_BLOCK
-from pshard.runtime.kernels.api import LayerKV, Packed, RopeTable, RowIndex
+from pshard.runtime.kernels.api import ExpertWeights, LayerKV, Packed, RopeTable, Routes, RowIndex
 from pshard.runtime.kernels.gpu import triton_cells, triton_rows
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations
 from pshard.runtime.kernels.gpu.attend import attend_prompts, attend_rows
+from pshard.runtime.kernels.gpu.experts.grouped import add_sorted, find_kinds
+from pshard.runtime.kernels.gpu.experts.pairs import add_pairs, fits_pairs
+from pshard.runtime.kernels.gpu.experts.router import route_tokens
 from pshard.runtime.kernels.gpu.products import many_rows
 from pshard.runtime.kernels.gpu.products.few_rows import FewRows
 from pshard.runtime.kernels.unpack import PLAIN
@@ -152,6 +157,44 @@ class CudaKernels:
 
     def ffn(self, x: torch.Tensor, gate: Packed, up: Packed, down: Packed, out: torch.Tensor, accumulate: bool) -> bool:
         return False
+
+    def route(
+        self,
+        x: torch.Tensor,
+        router: Packed,
+        rule: Experts,
+        routes: Routes,
+        bias: torch.Tensor | None = None,
+        choice_bias: torch.Tensor | None = None,
+    ) -> None:
+        """See `Kernels.route`. What was handed over quantised stays so. A NaN among the scores counts as the best."""
+        route_tokens(x, router, rule, routes, (bias, choice_bias), self._few_rows.scratch)
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        routes: Routes,
+        weights: ExpertWeights,
+        rule: Experts,
+        out: torch.Tensor,
+        scratch: dict[str, torch.Tensor],
+        accumulate: bool,
+    ) -> None:
+        """See `Kernels.experts`. x that was handed over quantised stays so. Two launches for up to 8 tokens, else four;
+        gate and up of different types, and types of plain numbers, always take four."""
+        kinds = find_kinds(weights)
+        if kinds is None:
+            if not accumulate:
+                out.zero_()
+            return
+        if fits_pairs(x.shape[0], kinds):
+            quantised = self._activations.quantise(x)
+            gated = self._activations.spare(routes.ids.numel(), kinds.gate.rows)
+            if gated is not None:
+                how = accumulate, self._few_rows.scratch
+                add_pairs(quantised, gated, routes, weights, kinds, rule, out, how)
+                return
+        add_sorted(x, routes, weights, kinds, rule, out, scratch, accumulate)
 
     def place(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         """See `Kernels.place`. What `out` is part of was handed over quantised without these rows, if at all."""

@@ -37,6 +37,18 @@ TUNING: dict[tuple[str, int], Tile] = {
     ("rows", 32): Tile(32, 128, 4, 4, 528),
     ("rows", 64): Tile(64, 128, 4, 3, 528),
     ("dequantise", 0): Tile(16, 16, 4, 1),
+    ("pairs gate", 1): Tile(32, 32, 4, 1, registers=144),
+    ("pairs down", 1): Tile(32, 32, 4, 1, registers=144),
+    # Products of pairs by expert, keyed by the pairs of a tile; here `depth` is rows of the weight, `tokens` columns.
+    # depth * tokens is at least 64 times the threads: with one chunk a thread the compiler stores number by number
+    ("grouped gate", 16): Tile(16, 64, 4, 3, tokens=128),
+    ("grouped gate", 32): Tile(32, 64, 4, 3, tokens=128),
+    ("grouped gate", 64): Tile(64, 64, 4, 2, tokens=128),
+    ("grouped gate", 128): Tile(128, 64, 4, 2, tokens=128),
+    ("grouped down", 16): Tile(16, 64, 4, 3, tokens=128),
+    ("grouped down", 32): Tile(32, 64, 4, 3, tokens=128),
+    ("grouped down", 64): Tile(64, 128, 4, 3, tokens=64),
+    ("grouped down", 128): Tile(128, 128, 4, 3, tokens=64),
     ("decode", 0): Tile(16, 64, 4, 3, DECODE_PROGRAMS),
     ("prefill", 64): Tile(128, 128, 8, 3),
     ("prefill", 128): Tile(128, 128, 8, 3),
@@ -53,6 +65,12 @@ def default_tile(kernel: str, qtype: str, tokens: int) -> Tile:
 def gated_kernel(qtype: str, tokens: int, rows: int) -> str:
     """Which tiles gate and up of so many rows take: "gated" or "gated few"."""
     return "gated few" if tokens == 1 and rows < MANY_ROWS and qtype not in DP4A_TYPES else "gated"
+
+
+def grouped_tile(pairs: int, experts: int, gated: bool) -> Tile:
+    """The tile for products of so many pairs (token, chosen expert): with room for an expert's even share."""
+    share = 1 << max(0, -(-pairs // experts) - 1).bit_length()
+    return TUNING["grouped gate" if gated else "grouped down", min(128, max(16, share))]
 
 
 def candidate_tiles(kernel: str, qtype: str, tokens: int) -> tuple[Tile, ...]:

@@ -25,11 +25,15 @@ NO_PUSH: dict[str, Any] = {
 
 
 class FewRows:
-    """Launches the products, each cut as its tile says. The scratch is allocated here and never again."""
+    """Launches the products, each cut as its tile says. The scratch is allocated here and never again.
+
+    Attributes:
+        scratch: float32 sums of pieces, and int32 counters that are zero between launches.
+    """
 
     def __init__(self, device: torch.device | str) -> None:
         self._partial = torch.empty(PARTIAL_FLOATS, dtype=torch.float32, device=device)
-        self._scratch = self._partial, torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+        self.scratch = self._partial, torch.zeros(COUNTERS, dtype=torch.int32, device=device)
         self._tiles: dict[tuple[str, str, int], Tile] = {}
 
     def use_tiles(self, choices: Iterable[TileChoice]) -> None:
@@ -39,7 +43,7 @@ class FewRows:
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return 4 * sum(part.numel() for part in self._scratch)
+        return 4 * sum(part.numel() for part in self.scratch)
 
     def multiply(
         self,
@@ -112,7 +116,7 @@ class FewRows:
         each_tokens = min(bucket_of(tokens), tile.tokens)
         grid = (triton.cdiv(tokens, each_tokens), triton.cdiv(out.shape[1], tile.rows), cut[0])
         triton_matvec.matvec_kernel[grid](
-            *matrices, *x, out, *addends, *self._scratch, *(ready or NOT_QUANTISED), *sizes,
+            *matrices, *x, out, *addends, *self.scratch, *(ready or NOT_QUANTISED), *sizes,
             *places(first.qtype, first.cols),
             TOKENS=each_tokens, ROWS=tile.rows, DEPTH=tile.depth, WARPS=tile.warps, QTYPE=first.qtype, LOW=encoding.low,
             HIGH=encoding.high, FACTOR=FACTORS.get(first.qtype, 1),

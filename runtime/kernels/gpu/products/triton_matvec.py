@@ -14,7 +14,7 @@ from pshard.runtime.kernels.gpu.products.triton_records import dot_records
 
 
 @triton.jit
-def _arrive(counter):
+def arrive(counter):
     """How many programs came here before, once all that this one has stored can be seen by those that come later."""
     tl.debug_barrier()
     return tl.atomic_add(counter, 1, sem="acq_rel")
@@ -30,12 +30,12 @@ def _part(first, second, third, group, end, next_end, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _multiply(
+def multiply_chunks(
     matrix, record_at, exists, thread, words, scale, sums, width, first, last, record, high, scales, mins, d, dmin,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, WARPS: tl.constexpr, QTYPE: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, FACTOR: tl.constexpr, MASKED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Tiles f32 [tokens, ROWS], see `_tokens_of`: record number `record_at` of the matrix times chunks first..last.
+    """Tiles f32 [tokens, ROWS], see `tokens_of`: record number `record_at` of the matrix times chunks first..last.
 
     ROWS == 32: `matrix`, `record_at` and `exists` are of each thread.
     """
@@ -92,26 +92,27 @@ def matvec_kernel(
     epoch: tl.tuple = ()
     if RANKS > 0:
         for block in tl.static_range(BLOCKS):  # here, as at the end it would be waited for
-            epoch += (tl.load(epochs + (first_token + _tokens_of(block, TOKENS, ROWS)) * SLICES),)
-    results = _multiply(source, local, exists, thread, words, scale, sums, width, first, last, record, high, scales,
-                        mins, d, dmin, TOKENS, ROWS, DEPTH, WARPS, QTYPE, LOW, HIGH, FACTOR, MASKED, AHEAD)  # fmt: skip
+            epoch += (tl.load(epochs + (first_token + tokens_of(block, TOKENS, ROWS)) * SLICES),)
+    results = multiply_chunks(source, local, exists, thread, words, scale, sums, width, first, last, record, high,
+                              scales, mins, d, dmin, TOKENS, ROWS, DEPTH, WARPS, QTYPE, LOW, HIGH, FACTOR, MASKED,
+                              AHEAD)  # fmt: skip
     if GATED:
-        others = _multiply(second, local, exists, thread, words, scale, sums, width, first, last, record, high, scales,
-                           mins, d, dmin, TOKENS, ROWS, DEPTH, WARPS, QTYPE, LOW, HIGH, FACTOR, MASKED,
-                           AHEAD)  # fmt: skip
+        others = multiply_chunks(second, local, exists, thread, words, scale, sums, width, first, last, record, high,
+                                 scales, mins, d, dmin, TOKENS, ROWS, DEPTH, WARPS, QTYPE, LOW, HIGH, FACTOR, MASKED,
+                                 AHEAD)  # fmt: skip
     row = tile * ROWS + tl.arange(0, ROWS)
     if PIECES > 1:
         for block in tl.static_range(BLOCKS):
-            m = first_token + _tokens_of(block, TOKENS, ROWS)
+            m = first_token + tokens_of(block, TOKENS, ROWS)
             mask = (m < tokens)[:, None] & (row < rows)[None, :]
             left = partial + (piece * tokens + m).to(tl.int64)[:, None] * rows + row[None, :]
             tl.store(left, results[block], mask=mask)
-        finish = _arrive(counter) == pieces - 1
+        finish = arrive(counter) == pieces - 1
     else:
         finish = True
     if finish:
         for block in tl.static_range(BLOCKS):
-            m = first_token + _tokens_of(block, TOKENS, ROWS)
+            m = first_token + tokens_of(block, TOKENS, ROWS)
             mask = (m < tokens)[:, None] & (row < rows)[None, :]
             if PIECES > 1:
                 each = tl.arange(0, PIECES)[:, None, None]
@@ -134,7 +135,7 @@ def matvec_kernel(
         if PIECES > 1:
             tl.store(counter, 0)
     if QUANTISE and ROWS == 16:
-        second_of_chunk = _arrive(counters + tile // 2) == 1
+        second_of_chunk = arrive(counters + tile // 2) == 1
         if second_of_chunk:  # quantises the 32 results of both programs
             chunk = tile // 2 + tl.arange(0, 1)
             for m in tl.static_range(TOKENS):
@@ -147,8 +148,8 @@ def matvec_kernel(
 
 
 @triton.jit
-def _tokens_of(block: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr):
-    """Tokens of the rows of a tile of `_multiply`; beyond TOKENS where they are there only to fill it."""
+def tokens_of(block: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr):
+    """Tokens of the rows of a tile of `multiply_chunks`; beyond TOKENS where they are there only to fill it."""
     if ROWS == 16:
         return block + tl.arange(0, 1)
     elif TOKENS == 1:

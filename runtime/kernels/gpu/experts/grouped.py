@@ -1,0 +1,115 @@
+"""Experts of many tokens: sorts pairs (token, chosen expert) by expert, multiplies tiles of them, sums per token."""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from pshard.model_config import Experts
+from pshard.runtime.kernels.api import ExpertWeights, Packed, Routes
+from pshard.runtime.kernels.gpu.default_tiles import grouped_tile
+from pshard.runtime.kernels.gpu.experts import triton_grouped
+from pshard.runtime.kernels.gpu.products.triton_decode import ENCODINGS, places
+
+
+class Kinds(NamedTuple):
+    """One expert's matrices, for their types and shapes: those of a layer are all alike."""
+
+    gate: Packed
+    up: Packed
+    down: Packed
+
+
+class Sorted(NamedTuple):
+    """Pairs by expert, see `sort_kernel`: int32 [pairs] and [3, slots], tiles of up to `together` pairs."""
+
+    order: torch.Tensor
+    tiles: torch.Tensor
+    slots: int
+    together: int
+
+
+def find_kinds(weights: ExpertWeights) -> Kinds | None:
+    """The first expert on this side; None where there is none."""
+    for gate, up, down in zip(weights.gate, weights.up, weights.down, strict=True):
+        if gate is not None and up is not None and down is not None:
+            return Kinds(gate, up, down)
+    return None
+
+
+def add_sorted(
+    x: torch.Tensor,
+    routes: Routes,
+    weights: ExpertWeights,
+    kinds: Kinds,
+    rule: Experts,
+    out: torch.Tensor,
+    scratch: dict[str, torch.Tensor],
+    accumulate: bool,
+) -> None:
+    """See `Kernels.experts`, for any number of tokens. Four launches."""
+    tokens, used = routes.ids.shape
+    pairs, inner, width = tokens * used, kinds.gate.rows, kinds.down.rows
+    gated = scratch["gated"].view(-1)[: pairs * inner].view(pairs, inner)
+    picked = scratch["picked"].view(-1)[: pairs * width].view(pairs, width)
+    by_expert = _sort(routes, weights.addresses, scratch["order"])
+    gate_bias, up_bias, down_bias = weights.biases or (None, None, None)
+    gate_at, up_at, down_at = weights.addresses
+    clamped = rule.activation == "clamped"
+    both = {"bias": gate_bias, "second_bias": up_bias, "CLAMPED": clamped}
+    _multiply(by_expert, used, x, (kinds.gate, kinds.up), (gate_at, up_at), gated, both)
+    down = {"bias": down_bias, "second_bias": None, "CLAMPED": False}
+    _multiply(by_expert, used, gated, (kinds.down,), (down_at,), picked, down)
+    triton_grouped.sum_kernel[(triton.cdiv(width, 1024), tokens)](
+        picked=picked, ids=routes.ids, ids_stride=routes.ids.stride(0), weights=routes.weights,
+        weights_stride=routes.weights.stride(0), addresses=down_at, used=used, out=out, out_stride=out.stride(0),
+        cols=width, ACCUMULATE=accumulate, BLOCK=1024, num_warps=4,
+    )  # fmt: skip
+
+
+def _sort(routes: Routes, addresses: torch.Tensor, memory: torch.Tensor) -> Sorted:
+    """Pairs by expert, in int32 [4 * pairs + 4 * experts] of memory or less."""
+    (tokens, used), experts = routes.ids.shape, addresses.shape[1]
+    pairs = tokens * used
+    together = grouped_tile(pairs, experts, False).rows
+    slots = pairs // together + experts
+    order, tiles = memory[:pairs], memory[pairs : pairs + 3 * slots]
+    triton_grouped.sort_kernel[(experts,)](
+        ids=routes.ids.view(-1), pairs=pairs, addresses=addresses[2], order=order, tiles=tiles, slots=slots,
+        BM=together, BLOCK=min(4096, triton.next_power_of_2(pairs)), num_warps=8,
+    )  # fmt: skip
+    return Sorted(order, tiles, slots, together)
+
+
+def _multiply(
+    by_expert: Sorted,
+    used: int,
+    x: torch.Tensor,
+    matrices: tuple[Packed, ...],
+    addresses: tuple[torch.Tensor, ...],
+    out: torch.Tensor,
+    how: dict[str, Any],
+) -> None:
+    """Products of every tile of pairs with one or two matrices of its expert: `products_kernel`."""
+    first, second, gated = matrices[0], matrices[-1], len(matrices) == 2
+    tile = grouped_tile(out.shape[0], addresses[0].shape[0], gated)
+    low, high = _bits_of(first.qtype)
+    second_low, second_high = _bits_of(second.qtype)
+    triton_grouped.products_kernel[(triton.cdiv(first.rows, tile.depth), by_expert.slots)](
+        x=x, x_stride=x.stride(0), addresses=addresses[0], second_addresses=addresses[-1], order=by_expert.order,
+        tiles=by_expert.tiles, slots=by_expert.slots, used=used, out=out, out_stride=out.stride(0), rows=first.rows,
+        cols=first.cols, places=_places_of(first), second_places=_places_of(second), QTYPE=first.qtype, LOW=low,
+        HIGH=high, SECOND_QTYPE=second.qtype, SECOND_LOW=second_low, SECOND_HIGH=second_high, GATED=gated,
+        MASKED=first.cols % tile.tokens != 0, BM=by_expert.together, BN=tile.depth, BK=tile.tokens, STAGES=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **how,
+    )  # fmt: skip
+
+
+def _bits_of(qtype: str) -> tuple[int, int]:
+    """Bits of the code planes; zeros for types of plain numbers."""
+    encoding = ENCODINGS.get(qtype)
+    return (encoding.low, encoding.high) if encoding else (0, 0)
+
+
+def _places_of(matrix: Packed) -> tuple[int, ...]:
+    return places(matrix.qtype, matrix.cols) if matrix.qtype in ENCODINGS else (0,) * 6

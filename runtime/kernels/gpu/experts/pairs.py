@@ -1,0 +1,63 @@
+"""Experts of few tokens: launches a matrix-vector product for every pair (token, chosen expert)."""
+
+from typing import Any
+
+import torch
+import triton
+
+from pshard.model_config import Experts
+from pshard.runtime.kernels.api import ExpertWeights, Packed, Routes
+from pshard.runtime.kernels.gpu.activations import Quantised
+from pshard.runtime.kernels.gpu.default_tiles import default_tile
+from pshard.runtime.kernels.gpu.experts import triton_pairs
+from pshard.runtime.kernels.gpu.experts.grouped import Kinds
+from pshard.runtime.kernels.gpu.products.triton_decode import ENCODINGS, places
+from pshard.runtime.kernels.gpu.products.triton_fragments import FACTORS
+
+FEW = 8  # tokens: from about here on experts that several tokens share are better read once
+
+
+def fits_pairs(tokens: int, kinds: Kinds) -> bool:
+    """Whether `add_pairs` is for such a batch: few tokens, packed types, gate and up of one."""
+    packed = kinds.gate.qtype == kinds.up.qtype and kinds.gate.qtype in ENCODINGS and kinds.down.qtype in ENCODINGS
+    return tokens <= FEW and packed
+
+
+def add_pairs(
+    x: Quantised,
+    gated: Quantised,
+    routes: Routes,
+    weights: ExpertWeights,
+    kinds: Kinds,
+    rule: Experts,
+    out: torch.Tensor,
+    how: tuple[bool, tuple[torch.Tensor, torch.Tensor]],
+) -> None:
+    """See `Kernels.experts`. Two launches. x: of the tokens; gated: room for [pairs, F]; how: whether to add to `out`,
+    and scratch of floats and of counters that are zero."""
+    (tokens, used), (accumulate, scratch) = routes.ids.shape, how
+    chosen = {"ids": routes.ids, "ids_stride": routes.ids.stride(0), "used": used}
+    gate_bias, up_bias, down_bias = weights.biases or (None, None, None)
+    gate_at, up_at, down_at = weights.addresses
+    gate, down = kinds.gate, kinds.down
+    triton_pairs.gate_up_pairs_kernel[(gate.rows // 32, tokens * used)](
+        *x, **chosen, addresses=gate_at, up_addresses=up_at, bias=gate_bias, up_bias=up_bias, new_words=gated.words,
+        new_scale=gated.scale, new_sums=gated.sums, CLAMPED=rule.activation == "clamped",
+        **_cut("pairs gate", gate),
+    )  # fmt: skip
+    triton_pairs.down_pairs_kernel[(triton.cdiv(down.rows, 32), tokens * used)](
+        *gated, **chosen, weights=routes.weights, weights_stride=routes.weights.stride(0), tokens=tokens,
+        addresses=down_at, bias=down_bias, partial=scratch[0], counters=scratch[1], out=out, out_stride=out.stride(0),
+        ACCUMULATE=accumulate, PLACES=triton.next_power_of_2(used), **_cut("pairs down", down),
+    )  # fmt: skip
+
+
+def _cut(kernel: str, matrix: Packed) -> dict[str, Any]:
+    """How the rows of one expert's matrix are cut, and how they are read."""
+    tile, encoding, chunks = default_tile(kernel, matrix.qtype, 1), ENCODINGS[matrix.qtype], matrix.cols // 32
+    return {
+        "rows": matrix.rows, "chunks": chunks, "places": places(matrix.qtype, matrix.cols), "DEPTH": tile.depth,
+        "WARPS": tile.warps, "QTYPE": matrix.qtype, "LOW": encoding.low, "HIGH": encoding.high,
+        "FACTOR": FACTORS.get(matrix.qtype, 1), "MASKED": chunks % tile.depth != 0 or matrix.rows % 32 != 0,
+        "AHEAD": tile.stages - 1, "num_warps": tile.warps, "maxnreg": tile.registers,
+    }  # fmt: skip

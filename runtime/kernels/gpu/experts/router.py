@@ -1,0 +1,68 @@
+"""Launches routing: which experts every token of a batch takes."""
+
+from typing import Any
+
+import torch
+import triton
+
+from pshard.model_config import Experts
+from pshard.quant import align
+from pshard.runtime.kernels.api import Packed, Routes
+from pshard.runtime.kernels.gpu.experts import triton_route
+from pshard.runtime.kernels.unpack import PLAIN
+
+FEW = 4  # tokens, up to which each is a launch's own programs and routing is one launch
+PROGRAMS = 264  # the columns of a product are cut until about so many run
+PIECES = 16  # at most: who chooses waits for them all
+
+
+def route_tokens(
+    x: torch.Tensor,
+    router: Packed,
+    rule: Experts,
+    routes: Routes,
+    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    scratch: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """See `Kernels.route`. biases: the router's and that of the choice. scratch: floats, and counters that are zero."""
+    if router.qtype not in PLAIN:
+        raise ValueError(f"a router of type {router.qtype}: the kernels take F32, F16 and BF16")
+    most = scratch[0].numel() // router.rows
+    for first in range(0, x.shape[0], most):
+        part = slice(first, first + most)
+        _route_part(x[part], router, rule, Routes(routes.ids[part], routes.weights[part]), biases, scratch)
+
+
+def _route_part(
+    x: torch.Tensor,
+    router: Packed,
+    rule: Experts,
+    routes: Routes,
+    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    scratch: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    tokens, (partial, counters) = x.shape[0], scratch
+    few = tokens <= FEW
+    together, block, depth = (1, 4, 256) if few else (64, 64, 32)
+    blocks, rows = triton.cdiv(rule.count, block), triton.cdiv(tokens, together)
+    wanted = min(max(1, PROGRAMS // (blocks * rows)), PIECES, partial.numel() // (tokens * rule.count))
+    each = align(triton.cdiv(router.cols, wanted), depth)
+    pieces = triton.cdiv(router.cols, each)
+    product = (x, x.stride(0), router.data.view(PLAIN[router.qtype]), partial)
+    groups = rule.groups if rule.groups_used < rule.groups else 1
+    per = rule.count // groups
+    choice = (*biases, routes.ids, routes.ids.stride(0), routes.weights, routes.weights.stride(0),
+              groups, per, rule.used, rule.scale)  # fmt: skip
+    how: dict[str, Any] = {
+        "SCORES": rule.scores, "NORMED": rule.normed, "GROUPS_USED": rule.groups_used if groups > 1 else 0,
+        "GP": triton.next_power_of_2(groups), "PP": triton.next_power_of_2(per),
+        "KP": triton.next_power_of_2(rule.used),
+    }  # fmt: skip
+    grid = (blocks, pieces, rows)
+    if few:
+        sizes = (router.cols, each, tokens, pieces)
+        triton_route.route_kernel[grid](*product, counters, *sizes, *choice, **how, BE=block, BK=depth, num_warps=1)
+        return
+    sizes = (router.cols, each, tokens, rule.count)
+    triton_route.logits_kernel[grid](*product, *sizes, TOKENS=together, BE=block, BK=depth, num_warps=4, num_stages=3)
+    triton_route.choose_kernel[(tokens,)](partial, pieces, *choice, **how, num_warps=1)

@@ -1,0 +1,163 @@
+"""Which experts a token takes: the router's product in float32, and the choice among its scores, on the device.
+
+The columns of the product are cut into pieces, so that one token's router is read by many programs; pieces are added up
+in their order. Of one token the last program to arrive chooses too, so that routing is one launch.
+"""
+
+import triton
+import triton.language as tl
+
+from pshard.runtime.kernels.gpu.products.triton_matvec import arrive
+
+_TOGETHER: tl.constexpr = tl.constexpr(4)
+_LOWEST: tl.constexpr = tl.constexpr(-(1 << 63))
+
+
+@triton.jit
+def _key_of(value, index):
+    """int64 that orders as the float32 does, NaN above all, and of equal ones the lower index first (it is larger)."""
+    bits = (value + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    order = tl.where(value != value, 0x7FFFFFFF, order)
+    return (order.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+
+
+@triton.jit
+def _index_of(key):
+    """The index in a key."""
+    return 0x7FFFFFFF - (key & 0xFFFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _allow_groups(choice, group, member, groups, per, GROUPS_USED: tl.constexpr, GP: tl.constexpr, PP: tl.constexpr):
+    """choice [GP, PP] with -inf outside of the best groups; a group's score is the sum of its best two."""
+    there = (group < groups) & (member < per)
+    keys = tl.where(there, _key_of(choice, member + tl.zeros_like(group)), _LOWEST)
+    best = tl.max(keys, axis=1)[:, None]
+    score = tl.sum(tl.where(keys == best, choice, 0.0), axis=1)
+    if PP > 1:
+        rest = tl.where(keys == best, _LOWEST, keys)
+        second = tl.max(rest, axis=1)[:, None]
+        score += tl.sum(tl.where((rest == second) & there & (rest != _LOWEST), choice, 0.0), axis=1)
+    number = tl.arange(0, GP)
+    left = tl.where(number < groups, _key_of(score, number), _LOWEST)
+    allowed = number < 0
+    for _ in tl.static_range(GROUPS_USED):
+        chosen = left == tl.max(left, axis=0)
+        allowed |= chosen
+        left = tl.where(chosen, _LOWEST, left)
+    return tl.where(allowed[:, None], choice, float("-inf"))
+
+
+@triton.jit
+def _choose(
+    partial, pieces, m, tokens, bias, choice_bias, ids, ids_stride, weights, weights_stride, groups, per, used, scale,
+    SCORES: tl.constexpr, NORMED: tl.constexpr, GROUPS_USED: tl.constexpr, GP: tl.constexpr, PP: tl.constexpr,
+    KP: tl.constexpr,
+):  # fmt: skip
+    """ids and weights of token m from partial[pieces, tokens, groups * per], by the rule of `Experts`."""
+    group = tl.arange(0, GP)[:, None]
+    member = tl.arange(0, PP)[None, :]
+    index = group * per + member
+    there = (group < groups) & (member < per)
+    experts = groups * per
+    logits = tl.zeros((GP, PP), tl.float32)
+    for start in range(0, pieces, _TOGETHER):  # their loads do not wait for each other
+        piece = start + tl.arange(0, _TOGETHER)[:, None, None]
+        at = partial + (piece * tokens + m).to(tl.int64) * experts + index[None, :, :]
+        part = tl.load(at, mask=(piece < pieces) & there[None, :, :], other=0.0, cache_modifier=".cg")
+        logits += tl.sum(part, axis=0)
+    if bias is not None:
+        logits += tl.load(bias + index, mask=there, other=0.0)
+    if SCORES == "chosen":
+        scores = logits
+    elif SCORES == "sigmoid":
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        tl.static_assert(SCORES == "softmax")
+        e = tl.where(there, tl.exp(logits - tl.max(tl.max(tl.where(there, logits, float("-inf")), 1), 0)), 0.0)
+        scores = e / tl.sum(tl.sum(e, 1), 0)
+    if choice_bias is not None:
+        choice = scores + tl.load(choice_bias + index, mask=there, other=0.0)
+    else:
+        choice = scores
+    if GROUPS_USED > 0:
+        choice = _allow_groups(choice, group, member, groups, per, GROUPS_USED, GP, PP)
+    keys = tl.where(there, _key_of(choice, index), _LOWEST)
+    place = tl.arange(0, KP)
+    chosen = tl.zeros((KP,), tl.int32)
+    weight = tl.full((KP,), float("-inf"), tl.float32)
+    for i in range(used):
+        best = tl.max(tl.max(keys, 1), 0)
+        taken = keys == best
+        chosen = tl.where(place == i, _index_of(best), chosen)
+        weight = tl.where(place == i, tl.sum(tl.sum(tl.where(taken, scores, 0.0), 1), 0), weight)
+        keys = tl.where(taken, _LOWEST, keys)
+    if SCORES == "chosen":
+        weight = tl.exp(weight - tl.max(weight, 0))
+        weight = weight / tl.sum(weight, 0)
+    elif NORMED:
+        weight = weight / tl.sum(tl.where(place < used, weight, 0.0), 0)
+    tl.store(ids + m.to(tl.int64) * ids_stride + place, chosen, mask=place < used)
+    tl.store(weights + m.to(tl.int64) * weights_stride + place, weight * scale, mask=place < used)
+
+
+@triton.jit(do_not_specialize=["tokens", "pieces", "used", "groups"])
+def route_kernel(
+    x, x_stride, router, partial, counters, cols, per_piece, tokens, pieces, bias, choice_bias, ids, ids_stride,
+    weights, weights_stride, groups, per, used, scale,
+    SCORES: tl.constexpr, NORMED: tl.constexpr, GROUPS_USED: tl.constexpr, GP: tl.constexpr, PP: tl.constexpr,
+    KP: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Program (BE experts, piece, token): partial sums; the last one of a token chooses. For few tokens."""
+    m = tl.program_id(2)
+    experts = groups * per
+    expert = tl.program_id(0) * BE + tl.arange(0, BE)
+    first = tl.program_id(1) * per_piece
+    last = tl.minimum(first + per_piece, cols)
+    acc = tl.zeros((BE, BK), tl.float32)
+    for start in range(first, last, BK):
+        k = start + tl.arange(0, BK)
+        w = tl.load(router + expert.to(tl.int64)[:, None] * cols + k[None, :],
+                    mask=(expert < experts)[:, None] & (k < last)[None, :], other=0.0)  # fmt: skip
+        v = tl.load(x + m.to(tl.int64) * x_stride + k, mask=k < last, other=0.0)
+        acc += w.to(tl.float32) * v[None, :]
+    at = partial + (tl.program_id(1) * tokens + m).to(tl.int64) * experts + expert
+    tl.store(at, tl.sum(acc, axis=1), mask=expert < experts)
+    if arrive(counters + m) == tl.num_programs(0) * tl.num_programs(1) - 1:
+        _choose(partial, pieces, m, tokens, bias, choice_bias, ids, ids_stride, weights, weights_stride, groups, per,
+                used, scale, SCORES, NORMED, GROUPS_USED, GP, PP, KP)  # fmt: skip
+        tl.store(counters + m, 0)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def logits_kernel(
+    x, x_stride, router, partial, cols, per_piece, tokens, experts,
+    TOKENS: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Program (BE experts, piece, TOKENS tokens): partial[piece, tokens, experts], nearly as exact as float32."""
+    expert = tl.program_id(0) * BE + tl.arange(0, BE)
+    m = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
+    first = tl.program_id(1) * per_piece
+    last = tl.minimum(first + per_piece, cols)
+    acc = tl.zeros((TOKENS, BE), tl.float32)
+    for start in range(first, last, BK):
+        k = start + tl.arange(0, BK)
+        w = tl.load(router + expert.to(tl.int64)[:, None] * cols + k[None, :],
+                    mask=(expert < experts)[:, None] & (k < last)[None, :], other=0.0)  # fmt: skip
+        v = tl.load(x + m.to(tl.int64)[:, None] * x_stride + k[None, :],
+                    mask=(m < tokens)[:, None] & (k < last)[None, :], other=0.0)  # fmt: skip
+        acc = tl.dot(v, tl.trans(w.to(tl.float32)), acc, input_precision="tf32x3")
+    at = partial + (tl.program_id(1) * tokens + m).to(tl.int64)[:, None] * experts + expert[None, :]
+    tl.store(at, acc, mask=(m < tokens)[:, None] & (expert < experts)[None, :])
+
+
+@triton.jit(do_not_specialize=["pieces", "used", "groups"])
+def choose_kernel(
+    partial, pieces, bias, choice_bias, ids, ids_stride, weights, weights_stride, groups, per, used, scale,
+    SCORES: tl.constexpr, NORMED: tl.constexpr, GROUPS_USED: tl.constexpr, GP: tl.constexpr, PP: tl.constexpr,
+    KP: tl.constexpr,
+):  # fmt: skip
+    """Program (token): chooses from what `logits_kernel` left."""
+    _choose(partial, pieces, tl.program_id(0), tl.num_programs(0), bias, choice_bias, ids, ids_stride, weights,
+            weights_stride, groups, per, used, scale, SCORES, NORMED, GROUPS_USED, GP, PP, KP)  # fmt: skip
