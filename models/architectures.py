@@ -27,7 +27,9 @@ class Architecture:
 
     `name` is the model_type of Hugging Face, `gguf` what GGUF files say. `gguf_pairing`: RoPE pairs as GGUF files of
     this architecture store q and k (Hugging Face always has "halves"). `biases` must be there, `optional_biases` may.
-    `routing`: its layers have experts.
+    `optional_qk_norm`: some of its models normalise q and k. `rotated`: the share of each head that is rotated where
+    config.json does not say; below 1 other shares are possible too. `ffn_norm`: what GGUF files call the norm before
+    the FFN. `routing`: its layers have experts.
     """
 
     name: str
@@ -36,6 +38,9 @@ class Architecture:
     biases: tuple[str, ...] = ()
     optional_biases: tuple[str, ...] = ()
     qk_norm: bool = False
+    optional_qk_norm: bool = False
+    rotated: float = 1.0
+    ffn_norm: str = "ffn_norm.weight"
     routing: Routing | None = None
 
 
@@ -56,6 +61,16 @@ ARCHITECTURES = (
         optional_biases=(*_QKV, "attn_output.bias"),
         qk_norm=True,
         routing=Routing(),
+    ),
+    Architecture(
+        "glm4_moe",
+        "glm4moe",
+        "halves",
+        optional_biases=_QKV,
+        optional_qk_norm=True,
+        rotated=0.5,
+        ffn_norm="post_attention_norm.weight",
+        routing=Routing(scores="sigmoid", choice_bias=True, shared=True),
     ),
 )
 

@@ -47,7 +47,7 @@ def gguf_config(
     experts = gguf_experts(arch.routing, keys) if arch.routing else None
     config = ModelConfig(
         architecture=arch.name,
-        n_layers=keys.integer("block_count"),
+        n_layers=keys.integer("block_count") - count_drafters(arch, metadata, where),
         d_model=d_model,
         n_heads=n_heads,
         n_kv_heads=keys.integer("attention.head_count_kv", n_heads),
@@ -57,11 +57,20 @@ def gguf_config(
         norm_eps=keys.real("attention.layer_norm_rms_epsilon", span=EPSILONS),
         context=keys.integer("context_length"),
         rope=_gguf_rope(arch, keys, head_dim, stored),
-        qk_norm=arch.qk_norm,
+        qk_norm=arch.qk_norm or (arch.optional_qk_norm and "blk.0.attn_q_norm.weight" in stored),
         sliding_window=keys.integer("attention.sliding_window") if keys.get("attention.sliding_window") else 0,
         experts=experts,
     )
-    return check_config(config, where)
+    return check_config(config, arch.rotated < 1, where)
+
+
+def count_drafters(arch: Architecture, metadata: dict[str, Any], where: str) -> int:
+    """The last so many layers draft further tokens (multi-token prediction); the model runs without them."""
+    keys = Keys(metadata, where, f"{arch.gguf}.")
+    count = keys.integer("nextn_predict_layers", 0, least=0)
+    if count >= keys.integer("block_count"):
+        keys.refuse("nextn_predict_layers", f"is {count}, which leaves no layer of {keys.get('block_count')}")
+    return count
 
 
 def _check_vocabulary(keys: Keys, metadata: dict[str, Any], table: StoredTensor) -> None:

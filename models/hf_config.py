@@ -34,12 +34,17 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
         vocab=keys.integer("vocab_size"),
         norm_eps=keys.real("rms_norm_eps", span=EPSILONS),
         context=context,
-        rope=_hf_rope(config, head_dim, context, where),
-        qk_norm=arch.qk_norm,
+        rope=_hf_rope(config, arch.rotated, head_dim, context, where),
+        qk_norm=arch.qk_norm or (arch.optional_qk_norm and keys.flag("use_qk_norm", False)),
         sliding_window=_sliding_window(config, keys),
         experts=experts,
     )
-    return check_config(made, where)
+    return check_config(made, arch.rotated < 1, where)
+
+
+def count_hf_drafters(config: dict[str, Any], where: str) -> int:
+    """So many layers follow the model's, which draft further tokens (multi-token prediction); it runs without them."""
+    return Keys(config, where).integer("num_nextn_predict_layers", 0, least=0)
 
 
 def _sliding_window(config: dict[str, Any], keys: Keys) -> int:
@@ -50,7 +55,7 @@ def _sliding_window(config: dict[str, Any], keys: Keys) -> int:
     return keys.integer("sliding_window") if config.get("sliding_window") is not None else 0
 
 
-def _hf_rope(config: dict[str, Any], head_dim: int, context: int, where: str) -> Rope:
+def _hf_rope(config: dict[str, Any], rotated: float, head_dim: int, context: int, where: str) -> Rope:
     # transformers 5 keeps everything in rope_parameters; before, rope_theta stood beside rope_scaling
     name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     given = config.get(name) or {}
@@ -61,7 +66,7 @@ def _hf_rope(config: dict[str, Any], head_dim: int, context: int, where: str) ->
         given = {**given, "original_max_position_embeddings": config["original_max_position_embeddings"]}
     keys = Keys({**beside, **given}, f"{where}: {name}")
     kind = keys.get("rope_type") or keys.get("type") or "default"
-    share, base = keys.real("partial_rotary_factor", 1.0), keys.real("rope_theta", 10000.0, BASES)
+    share, base = keys.real("partial_rotary_factor", rotated), keys.real("rope_theta", 10000.0, BASES)
     if share > 1:
         keys.refuse("partial_rotary_factor", f"is {share}, more than the whole head")
     dims = int(head_dim * share)

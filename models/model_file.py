@@ -13,11 +13,11 @@ from pshard.jsonio import to_json
 from pshard.model import ModelSpec
 from pshard.model_config import ModelConfig
 from pshard.models.architectures import Architecture, find_gguf_architecture, find_hf_architecture
-from pshard.models.arrange_tensors import arrange_gguf, flatten_row, stack_experts
+from pshard.models.arrange_tensors import arrange_gguf, drop_drafters, flatten_row, rename_norm, stack_experts
 from pshard.models.build_units import HEAD, build_units
-from pshard.models.gguf_config import gguf_config
+from pshard.models.gguf_config import count_drafters, gguf_config
 from pshard.models.gguf_header import read_gguf
-from pshard.models.hf_config import hf_config
+from pshard.models.hf_config import count_hf_drafters, hf_config
 from pshard.models.safetensors_header import read_json, read_safetensors
 from pshard.models.stored import MappedFile, StoredTensor
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class ModelFile:
     """An open model: its spec, its raw weights (mapped, not read), its metadata, tokenizer and chat template.
 
-    `metadata` holds the keys of a GGUF file, or the config.json of a folder.
+    `metadata` holds the keys of a GGUF file, or the config.json of a folder; `notes` what of the file is not used.
     """
 
     def __init__(
@@ -39,8 +39,9 @@ class ModelFile:
         tensors: dict[str, StoredTensor],
         load_tokenizer: Callable[[], "Tokenizer"],
         load_chat_template: Callable[[], str | None],
+        notes: tuple[str, ...] = (),
     ) -> None:
-        self.spec, self.metadata = spec, metadata
+        self.spec, self.metadata, self.notes = spec, metadata, notes
         self._files, self._tensors = files, tensors
         self._shapes = {t.name: t.shape for u in spec.units for t in u.tensors}
         self._load_tokenizer, self._load_chat_template = load_tokenizer, load_chat_template
@@ -119,7 +120,9 @@ def _open_gguf(path: Path) -> ModelFile:
     name = metadata.get("general.architecture")
     arch = find_gguf_architecture(name, where, has_experts=bool(metadata.get(f"{name}.expert_count")))
     config = gguf_config(arch, metadata, header.tensors, where)
-    tensors = arrange_gguf(config, header.tensors)
+    drafters = range(config.n_layers, config.n_layers + count_drafters(arch, metadata, where))
+    tensors, notes = drop_drafters(header.tensors, "blk.", drafters)
+    tensors = arrange_gguf(arch, config, tensors)
     name = metadata.get("general.name")
     spec = _build_spec(name if isinstance(name, str) and name else path.stem, path, arch, config, tensors)
 
@@ -132,7 +135,7 @@ def _open_gguf(path: Path) -> ModelFile:
         template = metadata.get("tokenizer.chat_template")
         return template if isinstance(template, str) else None
 
-    return ModelFile(spec, metadata, header.files, tensors, load_tokenizer, load_chat_template)
+    return ModelFile(spec, metadata, header.files, tensors, load_tokenizer, load_chat_template, notes)
 
 
 def _open_folder(folder: Path) -> ModelFile:
@@ -140,6 +143,8 @@ def _open_folder(folder: Path) -> ModelFile:
     arch = find_hf_architecture(metadata.get("model_type"), where)
     config = hf_config(arch, metadata, where)
     files, by_hf_name = read_safetensors(folder)
+    drafters = range(config.n_layers, config.n_layers + count_hf_drafters(metadata, where))
+    by_hf_name, notes = drop_drafters(by_hf_name, "model.layers.", drafters)
     by_hf_name = stack_experts(config, by_hf_name)
     tensors = _rename(arch, config, by_hf_name, tied=metadata.get("tie_word_embeddings") is True)
     if HEAD not in tensors and not metadata.get("tie_word_embeddings"):
@@ -156,7 +161,7 @@ def _open_folder(folder: Path) -> ModelFile:
 
         return hf_chat_template(folder)
 
-    return ModelFile(spec, metadata, files, tensors, load_tokenizer, load_chat_template)
+    return ModelFile(spec, metadata, files, tensors, load_tokenizer, load_chat_template, notes)
 
 
 def _build_spec(
@@ -177,6 +182,7 @@ def _rename(
     for key, tensor in stored.items():
         if key.endswith(".rotary_emb.inv_freq") or (tied and key == "lm_head.weight"):
             continue
+        key = key.replace("e_score_correction_bias", "e_score_correction.bias")
         name = names.get_name(key, (".weight", ".bias")) or key
-        renamed[name] = flatten_row(name, tensor)
+        renamed[rename_norm(arch, name)] = flatten_row(name, tensor)
     return renamed

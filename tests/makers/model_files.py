@@ -24,7 +24,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
-MOE = ("mixtral", "qwen2moe", "qwen3moe")  # as GGUF files call them, but mixtral, which they call llama
+MOE = ("mixtral", "qwen2moe", "qwen3moe", "glm4moe")  # as GGUF files call them, but mixtral, which they call llama
 HF_CLASSES = {
     "llama": "Llama",
     "mistral": "Mistral",
@@ -67,7 +67,7 @@ class Shape:
             yield b + "attn_norm.weight", (d,)
             for role, rows in (("attn_q", q), ("attn_k", kv), ("attn_v", kv)):
                 yield b + f"{role}.weight", (rows, d)
-                if arch in ("qwen2", "qwen2moe", "glm4moe"):
+                if arch in ("qwen2", "qwen2moe", "glm4moe"):  # glm4moe may be without, as it may have norms of heads
                     yield b + f"{role}.bias", (rows,)
             yield b + "attn_output.weight", (d, q)
             if arch in ("qwen3", "qwen3moe"):
