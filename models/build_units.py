@@ -86,6 +86,7 @@ def _ffn(config: ModelConfig, block: str) -> Iterator[Expected]:
 
 
 def _router(experts: Experts, d_model: int, block: str) -> Iterator[Expected]:
+    """The norm before experts, and what the choice among them takes."""
     yield Expected(block + "ffn_norm.weight", (d_model,))
     yield Expected(block + "ffn_gate_inp.weight", (experts.count, d_model))
     if experts.biases:
@@ -95,6 +96,7 @@ def _router(experts: Experts, d_model: int, block: str) -> Iterator[Expected]:
 
 
 def _shared(experts: Experts, d_model: int, block: str) -> Iterator[Expected]:
+    """The FFN that every token takes beside its experts."""
     yield Expected(block + "ffn_gate_shexp.weight", (experts.d_shared, d_model))
     yield Expected(block + "ffn_up_shexp.weight", (experts.d_shared, d_model))
     yield Expected(block + "ffn_down_shexp.weight", (d_model, experts.d_shared))
@@ -121,4 +123,4 @@ def _tensor_spec(stored: dict[str, StoredTensor], expected: Expected, where: str
         shape = (parts * shape[1], *shape[2:])
     if len(shape) == 1 and QUANT_TYPES[tensor.qtype].block > 1:
         tensor.fail(f"is a vector of type {tensor.qtype}; vectors are F32, F16 or BF16")
-    return TensorSpec(name, tensor.qtype, shape, parts)
+    return TensorSpec(name, tensor.qtype, shape, parts if len(shape) == 2 else 0)  # every place has all biases

@@ -40,6 +40,8 @@ def digest_profile(profile: MachineProfile) -> str:
     """SHA-256 (hex) of a profile with all its tables; a limit of page-locking that a run has met changes no timing."""
     data = to_json(profile)
     del data["lockable_bytes"]
+    if not profile.ranks_per_host:  # as profiles were before there were any of several hosts
+        del data["ranks_per_host"]
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
