@@ -46,10 +46,10 @@ def _shared_rows(routing: Routing, keys: Keys, d_expert: int) -> int:
     if not routing.shared:
         keys.refuse_unless("expert_shared_count", 0)
         return 0
+    if not routing.shared_gate:
+        return keys.integer("expert_shared_count", least=0) * d_expert
     if keys.get("expert_shared_feed_forward_length"):
         return keys.integer("expert_shared_feed_forward_length")
-    if keys.get("expert_shared_count"):
-        return keys.integer("expert_shared_count") * d_expert
     return keys.integer("feed_forward_length")
 
 
