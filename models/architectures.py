@@ -9,7 +9,7 @@ from pshard.errors import UserError
 class Routing:
     """How an architecture's layers choose among experts where its files do not say.
 
-    `scores`, `normed`, `choice_bias` and `shared_gate` are as in `Experts`. `shared`: it has shared experts.
+    `scores`, `normed` and the fields from `choice_bias` on are as in `Experts`. `shared`: it has shared experts.
     `sizes_as_dense`: experts have as many rows as the FFN of its dense relative.
     """
 
@@ -19,6 +19,8 @@ class Routing:
     shared: bool = False
     choice_bias: bool = False
     shared_gate: bool = False
+    activation: str = "silu"
+    biases: bool = False
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class Architecture:
     this architecture store q and k (Hugging Face always has "halves"). `biases` must be there, `optional_biases` may.
     `optional_qk_norm`: some of its models normalise q and k. `rotated`: the share of each head that is rotated where
     config.json does not say; below 1 other shares are possible too. `ffn_norm`: what GGUF files call the norm before
-    the FFN. `routing`: its layers have experts.
+    the FFN. `sinks`: a logit of each head joins the softmax without a value. `window_every`: of so many layers the
+    first has the sliding window. `routing`: its layers have experts. `lacks`: what pshard cannot compute of it yet.
     """
 
     name: str
@@ -41,7 +44,10 @@ class Architecture:
     optional_qk_norm: bool = False
     rotated: float = 1.0
     ffn_norm: str = "ffn_norm.weight"
+    sinks: bool = False
+    window_every: int = 1
     routing: Routing | None = None
+    lacks: str = ""
 
 
 _QKV = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
@@ -72,6 +78,17 @@ ARCHITECTURES = (
         ffn_norm="post_attention_norm.weight",
         routing=Routing(scores="sigmoid", choice_bias=True, shared=True),
     ),
+    Architecture(
+        "gpt_oss",
+        "gpt-oss",
+        "halves",
+        biases=(*_QKV, "attn_output.bias"),
+        ffn_norm="post_attention_norm.weight",
+        sinks=True,
+        window_every=2,
+        routing=Routing(scores="chosen", sizes_as_dense=True, activation="clamped", biases=True),
+        lacks="attention sinks and alternating windows",
+    ),
 )
 
 
@@ -93,5 +110,5 @@ def find_hf_architecture(name: object, where: str) -> Architecture:
 def _find(table: dict[str, Architecture], name: object, where: str) -> Architecture:
     if isinstance(name, str) and name in table:
         return table[name]
-    supported = ", ".join(sorted(table))
+    supported = ", ".join(sorted(known for known, architecture in table.items() if not architecture.lacks))
     raise UserError(f"{where}: architecture {name!r} is not supported yet; supported: {supported}")

@@ -48,7 +48,7 @@ def build_units(
     units = [unit("embedding", EMBEDDING, -1, iter([Expected(TABLE, (config.vocab, config.d_model))]))]
     for i in range(config.n_layers):
         block = f"blk.{i}."
-        units.append(unit(block + "attention", ATTENTION, i, _attention(config, block, biases)))
+        units.append(unit(block + "attention", ATTENTION, i, _attention(arch, config, block, biases)))
         if config.experts is None or i < config.experts.dense_layers:
             units.append(unit(block + "ffn", FFN, i, _ffn(config, block)))
             continue
@@ -66,13 +66,15 @@ def build_units(
     return tuple(units)
 
 
-def _attention(config: ModelConfig, block: str, biases: set[str]) -> Iterator[Expected]:
+def _attention(arch: Architecture, config: ModelConfig, block: str, biases: set[str]) -> Iterator[Expected]:
     d, q, kv = config.d_model, config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     yield Expected(block + "attn_norm.weight", (d,))
     for role, rows, cols in (("attn_q", q, d), ("attn_k", kv, d), ("attn_v", kv, d), ("attn_output", d, q)):
         yield Expected(f"{block}{role}.weight", (rows, cols))
         if f"{role}.bias" in biases:
             yield Expected(f"{block}{role}.bias", (rows,))
+    if arch.sinks:
+        yield Expected(block + "attn_sinks.weight", (config.n_heads,))
     if config.qk_norm:
         yield Expected(block + "attn_q_norm.weight", (config.head_dim,))
         yield Expected(block + "attn_k_norm.weight", (config.head_dim,))

@@ -16,6 +16,7 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
     """The model's numbers from config.json. Raises UserError that names the key."""
     keys = Keys(config, where)
     keys.refuse_unless("hidden_act", "silu", "swish")
+    keys.refuse_unless("swiglu_limit", 7.0)
     if config.get("quantization_config"):
         raise UserError(f"{where}: quantised safetensors are not supported; use a GGUF file of the model")
     d_model, n_heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
@@ -37,9 +38,10 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
         rope=_hf_rope(config, arch.rotated, head_dim, context, where),
         qk_norm=arch.qk_norm or (arch.optional_qk_norm and keys.flag("use_qk_norm", False)),
         sliding_window=_sliding_window(config, keys),
+        window_every=arch.window_every,
         experts=experts,
     )
-    return check_config(made, arch.rotated < 1, where)
+    return check_config(arch, made, where)
 
 
 def count_hf_drafters(config: dict[str, Any], where: str) -> int:
@@ -88,7 +90,6 @@ def _hf_rope(config: dict[str, Any], rotated: float, head_dim: int, context: int
 
 
 def _hf_yarn(keys: Keys, dims: int, base: float, original: int, context: int) -> Rope:
-    keys.refuse_unless("truncate", True)
     factor = keys.real("factor", context / original, FACTORS)
     attention = yarn_attention_factor(factor)
     if keys.get("mscale") and keys.get("mscale_all_dim"):
@@ -99,6 +100,7 @@ def _hf_yarn(keys: Keys, dims: int, base: float, original: int, context: int) ->
         base,
         "halves",
         scaling="yarn",
+        rounded=keys.flag("truncate", True),
         factor=factor,
         original_context=original,
         beta_fast=keys.real("beta_fast", 32.0),

@@ -125,6 +125,7 @@ def _open_gguf(path: Path) -> ModelFile:
     tensors = arrange_gguf(arch, config, tensors)
     name = metadata.get("general.name")
     spec = _build_spec(name if isinstance(name, str) and name else path.stem, path, arch, config, tensors)
+    refuse_unfinished(arch, arch.gguf, where)
 
     def load_tokenizer() -> "Tokenizer":
         from pshard.models.text.gguf_tokenizer import gguf_tokenizer
@@ -141,6 +142,7 @@ def _open_gguf(path: Path) -> ModelFile:
 def _open_folder(folder: Path) -> ModelFile:
     metadata, where = read_json(folder / "config.json"), str(folder / "config.json")
     arch = find_hf_architecture(metadata.get("model_type"), where)
+    refuse_unfinished(arch, arch.name, where)
     config = hf_config(arch, metadata, where)
     files, by_hf_name = read_safetensors(folder)
     drafters = range(config.n_layers, config.n_layers + count_hf_drafters(metadata, where))
@@ -168,6 +170,12 @@ def _build_spec(
     name: str, path: Path, arch: Architecture, config: ModelConfig, tensors: dict[str, StoredTensor]
 ) -> ModelSpec:
     return ModelSpec(name, str(path), config, build_units(arch, config, tensors, str(path)))
+
+
+def refuse_unfinished(arch: Architecture, called: str, where: str) -> None:
+    """Raises UserError for an architecture of which pshard cannot compute everything yet."""
+    if arch.lacks:
+        raise UserError(f"{where}: architecture {called} is not supported yet: it has {arch.lacks}")
 
 
 def _rename(

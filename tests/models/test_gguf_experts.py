@@ -20,6 +20,7 @@ ROUTED = {
     "qwen3moe": Experts(8, 2, 256),
     "glm4moe": Experts(8, 2, 256, "sigmoid", scale=1.5, choice_bias=True, d_shared=256, dense_layers=1),
 }
+STACKS = tuple(f"ffn_{part}_exps.weight" for part in ("gate", "up", "down"))
 SHARED = ["ffn_gate_shexp.weight", "ffn_up_shexp.weight", "ffn_down_shexp.weight", "ffn_gate_inp_shexp.weight"]
 
 
@@ -50,11 +51,7 @@ def test_a_layer_with_experts_is_attention_router_and_experts(tmp_path: Path, ar
         assert [t.role for t in router.tensors] == ["ffn_gate_inp.weight", "ffn_norm.weight", *bias]
         if shared:
             assert [t.role for t in layer[2].tensors] == SHARED[: 4 if arch == "qwen2moe" else 3]
-        assert [(t.role, t.shape, t.parts) for t in experts.tensors] == [
-            ("ffn_gate_exps.weight", (8 * 256, 256), 8),
-            ("ffn_up_exps.weight", (8 * 256, 256), 8),
-            ("ffn_down_exps.weight", (8 * 256, 256), 8),
-        ]
+        assert [(t.role, t.shape, t.parts) for t in experts.tensors] == [(s, (2048, 256), 8) for s in STACKS]
         assert router.tensors[0].parts == 0
         compare_bytes(model, path)
 
@@ -261,6 +258,35 @@ def test_no_layer_of_the_model_is_left_out_for_one_that_drafts(tmp_path: Path) -
 def test_a_tensor_that_is_there_under_two_names_is_refused(tmp_path: Path, arch: str, name: str, shape: Any) -> None:
     with pytest.raises(UserError, match="is there twice, under different names"):
         open_model(write_gguf(tmp_path / "m.gguf", arch, extra={f"blk.1.{name}": np.ones(shape)}))
+
+
+def test_gpt_oss_is_read_and_then_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "gpt-oss", qtype="Q8_0", qtypes=dict.fromkeys(STACKS, "MXFP4"))
+    with pytest.raises(UserError, match="gpt-oss is not supported yet: it has attention sinks and alternating windows"):
+        open_model(path)
+    monkeypatch.setattr("pshard.models.model_file.refuse_unfinished", lambda arch, called, where: None)
+    with open_model(path) as model:
+        config, attention = model.spec.config, model.spec.unit("blk.1.attention")
+        assert config.experts == Experts(8, 2, 256, "chosen", activation="clamped", biases=True)
+        assert (config.sliding_window, config.window_every, config.rope.rounded) == (32, 2, False)
+        assert {"attn_sinks.weight", "attn_output.bias"} <= attention.by_role.keys()
+        assert [t.role for t in model.spec.unit("blk.1.router").tensors[1:]] == ["ffn_norm.weight", "ffn_gate_inp.bias"]
+        experts = model.spec.unit("blk.1.experts")
+        assert [(t.qtype, t.shape) for t in experts.tensors] == [("MXFP4", (2048, 256))] * 3 + [("F32", (2048,))] * 3
+        compare_bytes(model, path)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("attn_sinks.weight", r"blk.0.attn_sinks.weight of shape \[4\] is missing"),
+        ("ffn_gate_inp.bias", r"ffn_gate_inp.bias of shape \[8\] is missing"),
+        ("ffn_up_exps.bias", r"ffn_up_exps.bias of shape \[8, 256\] is missing"),
+    ],
+)
+def test_a_tensor_that_gpt_oss_lacks_is_named_first(tmp_path: Path, name: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        open_model(write_gguf(tmp_path / "m.gguf", "gpt-oss", omit=(f"blk.0.{name}",)))
 
 
 def test_a_dense_architecture_with_experts_is_refused(tmp_path: Path) -> None:

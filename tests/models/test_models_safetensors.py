@@ -99,7 +99,10 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         open_model(tmp_path)
 
 
-@pytest.mark.parametrize("rope", [None, LINEAR_ROPE, YARN_ROPE, LLAMA3_ROPE, YARN_ROPE | {"beta_fast": 8.0}])
+@pytest.mark.parametrize(
+    "rope",
+    [None, LINEAR_ROPE, YARN_ROPE, LLAMA3_ROPE, YARN_ROPE | {"beta_fast": 8.0}, YARN_ROPE | {"truncate": False}],
+)
 @pytest.mark.parametrize("layout", ["transformers 5", "transformers 4"])
 def test_rope_gives_the_frequencies_of_transformers(tmp_path: Path, rope: dict[str, Any] | None, layout: str) -> None:
     from pshard.runtime.blocks.rope_table import inverse_frequencies
