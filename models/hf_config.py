@@ -17,8 +17,9 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
     keys = Keys(config, where)
     keys.refuse_unless("hidden_act", "silu", "swish")
     keys.refuse_unless("swiglu_limit", 7.0)
-    if config.get("quantization_config"):
-        raise UserError(f"{where}: quantised safetensors are not supported; use a GGUF file of the model")
+    if (method := _quant_method(config)) and not (method == "mxfp4" and arch.sinks):
+        what = f"quantised safetensors are not supported (quant_method {method!r})"
+        raise UserError(f"{where}: {what}; use a GGUF file of the model")
     d_model, n_heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     head_dim, context = keys.integer("head_dim", d_model // n_heads), keys.integer("max_position_embeddings")
     if head_dim > LARGEST_HEAD:  # else its angles take for ever, before the shapes of tensors tell
@@ -37,7 +38,7 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
         context=context,
         rope=_hf_rope(config, arch.rotated, head_dim, context, where),
         qk_norm=arch.qk_norm or (arch.optional_qk_norm and keys.flag("use_qk_norm", False)),
-        sliding_window=_sliding_window(config, keys),
+        sliding_window=_sliding_window(arch, config, keys),
         window_every=arch.window_every,
         experts=experts,
     )
@@ -49,11 +50,28 @@ def count_hf_drafters(config: dict[str, Any], where: str) -> int:
     return Keys(config, where).integer("num_nextn_predict_layers", 0, least=0)
 
 
-def _sliding_window(config: dict[str, Any], keys: Keys) -> int:
+def _quant_method(config: dict[str, Any]) -> str:
+    """How a folder's weights are quantised; "" when they are not."""
+    given = config.get("quantization_config")
+    if isinstance(given, dict):
+        return str(given.get("quant_method", "unknown"))[:40]
+    return "unknown" if given else ""
+
+
+def _sliding_window(arch: Architecture, config: dict[str, Any], keys: Keys) -> int:
     """Tokens of the window, 0 for none. Qwen files state one that `use_sliding_window` switches off."""
     kinds = config.get("layer_types")
     if config.get("use_sliding_window") is False or (isinstance(kinds, list) and set(kinds) == {"full_attention"}):
         return 0
+    names = ("full_attention", "sliding_attention")
+    if (
+        arch.window_every > 1
+        and isinstance(kinds, list)
+        and kinds != [names[i % arch.window_every == 0] for i in range(len(kinds))]
+    ):
+        raise UserError(
+            f"{keys.where}: layer_types has windows in other layers than the first of each {arch.window_every}"
+        )
     return keys.integer("sliding_window") if config.get("sliding_window") is not None else 0
 
 

@@ -18,6 +18,7 @@ from pshard.models.build_units import HEAD, build_units
 from pshard.models.gguf_config import count_drafters, gguf_config
 from pshard.models.gguf_header import read_gguf
 from pshard.models.hf_config import count_hf_drafters, hf_config
+from pshard.models.mxfp4 import arrange_mxfp4
 from pshard.models.safetensors_header import read_json, read_safetensors
 from pshard.models.stored import MappedFile, StoredTensor
 
@@ -142,16 +143,16 @@ def _open_gguf(path: Path) -> ModelFile:
 def _open_folder(folder: Path) -> ModelFile:
     metadata, where = read_json(folder / "config.json"), str(folder / "config.json")
     arch = find_hf_architecture(metadata.get("model_type"), where)
-    refuse_unfinished(arch, arch.name, where)
     config = hf_config(arch, metadata, where)
     files, by_hf_name = read_safetensors(folder)
     drafters = range(config.n_layers, config.n_layers + count_hf_drafters(metadata, where))
     by_hf_name, notes = drop_drafters(by_hf_name, "model.layers.", drafters)
-    by_hf_name = stack_experts(config, by_hf_name)
+    by_hf_name = arrange_mxfp4(config, by_hf_name) if arch.sinks else stack_experts(config, by_hf_name)
     tensors = _rename(arch, config, by_hf_name, tied=metadata.get("tie_word_embeddings") is True)
     if HEAD not in tensors and not metadata.get("tie_word_embeddings"):
         raise UserError(f"{folder}: tensor lm_head.weight is missing and tie_word_embeddings is not set")
     spec = _build_spec(folder.resolve().name, folder, arch, config, tensors)
+    refuse_unfinished(arch, arch.name, where)
 
     def load_tokenizer() -> "Tokenizer":
         from pshard.models.text.hf_tokenizer import hf_tokenizer
@@ -190,6 +191,7 @@ def _rename(
     for key, tensor in stored.items():
         if key.endswith(".rotary_emb.inv_freq") or (tied and key == "lm_head.weight"):
             continue
+        key = key.replace(".self_attn.sinks", ".self_attn.sinks.weight")
         key = key.replace("e_score_correction_bias", "e_score_correction.bias")
         name = names.get_name(key, (".weight", ".bias")) or key
         renamed[rename_norm(arch, name)] = flatten_row(name, tensor)

@@ -160,7 +160,6 @@ def set_keys(**keys: Any) -> Any:
             set_keys(model_type="gemma3"),
             "'gemma3' is not supported yet; supported: glm4_moe, llama, mistral, mixtral, ",
         ),
-        (set_keys(model_type="gpt_oss"), "gpt_oss is not supported yet: it has attention sinks and alternating"),
         (set_keys(model_type=...), "architecture None"),
         (set_keys(hidden_size="big"), "hidden_size is 'big'"),
         (set_keys(hidden_size=...), "hidden_size is missing"),
