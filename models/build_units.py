@@ -7,7 +7,7 @@ from pshard.errors import UserError
 from pshard.model_config import Experts, ModelConfig
 from pshard.models.architectures import Architecture
 from pshard.models.stored import StoredTensor
-from pshard.quant import QUANT_TYPES
+from pshard.quant import QUANT_TYPES, ROW_BLOCK
 from pshard.tensor import TensorSpec
 from pshard.units.attention import ATTENTION
 from pshard.units.embedding import EMBEDDING
@@ -122,6 +122,9 @@ def _tensor_spec(stored: dict[str, StoredTensor], expected: Expected, where: str
     tensor.check_shape(shape)
     tensor.check_type()
     if parts:
+        if len(shape) == 3 and QUANT_TYPES[tensor.qtype].planes and shape[1] % ROW_BLOCK:
+            what = f"has experts of {shape[1]} rows in {tensor.qtype}, which records of {ROW_BLOCK} rows do not divide"
+            tensor.fail(f"{what}; use F16 or BF16 for it")
         shape = (parts * shape[1], *shape[2:])
     if len(shape) == 1 and QUANT_TYPES[tensor.qtype].block > 1:
         tensor.fail(f"is a vector of type {tensor.qtype}; vectors are F32, F16 or BF16")

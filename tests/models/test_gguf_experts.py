@@ -260,6 +260,14 @@ def test_a_tensor_that_is_there_under_two_names_is_refused(tmp_path: Path, arch:
         open_model(write_gguf(tmp_path / "m.gguf", arch, extra={f"blk.1.{name}": np.ones(shape)}))
 
 
+def test_experts_that_would_share_records_are_refused(tmp_path: Path) -> None:
+    types = dict.fromkeys(STACKS, "F16")
+    open_model(write_gguf(tmp_path / "plain.gguf", "qwen3moe", qtypes=types, d_expert=40)).close()
+    path = write_gguf(tmp_path / "m.gguf", "qwen3moe", qtypes=types | {STACKS[1]: "Q4_0"}, d_expert=40)
+    with pytest.raises(UserError, match=r"ffn_up_exps.weight has experts of 40 rows in Q4_0, which records of 16 rows"):
+        open_model(path)
+
+
 def test_gpt_oss_is_read_and_then_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_gguf(tmp_path / "m.gguf", "gpt-oss", qtype="Q8_0", qtypes=dict.fromkeys(STACKS, "MXFP4"))
     with pytest.raises(UserError, match="gpt-oss is not supported yet: it has attention sinks and alternating windows"):
