@@ -9,7 +9,7 @@ from pshard.errors import UserError
 class Routing:
     """How an architecture's layers choose among experts where its files do not say.
 
-    `scores`, `normed`, `choice_bias` and `shared_gate` are as in `Experts`. `shared`: it has shared experts.
+    `scores`, `normed` and the fields from `choice_bias` on are as in `Experts`. `shared`: it has shared experts.
     `sizes_as_dense`: experts have as many rows as the FFN of its dense relative.
     """
 
@@ -19,6 +19,8 @@ class Routing:
     shared: bool = False
     choice_bias: bool = False
     shared_gate: bool = False
+    activation: str = "silu"
+    biases: bool = False
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,10 @@ class Architecture:
 
     `name` is the model_type of Hugging Face, `gguf` what GGUF files say. `gguf_pairing`: RoPE pairs as GGUF files of
     this architecture store q and k (Hugging Face always has "halves"). `biases` must be there, `optional_biases` may.
-    `routing`: its layers have experts.
+    `optional_qk_norm`: some of its models normalise q and k. `rotated`: the share of each head that is rotated where
+    config.json does not say; below 1 other shares are possible too. `ffn_norm`: what GGUF files call the norm before
+    the FFN. `sinks`: a logit of each head joins the softmax without a value. `window_every`: of so many layers the
+    first has the sliding window. `routing`: its layers have experts. `lacks`: what pshard cannot compute of it yet.
     """
 
     name: str
@@ -36,7 +41,13 @@ class Architecture:
     biases: tuple[str, ...] = ()
     optional_biases: tuple[str, ...] = ()
     qk_norm: bool = False
+    optional_qk_norm: bool = False
+    rotated: float = 1.0
+    ffn_norm: str = "ffn_norm.weight"
+    sinks: bool = False
+    window_every: int = 1
     routing: Routing | None = None
+    lacks: str = ""
 
 
 _QKV = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
@@ -56,6 +67,27 @@ ARCHITECTURES = (
         optional_biases=(*_QKV, "attn_output.bias"),
         qk_norm=True,
         routing=Routing(),
+    ),
+    Architecture(
+        "glm4_moe",
+        "glm4moe",
+        "halves",
+        optional_biases=_QKV,
+        optional_qk_norm=True,
+        rotated=0.5,
+        ffn_norm="post_attention_norm.weight",
+        routing=Routing(scores="sigmoid", choice_bias=True, shared=True),
+    ),
+    Architecture(
+        "gpt_oss",
+        "gpt-oss",
+        "halves",
+        biases=(*_QKV, "attn_output.bias"),
+        ffn_norm="post_attention_norm.weight",
+        sinks=True,
+        window_every=2,
+        routing=Routing(scores="chosen", sizes_as_dense=True, activation="clamped", biases=True),
+        lacks="attention sinks and alternating windows",
     ),
 )
 
@@ -78,5 +110,5 @@ def find_hf_architecture(name: object, where: str) -> Architecture:
 def _find(table: dict[str, Architecture], name: object, where: str) -> Architecture:
     if isinstance(name, str) and name in table:
         return table[name]
-    supported = ", ".join(sorted(table))
+    supported = ", ".join(sorted(known for known, architecture in table.items() if not architecture.lacks))
     raise UserError(f"{where}: architecture {name!r} is not supported yet; supported: {supported}")

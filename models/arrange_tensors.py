@@ -1,9 +1,11 @@
 """Tensors as units want them, whatever way a file stores them: stacked experts, gate and up apart."""
 
 import re
+from collections import defaultdict
 from dataclasses import replace
 
 from pshard.model_config import ModelConfig
+from pshard.models.architectures import Architecture
 from pshard.models.stored import StoredTensor
 
 _FUSED = re.compile(r"(blk\.\d+\.)ffn_gate_up_exps\.weight")
@@ -11,26 +13,52 @@ _HF_EXPERT = re.compile(r"(.*\.experts)\.(0|[1-9]\d{0,5})\.(\w+\.weight)")
 _LONE_EXPERT = re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight")
 
 
-def arrange_gguf(config: ModelConfig, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+def drop_drafters(
+    stored: dict[str, StoredTensor], prefix: str, layers: range
+) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
+    """The tensors without those of layers that draft further tokens, and a note when there were some.
+
+    Such a layer has an `eh_proj`: without one it is not left out, whatever the configuration counts.
+    """
+    by_layer: dict[str, list[str]] = defaultdict(list)
+    for name in stored:
+        if name.startswith(prefix):
+            by_layer[name.removeprefix(prefix).split(".", 1)[0]].append(name)
+    left_out = set[str]()
+    for layer, names in by_layer.items():
+        drafts = any(name.endswith(".eh_proj.weight") for name in names)
+        if drafts and layer.isdecimal() and len(layer) < 10 and int(layer) in layers:
+            left_out.update(names)
+    note = "the model's multi-token head, which drafts further tokens, is left out; it is not supported yet"
+    return {n: t for n, t in stored.items() if n not in left_out}, (note,) if left_out else ()
+
+
+def arrange_gguf(arch: Architecture, config: ModelConfig, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """The tensors of a GGUF file by the names that units have.
 
     Raises UserError for experts that are stored one by one, as files had them before April 2024, and for a fused gate
     and up of another shape than the configuration says.
     """
-    if config.experts is None:
-        return stored
-    fused_shape = (config.experts.count, 2 * config.experts.d_expert, config.d_model)
     arranged: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
         if _LONE_EXPERT.fullmatch(name):
             tensor.fail("holds one expert, as old files do; convert the model again, or fetch a newer file of it")
         fused = _FUSED.fullmatch(name)
-        if fused:
-            for role, half in zip(("gate", "up"), _split_rows(tensor, fused_shape)):
-                arranged[f"{fused[1]}ffn_{role}_exps.weight"] = half
+        if fused and config.experts:
+            shape = config.experts.count, 2 * config.experts.d_expert, config.d_model
+            names = (f"{fused[1]}ffn_{role}_exps.weight" for role in ("gate", "up"))
+            found = dict(zip(names, _split_rows(tensor, shape)))
         else:
-            arranged[name] = flatten_row(name, tensor)
+            found = {rename_norm(arch, name): flatten_row(name, tensor)}
+        if not arranged.keys().isdisjoint(found):
+            tensor.fail("is there twice, under different names")
+        arranged |= found
     return arranged
+
+
+def rename_norm(arch: Architecture, name: str) -> str:
+    """The norm before the FFN has one name in units, whatever files of the architecture call it."""
+    return name.replace(arch.ffn_norm, "ffn_norm.weight") if name.endswith(f".{arch.ffn_norm}") else name
 
 
 def flatten_row(name: str, tensor: StoredTensor) -> StoredTensor:

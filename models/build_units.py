@@ -7,7 +7,7 @@ from pshard.errors import UserError
 from pshard.model_config import Experts, ModelConfig
 from pshard.models.architectures import Architecture
 from pshard.models.stored import StoredTensor
-from pshard.quant import QUANT_TYPES
+from pshard.quant import QUANT_TYPES, ROW_BLOCK
 from pshard.tensor import TensorSpec
 from pshard.units.attention import ATTENTION
 from pshard.units.embedding import EMBEDDING
@@ -73,7 +73,9 @@ def _attention(arch: Architecture, config: ModelConfig, block: str, biases: set[
         yield Expected(f"{block}{role}.weight", (rows, cols))
         if f"{role}.bias" in biases:
             yield Expected(f"{block}{role}.bias", (rows,))
-    if arch.qk_norm:
+    if arch.sinks:
+        yield Expected(block + "attn_sinks.weight", (config.n_heads,))
+    if config.qk_norm:
         yield Expected(block + "attn_q_norm.weight", (config.head_dim,))
         yield Expected(block + "attn_k_norm.weight", (config.head_dim,))
 
@@ -120,6 +122,9 @@ def _tensor_spec(stored: dict[str, StoredTensor], expected: Expected, where: str
     tensor.check_shape(shape)
     tensor.check_type()
     if parts:
+        if len(shape) == 3 and QUANT_TYPES[tensor.qtype].planes and shape[1] % ROW_BLOCK:
+            what = f"has experts of {shape[1]} rows in {tensor.qtype}, which records of {ROW_BLOCK} rows do not divide"
+            tensor.fail(f"{what}; use F16 or BF16 for it")
         shape = (parts * shape[1], *shape[2:])
     if len(shape) == 1 and QUANT_TYPES[tensor.qtype].block > 1:
         tensor.fail(f"is a vector of type {tensor.qtype}; vectors are F32, F16 or BF16")

@@ -47,7 +47,7 @@ def gguf_config(
     experts = gguf_experts(arch.routing, keys) if arch.routing else None
     config = ModelConfig(
         architecture=arch.name,
-        n_layers=keys.integer("block_count"),
+        n_layers=keys.integer("block_count") - count_drafters(arch, metadata, where),
         d_model=d_model,
         n_heads=n_heads,
         n_kv_heads=keys.integer("attention.head_count_kv", n_heads),
@@ -57,11 +57,21 @@ def gguf_config(
         norm_eps=keys.real("attention.layer_norm_rms_epsilon", span=EPSILONS),
         context=keys.integer("context_length"),
         rope=_gguf_rope(arch, keys, head_dim, stored),
-        qk_norm=arch.qk_norm,
+        qk_norm=arch.qk_norm or (arch.optional_qk_norm and "blk.0.attn_q_norm.weight" in stored),
         sliding_window=keys.integer("attention.sliding_window") if keys.get("attention.sliding_window") else 0,
+        window_every=arch.window_every,
         experts=experts,
     )
-    return check_config(config, where)
+    return check_config(arch, config, where)
+
+
+def count_drafters(arch: Architecture, metadata: dict[str, Any], where: str) -> int:
+    """The last so many layers draft further tokens (multi-token prediction); the model runs without them."""
+    keys = Keys(metadata, where, f"{arch.gguf}.")
+    count = keys.integer("nextn_predict_layers", 0, least=0)
+    if count >= keys.integer("block_count"):
+        keys.refuse("nextn_predict_layers", f"is {count}, which leaves no layer of {keys.get('block_count')}")
+    return count
 
 
 def _check_vocabulary(keys: Keys, metadata: dict[str, Any], table: StoredTensor) -> None:
@@ -83,7 +93,7 @@ def _gguf_rope(arch: Architecture, keys: Keys, head_dim: int, stored: dict[str, 
         freq_factors=_read_floats(stored[ROPE_FACTORS]) if ROPE_FACTORS in stored else (),
     )
     if keys.get("rope.scaling.type") == "yarn":
-        return _scale_by_yarn(plain, keys)
+        return _scale_by_yarn(arch, plain, keys)
     keys.refuse_unless("rope.scaling.attn_factor", 0.0, 1.0)
     keys.refuse_unless("rope.scaling.type", "none", "linear")
     factor = _scaling_factor(keys)
@@ -99,7 +109,7 @@ def _scaling_factor(keys: Keys) -> float:
     return 1.0 if keys.get(name) == 0 else keys.real(name, 1.0, FACTORS)
 
 
-def _scale_by_yarn(plain: Rope, keys: Keys) -> Rope:
+def _scale_by_yarn(arch: Architecture, plain: Rope, keys: Keys) -> Rope:
     original = keys.integer("rope.scaling.original_context_length", keys.integer("context_length"))
     factor = _scaling_factor(keys)
     # attn_factor multiplies YaRN's own factor; yarn_attn_factor is the attention_factor of a config.json, in its place
@@ -107,6 +117,7 @@ def _scale_by_yarn(plain: Rope, keys: Keys) -> Rope:
     return replace(
         plain,
         scaling="yarn",
+        rounded=not arch.sinks,  # gpt-oss' checkpoints say so, which GGUF has no key for
         factor=factor,
         original_context=original,
         beta_fast=keys.real("rope.scaling.yarn_beta_fast", 32.0),

@@ -16,8 +16,10 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
     """The model's numbers from config.json. Raises UserError that names the key."""
     keys = Keys(config, where)
     keys.refuse_unless("hidden_act", "silu", "swish")
-    if config.get("quantization_config"):
-        raise UserError(f"{where}: quantised safetensors are not supported; use a GGUF file of the model")
+    keys.refuse_unless("swiglu_limit", 7.0)
+    if (method := _quant_method(config)) and not (method == "mxfp4" and arch.sinks):
+        what = f"quantised safetensors are not supported (quant_method {method!r})"
+        raise UserError(f"{where}: {what}; use a GGUF file of the model")
     d_model, n_heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     head_dim, context = keys.integer("head_dim", d_model // n_heads), keys.integer("max_position_embeddings")
     if head_dim > LARGEST_HEAD:  # else its angles take for ever, before the shapes of tensors tell
@@ -34,23 +36,46 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
         vocab=keys.integer("vocab_size"),
         norm_eps=keys.real("rms_norm_eps", span=EPSILONS),
         context=context,
-        rope=_hf_rope(config, head_dim, context, where),
-        qk_norm=arch.qk_norm,
-        sliding_window=_sliding_window(config, keys),
+        rope=_hf_rope(config, arch.rotated, head_dim, context, where),
+        qk_norm=arch.qk_norm or (arch.optional_qk_norm and keys.flag("use_qk_norm", False)),
+        sliding_window=_sliding_window(arch, config, keys),
+        window_every=arch.window_every,
         experts=experts,
     )
-    return check_config(made, where)
+    return check_config(arch, made, where)
 
 
-def _sliding_window(config: dict[str, Any], keys: Keys) -> int:
+def count_hf_drafters(config: dict[str, Any], where: str) -> int:
+    """So many layers follow the model's, which draft further tokens (multi-token prediction); it runs without them."""
+    return Keys(config, where).integer("num_nextn_predict_layers", 0, least=0)
+
+
+def _quant_method(config: dict[str, Any]) -> str:
+    """How a folder's weights are quantised; "" when they are not."""
+    given = config.get("quantization_config")
+    if isinstance(given, dict):
+        return str(given.get("quant_method", "unknown"))[:40]
+    return "unknown" if given else ""
+
+
+def _sliding_window(arch: Architecture, config: dict[str, Any], keys: Keys) -> int:
     """Tokens of the window, 0 for none. Qwen files state one that `use_sliding_window` switches off."""
     kinds = config.get("layer_types")
     if config.get("use_sliding_window") is False or (isinstance(kinds, list) and set(kinds) == {"full_attention"}):
         return 0
+    names = ("full_attention", "sliding_attention")
+    if (
+        arch.window_every > 1
+        and isinstance(kinds, list)
+        and kinds != [names[i % arch.window_every == 0] for i in range(len(kinds))]
+    ):
+        raise UserError(
+            f"{keys.where}: layer_types has windows in other layers than the first of each {arch.window_every}"
+        )
     return keys.integer("sliding_window") if config.get("sliding_window") is not None else 0
 
 
-def _hf_rope(config: dict[str, Any], head_dim: int, context: int, where: str) -> Rope:
+def _hf_rope(config: dict[str, Any], rotated: float, head_dim: int, context: int, where: str) -> Rope:
     # transformers 5 keeps everything in rope_parameters; before, rope_theta stood beside rope_scaling
     name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     given = config.get(name) or {}
@@ -61,7 +86,7 @@ def _hf_rope(config: dict[str, Any], head_dim: int, context: int, where: str) ->
         given = {**given, "original_max_position_embeddings": config["original_max_position_embeddings"]}
     keys = Keys({**beside, **given}, f"{where}: {name}")
     kind = keys.get("rope_type") or keys.get("type") or "default"
-    share, base = keys.real("partial_rotary_factor", 1.0), keys.real("rope_theta", 10000.0, BASES)
+    share, base = keys.real("partial_rotary_factor", rotated), keys.real("rope_theta", 10000.0, BASES)
     if share > 1:
         keys.refuse("partial_rotary_factor", f"is {share}, more than the whole head")
     dims = int(head_dim * share)
@@ -83,7 +108,6 @@ def _hf_rope(config: dict[str, Any], head_dim: int, context: int, where: str) ->
 
 
 def _hf_yarn(keys: Keys, dims: int, base: float, original: int, context: int) -> Rope:
-    keys.refuse_unless("truncate", True)
     factor = keys.real("factor", context / original, FACTORS)
     attention = yarn_attention_factor(factor)
     if keys.get("mscale") and keys.get("mscale_all_dim"):
@@ -94,6 +118,7 @@ def _hf_yarn(keys: Keys, dims: int, base: float, original: int, context: int) ->
         base,
         "halves",
         scaling="yarn",
+        rounded=keys.flag("truncate", True),
         factor=factor,
         original_context=original,
         beta_fast=keys.real("beta_fast", 32.0),

@@ -5,6 +5,7 @@ from typing import Any
 
 from pshard.errors import UserError
 from pshard.model_config import ModelConfig
+from pshard.models.architectures import Architecture
 
 # What models' settings are within, with much room: beyond it angles and sums are no numbers any more.
 ANY_REAL = (1e-30, 1e30)
@@ -69,19 +70,25 @@ class Keys:
         return value
 
 
-def check_config(config: ModelConfig, where: str) -> ModelConfig:
-    """The same config, when its numbers fit each other. Raises UserError."""
+def check_config(arch: Architecture, config: ModelConfig, where: str) -> ModelConfig:
+    """The same config, when its numbers fit each other and the architecture. Raises UserError."""
     if config.n_heads % config.n_kv_heads:
         raise UserError(f"{where}: {config.n_heads} query heads are not a multiple of {config.n_kv_heads} KV heads")
     if config.head_dim % 2:
         raise UserError(f"{where}: a head dimension of {config.head_dim} cannot be rotated in pairs")
     if config.rope.dims != config.head_dim:
-        what = f"rotates {config.rope.dims} of {config.head_dim} dimensions per head"
-        raise UserError(f"{where}: {what}; partial rotary embeddings are not supported yet")
+        what = f"{where}: rotates {config.rope.dims} of {config.head_dim} dimensions per head"
+        if arch.rotated == 1:
+            raise UserError(f"{what}; partial rotary embeddings are not supported yet in this architecture")
+        if config.rope.dims % 2 or not 0 < config.rope.dims < config.head_dim:
+            raise UserError(f"{what}, which are not pairs of them; the file is damaged")
+    if config.experts and config.experts.dense_layers >= config.n_layers:
+        what = f"the first {config.experts.dense_layers} of {config.n_layers} layers have no experts"
+        raise UserError(f"{where}: {what}, which leaves none with experts; the file is damaged")
     if config.rope.freq_factors and len(config.rope.freq_factors) != config.rope.dims // 2:
         count = len(config.rope.freq_factors)
         raise UserError(f"{where}: {count} RoPE frequency factors for {config.rope.dims // 2} pairs of dimensions")
-    if 0 < config.sliding_window < config.context:
+    if 0 < config.sliding_window < config.context and arch.window_every == 1:
         window = f"a window of {config.sliding_window} tokens in a context of {config.context}"
         raise UserError(f"{where}: sliding-window attention ({window}) is not supported yet; use another model")
     return config

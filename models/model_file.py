@@ -13,11 +13,12 @@ from pshard.jsonio import to_json
 from pshard.model import ModelSpec
 from pshard.model_config import ModelConfig
 from pshard.models.architectures import Architecture, find_gguf_architecture, find_hf_architecture
-from pshard.models.arrange_tensors import arrange_gguf, flatten_row, stack_experts
+from pshard.models.arrange_tensors import arrange_gguf, drop_drafters, flatten_row, rename_norm, stack_experts
 from pshard.models.build_units import HEAD, build_units
-from pshard.models.gguf_config import gguf_config
+from pshard.models.gguf_config import count_drafters, gguf_config
 from pshard.models.gguf_header import read_gguf
-from pshard.models.hf_config import hf_config
+from pshard.models.hf_config import count_hf_drafters, hf_config
+from pshard.models.mxfp4 import arrange_mxfp4
 from pshard.models.safetensors_header import read_json, read_safetensors
 from pshard.models.stored import MappedFile, StoredTensor
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 class ModelFile:
     """An open model: its spec, its raw weights (mapped, not read), its metadata, tokenizer and chat template.
 
-    `metadata` holds the keys of a GGUF file, or the config.json of a folder.
+    `metadata` holds the keys of a GGUF file, or the config.json of a folder; `notes` what of the file is not used.
     """
 
     def __init__(
@@ -39,8 +40,9 @@ class ModelFile:
         tensors: dict[str, StoredTensor],
         load_tokenizer: Callable[[], "Tokenizer"],
         load_chat_template: Callable[[], str | None],
+        notes: tuple[str, ...] = (),
     ) -> None:
-        self.spec, self.metadata = spec, metadata
+        self.spec, self.metadata, self.notes = spec, metadata, notes
         self._files, self._tensors = files, tensors
         self._shapes = {t.name: t.shape for u in spec.units for t in u.tensors}
         self._load_tokenizer, self._load_chat_template = load_tokenizer, load_chat_template
@@ -119,9 +121,12 @@ def _open_gguf(path: Path) -> ModelFile:
     name = metadata.get("general.architecture")
     arch = find_gguf_architecture(name, where, has_experts=bool(metadata.get(f"{name}.expert_count")))
     config = gguf_config(arch, metadata, header.tensors, where)
-    tensors = arrange_gguf(config, header.tensors)
+    drafters = range(config.n_layers, config.n_layers + count_drafters(arch, metadata, where))
+    tensors, notes = drop_drafters(header.tensors, "blk.", drafters)
+    tensors = arrange_gguf(arch, config, tensors)
     name = metadata.get("general.name")
     spec = _build_spec(name if isinstance(name, str) and name else path.stem, path, arch, config, tensors)
+    refuse_unfinished(arch, arch.gguf, where)
 
     def load_tokenizer() -> "Tokenizer":
         from pshard.models.text.gguf_tokenizer import gguf_tokenizer
@@ -132,7 +137,7 @@ def _open_gguf(path: Path) -> ModelFile:
         template = metadata.get("tokenizer.chat_template")
         return template if isinstance(template, str) else None
 
-    return ModelFile(spec, metadata, header.files, tensors, load_tokenizer, load_chat_template)
+    return ModelFile(spec, metadata, header.files, tensors, load_tokenizer, load_chat_template, notes)
 
 
 def _open_folder(folder: Path) -> ModelFile:
@@ -140,11 +145,14 @@ def _open_folder(folder: Path) -> ModelFile:
     arch = find_hf_architecture(metadata.get("model_type"), where)
     config = hf_config(arch, metadata, where)
     files, by_hf_name = read_safetensors(folder)
-    by_hf_name = stack_experts(config, by_hf_name)
+    drafters = range(config.n_layers, config.n_layers + count_hf_drafters(metadata, where))
+    by_hf_name, notes = drop_drafters(by_hf_name, "model.layers.", drafters)
+    by_hf_name = arrange_mxfp4(config, by_hf_name) if arch.sinks else stack_experts(config, by_hf_name)
     tensors = _rename(arch, config, by_hf_name, tied=metadata.get("tie_word_embeddings") is True)
     if HEAD not in tensors and not metadata.get("tie_word_embeddings"):
         raise UserError(f"{folder}: tensor lm_head.weight is missing and tie_word_embeddings is not set")
     spec = _build_spec(folder.resolve().name, folder, arch, config, tensors)
+    refuse_unfinished(arch, arch.name, where)
 
     def load_tokenizer() -> "Tokenizer":
         from pshard.models.text.hf_tokenizer import hf_tokenizer
@@ -156,13 +164,19 @@ def _open_folder(folder: Path) -> ModelFile:
 
         return hf_chat_template(folder)
 
-    return ModelFile(spec, metadata, files, tensors, load_tokenizer, load_chat_template)
+    return ModelFile(spec, metadata, files, tensors, load_tokenizer, load_chat_template, notes)
 
 
 def _build_spec(
     name: str, path: Path, arch: Architecture, config: ModelConfig, tensors: dict[str, StoredTensor]
 ) -> ModelSpec:
     return ModelSpec(name, str(path), config, build_units(arch, config, tensors, str(path)))
+
+
+def refuse_unfinished(arch: Architecture, called: str, where: str) -> None:
+    """Raises UserError for an architecture of which pshard cannot compute everything yet."""
+    if arch.lacks:
+        raise UserError(f"{where}: architecture {called} is not supported yet: it has {arch.lacks}")
 
 
 def _rename(
@@ -177,6 +191,8 @@ def _rename(
     for key, tensor in stored.items():
         if key.endswith(".rotary_emb.inv_freq") or (tied and key == "lm_head.weight"):
             continue
+        key = key.replace(".self_attn.sinks", ".self_attn.sinks.weight")
+        key = key.replace("e_score_correction_bias", "e_score_correction.bias")
         name = names.get_name(key, (".weight", ".bias")) or key
-        renamed[name] = flatten_row(name, tensor)
+        renamed[rename_norm(arch, name)] = flatten_row(name, tensor)
     return renamed

@@ -24,6 +24,8 @@ def gguf_experts(routing: Routing, keys: Keys) -> Experts:
         normed=keys.flag("expert_weights_norm", routing.normed),
         scale=1.0 if keys.get("expert_weights_scale") == 0 else keys.real("expert_weights_scale", 1.0, FACTORS),
         choice_bias=routing.choice_bias,
+        activation=routing.activation,
+        biases=routing.biases,
         groups=keys.integer("expert_group_count", 1),
         groups_used=keys.integer("expert_group_used_count", 1),
         d_shared=_shared_rows(routing, keys, d_expert),
@@ -46,10 +48,10 @@ def _shared_rows(routing: Routing, keys: Keys, d_expert: int) -> int:
     if not routing.shared:
         keys.refuse_unless("expert_shared_count", 0)
         return 0
+    if not routing.shared_gate:
+        return keys.integer("expert_shared_count", least=0) * d_expert
     if keys.get("expert_shared_feed_forward_length"):
         return keys.integer("expert_shared_feed_forward_length")
-    if keys.get("expert_shared_count"):
-        return keys.integer("expert_shared_count") * d_expert
     return keys.integer("feed_forward_length")
 
 
@@ -71,6 +73,8 @@ def hf_experts(routing: Routing, keys: Keys) -> Experts:
         normed=keys.flag("norm_topk_prob", True if routing.sizes_as_dense else None),
         scale=keys.real("routed_scaling_factor", 1.0, FACTORS),
         choice_bias=routing.choice_bias,
+        activation=routing.activation,
+        biases=routing.biases,
         groups=keys.integer("n_group", 1),
         groups_used=keys.integer("topk_group", 1),
         d_shared=d_shared,

@@ -12,7 +12,7 @@ from pshard.errors import UserError
 from pshard.jsonio import parse_json
 from pshard.models.stored import MappedFile, StoredTensor, check_layout
 
-_DTYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
+_DTYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16", "U8": "U8"}
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 

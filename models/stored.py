@@ -63,6 +63,8 @@ class StoredTensor:
     @property
     def nbytes(self) -> int:
         """Bytes in the file. Raises KeyError for an unknown quant type."""
+        if self.qtype == "U8":  # bytes that only their reader understands
+            return prod(self.shape)
         rows = prod(self.shape[:-1])
         return file_nbytes(self.qtype, rows, self.shape[-1])
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 class Rope:
     """Rotary embedding. `pairing`: "adjacent" rotates (2i, 2i+1), "halves" rotates (i, i + dims/2).
 
-    `scaling`: "none", "linear", "yarn" or "llama3". `freq_factors` (dims/2 divisors of the frequencies) come from the
+    `scaling`: "none", "linear", "yarn" or "llama3"; `rounded`: the range of pairs that yarn blends ends at whole ones.
+    `freq_factors` (dims/2 divisors of the frequencies) come from the
     file when it has them (`rope_freqs.weight`); llama3 scaling in safetensors is turned into them.
     """
 
@@ -20,6 +21,7 @@ class Rope:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+    rounded: bool = True
     freq_factors: tuple[float, ...] = ()
 
 
@@ -71,4 +73,5 @@ class ModelConfig:
     rope: Rope
     qk_norm: bool = False
     sliding_window: int = 0  # 0: full attention in every layer
+    window_every: int = 1  # of so many layers the first has the window, the others have full attention
     experts: Experts | None = None

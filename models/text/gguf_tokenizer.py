@@ -21,6 +21,7 @@ _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|"
 _MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|"
+_CASED_CONTRACTED = _CASED.replace("|", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?|")
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,17 @@ PRE_TOKENIZERS = {
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "tekken": PreTokenizer((_CASED + r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _TAIL,), whole_words=True, adds_bos=True),
+    "glm4": PreTokenizer(_LLAMA3.patterns, whole_words=True),
+    "chatglm-bpe": PreTokenizer(_LLAMA3.patterns),
+    "gpt-4o": PreTokenizer((_CASED_CONTRACTED + r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _TAIL,)),
     "smollm": PreTokenizer((r"\p{N}", _GPT2)),
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
 }
 
 # Control tokens that end a turn; files name only one end token, and instruct models use several.
 _TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>", "</s>")
+# Where both of these are, as in gpt-oss, a turn ends with one of them, and "<|end|>" only a message within it.
+_HARMONY_ENDS = ("<|return|>", "<|call|>")
 
 
 def gguf_tokenizer(metadata: dict[str, Any], where: str) -> Tokenizer:
@@ -76,7 +82,10 @@ def gguf_tokenizer(metadata: dict[str, Any], where: str) -> Tokenizer:
     after = [eos] if eos is not None and metadata.get("tokenizer.ggml.add_eos_token", False) else []
     surround(backend, before, after)
     ends = [eos, *(_token_id(metadata, f"{name}_token_id", len(tokens), where) for name in ("eot", "eom"))]
-    ends += [i for i, (t, k) in enumerate(zip(tokens, types)) if k == _CONTROL and t in _TURN_ENDS]
+    control = {t: i for i, (t, k) in enumerate(zip(tokens, types)) if k == _CONTROL}
+    harmony = control.keys() >= set(_HARMONY_ENDS)
+    turn_ends = {*_TURN_ENDS, *_HARMONY_ENDS} - {"<|end|>"} if harmony else set(_TURN_ENDS)
+    ends += [i for t, i in control.items() if t in turn_ends]
     return Tokenizer(backend, bos, tuple(dict.fromkeys(i for i in ends if i is not None)))
 
 

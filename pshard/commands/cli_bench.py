@@ -169,7 +169,7 @@ def _run_strategy(
     predictor = Predictor(cut_ranks(opened.file.spec, variant.split), opened.profile, variant)
     found = []
     with start_engine(opened, variant, args.kernels, group) as engine, _bar(name, len(tests), args, group) as progress:
-        for note in engine.notes:
+        for note in (*opened.file.notes, *engine.notes):
             print(f"note: {note}", file=sys.stderr)
         for test in tests:
             found.append(run_test(engine, predictor, test, args.repetitions, setting, progress))

@@ -102,6 +102,8 @@ def _plan_all(args: argparse.Namespace, path: Path, profile: MachineProfile, els
     from pshard.models import open_model
 
     with open_model(path) as model:
+        for note in model.notes:
+            tell(f"note: {note}")
         inputs = fingerprint_inputs(model.fingerprint_inputs(), profile)
         workloads = make_workloads(args, model.spec, profile)
         why_not = _why_not_validate(args, model.spec, profile, workloads[0], elsewhere)

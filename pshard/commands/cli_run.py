@@ -81,7 +81,7 @@ def _main(argv: list[str]) -> int:
     if args.seed is None:  # all ranks draw the same tokens
         sampling = replace(sampling, seed=group.broadcast(secrets.randbits(62)))
     with start_engine(opened, opened.variant, args.kernels, group) as engine:
-        for note in (*doubts, *engine.notes) if group.rank == 0 else ():
+        for note in (*opened.file.notes, *doubts, *engine.notes) if group.rank == 0 else ():
             print(f"note: {note}", file=sys.stderr)
         _generate(engine, ids, args, sampling, loud=group.rank == 0)
     group.close()

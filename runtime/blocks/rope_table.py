@@ -23,7 +23,9 @@ def inverse_frequencies(rope: Rope) -> tuple[torch.Tensor, float]:
         return freq / rope.factor, 1.0
     if rope.scaling == "yarn":
         low, high = (_yarn_dimension(rope, turns) for turns in (rope.beta_fast, rope.beta_slow))
-        low, high = max(math.floor(low), 0), min(math.ceil(high), rope.dims - 1)
+        if rope.rounded:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, rope.dims - 1)
         ramp = ((torch.arange(rope.dims // 2) - low) / max(high - low, 0.001)).clamp(0, 1).double()
         scale = rope.attention_factor
         if scale is None:

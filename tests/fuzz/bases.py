@@ -19,11 +19,13 @@ from pshard.registries.profile_store import save_profile
 from pshard.session.run_request import RunRequest
 
 TINY = {"n_layers": 1, "d_model": 32, "n_heads": 2, "n_kv_heads": 1, "head_dim": 16, "d_ffn": 64, "vocab": 258}
+ROUTED = {"n_experts": 4, "n_used": 2, "d_expert": 32, "d_shared": 32}
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 def write_gguf_bases(folder: Path) -> list[Path]:
-    """Three architectures, both sorts of tokenizers, five types of weights, YaRN, and another alignment."""
+    """Five architectures, two of them with experts, both sorts of tokenizers, five types of weights, YaRN, another
+    alignment, and a layer that drafts tokens."""
     words = tokenizer_metadata()
     yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 128}
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(253)), "\u2581a", "\u2581"]
@@ -42,17 +44,29 @@ def write_gguf_bases(folder: Path) -> list[Path]:
         write_gguf(folder / "a.gguf", "llama", qtype="Q8_0", metadata=words, **TINY),
         write_gguf(folder / "b.gguf", "qwen3", qtypes=mixed, metadata=sentencepiece, **TINY),
         write_gguf(folder / "c.gguf", "qwen2", qtype="Q4_0", tied=True, alignment=64, metadata=scaled, **TINY),
+        write_gguf(folder / "d.gguf", "qwen2moe", qtype="Q4_0", metadata=words, **TINY, **ROUTED),
+        _write_drafting_glm(folder / "e.gguf", words),
     ]
 
 
-def write_folder(folder: Path, parts: int) -> Path:
-    """A Hugging Face folder of a llama with a tokenizer, its weights in one file or several with an index.
+def _write_drafting_glm(path: Path, words: dict[str, Any]) -> Path:
+    """A dense layer, one with experts, and one of a few tensors that drafts."""
+    metadata = words | {"glm4moe.block_count": 3, "glm4moe.nextn_predict_layers": 1}
+    extra = {f"blk.2.{role}.weight": np.ones(32) for role in ("nextn.eh_proj", "nextn.enorm", "attn_norm")}
+    sizes = TINY | ROUTED | {"n_layers": 2}
+    return write_gguf(path, "glm4moe", qtypes={"ffn_up_exps.weight": "F16"}, metadata=metadata, extra=extra, **sizes)
+
+
+def write_folder(folder: Path, parts: int, routed: bool = False) -> Path:
+    """A Hugging Face folder of a llama, or of a qwen2_moe, with a tokenizer; its weights in one file, or several with
+    an index.
 
     Written without transformers, which takes seconds to import.
     """
     folder.mkdir(parents=True)
-    sizes, rng = Shape(**TINY, context=256), np.random.default_rng(0)
-    tensors = {name: (dims[-1] ** -0.5 * rng.standard_normal(dims)).astype(np.float16) for name, dims in _named(sizes)}
+    sizes, rng = Shape(**TINY, **ROUTED, context=256), np.random.default_rng(0)
+    named = _named(sizes, "qwen2moe" if routed else "llama")
+    tensors = {name: (dims[-1] ** -0.5 * rng.standard_normal(dims)).astype(np.float16) for name, dims in named}
     names = list(tensors)
     if parts == 1:
         save_file(tensors, folder / "model.safetensors")
@@ -76,6 +90,7 @@ def write_folder(folder: Path, parts: int) -> Path:
         "tie_word_embeddings": False,
         "hidden_act": "silu",
         "eos_token_id": 257,
+        **(_routed_settings(sizes) if routed else {}),
     }
     _write(folder / "config.json", config)
     backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(LETTERS)}, merges=[]))
@@ -88,14 +103,34 @@ def write_folder(folder: Path, parts: int) -> Path:
     return folder
 
 
-def _named(sizes: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Hugging Face names and shapes of the tensors of a llama."""
+def _routed_settings(sizes: Shape) -> dict[str, Any]:
+    return {
+        "model_type": "qwen2_moe",
+        "num_experts": sizes.n_experts,
+        "num_experts_per_tok": sizes.n_used,
+        "moe_intermediate_size": sizes.d_expert,
+        "shared_expert_intermediate_size": sizes.d_shared,
+        "norm_topk_prob": False,
+        "mlp_only_layers": [],
+    }
+
+
+def _named(sizes: Shape, arch: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Hugging Face names and shapes of an architecture's tensors; each expert has its own."""
     words = {"attn_norm": "input_layernorm", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm"}
-    words |= {f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"} | {f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up")}
-    words |= {"ffn_down": "mlp.down_proj", "token_embd": "model.embed_tokens", "output_norm": "model.norm"}
+    words |= {f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"}
+    for x in ("gate", "up", "down"):
+        words |= {f"ffn_{x}": f"mlp.{x}_proj", f"ffn_{x}_exps": f"mlp.experts.N.{x}_proj"}
+        words |= {f"ffn_{x}_shexp": f"mlp.shared_expert.{x}_proj"}
+    words |= {"ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
+    words |= {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
     words |= {"output": "lm_head", "blk": "model.layers"}
-    for name, dims in sizes.tensors("llama", tied=False):
-        yield ".".join(words.get(part, part) for part in name.split(".")), dims
+    for name, dims in sizes.tensors(arch, tied=False):
+        given = ".".join(words.get(part, part) for part in name.split("."))
+        if len(dims) < 3:
+            yield given, dims
+        for expert in range(dims[0]) if len(dims) == 3 else ():
+            yield given.replace(".N.", f".{expert}."), dims[1:]
 
 
 def _write(path: Path, data: Any) -> None:

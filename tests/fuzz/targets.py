@@ -2,6 +2,7 @@
 
 Some changes cannot be told from a right file, as another right file has just that value; those count as "untold":
 - RoPE base, scaling and norm epsilon (and a key of them that is gone: then its default holds): every model has its own.
+- How a router weighs the experts that it chose, and how many it chooses: no tensor has a size by these.
 - A tensor's type, changed to one of the same size (F16 and BF16, Q4_0 and Q4_K): no byte of the file says more.
 - Whether the head is the embedding, in a folder that has both: config.json decides, as for transformers.
 - A plan's placements and times, a profile's figures and the limit of page-locking, changed to others that are possible.
@@ -14,6 +15,7 @@ import random
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,6 +36,7 @@ from pshard.session.start_engine import start_engine
 from pshard.workload import Workload
 
 IDS = [5, 77, 200, 3]
+UNTOLD_OF_EXPERTS = ("used", "scores", "normed", "scale", "groups", "groups_used")
 RIGHT, REFUSED, UNTOLD = "right", "refused", "cannot be told"
 
 
@@ -57,6 +60,8 @@ def make_targets(folder: Path) -> dict[str, Callable[[], Target]]:
         "gguf": fuzz_gguf,
         "safetensors": fuzz_safetensors,
         "folder": fuzz_folder_json,
+        "experts": partial(fuzz_safetensors, routed=True),
+        "experts-folder": partial(fuzz_folder_json, routed=True),
         "registry": fuzz_registry,
         "profile": fuzz_profile,
         "page-locks": fuzz_page_locks,
@@ -92,9 +97,9 @@ def fuzz_gguf(name: str, folder: Path) -> Target:
     return Target(name, folder, mutate, judge)
 
 
-def fuzz_safetensors(name: str, folder: Path) -> Target:
+def fuzz_safetensors(name: str, folder: Path, routed: bool = False) -> Target:
     """Headers of a safetensors file: its JSON, its length, its bytes."""
-    base = write_folder(folder / "model", parts=1)
+    base = write_folder(folder / "model", 1, routed)
     path = base / "model.safetensors"
     data, right = path.read_bytes(), read_contents(base)
     end = 8 + int.from_bytes(data[:8], "little")
@@ -113,9 +118,9 @@ def fuzz_safetensors(name: str, folder: Path) -> Target:
     return Target(name, folder, mutate, judge)
 
 
-def fuzz_folder_json(name: str, folder: Path) -> Target:
+def fuzz_folder_json(name: str, folder: Path, routed: bool = False) -> Target:
     """The JSON files beside the weights of a Hugging Face folder."""
-    base = write_folder(folder / "model", parts=2)
+    base = write_folder(folder / "model", 2, routed)
     names = ("config.json", "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json",
              "generation_config.json")  # fmt: skip
     texts, right = {n: (base / n).read_text() for n in names}, read_contents(base)
@@ -241,6 +246,9 @@ def judge_model(path: Path, right: Contents) -> str:
     if not found.logits.isfinite().all():
         raise WrongOutcome(f"logits that are no numbers; configuration {found.config}")
     told = replace(found.config, rope=right.config.rope, norm_eps=right.config.norm_eps, context=right.config.context)
+    if told.experts and right.config.experts:
+        same = {name: getattr(right.config.experts, name) for name in UNTOLD_OF_EXPERTS}
+        told = replace(told, experts=replace(told.experts, **same))
     moved = [n for n, (_, shape, data) in found.tensors.items() if (shape, data) != right.tensors.get(n, ())[1:]]
     if told != right.config or moved:
         raise WrongOutcome(f"logits differ; configuration {told}, tensors {moved}")

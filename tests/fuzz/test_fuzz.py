@@ -22,7 +22,10 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_search: None):
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("gguf", 1000), ("safetensors", 1000), ("folder", 250), ("registry", 80), ("profile", 50), ("page-locks", 150)],
+    [
+        *[("gguf", 1000), ("safetensors", 1000), ("folder", 250), ("experts", 400), ("experts-folder", 150)],
+        *[("registry", 80), ("profile", 50), ("page-locks", 150)],
+    ],
 )
 def test_a_changed_file_gives_the_right_numbers_or_one_line(
     make, capfd: pytest.CaptureFixture[str], name: str, count: int

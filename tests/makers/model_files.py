@@ -24,7 +24,8 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
-MOE = ("mixtral", "qwen2moe", "qwen3moe")  # as GGUF files call them, but mixtral, which they call llama
+OSS = "gpt-oss"  # read, but not run yet
+MOE = ("mixtral", "qwen2moe", "qwen3moe", "glm4moe")  # as GGUF files call them, but mixtral, which they call llama
 HF_CLASSES = {
     "llama": "Llama",
     "mistral": "Mistral",
@@ -34,7 +35,9 @@ HF_CLASSES = {
     "qwen2_moe": "Qwen2Moe",
     "qwen3_moe": "Qwen3Moe",
     "glm4_moe": "Glm4Moe",
+    "gpt_oss": "GptOss",
 }
+OSS_ROPE = YARN_ROPE | {"factor": 32.0, "original_max_position_embeddings": 16, "truncate": False}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 
@@ -67,14 +70,17 @@ class Shape:
             yield b + "attn_norm.weight", (d,)
             for role, rows in (("attn_q", q), ("attn_k", kv), ("attn_v", kv)):
                 yield b + f"{role}.weight", (rows, d)
-                if arch in ("qwen2", "qwen2moe", "glm4moe"):
+                if arch in ("qwen2", "qwen2moe", "glm4moe", OSS):  # glm4moe may be without
                     yield b + f"{role}.bias", (rows,)
             yield b + "attn_output.weight", (d, q)
+            if arch == OSS:
+                yield b + "attn_output.bias", (d,)
+                yield b + "attn_sinks.weight", (self.n_heads,)
             if arch in ("qwen3", "qwen3moe"):
                 yield b + "attn_q_norm.weight", (self.head_dim,)
                 yield b + "attn_k_norm.weight", (self.head_dim,)
-            yield b + ("post_attention_norm.weight" if arch == "glm4moe" else "ffn_norm.weight"), (d,)
-            if arch in MOE and (arch != "glm4moe" or i >= self.dense_layers):
+            yield b + ("post_attention_norm.weight" if arch in ("glm4moe", OSS) else "ffn_norm.weight"), (d,)
+            if arch in (*MOE, OSS) and (arch != "glm4moe" or i >= self.dense_layers):
                 yield from self._routed(arch, b)
                 continue
             yield b + "ffn_gate.weight", (self.d_ffn, d)
@@ -97,6 +103,10 @@ class Shape:
                 yield f"{block}ffn_down_{suffix}.weight", (*stack, d, rows)
         if arch == "qwen2moe":
             yield block + "ffn_gate_inp_shexp.weight", (d,)
+        if arch == OSS:
+            yield block + "ffn_gate_inp.bias", (n,)
+            for role, rows in (("gate", f), ("up", f), ("down", d)):
+                yield f"{block}ffn_{role}_exps.bias", (n, rows)
 
 
 def write_gguf(
@@ -130,12 +140,12 @@ def write_gguf(
         role = name.split(".", 2)[2] if name.startswith("blk.") else name
         if name in omit or name in extra:
             continue
-        if len(dims) == 1:
-            writer.add_tensor(name, random_vector(name, dims[0], rng))
+        if len(dims) == 1 or name.endswith(".bias"):
+            writer.add_tensor(name, random_vector(name, prod(dims), rng).reshape(dims))
         else:
             kind = (qtypes or {}).get(role, qtype)
             kind = "F32" if role == "ffn_gate_inp.weight" else kind
-            wide = _width_for_routing(role, dims[-1]) if arch in MOE else 1.0
+            wide = _width_for_routing(role, dims[-1]) if arch in (*MOE, OSS) else 1.0
             encoded = random_matrix(prod(dims[:-1]), dims[-1], kind, rng, wide)
             _add_encoded(writer, name, encoded.reshape(*dims[:-1], -1), kind)
     for name, array in extra.items():
@@ -205,10 +215,15 @@ def _start_writer(path: Path, arch: str, s: Shape) -> gguf.GGUFWriter:
     writer.add_rope_freq_base(s.rope_base)
     writer.add_layer_norm_rms_eps(s.norm_eps)
     writer.add_vocab_size(s.vocab)
-    if arch in MOE:
+    if arch in (*MOE, OSS):
         writer.add_expert_count(s.n_experts)
         writer.add_expert_used_count(s.n_used)
         writer.add_expert_feed_forward_length(s.d_expert)
+    if arch == OSS:
+        writer.add_sliding_window(s.context // 16)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(32.0)
+        writer.add_rope_scaling_orig_ctx_len(s.context // 32)
     if arch == "qwen2moe":
         writer.add_expert_shared_feed_forward_length(s.d_shared)
     if arch == "glm4moe":
@@ -313,6 +328,9 @@ def _hf_expert_settings(arch: str, s: Shape) -> dict[str, Any]:
     sizes = {"num_experts_per_tok": s.n_used, "moe_intermediate_size": s.d_expert}
     if arch == "mixtral":
         return {"num_local_experts": s.n_experts, "num_experts_per_tok": s.n_used, "intermediate_size": s.d_expert}
+    if arch == "gpt_oss":
+        return {"num_local_experts": s.n_experts, "num_experts_per_tok": s.n_used, "intermediate_size": s.d_expert,
+                "sliding_window": s.context // 16, "rope_parameters": OSS_ROPE}  # fmt: skip
     if arch == "qwen2_moe":
         return sizes | {"num_experts": s.n_experts, "shared_expert_intermediate_size": s.d_shared}
     if arch == "qwen3_moe":
@@ -327,6 +345,7 @@ def write_gguf_from_hf(path: Path, model: Any, qtype: str = "F32") -> Path:
     """Write a transformers model as GGUF; q and k rows of llama and mistral are permuted for adjacent RoPE pairs."""
     config = model.config
     arch = "llama" if config.model_type == "mistral" else config.model_type.replace("_moe", "moe")
+    arch = OSS if arch == "gpt_oss" else arch
     s = Shape(
         n_layers=config.num_hidden_layers,
         d_model=config.hidden_size,
@@ -347,7 +366,7 @@ def write_gguf_from_hf(path: Path, model: Any, qtype: str = "F32") -> Path:
             array = _permute(array, s.n_heads)
         if writer.arch == "llama" and ".attn_k." in name:
             array = _permute(array, s.n_kv_heads)
-        if array.ndim == 1:
+        if array.ndim == 1 or name.endswith(".bias"):
             writer.add_tensor(name, np.ascontiguousarray(array))
         else:
             encoded = gguf.quants.quantize(np.ascontiguousarray(array), gguf.GGMLQuantizationType[qtype])
@@ -373,7 +392,11 @@ def _gguf_tensors(model: Any, arch: str, n_layers: int) -> Iterator[tuple[str, n
     names = gguf.get_tensor_name_map(known, n_layers)
     for key, weight in model.state_dict().items():
         array = weight.detach().float().numpy()
-        if key.endswith("mlp.experts.gate_up_proj"):
+        if arch == OSS and ".mlp.experts." in key:
+            yield from _oss_experts(f"blk.{key.split('.')[2]}.ffn_", key.rsplit(".", 1)[1], array)
+        elif key.endswith(".self_attn.sinks"):
+            yield f"blk.{key.split('.')[2]}.attn_sinks.weight", array
+        elif key.endswith("mlp.experts.gate_up_proj"):
             for role, half in zip(("gate", "up"), np.split(array, 2, 1)):
                 yield f"blk.{key.split('.')[2]}.ffn_{role}_exps.weight", half
         elif key.endswith("mlp.experts.down_proj"):
@@ -385,6 +408,17 @@ def _gguf_tensors(model: Any, arch: str, n_layers: int) -> Iterator[tuple[str, n
             yield names.get_name(key, (".weight", ".bias")), array
 
 
+def _oss_experts(prefix: str, key: str, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """transformers multiplies from the other side and has gate and up in turns."""
+    suffix = "_exps.bias" if key.endswith("_bias") else "_exps.weight"
+    rows = array if key.endswith("_bias") else array.swapaxes(1, 2)
+    if key.startswith("down"):
+        yield f"{prefix}down{suffix}", rows
+        return
+    yield f"{prefix}gate{suffix}", rows[:, ::2]
+    yield f"{prefix}up{suffix}", rows[:, 1::2]
+
+
 def _permute(rows: np.ndarray, heads: int) -> np.ndarray:
     """Reorder the rows of each head so that the partners i and i + dims/2 stand next to each other."""
     return np.ascontiguousarray(rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape))
@@ -393,6 +427,8 @@ def _permute(rows: np.ndarray, heads: int) -> np.ndarray:
 def _add_rope_scaling(writer: gguf.GGUFWriter, model: Any, s: Shape) -> None:
     rope = model.config.rope_parameters
     kind = rope.get("rope_type", "default")
+    if writer.arch == OSS:
+        return  # written already
     if kind == "llama3":  # as divisors of the plain frequencies, taken from what transformers computed
         plain = s.rope_base ** -(np.arange(0, s.head_dim, 2) / s.head_dim)
         scaled = model.model.rotary_emb.inv_freq.double().numpy()

@@ -48,7 +48,8 @@ def trace_moe(config: ModelConfig, weights: Weights, ids: list[int]) -> Traced:
     chosen = {}
     for layer in range(config.n_layers):
         own = {n.split(".", 2)[2]: w for n, w in weights.items() if n.startswith(f"blk.{layer}.")}
-        x = x + _attention(config, own, _norm(x, own["attn_norm.weight"], config.norm_eps))
+        window = config.sliding_window if layer % config.window_every == 0 else 0
+        x = x + _attention(config, own, _norm(x, own["attn_norm.weight"], config.norm_eps), window or len(x))
         h = _norm(x, own["ffn_norm.weight"], config.norm_eps)
         if config.experts is None or layer < config.experts.dense_layers:
             x = x + _swiglu(h, own["ffn_gate.weight"], own["ffn_up.weight"], own["ffn_down.weight"])
@@ -77,7 +78,8 @@ def _swiglu(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -
     return (g * _sigmoid(g) * (x @ up.T)) @ down.T
 
 
-def _attention(config: ModelConfig, own: Weights, x: np.ndarray) -> np.ndarray:
+def _attention(config: ModelConfig, own: Weights, x: np.ndarray, window: int) -> np.ndarray:
+    """Each token attends to the last `window` ones, itself among them. A sink is one more column without a value."""
     n, d = len(x), config.head_dim
     heads = {}
     for part in "qkv":
@@ -89,41 +91,72 @@ def _attention(config: ModelConfig, own: Weights, x: np.ndarray) -> np.ndarray:
     group = config.n_heads // config.n_kv_heads
     for head in range(config.n_heads):
         for i in range(n):
-            p = _softmax(k[: i + 1, head // group] @ q[i, head] / np.sqrt(d))
-            mixed[i, head] = p @ v[: i + 1, head // group]
+            seen = slice(max(0, i + 1 - window), i + 1)
+            scores = k[seen, head // group] @ q[i, head] / np.sqrt(d)
+            sinks = own["attn_sinks.weight"][[head]] if "attn_sinks.weight" in own else np.zeros(0)
+            p = _softmax(np.append(scores, sinks))[: len(scores)]
+            mixed[i, head] = p @ v[seen, head // group]
     return mixed.reshape(n, -1) @ own["attn_output.weight"].T + own.get("attn_output.bias", 0.0)
 
 
 def _rotate(config: ModelConfig, x: np.ndarray) -> np.ndarray:
-    """Each pair of the first `dims` numbers of every head, by its position times base^(-2 pair / dims)."""
+    """Each pair of the first `dims` numbers of every head, by its position times its frequency."""
     rope = config.rope
-    if rope.scaling != "none" or rope.freq_factors:
-        raise NotImplementedError(f"the oracle does not scale positions ({rope.scaling})")
+    frequencies, factor = _frequencies(config)
     turned, half = x.copy(), rope.dims // 2
-    for pair in range(half):
+    for pair, frequency in enumerate(frequencies):
         a, b = (pair, pair + half) if rope.pairing == "halves" else (2 * pair, 2 * pair + 1)
-        angle = np.arange(len(x))[:, None] * rope.base ** (-2 * pair / rope.dims)
-        turned[..., a] = x[..., a] * np.cos(angle) - x[..., b] * np.sin(angle)
-        turned[..., b] = x[..., b] * np.cos(angle) + x[..., a] * np.sin(angle)
+        angle = np.arange(len(x))[:, None] * frequency
+        turned[..., a] = factor * (x[..., a] * np.cos(angle) - x[..., b] * np.sin(angle))
+        turned[..., b] = factor * (x[..., b] * np.cos(angle) + x[..., a] * np.sin(angle))
     return turned
+
+
+def _frequencies(config: ModelConfig) -> tuple[list[float], float]:
+    """base^(-2 pair / dims), or YaRN's blend of these (arXiv 2309.00071); and what multiplies sine and cosine."""
+    rope = config.rope
+    plain = [rope.base ** (-2 * pair / rope.dims) for pair in range(rope.dims // 2)]
+    if rope.scaling == "none" and not rope.freq_factors:
+        return plain, 1.0
+    if rope.scaling != "yarn" or rope.rounded:
+        raise NotImplementedError(f"the oracle does not scale positions this way ({rope})")
+    # pairs that turn beta_fast times and more over the original context stay, those of beta_slow and less slow down
+    first, last = (
+        rope.dims / 2 * np.log(rope.original_context / (turns * 2 * np.pi)) / np.log(rope.base)
+        for turns in (rope.beta_fast, rope.beta_slow)
+    )
+    first, last = max(first, 0), min(last, rope.dims - 1)
+    slow = [min(1, max(0, (pair - first) / (last - first))) for pair in range(rope.dims // 2)]
+    blended = [f * (1 - share) + f / rope.factor * share for f, share in zip(plain, slow)]
+    return blended, 1 + 0.1 * np.log(rope.factor)
 
 
 def _mixture(rule: Experts, own: Weights, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """What experts and shared experts add to the residual stream, and which were chosen."""
     added = np.zeros_like(x)
     chosen = np.zeros((len(x), rule.used), int)
-    logits = x @ own["ffn_gate_inp.weight"].T
+    logits = x @ own["ffn_gate_inp.weight"].T + own.get("ffn_gate_inp.bias", 0.0)
     for i, row in enumerate(logits):
         chosen[i], shares = _route(rule, row, own.get("exp_probs_b.bias"))
         for number, share in zip(chosen[i], shares):
-            matrices = (own[f"ffn_{role}_exps.weight"][number] for role in ("gate", "up", "down"))
-            added[i] += share * _swiglu(x[i], *matrices)
+            added[i] += share * _expert(rule, own, number, x[i])
     if rule.d_shared:
         shared = _swiglu(x, *(own[f"ffn_{role}_shexp.weight"] for role in ("gate", "up", "down")))
         if rule.shared_gate:
             shared *= _sigmoid(x @ own["ffn_gate_inp_shexp.weight"])[:, None]
         added += shared
     return added, chosen
+
+
+def _expert(rule: Experts, own: Weights, number: int, x: np.ndarray) -> np.ndarray:
+    """One expert's result for one token; gpt-oss clamps both factors, and the gate's sigmoid is steeper."""
+    gate, up, down = (own[f"ffn_{role}_exps.weight"][number] for role in ("gate", "up", "down"))
+    if rule.activation == "silu":
+        return _swiglu(x, gate, up, down)
+    biases = (own[f"ffn_{role}_exps.bias"].reshape(rule.count, -1) for role in ("gate", "up", "down"))
+    of_gate, of_up, of_down = (bias[number] for bias in biases)
+    g, u = np.minimum(gate @ x + of_gate, 7), np.clip(up @ x + of_up, -7, 7)
+    return down @ (g * _sigmoid(1.702 * g) * (u + 1)) + of_down
 
 
 def _route(rule: Experts, logits: np.ndarray, choice_bias: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:

@@ -18,13 +18,16 @@ ROUTED = {
     "mixtral": Experts(8, 2, 256),
     "qwen2moe": Experts(8, 2, 256, normed=False, d_shared=256, shared_gate=True),
     "qwen3moe": Experts(8, 2, 256),
+    "glm4moe": Experts(8, 2, 256, "sigmoid", scale=1.5, choice_bias=True, d_shared=256, dense_layers=1),
 }
+STACKS = tuple(f"ffn_{part}_exps.weight" for part in ("gate", "up", "down"))
 SHARED = ["ffn_gate_shexp.weight", "ffn_up_shexp.weight", "ffn_down_shexp.weight", "ffn_gate_inp_shexp.weight"]
 
 
 def compare_bytes(model: ModelFile, path: Path) -> None:
     """Every tensor's bytes are those that the gguf package reads, each expert's those of its slab."""
     expected = {t.name: np.ascontiguousarray(t.data).view(np.uint8) for t in gguf.GGUFReader(path).tensors}
+    expected |= {name.replace("post_attention_norm", "ffn_norm"): data for name, data in expected.items()}
     for unit in model.spec.units:
         for tensor in unit.tensors:
             raw = model.tensor_bytes(tensor.name)
@@ -40,18 +43,15 @@ def test_a_layer_with_experts_is_attention_router_and_experts(tmp_path: Path, ar
     path = write_gguf(tmp_path / "m.gguf", arch)
     with open_model(path) as model:
         assert model.spec.config.experts == ROUTED[arch]
-        shared = ["shared"] if arch == "qwen2moe" else []
-        layer = [u for u in model.spec.units if u.layer == 0]
-        assert [u.name for u in layer] == [f"blk.0.{what}" for what in ("attention", "router", *shared, "experts")]
+        shared = ["shared"] if ROUTED[arch].d_shared else []
+        layer = [u for u in model.spec.units if u.layer == 1]
+        assert [u.name for u in layer] == [f"blk.1.{what}" for what in ("attention", "router", *shared, "experts")]
         router, experts = layer[1], layer[-1]
-        assert [t.role for t in router.tensors] == ["ffn_gate_inp.weight", "ffn_norm.weight"]
+        bias = ["exp_probs_b.bias"] if ROUTED[arch].choice_bias else []
+        assert [t.role for t in router.tensors] == ["ffn_gate_inp.weight", "ffn_norm.weight", *bias]
         if shared:
-            assert [t.role for t in layer[2].tensors] == SHARED
-        assert [(t.role, t.shape, t.parts) for t in experts.tensors] == [
-            ("ffn_gate_exps.weight", (8 * 256, 256), 8),
-            ("ffn_up_exps.weight", (8 * 256, 256), 8),
-            ("ffn_down_exps.weight", (8 * 256, 256), 8),
-        ]
+            assert [t.role for t in layer[2].tensors] == SHARED[: 4 if arch == "qwen2moe" else 3]
+        assert [(t.role, t.shape, t.parts) for t in experts.tensors] == [(s, (2048, 256), 8) for s in STACKS]
         assert router.tensors[0].parts == 0
         compare_bytes(model, path)
 
@@ -187,6 +187,114 @@ def test_tensors_of_another_rank_or_place_are_named(tmp_path: Path, name: str, s
     extra = {f"blk.0.{name}": np.zeros(shape, np.float32)}
     with pytest.raises(UserError, match=says):
         open_model(write_gguf(tmp_path / "m.gguf", "qwen3moe", extra=extra))
+
+
+def test_glm_has_dense_layers_first_and_rotates_half_of_a_head(tmp_path: Path) -> None:
+    with open_model(write_gguf(tmp_path / "m.gguf", "glm4moe", n_layers=3, dense_layers=2)) as model:
+        config, names = model.spec.config, [u.name for u in model.spec.units[1:-1]]
+        biases = [t.role for t in model.spec.unit("blk.2.attention").tensors if t.role.endswith("bias")]
+    layers = [("attention", "ffn"), ("attention", "ffn"), ("attention", "router", "shared", "experts")]
+    assert names == [f"blk.{i}.{unit}" for i, units in enumerate(layers) for unit in units]
+    assert (config.rope.dims, config.rope.pairing, config.head_dim) == (32, "halves", 64)
+    assert (config.d_ffn, config.qk_norm, biases) == (512, False, ["attn_q.bias", "attn_k.bias", "attn_v.bias"])
+
+
+def test_glm_files_with_norms_of_heads_and_without_biases_open(tmp_path: Path) -> None:
+    norms = {f"blk.{i}.attn_{part}_norm.weight": np.ones(64) for i in range(2) for part in "qk"}
+    biases = tuple(f"blk.{i}.attn_{part}.bias" for i in range(2) for part in "qkv")
+    with open_model(write_gguf(tmp_path / "m.gguf", "glm4moe", extra=norms, omit=biases)) as model:
+        roles = [t.role for t in model.spec.unit("blk.1.attention").tensors]
+    assert model.spec.config.qk_norm
+    assert roles[4:] == ["attn_norm.weight", "attn_q_norm.weight", "attn_k_norm.weight"]
+
+
+def write_with_drafter(path: Path, **more: Any) -> Path:
+    """A GLM of two layers and one that drafts tokens, as published files have it."""
+    head = {"attn_norm": (256,), "attn_q": (256, 256), "nextn.eh_proj": (256, 512), "nextn.enorm": (256,)}
+    extra = {f"blk.2.{role}.weight": np.ones(shape) for role, shape in head.items()}
+    metadata = {"glm4moe.block_count": 3, "glm4moe.nextn_predict_layers": 1} | more
+    return write_gguf(path, "glm4moe", extra=extra, metadata=metadata)
+
+
+def test_a_layer_that_drafts_tokens_is_left_out_with_a_note(tmp_path: Path) -> None:
+    with open_model(write_gguf(tmp_path / "plain.gguf", "glm4moe")) as plain:
+        assert plain.notes == ()
+        with open_model(write_with_drafter(tmp_path / "m.gguf")) as model:
+            assert [u.name for u in model.spec.units] == [u.name for u in plain.spec.units]
+            assert len(model.notes) == 1 and "multi-token head" in model.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"glm4moe.nextn_predict_layers": 0}, r"tensor blk\.2\.attn_q.bias of shape .* is missing"),
+        ({"glm4moe.nextn_predict_layers": 3}, "nextn_predict_layers is 3, which leaves no layer of 3"),
+        ({"glm4moe.nextn_predict_layers": -1}, "nextn_predict_layers is -1, not a whole number"),
+        ({"glm4moe.nextn_predict_layers": 2}, "the first 1 of 1 layers have no experts, which leaves none with"),
+        ({"glm4moe.block_count": 2}, "the first 1 of 1 layers have no experts"),
+        ({"glm4moe.expert_shared_count": None}, "expert_shared_count is missing"),
+        ({"glm4moe.expert_shared_count": 2}, r"ffn_gate_shexp.weight has shape .256, 256., not the .512, 256."),
+        ({"glm4moe.expert_shared_count": 0}, r"ffn_gate_shexp.weight has no place"),
+        ({"glm4moe.rope.dimension_count": 33}, "rotates 33 of 64 dimensions per head, which are not pairs"),
+        ({"glm4moe.rope.dimension_count": 66}, "rotates 66 of 64 dimensions"),
+    ],
+)
+def test_numbers_of_glm_that_do_not_fit_are_named(tmp_path: Path, more: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        open_model(write_with_drafter(tmp_path / "m.gguf", **more))
+
+
+def test_no_layer_of_the_model_is_left_out_for_one_that_drafts(tmp_path: Path) -> None:
+    metadata = {"glm4moe.nextn_predict_layers": 1}
+    path = write_gguf(tmp_path / "m.gguf", "glm4moe", n_layers=3, metadata=metadata)
+    with pytest.raises(UserError, match=r"tensor blk\.2\.attn_norm.weight has no place in architecture glm4_moe"):
+        open_model(path)
+
+
+@pytest.mark.parametrize(
+    ("arch", "name", "shape"),
+    [("glm4moe", "ffn_norm.weight", (256,)), ("qwen3moe", "ffn_gate_up_exps.weight", (8, 512, 256))],
+)
+def test_a_tensor_that_is_there_under_two_names_is_refused(tmp_path: Path, arch: str, name: str, shape: Any) -> None:
+    with pytest.raises(UserError, match="is there twice, under different names"):
+        open_model(write_gguf(tmp_path / "m.gguf", arch, extra={f"blk.1.{name}": np.ones(shape)}))
+
+
+def test_experts_that_would_share_records_are_refused(tmp_path: Path) -> None:
+    types = dict.fromkeys(STACKS, "F16")
+    open_model(write_gguf(tmp_path / "plain.gguf", "qwen3moe", qtypes=types, d_expert=40)).close()
+    path = write_gguf(tmp_path / "m.gguf", "qwen3moe", qtypes=types | {STACKS[1]: "Q4_0"}, d_expert=40)
+    with pytest.raises(UserError, match=r"ffn_up_exps.weight has experts of 40 rows in Q4_0, which records of 16 rows"):
+        open_model(path)
+
+
+def test_gpt_oss_is_read_and_then_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "gpt-oss", qtype="Q8_0", qtypes=dict.fromkeys(STACKS, "MXFP4"))
+    with pytest.raises(UserError, match="gpt-oss is not supported yet: it has attention sinks and alternating windows"):
+        open_model(path)
+    monkeypatch.setattr("pshard.models.model_file.refuse_unfinished", lambda arch, called, where: None)
+    with open_model(path) as model:
+        config, attention = model.spec.config, model.spec.unit("blk.1.attention")
+        assert config.experts == Experts(8, 2, 256, "chosen", activation="clamped", biases=True)
+        assert (config.sliding_window, config.window_every, config.rope.rounded) == (32, 2, False)
+        assert {"attn_sinks.weight", "attn_output.bias"} <= attention.by_role.keys()
+        assert [t.role for t in model.spec.unit("blk.1.router").tensors[1:]] == ["ffn_norm.weight", "ffn_gate_inp.bias"]
+        experts = model.spec.unit("blk.1.experts")
+        assert [(t.qtype, t.shape) for t in experts.tensors] == [("MXFP4", (2048, 256))] * 3 + [("F32", (2048,))] * 3
+        compare_bytes(model, path)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("attn_sinks.weight", r"blk.0.attn_sinks.weight of shape \[4\] is missing"),
+        ("ffn_gate_inp.bias", r"ffn_gate_inp.bias of shape \[8\] is missing"),
+        ("ffn_up_exps.bias", r"ffn_up_exps.bias of shape \[8, 256\] is missing"),
+    ],
+)
+def test_a_tensor_that_gpt_oss_lacks_is_named_first(tmp_path: Path, name: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        open_model(write_gguf(tmp_path / "m.gguf", "gpt-oss", omit=(f"blk.0.{name}",)))
 
 
 def test_a_dense_architecture_with_experts_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from pshard.models import open_model
 from pshard.models.architectures import ARCHITECTURES
 from pshard.runtime.memory.kv_file import fingerprint_model
 
-MOE = [a.name for a in ARCHITECTURES if a.routing]
+MOE = [a.name for a in ARCHITECTURES if a.routing and not a.lacks]
 
 
 @pytest.mark.parametrize("arch", MOE)
@@ -50,6 +50,24 @@ def test_a_folder_decides_whether_weights_are_divided_by_their_sum(tmp_path: Pat
     write_hf_folder(tmp_path, "qwen3_moe", norm_topk_prob=False)
     with open_model(tmp_path) as opened:
         assert not opened.spec.config.experts.normed
+
+
+def test_glm_may_normalise_heads_and_brings_a_layer_that_drafts_tokens(tmp_path: Path) -> None:
+    write_hf_folder(tmp_path, "glm4_moe", use_qk_norm=True)
+    with open_model(tmp_path) as opened:
+        expected = opened.spec
+        assert expected.config.qk_norm and expected.config.rope.dims == 32 and opened.notes == ()
+        assert "attn_k_norm.weight" in expected.unit("blk.0.attention").by_role
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors |= {
+        f"model.layers.2.{role}.weight": np.ones(8, np.float32) for role in ("eh_proj", "mlp.experts.0.up_proj")
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    with open_model(tmp_path) as opened:
+        assert opened.spec == expected and "multi-token head" in opened.notes[0]
+    edit_config(tmp_path, {"num_nextn_predict_layers": 0})
+    with pytest.raises(UserError, match="has its like of other experts, but not of number 1"):
+        open_model(tmp_path)
 
 
 def edit_config(folder: Path, keys: dict[str, Any]) -> None:

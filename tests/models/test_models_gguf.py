@@ -217,7 +217,10 @@ def test_settings_per_layer_that_are_all_equal_are_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "says"),
     [
-        ({"general.architecture": "qwen4"}, "'qwen4' is not supported yet; supported: llama, qwen2, qwen2moe, qwen3, "),
+        (
+            {"general.architecture": "qwen4"},
+            "'qwen4' is not supported yet; supported: glm4moe, llama, qwen2, qwen2moe, qwen3, ",
+        ),
         ({"general.architecture": None}, "architecture None"),
         ({"llama.attention.head_count": [4, 2]}, "head_count differs from layer to layer"),
         ({"llama.attention.head_count": "four"}, "head_count is 'four'"),

@@ -99,7 +99,10 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         open_model(tmp_path)
 
 
-@pytest.mark.parametrize("rope", [None, LINEAR_ROPE, YARN_ROPE, LLAMA3_ROPE, YARN_ROPE | {"beta_fast": 8.0}])
+@pytest.mark.parametrize(
+    "rope",
+    [None, LINEAR_ROPE, YARN_ROPE, LLAMA3_ROPE, YARN_ROPE | {"beta_fast": 8.0}, YARN_ROPE | {"truncate": False}],
+)
 @pytest.mark.parametrize("layout", ["transformers 5", "transformers 4"])
 def test_rope_gives_the_frequencies_of_transformers(tmp_path: Path, rope: dict[str, Any] | None, layout: str) -> None:
     from pshard.runtime.blocks.rope_table import inverse_frequencies
@@ -153,7 +156,10 @@ def set_keys(**keys: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (set_keys(model_type="gpt_oss"), "'gpt_oss' is not supported yet; supported: llama, mistral, mixtral, qwen2, "),
+        (
+            set_keys(model_type="gemma3"),
+            "'gemma3' is not supported yet; supported: glm4_moe, llama, mistral, mixtral, ",
+        ),
         (set_keys(model_type=...), "architecture None"),
         (set_keys(hidden_size="big"), "hidden_size is 'big'"),
         (set_keys(hidden_size=...), "hidden_size is missing"),

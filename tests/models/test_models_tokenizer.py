@@ -91,7 +91,7 @@ def qwen2_reference() -> Any:
 def test_patterns_are_those_of_the_reference_library() -> None:
     reference = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping").GGUF_PRE_TOKENIZER_SPLITS
     shared = set(reference) & set(PRE_TOKENIZERS)
-    assert {"llama-bpe", "qwen2", "tekken"} <= shared
+    assert {"llama-bpe", "qwen2", "tekken", "gpt-4o"} <= shared
     assert {name: PRE_TOKENIZERS[name].patterns for name in shared} == {name: (reference[name],) for name in shared}
 
 
@@ -103,6 +103,26 @@ def test_llama3_takes_words_of_the_vocabulary_whole_and_digits_in_threes() -> No
     metadata["tokenizer.ggml.tokens"][301] = "123"
     three = gguf_tokenizer(metadata, "x.gguf").encode("1234", add_special=False)
     assert three == [301, VOCAB["4"]]
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(text=TEXTS)
+def test_glm_cuts_text_like_llama3_and_adds_no_begin_token(text: str) -> None:
+    for pre in ("glm4", "chatglm-bpe"):
+        ours = gguf_tokenizer(bpe_metadata(pre), "x.gguf")
+        assert ours.encode(text) == LLAMA3.encode(text, add_special=False)
+
+
+def test_a_harmony_turn_does_not_end_with_a_message_in_it() -> None:
+    metadata = bpe_metadata("gpt-4o", eos_token_id=500)
+    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    for token in ("<|end|>", "<|call|>", "<|return|>"):
+        tokens.append(token)
+        types.append(3)
+    named = [tokens.index(t) for t in ("<|call|>", "<|return|>", "<|im_end|>")]
+    assert set(gguf_tokenizer(metadata, "x.gguf").eos_ids) == {500, *named}
+    tokens[tokens.index("<|return|>")] = "<|other|>"
+    assert tokens.index("<|end|>") in gguf_tokenizer(metadata, "x.gguf").eos_ids
 
 
 @pytest.mark.parametrize(("pre", "cuts"), [("smollm", [" a", "1", "2", "!"]), ("default", [" a", "12", "!"])])

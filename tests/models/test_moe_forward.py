@@ -14,7 +14,7 @@ from pshard.models.architectures import ARCHITECTURES
 
 IDS = [int(i) for i in np.random.default_rng(0).integers(0, 320, 24)]
 SIZES = {"n_layers": 2, "n_experts": 8, "n_used": 3}
-MOE = [a.name for a in ARCHITECTURES if a.routing]
+MOE = [a.name for a in ARCHITECTURES if a.routing and not a.lacks]
 PLAIN = {"attn_implementation": "eager", "experts_implementation": "eager"}  # the others compute no float64
 
 
@@ -37,6 +37,29 @@ def test_the_forward_is_that_of_transformers(tmp_path: Path, arch: str) -> None:
             found, chosen = trace_moe(file.spec.config, read_weights(file), IDS)
         assert difference(found, expected) < 2e-6
         assert all(len(np.unique(ids)) == 8 for ids in chosen.values())  # all experts were at work
+
+
+@pytest.mark.slow
+def test_the_forward_of_gpt_oss_is_that_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr("pshard.models.model_file.refuse_unfinished", lambda arch, called, where: None)
+    model = write_hf_folder(tmp_path / "hf", "gpt_oss", shape=SIZES, **PLAIN)
+    ids = IDS * 3  # more than the window
+    with torch.no_grad():
+        expected = model.double()(torch.tensor([ids])).logits[0].numpy()
+    with open_model(write_gguf_from_hf(tmp_path / "m.gguf", model)) as file:
+        config, weights = file.spec.config, read_weights(file)
+    assert difference(moe_logits(config, weights, ids), expected) < 1e-5
+    for wrong in (
+        replace(config, window_every=1),
+        replace(config, sliding_window=0),
+        replace(config, rope=replace(config.rope, original_context=32)),
+        replace(config, experts=replace(config.experts, activation="silu")),
+        replace(config, experts=replace(config.experts, scores="softmax", normed=False)),
+    ):
+        assert difference(moe_logits(wrong, weights, ids), expected) > 1e-3
+    assert difference(moe_logits(config, {n: w for n, w in weights.items() if "sinks" not in n}, ids), expected) > 1e-3
 
 
 @pytest.mark.slow

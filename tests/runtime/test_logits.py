@@ -24,6 +24,8 @@ CASES = {
     "qwen3 with experts": ("qwen3_moe", {}),
     "qwen2 with experts": ("qwen2_moe", {}),
     "mixtral": ("mixtral", {}),
+    "glm4 with experts": ("glm4_moe", {}),
+    "glm4 with norms of heads": ("glm4_moe", {"use_qk_norm": True}),
 }
 
 
