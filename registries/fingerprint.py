@@ -37,9 +37,15 @@ def profile_input(profile: MachineProfile) -> tuple[str, str]:
 
 
 def digest_profile(profile: MachineProfile) -> str:
-    """SHA-256 (hex) of a profile with all its tables; a limit of page-locking that a run has met changes no timing."""
+    """SHA-256 (hex) of a profile with all its tables; a limit of page-locking that a run has met changes no timing.
+
+    Profiles of before experts were timed are what they were.
+    """
     data = to_json(profile)
     del data["lockable_bytes"]
+    for table in ("experts", "routes"):
+        if not data[table]:
+            del data[table]
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
