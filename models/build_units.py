@@ -11,11 +11,11 @@ from pshard.quant import QUANT_TYPES, ROW_BLOCK
 from pshard.tensor import TensorSpec
 from pshard.units.attention import ATTENTION
 from pshard.units.embedding import EMBEDDING
-from pshard.units.experts import EXPERTS
 from pshard.units.ffn import FFN
+from pshard.units.moe.experts import EXPERTS
+from pshard.units.moe.router import ROUTER
+from pshard.units.moe.shared_experts import SHARED_EXPERTS
 from pshard.units.output import OUTPUT
-from pshard.units.router import ROUTER
-from pshard.units.shared_experts import SHARED_EXPERTS
 from pshard.units.unit import Unit, UnitKind
 
 TABLE, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"

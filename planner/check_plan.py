@@ -7,7 +7,7 @@ from pshard.model import ModelSpec
 from pshard.plan import Placement, RankPlan, TierPlan, Variant
 from pshard.quant import ROW_BLOCK, TENSOR_ALIGN
 from pshard.tensor import TensorSpec
-from pshard.units.in_place import reads_in_place
+from pshard.units.moe.in_place import reads_in_place
 from pshard.units.unit import Unit
 
 

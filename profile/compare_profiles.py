@@ -64,6 +64,10 @@ def _show_rate(what: str, rate: float) -> str:
     return f"{1e6 / rate:.1f} µs" if what == HANDOFF else f"{rate / 1e9:.1f} GB/s"
 
 
+def _regime(tokens: int) -> str:
+    return "few tokens" if tokens <= 16 else "many tokens"
+
+
 def _rates(profile: MachineProfile) -> Iterator[tuple[tuple[str, Hashable], float]]:
     """((group, row), rate): rows of a group are compared one by one and summed up in one line."""
     for read in profile.reads:
@@ -73,8 +77,12 @@ def _rates(profile: MachineProfile) -> Iterator[tuple[tuple[str, Hashable], floa
         yield (f"{copy.direction} {copy.memory} copies{whose}", copy.nbytes), copy.nbytes / copy.seconds
     same = ("acc",) if profile.accelerators[0].kind == "cpu" else ()  # the host's rows again
     for m in (m for m in profile.matmuls if m.device not in same):
-        regime = "few tokens" if m.tokens <= 16 else "many tokens"
-        yield (f"{m.device} matmul {m.qtype}, {regime}", (m.rows, m.cols, m.tokens)), 1 / m.seconds
+        yield (f"{m.device} matmul {m.qtype}, {_regime(m.tokens)}", (m.rows, m.cols, m.tokens)), 1 / m.seconds
+    for e in (e for e in profile.experts if e.device not in same):
+        layer = (e.down_qtype, e.experts, e.used, e.d_expert, e.d_model, e.tokens)
+        yield (f"{e.device} experts {e.gate_qtype}, {_regime(e.tokens)}", layer), 1 / e.seconds
+    for r in (r for r in profile.routes if r.device not in same):
+        yield (f"{r.device} routers", (r.qtype, r.experts, r.used, r.d_model, r.tokens)), 1 / r.seconds
     for a in (a for a in profile.attention if a.device not in same):
         key = (a.n_heads, a.n_kv_heads, a.head_dim, a.kv_type, a.sequences, a.tokens, a.context)
         yield (f"{a.device} attention", key), 1 / a.seconds

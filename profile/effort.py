@@ -4,15 +4,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from pshard.model import ModelSpec
+from pshard.model_config import Experts
 from pshard.profile.timed.collective_times import SIZES
 from pshard.profile.timed.operands import rotation_bytes
 from pshard.profile.timed.time_links import COPY_SIZES
 from pshard.profile.timing_loop import Pace
 from pshard.quant import QUANT_TYPES
-from pshard.units.operations import Attend, GatedProduct, LookUp, Operation, matrices_of
+from pshard.units.operations import Attend, ExpertProducts, GatedProduct, LookUp, Operation, Route, matrices_of
 
 COMMON_QTYPES = ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "BF16")
 OTHER_QTYPES = tuple(q for q in QUANT_TYPES if q not in COMMON_QTYPES)
+MANY_SMALL = Experts(128, 8, 768)
+FEW_LARGE = Experts(32, 4, 2880, "chosen", normed=False, activation="clamped", biases=True)
+TYPICAL = (  # experts and routers of the grid
+    (("Q4_0", "Q4_0", 2048, MANY_SMALL), ("MXFP4", "MXFP4", 2880, FEW_LARGE)),
+    (("F32", 2048, MANY_SMALL), ("F32", 2880, FEW_LARGE)),
+)
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,8 @@ class Shapes:
     widths: tuple[tuple[int, int], ...]  # (d_model, d_ffn)
     embedding: tuple[tuple[str, int], ...]  # (quant type, d_model)
     context: int
+    experts: tuple[tuple[str, str, int, Experts], ...] = ()  # (type of gate and up, type of down, d_model, their rule)
+    routers: tuple[tuple[str, int, Experts], ...] = ()  # (quant type, d_model, the rule)
 
 
 @dataclass(frozen=True)
@@ -54,14 +63,15 @@ class Effort:
 def quick_effort(cache_bytes: int, memory_bytes: int) -> Effort:
     """Within 60 s on two cores."""
     few = ((4096, 4096), (14336, 4096), (512, 512))
-    grid = [(q, r, c) for r, c in few for q in COMMON_QTYPES] + [(q, 4096, 4096) for q in OTHER_QTYPES]
+    matmuls = [(q, r, c) for r, c in few for q in COMMON_QTYPES] + [(q, 4096, 4096) for q in OTHER_QTYPES]
+    grid = Shapes(tuple(matmuls), (), (Attend(32, 8, 128),), ((4096, 14336),), (("Q4_0", 4096),), 4096, *TYPICAL)
     return Effort(
         quick=True,
         pace=Pace(0.03),
         slow=0.25,
         rotation=rotation_bytes(cache_bytes, memory_bytes, quick=True),
         limit=22.0,
-        grid=Shapes(tuple(grid), (), (Attend(32, 8, 128),), ((4096, 14336),), (("Q4_0", 4096),), 4096),
+        grid=grid,
         host_tokens=(1, 4, 16, 64, 128, 512),
         acc_tokens=(1, 4, 8, 16, 64, 128, 512, 2048, 4096),
         copy_sizes=COPY_SIZES,
@@ -75,16 +85,17 @@ def quick_effort(cache_bytes: int, memory_bytes: int) -> Effort:
 def full_effort(cache_bytes: int, memory_bytes: int) -> Effort:
     """Some minutes: more shapes and token counts, every quant type, longer contexts."""
     many = ((4096, 4096), (14336, 4096), (512, 512), (25600, 5120), (5120, 25600), (2048, 2048), (1024, 4096))
-    grid = [(q, r, c) for r, c in many for q in COMMON_QTYPES]
-    grid += [(q, r, c) for q in OTHER_QTYPES for r, c in ((4096, 4096), (14336, 4096))]
-    heads = (Attend(32, 8, 128), Attend(64, 8, 128))
+    matmuls = [(q, r, c) for r, c in many for q in COMMON_QTYPES]
+    matmuls += [(q, r, c) for q in OTHER_QTYPES for r, c in ((4096, 4096), (14336, 4096))]
+    heads, widths = (Attend(32, 8, 128), Attend(64, 8, 128)), ((4096, 14336), (5120, 25600))
+    grid = Shapes(tuple(matmuls), (), heads, widths, (("Q4_0", 4096), ("Q6_K", 5120)), 32768, *TYPICAL)
     return Effort(
         quick=False,
         pace=Pace(0.2, least=5),
         slow=2.0,
         rotation=rotation_bytes(cache_bytes, memory_bytes, quick=False),
         limit=600.0,
-        grid=Shapes(tuple(grid), (), heads, ((4096, 14336), (5120, 25600)), (("Q4_0", 4096), ("Q6_K", 5120)), 32768),
+        grid=grid,
         host_tokens=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048),
         acc_tokens=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
         copy_sizes=COPY_SIZES,
@@ -114,8 +125,11 @@ def model_shapes(spec: ModelSpec) -> Shapes:
     heads = {shape for unit in spec.units if unit.kind.gives_logits for shape in _shapes_of(unit.operations(config))}
     matmuls = _shapes_of(inside)
     attention = dict.fromkeys(o for o in inside if isinstance(o, Attend))
-    widest = max((o.up.rows for o in inside if isinstance(o, GatedProduct)), default=config.d_ffn)
+    widest = max((o.up.rows for o in inside if isinstance(o, GatedProduct)), default=config.d_ffn or config.d_model)
     tables = {(o.table.qtype, o.table.cols) for o in inside if isinstance(o, LookUp)}
+    rule, d_model = config.experts, config.d_model
+    experts = {(o.gate.qtype, o.down.qtype) for o in inside if isinstance(o, ExpertProducts)}
+    routers = {o.router.qtype for o in inside if isinstance(o, Route)}
     return Shapes(
         tuple(sorted(matmuls)),
         tuple(sorted(heads - matmuls)),
@@ -123,8 +137,12 @@ def model_shapes(spec: ModelSpec) -> Shapes:
         ((config.d_model, widest),),
         tuple(sorted(tables)),
         min(config.context, 16384),
+        tuple((*types, d_model, rule) for types in sorted(experts) if rule),
+        tuple((qtype, d_model, rule) for qtype in sorted(routers) if rule),
     )
 
 
 def _shapes_of(operations: Iterable[Operation]) -> set[tuple[str, int, int]]:
-    return {(m.qtype, m.rows, m.cols) for operation in operations for m in matrices_of(operation)}
+    """Of plain products; routers and stacks of experts have kernels of their own."""
+    plain = [o for o in operations if not isinstance(o, Route | ExpertProducts)]
+    return {(m.qtype, m.rows, m.cols) for operation in plain for m in matrices_of(operation)}

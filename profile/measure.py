@@ -19,11 +19,13 @@ from pshard.machine import (
     Contention,
     CopyTiming,
     ElementwiseTiming,
+    ExpertTiming,
     HostInfo,
     MachineProfile,
     MatmulTiming,
     Provenance,
     ReadTiming,
+    RouteTiming,
     ShareTiming,
 )
 from pshard.profile.effort import Effort, Shapes, shapes_to_tune
@@ -353,6 +355,8 @@ def _compose(
         matmuls=tuple(r for r in rows if isinstance(r, MatmulTiming)),
         attention=tuple(r for r in rows if isinstance(r, AttentionTiming)),
         elementwise=tuple(r for r in rows if isinstance(r, ElementwiseTiming)),
+        experts=tuple(r for r in rows if isinstance(r, ExpertTiming)),
+        routes=tuple(r for r in rows if isinstance(r, RouteTiming)),
         copies=link.copies,
         reads=host.reads,
         contention=link.contention,

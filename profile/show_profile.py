@@ -25,6 +25,7 @@ def print_profile(profile: MachineProfile, console: Console) -> None:
         *(_link_table(profile, side) for side in dict.fromkeys(c.device for c in profile.copies)),
         *(_matmul_table(profile, side) for side in _sides(profile)),
         _attention_table(profile),
+        _expert_table(profile),
         _collective_table(profile),
         _share_table(profile),
     ):
@@ -162,6 +163,23 @@ def _attention_table(profile: MachineProfile) -> Table:
         times = [f"{found[side] * 1e3:.3g}" if side in found else "-" for side in sides]
         new = str(tokens) if sequences == 1 else f"{sequences} x {tokens}"
         table.add_row(f"{heads}/{kv} x {dim}", new, str(context), *times)
+    return table
+
+
+def _expert_table(profile: MachineProfile) -> Table:
+    """Where some were timed, one row for each kind of layer and side."""
+    sides = _sides(profile)
+    counts = _spread(sorted({e.tokens for e in profile.experts}), SHOWN_COUNTS)
+    table = _table("Routed experts of one layer by tokens, ms", "experts", *(str(n) for n in counts))
+    found: dict[tuple[str, str], dict[int, float]] = {}
+    for e in profile.experts:
+        types = e.gate_qtype if e.gate_qtype == e.down_qtype else f"{e.gate_qtype}/{e.down_qtype}"
+        name = f"{types}, {e.used} of {e.experts}, {e.d_expert}x{e.d_model}"
+        found.setdefault((name, e.device), {})[e.tokens] = e.seconds
+    for (name, device), times in found.items():
+        if device in sides:
+            cells = [f"{times[n] * 1e3:.3g}" if n in times else "-" for n in counts]
+            table.add_row(f"{name}, {side_name(device)}", *cells)
     return table
 
 

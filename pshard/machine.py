@@ -7,7 +7,7 @@ from pshard.times.gpu_tiles import TileChoice
 
 PROFILE_VERSION = 1
 MEMORIES = ("pinned", "staged", "pageable")  # of copies, the fastest first
-ACCELERATOR_TABLES = ("matmuls", "attention", "elementwise", "copies")  # whose rows name a device
+ACCELERATOR_TABLES = ("matmuls", "attention", "elementwise", "copies", "experts", "routes")  # whose rows name a device
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,39 @@ class AttentionTiming:
     context: int
     seconds: float
     sequences: int = 1
+
+
+@dataclass(frozen=True)
+class ExpertTiming:
+    """Seconds of all routed experts of a layer, `experts` of them with `d_expert` rows each, of which every token takes
+    `used`, chosen at random: their gated products, results and weighted sum, added to the residual stream.
+
+    `gate_qtype`: of gate and up; `down_qtype`: of down. Operands are out of cache; `device` as in MatmulTiming.
+    """
+
+    device: str
+    gate_qtype: str
+    down_qtype: str
+    experts: int
+    used: int
+    d_expert: int
+    d_model: int
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RouteTiming:
+    """Seconds of a router: scores of `experts` experts from float32 [tokens, d_model], and the choice of `used` of
+    them for every token. `qtype`: of its matrix."""
+
+    device: str
+    qtype: str
+    experts: int
+    used: int
+    d_model: int
+    tokens: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -201,6 +234,8 @@ class MachineProfile:
     lockable_bytes: int | None = None  # host memory that can be page-locked, where a limit was met
     tiles: tuple[TileChoice, ...] = ()  # that the matmuls of accelerators were timed with
     ranks_per_host: int = 0
+    experts: tuple[ExpertTiming, ...] = ()  # none: not timed
+    routes: tuple[RouteTiming, ...] = ()
     version: int = PROFILE_VERSION
 
     def ranks_here(self, ranks: int) -> int:

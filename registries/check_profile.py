@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import permutations
 
 from pshard.machine import MachineProfile
+from pshard.quant import QUANT_TYPES
 
 LEAST_SECONDS = 1e-8  # nothing that is started takes less
 MOST_BYTES, MOST_FLOPS = 1e14, 1e17  # per second: machines of 2026 reach about 1e13 and 1e16
@@ -36,6 +37,7 @@ def check_timings(profile: MachineProfile) -> None:
     for field, rate, most in _rates(profile):
         if rate > most:
             raise ValueError(f"MachineProfile.{field} would be {rate:.3g} a second; no machine comes near {most:g}")
+    _check_experts(profile)
     for points in _curves(profile):
         for fast, slow in permutations(points, 2):
             if slow.seconds > UNLIKELY * fast.seconds * max(1.0, slow.size / fast.size) + STALL:
@@ -45,9 +47,21 @@ def check_timings(profile: MachineProfile) -> None:
                 )
 
 
+def _check_experts(profile: MachineProfile) -> None:
+    """Raise ValueError for experts that no model has."""
+    for table in ("experts", "routes"):
+        for i, row in enumerate(getattr(profile, table)):
+            if row.used > row.experts:
+                raise ValueError(f"MachineProfile.{table}[{i}].used is {row.used}, more than its {row.experts} experts")
+    for i, e in enumerate(profile.experts):  # prices go by the bytes of a type
+        for name in ("gate_qtype", "down_qtype"):
+            if (value := getattr(e, name)) not in QUANT_TYPES:
+                raise ValueError(f"MachineProfile.experts[{i}].{name} is {value!r}, which is no type of weights")
+
+
 def _amounts(profile: MachineProfile) -> Iterator[tuple[str, float, float]]:
     """Fields that are above 0, by name, and the least that they are."""
-    for table in ("matmuls", "attention", "copies", "collectives"):
+    for table in ("matmuls", "attention", "experts", "routes", "copies", "collectives"):
         for i, row in enumerate(getattr(profile, table)):
             yield f"{table}[{i}].seconds", row.seconds, LEAST_SECONDS
     for i, share in enumerate(profile.shares):
@@ -66,6 +80,10 @@ def _rates(profile: MachineProfile) -> Iterator[tuple[str, float, float]]:
     for i, a in enumerate(profile.attention):  # at least half of the pairs of a token and a cell
         pairs = a.sequences * a.tokens * a.context / 2
         yield f"attention[{i}].seconds", 4.0 * a.n_heads * a.head_dim * pairs / a.seconds, MOST_FLOPS
+    for i, e in enumerate(profile.experts):
+        yield f"experts[{i}].seconds", 6.0 * e.used * e.d_expert * e.d_model * e.tokens / e.seconds, MOST_FLOPS
+    for i, r in enumerate(profile.routes):
+        yield f"routes[{i}].seconds", 2.0 * r.experts * r.d_model * r.tokens / r.seconds, MOST_FLOPS
     for table in ("copies", "collectives"):
         for i, row in enumerate(getattr(profile, table)):
             yield f"{table}[{i}].seconds", row.nbytes / row.seconds, MOST_BYTES
@@ -85,6 +103,11 @@ def _curves(profile: MachineProfile) -> Iterator[list[Point]]:
     for i, a in enumerate(profile.attention):
         heads = (a.n_heads, a.n_kv_heads, a.head_dim)
         add("attention", i, (a.device, heads, a.kv_type, a.tokens, a.sequences), a.context, a.seconds)
+    for i, e in enumerate(profile.experts):
+        shape = (e.gate_qtype, e.down_qtype, e.experts, e.used, e.d_expert, e.d_model)
+        add("experts", i, (e.device, *shape), e.tokens, e.seconds)
+    for i, r in enumerate(profile.routes):
+        add("routes", i, (r.device, r.qtype, r.experts, r.used, r.d_model), r.tokens, r.seconds)
     for i, c in enumerate(profile.copies):
         add("copies", i, (c.device, c.direction, c.memory), c.nbytes, c.seconds)
     for i, s in enumerate(profile.collectives):

@@ -8,7 +8,7 @@ from pshard.jsonio import from_json, to_json
 from pshard.plan import REGISTRY_VERSION, RankPlan, Registry, TierPlan, Variant, to_newest_format
 from pshard.registries.fingerprint import digest
 from pshard.times.collectives import REDUCE_DTYPES
-from pshard.units.in_place import IN_PLACE_TOKENS
+from pshard.units.moe.in_place import IN_PLACE_TOKENS
 from pshard.workload import SPLIT_MODES, Workload
 
 WHERE = ("pinned", "streamed", "cpu")

@@ -37,11 +37,15 @@ def profile_input(profile: MachineProfile) -> tuple[str, str]:
 
 
 def digest_profile(profile: MachineProfile) -> str:
-    """SHA-256 (hex) of a profile with all its tables; a limit of page-locking that a run has met changes no timing."""
+    """SHA-256 (hex) of a profile with all its tables; a limit of page-locking that a run has met changes no timing.
+
+    Profiles of before there were several hosts, or experts were timed, are what they were.
+    """
     data = to_json(profile)
     del data["lockable_bytes"]
-    if not profile.ranks_per_host:  # as profiles were before there were any of several hosts
-        del data["ranks_per_host"]
+    for later in ("ranks_per_host", "experts", "routes"):
+        if not data[later]:
+            del data[later]
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 

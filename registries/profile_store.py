@@ -16,9 +16,20 @@ from pshard.paths import cache_dir
 from pshard.registries.check_profile import check_timings
 
 # What was timed has some size: rates are divided by it.
-_SIZES = frozenset(
-    ["rows", "cols", "tokens", "width", "nbytes", "n_heads", "n_kv_heads", "head_dim", "context", "sequences", "ranks"]
-)
+_SIZES = {
+    "rows",
+    "cols",
+    "tokens",
+    "width",
+    "nbytes",
+    "n_heads",
+    "n_kv_heads",
+    "head_dim",
+    "context",
+    "sequences",
+    "ranks",
+}
+_SIZES |= {"experts", "used", "d_expert", "d_model"}
 
 
 def default_profile_path() -> Path:

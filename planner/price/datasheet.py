@@ -16,6 +16,7 @@ from pshard.machine import (
     Provenance,
     ReadTiming,
 )
+from pshard.planner.price.experts.expert_sheet import expert_rows, route_rows
 from pshard.quant import packed_nbytes
 
 SHAPES = ((1024, 1024), (4096, 4096), (25600, 5120), (152064, 5120))
@@ -105,6 +106,10 @@ def profile_from_datasheet(rates: Rates, notes: tuple[str, ...] = ()) -> Machine
         for n in COPY_SIZES
         if rates.collective_rate
     ]
+    routing = (
+        ("host", rates.host_memory, rates.host_flops, rates.kernel_seconds),
+        ("acc", rates.acc_memory, rates.acc_flops, rates.kernel_seconds),
+    )
     accelerators = tuple(
         AcceleratorInfo(
             rates.kind, i, rates.accelerator, rates.acc_memory_bytes, rates.pcie_generation, rates.pcie_width
@@ -123,6 +128,8 @@ def profile_from_datasheet(rates: Rates, notes: tuple[str, ...] = ()) -> Machine
         handoff_seconds=rates.handoff_seconds,
         provenance=Provenance("datasheet", "", "", "", "", "", "", notes=notes),
         collectives=tuple(collectives),
+        experts=tuple(row for side in routing for row in expert_rows(*side)),
+        routes=tuple(row for side in routing for row in route_rows(*side)),
     )
 
 

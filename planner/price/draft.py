@@ -12,7 +12,7 @@ from pshard.planner.price.tier_costs import TierCosts
 from pshard.steps.emit import SOURCES, emit_steps
 from pshard.steps.step import StepList, StepShape
 from pshard.units.divide_unit import brought_part, joined_width, kept_nbytes
-from pshard.units.in_place import reads_in_place
+from pshard.units.moe.in_place import reads_in_place
 from pshard.units.share import Share
 from pshard.units.unit import Unit
 from pshard.workload import Workload

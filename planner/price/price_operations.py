@@ -91,9 +91,11 @@ def price_operation(operation: Operation, by: OneSide) -> list[Term]:
         case Attend():
             return [(Order.OTHER, _attention(by, operation))]
         case Route(router):
-            return [(Order.OTHER, _matmul(by, router) + _elementwise(by, "norm", router.rows))]
+            timed = by.tables.routed.route(by.side, operation, by.rows)
+            return [(Order.OTHER, _untimed_route(by, router) if timed is None else timed)]
         case ExpertProducts():
-            return [(Order.OTHER, _experts(by, operation))]
+            timed = by.tables.routed.experts(by.side, operation, by.rows)
+            return [(Order.OTHER, _untimed_experts(by, operation) if timed is None else timed)]
     raise TypeError(f"no formula says what {operation} costs")
 
 
@@ -105,8 +107,14 @@ def _matmul(by: OneSide, matrix: TensorSpec) -> float:
     return by.tables.matmul(by.side, matrix.qtype, matrix.rows, matrix.cols, by.rows)
 
 
-def _experts(by: OneSide, experts: ExpertProducts) -> float:
-    """All experts that are used as one matrix as tall as they are together, of as many tokens as each of them has."""
+def _untimed_route(by: OneSide, router: TensorSpec) -> float:
+    """Where a profile has no routers: a product, and a choice that takes what a norm of the scores does."""
+    return _matmul(by, router) + _elementwise(by, "norm", router.rows)
+
+
+def _untimed_experts(by: OneSide, experts: ExpertProducts) -> float:
+    """Where a profile has no experts: all that are used as one matrix as tall as they are together, of as many tokens
+    as each of them has."""
     used, tokens = experts.used(by.rows)
     seconds = 0.0
     for stack in (experts.gate, experts.up, experts.down):

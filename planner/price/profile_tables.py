@@ -15,6 +15,7 @@ from pshard.batch_sizes import SMALL_BATCH, TILE_TOKENS
 from pshard.errors import UserError
 from pshard.machine import MEMORIES, Contention, MachineProfile
 from pshard.plan import NOTHING_LEARNT, Correction
+from pshard.planner.price.experts.expert_tables import ExpertTables
 from pshard.quant import packed_nbytes
 from pshard.times.collectives import fastest_collective
 from pshard.times.curves import Curve, interpolate
@@ -53,6 +54,7 @@ class Tables:
         for (device, kv_type, heads, sequences, tokens), points in cells.items():
             by, count = (self._attention, tokens) if sequences == 1 else (self._together, sequences)
             by[device, kv_type].setdefault(heads, {})[count] = _curve(points)
+        self.routed = ExpertTables(profile)
         self._elementwise = _grouped(((e.device, e.what), e.tokens * e.width, e.seconds) for e in profile.elementwise)
         copies = (c for c in profile.copies if c.device == "acc")
         self._copies = _grouped(((c.direction, c.memory), c.nbytes, c.seconds) for c in copies)
@@ -158,13 +160,15 @@ class Tables:
             raise UserError(f"the machine profile has no {direction} copy timings; run pshard-profile again")
         return interpolate(curve, nbytes)
 
-    def handoff(self, to: str, nbytes: int, vector_bytes: int) -> float:
-        """Seconds of moving activations one way. The profile's figure is a round trip of one hidden vector."""
-        key = (to, nbytes, vector_bytes)
+    def handoff(self, to: str, nbytes: int, vector_bytes: int, copies: int = 1) -> float:
+        """Seconds of moving activations one way, `nbytes` in so many copies. The profile's figure is a round trip of
+        one hidden vector, in one."""
+        key = (to, nbytes, vector_bytes, copies)
         if key not in self._seen:
             direction = "h2d" if to == "acc" else "d2h"
             more = self.copy(direction, nbytes) - self.copy(direction, vector_bytes)
-            self._seen[key] = self.profile.handoff_seconds / 2 + max(0.0, more)
+            latencies = (copies - 1) * self.copy(direction, 1)
+            self._seen[key] = self.profile.handoff_seconds / 2 + max(0.0, more) + latencies
         return self._seen[key]
 
     def collective(self, ranks: int, nbytes: int, copies: bool = False, dtype: str = "f32") -> float:

@@ -327,7 +327,8 @@ def _price(step: Step, costs: TierCosts) -> _Act:
         case WriteBack():
             return _WRITE, step, costs.units[step.unit].kv_write, 2 * costs.copy_issue
         case Handoff():
-            return _HAND_OFF, step, costs.handoff(step.to, step.nbytes), step.to == "cpu"
+            seconds = costs.handoff(step.to, step.nbytes, len(step.carries))
+            return _HAND_OFF, step, seconds, step.to == "cpu"
         case Free():
             return _FREE, step, 0.0, step.slot
     return _OTHERS[type(step)], step, 0.0, None

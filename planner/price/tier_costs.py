@@ -62,8 +62,9 @@ class TierCosts:
             self._divided_speeds[name, share] = self._slowdown(cost.cpu_reads, cost.cpu)
         return self._divided_speeds[name, share]
 
-    def handoff(self, to: str, nbytes: int) -> float:
-        return self.tables.handoff(to, nbytes, self.vector_bytes)
+    def handoff(self, to: str, nbytes: int, copies: int = 1) -> float:
+        """Seconds of handing `nbytes` of activations over in so many copies, one for each buffer."""
+        return self.tables.handoff(to, nbytes, self.vector_bytes, copies)
 
     def all_reduce(self, nbytes: int, copies: bool = False) -> float:
         """Seconds of summing the ranks' parts, `nbytes` of float32 each, in the type in which the run will."""

@@ -7,7 +7,7 @@ from pshard.planner.price.price_operations import OneSide, price_operations
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_loads import TierLoad
 from pshard.units.divide_unit import divide_unit, joined_width
-from pshard.units.in_place import reads_in_place, used_nbytes
+from pshard.units.moe.in_place import reads_in_place, used_nbytes
 from pshard.units.share import WHOLE, Share
 from pshard.units.unit import Unit
 from pshard.workload import Workload

@@ -11,7 +11,7 @@ from pshard.planner.program.counts import Counts
 from pshard.planner.program.tier_problems import ClassCost, DividedClassCost, TierProblem
 from pshard.planner.program.unit_classes import UnitClass
 from pshard.units.divide_unit import joined_width
-from pshard.units.in_place import reads_in_place
+from pshard.units.moe.in_place import reads_in_place
 from pshard.units.share import Share
 
 

@@ -14,7 +14,7 @@ from pshard.planner.program.least_times import Floor
 from pshard.planner.program.unit_classes import UnitClass
 from pshard.planner.search.residency_order import Residency, assign_cpu, assign_divided
 from pshard.units.divide_unit import without_cpu
-from pshard.units.in_place import reads_in_place
+from pshard.units.moe.in_place import reads_in_place
 from pshard.units.share import WHOLE, Share
 
 SLOT_CHOICES = (1, 2, 3, 4)

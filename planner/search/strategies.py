@@ -11,7 +11,7 @@ from functools import cache, partial
 from pshard.model import ModelSpec
 from pshard.plan import TierPlan
 from pshard.planner.price.draft import Room, draft_tier
-from pshard.units.in_place import IN_PLACE_TOKENS
+from pshard.units.moe.in_place import IN_PLACE_TOKENS
 from pshard.units.unit import Unit
 
 SLOTS = 2  # double buffering, as published

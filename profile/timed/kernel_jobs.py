@@ -5,13 +5,15 @@ from dataclasses import dataclass
 from functools import partial
 
 from pshard.batch_sizes import LOGIT_ROWS
-from pshard.machine import AttentionTiming, ElementwiseTiming, MatmulTiming
+from pshard.machine import AttentionTiming, ElementwiseTiming, ExpertTiming, MatmulTiming, RouteTiming
 from pshard.profile.effort import Effort, Shapes
+from pshard.profile.timed.time_experts import time_experts, time_router
 from pshard.profile.timed.time_kernels import KernelBench, time_attention, time_elementwise, time_embedding, time_matmul
 
-Row = MatmulTiming | AttentionTiming | ElementwiseTiming
+Row = MatmulTiming | AttentionTiming | ElementwiseTiming | ExpertTiming | RouteTiming
 KV_TYPE = "bf16"
 TOGETHER, TOGETHER_CONTEXTS = (16, 64), (128, 1024)  # sequences that decode at once, and cells of each
+EXPERT_TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 FILL_SECONDS = 0.1  # in which operand copies are laid out on an accelerator, roughly; only for the expected time
 
 
@@ -30,7 +32,7 @@ class Job:
 def list_jobs(side: str, effort: Effort, model: Shapes | None) -> list[Job]:
     """All kernel timings of one side ("host", "acc", "acc1"...), each once: a model's own shapes first, then the grid.
 
-    Only matmuls of the grid are optional: its attention and elementwise rows stand in for every model's.
+    Only matmuls and experts of the grid are optional: its attention and elementwise rows stand in for every model's.
     """
     jobs: dict[object, Job] = {}
     for shapes, of_grid in ((model, False), (effort.grid, True)):
@@ -68,6 +70,24 @@ def _jobs_of(side: str, effort: Effort, shapes: Shapes, of_grid: bool) -> Iterat
         run = partial(time_matmul, qtype=qtype, rows=rows, cols=cols, tokens=counts)
         expected = fill + each * len(counts) + effort.slow
         yield (qtype, rows, cols), Job(side, f"{name} matmul {qtype} {rows}x{cols}", expected, of_grid, run)
+    yield from _expert_jobs(side, effort, shapes, of_grid)
+
+
+def _expert_jobs(side: str, effort: Effort, shapes: Shapes, of_grid: bool) -> Iterator[tuple[object, Job]]:
+    """Routers and experts; a rule's details that rows do not have make no jobs of their own."""
+    most = max(effort.host_tokens if side == "host" else effort.acc_tokens)
+    tokens, name = tuple(t for t in EXPERT_TOKENS if t <= most), side_name(side)
+    expected = 1.5 * effort.pace.seconds * len(tokens) + effort.slow + (FILL_SECONDS if side != "host" else 0.0)
+    run: Callable[[KernelBench], Sequence[Row]]
+    for qtype, d_model, rule in shapes.routers:
+        run = partial(time_router, qtype=qtype, d_model=d_model, rule=rule, tokens=tokens)
+        label = f"{name} router {qtype}, {rule.used} of {rule.count}"
+        yield ("router", qtype, d_model, rule.count, rule.used), Job(side, label, expected, of_grid, run)
+    for gate, down, d_model, rule in shapes.experts:
+        run = partial(time_experts, types=(gate, down), d_model=d_model, rule=rule, tokens=tokens)
+        label = f"{name} experts {gate}, {rule.used} of {rule.count}, {rule.d_expert}x{d_model}"
+        key = ("experts", gate, down, d_model, rule.count, rule.used, rule.d_expert)
+        yield key, Job(side, label, expected, of_grid, run)
 
 
 def side_name(side: str) -> str:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from pshard.profile.identify import count_cores
-from pshard.quant import QUANT_TYPES, ROW_BLOCK, packed_nbytes, plane_offsets, record_nbytes
+from pshard.quant import QUANT_TYPES, ROW_BLOCK, TENSOR_ALIGN, align, packed_nbytes, plane_offsets, record_nbytes
 from pshard.runtime.kernels.api import LayerKV, Packed
 from pshard.runtime.kernels.kv_codec import encode_cells
 from pshard.runtime.memory.host_memory import map_memory
@@ -66,12 +66,32 @@ class OperandPool:
         """Copies of a random [rows, cols] matrix that together span the pool's bytes; at least one."""
         nbytes = packed_nbytes(qtype, rows, cols)
         copies = self._split(nbytes)
-        if self.device.type != "cpu":
-            record = torch.from_numpy(random_record(qtype, cols)).to(self.device)
-            copies[0].copy_(record.repeat(-(-nbytes // record.numel()))[:nbytes])
-            for copy in copies[1:]:
-                copy.copy_(copies[0])
+        self._fill(copies, qtype, cols)
         return [Packed(copy, qtype, rows, cols) for copy in copies]
+
+    def rotate_experts(
+        self, gate_qtype: str, down_qtype: str, d_expert: int, d_model: int
+    ) -> list[tuple[Packed, Packed, Packed]]:
+        """Copies of a random expert that together span the pool's bytes: its gate and up [d_expert, d_model], and down
+        [d_model, d_expert]."""
+        shapes = [(gate_qtype, d_expert, d_model)] * 2 + [(down_qtype, d_model, d_expert)]
+        sizes = [packed_nbytes(*shape) for shape in shapes]
+        at = [0, align(sizes[0], TENSOR_ALIGN), 2 * align(sizes[0], TENSOR_ALIGN)]
+        copies = self._split(at[2] + sizes[2])
+        parts = [[copy[start : start + size] for copy in copies] for start, size in zip(at, sizes)]
+        for (qtype, _, cols), those in zip(shapes, parts):
+            self._fill(those, qtype, cols)
+        gate, up, down = ([Packed(c, *shape) for c in those] for shape, those in zip(shapes, parts))
+        return list(zip(gate, up, down))
+
+    def _fill(self, copies: list[torch.Tensor], qtype: str, cols: int) -> None:
+        """Write a random matrix of so many columns into every copy; the host's pool has ordinary numbers already."""
+        if self.device.type == "cpu":
+            return
+        record, nbytes = torch.from_numpy(random_record(qtype, cols)).to(self.device), copies[0].numel()
+        copies[0].copy_(record.repeat(-(-nbytes // record.numel()))[:nbytes])
+        for copy in copies[1:]:
+            copy.copy_(copies[0])
 
     def rotate_kv(self, context: int, n_kv_heads: int, head_dim: int, kv_type: str) -> list[LayerKV]:
         """Copies of a random one-sequence KV cache that together span the pool's bytes; at least one."""

@@ -65,8 +65,8 @@ def _run(argv: list[str]) -> int:
     if args.write_lp:
         _write_lp(args.write_lp, planned.spec, profile, planned.asked, planned.variants[0])
     emitted = emit_arguments(planned, args.emit) if args.emit else []  # refused before anything is written
-    if args.split_mode != "none" and not profile.collectives:
-        tell("note: the profile has no collectives; what ranks exchange is priced as copies through host memory")
+    for gap in list_gaps(profile, args.split_mode != "none", planned.spec.config.experts is not None):
+        tell(f"note: {gap}")
     if registry:
         for why in save_variants(registry, planned.spec.name, planned.inputs, planned.variants).notes:
             tell(f"note: {why}")
@@ -81,6 +81,17 @@ def _run(argv: list[str]) -> int:
     where = registry or "not written, as the plan is for another machine; --registry FILE keeps it"
     tell(f"registry: {where}")
     return 0
+
+
+def list_gaps(profile: MachineProfile, splits: bool, routes: bool) -> list[str]:
+    """What the profile lacks for a plan that splits a model, or for a model with routed experts, and how it is priced
+    instead."""
+    gaps = []
+    if splits and not profile.collectives:
+        gaps.append("the profile has no collectives; what ranks exchange is priced as copies through host memory")
+    if routes and not profile.experts:
+        gaps.append("the profile has no routed experts; they are priced as matrices; pshard-profile -m times a model's")
+    return gaps
 
 
 def _find_registry(args: argparse.Namespace, model: Path, elsewhere: bool) -> Path | None:

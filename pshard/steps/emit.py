@@ -27,8 +27,8 @@ from pshard.steps.step import (
     WriteBack,
 )
 from pshard.units.divide_unit import divide_unit, joined_width
-from pshard.units.in_place import reads_in_place
-from pshard.units.routed import ROUTED, routed_words
+from pshard.units.moe.in_place import reads_in_place
+from pshard.units.moe.routed import ROUTED, routed_words
 from pshard.units.unit import Unit, UnitKind
 
 # a search emits the same few steps thousands of times: equal ones are one object

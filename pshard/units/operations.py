@@ -111,7 +111,7 @@ class ExpertProducts:
         return max(1, round(self.gate.parts * share)), max(1, round(tokens * self.chosen / self.of / share))
 
 
-def used_share(chosen: int, of: int, tokens: int) -> float:
+def used_share(chosen: int, of: int, tokens: float) -> float:
     """The share of equal parts that so many tokens are expected to use, of which each takes `chosen` at random."""
     return 1 - (1 - chosen / of) ** tokens
 

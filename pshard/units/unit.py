@@ -63,7 +63,7 @@ class UnitKind:
         scratch: buffers that it needs for micro-batches of so many tokens.
         adds: whether its result is added to the residual stream, so that ranks' parts of it are summed.
         leads: whether it is the first of its layer.
-        routing: "makes" what is handed on beside the residual stream (pshard/units/routed.py), "reads" it, or "".
+        routing: "makes" what is handed on beside the residual stream (pshard/units/moe/routed.py), "reads" it, or "".
         llama_cpp: its tensors as a regular expression over what follows `blk.N.`; "" for units outside layers.
         strategy: what published strategies do with it: "first" (pinned before others), "bulk" (fills what is left) or
             "head".

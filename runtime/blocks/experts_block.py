@@ -8,8 +8,8 @@ from pshard.runtime.blocks.block import Block, Residual, Side, Work
 from pshard.runtime.blocks.routed_rows import take_normed
 from pshard.runtime.kernels.api import ExpertWeights, Packed
 from pshard.runtime.memory.weights import UnitWeights
-from pshard.units.experts import BIASES, DOWN, GATE, UP
-from pshard.units.routed import expert_buffers, rule_of
+from pshard.units.moe.experts import BIASES, DOWN, GATE, UP
+from pshard.units.moe.routed import expert_buffers, rule_of
 from pshard.units.unit import Unit
 
 

@@ -10,11 +10,11 @@ from pshard.runtime.blocks.router_block import RouterBlock
 from pshard.runtime.blocks.shared_block import SharedBlock
 from pshard.units.attention import ATTENTION
 from pshard.units.embedding import EMBEDDING
-from pshard.units.experts import EXPERTS
 from pshard.units.ffn import FFN
+from pshard.units.moe.experts import EXPERTS
+from pshard.units.moe.router import ROUTER
+from pshard.units.moe.shared_experts import SHARED_EXPERTS
 from pshard.units.output import OUTPUT
-from pshard.units.router import ROUTER
-from pshard.units.shared_experts import SHARED_EXPERTS
 from pshard.units.unit import UnitKind
 
 BLOCKS: dict[str, Block] = {

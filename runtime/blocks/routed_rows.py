@@ -1,10 +1,10 @@
-"""What a router leaves to the units of its layer, as tensors; see pshard/units/routed.py."""
+"""What a router leaves to the units of its layer, as tensors; see pshard/units/moe/routed.py."""
 
 import torch
 
 from pshard.runtime.blocks.block import Side
 from pshard.runtime.kernels.api import Routes
-from pshard.units.routed import ROUTED, rule_of
+from pshard.units.moe.routed import ROUTED, rule_of
 
 
 def view_routed(side: Side, n: int) -> tuple[torch.Tensor, Routes]:

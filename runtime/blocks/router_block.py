@@ -3,8 +3,8 @@
 from pshard.runtime.blocks.block import Block, Residual, Work, normalise
 from pshard.runtime.blocks.routed_rows import view_routed
 from pshard.runtime.memory.weights import UnitWeights
-from pshard.units.routed import rule_of
-from pshard.units.router import BIAS, CHOICE_BIAS, NORM, WEIGHT
+from pshard.units.moe.routed import rule_of
+from pshard.units.moe.router import BIAS, CHOICE_BIAS, NORM, WEIGHT
 
 
 class RouterBlock(Block):

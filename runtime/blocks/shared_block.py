@@ -5,7 +5,7 @@ import torch
 from pshard.runtime.blocks.block import Block, Residual, Work, leave
 from pshard.runtime.blocks.routed_rows import take_normed, view_routed
 from pshard.runtime.memory.weights import UnitWeights
-from pshard.units.shared_experts import DOWN, GATE, SCALE, UP
+from pshard.units.moe.shared_experts import DOWN, GATE, SCALE, UP
 
 
 class SharedBlock(Block):

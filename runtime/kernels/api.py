@@ -193,7 +193,7 @@ class Kernels(Protocol):
         weight * (down . act(gate . x + bias, up . x + bias) + bias). x [M, D] act_dtype; out float32, row strides free.
 
         act(g, u) is silu(g) * u, or for "clamped" with g = min(g, 7), u = clamp(u, -7, 7): g * sigmoid(1.702 g) *
-        (u + 1). The order of sums depends on shapes and routes only. scratch: what pshard.units.experts lists.
+        (u + 1). The order of sums depends on shapes and routes only. scratch: what pshard.units.moe.experts lists.
         """
         ...
 

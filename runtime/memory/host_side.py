@@ -14,7 +14,7 @@ from pshard.runtime.kernels.api import Kernels
 from pshard.runtime.memory.host_memory import map_memory
 from pshard.runtime.memory.workspace import carve_workspace
 from pshard.units.kv_cells import kv_blocks
-from pshard.units.routed import ROUTED
+from pshard.units.moe.routed import ROUTED
 from pshard.units.state import StateShape
 
 

@@ -1,5 +1,6 @@
 """Scratch tensors of one side (accelerator or host), carved from one piece of memory as pshard.buffers lists them."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -27,15 +28,23 @@ def carve_workspace(
     memory: torch.Tensor, spec: ModelSpec, tokens: int, shape: StateShape, act_dtype: torch.dtype
 ) -> Workspace:
     """Lay the scratch buffers into `memory` (uint8, at least scratch_bytes long)."""
+    tensors, at = view_buffers(memory, scratch_buffers(spec, tokens, shape), act_dtype)
+    tile = memory[at : at + dequant_bytes(spec, tokens, act_dtype.itemsize)]
+    return Workspace(tokens, tensors, tile)
+
+
+def view_buffers(
+    memory: torch.Tensor, buffers: Iterable[Buffer], act_dtype: torch.dtype
+) -> tuple[dict[str, torch.Tensor], int]:
+    """Buffers one behind the other in `memory` (uint8), by name, and where they end."""
     tensors, at = {}, 0
-    for buffer in scratch_buffers(spec, tokens, shape):
+    for buffer in buffers:
         dtype = torch.float32 if buffer.dtype == "f32" else act_dtype
         tensors[buffer.name] = _view(memory, at, buffer, dtype)
         at += buffer.nbytes(act_dtype.itemsize)
-    tile = memory[at : at + dequant_bytes(spec, tokens, act_dtype.itemsize)]
     for name in {"index", "order"} & set(tensors):
         tensors[name] = tensors[name].view(torch.int32)
-    return Workspace(tokens, tensors, tile)
+    return tensors, at
 
 
 def _view(memory: torch.Tensor, at: int, buffer: Buffer, dtype: torch.dtype) -> torch.Tensor:

@@ -144,7 +144,7 @@ def random_routes(tokens: int, rule: Experts, seed: int = 8) -> Routes:
 
 
 def make_scratch(tokens: int, rule: Experts, d_model: int) -> dict[str, torch.Tensor]:
-    """As pshard.units.experts lists it, full of what nobody wrote."""
+    """As pshard.units.moe.experts lists it, full of what nobody wrote."""
     pairs = tokens * rule.used
     kind = torch.bfloat16
     return {

@@ -8,13 +8,13 @@ from toy_kinds import ToyFile, attention_forward, make_unit, norm
 from pshard.model_config import Experts
 from pshard.runtime.kernels.plain_experts import activate
 from pshard.units.attention import ATTENTION
-from pshard.units.experts import BIASES, DOWN, EXPERTS, GATE, UP
 from pshard.units.ffn import FFN
-from pshard.units.router import BIAS, CHOICE_BIAS, NORM, ROUTER, WEIGHT
-from pshard.units.shared_experts import DOWN as SHARED_DOWN
-from pshard.units.shared_experts import GATE as SHARED_GATE
-from pshard.units.shared_experts import SCALE, SHARED_EXPERTS
-from pshard.units.shared_experts import UP as SHARED_UP
+from pshard.units.moe.experts import BIASES, DOWN, EXPERTS, GATE, UP
+from pshard.units.moe.router import BIAS, CHOICE_BIAS, NORM, ROUTER, WEIGHT
+from pshard.units.moe.shared_experts import DOWN as SHARED_DOWN
+from pshard.units.moe.shared_experts import GATE as SHARED_GATE
+from pshard.units.moe.shared_experts import SCALE, SHARED_EXPERTS
+from pshard.units.moe.shared_experts import UP as SHARED_UP
 from pshard.units.unit import Unit
 
 N_EXPERTS, D_EXPERT = 8, 32

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from experts_file import RULES, ExpertsFile
 from manual_clock import ManualClock
 
 from pshard.commands import cli_profile
@@ -14,7 +15,7 @@ from pshard.errors import UserError
 from pshard.jsonio import from_json, to_json
 from pshard.machine import ACCELERATOR_TABLES, AcceleratorInfo, MachineProfile, MatmulTiming
 from pshard.model import ModelSpec
-from pshard.model_config import ModelConfig, Rope
+from pshard.model_config import Experts, ModelConfig, Rope
 from pshard.profile.compare_profiles import compare_profiles
 from pshard.profile.effort import Effort, Shapes, full_effort, model_shapes, quick_effort
 from pshard.profile.identify import identify_host, unlike_accelerators, unlike_links
@@ -44,7 +45,10 @@ from pshard.units.output import OUTPUT
 from pshard.units.unit import Unit
 
 KIB = 1 << 10
-GRID = Shapes((("Q4_0", 64, 64), ("BF16", 32, 64)), (), (Attend(2, 1, 32),), ((64, 128),), (("Q8_0", 64),), 64)
+RULE = Experts(4, 2, 32)
+ROUTED = ((("Q4_0", "Q8_0", 64, RULE),), (("F32", 64, RULE),))
+MATMULS = (("Q4_0", 64, 64), ("BF16", 32, 64))
+GRID = Shapes(MATMULS, (), (Attend(2, 1, 32),), ((64, 128),), (("Q8_0", 64),), 64, *ROUTED)
 TINY = Effort(
     quick=True,
     pace=Pace(0.001),
@@ -102,6 +106,17 @@ def test_a_profile_says_that_others_had_the_cores(monkeypatch, share, told):
     assert any("30%" in note for note in notes) == told
 
 
+def test_routers_and_experts_are_timed_on_both_sides(profile):
+    experts = {
+        (e.device, e.gate_qtype, e.down_qtype, e.experts, e.used, e.d_expert, e.d_model) for e in profile.experts
+    }
+    assert experts == {(device, "Q4_0", "Q8_0", 4, 2, 32, 64) for device in ("host", "acc")}
+    routers = {(r.device, r.qtype, r.experts, r.used, r.d_model) for r in profile.routes}
+    assert routers == {(device, "F32", 4, 2, 64) for device in ("host", "acc")}
+    for table in (profile.experts, profile.routes):
+        assert {row.tokens for row in table} == {1, 4, 16, 64} and all(row.seconds > 0 for row in table)
+
+
 def test_figures_are_positive_and_plausible(profile):
     for row in (*profile.matmuls, *profile.attention, *profile.copies):
         assert 0 < row.seconds < 5
@@ -134,6 +149,7 @@ def test_changes_name_the_field_and_the_rates_that_moved(profile):
         profile,
         host=replace(profile.host, threads=2),
         matmuls=tuple(replace(m, seconds=2 * m.seconds) if m.qtype == "Q4_0" else m for m in profile.matmuls),
+        experts=tuple(replace(e, seconds=2 * e.seconds) for e in profile.experts),
         copies=tuple(replace(c, seconds=1.05 * c.seconds) for c in profile.copies),
         handoff_seconds=profile.handoff_seconds / 2,
     )
@@ -142,6 +158,8 @@ def test_changes_name_the_field_and_the_rates_that_moved(profile):
         "host threads",
         "host matmul Q4_0, few tokens",
         "host matmul Q4_0, many tokens",
+        "host experts Q4_0, few tokens",
+        "host experts Q4_0, many tokens",
         "hand-off",
     }
     assert (changes["host threads"].before, changes["host threads"].after) == ("1", "2")
@@ -183,6 +201,18 @@ def test_a_model_adds_exactly_its_own_shapes():
     assert len({job.label for job in matmuls}) == len(matmuls) == 7
 
 
+def test_a_model_with_experts_adds_these_and_its_router_and_no_stack_as_a_matrix():
+    rule = RULES["of the chosen"]
+    shapes = model_shapes(ExpertsFile(rule).spec)
+    assert shapes.experts == (("F32", "F32", 64, rule),)
+    assert shapes.routers == (("F32", 64, rule),)
+    assert not {rows for _, rows, _ in shapes.matmuls} & {rule.count, rule.count * rule.d_expert, rule.count * 64}
+    jobs = [job for job in list_jobs("host", TINY, shapes) if "router" in job.label or "experts" in job.label]
+    assert [job.optional for job in jobs] == [False, False, True, True]  # the grid's are the last
+    alike = replace(shapes, experts=(("Q4_0", "Q8_0", 64, replace(RULE, scale=2.5)),))
+    assert len([job for job in list_jobs("host", TINY, alike) if "experts" in job.label]) == 1
+
+
 def test_only_the_grid_is_skipped_for_lack_of_time(monkeypatch):
     monkeypatch.setattr("pshard.profile.measure.disturbed_share", lambda before, after: 0.0)
     ran: list[str] = []
@@ -191,7 +221,7 @@ def test_only_the_grid_is_skipped_for_lack_of_time(monkeypatch):
         for job in list_jobs("host", TINY, model_shapes(small_spec()))
     ]
     rows, skipped = run_jobs(jobs, deadline=0.0, benches={"host": None}, progress=lambda label, share: None)
-    assert rows == [] and skipped == 2
+    assert rows == [] and skipped == 4
     assert ran == [job.label for job in jobs if not job.optional]
 
 
@@ -372,7 +402,7 @@ def test_like_accelerators_with_another_link_have_their_own_copies(monkeypatch, 
     measured = measure_machine(request(), lambda label, share: None)
     assert {c.device for c in measured.copies} == {"acc", "acc1"}
     assert {m.device for m in measured.matmuls} == {"host", "acc"}
-    assert [measured.sources(i) for i in range(4)] == [("acc",) * 4, ("acc", "acc", "acc", "acc1")] * 2
+    assert [measured.sources(i) for i in range(4)] == [("acc",) * 6, ("acc", "acc", "acc", "acc1", "acc", "acc")] * 2
 
 
 @pytest.mark.slow

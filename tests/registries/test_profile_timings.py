@@ -1,5 +1,6 @@
 """Profiles whose timings no machine has are refused with the field's name; honest ones, noisy too, are read."""
 
+import hashlib
 import json
 import math
 from dataclasses import replace
@@ -11,6 +12,7 @@ from pshard.errors import UserError
 from pshard.machine import CollectiveTiming, CopyTiming, MachineProfile, ShareTiming
 from pshard.planner.price.datasheet import Rates, profile_from_datasheet
 from pshard.registries.check_profile import check_timings
+from pshard.registries.fingerprint import digest_profile
 from pshard.registries.profile_store import load_profile, save_profile
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,6 +45,8 @@ def test_every_profile_that_was_kept_is_valid(path: Path) -> None:
         ("attention", "seconds"),
         ("copies", "seconds"),
         ("collectives", "seconds"),
+        ("experts", "seconds"),
+        ("routes", "seconds"),
         ("reads", "rate"),
         ("shares", "whole"),
         ("shares", "together"),
@@ -70,6 +74,9 @@ def test_what_takes_no_time_or_no_number_is_refused_by_its_field(
         ("matmuls", 7, 2e-8, r"matmuls\[7\]\.seconds would be 4.29e\+17 a second; no machine comes near 1e\+17"),
         ("matmuls", 2, 9.0, r"matmuls\[2\]\.seconds is 9 for a size of 16, which does not go with"),
         ("attention", 3, 80.0, r"attention\[3\]\.seconds is 80 for a size of 65536, which does not go with"),
+        ("experts", 5, 1e-7, r"experts\[5\]\.seconds would be 7.73e\+17 a second"),
+        ("experts", 2, 9.0, r"experts\[2\]\.seconds is 9 for a size of 16, which does not go with"),
+        ("routes", 0, 1e-12, r"routes\[0\]\.seconds is 1e-12; on every machine"),
         ("collectives", 4, 1e-7, r"collectives\[4\]\.seconds would be 2.68e\+15 a second"),
     ],
 )
@@ -78,6 +85,32 @@ def test_a_timing_that_no_machine_comes_near_or_that_soars_is_refused_by_its_fie
 ) -> None:
     with pytest.raises(ValueError, match=told):
         check_timings(with_row(table, place, seconds=seconds))
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"used": 129}, r"experts\[0\]\.used is 129, more than its 128 experts"),
+        ({"used": 0}, r"experts\[0\]\.used is 0, not 1 or more"),
+        ({"down_qtype": "Q9_9"}, r"experts\[0\]\.down_qtype is 'Q9_9', which is no type of weights"),
+    ],
+)
+def test_experts_that_no_model_has_are_refused_by_their_field(tmp_path: Path, fields: dict, told: str) -> None:
+    path = save_profile(with_row("experts", 0, **fields), tmp_path / "p.json")
+    with pytest.raises(UserError, match=rf"is damaged: MachineProfile\.{told}"):
+        load_profile(path)
+
+
+def test_profiles_of_before_experts_were_timed_load_as_the_profiles_that_they_were(tmp_path: Path) -> None:
+    before = replace(made_up(), experts=(), routes=())
+    path = save_profile(before, tmp_path / "p.json")
+    data = json.loads(path.read_text())
+    del data["experts"], data["routes"]
+    path.write_text(json.dumps(data))
+    assert load_profile(path) == before
+    old = {key: value for key, value in data.items() if key != "lockable_bytes"}
+    assert digest_profile(before) == hashlib.sha256(json.dumps(old, sort_keys=True).encode()).hexdigest()
+    assert digest_profile(before) != digest_profile(made_up())
 
 
 def curve(make: type, rows: dict[int, float], *before: object, **after: object) -> tuple:

@@ -18,10 +18,10 @@ from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
-from pshard.units.experts import EXPERTS
-from pshard.units.router import ROUTER
+from pshard.units.moe.experts import EXPERTS
+from pshard.units.moe.router import ROUTER
+from pshard.units.moe.shared_experts import SHARED_EXPERTS
 from pshard.units.share import Share
-from pshard.units.shared_experts import SHARED_EXPERTS
 from pshard.workload import Workload
 
 CLOSE = dict(rtol=1e-4, atol=1e-4)

@@ -28,10 +28,14 @@ def routed_buffer(config: ModelConfig, tokens: int) -> Buffer:
 
 def expert_buffers(config: ModelConfig, tokens: int) -> tuple[Buffer, ...]:
     """Scratch of experts: gated products and results of every token's experts, and an order of these by expert."""
-    rule = rule_of(config)
+    return scratch_of(rule_of(config), config.d_model, tokens)
+
+
+def scratch_of(rule: Experts, d_model: int, tokens: int) -> tuple[Buffer, ...]:
+    """The same for experts of any model."""
     picks = tokens * rule.used
     return (
         Buffer("gated", (picks, rule.d_expert), "act"),
-        Buffer("picked", (picks, config.d_model), "act"),
+        Buffer("picked", (picks, d_model), "act"),
         Buffer("order", (4 * picks + 4 * rule.count + 64,), "f32"),
     )

@@ -1,8 +1,8 @@
 """Shared experts: an FFN that every token takes beside its chosen ones, from the same normed hidden states."""
 
 from pshard.model_config import ModelConfig
+from pshard.units.moe.routed import rule_of
 from pshard.units.operations import GatedProduct, Operation, Product
-from pshard.units.routed import rule_of
 from pshard.units.scratch import Buffer
 from pshard.units.state import StateShape
 from pshard.units.unit import Tensors, UnitKind

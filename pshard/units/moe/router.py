@@ -4,8 +4,8 @@ What it finds stands in `routed`, for the layer's units that follow; the residua
 """
 
 from pshard.model_config import ModelConfig
+from pshard.units.moe.routed import routed_buffer, rule_of
 from pshard.units.operations import Norm, Operation, Route
-from pshard.units.routed import routed_buffer, rule_of
 from pshard.units.scratch import Buffer
 from pshard.units.state import StateShape
 from pshard.units.unit import Tensors, UnitKind

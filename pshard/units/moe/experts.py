@@ -5,8 +5,8 @@ same micro-batch: each side adds up what the experts that it has give.
 """
 
 from pshard.model_config import ModelConfig
+from pshard.units.moe.routed import expert_buffers, rule_of
 from pshard.units.operations import ExpertProducts, Operation, PlaceRows
-from pshard.units.routed import expert_buffers, rule_of
 from pshard.units.scratch import Buffer
 from pshard.units.state import StateShape
 from pshard.units.unit import Division, Tensors, UnitKind

@@ -1,0 +1,122 @@
+"""What a profile timed of routers and routed experts, for look-up by interpolation.
+
+Between timed token counts the seconds of each expert that is used are interpolated log-log: how many are used bends a
+curve of whole layers. Above the last count the layer takes longer in proportion, as everything that is timed does.
+"""
+
+from collections import defaultdict
+from dataclasses import astuple, dataclass
+from math import log
+
+from pshard.batch_sizes import SMALL_BATCH
+from pshard.machine import MachineProfile
+from pshard.quant import packed_nbytes
+from pshard.times.curves import Curve, curve_through, interpolate
+from pshard.units.operations import ExpertProducts, Route, used_share
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """All routed experts of a layer, as ExpertTiming has them."""
+
+    gate_qtype: str
+    down_qtype: str
+    experts: int
+    used: int
+    d_expert: int
+    d_model: int
+
+    def touched(self, tokens: float) -> float:
+        """How many experts so many tokens are expected to use."""
+        return self.experts * used_share(self.used, self.experts, tokens)
+
+    @property
+    def load(self) -> float:
+        """Tokens of each expert, of one token of the layer."""
+        return self.used / self.experts
+
+    @property
+    def elements(self) -> int:
+        """Weights of an expert, roughly what its products take of arithmetic."""
+        return 3 * self.d_expert * self.d_model
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes of an expert's weights, by what a large matrix of the types takes."""
+        gate, down = (packed_nbytes(q, 256, 2048) / (256 * 2048) for q in (self.gate_qtype, self.down_qtype))
+        return self.d_expert * self.d_model * (2 * gate + down)
+
+    def unlikeness(self, other: "LayerShape") -> tuple:
+        """How far a layer is from this one in bytes of a weight, tokens and weights of an expert; ties by its name."""
+        far = abs(log(other.nbytes / self.nbytes * self.elements / other.elements))
+        far += abs(log(other.load / self.load)) + abs(log(other.elements / self.elements))
+        return far, astuple(other)
+
+
+@dataclass(frozen=True)
+class RouterShape:
+    """A router, as RouteTiming has it."""
+
+    qtype: str
+    experts: int
+    used: int
+    d_model: int
+
+    @property
+    def elements(self) -> int:
+        """Weights of its matrix."""
+        return self.experts * self.d_model
+
+    def unlikeness(self, other: "RouterShape") -> tuple:
+        """How far a router is from this one; ties by its name."""
+        return abs(log(other.elements / self.elements)), astuple(other)
+
+
+class ExpertTables:
+    """A profile's rows of experts and routers. Look-ups give None for a device of which there are none."""
+
+    def __init__(self, profile: MachineProfile) -> None:
+        self._layers: dict[str, dict[LayerShape, Curve]] = defaultdict(dict)
+        self._routers: dict[str, dict[RouterShape, Curve]] = defaultdict(dict)
+        points: dict[tuple[str, LayerShape], list[tuple[float, float]]] = defaultdict(list)
+        for e in profile.experts:
+            layer = LayerShape(e.gate_qtype, e.down_qtype, e.experts, e.used, e.d_expert, e.d_model)
+            points[e.device, layer].append((e.tokens, e.seconds / layer.touched(e.tokens)))
+        for (device, layer), series in points.items():
+            self._layers[device][layer] = curve_through(series)
+        routed: dict[tuple[str, RouterShape], list[tuple[float, float]]] = defaultdict(list)
+        for r in profile.routes:
+            routed[r.device, RouterShape(r.qtype, r.experts, r.used, r.d_model)].append((r.tokens, r.seconds))
+        for (device, router), series in routed.items():
+            self._routers[device][router] = curve_through(series)
+
+    def experts(self, device: str, products: ExpertProducts, tokens: int) -> float | None:
+        """Seconds of the products of those experts that `products` has, for so many tokens of the layer.
+
+        n of a layer's E experts take n/E of what all take. A layer that was not timed takes what the one most like it
+        takes when each of its experts gets as many tokens, for each expert that is used, scaled by bytes of weights up
+        to SMALL_BATCH tokens of each, and by arithmetic above.
+        """
+        timed = self._layers.get(device)
+        if not timed:
+            return None
+        gate, down = products.gate, products.down
+        f, all_of_it = gate.rows // gate.parts, gate.parts / products.of
+        layer = LayerShape(gate.qtype, down.qtype, products.of, products.chosen, f, gate.cols)
+        near = layer if layer in timed else min(timed, key=layer.unlikeness)
+        at = max(1.0, tokens * layer.load / near.load)
+        each = tokens * layer.used / layer.touched(tokens)
+        size = layer.nbytes / near.nbytes if each <= SMALL_BATCH else layer.elements / near.elements
+        curve = timed[near]
+        seconds = near.touched(min(at, curve[-1][0])) * interpolate(curve, at)
+        return all_of_it * size * layer.touched(tokens) / near.touched(at) * seconds
+
+    def route(self, device: str, route: Route, tokens: int) -> float | None:
+        """Seconds of a router for so many tokens. One that was not timed takes what the nearest in size takes, and
+        longer in proportion if it is larger."""
+        timed = self._routers.get(device)
+        if not timed:
+            return None
+        router = RouterShape(route.router.qtype, route.router.rows, route.chosen, route.router.cols)
+        near = router if router in timed else min(timed, key=router.unlikeness)
+        return max(1.0, router.elements / near.elements) * interpolate(timed[near], tokens)
