@@ -1,15 +1,16 @@
 """plan_variant: the whole way from model, machine and workload to a plan for every tier and rank."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TypeVar
 
 from pshard.errors import UserError
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import NOTHING_LEARNT, Correction, TierPlan, Variant
-from pshard.planner.join_ranks import join_ranks
+from pshard.planner.join_ranks import join_ranks, joint_seconds
 from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.draft import Room, predict_tier
 from pshard.planner.price.page_locks import stage_by
@@ -182,14 +183,22 @@ def join_fastest(tasks: Sequence[RankTask], chosen: Sequence[Candidate]) -> Vari
     """The variant of the ranks' plans, or of plans with which several ranks together take less time: the same
     placements on all of them, or a published strategy. Each rank's plan was chosen as if it were alone. Raises as
     `join_ranks` does."""
-    best = join_ranks(tasks, chosen)
-    if not best.plan_needed or all(task.is_like(tasks[0]) for task in tasks):
-        return best
-    together = list(common_plans(tasks, chosen)) if best.workload.split_mode == "tensor" else []
+    if not tasks[0].plan_needed or all(task.is_like(tasks[0]) for task in tasks):
+        return join_ranks(tasks, chosen)
+    together = common_plans(tasks, chosen) if tasks[0].room.workload.split_mode == "tensor" else ()
+    best, least = chosen, joint_seconds(tasks, chosen)
+    for plans in chain(together, _place_strategies(tasks)):
+        seconds = joint_seconds(tasks, plans, least)
+        best, least = (plans, seconds) if seconds < least else (best, least)
+    return join_ranks(tasks, best)
+
+
+def _place_strategies(tasks: Sequence[RankTask]) -> Iterator[tuple[Candidate, ...]]:
+    """Published strategies that fit every rank."""
     for name in STRATEGIES:
         placed = _like_ranks_once(tasks, partial(_place_strategy, name))
-        together += [tuple(c for c in placed if c)] if all(placed) else []
-    return min((best, *(join_ranks(tasks, plans) for plans in together)), key=round_seconds)
+        if all(placed):
+            yield tuple(c for c in placed if c)
 
 
 def _place_strategy(name: str, task: RankTask) -> Candidate | None:
