@@ -32,7 +32,9 @@ def place_heads(heads: int, group: int, step: int, targets: Targets) -> tuple[in
     that each rank has equally many q heads per KV head. Bounds are multiples of `step` heads: the columns of the
     output projection are cut between quant blocks. Dynamic programming over (rank, bound).
     """
-    most = _miss(place_rows(heads, lcm(group, step), targets), targets)  # of ranges that are possible: none need be worse
+    most = _miss(
+        place_rows(heads, lcm(group, step), targets), targets
+    )  # of ranges that are possible: none need be worse
     best: dict[int, tuple[float, int, tuple[int, ...]]] = {0: (0.0, 0, (0,))}
     for target in targets:
         reached: dict[int, tuple[float, int, tuple[int, ...]]] = {}
