@@ -1,15 +1,17 @@
 """plan_variant: the whole way from model, machine and workload to a plan for every tier and rank."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
+from math import inf
 from typing import TypeVar
 
 from pshard.errors import UserError
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import NOTHING_LEARNT, Correction, TierPlan, Variant
-from pshard.planner.join_ranks import join_ranks
+from pshard.planner.join_ranks import join_ranks, joint_seconds
 from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.draft import Room, predict_tier
 from pshard.planner.price.page_locks import stage_by
@@ -30,7 +32,7 @@ from pshard.planner.search.exact import perfect_candidate
 from pshard.planner.search.one_placement import common_plans
 from pshard.planner.search.polish_tiers import polish_tiers
 from pshard.planner.search.strategies import STRATEGIES
-from pshard.times.predicted_times import round_seconds
+from pshard.times.predicted_times import round_seconds, sum_round
 from pshard.workload import Workload
 
 
@@ -49,6 +51,40 @@ def plan_variant(
     """
     tasks = prepare_ranks(spec, profile, workload, correction)
     return join_fastest(tasks, refine_ranks(tasks, place_ranks(tasks, time_limit)))
+
+
+@dataclass(frozen=True)
+class RoughPlan:
+    """What `plan_variant` has before any rank's plan is refined. variant: the ranks' `placed` plans, or what takes them
+    less time together."""
+
+    tasks: tuple[RankTask, ...]
+    placed: tuple[Candidate, ...]
+    variant: Variant
+
+    @property
+    def bound(self) -> float:
+        """Seconds of a round that no refined plan can beat, either."""
+        bounds = zip(*(task.divided_bounds for task in self.tasks))
+        tiers = (cost.load.tokens for cost in self.tasks[0].costs)
+        return sum_round(self.tasks[0].room.workload, dict(zip(tiers, bounds)))
+
+    def refine(self) -> Variant:
+        """The variant of refined plans, if it is faster. Raises as `join_ranks` does."""
+        refined = refine_ranks(self.tasks, self.placed)
+        if all(new is old for new, old in zip(refined, self.placed)):
+            return self.variant
+        return min(self._join(refined), self.variant, key=round_seconds)
+
+    def _join(self, refined: tuple[Candidate, ...]) -> Variant:
+        return join_ranks(self.tasks, _pick_fastest(self.tasks, [refined, *_list_common(self.tasks, refined)]))
+
+
+def plan_roughly(spec: ModelSpec, profile: MachineProfile, workload: Workload, time_limit: float = 10.0) -> RoughPlan:
+    """The first part of `plan_variant`, which raises the same."""
+    tasks = prepare_ranks(spec, profile, workload)
+    placed = place_ranks(tasks, time_limit)
+    return RoughPlan(tasks, placed, join_fastest(tasks, placed))
 
 
 def plan_baseline(
@@ -182,14 +218,36 @@ def join_fastest(tasks: Sequence[RankTask], chosen: Sequence[Candidate]) -> Vari
     """The variant of the ranks' plans, or of plans with which several ranks together take less time: the same
     placements on all of them, or a published strategy. Each rank's plan was chosen as if it were alone. Raises as
     `join_ranks` does."""
-    best = join_ranks(tasks, chosen)
-    if not best.plan_needed or all(task.is_like(tasks[0]) for task in tasks):
-        return best
-    together = list(common_plans(tasks, chosen)) if best.workload.split_mode == "tensor" else []
-    for name in STRATEGIES:
+    plans = [tuple(chosen), *_list_common(tasks, chosen)]
+    return join_ranks(tasks, _pick_fastest(tasks, chain(plans, _place_strategies(tasks))))
+
+
+def _wait_for_each_other(tasks: Sequence[RankTask]) -> bool:
+    """Whether ranks may do better with other plans than those that are the best of each alone."""
+    return tasks[0].plan_needed and not all(task.is_like(tasks[0]) for task in tasks)
+
+
+def _list_common(tasks: Sequence[RankTask], chosen: Sequence[Candidate]) -> Iterator[tuple[Candidate, ...]]:
+    if _wait_for_each_other(tasks) and tasks[0].room.workload.split_mode == "tensor":
+        yield from common_plans(tasks, chosen)
+
+
+def _pick_fastest(tasks: Sequence[RankTask], plans: Iterable[tuple[Candidate, ...]]) -> tuple[Candidate, ...]:
+    """The plans with which the ranks together take least time; the first of equally fast ones."""
+    best, *others = plans
+    least = joint_seconds(tasks, best) if others else inf
+    for tried in others:
+        seconds = joint_seconds(tasks, tried, least)
+        best, least = (tried, seconds) if seconds < least else (best, least)
+    return best
+
+
+def _place_strategies(tasks: Sequence[RankTask]) -> Iterator[tuple[Candidate, ...]]:
+    """Published strategies that fit every rank, where its own plan need not be the best."""
+    for name in STRATEGIES if _wait_for_each_other(tasks) else ():
         placed = _like_ranks_once(tasks, partial(_place_strategy, name))
-        together += [tuple(c for c in placed if c)] if all(placed) else []
-    return min((best, *(join_ranks(tasks, plans) for plans in together)), key=round_seconds)
+        if all(placed):
+            yield tuple(c for c in placed if c)
 
 
 def _place_strategy(name: str, task: RankTask) -> Candidate | None:

@@ -176,9 +176,11 @@ def place_best_baselines(room: Room, classes: tuple[UnitClass, ...], costs: tupl
 
 
 def place_baseline(name: str, room: Room, costs: tuple[TierCosts, ...]) -> Candidate | None:
-    """A published strategy as a candidate; None when it does not fit."""
+    """A published strategy as a candidate that is not simulated; None when it does not fit."""
     placed = place_strategy(name, room, tuple(c.load.tokens for c in costs))
-    return _price_baseline(name, room, costs, placed) if placed and holds(room, placed.tiers) else None
+    if not placed or not holds(room, placed.tiers):
+        return None
+    return Candidate(name, Residency(placed.pin_order, placed.kv_order), placed.tiers, (), inf)
 
 
 def _price_baseline(

@@ -148,6 +148,7 @@ def _plan(
     from pshard.errors import NoPlan
     from pshard.planner.choose_mode import alone_on, plan_split
     from pshard.planner.make_plan import plan_baseline
+    from pshard.session.planning_bar import planning_bar
     from pshard.session.try_plans import SPLIT, choose_by_trial
 
     def say(line: str) -> None:
@@ -158,7 +159,8 @@ def _plan(
             return plan_baseline(args.strategy, model.spec, profile, workload), ()
         if validate and args.split_mode != "auto":
             return choose_by_trial(model, profile, workload, args.time_limit, args.validate_seconds, say)
-        settled = plan_split(model.spec, profile, workload, wants_ratios(args), args.time_limit)
+        with planning_bar(f"planning {model.spec.name}"):
+            settled = plan_split(model.spec, profile, workload, wants_ratios(args), args.time_limit)
         if validate and len(settled.ranks) == 1:
             one = alone_on(workload, settled.workload.device)
             chosen, trials = choose_by_trial(model, profile, one, args.time_limit, args.validate_seconds, say)
