@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from cpu_kernels import write_json
 
 from pshard.commands.command_line import new_parser, parse_ints, run_cli
 from pshard.runtime.kernels.cpu import native
@@ -43,10 +42,10 @@ class Case(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Its seconds, and the pool's threads that slept when it began; -1 of a library that does not say."""
+    """Its seconds, and the pool's threads that slept when it began; None of a library that does not say."""
 
     seconds: float
-    asleep: int
+    asleep: int | None
 
 
 class Load(NamedTuple):
@@ -79,12 +78,15 @@ def main(argv: list[str]) -> int:
     print("| library | threads | gap us | expected | call us | best and worst tenth | over the first | asleep |")
     print("|---|---|---|---|---|---|---|---|")
     for r in results:
+        asleep = "" if r["asleep"] is None else f"{r['asleep']:.1f}"
         print(
             f"| {r['library']} | {r['threads']} | {r['gap']} | {'yes' if r['expected'] else ''} "
             f"| {r['seconds'] * 1e6:.0f} | {r['best'] * 1e6:.0f} to {r['worst'] * 1e6:.0f} "
-            f"| {r['over_first'] * 1e6:+.0f} | {r['asleep']:.1f} |"
+            f"| {r['over_first'] * 1e6:+.0f} | {asleep} |"
         )
     if args.output:
+        from cpu_kernels import write_json  # imports torch, which the processes can do without
+
         write_json(args.output, "wake", results, argv)
     return 0
 
@@ -112,10 +114,16 @@ def measure(libraries: list[Path], load: Load, rounds: int) -> list[dict]:
                 "best": seconds[len(seconds) // 10],
                 "worst": seconds[len(seconds) * 9 // 10],
                 "over_first": statistics.median(seconds) - first,
-                "asleep": statistics.mean(call.asleep for call in calls),
+                "asleep": mean_asleep(calls),
             }
             rows.append(row)
     return rows
+
+
+def mean_asleep(calls: list[Call]) -> float | None:
+    """None where the library does not say."""
+    counts = [call.asleep for call in calls if call.asleep is not None]
+    return statistics.mean(counts) if counts else None
 
 
 @contextmanager
@@ -137,7 +145,8 @@ def serve(pipe: Connection, path: Path, load: Load) -> None:
     """Calls of a library in all cases, as often as the pipe asks for them."""
     library = ctypes.CDLL(str(path))
     says = b"pshard_sleeping" in path.read_bytes()
-    library.pshard_set_threads(ctypes.c_int(load.threads), None, ctypes.c_int(0))
+    cpus = sorted(os.sched_getaffinity(0))[: load.threads]
+    library.pshard_set_threads(load.threads, (ctypes.c_int * len(cpus))(*cpus), len(cpus))
     calls = make_calls(library, load.mib, says)
     next(calls)
     pipe.send(None)
@@ -167,7 +176,7 @@ def make_calls(library: ctypes.CDLL, mib: float, says: bool) -> Iterator[Call]:
     while True:
         gate, up = (memory[(at + i) % len(memory)].ctypes.data for i in (0, 1))
         at += 2
-        asleep = library.pshard_sleeping() if says else -1
+        asleep = library.pshard_sleeping() if says else None
         start = time.perf_counter()
         library.pshard_ffn(
             x.ctypes.data, COLS, gate, q4_0, up, q4_0, None, -1, COLS, out.size, out.ctypes.data, out.size, 1, 0
