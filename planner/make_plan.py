@@ -12,7 +12,7 @@ from pshard.plan import NOTHING_LEARNT, Correction, TierPlan, Variant
 from pshard.planner.join_ranks import join_ranks
 from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.draft import Room, predict_tier
-from pshard.planner.price.page_locks import stage_by
+from pshard.planner.price.page_locks import locked, stage_by
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.unit_classes import UnitClass
 from pshard.planner.rank_task import RankTask
@@ -28,8 +28,9 @@ from pshard.planner.search.candidates import (
 from pshard.planner.search.divide_ffns import divide_candidate
 from pshard.planner.search.exact import perfect_candidate
 from pshard.planner.search.one_placement import common_plans
+from pshard.planner.search.per_tier import place_per_tier
 from pshard.planner.search.polish_tiers import polish_tiers
-from pshard.planner.search.strategies import STRATEGIES
+from pshard.planner.search.strategies import NAMES, PER_TIER, STRATEGIES
 from pshard.times.predicted_times import round_seconds
 from pshard.workload import Workload
 
@@ -54,12 +55,14 @@ def plan_variant(
 def plan_baseline(
     name: str, spec: ModelSpec, profile: MachineProfile, workload: Workload, correction: Correction = NOTHING_LEARNT
 ) -> Variant:
-    """The variant that the published strategy of that name (baselines.STRATEGIES) gives; as runnable as the planner's.
+    """The variant that the published strategy of that name (strategies.NAMES) gives; as runnable as the planner's.
 
-    Raises UserError when the name is unknown or the strategy does not fit the budget.
+    Raises UserError when the name is unknown, the strategy does not fit the budget, or is for one device.
     """
-    if name not in STRATEGIES:
-        raise UserError(f"unknown strategy {name!r}; choose from ilp, {', '.join(STRATEGIES)}")
+    if name not in NAMES:
+        raise UserError(f"unknown strategy {name!r}; choose from ilp, {', '.join(NAMES)}")
+    if name == PER_TIER and len(workload.vram_mib) > 1:
+        raise UserError(f"strategy {name!r} is for one device, not {len(workload.vram_mib)}; choose another")
     tasks = prepare_ranks(spec, profile, workload, correction)
     chosen = _like_ranks_once(tasks, partial(_place_strategy, name))
     for task, candidate in zip(tasks, chosen):
@@ -156,7 +159,11 @@ def refine_ranks(tasks: Sequence[RankTask], placed: Sequence[Candidate]) -> tupl
 def _place(task: RankTask, time_limit: float, programs: int) -> tuple[Candidate, ...]:
     if not task.plan_needed or not task.room.spec.packed_nbytes:
         return (keep_everything(task.room, task.costs),)
-    return rank_candidates(task.room, task.classes, task.costs, task.bounds, time_limit, programs)
+    ranked = rank_candidates(task.room, task.classes, task.costs, task.bounds, time_limit, programs)
+    mix = place_per_tier(task.room, task.classes, locked(task.costs), task.bounds, ranked[0].total)
+    if mix is None:
+        return ranked
+    return tuple(sorted((restage_candidate(task.room, task.costs, mix), *ranked), key=lambda c: c.total))
 
 
 _Improve = Callable[[Room, tuple[UnitClass, ...], tuple[TierCosts, ...], Candidate], Candidate]
@@ -193,4 +200,6 @@ def join_fastest(tasks: Sequence[RankTask], chosen: Sequence[Candidate]) -> Vari
 
 
 def _place_strategy(name: str, task: RankTask) -> Candidate | None:
+    if name == PER_TIER:
+        return place_per_tier(task.room, task.classes, task.costs, task.bounds)
     return place_baseline(name, task.room, task.costs)
