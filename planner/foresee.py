@@ -5,7 +5,7 @@ from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import Variant
 from pshard.planner.make_plan import plan_baseline
-from pshard.planner.search.strategies import NAMES
+from pshard.planner.published.strategies import NAMES
 from pshard.times.outlook import Forecast, Outlook
 from pshard.times.predicted_times import decode_seconds, first_token_seconds, round_seconds
 from pshard.workload import Workload

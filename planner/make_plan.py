@@ -15,8 +15,11 @@ from pshard.planner.price.draft import Room, predict_tier
 from pshard.planner.price.page_locks import locked, stage_by
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.unit_classes import UnitClass
+from pshard.planner.published.per_tier import place_per_tier
+from pshard.planner.published.strategies import NAMES, PER_TIER, STRATEGIES
 from pshard.planner.rank_task import RankTask
 from pshard.planner.search.anneal import refine_candidate
+from pshard.planner.search.anneal_tiers import anneal_tiers
 from pshard.planner.search.candidates import (
     Candidate,
     keep_everything,
@@ -27,10 +30,9 @@ from pshard.planner.search.candidates import (
 )
 from pshard.planner.search.divide_ffns import divide_candidate
 from pshard.planner.search.exact import perfect_candidate
+from pshard.planner.search.exact_tiers import perfect_round
 from pshard.planner.search.one_placement import common_plans
-from pshard.planner.search.per_tier import place_per_tier
 from pshard.planner.search.polish_tiers import polish_tiers
-from pshard.planner.search.strategies import NAMES, PER_TIER, STRATEGIES
 from pshard.times.predicted_times import round_seconds
 from pshard.workload import Workload
 
@@ -123,7 +125,7 @@ def rank_plans(task: RankTask, time_limit: float, programs: int = 1) -> tuple[Ca
     best, *others = _place(task, time_limit, programs)
     whole = _improve(task, refine_candidate, best)
     divided = _improve(task, _polish(task), _improve(task, divide_candidate, whole))
-    divided = _improve(task, perfect_candidate, divided)
+    divided = _perfect(task, divided)
     return (divided, *others) if divided is whole else (divided, whole, *others)
 
 
@@ -152,7 +154,7 @@ def refine_ranks(tasks: Sequence[RankTask], placed: Sequence[Candidate]) -> tupl
         whole = alike or _improve(task, refine_candidate, candidate)
         refined.append(alike or _improve(task, _polish(task), _improve(task, divide_candidate, whole)))
     if len(tasks) == 1:  # ranks wait for each other: what is the fastest alone need not be
-        return (_improve(tasks[0], perfect_candidate, refined[0]),)
+        return (_perfect(tasks[0], refined[0]),)
     return tuple(refined)
 
 
@@ -179,6 +181,13 @@ def _improve(task: RankTask, improve: _Improve, candidate: Candidate) -> Candida
         return improved
     priced = restage_candidate(task.room, task.costs, improved)
     return priced if priced.total < candidate.total else candidate
+
+
+def _perfect(task: RankTask, candidate: Candidate) -> Candidate:
+    """The plan of a small model with its most important tier, then all of them together, as fast as can be."""
+    for improve in (perfect_candidate, anneal_tiers, perfect_round):
+        candidate = _improve(task, improve, candidate)
+    return candidate
 
 
 def _polish(task: RankTask) -> _Improve:

@@ -74,7 +74,7 @@ def _make_request(args: Any) -> "RunRequest":
     """What the tests need of a plan. Raises UserError for what would come to light only after measuring."""
     from dataclasses import replace
 
-    from pshard.planner.search.strategies import NAMES
+    from pshard.planner.published.strategies import NAMES
 
     for name in args.strategy:
         if name not in NAMES:
@@ -110,7 +110,7 @@ def _tests(args: Any) -> "list[BenchTest]":
 
 
 def _run_all(opened: "Opened", args: Any, group: "Group", command: str) -> "list[Measurement]":
-    from pshard.planner.search.strategies import NAMES
+    from pshard.planner.published.strategies import NAMES
     from pshard.session.this_machine import environment_of
 
     tests, found = _tests(args), []

@@ -18,7 +18,7 @@ from pshard.planner.price.datasheet import Rates
 from pshard.planner.price.draft import Room, tier_steps
 from pshard.planner.price.simulate import ROUNDS, Simulation, simulate
 from pshard.planner.price.tier_costs import TierCosts
-from pshard.planner.search.strategies import NAMES
+from pshard.planner.published.strategies import NAMES
 from pshard.tensor import TensorSpec
 from pshard.units.attention import ATTENTION
 from pshard.units.embedding import EMBEDDING

@@ -16,7 +16,7 @@ from pshard.planner.llama_cpp_arguments import llama_arguments
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.draft import UNPREDICTED, UNSOLVED
 from pshard.planner.price.example_sheets import MACHINES
-from pshard.planner.search.strategies import NAMES
+from pshard.planner.published.strategies import NAMES
 from pshard.registries.profile_store import load_profile
 from pshard.registries.store import load_registry
 from pshard.times.predicted_times import round_seconds

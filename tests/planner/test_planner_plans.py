@@ -32,8 +32,8 @@ from pshard.planner.join_ranks import join_ranks
 from pshard.planner.make_plan import join_fastest, place_ranks, plan_baseline, plan_variant, refine_ranks
 from pshard.planner.prepare_ranks import prepare_ranks, rank_shares
 from pshard.planner.price.datasheet import Rates, profile_from_datasheet
+from pshard.planner.published.strategies import STRATEGIES
 from pshard.planner.search.candidates import plan_seconds
-from pshard.planner.search.strategies import STRATEGIES
 from pshard.times import predicted_times as pace
 from pshard.times.predicted_times import first_token_seconds, tier_seconds
 from pshard.workload import Split, Workload

@@ -14,10 +14,10 @@ from pshard.planner.make_plan import plan_baseline, plan_variant
 from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.datasheet import Rates, profile_from_datasheet
 from pshard.planner.price.draft import simulated_seconds
+from pshard.planner.published.per_tier import Choice, list_choices, place_per_tier
+from pshard.planner.published.strategies import PER_TIER
 from pshard.planner.rank_task import RankTask
 from pshard.planner.search.candidates import plan_seconds
-from pshard.planner.search.per_tier import Choice, list_choices, place_per_tier
-from pshard.planner.search.strategies import PER_TIER
 from pshard.times.predicted_times import round_seconds
 from pshard.workload import Workload
 

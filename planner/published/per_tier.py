@@ -15,9 +15,9 @@ from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.coefficients import count_tier, tier_problem
 from pshard.planner.program.fluid import fluid_seconds
 from pshard.planner.program.unit_classes import UnitClass
+from pshard.planner.published.strategies import PER_TIER, SLOTS
 from pshard.planner.search.candidates import Candidate, plan_seconds
-from pshard.planner.search.residency_order import Residency
-from pshard.planner.search.strategies import PER_TIER, SLOTS
+from pshard.planner.search.residency_order import order_nested
 from pshard.quant import ROW_BLOCK
 from pshard.units.divide_unit import count_shares, kept_nbytes
 from pshard.units.share import Share
@@ -94,7 +94,7 @@ def place_per_tier(
     if mix is None:
         return None
     tiers, seconds = tuple(choice.tier for choice in mix), tuple(choice.seconds for choice in mix)
-    return Candidate(PER_TIER, _order(room, mix), tiers, seconds, plan_seconds(room, tiers, seconds, costs))
+    return Candidate(PER_TIER, order_nested(room, tiers), tiers, seconds, plan_seconds(room, tiers, seconds, costs))
 
 
 def _settle(
@@ -214,15 +214,3 @@ def _draft(
     pinned = scheme.order[:length]
     where = {**scheme.rest, **(edge or {}), **dict.fromkeys((u.name for u in pinned), "pinned")}
     return draft_tier(room, tokens, where, frozenset(u.name for u in pinned if u.kind.state), SLOTS, shares or {})
-
-
-def _order(room: Room, mix: Sequence[Choice]) -> Residency:
-    """Orders of which every tier's pins and KV are prefixes, units that are kept in part last of each tier's."""
-    at = {u.name: i for i, u in enumerate(room.spec.units)}
-    pins, kv = list[str](), list[str]()
-    shares = {name: share for choice in mix for name, share in choice.pins.items() if share}
-    for choice in sorted(mix, key=lambda choice: len(choice.pins)):
-        pins += sorted(choice.pins.keys() - set(pins), key=lambda name: (name in shares, at[name]))
-    for choice in sorted(mix, key=lambda choice: len(choice.kv)):
-        kv += sorted(choice.kv - set(kv), key=at.__getitem__)
-    return Residency(tuple(pins), tuple(kv), shares)
