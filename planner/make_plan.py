@@ -14,11 +14,14 @@ from pshard.plan import NOTHING_LEARNT, Correction, TierPlan, Variant
 from pshard.planner.join_ranks import join_ranks, joint_seconds
 from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.draft import Room, predict_tier
-from pshard.planner.price.page_locks import stage_by
+from pshard.planner.price.page_locks import locked, stage_by
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.unit_classes import UnitClass
+from pshard.planner.published.per_tier import place_per_tier
+from pshard.planner.published.strategies import NAMES, PER_TIER, STRATEGIES
 from pshard.planner.rank_task import RankTask
 from pshard.planner.search.anneal import refine_candidate
+from pshard.planner.search.anneal_tiers import anneal_tiers
 from pshard.planner.search.candidates import (
     Candidate,
     keep_everything,
@@ -29,9 +32,9 @@ from pshard.planner.search.candidates import (
 )
 from pshard.planner.search.divide_ffns import divide_candidate
 from pshard.planner.search.exact import perfect_candidate
+from pshard.planner.search.exact_tiers import perfect_round
 from pshard.planner.search.one_placement import common_plans
 from pshard.planner.search.polish_tiers import polish_tiers
-from pshard.planner.search.strategies import STRATEGIES
 from pshard.times.predicted_times import round_seconds, sum_round
 from pshard.workload import Workload
 
@@ -90,12 +93,14 @@ def plan_roughly(spec: ModelSpec, profile: MachineProfile, workload: Workload, t
 def plan_baseline(
     name: str, spec: ModelSpec, profile: MachineProfile, workload: Workload, correction: Correction = NOTHING_LEARNT
 ) -> Variant:
-    """The variant that the published strategy of that name (baselines.STRATEGIES) gives; as runnable as the planner's.
+    """The variant that the published strategy of that name (strategies.NAMES) gives; as runnable as the planner's.
 
-    Raises UserError when the name is unknown or the strategy does not fit the budget.
+    Raises UserError when the name is unknown, the strategy does not fit the budget, or is for one device.
     """
-    if name not in STRATEGIES:
-        raise UserError(f"unknown strategy {name!r}; choose from ilp, {', '.join(STRATEGIES)}")
+    if name not in NAMES:
+        raise UserError(f"unknown strategy {name!r}; choose from ilp, {', '.join(NAMES)}")
+    if name == PER_TIER and len(workload.vram_mib) > 1:
+        raise UserError(f"strategy {name!r} is for one device, not {len(workload.vram_mib)}; choose another")
     tasks = prepare_ranks(spec, profile, workload, correction)
     chosen = _like_ranks_once(tasks, partial(_place_strategy, name))
     for task, candidate in zip(tasks, chosen):
@@ -156,7 +161,7 @@ def rank_plans(task: RankTask, time_limit: float, programs: int = 1) -> tuple[Ca
     best, *others = _place(task, time_limit, programs)
     whole = _improve(task, refine_candidate, best)
     divided = _improve(task, _polish(task), _improve(task, divide_candidate, whole))
-    divided = _improve(task, perfect_candidate, divided)
+    divided = _perfect(task, divided)
     return (divided, *others) if divided is whole else (divided, whole, *others)
 
 
@@ -185,14 +190,18 @@ def refine_ranks(tasks: Sequence[RankTask], placed: Sequence[Candidate]) -> tupl
         whole = alike or _improve(task, refine_candidate, candidate)
         refined.append(alike or _improve(task, _polish(task), _improve(task, divide_candidate, whole)))
     if len(tasks) == 1:  # ranks wait for each other: what is the fastest alone need not be
-        return (_improve(tasks[0], perfect_candidate, refined[0]),)
+        return (_perfect(tasks[0], refined[0]),)
     return tuple(refined)
 
 
 def _place(task: RankTask, time_limit: float, programs: int) -> tuple[Candidate, ...]:
     if not task.plan_needed or not task.room.spec.packed_nbytes:
         return (keep_everything(task.room, task.costs),)
-    return rank_candidates(task.room, task.classes, task.costs, task.bounds, time_limit, programs)
+    ranked = rank_candidates(task.room, task.classes, task.costs, task.bounds, time_limit, programs)
+    mix = place_per_tier(task.room, task.classes, locked(task.costs), task.bounds, ranked[0].total)
+    if mix is None:
+        return ranked
+    return tuple(sorted((restage_candidate(task.room, task.costs, mix), *ranked), key=lambda c: c.total))
 
 
 _Improve = Callable[[Room, tuple[UnitClass, ...], tuple[TierCosts, ...], Candidate], Candidate]
@@ -208,6 +217,13 @@ def _improve(task: RankTask, improve: _Improve, candidate: Candidate) -> Candida
         return improved
     priced = restage_candidate(task.room, task.costs, improved)
     return priced if priced.total < candidate.total else candidate
+
+
+def _perfect(task: RankTask, candidate: Candidate) -> Candidate:
+    """The plan of a small model with its most important tier, then all of them together, as fast as can be."""
+    for improve in (perfect_candidate, anneal_tiers, perfect_round):
+        candidate = _improve(task, improve, candidate)
+    return candidate
 
 
 def _polish(task: RankTask) -> _Improve:
@@ -251,4 +267,6 @@ def _place_strategies(tasks: Sequence[RankTask]) -> Iterator[tuple[Candidate, ..
 
 
 def _place_strategy(name: str, task: RankTask) -> Candidate | None:
+    if name == PER_TIER:
+        return place_per_tier(task.room, task.classes, task.costs, task.bounds)
     return place_baseline(name, task.room, task.costs)

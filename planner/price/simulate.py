@@ -221,7 +221,7 @@ class _Machine:
 
     def compute_on_cpu_accelerator(self, step: Compute) -> None:
         """The CPU as accelerator computes on the host's own threads."""
-        unit = self.units[step.unit]
+        unit = self.costs.divided(step.unit, step.share) if step.share else self.units[step.unit]
         self.host += unit.issue
         start = max(self.acc, self.host)
         if step.unit in self.fetched:
@@ -289,7 +289,8 @@ def _price(step: Step, costs: TierCosts) -> _Act:
                 return _Machine.compute_on_cpu_accelerator, step, 0.0, None
             kind = _FROM_SLOT if step.source == "slot" else _COMPUTE
             launch = 0.0 if step.position == "first" else costs.launch
-            return kind, step, costs.units[step.unit].acc, costs.units[step.unit].issue + launch
+            unit = costs.divided(step.unit, step.share) if step.share else costs.units[step.unit]
+            return kind, step, unit.acc, unit.issue + launch
         case Compute():
             return _Machine.compute_part, step, 0.0, None
         case CopyIn():
