@@ -1,6 +1,7 @@
 """How long planning takes: `python benchmarks/planner.py`. Prints JSON: seconds per whole plan, per tier, peak memory.
 
-Shapes are those of known models; the machine is a datasheet's. 128 layers with 4 sequences is the largest.
+Shapes are those of known models; the machine is a datasheet's. 128 layers with 4 sequences is the largest. At the end
+eight unlike budgets share a model in ratios, and in a way, that the planner chooses.
 """
 
 import json
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from pshard.model import ModelSpec
 from pshard.model_config import ModelConfig, Rope
+from pshard.planner.choose_mode import plan_split
 from pshard.planner.make_plan import plan_variant
 from pshard.planner.program.solve_tiers import relaxation_bound
 from pshard.registries.profile_store import load_profile
@@ -24,6 +26,7 @@ from pshard.workload import Workload
 
 MACHINE = Path(__file__).resolve().parent.parent / "registries" / "examples" / "h100-sxm-xeon.json"
 RUNS = 5
+UNLIKE = (2000, 2500, 3000, 3500, 4000, 4500, 5000, 5500)  # MiB of eight devices that share llama3-70b
 SHAPES = {  # layers, d_model, heads, kv_heads, d_ffn, vocab, budget MiB, sequences
     "qwen3-32b": (64, 5120, 64, 8, 25600, 151936, 12000, 1),
     "llama3-70b": (80, 8192, 64, 8, 28672, 128256, 16000, 1),
@@ -39,12 +42,17 @@ def make_spec(name: str, layers: int, d: int, heads: int, kv_heads: int, ffn: in
         attention = {"attn_q": (heads * 128, d), "attn_k": (kv_heads * 128, d), "attn_v": (kv_heads * 128, d)}
         attention["attn_output"] = (d, heads * 128)
         tensors = tuple(TensorSpec(f"blk.{i}.{n}.weight", "Q4_0", shape) for n, shape in attention.items())
-        units.append(Unit(f"blk.{i}.attention", ATTENTION, i, tensors))
+        units.append(Unit(f"blk.{i}.attention", ATTENTION, i, (_norm(f"blk.{i}.attn_norm", d), *tensors)))
         down = TensorSpec(f"blk.{i}.ffn_down.weight", "Q4_0" if i % 8 else "Q6_K", (d, ffn))
         wide = tuple(TensorSpec(f"blk.{i}.{n}.weight", "Q4_0", (ffn, d)) for n in ("ffn_gate", "ffn_up"))
-        units.append(Unit(f"blk.{i}.ffn", FFN, i, (*wide, down)))
-    units.append(Unit("output", OUTPUT, -1, (TensorSpec("output.weight", "Q6_K", (vocab, d)),)))
+        units.append(Unit(f"blk.{i}.ffn", FFN, i, (_norm(f"blk.{i}.ffn_norm", d), *wide, down)))
+    head = (_norm("output_norm", d), TensorSpec("output.weight", "Q6_K", (vocab, d)))
+    units.append(Unit("output", OUTPUT, -1, head))
     return ModelSpec(name, "", config, tuple(units))
+
+
+def _norm(name: str, width: int) -> TensorSpec:
+    return TensorSpec(f"{name}.weight", "F32", (width,))
 
 
 def main() -> None:
@@ -73,6 +81,21 @@ def main() -> None:
             "decode_over_bound": round(tiers[0].prediction.seconds / tiers[0].prediction.bound_seconds, 4),
             "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
             "python": platform.python_version(),
+        }
+        print(json.dumps(row), flush=True)
+    for mode in ("tensor", "auto"):
+        started, used = time.perf_counter(), time.process_time()
+        workload = Workload(UNLIKE, 8192, split_mode=mode)
+        variant = plan_split(make_spec("llama3-70b", *SHAPES["llama3-70b"][:6]), profile, workload, True, 100.0)
+        row = {
+            "model": "llama3-70b",
+            "devices": len(UNLIKE),
+            "flags": f"-sm {mode} -ts auto",
+            "seconds": round(time.perf_counter() - started, 1),
+            "cpu_seconds": round(time.process_time() - used, 1),
+            "ways": len(variant.considered),
+            "chosen": variant.way,
+            "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
         }
         print(json.dumps(row), flush=True)
 

@@ -24,7 +24,7 @@ from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.draft import simulated_seconds
 from pshard.planner.rank_task import RankTask
 from pshard.planner.search.anneal import anneal
-from pshard.planner.search.exact import ExactSearch
+from pshard.planner.search.exact import ExactSearch, list_places
 
 LAYERS = (2, 3, 4, 6, 8, 12)
 SEEDS = 12
@@ -80,7 +80,8 @@ def measure_case(layers: int, seed: int, seconds: float) -> tuple[float, float, 
 
 def find_fastest(task: RankTask, limit: float) -> float | None:
     """Seconds of the fastest of all placements, at most `limit`; None when the search did not end."""
-    search = ExactSearch(task.room, task.classes, task.costs[0], limit * (1 - 1e-9), MOST_VISITED)
+    places = list_places(task.room, task.classes, task.costs[0])
+    search = ExactSearch(task.room, task.classes, task.costs[0], limit * (1 - 1e-9), places, MOST_VISITED)
     search.run()
     return min(search.limit, limit) if search.proven else None
 

@@ -9,20 +9,18 @@ micro-batch would win more than it takes to bring in what the other plan has in 
 import json
 import statistics
 from collections.abc import Iterator
-from dataclasses import replace
 
 from planner import MACHINE, make_spec
 from pshard.errors import NoPlan
 from pshard.model import ModelSpec
-from pshard.plan import TierPlan
 from pshard.planner.make_plan import plan_variant
 from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.draft import simulated_seconds
 from pshard.planner.price.host_limits import holds
-from pshard.planner.price.tier_costs import TierCosts
-from pshard.planner.search.strategies import STRATEGIES, place_strategy
+from pshard.planner.published.per_tier import list_choices
+from pshard.planner.published.strategies import STRATEGIES, place_strategy
+from pshard.planner.tier_alone import plan_alone, switch_between
 from pshard.registries.profile_store import load_profile
-from pshard.units.divide_unit import arena_portion
 from pshard.workload import Workload
 
 SHAPES = {  # layers, d_model, heads, kv_heads, d_ffn, vocab, and budgets in MiB
@@ -38,17 +36,18 @@ OVER_PUBLISHED, OVER_ALONE = 0.03, 0.10
 def measure_case(spec: ModelSpec, machine: str, mib: int) -> Iterator[dict]:
     """One row for each tier. Raises NoPlan where nothing fits the budget or the host."""
     profile, workload = load_profile(MACHINE.with_name(f"{machine}.json")), Workload((mib,))
-    (rank,) = plan_variant(spec, profile, workload).ranks
+    variant = plan_variant(spec, profile, workload)
+    (rank,) = variant.ranks
     (task,) = prepare_ranks(spec, profile, workload)
     for tier, cost in zip(rank.tiers, task.costs):
         placed = [place_strategy(name, task.room, (tier.tokens,)) for name in STRATEGIES]
         published = [p.tiers[0] for p in placed if p and holds(task.room, p.tiers)]
-        own = replace(workload, generated=4000) if tier.tokens == 1 else replace(
-            workload, generated=1, max_ubatch=tier.tokens
-        )  # fmt: skip
-        alone = plan_variant(spec, profile, own).ranks[0].covering(tier.tokens)
+        published += [choice.tier for choice in list_choices(task.room, task.classes, cost)]
+        alone = plan_alone(spec, profile, workload, tier.tokens, variant)
+        if alone is None:
+            continue
         seconds, best = tier.prediction.seconds, simulated_seconds(task.room, alone, cost)
-        switch = _switch_seconds(spec, rank.tiers[0], alone, cost) - _switch_seconds(spec, rank.tiers[0], tier, cost)
+        switch = switch_between(spec, rank.tiers[0], alone, cost) - switch_between(spec, rank.tiers[0], tier, cost)
         yield {
             "tokens": tier.tokens,
             "ms": round(1e3 * seconds, 1),
@@ -58,18 +57,6 @@ def measure_case(spec: ModelSpec, machine: str, mib: int) -> Iterator[dict]:
             "over_alone": seconds / best - 1,
             "worth_a_switch": tier.tokens > 1 and seconds > best * (1 + OVER_ALONE) and seconds - best > switch,
         }
-
-
-def _switch_seconds(spec: ModelSpec, small: TierPlan, large: TierPlan, cost: TierCosts) -> float:
-    """Of bringing in what one tier has in VRAM and the other has not, there and back."""
-    seconds = 0.0
-    for unit, one, other in zip(spec.units, small.placements, large.placements):
-        here, there = (arena_portion(unit, p.where, p.share) for p in (one, other))
-        if here != there:
-            seconds += sum(p.nbytes for p in (here, there) if p) / cost.tables.link_rate
-        if one.kv != other.kv:
-            seconds += 2 * cost.units[unit.name].kv_fetch
-    return seconds
 
 
 def main() -> None:

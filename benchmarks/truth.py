@@ -34,7 +34,7 @@ from pshard.plan import Variant
 from pshard.planner.make_plan import plan_baseline, plan_variant
 from pshard.planner.price.predict_published import Predictor
 from pshard.planner.price.profile_tables import Tables
-from pshard.planner.search.strategies import STRATEGIES
+from pshard.planner.published.strategies import STRATEGIES
 from pshard.profile.timed.host_threads import READ_BYTES
 from pshard.registries.profile_store import load_profile
 from pshard.runtime.build_engine import build_engine

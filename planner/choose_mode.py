@@ -8,9 +8,9 @@ from pshard.errors import NoPlan
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import Considered, Variant
-from pshard.planner.choose_ratios import describe_way, plan_ratios
+from pshard.planner.choose_ratios import choose_ratios, describe_way, plan_ratios
 from pshard.planner.explain import BINDS
-from pshard.planner.make_plan import plan_variant
+from pshard.planner.make_plan import RoughPlan, plan_roughly, plan_variant
 from pshard.planner.prepare_ranks import price_tiers
 from pshard.planner.price.draft import tier_steps
 from pshard.planner.price.profile_tables import Tables
@@ -38,22 +38,25 @@ def plan_mode(
 ) -> Variant:
     """The variant with the shortest predicted round over all budgets' devices; `considered` lists all ways.
 
-    Every way is planned in full and simulated: each device alone (like ones once), layers, tensors over all devices
-    and, as sums take longer the more ranks take part, over the first 2, 4, 8... of them; of ways within 1% the
-    simplest. workload: `max_tp` is for tensors, and so is `tensor_split` for both splits unless `auto_ratios`.
-    Raises NoPlan when nothing fits, UserError as `plan_variant` does.
+    Every way is planned and simulated: each device alone (like ones once), layers, tensors over all devices and, as
+    sums take longer the more ranks take part, over the first 2, 4, 8... of them; of ways within 1% the simplest. Those
+    that no refinement could bring there are not refined unit by unit. workload: `max_tp` is for tensors, and so is
+    `tensor_split` for both splits unless `auto_ratios`. Raises NoPlan when nothing fits, UserError as `plan_variant`
+    does.
     """
     tables, made, ways = Tables(profile), [], []
     refused: NoPlan | None = None
-    for way, plan in _ways(spec, profile, workload, auto_ratios, time_limit / 4):
+    drafts: list[tuple[RoughPlan, tuple[Considered, ...]]] = []
+    for way, draft in _ways(spec, profile, workload, auto_ratios, time_limit / 4):
         try:
-            made.append(plan())
+            drafts.append(draft())
         except NoPlan as error:
             refused = refused or error
             ways.append(Considered(way, None))
-            continue
-        own = made[-1].considered or (describe_way(made[-1]),)
-        ways += [replace(own[0], why=explain_pace(spec, tables, made[-1])), *own[1:]]
+    least = min((round_seconds(rough.variant) for rough, _ in drafts), default=0.0)
+    for rough, beside in drafts:
+        made.append(rough.refine() if rough.bound * MORE_DEVICES_SHARE <= least else rough.variant)
+        ways += [replace(describe_way(made[-1]), why=explain_pace(spec, tables, made[-1])), *beside]
     if not made:
         assert refused is not None
         raise refused
@@ -66,23 +69,27 @@ def plan_mode(
 
 def _ways(
     spec: ModelSpec, profile: MachineProfile, workload: Workload, auto_ratios: bool, time_limit: float
-) -> Iterator[tuple[str, Callable[[], Variant]]]:
-    """What to call each way, and what plans it; the simplest first."""
+) -> Iterator[tuple[str, Callable[[], tuple[RoughPlan, tuple[Considered, ...]]]]]:
+    """What to call each way, and what plans it roughly; the simplest first."""
+
+    def plan_one(workload: Workload) -> tuple[RoughPlan, tuple[Considered, ...]]:
+        return plan_roughly(spec, profile, workload, time_limit), ()
+
+    def plan_best(workload: Workload) -> tuple[RoughPlan, tuple[Considered, ...]]:
+        return choose_ratios(spec, profile, workload, time_limit)
+
     for device in _unlike_devices(profile, workload.vram_mib):
-        one = alone_on(workload, device)
-        yield f"-sm none, device {device}", partial(plan_variant, spec, profile, one, time_limit)
-    plan, every = plan_ratios if auto_ratios else plan_variant, len(workload.vram_mib)
+        yield f"-sm none, device {device}", partial(plan_one, alone_on(workload, device))
+    plan, every = plan_best if auto_ratios else plan_one, len(workload.vram_mib)
     if every > 1:
-        layers = workload.under(Split("layer", workload.tensor_split))
-        yield "-sm layer", partial(plan, spec, profile, layers, time_limit)
+        yield "-sm layer", partial(plan, workload.under(Split("layer", workload.tensor_split)))
     can_cut = all(unit.kind.cut for unit in spec.units)
     for count in _group_sizes(every) if can_cut else ():
         if count == every or not workload.tensor_split:
             limits = binding_limits(workload.max_tp, count)
             cut = workload.under(Split("tensor", workload.tensor_split, limits))
             some = f" over {count} devices" if count < every else ""
-            first = replace(cut, vram_mib=workload.vram_mib[:count])
-            yield f"-sm tensor{some}", partial(plan, spec, profile, first, time_limit)
+            yield f"-sm tensor{some}", partial(plan, replace(cut, vram_mib=workload.vram_mib[:count]))
 
 
 def _group_sizes(devices: int) -> Iterator[int]:

@@ -10,8 +10,8 @@ from pshard.errors import BudgetTooSmall, NoPlan
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import Considered, Variant
-from pshard.planner.make_plan import join_fastest, place_ranks, refine_ranks
-from pshard.planner.prepare_ranks import fitting_tiers, prepare_ranks, price_roughly
+from pshard.planner.make_plan import RoughPlan, plan_roughly
+from pshard.planner.prepare_ranks import fitting_tiers, price_roughly
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_loads import tier_loads
 from pshard.times.predicted_times import first_token_seconds, prefill_seconds, round_seconds
@@ -33,10 +33,22 @@ class Estimate:
 def plan_ratios(spec: ModelSpec, profile: MachineProfile, workload: Workload, time_limit: float = 10.0) -> Variant:
     """The variant with the shortest predicted round among cuts that were planned in full; `considered` lists them.
 
+    Only the chosen one is refined unit by unit. Raises as `choose_ratios` does.
+    """
+    rough, others = choose_ratios(spec, profile, workload, time_limit)
+    best = rough.refine()
+    return replace(best, considered=(describe_way(best), *others))
+
+
+def choose_ratios(
+    spec: ModelSpec, profile: MachineProfile, workload: Workload, time_limit: float = 10.0
+) -> tuple[RoughPlan, tuple[Considered, ...]]:
+    """The cut with the shortest predicted round, planned but not refined, and the others.
+
     Equal shares are always among them where they fit; the others are the ends of climbs from several starts (equal, by
     budget, one device left out), on which cuts are judged by rough bounds. A share may end at 0. Kinds of units are
     limited to fewer ranks where that helps; to those of `workload.max_tp` when it names any. Raises BudgetTooSmall
-    when no split fits, UserError as `plan_variant` does. Only the chosen one is refined unit by unit.
+    when no split fits, UserError as `plan_variant` does.
     """
     starts = tuple(Split(workload.split_mode, shares, workload.max_tp) for shares in dict.fromkeys(_starts(workload)))
     climb = _Climb(spec, profile, workload, starts)
@@ -50,17 +62,13 @@ def plan_ratios(spec: ModelSpec, profile: MachineProfile, workload: Workload, ti
     made, refused = [], None
     for split in (wanted := dict.fromkeys((starts[0], *(top.split for top in tops)))):
         try:
-            tasks = prepare_ranks(spec, profile, workload.under(split))
-            placed = place_ranks(tasks, time_limit / len(wanted))
+            made.append(plan_roughly(spec, profile, workload.under(split), time_limit / len(wanted)))
         except NoPlan as error:
             refused = error
-            continue
-        made.append((join_fastest(tasks, placed), tasks, placed))
     if refused and not made:
         raise refused
-    (rough, tasks, placed), *others = sorted(made, key=lambda plan: round_seconds(plan[0]))
-    best = min(join_fastest(tasks, refine_ranks(tasks, placed)), rough, key=round_seconds)
-    return replace(best, considered=tuple(describe_way(v) for v in (best, *(variant for variant, *_ in others))))
+    best, *others = sorted(made, key=lambda plan: round_seconds(plan.variant))
+    return best, tuple(describe_way(plan.variant) for plan in others)
 
 
 def describe_way(variant: Variant) -> Considered:

@@ -2,16 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 from pshard.plan import RankPlan, Solve, Variant
 from pshard.planner.check_plan import check_variant
-from pshard.planner.price.draft import predict_ranks
+from pshard.planner.price.draft import predict_ranks, tier_seconds
 from pshard.planner.price.host_limits import usable_bytes
 from pshard.planner.price.page_locks import stage_by
+from pshard.planner.price.tier_loads import tier_loads
 from pshard.planner.rank_task import RankTask
 from pshard.planner.search.candidates import (
     Candidate,
 )
+from pshard.times.predicted_times import sum_round
 
 
 def join_ranks(tasks: Sequence[RankTask], chosen: Sequence[Candidate]) -> Variant:
@@ -25,6 +28,24 @@ def join_ranks(tasks: Sequence[RankTask], chosen: Sequence[Candidate]) -> Varian
     variant = Variant(workload, tasks[0].plan_needed, ranks, tables.correction)
     check_variant(tuple(t.room.spec for t in tasks), variant, tables.kind, usable_bytes(tables.profile, len(tasks)))
     return variant
+
+
+def joint_seconds(tasks: Sequence[RankTask], chosen: Sequence[Candidate], most: float = inf) -> float:
+    """Seconds of a round under the variant that `join_ranks` would make: only what the round enters is simulated.
+
+    Infinite where some of its tiers alone take `most` or more, the smallest ones first.
+    """
+    rooms, workload = [t.room for t in tasks], tasks[0].room.workload
+    ranks = [_write_rank(task, candidate) for task, candidate in zip(tasks, chosen)]
+    priced = [stage_by(r, t.costs) for t, r in zip(tasks, ranks)]
+    seconds = {c.load.tokens: (0.0,) * len(tasks) for c in tasks[0].costs}
+    entered = {load.tokens for load in tier_loads(workload, tuple(seconds)) if load.weight}
+    for i, tokens in enumerate(seconds):
+        if tokens in entered:
+            seconds[tokens] = tier_seconds(rooms, [r.tiers[i] for r in ranks], [costs[i] for costs in priced])
+            if sum_round(workload, seconds) >= most:
+                return inf
+    return sum_round(workload, seconds)
 
 
 def _write_rank(task: RankTask, chosen: Candidate) -> RankPlan:

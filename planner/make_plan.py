@@ -1,22 +1,27 @@
 """plan_variant: the whole way from model, machine and workload to a plan for every tier and rank."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
+from math import inf
 from typing import TypeVar
 
 from pshard.errors import UserError
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import NOTHING_LEARNT, Correction, TierPlan, Variant
-from pshard.planner.join_ranks import join_ranks
+from pshard.planner.join_ranks import join_ranks, joint_seconds
 from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.draft import Room, predict_tier
-from pshard.planner.price.page_locks import stage_by
+from pshard.planner.price.page_locks import locked, stage_by
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.unit_classes import UnitClass
+from pshard.planner.published.per_tier import place_per_tier
+from pshard.planner.published.strategies import NAMES, PER_TIER, STRATEGIES
 from pshard.planner.rank_task import RankTask
 from pshard.planner.search.anneal import refine_candidate
+from pshard.planner.search.anneal_tiers import anneal_tiers
 from pshard.planner.search.candidates import (
     Candidate,
     keep_everything,
@@ -27,10 +32,10 @@ from pshard.planner.search.candidates import (
 )
 from pshard.planner.search.divide_ffns import divide_candidate
 from pshard.planner.search.exact import perfect_candidate
+from pshard.planner.search.exact_tiers import perfect_round
 from pshard.planner.search.one_placement import common_plans
 from pshard.planner.search.polish_tiers import polish_tiers
-from pshard.planner.search.strategies import STRATEGIES
-from pshard.times.predicted_times import round_seconds
+from pshard.times.predicted_times import round_seconds, sum_round
 from pshard.workload import Workload
 
 
@@ -51,15 +56,51 @@ def plan_variant(
     return join_fastest(tasks, refine_ranks(tasks, place_ranks(tasks, time_limit)))
 
 
+@dataclass(frozen=True)
+class RoughPlan:
+    """What `plan_variant` has before any rank's plan is refined. variant: the ranks' `placed` plans, or what takes them
+    less time together."""
+
+    tasks: tuple[RankTask, ...]
+    placed: tuple[Candidate, ...]
+    variant: Variant
+
+    @property
+    def bound(self) -> float:
+        """Seconds of a round that no refined plan can beat, either."""
+        bounds = zip(*(task.divided_bounds for task in self.tasks))
+        tiers = (cost.load.tokens for cost in self.tasks[0].costs)
+        return sum_round(self.tasks[0].room.workload, dict(zip(tiers, bounds)))
+
+    def refine(self) -> Variant:
+        """The variant of refined plans, if it is faster. Raises as `join_ranks` does."""
+        refined = refine_ranks(self.tasks, self.placed)
+        if all(new is old for new, old in zip(refined, self.placed)):
+            return self.variant
+        return min(self._join(refined), self.variant, key=round_seconds)
+
+    def _join(self, refined: tuple[Candidate, ...]) -> Variant:
+        return join_ranks(self.tasks, _pick_fastest(self.tasks, [refined, *_list_common(self.tasks, refined)]))
+
+
+def plan_roughly(spec: ModelSpec, profile: MachineProfile, workload: Workload, time_limit: float = 10.0) -> RoughPlan:
+    """The first part of `plan_variant`, which raises the same."""
+    tasks = prepare_ranks(spec, profile, workload)
+    placed = place_ranks(tasks, time_limit)
+    return RoughPlan(tasks, placed, join_fastest(tasks, placed))
+
+
 def plan_baseline(
     name: str, spec: ModelSpec, profile: MachineProfile, workload: Workload, correction: Correction = NOTHING_LEARNT
 ) -> Variant:
-    """The variant that the published strategy of that name (baselines.STRATEGIES) gives; as runnable as the planner's.
+    """The variant that the published strategy of that name (strategies.NAMES) gives; as runnable as the planner's.
 
-    Raises UserError when the name is unknown or the strategy does not fit the budget.
+    Raises UserError when the name is unknown, the strategy does not fit the budget, or is for one device.
     """
-    if name not in STRATEGIES:
-        raise UserError(f"unknown strategy {name!r}; choose from ilp, {', '.join(STRATEGIES)}")
+    if name not in NAMES:
+        raise UserError(f"unknown strategy {name!r}; choose from ilp, {', '.join(NAMES)}")
+    if name == PER_TIER and len(workload.vram_mib) > 1:
+        raise UserError(f"strategy {name!r} is for one device, not {len(workload.vram_mib)}; choose another")
     tasks = prepare_ranks(spec, profile, workload, correction)
     chosen = _like_ranks_once(tasks, partial(_place_strategy, name))
     for task, candidate in zip(tasks, chosen):
@@ -120,7 +161,7 @@ def rank_plans(task: RankTask, time_limit: float, programs: int = 1) -> tuple[Ca
     best, *others = _place(task, time_limit, programs)
     whole = _improve(task, refine_candidate, best)
     divided = _improve(task, _polish(task), _improve(task, divide_candidate, whole))
-    divided = _improve(task, perfect_candidate, divided)
+    divided = _perfect(task, divided)
     return (divided, *others) if divided is whole else (divided, whole, *others)
 
 
@@ -149,14 +190,18 @@ def refine_ranks(tasks: Sequence[RankTask], placed: Sequence[Candidate]) -> tupl
         whole = alike or _improve(task, refine_candidate, candidate)
         refined.append(alike or _improve(task, _polish(task), _improve(task, divide_candidate, whole)))
     if len(tasks) == 1:  # ranks wait for each other: what is the fastest alone need not be
-        return (_improve(tasks[0], perfect_candidate, refined[0]),)
+        return (_perfect(tasks[0], refined[0]),)
     return tuple(refined)
 
 
 def _place(task: RankTask, time_limit: float, programs: int) -> tuple[Candidate, ...]:
     if not task.plan_needed or not task.room.spec.packed_nbytes:
         return (keep_everything(task.room, task.costs),)
-    return rank_candidates(task.room, task.classes, task.costs, task.bounds, time_limit, programs)
+    ranked = rank_candidates(task.room, task.classes, task.costs, task.bounds, time_limit, programs)
+    mix = place_per_tier(task.room, task.classes, locked(task.costs), task.bounds, ranked[0].total)
+    if mix is None:
+        return ranked
+    return tuple(sorted((restage_candidate(task.room, task.costs, mix), *ranked), key=lambda c: c.total))
 
 
 _Improve = Callable[[Room, tuple[UnitClass, ...], tuple[TierCosts, ...], Candidate], Candidate]
@@ -174,6 +219,13 @@ def _improve(task: RankTask, improve: _Improve, candidate: Candidate) -> Candida
     return priced if priced.total < candidate.total else candidate
 
 
+def _perfect(task: RankTask, candidate: Candidate) -> Candidate:
+    """The plan of a small model with its most important tier, then all of them together, as fast as can be."""
+    for improve in (perfect_candidate, anneal_tiers, perfect_round):
+        candidate = _improve(task, improve, candidate)
+    return candidate
+
+
 def _polish(task: RankTask) -> _Improve:
     return partial(polish_tiers, bounds=task.divided_bounds)
 
@@ -182,15 +234,39 @@ def join_fastest(tasks: Sequence[RankTask], chosen: Sequence[Candidate]) -> Vari
     """The variant of the ranks' plans, or of plans with which several ranks together take less time: the same
     placements on all of them, or a published strategy. Each rank's plan was chosen as if it were alone. Raises as
     `join_ranks` does."""
-    best = join_ranks(tasks, chosen)
-    if not best.plan_needed or all(task.is_like(tasks[0]) for task in tasks):
-        return best
-    together = list(common_plans(tasks, chosen)) if best.workload.split_mode == "tensor" else []
-    for name in STRATEGIES:
+    plans = [tuple(chosen), *_list_common(tasks, chosen)]
+    return join_ranks(tasks, _pick_fastest(tasks, chain(plans, _place_strategies(tasks))))
+
+
+def _wait_for_each_other(tasks: Sequence[RankTask]) -> bool:
+    """Whether ranks may do better with other plans than those that are the best of each alone."""
+    return tasks[0].plan_needed and not all(task.is_like(tasks[0]) for task in tasks)
+
+
+def _list_common(tasks: Sequence[RankTask], chosen: Sequence[Candidate]) -> Iterator[tuple[Candidate, ...]]:
+    if _wait_for_each_other(tasks) and tasks[0].room.workload.split_mode == "tensor":
+        yield from common_plans(tasks, chosen)
+
+
+def _pick_fastest(tasks: Sequence[RankTask], plans: Iterable[tuple[Candidate, ...]]) -> tuple[Candidate, ...]:
+    """The plans with which the ranks together take least time; the first of equally fast ones."""
+    best, *others = plans
+    least = joint_seconds(tasks, best) if others else inf
+    for tried in others:
+        seconds = joint_seconds(tasks, tried, least)
+        best, least = (tried, seconds) if seconds < least else (best, least)
+    return best
+
+
+def _place_strategies(tasks: Sequence[RankTask]) -> Iterator[tuple[Candidate, ...]]:
+    """Published strategies that fit every rank, where its own plan need not be the best."""
+    for name in STRATEGIES if _wait_for_each_other(tasks) else ():
         placed = _like_ranks_once(tasks, partial(_place_strategy, name))
-        together += [tuple(c for c in placed if c)] if all(placed) else []
-    return min((best, *(join_ranks(tasks, plans) for plans in together)), key=round_seconds)
+        if all(placed):
+            yield tuple(c for c in placed if c)
 
 
 def _place_strategy(name: str, task: RankTask) -> Candidate | None:
+    if name == PER_TIER:
+        return place_per_tier(task.room, task.classes, task.costs, task.bounds)
     return place_baseline(name, task.room, task.costs)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from pshard.plan import Placement, RankPlan, TierPlan, Trial, Variant
 from pshard.planner.explain import BINDS, WhatIf
+from pshard.planner.tier_alone import NOTABLE, TierAlone
 from pshard.print_table import print_whole
 from pshard.times.collectives import describe_sums
 from pshard.times.outlook import Outlook
@@ -128,8 +129,11 @@ def _new_table(title: str, columns: tuple[str, ...]) -> "Table":
     return table
 
 
-def print_explanation(variant: Variant, gains: tuple[WhatIf, ...], out: "Console") -> None:
-    """Units of every tier, layer by layer, then what binds each tier and what a better machine would bring."""
+def print_explanation(
+    variant: Variant, gains: tuple[WhatIf, ...], alone: tuple[TierAlone, ...], out: "Console"
+) -> None:
+    """Units of every tier, layer by layer, then what binds each tier, what a better machine would bring, and why a tier
+    is slower than it could be."""
     for rank in variant.ranks:
         out.print(
             f"\nUnits of rank {rank.rank} by layer: P pinned, s streamed, c cpu, x divided; "
@@ -154,6 +158,10 @@ def print_explanation(variant: Variant, gains: tuple[WhatIf, ...], out: "Console
         )
         text = f"tier {tier.tokens}: {BINDS[slowest.prediction.binds]} (busy: {busy})"
         out.print(text + (f"; {worth}" if worth else ""), highlight=False, soft_wrap=True)
+    for tier_alone in alone:
+        if tier_alone.over > NOTABLE:
+            text = f"tier {tier_alone.tokens} shares VRAM with the other tiers: {tier_alone.in_words()}"
+            out.print(text, highlight=False, soft_wrap=True)
 
 
 def print_outlook(outlook: Outlook, out: "Console") -> None:

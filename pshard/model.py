@@ -45,6 +45,14 @@ class ModelSpec:
     def _by_name(self) -> dict[str, Unit]:
         return {u.name: u for u in self.units}
 
+    @cached_property
+    def alike(self) -> tuple[tuple[Unit, ...], ...]:
+        """Units of equal likeness together, in order of first appearance."""
+        groups: dict[tuple, list[Unit]] = {}
+        for unit in self.units:
+            groups.setdefault(unit.likeness, []).append(unit)
+        return tuple(map(tuple, groups.values()))
+
     def states(self, shape: StateShape) -> dict[str, State]:
         """The laws of the states that units keep, by unit; looked up once for each shape."""
         if shape not in self._states:

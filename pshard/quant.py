@@ -1,6 +1,7 @@
 """Quant types: bytes in a model file and bytes in the packed layout (docs/packed-layout.md). No torch, no gguf."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 ROW_BLOCK = 16  # rows interleaved in one record of the packed layout: the SIMD lanes
 PLANE_ALIGN = 64  # bytes; each plane of a record starts at a cache line
@@ -89,6 +90,7 @@ def record_nbytes(qtype: str, cols: int) -> int:
     return sum(align(cols // p.cols * p.nbytes, PLANE_ALIGN) for p in QUANT_TYPES[qtype].planes)
 
 
+@lru_cache(1 << 14)  # every layer of every rank and cut asks the same
 def packed_nbytes(qtype: str, rows: int, cols: int) -> int:
     """Bytes of a [rows, cols] tensor in the packed layout; rows are padded to a multiple of 16."""
     if not QUANT_TYPES[qtype].planes:

@@ -1,6 +1,7 @@
 """TensorSpec: one weight tensor of a model, by name, quant type and shape. No torch."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from pshard.quant import file_nbytes, packed_nbytes
 
@@ -25,7 +26,7 @@ class TensorSpec:
     def cols(self) -> int:
         return self.shape[-1]
 
-    @property
+    @cached_property
     def role(self) -> str:
         """Name inside its unit: `blk.3.attn_q.weight` -> `attn_q.weight`, `output.weight` stays."""
         parts = self.name.split(".")

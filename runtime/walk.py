@@ -10,6 +10,7 @@ import torch
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.runtime.blocks.block import Work
 from pshard.runtime.kernels.api import RowIndex, Segment
+from pshard.runtime.kernels.cpu import native
 from pshard.runtime.logits import Logits
 from pshard.runtime.memory.states import Copies, Reach, pair_runs, reach_new, reach_old
 from pshard.runtime.residents import Residents, view_rows
@@ -211,13 +212,20 @@ class Walk:
             return  # the last one: logits were delivered as they were computed
         if step.to == "acc":
             self._means.transfers.link_bytes += sum(self._send(name) for name in step.carries)
-        elif self._left is None:
-            for name in step.carries:
+        else:
+            self._wait_for_rows(step.carries)
+        self._side = step.to
+
+    def _wait_for_rows(self, names: tuple[str, ...]) -> None:
+        """Until the accelerator's rows are on the host, for a unit on the CPU. Its threads wake meanwhile."""
+        if self._device.kind != "cpu":  # which has computed by now
+            native.expect_work()
+        if self._left is None:
+            for name in names:
                 self._device.receive(*self._rows(name))
         else:
             self._device.host_wait(self._left)
             self._left = None
-        self._side = step.to
 
     def _join(self, step: Join) -> None:
         here = view_rows(self._means.host.rows, self._tokens, step.width)

@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 from pshard.buffers import arena_bytes, row_stage_bytes, scratch_bytes, state_stage_bytes
 from pshard.model import ModelSpec
 from pshard.plan import Buffers, Placement, Prediction, Solve, TierPlan
-from pshard.planner.price.simulate import ROUNDS, Simulation, simulate_ranks, simulate_seconds
+from pshard.planner.price.simulate import ROUNDS, Simulation, ranks_seconds, simulate_ranks, simulate_seconds
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.steps.emit import SOURCES, emit_steps
 from pshard.steps.step import StepList, StepShape
@@ -132,6 +132,12 @@ def tier_steps(room: Room, tier: TierPlan, costs: TierCosts) -> StepList:
 def simulated_seconds(room: Room, tier: TierPlan, costs: TierCosts, rounds: int = ROUNDS) -> float:
     """Simulated steady-state seconds of the expected micro-batch of this tier."""
     return simulate_seconds(tier_steps(room, tier, costs), costs, rounds)
+
+
+def tier_seconds(rooms: Sequence[Room], tiers: Sequence[TierPlan], costs: Sequence[TierCosts]) -> tuple[float, ...]:
+    """The same of one tier on every rank, as they run together."""
+    steps = [tier_steps(room, tier, cost) for room, tier, cost in zip(rooms, tiers, costs, strict=True)]
+    return ranks_seconds(rooms[0].workload.split_mode, steps, costs)
 
 
 def predict_tier(room: Room, tier: TierPlan, costs: TierCosts, bound: float) -> Prediction:

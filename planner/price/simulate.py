@@ -54,6 +54,7 @@ class Simulation:
     events: tuple[Event, ...]
 
 
+_COPIES = {CopyIn, FetchKV}
 # a copy on its way: when it may start, seconds left, when it started and ended (-1: not yet), its step
 READY, LEFT, BEGUN, END, STEP = range(5)
 _Copy = list
@@ -136,7 +137,7 @@ class _Machine:
 
     def __init__(self, costs: TierCosts, steps: StepList, logs: bool) -> None:
         self.costs, self.units = costs, costs.units
-        self.copies = any(isinstance(step, CopyIn | FetchKV) for step in steps.body)  # they run beside the sums
+        self.copies = any(type(step) in _COPIES for step in steps.body)  # they run beside the sums
         self.host = self.acc = self.d2h = 0.0
         self.link = _Link()
         self.loaded: dict[str, _Copy] = {}  # unit -> its last copy into a slot
@@ -153,7 +154,7 @@ class _Machine:
         host, acc, d2h, log = self.host, self.acc, self.d2h, self.log
         link, loaded, fetched, slot_free = self.link, self.loaded, self.fetched, self.slot_free
         copy_issue, run_issue, queue = self.costs.copy_issue, self.costs.run_issue, link.queue
-        to_begin, paid = self.to_begin, self.paid
+        to_begin, paid, copies = self.to_begin, self.paid, self.copies
         for kind, step, seconds, more in acts:
             if kind is _COMPUTE or kind is _FROM_SLOT:
                 waits = kind is _FROM_SLOT or (fetched and step.unit in fetched)
@@ -203,6 +204,12 @@ class _Machine:
                 to_begin, paid = run_issue, not more
                 if log is not None:
                     log.append((step, "acc", start, acc))
+            elif kind is _SUM or kind is _GATHER:
+                start = host if host > acc else acc
+                acc = start + (more if copies else seconds)
+                host = acc if kind is _GATHER else host
+                if log is not None:
+                    log.append((step, "acc", start, acc))
             else:
                 self.host, self.acc, self.d2h, self.to_begin, self.paid = host, acc, d2h, to_begin, paid
                 kind(self, step)
@@ -215,7 +222,7 @@ class _Machine:
 
     def compute_on_cpu_accelerator(self, step: Compute) -> None:
         """The CPU as accelerator computes on the host's own threads."""
-        unit = self.units[step.unit]
+        unit = self.costs.divided(step.unit, step.share) if step.share else self.units[step.unit]
         self.host += unit.issue
         start = max(self.acc, self.host)
         if step.unit in self.fetched:
@@ -282,13 +289,6 @@ class _Machine:
         self.acc = start + self.costs.handoff("acc", step.nbytes)
         self.note(step, "acc", start, self.acc)
 
-    def reduce(self, step: AllReduce | Gather) -> None:
-        start = max(self.host, self.acc)
-        self.acc = start + self.costs.meeting(step, self.copies)
-        self.note(step, "acc", start, self.acc)
-        if isinstance(step, Gather):
-            self.host = self.acc
-
     def receive(self, step: Receive) -> None:
         start = max(self.host, self.acc)
         self.acc = start + self.costs.hand_over(step.nbytes, self.copies)
@@ -298,9 +298,8 @@ class _Machine:
         """Nothing waits here: the rank that receives pays."""
 
 
-_COMPUTE, _FROM_SLOT, _COPY, _FREE, _FETCH, _WRITE, _CPU, _HAND_OFF = range(8)
-_OTHERS = {Join: _Machine.join, AllReduce: _Machine.reduce, Gather: _Machine.reduce, Receive: _Machine.receive,
-           Send: _Machine.send}  # fmt: skip
+_COMPUTE, _FROM_SLOT, _COPY, _FREE, _FETCH, _WRITE, _CPU, _HAND_OFF, _SUM, _GATHER = range(10)
+_OTHERS = {Join: _Machine.join, Receive: _Machine.receive, Send: _Machine.send}
 _Act = tuple[Any, Any, float, Any]  # a kind or a method of `_Machine`, the step, its seconds, and what that kind needs
 
 
@@ -316,7 +315,8 @@ def _price(step: Step, costs: TierCosts) -> _Act:
                 return _Machine.compute_in_place, step, 0.0, None
             kind = _FROM_SLOT if step.source == "slot" else _COMPUTE
             launch = 0.0 if step.position == "first" else costs.launch
-            return kind, step, costs.units[step.unit].acc, costs.units[step.unit].issue + launch
+            unit = costs.divided(step.unit, step.share) if step.share else costs.units[step.unit]
+            return kind, step, unit.acc, unit.issue + launch
         case Compute():
             return _Machine.compute_part, step, 0.0, None
         case CopyIn():
@@ -329,6 +329,9 @@ def _price(step: Step, costs: TierCosts) -> _Act:
         case Handoff():
             seconds = costs.handoff(step.to, step.nbytes, len(step.carries))
             return _HAND_OFF, step, seconds, step.to == "cpu"
+        case AllReduce() | Gather():  # alone, and while weights are copied
+            kind = _SUM if isinstance(step, AllReduce) else _GATHER
+            return kind, step, costs.meeting(step), costs.meeting(step, True)
         case Free():
             return _FREE, step, 0.0, step.slot
     return _OTHERS[type(step)], step, 0.0, None
@@ -360,6 +363,14 @@ def simulate_ranks(mode: str, steps: Sequence[StepList], costs: Sequence[TierCos
 def simulate_seconds(steps: StepList, costs: TierCosts, rounds: int = ROUNDS) -> float:
     """The seconds of `simulate` alone, for searches that need nothing else of it."""
     return _period(_run([_Machine(costs, steps, False)], (steps,), rounds))
+
+
+def ranks_seconds(mode: str, steps: Sequence[StepList], costs: Sequence[TierCosts]) -> tuple[float, ...]:
+    """The seconds of `simulate_ranks` alone."""
+    if mode == "layer":
+        return tuple(map(simulate_seconds, steps, costs))
+    machines = [_Machine(cost, each, False) for cost, each in zip(costs, steps, strict=True)]
+    return (_period(_run(machines, steps, ROUNDS)),) * len(machines)
 
 
 def _period(ends: list[float]) -> float:

@@ -135,14 +135,12 @@ def tier_costs(
     """Costs of every unit of the model for one tier's load; copies of units in `staged` are not from page-locked
     memory."""
     setting = Setting(spec, tables, load, workload, ranks)
-    by_likeness: dict[tuple, UnitCost] = {}
-    units = {}
-    for unit in spec.units:
-        key = unit.likeness, unit.name in staged
-        if key not in by_likeness:
-            cost = unit_cost(unit, setting)
-            by_likeness[key] = replace(cost, link=cost.staged) if unit.name in staged else cost
-        units[unit.name] = by_likeness[key]
+    costs: dict[str, UnitCost] = {}
+    for alike in spec.alike:
+        cost = unit_cost(alike[0], setting)
+        aside = replace(cost, link=cost.staged)
+        costs |= {u.name: aside if u.name in staged else cost for u in alike}
+    units = {u.name: costs[u.name] for u in spec.units}
     return TierCosts(load, units, tables, spec, workload, ranks, staged)
 
 

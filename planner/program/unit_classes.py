@@ -40,9 +40,10 @@ class UnitClass:
 
 def group_units(spec: ModelSpec, staged: frozenset[str] = frozenset()) -> tuple[UnitClass, ...]:
     """Classes in order of first appearance, named `ffn0`, `ffn1`, ...; units in `staged` are unlike the others."""
-    groups: dict[tuple, list[Unit]] = {}
+    groups: dict[tuple[int, bool], list[Unit]] = {}
+    like = {u.name: i for i, units in enumerate(spec.alike) for u in units}
     for unit in spec.units:
-        groups.setdefault((unit.likeness, unit.name in staged), []).append(unit)
+        groups.setdefault((like[unit.name], unit.name in staged), []).append(unit)
     seen: dict[str, int] = {}
     classes = []
     for units in groups.values():

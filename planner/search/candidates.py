@@ -14,12 +14,12 @@ from pshard.planner.program.coefficients import count_tier, tier_problem
 from pshard.planner.program.fluid import fluid_seconds
 from pshard.planner.program.solve_tiers import Solution
 from pshard.planner.program.unit_classes import UnitClass, group_units
+from pshard.planner.published.strategies import STRATEGIES, Baseline, place_strategy
 from pshard.planner.search.climb import Scored, TierSearch
 from pshard.planner.search.exchange import exchange_memory
 from pshard.planner.search.other_tiers import EVALUATIONS, place_others
 from pshard.planner.search.program_starts import Start, StartFinder
 from pshard.planner.search.residency_order import Residency, arrange_residency
-from pshard.planner.search.strategies import STRATEGIES, Baseline, place_strategy
 from pshard.units.divide_unit import arena_portion
 
 IMPROVED = 3  # starts that are worth improving
@@ -176,9 +176,11 @@ def place_best_baselines(room: Room, classes: tuple[UnitClass, ...], costs: tupl
 
 
 def place_baseline(name: str, room: Room, costs: tuple[TierCosts, ...]) -> Candidate | None:
-    """A published strategy as a candidate; None when it does not fit."""
+    """A published strategy as a candidate that is not simulated; None when it does not fit."""
     placed = place_strategy(name, room, tuple(c.load.tokens for c in costs))
-    return _price_baseline(name, room, costs, placed) if placed and holds(room, placed.tiers) else None
+    if not placed or not holds(room, placed.tiers):
+        return None
+    return Candidate(name, Residency(placed.pin_order, placed.kv_order), placed.tiers, (), inf)
 
 
 def _price_baseline(

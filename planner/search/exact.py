@@ -4,6 +4,7 @@ Branch and bound over units in order of execution, on simulated time.
 """
 
 from dataclasses import dataclass, field
+from math import inf
 
 from pshard.plan import TierPlan
 from pshard.planner.price.draft import Room, draft_tier, simulated_seconds
@@ -15,9 +16,11 @@ from pshard.planner.program.unit_classes import UnitClass
 from pshard.planner.search.anneal import Place, divided_choices, main_tier, place_around, place_choices
 from pshard.planner.search.candidates import Candidate
 from pshard.planner.search.climb import SLOT_CHOICES
-from pshard.units.divide_unit import kept_nbytes
+from pshard.units.divide_unit import count_shares, kept_nbytes
 from pshard.units.share import WHOLE
 from pshard.units.unit import Unit
+
+Residents = tuple[frozenset[tuple[str, int]], frozenset[str]]
 
 MOST_UNITS = 8  # of three layers; a fourth has ten to a thousand times as many placements
 MOST_VISITED = 400_000  # complete placements, some 6 s; a search that would need more is given up
@@ -30,9 +33,25 @@ def perfect_candidate(
     if len(room.spec.units) > MOST_UNITS:
         return found
     main = main_tier(costs, found)
-    search = ExactSearch(room, classes, costs[main], found.seconds[main])
+    search = ExactSearch(room, classes, costs[main], found.seconds[main], list_places(room, classes, costs[main]))
     search.run()
     return place_around(room, classes, costs, found, main, search.best) if search.best else found
+
+
+def residents(room: Room, tier: TierPlan) -> Residents:
+    """Units with how many of their rows or parts are in the arena (-1: all), and units with their state in VRAM."""
+    pins = set[tuple[str, int]]()
+    for unit, place in zip(room.spec.units, tier.placements):
+        if place.in_arena:
+            own = count_shares(unit) - place.cpu_rows if place.where == "pinned" else place.kept_parts
+            pins.add((unit.name, own if place.share else -1))
+    return frozenset(pins), frozenset(p.unit for p in tier.placements if p.kv == "vram")
+
+
+def list_places(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts) -> tuple[tuple[Place, ...], ...]:
+    """By unit, how a tier may have it that shares memory with no other."""
+    shares = {u.name: cls.shares if may_divide(costs) else () for cls in classes for u in cls.units}
+    return tuple((*place_choices(u.kind), *divided_choices(shares[u.name])) for u in room.spec.units)
 
 
 @dataclass
@@ -44,6 +63,9 @@ class ExactSearch:
     slot for themselves are not tried: pinned they take no more memory and as much time.
 
     Attributes:
+        places: by unit, how it may be placed.
+        every: whether to collect the fastest of each residency below the limit, which else falls to the fastest of all.
+        fastest: those, by what they have in the arena and which states in VRAM.
         best: the fastest tier; None when nothing is faster than the limit.
         proven: whether all placements were tried or cut off.
     """
@@ -52,7 +74,10 @@ class ExactSearch:
     classes: tuple[UnitClass, ...]
     costs: TierCosts
     limit: float
+    places: tuple[tuple[Place, ...], ...]
     most: int = MOST_VISITED
+    every: bool = False
+    fastest: dict[Residents, tuple[float, TierPlan]] = field(default_factory=dict)
     best: TierPlan | None = None
     proven: bool = False
     visited: int = 0
@@ -62,7 +87,7 @@ class ExactSearch:
         """Search; `best` and `proven` tell the result."""
         self._units = self.room.spec.units
         self._class = [next(i for i, c in enumerate(self.classes) if u.name in c.names) for u in self._units]
-        self._options = [self._list_options(u, self.classes[i]) for u, i in zip(self._units, self._class)]
+        self._options = [self._list_options(u, places) for u, places in zip(self._units, self.places)]
         least = [min(seconds for _, seconds, _, _ in options) for options in self._options]
         self._rest = [sum(least[i:]) for i in range(len(least) + 1)]
         self._space = self.room.arena - self.room.scratch(self.costs.load.tokens)
@@ -72,13 +97,10 @@ class ExactSearch:
         self._descend((), 0.0, 0.0, 0)
         self.proven = self.visited <= self.most
 
-    def _list_options(self, unit: Unit, cls: UnitClass) -> list[tuple[Place, float, float, int]]:
+    def _list_options(self, unit: Unit, places: tuple[Place, ...]) -> list[tuple[Place, float, float, int]]:
         """Ways to place a unit: the place, its least seconds in turn with other units and on the link, bytes held."""
         cost, options = self.costs.units[unit.name], []
-        for place in (
-            *place_choices(unit.kind),
-            *divided_choices(cls.shares if may_divide(self.costs) else ()),
-        ):
+        for place in places:
             where, in_vram, share = place
             if share:
                 part = self.costs.divided(unit.name, share)
@@ -112,9 +134,15 @@ class ExactSearch:
         for slots, bound in self._bounds[alike]:
             if bound < self.limit:
                 tier = self._draft(places, slots)
-                seconds = simulated_seconds(self.room, tier, self.costs)
-                if seconds < self.limit:
-                    self.limit, self.best = seconds, tier
+                self._take(tier, simulated_seconds(self.room, tier, self.costs))
+
+    def _take(self, tier: TierPlan, seconds: float) -> None:
+        if self.every:
+            where = residents(self.room, tier)
+            if seconds < min(self.limit, self.fastest.get(where, (inf,))[0]):
+                self.fastest[where] = seconds, tier
+        elif seconds < self.limit:
+            self.limit, self.best = seconds, tier
 
     def _bound_slots(self, places: tuple[Place, ...]) -> list[tuple[int, float]]:
         """Numbers of slots that fit, each with the seconds that no order of these places beats."""

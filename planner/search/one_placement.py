@@ -9,10 +9,12 @@ from pshard.errors import UserError
 from pshard.plan import TierPlan
 from pshard.planner.price.draft import draft_tier
 from pshard.planner.price.host_limits import holds
-from pshard.planner.program.unit_classes import UnitClass
+from pshard.planner.program.unit_classes import SIXTEENTHS
 from pshard.planner.rank_task import RankTask
 from pshard.planner.search.candidates import Candidate, rank_candidates
+from pshard.units.divide_unit import list_shares, without_cpu
 from pshard.units.share import Share
+from pshard.units.unit import Unit
 
 SPARE = 0.99  # of the room that is left for a plan of all: units of other ranks are not of the same sizes
 SECONDS = 2.0  # limit of the solver
@@ -52,24 +54,35 @@ def _adopt_all(
 def _adopt(task: RankTask, owner: RankTask, plan: Candidate) -> tuple[TierPlan, ...] | None:
     """The tiers of another rank's plan for the units of this one, whether they fit or not; None where FFNs are divided
     that cannot be here."""
-    theirs, mine = _shares(owner.classes), _shares(task.classes)
     tiers = []
     for tier in plan.tiers:
         shares = {}
         for place in tier.placements:
             if place.share:
-                own = mine[place.unit]
-                if len(own) != len(theirs[place.unit]):
+                same = _same_shares(owner.room.spec.unit(place.unit), task.room.spec.unit(place.unit))
+                if place.share not in same:
                     return None
-                shares[place.unit] = own[theirs[place.unit].index(place.share)]
+                shares[place.unit] = same[place.share]
         where = {p.unit: p.where for p in tier.placements}
         kv = frozenset(p.unit for p in tier.placements if p.kv == "vram")
         tiers.append(draft_tier(task.room, tier.tokens, where, kv, tier.buffers.slots, shares))
     return tuple(tiers)
 
 
-def _shares(classes: tuple[UnitClass, ...]) -> dict[str, tuple[Share, ...]]:
-    return {u.name: cls.shares for cls in classes for u in cls.units}
+def _same_shares(theirs: Unit, mine: Unit) -> dict[Share, Share]:
+    """How a unit of another rank may be divided, and what that is of this rank's; none where theirs are more or fewer.
+
+    What the CPU has in a small tier is streamed in a large one, beside as many rows in the arena.
+    """
+    pairs = list_shares(theirs, SIXTEENTHS), list_shares(mine, SIXTEENTHS)
+    if len(pairs[0]) != len(pairs[1]):
+        return {}
+    found = dict(zip(*pairs))
+    for one, other in zip(*pairs):
+        kept, here = without_cpu(theirs, one), without_cpu(mine, other)
+        if kept and here:
+            found.setdefault(kept, here)
+    return found
 
 
 def _plan_within(tasks: Sequence[RankTask], owner: RankTask, plan: Candidate) -> Candidate | None:

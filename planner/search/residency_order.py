@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+from pshard.plan import TierPlan
 from pshard.planner.price.draft import Room
 from pshard.planner.program.counts import Counts
 from pshard.planner.program.unit_classes import UnitClass
@@ -157,6 +158,23 @@ def order_around(
     pin_order, kv_order = orders
     first = sorted(pin_order[: len(pinned)], key=lambda name: name in shares)
     return Residency((*first, *pin_order[len(pinned) :]), kv_order, shares)
+
+
+def order_nested(room: Room, tiers: Sequence[TierPlan]) -> Residency:
+    """Orders of which every tier's pins and KV are prefixes, where these lie within each other; units that are there
+    in part come last of what a tier adds."""
+    at = {u.name: i for i, u in enumerate(room.spec.units)}
+    held = [{p.unit: p.share for p in tier.placements if p.in_arena} for tier in tiers]
+    cells = [{p.unit for p in tier.placements if p.kv == "vram"} for tier in tiers]
+    shares = dict[str, Share]()
+    for of_tier in sorted(held, key=lambda of: any(share.cpu for share in of.values())):  # what the CPU has says more
+        shares |= {unit: share for unit, share in of_tier.items() if share}
+    pins, kv = list[str](), list[str]()
+    for names in sorted(held, key=len):
+        pins += sorted(names.keys() - set(pins), key=lambda name: (name in shares, at[name]))
+    for layers in sorted(cells, key=len):
+        kv += sorted(layers - set(kv), key=at.__getitem__)
+    return Residency(tuple(pins), tuple(kv), shares)
 
 
 def _merge(orders: list[list[str]], prefixes: list[list[int]]) -> tuple[str, ...]:

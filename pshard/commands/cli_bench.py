@@ -74,11 +74,11 @@ def _make_request(args: Any) -> "RunRequest":
     """What the tests need of a plan. Raises UserError for what would come to light only after measuring."""
     from dataclasses import replace
 
-    from pshard.planner.search.strategies import STRATEGIES
+    from pshard.planner.published.strategies import NAMES
 
     for name in args.strategy:
-        if name not in STRATEGIES:
-            raise UserError(f"--strategy {name} is unknown; choose from {', '.join(STRATEGIES)}")
+        if name not in NAMES:
+            raise UserError(f"--strategy {name} is unknown; choose from {', '.join(NAMES)}")
     if args.ppl_window < 2:
         raise UserError(f"--ppl-window is {args.ppl_window}; a window has 2 tokens or more")
     if args.output_file is not None:
@@ -110,11 +110,11 @@ def _tests(args: Any) -> "list[BenchTest]":
 
 
 def _run_all(opened: "Opened", args: Any, group: "Group", command: str) -> "list[Measurement]":
-    from pshard.planner.search.strategies import STRATEGIES
+    from pshard.planner.published.strategies import NAMES
     from pshard.session.this_machine import environment_of
 
     tests, found = _tests(args), []
-    if group.rank == 0 and (made := opened.variant.ranks[0].tiers[0].solve.strategy) in STRATEGIES:
+    if group.rank == 0 and (made := opened.variant.ranks[0].tiers[0].solve.strategy) in NAMES:
         print(f"note: the registry's plan is the published strategy {made!r}; its rows are called ilp", file=sys.stderr)
     setting = _setting(opened, "ilp", environment_of(opened.profile), command)
     found += _run_strategy(opened, opened.variant, "ilp", tests, args, group, setting)

@@ -15,6 +15,7 @@ from pshard.commands.plan_flags import make_workloads, parse_plan_flags
 from pshard.commands.plan_output import (
     Planned,
     as_json,
+    compare_all,
     emit_arguments,
     explain_all,
     foresee_all,
@@ -72,12 +73,14 @@ def _run(argv: list[str]) -> int:
             tell(f"note: {why}")
     gains = explain_all(planned, args.strategy) if args.explain else {}
     outlooks = foresee_all(planned) if args.explain else ()
+    alone = compare_all(planned) if args.explain and args.strategy == "ilp" else {}
     if args.json:
-        print(json.dumps(as_json(planned, gains, outlooks) | ({args.emit: emitted} if args.emit else {}), indent=1))
+        said = as_json(planned, gains, alone, outlooks) | ({args.emit: emitted} if args.emit else {})
+        print(json.dumps(said, indent=1))
     elif args.emit:
         print_arguments(planned, emitted)
     else:
-        print_plans(planned, gains if args.explain else None, outlooks)
+        print_plans(planned, gains if args.explain else None, alone, outlooks)
     where = registry or "not written, as the plan is for another machine; --registry FILE keeps it"
     tell(f"registry: {where}")
     return 0
@@ -161,6 +164,7 @@ def _plan(
     from pshard.errors import NoPlan
     from pshard.planner.choose_mode import alone_on, plan_split
     from pshard.planner.make_plan import plan_baseline
+    from pshard.session.planning_bar import planning_bar
     from pshard.session.try_plans import SPLIT, choose_by_trial
 
     def say(line: str) -> None:
@@ -171,7 +175,8 @@ def _plan(
             return plan_baseline(args.strategy, model.spec, profile, workload), ()
         if validate and args.split_mode != "auto":
             return choose_by_trial(model, profile, workload, args.time_limit, args.validate_seconds, say)
-        settled = plan_split(model.spec, profile, workload, wants_ratios(args), args.time_limit)
+        with planning_bar(f"planning {model.spec.name}"):
+            settled = plan_split(model.spec, profile, workload, wants_ratios(args), args.time_limit)
         if validate and len(settled.ranks) == 1:
             one = alone_on(workload, settled.workload.device)
             chosen, trials = choose_by_trial(model, profile, one, args.time_limit, args.validate_seconds, say)

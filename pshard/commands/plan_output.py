@@ -14,9 +14,11 @@ from pshard.workload import Workload
 
 if TYPE_CHECKING:
     from pshard.planner.explain import WhatIf
+    from pshard.planner.tier_alone import TierAlone
     from pshard.times.outlook import Outlook
 
 Gains = Mapping[int, "tuple[WhatIf, ...]"]  # by place of the variant
+Alone = Mapping[int, "tuple[TierAlone, ...]"]  # likewise
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,17 @@ def explain_all(planned: Planned, strategy: str) -> Gains:
     }
 
 
+def compare_all(planned: Planned) -> Alone:
+    """What tiers of each variant could be alone."""
+    from pshard.planner.tier_alone import compare_alone
+
+    asked = planned.asked.max_ubatch
+    return {
+        i: compare_alone(planned.spec, planned.profile, replace(v.workload, max_ubatch=asked), v)
+        for i, v in enumerate(planned.variants)
+    }
+
+
 def foresee_all(planned: Planned) -> "tuple[Outlook, ...]":
     """Every variant beside the published strategies, by prediction."""
     from pshard.planner.foresee import foresee_strategies
@@ -64,8 +77,9 @@ def foresee_all(planned: Planned) -> "tuple[Outlook, ...]":
     return tuple(foresee_strategies(planned.spec, planned.profile, w, v) for w, v in zip(loads, planned.variants))
 
 
-def print_plans(planned: Planned, gains: Gains | None, outlooks: "tuple[Outlook, ...]" = ()) -> None:
-    """Tables of trials and plans; with `gains` also where every unit is and what binds, and the `outlooks`."""
+def print_plans(planned: Planned, gains: Gains | None, alone: Alone, outlooks: "tuple[Outlook, ...]" = ()) -> None:
+    """Tables of trials and plans; with `gains` also where every unit is and what binds, what tiers could be `alone`,
+    and the `outlooks`."""
     from rich.console import Console
 
     from pshard.planner.show_plan import print_explanation, print_outlook, print_trials, print_variant
@@ -75,7 +89,7 @@ def print_plans(planned: Planned, gains: Gains | None, outlooks: "tuple[Outlook,
         print_trials(trials, out)
         print_variant(variant, out)
         if gains is not None:
-            print_explanation(variant, gains.get(i, ()), out)
+            print_explanation(variant, gains.get(i, ()), alone.get(i, ()), out)
             print_outlook(outlooks[i], out)
 
 
@@ -85,7 +99,7 @@ def print_arguments(planned: Planned, emitted: list[str]) -> None:
         print(arguments if len(emitted) == 1 else f"{variant.workload.vram_mib[0]} MiB: {arguments}")
 
 
-def as_json(planned: Planned, gains: Gains, outlooks: "tuple[Outlook, ...]" = ()) -> dict[str, Any]:
+def as_json(planned: Planned, gains: Gains, alone: Alone, outlooks: "tuple[Outlook, ...]" = ()) -> dict[str, Any]:
     """The registry of these variants, the simulated timelines of the last one, and what was explained."""
     from pshard.planner.explain import simulate_timelines
 
@@ -96,5 +110,6 @@ def as_json(planned: Planned, gains: Gains, outlooks: "tuple[Outlook, ...]" = ()
         "registry": to_json(Registry((made,))),
         "timelines": to_json(simulate_timelines(planned.spec, planned.profile, variants[-1])),
         "gains": to_json([{"vram_mib": variants[i].workload.vram_mib, "what_if": g} for i, g in gains.items()]),
+        "alone": to_json([{"vram_mib": variants[i].workload.vram_mib, "tiers": tiers} for i, tiers in alone.items()]),
         "outlooks": to_json(outlooks),
     }

@@ -1,5 +1,7 @@
 """A rank's part of a model in either split mode, and which bytes of the file it is made of. No torch."""
 
+from functools import lru_cache
+
 from pshard.cuts.layer_cuts import cut_layers
 from pshard.cuts.tensor_cuts import cut_model, source_ranges
 from pshard.model import ModelSpec
@@ -17,6 +19,7 @@ def split_model(spec: ModelSpec, split: Split, rank: int) -> ModelSpec:
     return cut_model(spec, split.shares, rank, split.limits)
 
 
+@lru_cache(maxsize=4)  # whoever asks if a cut fits prices it next
 def cut_ranks(spec: ModelSpec, split: Split) -> tuple[ModelSpec, ...]:
     """The ranks' parts of the model: slices of every unit, or whole layers with mode "layer"."""
     return tuple(split_model(spec, split, rank) for rank in range(len(split.shares)))

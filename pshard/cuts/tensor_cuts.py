@@ -37,6 +37,7 @@ def _cut_units(spec: ModelSpec, shares: tuple[float, ...], limits: Limits) -> tu
     ratios = {unit.kind: limit_shares(shares, dict(limits).get(unit.kind.name, len(shares))) for unit in spec.units}
     owed = {unit.kind: [0.0] * len(shares) for unit in spec.units}
     cuts = []
+    alike: dict[tuple, tuple[TensorCut, ...]] = {}  # units that are alike and cut alike are checked once
     for unit in spec.units:
         rule = _find_cut(spec, unit)
         total = rule.length(spec.config)
@@ -48,9 +49,11 @@ def _cut_units(spec: ModelSpec, shares: tuple[float, ...], limits: Limits) -> tu
         owed[unit.kind] = [
             0.0 if target is None else target - (stop - start) for target, (start, stop) in zip(targets, ranges)
         ]
-        cut = UnitCut(unit.name, tuple(_cut_tensor(spec, unit, t, ranges) for t in unit.tensors))
-        check_cut(spec, unit, cut)
-        cuts.append(cut)
+        if (unit.likeness, ranges) not in alike:
+            tensors = tuple(_cut_tensor(spec, unit, t, ranges) for t in unit.tensors)
+            check_cut(spec, unit, UnitCut(unit.name, tensors))
+            alike[unit.likeness, ranges] = tensors
+        cuts.append(UnitCut(unit.name, alike[unit.likeness, ranges]))
     return tuple(cuts)
 
 
@@ -86,14 +89,16 @@ def cut_model(spec: ModelSpec, shares: Sequence[float], rank: int, limits: Limit
     if len(shares) == 1:
         return spec
     units = []
-    for unit, cut in zip(spec.units, cut_units(spec, shares, limits)):
-        pairs = zip(unit.tensors, cut.tensors) if cut.holds(rank) else ()
-        tensors = tuple(replace(t, shape=_cut_shape(t, c, rank)) for t, c in pairs if _range(t, c, rank) != (0, 0))
-        units.append(replace(unit, tensors=tensors))
     widest: dict[str, Any] = {}
-    for unit in units:
-        for name, size in unit.kind.widths(unit.by_role, spec.config).items() if unit.kind.widths else ():
-            widest[name] = max(widest.get(name, 0), size)
+    alike: dict[int, tuple[tuple[int, ...], ...]] = {}  # shapes by cut: units that are alike and cut alike share it
+    for unit, cut in zip(spec.units, cut_units(spec, shares, limits)):
+        known = id(cut.tensors) in alike
+        shapes = alike[id(cut.tensors)] if known else _cut_shapes(unit, cut, rank)
+        units.append(_slice_unit(unit, shapes))
+        if not known:
+            alike[id(cut.tensors)] = shapes
+            widths = unit.kind.widths(units[-1].by_role, spec.config) if unit.kind.widths else {}
+            widest |= {name: max(widest.get(name, 0), size) for name, size in widths.items()}
     config = replace(spec.config, **widest)
     return replace(spec, config=config, units=tuple(units))
 
@@ -132,6 +137,20 @@ def _range(tensor: TensorSpec, cut: TensorCut, rank: int) -> Range:
         return (0, tensor.shape[0])
     start, stop = cut.ranges[rank]
     return (start, stop) if start < stop else (0, 0)
+
+
+@lru_cache(1 << 13)  # slices of one size recur on ranks and in cuts that are compared
+def _slice_unit(unit: Unit, shapes: tuple[tuple[int, ...], ...]) -> Unit:
+    tensors = tuple(TensorSpec(t.name, t.qtype, shape) for t, shape in zip(unit.tensors, shapes) if shape)
+    return Unit(unit.name, unit.kind, unit.layer, tensors)
+
+
+def _cut_shapes(unit: Unit, cut: UnitCut, rank: int) -> tuple[tuple[int, ...], ...]:
+    """Shapes of the rank's parts of a unit's tensors; () of one of which it has nothing."""
+    pairs = list(zip(unit.tensors, cut.tensors))
+    if not cut.holds(rank):
+        return ((),) * len(pairs)
+    return tuple(_cut_shape(t, c, rank) if _range(t, c, rank) != (0, 0) else () for t, c in pairs)
 
 
 def _cut_shape(tensor: TensorSpec, cut: TensorCut, rank: int) -> tuple[int, ...]:

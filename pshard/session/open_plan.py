@@ -82,8 +82,10 @@ def _plan_again(
         raise UserError("--replan needs a budget: give --vram")
     from pshard.planner.choose_mode import plan_split
     from pshard.registries.store import save_variants
+    from pshard.session.planning_bar import planning_bar
 
-    planned = plan_split(spec, profile, workload, request.auto_ratios)
+    with planning_bar(f"planning {spec.name}"):
+        planned = plan_split(spec, profile, workload, request.auto_ratios)
     for note in save_variants(path, spec.name, inputs, [planned]).notes:
         print(f"note: {note}", file=sys.stderr)
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from pshard.cuts.layer_cuts import join_seconds
 from pshard.plan import Prediction, Variant
+from pshard.workload import Workload
 
 
 def rank_seconds(variant: Variant) -> dict[int, tuple[float, ...]]:
@@ -33,19 +34,31 @@ def prefill_seconds(mode: str, seconds: Mapping[int, Sequence[float]], tokens: i
 
 def first_token_seconds(variant: Variant) -> float:
     """Seconds to prefill the expected prompts."""
-    seconds, w = rank_seconds(variant), variant.workload
-    return prefill_seconds(w.split_mode, seconds, w.prompt * w.sequences, max(seconds))
+    return _first_token(variant.workload, rank_seconds(variant))
 
 
 def decode_seconds(variant: Variant) -> float:
     """Seconds of a decode step of all sequences."""
-    seconds = tier_seconds(variant)
-    return seconds[min(t for t in seconds if t >= variant.workload.sequences)]
+    return _decode(variant.workload, rank_seconds(variant))
 
 
 def round_seconds(variant: Variant) -> float:
     """Seconds in which all sequences bring a prompt and decode their answers."""
-    return first_token_seconds(variant) + variant.workload.generated * decode_seconds(variant)
+    return sum_round(variant.workload, rank_seconds(variant))
+
+
+def sum_round(workload: Workload, seconds: Mapping[int, Sequence[float]]) -> float:
+    """The same of a micro-batch's seconds by tier, on every rank; those of tiers that the round does not enter do not
+    count."""
+    return _first_token(workload, seconds) + workload.generated * _decode(workload, seconds)
+
+
+def _first_token(w: Workload, seconds: Mapping[int, Sequence[float]]) -> float:
+    return prefill_seconds(w.split_mode, seconds, w.prompt * w.sequences, max(seconds))
+
+
+def _decode(w: Workload, seconds: Mapping[int, Sequence[float]]) -> float:
+    return join_seconds(w.split_mode, [seconds[min(t for t in seconds if t >= w.sequences)]])
 
 
 def as_profiled(variant: Variant) -> Variant:

@@ -1,6 +1,8 @@
 """Where ranges of one thing over the ranks begin and end: pure arithmetic, tested without any model. No torch."""
 
 from functools import lru_cache
+from itertools import pairwise
+from math import inf, lcm
 
 Targets = tuple[float | None, ...]  # by rank, how much it should have; None: nothing at all
 
@@ -30,17 +32,38 @@ def place_heads(heads: int, group: int, step: int, targets: Targets) -> tuple[in
     that each rank has equally many q heads per KV head. Bounds are multiples of `step` heads: the columns of the
     output projection are cut between quant blocks. Dynamic programming over (rank, bound).
     """
+    most = _miss(
+        place_rows(heads, lcm(group, step), targets), targets
+    )  # of ranges that are possible: none need be worse
     best: dict[int, tuple[float, int, tuple[int, ...]]] = {0: (0.0, 0, (0,))}
     for target in targets:
         reached: dict[int, tuple[float, int, tuple[int, ...]]] = {}
         for start, (error, copies, bounds) in best.items():
-            for stop in range(start, heads + 1 if target is not None else start + 1, step):
+            for stop in (start,) if target is None else _list_stops(start, heads, group, step):
                 kv_heads = -(-stop // group) - start // group if stop > start else 0
-                if kv_heads > 1 and (start % group or stop % group):
-                    continue
                 missed = 0.0 if target is None else (stop - start - target) ** 2
+                if error + missed > most + 1e-5:
+                    continue
                 found = (round(error + missed, 6), copies + kv_heads, (*bounds, stop))
                 if stop not in reached or found < reached[stop]:
                     reached[stop] = found
         best = reached
     return best[heads][2]
+
+
+def _miss(bounds: tuple[int, ...], targets: Targets) -> float:
+    """By how much ranges miss the targets, in squares; infinite where a rank has something that should have nothing."""
+    sizes = [stop - start for start, stop in pairwise(bounds)]
+    if any(size and target is None for size, target in zip(sizes, targets)):
+        return inf
+    return sum((size - target) ** 2 for size, target in zip(sizes, targets) if target is not None)
+
+
+@lru_cache(maxsize=4096)
+def _list_stops(start: int, heads: int, group: int, step: int) -> tuple[int, ...]:
+    """Where a range that begins at `start` may end: inside its KV group, or after whole groups."""
+    return tuple(
+        stop
+        for stop in range(start, heads + 1, step)
+        if -(-stop // group) - start // group < 2 or not (start % group or stop % group)
+    )

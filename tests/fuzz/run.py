@@ -15,7 +15,7 @@ from pathlib import Path
 from fuzz.mutate_bytes import Mutant
 from fuzz.targets import Target, make_targets
 
-from pshard.planner.search import anneal
+from pshard.planner.search import anneal, anneal_tiers, exact_tiers
 
 HANGS = 20  # seconds for one mutant; most take milliseconds
 KEPT = Path(__file__).resolve().parents[2] / "build" / "fuzz"
@@ -73,7 +73,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first mutant")
     args = parser.parse_args(argv)
     os.environ["PSHARD_VALIDATE"] = "0"
-    anneal.TRIES, anneal.TRIES_PER_UNIT = 100, 1  # as the fixture quick_search: how good plans are is no question here
+    # as the fixture quick_search: how good plans are is no question here
+    anneal.TRIES, anneal.TRIES_PER_UNIT, anneal_tiers.TRIES, exact_tiers.MOST_UNITS = 100, 1, 10, 0
     failures = 0
     with tempfile.TemporaryDirectory() as folder:
         makers = make_targets(Path(folder))

@@ -125,7 +125,7 @@ CASES: tuple[Case, ...] = (
     Case("one-layer", "rtx5080", "one-layer", _work(321, context=128, max_ubatch=32, prompt=64, generated=64)),
     *(
         Case(f"8b-{name}", "h100-sheet", "llama3-8b", _work(2500, max_ubatch=1024), how=name)
-        for name in ("fit", "attention-first", "layer-stream", "ffn-stream", "ffn-cpu", "alternate-ffn")
+        for name in ("fit", "attention-first", "layer-stream", "ffn-stream", "ffn-cpu", "alternate-ffn", "per-tier")
     ),
 )  # fmt: skip
 

@@ -258,6 +258,47 @@ def test_helpers_sleep_soon_after_their_work() -> None:
     assert ran() - started < 50 * 0.0006  # of which some is work
 
 
+def fall_asleep(call: Call) -> None:
+    call()
+    wait_until(lambda: native.sleeping() == 1)
+
+
+def test_a_helper_that_expects_work_is_awake_when_it_comes() -> None:
+    call = make_linear()
+
+    def is_awake() -> bool:
+        fall_asleep(call)
+        native.expect_work()
+        return any(native.sleeping() == 0 for _ in range(300))
+
+    wait_until(is_awake)  # on a busy machine not always
+
+
+def test_a_helper_that_expected_work_in_vain_sleeps_until_some_came() -> None:
+    call = make_linear()
+    fall_asleep(call)
+    native.expect_work()
+    for _ in range(2):
+        time.sleep(0.005)
+        wait_until(lambda: native.sleeping() == 1)  # it gave up
+    for _ in range(10):
+        native.expect_work()
+        assert all(native.sleeping() == 1 for _ in range(1000))
+
+
+def test_nothing_is_expected_after_work_that_came_late() -> None:
+    call = make_linear()
+    fall_asleep(call)
+    for _ in range(10):
+        native.expect_work()
+        time.sleep(0.005)
+        fall_asleep(call)
+        native.expect_work()
+        assert all(native.sleeping() == 1 for _ in range(1000))
+        time.sleep(0.005)
+        fall_asleep(call)
+
+
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor only")
 def test_helpers_keep_to_their_processors_and_the_caller_goes_where_it_may() -> None:
     usable = sorted(os.sched_getaffinity(0))

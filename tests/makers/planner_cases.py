@@ -18,7 +18,7 @@ from pshard.planner.price.datasheet import Rates
 from pshard.planner.price.draft import Room, tier_steps
 from pshard.planner.price.simulate import ROUNDS, Simulation, simulate
 from pshard.planner.price.tier_costs import TierCosts
-from pshard.planner.search.strategies import STRATEGIES
+from pshard.planner.published.strategies import NAMES
 from pshard.tensor import TensorSpec
 from pshard.units.attention import ATTENTION
 from pshard.units.embedding import EMBEDDING
@@ -78,7 +78,7 @@ DESKTOP = Rates(link=25e9, acc_memory=400e9, acc_flops=40e12, host_memory=45e9, 
 
 def published_variants(spec: ModelSpec, profile: MachineProfile, workload: Workload) -> Iterator[tuple[str, Variant]]:
     """Name and variant of every published strategy that fits."""
-    for name in STRATEGIES:
+    for name in NAMES:
         try:
             variant = plan_baseline(name, spec, profile, workload)
         except UserError:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from pshard.runtime.kernels.cpu import native
 from pshard.runtime.walk import MicroBatch, PromptGraphs, Walk
 from pshard.runtime.walk_program import Launch, WalkProgram, group_launches
 from pshard.steps.step import (
@@ -66,31 +67,53 @@ def make_space() -> SimpleNamespace:
     return SimpleNamespace(tensors=tensors, rows=lambda name, n: tensors[name][:n])
 
 
-@pytest.mark.parametrize("fused_elsewhere", [True, False])
-def test_a_repeated_sum_takes_the_part_that_the_cpu_made_now(fused_elsewhere: bool) -> None:
-    device, host, acc = RecordingDevice(), make_space(), make_space()
-    both = SimpleNamespace(
-        size=2,
-        add_sum=lambda hidden, part: device.do(lambda: hidden.add_(2 * part)),  # the other rank's part is the same
-        row_exchange=lambda *shape: object() if fused_elsewhere else None,
-    )
+def make_walk(device: RecordingDevice, host: SimpleNamespace, acc: SimpleNamespace, **group: Any) -> Walk:
+    """A walk whose hidden states are the accelerator's."""
     kernels = SimpleNamespace(repeatable=True, fuses_sums=True)
     means: Any = SimpleNamespace(
-        device=device, group=both, transfers=SimpleNamespace(link_bytes=0),
+        device=device, group=SimpleNamespace(**group), transfers=SimpleNamespace(link_bytes=0),
         host=SimpleNamespace(is_locked=True, side=SimpleNamespace(space=host)),
     )  # fmt: skip
     tier: Any = SimpleNamespace(tokens=1, side=SimpleNamespace(space=acc, kernels=kernels), arriving={})
     logits: Any = SimpleNamespace(count=1, kept=[], fits=lambda: True)
+    rows: Any = SimpleNamespace(cells=1024)
+    batch = MicroBatch(torch.zeros(1, dtype=torch.int64), (), rows, rows, None)
+    walk = Walk(means, None, tier, batch, logits, PromptGraphs(0))  # type: ignore[arg-type]
+    walk._side = "acc"
+    return walk
+
+
+@pytest.mark.parametrize("fused_elsewhere", [True, False])
+def test_a_repeated_sum_takes_the_part_that_the_cpu_made_now(fused_elsewhere: bool) -> None:
+    device, host, acc = RecordingDevice(), make_space(), make_space()
+    group = {
+        "size": 2,
+        "add_sum": lambda hidden, part: device.do(lambda: hidden.add_(2 * part)),  # the other rank's part is the same
+        "row_exchange": lambda *shape: object() if fused_elsewhere else None,
+    }
     for hidden, part in ((1.0, 10.0), (2.0, 20.0), (3.0, 30.0)):
         acc.tensors["hidden"].fill_(hidden)
-        rows: Any = SimpleNamespace(cells=1024)
-        batch = MicroBatch(torch.zeros(1, dtype=torch.int64), (), rows, rows, None)
-        walk = Walk(means, None, tier, batch, logits, PromptGraphs(0))  # type: ignore[arg-type]
-        walk._side = "acc"
+        walk = make_walk(device, host, acc, **group)
         walk.walk(WalkProgram((), (Handoff("cpu", 8),)))
         host.tensors["branch"].fill_(part)  # a CPU unit computes; the next unit is on the CPU, too
         walk.walk(WalkProgram((), (Launch((AllReduce("f", 8),), enters=True, leaves=True), Handoff("cpu", 8))))
         assert host.tensors["hidden"][0, 0].item() == hidden + 2 * part
+
+
+@pytest.mark.parametrize("kind, before", [("cuda", ["expect", "wait"] * 2), ("cpu", ["wait"] * 2)])
+def test_the_cpus_threads_wake_while_the_gpu_computes_what_they_wait_for(
+    kind: str, before: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, done = RecordingDevice(), list[str]()
+    device.kind = kind
+    monkeypatch.setattr(native, "expect_work", lambda: done.append("expect"))
+    monkeypatch.setattr(device, "host_wait", lambda event: done.append("wait"))
+    monkeypatch.setattr(device, "receive", lambda here, there: done.append("wait"))
+    walk = make_walk(device, make_space(), make_space())
+    walk.walk(WalkProgram((), (Handoff("cpu", 8),)))  # nothing brought them
+    walk._side, walk._left = "acc", object()  # a graph brings them
+    walk.walk(WalkProgram((), (Handoff("cpu", 8),)))
+    assert done == before
 
 
 def test_runs_begin_at_units_that_wait_and_end_at_what_is_not_the_accelerators() -> None:

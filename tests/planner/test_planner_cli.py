@@ -16,7 +16,7 @@ from pshard.planner.llama_cpp_arguments import llama_arguments
 from pshard.planner.price.draft import UNPREDICTED, UNSOLVED
 from pshard.planner.price.example_sheets import MACHINES
 from pshard.planner.price.example_sheets import main as write_examples
-from pshard.planner.search.strategies import STRATEGIES
+from pshard.planner.published.strategies import NAMES
 from pshard.registries.profile_store import load_profile
 from pshard.registries.store import load_registry
 from pshard.times.predicted_times import round_seconds
@@ -111,7 +111,7 @@ def test_explain_sets_the_plan_beside_every_published_strategy_by_prediction(pla
     assert outlook["machine"].endswith("(datasheet)") and own["strategy"] == "ilp"
     (variant,) = load_registry(registry).variants
     assert own["round_seconds"] == pytest.approx(round_seconds(variant))
-    assert {each["strategy"] for each in others} <= set(STRATEGIES) and len(others) > 2
+    assert {each["strategy"] for each in others} <= set(NAMES) and len(others) > 2
     rounds = [each["round_seconds"] for each in others]
     assert rounds == sorted(rounds) and own["round_seconds"] <= rounds[0]
     _, out, _, _ = plan("--vram", MIB, "--strategy", others[0]["strategy"], "--explain")

@@ -8,6 +8,7 @@ from test_planner_ratios import PAIR, SPEC, unlike, workload
 
 from pshard.cuts.rank_parts import cut_ranks
 from pshard.errors import BudgetTooSmall
+from pshard.planner import make_plan
 from pshard.planner.check_plan import check_variant
 from pshard.planner.choose_mode import MORE_DEVICES_SHARE, plan_mode
 from pshard.planner.make_plan import plan_variant
@@ -98,3 +99,14 @@ def test_ratios_are_chosen_for_both_splits(search):
 def test_one_budget_is_one_device():
     best = plan_mode(SPEC, FAST, Workload((OWN + 900,), 512, prompt=256), auto_ratios=True)
     assert best.workload.split_mode == "none" and len(best.considered) == 1
+
+
+def test_ways_that_no_refinement_could_bring_to_the_front_are_not_refined(monkeypatch):
+    refined = []
+    refine = make_plan.refine_ranks
+    monkeypatch.setattr(
+        make_plan, "refine_ranks", lambda *rough: refined.append(rough[0][0].room.workload) or refine(*rough)
+    )
+    best = plan_mode(SPEC, SLOW, workload(100, 100, generated=200), auto_ratios=False)
+    assert best.workload.split_mode == "layer"
+    assert "layer" in {w.split_mode for w in refined} and "tensor" not in {w.split_mode for w in refined}

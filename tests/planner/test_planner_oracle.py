@@ -14,7 +14,7 @@ from pshard.planner.price.draft import draft_tier
 from pshard.planner.rank_task import RankTask
 from pshard.planner.search.anneal import anneal
 from pshard.planner.search.climb import SLOT_CHOICES
-from pshard.planner.search.exact import ExactSearch
+from pshard.planner.search.exact import ExactSearch, list_places
 from pshard.units.attention import ATTENTION
 from pshard.units.unit import Unit
 from pshard.workload import Workload
@@ -155,7 +155,8 @@ def test_the_planners_exact_search_finds_what_the_oracle_finds(seed):
     """From no plan at all, and it says that it is the best."""
     spec, rates, workload = random_case(200 + seed, 2)
     (task,) = prepare_ranks(spec, profile_from_datasheet(rates), workload)
-    oracle, search = Oracle(task, float("inf")), ExactSearch(task.room, task.classes, task.costs[0], float("inf"))
+    (cost, *_), places = task.costs, list_places(task.room, task.classes, task.costs[0])
+    oracle, search = Oracle(task, float("inf")), ExactSearch(task.room, task.classes, cost, float("inf"), places)
     oracle.search()
     search.run()
     assert search.proven and search.limit == pytest.approx(oracle.fastest, rel=1e-9)

@@ -32,10 +32,14 @@ from pshard.planner.join_ranks import join_ranks
 from pshard.planner.make_plan import join_fastest, place_ranks, plan_baseline, plan_variant, refine_ranks
 from pshard.planner.prepare_ranks import prepare_ranks, rank_shares
 from pshard.planner.price.datasheet import Rates, profile_from_datasheet
+from pshard.planner.price.draft import draft_tier
+from pshard.planner.program.unit_classes import SIXTEENTHS
+from pshard.planner.published.strategies import STRATEGIES
 from pshard.planner.search.candidates import plan_seconds
-from pshard.planner.search.strategies import STRATEGIES
+from pshard.planner.search.one_placement import common_plans
 from pshard.times import predicted_times as pace
 from pshard.times.predicted_times import first_token_seconds, tier_seconds
+from pshard.units.divide_unit import list_shares, without_cpu
 from pshard.workload import Split, Workload
 
 PROFILE = profile_from_datasheet(DESKTOP)
@@ -154,6 +158,23 @@ def test_unlike_ranks_do_not_wait_for_units_that_are_slow_on_one_of_them(kv_head
     alone = max(candidate.total for candidate in chosen)
     apart, together = (pace.round_seconds(join(tasks, chosen)) for join in (join_ranks, join_fastest))
     assert together * least_gain < apart and together < 1.15 * alone
+
+
+def test_a_plan_that_keeps_rows_beside_a_slot_is_tried_on_all_ranks():
+    """A large tier streams the rows that are the CPU's in a small one: a share that no class of units lists."""
+    profile = profile_from_datasheet(replace(DESKTOP, ranks=2, collective_rate=2e10))
+    workload = Workload(
+        (OWN + 200,) * 2, 1024, max_ubatch=128, prompt=512, split_mode="tensor", tensor_split=(3.0, 2.0)
+    )
+    tasks = prepare_ranks(make_model(48, heads=8, kv_heads=8), profile, workload)
+    first = tasks[0]
+    ffn = next(u for u in first.room.spec.units if u.name == "ffn.0")
+    share = without_cpu(ffn, list_shares(ffn, SIXTEENTHS)[0])
+    where = {u.name: "cpu" if u.kind.is_looked_up else "streamed" for u in first.room.spec.units}
+    tiers = tuple(draft_tier(first.room, c.load.tokens, where, frozenset(), 1, {ffn.name: share}) for c in first.costs)
+    plan = replace(place_ranks(tasks, 10.0)[0], tiers=tiers, total=1e9)
+    adopted = list(common_plans(tasks, (plan, place_ranks(tasks, 10.0)[1])))
+    assert any(0 < tier.placements[2].kept_parts < share.kept for _, other in adopted for tier in other.tiers)
 
 
 @pytest.mark.parametrize("sequences", (3, 16, 64))

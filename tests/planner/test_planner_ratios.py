@@ -6,11 +6,13 @@ import pytest
 from hypothesis import strategies as st
 from planner_cases import DESKTOP, MANY, OWN, make_model, try_cases
 
+from pshard.cuts import rank_parts
 from pshard.cuts.rank_parts import cut_ranks
 from pshard.cuts.tensor_cuts import cut_units
 from pshard.errors import BudgetTooSmall
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
+from pshard.planner import make_plan
 from pshard.planner.check_plan import check_variant
 from pshard.planner.choose_ratios import plan_ratios
 from pshard.planner.make_plan import plan_variant
@@ -171,3 +173,32 @@ def test_ranks_wait_for_each_other_at_every_sum():
     assert together[0].seconds > 1.5 * max(alone)
     for one, other in zip(*([e for e in t.events if isinstance(e.step, AllReduce)] for t in together)):
         assert one.start == pytest.approx(other.start, abs=1e-12)
+
+
+def test_a_cut_is_made_once_for_all_that_ask_about_it(monkeypatch):
+    asked = []
+    cut = rank_parts.cut_model
+    monkeypatch.setattr(rank_parts, "cut_model", lambda *how: asked.append(how[1:]) or cut(*how))
+    rank_parts.cut_ranks.cache_clear()
+    plan_ratios(SPEC, profile_from_datasheet(PAIR), workload(120, 60))
+    assert len(asked) < 1.3 * len(set(asked))  # a cut that is planned in full may have been forgotten since
+
+
+def test_only_plans_that_are_listed_are_written_out_and_checked(monkeypatch):
+    """Of unlike ranks many are compared: one placement for all of them, published strategies."""
+    joined, compared = [], []
+    join, compare = make_plan.join_ranks, make_plan.joint_seconds
+    monkeypatch.setattr(make_plan, "join_ranks", lambda *plans: joined.append(plans) or join(*plans))
+    monkeypatch.setattr(make_plan, "joint_seconds", lambda *plans: compared.append(plans) or compare(*plans))
+    best = plan_ratios(SPEC, profile_from_datasheet(PAIR), workload(120, 60))
+    assert len(joined) <= len(best.considered) + 1 < len(compared)
+
+
+def test_the_seconds_by_which_plans_are_compared_are_those_of_the_variant():
+    for mode in ("tensor", "layer"):
+        wanted = replace(workload(120, 60, max_ubatch=128), split_mode=mode)
+        tasks = make_plan.prepare_ranks(SPEC, profile_from_datasheet(PAIR), wanted)
+        placed = make_plan.place_ranks(tasks, 10.0)
+        seconds = make_plan.joint_seconds(tasks, placed)
+        assert seconds == round_seconds(make_plan.join_ranks(tasks, placed))
+        assert make_plan.joint_seconds(tasks, placed, seconds) == float("inf")

@@ -178,7 +178,7 @@ def test_plans_name_their_splits(both_ways: tuple[Variant, Variant]) -> None:
     variant, _ = both_ways
     console = Console(file=StringIO(), width=200)
     print_variant(variant, console)
-    print_explanation(variant, (), console)
+    print_explanation(variant, (), (), console)
     text = console.file.getvalue()
     cut = next(p for p in variant.ranks[0].tiers[0].placements if p.cpu_rows)
     assert (

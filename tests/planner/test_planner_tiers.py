@@ -1,16 +1,20 @@
 """Tiers that a workload hardly enters: what decoding has in VRAM must not make them slow."""
 
 from functools import cache
+from io import StringIO
 
 import pytest
 from golden.machines import find_machine
 from golden.shapes import make_shape
+from rich.console import Console
 
 from pshard.plan import Variant
 from pshard.planner.make_plan import plan_variant
 from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.draft import simulated_seconds
-from pshard.planner.search.strategies import STRATEGIES, place_strategy
+from pshard.planner.published.strategies import STRATEGIES, place_strategy
+from pshard.planner.show_plan import print_explanation
+from pshard.planner.tier_alone import TierAlone, compare_alone
 from pshard.workload import Workload
 
 
@@ -48,3 +52,20 @@ def test_what_decoding_divides_is_used_by_prompts_too() -> None:
     kept = [p.unit for p in prompt.placements if p.kept_parts]
     assert partly and set(kept) <= set(partly) and len(kept) > len(partly) // 2
     assert prompt.buffers.pinned > 0.9 * decode.buffers.pinned
+
+
+def test_a_tier_that_is_slower_than_alone_says_what_the_switch_would_cost() -> None:
+    """Prompts of 16 and 128 tokens want other units in VRAM than decoding, which bringing in takes longer than it
+    wins."""
+    spec, profile = make_shape("llama3-8b"), find_machine("rtx4060")
+    variant = plan("llama3-8b", "rtx4060", 4000)
+    found = compare_alone(spec, profile, Workload((4000,)), variant)
+    assert [each.tokens for each in found] == [tier.tokens for tier in variant.ranks[0].tiers[1:]]
+    slow = [each for each in found if each.over > 0.1]
+    assert slow and not any(each.worth_a_switch for each in slow)
+    console = Console(file=StringIO(), width=300)
+    print_explanation(variant, (), found, console)
+    for each in slow:
+        assert f"tier {each.tokens} shares VRAM with the other tiers: {each.over:.0%} slower" in console.file.getvalue()
+    assert "less than the" in slow[0].in_words()
+    assert "less than" not in TierAlone(16, 2.0, 1.0, 0.5).in_words()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Buffer = Any  # int address, numpy array or torch tensor
 
-ABI = 7  # as csrc/api.cpp has it
+ABI = 8  # as csrc/api.cpp has it
 BUILD = "pip install -e . --no-build-isolation --no-deps in the folder of pshard"
 
 _TYPES = {
@@ -43,6 +43,8 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "set_isa": ("i", "s"),
     "threads": ("i", ""),
     "set_threads": ("v", "ipi"),
+    "expect": ("v", ""),
+    "sleeping": ("i", ""),
     "recalls": ("l", ""),
     "stop_helpers": ("i", "i"),
     "pack": ("v", "plillllp"),
@@ -120,6 +122,11 @@ _C, _WHY_MISSING = open_library(_PATH)
 _TYPE_NUMBERS = {name: _C["type"](name.encode()) for name in QUANT_TYPES} if _WHY_MISSING is None else {}
 
 
+def library_path() -> Path:
+    """Where the C++ library is, or belongs."""
+    return _PATH
+
+
 def is_available() -> bool:
     """True when the C++ library was built and loads."""
     return _WHY_MISSING is None
@@ -185,6 +192,19 @@ def set_threads(n: int, cpus: Sequence[int] | None = None) -> None:
         raise ValueError(f"set_threads({n}, {cpus}): needs n >= 1 and a processor for each thread")
     array = (ctypes.c_int * len(cpus))(*cpus) if cpus else None
     _function("set_threads")(n, array, len(cpus) if cpus else 0)
+
+
+def expect_work() -> None:
+    """Say that this thread waits for something else now and calls kernels after that. The pool's threads wake meanwhile
+    and stay awake for a millisecond at most. Nothing happens where the last such call came later or never, or without
+    the library."""
+    if _WHY_MISSING is None:
+        _C["expect"]()
+
+
+def sleeping() -> int:
+    """How many threads of the pool sleep: work has to wake them."""
+    return _function("sleeping")()
 
 
 def recalls() -> int:

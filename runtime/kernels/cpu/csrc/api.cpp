@@ -34,7 +34,7 @@ const Kernels& kernels() {
 using namespace pshard;
 
 // Raised with every change of a function's arguments or meaning; native.py's ABI says what it calls.
-PSHARD_API int pshard_abi() { return 7; }
+PSHARD_API int pshard_abi() { return 8; }
 
 #ifndef PSHARD_SOURCES  // setup.py says
 #define PSHARD_SOURCES 0
@@ -62,6 +62,10 @@ PSHARD_API int pshard_threads() { return Pool::instance().size(); }
 PSHARD_API void pshard_set_threads(int n, const int* cpus, int n_cpus) {
   Pool::instance().resize(n, std::vector<int>(cpus, cpus + n_cpus));
 }
+
+PSHARD_API void pshard_expect() { Pool::instance().expect(); }
+
+PSHARD_API int pshard_sleeping() { return Pool::instance().sleeping(); }
 
 PSHARD_API int64_t pshard_recalls() { return Pool::instance().recalls(); }
 

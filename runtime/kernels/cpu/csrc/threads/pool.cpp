@@ -16,6 +16,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr int64_t kSpin = 50'000;  // ns, then sleep: what others want to run may need this processor
+constexpr int64_t kAhead = 1'000'000;  // ns that helpers await expected work; waking them costs less than longer waits
 constexpr int64_t kPatience = 10'000;  // ns beside the time of two chunks, then a helper is taken to be put aside
 constexpr int64_t kForever = -1;
 
@@ -27,9 +28,9 @@ inline void relax() {
 #endif
 }
 
-int64_t since(Clock::time_point start) {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count();
-}
+int64_t nanoseconds(Clock::duration d) { return std::chrono::duration_cast<std::chrono::nanoseconds>(d).count(); }
+int64_t since(Clock::time_point start) { return nanoseconds(Clock::now() - start); }
+int64_t now() { return nanoseconds(Clock::now().time_since_epoch()); }
 
 // Waits without sleeping until `value` is `wanted`, or is not `wanted` any more; false when that takes too long.
 template <class Arrived>
@@ -103,13 +104,25 @@ class Helper {
       const uint32_t number = pool_.number_.load(std::memory_order_acquire);
       if (pool_.stop_.load()) return;
       take_part();
-      if (!spin_until(kSpin, [&] { return pool_.number_.load(std::memory_order_acquire) != number; })) {
+      if (!wait_awake(number)) {
         pool_.sleepers_.fetch_add(1);
         if (pool_.number_.load() == number) sleep_on(pool_.number_, number, kForever);
         pool_.sleepers_.fetch_sub(1);
-        if (static_cast<uint32_t>(pool_.left_.load())) pool_.wake_some();
+        if (static_cast<uint32_t>(pool_.left_.load()) || pool_.expects()) pool_.wake_some();
       }
     }
+  }
+
+  // Waits for another number than that, first for some microseconds, then, giving way to other programs, as long as work
+  // is expected; false when none comes.
+  bool wait_awake(uint32_t number) {
+    const auto changed = [&] { return pool_.number_.load(std::memory_order_acquire) != number; };
+    bool came = spin_until(kSpin, changed);
+    while (!came && pool_.expects()) {
+      std::this_thread::yield();
+      came = spin_until(0, changed);
+    }
+    return came;
   }
 
   void take_part() {
@@ -178,6 +191,22 @@ void Pool::resize(int n, const std::vector<int>& cpus) {
   cpus_ = cpus;
 }
 
+void Pool::expect() {
+  const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+  if (!lock || !helpers_) return;  // with work under way nobody sleeps
+  const bool kept = !promised_at_ && delay_ <= kAhead;
+  promised_at_ = now();
+  if (!kept) return;
+  awake_until_.store(promised_at_ + kAhead);
+  number_.store(next_number());
+  wake_some();
+}
+
+bool Pool::expects() const {
+  const int64_t end = awake_until_.load();
+  return end && now() < end;
+}
+
 int Pool::stop_helpers_at(int point) {
   stop_point.store(point);
   wake_sleepers(stop_point, wanted_);
@@ -187,6 +216,8 @@ int Pool::stop_helpers_at(int point) {
 void Pool::start_helpers() {
   stop_.store(false);
   sleepers_.store(0);
+  awake_until_.store(0);
+  promised_at_ = delay_ = 0;
   left_.store(uint64_t{number_.load()} << 32);
   recalls_ = prepare_recalls();
   helpers_ = new std::vector<std::unique_ptr<Helper>>;
@@ -256,11 +287,14 @@ void Pool::run_phase(int64_t n, const Around& around, Team::Run run, const void*
 }
 
 Phase Pool::open_phase(int64_t n, const Around& around, Team::Run run, const void* body, uint8_t* room, size_t each) {
-  uint32_t number = number_.load(std::memory_order_relaxed) + 1;
-  if (n > most_chunks_ || !number) {  // with another array, or numbers that begin again, nothing is finished
-    most_chunks_ = std::max(n, most_chunks_);
-    finished_.reset(new std::atomic<uint32_t>[most_chunks_]());
-    number += !number;
+  if (promised_at_) {
+    delay_ = now() - promised_at_, promised_at_ = 0;
+    awake_until_.store(0);
+  }
+  const uint32_t number = next_number();
+  if (n > most_chunks_) {
+    most_chunks_ = n;
+    finished_.reset(new std::atomic<uint32_t>[n]());
   }
   run_ = run, body_ = body, enter_ = around.enter, leave_ = around.leave, chunks_ = n;
   room_at_ = room, room_each_ = each;
@@ -269,6 +303,13 @@ Phase Pool::open_phase(int64_t n, const Around& around, Team::Run run, const voi
   number_.store(number);
   wake_some();
   return {run, body, number, n, room};
+}
+
+uint32_t Pool::next_number() {
+  const uint32_t number = number_.load(std::memory_order_relaxed) + 1;
+  if (number) return number;
+  for (int64_t i = 0; i < most_chunks_; ++i) finished_[i].store(0);  // numbers begin again
+  return 1;
 }
 
 // Waking takes longer than a small chunk, so those that are woken wake others.

@@ -1,5 +1,6 @@
 // Threads that share out chunks of work: the caller and n - 1 helpers, started once, which spin for some microseconds
-// after the last work and sleep after that.
+// after the last work and sleep after that. Waking many takes as long as a small piece of work, so a caller who waits
+// for something else before he has work says so, and they wake meanwhile.
 //
 // Nobody waits for a helper that the system does not run. One that has taken nothing is not needed: the caller does all
 // by itself then. One that was put aside within a chunk is recalled (recall.h): it leaves the chunk before its next
@@ -89,6 +90,11 @@ class Pool {
     body(scratch_.reserve(nbytes));
   }
 
+  // The caller waits for something, and will have work then: helpers wake, and stay awake until it comes, for a
+  // millisecond at most. Not where the last such work came later than that, or never.
+  void expect();
+  int sleeping() const { return static_cast<int>(sleepers_.load()); }  // helpers
+
   // How often helpers were recalled from a phase.
   int64_t recalls() const { return recalled_.load(std::memory_order_relaxed); }
 
@@ -121,7 +127,9 @@ class Pool {
   int64_t take(const Phase& phase, bool& spare);
   template <class Done, class Taken>
   void work_through(const Phase& phase, int64_t first, bool spare, Done&& done, Taken&& taken);
+  uint32_t next_number();
   void wake_some();
+  bool expects() const;
   bool wait_for(uint32_t chunks, int64_t nanoseconds);
   std::vector<int64_t> recall_helpers(const Phase& phase);
 
@@ -131,6 +139,7 @@ class Pool {
   std::vector<std::unique_ptr<Helper>>* helpers_ = nullptr;  // leaked in a forked child, where the threads do not exist
   Team team_;
   Store scratch_, room_;
+  int64_t promised_at_ = 0, delay_ = 0;  // ns by the clock: when work was promised that has not come; how late the last came
 
   // The phase that is open. A helper reads these without a lock; what it read stands if it can take a chunk of the phase
   // whose number it saw before.
@@ -143,8 +152,9 @@ class Pool {
   std::unique_ptr<std::atomic<uint32_t>[]> finished_;  // of each chunk the number of the last phase that finished it
   int64_t most_chunks_ = 0;
   alignas(64) std::atomic<uint64_t> left_{0};  // number of the phase, and its chunks that nobody has taken
-  alignas(64) std::atomic<uint32_t> number_{0};  // of the phase; helpers sleep on it
+  alignas(64) std::atomic<uint32_t> number_{0};  // of the phase or the promise; helpers sleep on it
   std::atomic<uint32_t> sleepers_{0};
+  std::atomic<int64_t> awake_until_{0};  // ns by the clock; 0: no work is expected
   alignas(64) std::atomic<uint32_t> done_{0};  // chunks that helpers have finished; the caller sleeps on it
   std::atomic<bool> caller_sleeps_{false};
   std::atomic<bool> stop_{false};

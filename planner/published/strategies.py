@@ -100,6 +100,10 @@ STRATEGIES: dict[str, Callable[[ModelSpec], Strategy]] = {
 }
 
 
+PER_TIER = "per-tier"  # the best of the published planner's own four in each tier, see per_tier.py
+NAMES = (*STRATEGIES, PER_TIER)
+
+
 @dataclass(frozen=True)
 class Baseline:
     """A strategy's tiers with the orders that all of them share."""
