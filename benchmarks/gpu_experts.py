@@ -121,7 +121,7 @@ GROUPED = {
 SMALL_GROUPED = [Tile(16, 64, 4, 3, tokens=128), Tile(16, 64, 4, 4, tokens=128), Tile(16, 64, 4, 2, tokens=128),
                  Tile(16, 32, 2, 3, tokens=128), Tile(16, 32, 2, 4, tokens=128), Tile(16, 32, 4, 3, tokens=256),
                  Tile(16, 128, 4, 3, tokens=64), Tile(16, 32, 1, 4, tokens=64)]  # fmt: skip
-PAIRS = [Tile(32, 32, 4, 1, registers=144), Tile(32, 16, 2, 1, registers=144), Tile(32, 64, 8, 1, registers=128),
+PAIRS = [Tile(32, 32, 4, 1, registers=168), Tile(32, 16, 2, 1, registers=144), Tile(32, 64, 8, 1, registers=128),
          Tile(32, 64, 8, 1, registers=96), Tile(32, 32, 4, 1, registers=96), Tile(32, 32, 4, 2, registers=144),
          Tile(32, 8, 1, 1, registers=168)]  # fmt: skip
 

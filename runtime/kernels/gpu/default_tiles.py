@@ -37,8 +37,8 @@ TUNING: dict[tuple[str, int], Tile] = {
     ("rows", 32): Tile(32, 128, 4, 4, 528),
     ("rows", 64): Tile(64, 128, 4, 3, 528),
     ("dequantise", 0): Tile(16, 16, 4, 1),
-    ("pairs gate", 1): Tile(32, 32, 4, 1, registers=144),
-    ("pairs down", 1): Tile(32, 32, 4, 1, registers=144),
+    ("pairs gate", 1): Tile(32, 32, 4, 1, registers=168),
+    ("pairs down", 1): Tile(32, 32, 4, 1, registers=168),
     # Products of pairs by expert, keyed by the pairs of a tile; here `depth` is rows of the weight, `tokens` columns.
     # depth * tokens is at least 64 times the threads: with one chunk a thread the compiler stores number by number
     ("grouped gate", 16): Tile(16, 64, 4, 3, tokens=128),
