@@ -33,7 +33,7 @@ SHAPES = {  # layers, d_model, heads, kv_heads, d_ffn, vocab, budget MiB, sequen
 
 def make_spec(name: str, layers: int, d: int, heads: int, kv_heads: int, ffn: int, vocab: int) -> ModelSpec:
     """A dense model of that shape in Q4_0 with a Q6_K head; every eighth FFN's down projection is Q6_K."""
-    config = ModelConfig("qwen3", layers, d, heads, kv_heads, 128, ffn, vocab, 1e-6, 65536, Rope(128, 1e6, "halves"))
+    config = ModelConfig("qwen3", layers, d, heads, kv_heads, 128, ffn, vocab, 1e-6, 262144, Rope(128, 1e6, "halves"))
     units = [Unit("embedding", EMBEDDING, -1, (TensorSpec("token_embd.weight", "Q4_0", (vocab, d)),))]
     for i in range(layers):
         attention = {"attn_q": (heads * 128, d), "attn_k": (kv_heads * 128, d), "attn_v": (kv_heads * 128, d)}

@@ -4,15 +4,30 @@ from dataclasses import dataclass
 
 from pshard.errors import UserError
 
-_QKV = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
+
+@dataclass(frozen=True)
+class Routing:
+    """How an architecture's layers choose among experts where its files do not say.
+
+    `scores`, `normed`, `choice_bias` and `shared_gate` are as in `Experts`. `shared`: it has shared experts.
+    `sizes_as_dense`: experts have as many rows as the FFN of its dense relative.
+    """
+
+    scores: str = "softmax"
+    normed: bool = True
+    sizes_as_dense: bool = False
+    shared: bool = False
+    choice_bias: bool = False
+    shared_gate: bool = False
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder: RMSNorm, rotary grouped-query attention, SwiGLU; and its variations.
+    """A decoder: RMSNorm, rotary grouped-query attention, SwiGLU or routed experts of it; and its variations.
 
     `name` is the model_type of Hugging Face, `gguf` what GGUF files say. `gguf_pairing`: RoPE pairs as GGUF files of
     this architecture store q and k (Hugging Face always has "halves"). `biases` must be there, `optional_biases` may.
+    `routing`: its layers have experts.
     """
 
     name: str
@@ -21,19 +36,38 @@ class Architecture:
     biases: tuple[str, ...] = ()
     optional_biases: tuple[str, ...] = ()
     qk_norm: bool = False
+    routing: Routing | None = None
 
+
+_QKV = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
+_QWEN2_MOE = Routing(normed=False, shared=True, shared_gate=True)
 
 ARCHITECTURES = (
     Architecture("llama", "llama", "adjacent", optional_biases=(*_QKV, "attn_output.bias")),
     Architecture("mistral", "llama", "adjacent"),
     Architecture("qwen2", "qwen2", "halves", biases=_QKV),
     Architecture("qwen3", "qwen3", "halves", optional_biases=(*_QKV, "attn_output.bias"), qk_norm=True),
+    Architecture("mixtral", "llama", "adjacent", routing=Routing(sizes_as_dense=True)),
+    Architecture("qwen2_moe", "qwen2moe", "halves", biases=_QKV, routing=_QWEN2_MOE),
+    Architecture(
+        "qwen3_moe",
+        "qwen3moe",
+        "halves",
+        optional_biases=(*_QKV, "attn_output.bias"),
+        qk_norm=True,
+        routing=Routing(),
+    ),
 )
 
 
-def find_gguf_architecture(name: object, where: str) -> Architecture:
-    """The architecture that a GGUF file calls `name`. Raises UserError that lists the supported ones."""
-    return _find({a.gguf: a for a in reversed(ARCHITECTURES)}, name, where)
+def find_gguf_architecture(name: object, where: str, has_experts: bool = False) -> Architecture:
+    """The architecture that a GGUF file calls `name`; a name that two have is that of the one with experts or without.
+
+    Raises UserError that lists the supported ones.
+    """
+    by_name = {a.gguf: a for a in reversed(ARCHITECTURES)}
+    by_name |= {a.gguf: a for a in reversed(ARCHITECTURES) if bool(a.routing) == has_experts}
+    return _find(by_name, name, where)
 
 
 def find_hf_architecture(name: object, where: str) -> Architecture:

@@ -1,21 +1,32 @@
 """Turns stored tensors into the units of a ModelSpec, in execution order, and checks every shape and type."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from pshard.errors import UserError
-from pshard.model_config import ModelConfig
+from pshard.model_config import Experts, ModelConfig
 from pshard.models.architectures import Architecture
 from pshard.models.stored import StoredTensor
 from pshard.quant import QUANT_TYPES
 from pshard.tensor import TensorSpec
 from pshard.units.attention import ATTENTION
 from pshard.units.embedding import EMBEDDING
+from pshard.units.experts import EXPERTS
 from pshard.units.ffn import FFN
 from pshard.units.output import OUTPUT
+from pshard.units.router import ROUTER
+from pshard.units.shared_experts import SHARED_EXPERTS
 from pshard.units.unit import Unit, UnitKind
 
-Expected = tuple[str, tuple[int, ...]]  # a tensor's name and shape
 TABLE, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+
+
+class Expected(NamedTuple):
+    """A tensor's name and its shape in the file; with parts, the first dimension counts these."""
+
+    name: str
+    shape: tuple[int, ...]
+    parts: int = 0
 
 
 def build_units(
@@ -30,16 +41,23 @@ def build_units(
     biases = set(arch.biases) | (set(arch.optional_biases) & roles)
 
     def unit(name: str, kind: UnitKind, layer: int, tensors: Iterator[Expected]) -> Unit:
-        specs = [_tensor_spec(stored, tensor, shape, where) for tensor, shape in tensors]
+        specs = [_tensor_spec(stored, tensor, where) for tensor in tensors]
         specs.sort(key=lambda t: -len(t.shape))  # matrices, then vectors (the sort is stable)
         return Unit(name, kind, layer, tuple(specs))
 
-    units = [unit("embedding", EMBEDDING, -1, iter([(TABLE, (config.vocab, config.d_model))]))]
+    units = [unit("embedding", EMBEDDING, -1, iter([Expected(TABLE, (config.vocab, config.d_model))]))]
     for i in range(config.n_layers):
-        units.append(unit(f"blk.{i}.attention", ATTENTION, i, _attention(arch, config, f"blk.{i}.", biases)))
-        units.append(unit(f"blk.{i}.ffn", FFN, i, _ffn(config, f"blk.{i}.")))
+        block = f"blk.{i}."
+        units.append(unit(block + "attention", ATTENTION, i, _attention(arch, config, block, biases)))
+        if config.experts is None or i < config.experts.dense_layers:
+            units.append(unit(block + "ffn", FFN, i, _ffn(config, block)))
+            continue
+        units.append(unit(block + "router", ROUTER, i, _router(config.experts, config.d_model, block)))
+        if config.experts.d_shared:
+            units.append(unit(block + "shared", SHARED_EXPERTS, i, _shared(config.experts, config.d_model, block)))
+        units.append(unit(block + "experts", EXPERTS, i, _experts(config.experts, config.d_model, block)))
     head = HEAD if HEAD in stored else TABLE
-    output = [("output_norm.weight", (config.d_model,)), (head, (config.vocab, config.d_model))]
+    output = [Expected("output_norm.weight", (config.d_model,)), Expected(head, (config.vocab, config.d_model))]
     units.append(unit("output", OUTPUT, -1, iter(output)))
     used = {t.name for u in units for t in u.tensors} | {ROPE_FACTORS}
     for name, tensor in stored.items():
@@ -50,31 +68,59 @@ def build_units(
 
 def _attention(arch: Architecture, config: ModelConfig, block: str, biases: set[str]) -> Iterator[Expected]:
     d, q, kv = config.d_model, config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    yield block + "attn_norm.weight", (d,)
+    yield Expected(block + "attn_norm.weight", (d,))
     for role, rows, cols in (("attn_q", q, d), ("attn_k", kv, d), ("attn_v", kv, d), ("attn_output", d, q)):
-        yield f"{block}{role}.weight", (rows, cols)
+        yield Expected(f"{block}{role}.weight", (rows, cols))
         if f"{role}.bias" in biases:
-            yield f"{block}{role}.bias", (rows,)
+            yield Expected(f"{block}{role}.bias", (rows,))
     if arch.qk_norm:
-        yield block + "attn_q_norm.weight", (config.head_dim,)
-        yield block + "attn_k_norm.weight", (config.head_dim,)
+        yield Expected(block + "attn_q_norm.weight", (config.head_dim,))
+        yield Expected(block + "attn_k_norm.weight", (config.head_dim,))
 
 
 def _ffn(config: ModelConfig, block: str) -> Iterator[Expected]:
-    yield block + "ffn_norm.weight", (config.d_model,)
-    yield block + "ffn_gate.weight", (config.d_ffn, config.d_model)
-    yield block + "ffn_up.weight", (config.d_ffn, config.d_model)
-    yield block + "ffn_down.weight", (config.d_model, config.d_ffn)
+    yield Expected(block + "ffn_norm.weight", (config.d_model,))
+    yield Expected(block + "ffn_gate.weight", (config.d_ffn, config.d_model))
+    yield Expected(block + "ffn_up.weight", (config.d_ffn, config.d_model))
+    yield Expected(block + "ffn_down.weight", (config.d_model, config.d_ffn))
 
 
-def _tensor_spec(stored: dict[str, StoredTensor], name: str, shape: tuple[int, ...], where: str) -> TensorSpec:
+def _router(experts: Experts, d_model: int, block: str) -> Iterator[Expected]:
+    """The norm before experts, and what the choice among them takes."""
+    yield Expected(block + "ffn_norm.weight", (d_model,))
+    yield Expected(block + "ffn_gate_inp.weight", (experts.count, d_model))
+    if experts.biases:
+        yield Expected(block + "ffn_gate_inp.bias", (experts.count,))
+    if experts.choice_bias:
+        yield Expected(block + "exp_probs_b.bias", (experts.count,))
+
+
+def _shared(experts: Experts, d_model: int, block: str) -> Iterator[Expected]:
+    """The FFN that every token takes beside its experts."""
+    yield Expected(block + "ffn_gate_shexp.weight", (experts.d_shared, d_model))
+    yield Expected(block + "ffn_up_shexp.weight", (experts.d_shared, d_model))
+    yield Expected(block + "ffn_down_shexp.weight", (d_model, experts.d_shared))
+    if experts.shared_gate:
+        yield Expected(block + "ffn_gate_inp_shexp.weight", (d_model,))
+
+
+def _experts(experts: Experts, d_model: int, block: str) -> Iterator[Expected]:
+    n, f = experts.count, experts.d_expert
+    for role, rows, cols in (("gate", f, d_model), ("up", f, d_model), ("down", d_model, f)):
+        yield Expected(f"{block}ffn_{role}_exps.weight", (n, rows, cols), n)
+        if experts.biases:
+            yield Expected(f"{block}ffn_{role}_exps.bias", (n, rows), n)
+
+
+def _tensor_spec(stored: dict[str, StoredTensor], expected: Expected, where: str) -> TensorSpec:
+    name, shape, parts = expected
     tensor = stored.get(name)
     if tensor is None:
         raise UserError(f"{where}: tensor {name} of shape {list(shape)} is missing; the file is incomplete")
-    if tensor.shape != shape:
-        tensor.fail(f"has shape {list(tensor.shape)}, not the {list(shape)} that the model's configuration says")
-    if tensor.qtype not in QUANT_TYPES:
-        tensor.fail(f"has type {tensor.qtype}, which is not supported; supported: {', '.join(QUANT_TYPES)}")
+    tensor.check_shape(shape)
+    tensor.check_type()
+    if parts:
+        shape = (parts * shape[1], *shape[2:])
     if len(shape) == 1 and QUANT_TYPES[tensor.qtype].block > 1:
         tensor.fail(f"is a vector of type {tensor.qtype}; vectors are F32, F16 or BF16")
-    return TensorSpec(name, tensor.qtype, shape)
+    return TensorSpec(name, tensor.qtype, shape, parts if len(shape) == 2 else 0)  # every place has all biases

@@ -8,12 +8,12 @@ from pshard.model_config import ModelConfig, Rope
 from pshard.models.architectures import Architecture
 from pshard.models.build_units import ROPE_FACTORS, TABLE
 from pshard.models.keys import BASES, EPSILONS, FACTORS, Keys, check_config
+from pshard.models.read_experts import gguf_experts
 from pshard.models.rope import yarn_attention_factor
 from pshard.models.stored import StoredTensor
 
 # Keys that change the computation in ways pshard does not do, and the values that change nothing.
 _HARMLESS = {
-    "expert_count": (0,),
     "attention.scale": (0.0,),
     "attention.clamp_kqv": (0.0,),
     "attention.max_alibi_bias": (0.0,),
@@ -33,6 +33,8 @@ def gguf_config(
 ) -> ModelConfig:
     """The model's numbers from metadata and the shape of the embedding. Raises UserError that names the key."""
     keys = Keys(metadata, where, f"{arch.gguf}.")
+    if not arch.routing:
+        keys.refuse_unless("expert_count", 0)
     for key, harmless in _HARMLESS.items():
         keys.refuse_unless(key, *harmless)
     if TABLE not in stored:
@@ -42,6 +44,7 @@ def gguf_config(
     head_dim = keys.integer("attention.key_length", d_model // n_heads)
     if keys.integer("attention.value_length", head_dim) != head_dim:
         raise UserError(f"{where}: keys and values of different lengths are not supported yet")
+    experts = gguf_experts(arch.routing, keys) if arch.routing else None
     config = ModelConfig(
         architecture=arch.name,
         n_layers=keys.integer("block_count"),
@@ -49,13 +52,14 @@ def gguf_config(
         n_heads=n_heads,
         n_kv_heads=keys.integer("attention.head_count_kv", n_heads),
         head_dim=head_dim,
-        d_ffn=keys.integer("feed_forward_length"),
+        d_ffn=0 if experts and not experts.dense_layers else keys.integer("feed_forward_length"),
         vocab=stored[TABLE].shape[0],
         norm_eps=keys.real("attention.layer_norm_rms_epsilon", span=EPSILONS),
         context=keys.integer("context_length"),
         rope=_gguf_rope(arch, keys, head_dim, stored),
         qk_norm=arch.qk_norm,
         sliding_window=keys.integer("attention.sliding_window") if keys.get("attention.sliding_window") else 0,
+        experts=experts,
     )
     return check_config(config, where)
 

@@ -6,6 +6,7 @@ from pshard.errors import UserError
 from pshard.model_config import ModelConfig, Rope
 from pshard.models.architectures import Architecture
 from pshard.models.keys import BASES, EPSILONS, FACTORS, Keys, check_config
+from pshard.models.read_experts import hf_experts
 from pshard.models.rope import llama3_freq_factors, yarn_attention_factor
 
 LARGEST_HEAD = 1 << 16
@@ -21,6 +22,7 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
     head_dim, context = keys.integer("head_dim", d_model // n_heads), keys.integer("max_position_embeddings")
     if head_dim > LARGEST_HEAD:  # else its angles take for ever, before the shapes of tensors tell
         keys.refuse("head_dim", f"is {head_dim}; heads of models have a few hundred dimensions")
+    experts = hf_experts(arch.routing, keys) if arch.routing else None
     made = ModelConfig(
         architecture=arch.name,
         n_layers=keys.integer("num_hidden_layers"),
@@ -28,13 +30,14 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
         n_heads=n_heads,
         n_kv_heads=keys.integer("num_key_value_heads", n_heads),
         head_dim=head_dim,
-        d_ffn=keys.integer("intermediate_size"),
+        d_ffn=0 if experts and not experts.dense_layers else keys.integer("intermediate_size"),
         vocab=keys.integer("vocab_size"),
         norm_eps=keys.real("rms_norm_eps", span=EPSILONS),
         context=context,
         rope=_hf_rope(config, head_dim, context, where),
         qk_norm=arch.qk_norm,
         sliding_window=_sliding_window(config, keys),
+        experts=experts,
     )
     return check_config(made, where)
 

@@ -28,11 +28,18 @@ class Keys:
             return value[0]
         return value
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A whole number above zero. Raises UserError when it is missing and there is no default."""
+    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """A whole number, `least` (1 or 0) or above. Raises UserError when it is missing and there is no default."""
         value = self._present(key, default)
-        if type(value) is not int or value < 1:
-            self.refuse(key, f"is {value!r}, not a whole number above 0")
+        if type(value) is not int or value < least:
+            self.refuse(key, f"is {value!r}, not a whole number{' above 0' if least else ''}")
+        return value
+
+    def flag(self, key: str, default: bool | None = None) -> bool:
+        """True or false. Raises UserError when it is missing and there is no default."""
+        value = self._present(key, default)
+        if type(value) is not bool:
+            self.refuse(key, f"is {value!r}, not true or false")
         return value
 
     def real(self, key: str, default: float | None = None, span: tuple[float, float] = ANY_REAL) -> float:

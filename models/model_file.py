@@ -13,6 +13,7 @@ from pshard.jsonio import to_json
 from pshard.model import ModelSpec
 from pshard.model_config import ModelConfig
 from pshard.models.architectures import Architecture, find_gguf_architecture, find_hf_architecture
+from pshard.models.arrange_tensors import arrange_gguf, flatten_row, stack_experts
 from pshard.models.build_units import HEAD, build_units
 from pshard.models.gguf_config import gguf_config
 from pshard.models.gguf_header import read_gguf
@@ -41,21 +42,27 @@ class ModelFile:
     ) -> None:
         self.spec, self.metadata = spec, metadata
         self._files, self._tensors = files, tensors
+        self._shapes = {t.name: t.shape for u in spec.units for t in u.tensors}
         self._load_tokenizer, self._load_chat_template = load_tokenizer, load_chat_template
 
     def tensor_bytes(self, name: str) -> np.ndarray:
-        """Raw bytes of a tensor by GGUF name: read-only u8 [rows, bytes of a row] ([bytes] for a vector), no copy.
+        """Raw bytes of a tensor by GGUF name: read-only u8 [rows, bytes of a row] ([bytes] for a vector).
 
-        Raises KeyError for a tensor that the model does not have.
+        No copy, but where experts lie in pieces all over the file: `part_bytes` reads these one by one. Raises
+        KeyError for a tensor that the model does not have.
         """
-        tensor = self._tensors[name]
-        raw = tensor.file.view(tensor.offset, tensor.nbytes)
+        raw, shape = self._tensors[name].read(), self._shapes[name]
+        return raw if len(shape) == 1 else raw.reshape(shape[0], -1)
+
+    def part_bytes(self, name: str, part: int) -> np.ndarray:
+        """Raw bytes of one part of a tensor that has some: read-only u8 [rows, bytes of a row], or [bytes]; no copy."""
+        tensor = self._tensors[name].slab(part)
+        raw = tensor.read()
         return raw if len(tensor.shape) == 1 else raw.reshape(tensor.shape[0], -1)
 
     def forget_tensor(self, name: str) -> None:
         """Give back the memory that reading a tensor's bytes took; they can be read again."""
-        tensor = self._tensors[name]
-        tensor.file.forget(tensor.offset, tensor.nbytes)
+        self._tensors[name].forget()
 
     def tokenizer(self) -> "Tokenizer":
         """The model's tokenizer. Raises UserError when it has none or one that is not supported."""
@@ -109,10 +116,12 @@ def open_model(path: str | Path) -> ModelFile:
 def _open_gguf(path: Path) -> ModelFile:
     header = read_gguf(path)
     metadata, where = header.metadata, str(path)
-    arch = find_gguf_architecture(metadata.get("general.architecture"), where)
+    name = metadata.get("general.architecture")
+    arch = find_gguf_architecture(name, where, has_experts=bool(metadata.get(f"{name}.expert_count")))
     config = gguf_config(arch, metadata, header.tensors, where)
+    tensors = arrange_gguf(config, header.tensors)
     name = metadata.get("general.name")
-    spec = _build_spec(name if isinstance(name, str) and name else path.stem, path, arch, config, header.tensors)
+    spec = _build_spec(name if isinstance(name, str) and name else path.stem, path, arch, config, tensors)
 
     def load_tokenizer() -> "Tokenizer":
         from pshard.models.text.gguf_tokenizer import gguf_tokenizer
@@ -123,7 +132,7 @@ def _open_gguf(path: Path) -> ModelFile:
         template = metadata.get("tokenizer.chat_template")
         return template if isinstance(template, str) else None
 
-    return ModelFile(spec, metadata, header.files, header.tensors, load_tokenizer, load_chat_template)
+    return ModelFile(spec, metadata, header.files, tensors, load_tokenizer, load_chat_template)
 
 
 def _open_folder(folder: Path) -> ModelFile:
@@ -131,6 +140,7 @@ def _open_folder(folder: Path) -> ModelFile:
     arch = find_hf_architecture(metadata.get("model_type"), where)
     config = hf_config(arch, metadata, where)
     files, by_hf_name = read_safetensors(folder)
+    by_hf_name = stack_experts(config, by_hf_name)
     tensors = _rename(arch, config, by_hf_name, tied=metadata.get("tie_word_embeddings") is True)
     if HEAD not in tensors and not metadata.get("tie_word_embeddings"):
         raise UserError(f"{folder}: tensor lm_head.weight is missing and tie_word_embeddings is not set")
@@ -161,10 +171,12 @@ def _rename(
     """Tensors by GGUF name. Drops what is computed anyway: RoPE buffers, and the head of a tied model."""
     import gguf
 
-    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.gguf.upper()), min(config.n_layers, len(stored)))
+    known = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == arch.gguf)
+    names = gguf.get_tensor_name_map(known, min(config.n_layers, len(stored)))
     renamed = {}
     for key, tensor in stored.items():
         if key.endswith(".rotary_emb.inv_freq") or (tied and key == "lm_head.weight"):
             continue
-        renamed[names.get_name(key, (".weight", ".bias")) or key] = tensor
+        name = names.get_name(key, (".weight", ".bias")) or key
+        renamed[name] = flatten_row(name, tensor)
     return renamed

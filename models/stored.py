@@ -3,7 +3,7 @@
 import contextlib
 import mmap
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import NoReturn
@@ -49,7 +49,8 @@ class MappedFile:
 class StoredTensor:
     """A tensor in a file: shape in NumPy order (outputs, inputs) and the absolute offset of its first byte.
 
-    `qtype` may name a type that pshard cannot use; then nothing is known about its size.
+    `qtype` may name a type that pshard cannot use; then nothing is known about its size. `slabs`: a tensor that does
+    not lie in one piece is these, one below the other; `file` and `offset` are then those of the first.
     """
 
     name: str
@@ -57,12 +58,45 @@ class StoredTensor:
     shape: tuple[int, ...]
     file: MappedFile
     offset: int
+    slabs: tuple["StoredTensor", ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes in the file. Raises KeyError for an unknown quant type."""
         rows = prod(self.shape[:-1])
         return file_nbytes(self.qtype, rows, self.shape[-1])
+
+    def read(self) -> np.ndarray:
+        """u8 [nbytes], read-only: mapped, or put together from the slabs."""
+        if not self.slabs:
+            return self.file.view(self.offset, self.nbytes)
+        whole = np.concatenate([slab.read() for slab in self.slabs])
+        whole.flags.writeable = False
+        return whole
+
+    def forget(self) -> None:
+        """Let go of the pages that reading took."""
+        for slab in self.slabs:
+            slab.forget()
+        if not self.slabs:
+            self.file.forget(self.offset, self.nbytes)
+
+    def slab(self, number: int) -> "StoredTensor":
+        """What the leading dimension's index `number` selects."""
+        if self.slabs:
+            return self.slabs[number]
+        one = replace(self, shape=self.shape[1:])
+        return replace(one, offset=self.offset + number * one.nbytes)
+
+    def check_shape(self, shape: tuple[int, ...]) -> None:
+        """Raises UserError when the tensor has another shape."""
+        if self.shape != shape:
+            self.fail(f"has shape {list(self.shape)}, not the {list(shape)} that the model's configuration says")
+
+    def check_type(self) -> None:
+        """Raises UserError when pshard cannot use the tensor's type."""
+        if self.qtype not in QUANT_TYPES:
+            self.fail(f"has type {self.qtype}, which is not supported; supported: {', '.join(QUANT_TYPES)}")
 
     def check_blocks(self) -> None:
         """Raises UserError when the tensor's rows are not whole blocks of its type."""

@@ -55,7 +55,7 @@ def price_roughly(spec: ModelSpec, tables: Tables, workload: Workload, tiers: tu
     rooms = share_host(_rooms(parts, workload, workload.vram_mib, tables), tables.profile, tiers[-1])
     for rank, (part, room, share) in enumerate(zip(parts, rooms, shares)):
         own = tables.of_accelerator(workload.device + rank)
-        staged = guess_staged(part, own.profile.lockable_bytes, len(shares))
+        staged = guess_staged(part, own.profile.lockable_bytes, own.profile.ranks_here(len(shares)))
         classes = group_units(part, staged)
         costs = tuple(tier_costs(part, own, load, workload, len(shares), staged) for load in loads)
         task = RankTask(rank, share, room, classes, costs, (), True)

@@ -213,7 +213,11 @@ class Provenance:
 
 @dataclass(frozen=True)
 class MachineProfile:
-    """All of it. Tables are rows in no particular order; the planner interpolates."""
+    """All of it. Tables are rows in no particular order; the planner interpolates.
+
+    A profile of several hosts, which are alike, has the tables of one; sums of more ranks than one host runs
+    (`ranks_per_host`, ranks in order) are between them. 0: all ranks run on this host.
+    """
 
     host: HostInfo
     accelerators: tuple[AcceleratorInfo, ...]
@@ -231,11 +235,17 @@ class MachineProfile:
     tiles: tuple[TileChoice, ...] = ()  # that the matmuls of accelerators were timed with
     experts: tuple[ExpertTiming, ...] = ()  # none: not timed
     routes: tuple[RouteTiming, ...] = ()
+    ranks_per_host: int = 0
     version: int = PROFILE_VERSION
+
+    def ranks_here(self, ranks: int) -> int:
+        """How many of so many ranks share one host."""
+        return min(ranks, self.ranks_per_host or ranks)
 
     def sources(self, index: int) -> tuple[str, ...]:
         """Whose rows are those of accelerator `index`, as devices of ACCELERATOR_TABLES: its own where it has any, else
-        those of one before it that is like it, with such a link if possible, else "acc"."""
+        those of one before it that is like it, with such a link if possible, else "acc". Every host has the same."""
+        index %= self.ranks_per_host or index + 1
         me = next((a for a in self.accelerators if a.index == index), None)
         like = [a for a in self.accelerators if me and a.index < index and a.likeness == me.likeness]
         like.sort(key=lambda a: (me is not None and a.link != me.link, a.index))

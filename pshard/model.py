@@ -24,7 +24,8 @@ class Neighbours:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model as the planner sees it. `units` are in execution order: embedding, (attention, ffn) per layer, output.
+    """A model as the planner sees it. `units` are in execution order: embedding, per layer attention and FFN (or
+    router and experts), output.
 
     `neighbours`: what a rank holds is a run of layers (cuts/layer_cuts.py); None: a whole model, or a slice of every
     unit.

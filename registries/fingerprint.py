@@ -46,6 +46,8 @@ def digest_profile(profile: MachineProfile) -> str:
     for table in ("experts", "routes"):
         if not data[table]:
             del data[table]
+    if not profile.ranks_per_host:  # as profiles were before there were any of several hosts
+        del data["ranks_per_host"]
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 

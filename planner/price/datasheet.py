@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from pshard.batch_sizes import SMALL_BATCH
 from pshard.machine import (
     AcceleratorInfo,
     AttentionTiming,
@@ -27,13 +28,19 @@ QTYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", 
 
 @dataclass(frozen=True)
 class Rates:
-    """A machine in a dozen figures. Rates in bytes or floating-point operations per second, times in seconds."""
+    """A machine in two dozen figures. Rates in bytes or floating-point operations per second, times in seconds."""
 
     link: float
     acc_memory: float
     acc_flops: float
     host_memory: float
     host_flops: float
+    acc_attention: float = 0.0  # operations per second in attention; 0: half of acc_flops
+    host_attention: float = 0.0
+    acc_unpack: float = 0.0  # at which weights are unpacked for a product of many tokens; 0: it takes no time
+    heads: tuple[tuple[int, int, int], ...] = (
+        (32, 8, 128),
+    )  # (heads, KV heads, head size) that attention is given for
     acc_memory_bytes: int = 16 << 30
     host_memory_bytes: int = 64 << 30
     cores: int = 8
@@ -53,27 +60,34 @@ class Rates:
 
 
 def profile_from_datasheet(rates: Rates, notes: tuple[str, ...] = ()) -> MachineProfile:
-    """Tables as `pshard-profile` writes them, by roofline: time = max(bytes / rate, flops / rate) + fixed."""
+    """Tables as `pshard-profile` writes them, by roofline: time = max(bytes / rate, flops / rate) + fixed.
+
+    Above SMALL_BATCH tokens our GPU kernels write packed weights out as bfloat16 first: the sheet's `acc_unpack`.
+    """
     link = min(rates.link, rates.host_memory)  # a copy reads host memory
     link_with_cpu = rates.link_with_cpu or min(0.85 * link, rates.host_memory / 2)
     cpu_with_link = rates.cpu_with_link or max(rates.host_memory - link_with_cpu, 0.3 * rates.host_memory)
     sides = (
-        ("host", rates.host_memory, rates.host_flops, rates.kernel_seconds),
-        ("acc", rates.acc_memory, rates.acc_flops, rates.kernel_seconds),
+        ("host", rates.host_memory, rates.host_flops, rates.host_attention or 0.5 * rates.host_flops, 0.0),
+        ("acc", rates.acc_memory, rates.acc_flops, rates.acc_attention or 0.5 * rates.acc_flops, rates.acc_unpack),
     )
+    fixed = rates.kernel_seconds
     matmuls, attention, elementwise = [], [], []
-    for device, memory, flops, fixed in sides:
+    for device, memory, flops, attended, unpack in sides:
         for qtype in QTYPES:
             for rows, cols in SHAPES:
                 for tokens in TOKENS:
                     nbytes = packed_nbytes(qtype, rows, cols) + 4 * tokens * (rows + cols)
                     seconds = max(nbytes / memory, 2 * tokens * rows * cols / flops) + fixed
+                    if unpack and tokens > SMALL_BATCH:
+                        seconds += _unpacked_nbytes(qtype, rows, cols) / unpack
                     matmuls.append(MatmulTiming(device, qtype, rows, cols, tokens, seconds))
         for tokens in TOKENS:
-            for context in (c for c in (*CONTEXTS, tokens) if c >= tokens):
-                nbytes, pairs = context * 8 * 128 * 4, tokens * (context - tokens) + tokens * (tokens + 1) / 2
-                seconds = max(nbytes / memory, 4 * 32 * 128 * pairs / (0.5 * flops)) + 2 * fixed
-                attention.append(AttentionTiming(device, 32, 8, 128, "bf16", tokens, context, seconds))
+            for n, n_kv, size in rates.heads:
+                for context in (c for c in (*CONTEXTS, tokens) if c >= tokens):
+                    nbytes, pairs = context * n_kv * size * 4, tokens * (context - tokens) + tokens * (tokens + 1) / 2
+                    seconds = max(nbytes / memory, 4 * n * size * pairs / attended) + 2 * fixed
+                    attention.append(AttentionTiming(device, n, n_kv, size, "bf16", tokens, context, seconds))
             for width in (1024, 8192, 65536):
                 for what in ("norm", "residual", "rope", "silu_mul", "embed"):
                     seconds = 8 * tokens * width / memory + fixed
@@ -92,10 +106,7 @@ def profile_from_datasheet(rates: Rates, notes: tuple[str, ...] = ()) -> Machine
         for n in COPY_SIZES
         if rates.collective_rate
     ]
-    routing = (
-        ("host", rates.host_memory, rates.host_flops, rates.kernel_seconds),
-        ("acc", rates.acc_memory, rates.acc_flops, rates.kernel_seconds),
-    )
+    routing = [(device, memory, flops, fixed) for device, memory, flops, *_ in sides]
     accelerators = tuple(
         AcceleratorInfo(
             rates.kind, i, rates.accelerator, rates.acc_memory_bytes, rates.pcie_generation, rates.pcie_width
@@ -117,3 +128,8 @@ def profile_from_datasheet(rates: Rates, notes: tuple[str, ...] = ()) -> Machine
         experts=tuple(row for side in routing for row in expert_rows(*side)),
         routes=tuple(row for side in routing for row in route_rows(*side)),
     )
+
+
+def _unpacked_nbytes(qtype: str, rows: int, cols: int) -> int:
+    """Bytes read and written when a matrix is unpacked to bfloat16; none where it is stored so."""
+    return 0 if qtype == "BF16" else packed_nbytes(qtype, rows, cols) + 2 * rows * cols

@@ -18,11 +18,11 @@ RESERVED_SHARE = 16  # ...or this part of a small memory
 
 
 def usable_bytes(profile: MachineProfile, ranks: int) -> int:
-    """Bytes of host memory for weights, KV cache and arenas of the CPU. Ranks on GPUs beyond those of the profile are
-    on further hosts like it."""
+    """Bytes of host memory for weights, KV cache and arenas of the CPU, of all hosts. Ranks on GPUs beyond those of the
+    profile are on further hosts like it."""
     gpus = len(profile.accelerators) if profile.accelerators[0].kind == "cuda" else ranks
-    memory = profile.host.memory_bytes
-    return -(-ranks // max(1, gpus)) * (memory - min(RESERVE, memory // RESERVED_SHARE))
+    memory, on_one = profile.host.memory_bytes, profile.ranks_per_host or max(1, gpus)
+    return -(-ranks // on_one) * (memory - min(RESERVE, memory // RESERVED_SHARE))
 
 
 def share_host(rooms: Sequence[Room], profile: MachineProfile, largest: int) -> tuple[Room, ...]:

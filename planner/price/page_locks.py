@@ -10,8 +10,9 @@ from pshard.workload import Workload
 
 
 def guess_staged(spec: ModelSpec, lockable: int | None, ranks: int) -> frozenset[str]:
-    """Units that are priced as staged before there is a plan: those beyond the limit, were FFNs locked first, evenly
-    spaced among the layers. The runtime locks what a plan streams first (`RankPlan.lock_order`): see `staged_units`."""
+    """Units priced as staged before there is a plan, where `ranks` share the host: those beyond the limit, were
+    FFNs locked first, evenly spaced among the layers. The runtime locks what a plan streams first
+    (`RankPlan.lock_order`): see `staged_units`."""
     if lockable is None:
         return frozenset()
     left, locked = lockable // ranks, set[str]()
@@ -47,7 +48,8 @@ def staged_units(
 def stage_by(plan: RankPlan, costs: Sequence[TierCosts]) -> tuple[TierCosts, ...]:
     """Tiers' costs with the copies staged that are under this plan."""
     one = costs[0]
-    staged = staged_units(one.spec, plan, one.workload, one.tables.profile.lockable_bytes, one.ranks)
+    profile = one.tables.profile
+    staged = staged_units(one.spec, plan, one.workload, profile.lockable_bytes, profile.ranks_here(one.ranks))
     return tuple(restage(c, staged) for c in costs)
 
 

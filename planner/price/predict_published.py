@@ -22,8 +22,9 @@ class Predictor:
 
     def __init__(self, specs: Sequence[ModelSpec], profile: MachineProfile, variant: Variant) -> None:
         self._specs, self._tables, self._variant = specs, Tables(profile, variant.correction), variant
+        here = profile.ranks_here(len(variant.ranks))
         self._staged = [
-            staged_units(spec, rank, variant.workload, profile.lockable_bytes, len(variant.ranks))
+            staged_units(spec, rank, variant.workload, profile.lockable_bytes, here)
             for spec, rank in zip(specs, variant.ranks)
         ]
 

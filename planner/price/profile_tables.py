@@ -162,17 +162,18 @@ class Tables:
 
     def handoff(self, to: str, nbytes: int, vector_bytes: int, copies: int = 1) -> float:
         """Seconds of moving activations one way, `nbytes` in so many copies. The profile's figure is a round trip of
-        one hidden vector, in one."""
+        one hidden vector; each copy after the first is one more small kernel behind it, as a norm is."""
         key = (to, nbytes, vector_bytes, copies)
         if key not in self._seen:
             direction = "h2d" if to == "acc" else "d2h"
             more = self.copy(direction, nbytes) - self.copy(direction, vector_bytes)
-            latencies = (copies - 1) * self.copy(direction, 1)
-            self._seen[key] = self.profile.handoff_seconds / 2 + max(0.0, more) + latencies
+            kernels = (copies - 1) * self.elementwise("acc", "norm", 1, vector_bytes // 4)
+            self._seen[key] = self.profile.handoff_seconds / 2 + max(0.0, more) + kernels
         return self._seen[key]
 
     def collective(self, ranks: int, nbytes: int, copies: bool = False, dtype: str = "f32") -> float:
-        """Seconds of an all-reduce of `nbytes` of float32, rounded to `dtype`, by the fastest way that was timed.
+        """Seconds of an all-reduce of `nbytes` of float32, rounded to `dtype`, by the fastest way that was timed: on
+        one host or, where the ranks are on several, between them.
 
         copies: while weights are copied to the device.
         """
@@ -180,21 +181,28 @@ class Tables:
             return 0.0
         key = ("collective", ranks, nbytes, copies, dtype)
         if key not in self._seen:
-            fastest = fastest_collective(self.profile.collectives, ranks, nbytes, dtype, copies)
+            one_host = self.profile.ranks_here
+            timed = [c for c in self.profile.collectives if (one_host(c.ranks) < c.ranks) == (one_host(ranks) < ranks)]
+            fastest = fastest_collective(timed, ranks, nbytes, dtype, copies)
             # not timed: every rank's part through host memory and back
             by_host = self.profile.handoff_seconds + ranks * (self.copy("d2h", nbytes) + self.copy("h2d", nbytes))
             self._seen[key] = fastest[1] if fastest else by_host
         return self._seen[key]
 
-    def hand_over(self, nbytes: int, copies: bool = False) -> float:
-        """Seconds of handing `nbytes` to the next rank: an all-reduce of two ranks moves that much each way."""
-        return self.collective(2, nbytes, copies)
+    def hand_over(self, ranks: int, nbytes: int, copies: bool = False) -> float:
+        """Seconds of handing `nbytes` to the next of `ranks` ranks: an all-reduce of two moves that much each way.
+
+        Ranks of several hosts: an all-reduce of them all, which moves no less over the link between two hosts.
+        """
+        several = self.profile.ranks_here(ranks) < ranks
+        return self.collective(ranks if several else 2, nbytes, copies)
 
     def share(self, what: str, ranks: int, size: int, at_once: bool) -> float:
-        """How many times as long work takes with what one of `ranks` ranks has of the host, all at once or it alone.
+        """How many times as long work takes with what one of `ranks` ranks has of its host, all at once or it alone.
 
         what, size: as in ShareTiming. Where it was not timed: the cores' share of matmuls, and links of their own.
         """
+        ranks = self.profile.ranks_here(ranks)
         if ranks < 2:
             return 1.0
         timed = [n for n, kind, _ in self._shares if kind == what]

@@ -267,7 +267,7 @@ class _Machine:
 
     def receive(self, step: Receive) -> None:
         start = max(self.host, self.acc)
-        self.acc = start + self.costs.tables.hand_over(step.nbytes, self.copies)
+        self.acc = start + self.costs.hand_over(step.nbytes, self.copies)
         self.note(step, "acc", start, self.acc)
 
     def send(self, step: Send) -> None:

@@ -77,6 +77,10 @@ class TierCosts:
             return self.all_reduce(step.nbytes, copies)
         return self.tables.collective(self.ranks, step.nbytes, copies)
 
+    def hand_over(self, nbytes: int, copies: bool = False) -> float:
+        """Seconds of handing `nbytes` of float32 to the next rank."""
+        return self.tables.hand_over(self.ranks, nbytes, copies)
+
     @cached_property
     def copy_issue(self) -> float:
         """Host seconds to start a copy: events, queue and call; where it was not timed, what issuing a unit takes."""
@@ -114,9 +118,10 @@ class TierCosts:
         return {name: speeds[w] for name, w in zip(self.units, work)}
 
     def _slowdown(self, reads: int, seconds: float) -> tuple[float, float]:
-        """Speeds of (link, CPU) while this rank's CPU reads so much and all ranks copy: those with layers take turns to
-        compute, not to stream."""
-        return self.tables.slowdown(self.ranks * reads, seconds, self.ranks)
+        """Speeds of (link, CPU) while this rank's CPU reads so much and all ranks of its host copy: those with layers
+        take turns to compute, not to stream."""
+        here = self.tables.profile.ranks_here(self.ranks)
+        return self.tables.slowdown(here * reads, seconds, here)
 
 
 def tier_costs(

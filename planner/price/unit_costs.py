@@ -15,7 +15,7 @@ from pshard.workload import Workload
 
 @dataclass(frozen=True)
 class Setting:
-    """What units are priced for: the model, a machine, one tier's load, and how many ranks share the host."""
+    """What units are priced for: the model, a machine, one tier's load, and over how many ranks it is spread."""
 
     spec: ModelSpec
     tables: Tables

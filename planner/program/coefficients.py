@@ -54,7 +54,7 @@ def _ends(room: Room, costs: TierCosts) -> tuple[float, float, float]:
     # hidden states come to the accelerator and leave from it; all take part in the gather of the logits
     first, last = bool(spec.units[0].tensors), bool(spec.units[-1].tensors)
     fixed = costs.tables.collective(costs.ranks, logits if last else 0)
-    fixed += 0.0 if spec.neighbours.source is None else costs.tables.hand_over(hidden)
+    fixed += 0.0 if spec.neighbours.source is None else costs.hand_over(hidden)
     return fixed, enter if first else 0.0, leave if last else 0.0
 
 

@@ -64,14 +64,18 @@ def main() -> int:
 
     device, ranks, out, sizes = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), [int(s) for s in sys.argv[5:]]
     group = init_group(ranks, device, shared_memory=sys.argv[4] == "1")
-    if device == "cuda":
-        timings = list(_time_on_gpu(group, tuple(dict.fromkeys((*sizes, *GPU_SIZES)))))
-    else:
-        timings = [CollectiveTiming(group.backend, ranks, nbytes, _time_on_cpu(group, nbytes)) for nbytes in sizes]
+    timings = time_sums(group, device, sizes)
     if group.rank == 0:
         out.write_text(json.dumps(to_json(timings)))
     group.close()
     return 0
+
+
+def time_sums(group: "Group", device: str, sizes: Sequence[int]) -> tuple[CollectiveTiming, ...]:
+    """What `measure_collectives` says of the ranks of a group, wherever they run; all of them call it."""
+    if device == "cuda":
+        return tuple(_time_on_gpu(group, tuple(dict.fromkeys((*sizes, *GPU_SIZES)))))
+    return tuple(CollectiveTiming(group.backend, group.size, n, _time_on_cpu(group, n)) for n in sizes)
 
 
 def _time_on_cpu(group: "Group", nbytes: int) -> float:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import platform
 import shlex
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from pshard.commands.command_line import check_writable, env_default, new_parser, run_cli
 from pshard.errors import UserError
+from pshard.jsonio import to_json
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,6 +46,10 @@ def _thread_count(text: str) -> int:
 
 def _run(argv: list[str]) -> int:
     args = _parse(argv)
+    from pshard.runtime.ranks.group import started_ranks
+
+    if started_ranks():
+        return _profile_hosts(args, argv)
     model = _model_spec(args.model)
     if args.output is not None:
         check_writable(args.output, "-o")
@@ -79,8 +85,6 @@ def _run(argv: list[str]) -> int:
     profile = _measure_with_bar(request, measure_machine, messages)
     path = _save(profile, args.output)
     if args.json:
-        from pshard.jsonio import to_json
-
         print(json.dumps(to_json(profile), indent=1))
     else:
         out = Console()
@@ -88,6 +92,27 @@ def _run(argv: list[str]) -> int:
         if previous is not None:
             print_changes(compare_profiles(previous, profile), previous.provenance.date, out)
     messages.print(f"profile: {path}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _profile_hosts(args: argparse.Namespace, argv: list[str]) -> int:
+    """What each rank of several hosts runs under torchrun; rank 0 says what came of it."""
+    from rich.console import Console
+
+    from pshard.profile.show_profile import print_profile
+    from pshard.session.profile_hosts import HostsRequest, profile_hosts
+
+    if args.output is None:
+        raise UserError("-o FILE is needed: a profile of several hosts is a file of its own, for --profile FILE")
+    if args.model or args.threads:
+        raise UserError("-m and -t are for the profile of one host, from which that of several is made")
+    command = shlex.join(["pshard-profile", *argv])
+    profile, first = profile_hosts(HostsRequest(args.output, args.device, args.quick, command))
+    if first and args.json:
+        print(json.dumps(to_json(profile), indent=1))
+    elif first:
+        print_profile(profile, Console())
+    print(f"profile: {args.output} ({platform.node()})", file=sys.stderr)
     return 0
 
 

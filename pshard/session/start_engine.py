@@ -1,5 +1,6 @@
 """From an opened plan to an engine that is ready: its ranks joined, the model loaded."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,10 @@ if TYPE_CHECKING:
     from pshard.session.open_plan import Opened
 
 KERNELS = ("fast", "plain")
+ELSEWHERE = (
+    "the profile is not of ranks that are spread over hosts like these, so the plan has another price for their sums; "
+    "pshard-profile under torchrun, as this command is started, times them"
+)
 
 
 def open_group(opened: "Opened", ranks: int) -> "Group":
@@ -20,7 +25,10 @@ def open_group(opened: "Opened", ranks: int) -> "Group":
 
     profile, workload = opened.profile, opened.variant.workload
     kind, threads, in_turns = profile.accelerators[0].kind, profile.host.threads, workload.split_mode == "layer"
-    return init_group(ranks, kind, threads, in_turns, reduce_dtype=workload.reduce_dtype, timings=profile.collectives)
+    group = init_group(ranks, kind, threads, in_turns, reduce_dtype=workload.reduce_dtype, timings=profile.collectives)
+    if group.rank == 0 and group.local_size != profile.ranks_here(ranks):
+        print(f"note: {ELSEWHERE}", file=sys.stderr)
+    return group
 
 
 def start_engine(

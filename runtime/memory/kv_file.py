@@ -52,7 +52,7 @@ def fingerprint_model(source: WeightSource) -> str:
         told = {"name": unit.name, "kind": unit.kind.name, "layer": unit.layer, "tensors": tensors}
         found.update(json.dumps(told).encode())
         for tensor in unit.tensors:
-            raw = source.tensor_bytes(tensor.name)
+            raw = source.part_bytes(tensor.name, 0) if tensor.parts else source.tensor_bytes(tensor.name)
             found.update(bytes(raw[0][:SAMPLE_BYTES] if raw.ndim > 1 else raw[:SAMPLE_BYTES]))
     return found.hexdigest()
 

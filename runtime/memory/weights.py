@@ -31,6 +31,8 @@ class WeightSource(Protocol):
 
     def tensor_bytes(self, name: str) -> np.ndarray: ...
 
+    def part_bytes(self, name: str, part: int) -> np.ndarray: ...
+
     def forget_tensor(self, name: str) -> None: ...
 
 
@@ -166,6 +168,9 @@ def pack_unit(source: WeightSource, unit: Unit, blob: torch.Tensor, ranges: Rang
     whole = {t.name: t for t in source.spec.unit(unit.name).tensors}
     for at, tensor in unit.offsets().values():
         out = blob[at : at + tensor.packed_nbytes]
+        if tensor.parts:
+            _pack_stack(source, tensor, out)
+            continue
         raw = source.tensor_bytes(tensor.name)
         if ranges is not None:
             raw = _cut_rows(raw, whole[tensor.name], ranges[unit.name][tensor.name])
@@ -174,6 +179,15 @@ def pack_unit(source: WeightSource, unit: Unit, blob: torch.Tensor, ranges: Rang
         else:
             _pack_matrix(raw, tensor, out)
         source.forget_tensor(tensor.name)  # else all of the file counts beside all of the arena at the end
+
+
+def _pack_stack(source: WeightSource, tensor: TensorSpec, out: torch.Tensor) -> None:
+    """One part after the other: of some models a whole stack is gigabytes, and its parts lie all over the files."""
+    part = replace(tensor, shape=(tensor.rows // tensor.parts, tensor.cols), parts=0)
+    for number in range(tensor.parts):
+        own = out[number * part.packed_nbytes : (number + 1) * part.packed_nbytes]
+        _pack_matrix(source.part_bytes(tensor.name, number), part, own)
+    source.forget_tensor(tensor.name)
 
 
 def _cut_rows(raw: np.ndarray, whole: TensorSpec, ranges: tuple[int, int, int, int]) -> np.ndarray:

@@ -49,6 +49,7 @@ class Group:
     Attributes:
         rank, size: this process and how many there are.
         local_rank: number of this process on its host, which is also that of its GPU.
+        local_size: how many of the ranks run on this host.
         backend: what sums: "none" (one rank), "shm" (shared memory), "gloo", "nccl" or "peers" (GPUs that write into
             each other's memory; NCCL where that was measured to be faster).
         threads: CPU threads that this rank should use; cores: processors that it keeps to, its memory near them.
@@ -58,6 +59,7 @@ class Group:
     rank = 0
     size = 1
     local_rank = 0
+    local_size = 1
     backend = "none"
     threads = 0
     cores: tuple[int, ...] = ()
@@ -419,9 +421,10 @@ def init_group(
         raise UserError("RANK and WORLD_SIZE are set, but not MASTER_ADDR, where ranks meet: start them with torchrun")
     _read_number("MASTER_PORT", 1, 65535)
     _die_with_starter()
+    address = None
     if here < ranks:  # several hosts
         shared_memory = False
-        use_route_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        address = use_route_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     cores = bind_cores(local, here, _gpu_nodes(here) if device == "cuda" else ())
     threads = rank_threads(threads, here, len(cores), in_turns) if threads else len(cores)
     use_threads(threads)
@@ -431,11 +434,12 @@ def init_group(
         store, beats = _open_store(rank, ranks), _open_store(rank, ranks, client_only=True)
     except RuntimeError as error:
         raise UserError(f"rank {rank} cannot meet the others: {' '.join(str(error).split())[:200]}") from None
-    watch = RankWatch(dist.PrefixStore("pshard-watch", beats), rank, ranks, MEET_SECONDS)
+    watch = RankWatch(dist.PrefixStore("pshard-watch", beats), rank, ranks, MEET_SECONDS, here < ranks, address)
     group = TorchGroup(
         rank, ranks, device, dist.PrefixStore("pshard", store), watch, shared_memory, peer_memory, timings
     )
-    group.local_rank, group.threads, group.cores, group.reduce_dtype = local, threads, cores, reduce_dtype
+    group.local_rank, group.local_size, group.reduce_dtype = local, here, reduce_dtype
+    group.threads, group.cores = threads, cores
     return group
 
 

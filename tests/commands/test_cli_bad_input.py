@@ -374,6 +374,18 @@ def test_profile_to_a_place_that_cannot_be_written_fails_before_measuring(
     assert "cannot be written" in refuse("profile", "--quick", "-o", tmp_path / "p.json")
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [((), "-o FILE is needed"), (("-o", "p.json", "-t", 1), "-m and -t"), (("-o", "p.json"), "without torchrun")],
+)
+def test_profile_by_ranks_that_torchrun_started(
+    refuse: Refuse, monkeypatch: pytest.MonkeyPatch, flags: tuple, said: str
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert said in refuse("profile", *flags)
+
+
 def test_full_disk_keeps_the_old_profile(world: World, refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
     from pshard.registries.profile_store import load_profile
 

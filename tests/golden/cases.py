@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
+from golden.machines import find_machine
 from golden.shapes import make_shape
 
 from pshard.machine import AcceleratorInfo, MachineProfile
@@ -12,16 +12,8 @@ from pshard.plan import NOTHING_LEARNT, Correction, Factor, Variant
 from pshard.planner.choose_mode import plan_split
 from pshard.planner.make_plan import plan_baseline, plan_several, plan_variant
 from pshard.planner.prepare_ranks import prepare_ranks
-from pshard.registries.profile_store import load_profile
 from pshard.workload import Workload
 
-PROFILES = Path(__file__).resolve().parents[2] / "registries" / "examples"
-MACHINES = {
-    "h100": "h100-80gb-16-cores-measured.json",
-    "h100-sheet": "h100-sxm-xeon.json",
-    "rtx4060": "rtx4060-ryzen-7700.json",
-    "rtx5080": "rtx5080-xeon-w5-3425.json",
-}
 NEVER = 1e4  # seconds: no limit of the solver is met, however busy the machine is
 
 
@@ -41,7 +33,7 @@ class Case:
     def plan(self) -> tuple[ModelSpec, MachineProfile, tuple[Variant, ...]]:
         """The model, the machine as it was changed, and the variants. Raises UserError where nothing fits."""
         spec = make_shape(self.model, self.qtype)
-        profile = self.change(load_profile(PROFILES / MACHINES[self.machine]))
+        profile = self.change(find_machine(self.machine))
         if self.how == "several":
             (task,) = prepare_ranks(spec, profile, self.workload, self.correction)
             return spec, profile, plan_several(task, NEVER)
@@ -115,6 +107,10 @@ CASES: tuple[Case, ...] = (
         3000, 2000, mode="auto", max_ubatch=1024), how="auto", change=_with_devices(2)),
     Case("2b-auto-ratios", "rtx4060", "qwen3-2b", _work(
         1000, 700, mode="tensor", max_ubatch=512), how="auto", change=_with_devices(2)),
+    Case("30b-a3b-6000", "h100", "qwen3-30b-a3b", _work(6000)),
+    Case("30b-a3b-on-4060", "rtx4060", "qwen3-30b-a3b", _work(7000, context=16384, sequences=4)),
+    Case("30b-a3b-two-layer", "h100", "qwen3-30b-a3b", _work(5000, 4000, mode="layer"), change=_with_devices(2)),
+    Case("experts-small", "rtx4060", "experts-small", _work(600, max_ubatch=512)),
     Case("8b-2000", "rtx4060", "llama3-8b", _work(2000)),
     Case("8b-lockable", "rtx4060", "llama3-8b", _work(3000), change=_with_lockable(1500)),
     Case("8b-learnt", "rtx5080", "llama3-8b", _work(3000), correction=LEARNT),

@@ -7,6 +7,7 @@ biases are random too, so that leaving one out shows.
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,17 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+MOE = ("mixtral", "qwen2moe", "qwen3moe", "glm4moe")  # as GGUF files call them, but mixtral, which they call llama
+HF_CLASSES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "mixtral": "Mixtral",
+    "qwen2_moe": "Qwen2Moe",
+    "qwen3_moe": "Qwen3Moe",
+    "glm4_moe": "Glm4Moe",
+}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 
@@ -39,6 +51,11 @@ class Shape:
     context: int = 512
     rope_base: float = 10000.0
     norm_eps: float = 1e-6
+    n_experts: int = 8  # these four only where the architecture has experts
+    n_used: int = 2
+    d_expert: int = 256
+    d_shared: int = 256
+    dense_layers: int = 1  # of glm4moe
 
     def tensors(self, arch: str, tied: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
         """GGUF names and shapes (rows, cols) of every tensor of that architecture."""
@@ -49,19 +66,36 @@ class Shape:
             yield b + "attn_norm.weight", (d,)
             for role, rows in (("attn_q", q), ("attn_k", kv), ("attn_v", kv)):
                 yield b + f"{role}.weight", (rows, d)
-                if arch == "qwen2":
+                if arch in ("qwen2", "qwen2moe", "glm4moe"):
                     yield b + f"{role}.bias", (rows,)
             yield b + "attn_output.weight", (d, q)
-            if arch == "qwen3":
+            if arch in ("qwen3", "qwen3moe"):
                 yield b + "attn_q_norm.weight", (self.head_dim,)
                 yield b + "attn_k_norm.weight", (self.head_dim,)
-            yield b + "ffn_norm.weight", (d,)
+            yield b + ("post_attention_norm.weight" if arch == "glm4moe" else "ffn_norm.weight"), (d,)
+            if arch in MOE and (arch != "glm4moe" or i >= self.dense_layers):
+                yield from self._routed(arch, b)
+                continue
             yield b + "ffn_gate.weight", (self.d_ffn, d)
             yield b + "ffn_up.weight", (self.d_ffn, d)
             yield b + "ffn_down.weight", (d, self.d_ffn)
         yield "output_norm.weight", (d,)
         if not tied:
             yield "output.weight", (self.vocab, d)
+
+    def _routed(self, arch: str, block: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Router, experts and shared experts of a layer."""
+        d, n, f = self.d_model, self.n_experts, self.d_expert
+        yield block + "ffn_gate_inp.weight", (n, d)
+        if arch == "glm4moe":
+            yield block + "exp_probs_b.bias", (n,)
+        for suffix, stack, rows in (("exps", (n,), f), ("shexp", (), self.d_shared)):
+            if suffix == "exps" or arch in ("qwen2moe", "glm4moe"):
+                yield f"{block}ffn_gate_{suffix}.weight", (*stack, rows, d)
+                yield f"{block}ffn_up_{suffix}.weight", (*stack, rows, d)
+                yield f"{block}ffn_down_{suffix}.weight", (*stack, d, rows)
+        if arch == "qwen2moe":
+            yield block + "ffn_gate_inp_shexp.weight", (d,)
 
 
 def write_gguf(
@@ -78,7 +112,7 @@ def write_gguf(
     alignment: int | None = None,
     **shape: Any,
 ) -> Path:
-    """Write a random model of architecture "llama", "qwen2" or "qwen3" and return its path.
+    """Write a random model of architecture "llama", "qwen2" or "qwen3", or one of MOE, and return its path.
 
     Every matrix has quant type `qtype` unless `qtypes` names another for its role ("ffn_down.weight": "Q6_K"); vectors
     are F32. `shape` overrides fields of Shape; `metadata` sets further keys (values: str, bool, int, float, lists);
@@ -99,7 +133,9 @@ def write_gguf(
             writer.add_tensor(name, random_vector(name, dims[0], rng))
         else:
             kind = (qtypes or {}).get(role, qtype)
-            _add_encoded(writer, name, random_matrix(*dims, kind, rng), kind)
+            kind = "F32" if role == "ffn_gate_inp.weight" else kind
+            encoded = random_matrix(prod(dims[:-1]), dims[-1], kind, rng)
+            _add_encoded(writer, name, encoded.reshape(*dims[:-1], -1), kind)
     for name, array in extra.items():
         writer.add_tensor(name, array.astype(np.float32))
     return _finish(writer, path)
@@ -108,6 +144,8 @@ def write_gguf(
 def random_vector(name: str, n: int, rng: np.random.Generator) -> np.ndarray:
     """A norm's weight around 1 or a bias around 0, float32."""
     centre = 0.0 if name.endswith("bias") else 1.0
+    if name.endswith("ffn_gate_inp_shexp.weight"):  # a product of one row
+        return (n**-0.5 * rng.standard_normal(n)).astype(np.float32)
     return (centre + 0.1 * rng.standard_normal(n)).astype(np.float32)
 
 
@@ -144,7 +182,7 @@ def _random_k_blocks(rows: int, cols: int, qtype: str, std: float, rng: np.rando
 
 
 def _start_writer(path: Path, arch: str, s: Shape) -> gguf.GGUFWriter:
-    writer = gguf.GGUFWriter(str(path), arch)
+    writer = gguf.GGUFWriter(str(path), "llama" if arch == "mixtral" else arch)
     writer.add_name(path.stem)
     writer.add_block_count(s.n_layers)
     writer.add_context_length(s.context)
@@ -154,10 +192,22 @@ def _start_writer(path: Path, arch: str, s: Shape) -> gguf.GGUFWriter:
     writer.add_head_count_kv(s.n_kv_heads)
     writer.add_key_length(s.head_dim)
     writer.add_value_length(s.head_dim)
-    writer.add_rope_dimension_count(s.head_dim)
+    writer.add_rope_dimension_count(s.head_dim // 2 if arch == "glm4moe" else s.head_dim)
     writer.add_rope_freq_base(s.rope_base)
     writer.add_layer_norm_rms_eps(s.norm_eps)
     writer.add_vocab_size(s.vocab)
+    if arch in MOE:
+        writer.add_expert_count(s.n_experts)
+        writer.add_expert_used_count(s.n_used)
+        writer.add_expert_feed_forward_length(s.d_expert)
+    if arch == "qwen2moe":
+        writer.add_expert_shared_feed_forward_length(s.d_shared)
+    if arch == "glm4moe":
+        writer.add_expert_shared_count(s.d_shared // s.d_expert)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_scale(1.5)
+        writer.add_expert_weights_norm(True)
+        writer.add_leading_dense_block_count(s.dense_layers)
     return writer
 
 
@@ -201,7 +251,7 @@ def write_hf_folder(
     shape: dict[str, Any] | None = None,
     **config: Any,
 ) -> Any:
-    """Save a random transformers model ("llama", "mistral", "qwen2", "qwen3") to the folder; returns it in eval mode.
+    """Save a random transformers model (one of HF_CLASSES, by its model_type) to the folder; returns it in eval mode.
 
     `rope` is a `rope_parameters` dict (LLAMA3_ROPE, YARN_ROPE, LINEAR_ROPE); `dtype` that of the saved tensors;
     `shard_bytes` splits the file; `shape` overrides fields of Shape, `config` those of the transformers config.
@@ -210,7 +260,7 @@ def write_hf_folder(
     import transformers
 
     s = dataclasses.replace(Shape(), **(shape or {}))
-    name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[arch]
+    name = HF_CLASSES[arch]
     window = {"sliding_window": None} if arch == "mistral" else {}
     settings = {
         "num_hidden_layers": s.n_layers,
@@ -225,6 +275,7 @@ def write_hf_folder(
         "rope_parameters": rope or {"rope_type": "default", "rope_theta": s.rope_base},
         "tie_word_embeddings": tied,
         **window,
+        **_hf_expert_settings(arch, s),
         **config,
     }
     # the constructor may edit the dict of RoPE parameters: give it its own
@@ -234,20 +285,37 @@ def write_hf_folder(
     with torch.no_grad():
         for key, weight in model.named_parameters():
             values = torch.randn(weight.shape, generator=generator)
-            if weight.ndim == 2:
-                weight.copy_(values * weight.shape[1] ** -0.5)
+            if weight.ndim >= 2:
+                weight.copy_(values * weight.shape[-1] ** -0.5)
             else:
                 weight.copy_((0.0 if key.endswith("bias") else 1.0) + 0.1 * values)
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     model = model.to(getattr(torch, dtype)).eval()
     sharding = {"max_shard_size": shard_bytes} if shard_bytes else {}
     model.save_pretrained(path, **sharding)
     return model
 
 
+def _hf_expert_settings(arch: str, s: Shape) -> dict[str, Any]:
+    sizes = {"num_experts_per_tok": s.n_used, "moe_intermediate_size": s.d_expert}
+    if arch == "mixtral":
+        return {"num_local_experts": s.n_experts, "num_experts_per_tok": s.n_used, "intermediate_size": s.d_expert}
+    if arch == "qwen2_moe":
+        return sizes | {"num_experts": s.n_experts, "shared_expert_intermediate_size": s.d_shared}
+    if arch == "qwen3_moe":
+        return sizes | {"num_experts": s.n_experts, "norm_topk_prob": True}
+    if arch == "glm4_moe":
+        shared = {"n_shared_experts": s.d_shared // s.d_expert, "first_k_dense_replace": s.dense_layers}
+        return sizes | shared | {"n_routed_experts": s.n_experts, "routed_scaling_factor": 1.5, "attention_bias": True}
+    return {}
+
+
 def write_gguf_from_hf(path: Path, model: Any, qtype: str = "F32") -> Path:
     """Write a transformers model as GGUF; q and k rows of llama and mistral are permuted for adjacent RoPE pairs."""
     config = model.config
-    arch = {"mistral": "llama"}.get(config.model_type, config.model_type)
+    arch = "llama" if config.model_type == "mistral" else config.model_type.replace("_moe", "moe")
     s = Shape(
         n_layers=config.num_hidden_layers,
         d_model=config.hidden_size,
@@ -259,25 +327,51 @@ def write_gguf_from_hf(path: Path, model: Any, qtype: str = "F32") -> Path:
         context=config.max_position_embeddings,
         rope_base=config.rope_parameters["rope_theta"],
         norm_eps=config.rms_norm_eps,
+        **_expert_sizes(config),
     )
     writer = _start_writer(path, arch, s)
     writer.add_tokenizer_model("none")
-    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), s.n_layers)
-    for key, weight in model.state_dict().items():
-        if key == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        name, array = names.get_name(key, (".weight", ".bias")), weight.detach().float().numpy()
-        if arch == "llama" and ".attn_q." in name:
+    for name, array in _gguf_tensors(model, writer.arch, s.n_layers):
+        if writer.arch == "llama" and ".attn_q." in name:
             array = _permute(array, s.n_heads)
-        if arch == "llama" and ".attn_k." in name:
+        if writer.arch == "llama" and ".attn_k." in name:
             array = _permute(array, s.n_kv_heads)
         if array.ndim == 1:
             writer.add_tensor(name, np.ascontiguousarray(array))
         else:
             encoded = gguf.quants.quantize(np.ascontiguousarray(array), gguf.GGMLQuantizationType[qtype])
-            _add_encoded(writer, name, encoded.view(np.uint8).reshape(array.shape[0], -1), qtype)
+            _add_encoded(writer, name, encoded.view(np.uint8).reshape(*array.shape[:-1], -1), qtype)
     _add_rope_scaling(writer, model, s)
     return _finish(writer, path)
+
+
+def _expert_sizes(config: Any) -> dict[str, int]:
+    if not hasattr(config, "num_experts_per_tok"):
+        return {}
+    d_expert = getattr(config, "moe_intermediate_size", config.intermediate_size)
+    shared = getattr(config, "shared_expert_intermediate_size", d_expert * getattr(config, "n_shared_experts", 0))
+    dense = getattr(config, "first_k_dense_replace", 0)
+    count = config.num_experts if config.model_type == "qwen2_moe" else config.num_local_experts
+    sizes = {"n_experts": count, "n_used": config.num_experts_per_tok, "d_expert": d_expert}
+    return sizes | {"d_shared": shared, "dense_layers": dense}
+
+
+def _gguf_tensors(model: Any, arch: str, n_layers: int) -> Iterator[tuple[str, np.ndarray]]:
+    """A transformers model's weights in float32 by GGUF name; gate and up of experts apart."""
+    known = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    names = gguf.get_tensor_name_map(known, n_layers)
+    for key, weight in model.state_dict().items():
+        array = weight.detach().float().numpy()
+        if key.endswith("mlp.experts.gate_up_proj"):
+            for role, half in zip(("gate", "up"), np.split(array, 2, 1)):
+                yield f"blk.{key.split('.')[2]}.ffn_{role}_exps.weight", half
+        elif key.endswith("mlp.experts.down_proj"):
+            yield f"blk.{key.split('.')[2]}.ffn_down_exps.weight", array
+        elif key.endswith("shared_expert_gate.weight"):
+            yield names.get_name(key, (".weight",)), array[0]
+        elif key != "lm_head.weight" or not model.config.tie_word_embeddings:
+            key = key.replace("e_score_correction_bias", "e_score_correction.bias")
+            yield names.get_name(key, (".weight", ".bias")), array
 
 
 def _permute(rows: np.ndarray, heads: int) -> np.ndarray:

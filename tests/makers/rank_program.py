@@ -12,6 +12,7 @@ import torch
 from pshard.errors import UserError
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.ranks import group as parallel
+from pshard.runtime.ranks import watch
 from pshard.runtime.ranks.group import Group, init_group
 
 
@@ -72,6 +73,15 @@ def keep_summing(group: Group, out: Path) -> None:
         if i == 10 and group.rank == 1:
             (out / "pid.tmp").write_text(str(os.getpid()))
             (out / "pid.tmp").rename(out / "pid")
+
+
+def keep_summing_on_gpu(group: Group, out: Path) -> None:
+    tensor = torch.ones(1, 4096, device="cuda")
+    for i in range(10**9):
+        group.all_reduce(tensor)
+        torch.cuda.synchronize()
+        if i == 10 and group.rank == 1:
+            (out / "pid").write_text(str(os.getpid()))
 
 
 def crash(group: Group, out: Path) -> None:
@@ -211,6 +221,19 @@ def engine(group: Group, out: Path) -> None:
     group.reduce_dtype = variant.workload.reduce_dtype
     with build_engine(open_model(out / "m.gguf"), variant, device, kernels=kernels, group=group) as opened:
         torch.save(converse(opened), out / f"engine-{group.rank}.pt")
+
+
+def leaves_early(group: Group, out: Path) -> None:
+    """Rank 0, which has the store, is long gone when the others are done."""
+    watch.GOODBYE_SECONDS = 1.2  # the others hear it
+    time.sleep(4.0 * (group.rank > 0))
+
+
+def careless(group: Group, out: Path) -> None:
+    """Ends without leaving the group, while its watch beats all the time."""
+    watch.BEAT_SECONDS = 1e-5
+    time.sleep(0.7)
+    raise UserError("enough")
 
 
 def user_error(group: Group, out: Path) -> None:

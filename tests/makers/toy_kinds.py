@@ -113,6 +113,10 @@ class ToyFile:
     def tensor_bytes(self, name: str) -> np.ndarray:
         return self.values[name].reshape(-1).view(np.uint8)
 
+    def part_bytes(self, name: str, part: int) -> np.ndarray:
+        stack = next(t for unit in self.spec.units for t in unit.tensors if t.name == name)
+        return self.values[name].reshape(stack.parts, -1)[part].view(np.uint8)
+
     def forget_tensor(self, name: str) -> None:
         pass
 

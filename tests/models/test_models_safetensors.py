@@ -51,7 +51,7 @@ def check_bytes(opened: ModelFile, model: Any) -> None:
         np.testing.assert_array_equal(opened.tensor_bytes(name), expected)
 
 
-@pytest.mark.parametrize("arch", [a.name for a in ARCHITECTURES])
+@pytest.mark.parametrize("arch", [a.name for a in ARCHITECTURES if not a.routing])
 @pytest.mark.parametrize(("dtype", "qtype"), [("float32", "F32"), ("bfloat16", "BF16"), ("float16", "F16")])
 def test_a_folder_opens_with_its_own_bytes_and_types(tmp_path: Path, arch: str, dtype: str, qtype: str) -> None:
     model = write_hf_folder(tmp_path, arch, dtype=dtype)
@@ -62,7 +62,7 @@ def test_a_folder_opens_with_its_own_bytes_and_types(tmp_path: Path, arch: str, 
         assert opened.spec.config.rope.pairing == "halves"
 
 
-@pytest.mark.parametrize("arch", [a.name for a in ARCHITECTURES])
+@pytest.mark.parametrize("arch", [a.name for a in ARCHITECTURES if not a.routing])
 def test_both_formats_of_a_model_meet_in_one_spec(tmp_path: Path, arch: str) -> None:
     model = write_hf_folder(tmp_path / "hf", arch, tied=arch == "qwen3")
     with open_model(tmp_path / "hf") as folder, open_model(write_gguf_from_hf(tmp_path / "m.gguf", model)) as file:
@@ -153,7 +153,7 @@ def set_keys(**keys: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (set_keys(model_type="gpt_oss"), "'gpt_oss' is not supported yet; supported: llama, mistral, qwen2, qwen3"),
+        (set_keys(model_type="gpt_oss"), "'gpt_oss' is not supported yet; supported: llama, mistral, mixtral, qwen2, "),
         (set_keys(model_type=...), "architecture None"),
         (set_keys(hidden_size="big"), "hidden_size is 'big'"),
         (set_keys(hidden_size=...), "hidden_size is missing"),

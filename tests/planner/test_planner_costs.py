@@ -10,6 +10,7 @@ from pshard.errors import UserError
 from pshard.machine import (
     AttentionTiming,
     CollectiveTiming,
+    Contention,
     ElementwiseTiming,
     MachineProfile,
     MatmulTiming,
@@ -17,6 +18,7 @@ from pshard.machine import (
 )
 from pshard.planner.explain import double_link
 from pshard.planner.price.datasheet import profile_from_datasheet
+from pshard.planner.price.host_limits import usable_bytes
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_costs import tier_costs
 from pshard.planner.price.tier_loads import TierLoad
@@ -224,6 +226,26 @@ def test_a_byte_that_is_read_beside_copies_takes_longer_by_the_same_time():
     for seconds in (1e9 / 90e9, 1e9 / 30e9, 1.0):
         _, cpu = tables.slowdown(10**9, seconds)
         assert seconds / cpu == pytest.approx(seconds + added)
+
+
+def test_ranks_of_several_hosts_share_no_host_and_sum_as_was_timed_between_them():
+    alike = (ShareTiming(2, "matmul", 1, 1.0, 2.0, 2.0), ShareTiming(2, "copy", 1 << 20, 1.0, 1.0, 2.0))
+    timed = tuple(CollectiveTiming(way, n, 1 << 20, s) for way, n, s in (("shm", 2, 1e-5), ("gloo", 4, 1e-2)))
+    busy = Contention(link_with_cpu=20e9, cpu_with_link=20e9, cpu_alone=40e9)
+    profile = replace(PROFILE, collectives=timed, shares=alike, contention=busy)
+    one, two = (Tables(replace(profile, ranks_per_host=n)) for n in (0, 2))
+    four = Tables(replace(profile, ranks_per_host=1, collectives=timed[1:]))
+    assert [t.collective(2, 1 << 20) for t in (one, two, four)] == [1e-5, 1e-5, 1e-2]
+    assert [t.collective(4, 1 << 20) for t in (one, two)] == [1e-2, 1e-2]
+    assert [t.hand_over(4, 1 << 20) for t in (one, two)] == [1e-5, 1e-2]  # hosts' borders are the slowest
+    assert [t.share("matmul", 4, 1, True) for t in (one, two, four)] == [4.0, 2.0, 1.0]
+    assert [t.share("copy", 2, 1, True) for t in (one, two, four)] == [2.0, 2.0, 1.0]
+    load, spec = TierLoad(1, 1, 0, 1, 1.0), make_model(layers=1)
+    alone = tier_costs(spec, one, load, WORKLOAD, ranks=1)
+    assert tier_costs(spec, four, load, WORKLOAD, ranks=4).contended == alone.contended
+    assert tier_costs(spec, one, load, WORKLOAD, ranks=4).contended != alone.contended
+    memory = usable_bytes(PROFILE, 1)
+    assert [usable_bytes(t.profile, 4) // memory for t in (two, four)] == [2, 4]
 
 
 def test_all_reduces_without_measurements_go_through_host_memory():

@@ -3,7 +3,7 @@
 from functools import cache
 
 import pytest
-from golden.cases import PROFILES
+from golden.machines import find_machine
 from golden.shapes import make_shape
 
 from pshard.plan import Variant
@@ -11,27 +11,26 @@ from pshard.planner.make_plan import plan_variant
 from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.draft import simulated_seconds
 from pshard.planner.search.strategies import STRATEGIES, place_strategy
-from pshard.registries.profile_store import load_profile
 from pshard.workload import Workload
 
 
 @cache
 def plan(model: str, machine: str, mib: int) -> Variant:
-    return plan_variant(make_shape(model), load_profile(PROFILES / f"{machine}.json"), Workload((mib,)))
+    return plan_variant(make_shape(model), find_machine(machine), Workload((mib,)))
 
 
 @pytest.mark.parametrize(
     ("model", "machine", "mib"),
     [
-        ("qwen3-32b", "rtx4060-ryzen-7700", 7000),
-        pytest.param("qwen3-32b", "rtx4060-ryzen-7700", 12000, marks=pytest.mark.slow),
-        pytest.param("llama3-8b", "rtx4060-ryzen-7700", 2500, marks=pytest.mark.slow),
-        pytest.param("llama3-8b", "rtx5080-xeon-w5-3425", 4000, marks=pytest.mark.slow),
+        ("qwen3-32b", "rtx4060", 7000),
+        pytest.param("qwen3-32b", "rtx4060", 12000, marks=pytest.mark.slow),
+        pytest.param("llama3-8b", "rtx4060", 2500, marks=pytest.mark.slow),
+        pytest.param("llama3-8b", "rtx5080", 4000, marks=pytest.mark.slow),
     ],
 )
 def test_no_tier_is_slower_than_a_published_strategy_for_that_tier_alone(model: str, machine: str, mib: int) -> None:
     """3% at most, also where decoding divides FFNs: their rows on the CPU are streamed for larger micro-batches."""
-    (task,) = prepare_ranks(make_shape(model), load_profile(PROFILES / f"{machine}.json"), Workload((mib,)))
+    (task,) = prepare_ranks(make_shape(model), find_machine(machine), Workload((mib,)))
     for tier, costs in zip(plan(model, machine, mib).ranks[0].tiers, task.costs, strict=True):
         for name in STRATEGIES:
             alone = place_strategy(name, task.room, (tier.tokens,))
@@ -43,7 +42,7 @@ def test_no_tier_is_slower_than_a_published_strategy_for_that_tier_alone(model: 
 def test_what_decoding_divides_is_used_by_prompts_too() -> None:
     """The rows in VRAM stay there, and only the others are copied: a tier of 128 tokens streams no FFN whole that
     decoding has in VRAM in part."""
-    (rank,) = plan("qwen3-32b", "rtx4060-ryzen-7700", 7000).ranks
+    (rank,) = plan("qwen3-32b", "rtx4060", 7000).ranks
     decode, prompt = rank.covering(1), rank.covering(128)
     partly = [p.unit for p in decode.placements if p.where == "pinned" and p.cpu_rows]
     kept = [p.unit for p in prompt.placements if p.kept_parts]

@@ -191,6 +191,18 @@ def test_an_error_of_the_user_is_said_once(tmp_path: Path) -> None:
     assert done.stderr.strip().splitlines() == ["error: the budget is too small"]
 
 
+def test_a_rank_that_fails_while_its_watch_is_in_the_store_ends_with_its_own_error(tmp_path: Path) -> None:
+    done = run_ranks("careless", 2, tmp_path)
+    assert done.returncode == 2 and "error: enough" in done.stderr.splitlines(), done.stderr
+    assert "terminate called" not in done.stderr  # nor does rank 1 abort
+
+
+@pytest.mark.slow
+def test_ranks_that_end_after_the_store_is_gone_have_not_failed(tmp_path: Path) -> None:
+    done = run_ranks("leaves_early", 2, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, slow(signal.SIGTERM), signal.SIGKILL])
 def test_ending_the_starter_ends_the_ranks(number: signal.Signals, tmp_path: Path) -> None:
     starter = subprocess.Popen(command("keep_summing", 2, tmp_path), env=environment(), stderr=subprocess.PIPE)

@@ -21,6 +21,9 @@ CASES = {
     "qwen2 yarn rope": ("qwen2", {"rope": YARN_ROPE}),
     "qwen3": ("qwen3", {}),
     "qwen3 wide heads": ("qwen3", {"shape": {"head_dim": 128}}),
+    "qwen3 with experts": ("qwen3_moe", {}),
+    "qwen2 with experts": ("qwen2_moe", {}),
+    "mixtral": ("mixtral", {}),
 }
 
 

@@ -1,0 +1,97 @@
+"""What files say about routed experts -> Experts: keys of GGUF metadata, and of config.json."""
+
+from pshard.errors import UserError
+from pshard.model_config import Experts
+from pshard.models.architectures import Routing
+from pshard.models.keys import FACTORS, Keys
+
+_SCORES = {1: "softmax", 2: "sigmoid", 3: "chosen"}  # llama.cpp's numbers of gating functions; 0: as the architecture
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # transformers 5 writes another than 4 did
+
+
+def gguf_experts(routing: Routing, keys: Keys) -> Experts:
+    """From metadata with the architecture's prefix. Raises UserError that names the key."""
+    count, used = keys.integer("expert_count"), keys.integer("expert_used_count")
+    d_expert = _expert_rows(routing, keys, used)
+    gating = keys.integer("expert_gating_func", 0, least=0)
+    if gating and gating not in _SCORES:
+        keys.refuse("expert_gating_func", f"is {gating!r}, which is not supported yet")
+    experts = Experts(
+        count,
+        used,
+        d_expert,
+        scores=_SCORES.get(gating, routing.scores),
+        normed=keys.flag("expert_weights_norm", routing.normed),
+        scale=1.0 if keys.get("expert_weights_scale") == 0 else keys.real("expert_weights_scale", 1.0, FACTORS),
+        choice_bias=routing.choice_bias,
+        groups=keys.integer("expert_group_count", 1),
+        groups_used=keys.integer("expert_group_used_count", 1),
+        d_shared=_shared_rows(routing, keys, d_expert),
+        shared_gate=routing.shared_gate,
+        dense_layers=keys.integer("leading_dense_block_count", 0, least=0),
+    )
+    return check_experts(experts, keys.where)
+
+
+def _expert_rows(routing: Routing, keys: Keys, used: int) -> int:
+    """A Mixtral's experts have the rows that a llama's FFN has; others share them out among those that a token takes,
+    unless the key says how many: as llama.cpp reads them."""
+    if keys.get("expert_feed_forward_length"):
+        return keys.integer("expert_feed_forward_length")
+    rows = keys.integer("feed_forward_length")
+    return rows if routing.sizes_as_dense else rows // used
+
+
+def _shared_rows(routing: Routing, keys: Keys, d_expert: int) -> int:
+    if not routing.shared:
+        keys.refuse_unless("expert_shared_count", 0)
+        return 0
+    if keys.get("expert_shared_feed_forward_length"):
+        return keys.integer("expert_shared_feed_forward_length")
+    if keys.get("expert_shared_count"):
+        return keys.integer("expert_shared_count") * d_expert
+    return keys.integer("feed_forward_length")
+
+
+def hf_experts(routing: Routing, keys: Keys) -> Experts:
+    """From config.json. Raises UserError that names the key."""
+    keys.refuse_unless("decoder_sparse_step", 1)
+    keys.refuse_unless("mlp_only_layers", [])
+    d_expert = keys.integer("intermediate_size" if routing.sizes_as_dense else "moe_intermediate_size")
+    d_shared = 0
+    if routing.shared_gate:
+        d_shared = keys.integer("shared_expert_intermediate_size")
+    elif routing.shared:
+        d_shared = keys.integer("n_shared_experts", 0, least=0) * d_expert
+    experts = Experts(
+        keys.integer(next((key for key in _COUNTS if keys.get(key) is not None), _COUNTS[0])),
+        keys.integer("num_experts_per_tok"),
+        d_expert,
+        scores=routing.scores,
+        normed=keys.flag("norm_topk_prob", True if routing.sizes_as_dense else None),
+        scale=keys.real("routed_scaling_factor", 1.0, FACTORS),
+        choice_bias=routing.choice_bias,
+        groups=keys.integer("n_group", 1),
+        groups_used=keys.integer("topk_group", 1),
+        d_shared=d_shared,
+        shared_gate=routing.shared_gate,
+        dense_layers=keys.integer("first_k_dense_replace", 0, least=0),
+    )
+    return check_experts(experts, keys.where)
+
+
+def check_experts(experts: Experts, where: str) -> Experts:
+    """The same experts, when their numbers fit each other. Raises UserError."""
+    count, used, groups, groups_used = experts.count, experts.used, experts.groups, experts.groups_used
+    what = ""
+    if used > count:
+        what = f"a token takes {used} of {count} experts"
+    elif count % groups or groups_used > groups:
+        what = f"a token takes {groups_used} of {groups} groups of {count} experts"
+    elif groups > 1 and count // groups < 2:
+        what = f"{groups} groups of {count} experts have fewer than the two that a group's score is made of"
+    elif used > count // groups * groups_used:
+        what = f"a token takes {used} experts from {groups_used} of {groups} groups of {count}"
+    if what:
+        raise UserError(f"{where}: {what}; the file is damaged")
+    return experts
