@@ -233,9 +233,9 @@ class MachineProfile:
     shares: tuple[ShareTiming, ...] = ()
     lockable_bytes: int | None = None  # host memory that can be page-locked, where a limit was met
     tiles: tuple[TileChoice, ...] = ()  # that the matmuls of accelerators were timed with
-    ranks_per_host: int = 0
     experts: tuple[ExpertTiming, ...] = ()  # none: not timed
     routes: tuple[RouteTiming, ...] = ()
+    ranks_per_host: int = 0
     version: int = PROFILE_VERSION
 
     def ranks_here(self, ranks: int) -> int:

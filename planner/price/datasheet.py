@@ -106,10 +106,7 @@ def profile_from_datasheet(rates: Rates, notes: tuple[str, ...] = ()) -> Machine
         for n in COPY_SIZES
         if rates.collective_rate
     ]
-    routing = (
-        ("host", rates.host_memory, rates.host_flops, rates.kernel_seconds),
-        ("acc", rates.acc_memory, rates.acc_flops, rates.kernel_seconds),
-    )
+    routing = [(device, memory, flops, fixed) for device, memory, flops, *_ in sides]
     accelerators = tuple(
         AcceleratorInfo(
             rates.kind, i, rates.accelerator, rates.acc_memory_bytes, rates.pcie_generation, rates.pcie_width

@@ -162,13 +162,13 @@ class Tables:
 
     def handoff(self, to: str, nbytes: int, vector_bytes: int, copies: int = 1) -> float:
         """Seconds of moving activations one way, `nbytes` in so many copies. The profile's figure is a round trip of
-        one hidden vector, in one."""
+        one hidden vector; each copy after the first is one more small kernel behind it, as a norm is."""
         key = (to, nbytes, vector_bytes, copies)
         if key not in self._seen:
             direction = "h2d" if to == "acc" else "d2h"
             more = self.copy(direction, nbytes) - self.copy(direction, vector_bytes)
-            latencies = (copies - 1) * self.copy(direction, 1)
-            self._seen[key] = self.profile.handoff_seconds / 2 + max(0.0, more) + latencies
+            kernels = (copies - 1) * self.elementwise("acc", "norm", 1, vector_bytes // 4)
+            self._seen[key] = self.profile.handoff_seconds / 2 + max(0.0, more) + kernels
         return self._seen[key]
 
     def collective(self, ranks: int, nbytes: int, copies: bool = False, dtype: str = "f32") -> float:

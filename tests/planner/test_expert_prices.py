@@ -129,7 +129,7 @@ def test_a_datasheets_experts_take_what_the_slower_of_its_rates_allows(tokens: i
 
 
 def test_a_hand_over_costs_what_it_carries() -> None:
-    """Bytes of all buffers, and one more copy for each but the first."""
+    """Bytes of all buffers, and one more kernel for each but the first."""
     spec, workload = ExpertsFile(RULES["softmax"]).spec, Workload((1000,), context=128)
     costs = tier_costs(spec, Tables(PROFILE), TierLoad(16, 1, 0, 1, 1.0), workload)
     hidden, routed = 4 * 16 * 64, 4 * 16 * (64 + 2 * 2)
@@ -138,7 +138,7 @@ def test_a_hand_over_costs_what_it_carries() -> None:
         return _price(Handoff("cpu", nbytes, carries), costs)[2]
 
     latency = PROFILE.handoff_seconds / 2
-    vector, first = (costs.tables.copy("d2h", n) for n in (4 * 64, 1))
+    vector, kernel = costs.tables.copy("d2h", 4 * 64), costs.tables.elementwise("acc", "norm", 1, 64)
     assert seconds(routed, "routed") == pytest.approx(latency + costs.tables.copy("d2h", routed) - vector)
     both = seconds(hidden + routed, "hidden", "routed")
-    assert both == pytest.approx(latency + costs.tables.copy("d2h", hidden + routed) - vector + first)
+    assert both == pytest.approx(latency + costs.tables.copy("d2h", hidden + routed) - vector + kernel)

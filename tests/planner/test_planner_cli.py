@@ -4,9 +4,11 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from model_files import write_gguf
 
 from pshard.buffers import TORCH_RESERVE_MIB
 from pshard.commands.cli_plan import main
@@ -17,7 +19,7 @@ from pshard.planner.price.draft import UNPREDICTED, UNSOLVED
 from pshard.planner.price.example_sheets import MACHINES
 from pshard.planner.price.example_sheets import main as write_examples
 from pshard.planner.published.strategies import NAMES
-from pshard.registries.profile_store import load_profile
+from pshard.registries.profile_store import load_profile, save_profile
 from pshard.registries.store import load_registry
 from pshard.times.predicted_times import round_seconds
 from pshard.units.attention import ATTENTION
@@ -286,3 +288,12 @@ def test_a_model_that_the_hosts_memory_cannot_hold_is_refused_in_one_line(plan, 
     assert "it will not load; raise --vram (to" in lines[0] and "lower -c, or take a smaller model" in lines[0]
     enough = int(lines[0].split("raise --vram (to ")[1].split()[0])
     assert plan("--vram", str(enough + 2), profile=small)[0] == 0  # units are not divisible: a little more
+
+
+def test_a_plan_says_once_that_its_profile_has_no_experts(tmp_path, capsys):
+    model = write_gguf(tmp_path / "tiny.gguf", "qwen3moe")
+    for profile, times in ((load_profile(PROFILE), 0), (replace(load_profile(PROFILE), experts=()), 1)):
+        path = save_profile(profile, tmp_path / "profile.json")
+        code = main(["-m", str(model), "--profile", str(path), "--sweep", f"{OWN + 1}:{OWN + 2}:1", "-c", "64"])
+        err = capsys.readouterr().err
+        assert code == 0 and err.count("the profile has no routed experts") == times

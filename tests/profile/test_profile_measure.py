@@ -469,6 +469,7 @@ def test_command_prints_json_alone_and_compares_with_the_last_profile(tmp_path, 
     assert cli_profile.main(["--quick", "--device", "cpu", "-t", "1", "-o", str(path)]) == 0
     out = capsys.readouterr().out
     assert "Matmuls on the CPU" in out and "since 20" in out and "…" not in out
+    assert "Q4_0/Q8_0, 2 of 4, 32x64, CPU" in out
     assert [p.name for p in path.parent.iterdir()] == ["machine.json"]
 
 
