@@ -96,7 +96,9 @@ def test_a_repeated_sum_takes_the_part_that_the_cpu_made_now(fused_elsewhere: bo
         walk = make_walk(device, host, acc, **group)
         walk.walk(WalkProgram((), (Handoff("cpu", 8),)))
         host.tensors["branch"].fill_(part)  # a CPU unit computes; the next unit is on the CPU, too
-        walk.walk(WalkProgram((), (Launch((AllReduce("f", 8),), enters=True, leaves=True), Handoff("cpu", 8))))
+        walk.walk(
+            WalkProgram((), (Launch((AllReduce("f", 8),), enters=("hidden",), leaves=("hidden",)), Handoff("cpu", 8)))
+        )
         assert host.tensors["hidden"][0, 0].item() == hidden + 2 * part
 
 
@@ -123,14 +125,14 @@ def test_runs_begin_at_units_that_wait_and_end_at_what_is_not_the_accelerators()
     slot, host = Compute("ffn.0", "acc", "slot", 0), Compute("ffn.0", "cpu", "host")
     to_acc, to_cpu = Handoff("acc", 8), Handoff("cpu", 8)
     copy, free, back = CopyIn("ffn.0", 0, 8), Free(0), WriteBack("attention.0", 8)
-    entered = Launch((a, sum_a, f, sum_f, o), enters=True, leaves=False)
+    entered = Launch((a, sum_a, f, sum_f, o), enters=("hidden",), leaves=())
     assert group_launches((embedding, to_acc, a, sum_a, f, sum_f, o, to_cpu)) == (embedding, entered, to_cpu)
     got = group_launches((a, slot, free, copy, o))
     assert got == (Launch((a,)), Launch((slot,)), free, copy, Launch((o,)))
     assert group_launches((f, a, back, f)) == (Launch((f,)), Launch((a,)), back, Launch((f,)))
     # a CPU unit's part of a sum goes to the accelerator at the beginning of a run; a hand-off alone stays one
     got = group_launches((a, sum_a, to_cpu, host, to_acc, sum_f, o, to_acc, embedding))
-    first, second = Launch((a, sum_a), leaves=True), Launch((sum_f, o), enters=True)
+    first, second = Launch((a, sum_a), leaves=("hidden",)), Launch((sum_f, o), enters=("hidden",))
     assert got == (first, to_cpu, host, second, to_acc, embedding)
 
 

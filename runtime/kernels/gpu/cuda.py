@@ -21,7 +21,7 @@ from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations
 from pshard.runtime.kernels.gpu.attend import attend_prompts, attend_rows
 from pshard.runtime.kernels.gpu.experts.grouped import add_sorted, find_kinds
 from pshard.runtime.kernels.gpu.experts.pairs import add_pairs, fits_pairs
-from pshard.runtime.kernels.gpu.experts.router import route_tokens
+from pshard.runtime.kernels.gpu.experts.route_tokens import route_tokens
 from pshard.runtime.kernels.gpu.products import many_rows
 from pshard.runtime.kernels.gpu.products.few_rows import FewRows
 from pshard.runtime.kernels.unpack import PLAIN
