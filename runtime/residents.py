@@ -104,7 +104,8 @@ class Residents:
         is_partial = sums and unit.kind.adds
         if not unit.tensors:
             return BoundUnit(block.contribute_nothing, is_partial)
-        weights = block.prepare(unit, self._spec.config, self._weights_of(step, carved))
+        device = torch.device("cpu") if step.on == "cpu" else self._arena.memory.device
+        weights = block.prepare(unit, self._spec.config, self._weights_of(step, carved), device)
         if not step.part:
             state = self._state_of(step, carved)
             return BoundUnit(lambda work, residual: block.run(work, weights, state, residual), is_partial)

@@ -99,8 +99,9 @@ class Block:
         grows, else sequences."""
         return (state,)
 
-    def prepare(self, unit: Unit, config: ModelConfig, weights: UnitWeights) -> Any:
-        """What `run` takes as weights, made once of a unit's bytes where they lie in a tier."""
+    def prepare(self, unit: Unit, config: ModelConfig, weights: UnitWeights, device: torch.device) -> Any:
+        """What `run` takes as weights, made once of a unit's bytes where they lie in a tier. device: what computes it,
+        which may read them in host memory."""
         return weights
 
     def run(self, work: Work, weights: Any, state: Any, residual: Residual) -> None:

@@ -16,9 +16,8 @@ from pshard.units.unit import Unit
 class ExpertsBlock(Block):
     """Whichever experts `weights` has: those of one side, or all."""
 
-    def prepare(self, unit: Unit, config: ModelConfig, weights: UnitWeights) -> ExpertWeights:
+    def prepare(self, unit: Unit, config: ModelConfig, weights: UnitWeights, device: torch.device) -> ExpertWeights:
         rule, places = rule_of(config), [weights, *([weights.last] if weights.last else [])]
-        device = weights.matrices[UP].data.device
         stacks = list[tuple[Packed | None, ...]]()
         for role, rows in ((GATE, rule.d_expert), (UP, rule.d_expert), (DOWN, config.d_model)):
             found: list[Packed | None] = [None] * rule.count

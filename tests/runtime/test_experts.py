@@ -16,8 +16,12 @@ from pshard.planner.check_plan import PlanError, check_runnable, check_variant
 from pshard.planner.make_plan import plan_variant
 from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.datasheet import profile_from_datasheet
+from pshard.planner.price.draft import tier_steps
+from pshard.runtime.blocks.find_block import find_block
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
+from pshard.runtime.memory.weights import view_unit
+from pshard.steps.step import CopyIn
 from pshard.units.moe.experts import EXPERTS
 from pshard.units.moe.router import ROUTER
 from pshard.units.moe.shared_experts import SHARED_EXPERTS
@@ -110,6 +114,14 @@ def test_kept_parts_stay_where_they_are_when_tiers_are_switched(seed: int, seque
         assert engine.switches > 2
 
 
+def test_experts_read_in_host_memory_have_their_addresses_on_what_computes() -> None:
+    file = ExpertsFile()
+    unit = next(u for u in file.spec.units if u.kind is EXPERTS)
+    blob = torch.zeros(unit.packed_nbytes, dtype=torch.uint8)
+    weights = find_block(unit.kind).prepare(unit, file.spec.config, view_unit(unit, blob), torch.device("meta"))
+    assert weights.addresses.device.type == "meta"
+
+
 # --- a plan ---------------------------------------------------------------------------------------------------------
 
 RATES = replace(DESKTOP, link=20e9, host_memory=80e9, host_flops=10e9, handoff_seconds=5e-6)
@@ -135,7 +147,8 @@ def test_a_plan_has_experts_read_over_the_link_while_the_cpu_computes_others(
 ) -> None:
     file, variant = planned
     decode = variant.ranks[0].tiers[0]
-    assert any(p.cpu_rows and p.where == "streamed" for p in places(decode)) and not decode.buffers.slots
+    assert any(p.cpu_rows and p.where == "streamed" for p in places(decode))
+    assert decode.buffers.slot_bytes < file.spec.unit("blk.0.experts").packed_nbytes  # no slot is for experts
     check_variant((file.spec,), variant, "cuda")
     assert not set(variant.ranks[0].resident) & {p.unit for p in places(decode) if p.share}
 
@@ -155,7 +168,7 @@ def test_what_is_read_over_the_link_in_place_takes_the_link_and_no_slot(planned:
     file, variant = planned
     (task,) = prepare_ranks(file.spec, profile_from_datasheet(RATES), variant.workload)
     tier = make_toy_tier(file, 1, [("streamed", None, 4), ("streamed", None)], 1, 1)
-    assert not tier.buffers.slots
+    assert not [s for s in tier_steps(task.room, tier, task.costs[0]).body if isinstance(s, CopyIn)]
     result = simulate_tier(task.room, tier, task.costs[0])
     for i, cost in ((0, task.costs[0].divided("blk.0.experts", Share(4))), (1, task.costs[0].units["blk.1.experts"])):
         events = [e for e in result.events if getattr(e.step, "unit", "") == f"blk.{i}.experts"]
