@@ -145,7 +145,7 @@ def pin_with_other_rows(data):
         (lambda d: set_at(d, 2, *TIER, "placements", 1, "kept_parts"), "placements[1].kept_parts is 2"),
         (pin_with_other_rows, "tiers[1] pins 'a' with other cpu_rows"),
         (lambda d: set_at(d, "b", *TIER, "placements", 0, "unit"), "names a unit twice"),
-        (lambda d: set_at(d, 16, *TIER, "tokens") or set_at(d, 0, *TIER, "buffers", "slots"), "slots is 0"),
+        (lambda d: set_at(d, 0, *TIER[:-1], 1, "buffers", "slots"), "slots is 0"),
         (lambda d: set_at(d, 0, *TIER, "tokens"), "ascending token counts"),
         (lambda d: set_at(d, [], "sets", 0, "variants", 0, "ranks"), "0 ranks for 1 budgets"),
         (
