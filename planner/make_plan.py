@@ -53,7 +53,19 @@ def plan_variant(
     the profile lacks a table.
     """
     tasks = prepare_ranks(spec, profile, workload, correction)
-    return join_fastest(tasks, refine_ranks(tasks, place_ranks(tasks, time_limit)))
+    variant = join_fastest(tasks, refine_ranks(tasks, place_ranks(tasks, time_limit)))
+    return _or_per_tier(spec, profile, variant, correction) if tasks[0].plan_needed and len(tasks) == 1 else variant
+
+
+def _or_per_tier(spec: ModelSpec, profile: MachineProfile, variant: Variant, correction: Correction) -> Variant:
+    """The variant, or the published planner's own mix of tiers for the micro-batches that were settled on, where that
+    takes less time: under a limit of host memory the candidates did not include it."""
+    try:
+        published = plan_baseline(PER_TIER, spec, profile, variant.workload, correction)
+    except UserError:  # nothing of it fits
+        return variant
+    alike = published.workload.max_ubatch == variant.workload.max_ubatch
+    return published if alike and round_seconds(published) < round_seconds(variant) else variant
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,16 @@ from typing import NoReturn
 GRACE_SECONDS = 3.0  # between asking a rank to end and ending it
 EXIT_RANK_LOST = 75  # as in pshard.runtime.ranks.watch, which would import torch here
 POLL_SECONDS = 0.05
+# a rank ends without Python's own end: a library's thread that comes back from C++ meanwhile would abort it
+_RUN = """
+import atexit, os, sys
+from {module} import main
+code = main()
+atexit._run_exitfuncs()
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(code)
+"""
 
 
 def start_ranks(ranks: int, module: str, argv: list[str]) -> int:
@@ -69,7 +79,7 @@ def _start_rank(rank: int, ranks: int, module: str, argv: list[str], meeting_poi
     if rank == 0:
         environment["PSHARD_LISTEN_FD"] = str(meeting_point.fileno())  # no other program can take the port meanwhile
     return subprocess.Popen(
-        [sys.executable, "-P", "-c", f"import sys; from {module} import main; sys.exit(main())", *argv],
+        [sys.executable, "-P", "-c", _RUN.format(module=module), *argv],
         env=environment,
         stdin=None if rank == 0 else subprocess.DEVNULL,
         stdout=None if rank == 0 else subprocess.DEVNULL,
