@@ -139,6 +139,23 @@ class HostKernels(PlainKernels):
         strides = qkv.stride(0), out.stride(0)
         native.attention(qkv, kv.k, kv.v, kinds, spans, heads, scale, out, strides=strides, blocks=blocks)
 
+    def attend_latent(
+        self,
+        q: torch.Tensor,
+        rank: int,
+        cells: torch.Tensor,
+        rows: RowIndex,
+        scale: float,
+        out: torch.Tensor,
+        partial: torch.Tensor | None,
+    ) -> None:
+        """As attention of which cells are keys and values: what it mixes of their last numbers nobody reads."""
+        if any(s.tokens > ATTENTION_ROWS for s in rows.segments):
+            super().attend_latent(q, rank, cells, rows, scale, out, partial)
+            return
+        _, heads, width = q.shape
+        self.attention(q.flatten(1), (heads, 1, width), LayerKV(cells, cells), rows, scale, out.flatten(1), None)
+
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
         (tokens, width), strides = hidden.shape, (hidden.stride(0), out.stride(0))
         native.rms_norm(hidden, weight, eps, tokens, width, out, strides=strides)
