@@ -10,7 +10,16 @@ from pshard.profile.timed.operands import rotation_bytes
 from pshard.profile.timed.time_links import COPY_SIZES
 from pshard.profile.timing_loop import Pace
 from pshard.quant import QUANT_TYPES
-from pshard.units.operations import Attend, ExpertProducts, GatedProduct, LookUp, Operation, Route, matrices_of
+from pshard.units.operations import (
+    Attend,
+    AttendLatent,
+    ExpertProducts,
+    GatedProduct,
+    LookUp,
+    Operation,
+    Route,
+    matrices_of,
+)
 
 COMMON_QTYPES = ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "BF16")
 OTHER_QTYPES = tuple(q for q in QUANT_TYPES if q not in COMMON_QTYPES)
@@ -37,6 +46,7 @@ class Shapes:
     context: int
     experts: tuple[tuple[str, str, int, Experts], ...] = ()  # (type of gate and up, type of down, d_model, their rule)
     routers: tuple[tuple[str, int, Experts], ...] = ()  # (quant type, d_model, the rule)
+    latent: tuple[AttendLatent, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -139,6 +149,7 @@ def model_shapes(spec: ModelSpec) -> Shapes:
         min(config.context, 16384),
         tuple((*types, d_model, rule) for types in sorted(experts) if rule),
         tuple((qtype, d_model, rule) for qtype in sorted(routers) if rule),
+        tuple(dict.fromkeys(o for o in inside if isinstance(o, AttendLatent))),
     )
 
 

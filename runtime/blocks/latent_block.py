@@ -4,9 +4,8 @@ import torch
 
 from pshard.model_config import ModelConfig
 from pshard.runtime.blocks.block import Block, Residual, Work, leave, normalise
-from pshard.runtime.memory.kv_cache import KV_DTYPES
+from pshard.runtime.memory.kv_cache import view_cells
 from pshard.runtime.memory.weights import UnitWeights
-from pshard.units.kv_cells import KV_BLOCK, kv_blocks, kv_nbytes
 from pshard.units.latent.latent_attention import (
     KEY_B,
     KV_A,
@@ -28,11 +27,7 @@ class LatentBlock(Block):
     """Its state are cells as `Kernels.store_latent` has them."""
 
     def view_state(self, unit: Unit, config: ModelConfig, shape: StateShape, memory: torch.Tensor) -> torch.Tensor:
-        width, blocks = sizes_of(config).cell, kv_blocks(shape.context, shape.sequences)
-        nbytes = kv_nbytes(shape.type_k, width)
-        extents = (nbytes,) if shape.type_k == "q8_0" else (1, width)
-        cells = memory[: blocks * KV_BLOCK * nbytes].view(KV_DTYPES[shape.type_k])
-        return cells.view(blocks, KV_BLOCK, *extents)
+        return view_cells(memory, sizes_of(config).cell, shape)
 
     def state_parts(self, state: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (state.flatten(0, 1),)

@@ -55,7 +55,8 @@ class LatentOnGpu:
             kv, kv.stride(0), q, *q.stride()[:2], out, *out.stride()[:2], norm=norm, eps=eps, cos=rope.cos,
             sin=rope.sin, begin=rows.begin, position=rows.position, blocks=rows.blocks, cells=cells,
             cell_block=cells.stride(0), cell_stride=cells.stride(1), HEADS=heads, R=rank,
-            RP=triton.next_power_of_2(rank), HALF=half, HP=triton.next_power_of_2(half), HB=together, CELLS=each, ADJACENT=rope.pairing == "adjacent", num_warps=4,
+            RP=triton.next_power_of_2(rank), HALF=half, HP=triton.next_power_of_2(half), HB=together, CELLS=each,
+            ADJACENT=rope.pairing == "adjacent", num_warps=4,
         )  # fmt: skip
         if cells.dtype == torch.int8:
             width = rank + 2 * half
