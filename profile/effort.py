@@ -148,8 +148,8 @@ def model_shapes(spec: ModelSpec) -> Shapes:
         tuple(sorted(tables)),
         min(config.context, 16384),
         tuple((*types, d_model, rule) for types in sorted(experts) if rule),
-        tuple((qtype, d_model, rule) for qtype in sorted(routers) if rule),
-        tuple(dict.fromkeys(o for o in inside if isinstance(o, AttendLatent))),
+        routers=tuple((qtype, d_model, rule) for qtype in sorted(routers) if rule),
+        latent=tuple(dict.fromkeys(o for o in inside if isinstance(o, AttendLatent))),
     )
 
 

@@ -139,6 +139,36 @@ class HostKernels(PlainKernels):
         strides = qkv.stride(0), out.stride(0)
         native.attention(qkv, kv.k, kv.v, kinds, spans, heads, scale, out, strides=strides, blocks=blocks)
 
+    def head_products(self, x: torch.Tensor, stack: Packed, out: torch.Tensor) -> None:
+        tokens, heads, _ = x.shape
+        if tokens > NATIVE_TOKENS:
+            super().head_products(x, stack, out)
+            return
+        strides = {"x_strides": x.stride()[:2], "out_strides": out.stride()[:2]}
+        native.head_products(x, stack, heads, out, tokens, **strides)
+
+    def store_latent(
+        self,
+        kv: torch.Tensor,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+        rope: RopeTable,
+        rows: RowIndex,
+        cells: torch.Tensor,
+    ) -> None:
+        native.store_latent(
+            (kv, kv.stride(0)),
+            (q, *q.stride()[:2]),
+            (out, *out.stride()[:2]),
+            (q.shape[0], q.shape[1], norm.shape[0]),
+            (norm, eps),
+            (rope.cos, rope.sin, rope.cos.shape[-1], rope.pairing),
+            (rows.begin, rows.position, rows.blocks),
+            (cells, _KV_NAMES[cells.dtype], cells.shape[1]),
+        )
+
     def attend_latent(
         self,
         q: torch.Tensor,
