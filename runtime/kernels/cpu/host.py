@@ -144,8 +144,8 @@ class HostKernels(PlainKernels):
         if tokens > NATIVE_TOKENS:
             super().head_products(x, stack, out)
             return
-        strides = {"x_strides": x.stride()[:2], "out_strides": out.stride()[:2]}
-        native.head_products(x, stack, heads, out, tokens, **strides)
+        strides = (x.stride(0), x.stride(1)), (out.stride(0), out.stride(1))
+        native.head_products(x, stack, heads, out, tokens, x_strides=strides[0], out_strides=strides[1])
 
     def store_latent(
         self,
@@ -160,8 +160,8 @@ class HostKernels(PlainKernels):
     ) -> None:
         native.store_latent(
             (kv, kv.stride(0)),
-            (q, *q.stride()[:2]),
-            (out, *out.stride()[:2]),
+            (q, q.stride(0), q.stride(1)),
+            (out, out.stride(0), out.stride(1)),
             (q.shape[0], q.shape[1], norm.shape[0]),
             (norm, eps),
             (rope.cos, rope.sin, rope.cos.shape[-1], rope.pairing),
