@@ -124,7 +124,7 @@ def _open_gguf(path: Path) -> ModelFile:
     config = gguf_config(arch, metadata, header.tensors, where)
     drafters = range(config.n_layers, config.n_layers + count_drafters(arch, metadata, where))
     tensors, notes = drop_drafters(header.tensors, "blk.", drafters)
-    tensors = split_keys(config, arrange_gguf(arch, config, tensors))
+    tensors, more = split_keys(config, arrange_gguf(arch, config, tensors))
     name = metadata.get("general.name")
     spec = _build_spec(name if isinstance(name, str) and name else path.stem, path, arch, config, tensors)
     refuse_unfinished(arch, arch.gguf, where)
@@ -138,7 +138,7 @@ def _open_gguf(path: Path) -> ModelFile:
         template = metadata.get("tokenizer.chat_template")
         return template if isinstance(template, str) else None
 
-    return ModelFile(spec, metadata, header.files, tensors, load_tokenizer, load_chat_template, notes)
+    return ModelFile(spec, metadata, header.files, tensors, load_tokenizer, load_chat_template, notes + more)
 
 
 def _open_folder(folder: Path) -> ModelFile:
@@ -149,7 +149,8 @@ def _open_folder(folder: Path) -> ModelFile:
     drafters = range(config.n_layers, config.n_layers + count_hf_drafters(metadata, where))
     by_hf_name, notes = drop_drafters(by_hf_name, "model.layers.", drafters)
     by_hf_name = arrange_mxfp4(config, by_hf_name) if arch.sinks else stack_experts(config, by_hf_name)
-    tensors = split_keys(config, _rename(arch, config, by_hf_name, metadata.get("tie_word_embeddings") is True))
+    tied = metadata.get("tie_word_embeddings") is True
+    tensors, _ = split_keys(config, _rename(arch, config, by_hf_name, tied))  # folders have no quantised ones
     if HEAD not in tensors and not metadata.get("tie_word_embeddings"):
         raise UserError(f"{folder}: tensor lm_head.weight is missing and tie_word_embeddings is not set")
     spec = _build_spec(folder.resolve().name, folder, arch, config, tensors)

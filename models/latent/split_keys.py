@@ -43,13 +43,14 @@ class Transposed(StoredTensor):
         self.source.forget()
 
 
-def split_keys(config: ModelConfig, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Tensors by GGUF name, with keys and values apart. Of a file that has both forms the joint one is not taken.
+def split_keys(config: ModelConfig, stored: dict[str, StoredTensor]) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
+    """Tensors by GGUF name, with keys and values apart, and a note where keys changed their type. Of a file that has
+    both forms the joint one is not taken.
 
     Raises UserError for a tensor of another shape or type than the configuration says.
     """
     if config.latent is None:
-        return stored
+        return stored, ()
     arranged: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
         joint = _BOTH.fullmatch(name)
@@ -57,7 +58,10 @@ def split_keys(config: ModelConfig, stored: dict[str, StoredTensor]) -> dict[str
             arranged[name] = tensor
         elif not {f"{joint[1]}attn_{part}_b.weight" for part in "kv"} <= stored.keys():
             arranged[f"{joint[1]}attn_k_b.weight"], arranged[f"{joint[1]}attn_v_b.weight"] = _split(config, tensor)
-    return arranged
+    turned = [slab for t in arranged.values() for slab in t.slabs[:1] if isinstance(slab, Transposed)]
+    rounded = any(matrix.qtype != matrix.source.qtype for matrix in turned)
+    note = "the file is an old one, whose attn_kv_b is quantised the other way than keys need; their half becomes F16"
+    return arranged, (note,) if rounded else ()
 
 
 def _split(config: ModelConfig, both: StoredTensor) -> tuple[StoredTensor, StoredTensor]:

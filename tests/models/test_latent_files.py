@@ -109,6 +109,7 @@ def test_quantised_joint_matrices_keep_values_as_they_are_and_keys_as_f16(tmp_pa
     tensors = random_tensors("lite")
     path = write_latent_gguf(tmp_path / "m.gguf", "lite", tensors, "joint", "Q8_0")
     with open_model(path) as file:
+        assert len(file.notes) == 1 and "their half becomes F16" in file.notes[0]
         unit = file.spec.unit("blk.0.attention").by_role
         assert unit["attn_k_b.weight"].qtype == "F16" and unit["attn_v_b.weight"].qtype == "Q8_0"
         raw = [file.part_bytes("blk.0.attn_k_b.weight", head).view(np.float16) for head in range(HEADS)]

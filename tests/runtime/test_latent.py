@@ -13,6 +13,7 @@ from engines import open_engine, pinned_everywhere
 from latent_files import LIKE, random_tensors, take_tensors, write_latent_folder, write_latent_gguf
 from moe_forward import moe_logits, read_weights
 from plan_samples import make_tier, random_places, shrink_places
+from thread_ranks import random_tiers, run_ranks
 
 from pshard.models import ModelFile, open_model
 from pshard.units.latent.latent_attention import LATENT_ATTENTION
@@ -87,6 +88,19 @@ def test_cells_of_other_types_lose_only_their_rounding(path: Path, kind: str, cl
     for kernels in ("plain", "fast"):
         with open_model(path) as file, open_engine(path, None, kernels, CONTEXT, kv_types=(kind, kind)) as engine:
             check_talk(engine, file, 1, 4, close, np.median)
+
+
+@pytest.mark.parametrize("shares", [(1.0, 1.0), (1.0, 3.0, 1.0)], ids=str)
+def test_ranks_with_layers_of_their_own_give_one_rank_s_logits(path: Path, shares: tuple[float, ...]) -> None:
+    ids = [[random.Random(n).randrange(VOCAB) for _ in range(n)] for n in (37, 1, 5, 1)]
+
+    def talk(engine) -> torch.Tensor:
+        return torch.cat([engine.forward(part, all_logits=True) for part in ids])
+
+    with open_engine(path, None, "plain", CONTEXT, tokens=(4, 16)) as engine:
+        wanted = talk(engine)
+    for found in run_ranks(path, shares, talk, CONTEXT, random_tiers(5, CONTEXT), mode="layer"):
+        assert difference(found.numpy(), wanted.numpy()) < CLOSE
 
 
 # --- mistakes -------------------------------------------------------------------------------------------------------
