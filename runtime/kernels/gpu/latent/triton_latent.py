@@ -59,23 +59,23 @@ def store_latent_kernel(
         to = out + m * out_stride + head * out_head
         tl.store(to + first, (a * c - b * s).to(out.dtype.element_ty), mask=there)
         tl.store(to + second, (b * c + a * s).to(out.dtype.element_ty), mask=there)
-    else:
+    else:  # names of its own, as the compiler wants both branches' alike
         dim = tl.arange(0, RP)
-        source = kv + m * kv_stride
-        value = tl.load(source + dim, mask=dim < R, other=0.0).to(tl.float32)
+        left = kv + m * kv_stride
+        value = tl.load(left + dim, mask=dim < R, other=0.0).to(tl.float32)
         factor = tl.rsqrt(tl.sum(value * value, axis=0) / R + eps)
         value = value * factor * tl.load(norm + dim, mask=dim < R, other=0.0)
-        a = tl.load(source + R + first, mask=pair < HALF, other=0.0).to(tl.float32)
-        b = tl.load(source + R + second, mask=pair < HALF, other=0.0).to(tl.float32)
+        x = tl.load(left + R + first, mask=pair < HALF, other=0.0).to(tl.float32)
+        y = tl.load(left + R + second, mask=pair < HALF, other=0.0).to(tl.float32)
         if cells.dtype.element_ty == tl.int8:
-            to = source
+            cell = left
         else:
             block = tl.load(blocks + tl.load(begin + m) + at_row // CELLS).to(tl.int64)
-            to = cells + block * cell_block + at_row % CELLS * cell_stride
-        kind = to.dtype.element_ty
-        tl.store(to + dim, value.to(kind), mask=dim < R)
-        tl.store(to + R + first, (a * c - b * s).to(kind), mask=pair < HALF)
-        tl.store(to + R + second, (b * c + a * s).to(kind), mask=pair < HALF)
+            cell = cells + block * cell_block + at_row % CELLS * cell_stride
+        kind = cell.dtype.element_ty
+        tl.store(cell + dim, value.to(kind), mask=dim < R)
+        tl.store(cell + R + first, (x * c - y * s).to(kind), mask=pair < HALF)
+        tl.store(cell + R + second, (y * c + x * s).to(kind), mask=pair < HALF)
 
 
 @triton.jit
