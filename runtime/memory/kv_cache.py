@@ -43,14 +43,18 @@ def cell_nbytes(spec: ModelSpec, shape: StateShape) -> int:
     return next((law.cell for law in laws if isinstance(law, CellState | LatentState)), 0)
 
 
-def read_cells(kv: LayerKV, blocks: Sequence[int], cells: int) -> dict[str, torch.Tensor]:
-    """A copy on the host of a sequence's first cells in a layer: "k" and "v", each [cells, ...] as in LayerKV."""
+def read_cells(kv: LayerKV | torch.Tensor, blocks: Sequence[int], cells: int) -> dict[str, torch.Tensor]:
+    """A copy on the host of a sequence's first cells in a layer: "k" and "v", each [cells, ...] as in LayerKV. Latents
+    are keys, and values of no number."""
+    if isinstance(kv, torch.Tensor):
+        return {"k": gather_cells(kv, blocks, cells).to("cpu", copy=True), "v": torch.empty(cells, 1, 0)}
     return {what: gather_cells(c, blocks, cells).to("cpu", copy=True) for what, c in (("k", kv.k), ("v", kv.v))}
 
 
-def write_cells(kv: LayerKV, blocks: Sequence[int], cells: dict[str, torch.Tensor]) -> None:
+def write_cells(kv: LayerKV | torch.Tensor, blocks: Sequence[int], cells: dict[str, torch.Tensor]) -> None:
     """Fill a sequence's first cells in a layer with what `read_cells` gave."""
-    for cache, values in ((kv.k, cells["k"]), (kv.v, cells["v"])):
+    caches = ((kv, "k"),) if isinstance(kv, torch.Tensor) else ((kv.k, "k"), (kv.v, "v"))
+    for cache, values in ((cache, cells[what]) for cache, what in caches):
         done = 0
         for start, stop in pool_spans(blocks, 0, len(values)):
             cache.flatten(0, 1)[start:stop] = values[done : done + stop - start].to(cache.device)

@@ -15,6 +15,7 @@ from moe_forward import moe_logits, read_weights
 from plan_samples import make_tier, random_places, shrink_places
 from thread_ranks import random_tiers, run_ranks
 
+from pshard.errors import UserError
 from pshard.models import ModelFile, open_model
 from pshard.units.latent.latent_attention import LATENT_ATTENTION
 
@@ -88,6 +89,23 @@ def test_cells_of_other_types_lose_only_their_rounding(path: Path, kind: str, cl
     for kernels in ("plain", "fast"):
         with open_model(path) as file, open_engine(path, None, kernels, CONTEXT, kv_types=(kind, kind)) as engine:
             check_talk(engine, file, 1, 4, close, np.median)
+
+
+@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+def test_a_saved_sequence_goes_on_as_it_was(path: Path, tmp_path: Path, kind: str) -> None:
+    ids, file = [random.Random(7).randrange(VOCAB) for _ in range(70)], tmp_path / "cells"
+    settings = {"context": CONTEXT, "kv_types": (kind, kind)}
+    with open_engine(path, **settings) as engine:
+        engine.forward(ids)
+        engine.save(file)
+        wanted = engine.forward([1, 2], all_logits=True)
+    with open_engine(path, **settings) as engine:
+        assert engine.load(file) == tuple(ids)
+        assert torch.equal(engine.forward([1, 2], all_logits=True), wanted)
+    at = file.stat().st_size - 3
+    file.write_bytes(file.read_bytes()[:at] + b"\x11\x11\x11")
+    with open_engine(path, **settings) as engine, pytest.raises(UserError, match="is damaged"):
+        engine.load(file)
 
 
 @pytest.mark.parametrize("shares", [(1.0, 1.0), (1.0, 3.0, 1.0)], ids=str)
