@@ -9,8 +9,8 @@ from pshard.errors import UserError
 class Routing:
     """How an architecture's layers choose among experts where its files do not say.
 
-    `scores`, `normed` and the fields from `choice_bias` on are as in `Experts`; GGUF files of latent attention have a
-    bias for the choice where they have its tensor. `shared`: it has shared experts.
+    `scores`, `normed` and the fields from `choice_bias` on are as in `Experts`; GGUF files of latent attention are V3's
+    where they have a bias for the choice, and else V2's. `shared`: it has shared experts.
     `sizes_as_dense`: experts have as many rows as the FFN of its dense relative.
     """
 

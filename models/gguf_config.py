@@ -47,9 +47,10 @@ def gguf_config(
     head_dim = latent.cell if latent else keys.integer("attention.key_length", d_model // n_heads)
     if not latent and keys.integer("attention.value_length", head_dim) != head_dim:
         raise UserError(f"{where}: keys and values of different lengths are not supported yet")
-    experts = gguf_experts(arch.routing, keys) if arch.routing else None
-    if latent and experts:
-        experts = replace(experts, choice_bias=any(name.endswith(".exp_probs_b.bias") for name in stored))
+    routing = arch.routing
+    if routing and latent and any(name.endswith(".exp_probs_b.bias") for name in stored):  # as V3, which V2 has not
+        routing = replace(routing, scores="sigmoid", normed=True, choice_bias=True)
+    experts = gguf_experts(routing, keys) if routing else None
     config = ModelConfig(
         architecture=arch.name,
         n_layers=keys.integer("block_count") - count_drafters(arch, metadata, where),

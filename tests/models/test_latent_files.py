@@ -168,6 +168,14 @@ def test_what_a_file_says_wrong_is_named(tmp_path: Path, changes: dict, says: st
         open_model(write_latent_gguf(tmp_path / "m.gguf", "lite", random_tensors("lite"), metadata=keys))
 
 
+@pytest.mark.parametrize(("like", "scores"), [("lite", "softmax"), ("v3", "sigmoid")])
+def test_where_a_file_does_not_say_how_it_scores_a_bias_tells(tmp_path: Path, like: str, scores: str) -> None:
+    silent = {"deepseek2.expert_gating_func": None, "deepseek2.expert_weights_norm": None}
+    with open_model(write_latent_gguf(tmp_path / "m.gguf", like, random_tensors(like), metadata=silent)) as file:
+        rule = file.spec.config.experts
+        assert (rule.scores, rule.normed, rule.choice_bias) == (scores, like == "v3", like == "v3")
+
+
 def test_a_folder_of_kimi_is_a_v3(tmp_path: Path) -> None:
     """Whose tokenizer is not read, and says so."""
     folder = write_folder(tmp_path / "hf", "v3", model_type="kimi_k2", n_group=1, topk_group=1)
