@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 import torch
-from interpreted import mend_interpreter, run_interpreted
+from interpreted import expect_interpreted_to_pass, mend_interpreter
 from random_weights import DEVICE, random_weight
 
 triton = pytest.importorskip("triton", reason="Triton is installed with the CUDA build of torch only")
@@ -29,9 +29,7 @@ if READY and DEVICE == "cpu":
 @pytest.mark.slow
 @pytest.mark.skipif(READY, reason="the kernels run here directly")
 def test_expert_kernels_in_the_interpreter() -> None:
-    done = run_interpreted(__file__)
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "passed" in done.stdout
+    expect_interpreted_to_pass(__file__)
 
 
 @pytest.fixture(scope="module")
