@@ -176,6 +176,15 @@ class Unit:
         return law.nbytes(shape) if law else 0
 
 
+def places_of(kind: UnitKind, sums: bool) -> tuple[Place, ...]:
+    """Legal placements of units of a kind. sums: on one of several ranks that sum their parts.
+
+    Of these each has a router on its accelerator: a CPU rounds otherwise than a GPU, and where scores are nearly equal
+    ranks would choose different experts and add up slices of both.
+    """
+    return tuple(place for place in kind.places if not (sums and kind.routing == "makes" and place[0] == "cpu"))
+
+
 def goes_on(unit: Unit, following: Unit) -> bool:
     """Whether ranks sum their parts of both units at once: the second one reads what a router found, and not the
     residual stream that the first one adds to."""
