@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from engines import open_engine, pinned_everywhere
+from engines import converse, open_engine, pinned_everywhere
 from experts_file import RULES, ExpertsFile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_files import write_gguf
-from plan_samples import make_variant
-from thread_ranks import mixed_tiers, random_tiers, run_ranks
+from plan_samples import keep_rows, make_tier, make_variant, mix_parts, random_places, shrink_places
+from test_parallel_group import slow
+from test_pipeline_ranks import process_logits
+from thread_ranks import Tiers, mixed_tiers, random_tiers, run_ranks
 
+from pshard.model import ModelSpec
+from pshard.plan import TierPlan
 from pshard.runtime.blocks.routed_rows import view_routed
 from pshard.runtime.blocks.router_block import RouterBlock
 from pshard.runtime.build_engine import build_engine
@@ -23,6 +27,7 @@ from pshard.runtime.devices.device import open_device
 from pshard.runtime.executor import Executor
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.plain import PlainKernels
+from pshard.units.moe.router import ROUTER
 from pshard.workload import Limits
 
 needs_native = pytest.mark.skipif(not native.is_available(), reason=f"no native library: {native.why_missing()}")
@@ -158,3 +163,53 @@ def test_all_ranks_see_the_same_hidden_states_and_choose_the_same_experts(
     assert len(others) == 2 and first
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("shares", "backend"), [((1.0, 1.0), "shm"), slow((2.0, 0.0, 1.0), "shm"), slow((1.0,) * 3, "gloo")]
+)
+def test_processes_on_cpus(tmp_path: Path, shares: tuple[float, ...], backend: str) -> None:
+    """The C++ kernels, sums in shared memory: what a run on a host without a GPU does."""
+    path = write_gguf(tmp_path / "m.gguf", "qwen2moe", qtype="Q8_0", d_expert=160, d_shared=96)
+    with open_engine(path, context=256, tokens=(4, 16), kernels="fast") as one:
+        wanted = converse(one)
+    tiers = mixed_tiers(4, 256)
+    first, *others = process_logits(tmp_path, shares, backend, tiers, "tensor", scenario="fast_engine")
+    assert nmse(first, wanted) < 1e-5  # activations are cut to int8, so last bits move some of them
+    assert all(torch.equal(other, first) for other in others)
+
+
+def tiers_on_gpus(seed: int) -> Tiers:
+    """As `random_tiers`, with all routers on the GPUs."""
+
+    def make(spec: ModelSpec) -> tuple[TierPlan, ...]:
+        rng = random.Random(f"{seed} {spec.packed_nbytes}")
+        routers = {u.name: ("pinned", None) for u in spec.units if u.kind is ROUTER}
+        places = random_places(spec, rng) | routers
+        decode = mix_parts(spec, places, rng)
+        tiers = ((4, decode), (16, keep_rows(spec, shrink_places(spec, places, rng) | routers, decode)))
+        return tuple(make_tier(spec, n, p, 2, 256, 1) for n, p in tiers)
+
+    return make
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("seed", [None, 1, 2])
+@pytest.mark.parametrize("backend", ["peers", "nccl"])
+@pytest.mark.parametrize("arch", ["qwen3moe", "qwen2moe"])
+def test_processes_on_gpus(
+    tmp_path: Path, arch: str, backend: str, seed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against plain kernels in float32, as far from these as one GPU is."""
+    path = write_gguf(tmp_path / "m.gguf", arch, qtype="Q8_0", d_expert=160, d_shared=96)
+    with open_engine(path, context=256, tokens=(4, 16)) as one:
+        wanted = converse(one)
+    with open_engine(path, context=256, tokens=(4, 16), kernels="fast", device="cuda") as one:
+        bound = 1.5 * nmse(converse(one), wanted)
+    tiers = None if seed is None else tiers_on_gpus(seed)
+    first, second = process_logits(tmp_path, (3.0, 2.0), backend, tiers, "tensor")
+    assert torch.equal(first, second) and nmse(first, wanted) < bound
+    again, _ = process_logits(tmp_path, (3.0, 2.0), backend, tiers, "tensor")
+    assert torch.equal(first, again)
