@@ -65,6 +65,7 @@ def test_each_rank_takes_its_share_of_the_time_and_there_are_two_sums_a_layer() 
     assert sum(isinstance(step, AllReduce) for step in steps) == 2 * QWEN.config.n_layers
 
 
+@pytest.mark.slow
 def test_two_links_stream_experts_faster_than_one() -> None:
     one = plan_variant(QWEN, FAST, work(6000, split_mode="none"))
     two = plan_variant(QWEN, FAST, work(6000, 6000))

@@ -75,7 +75,7 @@ def check_all(results: list[torch.Tensor], wanted: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    "shares", [s if s in SHARES[1::2] else pytest.param(s, marks=pytest.mark.slow) for s in SHARES], ids=str
+    "shares", [slow((1.0, 1.0)), (1.0, 1.0, 1.0), slow((3.0, 1.0)), (2.0, 0.0, 5.0), slow((0.0, 1.0))], ids=str
 )
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_one_rank(
@@ -84,7 +84,7 @@ def test_logits_are_those_of_one_rank(
     check_all(run_ranks(models[name], shares, talk, CONTEXT), of_one_rank[name])
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 10**6),
     shares=st.sampled_from(SHARES),
@@ -120,7 +120,7 @@ def test_each_rank_may_have_its_slices_in_any_place(
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["qwen2moe", "glm4moe"])
+@pytest.mark.parametrize("name", [slow("qwen2moe"), "glm4moe"])
 def test_fewer_ranks_may_share_experts(
     models: dict[str, Path],
     of_one_rank: dict[str, torch.Tensor],
@@ -144,7 +144,7 @@ def test_biases_of_experts_are_added_once(shares: tuple[float, ...]) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["plain", pytest.param("fast", marks=needs_native)])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["qwen2moe", "glm4moe", slow("qwen3moe"), slow("mixtral")])
 def test_all_ranks_see_the_same_hidden_states_and_choose_the_same_experts(
     models: dict[str, Path], name: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,7 +167,7 @@ def test_all_ranks_see_the_same_hidden_states_and_choose_the_same_experts(
 
 @needs_native
 @pytest.mark.parametrize(
-    ("shares", "backend"), [((1.0, 1.0), "shm"), slow((2.0, 0.0, 1.0), "shm"), slow((1.0,) * 3, "gloo")]
+    ("shares", "backend"), [slow((1.0, 1.0), "shm"), slow((2.0, 0.0, 1.0), "shm"), slow((1.0,) * 3, "gloo")]
 )
 def test_processes_on_cpus(tmp_path: Path, shares: tuple[float, ...], backend: str) -> None:
     """The C++ kernels, sums in shared memory: what a run on a host without a GPU does."""
