@@ -305,6 +305,22 @@ def test_routes_are_those_of_plain_torch(name: str, qtype: str, biased: bool, to
     torch.testing.assert_close(got.weights, want.weights, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("tokens", [1, 5, 70])
+def test_ranks_with_more_threads_choose_the_same_experts_to_the_last_bit(tokens: int) -> None:
+    torch.manual_seed(tokens)
+    rule, cols = RULES["softmax"], 1000
+    hidden, weight, router = torch.randn(tokens, cols), torch.randn(cols), make_router(rule, "F32", cols)
+    found = []
+    for threads in (1, 2, 3):
+        native.set_threads(threads)
+        x, routes = torch.full_like(hidden, torch.nan), empty_routes(tokens, rule.used)
+        KERNELS.rms_norm(hidden, weight, 1e-6, x)
+        KERNELS.route(x, router, rule, routes)
+        found.append((x, routes.ids, routes.weights))
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other))
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_of_equal_scores_the_lowest_numbers_are_taken(name: str) -> None:
     rule = RULES[name]
