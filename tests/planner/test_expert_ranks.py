@@ -105,6 +105,11 @@ def test_published_strategies_have_legal_plans_on_ranks_with_experts() -> None:
     assert compared >= 5
 
 
+def test_a_limit_of_units_that_the_model_lacks_is_refused() -> None:
+    with pytest.raises(UserError, match="--max-tp ffn: experts-small has no such units; it has attn, experts, head"):
+        plan_variant(SMALL, FAST, work(300, 300, max_tp=(("ffn", 1),)))
+
+
 def unlike_gpus() -> MachineProfile:
     first = FAST.accelerators[0]
     return replace(FAST, accelerators=(first, replace(first, index=1, name="another GPU")))
@@ -112,7 +117,7 @@ def unlike_gpus() -> MachineProfile:
 
 def test_unlike_gpus_are_refused_by_name() -> None:
     """Their last bits may differ, and so the experts that they choose."""
-    with pytest.raises(UserError, match=r"needs like GPUs .* another GPU: use -sm layer"):
+    with pytest.raises(UserError, match=r"needs like GPUs .* another GPU; use -sm layer"):
         plan_variant(SMALL, unlike_gpus(), work(300, 300))
 
 
