@@ -44,6 +44,19 @@ def emit_arguments(planned: Planned, program: str) -> list[str]:
     return [llama_arguments(variant, units, program) for variant in planned.variants]
 
 
+def list_unsaid_of(planned: Planned) -> list[str]:
+    """What arguments for llama.cpp cannot say of each variant; a line names its budget where there are several."""
+    from pshard.planner.llama_cpp_arguments import list_unsaid
+
+    units = {u.name: u for u in planned.spec.units}
+    several = len(planned.variants) > 1
+    return [
+        f"{variant.workload.vram_mib[0]} MiB: {line}" if several else line
+        for variant in planned.variants
+        for line in list_unsaid(variant, units)
+    ]
+
+
 def explain_all(planned: Planned, strategy: str) -> Gains:
     """What a better machine would bring to each variant that needed a plan."""
     from pshard.planner.explain import explain_gains
