@@ -95,6 +95,7 @@ def print_plans(planned: Planned, gains: Gains | None, alone: Alone, outlooks: "
     and the `outlooks`."""
     from rich.console import Console
 
+    from pshard.expert_map import map_experts
     from pshard.planner.show_plan import print_explanation, print_outlook, print_trials, print_variant
 
     out = Console()
@@ -102,7 +103,7 @@ def print_plans(planned: Planned, gains: Gains | None, alone: Alone, outlooks: "
         print_trials(trials, out)
         print_variant(variant, out)
         if gains is not None:
-            print_explanation(variant, gains.get(i, ()), alone.get(i, ()), out)
+            print_explanation(variant, gains.get(i, ()), alone.get(i, ()), out, map_experts(planned.spec, variant))
             print_outlook(outlooks[i], out)
 
 
@@ -114,6 +115,7 @@ def print_arguments(planned: Planned, emitted: list[str]) -> None:
 
 def as_json(planned: Planned, gains: Gains, alone: Alone, outlooks: "tuple[Outlook, ...]" = ()) -> dict[str, Any]:
     """The registry of these variants, the simulated timelines of the last one, and what was explained."""
+    from pshard.expert_map import map_experts
     from pshard.planner.explain import simulate_timelines
 
     created = datetime.now(UTC).isoformat(timespec="seconds")
@@ -125,4 +127,5 @@ def as_json(planned: Planned, gains: Gains, alone: Alone, outlooks: "tuple[Outlo
         "gains": to_json([{"vram_mib": variants[i].workload.vram_mib, "what_if": g} for i, g in gains.items()]),
         "alone": to_json([{"vram_mib": variants[i].workload.vram_mib, "tiers": tiers} for i, tiers in alone.items()]),
         "outlooks": to_json(outlooks),
+        "experts": to_json([of_rank for v in variants for of_rank in map_experts(planned.spec, v)]),
     }
