@@ -3,7 +3,6 @@
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from pshard.expert_map import ExpertMap, LayerExperts, TierExperts, group_layers
 from pshard.plan import Placement, RankPlan, TierPlan, Trial, Variant
 from pshard.planner.explain import BINDS, WhatIf
 from pshard.planner.tier_alone import NOTABLE, TierAlone
@@ -11,6 +10,7 @@ from pshard.print_table import print_whole
 from pshard.times.collectives import describe_sums
 from pshard.times.outlook import Outlook
 from pshard.times.predicted_times import decode_seconds, first_token_seconds
+from pshard.units.moe.expert_map import ExpertMap, LayerExperts, TierExperts, group_layers
 from pshard.workload import MIB
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pshard.errors import UserError
-from pshard.expert_map import ExpertMap
 from pshard.jsonio import from_json
 from pshard.machine import MachineProfile
 from pshard.plan import OlderFormat, PlanSet, Registry, Variant, to_newest_format
 from pshard.times.measurement import Measurement, Timeline
 from pshard.times.outlook import Outlook
+from pshard.units.moe.expert_map import ExpertMap
 
 T = TypeVar("T")
 

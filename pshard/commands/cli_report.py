@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from pshard.commands.command_line import new_parser, run_cli
 
 if TYPE_CHECKING:
-    from pshard.expert_map import ExpertMap
     from pshard.reports.inputs import ReportInputs
     from pshard.times.measurement import Timeline
+    from pshard.units.moe.expert_map import ExpertMap
 
 
 def main() -> int:
@@ -61,11 +61,11 @@ def _ask_model(inputs: "ReportInputs", args: Namespace) -> "tuple[list[Timeline]
     """Timelines of the decode tier and the largest tier of every plan, on rank 0, and where routed experts lie; where a
     registry has plans that were made by the profile, of these."""
     from pshard.errors import UserError
-    from pshard.expert_map import map_experts
     from pshard.models import open_model
     from pshard.planner.explain import simulate_timelines
     from pshard.registries.fingerprint import profile_input
     from pshard.registries.profile_store import load_profile
+    from pshard.units.moe.expert_map import map_experts
 
     profile = inputs.profiles[0] if inputs.profiles and not args.profile else load_profile(args.profile)
     with open_model(args.model) as model:

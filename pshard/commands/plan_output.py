@@ -95,8 +95,8 @@ def print_plans(planned: Planned, gains: Gains | None, alone: Alone, outlooks: "
     and the `outlooks`."""
     from rich.console import Console
 
-    from pshard.expert_map import map_experts
     from pshard.planner.show_plan import print_explanation, print_outlook, print_trials, print_variant
+    from pshard.units.moe.expert_map import map_experts
 
     out = Console()
     for i, (variant, trials) in enumerate(zip(planned.variants, planned.trials)):
@@ -115,8 +115,8 @@ def print_arguments(planned: Planned, emitted: list[str]) -> None:
 
 def as_json(planned: Planned, gains: Gains, alone: Alone, outlooks: "tuple[Outlook, ...]" = ()) -> dict[str, Any]:
     """The registry of these variants, the simulated timelines of the last one, and what was explained."""
-    from pshard.expert_map import map_experts
     from pshard.planner.explain import simulate_timelines
+    from pshard.units.moe.expert_map import map_experts
 
     created = datetime.now(UTC).isoformat(timespec="seconds")
     variants, inputs = planned.variants, planned.inputs

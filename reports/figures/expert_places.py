@@ -3,8 +3,8 @@
 from textwrap import fill
 from typing import TYPE_CHECKING
 
-from pshard.expert_map import PLACES, ExpertMap, TierExperts
 from pshard.reports.figures.style import BLUE, FAINT, ORANGE, SKY, format_number, new_figure
+from pshard.units.moe.expert_map import PLACES, ExpertMap, TierExperts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

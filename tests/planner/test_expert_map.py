@@ -15,10 +15,10 @@ from pshard.commands import cli_plan
 from pshard.commands.cli_report import make_report
 from pshard.commands.command_line import run_cli
 from pshard.cuts.rank_parts import cut_ranks
-from pshard.expert_map import LayerExperts, group_layers, map_experts
 from pshard.plan import Variant
 from pshard.planner.make_plan import plan_baseline
 from pshard.planner.show_plan import print_explanation
+from pshard.units.moe.expert_map import LayerExperts, group_layers, map_experts
 from pshard.units.operations import used_share
 from pshard.workload import Workload
 

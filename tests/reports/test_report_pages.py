@@ -22,7 +22,6 @@ from report_samples import (
 
 from pshard.commands.cli_report import make_report
 from pshard.commands.command_line import run_cli
-from pshard.expert_map import TierExperts
 from pshard.jsonio import to_json
 from pshard.registries.codec import encode_registry
 from pshard.reports.figures.expert_places import draw_experts
@@ -30,6 +29,7 @@ from pshard.reports.figures.machine_ceilings import draw_machine
 from pshard.reports.inputs import read_inputs
 from pshard.reports.tables.bench_formats import format_measurements
 from pshard.times.measurement import Timeline
+from pshard.units.moe.expert_map import TierExperts
 
 
 @pytest.fixture(scope="module")
