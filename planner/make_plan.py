@@ -7,7 +7,7 @@ from itertools import chain
 from math import inf
 from typing import TypeVar
 
-from pshard.errors import UserError
+from pshard.errors import NoPlan, UserError
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import NOTHING_LEARNT, Correction, TierPlan, Variant
@@ -117,7 +117,7 @@ def plan_baseline(
     chosen = _like_ranks_once(tasks, partial(_place_strategy, name))
     for task, candidate in zip(tasks, chosen):
         if candidate is None:
-            raise UserError(f"strategy {name!r} does not fit {task.budget_mib} MiB; raise --vram")
+            raise NoPlan(f"strategy {name!r} does not fit {task.budget_mib} MiB; raise --vram")
     placed = [c for c in chosen if c]
     needed = any(
         tier.placements != whole_tier(task.room, tier.tokens).placements
