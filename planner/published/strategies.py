@@ -17,7 +17,7 @@ from pshard.planner.price.draft import Room, draft_tier
 from pshard.units.divide_unit import count_shares
 from pshard.units.moe.in_place import IN_PLACE_TOKENS
 from pshard.units.share import WHOLE, Share
-from pshard.units.unit import Unit
+from pshard.units.unit import Unit, places_of
 
 SLOTS = 2  # double buffering, as published
 COPIED_FROM = 32  # tokens: llama.cpp copies what larger batches need of the host's weights, and computes on the GPU
@@ -242,13 +242,20 @@ def _take(strategy: Strategy, room: Room, tokens: int, n: int) -> TierPlan:
     items = [item for group in strategy.groups[:n] for item in group]
     pinned = {name for what, name in items if what == "pin"}
     parts = Counter(name for what, name in items if what == "part")
-    where = {u.name: "cpu" if u.kind.is_looked_up else strategy.rest(u, tokens) for u in room.spec.units}
+    where = {u.name: _place_rest(strategy, room, u, tokens) for u in room.spec.units}
     where |= dict.fromkeys(pinned, "pinned")
     shares = dict[str, Share]()
     for name, count in parts.items():
         where[name], shares[name] = _place_parts(count, count_shares(room.spec.unit(name)), where[name])
     kv = frozenset(name for what, name in items if what == "kv" and where[name] != "cpu")
     return draft_tier(room, tokens, where, kv, SLOTS, {name: share for name, share in shares.items() if share})
+
+
+def _place_rest(strategy: Strategy, room: Room, unit: Unit, tokens: int) -> str:
+    """Where a unit is that is not in VRAM: as the strategy says, if it may be there."""
+    wanted = "cpu" if unit.kind.is_looked_up else strategy.rest(unit, tokens)
+    legal = {where for where, _ in places_of(unit.kind, room.sums)}
+    return wanted if wanted in legal else "streamed"
 
 
 def _place_parts(count: int, total: int, rest: str) -> tuple[str, Share]:
