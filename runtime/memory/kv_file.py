@@ -6,7 +6,8 @@ The file holds cells by what they mean, not by where they lay (version 1, little
     header, JSON: fingerprint of the model, layers, kv_heads, head_dim, type_k, type_v, tokens (ids of the cells)
     u32 CRC-32 of every block
     blocks: for every layer K then V, for every KV head: [cells, head_dim] numbers of type_k or type_v; of q8_0 for each
-        cell the head's codes (int8) and then its scales (f16, one for 32 codes)
+        cell the head's codes (int8) and then its scales (f16, one for 32 codes). Latents are the K of one head, whose V
+        has no number
 
 Every rank writes and reads the heads it holds, at their place; a head that several ranks hold is the lowest one's to
 write. The ranks must see the same file.
@@ -37,7 +38,8 @@ from pshard.runtime.memory.weights import WeightSource
 from pshard.runtime.ranks.group import Group
 from pshard.units.attention import QKV
 from pshard.units.kv_cells import kv_nbytes, longest_sequence
-from pshard.units.state import CellState, StateShape
+from pshard.units.latent.latent_attention import KV_A
+from pshard.units.state import CellState, LatentState, StateShape
 
 MAGIC, VERSION = b"pshardkv", 1
 _FIXED = struct.Struct("<8sIII")
@@ -142,7 +144,7 @@ class KVStore:
         spec = self._source.spec
         for unit in spec.units:
             law = unit.state(spec.config, self._kv)
-            if law is not None and not isinstance(law, CellState):
+            if law is not None and not isinstance(law, CellState | LatentState):
                 raise UserError(
                     f"{unit.name} ({unit.kind.name}) keeps a state that is no KV cache, and only KV caches can be "
                     "saved and loaded; give the prompt again"
@@ -173,6 +175,8 @@ class KVStore:
         return start, start + config.n_layers * config.n_kv_heads * sizes
 
     def _block_bytes(self, what: str, cells: int) -> int:
+        if what == "v" and self._source.spec.config.latent:
+            return 0  # a latent is both
         kind = self._kv.type_k if what == "k" else self._kv.type_v
         return cells * kv_nbytes(kind, self._source.spec.config.head_dim)
 
@@ -270,9 +274,9 @@ def _read_header(path: Path, file: Any) -> tuple[bytes, dict[str, Any]]:
 def _blocks_of(spec: ModelSpec, shape: StateShape, ranges: Sequence[Ranges], rank: int) -> Iterator[HeadCells]:
     """The blocks that a rank holds."""
     heads, d = spec.config.n_kv_heads, spec.config.head_dim
-    caches = (u for u in spec.units if isinstance(u.state(spec.config, shape), CellState))
+    caches = (u for u in spec.units if isinstance(u.state(spec.config, shape), CellState | LatentState))
     for layer, unit in enumerate(caches):
-        key = unit.by_role[QKV[1]].name
+        key = unit.by_role[KV_A if spec.config.latent else QKV[1]].name
         rows = [r[unit.name].get(key, (0, 0, 0, 0)) for r in ranges]
         held = [range(start // d, stop // d) for start, stop, _, _ in rows]
         for at, head in enumerate(held[rank]):
