@@ -10,6 +10,7 @@ from pshard.print_table import print_whole
 from pshard.times.collectives import describe_sums
 from pshard.times.outlook import Outlook
 from pshard.times.predicted_times import decode_seconds, first_token_seconds
+from pshard.units.share import Share
 from pshard.workload import MIB
 
 if TYPE_CHECKING:
@@ -197,14 +198,17 @@ def _kind_of(unit: str) -> str:
 
 def _describe_divided(tier: TierPlan) -> list[str]:
     """How units are divided, one line for each way."""
-    ways = Counter((p.where, *p.share) for p in tier.placements if p.cpu_rows and not p.kept_parts)
-    lines = [
-        f"{n} FFN{'s' * (n > 1)}: {rows} rows of gate and up on the CPU, the accelerator's part {where}"
-        for (where, rows, _), n in sorted(ways.items())
-    ]
-    kept = Counter(p.share for p in tier.placements if p.kept_parts)
-    return lines + [
-        f"{n} unit{'s' * (n > 1)}: {f'{share.cpu} parts on the CPU, ' if share.cpu else ''}the first {share.kept} "
-        f"{'parts' if share.cpu else 'rows or parts'} in VRAM, the others streamed"
-        for share, n in sorted(kept.items())
-    ]
+    ways = Counter((_kind_of(p.unit), p.where, p.share) for p in tier.placements if p.share)
+    return [_describe_way(kind == "experts", where, share, n) for (kind, where, share), n in sorted(ways.items())]
+
+
+def _describe_way(experts: bool, where: str, share: Share, n: int) -> str:
+    """What of n units lies where: layers' experts, or FFNs."""
+    several = "s" * (n > 1)
+    if experts:
+        on_cpu = f"{share.cpu} experts on the CPU, " if share.cpu else ""
+        kept = f"the first {share.kept} in VRAM, " if share.kept else ""
+        return f"{n} layer{several}: {on_cpu}{kept}the others {where}"
+    if share.kept:
+        return f"{n} FFN{several}: the first {share.kept} rows of gate and up in VRAM, the others streamed"
+    return f"{n} FFN{several}: {share.cpu} rows of gate and up on the CPU, the accelerator's part {where}"

@@ -11,7 +11,7 @@ from pshard.planner.price.simulate import ROUNDS, Simulation, ranks_seconds, sim
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.steps.emit import SOURCES, emit_steps
 from pshard.steps.step import StepList, StepShape
-from pshard.units.divide_unit import brought_part, joined_width, kept_nbytes
+from pshard.units.divide_unit import divided_sizes, joined_width
 from pshard.units.moe.in_place import reads_in_place
 from pshard.units.share import Share
 from pshard.units.unit import Unit
@@ -97,8 +97,9 @@ def draft_tier(
             placements.append(whole[place])
         elif shares and name in shares:
             share = shares[name]
-            nbytes = brought_part(unit, share).packed_nbytes
-            pinned += kept_nbytes(unit, share)
+            sizes = divided_sizes(unit, share)
+            nbytes = sizes.brought
+            pinned += sizes.kept
             joined = max(joined, joined_width(unit, share, room.spec.config))
             placements.append(_placement(name, place, None, *share))
         else:

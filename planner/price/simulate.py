@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pshard.batch_sizes import SMALL_BATCH
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.steps.step import (
     AllReduce,
@@ -33,6 +34,7 @@ from pshard.steps.step import (
 )
 
 ROUNDS = 3
+SHARED = (0.5, 0.5)  # of the link's rate, that a copy and activations have while both are on their way
 
 
 @dataclass(frozen=True)
@@ -286,7 +288,11 @@ class _Machine:
             self.acc, self.reading = max(self.acc, since + seconds, self.link.wait(copy)), None
             self.note(share, "acc", since, self.acc)
         start = max(self.host, self.acc)
-        self.acc = start + self.costs.handoff("acc", step.nbytes)
+        seconds = self.costs.handoff("acc", step.nbytes)
+        if self.costs.load.tokens > SMALL_BATCH:  # many bytes: the link has them beside the copies
+            self.acc = self.link.beside(start, seconds, SHARED)
+        else:
+            self.acc = start + seconds
         self.note(step, "acc", start, self.acc)
 
     def receive(self, step: Receive) -> None:

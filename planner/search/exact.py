@@ -92,7 +92,8 @@ class ExactSearch:
         self._rest = [sum(least[i:]) for i in range(len(least) + 1)]
         self._space = self.room.arena - self.room.scratch(self.costs.load.tokens)
         self._problems = {
-            n: tier_problem(self.room, self.classes, self.costs, max(n, 1), divide=True) for n in (0, *SLOT_CHOICES)
+            n: tier_problem(self.room, self.classes, self.costs, max(n, 1), may_divide(self.costs))
+            for n in (0, *SLOT_CHOICES)
         }
         self._descend((), 0.0, 0.0, 0)
         self.proven = self.visited <= self.most

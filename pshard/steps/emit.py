@@ -26,7 +26,7 @@ from pshard.steps.step import (
     StepShape,
     WriteBack,
 )
-from pshard.units.divide_unit import divide_unit, joined_width
+from pshard.units.divide_unit import divided_sizes, joined_width
 from pshard.units.moe.in_place import reads_in_place
 from pshard.units.moe.routed import ROUTED, routed_words
 from pshard.units.unit import Unit, UnitKind
@@ -155,7 +155,7 @@ def _copy_streamed(placed: list[Placed], slots: int, tokens: int) -> list[CopyIn
     copies = []
     for i, (unit, place) in enumerate(streamed):
         if place.share:
-            nbytes = sum(piece.nbytes for piece in divide_unit(unit, place.share).brought.pieces)
+            nbytes = divided_sizes(unit, place.share).copied
             copies.append(_copy_in(unit.name, i % slots, nbytes, place.cpu_rows, place.kept_parts))
         else:
             copies.append(_copy_in(unit.name, i % slots, unit.packed_nbytes))

@@ -97,6 +97,20 @@ def test_every_rule_of_a_router_holds_wherever_router_and_experts_are(rule: Expe
 
 
 @pytest.mark.parametrize("sequences", [1, 3])
+@pytest.mark.parametrize("way", [("streamed", None, 3), ("streamed", None, 3, 2)], ids=str)
+def test_the_cpu_takes_experts_of_long_prompts_while_others_are_streamed(way: tuple, sequences: int) -> None:
+    """Micro-batches for which other kernels run, and that are larger than what is in them."""
+    file, rng = ExpertsFile(), random.Random(7)
+    kept = ("streamed", None, 0, way[3]) if way[3:] else ("streamed", None)
+    tiers = tuple(make_toy_tier(file, n, [w] * 3, 2, sequences) for n, w in ((sequences, kept), (200, way)))
+    texts = [[rng.randrange(VOCAB) for _ in range(n)] for n in (120, 66, 3)[:sequences]]
+    with open_toy(file, tiers, sequences) as engine:
+        assert engine.rank_plan.covering(100).placement("blk.0.experts").cpu_rows
+        for text, logits in zip(texts, engine.forward(texts, all_logits=True)):
+            torch.testing.assert_close(logits.double(), file.logits(text), **CLOSE)
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
 @pytest.mark.parametrize("seed", range(4))
 def test_kept_parts_stay_where_they_are_when_tiers_are_switched(seed: int, sequences: int) -> None:
     file, rng = ExpertsFile(layers=4), random.Random(seed)
