@@ -146,6 +146,8 @@ def print_explanation(
             out.print(f"  tier {tier.tokens}", highlight=False)
             for label, units in _rows(tier):
                 out.print(f"    {label:10} {units}", highlight=False, soft_wrap=True)
+            if tier.in_place:
+                out.print("    streamed   experts that tokens chose are read over the link in place", highlight=False)
             for way in _describe_divided(tier):
                 out.print(f"    divided    {way}", highlight=False, soft_wrap=True)
     out.print()

@@ -242,7 +242,7 @@ class _Machine:
         self.to_begin, self.paid = self.costs.run_issue, False
         start = max(self.acc, self.host)
         if step.source == "link" and step.part == "share":  # while the CPU reads too: when that ends, `join` knows
-            self.reading = step, start, self.read_in_place(step, start, cost.link)
+            self.reading = step, start, self.read_in_place(step, start, cost.read)
         elif step.part == "rest":
             self.run_part(step, start, cost.rest)
         elif self.costs.acc_contended is None:
@@ -262,9 +262,9 @@ class _Machine:
         self.host += unit.issue + (0.0 if self.paid else self.to_begin)
         self.to_begin, self.paid = 0.0, False
         start = max(self.acc, self.host)
-        read = self.link.wait(self.read_in_place(step, start, unit.link))
+        read = self.link.wait(self.read_in_place(step, start, unit.read))
         self.acc = max(start + unit.acc, read)
-        self.note(step, "acc", start, self.acc)
+        self.note(step, "acc", self.acc - unit.acc, self.acc)  # before that it waits for the link
 
     def run_part(self, step: Compute, start: float, seconds: float) -> None:
         """A unit on the accelerator or its part of one, once its weights are there."""
@@ -286,7 +286,7 @@ class _Machine:
             share, since, copy = self.reading
             seconds = self.costs.divided(share.unit, share.share).acc
             self.acc, self.reading = max(self.acc, since + seconds, self.link.wait(copy)), None
-            self.note(share, "acc", since, self.acc)
+            self.note(share, "acc", self.acc - seconds, self.acc)
         start = max(self.host, self.acc)
         seconds = self.costs.handoff("acc", step.nbytes)
         if self.costs.load.tokens > SMALL_BATCH:  # many bytes: the link has them beside the copies

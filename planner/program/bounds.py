@@ -24,12 +24,13 @@ def rough_bound(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, di
 
     divide: no plan that may divide FFNs, at any row, or experts, at any number; else none of whole units.
     """
-    return relaxation_bound((_problem(room, classes, costs, divide),))
+    return min(relaxation_bound((_problem(room, classes, way, divide),)) for way in costs.ways)
 
 
 def bound_seconds(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, divide: bool = False) -> float:
     """Seconds that no plan of this tier can beat, by the integer program; `divide` as in `rough_bound`."""
-    return solve_tiers(Question((_problem(room, classes, costs, divide),), relaxed=True), gap=BOUND_GAP).bound
+    problems = (_problem(room, classes, way, divide) for way in costs.ways)
+    return min(solve_tiers(Question((problem,), relaxed=True), gap=BOUND_GAP).bound for problem in problems)
 
 
 def _problem(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, divide: bool) -> TierProblem:
@@ -49,11 +50,14 @@ def _count_parts(cost: ClassCost, cls: UnitClass, costs: TierCosts) -> ClassCost
     counts = sorted({*range(1, parts, max(1, parts // SAMPLES)), parts - 1})
     link, cpu = zip(*(costs.divided_speeds(name, Share(n)) for n in counts))
     fastest = {"link_speed": max(cost.link_speed, *link), "cpu_speed": max(cost.cpu_speed, *cpu)}
-    divided = _divide_anywhere(parts, counts, [costs.divided(name, Share(n)) for n in counts])
+    found = [costs.divided(name, Share(n)) for n in counts]
+    divided = _divide_anywhere(parts, counts, found, costs.reads_in_place(cls.kind))
     return replace(cost, in_parts=True, divided=divided, **fastest)
 
 
-def _divide_anywhere(parts: int, counts: list[int], found: list[DividedCost]) -> tuple[DividedClassCost, ...]:
+def _divide_anywhere(
+    parts: int, counts: list[int], found: list[DividedCost], in_place: bool
+) -> tuple[DividedClassCost, ...]:
     """Two ends between which every division of a unit with parts lies: the CPU has next to nothing of it, or all.
 
     Each amount at the ends is of a line that no number of parts on the CPU goes below. The time of such a unit is at
@@ -64,7 +68,7 @@ def _divide_anywhere(parts: int, counts: list[int], found: list[DividedCost]) ->
             _line_below(parts, counts, amounts)
             for amounts in (
                 [c.cpu for c in found],
-                [c.link for c in found],
+                [c.read if in_place else c.link for c in found],
                 [c.acc + c.rest for c in found],
                 [c.nbytes for c in found],
             )

@@ -11,7 +11,6 @@ from pshard.planner.program.counts import Counts
 from pshard.planner.program.tier_problems import ClassCost, DividedClassCost, TierProblem
 from pshard.planner.program.unit_classes import UnitClass
 from pshard.units.divide_unit import count_shares, joined_width
-from pshard.units.moe.in_place import reads_in_place
 from pshard.units.share import Share
 from pshard.units.unit import Unit
 
@@ -73,7 +72,8 @@ def _class_cost(
     )
     cycle = unit.kv_fetch + unit.kv_write if unit.kv_fetch else 0.0
     shares = offered_shares(cls, costs) if divide else ()
-    in_place = reads_in_place(cls.kind, costs.load.tokens)
+    in_place = costs.reads_in_place(cls.kind)
+    over_link = unit.read if in_place else unit.link
     speeds = [side[name] for side in (costs.contended, costs.acc_contended) if side]
     speeds += [costs.divided_speeds(name, share) for share in shares if share.cpu]
     return ClassCost(
@@ -83,7 +83,7 @@ def _class_cost(
         nbytes=cls.nbytes,
         acc=unit.acc,
         cpu=unit.cpu,
-        link=unit.link,
+        link=over_link,
         kv_nbytes=room.states[name],
         kv_fetch=unit.kv_fetch,
         issue=unit.issue,
@@ -93,7 +93,7 @@ def _class_cost(
         cpu_speed=max(cpu for _, cpu in speeds),
         divided=tuple(_divided_cost(costs, cls, share) for share in shares),
         in_place=in_place,
-        read=max(0.0, unit.link - unit.acc) if in_place else 0.0,
+        read=max(0.0, over_link - unit.acc) if in_place else 0.0,
     )
 
 
@@ -125,7 +125,8 @@ def balanced_parts(costs: TierCosts, unit: Unit) -> int:
     while low < high:
         middle = (low + high) // 2
         cost = costs.divided(unit.name, Share(middle))
-        low, high = (low, middle) if cost.cpu >= cost.link else (middle + 1, high)
+        over_link = cost.read if costs.reads_in_place(unit.kind) else cost.link
+        low, high = (low, middle) if cost.cpu >= over_link else (middle + 1, high)
     return low
 
 
@@ -135,18 +136,19 @@ def _divided_cost(costs: TierCosts, cls: UnitClass, share: Share) -> DividedClas
     cost = costs.divided(unit.name, share)
     waits = cost.cpu >= cost.acc  # the accelerator for the CPU
     launches = 2 if share.cpu else 1
-    in_place = reads_in_place(unit.kind, costs.load.tokens)
+    in_place = costs.reads_in_place(unit.kind)
+    over_link = cost.read if in_place else cost.link
     return DividedClassCost(
         share=share,
         acc=(cost.issue if share.cpu else 0.0) + cost.join + cost.rest + (0.0 if waits else cost.acc),
         cpu=cost.cpu if waits else 0.0,
-        link=cost.link,
+        link=over_link,
         alone=cost.acc + cost.rest,
         issue=launches * cost.issue + (0.0 if waits else cost.cpu),
         nbytes=cost.nbytes,
         kept=cost.kept,
         row_nbytes=row_stage_bytes(costs.load.tokens, joined_width(unit, share, costs.spec.config)),
-        read=max(0.0, cost.link - max(cost.acc, cost.cpu)) if in_place else 0.0,
+        read=max(0.0, over_link - max(cost.acc, cost.cpu)) if in_place else 0.0,
         lies=may_divide(costs),
     )
 

@@ -14,7 +14,6 @@ from pshard.planner.program.least_times import Floor
 from pshard.planner.program.unit_classes import UnitClass
 from pshard.planner.search.residency_order import Residency, assign_cpu, assign_divided, spread_parts
 from pshard.units.divide_unit import without_cpu
-from pshard.units.moe.in_place import reads_in_place
 from pshard.units.share import WHOLE, Share
 
 SLOT_CHOICES = (1, 2, 3, 4)
@@ -137,9 +136,7 @@ class TierSearch:
         streamed = [
             (cls.size - n - cpu, cls.nbytes)
             for cls, n, cpu in zip(self.classes, pinned, state.cpu)
-            if not cls.kind.is_looked_up
-            and cls.size - n - cpu > 0
-            and not reads_in_place(cls.kind, self.costs.load.tokens)
+            if not cls.kind.is_looked_up and cls.size - n - cpu > 0 and not self.costs.reads_in_place(cls.kind)
         ]
         slots = min(state.slots, sum(n for n, _ in streamed))
         layers = sum(cls.size - cpu for cls, cpu in zip(self.classes, state.cpu) if cls.kind.state)
@@ -234,7 +231,7 @@ class TierSearch:
             if spread_out is None:
                 return None
             shares |= spread_out
-        tier = draft_tier(self.room, self.costs.load.tokens, where, kv, state.slots, shares)
+        tier = draft_tier(self.room, self.costs.load.tokens, where, kv, state.slots, shares, self.costs.in_place)
         return tier if tier.buffers.total <= self.room.arena else None
 
     def improve(self, start: Scored, evaluations: int, bound: float = 0.0) -> Scored:

@@ -10,6 +10,7 @@ from pshard.planner.price.draft import Room, simulated_seconds
 from pshard.planner.price.host_limits import holds
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.coefficients import may_divide, offered_shares, tier_problem
+from pshard.planner.program.counts import Counts
 from pshard.planner.program.joint_program import Question
 from pshard.planner.program.solve_tiers import Solution, relaxation_bound, solve_tiers
 from pshard.planner.program.unit_classes import UnitClass
@@ -68,8 +69,17 @@ def _solve(room: Room, classes: tuple[UnitClass, ...], entered: list[TierCosts],
         for c in entered
     )
     kv_switch = tuple(entered[0].units[cls.units[0].name].kv_fetch for cls in classes)
-    asked = Question(problems, 1 / entered[0].tables.link_rate, kv_switch)
+    asked = Question(problems, 1 / entered[0].tables.link_rate, kv_switch, between=_keep_routers(classes))
     return solve_tiers(asked, SECONDS, START_GAP)
+
+
+def _keep_routers(classes: tuple[UnitClass, ...]) -> tuple[tuple[Counts, ...], tuple[Counts, ...]] | None:
+    """Fewest and most pins of a program that divides experts: routers stay in VRAM. They are small, and the program
+    does not see that a copy of one takes a slot from experts."""
+    if not any(cls.kind.parts for cls in classes):
+        return None
+    most = tuple(Counts(cls.size, cls.size, cls.size) for cls in classes)
+    return tuple(Counts(cls.size if cls.kind.routing == "makes" else 0, 0) for cls in classes), most
 
 
 def _place(

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from io import StringIO
 
@@ -12,6 +13,7 @@ from planner_cases import simulate_tier
 from rich.console import Console
 
 from pshard.cuts.rank_parts import cut_ranks
+from pshard.model_config import Experts
 from pshard.plan import TierPlan, Variant
 from pshard.planner.check_plan import check_variant
 from pshard.planner.make_plan import plan_variant
@@ -25,7 +27,9 @@ from pshard.planner.search import climb
 from pshard.planner.show_plan import print_explanation
 from pshard.steps.step import CopyIn, Join
 from pshard.times.predicted_times import round_seconds
+from pshard.units.moe import in_place
 from pshard.units.moe.experts import EXPERTS
+from pshard.units.moe.in_place import ways_to_read
 from pshard.units.share import Share
 from pshard.workload import Workload
 
@@ -102,7 +106,7 @@ def test_few_of_many_experts_are_offered_where_the_cpu_is_slow() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 16, 128, 512, 4096])
 def test_no_division_of_experts_beats_the_bound(tokens: int) -> None:
-    """Any number of parts on the CPU, kept in VRAM or streamed; whole layers in any place."""
+    """Any number of parts on the CPU, kept in VRAM or streamed, copied or read in place; whole layers in any place."""
     rng, room, costs = random.Random(tokens), task().room, costs_of(tokens)
     bound = task().divided_bounds[task().costs.index(costs)]
     experts = [u.name for u in room.spec.units if u.kind is EXPERTS]
@@ -117,7 +121,8 @@ def test_no_division_of_experts_beats_the_bound(tokens: int) -> None:
             if where[name] == "divided":
                 where[name], cpu = "streamed", even or rng.randrange(1, most)
                 shares[name] = Share(cpu, rng.choice((0, rng.randrange(0, 128 - cpu))))
-        tier = draft_tier(room, tokens, where, kv, rng.choice((1, 2, 3, 4)), shares)
+        reads = rng.choice(ways_to_read(room.spec.config, tokens))
+        tier = draft_tier(room, tokens, where, kv, rng.choice((1, 2, 3, 4)), shares, reads)
         if tier.buffers.total <= room.arena:
             near.append(simulated_seconds(room, tier, costs) / bound)
             assert near[-1] >= 1 - 1e-9
@@ -134,12 +139,29 @@ def test_what_many_tokens_hand_over_takes_the_link_from_the_copies() -> None:
     assert max(e.end - e.start for e in copies) > costs.divided("blk.0.experts", Share(8)).link + 0.9 * alone
 
 
+def test_sixteen_tokens_read_what_they_chose_whatever_was_thought_likely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They use 82 of 128 experts: a planner that begins with copies of whole layers finds the same."""
+    assert planned().ranks[0].covering(16).in_place and not planned().ranks[0].covering(17).in_place
+    (cost,) = (c for c in task().costs if c.load.tokens == 16)
+    assert [way.in_place for way in cost.ways] == [True, False]
+    monkeypatch.setattr(in_place, "USUALLY_USED", 0.1)
+    other = plan_variant(make_shape(MODEL), find_machine(MACHINE), WORK, 1e4).ranks[0].covering(16)
+    assert other.in_place
+    assert other.prediction.seconds == pytest.approx(planned().ranks[0].covering(16).prediction.seconds, rel=0.02)
+
+
+def test_experts_that_nearly_all_are_used_are_likely_to_be_copied() -> None:
+    few = replace(make_shape(MODEL).config, experts=Experts(8, 2, 768))
+    assert ways_to_read(few, 16) == (False, True) and ways_to_read(few, 8) == (True,)
+    assert ways_to_read(make_shape(MODEL).config, 33) == (False,)
+
+
 def test_what_is_read_in_place_is_not_hidden_under_other_work() -> None:
     """Kernels read experts over the link when they run, not before: the program's time of a token adds that up."""
     costs, tier = costs_of(1), stream_experts(1)
     problem = tier_problem(task().room, task().classes, costs, 1)
     least = fluid_seconds(problem, count_tier(task().classes, tier), relaxed=True)
-    reads = sum(costs.units[u.name].link for u in task().room.spec.units if u.kind is EXPERTS)
+    reads = sum(costs.units[u.name].read for u in task().room.spec.units if u.kind is EXPERTS)
     others = sum(costs.units[u.name].acc for u in task().room.spec.units if u.kind is not EXPERTS)
     assert least >= 0.99 * (reads + others - costs.units["embedding"].acc)
     assert least <= simulated_seconds(task().room, tier, costs)
