@@ -53,19 +53,7 @@ def plan_variant(
     the profile lacks a table.
     """
     tasks = prepare_ranks(spec, profile, workload, correction)
-    variant = join_fastest(tasks, refine_ranks(tasks, place_ranks(tasks, time_limit)))
-    return _or_per_tier(spec, profile, variant, correction) if tasks[0].plan_needed and len(tasks) == 1 else variant
-
-
-def _or_per_tier(spec: ModelSpec, profile: MachineProfile, variant: Variant, correction: Correction) -> Variant:
-    """The variant, or the published planner's own mix of tiers for the micro-batches that were settled on, where that
-    takes less time: under a limit of host memory the candidates did not include it."""
-    try:
-        published = plan_baseline(PER_TIER, spec, profile, variant.workload, correction)
-    except UserError:  # nothing of it fits
-        return variant
-    alike = published.workload.max_ubatch == variant.workload.max_ubatch
-    return published if alike and round_seconds(published) < round_seconds(variant) else variant
+    return join_fastest(tasks, refine_ranks(tasks, place_ranks(tasks, time_limit)))
 
 
 @dataclass(frozen=True)
@@ -171,9 +159,7 @@ def rank_plans(task: RankTask, time_limit: float, programs: int = 1) -> tuple[Ca
     """Plans of one rank, the best first, with so many solutions of the program; only the one that keeps everything in
     VRAM where that fits every rank."""
     best, *others = _place(task, time_limit, programs)
-    whole = _improve(task, refine_candidate, best)
-    divided = _improve(task, _polish(task), _improve(task, divide_candidate, whole))
-    divided = _perfect(task, divided)
+    whole, divided = _refine_alone(task, best)
     return (divided, *others) if divided is whole else (divided, whole, *others)
 
 
@@ -196,14 +182,26 @@ def _like_ranks_once(tasks: Sequence[RankTask], place: Callable[[RankTask], _T])
 
 def refine_ranks(tasks: Sequence[RankTask], placed: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """Each rank's plan refined unit by unit, FFNs divided where that helps; of a small model on one device proven."""
+    if len(tasks) == 1:  # ranks wait for each other: what is the fastest alone need not be
+        return (_refine_alone(tasks[0], placed[0])[1],)
     refined: list[Candidate] = []
     for task, candidate in zip(tasks, placed):
         alike = next((c for other, c in zip(tasks, refined) if other.is_like(task)), None)
         whole = alike or _improve(task, refine_candidate, candidate)
         refined.append(alike or _improve(task, _polish(task), _improve(task, divide_candidate, whole)))
-    if len(tasks) == 1:  # ranks wait for each other: what is the fastest alone need not be
-        return (_perfect(tasks[0], refined[0]),)
     return tuple(refined)
+
+
+def _refine_alone(task: RankTask, candidate: Candidate) -> tuple[Candidate, Candidate]:
+    """The plan of one device refined: of whole units, and with divided FFNs, which is never slower."""
+    refined = _improve(task, refine_candidate, candidate)
+    polished = _improve(task, _polish(task), refined)
+    whole = _perfect(task, polished, divides=False)
+    if not any(cls.shares for cls in task.classes):
+        return whole, whole
+    divided = _improve(task, divide_candidate, refined)
+    divided = polished if divided is refined else _improve(task, _polish(task), divided)
+    return whole, min(whole, _perfect(task, divided, divides=True), key=lambda c: c.total)
 
 
 def _place(task: RankTask, time_limit: float, programs: int) -> tuple[Candidate, ...]:
@@ -231,10 +229,10 @@ def _improve(task: RankTask, improve: _Improve, candidate: Candidate) -> Candida
     return priced if priced.total < candidate.total else candidate
 
 
-def _perfect(task: RankTask, candidate: Candidate) -> Candidate:
+def _perfect(task: RankTask, candidate: Candidate, divides: bool) -> Candidate:
     """The plan of a small model with its most important tier, then all of them together, as fast as can be."""
     for improve in (perfect_candidate, anneal_tiers, perfect_round):
-        candidate = _improve(task, improve, candidate)
+        candidate = _improve(task, partial(improve, divides=divides), candidate)
     return candidate
 
 

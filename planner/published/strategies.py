@@ -12,7 +12,7 @@ from pshard.model import ModelSpec
 from pshard.plan import TierPlan
 from pshard.planner.price.draft import Room, draft_tier
 from pshard.units.moe.in_place import ways_to_read
-from pshard.units.unit import Unit
+from pshard.units.unit import Unit, places_of
 
 SLOTS = 2  # double buffering, as published
 
@@ -150,7 +150,14 @@ def _fill(held: Callable[[int], int], left: int, most: int) -> int:
 def _take(strategy: Strategy, room: Room, tokens: int, n: int) -> TierPlan:
     items = [item for group in strategy.groups[:n] for item in group]
     pinned = {name for what, name in items if what == "pin"}
-    where = {u.name: "cpu" if u.kind.is_looked_up else strategy.rest(u) for u in room.spec.units}
+    where = {u.name: _place_rest(strategy, room, u) for u in room.spec.units}
     where |= dict.fromkeys(pinned, "pinned")
     kv = frozenset(name for what, name in items if what == "kv" and where[name] != "cpu")
     return draft_tier(room, tokens, where, kv, SLOTS)
+
+
+def _place_rest(strategy: Strategy, room: Room, unit: Unit) -> str:
+    """Where a unit is that is not in VRAM: as the strategy says, if it may be there."""
+    wanted = "cpu" if unit.kind.is_looked_up else strategy.rest(unit)
+    legal = {where for where, _ in places_of(unit.kind, room.sums)}
+    return wanted if wanted in legal else "streamed"

@@ -410,6 +410,22 @@ def test_ranks_give_the_tokens_of_one(
     assert len(texts[0].split()) == 6 and texts[0] == texts[1]
 
 
+@pytest.mark.slow
+def test_ranks_with_slices_of_experts_give_the_tokens_of_one(
+    world: World, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    make_world(tmp_path, arch="qwen2moe", qtype="Q8_0", d_expert=160, d_shared=96)
+    split = ["--vram", "4,3", "-sm", "tensor", "-ts", "3,2"]
+    plan(world, "--vram", 64)
+    plan(world, *split)
+    texts = []
+    for flags in (["--vram", "64"], split):
+        capfd.readouterr()
+        run(world, *flags, "-p", "1,2,3", "--tokens", "-n", "6", "--temp", "0")
+        texts.append(capfd.readouterr().out)
+    assert len(texts[0].split()) == 6 and texts[0] == texts[1]
+
+
 def test_ranks_without_a_seed_draw_the_same_tokens(
     world: World, tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,9 +2,10 @@
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from pshard.buffers import TORCH_RESERVE_MIB
@@ -18,7 +19,7 @@ from pshard.planner.price.datasheet import Rates
 from pshard.planner.price.draft import Room, tier_steps
 from pshard.planner.price.simulate import ROUNDS, Simulation, simulate
 from pshard.planner.price.tier_costs import TierCosts
-from pshard.planner.published.strategies import NAMES
+from pshard.planner.published.strategies import NAMES, PER_TIER
 from pshard.tensor import TensorSpec
 from pshard.units.attention import ATTENTION
 from pshard.units.embedding import EMBEDDING
@@ -86,14 +87,35 @@ def published_variants(spec: ModelSpec, profile: MachineProfile, workload: Workl
         yield name, variant
 
 
+def rival_variants(
+    spec: ModelSpec, profile: MachineProfile, workload: Workload, variant: Variant
+) -> Iterator[tuple[str, Variant]]:
+    """Those that a plan may not be slower than: with its micro-batches. Where everything fits nothing is planned, and
+    `per-tier` may compute a unit on the host of a CPU that is the accelerator."""
+    all_fits = variant.ranks[0].tiers[0].solve.strategy == "all in VRAM"
+    same = replace(workload, max_ubatch=variant.workload.max_ubatch)
+    for name, published in published_variants(spec, profile, same):
+        if published.workload.max_ubatch == variant.workload.max_ubatch and not (all_fits and name == PER_TIER):
+            yield name, published
+
+
 def simulate_tier(room: Room, tier: TierPlan, costs: TierCosts, rounds: int = ROUNDS) -> Simulation:
     """Simulate the expected micro-batch of this tier in its steady state."""
     return simulate(tier_steps(room, tier, costs), costs, rounds)
 
 
 def try_cases(cases: int, check: Callable[..., None], *strategies: st.SearchStrategy) -> None:
-    """Call `check` with so many draws of the strategies, the same ones in every run."""
-    alike = settings(max_examples=cases, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    """Call `check` with so many draws of the strategies, the same ones in every run.
+
+    A case that fails is not made smaller: each takes seconds, and a test of minutes is ended.
+    """
+    alike = settings(
+        max_examples=cases,
+        deadline=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
     alike(given(*strategies)(check))()
 
 
