@@ -7,7 +7,7 @@ from itertools import chain
 from math import inf
 from typing import TypeVar
 
-from pshard.errors import UserError
+from pshard.errors import NoPlan, UserError
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import NOTHING_LEARNT, Correction, TierPlan, Variant
@@ -18,7 +18,7 @@ from pshard.planner.price.page_locks import locked, stage_by
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.unit_classes import UnitClass
 from pshard.planner.published.per_tier import place_per_tier
-from pshard.planner.published.strategies import NAMES, PER_TIER, STRATEGIES
+from pshard.planner.published.strategies import PER_TIER, check_strategy, list_strategies
 from pshard.planner.rank_task import RankTask
 from pshard.planner.search.anneal import refine_candidate
 from pshard.planner.search.anneal_tiers import anneal_tiers
@@ -95,17 +95,17 @@ def plan_baseline(
 ) -> Variant:
     """The variant that the published strategy of that name (strategies.NAMES) gives; as runnable as the planner's.
 
-    Raises UserError when the name is unknown, the strategy does not fit the budget, or is for one device.
+    Raises UserError when the name is unknown, the strategy does not fit the budget, is for one device, or for models
+    with experts.
     """
-    if name not in NAMES:
-        raise UserError(f"unknown strategy {name!r}; choose from ilp, {', '.join(NAMES)}")
+    check_strategy(name, spec)
     if name == PER_TIER and len(workload.vram_mib) > 1:
         raise UserError(f"strategy {name!r} is for one device, not {len(workload.vram_mib)}; choose another")
     tasks = prepare_ranks(spec, profile, workload, correction)
     chosen = _like_ranks_once(tasks, partial(_place_strategy, name))
     for task, candidate in zip(tasks, chosen):
         if candidate is None:
-            raise UserError(f"strategy {name!r} does not fit {task.budget_mib} MiB; raise --vram")
+            raise NoPlan(f"strategy {name!r} does not fit {task.budget_mib} MiB; raise --vram")
     placed = [c for c in chosen if c]
     needed = any(
         tier.placements != whole_tier(task.room, tier.tokens).placements
@@ -270,7 +270,7 @@ def _pick_fastest(tasks: Sequence[RankTask], plans: Iterable[tuple[Candidate, ..
 
 def _place_strategies(tasks: Sequence[RankTask]) -> Iterator[tuple[Candidate, ...]]:
     """Published strategies that fit every rank, where its own plan need not be the best."""
-    for name in STRATEGIES if _wait_for_each_other(tasks) else ():
+    for name in list_strategies(tasks[0].room.spec) if _wait_for_each_other(tasks) else ():
         placed = _like_ranks_once(tasks, partial(_place_strategy, name))
         if all(placed):
             yield tuple(c for c in placed if c)

@@ -609,6 +609,10 @@ def test_bad_bench_flags(refuse: Refuse, flags: list[str], words: str) -> None:
         (["--vram", "6", "-c", "100", "--prompt", "100"], "do not fit the context"),
         (["--vram", "6", "-np", "9", "-ub", "8"], "-ub 8"),
         (["--vram", "6", "--strategy", "other"], "unknown strategy 'other'"),
+        (
+            ["--vram", "6", "--strategy", "cpu-moe"],
+            "'cpu-moe' places routed experts, and tiny has none; choose from fit",
+        ),
         (["--vram", "6", "--time-limit", "0"], "is not a number of seconds"),
         (["--vram", "6", "-ctk", "q4_0"], "invalid choice: 'q4_0'"),
     ],

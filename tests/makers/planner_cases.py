@@ -12,7 +12,7 @@ from pshard.buffers import TORCH_RESERVE_MIB
 from pshard.errors import UserError
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
-from pshard.model_config import ModelConfig, Rope
+from pshard.model_config import Experts, ModelConfig, Rope
 from pshard.plan import TierPlan, Variant
 from pshard.planner.make_plan import plan_baseline
 from pshard.planner.price.datasheet import Rates
@@ -24,6 +24,9 @@ from pshard.tensor import TensorSpec
 from pshard.units.attention import ATTENTION
 from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
+from pshard.units.moe.experts import EXPERTS
+from pshard.units.moe.router import ROUTER
+from pshard.units.moe.shared_experts import SHARED_EXPERTS
 from pshard.units.output import OUTPUT
 from pshard.units.unit import Unit
 from pshard.workload import Workload
@@ -39,15 +42,19 @@ def make_model(
     qtype: str = "Q4_0",
     odd_qtype: str | None = None,
     head_dim: int = 128,
+    experts: Experts | None = None,
 ) -> ModelSpec:
-    """A dense decoder; with `odd_qtype` the FFNs of odd layers have another quant type and form their own class."""
+    """A decoder; with `odd_qtype` the FFNs, or experts, of odd layers have another quant type and form their own class.
+    Dense, or with routed experts in all but the rule's first layers."""
     config = ModelConfig(
-        "qwen3", layers, d_model, heads, kv_heads, head_dim, d_ffn, vocab, 1e-6, 32768, Rope(head_dim, 1e6, "halves")
-    )
+        "qwen3", layers, d_model, heads, kv_heads, head_dim, d_ffn, vocab, 1e-6, 32768, Rope(head_dim, 1e6, "halves"),
+        experts=experts,
+    )  # fmt: skip
     units = [Unit("embedding", EMBEDDING, -1, (TensorSpec("token_embd.weight", qtype, (vocab, d_model)),))]
     for i in range(layers):
         units.append(_attention(i, config, qtype))
-        units.append(_ffn(i, config, odd_qtype if odd_qtype and i % 2 else qtype))
+        routed = experts is not None and i >= experts.dense_layers
+        units += (_routed if routed else _ffn)(i, config, odd_qtype if odd_qtype and i % 2 else qtype)
     head = (TensorSpec("output_norm.weight", "F32", (d_model,)), TensorSpec("output.weight", "Q6_K", (vocab, d_model)))
     units.append(Unit("output", OUTPUT, -1, head))
     return ModelSpec("made", "", config, tuple(units))
@@ -61,12 +68,29 @@ def _attention(layer: int, config: ModelConfig, qtype: str) -> Unit:
     return Unit(f"attention.{layer}", ATTENTION, layer, tuple(tensors))
 
 
-def _ffn(layer: int, config: ModelConfig, qtype: str) -> Unit:
+def _ffn(layer: int, config: ModelConfig, qtype: str) -> list[Unit]:
     d, f = config.d_model, config.d_ffn
     shapes = {"ffn_gate": (f, d), "ffn_up": (f, d), "ffn_down": (d, f)}
     tensors = [TensorSpec(f"blk.{layer}.ffn_norm.weight", "F32", (d,))]
     tensors += [TensorSpec(f"blk.{layer}.{name}.weight", qtype, shape) for name, shape in shapes.items()]
-    return Unit(f"ffn.{layer}", FFN, layer, tuple(tensors))
+    return [Unit(f"ffn.{layer}", FFN, layer, tuple(tensors))]
+
+
+def _routed(layer: int, config: ModelConfig, qtype: str) -> list[Unit]:
+    d, rule, blk = config.d_model, config.experts, f"blk.{layer}."
+    assert rule is not None
+    norm = TensorSpec(f"{blk}ffn_norm.weight", "F32", (d,))
+    scores = TensorSpec(f"{blk}ffn_gate_inp.weight", "F32", (rule.count, d))
+    units = [Unit(f"router.{layer}", ROUTER, layer, (norm, scores))]
+    for what, kind, n, rows in (
+        ("shexp", SHARED_EXPERTS, 1, rule.d_shared),
+        ("exps", EXPERTS, rule.count, rule.d_expert),
+    ):
+        shapes = {"gate": (n * rows, d), "up": (n * rows, d), "down": (n * d, rows)}
+        parts = n if kind is EXPERTS else 0
+        tensors = [TensorSpec(f"{blk}ffn_{at}_{what}.weight", qtype, s, parts=parts) for at, s in shapes.items()]
+        units += [Unit(f"{kind.name}.{layer}", kind, layer, tuple(tensors))] if rows else []
+    return units
 
 
 OWN = TORCH_RESERVE_MIB  # of a CUDA budget beside the arena: budgets below are OWN + the arena's MiB
@@ -138,8 +162,24 @@ def machines(draw) -> Rates:
 
 
 @st.composite
-def models(draw, most_layers: int = 12) -> ModelSpec:
-    """Dense decoders of one to `most_layers` layers."""
+def expert_rules(draw) -> Experts:
+    """From few large experts to many small ones, with and without shared ones and a dense first layer."""
+    count = draw(st.sampled_from((4, 8, 32, 128)))
+    return Experts(
+        count,
+        draw(st.integers(1, min(8, count))),
+        256 * draw(st.integers(1, 4)),
+        d_shared=draw(st.sampled_from((0, 0, 256))),
+        dense_layers=draw(st.sampled_from((0, 0, 1))),
+    )
+
+
+DENSE = st.none()
+
+
+@st.composite
+def models(draw, most_layers: int = 12, rules: st.SearchStrategy = DENSE) -> ModelSpec:
+    """Decoders of one to `most_layers` layers, dense or with such routed experts."""
     heads = draw(st.sampled_from((2, 4, 8)))
     return make_model(
         layers=draw(st.integers(1, most_layers)),
@@ -150,6 +190,7 @@ def models(draw, most_layers: int = 12) -> ModelSpec:
         vocab=draw(st.sampled_from((512, 4096, 32768))),
         qtype=draw(st.sampled_from(("Q4_0", "Q8_0", "BF16"))),
         odd_qtype=draw(st.sampled_from((None, "Q6_K"))),
+        experts=draw(rules),
     )
 
 

@@ -28,6 +28,7 @@ from pshard.planner.show_plan import print_explanation
 from pshard.steps.step import CopyIn, Join
 from pshard.times.predicted_times import round_seconds
 from pshard.units.moe import in_place
+from pshard.units.moe.expert_map import map_experts
 from pshard.units.moe.experts import EXPERTS
 from pshard.units.moe.in_place import ways_to_read
 from pshard.units.share import Share
@@ -83,12 +84,11 @@ def test_a_plan_with_divided_prompts_is_no_slower_than_one_without(without: Vari
 
 
 def test_an_explanation_says_how_many_experts_the_cpu_takes() -> None:
-    out = Console(file=StringIO(), width=200)
-    print_explanation(planned(), (), (), out)
-    tier = planned().ranks[0].covering(512)
-    n, share = Counter(p.share for p in tier.placements if p.cpu_rows).most_common(1)[0][::-1]
-    text = out.file.getvalue().split("tier 512")[1].split("tier 1024")[0]
-    assert f"{n} layers: {share.cpu} experts on the CPU, the others streamed" in text
+    out = StringIO()
+    print_explanation(planned(), (), (), Console(file=out, width=200), map_experts(make_shape(MODEL), planned()))
+    ((cpu, _), _) = Counter(p.share for p in planned().ranks[0].covering(512).placements if p.cpu_rows).most_common()[0]
+    text = out.getvalue().split("tier 512")[1].split("tier 1024")[0]
+    assert f"{128 - cpu} streamed, {cpu} on the CPU" in text
     assert "rows of gate and up" not in text
 
 

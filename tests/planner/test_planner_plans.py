@@ -35,7 +35,7 @@ from pshard.planner.prepare_ranks import prepare_ranks, rank_shares
 from pshard.planner.price.datasheet import Rates, profile_from_datasheet
 from pshard.planner.price.draft import draft_tier
 from pshard.planner.program.unit_classes import SIXTEENTHS
-from pshard.planner.published.strategies import STRATEGIES
+from pshard.planner.published.strategies import list_strategies
 from pshard.planner.search.candidates import plan_seconds
 from pshard.planner.search.one_placement import common_plans
 from pshard.times import predicted_times as pace
@@ -210,7 +210,7 @@ def test_everything_fits_means_no_plan_is_needed():
 
 def test_a_strategy_that_streams_what_would_fit_is_not_said_to_keep_everything():
     workload, needed = Workload((4000,), context=512, prompt=256), {}
-    for name in STRATEGIES:
+    for name in list_strategies(make_model()):
         variant = plan_baseline(name, make_model(), PROFILE, workload)
         places = {p.where for t in variant.ranks[0].tiers for p in t.placements[1:]}
         assert variant.plan_needed == (places != {"pinned"})
