@@ -7,7 +7,7 @@ from pshard.model import ModelSpec
 from pshard.plan import Placement, RankPlan, TierPlan, Variant
 from pshard.quant import ROW_BLOCK, TENSOR_ALIGN
 from pshard.tensor import TensorSpec
-from pshard.units.moe.in_place import reads_in_place
+from pshard.units.moe.in_place import ways_to_read
 from pshard.units.unit import Unit, places_of
 
 
@@ -138,13 +138,15 @@ def _check_tier(spec: ModelSpec, variant: Variant, rank: RankPlan, tier: TierPla
         if (place.where, place.kv) not in places_of(unit.kind, sums):
             raise PlanError(f"{where}: {unit.name} cannot be {place.where} with KV {place.kv}")
         _check_divided(unit, place, tier.tokens, where)
+    if tier.in_place and True not in ways_to_read(spec.config, tier.tokens):
+        raise PlanError(f"{where}: nothing is read over the link in place in so large a tier of this model")
     act, shape = 2 if kind == "cuda" else 4, variant.workload.state_shape
     tensors = [_acc_tensors(u, p) for u, p in zip(spec.units, tier.placements)]
     pinned = sum(_nbytes(in_arena) for in_arena, _ in tensors)
     streamed = [
         _nbytes(in_slot)
         for (_, in_slot), unit, p in zip(tensors, spec.units, tier.placements)
-        if p.where == "streamed" and not reads_in_place(unit.kind, tier.tokens)
+        if p.where == "streamed" and not (tier.in_place and unit.kind.parts)
     ]
     sizes = spec.state_sizes(shape)
     kv = sum(sizes[p.unit] for p in tier.placements if p.kv == "vram")

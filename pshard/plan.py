@@ -100,13 +100,15 @@ class Buffers:
 
 @dataclass(frozen=True)
 class TierPlan:
-    """The plan for micro-batches of up to `tokens` tokens. Placements are in unit order."""
+    """The plan for micro-batches of up to `tokens` tokens. Placements are in unit order. `in_place`: kernels read what
+    is streamed of units with parts over the link, so that it needs no slot."""
 
     tokens: int
     placements: tuple[Placement, ...]
     buffers: Buffers
     prediction: Prediction
     solve: Solve
+    in_place: bool = False
 
     def placement(self, unit: str) -> Placement:
         """Placement of the unit of that name. Raises KeyError."""

@@ -8,7 +8,6 @@ from pshard.jsonio import from_json, to_json
 from pshard.plan import REGISTRY_VERSION, RankPlan, Registry, TierPlan, Variant, to_newest_format
 from pshard.registries.fingerprint import digest
 from pshard.times.collectives import REDUCE_DTYPES
-from pshard.units.moe.in_place import IN_PLACE_TOKENS
 from pshard.workload import SPLIT_MODES, Workload
 
 WHERE = ("pinned", "streamed", "cpu")
@@ -100,7 +99,7 @@ def _check_tier(tier: TierPlan, where: str) -> None:
         if (value := getattr(tier.prediction, name)) < 0:
             raise ValueError(f"{where}.prediction.{name} is {value}, not 0 or more")
     copies = any(place.where == "streamed" for place in tier.placements)
-    if tier.buffers.slots < 1 and copies and tier.tokens > IN_PLACE_TOKENS:
+    if tier.buffers.slots < 1 and copies and not tier.in_place:
         raise ValueError(f"{where}.buffers.slots is 0, but units are streamed")
 
 

@@ -8,7 +8,7 @@ from pshard.jsonio import to_json
 from pshard.machine import MachineProfile
 from pshard.plan import REGISTRY_VERSION
 
-PLAN_FORMAT = 4  # raise when buffers, steps, packed layout or a plan's nouns change: stored plans no longer fit
+PLAN_FORMAT = 5  # raise when buffers, steps, packed layout or a plan's nouns change: stored plans no longer fit
 
 Inputs = tuple[tuple[str, str], ...]
 

@@ -71,7 +71,9 @@ class TierInForce:
     bound: dict[Compute, BoundUnit] = field(default_factory=dict)
     copies: dict[CopyIn, Copies] = field(default_factory=dict)
     staged: dict[str, StagedState] = field(default_factory=dict)
-    # likewise, by rows of logits, whether ranks put them together, and whether it is on the device
+    # by step and tokens: bytes that kernels are expected to read over the link
+    reads: dict[tuple[Compute, int], int] = field(default_factory=dict)
+    # views made once, by rows of logits, whether ranks put them together, and whether it is on the device
     tables: dict[tuple[int, bool, bool], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     # likewise, by tokens and logit rows: on the host and on the device
     indexes: dict[tuple[int, int], tuple[IndexView, IndexView]] = field(default_factory=dict)

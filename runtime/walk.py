@@ -32,6 +32,7 @@ from pshard.steps.step import (
     WriteBack,
 )
 from pshard.units.divide_unit import divide_unit
+from pshard.units.moe.in_place import read_nbytes
 
 
 @dataclass
@@ -161,6 +162,7 @@ class Walk:
         self._device.repeat(key, repeats, work)
         self._batch.unsent = None
         self._means.transfers.link_bytes += sum(self._rows(name)[0].nbytes for name in entering)
+        self._means.transfers.link_bytes += sum(map(self._count_read, launch.reading))
         self._left = self._device.mark() if leaving or delivering else None
         if output:
             if delivering:
@@ -168,6 +170,14 @@ class Walk:
             logits.deliver(self._left)
             self._left, self.settled = None, delivering
             self._side = "cpu"  # nobody wants hidden states any more
+
+    def _count_read(self, step: Compute) -> int:
+        """Bytes that kernels are expected to read over the link: what is chosen only they know."""
+        means, key = self._means, (step, self._tokens)
+        if key not in self._tier.reads:
+            unit = means.spec.unit(step.unit)
+            self._tier.reads[key] = read_nbytes(unit, step.share, means.spec.config, self._tokens)
+        return self._tier.reads[key]
 
     def _repeats(self, key: tuple) -> bool:
         """Whether launching costs more than computing, and all addresses and launch sizes repeat where `key` does."""

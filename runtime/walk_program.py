@@ -36,6 +36,11 @@ class Launch:
         return tuple(group_on_host(self.steps, "acc"))
 
     @cached_property
+    def reading(self) -> tuple[Compute, ...]:
+        """Its units whose kernels read weights over the link."""
+        return tuple(step for step in self.steps if isinstance(step, Compute) and step.reads)
+
+    @cached_property
     def gives_logits(self) -> bool:
         """Whether its last unit is the model's."""
         return isinstance(self.steps[-1], Compute) and self.steps[-1].position == "last"

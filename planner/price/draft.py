@@ -12,8 +12,8 @@ from pshard.planner.price.tier_costs import TierCosts
 from pshard.quant import TENSOR_ALIGN, align
 from pshard.steps.emit import SOURCES, emit_steps
 from pshard.steps.step import StepList, StepShape
-from pshard.units.divide_unit import brought_part, joined_width, kept_nbytes
-from pshard.units.moe.in_place import reads_in_place
+from pshard.units.divide_unit import divided_sizes, joined_width
+from pshard.units.moe.in_place import ways_to_read
 from pshard.units.share import Share
 from pshard.units.unit import Unit, places_of
 from pshard.workload import Workload
@@ -93,12 +93,14 @@ def draft_tier(
     kv_vram: frozenset[str],
     slots: int,
     shares: Mapping[str, Share] = UNDIVIDED,
+    in_place: bool | None = None,
 ) -> TierPlan:
     """The tier with those placements; `where` by unit name, `kv_vram` names attention units with KV in VRAM.
 
-    shares: of divided units.
+    shares: of divided units. in_place: whether streamed parts are read in place; None: as is likely to be faster.
     """
-    placements, streamed, pinned, kv, staged, joined = [], [], 0, 0, False, 0
+    reads = ways_to_read(room.spec.config, tokens)[0] if in_place is None else in_place
+    placements, streamed, pinned, kv, staged, joined, read = [], [], 0, 0, False, 0, False
     for unit, name, nbytes, whole, with_kv in room.units:
         place = where[name]
         if with_kv is not None:
@@ -110,20 +112,23 @@ def draft_tier(
             placements.append(whole[place])
         elif shares and name in shares:
             share = shares[name]
-            nbytes = brought_part(unit, share).packed_nbytes
-            pinned += kept_nbytes(unit, share)
+            sizes = divided_sizes(unit, share)
+            nbytes = sizes.brought
+            pinned += sizes.kept
             joined = max(joined, joined_width(unit, share, room.spec.config))
             placements.append(_placement(name, place, None, *share))
         else:
             placements.append(whole[place])
         if place == "pinned":
             pinned += nbytes
-        elif place == "streamed" and not reads_in_place(unit.kind, tokens):
+        elif place == "streamed" and reads and unit.kind.parts:
+            read = True
+        elif place == "streamed":
             streamed.append(nbytes)
     scratch = room.scratch(tokens) + (room.state_stage if staged else 0)
     scratch += row_stage_bytes(tokens, joined)
     buffers = Buffers(pinned, scratch, min(slots, len(streamed)), max(streamed, default=0), kv)
-    return TierPlan(tokens, tuple(placements), buffers, UNPREDICTED, UNSOLVED)
+    return TierPlan(tokens, tuple(placements), buffers, UNPREDICTED, UNSOLVED, read)
 
 
 def tier_steps(room: Room, tier: TierPlan, costs: TierCosts) -> StepList:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pshard.batch_sizes import SMALL_BATCH
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.steps.step import (
     AllReduce,
@@ -33,6 +34,7 @@ from pshard.steps.step import (
 )
 
 ROUNDS = 3
+SHARED = (0.5, 0.5)  # of the link's rate, that a copy and activations have while both are on their way
 
 
 @dataclass(frozen=True)
@@ -240,7 +242,7 @@ class _Machine:
         self.to_begin, self.paid = self.costs.run_issue, False
         start = max(self.acc, self.host)
         if step.source == "link" and step.part == "share":  # while the CPU reads too: when that ends, `join` knows
-            self.reading = step, start, self.read_in_place(step, start, cost.link)
+            self.reading = step, start, self.read_in_place(step, start, cost.read)
         elif step.part == "rest":
             self.run_part(step, start, cost.rest)
         elif self.costs.acc_contended is None:
@@ -260,9 +262,9 @@ class _Machine:
         self.host += unit.issue + (0.0 if self.paid else self.to_begin)
         self.to_begin, self.paid = 0.0, False
         start = max(self.acc, self.host)
-        read = self.link.wait(self.read_in_place(step, start, unit.link))
+        read = self.link.wait(self.read_in_place(step, start, unit.read))
         self.acc = max(start + unit.acc, read)
-        self.note(step, "acc", start, self.acc)
+        self.note(step, "acc", self.acc - unit.acc, self.acc)  # before that it waits for the link
 
     def run_part(self, step: Compute, start: float, seconds: float) -> None:
         """A unit on the accelerator or its part of one, once its weights are there."""
@@ -284,9 +286,13 @@ class _Machine:
             share, since, copy = self.reading
             seconds = self.costs.divided(share.unit, share.share).acc
             self.acc, self.reading = max(self.acc, since + seconds, self.link.wait(copy)), None
-            self.note(share, "acc", since, self.acc)
+            self.note(share, "acc", self.acc - seconds, self.acc)
         start = max(self.host, self.acc)
-        self.acc = start + self.costs.handoff("acc", step.nbytes)
+        seconds = self.costs.handoff("acc", step.nbytes)
+        if self.costs.load.tokens > SMALL_BATCH:  # many bytes: the link has them beside the copies
+            self.acc = self.link.beside(start, seconds, SHARED)
+        else:
+            self.acc = start + seconds
         self.note(step, "acc", start, self.acc)
 
     def receive(self, step: Receive) -> None:

@@ -11,7 +11,9 @@ from pshard.planner.price.unit_costs import DividedCost, Setting, UnitCost, divi
 from pshard.steps.graph_runs import LAUNCH_BOUND
 from pshard.steps.step import AllReduce, Gather
 from pshard.times.collectives import wire_type
+from pshard.units.moe.in_place import ways_to_read
 from pshard.units.share import Share
+from pshard.units.unit import UnitKind
 from pshard.workload import Workload
 
 
@@ -19,7 +21,8 @@ from pshard.workload import Workload
 class TierCosts:
     """Everything that simulating or solving one tier needs to know about time.
 
-    staged: units in host memory that is not page-locked, whose `link` is their `staged`.
+    staged: units in host memory that is not page-locked, whose `link` is their `staged`. in_place: whether the program
+    and searches have streamed parts read in place; what is simulated says so itself.
     """
 
     load: TierLoad
@@ -29,6 +32,7 @@ class TierCosts:
     workload: Workload
     ranks: int = 1
     staged: frozenset[str] = frozenset()
+    in_place: bool = False
     _divided: dict[tuple, DividedCost] = field(default_factory=dict, compare=False, repr=False)
     _divided_speeds: dict[tuple[str, Share], tuple[float, float]] = field(
         default_factory=dict, init=False, compare=False, repr=False
@@ -41,6 +45,18 @@ class TierCosts:
         """What its units were priced for."""
         return Setting(self.spec, self.tables, self.load, self.workload, self.ranks)
 
+    @cached_property
+    def ways(self) -> tuple["TierCosts", ...]:
+        """The same with streamed parts read in place and copied, as the tier may choose; the likely way first."""
+        return tuple(
+            self if way == self.in_place else replace(self, in_place=way)
+            for way in ways_to_read(self.spec.config, self.load.tokens)
+        )
+
+    def reads_in_place(self, kind: UnitKind) -> bool:
+        """Whether streamed units of the kind are read in place."""
+        return self.in_place and kind.parts is not None
+
     @property
     def vector_bytes(self) -> int:
         return 4 * self.spec.config.d_model
@@ -52,7 +68,7 @@ class TierCosts:
             if (unit.likeness, share) not in self._divided:
                 self._divided[unit.likeness, share] = divided_cost(unit, share, self.setting)
             cost = self._divided[unit.likeness, share]
-            self._divided[name, share] = replace(cost, link=cost.staged) if name in self.staged else cost
+            self._divided[name, share] = cost.aside() if name in self.staged else cost
         return self._divided[name, share]
 
     def divided_speeds(self, name: str, share: Share) -> tuple[float, float]:
@@ -138,10 +154,11 @@ def tier_costs(
     costs: dict[str, UnitCost] = {}
     for alike in spec.alike:
         cost = unit_cost(alike[0], setting)
-        aside = replace(cost, link=cost.staged)
+        aside = cost.aside()
         costs |= {u.name: aside if u.name in staged else cost for u in alike}
     units = {u.name: costs[u.name] for u in spec.units}
-    return TierCosts(load, units, tables, spec, workload, ranks, staged)
+    in_place = ways_to_read(spec.config, load.tokens)[0]
+    return TierCosts(load, units, tables, spec, workload, ranks, staged, in_place)
 
 
 def restage(costs: TierCosts, staged: frozenset[str]) -> TierCosts:

@@ -1,13 +1,13 @@
 """What units cost in one tier: seconds and bytes of each on either side, whole or divided between both."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pshard.model import ModelSpec
 from pshard.planner.price.price_operations import OneSide, price_operations
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_loads import TierLoad
 from pshard.units.divide_unit import divide_unit, joined_width
-from pshard.units.moe.in_place import reads_in_place, used_nbytes
+from pshard.units.moe.in_place import read_nbytes, used_nbytes
 from pshard.units.share import WHOLE, Share
 from pshard.units.unit import Unit, places_of
 from pshard.workload import Workload
@@ -41,13 +41,15 @@ class Setting:
         return share("matmul", self.ranks, tokens, at_once), share("copy", self.ranks, 0, True)
 
     def copy(self, unit: Unit, share: Share = WHOLE, memory: str = "pinned") -> float:
-        """Seconds of the copy of what is brought of a unit, or of reading what is used of it in place."""
+        """Seconds of the copy of what is brought of a unit."""
         brought = divide_unit(unit, share).brought
-        if not reads_in_place(unit.kind, self.load.tokens):
-            return sum(self.tables.copy("h2d", piece.nbytes, memory) for piece in brought.pieces)
-        if self.waits:  # the CPU as accelerator computes from there
+        return sum(self.tables.copy("h2d", piece.nbytes, memory) for piece in brought.pieces)
+
+    def read(self, unit: Unit, share: Share = WHOLE) -> float:
+        """Seconds of reading what is used of that in place; none where the CPU as accelerator computes from there."""
+        if unit.kind.parts is None or self.waits:
             return 0.0
-        return self.tables.copy("h2d", self.reads(brought.unit)) if memory == "pinned" else UNREADABLE
+        return self.tables.copy("h2d", read_nbytes(unit, share, self.spec.config, self.load.tokens))
 
     def reads(self, unit: Unit) -> int:
         """Bytes of weights that whoever computes a unit is expected to read."""
@@ -77,7 +79,7 @@ class Setting:
 @dataclass(frozen=True)
 class UnitCost:
     """One unit in one tier. Seconds, bytes. `link`: the unit's blob over the link; `staged`: the same were it not
-    page-locked. `kv_*`: its state."""
+    page-locked; `read`: what is used of it, where kernels read that in place. `kv_*`: its state."""
 
     acc: float = 0.0
     cpu: float = 0.0
@@ -89,6 +91,11 @@ class UnitCost:
     kv_write: float = 0.0
     issue: float = 0.0  # host seconds to issue the unit on an accelerator that works on its own
     staged: float = 0.0
+    read: float = 0.0
+
+    def aside(self) -> "UnitCost":
+        """The same of a unit in memory that is not page-locked."""
+        return replace(self, link=self.staged, read=self.read and UNREADABLE)
 
 
 NOTHING = UnitCost()  # another rank holds all of it
@@ -122,6 +129,7 @@ def unit_cost(unit: Unit, setting: Setting) -> UnitCost:
         kv_write=copying * tables.copy("d2h", write),
         issue=0.0 if setting.waits else acc * setting.step,
         staged=copying * link * setting.copy(unit, memory="staged"),
+        read=copying * link * setting.read(unit),
     )
 
 
@@ -130,9 +138,9 @@ class DividedCost:
     """A divided unit in one tier. Seconds, bytes.
 
     `acc` and `cpu`: what either side has of it; `join`: the CPU's result to the accelerator; `rest`: what follows
-    there. `link` (`staged` when not page-locked): the copy of what is streamed. `nbytes`: what is brought to the arena
-    or to a slot; `kept`: what lies in the arena beside a slot. `issue`: host seconds for each of the accelerator's two
-    launches.
+    there. `link` (`staged` when not page-locked): the copy of what is streamed; `read`: the same read in place.
+    `nbytes`: what is brought to the arena or to a slot; `kept`: what lies in the arena beside a slot. `issue`: host
+    seconds for each of the accelerator's two launches.
 
     Of a unit that the CPU has nothing of there is one launch: `acc` is all of it.
     """
@@ -147,6 +155,11 @@ class DividedCost:
     cpu_reads: int
     issue: float
     staged: float
+    read: float
+
+    def aside(self) -> "DividedCost":
+        """The same of a unit in memory that is not page-locked."""
+        return replace(self, link=self.staged, read=self.read and UNREADABLE)
 
 
 def divided_cost(unit: Unit, share: Share, setting: Setting) -> DividedCost:
@@ -185,4 +198,5 @@ def divided_cost(unit: Unit, share: Share, setting: Setting) -> DividedCost:
         cpu_reads=reads,
         issue=0.0 if setting.waits else acc * setting.step,
         staged=copying * link * setting.copy(unit, share, "staged"),
+        read=copying * link * setting.read(unit, share),
     )

@@ -10,16 +10,18 @@ from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.counts import Counts
 from pshard.planner.program.tier_problems import ClassCost, DividedClassCost, TierProblem
 from pshard.planner.program.unit_classes import UnitClass
-from pshard.units.divide_unit import joined_width
-from pshard.units.moe.in_place import reads_in_place
+from pshard.units.divide_unit import count_shares, joined_width
 from pshard.units.share import Share
+from pshard.units.unit import Unit
+
+FINE = (0.25, 0.5, 0.75, 1.0)  # of the parts that balance CPU and link: what prompts may leave to the CPU
 
 
 def tier_problem(
     room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, slots: int, divide: bool = False
 ) -> TierProblem:
-    """Coefficients of one tier with that many staging slots; `divide`: FFNs may be divided where `may_divide` says."""
-    load, divide = costs.load, divide and may_divide(costs)
+    """Coefficients of one tier with that many staging slots; `divide`: into `offered_shares`, where there are any."""
+    load = costs.load
     to_acc, to_cpu = (costs.handoff(side, _hidden_bytes(room, costs)) for side in ("acc", "cpu"))
     fixed, enter, leave = _ends(room, costs)
     return TierProblem(
@@ -70,7 +72,9 @@ def _class_cost(
         default=0.0,
     )
     cycle = unit.kv_fetch + unit.kv_write if unit.kv_fetch else 0.0
-    shares = cls.shares if divide else ()
+    shares = offered_shares(cls, costs) if divide else ()
+    in_place = costs.reads_in_place(cls.kind)
+    over_link = unit.read if in_place else unit.link
     speeds = [side[name] for side in (costs.contended, costs.acc_contended) if side]
     speeds += [costs.divided_speeds(name, share) for share in shares if share.cpu]
     return ClassCost(
@@ -80,7 +84,7 @@ def _class_cost(
         nbytes=cls.nbytes,
         acc=unit.acc,
         cpu=unit.cpu,
-        link=unit.link,
+        link=over_link,
         kv_nbytes=room.states[name],
         kv_fetch=unit.kv_fetch,
         issue=unit.issue,
@@ -89,13 +93,42 @@ def _class_cost(
         link_speed=max(link for link, _ in speeds),
         cpu_speed=max(cpu for _, cpu in speeds),
         divided=tuple(_divided_cost(costs, cls, share) for share in shares),
-        in_place=reads_in_place(cls.kind, costs.load.tokens),
+        in_place=in_place,
+        read=max(0.0, over_link - unit.acc) if in_place else 0.0,
     )
 
 
 def may_divide(costs: TierCosts) -> bool:
-    """Whether FFNs of this tier may be divided: few tokens, and an accelerator that works beside the CPU."""
+    """Whether units of this tier may be divided by `UnitClass.shares`: few tokens, and an accelerator that works beside
+    the CPU."""
     return costs.tables.kind != "cpu" and costs.load.tokens <= SMALL_BATCH
+
+
+def may_spread(costs: TierCosts, cls: UnitClass) -> bool:
+    """Whether the CPU may have any number of the parts of units of a class, in tiers of any size."""
+    return costs.tables.kind != "cpu" and cls.kind.parts is not None and count_shares(cls.units[0]) > 1
+
+
+def offered_shares(cls: UnitClass, costs: TierCosts) -> tuple[Share, ...]:
+    """How the program may divide units of a class. In tiers of many tokens only what is copied, and finely: there a few
+    parts take the CPU as long as the link takes for all others."""
+    if may_divide(costs):
+        return cls.shares
+    if not may_spread(costs, cls):
+        return ()
+    most = balanced_parts(costs, cls.units[0])
+    return tuple(Share(n) for n in sorted({max(1, round(most * part)) for part in FINE}))
+
+
+def balanced_parts(costs: TierCosts, unit: Unit) -> int:
+    """The fewest parts of a streamed unit that take the CPU as long as the link takes for the others."""
+    low, high = 1, count_shares(unit) - 1
+    while low < high:
+        middle = (low + high) // 2
+        cost = costs.divided(unit.name, Share(middle))
+        over_link = cost.read if costs.reads_in_place(unit.kind) else cost.link
+        low, high = (low, middle) if cost.cpu >= over_link else (middle + 1, high)
+    return low
 
 
 def _divided_cost(costs: TierCosts, cls: UnitClass, share: Share) -> DividedClassCost:
@@ -104,16 +137,20 @@ def _divided_cost(costs: TierCosts, cls: UnitClass, share: Share) -> DividedClas
     cost = costs.divided(unit.name, share)
     waits = cost.cpu >= cost.acc  # the accelerator for the CPU
     launches = 2 if share.cpu else 1
+    in_place = costs.reads_in_place(unit.kind)
+    over_link = cost.read if in_place else cost.link
     return DividedClassCost(
         share=share,
         acc=(cost.issue if share.cpu else 0.0) + cost.join + cost.rest + (0.0 if waits else cost.acc),
         cpu=cost.cpu if waits else 0.0,
-        link=cost.link,
+        link=over_link,
         alone=cost.acc + cost.rest,
         issue=launches * cost.issue + (0.0 if waits else cost.cpu),
         nbytes=cost.nbytes,
         kept=cost.kept,
         row_nbytes=row_stage_bytes(costs.load.tokens, joined_width(unit, share, costs.spec.config)),
+        read=max(0.0, over_link - max(cost.acc, cost.cpu)) if in_place else 0.0,
+        lies=may_divide(costs),
     )
 
 

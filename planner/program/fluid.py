@@ -59,6 +59,8 @@ def _overlaps(problem: TierProblem, lines: TierLines) -> _Overlaps:
     rising = [lines.serial, lines.link, lines.issue, lines.kv_stage]
     if lines.one_slot:
         rising.append(lines.one_slot)
+    if lines.busy:
+        rising.append(lines.busy)
     if lines.runs and (per_run := copies_beside_a_run(problem)):
         rising.append(_with_more_runs(lines, problem.round_trip / per_run))
     most = [number(work.most) / work.shares[i] for i, work in enumerate(lines.works)]

@@ -26,7 +26,8 @@ class TierSums:
 
     acc, host, link: by accelerator, CPU and copies; issue: the host thread's for the accelerator; one_slot: streamed
     units, copied and computed in turn; staged: layers with KV on the host, fetched, computed and written back in turn;
-    works: host work by class. divided: units that both sides compute. on_cpu: units by `ClassCost.place`.
+    works: host work by class. busy: the accelerator's, beside the CPU's too. divided: units that both sides compute.
+    on_cpu: units by `ClassCost.place`; feeders: those in layers that are never divided.
     """
 
     problem: TierProblem
@@ -38,7 +39,9 @@ class TierSums:
     issue: Amount = 0.0
     one_slot: Amount = 0.0
     staged: Amount = 0.0
+    busy: Amount = 0.0
     cpu_units: Amount = 0
+    feeders: Amount = 0
     divided: Amount = 0
     streamed: Amount = 0
     works: list[Amount] = field(default_factory=list)
@@ -49,12 +52,16 @@ class TierSums:
         self.works.append(scale * (cost.cpu * n.cpu + self._add_divided(cost, n)))
         self.host += self.works[-1]
         self.acc += scale * cost.acc * units.on_acc
+        self.busy += scale * cost.acc * units.on_acc
         self.issue += scale * cost.issue * units.on_acc
         self.cpu_units += n.cpu
         self.on_cpu[cost.place] += n.cpu
+        if cost.kind.position == "layer" and not cost.divided:
+            self.feeders += n.cpu
         if cost.kind.is_looked_up:
             return
         self.link += scale * cost.link * units.streamed
+        self.acc += scale * cost.read * units.streamed
         self.issue += scale * self.problem.copy_issue * units.streamed
         self.one_slot += scale * (cost.link + cost.acc) * units.streamed
         self.streamed += units.streamed
@@ -68,7 +75,8 @@ class TierSums:
         for part, (in_arena, elsewhere) in zip(cost.divided, n.divided):
             both, in_slot = in_arena + elsewhere, copied_units(part, in_arena, elsewhere)
             host += part.cpu * both
-            self.acc += scale * part.acc * both
+            self.acc += scale * (part.acc * both + part.read * in_slot)
+            self.busy += scale * part.alone * both
             self.issue += scale * (part.issue * both + self.problem.copy_issue * in_slot)
             self.link += scale * part.link * in_slot
             self.one_slot += scale * (part.link + part.alone) * in_slot
@@ -128,6 +136,7 @@ class TierLines(NamedTuple):
     """All that bounds a tier's time and its overlaps.
 
     runs: of copies beside runs of CPU units; None where copies may run beside all work. one_slot: None with more slots.
+    busy: None where no parts are divided: what the accelerator computes is in the serial line then.
     """
 
     groups: tuple[Contending, ...]
@@ -140,6 +149,7 @@ class TierLines(NamedTuple):
     copies: OverlapLimit
     runs: OverlapLimit | None
     one_slot: TimeLine | None
+    busy: TimeLine | None
 
     def in_order(self) -> Iterator[TimeLine | OverlapLimit]:
         """As the program has them."""
@@ -150,6 +160,8 @@ class TierLines(NamedTuple):
             yield self.runs
         if self.one_slot:
             yield self.one_slot
+        if self.busy:
+            yield self.busy
 
 
 def sum_work(problem: TierProblem, counts: Sequence[AnyCounts], scale: float, stalls: bool) -> TierSums:
@@ -166,11 +178,13 @@ def handoff_floors(problem: TierProblem, sums: TierSums, reached: Amount) -> lis
     Leaders and the others take turns in the order of execution (`ClassCost.place`), so a run of neighbours has at most
     one leader, or the followers of one, more than of the other kind; the run that ends with the output does not go
     back. A divided unit after a CPU unit hides the hand-off to the accelerator, after others it needs one to the CPU.
+    Before a layer's experts that unit may be the router.
     """
     leads, follows = sums.on_cpu["leads"], 1 / problem.followers * sums.on_cpu["follows"]
     floors = [Floor("handed_in_least", "handed_in", reached + sums.on_cpu["first"] - 1)]
     if problem.may_divide:
-        floors.append(Floor("lone_divided_least", "lone_divided", sums.divided - sums.on_cpu["leads"]))
+        before = sums.feeders if problem.divides_parts else sums.on_cpu["leads"]
+        floors.append(Floor("lone_divided_least", "lone_divided", sums.divided - before))
     floors.append(Floor("trips_of_followers", "trips", follows - leads - sums.on_cpu["last"]))
     floors.append(Floor("trips_of_leaders", "trips", leads - follows - 1))
     return floors
@@ -208,6 +222,7 @@ def draw_lines(
         copies=OverlapLimit("copies", shares, sums.link),
         runs=None if together else OverlapLimit("runs", shares, most * runs),
         one_slot=TimeLine("one_slot", sums.one_slot, (0.0,) * len(groups)) if problem.lookahead == 1 else None,
+        busy=TimeLine("busy", sums.busy, (0.0,) * len(groups)) if problem.divides_parts and not together else None,
     )
 
 

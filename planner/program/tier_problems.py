@@ -12,7 +12,8 @@ class DividedClassCost:
 
     `acc` and `cpu` add up to its time: what the other side does meanwhile is in neither. `link` and `nbytes`: what is
     brought to arena or slot; `kept`: bytes in the arena of one that needs a slot too; `alone`: what the accelerator
-    computes once all is there. `row_nbytes`: where the CPU's result comes to.
+    computes once all is there. `row_nbytes`: where the CPU's result comes to. `read`: by how much longer it takes where
+    the accelerator reads its part over the link in place. `lies`: whether its part may lie in the arena.
     """
 
     share: Share
@@ -24,13 +25,16 @@ class DividedClassCost:
     nbytes: int
     kept: int
     row_nbytes: int
+    read: float = 0.0
+    lies: bool = True
 
 
 @dataclass(frozen=True)
 class ClassCost:
     """Seconds and bytes of one unit of a class in one tier. `kv_nbytes`: its layer's KV in VRAM; 0 if it has none.
     `in_parts`: a bound is wanted for units that are divided anywhere: parts of them count, and a slot may be small.
-    `in_place`: streamed units need no slot, as kernels read them over the link."""
+    `in_place`: streamed units need no slot, as kernels read them over the link, which takes `read` seconds longer than
+    to compute them."""
 
     name: str
     kind: UnitKind
@@ -49,6 +53,7 @@ class ClassCost:
     divided: tuple[DividedClassCost, ...] = ()  # by share
     in_parts: bool = False
     in_place: bool = False
+    read: float = 0.0
 
     @property
     def place(self) -> str:
@@ -99,6 +104,11 @@ class TierProblem:
     @property
     def may_divide(self) -> bool:
         return any(cost.divided for cost in self.classes)
+
+    @property
+    def divides_parts(self) -> bool:
+        """Whether units that have parts may be divided."""
+        return any(cost.divided and cost.kind.parts for cost in self.classes)
 
 
 @dataclass(frozen=True)

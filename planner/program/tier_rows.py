@@ -72,7 +72,7 @@ class TierRows:
             part = cost.divided[i]
             of = f"{cost.name},{part.share.label},{('pinned', 'streamed')[place]}"
             key = self.key("divided", i, c, self.t, place)
-            most = 0 if place and part.kept else cost.size
+            most = 0 if (part.kept if place else not part.lies) else cost.size
             whole = not (self.parts or cost.in_parts)
             return self.program.column(self.name("divided", of), 0, most, whole, key)
 

@@ -15,7 +15,7 @@ from pshard.model import ModelSpec
 from pshard.plan import TierPlan
 from pshard.planner.price.draft import Room, draft_tier
 from pshard.units.divide_unit import count_shares
-from pshard.units.moe.in_place import IN_PLACE_TOKENS
+from pshard.units.moe.in_place import ways_to_read
 from pshard.units.share import WHOLE, Share
 from pshard.units.unit import Unit, places_of
 
@@ -203,7 +203,8 @@ def place_strategy(name: str, room: Room, tiers: tuple[int, ...]) -> Baseline | 
     held = cache(lambda n, like: _take(strategy, room, like, n).buffers.total - room.scratch(like))
     lengths, taken = [], len(strategy.groups)
     for tokens in tiers:
-        like = tokens if tokens <= IN_PLACE_TOKENS else tiers[-1]  # slots are as large in all tiers that have some
+        in_place = ways_to_read(room.spec.config, tokens)[0]
+        like = tokens if in_place else tiers[-1]  # slots are as large in all tiers that have some
         taken = _fill(partial(held, like=like), room.arena - room.scratch(tokens), taken)
         if taken < 0:
             return None

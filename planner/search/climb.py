@@ -8,18 +8,18 @@ from itertools import accumulate
 from pshard.plan import TierPlan
 from pshard.planner.price.draft import Room, draft_tier, simulated_seconds
 from pshard.planner.price.tier_costs import TierCosts
-from pshard.planner.program.coefficients import may_divide
+from pshard.planner.program.coefficients import balanced_parts, may_divide, may_spread, offered_shares
 from pshard.planner.program.counts import Counts
 from pshard.planner.program.least_times import Floor
 from pshard.planner.program.unit_classes import UnitClass
-from pshard.planner.search.residency_order import Residency, assign_cpu, assign_divided
+from pshard.planner.search.residency_order import Residency, assign_cpu, assign_divided, spread_parts
 from pshard.units.divide_unit import without_cpu
-from pshard.units.moe.in_place import reads_in_place
 from pshard.units.share import WHOLE, Share
 
 SLOT_CHOICES = (1, 2, 3, 4)
 SEARCH_ROUNDS = 2
 CLOSE = 1.002  # so near to its bound, a tier is as good as optimal
+PART_STEPS = 4  # a step moves one part of every so-manieth unit of a class
 PIN_REACH = 8  # pins given up or gained for a change of slots
 
 
@@ -28,7 +28,8 @@ class TierState:
     """A tier as few numbers: prefix lengths of the residency orders, CPU units by class, runs they form, slots.
 
     divided: by class, divided streamed units for each of its `shares`; () without any. copies: whether what the CPU has
-    of divided units in the arena is streamed instead.
+    of divided units in the arena is streamed instead. parts: by class, parts of its other streamed units that the CPU
+    computes, all together; () without any.
     """
 
     pins: int
@@ -38,6 +39,7 @@ class TierState:
     slots: int
     divided: tuple[tuple[int, ...], ...] = ()
     copies: bool = False
+    parts: tuple[int, ...] = ()
 
 
 Move = Callable[[TierState, int], TierState | None]  # a step so far from a state; None where there is none
@@ -53,7 +55,7 @@ class Scored:
 
 
 class TierSearch:
-    """Builds and times states of one tier; remembers what it has timed. `divides`: its steps may divide more FFNs."""
+    """Builds and times states of one tier; remembers what it has timed. `divides`: its steps may divide more units."""
 
     def __init__(
         self,
@@ -65,6 +67,7 @@ class TierSearch:
     ) -> None:
         self.room, self.classes, self.residency, self.costs = room, classes, residency, costs
         self.divides = divides and may_divide(costs)
+        self.spreads = tuple(c for c, cls in enumerate(classes) if divides and may_spread(costs, cls))
         self._seen: dict[TierState, Scored | None] = {}
         self._built: dict[TierState, TierPlan | None] = {}
         self._slower: set[TierState] = set()  # than what was best when they were looked at
@@ -88,11 +91,27 @@ class TierSearch:
 
     def start(self, counts: tuple[Counts, ...], slots: int) -> Scored | None:
         """The solver's counts as a tier, with CPU units in the best of several numbers of runs."""
-        state = state_of(self.classes, counts, 0, slots)
+        state = self._merge_parts(state_of(self.classes, counts, 0, slots))
         most = max((n for c, n in zip(self.classes, state.cpu) if c.kind.position == "layer"), default=0)
         choices = {0, most, most // 2, most // 4} if most else {0}
         scored = [s for s in (self.score(replace(state, runs=runs)) for runs in sorted(choices)) if s]
         return min(scored, key=lambda s: s.seconds, default=None)
+
+    def _merge_parts(self, state: TierState) -> TierState:
+        """In a tier of many tokens all streamed units of a class have about as many parts on the CPU."""
+        if may_divide(self.costs) or not state.divided:
+            return state
+        offered = (offered_shares(cls, self.costs) for cls in self.classes)
+        parts = (sum(s.cpu * n for s, n in zip(shares, of)) for shares, of in zip(offered, state.divided))
+        return replace(state, divided=(), parts=tuple(parts))
+
+    def balance(self, state: TierState) -> TierState:
+        """The state with as many parts of streamed units on the CPU as take it about as long as the link the others."""
+        resident, parts = {*self.residency.pin_order[: state.pins]}, [0] * len(self.classes)
+        for c in self.spreads:
+            streamed = len(self.classes[c].names - resident) - state.cpu[c]
+            parts[c] = max(0, streamed) * balanced_parts(self.costs, self.classes[c].units[0])
+        return replace(state, parts=tuple(parts))
 
     def score(self, state: TierState) -> Scored | None:
         """Simulate a state; None when it is not possible or over budget."""
@@ -111,15 +130,13 @@ class TierSearch:
 
     def _is_over(self, state: TierState) -> bool:
         """Whether whole units alone are over budget, known before a tier is drafted."""
-        if self.residency.shares or state.divided:
+        if self.residency.shares or state.divided or state.parts:
             return False
         held, pinned = self._prefixes[state.pins]
         streamed = [
             (cls.size - n - cpu, cls.nbytes)
             for cls, n, cpu in zip(self.classes, pinned, state.cpu)
-            if not cls.kind.is_looked_up
-            and cls.size - n - cpu > 0
-            and not reads_in_place(cls.kind, self.costs.load.tokens)
+            if not cls.kind.is_looked_up and cls.size - n - cpu > 0 and not self.costs.reads_in_place(cls.kind)
         ]
         slots = min(state.slots, sum(n for n, _ in streamed))
         layers = sum(cls.size - cpu for cls, cpu in zip(self.classes, state.cpu) if cls.kind.state)
@@ -132,7 +149,7 @@ class TierSearch:
         """Whether no order of the state's counts takes less than `seconds`; not known where units are divided, or where
         the orders are shorter than the state wants."""
         wants_more = state.pins > self.most_pins or state.kv > len(self.residency.kv_order)
-        if wants_more or self.residency.shares or state.divided:
+        if wants_more or self.residency.shares or state.divided or state.parts:
             return False
         counts = tuple(
             Counts(pin, cls.size - pin if cls.kind.is_looked_up else cpu, kv)
@@ -209,7 +226,12 @@ class TierSearch:
                 shares |= assign_divided(self.classes, state.divided, pinned | frozenset(on_cpu))
             except ValueError:
                 return None
-        tier = draft_tier(self.room, self.costs.load.tokens, where, kv, state.slots, shares)
+        if state.parts:
+            spread_out = spread_parts(self.classes, state.parts, where, shares)
+            if spread_out is None:
+                return None
+            shares |= spread_out
+        tier = draft_tier(self.room, self.costs.load.tokens, where, kv, state.slots, shares, self.costs.in_place)
         return tier if tier.buffers.total <= self.room.arena else None
 
     def improve(self, start: Scored, evaluations: int, bound: float = 0.0) -> Scored:
@@ -267,7 +289,7 @@ class TierSearch:
 
 
 def _list_moves(search: TierSearch) -> tuple[Move, ...]:
-    """Kinds of steps: more or fewer runs, CPU units of a class, slots, pins, divided units."""
+    """Kinds of steps: more or fewer runs, CPU units of a class, parts on the CPU, slots, pins, divided units."""
 
     def runs(sign: int):
         def move(state: TierState, far: int) -> TierState | None:
@@ -312,6 +334,7 @@ def _list_moves(search: TierSearch) -> tuple[Move, ...]:
     signs = (1, -1)
     return (
         *([copies] if search.residency.shares and may_divide(search.costs) else ()),
+        *(_move_parts(search.classes, c, sign) for c in search.spreads for sign in signs),
         *(cpu(c, sign) for c in placed for sign in signs),
         *(runs(sign) for sign in signs),
         *(slots(sign) for sign in signs),
@@ -324,6 +347,21 @@ def _list_moves(search: TierSearch) -> tuple[Move, ...]:
             for sign in signs
         ),
     )
+
+
+def _move_parts(classes: tuple[UnitClass, ...], c: int, sign: int) -> Move:
+    """Steps of more or fewer parts of a class's streamed units on the CPU."""
+    step = max(1, classes[c].size // PART_STEPS)
+
+    def move(state: TierState, far: int) -> TierState | None:
+        now = state.parts or (0,) * len(classes)
+        changed = now[c] + sign * far * step
+        if changed < 0:
+            return None
+        moved = (*now[:c], changed, *now[c + 1 :])
+        return replace(state, parts=moved if any(moved) else ())
+
+    return move
 
 
 def state_of(classes: tuple[UnitClass, ...], counts: tuple[Counts, ...], runs: int, slots: int) -> TierState:

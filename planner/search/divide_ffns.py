@@ -1,4 +1,7 @@
-"""FFNs divided between CPU and accelerator: the plan with them, where it is faster than one of whole units."""
+"""Units divided between CPU and accelerator: the plan with them, where it is faster than one of whole units.
+
+FFNs are divided in the smallest tier that the round enters, experts in larger ones too.
+"""
 
 from dataclasses import replace
 
@@ -6,7 +9,8 @@ from pshard.plan import TierPlan
 from pshard.planner.price.draft import Room, simulated_seconds
 from pshard.planner.price.host_limits import holds
 from pshard.planner.price.tier_costs import TierCosts
-from pshard.planner.program.coefficients import may_divide, tier_problem
+from pshard.planner.program.coefficients import may_divide, offered_shares, tier_problem
+from pshard.planner.program.counts import Counts
 from pshard.planner.program.joint_program import Question
 from pshard.planner.program.solve_tiers import Solution, relaxation_bound, solve_tiers
 from pshard.planner.program.unit_classes import UnitClass
@@ -24,26 +28,32 @@ BOUND_MUST_FALL = 1.005  # with divided FFNs by so much, before any are looked f
 def divide_candidate(
     room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...], found: Candidate
 ) -> Candidate:
-    """The fastest plan found whose smallest entered tier divides FFNs; `found` where none is faster.
+    """The fastest plan found that divides units in entered tiers; `found` where none is faster.
 
-    Where no FFN can be divided nothing else is tried either: what a plan with divided ones must beat is one without.
+    Where nothing can be divided nothing else is tried either: what a plan with divided units must beat is one without.
     """
-    main = next(i for i, c in enumerate(costs) if not c.load.rare)
-    if not may_divide(costs[main]) or not any(cls.shares for cls in classes):
+    entered = [i for i, c in enumerate(costs) if not c.load.rare]
+    main, some = entered[0], [i for i in entered if _is_divisible(costs[i], classes, i == entered[0])]
+    if not some:
         return found
     best = found
-    if _may_gain(room, classes, costs[main], max(found.tiers[main].buffers.slots, 1)):
+    if any(_may_gain(room, classes, costs[i], max(found.tiers[i].buffers.slots, 1)) for i in some):
         for least in (1, 2):
             slots = {
                 c.load.tokens: affordable_slots(room, c, max(t.buffers.slots, 2) if least == 2 else 1)
                 for c, t in zip(costs, found.tiers)
             }
-            solution = _solve(room, classes, [c for c in costs if not c.load.rare], slots)
-            for even in (True, False) if solution.counts and any(n.n_divided for n in solution.counts[0]) else ():
+            solution = _solve(room, classes, [costs[i] for i in entered], slots)
+            for even in (True, False) if any(n.n_divided for tier in solution.counts for n in tier) else ():
                 placed = _place(room, classes, costs, found, solution, slots, even)
                 best = placed if placed and placed.total < best.total else best
-    refined = refine_divided(room, classes, costs, best, main)
+    refined = refine_divided(room, classes, costs, best, main) if may_divide(costs[main]) else best
     return next((c for c in (refined, best) if any(p.share for t in c.tiers for p in t.placements)), found)
+
+
+def _is_divisible(costs: TierCosts, classes: tuple[UnitClass, ...], smallest: bool) -> bool:
+    """Whether the program may divide units of an entered tier."""
+    return (smallest or not may_divide(costs)) and any(offered_shares(cls, costs) for cls in classes)
 
 
 def _may_gain(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, slots: int) -> bool:
@@ -53,11 +63,23 @@ def _may_gain(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, slot
 
 
 def _solve(room: Room, classes: tuple[UnitClass, ...], entered: list[TierCosts], slots: dict[int, int]) -> Solution:
-    """The program that may divide FFNs of the smallest entered tier."""
-    problems = tuple(tier_problem(room, classes, c, slots[c.load.tokens], divide=c is entered[0]) for c in entered)
+    """The program that may divide FFNs of the smallest entered tier, and experts of it and of large ones."""
+    problems = tuple(
+        tier_problem(room, classes, c, slots[c.load.tokens], _is_divisible(c, classes, c is entered[0]))
+        for c in entered
+    )
     kv_switch = tuple(entered[0].units[cls.units[0].name].kv_fetch for cls in classes)
-    asked = Question(problems, 1 / entered[0].tables.link_rate, kv_switch)
+    asked = Question(problems, 1 / entered[0].tables.link_rate, kv_switch, between=_keep_routers(classes))
     return solve_tiers(asked, SECONDS, START_GAP)
+
+
+def _keep_routers(classes: tuple[UnitClass, ...]) -> tuple[tuple[Counts, ...], tuple[Counts, ...]] | None:
+    """Fewest and most pins of a program that divides experts: routers stay in VRAM. They are small, and the program
+    does not see that a copy of one takes a slot from experts."""
+    if not any(cls.kind.parts for cls in classes):
+        return None
+    most = tuple(Counts(cls.size, cls.size, cls.size) for cls in classes)
+    return tuple(Counts(cls.size if cls.kind.routing == "makes" else 0, 0) for cls in classes), most
 
 
 def _place(

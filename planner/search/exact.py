@@ -94,7 +94,8 @@ class ExactSearch:
         self._rest = [sum(least[i:]) for i in range(len(least) + 1)]
         self._space = self.room.arena - self.room.scratch(self.costs.load.tokens)
         self._problems = {
-            n: tier_problem(self.room, self.classes, self.costs, max(n, 1), divide=True) for n in (0, *SLOT_CHOICES)
+            n: tier_problem(self.room, self.classes, self.costs, max(n, 1), may_divide(self.costs))
+            for n in (0, *SLOT_CHOICES)
         }
         self._descend((), 0.0, 0.0, 0)
         self.proven = self.visited <= self.most
@@ -106,9 +107,11 @@ class ExactSearch:
             where, in_vram, share = place
             if share:
                 part = self.costs.divided(unit.name, share)
-                busy, link, pins = max(part.acc, part.cpu) + part.join + part.rest, part.link, part.nbytes
+                busy, pins = max(part.acc, part.cpu) + part.join + part.rest, part.nbytes
+                link = part.read if self.costs.reads_in_place(unit.kind) else part.link
             else:
-                busy, link, pins = cost.cpu if where == "cpu" else cost.acc, cost.link, unit.packed_nbytes
+                busy, pins = cost.cpu if where == "cpu" else cost.acc, unit.packed_nbytes
+                link = cost.read if self.costs.reads_in_place(unit.kind) else cost.link
             link = link if where == "streamed" else 0.0
             link += cost.kv_fetch if unit.kind.state and where != "cpu" and not in_vram else 0.0
             held = (pins if where == "pinned" else kept_nbytes(unit, share)) + (

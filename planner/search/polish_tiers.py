@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from math import inf
 
 from pshard.planner.price.draft import Room, simulated_seconds
@@ -27,16 +28,18 @@ def polish_tiers(
 ) -> Candidate:
     """The candidate with every tier that another start makes faster; residency orders stay, so no other tier changes.
 
-    Starts stream all that is not in VRAM, or leave it to the CPU, or both by turns. bounds: by tier, seconds that
+    Starts stream all that is not in VRAM, whole or with parts of it on the CPU, or leave it to the CPU, or both by
+    turns. Where experts may be copied whole or read in place, both are tried. bounds: by tier, seconds that
     nothing beats.
     """
     tiers, seconds = list(found.tiers), list(found.seconds)
     for i, (cost, bound) in enumerate(zip(costs, bounds)):
         if seconds[i] <= bound * CLOSE:
             continue
-        search = TierSearch(room, classes, found.residency, cost)
+        divides = any(cls.kind.parts for cls in classes)
         current = state_of(classes, count_tier(classes, tiers[i]), 0, max(1, tiers[i].buffers.slots))
-        for best in _improved(search, current, seconds[i], bound):
+        searches = (TierSearch(room, classes, found.residency, way, divides) for way in cost.ways)
+        for best in chain.from_iterable(_improved(search, current, seconds[i], bound) for search in searches):
             took = simulated_seconds(room, best.tier, cost)
             tried = [*tiers[:i], best.tier, *tiers[i + 1 :]]
             if took < seconds[i] and holds(room, tried):
@@ -70,8 +73,17 @@ def _starts(search: TierSearch, kv_now: int) -> Iterator[TierState]:
             streamed = search.fill_most(TierState(0, kv, none, 0, SLOTS, copies=copies))
             if streamed:
                 yield streamed
+                if search.spreads:
+                    yield from _with_parts(search, streamed)
                 yield (on_cpu := search.leave_to_cpu(streamed))
                 yield _by_turns(search, on_cpu)
+
+
+def _with_parts(search: TierSearch, streamed: TierState) -> Iterator[TierState]:
+    """The state with parts of what it streams on the CPU: as many as take as long as the copies, or half of them."""
+    even = search.balance(streamed)
+    yield even
+    yield replace(even, parts=tuple(n // 2 for n in even.parts))
 
 
 def _by_turns(search: TierSearch, on_cpu: TierState) -> TierState:

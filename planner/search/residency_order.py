@@ -9,7 +9,8 @@ from pshard.plan import TierPlan
 from pshard.planner.price.draft import Room
 from pshard.planner.program.counts import Counts
 from pshard.planner.program.unit_classes import UnitClass
-from pshard.units.share import Share
+from pshard.units.divide_unit import count_shares
+from pshard.units.share import WHOLE, Share
 
 
 def spread(n: int, k: int, phase: float = 0.5) -> list[int]:
@@ -232,6 +233,31 @@ def assign_divided(
             shares |= dict.fromkeys(chosen, share)
             free = [name for name in free if name not in shares]
     return shares
+
+
+def spread_parts(
+    classes: tuple[UnitClass, ...], parts: tuple[int, ...], where: Mapping[str, str], shares: Mapping[str, Share]
+) -> dict[str, Share] | None:
+    """The shares of streamed units of which the CPU has nothing yet, when it gets so many `parts` of a class in all:
+    of each about as many. Parts that are kept in the arena stay there. None where a class has none that is streamed, or
+    a unit would have none left to copy."""
+    found: dict[str, Share] = {}
+    for cls, total in zip(classes, parts):
+        if not total:
+            continue
+        free = [u for u in cls.units if where[u.name] == "streamed" and not shares.get(u.name, WHOLE).cpu]
+        if not free:
+            return None
+        each, over = divmod(total, len(free))
+        more = set(spread(len(free), over))
+        for i, unit in enumerate(free):
+            kept = shares.get(unit.name, WHOLE).kept
+            cpu = min(each + (i in more), count_shares(unit) - kept - 1) if kept else each + (i in more)
+            if cpu >= count_shares(unit):
+                return None
+            if cpu:
+                found[unit.name] = Share(cpu, kept)
+    return found
 
 
 def _nearest(middles: list[float], centre: float, count: int) -> slice:

@@ -26,8 +26,8 @@ from pshard.steps.step import (
     StepShape,
     WriteBack,
 )
-from pshard.units.divide_unit import divide_unit, joined_width
-from pshard.units.moe.in_place import reads_in_place
+from pshard.units.divide_unit import divided_sizes, joined_width
+from pshard.units.moe.in_place import read_nbytes
 from pshard.units.moe.routed import ROUTED, routed_words
 from pshard.units.unit import Unit, UnitKind
 
@@ -41,6 +41,7 @@ _join = lru_cache(1 << 14)(Join)
 _free = lru_cache(1 << 14)(Free)
 _hand_off = lru_cache(1 << 14)(Handoff)
 _gather = lru_cache(1 << 14)(Gather)
+_expect_read = lru_cache(1 << 14)(read_nbytes)
 
 SOURCES = {"pinned": "arena", "streamed": "slot", "cpu": "host"}  # of a unit's weights, by placement
 PART = "branch"  # the buffer of a rank's part of a sum
@@ -57,7 +58,7 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
     links, hidden = spec.neighbours, shape.tokens * spec.config.d_model * 4
     placed = _placed(spec, tier)
     slots = tier.buffers.slots
-    copies = _copy_streamed(placed, slots, tier.tokens)
+    copies = _copy_streamed(placed, slots, tier.in_place)
     first, following = copies[:slots], _next_in_slot(copies, slots)
     fetches, writes = _move_states(spec, placed, shape)
     body: list[Step] = [*fetches[:1]]
@@ -70,15 +71,19 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
     growing = set(spec.onto_parts.values()) if sums else ()
     for unit, place in placed:
         name, kind, where = unit.name, unit.kind, place.where
-        on, source, slot = "cpu" if where == "cpu" else "acc", SOURCES[where], None
-        if where == "streamed":
-            source, slot = ("link", None) if reads_in_place(kind, tier.tokens) else ("slot", n_copied % slots)
+        on, source, slot, reads = "cpu" if where == "cpu" else "acc", SOURCES[where], None, 0
+        if where == "streamed" and tier.in_place and kind.parts:
+            source, reads = "link", _expect_read(unit, place.share, spec.config, shape.tokens)
+        elif where == "streamed":
+            slot = n_copied % slots
         if place.cpu_rows:
             body += [*at.bring("acc", kind), *at.bring("cpu", kind, share=True)]
-            body.extend(_compute_on_both(unit, place, (source, slot), 4 * shape.tokens, spec))
+            body.extend(_compute_on_both(unit, place, (source, slot, reads), 4 * shape.tokens, spec))
         else:
             body += at.bring(on, kind)
             kept = {"kept_parts": place.kept_parts} if place.kept_parts else {}
+            if reads:
+                kept["reads"] = reads
             add(_compute(name, on, source, slot, "", 0, kind.position, place.kv, **kept))
         at.leave(on, kind, name in growing)
         if stays and on == "cpu" and not kind.gives_logits and name not in growing:
@@ -160,17 +165,17 @@ def _placed(spec: ModelSpec, tier: TierPlan) -> list[Placed]:
     return [(unit, places[unit.name]) for unit in spec.units if unit.tensors or not links]
 
 
-def _copy_streamed(placed: list[Placed], slots: int, tokens: int) -> list[CopyIn]:
+def _copy_streamed(placed: list[Placed], slots: int, in_place: bool) -> list[CopyIn]:
     """The copy of every streamed unit, in turn into every slot, but for those that are read in place."""
     streamed = [
-        (unit, place) for unit, place in placed if place.where == "streamed" and not reads_in_place(unit.kind, tokens)
+        (unit, place) for unit, place in placed if place.where == "streamed" and not (in_place and unit.kind.parts)
     ]
     if streamed and slots < 1:
         raise ValueError("a tier that streams needs at least one staging slot")
     copies = []
     for i, (unit, place) in enumerate(streamed):
         if place.share:
-            nbytes = sum(piece.nbytes for piece in divide_unit(unit, place.share).brought.pieces)
+            nbytes = divided_sizes(unit, place.share).copied
             copies.append(_copy_in(unit.name, i % slots, nbytes, place.cpu_rows, place.kept_parts))
         else:
             copies.append(_copy_in(unit.name, i % slots, unit.packed_nbytes))
@@ -209,14 +214,16 @@ def _deliver(spec: ModelSpec, side: str, shape: StepShape, hidden: int) -> list[
 
 
 def _compute_on_both(
-    unit: Unit, place: Placement, found: tuple[str, int | None], column: int, spec: ModelSpec
+    unit: Unit, place: Placement, found: tuple[str, int | None, int], column: int, spec: ModelSpec
 ) -> tuple[Step, ...]:
     """Both sides compute what they have, the accelerator without holding the host up; then it has all. found: source
-    and slot of what the accelerator has. column: bytes of one element of every token."""
-    (source, slot), rows, kept = found, place.cpu_rows, place.kept_parts
+    and slot of what the accelerator has, and the bytes that it reads over the link. column: bytes of one element of
+    every token."""
+    (source, slot, reads), rows, kept = found, place.cpu_rows, place.kept_parts
+    more = {"reads": reads} if reads else {}
     width = joined_width(unit, place.share, spec.config)
     return (
-        _compute(unit.name, "acc", source, slot, "share", rows, kept_parts=kept),
+        _compute(unit.name, "acc", source, slot, "share", rows, kept_parts=kept, **more),
         _compute(unit.name, "cpu", "host", None, "share", rows, kept_parts=kept),
         _join(unit.name, column * width, width),
         _compute(unit.name, "acc", source, slot, "rest", rows, kept_parts=kept),

@@ -42,6 +42,7 @@ class Compute(Divisible):
 
     Of a unit that both sides compute (`cpu_rows` > 0) a `part`: "share", what this side has of it, or "rest", what
     follows on the accelerator. `kept_parts`: of a unit in a slot, so many lie in the arena.
+    `reads`: bytes that the micro-batch is expected to read over the link.
     `position`: of its kind in the model, "first", "layer" or "last". `state`: where it is, "vram" or "host" (a unit
     that runs on the accelerator finds it in the stage then); None without one.
     """
@@ -55,6 +56,7 @@ class Compute(Divisible):
     position: str = "layer"
     state: str | None = None
     kept_parts: int = 0
+    reads: int = 0
 
 
 @dataclass(frozen=True)
@@ -152,11 +154,11 @@ class StepList:
 
     @property
     def link_bytes(self) -> int:
-        """Bytes that one micro-batch moves host to device."""
+        """Bytes that one micro-batch moves host to device, what kernels read there included."""
         return sum(
-            s.nbytes
+            s.reads if isinstance(s, Compute) else s.nbytes
             for s in self.body
-            if isinstance(s, CopyIn | FetchKV | Join) or (isinstance(s, Handoff) and s.to == "acc")
+            if isinstance(s, CopyIn | FetchKV | Join | Compute) or (isinstance(s, Handoff) and s.to == "acc")
         )
 
 

@@ -17,7 +17,8 @@ class Transfers:
     """Starts copies; those of weights that are not page-locked go through a ring.
 
     Attributes:
-        link_bytes: moved host to device since the start: weights, states, activations.
+        link_bytes: moved host to device since the start: weights, states, activations, and what kernels are expected to
+            have read in host memory.
     """
 
     def __init__(self, device: Device, spec: ModelSpec, weights: HostWeights | LentWeights) -> None:

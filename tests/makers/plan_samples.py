@@ -10,6 +10,7 @@ from pshard.quant import TENSOR_ALIGN, align
 from pshard.units.divide_unit import arena_portion, brought_part, count_shares
 from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
+from pshard.units.moe.in_place import ways_to_read
 from pshard.units.state import StateShape
 from pshard.workload import Workload
 
@@ -20,10 +21,20 @@ NO_SOLVE = Solve("by hand", 0.0, 0.0, "none")
 Places = dict[str, tuple]  # unit -> (where, kv), with rows or parts on the CPU, and parts in VRAM, of a divided one
 
 
-def make_tier(spec: ModelSpec, tokens: int, places: Places, slots: int, context: int, sequences: int) -> TierPlan:
-    """A tier of such placements, with honest buffers for float32 activations."""
+def make_tier(
+    spec: ModelSpec,
+    tokens: int,
+    places: Places,
+    slots: int,
+    context: int,
+    sequences: int,
+    in_place: bool | None = None,
+) -> TierPlan:
+    """A tier of such placements, with honest buffers for float32 activations, and slots for what is read in place too.
+    in_place: whether experts are read so; None: as is likely to be faster."""
     placements = tuple(Placement(u.name, *places[u.name]) for u in spec.units)
     streamed = [brought_part(spec.unit(p.unit), p.share).packed_nbytes for p in placements if p.where == "streamed"]
+    reads = ways_to_read(spec.config, tokens)[0] if in_place is None else in_place
     held = [arena_portion(spec.unit(p.unit), p.where, p.share) for p in placements]
     shape = StateShape(context, sequences, "f32", "f32")
     scratch = scratch_bytes(spec, tokens, shape, 4)
@@ -37,7 +48,7 @@ def make_tier(spec: ModelSpec, tokens: int, places: Places, slots: int, context:
         slot_bytes=align(max(streamed, default=0), TENSOR_ALIGN),
         kv=sum(spec.unit(p.unit).state_nbytes(spec.config, shape) for p in placements if p.kv == "vram"),
     )
-    return TierPlan(tokens, placements, buffers, NO_PREDICTION, NO_SOLVE)
+    return TierPlan(tokens, placements, buffers, NO_PREDICTION, NO_SOLVE, reads)
 
 
 def make_variant(

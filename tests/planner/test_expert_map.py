@@ -65,7 +65,8 @@ def test_what_is_read_over_the_link_in_place_counts_by_what_tokens_are_expected_
     away = [SPEC.unit(p.unit) for p in tier.placements if p.where == "streamed"]
     assert sum(layer.in_place == 128 for layer in experts.tiers[0].layers) == len(away) > 0
     expected = used_share(8, 128, 1) * sum(u.packed_nbytes for u in away)
-    assert experts.tiers[0].link_nbytes - tier.prediction.link_bytes == pytest.approx(expected, rel=1e-6)
+    assert experts.tiers[0].link_nbytes == tier.prediction.link_bytes
+    assert expected <= tier.prediction.link_bytes < 1.01 * expected  # and a few activations
     assert f"{experts.tiers[0].link_nbytes / 1e6:.3g} MB over the link" in explain(variant)
     many = experts.tiers[-1]
     assert many.link_nbytes == variant.ranks[0].tiers[-1].prediction.link_bytes and not many.layers[0].in_place

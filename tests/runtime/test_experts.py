@@ -21,8 +21,10 @@ from pshard.runtime.blocks.find_block import find_block
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
 from pshard.runtime.memory.weights import view_unit
-from pshard.steps.step import CopyIn
+from pshard.steps.emit import emit_steps
+from pshard.steps.step import CopyIn, StepShape
 from pshard.units.moe.experts import EXPERTS
+from pshard.units.moe.in_place import read_nbytes
 from pshard.units.moe.router import ROUTER
 from pshard.units.moe.shared_experts import SHARED_EXPERTS
 from pshard.units.share import Share
@@ -38,12 +40,13 @@ def make_toy_tier(
     slots: int,
     sequences: int,
     others: dict[str, tuple] | None = None,
+    in_place: bool | None = None,
 ) -> TierPlan:
     """Everything pinned but the experts, layer by layer, the embedding, and what `others` says."""
     places: dict[str, tuple] = {u.name: ("pinned", "vram" if u.kind.state else None) for u in file.spec.units}
     parts = [u.name for u in file.spec.units if u.kind is EXPERTS]
     places |= {"embedding": ("cpu", None)} | (others or {}) | dict(zip(parts, ways, strict=True))
-    return make_tier(file.spec, tokens, places, slots, CONTEXT * sequences, sequences)
+    return make_tier(file.spec, tokens, places, slots, CONTEXT * sequences, sequences, in_place)
 
 
 def open_toy(file: ExpertsFile, tiers: tuple[TierPlan, ...], sequences: int):
@@ -84,6 +87,57 @@ def test_every_rule_of_a_router_holds_wherever_router_and_experts_are(rule: Expe
     tier = make_toy_tier(file, 16, ways, rng.randrange(1, 4), 1, others)
     with open_toy(file, (tier,), 1) as engine:
         check_talk(engine, file, 1, seed)
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+@pytest.mark.parametrize("way", [("streamed", None, 3), ("streamed", None, 3, 2)], ids=str)
+def test_the_cpu_takes_experts_of_long_prompts_while_others_are_streamed(way: tuple, sequences: int) -> None:
+    """Micro-batches for which other kernels run, and that are larger than what is in them."""
+    file, rng = ExpertsFile(), random.Random(7)
+    kept = ("streamed", None, 0, way[3]) if way[3:] else ("streamed", None)
+    tiers = tuple(make_toy_tier(file, n, [w] * 3, 2, sequences) for n, w in ((sequences, kept), (200, way)))
+    texts = [[rng.randrange(VOCAB) for _ in range(n)] for n in (120, 66, 3)[:sequences]]
+    with open_toy(file, tiers, sequences) as engine:
+        assert engine.rank_plan.covering(100).placement("blk.0.experts").cpu_rows
+        for text, logits in zip(texts, engine.forward(texts, all_logits=True)):
+            torch.testing.assert_close(logits.double(), file.logits(text), **CLOSE)
+
+
+@pytest.mark.parametrize("way", [w for w in WAYS if w[0] == "streamed"], ids=str)
+def test_experts_that_are_read_in_place_give_the_bits_of_copied_ones(way: tuple) -> None:
+    file, rng = ExpertsFile(), random.Random(3)
+    prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in (16, 20, 32, 9)]
+    found, moved = [], []
+    for in_place in (True, False):
+        tiers = tuple(make_toy_tier(file, n, [way] * 3, 1, 1, in_place=in_place or n == 1) for n in (1, 16, 32))
+        with open_toy(file, tiers, 1) as engine:
+            found.append([engine.forward(p, all_logits=True) for p in prompts])
+            before = engine.link_bytes
+            engine.forward(prompts[0][:4])
+            moved.append(engine.link_bytes - before)
+    assert all(torch.equal(one, other) for one, other in zip(*found))
+    texts = [token for p in prompts for token in p]
+    torch.testing.assert_close(torch.cat(found[0]).double(), file.logits(texts), **CLOSE)
+    assert moved[0] < moved[1]  # four tokens use few experts, and copies bring all
+
+
+def test_bytes_that_kernels_read_over_the_link_are_counted() -> None:
+    """By a run, and by the steps that the plan is printed from: what so many tokens are expected to use."""
+    file = ExpertsFile()
+    unit, config = file.spec.unit("blk.0.experts"), file.spec.config
+    tiers = tuple(make_toy_tier(file, n, [("streamed", None, 3)] * 3, 2, 1, in_place=True) for n in (1, 16))
+    pinned = tuple(make_toy_tier(file, n, [("pinned", None, 3)] * 3, 2, 1) for n in (1, 16))
+    moved = []
+    for some in (tiers, pinned):
+        with open_toy(file, some, 1) as engine:
+            engine.forward([1])
+            before = engine.link_bytes
+            engine.forward(list(range(2, 14)))
+            moved.append(engine.link_bytes - before)
+    assert moved[0] - moved[1] == 3 * read_nbytes(unit, Share(3), config, 12)
+    steps = [emit_steps(file.spec, of[1], StepShape(16, 0, 16)).link_bytes for of in (tiers, pinned)]
+    assert steps[0] - steps[1] == 3 * read_nbytes(unit, Share(3), config, 16)
+    assert read_nbytes(unit, Share(3), config, 1) < unit.packed_nbytes // 4
 
 
 @pytest.mark.parametrize("sequences", [1, 3])
@@ -163,7 +217,7 @@ def test_what_is_read_over_the_link_in_place_takes_the_link_and_no_slot(planned:
     for i, cost in ((0, task.costs[0].divided("blk.0.experts", Share(4))), (1, task.costs[0].units["blk.1.experts"])):
         events = [e for e in result.events if getattr(e.step, "unit", "") == f"blk.{i}.experts"]
         read = next(e for e in events if e.lane == "link")
-        assert read.end - read.start >= cost.link * 0.999
+        assert read.end - read.start >= cost.read * 0.999 > 0
         assert all(e.end >= read.end for e in events if e.lane == "acc" and e.start >= read.end)
 
 
@@ -196,6 +250,13 @@ def test_a_broken_mix_is_refused(change: dict, message: str) -> None:
         check_runnable((file.spec,), replace(variant, ranks=(rank,)), "cpu")
 
 
+def test_a_large_tier_that_reads_in_place_is_refused() -> None:
+    file = ExpertsFile(layers=2)
+    tiers = tuple(make_toy_tier(file, n, [("streamed", None)] * 2, 2, 1, in_place=True) for n in (1, 64))
+    with pytest.raises(PlanError, match="tier 64: nothing is read over the link in place"):
+        check_runnable((file.spec,), make_variant(file.spec, tiers, CONTEXT, 1), "cpu")
+
+
 @pytest.mark.parametrize("sequences", [1, 3])
 def test_a_planned_mix_runs(planned: tuple[ExpertsFile, Variant], sequences: int) -> None:
     """The plan's placements, with buffers for the CPU as accelerator."""
@@ -203,7 +264,7 @@ def test_a_planned_mix_runs(planned: tuple[ExpertsFile, Variant], sequences: int
     tiers = tuple(
         make_tier(
             file.spec, max(t.tokens, sequences), {p.unit: (p.where, p.kv, *p.share) for p in t.placements},
-            t.buffers.slots, CONTEXT * sequences, sequences,
+            t.buffers.slots, CONTEXT * sequences, sequences, t.in_place,
         )
         for t in variant.ranks[0].tiers
         if t.tokens >= sequences

@@ -37,8 +37,8 @@ def test_experts_give_the_reference_logits_wherever_they_are(tmp_path: Path, way
     places: dict[str, tuple] = {u.name: ("pinned", "vram" if u.kind.state else None) for u in spec.units}
     places |= {u.name: way for u in spec.units if u.kind is EXPERTS}
     places |= {u.name: (router, None) for u in spec.units if u.kind is ROUTER}
-    tiers = tuple(make_tier(spec, n, places, 2, CONTEXT, 1) for n in (4, 80))
-    expected = talk(open_engine(path, pinned_everywhere(spec, (4, 80), CONTEXT), context=CONTEXT))
+    tiers = tuple(make_tier(spec, n, places, 2, CONTEXT, 1, in_place=n <= 24) for n in (4, 24, 80))
+    expected = talk(open_engine(path, pinned_everywhere(spec, (4, 24, 80), CONTEXT), context=CONTEXT))
     got = talk(open_engine(path, tiers, "fast", CONTEXT, device="cuda"))
     assert torch.isfinite(got).all()
     assert ((got - expected) ** 2).mean() < ROUNDED * (expected**2).mean()

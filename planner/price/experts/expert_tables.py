@@ -78,6 +78,7 @@ class ExpertTables:
     def __init__(self, profile: MachineProfile) -> None:
         self._layers: dict[str, dict[LayerShape, Curve]] = defaultdict(dict)
         self._routers: dict[str, dict[RouterShape, Curve]] = defaultdict(dict)
+        self._nearest: dict[tuple[str, LayerShape], LayerShape] = {}
         points: dict[tuple[str, LayerShape], list[tuple[float, float]]] = defaultdict(list)
         for e in profile.experts:
             layer = LayerShape(e.gate_qtype, e.down_qtype, e.experts, e.used, e.d_expert, e.d_model)
@@ -103,7 +104,9 @@ class ExpertTables:
         gate, down = products.gate, products.down
         f, all_of_it = gate.rows // gate.parts, gate.parts / products.of
         layer = LayerShape(gate.qtype, down.qtype, products.of, products.chosen, f, gate.cols)
-        near = layer if layer in timed else min(timed, key=layer.unlikeness)
+        if (device, layer) not in self._nearest:
+            self._nearest[device, layer] = layer if layer in timed else min(timed, key=layer.unlikeness)
+        near = self._nearest[device, layer]
         at = max(1.0, tokens * layer.load / near.load)
         each = tokens * layer.used / layer.touched(tokens)
         size = layer.nbytes / near.nbytes if each <= SMALL_BATCH else layer.elements / near.elements

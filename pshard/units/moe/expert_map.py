@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pshard.cuts.rank_parts import cut_ranks
 from pshard.model import ModelSpec
 from pshard.plan import Placement, TierPlan, Variant
-from pshard.units.divide_unit import count_shares, divide_unit
-from pshard.units.moe.in_place import reads_in_place, used_nbytes
+from pshard.units.divide_unit import count_shares
 from pshard.units.unit import Unit
 
 PLACES = ("pinned", "streamed", "in_place", "cpu")
@@ -68,7 +67,7 @@ def map_experts(spec: ModelSpec, variant: Variant) -> tuple[ExpertMap, ...]:
     for part, rank in zip(cut_ranks(spec, variant.split), variant.ranks):
         units = [unit for unit in part.units if unit.kind.parts and unit.tensors]
         if units:
-            tiers = tuple(_map_tier(part, tier, units) for tier in rank.tiers)
+            tiers = tuple(_map_tier(tier, units) for tier in rank.tiers)
             names = tuple(unit.name for unit in units)
             found.append(
                 ExpertMap(
@@ -87,17 +86,12 @@ def group_layers(layers: Iterable[LayerExperts]) -> Iterator[tuple[str, LayerExp
         yield _name_layers([each.layer for each in members]), members[0]
 
 
-def _map_tier(spec: ModelSpec, tier: TierPlan, units: list[Unit]) -> TierExperts:
-    read, layers = 0, []
-    for unit in units:
-        place = tier.placement(unit.name)
-        layers.append(_count_places(unit, place, tier.tokens))
-        if layers[-1].in_place:
-            read += used_nbytes(divide_unit(unit, place.share).brought.unit, spec.config, tier.tokens)
-    return TierExperts(tier.tokens, tuple(layers), tier.prediction.link_bytes + read)
+def _map_tier(tier: TierPlan, units: list[Unit]) -> TierExperts:
+    layers = tuple(_count_places(unit, tier.placement(unit.name), tier.in_place) for unit in units)
+    return TierExperts(tier.tokens, layers, tier.prediction.link_bytes)
 
 
-def _count_places(unit: Unit, place: Placement, tokens: int) -> LayerExperts:
+def _count_places(unit: Unit, place: Placement, reads: bool) -> LayerExperts:
     total = count_shares(unit)
     if place.where == "cpu":
         return LayerExperts(unit.layer, 0, 0, 0, total)
@@ -105,7 +99,7 @@ def _count_places(unit: Unit, place: Placement, tokens: int) -> LayerExperts:
     if place.where == "pinned":
         return LayerExperts(unit.layer, on_acc, 0, 0, place.cpu_rows)
     brought = on_acc - place.kept_parts
-    streamed, in_place = (0, brought) if reads_in_place(unit.kind, tokens) else (brought, 0)
+    streamed, in_place = (0, brought) if reads else (brought, 0)
     return LayerExperts(unit.layer, place.kept_parts, streamed, in_place, place.cpu_rows)
 
 

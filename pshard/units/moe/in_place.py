@@ -1,19 +1,31 @@
-"""Reading in place: in small micro-batches the accelerator's kernels read streamed parts over the link. No torch.
+"""Reading in place: in small micro-batches the accelerator's kernels may read streamed parts over the link. No torch.
 
-Of a unit with parts few tokens use few. So nothing is copied to a slot: a kernel that knows what was chosen reads just
-that from page-locked host memory, while the CPU computes what it has of the unit.
+Of a unit with parts few tokens use some only. So nothing is copied to a slot: a kernel that knows what was chosen reads
+just that from page-locked host memory, while the CPU computes what it has of the unit. A copy brings all parts, but may
+begin before it is known what is chosen. A tier does one or the other.
 """
 
 from pshard.model_config import ModelConfig
+from pshard.units.divide_unit import divide_unit
 from pshard.units.operations import used_share
-from pshard.units.unit import Unit, UnitKind
+from pshard.units.share import Share
+from pshard.units.unit import Unit
 
-IN_PLACE_TOKENS = 8  # up to so many tokens of a tier: kernels of more read a part several times
+# in a tier of more tokens nearly all parts are used, and kernels read a part once for every 16 of its tokens
+IN_PLACE_TOKENS = 32
+ALWAYS_TOKENS = 8  # up to here there is no choice
+USUALLY_USED = 0.9  # of the parts: where more are used than that, copies that begin early are likely to be faster
 
 
-def reads_in_place(kind: UnitKind, tokens: int) -> bool:
-    """Whether streamed units of the kind are read where they lie, in tiers of that many tokens."""
-    return kind.parts is not None and tokens <= IN_PLACE_TOKENS
+def ways_to_read(config: ModelConfig, tokens: int) -> tuple[bool, ...]:
+    """Whether streamed parts are read in place in tiers of so many tokens, as each tier may choose; the likely way
+    first."""
+    if config.experts is None or tokens > IN_PLACE_TOKENS:
+        return (False,)
+    if tokens <= ALWAYS_TOKENS:
+        return (True,)
+    few = used_share(config.experts.used, config.experts.count, tokens) <= USUALLY_USED
+    return few, not few
 
 
 def used_nbytes(unit: Unit, config: ModelConfig, tokens: int) -> int:
@@ -22,3 +34,8 @@ def used_nbytes(unit: Unit, config: ModelConfig, tokens: int) -> int:
         return unit.packed_nbytes
     unused = 1 - used_share(*unit.kind.parts(config), tokens)
     return unit.packed_nbytes - round(unused * sum(t.packed_nbytes for t in unit.tensors if t.parts))
+
+
+def read_nbytes(unit: Unit, share: Share, config: ModelConfig, tokens: int) -> int:
+    """Bytes that so many tokens are expected to read in place of what the accelerator streams of a unit."""
+    return used_nbytes(divide_unit(unit, share).brought.unit, config, tokens)
