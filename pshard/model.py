@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pshard.model_config import ModelConfig
+from pshard.routing.popularity import Popularity
 from pshard.units.state import State, StateShape
 from pshard.units.unit import Unit
 
@@ -28,7 +29,8 @@ class ModelSpec:
     router and experts), output.
 
     `neighbours`: what a rank holds is a run of layers (cuts/layer_cuts.py); None: a whole model, or a slice of every
-    unit.
+    unit. popularity: of experts, by which these are ordered and priced (routing/order_experts.py); None: all are chosen
+    alike.
     """
 
     name: str
@@ -36,6 +38,7 @@ class ModelSpec:
     config: ModelConfig
     units: tuple[Unit, ...]
     neighbours: Neighbours | None = None
+    popularity: Popularity | None = None
 
     def unit(self, name: str) -> Unit:
         """The unit of that name. Raises KeyError."""

@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 
 from pshard.model import ModelSpec
+from pshard.planner.price.experts.expert_uses import Uses, used_nbytes
 from pshard.planner.price.price_operations import OneSide, price_operations
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_loads import TierLoad
 from pshard.units.divide_unit import divide_unit, joined_width
-from pshard.units.moe.in_place import reads_in_place, used_nbytes
+from pshard.units.moe.in_place import reads_in_place
 from pshard.units.share import WHOLE, Share
 from pshard.units.unit import Unit
 from pshard.workload import Workload
@@ -27,7 +28,13 @@ class Setting:
 
     def side(self, name: str, rows: int | None = None) -> OneSide:
         """One side's view of the micro-batch; `rows`: of its tokens."""
-        return OneSide(name, self.tables, self.load, self.load.tokens if rows is None else rows, self.workload.type_k)
+        rows = self.load.tokens if rows is None else rows
+        return OneSide(name, self.tables, self.load, rows, self.workload.type_k, self.uses)
+
+    @property
+    def uses(self) -> Uses:
+        """How likely a token uses each expert, by place."""
+        return self.spec.popularity.uses if self.spec.popularity else ()
 
     @property
     def shares(self) -> tuple[float, float]:
@@ -46,11 +53,11 @@ class Setting:
             return sum(self.tables.copy("h2d", piece.nbytes, memory) for piece in brought.pieces)
         if self.waits:  # the CPU as accelerator computes from there
             return 0.0
-        return self.tables.copy("h2d", self.reads(brought.unit)) if memory == "pinned" else UNREADABLE
+        return self.tables.copy("h2d", self.reads(brought.unit, brought.first)) if memory == "pinned" else UNREADABLE
 
-    def reads(self, unit: Unit) -> int:
-        """Bytes of weights that whoever computes a unit is expected to read."""
-        return used_nbytes(unit, self.spec.config, self.load.tokens)
+    def reads(self, unit: Unit, first: int = 0) -> int:
+        """Bytes of weights that whoever computes a unit, or its parts from `first` on, is expected to read."""
+        return used_nbytes(unit, self.spec.config, self.load.tokens, self.uses, first)
 
     def correction(self, unit: Unit) -> tuple[float, float, float]:
         """Factors that trials have taught: on the accelerator, on the host, of the link."""
@@ -163,7 +170,7 @@ def divided_cost(unit: Unit, share: Share, setting: Setting) -> DividedCost:
             acc * (price_operations(operations, setting.side("acc")) * slower + step)
             for operations in (work.on_acc, work.after)
         )
-        reads = setting.reads(parts.on_cpu.unit)
+        reads = setting.reads(parts.on_cpu.unit, parts.on_cpu.first)
         cpu = price_operations(work.on_cpu, setting.side("host"))
         cpu = host * (cpu * on_host + tables.elementwise("host", "step", 1, 1))
         join = tables.handoff("acc", 4 * tokens * joined_width(unit, share, spec.config), 4 * spec.config.d_model)

@@ -15,6 +15,7 @@ from pshard.workload import Workload
 if TYPE_CHECKING:
     from pshard.planner.explain import WhatIf
     from pshard.planner.tier_alone import TierAlone
+    from pshard.routing.replay import Replay
     from pshard.times.outlook import Outlook
 
 Gains = Mapping[int, "tuple[WhatIf, ...]"]  # by place of the variant
@@ -25,7 +26,8 @@ Alone = Mapping[int, "tuple[TierAlone, ...]"]  # likewise
 class Planned:
     """The variants that one command made, what was tried for each, and what they were made for.
 
-    `asked`: the first workload, as it was asked for; its largest micro-batch may be more than any variant's.
+    `asked`: the first workload, as it was asked for; its largest micro-batch may be more than any variant's. `replay`:
+    hit rates of the routing record that was given; None without one.
     """
 
     spec: ModelSpec
@@ -34,6 +36,7 @@ class Planned:
     asked: Workload
     variants: tuple[Variant, ...]
     trials: tuple[tuple[Trial, ...], ...]
+    replay: "Replay | None" = None
 
 
 def emit_arguments(planned: Planned, program: str) -> list[str]:
@@ -82,14 +85,19 @@ def print_plans(planned: Planned, gains: Gains | None, alone: Alone, outlooks: "
     and the `outlooks`."""
     from rich.console import Console
 
+    from pshard.planner.routing.show_routing import print_expert_places, print_replay
     from pshard.planner.show_plan import print_explanation, print_outlook, print_trials, print_variant
 
     out = Console()
+    if planned.replay:
+        print_replay(planned.replay, out)
     for i, (variant, trials) in enumerate(zip(planned.variants, planned.trials)):
         print_trials(trials, out)
         print_variant(variant, out)
         if gains is not None:
             print_explanation(variant, gains.get(i, ()), alone.get(i, ()), out)
+            if planned.spec.config.experts:
+                print_expert_places(planned.spec, variant, out)
             print_outlook(outlooks[i], out)
 
 
@@ -112,4 +120,5 @@ def as_json(planned: Planned, gains: Gains, alone: Alone, outlooks: "tuple[Outlo
         "gains": to_json([{"vram_mib": variants[i].workload.vram_mib, "what_if": g} for i, g in gains.items()]),
         "alone": to_json([{"vram_mib": variants[i].workload.vram_mib, "tiers": tiers} for i, tiers in alone.items()]),
         "outlooks": to_json(outlooks),
+        "routing": to_json(planned.replay),
     }

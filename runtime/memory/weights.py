@@ -1,7 +1,7 @@
 """Weights in host memory: one arena, page-locked in chunks, each unit's tensors packed into one contiguous blob."""
 
 import mmap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -169,7 +169,7 @@ def pack_unit(source: WeightSource, unit: Unit, blob: torch.Tensor, ranges: Rang
     for at, tensor in unit.offsets().values():
         out = blob[at : at + tensor.packed_nbytes]
         if tensor.parts:
-            _pack_stack(source, tensor, out)
+            _pack_stack(source, tensor, unit.order or range(tensor.parts), out)
             continue
         raw = source.tensor_bytes(tensor.name)
         if ranges is not None:
@@ -181,11 +181,12 @@ def pack_unit(source: WeightSource, unit: Unit, blob: torch.Tensor, ranges: Rang
         source.forget_tensor(tensor.name)  # else all of the file counts beside all of the arena at the end
 
 
-def _pack_stack(source: WeightSource, tensor: TensorSpec, out: torch.Tensor) -> None:
-    """One part after the other: of some models a whole stack is gigabytes, and its parts lie all over the files."""
+def _pack_stack(source: WeightSource, tensor: TensorSpec, order: Sequence[int], out: torch.Tensor) -> None:
+    """One part after the other, in that order: of some models a whole stack is gigabytes, and its parts lie all over
+    the files."""
     part = replace(tensor, shape=(tensor.rows // tensor.parts, tensor.cols), parts=0)
-    for number in range(tensor.parts):
-        own = out[number * part.packed_nbytes : (number + 1) * part.packed_nbytes]
+    for place, number in enumerate(order):
+        own = out[place * part.packed_nbytes : (place + 1) * part.packed_nbytes]
         _pack_matrix(source.part_bytes(tensor.name, number), part, own)
     source.forget_tensor(tensor.name)
 

@@ -4,9 +4,7 @@ Of a unit with parts few tokens use few. So nothing is copied to a slot: a kerne
 that from page-locked host memory, while the CPU computes what it has of the unit.
 """
 
-from pshard.model_config import ModelConfig
-from pshard.units.operations import used_share
-from pshard.units.unit import Unit, UnitKind
+from pshard.units.unit import UnitKind
 
 IN_PLACE_TOKENS = 8  # up to so many tokens of a tier: kernels of more read a part several times
 
@@ -14,11 +12,3 @@ IN_PLACE_TOKENS = 8  # up to so many tokens of a tier: kernels of more read a pa
 def reads_in_place(kind: UnitKind, tokens: int) -> bool:
     """Whether streamed units of the kind are read where they lie, in tiers of that many tokens."""
     return kind.parts is not None and tokens <= IN_PLACE_TOKENS
-
-
-def used_nbytes(unit: Unit, config: ModelConfig, tokens: int) -> int:
-    """Bytes of a unit's weights, or of what one place has of it, that so many tokens are expected to use."""
-    if unit.kind.parts is None:
-        return unit.packed_nbytes
-    unused = 1 - used_share(*unit.kind.parts(config), tokens)
-    return unit.packed_nbytes - round(unused * sum(t.packed_nbytes for t in unit.tensors if t.parts))
