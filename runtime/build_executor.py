@@ -77,6 +77,7 @@ def build_executor(
     needed = align(max(tier.buffers.total for tier in plan.tiers), TENSOR_ALIGN)
     arena = device.allocate(min(needed, arena_bytes(plan.budget_mib, device.kind)))
     if lender is not None:
+        lender.check_orders(spec)
         executor = Executor(spec, plan, device, arena, LentWeights(lender), states, kernels, group, records=records)
         _load_pins(executor, resident, lender.blob)
         return executor

@@ -133,6 +133,12 @@ class HostWeights:
             pack_unit(source, unit, self._blobs[name], ranges)
             progress(unit.packed_nbytes)
 
+    def check_orders(self, spec: ModelSpec) -> None:
+        """Raise ValueError where parts of a unit lie in another order than the model has them."""
+        for name, unit in self._units.items():
+            if unit.order != spec.unit(name).order:
+                raise ValueError(f"the weights of {name} were packed in another order than the plan's; pack them again")
+
     def lock(self) -> None:
         """Page-lock the arena until that is refused: whatever else must be page-locked comes before."""
         for chunk in self._chunks:

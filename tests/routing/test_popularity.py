@@ -1,15 +1,20 @@
 """Popularity: the order that a record gives, and the uses that its places are worth."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from experts_file import ExpertsFile
+from model_files import write_gguf
 from routing_samples import make_record
 
+from pshard.models import open_model
+from pshard.registries.routing_file import fingerprint_routers
 from pshard.routing.measure_popularity import measure_popularity
 from pshard.routing.order_experts import order_experts
 from pshard.routing.popularity import check_popularity, pack_numbers, pack_uses, unpack_numbers, unpack_uses
+from pshard.runtime.memory.kv_file import fingerprint_model
 
 
 def test_the_most_used_come_first_and_ties_go_to_the_lower_number() -> None:
@@ -87,3 +92,14 @@ def test_a_popularity_of_other_layers_or_experts_is_refused() -> None:
     record = make_record(layers=3, experts=9)
     with pytest.raises(ValueError, match="is of 9 experts"):
         order_experts(spec, measure_popularity(replace(record, layers=(0, 1, 2))))
+
+
+def test_an_order_changes_no_fingerprint_of_the_model(tmp_path: Path) -> None:
+    """Plans, KV cache files and records fit a model with or without one."""
+    with open_model(write_gguf(tmp_path / "m.gguf", "qwen3moe", n_layers=2)) as file:
+        before = file.fingerprint_inputs(), fingerprint_model(file), fingerprint_routers(file)
+        popularity = measure_popularity(replace(make_record(layers=2, experts=8), layers=(0, 1)))
+        file.spec = order_experts(file.spec, popularity)
+        assert file.spec.unit("blk.0.experts").order == popularity.order_of(0)
+        assert (file.fingerprint_inputs(), fingerprint_model(file), fingerprint_routers(file)) == before
+        assert order_experts(file.spec, None).unit("blk.0.experts").order == ()
