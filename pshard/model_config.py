@@ -1,6 +1,8 @@
 """ModelConfig: the numbers of a decoder that computing and planning need. No torch."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -75,3 +77,10 @@ class ModelConfig:
     sliding_window: int = 0  # 0: full attention in every layer
     window_every: int = 1  # of so many layers the first has the window, the others have full attention
     experts: Experts | None = None
+
+    def resize(self, sizes: Mapping[str, int]) -> "ModelConfig":
+        """The same with other numbers, by the names of fields here or in `experts`."""
+        here = {f.name for f in fields(self)}
+        own: dict[str, Any] = {name: size for name, size in sizes.items() if name in here}
+        of_experts: dict[str, Any] = {name: size for name, size in sizes.items() if name not in here}
+        return replace(self, **own, experts=replace(self.experts, **of_experts) if self.experts else None)

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from pshard.batch_sizes import SMALL_BATCH
-from pshard.planner.price.experts.expert_uses import Uses, chosen_share, used_experts
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_loads import TierLoad
 from pshard.quant import QUANT_TYPES
+from pshard.routing.expert_uses import Uses, chosen_share, used_experts
 from pshard.tensor import TensorSpec
 from pshard.units.operations import (
     Attend,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pshard.model import ModelSpec
-from pshard.planner.price.experts.expert_uses import count_last
+from pshard.routing.expert_uses import count_last
 from pshard.units.divide_unit import list_shares
 from pshard.units.share import Share
 from pshard.units.unit import Unit, UnitKind

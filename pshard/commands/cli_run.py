@@ -192,14 +192,16 @@ def _generate(engine: "Engine", prompt: Any, args: Any, sampling: Any, loud: boo
 
 def _record_routing(engine: "Engine", file: "ModelFile", path: Path) -> None:
     """Write which experts the run's tokens have used, and tell of it."""
-    from pshard.planner.routing.expert_places import expect_hits, measure_hits
+    from pshard.planner.routing.measure_hits import measure_hits
     from pshard.registries.routing_file import fingerprint_routers, write_routing
+    from pshard.units.moe.expert_map import map_experts
 
     record, spec = engine.record_routing(fingerprint_routers(file)), file.spec
     write_routing(path, record)
-    hits, expected = measure_hits(record, spec, engine.rank_plan), expect_hits(spec, engine.rank_plan.tiers[0])
+    tier = map_experts(spec, engine.plan)[0].tiers[0]
+    hits = measure_hits(record, spec, tier)
     served = f"; while decoding, experts in VRAM served {hits:.1%} of what tokens used" if hits is not None else ""
-    served += f" ({expected:.1%} expected)" if served else ""
+    served += f" ({tier.served[0]:.1%} expected)" if served else ""
     print(f"routing record: {record.tokens} tokens in {path}{served}", file=sys.stderr)
 
 

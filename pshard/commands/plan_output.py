@@ -47,6 +47,19 @@ def emit_arguments(planned: Planned, program: str) -> list[str]:
     return [llama_arguments(variant, units, program) for variant in planned.variants]
 
 
+def list_unsaid_of(planned: Planned) -> list[str]:
+    """What arguments for llama.cpp cannot say of each variant; a line names its budget where there are several."""
+    from pshard.planner.llama_cpp_arguments import list_unsaid
+
+    units = {u.name: u for u in planned.spec.units}
+    several = len(planned.variants) > 1
+    return [
+        f"{variant.workload.vram_mib[0]} MiB: {line}" if several else line
+        for variant in planned.variants
+        for line in list_unsaid(variant, units)
+    ]
+
+
 def explain_all(planned: Planned, strategy: str) -> Gains:
     """What a better machine would bring to each variant that needed a plan."""
     from pshard.planner.explain import explain_gains
@@ -85,8 +98,9 @@ def print_plans(planned: Planned, gains: Gains | None, alone: Alone, outlooks: "
     and the `outlooks`."""
     from rich.console import Console
 
-    from pshard.planner.routing.show_routing import print_expert_places, print_replay
+    from pshard.planner.routing.show_routing import print_replay
     from pshard.planner.show_plan import print_explanation, print_outlook, print_trials, print_variant
+    from pshard.units.moe.expert_map import map_experts
 
     out = Console()
     if planned.replay:
@@ -95,9 +109,7 @@ def print_plans(planned: Planned, gains: Gains | None, alone: Alone, outlooks: "
         print_trials(trials, out)
         print_variant(variant, out)
         if gains is not None:
-            print_explanation(variant, gains.get(i, ()), alone.get(i, ()), out)
-            if planned.spec.config.experts:
-                print_expert_places(planned.spec, variant, out)
+            print_explanation(variant, gains.get(i, ()), alone.get(i, ()), out, map_experts(planned.spec, variant))
             print_outlook(outlooks[i], out)
 
 
@@ -110,6 +122,7 @@ def print_arguments(planned: Planned, emitted: list[str]) -> None:
 def as_json(planned: Planned, gains: Gains, alone: Alone, outlooks: "tuple[Outlook, ...]" = ()) -> dict[str, Any]:
     """The registry of these variants, the simulated timelines of the last one, and what was explained."""
     from pshard.planner.explain import simulate_timelines
+    from pshard.units.moe.expert_map import map_experts
 
     created = datetime.now(UTC).isoformat(timespec="seconds")
     variants, inputs = planned.variants, planned.inputs
@@ -120,5 +133,6 @@ def as_json(planned: Planned, gains: Gains, alone: Alone, outlooks: "tuple[Outlo
         "gains": to_json([{"vram_mib": variants[i].workload.vram_mib, "what_if": g} for i, g in gains.items()]),
         "alone": to_json([{"vram_mib": variants[i].workload.vram_mib, "tiers": tiers} for i, tiers in alone.items()]),
         "outlooks": to_json(outlooks),
+        "experts": to_json([of_rank for v in variants for of_rank in map_experts(planned.spec, v)]),
         "routing": to_json(planned.replay),
     }

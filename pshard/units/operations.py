@@ -43,10 +43,12 @@ class ProductGroup:
 
 @dataclass(frozen=True)
 class GatedProduct:
-    """silu(gate x) * (up x): two matrices, and the product of what they give."""
+    """silu(gate x) * (up x): two matrices, and the product of what they give, with `scale` times a number of each
+    token."""
 
     gate: TensorSpec
     up: TensorSpec
+    scale: TensorSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class Route:
 
     router: TensorSpec
     chosen: int
+    biases: tuple[TensorSpec, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ class ExpertProducts:
     down: TensorSpec
     chosen: int
     of: int
+    biases: tuple[TensorSpec, ...] = ()
     first: int = 0
 
     @property

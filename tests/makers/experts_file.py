@@ -28,6 +28,17 @@ RULES = {
     "of the chosen": Experts(N_EXPERTS, 4, D_EXPERT, "chosen", normed=False, activation="clamped", biases=True),
 }
 
+WAYS: list[tuple] = [  # how a layer of them may be placed: where, its state, the CPU's, those kept beside a slot
+    ("pinned", None),
+    ("streamed", None),
+    ("cpu", None),
+    ("pinned", None, 3),
+    ("streamed", None, 3),
+    ("streamed", None, 0, 2),
+    ("streamed", None, 3, 2),
+    ("streamed", None, 1, 6),
+]
+
 
 def skew_routers(file: "ExpertsFile", sigma: float, seed: int = 0) -> "ExpertsFile":
     """The file with router rows of unequal length, so that some experts are chosen far more often."""

@@ -79,7 +79,8 @@ def test_each_rank_may_place_its_layers_as_it_likes(
         assert torch.equal(logits, wanted[name])
 
 
-def test_ranks_find_their_layers_experts_in_an_order_of_popularity(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["layer", "tensor"])
+def test_ranks_find_what_they_have_of_experts_in_an_order_of_popularity(tmp_path: Path, mode: str) -> None:
     """The first three in VRAM, the last two on the CPU, others brought: which they are depends on the layer."""
     path = write_gguf(tmp_path / "m.gguf", "qwen3moe", n_layers=3)
     popularity = measure_popularity(replace(make_record(50, 3, experts=8), layers=(0, 1, 2)))
@@ -92,5 +93,5 @@ def test_ranks_find_their_layers_experts_in_an_order_of_popularity(tmp_path: Pat
 
     with open_engine(path, context=CONTEXT, tokens=(4, 16)) as engine:
         expected = talk(engine)
-    for logits in run_ranks(path, (2.0, 1.0), talk, CONTEXT, tiers, mode="layer", popularity=popularity):
+    for logits in run_ranks(path, (2.0, 1.0), talk, CONTEXT, tiers, mode=mode, popularity=popularity):
         torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)

@@ -13,7 +13,7 @@ from toy_kinds import CONTEXT, VOCAB
 
 from pshard.model_config import Experts
 from pshard.plan import TierPlan
-from pshard.planner.routing.expert_places import expect_hits, measure_hits
+from pshard.planner.routing.measure_hits import measure_hits
 from pshard.routing.measure_popularity import measure_popularity
 from pshard.routing.order_experts import order_experts
 from pshard.routing.popularity import Popularity
@@ -21,6 +21,7 @@ from pshard.routing.record import RoutingRecord
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
 from pshard.runtime.engine import Engine
+from pshard.units.moe.expert_map import map_experts
 
 
 def open_recorder(
@@ -135,7 +136,7 @@ def test_the_share_of_hits_that_a_run_measures_is_that_of_its_record() -> None:
     ]
     with open_recorder(file, tiers, popularity) as engine:
         read_text(engine, text, 100)
-        measured = measure_hits(engine.record_routing("ab"), spec, engine.rank_plan)
-        expected = expect_hits(spec, engine.rank_plan.tiers[0])
+        tier = map_experts(spec, engine.plan)[0].tiers[0]
+        measured, expected = measure_hits(engine.record_routing("ab"), spec, tier), tier.served[0]
     assert measured == sum(hits) / (3 * 2 * 150)
     assert measured == pytest.approx(expected, abs=0.08) and expected > 2 / 3 * 4 / 16 + 0.1

@@ -10,8 +10,8 @@ from math import log
 
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.machine import MachineProfile
-from pshard.planner.price.experts.expert_uses import Uses, work_share
 from pshard.quant import packed_nbytes
+from pshard.routing.expert_uses import Uses, work_share
 from pshard.times.curves import Curve, curve_through, interpolate
 from pshard.units.operations import ExpertProducts, Route, used_share
 
