@@ -216,7 +216,10 @@ def _describe_experts(tier: TierExperts, of: ExpertMap) -> list[tuple[str, str]]
 
 
 def _count_experts(layer: LayerExperts) -> str:
-    return ", ".join(f"{n} {where}" for n, where in zip(layer.counts, WHERE_EXPERTS) if n)
+    there = [f"{n} {where}" for n, where in zip(layer.counts, WHERE_EXPERTS) if n]
+    if layer.pinned and layer.hits is not None:
+        there[0] += f" for {layer.hits:.0%} of the choices"
+    return ", ".join(there)
 
 
 def _describe_divided(tier: TierPlan, experts: "Sequence[str]") -> list[str]:

@@ -1,7 +1,7 @@
 """Where the routed experts of a plan lie, layer by layer. No torch."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pshard.cuts.rank_parts import cut_ranks
 from pshard.model import ModelSpec
@@ -18,13 +18,15 @@ PLACES = ("pinned", "streamed", "in_place", "cpu")
 @dataclass(frozen=True)
 class LayerExperts:
     """How many experts of a layer lie where in one tier. `pinned`: in VRAM. `streamed`: all of them are copied there
-    before use. `in_place`: the accelerator reads those that were chosen over the link. `cpu`: computed on the host."""
+    before use. `in_place`: the accelerator reads those that were chosen over the link. `cpu`: computed on the host.
+    `hits`: the share of the layer's choices that those in VRAM are expected to serve, by a record; None without one."""
 
     layer: int
     pinned: int
     streamed: int
     in_place: int
     cpu: int
+    hits: float | None = None
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -78,20 +80,24 @@ def map_experts(spec: ModelSpec, variant: Variant) -> tuple[ExpertMap, ...]:
 
 
 def group_layers(layers: Iterable[LayerExperts]) -> Iterator[tuple[str, LayerExperts]]:
-    """Layers that have the same, as "0-3, 8" with one of them, in order of their first layer."""
+    """Layers that have the same, as "0-3, 8" with one of them and the mean of their hits, in order of their first
+    layer."""
     alike: dict[tuple[int, ...], list[LayerExperts]] = {}
     for each in layers:
         alike.setdefault(each.counts, []).append(each)
     for members in alike.values():
-        yield _name_layers([each.layer for each in members]), members[0]
+        hits = [each.hits for each in members if each.hits is not None]
+        mean = sum(hits) / len(hits) if hits else None
+        yield _name_layers([each.layer for each in members]), replace(members[0], hits=mean)
 
 
 def _map_tier(spec: ModelSpec, tier: TierPlan, units: list[Unit]) -> TierExperts:
     read, layers, served = 0, [], []
     for unit in units:
         place, uses = tier.placement(unit.name), spec.popularity.uses_of(unit.layer) if spec.popularity else ()
-        layers.append(_count_places(unit, place, tier.tokens))
-        served.append(_share_choices(layers[-1], uses))
+        counted = _count_places(unit, place, tier.tokens)
+        served.append(_share_choices(counted, uses))
+        layers.append(replace(counted, hits=served[-1][0]) if uses else counted)
         if layers[-1].in_place:
             brought = divide_unit(unit, place.share).brought
             read += used_nbytes(brought.unit, spec.config, tier.tokens, uses, brought.first)
