@@ -11,6 +11,7 @@ from pshard.planner.price.draft import tier_steps
 from pshard.planner.price.page_locks import stage_by
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.simulate import simulate_ranks
+from pshard.routing.order_experts import order_experts
 from pshard.steps.step import (
     AllReduce,
     Compute,
@@ -89,7 +90,8 @@ def _speedups(before: Variant, after: Variant) -> tuple[tuple[int, float], ...]:
 
 def simulate_timelines(spec: ModelSpec, profile: MachineProfile, variant: Variant) -> tuple[Timeline, ...]:
     """The simulated steps of every tier on the first rank, for `pshard-report` to draw."""
-    tiers, w = tuple(t.tokens for t in variant.ranks[0].tiers), variant.workload
+    spec, w = order_experts(spec, variant.popularity), variant.workload
+    tiers = tuple(t.tokens for t in variant.ranks[0].tiers)
     tasks = price_tiers(spec, Tables(profile, variant.correction), w, tiers)
     timelines = []
     priced = [stage_by(rank, task.costs) for task, rank in zip(tasks, variant.ranks)]

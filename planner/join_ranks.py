@@ -25,7 +25,8 @@ def join_ranks(tasks: Sequence[RankTask], chosen: Sequence[Candidate]) -> Varian
     shares, tables = tuple(t.share for t in tasks), tasks[0].costs[0].tables
     workload = replace(tasks[0].room.workload, tensor_split=shares if len(shares) > 1 else ())
     ranks = _predict(tasks, [_write_rank(task, candidate) for task, candidate in zip(tasks, chosen)])
-    variant = Variant(workload, tasks[0].plan_needed, ranks, tables.correction)
+    popularity = tasks[0].room.spec.popularity
+    variant = Variant(workload, tasks[0].plan_needed, ranks, tables.correction, popularity=popularity)
     check_variant(tuple(t.room.spec for t in tasks), variant, tables.kind, usable_bytes(tables.profile, len(tasks)))
     return variant
 

@@ -12,9 +12,10 @@ from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import NOTHING_LEARNT, Correction, TierPlan, Variant
 from pshard.planner.join_ranks import join_ranks, joint_seconds
-from pshard.planner.prepare_ranks import prepare_ranks
+from pshard.planner.prepare_ranks import prepare_ranks, price_tiers
 from pshard.planner.price.draft import Room, predict_tier
 from pshard.planner.price.page_locks import locked, stage_by
+from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.unit_classes import UnitClass
 from pshard.planner.published.per_tier import place_per_tier
@@ -35,6 +36,7 @@ from pshard.planner.search.exact import perfect_candidate
 from pshard.planner.search.exact_tiers import perfect_round
 from pshard.planner.search.one_placement import common_plans
 from pshard.planner.search.polish_tiers import polish_tiers
+from pshard.routing.order_experts import order_experts
 from pshard.times.predicted_times import round_seconds, sum_round
 from pshard.workload import Workload
 
@@ -53,7 +55,20 @@ def plan_variant(
     the profile lacks a table.
     """
     tasks = prepare_ranks(spec, profile, workload, correction)
-    return join_fastest(tasks, refine_ranks(tasks, place_ranks(tasks, time_limit)))
+    variant = join_fastest(tasks, refine_ranks(tasks, place_ranks(tasks, time_limit)))
+    if spec.popularity and tasks[0].plan_needed and len(tasks) == 1:
+        return _or_unrecorded(spec, profile, variant, time_limit)
+    return variant
+
+
+def _or_unrecorded(spec: ModelSpec, profile: MachineProfile, variant: Variant, time_limit: float) -> Variant:
+    """The variant, or the one of experts that are all chosen alike, where that takes less time by what was recorded:
+    the search tries few ways to divide a layer, and a record must make no plan slower."""
+    alike = plan_variant(order_experts(spec, None), profile, variant.workload, time_limit, variant.correction)
+    tiers = tuple(tier.tokens for tier in alike.ranks[0].tiers)
+    (task,) = price_tiers(spec, Tables(profile, variant.correction), alike.workload, tiers)
+    alike = predict_again(alike, task)
+    return alike if round_seconds(alike) < round_seconds(variant) else variant
 
 
 @dataclass(frozen=True)
@@ -152,7 +167,12 @@ def predict_again(variant: Variant, task: RankTask) -> Variant:
         )
         for tier, cost, bound in zip(rank.tiers, costs, task.divided_bounds, strict=True)
     )
-    return replace(variant, ranks=(replace(rank, tiers=tiers),), correction=task.costs[0].tables.correction)
+    return replace(
+        variant,
+        ranks=(replace(rank, tiers=tiers),),
+        correction=task.costs[0].tables.correction,
+        popularity=task.room.spec.popularity,
+    )
 
 
 def rank_plans(task: RankTask, time_limit: float, programs: int = 1) -> tuple[Candidate, ...]:

@@ -210,13 +210,16 @@ def _describe_experts(tier: TierExperts, of: ExpertMap) -> list[tuple[str, str]]
         ("experts", f"layer{'s' * (not layers.isdigit())} {layers}: {_count_experts(each)}")
         for layers, each in group_layers(tier.layers)
     ]
-    takes = ", ".join(f"{of.used * s:.2g} {where}" for s, where in zip(tier.shares(), WHERE_EXPERTS) if s)
+    takes = ", ".join(f"{of.used * s:.2g} {where}" for s, where in zip(tier.served, WHERE_EXPERTS) if s)
     link = f"{tier.link_nbytes / tier.tokens / 1e6:.3g} MB"
     return [*lines, ("a token", f"of its {of.used} experts in a layer {takes}; {link} over the link")]
 
 
 def _count_experts(layer: LayerExperts) -> str:
-    return ", ".join(f"{n} {where}" for n, where in zip(layer.counts, WHERE_EXPERTS) if n)
+    there = [f"{n} {where}" for n, where in zip(layer.counts, WHERE_EXPERTS) if n]
+    if layer.pinned and layer.hits is not None:
+        there[0] += f" for {layer.hits:.0%} of the choices"
+    return ", ".join(there)
 
 
 def _describe_divided(tier: TierPlan, experts: "Sequence[str]") -> list[str]:

@@ -95,6 +95,11 @@ def check_regular(path: Path) -> None:
 
 
 def write_text_atomically(path: Path, text: str) -> None:
+    """Write a text in UTF-8 as `write_bytes_atomically` does."""
+    write_bytes_atomically(path, text.encode("utf-8"))
+
+
+def write_bytes_atomically(path: Path, data: bytes) -> None:
     """Write a file through a temporary one beside it: readers see the old or the new one, never half of it.
 
     A symbolic link keeps pointing to the file that is written. Raises OSError (read-only folder, full disk, a place
@@ -105,8 +110,8 @@ def write_text_atomically(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)

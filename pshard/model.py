@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from pshard.model_config import ModelConfig
+from pshard.routing.popularity import Popularity
 from pshard.units.state import State, StateShape
 from pshard.units.unit import Unit, goes_on
 
@@ -29,7 +30,8 @@ class ModelSpec:
     router and experts), output.
 
     `neighbours`: what a rank holds is a run of layers (cuts/layer_cuts.py); None: a whole model, or a slice of every
-    unit.
+    unit. popularity: of experts, by which these are ordered and priced (routing/order_experts.py); None: all are chosen
+    alike.
     """
 
     name: str
@@ -37,6 +39,12 @@ class ModelSpec:
     config: ModelConfig
     units: tuple[Unit, ...]
     neighbours: Neighbours | None = None
+    popularity: Popularity | None = None
+
+    @property
+    def uses(self) -> tuple[float, ...]:
+        """How likely a token uses the expert at each place, in the mean of the layers; empty: all alike."""
+        return self.popularity.uses if self.popularity else ()
 
     def unit(self, name: str) -> Unit:
         """The unit of that name. Raises KeyError."""

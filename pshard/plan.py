@@ -6,6 +6,7 @@ from itertools import takewhile
 from typing import Any
 
 from pshard.batch_sizes import SMALL_BATCH
+from pshard.routing.popularity import Popularity
 from pshard.times.stolen_time import DISTURBED
 from pshard.units.share import Divisible
 from pshard.workload import Split, Workload, format_limits
@@ -228,6 +229,7 @@ class Variant:
     ranks: tuple[RankPlan, ...]
     correction: Correction = NOTHING_LEARNT  # applied to the predictions
     considered: tuple[Considered, ...] = ()  # what it was chosen from, itself first; empty when nothing was to choose
+    popularity: Popularity | None = None  # of experts: the first of a layer are the first of its order; None: no record
 
     @property
     def terms(self) -> str:

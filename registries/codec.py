@@ -7,6 +7,7 @@ from typing import Any
 from pshard.jsonio import from_json, to_json
 from pshard.plan import REGISTRY_VERSION, RankPlan, Registry, TierPlan, Variant, to_newest_format
 from pshard.registries.fingerprint import digest
+from pshard.routing.popularity import check_popularity
 from pshard.times.collectives import REDUCE_DTYPES
 from pshard.workload import SPLIT_MODES, Workload
 
@@ -49,6 +50,8 @@ def check_registry(registry: Registry) -> None:
 
 def _check_variant(variant: Variant, where: str) -> None:
     _check_workload(variant.workload, f"{where}.workload")
+    if variant.popularity:
+        check_popularity(variant.popularity, f"{where}.popularity")
     budgets = len(variant.workload.vram_mib)
     if not variant.ranks or len(variant.ranks) != budgets:
         raise ValueError(f"{where} has {len(variant.ranks)} ranks for {budgets} budgets")

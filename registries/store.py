@@ -17,6 +17,7 @@ from pshard.paths import cache_dir
 from pshard.plan import NewerFormat, OlderFormat, PlanSet, Registry, Variant
 from pshard.registries.codec import decode_registry, encode_registry
 from pshard.registries.fingerprint import Inputs, digest, explain_difference
+from pshard.routing.popularity import Popularity
 
 SUFFIX = ".pshard.json"
 MOST_SETS = 8  # of plans in one registry, each for other inputs: every run reads them all
@@ -59,6 +60,14 @@ def load_registry(path: Path, plan_command: str = "pshard-plan again") -> Regist
             f"the registry {path} is corrupt: {error}; delete it and run: {plan_command}, or keep it and give another "
             "with --registry"
         ) from None
+
+
+def recall_popularity(path: Path, inputs: Inputs) -> Popularity | None:
+    """The popularity of experts by which plans for these inputs were made, of several the one of most tokens; None
+    where there are none. Raises UserError as `load_registry` does."""
+    stored, _ = _read_stored(path)
+    own = (v.popularity for plans in stored if plans.fingerprint == digest(inputs) for v in plans.variants)
+    return max((found for found in own if found), key=lambda found: found.tokens, default=None)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from pshard.cuts.rank_parts import split_model, split_ranges
 from pshard.errors import UserError
 from pshard.model import ModelSpec
 from pshard.plan import Variant
+from pshard.routing.order_experts import order_experts
 from pshard.runtime.build_executor import build_executor, choose_kernels
 from pshard.runtime.devices.device import Device
 from pshard.runtime.engine import Engine
@@ -35,6 +36,7 @@ def build_engine(
     on_close: Callable[[], None] = lambda: None,
     lender: HostWeights | None = None,
     tiles: Iterable[TileChoice] = (),
+    records: bool = False,
 ) -> Engine:
     """Load this rank's part of the model under a variant.
 
@@ -46,19 +48,20 @@ def build_engine(
         on_close: called when the engine is closed.
         lender: holds the packed weights of the whole model already, and outlives this engine; for one rank.
         tiles: those of the machine profile for this device (`MachineProfile.tiles_of`).
+        records: which experts tokens use is kept for `Engine.record_routing`; for one rank.
     """
     group = group or Group()
     if group.size != len(variant.ranks):
         raise UserError(f"the plan is for {len(variant.ranks)} ranks, but {group.size} are running")
     plan = variant.ranks[group.rank]
-    spec = split_model(file.spec, variant.split, group.rank)
+    spec = split_model(order_experts(file.spec, variant.popularity), variant.split, group.rank)
     ranges = [split_ranges(file.spec, variant.split, rank) for rank in range(group.size)]
     states = variant.workload.state_shape
     try:
         pair = choose_kernels(device, kernels, plan.tiers[-1].tokens, tiles)
         executor = build_executor(
             file, spec, plan, device, states, pair[:2], ranges=ranges[group.rank], group=group, progress=progress,
-            lender=lender,
+            lender=lender, records=records,
         )  # fmt: skip
     except BaseException:
         device.close()

@@ -63,6 +63,7 @@ def build_executor(
     group: Group,
     progress: Callable[[int], None],
     lender: HostWeights | None = None,
+    records: bool = False,
 ) -> Executor:
     """Take the arena, pack the weights and bring in the pins of every tier.
 
@@ -70,18 +71,20 @@ def build_executor(
         source: the model file; spec and ranges: the whole model, or a rank's slice of it.
         progress: called with the number of packed bytes done since its last call.
         lender: holds every unit already, packed; None packs them from the source.
+        records: the executor keeps which experts routers choose.
     """
     resident = plan.resident
     needed = align(max(tier.buffers.total for tier in plan.tiers), TENSOR_ALIGN)
     arena = device.allocate(min(needed, arena_bytes(plan.budget_mib, device.kind)))
     if lender is not None:
-        executor = Executor(spec, plan, device, arena, LentWeights(lender), states, kernels, group)
+        lender.check_orders(spec)
+        executor = Executor(spec, plan, device, arena, LentWeights(lender), states, kernels, group, records=records)
         _load_pins(executor, resident, lender.blob)
         return executor
     weights = HostWeights([spec.unit(name) for name in plan.lock_order], device)
     try:
         weights.pack(source, ranges, progress)
-        executor = Executor(spec, plan, device, arena, weights, states, kernels, group)
+        executor = Executor(spec, plan, device, arena, weights, states, kernels, group, records=records)
     except BaseException:
         weights.close()
         raise

@@ -12,6 +12,7 @@ import torch
 from pshard.errors import StepFailed, UserError
 from pshard.jsonio import from_json, to_json
 from pshard.plan import RankPlan, Variant
+from pshard.routing.record import RoutingRecord
 from pshard.runtime.devices.device import Device
 from pshard.runtime.executor import Executor
 from pshard.runtime.memory.kv_file import KVStore
@@ -149,6 +150,15 @@ class Engine:
             raise
         self._sequences.replace(sequence, tokens)
         return tokens
+
+    def record_routing(self, fingerprint: str) -> RoutingRecord:
+        """Which experts all tokens so far have used, of a model with that fingerprint (registries/routing_file.py).
+
+        Raises ValueError for an engine that was not built to record, or has computed nothing.
+        """
+        if self._executor.host.picks is None:
+            raise ValueError("the engine was not built to record routing")
+        return self._executor.host.picks.record(fingerprint)
 
     def forward(
         self, tokens: Sequence[int] | Sequence[Sequence[int]], all_logits: bool = False, best_only: bool = False

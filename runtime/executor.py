@@ -51,7 +51,9 @@ class Executor:
         states: StateShape,
         kernels: tuple[Kernels, Kernels],
         group: Group,
+        records: bool = False,
     ) -> None:
+        """records: which experts routers choose is kept in `host.picks`."""
         self.spec, self.plan, self.device, self.group, self.states = spec, plan, device, group, states
         self._acc_kernels, host_kernels = kernels
         self.weights = weights
@@ -69,6 +71,8 @@ class Executor:
         self.switches = 0
         try:
             self.host.take(spec, plan, states, host_kernels, self._means.sums)
+            if records:
+                self.host.take_picks(spec, plan)
             if self.host.is_locked:
                 self.transfers.make_ring()
             self.residents = Residents(spec, states, self.arena, self.host, weights, self.transfers)
@@ -212,6 +216,10 @@ class Executor:
                 logits = walk.walk(program)
         finally:
             torch.set_num_threads(threads)
+        if self.host.picks is not None:
+            if not walk.settled:
+                self.device.synchronize()
+            self.host.picks.keep(tokens)
         self._sent = None if walk.settled else self.device.mark()
         self.group.check()
         if not logits:

@@ -31,6 +31,9 @@ class UnitRuns:
             unit.run(work, Residual(entering, work.side.space.rows("branch", self._tokens), leaving, unit.begun))
         else:
             unit.run(work, ALONE if entering is None else Residual(entering))
+        picks = self._means.host.picks
+        if picks is not None and self._means.spec.unit(step.unit).kind.routing == "makes":
+            picks.bring(step.unit, work.side, self._tokens, self._means.device)
 
     def run_all(self, steps: tuple[Compute | AllReduce, ...]) -> None:
         """Steps on the accelerator, or on the CPU without their sums; a sum goes with the norm of the unit that follows

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from pshard.batch_sizes import SMALL_BATCH
+from pshard.routing.expert_uses import read_nbytes
 from pshard.runtime.blocks.block import Work
 from pshard.runtime.kernels.api import RowIndex, Segment
 from pshard.runtime.kernels.cpu import native
@@ -32,7 +33,6 @@ from pshard.steps.step import (
     WriteBack,
 )
 from pshard.units.divide_unit import divide_unit
-from pshard.units.moe.in_place import read_nbytes
 
 
 @dataclass
@@ -176,7 +176,7 @@ class Walk:
         means, key = self._means, (step, self._tokens)
         if key not in self._tier.reads:
             unit = means.spec.unit(step.unit)
-            self._tier.reads[key] = read_nbytes(unit, step.share, means.spec.config, self._tokens)
+            self._tier.reads[key] = read_nbytes(unit, step.share, means.spec.config, self._tokens, means.spec.uses)
         return self._tier.reads[key]
 
     def _repeats(self, key: tuple) -> bool:

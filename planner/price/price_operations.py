@@ -8,6 +8,7 @@ from pshard.batch_sizes import SMALL_BATCH
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_loads import TierLoad
 from pshard.quant import QUANT_TYPES
+from pshard.routing.expert_uses import Uses, chosen_share, used_experts
 from pshard.tensor import TensorSpec
 from pshard.units.operations import (
     Attend,
@@ -29,13 +30,15 @@ from pshard.units.operations import (
 
 @dataclass(frozen=True)
 class OneSide:
-    """Who computes what: "acc" or "host" by the tables, `rows` of the micro-batch `load` over keys of `kv_type`."""
+    """Who computes what: "acc" or "host" by the tables, `rows` of the micro-batch `load` over keys of `kv_type`, of
+    experts by their `uses`."""
 
     side: str
     tables: Tables
     load: TierLoad
     rows: int
     kv_type: str
+    uses: Uses = ()
 
     @property
     def on_host(self) -> bool:
@@ -103,7 +106,7 @@ def price_operation(operation: Operation, by: OneSide) -> list[Term]:
             timed = by.tables.routed.route(by.side, operation, by.rows)
             return [(Order.OTHER, _untimed_route(by, router) if timed is None else timed)]
         case ExpertProducts():
-            timed = by.tables.routed.experts(by.side, operation, by.rows)
+            timed = by.tables.routed.experts(by.side, operation, by.rows, by.uses)
             return [(Order.OTHER, _untimed_experts(by, operation) if timed is None else timed)]
     raise TypeError(f"no formula says what {operation} costs")
 
@@ -124,12 +127,13 @@ def _untimed_route(by: OneSide, router: TensorSpec) -> float:
 def _untimed_experts(by: OneSide, experts: ExpertProducts) -> float:
     """Where a profile has no experts: all that are used as one matrix as tall as they are together, of as many tokens
     as each of them has."""
-    used, tokens = experts.used(by.rows)
+    found = used_experts(experts.places, experts.chosen, experts.of, by.rows, by.uses)
+    picks = experts.chosen * chosen_share(experts.places, experts.of, by.uses)  # of a token, among these
+    used, tokens = max(1, round(found)), max(1, round(by.rows * picks / found))
     seconds = 0.0
     for stack in (experts.gate, experts.up, experts.down):
         rows = used * (stack.rows // stack.parts)
         seconds += by.tables.matmul(by.side, stack.qtype, rows, stack.cols, tokens)
-    picks = experts.chosen * experts.gate.parts / experts.of  # of a token, among these
     seconds += _elementwise(by, "silu_mul", round(picks * experts.down.cols))
     return seconds + _elementwise(by, "residual", round(picks * experts.gate.cols))
 

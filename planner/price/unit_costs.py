@@ -6,8 +6,8 @@ from pshard.model import ModelSpec
 from pshard.planner.price.price_operations import OneSide, price_operations
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_loads import TierLoad
+from pshard.routing.expert_uses import Uses, read_nbytes, used_nbytes
 from pshard.units.divide_unit import divide_unit, joined_width
-from pshard.units.moe.in_place import read_nbytes, used_nbytes
 from pshard.units.share import WHOLE, Share
 from pshard.units.unit import Unit, places_of
 from pshard.workload import Workload
@@ -28,7 +28,13 @@ class Setting:
 
     def side(self, name: str, rows: int | None = None) -> OneSide:
         """One side's view of the micro-batch; `rows`: of its tokens."""
-        return OneSide(name, self.tables, self.load, self.load.tokens if rows is None else rows, self.workload.type_k)
+        rows = self.load.tokens if rows is None else rows
+        return OneSide(name, self.tables, self.load, rows, self.workload.type_k, self.uses)
+
+    @property
+    def uses(self) -> Uses:
+        """How likely a token uses each expert, by place."""
+        return self.spec.uses
 
     @property
     def shares(self) -> tuple[float, float]:
@@ -49,11 +55,11 @@ class Setting:
         """Seconds of reading what is used of that in place; none where the CPU as accelerator computes from there."""
         if unit.kind.parts is None or self.waits:
             return 0.0
-        return self.tables.copy("h2d", read_nbytes(unit, share, self.spec.config, self.load.tokens))
+        return self.tables.copy("h2d", read_nbytes(unit, share, self.spec.config, self.load.tokens, self.uses))
 
-    def reads(self, unit: Unit) -> int:
-        """Bytes of weights that whoever computes a unit is expected to read."""
-        return used_nbytes(unit, self.spec.config, self.load.tokens)
+    def reads(self, unit: Unit, first: int = 0) -> int:
+        """Bytes of weights that whoever computes a unit, or its parts from `first` on, is expected to read."""
+        return used_nbytes(unit, self.spec.config, self.load.tokens, self.uses, first)
 
     def may_be_on_cpu(self, unit: Unit) -> bool:
         """Whether a unit may be on the CPU beside the accelerator, also on one of several ranks."""
@@ -183,7 +189,7 @@ def divided_cost(unit: Unit, share: Share, setting: Setting) -> DividedCost:
             acc * (price_operations(operations, setting.side("acc")) * slower + step)
             for operations in (work.on_acc, work.after)
         )
-        reads = setting.reads(parts.on_cpu.unit)
+        reads = setting.reads(parts.on_cpu.unit, parts.on_cpu.first)
         cpu = price_operations(work.on_cpu, setting.side("host"))
         cpu = host * (cpu * on_host + tables.elementwise("host", "step", 1, 1))
         join = tables.handoff("acc", 4 * tokens * joined_width(unit, share, spec.config), 4 * spec.config.d_model)

@@ -34,8 +34,13 @@ from pshard.workload import Workload
 if TYPE_CHECKING:
     from pshard.model import ModelSpec
     from pshard.models import ModelFile
+    from pshard.routing.replay import Replay
 
 Tell = Callable[[str], None]  # a line for the user, beside the output
+UNRECORDED = (
+    "no routing record: experts are priced as if all were chosen alike, which real texts beat; "
+    "pshard-run --record-routing FILE makes one, --routing FILE plans by it"
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -122,6 +127,9 @@ def _plan_all(args: argparse.Namespace, path: Path, profile: MachineProfile, els
         for note in model.notes:
             tell(f"note: {note}")
         inputs = fingerprint_inputs(model.fingerprint_inputs(), profile)
+        replay = _use_record(args.routing, model) if args.routing else None
+        if replay is None and model.spec.config.experts is not None:
+            tell(f"note: {UNRECORDED}")
         workloads = make_workloads(args, model.spec, profile)
         why_not = _why_not_validate(args, model.spec, profile, workloads[0], elsewhere)
         if why_not:
@@ -131,7 +139,21 @@ def _plan_all(args: argparse.Namespace, path: Path, profile: MachineProfile, els
     if not found:
         raise UserError("no budget of the sweep is large enough; raise --sweep")
     variants, trials = zip(*found)
-    return Planned(model.spec, profile, inputs, workloads[0], variants, trials)
+    return Planned(model.spec, profile, inputs, workloads[0], variants, trials, replay)
+
+
+def _use_record(path: Path, model: "ModelFile") -> "Replay":
+    """Plan the model by a routing record; returns what it says of hit rates. Raises UserError for a record that cannot
+    be used."""
+    from pshard.registries.routing_file import check_routing, read_routing
+    from pshard.routing.measure_popularity import measure_popularity
+    from pshard.routing.order_experts import order_experts
+    from pshard.routing.replay import replay_record
+
+    record = read_routing(path)
+    check_routing(record, model, path)
+    model.spec = order_experts(model.spec, measure_popularity(record))
+    return replay_record(record)
 
 
 def _why_not_validate(

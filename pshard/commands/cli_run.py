@@ -3,6 +3,7 @@
 import secrets
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from pshard.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pshard.models import ModelFile
     from pshard.runtime.engine import Engine, MemoryReport
 
 
@@ -22,6 +24,46 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(argv: list[str]) -> int:
+    args = _parse_flags(argv)
+    prompt = _read_prompt(args)
+    request = make_request(args)
+
+    from dataclasses import replace
+
+    from pshard.runtime.ranks.group import started_ranks
+    from pshard.runtime.sampling import Sampling
+    from pshard.session.open_plan import open_plan, settle_plan
+    from pshard.session.start_engine import open_group, start_engine
+
+    sampling = Sampling(args.temp, args.top_k, args.top_p, args.min_p, args.seed)
+    ids, doubts = _encode_prompt(request.model, prompt, args)
+    request = replace(request, needed=len(ids) + args.predict)  # a plan of at least that context is chosen
+    request, ranks = settle_plan(request)
+    if args.record_routing and ranks > 1:
+        raise UserError("--record-routing is for one device; leave out -sm and -ts")
+    if ranks > 1 and not started_ranks():
+        from pshard.runtime.ranks.start_ranks import start_ranks
+
+        return start_ranks(ranks, "pshard.commands.cli_run", [*planned_flags(argv), "-m", str(request.model)])
+    opened = open_plan(request)
+    if args.record_routing and opened.file.spec.config.experts is None:
+        raise UserError("the model has no routed experts; leave out --record-routing")
+    group = open_group(opened, ranks)
+    if args.seed is None:  # all ranks draw the same tokens
+        sampling = replace(sampling, seed=group.broadcast(secrets.randbits(62)))
+    records = args.record_routing is not None
+    with start_engine(opened, opened.variant, args.kernels, group, records=records) as engine:
+        for note in (*opened.file.notes, *doubts, *engine.notes) if group.rank == 0 else ():
+            print(f"note: {note}", file=sys.stderr)
+        _generate(engine, ids, args, sampling, loud=group.rank == 0)
+        if records:
+            _record_routing(engine, opened.file, args.record_routing)
+    group.close()
+    return 0
+
+
+def _parse_flags(argv: list[str]) -> Namespace:
+    """The flags of pshard-run. Raises UserError for those that do not go together."""
     parser = new_parser("pshard-run", "Generate text with a model under its plan.")
     add_plan_flags(parser)
     text = parser.add_argument_group("text")
@@ -35,6 +77,10 @@ def _main(argv: list[str]) -> int:
     text.add_argument(
         "--no-parse-special", action="store_true", help="special tokens spelled out in the prompt are plain text"
     )
+    text.add_argument(
+        "--record-routing", type=Path, metavar="FILE",
+        help="record which experts every token of the run uses, for pshard-plan --routing",
+    )  # fmt: skip
     cache = parser.add_argument_group("prompt cache")
     cache.add_argument(
         "--prompt-cache", type=Path, metavar="FILE",
@@ -58,34 +104,9 @@ def _main(argv: list[str]) -> int:
         raise UserError(f"leave out --no-parse-special: {flag} {why}")
     if args.prompt_cache is None and (args.prompt_cache_all or args.prompt_cache_ro):
         raise UserError("--prompt-cache-all and --prompt-cache-ro need a file: give --prompt-cache FILE")
-    prompt = _read_prompt(args)
-    request = make_request(args)
-
-    from dataclasses import replace
-
-    from pshard.runtime.ranks.group import started_ranks
-    from pshard.runtime.sampling import Sampling
-    from pshard.session.open_plan import open_plan, settle_plan
-    from pshard.session.start_engine import open_group, start_engine
-
-    sampling = Sampling(args.temp, args.top_k, args.top_p, args.min_p, args.seed)
-    ids, doubts = _encode_prompt(request.model, prompt, args)
-    request = replace(request, needed=len(ids) + args.predict)  # a plan of at least that context is chosen
-    request, ranks = settle_plan(request)
-    if ranks > 1 and not started_ranks():
-        from pshard.runtime.ranks.start_ranks import start_ranks
-
-        return start_ranks(ranks, "pshard.commands.cli_run", [*planned_flags(argv), "-m", str(request.model)])
-    opened = open_plan(request)
-    group = open_group(opened, ranks)
-    if args.seed is None:  # all ranks draw the same tokens
-        sampling = replace(sampling, seed=group.broadcast(secrets.randbits(62)))
-    with start_engine(opened, opened.variant, args.kernels, group) as engine:
-        for note in (*opened.file.notes, *doubts, *engine.notes) if group.rank == 0 else ():
-            print(f"note: {note}", file=sys.stderr)
-        _generate(engine, ids, args, sampling, loud=group.rank == 0)
-    group.close()
-    return 0
+    if args.record_routing and not args.record_routing.resolve().parent.is_dir():
+        raise UserError(f"--record-routing: there is no folder {args.record_routing.resolve().parent}")
+    return args
 
 
 def _read_prompt(args: Any) -> str | list[int]:
@@ -167,6 +188,21 @@ def _generate(engine: "Engine", prompt: Any, args: Any, sampling: Any, loud: boo
     )
     if len(ranks) > 1:
         print(_tabulate_ranks(ranks), end="", file=sys.stderr)
+
+
+def _record_routing(engine: "Engine", file: "ModelFile", path: Path) -> None:
+    """Write which experts the run's tokens have used, and tell of it."""
+    from pshard.planner.routing.measure_hits import measure_hits
+    from pshard.registries.routing_file import fingerprint_routers, write_routing
+    from pshard.units.moe.expert_map import map_experts
+
+    record, spec = engine.record_routing(fingerprint_routers(file)), file.spec
+    write_routing(path, record)
+    tier = map_experts(spec, engine.plan)[0].tiers[0]
+    hits = measure_hits(record, spec, tier)
+    served = f"; while decoding, experts in VRAM served {hits:.1%} of what tokens used" if hits is not None else ""
+    served += f" ({tier.served[0]:.1%} expected)" if served else ""
+    print(f"routing record: {record.tokens} tokens in {path}{served}", file=sys.stderr)
 
 
 def _tabulate_ranks(ranks: "Sequence[MemoryReport]") -> str:

@@ -42,6 +42,10 @@ def parse_plan_flags(argv: list[str]) -> argparse.Namespace:
     add_split_flags(p, otherwise="equal", reduce_dtype=Workload.reduce_dtype)
     p.add_argument("--profile", type=Path, metavar="FILE", help="machine profile (default: this machine's)")
     p.add_argument("--registry", type=Path, metavar="PATH", help="registry to write (default: beside the model)")
+    p.add_argument(
+        "--routing", type=Path, metavar="FILE",
+        help="a record of pshard-run --record-routing: the experts that it used most come first in VRAM",
+    )  # fmt: skip
     p.add_argument("--strategy", default="ilp", metavar="NAME", help="ilp (default) or a published strategy's name")
     p.add_argument("--explain", action="store_true", help="list units, what binds, what a better machine would bring")
     p.add_argument("--sweep", type=_sweep, metavar="A:B:STEP", help="plan a range of budgets (MiB) in one go")

@@ -15,6 +15,7 @@ from pshard.workload import Workload
 if TYPE_CHECKING:
     from pshard.planner.explain import WhatIf
     from pshard.planner.tier_alone import TierAlone
+    from pshard.routing.replay import Replay
     from pshard.times.outlook import Outlook
 
 Gains = Mapping[int, "tuple[WhatIf, ...]"]  # by place of the variant
@@ -25,7 +26,8 @@ Alone = Mapping[int, "tuple[TierAlone, ...]"]  # likewise
 class Planned:
     """The variants that one command made, what was tried for each, and what they were made for.
 
-    `asked`: the first workload, as it was asked for; its largest micro-batch may be more than any variant's.
+    `asked`: the first workload, as it was asked for; its largest micro-batch may be more than any variant's. `replay`:
+    hit rates of the routing record that was given; None without one.
     """
 
     spec: ModelSpec
@@ -34,6 +36,7 @@ class Planned:
     asked: Workload
     variants: tuple[Variant, ...]
     trials: tuple[tuple[Trial, ...], ...]
+    replay: "Replay | None" = None
 
 
 def emit_arguments(planned: Planned, program: str) -> list[str]:
@@ -95,10 +98,13 @@ def print_plans(planned: Planned, gains: Gains | None, alone: Alone, outlooks: "
     and the `outlooks`."""
     from rich.console import Console
 
+    from pshard.planner.routing.show_routing import print_replay
     from pshard.planner.show_plan import print_explanation, print_outlook, print_trials, print_variant
     from pshard.units.moe.expert_map import map_experts
 
     out = Console()
+    if planned.replay:
+        print_replay(planned.replay, out)
     for i, (variant, trials) in enumerate(zip(planned.variants, planned.trials)):
         print_trials(trials, out)
         print_variant(variant, out)
@@ -128,4 +134,5 @@ def as_json(planned: Planned, gains: Gains, alone: Alone, outlooks: "tuple[Outlo
         "alone": to_json([{"vram_mib": variants[i].workload.vram_mib, "tiers": tiers} for i, tiers in alone.items()]),
         "outlooks": to_json(outlooks),
         "experts": to_json([of_rank for v in variants for of_rank in map_experts(planned.spec, v)]),
+        "routing": to_json(planned.replay),
     }

@@ -147,7 +147,7 @@ def _range(tensor: TensorSpec, cut: TensorCut, rank: int) -> Range:
 @lru_cache(1 << 13)  # slices of one size recur on ranks and in cuts that are compared
 def _slice_unit(unit: Unit, shapes: tuple[tuple[int, ...], ...]) -> Unit:
     tensors = tuple(replace(t, shape=shape) for t, shape in zip(unit.tensors, shapes) if shape)
-    return Unit(unit.name, unit.kind, unit.layer, tensors)
+    return replace(unit, tensors=tensors)
 
 
 def _cut_shapes(unit: Unit, cut: UnitCut, rank: int) -> tuple[tuple[int, ...], ...]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from pshard.errors import UserError
 from pshard.machine import MachineProfile
 from pshard.plan import Variant
+from pshard.routing.order_experts import order_experts
 from pshard.session.run_request import RunRequest, full_workload, suggest_budget, wanted_workload
 from pshard.session.this_machine import check_machine
 from pshard.units.kv_cells import check_kv_types
@@ -55,9 +56,10 @@ def open_plan(request: RunRequest) -> Opened:
     plans = own_plans(registry, inputs, f"{command} (or add --replan)")
     choice = choose_variant(plans, want, command)
     try:
-        check_plan(file.spec, choice.variant, profile)
+        check_plan(order_experts(file.spec, choice.variant.popularity), choice.variant, profile)
     except ValueError as error:
         raise UserError(f"the registry {path} is corrupt: {error}; delete it and run: {command}") from None
+    file.spec = order_experts(file.spec, choice.variant.popularity)  # predictions are made by it too
     workload = choice.variant.workload
     workload = replace(workload, reduce_dtype=request.reduce_dtype or workload.reduce_dtype)
     return Opened(file, profile, replace(choice.variant, workload=workload), path, choice.why)
@@ -77,15 +79,17 @@ def _replan_command(request: RunRequest, workload: Workload) -> str:
 def _plan_again(
     request: RunRequest, workload: Workload, spec: "ModelSpec", profile: MachineProfile, path: Path, inputs: "Inputs"
 ) -> None:
-    """Plan the workload and keep its variant in the registry at `path`. Raises UserError without a budget."""
+    """Plan the workload, by the popularity of experts that the registry at `path` knows, and keep its variant there.
+    Raises UserError without a budget."""
     if request.vram_mib is None:
         raise UserError("--replan needs a budget: give --vram")
     from pshard.planner.choose_mode import plan_split
-    from pshard.registries.store import save_variants
+    from pshard.registries.store import recall_popularity, save_variants
     from pshard.session.planning_bar import planning_bar
 
+    known = recall_popularity(path, inputs)
     with planning_bar(f"planning {spec.name}"):
-        planned = plan_split(spec, profile, workload, request.auto_ratios)
+        planned = plan_split(order_experts(spec, known), profile, workload, request.auto_ratios)
     for note in save_variants(path, spec.name, inputs, [planned]).notes:
         print(f"note: {note}", file=sys.stderr)
 

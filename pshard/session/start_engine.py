@@ -37,8 +37,10 @@ def start_engine(
     kernels: str = "fast",
     group: "Group | None" = None,
     on_close: Callable[[], None] = lambda: None,
+    records: bool = False,
 ) -> "Engine":
-    """Load the model under a variant on this machine's accelerator, with a progress bar on a terminal."""
+    """Load the model under a variant on this machine's accelerator, with a progress bar on a terminal. records: which
+    experts tokens use is kept for `Engine.record_routing`."""
     from pshard.registries.profile_store import note_page_locks
     from pshard.runtime.build_engine import build_engine
     from pshard.runtime.devices.device import open_device
@@ -51,7 +53,7 @@ def start_engine(
     with loading_bar(opened.file.spec.name, opened.file.spec.packed_nbytes) as progress:
         engine = build_engine(
             opened.file, variant, device, kernels=kernels, group=group, progress=progress, on_close=on_close,
-            tiles=opened.profile.tiles_of(index),
+            tiles=opened.profile.tiles_of(index), records=records,
         )  # fmt: skip
     if group is None or group.size == 1:  # several ranks share what the system gives
         memory = engine.memory()

@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from pshard.model import ModelSpec
 from pshard.plan import Placement, TierPlan
+from pshard.routing.expert_uses import read_nbytes
 from pshard.steps.step import (
     AllReduce,
     Bring,
@@ -27,7 +28,6 @@ from pshard.steps.step import (
     WriteBack,
 )
 from pshard.units.divide_unit import divided_sizes, joined_width
-from pshard.units.moe.in_place import read_nbytes
 from pshard.units.moe.routed import ROUTED, routed_words
 from pshard.units.unit import Unit, UnitKind
 
@@ -73,7 +73,7 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
         name, kind, where = unit.name, unit.kind, place.where
         on, source, slot, reads = "cpu" if where == "cpu" else "acc", SOURCES[where], None, 0
         if where == "streamed" and tier.in_place and kind.parts:
-            source, reads = "link", _expect_read(unit, place.share, spec.config, shape.tokens)
+            source, reads = "link", _expect_read(unit, place.share, spec.config, shape.tokens, spec.uses)
         elif where == "streamed":
             slot = n_copied % slots
         if place.cpu_rows:

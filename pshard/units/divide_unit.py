@@ -234,12 +234,14 @@ def share_sixteenths(unit: Unit, sixteenths: int) -> int:
 
 
 @lru_cache(1 << 12)
-def list_shares(unit: Unit, sixteenths: tuple[int, ...]) -> tuple[Share, ...]:
-    """The ways to divide a unit in which CPU and arena have so many sixteenths or nothing; none for most kinds."""
+def list_shares(unit: Unit, sixteenths: tuple[int, ...], on_cpu: tuple[int, ...] = ()) -> tuple[Share, ...]:
+    """The ways to divide a unit in which CPU and arena have so many sixteenths or nothing, or the CPU one of the other
+    counts; none for most kinds."""
     some = sorted({share_sixteenths(unit, n) for n in sixteenths} - {0})
-    shares = [Share(cpu) for cpu in some]
+    others = sorted({*some, *on_cpu})
+    shares = [Share(cpu) for cpu in others]
     if unit.kind.parts:
-        shares += [Share(cpu, kept) for cpu in (0, *some) for kept in some]
+        shares += [Share(cpu, kept) for cpu in (0, *others) for kept in some]
     return tuple(share for share in shares if can_divide(unit, share))
 
 

@@ -137,7 +137,7 @@ class Route:
 @dataclass(frozen=True)
 class ExpertProducts:
     """The FFNs of those experts in these stacks that tokens have chosen, and their weighted sum. A token takes `chosen`
-    of the `of` experts of the layer."""
+    of the `of` experts of the layer. `first`: at which place of the layer the first of these stands."""
 
     gate: TensorSpec
     up: TensorSpec
@@ -145,11 +145,12 @@ class ExpertProducts:
     chosen: int
     of: int
     biases: tuple[TensorSpec, ...] = ()
+    first: int = 0
 
-    def used(self, tokens: int) -> tuple[int, int]:
-        """How many of these experts so many tokens are expected to use, and the tokens of each one that is used."""
-        share = used_share(self.chosen, self.of, tokens)
-        return max(1, round(self.gate.parts * share)), max(1, round(tokens * self.chosen / self.of / share))
+    @property
+    def places(self) -> range:
+        """Those of the layer that are here."""
+        return range(self.first, self.first + self.gate.parts)
 
 
 def used_share(chosen: int, of: int, tokens: float) -> float:

@@ -126,12 +126,16 @@ class UnitKind:
 
 @dataclass(frozen=True)
 class Unit:
-    """The smallest thing that is placed. `layer` is -1 outside layers. Its tensors lie together in one blob."""
+    """The smallest thing that is placed. `layer` is -1 outside layers. Its tensors lie together in one blob.
+
+    order: of a unit with parts, their numbers in the order in which its stacks hold them; empty: in their own order.
+    """
 
     name: str
     kind: UnitKind
     layer: int
     tensors: tuple[TensorSpec, ...]
+    order: tuple[int, ...] = ()
 
     def __hash__(self) -> int:
         return hash(self.name)  # caches ask often; tensors tell units apart that share a name

@@ -18,12 +18,13 @@ class ExpertsBlock(Block):
 
     def prepare(self, unit: Unit, config: ModelConfig, weights: UnitWeights, device: torch.device) -> ExpertWeights:
         rule, places = rule_of(config), [weights, *([weights.last] if weights.last else [])]
+        numbers = unit.order or range(rule.count)  # of the experts, by where they stand in the stacks
         inner, stacks = count_inner(unit.by_role), list[tuple[Packed | None, ...]]()
         for role, rows in ((GATE, inner), (UP, inner), (DOWN, config.d_model)):
             found: list[Packed | None] = [None] * rule.count
             for place in places:
                 for i, expert in enumerate(_cut_stack(place.matrices[role], rows), place.first):
-                    found[i] = expert
+                    found[numbers[i]] = expert
             stacks.append(tuple(found))
         addresses = [[0 if expert is None else expert.data.data_ptr() for expert in stack] for stack in stacks]
         biases = None

@@ -12,6 +12,7 @@ from pshard.runtime.blocks.rope_table import fill_rope_table
 from pshard.runtime.devices.device import Device
 from pshard.runtime.kernels.api import Kernels
 from pshard.runtime.memory.host_memory import map_memory
+from pshard.runtime.memory.picks import Picks
 from pshard.runtime.memory.workspace import carve_workspace
 from pshard.units.kv_cells import kv_blocks
 from pshard.units.moe.routed import ROUTED
@@ -26,6 +27,7 @@ class HostSide:
         index: int32, of any micro-batch (`RowIndex` and rows of logits); logits: float32, flat.
         rows: float32, flat: what the CPU has computed of a divided unit.
         states: by unit, uint8: those that are on the host in some tier.
+        picks: which experts routers choose, where that is recorded; else None.
         is_locked: whether all of this is page-locked; locked: what is.
     """
 
@@ -39,6 +41,7 @@ class HostSide:
         self._device = device
         self.locked: list[torch.Tensor] = []
         self.is_locked = True
+        self.picks: Picks | None = None
 
     def take(self, spec: ModelSpec, plan: RankPlan, shape: StateShape, kernels: Kernels, sums: bool) -> None:
         """Take the memory for all tiers. sums: whether ranks sum their parts of units."""
@@ -63,6 +66,10 @@ class HostSide:
             fill_rope_table(config.rope, space.tensors["rope"])
         self.side = make_side(kernels, space, config)
         self.states = {name: self._allocate(spec.unit(name).state_nbytes(config, shape)) for name in plan.kv_on_host}
+
+    def take_picks(self, spec: ModelSpec, plan: RankPlan) -> None:
+        """Take the memory in which routers' choices are recorded."""
+        self.picks = Picks(spec, plan.tiers[-1].tokens, self._allocate)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         """Page-locked host memory, up to the first refusal; it lives as long as this."""

@@ -1,7 +1,7 @@
 """Weights in host memory: one arena, page-locked in chunks, each unit's tensors packed into one contiguous blob."""
 
 import mmap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -133,6 +133,12 @@ class HostWeights:
             pack_unit(source, unit, self._blobs[name], ranges)
             progress(unit.packed_nbytes)
 
+    def check_orders(self, spec: ModelSpec) -> None:
+        """Raise ValueError where parts of a unit lie in another order than the model has them."""
+        for name, unit in self._units.items():
+            if unit.order != spec.unit(name).order:
+                raise ValueError(f"the weights of {name} were packed in another order than the plan's; pack them again")
+
     def lock(self) -> None:
         """Page-lock the arena until that is refused: whatever else must be page-locked comes before."""
         for chunk in self._chunks:
@@ -170,7 +176,7 @@ def pack_unit(source: WeightSource, unit: Unit, blob: torch.Tensor, ranges: Rang
         out = blob[at : at + tensor.packed_nbytes]
         own = None if ranges is None else ranges[unit.name][tensor.name]
         if tensor.parts:
-            _pack_stack(source, tensor, whole[tensor.name].cols, own, out)
+            _pack_stack(source, tensor, unit.order or range(tensor.parts), (whole[tensor.name].cols, own), out)
             continue
         raw = source.tensor_bytes(tensor.name)
         if own is not None and len(tensor.shape) == 1:
@@ -185,17 +191,22 @@ def pack_unit(source: WeightSource, unit: Unit, blob: torch.Tensor, ranges: Rang
 
 
 def _pack_stack(
-    source: WeightSource, tensor: TensorSpec, cols: int, own: tuple[int, int, int, int] | None, out: torch.Tensor
+    source: WeightSource,
+    tensor: TensorSpec,
+    order: Sequence[int],
+    wanted: tuple[int, tuple[int, int, int, int] | None],
+    out: torch.Tensor,
 ) -> None:
-    """One part after the other: of some models a whole stack is gigabytes, and its parts lie all over the files.
+    """One part after the other, in that order: of some models a whole stack is gigabytes, and its parts lie all over
+    the files.
 
-    own: what is wanted of each part, which has `cols` columns; None: all of it.
+    wanted: how many columns each part has in the file, and what of it is wanted; None: all of it.
     """
-    part = replace(tensor, shape=(tensor.rows // tensor.parts, tensor.cols), parts=0)
-    for number in range(tensor.parts):
+    part, (cols, own) = replace(tensor, shape=(tensor.rows // tensor.parts, tensor.cols), parts=0), wanted
+    for place, number in enumerate(order):
         raw = source.part_bytes(tensor.name, number)
         raw = raw if own is None else _cut_rows(raw, tensor.qtype, cols, own)
-        _pack_matrix(raw, part, out[number * part.packed_nbytes : (number + 1) * part.packed_nbytes])
+        _pack_matrix(raw, part, out[place * part.packed_nbytes : (place + 1) * part.packed_nbytes])
     source.forget_tensor(tensor.name)
 
 

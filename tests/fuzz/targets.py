@@ -5,6 +5,7 @@ Some changes cannot be told from a right file, as another right file has just th
 - How a router weighs the experts that it chose, and how many it chooses: no tensor has a size by these.
 - A tensor's type, changed to one of the same size (F16 and BF16, Q4_0 and Q4_K): no byte of the file says more.
 - Whether the head is the embedding, in a folder that has both: config.json decides, as for transformers.
+- A routing record's layers, experts of a layer, micro-batches and fingerprint, changed to others that are possible.
 - A plan's placements and times, a profile's figures and the limit of page-locking, changed to others that are possible.
   A changed plan must still give the right numbers.
 Bits of weights, and texts of a vocabulary, are not looked at at all.
@@ -13,17 +14,20 @@ Bits of weights, and texts of a vocabulary, are not looked at at all.
 import json
 import random
 import struct
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from engines import open_engine
 from fuzz.bases import plan_world, write_folder, write_gguf_bases
 from fuzz.mutate_bytes import Mutant, mutate_bytes
 from fuzz.mutate_gguf import GgufFields, mutate_gguf
 from fuzz.mutate_json import mutate_json
+from routing_samples import make_record
 
 from pshard.errors import UserError, as_line
 from pshard.model_config import ModelConfig
@@ -31,6 +35,9 @@ from pshard.models import ModelFile, open_model
 from pshard.models.text.chat import render_chat
 from pshard.planner.make_plan import plan_variant
 from pshard.registries.profile_store import load_profile, note_page_locks, recall_lockable
+from pshard.registries.routing_file import read_routing, write_routing
+from pshard.routing.measure_popularity import measure_popularity
+from pshard.routing.popularity import check_popularity
 from pshard.session.open_plan import Opened, check_plan, open_plan
 from pshard.session.start_engine import start_engine
 from pshard.workload import Workload
@@ -65,6 +72,7 @@ def make_targets(folder: Path) -> dict[str, Callable[[], Target]]:
         "registry": fuzz_registry,
         "profile": fuzz_profile,
         "page-locks": fuzz_page_locks,
+        "routing": fuzz_routing,
     }
 
     def bind(name: str, make: Callable[[str, Path], Target]) -> Callable[[], Target]:
@@ -205,6 +213,36 @@ def fuzz_page_locks(name: str, folder: Path) -> Target:
         return RIGHT if found in (None, right) else UNTOLD
 
     return Target(name, folder, lambda rng: mutate_json(rng, text), judge)
+
+
+def fuzz_routing(name: str, folder: Path) -> Target:
+    """A routing record: its bytes, and its header with checksums that match."""
+    path, right = folder / "mutant.routing", make_record(40)
+    write_routing(path, right)
+    data = path.read_bytes()
+    magic, version, length, _, of_ids = struct.unpack_from("<8sIIII", data)
+    text, ids = data[24 : 24 + length].decode(), data[24 + length :]
+
+    def mutate(rng: random.Random) -> Mutant:
+        if rng.random() < 0.5:
+            return mutate_bytes(rng, data, len(data))
+        header = mutate_json(rng, text)
+        fixed = struct.pack("<8sIIII", magic, version, len(header.data), zlib.crc32(header.data), of_ids)
+        return replace(header, data=fixed + header.data + ids)
+
+    def judge(mutant: Mutant) -> str:
+        path.write_bytes(mutant.data)
+        try:
+            found = read_routing(path)
+        except UserError as error:
+            return check_line(error)
+        if sum(found.batches) != len(found.ids) or found.ids.max() >= found.experts:
+            raise WrongOutcome(f"a record of {found.experts} experts and {found.batches} tokens has {found.ids}")
+        check_popularity(measure_popularity(found), "it")
+        same = (found.fingerprint, found.layers, found.experts) == (right.fingerprint, right.layers, right.experts)
+        return RIGHT if same and np.array_equal(found.ids, right.ids) else UNTOLD
+
+    return Target(name, folder, mutate, judge)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_search: None):
     ("name", "count"),
     [
         *[("gguf", 1000), ("safetensors", 1000), ("folder", 250), ("experts", 400), ("experts-folder", 150)],
-        *[("registry", 80), ("profile", 50), ("page-locks", 150)],
+        *[("registry", 80), ("profile", 50), ("page-locks", 150), ("routing", 300)],
     ],
 )
 def test_a_changed_file_gives_the_right_numbers_or_one_line(

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 from toy_kinds import ToyFile, attention_forward, make_unit, norm
 
@@ -39,6 +40,15 @@ WAYS: list[tuple] = [  # how a layer of them may be placed: where, its state, th
 ]
 
 
+def skew_routers(file: "ExpertsFile", sigma: float, seed: int = 0) -> "ExpertsFile":
+    """The file with router rows of unequal length, so that some experts are chosen far more often."""
+    rng = np.random.default_rng(seed)
+    for unit in file.spec.units:
+        for tensor in unit.matrices if unit.kind is ROUTER else ():
+            file.values[tensor.name] *= np.exp(sigma * rng.standard_normal((tensor.rows, 1))).astype(np.float32)
+    return file
+
+
 class ExpertsFile(ToyFile):
     """Attention, a router, perhaps shared experts, and experts in every layer; the first `dense_layers` have an FFN."""
 
@@ -51,8 +61,8 @@ class ExpertsFile(ToyFile):
         self.spec = replace(self.spec, config=replace(self.spec.config, experts=rule), units=tuple(units))
         self.values = {t.name: self._draw(self.rng, t.shape) for unit in units for t in unit.tensors}
 
-    def logits(self, ids: list[int]) -> torch.Tensor:
-        """Of every token: float64 [n, vocabulary]."""
+    def logits(self, ids: list[int], chosen: list[list[list[int]]] | None = None) -> torch.Tensor:
+        """Of every token: float64 [n, vocabulary]. `chosen` gets the experts of every token, layer by layer."""
         w = {name: torch.from_numpy(values).double() for name, values in self.values.items()}
         x, y = w["token_embd.weight"][ids], torch.empty(0)
         config = self.spec.config
@@ -68,6 +78,8 @@ class ExpertsFile(ToyFile):
             elif unit.kind is ROUTER:
                 y = norm(x, own[NORM])
                 picks = [_choose(row, own, config.experts) for row in y]
+                if chosen is not None:
+                    chosen.append([list(pick) for pick in picks])
             elif unit.kind is SHARED_EXPERTS:
                 scale = torch.sigmoid(y @ own[SCALE])[:, None] if SCALE in own else 1.0
                 gated = activate(y @ own[SHARED_GATE].T, y @ own[SHARED_UP].T, "silu")

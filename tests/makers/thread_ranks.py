@@ -26,6 +26,7 @@ from plan_samples import (
 from pshard.cuts.rank_parts import cut_ranks
 from pshard.models import open_model
 from pshard.plan import TierPlan, Variant
+from pshard.routing.popularity import Popularity
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
 from pshard.runtime.engine import Engine
@@ -154,11 +155,12 @@ def run_ranks(
     mode: str = "tensor",
     limits: Limits = (),
     kernels: str = "plain",
+    popularity: Popularity | None = None,
 ) -> list[Any]:
     """What `talk` returns on each rank of a group over the ratios `shares`, split by layers or by tensors."""
     meeting = Meeting(len(shares))
     variant = split_variant(path, Split(mode, shares, limits), context, tiers)
-    variant = with_workload(variant, type_k=kv_types[0], type_v=kv_types[1])
+    variant = replace(with_workload(variant, type_k=kv_types[0], type_v=kv_types[1]), popularity=popularity)
 
     def rank(r: int) -> Any:
         group = ThreadGroup(r, meeting)

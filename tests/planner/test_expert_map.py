@@ -1,6 +1,7 @@
 """How many experts of each layer lie where, as --explain says it and as reports draw it."""
 
 import json
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from golden.shapes import make_shape
 from model_files import write_gguf
 from planner_cases import make_model
 from rich.console import Console
+from routing_samples import make_record
 
 from pshard.commands import cli_plan
 from pshard.commands.cli_report import make_report
@@ -18,6 +20,7 @@ from pshard.cuts.rank_parts import cut_ranks
 from pshard.plan import Variant
 from pshard.planner.make_plan import plan_baseline
 from pshard.planner.show_plan import print_explanation
+from pshard.routing.measure_popularity import measure_popularity
 from pshard.units.moe.expert_map import LayerExperts, group_layers, map_experts
 from pshard.units.operations import used_share
 from pshard.workload import Workload
@@ -51,7 +54,7 @@ def test_hot_experts_are_in_vram_and_the_others_on_the_cpu_or_streamed() -> None
     ((layers, few),), ((_, many),) = (list(group_layers(tier.layers)) for tier in (decode, prompt))
     assert layers == "0-47" and few.cpu == 128 - few.pinned > 0 == few.streamed + few.in_place
     assert many.pinned == few.pinned and many.streamed == few.cpu
-    shares = decode.shares()
+    shares = decode.served
     text = explain(variant)
     assert f"experts    layers 0-47: {few.pinned} in VRAM, {few.cpu} on the CPU\n" in text
     assert f"of its 8 experts in a layer {8 * shares[0]:.2g} in VRAM, {8 * shares[3]:.2g} on the CPU; " in text
@@ -80,6 +83,19 @@ def test_ranks_have_maps_of_their_own_layers() -> None:
     assert [[layer.layer for layer in each.tiers[0].layers] for each in maps] == held and sum(map(len, held)) == 48
 
 
+def test_with_a_record_layers_with_the_same_experts_say_how_many_choices_these_serve() -> None:
+    record = replace(make_record(300, 48, 128, 8), layers=tuple(range(48)))
+    variant = replace(place("hot-experts"), popularity=measure_popularity(record))
+    (experts,) = map_experts(SPEC, variant)
+    decode = experts.tiers[0]
+    ((_, few),) = group_layers(decode.layers)
+    hits = [sum(variant.popularity.uses_of(n)[: few.pinned]) / 8 for n in range(48)]  # type: ignore[union-attr]
+    assert [layer.hits for layer in decode.layers] == pytest.approx(hits)
+    assert few.hits == pytest.approx(sum(hits) / 48) == decode.served[0] and few.hits > few.pinned / 128 + 0.1
+    assert f"{few.pinned} in VRAM for {few.hits:.0%} of the choices, {few.cpu} on the CPU\n" in explain(variant)
+    assert f"of its 8 experts in a layer {8 * few.hits:.2g} in VRAM" in explain(variant)
+
+
 def test_a_dense_model_has_no_map() -> None:
     spec = make_model()
     assert map_experts(spec, plan_baseline("fit", spec, H100, Workload((360,), context=512, prompt=256))) == ()
@@ -99,7 +115,14 @@ def test_a_plans_json_and_a_report_hold_the_experts(
     assert cli_plan.main([*argv, "--vram", "330", "--no-validate", "--json"]) == 0
     (tmp_path / "plan.json").write_text(said := capsys.readouterr().out)
     (experts,) = json.loads(said)["experts"]
-    assert experts["tiers"][0]["layers"][0] == {"layer": 0, "pinned": 0, "streamed": 0, "in_place": 0, "cpu": 8}
+    assert experts["tiers"][0]["layers"][0] == {
+        "layer": 0,
+        "pinned": 0,
+        "streamed": 0,
+        "in_place": 0,
+        "cpu": 8,
+        "hits": None,
+    }
     for number, files in enumerate(([tmp_path / "plan.json"], [registry, "-m", model, "--profile", EXAMPLE])):
         out = tmp_path / str(number)
         assert run_cli(make_report, [*map(str, files), "-o", str(out)]) == 0

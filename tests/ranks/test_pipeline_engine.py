@@ -1,6 +1,7 @@
 """Engines split by layers (`-sm layer`) give one rank's logits bit for bit: any number of ranks, any placement."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,11 @@ from engines import open_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_files import write_gguf
+from plan_samples import make_tier
+from routing_samples import make_record
 from thread_ranks import random_tiers, run_ranks
+
+from pshard.routing.measure_popularity import measure_popularity
 
 CONTEXT = 96
 MODELS = {
@@ -72,3 +77,21 @@ def test_each_rank_may_place_its_layers_as_it_likes(
 ) -> None:
     for logits in run_ranks(models[name], shares, talk, CONTEXT, random_tiers(seed, CONTEXT), mode="layer"):
         assert torch.equal(logits, wanted[name])
+
+
+@pytest.mark.parametrize("mode", ["layer", "tensor"])
+def test_ranks_find_what_they_have_of_experts_in_an_order_of_popularity(tmp_path: Path, mode: str) -> None:
+    """The first three in VRAM, the last two on the CPU, others brought: which they are depends on the layer."""
+    path = write_gguf(tmp_path / "m.gguf", "qwen3moe", n_layers=3)
+    popularity = measure_popularity(replace(make_record(50, 3, experts=8), layers=(0, 1, 2)))
+    assert len({popularity.order_of(layer) for layer in range(3)}) == 3
+
+    def tiers(spec):
+        places = {u.name: ("pinned", "vram" if u.kind.state else None) for u in spec.units}
+        places |= {u.name: ("streamed", None, 2, 3) for u in spec.units if u.kind.parts and u.tensors}
+        return tuple(make_tier(spec, n, places, 2, CONTEXT, 1) for n in (4, 16))
+
+    with open_engine(path, context=CONTEXT, tokens=(4, 16)) as engine:
+        expected = talk(engine)
+    for logits in run_ranks(path, (2.0, 1.0), talk, CONTEXT, tiers, mode=mode, popularity=popularity):
+        torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from registry_samples import make_registry, make_tier, make_variant
+from routing_samples import make_record
 
+from pshard.jsonio import to_json
 from pshard.plan import (
     REGISTRY_VERSION,
     Buffers,
@@ -26,10 +28,13 @@ from pshard.plan import (
 )
 from pshard.registries.codec import decode_registry, encode_registry
 from pshard.registries.fingerprint import digest
+from pshard.routing.measure_popularity import measure_popularity
 from pshard.times.collectives import REDUCE_DTYPES
 from pshard.workload import Workload
 
+POPULARITY = measure_popularity(make_record(50, layers=2))
 CHOICES = {
+    (Variant, "popularity"): st.sampled_from([None, POPULARITY]),
     (Placement, "where"): st.sampled_from(["pinned", "streamed", "cpu"]),
     (Placement, "kv"): st.sampled_from([None, "vram", "host"]),
     (Placement, "cpu_rows"): st.sampled_from([0, 16, 512]),
@@ -155,6 +160,10 @@ def pin_with_other_rows(data):
         (lambda d: set_at(d, "12", "sets", 0, "inputs", 0, 1), "sets[0].fingerprint is not the digest"),
         (lambda d: d["sets"].append(d["sets"][0]), "sets has a fingerprint twice"),
         (lambda d: set_at(d, 0, "version"), "version is 0"),
+        (
+            lambda d: set_at(d, to_json(replace(POPULARITY, used=17)), "sets", 0, "variants", 0, "popularity"),
+            "sets[0].variants[0].popularity has no layers, no tokens, or takes more experts than there are",
+        ),
         (lambda d: set_at(d, float("nan"), *TIER, "prediction", "seconds"), "NaN is not a number"),
     ],
 )

@@ -2,16 +2,24 @@
 one."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from engines import open_engine, pinned_everywhere
 from experts_file import WAYS
 from model_files import write_gguf
-from plan_samples import make_tier
+from plan_samples import make_tier, make_variant
 
+from pshard.buffers import TORCH_RESERVE_MIB
 from pshard.models import open_model
+from pshard.routing.measure_popularity import measure_popularity
+from pshard.routing.popularity import Popularity
+from pshard.routing.record import RoutingRecord
+from pshard.runtime.build_engine import build_engine
+from pshard.runtime.devices.device import open_device
 from pshard.units.moe.experts import EXPERTS
 from pshard.units.moe.router import ROUTER
 
@@ -43,3 +51,31 @@ def test_experts_give_the_reference_logits_wherever_they_are(tmp_path: Path, way
     assert torch.isfinite(got).all()
     assert ((got - expected) ** 2).mean() < ROUNDED * (expected**2).mean()
     assert torch.equal(got, talk(open_engine(path, tiers, "fast", CONTEXT, device="cuda")))
+
+
+@pytest.mark.parametrize("router", ["pinned", "cpu"])
+def test_a_graph_brings_the_experts_that_routers_choose_and_an_order_of_them_changes_no_bit(
+    tmp_path: Path, router: str
+) -> None:
+    """Single tokens are replayed graphs. Rounding lets another expert be chosen now and then."""
+    path = write_gguf(tmp_path / "m.gguf", "qwen3moe", qtype="Q4_0", n_layers=3)
+    with open_model(path) as file:
+        spec = file.spec
+        places: dict[str, tuple] = {u.name: ("pinned", "vram" if u.kind.state else None) for u in spec.units}
+        places |= {u.name: (router, None) for u in spec.units if u.kind is ROUTER}
+        tiers = tuple(make_tier(spec, n, places, 2, CONTEXT, 1) for n in (4, 80))
+        variant = make_variant(spec, tiers, CONTEXT, 1, reserve_mib=TORCH_RESERVE_MIB)
+
+        def run(device: str, popularity: Popularity | None, records: bool) -> tuple[torch.Tensor, RoutingRecord | None]:
+            made, kernels = replace(variant, popularity=popularity), "fast" if device == "cuda" else "plain"
+            engine = build_engine(file, made, open_device(device), kernels=kernels, records=records)
+            logits = talk(engine)
+            return logits, engine.record_routing("ab") if records else None
+
+        logits, record = run("cuda", None, True)
+        _, reference = run("cpu", None, True)
+        assert record and reference and record.batches == reference.batches
+        same = (np.sort(record.ids, 2) == np.sort(reference.ids, 2)).mean()
+        assert same > 0.9
+        assert torch.equal(logits, run("cuda", None, False)[0])
+        assert torch.equal(logits, run("cuda", measure_popularity(record), False)[0])

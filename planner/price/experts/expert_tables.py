@@ -11,6 +11,7 @@ from math import log
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.machine import MachineProfile
 from pshard.quant import packed_nbytes
+from pshard.routing.expert_uses import Uses, work_share
 from pshard.times.curves import Curve, curve_through, interpolate
 from pshard.units.operations import ExpertProducts, Route, used_share
 
@@ -91,18 +92,18 @@ class ExpertTables:
         for (device, router), series in routed.items():
             self._routers[device][router] = curve_through(series)
 
-    def experts(self, device: str, products: ExpertProducts, tokens: int) -> float | None:
+    def experts(self, device: str, products: ExpertProducts, tokens: int, uses: Uses = ()) -> float | None:
         """Seconds of the products of those experts that `products` has, for so many tokens of the layer.
 
-        n of a layer's E experts take n/E of what all take. A layer that was not timed takes what the one most like it
-        takes when each of its experts gets as many tokens, for each expert that is used, scaled by bytes of weights up
-        to SMALL_BATCH tokens of each, and by arithmetic above.
+        n of a layer's E experts take n/E of what all take, or what a record says of their `uses`. A layer that was not
+        timed takes what the one most like it takes when each of its experts gets as many tokens, for each expert that
+        is used, scaled by bytes of weights up to SMALL_BATCH tokens of each, and by arithmetic above.
         """
         timed = self._layers.get(device)
         if not timed:
             return None
         gate, down = products.gate, products.down
-        f, all_of_it = gate.rows // gate.parts, gate.parts / products.of
+        f = gate.rows // gate.parts
         layer = LayerShape(gate.qtype, down.qtype, products.of, products.chosen, f, gate.cols)
         if (device, layer) not in self._nearest:
             self._nearest[device, layer] = layer if layer in timed else min(timed, key=layer.unlikeness)
@@ -110,9 +111,10 @@ class ExpertTables:
         at = max(1.0, tokens * layer.load / near.load)
         each = tokens * layer.used / layer.touched(tokens)
         size = layer.nbytes / near.nbytes if each <= SMALL_BATCH else layer.elements / near.elements
+        here = work_share(products, tokens, each <= SMALL_BATCH, uses)
         curve = timed[near]
         seconds = near.touched(min(at, curve[-1][0])) * interpolate(curve, at)
-        return all_of_it * size * layer.touched(tokens) / near.touched(at) * seconds
+        return here * size * layer.touched(tokens) / near.touched(at) * seconds
 
     def route(self, device: str, route: Route, tokens: int) -> float | None:
         """Seconds of a router for so many tokens. One that was not timed takes what the nearest in size takes, and

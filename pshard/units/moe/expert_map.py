@@ -1,11 +1,13 @@
 """Where the routed experts of a plan lie, layer by layer. No torch."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pshard.cuts.rank_parts import cut_ranks
 from pshard.model import ModelSpec
 from pshard.plan import Placement, TierPlan, Variant
+from pshard.routing.expert_uses import Uses, chosen_share
+from pshard.routing.order_experts import order_experts
 from pshard.units.divide_unit import count_shares
 from pshard.units.unit import Unit
 
@@ -15,13 +17,15 @@ PLACES = ("pinned", "streamed", "in_place", "cpu")
 @dataclass(frozen=True)
 class LayerExperts:
     """How many experts of a layer lie where in one tier. `pinned`: in VRAM. `streamed`: all of them are copied there
-    before use. `in_place`: the accelerator reads those that were chosen over the link. `cpu`: computed on the host."""
+    before use. `in_place`: the accelerator reads those that were chosen over the link. `cpu`: computed on the host.
+    `hits`: the share of the layer's choices that those in VRAM are expected to serve, by a record; None without one."""
 
     layer: int
     pinned: int
     streamed: int
     in_place: int
     cpu: int
+    hits: float | None = None
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -31,17 +35,14 @@ class LayerExperts:
 
 @dataclass(frozen=True)
 class TierExperts:
-    """The experts of a tier. `link_nbytes`: what a micro-batch brings over the link, experts and all else, if every
-    expert is chosen alike."""
+    """The experts of a tier. `link_nbytes`: what a micro-batch is expected to bring over the link, experts and all
+    else. `served`: the share of tokens' choices that each of PLACES is expected to serve. Both by the popularity of
+    experts where it is known; else every expert is chosen alike."""
 
     tokens: int
     layers: tuple[LayerExperts, ...]
     link_nbytes: int
-
-    def shares(self) -> tuple[float, ...]:
-        """The share of all experts that each of PLACES has."""
-        total = sum(sum(layer.counts) for layer in self.layers)
-        return tuple(sum(of) / total for of in zip(*(layer.counts for layer in self.layers)))
+    served: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,11 @@ def map_experts(spec: ModelSpec, variant: Variant) -> tuple[ExpertMap, ...]:
     rule = spec.config.experts
     if rule is None:
         return ()
-    found = []
-    for part, rank in zip(cut_ranks(spec, variant.split), variant.ranks):
+    found, ordered = [], order_experts(spec, variant.popularity)
+    for part, rank in zip(cut_ranks(ordered, variant.split), variant.ranks):
         units = [unit for unit in part.units if unit.kind.parts and unit.tensors]
         if units:
-            tiers = tuple(_map_tier(tier, units) for tier in rank.tiers)
+            tiers = tuple(_map_tier(part, tier, units) for tier in rank.tiers)
             names = tuple(unit.name for unit in units)
             found.append(
                 ExpertMap(
@@ -78,17 +79,35 @@ def map_experts(spec: ModelSpec, variant: Variant) -> tuple[ExpertMap, ...]:
 
 
 def group_layers(layers: Iterable[LayerExperts]) -> Iterator[tuple[str, LayerExperts]]:
-    """Layers that have the same, as "0-3, 8" with one of them, in order of their first layer."""
+    """Layers that have the same, as "0-3, 8" with one of them and the mean of their hits, in order of their first
+    layer."""
     alike: dict[tuple[int, ...], list[LayerExperts]] = {}
     for each in layers:
         alike.setdefault(each.counts, []).append(each)
     for members in alike.values():
-        yield _name_layers([each.layer for each in members]), members[0]
+        hits = [each.hits for each in members if each.hits is not None]
+        mean = sum(hits) / len(hits) if hits else None
+        yield _name_layers([each.layer for each in members]), replace(members[0], hits=mean)
 
 
-def _map_tier(tier: TierPlan, units: list[Unit]) -> TierExperts:
-    layers = tuple(_count_places(unit, tier.placement(unit.name), tier.in_place) for unit in units)
-    return TierExperts(tier.tokens, layers, tier.prediction.link_bytes)
+def _map_tier(spec: ModelSpec, tier: TierPlan, units: list[Unit]) -> TierExperts:
+    layers, served = [], []
+    for unit in units:
+        uses = spec.popularity.uses_of(unit.layer) if spec.popularity else ()
+        counted = _count_places(unit, tier.placement(unit.name), tier.in_place)
+        served.append(_share_choices(counted, uses))
+        layers.append(replace(counted, hits=served[-1][0]) if uses else counted)
+    means = tuple(sum(each) / len(units) for each in zip(*served))
+    return TierExperts(tier.tokens, tuple(layers), tier.prediction.link_bytes, means)
+
+
+def _share_choices(layer: LayerExperts, uses: Uses) -> tuple[float, ...]:
+    """The share of a layer's choices that each of PLACES serves: the first experts are in VRAM, the last the CPU's."""
+    shares, first = [], 0
+    for count in layer.counts:
+        shares.append(chosen_share(range(first, first + count), sum(layer.counts), uses))
+        first += count
+    return tuple(shares)
 
 
 def _count_places(unit: Unit, place: Placement, reads: bool) -> LayerExperts:

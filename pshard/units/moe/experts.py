@@ -16,14 +16,15 @@ GATE, UP, DOWN = (f"ffn_{part}_exps.weight" for part in ("gate", "up", "down"))
 BIASES = tuple(f"ffn_{part}_exps.bias" for part in ("gate", "up", "down"))
 
 
-def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
+def _operations(tensors: Tensors, config: ModelConfig, first: int = 0) -> tuple[Operation, ...]:
     rule = rule_of(config)
     biases = tuple(tensors[role] for role in BIASES if role in tensors)
-    return (ExpertProducts(tensors[GATE], tensors[UP], tensors[DOWN], rule.used, rule.count, biases),)
+    return (ExpertProducts(tensors[GATE], tensors[UP], tensors[DOWN], rule.used, rule.count, biases, first),)
 
 
 def _divide(on_acc: Tensors, on_cpu: Tensors, config: ModelConfig) -> Division:
-    return Division(_operations(on_acc, config), _operations(on_cpu, config), (PlaceRows(config.d_model),))
+    last = _operations(on_cpu, config, on_acc[GATE].parts)
+    return Division(_operations(on_acc, config), last, (PlaceRows(config.d_model),))
 
 
 def _scratch(config: ModelConfig, tokens: int, shape: StateShape) -> tuple[Buffer, ...]:

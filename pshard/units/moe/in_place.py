@@ -6,10 +6,7 @@ begin before it is known what is chosen. A tier does one or the other.
 """
 
 from pshard.model_config import ModelConfig
-from pshard.units.divide_unit import divide_unit
 from pshard.units.operations import used_share
-from pshard.units.share import Share
-from pshard.units.unit import Unit
 
 # in a tier of more tokens nearly all parts are used, and kernels read a part once for every 16 of its tokens
 IN_PLACE_TOKENS = 32
@@ -26,16 +23,3 @@ def ways_to_read(config: ModelConfig, tokens: int) -> tuple[bool, ...]:
         return (True,)
     few = used_share(config.experts.used, config.experts.count, tokens) <= USUALLY_USED
     return few, not few
-
-
-def used_nbytes(unit: Unit, config: ModelConfig, tokens: int) -> int:
-    """Bytes of a unit's weights, or of what one place has of it, that so many tokens are expected to use."""
-    if unit.kind.parts is None:
-        return unit.packed_nbytes
-    unused = 1 - used_share(*unit.kind.parts(config), tokens)
-    return unit.packed_nbytes - round(unused * sum(t.packed_nbytes for t in unit.tensors if t.parts))
-
-
-def read_nbytes(unit: Unit, share: Share, config: ModelConfig, tokens: int) -> int:
-    """Bytes that so many tokens are expected to read in place of what the accelerator streams of a unit."""
-    return used_nbytes(divide_unit(unit, share).brought.unit, config, tokens)

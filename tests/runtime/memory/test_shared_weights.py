@@ -1,13 +1,17 @@
 """Engines on one model that share one packing of its weights."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from engines import open_engine, pinned_everywhere
 from model_files import write_gguf
 from plan_samples import make_tier, make_variant
+from routing_samples import make_record
 
 from pshard.models import open_model
+from pshard.routing.measure_popularity import measure_popularity
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
 from pshard.runtime.memory.weights import HostWeights
@@ -29,3 +33,12 @@ def test_engines_on_lent_weights_compute_what_one_with_its_own_computes(tmp_path
         ) as engine:
             got = engine.forward(ids, all_logits=True)
         assert torch.equal(got, expected)
+
+
+def test_weights_that_were_packed_in_another_order_of_experts_are_not_taken(tmp_path: Path) -> None:
+    file = open_model(write_gguf(tmp_path / "m.gguf", "qwen3moe", n_layers=1))
+    weights = HostWeights(file.spec.units, open_device("cpu"))
+    popularity = measure_popularity(replace(make_record(50, 1, experts=8), layers=(0,)))
+    variant = replace(make_variant(file.spec, pinned_everywhere(file.spec), 128, 1), popularity=popularity)
+    with pytest.raises(ValueError, match="in another order"):
+        build_engine(file, variant, open_device("cpu"), kernels="plain", lender=weights)

@@ -1,0 +1,1 @@
+"""What records of routing say of a plan, for people."""

@@ -1,0 +1,23 @@
+"""What share of a run's choices found their expert in VRAM."""
+
+import numpy as np
+
+from pshard.model import ModelSpec
+from pshard.routing.record import RoutingRecord
+from pshard.units.moe.expert_map import TierExperts
+
+
+def measure_hits(record: RoutingRecord, spec: ModelSpec, tier: TierExperts) -> float | None:
+    """The share that experts in VRAM served in the micro-batches of the smallest tier; None where there were none.
+
+    spec: the model in the run's order of experts. tier: where these are in that tier.
+    """
+    ends = np.cumsum(record.batches)
+    decoded = [np.arange(end - n, end) for n, end in zip(record.batches, ends) if n <= tier.tokens]
+    if not decoded:
+        return None
+    ids, hits = record.ids[np.concatenate(decoded)], 0
+    orders = {unit.layer: unit.order or tuple(range(record.experts)) for unit in spec.units if unit.kind.parts}
+    for i, layer in enumerate(tier.layers):
+        hits += int(np.isin(ids[:, i], orders[layer.layer][: layer.pinned]).sum())
+    return hits / ids.size

@@ -1,0 +1,60 @@
+"""What share of a layer's experts tokens use, and how often those at some places are: the one formula of both.
+
+Without a record all experts are chosen alike. With one, `uses` has the probability that a token uses the expert at each
+place of the order of popularity (`Popularity.uses`); then the first n of E experts take more than n/E of the choices.
+"""
+
+from pshard.model_config import ModelConfig
+from pshard.units.divide_unit import divide_unit
+from pshard.units.operations import ExpertProducts, used_share
+from pshard.units.share import Share
+from pshard.units.unit import Unit
+
+Uses = tuple[float, ...]  # empty: all alike
+
+
+def used_experts(places: range, chosen: int, of: int, tokens: float, uses: Uses) -> float:
+    """How many of the experts at those places of a layer so many tokens are expected to use."""
+    if not uses:
+        return len(places) * used_share(chosen, of, tokens)
+    return sum(1 - (1 - uses[place]) ** tokens for place in places)
+
+
+def chosen_share(places: range, of: int, uses: Uses) -> float:
+    """The share of a token's choices that are at those places."""
+    if not uses:
+        return len(places) / of
+    return sum(uses[place] for place in places) / sum(uses)
+
+
+def count_last(shares: tuple[float, ...], uses: Uses) -> tuple[int, ...]:
+    """How many experts at the last places are chosen as often, all together, as these shares of all choices say."""
+    left = [chosen_share(range(first, len(uses)), len(uses), uses) for first in range(1, len(uses))]
+    return tuple(len(uses) - 1 - min(range(len(left)), key=lambda i: abs(left[i] - share)) for share in shares)
+
+
+def work_share(products: ExpertProducts, tokens: int, reads: bool, uses: Uses) -> float:
+    """What the experts that are here take of a layer that was timed with all chosen alike: of the bytes that are read,
+    where reading limits, else of the arithmetic."""
+    here, chosen, of = products.places, products.chosen, products.of
+    if not uses or not reads:
+        return chosen_share(here, of, uses)
+    return used_experts(here, chosen, of, tokens, uses) / used_experts(range(of), chosen, of, tokens, ())
+
+
+def used_nbytes(unit: Unit, config: ModelConfig, tokens: int, uses: Uses = (), first: int = 0) -> int:
+    """Bytes of a unit's weights, or of what one place has of it from part `first` on, that so many tokens are expected
+    to use."""
+    stacks = [t for t in unit.tensors if t.parts]
+    if unit.kind.parts is None or not stacks:
+        return unit.packed_nbytes
+    chosen, of = unit.kind.parts(config)
+    here = range(first, first + stacks[0].parts)
+    unused = 1 - used_experts(here, chosen, of, tokens, uses) / len(here)
+    return unit.packed_nbytes - round(unused * sum(t.packed_nbytes for t in stacks))
+
+
+def read_nbytes(unit: Unit, share: Share, config: ModelConfig, tokens: int, uses: Uses = ()) -> int:
+    """Bytes that so many tokens are expected to read in place of what the accelerator streams of a unit."""
+    brought = divide_unit(unit, share).brought
+    return used_nbytes(brought.unit, config, tokens, uses, brought.first)

@@ -1,0 +1,50 @@
+"""Picks: which experts routers chose, brought to the host where a run records them; elsewhere there is none of it."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from pshard.model import ModelSpec
+from pshard.routing.record import RoutingRecord, id_type
+from pshard.runtime.blocks.block import Side
+from pshard.runtime.blocks.routed_rows import view_routed
+from pshard.runtime.devices.device import Device
+from pshard.units.moe.routed import rule_of
+
+
+class Picks:
+    """A stage in host memory for one micro-batch, and what was recorded of those before it.
+
+    The copy to the stage is part of what a router runs, also in a graph: nobody waits for it but the end of the
+    micro-batch.
+    """
+
+    def __init__(self, spec: ModelSpec, tokens: int, allocate: Callable[[int], torch.Tensor]) -> None:
+        """tokens: of the largest micro-batch. allocate: uint8 host memory that the link can write, by bytes."""
+        routers = [unit for unit in spec.units if unit.kind.routing == "makes"]
+        self._rule = rule_of(spec.config)
+        self._layers = {unit.name: i for i, unit in enumerate(routers)}
+        self._numbers = tuple(unit.layer for unit in routers)
+        shape = len(routers), tokens, self._rule.used
+        self._stage = allocate(4 * shape[0] * shape[1] * shape[2]).view(torch.int32).view(shape)
+        self._kept: list[np.ndarray] = []
+
+    def bring(self, router: str, side: Side, n: int, device: Device) -> None:
+        """Start to bring what that router has found for n tokens on a side; on the host's it is copied at once."""
+        ids, here = view_routed(side, n)[1].ids, self._stage[self._layers[router], :n]
+        if ids.device.type == "cpu":
+            here.copy_(ids)
+        else:
+            device.bring(here, ids)
+
+    def keep(self, n: int) -> None:
+        """All routers' choices of a micro-batch of n tokens have come."""
+        ids = self._stage[:, :n].numpy().transpose(1, 0, 2)
+        self._kept.append(ids.astype(id_type(self._rule.count)))
+
+    def record(self, fingerprint: str) -> RoutingRecord:
+        """All that was kept. Raises ValueError when that is nothing."""
+        ids = np.concatenate(self._kept)
+        batches = tuple(len(part) for part in self._kept)
+        return RoutingRecord(fingerprint, self._numbers, self._rule.count, ids, batches)

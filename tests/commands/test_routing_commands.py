@@ -1,0 +1,116 @@
+"""Routing through the commands: recorded by a run, planned by, kept in the registry, measured by the next run."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from cli_world import World, edit_json, make_world
+
+from pshard.commands import cli_plan, cli_run
+from pshard.registries.routing_file import read_routing
+from pshard.registries.store import load_registry
+
+ROUTED = {"arch": "qwen3moe", "n_layers": 4, "n_experts": 16, "n_used": 2, "d_expert": 128}
+TEXT = [7919 * i % 258 for i in range(1, 60)]
+
+
+@pytest.fixture
+def world(tmp_path: Path, quick_search: None) -> World:
+    return make_world(tmp_path, **ROUTED)
+
+
+def plan(world: World, *more: object) -> int:
+    flags = ["-m", str(world.model), "-c", "256", "--vram", "3", "--no-validate", *map(str, more)]
+    return cli_plan.main(flags)
+
+
+def run(world: World, *more: object) -> int:
+    prompt = ",".join(map(str, TEXT))
+    return cli_run.main(["-m", str(world.model), "-p", prompt, "--tokens", "-n", "12", "--temp", "0", *map(str, more)])
+
+
+def test_a_run_records_and_the_next_plan_and_run_start_with_the_right_experts(
+    world: World, capsys: pytest.CaptureFixture
+) -> None:
+    path = world.model.parent / "a.routing"
+    assert plan(world) == 0
+    assert "note: no routing record: experts are priced as if all were chosen alike" in capsys.readouterr().err
+    assert run(world, "--kernels", "plain") == 0
+    plain = capsys.readouterr()
+    assert "routing" not in plain.err
+    assert run(world, "--kernels", "plain", "--record-routing", path) == 0
+    said = capsys.readouterr()
+    assert said.out == plain.out and f"routing record: {59 + 11} tokens in {path}; while decoding" in said.err
+    record = read_routing(path)
+    assert record.batches[-11:] == (1,) * 11 and sum(record.batches) == 70
+
+    assert plan(world, "--routing", path) == 0
+    said = capsys.readouterr()
+    assert "no routing record" not in said.err
+    assert re.search(r"LRU +\d+\.\d% ", said.out) and "by replay of 35 tokens" in said.out
+    assert plan(world, "--routing", path, "--json") == 0
+    routing = json.loads(capsys.readouterr().out)["routing"]
+    assert {policy["policy"] for policy in routing["policies"]} == {"most popular, pinned", "LRU", "decayed frequency"}
+    assert routing["experts"] == 16 and routing["places"] == [2, 4, 8, 12]
+    (variant,) = load_registry(world.registry).variants
+    assert variant.popularity and variant.popularity.tokens == 70
+    path.unlink()
+
+    again = world.model.parent / "b.routing"
+    assert run(world, "--kernels", "plain", "--record-routing", again) == 0
+    said = capsys.readouterr()
+    assert said.out == plain.out  # who computes an expert changes no text here
+    assert re.search(r"experts in VRAM served [0-9.]+% of what tokens used \([0-9.]+% expected\)", said.err)
+    assert (read_routing(again).ids == record.ids).all()  # numbers are the model's, whatever the order
+
+    assert run(world, "--vram", "64", "--replan") == 0
+    assert [v.popularity for v in load_registry(world.registry).variants] == [variant.popularity] * 2
+
+
+def refused(code: int, capsys: pytest.CaptureFixture, says: str) -> None:
+    said = capsys.readouterr().err.strip().splitlines()
+    assert code == 2 and says in said[-1] and sum(line.startswith("error") for line in said) == 1
+
+
+def test_records_that_cannot_be_used_are_refused_in_one_line(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    path, before = world.model.parent / "a.routing", None
+    assert plan(world) == run(world, "--record-routing", path) == 0
+    before = world.registry.read_text()
+    (other := tmp_path / "other").mkdir()
+    theirs = make_world(other, **ROUTED, seed=1)
+    refused(plan(theirs, "--routing", path, "--profile", world.profile), capsys, "of another model")
+    refused(plan(world, "--routing", world.model), capsys, "is no routing record")
+    refused(plan(world, "--routing", tmp_path / "none"), capsys, "cannot read the routing record")
+    refused(run(world, "--record-routing", tmp_path / "no" / "folder"), capsys, "there is no folder")
+    refused(run(world, "--record-routing", tmp_path), capsys, "cannot write the routing record")
+    assert world.registry.read_text() == before
+    (dense := tmp_path / "dense").mkdir()
+    plain = make_world(dense)
+    assert plan(plain, "--profile", world.profile, "--vram", "6") == 0
+    refused(plan(plain, "--routing", path, "--profile", world.profile), capsys, "leave out --routing")
+    flags = ("--record-routing", tmp_path / "x", "--profile", world.profile)
+    refused(run(plain, *flags), capsys, "leave out --record-routing")
+
+
+def test_a_registry_with_damaged_popularity_is_refused(world: World, capsys: pytest.CaptureFixture) -> None:
+    path = world.model.parent / "a.routing"
+    assert plan(world) == run(world, "--record-routing", path) == plan(world, "--routing", path) == 0
+    text = world.registry.read_text()
+    others = json.loads(text)["sets"][0]["variants"][0]["popularity"]["layers"][1:]
+    where = ("sets", 0, "variants", 0, "popularity")
+    for keys, value, says in (
+        (("experts",), 15, "does not name each of 15 experts"),
+        (("layers", 0, "order"), "AAAA", "does not name each"),
+        (("layers", 0, "layer"), 7, "do not ascend"),
+        (
+            ("layers",),
+            others,
+            "says nothing of layer 0",
+        ),
+    ):
+        edit_json(world.registry, *where, *keys, value=value)
+        refused(run(world), capsys, says)
+        world.registry.write_text(text)
