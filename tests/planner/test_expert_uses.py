@@ -76,8 +76,8 @@ def test_with_more_experts_on_a_side_that_side_takes_longer_and_the_other_less(t
     near = 1.01 if untimed else 1  # whole experts and tokens stand in for what was not timed
     for fewer, more in pairwise(found):
         assert more.cpu * near >= fewer.cpu and more.cpu_reads >= fewer.cpu_reads
-        assert more.acc <= fewer.acc * near and more.link <= fewer.link
-    kept = [costs.divided("blk.0.experts", Share(2, n)).link for n in range(EXPERTS - 2)]
+        assert more.acc <= fewer.acc * near and more.read <= fewer.read
+    kept = [costs.divided("blk.0.experts", Share(2, n)).read for n in range(EXPERTS - 2)]
     assert kept == sorted(kept, reverse=True)
 
 
@@ -87,7 +87,7 @@ def test_popular_experts_in_vram_leave_less_to_link_and_cpu_than_any_do(tokens: 
     for share in (Share(12), Share(4, 4)):
         one, other = plain.divided("blk.0.experts", share), ordered.divided("blk.0.experts", share)
         assert other.cpu < 0.75 * one.cpu and other.cpu_reads < 0.75 * one.cpu_reads
-    assert ordered.divided("blk.0.experts", Share(0, 6)).link < 0.8 * plain.divided("blk.0.experts", Share(0, 6)).link
+    assert ordered.divided("blk.0.experts", Share(0, 6)).read < 0.8 * plain.divided("blk.0.experts", Share(0, 6)).read
 
 
 def test_bytes_that_are_used_of_all_places_are_those_of_the_whole_unit() -> None:

@@ -17,6 +17,7 @@ from pshard.planner.make_plan import plan_variant
 from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.draft import tier_steps
+from pshard.routing.expert_uses import read_nbytes
 from pshard.runtime.blocks.find_block import find_block
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
@@ -24,7 +25,6 @@ from pshard.runtime.memory.weights import view_unit
 from pshard.steps.emit import emit_steps
 from pshard.steps.step import CopyIn, StepShape
 from pshard.units.moe.experts import EXPERTS
-from pshard.units.moe.in_place import read_nbytes
 from pshard.units.moe.router import ROUTER
 from pshard.units.moe.shared_experts import SHARED_EXPERTS
 from pshard.units.share import Share
