@@ -9,7 +9,7 @@ from pshard.models.architectures import Architecture
 from pshard.models.stored import StoredTensor
 from pshard.quant import QUANT_TYPES, ROW_BLOCK
 from pshard.tensor import TensorSpec
-from pshard.units.attention import ATTENTION
+from pshard.units.attention import ATTENTION, WINDOWED_ATTENTION
 from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
 from pshard.units.moe.experts import EXPERTS
@@ -48,7 +48,8 @@ def build_units(
     units = [unit("embedding", EMBEDDING, -1, iter([Expected(TABLE, (config.vocab, config.d_model))]))]
     for i in range(config.n_layers):
         block = f"blk.{i}."
-        units.append(unit(block + "attention", ATTENTION, i, _attention(arch, config, block, biases)))
+        kind = WINDOWED_ATTENTION if _has_window(config, i) else ATTENTION
+        units.append(unit(block + "attention", kind, i, _attention(arch, config, block, biases)))
         if config.experts is None or i < config.experts.dense_layers:
             units.append(unit(block + "ffn", FFN, i, _ffn(config, block)))
             continue
@@ -64,6 +65,11 @@ def build_units(
         if name not in used:
             tensor.fail(f"has no place in architecture {arch.name}; leaving it out would give wrong results")
     return tuple(units)
+
+
+def _has_window(config: ModelConfig, layer: int) -> bool:
+    """Whether a layer sees fewer tokens than the context has."""
+    return 0 < config.sliding_window < config.context and layer % config.window_every == 0
 
 
 def _attention(arch: Architecture, config: ModelConfig, block: str, biases: set[str]) -> Iterator[Expected]:

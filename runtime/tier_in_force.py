@@ -1,7 +1,7 @@
 """A tier while it is in force: its part of the arena, events of the lanes, and views that are made once."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,9 +32,10 @@ class IndexView:
     blocks: torch.Tensor
     wanted: torch.Tensor
 
-    def rows(self, segments: tuple[Segment, ...], cells: int, spans: Any = None) -> RowIndex:
-        """The index of segments that was written here."""
-        return RowIndex(self.begin, self.position, self.blocks, segments, cells, spans)
+    def rows(self, segments: tuple[Segment, ...], cells: int, window: int, spans: Any = None) -> RowIndex:
+        """The index of segments that was written here; `window` of the layers that have one."""
+        whole = RowIndex(self.begin, self.position, self.blocks, segments, cells, spans)
+        return replace(whole, recent=replace(whole, window=window)) if window else whole
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,11 @@ def kv_blocks(context: int, sequences: int) -> int:
     return sequences * -(-context // (sequences * KV_BLOCK))
 
 
+def window_start(past: int, window: int) -> int:
+    """The first cell of the block where what a token after `past` others sees begins, by its window (0: all)."""
+    return max(0, past + 1 - window) // KV_BLOCK * KV_BLOCK if window else 0
+
+
 def longest_sequence(config: ModelConfig, context: int) -> int:
     """Cells that one sequence may have in a KV cache of `context` cells."""
     return min(context, config.context or context)

@@ -8,7 +8,7 @@ from pshard.runtime.blocks.ffn_block import FfnBlock
 from pshard.runtime.blocks.output_block import OutputBlock
 from pshard.runtime.blocks.router_block import RouterBlock
 from pshard.runtime.blocks.shared_block import SharedBlock
-from pshard.units.attention import ATTENTION
+from pshard.units.attention import ATTENTION, WINDOWED_ATTENTION
 from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
 from pshard.units.moe.experts import EXPERTS
@@ -20,6 +20,7 @@ from pshard.units.unit import UnitKind
 BLOCKS: dict[str, Block] = {
     EMBEDDING.name: EmbeddingBlock(),
     ATTENTION.name: AttentionBlock(),
+    WINDOWED_ATTENTION.name: AttentionBlock(windowed=True),
     FFN.name: FfnBlock(),
     ROUTER.name: RouterBlock(),
     SHARED_EXPERTS.name: SharedBlock(),

@@ -12,12 +12,11 @@ from pshard.plan import TierPlan
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
 from pshard.runtime.engine import Engine
-from pshard.units.attention import ATTENTION
 
 
 def pinned_everywhere(spec, tokens=(1, 64), context=128, sequences=1) -> tuple[TierPlan, ...]:
     """Tiers with everything in the arena: the reference of every other placement."""
-    places = {u.name: ("pinned", "vram" if u.kind is ATTENTION else None) for u in spec.units}
+    places = {u.name: ("pinned", "vram" if u.kind.state else None) for u in spec.units}
     return tuple(make_tier(spec, n, places, 0, context, sequences) for n in tokens)
 
 
