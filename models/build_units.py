@@ -48,7 +48,7 @@ def build_units(
     units = [unit("embedding", EMBEDDING, -1, iter([Expected(TABLE, (config.vocab, config.d_model))]))]
     for i in range(config.n_layers):
         block = f"blk.{i}."
-        kind = WINDOWED_ATTENTION if _has_window(config, i) else ATTENTION
+        kind = WINDOWED_ATTENTION if config.window and i % config.window_every == 0 else ATTENTION
         units.append(unit(block + "attention", kind, i, _attention(arch, config, block, biases)))
         if config.experts is None or i < config.experts.dense_layers:
             units.append(unit(block + "ffn", FFN, i, _ffn(config, block)))
@@ -65,11 +65,6 @@ def build_units(
         if name not in used:
             tensor.fail(f"has no place in architecture {arch.name}; leaving it out would give wrong results")
     return tuple(units)
-
-
-def _has_window(config: ModelConfig, layer: int) -> bool:
-    """Whether a layer sees fewer tokens than the context has."""
-    return 0 < config.sliding_window < config.context and layer % config.window_every == 0
 
 
 def _attention(arch: Architecture, config: ModelConfig, block: str, biases: set[str]) -> Iterator[Expected]:

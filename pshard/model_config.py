@@ -75,3 +75,8 @@ class ModelConfig:
     sliding_window: int = 0  # 0: full attention in every layer
     window_every: int = 1  # of so many layers the first has the window, the others have full attention
     experts: Experts | None = None
+
+    @property
+    def window(self) -> int:
+        """Tokens that layers with a window see; 0 where no layer sees fewer than the context has."""
+        return self.sliding_window if 0 < self.sliding_window < self.context else 0

@@ -51,9 +51,9 @@ def _widths(tensors: Tensors, config: ModelConfig) -> dict[str, int]:
     return dict(zip(("n_heads", "n_kv_heads"), count_heads(tensors, config)))
 
 
-def _state(config: ModelConfig, shape: StateShape) -> CellState:
+def _state(config: ModelConfig, shape: StateShape, window: int = 0) -> CellState:
     """Every layer's cells are as wide as the widest layer's of this rank."""
-    return CellState(config.n_kv_heads * config.head_dim, shape.type_k, shape.type_v)
+    return CellState(config.n_kv_heads * config.head_dim, shape.type_k, shape.type_v, window)
 
 
 def _scratch(config: ModelConfig, tokens: int, shape: StateShape) -> tuple[Buffer, ...]:
@@ -114,5 +114,6 @@ ATTENTION = UnitKind(
 WINDOWED_ATTENTION = replace(
     ATTENTION,
     name="windowed attention",
-    operations=lambda tensors, config: _operations(tensors, config, config.sliding_window),
+    operations=lambda tensors, config: _operations(tensors, config, config.window),
+    state=lambda config, shape: _state(config, shape, config.window),
 )

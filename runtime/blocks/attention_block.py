@@ -20,7 +20,7 @@ class AttentionBlock(Block):
 
     def view_state(self, unit: Unit, config: ModelConfig, shape: StateShape, memory: torch.Tensor) -> LayerKV:
         _, n_kv_heads = count_heads(unit.by_role, config)  # a rank's slice may hold fewer than in its widest layer
-        return view_layer(memory, n_kv_heads, config.head_dim, shape)
+        return view_layer(memory, n_kv_heads, config.head_dim, shape, config.window if self._windowed else 0)
 
     def state_parts(self, state: LayerKV) -> tuple[torch.Tensor, ...]:
         return state.k.flatten(0, 1), state.v.flatten(0, 1)

@@ -57,7 +57,9 @@ class Routes:
 class Segment:
     """Consecutive rows of a micro-batch that belong to one sequence: new tokens `start:start+tokens` after `past`.
 
-    `blocks` are those that its cells lie in, old and new ones, in order: see LayerKV.
+    `blocks` are those that its cells lie in, old and new ones, in order: see LayerKV. `recent`: those of layers with a
+    window, of the same cells, or () without such layers; `first`: the first cell there that is meant, whose block is
+    whole. Blocks before it are nobody's and stand as 0.
     """
 
     sequence: int
@@ -65,6 +67,8 @@ class Segment:
     tokens: int
     past: int
     blocks: tuple[int, ...]
+    recent: tuple[int, ...] = ()
+    first: int = 0
 
 
 @dataclass(frozen=True)

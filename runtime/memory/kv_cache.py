@@ -10,16 +10,17 @@ from pshard.quant import BUFFER_ALIGN, align
 from pshard.runtime.kernels.api import LayerKV
 from pshard.runtime.kernels.kv_codec import gather_cells
 from pshard.runtime.memory.kv_blocks import pool_spans
-from pshard.units.kv_cells import KV_BLOCK, kv_blocks, kv_nbytes
+from pshard.units.kv_cells import KV_BLOCK, kv_nbytes
 from pshard.units.state import CellState, StateShape
 
 JOIN_BYTES = 512 << 10  # what the link moves while one more copy is issued (10 us at 50 GB/s)
 KV_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "q8_0": torch.int8}
 
 
-def view_layer(memory: torch.Tensor, n_kv_heads: int, head_dim: int, shape: StateShape) -> LayerKV:
+def view_layer(memory: torch.Tensor, n_kv_heads: int, head_dim: int, shape: StateShape, window: int = 0) -> LayerKV:
     """k and v as views of uint8 memory, as long as CellState says: LayerKV's tensors."""
-    views, at, blocks = [], 0, kv_blocks(shape.context, shape.sequences)
+    law = CellState(n_kv_heads * head_dim, shape.type_k, shape.type_v, window)
+    views, at, blocks = [], 0, law.blocks(shape)
     for kind in (shape.type_k, shape.type_v):
         cell = kv_nbytes(kind, n_kv_heads * head_dim)
         nbytes = blocks * KV_BLOCK * cell
@@ -36,12 +37,12 @@ def cell_nbytes(spec: ModelSpec, shape: StateShape) -> int:
 
 
 def read_cells(kv: LayerKV, blocks: Sequence[int], cells: int) -> dict[str, torch.Tensor]:
-    """A copy on the host of a sequence's first cells in a layer: "k" and "v", each [cells, ...] as in LayerKV."""
+    """A copy on the host of the first cells in these blocks of a layer: "k" and "v", [cells, ...] as in LayerKV."""
     return {what: gather_cells(c, blocks, cells).to("cpu", copy=True) for what, c in (("k", kv.k), ("v", kv.v))}
 
 
 def write_cells(kv: LayerKV, blocks: Sequence[int], cells: dict[str, torch.Tensor]) -> None:
-    """Fill a sequence's first cells in a layer with what `read_cells` gave."""
+    """Fill the first cells in these blocks of a layer with what `read_cells` gave."""
     for cache, values in ((kv.k, cells["k"]), (kv.v, cells["v"])):
         done = 0
         for start, stop in pool_spans(blocks, 0, len(values)):

@@ -20,12 +20,14 @@ NO_SOLVE = Solve("by hand", 0.0, 0.0, "none")
 Places = dict[str, tuple]  # unit -> (where, kv), with rows or parts on the CPU, and parts in VRAM, of a divided one
 
 
-def make_tier(spec: ModelSpec, tokens: int, places: Places, slots: int, context: int, sequences: int) -> TierPlan:
-    """A tier of such placements, with honest buffers for float32 activations."""
+def make_tier(
+    spec: ModelSpec, tokens: int, places: Places, slots: int, context: int, sequences: int, batch: int = 0
+) -> TierPlan:
+    """A tier of such placements, with honest buffers for float32 activations. batch: see StateShape."""
     placements = tuple(Placement(u.name, *places[u.name]) for u in spec.units)
     streamed = [brought_part(spec.unit(p.unit), p.share).packed_nbytes for p in placements if p.where == "streamed"]
     held = [arena_portion(spec.unit(p.unit), p.where, p.share) for p in placements]
-    shape = StateShape(context, sequences, "f32", "f32")
+    shape = StateShape(context, sequences, "f32", "f32", batch)
     scratch = scratch_bytes(spec, tokens, shape, 4)
     scratch += row_stage_bytes(tokens, widest_join(spec, placements))
     if any(p.kv == "host" and p.where != "cpu" for p in placements):
