@@ -200,7 +200,7 @@ def test_ranks_have_their_windows_and_sinks(monkeypatch: pytest.MonkeyPatch, mod
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_cells_behind_the_window_stay_whole_while_others_are_written(place: tuple[str, str]) -> None:
-    """The stage has the windows, which are fetched apart, and new cells of unequal number go back with those between."""
+    """The stage has windows that were fetched apart; new cells of unequal number go back with those between them."""
     file, texts = make_file(), [text(n, n) for n in (200, 328)]
     with open_toy(file, make_tiers(file, place, 2, (4, 300)), 2) as engine:
         engine.forward(texts)
