@@ -13,7 +13,7 @@ def attend_seen(
     q [H, n, d]; k, v [H, past + n, d]; sinks [H]: one more score of each head, without a value.
     """
     out = torch.empty_like(q)
-    step = max(16, min(256, SCORES // (q.shape[0] * k.shape[1])))
+    step = max(16, min(window or 256, 256, SCORES // (q.shape[0] * k.shape[1])))
     for start in range(0, q.shape[1], step):
         row = torch.arange(start, min(start + step, q.shape[1]), device=q.device)[:, None] + past
         first, last = max(0, past + start + 1 - window) if window else 0, int(row[-1]) + 1
