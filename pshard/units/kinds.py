@@ -17,4 +17,8 @@ for _kind in (EMBEDDING, ATTENTION, WINDOWED_ATTENTION, FFN, ROUTER, SHARED_EXPE
 def kinds_by_flag() -> dict[str, UnitKind]:
     """Kinds whose number of ranks can be limited, by what users call them; of several under one name the first, which
     stands for all of them."""
-    return {kind.cut.flag: kind for kind in reversed([*KINDS]) if kind.cut and kind.cut.flag}
+    found: dict[str, UnitKind] = {}
+    for kind in KINDS:
+        if kind.cut and kind.cut.flag:
+            found.setdefault(kind.cut.flag, kind)
+    return found
