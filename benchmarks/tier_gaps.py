@@ -18,7 +18,7 @@ from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.draft import simulated_seconds
 from pshard.planner.price.host_limits import holds
 from pshard.planner.published.per_tier import list_choices
-from pshard.planner.published.strategies import STRATEGIES, place_strategy
+from pshard.planner.published.strategies import list_strategies, place_strategy
 from pshard.planner.tier_alone import plan_alone, switch_between
 from pshard.registries.profile_store import load_profile
 from pshard.workload import Workload
@@ -40,7 +40,7 @@ def measure_case(spec: ModelSpec, machine: str, mib: int) -> Iterator[dict]:
     (rank,) = variant.ranks
     (task,) = prepare_ranks(spec, profile, workload)
     for tier, cost in zip(rank.tiers, task.costs):
-        placed = [place_strategy(name, task.room, (tier.tokens,)) for name in STRATEGIES]
+        placed = [place_strategy(name, task.room, (tier.tokens,)) for name in list_strategies(spec)]
         published = [p.tiers[0] for p in placed if p and holds(task.room, p.tiers)]
         published += [choice.tier for choice in list_choices(task.room, task.classes, cost)]
         alone = plan_alone(spec, profile, workload, tier.tokens, variant)

@@ -8,7 +8,7 @@ from pshard.plan import Placement, RankPlan, TierPlan, Variant
 from pshard.quant import ROW_BLOCK, TENSOR_ALIGN
 from pshard.tensor import TensorSpec
 from pshard.units.moe.in_place import reads_in_place
-from pshard.units.unit import Unit
+from pshard.units.unit import Unit, places_of
 
 
 class PlanError(ValueError):
@@ -133,8 +133,9 @@ def _check_tier(spec: ModelSpec, variant: Variant, rank: RankPlan, tier: TierPla
     where = f"rank {rank.rank}, tier {tier.tokens}"
     if [p.unit for p in tier.placements] != [u.name for u in spec.units]:
         raise PlanError(f"{where}: placements are not the model's units, each once, in order")
+    sums = kind == "cuda" and len(variant.ranks) > 1 and variant.workload.split_mode == "tensor"
     for unit, place in zip(spec.units, tier.placements):
-        if (place.where, place.kv) not in unit.kind.places:
+        if (place.where, place.kv) not in places_of(unit.kind, sums):
             raise PlanError(f"{where}: {unit.name} cannot be {place.where} with KV {place.kv}")
         _check_divided(unit, place, tier.tokens, where)
     act, shape = 2 if kind == "cuda" else 4, variant.workload.state_shape

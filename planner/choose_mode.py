@@ -11,7 +11,7 @@ from pshard.plan import Considered, Variant
 from pshard.planner.choose_ratios import choose_ratios, describe_way, plan_ratios
 from pshard.planner.explain import BINDS
 from pshard.planner.make_plan import RoughPlan, plan_roughly, plan_variant
-from pshard.planner.prepare_ranks import price_tiers
+from pshard.planner.prepare_ranks import may_choose_apart, price_tiers
 from pshard.planner.price.draft import tier_steps
 from pshard.planner.price.profile_tables import Tables
 from pshard.steps.step import AllReduce, Gather
@@ -85,6 +85,8 @@ def _ways(
         yield "-sm layer", partial(plan, workload.under(Split("layer", workload.tensor_split)))
     can_cut = all(unit.kind.cut for unit in spec.units)
     for count in _group_sizes(every) if can_cut else ():
+        if may_choose_apart(spec, profile, count):
+            continue
         if count == every or not workload.tensor_split:
             limits = binding_limits(workload.max_tp, count)
             cut = workload.under(Split("tensor", workload.tensor_split, limits))

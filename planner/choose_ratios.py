@@ -141,7 +141,8 @@ class _Climb:
 
     def limit(self, best: Estimate) -> Estimate:
         """Cut each kind of unit over 1, 2, 4... ranks where that helps, and move shares again."""
-        for kind in (kind.name for kind in kinds_by_flag().values()):
+        there = {unit.kind for unit in self._spec.units}
+        for kind in (kind.name for kind in kinds_by_flag().values() if kind in there):
             most = 1
             while most < sum(share > 0 for share in best.split.shares):
                 others = [limit for limit in best.split.limits if limit[0] != kind]

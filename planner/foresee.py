@@ -5,7 +5,7 @@ from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import Variant
 from pshard.planner.make_plan import plan_baseline
-from pshard.planner.published.strategies import NAMES
+from pshard.planner.published.strategies import PER_TIER, list_strategies
 from pshard.times.outlook import Forecast, Outlook
 from pshard.times.predicted_times import decode_seconds, first_token_seconds, round_seconds
 from pshard.workload import Workload
@@ -14,7 +14,7 @@ from pshard.workload import Workload
 def foresee_strategies(spec: ModelSpec, profile: MachineProfile, workload: Workload, variant: Variant) -> Outlook:
     """What the variant and each published strategy are predicted to reach for the workload, by the variant's costs."""
     found = []
-    for name in NAMES:
+    for name in (*list_strategies(spec), PER_TIER):
         try:
             found.append(_forecast(name, plan_baseline(name, spec, profile, workload, variant.correction)))
         except UserError:  # it does not fit, or is not for several devices

@@ -1,15 +1,17 @@
 """The static part of a plan as llama.cpp arguments: what is in VRAM while decoding.
 
 llama.cpp keeps a tensor where it was put at load; it cannot stream units or move them between prefill and decode.
-`-ngl` puts all layers on the GPU and `-ot` (a regular expression over tensor names = buffer type) brings units back.
+`-ngl` puts all layers on the GPU and `-ot` (a regular expression over tensor names = buffer type) brings units back;
+`--n-cpu-moe` does so for the experts of the first layers.
 The head too: which end `-ngl` begins to count at differs between versions of llama.cpp.
 """
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from pshard.errors import UserError
 from pshard.plan import TierPlan, Variant
+from pshard.units.divide_unit import arena_portion
 from pshard.units.unit import Unit
 from pshard.workload import MIB
 
@@ -21,7 +23,8 @@ def llama_arguments(variant: Variant, units: Mapping[str, Unit], program: str = 
     """Arguments, quoted for a shell, for `llama-cli` and `llama-server`, or for `llama-bench`. units: by name.
 
     Units that the plan streams or splits stay on the host: llama.cpp computes them there, or copies them for large
-    batches. The KV cache is in VRAM as a whole or not at all: where the plan has a part of it there, all of it if it
+    batches. Of layers with a part of their experts in VRAM as many have all of them there as fit into those parts, the
+    last ones. The KV cache is in VRAM as a whole or not at all: where the plan has a part of it there, all of it if it
     fits the budget in place of the staging slots. llama-bench takes context and sequences from its tests, and every
     `-ot` as another test, unless one has all patterns.
     Raises UserError for a split plan, and for a type of KV cache that llama-bench does not know.
@@ -29,16 +32,17 @@ def llama_arguments(variant: Variant, units: Mapping[str, Unit], program: str = 
     w, bench = variant.workload, program == "llama-bench"
     check_emit(program, len(variant.ranks), w.type_k, w.type_v)
     tier = variant.ranks[0].covering(w.sequences)
-    outside = [p for p in tier.placements if p.sort != "pinned"]
-    patterns = []
-    for tensors in dict.fromkeys(unit.kind.llama_cpp for unit in units.values()):
-        layers = sorted(units[p.unit].layer for p in outside if units[p.unit].kind.llama_cpp == tensors)
-        if tensors and layers:
-            patterns.append(rf"blk\.({'|'.join(map(str, layers))})\.{tensors}")
-    if any(units[p.unit].kind.gives_logits for p in outside):
+    joined = _join_experts(tier, units)
+    outside = [units[p.unit] for p in tier.placements if p.sort != "pinned" and p.unit not in joined]
+    first = _count_first(outside, units)
+    words, patterns = ["-ngl", "999", *(["--n-cpu-moe", str(first)] if first else [])], []
+    for kind in dict.fromkeys(unit.kind for unit in units.values() if unit.kind.llama_cpp):
+        layers = sorted(unit.layer for unit in outside if unit.kind is kind)
+        if layers and not (first and kind.parts):
+            patterns.append(rf"blk\.({'|'.join(map(str, layers))})\.{kind.llama_cpp}")
+    if any(unit.kind.gives_logits for unit in outside):
         patterns.append(HEAD)
     on_host = [f"{pattern}=CPU" for pattern in patterns]
-    words = ["-ngl", "999"]
     for value in [";".join(on_host)] if bench and on_host else on_host:
         words += ["-ot", value]
     if not _holds_all_kv(tier, w.vram_mib[0]):
@@ -48,6 +52,52 @@ def llama_arguments(variant: Variant, units: Mapping[str, Unit], program: str = 
     words += ["-b", str(w.max_ubatch), "-ub", str(w.max_ubatch)]
     words += ["-ctk", w.type_k, "-ctv", w.type_v]
     return shlex.join(words)
+
+
+def list_unsaid(variant: Variant, units: Mapping[str, Unit]) -> list[str]:
+    """What the arguments cannot say of the plan's experts, one line for each thing. units: by name."""
+    tier = variant.ranks[0].covering(variant.workload.sequences)
+    there, joined = _partly_there(tier, units), _join_experts(tier, units)
+    lines = []
+    if there:
+        lines.append(
+            f"{len(there)} layers have some of their experts in VRAM; llama.cpp does not divide a layer's experts: "
+            f"in as much VRAM it has all those of {len(joined)} of these layers"
+        )
+    if read := [p for p in tier.placements if p.where == "streamed" and units[p.unit].kind.parts]:
+        lines.append(
+            f"decoding streams experts of {len(read)} layers; llama.cpp has the CPU compute what is not in VRAM"
+        )
+    return lines
+
+
+def _partly_there(tier: TierPlan, units: Mapping[str, Unit]) -> dict[str, int]:
+    """Units with parts of which the tier has some in VRAM, in the order of the layers, and the bytes of these."""
+    found = {}
+    for p in tier.placements:
+        portion = arena_portion(units[p.unit], p.where, p.share) if p.share and units[p.unit].kind.parts else None
+        if portion:
+            found[p.unit] = portion.nbytes
+    return found
+
+
+def _join_experts(tier: TierPlan, units: Mapping[str, Unit]) -> set[str]:
+    """The last of the units that are partly in VRAM: so many as fit as a whole into what all have there."""
+    there = _partly_there(tier, units)
+    left, joined = sum(there.values()), set[str]()
+    for name in reversed(there):
+        if units[name].packed_nbytes > left:
+            break
+        left -= units[name].packed_nbytes
+        joined.add(name)
+    return joined
+
+
+def _count_first(outside: Sequence[Unit], units: Mapping[str, Unit]) -> int:
+    """How many of the first layers have their experts on the host, where these are all that are there; else 0."""
+    layers = [unit.layer for unit in outside if unit.kind.parts]
+    before = [u.layer for u in units.values() if u.kind.parts and u.layer <= max(layers, default=-1)]
+    return max(layers) + 1 if layers and sorted(layers) == sorted(before) else 0
 
 
 def check_emit(program: str, ranks: int, type_k: str, type_v: str) -> None:

@@ -7,7 +7,7 @@ from itertools import chain
 from math import inf
 from typing import TypeVar
 
-from pshard.errors import UserError
+from pshard.errors import NoPlan, UserError
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import NOTHING_LEARNT, Correction, TierPlan, Variant
@@ -18,7 +18,7 @@ from pshard.planner.price.page_locks import locked, stage_by
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.unit_classes import UnitClass
 from pshard.planner.published.per_tier import place_per_tier
-from pshard.planner.published.strategies import NAMES, PER_TIER, STRATEGIES
+from pshard.planner.published.strategies import PER_TIER, check_strategy, list_strategies
 from pshard.planner.rank_task import RankTask
 from pshard.planner.search.anneal import refine_candidate
 from pshard.planner.search.anneal_tiers import anneal_tiers
@@ -53,19 +53,7 @@ def plan_variant(
     the profile lacks a table.
     """
     tasks = prepare_ranks(spec, profile, workload, correction)
-    variant = join_fastest(tasks, refine_ranks(tasks, place_ranks(tasks, time_limit)))
-    return _or_per_tier(spec, profile, variant, correction) if tasks[0].plan_needed and len(tasks) == 1 else variant
-
-
-def _or_per_tier(spec: ModelSpec, profile: MachineProfile, variant: Variant, correction: Correction) -> Variant:
-    """The variant, or the published planner's own mix of tiers for the micro-batches that were settled on, where that
-    takes less time: under a limit of host memory the candidates did not include it."""
-    try:
-        published = plan_baseline(PER_TIER, spec, profile, variant.workload, correction)
-    except UserError:  # nothing of it fits
-        return variant
-    alike = published.workload.max_ubatch == variant.workload.max_ubatch
-    return published if alike and round_seconds(published) < round_seconds(variant) else variant
+    return join_fastest(tasks, refine_ranks(tasks, place_ranks(tasks, time_limit)))
 
 
 @dataclass(frozen=True)
@@ -107,17 +95,17 @@ def plan_baseline(
 ) -> Variant:
     """The variant that the published strategy of that name (strategies.NAMES) gives; as runnable as the planner's.
 
-    Raises UserError when the name is unknown, the strategy does not fit the budget, or is for one device.
+    Raises UserError when the name is unknown, the strategy does not fit the budget, is for one device, or for models
+    with experts.
     """
-    if name not in NAMES:
-        raise UserError(f"unknown strategy {name!r}; choose from ilp, {', '.join(NAMES)}")
+    check_strategy(name, spec)
     if name == PER_TIER and len(workload.vram_mib) > 1:
         raise UserError(f"strategy {name!r} is for one device, not {len(workload.vram_mib)}; choose another")
     tasks = prepare_ranks(spec, profile, workload, correction)
     chosen = _like_ranks_once(tasks, partial(_place_strategy, name))
     for task, candidate in zip(tasks, chosen):
         if candidate is None:
-            raise UserError(f"strategy {name!r} does not fit {task.budget_mib} MiB; raise --vram")
+            raise NoPlan(f"strategy {name!r} does not fit {task.budget_mib} MiB; raise --vram")
     placed = [c for c in chosen if c]
     needed = any(
         tier.placements != whole_tier(task.room, tier.tokens).placements
@@ -171,9 +159,7 @@ def rank_plans(task: RankTask, time_limit: float, programs: int = 1) -> tuple[Ca
     """Plans of one rank, the best first, with so many solutions of the program; only the one that keeps everything in
     VRAM where that fits every rank."""
     best, *others = _place(task, time_limit, programs)
-    whole = _improve(task, refine_candidate, best)
-    divided = _improve(task, _polish(task), _improve(task, divide_candidate, whole))
-    divided = _perfect(task, divided)
+    whole, divided = _refine_alone(task, best)
     return (divided, *others) if divided is whole else (divided, whole, *others)
 
 
@@ -196,14 +182,26 @@ def _like_ranks_once(tasks: Sequence[RankTask], place: Callable[[RankTask], _T])
 
 def refine_ranks(tasks: Sequence[RankTask], placed: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """Each rank's plan refined unit by unit, FFNs divided where that helps; of a small model on one device proven."""
+    if len(tasks) == 1:  # ranks wait for each other: what is the fastest alone need not be
+        return (_refine_alone(tasks[0], placed[0])[1],)
     refined: list[Candidate] = []
     for task, candidate in zip(tasks, placed):
         alike = next((c for other, c in zip(tasks, refined) if other.is_like(task)), None)
         whole = alike or _improve(task, refine_candidate, candidate)
         refined.append(alike or _improve(task, _polish(task), _improve(task, divide_candidate, whole)))
-    if len(tasks) == 1:  # ranks wait for each other: what is the fastest alone need not be
-        return (_perfect(tasks[0], refined[0]),)
     return tuple(refined)
+
+
+def _refine_alone(task: RankTask, candidate: Candidate) -> tuple[Candidate, Candidate]:
+    """The plan of one device refined: of whole units, and with divided FFNs, which is never slower."""
+    refined = _improve(task, refine_candidate, candidate)
+    polished = _improve(task, _polish(task), refined)
+    whole = _perfect(task, polished, divides=False)
+    if not any(cls.shares for cls in task.classes):
+        return whole, whole
+    divided = _improve(task, divide_candidate, refined)
+    divided = polished if divided is refined else _improve(task, _polish(task), divided)
+    return whole, min(whole, _perfect(task, divided, divides=True), key=lambda c: c.total)
 
 
 def _place(task: RankTask, time_limit: float, programs: int) -> tuple[Candidate, ...]:
@@ -231,10 +229,10 @@ def _improve(task: RankTask, improve: _Improve, candidate: Candidate) -> Candida
     return priced if priced.total < candidate.total else candidate
 
 
-def _perfect(task: RankTask, candidate: Candidate) -> Candidate:
+def _perfect(task: RankTask, candidate: Candidate, divides: bool) -> Candidate:
     """The plan of a small model with its most important tier, then all of them together, as fast as can be."""
     for improve in (perfect_candidate, anneal_tiers, perfect_round):
-        candidate = _improve(task, improve, candidate)
+        candidate = _improve(task, partial(improve, divides=divides), candidate)
     return candidate
 
 
@@ -272,7 +270,7 @@ def _pick_fastest(tasks: Sequence[RankTask], plans: Iterable[tuple[Candidate, ..
 
 def _place_strategies(tasks: Sequence[RankTask]) -> Iterator[tuple[Candidate, ...]]:
     """Published strategies that fit every rank, where its own plan need not be the best."""
-    for name in STRATEGIES if _wait_for_each_other(tasks) else ():
+    for name in list_strategies(tasks[0].room.spec) if _wait_for_each_other(tasks) else ():
         placed = _like_ranks_once(tasks, partial(_place_strategy, name))
         if all(placed):
             yield tuple(c for c in placed if c)

@@ -23,6 +23,7 @@ from pshard.planner.search.candidates import (
     whole_tier,
 )
 from pshard.times.predicted_times import prefill_seconds
+from pshard.units.kinds import kinds_by_flag
 from pshard.units.kv_cells import check_kv_types
 from pshard.workload import Split, Workload
 
@@ -36,10 +37,36 @@ def prepare_ranks(
 ) -> tuple[RankTask, ...]:
     """Cut the model, choose the largest micro-batch, and price every tier of every rank."""
     check_kv_types(spec.config, workload.type_k, workload.type_v)
+    if workload.split_mode == "tensor":
+        _check_cut(spec, profile, workload)
     tables = Tables(profile, correction)
     tiers = fitting_tiers(cut_ranks(spec, split_of(workload)), workload, tables)
     tasks = price_roughly(spec, tables, workload, tiers)
     return _weigh(tasks, workload, _best_ubatch(tasks, workload))
+
+
+def _check_cut(spec: ModelSpec, profile: MachineProfile, workload: Workload) -> None:
+    """Raises UserError for limits of units that the model lacks, and for GPUs that cannot share it."""
+    there = {unit.kind.name for unit in spec.units}
+    for flag, kind in kinds_by_flag().items():
+        if kind.name in dict(workload.max_tp) and kind.name not in there:
+            known = ", ".join(name for name, other in kinds_by_flag().items() if other.name in there)
+            raise UserError(f"--max-tp {flag}: {spec.name} has no such units; it has {known}")
+    if may_choose_apart(spec, profile, len(workload.vram_mib)):
+        names = ", ".join(dict.fromkeys(a.name for a in profile.accelerators))
+        raise UserError(
+            "-sm tensor needs like GPUs for a model with experts, as all ranks must choose the same ones to the last "
+            f"bit, and these are {names}; use -sm layer"
+        )
+
+
+def may_choose_apart(spec: ModelSpec, profile: MachineProfile, devices: int) -> bool:
+    """Whether the model has routers that would run on GPUs of several kinds, where last bits may differ."""
+    if not any(unit.kind.routing == "makes" for unit in spec.units):
+        return False
+    on_host = profile.ranks_here(devices)
+    kinds = {(a.name, a.capability) for a in profile.accelerators if a.kind == "cuda" and a.index < on_host}
+    return len(kinds) > 1
 
 
 def price_tiers(spec: ModelSpec, tables: Tables, workload: Workload, tiers: tuple[int, ...]) -> tuple[RankTask, ...]:
@@ -137,7 +164,8 @@ def fitting_tiers(specs: Sequence[ModelSpec], workload: Workload, tables: Tables
 
     def fits(tokens: int, budgets: Sequence[int]) -> bool:
         rooms = _rooms(specs, workload, budgets, tables)
-        return all(r.scratch(tokens) <= r.arena for r in rooms) and host_fits(rooms, tables.profile, tokens)
+        on_device = all(r.scratch(tokens) + r.least_slot <= r.arena for r in rooms)
+        return on_device and host_fits(rooms, tables.profile, tokens)
 
     tiers = tuple(t for t in workload.tiers() if fits(t, workload.vram_mib))
     if tiers and tiers[-1] >= workload.sequences:

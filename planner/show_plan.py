@@ -10,6 +10,7 @@ from pshard.print_table import print_whole
 from pshard.times.collectives import describe_sums
 from pshard.times.outlook import Outlook
 from pshard.times.predicted_times import decode_seconds, first_token_seconds
+from pshard.units.moe.expert_map import ExpertMap, LayerExperts, TierExperts, group_layers
 from pshard.workload import MIB
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 LETTERS = {"pinned": "P", "streamed": "s", "cpu": "c", "divided": "x"}
+WHERE_EXPERTS = ("in VRAM", "streamed", "read over the link", "on the CPU")  # in the order of expert_map.PLACES
 
 
 def print_variant(variant: Variant, out: "Console") -> None:
@@ -130,10 +132,15 @@ def _new_table(title: str, columns: tuple[str, ...]) -> "Table":
 
 
 def print_explanation(
-    variant: Variant, gains: tuple[WhatIf, ...], alone: tuple[TierAlone, ...], out: "Console"
+    variant: Variant,
+    gains: tuple[WhatIf, ...],
+    alone: tuple[TierAlone, ...],
+    out: "Console",
+    maps: tuple[ExpertMap, ...] = (),
 ) -> None:
-    """Units of every tier, layer by layer, then what binds each tier, what a better machine would bring, and why a tier
-    is slower than it could be."""
+    """Units of every tier, layer by layer, with the places of routed experts by the `maps` of the ranks that have some,
+    then what binds each tier, what a better machine would bring, and why a tier is slower than it could be."""
+    of_rank = {each.rank: each for each in maps}
     for rank in variant.ranks:
         out.print(
             f"\nUnits of rank {rank.rank} by layer: P pinned, s streamed, c cpu, x divided; "
@@ -141,12 +148,14 @@ def print_explanation(
             highlight=False,
             soft_wrap=True,
         )
-        for tier in rank.tiers:
+        own = of_rank.get(rank.rank)
+        for i, tier in enumerate(rank.tiers):
             out.print(f"  tier {tier.tokens}", highlight=False)
-            for label, units in _rows(tier):
-                out.print(f"    {label:10} {units}", highlight=False, soft_wrap=True)
-            for way in _describe_divided(tier):
-                out.print(f"    divided    {way}", highlight=False, soft_wrap=True)
+            lines = _rows(tier)
+            lines += [("divided", way) for way in _describe_divided(tier, own.units if own else ())]
+            lines += _describe_experts(own.tiers[i], own) if own else []
+            for label, text in lines:
+                out.print(f"    {label:10} {text}", highlight=False, soft_wrap=True)
     out.print()
     for i, tier in enumerate(variant.ranks[0].tiers):
         slowest = max((r.tiers[i] for r in variant.ranks), key=lambda t: t.prediction.seconds)
@@ -195,14 +204,30 @@ def _kind_of(unit: str) -> str:
     return next(part for part in unit.removeprefix("blk.").split(".") if not part.isdigit())
 
 
-def _describe_divided(tier: TierPlan) -> list[str]:
-    """How units are divided, one line for each way."""
-    ways = Counter((p.where, *p.share) for p in tier.placements if p.cpu_rows and not p.kept_parts)
+def _describe_experts(tier: TierExperts, of: ExpertMap) -> list[tuple[str, str]]:
+    """Lines about where experts are, layers with the same together, and what a token takes from where."""
+    lines = [
+        ("experts", f"layer{'s' * (not layers.isdigit())} {layers}: {_count_experts(each)}")
+        for layers, each in group_layers(tier.layers)
+    ]
+    takes = ", ".join(f"{of.used * s:.2g} {where}" for s, where in zip(tier.shares(), WHERE_EXPERTS) if s)
+    link = f"{tier.link_nbytes / tier.tokens / 1e6:.3g} MB"
+    return [*lines, ("a token", f"of its {of.used} experts in a layer {takes}; {link} over the link")]
+
+
+def _count_experts(layer: LayerExperts) -> str:
+    return ", ".join(f"{n} {where}" for n, where in zip(layer.counts, WHERE_EXPERTS) if n)
+
+
+def _describe_divided(tier: TierPlan, experts: "Sequence[str]") -> list[str]:
+    """How units are divided that are no experts, one line for each way."""
+    divided = [p for p in tier.placements if p.share and p.unit not in experts]
+    ways = Counter((p.where, *p.share) for p in divided if p.cpu_rows and not p.kept_parts)
     lines = [
         f"{n} FFN{'s' * (n > 1)}: {rows} rows of gate and up on the CPU, the accelerator's part {where}"
         for (where, rows, _), n in sorted(ways.items())
     ]
-    kept = Counter(p.share for p in tier.placements if p.kept_parts)
+    kept = Counter(p.share for p in divided if p.kept_parts)
     return lines + [
         f"{n} unit{'s' * (n > 1)}: {f'{share.cpu} parts on the CPU, ' if share.cpu else ''}the first {share.kept} "
         f"{'parts' if share.cpu else 'rows or parts'} in VRAM, the others streamed"

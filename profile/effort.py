@@ -4,13 +4,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from pshard.model import ModelSpec
-from pshard.model_config import Experts
+from pshard.model_config import Experts, ModelConfig
 from pshard.profile.timed.collective_times import SIZES
 from pshard.profile.timed.operands import rotation_bytes
 from pshard.profile.timed.time_links import COPY_SIZES
 from pshard.profile.timing_loop import Pace
 from pshard.quant import QUANT_TYPES
 from pshard.units.operations import Attend, ExpertProducts, GatedProduct, LookUp, Operation, Route, matrices_of
+from pshard.units.unit import Unit
 
 COMMON_QTYPES = ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "BF16")
 OTHER_QTYPES = tuple(q for q in QUANT_TYPES if q not in COMMON_QTYPES)
@@ -117,9 +118,9 @@ def shapes_to_tune(effort: Effort, model: Shapes | None) -> Shapes:
     return replace(effort.grid, matmuls=common)
 
 
-def model_shapes(spec: ModelSpec) -> Shapes:
+def model_shapes(spec: ModelSpec, ranks: int = 1) -> Shapes:
     """The shapes and quant types of one model, so that a plan for it needs no interpolation between shapes: those of
-    the operations that its units declare."""
+    the operations that its units declare. ranks: so many may share it, and each then has some rows of every expert."""
     config = spec.config
     inside = [o for unit in spec.units if not unit.kind.gives_logits for o in unit.operations(config)]
     heads = {shape for unit in spec.units if unit.kind.gives_logits for shape in _shapes_of(unit.operations(config))}
@@ -128,7 +129,14 @@ def model_shapes(spec: ModelSpec) -> Shapes:
     widest = max((o.up.rows for o in inside if isinstance(o, GatedProduct)), default=config.d_ffn or config.d_model)
     tables = {(o.table.qtype, o.table.cols) for o in inside if isinstance(o, LookUp)}
     rule, d_model = config.experts, config.d_model
-    experts = {(o.gate.qtype, o.down.qtype) for o in inside if isinstance(o, ExpertProducts)}
+    experts = {
+        (o.gate.qtype, o.down.qtype, rows)
+        for unit, *_ in spec.alike
+        if unit.kind.parts
+        for rows in _slice_rows(unit, config, ranks)
+        for o in unit.operations(config)
+        if isinstance(o, ExpertProducts)
+    }
     routers = {o.router.qtype for o in inside if isinstance(o, Route)}
     return Shapes(
         tuple(sorted(matmuls)),
@@ -137,9 +145,18 @@ def model_shapes(spec: ModelSpec) -> Shapes:
         ((config.d_model, widest),),
         tuple(sorted(tables)),
         min(config.context, 16384),
-        tuple((*types, d_model, rule) for types in sorted(experts) if rule),
+        tuple((gate, down, d_model, replace(rule, d_expert=n)) for gate, down, n in sorted(experts) if rule),
         tuple((qtype, d_model, rule) for qtype in sorted(routers) if rule),
     )
+
+
+def _slice_rows(unit: Unit, config: ModelConfig, ranks: int) -> set[int]:
+    """Rows of an expert, and of its slices where 2, 4... or all of so many ranks share it equally."""
+    counts = {1, ranks, *(2**i for i in range(1, ranks.bit_length()))}
+    cut = unit.kind.cut
+    assert cut is not None
+    rows = cut.length(config)
+    return {cut.bounds(config, unit.by_role, (rows / n,) * n)[1] for n in counts} - {0}
 
 
 def _shapes_of(operations: Iterable[Operation]) -> set[tuple[str, int, int]]:

@@ -5,10 +5,11 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from pshard.model_config import ModelConfig
 from pshard.units.state import State, StateShape
-from pshard.units.unit import Unit
+from pshard.units.unit import Unit, goes_on
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,12 @@ class ModelSpec:
         for unit in self.units:
             groups.setdefault(unit.likeness, []).append(unit)
         return tuple(map(tuple, groups.values()))
+
+    @cached_property
+    def onto_parts(self) -> dict[str, str]:
+        """Units that add what a rank has of them to its part of the unit before, whose name that is: one sum is for
+        both."""
+        return {after.name: before.name for before, after in pairwise(self.units) if goes_on(before, after)}
 
     def states(self, shape: StateShape) -> dict[str, State]:
         """The laws of the states that units keep, by unit; looked up once for each shape."""

@@ -1,6 +1,8 @@
 """ModelConfig: the numbers of a decoder that computing and planning need. No torch."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -80,3 +82,10 @@ class ModelConfig:
     def window(self) -> int:
         """Tokens that layers with a window see; 0 where no layer sees fewer than the context has."""
         return self.sliding_window if 0 < self.sliding_window < self.context else 0
+
+    def resize(self, sizes: Mapping[str, int]) -> "ModelConfig":
+        """The same with other numbers, by the names of fields here or in `experts`."""
+        here = {f.name for f in fields(self)}
+        own: dict[str, Any] = {name: size for name, size in sizes.items() if name in here}
+        of_experts: dict[str, Any] = {name: size for name, size in sizes.items() if name not in here}
+        return replace(self, **own, experts=replace(self.experts, **of_experts) if self.experts else None)

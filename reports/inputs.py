@@ -1,4 +1,5 @@
-"""Files given to a report, recognised by what they hold: measurements, plans, profiles, timelines, outlooks."""
+"""Files given to a report, recognised by what they hold: measurements, plans, profiles, timelines, outlooks, places of
+experts."""
 
 import json
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ from pshard.machine import MachineProfile
 from pshard.plan import OlderFormat, PlanSet, Registry, Variant, to_newest_format
 from pshard.times.measurement import Measurement, Timeline
 from pshard.times.outlook import Outlook
+from pshard.units.moe.expert_map import ExpertMap
 
 T = TypeVar("T")
 
@@ -24,6 +26,7 @@ KINDS: tuple[tuple[type, frozenset[str]], ...] = (
     (MachineProfile, frozenset({"host", "matmuls"})),
     (Timeline, frozenset({"title", "events"})),
     (Outlook, frozenset({"machine", "forecasts"})),
+    (ExpertMap, frozenset({"used", "tiers"})),
 )
 
 
@@ -39,6 +42,7 @@ class ReportInputs:
     timelines: tuple[Timeline, ...]
     sets: tuple[PlanSet, ...] = ()
     outlooks: tuple[Outlook, ...] = ()
+    experts: tuple[ExpertMap, ...] = ()
 
 
 def read_inputs(paths: Iterable[Path]) -> ReportInputs:
@@ -64,6 +68,7 @@ def read_inputs(paths: Iterable[Path]) -> ReportInputs:
         _pick(Timeline, nouns),
         sets=tuple(dict.fromkeys(plans for registry in registries for plans in registry.sets)),
         outlooks=_pick(Outlook, nouns),
+        experts=_pick(ExpertMap, nouns),
     )
 
 

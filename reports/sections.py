@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pshard.plan import Variant
 from pshard.reports.compare_runs import compare_strategies
+from pshard.reports.figures.expert_places import draw_experts
 from pshard.reports.figures.foreseen_rates import draw_outlook
 from pshard.reports.figures.machine_ceilings import draw_machine
 from pshard.reports.figures.placement_map import draw_placement
@@ -34,7 +35,7 @@ class Section:
 def draw_sections(inputs: ReportInputs) -> list[Section]:
     """All sections that the inputs allow, in reading order; figures of one kind are numbered when there are several."""
     sections = []
-    for draw in (_speedups, _scalings, _predictions, _outlooks, _sweeps, _placements, _timelines, _machines):
+    for draw in (_speedups, _scalings, _predictions, _outlooks, _sweeps, _placements, _experts, _timelines, _machines):
         drawn = list(draw(inputs))
         for number, (name, heading, caption, figure) in enumerate(drawn, 1):
             sections.append(Section(f"{name}-{number}" if len(drawn) > 1 else name, heading, caption, figure))
@@ -93,6 +94,13 @@ def _placements(inputs: ReportInputs) -> Drawn:
             if not variant.plan_needed:
                 caption += " Everything fits in VRAM, so no plan was needed."
             yield "placement", "Where the model lives", caption, draw_placement(model, variant, rank)
+
+
+def _experts(inputs: ReportInputs) -> Drawn:
+    for experts in (each for each in inputs.experts if each.tiers and all(tier.layers for tier in each.tiers)):
+        caption = f"Each bar is a layer. A token takes {experts.used} of a layer's {experts.count} experts; bytes over "
+        caption += "the link are expected ones, every expert chosen alike."
+        yield "experts", "Where the experts lie", caption, draw_experts(experts)
 
 
 def _timelines(inputs: ReportInputs) -> Drawn:

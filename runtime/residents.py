@@ -102,13 +102,14 @@ class Residents:
         """The unit of a step with its weights and state where they are in a tier. sums: over ranks."""
         unit, block = self._spec.unit(step.unit), self._block(step.unit)
         is_partial = sums and unit.kind.adds
+        begun = is_partial and step.unit in self._spec.onto_parts
         if not unit.tensors:
-            return BoundUnit(block.contribute_nothing, is_partial)
+            return BoundUnit(block.contribute_nothing, is_partial, begun)
         device = torch.device("cpu") if step.on == "cpu" else self._arena.memory.device
         weights = block.prepare(unit, self._spec.config, self._weights_of(step, carved), device)
         if not step.part:
             state = self._state_of(step, carved)
-            return BoundUnit(lambda work, residual: block.run(work, weights, state, residual), is_partial)
+            return BoundUnit(lambda work, residual: block.run(work, weights, state, residual), is_partial, begun)
         stage = self._host.rows if step.on == "cpu" else carved.row_stage
         width = joined_width(unit, step.share, self._spec.config)
         if step.part == "rest":
@@ -117,9 +118,10 @@ class Residents:
                     work, weights, residual, view_rows(stage, work.rows.tokens, width)
                 ),
                 is_partial,
+                begun,
             )
         if step.on == "acc":
-            return BoundUnit(lambda work, residual: block.run_share(work, weights, residual, None), is_partial)
+            return BoundUnit(lambda work, residual: block.run_share(work, weights, residual, None), is_partial, begun)
         return BoundUnit(
             lambda work, _: block.run_share(work, weights, ALONE, view_rows(stage, work.rows.tokens, width)),
             is_partial,

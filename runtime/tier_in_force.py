@@ -44,10 +44,12 @@ class IndexView:
 
 @dataclass(frozen=True)
 class BoundUnit:
-    """A step's unit with its weights and state where they lie in this tier. `is_partial`: a rank's part of a sum."""
+    """A step's unit with its weights and state where they lie in this tier. `is_partial`: a rank's part of a sum;
+    `begun`: which the unit before has begun."""
 
     run: Callable[[Work, Residual], None]
     is_partial: bool
+    begun: bool = False
 
 
 @dataclass(frozen=True)

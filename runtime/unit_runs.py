@@ -28,7 +28,7 @@ class UnitRuns:
             self._tier.bound[step] = unit
         work = self._work[step.on]
         if unit.is_partial:
-            unit.run(work, Residual(entering, work.side.space.rows("branch", self._tokens), leaving))
+            unit.run(work, Residual(entering, work.side.space.rows("branch", self._tokens), leaving, unit.begun))
         else:
             unit.run(work, ALONE if entering is None else Residual(entering))
 

@@ -37,6 +37,7 @@ class Rates:
     host_flops: float
     acc_attention: float = 0.0  # operations per second in attention; 0: half of acc_flops
     host_attention: float = 0.0
+    acc_experts: float = 0.0  # operations per second in products of routed experts; 0: acc_flops
     acc_unpack: float = 0.0  # at which weights are unpacked for a product of many tokens; 0: it takes no time
     heads: tuple[tuple[int, int, int], ...] = (
         (32, 8, 128),
@@ -106,7 +107,7 @@ def profile_from_datasheet(rates: Rates, notes: tuple[str, ...] = ()) -> Machine
         for n in COPY_SIZES
         if rates.collective_rate
     ]
-    routing = [(device, memory, flops, fixed) for device, memory, flops, *_ in sides]
+    routing = [(at, memory, (at == "acc" and rates.acc_experts) or flops, fixed) for at, memory, flops, *_ in sides]
     accelerators = tuple(
         AcceleratorInfo(
             rates.kind, i, rates.accelerator, rates.acc_memory_bytes, rates.pcie_generation, rates.pcie_width

@@ -9,12 +9,13 @@ from pshard.model import ModelSpec
 from pshard.plan import Buffers, Placement, Prediction, Solve, TierPlan
 from pshard.planner.price.simulate import ROUNDS, Simulation, ranks_seconds, simulate_ranks, simulate_seconds
 from pshard.planner.price.tier_costs import TierCosts
+from pshard.quant import TENSOR_ALIGN, align
 from pshard.steps.emit import SOURCES, emit_steps
 from pshard.steps.step import StepList, StepShape
 from pshard.units.divide_unit import brought_part, joined_width, kept_nbytes
 from pshard.units.moe.in_place import reads_in_place
 from pshard.units.share import Share
-from pshard.units.unit import Unit
+from pshard.units.unit import Unit, places_of
 from pshard.workload import Workload
 
 UNPREDICTED = Prediction(0.0, 0.0, (), "", 0, 0)
@@ -45,6 +46,18 @@ class Room:
 
     def _scratch_bytes(self, tokens: int) -> int:
         return scratch_bytes(self.spec, tokens, self.workload.state_shape, self.act_bytes)
+
+    @property
+    def sums(self) -> bool:
+        """Whether it is one of several ranks that sum their parts."""
+        return self.ranks > 1 and self.spec.neighbours is None
+
+    @cached_property
+    def least_slot(self) -> int:
+        """Bytes of the largest unit that must be on the accelerator, and be streamed if it is not pinned."""
+        each = (units[0] for units in self.spec.alike)
+        bound = [u for u in each if all(where != "cpu" for where, _ in places_of(u.kind, self.sums))]
+        return max((align(u.packed_nbytes, TENSOR_ALIGN) for u in bound), default=0)
 
     @cached_property
     def units(self) -> tuple[tuple[Unit, str, int, dict[str, Placement], dict[str, Placement] | None], ...]:

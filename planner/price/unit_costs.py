@@ -9,10 +9,11 @@ from pshard.planner.price.tier_loads import TierLoad
 from pshard.units.divide_unit import divide_unit, joined_width
 from pshard.units.moe.in_place import reads_in_place, used_nbytes
 from pshard.units.share import WHOLE, Share
-from pshard.units.unit import Unit
+from pshard.units.unit import Unit, places_of
 from pshard.workload import Workload
 
 UNREADABLE = 1e3  # seconds: a GPU's kernels do not reach memory that is not page-locked, so no plan asks for it
+FORBIDDEN = 1e3  # seconds of a unit where it may not be
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,11 @@ class Setting:
     def reads(self, unit: Unit) -> int:
         """Bytes of weights that whoever computes a unit is expected to read."""
         return used_nbytes(unit, self.spec.config, self.load.tokens)
+
+    def may_be_on_cpu(self, unit: Unit) -> bool:
+        """Whether a unit may be on the CPU beside the accelerator, also on one of several ranks."""
+        sums = self.ranks > 1 and self.spec.neighbours is None and not self.waits
+        return any(where == "cpu" for where, _ in places_of(unit.kind, sums))
 
     def correction(self, unit: Unit) -> tuple[float, float, float]:
         """Factors that trials have taught: on the accelerator, on the host, of the link."""
@@ -104,9 +110,10 @@ def unit_cost(unit: Unit, setting: Setting) -> UnitCost:
         write = law.written(load.tokens, load.sequences)
         reads += fetch
     acc, host, link = setting.correction(unit)
+    cpu = host * (host_seconds * on_host + tables.elementwise("host", "step", 1, 1))
     return UnitCost(
         acc=acc * (acc_seconds * (on_host if setting.waits else 1) + (setting.step if setting.waits else 0.0)),
-        cpu=host * (host_seconds * on_host + tables.elementwise("host", "step", 1, 1)),
+        cpu=cpu if setting.may_be_on_cpu(unit) else FORBIDDEN,
         nbytes=unit.packed_nbytes,
         link=copying * link * setting.copy(unit),
         cpu_reads=reads,

@@ -51,7 +51,8 @@ def _ends(room: Room, costs: TierCosts) -> tuple[float, float, float]:
     logits = costs.load.logit_rows * spec.config.vocab * 4
     enter, leave = costs.handoff("acc", hidden), min(costs.handoff("cpu", hidden), costs.handoff("cpu", logits))
     if spec.neighbours is None:
-        return sum(u.kind.adds for u in spec.units) * costs.all_reduce(hidden), enter, leave
+        sums = sum(u.kind.adds for u in spec.units) - len(spec.onto_parts)
+        return sums * costs.all_reduce(hidden), enter, leave
     # hidden states come to the accelerator and leave from it; all take part in the gather of the logits
     first, last = bool(spec.units[0].tensors), bool(spec.units[-1].tensors)
     fixed = costs.tables.collective(costs.ranks, logits if last else 0)

@@ -1,31 +1,40 @@
 """Published strategies as placements in the same nouns, for the same simulator and the same executor.
 
-Each fills the VRAM in a fixed order and places what is left by a fixed rule, tier by tier.
+Each fills the VRAM in a fixed order and places what is left by a fixed rule, tier by tier. Those of programs that place
+weights once, when they are loaded, have the same in VRAM in every tier.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 
+from pshard.errors import UserError
 from pshard.model import ModelSpec
 from pshard.plan import TierPlan
 from pshard.planner.price.draft import Room, draft_tier
+from pshard.units.divide_unit import count_shares
 from pshard.units.moe.in_place import IN_PLACE_TOKENS
-from pshard.units.unit import Unit
+from pshard.units.share import WHOLE, Share
+from pshard.units.unit import Unit, places_of
 
 SLOTS = 2  # double buffering, as published
+COPIED_FROM = 32  # tokens: llama.cpp copies what larger batches need of the host's weights, and computes on the GPU
 
 
 @dataclass(frozen=True)
 class Strategy:
     """Groups are taken into VRAM in order, each whole, until one does not fit; then `rest` places what is left.
 
-    A group lists ("pin" or "kv", unit name). `rest` gives "streamed" or "cpu" for the i-th unit of its kind.
+    A group lists ("pin", "part" or "kv", unit name); "part" is one more part of a unit that has parts. `rest` gives
+    "streamed" or "cpu" for a unit, or for the parts of one that are left, in tiers of so many tokens. static: every
+    tier takes as many groups as the one that takes fewest.
     """
 
     groups: tuple[tuple[tuple[str, str], ...], ...]
-    rest: Callable[[Unit], str]
+    rest: Callable[[Unit, int], str]
+    static: bool = False
 
 
 def _treated_as(spec: ModelSpec, how: str) -> list[Unit]:
@@ -58,36 +67,92 @@ def _attention_then_ffn(spec: ModelSpec, pin_attention: bool = True) -> tuple:
 
 def whole_layer_fit(spec: ModelSpec) -> Strategy:
     """The head and the last layers in VRAM with their KV, the other layers on the CPU."""
-    return Strategy((*_head(spec), *_whole_layers(spec, False)), lambda u: "cpu")
+    return Strategy((*_head(spec), *_whole_layers(spec, False)), _compute_on_host)
 
 
 def attention_first(spec: ModelSpec) -> Strategy:
     """KV and attention in VRAM, then FFNs as they fit; the rest on the CPU."""
-    return Strategy(_attention_then_ffn(spec), lambda u: "cpu")
+    return Strategy(_attention_then_ffn(spec), _compute_on_host)
 
 
 def layer_stream(spec: ModelSpec) -> Strategy:
-    """KV and some layers in VRAM; the other layers streamed whole."""
-    return Strategy((*_head(spec), *_whole_layers(spec, True)), lambda u: "streamed")
+    """KV and some layers in VRAM; the other layers streamed whole. Of a model with routed experts all else stays in
+    VRAM, and the experts of whole layers are streamed."""
+    if has_experts(spec):
+        return Strategy((*_all_but_experts(spec), *_experts_from_the_last(spec)), _stream)
+    return Strategy((*_head(spec), *_whole_layers(spec, True)), _stream)
 
 
 def ffn_stream(spec: ModelSpec) -> Strategy:
     """KV and attention in VRAM, then FFNs as they fit; the other FFNs streamed."""
-    return Strategy(_attention_then_ffn(spec), lambda u: "streamed")
+    return Strategy(_attention_then_ffn(spec), _stream)
 
 
 def ffn_cpu_attention_stream(spec: ModelSpec) -> Strategy:
     """KV in VRAM and FFNs as they fit, the others on the CPU; attention streamed."""
     return Strategy(
-        _attention_then_ffn(spec, pin_attention=False), lambda u: "streamed" if u.kind.strategy == "first" else "cpu"
+        _attention_then_ffn(spec, pin_attention=False),
+        lambda u, tokens: "streamed" if u.kind.strategy == "first" else "cpu",
     )
 
 
 def alternate_ffn(spec: ModelSpec) -> Strategy:
     """KV and attention in VRAM, then FFNs as they fit; the others by turns on the CPU and streamed."""
     return Strategy(
-        _attention_then_ffn(spec), lambda u: "cpu" if u.kind.strategy == "bulk" and u.layer % 2 else "streamed"
+        _attention_then_ffn(spec),
+        lambda u, tokens: "cpu" if u.kind.strategy == "bulk" and u.layer % 2 else "streamed",
     )
+
+
+def cpu_moe(spec: ModelSpec) -> Strategy:
+    """All routed experts on the CPU, everything else in VRAM: llama.cpp's --cpu-moe."""
+    return Strategy(_all_but_experts(spec), _as_llama_cpp, static=True)
+
+
+def n_cpu_moe(spec: ModelSpec) -> Strategy:
+    """The routed experts of the first layers on the CPU, of as few as fit, everything else in VRAM: llama.cpp's
+    --n-cpu-moe."""
+    return Strategy((*_all_but_experts(spec), *_experts_from_the_last(spec)), _as_llama_cpp, static=True)
+
+
+def hot_experts(spec: ModelSpec) -> Strategy:
+    """As many routed experts of every layer in VRAM as fit, the same number of each, and everything else; the other
+    experts on the CPU."""
+    experts = _experts(spec)
+    most = max((count_shares(u) for u in experts), default=0)
+    one_more = tuple(("part", u.name) for u in experts)
+    return Strategy((*_all_but_experts(spec), *(one_more,) * most), _as_llama_cpp, static=True)
+
+
+def _compute_on_host(unit: Unit, tokens: int) -> str:
+    return "cpu"
+
+
+def _stream(unit: Unit, tokens: int) -> str:
+    return "streamed"
+
+
+def _as_llama_cpp(unit: Unit, tokens: int) -> str:
+    return "streamed" if unit.kind.parts and tokens >= COPIED_FROM else "cpu"
+
+
+def has_experts(spec: ModelSpec) -> bool:
+    """Whether a model has routed experts."""
+    return spec.config.experts is not None
+
+
+def _experts(spec: ModelSpec) -> list[Unit]:
+    return [u for u in spec.units if u.kind.parts]
+
+
+def _experts_from_the_last(spec: ModelSpec) -> tuple:
+    return tuple((("pin", u.name),) for u in reversed(_experts(spec)))
+
+
+def _all_but_experts(spec: ModelSpec) -> tuple:
+    """KV, then attention, then the head, then dense FFNs, layer by layer."""
+    routed = {u.name for u in _experts(spec)}
+    return tuple(group for group in _attention_then_ffn(spec) if group[0][1] not in routed)
 
 
 STRATEGIES: dict[str, Callable[[ModelSpec], Strategy]] = {
@@ -97,36 +162,63 @@ STRATEGIES: dict[str, Callable[[ModelSpec], Strategy]] = {
     "ffn-stream": ffn_stream,
     "ffn-cpu": ffn_cpu_attention_stream,
     "alternate-ffn": alternate_ffn,
+    "cpu-moe": cpu_moe,
+    "n-cpu-moe": n_cpu_moe,
+    "hot-experts": hot_experts,
 }
-
+OF_EXPERTS = ("cpu-moe", "n-cpu-moe", "hot-experts")  # strategies that place nothing else than routed experts
 
 PER_TIER = "per-tier"  # the best of the published planner's own four in each tier, see per_tier.py
 NAMES = (*STRATEGIES, PER_TIER)
 
 
+def list_strategies(spec: ModelSpec) -> tuple[str, ...]:
+    """Names of the strategies of one placement rule that there are for a model: those of experts only where it has
+    some."""
+    return tuple(name for name in STRATEGIES if has_experts(spec) or name not in OF_EXPERTS)
+
+
+def check_strategy(name: str, spec: ModelSpec) -> None:
+    """Raise UserError where there is no such strategy for the model."""
+    if name not in NAMES:
+        raise UserError(f"unknown strategy {name!r}; choose from ilp, {', '.join(NAMES)}")
+    if name in OF_EXPERTS and not has_experts(spec):
+        others = ", ".join((*list_strategies(spec), PER_TIER))
+        raise UserError(f"strategy {name!r} places routed experts, and {spec.name} has none; choose from {others}")
+
+
 @dataclass(frozen=True)
 class Baseline:
-    """A strategy's tiers with the orders that all of them share."""
+    """A strategy's tiers with the orders that all of them share, and how units are divided that are pinned in part."""
 
     pin_order: tuple[str, ...]
     kv_order: tuple[str, ...]
     tiers: tuple[TierPlan, ...]
+    shares: Mapping[str, Share]
 
 
 def place_strategy(name: str, room: Room, tiers: tuple[int, ...]) -> Baseline | None:
     """All tiers under a strategy; None when its staging does not fit beside the scratch of some tier."""
     strategy = STRATEGIES[name](room.spec)
     held = cache(lambda n, like: _take(strategy, room, like, n).buffers.total - room.scratch(like))
-    plans, taken = [], len(strategy.groups)
+    lengths, taken = [], len(strategy.groups)
     for tokens in tiers:
         like = tokens if tokens <= IN_PLACE_TOKENS else tiers[-1]  # slots are as large in all tiers that have some
         taken = _fill(partial(held, like=like), room.arena - room.scratch(tokens), taken)
         if taken < 0:
             return None
-        plans.append(_take(strategy, room, tokens, taken))
-    items = [item for group in strategy.groups for item in group]
+        lengths.append(taken)
+    if strategy.static:  # those of the last tier, which takes fewest
+        while taken >= 0 and any(_take(strategy, room, n, taken).buffers.total > room.arena for n in tiers):
+            taken -= 1  # less in VRAM may take scratch that all of it does not
+        if taken < 0:
+            return None
+        lengths = [taken] * len(tiers)
+    plans = tuple(_take(strategy, room, tokens, n) for tokens, n in zip(tiers, lengths))
+    items = dict.fromkeys(item for group in strategy.groups for item in group)
+    shares = {p.unit: p.share for p in plans[0].placements if p.share}
     return Baseline(
-        tuple(n for what, n in items if what == "pin"), tuple(n for what, n in items if what == "kv"), tuple(plans)
+        tuple(n for what, n in items if what != "kv"), tuple(n for what, n in items if what == "kv"), plans, shares
     )
 
 
@@ -149,7 +241,25 @@ def _fill(held: Callable[[int], int], left: int, most: int) -> int:
 def _take(strategy: Strategy, room: Room, tokens: int, n: int) -> TierPlan:
     items = [item for group in strategy.groups[:n] for item in group]
     pinned = {name for what, name in items if what == "pin"}
-    where = {u.name: "cpu" if u.kind.is_looked_up else strategy.rest(u) for u in room.spec.units}
+    parts = Counter(name for what, name in items if what == "part")
+    where = {u.name: _place_rest(strategy, room, u, tokens) for u in room.spec.units}
     where |= dict.fromkeys(pinned, "pinned")
+    shares = dict[str, Share]()
+    for name, count in parts.items():
+        where[name], shares[name] = _place_parts(count, count_shares(room.spec.unit(name)), where[name])
     kv = frozenset(name for what, name in items if what == "kv" and where[name] != "cpu")
-    return draft_tier(room, tokens, where, kv, SLOTS)
+    return draft_tier(room, tokens, where, kv, SLOTS, {name: share for name, share in shares.items() if share})
+
+
+def _place_rest(strategy: Strategy, room: Room, unit: Unit, tokens: int) -> str:
+    """Where a unit is that is not in VRAM: as the strategy says, if it may be there."""
+    wanted = "cpu" if unit.kind.is_looked_up else strategy.rest(unit, tokens)
+    legal = {where for where, _ in places_of(unit.kind, room.sums)}
+    return wanted if wanted in legal else "streamed"
+
+
+def _place_parts(count: int, total: int, rest: str) -> tuple[str, Share]:
+    """A unit with its first `count` parts in VRAM and the others as `rest` says."""
+    if count >= total:
+        return "pinned", WHOLE
+    return ("streamed", Share(kept=count)) if rest == "streamed" else ("pinned", Share(cpu=total - count))

@@ -28,12 +28,12 @@ Held = tuple[int, bool]  # of a unit's rows or parts in the arena (-1: all of it
 
 
 def anneal_tiers(
-    room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...], found: Candidate
+    room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...], found: Candidate, divides: bool
 ) -> Candidate:
-    """The candidate with all tiers improved together, if better."""
+    """The candidate with all tiers improved together, if better; with `divides` also by divided FFNs."""
     if len(room.spec.units) > MOST_UNITS or len(costs) < 2:
         return found
-    search = JointSearch(room, classes, costs)
+    search = JointSearch(room, classes, costs, divides)
     start = State.of(found.tiers)
     for seed, heat in enumerate(HEATS):
         start = search.run(start, heat, Random(seed))
@@ -64,9 +64,9 @@ class State:
 class JointSearch:
     """Random steps over the tiers of one rank."""
 
-    def __init__(self, room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...]) -> None:
+    def __init__(self, room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...], divides: bool) -> None:
         self.room, self.costs, self.units = room, costs, room.spec.units
-        self.ways = [list_ways(room, classes, cost) for cost in costs]
+        self.ways = [list_ways(room, classes, cost, divides) for cost in costs]
         self.rows = [count_shares(u) for u in self.units]
         self._known: dict[tuple, tuple[TierPlan, float] | None] = {}
 
@@ -198,16 +198,19 @@ class JointSearch:
         return all(all(x in (0, y) for x, y in of) or all(y in (0, x) for x, y in of) for of in (pins, kv))
 
 
-def list_ways(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts) -> tuple[tuple[Place, ...], ...]:
-    """By unit, how one of several tiers may have it: whole, divided, or with what another tier divides kept in VRAM.
+def list_ways(
+    room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, divides: bool
+) -> tuple[tuple[Place, ...], ...]:
+    """By unit, how one of several tiers may have it: whole, and with `divides` divided, or with what another tier
+    divides kept in VRAM.
 
     With limited host memory all is whole: of what is there in part, and of all after it, the host keeps a copy.
     """
-    shares = {u.name: cls.shares if room.host is None else () for cls in classes for u in cls.units}
-    divides, found = may_divide(costs), []
+    shares = {u.name: cls.shares if divides and room.host is None else () for cls in classes for u in cls.units}
+    may, found = may_divide(costs), []
     for unit in room.spec.units:
         some = shares[unit.name]
         kept = {without_cpu(unit, share) for share in some} - {None, *some}
         beside = (("streamed", False, share) for share in sorted(share for share in kept if share))
-        found.append((*place_choices(unit.kind), *(divided_choices(some) if divides else ()), *beside))
+        found.append((*place_choices(unit.kind), *(divided_choices(some) if may else ()), *beside))
     return tuple(found)

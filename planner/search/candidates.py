@@ -14,7 +14,7 @@ from pshard.planner.program.coefficients import count_tier, tier_problem
 from pshard.planner.program.fluid import fluid_seconds
 from pshard.planner.program.solve_tiers import Solution
 from pshard.planner.program.unit_classes import UnitClass, group_units
-from pshard.planner.published.strategies import STRATEGIES, Baseline, place_strategy
+from pshard.planner.published.strategies import Baseline, list_strategies, place_strategy
 from pshard.planner.search.climb import Scored, TierSearch
 from pshard.planner.search.exchange import exchange_memory
 from pshard.planner.search.other_tiers import EVALUATIONS, place_others
@@ -158,12 +158,12 @@ def place_best_baselines(room: Room, classes: tuple[UnitClass, ...], costs: tupl
     needs to be simulated.
     """
     placed = []
-    for name in STRATEGIES:
+    for name in list_strategies(room.spec):
         baseline = place_strategy(name, room, tuple(c.load.tokens for c in costs))
         if baseline and holds(room, baseline.tiers):
             least = 0.0
             for cost, tier in zip(costs, baseline.tiers):
-                if not cost.load.rare:
+                if not cost.load.rare and not baseline.shares:  # counts know only some ways to divide
                     problem = tier_problem(room, classes, cost, max(tier.buffers.slots, 1))
                     least += cost.load.weight * fluid_seconds(problem, count_tier(classes, tier), relaxed=True)
             placed.append((least, name, baseline))
@@ -180,7 +180,11 @@ def place_baseline(name: str, room: Room, costs: tuple[TierCosts, ...]) -> Candi
     placed = place_strategy(name, room, tuple(c.load.tokens for c in costs))
     if not placed or not holds(room, placed.tiers):
         return None
-    return Candidate(name, Residency(placed.pin_order, placed.kv_order), placed.tiers, (), inf)
+    return Candidate(name, _residency_of(placed), placed.tiers, (), inf)
+
+
+def _residency_of(placed: Baseline) -> Residency:
+    return Residency(placed.pin_order, placed.kv_order, placed.shares)
 
 
 def _price_baseline(
@@ -196,7 +200,7 @@ def _price_baseline(
         spent += costs[i].load.weight * seconds[i]
     in_order = tuple(seconds[i] for i in range(len(costs)))
     total = plan_seconds(room, placed.tiers, in_order, costs)
-    return Candidate(name, Residency(placed.pin_order, placed.kv_order), placed.tiers, in_order, total)
+    return Candidate(name, _residency_of(placed), placed.tiers, in_order, total)
 
 
 def keep_everything(room: Room, costs: tuple[TierCosts, ...]) -> Candidate:

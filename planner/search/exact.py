@@ -27,13 +27,15 @@ MOST_VISITED = 400_000  # complete placements, some 6 s; a search that would nee
 
 
 def perfect_candidate(
-    room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...], found: Candidate
+    room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...], found: Candidate, divides: bool
 ) -> Candidate:
-    """The candidate with the fastest of all placements in its most important tier, if the round gains by it."""
+    """The candidate with the fastest of all placements in its most important tier, if the round gains by it; with
+    `divides` also of divided FFNs."""
     if len(room.spec.units) > MOST_UNITS:
         return found
     main = main_tier(costs, found)
-    search = ExactSearch(room, classes, costs[main], found.seconds[main], list_places(room, classes, costs[main]))
+    places = list_places(room, classes if divides else (), costs[main])
+    search = ExactSearch(room, classes, costs[main], found.seconds[main], places)
     search.run()
     return place_around(room, classes, costs, found, main, search.best) if search.best else found
 
@@ -51,7 +53,7 @@ def residents(room: Room, tier: TierPlan) -> Residents:
 def list_places(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts) -> tuple[tuple[Place, ...], ...]:
     """By unit, how a tier may have it that shares memory with no other."""
     shares = {u.name: cls.shares if may_divide(costs) else () for cls in classes for u in cls.units}
-    return tuple((*place_choices(u.kind), *divided_choices(shares[u.name])) for u in room.spec.units)
+    return tuple((*place_choices(u.kind), *divided_choices(shares.get(u.name, ()))) for u in room.spec.units)
 
 
 @dataclass

@@ -25,12 +25,13 @@ Listed = tuple[float, TierPlan, Residents]  # weighted seconds, the tier, what i
 
 
 def perfect_round(
-    room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...], found: Candidate
+    room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...], found: Candidate, divides: bool
 ) -> Candidate:
-    """The candidate, or the fastest round of all where it is faster and all could be tried."""
+    """The candidate, or the fastest round of all where it is faster and all could be tried: of all rounds of whole
+    units, or with `divides` of all."""
     if len(room.spec.units) > MOST_UNITS or len(costs) < 2:
         return found
-    ways = [list_ways(room, classes, cost) for cost in costs]
+    ways = [list_ways(room, classes, cost, divides) for cost in costs]
     floors = []
     for cost, places, seconds in zip(costs, ways, found.seconds):
         alone = ExactSearch(room, classes, cost, seconds * (1 + 1e-9), places, MOST_VISITED)

@@ -10,6 +10,7 @@ from pshard.commands.run_flags import add_plan_flags, make_request, planned_flag
 from pshard.errors import UserError
 
 if TYPE_CHECKING:
+    from pshard.model import ModelSpec
     from pshard.runtime.ranks.group import Group
     from pshard.session.bench_engine import BenchSetting, BenchTest
     from pshard.session.open_plan import Opened
@@ -58,6 +59,7 @@ def _main(argv: list[str]) -> int:
 
         return start_ranks(ranks, "pshard.commands.cli_bench", [*planned_flags(argv), "-m", str(request.model)])
     opened = open_plan(request)
+    _check_strategies(args.strategy, opened.file.spec)
     group = open_group(opened, ranks)
     try:
         if args.perplexity is not None:
@@ -88,6 +90,14 @@ def _make_request(args: Any) -> "RunRequest":
     tests = _tests(args)
     request = make_request(args, max(test.n_sequences for test in tests))
     return replace(request, needed=max(test.cells * test.n_sequences for test in tests))
+
+
+def _check_strategies(names: list[str], spec: "ModelSpec") -> None:
+    """Raise UserError, before anything is measured, for a strategy that there is not for the model."""
+    from pshard.planner.published.strategies import check_strategy
+
+    for name in names:
+        check_strategy(name, spec)
 
 
 def _tests(args: Any) -> "list[BenchTest]":

@@ -19,6 +19,7 @@ from pshard.commands.plan_output import (
     emit_arguments,
     explain_all,
     foresee_all,
+    list_unsaid_of,
     print_arguments,
     print_plans,
 )
@@ -66,6 +67,8 @@ def _run(argv: list[str]) -> int:
     if args.write_lp:
         _write_lp(args.write_lp, planned.spec, profile, planned.asked, planned.variants[0])
     emitted = emit_arguments(planned, args.emit) if args.emit else []  # refused before anything is written
+    for line in list_unsaid_of(planned) if args.emit else ():
+        tell(f"note: {line}")
     for gap in list_gaps(profile, args.split_mode != "none", planned.spec.config.experts is not None):
         tell(f"note: {gap}")
     if registry:

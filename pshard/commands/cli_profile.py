@@ -72,11 +72,11 @@ def _run(argv: list[str]) -> int:
         raise UserError(f"-t {args.threads}: this process may use {count_cores()} cores; give at most that many")
     effort = (quick_effort if args.quick else full_effort)(last_cache_bytes(), usable_memory())
     accelerator = args.device or default_accelerator()
-    identify_accelerators(accelerator)
+    devices = len(identify_accelerators(accelerator))
     request = ProfileRequest(
         accelerator=accelerator,
         effort=effort,
-        model=model_shapes(model) if model else None,
+        model=model_shapes(model, devices) if model else None,
         threads=args.threads,
         command=shlex.join(["pshard-profile", *argv]),
     )

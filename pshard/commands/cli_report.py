@@ -10,6 +10,7 @@ from pshard.commands.command_line import new_parser, run_cli
 if TYPE_CHECKING:
     from pshard.reports.inputs import ReportInputs
     from pshard.times.measurement import Timeline
+    from pshard.units.moe.expert_map import ExpertMap
 
 
 def main() -> int:
@@ -30,7 +31,9 @@ def make_report(argv: list[str]) -> int:
 
     inputs = read_inputs(args.files)
     if args.model:
-        inputs = replace(inputs, timelines=(*inputs.timelines, *_simulate_plans(inputs, args)))
+        timelines, experts = _ask_model(inputs, args)
+        known = dict.fromkeys((*inputs.experts, *experts))  # a plan's JSON has them too
+        inputs = replace(inputs, timelines=(*inputs.timelines, *timelines), experts=tuple(known))
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     for path in write_report(inputs, args.output, f"Made {made} by pshard-report {__version__}"):
         print(path)
@@ -47,26 +50,30 @@ def _parse(argv: list[str]) -> Namespace:
         help="JSON of pshard-bench -o json|jsonl, pshard-plan --json or pshard-profile, or a plan registry",
     )
     parser.add_argument("-o", "--output", type=Path, default=Path("report"), help="folder (default: %(default)s)")
-    parser.add_argument("-m", "--model", type=Path, help="the plans' model: adds timelines of their steps, simulated")
+    parser.add_argument(
+        "-m", "--model", type=Path, help="the plans' model: adds simulated timelines, and where experts lie"
+    )
     parser.add_argument("--profile", type=Path, help="profile for -m (default: the FILEs', else this machine's)")
     return parser.parse_args(argv)
 
 
-def _simulate_plans(inputs: "ReportInputs", args: Namespace) -> list["Timeline"]:
-    """Timelines of the decode tier and the largest tier of every plan, on rank 0; where a registry has plans that were
-    made by the profile, of these."""
+def _ask_model(inputs: "ReportInputs", args: Namespace) -> "tuple[list[Timeline], list[ExpertMap]]":
+    """Timelines of the decode tier and the largest tier of every plan, on rank 0, and where routed experts lie; where a
+    registry has plans that were made by the profile, of these."""
     from pshard.errors import UserError
     from pshard.models import open_model
     from pshard.planner.explain import simulate_timelines
     from pshard.registries.fingerprint import profile_input
     from pshard.registries.profile_store import load_profile
+    from pshard.units.moe.expert_map import map_experts
 
     profile = inputs.profiles[0] if inputs.profiles and not args.profile else load_profile(args.profile)
     with open_model(args.model) as model:
         spec = model.spec
     units = {unit.name for unit in spec.units}
     own = {v for plans in inputs.sets if profile_input(profile) in plans.inputs for v in plans.variants}
-    chosen = []
+    chosen: list[Timeline] = []
+    experts: list[ExpertMap] = []
     for v in (v for _, v in inputs.plans if v in own or not own):
         rank = v.ranks[0]
         if {place.unit for each in v.ranks for place in each.tiers[0].placements} != units:
@@ -74,7 +81,8 @@ def _simulate_plans(inputs: "ReportInputs", args: Namespace) -> list["Timeline"]
         timelines = simulate_timelines(spec, profile, v)
         decode = rank.tiers.index(rank.covering(v.workload.sequences))
         chosen += [timelines[i] for i in dict.fromkeys((decode, len(timelines) - 1))]
-    return chosen
+        experts += map_experts(spec, v)
+    return chosen, experts
 
 
 if __name__ == "__main__":

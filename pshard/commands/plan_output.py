@@ -44,6 +44,19 @@ def emit_arguments(planned: Planned, program: str) -> list[str]:
     return [llama_arguments(variant, units, program) for variant in planned.variants]
 
 
+def list_unsaid_of(planned: Planned) -> list[str]:
+    """What arguments for llama.cpp cannot say of each variant; a line names its budget where there are several."""
+    from pshard.planner.llama_cpp_arguments import list_unsaid
+
+    units = {u.name: u for u in planned.spec.units}
+    several = len(planned.variants) > 1
+    return [
+        f"{variant.workload.vram_mib[0]} MiB: {line}" if several else line
+        for variant in planned.variants
+        for line in list_unsaid(variant, units)
+    ]
+
+
 def explain_all(planned: Planned, strategy: str) -> Gains:
     """What a better machine would bring to each variant that needed a plan."""
     from pshard.planner.explain import explain_gains
@@ -83,13 +96,14 @@ def print_plans(planned: Planned, gains: Gains | None, alone: Alone, outlooks: "
     from rich.console import Console
 
     from pshard.planner.show_plan import print_explanation, print_outlook, print_trials, print_variant
+    from pshard.units.moe.expert_map import map_experts
 
     out = Console()
     for i, (variant, trials) in enumerate(zip(planned.variants, planned.trials)):
         print_trials(trials, out)
         print_variant(variant, out)
         if gains is not None:
-            print_explanation(variant, gains.get(i, ()), alone.get(i, ()), out)
+            print_explanation(variant, gains.get(i, ()), alone.get(i, ()), out, map_experts(planned.spec, variant))
             print_outlook(outlooks[i], out)
 
 
@@ -102,6 +116,7 @@ def print_arguments(planned: Planned, emitted: list[str]) -> None:
 def as_json(planned: Planned, gains: Gains, alone: Alone, outlooks: "tuple[Outlook, ...]" = ()) -> dict[str, Any]:
     """The registry of these variants, the simulated timelines of the last one, and what was explained."""
     from pshard.planner.explain import simulate_timelines
+    from pshard.units.moe.expert_map import map_experts
 
     created = datetime.now(UTC).isoformat(timespec="seconds")
     variants, inputs = planned.variants, planned.inputs
@@ -112,4 +127,5 @@ def as_json(planned: Planned, gains: Gains, alone: Alone, outlooks: "tuple[Outlo
         "gains": to_json([{"vram_mib": variants[i].workload.vram_mib, "what_if": g} for i, g in gains.items()]),
         "alone": to_json([{"vram_mib": variants[i].workload.vram_mib, "tiers": tiers} for i, tiers in alone.items()]),
         "outlooks": to_json(outlooks),
+        "experts": to_json([of_rank for v in variants for of_rank in map_experts(planned.spec, v)]),
     }

@@ -25,7 +25,8 @@ def add_split_flags(parser: Any, otherwise: str, reduce_dtype: str | None = None
     )  # fmt: skip
     parser.add_argument(
         "--max-tp", type=parse_max_tp, default=(), metavar="UNIT=K[,UNIT=K]",
-        help="cut a kind of unit (attn, ffn, head) over K ranks at most (default: all; -ts auto also chooses these)",
+        help="cut a kind of unit (attn, ffn, experts, shared, head) over K ranks at most (default: all; -ts auto also "
+        "chooses these)",
     )  # fmt: skip
     parser.add_argument(
         "--numa", action="store_true",

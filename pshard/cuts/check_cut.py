@@ -5,13 +5,14 @@ the ranks is the value). `check_cut` walks a unit's operations and refuses a cut
 nothing of how the cut was chosen, so it is an independent check of `pshard.cuts.tensor_cuts`. No torch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pshard.errors import UserError
 from pshard.model import ModelSpec
 from pshard.tensor import TensorSpec
 from pshard.units.operations import (
     Attend,
+    ExpertProducts,
     GatedProduct,
     LookUp,
     Norm,
@@ -19,6 +20,7 @@ from pshard.units.operations import (
     Product,
     ProductGroup,
     Rotate,
+    Route,
 )
 from pshard.units.unit import Unit
 
@@ -31,11 +33,13 @@ class TensorCut:
 
     `axis`: "none" (every rank holds all of it), "rows" (outputs of a matrix, elements of a vector) or "cols" (inputs).
     `ranges`: (start, stop) along that axis for each rank; ranges of k and v may repeat where ranks share a KV head.
+    `stacks`: rows are cut in each of so many equal parts, one below the other, as a layer's experts stand.
     """
 
     role: str
     axis: str
     ranges: tuple[Range, ...]
+    stacks: int = 1
 
 
 @dataclass(frozen=True)
@@ -101,10 +105,15 @@ class _Flow:
                 if sinks:
                     self.cut_with_heads(sinks.role, q)
                 return (self.attend(q, k, v),)
-            case GatedProduct(gate, up):
-                both = self.linear(values[0], gate), self.linear(values[0], up)
-                self.expect(both[0] == both[1], up.role, f"is not cut where {gate.role} is")
-                return both[:1]
+            case Route():
+                for tensor in (operation.router, *operation.biases):
+                    self.expect(self.cut(tensor.role).axis == "none", tensor.role, "chooses among all but is cut")
+            case GatedProduct(gate, up, scale):
+                if scale is not None:
+                    self.expect(self.cut(scale.role).axis == "none", scale.role, "needs all of its inputs but is cut")
+                return (self.gated(values[0], gate, up),)
+            case ExpertProducts(gate, up, down):  # of tokens that chose alike on all ranks, each sums what it has
+                self.summed(self.linear(self.gated(values[0], gate, up), down), down)
             case Product(matrix):
                 out = self.linear(values[0], matrix)
                 (self.summed if operation.adds else self.gathered)(out, matrix)
@@ -148,10 +157,16 @@ class _Flow:
         width, head = self.tensors[role].cols, self.spec.config.head_dim
         self.expect(width == head, role, f"normalises over {width} columns, more than one head of {head}")
 
+    def gated(self, x: Spread, gate: TensorSpec, up: TensorSpec) -> Spread:
+        """Two products of one input, and the product of what they give, element by element."""
+        both = self.linear(x, gate), self.linear(x, up)
+        self.expect(both[0] == both[1], up.role, f"is not cut where {gate.role} is")
+        return both[0]
+
     def linear(self, x: Spread, matrix: TensorSpec) -> Spread:
-        """x @ W.T + bias."""
+        """x @ W.T + bias, or of each matrix in a stack."""
         role = matrix.role
-        weight = self.cut(role)
+        weight, parts = self.cut(role), max(1, matrix.parts)
         if weight.axis == "cols":
             self.expect_tiling(role, weight.ranges, self.tensors[role].cols)
             self.expect(x == Spread("split", weight.ranges), role, "has its columns cut elsewhere than its inputs are")
@@ -159,6 +174,8 @@ class _Flow:
         else:
             self.expect(x == MIRRORED, role, f"needs all of its inputs, which are {x.kind}")
             out = MIRRORED if weight.axis == "none" else Spread("split", weight.ranges)
+        if weight.axis == "rows":
+            self.expect(weight.stacks == parts, role, f"is {parts} matrices but is cut as {weight.stacks}")
         bias = f"{role.removesuffix('.weight')}.bias"
         if bias in self.tensors:
             cut, width = self.cut(bias), self.tensors[bias].cols
@@ -167,7 +184,7 @@ class _Flow:
                 once = cut.axis == "rows" and added == [0] * (len(added) - 1) + [width]
                 self.expect(once, bias, "must be added on exactly one rank, whole")
             else:
-                self.expect((cut.axis, cut.ranges) == (weight.axis, weight.ranges), bias, f"is not cut as {role} is")
+                self.expect(replace(cut, role=role) == weight, bias, f"is not cut as {role} is")
         return out
 
     def attend(self, q: Spread, k: Spread, v: Spread) -> Spread:

@@ -3,7 +3,7 @@
 from functools import lru_cache
 
 from pshard.cuts.layer_cuts import cut_layers
-from pshard.cuts.tensor_cuts import cut_model, source_ranges
+from pshard.cuts.tensor_cuts import cut_model, source_ranges, whole_range
 from pshard.model import ModelSpec
 from pshard.workload import Split
 
@@ -28,9 +28,10 @@ def cut_ranks(spec: ModelSpec, split: Split) -> tuple[ModelSpec, ...]:
 def split_ranges(spec: ModelSpec, split: Split, rank: int) -> Ranges:
     """Unit -> tensor -> (row start, row stop, column start, column stop) in the file, of what `rank` holds.
 
-    Every unit of the whole model is listed. A vector is one row.
+    Every unit of the whole model is listed. A vector is one row. Of a stack, and of the vector of its biases where that
+    is cut, the ranges are those in each of its parts.
     """
     if split.mode == "tensor" and len(split.shares) > 1:
         return source_ranges(spec, split.shares, rank, split.limits)
     own = {u.name: u.tensors for u in split_model(spec, split, rank).units}
-    return {u.name: {t.name: (0, t.rows, 0, t.cols) for t in own.get(u.name, ())} for u in spec.units}
+    return {u.name: {t.name: whole_range(t) for t in own.get(u.name, ())} for u in spec.units}

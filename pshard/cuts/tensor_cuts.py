@@ -1,8 +1,8 @@
 """Tensor-parallel cuts: which rows and columns of every tensor a rank holds, for any number of ranks and any ratios.
 
-One cut per unit is chosen (a range of q heads, of FFN columns, of vocabulary rows) and every tensor's range follows
-from it, so the two matrices of a pair cannot disagree. `cut_model` turns a rank's part into a ModelSpec of its own,
-which is planned and loaded like any model. No torch.
+One cut per unit is chosen (a range of q heads, of FFN columns, of each expert's rows, of vocabulary rows) and every
+tensor's range follows from it, so the two matrices of a pair cannot disagree. `cut_model` turns a rank's part into a
+ModelSpec of its own, which is planned and loaded like any model. No torch.
 """
 
 from collections.abc import Sequence
@@ -90,8 +90,8 @@ def cut_model(spec: ModelSpec, shares: Sequence[float], rank: int, limits: Limit
 
     Names are kept; shapes are those of the slices. Every unit is there, in order, so that all ranks run the same
     steps: a unit of which the rank holds nothing has no tensors, and the rank adds zeros to its all-reduce (or no
-    column to the gathered logits). Heads, KV heads and d_ffn of the config are the largest of any layer (they size
-    buffers); its tensors tell one layer's own. `vocab` stays whole: logits are gathered.
+    column to the gathered logits). Heads, KV heads, d_ffn, d_expert and d_shared of the config are the largest of any
+    layer (they size buffers); its tensors tell one layer's own. `vocab` stays whole: logits are gathered.
     """
     if len(shares) == 1:
         return spec
@@ -106,8 +106,7 @@ def cut_model(spec: ModelSpec, shares: Sequence[float], rank: int, limits: Limit
             alike[id(cut.tensors)] = shapes
             widths = unit.kind.widths(units[-1].by_role, spec.config) if unit.kind.widths else {}
             widest |= {name: max(widest.get(name, 0), size) for name, size in widths.items()}
-    config = replace(spec.config, **widest)
-    return replace(spec, config=config, units=tuple(units))
+    return replace(spec, config=spec.config.resize(widest), units=tuple(units))
 
 
 def source_ranges(
@@ -115,20 +114,26 @@ def source_ranges(
 ) -> dict[str, dict[str, tuple[int, int, int, int]]]:
     """What the loader reads: unit -> tensor name -> (row start, row stop, column start, column stop) in the file.
 
-    Only tensors that the rank holds are listed; every unit is. A vector is one row, as in TensorSpec. By unit, because
-    a tied output cuts the very tensor that the embedding holds whole.
+    Only tensors that the rank holds are listed; every unit is. A vector is one row, as in TensorSpec. Of a stack that
+    is cut by rows, and of the vector of its biases, the ranges are those in each of its parts. By unit, because a tied
+    output cuts the very tensor that the embedding holds whole.
     """
     if len(shares) == 1:
-        return {u.name: {t.name: (0, t.rows, 0, t.cols) for t in u.tensors} for u in spec.units}
+        return {u.name: {t.name: whole_range(t) for t in u.tensors} for u in spec.units}
     table: dict[str, dict[str, tuple[int, int, int, int]]] = {unit.name: {} for unit in spec.units}
     for unit, cut in zip(spec.units, cut_units(spec, shares, limits)):
         for tensor, part in zip(unit.tensors, cut.tensors):
             start, stop = _range(tensor, part, rank)
             if cut.holds(rank) and start < stop:
                 across = part.axis == "cols" or len(tensor.shape) == 1
-                rows, cols = (0, tensor.rows), (0, tensor.cols)
-                table[unit.name][tensor.name] = (*rows, start, stop) if across else (start, stop, *cols)
+                row0, row1, col0, col1 = whole_range(tensor)
+                table[unit.name][tensor.name] = (row0, row1, start, stop) if across else (start, stop, col0, col1)
     return table
+
+
+def whole_range(tensor: TensorSpec) -> tuple[int, int, int, int]:
+    """What `source_ranges` says of a tensor of which nothing is cut off."""
+    return (0, tensor.rows // max(1, tensor.parts), 0, tensor.cols)
 
 
 def vocab_sizes(spec: ModelSpec, shares: Sequence[float], limits: Limits = ()) -> tuple[int, ...]:
@@ -148,7 +153,7 @@ def _range(tensor: TensorSpec, cut: TensorCut, rank: int) -> Range:
 
 @lru_cache(1 << 13)  # slices of one size recur on ranks and in cuts that are compared
 def _slice_unit(unit: Unit, shapes: tuple[tuple[int, ...], ...]) -> Unit:
-    tensors = tuple(TensorSpec(t.name, t.qtype, shape) for t, shape in zip(unit.tensors, shapes) if shape)
+    tensors = tuple(replace(t, shape=shape) for t, shape in zip(unit.tensors, shapes) if shape)
     return Unit(unit.name, unit.kind, unit.layer, tensors)
 
 
@@ -162,7 +167,9 @@ def _cut_shapes(unit: Unit, cut: UnitCut, rank: int) -> tuple[tuple[int, ...], .
 
 def _cut_shape(tensor: TensorSpec, cut: TensorCut, rank: int) -> tuple[int, ...]:
     start, stop = _range(tensor, cut, rank)
-    return (tensor.shape[0], stop - start) if cut.axis == "cols" else (stop - start, *tensor.shape[1:])
+    if cut.axis == "cols":
+        return tensor.shape[0], stop - start
+    return cut.stacks * (stop - start), *tensor.shape[1:]
 
 
 def _cut_tensor(spec: ModelSpec, unit: Unit, tensor: TensorSpec, ranges: tuple[Range, ...]) -> TensorCut:
@@ -184,4 +191,4 @@ def _cut_tensor(spec: ModelSpec, unit: Unit, tensor: TensorSpec, ranges: tuple[R
         ranges = tuple((a // group, -(-b // group)) if a < b else (a // group,) * 2 for a, b in ranges)
     width = 1 if which == "each" else cut.width(spec.config)
     ranges = tuple((a * width, b * width) for a, b in ranges)
-    return TensorCut(tensor.role, axis, ranges)
+    return TensorCut(tensor.role, axis, ranges, cut.stacks(spec.config) if axis == "rows" else 1)

@@ -43,6 +43,7 @@ _hand_off = lru_cache(1 << 14)(Handoff)
 _gather = lru_cache(1 << 14)(Gather)
 
 SOURCES = {"pinned": "arena", "streamed": "slot", "cpu": "host"}  # of a unit's weights, by placement
+PART = "branch"  # the buffer of a rank's part of a sum
 Placed = tuple[Unit, Placement]
 
 
@@ -50,7 +51,8 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
     """The steps of one micro-batch of `shape` under `tier`, in issue order.
 
     A unit that both sides compute begins with a hand-off to the side that lacks its input. Of ranks that sum on the
-    accelerator the residual stream stays there: CPU units get a copy of it, and hand over their part of the sum.
+    accelerator the residual stream stays there: CPU units get a copy of it, and hand over their part of the sum. A part
+    to which the next unit adds is where that one runs.
     """
     links, hidden = spec.neighbours, shape.tokens * spec.config.d_model * 4
     placed = _placed(spec, tier)
@@ -59,12 +61,13 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
     first, following = copies[:slots], _next_in_slot(copies, slots)
     fetches, writes = _move_states(spec, placed, shape)
     body: list[Step] = [*fetches[:1]]
-    at, n_fetched, n_copied = _Whereabouts(spec, shape.tokens), 0, 0
-    if links and links.source is not None:
-        body.append(Receive(links.source, hidden))
-        at.hidden = "acc"
     add, sums = body.append, shape.ranks > 1 and not links
     stays = sums and not shape.sums_on_host
+    at, n_fetched, n_copied = _Whereabouts(spec, shape.tokens, stays), 0, 0
+    if links and links.source is not None:
+        add(Receive(links.source, hidden))
+        at.hidden = "acc"
+    growing = set(spec.onto_parts.values()) if sums else ()
     for unit, place in placed:
         name, kind, where = unit.name, unit.kind, place.where
         on, source, slot = "cpu" if where == "cpu" else "acc", SOURCES[where], None
@@ -77,11 +80,11 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
             body += at.bring(on, kind)
             kept = {"kept_parts": place.kept_parts} if place.kept_parts else {}
             add(_compute(name, on, source, slot, "", 0, kind.position, place.kv, **kept))
-        at.leave(on, kind)
-        if stays and on == "cpu" and not kind.gives_logits:
+        at.leave(on, kind, name in growing)
+        if stays and on == "cpu" and not kind.gives_logits and name not in growing:
             add(_hand_off("acc", hidden))
             at.hidden = "acc"
-        if sums and kind.adds:
+        if sums and kind.adds and name not in growing:
             add(_all_reduce(name, hidden))
         if name in writes:
             add(writes[name])
@@ -98,11 +101,16 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
 
 
 class _Whereabouts:
-    """On which sides activations are: the residual stream on one, what a router has found on those that have it."""
+    """On which sides activations are: the residual stream on one, what a router has found on those that have it, and a
+    rank's part of a sum that is not whole yet.
 
-    def __init__(self, spec: ModelSpec, tokens: int) -> None:
-        self.hidden, self._routed = "cpu", set[str]()  # token ids start on the host
-        self._nbytes = {"hidden": 4 * tokens * spec.config.d_model}
+    stays: the residual stream is on the accelerator for good, and units that read what a router found do without it.
+    """
+
+    def __init__(self, spec: ModelSpec, tokens: int, stays: bool) -> None:
+        self.hidden, self._routed, self._part = "cpu", set[str](), ""  # token ids start on the host
+        self._stays, self._nbytes = stays, {"hidden": 4 * tokens * spec.config.d_model}
+        self._nbytes[PART] = self._nbytes["hidden"]
         if spec.config.experts:
             self._nbytes[ROUTED] = 4 * tokens * routed_words(spec.config)
 
@@ -110,22 +118,29 @@ class _Whereabouts:
         """The hand-off of what a unit lacks on a side; share: it computes its part of one that is divided, and of one
         that reads what a router found no more than that is needed for it."""
         carries = []
-        if on != self.hidden and not kind.is_looked_up and not (share and kind.routing):
+        without = kind.is_looked_up or (share and kind.routing) or self._is_spared(kind)
+        if on != self.hidden and not without:
             carries.append("hidden")
         if kind.routing == "reads" and on not in self._routed:
             carries.append(ROUTED)
             self._routed.add(on)
+        if self._part not in ("", on) and not share:
+            carries.append(PART)
         if not carries:
             return []
         if carries == ["hidden"]:
             return [_hand_off(on, self._nbytes["hidden"])]
         return [_hand_off(on, sum(self._nbytes[name] for name in carries), tuple(carries))]
 
-    def leave(self, on: str, kind: UnitKind) -> None:
-        """A unit has run there; of a divided one the accelerator has all."""
-        self.hidden = on
+    def leave(self, on: str, kind: UnitKind, part_grows: bool) -> None:
+        """A unit has run there; of a divided one the accelerator has all. part_grows: the next one adds to its part."""
+        self.hidden = self.hidden if self._is_spared(kind) else on
+        self._part = on if part_grows else ""
         if kind.routing == "makes":
             self._routed = {on}
+
+    def _is_spared(self, kind: UnitKind) -> bool:
+        return self._stays and kind.routing == "reads"
 
 
 def list_residents(spec: ModelSpec, tier: TierPlan) -> tuple[Bring, ...]:

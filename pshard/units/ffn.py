@@ -5,12 +5,9 @@ computes the others and then the whole `down`, whose columns are no byte range. 
 else lies in the arena.
 """
 
-from math import lcm
-
 from pshard.model_config import ModelConfig
-from pshard.quant import QUANT_TYPES, ROW_BLOCK
 from pshard.units.operations import GatedProduct, Norm, Operation, PlaceRows, Product
-from pshard.units.ranges import Targets, place_rows
+from pshard.units.ranges import Targets, place_inner
 from pshard.units.scratch import Buffer
 from pshard.units.state import StateShape
 from pshard.units.unit import Cut, Division, Tensors, UnitKind
@@ -40,8 +37,7 @@ def _scratch(config: ModelConfig, tokens: int, shape: StateShape) -> tuple[Buffe
 
 
 def _bounds(config: ModelConfig, tensors: Tensors, targets: Targets) -> tuple[int, ...]:
-    block = QUANT_TYPES[tensors[DOWN].qtype].block if DOWN in tensors else 1
-    return place_rows(config.d_ffn, lcm(ROW_BLOCK, block), targets)
+    return place_inner(config.d_ffn, tensors.get(DOWN), targets)
 
 
 FFN = UnitKind(

@@ -43,10 +43,12 @@ class ProductGroup:
 
 @dataclass(frozen=True)
 class GatedProduct:
-    """silu(gate x) * (up x): two matrices, and the product of what they give."""
+    """silu(gate x) * (up x): two matrices, and the product of what they give, with `scale` times a number of each
+    token."""
 
     gate: TensorSpec
     up: TensorSpec
+    scale: TensorSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class Route:
 
     router: TensorSpec
     chosen: int
+    biases: tuple[TensorSpec, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,7 @@ class ExpertProducts:
     down: TensorSpec
     chosen: int
     of: int
+    biases: tuple[TensorSpec, ...] = ()
 
     def used(self, tokens: int) -> tuple[int, int]:
         """How many of these experts so many tokens are expected to use, and the tokens of each one that is used."""

@@ -4,6 +4,9 @@ from functools import lru_cache
 from itertools import pairwise
 from math import inf, lcm
 
+from pshard.quant import QUANT_TYPES, ROW_BLOCK
+from pshard.tensor import TensorSpec
+
 Targets = tuple[float | None, ...]  # by rank, how much it should have; None: nothing at all
 
 
@@ -22,6 +25,13 @@ def place_rows(total: int, granule: int, targets: Targets) -> tuple[int, ...]:
     for n in got:
         bounds.append(bounds[-1] + n)
     return tuple(min(b * granule, total) for b in bounds)
+
+
+def place_inner(total: int, down: TensorSpec | None, targets: Targets) -> tuple[int, ...]:
+    """Bounds of ranges of the rows of gate and up, which are the columns of `down`: between records of the packed
+    layout and between quant blocks."""
+    block = QUANT_TYPES[down.qtype].block if down else 1
+    return place_rows(total, lcm(ROW_BLOCK, block), targets)
 
 
 @lru_cache(maxsize=4096)

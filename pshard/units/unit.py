@@ -13,6 +13,7 @@ from pshard.model_config import ModelConfig
 from pshard.quant import TENSOR_ALIGN, align
 from pshard.tensor import TensorSpec
 from pshard.units.operations import Operation
+from pshard.units.ranges import place_rows
 from pshard.units.scratch import Buffer
 from pshard.units.state import State, StateShape
 
@@ -39,14 +40,22 @@ class Cut:
     rules: role -> (axis, which ranges): axis "none", "rows" or "cols"; which "cut", "kv" (of the KV heads that belong
     to the q heads), "each" (one element of every thing), "all", or "first" (whole, on the first rank that works).
     bounds: those of each rank's range nearest to the ranks' targets (None: the rank holds nothing). width: elements of
-    one thing along a tensor's axis.
+    one thing along a tensor's axis. stacks: of a tensor that is cut by rows, so many equal parts stand below each
+    other, each of which is cut so.
     """
 
     rules: Mapping[str, tuple[str, str]]
     length: Callable[[ModelConfig], int]
     bounds: Callable[[ModelConfig, Tensors, tuple[float | None, ...]], tuple[int, ...]]
     width: Callable[[ModelConfig], int] = lambda config: 1
+    stacks: Callable[[ModelConfig], int] = lambda config: 1
     flag: str = ""  # what --max-tp calls the kind; "" where no rank count can be limited
+
+
+def keep_whole(*roles: str) -> Cut:
+    """Nothing is cut: every rank has all of these tensors."""
+    rules = dict.fromkeys(roles, ("none", "all"))
+    return Cut(rules, lambda config: 1, lambda config, tensors, targets: place_rows(1, 1, targets))
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,10 +68,11 @@ class UnitKind:
         places: legal placements.
         operations: what a unit runs, in order; see `Operation`.
         cut: how ranks share it; None: they cannot.
-        widths: numbers of the ModelConfig that a unit's tensors tell: those of a rank's slice are its widest units'.
+        widths: numbers of the ModelConfig, or of its experts, that a unit's tensors tell: those of a rank's slice are
+            its widest units'.
         state: the law of what it keeps of its sequences; None when it keeps nothing.
         scratch: buffers that it needs for micro-batches of so many tokens.
-        adds: whether its result is added to the residual stream, so that ranks' parts of it are summed.
+        adds: whether its result is added to the residual stream, so that ranks' parts of it are summed; see `goes_on`.
         leads: whether it is the first of its layer.
         routing: "makes" what is handed on beside the residual stream (pshard/units/moe/routed.py), "reads" it, or "".
         llama_cpp: its tensors as a regular expression over what follows `blk.N.`; "" for units outside layers.
@@ -165,6 +175,21 @@ class Unit:
         """Bytes of the unit's state for all sequences; 0 when it keeps none."""
         law = self.state(config, shape)
         return law.nbytes(shape) if law else 0
+
+
+def places_of(kind: UnitKind, sums: bool) -> tuple[Place, ...]:
+    """Legal placements of units of a kind. sums: on one of several ranks that sum their parts.
+
+    Of these each has a router on its accelerator: a CPU rounds otherwise than a GPU, and where scores are nearly equal
+    ranks would choose different experts and add up slices of both.
+    """
+    return tuple(place for place in kind.places if not (sums and kind.routing == "makes" and place[0] == "cpu"))
+
+
+def goes_on(unit: Unit, following: Unit) -> bool:
+    """Whether ranks sum their parts of both units at once: the second one reads what a router found, and not the
+    residual stream that the first one adds to."""
+    return unit.kind.adds and following.kind.adds and following.kind.routing == "reads"
 
 
 @dataclass

@@ -35,12 +35,18 @@ class Residual:
     """How a unit meets the residual stream, its side's `hidden`.
 
     entering: what it adds to hidden before it reads it. part: float32 [M, D], where its result goes when it is a
-    rank's part of a sum; None: it is added to hidden. leaving: that sum, when the unit that follows makes it.
+    rank's part of a sum; None: it is added to hidden. leaving: that sum, when the unit that follows makes it. begun:
+    the unit before has left its own part there, to which it is added.
     """
 
     entering: PendingSum | None = None
     part: torch.Tensor | None = None
     leaving: PendingSum | None = None
+    begun: bool = False
+
+    def target(self, side: "Side", n: int) -> tuple[torch.Tensor, bool]:
+        """Where the result of n tokens goes, float32 [n, D], and whether it is added to what is there."""
+        return (side.space.rows("hidden", n), True) if self.part is None else (self.part, self.begun)
 
 
 ALONE = Residual()  # no other rank has a part
@@ -119,7 +125,7 @@ class Block:
 
     def contribute_nothing(self, work: Work, residual: Residual) -> None:
         """The part of a rank that holds nothing of the unit."""
-        if residual.part is not None:
+        if residual.part is not None and not residual.begun:
             residual.part.zero_()
 
 
@@ -138,11 +144,9 @@ def normalise(
 
 def leave(side: Side, x: torch.Tensor, weight: Packed, bias: torch.Tensor | None, residual: Residual) -> None:
     """A unit's last product, added to `hidden` or left as this rank's part."""
-    part, leaving = residual.part, residual.leaving
-    if part is None:
-        side.kernels.linear(x, weight, side.space.rows("hidden", x.shape[0]), side.space.tile, bias, True)
-    elif leaving is None:
-        side.kernels.linear(x, weight, part, side.space.tile, bias)
+    (out, accumulate), leaving = residual.target(side, x.shape[0]), residual.leaving
+    if leaving is None or accumulate:
+        side.kernels.linear(x, weight, out, side.space.tile, bias, accumulate)
     else:
         kernels = cast(SumKernels, side.kernels)
-        kernels.linear_part(leaving.exchange, leaving.wire, x, weight, part, side.space.tile, bias)
+        kernels.linear_part(leaving.exchange, leaving.wire, x, weight, out, side.space.tile, bias)

@@ -8,7 +8,7 @@ from pshard.runtime.blocks.block import Block, Residual, Side, Work
 from pshard.runtime.blocks.routed_rows import take_normed
 from pshard.runtime.kernels.api import ExpertWeights, Packed
 from pshard.runtime.memory.weights import UnitWeights
-from pshard.units.moe.experts import BIASES, DOWN, GATE, UP
+from pshard.units.moe.experts import BIASES, DOWN, GATE, UP, count_inner
 from pshard.units.moe.routed import expert_buffers, rule_of
 from pshard.units.unit import Unit
 
@@ -18,8 +18,8 @@ class ExpertsBlock(Block):
 
     def prepare(self, unit: Unit, config: ModelConfig, weights: UnitWeights, device: torch.device) -> ExpertWeights:
         rule, places = rule_of(config), [weights, *([weights.last] if weights.last else [])]
-        stacks = list[tuple[Packed | None, ...]]()
-        for role, rows in ((GATE, rule.d_expert), (UP, rule.d_expert), (DOWN, config.d_model)):
+        inner, stacks = count_inner(unit.by_role), list[tuple[Packed | None, ...]]()
+        for role, rows in ((GATE, inner), (UP, inner), (DOWN, config.d_model)):
             found: list[Packed | None] = [None] * rule.count
             for place in places:
                 for i, expert in enumerate(_cut_stack(place.matrices[role], rows), place.first):
@@ -28,22 +28,21 @@ class ExpertsBlock(Block):
         addresses = [[0 if expert is None else expert.data.data_ptr() for expert in stack] for stack in stacks]
         biases = None
         if rule.biases:
-            gate, up, down = (weights.vectors[role].view(rule.count, -1) for role in BIASES)
-            biases = gate, up, down
+            gate, up = (weights.vectors[role].view(rule.count, -1) for role in BIASES[:2])
+            down = weights.vectors.get(BIASES[2])  # of several ranks one has it
+            biases = gate, up, None if down is None else down.view(rule.count, -1)
         return ExpertWeights(stacks[0], stacks[1], stacks[2], torch.tensor(addresses, device=device), biases)
 
     def run(self, work: Work, weights: ExpertWeights, state: None, residual: Residual) -> None:
-        out = residual.part
-        _add_experts(
-            work, weights, work.side.space.rows("hidden", work.rows.tokens) if out is None else out, out is None
-        )
+        _add_experts(work, weights, *residual.target(work.side, work.rows.tokens))
 
     def run_share(self, work: Work, weights: ExpertWeights, residual: Residual, out: torch.Tensor | None) -> None:
-        hidden = work.side.space.rows("hidden", work.rows.tokens)
-        _add_experts(work, weights, hidden if out is None else out, out is None)
+        target = residual.target(work.side, work.rows.tokens) if out is None else (out, False)
+        _add_experts(work, weights, *target)
 
     def run_rest(self, work: Work, weights: ExpertWeights, residual: Residual, from_cpu: torch.Tensor) -> None:
-        work.side.space.rows("hidden", work.rows.tokens).add_(from_cpu)
+        out, _ = residual.target(work.side, work.rows.tokens)
+        out.add_(from_cpu)
 
 
 def _cut_stack(stack: Packed, rows: int) -> list[Packed]:

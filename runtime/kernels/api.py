@@ -34,14 +34,15 @@ class ExpertWeights:
 
     addresses: int64 [3, E] on the computing device, where gate, up and down of each begin (multiples of 16); 0 for one
     that is not here.
-    biases: float32 [E, F], [E, F] and [E, D] of gate, up and down of all experts; None without.
+    biases: float32 [E, F], [E, F] and [E, D] of gate, up and down of all experts; None without. Down's is None on a
+    rank that leaves it to another one.
     """
 
     gate: tuple[Packed | None, ...]
     up: tuple[Packed | None, ...]
     down: tuple[Packed | None, ...]
     addresses: torch.Tensor
-    biases: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    biases: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def add_experts(x: torch.Tensor, routes: Routes, weights: ExpertWeights, rule: E
         rows, place = (routes.ids == number).nonzero(as_tuple=True)
         if gate is None or up is None or down is None or not rows.numel():
             continue
-        own = [None] * 3 if weights.biases is None else [bias[number] for bias in weights.biases]
+        own = [None if bias is None else bias[number] for bias in weights.biases or (None, None, None)]
         taken = x[rows].float()
         inner = activate(_product(taken, gate, own[0]), _product(taken, up, own[1]), rule.activation)
         result = _product(inner, down, own[2])

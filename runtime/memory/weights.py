@@ -168,12 +168,15 @@ def pack_unit(source: WeightSource, unit: Unit, blob: torch.Tensor, ranges: Rang
     whole = {t.name: t for t in source.spec.unit(unit.name).tensors}
     for at, tensor in unit.offsets().values():
         out = blob[at : at + tensor.packed_nbytes]
+        own = None if ranges is None else ranges[unit.name][tensor.name]
         if tensor.parts:
-            _pack_stack(source, tensor, out)
+            _pack_stack(source, tensor, whole[tensor.name].cols, own, out)
             continue
         raw = source.tensor_bytes(tensor.name)
-        if ranges is not None:
-            raw = _cut_rows(raw, whole[tensor.name], ranges[unit.name][tensor.name])
+        if own is not None and len(tensor.shape) == 1:
+            raw = _cut_vector(raw, whole[tensor.name], tensor.cols, own[2:])
+        elif own is not None:
+            raw = _cut_rows(raw, tensor.qtype, whole[tensor.name].cols, own)
         if len(tensor.shape) == 1:
             out.view(torch.float32).copy_(_vector(raw, tensor.qtype))
         else:
@@ -181,23 +184,37 @@ def pack_unit(source: WeightSource, unit: Unit, blob: torch.Tensor, ranges: Rang
         source.forget_tensor(tensor.name)  # else all of the file counts beside all of the arena at the end
 
 
-def _pack_stack(source: WeightSource, tensor: TensorSpec, out: torch.Tensor) -> None:
-    """One part after the other: of some models a whole stack is gigabytes, and its parts lie all over the files."""
+def _pack_stack(
+    source: WeightSource, tensor: TensorSpec, cols: int, own: tuple[int, int, int, int] | None, out: torch.Tensor
+) -> None:
+    """One part after the other: of some models a whole stack is gigabytes, and its parts lie all over the files.
+
+    own: what is wanted of each part, which has `cols` columns; None: all of it.
+    """
     part = replace(tensor, shape=(tensor.rows // tensor.parts, tensor.cols), parts=0)
     for number in range(tensor.parts):
-        own = out[number * part.packed_nbytes : (number + 1) * part.packed_nbytes]
-        _pack_matrix(source.part_bytes(tensor.name, number), part, own)
+        raw = source.part_bytes(tensor.name, number)
+        raw = raw if own is None else _cut_rows(raw, tensor.qtype, cols, own)
+        _pack_matrix(raw, part, out[number * part.packed_nbytes : (number + 1) * part.packed_nbytes])
     source.forget_tensor(tensor.name)
 
 
-def _cut_rows(raw: np.ndarray, whole: TensorSpec, ranges: tuple[int, int, int, int]) -> np.ndarray:
-    """The file bytes of a slice of a tensor; columns are cut at whole quant blocks."""
+def _cut_rows(raw: np.ndarray, qtype: str, cols: int, ranges: tuple[int, int, int, int]) -> np.ndarray:
+    """The file bytes of a slice of a matrix of `cols` columns, which are cut at whole quant blocks."""
     row0, row1, col0, col1 = ranges
-    quant = QUANT_TYPES[whole.qtype]
-    grid = raw.reshape(whole.rows, whole.cols // quant.block * quant.nbytes)
+    quant = QUANT_TYPES[qtype]
+    grid = raw.reshape(-1, cols // quant.block * quant.nbytes)
     return np.ascontiguousarray(
         grid[row0:row1, col0 // quant.block * quant.nbytes : col1 // quant.block * quant.nbytes]
     )
+
+
+def _cut_vector(raw: np.ndarray, whole: TensorSpec, wanted: int, span: tuple[int, int]) -> np.ndarray:
+    """The file bytes of `wanted` elements: those of `span` in each of as many equal parts as that takes."""
+    start, stop = span
+    parts = wanted // (stop - start)
+    grid = raw.reshape(parts, whole.cols // parts, -1)
+    return np.ascontiguousarray(grid[:, start:stop])
 
 
 def _vector(raw: np.ndarray, qtype: str) -> torch.Tensor:

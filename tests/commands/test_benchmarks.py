@@ -37,6 +37,15 @@ def test_a_soak_ends_in_time_tells_what_it_does_and_checks_logits(world: World, 
     assert "loaded" in done.stderr and "longest prompt" in done.stderr
 
 
+def test_a_soak_of_experts_allows_single_tokens_that_take_another_one_and_no_wrong_cells() -> None:
+    """Of 40 prompts of random models with experts the farthest was 0.52 off for a flipped choice, the median 0.003."""
+    is_right = runpy.run_path(str(SCRIPTS / "soak.py"))["is_right"]
+    flipped, wrong_cell, near = [1e-4, 2e-3, 0.5], [1e-4, 2e-3, 0.95], [1e-4, 2e-3, 9e-3]
+    assert is_right(flipped, True) and not is_right(flipped, False)
+    assert not is_right(wrong_cell, True) and not is_right([0.02, 0.02, 1e-3], True)
+    assert is_right(near, False) and is_right(near, True) and not is_right([], True)
+
+
 @pytest.mark.slow
 def test_truth_runs_plans_and_strategies_of_each_tests_workload(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
@@ -47,7 +56,7 @@ def test_truth_runs_plans_and_strategies_of_each_tests_workload(
     truth = runpy.run_path(str(SCRIPTS / "truth.py"))
     named = truth["main"].__globals__
     monkeypatch.setitem(named, "TESTS", (BenchTest(16, 0), BenchTest(0, 2)))
-    monkeypatch.setitem(named, "STRATEGIES", ("layer-stream",))
+    monkeypatch.setitem(named, "list_strategies", lambda spec: ("layer-stream",))
     monkeypatch.setitem(named, "HOPELESS", 0.0)
     monkeypatch.setitem(named, "ROUNDS", 2)
     monkeypatch.setitem(named, "SAMPLE_SECONDS", 0.0)  # two samples

@@ -74,6 +74,33 @@ def test_plan_run_bench_report(world: World, tmp_path: Path, capsys: pytest.Capt
     assert "tiny" in html and "fit" in html and 'src="http' not in html
 
 
+@pytest.fixture
+def experts(tmp_path: Path, quick_search: None) -> World:
+    return make_world(tmp_path, arch="qwen3moe", qtype="Q4_0", n_experts=16, n_used=4, d_expert=128, n_layers=4)
+
+
+def test_a_model_of_experts_is_planned_by_trial_and_benched_beside_published_ways(
+    experts: World, capsys: pytest.CaptureFixture
+) -> None:
+    plan(experts, "--vram", 5, "--validate", "-ub", 64)
+    said = capsys.readouterr()
+    assert "Plans that were run (ms)" in said.out and load_registry(experts.registry).variants[0].validated
+    flags = ["-p", "16", "-n", "2", "-r", "1", "-o", "json"]
+    ways = ["--strategy", "cpu-moe", "--strategy", "hot-experts"]
+    assert cli_bench.main(["-m", str(experts.model), "--vram", "5", *flags, *ways]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["strategy"] for row in rows] == [name for name in ("ilp", "cpu-moe", "hot-experts") for _ in range(2)]
+    assert all(row["avg_ts"] > 0 and row["peak_vram_mib"] <= 5 for row in rows)
+
+
+def test_a_sweep_of_a_published_way_skips_budgets_that_it_does_not_fit(
+    experts: World, capsys: pytest.CaptureFixture
+) -> None:
+    plan(experts, "--sweep", "3:7:2", "--strategy", "hot-experts", "-ub", 64)
+    assert "skipped: strategy 'hot-experts' does not fit 3 MiB; raise --vram" in capsys.readouterr().err
+    assert [v.workload.vram_mib for v in load_registry(experts.registry).variants] == [(5,), (7,)]
+
+
 def test_streamed_bytes_are_those_of_the_plan(world: World, capsys: pytest.CaptureFixture) -> None:
     plan(world, "--vram", 8, "--strategy", "ffn-stream")
     capsys.readouterr()
@@ -407,6 +434,22 @@ def test_ranks_give_the_tokens_of_one(
         said = capfd.readouterr()
         texts.append(said.out)
         assert said.err.count("(from PSHARD_MODEL)") == 1
+    assert len(texts[0].split()) == 6 and texts[0] == texts[1]
+
+
+@pytest.mark.slow
+def test_ranks_with_slices_of_experts_give_the_tokens_of_one(
+    world: World, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    make_world(tmp_path, arch="qwen2moe", qtype="Q8_0", d_expert=160, d_shared=96)
+    split = ["--vram", "4,3", "-sm", "tensor", "-ts", "3,2"]
+    plan(world, "--vram", 64)
+    plan(world, *split)
+    texts = []
+    for flags in (["--vram", "64"], split):
+        capfd.readouterr()
+        run(world, *flags, "-p", "1,2,3", "--tokens", "-n", "6", "--temp", "0")
+        texts.append(capfd.readouterr().out)
     assert len(texts[0].split()) == 6 and texts[0] == texts[1]
 
 

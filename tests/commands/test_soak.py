@@ -15,10 +15,14 @@ from pshard.models import open_model
 CONTEXT, SEQUENCES, VOCAB = 96, 3, 320
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_logits_stay_right_through_joins_cuts_switches_and_refused_requests(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("arch", "seed"), [("qwen3", 1), ("qwen3", 2), pytest.param("qwen3moe", 1, marks=pytest.mark.slow)]
+)
+def test_logits_stay_right_through_joins_cuts_switches_and_refused_requests(
+    tmp_path: Path, arch: str, seed: int
+) -> None:
     rng = random.Random(seed)
-    path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q5_0", n_layers=3)
+    path = write_gguf(tmp_path / "m.gguf", arch, qtype="Q5_0", n_layers=3)
     spec = open_model(path).spec
     places = random_places(spec, rng)
     tiers = []

@@ -5,11 +5,12 @@ own; without Triton everything here is skipped.
 """
 
 import os
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
-from interpreted import mend_interpreter, run_interpreted
+from interpreted import expect_interpreted_to_pass, mend_interpreter
 from random_weights import DEVICE, random_weight
 
 triton = pytest.importorskip("triton", reason="Triton is installed with the CUDA build of torch only")
@@ -29,9 +30,7 @@ if READY and DEVICE == "cpu":
 @pytest.mark.slow
 @pytest.mark.skipif(READY, reason="the kernels run here directly")
 def test_expert_kernels_in_the_interpreter() -> None:
-    done = run_interpreted(__file__)
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "passed" in done.stdout
+    expect_interpreted_to_pass(__file__)
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +215,19 @@ def test_biases_missing_experts_and_skewed_routes(kernels: cuda.CudaKernels, act
     routes.ids[:, 0] = torch.tensor(ONE[:tokens], dtype=torch.int32)
     routes.ids[:, 1] = torch.where(routes.ids[:, 0] == 1, 0, 1)  # nobody takes expert 3
     got, want = run_both(kernels, layer, x, routes, accumulate=True)
+    assert error(got, want) < BOUND
+
+
+@needs_kernels
+@pytest.mark.parametrize("tokens", [2, 10])
+def test_a_ranks_rows_may_be_fewer_than_scratch_has_room_for_and_another_may_add_downs_bias(
+    kernels: cuda.CudaKernels, tokens: int
+) -> None:
+    rule, weights = make_layer(Experts(4, 2, 32, biases=True), ("Q8_0", "Q8_0", "Q8_0"), 64)
+    assert weights.biases is not None
+    layer = replace(rule, d_expert=96), replace(weights, biases=(*weights.biases[:2], None))
+    x = random_tensor(tokens, 64, seed=16, dtype=torch.bfloat16)
+    got, want = run_both(kernels, layer, x, random_routes(tokens, rule), accumulate=True)
     assert error(got, want) < BOUND
 
 

@@ -199,6 +199,20 @@ def test_the_bits_are_those_of_each_experts_products(
     assert torch.equal(case.run(x, routes, start, True), got)
 
 
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_a_ranks_rows_may_be_fewer_than_scratch_has_room_for_and_another_may_add_downs_bias(
+    tokens: int, tiles: str
+) -> None:
+    case = make_case(("Q8_0",) * 3, tokens, biases=True, inner=64)
+    assert case.weights.biases is not None
+    weights = replace(case.weights, biases=(*case.weights.biases[:2], None))
+    wide = case.scratch | {"gated": torch.full((tokens * USED, 96), torch.nan)}
+    case = replace(case, weights=weights, scratch=wide)
+    x, start, routes = scaled_input(case, tokens), torch.randn(tokens, case.hidden), make_routes(tokens, False)
+    got = case.run(x, routes, start, True)
+    assert relative(got, expect(case, x, routes, start, True)) < 0.03
+
+
 def test_none_of_the_experts_is_here() -> None:
     case = make_case(("Q4_0",) * 3, 4, absent=tuple(range(COUNT)))
     x, start, routes = torch.randn(4, case.hidden), torch.randn(4, case.hidden), make_routes(4, False)
@@ -289,6 +303,22 @@ def test_routes_are_those_of_plain_torch(name: str, qtype: str, biased: bool, to
     PLAIN.route(x, router, rule, want, *biases)
     assert torch.equal(got.ids, want.ids)
     torch.testing.assert_close(got.weights, want.weights, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 70])
+def test_ranks_with_more_threads_choose_the_same_experts_to_the_last_bit(tokens: int) -> None:
+    torch.manual_seed(tokens)
+    rule, cols = RULES["softmax"], 1000
+    hidden, weight, router = torch.randn(tokens, cols), torch.randn(cols), make_router(rule, "F32", cols)
+    found = []
+    for threads in (1, 2, 3):
+        native.set_threads(threads)
+        x, routes = torch.full_like(hidden, torch.nan), empty_routes(tokens, rule.used)
+        KERNELS.rms_norm(hidden, weight, 1e-6, x)
+        KERNELS.route(x, router, rule, routes)
+        found.append((x, routes.ids, routes.weights))
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other))
 
 
 @pytest.mark.parametrize("name", RULES)

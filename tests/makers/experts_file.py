@@ -27,6 +27,17 @@ RULES = {
     "of the chosen": Experts(N_EXPERTS, 4, D_EXPERT, "chosen", normed=False, activation="clamped", biases=True),
 }
 
+WAYS: list[tuple] = [  # how a layer of them may be placed: where, its state, the CPU's, those kept beside a slot
+    ("pinned", None),
+    ("streamed", None),
+    ("cpu", None),
+    ("pinned", None, 3),
+    ("streamed", None, 3),
+    ("streamed", None, 0, 2),
+    ("streamed", None, 3, 2),
+    ("streamed", None, 1, 6),
+]
+
 
 class ExpertsFile(ToyFile):
     """Attention, a router, perhaps shared experts, and experts in every layer; the first `dense_layers` have an FFN."""

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 
 
-def run_interpreted(file: str) -> subprocess.CompletedProcess[str]:
-    """The tests of a file with Triton's interpreter."""
+def expect_interpreted_to_pass(file: str) -> None:
+    """Run the tests of a file with Triton's interpreter."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", file, "-p", "no:cacheprovider"]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "passed" in done.stdout
 
 
 def mend_interpreter() -> None:

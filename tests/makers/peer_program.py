@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from interpreted import mend_interpreter
 
 from pshard.runtime.ranks.group import Group
 
@@ -187,28 +188,7 @@ def late(exchange: Any, out: Path) -> None:
 
 def main() -> None:
     folder, rank, ranks, scenario = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    import triton
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patch_for_new_numpy(tensor: type, scope: Any) -> None:  # as in test_triton_kernels
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    multiply = interpreter.InterpreterBuilder.create_dot
-
-    def multiply_bfloat16(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        wide = [
-            interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), triton.language.float32)
-            if x.dtype.scalar == triton.language.bfloat16
-            else x
-            for x in (a, b)
-        ]
-        return multiply(self, *wide, *rest)
-
-    interpreter._patch_lang_tensor = patch_for_new_numpy
-    interpreter.InterpreterBuilder.create_dot = multiply_bfloat16
+    mend_interpreter()
     np.seterr(over="ignore")
     globals()[scenario](open_exchange(folder, rank, ranks), folder)
 

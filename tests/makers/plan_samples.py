@@ -103,13 +103,28 @@ def split_places(spec: ModelSpec, places: Places, rng: random.Random) -> Places:
 
 
 def keep_rows(spec: ModelSpec, smaller: Places, *tiers: Places) -> Places:
-    """The placements with what all of `tiers` pin in part kept there, while its other rows are streamed."""
+    """The placements with what all of `tiers` have in VRAM of a unit kept there, while the rest of it is streamed."""
     kept = dict(smaller)
     for unit in spec.units:
         first, *others = (tier[unit.name] for tier in tiers)
-        if first[0] == "pinned" and len(first) > 2 and all(place == first for place in others):
-            kept[unit.name] = ("streamed", None, 0, count_shares(unit) - first[2])
+        if len(first) > 2 and all(place == first for place in others):
+            here = count_shares(unit) - first[2] if first[0] == "pinned" else sum(first[3:])
+            if here:
+                kept[unit.name] = ("streamed", None, 0, here)
     return kept
+
+
+def mix_parts(spec: ModelSpec, places: Places, rng: random.Random) -> Places:
+    """The placements with the parts of every unit that is not pinned on several sides; pinned ones stay."""
+    mixed = dict(places)
+    for unit in spec.units:
+        total = count_shares(unit)
+        if unit.kind.parts and total and places[unit.name][0] != "pinned":
+            kept = rng.randrange(total - 1)
+            cpu = rng.randrange(1, total - kept)
+            ways = (("pinned", None, cpu), ("streamed", None, cpu), ("streamed", None, cpu, kept))
+            mixed[unit.name] = rng.choice(ways)
+    return mixed
 
 
 def shrink_places(spec: ModelSpec, places: Places, rng: random.Random) -> Places:

@@ -2,27 +2,31 @@
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from pshard.buffers import TORCH_RESERVE_MIB
 from pshard.errors import UserError
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
-from pshard.model_config import ModelConfig, Rope
+from pshard.model_config import Experts, ModelConfig, Rope
 from pshard.plan import TierPlan, Variant
 from pshard.planner.make_plan import plan_baseline
 from pshard.planner.price.datasheet import Rates
 from pshard.planner.price.draft import Room, tier_steps
 from pshard.planner.price.simulate import ROUNDS, Simulation, simulate
 from pshard.planner.price.tier_costs import TierCosts
-from pshard.planner.published.strategies import NAMES
+from pshard.planner.published.strategies import NAMES, PER_TIER
 from pshard.tensor import TensorSpec
 from pshard.units.attention import ATTENTION
 from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
+from pshard.units.moe.experts import EXPERTS
+from pshard.units.moe.router import ROUTER
+from pshard.units.moe.shared_experts import SHARED_EXPERTS
 from pshard.units.output import OUTPUT
 from pshard.units.unit import Unit
 from pshard.workload import Workload
@@ -38,15 +42,19 @@ def make_model(
     qtype: str = "Q4_0",
     odd_qtype: str | None = None,
     head_dim: int = 128,
+    experts: Experts | None = None,
 ) -> ModelSpec:
-    """A dense decoder; with `odd_qtype` the FFNs of odd layers have another quant type and form their own class."""
+    """A decoder; with `odd_qtype` the FFNs, or experts, of odd layers have another quant type and form their own class.
+    Dense, or with routed experts in all but the rule's first layers."""
     config = ModelConfig(
-        "qwen3", layers, d_model, heads, kv_heads, head_dim, d_ffn, vocab, 1e-6, 32768, Rope(head_dim, 1e6, "halves")
-    )
+        "qwen3", layers, d_model, heads, kv_heads, head_dim, d_ffn, vocab, 1e-6, 32768, Rope(head_dim, 1e6, "halves"),
+        experts=experts,
+    )  # fmt: skip
     units = [Unit("embedding", EMBEDDING, -1, (TensorSpec("token_embd.weight", qtype, (vocab, d_model)),))]
     for i in range(layers):
         units.append(_attention(i, config, qtype))
-        units.append(_ffn(i, config, odd_qtype if odd_qtype and i % 2 else qtype))
+        routed = experts is not None and i >= experts.dense_layers
+        units += (_routed if routed else _ffn)(i, config, odd_qtype if odd_qtype and i % 2 else qtype)
     head = (TensorSpec("output_norm.weight", "F32", (d_model,)), TensorSpec("output.weight", "Q6_K", (vocab, d_model)))
     units.append(Unit("output", OUTPUT, -1, head))
     return ModelSpec("made", "", config, tuple(units))
@@ -60,12 +68,29 @@ def _attention(layer: int, config: ModelConfig, qtype: str) -> Unit:
     return Unit(f"attention.{layer}", ATTENTION, layer, tuple(tensors))
 
 
-def _ffn(layer: int, config: ModelConfig, qtype: str) -> Unit:
+def _ffn(layer: int, config: ModelConfig, qtype: str) -> list[Unit]:
     d, f = config.d_model, config.d_ffn
     shapes = {"ffn_gate": (f, d), "ffn_up": (f, d), "ffn_down": (d, f)}
     tensors = [TensorSpec(f"blk.{layer}.ffn_norm.weight", "F32", (d,))]
     tensors += [TensorSpec(f"blk.{layer}.{name}.weight", qtype, shape) for name, shape in shapes.items()]
-    return Unit(f"ffn.{layer}", FFN, layer, tuple(tensors))
+    return [Unit(f"ffn.{layer}", FFN, layer, tuple(tensors))]
+
+
+def _routed(layer: int, config: ModelConfig, qtype: str) -> list[Unit]:
+    d, rule, blk = config.d_model, config.experts, f"blk.{layer}."
+    assert rule is not None
+    norm = TensorSpec(f"{blk}ffn_norm.weight", "F32", (d,))
+    scores = TensorSpec(f"{blk}ffn_gate_inp.weight", "F32", (rule.count, d))
+    units = [Unit(f"router.{layer}", ROUTER, layer, (norm, scores))]
+    for what, kind, n, rows in (
+        ("shexp", SHARED_EXPERTS, 1, rule.d_shared),
+        ("exps", EXPERTS, rule.count, rule.d_expert),
+    ):
+        shapes = {"gate": (n * rows, d), "up": (n * rows, d), "down": (n * d, rows)}
+        parts = n if kind is EXPERTS else 0
+        tensors = [TensorSpec(f"{blk}ffn_{at}_{what}.weight", qtype, s, parts=parts) for at, s in shapes.items()]
+        units += [Unit(f"{kind.name}.{layer}", kind, layer, tuple(tensors))] if rows else []
+    return units
 
 
 OWN = TORCH_RESERVE_MIB  # of a CUDA budget beside the arena: budgets below are OWN + the arena's MiB
@@ -86,14 +111,35 @@ def published_variants(spec: ModelSpec, profile: MachineProfile, workload: Workl
         yield name, variant
 
 
+def rival_variants(
+    spec: ModelSpec, profile: MachineProfile, workload: Workload, variant: Variant
+) -> Iterator[tuple[str, Variant]]:
+    """Those that a plan may not be slower than: with its micro-batches. Where everything fits nothing is planned, and
+    `per-tier` may compute a unit on the host of a CPU that is the accelerator."""
+    all_fits = variant.ranks[0].tiers[0].solve.strategy == "all in VRAM"
+    same = replace(workload, max_ubatch=variant.workload.max_ubatch)
+    for name, published in published_variants(spec, profile, same):
+        if published.workload.max_ubatch == variant.workload.max_ubatch and not (all_fits and name == PER_TIER):
+            yield name, published
+
+
 def simulate_tier(room: Room, tier: TierPlan, costs: TierCosts, rounds: int = ROUNDS) -> Simulation:
     """Simulate the expected micro-batch of this tier in its steady state."""
     return simulate(tier_steps(room, tier, costs), costs, rounds)
 
 
 def try_cases(cases: int, check: Callable[..., None], *strategies: st.SearchStrategy) -> None:
-    """Call `check` with so many draws of the strategies, the same ones in every run."""
-    alike = settings(max_examples=cases, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    """Call `check` with so many draws of the strategies, the same ones in every run.
+
+    A case that fails is not made smaller: each takes seconds, and a test of minutes is ended.
+    """
+    alike = settings(
+        max_examples=cases,
+        deadline=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
     alike(given(*strategies)(check))()
 
 
@@ -116,8 +162,24 @@ def machines(draw) -> Rates:
 
 
 @st.composite
-def models(draw, most_layers: int = 12) -> ModelSpec:
-    """Dense decoders of one to `most_layers` layers."""
+def expert_rules(draw) -> Experts:
+    """From few large experts to many small ones, with and without shared ones and a dense first layer."""
+    count = draw(st.sampled_from((4, 8, 32, 128)))
+    return Experts(
+        count,
+        draw(st.integers(1, min(8, count))),
+        256 * draw(st.integers(1, 4)),
+        d_shared=draw(st.sampled_from((0, 0, 256))),
+        dense_layers=draw(st.sampled_from((0, 0, 1))),
+    )
+
+
+DENSE = st.none()
+
+
+@st.composite
+def models(draw, most_layers: int = 12, rules: st.SearchStrategy = DENSE) -> ModelSpec:
+    """Decoders of one to `most_layers` layers, dense or with such routed experts."""
     heads = draw(st.sampled_from((2, 4, 8)))
     return make_model(
         layers=draw(st.integers(1, most_layers)),
@@ -128,6 +190,7 @@ def models(draw, most_layers: int = 12) -> ModelSpec:
         vocab=draw(st.sampled_from((512, 4096, 32768))),
         qtype=draw(st.sampled_from(("Q4_0", "Q8_0", "BF16"))),
         odd_qtype=draw(st.sampled_from((None, "Q6_K"))),
+        experts=draw(rules),
     )
 
 

@@ -205,7 +205,12 @@ def gpu_late(group: Group, out: Path) -> None:
     group.check()
 
 
-def engine(group: Group, out: Path) -> None:
+def fast_engine(group: Group, out: Path) -> None:
+    """As `engine`, on CPUs with the C++ kernels."""
+    engine(group, out, "fast")
+
+
+def engine(group: Group, out: Path, on_cpu: str = "plain") -> None:
     """The logits of a conversation with the model and under the plan that lie in the folder."""
     from engines import converse
 
@@ -216,7 +221,7 @@ def engine(group: Group, out: Path) -> None:
     from pshard.runtime.devices.device import open_device
 
     variant = from_json(Variant, json.loads((out / "plan.json").read_text()))
-    kind, kernels = ("cuda", "fast") if group.backend in ("nccl", "peers") else ("cpu", "plain")
+    kind, kernels = ("cuda", "fast") if group.backend in ("nccl", "peers") else ("cpu", on_cpu)
     device = open_device(kind, group.local_rank)
     group.reduce_dtype = variant.workload.reduce_dtype
     with build_engine(open_model(out / "m.gguf"), variant, device, kernels=kernels, group=group) as opened:

@@ -10,6 +10,7 @@ from pshard.registries.fingerprint import digest
 from pshard.times.measurement import Measurement, TimelineEvent, summarise_samples
 from pshard.times.measurement import test_name as name_test
 from pshard.times.outlook import Forecast, Outlook
+from pshard.units.moe.expert_map import ExpertMap, LayerExperts, TierExperts
 from pshard.workload import Workload
 
 LAYERS = 32
@@ -140,6 +141,14 @@ def make_plan_variant(vram_mib: tuple[int, ...] = (12000,)) -> Variant:
     ranks = tuple(RankPlan(i, mib, 1 / len(vram_mib), (), (), tiers) for i, mib in enumerate(vram_mib))
     split = "tensor" if len(ranks) > 1 else "none"
     return Variant(Workload(vram_mib, split_mode=split), True, ranks)
+
+
+def make_expert_map() -> ExpertMap:
+    """Two layers in two tiers, with experts in every place."""
+    decode = (LayerExperts(0, 16, 0, 0, 48), LayerExperts(1, 16, 0, 8, 40))
+    prompt = (LayerExperts(0, 16, 48, 0, 0), LayerExperts(1, 16, 8, 0, 40))
+    tiers = (TierExperts(1, decode, 3_000_000), TierExperts(512, prompt, 512_000_000))
+    return ExpertMap("Invented 30B", 0, 6000, "context 8192", 64, 4, ("blk.0.experts", "blk.1.experts"), tiers)
 
 
 def make_plan_registry(*budgets: tuple[int, ...]) -> Registry:

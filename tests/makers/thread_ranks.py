@@ -16,6 +16,7 @@ from plan_samples import (
     make_rank_plan,
     make_tier,
     make_variant,
+    mix_parts,
     random_places,
     shrink_places,
     split_places,
@@ -111,17 +112,40 @@ def split_tiers(seed: int, context: int) -> Tiers:
     return make
 
 
-def split_variant(path: Path, split: Split, context: int, tiers: Tiers | None = None, reserve_mib: int = 0) -> Variant:
+def mixed_tiers(seed: int, context: int) -> Tiers:
+    """As `random_tiers`, with routed experts on all sides at once in decode, of which larger tiers keep what is in
+    VRAM."""
+
+    def make(spec: Any) -> tuple[TierPlan, ...]:
+        rng = random.Random(f"{seed} {spec.packed_nbytes}")
+        places = random_places(spec, rng)
+        decode = mix_parts(spec, places, rng)
+        tiers = ((4, decode), (16, keep_rows(spec, shrink_places(spec, places, rng), decode)))
+        return tuple(make_tier(spec, n, p, 2, context, 1) for n, p in tiers)
+
+    return make
+
+
+Source = Path | Any  # a model file, or one that a test has made in memory
+
+
+def open_source(source: Source) -> Any:
+    return open_model(source) if isinstance(source, Path) else source
+
+
+def split_variant(
+    path: Source, split: Split, context: int, tiers: Tiers | None = None, reserve_mib: int = 0
+) -> Variant:
     """A variant for ranks that hold the model so, each with `tiers` of what it holds (default: everything pinned)."""
     make = tiers or (lambda spec: pinned_everywhere(spec, (4, 16), context))
-    specs = cut_ranks(open_model(path).spec, split)
+    specs = cut_ranks(open_source(path).spec, split)
     plans = tuple(make_rank_plan(s, make(s), r, share) for r, (s, share) in enumerate(zip(specs, split.shares)))
     variant = make_variant(specs[0], plans[0].tiers, context, 1, plans, reserve_mib)
     return replace(variant, workload=variant.workload.under(split))
 
 
 def run_ranks(
-    path: Path,
+    path: Source,
     shares: tuple[float, ...],
     talk: Callable[[Engine], Any],
     context: int,
@@ -129,6 +153,7 @@ def run_ranks(
     kv_types: tuple[str, str] = ("f32", "f32"),
     mode: str = "tensor",
     limits: Limits = (),
+    kernels: str = "plain",
 ) -> list[Any]:
     """What `talk` returns on each rank of a group over the ratios `shares`, split by layers or by tensors."""
     meeting = Meeting(len(shares))
@@ -138,7 +163,7 @@ def run_ranks(
     def rank(r: int) -> Any:
         group = ThreadGroup(r, meeting)
         try:
-            with build_engine(open_model(path), variant, open_device("cpu"), kernels="plain", group=group) as engine:
+            with build_engine(open_source(path), variant, open_device("cpu"), kernels=kernels, group=group) as engine:
                 return talk(engine)
         except BaseException:
             meeting.barrier.abort()  # the others must not wait

@@ -2,14 +2,16 @@
 
 import random
 
+from experts_file import RULES, ExpertsFile
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_samples import make_tier, random_places
+from plan_samples import make_tier, mix_parts, random_places
 from planner_cases import models
 
 from pshard.cuts.rank_parts import split_model
 from pshard.steps.emit import emit_steps
 from pshard.steps.step import (
+    AllReduce,
     Compute,
     CopyIn,
     Free,
@@ -20,6 +22,8 @@ from pshard.steps.step import (
     StepShape,
 )
 from pshard.units.embedding import EMBEDDING
+from pshard.units.moe.experts import EXPERTS
+from pshard.units.moe.shared_experts import SHARED_EXPERTS
 from pshard.workload import Split
 
 
@@ -77,3 +81,30 @@ def test_hidden_states_leave_from_the_side_that_the_next_rank_expects(spec, shar
         assert kinds == [
             k for k, peer in ((Receive, part.neighbours.source), (Send, part.neighbours.target)) if peer is not None
         ]
+
+
+@given(st.sampled_from(((1.0, 1.0), (3.0, 1.0), (0.0, 1.0))), st.booleans(), st.integers(0, 999))
+def test_a_layers_shared_and_routed_experts_are_summed_at_once(shares, sums_on_host, seed) -> None:
+    """What a rank has of the shared ones is brought to where it adds up the routed ones, so all ranks sum as often."""
+    whole, rng = ExpertsFile(RULES["with shared experts"], layers=2).spec, random.Random(seed)
+    for rank in range(len(shares)):
+        part = split_model(whole, Split("tensor", shares), rank)
+        tier = make_tier(part, 4, mix_parts(part, random_places(part, rng), rng), 2, 64, 1)
+        body = emit_steps(part, tier, StepShape(4, 0, 1, ranks=len(shares), sums_on_host=sums_on_host)).body
+        summed = [step.unit for step in body if isinstance(step, AllReduce)]
+        assert summed == [f"blk.{i}.{name}" for i in range(2) for name in ("attention", "experts")]
+        begun, side = "", "cpu"  # where the part is that the routed experts add to, and where hidden states are
+        for step in body:
+            match step:
+                case Handoff():
+                    side = step.to
+                    begun = step.to if "branch" in step.carries else begun
+                case Compute() if part.unit(step.unit).kind is SHARED_EXPERTS:
+                    begun = side = step.on
+                case Compute() if part.unit(step.unit).kind is EXPERTS and step.part != "share":
+                    assert begun == step.on
+                    side = step.on
+                case Compute():
+                    side = step.on if step.part != "share" else side
+                case AllReduce():
+                    assert sums_on_host or side == "acc"

@@ -50,7 +50,7 @@ def held_pins(task: RankTask, tier: TierPlan) -> set[tuple[str, tuple[Piece, ...
 
 def test_random_steps_keep_the_tiers_nested_and_within_the_arena() -> None:
     task, found = place(40)
-    search, rng = JointSearch(task.room, task.classes, task.costs), Random(0)
+    search, rng = JointSearch(task.room, task.classes, task.costs, True), Random(0)
     state, changed = State.of(found.tiers), 0
     for _ in range(300):
         after = search.step(state, rng)
@@ -68,8 +68,8 @@ def test_random_steps_keep_the_tiers_nested_and_within_the_arena() -> None:
 
 def test_a_round_is_improved_or_left_as_it_is() -> None:
     task, found = place(40)
-    better = anneal_tiers(task.room, task.classes, task.costs, found)
+    better = anneal_tiers(task.room, task.classes, task.costs, found, True)
     assert better.total <= found.total
-    assert anneal_tiers(task.room, task.classes, task.costs[:1], found) is found  # nothing to weigh
-    assert perfect_round(task.room, task.classes, task.costs, found) is found  # too many placements
+    assert anneal_tiers(task.room, task.classes, task.costs[:1], found, True) is found  # nothing to weigh
+    assert perfect_round(task.room, task.classes, task.costs, found, True) is found  # too many placements
     assert better is found or better.tiers != found.tiers

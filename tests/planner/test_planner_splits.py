@@ -151,8 +151,6 @@ def expect_splits_no_slower(data) -> None:
     profile = profile_from_datasheet(rates)
     seconds = [workload_seconds(spec, profile, workload, v) for v in (variant, whole)]
     assert seconds[0] <= seconds[1] * (1 + 1e-9)
-    if not any(p.share for t in variant.ranks[0].tiers for p in t.placements):
-        assert [t.placements for t in variant.ranks[0].tiers] == [t.placements for t in whole.ranks[0].tiers]
 
 
 LARGE = make_model(layers=30, d_model=2048, heads=16, kv_heads=4, d_ffn=8192, vocab=32768)

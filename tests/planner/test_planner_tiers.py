@@ -12,7 +12,7 @@ from pshard.plan import Variant
 from pshard.planner.make_plan import plan_variant
 from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.draft import simulated_seconds
-from pshard.planner.published.strategies import STRATEGIES, place_strategy
+from pshard.planner.published.strategies import list_strategies, place_strategy
 from pshard.planner.show_plan import print_explanation
 from pshard.planner.tier_alone import TierAlone, compare_alone
 from pshard.workload import Workload
@@ -36,7 +36,7 @@ def test_no_tier_is_slower_than_a_published_strategy_for_that_tier_alone(model: 
     """3% at most, also where decoding divides FFNs: their rows on the CPU are streamed for larger micro-batches."""
     (task,) = prepare_ranks(make_shape(model), find_machine(machine), Workload((mib,)))
     for tier, costs in zip(plan(model, machine, mib).ranks[0].tiers, task.costs, strict=True):
-        for name in STRATEGIES:
+        for name in list_strategies(task.room.spec):
             alone = place_strategy(name, task.room, (tier.tokens,))
             if alone:
                 best = simulated_seconds(task.room, alone.tiers[0], costs)

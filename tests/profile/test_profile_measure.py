@@ -213,6 +213,13 @@ def test_a_model_with_experts_adds_these_and_its_router_and_no_stack_as_a_matrix
     assert len([job for job in list_jobs("host", TINY, alike) if "experts" in job.label]) == 1
 
 
+def test_slices_of_experts_are_timed_where_several_devices_may_share_them():
+    spec = ExpertsFile(Experts(8, 2, 96)).spec
+    assert [rule.d_expert for *_, rule in model_shapes(spec).experts] == [96]
+    assert [rule.d_expert for *_, rule in model_shapes(spec, 2).experts] == [48, 96]
+    assert [rule.d_expert for *_, rule in model_shapes(spec, 4).experts] == [32, 48, 96]  # of two of four
+
+
 def test_only_the_grid_is_skipped_for_lack_of_time(monkeypatch):
     monkeypatch.setattr("pshard.profile.measure.disturbed_share", lambda before, after: 0.0)
     ran: list[str] = []

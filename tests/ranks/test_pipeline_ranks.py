@@ -36,13 +36,14 @@ def process_logits(
     mode: str = "layer",
     limits: Limits = (),
     reduce_dtype: str = "auto",
+    scenario: str = "engine",
 ) -> list[torch.Tensor]:
     """Logits of `converse` on every rank, for the model that lies in the folder."""
     reserve = TORCH_RESERVE_MIB if backend in ("peers", "nccl") else 0
     variant = split_variant(folder / "m.gguf", Split(mode, shares, limits), CONTEXT, tiers, reserve)
     variant = with_workload(variant, reduce_dtype=reduce_dtype)
     (folder / "plan.json").write_text(json.dumps(to_json(variant)))
-    done = run_ranks(f"engine@{backend}", len(shares), folder)
+    done = run_ranks(f"{scenario}@{backend}", len(shares), folder)
     assert done.returncode == 0, done.stderr
     assert not processes_of(folder)
     return [torch.load(folder / f"engine-{rank}.pt") for rank in range(len(shares))]

@@ -10,6 +10,7 @@ import pytest
 from plan_samples import with_workload
 from report_samples import (
     make_bench,
+    make_expert_map,
     make_full_profile,
     make_measurement,
     make_outlook,
@@ -23,10 +24,12 @@ from pshard.commands.cli_report import make_report
 from pshard.commands.command_line import run_cli
 from pshard.jsonio import to_json
 from pshard.registries.codec import encode_registry
+from pshard.reports.figures.expert_places import draw_experts
 from pshard.reports.figures.machine_ceilings import draw_machine
 from pshard.reports.inputs import read_inputs
 from pshard.reports.tables.bench_formats import format_measurements
 from pshard.times.measurement import Timeline
+from pshard.units.moe.expert_map import TierExperts
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +42,7 @@ def files(tmp_path_factory):
         "profile.json": json.dumps(to_json(make_full_profile())),
         "outlook.json": json.dumps({"outlooks": [to_json(make_outlook())]}),
         "plan.json": json.dumps({"timelines": [to_json(Timeline("A decode step", make_timeline()))]}),
+        "experts.json": json.dumps({"experts": [to_json(make_expert_map())]}),
     }
     folder = tmp_path_factory.mktemp("files")
     for name, text in texts.items():
@@ -59,6 +63,7 @@ def test_every_kind_of_file_becomes_its_figures(report):
     out, said = report
     page, *figures = [line.rsplit("/", 1)[1] for line in said.splitlines()]
     names = {"speedup", "scaling", "predicted", "outlook", "sweep", "placement-1", "placement-2", "timeline", "machine"}
+    names.add("experts")
     assert page == "report.html" and set(figures) == {f"{n}.{kind}" for n in names for kind in ("png", "svg")}
     assert set(figures) | {page} == {p.name for p in out.iterdir()}
     for name in names:
@@ -68,7 +73,7 @@ def test_every_kind_of_file_becomes_its_figures(report):
 
 def test_the_page_fetches_nothing_and_holds_figures_tables_and_origin(report):
     page = (report[0] / "report.html").read_text()
-    assert page.count("data:image/svg+xml;base64,") == 9
+    assert page.count("data:image/svg+xml;base64,") == 10
     assert not re.search(r"(?:src|href)=\"(?!data:)", page) and "url(" not in page and "<script" not in page
     for held in ("Some GPU", "pshard-bench -m invented.gguf", "9832.67 ± 246.63", "<td>accelerator</td>", "bench.json"):
         assert held in page
@@ -114,6 +119,23 @@ def test_measurements_without_baseline_or_prediction_still_make_a_page(tmp_path,
     (tmp_path / "b.jsonl").write_text(format_measurements([make_measurement(0, 8)], "jsonl"))
     assert run_cli(make_report, [str(tmp_path / "b.jsonl"), "-o", str(tmp_path / "out")]) == 0
     assert capsys.readouterr().out.splitlines() == [str(tmp_path / "out" / "report.html")]
+
+
+def test_the_figure_of_experts_has_a_strip_for_each_tier_and_a_bar_for_each_place():
+    places = draw_experts(make_expert_map())
+    decode, prompt = places.axes
+    heights = [[int(bar.get_height()) for bar in ax.patches] for ax in (decode, prompt)]
+    assert heights == [[16, 16, 0, 8, 48, 40], [16, 16, 48, 8, 0, 40]]
+    assert decode.get_ylabel() == "1 token" and decode.texts[0].get_text() == "3.00 MB a token\nover the link"
+    assert [text.get_text() for text in places.legends[0].texts][1] == "streamed: copied before use"
+
+
+def test_places_of_experts_without_a_tier_or_a_layer_draw_nothing(tmp_path, capsys):
+    for n, changes in enumerate(({"tiers": ()}, {"tiers": (TierExperts(1, (), 0),)})):
+        (tmp_path / "e.json").write_text(json.dumps(to_json(replace(make_expert_map(), **changes))))
+        out = tmp_path / f"out{n}"
+        assert run_cli(make_report, [str(tmp_path / "e.json"), "-o", str(out)]) == 0
+        assert capsys.readouterr().out.splitlines() == [str(out / "report.html")]
 
 
 def test_the_same_file_twice_shows_once(files):

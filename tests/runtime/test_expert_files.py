@@ -10,9 +10,11 @@ import pytest
 from engines import open_engine
 from model_files import MOE, OSS, write_gguf
 from moe_forward import Weights, moe_logits, read_weights
+from thread_ranks import run_ranks
 
 from pshard.model_config import ModelConfig
 from pshard.models import open_model
+from pshard.runtime.engine import Engine
 
 IDS = [int(i) for i in np.random.default_rng(0).integers(0, 320, 24)]
 
@@ -68,6 +70,17 @@ def test_gpt_oss_in_micro_batches_of_any_size(
         found = [engine.forward(LONG[:prompt], all_logits=True).numpy()]
         found += [engine.forward([token], all_logits=True).numpy() for token in LONG[prompt:]]
     assert np.abs(np.concatenate(found) - expected).max() < 1e-5 * expected.std()
+
+
+@pytest.mark.parametrize("mode", ["tensor", "layer"])
+def test_ranks_share_gpt_oss(oss: Path, expected: np.ndarray, mode: str) -> None:
+    def talk(engine: Engine) -> np.ndarray:
+        engine.forward(LONG[:120])
+        engine.reset(0, 60)
+        return engine.forward(LONG[60:140], all_logits=True).numpy()
+
+    for found in run_ranks(oss, (1.0, 1.0), talk, 192, mode=mode):
+        assert np.abs(found - expected[60:140]).max() < 1e-5 * expected.std()
 
 
 def without_sinks(config: ModelConfig, weights: Weights) -> tuple[ModelConfig, Weights]:

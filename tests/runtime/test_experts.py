@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from experts_file import N_EXPERTS, RULES, ExpertsFile
+from experts_file import N_EXPERTS, RULES, WAYS, ExpertsFile
 from plan_samples import make_tier, make_variant
 from planner_cases import DESKTOP, OWN, simulate_tier
 from toy_kinds import CONTEXT, VOCAB
@@ -29,16 +29,6 @@ from pshard.units.share import Share
 from pshard.workload import Workload
 
 CLOSE = dict(rtol=1e-4, atol=1e-4)
-WAYS = [
-    ("pinned", None),
-    ("streamed", None),
-    ("cpu", None),
-    ("pinned", None, 3),
-    ("streamed", None, 3),
-    ("streamed", None, 0, 2),
-    ("streamed", None, 3, 2),
-    ("streamed", None, 1, 6),
-]
 
 
 def make_toy_tier(

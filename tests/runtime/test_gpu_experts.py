@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from engines import open_engine, pinned_everywhere
+from experts_file import WAYS
 from model_files import write_gguf
 from plan_samples import make_tier
 
@@ -16,16 +17,6 @@ from pshard.units.moe.router import ROUTER
 
 pytestmark = pytest.mark.gpu
 CONTEXT = 256
-N_EXPERTS = 8
-WAYS = [
-    ("pinned", None),
-    ("streamed", None),
-    ("cpu", None),
-    ("pinned", None, 3),
-    ("streamed", None, 3),
-    ("streamed", None, 0, 2),
-    ("streamed", None, 3, 2),
-]
 ROUNDED = 2e-2  # of the logits' mean square: now and then bfloat16 lets another expert be chosen, which shifts a row
 
 

@@ -1,15 +1,16 @@
 """The routed experts of a layer: one unit of equal parts, of which each token takes a few.
 
 The first experts may lie in the VRAM arena, those after them be streamed, and the last be computed by the CPU, in the
-same micro-batch: each side adds up what the experts that it has give.
+same micro-batch: each side adds up what the experts that it has give. A rank has some rows of every expert.
 """
 
 from pshard.model_config import ModelConfig
 from pshard.units.moe.routed import expert_buffers, rule_of
 from pshard.units.operations import ExpertProducts, Operation, PlaceRows
+from pshard.units.ranges import Targets, place_inner
 from pshard.units.scratch import Buffer
 from pshard.units.state import StateShape
-from pshard.units.unit import Division, Tensors, UnitKind
+from pshard.units.unit import Cut, Division, Tensors, UnitKind
 
 GATE, UP, DOWN = (f"ffn_{part}_exps.weight" for part in ("gate", "up", "down"))
 BIASES = tuple(f"ffn_{part}_exps.bias" for part in ("gate", "up", "down"))
@@ -17,7 +18,8 @@ BIASES = tuple(f"ffn_{part}_exps.bias" for part in ("gate", "up", "down"))
 
 def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
     rule = rule_of(config)
-    return (ExpertProducts(tensors[GATE], tensors[UP], tensors[DOWN], rule.used, rule.count),)
+    biases = tuple(tensors[role] for role in BIASES if role in tensors)
+    return (ExpertProducts(tensors[GATE], tensors[UP], tensors[DOWN], rule.used, rule.count, biases),)
 
 
 def _divide(on_acc: Tensors, on_cpu: Tensors, config: ModelConfig) -> Division:
@@ -28,12 +30,32 @@ def _scratch(config: ModelConfig, tokens: int, shape: StateShape) -> tuple[Buffe
     return expert_buffers(config, tokens)
 
 
+def _bounds(config: ModelConfig, tensors: Tensors, targets: Targets) -> tuple[int, ...]:
+    return place_inner(rule_of(config).d_expert, tensors.get(DOWN), targets)
+
+
+def count_inner(tensors: Tensors) -> int:
+    """Rows of gate and up of each expert, of which a rank's slice has some; 0 without tensors."""
+    return tensors[UP].rows // tensors[UP].parts if UP in tensors else 0
+
+
 EXPERTS = UnitKind(
     "experts",
     position="layer",
     places=(("pinned", None), ("streamed", None), ("cpu", None)),
     operations=_operations,
-    cut=None,
+    cut=Cut(
+        {
+            **dict.fromkeys((GATE, UP, *BIASES[:2]), ("rows", "cut")),
+            DOWN: ("cols", "cut"),
+            BIASES[2]: ("rows", "first"),
+        },
+        length=lambda config: rule_of(config).d_expert,
+        bounds=_bounds,
+        stacks=lambda config: rule_of(config).count,
+        flag="experts",
+    ),
+    widths=lambda tensors, config: {"d_expert": count_inner(tensors)},
     scratch=_scratch,
     routing="reads",
     adds=True,

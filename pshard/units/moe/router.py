@@ -1,5 +1,7 @@
 """The router of a layer with experts: the norm before them, the scores of all experts, the choice among them.
 
+Every rank has all of it and must choose as the others do, to the last bit: see `places_of`.
+
 What it finds stands in `routed`, for the layer's units that follow; the residual stream stays as it is.
 """
 
@@ -8,13 +10,14 @@ from pshard.units.moe.routed import routed_buffer, rule_of
 from pshard.units.operations import Norm, Operation, Route
 from pshard.units.scratch import Buffer
 from pshard.units.state import StateShape
-from pshard.units.unit import Tensors, UnitKind
+from pshard.units.unit import Tensors, UnitKind, keep_whole
 
 NORM, WEIGHT, BIAS, CHOICE_BIAS = "ffn_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp.bias", "exp_probs_b.bias"
 
 
 def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
-    return Norm(tensors[NORM], config.d_model), Route(tensors[WEIGHT], rule_of(config).used)
+    biases = tuple(tensors[role] for role in (BIAS, CHOICE_BIAS) if role in tensors)
+    return Norm(tensors[NORM], config.d_model), Route(tensors[WEIGHT], rule_of(config).used, biases)
 
 
 def _scratch(config: ModelConfig, tokens: int, shape: StateShape) -> tuple[Buffer, ...]:
@@ -26,7 +29,7 @@ ROUTER = UnitKind(
     position="layer",
     places=(("pinned", None), ("streamed", None), ("cpu", None)),
     operations=_operations,
-    cut=None,
+    cut=keep_whole(NORM, WEIGHT, BIAS, CHOICE_BIAS),
     scratch=_scratch,
     routing="makes",
     llama_cpp="(ffn_norm|ffn_gate_inp|exp_probs_b).*",

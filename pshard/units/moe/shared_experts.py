@@ -3,20 +3,25 @@
 from pshard.model_config import ModelConfig
 from pshard.units.moe.routed import rule_of
 from pshard.units.operations import GatedProduct, Operation, Product
+from pshard.units.ranges import Targets, place_inner
 from pshard.units.scratch import Buffer
 from pshard.units.state import StateShape
-from pshard.units.unit import Tensors, UnitKind
+from pshard.units.unit import Cut, Tensors, UnitKind
 
 GATE, UP, DOWN = (f"ffn_{part}_shexp.weight" for part in ("gate", "up", "down"))
 SCALE = "ffn_gate_inp_shexp.weight"  # [d_model]: the sigmoid of its product with a token multiplies the result
 
 
 def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
-    return GatedProduct(tensors[GATE], tensors[UP]), Product(tensors[DOWN], adds=True)
+    return GatedProduct(tensors[GATE], tensors[UP], tensors.get(SCALE)), Product(tensors[DOWN], adds=True)
 
 
 def _scratch(config: ModelConfig, tokens: int, shape: StateShape) -> tuple[Buffer, ...]:
     return (Buffer("shared", (tokens, 2 * rule_of(config).d_shared), "act"),)
+
+
+def _bounds(config: ModelConfig, tensors: Tensors, targets: Targets) -> tuple[int, ...]:
+    return place_inner(rule_of(config).d_shared, tensors.get(DOWN), targets)
 
 
 SHARED_EXPERTS = UnitKind(
@@ -24,7 +29,13 @@ SHARED_EXPERTS = UnitKind(
     position="layer",
     places=(("pinned", None), ("streamed", None), ("cpu", None)),
     operations=_operations,
-    cut=None,
+    cut=Cut(
+        {GATE: ("rows", "cut"), UP: ("rows", "cut"), DOWN: ("cols", "cut"), SCALE: ("none", "all")},
+        length=lambda config: rule_of(config).d_shared,
+        bounds=_bounds,
+        flag="shared",
+    ),
+    widths=lambda tensors, config: {"d_shared": tensors[UP].rows if UP in tensors else 0},
     scratch=_scratch,
     routing="reads",
     adds=True,

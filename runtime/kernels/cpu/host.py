@@ -118,7 +118,7 @@ class HostKernels(PlainKernels):
     ) -> None:
         room = (scratch["gated"], scratch["picked"], scratch["order"])
         taken, strides = (routes.ids, routes.weights), {"x_stride": x.stride(0), "out_stride": out.stride(0)}
-        matrices = _describe_experts(weights, out.shape[1], room[0].shape[1])
+        matrices = _describe_experts(weights, out.shape[1])
         native.experts(x, taken, matrices, rule, out, room, x.shape[0], **strides, accumulate=accumulate)
 
     def attention(
@@ -178,10 +178,11 @@ def _multiply_dequantised(
             out[:, start:stop] = part
 
 
-def _describe_experts(weights: ExpertWeights, hidden: int, inner: int) -> native.ExpertMatrices:
-    """Of experts none of which is here, the types do not matter."""
+def _describe_experts(weights: ExpertWeights, hidden: int) -> native.ExpertMatrices:
+    """Of experts none of which is here, types and rows do not matter."""
     stacks = (weights.gate, weights.up, weights.down)
     qtypes = [next((matrix.qtype for matrix in stack if matrix is not None), "F32") for stack in stacks]
+    inner = next((matrix.rows for matrix in weights.gate if matrix is not None), 1)
     gate, up, down = map(_least_tiled, qtypes)
     return native.ExpertMatrices(
         weights.addresses, (qtypes[0], qtypes[1], qtypes[2]), hidden, inner, weights.biases, (max(gate, up), down)

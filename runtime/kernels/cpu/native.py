@@ -85,14 +85,14 @@ class ExpertMatrices:
     """What `experts` computes with. addresses: i64 [3, count], where each gate, up and down begins; 0: not here.
 
     qtypes: those of gate and up [inner, hidden] and of down [hidden, inner]. biases: f32 [count, inner] twice and
-    [count, hidden]. tiles_from: experts with so many tokens take gate and up, and down, to the matrix unit.
+    [count, hidden] or None. tiles_from: experts with so many tokens take gate and up, and down, to the matrix unit.
     """
 
     addresses: Buffer
     qtypes: tuple[str, str, str]
     hidden: int
     inner: int
-    biases: tuple[Buffer, Buffer, Buffer] | None
+    biases: tuple[Buffer, Buffer, Buffer | None] | None
     tiles_from: tuple[int, int]
 
 
@@ -517,10 +517,11 @@ def experts(
 
     Args:
         routes: ids i32 and weights f32 [tokens, used], as `route` writes them.
-        scratch: f32 [tokens * used, inner], f32 [tokens * used, hidden], i32 [4 * (tokens * used + count) + 64].
+        scratch: f32 [tokens * used * inner], f32 [tokens * used * hidden], i32 [4 * (tokens * used + count) + 64], or
+            more.
     """
     m = matrices
-    biases = (None, None, None) if m.biases is None else tuple(map(_at, m.biases))
+    biases = (None if bias is None else _at(bias) for bias in m.biases or (None, None, None))
     weights = (_at(m.addresses), rule.count, *map(_type, m.qtypes), m.hidden, m.inner, *biases)
     result = (*map(_at, scratch), _at(out), out_stride, accumulate)
     least = (rule.activation == "clamped", *m.tiles_from)

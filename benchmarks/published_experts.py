@@ -1,0 +1,160 @@
+"""Published figures of mixtures of experts beside predictions: `python benchmarks/published_experts.py`.
+
+Prints JSON: the rows of gpt-oss-120b, as benchmarks/published.py does those of dense models, on the same machine's
+sheet with the rate that our kernels of routed experts reach. The other published mixtures are hybrids, whose linear
+layers cannot be planned. gpt-oss sees 128 tokens in every second layer, and the planner knows no such windows yet: each
+row is also predicted with half of the heads, which is about what windows leave of attention and KV cache in a long
+context. `--table FILE` prints the table of docs/published.md from such a file.
+"""
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from published import ANSWER, SHEET, SINGLE, UBATCH, is_far
+
+from pshard.model import ModelSpec
+from pshard.model_config import Experts, ModelConfig, Rope
+from pshard.models.architectures import find_gguf_architecture
+from pshard.models.build_units import build_units
+from pshard.models.stored import StoredTensor
+from pshard.planner.make_plan import plan_variant
+from pshard.planner.price.datasheet import Rates, profile_from_datasheet
+from pshard.planner.price.example_sheets import RTX_5080
+from pshard.planner.price.predict_published import Predictor
+from pshard.workload import Workload
+
+EXPERTS_REACH = 1 / 3  # of the rate of a library's products, on an H200 at 4096 tokens: docs/experts.md
+EXPERT_SHEET = replace(SHEET, acc_experts=EXPERTS_REACH * RTX_5080)
+MODEL, RULE = "GPT-OSS-120B", Experts(128, 4, 2880, "chosen", normed=False, activation="clamped", biases=True)
+HEADS, KV_HEADS = 64, 8
+COLUMNS = ("published", "predicted", "ratio", "ratio with half the heads")
+# seconds to the first token and tokens per second by context, by budget in MiB: llama.cpp PR 22692, 16 GB and 8 GB
+PUBLISHED = {
+    15000: ((3.7, 32.21), (20.1, 29.39), (58.8, 25.71), (188.3, 21.54)),
+    8000: ((3.9, 29.12), (23.3, 26.74), (89.8, 24.00), (431.3, 5.36)),
+}
+
+
+@dataclass(frozen=True)
+class ExpertRow:
+    """One published measurement of one user: the context fills up to the answer."""
+
+    vram_mib: int
+    context: int
+    first_token: float
+    rate: float
+
+    @property
+    def workload(self) -> Workload:
+        """What is planned for it."""
+        prompt = self.context - ANSWER
+        return Workload((self.vram_mib,), self.context, max_ubatch=UBATCH, prompt=prompt, generated=ANSWER)
+
+    @property
+    def name(self) -> str:
+        """How the table calls it."""
+        return f"{self.context >> 10}K, {self.vram_mib} MiB"
+
+
+def list_rows() -> Iterator[ExpertRow]:
+    """All rows, in the order in which they were published."""
+    for mib, figures in PUBLISHED.items():
+        for context, own in zip(SINGLE, figures, strict=True):
+            yield ExpertRow(mib, context, *own)
+
+
+def make_gpt_oss(half: bool = False) -> ModelSpec:
+    """gpt-oss-120b as its published GGUF file holds it, experts in MXFP4 and other matrices in Q8_0; with half of its
+    heads."""
+    arch = find_gguf_architecture("gpt-oss", MODEL, has_experts=True)
+    rope = Rope(64, 150000.0, arch.gguf_pairing, "yarn", 32.0, 4096, rounded=False)
+    config = ModelConfig(
+        "gpt-oss", 36, 2880, HEADS // (1 + half), KV_HEADS // (1 + half), 64, 2880, 201088, 1e-5, 262144, rope,
+        sliding_window=128, window_every=arch.window_every, experts=RULE,
+    )  # fmt: skip
+    no_file: Any = None
+    stored = {name: StoredTensor(name, qtype, shape, no_file, 0) for name, qtype, shape in _list_tensors(config)}
+    return ModelSpec(MODEL, "", config, build_units(arch, config, stored, MODEL))
+
+
+def _list_tensors(config: ModelConfig) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    d, q, kv = config.d_model, config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    n, f = RULE.count, RULE.d_expert
+    yield "token_embd.weight", "Q8_0", (config.vocab, d)
+    yield "output.weight", "Q8_0", (config.vocab, d)
+    yield "output_norm.weight", "F32", (d,)
+    for layer in range(config.n_layers):
+        b = f"blk.{layer}."
+        for role, shape in (("q", (q, d)), ("k", (kv, d)), ("v", (kv, d)), ("output", (d, q))):
+            yield f"{b}attn_{role}.weight", "Q8_0", shape
+            yield f"{b}attn_{role}.bias", "F32", shape[:1]
+        yield b + "attn_sinks.weight", "F32", (config.n_heads,)
+        yield b + "attn_norm.weight", "F32", (d,)
+        yield b + "ffn_norm.weight", "F32", (d,)
+        yield b + "ffn_gate_inp.weight", "F32", (n, d)
+        yield b + "ffn_gate_inp.bias", "F32", (n,)
+        for role, stack in (("gate", (n, f, d)), ("up", (n, f, d)), ("down", (n, d, f))):
+            yield f"{b}ffn_{role}_exps.weight", "MXFP4", stack
+            yield f"{b}ffn_{role}_exps.bias", "F32", stack[:2]
+
+
+def predict(row: ExpertRow, half: bool = False, rates: Rates = EXPERT_SHEET) -> tuple[float, float]:
+    """Seconds to the first token and tokens per second. half: with half of the heads."""
+    spec, workload, profile = make_gpt_oss(half), row.workload, profile_from_datasheet(rates)
+    predictor = Predictor([spec], profile, plan_variant(spec, profile, workload))
+    return predictor.prefill(workload.prompt), ANSWER / predictor.decode(ANSWER, depth=workload.prompt)
+
+
+def predict_rows() -> Iterator[dict[str, Any]]:
+    """Every row with its predictions."""
+    for row in list_rows():
+        own, half = predict(row), predict(row, half=True)
+        yield {
+            "model": MODEL, "row": row.name, "vram_mib": row.vram_mib, "context": row.context,
+            "first_token": [row.first_token, round(own[0], 2)], "rate": [row.rate, round(own[1], 3)],
+            "half": [round(half[0], 2), round(half[1], 3)],
+        }  # fmt: skip
+
+
+def compare_table(rows: Iterable[dict[str, Any]]) -> str:
+    """The table of rows as published and predicted; what is too far off is bold."""
+    head = ["row", *(f"{what}, {of}" for what in ("TTFT s", "tok/s") for of in COLUMNS), "why"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for r in rows:
+        cells = [r["row"]]
+        for (published, predicted), half in zip((r["first_token"], r["rate"]), r["half"]):
+            ratio = predicted / published
+            cells += [f"{published:g}", f"{predicted:.3g}", f"**{ratio:.2f}**" if is_far(ratio) else f"{ratio:.2f}"]
+            cells.append(f"{half / published:.2f}")
+        cells.append(", ".join(find_reasons(r)))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def find_reasons(row: dict[str, Any]) -> list[str]:
+    """Letters of docs/published.md: "d" where full attention in all layers makes us slow, "e" for prompts that are
+    predicted faster, "f" for answers that are."""
+    (ttft, own_ttft), (rate, own_rate) = row["first_token"], row["rate"]
+    slower, faster = (own_ttft > ttft, own_rate < rate), (own_ttft < ttft, own_rate > rate)
+    far = is_far(own_ttft / ttft), is_far(own_rate / rate)
+    found = ["d"] if any(f and s for f, s in zip(far, slower)) else []
+    return found + [letter for letter, f, s in zip("ef", far, faster) if f and s]
+
+
+def main() -> None:
+    """JSON of all rows, or the table of a file of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", type=Path, metavar="FILE", help="print the table of this file's rows")
+    args = parser.parse_args()
+    if args.table:
+        print(compare_table(json.loads(args.table.read_text(encoding="utf-8"))))
+        return
+    print("[\n" + ",\n".join(" " + json.dumps(row) for row in predict_rows()) + "\n]")
+
+
+if __name__ == "__main__":
+    main()
