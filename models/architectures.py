@@ -9,7 +9,8 @@ from pshard.errors import UserError
 class Routing:
     """How an architecture's layers choose among experts where its files do not say.
 
-    `scores`, `normed` and the fields from `choice_bias` on are as in `Experts`. `shared`: it has shared experts.
+    `scores`, `normed` and the fields from `choice_bias` on are as in `Experts`; GGUF files of latent attention are V3's
+    where they have a bias for the choice, and else V2's. `shared`: it has shared experts.
     `sizes_as_dense`: experts have as many rows as the FFN of its dense relative.
     """
 
@@ -32,7 +33,7 @@ class Architecture:
     `optional_qk_norm`: some of its models normalise q and k. `rotated`: the share of each head that is rotated where
     config.json does not say; below 1 other shares are possible too. `ffn_norm`: what GGUF files call the norm before
     the FFN. `sinks`: a logit of each head joins the softmax without a value. `window_every`: of so many layers the
-    first has the sliding window. `routing`: its layers have experts.
+    first has the sliding window. `latent`: multi-head latent attention. `routing`: its layers have experts.
     """
 
     name: str
@@ -46,11 +47,14 @@ class Architecture:
     ffn_norm: str = "ffn_norm.weight"
     sinks: bool = False
     window_every: int = 1
+    latent: bool = False
     routing: Routing | None = None
 
 
 _QKV = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
 _QWEN2_MOE = Routing(normed=False, shared=True, shared_gate=True)
+
+_DEEPSEEK_V3 = Routing(scores="sigmoid", shared=True, choice_bias=True)
 
 ARCHITECTURES = (
     Architecture("llama", "llama", "adjacent", optional_biases=(*_QKV, "attn_output.bias")),
@@ -77,6 +81,9 @@ ARCHITECTURES = (
         ffn_norm="post_attention_norm.weight",
         routing=Routing(scores="sigmoid", choice_bias=True, shared=True),
     ),
+    Architecture("deepseek_v2", "deepseek2", "adjacent", latent=True, routing=Routing(normed=False, shared=True)),
+    Architecture("deepseek_v3", "deepseek2", "adjacent", latent=True, routing=_DEEPSEEK_V3),
+    Architecture("kimi_k2", "deepseek2", "adjacent", latent=True, routing=_DEEPSEEK_V3),
     Architecture(
         "gpt_oss",
         "gpt-oss",

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from pshard.errors import UserError
-from pshard.model_config import Experts, ModelConfig
+from pshard.model_config import Experts, Latent, ModelConfig
 from pshard.models.architectures import Architecture
 from pshard.models.stored import StoredTensor
 from pshard.quant import QUANT_TYPES, ROW_BLOCK
@@ -12,6 +12,7 @@ from pshard.tensor import TensorSpec
 from pshard.units.attention import ATTENTION, WINDOWED_ATTENTION
 from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
+from pshard.units.latent.latent_attention import LATENT_ATTENTION
 from pshard.units.moe.experts import EXPERTS
 from pshard.units.moe.router import ROUTER
 from pshard.units.moe.shared_experts import SHARED_EXPERTS
@@ -48,8 +49,11 @@ def build_units(
     units = [unit("embedding", EMBEDDING, -1, iter([Expected(TABLE, (config.vocab, config.d_model))]))]
     for i in range(config.n_layers):
         block = f"blk.{i}."
-        kind = WINDOWED_ATTENTION if config.window and i % config.window_every == 0 else ATTENTION
-        units.append(unit(block + "attention", kind, i, _attention(arch, config, block, biases)))
+        if config.latent:
+            units.append(unit(block + "attention", LATENT_ATTENTION, i, _latent(config, config.latent, block)))
+        else:
+            kind = WINDOWED_ATTENTION if config.window and i % config.window_every == 0 else ATTENTION
+            units.append(unit(block + "attention", kind, i, _attention(arch, config, block, biases)))
         if config.experts is None or i < config.experts.dense_layers:
             units.append(unit(block + "ffn", FFN, i, _ffn(config, block)))
             continue
@@ -79,6 +83,23 @@ def _attention(arch: Architecture, config: ModelConfig, block: str, biases: set[
     if config.qk_norm:
         yield Expected(block + "attn_q_norm.weight", (config.head_dim,))
         yield Expected(block + "attn_k_norm.weight", (config.head_dim,))
+
+
+def _latent(config: ModelConfig, latent: Latent, block: str) -> Iterator[Expected]:
+    """Multi-head latent attention."""
+    d, heads = config.d_model, config.n_heads
+    yield Expected(block + "attn_norm.weight", (d,))
+    if latent.q_rank:
+        yield Expected(block + "attn_q_a.weight", (latent.q_rank, d))
+        yield Expected(block + "attn_q_a_norm.weight", (latent.q_rank,))
+        yield Expected(block + "attn_q_b.weight", (heads * latent.query, latent.q_rank))
+    else:
+        yield Expected(block + "attn_q.weight", (heads * latent.query, d))
+    yield Expected(block + "attn_kv_a_mqa.weight", (latent.cell, d))
+    yield Expected(block + "attn_kv_a_norm.weight", (latent.rank,))
+    yield Expected(block + "attn_k_b.weight", (heads, latent.rank, latent.nope), heads)
+    yield Expected(block + "attn_v_b.weight", (heads, latent.value, latent.rank), heads)
+    yield Expected(block + "attn_output.weight", (d, heads * latent.value))
 
 
 def _ffn(config: ModelConfig, block: str) -> Iterator[Expected]:
@@ -124,7 +145,8 @@ def _tensor_spec(stored: dict[str, StoredTensor], expected: Expected, where: str
     tensor.check_type()
     if parts:
         if len(shape) == 3 and QUANT_TYPES[tensor.qtype].planes and shape[1] % ROW_BLOCK:
-            what = f"has experts of {shape[1]} rows in {tensor.qtype}, which records of {ROW_BLOCK} rows do not divide"
+            of = "experts" if "_exps." in name else "heads"
+            what = f"has {of} of {shape[1]} rows in {tensor.qtype}, which records of {ROW_BLOCK} rows do not divide"
             tensor.fail(f"{what}; use F16 or BF16 for it")
         shape = (parts * shape[1], *shape[2:])
     if len(shape) == 1 and QUANT_TYPES[tensor.qtype].block > 1:

@@ -8,6 +8,7 @@ from pshard.model_config import ModelConfig, Rope
 from pshard.models.architectures import Architecture
 from pshard.models.build_units import ROPE_FACTORS, TABLE
 from pshard.models.keys import BASES, EPSILONS, FACTORS, Keys, check_config
+from pshard.models.latent.read_latent import LOG_MULTIPLIER, gguf_latent
 from pshard.models.read_experts import gguf_experts
 from pshard.models.rope import yarn_attention_factor
 from pshard.models.stored import StoredTensor
@@ -24,7 +25,7 @@ _HARMLESS = {
     "residual_scale": (0.0, 1.0),
     "embedding_scale": (0.0, 1.0),
     "rope.scaling.yarn_ext_factor": (1.0,),
-    "rope.scaling.yarn_log_multiplier": (0.0,),
+    LOG_MULTIPLIER: (0.0,),
 }
 
 
@@ -36,31 +37,37 @@ def gguf_config(
     if not arch.routing:
         keys.refuse_unless("expert_count", 0)
     for key, harmless in _HARMLESS.items():
-        keys.refuse_unless(key, *harmless)
+        if not (arch.latent and key == LOG_MULTIPLIER):
+            keys.refuse_unless(key, *harmless)
     if TABLE not in stored:
         raise UserError(f"{where}: tensor {TABLE} is missing; the file is incomplete")
     _check_vocabulary(keys, metadata, stored[TABLE])
     d_model, n_heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
-    head_dim = keys.integer("attention.key_length", d_model // n_heads)
-    if keys.integer("attention.value_length", head_dim) != head_dim:
+    latent = gguf_latent(keys) if arch.latent else None
+    head_dim = latent.cell if latent else keys.integer("attention.key_length", d_model // n_heads)
+    if not latent and keys.integer("attention.value_length", head_dim) != head_dim:
         raise UserError(f"{where}: keys and values of different lengths are not supported yet")
-    experts = gguf_experts(arch.routing, keys) if arch.routing else None
+    routing = arch.routing
+    if routing and latent and any(name.endswith(".exp_probs_b.bias") for name in stored):  # as V3, which V2 has not
+        routing = replace(routing, scores="sigmoid", normed=True, choice_bias=True)
+    experts = gguf_experts(routing, keys) if routing else None
     config = ModelConfig(
         architecture=arch.name,
         n_layers=keys.integer("block_count") - count_drafters(arch, metadata, where),
         d_model=d_model,
         n_heads=n_heads,
-        n_kv_heads=keys.integer("attention.head_count_kv", n_heads),
+        n_kv_heads=1 if latent else keys.integer("attention.head_count_kv", n_heads),
         head_dim=head_dim,
         d_ffn=0 if experts and not experts.dense_layers else keys.integer("feed_forward_length"),
         vocab=stored[TABLE].shape[0],
         norm_eps=keys.real("attention.layer_norm_rms_epsilon", span=EPSILONS),
         context=keys.integer("context_length"),
-        rope=_gguf_rope(arch, keys, head_dim, stored),
+        rope=_gguf_rope(arch, keys, latent.rope if latent else head_dim, stored),
         qk_norm=arch.qk_norm or (arch.optional_qk_norm and "blk.0.attn_q_norm.weight" in stored),
         sliding_window=keys.integer("attention.sliding_window") if keys.get("attention.sliding_window") else 0,
         window_every=arch.window_every,
         experts=experts,
+        latent=latent,
     )
     return check_config(arch, config, where)
 
@@ -113,7 +120,9 @@ def _scale_by_yarn(arch: Architecture, plain: Rope, keys: Keys) -> Rope:
     original = keys.integer("rope.scaling.original_context_length", keys.integer("context_length"))
     factor = _scaling_factor(keys)
     # attn_factor multiplies YaRN's own factor; yarn_attn_factor is the attention_factor of a config.json, in its place
-    own = yarn_attention_factor(factor) * keys.real("rope.scaling.attn_factor", 1.0, FACTORS)
+    # where scores grow instead, see Latent, sine and cosine do not
+    unlike = arch.latent and keys.get(LOG_MULTIPLIER)
+    own = (1.0 if unlike else yarn_attention_factor(factor)) * keys.real("rope.scaling.attn_factor", 1.0, FACTORS)
     return replace(
         plain,
         scaling="yarn",

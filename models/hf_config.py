@@ -1,11 +1,13 @@
 """config.json of a Hugging Face folder -> ModelConfig: the layout of transformers 4 and that of transformers 5."""
 
+from dataclasses import replace
 from typing import Any
 
 from pshard.errors import UserError
 from pshard.model_config import ModelConfig, Rope
 from pshard.models.architectures import Architecture
 from pshard.models.keys import BASES, EPSILONS, FACTORS, Keys, check_config
+from pshard.models.latent.read_latent import hf_latent
 from pshard.models.read_experts import hf_experts
 from pshard.models.rope import llama3_freq_factors, yarn_attention_factor
 
@@ -21,7 +23,9 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
         what = f"quantised safetensors are not supported (quant_method {method!r})"
         raise UserError(f"{where}: {what}; use a GGUF file of the model")
     d_model, n_heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
-    head_dim, context = keys.integer("head_dim", d_model // n_heads), keys.integer("max_position_embeddings")
+    latent = hf_latent(keys, _position_keys(config, where)) if arch.latent else None
+    head_dim = latent.cell if latent else keys.integer("head_dim", d_model // n_heads)
+    context = keys.integer("max_position_embeddings")
     if head_dim > LARGEST_HEAD:  # else its angles take for ever, before the shapes of tensors tell
         keys.refuse("head_dim", f"is {head_dim}; heads of models have a few hundred dimensions")
     experts = hf_experts(arch.routing, keys) if arch.routing else None
@@ -30,17 +34,18 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
         n_layers=keys.integer("num_hidden_layers"),
         d_model=d_model,
         n_heads=n_heads,
-        n_kv_heads=keys.integer("num_key_value_heads", n_heads),
+        n_kv_heads=1 if latent else keys.integer("num_key_value_heads", n_heads),
         head_dim=head_dim,
         d_ffn=0 if experts and not experts.dense_layers else keys.integer("intermediate_size"),
         vocab=keys.integer("vocab_size"),
         norm_eps=keys.real("rms_norm_eps", span=EPSILONS),
         context=context,
-        rope=_hf_rope(config, arch.rotated, head_dim, context, where),
+        rope=_pair(arch, keys, _hf_rope(config, arch.rotated, latent.rope if latent else head_dim, context, where)),
         qk_norm=arch.qk_norm or (arch.optional_qk_norm and keys.flag("use_qk_norm", False)),
         sliding_window=_sliding_window(arch, config, keys),
         window_every=arch.window_every,
         experts=experts,
+        latent=latent,
     )
     return check_config(arch, made, where)
 
@@ -75,7 +80,14 @@ def _sliding_window(arch: Architecture, config: dict[str, Any], keys: Keys) -> i
     return keys.integer("sliding_window") if config.get("sliding_window") is not None else 0
 
 
-def _hf_rope(config: dict[str, Any], rotated: float, head_dim: int, context: int, where: str) -> Rope:
+def _pair(arch: Architecture, keys: Keys, rope: Rope) -> Rope:
+    """Latent attention rotates neighbours, unless its folder says otherwise."""
+    adjacent = arch.latent and keys.flag("rope_interleave", True)
+    return replace(rope, pairing="adjacent") if adjacent else rope
+
+
+def _position_keys(config: dict[str, Any], where: str) -> Keys:
+    """What a folder says of positions. Raises UserError."""
     # transformers 5 keeps everything in rope_parameters; before, rope_theta stood beside rope_scaling
     name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     given = config.get(name) or {}
@@ -84,7 +96,11 @@ def _hf_rope(config: dict[str, Any], rotated: float, head_dim: int, context: int
     beside = {k: config[k] for k in ("rope_theta", "partial_rotary_factor") if config.get(k) is not None}
     if config.get("original_max_position_embeddings"):
         given = {**given, "original_max_position_embeddings": config["original_max_position_embeddings"]}
-    keys = Keys({**beside, **given}, f"{where}: {name}")
+    return Keys({**beside, **given}, f"{where}: {name}")
+
+
+def _hf_rope(config: dict[str, Any], rotated: float, head_dim: int, context: int, where: str) -> Rope:
+    keys = _position_keys(config, where)
     kind = keys.get("rope_type") or keys.get("type") or "default"
     share, base = keys.real("partial_rotary_factor", rotated), keys.real("rope_theta", 10000.0, BASES)
     if share > 1:

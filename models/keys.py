@@ -76,7 +76,11 @@ def check_config(arch: Architecture, config: ModelConfig, where: str) -> ModelCo
         raise UserError(f"{where}: {config.n_heads} query heads are not a multiple of {config.n_kv_heads} KV heads")
     if config.head_dim % 2:
         raise UserError(f"{where}: a head dimension of {config.head_dim} cannot be rotated in pairs")
-    if config.rope.dims != config.head_dim:
+    if config.latent and config.rope.dims != config.latent.rope:
+        raise UserError(
+            f"{where}: rotates {config.rope.dims} of the {config.latent.rope} numbers that are to be rotated"
+        )
+    if not config.latent and config.rope.dims != config.head_dim:
         what = f"{where}: rotates {config.rope.dims} of {config.head_dim} dimensions per head"
         if arch.rotated == 1:
             raise UserError(f"{what}; partial rotary embeddings are not supported yet in this architecture")

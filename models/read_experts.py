@@ -59,6 +59,7 @@ def hf_experts(routing: Routing, keys: Keys) -> Experts:
     """From config.json. Raises UserError that names the key."""
     keys.refuse_unless("decoder_sparse_step", 1)
     keys.refuse_unless("mlp_only_layers", [])
+    keys.refuse_unless("scoring_func", routing.scores)
     d_expert = keys.integer("intermediate_size" if routing.sizes_as_dense else "moe_intermediate_size")
     d_shared = 0
     if routing.shared_gate:
@@ -75,8 +76,8 @@ def hf_experts(routing: Routing, keys: Keys) -> Experts:
         choice_bias=routing.choice_bias,
         activation=routing.activation,
         biases=routing.biases,
-        groups=keys.integer("n_group", 1),
-        groups_used=keys.integer("topk_group", 1),
+        groups=1 if keys.get("topk_method") == "greedy" else keys.integer("n_group", 1),
+        groups_used=1 if keys.get("topk_method") == "greedy" else keys.integer("topk_group", 1),
         d_shared=d_shared,
         shared_gate=routing.shared_gate,
         dense_layers=keys.integer("first_k_dense_replace", 0, least=0),
@@ -98,4 +99,8 @@ def check_experts(experts: Experts, where: str) -> Experts:
         what = f"a token takes {used} experts from {groups_used} of {groups} groups of {count}"
     if what:
         raise UserError(f"{where}: {what}; the file is damaged")
+    if groups_used < groups and experts.scores == "softmax":  # DeepSeek-V2, whose groups count by their best expert
+        raise UserError(
+            f"{where}: groups of experts that are scored by a softmax are not supported yet; use -Lite or V3"
+        )
     return experts

@@ -10,7 +10,16 @@ from pshard.profile.timed.operands import rotation_bytes
 from pshard.profile.timed.time_links import COPY_SIZES
 from pshard.profile.timing_loop import Pace
 from pshard.quant import QUANT_TYPES
-from pshard.units.operations import Attend, ExpertProducts, GatedProduct, LookUp, Operation, Route, matrices_of
+from pshard.units.operations import (
+    Attend,
+    AttendLatent,
+    ExpertProducts,
+    GatedProduct,
+    LookUp,
+    Operation,
+    Route,
+    matrices_of,
+)
 from pshard.units.unit import Unit
 
 COMMON_QTYPES = ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "BF16")
@@ -38,6 +47,7 @@ class Shapes:
     context: int
     experts: tuple[tuple[str, str, int, Experts], ...] = ()  # (type of gate and up, type of down, d_model, their rule)
     routers: tuple[tuple[str, int, Experts], ...] = ()  # (quant type, d_model, the rule)
+    latent: tuple[AttendLatent, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -146,7 +156,8 @@ def model_shapes(spec: ModelSpec, ranks: int = 1) -> Shapes:
         tuple(sorted(tables)),
         min(config.context, 16384),
         tuple((gate, down, d_model, replace(rule, d_expert=n)) for gate, down, n in sorted(experts) if rule),
-        tuple((qtype, d_model, rule) for qtype in sorted(routers) if rule),
+        routers=tuple((qtype, d_model, rule) for qtype in sorted(routers) if rule),
+        latent=tuple(dict.fromkeys(o for o in inside if isinstance(o, AttendLatent))),
     )
 
 

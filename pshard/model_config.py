@@ -59,8 +59,39 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (arXiv 2405.04434, 2.1): what is kept of a token is one vector for all heads.
+
+    That vector is the latent of `rank` numbers, from which each head's key and value are made, and a key of `rope`
+    numbers that is rotated and the same for all heads. A head's query and key have `nope` numbers that are not rotated
+    before these; its value has `value`. Queries are made of a normed vector of `q_rank` numbers; 0: of the hidden
+    state. Scores are multiplied by `score_scale` beside 1/sqrt(nope + rope).
+    """
+
+    q_rank: int
+    rank: int
+    nope: int
+    rope: int
+    value: int
+    score_scale: float = 1.0
+
+    @property
+    def query(self) -> int:
+        """Numbers of a head's query."""
+        return self.nope + self.rope
+
+    @property
+    def cell(self) -> int:
+        """Numbers that are kept of a token."""
+        return self.rank + self.rope
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """Numbers of a decoder-only transformer that computing and planning need. Sizes in elements."""
+    """Numbers of a decoder-only transformer that computing and planning need. Sizes in elements.
+
+    With latent attention all heads share one key that is a cell: `n_kv_heads` is 1 and `head_dim` the cell's width.
+    """
 
     architecture: str
     n_layers: int
@@ -77,6 +108,7 @@ class ModelConfig:
     sliding_window: int = 0  # 0: full attention in every layer
     window_every: int = 1  # of so many layers the first has the window, the others have full attention
     experts: Experts | None = None
+    latent: Latent | None = None
 
     @property
     def window(self) -> int:

@@ -21,7 +21,17 @@ _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|"
 _MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|"
+_CASED_LETTERS = (  # of alphabets that have cases, as deepseek-llm lists them
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝ\u1f5f-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌ\u1fd0-\u1fd3\u1fd6-\u1fdb"
+    "ῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-\u212dℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ"
+    "\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2"
+    "\U000118a0-\U000118df\U0001e900-\U0001e943"
+)
 _CASED_CONTRACTED = _CASED.replace("|", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?|")
+_NOT_HAN = _CASED_CONTRACTED.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]")
+_V3_WORDS = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
+)
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,18 @@ PRE_TOKENIZERS = {
     "glm4": PreTokenizer(_LLAMA3.patterns, whole_words=True),
     "chatglm-bpe": PreTokenizer(_LLAMA3.patterns),
     "gpt-4o": PreTokenizer((_CASED_CONTRACTED + r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _TAIL,)),
+    "deepseek-llm": PreTokenizer(
+        (
+            r"[\r\n]",
+            rf"\s?[{_CASED_LETTERS}]+",
+            r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+            r"\s+$",
+            "[一-龥ࠀ-一가-\ud7ff]+",
+            r"\p{N}+",
+        )
+    ),
+    "deepseek-v3": PreTokenizer((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _V3_WORDS + _TAIL)),
+    "kimi-k2": PreTokenizer((r"[\p{Han}]+|" + _NOT_HAN + r"\p{N}{1,3}|" + _MARKS + _TAIL,), whole_words=True),
     "smollm": PreTokenizer((r"\p{N}", _GPT2)),
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
 }

@@ -18,6 +18,9 @@ def hf_tokenizer(folder: Path) -> Tokenizer:
     from tokenizers import Tokenizer as Backend
 
     path = folder / "tokenizer.json"
+    if not path.exists() and (folder / "tiktoken.model").exists():
+        what = "has a tiktoken.model and no tokenizer.json, which is not supported yet"
+        raise UserError(f"{folder}: {what}; give tokens only, as ids, or use a GGUF file of the model")
     if not path.exists():
         raise UserError(f"{folder}: has no tokenizer.json; give tokens only, as ids, or save the fast tokenizer there")
     with name_failures(f"{path}: cannot be read"):

@@ -11,8 +11,10 @@ from pshard.quant import QUANT_TYPES
 from pshard.tensor import TensorSpec
 from pshard.units.operations import (
     Attend,
+    AttendLatent,
     ExpertProducts,
     GatedProduct,
+    HeadProducts,
     LookUp,
     Norm,
     Operation,
@@ -21,6 +23,7 @@ from pshard.units.operations import (
     ProductGroup,
     Rotate,
     Route,
+    StoreLatent,
 )
 
 
@@ -90,6 +93,12 @@ def price_operation(operation: Operation, by: OneSide) -> list[Term]:
             return [(Order.OTHER, _elementwise(by, "rope", operation.width)), *norms]
         case Attend():
             return [(Order.OTHER, _attention(by, operation))]
+        case HeadProducts(stack):  # as many bytes and products as of one matrix as tall as all heads' together
+            return _products(by, (stack,))
+        case StoreLatent():  # which normalises the latent as it goes
+            return [(Order.OTHER, _elementwise(by, "rope", operation.width))]
+        case AttendLatent():
+            return [(Order.OTHER, _attend_latent(by, operation))]
         case Route(router):
             timed = by.tables.routed.route(by.side, operation, by.rows)
             return [(Order.OTHER, _untimed_route(by, router) if timed is None else timed)]
@@ -156,3 +165,13 @@ def _attention(by: OneSide, heads: Attend) -> float:
     context = min(load.past, window - 1) + each if window else load.past + each
     seconds = load.sequences * by.tables.attention(by.side, heads, by.kv_type, each, context)
     return seconds * min(1.0, 1.5 * window * each / count_pairs(each, context)) if window else seconds
+
+
+def _attend_latent(by: OneSide, latent: AttendLatent) -> float:
+    """By rows of such attention, which look like others' of one KV head; else by others', whose keys and values lie
+    apart: of few new tokens, which wait for cells to be read, half of it."""
+    seconds = _attention(by, Attend(*latent.heads))
+    each = -(-by.load.tokens // by.load.sequences)
+    if by.tables.has_attention(by.side, latent.heads) or each > SMALL_BATCH:
+        return seconds
+    return seconds / 2

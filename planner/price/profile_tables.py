@@ -106,6 +106,10 @@ class Tables:
         size = min(max(rows * cols, rates[0][0]), rates[-1][0])
         return scale * rows * cols * interpolate(rates, size)
 
+    def has_attention(self, device: str, heads: tuple[int, int, int]) -> bool:
+        """Whether attention of such heads was timed."""
+        return any(side == device and heads in timed for (side, _), timed in self._attention.items())
+
     def attention(self, device: str, heads: Attend, kv_type: str, tokens: int, context: int) -> float:
         """Seconds of attention of `tokens` new tokens over `context` cells in all, one layer, all heads."""
         key = (device, heads.n_heads, heads.n_kv_heads, heads.head_dim, kv_type, tokens, context)

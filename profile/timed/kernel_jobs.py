@@ -9,6 +9,7 @@ from pshard.machine import AttentionTiming, ElementwiseTiming, ExpertTiming, Mat
 from pshard.profile.effort import Effort, Shapes
 from pshard.profile.timed.time_experts import time_experts, time_router
 from pshard.profile.timed.time_kernels import KernelBench, time_attention, time_elementwise, time_embedding, time_matmul
+from pshard.profile.timed.time_latent import time_latent
 
 Row = MatmulTiming | AttentionTiming | ElementwiseTiming | ExpertTiming | RouteTiming
 KV_TYPE = "bf16"
@@ -58,6 +59,7 @@ def _jobs_of(side: str, effort: Effort, shapes: Shapes, of_grid: bool) -> Iterat
             run = partial(time_attention, shape=heads, kv_type=KV_TYPE, tokens=1, contexts=together, sequences=n)
             expected = (fill + each) * len(together)
             yield (heads, "together", n), Job(side, f"{name} attention, {n} sequences", expected, False, run)
+    yield from _latent_jobs(side, effort, shapes)
     for (d_model, d_ffn), heads in zip(shapes.widths, shapes.attention):
         run = partial(time_elementwise, d_model=d_model, d_ffn=d_ffn, shape=heads, tokens=few)
         expected = (3 * fill + 6 * each) * len(few)
@@ -71,6 +73,23 @@ def _jobs_of(side: str, effort: Effort, shapes: Shapes, of_grid: bool) -> Iterat
         expected = fill + each * len(counts) + effort.slow
         yield (qtype, rows, cols), Job(side, f"{name} matmul {qtype} {rows}x{cols}", expected, of_grid, run)
     yield from _expert_jobs(side, effort, shapes, of_grid)
+
+
+def _latent_jobs(side: str, effort: Effort, shapes: Shapes) -> Iterator[tuple[object, Job]]:
+    """Attention over latents: a model's own, as tables of other attention stand in for it where there is none."""
+    tokens = effort.host_tokens if side == "host" else effort.acc_tokens
+    points = [(count, contexts, 1) for count, contexts in attention_points(tokens, shapes.context)]
+    points += [(1, tuple(sorted({min(c, shapes.context) for c in TOGETHER_CONTEXTS})), n) for n in TOGETHER]
+    fill, each = FILL_SECONDS if side != "host" else 0.0, 1.5 * effort.pace.seconds
+    for heads in shapes.latent:
+        for count, contexts, sequences in points:
+            run = partial(
+                time_latent, shape=heads, kv_type=KV_TYPE, tokens=count, contexts=contexts, sequences=sequences
+            )
+            what = f"{count} tokens" if sequences == 1 else f"{sequences} sequences"
+            label = f"{side_name(side)} attention over latents, {what}"
+            expected = (fill + each) * len(contexts) + effort.slow
+            yield (heads, count, sequences), Job(side, label, expected, False, run)
 
 
 def _expert_jobs(side: str, effort: Effort, shapes: Shapes, of_grid: bool) -> Iterator[tuple[object, Job]]:

@@ -11,8 +11,8 @@ from pshard.quant import QUANT_TYPES, ROW_BLOCK, TENSOR_ALIGN, align, packed_nby
 from pshard.runtime.kernels.api import LayerKV, Packed
 from pshard.runtime.kernels.kv_codec import encode_cells
 from pshard.runtime.memory.host_memory import map_memory
-from pshard.runtime.memory.kv_cache import view_layer
-from pshard.units.state import CellState, StateShape
+from pshard.runtime.memory.kv_cache import view_cells, view_layer
+from pshard.units.state import CellState, LatentState, StateShape
 
 LEAST_ROTATION = 512 << 20  # bytes between two reads of the same copy; read-then-flush does not evict a large L3
 QUICK_ROTATION = 64 << 20
@@ -103,6 +103,16 @@ class OperandPool:
             for cache in caches:
                 cache.k.copy_(encode_cells(noise, cache.k.dtype))
                 cache.v.copy_(encode_cells(noise, cache.v.dtype))
+        return caches
+
+    def rotate_latents(self, context: int, width: int, kv_type: str) -> list[torch.Tensor]:
+        """The same for cells of latents: see `Kernels.store_latent`."""
+        shape = StateShape(context, 1, kv_type, kv_type)
+        caches = [view_cells(copy, width, shape) for copy in self._split(LatentState(width, kv_type).nbytes(shape))]
+        if self.device.type != "cpu":
+            noise = torch.randn(1, width, device=self.device)
+            for cache in caches:
+                cache.copy_(encode_cells(noise, cache.dtype))
         return caches
 
     def _split(self, nbytes: int) -> list[torch.Tensor]:

@@ -150,7 +150,7 @@ def _time_attention(
     cells = sequences * kv_blocks(context, 1) * KV_BLOCK
     caches = bench.pool.rotate_kv(cells, shape.n_kv_heads, shape.head_dim, kv_type)
     qkv, out, partial = _attention_buffers(bench, shape, sequences * tokens)
-    rows, scale = _row_index(bench.device, tokens, context, sequences), shape.head_dim**-0.5
+    rows, scale = index_rows(bench.device, tokens, context, sequences), shape.head_dim**-0.5
     return bench.seconds(
         lambda i: bench.kernels.attention(qkv, shape.heads, caches[i % len(caches)], rows, scale, out, partial),
         sequences * tokens,
@@ -207,7 +207,7 @@ def _time_residual(bench: KernelBench, d_model: int, tokens: int) -> float:
 
 
 def _time_rope(bench: KernelBench, shape: Attend, tokens: int) -> float:
-    rows, dim = _row_index(bench.device, tokens, tokens), shape.head_dim
+    rows, dim = index_rows(bench.device, tokens, tokens), shape.head_dim
     angles = torch.rand(2, tokens, dim // 2, device=bench.device)
     rope = RopeTable(angles[0].cos(), angles[1].sin(), "halves")
     caches = bench.pool.rotate_kv(tokens, shape.n_kv_heads, dim, "bf16")
@@ -241,7 +241,7 @@ def _attention_buffers(
     return qkv, bench.activations(tokens, n_heads * dim), partial
 
 
-def _row_index(device: torch.device, tokens: int, context: int, sequences: int = 1) -> RowIndex:
+def index_rows(device: torch.device, tokens: int, context: int, sequences: int = 1) -> RowIndex:
     """The last `tokens` cells of each of so many sequences of `context` cells, whose blocks follow each other."""
     each = kv_blocks(context, 1)
     blocks = [tuple(range(s * each, (s + 1) * each)) for s in range(sequences)]

@@ -3,6 +3,7 @@
 from pshard.units.attention import ATTENTION, WINDOWED_ATTENTION
 from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
+from pshard.units.latent.latent_attention import LATENT_ATTENTION
 from pshard.units.moe.experts import EXPERTS
 from pshard.units.moe.router import ROUTER
 from pshard.units.moe.shared_experts import SHARED_EXPERTS
@@ -10,7 +11,9 @@ from pshard.units.output import OUTPUT
 from pshard.units.unit import UnitKind, UnitKinds
 
 KINDS = UnitKinds()
-for _kind in (EMBEDDING, ATTENTION, WINDOWED_ATTENTION, FFN, ROUTER, SHARED_EXPERTS, EXPERTS, OUTPUT):
+for _kind in (
+    EMBEDDING, ATTENTION, WINDOWED_ATTENTION, LATENT_ATTENTION, FFN, ROUTER, SHARED_EXPERTS, EXPERTS, OUTPUT,
+):  # fmt: skip
     KINDS.add(_kind)
 
 

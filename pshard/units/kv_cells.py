@@ -47,3 +47,8 @@ def check_kv_types(config: ModelConfig, type_k: str, type_v: str) -> None:
                 f"{kind} keeps the KV cache in blocks of {block}, and this model's heads have {config.head_dim} "
                 f"numbers; give {flag} bf16"
             )
+    if config.latent and type_k != type_v:
+        raise UserError(
+            f"this model keeps one latent of each token, which is key and value at once, and -ctk {type_k} and "
+            f"-ctv {type_v} differ; give both the same type"
+        )

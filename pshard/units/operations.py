@@ -92,6 +92,43 @@ class Attend:
 
 
 @dataclass(frozen=True)
+class HeadProducts:
+    """A product of each head's own numbers with its own matrix, of those that stand in `stack` (TensorSpec.parts)."""
+
+    stack: TensorSpec
+
+
+@dataclass(frozen=True)
+class StoreLatent:
+    """Norm of the latent, rotary embedding of the queries' last numbers and of the shared key, store of both."""
+
+    norm: TensorSpec
+    n_heads: int
+    rank: int
+    rope: int
+
+    @property
+    def width(self) -> int:
+        """Elements of a token that are read."""
+        return self.rank + (self.n_heads + 1) * self.rope
+
+
+@dataclass(frozen=True)
+class AttendLatent:
+    """Attention of the new tokens' absorbed queries over the cells of their sequences: a latent, which is the value
+    too, and the shared key behind it."""
+
+    n_heads: int
+    rank: int
+    rope: int
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Query heads, KV heads, elements of each, as tables of attention have them."""
+        return self.n_heads, 1, self.rank + self.rope
+
+
+@dataclass(frozen=True)
 class Route:
     """Which `chosen` of the rows of `router` take each token, and with which weights."""
 
@@ -123,7 +160,21 @@ def used_share(chosen: int, of: int, tokens: float) -> float:
     return 1 - (1 - chosen / of) ** tokens
 
 
-Operation = LookUp | Norm | Product | ProductGroup | GatedProduct | PlaceRows | Rotate | Attend | Route | ExpertProducts
+Operation = (
+    LookUp
+    | Norm
+    | Product
+    | ProductGroup
+    | GatedProduct
+    | PlaceRows
+    | Rotate
+    | Attend
+    | HeadProducts
+    | StoreLatent
+    | AttendLatent
+    | Route
+    | ExpertProducts
+)
 
 
 def matrices_of(operation: Operation) -> tuple[TensorSpec, ...]:
@@ -135,6 +186,8 @@ def matrices_of(operation: Operation) -> tuple[TensorSpec, ...]:
             return operation.matrices
         case GatedProduct():
             return operation.gate, operation.up
+        case HeadProducts():
+            return (operation.stack,)
         case Route():
             return (operation.router,)
         case ExpertProducts():

@@ -83,6 +83,32 @@ class CellState:
 
 
 @dataclass(frozen=True)
+class LatentState:
+    """A cache of latents: one cell of `width` numbers a token, which are key and value at once, in the blocks of a KV
+    cache."""
+
+    width: int
+    kind: str
+    grows: ClassVar[bool] = True
+    can_be_cut: ClassVar[bool] = True
+
+    @cached_property
+    def cell(self) -> int:
+        """Bytes of one token's cell."""
+        return kv_nbytes(self.kind, self.width)
+
+    def nbytes(self, shape: StateShape) -> int:
+        """Whole blocks for every sequence's share."""
+        return align(kv_blocks(shape.context, shape.sequences) * KV_BLOCK * self.cell, BUFFER_ALIGN)
+
+    def fetched(self, past: int, sequences: int) -> int:
+        return past * self.cell
+
+    def written(self, tokens: int, sequences: int) -> int:
+        return tokens * self.cell
+
+
+@dataclass(frozen=True)
 class FixedState:
     """So many bytes a sequence, whatever its length; every micro-batch reads and writes all of it."""
 

@@ -5,12 +5,14 @@ from pshard.runtime.blocks.block import Block
 from pshard.runtime.blocks.embedding_block import EmbeddingBlock
 from pshard.runtime.blocks.experts_block import ExpertsBlock
 from pshard.runtime.blocks.ffn_block import FfnBlock
+from pshard.runtime.blocks.latent_block import LatentBlock
 from pshard.runtime.blocks.output_block import OutputBlock
 from pshard.runtime.blocks.router_block import RouterBlock
 from pshard.runtime.blocks.shared_block import SharedBlock
 from pshard.units.attention import ATTENTION, WINDOWED_ATTENTION
 from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
+from pshard.units.latent.latent_attention import LATENT_ATTENTION
 from pshard.units.moe.experts import EXPERTS
 from pshard.units.moe.router import ROUTER
 from pshard.units.moe.shared_experts import SHARED_EXPERTS
@@ -21,6 +23,7 @@ BLOCKS: dict[str, Block] = {
     EMBEDDING.name: EmbeddingBlock(),
     ATTENTION.name: AttentionBlock(),
     WINDOWED_ATTENTION.name: AttentionBlock(windowed=True),
+    LATENT_ATTENTION.name: LatentBlock(),
     FFN.name: FfnBlock(),
     ROUTER.name: RouterBlock(),
     SHARED_EXPERTS.name: SharedBlock(),

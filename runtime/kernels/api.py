@@ -246,6 +246,49 @@ class Kernels(Protocol):
         """
         ...
 
+    def head_products(self, x: torch.Tensor, stack: Packed, out: torch.Tensor) -> None:
+        """out[M, H, rows] = x[M, H, cols] @ W_h.T for each head's matrix of the H in `stack`, [H rows, cols].
+
+        x and out act_dtype, the last dimension contiguous, other strides free; they do not overlap.
+        """
+        ...
+
+    def store_latent(
+        self,
+        kv: torch.Tensor,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+        rope: RopeTable,
+        rows: RowIndex,
+        cells: torch.Tensor,
+    ) -> None:
+        """kv [M, R + r]: a latent, which is RMS-normalised (norm float32 [R]), and a key, which is rotated; both into
+        the row's cell. q [M, H, r], rotated, into out [M, H, r]. All act_dtype, the last dimension contiguous. What is
+        left of kv is undefined.
+
+        cells: [blocks, n, 1, R + r], or int8 [blocks, n, bytes] of q8_0: see LayerKV.
+        """
+        ...
+
+    def attend_latent(
+        self,
+        q: torch.Tensor,
+        rank: int,
+        cells: torch.Tensor,
+        rows: RowIndex,
+        scale: float,
+        out: torch.Tensor,
+        partial: torch.Tensor | None,
+    ) -> None:
+        """Causal attention of q [M, H, R + r] over the cells 0..position of the row's sequence, whose first R = rank
+        numbers are the values: the first R of out [M, H, R + r]; what the others become is undefined.
+
+        q and out act_dtype, contiguous. partial: float32 scratch of M H (R + 2) latent_pieces for M <= SMALL_BATCH.
+        """
+        ...
+
 
 @runtime_checkable
 class TiledKernels(Kernels, Protocol):

@@ -7,12 +7,14 @@ from pshard.model_config import Experts
 from pshard.runtime.kernels.api import ExpertWeights, LayerKV, Packed, RopeTable, Routes, RowIndex
 from pshard.runtime.kernels.kv_codec import decode_cells, encode_cells, gather_cells
 from pshard.runtime.kernels.plain_experts import add_experts, choose_experts
+from pshard.runtime.kernels.plain_latent import PlainLatent
+from pshard.runtime.kernels.plain_rows import head_norm, rotate
 from pshard.runtime.kernels.plain_windows import attend_seen
 from pshard.runtime.kernels.unpack import unpack
 from pshard.units.kv_cells import window_start
 
 
-class PlainKernels:
+class PlainKernels(PlainLatent):
     """Implements `api.Kernels` in float32 with torch operators; slow, and allocates while it runs."""
 
     act_dtype = torch.float32
@@ -143,23 +145,3 @@ def split_qkv(qkv: torch.Tensor, heads: tuple[int, int, int]) -> tuple[torch.Ten
     n_heads, n_kv, dim = heads
     q, k, v = qkv.split((n_heads * dim, n_kv * dim, n_kv * dim), dim=1)
     return q, k, v
-
-
-def head_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """RMS-normalise each head of [M, heads, d] where there is a weight (qwen3's q/k norm)."""
-    if weight is None:
-        return x
-    return x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps) * weight
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairing: str) -> torch.Tensor:
-    """Rotate the first 2 * cos.shape[-1] elements of each head of [M, heads, d] (RoFormer, arXiv 2104.09864)."""
-    half = cos.shape[-1]
-    head, rest = x[..., : 2 * half], x[..., 2 * half :]
-    if pairing == "halves":
-        a, b = head[..., :half], head[..., half:]
-        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-    else:
-        a, b = head[..., 0::2], head[..., 1::2]
-        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
-    return torch.cat((turned, rest), -1)

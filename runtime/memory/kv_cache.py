@@ -10,8 +10,8 @@ from pshard.quant import BUFFER_ALIGN, align
 from pshard.runtime.kernels.api import LayerKV
 from pshard.runtime.kernels.kv_codec import gather_cells
 from pshard.runtime.memory.kv_blocks import pool_spans
-from pshard.units.kv_cells import KV_BLOCK, kv_nbytes
-from pshard.units.state import CellState, StateShape
+from pshard.units.kv_cells import KV_BLOCK, kv_blocks, kv_nbytes
+from pshard.units.state import CellState, LatentState, StateShape
 
 JOIN_BYTES = 512 << 10  # what the link moves while one more copy is issued (10 us at 50 GB/s)
 KV_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "q8_0": torch.int8}
@@ -30,20 +30,32 @@ def view_layer(memory: torch.Tensor, n_kv_heads: int, head_dim: int, shape: Stat
     return LayerKV(*views)
 
 
+def view_cells(memory: torch.Tensor, width: int, shape: StateShape) -> torch.Tensor:
+    """Cells of latents as views of uint8 memory, as long as LatentState says: see `Kernels.store_latent`."""
+    nbytes, blocks = kv_nbytes(shape.type_k, width), kv_blocks(shape.context, shape.sequences)
+    extents = (nbytes,) if shape.type_k == "q8_0" else (1, width)
+    cells = memory[: blocks * KV_BLOCK * nbytes].view(KV_DTYPES[shape.type_k])
+    return cells.view(blocks, KV_BLOCK, *extents)
+
+
 def cell_nbytes(spec: ModelSpec, shape: StateShape) -> int:
     """Bytes of one token's cell in a layer; 0 where no unit keeps cells."""
     laws = (unit.state(spec.config, shape) for unit in spec.units)
-    return next((law.cell for law in laws if isinstance(law, CellState)), 0)
+    return next((law.cell for law in laws if isinstance(law, CellState | LatentState)), 0)
 
 
-def read_cells(kv: LayerKV, blocks: Sequence[int], cells: int) -> dict[str, torch.Tensor]:
-    """A copy on the host of the first cells in these blocks of a layer: "k" and "v", [cells, ...] as in LayerKV."""
+def read_cells(kv: LayerKV | torch.Tensor, blocks: Sequence[int], cells: int) -> dict[str, torch.Tensor]:
+    """A copy on the host of the first cells in these blocks of a layer: "k" and "v", [cells, ...] as in LayerKV.
+    Latents are keys, and values of no number."""
+    if isinstance(kv, torch.Tensor):
+        return {"k": gather_cells(kv, blocks, cells).to("cpu", copy=True), "v": torch.empty(cells, 1, 0)}
     return {what: gather_cells(c, blocks, cells).to("cpu", copy=True) for what, c in (("k", kv.k), ("v", kv.v))}
 
 
-def write_cells(kv: LayerKV, blocks: Sequence[int], cells: dict[str, torch.Tensor]) -> None:
+def write_cells(kv: LayerKV | torch.Tensor, blocks: Sequence[int], cells: dict[str, torch.Tensor]) -> None:
     """Fill the first cells in these blocks of a layer with what `read_cells` gave."""
-    for cache, values in ((kv.k, cells["k"]), (kv.v, cells["v"])):
+    caches = ((kv, "k"),) if isinstance(kv, torch.Tensor) else ((kv.k, "k"), (kv.v, "v"))
+    for cache, values in ((cache, cells[what]) for cache, what in caches):
         done = 0
         for start, stop in pool_spans(blocks, 0, len(values)):
             cache.flatten(0, 1)[start:stop] = values[done : done + stop - start].to(cache.device)

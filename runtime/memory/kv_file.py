@@ -6,8 +6,9 @@ The file holds cells by what they mean, not by where they lay (version 1, little
     header, JSON: fingerprint of the model, layers, kv_heads, head_dim, type_k, type_v, tokens (ids of the cells)
     u32 CRC-32 of every block
     blocks: for every layer K then V, for every KV head: [cells, head_dim] numbers of type_k or type_v; of q8_0 for each
-        cell the head's codes (int8) and then its scales (f16, one for 32 codes). Of a layer with a window the last
-        cells only: from the block of KV_BLOCK cells on where what the next token sees begins
+        cell the head's codes (int8) and then its scales (f16, one for 32 codes). Latents are the K of one head, whose V
+        has no number. Of a layer with a window the last cells only: from the block of KV_BLOCK cells on where what the
+        next token sees begins
 
 Every rank writes and reads the heads it holds, at their place; a head that several ranks hold is the lowest one's to
 write. The ranks must see the same file.
@@ -39,7 +40,8 @@ from pshard.runtime.memory.weights import WeightSource
 from pshard.runtime.ranks.group import Group
 from pshard.units.attention import QKV
 from pshard.units.kv_cells import KV_BLOCK, kv_nbytes, longest_sequence, window_start
-from pshard.units.state import CellState, StateShape
+from pshard.units.latent.latent_attention import KV_A
+from pshard.units.state import CellState, LatentState, StateShape
 
 MAGIC, VERSION = b"pshardkv", 1
 _FIXED = struct.Struct("<8sIII")
@@ -78,7 +80,8 @@ class KVStore:
         self._source, self._kv, self._executor, self._group = source, kv, executor, group
         self._blocks = tuple(_blocks_of(source.spec, kv, held, group.rank))
         laws = (unit.state(source.spec.config, kv) for unit in source.spec.units)
-        self._windows = tuple(law.window for law in laws if isinstance(law, CellState))  # of every layer
+        caches = (law for law in laws if isinstance(law, CellState | LatentState))
+        self._windows = tuple(law.window if isinstance(law, CellState) else 0 for law in caches)  # of every layer
 
     def save(self, path: Path, held: Segment, tokens: Sequence[int]) -> None:
         """Write the cells of a sequence with these tokens, which lie where `held` says; the file is there whole or not
@@ -147,7 +150,7 @@ class KVStore:
         spec = self._source.spec
         for unit in spec.units:
             law = unit.state(spec.config, self._kv)
-            if law is not None and not isinstance(law, CellState):
+            if law is not None and not isinstance(law, CellState | LatentState):
                 raise UserError(
                     f"{unit.name} ({unit.kind.name}) keeps a state that is no KV cache, and only KV caches can be "
                     "saved and loaded; give the prompt again"
@@ -181,6 +184,8 @@ class KVStore:
         return heads * sum(self._block_bytes(layer, what, cells) for what in "kv")
 
     def _block_bytes(self, layer: int, what: str, cells: int) -> int:
+        if what == "v" and self._source.spec.config.latent:
+            return 0  # a latent is both
         kind = self._kv.type_k if what == "k" else self._kv.type_v
         there = cells - min(cells, window_start(cells, self._windows[layer]))
         return there * kv_nbytes(kind, self._source.spec.config.head_dim)
@@ -289,9 +294,9 @@ def _read_header(path: Path, file: Any) -> tuple[bytes, dict[str, Any]]:
 def _blocks_of(spec: ModelSpec, shape: StateShape, ranges: Sequence[Ranges], rank: int) -> Iterator[HeadCells]:
     """The blocks that a rank holds."""
     heads, d = spec.config.n_kv_heads, spec.config.head_dim
-    caches = (u for u in spec.units if isinstance(u.state(spec.config, shape), CellState))
+    caches = (u for u in spec.units if isinstance(u.state(spec.config, shape), CellState | LatentState))
     for layer, unit in enumerate(caches):
-        key = unit.by_role[QKV[1]].name
+        key = unit.by_role[KV_A if spec.config.latent else QKV[1]].name
         rows = [r[unit.name].get(key, (0, 0, 0, 0)) for r in ranges]
         held = [range(start // d, stop // d) for start, stop, _, _ in rows]
         for at, head in enumerate(held[rank]):

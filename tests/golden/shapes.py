@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pshard.model import ModelSpec
-from pshard.model_config import Experts, ModelConfig, Rope
+from pshard.model_config import Experts, Latent, ModelConfig, Rope
 from pshard.models.architectures import find_gguf_architecture
 from pshard.models.build_units import build_units
 from pshard.models.stored import StoredTensor
@@ -22,18 +22,22 @@ SHAPES = {
     "llama3-70b": ("llama", 80, 8192, 64, 8, 128, 28672, 128256),
     "qwen3-30b-a3b": ("qwen3moe", 48, 2048, 32, 4, 128, 6144, 151936),
     "experts-small": ("qwen3moe", 6, 1024, 8, 2, 128, 2048, 32000),
+    "deepseek-v2-lite": ("deepseek2", 27, 2048, 16, 1, 576, 10944, 102400),
 }
-EXPERTS = {"qwen3-30b-a3b": Experts(128, 8, 768), "experts-small": Experts(32, 4, 512)}
+LATENTS = {"deepseek-v2-lite": Latent(0, 512, 128, 64, 128, 1.5895)}
+EXPERTS = {"qwen3-30b-a3b": Experts(128, 8, 768), "experts-small": Experts(32, 4, 512),
+           "deepseek-v2-lite": Experts(64, 6, 1408, normed=False, d_shared=2816, dense_layers=1)}  # fmt: skip
 
 
 def make_shape(name: str, qtype: str = "Q4_0") -> ModelSpec:
     """The model of that name; matrices in `qtype`, the head in Q6_K, and with "Q4_K" every third `down` too."""
     kind, layers, d_model, heads, kv_heads, head_dim, d_ffn, vocab = SHAPES[name]
     arch = find_gguf_architecture(kind, name, has_experts=name in EXPERTS)
-    rope = Rope(head_dim, 1e6, arch.gguf_pairing)
+    latent = LATENTS.get(name)
+    rope = Rope(latent.rope if latent else head_dim, 1e6, arch.gguf_pairing)
     config = ModelConfig(
         kind, layers, d_model, heads, kv_heads, head_dim, d_ffn, vocab, 1e-6, 262144, rope, arch.qk_norm,
-        experts=EXPERTS.get(name),
+        experts=EXPERTS.get(name), latent=latent,
     )  # fmt: skip
     no_file: Any = None
     stored = {n: StoredTensor(n, q, shape, no_file, 0) for n, q, shape in _tensors(config, kind, qtype)}
@@ -46,17 +50,23 @@ def _tensors(config: ModelConfig, kind: str, qtype: str) -> Iterator[tuple[str, 
     for i in range(config.n_layers):
         b = f"blk.{i}."
         yield b + "attn_norm.weight", "F32", (d,)
-        for role, rows in (("attn_q", q), ("attn_k", kv), ("attn_v", kv)):
-            yield f"{b}{role}.weight", qtype, (rows, d)
-            if kind == "qwen2":
-                yield f"{b}{role}.bias", "F32", (rows,)
-        yield b + "attn_output.weight", qtype, (d, q)
+        if config.latent:
+            yield from _latent(config, config.latent, b, qtype)
+        else:
+            for role, rows in (("attn_q", q), ("attn_k", kv), ("attn_v", kv)):
+                yield f"{b}{role}.weight", qtype, (rows, d)
+                if kind == "qwen2":
+                    yield f"{b}{role}.bias", "F32", (rows,)
+            yield b + "attn_output.weight", qtype, (d, q)
         if config.qk_norm:
             yield b + "attn_q_norm.weight", "F32", (config.head_dim,)
             yield b + "attn_k_norm.weight", "F32", (config.head_dim,)
         yield b + "ffn_norm.weight", "F32", (d,)
-        if config.experts:
-            n, f = config.experts.count, config.experts.d_expert
+        if config.experts and i >= config.experts.dense_layers:
+            n, f, shared = config.experts.count, config.experts.d_expert, config.experts.d_shared
+            for role, shape in (("gate", (shared, d)), ("up", (shared, d)), ("down", (d, shared))):
+                if shared:
+                    yield f"{b}ffn_{role}_shexp.weight", qtype, shape
             yield b + "ffn_gate_inp.weight", "F32", (n, d)
             for role, shape in (("gate", (n, f, d)), ("up", (n, f, d)), ("down", (n, d, f))):
                 yield f"{b}ffn_{role}_exps.weight", qtype, shape
@@ -66,3 +76,14 @@ def _tensors(config: ModelConfig, kind: str, qtype: str) -> Iterator[tuple[str, 
         yield b + "ffn_down.weight", "Q6_K" if qtype == "Q4_K" and i % 3 == 0 else qtype, (d, config.d_ffn)
     yield "output_norm.weight", "F32", (d,)
     yield "output.weight", "Q6_K", (config.vocab, d)
+
+
+def _latent(config: ModelConfig, latent: Latent, b: str, qtype: str) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Latent attention whose queries are made of the hidden state."""
+    d, heads = config.d_model, config.n_heads
+    yield b + "attn_q.weight", qtype, (heads * latent.query, d)
+    yield b + "attn_kv_a_mqa.weight", qtype, (latent.cell, d)
+    yield b + "attn_kv_a_norm.weight", "F32", (latent.rank,)
+    yield b + "attn_k_b.weight", qtype, (heads, latent.rank, latent.nope)
+    yield b + "attn_v_b.weight", qtype, (heads, latent.value, latent.rank)
+    yield b + "attn_output.weight", qtype, (d, heads * latent.value)

@@ -36,6 +36,8 @@ HF_CLASSES = {
     "qwen3_moe": "Qwen3Moe",
     "glm4_moe": "Glm4Moe",
     "gpt_oss": "GptOss",
+    "deepseek_v2": "DeepseekV2",  # latent_files.py has their settings
+    "deepseek_v3": "DeepseekV3",
 }
 OSS_ROPE = YARN_ROPE | {"factor": 32.0, "original_max_position_embeddings": 16, "truncate": False}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}

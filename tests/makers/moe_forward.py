@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import gguf
 import numpy as np
+from latent_forward import attend_by_latents
 
 from pshard.model_config import Experts, ModelConfig
 from pshard.models import ModelFile
@@ -50,7 +51,11 @@ def trace_moe(config: ModelConfig, weights: Weights, ids: list[int]) -> Traced:
     for layer in range(config.n_layers):
         own = {n.split(".", 2)[2]: w for n, w in weights.items() if n.startswith(f"blk.{layer}.")}
         window = config.sliding_window if layer % config.window_every == 0 else 0
-        x = x + _attention(config, own, _norm(x, own["attn_norm.weight"], config.norm_eps), window or len(x))
+        normed = _norm(x, own["attn_norm.weight"], config.norm_eps)
+        if config.latent:
+            x = x + attend_by_latents(config, own, normed)
+        else:
+            x = x + _attention(config, own, normed, window or len(x))
         h = _norm(x, own["ffn_norm.weight"], config.norm_eps)
         if config.experts is None or layer < config.experts.dense_layers:
             x = x + _swiglu(h, own["ffn_gate.weight"], own["ffn_up.weight"], own["ffn_down.weight"])

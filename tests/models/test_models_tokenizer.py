@@ -131,6 +131,20 @@ def test_text_is_cut_before_bpe_as_the_kind_says(pre: str, cuts: list[str]) -> N
     assert [piece.replace("Ġ", " ") for piece, _ in backend.pre_tokenizer.pre_tokenize_str(" a12!")] == cuts
 
 
+@pytest.mark.parametrize(
+    ("pre", "cuts"),
+    [
+        ("deepseek-llm", ["It", "'", "s", " ", "1234", " w", "\u00f6", "rd", "中文カ", "ab", ".", "\n", "  "]),
+        ("deepseek-v3", ["It", "'s", " ", "123", "4", " w\u00f6rd", "中文カ", "ab", ".\n", "  "]),
+        ("kimi-k2", ["It's", " ", "123", "4", " w\u00f6rd", "中文", "カab", ".\n", "  "]),
+    ],
+)
+def test_deepseek_and_kimi_cut_text_at_han_and_digits(pre: str, cuts: list[str]) -> None:
+    """deepseek-llm's third pattern holds the letters of ASCII, so that others stand alone."""
+    backend, text = gguf_tokenizer(bpe_metadata(pre), "x.gguf")._backend, "It's 1234 w\u00f6rd中文カab.\n  "
+    assert [text[begin:end] for _, (begin, end) in backend.pre_tokenizer.pre_tokenize_str(text)] == cuts
+
+
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(text=TEXTS)
 def test_qwen2_encoding_and_decoding_equal_transformers(qwen2_reference: Any, text: str) -> None:
@@ -335,6 +349,12 @@ def test_a_folder_tokenizer_reads_its_begin_and_end_tokens(tmp_path: Path) -> No
     tokenizer = hf_tokenizer(tmp_path)
     assert tokenizer.encode("hi the") == LLAMA3.encode("hi the")
     assert tokenizer.eos_ids == {5, len(VOCAB) + 1} and tokenizer.eos_text == "<|im_end|>"
+
+
+def test_a_folder_with_a_tiktoken_file_alone_says_so(tmp_path: Path) -> None:
+    (tmp_path / "tiktoken.model").write_bytes(b"IQ== 0\n")
+    with pytest.raises(UserError, match=r"has a tiktoken.model and no tokenizer.json.*GGUF"):
+        hf_tokenizer(tmp_path)
 
 
 def test_a_folder_without_tokenizer_says_so(tmp_path: Path) -> None:

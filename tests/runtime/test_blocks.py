@@ -4,11 +4,26 @@ from typing import Any
 
 import pytest
 from engines import open_engine
+from latent_files import random_tensors, write_latent_gguf
 from model_files import write_gguf
 
 from pshard.models import open_model
 from pshard.runtime.kernels.plain import PlainKernels
-from pshard.units.operations import Attend, GatedProduct, LookUp, Norm, Operation, Product, ProductGroup, Rotate
+from pshard.units.operations import (
+    Attend,
+    AttendLatent,
+    ExpertProducts,
+    GatedProduct,
+    HeadProducts,
+    LookUp,
+    Norm,
+    Operation,
+    Product,
+    ProductGroup,
+    Rotate,
+    Route,
+    StoreLatent,
+)
 
 CALLS: dict[type, tuple[str, ...]] = {  # of kernels, by the operation that they carry out
     LookUp: (),  # of the weights, not of the kernels
@@ -18,6 +33,11 @@ CALLS: dict[type, tuple[str, ...]] = {  # of kernels, by the operation that they
     Attend: ("attention",),
     GatedProduct: ("gate_up",),
     Product: ("linear",),
+    HeadProducts: ("head_products",),
+    StoreLatent: ("store_latent",),
+    AttendLatent: ("attend_latent",),
+    Route: ("route",),
+    ExpertProducts: ("experts",),
 }
 
 
@@ -46,8 +66,13 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_a_token_takes_the_calls_that_the_units_declare_in_their_order(called: list[str], tmp_path) -> None:
-    path = write_gguf(tmp_path / "tiny.gguf", "qwen3")
+@pytest.mark.parametrize("like", ["qwen3", "lite", "v3"])
+def test_a_token_takes_the_calls_that_the_units_declare_in_their_order(called: list[str], tmp_path, like: str) -> None:
+    path = tmp_path / "tiny.gguf"
+    if like == "qwen3":
+        write_gguf(path, like)
+    else:
+        write_latent_gguf(path, like, random_tensors(like))
     with open_model(path) as file:
         spec = file.spec
     declared: list[Operation] = [o for unit in spec.units for o in unit.operations(spec.config)]

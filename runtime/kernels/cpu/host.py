@@ -140,6 +140,53 @@ class HostKernels(PlainKernels):
         strides, seen = (qkv.stride(0), out.stride(0)), (rows.window, sinks)
         native.attention(qkv, kv.k, kv.v, kinds, spans, heads, scale, out, strides=strides, blocks=blocks, seen=seen)
 
+    def head_products(self, x: torch.Tensor, stack: Packed, out: torch.Tensor) -> None:
+        tokens, heads, _ = x.shape
+        if tokens > NATIVE_TOKENS:
+            super().head_products(x, stack, out)
+            return
+        strides = (x.stride(0), x.stride(1)), (out.stride(0), out.stride(1))
+        native.head_products(x, stack, heads, out, tokens, x_strides=strides[0], out_strides=strides[1])
+
+    def store_latent(
+        self,
+        kv: torch.Tensor,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+        rope: RopeTable,
+        rows: RowIndex,
+        cells: torch.Tensor,
+    ) -> None:
+        native.store_latent(
+            (kv, kv.stride(0)),
+            (q, q.stride(0), q.stride(1)),
+            (out, out.stride(0), out.stride(1)),
+            (q.shape[0], q.shape[1], norm.shape[0]),
+            (norm, eps),
+            (rope.cos, rope.sin, rope.cos.shape[-1], rope.pairing),
+            (rows.begin, rows.position, rows.blocks),
+            (cells, _KV_NAMES[cells.dtype], cells.shape[1]),
+        )
+
+    def attend_latent(
+        self,
+        q: torch.Tensor,
+        rank: int,
+        cells: torch.Tensor,
+        rows: RowIndex,
+        scale: float,
+        out: torch.Tensor,
+        partial: torch.Tensor | None,
+    ) -> None:
+        """As attention of which cells are keys and values: what it mixes of their last numbers nobody reads."""
+        if any(s.tokens > ATTENTION_ROWS for s in rows.segments):
+            super().attend_latent(q, rank, cells, rows, scale, out, partial)
+            return
+        _, heads, width = q.shape
+        self.attention(q.flatten(1), (heads, 1, width), LayerKV(cells, cells), rows, scale, out.flatten(1), None)
+
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
         (tokens, width), strides = hidden.shape, (hidden.stride(0), out.stride(0))
         native.rms_norm(hidden, weight, eps, tokens, width, out, strides=strides)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Buffer = Any  # int address, numpy array or torch tensor
 
-ABI = 9  # as csrc/api.cpp has it
+ABI = 10  # as csrc/api.cpp has it
 BUILD = "pip install -e . --no-build-isolation --no-deps in the folder of pshard"
 
 _TYPES = {
@@ -60,6 +60,8 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "attention": ("v", "plpplliiplpliiifpllp"),
     "rms_norm": ("v", "plpfllpl"),
     "rope_store": ("v", "plliiippfpplippplppllii"),
+    "head_products": ("v", "pllpilllplll"),
+    "store_latent": ("v", "plpllpllliipfpplippplpli"),
     "route": ("v", "plpiilppliiiiifpp"),
     "experts": ("v", "plpplipiiiillpppiiippppli"),
     "callable": ("i", "s"),
@@ -473,6 +475,48 @@ def rope_store(
     index = (_at(begin), _at(position), _at(blocks), block_cells)
     cells = (*index, _at(k), _at(v), *cell_nbytes, *_cell_types(kv_types))
     _function("rope_store")(_at(qkv), stride, tokens, *heads, *weights, *turn, *cells)
+
+
+def head_products(
+    x: Buffer,
+    stack: "Packed",
+    heads: int,
+    out: Buffer,
+    tokens: int,
+    *,
+    x_strides: tuple[int, int],
+    out_strides: tuple[int, int],
+) -> None:
+    """out[t, h] = x[t, h] @ W_h.T of the `heads` matrices in the stack, one below the other: `linear`. x and out f32,
+    strides from token to token and from head to head."""
+    matrix = (*_packed(stack), heads, stack.rows // heads, stack.cols)
+    _function("head_products")(_at(x), *x_strides, *matrix, _at(out), *out_strides, tokens)
+
+
+def store_latent(
+    kv: tuple[Buffer, int],
+    q: tuple[Buffer, int, int],
+    out: tuple[Buffer, int, int],
+    sizes: tuple[int, int, int],
+    norm: tuple[Buffer, float],
+    rope: tuple[Buffer, Buffer, int, str],
+    rows: tuple[Buffer, Buffer, Buffer],
+    cache: tuple[Buffer, str, int],
+) -> None:
+    """See `api.Kernels.store_latent`.
+
+    Args:
+        kv: f32, and elements from row to row; q and out: f32, elements from row to row and from head to head.
+        sizes: (tokens, heads, rank). norm: weights f32 [rank], eps. rope, rows: as in `rope_store`.
+        cache: the cells, their type, and the cells of a block; without gaps.
+    """
+    cos, sin, half, pairing = rope
+    begin, position, blocks = rows
+    cells, kind, block_cells = cache
+    nbytes = kv_nbytes(kind, sizes[2] + 2 * half)
+    turn = (_at(cos), _at(sin), half, pairing == "halves", _at(begin), _at(position), _at(blocks), block_cells)
+    ends = (_at(kv[0]), kv[1], _at(q[0]), *q[1:], _at(out[0]), *out[1:])
+    _function("store_latent")(*ends, *sizes, _at(norm[0]), norm[1], *turn, _at(cells), nbytes, _type(kind.upper()))
 
 
 def route(

@@ -30,6 +30,15 @@ PSHARD_API void pshard_rope_store(float* qkv, int64_t stride, int64_t tokens, in
                                   const float* sin, int64_t half, int halves, const int32_t* begin,
                                   const int32_t* position, const int32_t* blocks, int64_t block_cells, char* k,
                                   char* v, int64_t k_stride, int64_t v_stride, int k_type, int v_type);
+PSHARD_API void pshard_head_products(const float* x, int64_t x_stride, int64_t x_head, const void* w, int type,
+                                     int64_t heads, int64_t rows, int64_t cols, float* out, int64_t out_stride,
+                                     int64_t out_head, int64_t tokens);
+PSHARD_API void pshard_store_latent(const float* kv, int64_t kv_stride, const float* q, int64_t q_stride,
+                                    int64_t q_head, float* out, int64_t out_stride, int64_t out_head, int64_t tokens,
+                                    int heads, int rank, const float* norm, float eps, const float* cos,
+                                    const float* sin, int64_t half, int halves, const int32_t* begin,
+                                    const int32_t* position, const int32_t* blocks, int64_t block_cells, char* cells,
+                                    int64_t cell_stride, int type);
 PSHARD_API void pshard_route(const float* x, int64_t x_stride, const void* router, int type, int count, int64_t cols,
                              const float* bias, const float* choice_bias, int64_t tokens, int used, int scores,
                              int normed, int groups, int groups_used, float scale, int32_t* ids, float* weights);

@@ -47,6 +47,8 @@ const Callable kCallables[] = {
     make<pshard_attention>("attention", pshard_attention),
     make<pshard_rms_norm>("rms_norm", pshard_rms_norm),
     make<pshard_rope_store>("rope_store", pshard_rope_store),
+    make<pshard_head_products>("head_products", pshard_head_products),
+    make<pshard_store_latent>("store_latent", pshard_store_latent),
     make<pshard_route>("route", pshard_route),
     make<pshard_experts>("experts", pshard_experts),
 };

@@ -1,6 +1,7 @@
 // What happens to rows of activations between the products: RMS norm, and rotating q and k and storing k and v.
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 #include "driver.h"
 
@@ -151,5 +152,29 @@ PSHARD_API void pshard_rope_store(float* qkv, int64_t stride, int64_t tokens, in
       if (is_k) store_head(x, k_type, head - heads, kv_heads, d, k + cell * k_stride);
       else if (head >= heads) store_head(x, v_type, head - heads - kv_heads, kv_heads, d, v + cell * v_stride);
     }
+  });
+}
+
+// Of latent attention: the latent, normed, and the key behind it, turned, as one cell; queries, turned, into out.
+PSHARD_API void pshard_store_latent(const float* kv, int64_t kv_stride, const float* q, int64_t q_stride,
+                                    int64_t q_head, float* out, int64_t out_stride, int64_t out_head, int64_t tokens,
+                                    int heads, int rank, const float* norm, float eps, const float* cos,
+                                    const float* sin, int64_t half, int halves, const int32_t* begin,
+                                    const int32_t* position, const int32_t* blocks, int64_t block_cells, char* cells,
+                                    int64_t cell_stride, int type) {
+  const int64_t rope = 2 * half, width = rank + rope;
+  for_rows(tokens, width + heads * rope, [&](int64_t t) {
+    const int64_t at = position[t], cell = blocks[begin[t] + at / block_cells] * block_cells + at % block_cells;
+    for (int head = 0; head < heads; ++head) {
+      float* to = out + t * out_stride + head * out_head;
+      std::memcpy(to, q + t * q_stride + head * q_head, rope * sizeof(float));
+      rotate(to, cos + at * half, sin + at * half, half, halves);
+    }
+    thread_local std::vector<float> row;
+    row.resize(width);
+    normalise(kv + t * kv_stride, norm, rank, eps, row.data());
+    std::memcpy(row.data() + rank, kv + t * kv_stride + rank, rope * sizeof(float));
+    rotate(row.data() + rank, cos + at * half, sin + at * half, half, halves);
+    store_head(row.data(), type, 0, 1, static_cast<int>(width), cells + cell * cell_stride);
   });
 }

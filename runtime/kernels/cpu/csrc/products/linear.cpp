@@ -11,19 +11,24 @@ namespace {
 
 size_t act_bytes(int m, int64_t cols) { return sizeof(ActChunk) * padded_tokens(m) * (cols / 32); }
 
+constexpr int64_t kPiece = 64;  // chunks of a token that are quantised as one task
+int64_t pieces_of(int64_t cols) { return (cols / 32 + kPiece - 1) / kPiece; }
+
+void quantize_piece(const Activations& a, const Matrix& w, int64_t task) {
+  const int64_t chunks = w.cols / 32, pieces = pieces_of(w.cols);
+  const int token = static_cast<int>(task / pieces), first = token / 8 * 8;
+  const int64_t chunk = task % pieces * kPiece, n = std::min(kPiece, chunks - chunk);
+  const int count = group_size(a.tokens - first);
+  ActChunk* out = a.act + first * chunks + chunk * count + (token - first);
+  if (token < a.tokens) kernels().quantize(a.x + token * a.stride + chunk * 32, n, w.offset(), out, count);
+  else
+    for (int64_t i = 0; i < n; ++i) std::memset(static_cast<void*>(out + i * count), 0, sizeof(ActChunk));
+}
+
 void quantize_tokens(Team& team, const Activations& a, const Matrix& w) {
   if (is_plain(w.type)) return;
-  constexpr int64_t kPiece = 64;  // chunks
-  const int64_t chunks = w.cols / 32, pieces = (chunks + kPiece - 1) / kPiece;
-  team.for_each(padded_tokens(a.tokens) * pieces, a.tokens * w.cols * 16, [&](int64_t task) {
-    const int token = static_cast<int>(task / pieces), first = token / 8 * 8;
-    const int64_t chunk = task % pieces * kPiece, n = std::min(kPiece, chunks - chunk);
-    const int count = group_size(a.tokens - first);
-    ActChunk* out = a.act + first * chunks + chunk * count + (token - first);
-    if (token < a.tokens) kernels().quantize(a.x + token * a.stride + chunk * 32, n, w.offset(), out, count);
-    else
-      for (int64_t i = 0; i < n; ++i) std::memset(static_cast<void*>(out + i * count), 0, sizeof(ActChunk));
-  });
+  team.for_each(padded_tokens(a.tokens) * pieces_of(w.cols), a.tokens * w.cols * 16,
+                [&](int64_t task) { quantize_piece(a, w, task); });
 }
 
 // A matrix of several that multiply the same tokens, its columns of the output, and the first of its tasks.
@@ -93,6 +98,33 @@ void run_linear(const float* x, int64_t x_stride, const std::vector<Matrix>& mat
   });
 }
 
+// Each of `heads` matrices, which lie one behind the other, with its own part of x.
+void run_heads(const float* x, int64_t x_stride, int64_t x_head, const Matrix& first_matrix, int64_t heads, float* out,
+               int64_t out_stride, int64_t out_head, int64_t tokens) {
+  const Matrix& m = first_matrix;
+  const int64_t each = is_plain(m.type) ? m.rows * m.cols * kFormats[m.type].nbytes : m.nbytes();
+  const size_t need = act_bytes(static_cast<int>(std::min<int64_t>(tokens, kSlice)), m.cols);
+  Pool::instance().with_scratch(need * heads, [&](uint8_t* scratch) {
+    Pool::instance().run([&](Team& team) {
+      for (int64_t first = 0; first < tokens; first += kSlice) {
+        const int n = static_cast<int>(std::min<int64_t>(kSlice, tokens - first));
+        std::vector<Part> parts;
+        parts.reserve(heads);
+        for (int64_t h = 0; h < heads; ++h)
+          parts.push_back({Matrix(m.data + h * each, m.type, m.rows, m.cols),
+                           {x + first * x_stride + h * x_head, x_stride, n, reinterpret_cast<ActChunk*>(scratch + h * need)},
+                           out + first * out_stride + h * out_head});
+        const int64_t pieces = is_plain(m.type) ? 0 : padded_tokens(n) * pieces_of(m.cols);
+        if (pieces)
+          team.for_each(heads * pieces, heads * n * m.cols * 16, [&](int64_t task) {
+            quantize_piece(parts[task / pieces].a, parts[task / pieces].w, task % pieces);
+          });
+        multiply(team, parts, out_stride, nullptr);
+      }
+    });
+  });
+}
+
 // hidden = silu(x gate^T) * (x up^T); `b` are the activations for `up`, the same as `a` where the types allow it.
 void gate_up(Team& team, const Activations& a, const Activations& b, const Matrix& gate, const Matrix& up,
              float* hidden, int64_t stride) {
@@ -125,6 +157,12 @@ PSHARD_API void pshard_linear_group(const float* x, int64_t x_stride, const void
   std::vector<Matrix> matrices;
   for (int i = 0; i < count; ++i) matrices.emplace_back(weights[i], types[i], rows[i], cols);
   run_linear(x, x_stride, matrices, out, out_stride, tokens, false);
+}
+
+PSHARD_API void pshard_head_products(const float* x, int64_t x_stride, int64_t x_head, const void* w, int type,
+                                     int64_t heads, int64_t rows, int64_t cols, float* out, int64_t out_stride,
+                                     int64_t out_head, int64_t tokens) {
+  run_heads(x, x_stride, x_head, Matrix(w, type, rows, cols), heads, out, out_stride, out_head, tokens);
 }
 
 // silu(x gate^T) * (x up^T), then times down^T unless down_type is -1; `out` is [tokens, hidden], maybe added to, or

@@ -1,0 +1,58 @@
+"""What files say about latent attention -> Latent: keys of GGUF metadata, and of config.json."""
+
+import math
+
+from pshard.model_config import Latent
+from pshard.models.keys import Keys
+
+LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
+
+
+def gguf_latent(keys: Keys) -> Latent:
+    """From metadata with the architecture's prefix. Raises UserError that names the key.
+
+    Files from before April 2025 have the lengths of a head's key and value where newer ones have those of the cell.
+    """
+    key = "attention.key_length_mla" if keys.get("attention.key_length_mla") else "attention.key_length"
+    value = "attention.value_length_mla" if keys.get("attention.value_length_mla") else "attention.value_length"
+    rope, query = keys.integer("rope.dimension_count"), keys.integer(key)
+    if query <= rope:
+        keys.refuse(key, f"is {query}, of which {rope} are rotated: none is left for the latent")
+    scale = 1.0
+    if keys.get("rope.scaling.type") == "yarn" and keys.get(LOG_MULTIPLIER):
+        scale = scale_scores(keys.real("rope.scaling.factor", 1.0), 10 * keys.real(LOG_MULTIPLIER))
+    q_rank = keys.integer("attention.q_lora_rank") if keys.get("attention.q_lora_rank") else 0
+    rank = keys.integer("attention.kv_lora_rank")
+    return _check(Latent(q_rank, rank, query - rope, rope, keys.integer(value), scale), keys, "embedding_length")
+
+
+def hf_latent(keys: Keys, scaling: Keys) -> Latent:
+    """From config.json, and of it what says how positions are scaled. Raises UserError that names the key."""
+    keys.refuse_unless("moe_layer_freq", 1)
+    keys.refuse_unless("attention_bias", False)
+    scale = 1.0
+    if scaling.get("mscale_all_dim") and (scaling.get("rope_type") or scaling.get("type") or "default") != "default":
+        scale = scale_scores(scaling.real("factor"), scaling.real("mscale_all_dim"))
+    latent = Latent(
+        q_rank=keys.integer("q_lora_rank") if keys.get("q_lora_rank") is not None else 0,
+        rank=keys.integer("kv_lora_rank"),
+        nope=keys.integer("qk_nope_head_dim"),
+        rope=keys.integer("qk_rope_head_dim"),
+        value=keys.integer("v_head_dim"),
+        score_scale=scale,
+    )
+    return _check(latent, keys, "hidden_size")
+
+
+def scale_scores(factor: float, weight: float) -> float:
+    """By how much scores grow where YaRN stretches positions: (0.1 weight ln(factor) + 1)^2, as DeepSeek's models were
+    made; sine and cosine stay as they are then."""
+    return (0.1 * weight * math.log(factor) + 1.0) ** 2 if factor > 1 else 1.0
+
+
+def _check(latent: Latent, keys: Keys, width: str) -> Latent:
+    if latent.rope % 2:
+        keys.refuse(width, f"belongs to keys of which {latent.rope} numbers are rotated, which are no pairs")
+    if latent.q_rank > keys.integer(width):
+        keys.refuse(width, f"is less than the {latent.q_rank} numbers that queries are made of; the file is damaged")
+    return latent

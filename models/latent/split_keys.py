@@ -1,0 +1,89 @@
+"""The matrices that make keys and values of latents, as absorbed products take them: one of each head, apart.
+
+Newer GGUF files have them so: `attn_k_b` [heads, rank, nope] and `attn_v_b` [heads, value, rank]. Older ones, and the
+checkpoints, have `attn_kv_b`: of each head the rows of its key, then those of its value. Those of the key are
+transposed here, which blocks of quantised weights do not allow: such weights become F16, whose rounding is a small part
+of theirs.
+"""
+
+import re
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pshard.model_config import ModelConfig
+from pshard.models.stored import StoredTensor
+from pshard.quant import QUANT_TYPES, file_nbytes
+
+_BOTH = re.compile(r"(blk\.\d+\.)attn_kv_b\.weight")
+_NUMBERS = {"F32": np.uint32, "F16": np.uint16, "BF16": np.uint16}  # types whose numbers move as they are
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transposed(StoredTensor):
+    """The matrix `source`, rows and columns exchanged."""
+
+    source: StoredTensor
+
+    def read(self) -> np.ndarray:
+        rows, cols = self.source.shape
+        raw = self.source.read()
+        if self.source.qtype in _NUMBERS:
+            matrix = raw.view(_NUMBERS[self.source.qtype]).reshape(rows, cols)
+        else:
+            import gguf
+
+            kind = gguf.GGMLQuantizationType[self.source.qtype]
+            matrix = gguf.quants.dequantize(raw.reshape(rows, -1), kind).astype(np.float16)
+        turned = np.ascontiguousarray(matrix.T).reshape(-1).view(np.uint8)
+        turned.flags.writeable = False
+        return turned
+
+    def forget(self) -> None:
+        self.source.forget()
+
+
+def split_keys(config: ModelConfig, stored: dict[str, StoredTensor]) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
+    """Tensors by GGUF name, with keys and values apart, and a note where keys changed their type. Of a file that has
+    both forms the joint one is not taken.
+
+    Raises UserError for a tensor of another shape or type than the configuration says.
+    """
+    if config.latent is None:
+        return stored, ()
+    arranged: dict[str, StoredTensor] = {}
+    for name, tensor in stored.items():
+        joint = _BOTH.fullmatch(name)
+        if joint is None:
+            arranged[name] = tensor
+        elif not {f"{joint[1]}attn_{part}_b.weight" for part in "kv"} <= stored.keys():
+            arranged[f"{joint[1]}attn_k_b.weight"], arranged[f"{joint[1]}attn_v_b.weight"] = _split(config, tensor)
+    turned = [slab for t in arranged.values() for slab in t.slabs[:1] if isinstance(slab, Transposed)]
+    rounded = any(matrix.qtype != matrix.source.qtype for matrix in turned)
+    note = "the file is an old one, whose attn_kv_b is quantised the other way than keys need; their half becomes F16"
+    return arranged, (note,) if rounded else ()
+
+
+def _split(config: ModelConfig, both: StoredTensor) -> tuple[StoredTensor, StoredTensor]:
+    latent, heads = config.latent, config.n_heads
+    assert latent is not None
+    each = latent.nope + latent.value
+    both.check_shape((heads * each, latent.rank))
+    both.check_type()
+    both.check_blocks()
+    row = file_nbytes(both.qtype, 1, latent.rank)
+
+    def rows(first: int, count: int) -> StoredTensor:
+        return replace(both, shape=(count, latent.rank), offset=both.offset + first * row)
+
+    qtype = both.qtype if QUANT_TYPES[both.qtype].block == 1 else "F16"
+    keys, values = [], []
+    for head in range(heads):
+        source = rows(head * each, latent.nope)
+        shape = latent.rank, latent.nope
+        keys.append(Transposed(both.name, qtype, shape, both.file, source.offset, source=source))
+        values.append(rows(head * each + latent.nope, latent.value))
+    return (
+        replace(rows(0, 0), qtype=qtype, shape=(heads, latent.rank, latent.nope), slabs=tuple(keys)),
+        replace(rows(0, 0), shape=(heads, latent.value, latent.rank), slabs=tuple(values)),
+    )
