@@ -33,8 +33,7 @@ class Architecture:
     `optional_qk_norm`: some of its models normalise q and k. `rotated`: the share of each head that is rotated where
     config.json does not say; below 1 other shares are possible too. `ffn_norm`: what GGUF files call the norm before
     the FFN. `sinks`: a logit of each head joins the softmax without a value. `window_every`: of so many layers the
-    first has the sliding window. `latent`: multi-head latent attention. `routing`: its layers have experts. `lacks`:
-    what pshard cannot compute of it yet.
+    first has the sliding window. `latent`: multi-head latent attention. `routing`: its layers have experts.
     """
 
     name: str
@@ -50,7 +49,6 @@ class Architecture:
     window_every: int = 1
     latent: bool = False
     routing: Routing | None = None
-    lacks: str = ""
 
 
 _QKV = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
@@ -95,7 +93,6 @@ ARCHITECTURES = (
         sinks=True,
         window_every=2,
         routing=Routing(scores="chosen", sizes_as_dense=True, activation="clamped", biases=True),
-        lacks="attention sinks and alternating windows",
     ),
 )
 
@@ -118,5 +115,5 @@ def find_hf_architecture(name: object, where: str) -> Architecture:
 def _find(table: dict[str, Architecture], name: object, where: str) -> Architecture:
     if isinstance(name, str) and name in table:
         return table[name]
-    supported = ", ".join(sorted(known for known, architecture in table.items() if not architecture.lacks))
+    supported = ", ".join(sorted(table))
     raise UserError(f"{where}: architecture {name!r} is not supported yet; supported: {supported}")

@@ -9,7 +9,7 @@ from pshard.models.architectures import Architecture
 from pshard.models.stored import StoredTensor
 from pshard.quant import QUANT_TYPES, ROW_BLOCK
 from pshard.tensor import TensorSpec
-from pshard.units.attention import ATTENTION
+from pshard.units.attention import ATTENTION, WINDOWED_ATTENTION
 from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
 from pshard.units.latent.latent_attention import LATENT_ATTENTION
@@ -52,7 +52,8 @@ def build_units(
         if config.latent:
             units.append(unit(block + "attention", LATENT_ATTENTION, i, _latent(config, config.latent, block)))
         else:
-            units.append(unit(block + "attention", ATTENTION, i, _attention(arch, config, block, biases)))
+            kind = WINDOWED_ATTENTION if config.window and i % config.window_every == 0 else ATTENTION
+            units.append(unit(block + "attention", kind, i, _attention(arch, config, block, biases)))
         if config.experts is None or i < config.experts.dense_layers:
             units.append(unit(block + "ffn", FFN, i, _ffn(config, block)))
             continue

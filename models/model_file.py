@@ -127,7 +127,6 @@ def _open_gguf(path: Path) -> ModelFile:
     tensors, more = split_keys(config, arrange_gguf(arch, config, tensors))
     name = metadata.get("general.name")
     spec = _build_spec(name if isinstance(name, str) and name else path.stem, path, arch, config, tensors)
-    refuse_unfinished(arch, arch.gguf, where)
 
     def load_tokenizer() -> "Tokenizer":
         from pshard.models.text.gguf_tokenizer import gguf_tokenizer
@@ -154,7 +153,6 @@ def _open_folder(folder: Path) -> ModelFile:
     if HEAD not in tensors and not metadata.get("tie_word_embeddings"):
         raise UserError(f"{folder}: tensor lm_head.weight is missing and tie_word_embeddings is not set")
     spec = _build_spec(folder.resolve().name, folder, arch, config, tensors)
-    refuse_unfinished(arch, arch.name, where)
 
     def load_tokenizer() -> "Tokenizer":
         from pshard.models.text.hf_tokenizer import hf_tokenizer
@@ -173,12 +171,6 @@ def _build_spec(
     name: str, path: Path, arch: Architecture, config: ModelConfig, tensors: dict[str, StoredTensor]
 ) -> ModelSpec:
     return ModelSpec(name, str(path), config, build_units(arch, config, tensors, str(path)))
-
-
-def refuse_unfinished(arch: Architecture, called: str, where: str) -> None:
-    """Raises UserError for an architecture of which pshard cannot compute everything yet."""
-    if arch.lacks:
-        raise UserError(f"{where}: architecture {called} is not supported yet: it has {arch.lacks}")
 
 
 def _rename(

@@ -135,7 +135,7 @@ def model_shapes(spec: ModelSpec, ranks: int = 1) -> Shapes:
     inside = [o for unit in spec.units if not unit.kind.gives_logits for o in unit.operations(config)]
     heads = {shape for unit in spec.units if unit.kind.gives_logits for shape in _shapes_of(unit.operations(config))}
     matmuls = _shapes_of(inside)
-    attention = dict.fromkeys(o for o in inside if isinstance(o, Attend))
+    attention = dict.fromkeys(Attend(*o.heads) for o in inside if isinstance(o, Attend))  # windows take their share
     widest = max((o.up.rows for o in inside if isinstance(o, GatedProduct)), default=config.d_ffn or config.d_model)
     tables = {(o.table.qtype, o.table.cols) for o in inside if isinstance(o, LookUp)}
     rule, d_model = config.experts, config.d_model

@@ -24,12 +24,17 @@ def scratch_buffers(spec: ModelSpec, tokens: int, shape: StateShape) -> tuple[Bu
         Buffer("normed", (tokens, config.d_model), "act"),
         Buffer("branch", (tokens, config.d_model), "f32"),
         Buffer("logits", (logit_rows(tokens, shape.sequences), config.vocab), "f32"),
-        Buffer("index", (3 * tokens + kv_blocks(shape.context, shape.sequences),), "f32"),
+        Buffer("index", (index_words(spec, tokens, shape),), "f32"),
     ]
     for kind in dict.fromkeys(unit.kind for unit in spec.units):
         if kind.scratch:
             buffers += kind.scratch(config, tokens, shape)
     return tuple(buffers)
+
+
+def index_words(spec: ModelSpec, tokens: int, shape: StateShape) -> int:
+    """Words of what says where each row of a micro-batch stands; layers with a window have blocks of their own."""
+    return 3 * tokens + (2 if spec.config.window else 1) * kv_blocks(shape.context, shape.sequences)
 
 
 def logit_rows(tokens: int, sequences: int) -> int:

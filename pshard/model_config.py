@@ -110,6 +110,11 @@ class ModelConfig:
     experts: Experts | None = None
     latent: Latent | None = None
 
+    @property
+    def window(self) -> int:
+        """Tokens that layers with a window see; 0 where no layer sees fewer than the context has."""
+        return self.sliding_window if 0 < self.sliding_window < self.context else 0
+
     def resize(self, sizes: Mapping[str, int]) -> "ModelConfig":
         """The same with other numbers, by the names of fields here or in `experts`."""
         here = {f.name for f in fields(self)}

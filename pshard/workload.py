@@ -77,7 +77,12 @@ class Workload:
     @property
     def state_shape(self) -> StateShape:
         """What sizes the states of its sequences."""
-        return StateShape(self.context, self.sequences, self.type_k, self.type_v)
+        return StateShape(self.context, self.sequences, self.type_k, self.type_v, self.largest)
+
+    @property
+    def largest(self) -> int:
+        """Tokens of the largest micro-batch."""
+        return min(self.max_ubatch, self.context)
 
     @property
     def share(self) -> int:
@@ -89,6 +94,5 @@ class Workload:
 
         A step runs under the smallest tier that covers its tokens.
         """
-        largest = min(self.max_ubatch, self.context)
-        wanted = {1, self.sequences, 16, 128, 512, 1024, 2048, 4096, 8192, 16384, largest}
-        return tuple(sorted(t for t in wanted if t <= largest))
+        wanted = {1, self.sequences, 16, 128, 512, 1024, 2048, 4096, 8192, 16384, self.largest}
+        return tuple(sorted(t for t in wanted if t <= self.largest))

@@ -15,10 +15,11 @@ from pshard.plan import RankPlan, Variant
 from pshard.routing.record import RoutingRecord
 from pshard.runtime.devices.device import Device
 from pshard.runtime.executor import Executor
+from pshard.runtime.memory.kv_blocks import RecentBlocks
 from pshard.runtime.memory.kv_file import KVStore
 from pshard.runtime.sampling import Sampler, Sampling
 from pshard.runtime.sequences import Sequences
-from pshard.units.kv_cells import kv_blocks, longest_sequence
+from pshard.units.kv_cells import kv_blocks, longest_sequence, window_blocks
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Engine:
             longest_sequence(executor.spec.config, context),
             kv_blocks(context, sequences),
             _uncut_states(executor),
+            _recent_blocks(executor),
         )
         self._broken: BaseException | None = None
         self._closed = False
@@ -115,11 +117,15 @@ class Engine:
         return tuple(from_json(MemoryReport, group.broadcast(own, rank)) for rank in range(group.size))
 
     def reset(self, sequence: int | None = None, length: int = 0) -> None:
-        """Forget the tokens after the first `length` of one sequence, or of all.
+        """Forget the tokens after the first `length` of one sequence, or of all. All ranks call it.
+
+        Layers with a window keep their last cells only: where those are gone that the next token sees, what is left of
+        the sequence is computed again.
 
         Raises UserError when there is no such one, or the model keeps a state that cannot be cut back so far.
         """
-        self._sequences.cut_back(sequence, length)
+        if again := self._sequences.cut_back(sequence, length):
+            self.forward([again.get(number, []) for number in range(max(again) + 1)], best_only=True)
 
     def save(self, path: Path, sequence: int = 0) -> None:
         """Write a sequence's KV cache to a file that an engine over any number of ranks can load. All ranks call it.
@@ -127,8 +133,7 @@ class Engine:
         Raises UserError when it cannot be written; then there is no new file.
         """
         self._check_alive()
-        held = self._sequences[sequence]
-        self._store.save(path, held.blocks, held.tokens)
+        self._store.save(path, self._sequences.whole(sequence), self._sequences[sequence].tokens)
 
     def load(self, path: Path, sequence: int = 0) -> tuple[int, ...]:
         """Make a saved KV cache that of a sequence; returns the token ids it stands for. All ranks call it.
@@ -138,13 +143,8 @@ class Engine:
         """
         self._check_alive()
         self.reset(sequence)
-
-        def take(cells: int) -> list[int]:
-            self._sequences.reserve({sequence: cells})
-            return self._sequences[sequence].blocks
-
         try:
-            tokens = self._store.load(path, take)
+            tokens = self._store.load(path, lambda cells: self._sequences.begin(sequence, cells))
         except BaseException:
             self.reset(sequence)
             raise
@@ -274,6 +274,15 @@ def _uncut_states(executor: Executor) -> tuple[str, ...]:
     spec = executor.spec
     laws = ((unit.name, unit.state(spec.config, executor.states)) for unit in spec.units)
     return tuple(name for name, law in laws if law is not None and not law.can_be_cut)
+
+
+def _recent_blocks(executor: Executor) -> RecentBlocks | None:
+    """Blocks of layers with a window, on every rank alike; None where the model has no such layers."""
+    window, shape = executor.spec.config.window, executor.states
+    if not window:
+        return None
+    blocks = window_blocks(window, shape.context, shape.sequences, shape.batch or shape.context)
+    return RecentBlocks(blocks, shape.sequences, window)
 
 
 def _whole_numbers(lists: Sequence[Sequence[int]]) -> list[list[int]]:

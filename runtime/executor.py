@@ -205,7 +205,8 @@ class Executor:
         cells = max(s.past + s.tokens for s in segments)
         bound = min(max(LEAST_CELLS, 1 << (cells - 1).bit_length()), self.states.context)
         spans = in_force.fill_spans(segments)
-        rows = here.rows(segments, cells, spans), there.rows(segments, bound, spans)
+        window = self.spec.config.window
+        rows = here.rows(segments, cells, window, spans), there.rows(segments, bound, window, spans)
         batch = MicroBatch(ids, segments, *rows, (there.memory, here.memory))
         wanted = Logits(self._means, in_force, (here.wanted, there.wanted), len(logit_rows), best_only)
         walk = Walk(self._means, self.residents, in_force, batch, wanted, self._graphs)

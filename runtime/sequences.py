@@ -2,11 +2,11 @@
 cut into micro-batches. No torch."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pshard.errors import UserError
 from pshard.runtime.kernels.api import Segment
-from pshard.runtime.memory.kv_blocks import BlockPool, blocks_of
+from pshard.runtime.memory.kv_blocks import BlockPool, RecentBlocks, blocks_of
 from pshard.units.kv_cells import KV_BLOCK
 
 
@@ -36,13 +36,20 @@ class NewTokens:
 class Sequences:
     """So many texts, each of at most `longest` tokens, over one pool of blocks.
 
-    uncut: units whose state cannot be cut back to an earlier length, by name.
+    uncut: units whose state cannot be cut back to an earlier length, by name. recent: blocks of layers with a window.
     """
 
-    def __init__(self, count: int, longest: int, blocks: int, uncut: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        count: int,
+        longest: int,
+        blocks: int,
+        uncut: Sequence[str] = (),
+        recent: RecentBlocks | None = None,
+    ) -> None:
         self._texts = [TokenSequence(number) for number in range(count)]
         self._longest, self._uncut = longest, tuple(uncut)
-        self._pool = BlockPool(blocks)
+        self._pool, self._recent = BlockPool(blocks), recent
 
     def __getitem__(self, number: int) -> TokenSequence:
         """Raises UserError when there is no such one."""
@@ -55,8 +62,9 @@ class Sequences:
         """Tokens of each sequence."""
         return tuple(text.length for text in self._texts)
 
-    def cut_back(self, number: int | None, length: int) -> None:
-        """Forget what follows the first `length` tokens of one sequence, or of all.
+    def cut_back(self, number: int | None, length: int) -> dict[int, list[int]]:
+        """Forget what follows the first `length` tokens of one sequence, or of all. Those of which a window is lost are
+        empty then: returns the tokens that they are to be given again.
 
         Raises UserError, before anything changes, when there is no such one or a state cannot be cut back so far.
         """
@@ -67,9 +75,13 @@ class Sequences:
                     f"sequence {text.number} cannot be cut back to {length} tokens: the state of {self._uncut[0]} "
                     "keeps only what all of them left; reset it to 0 and give the tokens again"
                 )
+        again = {}
         for text in texts:
             del text.tokens[max(0, length) :]
+            if self._recent and not self._recent.cut_back(text.number, text.length):
+                again[text.number], text.tokens[:] = [*text.tokens], []
             self._pool.resize(text.blocks, text.length)
+        return again
 
     def replace(self, number: int, tokens: Sequence[int]) -> None:
         """Let a sequence, which holds the blocks for them, have these tokens."""
@@ -80,6 +92,28 @@ class Sequences:
         self._check_room(wanted)
         for number, cells in wanted.items():
             self._pool.resize(self._texts[number].blocks, cells)
+
+    def begin(self, number: int, cells: int) -> Segment:
+        """Let an empty sequence hold the blocks for so many cells that it has already; returns where they lie. Raises
+        UserError when the pool has too few."""
+        self.reserve({number: cells})
+        if self._recent:
+            self._recent.begin(number, cells, self.lengths)
+        return self._segment(self._texts[number], 0, 0, cells)
+
+    def whole(self, number: int) -> Segment:
+        """All that a sequence has, as a segment without new tokens."""
+        text = self[number]
+        return self._segment(text, 0, 0, text.length)
+
+    def _segment(self, text: TokenSequence, start: int, tokens: int, past: int) -> Segment:
+        """A segment in the blocks that its sequence has."""
+        blocks = tuple(text.blocks[: blocks_of(past + tokens)])
+        if self._recent is None:
+            return Segment(text.number, start, tokens, past, blocks)
+        return Segment(
+            text.number, start, tokens, past, blocks, self._recent.table(text.number), self._recent.first(text.number)
+        )
 
     def extend(self, segment: Segment, ids: Sequence[int]) -> None:
         """Append a segment's tokens, which stand among those of its micro-batch, to its sequence."""
@@ -93,7 +127,7 @@ class Sequences:
 
     def used(self) -> list[Segment]:
         """What every sequence has, as segments without new tokens."""
-        return [Segment(t.number, 0, 0, t.length, tuple(t.blocks)) for t in self._texts if t.tokens]
+        return [self.whole(t.number) for t in self._texts if t.tokens]
 
     def admit(self, lists: Sequence[Sequence[int]], vocab: int) -> None:
         """Take blocks for new tokens of the first sequences.
@@ -126,6 +160,14 @@ class Sequences:
                 f"{KV_BLOCK} cells; reset one, or plan a larger -c"
             )
 
+    def _new_segment(self, text: TokenSequence, start: int, tokens: int, past: int) -> Segment:
+        """New tokens of a sequence, which takes the blocks that it lacks of layers with a window. Of these the segment
+        means what its tokens see."""
+        if self._recent is None:
+            return self._segment(text, start, tokens, past)
+        self._recent.extend(text.number, past + tokens, self.lengths)
+        return replace(self._segment(text, start, tokens, past), first=self._recent.seen_from(past))
+
     def cut(self, lists: Sequence[Sequence[int]], most: int, all_logits: bool) -> Iterator[NewTokens]:
         """New tokens of the first sequences in micro-batches of at most so many; logits are wanted of all of them, or
         of each sequence's last. What one holds is to be appended before the next is asked for."""
@@ -136,8 +178,7 @@ class Sequences:
             done, past = 0, text.length
             while done < len(new):
                 take = min(len(new) - done, most - len(ids))
-                blocks = tuple(text.blocks[: blocks_of(past + done + take)])
-                segments.append(Segment(text.number, len(ids), take, past + done, blocks))
+                segments.append(self._new_segment(text, len(ids), take, past + done))
                 last = len(new) - done - take == 0
                 rows = range(len(ids), len(ids) + take) if all_logits else [len(ids) + take - 1] if last else []
                 wanted += [(row, text.number) for row in rows]

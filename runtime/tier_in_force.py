@@ -1,7 +1,7 @@
 """A tier while it is in force: its part of the arena, events of the lanes, and views that are made once."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,11 +30,16 @@ class IndexView:
     begin: torch.Tensor
     position: torch.Tensor
     blocks: torch.Tensor
+    recent: torch.Tensor | None
     wanted: torch.Tensor
 
-    def rows(self, segments: tuple[Segment, ...], cells: int, spans: Any = None) -> RowIndex:
-        """The index of segments that was written here."""
-        return RowIndex(self.begin, self.position, self.blocks, segments, cells, spans)
+    def rows(self, segments: tuple[Segment, ...], cells: int, window: int, spans: Any = None) -> RowIndex:
+        """The index of segments that was written here; `window` of the layers that have one."""
+        whole = RowIndex(self.begin, self.position, self.blocks, segments, cells, spans)
+        if self.recent is None:
+            return whole
+        own = tuple(replace(s, blocks=s.recent) for s in segments)
+        return replace(whole, recent=replace(whole, blocks=self.recent, segments=own, window=window))
 
 
 @dataclass(frozen=True)
@@ -89,9 +94,10 @@ class TierInForce:
         if shape not in self.indexes:
             memory, most = self.side.space.tensors["index"], self.side.space.tokens
             both = on_host[: memory.numel()], memory  # all in one copy
-            self.indexes[shape] = _view_index(both[0], most, *shape), _view_index(both[1], most, *shape)
+            tables = 2 if self.side.config.window else 1
+            self.indexes[shape] = _view_index(both[0], most, tables, *shape), _view_index(both[1], most, tables, *shape)
         here, there = self.indexes[shape]
-        fill_rows(segments, here.begin, here.position, here.blocks)
+        fill_rows(segments, here.begin, here.position, here.blocks, here.recent)
         here.wanted.numpy()[:] = wanted
         return here, there
 
@@ -104,10 +110,14 @@ class TierInForce:
         return self.spans[n]
 
 
-def _view_index(memory: torch.Tensor, most: int, tokens: int, wanted: int) -> IndexView:
-    """The parts for so many tokens and logit rows of memory that has room for `most` tokens."""
+def _view_index(memory: torch.Tensor, most: int, tables: int, tokens: int, wanted: int) -> IndexView:
+    """The parts for so many tokens and logit rows of memory that has room for `most` tokens and so many tables of
+    blocks (see `index_words`)."""
     begin, position = memory[:tokens], memory[most : most + tokens]
-    return IndexView(memory, begin, position, memory[3 * most :], memory[2 * most : 2 * most + wanted])
+    blocks, *recent = memory[3 * most :].chunk(tables)
+    return IndexView(
+        memory, begin, position, blocks, recent[0] if recent else None, memory[2 * most : 2 * most + wanted]
+    )
 
 
 @dataclass(frozen=True)

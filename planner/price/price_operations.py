@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from pshard.batch_sizes import SMALL_BATCH
-from pshard.planner.price.profile_tables import Tables
+from pshard.planner.price.profile_tables import Tables, count_pairs
 from pshard.planner.price.tier_loads import TierLoad
 from pshard.quant import QUANT_TYPES
 from pshard.routing.expert_uses import Uses, chosen_share, used_experts
@@ -159,12 +159,16 @@ def _saved_by_one_launch(by: OneSide, matrices: tuple[TensorSpec, ...]) -> float
 
 
 def _attention(by: OneSide, heads: Attend) -> float:
-    """Attention of all sequences of the micro-batch."""
-    load = by.load
+    """Attention of all sequences of the micro-batch; with a window over the cells that it sees. Tokens of a prompt are
+    attended in tiles, which see half a window more than each of them."""
+    load, window = by.load, heads.window
     if load.is_decode:
-        return by.tables.decode_attention(by.side, heads, by.kv_type, load.sequences, load.past + 1)
+        context = min(load.past + 1, window) if window else load.past + 1
+        return by.tables.decode_attention(by.side, heads, by.kv_type, load.sequences, context)
     each = -(-load.tokens // load.sequences)
-    return load.sequences * by.tables.attention(by.side, heads, by.kv_type, each, load.past + each)
+    context = min(load.past, window - 1) + each if window else load.past + each
+    seconds = load.sequences * by.tables.attention(by.side, heads, by.kv_type, each, context)
+    return seconds * min(1.0, 1.5 * window * each / count_pairs(each, context)) if window else seconds
 
 
 def _attend_latent(by: OneSide, latent: AttendLatent) -> float:

@@ -128,10 +128,11 @@ class Tables:
         scale = (small if tokens <= SMALL_BATCH else large) * heads.head_dim / near[2]
         # between timed token counts: seconds per pair of new token and cell, at this context
         rates = _curve(
-            (t, interpolate(curve, max(context, t)) / _pairs(t, max(context, t))) for t, curve in timed[near].items()
+            (t, interpolate(curve, max(context, t)) / count_pairs(t, max(context, t)))
+            for t, curve in timed[near].items()
         )
         at = min(max(tokens, rates[0][0]), rates[-1][0])
-        return scale * _pairs(tokens, context) * interpolate(rates, at)
+        return scale * count_pairs(tokens, context) * interpolate(rates, at)
 
     def decode_attention(self, device: str, heads: Attend, kv_type: str, sequences: int, context: int) -> float:
         """Seconds of attention of one new token of each of `sequences` sequences over `context` cells each.
@@ -277,7 +278,7 @@ def _nearest_heads(timed: Iterable[tuple[int, int, int]], heads: Attend) -> tupl
     return min(timed, key=lambda h: (abs(log(h[0] * h[2] / work)) + abs(log(h[1] * h[2] / read)), h))
 
 
-def _pairs(tokens: int, context: int) -> float:
+def count_pairs(tokens: int, context: int) -> float:
     """Pairs of a new token and a cell that it attends to (causal), `context` cells in all."""
     return tokens * max(0, context - tokens) + tokens * (tokens + 1) / 2
 

@@ -100,8 +100,10 @@ class _Flow:
             case Rotate():
                 for norm in operation.norms:
                     self.head_norm(norm.role)
-            case Attend():
+            case Attend(sinks=sinks):
                 q, k, v = values
+                if sinks:
+                    self.cut_with_heads(sinks.role, q)
                 return (self.attend(q, k, v),)
             case Route():
                 for tensor in (operation.router, *operation.biases):
@@ -202,6 +204,13 @@ class _Flow:
             each = {sum(h // group == g for h in heads) for g in range(k0 // d, k1 // d)}
             self.expect(len(each) <= 1, role, f"on rank {rank} has KV heads with unequal numbers of q heads")
         return q
+
+    def cut_with_heads(self, role: str, q: Spread) -> None:
+        """One number of each q head, on the head's rank."""
+        cut, d = self.cut(role), self.spec.config.head_dim
+        of_heads = tuple((start // d, stop // d) for start, stop in q.ranges)
+        here = cut.axis == "none" if q == MIRRORED else (cut.axis, cut.ranges) == ("rows", of_heads)
+        self.expect(here, role, "is not cut where the heads are")
 
     def summed(self, out: Spread, matrix: TensorSpec) -> None:
         """The all-reduce after the unit: only a partial result may be summed."""

@@ -15,7 +15,8 @@ from pshard.cuts.check_cut import Range, TensorCut, UnitCut, check_cut
 from pshard.errors import UserError
 from pshard.model import ModelSpec
 from pshard.tensor import TensorSpec
-from pshard.units.unit import Cut, Unit
+from pshard.units.kinds import kinds_by_flag
+from pshard.units.unit import Cut, Unit, UnitKind
 from pshard.workload import Limits
 
 
@@ -34,7 +35,7 @@ def cut_units(spec: ModelSpec, shares: Sequence[float], limits: Limits = ()) -> 
 
 @lru_cache(maxsize=8)  # each rank's slice is made from the cut of all
 def _cut_units(spec: ModelSpec, shares: tuple[float, ...], limits: Limits) -> tuple[UnitCut, ...]:
-    ratios = {unit.kind: limit_shares(shares, dict(limits).get(unit.kind.name, len(shares))) for unit in spec.units}
+    ratios = {unit.kind: limit_shares(shares, _most_ranks(unit.kind, limits, len(shares))) for unit in spec.units}
     owed = {unit.kind: [0.0] * len(shares) for unit in spec.units}
     cuts = []
     alike: dict[tuple, tuple[TensorCut, ...]] = {}  # units that are alike and cut alike are checked once
@@ -55,6 +56,12 @@ def _cut_units(spec: ModelSpec, shares: tuple[float, ...], limits: Limits) -> tu
             alike[unit.likeness, ranges] = tensors
         cuts.append(UnitCut(unit.name, alike[unit.likeness, ranges]))
     return tuple(cuts)
+
+
+def _most_ranks(kind: UnitKind, limits: Limits, ranks: int) -> int:
+    """A limit holds for all kinds that users call by one name."""
+    named = kinds_by_flag().get(kind.cut.flag, kind) if kind.cut else kind
+    return dict(limits).get(named.name, ranks)
 
 
 def _find_cut(spec: ModelSpec, unit: Unit) -> Cut:
@@ -182,6 +189,6 @@ def _cut_tensor(spec: ModelSpec, unit: Unit, tensor: TensorSpec, ranges: tuple[R
     if which == "kv":  # the KV heads that the range of q heads needs
         group = spec.config.n_heads // spec.config.n_kv_heads
         ranges = tuple((a // group, -(-b // group)) if a < b else (a // group,) * 2 for a, b in ranges)
-    width = cut.width(spec.config)
+    width = 1 if which == "each" else cut.width(spec.config)
     ranges = tuple((a * width, b * width) for a, b in ranges)
     return TensorCut(tensor.role, axis, ranges, cut.stacks(spec.config) if axis == "rows" else 1)

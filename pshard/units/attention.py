@@ -1,5 +1,9 @@
-"""Rotary grouped-query attention: norm, q, k and v, rotation, attention over the KV cache, output, residual."""
+"""Rotary grouped-query attention: norm, q, k and v, rotation, attention over the KV cache, output, residual.
 
+Two kinds: attention over all cells of a sequence, and over the last `ModelConfig.sliding_window` ones.
+"""
+
+from dataclasses import replace
 from math import lcm
 
 from pshard.batch_sizes import SMALL_BATCH
@@ -15,6 +19,7 @@ from pshard.units.unit import Cut, Tensors, UnitKind
 NORM, OUT, OUT_BIAS = "attn_norm.weight", "attn_output.weight", "attn_output.bias"
 QKV, QKV_BIASES = (tuple(f"attn_{part}.{what}" for part in "qkv") for what in ("weight", "bias"))
 HEAD_NORMS = ("attn_q_norm.weight", "attn_k_norm.weight")
+SINKS = "attn_sinks.weight"  # a logit of each head, which takes part in the softmax and gives nothing
 ATTENTION_PIECES = 64  # most pieces that one decode attention is cut into along the context
 DECODE_PROGRAMS = 1024  # a decode attention is cut until about this many programs run
 
@@ -30,14 +35,14 @@ def count_heads(tensors: Tensors, config: ModelConfig) -> tuple[int, int]:
     return q // config.head_dim, k // config.head_dim
 
 
-def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
+def _operations(tensors: Tensors, config: ModelConfig, window: int = 0) -> tuple[Operation, ...]:
     heads = *count_heads(tensors, config), config.head_dim
     norms = tuple(tensors[role] for role in HEAD_NORMS if role in tensors)
     return (
         Norm(tensors.get(NORM), config.d_model),
         ProductGroup(tuple(tensors[role] for role in QKV), tuple(tensors.get(role) for role in QKV_BIASES)),
         Rotate(*heads, norms, config.qk_norm),
-        Attend(*heads),
+        Attend(*heads, window, tensors.get(SINKS)),
         Product(tensors[OUT], tensors.get(OUT_BIAS), adds=True),
     )
 
@@ -46,9 +51,9 @@ def _widths(tensors: Tensors, config: ModelConfig) -> dict[str, int]:
     return dict(zip(("n_heads", "n_kv_heads"), count_heads(tensors, config)))
 
 
-def _state(config: ModelConfig, shape: StateShape) -> CellState:
+def _state(config: ModelConfig, shape: StateShape, window: int = 0) -> CellState:
     """Every layer's cells are as wide as the widest layer's of this rank."""
-    return CellState(config.n_kv_heads * config.head_dim, shape.type_k, shape.type_v)
+    return CellState(config.n_kv_heads * config.head_dim, shape.type_k, shape.type_v, window)
 
 
 def _scratch(config: ModelConfig, tokens: int, shape: StateShape) -> tuple[Buffer, ...]:
@@ -85,6 +90,7 @@ ATTENTION = UnitKind(
             _V: ("rows", "kv"),
             "attn_v.bias": ("rows", "kv"),
             **dict.fromkeys(HEAD_NORMS, ("none", "all")),
+            SINKS: ("rows", "each"),
             OUT: ("cols", "cut"),
             OUT_BIAS: ("rows", "first"),
         },
@@ -103,4 +109,11 @@ ATTENTION = UnitKind(
     contends="state",
     phase=0.35,
     lock_order=1,
+)
+
+WINDOWED_ATTENTION = replace(
+    ATTENTION,
+    name="windowed attention",
+    operations=lambda tensors, config: _operations(tensors, config, config.window),
+    state=lambda config, shape: _state(config, shape, config.window),
 )

@@ -1,6 +1,6 @@
 """The kinds of units that models are made of. A new one is one more file beside this, and one more name here."""
 
-from pshard.units.attention import ATTENTION
+from pshard.units.attention import ATTENTION, WINDOWED_ATTENTION
 from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
 from pshard.units.latent.latent_attention import LATENT_ATTENTION
@@ -11,10 +11,17 @@ from pshard.units.output import OUTPUT
 from pshard.units.unit import UnitKind, UnitKinds
 
 KINDS = UnitKinds()
-for _kind in (EMBEDDING, ATTENTION, LATENT_ATTENTION, FFN, ROUTER, SHARED_EXPERTS, EXPERTS, OUTPUT):
+for _kind in (
+    EMBEDDING, ATTENTION, WINDOWED_ATTENTION, LATENT_ATTENTION, FFN, ROUTER, SHARED_EXPERTS, EXPERTS, OUTPUT,
+):  # fmt: skip
     KINDS.add(_kind)
 
 
 def kinds_by_flag() -> dict[str, UnitKind]:
-    """Kinds whose number of ranks can be limited, by what users call them."""
-    return {kind.cut.flag: kind for kind in KINDS if kind.cut and kind.cut.flag}
+    """Kinds whose number of ranks can be limited, by what users call them; of several under one name the first, which
+    stands for all of them."""
+    found: dict[str, UnitKind] = {}
+    for kind in KINDS:
+        if kind.cut and kind.cut.flag:
+            found.setdefault(kind.cut.flag, kind)
+    return found

@@ -18,6 +18,19 @@ def kv_blocks(context: int, sequences: int) -> int:
     return sequences * -(-context // (sequences * KV_BLOCK))
 
 
+def window_start(past: int, window: int) -> int:
+    """The first cell of the block where what a token after `past` others sees begins, by its window (0: all)."""
+    return max(0, past + 1 - window) // KV_BLOCK * KV_BLOCK if window else 0
+
+
+def window_blocks(window: int, context: int, sequences: int, batch: int) -> int:
+    """Blocks of a layer whose tokens see `window` cells: what all sequences see, and a micro-batch of `batch` tokens
+    more, each sequence's part of both in whole blocks; never more than `kv_blocks`."""
+    # n new tokens of a sequence see window - 1 + n cells, which lie in (window - 3 + n) // KV_BLOCK + 2 blocks at most
+    each = (window - 3) // KV_BLOCK + 3
+    return min(sequences * each + batch // KV_BLOCK, kv_blocks(context, sequences))
+
+
 def longest_sequence(config: ModelConfig, context: int) -> int:
     """Cells that one sequence may have in a KV cache of `context` cells."""
     return min(context, config.context or context)

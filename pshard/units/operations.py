@@ -76,11 +76,14 @@ class Rotate:
 
 @dataclass(frozen=True)
 class Attend:
-    """Attention of the new tokens over the cells of their sequences."""
+    """Attention of the new tokens over the cells of their sequences: over the last `window` of them, the token's own
+    among these (0: all), with a sink of every head beside them where there are some."""
 
     n_heads: int
     n_kv_heads: int
     head_dim: int
+    window: int = 0
+    sinks: TensorSpec | None = None
 
     @property
     def heads(self) -> tuple[int, int, int]:

@@ -9,17 +9,19 @@ from functools import cached_property
 from typing import ClassVar, Protocol
 
 from pshard.quant import BUFFER_ALIGN, align
-from pshard.units.kv_cells import KV_BLOCK, kv_blocks, kv_nbytes
+from pshard.units.kv_cells import KV_BLOCK, kv_blocks, kv_nbytes, window_blocks, window_start
 
 
 @dataclass(frozen=True)
 class StateShape:
-    """What sizes states: cells of context that so many sequences share, and the types of keys and values."""
+    """What sizes states: cells of context that so many sequences share, the types of keys and values, and the most
+    tokens of a micro-batch (0: as many as the context)."""
 
     context: int
     sequences: int
     type_k: str
     type_v: str
+    batch: int = 0
 
 
 class State(Protocol):
@@ -43,11 +45,13 @@ class State(Protocol):
 
 @dataclass(frozen=True)
 class CellState:
-    """A KV cache: one cell of `width` keys and `width` values a token, in blocks that the sequences share."""
+    """A KV cache: one cell of `width` keys and `width` values a token, in blocks that the sequences share. With a
+    `window` a token sees the last so many cells; those that no further token sees are kept while there is room."""
 
     width: int
     type_k: str
     type_v: str
+    window: int = 0
     grows: ClassVar[bool] = True
     can_be_cut: ClassVar[bool] = True
 
@@ -56,12 +60,22 @@ class CellState:
         """Bytes of one token's cell."""
         return kv_nbytes(self.type_k, self.width) + kv_nbytes(self.type_v, self.width)
 
+    def blocks(self, shape: StateShape) -> int:
+        """Blocks of the layer: whole ones for every sequence's share, or for the windows."""
+        if self.window:
+            return window_blocks(self.window, shape.context, shape.sequences, shape.batch or shape.context)
+        return kv_blocks(shape.context, shape.sequences)
+
     def nbytes(self, shape: StateShape) -> int:
-        """Whole blocks for every sequence's share; keys, then values, which begin where vectors may."""
-        cells = kv_blocks(shape.context, shape.sequences) * KV_BLOCK
+        """Keys, then values, which begin where vectors may."""
+        cells = self.blocks(shape) * KV_BLOCK
         return sum(align(cells * kv_nbytes(kind, self.width), BUFFER_ALIGN) for kind in (self.type_k, self.type_v))
 
     def fetched(self, past: int, sequences: int) -> int:
+        """With a window what is seen of all, by the mean length."""
+        if self.window:
+            each = past // max(1, sequences)
+            past = sequences * (each - min(each, window_start(each, self.window)))
         return past * self.cell
 
     def written(self, tokens: int, sequences: int) -> int:

@@ -38,9 +38,10 @@ class Cut:
     """How ranks share a unit. Its one cut is a range of `length` things, and every tensor's range follows from it.
 
     rules: role -> (axis, which ranges): axis "none", "rows" or "cols"; which "cut", "kv" (of the KV heads that belong
-    to the q heads), "all", or "first" (whole, on the first rank that works). bounds: those of each rank's range nearest
-    to the ranks' targets (None: the rank holds nothing). width: elements of one thing along a tensor's axis. stacks: of
-    a tensor that is cut by rows, so many equal parts stand below each other, each of which is cut so.
+    to the q heads), "each" (one element of every thing), "all", or "first" (whole, on the first rank that works).
+    bounds: those of each rank's range nearest to the ranks' targets (None: the rank holds nothing). width: elements of
+    one thing along a tensor's axis. stacks: of a tensor that is cut by rows, so many equal parts stand below each
+    other, each of which is cut so.
     """
 
     rules: Mapping[str, tuple[str, str]]

@@ -58,7 +58,9 @@ class Routes:
 class Segment:
     """Consecutive rows of a micro-batch that belong to one sequence: new tokens `start:start+tokens` after `past`.
 
-    `blocks` are those that its cells lie in, old and new ones, in order: see LayerKV.
+    `blocks` are those that its cells lie in, old and new ones, in order: see LayerKV. `recent`: those of layers with a
+    window, of the same cells, or () without such layers; `first`: the first cell there that is meant, whose block is
+    whole. Blocks before it are nobody's and stand as 0.
     """
 
     sequence: int
@@ -66,6 +68,8 @@ class Segment:
     tokens: int
     past: int
     blocks: tuple[int, ...]
+    recent: tuple[int, ...] = ()
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,9 @@ class RowIndex:
     begin [M]: where those of the row's sequence begin in `blocks`. `cells` is the largest context of any row (past +
     new), an int for choosing launch sizes. spans: of the host's index, what `row_index.list_spans` says of the segments
     in memory that stays where it is (int64, a ctypes array); None where kernels are to make it.
+
+    window: a row sees so many cells at most, the last of which is its own; 0: all. recent: the index of the layers that
+    have a window; None where the model has no such.
     """
 
     begin: torch.Tensor
@@ -84,6 +91,8 @@ class RowIndex:
     segments: tuple[Segment, ...]
     cells: int
     spans: Any = None
+    window: int = 0
+    recent: "RowIndex | None" = None
 
     @property
     def tokens(self) -> int:
@@ -227,11 +236,13 @@ class Kernels(Protocol):
         scale: float,
         out: torch.Tensor,
         partial: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """Causal attention with grouped KV heads: the q part of qkv against the cells 0..position of the row's
-        sequence.
+        sequence, with `rows.window` against the last so many of them.
 
-        out [M, H d] act_dtype. `partial`: float32 scratch of M H (d + 2) decode_pieces for M <= SMALL_BATCH.
+        out [M, H d] act_dtype. sinks: float32 [H], a logit of each head, not scaled, that takes part in the softmax and
+        has no value. `partial`: float32 scratch of M H (d + 2) decode_pieces for M <= SMALL_BATCH.
         """
         ...
 

@@ -9,7 +9,9 @@ from pshard.runtime.kernels.kv_codec import decode_cells, encode_cells, gather_c
 from pshard.runtime.kernels.plain_experts import add_experts, choose_experts
 from pshard.runtime.kernels.plain_latent import PlainLatent
 from pshard.runtime.kernels.plain_rows import head_norm, rotate
+from pshard.runtime.kernels.plain_windows import attend_seen
 from pshard.runtime.kernels.unpack import unpack
+from pshard.units.kv_cells import window_start
 
 
 class PlainKernels(PlainLatent):
@@ -116,19 +118,25 @@ class PlainKernels(PlainLatent):
         scale: float,
         out: torch.Tensor,
         partial: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         n_heads, n_kv, dim = heads
         for s in rows.segments:
             cells = s.past + s.tokens
             q = qkv[s.start : s.start + s.tokens, : n_heads * dim].unflatten(1, (n_heads, dim)).transpose(0, 1)
+            first = window_start(s.past, rows.window)
+            held = s.blocks[first // kv.k.shape[1] :]
             k, v = (
-                decode_cells(gather_cells(cache, s.blocks, cells), dim)
+                decode_cells(gather_cells(cache, held, cells - first), dim)
                 .transpose(0, 1)
                 .repeat_interleave(n_heads // n_kv, 0)
                 for cache in (kv.k, kv.v)
             )
-            seen = torch.arange(cells, device=q.device) <= torch.arange(s.past, cells, device=q.device)[:, None]
-            mixed = F.scaled_dot_product_attention(q.float(), k, v, attn_mask=seen, scale=scale)
+            if sinks is None and not rows.window:
+                seen = torch.arange(cells, device=q.device) <= torch.arange(s.past, cells, device=q.device)[:, None]
+                mixed = F.scaled_dot_product_attention(q.float(), k, v, attn_mask=seen, scale=scale)
+            else:
+                mixed = attend_seen(q.float() * scale, k, v, s.past - first, rows.window, sinks)
             out[s.start : s.start + s.tokens] = mixed.transpose(0, 1).flatten(1).to(out.dtype)
 
 

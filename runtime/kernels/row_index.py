@@ -7,9 +7,15 @@ import torch
 from pshard.runtime.kernels.api import RowIndex, Segment
 
 
-def fill_rows(segments: Sequence[Segment], begin: torch.Tensor, position: torch.Tensor, blocks: torch.Tensor) -> None:
+def fill_rows(
+    segments: Sequence[Segment],
+    begin: torch.Tensor,
+    position: torch.Tensor,
+    blocks: torch.Tensor,
+    recent: torch.Tensor | None = None,
+) -> None:
     """Write what `RowIndex` says of the segments, which lie one after the other: int32 tensors on the host, begin and
-    position [M], blocks at least as long as theirs together."""
+    position [M], blocks at least as long as theirs together, and so are those of layers with a window."""
     begins: list[int] = []
     positions: list[int] = []
     numbers: list[int] = []
@@ -19,6 +25,8 @@ def fill_rows(segments: Sequence[Segment], begin: torch.Tensor, position: torch.
         numbers += s.blocks
     for tensor, values in ((begin, begins), (position, positions), (blocks, numbers)):
         tensor.numpy()[: len(values)] = values
+    if recent is not None:
+        recent.numpy()[: len(numbers)] = [number for s in segments for number in s.recent]
 
 
 def list_spans(segments: Sequence[Segment]) -> list[tuple[int, int, int, int]]:

@@ -17,9 +17,10 @@ JOIN_BYTES = 512 << 10  # what the link moves while one more copy is issued (10 
 KV_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "q8_0": torch.int8}
 
 
-def view_layer(memory: torch.Tensor, n_kv_heads: int, head_dim: int, shape: StateShape) -> LayerKV:
+def view_layer(memory: torch.Tensor, n_kv_heads: int, head_dim: int, shape: StateShape, window: int = 0) -> LayerKV:
     """k and v as views of uint8 memory, as long as CellState says: LayerKV's tensors."""
-    views, at, blocks = [], 0, kv_blocks(shape.context, shape.sequences)
+    law = CellState(n_kv_heads * head_dim, shape.type_k, shape.type_v, window)
+    views, at, blocks = [], 0, law.blocks(shape)
     for kind in (shape.type_k, shape.type_v):
         cell = kv_nbytes(kind, n_kv_heads * head_dim)
         nbytes = blocks * KV_BLOCK * cell
@@ -44,15 +45,15 @@ def cell_nbytes(spec: ModelSpec, shape: StateShape) -> int:
 
 
 def read_cells(kv: LayerKV | torch.Tensor, blocks: Sequence[int], cells: int) -> dict[str, torch.Tensor]:
-    """A copy on the host of a sequence's first cells in a layer: "k" and "v", each [cells, ...] as in LayerKV. Latents
-    are keys, and values of no number."""
+    """A copy on the host of the first cells in these blocks of a layer: "k" and "v", [cells, ...] as in LayerKV.
+    Latents are keys, and values of no number."""
     if isinstance(kv, torch.Tensor):
         return {"k": gather_cells(kv, blocks, cells).to("cpu", copy=True), "v": torch.empty(cells, 1, 0)}
     return {what: gather_cells(c, blocks, cells).to("cpu", copy=True) for what, c in (("k", kv.k), ("v", kv.v))}
 
 
 def write_cells(kv: LayerKV | torch.Tensor, blocks: Sequence[int], cells: dict[str, torch.Tensor]) -> None:
-    """Fill a sequence's first cells in a layer with what `read_cells` gave."""
+    """Fill the first cells in these blocks of a layer with what `read_cells` gave."""
     caches = ((kv, "k"),) if isinstance(kv, torch.Tensor) else ((kv.k, "k"), (kv.v, "v"))
     for cache, values in ((cache, cells[what]) for cache, what in caches):
         done = 0

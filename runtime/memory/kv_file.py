@@ -7,7 +7,8 @@ The file holds cells by what they mean, not by where they lay (version 1, little
     u32 CRC-32 of every block
     blocks: for every layer K then V, for every KV head: [cells, head_dim] numbers of type_k or type_v; of q8_0 for each
         cell the head's codes (int8) and then its scales (f16, one for 32 codes). Latents are the K of one head, whose V
-        has no number
+        has no number. Of a layer with a window the last cells only: from the block of KV_BLOCK cells on where what the
+        next token sees begins
 
 Every rank writes and reads the heads it holds, at their place; a head that several ranks hold is the lowest one's to
 write. The ranks must see the same file.
@@ -32,12 +33,13 @@ from pshard.errors import UserError
 from pshard.jsonio import check_regular, to_json
 from pshard.model import ModelSpec
 from pshard.runtime.executor import Executor
+from pshard.runtime.kernels.api import Segment
 from pshard.runtime.kernels.kv_codec import put_head, take_head
 from pshard.runtime.memory.kv_cache import read_cells, write_cells
 from pshard.runtime.memory.weights import WeightSource
 from pshard.runtime.ranks.group import Group
 from pshard.units.attention import QKV
-from pshard.units.kv_cells import kv_nbytes, longest_sequence
+from pshard.units.kv_cells import KV_BLOCK, kv_nbytes, longest_sequence, window_start
 from pshard.units.latent.latent_attention import KV_A
 from pshard.units.state import CellState, LatentState, StateShape
 
@@ -77,9 +79,13 @@ class KVStore:
         """source: the whole model; held: what of it every rank has (pshard.cuts.rank_parts.split_ranges)."""
         self._source, self._kv, self._executor, self._group = source, kv, executor, group
         self._blocks = tuple(_blocks_of(source.spec, kv, held, group.rank))
+        laws = (unit.state(source.spec.config, kv) for unit in source.spec.units)
+        caches = (law for law in laws if isinstance(law, CellState | LatentState))
+        self._windows = tuple(law.window if isinstance(law, CellState) else 0 for law in caches)  # of every layer
 
-    def save(self, path: Path, held: Sequence[int], tokens: Sequence[int]) -> None:
-        """Write the first len(tokens) cells of the sequence with these blocks; the file is there whole or not at all.
+    def save(self, path: Path, held: Segment, tokens: Sequence[int]) -> None:
+        """Write the cells of a sequence with these tokens, which lie where `held` says; the file is there whole or not
+        at all.
 
         Raises UserError.
         """
@@ -115,8 +121,8 @@ class KVStore:
         if problem := self._group.broadcast(problem):
             raise UserError(f"cannot write the KV cache to {path}: {problem}")
 
-    def load(self, path: Path, take: Callable[[int], Sequence[int]]) -> tuple[int, ...]:
-        """Fill cells from a file, in the blocks that `take` gives for so many; returns their token ids.
+    def load(self, path: Path, take: Callable[[int], Segment]) -> tuple[int, ...]:
+        """Fill cells from a file, where `take` says that so many lie; returns their token ids.
 
         Raises UserError: not such a file, damaged, of another model or KV type, longer than the context, not the same
         on all ranks; or as `take`.
@@ -171,28 +177,33 @@ class KVStore:
         """(offset of the first block, bytes of the file)."""
         config = self._source.spec.config
         start = _FIXED.size + len(header) + 8 * config.n_layers * config.n_kv_heads
-        sizes = sum(self._block_bytes(what, cells) for what in "kv")
-        return start, start + config.n_layers * config.n_kv_heads * sizes
+        return start, start + sum(self._layer_bytes(layer, cells) for layer in range(config.n_layers))
 
-    def _block_bytes(self, what: str, cells: int) -> int:
+    def _layer_bytes(self, layer: int, cells: int) -> int:
+        heads = self._source.spec.config.n_kv_heads
+        return heads * sum(self._block_bytes(layer, what, cells) for what in "kv")
+
+    def _block_bytes(self, layer: int, what: str, cells: int) -> int:
         if what == "v" and self._source.spec.config.latent:
             return 0  # a latent is both
         kind = self._kv.type_k if what == "k" else self._kv.type_v
-        return cells * kv_nbytes(kind, self._source.spec.config.head_dim)
+        there = cells - min(cells, window_start(cells, self._windows[layer]))
+        return there * kv_nbytes(kind, self._source.spec.config.head_dim)
 
     def _offset(self, block: HeadCells, cells: int, start: int) -> int:
         heads = self._source.spec.config.n_kv_heads
         layer, rest = divmod(block.number, 2 * heads)
-        k, v = self._block_bytes("k", cells), self._block_bytes("v", cells)
-        return start + layer * heads * (k + v) + (rest * k if rest < heads else heads * k + (rest - heads) * v)
+        k, v = (self._block_bytes(layer, what, cells) for what in "kv")
+        before = sum(self._layer_bytes(i, cells) for i in range(layer))
+        return start + before + (rest * k if rest < heads else heads * k + (rest - heads) * v)
 
-    def _write_blocks(self, path: Path, held: Sequence[int], tokens: Sequence[int]) -> list[tuple[int, int]]:
+    def _write_blocks(self, path: Path, held: Segment, tokens: Sequence[int]) -> list[tuple[int, int]]:
         """Write this rank's blocks; returns (number, CRC) of each."""
         cells, sums, dim = len(tokens), [], self._source.spec.config.head_dim
         start, _ = self._places(cells, self._header(tokens))
         with open(path, "r+b") as file:
             for unit, heads in self._by_unit().items():
-                memory = self._read_cells(unit, held, cells)
+                memory = self._read_cells(unit, held)
                 for block in (b for b in heads if b.written):
                     raw = take_head(memory[block.what], block.head, dim).view(torch.uint8).numpy().tobytes()
                     file.seek(self._offset(block, cells, start))
@@ -215,7 +226,7 @@ class KVStore:
             return str(error.strerror)
         return None
 
-    def _read(self, path: Path, take: Callable[[int], Sequence[int]]) -> tuple[int, ...]:
+    def _read(self, path: Path, take: Callable[[int], Segment]) -> tuple[int, ...]:
         with open(path, "rb") as file:
             header, fields = _read_header(path, file)
             wanted = json.loads(self._header(()))
@@ -234,22 +245,31 @@ class KVStore:
             sums = struct.unpack(f"<{blocks}I", file.read(4 * blocks))
             held = take(len(tokens))
             for unit, heads in self._by_unit().items():
-                memory = self._read_cells(unit, held, len(tokens))
+                memory = self._read_cells(unit, held)
                 for block in heads:
                     file.seek(self._offset(block, len(tokens), start))
-                    raw = bytearray(file.read(self._block_bytes(block.what, len(tokens))))
+                    layer = block.number // (2 * fields["kv_heads"])
+                    raw = bytearray(file.read(self._block_bytes(layer, block.what, len(tokens))))
                     if zlib.crc32(raw) != sums[block.number]:
                         raise UserError(f"the KV cache {path} is damaged (layer of {unit}): remove it")
                     if raw:
                         values = torch.frombuffer(raw, dtype=torch.uint8).view(memory[block.what].dtype)
                         put_head(memory[block.what], block.head, fields["head_dim"], values)
-                write_cells(self._executor.residents.state_now(unit), held, memory)
+                write_cells(self._executor.residents.state_now(unit), self._place(unit, held)[0], memory)
                 self._executor.device.synchronize()
         return tokens
 
-    def _read_cells(self, unit: str, held: Sequence[int], cells: int) -> dict[str, torch.Tensor]:
+    def _read_cells(self, unit: str, held: Segment) -> dict[str, torch.Tensor]:
         self._executor.device.synchronize()
-        return read_cells(self._executor.residents.state_now(unit), held, cells)
+        return read_cells(self._executor.residents.state_now(unit), *self._place(unit, held))
+
+    def _place(self, unit: str, held: Segment) -> tuple[tuple[int, ...], int]:
+        """The blocks of those cells of a sequence that the file has of a layer, and how many cells they are."""
+        law = self._source.spec.unit(unit).state(self._source.spec.config, self._kv)
+        if not isinstance(law, CellState) or not law.window:
+            return held.blocks, held.past
+        start = min(held.past, window_start(held.past, law.window))
+        return held.recent[start // KV_BLOCK :], held.past - start
 
     def _by_unit(self) -> dict[str, list[HeadCells]]:
         units: dict[str, list[HeadCells]] = {}

@@ -12,7 +12,8 @@ import torch
 from pshard.runtime.kernels.api import Segment
 from pshard.runtime.memory.kv_blocks import pool_spans
 from pshard.runtime.memory.kv_cache import CellRun, find_cell_runs
-from pshard.units.state import State
+from pshard.units.kv_cells import KV_BLOCK
+from pshard.units.state import CellState, State
 
 Copies = tuple[tuple[torch.Tensor, torch.Tensor], ...]  # (to, from)
 Parts = tuple[torch.Tensor, ...]  # of one state; the first dimension counts cells or sequences
@@ -20,20 +21,27 @@ Parts = tuple[torch.Tensor, ...]  # of one state; the first dimension counts cel
 
 @dataclass(frozen=True)
 class Reach:
-    """What of every unit's state is meant: runs of cells of the pool, and runs of sequences."""
+    """What of every unit's state is meant: runs of cells of the pool, and of that of layers with a window, and runs of
+    sequences."""
 
     cells: tuple[CellRun, ...]
+    recent: tuple[CellRun, ...]
     sequences: tuple[CellRun, ...]
 
     def entries(self, law: State) -> tuple[CellRun, ...]:
         """The runs that a state of this law counts in."""
+        if isinstance(law, CellState) and law.window:
+            return self.recent
         return self.cells if law.grows else self.sequences
 
 
 def reach_old(segments: Sequence[Segment], most: int) -> Reach:
     """What the segments' sequences have behind them; `most` as in `find_cell_runs`."""
     spans = [span for s in segments for span in pool_spans(s.blocks, 0, s.past)]
-    return Reach(find_cell_runs(spans, most), _runs_of(s.sequence for s in segments if s.past))
+    recent = [span for s in segments if s.recent for span in pool_spans(s.recent, s.first, s.past)]
+    return Reach(
+        find_cell_runs(spans, most), find_cell_runs(recent, most), _runs_of(s.sequence for s in segments if s.past)
+    )
 
 
 def reach_new(segments: Sequence[Segment], most: int) -> Reach:
@@ -42,7 +50,10 @@ def reach_new(segments: Sequence[Segment], most: int) -> Reach:
     use."""
     spans = [span for s in segments for span in pool_spans(s.blocks, s.past, s.past + s.tokens)]
     ours: Collection[int] = {block for s in segments for block in s.blocks}
-    return Reach(find_cell_runs(spans, most, ours), _runs_of(s.sequence for s in segments))
+    recent = [span for s in segments if s.recent for span in pool_spans(s.recent, s.past, s.past + s.tokens)]
+    seen: Collection[int] = {block for s in segments for block in s.recent[s.first // KV_BLOCK :]}
+    runs = find_cell_runs(spans, most, ours), find_cell_runs(recent, most, seen)
+    return Reach(*runs, _runs_of(s.sequence for s in segments))
 
 
 def _runs_of(sequences: Iterable[int]) -> tuple[CellRun, ...]:

@@ -15,6 +15,7 @@ from pshard.model_config import Experts, ModelConfig
 from pshard.models import ModelFile
 
 Weights = dict[str, np.ndarray]  # by GGUF name, float64; stacks are [experts, rows, cols]
+CLAMP = 7  # what gpt-oss' experts take of gate and up
 
 
 class Traced(NamedTuple):
@@ -123,13 +124,15 @@ def _frequencies(config: ModelConfig) -> tuple[list[float], float]:
     plain = [rope.base ** (-2 * pair / rope.dims) for pair in range(rope.dims // 2)]
     if rope.scaling == "none" and not rope.freq_factors:
         return plain, 1.0
-    if rope.scaling != "yarn" or rope.rounded:
+    if rope.scaling != "yarn":
         raise NotImplementedError(f"the oracle does not scale positions this way ({rope})")
     # pairs that turn beta_fast times and more over the original context stay, those of beta_slow and less slow down
     first, last = (
         rope.dims / 2 * np.log(rope.original_context / (turns * 2 * np.pi)) / np.log(rope.base)
         for turns in (rope.beta_fast, rope.beta_slow)
     )
+    if rope.rounded:
+        first, last = np.floor(first), np.ceil(last)
     first, last = max(first, 0), min(last, rope.dims - 1)
     slow = [min(1, max(0, (pair - first) / (last - first))) for pair in range(rope.dims // 2)]
     blended = [f * (1 - share) + f / rope.factor * share for f, share in zip(plain, slow)]
@@ -160,7 +163,7 @@ def _expert(rule: Experts, own: Weights, number: int, x: np.ndarray) -> np.ndarr
         return _swiglu(x, gate, up, down)
     biases = (own[f"ffn_{role}_exps.bias"].reshape(rule.count, -1) for role in ("gate", "up", "down"))
     of_gate, of_up, of_down = (bias[number] for bias in biases)
-    g, u = np.minimum(gate @ x + of_gate, 7), np.clip(up @ x + of_up, -7, 7)
+    g, u = np.minimum(gate @ x + of_gate, CLAMP), np.clip(up @ x + of_up, -CLAMP, CLAMP)
     return down @ (g * _sigmoid(1.702 * g) * (u + 1)) + of_down
 
 

@@ -19,7 +19,7 @@ from pshard.runtime.blocks import find_block
 from pshard.runtime.blocks.block import Block, Residual, Work, leave, normalise
 from pshard.runtime.memory.weights import UnitWeights
 from pshard.tensor import TensorSpec
-from pshard.units.attention import ATTENTION
+from pshard.units.attention import ATTENTION, WINDOWED_ATTENTION
 from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
 from pshard.units.kinds import KINDS
@@ -32,6 +32,7 @@ from pshard.units.unit import Cut, Tensors, Unit, UnitKind
 
 NORM, OUT = "decay_norm.weight", "decay_out.weight"
 CONTEXT, VOCAB = 256, 320
+WINDOW = 100  # of layers that have one
 
 
 def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
@@ -86,16 +87,20 @@ def know_decay(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class ToyFile:
-    """A model file in memory: float32 weights, no tokenizer. `layers`: the kind of each one's first unit."""
+    """A model file in memory: float32 weights, no tokenizer. `layers`: the kind of each one's first unit: decay,
+    attention, or attention with a window and sinks."""
 
-    def __init__(self, layers: str = "dad", d_model: int = 64, d_ffn: int = 128, seed: int = 0) -> None:
+    def __init__(
+        self, layers: str = "dad", d_model: int = 64, d_ffn: int = 128, seed: int = 0, context: int = CONTEXT
+    ) -> None:
         config = ModelConfig(
             architecture="toy", n_layers=len(layers), d_model=d_model, n_heads=2, n_kv_heads=1, head_dim=32,
-            d_ffn=d_ffn, vocab=VOCAB, norm_eps=1e-6, context=CONTEXT, rope=Rope(32, 1e4, "halves"),
+            d_ffn=d_ffn, vocab=VOCAB, norm_eps=1e-6, context=context, rope=Rope(32, 1e4, "halves"),
+            sliding_window=WINDOW if "w" in layers else 0,
         )  # fmt: skip
         units = [make_unit("embedding", EMBEDDING, -1, {"token_embd.weight": (VOCAB, d_model)})]
         for i, letter in enumerate(layers):
-            lead = _decay(i, d_model) if letter == "d" else _attention(i, d_model)
+            lead = _decay(i, d_model) if letter == "d" else _attention(i, d_model, letter == "w")
             gates = {f"ffn_{part}.weight": (d_ffn, d_model) for part in ("gate", "up")}
             ffn = {"ffn_norm.weight": (d_model,), **gates, "ffn_down.weight": (d_model, d_ffn)}
             units += [lead, make_unit(f"blk.{i}.ffn", FFN, i, ffn)]
@@ -131,8 +136,9 @@ class ToyFile:
             own = {t.role: w[t.name] for t in unit.tensors}
             if unit.kind is DECAY:
                 x = x + _decay_forward(norm(x, own[NORM])) @ own[OUT].T
-            elif unit.kind is ATTENTION:
-                x = x + attention_forward(norm(x, own["attn_norm.weight"]), own, self.spec.config)
+            elif unit.kind in (ATTENTION, WINDOWED_ATTENTION):
+                window = WINDOW if unit.kind is WINDOWED_ATTENTION else len(ids)
+                x = x + attention_forward(norm(x, own["attn_norm.weight"]), own, self.spec.config, window)
             elif unit.kind is FFN:
                 y = norm(x, own["ffn_norm.weight"])
                 gated = torch.nn.functional.silu(y @ own["ffn_gate.weight"].T) * (y @ own["ffn_up.weight"].T)
@@ -152,7 +158,9 @@ def _decay_forward(x: torch.Tensor) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def attention_forward(x: torch.Tensor, own: dict[str, torch.Tensor], config: ModelConfig) -> torch.Tensor:
+def attention_forward(
+    x: torch.Tensor, own: dict[str, torch.Tensor], config: ModelConfig, window: int = 1 << 30
+) -> torch.Tensor:
     n, d = len(x), config.head_dim
     freq = config.rope.base ** (-torch.arange(0, d, 2).double() / d)
     angle = torch.arange(n)[:, None] * freq
@@ -163,8 +171,11 @@ def attention_forward(x: torch.Tensor, own: dict[str, torch.Tensor], config: Mod
 
     q, k, v = ((x @ own[f"attn_{part}.weight"].T).unflatten(1, (-1, d)).transpose(0, 1) for part in "qkv")
     scores = turn(q) @ turn(k).repeat_interleave(config.n_heads // config.n_kv_heads, 0).transpose(1, 2) * d**-0.5
-    scores = scores.masked_fill(torch.ones(n, n).triu(1).bool(), -torch.inf)
-    mixed = scores.softmax(-1) @ v.repeat_interleave(config.n_heads // config.n_kv_heads, 0)
+    ahead = torch.arange(n)[:, None] - torch.arange(n)  # of the key
+    scores = scores.masked_fill((ahead < 0) | (ahead >= window), -torch.inf)
+    sinks = own["attn_sinks.weight"] if "attn_sinks.weight" in own else torch.full((config.n_heads,), -torch.inf)
+    scores = torch.cat((scores, sinks[:, None, None].expand(-1, n, 1)), -1)
+    mixed = scores.softmax(-1)[..., :n] @ v.repeat_interleave(config.n_heads // config.n_kv_heads, 0)
     return mixed.transpose(0, 1).flatten(1) @ own["attn_output.weight"].T
 
 
@@ -177,7 +188,9 @@ def _decay(layer: int, d: int) -> Unit:
     return make_unit(f"blk.{layer}.decay", DECAY, layer, {NORM: (d,), OUT: (d, d)})
 
 
-def _attention(layer: int, d: int) -> Unit:
+def _attention(layer: int, d: int, windowed: bool) -> Unit:
     shapes: dict[str, Any] = {"attn_norm.weight": (d,), "attn_q.weight": (64, d), "attn_k.weight": (32, d)}
     shapes |= {"attn_v.weight": (32, d), "attn_output.weight": (d, 64)}
+    if windowed:
+        return make_unit(f"blk.{layer}.attention", WINDOWED_ATTENTION, layer, shapes | {"attn_sinks.weight": (2,)})
     return make_unit(f"blk.{layer}.attention", ATTENTION, layer, shapes)

@@ -13,6 +13,7 @@ from pshard.model_config import Experts
 from pshard.models import ModelFile, open_model
 from pshard.quant import QUANT_TYPES
 from pshard.runtime.memory.kv_file import fingerprint_model
+from pshard.units.attention import ATTENTION, WINDOWED_ATTENTION
 
 ROUTED = {
     "mixtral": Experts(8, 2, 256),
@@ -268,12 +269,11 @@ def test_experts_that_would_share_records_are_refused(tmp_path: Path) -> None:
         open_model(path)
 
 
-def test_gpt_oss_is_read_and_then_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_gguf(tmp_path / "m.gguf", "gpt-oss", qtype="Q8_0", qtypes=dict.fromkeys(STACKS, "MXFP4"))
-    with pytest.raises(UserError, match="gpt-oss is not supported yet: it has attention sinks and alternating windows"):
-        open_model(path)
-    monkeypatch.setattr("pshard.models.model_file.refuse_unfinished", lambda arch, called, where: None)
+def test_gpt_oss_has_sinks_and_a_window_in_every_second_layer(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "gpt-oss", qtype="Q8_0", qtypes=dict.fromkeys(STACKS, "MXFP4"), n_layers=4)
     with open_model(path) as model:
+        kinds = [u.kind for u in model.spec.units if u.kind in (ATTENTION, WINDOWED_ATTENTION)]
+        assert kinds == [WINDOWED_ATTENTION, ATTENTION] * 2
         config, attention = model.spec.config, model.spec.unit("blk.1.attention")
         assert config.experts == Experts(8, 2, 256, "chosen", activation="clamped", biases=True)
         assert (config.sliding_window, config.window_every, config.rope.rounded) == (32, 2, False)

@@ -158,7 +158,7 @@ def set_keys(**keys: Any) -> Any:
     [
         (
             set_keys(model_type="gemma3"),
-            "'gemma3' is not supported yet; supported: deepseek_v2, deepseek_v3, glm4_moe, kimi_k2, llama, ",
+            "'gemma3' is not supported yet; supported: deepseek_v2, deepseek_v3, glm4_moe, gpt_oss, kimi_k2, ",
         ),
         (set_keys(model_type=...), "architecture None"),
         (set_keys(hidden_size="big"), "hidden_size is 'big'"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from engines import open_engine
 from model_files import LINEAR_ROPE, LLAMA3_ROPE, YARN_ROPE, write_gguf_from_hf, write_hf_folder
+from published_oss import publish_gpt_oss
 
 CASES = {
     "llama": ("llama", {}),
@@ -35,6 +36,18 @@ def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
     model = write_hf_folder(tmp_path / "hf", arch, **options)
     gguf = write_gguf_from_hf(tmp_path / "model.gguf", model)
     ids = [random.Random(0).randrange(320) for _ in range(150)]
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0]
+    for path in (tmp_path / "hf", gguf):
+        with open_engine(path, context=256) as engine:
+            got = engine.forward(ids, all_logits=True)
+        assert (got - expected).abs().max() < 1e-4 * expected.abs().max(), path
+
+
+def test_logits_of_gpt_oss_equal_transformers(tmp_path: Path) -> None:
+    model = publish_gpt_oss(tmp_path / "hf", n_layers=4)
+    gguf = write_gguf_from_hf(tmp_path / "model.gguf", model)
+    ids = [random.Random(0).randrange(320) for _ in range(150)]  # the window has 32
     with torch.no_grad():
         expected = model(torch.tensor([ids])).logits[0]
     for path in (tmp_path / "hf", gguf):

@@ -130,14 +130,15 @@ class HostKernels(PlainKernels):
         scale: float,
         out: torch.Tensor,
         partial: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         if any(s.tokens > ATTENTION_ROWS for s in rows.segments):
-            super().attention(qkv, heads, kv, rows, scale, out, partial)
+            super().attention(qkv, heads, kv, rows, scale, out, partial, sinks)
             return
         spans = list_spans(rows.segments) if rows.spans is None else rows.spans
         kinds, blocks = _kinds(kv), (rows.blocks, kv.k.shape[1])
-        strides = qkv.stride(0), out.stride(0)
-        native.attention(qkv, kv.k, kv.v, kinds, spans, heads, scale, out, strides=strides, blocks=blocks)
+        strides, seen = (qkv.stride(0), out.stride(0)), (rows.window, sinks)
+        native.attention(qkv, kv.k, kv.v, kinds, spans, heads, scale, out, strides=strides, blocks=blocks, seen=seen)
 
     def head_products(self, x: torch.Tensor, stack: Packed, out: torch.Tensor) -> None:
         tokens, heads, _ = x.shape

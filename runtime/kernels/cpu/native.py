@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Buffer = Any  # int address, numpy array or torch tensor
 
-ABI = 9  # as csrc/api.cpp has it
+ABI = 10  # as csrc/api.cpp has it
 BUILD = "pip install -e . --no-build-isolation --no-deps in the folder of pshard"
 
 _TYPES = {
@@ -57,7 +57,7 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "gate_up_tiled": ("v", "plpipillpll"),
     "dequantize": ("v", "pillllpli"),
     "get_rows": ("v", "pillplp"),
-    "attention": ("v", "plpplliiplpliiifpl"),
+    "attention": ("v", "plpplliiplpliiifpllp"),
     "rms_norm": ("v", "plpfllpl"),
     "rope_store": ("v", "plliiippfpplippplppllii"),
     "head_products": ("v", "pllpilllplll"),
@@ -403,6 +403,7 @@ def attention(
     strides: tuple[int, int] | None = None,
     cell_strides: tuple[int, int] | None = None,
     blocks: tuple[Buffer, int] | None = None,
+    seen: tuple[int, Buffer | None] = (0, None),
 ) -> None:
     """Causal attention of new tokens of several sequences: q and out f32 [tokens, heads, head_dim].
 
@@ -417,6 +418,8 @@ def attention(
         strides: elements from row to row of q and of out; default: no gaps.
         blocks: numbers (i32) of the blocks that the cells lie in, and the cells of a block, a multiple of 64; without
             them cells follow each other.
+        seen: a token sees so many cells at most, the last of which is its own (0: all), and sinks: f32 [heads], a logit
+            of each head that takes part in the softmax and has no value (None: there are none).
     """
     n_heads, kv_heads, dim = heads
     if not len(segments) or n_heads == 0:
@@ -429,7 +432,9 @@ def attention(
     table = (_at(blocks[0]), blocks[1]) if blocks else (None, 0)
     spans = segments if isinstance(segments, ctypes.Array) else make_spans(segments)
     queries = (spans, len(spans) // 4, *heads, scale)
-    _function("attention")(_at(q), q_stride, *cells, *table, *queries, _at(out), out_stride)
+    window, sinks = seen
+    result = (_at(out), out_stride, window, None if sinks is None else _at(sinks))
+    _function("attention")(_at(q), q_stride, *cells, *table, *queries, *result)
 
 
 def rms_norm(

@@ -19,24 +19,26 @@ def attend_rows(
     out: torch.Tensor,
     partial: torch.Tensor,
     activations: Activations,
+    sinks: torch.Tensor | None,
 ) -> None:
     """`Kernels.attention` of few rows, each against the splits of its cells; hands `out` over where it can."""
     n_heads, groups, d = heads
     tokens, tile = qkv.shape[0], TUNING["decode", 0]
     room = partial.numel() // (tokens * n_heads * (d + 2))  # a rank's layer may have fewer KV heads than most
-    splits = min(decode_pieces(tokens, groups), room, triton.cdiv(rows.cells, tile.depth))
+    seen = min(rows.cells, rows.window + kv.k.shape[1] - 1) if rows.window else rows.cells
+    splits = min(decode_pieces(tokens, groups), room, triton.cdiv(seen, tile.depth))
     padded = max(16, triton.next_power_of_2(d))
     cells = (kv.k, kv.v, *kv.k.stride()[:2], *kv.v.stride()[:2])
     index = (rows.begin, rows.position, rows.blocks)
     triton_attention.decode_kernel[(splits, groups, tokens)](
         qkv, qkv.stride(0), *cells, *index, partial, scale, splits, HEADS=n_heads, GROUPS=groups,
         SHARE=max(16, triton.next_power_of_2(n_heads // groups)), D=d, DP=padded, BLOCK=tile.depth,
-        CELLS=kv.k.shape[1], STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages,
+        CELLS=kv.k.shape[1], WINDOW=rows.window, STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     ready = activations.hand_over(out) if d == padded and d % 32 == 0 else None
     triton_attention.decode_combine_kernel[(n_heads, tokens)](
-        partial, out, out.stride(0), splits, *(ready or NOT_QUANTISED), HEADS=n_heads, D=d, DP=padded,
-        SPLITS=triton.next_power_of_2(splits), QUANTISE=ready is not None, num_warps=4,
+        partial, out, out.stride(0), splits, sinks, *(ready or NOT_QUANTISED), HEADS=n_heads, D=d, DP=padded,
+        SPLITS=triton.next_power_of_2(splits), SINKS=sinks is not None, QUANTISE=ready is not None, num_warps=4,
     )  # fmt: skip
 
 
@@ -47,18 +49,20 @@ def attend_prompts(
     rows: RowIndex,
     scale: float,
     out: torch.Tensor,
+    sinks: torch.Tensor | None,
 ) -> None:
     """`Kernels.attention`, one launch for each segment."""
     n_heads, groups, d = heads
     padded = max(16, triton.next_power_of_2(d))
     tile = TUNING["prefill", max(64, padded)]
     cells = (kv.k, kv.v, *kv.k.stride()[:2], *kv.v.stride()[:2])
+    sees = {"WINDOW": rows.window, "SINKS": sinks is not None}
     at = 0
     for segment in rows.segments:
         new = slice(segment.start, segment.start + segment.tokens)
         triton_attention.prefill_kernel[(triton.cdiv(segment.tokens, tile.rows), n_heads)](
             qkv[new], qkv.stride(0), *cells, rows.blocks, at, rows.position[new], out[new], out.stride(0),
-            tokens=segment.tokens, scale=scale, HEADS=n_heads, GROUPS=groups, D=d, DP=padded, BM=tile.rows,
-            BN=tile.depth, CELLS=kv.k.shape[1], num_warps=tile.warps, num_stages=tile.stages,
+            sinks=sinks, tokens=segment.tokens, scale=scale, HEADS=n_heads, GROUPS=groups, D=d, DP=padded, BM=tile.rows,
+            BN=tile.depth, CELLS=kv.k.shape[1], **sees, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         at += len(segment.blocks)

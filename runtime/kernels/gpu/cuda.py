@@ -245,13 +245,14 @@ class CudaKernels(LatentOnGpu):
         scale: float,
         out: torch.Tensor,
         partial: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """See `Kernels.attention`. Without `partial` every batch goes the way of prompts, segment by segment."""
         self._activations.ready = None
         if partial is not None and qkv.shape[0] <= SMALL_BATCH:
-            attend_rows(qkv, heads, kv, rows, scale, out, partial, self._activations)
+            attend_rows(qkv, heads, kv, rows, scale, out, partial, self._activations, sinks=sinks)
         else:
-            attend_prompts(qkv, heads, kv, rows, scale, out)
+            attend_prompts(qkv, heads, kv, rows, scale, out, sinks)
 
     def dequantise(self, weight: Packed, first_row: int, out: torch.Tensor) -> None:
         """out[n, cols], contiguous, bfloat16 or float32 = rows first_row..first_row + n; first_row a multiple of 16."""

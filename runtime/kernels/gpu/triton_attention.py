@@ -14,19 +14,25 @@ from pshard.runtime.kernels.gpu.triton_cells import find_blocks, load_cells, loc
 def decode_kernel(
     q, q_stride, k, v, k_block, k_cell, v_block, v_cell, begin, position, blocks, partial, scale, splits,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BLOCK: tl.constexpr, CELLS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK: tl.constexpr, CELLS: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (split, KV head, row): the row's HEADS / GROUPS query heads against its share of the cells.
 
     The share follows from the row's own length, read here, so one captured launch serves any length. Writes
     partial[row, head, split] = (weighted sum of v [D], maximum, sum of exponentials); SHARE >= heads per group. BLOCK
-    cells are a tile, CELLS a block of the cache.
+    cells are a tile, CELLS a block of the cache. With a WINDOW the row sees its last so many cells; the
+    shares begin with the block where these do.
     """
     split, group, m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     per_group: tl.constexpr = HEADS // GROUPS
     length = tl.load(position + m) + 1
-    share = tl.cdiv(tl.cdiv(length, splits), BLOCK) * BLOCK
-    first = split * share
+    seen = 0  # the first cell that the row sees
+    origin = 0
+    if WINDOW:
+        seen = tl.maximum(length - WINDOW, 0)
+        origin = seen // CELLS * CELLS
+    share = tl.cdiv(tl.cdiv(length - origin, splits), BLOCK) * BLOCK
+    first = origin + split * share
     last = tl.minimum(first + share, length)
     blocks += tl.load(begin + m)
     k_scales = scales_of(k, group, GROUPS, D)
@@ -53,10 +59,15 @@ def decode_kernel(
         vs = load_cells(v, v_scales, at_v, behind, last - start, D, DP, BLOCK, True, kind)
         one, two = find_blocks(blocks, start + BLOCK, last, BLOCK, CELLS)
         scores = tl.dot(qs, tl.trans(ks))
-        scores = tl.where((cell < last)[None, :], scores * scale, -1e30)
+        visible = cell < last
+        if WINDOW:
+            visible = visible & (cell >= seen)
+        scores = tl.where(visible[None, :], scores * scale, -1e30)
         top = tl.maximum(peak, tl.max(scores, axis=1))
         shrink = tl.exp2(peak - top)
         p = tl.exp2(scores - top[:, None])
+        if WINDOW:  # a tile may have nothing that the row sees
+            p = tl.where(visible[None, :], p, 0.0)
         weight = weight * shrink + tl.sum(p, axis=1)
         acc = tl.dot(p.to(kind), vs, acc * shrink[:, None])
         peak = top
@@ -68,14 +79,15 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=["splits"])
 def decode_combine_kernel(
-    partial, out, out_stride, splits, words, scale, sums,
-    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, QUANTISE: tl.constexpr,
+    partial, out, out_stride, splits, sinks, words, scale, sums,
+    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr,
+    QUANTISE: tl.constexpr,
 ):  # fmt: skip
     """out[row, head] from the row's partial results; program (head, row). SPLITS >= splits, a power of two.
 
     QUANTISE: out, as rounded, is also quantised for `matvec_kernel` (D = DP, a multiple of 32).
 
-    A split without cells has maximum -1e30 and zero weight, so it adds nothing.
+    A split without cells has maximum -1e30 and zero weight, so it adds nothing. With SINKS the head's takes part.
     """
     head, m = tl.program_id(0), tl.program_id(1)
     dim = tl.arange(0, DP)
@@ -84,8 +96,14 @@ def decode_combine_kernel(
     there = split < splits
     peak = tl.load(row + D, mask=there, other=-1e30)
     weight = tl.load(row + D + 1, mask=there, other=0.0)
-    factor = tl.exp2(peak - tl.max(peak, axis=0))
+    top = tl.max(peak, axis=0)
+    if SINKS:
+        sink = tl.load(sinks + head) * 1.4426950408889634
+        top = tl.maximum(top, sink)
+    factor = tl.exp2(peak - top)
     total = tl.sum(weight * factor, axis=0)
+    if SINKS:
+        total += tl.exp2(sink - top)
     parts = tl.load(row[:, None] + dim[None, :], mask=there[:, None] & (dim < D)[None, :], other=0.0)
     result = tl.sum(parts * factor[:, None], axis=0) / total
     at = out + m.to(tl.int64) * out_stride + head * D + dim
@@ -102,9 +120,10 @@ def decode_combine_kernel(
 def _attend(
     acc, weight, peak, qs, k, v, k_scales, v_scales, k_block, k_cell, v_block, v_cell, blocks, row, first, last, cells,
     scale, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CELLS: tl.constexpr,
-    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One pass of the online softmax over cells first..last; with MASKED a row sees only cells up to its own."""
+    """One pass of the online softmax over cells first..last; with MASKED a row sees only cells up to its own, and with
+    a WINDOW only the last so many of these."""
     one, two = find_blocks(blocks, first, cells, BN, CELLS)
     for start in tl.range(first, last, BN):
         cell = start + tl.arange(0, BN)
@@ -112,9 +131,14 @@ def _attend(
         ks = load_cells(k, k_scales, at_k, behind, cells - start, D, DP, BN, MASKED or D != DP, qs.dtype)
         scores = tl.dot(qs, tl.trans(ks))
         if MASKED:
-            scores = tl.where(row[:, None] >= cell[None, :], scores * scale, -1e30)
+            visible = row[:, None] >= cell[None, :]
+            if WINDOW:
+                visible = visible & (row[:, None] < cell[None, :] + WINDOW)
+            scores = tl.where(visible, scores * scale, -1e30)
             top = tl.maximum(peak, tl.max(scores, axis=1))
             p = tl.exp2(scores - top[:, None])
+            if WINDOW:  # a tile may have nothing that a row sees
+                p = tl.where(visible, p, 0.0)
         else:
             top = tl.maximum(peak, tl.max(scores, axis=1) * scale)
             p = tl.exp2(scores * scale - top[:, None])
@@ -131,12 +155,13 @@ def _attend(
 
 @triton.jit(do_not_specialize=["begin", "position", "tokens"])
 def prefill_kernel(
-    q, q_stride, k, v, k_block, k_cell, v_block, v_cell, blocks, begin, position, out, out_stride, tokens, scale,
+    q, q_stride, k, v, k_block, k_cell, v_block, v_cell, blocks, begin, position, out, out_stride, sinks, tokens, scale,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    CELLS: tl.constexpr,
+    CELLS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Program (BM new tokens, head) of one segment: token i sees cells 0..past + i. `blocks` of the segment start at
-    `begin`; position[0] is `past`, read here so that a captured launch serves every micro-batch of a prompt."""
+    """Program (BM new tokens, head) of one segment: token i sees cells 0..past + i, with a WINDOW the last so many of
+    these, and with SINKS the head's. `blocks` of the segment start at `begin`; position[0] is `past`, read here so that
+    a captured launch serves every micro-batch of a prompt."""
     blocks += begin
     past = tl.load(position)
     head = tl.program_id(1)
@@ -158,12 +183,22 @@ def prefill_kernel(
     cells = past + tokens
     row = past + token
     scale = scale * 1.4426950408889634
-    seen = (past + block * BM) // BN * BN  # every row of the block sees these
-    acc, weight, peak = _attend(acc, weight, peak, qs, k, v, k_scales, v_scales, k_block, k_cell, v_block, v_cell,
-                                blocks, row, 0, seen, cells, scale, D, DP, BM, BN, CELLS, False)  # fmt: skip
+    if WINDOW:  # some row or other lacks cells of nearly every tile
+        seen = tl.maximum(past + block * BM + 1 - WINDOW, 0) // CELLS * CELLS
+    else:
+        seen = (past + block * BM) // BN * BN  # every row of the block sees these
+        acc, weight, peak = _attend(acc, weight, peak, qs, k, v, k_scales, v_scales, k_block, k_cell, v_block, v_cell,
+                                    blocks, row, 0, seen, cells, scale, D, DP, BM, BN, CELLS, 0, False)  # fmt: skip
     last = tl.minimum(past + (block + 1) * BM, cells)
     acc, weight, peak = _attend(acc, weight, peak, qs, k, v, k_scales, v_scales, k_block, k_cell, v_block, v_cell,
-                                blocks, row, seen, last, cells, scale, D, DP, BM, BN, CELLS, True)  # fmt: skip
+                                blocks, row, seen, last, cells, scale, D, DP, BM, BN, CELLS, WINDOW,
+                                True)  # fmt: skip
+    if SINKS:
+        sink = tl.load(sinks + head) * 1.4426950408889634
+        top = tl.maximum(peak, sink)
+        shrink = tl.exp2(peak - top)
+        acc = acc * shrink[:, None]
+        weight = weight * shrink + tl.exp2(sink - top)
     result = acc / weight[:, None]
     at = out + token.to(tl.int64)[:, None] * out_stride + head * D + dim[None, :]
     tl.store(at, result.to(out.dtype.element_ty), mask=inside)

@@ -25,8 +25,9 @@ struct AttentionTask {
   const int32_t* blocks;  // the blocks that the cells lie in, of block_cells each, whole tiles; nullptr: in a row
   int64_t block_cells;
   int kv_heads, queries, slots, d, padded;
-  const int64_t* visible;  // [slots]: a query sees cells 0..visible-1
-  int64_t begin, end;
+  const int64_t* first;    // [slots]: a query sees cells first..visible-1
+  const int64_t* visible;
+  int64_t begin, end;      // begin is a multiple of kTileCells
   int64_t next;   // where the cells lie that this thread turns to after these
   uint8_t* tile;  // attention_tile_bytes(...), 64-byte aligned: copies of what is at work
   float* out;     // [kv_heads][slots][padded]: sum of p * v, not divided by the sum of p

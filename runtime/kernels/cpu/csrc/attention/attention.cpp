@@ -27,6 +27,8 @@ struct Attention {  // of one sequence
   int64_t before;
   int tokens, heads, kv_heads, d;
   float scale;
+  int64_t window;      // cells that a query sees, its own the last of them; 0: all
+  const float* sinks;  // [heads] logits that take part in the softmax without a value; nullptr: none
   int64_t first_task = 0, first_join = 0, first_partial = 0;  // tasks, joins and partial floats of those before
 
   int shared() const { return heads / kv_heads; }
@@ -34,7 +36,10 @@ struct Attention {  // of one sequence
   int queries() const { return tokens * shared(); }  // of one kv head: token by token
   int blocks() const { return (queries() + kQueries - 1) / kQueries; }
   int slots() const { return round_up(std::min(kQueries, queries()), 4); }
-  int64_t cells() const { return before + tokens; }
+  // The first cell that token i sees, and where the tiles of the first token's begin.
+  int64_t sees_from(int i) const { return window ? std::max<int64_t>(0, before + i + 1 - window) : 0; }
+  int64_t origin() const { return sees_from(0) / kTileCells * kTileCells; }
+  int64_t cells() const { return before + tokens - origin(); }  // that any of them sees
   int64_t split() const {  // cells of one task
     const int64_t splits = std::clamp(64 / blocks(), 1, 32);
     return round_up<int64_t>(std::max((cells() + splits - 1) / splits, kLeastCells), kTileCells);
@@ -46,7 +51,7 @@ struct Attention {  // of one sequence
   int64_t place(int64_t cell) const {  // where it lies, in cells
     return kv_blocks ? kv_blocks[cell / block_cells] * block_cells + cell % block_cells : cell;
   }
-  int64_t first_place(int64_t task) const { return place(task % splits() * split()); }
+  int64_t first_place(int64_t task) const { return place(origin() + task % splits() * split()); }
   // Query i of kv head h: where its row starts in q or out, whose tokens are `stride` apart.
   int64_t row(int head, int i, int64_t stride) const {
     return i / shared() * stride + static_cast<int64_t>(head * shared() + i % shared()) * d;
@@ -72,25 +77,32 @@ void attend_task(const Attention& a, const TileAttention* unit, int64_t block, i
   const int slots = a.slots(), padded = a.padded();
   auto* q = reinterpret_cast<float*>(room);
   std::fill(q, q + a.kv_heads * slots * padded, 0.0f);
-  int64_t visible[kQueries] = {}, last = 0;
-  for (int i = 0; i < queries; ++i) visible[i] = last = a.before + (first + i) / a.shared() + 1;
+  int64_t sees[kQueries] = {}, visible[kQueries] = {}, last = 0;
+  for (int i = 0; i < queries; ++i) {
+    sees[i] = a.sees_from((first + i) / a.shared());
+    visible[i] = last = a.before + (first + i) / a.shared() + 1;
+  }
+  const int64_t begin = a.origin() + split * a.split(), from = sees[0] / kTileCells * kTileCells;
   for (int head = 0; head < a.kv_heads; ++head)
     for (int i = 0; i < queries; ++i)
       for (int j = 0; j < a.d; ++j) q[(head * slots + i) * padded + j] = a.q[a.row(head, first + i, a.q_stride) + j] * a.scale;
   float* peak = partial + a.kv_heads * slots * padded;
   (unit ? unit->attend : kernels().attention)({q, a.k, a.v, a.k_stride, a.v_stride, a.k_type, a.v_type, a.kv_blocks, a.block_cells, a.kv_heads,
-                       queries, slots, a.d, padded, visible, split * a.split(), std::min(last, (split + 1) * a.split()), next, room + query_bytes(a),
+                       queries, slots, a.d, padded, sees, visible, std::max(begin, from), std::min(last, begin + a.split()), next, room + query_bytes(a),
                        partial, peak, peak + a.kv_heads * slots});
 }
 
-// Joins the splits of one query: out = sum_s e^(peak_s - peak) o_s / sum_s e^(peak_s - peak) sum_s.
+// Joins the splits of one query: out = sum_s e^(peak_s - peak) o_s / sum_s e^(peak_s - peak) sum_s, where a sink adds
+// its e^(sink - peak) to what is divided by.
 void join_splits(const Attention& a, int head, int query, const float* partials) {
   const int slots = a.slots(), padded = a.padded(), slot = head * slots + query % kQueries;
   const int64_t n = a.splits(), each = a.partial_floats(), peaks = static_cast<int64_t>(a.kv_heads) * slots * padded;
   const float* base = partials + query / kQueries * n * each;
   float* out = a.out + a.row(head, query, a.out_stride);
-  float peak = -INFINITY, sum = 0;
+  const float sink = a.sinks ? a.sinks[head * a.shared() + query % a.shared()] : -INFINITY;
+  float peak = sink;
   for (int64_t s = 0; s < n; ++s) peak = std::max(peak, base[s * each + peaks + slot]);
+  float sum = a.sinks ? std::exp(sink - peak) : 0;
   std::fill(out, out + a.d, 0.0f);
   for (int64_t s = 0; s < n; ++s) {
     const float* part = base + s * each;
@@ -147,13 +159,14 @@ using namespace pshard;
 PSHARD_API void pshard_attention(const float* q, int64_t q_stride, const void* k, const void* v, int64_t k_stride,
                                  int64_t v_stride, int k_type, int v_type, const int32_t* kv_blocks,
                                  int64_t block_cells, const int64_t* segments, int64_t n_segments, int heads,
-                                 int kv_heads, int d, float scale, float* out, int64_t out_stride) {
+                                 int kv_heads, int d, float scale, float* out, int64_t out_stride, int64_t window,
+                                 const float* sinks) {
   std::vector<Attention> all;  // as many as the scratch of one job holds
   for (const int64_t* s = segments; s < segments + 4 * n_segments; s += 4) {  // first token, tokens, cells before, block
     if (s[1] == 0) continue;
     Attention a{q + s[0] * q_stride, out + s[0] * out_stride, q_stride, out_stride, static_cast<const char*>(k),
                 static_cast<const char*>(v), k_stride, v_stride, k_type, v_type, kv_blocks ? kv_blocks + s[3] : nullptr,
-                block_cells, s[2], static_cast<int>(s[1]), heads, kv_heads, d, scale};
+                block_cells, s[2], static_cast<int>(s[1]), heads, kv_heads, d, scale, window, sinks};
     if (!all.empty()) {
       const Attention& b = all.back();
       const int64_t floats = b.first_partial + b.tasks() * b.partial_floats();

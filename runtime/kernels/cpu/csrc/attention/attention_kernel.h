@@ -120,11 +120,13 @@ inline void score_tile(const typename Plain<T>::Word* keys, int64_t stride, cons
   }
 }
 
-// Turns one query's scores into p, rescales what it had, and adds the tile to its peak and sum.
-inline void soften(float* scores, int64_t valid, float* out, int64_t padded, float& peak, float& sum) {
+// Turns one query's scores of the cells [hidden, valid) into p, rescales what it had, and adds the tile to its peak and
+// sum.
+inline void soften(float* scores, int64_t hidden, int64_t valid, float* out, int64_t padded, float& peak, float& sum) {
   const float low = -__builtin_inff();
   for (int64_t c = valid < 0 ? 0 : valid; c < kTile; ++c) scores[c] = low;
-  if (valid <= 0) {
+  for (int64_t c = 0; c < hidden && c < kTile; ++c) scores[c] = low;
+  if (valid <= 0 || valid <= hidden) {
     for (int c = 0; c < kTile; ++c) scores[c] = 0;
     return;
   }
@@ -135,6 +137,7 @@ inline void soften(float* scores, int64_t valid, float* out, int64_t padded, flo
   for (int c = 0; c < kTile; c += 16) {
     store(scores + c, exponential(sub(load(scores + c), splat(new_peak))));
     for (int64_t i = valid > c ? valid : c; i < c + 16; ++i) scores[i] = 0;
+    for (int64_t i = c; i < hidden && i < c + 16; ++i) scores[i] = 0;
     total = add(total, load(scores + c));
   }
   float shrink[16];
@@ -210,7 +213,7 @@ void attend(const AttentionTask& t) {
         score_tile<T>(keys, key_stride, t.q + slot * padded, n, padded, next_keys, p);
         for (int j = 0; j < 4; ++j) {
           const int64_t valid = visible[j] - start < n ? visible[j] - start : n;
-          soften(p[j], valid, out + j * padded, padded, t.peak[slot + j], t.sum[slot + j]);
+          soften(p[j], t.first[b * 4 + j] - start, valid, out + j * padded, padded, t.peak[slot + j], t.sum[slot + j]);
         }
         int64_t k = 0;
         for (; k + 64 <= padded; k += 64) add_values<T, 4>(values + k, value_stride, p, n, padded, next_values, out + k);

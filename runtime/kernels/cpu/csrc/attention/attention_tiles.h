@@ -96,8 +96,8 @@ struct Softmax {
 };
 
 // Turns scores [64 cells][8 leading, 8 other parts] into weights, two tiles of [8 leading, 8 other parts][16 pairs of
-// cells]. visible: the cells that each query sees. Returns by how much the results so far shrink.
-inline Floats weigh_cells(const float* scores, Ints visible, bool all, Softmax& state, uint32_t* weights) {
+// cells]. Each query sees the cells [hidden, visible). Returns by how much the results so far shrink.
+inline Floats weigh_cells(const float* scores, Ints hidden, Ints visible, bool all, Softmax& state, uint32_t* weights) {
   const Floats low = splat(-__builtin_inff());
   const Ints ahead = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 2, 2, 2, 2, 2, 2, 2, 2), one = _mm512_set1_epi32(1);
   Floats even[kTile / 4], odd[kTile / 4], top = low;  // lanes: a cell's queries, and those of the cell after next
@@ -107,9 +107,12 @@ inline Floats weigh_cells(const float* scores, Ints visible, bool all, Softmax& 
     even[i] = add(join_lanes<kLow>(c[0], c[2]), join_lanes<kHigh>(c[0], c[2]));
     odd[i] = add(join_lanes<kLow>(c[1], c[3]), join_lanes<kHigh>(c[1], c[3]));
     if (!all) {
-      const Ints cell = _mm512_add_epi32(ahead, _mm512_set1_epi32(4 * i));
-      even[i] = _mm512_mask_mov_ps(low, _mm512_cmpgt_epi32_mask(visible, cell), even[i]);
-      odd[i] = _mm512_mask_mov_ps(low, _mm512_cmpgt_epi32_mask(visible, _mm512_add_epi32(cell, one)), odd[i]);
+      const Ints cell = _mm512_add_epi32(ahead, _mm512_set1_epi32(4 * i)), next = _mm512_add_epi32(cell, one);
+      const auto seen = [&](Ints c) {
+        return _mm512_mask_cmple_epi32_mask(_mm512_cmpgt_epi32_mask(visible, c), hidden, c);
+      };
+      even[i] = _mm512_mask_mov_ps(low, seen(cell), even[i]);
+      odd[i] = _mm512_mask_mov_ps(low, seen(next), odd[i]);
     }
     top = max(top, max(even[i], odd[i]));
   }
@@ -192,18 +195,20 @@ void attend_tiles(const AttentionTask& t) {
       for (int pass = 0; pass < passes; ++pass) {
         const int first = pass * kPassQueries, n = std::min(t.queries - first, kPassQueries);
         const int64_t slot = int64_t{head} * t.slots + first;
-        int32_t seen[16] = {};
+        int32_t seen[16] = {}, hidden[16] = {};
         float peaks[16] = {}, sums[16] = {};
         bool all = true;
         for (int i = 0; i < n; ++i) {
           const int64_t sees = t.visible[first + i] - start;
           seen[i] = seen[8 + i] = static_cast<int32_t>(sees < 0 ? 0 : sees < cells ? sees : cells);
-          all = all && seen[i] == kTile;
+          const int64_t before = t.first[first + i] - start;
+          hidden[i] = hidden[8 + i] = static_cast<int32_t>(before < 0 ? 0 : before < cells ? before : cells);
+          all = all && seen[i] == kTile && hidden[i] == 0;
           peaks[i] = peaks[8 + i] = t.peak[slot + i], sums[i] = sums[8 + i] = t.sum[slot + i];
         }
         Unit::rows(keys, key_stride, queries + (head * passes + pass) * 16 * d, d / 32, next_keys, scores);
         Softmax state{load(peaks), load(sums)};
-        const Floats shrink = weigh_cells(scores, _mm512_loadu_si512(seen), all, state, weights);
+        const Floats shrink = weigh_cells(scores, _mm512_loadu_si512(hidden), _mm512_loadu_si512(seen), all, state, weights);
         for (int64_t k = 0; k < d; k += 64) {
           const int tiles = static_cast<int>(d - k < 64 ? (d - k) / 16 : 4);
           Unit::columns(weights, value_tiles + k * kTile, tiles, next_values, product + k * 16);
