@@ -41,7 +41,7 @@ def make_tiers(file: ToyFile, place: tuple[str, str], sequences: int = 1, tokens
     places: dict[str, tuple] = {u.name: place if u.kind.state else ("pinned", None) for u in file.spec.units}
     shape = CONTEXT * sequences, sequences
     tokens = tokens or (sequences, BATCH)
-    return tuple(make_tier(file.spec, n, places, 1, *shape, tokens[-1]) for n in tokens)
+    return tuple(make_tier(file.spec, n, places, 1, *shape, batch=tokens[-1]) for n in tokens)
 
 
 def text(n: int, seed: int = 0) -> list[int]:
@@ -82,7 +82,7 @@ def test_windows_stay_whole_when_tiers_are_switched(seed: int) -> None:
     file, rng = make_file(), random.Random(seed)
     decode = random_places(file.spec, rng)
     tiers = tuple(
-        make_tier(file.spec, n, places, 2, CONTEXT * 3, 3, BATCH)
+        make_tier(file.spec, n, places, 2, CONTEXT * 3, 3, batch=BATCH)
         for n, places in ((3, decode), (BATCH, shrink_places(file.spec, decode, rng)))
     )
     with open_toy(file, tiers, 3) as engine:
