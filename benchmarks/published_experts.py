@@ -2,9 +2,7 @@
 
 Prints JSON: the rows of gpt-oss-120b, as benchmarks/published.py does those of dense models, on the same machine's
 sheet with the rate that our kernels of routed experts reach. The other published mixtures are hybrids, whose linear
-layers cannot be planned. gpt-oss sees 128 tokens in every second layer, and the planner knows no such windows yet: each
-row is also predicted with half of the heads, which is about what windows leave of attention and KV cache in a long
-context. `--table FILE` prints the table of docs/published.md from such a file.
+layers cannot be planned. `--table FILE` prints the table of docs/published.md from such a file.
 """
 
 import argparse
@@ -30,8 +28,7 @@ from pshard.workload import Workload
 EXPERTS_REACH = 1 / 3  # of the rate of a library's products, on an H200 at 4096 tokens: docs/experts.md
 EXPERT_SHEET = replace(SHEET, acc_experts=EXPERTS_REACH * RTX_5080)
 MODEL, RULE = "GPT-OSS-120B", Experts(128, 4, 2880, "chosen", normed=False, activation="clamped", biases=True)
-HEADS, KV_HEADS = 64, 8
-COLUMNS = ("published", "predicted", "ratio", "ratio with half the heads")
+COLUMNS = ("published", "predicted", "ratio")
 # seconds to the first token and tokens per second by context, by budget in MiB: llama.cpp PR 22692, 16 GB and 8 GB
 PUBLISHED = {
     15000: ((3.7, 32.21), (20.1, 29.39), (58.8, 25.71), (188.3, 21.54)),
@@ -67,13 +64,12 @@ def list_rows() -> Iterator[ExpertRow]:
             yield ExpertRow(mib, context, *own)
 
 
-def make_gpt_oss(half: bool = False) -> ModelSpec:
-    """gpt-oss-120b as its published GGUF file holds it, experts in MXFP4 and other matrices in Q8_0; with half of its
-    heads."""
+def make_gpt_oss() -> ModelSpec:
+    """gpt-oss-120b as its published GGUF file holds it, experts in MXFP4 and other matrices in Q8_0."""
     arch = find_gguf_architecture("gpt-oss", MODEL, has_experts=True)
     rope = Rope(64, 150000.0, arch.gguf_pairing, "yarn", 32.0, 4096, rounded=False)
     config = ModelConfig(
-        "gpt-oss", 36, 2880, HEADS // (1 + half), KV_HEADS // (1 + half), 64, 2880, 201088, 1e-5, 262144, rope,
+        "gpt-oss", 36, 2880, 64, 8, 64, 2880, 201088, 1e-5, 262144, rope,
         sliding_window=128, window_every=arch.window_every, experts=RULE,
     )  # fmt: skip
     no_file: Any = None
@@ -102,9 +98,9 @@ def _list_tensors(config: ModelConfig) -> Iterator[tuple[str, str, tuple[int, ..
             yield f"{b}ffn_{role}_exps.bias", "F32", stack[:2]
 
 
-def predict(row: ExpertRow, half: bool = False, rates: Rates = EXPERT_SHEET) -> tuple[float, float]:
-    """Seconds to the first token and tokens per second. half: with half of the heads."""
-    spec, workload, profile = make_gpt_oss(half), row.workload, profile_from_datasheet(rates)
+def predict(row: ExpertRow, rates: Rates = EXPERT_SHEET) -> tuple[float, float]:
+    """Seconds to the first token and tokens per second."""
+    spec, workload, profile = make_gpt_oss(), row.workload, profile_from_datasheet(rates)
     predictor = Predictor([spec], profile, plan_variant(spec, profile, workload))
     return predictor.prefill(workload.prompt), ANSWER / predictor.decode(ANSWER, depth=workload.prompt)
 
@@ -112,11 +108,10 @@ def predict(row: ExpertRow, half: bool = False, rates: Rates = EXPERT_SHEET) -> 
 def predict_rows() -> Iterator[dict[str, Any]]:
     """Every row with its predictions."""
     for row in list_rows():
-        own, half = predict(row), predict(row, half=True)
+        own = predict(row)
         yield {
             "model": MODEL, "row": row.name, "vram_mib": row.vram_mib, "context": row.context,
             "first_token": [row.first_token, round(own[0], 2)], "rate": [row.rate, round(own[1], 3)],
-            "half": [round(half[0], 2), round(half[1], 3)],
         }  # fmt: skip
 
 
@@ -126,23 +121,19 @@ def compare_table(rows: Iterable[dict[str, Any]]) -> str:
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for r in rows:
         cells = [r["row"]]
-        for (published, predicted), half in zip((r["first_token"], r["rate"]), r["half"]):
+        for published, predicted in (r["first_token"], r["rate"]):
             ratio = predicted / published
             cells += [f"{published:g}", f"{predicted:.3g}", f"**{ratio:.2f}**" if is_far(ratio) else f"{ratio:.2f}"]
-            cells.append(f"{half / published:.2f}")
         cells.append(", ".join(find_reasons(r)))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def find_reasons(row: dict[str, Any]) -> list[str]:
-    """Letters of docs/published.md: "d" where full attention in all layers makes us slow, "e" for prompts that are
-    predicted faster, "f" for answers that are."""
+    """Letters of docs/published.md: "d" for prompts that are predicted faster, "e" for answers that are."""
     (ttft, own_ttft), (rate, own_rate) = row["first_token"], row["rate"]
-    slower, faster = (own_ttft > ttft, own_rate < rate), (own_ttft < ttft, own_rate > rate)
-    far = is_far(own_ttft / ttft), is_far(own_rate / rate)
-    found = ["d"] if any(f and s for f, s in zip(far, slower)) else []
-    return found + [letter for letter, f, s in zip("ef", far, faster) if f and s]
+    faster = own_ttft < ttft and is_far(own_ttft / ttft), own_rate > rate and is_far(own_rate / rate)
+    return [letter for letter, far in zip("de", faster) if far]
 
 
 def main() -> None:
