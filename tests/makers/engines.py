@@ -17,7 +17,7 @@ from pshard.runtime.engine import Engine
 def pinned_everywhere(spec, tokens=(1, 64), context=128, sequences=1) -> tuple[TierPlan, ...]:
     """Tiers with everything in the arena: the reference of every other placement."""
     places = {u.name: ("pinned", "vram" if u.kind.state else None) for u in spec.units}
-    return tuple(make_tier(spec, n, places, 0, context, sequences, tokens[-1]) for n in tokens)
+    return tuple(make_tier(spec, n, places, 0, context, sequences, batch=tokens[-1]) for n in tokens)
 
 
 def converse(engine: Engine) -> torch.Tensor:

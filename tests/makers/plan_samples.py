@@ -28,6 +28,7 @@ def make_tier(
     slots: int,
     context: int,
     sequences: int,
+    *,
     in_place: bool | None = None,
     batch: int = 0,
 ) -> TierPlan:

@@ -46,7 +46,7 @@ def make_toy_tier(
     places: dict[str, tuple] = {u.name: ("pinned", "vram" if u.kind.state else None) for u in file.spec.units}
     parts = [u.name for u in file.spec.units if u.kind is EXPERTS]
     places |= {"embedding": ("cpu", None)} | (others or {}) | dict(zip(parts, ways, strict=True))
-    return make_tier(file.spec, tokens, places, slots, CONTEXT * sequences, sequences, in_place)
+    return make_tier(file.spec, tokens, places, slots, CONTEXT * sequences, sequences, in_place=in_place)
 
 
 def open_toy(file: ExpertsFile, tiers: tuple[TierPlan, ...], sequences: int):
@@ -264,7 +264,7 @@ def test_a_planned_mix_runs(planned: tuple[ExpertsFile, Variant], sequences: int
     tiers = tuple(
         make_tier(
             file.spec, max(t.tokens, sequences), {p.unit: (p.where, p.kv, *p.share) for p in t.placements},
-            t.buffers.slots, CONTEXT * sequences, sequences, t.in_place,
+            t.buffers.slots, CONTEXT * sequences, sequences, in_place=t.in_place,
         )
         for t in variant.ranks[0].tiers
         if t.tokens >= sequences
