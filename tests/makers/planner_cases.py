@@ -94,7 +94,7 @@ def _routed(layer: int, config: ModelConfig, qtype: str) -> list[Unit]:
 
 
 OWN = TORCH_RESERVE_MIB  # of a CUDA budget beside the arena: budgets below are OWN + the arena's MiB
-MANY = int(os.environ.get("PSHARD_TEST_EXAMPLES", "12"))  # hundreds before a release
+MANY = int(os.environ.get("PSHARD_TEST_EXAMPLES", "6"))  # hundreds before a release
 few_or_many = pytest.mark.parametrize(
     "cases", [pytest.param(3, id="few"), pytest.param(MANY, id="many", marks=pytest.mark.slow)]
 )

@@ -290,7 +290,7 @@ def test_a_model_that_the_hosts_memory_cannot_hold_is_refused_in_one_line(plan, 
     assert plan("--vram", str(enough + 2), profile=small)[0] == 0  # units are not divisible: a little more
 
 
-def test_a_plan_says_once_that_its_profile_has_no_experts(tmp_path, capsys):
+def test_a_plan_says_once_that_its_profile_has_no_experts(tmp_path, capsys, quick_search):
     model = write_gguf(tmp_path / "tiny.gguf", "qwen3moe")
     for profile, times in ((load_profile(PROFILE), 0), (replace(load_profile(PROFILE), experts=()), 1)):
         path = save_profile(profile, tmp_path / "profile.json")
