@@ -64,12 +64,18 @@ def gguf_config(
         context=keys.integer("context_length"),
         rope=_gguf_rope(arch, keys, latent.rope if latent else head_dim, stored),
         qk_norm=arch.qk_norm or (arch.optional_qk_norm and "blk.0.attn_q_norm.weight" in stored),
-        sliding_window=keys.integer("attention.sliding_window") if keys.get("attention.sliding_window") else 0,
+        sliding_window=_sliding_window(arch, keys),
         window_every=arch.window_every,
         experts=experts,
         latent=latent,
     )
     return check_config(arch, config, where)
+
+
+def _sliding_window(arch: Architecture, keys: Keys) -> int:
+    """Tokens of the window, 0 for none. An architecture that has one in some layers says how large it is."""
+    has_one = arch.window_every > 1 or keys.get("attention.sliding_window")
+    return keys.integer("attention.sliding_window") if has_one else 0
 
 
 def count_drafters(arch: Architecture, metadata: dict[str, Any], where: str) -> int:

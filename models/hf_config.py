@@ -72,12 +72,13 @@ def _sliding_window(arch: Architecture, config: dict[str, Any], keys: Keys) -> i
     if (
         arch.window_every > 1
         and isinstance(kinds, list)
-        and kinds != [names[i % arch.window_every == 0] for i in range(len(kinds))]
+        and kinds != [names[i % arch.window_every == 0] for i in range(keys.integer("num_hidden_layers"))]
     ):
         raise UserError(
             f"{keys.where}: layer_types has windows in other layers than the first of each {arch.window_every}"
         )
-    return keys.integer("sliding_window") if config.get("sliding_window") is not None else 0
+    has_one = arch.window_every > 1 or config.get("sliding_window") is not None
+    return keys.integer("sliding_window") if has_one else 0
 
 
 def _pair(arch: Architecture, keys: Keys, rope: Rope) -> Rope:

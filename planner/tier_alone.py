@@ -7,9 +7,10 @@ from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import TierPlan, Variant
 from pshard.planner.make_plan import plan_variant
-from pshard.planner.prepare_ranks import prepare_ranks
+from pshard.planner.prepare_ranks import price_tiers
 from pshard.planner.price.draft import simulated_seconds
 from pshard.planner.price.page_locks import locked
+from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.units.divide_unit import arena_portion
 from pshard.workload import Workload
@@ -54,9 +55,9 @@ def compare_alone(
     if len(variant.ranks) > 1 or not variant.plan_needed:
         return ()
     (rank,) = variant.ranks
-    (task,) = prepare_ranks(
-        spec, profile, replace(workload, max_ubatch=variant.workload.max_ubatch), variant.correction
-    )
+    tokens = tuple(tier.tokens for tier in rank.tiers)
+    priced = replace(workload, max_ubatch=variant.workload.max_ubatch)
+    (task,) = price_tiers(spec, Tables(profile, variant.correction), priced, tokens)
     found = []
     for tier, cost in zip(rank.tiers, locked(task.costs), strict=True):
         if tier is rank.tiers[0]:

@@ -29,7 +29,7 @@ def scratch_buffers(spec: ModelSpec, tokens: int, shape: StateShape) -> tuple[Bu
     for kind in dict.fromkeys(unit.kind for unit in spec.units):
         if kind.scratch:
             buffers += kind.scratch(config, tokens, shape)
-    return tuple(buffers)
+    return tuple(dict.fromkeys(buffers))  # kinds that are alike name the same ones
 
 
 def index_words(spec: ModelSpec, tokens: int, shape: StateShape) -> int:

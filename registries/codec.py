@@ -9,6 +9,7 @@ from pshard.plan import REGISTRY_VERSION, RankPlan, Registry, TierPlan, Variant,
 from pshard.registries.fingerprint import digest
 from pshard.routing.popularity import check_popularity
 from pshard.times.collectives import REDUCE_DTYPES
+from pshard.units.moe.in_place import ALWAYS_TOKENS
 from pshard.workload import SPLIT_MODES, Workload
 
 WHERE = ("pinned", "streamed", "cpu")
@@ -102,7 +103,7 @@ def _check_tier(tier: TierPlan, where: str) -> None:
         if (value := getattr(tier.prediction, name)) < 0:
             raise ValueError(f"{where}.prediction.{name} is {value}, not 0 or more")
     copies = any(place.where == "streamed" for place in tier.placements)
-    if tier.buffers.slots < 1 and copies and not tier.in_place:
+    if tier.buffers.slots < 1 and copies and not tier.in_place and tier.tokens > ALWAYS_TOKENS:
         raise ValueError(f"{where}.buffers.slots is 0, but units are streamed")
 
 

@@ -63,11 +63,16 @@ def load_registry(path: Path, plan_command: str = "pshard-plan again") -> Regist
 
 
 def recall_popularity(path: Path, inputs: Inputs) -> Popularity | None:
-    """The popularity of experts by which plans for these inputs were made, of several the one of most tokens; None
-    where there are none. Raises UserError as `load_registry` does."""
+    """The popularity of experts by which plans of this model were made, on whatever machine, of several the one of most
+    tokens; None where there are none. Raises UserError as `load_registry` does."""
     stored, _ = _read_stored(path)
-    own = (v.popularity for plans in stored if plans.fingerprint == digest(inputs) for v in plans.variants)
+    own = (v.popularity for plans in stored if _are_of_one_model(plans.inputs, inputs) for v in plans.variants)
     return max((found for found in own if found), key=lambda found: found.tokens, default=None)
+
+
+def _are_of_one_model(one: Inputs, other: Inputs) -> bool:
+    model, same = ([pair for pair in inputs if pair[0].startswith("model ")] for inputs in (one, other))
+    return model == same
 
 
 @dataclass(frozen=True)

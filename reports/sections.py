@@ -99,7 +99,9 @@ def _placements(inputs: ReportInputs) -> Drawn:
 def _experts(inputs: ReportInputs) -> Drawn:
     for experts in (each for each in inputs.experts if each.tiers and all(tier.layers for tier in each.tiers)):
         caption = f"Each bar is a layer. A token takes {experts.used} of a layer's {experts.count} experts; bytes over "
-        caption += "the link are expected ones, every expert chosen alike."
+        recorded = any(layer.hits is not None for tier in experts.tiers for layer in tier.layers)
+        caption += "the link are expected ones, "
+        caption += "by the record of routing." if recorded else "every expert chosen alike."
         yield "experts", "Where the experts lie", caption, draw_experts(experts)
 
 

@@ -23,11 +23,11 @@ from pshard.runtime.memory.transfers import Transfers
 from pshard.runtime.memory.weights import HostWeights, LentWeights
 from pshard.runtime.ranks.group import Group
 from pshard.runtime.residents import Residents
-from pshard.runtime.tier_in_force import Means, TierInForce
+from pshard.runtime.tier_in_force import BoundUnit, Means, TierInForce
 from pshard.runtime.walk import MicroBatch, PromptGraphs, Walk, copy_in
 from pshard.runtime.walk_program import WalkProgram, make_program
 from pshard.steps.emit import emit_steps, list_residents
-from pshard.steps.step import CopyIn, StepShape
+from pshard.steps.step import Compute, CopyIn, StepShape
 from pshard.units.state import StateShape
 
 LEAST_CELLS = 1024  # launch sizes grow with the context in powers of two from here, so that few graphs are captured
@@ -65,6 +65,7 @@ class Executor:
         widths = group.logit_widths(sum(t.rows for t in spec.units[-1].matrices), _has_logits_on_device(spec, plan))
         self._means = Means(spec, device, group, self.host, self.transfers, widths or (), join_cells)
         self._in_force: tuple[TierPlan, TierInForce] | None = None
+        self._bound: dict[int, dict[Compute, BoundUnit]] = {}  # by tier
         self._programs: dict[tuple[int, bool], WalkProgram] = {}
         self._graphs = PromptGraphs(MOST_PROMPT_GRAPHS)
         self._sent: Any = None
@@ -136,7 +137,9 @@ class Executor:
         with self.device.computing():  # angles that the host has: computing them again takes milliseconds
             for name in ("rope",) if "rope" in carved.space.tensors else ():
                 carved.space.tensors[name].copy_(self.host.side.space.tensors[name])
-        in_force = TierInForce(tier.tokens, make_side(self._acc_kernels, carved.space, self.spec.config), carved)
+        side = make_side(self._acc_kernels, carved.space, self.spec.config)
+        bound = self._bound.setdefault(tier.tokens, {})  # also what graphs read: a tier is always carved alike
+        in_force = TierInForce(tier.tokens, side, carved, bound=bound)
         self._in_force = tier, in_force
         pins, states = self.residents.settle(tier)
         for step in self._program(tier, False).entering:
@@ -235,6 +238,7 @@ class Executor:
         ):  # whoever used what a failed copy brought has been told; memory is freed
             self.device.synchronize()
         self._in_force, self._sent = None, None  # with their events, whose handles the device destroys
+        self._bound.clear()
         self.residents.written.clear()
         self.device.forget_repeats()
         self._unlock_host_memory()

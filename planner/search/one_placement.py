@@ -65,7 +65,7 @@ def _adopt(task: RankTask, owner: RankTask, plan: Candidate) -> tuple[TierPlan, 
                 shares[place.unit] = same[place.share]
         where = {p.unit: p.where for p in tier.placements}
         kv = frozenset(p.unit for p in tier.placements if p.kv == "vram")
-        tiers.append(draft_tier(task.room, tier.tokens, where, kv, tier.buffers.slots, shares))
+        tiers.append(draft_tier(task.room, tier.tokens, where, kv, tier.buffers.slots, shares, tier.in_place))
     return tuple(tiers)
 
 

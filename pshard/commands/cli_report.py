@@ -76,9 +76,13 @@ def _ask_model(inputs: "ReportInputs", args: Namespace) -> "tuple[list[Timeline]
     experts: list[ExpertMap] = []
     for v in (v for _, v in inputs.plans if v in own or not own):
         rank = v.ranks[0]
+        other = f"{args.model} is not the model that was planned; pass the plans' own model with -m"
         if {place.unit for each in v.ranks for place in each.tiers[0].placements} != units:
-            raise UserError(f"{args.model} is not the model that was planned; pass the plans' own model with -m")
-        timelines = simulate_timelines(spec, profile, v)
+            raise UserError(other)
+        try:
+            timelines = simulate_timelines(spec, profile, v)
+        except ValueError:  # names of units agree, and not the number of experts
+            raise UserError(other) from None
         decode = rank.tiers.index(rank.covering(v.workload.sequences))
         chosen += [timelines[i] for i in dict.fromkeys((decode, len(timelines) - 1))]
         experts += map_experts(spec, v)

@@ -42,10 +42,12 @@ def check_kv_types(config: ModelConfig, type_k: str, type_v: str) -> None:
         if kind not in KV_TYPES:
             raise UserError(f"unknown KV cache type {kind!r}; {flag} is one of {', '.join(KV_TYPES)}")
         block = QUANT_TYPES[kind.upper()].block
-        if config.head_dim % block:
+        latent = config.latent
+        widths = (latent.rank, latent.rope) if latent else (config.head_dim,)
+        if any(width % block for width in widths):
+            held = f"latents have {latent.rank} and {latent.rope}" if latent else f"heads have {config.head_dim}"
             raise UserError(
-                f"{kind} keeps the KV cache in blocks of {block}, and this model's heads have {config.head_dim} "
-                f"numbers; give {flag} bf16"
+                f"{kind} keeps the KV cache in blocks of {block}, and this model's {held} numbers; give {flag} bf16"
             )
     if config.latent and type_k != type_v:
         raise UserError(

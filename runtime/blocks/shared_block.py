@@ -19,5 +19,6 @@ class SharedBlock(Block):
         gated = both[:, :width]
         side.kernels.gate_up(x, m[GATE], m[UP], gated, both, side.space.tile)
         if SCALE in weights.vectors:
-            gated *= torch.sigmoid(view_routed(side, n)[0] @ weights.vectors[SCALE])[:, None]
+            gate = torch.sigmoid(view_routed(side, n)[0] @ weights.vectors[SCALE])[:, None]
+            side.kernels.place(gated * gate, gated)  # not in place: kernels may have quantised what they gave
         leave(side, gated, m[DOWN], None, residual)

@@ -235,6 +235,9 @@ class KVStore:
                     what = "is of another model" if name == "fingerprint" else f"has {name} {fields.get(name)}"
                     raise UserError(f"the KV cache {path} {what}; this run has {wanted[name]}: remove the file")
             tokens = tuple(fields["tokens"])
+            vocab = self._source.spec.config.vocab
+            if not all(type(token) is int and 0 <= token < vocab for token in tokens):
+                raise UserError(f"the KV cache {path} names tokens that the model does not have: remove it")
             longest = longest_sequence(self._source.spec.config, self._kv.context)
             if len(tokens) > longest:
                 raise UserError(f"the KV cache {path} has {len(tokens)} cells; the context is {longest}: -c")

@@ -271,3 +271,17 @@ def test_a_planned_mix_runs(planned: tuple[ExpertsFile, Variant], sequences: int
     )  # fmt: skip
     with open_toy(file, tiers, sequences) as engine:
         check_talk(engine, file, sequences, 5)
+
+
+def test_a_tier_that_comes_back_is_not_bound_anew() -> None:
+    """Graphs that were captured in it read tables of its experts' addresses, which are made once."""
+    file = ExpertsFile()
+    tiers = tuple(make_toy_tier(file, n, [(where, None)] * 3, 2, 1) for n, where in ((1, "streamed"), (16, "pinned")))
+    with open_toy(file, tiers, 1) as engine:
+        engine.forward([5] * 9)
+        engine.forward([6])
+        executor = engine._executor
+        executor.residents.bind = lambda *_: pytest.fail("a unit is bound again")
+        engine.forward([7] * 9)
+        engine.forward([8])
+        assert executor.switches == 3

@@ -173,7 +173,7 @@ def combine_latent_kernel(
     tl.store(out + row.to(tl.int64) * W + dim, (acc / total).to(out.dtype.element_ty), mask=dim < R)
 
 
-@triton.jit(do_not_specialize=["begin", "tokens"])
+@triton.jit(do_not_specialize=["begin", "position", "tokens"])
 def prompt_latent_kernel(
     q, cells, cell_block, cell_stride, blocks, begin, position, out, tokens, scale,
     HEADS: tl.constexpr, W: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, TP: tl.constexpr, BM: tl.constexpr,
