@@ -31,7 +31,7 @@ ROUNDED = 2e-2  # of the logits' mean square: now and then bfloat16 lets another
 def talk(engine) -> torch.Tensor:
     """Prompts and single tokens: logits of every position."""
     rng = random.Random(1)
-    prompts = [[rng.randrange(320) for _ in range(n)] for n in (70, 9, 1, 1, 4, 1, 1)]
+    prompts = [[rng.randrange(320) for _ in range(n)] for n in (70, 9, 1, 1, 4, 1, 1, 70, 1, 1)]
     with engine:
         return torch.cat([engine.forward(p, all_logits=True) for p in prompts])
 
@@ -51,6 +51,22 @@ def test_experts_give_the_reference_logits_wherever_they_are(tmp_path: Path, way
     assert torch.isfinite(got).all()
     assert ((got - expected) ** 2).mean() < ROUNDED * (expected**2).mean()
     assert torch.equal(got, talk(open_engine(path, tiers, "fast", CONTEXT, device="cuda")))
+
+
+@pytest.mark.parametrize("arch", ["qwen2moe", "glm4moe", "qwen3moe"])
+def test_tiers_that_take_turns_have_their_own_experts_and_shared_ones_their_gate(tmp_path: Path, arch: str) -> None:
+    """Single tokens are replayed graphs: after a prompt they must not read what lay where its tables lay."""
+    path = write_gguf(tmp_path / "m.gguf", arch, qtype="Q4_0", n_layers=3)
+    with open_model(path) as file:
+        spec = file.spec
+    tiers = []
+    for tokens, way in ((4, ("streamed", None)), (24, ("streamed", None, 3)), (80, ("pinned", None))):
+        places: dict[str, tuple] = {u.name: ("pinned", "vram" if u.kind.state else None) for u in spec.units}
+        places |= {u.name: way for u in spec.units if u.kind is EXPERTS}
+        tiers.append(make_tier(spec, tokens, places, 2, CONTEXT, 1))
+    expected = talk(open_engine(path, pinned_everywhere(spec, (4, 24, 80), CONTEXT), context=CONTEXT))
+    got = talk(open_engine(path, tuple(tiers), "fast", CONTEXT, device="cuda"))
+    assert ((got - expected) ** 2).mean() < ROUNDED * (expected**2).mean()
 
 
 @pytest.mark.parametrize("router", ["pinned", "cpu"])
