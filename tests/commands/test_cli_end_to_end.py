@@ -414,7 +414,7 @@ def test_a_prompt_cache_is_used_by_another_number_of_ranks(
     "split",
     [
         ["--vram", "64,64", "-sm", "tensor", "-ts", "3,1"],
-        ["--vram", "64,64", "-sm", "layer", "-ts", "3,1"],
+        slow(["--vram", "64,64", "-sm", "layer", "-ts", "3,1"]),
         slow(["--vram", "64,64,64", "-sm", "tensor", "-ts", "1,1,1", "--max-tp", "attn=2"]),
         slow(["--vram", "3,3,3", "-sm", "tensor", "-ts", "1,2,1", "--max-tp", "ffn=1,head=2"]),
         slow(["--vram", "3,2,4", "-sm", "layer"]),

@@ -101,6 +101,7 @@ def test_one_budget_is_one_device():
     assert best.workload.split_mode == "none" and len(best.considered) == 1
 
 
+@pytest.mark.slow
 def test_ways_that_no_refinement_could_bring_to_the_front_are_not_refined(monkeypatch):
     refined = []
     refine = make_plan.refine_ranks

@@ -340,6 +340,7 @@ def test_the_check_notices_what_it_is_there_for():
             check_variant((spec,), broken, "cuda")
 
 
+@pytest.mark.slow
 def test_planning_works_where_torch_cannot_be_imported():
     code = """
 import sys
