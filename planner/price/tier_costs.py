@@ -57,6 +57,10 @@ class TierCosts:
         """Whether streamed units of the kind are read in place."""
         return self.in_place and kind.parts is not None
 
+    def over_link(self, kind: UnitKind, cost: UnitCost | DividedCost) -> float:
+        """Seconds of the link for a streamed unit of the kind, read in place or copied."""
+        return cost.read if self.reads_in_place(kind) else cost.link
+
     @property
     def vector_bytes(self) -> int:
         return 4 * self.spec.config.d_model

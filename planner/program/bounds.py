@@ -51,12 +51,12 @@ def _count_parts(cost: ClassCost, cls: UnitClass, costs: TierCosts) -> ClassCost
     link, cpu = zip(*(costs.divided_speeds(name, Share(n)) for n in counts))
     fastest = {"link_speed": max(cost.link_speed, *link), "cpu_speed": max(cost.cpu_speed, *cpu)}
     found = [costs.divided(name, Share(n)) for n in counts]
-    divided = _divide_anywhere(parts, counts, found, costs.reads_in_place(cls.kind))
+    divided = _divide_anywhere(parts, counts, found, [costs.over_link(cls.kind, c) for c in found])
     return replace(cost, in_parts=True, divided=divided, **fastest)
 
 
 def _divide_anywhere(
-    parts: int, counts: list[int], found: list[DividedCost], in_place: bool
+    parts: int, counts: list[int], found: list[DividedCost], over_link: list[float]
 ) -> tuple[DividedClassCost, ...]:
     """Two ends between which every division of a unit with parts lies: the CPU has next to nothing of it, or all.
 
@@ -68,7 +68,7 @@ def _divide_anywhere(
             _line_below(parts, counts, amounts)
             for amounts in (
                 [c.cpu for c in found],
-                [c.read if in_place else c.link for c in found],
+                over_link,
                 [c.acc + c.rest for c in found],
                 [c.nbytes for c in found],
             )

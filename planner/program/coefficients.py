@@ -74,7 +74,7 @@ def _class_cost(
     cycle = unit.kv_fetch + unit.kv_write if unit.kv_fetch else 0.0
     shares = offered_shares(cls, costs) if divide else ()
     in_place = costs.reads_in_place(cls.kind)
-    over_link = unit.read if in_place else unit.link
+    over_link = costs.over_link(cls.kind, unit)
     speeds = [side[name] for side in (costs.contended, costs.acc_contended) if side]
     speeds += [costs.divided_speeds(name, share) for share in shares if share.cpu]
     return ClassCost(
@@ -126,8 +126,7 @@ def balanced_parts(costs: TierCosts, unit: Unit) -> int:
     while low < high:
         middle = (low + high) // 2
         cost = costs.divided(unit.name, Share(middle))
-        over_link = cost.read if costs.reads_in_place(unit.kind) else cost.link
-        low, high = (low, middle) if cost.cpu >= over_link else (middle + 1, high)
+        low, high = (low, middle) if cost.cpu >= costs.over_link(unit.kind, cost) else (middle + 1, high)
     return low
 
 
@@ -138,7 +137,7 @@ def _divided_cost(costs: TierCosts, cls: UnitClass, share: Share) -> DividedClas
     waits = cost.cpu >= cost.acc  # the accelerator for the CPU
     launches = 2 if share.cpu else 1
     in_place = costs.reads_in_place(unit.kind)
-    over_link = cost.read if in_place else cost.link
+    over_link = costs.over_link(unit.kind, cost)
     return DividedClassCost(
         share=share,
         acc=(cost.issue if share.cpu else 0.0) + cost.join + cost.rest + (0.0 if waits else cost.acc),

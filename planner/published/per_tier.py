@@ -19,7 +19,7 @@ from pshard.planner.published.strategies import PER_TIER, SLOTS
 from pshard.planner.search.candidates import Candidate, plan_seconds
 from pshard.planner.search.residency_order import order_nested
 from pshard.quant import ROW_BLOCK
-from pshard.units.divide_unit import count_shares, kept_nbytes
+from pshard.units.divide_unit import count_shares, divided_sizes
 from pshard.units.share import Share
 from pshard.units.unit import Unit
 
@@ -191,7 +191,7 @@ def _keep_rows(room: Room, tokens: int, scheme: Scheme, length: int) -> TierPlan
     if rows < 1:
         return None
     left = room.arena - _draft(room, tokens, scheme, length, {edge.name: "streamed"}).buffers.total
-    one, all_of_them = (kept_nbytes(edge, Share(kept=n * ROW_BLOCK)) for n in (1, rows))
+    one, all_of_them = (divided_sizes(edge, Share(kept=n * ROW_BLOCK)).kept for n in (1, rows))
     each = (all_of_them - one) / max(1, rows - 1)
     most = rows if left >= all_of_them else 1 + int((left - one) / max(each, 1.0))
     for blocks in (most, most - 1):  # one less where alignment takes the rest

@@ -16,7 +16,7 @@ from pshard.planner.program.unit_classes import UnitClass
 from pshard.planner.search.anneal import Place, divided_choices, main_tier, place_around, place_choices
 from pshard.planner.search.candidates import Candidate
 from pshard.planner.search.climb import SLOT_CHOICES
-from pshard.units.divide_unit import count_shares, kept_nbytes
+from pshard.units.divide_unit import count_shares, divided_sizes
 from pshard.units.share import WHOLE
 from pshard.units.unit import Unit
 
@@ -108,13 +108,13 @@ class ExactSearch:
             if share:
                 part = self.costs.divided(unit.name, share)
                 busy, pins = max(part.acc, part.cpu) + part.join + part.rest, part.nbytes
-                link = part.read if self.costs.reads_in_place(unit.kind) else part.link
+                link = self.costs.over_link(unit.kind, part)
             else:
                 busy, pins = cost.cpu if where == "cpu" else cost.acc, unit.packed_nbytes
-                link = cost.read if self.costs.reads_in_place(unit.kind) else cost.link
+                link = self.costs.over_link(unit.kind, cost)
             link = link if where == "streamed" else 0.0
             link += cost.kv_fetch if unit.kind.state and where != "cpu" and not in_vram else 0.0
-            held = (pins if where == "pinned" else kept_nbytes(unit, share)) + (
+            held = (pins if where == "pinned" else divided_sizes(unit, share).kept) + (
                 self.room.states[unit.name] if in_vram else 0
             )
             options.append((place, busy, link, held))

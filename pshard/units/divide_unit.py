@@ -157,11 +157,6 @@ def _join_pieces(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
     return tuple(joined) or (Piece(0, 0, 0),)
 
 
-def brought_part(unit: Unit, share: Share) -> Unit:
-    """What is copied to where the placement says: all of the unit when it is not divided."""
-    return divide_unit(unit, share).brought.unit if share else unit
-
-
 def arena_portion(unit: Unit, where: str, share: Share) -> Portion | None:
     """What of a unit lies in the arena; None when nothing does."""
     parts = divide_unit(unit, share)
@@ -201,12 +196,6 @@ def _sizes(alike: _Alike, share: Share) -> DividedSizes:
     parts = divide_unit(alike.unit, share)
     copied = sum(piece.nbytes for piece in parts.brought.pieces)
     return DividedSizes(parts.brought.unit.packed_nbytes, copied, parts.kept.nbytes if parts.kept else 0)
-
-
-def kept_nbytes(unit: Unit, share: Share) -> int:
-    """Bytes in the arena of a unit that is streamed."""
-    kept = divide_unit(unit, share).kept if share.kept else None
-    return kept.nbytes if kept else 0
 
 
 def without_cpu(unit: Unit, share: Share) -> Share | None:

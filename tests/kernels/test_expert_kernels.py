@@ -6,9 +6,10 @@ own; without Triton everything here is skipped.
 
 import os
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
+import random_weights
 import torch
 from interpreted import expect_interpreted_to_pass, mend_interpreter
 from random_weights import DEVICE, random_weight
@@ -26,6 +27,8 @@ from pshard.runtime.kernels.plain import PlainKernels  # noqa: E402
 if READY and DEVICE == "cpu":
     mend_interpreter()
 
+random_tensor = partial(random_weights.random_tensor, dtype=torch.float32)
+
 
 @pytest.mark.slow
 @pytest.mark.skipif(READY, reason="the kernels run here directly")
@@ -36,10 +39,6 @@ def test_expert_kernels_in_the_interpreter() -> None:
 @pytest.fixture(scope="module")
 def kernels() -> cuda.CudaKernels:
     return cuda.CudaKernels(DEVICE, 64)
-
-
-def random_tensor(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
 
 
 def empty_routes(tokens: int, rule: Experts) -> Routes:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from interpreted import expect_interpreted_to_pass, mend_interpreter
-from random_weights import DEVICE, random_weight
+from random_weights import DEVICE, random_tensor, random_weight
 
 triton = pytest.importorskip("triton", reason="Triton is installed with the CUDA build of torch only")
 READY = DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
@@ -47,10 +47,6 @@ def test_every_kernel_in_the_interpreter() -> None:
 @pytest.fixture(scope="module")
 def kernels() -> cuda.CudaKernels:
     return cuda.CudaKernels(DEVICE, 64)
-
-
-def random_tensor(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
 
 
 def poisoned(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -7,7 +7,7 @@ from pshard.buffers import row_stage_bytes, scratch_bytes, state_stage_bytes, wi
 from pshard.model import ModelSpec
 from pshard.plan import Buffers, Placement, Prediction, RankPlan, Solve, TierPlan, Variant
 from pshard.quant import TENSOR_ALIGN, align
-from pshard.units.divide_unit import arena_portion, brought_part, count_shares
+from pshard.units.divide_unit import arena_portion, count_shares, divided_sizes
 from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
 from pshard.units.moe.in_place import ways_to_read
@@ -35,7 +35,7 @@ def make_tier(
     """A tier of such placements, with honest buffers for float32 activations, and slots for what is read in place too.
     in_place: whether experts are read so; None: as is likely to be faster. batch: see StateShape."""
     placements = tuple(Placement(u.name, *places[u.name]) for u in spec.units)
-    streamed = [brought_part(spec.unit(p.unit), p.share).packed_nbytes for p in placements if p.where == "streamed"]
+    streamed = [divided_sizes(spec.unit(p.unit), p.share).brought for p in placements if p.where == "streamed"]
     reads = ways_to_read(spec.config, tokens)[0] if in_place is None else in_place
     held = [arena_portion(spec.unit(p.unit), p.where, p.share) for p in placements]
     shape = StateShape(context, sequences, "f32", "f32", batch)

@@ -12,6 +12,11 @@ SCALES_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_K": (0, 2), "
              "Q5_1": (0, 2)}  # fmt: skip
 
 
+def random_tensor(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Standard normal values."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
 def random_weight(qtype: str, rows: int, cols: int, seed: int) -> tuple[Packed, np.ndarray]:
     """A packed matrix of random codes and ordinary scales, and its values in float64."""
     rng = np.random.default_rng(seed)

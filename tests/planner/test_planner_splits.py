@@ -33,7 +33,7 @@ from pshard.planner.program.unit_classes import group_units
 from pshard.planner.show_plan import print_explanation, print_variant
 from pshard.steps.step import Compute
 from pshard.units.attention import ATTENTION
-from pshard.units.divide_unit import brought_part
+from pshard.units.divide_unit import divided_sizes
 from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
 from pshard.units.share import Share
@@ -78,7 +78,7 @@ def test_the_cpu_does_not_wait_for_the_copy_of_the_other_part() -> None:
 def test_only_the_accelerators_part_is_copied() -> None:
     room, costs = setting(make_model(layers=3))
     tier = place(room, "streamed", 1024, slots=2)
-    part = brought_part(room.spec.unit("ffn.0"), Share(1024)).packed_nbytes
+    part = divided_sizes(room.spec.unit("ffn.0"), Share(1024)).brought
     assert tier.buffers.slot_bytes == part and tier.buffers.pinned < room.spec.packed_nbytes
     whole = costs.units["ffn.0"]
     assert costs.divided("ffn.0", Share(1024)).link < whole.link
