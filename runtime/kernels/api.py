@@ -204,7 +204,7 @@ class Kernels(Protocol):
         accumulate: bool,
     ) -> None:
         """out[M, D] = (out if accumulate else 0) + the sum over the experts of each token that `weights` has of its
-        weight * (down . act(gate . x + bias, up . x + bias) + bias). x [M, D] float32, as routers leave it, or act_dtype;
+        weight * (down . act(gate . x + bias, up . x + bias) + bias). x [M, D] float32 or act_dtype;
         out float32, row strides free.
 
         act(g, u) is silu(g) * u, or for "clamped" with g = min(g, 7), u = clamp(u, -7, 7): g * sigmoid(1.702 g) *
