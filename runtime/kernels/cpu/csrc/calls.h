@@ -1,6 +1,7 @@
 // The functions of the C interface that a list may hold (replay.cpp). native.py documents them.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #define PSHARD_API extern "C" __attribute__((visibility("default")))
@@ -54,3 +55,5 @@ PSHARD_API void pshard_delta_net(const float* qkv, int64_t qkv_stride, const flo
                                  float eps, int key_heads, int value_heads, int head, int tiled, float* states,
                                  float* tails, const int32_t* slots, const int32_t* offsets, int64_t sequences,
                                  float* out, int64_t out_stride);
+PSHARD_API double pshard_read(const uint8_t* data, size_t nbytes, uint64_t* sum);
+PSHARD_API void pshard_replay(const int64_t* words, int64_t n);
