@@ -8,7 +8,7 @@ import os
 
 import pytest
 import torch
-from delta_inputs import DeltaCase, copy_case, make_case, run_case, run_cut, widen
+from delta_inputs import DeltaCase, copy_case, make_case, run_case, run_cut, shrink, widen
 from interpreted import expect_interpreted_to_pass, mend_interpreter
 from random_weights import DEVICE
 
@@ -109,6 +109,12 @@ def test_micro_batches_of_any_sizes_give_the_same_state(kernels: cuda.CudaKernel
         run_case(PlainKernels(), want)
         run_cut(kernels, parts, cut, make_scratch(whole))
         expect_alike(parts, want, CLOSE)
+
+
+@needs_kernels
+@pytest.mark.parametrize("lengths", [(2,), (20,)], ids=str)
+def test_small_keys_are_normed_with_their_epsilon(kernels: cuda.CudaKernels, lengths: tuple[int, ...]) -> None:
+    compare(kernels, shrink(make_case(lengths, device=DEVICE)), CLOSE)
 
 
 @needs_kernels

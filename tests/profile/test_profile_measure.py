@@ -427,7 +427,10 @@ def test_like_accelerators_with_another_link_have_their_own_copies(monkeypatch, 
     measured = measure_machine(request(), lambda label, share: None)
     assert {c.device for c in measured.copies} == {"acc", "acc1"}
     assert {m.device for m in measured.matmuls} == {"host", "acc"}
-    assert [measured.sources(i) for i in range(4)] == [("acc",) * 7, ("acc", "acc", "acc", "acc1", "acc", "acc", "acc")] * 2
+    assert [measured.sources(i) for i in range(4)] == [
+        ("acc",) * 7,
+        ("acc", "acc", "acc", "acc1", "acc", "acc", "acc"),
+    ] * 2
 
 
 @pytest.mark.slow
