@@ -64,6 +64,7 @@ class UseFollower:
     comes first.
 
     Attributes:
+        eligible: as it was given.
         slot_of: int32 [layers, experts], the slot in which this micro-batch finds an expert; -1: in none.
         counts: over all that was observed.
     """
@@ -80,7 +81,8 @@ class UseFollower:
         """eligible: bool [layers, experts], those that lie outside VRAM. first: (layer, expert) of what fills the slots
         at the start, as far as they go. expected: [layers, experts], how likely a token uses each, as far as is known:
         with what scores of "frequency" begin."""
-        self._eligible, self._policy, self._admits = eligible.ravel(), policy, admits
+        self.eligible, self._eligible = eligible, eligible.ravel()
+        self._policy, self._admits = policy, admits
         self._experts = eligible.shape[1]
         self.slot_of: np.ndarray = np.full(eligible.shape, -1, np.int32)
         self._flat = self.slot_of.ravel()  # a view of the same

@@ -12,10 +12,12 @@ from pshard.routing.record import RoutingRecord
 @dataclass(frozen=True, eq=False)
 class SlotReplay:
     """What a replay found in the second half of a record. uses, hits: how often each expert was chosen, and how often
-    it was then in a slot: int64 [layers, experts]. admitted: experts brought in for each token."""
+    it was then in a slot: int64 [layers, experts]; eligible: which of them may be. admitted: experts brought in for
+    each token."""
 
     uses: np.ndarray
     hits: np.ndarray
+    eligible: np.ndarray
     admitted: float
 
     @property
@@ -24,30 +26,32 @@ class SlotReplay:
         return float(self.hits.sum()) / max(1, int(self.uses.sum()))
 
     def by_place(self, orders: Sequence[Sequence[int]]) -> tuple[float, ...]:
-        """Hits of each place's choices, over all layers; orders: by layer, numbers of the experts by place."""
+        """Hits of each place's choices, over the layers in which a slot may have them; orders: by layer, numbers of the
+        experts by place."""
         rows, numbers = np.arange(len(orders))[:, None], np.array(orders, np.int64)
-        uses, hits = (counted[rows, numbers].sum(0) for counted in (self.uses, self.hits))
+        uses, hits = (counted[rows, numbers].sum(0) for counted in (self.uses * self.eligible, self.hits))
         return tuple((hits / np.maximum(1, uses)).tolist())
 
 
-def replay_tokens(record: RoutingRecord, layers: Sequence[int], follower: UseFollower) -> SlotReplay:
+def replay_tokens(record: RoutingRecord, layers: Sequence[int], follower: UseFollower, together: int = 1) -> SlotReplay:
     """Token after token, as they are decoded, whatever micro-batches they were recorded in; the first half warms the
-    slots. layers: numbers of those of the follower, in its order. Raises ValueError where one was not recorded."""
+    slots. layers: numbers of those of the follower, in its order. together: the record is cut into so many texts, which
+    are decoded at once. Raises ValueError where a layer was not recorded."""
     rows = [record.layers.index(layer) for layer in layers]
     uses = np.zeros(follower.slot_of.shape, np.int64)
     hits, lanes, before = np.zeros_like(uses), np.arange(len(rows))[:, None], HitCounts()
-    middle = record.tokens // 2
-    for token in range(record.tokens):
-        ids = record.ids[token, rows].astype(np.int64)
+    turns = record.tokens // together
+    at_once = record.ids[: turns * together, rows].reshape(together, turns, len(rows), -1).swapaxes(0, 1)
+    for turn, batch in enumerate(at_once.astype(np.int64)):
         follower.begin()
-        if token == middle:
+        if turn == turns // 2:
             before = follower.counts
-        if token >= middle:
+        for ids in batch if turn >= turns // 2 else ():
             uses[lanes, ids] += 1
             hits[lanes, ids] += follower.slot_of[lanes, ids] >= 0
-        follower.observe(ids[None])
-    admitted = (follower.counts - before).admitted / max(1, record.tokens - middle)
-    return SlotReplay(uses, hits, admitted)
+        follower.observe(batch)
+    counted = together * (turns - turns // 2)
+    return SlotReplay(uses, hits, follower.eligible, (follower.counts - before).admitted / max(1, counted))
 
 
 def replay_run(record: RoutingRecord, layers: Sequence[int], follower: UseFollower, tokens: int) -> HitCounts:
