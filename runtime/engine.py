@@ -21,6 +21,7 @@ from pshard.runtime.memory.kv_file import KVStore
 from pshard.runtime.sampling import Sampler, Sampling
 from pshard.runtime.sequences import Sequences
 from pshard.units.kv_cells import kv_blocks, longest_sequence, window_blocks
+from pshard.units.moe.followed import expect_hits
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,11 @@ class Engine:
         self._executor.device.synchronize()
         self._executor.slots.observe()
         return self._executor.slots.counts
+
+    @property
+    def expected_hits(self) -> float | None:
+        """The share of `expert_hits` that the plan expects; None where it has no slots, or expects nothing of them."""
+        return expect_hits(self.rank_plan)
 
     def agree(self, value: Any) -> Any:
         """Rank 0's value (anything JSON holds) on every rank; all call it. For what clocks decide."""

@@ -89,7 +89,7 @@ def _price_slots(spec: ModelSpec, profile: MachineProfile, variant: Variant, rec
 
 def _promise(spec: ModelSpec, rank: RankPlan, cache: ExpertCache, pools: tuple[Pool, ...]) -> ExpertCache:
     pool = next(pool for pool in pools if pool.units[0].name == cache.units[0])
-    return pool.promise(cache, find_eligible(spec, cache, rank.tiers[0].placements))[1]
+    return pool.promise(cache, find_eligible(spec, cache, rank.tiers[0].placements))
 
 
 def _count_in_vram(spec: ModelSpec, rank: RankPlan) -> int:

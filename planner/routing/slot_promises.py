@@ -46,20 +46,20 @@ class Pool:
         """Slots of which nothing is promised yet."""
         return ExpertCache(tuple(unit.name for unit in self.units), slots, self.slot_nbytes, policy, admits)
 
-    def promise(self, cache: ExpertCache, eligible: np.ndarray) -> tuple[float, ExpertCache]:
-        """The share of all choices that slots are expected to find, and the cache with what is expected of it: what a
-        replay finds in slots that begin empty. Where all are used alike, slots find as many choices as experts that
-        stay there would. eligible: bool [layers, experts], those outside VRAM."""
+    def promise(self, cache: ExpertCache, eligible: np.ndarray) -> ExpertCache:
+        """The cache with what is expected of it: what a replay finds in slots that begin empty. Where all are used
+        alike, slots find as many choices as experts that stay there would. eligible: bool [layers, experts], those
+        outside VRAM."""
         if self.record is None:
             hits, shares = min(1.0, cache.slots / max(1, eligible.sum())), eligible.mean()
             missed = float(shares * (1 - hits)) * self.used * len(self.units)
             packed = pack_hits([hits] * eligible.shape[1])
-            return float(shares * hits), replace(cache, hits=packed, admitted=min(float(cache.admits), missed))
+            return replace(cache, hits=packed, found=float(shares * hits), admitted=min(float(cache.admits), missed))
         layers = tuple(unit.layer for unit in self.units)
         follower = UseFollower(eligible, cache.slots, cache.policy, cache.admits)
         replay = replay_tokens(self.record, layers, follower, self.together)
         packed = pack_hits(replay.by_place([numbers_of(unit) for unit in self.units]))
-        return replay.share, replace(cache, hits=packed, admitted=replay.admitted)
+        return replace(cache, hits=packed, found=replay.share, admitted=replay.admitted)
 
 
 def list_pools(spec: ModelSpec, record: RoutingRecord | None, together: int) -> tuple[Pool, ...]:
@@ -86,5 +86,5 @@ def fill_pools(
             for row, unit in enumerate(pool.units):
                 eligible[row, list(numbers_of(unit)[pinned:])] = True
             tried = [pool.promise(pool.make_cache(slots, policy, admits), eligible) for policy in policies]
-            caches.append(max(tried, key=lambda found: found[0])[1])
+            caches.append(max(tried, key=lambda cache: cache.found))
     return tuple(caches)

@@ -23,7 +23,8 @@ class ExpertCache:
     or "frequency" (see follow_use.py). `admits`: how many experts are brought in after a micro-batch at most; 0: what
     was there at the start stays.
     `hits`: what share of the choices of the expert at each place finds it in a slot, as a replay or nothing ("") says;
-    one byte each, 255ths, as base64. `admitted`: how many experts that replay brings in for each token.
+    one byte each, 255ths, as base64. `found`: what share of all choices of these layers that is. `admitted`: how many
+    experts the replay brings in for each token.
     """
 
     units: tuple[str, ...]
@@ -32,6 +33,7 @@ class ExpertCache:
     policy: str
     admits: int
     hits: str = ""
+    found: float = 0.0
     admitted: float = 0.0
 
     @property
@@ -76,6 +78,8 @@ def check_cache(cache: ExpertCache, where: str) -> None:
         raise ValueError(f"{where}.policy is {cache.policy!r}, not one of {', '.join(POLICIES)}")
     if cache.admits < 0 or cache.admitted < 0:
         raise ValueError(f"{where} admits {cache.admits} experts, {cache.admitted} expected; neither is less than 0")
+    if not 0 <= cache.found <= 1:
+        raise ValueError(f"{where}.found is {cache.found}, no share of all choices")
     try:
         base64.b64decode(cache.hits, validate=True)
     except ValueError:

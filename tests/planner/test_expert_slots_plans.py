@@ -29,7 +29,8 @@ from pshard.routing.record import RoutingRecord
 from pshard.steps.emit import emit_steps
 from pshard.steps.step import Refill, StepShape
 from pshard.times.predicted_times import round_seconds
-from pshard.units.moe.followed import find_eligible
+from pshard.units.moe.expert_map import map_experts
+from pshard.units.moe.followed import expect_hits, find_eligible
 from pshard.units.share import Share
 from pshard.workload import Workload
 
@@ -48,7 +49,7 @@ def recorded(record: RoutingRecord = DRIFTING) -> ModelSpec:
 def cache_of(hits: list[float], slots: int = 8, admitted: float = 2.0) -> ExpertCache:
     units = [unit for unit in FILE.spec.units if unit.kind.parts]
     names = tuple(unit.name for unit in units)
-    return ExpertCache(names, slots, slot_nbytes(units[0]), "lru", 4, pack_hits(hits), admitted)
+    return ExpertCache(names, slots, slot_nbytes(units[0]), "lru", 4, pack_hits(hits), 0.5, admitted)
 
 
 def price(tokens: int, *caches: ExpertCache):
@@ -94,7 +95,10 @@ def test_what_a_plan_promises_is_what_a_replay_of_its_slots_finds(quick_search: 
     (rank,) = variant.ranks
     (cache,), (pool,) = rank.caches, list_pools(recorded(), DRIFTING, 1)
     eligible = find_eligible(recorded(), cache, rank.tiers[0].placements)
-    assert pool.promise(cache, eligible)[1] == cache
+    assert pool.promise(cache, eligible) == cache and expect_hits(rank) == cache.found > 0.4
+    (experts,) = map_experts(recorded(), variant)
+    assert experts.tiers[0].found == pytest.approx(cache.found, abs=0.06) and experts.tiers[-1].found == 0
+    assert sum(experts.tiers[0].served) + experts.tiers[0].found == pytest.approx(1)
     steps = emit_steps(replace(recorded(), caches=rank.caches), rank.tiers[0], StepShape(1, 100, 1))
     (refill,) = [step for step in steps.body if isinstance(step, Refill)]
     assert refill.nbytes == round(cache.admitted * cache.slot_bytes) > 0
@@ -109,8 +113,8 @@ def test_a_record_of_likings_that_stay_gets_no_slower_plan(quick_search: None) -
 
 def test_without_a_record_slots_are_worth_no_more_than_experts_that_stay(quick_search: None) -> None:
     (pool,) = list_pools(FILE.spec, None, 1)
-    share, cache = pool.promise(pool.make_cache(16, "lru", 99), np.ones((LAYERS, EXPERTS), bool))
-    assert share == pytest.approx(16 / 64) and cache.hits_by_place == pytest.approx((0.25,) * 16, abs=2e-3)
+    cache = pool.promise(pool.make_cache(16, "lru", 99), np.ones((LAYERS, EXPERTS), bool))
+    assert cache.found == pytest.approx(16 / 64) and cache.hits_by_place == pytest.approx((0.25,) * 16, abs=2e-3)
     assert cache.admitted == pytest.approx(LAYERS * USED * 0.75)
     without = plan_variant(FILE.spec, PROFILE, WORK)
     assert plan_slots(FILE.spec, PROFILE, WORK, without, None) == without

@@ -37,7 +37,7 @@ POPULARITY = measure_popularity(make_record(50, layers=2))
 CHOICES = {
     (Variant, "popularity"): st.sampled_from([None, POPULARITY]),
     (RankPlan, "caches"): st.sampled_from(
-        [(), (ExpertCache(("a", "b"), 3, 256, "lru", 6, pack_hits([0.0, 0.4]), 2.5),)]
+        [(), (ExpertCache(("a", "b"), 3, 256, "lru", 6, pack_hits([0.0, 0.4]), 0.25, 2.5),)]
     ),
     (Placement, "where"): st.sampled_from(["pinned", "streamed", "cpu"]),
     (Placement, "kv"): st.sampled_from([None, "vram", "host"]),

@@ -144,6 +144,7 @@ def test_a_replay_of_a_run_leaves_prompts_out() -> None:
         ({"policy": "best"}, "'best', not one of lru, frequency"),
         ({"admits": -1}, "admits -1"),
         ({"hits": "?"}, "no base64"),
+        ({"found": 1.5}, "found is 1.5"),
         ({"units": ("a", "a")}, "or one twice"),
         ({"units": ()}, "names no unit"),
     ],

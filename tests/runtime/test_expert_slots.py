@@ -20,7 +20,7 @@ from pshard.routing.replay_slots import replay_run
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
 from pshard.runtime.engine import Engine
-from pshard.units.moe.followed import follow_plan
+from pshard.units.moe.followed import follow_plan, keep_slots
 
 IN_PLACE, KEPT = ("streamed", None), ("streamed", None, 0, 2)
 SHARED, PINNED = ("streamed", None, 3, 2), ("pinned", None, 5)  # with the CPU
@@ -151,3 +151,16 @@ def test_slots_begin_with_the_experts_that_a_record_says_are_used_most() -> None
         inside = {(row, expert) for row, expert in np.argwhere(pool.follower.slot_of >= 0).tolist()}
     ranked = sorted((-popularity.uses_of(layer)[at], at, layer) for layer in range(3) for at in range(2, 16))
     assert inside == {(layer, popularity.order_of(layer)[at]) for _, at, layer in ranked[:6]}
+
+
+def test_with_slots_that_are_kept_earlier_text_moves_no_bit() -> None:
+    file, text, found = skew_routers(ExpertsFile(), 1.0), draw_text(30), []
+    variant = make_cached(file, SHARED, (cache_of(file, 5),))
+    for before in ([], draw_text(25, seed=5)):
+        with open_cached(file, keep_slots(variant), "fast") as engine:
+            for token in before:
+                engine.forward([token])
+            engine.reset()
+            found.append(torch.cat([engine.forward([token], all_logits=True) for token in text]))
+            assert engine.expert_hits.admitted == 0 < engine.expert_hits.hits
+    assert torch.equal(*found)

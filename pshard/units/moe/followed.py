@@ -1,15 +1,30 @@
 """Which experts of a plan a cache may hold: those that lie outside VRAM where tokens are few. No torch."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
 from pshard.model import ModelSpec
-from pshard.plan import Placement, RankPlan
+from pshard.plan import Placement, RankPlan, Variant
 from pshard.routing.expert_cache import ExpertCache
 from pshard.routing.follow_use import UseFollower
+from pshard.routing.order_experts import order_experts
 from pshard.units.divide_unit import count_shares
 from pshard.units.unit import Unit
+
+
+def under_plan(spec: ModelSpec, variant: Variant) -> ModelSpec:
+    """A model as a plan for one device prices it: experts in the plan's order, some of them in slots."""
+    caches = variant.ranks[0].caches if len(variant.ranks) == 1 else ()
+    return replace(order_experts(spec, variant.popularity), caches=caches)
+
+
+def keep_slots(variant: Variant) -> Variant:
+    """The variant with slots that keep what they have at the start, so that earlier tokens never decide who computes
+    an expert."""
+    ranks = (replace(r, caches=tuple(replace(cache, admits=0) for cache in r.caches)) for r in variant.ranks)
+    return replace(variant, ranks=tuple(ranks))
 
 
 def outside_vram(unit: Unit, place: Placement) -> range:
@@ -19,6 +34,14 @@ def outside_vram(unit: Unit, place: Placement) -> range:
     if place.where == "streamed":
         return range(place.kept_parts, total)
     return range(total - place.cpu_rows, total) if place.where == "pinned" else range(0)
+
+
+def expect_hits(rank: RankPlan) -> float | None:
+    """The share of tokens' choices in layers with slots that a plan expects to find there; None where it has no slots,
+    or expects nothing of them."""
+    known = [cache for cache in rank.caches if cache.hits]
+    layers = sum(len(cache.units) for cache in known)
+    return sum(cache.found * len(cache.units) for cache in known) / layers if layers else None
 
 
 def numbers_of(unit: Unit) -> tuple[int, ...]:
