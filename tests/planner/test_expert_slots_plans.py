@@ -15,6 +15,7 @@ from pshard.model_config import Experts
 from pshard.plan import Variant
 from pshard.planner.check_plan import PlanError, check_variant
 from pshard.planner.foresee import foresee_strategies
+from pshard.planner.llama_cpp_arguments import list_unsaid
 from pshard.planner.make_plan import plan_baseline, plan_variant
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.profile_tables import Tables
@@ -104,6 +105,7 @@ def test_what_a_plan_promises_is_what_a_replay_of_its_slots_finds(quick_search: 
     assert refill.nbytes == round(cache.admitted * cache.slot_bytes) > 0
 
 
+@pytest.mark.slow
 def test_a_record_of_likings_that_stay_gets_no_slower_plan(quick_search: None) -> None:
     record = make_record(400, LAYERS, skew=2.0)
     record = replace(record, layers=tuple(range(LAYERS)))
@@ -131,6 +133,8 @@ def test_expert_lru_has_slots_in_all_the_room_and_reads_the_rest_over_the_link(q
         assert {p.where for p in tier.placements[1:] if not p.unit.endswith("experts")} == {"pinned"}
     most = max(tier.buffers.total for tier in rank.tiers)
     assert most + cache.slot_bytes > 20 << 20 or cache.slots == LAYERS * EXPERTS
+    (line,) = [said for said in list_unsaid(variant, {u.name: u for u in FILE.spec.units}) if "follow use" in said]
+    assert line.startswith(f"{cache.slots} slots") and f"--moe-cache-mib {cache.nbytes >> 20} " in line
     spec, record = recorded(), DRIFTING
     promised = plan_baseline("expert-lru", spec, PROFILE, WORK, record=record)
     assert round_seconds(promised) < round_seconds(variant)

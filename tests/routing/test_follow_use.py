@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from routing_samples import make_record
+from routing_samples import make_drifting_record, make_record
 
 from pshard.routing.expert_cache import ExpertCache, check_cache, miss_uses, pack_hits
 from pshard.routing.follow_use import DECAY, HitCounts, UseFollower
@@ -129,6 +129,21 @@ def test_a_replay_counts_the_second_half_and_tells_hits_by_place() -> None:
     orders = [tuple(reversed(range(record.experts)))] * 2
     assert replay.by_place(orders)[-1] == 0.0 and replay.by_place(orders)[0] in (0.0, 1.0)
     assert replay.admitted == 0.0
+
+
+def test_texts_that_are_decoded_at_once_share_the_slots() -> None:
+    """As a run of two sequences whose texts are the halves of the record."""
+    record, eligible = make_drifting_record(100, 2), np.ones((2, 16), bool)
+    both = replay_tokens(record, record.layers, UseFollower(eligible, 8, "lru", 4), together=2)
+    follower, before = UseFollower(eligible, 8, "lru", 4), HitCounts()
+    for turn in range(50):
+        follower.begin()
+        before = follower.counts if turn == 25 else before
+        follower.observe(record.ids[[turn, 50 + turn]])
+    run = follower.counts - before
+    assert (both.hits.sum(), both.uses.sum()) == (run.hits, run.chosen) and both.admitted == run.admitted / 50
+    alone = replay_tokens(record, record.layers, UseFollower(eligible, 8, "lru", 4))
+    assert 0 < both.share < alone.share
 
 
 def test_a_replay_of_a_run_leaves_prompts_out() -> None:
