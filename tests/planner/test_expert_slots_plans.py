@@ -134,7 +134,7 @@ def test_expert_lru_has_slots_in_all_the_room_and_reads_the_rest_over_the_link(q
     most = max(tier.buffers.total for tier in rank.tiers)
     assert most + cache.slot_bytes > 20 << 20 or cache.slots == LAYERS * EXPERTS
     (line,) = [said for said in list_unsaid(variant, {u.name: u for u in FILE.spec.units}) if "follow use" in said]
-    assert line.startswith(f"{cache.slots} slots") and f"--moe-cache-mib {cache.nbytes >> 20} " in line
+    assert line.startswith(f"{cache.slots} slots") and f"--moe-cache-mib {cache.nbytes >> 20}," in line
     spec, record = recorded(), DRIFTING
     promised = plan_baseline("expert-lru", spec, PROFILE, WORK, record=record)
     assert round_seconds(promised) < round_seconds(variant)
@@ -167,3 +167,14 @@ def test_damaged_caches_are_refused(change: dict, message: str) -> None:
     damaged = replace(rank, caches=(replace(rank.caches[0], **change),))
     with pytest.raises(PlanError, match=message):
         check_variant((FILE.spec,), replace(variant, ranks=(damaged,)), "cuda")
+
+
+def test_what_the_cpu_and_the_link_find_outside_slots_is_spread_as_chance_has_it() -> None:
+    """Each choice is found in a slot or not, whatever others are: against random tokens."""
+    rng, share, unit, found = np.random.default_rng(3), Share(8, 4), "blk.1.experts", 0.6
+    cost, times = price(1, cache_of([found] * EXPERTS)).divided(unit, share), []
+    read, cpu = (seconds / (n * USED / EXPERTS * (1 - found)) for seconds, n in ((cost.read, 4), (cost.cpu, 8)))
+    for _ in range(20_000):
+        missed = [e for e in rng.permutation(EXPERTS)[:USED] if rng.random() > found]
+        times.append(sum(read if 4 <= e < 8 else -cpu if e >= 8 else 0.0 for e in missed))
+    assert cost.spread == pytest.approx(np.std(times), rel=0.05)
