@@ -6,7 +6,7 @@ G KV heads, d head_dim. Activations are `act_dtype` (float32 on the host, bfloat
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -36,6 +36,7 @@ class ExpertWeights:
     that is not here.
     biases: float32 [E, F], [E, F] and [E, D] of gate, up and down of all experts; None without. Down's is None on a
     rank that leaves it to another one.
+    moved: experts that lie elsewhere than at home, or at present not here (None), by number: `addresses` says the same.
     """
 
     gate: tuple[Packed | None, ...]
@@ -43,6 +44,14 @@ class ExpertWeights:
     down: tuple[Packed | None, ...]
     addresses: torch.Tensor
     biases: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
+    moved: dict[int, tuple[Packed, Packed, Packed] | None] = field(default_factory=dict)
+
+    def matrices(self, number: int) -> tuple[Packed, Packed, Packed] | None:
+        """Gate, up and down of an expert where it is now; None: not here."""
+        if number in self.moved:
+            return self.moved[number]
+        gate, up, down = self.gate[number], self.up[number], self.down[number]
+        return None if gate is None or up is None or down is None else (gate, up, down)
 
 
 @dataclass(frozen=True)
