@@ -34,6 +34,7 @@ Kernels make_kernels(const char* isa) {
   k.isa = isa;
   k.quantize = quantize;
   k.silu_mul = silu_mul;
+  k.gelu_mul = gelu_mul;
   k.clamped_mul = clamped_mul;
   k.attention = attention;
   k.sum = sum_bytes;

@@ -1,0 +1,113 @@
+"""Logits of every family equal a float64 forward written from its recipe, wherever its units are, and transformers'."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engines import open_engine, pinned_everywhere
+from family_files import RECIPES, write_family, write_family_folder
+from family_forward import LongRope, Yarn, family_logits
+from plan_samples import make_tier
+
+from pshard.models import open_model
+from pshard.runtime.engine import Engine
+
+RNG = random.Random(0)
+IDS = [RNG.randrange(320) for _ in range(140)]
+LONG = 512  # a context beyond what phi3's and mistral3's recipes were trained with
+
+
+def difference(found: np.ndarray | torch.Tensor, expected: np.ndarray) -> float:
+    """The largest difference, in standard deviations of the expected logits."""
+    return float(np.abs(np.asarray(found) - expected).max() / expected.std())
+
+
+def run(engine: Engine) -> torch.Tensor:
+    """Logits of all ids: of a prompt, and of single tokens."""
+    parts = [IDS[:130], *([i] for i in IDS[130:])]
+    return torch.cat([engine.forward(part, all_logits=True) for part in parts])
+
+
+@pytest.mark.parametrize("family", RECIPES)
+def test_logits_equal_a_float64_forward(family: str, tmp_path: Path) -> None:
+    recipe, weights, path = write_family(tmp_path / "m.gguf", family)
+    expected = family_logits(recipe, weights, IDS)
+    for kernels in ("plain", "fast"):
+        with open_engine(path, context=LONG, kernels=kernels) as engine:
+            got = run(engine)
+        assert difference(got, expected) < 1e-5, kernels
+
+
+MISTAKES = {
+    "smollm3": [{"still": ()}, {"still": (True, False, False, False)}, {"adjacent": False}, {"thetas": (1e4, 1e4)}],
+    "granite": [{"embed": 1.0}, {"residual": 1.0}, {"score": 32**-0.5}, {"logits": 1.0}],
+    "seed_oss": [{"biases": False}, {"adjacent": True}],
+    "qwen3vl": [{"head_norms": False}, {"adjacent": True}],
+    "qwen3vlmoe": [{"experts": (8, 3)}],
+    "mistral3": [
+        {"temperature": (0.0, 64)}, {"temperature": (0.1, 65)}, {"yarn": Yarn(4.0, 64, 1 + 0.1 * np.log(4))},
+        {"yarn": None},
+    ],
+    "glm4": [{"after": False}, {"rotated": 32}, {"adjacent": False}, {"biases": False}],
+    "phi3": [
+        {"rotated": 32, "longrope": None}, {"context": 128},
+        {"longrope": LongRope(*RECIPES["phi3"].longrope[:3], 1.0)},
+    ],
+    "gemma3": [
+        {"windows": (47,) * 5 + (0,)}, {"windows": (49,) * 5 + (0,)}, {"windows": (0,) + (48,) * 5},
+        {"thetas": (1e4, 1e6)}, {"thetas": (1e6, 1e6)}, {"slower": 1.0}, {"embed": 1.0}, {"gelu": False},
+        {"after": False}, {"head_norms": False}, {"score": 24**-0.5},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", RECIPES)
+def test_every_easy_mistake_would_show(family: str, tmp_path: Path) -> None:
+    recipe, weights, _ = write_family(tmp_path / "m.gguf", family)
+    expected = family_logits(recipe, weights, IDS)
+    for mistake in MISTAKES[family]:
+        assert difference(family_logits(replace(recipe, **mistake), weights, IDS), expected) > 1e-3, mistake
+
+
+@pytest.mark.parametrize("family", RECIPES)
+def test_every_placement_gives_the_same_logits(family: str, tmp_path: Path) -> None:
+    recipe, weights, path = write_family(tmp_path / "m.gguf", family)
+    expected = family_logits(recipe, weights, IDS)
+    with open_model(path) as file:
+        spec = file.spec
+    for weights_at, state_at in (("streamed", "host"), ("cpu", "host"), ("pinned", "host")):
+        where = {
+            u.name: (weights_at if (weights_at, state_at if u.kind.state else None) in u.kind.places else "pinned",
+                     state_at if u.kind.state else None)
+            for u in spec.units
+        }  # fmt: skip
+        tiers = tuple(make_tier(spec, n, where, 2, LONG, 1, batch=64) for n in (1, 64))
+        with open_engine(path, tiers, "fast", LONG) as engine:
+            got = run(engine)
+        assert difference(got, expected) < 1e-5, weights_at
+
+
+def test_phi3_takes_its_short_factors_in_a_short_context(tmp_path: Path) -> None:
+    recipe, weights, path = write_family(tmp_path / "m.gguf", "phi3")
+    assert recipe.longrope is not None
+    short, original = replace(recipe, context=recipe.longrope.original), recipe.longrope.original
+    with open_model(path) as file:
+        tiers = pinned_everywhere(file.spec, context=original)
+    with open_engine(path, tiers, context=original) as engine:
+        got = engine.forward(IDS[:100], all_logits=True)
+    assert difference(got, family_logits(short, weights, IDS[:100])) < 1e-5
+
+
+@pytest.mark.parametrize("family", RECIPES)
+def test_logits_equal_transformers(family: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (recipe, weights, folder), model = write_family_folder(tmp_path / "hf", family)
+    with torch.no_grad():
+        expected = model.double()(torch.tensor([IDS])).logits[0].numpy()
+    assert difference(family_logits(recipe, weights, IDS), expected) < 1e-5
+    with open_engine(folder, context=LONG) as engine:
+        got = engine.forward(IDS, all_logits=True)
+    assert difference(got, expected) < 1e-4
