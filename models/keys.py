@@ -55,9 +55,10 @@ class Keys:
     def reals(self, key: str, span: tuple[float, float]) -> tuple[float, ...]:
         """A list of numbers in a span. Raises UserError when it is missing or something else."""
         values = self.values.get(self.prefix + key)
-        if not isinstance(values, list) or not all(type(v) in (int, float) and span[0] <= v <= span[1] for v in values):
+        numbers = values if isinstance(values, list) else [None]
+        if not all(type(v) in (int, float) and span[0] <= v <= span[1] for v in numbers):
             self.refuse(key, f"is no list of numbers from {span[0]:g} to {span[1]:g}")
-        return tuple(map(float, values))
+        return tuple(map(float, numbers))
 
     def refuse_unless(self, key: str, *harmless: Any) -> None:
         """Raise UserError when the key is there with another value than the harmless ones."""

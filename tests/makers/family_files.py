@@ -1,5 +1,6 @@
 """Tiny random models of the families as published files have them: GGUF files, and folders of the same weights."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -195,6 +196,28 @@ def write_family_folder(folder: Path, family: str) -> tuple[Family, Any]:
     assert not [name for name in known if name.startswith(prefix) and ".visual." not in name], known.keys()
     model.save_pretrained(folder)
     return Family(recipe, weights, folder), model
+
+
+def write_bare_folder(folder: Path, family: str, settings: dict[str, Any], prefix: str = "model.") -> Path:
+    """The same weights with another config.json, without transformers; `prefix`: before the text part's tensors."""
+    from safetensors.numpy import save_file
+
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(settings))
+    recipe = RECIPES[family]
+    tensors = dict(_hf_tensors(family, recipe, make_weights(recipe, WIDTH.get(family, 2.0))))
+    head = {"lm_head.weight": tensors.pop("lm_head.weight")}
+    named = head | {prefix + name: values for name, values in tensors.items()}
+    arrays = {name: np.ascontiguousarray(v, dtype=np.float32) for name, v in named.items()}
+    if prefix != "model.":
+        arrays["model.visual.patch_embed.weight"] = np.ones((4, 4), np.float32)
+    save_file(arrays, folder / "model.safetensors")
+    return folder
+
+
+def hf_settings(family: str) -> dict[str, Any]:
+    """What transformers' configuration class is made of."""
+    return _hf_settings(family, RECIPES[family])
 
 
 def _hf_settings(family: str, r: Recipe) -> dict[str, Any]:
