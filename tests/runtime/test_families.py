@@ -10,6 +10,7 @@ import torch
 from engines import open_engine, pinned_everywhere
 from family_files import RECIPES, write_family, write_family_folder
 from family_forward import LongRope, Yarn, family_logits
+from model_files import write_gguf
 from plan_samples import make_tier
 
 from pshard.models import open_model
@@ -111,3 +112,25 @@ def test_logits_equal_transformers(family: str, tmp_path: Path) -> None:
     with open_engine(folder, context=LONG) as engine:
         got = engine.forward(IDS, all_logits=True)
     assert difference(got, expected) < 1e-4
+
+
+MIXED = {  # as published Q4_K_M, UD-Q4_K_XL and IQ4_XS files mix them
+    "attn_q.weight": "IQ4_XS", "attn_k.weight": "Q5_K", "attn_v.weight": "Q8_0", "attn_output.weight": "IQ4_NL",
+    "ffn_gate.weight": "IQ4_XS", "ffn_up.weight": "IQ4_NL", "ffn_down.weight": "Q6_K", "output.weight": "Q8_0",
+    "token_embd.weight": "IQ4_NL",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["pinned", "streamed", "cpu"])
+def test_a_file_of_many_types_gives_the_logits_of_its_weights(where: str, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "qwen3", qtypes=MIXED)
+    with open_engine(path, context=256) as engine:
+        expected = run(engine)
+    with open_model(path) as file:
+        spec = file.spec
+    assert {"IQ4_XS", "IQ4_NL", "Q5_K", "Q8_0", "Q6_K"} <= {t.qtype for u in spec.units for t in u.matrices}
+    places = {u.name: ("cpu" if u.kind.is_looked_up else where, "host" if u.kind.state else None) for u in spec.units}
+    tiers = tuple(make_tier(spec, n, places, 2, 256, 1, batch=64) for n in (1, 64))
+    with open_engine(path, tiers, "fast", 256) as engine:
+        found = run(engine)
+    assert (found - expected).abs().max() < 0.1 * expected.std()  # activations are rounded to int8

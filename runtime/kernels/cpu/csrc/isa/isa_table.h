@@ -45,5 +45,6 @@ Kernels make_kernels(const char* isa) {
   set_quant<DecodeQ8_0>(k), set_quant<DecodeMXFP4>(k);
   set_quant<DecodeQ2_K>(k), set_quant<DecodeQ3_K>(k), set_quant<DecodeQ6_K>(k);
   set_quant<DecodeK45<Q4_K, 0>>(k), set_quant<DecodeK45<Q5_K, 1>>(k);
+  set_quant<DecodeIQ4_NL>(k), set_quant<DecodeIQ4_XS>(k);
   return k;
 }
