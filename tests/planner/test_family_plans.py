@@ -19,7 +19,7 @@ def test_what_is_normalised_after_its_sum_is_not_cut(family: str, tmp_path: Path
     with open_model(write_family(tmp_path / "m.gguf", family).path) as file:
         spec = file.spec
     if RECIPES[family].after:
-        with pytest.raises(UserError, match="units of kind .*attention cannot be cut over devices yet; use -sm layer"):
+        with pytest.raises(UserError, match=r"units of kind .*attention cannot be cut over devices yet; use -sm layer"):
             cut_units(spec, (1.0, 1.0))
     else:
         assert len(cut_units(spec, (1.0, 1.0))) == len(spec.units)
