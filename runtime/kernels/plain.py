@@ -25,6 +25,9 @@ class PlainKernels(PlainLatent):
     fuses_sums = False
     recordable = False
 
+    def forget(self) -> None:
+        """See `Kernels.forget`."""
+
     def rms_norm(
         self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, accumulate: bool = False
     ) -> None:
