@@ -109,7 +109,7 @@ def _gguf_rope(arch: Architecture, keys: Keys, head_dim: int, stored: dict[str, 
     )
     if keys.get("rope.scaling.type") == "yarn":
         return _scale_by_yarn(arch, plain, keys)
-    if LONG_FACTORS in stored and SHORT_FACTORS in stored:
+    if LONG_FACTORS in stored or SHORT_FACTORS in stored:
         return _scale_by_longrope(plain, keys, stored)
     keys.refuse_unless("rope.scaling.attn_factor", 0.0, 1.0)
     keys.refuse_unless("rope.scaling.type", "none", "linear")
@@ -149,6 +149,9 @@ def _scale_by_yarn(arch: Architecture, plain: Rope, keys: Keys) -> Rope:
 
 def _scale_by_longrope(plain: Rope, keys: Keys, stored: dict[str, StoredTensor]) -> Rope:
     """Two sets of divisors: which is used is up to the context."""
+    for one, other in ((LONG_FACTORS, SHORT_FACTORS), (SHORT_FACTORS, LONG_FACTORS)):
+        if other not in stored:
+            stored[one].fail(f"has no {other} beside it; the file is incomplete")
     return replace(
         plain,
         scaling="longrope",

@@ -66,6 +66,8 @@ def hf_rope(config: Mapping[str, Any], rotated: float, head_dim: int, context: i
 
 def _hf_longrope(keys: Keys, rope: Rope, context: int) -> Rope:
     """arXiv 2402.13753; cos and sin grow by sqrt(1 + ln(factor) / ln(original context)), as transformers has it."""
+    if rope.original_context < 2:
+        keys.refuse("original_max_position_embeddings", f"is {rope.original_context}; texts are longer")
     factor = keys.real("factor", context / rope.original_context, FACTORS)
     grown = math.sqrt(1 + math.log(factor) / math.log(rope.original_context)) if factor > 1 else 1.0
     return replace(

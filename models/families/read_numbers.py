@@ -81,11 +81,12 @@ def _check_gguf_layers(arch: Architecture, keys: Keys, config: ModelConfig) -> N
     """Raise UserError where windows are in other layers than the architecture has them in, and for positions of
     several dimensions where heads store their pairs otherwise for them."""
     pattern = keys.values.get(f"{keys.prefix}attention.sliding_window_pattern")
-    if arch.full_every and pattern is not None:
-        layers = pattern if isinstance(pattern, list) else [bool((i + 1) % pattern) for i in range(config.n_layers)]
-        _check_windows(keys, config, "attention.sliding_window_pattern", [bool(seen) for seen in layers])
+    if arch.full_every and isinstance(pattern, list):
+        _check_windows(keys, config, "attention.sliding_window_pattern", [bool(seen) for seen in pattern])
+    elif arch.full_every and pattern is not None and pattern != arch.full_every:
+        _refuse_windows(keys, config, "attention.sliding_window_pattern")
     sections = keys.values.get(f"{keys.prefix}rope.dimension_sections")
-    if arch.gguf_pairing == "adjacent" and isinstance(sections, list) and any(sections):
+    if arch.gguf_pairing == "adjacent" and (any(sections) if isinstance(sections, list) else sections):
         keys.refuse("rope.dimension_sections", f"is {sections}, which is not supported in this architecture")
 
 
@@ -99,14 +100,18 @@ def _check_hf_layers(arch: Architecture, keys: Keys, config: ModelConfig) -> Non
         keys.refuse_unless("sliding_window_pattern", arch.full_every)
     turned = keys.values.get("no_rope_layers")
     if arch.still_every and isinstance(turned, list):
-        if turned != [int(not config.is_still(i)) for i in range(config.n_layers)]:
+        if len(turned) != config.n_layers or turned != [int(not config.is_still(i)) for i in range(config.n_layers)]:
             keys.refuse("no_rope_layers", f"names other layers than the last of each {arch.still_every}")
     elif arch.still_every:
         keys.refuse_unless("no_rope_layer_interval", arch.still_every)
 
 
 def _check_windows(keys: Keys, config: ModelConfig, key: str, found: list[bool]) -> None:
-    if found != [config.has_window(i) for i in range(config.n_layers)]:
-        whole = f"the last of each {config.full_every}" if config.full_every else ""
-        where = f"all but {whole}" if whole else f"the first of each {config.window_every}"
-        keys.refuse(key, f"has windows in other layers than {where}")
+    if len(found) != config.n_layers or found != [config.has_window(i) for i in range(config.n_layers)]:
+        _refuse_windows(keys, config, key)
+
+
+def _refuse_windows(keys: Keys, config: ModelConfig, key: str) -> None:
+    every = config.full_every
+    where = f"all but the last of each {every}" if every else f"the first of each {config.window_every}"
+    keys.refuse(key, f"has windows in other layers than {where}")

@@ -69,7 +69,7 @@ def _parts(config: ModelConfig, name: str, tensor: StoredTensor) -> Iterator[tup
         q, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
         rows: tuple[int, ...] = (q, kv, kv)
         names = [f"{heads[1]}attn_{part}.{heads[2]}" for part in "qkv"]
-    elif gate and tensor.shape[0] == 2 * config.d_ffn:
+    elif gate and tensor.shape[:1] == (2 * config.d_ffn,):
         rows, names = (config.d_ffn, config.d_ffn), [f"{gate[1]}ffn_{part}.weight" for part in ("gate", "up")]
     else:
         return

@@ -1,5 +1,6 @@
 """Files of the families as publishers have them: what is nested, left out or the other way round is read right."""
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ from safetensors.numpy import load_file, save_file
 from pshard.errors import UserError
 from pshard.model_config import Rope, Temperature
 from pshard.models import open_model
+from pshard.models.architectures import find_gguf_architecture, find_hf_architecture
+from pshard.models.gguf_config import gguf_config
+from pshard.models.gguf_header import read_gguf
+from pshard.models.hf_config import hf_config
 from pshard.runtime.blocks.rope_table import inverse_frequencies
 
 TYPES = {
@@ -136,6 +141,35 @@ def test_what_a_folder_says_and_is_not_computed_is_refused(
     settings = published(like) | ({"model_type": "llama"} if family == "llama" else {})
     with pytest.raises(UserError, match=says):
         open_model(write_bare_folder(tmp_path / "hf", like, settings | keys))
+
+
+ODD: list[Any] = [0, -1, 1, 2, 7, 2**31, 2**63, 1e-9, 0.5, 3e38, "x", "yarn", "longrope", "", [], [0], [1, 2], [5] * 6,
+                  True, None, {}, {"full_attention": 5}]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", RECIPES)
+def test_damaged_settings_end_in_one_line(family: str, tmp_path: Path) -> None:
+    """Every setting with every odd value: it is read, or a UserError; never anything else."""
+    header = read_gguf(write_family(tmp_path / "m.gguf", family).path)
+    arch = find_gguf_architecture(family, "m.gguf", has_experts=bool(RECIPES[family].experts[0]))
+    further = ("attention.sliding_window_pattern", "rope.dimension_sections", "attention.scale", "rope.freq_base_swa")
+    for key in (*header.metadata, *(f"{family}.{name}" for name in further)):
+        for value in ODD:
+            with contextlib.suppress(UserError):
+                gguf_config(arch, {**header.metadata, key: value}, header.tensors, "m.gguf")
+    settings = published(family)
+    text = settings.get("text_config", settings)
+    text |= {"rope_scaling": None, "layer_types": None, "no_rope_layers": None, "sliding_window_pattern": None}
+    folder_arch = find_hf_architecture(text["model_type"], "config.json")
+    for key in text:
+        for value in ODD:
+            with contextlib.suppress(UserError):
+                hf_config(folder_arch, {**text, key: value}, "config.json")
+    rope = text["rope_parameters"]
+    for key in (*rope, "factor", "original_max_position_embeddings", "llama_4_scaling_beta", "mscale_all_dim"):
+        for value in ODD:
+            with contextlib.suppress(UserError):
+                hf_config(folder_arch, {**text, "rope_parameters": {**rope, key: value}}, "config.json")
 
 
 def test_fused_tensors_must_have_all_rows(tmp_path: Path) -> None:

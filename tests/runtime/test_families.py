@@ -13,6 +13,7 @@ from family_forward import LongRope, Yarn, family_logits
 from model_files import write_gguf
 from plan_samples import make_tier
 
+from pshard.errors import UserError
 from pshard.models import open_model
 from pshard.runtime.engine import Engine
 
@@ -100,6 +101,16 @@ def test_phi3_takes_its_short_factors_in_a_short_context(tmp_path: Path) -> None
     with open_engine(path, tiers, context=original) as engine:
         got = engine.forward(IDS[:100], all_logits=True)
     assert difference(got, family_logits(short, weights, IDS[:100])) < 1e-5
+
+
+def test_keys_of_a_short_context_are_not_loaded_into_a_long_one(tmp_path: Path) -> None:
+    path = write_family(tmp_path / "m.gguf", "phi3").path
+    with open_engine(path, context=128) as engine:
+        engine.forward(IDS[:20])
+        engine.save(tmp_path / "cache")
+        engine.load(tmp_path / "cache")
+    with open_engine(path, context=LONG) as engine, pytest.raises(UserError, match="has angles short"):
+        engine.load(tmp_path / "cache")
 
 
 @pytest.mark.parametrize("family", RECIPES)
