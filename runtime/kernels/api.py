@@ -161,9 +161,13 @@ class Kernels(Protocol):
         """Rows may have been written by others since the last call: no kernel goes by what it has made of them."""
         ...
 
-    def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
-        """out[M, D] = hidden[M, D] * rsqrt(mean(hidden^2) + eps) * weight[D]. hidden, weight float32; out float32 or
-        act_dtype."""
+    def rms_norm(
+        self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, accumulate: bool = False
+    ) -> None:
+        """out[M, D] = (out if accumulate else 0) + hidden[M, D] * rsqrt(mean(hidden^2) + eps) * weight[D].
+
+        hidden, weight float32; out float32 or act_dtype, and not hidden.
+        """
         ...
 
     def linear(
@@ -194,13 +198,31 @@ class Kernels(Protocol):
         ...
 
     def gate_up(
-        self, x: torch.Tensor, gate: Packed, up: Packed, out: torch.Tensor, both: torch.Tensor, tile: torch.Tensor
+        self,
+        x: torch.Tensor,
+        gate: Packed,
+        up: Packed,
+        out: torch.Tensor,
+        both: torch.Tensor,
+        tile: torch.Tensor,
+        activation: str = "silu",
     ) -> None:
-        """out[M, F] = silu(x @ gate.T) * (x @ up.T), act_dtype. `both` [M, 2F] act_dtype is scratch; out may be a view
-        of its first M*F elements' columns (both[:, :F])."""
+        """out[M, F] = act(x @ gate.T) * (x @ up.T), act_dtype; act is "silu", or "gelu" approximated by tanh.
+
+        `both` [M, 2F] act_dtype is scratch; out may be a view of its first M*F elements' columns (both[:, :F]).
+        """
         ...
 
-    def ffn(self, x: torch.Tensor, gate: Packed, up: Packed, down: Packed, out: torch.Tensor, accumulate: bool) -> bool:
+    def ffn(
+        self,
+        x: torch.Tensor,
+        gate: Packed,
+        up: Packed,
+        down: Packed,
+        out: torch.Tensor,
+        accumulate: bool,
+        activation: str = "silu",
+    ) -> bool:
         """A whole FFN at once, as `gate_up` and then `linear` give it, where that saves calls; False: nothing was done.
 
         x [M, D] act_dtype; out [M, D] float32. Row strides free.

@@ -171,6 +171,9 @@ class KVStore:
             "type_v": self._kv.type_v,
             "tokens": list(tokens),
         }
+        if config.rope.long_factors:  # keys of a short context are turned by other angles
+            longest = longest_sequence(config, self._kv.context)
+            fields["angles"] = "long" if longest > config.rope.original_context else "short"
         return json.dumps(fields).encode()
 
     def _places(self, cells: int, header: bytes) -> tuple[int, int]:
