@@ -71,6 +71,11 @@ def without() -> Variant:
         return plan_variant(make_shape(MODEL), find_machine(MACHINE), WORK, 1e4)
 
 
+def test_a_bound_of_decoding_has_a_layer_take_as_long_as_its_reading_and_its_cpu_part() -> None:
+    decoding = planned().ranks[0].covering(1).prediction
+    assert 0.85 * decoding.seconds < decoding.bound_seconds < decoding.seconds
+
+
 def test_a_prompt_of_512_tokens_is_faster_as_the_cpu_takes_part_of_the_experts(without: Variant) -> None:
     tier, whole = (variant.ranks[0].covering(512) for variant in (planned(), without))
     assert sum(p.where == "streamed" and p.cpu_rows > 0 for p in tier.placements) > 30
