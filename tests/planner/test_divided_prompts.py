@@ -25,10 +25,10 @@ from pshard.planner.program.fluid import fluid_seconds
 from pshard.planner.rank_task import RankTask
 from pshard.planner.search import climb
 from pshard.planner.show_plan import print_explanation
+from pshard.routing.expert_map import map_experts
 from pshard.steps.step import CopyIn, Join
 from pshard.times.predicted_times import round_seconds
 from pshard.units.moe import in_place
-from pshard.units.moe.expert_map import map_experts
 from pshard.units.moe.experts import EXPERTS
 from pshard.units.moe.in_place import ways_to_read
 from pshard.units.share import Share
