@@ -65,7 +65,7 @@ class TierSums:
         if not cost.in_place:
             self.issue += scale * self.problem.copy_issue * units.streamed
             self.one_slot += scale * (cost.link + cost.acc) * units.streamed
-            self.streamed += units.streamed
+        self.streamed += units.streamed
         if cost.kv_nbytes:
             self._add_kv(cost, units.kv_on_host)
 
@@ -83,7 +83,7 @@ class TierSums:
             if not cost.in_place:
                 self.issue += scale * self.problem.copy_issue * in_slot
                 self.one_slot += scale * (part.link + part.alone) * in_slot
-                self.streamed += in_slot
+            self.streamed += in_slot
             if part.share.cpu:
                 self.divided += both
         return host

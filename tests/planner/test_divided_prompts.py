@@ -7,6 +7,7 @@ from functools import cache
 from io import StringIO
 
 import pytest
+from golden.cases import CASES
 from golden.machines import find_machine
 from golden.shapes import make_shape
 from planner_cases import simulate_tier
@@ -24,6 +25,7 @@ from pshard.planner.program.coefficients import count_tier, offered_shares, tier
 from pshard.planner.program.fluid import fluid_seconds
 from pshard.planner.rank_task import RankTask
 from pshard.planner.search import climb
+from pshard.planner.search.residency_order import spread_parts
 from pshard.planner.show_plan import print_explanation
 from pshard.routing.expert_map import map_experts
 from pshard.steps.step import CopyIn, Join
@@ -74,6 +76,20 @@ def without() -> Variant:
 def test_a_bound_of_decoding_has_a_layer_take_as_long_as_its_reading_and_its_cpu_part() -> None:
     decoding = planned().ranks[0].covering(1).prediction
     assert 0.85 * decoding.seconds < decoding.bound_seconds < decoding.seconds
+
+
+def test_what_is_partly_kept_in_vram_leaves_the_cpu_as_much_less() -> None:
+    (cls,) = (c for c in task().classes if c.kind is EXPERTS)
+    first, second, *_ = names = [u.name for u in cls.units]
+    where = dict.fromkeys(names, "pinned") | {first: "streamed", second: "streamed"}
+    kept = {second: Share(kept=96)}
+    assert spread_parts((cls,), (40,), where, kept) == {first: Share(32), second: Share(8, 96)}
+    assert spread_parts((cls,), (160,), where, kept) is None  # nothing would be left to copy
+
+
+def test_more_whole_layers_in_vram_are_tried_instead_of_many_that_are_kept_in_part() -> None:
+    (_, _, (variant,)) = next(case for case in CASES if case.name == "v2-lite-two-layer").plan()
+    assert round_seconds(variant) < 2.2  # 2.30 without
 
 
 def test_a_prompt_of_512_tokens_is_faster_as_the_cpu_takes_part_of_the_experts(without: Variant) -> None:
