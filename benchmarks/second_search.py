@@ -1,4 +1,4 @@
-"""What a second, independent local search finds on real shapes: `python benchmarks/second_search.py [CPU seconds]`.
+"""What a second, independent local search finds on real shapes: `python benchmarks/second_search.py CPU_SECONDS SEED`.
 
 Prints JSON. It begins with the plan and shares nothing with the planner's searches but prices: a tier is drafted and
 simulated, and a switch between tiers is priced, as the planner does. All that a plan has is written down unit by
@@ -270,12 +270,12 @@ def measure_case(model: str, machine: str, mib: int, seconds: float, seed: int) 
     }
 
 
-def run_all(seconds: float) -> Iterator[Mapping[str, object]]:
+def run_all(seconds: float, seed: int) -> Iterator[Mapping[str, object]]:
     """A row for each case."""
     for case in CASES:
-        yield measure_case(*case, seconds, seed=1)
+        yield measure_case(*case, seconds, seed)
 
 
 if __name__ == "__main__":
-    for row in run_all(float(sys.argv[1]) if len(sys.argv) > 1 else 120.0):
+    for row in run_all(float(sys.argv[1]), int(sys.argv[2])):
         print(json.dumps(row), flush=True)
