@@ -130,8 +130,9 @@ class Engine:
         group, own = self._executor.group, to_json(self.memory())
         return tuple(from_json(MemoryReport, group.broadcast(own, rank)) for rank in range(group.size))
 
-    def reset(self, sequence: int | None = None, length: int = 0) -> None:
-        """Forget the tokens after the first `length` of one sequence, or of all. All ranks call it.
+    def reset(self, sequence: int | None = None, length: int = 0) -> int:
+        """Forget the tokens after the first `length` of one sequence, or of all; returns how many of the others were
+        computed again. All ranks call it.
 
         Layers with a window keep their last cells only: where those are gone that the next token sees, what is left of
         the sequence is computed again.
@@ -140,6 +141,7 @@ class Engine:
         """
         if again := self._sequences.cut_back(sequence, length):
             self.forward([again.get(number, []) for number in range(max(again) + 1)], best_only=True)
+        return sum(map(len, again.values()))
 
     def save(self, path: Path, sequence: int = 0) -> None:
         """Write a sequence's KV cache to a file that an engine over any number of ranks can load. All ranks call it.

@@ -28,6 +28,10 @@ from pshard.units.operations import (
     StoreLatent,
 )
 
+# tokens of a prompt whose cells are read together: rows of the GPU tiles of runtime/kernels/gpu/default_tiles.py; plain
+# torch takes as many as a window of 128 has
+ATTENDED_AT_ONCE = 128
+
 
 @dataclass(frozen=True)
 class OneSide:
@@ -177,15 +181,16 @@ def _saved_by_one_launch(by: OneSide, matrices: tuple[TensorSpec, ...]) -> float
 
 def _attention(by: OneSide, heads: Attend) -> float:
     """Attention of all sequences of the micro-batch; with a window over the cells that it sees. Tokens of a prompt are
-    attended in tiles, which see half a window more than each of them."""
+    attended ATTENDED_AT_ONCE, so the cells of that many are read beside the window."""
     load, window = by.load, heads.window
     if load.is_decode:
         context = min(load.past + 1, window) if window else load.past + 1
         return by.tables.decode_attention(by.side, heads, by.kv_type, load.sequences, context)
     each = -(-load.tokens // load.sequences)
     context = min(load.past, window - 1) + each if window else load.past + each
+    seen = window + min(each, ATTENDED_AT_ONCE)
     seconds = load.sequences * by.tables.attention(by.side, heads, by.kv_type, each, context)
-    return seconds * min(1.0, 1.5 * window * each / count_pairs(each, context)) if window else seconds
+    return seconds * min(1.0, seen * each / count_pairs(each, context)) if window else seconds
 
 
 def _attend_latent(by: OneSide, latent: AttendLatent) -> float:

@@ -160,9 +160,11 @@ def _take_cached(engine: "Engine", prompt: list[int], args: Any, loud: bool) -> 
         return prompt
     cached = engine.load(args.prompt_cache)
     same = next((i for i, (a, b) in enumerate(zip(cached, prompt)) if a != b), min(len(cached), len(prompt)))
-    engine.reset(length=min(same, len(prompt) - 1))
+    again = engine.reset(length=min(same, len(prompt) - 1))
     if loud:
-        print(f"prompt cache: {engine.lengths[0]} of {len(prompt)} tokens are taken from it", file=sys.stderr)
+        why = f"; {again} are computed again: it lacks cells that layers with a window see" if again else ""
+        taken = engine.lengths[0] - again
+        print(f"prompt cache: {taken} of {len(prompt)} tokens are taken from it{why}", file=sys.stderr)
     return prompt[engine.lengths[0] :]
 
 
@@ -209,7 +211,7 @@ def _record_routing(engine: "Engine", file: "ModelFile", path: Path) -> None:
     """Write which experts the run's tokens have used, and tell of it."""
     from pshard.planner.routing.measure_hits import measure_hits
     from pshard.registries.routing_file import fingerprint_routers, write_routing
-    from pshard.units.moe.expert_map import map_experts
+    from pshard.routing.expert_map import map_experts
 
     record, spec = engine.record_routing(fingerprint_routers(file)), file.spec
     write_routing(path, record)
