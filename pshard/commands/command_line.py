@@ -172,11 +172,16 @@ def env_default(name: str, convert: Callable, fallback):
 
 
 def find_model(given: str | None) -> Path:
-    """The model that was asked for: the flag, PSHARD_MODEL, or the bundled demo (and says so on stderr)."""
+    """The model that was asked for: the flag, PSHARD_MODEL, or the bundled demo (and says so on stderr).
+
+    One of the Hub is fetched first where it is not here. Raises UserError as `resolve_model`.
+    """
+    from pshard.session.find_model import resolve_model
+
     if given:
-        return Path(given)
+        return resolve_model(given)
     if os.environ.get("PSHARD_MODEL"):
-        path = Path(os.environ["PSHARD_MODEL"])
+        path = resolve_model(os.environ["PSHARD_MODEL"])
         _say(f"model: {path} (from PSHARD_MODEL)")
         return path
     bundled = Path(__file__).resolve().parents[2] / "examples" / "demo.gguf"
