@@ -184,8 +184,9 @@ def find_model(given: str | None) -> Path:
         path = resolve_model(os.environ["PSHARD_MODEL"])
         _say(f"model: {path} (from PSHARD_MODEL)")
         return path
-    bundled = Path(__file__).resolve().parents[2] / "examples" / "demo.gguf"
-    if not bundled.exists():
+    places = Path(__file__).resolve().parents[1:3]  # the package, or the clone that it is used from
+    bundled = next((p / "examples" / "demo.gguf" for p in places if (p / "examples" / "demo.gguf").exists()), None)
+    if bundled is None:
         raise UserError("no model given and the bundled one is not installed; pass -m MODEL or set PSHARD_MODEL")
     _say(f"model: {bundled} (the bundled demo; choose another with -m)")
     return bundled
