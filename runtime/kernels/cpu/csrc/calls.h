@@ -1,6 +1,7 @@
 // The functions of the C interface that a list may hold (replay.cpp). native.py documents them.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #define PSHARD_API extern "C" __attribute__((visibility("default")))
@@ -48,3 +49,5 @@ PSHARD_API void pshard_experts(const float* x, int64_t x_stride, const int32_t* 
                                const float* up_bias, const float* down_bias, int clamped, int tiles_from,
                                int down_tiles_from, float* gated, float* picked, int32_t* order, float* out,
                                int64_t out_stride, int accumulate);
+PSHARD_API double pshard_read(const uint8_t* data, size_t nbytes, uint64_t* sum);
+PSHARD_API void pshard_replay(const int64_t* words, int64_t n);
