@@ -17,7 +17,7 @@ from pshard.runtime.devices.device import Device
 from pshard.runtime.executor import Executor
 from pshard.runtime.memory.kv_blocks import RecentBlocks
 from pshard.runtime.memory.kv_file import KVStore
-from pshard.runtime.sampling import Sampler, Sampling
+from pshard.runtime.sampling import Constraint, Sampler, Sampling
 from pshard.runtime.sequences import Sequences
 from pshard.units.kv_cells import kv_blocks, longest_sequence, window_blocks
 
@@ -88,6 +88,15 @@ class Engine:
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each sequence."""
         return self._sequences.lengths
+
+    def tokens(self, sequence: int = 0) -> tuple[int, ...]:
+        """Ids of the tokens of a sequence. Raises UserError when there is no such one."""
+        return tuple(self._sequences[sequence].tokens)
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a sequence can have."""
+        return self._sequences.longest
 
     @property
     def link_bytes(self) -> int:
@@ -216,13 +225,19 @@ class Engine:
             raise StepFailed("an earlier step failed; load the model again") from self._broken
 
     def generate(
-        self, prompt: str | Sequence[int], max_tokens: int = 128, sampling: Sampling | None = None, text: bool = True
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int = 128,
+        sampling: Sampling | None = None,
+        text: bool = True,
+        constraint: Constraint | None = None,
     ) -> Iterator[Any]:
         """Continue a prompt in sequence 0 and yield as it comes.
 
         Args:
             prompt: text (needs a tokenizer) or token ids.
             max_tokens: at most so many; it ends before at an end-of-text token or a full context.
+            constraint: what tokens may come, as of a grammar (pshard.runtime.drawing.grammar).
             text: yield pieces of text (complete characters; U+FFFD at the end for one that was never completed), else
                 token ids.
         """
@@ -233,7 +248,8 @@ class Engine:
         else:
             raise UserError("the model file has no tokenizer: give token ids")
         stops = self.tokenizer.eos_ids if self.tokenizer else frozenset()
-        sampler = Sampler(sampling or Sampling())
+        sampler = Sampler(sampling or Sampling(), constraint, self.vocab)
+        sampler.see((*self._sequences[0].tokens, *ids))
         decoder = self.tokenizer.stream() if text and self.tokenizer else None
         token = self._draw(ids, sampler)
         for made in range(max_tokens):

@@ -11,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pshard.commands.command_line import find_model, run_cli
-from pshard.commands.plan_flags import make_workloads, parse_plan_flags
+from pshard.commands.command_line import run_cli
+from pshard.commands.parsing.model_flags import choose_model, named_model
+from pshard.commands.plan_flags import complete_plan_flags, make_parser, make_workloads
 from pshard.commands.plan_output import (
     Planned,
     as_json,
@@ -31,6 +32,7 @@ from pshard.jsonio import to_json
 from pshard.machine import MachineProfile
 from pshard.plan import Trial, Variant
 from pshard.registries.fingerprint import fingerprint_inputs
+from pshard.registries.known_models import note_model
 from pshard.registries.store import load_registry, registry_path, save_variants
 from pshard.session.planning_bar import planning_bar
 from pshard.workload import Workload
@@ -54,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    args = parse_plan_flags(argv)
+    args = complete_plan_flags(make_parser().parse_args(argv))
     from rich.console import Console
 
     from pshard.registries.profile_store import load_profile
@@ -64,8 +66,8 @@ def _run(argv: list[str]) -> int:
     def tell(line: str) -> None:
         messages.print(line, highlight=False, soft_wrap=True, markup=False)
 
-    offered = find_offered(args.model or os.environ.get("PSHARD_MODEL"))
-    path = None if offered else find_model(args.model)
+    offered = find_offered(named_model(args) or os.environ.get("PSHARD_MODEL"))
+    path = None if offered else choose_model(args)
     profile = load_profile(args.profile)
     elsewhere = _other_machine(profile)
     for difference in elsewhere:
@@ -83,6 +85,7 @@ def _run(argv: list[str]) -> int:
     if registry:
         for why in save_variants(registry, planned.spec.name, planned.inputs, planned.variants).notes:
             tell(f"note: {why}")
+        note_model(path)
     said()
     where = registry or "not written, as the plan is for another machine; --registry FILE keeps it"
     tell(f"registry: {where}")
@@ -100,7 +103,7 @@ def _plan_offered(
     for flag, given in (("--registry", args.registry), ("--validate", args.validate), ("--routing", args.routing)):
         if given:
             raise UserError(
-                f"{flag} needs the model here, and {reference} is not; fetch it with pshard-run -m {reference}"
+                f"{flag} needs the model here, and {reference} is not; fetch it with pshard run {reference}"
             )
     args.validate = False
     from pshard.hub.compare_quants import choose_quant, compare_quants
@@ -125,7 +128,7 @@ def _plan_offered(
         from pshard.hub.show_quants import print_quants
 
         print_quants(reference.repo, offer.model.label, outlooks, planned.variants[0].terms)
-    tell(f"registry: not written, as the model is not here; pshard-run -m {reference} fetches it")
+    tell(f"registry: not written, as the model is not here; pshard run {reference} fetches it")
 
 
 def _prepare_output(args: argparse.Namespace, planned: Planned, tell: Tell) -> Callable[..., None]:

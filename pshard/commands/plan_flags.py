@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pshard.commands.command_line import env_default, new_parser, parse_count, parse_mib, parse_mib_list
+from pshard.commands.parsing.model_flags import add_model_flags
 from pshard.commands.split_flags import (
     add_split_flags,
     check_split_flags,
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
     from pshard.model import ModelSpec
 
 
-def parse_plan_flags(argv: list[str]) -> argparse.Namespace:
-    """The flags of pshard-plan, environment included. Raises UserError for those that do not go together."""
-    p = new_parser("pshard-plan", "Plan where every unit of a model lives and computes, and write the plan registry.")
-    p.add_argument("-m", "--model", metavar="MODEL", help="GGUF file or Hugging Face folder (default: PSHARD_MODEL)")
+def make_parser() -> argparse.ArgumentParser:
+    """The flags of pshard-plan."""
+    p = new_parser("pshard-plan", "Plan where every unit of a model lives, and write the plan registry.", True)
+    add_model_flags(p)
     p.add_argument(
         "--vram", "-mva", "--max-vram-alloc", dest="vram", type=parse_mib_list, metavar="MIB[,MIB...]",
         help="VRAM budget in MiB, one per device (12000, 11.5G; default: all of the accelerator's memory)",
@@ -62,7 +63,11 @@ def parse_plan_flags(argv: list[str]) -> argparse.Namespace:
     )  # fmt: skip
     p.add_argument("--validate-seconds", type=_seconds, default=60.0, metavar="S", help="time for it (default: 60 s)")
     p.add_argument("--time-limit", type=_seconds, default=10.0, metavar="S", help="solver's limit (default: 10 s)")
-    args = p.parse_args(argv)
+    return p
+
+
+def complete_plan_flags(args: argparse.Namespace) -> argparse.Namespace:
+    """The flags with what the environment says. Raises UserError for those that do not go together."""
     if args.vram is None and args.sweep is None:
         args.vram = env_default("VRAM", parse_mib_list, None)
     if args.ctx_size is None:

@@ -32,5 +32,5 @@ def print_quants(repo: str, asked: str, outlooks: Sequence[QuantOutlook], terms:
     if chosen is None:
         out.print(f"We would take none: {why}.", highlight=False, soft_wrap=True)
         return
-    advice = f"We would take {chosen.label}: {why}. Fetch and run it: pshard-run -m {repo}:{chosen.label}"
+    advice = f"We would take {chosen.label}: {why}. Fetch and run it: pshard run {repo}:{chosen.label}"
     out.print(advice, highlight=False, soft_wrap=True, markup=False)

@@ -1,4 +1,4 @@
-"""Where a model lies that a user names: here, or on the Hub, which it is fetched from."""
+"""From what people call a model to the place where it lies: here, or on the Hub, which it is fetched from."""
 
 from pathlib import Path
 
@@ -7,10 +7,10 @@ from pshard.hub.reference import parse_reference
 
 
 def resolve_model(reference: str) -> Path:
-    """The path of a model: of a file or folder of this machine as it was given, and of one of the Hub (`org/repo`,
+    """The file or folder that a reference names: a path, with ~ for the home folder, or a model of the Hub (`org/repo`,
     `org/repo:Q4_K_M`) in the Hub's cache, which gets it first when it has it not.
 
-    Raises UserError for what the Hub does not give; a path that is not there is an error of whoever opens it.
+    Raises UserError for what the Hub does not give. A path that does not exist is returned: who opens it says so.
     """
     hub = parse_reference(reference)
-    return fetch_model(hub) if hub else Path(reference)
+    return fetch_model(hub) if hub else Path(reference).expanduser()

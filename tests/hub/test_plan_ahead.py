@@ -95,7 +95,7 @@ def test_plan_tells_of_every_quantisation_and_fetches_none(hub, files, quick_sea
     }
     assert set(rows) == set(QUANTS)
     assert "asked" in rows["Q8_0"][1] and "Predicted: time to first token" in said.out
-    assert "We would take Q8_0" in said.out and f"pshard-run -m {REPO}:Q8_0" in said.out
+    assert "We would take Q8_0" in said.out and f"pshard run {REPO}:Q8_0" in said.out
     assert "not written, as the model is not here" in said.err
     assert hub.sent < sum(map(len, files.values())) / 2
     assert not list((tmp_path / "hf").rglob("*.gguf"))

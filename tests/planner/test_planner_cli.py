@@ -250,7 +250,7 @@ def test_the_program_that_is_written_is_that_of_the_plan(plan, tmp_path):
         (("--vram", f"{MIB},{MIB}", "-sm", "tensor", "-ts", "auto", "--strategy", "fit"), "exclude each other"),
         (("--vram", f"{MIB},{MIB}", "-sm", "tensor", "-ts", "autos"), "autos"),
         (("--vram", MIB, "--prompt", "250", "--generated", "100"), "do not fit the context of 256"),
-        (("--vram", MIB, "--expl"), "unrecognized arguments: --expl"),
+        (("--vram", MIB, "--expl"), "there is no flag --expl (did you mean --explain?)"),
         (("--vram", f"{MIB},{MIB}", "-sm", "tensor", "--write-lp", "program.lp"), "one plan for one device"),
         (("--vram", MIB, "--strategy", "fit", "--write-lp", "program.lp"), "one plan for one device"),
         (("--vram", MIB, "--write-lp", "nowhere/program.lp"), "there is no folder nowhere"),
