@@ -43,7 +43,7 @@ def test_one_wheel_serves_all_versions_of_python(wheel: Path) -> None:
 
 def test_a_wheel_has_what_the_package_reads_and_no_sources_of_the_library(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    read = {"examples/demo.gguf", "registries/FORMAT.md", "reports/page.html"}
+    read = {"examples/demo.gguf", "registries/FORMAT.md", "reports/page.html", "reports/page.css", "reports/page.js"}
     assert {f"pshard/{name}" for name in read} <= names
     assert not [name for name in names if name.endswith((".cpp", ".h"))]
 
