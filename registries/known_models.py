@@ -1,5 +1,6 @@
 """Which models were run or planned on this machine: a list of places in the cache folder."""
 
+import os
 from pathlib import Path
 
 from pshard.jsonio import parse_json, write_json_atomically
@@ -10,7 +11,7 @@ MOST = 200  # models that are remembered, the latest first
 
 def note_model(model: Path) -> None:
     """Remember where a model lies. A folder that cannot be written to remembers nothing."""
-    place, known = str(model.resolve()), [str(path) for path in list_known()]
+    place, known = os.path.abspath(model), [str(path) for path in list_known()]
     if known[:1] == [place]:
         return
     try:

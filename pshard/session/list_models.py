@@ -43,10 +43,10 @@ def list_models(folders: Iterable[Path]) -> list[FoundModel]:
     for folder in folders:
         found |= {path: str(path) for path in _models_in(folder)}
     for path in list_known():
-        if path.exists() and path not in {p.resolve() for p in found}:
+        if path.exists() and path not in {p.absolute() for p in found}:
             found[path] = str(path)
     for path, name in _models_of_hub():
-        found.pop(path.resolve(), None)
+        found.pop(path.absolute(), None)
         found[path] = name
     return [_describe(path, name) for path, name in found.items()]
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pshard.model import ModelSpec
 
 
-MARGIN_MIB = 512  # of what is free that a plan leaves, or a twentieth of a small memory
+MARGIN_MIB = 768  # of what is free that a plan leaves, or a twentieth of a small memory
 
 
 @dataclass(frozen=True)

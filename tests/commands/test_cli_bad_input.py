@@ -584,7 +584,6 @@ def test_bad_bench_flags(refuse: Refuse, flags: list[str], words: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ([], "--vram is needed"),
         (["--vram", "6", "--sweep", "4:8:2"], "exclude each other"),
         (["--sweep", "4:8"], "is not A:B:STEP"),
         (["--sweep", "8:4:1"], "no range"),

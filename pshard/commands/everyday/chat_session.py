@@ -3,8 +3,8 @@
 import argparse
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from pshard.commands.everyday.chat_commands import describe_status, run_command
@@ -62,32 +62,51 @@ def run_chat(request: "RunRequest", args: argparse.Namespace, first: str | None)
     return 0
 
 
+class _Interrupt:
+    """Notes Ctrl-C while it is entered, and raises nothing then."""
+
+    def __init__(self) -> None:
+        self.pressed = False
+        self._before: Any = None
+
+    def __enter__(self) -> None:
+        self._before = signal.signal(signal.SIGINT, self._note)
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _note(self, *_: object) -> None:
+        self.pressed = True
+
+
 def _talk(chat: "Conversation", terminal: Terminal, first: str | None, once: bool) -> None:
-    said = first
-    while True:
-        line = said if said is not None else terminal.read_line(lambda: describe_status(chat))
-        if line is None:
-            return
-        if said is None and line.startswith("/"):
-            if not run_command(chat, line, terminal.tell):
+    said, interrupt = first, _Interrupt()
+    with interrupt if terminal.typed else nullcontext():  # who types means the answer, also between two lines
+        while True:
+            line = said if said is not None else terminal.read_line(lambda: describe_status(chat))
+            if line is None:
                 return
-        elif line.strip():
-            _answer(chat, line, terminal)
-            if once:
-                return
-        said = None
+            if said is None and line.startswith("/"):
+                if not run_command(chat, line, terminal.tell):
+                    return
+            elif line.strip():
+                interrupt.pressed = False
+                with nullcontext() if terminal.typed else interrupt:
+                    _answer(chat, line, terminal, lambda: interrupt.pressed)
+                if once:
+                    return
+            said = None
 
 
-def _answer(chat: "Conversation", line: str, terminal: Terminal) -> None:
-    """Show the answer as it comes; Ctrl-C ends it."""
-    with _noted_interrupt() as stopped:
-        try:
-            for piece in chat.answer(line, stopped):
-                terminal.show(piece)
-        except UserError as error:
-            terminal.end_answer()
-            terminal.tell(f"error: {error}")
-            return
+def _answer(chat: "Conversation", line: str, terminal: Terminal, stopped: Callable[[], bool]) -> None:
+    """Show the answer as it comes, and what is to be said of it."""
+    try:
+        for piece in chat.answer(line, stopped):
+            terminal.show(piece)
+    except UserError as error:
+        terminal.end_answer()
+        terminal.tell(f"error: {error}")
+        return
     terminal.end_answer()
     if chat.last.dropped:
         turns = f"{chat.last.dropped} oldest turn{'s' * (chat.last.dropped > 1)}"
@@ -96,14 +115,3 @@ def _answer(chat: "Conversation", line: str, terminal: Terminal) -> None:
         terminal.tell("the context is full, so the answer ends here; the next message drops the oldest turns")
     if stopped():
         terminal.tell("(stopped)")
-
-
-@contextmanager
-def _noted_interrupt() -> Iterator[Callable[[], bool]]:
-    """A function that says whether Ctrl-C was pressed, which raises nothing meanwhile."""
-    pressed: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
-    try:
-        yield lambda: bool(pressed)
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -17,18 +17,18 @@ class Terminal:
     """Lines in, answers out. Answers go to stdout, all else to stderr."""
 
     def __init__(self, name: str) -> None:
-        self._typed = sys.stdin.isatty() and sys.stdout.isatty()
+        self.typed = sys.stdin.isatty() and sys.stdout.isatty()
         self._coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         self._session: Any = None
         self._ends = "\n"  # what the answer's last letter is
-        if self._typed:
+        if self.typed:
             self.tell(f"chat with {name}: /help lists what else you can say, Ctrl-D ends it, Ctrl-C stops an answer")
 
     def read_line(self, status: Callable[[], str]) -> str | None:
         """The next message, of several lines where all but the last end with a backslash; None at the end."""
         lines: list[str] = []
         while True:
-            line = self._edit(status, bool(lines)) if self._typed else self._read()
+            line = self._edit(status, bool(lines)) if self.typed else self._read()
             if line is None:
                 return "\n".join(lines) or None
             if not line.endswith("\\"):

@@ -70,26 +70,35 @@ def test_files_that_are_no_chats_are_refused_and_the_chat_goes_on(
 @pytest.mark.slow
 def test_a_terminal_chats_stops_an_answer_and_goes_on(world: World) -> None:
     pexpect = pytest.importorskip("pexpect", reason="plays the terminal")
-    env = os.environ | {"PROMPT_TOOLKIT_NO_CPR": "1", "TERM": "xterm", "COLUMNS": "120"}
+    env = os.environ | {"TERM": "xterm"}
     words = ["-m", "pshard.commands.program.one_program", "run", str(world.model), "--temp", "0", "--logit-bias"]
     words += ["257-inf", "-c", "512"]  # no answer ends by itself
     child = pexpect.spawn(sys.executable, words, env=env, encoding="utf-8", timeout=60, dimensions=(30, 120))
+
+    def say(words: str) -> None:
+        """Type at the next prompt, which asks the terminal where its cursor is."""
+        child.expect_exact("\x1b[6n")
+        child.send("\x1b[3;1R")
+        child.send(words)
+
     try:
         child.expect("chat with .*Ctrl-D ends it")
-        child.expect("> ")
-        child.send("Hello\r")
+        say("Hello\r")
         child.expect("the context is full, so the answer ends here")
-        child.expect("> ")
-        child.send("/temp 2\r")
+        say("/temp 2\r")
         child.expect("the temperature is 2")
-        child.send("\x03")
+        say("half a line\x03")
         child.expect("Ctrl-D ends the chat")
-        child.send("More\r")
-        child.expect("the context was full: the 1 oldest turn of the chat went")
-        child.expect("of 512 tokens of context")
+        say("More\r")
+        child.expect(r"\?2004l.{20}")  # the answer has begun
+        child.sendintr()
+        child.expect("the 1 oldest turn of the chat went")
+        child.expect_exact("(stopped)")
+        say("")
+        child.expect("of 512 tokens of context .*from the cache")  # the status line
         child.send("/stats\r")
         child.expect("so far")
-        child.send("\x04")
+        say("\x04")
         child.expect(pexpect.EOF)
     finally:
         child.close(force=True)

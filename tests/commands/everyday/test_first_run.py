@@ -33,6 +33,15 @@ def test_a_model_without_a_plan_is_planned_once(world: World, capsys: pytest.Cap
     assert again.out == said.out and "plan:" not in again.err and world.registry.read_bytes() == before
 
 
+def test_a_plan_without_a_budget_is_the_one_that_a_run_takes(world: World, capsys: pytest.CaptureFixture) -> None:
+    assert cli_plan.main([str(world.model)]) == 0
+    (variant,) = load_registry(world.registry).variants
+    assert variant.workload.vram_mib[0] * 2**20 > world.model.stat().st_size
+    capsys.readouterr()
+    assert run(world, "-p", "a") == 0
+    assert "plan:" not in capsys.readouterr().err
+
+
 def test_a_context_that_no_plan_has_is_planned(world: World, capsys: pytest.CaptureFixture) -> None:
     assert cli_plan.main(["-m", str(world.model), "--vram", "6", "-c", "64"]) == 0
     capsys.readouterr()
