@@ -21,7 +21,7 @@ REPO = "someone/small-GGUF"
 QUANTS = ("Q4_0", "Q8_0", "F16")
 
 
-def vocabulary(n: int = 4000) -> dict:
+def vocabulary(n: int = 1500) -> dict:
     """A tokenizer whose lists are long enough to be shared."""
     tokens = [f"token{i:05d}" for i in range(n)]
     kept = {k: v for k, v in tokenizer_metadata().items() if not isinstance(v, list)}
@@ -30,11 +30,11 @@ def vocabulary(n: int = 4000) -> dict:
 
 @pytest.fixture
 def files(hub: HubServer, tmp_path: Path) -> dict[str, bytes]:
-    """A repository with a model of 4 layers in three quantisations and with factors of RoPE, and a profile here."""
+    """A repository with a model of 2 layers in three quantisations and with factors of RoPE, and a profile here."""
     made = {}
     for qtype in QUANTS:
         path = write_gguf(
-            tmp_path / "made.gguf", qtype=qtype, n_layers=4, vocab=4000, metadata=vocabulary(),
+            tmp_path / "made.gguf", qtype=qtype, n_layers=2, vocab=1500, metadata=vocabulary(),
             extra={"rope_freqs.weight": np.linspace(1, 4, 32)},
         )  # fmt: skip
         made[f"small-{qtype}.gguf"] = path.read_bytes()
@@ -70,7 +70,7 @@ def test_headers_open_as_the_files_would_and_share_one_vocabulary(hub, files, tm
         with open_model(headers[qtype]) as here, open_model(true) as there:
             assert here.spec.units == there.spec.units and here.spec.config == there.spec.config
             assert here.fingerprint_inputs() == there.fingerprint_inputs()
-            assert len(here.metadata["tokenizer.ggml.tokens"]) == 4000
+            assert len(here.metadata["tokenizer.ggml.tokens"]) == 1500
     (first, *_) = repository.models
     long = [r for r in hub.of_files() if r[2] == f"bytes=0-{min(1 << 20, first.nbytes) - 1}"]
     assert len(long) == 1  # the others were asked for what is before and behind the vocabulary
@@ -79,12 +79,12 @@ def test_headers_open_as_the_files_would_and_share_one_vocabulary(hub, files, tm
 
 
 def test_a_quantisation_with_another_vocabulary_is_read_whole(hub, files, tmp_path) -> None:
-    path = write_gguf(tmp_path / "made.gguf", qtype="Q5_0", n_layers=4, vocab=3000, metadata=vocabulary(3000))
+    path = write_gguf(tmp_path / "made.gguf", qtype="Q5_0", n_layers=2, vocab=1200, metadata=vocabulary(1200))
     hub.repositories[REPO]["small-Q5_0.gguf"] = path.read_bytes()
     repository = list_repository(REPO)
     headers = fetch_headers(repository, repository.models, tmp_path / "headers")
     with open_model(headers["Q5_0"]) as model:
-        assert model.spec.config.vocab == 3000
+        assert model.spec.config.vocab == 1200
 
 
 def test_plan_tells_of_every_quantisation_and_fetches_none(hub, files, quick_search, capsys, tmp_path) -> None:
