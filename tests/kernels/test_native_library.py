@@ -26,6 +26,11 @@ def test_a_library_that_is_not_there_or_no_library(tmp_path: Path) -> None:
     assert not functions and why is not None and "cannot be loaded" in why
 
 
+def test_a_system_that_the_library_is_not_for_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert native.open_library(tmp_path / "_native.so") == ({}, "the C++ kernels are for Linux, and this is darwin")
+
+
 def test_a_library_without_our_interface_number(tmp_path: Path) -> None:
     import numpy.random.mtrand as other
 

@@ -10,7 +10,7 @@ token's, but for attention, whose cells are shared out by how many new tokens th
 """
 
 import ctypes
-import sysconfig
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -108,6 +108,8 @@ class ExpertMatrices:
 def open_library(path: Path) -> tuple[dict[str, Any], str | None]:
     """The functions of the library at `path` by short name, or why there are none and what to do."""
     if not path.exists():
+        if not sys.platform.startswith("linux"):
+            return {}, f"the C++ kernels are for Linux, and this is {sys.platform}"
         return {}, f"{path.name} was not built: with a C++20 compiler at hand, run {BUILD}"
     try:
         library = ctypes.CDLL(str(path))
@@ -126,7 +128,7 @@ def open_library(path: Path) -> tuple[dict[str, Any], str | None]:
 
 _SCORES = ("softmax", "sigmoid", "chosen")  # as csrc/experts/route.cpp numbers them
 _RECORDED: dict[int, list[tuple[str, tuple]]] = {}  # by thread, where its calls are written down
-_PATH = Path(__file__).with_name("_native" + str(sysconfig.get_config_var("EXT_SUFFIX")))
+_PATH = Path(__file__).with_name("_native.so")
 _C, _WHY_MISSING = open_library(_PATH)
 _TYPE_NUMBERS = {name: _C["type"](name.encode()) for name in QUANT_TYPES} if _WHY_MISSING is None else {}
 
