@@ -164,7 +164,10 @@ def env_default(name: str, convert: Callable, fallback):
 
 
 def find_model(given: str | None) -> Path:
-    """The model that was asked for: what was given, PSHARD_MODEL, or the bundled demo (and says so on stderr)."""
+    """The model that was asked for: the flag, PSHARD_MODEL, or the bundled demo (and says so on stderr).
+
+    One of the Hub is fetched first where it is not here. Raises UserError as `resolve_model`.
+    """
     from pshard.session.find_model import resolve_model
 
     if given:
@@ -173,8 +176,9 @@ def find_model(given: str | None) -> Path:
         path = resolve_model(os.environ["PSHARD_MODEL"])
         _say(f"model: {path} (from PSHARD_MODEL)")
         return path
-    bundled = Path(__file__).resolve().parents[2] / "examples" / "demo.gguf"
-    if not bundled.exists():
+    places = Path(__file__).resolve().parents[1:3]  # the package, or the clone that it is used from
+    bundled = next((p / "examples" / "demo.gguf" for p in places if (p / "examples" / "demo.gguf").exists()), None)
+    if bundled is None:
         raise UserError("no model given and the bundled one is not installed; give one, or set PSHARD_MODEL")
     _say(f"model: {bundled} (the bundled demo; choose another with -m)")
     return bundled

@@ -1,23 +1,16 @@
-"""From what people call a model to the place where it lies."""
+"""From what people call a model to the place where it lies: here, or on the Hub, which it is fetched from."""
 
-import re
 from pathlib import Path
 
-from pshard.errors import UserError
-
-REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
+from pshard.hub.fetch_model import fetch_model
+from pshard.hub.reference import parse_reference
 
 
 def resolve_model(reference: str) -> Path:
-    """The file or folder that a reference names: a path, with ~ for the home folder.
+    """The file or folder that a reference names: a path, with ~ for the home folder, or a model of the Hub (`org/repo`,
+    `org/repo:Q4_K_M`) in the Hub's cache, which gets it first when it has it not.
 
-    Raises UserError for what is no path here but reads like `org/repo[:quant]` of the Hub. A path that does not exist
-    is returned: who opens it says so.
+    Raises UserError for what the Hub does not give. A path that does not exist is returned: who opens it says so.
     """
-    path = Path(reference).expanduser()
-    if not path.exists() and path.suffix not in (".gguf", ".safetensors") and REPOSITORY.fullmatch(reference):
-        raise UserError(
-            f"{reference} is no file or folder here, and repositories of the Hub are not fetched yet: download its "
-            "GGUF file, and give that file"
-        )
-    return path
+    hub = parse_reference(reference)
+    return fetch_model(hub) if hub else Path(reference).expanduser()

@@ -64,8 +64,9 @@ def _models_of_hub() -> Iterator[tuple[Path, str]]:
     for repository in sorted(hub_cache().glob("models--*")):
         snapshots = sorted((repository / "snapshots").glob("*"), key=lambda p: p.stat().st_mtime)
         name = repository.name.removeprefix("models--").replace("--", "/", 1)
-        for path in _models_in(snapshots[-1]) if snapshots else ():
-            yield path, name if path.is_dir() else f"{name}: {path.name}"
+        for folder in (snapshots[-1], *filter(Path.is_dir, sorted(snapshots[-1].iterdir()))) if snapshots else ():
+            for path in _models_in(folder):
+                yield path, name if path.is_dir() else f"{name}:{path.relative_to(snapshots[-1])}"
 
 
 def _models_in(folder: Path) -> Iterator[Path]:
