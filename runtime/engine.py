@@ -48,6 +48,7 @@ class Engine:
         plan: the variant in force; rank_plan: this rank's part of it.
         tokenizer: encodes and decodes text; None for files without one.
         notes: one line for every fallback in use.
+        longest: tokens that a sequence can have.
     """
 
     def __init__(
@@ -63,9 +64,10 @@ class Engine:
         self._on_close = on_close
         self._store = store
         context, sequences = variant.workload.context, variant.workload.sequences
+        self.longest = longest_sequence(executor.spec.config, context)
         self._sequences = Sequences(
             sequences,
-            longest_sequence(executor.spec.config, context),
+            self.longest,
             kv_blocks(context, sequences),
             _uncut_states(executor),
             _recent_blocks(executor),
@@ -94,11 +96,6 @@ class Engine:
     def tokens(self, sequence: int = 0) -> tuple[int, ...]:
         """Ids of the tokens of a sequence. Raises UserError when there is no such one."""
         return tuple(self._sequences[sequence].tokens)
-
-    @property
-    def longest(self) -> int:
-        """Tokens that a sequence can have."""
-        return self._sequences.longest
 
     @property
     def link_bytes(self) -> int:
@@ -257,12 +254,7 @@ class Engine:
             text: yield pieces of text (complete characters; U+FFFD at the end for one that was never completed), else
                 token ids.
         """
-        if not isinstance(prompt, str):
-            ids = list(prompt)
-        elif self.tokenizer:
-            ids = self.tokenizer.encode(prompt)
-        else:
-            raise UserError("the model file has no tokenizer: give token ids")
+        ids = _encode_prompt(prompt, self.tokenizer)
         stops = self.tokenizer.eos_ids if self.tokenizer else frozenset()
         sampler = Sampler(sampling or Sampling(), constraint, self.vocab)
         sampler.see((*self._sequences[0].tokens, *ids))
@@ -299,6 +291,15 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _encode_prompt(prompt: str | Sequence[int], tokenizer: Any) -> list[int]:
+    """Token ids of a prompt. Raises UserError for text without a tokenizer."""
+    if not isinstance(prompt, str):
+        return list(prompt)
+    if not tokenizer:
+        raise UserError("the model file has no tokenizer: give token ids")
+    return tokenizer.encode(prompt)
 
 
 def _uncut_states(executor: Executor) -> tuple[str, ...]:

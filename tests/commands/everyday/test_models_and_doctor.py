@@ -60,7 +60,7 @@ def test_models_of_the_hub_s_cache_have_the_names_of_their_repositories(
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(b"x" * 50)
     found = {model["name"]: model["nbytes"] for model in list_json(capsys, empty)}
-    assert found == {"org/folder": 50, "org/some-model: m-Q4_0.gguf": 300}
+    assert found == {"org/folder": 50, "org/some-model:m-Q4_0.gguf": 300}
 
 
 def test_a_registry_that_cannot_be_read_is_said_beside_its_model(world: World, capsys: pytest.CaptureFixture) -> None:
