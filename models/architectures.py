@@ -33,7 +33,9 @@ class Architecture:
     `optional_qk_norm`: some of its models normalise q and k. `rotated`: the share of each head that is rotated where
     config.json does not say; below 1 other shares are possible too. `ffn_norm`: what GGUF files call the norm before
     the FFN. `sinks`: a logit of each head joins the softmax without a value. `window_every`: of so many layers the
-    first has the sliding window. `latent`: multi-head latent attention. `routing`: its layers have experts.
+    first has the sliding window. `latent`: multi-head latent attention. `delta`: most layers have a gated delta net,
+    whose value heads stand in GGUF files "grouped" by the key heads that they use or "tiled", one of each in turn; the
+    others' attention is gated, and Hugging Face's norms are less by one. `routing`: its layers have experts.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Architecture:
     sinks: bool = False
     window_every: int = 1
     latent: bool = False
+    delta: str = ""
     routing: Routing | None = None
 
 
@@ -55,6 +58,22 @@ _QKV = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
 _QWEN2_MOE = Routing(normed=False, shared=True, shared_gate=True)
 
 _DEEPSEEK_V3 = Routing(scores="sigmoid", shared=True, choice_bias=True)
+_QWEN3_NEXT = Routing(shared=True, shared_gate=True)
+
+
+def _hybrid(name: str, gguf: str, delta: str, routing: Routing | None = None) -> Architecture:
+    """Qwen's hybrids: a gated delta net in three of four layers."""
+    return Architecture(
+        name,
+        gguf,
+        "halves",
+        qk_norm=True,
+        rotated=0.25,
+        ffn_norm="post_attention_norm.weight",
+        delta=delta,
+        routing=routing,
+    )
+
 
 ARCHITECTURES = (
     Architecture("llama", "llama", "adjacent", optional_biases=(*_QKV, "attn_output.bias")),
@@ -94,6 +113,9 @@ ARCHITECTURES = (
         window_every=2,
         routing=Routing(scores="chosen", sizes_as_dense=True, activation="clamped", biases=True),
     ),
+    _hybrid("qwen3_next", "qwen3next", "grouped", _QWEN3_NEXT),
+    _hybrid("qwen3_5_text", "qwen35", "tiled"),
+    _hybrid("qwen3_5_moe_text", "qwen35moe", "tiled", _QWEN3_NEXT),
 )
 
 

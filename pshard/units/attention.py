@@ -10,7 +10,7 @@ from pshard.batch_sizes import SMALL_BATCH
 from pshard.model_config import ModelConfig
 from pshard.quant import QUANT_TYPES
 from pshard.units.kv_cells import longest_sequence
-from pshard.units.operations import Attend, Norm, Operation, Product, ProductGroup, Rotate
+from pshard.units.operations import Attend, GateRows, Norm, Operation, Product, ProductGroup, Rotate
 from pshard.units.ranges import Targets, place_heads
 from pshard.units.scratch import Buffer
 from pshard.units.state import CellState, StateShape
@@ -19,6 +19,7 @@ from pshard.units.unit import Cut, Tensors, UnitKind
 NORM, OUT, OUT_BIAS = "attn_norm.weight", "attn_output.weight", "attn_output.bias"
 QKV, QKV_BIASES = (tuple(f"attn_{part}.{what}" for part in "qkv") for what in ("weight", "bias"))
 HEAD_NORMS = ("attn_q_norm.weight", "attn_k_norm.weight")
+GATE = "attn_q_gate.weight"  # of a model with gated attention: one number for each that a head gives
 SINKS = "attn_sinks.weight"  # a logit of each head, which takes part in the softmax and gives nothing
 ATTENTION_PIECES = 64  # most pieces that one decode attention is cut into along the context
 DECODE_PROGRAMS = 1024  # a decode attention is cut until about this many programs run
@@ -38,11 +39,14 @@ def count_heads(tensors: Tensors, config: ModelConfig) -> tuple[int, int]:
 def _operations(tensors: Tensors, config: ModelConfig, window: int = 0) -> tuple[Operation, ...]:
     heads = *count_heads(tensors, config), config.head_dim
     norms = tuple(tensors[role] for role in HEAD_NORMS if role in tensors)
+    gate = tensors.get(GATE)
     return (
         Norm(tensors.get(NORM), config.d_model),
         ProductGroup(tuple(tensors[role] for role in QKV), tuple(tensors.get(role) for role in QKV_BIASES)),
+        *((Product(gate),) if gate else ()),
         Rotate(*heads, norms, config.qk_norm),
         Attend(*heads, window, tensors.get(SINKS)),
+        *((GateRows(gate.rows),) if gate else ()),
         Product(tensors[OUT], tensors.get(OUT_BIAS), adds=True),
     )
 
@@ -63,6 +67,7 @@ def _scratch(config: ModelConfig, tokens: int, shape: StateShape) -> tuple[Buffe
     return (
         Buffer("qkv", (tokens, heads + 2 * kv), "act"),
         Buffer("mixed", (tokens, heads), "act"),
+        *((Buffer("attn_gate", (tokens, heads), "act"),) if config.gated else ()),
         Buffer("rope", (2, longest_sequence(config, shape.context), config.rope.dims // 2), "f32"),
         Buffer("partial", (most, config.n_heads, config.head_dim + 2), "f32"),
     )
@@ -84,6 +89,7 @@ ATTENTION = UnitKind(
         {
             NORM: ("none", "all"),
             _Q: ("rows", "cut"),
+            GATE: ("rows", "cut"),
             "attn_q.bias": ("rows", "cut"),
             _K: ("rows", "kv"),
             "attn_k.bias": ("rows", "kv"),

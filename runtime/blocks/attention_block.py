@@ -7,7 +7,7 @@ from pshard.runtime.blocks.block import Block, Residual, Work, leave, normalise
 from pshard.runtime.kernels.api import LayerKV
 from pshard.runtime.memory.kv_cache import view_layer
 from pshard.runtime.memory.weights import UnitWeights
-from pshard.units.attention import HEAD_NORMS, NORM, OUT, OUT_BIAS, QKV, QKV_BIASES, SINKS, count_heads
+from pshard.units.attention import GATE, HEAD_NORMS, NORM, OUT, OUT_BIAS, QKV, QKV_BIASES, SINKS, count_heads
 from pshard.units.state import StateShape
 from pshard.units.unit import Unit
 
@@ -37,7 +37,12 @@ class AttentionBlock(Block):
         qkv, mixed = space.rows("qkv", n)[:, : q_width + 2 * kv_width], space.rows("mixed", n)[:, :q_width]
         biases = tuple(v.get(role) for role in QKV_BIASES)
         k.linear_group(normed, tuple(m[role] for role in QKV), qkv, space.tile, biases)
+        gate = space.rows("attn_gate", n)[:, :q_width] if GATE in m else None
+        if gate is not None:
+            k.linear(normed, m[GATE], gate, space.tile)
         q_norm, k_norm = (v.get(role) for role in HEAD_NORMS)
         k.rope_store(qkv, heads, q_norm, k_norm, config.norm_eps, side.rope, rows, state)
         k.attention(qkv, heads, state, rows, config.head_dim**-0.5, mixed, space.tensors["partial"], v.get(SINKS))
+        if gate is not None:
+            k.gate_rows(mixed, gate)
         leave(side, mixed, m[OUT], v.get(OUT_BIAS), residual)
