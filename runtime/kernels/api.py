@@ -112,6 +112,26 @@ class LayerKV:
 
 
 @dataclass(frozen=True)
+class DeltaWeights:
+    """What a gated delta net has beside its products, float32 on the device that computes.
+
+    conv [C, 4] over the last inputs, the newest last; of dt_bias, decay (<= 0) and norm one number a value head, but of
+    norm one of each of its `head` numbers. tiled: value head j uses key head j % key_heads; else
+    j // (value_heads // key_heads). C = (2 key_heads + value_heads) head.
+    """
+
+    conv: torch.Tensor
+    dt_bias: torch.Tensor
+    decay: torch.Tensor
+    norm: torch.Tensor
+    eps: float
+    key_heads: int
+    value_heads: int
+    head: int
+    tiled: bool = False
+
+
+@dataclass(frozen=True)
 class RopeTable:
     """cos and sin, float32 [context, dims/2], on the device; `pairing` as in pshard.model.Rope."""
 
@@ -286,6 +306,35 @@ class Kernels(Protocol):
         numbers are the values: the first R of out [M, H, R + r]; what the others become is undefined.
 
         q and out act_dtype, contiguous. partial: float32 scratch of M H (R + 2) latent_pieces for M <= SMALL_BATCH.
+        """
+        ...
+
+    def delta_net(
+        self,
+        qkv: torch.Tensor,
+        z: torch.Tensor,
+        beta: torch.Tensor,
+        alpha: torch.Tensor,
+        weights: DeltaWeights,
+        states: torch.Tensor,
+        tails: torch.Tensor,
+        slots: torch.Tensor,
+        offsets: torch.Tensor,
+        out: torch.Tensor,
+        longest: int,
+        scratch: torch.Tensor | None = None,
+    ) -> None:
+        """A gated delta net: convolution of qkv [M, C] over its last inputs, silu, L2 norms of q and k, the recurrence,
+        and out [M, Hv d] = RMSNorm(o) * silu(z [M, Hv d]). beta, alpha [M, Hv]: as the products give them.
+
+        Columns of qkv are all q, all k, all v. Tokens of sequence i, those from offsets[i] to offsets[i + 1], continue
+        its state states[slots[i]] [Hv, dk, dv], float32, and its last three inputs tails[slots[i]] [3, C], float32, the
+        oldest first; both are changed in place. A sequence without tokens, and rows from offsets[-1] on, touch nothing.
+        Slots are different ones. slots [s] and offsets [s + 1]: int32 on the device.
+
+        qkv, z, beta, alpha and out: act_dtype or float32, row strides free. longest: no sequence has more tokens, known
+        to the host: what is launched, and whether token by token or in chunks, depends on it and on shapes alone, so
+        one captured launch serves every batch of these. scratch: uint8, of `DeltaNet.scratch_nbytes`.
         """
         ...
 
