@@ -1,6 +1,6 @@
 """The architectures that pshard knows, as data: what differs between them stands in this table and nowhere else."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pshard.errors import UserError
 
@@ -11,7 +11,8 @@ class Routing:
 
     `scores`, `normed` and the fields from `choice_bias` on are as in `Experts`; GGUF files of latent attention are V3's
     where they have a bias for the choice, and else V2's. `shared`: it has shared experts.
-    `sizes_as_dense`: experts have as many rows as the FFN of its dense relative.
+    `always_normed`: config.json has no word on it. `sizes_as_dense`: experts have as many rows as the FFN of its dense
+    relative.
     """
 
     scores: str = "softmax"
@@ -22,6 +23,7 @@ class Routing:
     shared_gate: bool = False
     activation: str = "silu"
     biases: bool = False
+    always_normed: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ ARCHITECTURES = (
     ),
     _hybrid("qwen3_next", "qwen3next", "grouped", _QWEN3_NEXT),
     _hybrid("qwen3_5_text", "qwen35", "tiled"),
-    _hybrid("qwen3_5_moe_text", "qwen35moe", "tiled", _QWEN3_NEXT),
+    _hybrid("qwen3_5_moe_text", "qwen35moe", "tiled", replace(_QWEN3_NEXT, always_normed=True)),
 )
 
 

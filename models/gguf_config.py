@@ -7,6 +7,7 @@ from pshard.errors import UserError
 from pshard.model_config import ModelConfig, Rope
 from pshard.models.architectures import Architecture
 from pshard.models.build_units import ROPE_FACTORS, TABLE
+from pshard.models.hybrid.read_delta import gguf_delta
 from pshard.models.keys import BASES, EPSILONS, FACTORS, Keys, check_config
 from pshard.models.latent.read_latent import LOG_MULTIPLIER, gguf_latent
 from pshard.models.read_experts import gguf_experts
@@ -51,9 +52,10 @@ def gguf_config(
     if routing and latent and any(name.endswith(".exp_probs_b.bias") for name in stored):  # as V3, which V2 has not
         routing = replace(routing, scores="sigmoid", normed=True, choice_bias=True)
     experts = gguf_experts(routing, keys) if routing else None
+    n_layers = keys.integer("block_count") - count_drafters(arch, metadata, where)
     config = ModelConfig(
         architecture=arch.name,
-        n_layers=keys.integer("block_count") - count_drafters(arch, metadata, where),
+        n_layers=n_layers,
         d_model=d_model,
         n_heads=n_heads,
         n_kv_heads=1 if latent else keys.integer("attention.head_count_kv", n_heads),
@@ -68,6 +70,8 @@ def gguf_config(
         window_every=arch.window_every,
         experts=experts,
         latent=latent,
+        gated=bool(arch.delta),
+        delta=gguf_delta(arch, keys, n_layers) if arch.delta else None,
     )
     return check_config(arch, config, where)
 

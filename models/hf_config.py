@@ -6,6 +6,7 @@ from typing import Any
 from pshard.errors import UserError
 from pshard.model_config import ModelConfig, Rope
 from pshard.models.architectures import Architecture
+from pshard.models.hybrid.read_delta import hf_delta
 from pshard.models.keys import BASES, EPSILONS, FACTORS, Keys, check_config
 from pshard.models.latent.read_latent import hf_latent
 from pshard.models.read_experts import hf_experts
@@ -29,9 +30,10 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
     if head_dim > LARGEST_HEAD:  # else its angles take for ever, before the shapes of tensors tell
         keys.refuse("head_dim", f"is {head_dim}; heads of models have a few hundred dimensions")
     experts = hf_experts(arch.routing, keys) if arch.routing else None
+    n_layers = keys.integer("num_hidden_layers")
     made = ModelConfig(
         architecture=arch.name,
-        n_layers=keys.integer("num_hidden_layers"),
+        n_layers=n_layers,
         d_model=d_model,
         n_heads=n_heads,
         n_kv_heads=1 if latent else keys.integer("num_key_value_heads", n_heads),
@@ -46,6 +48,8 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
         window_every=arch.window_every,
         experts=experts,
         latent=latent,
+        gated=bool(arch.delta),
+        delta=hf_delta(keys, n_layers) if arch.delta else None,
     )
     return check_config(arch, made, where)
 

@@ -1,6 +1,6 @@
 """What of weights and states lies in VRAM now: how it comes there and back, and where a unit finds its own."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ class Residents:
     """Pins and states of one rank. Each tier holds a prefix of the plan's orders, so that none of them moves.
 
     Attributes:
-        written: unit -> event of its state's last write-back.
+        fixed: units whose states do not grow; written: unit -> event of its state's last write-back.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class Residents:
         self._pins: tuple[str, ...] = ()
         self._states: tuple[str, ...] = ()
         self._on_host = {name: self._view(name, memory) for name, memory in host.states.items()}
+        self.fixed = tuple(name for name, law in spec.states(shape).items() if not law.grows)
         self.written: dict[str, Any] = {}
 
     def load_pins(self, names: Iterable[str], blobs: Callable[[str], torch.Tensor]) -> None:
@@ -91,6 +92,14 @@ class Residents:
         """Where a unit's state stands now."""
         in_vram = unit in self._states or unit not in self._on_host
         return self._view(unit, self._arena.state(unit)) if in_vram else self._on_host[unit]
+
+    def begin_states(self, sequences: Sequence[int]) -> None:
+        """Make the states that do not grow all zeros, of sequences that begin, wherever they are. Nothing may be under
+        way that reads or writes them."""
+        for unit in self.fixed:
+            for part in self._block(unit).state_parts(self.state_now(unit)):
+                for number in sequences:
+                    part[number].zero_()
 
     def stage_state(self, unit: str, carved: Carved) -> StagedState:
         """A state on the host, with its place in the stage."""

@@ -7,6 +7,8 @@ reads them: so fused matrices come apart here, by whole rows.
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +32,20 @@ _HF_NAMES = {
     "norm.weight": "ssm_norm.weight",
     "out_proj.weight": "ssm_out.weight",
 }
-DRAFTS, SEES = ("mtp.",), ("model.visual.", "visual.")
+_SEEING = ("qwen3_5", "qwen3_5_moe")
+_LEFT_OUT = (
+    ("mtp.", "the model's multi-token head, which drafts further tokens, is left out; it is not supported yet"),
+    ("model.visual.", "the model's part that sees pictures is left out; it is not supported yet"),
+)
+
+
+def text_of(config: dict[str, Any]) -> dict[str, Any]:
+    """What a config.json says of the part that reads and writes text, of a model that sees pictures too."""
+    inner = config.get("text_config")
+    if config.get("model_type") not in _SEEING or not isinstance(inner, dict):
+        return config
+    tied = {"tie_word_embeddings": config["tie_word_embeddings"]} if "tie_word_embeddings" in config else {}
+    return {"model_type": f"{config['model_type']}_text", **tied, **inner}
 
 
 def name_folder(arch: Architecture, stored: dict[str, StoredTensor]) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
@@ -38,19 +53,15 @@ def name_folder(arch: Architecture, stored: dict[str, StoredTensor]) -> tuple[di
     on what is left out."""
     if not arch.delta:
         return stored, ()
-    named, notes = {}, dict[str, None]()
+    named = {}
     for key, tensor in stored.items():
-        if key.startswith(DRAFTS):
-            notes["the model's multi-token head, which drafts further tokens, is left out; it is not supported yet"] = None
-        elif key.startswith(SEES):
-            notes["the model's part that sees pictures is left out; it is not supported yet"] = None
-        else:
+        if not key.startswith(tuple(prefix for prefix, _ in _LEFT_OUT)):
             key = key.replace("model.language_model.", "model.")
             inner = _HF_DELTA.fullmatch(key)
             if inner and inner[2] in _HF_NAMES:
                 key = f"blk.{inner[1]}.{_HF_NAMES[inner[2]]}"
             named[key] = _as_gguf(key, tensor)
-    return named, tuple(notes)
+    return named, tuple(note for prefix, note in _LEFT_OUT if any(key.startswith(prefix) for key in stored))
 
 
 def _as_gguf(key: str, tensor: StoredTensor) -> StoredTensor:
@@ -123,12 +134,10 @@ def _spans_by_key_head(delta: Delta, counts: tuple[int, ...], width: int) -> lis
     """Where each of several things lies in a matrix that has them by key head, so many times `width` rows of each."""
     ends = [width * sum(counts[:i]) for i in range(len(counts) + 1)]
     heads = range(delta.key_heads)
-    return [[(ends[-1] * h + start, ends[-1] * h + stop) for h in heads] for start, stop in zip(ends, ends[1:])]
+    return [[(ends[-1] * h + start, ends[-1] * h + stop) for h in heads] for start, stop in pairwise(ends)]
 
 
-def _split_convolution(
-    keys: int, values: int, block: str, tensor: StoredTensor
-) -> Iterator[tuple[str, StoredTensor]]:
+def _split_convolution(keys: int, values: int, block: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
     """[channels, 4], or [channels, 1, 4] as checkpoints have it, as vectors."""
     shape = (keys + values, 4)
     if len(tensor.shape) == 3:

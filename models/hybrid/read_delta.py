@@ -14,6 +14,7 @@ def gguf_delta(arch: Architecture, keys: Keys, n_layers: int) -> Delta:
     head = keys.integer("ssm.state_size")
     if keys.integer("ssm.inner_size") != value_heads * head:
         keys.refuse("ssm.inner_size", f"is {keys.get('ssm.inner_size')}, not {value_heads} value heads of {head}")
+    _check_sections(keys)
     full = _list_full(keys, n_layers, keys.values.get(f"{keys.prefix}attention.recurrent_layers"))
     return _check(keys, Delta(key_heads, value_heads, head, arch.delta == "tiled", full), "ssm.group_count")
 
@@ -34,13 +35,24 @@ def hf_delta(keys: Keys, n_layers: int) -> Delta:
     return _check(keys, Delta(*heads, head, False, full), "linear_num_key_heads")
 
 
+def _check_sections(keys: Keys) -> None:
+    """Parts of a position in time and in a picture: of text all are equal, and so the pairs turn as others do."""
+    sections = keys.values.get(f"{keys.prefix}rope.dimension_sections")
+    if sections is None:
+        return
+    pairs = keys.integer("rope.dimension_count") // 2
+    if not isinstance(sections, list) or sum(n for n in sections if isinstance(n, int)) != pairs:
+        total = sum(sections) if isinstance(sections, list) else sections
+        keys.refuse("rope.dimension_sections", f"has {total} pairs, not the {pairs} that are rotated")
+
+
 def _list_full(keys: Keys, n_layers: int, recurrent: object) -> tuple[int, ...]:
     """The layers that have attention: those that are said not to be recurrent, or else the last of every so many."""
     if recurrent is None:
         every = keys.integer("full_attention_interval", 4)
         return tuple(i for i in range(n_layers) if (i + 1) % every == 0)
     if not isinstance(recurrent, list) or len(recurrent) < n_layers:
-        keys.refuse("attention.recurrent_layers", f"does not say of each of {n_layers} layers what it is")
+        keys.refuse("layer_types", f"does not say of each of {n_layers} layers what it is")
     assert isinstance(recurrent, list)
     return tuple(i for i in range(n_layers) if not recurrent[i])
 

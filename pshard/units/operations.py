@@ -93,6 +93,13 @@ class Attend:
 
 
 @dataclass(frozen=True)
+class GateRows:
+    """An activation times the sigmoid of another one, `width` elements a token each."""
+
+    width: int
+
+
+@dataclass(frozen=True)
 class HeadProducts:
     """A product of each head's own numbers with its own matrix, of those that stand in `stack` (TensorSpec.parts)."""
 
@@ -225,6 +232,7 @@ Operation = (
     | PlaceRows
     | Rotate
     | Attend
+    | GateRows
     | HeadProducts
     | StoreLatent
     | AttendLatent

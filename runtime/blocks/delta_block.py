@@ -1,6 +1,7 @@
 """A gated delta net: norm, products, the recurrence over each sequence's state, output product."""
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -73,17 +74,20 @@ class DeltaBlock(Block):
         side, rows, m = work.side, work.rows, weights.matrices
         k, space, n = side.kernels, side.space, work.rows.tokens
         normed = normalise(side, weights.norm, n, residual)
-        channels, values = m[QUERY_KEY].rows + m[VALUE].rows, m[VALUE].rows
-        first, heads = channels + values, weights.scan.value_heads
-        inner, out = space.rows("delta_in", n), space.rows("delta_out", n)[:, :values]
-        k.linear_group(normed, (m[QUERY_KEY], m[VALUE], m[GATE]), inner[:, :first], space.tile, (None,) * 3)
-        shares = inner[:, first : first + 2 * heads]
-        k.linear_group(normed, (m[BETA], m[ALPHA]), shares, space.tile, (None,) * 2)
+        first, second = (QUERY_KEY, VALUE, GATE), (BETA, ALPHA)
+        columns = accumulate(m[role].rows for role in (*first, *second))
+        ends = (0, *columns)
+        inner, out = space.rows("delta_in", n), space.rows("delta_out", n)[:, : m[VALUE].rows]
+        k.linear_group(normed, tuple(m[role] for role in first), inner[:, : ends[3]], space.tile, (None,) * 3)
+        shares = inner[:, ends[3] : ends[5]]
+        k.linear_group(normed, tuple(m[role] for role in second), shares, space.tile, (None,) * 2)
         assert rows.sequences is not None
+        qkv, z, beta, alpha = (inner[:, start:stop] for start, stop in ((0, ends[2]), *pairwise(ends[2:])))
         slots, offsets, longest = rows.sequences
         k.delta_net(
-            inner[:, :channels], inner[:, channels:first], shares[:, :heads], shares[:, heads:], weights.scan,
-            state.matrices, state.tails, slots, offsets, out, longest, space.tensors["delta_room"].view(torch.uint8),
+            qkv, z, beta, alpha, weights.scan,
+            states=state.matrices, tails=state.tails, slots=slots, offsets=offsets, out=out, longest=longest,
+            scratch=space.tensors["delta_room"].view(torch.uint8),
         )  # fmt: skip
         leave(side, out, m[OUT], None, residual)
 

@@ -89,6 +89,9 @@ class PlainKernels(PlainLatent, PlainDelta):
     def place(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(rows)
 
+    def gate_rows(self, x: torch.Tensor, gate: torch.Tensor) -> None:
+        x.mul_(torch.sigmoid(gate))
+
     def rope_store(
         self,
         qkv: torch.Tensor,

@@ -41,6 +41,24 @@ def silu_mul_kernel(gate, up, in_stride, out, out_stride, cols, BLOCK: tl.conste
 
 
 @triton.jit
+def gate_rows_kernel(
+    x, x_stride, gate, gate_stride, cols, words, scale, sums, BLOCK: tl.constexpr, QUANTISE: tl.constexpr
+):
+    """Program m: x[m] *= sigmoid(gate[m]), in float32. BLOCK >= cols. QUANTISE: as `rms_norm_kernel` does."""
+    m = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < cols
+    g = tl.load(gate + m * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
+    value = tl.load(x + m * x_stride + column, mask=mask, other=0.0).to(tl.float32) / (1.0 + tl.exp(-g))
+    rounded = value.to(x.dtype.element_ty)
+    tl.store(x + m * x_stride + column, rounded, mask=mask)
+    if QUANTISE:
+        chunk = tl.arange(0, BLOCK // 32)
+        tile = tl.reshape(rounded.to(tl.float32), (BLOCK // 32, 32))
+        store_quantised(tile, chunk, chunk < cols // 32, m, words, scale, sums, cols // 32, BLOCK // 32)
+
+
+@triton.jit
 def add_bias_kernel(out, out_stride, bias, cols, BLOCK: tl.constexpr):
     """out[m, c] += bias[c]; program (piece of the columns, m)."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
