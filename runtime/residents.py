@@ -21,6 +21,8 @@ from pshard.steps.step import Bring, Compute
 from pshard.units.divide_unit import divide_unit, joined_width
 from pshard.units.state import State, StateShape
 
+Snapshot = dict[str, tuple[torch.Tensor, ...]]  # the parts of one sequence's states, on the host, by unit
+
 
 class Residents:
     """Pins and states of one rank. Each tier holds a prefix of the plan's orders, so that none of them moves.
@@ -100,6 +102,27 @@ class Residents:
             for part in self._block(unit).state_parts(self.state_now(unit)):
                 for number in sequences:
                     part[number].zero_()
+
+    @property
+    def fixed_nbytes(self) -> int:
+        """Bytes that states which do not grow have of one sequence."""
+        parts = (part for unit in self.fixed for part in self._block(unit).state_parts(self.state_now(unit)))
+        return sum(part[0].nbytes for part in parts if part.numel())
+
+    def read_fixed(self, number: int) -> Snapshot:
+        """A copy of a sequence's states that do not grow, where nothing is under way that writes them."""
+        return {
+            unit: tuple(
+                part[number].to("cpu", copy=True) for part in self._block(unit).state_parts(self.state_now(unit))
+            )
+            for unit in self.fixed
+        }
+
+    def write_fixed(self, number: int, states: Snapshot) -> None:
+        """Make them those of a copy."""
+        for unit, parts in states.items():
+            for part, saved in zip(self._block(unit).state_parts(self.state_now(unit)), parts, strict=True):
+                part[number].copy_(saved)
 
     def stage_state(self, unit: str, carved: Carved) -> StagedState:
         """A state on the host, with its place in the stage."""
