@@ -141,7 +141,10 @@ class Engine:
         Raises UserError when it cannot be written; then there is no new file.
         """
         self._check_alive()
-        self._store.save(path, self._sequences.whole(sequence), self._sequences[sequence].tokens)
+        text = self._sequences[sequence]
+        self._store.save(
+            path, self._sequences.whole(sequence), text.tokens, self._checkpoints.up_to(text.number, text.length)
+        )
 
     def load(self, path: Path, sequence: int = 0) -> tuple[int, ...]:
         """Make a saved KV cache that of a sequence; returns the token ids it stands for. All ranks call it.
@@ -152,7 +155,8 @@ class Engine:
         self._check_alive()
         self.reset(sequence)
         try:
-            tokens = self._store.load(path, lambda cells: self._sequences.begin(sequence, cells))
+            tokens, states = self._store.load(path, lambda cells: self._sequences.begin(sequence, cells))
+            self._checkpoints.replace(sequence, states)
         except BaseException:
             self.reset(sequence)
             raise

@@ -96,8 +96,15 @@ class Checkpoints:
         with self._device.current(), self._device.computing():
             self._residents.write_fixed(number, one.states)
 
+    def up_to(self, number: int, length: int) -> list[Checkpoint]:
+        """A sequence's below its length, and one of all that it has: what a file of it holds."""
+        below = [one for one in self._kept[number] if one.length < length]
+        return [*below, self.take(number, length)] if self.each and length else []
+
     def replace(self, number: int, found: Sequence[Checkpoint]) -> None:
-        """Let a sequence have these, the last ones of them where there is no room for all."""
+        """Let a sequence be at the last of these, and have them all, or the last ones where there is no room."""
+        if found:
+            self.put(number, found[-1])
         self._kept[number].clear()
         room = self.most - sum(map(len, self._kept))
         self._kept[number][:] = found[max(0, len(found) - room) :] if room > 0 else []

@@ -9,6 +9,7 @@ from engines import open_engine
 from hybrid_files import LIKE, VOCAB, random_hybrid, write_hybrid_gguf
 from hybrid_forward import hybrid_logits
 
+from pshard.errors import UserError
 from pshard.models import open_model
 from pshard.runtime.checkpoints import checkpoints
 from pshard.runtime.engine import Engine
@@ -91,6 +92,38 @@ def test_what_they_may_take_is_said(model: Path) -> None:
         assert "states of 0.0813 MiB a sequence cannot be cut back: up to 8 checkpoints" in engine.notes[-1]
     with open_engine(model) as engine:
         assert "a text that is cut is computed again" in engine.notes[-1]
+
+
+@pytest.mark.parametrize("most", [0, 4])
+def test_a_saved_text_goes_on_and_can_be_cut_as_before(model: Path, tmp_path: Path, most: int) -> None:
+    ids, kept = [random.Random(5).randrange(VOCAB) for _ in range(41)], tmp_path / "kept"
+    expected = expect(model, [*ids, 1, 2])
+    with open_engine(model, tokens=(1, 16), checkpoint_bytes=most * EACH) as engine:
+        engine.forward(ids)
+        engine.save(kept)
+        wanted = engine.forward([1, 2], all_logits=True)
+    with open_engine(model, tokens=(1, 16), sequences=2, context=256, checkpoint_bytes=most * EACH) as engine:
+        assert engine.load(kept, 1) == tuple(ids)
+        assert lengths_of(engine, 1) == ([32, 41] if most else [])
+        assert difference(engine.forward([[], [1, 2]], all_logits=True)[1].numpy(), wanted.numpy()) < CLOSE
+        engine.reset(1, 36)
+        found = engine.forward([[], ids[36:]], all_logits=True)[1].numpy()
+        assert difference(found, expected[36:41]) < CLOSE
+
+
+def test_a_damaged_state_is_refused_by_name(model: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    with open_engine(model) as engine:
+        engine.forward([1, 2, 3])
+        engine.save(kept)
+    whole = kept.read_bytes()
+    for damaged, says in (
+        (whole[:-3] + b"\x11\x11\x11", r"is damaged \(state of blk\.2\.delta\)"),
+        (whole[:-3], "is cut off or damaged"),
+    ):
+        kept.write_bytes(damaged)
+        with open_engine(model) as engine, pytest.raises(UserError, match=says):
+            engine.load(kept)
 
 
 @pytest.mark.slow
