@@ -13,6 +13,7 @@ from pshard.plan import RankPlan, TierPlan
 from pshard.runtime.best_logits import choose_best
 from pshard.runtime.blocks.block import make_side
 from pshard.runtime.devices.device import MOST_PROMPT_GRAPHS, Device
+from pshard.runtime.devices.relay import Relay, open_relay
 from pshard.runtime.kernels.api import Kernels, Segment
 from pshard.runtime.logits import Logits
 from pshard.runtime.memory.arena import Arena
@@ -24,8 +25,10 @@ from pshard.runtime.memory.weights import HostWeights, LentWeights
 from pshard.runtime.ranks.group import Group
 from pshard.runtime.residents import Residents
 from pshard.runtime.tier_in_force import BoundUnit, Means, TierInForce
-from pshard.runtime.walk import MicroBatch, PromptGraphs, Walk, copy_in
-from pshard.runtime.walk_program import WalkProgram, make_program
+from pshard.runtime.walks.ahead_program import AheadProgram, make_ahead
+from pshard.runtime.walks.walk import MicroBatch, PromptGraphs, copy_in
+from pshard.runtime.walks.walk_ahead import AheadWalk
+from pshard.runtime.walks.walk_program import WalkProgram, make_program
 from pshard.steps.emit import emit_steps, list_residents
 from pshard.steps.step import Compute, CopyIn, StepShape
 from pshard.units.state import StateShape
@@ -66,7 +69,8 @@ class Executor:
         self._means = Means(spec, device, group, self.host, self.transfers, widths or (), join_cells)
         self._in_force: tuple[TierPlan, TierInForce] | None = None
         self._bound: dict[int, dict[Compute, BoundUnit]] = {}  # by tier
-        self._programs: dict[tuple[int, bool], WalkProgram] = {}
+        self._programs: dict[tuple[int, bool], tuple[WalkProgram, AheadProgram | None]] = {}
+        self._relay: Relay | None = None
         self._graphs = PromptGraphs(MOST_PROMPT_GRAPHS)
         self._sent: Any = None
         self.switches = 0
@@ -76,6 +80,8 @@ class Executor:
                 self.host.take_picks(spec, plan)
             if self.host.is_locked:
                 self.transfers.make_ring()
+                if group.size == 1:
+                    self._relay = open_relay(device, len(spec.units))
             self.residents = Residents(spec, states, self.arena, self.host, weights, self.transfers)
         except BaseException:
             self._unlock_host_memory()
@@ -143,7 +149,7 @@ class Executor:
         in_force = TierInForce(tier.tokens, side, carved, sequences, bound=bound)
         self._in_force = tier, in_force
         pins, states = self.residents.settle(tier)
-        for step in self._program(tier, False).entering:
+        for step in self._program(tier, False)[0].entering:
             if isinstance(step, CopyIn):
                 copy_in(self._means, in_force, step, ())
             elif step.unit in (pins if step.what == "weights" else states):
@@ -152,13 +158,14 @@ class Executor:
                     in_force.arriving[step.unit] = arrived
         return in_force
 
-    def _program(self, tier: TierPlan, has_past: bool) -> WalkProgram:
-        """The tier's steps, grouped for launching."""
+    def _program(self, tier: TierPlan, has_past: bool) -> tuple[WalkProgram, AheadProgram | None]:
+        """The tier's steps, grouped for launching; and for running ahead, where that can be."""
         key = tier.tokens, has_past
         if key not in self._programs:
             steps = emit_steps(self.spec, tier, self._shape(tier, has_past))
             order = tuple(unit.name for unit in self.spec.units)
-            self._programs[key] = make_program(list_residents(self.spec, tier), steps, order)
+            program = make_program(list_residents(self.spec, tier), steps, order)
+            self._programs[key] = program, make_ahead(program.body) if self._relay else None
         return self._programs[key]
 
     def _shape(self, tier: TierPlan, has_past: bool) -> StepShape:
@@ -214,12 +221,12 @@ class Executor:
         rows = here.rows(segments, cells, window, spans), there.rows(segments, bound, window, spans)
         batch = MicroBatch(ids, segments, *rows, (there.memory, here.memory))
         wanted = Logits(self._means, in_force, (here.wanted, there.wanted), len(logit_rows), best_only)
-        walk = Walk(self._means, self.residents, in_force, batch, wanted, self._graphs)
-        program = self._program(tier, any(s.past for s in segments))
+        walk = AheadWalk(self._means, self.residents, in_force, batch, wanted, self._graphs)
+        programs = self._program(tier, any(s.past for s in segments))
         try:
             with torch.inference_mode(), self.device.computing():
                 self.group.finish_send()  # the last micro-batch's hidden states may still be read
-                logits = walk.walk(program)
+                logits = self._walk(walk, *programs)
         finally:
             torch.set_num_threads(threads)
         if self.host.picks is not None:
@@ -241,6 +248,14 @@ class Executor:
             with torch.inference_mode(), self.device.computing():
                 self.residents.begin_states(fresh)
 
+    def _walk(self, walk: AheadWalk, program: WalkProgram, ahead: AheadProgram | None) -> list[torch.Tensor]:
+        """The logits; by the program that runs ahead where that can be."""
+        if self._relay and ahead:
+            lists = walk.find_lists(ahead)
+            if lists is not None:
+                return walk.walk_ahead(ahead, self._relay, lists)
+        return walk.walk(program)
+
     def close(self) -> None:
         """Wait for all lanes, drop graphs, which know addresses of this executor only, and unlock host memory."""
         with contextlib.suppress(
@@ -255,6 +270,9 @@ class Executor:
         self.weights.close()
 
     def _unlock_host_memory(self) -> None:
+        if self._relay is not None:
+            self._relay.close()
+            self._relay = None
         self.host.unlock()
         self.transfers.close()
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pshard.runtime.kernels.cpu import native
-from pshard.runtime.walk import MicroBatch, PromptGraphs, Walk
-from pshard.runtime.walk_program import Launch, WalkProgram, group_launches
+from pshard.runtime.walks.walk import MicroBatch, PromptGraphs, Walk
+from pshard.runtime.walks.walk_program import Launch, WalkProgram, group_launches
 from pshard.steps.step import (
     AllReduce,
     Compute,

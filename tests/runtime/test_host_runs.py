@@ -18,7 +18,7 @@ from pshard.runtime.kernels.api import Packed
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.cpu.host import HostKernels
 from pshard.runtime.kernels.cpu.recording import Recordings, record
-from pshard.runtime.walk_program import HostRun, Launch, group_on_host
+from pshard.runtime.walks.walk_program import HostRun, Launch, group_on_host
 from pshard.steps.step import AllReduce, Compute, Handoff
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason=f"CPU kernels: {native.why_missing()}")

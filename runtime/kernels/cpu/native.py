@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Buffer = Any  # int address, numpy array or torch tensor
 
-ABI = 10  # as csrc/api.cpp has it
+ABI = 11  # as csrc/api.cpp has it
 BUILD = "pip install -e . --no-build-isolation --no-deps in the folder of pshard"
 
 _TYPES = {
@@ -79,6 +79,11 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "copiers_close": ("v", "p"),
     "copiers_job": ("p", "pppz"),
     "copiers_run": ("v", "p"),
+    "relay_open": ("p", ""),
+    "relay_close": ("v", "p"),
+    "relay_start": ("v", "ppl"),
+    "relay_finish": ("v", "p"),
+    "relay_give_up": ("v", "p"),
 }
 
 
@@ -615,6 +620,37 @@ def letters(name: str) -> str:
 def replay(words: "ctypes.Array[ctypes.c_int64]") -> None:
     """Make the calls of a list (recording.py), one after the other."""
     _C["replay"](words, len(words))
+
+
+class Relay:
+    """A thread that makes lists of calls as they are asked for, each in its turn: see csrc/threads/relay.cpp. Raises
+    RuntimeError without the library."""
+
+    def __init__(self) -> None:
+        self._relay: int | None = _question("relay_open")()
+        self._parts: ctypes.Array[ctypes.c_int64] | None = None  # of the turn under way
+
+    def start(self, parts: Sequence[tuple[int, int, "ctypes.Array[ctypes.c_int64]"]]) -> None:
+        """Begin a turn. parts: the addresses of two int32, of which one becomes 1 to ask for the part, the other when
+        it is done, and the list (recording.py), which must live until then. The first number is taken back to 0."""
+        words = [word for asked, done, calls in parts for word in (asked, done, ctypes.addressof(calls), len(calls))]
+        array = (ctypes.c_int64 * len(words))(*words)
+        _C["relay_start"](self._relay, array, len(parts))
+        self._parts = array  # the turn before is over: the library has waited for it
+
+    def finish(self) -> None:
+        """Return when all parts are done."""
+        _C["relay_finish"](self._relay)
+
+    def give_up(self) -> None:
+        """Return when the part under way is done; the others are left."""
+        _C["relay_give_up"](self._relay)
+
+    def close(self) -> None:
+        """End the thread; all parts must be done or given up."""
+        if self._relay is not None:
+            _C["relay_close"](self._relay)
+            self._relay = None
 
 
 def record_nbytes(qtype: str, cols: int) -> int:

@@ -35,18 +35,30 @@ class Recordings:
         else:
             work()
 
+    def knows(self, key: Hashable) -> bool:
+        """Whether work was done under that key."""
+        return key in self._lists
+
+    def find(self, key: Hashable) -> "CallList | None":
+        """What stands for the work under that key, where it was done before and may be replayed."""
+        return self._lists.get(key)
+
 
 class CallList:
-    """Calls of the library, ready to be made again. Keeps alive what Python made for them, not what they work on."""
+    """Calls of the library, ready to be made again. Keeps alive what Python made for them, not what they work on.
+
+    Attributes:
+        words: as `native.replay` takes them.
+    """
 
     def __init__(self, calls: list[tuple[str, tuple]]) -> None:
         words = [word for name, arguments in calls for word in (native.callable_number(name), *_words(name, arguments))]
-        self._words = (ctypes.c_int64 * len(words))(*words)
+        self.words = (ctypes.c_int64 * len(words))(*words)
         self._kept = [a for _, arguments in calls for a in arguments if isinstance(a, ctypes.Array)]
 
     def replay(self) -> None:
         """Make all calls."""
-        native.replay(self._words)
+        native.replay(self.words)
 
 
 def record(work: Callable[[], None]) -> CallList | None:

@@ -48,3 +48,4 @@ PSHARD_API void pshard_experts(const float* x, int64_t x_stride, const int32_t* 
                                const float* up_bias, const float* down_bias, int clamped, int tiles_from,
                                int down_tiles_from, float* gated, float* picked, int32_t* order, float* out,
                                int64_t out_stride, int accumulate);
+PSHARD_API void pshard_replay(const int64_t* words, int64_t n);

@@ -16,8 +16,8 @@ from pshard.runtime.logits import Logits
 from pshard.runtime.memory.states import Copies, Reach, pair_runs, reach_new, reach_old
 from pshard.runtime.residents import Residents, view_rows
 from pshard.runtime.tier_in_force import Means, TierInForce
-from pshard.runtime.unit_runs import UnitRuns
-from pshard.runtime.walk_program import HostRun, Launch, WalkProgram
+from pshard.runtime.walks.unit_runs import UnitRuns
+from pshard.runtime.walks.walk_program import HostRun, Launch, WalkProgram
 from pshard.steps.graph_runs import LAUNCH_BOUND
 from pshard.steps.step import (
     AllReduce,
@@ -87,6 +87,7 @@ class Walk:
         self._units = UnitRuns(means, residents, tier, work, self._tokens)
         self._side = "cpu"
         self._freed: Any = None
+        self._once = False  # whether nothing of this walk will be done again in the same way
         self._left: Any = None  # event after which the host has what the last graph brought: hidden states or logits
         self.settled = False
 
@@ -94,7 +95,7 @@ class Walk:
         """Issue all steps, in `computing()`; returns the logits, float32 on the host, or the ranks' candidates for the
         best ones."""
         for step in program.body:
-            _ACTS[type(step)](self, step)
+            ACTS[type(step)](self, step)
         return self._logits.kept
 
     def _compute(self, step: Compute) -> None:
@@ -115,8 +116,10 @@ class Walk:
         if self._tokens > SMALL_BATCH or not self._units.can_record(run.steps[0].on):
             self._units.run_all(run.steps)
             return
-        key = run.name, self._tokens, len(self._batch.segments)
-        self._tier.on_host.run(key, lambda: self._units.run_all(run.steps))
+        self._tier.on_host.run(self._host_key(run), lambda: self._units.run_all(run.steps))
+
+    def _host_key(self, run: HostRun) -> tuple:
+        return run.name, self._tokens, len(self._batch.segments)
 
     def _run_units(self, launch: Launch) -> None:
         if self._device.kind != "cpu" or self._tokens > SMALL_BATCH:
@@ -181,7 +184,7 @@ class Walk:
 
     def _repeats(self, key: tuple) -> bool:
         """Whether launching costs more than computing, and all addresses and launch sizes repeat where `key` does."""
-        if not self._tier.side.kernels.repeatable or not self._logits.fits():
+        if self._once or not self._tier.side.kernels.repeatable or not self._logits.fits():
             return False
         if not self._means.host.is_locked:  # a graph cannot take transfers from or to pageable memory
             return False
@@ -310,7 +313,7 @@ def copy_in(means: Means, tier: TierInForce, step: CopyIn, after: tuple[Any, ...
     tier.arrived[step.slot] = means.transfers.bring_weights(step.unit, copies, after)
 
 
-_ACTS: dict[type, Callable[[Walk, Any], None]] = {
+ACTS: dict[type, Callable[[Walk, Any], None]] = {
     Launch: Walk._launch,
     HostRun: Walk._run_on_host,
     Compute: Walk._compute,

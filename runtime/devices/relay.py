@@ -1,0 +1,77 @@
+"""Hand-offs between the GPU and a thread that computes the CPU's parts: by numbers in page-locked memory, so that
+neither waits for the thread that launches."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from pshard.runtime.devices.device import Device
+from pshard.runtime.kernels.cpu import native
+from pshard.runtime.kernels.cpu.recording import CallList
+from pshard.runtime.memory.host_memory import map_memory
+
+LINE = 32  # int32 from one number to the next: a cache line of either side, and of its neighbour
+
+
+class Relay:
+    """What of a micro-batch the CPU computes, in the order of its `runs`, each when the GPU asks for it.
+
+    `tell` and `wait` queue kernels, also while a graph is captured.
+    """
+
+    def __init__(self, device: Device, runs: int, flags: torch.Tensor, kernels: tuple[Any, Any]) -> None:
+        self._device, self._flags, self._kernels = device, flags, kernels
+        numbers = flags.view(torch.int32).view(2, runs, LINE)
+        self._asked, self._done = list(numbers[0]), list(numbers[1])
+        self._numbers = numbers
+        self._thread = native.Relay()
+
+    def tell(self, run: int) -> None:
+        """The GPU says that run's inputs are on the host, once all before this is done."""
+        self._kernels[0][(1,)](self._asked[run], num_warps=1)
+
+    def wait(self, run: int) -> None:
+        """The GPU goes on when the CPU has done the run."""
+        self._kernels[1][(1,)](self._done[run], num_warps=1)
+
+    def start(self, lists: Sequence[CallList]) -> None:
+        """Begin a micro-batch: the calls of its runs, which must live until `finish`."""
+        at = [(here.data_ptr(), there.data_ptr()) for here, there in zip(self._asked, self._done)]
+        self._thread.start([(*at[i], calls.words) for i, calls in enumerate(lists)])
+
+    def finish(self) -> None:
+        """Return when the CPU has done all runs."""
+        self._thread.finish()
+
+    def give_up(self) -> None:
+        """Leave the micro-batch, after an error: the GPU waits for nobody any more."""
+        self._thread.give_up()
+        self._numbers[1].fill_(1)
+        try:
+            self._device.synchronize()
+        finally:
+            self._numbers.zero_()
+
+    def close(self) -> None:
+        """End the thread and unlock the memory."""
+        self._thread.close()
+        self._device.page_unlock(self._flags)
+
+
+def open_relay(device: Device, runs: int) -> Relay | None:
+    """A relay for micro-batches of up to so many runs on the CPU; None where there is no GPU, no Triton, no C++ library
+    or no page-locked memory: hand-offs then wait for the thread that launches."""
+    kernels = _find_kernels() if device.kind == "cuda" and native.is_available() and runs else None
+    if kernels is None:
+        return None
+    flags = map_memory(2 * runs * LINE * 4)
+    return Relay(device, runs, flags, kernels) if device.page_lock(flags) else None
+
+
+def _find_kernels() -> tuple[Callable, Callable] | None:
+    try:
+        from pshard.runtime.kernels.gpu.triton_flags import await_kernel, tell_kernel
+    except ImportError:
+        return None
+    return tell_kernel, await_kernel

@@ -1,0 +1,102 @@
+"""A tier's steps for an accelerator that runs ahead of the thread that launches: a thread of its own computes what the
+plan leaves to the CPU, and both sides tell each other when they are done. No torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from pshard.runtime.walks.walk_program import HostRun, Launch
+from pshard.steps.step import Compute, CopyIn, FetchKV, Free, Handoff, Join, Step, WriteBack
+
+
+@dataclass(frozen=True)
+class Tell:
+    """The accelerator brings activations to the host, and asks for a run on the CPU, by its number."""
+
+    run: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Await:
+    """The accelerator waits until the CPU has done a run, and takes what that made: activations or a unit's part."""
+
+    run: int
+    taken: Handoff | Join
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What the accelerator does without a word of the thread that launches: one CUDA graph."""
+
+    parts: tuple[Launch | Tell | Await, ...]
+
+    @cached_property
+    def launches(self) -> tuple[Launch, ...]:
+        """Its units."""
+        return tuple(part for part in self.parts if isinstance(part, Launch))
+
+    @cached_property
+    def name(self) -> tuple:
+        """What tells it from the other stretches of a tier."""
+        return tuple(part.name if isinstance(part, Launch) else (type(part), part.run) for part in self.parts)
+
+
+@dataclass(frozen=True)
+class AheadProgram:
+    """One micro-batch after the other, and the CPU's runs in their order."""
+
+    body: tuple[Step | Stretch, ...]
+    runs: tuple[HostRun, ...]
+
+
+def make_ahead(body: Sequence[Step | Launch | HostRun]) -> AheadProgram | None:
+    """The same as a `WalkProgram.body`; None where nothing is handed to the CPU, or something on the CPU must be done
+    by the thread that launches (a rank's sums, logits, a model's last unit)."""
+    program, parts, runs = list[Step | Stretch](), list[Launch | Tell | Await](), list[HostRun]()
+    begun = False
+
+    def flush() -> None:
+        if parts:
+            program.append(Stretch(tuple(parts)))
+            parts.clear()
+
+    for i, step in enumerate(body):
+        if isinstance(step, HostRun):
+            runs.append(step)
+        elif isinstance(step, Handoff) and step.to == "cpu":
+            if _next_run(body, i) is not None:
+                parts.append(Tell(len(runs), step.carries))
+        elif isinstance(step, Join) and runs:
+            parts.append(Await(len(runs) - 1, step))
+        elif isinstance(step, Launch):
+            if _waits(step):
+                flush()
+            if step.enters and runs:
+                parts.append(Await(len(runs) - 1, Handoff("acc", 0, step.enters)))
+                step = Launch(step.steps)
+            parts.append(Launch(step.steps, step.enters))
+            begun = True
+        elif isinstance(step, CopyIn | Free | FetchKV | WriteBack) or (not begun and isinstance(step, Compute)):
+            flush()
+            program.append(step)
+        else:
+            return None
+    flush()
+    return AheadProgram(tuple(program), tuple(runs)) if runs else None
+
+
+def _next_run(body: Sequence[Step | Launch | HostRun], at: int) -> HostRun | None:
+    """What the CPU computes after a hand-off to it, before the next one."""
+    for step in body[at + 1 :]:
+        if isinstance(step, HostRun):
+            return step
+        if isinstance(step, Handoff):
+            return None
+    return None
+
+
+def _waits(launch: Launch) -> bool:
+    """Whether it waits for a copy, which no graph can."""
+    first = launch.steps[0]
+    return isinstance(first, Compute) and (first.slot is not None or first.state == "host")

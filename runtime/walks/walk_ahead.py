@@ -1,0 +1,103 @@
+"""One small micro-batch of which the accelerator is given all its work at once, while a thread of its own computes what
+is left to the CPU, as soon as the accelerator asks for it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pshard.batch_sizes import SMALL_BATCH
+from pshard.runtime.devices.relay import Relay
+from pshard.runtime.kernels.cpu.recording import CallList
+from pshard.runtime.residents import view_rows
+from pshard.runtime.walks.ahead_program import AheadProgram, Await, Stretch, Tell
+from pshard.runtime.walks.walk import ACTS, Walk
+from pshard.runtime.walks.walk_program import Launch
+from pshard.steps.step import Compute, Join
+
+
+class AheadWalk(Walk):
+    """One walk over the steps of a micro-batch, by an `AheadProgram`."""
+
+    def find_lists(self, program: AheadProgram) -> list[CallList] | None:
+        """The calls of the CPU's runs; None where a walk by the plain program must come first, which writes them down
+        and awaits units that still arrive from another tier, or where launches or calls don't repeat."""
+        if self._tokens > SMALL_BATCH or not self._repeats(()):
+            return None
+        keys = [self._host_key(run) for run in program.runs]
+        on_host = self._tier.on_host
+        self._once = bool(self._tier.arriving) or not all(map(on_host.knows, keys))  # not captured: the next one is
+        lists = [calls for calls in map(on_host.find, keys) if calls is not None]
+        return lists if len(lists) == len(keys) and not self._once else None
+
+    def walk_ahead(self, program: AheadProgram, relay: Relay, lists: Sequence[CallList]) -> list[torch.Tensor]:
+        """As `walk`. The CPU's runs are done when it returns."""
+        relay.start(lists)
+        try:
+            for step in program.body:
+                if isinstance(step, Stretch):
+                    self._run_stretch(step, relay)
+                else:
+                    ACTS[type(step)](self, step)
+        except BaseException:
+            relay.give_up()
+            raise
+        relay.finish()
+        return self._logits.kept
+
+    def _run_stretch(self, stretch: Stretch, relay: Relay) -> None:
+        tier, logits, index = self._tier, self._logits, self._batch.unsent
+        first = stretch.launches[0].steps[0] if stretch.launches else None
+        if isinstance(first, Compute):
+            self._wait_for_inputs(first)
+        output = any(launch.gives_logits for launch in stretch.launches)
+        wanted = logits.count if output or index is not None else 0  # the others' work is the same
+        key = (tier.tokens, stretch.name, self._tokens, wanted, self._batch.acc_rows.cells)
+        delivering = output and logits.has_some()
+
+        def work() -> None:
+            if index is not None:
+                self._device.send(*index)
+            for part in stretch.parts:
+                self._do_part(part, relay)
+            if delivering:
+                logits.bring()
+
+        self._device.repeat(key, True, work)
+        self._side, self._batch.unsent = "acc", None
+        self._means.transfers.link_bytes += sum(map(self._count_bytes, stretch.parts))
+        if output:
+            if delivering:
+                logits.expect()
+            logits.deliver(self._device.mark() if delivering else None)
+            self.settled = delivering
+
+    def _do_part(self, part: Launch | Tell | Await, relay: Relay) -> None:
+        """Its kernels, and nothing else: a graph may hold them."""
+        if isinstance(part, Launch):
+            for name in part.enters:
+                self._send(name)
+            self._units.run_all(part.steps)
+        elif isinstance(part, Tell):
+            for name in part.names:
+                self._device.bring(*self._rows(name))
+            relay.tell(part.run)
+        else:
+            relay.wait(part.run)
+            for there, here in self._taken(part):
+                self._device.send(there, here)
+
+    def _taken(self, part: Await) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What is copied, to and from."""
+        if isinstance(part.taken, Join):
+            width, host = part.taken.width, self._means.host.rows
+            return [(view_rows(self._tier.carved.row_stage, self._tokens, width), view_rows(host, self._tokens, width))]
+        return [self._rows(name)[::-1] for name in part.taken.carries]
+
+    def _count_bytes(self, part: Any) -> int:
+        """Bytes that a part brings over the link."""
+        if isinstance(part, Await):
+            return sum(here.nbytes for _, here in self._taken(part))
+        if isinstance(part, Launch):
+            return sum(self._rows(name)[0].nbytes for name in part.enters) + sum(map(self._count_read, part.reading))
+        return 0
