@@ -38,7 +38,7 @@ class IndexView:
 
     def rows(self, segments: tuple[Segment, ...], cells: int, window: int, spans: Any = None) -> RowIndex:
         """The index of segments that was written here; `window` of the layers that have one."""
-        longest = max(s.tokens for s in segments)
+        longest = 1 << (max(s.tokens for s in segments) - 1).bit_length()  # few graphs are captured
         sequences = SequenceRows(self.slots, self.offsets, longest) if self.offsets.numel() else None
         whole = RowIndex(self.begin, self.position, self.blocks, segments, cells, spans, sequences=sequences)
         if self.recent is None:

@@ -74,7 +74,8 @@ class Segment:
 
 class SequenceRows(NamedTuple):
     """Which rows of a micro-batch belong to which sequence, as `Kernels.delta_net` takes it: int32 on the computing
-    device. As many sequences for all batches of so many tokens, at the end some without rows; `longest`: none has more.
+    device. As many sequences for all batches of so many tokens, at the end some without rows; `longest`: none has more,
+    a power of two.
     """
 
     slots: torch.Tensor
@@ -109,6 +110,11 @@ class RowIndex:
     @property
     def tokens(self) -> int:
         return self.position.shape[0]
+
+    @property
+    def longest(self) -> int:
+        """As in `sequences`, which launches depend on; 0 where the model has no gated delta net."""
+        return self.sequences.longest if self.sequences else 0
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,12 @@ def copy_case(case: DeltaCase) -> DeltaCase:
     return replace(case, out=case.out.clone(), states=case.states.clone(), tails=case.tails.clone())
 
 
+def widen(case: DeltaCase) -> DeltaCase:
+    """The same in float64: plain kernels then say what is right."""
+    named = {name: value.double() for name, value in vars(case).items() if name not in ("weights", "slots", "offsets")}
+    return replace(case, **named)
+
+
 def run_case(kernels: Any, case: DeltaCase, longest: int = 0, scratch: torch.Tensor | None = None) -> None:
     """One micro-batch."""
     most = max(1, int((case.offsets[1:] - case.offsets[:-1]).max()))

@@ -24,11 +24,11 @@ from pshard.units.kv_cells import kv_nbytes
 
 if TYPE_CHECKING:
     from pshard.model_config import Experts
-    from pshard.runtime.kernels.api import Packed
+    from pshard.runtime.kernels.api import DeltaWeights, Packed
 
 Buffer = Any  # int address, numpy array or torch tensor
 
-ABI = 11  # as csrc/api.cpp has it
+ABI = 12  # as csrc/api.cpp has it
 BUILD = "pip install -e . --no-build-isolation --no-deps in the folder of pshard"
 
 _TYPES = {
@@ -64,6 +64,7 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "store_latent": ("v", "plpllpllliipfpplippplpli"),
     "route": ("v", "plpiilppliiiiifpp"),
     "experts": ("v", "plpplipiiiillpppiiippppli"),
+    "delta_net": ("v", "plplplplppppfiiiipppplpl"),
     "callable": ("i", "s"),
     "replay": ("v", "pl"),
     "memcpy": ("v", "ppz"),
@@ -575,6 +576,28 @@ def experts(
     result = (*map(_at, scratch), _at(out), out_stride, accumulate)
     least = (rule.activation == "clamped", *m.tiles_from)
     _function("experts")(_at(x), x_stride, *map(_at, routes), tokens, rule.used, *weights, *least, *result)
+
+
+def delta_net(
+    rows: Sequence[tuple[Buffer, int]],
+    weights: "DeltaWeights",
+    kept: tuple[Buffer, Buffer],
+    index: tuple[Buffer, Buffer, int],
+    out: tuple[Buffer, int],
+) -> None:
+    """See `api.Kernels.delta_net`; slots and offsets are read when the call is made, also when it is replayed.
+
+    Args:
+        rows: qkv, z, beta and alpha, f32, each with the elements from row to row; out: the same.
+        weights: heads of a multiple of 16 elements.
+        kept: states and tails, all slots of each without gaps. index: slots, offsets and how many sequences.
+    """
+    w = weights
+    vectors = (_at(w.conv), _at(w.dt_bias), _at(w.decay), _at(w.norm), w.eps)
+    heads = (w.key_heads, w.value_heads, w.head, w.tiled)
+    ends = [part for buffer, stride in rows for part in (_at(buffer), stride)]
+    places = (*map(_at, kept), _at(index[0]), _at(index[1]), index[2])
+    _function("delta_net")(*ends, *vectors, *heads, *places, _at(out[0]), out[1])
 
 
 def _cell_nbytes(kv_types: tuple[str, str], width: int) -> tuple[int, int]:
