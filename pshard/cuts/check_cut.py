@@ -12,8 +12,10 @@ from pshard.model import ModelSpec
 from pshard.tensor import TensorSpec
 from pshard.units.operations import (
     Attend,
+    DeltaNet,
     ExpertProducts,
     GatedProduct,
+    GateRows,
     LookUp,
     Norm,
     Operation,
@@ -33,7 +35,8 @@ class TensorCut:
 
     `axis`: "none" (every rank holds all of it), "rows" (outputs of a matrix, elements of a vector) or "cols" (inputs).
     `ranges`: (start, stop) along that axis for each rank; ranges of k and v may repeat where ranks share a KV head.
-    `stacks`: rows are cut in each of so many equal parts, one below the other, as a layer's experts stand.
+    `stacks`: the cut is made in each of so many equal parts, one below the other, as a layer's experts stand, or one
+    beside the other.
     """
 
     role: str
@@ -57,10 +60,12 @@ class UnitCut:
 
 @dataclass(frozen=True)
 class Spread:
-    """`kind`: "mirrored", "split" (at column `ranges`) or "partial" (a summand on every rank)."""
+    """`kind`: "mirrored", "split" (at column `ranges` of each of `stacks` equal parts) or "partial" (a summand on every
+    rank)."""
 
     kind: str
     ranges: tuple[Range, ...] = ()
+    stacks: int = 1
 
 
 MIRRORED, PARTIAL = Spread("mirrored"), Spread("partial")
@@ -101,10 +106,16 @@ class _Flow:
                 for norm in operation.norms:
                     self.head_norm(norm.role)
             case Attend(sinks=sinks):
-                q, k, v = values
+                q, k, v, *gates = values
                 if sinks:
                     self.cut_with_heads(sinks.role, q)
-                return (self.attend(q, k, v),)
+                return self.attend(q, k, v), *gates
+            case GateRows():
+                mixed, gate = values
+                self.expect(mixed == gate, self.unit.tensors[0].role, "is of a unit whose gate is cut elsewhere")
+                return (mixed,)
+            case DeltaNet():
+                return (self.scan(operation, values),)
             case Route():
                 for tensor in (operation.router, *operation.biases):
                     self.expect(self.cut(tensor.role).axis == "none", tensor.role, "chooses among all but is cut")
@@ -168,13 +179,17 @@ class _Flow:
         role = matrix.role
         weight, parts = self.cut(role), max(1, matrix.parts)
         if weight.axis == "cols":
-            self.expect_tiling(role, weight.ranges, self.tensors[role].cols)
-            self.expect(x == Spread("split", weight.ranges), role, "has its columns cut elsewhere than its inputs are")
+            self.expect_tiling(role, weight.ranges, self.tensors[role].cols // weight.stacks)
+            self.expect(
+                x == Spread("split", weight.ranges, weight.stacks),
+                role,
+                "has its columns cut elsewhere than its inputs are",
+            )
             out = PARTIAL
         else:
             self.expect(x == MIRRORED, role, f"needs all of its inputs, which are {x.kind}")
-            out = MIRRORED if weight.axis == "none" else Spread("split", weight.ranges)
-        if weight.axis == "rows":
+            out = MIRRORED if weight.axis == "none" else Spread("split", weight.ranges, weight.stacks // parts)
+        if weight.axis == "rows" and matrix.parts:
             self.expect(weight.stacks == parts, role, f"is {parts} matrices but is cut as {weight.stacks}")
         bias = f"{role.removesuffix('.weight')}.bias"
         if bias in self.tensors:
@@ -204,6 +219,31 @@ class _Flow:
             each = {sum(h // group == g for h in heads) for g in range(k0 // d, k1 // d)}
             self.expect(len(each) <= 1, role, f"on rank {rank} has KV heads with unequal numbers of q heads")
         return q
+
+    def scan(self, net: DeltaNet, values: tuple[Spread, ...]) -> Spread:
+        """A gated delta net of whole key heads, each with all the value heads that use it on the same rank."""
+        self.expect(self.cut(net.norm.role).axis == "none", net.norm.role, "is the same for every head but is cut")
+        group, d = net.value_heads // max(1, net.key_heads), net.head
+        parts, each = (group, 1) if net.tiled else (1, group)  # of what there is one of for each value head
+        laid = [(2, d), (parts, each * d), (parts, each * d), (parts, each), (parts, each)]
+        vectors = zip((*net.conv, net.dt_bias, net.decay), ((2, 4 * d), (parts, 4 * each * d), *laid[3:]))
+        cuts = {tensor.role: self.cut(tensor.role) for tensor in (*net.conv, net.dt_bias, net.decay)}
+        role = self.unit.tensors[0].role
+        if all(value == MIRRORED for value in values):
+            for name, cut in cuts.items():
+                self.expect(cut.axis == "none", name, "is cut where the heads are whole")
+            return MIRRORED
+        self.expect(all(value.kind == "split" for value in values), role, "is of a unit whose inputs are cut in part")
+        heads = tuple((start // d, stop // d) for start, stop in values[0].ranges)
+        self.expect_tiling(role, heads, net.key_heads)
+        wanted = [Spread("split", tuple((a * n, b * n) for a, b in heads), stacks) for stacks, n in laid]
+        self.expect(list(values) == wanted, role, "is of a unit whose inputs are not cut at the same key heads")
+        for tensor, (stacks, n) in vectors:
+            cut = cuts[tensor.role]
+            at = tuple((a * n, b * n) for a, b in heads)
+            here = (cut.axis, cut.ranges, cut.stacks) == ("rows", at, stacks)
+            self.expect(here, tensor.role, "is not cut where the heads are")
+        return wanted[2]
 
     def cut_with_heads(self, role: str, q: Spread) -> None:
         """One number of each q head, on the head's rank."""

@@ -39,11 +39,11 @@ def count_heads(tensors: Tensors, config: ModelConfig) -> tuple[int, int]:
 def _operations(tensors: Tensors, config: ModelConfig, window: int = 0) -> tuple[Operation, ...]:
     heads = *count_heads(tensors, config), config.head_dim
     norms = tuple(tensors[role] for role in HEAD_NORMS if role in tensors)
-    gate = tensors.get(GATE)
+    gate, group = tensors.get(GATE), (*QKV, GATE) if GATE in tensors else QKV
+    biases = tuple(tensors.get(role) for role in QKV_BIASES) + (None,) * (len(group) - len(QKV))
     return (
         Norm(tensors.get(NORM), config.d_model),
-        ProductGroup(tuple(tensors[role] for role in QKV), tuple(tensors.get(role) for role in QKV_BIASES)),
-        *((Product(gate),) if gate else ()),
+        ProductGroup(tuple(tensors[role] for role in group), biases),
         Rotate(*heads, norms, config.qk_norm),
         Attend(*heads, window, tensors.get(SINKS)),
         *((GateRows(gate.rows),) if gate else ()),
@@ -65,9 +65,8 @@ def _scratch(config: ModelConfig, tokens: int, shape: StateShape) -> tuple[Buffe
     # every tier may be given few tokens: those attend in pieces along the context
     most = max(n * decode_pieces(n, config.n_kv_heads) for n in range(1, min(tokens, SMALL_BATCH) + 1))
     return (
-        Buffer("qkv", (tokens, heads + 2 * kv), "act"),
+        Buffer("qkv", (tokens, (2 if config.gated else 1) * heads + 2 * kv), "act"),
         Buffer("mixed", (tokens, heads), "act"),
-        *((Buffer("attn_gate", (tokens, heads), "act"),) if config.gated else ()),
         Buffer("rope", (2, longest_sequence(config, shape.context), config.rope.dims // 2), "f32"),
         Buffer("partial", (most, config.n_heads, config.head_dim + 2), "f32"),
     )

@@ -10,15 +10,12 @@ from pshard.runtime.blocks.block import Block, Residual, Work, leave, normalise
 from pshard.runtime.kernels.api import DeltaWeights, Packed
 from pshard.runtime.memory.weights import UnitWeights
 from pshard.units.delta.delta_net import (
-    ALPHA,
-    BETA,
     CONV,
     DECAY,
-    GATE,
     HEAD_NORM,
     NORM,
     OUT,
-    QUERY_KEY,
+    PRODUCTS,
     STEP_BIAS,
     TAIL,
     VALUE,
@@ -74,15 +71,11 @@ class DeltaBlock(Block):
         side, rows, m = work.side, work.rows, weights.matrices
         k, space, n = side.kernels, side.space, work.rows.tokens
         normed = normalise(side, weights.norm, n, residual)
-        first, second = (QUERY_KEY, VALUE, GATE), (BETA, ALPHA)
-        columns = accumulate(m[role].rows for role in (*first, *second))
-        ends = (0, *columns)
-        inner, out = space.rows("delta_in", n), space.rows("delta_out", n)[:, : m[VALUE].rows]
-        k.linear_group(normed, tuple(m[role] for role in first), inner[:, : ends[3]], space.tile, (None,) * 3)
-        shares = inner[:, ends[3] : ends[5]]
-        k.linear_group(normed, tuple(m[role] for role in second), shares, space.tile, (None,) * 2)
+        ends = tuple(accumulate(m[role].rows for role in PRODUCTS))
+        inner, out = space.rows("delta_in", n)[:, : ends[-1]], space.rows("delta_out", n)[:, : m[VALUE].rows]
+        k.linear_group(normed, tuple(m[role] for role in PRODUCTS), inner, space.tile, (None,) * len(PRODUCTS))
         assert rows.sequences is not None
-        qkv, z, beta, alpha = (inner[:, start:stop] for start, stop in ((0, ends[2]), *pairwise(ends[2:])))
+        qkv, z, beta, alpha = (inner[:, start:stop] for start, stop in ((0, ends[1]), *pairwise(ends[1:])))
         slots, offsets, longest = rows.sequences
         k.delta_net(
             qkv, z, beta, alpha, weights.scan,

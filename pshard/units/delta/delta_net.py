@@ -19,6 +19,7 @@ from pshard.units.unit import Cut, Tensors, UnitKind
 NORM, OUT = "attn_norm.weight", "ssm_out.weight"
 QUERY_KEY, VALUE, GATE = "delta_qk.weight", "delta_v.weight", "attn_gate.weight"
 BETA, ALPHA = "ssm_beta.weight", "ssm_alpha.weight"
+PRODUCTS = (QUERY_KEY, VALUE, GATE, BETA, ALPHA)  # of the hidden state, side by side
 CONV = ("delta_conv_qk.weight", "delta_conv_v.weight")  # in this order, with nothing between them
 STEP_BIAS, DECAY, HEAD_NORM = "ssm_dt.bias", "ssm_a", "ssm_norm.weight"
 TAIL = 3  # inputs before a token's own that the convolution sees
@@ -47,8 +48,7 @@ def _scan(tensors: Tensors, config: ModelConfig) -> DeltaNet:
 def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
     return (
         Norm(tensors[NORM], config.d_model),
-        ProductGroup(tuple(tensors[role] for role in (QUERY_KEY, VALUE, GATE))),
-        ProductGroup((tensors[BETA], tensors[ALPHA])),
+        ProductGroup(tuple(tensors[role] for role in PRODUCTS), (None,) * len(PRODUCTS)),
         _scan(tensors, config),
         Product(tensors[OUT], adds=True),
     )
