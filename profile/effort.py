@@ -13,6 +13,7 @@ from pshard.quant import QUANT_TYPES
 from pshard.units.operations import (
     Attend,
     AttendLatent,
+    DeltaNet,
     ExpertProducts,
     GatedProduct,
     LookUp,
@@ -48,6 +49,7 @@ class Shapes:
     experts: tuple[tuple[str, str, int, Experts], ...] = ()  # (type of gate and up, type of down, d_model, their rule)
     routers: tuple[tuple[str, int, Experts], ...] = ()  # (quant type, d_model, the rule)
     latent: tuple[AttendLatent, ...] = ()
+    delta: tuple[DeltaNet, ...] = ()  # one of each shape
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,7 @@ def model_shapes(spec: ModelSpec, ranks: int = 1) -> Shapes:
         tuple((gate, down, d_model, replace(rule, d_expert=n)) for gate, down, n in sorted(experts) if rule),
         routers=tuple((qtype, d_model, rule) for qtype in sorted(routers) if rule),
         latent=tuple(dict.fromkeys(o for o in inside if isinstance(o, AttendLatent))),
+        delta=tuple({o.shape: o for o in inside if isinstance(o, DeltaNet)}.values()),
     )
 
 

@@ -18,6 +18,7 @@ from pshard.machine import (
     CollectiveTiming,
     Contention,
     CopyTiming,
+    DeltaTiming,
     ElementwiseTiming,
     ExpertTiming,
     HostInfo,
@@ -33,9 +34,9 @@ from pshard.profile.identify import count_cores, identify_accelerators, identify
 from pshard.profile.timed.collective_times import measure_collectives
 from pshard.profile.timed.host_threads import (
     ROUNDS,
+    MemoryReader,
     matvec_rates,
     measure_reads,
-    memory_reader,
     pick_threads,
     thread_counts,
     unit_reader,
@@ -108,7 +109,7 @@ def measure_machine(request: ProfileRequest, progress: Progress) -> MachineProfi
         started += time.monotonic() - tuning  # the grid loses nothing of its time
         benches = {"host": host, "acc": acc or host}
         fast = benches["acc"].kernels, host.kernels
-        steps = time_steps("acc", device, fast, memory_reader(host))
+        steps = time_steps("acc", device, fast, MemoryReader(host))
         rows: list[Row] = [*steps.rows]
         if acc is not None:
             rows.append(time_launch("acc", device, fast))
@@ -197,7 +198,7 @@ def measure_accelerator(
         started += time.monotonic() - tuning
         jobs, deadline = list_jobs(side, effort, request.model), started + effort.limit
         rows, skipped = run_jobs(jobs, {side: bench}, deadline, progress)
-        steps = time_steps(side, device, (fast, on_host), memory_reader(host))
+        steps = time_steps(side, device, (fast, on_host), MemoryReader(host))
         own = [row for row in steps.rows if row.device == side]
         if device.kind != "cpu":
             rows.append(time_launch(side, device, (fast, on_host)))
@@ -357,6 +358,7 @@ def _compose(
         elementwise=tuple(r for r in rows if isinstance(r, ElementwiseTiming)),
         experts=tuple(r for r in rows if isinstance(r, ExpertTiming)),
         routes=tuple(r for r in rows if isinstance(r, RouteTiming)),
+        deltas=tuple(r for r in rows if isinstance(r, DeltaTiming)),
         copies=link.copies,
         reads=host.reads,
         contention=link.contention,

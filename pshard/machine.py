@@ -7,7 +7,15 @@ from pshard.times.gpu_tiles import TileChoice
 
 PROFILE_VERSION = 1
 MEMORIES = ("pinned", "staged", "pageable")  # of copies, the fastest first
-ACCELERATOR_TABLES = ("matmuls", "attention", "elementwise", "copies", "experts", "routes")  # whose rows name a device
+ACCELERATOR_TABLES = (
+    "matmuls",
+    "attention",
+    "elementwise",
+    "copies",
+    "experts",
+    "routes",
+    "deltas",
+)  # whose rows name a device
 
 
 @dataclass(frozen=True)
@@ -110,6 +118,20 @@ class RouteTiming:
     used: int
     d_model: int
     tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class DeltaTiming:
+    """Seconds of the gated delta net of one layer between its products: `tokens` new tokens of each of `sequences`
+    sequences, whose states are out of cache. `device` as in MatmulTiming."""
+
+    device: str
+    key_heads: int
+    value_heads: int
+    head: int
+    tokens: int
+    sequences: int
     seconds: float
 
 
@@ -235,6 +257,7 @@ class MachineProfile:
     tiles: tuple[TileChoice, ...] = ()  # that the matmuls of accelerators were timed with
     experts: tuple[ExpertTiming, ...] = ()  # none: not timed
     routes: tuple[RouteTiming, ...] = ()
+    deltas: tuple[DeltaTiming, ...] = ()
     ranks_per_host: int = 0
     version: int = PROFILE_VERSION
 

@@ -13,6 +13,7 @@ from pshard.tensor import TensorSpec
 from pshard.units.operations import (
     Attend,
     AttendLatent,
+    DeltaNet,
     ExpertProducts,
     GatedProduct,
     GateRows,
@@ -105,6 +106,9 @@ def price_operation(operation: Operation, by: OneSide) -> list[Term]:
             return [(Order.OTHER, _elementwise(by, "rope", operation.width))]
         case AttendLatent():
             return [(Order.OTHER, _attend_latent(by, operation))]
+        case DeltaNet():
+            timed = by.tables.deltas.seconds(by.side, operation, by.load.tokens, by.load.sequences)
+            return [(Order.OTHER, _untimed_delta(by, operation) if timed is None else timed)]
         case Route(router):
             timed = by.tables.routed.route(by.side, operation, by.rows)
             return [(Order.OTHER, _untimed_route(by, router) if timed is None else timed)]
@@ -120,6 +124,18 @@ def _products(by: OneSide, matrices: tuple[TensorSpec, ...]) -> list[Term]:
 
 def _matmul(by: OneSide, matrix: TensorSpec) -> float:
     return by.tables.matmul(by.side, matrix.qtype, matrix.rows, matrix.cols, by.rows)
+
+
+def _untimed_delta(by: OneSide, net: DeltaNet) -> float:
+    """Where a profile has no delta nets: the bytes of states, tails and rows at the rate of a norm, which moves eight
+    for each number; or arithmetic as of a product of bfloat16, where that takes longer."""
+    load, chunked = by.load, by.load.tokens > by.load.sequences
+    nbytes = 2 * load.sequences * (net.state_nbytes + net.tail_nbytes)
+    nbytes += 4 * load.tokens * (net.channels + 2 * net.value_heads * net.head)
+    moved = by.tables.elementwise(by.side, "norm", 1, nbytes // 8)
+    rows = net.value_heads * net.head
+    cols = round(net.flops(load.tokens, chunked) / (2 * rows * load.tokens))
+    return max(moved, by.tables.matmul(by.side, "BF16", rows, cols, load.tokens) if chunked else 0.0)
 
 
 def _untimed_route(by: OneSide, router: TensorSpec) -> float:

@@ -1,6 +1,7 @@
 """Threads of the host: what the kernels read from DRAM with each count, and which count the runtime should use."""
 
 import itertools
+import time
 from collections.abc import Callable, Iterable
 
 import torch
@@ -53,11 +54,23 @@ def measure_reads(bench: KernelBench, counts: Iterable[int]) -> tuple[ReadTiming
     return tuple(ReadTiming(count, rate) for count, rate in rates.items())
 
 
-def memory_reader(bench: KernelBench) -> Callable[[], None]:
-    """A function that reads other COLD_BYTES of the operand pool each time, all of it where it is smaller."""
-    pieces = bench.pool.memory.split(min(COLD_BYTES, bench.pool.nbytes))
-    turn = itertools.cycle(piece for piece in pieces if piece.nbytes == pieces[0].nbytes)
-    return lambda: _read_once(next(turn))
+class MemoryReader:
+    """Reads other COLD_BYTES of the operand pool with each call, all of it where it is smaller."""
+
+    def __init__(self, bench: KernelBench) -> None:
+        pieces = bench.pool.memory.split(min(COLD_BYTES, bench.pool.nbytes))
+        self._turn = itertools.cycle(piece for piece in pieces if piece.nbytes == pieces[0].nbytes)
+        self._seconds = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """What reading has taken so far, also where the calls were replayed."""
+        return native.read_seconds() if native.is_available() else self._seconds
+
+    def __call__(self) -> None:
+        start = time.perf_counter()
+        _read_once(next(self._turn))
+        self._seconds += time.perf_counter() - start
 
 
 def _read_once(memory: torch.Tensor) -> None:

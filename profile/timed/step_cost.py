@@ -7,9 +7,8 @@ times as long as in a loop.
 
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -48,17 +47,26 @@ class StepFigures:
     handoff: float
 
 
+class Reads(Protocol):
+    """Reads about as much of host memory as a unit on the CPU does; `seconds`: what all calls have taken so far, also
+    those that were written down and replayed."""
+
+    def __call__(self) -> object: ...
+    @property
+    def seconds(self) -> float: ...
+
+
 class NoKernels:
-    """Stands in for kernels of the same kind, and does nothing, or `reads` for each unit, which takes `seconds`.
+    """Stands in for kernels of the same kind, and does nothing, or `reads` for each unit."""
 
-    What reads is called for each unit, so it is not written down as one native call: the host's units then have the
-    cost of the plain path, some 40 us more than in a run.
-    """
+    def __init__(self, real: Kernels, reads: Reads | None = None) -> None:
+        self.act_dtype, self.repeatable, self.recordable = real.act_dtype, real.repeatable, real.recordable
+        self._reads = reads
 
-    def __init__(self, real: Kernels, reads: Callable[[], object] | None = None) -> None:
-        self.act_dtype, self.repeatable = real.act_dtype, real.repeatable
-        self.recordable = reads is None and real.recordable
-        self._reads, self.seconds = reads, 0.0
+    @property
+    def seconds(self) -> float:
+        """What reading has taken so far."""
+        return self._reads.seconds if self._reads is not None else 0.0
 
     def _nothing(self, *arguments: Any) -> None:
         pass
@@ -67,20 +75,17 @@ class NoKernels:
 
     def attention(self, *arguments: Any) -> None:
         if self._reads is not None:
-            start = time.perf_counter()
             self._reads()
-            self.seconds += time.perf_counter() - start
 
     def ffn(self, *arguments: Any) -> bool:
         self.attention()
         return True
 
 
-def time_steps(side: str, device: Device, fast: tuple[Kernels, Kernels], reads: Callable[[], object]) -> StepFigures:
+def time_steps(side: str, device: Device, fast: tuple[Kernels, Kernels], reads: Reads) -> StepFigures:
     """What the executor adds to the units of a step, on the host and on accelerator `side`; see docs/profiling.md.
 
-    fast: the kernels of the accelerator and of the host that they stand in for. reads: reads about as much of host
-    memory as a unit on the CPU does.
+    fast: the kernels of the accelerator and of the host that they stand in for.
     """
     copies = device.kind != "cpu"  # else both sides meet the same caches, and copies are other threads' work
     kernels = NoKernels(fast[0]), NoKernels(fast[1], reads if copies else None)

@@ -4,7 +4,7 @@ from itertools import zip_longest
 
 from pshard.runtime.blocks.block import ALONE, PendingSum, Residual, Work
 from pshard.runtime.residents import Residents
-from pshard.runtime.tier_in_force import Means, TierInForce
+from pshard.runtime.tier_in_force import BoundUnit, Means, TierInForce
 from pshard.steps.step import AllReduce, Compute
 
 
@@ -20,12 +20,16 @@ class UnitRuns:
         """Whether that side's kernels may be written down, and made again as one call."""
         return self._work[on].side.kernels.recordable
 
-    def run(self, step: Compute, entering: PendingSum | None = None, leaving: PendingSum | None = None) -> None:
-        """The unit's kernels. entering, leaving: see Residual."""
+    def bind(self, step: Compute) -> BoundUnit:
+        """The step's unit where it lies; found once in a tier."""
         unit = self._tier.bound.get(step)
         if unit is None:
-            unit = self._residents.bind(step, self._tier.carved, self._means.sums)
-            self._tier.bound[step] = unit
+            unit = self._tier.bound[step] = self._residents.bind(step, self._tier.carved, self._means.sums)
+        return unit
+
+    def run(self, step: Compute, entering: PendingSum | None = None, leaving: PendingSum | None = None) -> None:
+        """The unit's kernels. entering, leaving: see Residual."""
+        unit = self.bind(step)
         work = self._work[step.on]
         if unit.is_partial:
             unit.run(work, Residual(entering, work.side.space.rows("branch", self._tokens), leaving, unit.begun))

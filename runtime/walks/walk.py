@@ -116,6 +116,8 @@ class Walk:
         if self._tokens > SMALL_BATCH or not self._units.can_record(run.steps[0].on):
             self._units.run_all(run.steps)
             return
+        for step in run.steps:
+            self._units.bind(step)  # which makes tables, and is no part of what is written down
         self._tier.on_host.run(self._host_key(run), lambda: self._units.run_all(run.steps))
 
     def _host_key(self, run: HostRun) -> tuple:

@@ -49,8 +49,8 @@ def make_scratch(case: DeltaCase) -> torch.Tensor:
 
 
 def expect_alike(got: DeltaCase, want: DeltaCase, close: float) -> None:
-    """Differences within `close` times the deviation in the mean, a hundred times that each, as norms of small rows have
-    it; what nobody wrote stays."""
+    """Differences within `close` times the deviation in the mean, a hundred times that each, as norms of small rows
+    have it; what nobody wrote stays."""
     for name in ("out", "states", "tails"):
         a, b = getattr(got, name).double(), getattr(want, name)
         assert torch.equal(a.isnan(), b.isnan()), name

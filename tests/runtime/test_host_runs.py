@@ -17,9 +17,10 @@ from pshard.runtime.engine import Engine
 from pshard.runtime.kernels.api import Packed
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.cpu.host import HostKernels
-from pshard.runtime.kernels.cpu.recording import Recordings, record
+from pshard.runtime.kernels.cpu.recording import CallList, Recordings, record
 from pshard.runtime.walks.walk_program import HostRun, Launch, group_on_host
 from pshard.steps.step import AllReduce, Compute, Handoff
+from pshard.units.moe.experts import EXPERTS
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason=f"CPU kernels: {native.why_missing()}")
 
@@ -113,3 +114,34 @@ def test_units_on_the_cpu_that_follow_each_other_are_one_run() -> None:
     assert list(group_on_host((first, a, f, last), "cpu")) == [first, HostRun((a, f)), last]
     program = (launch, to_cpu, f, AllReduce("f", 8), a)
     assert list(group_on_host(program, "cpu")) == [launch, to_cpu, HostRun((f,)), AllReduce("f", 8), HostRun((a,))]
+
+
+def test_what_reading_takes_is_counted_when_it_is_replayed() -> None:
+    memory = torch.ones(1 << 20, dtype=torch.uint8)
+    calls = record(lambda: native.read_bandwidth(memory, memory.numel()))
+    assert calls is not None
+    before = native.read_seconds()
+    for _ in range(3):
+        calls.replay()
+    assert before < native.read_seconds() < before + 3
+
+
+@pytest.mark.parametrize("places", [("cpu", None), ("pinned", None, 3)], ids=str)
+def test_experts_on_the_cpu_are_replayed_from_their_second_token_on(tmp_path: Path, monkeypatch, places: tuple) -> None:
+    """Making the tables of experts is no part of what is written down: else Python would issue each layer, 250 us."""
+    path = write_gguf(tmp_path / "m.gguf", "qwen3moe", qtype="Q4_0", n_layers=2)
+    with open_model(path) as file:
+        spec = file.spec
+    everywhere = {u.name: ("pinned", "vram" if u.kind.state else None) for u in spec.units}
+    everywhere |= {u.name: places for u in spec.units if u.kind is EXPERTS}
+    recorded = list[object]()
+
+    def record_too(work: Callable[[], None]) -> CallList | None:
+        recorded.append(record(work))
+        return recorded[-1]
+
+    with open_engine(path, (make_tier(spec, 4, everywhere, 2, 64, 1),), "fast", 64) as engine:
+        monkeypatch.setattr("pshard.runtime.kernels.cpu.recording.record", record_too)
+        engine.forward([1])
+    on_cpu = [calls for calls in recorded if calls is not None]
+    assert len(on_cpu) >= 2 and (places[0] != "cpu" or len(on_cpu) == len(recorded))

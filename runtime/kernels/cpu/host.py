@@ -206,8 +206,9 @@ class HostKernels(PlainKernels):
         rows, kept = (qkv, z, beta, alpha), (states, tails)
         alike = all(x.dtype == torch.float32 for x in (*rows, *kept, out))
         if not alike or weights.head % 16 or not all(x.is_contiguous() for x in kept):
-            named = {"longest": longest, "scratch": scratch}
-            super().delta_net(qkv, z, beta, alpha, weights, *kept, slots=slots, offsets=offsets, out=out, **named)
+            super().delta_net(
+                qkv, z, beta, alpha, weights, states, tails, slots, offsets=offsets, out=out, longest=longest
+            )
             return
         index = (slots, offsets, slots.shape[0])
         native.delta_net([(x, x.stride(0)) for x in rows], weights, kept, index, (out, out.stride(0)))

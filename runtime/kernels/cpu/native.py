@@ -69,6 +69,7 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "replay": ("v", "pl"),
     "memcpy": ("v", "ppz"),
     "read": ("d", "pzp"),
+    "read_seconds": ("d", ""),
     "exchange_nbytes": ("l", "ill"),
     "exchange_open": ("p", "piill"),
     "exchange_close": ("v", "p"),
@@ -615,8 +616,13 @@ def memcpy(to: Buffer, source: Buffer, nbytes: int) -> None:
 
 def read_bandwidth(data: Buffer, nbytes: int) -> float:
     """GB/s (1e9 bytes) at which all threads read nbytes once: the ceiling of every kernel whose weights are in DRAM."""
-    total = ctypes.c_uint64()
-    return nbytes / _function("read")(_at(data), nbytes, ctypes.byref(total)) / 1e9
+    total = (ctypes.c_uint64 * 1)()
+    return nbytes / _function("read")(_at(data), nbytes, total) / 1e9
+
+
+def read_seconds() -> float:
+    """What all calls of `read_bandwidth` have taken, replayed ones too."""
+    return _question("read_seconds")()
 
 
 @contextmanager

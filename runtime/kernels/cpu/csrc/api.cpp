@@ -129,6 +129,8 @@ PSHARD_API void pshard_memcpy(void* to, const void* from, size_t nbytes) {
   });
 }
 
+static std::atomic<int64_t> read_nanoseconds{0};  // of all reads
+
 // Reads nbytes once with all threads; returns the seconds, and a sum so that no read can be left out.
 PSHARD_API double pshard_read(const uint8_t* data, size_t nbytes, uint64_t* sum) {
   const int64_t pieces = (nbytes + kTaskBytes - 1) / kTaskBytes;
@@ -142,5 +144,7 @@ PSHARD_API double pshard_read(const uint8_t* data, size_t nbytes, uint64_t* sum)
   });
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   *sum = std::accumulate(sums.begin(), sums.end(), uint64_t{0});
+  read_nanoseconds += static_cast<int64_t>(seconds * 1e9);
   return seconds;
 }
+PSHARD_API double pshard_read_seconds() { return 1e-9 * static_cast<double>(read_nanoseconds.load()); }

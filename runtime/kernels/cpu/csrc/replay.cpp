@@ -29,12 +29,12 @@ struct Callable {
   void (*call)(const int64_t*);
 };
 
-template <auto F, class... Arguments, size_t... I>
-constexpr Callable make(const char* name, void (*)(Arguments...), std::index_sequence<I...>) {
+template <auto F, class Result, class... Arguments, size_t... I>
+constexpr Callable make(const char* name, Result (*)(Arguments...), std::index_sequence<I...>) {
   return {name, sizeof...(Arguments), [](const int64_t* words) { F(argument<Arguments>(words[I])...); }};
 }
-template <auto F, class... Arguments>
-constexpr Callable make(const char* name, void (*f)(Arguments...)) {
+template <auto F, class Result, class... Arguments>
+constexpr Callable make(const char* name, Result (*f)(Arguments...)) {
   return make<F>(name, f, std::index_sequence_for<Arguments...>{});
 }
 
@@ -52,6 +52,7 @@ const Callable kCallables[] = {
     make<pshard_route>("route", pshard_route),
     make<pshard_experts>("experts", pshard_experts),
     make<pshard_delta_net>("delta_net", pshard_delta_net),
+    make<pshard_read>("read", pshard_read),
 };
 
 }  // namespace

@@ -119,8 +119,8 @@ def _divide(scratch: torch.Tensor | None, weights: DeltaWeights, rows: int, kind
     if scratch is None or scratch.numel() < sum(sizes):
         have = 0 if scratch is None else scratch.numel()
         raise ValueError(f"chunks of {rows} rows need {sum(sizes)} bytes of scratch, not {have}")
-    parts = scratch[: sum(sizes)].split(sizes)
-    return Chunked(*(part.view(kind) for part in parts[:4]), parts[4].view(torch.float32))
+    keys, w, u, p, c = scratch[: sum(sizes)].split(sizes)
+    return Chunked(keys.view(kind), w.view(kind), u.view(kind), p.view(kind), c.view(torch.float32))
 
 
 def _columns(states: int, head: int) -> int:
@@ -136,7 +136,8 @@ def _stages(device: torch.device, half: bool) -> int:
     """Chunks that are on their way at once: what the shared memory of the GPU holds."""
     if device.type != "cuda" or not half:
         return 1
-    room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    index = torch.cuda.current_device() if device.index is None else device.index
+    room = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
     return 3 if room >= ROOMY else 2 if room >= WIDE else 1
 
 
