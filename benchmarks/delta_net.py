@@ -1,6 +1,7 @@
 """Gated delta nets beside what the machine allows: states against the memory's rate, chunks against products.
 
     python benchmarks/delta_net.py -o benchmarks/results/delta_net.json
+    python benchmarks/delta_net.py --sweep
 
 On the GPU where there is one, or with --cpu on the CPU. Every timed call is checked first against plain torch in
 float64. Few tokens read and write their states, which rotate over more than any cache holds: bytes of both ways, beside
@@ -40,6 +41,7 @@ def main(argv: list[str]) -> int:
     parser = new_parser("delta_net.py", str(__doc__).splitlines()[0])
     parser.add_argument("-o", "--output", type=Path, help="JSON file to write")
     parser.add_argument("--cpu", action="store_true", help="the CPU's kernels also where there is a GPU")
+    parser.add_argument("--sweep", action="store_true", help="try other warps and tiles of the GPU's kernels first")
     parser.add_argument("-np", "--sequences", type=parse_ints, default=(1, 16, 64), help="that decode, as 1,16,64")
     parser.add_argument("-p", "--prompts", type=parse_ints, default=(64, 512, 4096), help="tokens, as 512,4096")
     parser.add_argument("-t", "--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -150,6 +152,8 @@ def run_on_gpu(args: argparse.Namespace) -> None:
         net, weights = make_net(name)
         moved = {n: getattr(weights, n).cuda() for n in ("conv", "dt_bias", "decay", "norm")}
         weights = replace(weights, **moved)
+        if args.sweep:
+            sweep(bench, net, weights)
         for sequences in args.sequences:
             bench.case(f"{name} {sequences} x 1", partial(time_steps, bench, net, weights, sequences))
         for tokens in args.prompts:
@@ -188,6 +192,33 @@ def time_chunks(bench: Any, net: DeltaNet, weights: DeltaWeights, tokens: int) -
         return {**found, "error": round(error, 5)}
     theirs = time_eager(other)
     return {**found, "error": round(error, 5), "fla_us": round(theirs, 1), "of_fla": round(theirs / us, 2)}
+
+
+def sweep(bench: Any, net: DeltaNet, weights: DeltaWeights) -> None:
+    """Other warps, columns and rows, one at a time, for 16 sequences and for 4096 tokens; the fastest stay. Then what
+    each kernel of a prompt takes."""
+    from pshard.runtime.kernels.gpu.delta import delta_kernels
+
+    tries: tuple[tuple[str, tuple[int, ...], Callable[[], dict[str, Any]]], ...] = (
+        ("STEP_WARPS", (4, 8, 16), partial(time_steps, bench, net, weights, 16)),
+        ("PREPARE_WARPS", (8, 4, 16), partial(time_chunks, bench, net, weights, 4096)),
+        ("ADVANCE_WARPS", (4, 8), partial(time_chunks, bench, net, weights, 4096)),
+        ("PROGRAMS", (96, 200, 48), partial(time_chunks, bench, net, weights, 4096)),
+        ("DELTA_ROWS", (2048, 1024, 512), partial(time_chunks, bench, net, weights, 4096)),
+    )
+    for name, values, run in tries:
+        found = []
+        for value in values:
+            setattr(delta_kernels, name, value)
+            result = bench.case(f"  {name} {value}", run)
+            if "us" in result:
+                found.append((result["us"], value))
+        setattr(delta_kernels, name, min(found)[1] if found else values[0])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        time_chunks(bench, net, weights, 4096)
+    for event in profile.key_averages():
+        if event.key.endswith("_kernel"):
+            print(f"  {event.key}: {event.device_time:.1f} us each, {event.count} times", flush=True)
 
 
 def make_rival(net: DeltaNet, tokens: int) -> Callable[[], Any] | None:

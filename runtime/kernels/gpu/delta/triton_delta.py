@@ -219,15 +219,15 @@ def prepare_chunks_kernel(
         if leads:
             tl.store(at_keys + KEYS * rows * D, k.to(kind))
         system = _dot(k, tl.trans(k), HALF) * between * share[:, None]
-        inverse = _invert(tl.where(place[:, None] > place[None, :], system, 0.0), C, PRECISION)
-        at_rows = (head * rows + at)[:, None] * D + dim[None, :]
-        tl.store(w + at_rows, _dot(inverse, k * (share * tl.exp(sums))[:, None], HALF).to(kind))
         q = _convolve(qkv, qkv_stride, conv, tail, row, live, begin, fresh, key * D, D, C, CHANNELS)
         q *= (tl.rsqrt(tl.sum(q * q, axis=1) + 1e-6) * (D**-0.5))[:, None]
         if leads:
             tl.store(at_keys, q.to(kind))
         scores = _dot(q, tl.trans(k), HALF) * between
         tl.store(p + (head * rows + at)[:, None] * C + place[None, :], scores.to(kind))
+        inverse = _invert(tl.where(place[:, None] > place[None, :], system, 0.0), C, PRECISION)
+        at_rows = (head * rows + at)[:, None] * D + dim[None, :]
+        tl.store(w + at_rows, _dot(inverse, k * (share * tl.exp(sums))[:, None], HALF).to(kind))
         v = _convolve(qkv, qkv_stride, conv, tail, row, live, begin, fresh, (2 * KEYS + head) * D, D, C, CHANNELS)
         tl.store(u + at_rows, _dot(inverse, v * share[:, None], HALF).to(kind))
 
