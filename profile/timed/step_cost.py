@@ -71,7 +71,7 @@ class NoKernels:
     def _nothing(self, *arguments: Any) -> None:
         pass
 
-    rms_norm = linear = linear_group = gate_up = rope_store = _nothing
+    forget = rms_norm = linear = linear_group = gate_up = rope_store = _nothing
 
     def attention(self, *arguments: Any) -> None:
         if self._reads is not None:

@@ -5,7 +5,7 @@ import torch
 from pshard.model_config import ModelConfig
 from pshard.quant import packed_nbytes
 from pshard.runtime.blocks.block import Block, Residual, Side, Work
-from pshard.runtime.blocks.routed_rows import take_normed
+from pshard.runtime.blocks.routed_rows import view_routed
 from pshard.runtime.kernels.api import ExpertWeights, Packed
 from pshard.runtime.memory.weights import UnitWeights
 from pshard.units.moe.experts import BIASES, DOWN, GATE, UP, count_inner
@@ -55,10 +55,10 @@ def _cut_stack(stack: Packed, rows: int) -> list[Packed]:
 
 def _add_experts(work: Work, weights: ExpertWeights, out: torch.Tensor, accumulate: bool) -> None:
     side, n = work.side, work.rows.tokens
-    x, routes = take_normed(side, n)
-    side.kernels.experts(x, routes, weights, rule_of(side.config), out, _scratch(side), accumulate)
+    x, routes = view_routed(side, n)
+    side.kernels.experts(x, routes, weights, rule_of(side.config), out, _scratch(side, n), accumulate)
 
 
-def _scratch(side: Side) -> dict[str, torch.Tensor]:
+def _scratch(side: Side, n: int) -> dict[str, torch.Tensor]:
     names = (buffer.name for buffer in expert_buffers(side.config, 1))
-    return {name: side.space.tensors[name] for name in names}
+    return {"normed": side.space.rows("normed", n), **{name: side.space.tensors[name] for name in names}}

@@ -166,6 +166,10 @@ class Kernels(Protocol):
     fuses_sums: bool  # whether these are `SumKernels`
     recordable: bool  # their calls of the C++ library may be written down, and made again as one
 
+    def forget(self) -> None:
+        """Rows may have been written by others since the last call: no kernel goes by what it has made of them."""
+        ...
+
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
         """out[M, D] = hidden[M, D] * rsqrt(mean(hidden^2) + eps) * weight[D]. hidden, weight float32; out float32 or
         act_dtype."""
@@ -238,10 +242,12 @@ class Kernels(Protocol):
         accumulate: bool,
     ) -> None:
         """out[M, D] = (out if accumulate else 0) + the sum over the experts of each token that `weights` has of its
-        weight * (down . act(gate . x + bias, up . x + bias) + bias). x [M, D] act_dtype; out float32, row strides free.
+        weight * (down . act(gate . x + bias, up . x + bias) + bias). x [M, D] float32 or act_dtype;
+        out float32, row strides free.
 
         act(g, u) is silu(g) * u, or for "clamped" with g = min(g, 7), u = clamp(u, -7, 7): g * sigmoid(1.702 g) *
-        (u + 1). The order of sums depends on shapes and routes only. scratch: what pshard.units.moe.experts lists.
+        (u + 1). The order of sums depends on shapes and routes only. scratch: what pshard.units.moe.experts lists, and
+        for float32 x "normed" [M, D] of act_dtype.
         """
         ...
 

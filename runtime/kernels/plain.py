@@ -23,6 +23,9 @@ class PlainKernels(PlainLatent, PlainDelta):
     fuses_sums = False
     recordable = False
 
+    def forget(self) -> None:
+        """See `Kernels.forget`."""
+
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
         out.copy_(hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + eps) * weight)
 

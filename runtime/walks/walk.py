@@ -154,6 +154,7 @@ class Walk:
         entering = launch.enters if isinstance(first, Compute) or not launch.enters else ("branch",)
 
         def work() -> None:
+            tier.side.kernels.forget()
             if index is not None:
                 self._device.send(*index)
             for name in entering:
@@ -220,6 +221,7 @@ class Walk:
         """Rows of the host to the accelerator; returns their bytes."""
         here, there = self._rows(name)
         self._device.send(there, here)
+        self._tier.side.kernels.forget()
         return here.nbytes
 
     def _hand_off(self, step: Handoff) -> None:

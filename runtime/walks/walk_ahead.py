@@ -57,6 +57,7 @@ class AheadWalk(Walk):
         delivering = output and logits.has_some()
 
         def work() -> None:
+            tier.side.kernels.forget()
             if index is not None:
                 self._device.send(*index)
             for part in stretch.parts:
@@ -87,6 +88,7 @@ class AheadWalk(Walk):
             relay.wait(part.run)
             for there, here in self._taken(part):
                 self._device.send(there, here)
+            self._tier.side.kernels.forget()
 
     def _taken(self, part: Await) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """What is copied, to and from."""

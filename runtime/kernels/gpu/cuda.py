@@ -61,6 +61,10 @@ class CudaKernels(GatesOnGpu, LatentOnGpu, DeltaOnGpu):
         """Bytes this object holds on the device."""
         return self._activations.nbytes + self._few_rows.nbytes
 
+    def forget(self) -> None:
+        """See `Kernels.forget`."""
+        self._activations.ready = None
+
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
         """See `Kernels.rms_norm`."""
         tokens, cols = hidden.shape
@@ -196,6 +200,9 @@ class CudaKernels(GatesOnGpu, LatentOnGpu, DeltaOnGpu):
                 how = accumulate, self._few_rows.scratch
                 add_pairs(quantised, gated, routes, weights, kinds, rule, out, how)
                 return
+        if x.dtype is not self.act_dtype:
+            self.place(x, scratch["normed"])
+            x = scratch["normed"]
         add_sorted(x, routes, weights, kinds, rule, out, scratch, accumulate)
 
     def place(self, rows: torch.Tensor, out: torch.Tensor) -> None:
