@@ -22,6 +22,7 @@ def gguf_delta(arch: Architecture, keys: Keys, n_layers: int) -> Delta:
 def hf_delta(keys: Keys, n_layers: int) -> Delta:
     """From config.json, whose value heads stand by the key heads that they use. Raises UserError that names the key."""
     keys.refuse_unless("linear_conv_kernel_dim", KERNEL)
+    keys.refuse_unless("attn_output_gate", True)
     head = keys.integer("linear_key_head_dim")
     keys.refuse_unless("linear_value_head_dim", head)
     kinds = keys.values.get("layer_types")
