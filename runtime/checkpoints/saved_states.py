@@ -30,6 +30,11 @@ class StateHead:
     heads: int
 
 
+def find_states(spec: ModelSpec, held: Ranges) -> "SavedStates | None":
+    """The blocks of a model that a rank has; None of one without a gated delta net."""
+    return SavedStates(spec, held) if any(QUERY_KEY in unit.by_role for unit in spec.units) else None
+
+
 class SavedStates:
     """The blocks of a model with a gated delta net that a rank has."""
 

@@ -35,7 +35,7 @@ from pshard.errors import UserError
 from pshard.jsonio import check_regular, to_json
 from pshard.model import ModelSpec
 from pshard.runtime.checkpoints.checkpoints import Checkpoint
-from pshard.runtime.checkpoints.saved_states import SavedStates
+from pshard.runtime.checkpoints.saved_states import find_states
 from pshard.runtime.executor import Executor
 from pshard.runtime.kernels.api import Segment
 from pshard.runtime.kernels.kv_codec import put_head, take_head
@@ -85,7 +85,7 @@ class KVStore:
         self._blocks = tuple(_blocks_of(source.spec, kv, held, group.rank))
         laws = (unit.state(source.spec.config, kv) for unit in source.spec.units)
         caches = (law for law in laws if isinstance(law, CellState | LatentState))
-        self._states = SavedStates(source.spec, held[group.rank]) if source.spec.config.delta else None
+        self._states = find_states(source.spec, held[group.rank])
         self._windows = tuple(law.window if isinstance(law, CellState) else 0 for law in caches)  # of every layer
 
     def save(self, path: Path, held: Segment, tokens: Sequence[int], states: Sequence[Checkpoint] = ()) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from golden.shapes import make_shape
 from hybrid_files import (
     CONTEXT,
     DELTA_HEAD,
@@ -19,14 +20,18 @@ from hybrid_files import (
 )
 from hybrid_forward import hybrid_logits
 from moe_forward import read_weights
+from planner_cases import DESKTOP, OWN
 from safetensors.numpy import save_file
 
 from pshard.errors import UserError
 from pshard.model_config import Delta
 from pshard.models import open_model
+from pshard.planner.make_plan import plan_baseline
+from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.units.attention import ATTENTION
 from pshard.units.delta.delta_net import DELTA_NET
 from pshard.units.state import FixedState, StateShape
+from pshard.workload import Workload
 
 NAMES = {
     "attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
@@ -177,6 +182,26 @@ def test_a_state_has_the_size_of_the_net_s_heads_and_not_of_the_text(tmp_path: P
     assert law.nbytes(shape) == 3 * each and law.fetched(0, 2) == law.written(7, 2) == 2 * each
 
 
+def test_64_sequences_of_qwen3_next_have_the_states_that_a_plan_counts() -> None:
+    spec = make_shape("qwen3-next-80b-a3b")
+    each = 4 * (32 * 128 * 128 + 3 * (2 * 16 + 32) * 128)
+    for sequences in (1, 64):
+        shape = StateShape(65536, sequences, "bf16", "bf16")
+        sizes = spec.state_sizes(shape)
+        assert sum(sizes[u.name] for u in spec.units if u.kind is DELTA_NET) == sequences * 36 * each
+    assert 36 * each / 2**20 == pytest.approx(75.4, abs=0.1)
+
+
+@pytest.mark.parametrize("strategy", ["attention-first", "cpu-moe", "layer-stream"])
+def test_published_strategies_keep_states_in_vram(tmp_path: Path, strategy: str) -> None:
+    with open_model(write_hybrid_gguf(tmp_path / "m.gguf", "moe", random_hybrid("moe"), "Q8_0")) as file:
+        workload = Workload((OWN + 30,), context=256, max_ubatch=64, prompt=64, generated=64)
+        variant = plan_baseline(strategy, file.spec, profile_from_datasheet(DESKTOP), workload)
+        nets = [u.name for u in file.spec.units if u.kind is DELTA_NET]
+    places = {(p.where, p.kv) for t in variant.ranks[0].tiers for p in t.placements if p.unit in nets}
+    assert all(kv == "vram" for _, kv in places) and places
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -184,6 +209,7 @@ def test_a_state_has_the_size_of_the_net_s_heads_and_not_of_the_text(tmp_path: P
         ({"ssm.inner_size": 96}, "ssm.inner_size is 96, not 4 value heads of 32"),
         ({"ssm.group_count": 3}, "ssm.group_count is 3, which does not divide 4 value heads"),
         ({"ssm.state_size": None}, "ssm.state_size is missing"),
+        ({"block_count": 1 << 31}, "2147483648 layers; models have a few hundred: the file is damaged"),
         ({"full_attention_interval": 3}, "has shape|is missing"),
         ({"rope.dimension_sections": [3, 3, 3, 0]}, "rope.dimension_sections has 9 pairs, not the 8 that are rotated"),
     ],
