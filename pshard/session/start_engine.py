@@ -56,7 +56,7 @@ def start_engine(
         engine = build_engine(
             opened.file, variant, device, kernels=kernels, group=group, progress=progress, on_close=on_close,
             tiles=opened.profile.tiles_of(index), records=records,
-            checkpoint_bytes=CHECKPOINT_BYTES if checkpoints else 0,
+            checkpoint_bytes=min(CHECKPOINT_BYTES, _spare_memory(group)) if checkpoints else 0,
         )  # fmt: skip
     if group is None or group.size == 1:  # several ranks share what the system gives
         memory = engine.memory()
@@ -64,6 +64,13 @@ def start_engine(
         if device.locks and note_page_locks(memory.host_locked, refused) and refused:
             engine.notes += ("the limit of page-locking is remembered: pshard-plan plans with it from now on",)
     return engine
+
+
+def _spare_memory(group: "Group | None") -> int:
+    """Bytes of host memory that this rank may take beside what its plan counts: an eighth of what is free."""
+    import psutil
+
+    return psutil.virtual_memory().available // (8 * (group.local_size if group else 1))
 
 
 @contextmanager
