@@ -13,6 +13,7 @@ Ranks are simulated together: at every sum all wait for the last one.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import erf, exp, pi, sqrt
 from typing import Any
 
 from pshard.batch_sizes import SMALL_BATCH
@@ -282,12 +283,14 @@ class _Machine:
             share, since = self.begun
             self.run_part(share, since, self.costs.divided(share.unit, share.share).acc)
             self.begun = None
+        spread = 0.0
         if self.reading:
             share, since, copy = self.reading
-            seconds = self.costs.divided(share.unit, share.share).acc
-            self.acc, self.reading = max(self.acc, since + seconds, self.link.wait(copy)), None
-            self.note(share, "acc", self.acc - seconds, self.acc)
-        start = max(self.host, self.acc)
+            cost = self.costs.divided(share.unit, share.share)
+            self.acc, self.reading = max(self.acc, since + cost.acc, self.link.wait(copy)), None
+            self.note(share, "acc", self.acc - cost.acc, self.acc)
+            spread = cost.spread
+        start = expect_later(self.host, self.acc, spread)
         seconds = self.costs.handoff("acc", step.nbytes)
         if self.costs.load.tokens > SMALL_BATCH:  # many bytes: the link has them beside the copies
             self.acc = self.link.beside(start, seconds, SHARED)
@@ -341,6 +344,14 @@ def _price(step: Step, costs: TierCosts) -> _Act:
         case Free():
             return _FREE, step, 0.0, step.slot
     return _OTHERS[type(step)], step, 0.0, None
+
+
+def expect_later(one: float, other: float, spread: float) -> float:
+    """When the later of two is expected, whose difference is spread normally (Clark 1961); without it the maximum."""
+    if spread <= 0.0:
+        return max(one, other)
+    apart = (one - other) / spread
+    return other + spread * (apart * 0.5 * (1.0 + erf(apart / sqrt(2.0))) + exp(-0.5 * apart * apart) / sqrt(2.0 * pi))
 
 
 def simulate(steps: StepList, costs: TierCosts, rounds: int = ROUNDS) -> Simulation:

@@ -6,8 +6,8 @@ from pshard.model import ModelSpec
 from pshard.planner.price.price_operations import OneSide, price_operations
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_loads import TierLoad
-from pshard.routing.expert_uses import Uses, read_nbytes, used_nbytes
-from pshard.units.divide_unit import divide_unit, joined_width
+from pshard.routing.expert_uses import Uses, read_nbytes, used_experts, used_nbytes, used_spread
+from pshard.units.divide_unit import DividedUnit, count_shares, divide_unit, joined_width
 from pshard.units.share import WHOLE, Share
 from pshard.units.unit import Unit, places_of
 from pshard.workload import Workload
@@ -146,7 +146,8 @@ class DividedCost:
     `acc` and `cpu`: what either side has of it; `join`: the CPU's result to the accelerator; `rest`: what follows
     there. `link` (`staged` when not page-locked): the copy of what is streamed; `read`: the same read in place.
     `nbytes`: what is brought to the arena or to a slot; `kept`: what lies in the arena beside a slot. `issue`: host
-    seconds for each of the accelerator's two launches.
+    seconds for each of the accelerator's two launches. `spread`: the standard deviation of `read` less `cpu`, as tokens
+    use now more of the one's parts, now of the other's.
 
     Of a unit that the CPU has nothing of there is one launch: `acc` is all of it.
     """
@@ -162,6 +163,7 @@ class DividedCost:
     issue: float
     staged: float
     read: float
+    spread: float = 0.0
 
     def aside(self) -> "DividedCost":
         """The same of a unit in memory that is not page-locked."""
@@ -204,5 +206,19 @@ def divided_cost(unit: Unit, share: Share, setting: Setting) -> DividedCost:
         cpu_reads=reads,
         issue=0.0 if setting.waits else acc * setting.step,
         staged=copying * link * setting.copy(unit, share, "staged"),
-        read=copying * link * setting.read(unit, share),
+        read=(read := copying * link * setting.read(unit, share)),
+        spread=_spread(unit, parts, setting, (read, cpu)),
     )
+
+
+def _spread(unit: Unit, parts: DividedUnit, setting: Setting, seconds: tuple[float, float]) -> float:
+    """See `DividedCost.spread`. seconds: to read what is expected to be used of the streamed parts, and on the CPU."""
+    if unit.kind.parts is None or parts.on_cpu is None or not seconds[0]:
+        return 0.0
+    (chosen, of), tokens, uses = unit.kind.parts(setting.spec.config), setting.load.tokens, setting.uses
+    weights = []
+    for portion, all_of_it, sign in ((parts.brought, seconds[0], 1), (parts.on_cpu, seconds[1], -1)):
+        places = range(portion.first, portion.first + count_shares(portion.unit))
+        expected = used_experts(places, chosen, of, tokens, uses)
+        weights.append((places, sign * all_of_it / expected if expected else 0.0))
+    return used_spread(tuple(weights), chosen, of, tokens, uses)

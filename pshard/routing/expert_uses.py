@@ -27,6 +27,24 @@ def chosen_share(places: range, of: int, uses: Uses) -> float:
     return sum(uses[place] for place in places) / sum(uses)
 
 
+def used_spread(weights: tuple[tuple[range, float], ...], chosen: int, of: int, tokens: float, uses: Uses) -> float:
+    """The standard deviation of a sum over the experts that so many tokens use, each with the weight of its places.
+
+    Two experts are not used independently: every token takes `chosen` of them. With popularity that is counted as if
+    all were alike.
+    """
+    alike = used_share(chosen, of, tokens)
+    neither = ((of - chosen) * (of - chosen - 1) / (of * max(1, of - 1))) ** tokens
+    together = neither - (1 - alike) ** 2  # covariance of two experts' being used
+    total = sum(weight * len(places) for places, weight in weights)
+    squares = sum(weight**2 * len(places) for places, weight in weights)
+    varied = 0.0
+    for places, weight in weights:
+        chances = [1 - (1 - uses[place]) ** tokens for place in places] if uses else [alike] * len(places)
+        varied += weight**2 * sum(chance * (1 - chance) for chance in chances)
+    return max(0.0, varied + together * (total**2 - squares)) ** 0.5
+
+
 def count_last(shares: tuple[float, ...], uses: Uses) -> tuple[int, ...]:
     """How many experts at the last places are chosen as often, all together, as these shares of all choices say."""
     left = [chosen_share(range(first, len(uses)), len(uses), uses) for first in range(1, len(uses))]

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from experts_file import ExpertsFile
 from planner_cases import DESKTOP, OWN
@@ -15,9 +16,10 @@ from pshard.planner.make_plan import plan_variant, predict_again
 from pshard.planner.prepare_ranks import price_tiers
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.profile_tables import Tables
+from pshard.planner.price.simulate import expect_later
 from pshard.planner.price.tier_costs import TierCosts, tier_costs
 from pshard.planner.price.tier_loads import TierLoad
-from pshard.routing.expert_uses import chosen_share, count_last, used_experts, used_nbytes
+from pshard.routing.expert_uses import chosen_share, count_last, used_experts, used_nbytes, used_spread
 from pshard.routing.measure_popularity import measure_popularity
 from pshard.routing.order_experts import order_experts
 from pshard.routing.popularity import Popularity, pack_uses
@@ -128,3 +130,25 @@ def test_a_plan_by_a_record_is_never_slower_than_one_that_ignores_it(mib: int, s
     for tier in experts.tiers:
         counts = [sum(layer.counts[i] for layer in tier.layers) / EXPERTS / layers for i in range(4)]
         assert sum(tier.served) == pytest.approx(1) and tier.served[0] >= counts[0] and tier.served[3] <= counts[3]
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+def test_the_spread_of_what_tokens_use_is_that_of_random_choices(tokens: int) -> None:
+    rng, of, chosen = np.random.default_rng(1), 32, 4
+    places = ((range(4, 14), 1.0), (range(14, 32), -0.5))
+    sums = []
+    for _ in range(4000):
+        used = {int(e) for _ in range(tokens) for e in rng.permutation(of)[:chosen]}
+        sums.append(sum(weight * len(used & set(here)) for here, weight in places))
+    assert used_spread(places, chosen, of, tokens, ()) == pytest.approx(np.std(sums), rel=0.05)
+    assert used_spread(((range(of), 1.0),), chosen, of, 1, ()) == pytest.approx(0, abs=1e-6), (
+        "a token uses as many as any"
+    )
+
+
+def test_the_later_of_two_is_expected_after_either_where_they_vary() -> None:
+    rng = np.random.default_rng(2)
+    for one, other, spread in ((1.0, 1.2, 0.3), (2.0, 0.5, 0.7), (1.0, 1.0, 0.1)):
+        apart = one - other + spread * rng.standard_normal(200_000)
+        assert expect_later(one, other, spread) == pytest.approx(other + np.maximum(apart, 0).mean(), rel=5e-3)
+    assert expect_later(1.0, 2.0, 0.0) == 2.0
