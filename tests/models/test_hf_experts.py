@@ -15,7 +15,7 @@ from pshard.models import open_model
 from pshard.models.architectures import ARCHITECTURES
 from pshard.runtime.memory.kv_file import fingerprint_model
 
-MOE = [a.name for a in ARCHITECTURES if a.routing and not (a.sinks or a.latent)]  # whose tests are others
+MOE = [a.name for a in ARCHITECTURES if a.routing and not (a.sinks or a.latent or a.delta)]  # whose tests are others
 
 
 @pytest.mark.parametrize("arch", MOE)

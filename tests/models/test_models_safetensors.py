@@ -51,7 +51,7 @@ def check_bytes(opened: ModelFile, model: Any) -> None:
         np.testing.assert_array_equal(opened.tensor_bytes(name), expected)
 
 
-@pytest.mark.parametrize("arch", [a.name for a in ARCHITECTURES if not a.routing])
+@pytest.mark.parametrize("arch", [a.name for a in ARCHITECTURES if not (a.routing or a.delta)])
 @pytest.mark.parametrize(("dtype", "qtype"), [("float32", "F32"), ("bfloat16", "BF16"), ("float16", "F16")])
 def test_a_folder_opens_with_its_own_bytes_and_types(tmp_path: Path, arch: str, dtype: str, qtype: str) -> None:
     model = write_hf_folder(tmp_path, arch, dtype=dtype)
@@ -62,7 +62,7 @@ def test_a_folder_opens_with_its_own_bytes_and_types(tmp_path: Path, arch: str, 
         assert opened.spec.config.rope.pairing == "halves"
 
 
-@pytest.mark.parametrize("arch", [a.name for a in ARCHITECTURES if not a.routing])
+@pytest.mark.parametrize("arch", [a.name for a in ARCHITECTURES if not (a.routing or a.delta)])
 def test_both_formats_of_a_model_meet_in_one_spec(tmp_path: Path, arch: str) -> None:
     model = write_hf_folder(tmp_path / "hf", arch, tied=arch == "qwen3")
     with open_model(tmp_path / "hf") as folder, open_model(write_gguf_from_hf(tmp_path / "m.gguf", model)) as file:

@@ -14,7 +14,7 @@ from pshard.models.architectures import ARCHITECTURES
 
 IDS = [int(i) for i in np.random.default_rng(0).integers(0, 320, 24)]
 SIZES = {"n_layers": 2, "n_experts": 8, "n_used": 3}
-MOE = [a.name for a in ARCHITECTURES if a.routing and not (a.sinks or a.latent)]  # whose tests are others
+MOE = [a.name for a in ARCHITECTURES if a.routing and not (a.sinks or a.latent or a.delta)]  # whose tests are others
 PLAIN = {"attn_implementation": "eager", "experts_implementation": "eager"}  # the others compute no float64
 
 
