@@ -365,9 +365,10 @@ class Kernels(Protocol):
         oldest first; both are changed in place. A sequence without tokens, and rows from offsets[-1] on, touch nothing.
         Slots are different ones. slots [s] and offsets [s + 1]: int32 on the device.
 
-        qkv, z, beta, alpha and out: act_dtype or float32, row strides free. longest: no sequence has more tokens, known
-        to the host: what is launched, and whether token by token or in chunks, depends on it and on shapes alone, so
-        one captured launch serves every batch of these. scratch: uint8, of `DeltaNet.scratch_nbytes`.
+        qkv, z, beta, alpha and out: act_dtype or float32, row strides free; out is none of the others. longest: no
+        sequence has more tokens, known to the host: what is launched, and whether token by token or in chunks, depends
+        on it and on shapes alone, so one captured launch serves every batch of these. scratch: uint8, of
+        `DeltaNet.scratch_nbytes`.
         """
         ...
 

@@ -8,7 +8,7 @@ import os
 
 import pytest
 import torch
-from delta_inputs import DeltaCase, copy_case, make_case, run_case, run_cut, widen
+from delta_inputs import DeltaCase, copy_case, make_case, run_case, run_cut, shrink, widen
 from interpreted import expect_interpreted_to_pass, mend_interpreter
 from random_weights import DEVICE
 
@@ -103,12 +103,18 @@ def test_a_captured_launch_serves_shorter_sequences(kernels: cuda.CudaKernels) -
 
 @needs_kernels
 def test_micro_batches_of_any_sizes_give_the_same_state(kernels: cuda.CudaKernels) -> None:
-    whole = make_case((90,), device=DEVICE)
+    whole = make_case((90,), key_heads=1, value_heads=2, device=DEVICE)
     for cut in ((1, 89), (8,) * 11 + (2,), (40, 1, 49)):
         parts, want = copy_case(whole), widen(copy_case(whole))
         run_case(PlainKernels(), want)
         run_cut(kernels, parts, cut, make_scratch(whole))
         expect_alike(parts, want, CLOSE)
+
+
+@needs_kernels
+@pytest.mark.parametrize("lengths", [(2,), (20,)], ids=str)
+def test_small_keys_are_normed_with_their_epsilon(kernels: cuda.CudaKernels, lengths: tuple[int, ...]) -> None:
+    compare(kernels, shrink(make_case(lengths, device=DEVICE)), CLOSE)
 
 
 @needs_kernels

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from delta_inputs import DeltaCase, copy_case, make_case, run_case, run_cut, widen
+from delta_inputs import DeltaCase, copy_case, make_case, run_case, run_cut, shrink, widen
 
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.cpu.host import HostKernels
@@ -62,6 +62,11 @@ def test_sequences_of_any_lengths(threads: int, lengths: tuple[int, ...], tiled:
 def test_heads_of_any_size_with_any_instructions(isa: str, head: int) -> None:
     for lengths in ((1, 2), (70,)):
         compare(make_case(lengths, head=head))
+
+
+@pytest.mark.parametrize("lengths", [(2,), (70,)], ids=str)
+def test_small_keys_are_normed_with_their_epsilon(lengths: tuple[int, ...]) -> None:
+    compare(shrink(make_case(lengths)))
 
 
 def test_heads_that_no_vector_fits_go_through_torch() -> None:

@@ -1,10 +1,11 @@
 """The gated delta net in plain torch: both forms agree, and a state does not depend on how its tokens were cut."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from delta_inputs import make_case, run_cut
+from delta_inputs import DeltaCase, make_case, run_cut, shrink
 
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.kernels.plain_delta import run_chunked, run_recurrent
@@ -35,9 +36,10 @@ def test_micro_batches_of_any_sizes_give_the_same(cut: tuple[int, ...], tiled: b
         assert (getattr(parts, name) - getattr(whole, name)).abs().max() < 1e-9, name
 
 
-def test_by_hand_one_token_of_one_head() -> None:
+@pytest.mark.parametrize("size", [lambda case: case, shrink], ids=["ordinary", "small"])
+def test_by_hand_one_token_of_one_head(size: Callable[[DeltaCase], DeltaCase]) -> None:
     """Every formula once more, without the code's help."""
-    case = make_case((1,), key_heads=1, value_heads=1, head=4, dtype=torch.float64)
+    case = size(make_case((1,), key_heads=1, value_heads=1, head=4, dtype=torch.float64))
     w, x = case.weights, case.qkv[0].double()
     raw = torch.cat((case.tails[case.slots[0]], x[None]))
     mixed = (raw * w.conv.double().T).sum(0)

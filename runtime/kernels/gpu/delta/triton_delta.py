@@ -160,14 +160,14 @@ def _convolve(
     the inputs came before the sequence's first row here, `begin`, and stand in its tail."""
     channel = column + tl.arange(0, D)
     mixed = tl.zeros((C, D), tl.float32)
-    for t in tl.static_range(4):
+    for t in range(4):
         source = row + (t - 3)
         here = live & (source >= begin)
         at = qkv + source.to(tl.int64)[:, None] * stride + channel[None, :]
         x = tl.load(at, mask=here[:, None], other=0.0).to(tl.float32)
         mixed += x * tl.load(conv + channel * 4 + t)[None, :]
     if fresh:
-        for t in tl.static_range(3):
+        for t in range(3):
             before = row + t - begin
             at_tail = tail + before[:, None] * CHANNELS + channel[None, :]
             old = tl.load(at_tail, mask=(live & (before < 3))[:, None], other=0.0)
