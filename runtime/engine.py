@@ -12,6 +12,7 @@ import torch
 from pshard.errors import StepFailed, UserError
 from pshard.jsonio import from_json, to_json
 from pshard.plan import RankPlan, Variant
+from pshard.routing.follow_use import HitCounts
 from pshard.routing.record import RoutingRecord
 from pshard.runtime.checkpoints.checkpoints import Checkpoints
 from pshard.runtime.devices.device import Device
@@ -21,6 +22,7 @@ from pshard.runtime.memory.kv_file import KVStore
 from pshard.runtime.sampling import Sampler, Sampling
 from pshard.runtime.sequences import Sequences
 from pshard.units.kv_cells import kv_blocks, longest_sequence, window_blocks
+from pshard.units.moe.followed import expect_hits
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,18 @@ class Engine:
         """How often a tier gave way to another."""
         return self._executor.switches
 
+    @property
+    def expert_hits(self) -> HitCounts:
+        """How often experts were found in slots that follow use, since the start."""
+        self._executor.device.synchronize()
+        self._executor.slots.observe()
+        return self._executor.slots.counts
+
+    @property
+    def expected_hits(self) -> float | None:
+        """The share of `expert_hits` that the plan expects; None where it has no slots, or expects nothing of them."""
+        return expect_hits(self.rank_plan)
+
     def agree(self, value: Any) -> Any:
         """Rank 0's value (anything JSON holds) on every rank; all call it. For what clocks decide."""
         return self._executor.group.broadcast(value)
@@ -168,9 +182,9 @@ class Engine:
 
         Raises ValueError for an engine that was not built to record, or has computed nothing.
         """
-        if self._executor.host.picks is None:
+        if (picks := self._executor.host.picks) is None or not picks.records:
             raise ValueError("the engine was not built to record routing")
-        return self._executor.host.picks.record(fingerprint)
+        return picks.record(fingerprint)
 
     def forward(
         self, tokens: Sequence[int] | Sequence[Sequence[int]], all_logits: bool = False, best_only: bool = False

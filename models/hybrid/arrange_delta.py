@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -32,20 +31,9 @@ _HF_NAMES = {
     "norm.weight": "ssm_norm.weight",
     "out_proj.weight": "ssm_out.weight",
 }
-_SEEING = ("qwen3_5", "qwen3_5_moe")
 _LEFT_OUT = (
     ("mtp.", "the model's multi-token head, which drafts further tokens, is left out; it is not supported yet"),
-    ("model.visual.", "the model's part that sees pictures is left out; it is not supported yet"),
 )
-
-
-def text_of(config: dict[str, Any]) -> dict[str, Any]:
-    """What a config.json says of the part that reads and writes text, of a model that sees pictures too."""
-    inner = config.get("text_config")
-    if config.get("model_type") not in _SEEING or not isinstance(inner, dict):
-        return config
-    tied = {"tie_word_embeddings": config["tie_word_embeddings"]} if "tie_word_embeddings" in config else {}
-    return {"model_type": f"{config['model_type']}_text", **tied, **inner}
 
 
 def name_folder(arch: Architecture, stored: dict[str, StoredTensor]) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
@@ -56,7 +44,6 @@ def name_folder(arch: Architecture, stored: dict[str, StoredTensor]) -> tuple[di
     named = {}
     for key, tensor in stored.items():
         if not key.startswith(tuple(prefix for prefix, _ in _LEFT_OUT)):
-            key = key.replace("model.language_model.", "model.")
             inner = _HF_DELTA.fullmatch(key)
             if inner and inner[2] in _HF_NAMES:
                 key = f"blk.{inner[1]}.{_HF_NAMES[inner[2]]}"

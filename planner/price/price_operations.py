@@ -77,8 +77,9 @@ def price_operation(operation: Operation, by: OneSide) -> list[Term]:
     match operation:
         case LookUp(table):
             return [(Order.OTHER, _elementwise(by, "embed", table.cols))]
-        case Norm():
-            return [(Order.NORM, _elementwise(by, "norm", operation.width))]
+        case Norm(width=width, adds=adds):
+            added = [(Order.RESIDUAL, _elementwise(by, "residual", width))] if adds else []
+            return [(Order.NORM, _elementwise(by, "norm", width)), *added]
         case PlaceRows(width):  # reads and writes as much as a norm
             return [(Order.RESIDUAL, _elementwise(by, "norm", width))]
         case Product(matrix):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pshard.models import ModelFile
+    from pshard.routing.follow_use import HitCounts
     from pshard.runtime.engine import Engine, MemoryReport
 
 
@@ -34,6 +35,7 @@ def _main(argv: list[str]) -> int:
     from pshard.runtime.sampling import Sampling
     from pshard.session.open_plan import open_plan, settle_plan
     from pshard.session.start_engine import open_group, start_engine
+    from pshard.units.moe.followed import keep_slots
 
     sampling = Sampling(args.temp, args.top_k, args.top_p, args.min_p, args.seed)
     ids, doubts = _encode_prompt(request.model, prompt, args)
@@ -52,7 +54,8 @@ def _main(argv: list[str]) -> int:
     if args.seed is None:  # all ranks draw the same tokens
         sampling = replace(sampling, seed=group.broadcast(secrets.randbits(62)))
     records = args.record_routing is not None
-    with start_engine(opened, opened.variant, args.kernels, group, records=records) as engine:
+    variant = keep_slots(opened.variant) if args.deterministic else opened.variant
+    with start_engine(opened, variant, args.kernels, group, records=records) as engine:
         for note in (*opened.file.notes, *doubts, *engine.notes) if group.rank == 0 else ():
             print(f"note: {note}", file=sys.stderr)
         _generate(engine, ids, args, sampling, loud=group.rank == 0)
@@ -80,6 +83,10 @@ def _parse_flags(argv: list[str]) -> Namespace:
     text.add_argument(
         "--record-routing", type=Path, metavar="FILE",
         help="record which experts every token of the run uses, for pshard-plan --routing",
+    )  # fmt: skip
+    text.add_argument(
+        "--deterministic", action="store_true",
+        help="experts in VRAM stay those that the plan begins with: earlier text moves no bit of what follows",
     )  # fmt: skip
     cache = parser.add_argument_group("prompt cache")
     cache.add_argument(
@@ -186,8 +193,16 @@ def _generate(engine: "Engine", prompt: Any, args: Any, sampling: Any, loud: boo
         f"{engine.switches} plan switch{'' if engine.switches == 1 else 'es'}",
         file=sys.stderr,
     )
+    if (found := engine.expert_hits).chosen:
+        print(_describe_hits(found, engine.expected_hits), file=sys.stderr)
     if len(ranks) > 1:
         print(_tabulate_ranks(ranks), end="", file=sys.stderr)
+
+
+def _describe_hits(found: "HitCounts", expected: float | None) -> str:
+    """What slots for experts did while single tokens were decoded, beside what the plan expects."""
+    beside = f" ({expected:.1%} expected)" if expected is not None else ""
+    return f"slots: {found.share:.1%} of the choices found their expert there{beside}, {found.admitted} were brought in"
 
 
 def _record_routing(engine: "Engine", file: "ModelFile", path: Path) -> None:

@@ -97,6 +97,10 @@ class _Flow:
         match operation:
             case LookUp(table):
                 self.expect(self.cut(table.role).axis == "none", table.role, "is looked up by whole rows but is cut")
+            case Norm(adds=True):
+                role = operation.weight.role if operation.weight else ""
+                self.expect(values[0] == MIRRORED, role, "normalises what ranks would have to sum before")
+                return values
             case Norm():
                 self.expect(operation.weight is not None, "norm.weight", "is missing")
                 return (self.normed(operation.weight.role if operation.weight else ""),)
@@ -127,7 +131,10 @@ class _Flow:
                 self.summed(self.linear(self.gated(values[0], gate, up), down), down)
             case Product(matrix):
                 out = self.linear(values[0], matrix)
-                (self.summed if operation.adds else self.gathered)(out, matrix)
+                if operation.adds:
+                    self.summed(out, matrix)
+                elif self.unit.kind.gives_logits:
+                    self.gathered(out, matrix)
                 return (out,)
             case _:
                 self.expect(False, self.unit.tensors[0].role, f"is for {operation}, of which no cut is known")

@@ -19,10 +19,11 @@ class LookUp:
 
 @dataclass(frozen=True)
 class Norm:
-    """RMS norm of the residual stream, `width` elements a token."""
+    """RMS norm of the residual stream, `width` elements a token; `adds`: of what a unit gives, onto that stream."""
 
     weight: TensorSpec | None
     width: int
+    adds: bool = False
 
 
 @dataclass(frozen=True)

@@ -178,7 +178,12 @@ class KVStore:
             "type_k": self._kv.type_k,
             "type_v": self._kv.type_v,
             "tokens": list(tokens),
-        } | ({"states": list(states)} if self._states else {})
+        }
+        if self._states:
+            fields["states"] = list(states)
+        if config.rope.long_factors:  # keys of a short context are turned by other angles
+            longest = longest_sequence(config, self._kv.context)
+            fields["angles"] = "long" if longest > config.rope.original_context else "short"
         return json.dumps(fields).encode()
 
     @property

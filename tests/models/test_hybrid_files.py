@@ -138,7 +138,7 @@ def test_a_folder_that_sees_pictures_is_read_without_them(tmp_path: Path) -> Non
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     with open_model(path) as file:
         assert file.spec.config.architecture == "qwen3_5_text"
-        assert any("sees pictures is left out" in note for note in file.notes)
+        assert any("vision part is left out" in note for note in file.notes)
         assert any("multi-token head" in note for note in file.notes)
 
 
