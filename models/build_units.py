@@ -9,7 +9,7 @@ from pshard.models.architectures import Architecture
 from pshard.models.stored import StoredTensor
 from pshard.quant import QUANT_TYPES, ROW_BLOCK
 from pshard.tensor import TensorSpec
-from pshard.units.attention import ATTENTION, WINDOWED_ATTENTION
+from pshard.units.attention import ATTENTION, STILL_ATTENTION, WINDOWED_ATTENTION
 from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
 from pshard.units.latent.latent_attention import LATENT_ATTENTION
@@ -20,6 +20,7 @@ from pshard.units.output import OUTPUT
 from pshard.units.unit import Unit, UnitKind
 
 TABLE, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 
 
 class Expected(NamedTuple):
@@ -52,8 +53,7 @@ def build_units(
         if config.latent:
             units.append(unit(block + "attention", LATENT_ATTENTION, i, _latent(config, config.latent, block)))
         else:
-            kind = WINDOWED_ATTENTION if config.window and i % config.window_every == 0 else ATTENTION
-            units.append(unit(block + "attention", kind, i, _attention(arch, config, block, biases)))
+            units.append(unit(block + "attention", _kind(config, i), i, _attention(arch, config, block, biases)))
         if config.experts is None or i < config.experts.dense_layers:
             units.append(unit(block + "ffn", FFN, i, _ffn(config, block)))
             continue
@@ -64,11 +64,18 @@ def build_units(
     head = HEAD if HEAD in stored else TABLE
     output = [Expected("output_norm.weight", (config.d_model,)), Expected(head, (config.vocab, config.d_model))]
     units.append(unit("output", OUTPUT, -1, iter(output)))
-    used = {t.name for u in units for t in u.tensors} | {ROPE_FACTORS}
+    used = {t.name for u in units for t in u.tensors} | {ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS}
     for name, tensor in stored.items():
         if name not in used:
             tensor.fail(f"has no place in architecture {arch.name}; leaving it out would give wrong results")
     return tuple(units)
+
+
+def _kind(config: ModelConfig, layer: int) -> UnitKind:
+    """Which kind of attention a layer has."""
+    if config.is_still(layer):
+        return STILL_ATTENTION
+    return WINDOWED_ATTENTION if config.window and config.has_window(layer) else ATTENTION
 
 
 def _attention(arch: Architecture, config: ModelConfig, block: str, biases: set[str]) -> Iterator[Expected]:
@@ -83,6 +90,8 @@ def _attention(arch: Architecture, config: ModelConfig, block: str, biases: set[
     if config.qk_norm:
         yield Expected(block + "attn_q_norm.weight", (config.head_dim,))
         yield Expected(block + "attn_k_norm.weight", (config.head_dim,))
+    if config.normed_after:
+        yield Expected(block + "post_attention_norm.weight", (d,))
 
 
 def _latent(config: ModelConfig, latent: Latent, block: str) -> Iterator[Expected]:
@@ -107,6 +116,8 @@ def _ffn(config: ModelConfig, block: str) -> Iterator[Expected]:
     yield Expected(block + "ffn_gate.weight", (config.d_ffn, config.d_model))
     yield Expected(block + "ffn_up.weight", (config.d_ffn, config.d_model))
     yield Expected(block + "ffn_down.weight", (config.d_model, config.d_ffn))
+    if config.normed_after:
+        yield Expected(block + "post_ffw_norm.weight", (config.d_model,))
 
 
 def _router(experts: Experts, d_model: int, block: str) -> Iterator[Expected]:

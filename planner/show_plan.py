@@ -7,10 +7,10 @@ from pshard.plan import Placement, RankPlan, TierPlan, Trial, Variant
 from pshard.planner.explain import BINDS, WhatIf
 from pshard.planner.tier_alone import NOTABLE, TierAlone
 from pshard.print_table import print_whole
+from pshard.routing.expert_map import ExpertMap, LayerExperts, Slots, TierExperts, group_layers
 from pshard.times.collectives import describe_sums
 from pshard.times.outlook import Outlook
 from pshard.times.predicted_times import decode_seconds, first_token_seconds
-from pshard.units.moe.expert_map import ExpertMap, LayerExperts, Slots, TierExperts, group_layers
 from pshard.workload import MIB
 
 if TYPE_CHECKING:

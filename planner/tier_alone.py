@@ -23,7 +23,7 @@ LONG_ANSWER = 4000  # tokens of a workload of decoding alone
 @dataclass(frozen=True)
 class TierAlone:
     """Seconds of one micro-batch: in the plan, in a plan for this tier alone, and of the switch to that plan's
-    residency and back, beyond what the plan's own switch takes."""
+    residency and back, beyond what the plan's own switch takes: negative where that moves more."""
 
     tokens: int
     seconds: float
@@ -44,6 +44,8 @@ class TierAlone:
         """As `--explain` says it."""
         wins, takes = 1e3 * (self.seconds - self.alone), 1e3 * self.switch
         text = f"{self.over:.0%} slower than in a plan for it alone, which would win {wins:.3g} ms a micro-batch"
+        if self.switch <= 0:
+            return f"{text}; a switch to it and back would take no longer than the plan's own"
         if self.worth_a_switch:
             return f"{text}; a switch there and back would take {takes:.3g} ms"
         return f"{text}, less than the {takes:.3g} ms that a switch to it and back would take"

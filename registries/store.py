@@ -11,7 +11,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from pshard.errors import StaleRegistry, UserError
+from pshard.errors import NotPlanned, StaleRegistry, UserError
 from pshard.jsonio import check_regular, write_text_atomically
 from pshard.paths import cache_dir
 from pshard.plan import NewerFormat, OlderFormat, PlanSet, Registry, Variant
@@ -47,7 +47,7 @@ def load_registry(path: Path, plan_command: str = "pshard-plan again") -> Regist
     try:
         return decode_registry(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"no plan for this model: {path} does not exist; run: {plan_command}") from None
+        raise NotPlanned(f"no plan for this model: {path} does not exist; run: {plan_command}") from None
     except OSError as error:
         raise UserError(f"cannot read the registry {path}: {error.strerror}") from None
     except NewerFormat as error:

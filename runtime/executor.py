@@ -13,6 +13,7 @@ from pshard.plan import RankPlan, TierPlan
 from pshard.routing.expert_cache import FOLLOW_TOKENS, ExpertCache
 from pshard.runtime.best_logits import choose_best
 from pshard.runtime.blocks.block import make_side
+from pshard.runtime.blocks.rope_table import list_tables
 from pshard.runtime.devices.device import MOST_PROMPT_GRAPHS, Device
 from pshard.runtime.devices.relay import Relay, open_relay
 from pshard.runtime.kernels.api import Kernels, Segment
@@ -154,7 +155,7 @@ class Executor:
         self.device.synchronize()  # what arrives, and scratch, may lie where states were
         carved = self.arena.carve(tier)
         with self.device.computing():  # angles that the host has: computing them again takes milliseconds
-            for name in ("rope",) if "rope" in carved.space.tensors else ():
+            for name in list_tables(carved.space.tensors):
                 carved.space.tensors[name].copy_(self.host.side.space.tensors[name])
         side = make_side(self._acc_kernels, carved.space, self.spec.config)
         bound = self._bound.setdefault(tier.tokens, {})  # also what graphs read: a tier is always carved alike

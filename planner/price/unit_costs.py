@@ -1,6 +1,7 @@
 """What units cost in one tier: seconds and bytes of each on either side, whole or divided between both."""
 
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from pshard.model import ModelSpec
 from pshard.planner.price.price_operations import OneSide, price_operations
@@ -127,10 +128,6 @@ class UnitCost:
     staged: float = 0.0
     read: float = 0.0
 
-    def aside(self) -> "UnitCost":
-        """The same of a unit in memory that is not page-locked."""
-        return replace(self, link=self.staged, read=self.read and UNREADABLE)
-
 
 NOTHING = UnitCost()  # another rank holds all of it
 
@@ -193,9 +190,13 @@ class DividedCost:
     read: float
     spread: float = 0.0
 
-    def aside(self) -> "DividedCost":
-        """The same of a unit in memory that is not page-locked."""
-        return replace(self, link=self.staged, read=self.read and UNREADABLE)
+
+AnyCost = TypeVar("AnyCost", UnitCost, DividedCost)
+
+
+def stage_cost(cost: AnyCost) -> AnyCost:
+    """The same of a unit in memory that is not page-locked."""
+    return replace(cost, link=cost.staged, read=cost.read and UNREADABLE)
 
 
 def divided_cost(unit: Unit, share: Share, setting: Setting) -> DividedCost:

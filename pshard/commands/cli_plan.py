@@ -10,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pshard.commands.command_line import find_model, run_cli
-from pshard.commands.plan_flags import make_workloads, parse_plan_flags
+from pshard.commands.command_line import run_cli
+from pshard.commands.parsing.model_flags import choose_model
+from pshard.commands.plan_flags import complete_plan_flags, make_parser, make_workloads
 from pshard.commands.plan_output import (
     Planned,
     as_json,
@@ -28,6 +29,7 @@ from pshard.errors import StaleRegistry, UserError
 from pshard.machine import MachineProfile
 from pshard.plan import Trial, Variant
 from pshard.registries.fingerprint import fingerprint_inputs
+from pshard.registries.known_models import note_model
 from pshard.registries.store import load_registry, registry_path, save_variants
 from pshard.workload import Workload
 
@@ -55,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    args = parse_plan_flags(argv)
+    args = complete_plan_flags(make_parser().parse_args(argv))
     from rich.console import Console
 
     from pshard.registries.profile_store import load_profile
@@ -65,7 +67,7 @@ def _run(argv: list[str]) -> int:
     def tell(line: str) -> None:
         messages.print(line, highlight=False, soft_wrap=True)
 
-    path = find_model(args.model)
+    path = choose_model(args)
     profile = load_profile(args.profile)
     elsewhere = _other_machine(profile)
     for difference in elsewhere:
@@ -85,6 +87,7 @@ def _run(argv: list[str]) -> int:
     if registry:
         for why in save_variants(registry, planned.spec.name, planned.inputs, planned.variants).notes:
             tell(f"note: {why}")
+        note_model(path)
     gains = explain_all(planned, args.strategy) if args.explain else {}
     outlooks = foresee_all(planned) if args.explain else ()
     alone = compare_all(planned) if args.explain and args.strategy == "ilp" else {}

@@ -103,7 +103,7 @@ def print_plans(planned: Planned, gains: Gains | None, alone: Alone, outlooks: "
 
     from pshard.planner.routing.show_routing import print_replay
     from pshard.planner.show_plan import print_explanation, print_outlook, print_trials, print_variant
-    from pshard.units.moe.expert_map import map_experts
+    from pshard.routing.expert_map import map_experts
 
     out = Console()
     if planned.replay:
@@ -125,7 +125,7 @@ def print_arguments(planned: Planned, emitted: list[str]) -> None:
 def as_json(planned: Planned, gains: Gains, alone: Alone, outlooks: "tuple[Outlook, ...]" = ()) -> dict[str, Any]:
     """The registry of these variants, the simulated timelines of the last one, and what was explained."""
     from pshard.planner.explain import simulate_timelines
-    from pshard.units.moe.expert_map import map_experts
+    from pshard.routing.expert_map import map_experts
 
     created = datetime.now(UTC).isoformat(timespec="seconds")
     variants, inputs = planned.variants, planned.inputs

@@ -16,7 +16,7 @@ from pshard.errors import UserError
 from pshard.model import ModelSpec
 from pshard.tensor import TensorSpec
 from pshard.units.kinds import kinds_by_flag
-from pshard.units.unit import Cut, Unit, UnitKind
+from pshard.units.unit import Cut, Unit, UnitKind, cut_of
 from pshard.workload import Limits
 
 
@@ -65,12 +65,13 @@ def _most_ranks(kind: UnitKind, limits: Limits, ranks: int) -> int:
 
 
 def _find_cut(spec: ModelSpec, unit: Unit) -> Cut:
-    if unit.kind.cut is None:
+    cut = cut_of(unit, spec.config)
+    if cut is None:
         raise UserError(
             f"{spec.config.architecture}: units of kind {unit.kind.name} cannot be cut over devices yet; "
             "use -sm layer, or one device with -sm none"
         )
-    return unit.kind.cut
+    return cut
 
 
 def limit_shares(shares: Sequence[float], most: int) -> tuple[float, ...]:

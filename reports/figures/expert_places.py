@@ -4,7 +4,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING
 
 from pshard.reports.figures.style import BLUE, FAINT, ORANGE, SKY, format_number, new_figure
-from pshard.units.moe.expert_map import PLACES, ExpertMap, TierExperts
+from pshard.routing.expert_map import PLACES, ExpertMap, TierExperts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,7 +9,7 @@ from pshard.runtime.blocks.latent_block import LatentBlock
 from pshard.runtime.blocks.output_block import OutputBlock
 from pshard.runtime.blocks.router_block import RouterBlock
 from pshard.runtime.blocks.shared_block import SharedBlock
-from pshard.units.attention import ATTENTION, WINDOWED_ATTENTION
+from pshard.units.attention import ATTENTION, STILL_ATTENTION, WINDOWED_ATTENTION
 from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
 from pshard.units.latent.latent_attention import LATENT_ATTENTION
@@ -21,8 +21,9 @@ from pshard.units.unit import UnitKind
 
 BLOCKS: dict[str, Block] = {
     EMBEDDING.name: EmbeddingBlock(),
-    ATTENTION.name: AttentionBlock(),
-    WINDOWED_ATTENTION.name: AttentionBlock(windowed=True),
+    ATTENTION.name: AttentionBlock(ATTENTION),
+    WINDOWED_ATTENTION.name: AttentionBlock(WINDOWED_ATTENTION),
+    STILL_ATTENTION.name: AttentionBlock(STILL_ATTENTION),
     LATENT_ATTENTION.name: LatentBlock(),
     FFN.name: FfnBlock(),
     ROUTER.name: RouterBlock(),

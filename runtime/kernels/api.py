@@ -121,6 +121,26 @@ class LayerKV:
 
 
 @dataclass(frozen=True)
+class DeltaWeights:
+    """What a gated delta net has beside its products, float32 on the device that computes.
+
+    conv [C, 4] over the last inputs, the newest last; of dt_bias, decay (<= 0) and norm one number a value head, but of
+    norm one of each of its `head` numbers. tiled: value head j uses key head j % key_heads; else
+    j // (value_heads // key_heads). C = (2 key_heads + value_heads) head.
+    """
+
+    conv: torch.Tensor
+    dt_bias: torch.Tensor
+    decay: torch.Tensor
+    norm: torch.Tensor
+    eps: float
+    key_heads: int
+    value_heads: int
+    head: int
+    tiled: bool = False
+
+
+@dataclass(frozen=True)
 class RopeTable:
     """cos and sin, float32 [context, dims/2], on the device; `pairing` as in pshard.model.Rope."""
 
@@ -141,9 +161,13 @@ class Kernels(Protocol):
         """Rows may have been written by others since the last call: no kernel goes by what it has made of them."""
         ...
 
-    def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
-        """out[M, D] = hidden[M, D] * rsqrt(mean(hidden^2) + eps) * weight[D]. hidden, weight float32; out float32 or
-        act_dtype."""
+    def rms_norm(
+        self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, accumulate: bool = False
+    ) -> None:
+        """out[M, D] = (out if accumulate else 0) + hidden[M, D] * rsqrt(mean(hidden^2) + eps) * weight[D].
+
+        hidden, weight float32; out float32 or act_dtype, and not hidden.
+        """
         ...
 
     def linear(
@@ -174,13 +198,31 @@ class Kernels(Protocol):
         ...
 
     def gate_up(
-        self, x: torch.Tensor, gate: Packed, up: Packed, out: torch.Tensor, both: torch.Tensor, tile: torch.Tensor
+        self,
+        x: torch.Tensor,
+        gate: Packed,
+        up: Packed,
+        out: torch.Tensor,
+        both: torch.Tensor,
+        tile: torch.Tensor,
+        activation: str = "silu",
     ) -> None:
-        """out[M, F] = silu(x @ gate.T) * (x @ up.T), act_dtype. `both` [M, 2F] act_dtype is scratch; out may be a view
-        of its first M*F elements' columns (both[:, :F])."""
+        """out[M, F] = act(x @ gate.T) * (x @ up.T), act_dtype; act is "silu", or "gelu" approximated by tanh.
+
+        `both` [M, 2F] act_dtype is scratch; out may be a view of its first M*F elements' columns (both[:, :F]).
+        """
         ...
 
-    def ffn(self, x: torch.Tensor, gate: Packed, up: Packed, down: Packed, out: torch.Tensor, accumulate: bool) -> bool:
+    def ffn(
+        self,
+        x: torch.Tensor,
+        gate: Packed,
+        up: Packed,
+        down: Packed,
+        out: torch.Tensor,
+        accumulate: bool,
+        activation: str = "silu",
+    ) -> bool:
         """A whole FFN at once, as `gate_up` and then `linear` give it, where that saves calls; False: nothing was done.
 
         x [M, D] act_dtype; out [M, D] float32. Row strides free.
@@ -301,6 +343,36 @@ class Kernels(Protocol):
         numbers are the values: the first R of out [M, H, R + r]; what the others become is undefined.
 
         q and out act_dtype, contiguous. partial: float32 scratch of M H (R + 2) latent_pieces for M <= SMALL_BATCH.
+        """
+        ...
+
+    def delta_net(
+        self,
+        qkv: torch.Tensor,
+        z: torch.Tensor,
+        beta: torch.Tensor,
+        alpha: torch.Tensor,
+        weights: DeltaWeights,
+        states: torch.Tensor,
+        tails: torch.Tensor,
+        slots: torch.Tensor,
+        offsets: torch.Tensor,
+        out: torch.Tensor,
+        longest: int,
+        scratch: torch.Tensor | None = None,
+    ) -> None:
+        """A gated delta net: convolution of qkv [M, C] over its last inputs, silu, L2 norms of q and k, the recurrence,
+        and out [M, Hv d] = RMSNorm(o) * silu(z [M, Hv d]). beta, alpha [M, Hv]: as the products give them.
+
+        Columns of qkv are all q, all k, all v. Tokens of sequence i, those from offsets[i] to offsets[i + 1], continue
+        its state states[slots[i]] [Hv, dk, dv], float32, and its last three inputs tails[slots[i]] [3, C], float32, the
+        oldest first; both are changed in place. A sequence without tokens, and rows from offsets[-1] on, touch nothing.
+        Slots are different ones. slots [s] and offsets [s + 1]: int32 on the device.
+
+        qkv, z, beta, alpha and out: act_dtype or float32, row strides free; out is none of the others. longest: no
+        sequence has more tokens, known to the host: what is launched, and whether token by token or in chunks, depends
+        on it and on shapes alone, so one captured launch serves every batch of these. scratch: uint8, of
+        `DeltaNet.scratch_nbytes`.
         """
         ...
 

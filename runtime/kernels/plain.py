@@ -1,11 +1,15 @@
 """Plain torch kernels: dequantise, then float32 arithmetic. Runs on any device; the oracle of the fast kernels."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
 from pshard.model_config import Experts
 from pshard.runtime.kernels.api import ExpertWeights, LayerKV, Packed, RopeTable, Routes, RowIndex
 from pshard.runtime.kernels.kv_codec import decode_cells, encode_cells, gather_cells
+from pshard.runtime.kernels.plain_delta import PlainDelta
 from pshard.runtime.kernels.plain_experts import add_experts, choose_experts
 from pshard.runtime.kernels.plain_latent import PlainLatent
 from pshard.runtime.kernels.plain_rows import head_norm, rotate
@@ -14,7 +18,7 @@ from pshard.runtime.kernels.unpack import unpack
 from pshard.units.kv_cells import window_start
 
 
-class PlainKernels(PlainLatent):
+class PlainKernels(PlainLatent, PlainDelta):
     """Implements `api.Kernels` in float32 with torch operators; slow, and allocates while it runs."""
 
     act_dtype = torch.float32
@@ -25,8 +29,11 @@ class PlainKernels(PlainLatent):
     def forget(self) -> None:
         """See `Kernels.forget`."""
 
-    def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
-        out.copy_(hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + eps) * weight)
+    def rms_norm(
+        self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, accumulate: bool = False
+    ) -> None:
+        normed = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + eps) * weight
+        out.copy_(out + normed if accumulate else normed)
 
     def linear(
         self,
@@ -54,11 +61,27 @@ class PlainKernels(PlainLatent):
             at += weight.rows
 
     def gate_up(
-        self, x: torch.Tensor, gate: Packed, up: Packed, out: torch.Tensor, both: torch.Tensor, tile: torch.Tensor
+        self,
+        x: torch.Tensor,
+        gate: Packed,
+        up: Packed,
+        out: torch.Tensor,
+        both: torch.Tensor,
+        tile: torch.Tensor,
+        activation: str = "silu",
     ) -> None:
-        out.copy_(F.silu(F.linear(x, unpack(gate))) * F.linear(x, unpack(up)))
+        out.copy_(gate_of(activation)(F.linear(x, unpack(gate))) * F.linear(x, unpack(up)))
 
-    def ffn(self, x: torch.Tensor, gate: Packed, up: Packed, down: Packed, out: torch.Tensor, accumulate: bool) -> bool:
+    def ffn(
+        self,
+        x: torch.Tensor,
+        gate: Packed,
+        up: Packed,
+        down: Packed,
+        out: torch.Tensor,
+        accumulate: bool,
+        activation: str = "silu",
+    ) -> bool:
         return False
 
     def route(
@@ -141,6 +164,11 @@ class PlainKernels(PlainLatent):
             else:
                 mixed = attend_seen(q.float() * scale, k, v, s.past - first, rows.window, sinks)
             out[s.start : s.start + s.tokens] = mixed.transpose(0, 1).flatten(1).to(out.dtype)
+
+
+def gate_of(activation: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What a gate's product passes before it multiplies the other: "silu", or "gelu" approximated by tanh."""
+    return F.silu if activation == "silu" else partial(F.gelu, approximate="tanh")
 
 
 def split_qkv(qkv: torch.Tensor, heads: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ from pshard.buffers import index_words, row_stage_bytes, scratch_bytes, widest_j
 from pshard.model import ModelSpec
 from pshard.plan import RankPlan
 from pshard.runtime.blocks.block import Side, make_side
-from pshard.runtime.blocks.rope_table import fill_rope_table
+from pshard.runtime.blocks.rope_table import fill_tables
 from pshard.runtime.devices.device import Device
 from pshard.runtime.kernels.api import Kernels
 from pshard.runtime.memory.host_memory import map_memory
@@ -61,8 +61,7 @@ class HostSide:
         if sums:  # a graph may fetch the CPU's part of a sum from there
             branch = self.allocate(space.tensors["branch"].nbytes)
             space.tensors["branch"] = branch.view(torch.float32).view(space.tensors["branch"].shape)
-        if "rope" in space.tensors:  # a rank of a pipeline may have no layers
-            fill_rope_table(config.rope, space.tensors["rope"])
+        fill_tables(config, space.tensors)
         self.side = make_side(kernels, space, config)
         self.states = {name: self.allocate(spec.unit(name).state_nbytes(config, shape)) for name in plan.kv_on_host}
 

@@ -152,15 +152,20 @@ def test_large_batches_accumulate_in_float32(kernels: cuda.CudaKernels) -> None:
 @needs_kernels
 @pytest.mark.parametrize(("qtypes", "tokens"), [(("Q4_0", "Q4_0"), 1), (("Q6_K", "Q6_K"), 2), (("Q4_K", "Q6_K"), 3),
                                                 (("Q5_1", "Q5_1"), 12), (("BF16", "BF16"), 1)])  # fmt: skip
-def test_gate_up_is_silu_of_gate_times_up(kernels: cuda.CudaKernels, qtypes: tuple[str, str], tokens: int) -> None:
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_gate_up_is_silu_or_gelu_of_gate_times_up(
+    kernels: cuda.CudaKernels, qtypes: tuple[str, str], tokens: int, activation: str
+) -> None:
     rows, cols = 48, 512
     gate, gate_values = random_weight(qtypes[0], rows, cols, seed=14)
     up, up_values = random_weight(qtypes[1], rows, cols, seed=15)
     x = random_tensor(tokens, cols, seed=16) * 0.5
     both = poisoned(tokens, 2 * rows)
-    kernels.gate_up(x, gate, up, both[:, :rows], both, NO_TILE)
+    kernels.gate_up(x, gate, up, both[:, :rows], both, NO_TILE, activation)
     g = numpy64(x) @ gate_values.T
-    assert error(both[:, :rows], g / (1 + np.exp(-g)) * (numpy64(x) @ up_values.T)) < 0.03
+    bent = 0.5 * g * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3)))
+    bent = bent if activation == "gelu" else g / (1 + np.exp(-g))
+    assert error(both[:, :rows], bent * (numpy64(x) @ up_values.T)) < 0.03
 
 
 @needs_kernels
@@ -238,7 +243,12 @@ def test_rms_norm(kernels: cuda.CudaKernels, shape: tuple[int, int]) -> None:
     out = poisoned(*shape)
     kernels.rms_norm(hidden, weight, 1e-5, out)
     h = numpy64(hidden)
-    assert error(out, h / np.sqrt((h**2).mean(1, keepdims=True) + 1e-5) * numpy64(weight)) < 0.005
+    expected = h / np.sqrt((h**2).mean(1, keepdims=True) + 1e-5) * numpy64(weight)
+    assert error(out, expected) < 0.005
+    stream = random_tensor(*shape, seed=19, dtype=torch.float32)
+    before = numpy64(stream)
+    kernels.rms_norm(hidden, weight, 1e-5, stream, accumulate=True)
+    assert error(stream, before + expected) < 1e-6
 
 
 POOL = 14  # blocks of the caches below

@@ -28,8 +28,8 @@ from pshard.reports.figures.expert_places import draw_experts
 from pshard.reports.figures.machine_ceilings import draw_machine
 from pshard.reports.inputs import read_inputs
 from pshard.reports.tables.bench_formats import format_measurements
+from pshard.routing.expert_map import Slots, TierExperts
 from pshard.times.measurement import Timeline
-from pshard.units.moe.expert_map import Slots, TierExperts
 
 
 @pytest.fixture(scope="module")

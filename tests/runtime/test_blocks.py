@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from engines import open_engine
+from family_files import RECIPES, write_family
 from latent_files import random_tensors, write_latent_gguf
 from model_files import write_gguf
 
@@ -66,11 +67,13 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("like", ["qwen3", "lite", "v3"])
+@pytest.mark.parametrize("like", ["qwen3", "lite", "v3", "smollm3", "glm4", "gemma3"])
 def test_a_token_takes_the_calls_that_the_units_declare_in_their_order(called: list[str], tmp_path, like: str) -> None:
     path = tmp_path / "tiny.gguf"
     if like == "qwen3":
         write_gguf(path, like)
+    elif like in RECIPES:
+        write_family(path, like)
     else:
         write_latent_gguf(path, like, random_tensors(like))
     with open_model(path) as file:
