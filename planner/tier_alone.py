@@ -13,6 +13,7 @@ from pshard.planner.price.page_locks import locked
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.units.divide_unit import arena_portion
+from pshard.units.moe.followed import under_plan
 from pshard.workload import Workload
 
 NOTABLE = 0.03  # a tier that is slower than alone by more than this share is worth a word
@@ -56,7 +57,7 @@ def compare_alone(
     """Every tier but the smallest, whose residency the others share, of a plan on one device; none for several ones."""
     if len(variant.ranks) > 1 or not variant.plan_needed:
         return ()
-    (rank,) = variant.ranks
+    (rank,), spec = variant.ranks, under_plan(spec, variant)
     tokens = tuple(tier.tokens for tier in rank.tiers)
     priced = replace(workload, max_ubatch=variant.workload.max_ubatch)
     (task,) = price_tiers(spec, Tables(profile, variant.correction), priced, tokens)

@@ -231,6 +231,7 @@ class Provenance:
     os: str
     quick: bool = False
     notes: tuple[str, ...] = ()  # fallbacks that were used, one line each
+    short: bool = False  # made in seconds by the first run of a model
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any
 from pshard.jsonio import from_json, to_json
 from pshard.plan import REGISTRY_VERSION, RankPlan, Registry, TierPlan, Variant, to_newest_format
 from pshard.registries.fingerprint import digest
+from pshard.routing.expert_cache import check_cache
 from pshard.routing.popularity import check_popularity
 from pshard.times.collectives import REDUCE_DTYPES
 from pshard.units.kinds import kinds_by_flag
@@ -78,6 +79,8 @@ def _check_workload(workload: Workload, where: str) -> None:
 
 
 def _check_rank(rank: RankPlan, where: str) -> None:
+    for i, cache in enumerate(rank.caches):
+        check_cache(cache, f"{where}.caches[{i}]")
     tokens = [tier.tokens for tier in rank.tiers]
     if not tokens or tokens != sorted(set(tokens)) or tokens[0] < 1:
         raise ValueError(f"{where}.tiers must have ascending token counts, at least one; they are {tokens}")

@@ -46,6 +46,8 @@ def digest_profile(profile: MachineProfile) -> str:
     for later in ("ranks_per_host", "experts", "routes", "deltas"):
         if not data[later]:
             del data[later]
+    if not data["provenance"]["short"]:  # profiles of before there were short ones are what they were
+        del data["provenance"]["short"]
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 

@@ -28,6 +28,7 @@ from pshard.plan import (
 )
 from pshard.registries.codec import decode_registry, encode_registry
 from pshard.registries.fingerprint import digest
+from pshard.routing.expert_cache import ExpertCache, pack_hits
 from pshard.routing.measure_popularity import measure_popularity
 from pshard.times.collectives import REDUCE_DTYPES
 from pshard.workload import Workload
@@ -35,6 +36,9 @@ from pshard.workload import Workload
 POPULARITY = measure_popularity(make_record(50, layers=2))
 CHOICES = {
     (Variant, "popularity"): st.sampled_from([None, POPULARITY]),
+    (RankPlan, "caches"): st.sampled_from(
+        [(), (ExpertCache(("a", "b"), 3, 256, "lru", 6, pack_hits([0.0, 0.4]), 0.25, 2.5),)]
+    ),
     (Placement, "where"): st.sampled_from(["pinned", "streamed", "cpu"]),
     (Placement, "kv"): st.sampled_from([None, "vram", "host"]),
     (Placement, "cpu_rows"): st.sampled_from([0, 16, 512]),

@@ -195,7 +195,8 @@ def test_logits_equal_transformers(like: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     model = write_latent_folder(tmp_path / "hf", like)
     tensors = take_tensors(model)
-    ids = [random.Random(0).randrange(VOCAB) for _ in range(150)]
+    rng = random.Random(0)
+    ids = [rng.randrange(VOCAB) for _ in range(150)]
     with torch.no_grad():
         expected = model(torch.tensor([ids])).logits[0]
         exact = model.double()(torch.tensor([ids])).logits[0].numpy()

@@ -10,7 +10,7 @@ token's, but for attention, whose cells are shared out by how many new tokens th
 """
 
 import ctypes
-import sysconfig
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Buffer = Any  # int address, numpy array or torch tensor
 
-ABI = 12  # as csrc/api.cpp has it
+ABI = 14  # as csrc/api.cpp has it
 BUILD = "pip install -e . --no-build-isolation --no-deps in the folder of pshard"
 
 _TYPES = {
@@ -50,15 +50,15 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "pack": ("v", "plillllp"),
     "linear": ("v", "plpillplli"),
     "linear_group": ("v", "plpppilpll"),
-    "ffn": ("v", "plpipipillplli"),
+    "ffn": ("v", "plpipipillpllii"),
     "tiles": ("s", ""),
     "set_tiles": ("i", "s"),
     "linear_tiled": ("v", "plpillplli"),
-    "gate_up_tiled": ("v", "plpipillpll"),
+    "gate_up_tiled": ("v", "plpipillplli"),
     "dequantize": ("v", "pillllpli"),
     "get_rows": ("v", "pillplp"),
     "attention": ("v", "plpplliiplpliiifpllp"),
-    "rms_norm": ("v", "plpfllpl"),
+    "rms_norm": ("v", "plpfllpli"),
     "rope_store": ("v", "plliiippfpplippplppllii"),
     "head_products": ("v", "pllpilllplll"),
     "store_latent": ("v", "plpllpllliipfpplippplpli"),
@@ -108,6 +108,8 @@ class ExpertMatrices:
 def open_library(path: Path) -> tuple[dict[str, Any], str | None]:
     """The functions of the library at `path` by short name, or why there are none and what to do."""
     if not path.exists():
+        if not sys.platform.startswith("linux"):
+            return {}, f"the C++ kernels are for Linux, and this is {sys.platform}"
         return {}, f"{path.name} was not built: with a C++20 compiler at hand, run {BUILD}"
     try:
         library = ctypes.CDLL(str(path))
@@ -126,7 +128,7 @@ def open_library(path: Path) -> tuple[dict[str, Any], str | None]:
 
 _SCORES = ("softmax", "sigmoid", "chosen")  # as csrc/experts/route.cpp numbers them
 _RECORDED: dict[int, list[tuple[str, tuple]]] = {}  # by thread, where its calls are written down
-_PATH = Path(__file__).with_name("_native" + str(sysconfig.get_config_var("EXT_SUFFIX")))
+_PATH = Path(__file__).with_name("_native.so")
 _C, _WHY_MISSING = open_library(_PATH)
 _TYPE_NUMBERS = {name: _C["type"](name.encode()) for name in QUANT_TYPES} if _WHY_MISSING is None else {}
 
@@ -299,14 +301,15 @@ def ffn(
     x_stride: int | None = None,
     out_stride: int | None = None,
     accumulate: bool = False,
+    gelu: bool = False,
 ) -> None:
     """SwiGLU in one call: out = (silu(x Wg^T) * (x Wu^T)) Wd^T, x and out f32 [tokens, hidden].
 
-    With `accumulate` the result is added to `out`. gate and up are [inner, hidden], down is [hidden, inner]. Precision
-    as in `linear`.
+    With `accumulate` the result is added to `out`; with `gelu` its approximation by tanh takes silu's place. gate and
+    up are [inner, hidden], down is [hidden, inner]. Precision as in `linear`.
     """
     hidden, inner = down.rows, down.cols
-    result = (_at(out), out_stride or hidden, tokens, accumulate)
+    result = (_at(out), out_stride or hidden, tokens, accumulate, gelu)
     weights = (*_packed(gate), *_packed(up), *_packed(down))
     _function("ffn")(_at(x), x_stride or hidden, *weights, hidden, inner, *result)
 
@@ -320,11 +323,12 @@ def gate_up(
     *,
     x_stride: int | None = None,
     out_stride: int | None = None,
+    gelu: bool = False,
 ) -> None:
     """The first half of `ffn`: out = silu(x Wg^T) * (x Wu^T), x f32 [tokens, hidden], out f32 [tokens, inner]."""
     inner, hidden = gate.rows, gate.cols
     weights = (*_packed(gate), *_packed(up), None, -1)  # no down
-    result = (_at(out), out_stride or inner, tokens, False)
+    result = (_at(out), out_stride or inner, tokens, False, gelu)
     _function("ffn")(_at(x), x_stride or hidden, *weights, hidden, inner, *result)
 
 
@@ -357,12 +361,13 @@ def gate_up_tiled(
     *,
     x_stride: int | None = None,
     out_stride: int | None = None,
+    gelu: bool = False,
 ) -> None:
     """As `gate_up`, with the precision of `linear_tiled`; silu is applied to the f32 sums."""
     _check_tiles()
     inner, hidden = gate.rows, gate.cols
     weights = (*_packed(gate), *_packed(up), inner, hidden)
-    _function("gate_up_tiled")(_at(x), x_stride or hidden, *weights, _at(out), out_stride or inner, tokens)
+    _function("gate_up_tiled")(_at(x), x_stride or hidden, *weights, _at(out), out_stride or inner, tokens, gelu)
 
 
 def dequantize(
@@ -445,11 +450,20 @@ def attention(
 
 
 def rms_norm(
-    x: Buffer, weight: Buffer, eps: float, tokens: int, width: int, out: Buffer, *, strides: tuple[int, int]
+    x: Buffer,
+    weight: Buffer,
+    eps: float,
+    tokens: int,
+    width: int,
+    out: Buffer,
+    *,
+    strides: tuple[int, int],
+    accumulate: bool = False,
 ) -> None:
     """out[t] = x[t] / sqrt(mean(x[t]^2) + eps) * weight, f32, rows of `width`, `strides` apart in x and in out,
-    which are not the same."""
-    _function("rms_norm")(_at(x), strides[0], _at(weight), eps, tokens, width, _at(out), strides[1])
+    which are not the same. With `accumulate` it is added to `out`."""
+    lengths = (tokens, width)
+    _function("rms_norm")(_at(x), strides[0], _at(weight), eps, *lengths, _at(out), strides[1], accumulate)
 
 
 def rope_store(
