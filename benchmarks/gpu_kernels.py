@@ -481,7 +481,7 @@ def make_side(kernels: Kernels, context: int) -> Side:
     }  # fmt: skip
     angle = torch.outer(torch.arange(context, device="cuda"), 1e6 ** -(torch.arange(0, d, 2, device="cuda") / d))
     space = Workspace(1, tensors, torch.empty(0, dtype=torch.uint8, device="cuda"))
-    return Side(kernels, space, RopeTable(angle.cos(), angle.sin(), "halves"), CONFIG)
+    return Side(kernels, space, {"rope": RopeTable(angle.cos(), angle.sin(), "halves")}, CONFIG)
 
 
 def decode_layer(bench: Bench, layers: list[tuple[UnitWeights, UnitWeights]], context: int) -> dict[str, Any]:

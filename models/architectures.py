@@ -1,6 +1,9 @@
 """The architectures that pshard knows, as data: what differs between them stands in this table and nowhere else."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
 
 from pshard.errors import UserError
 
@@ -11,7 +14,8 @@ class Routing:
 
     `scores`, `normed` and the fields from `choice_bias` on are as in `Experts`; GGUF files of latent attention are V3's
     where they have a bias for the choice, and else V2's. `shared`: it has shared experts.
-    `sizes_as_dense`: experts have as many rows as the FFN of its dense relative.
+    `always_normed`: config.json has no word on it. `sizes_as_dense`: experts have as many rows as the FFN of its dense
+    relative.
     """
 
     scores: str = "softmax"
@@ -22,18 +26,28 @@ class Routing:
     shared_gate: bool = False
     activation: str = "silu"
     biases: bool = False
+    always_normed: bool = False
 
 
 @dataclass(frozen=True)
 class Architecture:
     """A decoder: RMSNorm, rotary grouped-query attention, SwiGLU or routed experts of it; and its variations.
 
-    `name` is the model_type of Hugging Face, `gguf` what GGUF files say. `gguf_pairing`: RoPE pairs as GGUF files of
-    this architecture store q and k (Hugging Face always has "halves"). `biases` must be there, `optional_biases` may.
-    `optional_qk_norm`: some of its models normalise q and k. `rotated`: the share of each head that is rotated where
-    config.json does not say; below 1 other shares are possible too. `ffn_norm`: what GGUF files call the norm before
-    the FFN. `sinks`: a logit of each head joins the softmax without a value. `window_every`: of so many layers the
-    first has the sliding window. `latent`: multi-head latent attention. `routing`: its layers have experts.
+    `name` is the model_type of Hugging Face (of the text part, where there is another), `gguf` what GGUF files say.
+    `gguf_pairing`, `hf_pairing`: RoPE pairs as files of this architecture store q and k. `biases` must be there,
+    `optional_biases` may. `optional_qk_norm`: some of its models normalise q and k. `rotated`: the share of each head
+    that is rotated where config.json does not say; below 1, and with `partial`, other shares are possible too.
+    `ffn_norm`: what GGUF files call the norm before the FFN. `sinks`: a logit of each head joins the softmax without a
+    value. `window_every`: of so many layers the first has the sliding window. `latent`: multi-head latent attention.
+    `delta`: most layers have a gated delta net, whose value heads stand in GGUF files "grouped" by the key heads that
+    they use or "tiled", one of each in turn; the others' attention is gated, and folders have norms' weights less 1.
+    `routing`: its layers have experts.
+
+    As in `ModelConfig`: `full_every`, whose layers with windows have positions of their own, `still_every`,
+    `activation`, `normed_after`. `fused`: q, k and v are one tensor, or gate and up. `multiplied`: embeddings, scores,
+    what layers add, and logits, by numbers that files give. `warmed`: queries are multiplied by a temperature where
+    files give one. `embedded_by_root`: embeddings by the root of their width. `norms_less_one`: folders have norms'
+    weights less 1. `defaults`: what config.json may leave out.
     """
 
     name: str
@@ -48,13 +62,59 @@ class Architecture:
     sinks: bool = False
     window_every: int = 1
     latent: bool = False
+    delta: str = ""
     routing: Routing | None = None
+    hf_pairing: str = "halves"
+    full_every: int = 0
+    still_every: int = 0
+    activation: str = "silu"
+    normed_after: bool = False
+    fused: bool = False
+    partial: bool = False
+    warmed: bool = False
+    multiplied: bool = False
+    embedded_by_root: bool = False
+    norms_less_one: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
 
 _QKV = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
 _QWEN2_MOE = Routing(normed=False, shared=True, shared_gate=True)
 
+
+def _defaults(**values: Any) -> Mapping[str, Any]:
+    return MappingProxyType(values)
+
+
+_GEMMA3 = _defaults(  # of google/gemma-3-4b-it: Gemma3TextConfig of transformers
+    vocab_size=262208,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=256,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=131072,
+    query_pre_attn_scalar=256,
+    sliding_window=4096,
+    rope_theta=1e6,
+    tie_word_embeddings=True,
+)
 _DEEPSEEK_V3 = Routing(scores="sigmoid", shared=True, choice_bias=True)
+_QWEN3_NEXT = Routing(shared=True, shared_gate=True)
+
+
+def _hybrid(name: str, gguf: str, delta: str, routing: Routing | None = None) -> Architecture:
+    """Qwen's hybrids: a gated delta net in three of four layers."""
+    return Architecture(
+        name,
+        gguf,
+        "halves",
+        qk_norm=True,
+        rotated=0.25,
+        ffn_norm="post_attention_norm.weight",
+        delta=delta,
+        routing=routing,
+    )
+
 
 ARCHITECTURES = (
     Architecture("llama", "llama", "adjacent", optional_biases=(*_QKV, "attn_output.bias")),
@@ -93,6 +153,47 @@ ARCHITECTURES = (
         sinks=True,
         window_every=2,
         routing=Routing(scores="chosen", sizes_as_dense=True, activation="clamped", biases=True),
+    ),
+    _hybrid("qwen3_next", "qwen3next", "grouped", _QWEN3_NEXT),
+    _hybrid("qwen3_5_text", "qwen35", "tiled"),
+    _hybrid("qwen3_5_moe_text", "qwen35moe", "tiled", replace(_QWEN3_NEXT, always_normed=True)),
+    Architecture(
+        "smollm3", "smollm3", "adjacent", still_every=4, defaults=_defaults(rope_theta=2e6, tie_word_embeddings=True)
+    ),
+    Architecture("granite", "granite", "adjacent", multiplied=True),
+    Architecture("seed_oss", "seed_oss", "halves", biases=_QKV, ffn_norm="post_attention_norm.weight"),
+    Architecture("qwen3_vl_text", "qwen3vl", "halves", qk_norm=True, defaults=_defaults(rope_theta=5e5)),
+    Architecture(
+        "qwen3_vl_moe_text",
+        "qwen3vlmoe",
+        "halves",
+        qk_norm=True,
+        routing=Routing(),
+        defaults=_defaults(rope_theta=5e5, norm_topk_prob=True),
+    ),
+    Architecture("ministral3", "mistral3", "adjacent", warmed=True),
+    Architecture(
+        "glm4",
+        "glm4",
+        "adjacent",
+        optional_biases=_QKV,
+        rotated=0.5,
+        hf_pairing="adjacent",
+        normed_after=True,
+        fused=True,
+    ),
+    Architecture("phi3", "phi3", "halves", fused=True, partial=True),
+    Architecture(
+        "gemma3_text",
+        "gemma3",
+        "halves",
+        qk_norm=True,
+        full_every=6,
+        activation="gelu",
+        normed_after=True,
+        embedded_by_root=True,
+        norms_less_one=True,
+        defaults=_GEMMA3,
     ),
 )
 

@@ -4,12 +4,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from pshard.errors import UserError
-from pshard.model_config import Experts, Latent, ModelConfig
+from pshard.model_config import Delta, Experts, Latent, ModelConfig
 from pshard.models.architectures import Architecture
 from pshard.models.stored import StoredTensor
 from pshard.quant import QUANT_TYPES, ROW_BLOCK
 from pshard.tensor import TensorSpec
-from pshard.units.attention import ATTENTION, WINDOWED_ATTENTION
+from pshard.units.attention import ATTENTION, STILL_ATTENTION, WINDOWED_ATTENTION
+from pshard.units.delta.delta_net import DELTA_NET
 from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
 from pshard.units.latent.latent_attention import LATENT_ATTENTION
@@ -20,6 +21,7 @@ from pshard.units.output import OUTPUT
 from pshard.units.unit import Unit, UnitKind
 
 TABLE, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 
 
 class Expected(NamedTuple):
@@ -51,9 +53,10 @@ def build_units(
         block = f"blk.{i}."
         if config.latent:
             units.append(unit(block + "attention", LATENT_ATTENTION, i, _latent(config, config.latent, block)))
+        elif config.delta and i not in config.delta.full:
+            units.append(unit(block + "delta", DELTA_NET, i, _delta(config.delta, config.d_model, block)))
         else:
-            kind = WINDOWED_ATTENTION if config.window and i % config.window_every == 0 else ATTENTION
-            units.append(unit(block + "attention", kind, i, _attention(arch, config, block, biases)))
+            units.append(unit(block + "attention", _kind(config, i), i, _attention(arch, config, block, biases)))
         if config.experts is None or i < config.experts.dense_layers:
             units.append(unit(block + "ffn", FFN, i, _ffn(config, block)))
             continue
@@ -64,11 +67,18 @@ def build_units(
     head = HEAD if HEAD in stored else TABLE
     output = [Expected("output_norm.weight", (config.d_model,)), Expected(head, (config.vocab, config.d_model))]
     units.append(unit("output", OUTPUT, -1, iter(output)))
-    used = {t.name for u in units for t in u.tensors} | {ROPE_FACTORS}
+    used = {t.name for u in units for t in u.tensors} | {ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS}
     for name, tensor in stored.items():
         if name not in used:
             tensor.fail(f"has no place in architecture {arch.name}; leaving it out would give wrong results")
     return tuple(units)
+
+
+def _kind(config: ModelConfig, layer: int) -> UnitKind:
+    """Which kind of attention a layer has."""
+    if config.is_still(layer):
+        return STILL_ATTENTION
+    return WINDOWED_ATTENTION if config.window and config.has_window(layer) else ATTENTION
 
 
 def _attention(arch: Architecture, config: ModelConfig, block: str, biases: set[str]) -> Iterator[Expected]:
@@ -78,11 +88,15 @@ def _attention(arch: Architecture, config: ModelConfig, block: str, biases: set[
         yield Expected(f"{block}{role}.weight", (rows, cols))
         if f"{role}.bias" in biases:
             yield Expected(f"{block}{role}.bias", (rows,))
+    if config.gated:
+        yield Expected(block + "attn_q_gate.weight", (q, d))
     if arch.sinks:
         yield Expected(block + "attn_sinks.weight", (config.n_heads,))
     if config.qk_norm:
         yield Expected(block + "attn_q_norm.weight", (config.head_dim,))
         yield Expected(block + "attn_k_norm.weight", (config.head_dim,))
+    if config.normed_after:
+        yield Expected(block + "post_attention_norm.weight", (d,))
 
 
 def _latent(config: ModelConfig, latent: Latent, block: str) -> Iterator[Expected]:
@@ -102,11 +116,30 @@ def _latent(config: ModelConfig, latent: Latent, block: str) -> Iterator[Expecte
     yield Expected(block + "attn_output.weight", (d, heads * latent.value))
 
 
+def _delta(delta: Delta, d: int, block: str) -> Iterator[Expected]:
+    """A gated delta net. The two vectors of its convolution follow each other, as the kernels read them as one."""
+    keys, values, heads = 2 * delta.key_heads * delta.head, delta.value_heads * delta.head, delta.value_heads
+    yield Expected(block + "attn_norm.weight", (d,))
+    yield Expected(block + "delta_qk.weight", (keys, d))
+    yield Expected(block + "delta_v.weight", (values, d))
+    yield Expected(block + "attn_gate.weight", (values, d))
+    yield Expected(block + "ssm_beta.weight", (heads, d))
+    yield Expected(block + "ssm_alpha.weight", (heads, d))
+    yield Expected(block + "ssm_out.weight", (d, values))
+    yield Expected(block + "delta_conv_qk.weight", (4 * keys,))
+    yield Expected(block + "delta_conv_v.weight", (4 * values,))
+    yield Expected(block + "ssm_dt.bias", (heads,))
+    yield Expected(block + "ssm_a", (heads,))
+    yield Expected(block + "ssm_norm.weight", (delta.head,))
+
+
 def _ffn(config: ModelConfig, block: str) -> Iterator[Expected]:
     yield Expected(block + "ffn_norm.weight", (config.d_model,))
     yield Expected(block + "ffn_gate.weight", (config.d_ffn, config.d_model))
     yield Expected(block + "ffn_up.weight", (config.d_ffn, config.d_model))
     yield Expected(block + "ffn_down.weight", (config.d_model, config.d_ffn))
+    if config.normed_after:
+        yield Expected(block + "post_ffw_norm.weight", (config.d_model,))
 
 
 def _router(experts: Experts, d_model: int, block: str) -> Iterator[Expected]:

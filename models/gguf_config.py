@@ -6,7 +6,9 @@ from typing import Any
 from pshard.errors import UserError
 from pshard.model_config import ModelConfig, Rope
 from pshard.models.architectures import Architecture
-from pshard.models.build_units import ROPE_FACTORS, TABLE
+from pshard.models.build_units import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, TABLE
+from pshard.models.families.read_numbers import gguf_numbers
+from pshard.models.hybrid.read_delta import gguf_delta
 from pshard.models.keys import BASES, EPSILONS, FACTORS, Keys, check_config
 from pshard.models.latent.read_latent import LOG_MULTIPLIER, gguf_latent
 from pshard.models.read_experts import gguf_experts
@@ -15,17 +17,12 @@ from pshard.models.stored import StoredTensor
 
 # Keys that change the computation in ways pshard does not do, and the values that change nothing.
 _HARMLESS = {
-    "attention.scale": (0.0,),
     "attention.clamp_kqv": (0.0,),
     "attention.max_alibi_bias": (0.0,),
     "attention.causal": (True,),
     "attn_logit_softcapping": (0.0,),
     "final_logit_softcapping": (0.0,),
-    "logit_scale": (0.0, 1.0),
-    "residual_scale": (0.0, 1.0),
-    "embedding_scale": (0.0, 1.0),
     "rope.scaling.yarn_ext_factor": (1.0,),
-    LOG_MULTIPLIER: (0.0,),
 }
 
 
@@ -37,8 +34,9 @@ def gguf_config(
     if not arch.routing:
         keys.refuse_unless("expert_count", 0)
     for key, harmless in _HARMLESS.items():
-        if not (arch.latent and key == LOG_MULTIPLIER):
-            keys.refuse_unless(key, *harmless)
+        keys.refuse_unless(key, *harmless)
+    if not (arch.latent or arch.warmed):
+        keys.refuse_unless(LOG_MULTIPLIER, 0.0)
     if TABLE not in stored:
         raise UserError(f"{where}: tensor {TABLE} is missing; the file is incomplete")
     _check_vocabulary(keys, metadata, stored[TABLE])
@@ -51,9 +49,11 @@ def gguf_config(
     if routing and latent and any(name.endswith(".exp_probs_b.bias") for name in stored):  # as V3, which V2 has not
         routing = replace(routing, scores="sigmoid", normed=True, choice_bias=True)
     experts = gguf_experts(routing, keys) if routing else None
+    n_layers = keys.integer("block_count") - count_drafters(arch, metadata, where)
+    rope = _gguf_rope(arch, keys, latent.rope if latent else head_dim, stored)
     config = ModelConfig(
         architecture=arch.name,
-        n_layers=keys.integer("block_count") - count_drafters(arch, metadata, where),
+        n_layers=n_layers,
         d_model=d_model,
         n_heads=n_heads,
         n_kv_heads=1 if latent else keys.integer("attention.head_count_kv", n_heads),
@@ -62,19 +62,25 @@ def gguf_config(
         vocab=stored[TABLE].shape[0],
         norm_eps=keys.real("attention.layer_norm_rms_epsilon", span=EPSILONS),
         context=keys.integer("context_length"),
-        rope=_gguf_rope(arch, keys, latent.rope if latent else head_dim, stored),
+        rope=rope,
         qk_norm=arch.qk_norm or (arch.optional_qk_norm and "blk.0.attn_q_norm.weight" in stored),
         sliding_window=_sliding_window(arch, keys),
         window_every=arch.window_every,
         experts=experts,
         latent=latent,
+        gated=bool(arch.delta),
+        delta=gguf_delta(arch, keys, n_layers) if arch.delta else None,
+        full_every=arch.full_every,
+        still_every=arch.still_every,
+        activation=arch.activation,
+        normed_after=arch.normed_after,
     )
-    return check_config(arch, config, where)
+    return check_config(arch, gguf_numbers(arch, keys, config), where)
 
 
 def _sliding_window(arch: Architecture, keys: Keys) -> int:
     """Tokens of the window, 0 for none. An architecture that has one in some layers says how large it is."""
-    has_one = arch.window_every > 1 or keys.get("attention.sliding_window")
+    has_one = arch.window_every > 1 or arch.full_every or keys.get("attention.sliding_window")
     return keys.integer("attention.sliding_window") if has_one else 0
 
 
@@ -107,6 +113,8 @@ def _gguf_rope(arch: Architecture, keys: Keys, head_dim: int, stored: dict[str, 
     )
     if keys.get("rope.scaling.type") == "yarn":
         return _scale_by_yarn(arch, plain, keys)
+    if LONG_FACTORS in stored or SHORT_FACTORS in stored:
+        return _scale_by_longrope(plain, keys, stored)
     keys.refuse_unless("rope.scaling.attn_factor", 0.0, 1.0)
     keys.refuse_unless("rope.scaling.type", "none", "linear")
     factor = _scaling_factor(keys)
@@ -127,8 +135,10 @@ def _scale_by_yarn(arch: Architecture, plain: Rope, keys: Keys) -> Rope:
     factor = _scaling_factor(keys)
     # attn_factor multiplies YaRN's own factor; yarn_attn_factor is the attention_factor of a config.json, in its place
     # where scores grow instead, see Latent, sine and cosine do not
-    unlike = arch.latent and keys.get(LOG_MULTIPLIER)
-    own = (1.0 if unlike else yarn_attention_factor(factor)) * keys.real("rope.scaling.attn_factor", 1.0, FACTORS)
+    own = yarn_attention_factor(factor)
+    if keys.get(LOG_MULTIPLIER):  # elsewhere it is the weight of what divides that factor
+        own = 1.0 if arch.latent else own / yarn_attention_factor(factor, keys.real(LOG_MULTIPLIER))
+    own *= keys.real("rope.scaling.attn_factor", 1.0, FACTORS)
     return replace(
         plain,
         scaling="yarn",
@@ -138,6 +148,21 @@ def _scale_by_yarn(arch: Architecture, plain: Rope, keys: Keys) -> Rope:
         beta_fast=keys.real("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=keys.real("rope.scaling.yarn_beta_slow", 1.0),
         attention_factor=keys.real("rope.scaling.yarn_attn_factor", own, FACTORS),
+    )
+
+
+def _scale_by_longrope(plain: Rope, keys: Keys, stored: dict[str, StoredTensor]) -> Rope:
+    """Two sets of divisors: which is used is up to the context."""
+    for one, other in ((LONG_FACTORS, SHORT_FACTORS), (SHORT_FACTORS, LONG_FACTORS)):
+        if other not in stored:
+            stored[one].fail(f"has no {other} beside it; the file is incomplete")
+    return replace(
+        plain,
+        scaling="longrope",
+        original_context=keys.integer("rope.scaling.original_context_length", keys.integer("context_length")),
+        attention_factor=keys.real("rope.scaling.attn_factor", 1.0, FACTORS),
+        freq_factors=_read_floats(stored[SHORT_FACTORS]),
+        long_factors=_read_floats(stored[LONG_FACTORS]),
     )
 
 

@@ -23,7 +23,7 @@ _STRING, _ARRAY = 8, 9
 # ggml's numbers of the tensor types that pshard can use
 TENSOR_TYPES = {
     **{0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0"},
-    **{10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 30: "BF16", 39: "MXFP4"},
+    **{10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 20: "IQ4_NL", 23: "IQ4_XS", 30: "BF16", 39: "MXFP4"},
 }
 LONGEST_NAME = 64  # of tensors, as in ggml
 _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")

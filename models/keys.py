@@ -52,6 +52,14 @@ class Keys:
             self.refuse(key, f"is {value:.4g}; models have {span[0]:g} to {span[1]:g}: the file is damaged")
         return float(value)
 
+    def reals(self, key: str, span: tuple[float, float]) -> tuple[float, ...]:
+        """A list of numbers in a span. Raises UserError when it is missing or something else."""
+        values = self.values.get(self.prefix + key)
+        numbers = [v for v in values if type(v) in (int, float)] if isinstance(values, list) else []
+        if not numbers or len(numbers) < len(values) or not all(span[0] <= v <= span[1] for v in numbers):
+            self.refuse(key, f"is no list of numbers from {span[0]:g} to {span[1]:g}")
+        return tuple(map(float, numbers))
+
     def refuse_unless(self, key: str, *harmless: Any) -> None:
         """Raise UserError when the key is there with another value than the harmless ones."""
         value = self.get(key)
@@ -82,17 +90,21 @@ def check_config(arch: Architecture, config: ModelConfig, where: str) -> ModelCo
         )
     if not config.latent and config.rope.dims != config.head_dim:
         what = f"{where}: rotates {config.rope.dims} of {config.head_dim} dimensions per head"
-        if arch.rotated == 1:
+        if arch.rotated == 1 and not arch.partial:
             raise UserError(f"{what}; partial rotary embeddings are not supported yet in this architecture")
         if config.rope.dims % 2 or not 0 < config.rope.dims < config.head_dim:
             raise UserError(f"{what}, which are not pairs of them; the file is damaged")
     if config.experts and config.experts.dense_layers >= config.n_layers:
         what = f"the first {config.experts.dense_layers} of {config.n_layers} layers have no experts"
         raise UserError(f"{where}: {what}, which leaves none with experts; the file is damaged")
-    if config.rope.freq_factors and len(config.rope.freq_factors) != config.rope.dims // 2:
-        count = len(config.rope.freq_factors)
-        raise UserError(f"{where}: {count} RoPE frequency factors for {config.rope.dims // 2} pairs of dimensions")
-    if 0 < config.sliding_window < config.context and arch.window_every == 1:
+    for factors in (config.rope.freq_factors, config.rope.long_factors):
+        if factors and len(factors) != config.rope.dims // 2:
+            count = len(factors)
+            raise UserError(f"{where}: {count} RoPE frequency factors for {config.rope.dims // 2} pairs of dimensions")
+    if config.window_rope and not config.window:
+        window = f"a window of {config.sliding_window} tokens in a context of {config.context}"
+        raise UserError(f"{where}: {window}, where layers with windows have positions of their own, is not supported")
+    if 0 < config.sliding_window < config.context and arch.window_every == 1 and not arch.full_every:
         window = f"a window of {config.sliding_window} tokens in a context of {config.context}"
         raise UserError(f"{where}: sliding-window attention ({window}) is not supported yet; use another model")
     return config

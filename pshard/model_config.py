@@ -1,5 +1,6 @@
 """ModelConfig: the numbers of a decoder that computing and planning need. No torch."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 class Rope:
     """Rotary embedding. `pairing`: "adjacent" rotates (2i, 2i+1), "halves" rotates (i, i + dims/2).
 
-    `scaling`: "none", "linear", "yarn" or "llama3"; `rounded`: the range of pairs that yarn blends ends at whole ones.
-    `freq_factors` (dims/2 divisors of the frequencies) come from the
-    file when it has them (`rope_freqs.weight`); llama3 scaling in safetensors is turned into them.
+    `scaling`: "none", "linear", "yarn", "llama3" or "longrope"; `rounded`: the range of pairs that yarn blends ends at
+    whole ones. `freq_factors` (dims/2 divisors of the frequencies) come from the file when it has them
+    (`rope_freqs.weight`); llama3 scaling in safetensors is turned into them. longrope: `long_factors` take their place
+    where a sequence may have more than `original_context` tokens.
     """
 
     dims: int
@@ -25,6 +27,15 @@ class Rope:
     attention_factor: float | None = None
     rounded: bool = True
     freq_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """What queries are multiplied by: 1 + scale ln(1 + floor(position / span)), so 1 at positions below `span`."""
+
+    scale: float
+    span: int
 
 
 @dataclass(frozen=True)
@@ -87,10 +98,33 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class Delta:
+    """A gated delta net (arXiv 2412.06464) in all layers but the `full` ones, which have attention.
+
+    Each of `value_heads` heads keeps a matrix of `head` keys times `head` values. It takes queries and keys from one of
+    `key_heads` heads: value head j from number j % key_heads when `tiled`, else from number j // group.
+    """
+
+    key_heads: int
+    value_heads: int
+    head: int
+    tiled: bool
+    full: tuple[int, ...]
+
+    @property
+    def group(self) -> int:
+        """Value heads of each key head; 0 where a rank has none."""
+        return self.value_heads // max(1, self.key_heads)
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Numbers of a decoder-only transformer that computing and planning need. Sizes in elements.
 
     With latent attention all heads share one key that is a cell: `n_kv_heads` is 1 and `head_dim` the cell's width.
+    `gated`: what attention gives is multiplied by the sigmoid of one more product of its input.
+    A model that multiplies by r what layers add to the residual stream runs on a stream that is divided by r, which
+    norms do not see: its `embedding_scale` is divided by r, its `norm_eps` by r squared.
     """
 
     architecture: str
@@ -109,6 +143,37 @@ class ModelConfig:
     window_every: int = 1  # of so many layers the first has the window, the others have full attention
     experts: Experts | None = None
     latent: Latent | None = None
+    gated: bool = False
+    delta: Delta | None = None
+    full_every: int = 0  # of so many layers the last has full attention, the others the window; 0: see window_every
+    window_rope: Rope | None = None  # of layers with a window; None: that of the others
+    still_every: int = 0  # of so many layers the last one's heads are not rotated; 0: all are
+    temperature: Temperature | None = None  # of attention
+    score_scale: float = 0.0  # what attention multiplies scores by; 0: 1/sqrt(head_dim)
+    embedding_scale: float = 1.0  # what rows of the embedding are multiplied by
+    logit_scale: float = 1.0  # what logits are multiplied by
+    activation: str = "silu"  # of gates: "silu", or "gelu" by its approximation with tanh
+    normed_after: bool = False  # what attention and FFN give is normalised before it is added
+
+    @property
+    def scores_by(self) -> float:
+        """What attention multiplies scores by."""
+        return self.score_scale or self.head_dim**-0.5
+
+    @property
+    def still_rope(self) -> Rope:
+        """Of layers whose heads are not rotated: a few pairs of each, by no angle."""
+        return Rope(min(8, self.head_dim), self.rope.base, self.rope.pairing, "linear", math.inf)
+
+    def has_window(self, layer: int) -> bool:
+        """Whether the layer is one of those that see a window, where the model has one."""
+        if self.full_every:
+            return (layer + 1) % self.full_every != 0
+        return layer % self.window_every == 0
+
+    def is_still(self, layer: int) -> bool:
+        """Whether the layer's heads are not rotated."""
+        return self.still_every > 0 and (layer + 1) % self.still_every == 0
 
     @property
     def window(self) -> int:
@@ -116,8 +181,12 @@ class ModelConfig:
         return self.sliding_window if 0 < self.sliding_window < self.context else 0
 
     def resize(self, sizes: Mapping[str, int]) -> "ModelConfig":
-        """The same with other numbers, by the names of fields here or in `experts`."""
-        here = {f.name for f in fields(self)}
-        own: dict[str, Any] = {name: size for name, size in sizes.items() if name in here}
-        of_experts: dict[str, Any] = {name: size for name, size in sizes.items() if name not in here}
-        return replace(self, **own, experts=replace(self.experts, **of_experts) if self.experts else None)
+        """The same with other numbers, by the names of fields here, in `experts` or in `delta`."""
+
+        def those_of(noun: Any) -> dict[str, Any]:
+            names = {f.name for f in fields(noun)} if noun else set()
+            return {name: size for name, size in sizes.items() if name in names}
+
+        experts = replace(self.experts, **those_of(self.experts)) if self.experts else None
+        delta = replace(self.delta, **those_of(self.delta)) if self.delta else None
+        return replace(self, **those_of(self), experts=experts, delta=delta)

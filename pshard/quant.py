@@ -60,6 +60,8 @@ QUANT_TYPES: dict[str, QuantType] = {
             "Q5_K", 256, 176, (_CODES4, _CODES1, Plane("scales", 256, 128), Plane("mins", 256, 128), _D256, _DMIN256)
         ),
         QuantType("Q6_K", 256, 210, (_CODES4, _CODES2, Plane("scales", 256, 256), _D256)),
+        QuantType("IQ4_NL", 32, 18, (_CODES4, _D32)),
+        QuantType("IQ4_XS", 256, 136, (_CODES4, Plane("scales", 256, 128), _D256)),
     )
 }
 

@@ -12,7 +12,9 @@ import torch
 from pshard.errors import StepFailed, UserError
 from pshard.jsonio import from_json, to_json
 from pshard.plan import RankPlan, Variant
+from pshard.routing.follow_use import HitCounts
 from pshard.routing.record import RoutingRecord
+from pshard.runtime.checkpoints.checkpoints import Checkpoints
 from pshard.runtime.devices.device import Device
 from pshard.runtime.executor import Executor
 from pshard.runtime.memory.kv_blocks import RecentBlocks
@@ -20,6 +22,7 @@ from pshard.runtime.memory.kv_file import KVStore
 from pshard.runtime.sampling import Constraint, Sampler, Sampling
 from pshard.runtime.sequences import Sequences
 from pshard.units.kv_cells import kv_blocks, longest_sequence, window_blocks
+from pshard.units.moe.followed import expect_hits
 
 
 @dataclass(frozen=True)
@@ -56,16 +59,19 @@ class Engine:
         notes: tuple[str, ...],
         on_close: Callable[[], None],
         store: KVStore,
+        checkpoint_bytes: int = 0,
     ) -> None:
         self._executor, self.plan, self.tokenizer, self.notes = executor, variant, tokenizer, notes
         self._on_close = on_close
         self._store = store
+        self._checkpoints = Checkpoints(executor, checkpoint_bytes)
+        self.notes += self._checkpoints.in_words
         context, sequences = variant.workload.context, variant.workload.sequences
         self._sequences = Sequences(
             sequences,
             longest_sequence(executor.spec.config, context),
             kv_blocks(context, sequences),
-            _uncut_states(executor),
+            self._checkpoints.last if self._checkpoints.each else None,
             _recent_blocks(executor),
         )
         self._broken: BaseException | None = None
@@ -108,6 +114,18 @@ class Engine:
         """How often a tier gave way to another."""
         return self._executor.switches
 
+    @property
+    def expert_hits(self) -> HitCounts:
+        """How often experts were found in slots that follow use, since the start."""
+        self._executor.device.synchronize()
+        self._executor.slots.observe()
+        return self._executor.slots.counts
+
+    @property
+    def expected_hits(self) -> float | None:
+        """The share of `expert_hits` that the plan expects; None where it has no slots, or expects nothing of them."""
+        return expect_hits(self.rank_plan)
+
     def agree(self, value: Any) -> Any:
         """Rank 0's value (anything JSON holds) on every rank; all call it. For what clocks decide."""
         return self._executor.group.broadcast(value)
@@ -125,16 +143,22 @@ class Engine:
         group, own = self._executor.group, to_json(self.memory())
         return tuple(from_json(MemoryReport, group.broadcast(own, rank)) for rank in range(group.size))
 
-    def reset(self, sequence: int | None = None, length: int = 0) -> None:
-        """Forget the tokens after the first `length` of one sequence, or of all. All ranks call it.
+    def reset(self, sequence: int | None = None, length: int = 0) -> int:
+        """Forget the tokens after the first `length` of one sequence, or of all; returns how many of the others were
+        computed again. All ranks call it.
 
         Layers with a window keep their last cells only: where those are gone that the next token sees, what is left of
-        the sequence is computed again.
+        the sequence is computed again. So is, where a state cannot be cut back, what follows its last checkpoint at or
+        before that length.
 
-        Raises UserError when there is no such one, or the model keeps a state that cannot be cut back so far.
+        Raises UserError when there is no such one.
         """
-        if again := self._sequences.cut_back(sequence, length):
+        again = self._sequences.cut_back(sequence, length)
+        for number in range(len(self.lengths)) if sequence is None else [sequence]:
+            self._checkpoints.go_back(number, self.lengths[number])
+        if again:
             self.forward([again.get(number, []) for number in range(max(again) + 1)], best_only=True)
+        return sum(map(len, again.values()))
 
     def save(self, path: Path, sequence: int = 0) -> None:
         """Write a sequence's KV cache to a file that an engine over any number of ranks can load. All ranks call it.
@@ -142,7 +166,10 @@ class Engine:
         Raises UserError when it cannot be written; then there is no new file.
         """
         self._check_alive()
-        self._store.save(path, self._sequences.whole(sequence), self._sequences[sequence].tokens)
+        text = self._sequences[sequence]
+        self._store.save(
+            path, self._sequences.whole(sequence), text.tokens, self._checkpoints.up_to(text.number, text.length)
+        )
 
     def load(self, path: Path, sequence: int = 0) -> tuple[int, ...]:
         """Make a saved KV cache that of a sequence; returns the token ids it stands for. All ranks call it.
@@ -153,7 +180,8 @@ class Engine:
         self._check_alive()
         self.reset(sequence)
         try:
-            tokens = self._store.load(path, lambda cells: self._sequences.begin(sequence, cells))
+            tokens, states = self._store.load(path, lambda cells: self._sequences.begin(sequence, cells))
+            self._checkpoints.replace(sequence, states)
         except BaseException:
             self.reset(sequence)
             raise
@@ -165,9 +193,9 @@ class Engine:
 
         Raises ValueError for an engine that was not built to record, or has computed nothing.
         """
-        if self._executor.host.picks is None:
+        if (picks := self._executor.host.picks) is None or not picks.records:
             raise ValueError("the engine was not built to record routing")
-        return self._executor.host.picks.record(fingerprint)
+        return picks.record(fingerprint)
 
     def forward(
         self, tokens: Sequence[int] | Sequence[Sequence[int]], all_logits: bool = False, best_only: bool = False
@@ -194,8 +222,9 @@ class Engine:
         self._check_alive()
         self._sequences.admit(lists, self.vocab)
         parts: list[list[torch.Tensor]] = [[] for _ in lists]  # rows of logits
+        spans, most = self._sequences.spans(lists), self.rank_plan.tiers[-1].tokens
         try:
-            for new in self._sequences.cut(lists, self.rank_plan.tiers[-1].tokens, all_logits):
+            for new in self._sequences.cut(lists, most, all_logits):
                 rows, ids = [row for row, _ in new.wanted], torch.tensor(new.ids, dtype=torch.int64)
                 with self.device.current():  # this thread need not be the one that loaded
                     logits = self._executor.run(ids, new.segments, rows, self._sequences.used, best_only)
@@ -203,6 +232,7 @@ class Engine:
                     parts[sequence].append(logits[i])
                 for segment in new.segments:
                     self._sequences.extend(segment, new.ids)
+                self._checkpoints.note(new.segments, spans, most)
         except BaseException as error:
             self._broken = error  # caches are half-written: no further text may come from them
             if not isinstance(error, Exception):  # interrupted while it entered a mode of torch, which lives as long
@@ -283,13 +313,6 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _uncut_states(executor: Executor) -> tuple[str, ...]:
-    """Units whose state cannot be cut back to an earlier length."""
-    spec = executor.spec
-    laws = ((unit.name, unit.state(spec.config, executor.states)) for unit in spec.units)
-    return tuple(name for name, law in laws if law is not None and not law.can_be_cut)
 
 
 def _recent_blocks(executor: Executor) -> RecentBlocks | None:

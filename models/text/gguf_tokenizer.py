@@ -46,6 +46,10 @@ class PreTokenizer:
 
 _LLAMA3 = PreTokenizer((_CONTRACTIONS + _WORDS + r"\p{N}{1,3}|" + _MARKS + _TAIL,), whole_words=True, adds_bos=True)
 _QWEN2 = PreTokenizer((_CONTRACTIONS + _WORDS + r"\p{N}|" + _MARKS + _TAIL,), nfc=True)
+_QWEN35 = (  # marks are of the words that they stand in
+    _CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _TAIL
+)
+_SMOLLM = PreTokenizer((r"\p{N}", _GPT2))
 # The patterns are those of the models' own tokenizer.json; "default" is what GGUF files mean by it.
 PRE_TOKENIZERS = {
     "gpt-2": PreTokenizer((_GPT2,)),
@@ -55,8 +59,11 @@ PRE_TOKENIZERS = {
     "falcon3": _LLAMA3,
     "pixtral": _LLAMA3,
     "smaug-bpe": PreTokenizer(_LLAMA3.patterns),
+    "dbrx": PreTokenizer(_LLAMA3.patterns),
+    "seed-coder": PreTokenizer((_CONTRACTIONS + _WORDS + r"\p{N}| ?[^\s\p{L}\p{N}\r\n]+|" + _TAIL,)),
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
+    "qwen35": PreTokenizer((_QWEN35,), nfc=True),
     "tekken": PreTokenizer((_CASED + r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _TAIL,), whole_words=True, adds_bos=True),
     "glm4": PreTokenizer(_LLAMA3.patterns, whole_words=True),
     "chatglm-bpe": PreTokenizer(_LLAMA3.patterns),
@@ -73,12 +80,23 @@ PRE_TOKENIZERS = {
     ),
     "deepseek-v3": PreTokenizer((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _V3_WORDS + _TAIL)),
     "kimi-k2": PreTokenizer((r"[\p{Han}]+|" + _NOT_HAN + r"\p{N}{1,3}|" + _MARKS + _TAIL,), whole_words=True),
-    "smollm": PreTokenizer((r"\p{N}", _GPT2)),
+    "smollm": _SMOLLM,
+    "starcoder": _SMOLLM,
+    "refact": _SMOLLM,
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
 }
 
 # Control tokens that end a turn; files name only one end token, and instruct models use several.
-_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>", "</s>")
+_TURN_ENDS = (
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|eom_id|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<end_of_turn>",
+)
 # Where both of these are, as in gpt-oss, a turn ends with one of them, and "<|end|>" only a message within it.
 _HARMONY_ENDS = ("<|return|>", "<|call|>")
 

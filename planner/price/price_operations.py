@@ -16,6 +16,7 @@ from pshard.units.operations import (
     DeltaNet,
     ExpertProducts,
     GatedProduct,
+    GateRows,
     HeadProducts,
     LookUp,
     Norm,
@@ -27,6 +28,10 @@ from pshard.units.operations import (
     Route,
     StoreLatent,
 )
+
+# tokens of a prompt whose cells are read together: rows of the GPU tiles of runtime/kernels/gpu/default_tiles.py; plain
+# torch takes as many as a window of 128 has
+ATTENDED_AT_ONCE = 128
 
 
 @dataclass(frozen=True)
@@ -76,8 +81,9 @@ def price_operation(operation: Operation, by: OneSide) -> list[Term]:
     match operation:
         case LookUp(table):
             return [(Order.OTHER, _elementwise(by, "embed", table.cols))]
-        case Norm():
-            return [(Order.NORM, _elementwise(by, "norm", operation.width))]
+        case Norm(width=width, adds=adds):
+            added = [(Order.RESIDUAL, _elementwise(by, "residual", width))] if adds else []
+            return [(Order.NORM, _elementwise(by, "norm", width)), *added]
         case PlaceRows(width):  # reads and writes as much as a norm
             return [(Order.RESIDUAL, _elementwise(by, "norm", width))]
         case Product(matrix):
@@ -89,6 +95,8 @@ def price_operation(operation: Operation, by: OneSide) -> list[Term]:
             if not by.on_host and _in_one_launch(by, (gate, up)):  # the product of both is made in it too
                 return [*_products(by, (gate, up)), (Order.SAVED, -_saved_by_one_launch(by, (gate, up)))]
             return [*_products(by, (gate, up)), (Order.OTHER, _elementwise(by, "silu_mul", up.rows))]
+        case GateRows(width):  # reads and writes as much as the gate of an FFN
+            return [(Order.OTHER, _elementwise(by, "silu_mul", width))]
         case Rotate():
             # a GPU normalises heads while their rows are rotated
             norms = (
@@ -176,15 +184,16 @@ def _saved_by_one_launch(by: OneSide, matrices: tuple[TensorSpec, ...]) -> float
 
 def _attention(by: OneSide, heads: Attend) -> float:
     """Attention of all sequences of the micro-batch; with a window over the cells that it sees. Tokens of a prompt are
-    attended in tiles, which see half a window more than each of them."""
+    attended ATTENDED_AT_ONCE, so the cells of that many are read beside the window."""
     load, window = by.load, heads.window
     if load.is_decode:
         context = min(load.past + 1, window) if window else load.past + 1
         return by.tables.decode_attention(by.side, heads, by.kv_type, load.sequences, context)
     each = -(-load.tokens // load.sequences)
     context = min(load.past, window - 1) + each if window else load.past + each
+    seen = window + min(each, ATTENDED_AT_ONCE)
     seconds = load.sequences * by.tables.attention(by.side, heads, by.kv_type, each, context)
-    return seconds * min(1.0, 1.5 * window * each / count_pairs(each, context)) if window else seconds
+    return seconds * min(1.0, seen * each / count_pairs(each, context)) if window else seconds
 
 
 def _attend_latent(by: OneSide, latent: AttendLatent) -> float:

@@ -41,12 +41,18 @@ if TYPE_CHECKING:
     from pshard.hub.reference import HubReference
     from pshard.model import ModelSpec
     from pshard.models import ModelFile
+    from pshard.routing.record import RoutingRecord
     from pshard.routing.replay import Replay
 
 Tell = Callable[[str], None]  # a line for the user, beside the output
 UNRECORDED = (
     "no routing record: experts are priced as if all were chosen alike, which real texts beat; "
     "pshard-run --record-routing FILE makes one, --routing FILE plans by it"
+)
+
+UNTRIED_SLOTS = (
+    "the plan has slots for experts that follow use, which were not tried: the tokens of a trial are made up, and "
+    "choose other experts than texts do; it is predicted to be faster by the record"
 )
 
 
@@ -191,33 +197,39 @@ def _plan_all(args: argparse.Namespace, path: Path, profile: MachineProfile, els
         for note in model.notes:
             tell(f"note: {note}")
         inputs = fingerprint_inputs(model.fingerprint_inputs(), profile)
-        replay = _use_record(args.routing, model) if args.routing else None
-        if replay is None and model.spec.config.experts is not None:
+        record = _use_record(args.routing, model) if args.routing else None
+        if record is None and model.spec.config.experts is not None:
             tell(f"note: {UNRECORDED}")
         workloads = make_workloads(args, model.spec, profile)
         why_not = _why_not_validate(args, model.spec, profile, workloads[0], elsewhere)
         if why_not:
             tell(f"note: not validated: {why_not}")
-        made = [_plan(args, model, profile, workload, why_not is None, tell) for workload in workloads]
+        made = [_plan(args, model, profile, workload, (why_not is None, record), tell) for workload in workloads]
     found = [(variant, trials) for variant, trials in made if variant is not None]
     if not found:
         raise UserError("no budget of the sweep is large enough; raise --sweep")
     variants, trials = zip(*found)
-    return Planned(model.spec, profile, inputs, workloads[0], variants, trials, replay)
+    replay = _replay(record) if record else None
+    return Planned(model.spec, profile, inputs, workloads[0], variants, trials, replay, record)
 
 
-def _use_record(path: Path, model: "ModelFile") -> "Replay":
-    """Plan the model by a routing record; returns what it says of hit rates. Raises UserError for a record that cannot
-    be used."""
+def _replay(record: "RoutingRecord") -> "Replay":
+    """What a record says of hit rates."""
+    from pshard.routing.replay import replay_record
+
+    return replay_record(record)
+
+
+def _use_record(path: Path, model: "ModelFile") -> "RoutingRecord":
+    """Plan the model by a routing record; returns it. Raises UserError for a record that cannot be used."""
     from pshard.registries.routing_file import check_routing, read_routing
     from pshard.routing.measure_popularity import measure_popularity
     from pshard.routing.order_experts import order_experts
-    from pshard.routing.replay import replay_record
 
     record = read_routing(path)
     check_routing(record, model, path)
     model.spec = order_experts(model.spec, measure_popularity(record))
-    return replay_record(record)
+    return record
 
 
 def _why_not_validate(
@@ -246,32 +258,42 @@ def _plan(
     model: "ModelFile",
     profile: MachineProfile,
     workload: Workload,
-    validate: bool,
+    how: "tuple[bool, RoutingRecord | None]",
     tell: Tell,
 ) -> tuple[Variant | None, tuple[Trial, ...]]:
-    """The variant of one budget and what was tried for it; in a sweep, None for a budget that is too small."""
+    """The variant of one budget and what was tried for it; in a sweep, None for a budget that is too small. how:
+    whether plans are validated, and the routing record."""
     from pshard.errors import NoPlan
     from pshard.planner.choose_mode import alone_on, plan_split
     from pshard.planner.make_plan import plan_baseline
+    from pshard.planner.routing.plan_slots import plan_slots
     from pshard.session.try_plans import SPLIT, choose_by_trial
 
     def say(line: str) -> None:
         tell(f"note: {line}")
 
+    def follow_use(chosen: Variant, trials: tuple[Trial, ...] = ()) -> tuple[Variant, tuple[Trial, ...]]:
+        asked = replace(chosen.workload, max_ubatch=workload.max_ubatch)
+        found = plan_slots(model.spec, profile, asked, chosen, record, args.time_limit)
+        if trials and found.ranks[0].caches:
+            say(UNTRIED_SLOTS)
+        return found, trials
+
+    validate, record = how
     try:
         if args.strategy != "ilp":
-            return plan_baseline(args.strategy, model.spec, profile, workload), ()
+            return plan_baseline(args.strategy, model.spec, profile, workload, record=record), ()
         if validate and args.split_mode != "auto":
-            return choose_by_trial(model, profile, workload, args.time_limit, args.validate_seconds, say)
+            return follow_use(*choose_by_trial(model, profile, workload, args.time_limit, args.validate_seconds, say))
         with planning_bar(f"planning {model.spec.name}"):
             settled = plan_split(model.spec, profile, workload, wants_ratios(args), args.time_limit)
         if validate and len(settled.ranks) == 1:
             one = alone_on(workload, settled.workload.device)
             chosen, trials = choose_by_trial(model, profile, one, args.time_limit, args.validate_seconds, say)
-            return replace(chosen, considered=settled.considered), trials
+            return follow_use(replace(chosen, considered=settled.considered), trials)
         if validate:
             say(f"not validated: {SPLIT}")
-        return settled, ()
+        return follow_use(settled)
     except NoPlan as error:
         if args.sweep is None:
             raise

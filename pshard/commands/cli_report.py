@@ -9,8 +9,8 @@ from pshard.commands.command_line import new_parser, run_cli
 
 if TYPE_CHECKING:
     from pshard.reports.inputs import ReportInputs
+    from pshard.routing.expert_map import ExpertMap
     from pshard.times.measurement import Timeline
-    from pshard.units.moe.expert_map import ExpertMap
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -66,7 +66,7 @@ def _ask_model(inputs: "ReportInputs", args: Namespace) -> "tuple[list[Timeline]
     from pshard.planner.explain import simulate_timelines
     from pshard.registries.fingerprint import profile_input
     from pshard.registries.profile_store import load_profile
-    from pshard.units.moe.expert_map import map_experts
+    from pshard.routing.expert_map import map_experts
 
     profile = inputs.profiles[0] if inputs.profiles and not args.profile else load_profile(args.profile)
     with open_model(args.model) as model:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pshard.models import ModelFile
+    from pshard.routing.follow_use import HitCounts
     from pshard.runtime.engine import Engine, MemoryReport
 
 
@@ -44,6 +45,10 @@ def make_parser() -> ArgumentParser:
         "--record-routing", type=Path, metavar="FILE",
         help="record which experts every token of the run uses, for pshard plan --routing",
     )  # fmt: skip
+    parser.add_argument(
+        "--deterministic", action="store_true",
+        help="experts in VRAM stay those that the plan begins with: earlier text moves no bit of what follows",
+    )  # fmt: skip
     add_sampling_flags(parser)
     return parser
 
@@ -64,6 +69,7 @@ def _main(argv: list[str]) -> int:
     from pshard.session.open_plan import open_plan, settle_plan, tell_once
     from pshard.session.readiness.first_profile import ensure_profile
     from pshard.session.start_engine import open_group, start_engine
+    from pshard.units.moe.followed import keep_slots
 
     if request.profile is None and not started_ranks():
         ensure_profile(request.model, tell_once)
@@ -83,7 +89,8 @@ def _main(argv: list[str]) -> int:
     if sampling.seed is None:  # all ranks draw the same tokens
         sampling = replace(sampling, seed=group.broadcast(secrets.randbits(62)))
     records = args.record_routing is not None
-    with start_engine(opened, opened.variant, args.kernels, group, records=records) as engine:
+    variant = keep_slots(opened.variant) if args.deterministic else opened.variant
+    with start_engine(opened, variant, args.kernels, group, records=records) as engine:
         for note in (*opened.file.notes, *doubts, *engine.notes) if group.rank == 0 else ():
             print(f"note: {note}", file=sys.stderr)
         _generate(engine, ids, args, sampling, grammar, loud=group.rank == 0)
@@ -133,9 +140,11 @@ def _take_cached(engine: "Engine", prompt: list[int], args: Any, loud: bool) -> 
         return prompt
     cached = engine.load(args.prompt_cache)
     same = next((i for i, (a, b) in enumerate(zip(cached, prompt)) if a != b), min(len(cached), len(prompt)))
-    engine.reset(length=min(same, len(prompt) - 1))
+    again = engine.reset(length=min(same, len(prompt) - 1))
     if loud:
-        print(f"prompt cache: {engine.lengths[0]} of {len(prompt)} tokens are taken from it", file=sys.stderr)
+        why = f"; {again} are computed again: it lacks cells that layers with a window see" if again else ""
+        taken = engine.lengths[0] - again
+        print(f"prompt cache: {taken} of {len(prompt)} tokens are taken from it{why}", file=sys.stderr)
     return prompt[engine.lengths[0] :]
 
 
@@ -171,15 +180,23 @@ def _generate(engine: "Engine", prompt: Any, args: Any, sampling: Any, grammar: 
         f"{engine.switches} plan switch{'' if engine.switches == 1 else 'es'}",
         file=sys.stderr,
     )
+    if (found := engine.expert_hits).chosen:
+        print(_describe_hits(found, engine.expected_hits), file=sys.stderr)
     if len(ranks) > 1:
         print(_tabulate_ranks(ranks), end="", file=sys.stderr)
+
+
+def _describe_hits(found: "HitCounts", expected: float | None) -> str:
+    """What slots for experts did while single tokens were decoded, beside what the plan expects."""
+    beside = f" ({expected:.1%} expected)" if expected is not None else ""
+    return f"slots: {found.share:.1%} of the choices found their expert there{beside}, {found.admitted} were brought in"
 
 
 def _record_routing(engine: "Engine", file: "ModelFile", path: Path) -> None:
     """Write which experts the run's tokens have used, and tell of it."""
     from pshard.planner.routing.measure_hits import measure_hits
     from pshard.registries.routing_file import fingerprint_routers, write_routing
-    from pshard.units.moe.expert_map import map_experts
+    from pshard.routing.expert_map import map_experts
 
     record, spec = engine.record_routing(fingerprint_routers(file)), file.spec
     write_routing(path, record)

@@ -1,16 +1,18 @@
 """Rotary grouped-query attention: norm, q, k and v, rotation, attention over the KV cache, output, residual.
 
-Two kinds: attention over all cells of a sequence, and over the last `ModelConfig.sliding_window` ones.
+Three kinds: attention over all cells of a sequence, over the last `ModelConfig.sliding_window` ones, and over all cells
+with heads that are not rotated.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import lcm
 
 from pshard.batch_sizes import SMALL_BATCH
-from pshard.model_config import ModelConfig
+from pshard.model_config import ModelConfig, Rope
 from pshard.quant import QUANT_TYPES
 from pshard.units.kv_cells import longest_sequence
-from pshard.units.operations import Attend, Norm, Operation, Product, ProductGroup, Rotate
+from pshard.units.operations import Attend, GateRows, Norm, Operation, Product, ProductGroup, Rotate
 from pshard.units.ranges import Targets, place_heads
 from pshard.units.scratch import Buffer
 from pshard.units.state import CellState, StateShape
@@ -19,7 +21,11 @@ from pshard.units.unit import Cut, Tensors, UnitKind
 NORM, OUT, OUT_BIAS = "attn_norm.weight", "attn_output.weight", "attn_output.bias"
 QKV, QKV_BIASES = (tuple(f"attn_{part}.{what}" for part in "qkv") for what in ("weight", "bias"))
 HEAD_NORMS = ("attn_q_norm.weight", "attn_k_norm.weight")
+GATE = "attn_q_gate.weight"  # of a model with gated attention: one number for each that a head gives
 SINKS = "attn_sinks.weight"  # a logit of each head, which takes part in the softmax and gives nothing
+AFTER = "post_attention_norm.weight"  # of what is added to the residual stream
+ROPES = ("rope", "window_rope", "still_rope")  # scratch: sines and cosines, by position
+TEMPERATURE = "temperature"  # scratch: what queries are multiplied by, by their position
 ATTENTION_PIECES = 64  # most pieces that one decode attention is cut into along the context
 DECODE_PROGRAMS = 1024  # a decode attention is cut until about this many programs run
 
@@ -35,15 +41,29 @@ def count_heads(tensors: Tensors, config: ModelConfig) -> tuple[int, int]:
     return q // config.head_dim, k // config.head_dim
 
 
+def pick_rope(config: ModelConfig, kind: str) -> tuple[str, Rope]:
+    """The scratch buffer that holds the sines and cosines of a kind of attention, and what they are made of."""
+    if kind == "still attention":
+        return "still_rope", config.still_rope
+    if kind == "windowed attention" and config.window_rope:
+        return "window_rope", config.window_rope
+    return "rope", config.rope
+
+
 def _operations(tensors: Tensors, config: ModelConfig, window: int = 0) -> tuple[Operation, ...]:
+    after = tensors.get(AFTER)
     heads = *count_heads(tensors, config), config.head_dim
     norms = tuple(tensors[role] for role in HEAD_NORMS if role in tensors)
+    gate, group = tensors.get(GATE), (*QKV, GATE) if GATE in tensors else QKV
+    biases = tuple(tensors.get(role) for role in QKV_BIASES) + (None,) * (len(group) - len(QKV))
     return (
         Norm(tensors.get(NORM), config.d_model),
-        ProductGroup(tuple(tensors[role] for role in QKV), tuple(tensors.get(role) for role in QKV_BIASES)),
+        ProductGroup(tuple(tensors[role] for role in group), biases),
         Rotate(*heads, norms, config.qk_norm),
         Attend(*heads, window, tensors.get(SINKS)),
-        Product(tensors[OUT], tensors.get(OUT_BIAS), adds=True),
+        *((GateRows(gate.rows),) if gate else ()),
+        Product(tensors[OUT], tensors.get(OUT_BIAS), adds=after is None),
+        *((Norm(after, config.d_model, adds=True),) if after else ()),
     )
 
 
@@ -56,16 +76,23 @@ def _state(config: ModelConfig, shape: StateShape, window: int = 0) -> CellState
     return CellState(config.n_kv_heads * config.head_dim, shape.type_k, shape.type_v, window)
 
 
-def _scratch(config: ModelConfig, tokens: int, shape: StateShape) -> tuple[Buffer, ...]:
+def _scratch(config: ModelConfig, tokens: int, shape: StateShape, kind: str) -> tuple[Buffer, ...]:
     heads, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    longest, (table, rope) = longest_sequence(config, shape.context), pick_rope(config, kind)
+    warms = config.temperature and longest > config.temperature.span  # below it all are multiplied by 1
     # every tier may be given few tokens: those attend in pieces along the context
     most = max(n * decode_pieces(n, config.n_kv_heads) for n in range(1, min(tokens, SMALL_BATCH) + 1))
     return (
-        Buffer("qkv", (tokens, heads + 2 * kv), "act"),
+        Buffer("qkv", (tokens, (2 if config.gated else 1) * heads + 2 * kv), "act"),
         Buffer("mixed", (tokens, heads), "act"),
-        Buffer("rope", (2, longest_sequence(config, shape.context), config.rope.dims // 2), "f32"),
+        Buffer(table, (2, longest, rope.dims // 2), "f32"),
+        *((Buffer(TEMPERATURE, (longest,), "f32"),) if warms else ()),
         Buffer("partial", (most, config.n_heads, config.head_dim + 2), "f32"),
     )
+
+
+def _scratch_of(kind: str) -> Callable[[ModelConfig, int, StateShape], tuple[Buffer, ...]]:
+    return lambda config, tokens, shape: _scratch(config, tokens, shape, kind)
 
 
 def _bounds(config: ModelConfig, tensors: Tensors, targets: Targets) -> tuple[int, ...]:
@@ -84,6 +111,7 @@ ATTENTION = UnitKind(
         {
             NORM: ("none", "all"),
             _Q: ("rows", "cut"),
+            GATE: ("rows", "cut"),
             "attn_q.bias": ("rows", "cut"),
             _K: ("rows", "kv"),
             "attn_k.bias": ("rows", "kv"),
@@ -93,6 +121,7 @@ ATTENTION = UnitKind(
             SINKS: ("rows", "each"),
             OUT: ("cols", "cut"),
             OUT_BIAS: ("rows", "first"),
+            AFTER: ("none", "all"),
         },
         length=lambda config: config.n_heads,
         bounds=_bounds,
@@ -101,7 +130,7 @@ ATTENTION = UnitKind(
     ),
     widths=_widths,
     state=_state,
-    scratch=_scratch,
+    scratch=_scratch_of("attention"),
     adds=True,
     leads=True,
     llama_cpp="attn_.*",
@@ -116,4 +145,6 @@ WINDOWED_ATTENTION = replace(
     name="windowed attention",
     operations=lambda tensors, config: _operations(tensors, config, config.window),
     state=lambda config, shape: _state(config, shape, config.window),
+    scratch=_scratch_of("windowed attention"),
 )
+STILL_ATTENTION = replace(ATTENTION, name="still attention", scratch=_scratch_of("still attention"))

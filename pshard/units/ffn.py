@@ -13,23 +13,31 @@ from pshard.units.state import StateShape
 from pshard.units.unit import Cut, Division, Tensors, UnitKind
 
 NORM, GATE, UP, DOWN = (f"ffn_{part}.weight" for part in ("norm", "gate", "up", "down"))
+AFTER = "post_ffw_norm.weight"  # of what is added to the residual stream
 
 
 def _begin(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
     return Norm(tensors.get(NORM), config.d_model), GatedProduct(tensors[GATE], tensors[UP])
 
 
+def _end(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
+    after = tensors.get(AFTER)
+    if after is None:
+        return (Product(tensors[DOWN], adds=True),)
+    return Product(tensors[DOWN]), Norm(after, config.d_model, adds=True)
+
+
 def _operations(tensors: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
-    return *_begin(tensors, config), Product(tensors[DOWN], adds=True)
+    return *_begin(tensors, config), *_end(tensors, config)
 
 
 def _divide(on_acc: Tensors, on_cpu: Tensors, config: ModelConfig) -> Division:
     joined = PlaceRows(on_cpu[GATE].rows)
-    return Division(_begin(on_acc, config), _begin(on_cpu, config), (joined, Product(on_acc[DOWN], adds=True)))
+    return Division(_begin(on_acc, config), _begin(on_cpu, config), (joined, *_end(on_acc, config)))
 
 
 def _keep(in_arena: Tensors, in_slot: Tensors, config: ModelConfig) -> tuple[Operation, ...]:
-    return *_begin(in_arena, config), GatedProduct(in_slot[GATE], in_slot[UP]), Product(in_arena[DOWN], adds=True)
+    return *_begin(in_arena, config), GatedProduct(in_slot[GATE], in_slot[UP]), *_end(in_arena, config)
 
 
 def _scratch(config: ModelConfig, tokens: int, shape: StateShape) -> tuple[Buffer, ...]:
@@ -54,6 +62,7 @@ FFN = UnitKind(
             "ffn_up.bias": ("rows", "cut"),
             DOWN: ("cols", "cut"),
             "ffn_down.bias": ("rows", "first"),
+            AFTER: ("none", "all"),
         },
         length=lambda config: config.d_ffn,
         bounds=_bounds,

@@ -19,10 +19,11 @@ class LookUp:
 
 @dataclass(frozen=True)
 class Norm:
-    """RMS norm of the residual stream, `width` elements a token."""
+    """RMS norm of the residual stream, `width` elements a token; `adds`: of what a unit gives, onto that stream."""
 
     weight: TensorSpec | None
     width: int
+    adds: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,13 @@ class Attend:
     def heads(self) -> tuple[int, int, int]:
         """Query heads, KV heads, elements of each, as kernels take them."""
         return self.n_heads, self.n_kv_heads, self.head_dim
+
+
+@dataclass(frozen=True)
+class GateRows:
+    """An activation times the sigmoid of another one, `width` elements a token each."""
+
+    width: int
 
 
 @dataclass(frozen=True)
@@ -225,6 +233,7 @@ Operation = (
     | PlaceRows
     | Rotate
     | Attend
+    | GateRows
     | HeadProducts
     | StoreLatent
     | AttendLatent

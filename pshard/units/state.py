@@ -28,7 +28,17 @@ class State(Protocol):
     """The law of a state's size. Bytes."""
 
     grows: ClassVar[bool]  # with the tokens of a sequence
-    can_be_cut: ClassVar[bool]  # back to any earlier length
+    can_be_cut: ClassVar[bool]  # back to any earlier length; with a window perhaps only by computing it again
+
+    @property
+    def cell(self) -> int:
+        """Of one token's cell; 0 of a state that is no cache of cells."""
+        ...
+
+    @property
+    def window(self) -> int:
+        """How many of the last cells a token sees; 0: all."""
+        ...
 
     def nbytes(self, shape: StateShape) -> int:
         """Of one layer, for all sequences of `shape`."""
@@ -89,6 +99,7 @@ class LatentState:
 
     width: int
     kind: str
+    window: ClassVar[int] = 0
     grows: ClassVar[bool] = True
     can_be_cut: ClassVar[bool] = True
 
@@ -110,9 +121,12 @@ class LatentState:
 
 @dataclass(frozen=True)
 class FixedState:
-    """So many bytes a sequence, whatever its length; every micro-batch reads and writes all of it."""
+    """So many bytes a sequence, whatever its length: all zeros where one begins. Every micro-batch reads and writes all
+    of it."""
 
     each: int
+    cell: ClassVar[int] = 0
+    window: ClassVar[int] = 0
     grows: ClassVar[bool] = False
     can_be_cut: ClassVar[bool] = False
 
@@ -120,7 +134,7 @@ class FixedState:
         return shape.sequences * align(self.each, BUFFER_ALIGN)
 
     def fetched(self, past: int, sequences: int) -> int:
-        return sequences * self.each if past else 0
+        return sequences * self.each
 
     def written(self, tokens: int, sequences: int) -> int:
         return sequences * self.each

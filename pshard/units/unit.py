@@ -12,7 +12,7 @@ from pshard.errors import UserError
 from pshard.model_config import ModelConfig
 from pshard.quant import TENSOR_ALIGN, align
 from pshard.tensor import TensorSpec
-from pshard.units.operations import Operation
+from pshard.units.operations import Norm, Operation
 from pshard.units.ranges import place_rows
 from pshard.units.scratch import Buffer
 from pshard.units.state import State, StateShape
@@ -41,7 +41,7 @@ class Cut:
     to the q heads), "each" (one element of every thing), "all", or "first" (whole, on the first rank that works).
     bounds: those of each rank's range nearest to the ranks' targets (None: the rank holds nothing). width: elements of
     one thing along a tensor's axis. stacks: of a tensor that is cut by rows, so many equal parts stand below each
-    other, each of which is cut so.
+    other, each of which is cut so. layout: (stacks, width) of each role, along either axis, where they differ.
     """
 
     rules: Mapping[str, tuple[str, str]]
@@ -49,6 +49,7 @@ class Cut:
     bounds: Callable[[ModelConfig, Tensors, tuple[float | None, ...]], tuple[int, ...]]
     width: Callable[[ModelConfig], int] = lambda config: 1
     stacks: Callable[[ModelConfig], int] = lambda config: 1
+    layout: Callable[[str, ModelConfig], tuple[int, int]] | None = None
     flag: str = ""  # what --max-tp calls the kind; "" where no rank count can be limited
 
 
@@ -179,6 +180,12 @@ class Unit:
         """Bytes of the unit's state for all sequences; 0 when it keeps none."""
         law = self.state(config, shape)
         return law.nbytes(shape) if law else 0
+
+
+def cut_of(unit: Unit, config: ModelConfig) -> Cut | None:
+    """How ranks share a unit; None: they cannot, also because what it gives is normalised once it is summed."""
+    normed = any(isinstance(operation, Norm) and operation.adds for operation in unit.operations(config))
+    return None if normed else unit.kind.cut
 
 
 def places_of(kind: UnitKind, sums: bool) -> tuple[Place, ...]:

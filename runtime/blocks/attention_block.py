@@ -3,20 +3,34 @@
 import torch
 
 from pshard.model_config import ModelConfig
-from pshard.runtime.blocks.block import Block, Residual, Work, leave, normalise
-from pshard.runtime.kernels.api import LayerKV
+from pshard.runtime.blocks.block import Block, Residual, Side, Work, leave_normed, normalise
+from pshard.runtime.kernels.api import LayerKV, RowIndex
 from pshard.runtime.memory.kv_cache import view_layer
 from pshard.runtime.memory.weights import UnitWeights
-from pshard.units.attention import HEAD_NORMS, NORM, OUT, OUT_BIAS, QKV, QKV_BIASES, SINKS, count_heads
+from pshard.units.attention import (
+    AFTER,
+    GATE,
+    HEAD_NORMS,
+    NORM,
+    OUT,
+    OUT_BIAS,
+    QKV,
+    QKV_BIASES,
+    SINKS,
+    TEMPERATURE,
+    WINDOWED_ATTENTION,
+    count_heads,
+    pick_rope,
+)
 from pshard.units.state import StateShape
-from pshard.units.unit import Unit
+from pshard.units.unit import Unit, UnitKind
 
 
 class AttentionBlock(Block):
-    """Its state is a LayerKV. windowed: of the layers that see the last cells only."""
+    """Its state is a LayerKV. kind: which of the kinds of attention, some of which see the last cells only."""
 
-    def __init__(self, windowed: bool = False) -> None:
-        self._windowed = windowed
+    def __init__(self, kind: UnitKind) -> None:
+        self._kind, self._windowed = kind.name, kind is WINDOWED_ATTENTION
 
     def view_state(self, unit: Unit, config: ModelConfig, shape: StateShape, memory: torch.Tensor) -> LayerKV:
         _, n_kv_heads = count_heads(unit.by_role, config)  # a rank's slice may hold fewer than in its widest layer
@@ -34,10 +48,22 @@ class AttentionBlock(Block):
         # a rank's slice may hold fewer heads in this layer than in its widest one
         q_width, kv_width = m[QKV[0]].rows, m[QKV[1]].rows
         heads = (q_width // config.head_dim, kv_width // config.head_dim, config.head_dim)
-        qkv, mixed = space.rows("qkv", n)[:, : q_width + 2 * kv_width], space.rows("mixed", n)[:, :q_width]
-        biases = tuple(v.get(role) for role in QKV_BIASES)
-        k.linear_group(normed, tuple(m[role] for role in QKV), qkv, space.tile, biases)
+        group, width = ((*QKV, GATE) if GATE in m else QKV), q_width + 2 * kv_width
+        products = space.rows("qkv", n)[:, : width + (q_width if GATE in m else 0)]
+        qkv, gate, mixed = products[:, :width], products[:, width:], space.rows("mixed", n)[:, :q_width]
+        biases = tuple(v.get(role) for role in QKV_BIASES) + (None,) * (len(group) - len(QKV))
+        k.linear_group(normed, tuple(m[role] for role in group), products, space.tile, biases)
         q_norm, k_norm = (v.get(role) for role in HEAD_NORMS)
-        k.rope_store(qkv, heads, q_norm, k_norm, config.norm_eps, side.rope, rows, state)
-        k.attention(qkv, heads, state, rows, config.head_dim**-0.5, mixed, space.tensors["partial"], v.get(SINKS))
-        leave(side, mixed, m[OUT], v.get(OUT_BIAS), residual)
+        rope = side.ropes[pick_rope(config, self._kind)[0]]
+        k.rope_store(qkv, heads, q_norm, k_norm, config.norm_eps, rope, rows, state)
+        _warm(side, qkv[:, :q_width], rows)
+        k.attention(qkv, heads, state, rows, config.scores_by, mixed, space.tensors["partial"], v.get(SINKS))
+        if GATE in m:
+            k.gate_rows(mixed, gate)
+        leave_normed(side, mixed, m[OUT], v.get(OUT_BIAS), v.get(AFTER), residual)
+
+
+def _warm(side: Side, queries: torch.Tensor, rows: RowIndex) -> None:
+    """Multiply queries by the temperature of their positions, where any position has another one than 1."""
+    if TEMPERATURE in side.space.tensors:
+        queries.mul_(side.space.tensors[TEMPERATURE].index_select(0, rows.position)[:, None])

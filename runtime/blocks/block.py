@@ -14,6 +14,7 @@ from pshard.model_config import ModelConfig
 from pshard.runtime.kernels.api import Kernels, Packed, RopeTable, RowIndex, SumKernels
 from pshard.runtime.memory.weights import UnitWeights
 from pshard.runtime.memory.workspace import Workspace
+from pshard.units.attention import ROPES
 from pshard.units.state import StateShape
 from pshard.units.unit import Unit
 
@@ -54,18 +55,19 @@ ALONE = Residual()  # no other rank has a part
 
 @dataclass(frozen=True)
 class Side:
-    """One computing side: its kernels, scratch and rotary table."""
+    """One computing side: its kernels, scratch, and rotary tables by the scratch buffers that hold them."""
 
     kernels: Kernels
     space: Workspace
-    rope: RopeTable
+    ropes: dict[str, RopeTable]
     config: ModelConfig
 
 
 def make_side(kernels: Kernels, space: Workspace, config: ModelConfig) -> Side:
-    """The side that computes in `space`, with the rotary table that lies there, if any."""
-    table = space.tensors.get("rope", torch.empty(2, 0, 0))
-    return Side(kernels, space, RopeTable(table[0], table[1], config.rope.pairing), config)
+    """The side that computes in `space`, with the rotary tables that lie there."""
+    tables = {name: space.tensors[name] for name in ROPES if name in space.tensors}
+    ropes = {name: RopeTable(table[0], table[1], config.rope.pairing) for name, table in tables.items()}
+    return Side(kernels, space, ropes, config)
 
 
 class LogitRows(Protocol):
@@ -140,6 +142,31 @@ def normalise(
     else:
         cast(SumKernels, side.kernels).sum_rms_norm(sums.exchange, sums.part, sums.wire, hidden, weight, eps, normed)
     return normed
+
+
+def leave_normed(
+    side: Side,
+    x: torch.Tensor,
+    weight: Packed,
+    bias: torch.Tensor | None,
+    after: torch.Tensor | None,
+    residual: Residual,
+) -> None:
+    """As `leave`, but with a weight `after` the product is normalised before it is added; no sum over ranks does so."""
+    if after is None:
+        leave(side, x, weight, bias, residual)
+        return
+    assert residual is ALONE
+    n = x.shape[0]
+    side.kernels.linear(x, weight, side.space.rows("branch", n), side.space.tile, bias)
+    add_normed(side, n, after)
+
+
+def add_normed(side: Side, n: int, after: torch.Tensor | None) -> None:
+    """Normalise what a unit has left in `branch` and add it to hidden, both [n, D]; nothing without a weight."""
+    if after is not None:
+        branch, hidden = side.space.rows("branch", n), side.space.rows("hidden", n)
+        side.kernels.rms_norm(branch, after, side.config.norm_eps, hidden, accumulate=True)
 
 
 def leave(side: Side, x: torch.Tensor, weight: Packed, bias: torch.Tensor | None, residual: Residual) -> None:

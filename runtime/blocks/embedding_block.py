@@ -11,3 +11,5 @@ class EmbeddingBlock(Block):
     def run(self, work: Work, weights: UnitWeights, state: None, residual: Residual) -> None:
         hidden = work.side.space.rows("hidden", work.rows.tokens)
         lookup_rows(weights.matrices[TABLE], work.ids.to(hidden.device), hidden)
+        if (scale := work.side.config.embedding_scale) != 1:
+            hidden.mul_(scale)

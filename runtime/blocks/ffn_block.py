@@ -1,26 +1,29 @@
-"""A SwiGLU FFN (arXiv 2002.05202), whole or divided: norm, gated product, down product."""
+"""A SwiGLU FFN (arXiv 2002.05202) or GeGLU, whole or divided: norm, gated product, down product."""
 
 import torch
 
-from pshard.runtime.blocks.block import Block, Residual, Side, Work, leave, normalise
+from pshard.runtime.blocks.block import Block, Residual, Side, Work, add_normed, leave_normed, normalise
 from pshard.runtime.memory.weights import UnitWeights
-from pshard.units.ffn import DOWN, GATE, NORM, UP
+from pshard.units.ffn import AFTER, DOWN, GATE, NORM, UP
 
 
 class FfnBlock(Block):
-    """A side's share of a divided one are rows of gate and up: of their gated product silu(gate x) * (up x). The last
+    """A side's share of a divided one are rows of gate and up: of their gated product act(gate x) * (up x). The last
     of these may lie in a slot while all else is in the arena."""
 
     def run(self, work: Work, weights: UnitWeights, state: None, residual: Residual) -> None:
         side, n, m, part = work.side, work.rows.tokens, weights.matrices, residual.part
-        normed = normalise(side, weights.vectors[NORM], n, residual)
-        out = side.space.rows("hidden", n) if part is None else part
+        normed, after = normalise(side, weights.vectors[NORM], n, residual), weights.vectors.get(AFTER)
+        out = side.space.rows("branch" if after is not None else "hidden", n) if part is None else part
+        adds = part is None and after is None
         apart = weights.last is not None or residual.leaving is not None
-        if apart or not side.kernels.ffn(normed, m[GATE], m[UP], m[DOWN], out, part is None):
-            _gate(side, weights, n, normed, None)
-            if weights.last is not None:
-                _gate(side, weights.last, n, normed, None, m[UP].rows)
-            leave(side, _gated(side, weights, n), m[DOWN], None, residual)
+        if not apart and side.kernels.ffn(normed, m[GATE], m[UP], m[DOWN], out, adds, side.config.activation):
+            add_normed(side, n, after)
+            return
+        _gate(side, weights, n, normed, None)
+        if weights.last is not None:
+            _gate(side, weights.last, n, normed, None, m[UP].rows)
+        leave_normed(side, _gated(side, weights, n), m[DOWN], None, after, residual)
 
     def run_share(self, work: Work, weights: UnitWeights, residual: Residual, out: torch.Tensor | None) -> None:
         side, n = work.side, work.rows.tokens
@@ -30,7 +33,7 @@ class FfnBlock(Block):
         side = work.side
         gated = _gated(side, weights, work.rows.tokens)
         side.kernels.place(from_cpu, gated[:, gated.shape[1] - from_cpu.shape[1] :])
-        leave(side, gated, weights.matrices[DOWN], None, residual)
+        leave_normed(side, gated, weights.matrices[DOWN], None, weights.vectors.get(AFTER), residual)
 
 
 def _gate(
@@ -40,7 +43,8 @@ def _gate(
     finds it."""
     m, width = weights.matrices, weights.matrices[UP].rows
     both = side.space.rows("gate_up", n)[:, first : first + 2 * width]
-    side.kernels.gate_up(normed, m[GATE], m[UP], both[:, :width] if out is None else out, both, side.space.tile)
+    out, tile = both[:, :width] if out is None else out, side.space.tile
+    side.kernels.gate_up(normed, m[GATE], m[UP], out, both, tile, side.config.activation)
 
 
 def _gated(side: Side, weights: UnitWeights, n: int) -> torch.Tensor:

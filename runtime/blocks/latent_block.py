@@ -49,7 +49,8 @@ class LatentBlock(Block):
         absorbed, mixed = space.rows("latent_heads", n), space.rows("latent_mixed", n)
         k.head_products(q[..., : latent.nope], m[KEY_B], absorbed[..., : latent.rank])
         turned = absorbed[..., latent.rank :]
-        k.store_latent(inner[:, first.rows :], q[..., latent.nope :], turned, v[KV_NORM], eps, side.rope, rows, state)
+        rope = side.ropes["rope"]
+        k.store_latent(inner[:, first.rows :], q[..., latent.nope :], turned, v[KV_NORM], eps, rope, rows, state)
         scale = latent.score_scale * latent.query**-0.5
         k.attend_latent(absorbed, latent.rank, state, rows, scale, mixed, space.tensors["partial"])
         values = of_rows[:, : heads * latent.value]

@@ -19,6 +19,8 @@ class OutputBlock(Block):
             torch.index_select(space.tensors["hidden"], 0, rows, out=picked)
             k.rms_norm(picked, weights.vectors[NORM], side.config.norm_eps, normed)
             k.linear(normed, head, logits, space.tile)
+            if (scale := side.config.logit_scale) != 1:
+                logits.mul_(scale)
 
     def contribute_nothing(self, work: Work, residual: Residual) -> None:
         work.logits.bring_none()

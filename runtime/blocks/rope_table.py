@@ -1,24 +1,51 @@
-"""Rotary position tables from a model's Rope data: plain, linear, yarn and llama3 scaling."""
+"""Tables by position: of rotary embeddings, plain or scaled (linear, yarn, llama3, longrope), and of temperatures."""
 
 import math
 
 import torch
 
-from pshard.model_config import Rope
+from pshard.model_config import ModelConfig, Rope, Temperature
+from pshard.units.attention import ATTENTION, ROPES, STILL_ATTENTION, TEMPERATURE, WINDOWED_ATTENTION, pick_rope
 
 
-def inverse_frequencies(rope: Rope) -> tuple[torch.Tensor, float]:
-    """Float64 angular frequencies [dims/2] and the factor on cos and sin.
+def list_tables(tensors: dict[str, torch.Tensor]) -> tuple[str, ...]:
+    """Which scratch tensors are tables by position."""
+    return tuple(name for name in (*ROPES, TEMPERATURE) if name in tensors)
+
+
+def fill_tables(config: ModelConfig, tensors: dict[str, torch.Tensor]) -> None:
+    """Fill those of the scratch tensors that are tables by position; a rank of a pipeline may have none."""
+    for kind in (ATTENTION, WINDOWED_ATTENTION, STILL_ATTENTION):
+        name, rope = pick_rope(config, kind.name)
+        if name in tensors:
+            fill_rope_table(rope, tensors[name])
+    if TEMPERATURE in tensors and config.temperature:
+        fill_temperatures(config.temperature, tensors[TEMPERATURE])
+
+
+def fill_temperatures(temperature: Temperature, table: torch.Tensor) -> None:
+    """Write what queries of every position are multiplied by to `table` float32 [context] (modeling_ministral3.py of
+    transformers 5)."""
+    turns = torch.arange(table.shape[0], dtype=torch.float64).div(temperature.span).floor()
+    table.copy_(1 + temperature.scale * torch.log1p(turns))
+
+
+def inverse_frequencies(rope: Rope, context: int = 0) -> tuple[torch.Tensor, float]:
+    """Float64 angular frequencies [dims/2] and the factor on cos and sin, for sequences of up to `context` tokens.
 
     linear: positions divided by the factor. yarn (arXiv 2309.00071): low frequencies interpolated, high ones kept, a
     linear ramp between the dimensions that turn beta_fast and beta_slow times over the original context, and
     cos/sin scaled by 0.1 ln(factor) + 1. llama3: wavelengths above the original context are stretched, with a smooth
-    blend; in GGUF files that is already in `freq_factors`.
+    blend; in GGUF files that is already in `freq_factors`. longrope (arXiv 2402.13753): divisors of their own for
+    sequences beyond the original context; which ones is decided once, by the longest that there may be.
     """
     index = torch.arange(0, rope.dims, 2, dtype=torch.float64)
     freq = rope.base ** (-index / rope.dims)
-    if rope.freq_factors:
-        freq = freq / torch.tensor(rope.freq_factors, dtype=torch.float64)
+    divisors = rope.long_factors if rope.long_factors and context > rope.original_context else rope.freq_factors
+    if divisors:
+        freq = freq / torch.tensor(divisors, dtype=torch.float64)
+    if rope.scaling == "longrope":
+        return freq, rope.attention_factor or 1.0
     if rope.scaling == "linear":
         return freq / rope.factor, 1.0
     if rope.scaling == "yarn":
@@ -41,7 +68,7 @@ def _yarn_dimension(rope: Rope, turns: float) -> float:
 
 def fill_rope_table(rope: Rope, table: torch.Tensor) -> None:
     """Write cos and sin of every position to `table` float32 [2, context, dims/2], on whatever device it lies."""
-    freq, scale = inverse_frequencies(rope)
+    freq, scale = inverse_frequencies(rope, table.shape[1])
     # float32 products, as transformers computes them: the reference's angles, not better ones
     angle = torch.arange(table.shape[1], dtype=torch.float32)[:, None] * freq.float()
     table[0].copy_(angle.cos() * scale)

@@ -6,8 +6,8 @@ G KV heads, d head_dim. Activations are `act_dtype` (float32 on the host, bfloat
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -36,6 +36,7 @@ class ExpertWeights:
     that is not here.
     biases: float32 [E, F], [E, F] and [E, D] of gate, up and down of all experts; None without. Down's is None on a
     rank that leaves it to another one.
+    moved: experts that lie elsewhere than at home, or at present not here (None), by number: `addresses` says the same.
     """
 
     gate: tuple[Packed | None, ...]
@@ -43,6 +44,14 @@ class ExpertWeights:
     down: tuple[Packed | None, ...]
     addresses: torch.Tensor
     biases: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
+    moved: dict[int, tuple[Packed, Packed, Packed] | None] = field(default_factory=dict)
+
+    def matrices(self, number: int) -> tuple[Packed, Packed, Packed] | None:
+        """Gate, up and down of an expert where it is now; None: not here."""
+        if number in self.moved:
+            return self.moved[number]
+        gate, up, down = self.gate[number], self.up[number], self.down[number]
+        return None if gate is None or up is None or down is None else (gate, up, down)
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,17 @@ class Segment:
     first: int = 0
 
 
+class SequenceRows(NamedTuple):
+    """Which rows of a micro-batch belong to which sequence, as `Kernels.delta_net` takes it: int32 on the computing
+    device. As many sequences for all batches of so many tokens, at the end some without rows; `longest`: none has more,
+    a power of two.
+    """
+
+    slots: torch.Tensor
+    offsets: torch.Tensor
+    longest: int
+
+
 @dataclass(frozen=True)
 class RowIndex:
     """Where each row of a micro-batch stands: int32 tensors on the computing device, segments on the host.
@@ -81,6 +101,7 @@ class RowIndex:
     new), an int for choosing launch sizes. spans: of the host's index, what `row_index.list_spans` says of the segments
     in memory that stays where it is (int64, a ctypes array); None where kernels are to make it.
 
+    sequences: what a gated delta net asks of them, where the model has one.
     window: a row sees so many cells at most, the last of which is its own; 0: all. recent: the index of the layers that
     have a window; None where the model has no such.
     """
@@ -93,10 +114,16 @@ class RowIndex:
     spans: Any = None
     window: int = 0
     recent: "RowIndex | None" = None
+    sequences: SequenceRows | None = None
 
     @property
     def tokens(self) -> int:
         return self.position.shape[0]
+
+    @property
+    def longest(self) -> int:
+        """As in `sequences`, which launches depend on; 0 where the model has no gated delta net."""
+        return self.sequences.longest if self.sequences else 0
 
 
 @dataclass(frozen=True)
@@ -152,9 +179,13 @@ class Kernels(Protocol):
         """Rows may have been written by others since the last call: no kernel goes by what it has made of them."""
         ...
 
-    def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
-        """out[M, D] = hidden[M, D] * rsqrt(mean(hidden^2) + eps) * weight[D]. hidden, weight float32; out float32 or
-        act_dtype."""
+    def rms_norm(
+        self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, accumulate: bool = False
+    ) -> None:
+        """out[M, D] = (out if accumulate else 0) + hidden[M, D] * rsqrt(mean(hidden^2) + eps) * weight[D].
+
+        hidden, weight float32; out float32 or act_dtype, and not hidden.
+        """
         ...
 
     def linear(
@@ -185,13 +216,31 @@ class Kernels(Protocol):
         ...
 
     def gate_up(
-        self, x: torch.Tensor, gate: Packed, up: Packed, out: torch.Tensor, both: torch.Tensor, tile: torch.Tensor
+        self,
+        x: torch.Tensor,
+        gate: Packed,
+        up: Packed,
+        out: torch.Tensor,
+        both: torch.Tensor,
+        tile: torch.Tensor,
+        activation: str = "silu",
     ) -> None:
-        """out[M, F] = silu(x @ gate.T) * (x @ up.T), act_dtype. `both` [M, 2F] act_dtype is scratch; out may be a view
-        of its first M*F elements' columns (both[:, :F])."""
+        """out[M, F] = act(x @ gate.T) * (x @ up.T), act_dtype; act is "silu", or "gelu" approximated by tanh.
+
+        `both` [M, 2F] act_dtype is scratch; out may be a view of its first M*F elements' columns (both[:, :F]).
+        """
         ...
 
-    def ffn(self, x: torch.Tensor, gate: Packed, up: Packed, down: Packed, out: torch.Tensor, accumulate: bool) -> bool:
+    def ffn(
+        self,
+        x: torch.Tensor,
+        gate: Packed,
+        up: Packed,
+        down: Packed,
+        out: torch.Tensor,
+        accumulate: bool,
+        activation: str = "silu",
+    ) -> bool:
         """A whole FFN at once, as `gate_up` and then `linear` give it, where that saves calls; False: nothing was done.
 
         x [M, D] act_dtype; out [M, D] float32. Row strides free.
@@ -235,6 +284,15 @@ class Kernels(Protocol):
 
     def place(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         """out[M, n] = rows[M, n], float32 that another side computed, as act_dtype. Row strides free."""
+        ...
+
+    def gate_rows(self, x: torch.Tensor, gate: torch.Tensor) -> None:
+        """x[M, n] *= sigmoid(gate[M, n]), act_dtype. Row strides free."""
+        ...
+
+    def scale_rows(self, x: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+        """x[M, n] *= sigmoid(hidden[M, D] . weight[D]), one number a row; x act_dtype, hidden and weight float32. Row
+        strides free."""
         ...
 
     def rope_store(

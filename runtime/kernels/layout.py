@@ -14,6 +14,9 @@ __all__ = ["pack_reference", "packed_nbytes", "unpack_reference"]
 # Doubled FP4 E2M1 values (OCP Microscaling Formats 1.0); the e8m0 scale is halved in return.
 MXFP4_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 
+# What the 16 codes of IQ4_NL and IQ4_XS stand for (ggml's kvalues_iq4nl).
+IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
+
 # Where a block's fields lie in the file: (field, bytes), in order.
 _FIELDS: dict[str, tuple[tuple[str, int], ...]] = {
     "Q4_0": (("d", 2), ("qs", 16)),
@@ -27,6 +30,8 @@ _FIELDS: dict[str, tuple[tuple[str, int], ...]] = {
     "Q4_K": (("d", 2), ("dmin", 2), ("scales", 12), ("qs", 128)),
     "Q5_K": (("d", 2), ("dmin", 2), ("scales", 12), ("qh", 32), ("qs", 128)),
     "Q6_K": (("ql", 128), ("qh", 64), ("scales", 16), ("d", 2)),
+    "IQ4_NL": (("d", 2), ("qs", 16)),
+    "IQ4_XS": (("d", 2), ("high", 2), ("low", 4), ("qs", 128)),
 }
 
 
@@ -77,6 +82,8 @@ def _code_values(qtype: str, codes: np.ndarray) -> np.ndarray:
     """The f32 value that a code stands for, before scale and minimum."""
     if qtype == "MXFP4":
         return MXFP4_VALUES[codes]
+    if qtype in ("IQ4_NL", "IQ4_XS"):
+        return IQ4_VALUES[codes]
     if qtype == "Q8_0":
         return codes.view(np.int8).astype(np.float32)
     offset = {"Q4_0": 8, "Q5_0": 16, "Q3_K": 4, "Q6_K": 32}.get(qtype, 0)
@@ -188,6 +195,10 @@ def _side_planes(qtype: str, f: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         scales = np.concatenate([low & 63, (high & 15) | ((low >> 2) & 48)], axis=-1)
         mins = np.concatenate([mid & 63, (high >> 4) | ((mid >> 2) & 48)], axis=-1)
         planes |= {"scales": scales.swapaxes(2, 3), "mins": mins.swapaxes(2, 3)}
+    elif qtype == "IQ4_XS":  # 6-bit scales: nibbles in `low`, pairs of bits above them in `high`
+        four = np.stack([f["low"] & 15, f["low"] >> 4], -1).reshape(*f["low"].shape[:-1], 8)
+        two = np.stack([(f["high"] >> np.uint8(shift)) & 3 for shift in (0, 2, 4, 6)], -1).reshape(four.shape)
+        planes["scales"] = (four | two << np.uint8(4)).swapaxes(2, 3)
     elif "scales" in f:
         planes["scales"] = f["scales"].swapaxes(2, 3)
     return {name: np.ascontiguousarray(plane) for name, plane in planes.items()}
@@ -216,6 +227,8 @@ def _scales_from_planes(qtype: str, planes: dict[str, np.ndarray], groups: int) 
 
     if qtype == "Q6_K":
         return scaled(d, scales.view(np.int8)), None
+    if qtype == "IQ4_XS":
+        return scaled(d, scales.view(np.int8) - np.int8(32)), None
     if qtype == "Q3_K":
         low, mid, high = np.split(scales, 3, axis=2)
         fields = [low & 15, mid & 15, low >> 4, mid >> 4]

@@ -1,5 +1,8 @@
 """Plain torch kernels: dequantise, then float32 arithmetic. Runs on any device; the oracle of the fast kernels."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
@@ -26,8 +29,11 @@ class PlainKernels(PlainLatent, PlainDelta):
     def forget(self) -> None:
         """See `Kernels.forget`."""
 
-    def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
-        out.copy_(hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + eps) * weight)
+    def rms_norm(
+        self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, accumulate: bool = False
+    ) -> None:
+        normed = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + eps) * weight
+        out.copy_(out + normed if accumulate else normed)
 
     def linear(
         self,
@@ -55,11 +61,27 @@ class PlainKernels(PlainLatent, PlainDelta):
             at += weight.rows
 
     def gate_up(
-        self, x: torch.Tensor, gate: Packed, up: Packed, out: torch.Tensor, both: torch.Tensor, tile: torch.Tensor
+        self,
+        x: torch.Tensor,
+        gate: Packed,
+        up: Packed,
+        out: torch.Tensor,
+        both: torch.Tensor,
+        tile: torch.Tensor,
+        activation: str = "silu",
     ) -> None:
-        out.copy_(F.silu(F.linear(x, unpack(gate))) * F.linear(x, unpack(up)))
+        out.copy_(gate_of(activation)(F.linear(x, unpack(gate))) * F.linear(x, unpack(up)))
 
-    def ffn(self, x: torch.Tensor, gate: Packed, up: Packed, down: Packed, out: torch.Tensor, accumulate: bool) -> bool:
+    def ffn(
+        self,
+        x: torch.Tensor,
+        gate: Packed,
+        up: Packed,
+        down: Packed,
+        out: torch.Tensor,
+        accumulate: bool,
+        activation: str = "silu",
+    ) -> bool:
         return False
 
     def route(
@@ -91,6 +113,12 @@ class PlainKernels(PlainLatent, PlainDelta):
 
     def place(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(rows)
+
+    def gate_rows(self, x: torch.Tensor, gate: torch.Tensor) -> None:
+        x.mul_(torch.sigmoid(gate))
+
+    def scale_rows(self, x: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+        x.mul_(torch.sigmoid(hidden @ weight)[:, None])
 
     def rope_store(
         self,
@@ -142,6 +170,11 @@ class PlainKernels(PlainLatent, PlainDelta):
             else:
                 mixed = attend_seen(q.float() * scale, k, v, s.past - first, rows.window, sinks)
             out[s.start : s.start + s.tokens] = mixed.transpose(0, 1).flatten(1).to(out.dtype)
+
+
+def gate_of(activation: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What a gate's product passes before it multiplies the other: "silu", or "gelu" approximated by tanh."""
+    return F.silu if activation == "silu" else partial(F.gelu, approximate="tanh")
 
 
 def split_qkv(qkv: torch.Tensor, heads: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -8,6 +8,7 @@ from pshard.runtime.kernels.api import Packed
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # value x 2 of each 4-bit code (OCP MX specification: E2M1), doubled so that all are whole numbers
 _E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # ggml's kvalues_iq4nl
 
 
 def plain_rows(weight: Packed) -> torch.Tensor | None:
@@ -142,6 +143,16 @@ def _q6_k(p: dict, n: int) -> torch.Tensor:
     return ((_bits(p, "codes4", n, 4) | (_bits(p, "codes2", n, 2) << 4)) - 32).float() * _spread(d, n)
 
 
+def _iq4(p: dict, n: int) -> torch.Tensor:
+    table = torch.tensor(_IQ4, dtype=torch.float32, device=p["codes4"].device)
+    return table[_bits(p, "codes4", n, 4).long()]
+
+
+def _iq4_xs(p: dict, n: int) -> torch.Tensor:
+    scales = (_sub_scales(p, n, 8) - 32).float()
+    return _iq4(p, n) * _spread(_half(p, "d", n, 256).repeat_interleave(8, -1) * scales, n)
+
+
 _DECODE = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
@@ -154,5 +165,7 @@ _DECODE = {
     "Q4_K": lambda p, n: _k_affine(p, n, _bits(p, "codes4", n, 4)),
     "Q5_K": lambda p, n: _k_affine(p, n, _five(p, n)),
     "Q6_K": _q6_k,
+    "IQ4_NL": lambda p, n: _iq4(p, n) * _spread(_half(p, "d", n, 32), n),
+    "IQ4_XS": _iq4_xs,
 }
 assert set(_DECODE) | set(PLAIN) == set(QUANT_TYPES)

@@ -13,7 +13,7 @@ from pshard.runtime.kernels.api import Segment
 from pshard.runtime.memory.kv_blocks import pool_spans
 from pshard.runtime.memory.kv_cache import CellRun, find_cell_runs
 from pshard.units.kv_cells import KV_BLOCK
-from pshard.units.state import CellState, State
+from pshard.units.state import State
 
 Copies = tuple[tuple[torch.Tensor, torch.Tensor], ...]  # (to, from)
 Parts = tuple[torch.Tensor, ...]  # of one state; the first dimension counts cells or sequences
@@ -30,18 +30,17 @@ class Reach:
 
     def entries(self, law: State) -> tuple[CellRun, ...]:
         """The runs that a state of this law counts in."""
-        if isinstance(law, CellState) and law.window:
+        if law.window:
             return self.recent
         return self.cells if law.grows else self.sequences
 
 
 def reach_old(segments: Sequence[Segment], most: int) -> Reach:
-    """What the segments' sequences have behind them; `most` as in `find_cell_runs`."""
+    """What the segments' sequences have behind them, of states that do not grow also zeros at their beginning; `most`
+    as in `find_cell_runs`."""
     spans = [span for s in segments for span in pool_spans(s.blocks, 0, s.past)]
     recent = [span for s in segments if s.recent for span in pool_spans(s.recent, s.first, s.past)]
-    return Reach(
-        find_cell_runs(spans, most), find_cell_runs(recent, most), _runs_of(s.sequence for s in segments if s.past)
-    )
+    return Reach(find_cell_runs(spans, most), find_cell_runs(recent, most), _runs_of(s.sequence for s in segments))
 
 
 def reach_new(segments: Sequence[Segment], most: int) -> Reach:

@@ -29,6 +29,7 @@ from pshard.steps.step import (
     Handoff,
     Join,
     Receive,
+    Refill,
     Send,
     WriteBack,
 )
@@ -121,7 +122,7 @@ class Walk:
         self._tier.on_host.run(self._host_key(run), lambda: self._units.run_all(run.steps))
 
     def _host_key(self, run: HostRun) -> tuple:
-        return run.name, self._tokens, len(self._batch.segments)
+        return run.name, self._tokens, len(self._batch.segments), self._batch.host_rows.longest
 
     def _run_units(self, launch: Launch) -> None:
         if self._device.kind != "cpu" or self._tokens > SMALL_BATCH:
@@ -146,7 +147,7 @@ class Walk:
         cells = self._batch.acc_rows.cells if self._tokens <= SMALL_BATCH else 0
         output = launch.gives_logits
         wanted = logits.count if output or index is not None else 0  # the others' work is the same
-        key = (tier.tokens, launch.name, self._tokens, wanted, cells)
+        key = (tier.tokens, launch.name, self._tokens, wanted, cells, self._batch.acc_rows.longest)
         repeats = self._repeats(key)
         leaving = launch.leaves if repeats else ()
         delivering = output and repeats and logits.has_some()
@@ -182,7 +183,8 @@ class Walk:
         means, key = self._means, (step, self._tokens)
         if key not in self._tier.reads:
             unit = means.spec.unit(step.unit)
-            self._tier.reads[key] = read_nbytes(unit, step.share, means.spec.config, self._tokens, means.spec.uses)
+            uses = means.spec.uses_outside(step.unit, self._tier.tokens)
+            self._tier.reads[key] = read_nbytes(unit, step.share, means.spec.config, self._tokens, uses)
         return self._tier.reads[key]
 
     def _repeats(self, key: tuple) -> bool:
@@ -269,6 +271,9 @@ class Walk:
             self._freed = self._device.mark()
         copy_in(self._means, self._tier, step, (self._freed,))
 
+    def _refill(self, step: Refill) -> None:
+        self._means.slots.begin(self._tier.tokens, self._tokens)
+
     def _free(self, step: Free) -> None:
         self._freed = self._device.mark()
 
@@ -322,6 +327,7 @@ ACTS: dict[type, Callable[[Walk, Any], None]] = {
     HostRun: Walk._run_on_host,
     Compute: Walk._compute,
     CopyIn: Walk._copy_in,
+    Refill: Walk._refill,
     Free: Walk._free,
     Handoff: Walk._hand_off,
     Join: Walk._join,

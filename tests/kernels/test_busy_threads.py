@@ -97,6 +97,17 @@ def make_rope() -> Call:
     return call
 
 
+def make_norm() -> Call:
+    x, before, weight = torch.randn(60, 2048), torch.randn(60, 2048), torch.randn(2048)
+
+    def call() -> torch.Tensor:
+        out = before.clone()
+        HostKernels().rms_norm(x, weight, 1e-6, out, accumulate=True)
+        return out
+
+    return call
+
+
 def make_experts() -> Call:
     """Some experts have enough tokens for tiles."""
     tokens, case = 200, make_case(("Q8_0",) * 3, 200, biases=True)
@@ -147,6 +158,7 @@ CALLS = {
     "tiles": make_tiled,
     "attention": make_attention,
     "rope": make_rope,
+    "norm": make_norm,
     "experts": make_experts,
     "route": make_routing,
     "delta steps": lambda: make_delta((3, 1)),

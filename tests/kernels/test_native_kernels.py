@@ -254,6 +254,26 @@ def test_gate_up_is_the_first_half_of_swiglu(isa: str, gate_type: str, up_type: 
     assert relative_error(out[:, :inner], a / (1 + np.exp(-a)) * (x @ u.astype(np.float64).T)) < 0.02
 
 
+@pytest.mark.parametrize(
+    "types", [("Q4_0", "Q4_0", "Q6_K"), ("F32", "F32", "F32"), ("BF16", "BF16", "Q8_0")], ids=" ".join
+)
+@pytest.mark.parametrize("tokens", [1, 5, 33, 600])
+def test_gelu_takes_the_place_of_silu(isa: str, types: tuple[str, str, str], tokens: int) -> None:
+    """By its approximation with tanh; also where torch multiplies."""
+    hidden, inner, kernels = 256, 768, HostKernels()
+    shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
+    made = [matrix(qtype, *shape, i) for i, (qtype, shape) in enumerate(zip(types, shapes))]
+    gate, up, down = (replace(p, data=torch.from_numpy(p.data.ravel())) for p, _ in made)
+    x, tile = torch.randn(tokens, hidden), torch.empty(1 << 20, dtype=torch.uint8)
+    both, out = torch.full((tokens, 2 * inner), torch.nan), torch.full((tokens, hidden), torch.nan)
+    g, u, d = (torch.from_numpy(values).double() for _, values in made)
+    wanted = torch.nn.functional.gelu(x.double() @ g.T, approximate="tanh") * (x.double() @ u.T)
+    kernels.gate_up(x, gate, up, both[:, :inner], both, tile, "gelu")
+    assert relative_error(both[:, :inner].numpy(), wanted.numpy()) < 0.02
+    if kernels.ffn(x, gate, up, down, out, False, "gelu"):
+        assert relative_error(out.numpy(), (wanted @ d.T).numpy()) < 0.02
+
+
 def attention_in_float64(q: np.ndarray, k: np.ndarray, v: np.ndarray, before: int, scale: float) -> np.ndarray:
     tokens, heads, _ = q.shape
     shared = heads // k.shape[1]

@@ -37,13 +37,15 @@ def make_cache(kv_types: tuple[str, str], kv_heads: int, dim: int, blocks: int) 
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(1, 5120), (3, 40), (70, 2048), (2, 17)])
-def test_rms_norm_is_torchs(threads: int, tokens: int, width: int) -> None:
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_rms_norm_is_torchs(threads: int, tokens: int, width: int, accumulate: bool) -> None:
     torch.manual_seed(1)
     wide, weight = torch.randn(tokens, width + 5), torch.randn(width)
     out = torch.full((tokens, width + 3), torch.nan)
-    want = torch.empty(tokens, width)
-    PlainKernels().rms_norm(wide[:, :width], weight, 1e-6, want)
-    HostKernels().rms_norm(wide[:, :width], weight, 1e-6, out[:, :width])
+    want = torch.randn(tokens, width)
+    out[:, :width] = want if accumulate else torch.nan
+    PlainKernels().rms_norm(wide[:, :width], weight, 1e-6, want, accumulate)
+    HostKernels().rms_norm(wide[:, :width], weight, 1e-6, out[:, :width], accumulate)
     torch.testing.assert_close(out[:, :width], want, rtol=2e-6, atol=1e-6)
     assert out[:, width:].isnan().all()
 

@@ -88,17 +88,19 @@ def test_a_nan_among_the_activations_reaches_its_token_only() -> None:
     assert np.isnan(out[7]).all() and np.isfinite(np.delete(out, 7, 0)).all()
 
 
+@pytest.mark.parametrize("gelu", [False, True])
 @pytest.mark.parametrize(("gate_type", "up_type"), [("Q4_0", "Q4_0"), ("Q4_K", "Q6_K"), ("BF16", "BF16")])
-def test_gate_and_up(gate_type: str, up_type: str) -> None:
+def test_gate_and_up(gate_type: str, up_type: str, gelu: bool) -> None:
     inner, hidden, tokens = 150, 768, 50
     gate, gate_weights = matrix(gate_type, inner, hidden, 1)
     up, up_weights = matrix(up_type, inner, hidden, 2)
     x = np.random.default_rng(3).standard_normal((tokens, hidden), np.float32)
     out = poisoned(tokens, inner)
-    native.gate_up_tiled(x, gate, up, out, tokens)
+    native.gate_up_tiled(x, gate, up, out, tokens, gelu=gelu)
     g, u = to_bf16(x) @ to_bf16(gate_weights).T, to_bf16(x) @ to_bf16(up_weights).T
     with np.errstate(over="ignore"):
-        assert relative_error(out, g / (1 + np.exp(-g)) * u) < 1e-5
+        bent = 0.5 * g * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3))) if gelu else g / (1 + np.exp(-g))
+        assert relative_error(out, bent * u) < 1e-5
 
 
 def test_a_matrix_without_columns_gives_zeros() -> None:

@@ -152,15 +152,20 @@ def test_large_batches_accumulate_in_float32(kernels: cuda.CudaKernels) -> None:
 @needs_kernels
 @pytest.mark.parametrize(("qtypes", "tokens"), [(("Q4_0", "Q4_0"), 1), (("Q6_K", "Q6_K"), 2), (("Q4_K", "Q6_K"), 3),
                                                 (("Q5_1", "Q5_1"), 12), (("BF16", "BF16"), 1)])  # fmt: skip
-def test_gate_up_is_silu_of_gate_times_up(kernels: cuda.CudaKernels, qtypes: tuple[str, str], tokens: int) -> None:
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_gate_up_is_silu_or_gelu_of_gate_times_up(
+    kernels: cuda.CudaKernels, qtypes: tuple[str, str], tokens: int, activation: str
+) -> None:
     rows, cols = 48, 512
     gate, gate_values = random_weight(qtypes[0], rows, cols, seed=14)
     up, up_values = random_weight(qtypes[1], rows, cols, seed=15)
     x = random_tensor(tokens, cols, seed=16) * 0.5
     both = poisoned(tokens, 2 * rows)
-    kernels.gate_up(x, gate, up, both[:, :rows], both, NO_TILE)
+    kernels.gate_up(x, gate, up, both[:, :rows], both, NO_TILE, activation)
     g = numpy64(x) @ gate_values.T
-    assert error(both[:, :rows], g / (1 + np.exp(-g)) * (numpy64(x) @ up_values.T)) < 0.03
+    bent = 0.5 * g * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3)))
+    bent = bent if activation == "gelu" else g / (1 + np.exp(-g))
+    assert error(both[:, :rows], bent * (numpy64(x) @ up_values.T)) < 0.03
 
 
 @needs_kernels
@@ -211,11 +216,38 @@ def test_what_is_handed_over_quantised_gives_the_same_bits(kernels: cuda.CudaKer
     after(normed)
     kernels.attention(qkv, (4, 1, 64), kv, rows, 0.125, mixed, partial)
     after(mixed)
+    kernels.gate_rows(mixed, random_tensor(tokens, 256, seed=70))
+    after(mixed)
+    kernels.scale_rows(mixed, hidden, norm)
+    after(mixed)
     kernels.rms_norm(hidden, norm, 1e-5, normed)
     kernels.gate_up(normed, gate, gate, both[:, :64], both, NO_TILE)
     before = after(both[:, :64])
     kernels.gate_up(normed.clone(), gate, gate, both[:, :64], both, NO_TILE)
     assert torch.equal(after(both[:, :64]), before)
+
+
+@needs_kernels
+@pytest.mark.parametrize("shape", [(1, 64), (3, 1000), (70, 96)])
+def test_rows_are_multiplied_by_the_sigmoid_of_their_gates(kernels: cuda.CudaKernels, shape: tuple[int, int]) -> None:
+    tokens, cols = shape
+    x, gate = (random_tensor(tokens, cols + 8, seed=seed)[:, :cols] for seed in (71, 72))
+    expected = numpy64(x) / (1 + np.exp(-numpy64(gate)))
+    kernels.gate_rows(x, gate)
+    assert error(x, expected) < 0.01
+
+
+@needs_kernels
+@pytest.mark.parametrize("shape", [(1, 64), (3, 1000), (70, 96)])
+def test_rows_are_multiplied_by_the_sigmoid_of_one_product_each(
+    kernels: cuda.CudaKernels, shape: tuple[int, int]
+) -> None:
+    tokens, cols = shape
+    x = random_tensor(tokens, cols + 8, seed=73)[:, :cols]
+    hidden, weight = random_tensor(tokens, 200, seed=74, dtype=torch.float32), random_tensor(200, seed=75).float()
+    expected = numpy64(x) / (1 + np.exp(-numpy64(hidden) @ numpy64(weight)))[:, None]
+    kernels.scale_rows(x, hidden, weight)
+    assert error(x, expected) < 0.01
 
 
 @needs_kernels
@@ -238,7 +270,12 @@ def test_rms_norm(kernels: cuda.CudaKernels, shape: tuple[int, int]) -> None:
     out = poisoned(*shape)
     kernels.rms_norm(hidden, weight, 1e-5, out)
     h = numpy64(hidden)
-    assert error(out, h / np.sqrt((h**2).mean(1, keepdims=True) + 1e-5) * numpy64(weight)) < 0.005
+    expected = h / np.sqrt((h**2).mean(1, keepdims=True) + 1e-5) * numpy64(weight)
+    assert error(out, expected) < 0.005
+    stream = random_tensor(*shape, seed=19, dtype=torch.float32)
+    before = numpy64(stream)
+    kernels.rms_norm(hidden, weight, 1e-5, stream, accumulate=True)
+    assert error(stream, before + expected) < 1e-6
 
 
 POOL = 14  # blocks of the caches below

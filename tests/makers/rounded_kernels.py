@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from pshard.runtime.kernels.kv_codec import gather_cells
-from pshard.runtime.kernels.plain import PlainKernels
+from pshard.runtime.kernels.plain import PlainKernels, gate_of
 from pshard.runtime.kernels.unpack import unpack
 
 
@@ -17,8 +17,8 @@ class RoundedKernels(PlainKernels):
     """Float32 arithmetic between bfloat16 activations: norms, every product (the CPU's library GEMM returns bfloat16),
     gate times up, attention's output and its weights as they enter the tensor cores."""
 
-    def rms_norm(self, hidden, weight, eps, out):
-        super().rms_norm(hidden, weight, eps, out)
+    def rms_norm(self, hidden, weight, eps, out, accumulate=False):
+        super().rms_norm(hidden, weight, eps, out, accumulate)
         out.copy_(rounded(out))
 
     def linear(self, x, weight, out, tile, bias=None, accumulate=False):
@@ -28,9 +28,9 @@ class RoundedKernels(PlainKernels):
     def linear_group(self, x, weights, out, tile, biases):
         super().linear_group(x, weights, out, tile, biases)  # by `linear`: rounded
 
-    def gate_up(self, x, gate, up, out, both, tile):
+    def gate_up(self, x, gate, up, out, both, tile, activation="silu"):
         first, second = (rounded(F.linear(x, unpack(w))) for w in (gate, up))
-        out.copy_(rounded(F.silu(first) * second))
+        out.copy_(rounded(gate_of(activation)(first) * second))
 
     def attention(self, qkv, heads, kv, rows, scale, out, partial, sinks=None):
         assert sinks is None, "no model of these tests has sinks"

@@ -125,10 +125,31 @@ def test_a_harmony_turn_does_not_end_with_a_message_in_it() -> None:
     assert tokens.index("<|end|>") in gguf_tokenizer(metadata, "x.gguf").eos_ids
 
 
-@pytest.mark.parametrize(("pre", "cuts"), [("smollm", [" a", "1", "2", "!"]), ("default", [" a", "12", "!"])])
+@pytest.mark.parametrize(
+    ("pre", "cuts"),
+    [
+        ("smollm", [" a", "1", "2", "!"]),
+        ("refact", [" a", "1", "2", "!"]),  # granite
+        ("dbrx", [" a", "12", "!"]),  # Phi-4
+        ("seed-coder", [" a", "1", "2", "!"]),
+        ("default", [" a", "12", "!"]),
+    ],
+)
 def test_text_is_cut_before_bpe_as_the_kind_says(pre: str, cuts: list[str]) -> None:
     backend = gguf_tokenizer(bpe_metadata(pre), "x.gguf")._backend
     assert [piece.replace("Ġ", " ") for piece, _ in backend.pre_tokenizer.pre_tokenize_str(" a12!")] == cuts
+
+
+def test_seed_coder_cuts_marks_before_line_ends() -> None:
+    backend, text = gguf_tokenizer(bpe_metadata("seed-coder"), "x.gguf")._backend, "It's x;\r\n}"
+    cuts = [text[begin:end] for _, (begin, end) in backend.pre_tokenizer.pre_tokenize_str(text)]
+    assert cuts == ["It", "'s", " x", ";", "\r\n", "}"]
+
+
+def test_a_turn_of_gemma_ends() -> None:
+    metadata = bpe_metadata("qwen2")
+    metadata["tokenizer.ggml.tokens"][len(VOCAB)] = "<end_of_turn>"
+    assert len(VOCAB) in gguf_tokenizer(metadata, "x.gguf").eos_ids
 
 
 @pytest.mark.parametrize(
@@ -143,6 +164,12 @@ def test_deepseek_and_kimi_cut_text_at_han_and_digits(pre: str, cuts: list[str])
     """deepseek-llm's third pattern holds the letters of ASCII, so that others stand alone."""
     backend, text = gguf_tokenizer(bpe_metadata(pre), "x.gguf")._backend, "It's 1234 w\u00f6rd中文カab.\n  "
     assert [text[begin:end] for _, (begin, end) in backend.pre_tokenizer.pre_tokenize_str(text)] == cuts
+
+
+def test_qwen35_leaves_marks_in_the_words_that_they_stand_in() -> None:
+    for pre, cuts in (("qwen35", ["नमस्ते", "1", "2"]), ("qwen2", ["नमस", "्त", "े", "1", "2"])):
+        backend, text = gguf_tokenizer(bpe_metadata(pre), "x.gguf")._backend, "नमस्ते12"
+        assert [text[begin:end] for _, (begin, end) in backend.pre_tokenizer.pre_tokenize_str(text)] == cuts
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)

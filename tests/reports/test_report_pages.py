@@ -28,8 +28,8 @@ from pshard.reports.figures.expert_places import draw_experts
 from pshard.reports.figures.machine_ceilings import draw_machine
 from pshard.reports.inputs import read_inputs
 from pshard.reports.tables.bench_formats import format_measurements
+from pshard.routing.expert_map import Slots, TierExperts
 from pshard.times.measurement import Timeline
-from pshard.units.moe.expert_map import TierExperts
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +128,18 @@ def test_the_figure_of_experts_has_a_strip_for_each_tier_and_a_bar_for_each_plac
     assert heights == [[16, 16, 0, 8, 48, 40], [16, 16, 48, 8, 0, 40]]
     assert decode.get_ylabel() == "1 token" and decode.texts[0].get_text() == "3.00 MB a token\nover the link"
     assert [text.get_text() for text in places.legends[0].texts][1] == "streamed: copied before use"
+
+
+def test_the_figure_of_experts_says_what_slots_are_expected_to_find():
+    found = make_expert_map()
+    first, *others = found.tiers
+    slots = (Slots(9, 3, "lru", 4, 0.4, 2.0, 1 << 20),)
+    texts = [
+        text.get_text()
+        for strip in draw_experts(replace(found, slots=slots, tiers=(replace(first, found=0.4), *others))).axes
+        for text in strip.texts
+    ]
+    assert [text.splitlines()[-1] == "40% in 9 slots" for text in texts] == [True] + [False] * len(others)
 
 
 def test_places_of_experts_without_a_tier_or_a_layer_draw_nothing(tmp_path, capsys):

@@ -34,7 +34,7 @@ def test_logits_equal_the_float64_forward(tmp_path: Path, arch: str) -> None:
     compare_logits(write_gguf(tmp_path / "m.gguf", arch, n_used=3), 1e-5)
 
 
-@pytest.mark.parametrize("qtype", ["Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "MXFP4", "BF16"])
+@pytest.mark.parametrize("qtype", ["Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "MXFP4", "IQ4_NL", "IQ4_XS", "BF16"])
 def test_every_type_of_experts_gives_the_float64_forwards_logits(tmp_path: Path, qtype: str) -> None:
     compare_logits(write_gguf(tmp_path / "m.gguf", "qwen3moe", qtype=qtype, n_layers=1), 1e-5)
 

@@ -28,6 +28,8 @@ CASES = {
     "glm4 with experts": ("glm4_moe", {}),
     "glm4 with norms of heads": ("glm4_moe", {"use_qk_norm": True}),
 }
+RNG = random.Random(0)
+IDS = [RNG.randrange(320) for _ in range(150)]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -35,7 +37,7 @@ def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
     arch, options = CASES[case]
     model = write_hf_folder(tmp_path / "hf", arch, **options)
     gguf = write_gguf_from_hf(tmp_path / "model.gguf", model)
-    ids = [random.Random(0).randrange(320) for _ in range(150)]
+    ids = IDS
     with torch.no_grad():
         expected = model(torch.tensor([ids])).logits[0]
     for path in (tmp_path / "hf", gguf):
@@ -47,7 +49,7 @@ def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
 def test_logits_of_gpt_oss_equal_transformers(tmp_path: Path) -> None:
     model = publish_gpt_oss(tmp_path / "hf", n_layers=4)
     gguf = write_gguf_from_hf(tmp_path / "model.gguf", model)
-    ids = [random.Random(0).randrange(320) for _ in range(150)]  # the window has 32
+    ids = IDS  # the window has 32
     with torch.no_grad():
         expected = model(torch.tensor([ids])).logits[0]
     for path in (tmp_path / "hf", gguf):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Buffer = Any  # int address, numpy array or torch tensor
 
-ABI = 12  # as csrc/api.cpp has it
+ABI = 14  # as csrc/api.cpp has it
 BUILD = "pip install -e . --no-build-isolation --no-deps in the folder of pshard"
 
 _TYPES = {
@@ -50,15 +50,15 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "pack": ("v", "plillllp"),
     "linear": ("v", "plpillplli"),
     "linear_group": ("v", "plpppilpll"),
-    "ffn": ("v", "plpipipillplli"),
+    "ffn": ("v", "plpipipillpllii"),
     "tiles": ("s", ""),
     "set_tiles": ("i", "s"),
     "linear_tiled": ("v", "plpillplli"),
-    "gate_up_tiled": ("v", "plpipillpll"),
+    "gate_up_tiled": ("v", "plpipillplli"),
     "dequantize": ("v", "pillllpli"),
     "get_rows": ("v", "pillplp"),
     "attention": ("v", "plpplliiplpliiifpllp"),
-    "rms_norm": ("v", "plpfllpl"),
+    "rms_norm": ("v", "plpfllpli"),
     "rope_store": ("v", "plliiippfpplippplppllii"),
     "head_products": ("v", "pllpilllplll"),
     "store_latent": ("v", "plpllpllliipfpplippplpli"),
@@ -301,14 +301,15 @@ def ffn(
     x_stride: int | None = None,
     out_stride: int | None = None,
     accumulate: bool = False,
+    gelu: bool = False,
 ) -> None:
     """SwiGLU in one call: out = (silu(x Wg^T) * (x Wu^T)) Wd^T, x and out f32 [tokens, hidden].
 
-    With `accumulate` the result is added to `out`. gate and up are [inner, hidden], down is [hidden, inner]. Precision
-    as in `linear`.
+    With `accumulate` the result is added to `out`; with `gelu` its approximation by tanh takes silu's place. gate and
+    up are [inner, hidden], down is [hidden, inner]. Precision as in `linear`.
     """
     hidden, inner = down.rows, down.cols
-    result = (_at(out), out_stride or hidden, tokens, accumulate)
+    result = (_at(out), out_stride or hidden, tokens, accumulate, gelu)
     weights = (*_packed(gate), *_packed(up), *_packed(down))
     _function("ffn")(_at(x), x_stride or hidden, *weights, hidden, inner, *result)
 
@@ -322,11 +323,12 @@ def gate_up(
     *,
     x_stride: int | None = None,
     out_stride: int | None = None,
+    gelu: bool = False,
 ) -> None:
     """The first half of `ffn`: out = silu(x Wg^T) * (x Wu^T), x f32 [tokens, hidden], out f32 [tokens, inner]."""
     inner, hidden = gate.rows, gate.cols
     weights = (*_packed(gate), *_packed(up), None, -1)  # no down
-    result = (_at(out), out_stride or inner, tokens, False)
+    result = (_at(out), out_stride or inner, tokens, False, gelu)
     _function("ffn")(_at(x), x_stride or hidden, *weights, hidden, inner, *result)
 
 
@@ -359,12 +361,13 @@ def gate_up_tiled(
     *,
     x_stride: int | None = None,
     out_stride: int | None = None,
+    gelu: bool = False,
 ) -> None:
     """As `gate_up`, with the precision of `linear_tiled`; silu is applied to the f32 sums."""
     _check_tiles()
     inner, hidden = gate.rows, gate.cols
     weights = (*_packed(gate), *_packed(up), inner, hidden)
-    _function("gate_up_tiled")(_at(x), x_stride or hidden, *weights, _at(out), out_stride or inner, tokens)
+    _function("gate_up_tiled")(_at(x), x_stride or hidden, *weights, _at(out), out_stride or inner, tokens, gelu)
 
 
 def dequantize(
@@ -447,11 +450,20 @@ def attention(
 
 
 def rms_norm(
-    x: Buffer, weight: Buffer, eps: float, tokens: int, width: int, out: Buffer, *, strides: tuple[int, int]
+    x: Buffer,
+    weight: Buffer,
+    eps: float,
+    tokens: int,
+    width: int,
+    out: Buffer,
+    *,
+    strides: tuple[int, int],
+    accumulate: bool = False,
 ) -> None:
     """out[t] = x[t] / sqrt(mean(x[t]^2) + eps) * weight, f32, rows of `width`, `strides` apart in x and in out,
-    which are not the same."""
-    _function("rms_norm")(_at(x), strides[0], _at(weight), eps, tokens, width, _at(out), strides[1])
+    which are not the same. With `accumulate` it is added to `out`."""
+    lengths = (tokens, width)
+    _function("rms_norm")(_at(x), strides[0], _at(weight), eps, *lengths, _at(out), strides[1], accumulate)
 
 
 def rope_store(

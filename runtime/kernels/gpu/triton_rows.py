@@ -1,18 +1,20 @@
-"""Row-wise kernels in Triton: RMS norm, silu and product, bias, and rope with the store into the KV cache."""
+"""Row-wise kernels in Triton: RMS norm, gate and product, bias, and rope with the store into the KV cache."""
 
 import triton
 import triton.language as tl
 
+from pshard.runtime.kernels.gpu.products.triton_gates import gate_mul
 from pshard.runtime.kernels.gpu.products.triton_quantise import store_quantised
 
 
 @triton.jit
 def rms_norm_kernel(
     hidden, hidden_stride, weight, out, out_stride, cols, eps, words, scale, sums,
-    BLOCK: tl.constexpr, QUANTISE: tl.constexpr,
+    BLOCK: tl.constexpr, ADD: tl.constexpr, QUANTISE: tl.constexpr,
 ):  # fmt: skip
     """Program m: out[m] = hidden[m] * rsqrt(mean(hidden[m]^2) + eps) * weight, in float32. BLOCK >= cols.
 
+    ADD: it is added to what is there.
     QUANTISE: out[m], as rounded, is also quantised for `matvec_kernel` (cols a multiple of 32).
     """
     m = tl.program_id(0).to(tl.int64)
@@ -21,6 +23,8 @@ def rms_norm_kernel(
     value = tl.load(hidden + m * hidden_stride + column, mask=mask, other=0.0).to(tl.float32)
     factor = tl.rsqrt(tl.sum(value * value, axis=0) / cols + eps)
     value = value * factor * tl.load(weight + column, mask=mask, other=0.0)
+    if ADD:
+        value += tl.load(out + m * out_stride + column, mask=mask, other=0.0).to(tl.float32)
     rounded = value.to(out.dtype.element_ty)
     tl.store(out + m * out_stride + column, rounded, mask=mask)
     if QUANTISE:
@@ -30,14 +34,54 @@ def rms_norm_kernel(
 
 
 @triton.jit
-def silu_mul_kernel(gate, up, in_stride, out, out_stride, cols, BLOCK: tl.constexpr):
-    """out[m, c] = silu(gate[m, c]) * up[m, c]; program (piece of the columns, m). out may be gate."""
+def gate_mul_kernel(gate, up, in_stride, out, out_stride, cols, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """out[m, c] = act(gate[m, c]) * up[m, c]; program (piece of the columns, m). out may be gate."""
     m = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = column < cols
     g = tl.load(gate + m * in_stride + column, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(up + m * in_stride + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + m * out_stride + column, (g / (1.0 + tl.exp(-g)) * u).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + m * out_stride + column, gate_mul(g, u, GELU).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gate_rows_kernel(
+    x, x_stride, gate, gate_stride, cols, words, scale, sums, BLOCK: tl.constexpr, QUANTISE: tl.constexpr
+):
+    """Program m: x[m] *= sigmoid(gate[m]), in float32. BLOCK >= cols. QUANTISE: as `rms_norm_kernel` does."""
+    m = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < cols
+    g = tl.load(gate + m * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
+    value = tl.load(x + m * x_stride + column, mask=mask, other=0.0).to(tl.float32) / (1.0 + tl.exp(-g))
+    rounded = value.to(x.dtype.element_ty)
+    tl.store(x + m * x_stride + column, rounded, mask=mask)
+    if QUANTISE:
+        chunk = tl.arange(0, BLOCK // 32)
+        tile = tl.reshape(rounded.to(tl.float32), (BLOCK // 32, 32))
+        store_quantised(tile, chunk, chunk < cols // 32, m, words, scale, sums, cols // 32, BLOCK // 32)
+
+
+@triton.jit
+def scale_rows_kernel(
+    x, x_stride, hidden, hidden_stride, weight, cols, width, words, scale, sums,
+    BLOCK: tl.constexpr, DEPTH: tl.constexpr, QUANTISE: tl.constexpr,
+):  # fmt: skip
+    """Program m: x[m] *= sigmoid(hidden[m] . weight), in float32. BLOCK >= cols, DEPTH >= width. QUANTISE: as
+    `rms_norm_kernel` does."""
+    m = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, DEPTH)
+    h = tl.load(hidden + m * hidden_stride + at, mask=at < width, other=0.0)
+    gate = tl.sum(h * tl.load(weight + at, mask=at < width, other=0.0), axis=0)
+    column = tl.arange(0, BLOCK)
+    mask = column < cols
+    value = tl.load(x + m * x_stride + column, mask=mask, other=0.0).to(tl.float32) / (1.0 + tl.exp(-gate))
+    rounded = value.to(x.dtype.element_ty)
+    tl.store(x + m * x_stride + column, rounded, mask=mask)
+    if QUANTISE:
+        chunk = tl.arange(0, BLOCK // 32)
+        tile = tl.reshape(rounded.to(tl.float32), (BLOCK // 32, 32))
+        store_quantised(tile, chunk, chunk < cols // 32, m, words, scale, sums, cols // 32, BLOCK // 32)
 
 
 @triton.jit

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -25,11 +24,9 @@ def test_help_names_every_command_and_imports_nothing_heavy() -> None:
         "    except SystemExit as end: assert end.code == 0\n"
         f"    assert not {HEAVY} & set(sys.modules), (name, {HEAVY} & set(sys.modules))\n"
     )
-    started = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert all(f"usage: pshard {name} " in done.stdout for name in one_program.COMMANDS)
-    assert time.perf_counter() - started < 5  # of a busy machine: alone it takes a quarter of a second
 
 
 def test_version_names_commit_torch_and_driver(capsys: pytest.CaptureFixture) -> None:

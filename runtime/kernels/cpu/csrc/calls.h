@@ -13,19 +13,19 @@ PSHARD_API void pshard_linear_group(const float* x, int64_t x_stride, const void
                                     int64_t tokens);
 PSHARD_API void pshard_ffn(const float* x, int64_t x_stride, const void* gate, int gate_type, const void* up,
                            int up_type, const void* down, int down_type, int64_t hidden, int64_t inner, float* out,
-                           int64_t out_stride, int64_t tokens, int accumulate);
+                           int64_t out_stride, int64_t tokens, int accumulate, int gelu);
 PSHARD_API void pshard_linear_tiled(const float* x, int64_t x_stride, const void* w, int type, int64_t rows,
                                     int64_t cols, float* out, int64_t out_stride, int64_t tokens, int accumulate);
 PSHARD_API void pshard_gate_up_tiled(const float* x, int64_t x_stride, const void* gate, int gate_type, const void* up,
                                      int up_type, int64_t rows, int64_t cols, float* out, int64_t out_stride,
-                                     int64_t tokens);
+                                     int64_t tokens, int gelu);
 PSHARD_API void pshard_attention(const float* q, int64_t q_stride, const void* k, const void* v, int64_t k_stride,
                                  int64_t v_stride, int k_type, int v_type, const int32_t* kv_blocks,
                                  int64_t block_cells, const int64_t* segments, int64_t n_segments, int heads,
                                  int kv_heads, int d, float scale, float* out, int64_t out_stride, int64_t window,
                                  const float* sinks);
 PSHARD_API void pshard_rms_norm(const float* x, int64_t x_stride, const float* weight, float eps, int64_t tokens,
-                                int64_t width, float* out, int64_t out_stride);
+                                int64_t width, float* out, int64_t out_stride, int accumulate);
 PSHARD_API void pshard_rope_store(float* qkv, int64_t stride, int64_t tokens, int heads, int kv_heads, int d,
                                   const float* q_norm, const float* k_norm, float eps, const float* cos,
                                   const float* sin, int64_t half, int halves, const int32_t* begin,

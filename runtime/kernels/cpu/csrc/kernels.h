@@ -64,6 +64,7 @@ struct Kernels {
   void (*dequantize[kTypes])(const uint8_t* record, const Planes& planes, int64_t cols, int first, int last, void* out,
                              int64_t stride, bool bf16);
   void (*silu_mul)(float* gate, const float* up, int64_t n);  // gate = gate * sigmoid(gate) * up
+  void (*gelu_mul)(float* gate, const float* up, int64_t n);  // gate = gelu(gate) * up, by tanh
   void (*clamped_mul)(float* gate, const float* up, int64_t n);  // the same for gpt-oss' clamped form
   void (*attention)(const AttentionTask& task);
   // of gated delta nets, see delta/delta_kernel.h

@@ -47,13 +47,15 @@ def _load_scales(words, lane, chunk, mask, scales, mins, d, dmin, QTYPE: tl.cons
         e = _byte_at(words, d + chunk * 16, lane, mask)
         s0 = tl.where(e < 2, 0x00200000 << tl.minimum(e, 1), (e - 1) << 23).to(tl.float32, bitcast=True)
         return s0, s0 * 0.0, s0, s0 * 0.0
-    elif QTYPE == "Q4_0" or QTYPE == "Q5_0" or QTYPE == "Q8_0" or QTYPE == "Q4_1" or QTYPE == "Q5_1":
+    elif (
+        QTYPE == "Q4_0" or QTYPE == "Q5_0" or QTYPE == "Q8_0" or QTYPE == "Q4_1" or QTYPE == "Q5_1" or QTYPE == "IQ4_NL"
+    ):
         s0 = _half_at(words, d + chunk * 32, lane, mask)
         if QTYPE == "Q4_0":
             a0 = s0 * -8.0
         elif QTYPE == "Q5_0":
             a0 = s0 * -16.0
-        elif QTYPE == "Q8_0":
+        elif QTYPE == "Q8_0" or QTYPE == "IQ4_NL":
             a0 = s0 * 0.0
         else:
             a0 = _half_at(words, dmin + chunk * 32, lane, mask)
@@ -65,6 +67,9 @@ def _load_scales(words, lane, chunk, mask, scales, mins, d, dmin, QTYPE: tl.cons
             low = _half_at(words, dmin + chunk // 8 * 32, lane, mask)
             a0 = -low * _byte_at(words, mins + chunk * 16, lane, mask).to(tl.float32)
             return s0, a0, s0, a0
+        elif QTYPE == "IQ4_XS":
+            s0 = whole * (_byte_at(words, scales + chunk * 16, lane, mask) - 32).to(tl.float32)
+            return s0, s0 * 0.0, s0, s0 * 0.0
         elif QTYPE == "Q6_K":
             first = _byte_at(words, scales + chunk * 32, lane, mask).to(tl.int8).to(tl.float32)
             second = _byte_at(words, scales + chunk * 32 + 16, lane, mask).to(tl.int8).to(tl.float32)
@@ -124,7 +129,7 @@ def load_tile(
         s0, a0, s1, a1 = _load_scales(words, lane, chunk, mask, scales, mins, d, dmin, QTYPE)
         columns = ()
         for k in tl.static_range(32):
-            if QTYPE == "Q8_0" or QTYPE == "MXFP4":  # signed
+            if QTYPE == "Q8_0" or QTYPE == "MXFP4" or QTYPE == "IQ4_NL" or QTYPE == "IQ4_XS":  # signed
                 code = _lifted(codes[k // 4] ^ -0x7F7F7F80, k % 4) - 8388736.0
             else:
                 code = _lifted(codes[k // 4], k % 4) - 8388608.0

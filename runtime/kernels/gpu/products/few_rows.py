@@ -63,11 +63,13 @@ class FewRows:
         cut = cut_columns(tile, rows, weights[0].cols // 32, tokens)
         self._launch(x, weights, out, biases, tile, cut, accumulate=accumulate, push=push)
 
-    def gate_up(self, x: Quantised, gate: Packed, up: Packed, out: torch.Tensor, ready: Quantised | None) -> None:
-        """out[M, F] = silu(x @ gate.T) * (x @ up.T) of packed weights of one type; quantised into `ready` too."""
+    def gate_up(
+        self, x: Quantised, gate: Packed, up: Packed, out: torch.Tensor, ready: Quantised | None, activation: str
+    ) -> None:
+        """out[M, F] = act(x @ gate.T) * (x @ up.T) of packed weights of one type; quantised into `ready` too."""
         tokens = out.shape[0]
         tile = self._tile(gated_kernel(gate.qtype, tokens, gate.rows), gate.qtype, tokens)
-        self._launch(x, (gate, up), out, (None,), tile, (1, gate.cols // 32), gated=True, ready=ready)
+        self._launch(x, (gate, up), out, (None,), tile, (1, gate.cols // 32), gate=activation, ready=ready)
 
     def multiply_plain(
         self, x: torch.Tensor, weight: Packed, out: torch.Tensor, bias: torch.Tensor | None, accumulate: bool
@@ -102,7 +104,7 @@ class FewRows:
         biases: tuple[torch.Tensor | None, ...],
         tile: Tile,
         cut: tuple[int, int],
-        gated: bool = False,
+        gate: str = "",
         accumulate: bool = False,
         ready: Quantised | None = None,
         push: dict[str, Any] = NO_PUSH,
@@ -121,10 +123,26 @@ class FewRows:
             TOKENS=each_tokens, ROWS=tile.rows, DEPTH=tile.depth, WARPS=tile.warps, QTYPE=first.qtype, LOW=encoding.low,
             HIGH=encoding.high, FACTOR=FACTORS.get(first.qtype, 1),
             MASKED=chunks % tile.depth != 0 or out.shape[1] % tile.rows != 0, AHEAD=tile.stages - 1,
-            PARTS=1 if gated else len(weights), GATED=gated, BIAS=addends[0] is not None, ACCUMULATE=accumulate,
-            PIECES=triton.next_power_of_2(cut[0]), QUANTISE=ready is not None, num_warps=tile.warps,
-            maxnreg=tile.registers, **push,
+            PARTS=1 if gate else len(weights), GATED=bool(gate), GELU=gate == "gelu", BIAS=addends[0] is not None,
+            ACCUMULATE=accumulate, PIECES=triton.next_power_of_2(cut[0]), QUANTISE=ready is not None,
+            num_warps=tile.warps, maxnreg=tile.registers, **push,
         )  # fmt: skip
+
+
+def find_runs(weights: tuple[Packed, ...], biases: tuple[torch.Tensor | None, ...]) -> list[list[int]]:
+    """Numbers of those that one launch multiplies: up to three neighbours of one packed type, of whole records, all
+    with a bias or none."""
+    runs: list[list[int]] = []
+    last = None
+    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        alone = weight.qtype in PLAIN or weight.rows % ROW_BLOCK
+        like = None if alone else (weight.qtype, bias is None)
+        if like is not None and like == last and len(runs[-1]) < 3:
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+        last = like
+    return runs
 
 
 def cut_columns(tile: Tile, rows: int, depth: int, tokens: int) -> tuple[int, int]:

@@ -35,6 +35,8 @@ ENCODINGS = {
     "Q4_K": Encoding(4, 0),
     "Q5_K": Encoding(4, 1, "codes1"),
     "Q6_K": Encoding(4, 2, "codes2", halves=True),
+    "IQ4_NL": Encoding(4, 0),
+    "IQ4_XS": Encoding(4, 0),
 }
 
 
@@ -79,6 +81,26 @@ if triton.knobs.runtime.interpret:  # the interpreter has no inline assembly
         """Doubled E2M1 values (int8) of the low nibbles, and of the high nibbles, of the word's four bytes."""
         return _fp4_bytes(word & 0x0F0F0F0F), _fp4_bytes((word >> 4) & 0x0F0F0F0F)
 
+    @triton.jit
+    def _iq4_bytes(code):
+        """Four codes -> four int8 of what they stand for, byte by byte: thresholds that a code reaches add steps."""
+        value = tl.zeros_like(code)
+        for t in tl.static_range(4):
+            own = (code >> (8 * t)) & 15
+            byte = own * 0 - 127
+            byte += tl.where(own >= 1, 23, 0) + tl.where(own >= 2, 21, 0) + tl.where(own >= 3, 18, 0)
+            byte += tl.where(own >= 4, 16, 0) + tl.where(own >= 5, 14, 0) + tl.where(own >= 6, 13, 0)
+            byte += tl.where(own >= 7, 12, 0) + tl.where(own >= 8, 11, 0) + tl.where(own >= 9, 12, 0)
+            byte += tl.where(own >= 10, 12, 0) + tl.where(own >= 11, 13, 0) + tl.where(own >= 12, 15, 0)
+            byte += tl.where(own >= 13, 16, 0) + tl.where(own >= 14, 20, 0) + tl.where(own >= 15, 24, 0)
+            value |= (byte & 255) << (8 * t)
+        return value
+
+    @triton.jit
+    def iq4_values(word):
+        """Values (int8) of IQ4 codes: of the low nibbles, and of the high nibbles, of the word's four bytes."""
+        return _iq4_bytes(word), _iq4_bytes(word >> 4)
+
 else:
 
     @triton.jit
@@ -116,12 +138,46 @@ else:
             pack=1,
         )
 
+    @triton.jit
+    def iq4_values(word):
+        """Values (int8) of IQ4 codes: of the low nibbles, and of the high nibbles, of the word's four bytes.
+
+        As `fp4_values`, with the tables of codes 0 to 7 and 8 to 15.
+        """
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 signs, select, mask, p, q, n, p03, p47, n03, n47;
+            mov.b32 p03, 0xBFAD9881;
+            mov.b32 p47, 0xF6EADDCF;
+            mov.b32 n03, 0x26190D01;
+            mov.b32 n47, 0x71594535;
+            shl.b32 signs, $2, 4;
+            and.b32 select, $2, 0x77777777;
+            prmt.b32 p, p03, p47, select;
+            prmt.b32 n, n03, n47, select;
+            prmt.b32 mask, signs, $2, 0xD9C8;
+            lop3.b32 p, p, n, mask, 0xD8;
+            shr.u32 select, select, 16;
+            prmt.b32 q, p03, p47, select;
+            prmt.b32 n, n03, n47, select;
+            prmt.b32 mask, signs, $2, 0xFBEA;
+            lop3.b32 q, q, n, mask, 0xD8;
+            prmt.b32 $0, p, q, 0x6420;
+            prmt.b32 $1, p, q, 0x7531;
+            }""",
+            "=&r,=&r,r",
+            [word],
+            dtype=(tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+
 
 @triton.jit
 def load_codes(weight, rec, lane, chunk, mask, high, QTYPE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr):
     """Eight int32 tensors [chunks, rows]: byte t of number c is the code of column 4c + t of the chunk.
 
-    Unsigned codes, except Q8_0 and MXFP4: signed values. What the code means is in `load_scales`.
+    Unsigned codes, except Q8_0, MXFP4, IQ4_NL and IQ4_XS: signed values. What the code means is in `load_scales`.
     """
     words = weight.to(tl.pointer_type(tl.int32), bitcast=True) + rec + lane
     codes = ()
@@ -132,10 +188,13 @@ def load_codes(weight, rec, lane, chunk, mask, high, QTYPE: tl.constexpr, LOW: t
         raw = ()
         for c in tl.static_range(4):
             raw = raw + (tl.load(words + (chunk * 64 + c * 16), mask=mask, other=0),)  # noqa: RUF005
-        if QTYPE == "MXFP4":
+        if QTYPE == "MXFP4" or QTYPE == "IQ4_NL" or QTYPE == "IQ4_XS":
             later = ()
             for c in tl.static_range(4):
-                low, upper = fp4_values(raw[c])
+                if QTYPE == "MXFP4":
+                    low, upper = fp4_values(raw[c])
+                else:
+                    low, upper = iq4_values(raw[c])
                 codes = codes + (low,)  # noqa: RUF005
                 later = later + (upper,)  # noqa: RUF005
             codes = codes + later
@@ -188,7 +247,7 @@ def load_scales(weight, rec, lane, chunk, mask, scales, mins, d, dmin, QTYPE: tl
         s = tl.load(halves + (d // 2 + chunk * 16), mask=mask, other=0.0).to(tl.float32)
         a = tl.load(halves + (dmin // 2 + chunk * 16), mask=mask, other=0.0).to(tl.float32)
         return s, a, s, a
-    elif QTYPE == "Q4_0" or QTYPE == "Q5_0" or QTYPE == "Q8_0":
+    elif QTYPE == "Q4_0" or QTYPE == "Q5_0" or QTYPE == "Q8_0" or QTYPE == "IQ4_NL":
         s = tl.load(halves + (d // 2 + chunk * 16), mask=mask, other=0.0).to(tl.float32)
         if QTYPE == "Q4_0":
             a = s * -8.0
@@ -205,6 +264,9 @@ def load_scales(weight, rec, lane, chunk, mask, scales, mins, d, dmin, QTYPE: tl
             s = whole * tl.load(raw + (scales + chunk * 16), mask=mask, other=0).to(tl.float32)
             a = -low * tl.load(raw + (mins + chunk * 16), mask=mask, other=0).to(tl.float32)
             return s, a, s, a
+        elif QTYPE == "IQ4_XS":
+            s = whole * (tl.load(raw + (scales + chunk * 16), mask=mask, other=0).to(tl.float32) - 32.0)
+            return s, s * 0.0, s, s * 0.0
         elif QTYPE == "Q6_K":
             first = tl.load(raw + (scales + chunk * 32), mask=mask, other=0).to(tl.int8, bitcast=True)
             second = tl.load(raw + (scales + chunk * 32 + 16), mask=mask, other=0).to(tl.int8, bitcast=True)

@@ -12,7 +12,7 @@ have their integer scales multiplied into the codes: there it is the words c = 2
 import triton
 import triton.language as tl
 
-from pshard.runtime.kernels.gpu.products.triton_decode import fp4_values
+from pshard.runtime.kernels.gpu.products.triton_decode import fp4_values, iq4_values
 from pshard.runtime.kernels.gpu.products.triton_mma import and_xor, byte_of, load4, signed_byte_of, turn
 
 # of every byte the highest 1, 2 or 4 bits
@@ -52,6 +52,8 @@ def decode(words, row: tl.constexpr, q, QTYPE: tl.constexpr):
         return w, words[4 + row]
     elif QTYPE == "MXFP4":
         return fp4_values(w)
+    elif QTYPE == "IQ4_NL" or QTYPE == "IQ4_XS":
+        return iq4_values(w)
     elif QTYPE == "Q4_0":
         return and_xor(w << 4, _TOP4, _TOP1), and_xor(w, _TOP4, _TOP1)
     elif QTYPE == "Q4_1" or QTYPE == "Q4_K":

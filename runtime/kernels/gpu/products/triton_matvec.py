@@ -9,6 +9,7 @@ import triton.language as tl
 
 from pshard.runtime.kernels.gpu.exchange.triton_row_sum import push_part
 from pshard.runtime.kernels.gpu.products.triton_dp4a import dot_record
+from pshard.runtime.kernels.gpu.products.triton_gates import gate_mul
 from pshard.runtime.kernels.gpu.products.triton_quantise import padded, store_quantised
 from pshard.runtime.kernels.gpu.products.triton_records import dot_records
 
@@ -58,16 +59,17 @@ def matvec_kernel(
     TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, WARPS: tl.constexpr, QTYPE: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, FACTOR: tl.constexpr, MASKED: tl.constexpr, AHEAD: tl.constexpr,
     PARTS: tl.constexpr,
-    GATED: tl.constexpr, BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, PIECES: tl.constexpr, QUANTISE: tl.constexpr,
+    GATED: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, PIECES: tl.constexpr,
+    QUANTISE: tl.constexpr,
     WORDS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, WIRE: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
     """Program (TOKENS tokens, ROWS rows, piece of the columns) -> out[m, ROWS rows] (+)= weight . x + bias.
 
     ROWS == 32: a pair of records on the tensor cores; 16: a record with dp4a. DEPTH chunks at a time by WARPS warps.
     PARTS matrices side by side: records 0..end are `weight`, up to next_end `second`, then `third`; likewise the
-    biases. GATED: silu(weight . x) * (second . x), and with QUANTISE these results are also quantised. PIECES > 1 (a
-    power of two >= pieces): each piece leaves its sums in partial[pieces, tokens, rows], and the last to arrive adds
-    them up, in an order of its own that no timing changes. Counters return to zero.
+    biases. GATED: silu(weight . x) * (second . x), or GELU's, and with QUANTISE these results are also quantised.
+    PIECES > 1 (a power of two >= pieces): each piece leaves its sums in partial[pieces, tokens, rows], and the last to
+    arrive adds them up, in an order of its own that no timing changes. Counters return to zero.
     MASKED: where a piece is not whole steps of DEPTH chunks, or the rows are not whole tiles. AHEAD (32 rows): weights
     are brought into L2 so many steps before they are due.
     RANKS > 0: the results, a part of a sum over ranks, are also brought to the `peers` (`push_part`); epochs int32
@@ -122,7 +124,7 @@ def matvec_kernel(
             else:
                 value = results[block]
             if GATED:
-                value = value / (1.0 + tl.exp(-value)) * others[block]
+                value = gate_mul(value, others[block], GELU)
             value = _finish(value, m, row, mask, out, out_stride, bias, second_bias, third_bias, end, next_end, PARTS,
                             BIAS, ACCUMULATE)  # fmt: skip
             if RANKS > 0:

@@ -44,6 +44,10 @@ def _row_scales(record, n, four, scales, d, mask, QTYPE: tl.constexpr, MASKED: t
         word = load_word(record + (scales + four) // 4 + n * 4, mask, MASKED)
         return (byte_of(word, 0).to(tl.float32), byte_of(word, 1).to(tl.float32),
                 byte_of(word, 2).to(tl.float32), byte_of(word, 3).to(tl.float32))  # fmt: skip
+    elif QTYPE == "IQ4_XS":
+        word = load_word(record + (scales + four) // 4 + n * 4, mask, MASKED)
+        return ((byte_of(word, 0) - 32).to(tl.float32), (byte_of(word, 1) - 32).to(tl.float32),
+                (byte_of(word, 2) - 32).to(tl.float32), (byte_of(word, 3) - 32).to(tl.float32))  # fmt: skip
     else:
         halves = record.to(tl.pointer_type(tl.float16), bitcast=True)
         return load_halves(halves + d // 2 + n * 16 + four, mask, MASKED)
@@ -149,7 +153,7 @@ def _fetch_chunks(
     _fetch_plane(record, n * (64 * LOW), lane, mask, UNIT * 64 * LOW)
     if HIGH > 0:
         _fetch_plane(record, high + n * (64 * HIGH), lane, mask, UNIT * 64 * HIGH)
-    if QTYPE == "Q2_K" or QTYPE == "Q3_K" or QTYPE == "Q4_K" or QTYPE == "Q5_K" or QTYPE == "Q6_K":
+    if QTYPE == "Q2_K" or QTYPE == "Q3_K" or QTYPE == "Q4_K" or QTYPE == "Q5_K" or QTYPE == "Q6_K" or QTYPE == "IQ4_XS":
         _fetch_plane(record, d + n * 4, lane, mask, UNIT * 4)
     if QTYPE == "Q2_K" or QTYPE == "Q4_K" or QTYPE == "Q5_K":
         _fetch_plane(record, dmin + n * 4, lane, mask, UNIT * 4)
@@ -162,6 +166,8 @@ def _fetch_chunks(
         _fetch_plane(record, mins + n * 16, lane, mask, UNIT * 16)
     elif QTYPE == "MXFP4":
         _fetch_plane(record, d + n * 16, lane, mask, UNIT * 16)
+    elif QTYPE == "IQ4_XS":
+        _fetch_plane(record, scales + n * 16, lane, mask, UNIT * 16)
     else:
         _fetch_plane(record, d + n * 32, lane, mask, UNIT * 32)
         if QTYPE == "Q4_1" or QTYPE == "Q5_1":
@@ -181,7 +187,9 @@ def dot_records(
     has the token's sums four times. `record`, `exists`: of each thread. `width`: chunks that a row of activations has
     room for.
     """
-    SUPER: tl.constexpr = QTYPE == "Q2_K" or QTYPE == "Q3_K" or QTYPE == "Q4_K" or QTYPE == "Q5_K" or QTYPE == "Q6_K"
+    SUPER: tl.constexpr = (
+        QTYPE == "Q2_K" or QTYPE == "Q3_K" or QTYPE == "Q4_K" or QTYPE == "Q5_K" or QTYPE == "Q6_K" or QTYPE == "IQ4_XS"
+    )
     FOLDED: tl.constexpr = QTYPE == "Q2_K" or QTYPE == "Q3_K"  # integer scales are multiplied into the codes
     # activations of FOLDED types 16 bytes at once, of which a thread wants 8, or word by word in fewer registers
     WIDE: tl.constexpr = QTYPE == "Q2_K" or TOKENS <= 8

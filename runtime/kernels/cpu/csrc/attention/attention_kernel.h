@@ -20,6 +20,15 @@ void silu_mul(float* gate, const float* up, int64_t n) {  // n a multiple of 16
   }
 }
 
+// gate = gelu(gate) * up by the approximation with tanh: g / (1 + exp(-2 sqrt(2/pi) (g + 0.044715 g^3))).
+void gelu_mul(float* gate, const float* up, int64_t n) {  // n a multiple of 16
+  for (int64_t i = 0; i < n; i += 16) {
+    const Floats g = load(gate + i);
+    const Floats bent = mul(g, fma(mul(g, g), splat(-1.5957691216f * 0.044715f), splat(-1.5957691216f)));
+    store(gate + i, mul(div(g, add(splat(1.0f), exponential(bent))), load(up + i)));
+  }
+}
+
 // gpt-oss' gate: with g at most 7 and u in [-7, 7], g * sigmoid(1.702 g) * (u + 1). A NaN stays one.
 void clamped_mul(float* gate, const float* up, int64_t n) {  // n a multiple of 16
   const Floats least = splat(-7.0f), one = splat(1.0f);

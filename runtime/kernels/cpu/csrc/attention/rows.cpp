@@ -129,8 +129,16 @@ void rotate(float* x, const float* cos, const float* sin, int64_t half, bool hal
 using namespace pshard;
 
 PSHARD_API void pshard_rms_norm(const float* x, int64_t x_stride, const float* weight, float eps, int64_t tokens,
-                                int64_t width, float* out, int64_t out_stride) {
-  for_rows(tokens, width, [&](int64_t t) { normalise(x + t * x_stride, weight, width, eps, out + t * out_stride); });
+                                int64_t width, float* out, int64_t out_stride, int accumulate) {
+  if (!accumulate) {
+    for_rows(tokens, width, [&](int64_t t) { normalise(x + t * x_stride, weight, width, eps, out + t * out_stride); });
+    return;
+  }
+  for_rows_in_place(out, out_stride, tokens, width, [&](int64_t t) {
+    const float *from = x + t * x_stride, factor = rms_factor(from, width, eps);
+    float* to = out + t * out_stride;
+    for (int64_t i = 0; i < width; ++i) to[i] += from[i] * factor * weight[i];
+  });
 }
 
 PSHARD_API void pshard_rope_store(float* qkv, int64_t stride, int64_t tokens, int heads, int kv_heads, int d,

@@ -34,6 +34,7 @@ Kernels make_kernels(const char* isa) {
   k.isa = isa;
   k.quantize = quantize;
   k.silu_mul = silu_mul;
+  k.gelu_mul = gelu_mul;
   k.clamped_mul = clamped_mul;
   k.attention = attention;
   k.delta_mix = delta_mix, k.delta_scale = delta_scale, k.delta_gate = delta_gate;
@@ -46,5 +47,6 @@ Kernels make_kernels(const char* isa) {
   set_quant<DecodeQ8_0>(k), set_quant<DecodeMXFP4>(k);
   set_quant<DecodeQ2_K>(k), set_quant<DecodeQ3_K>(k), set_quant<DecodeQ6_K>(k);
   set_quant<DecodeK45<Q4_K, 0>>(k), set_quant<DecodeK45<Q5_K, 1>>(k);
+  set_quant<DecodeIQ4_NL>(k), set_quant<DecodeIQ4_XS>(k);
   return k;
 }

@@ -110,6 +110,37 @@ struct DecodeMXFP4 : NibbleCodes<0> {
   }
 };
 
+// Codes of IQ4_NL and IQ4_XS: ggml's kvalues_iq4nl plus 128.
+struct TableCodes : NibbleCodes<0> {
+  using NibbleCodes<0>::NibbleCodes;
+  static constexpr int kHalves = 1, kCodeBits = 8;
+  static constexpr bool kAddend = false;
+  inline void codes(int64_t chunk, Bytes out[8]) const {
+    alignas(16) static const uint8_t values[16] = {1,   24,  45,  63,  79,  93,  106, 118,
+                                                   129, 141, 153, 166, 181, 197, 217, 241};
+    split_nibbles(low, chunk, out);
+    for (int c = 0; c < 8; ++c) out[c] = lookup(out[c], values);
+  }
+};
+
+struct DecodeIQ4_NL : TableCodes {
+  using TableCodes::TableCodes;
+  static constexpr int kType = IQ4_NL;
+  inline void scales(int64_t chunk, Floats scale[1], Floats*) const {
+    scale[0] = load_f16(halves(d_plane) + chunk * 16);
+  }
+};
+
+struct DecodeIQ4_XS : TableCodes {
+  using TableCodes::TableCodes;
+  static constexpr int kType = IQ4_XS;
+  Floats d;
+  inline void enter(int64_t block) { d = load_f16(halves(d_plane) + block * 16); }
+  inline void scales(int64_t chunk, Floats scale[1], Floats*) const {
+    scale[0] = mul(d, sub(to_floats(widen_u8(scale_plane + chunk * 16)), splat(32.0f)));
+  }
+};
+
 // Q4_K, Q5_K
 template <int T, int HighBits>
 struct DecodeK45 : NibbleCodes<HighBits> {

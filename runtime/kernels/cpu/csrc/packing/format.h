@@ -6,7 +6,9 @@
 
 namespace pshard {
 
-enum Type : int { F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, kTypes };
+enum Type : int {
+  F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, kTypes
+};
 
 struct Format {
   const char* name;
@@ -24,7 +26,8 @@ inline constexpr Format kFormats[kTypes] = {
     {"Q4_0", 32, 18, 4, 0, 0, 0, 1, 8},   {"Q4_1", 32, 20, 4, 0, 0, 0, 2, 0},     {"Q5_0", 32, 22, 4, 1, 0, 0, 1, 16},
     {"Q5_1", 32, 24, 4, 1, 0, 0, 2, 0},   {"Q8_0", 32, 34, 8, 0, 0, 0, 1, 128},   {"MXFP4", 32, 17, 4, 0, 1, 0, 0, 12},
     {"Q2_K", 256, 84, 2, 0, 16, 0, 2, 0}, {"Q3_K", 256, 110, 2, 1, 12, 0, 1, 4},  {"Q4_K", 256, 144, 4, 0, 8, 8, 2, 0},
-    {"Q5_K", 256, 176, 4, 1, 8, 8, 2, 0}, {"Q6_K", 256, 210, 4, 2, 16, 0, 1, 32},
+    {"Q5_K", 256, 176, 4, 1, 8, 8, 2, 0}, {"Q6_K", 256, 210, 4, 2, 16, 0, 1, 32}, {"IQ4_NL", 32, 18, 4, 0, 0, 0, 1, 128},
+    {"IQ4_XS", 256, 136, 4, 0, 8, 0, 1, 128},
 };
 
 // Byte offsets of the planes in one record of 16 rows, and the record's size.

@@ -24,6 +24,8 @@ Source source_of(int type) {
     case Q5_0: return {6, 2, 0, 0, 0};
     case Q5_1: return {8, 4, 0, 0, 2};
     case MXFP4: return {1, 0, 0, 0, 0};
+    case IQ4_NL: return {2, 0, 0, 0, 0};
+    case IQ4_XS: return {8, 0, 2, 0, 0};
     case Q2_K: return {16, 0, 0, 80, 82};
     case Q3_K: return {32, 0, 96, 108, 0};
     case Q4_K: return {16, 0, 4, 0, 2};
@@ -62,6 +64,11 @@ void unpack_codes(int type, const uint8_t* block, const Source& at, uint8_t* cod
           for (int i = 0; i < 32; ++i)
             codes[half * 128 + j * 32 + i] =
                 ((low[half * 64 + j % 2 * 32 + i] >> 4 * (j / 2)) & 15) | (((high[half * 32 + i] >> 2 * j) & 3) << 4);
+      return;
+    case IQ4_XS:
+      for (int j = 0; j < 8; ++j)
+        for (int i = 0; i < 16; ++i)
+          codes[j * 32 + i] = low[j * 16 + i] & 15, codes[j * 32 + 16 + i] = low[j * 16 + i] >> 4;
       return;
     default:
       for (int i = 0; i < 16; ++i) codes[i] = low[i] & 15, codes[i + 16] = low[i] >> 4;
@@ -111,6 +118,9 @@ void put_scales(int type, const uint8_t* s, uint8_t* scales, uint8_t* mins) {
       scales[(i + 4) * 16] = (s[i + 8] & 15) | ((s[i] >> 2) & 48);
       mins[(i + 4) * 16] = (s[i + 8] >> 4) | ((s[i + 4] >> 2) & 48);
     }
+  } else if (type == IQ4_XS) {  // pairs of high bits in two bytes, then nibbles
+    for (int i = 0; i < 8; ++i)
+      scales[i * 16] = ((s[2 + i / 2] >> 4 * (i % 2)) & 15) | (((s[i / 4] >> 2 * (i % 4)) & 3) << 4);
   } else {
     for (int i = 0; i < kFormats[type].scales; ++i) scales[i * 16] = s[i];
   }

@@ -93,6 +93,7 @@ void tile_weights(const TileRecord& r, int64_t cols, int64_t first, int64_t last
       tile_quant<Legacy<Q5_0, 1, false>>, tile_quant<Legacy<Q5_1, 1, true>>,
       tile_quant<DecodeQ8_0>, tile_quant<DecodeMXFP4>, tile_quant<DecodeQ2_K>, tile_quant<DecodeQ3_K>,
       tile_quant<DecodeK45<Q4_K, 0>>, tile_quant<DecodeK45<Q5_K, 1>>, tile_quant<DecodeQ6_K>,
+      tile_quant<DecodeIQ4_NL>, tile_quant<DecodeIQ4_XS>,
   };
   kDecode[r.type](r.data, *r.planes, cols, r.rows, first, last, out);
 }

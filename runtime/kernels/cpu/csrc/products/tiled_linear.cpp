@@ -27,9 +27,9 @@ void convert(Team& team, const TileKernels& k, const Slice& s, int64_t cols, uin
   });
 }
 
-// out (+)= x w^T of one matrix, or silu(x w^T) * (x up^T) of two.
+// out (+)= x w^T of one matrix, or act(x w^T) * (x up^T) of two, of silu or gelu.
 void multiply(Team& team, const TileKernels& k, const Slice& s, const Matrix& w, const Matrix* up, const uint16_t* act,
-              float* out, int64_t out_stride, const float* base) {
+              float* out, int64_t out_stride, const float* base, bool gelu) {
   const int matrices = up ? 2 : 1;
   const int64_t each = panel_records(team, w.records(), matrices);
   const Around around{k.enter, k.leave, kPanelRoom, w.nbytes() * matrices * s.tokens};
@@ -43,7 +43,7 @@ void multiply(Team& team, const TileKernels& k, const Slice& s, const Matrix& w,
     for (int t = 0; t < s.tiles(); ++t)
       for (int i = 0; i < n; ++i) {
         float* tile = p.sums + (t * p.count + i) * kTileSums;
-        if (up) kernels().silu_mul(tile, tile + n * kTileSums, kTileSums);
+        if (up) (gelu ? kernels().gelu_mul : kernels().silu_mul)(tile, tile + n * kTileSums, kTileSums);
         store_tiles(tile, std::min(16, s.tokens - t * 16), w.rows_of(first + i),
                     out + t * 16 * out_stride + (first + i) * 16, out_stride,
                     base ? base + t * 16 * w.rows + (first + i) * 16 : nullptr, w.rows);
@@ -52,7 +52,7 @@ void multiply(Team& team, const TileKernels& k, const Slice& s, const Matrix& w,
 }
 
 void run(const float* x, int64_t x_stride, const Matrix& w, const Matrix* up, float* out, int64_t out_stride,
-         int64_t tokens, bool accumulate) {
+         int64_t tokens, bool accumulate, bool gelu = false) {
   const TileKernels& k = *tile_unit();
   const int64_t slice = std::min<int64_t>(tokens, 16 * kSliceTiles), tiles = (slice + 15) / 16;
   const size_t act_bytes = sizeof(uint16_t) * blocks_of(w.cols) * tiles * kBlockWords;
@@ -64,7 +64,8 @@ void run(const float* x, int64_t x_stride, const Matrix& w, const Matrix* up, fl
         convert(team, k, s, w.cols, act);
         float* rows = out + first * out_stride;
         multiply(team, k, s, w, up, act, rows, out_stride,
-                 accumulate ? copy_base(team, rows, out_stride, s.tokens, w.rows, scratch + act_bytes) : nullptr);
+                 accumulate ? copy_base(team, rows, out_stride, s.tokens, w.rows, scratch + act_bytes) : nullptr,
+                 gelu);
       }
     });
   });
@@ -98,7 +99,7 @@ PSHARD_API void pshard_linear_tiled(const float* x, int64_t x_stride, const void
 
 PSHARD_API void pshard_gate_up_tiled(const float* x, int64_t x_stride, const void* gate, int gate_type, const void* up,
                                      int up_type, int64_t rows, int64_t cols, float* out, int64_t out_stride,
-                                     int64_t tokens) {
+                                     int64_t tokens, int gelu) {
   const Matrix u(up, up_type, rows, cols);
-  run(x, x_stride, Matrix(gate, gate_type, rows, cols), &u, out, out_stride, tokens, false);
+  run(x, x_stride, Matrix(gate, gate_type, rows, cols), &u, out, out_stride, tokens, false, gelu);
 }

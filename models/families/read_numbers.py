@@ -1,0 +1,117 @@
+"""Numbers that only some families have -> ModelConfig: multipliers, temperatures, which layers see or turn what.
+
+Keys of GGUF metadata as llama.cpp reads them, those of config.json as the classes of transformers have them.
+"""
+
+import math
+from dataclasses import replace
+
+from pshard.model_config import ModelConfig, Rope, Temperature
+from pshard.models.architectures import Architecture
+from pshard.models.families.hf_positions import hf_rope, position_keys, split_positions
+from pshard.models.keys import BASES, FACTORS, Keys
+
+_LAYERS_OF_27B = 62  # gemma3's files do not say how scores are scaled, which differs in this one
+
+
+def gguf_numbers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelConfig:
+    """The config with what metadata says of these. Raises UserError that names the key."""
+    _check_gguf_layers(arch, keys, config)
+    if arch.multiplied:
+        keys.refuse_unless("rope.scaling.finetuned", True)
+        by = [_number(keys, key) for key in ("embedding_scale", "residual_scale", "logit_scale")]
+        return _multiply(config, by[0], by[1], _number(keys, "attention.scale", config.head_dim**-0.5), by[2])
+    keys.refuse_unless("attention.scale", 0.0)
+    for key in ("embedding_scale", "residual_scale", "logit_scale"):
+        keys.refuse_unless(key, 0.0, 1.0)
+    if arch.embedded_by_root:
+        config = replace(config, embedding_scale=math.sqrt(config.d_model))
+        if config.n_layers == _LAYERS_OF_27B:
+            config = replace(config, score_scale=(config.d_model / config.n_heads) ** -0.5)
+    if arch.full_every:
+        base = keys.real("rope.freq_base_swa", 10000.0, BASES)
+        return replace(config, window_rope=Rope(config.rope.dims, base, config.rope.pairing))
+    if not arch.warmed:
+        keys.refuse_unless("attention.temperature_scale", 0.0)
+    elif keys.get("attention.temperature_scale"):
+        span = keys.integer("rope.scaling.original_context_length", config.context)
+        return replace(config, temperature=Temperature(keys.real("attention.temperature_scale", span=FACTORS), span))
+    return config
+
+
+def hf_numbers(arch: Architecture, keys: Keys, config: ModelConfig) -> ModelConfig:
+    """The config with what config.json says of these. Raises UserError that names the key."""
+    _check_hf_layers(arch, keys, config)
+    if arch.multiplied:
+        names = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+        return _multiply(config, *(keys.real(name, 1.0, FACTORS) for name in names))
+    if arch.embedded_by_root:
+        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+            keys.refuse_unless(key, 0.0)
+        keys.refuse_unless("use_bidirectional_attention", False)
+        scale = keys.real("query_pre_attn_scalar", span=FACTORS) ** -0.5
+        config = replace(config, embedding_scale=math.sqrt(config.d_model), score_scale=scale)
+    if arch.full_every:
+        local = hf_rope(split_positions(keys.values)[1], arch.rotated, config.head_dim, config.context, keys.where)
+        return replace(config, window_rope=replace(local, pairing=config.rope.pairing))
+    positions = position_keys(keys.values, keys.where)
+    if arch.warmed and positions.get("llama_4_scaling_beta"):
+        scale = positions.real("llama_4_scaling_beta", span=FACTORS)
+        return replace(config, temperature=Temperature(scale, positions.integer("original_max_position_embeddings")))
+    return config
+
+
+def _number(keys: Keys, key: str, default: float = 1.0) -> float:
+    """A multiplier; 0 stands for none, as llama.cpp reads it."""
+    return default if keys.get(key) == 0 else keys.real(key, default, FACTORS)
+
+
+def _multiply(config: ModelConfig, embedding: float, residual: float, score: float, logits: float) -> ModelConfig:
+    """With the stream that is divided by what layers' results are multiplied by: see ModelConfig."""
+    return replace(
+        config,
+        embedding_scale=embedding / residual,
+        norm_eps=config.norm_eps / residual**2,
+        score_scale=score,
+        logit_scale=1 / logits,
+    )
+
+
+def _check_gguf_layers(arch: Architecture, keys: Keys, config: ModelConfig) -> None:
+    """Raise UserError where windows are in other layers than the architecture has them in, and for positions of
+    several dimensions where heads store their pairs otherwise for them."""
+    pattern = keys.values.get(f"{keys.prefix}attention.sliding_window_pattern")
+    if arch.full_every and isinstance(pattern, list):
+        _check_windows(keys, config, "attention.sliding_window_pattern", [bool(seen) for seen in pattern])
+    elif arch.full_every and pattern is not None and pattern != arch.full_every:
+        _refuse_windows(keys, config, "attention.sliding_window_pattern")
+    sections = keys.values.get(f"{keys.prefix}rope.dimension_sections")
+    if arch.gguf_pairing == "adjacent" and (any(sections) if isinstance(sections, list) else sections):
+        keys.refuse("rope.dimension_sections", f"is {sections}, which is not supported in this architecture")
+
+
+def _check_hf_layers(arch: Architecture, keys: Keys, config: ModelConfig) -> None:
+    """Raise UserError where windows, or heads that are not turned, are in other layers than the architecture has them
+    in."""
+    kinds, pattern = keys.values.get("layer_types"), keys.values.get("sliding_window_pattern")
+    if (arch.full_every or arch.window_every > 1) and isinstance(kinds, list):
+        _check_windows(keys, config, "layer_types", [kind == "sliding_attention" for kind in kinds])
+    elif arch.full_every and pattern is not None:
+        keys.refuse_unless("sliding_window_pattern", arch.full_every)
+    turned = keys.values.get("no_rope_layers")
+    if arch.still_every and isinstance(turned, list):
+        if len(turned) != config.n_layers or turned != [int(not config.is_still(i)) for i in range(config.n_layers)]:
+            keys.refuse("no_rope_layers", f"names other layers than the last of each {arch.still_every}")
+    elif arch.still_every:
+        keys.refuse_unless("no_rope_layer_interval", arch.still_every)
+
+
+def _check_windows(keys: Keys, config: ModelConfig, key: str, found: list[bool]) -> None:
+    if len(found) != config.n_layers or found != [config.has_window(i) for i in range(config.n_layers)]:
+        _refuse_windows(keys, config, key)
+
+
+def _refuse_windows(keys: Keys, config: ModelConfig, key: str) -> None:
+    every = config.full_every
+    where = f"all but the last of each {every}" if every else f"the first of each {config.window_every}"
+    keys.refuse(key, f"has windows in other layers than {where}")

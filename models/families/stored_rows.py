@@ -1,0 +1,84 @@
+"""Tensors that some families store otherwise than units want them: fused ones, and norms whose weights are less 1."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pshard.model_config import ModelConfig
+from pshard.models.architectures import Architecture
+from pshard.models.stored import StoredTensor
+from pshard.quant import file_nbytes
+
+_FUSED_HEADS = re.compile(r"(blk\.\d+\.)attn_qkv\.(weight|bias)")
+_FUSED_GATE = re.compile(r"(blk\.\d+\.)ffn_up\.weight")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlusOne(StoredTensor):
+    """The numbers of `source`, which is a vector, each with 1 added: float32."""
+
+    source: StoredTensor
+
+    def read(self) -> np.ndarray:
+        raw = self.source.read()
+        if self.source.qtype == "BF16":
+            values = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        else:
+            values = raw.view(np.float32 if self.source.qtype == "F32" else np.float16).astype(np.float32)
+        flat = (values + np.float32(1)).view(np.uint8)
+        flat.flags.writeable = False
+        return flat
+
+    def forget(self) -> None:
+        self.source.forget()
+
+
+def add_one_to_norms(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors by GGUF name, with norms' weights as they are multiplied by. Raises UserError."""
+    found = dict(stored)
+    for name, tensor in stored.items():
+        if name.endswith("norm.weight"):
+            tensor.check_type()
+            if len(tensor.shape) != 1 or tensor.qtype not in ("F32", "F16", "BF16"):
+                tensor.fail(f"is {tensor.qtype} of shape {list(tensor.shape)}, not a vector of F32, F16 or BF16")
+            found[name] = PlusOne(tensor.name, "F32", tensor.shape, tensor.file, tensor.offset, source=tensor)
+    return found
+
+
+def split_fused(arch: Architecture, config: ModelConfig, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors by GGUF name, with q, k and v apart, and gate and up: rows of one that has the one first.
+
+    Raises UserError for one that has other rows than these have together.
+    """
+    if not arch.fused:
+        return stored
+    found: dict[str, StoredTensor] = {}
+    for name, tensor in stored.items():
+        parts = dict(_parts(config, name, tensor)) or {name: tensor}
+        if not found.keys().isdisjoint(parts):
+            tensor.fail("is there twice, under different names")
+        found |= parts
+    return found
+
+
+def _parts(config: ModelConfig, name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
+    heads, gate = _FUSED_HEADS.fullmatch(name), _FUSED_GATE.fullmatch(name)
+    if heads:
+        q, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+        rows: tuple[int, ...] = (q, kv, kv)
+        names = [f"{heads[1]}attn_{part}.{heads[2]}" for part in "qkv"]
+    elif gate and tensor.shape[:1] == (2 * config.d_ffn,):
+        rows, names = (config.d_ffn, config.d_ffn), [f"{gate[1]}ffn_{part}.weight" for part in ("gate", "up")]
+    else:
+        return
+    tensor.check_shape((sum(rows), *tensor.shape[1:]))
+    tensor.check_type()
+    if len(tensor.shape) > 1:
+        tensor.check_blocks()
+    at = tensor.offset
+    for part, count in zip(names, rows):
+        shape = (count, *tensor.shape[1:])
+        yield part, replace(tensor, shape=shape, offset=at)
+        at += file_nbytes(tensor.qtype, count, tensor.shape[1] if len(shape) > 1 else 1)

@@ -1,0 +1,37 @@
+"""The text part of models that see: its settings and tensors in a Hugging Face folder. Nothing else is used."""
+
+from typing import Any
+
+from pshard.models.stored import StoredTensor
+
+_SHARED = ("tie_word_embeddings", "quantization_config")  # that stand beside the text part
+_TEXT = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.", ""))
+_SIGHT = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.")
+_NOTE = "the model's vision part is left out; it is not supported yet"
+
+
+def take_text_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """The settings of the text part, or all where a config.json has no other."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        return config
+    return {key: config[key] for key in _SHARED if config.get(key) is not None} | {
+        key: value for key, value in text.items() if value is not None or key not in _SHARED
+    }
+
+
+def take_text_tensors(stored: dict[str, StoredTensor]) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
+    """The tensors of the text part, as a model of text alone names them, and a note when there were others.
+
+    Raises UserError for one that is there under two names.
+    """
+    found: dict[str, StoredTensor] = {}
+    for name, tensor in stored.items():
+        if name.removeprefix("model.").startswith(_SIGHT):
+            continue
+        prefix, new = next(((old, new) for old, new in _TEXT if name.startswith(old)), ("", ""))
+        plain = new + name.removeprefix(prefix)
+        if plain in found:
+            tensor.fail("is there twice, under different names")
+        found[plain] = tensor
+    return found, (_NOTE,) if len(found) < len(stored) else ()

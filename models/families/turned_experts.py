@@ -1,0 +1,77 @@
+"""Experts of a folder that has gate and up in one tensor, and all matrices the other way round than they multiply.
+
+Folders of Qwen3-VL hold [experts, inputs, outputs]; some that were saved again hold [experts, outputs, inputs].
+"""
+
+import re
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pshard.model_config import Experts, ModelConfig
+from pshard.models.stored import StoredTensor
+
+_EXPERTS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj")
+_NUMBERS = {"F32": np.uint32, "F16": np.uint16, "BF16": np.uint16}  # types whose numbers move as they are
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnedColumns(StoredTensor):
+    """Columns from `first` on of the matrix `source`, as rows."""
+
+    source: StoredTensor
+    first: int
+
+    def read(self) -> np.ndarray:
+        matrix = self.source.read().view(_NUMBERS[self.qtype]).reshape(self.source.shape)
+        columns = matrix[:, self.first : self.first + self.shape[0]]
+        flat = np.ascontiguousarray(columns.T).reshape(-1).view(np.uint8)
+        flat.flags.writeable = False
+        return flat
+
+    def forget(self) -> None:
+        self.source.forget()
+
+
+def arrange_turned(config: ModelConfig, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Tensors by Hugging Face name, such experts by the names that units have. Raises UserError for other shapes and
+    types."""
+    if config.experts is None:
+        return stored
+    found: dict[str, StoredTensor] = {}
+    for name, tensor in stored.items():
+        match = _EXPERTS.fullmatch(name)
+        if match is None:
+            found[name] = tensor
+            continue
+        roles = ("gate", "up") if match[2] == "gate_up" else ("down",)
+        for place, role in enumerate(roles):
+            found[f"blk.{match[1]}.ffn_{role}_exps.weight"] = _stack(config, config.experts, tensor, roles, place)
+    return found
+
+
+def _stack(
+    config: ModelConfig, rule: Experts, tensor: StoredTensor, roles: tuple[str, ...], place: int
+) -> StoredTensor:
+    """The matrices of one role, [experts, outputs, inputs]."""
+    rows, cols = (config.d_model, rule.d_expert) if roles == ("down",) else (rule.d_expert, config.d_model)
+    straight = rule.count, len(roles) * rows, cols
+    if tensor.shape != straight or rows * len(roles) == cols:  # a square one lies as published
+        tensor.check_shape((rule.count, cols, len(roles) * rows))
+    tensor.check_type()
+    if tensor.qtype not in _NUMBERS:
+        tensor.fail(f"is {tensor.qtype}; such experts are F32, F16 or BF16")
+    slabs: list[StoredTensor] = []
+    for number in range(rule.count):
+        whole = tensor.slab(number)
+        if whole.shape == straight[1:] and rows * len(roles) != cols:
+            part = replace(whole, shape=(rows, cols))
+            slabs.append(replace(part, offset=whole.offset + place * part.nbytes))
+        else:
+            first = place * rows
+            slabs.append(
+                TurnedColumns(
+                    whole.name, whole.qtype, (rows, cols), whole.file, whole.offset, source=whole, first=first
+                )
+            )
+    return replace(tensor, shape=(rule.count, rows, cols), slabs=tuple(slabs))

@@ -1,0 +1,298 @@
+"""Tiny random models of the families as published files have them: GGUF files, and folders of the same weights."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gguf
+import numpy as np
+from family_forward import LongRope, Recipe, Weights, Yarn
+from model_files import _add_metadata, _finish, _permute
+
+_SHORT = tuple(1 + 0.05 * i for i in range(12))
+_LONG = tuple(1 + 0.6 * i for i in range(12))
+_GROWS = math.sqrt(1 + math.log(4) / math.log(128))
+_GEMMA = Recipe(
+    layers=6, gelu=True, after=True, head_norms=True, thetas=(1e6, 10000.0), slower=8.0, embed=math.sqrt(128),
+    windows=(48, 48, 48, 48, 48, 0),
+)  # fmt: skip
+RECIPES = {
+    "smollm3": Recipe(layers=4, adjacent=True, still=(False, False, False, True), thetas=(2e6, 2e6)),
+    "granite": Recipe(adjacent=True, embed=12.0, residual=0.22, score=0.02, logits=1 / 16),
+    "seed_oss": Recipe(biases=True),
+    "qwen3vl": Recipe(head_norms=True, thetas=(5e6, 5e6)),
+    "qwen3vlmoe": Recipe(head_norms=True, thetas=(5e6, 5e6), experts=(8, 2), ffn=96),
+    "mistral3": Recipe(adjacent=True, thetas=(1e6, 1e6), yarn=Yarn(4.0, 64, 1.0), temperature=(0.1, 64)),
+    "glm4": Recipe(adjacent=True, rotated=16, after=True, biases=True),
+    "phi3": Recipe(rotated=24, longrope=LongRope(_SHORT, _LONG, 128, _GROWS)),
+    "gemma3": _GEMMA,
+}
+WIDTH = {"qwen3vlmoe": 128**0.5}  # of embeddings: tokens must differ for routers
+
+
+def make_weights(recipe: Recipe, wide: float = 1.0, seed: int = 0) -> Weights:
+    """Random weights that float32 has, by GGUF name; q, k and v apart, gate and up too."""
+    rng, r = np.random.default_rng(seed), recipe
+    q, kv, (count, _) = r.heads * r.head, r.kv * r.head, r.experts
+    made: Weights = {}
+
+    def matrix(name: str, *shape: int, by: float = 1.0) -> None:
+        made[f"{name}.weight"] = by * shape[-1] ** -0.5 * rng.standard_normal(shape)
+
+    def norm(name: str, n: int) -> None:
+        made[f"{name}.weight"] = 1 + 0.3 * rng.standard_normal(n)
+
+    matrix("token_embd", r.vocab, r.d, by=wide)
+    for i in range(r.layers):
+        b = f"blk.{i}."
+        norm(b + "attn_norm", r.d)
+        for part, rows in (("q", q), ("k", kv), ("v", kv)):
+            matrix(f"{b}attn_{part}", rows, r.d)
+            if r.biases:
+                made[f"{b}attn_{part}.bias"] = 0.3 * rng.standard_normal(rows)
+            if r.head_norms and part != "v":
+                norm(f"{b}attn_{part}_norm", r.head)
+        matrix(b + "attn_output", r.d, q)
+        norm(b + "ffn_norm", r.d)
+        stack = (count,) if count else ()
+        for role, rows, cols in (("gate", r.ffn, r.d), ("up", r.ffn, r.d), ("down", r.d, r.ffn)):
+            matrix(f"{b}ffn_{role}_exps" if count else f"{b}ffn_{role}", *stack, rows, cols)
+        if count:
+            matrix(b + "ffn_gate_inp", count, r.d)
+        if r.after:
+            norm(b + "post_attention_norm", r.d)
+            norm(b + "post_ffw_norm", r.d)
+    norm("output_norm", r.d)
+    matrix("output", r.vocab, r.d)
+    return {name: values.astype(np.float32).astype(np.float64) for name, values in made.items()}
+
+
+class Family(NamedTuple):
+    """A written model: its recipe, its weights, its file."""
+
+    recipe: Recipe
+    weights: Weights
+    path: Path
+
+
+def write_family(path: Path, family: str, qtype: str = "F32", **metadata: Any) -> Family:
+    """Write the GGUF file; `metadata`: further keys, without the architecture's prefix and with _ for points."""
+    recipe = RECIPES[family]
+    weights = make_weights(recipe, WIDTH.get(family, 2.0))
+    writer = gguf.GGUFWriter(str(path), family)
+    writer.add_name(path.stem)
+    own = _common(recipe) | _OWN_KEYS[family](recipe)
+    keys = {f"{family}.{key}": value for key, value in own.items()}
+    _add_metadata(writer, keys | {"tokenizer.ggml.model": "none"} | metadata)
+    for name, values in _as_stored(family, recipe, weights).items():
+        array = values.astype(np.float32)
+        if array.ndim == 1 or qtype == "F32" or "ffn_gate_inp" in name:
+            writer.add_tensor(name, array)
+        else:
+            encoded = gguf.quants.quantize(array, gguf.GGMLQuantizationType[qtype])
+            writer.add_tensor(name, encoded, raw_dtype=gguf.GGMLQuantizationType[qtype])
+    return Family(recipe, weights, _finish(writer, path))
+
+
+def _common(r: Recipe) -> dict[str, Any]:
+    return {
+        "block_count": r.layers, "context_length": r.context, "embedding_length": r.d, "feed_forward_length": r.ffn,
+        "attention.head_count": r.heads, "attention.head_count_kv": r.kv, "attention.key_length": r.head,
+        "attention.value_length": r.head, "rope.dimension_count": r.rotated, "rope.freq_base": r.thetas[0],
+        "attention.layer_norm_rms_epsilon": r.eps, "vocab_size": r.vocab,
+    }  # fmt: skip
+
+
+_OWN_KEYS: dict[str, Any] = {
+    "smollm3": lambda r: {},
+    "granite": lambda r: {
+        "embedding_scale": r.embed, "residual_scale": r.residual, "attention.scale": r.score,
+        "logit_scale": 1 / r.logits,
+    },
+    "seed_oss": lambda r: {},
+    "qwen3vl": lambda r: {"rope.dimension_sections": [6, 5, 5, 0], "n_deepstack_layers": 3},
+    "qwen3vlmoe": lambda r: {
+        "rope.dimension_sections": [6, 5, 5, 0], "n_deepstack_layers": 3, "expert_count": r.experts[0],
+        "expert_used_count": r.experts[1], "expert_feed_forward_length": r.ffn,
+    },
+    "mistral3": lambda r: {
+        "rope.scaling.type": "yarn", "rope.scaling.factor": r.yarn.factor, "rope.scaling.yarn_log_multiplier": 1.0,
+        "rope.scaling.original_context_length": r.yarn.original, "attention.temperature_scale": r.temperature[0],
+        "rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0,
+    },
+    "glm4": lambda r: {},
+    "phi3": lambda r: {
+        "rope.scaling.original_context_length": r.longrope.original, "rope.scaling.attn_factor": r.longrope.grows,
+        "attention.sliding_window": r.context,
+    },
+    "gemma3": lambda r: {
+        "attention.sliding_window": max(r.windows), "rope.scaling.type": "linear", "rope.scaling.factor": r.slower,
+    },
+}  # fmt: skip
+
+
+def _as_stored(family: str, r: Recipe, weights: Weights) -> Weights:
+    """What the GGUF file has: fused tensors and divisors of frequencies, and the names that this family has."""
+    found = dict(weights)
+    for i in range(r.layers):
+        b = f"blk.{i}."
+        if family == "seed_oss":
+            found[b + "post_attention_norm.weight"] = found.pop(b + "ffn_norm.weight")
+        if family == "phi3":
+            found[b + "attn_qkv.weight"] = np.concatenate([found.pop(f"{b}attn_{part}.weight") for part in "qkv"])
+        if family in ("phi3", "glm4"):
+            both = [found.pop(f"{b}ffn_{role}.weight") for role in ("gate", "up")]
+            found[b + "ffn_up.weight"] = np.concatenate(both)
+    if r.longrope:
+        found["rope_factors_short.weight"] = np.array(r.longrope.short)
+        found["rope_factors_long.weight"] = np.array(r.longrope.long)
+    return found
+
+
+_HF = {  # configuration and model of transformers, and where the text part's tensors begin
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM"),
+    "granite": ("GraniteConfig", "GraniteForCausalLM"),
+    "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM"),
+    "qwen3vl": ("Qwen3VLConfig", "Qwen3VLForConditionalGeneration"),
+    "qwen3vlmoe": ("Qwen3VLMoeConfig", "Qwen3VLMoeForConditionalGeneration"),
+    "mistral3": ("Ministral3Config", "Ministral3ForCausalLM"),
+    "glm4": ("Glm4Config", "Glm4ForCausalLM"),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM"),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+}
+_HF_NAMES = {
+    "attn_norm": "input_layernorm", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm", "ffn_down": "mlp.down_proj",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_gate_inp": "mlp.gate",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+}  # fmt: skip
+_AFTER_NAMES = {
+    "glm4": {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"},
+    "gemma3": {
+        "ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+}  # fmt: skip
+
+
+def write_family_folder(folder: Path, family: str) -> tuple[Family, Any]:
+    """Save the same weights as a transformers model; returns it in eval mode too."""
+    import torch
+    import transformers
+
+    recipe = RECIPES[family]
+    weights = make_weights(recipe, WIDTH.get(family, 2.0))
+    of_config, of_model = (getattr(transformers, name) for name in _HF[family])
+    model = of_model(of_config(**_hf_settings(family, recipe))).eval()
+    state = {name: torch.from_numpy(np.ascontiguousarray(v)) for name, v in _hf_tensors(family, recipe, weights)}
+    known = model.state_dict()
+    prefix = "model.language_model." if "model.language_model.norm.weight" in known else "model."
+    for name, values in state.items():
+        name = name if name == "lm_head.weight" else prefix + name
+        assert known.pop(name).shape == values.shape, name
+        with torch.no_grad():
+            model.get_parameter(name).copy_(values)
+    assert not [name for name in known if name.startswith(prefix) and ".visual." not in name], known.keys()
+    model.save_pretrained(folder)
+    return Family(recipe, weights, folder), model
+
+
+def write_bare_folder(folder: Path, family: str, settings: dict[str, Any], prefix: str = "model.") -> Path:
+    """The same weights with another config.json, without transformers; `prefix`: before the text part's tensors."""
+    from safetensors.numpy import save_file
+
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(settings))
+    recipe = RECIPES[family]
+    tensors = dict(_hf_tensors(family, recipe, make_weights(recipe, WIDTH.get(family, 2.0))))
+    head = {"lm_head.weight": tensors.pop("lm_head.weight")}
+    named = head | {prefix + name: values for name, values in tensors.items()}
+    arrays = {name: np.ascontiguousarray(v, dtype=np.float32) for name, v in named.items()}
+    if prefix != "model.":
+        arrays["model.visual.patch_embed.weight"] = np.ones((4, 4), np.float32)
+    save_file(arrays, folder / "model.safetensors")
+    return folder
+
+
+def hf_settings(family: str) -> dict[str, Any]:
+    """What transformers' configuration class is made of."""
+    return _hf_settings(family, RECIPES[family])
+
+
+def _hf_settings(family: str, r: Recipe) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": r.thetas[0]}
+    settings: dict[str, Any] = {
+        "num_hidden_layers": r.layers, "hidden_size": r.d, "num_attention_heads": r.heads,
+        "num_key_value_heads": r.kv, "head_dim": r.head, "intermediate_size": r.ffn, "vocab_size": r.vocab,
+        "max_position_embeddings": r.context, "rms_norm_eps": r.eps, "tie_word_embeddings": False,
+        "attn_implementation": "eager", "pad_token_id": 0,
+    }  # fmt: skip
+    if family == "granite":
+        settings |= {"embedding_multiplier": r.embed, "residual_multiplier": r.residual,
+                     "attention_multiplier": r.score, "logits_scaling": 1 / r.logits}  # fmt: skip
+    if r.yarn:
+        rope |= {"rope_type": "yarn", "factor": r.yarn.factor, "mscale": 1.0, "mscale_all_dim": 1.0,
+                 "original_max_position_embeddings": r.yarn.original, "beta_fast": 32.0, "beta_slow": 1.0,
+                 "llama_4_scaling_beta": r.temperature[0]}  # fmt: skip
+    if r.rotated < r.head:
+        rope["partial_rotary_factor"] = r.rotated / r.head
+    if r.longrope:
+        rope |= {"rope_type": "longrope", "short_factor": list(r.longrope.short),
+                 "long_factor": list(r.longrope.long)}  # fmt: skip
+        settings["original_max_position_embeddings"] = r.longrope.original
+        rope["original_max_position_embeddings"] = r.longrope.original
+    if family == "gemma3":
+        rope = {"full_attention": rope | {"rope_type": "linear", "factor": r.slower},
+                "sliding_attention": {"rope_type": "default", "rope_theta": r.thetas[1]}}  # fmt: skip
+        settings |= {"sliding_window": max(r.windows), "query_pre_attn_scalar": r.head}
+    settings["rope_parameters"] = rope
+    if family.startswith("qwen3vl"):
+        settings["rope_parameters"] = rope | {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
+        if r.experts[0]:
+            settings |= {"num_experts": r.experts[0], "num_experts_per_tok": r.experts[1],
+                         "moe_intermediate_size": r.ffn}  # fmt: skip
+        sight = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": r.d,
+                 "deepstack_visual_indexes": [0]}  # fmt: skip
+        return {
+            "text_config": settings,
+            "vision_config": sight,
+            "tie_word_embeddings": False,
+            "experts_implementation": "eager",
+        }
+    return settings
+
+
+def _hf_tensors(family: str, r: Recipe, weights: Weights) -> list[tuple[str, np.ndarray]]:
+    """Names below `model.`: rows as transformers rotates them, fused where it has them so, norms of gemma3 less 1."""
+    found = [("embed_tokens.weight", weights["token_embd.weight"]), ("norm.weight", weights["output_norm.weight"]),
+             ("lm_head.weight", weights["output.weight"])]  # fmt: skip
+    names = _HF_NAMES | _AFTER_NAMES.get(family, {})
+    for i in range(r.layers):
+        own = {n.split(".", 2)[2]: w for n, w in weights.items() if n.startswith(f"blk.{i}.")}
+        if r.adjacent and family != "glm4":  # which transformers turns by neighbours too
+            for part, heads in (("q", r.heads), ("k", r.kv)):
+                own[f"attn_{part}.weight"] = _apart(own[f"attn_{part}.weight"], heads)
+        if family == "phi3":
+            fused = np.concatenate([own.pop(f"attn_{part}.weight") for part in "qkv"])
+            found.append((f"layers.{i}.self_attn.qkv_proj.weight", fused))
+        if family in ("phi3", "glm4"):
+            fused = np.concatenate([own.pop(f"ffn_{role}.weight") for role in ("gate", "up")])
+            found.append((f"layers.{i}.mlp.gate_up_proj.weight", fused))
+        if r.experts[0]:
+            fused = np.concatenate([own.pop(f"ffn_{role}_exps.weight") for role in ("gate", "up")], 1)
+            found.append((f"layers.{i}.mlp.experts.gate_up_proj", fused))
+            found.append((f"layers.{i}.mlp.experts.down_proj", own.pop("ffn_down_exps.weight")))
+        for role, values in own.items():
+            stem, kind = role.rsplit(".", 1)
+            found.append((f"layers.{i}.{names[stem]}.{kind}", values))
+    if family == "gemma3":
+        found = [(name, values - 1 if "norm" in name else values) for name, values in found]
+    return found
+
+
+def _apart(rows: np.ndarray, heads: int) -> np.ndarray:
+    """The inverse of `_permute`: partners that stand next to each other, half a head apart."""
+    apart = rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+    assert (_permute(apart, heads) == rows).all()
+    return np.ascontiguousarray(apart)

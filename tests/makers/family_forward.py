@@ -1,0 +1,172 @@
+"""Dense families, and one with experts, in float64 NumPy from their recipes: the oracle of the runtime.
+
+It shares nothing with the package: a recipe's numbers are written down here, not read from a file. Formulas: attention
+arXiv 1706.03762, rotation 2104.09864, RMS norm 1910.07467, gated FFNs 2002.05202, YaRN 2309.00071, LongRoPE 2402.13753;
+multipliers, temperatures and norms after as the models' classes in transformers 5 have them.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+Weights = dict[str, np.ndarray]  # float64 by GGUF name, q, k and v apart, norms as they are multiplied by
+
+
+class Yarn(NamedTuple):
+    """`grows`: what sine and cosine are multiplied by."""
+
+    factor: float
+    original: int
+    grows: float
+
+
+class LongRope(NamedTuple):
+    """Divisors of the frequencies: `short` for contexts up to `original`, else `long`."""
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original: int
+    grows: float
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A tiny model. windows, still, by layer: tokens that it sees (0: all), and whether its heads are not rotated.
+
+    thetas: of layers without a window, and of those with one. temperature: scale and span. embed, residual, score,
+    logits: what these are multiplied by. experts: how many of how many.
+    """
+
+    layers: int = 2
+    d: int = 128
+    heads: int = 4
+    kv: int = 2
+    head: int = 32
+    ffn: int = 192
+    vocab: int = 320
+    context: int = 512
+    eps: float = 1e-6
+    adjacent: bool = False
+    rotated: int = 32
+    thetas: tuple[float, float] = (10000.0, 10000.0)
+    slower: float = 1.0
+    yarn: Yarn | None = None
+    longrope: LongRope | None = None
+    windows: tuple[int, ...] = ()
+    still: tuple[bool, ...] = ()
+    temperature: tuple[float, int] = (0.0, 1)
+    embed: float = 1.0
+    residual: float = 1.0
+    score: float = 32**-0.5
+    logits: float = 1.0
+    gelu: bool = False
+    after: bool = False
+    head_norms: bool = False
+    biases: bool = False
+    experts: tuple[int, int] = (0, 0)
+
+    def window(self, layer: int) -> int:
+        return self.windows[layer] if self.windows else 0
+
+
+def family_logits(recipe: Recipe, weights: Weights, ids: list[int]) -> np.ndarray:
+    """Logits of every token of one sequence, [n, vocabulary]."""
+    x = weights["token_embd.weight"][ids] * recipe.embed
+    for layer in range(recipe.layers):
+        own = {n.split(".", 2)[2]: w for n, w in weights.items() if n.startswith(f"blk.{layer}.")}
+        for norm, after, branch in (
+            ("attn_norm", "post_attention_norm", lambda h, own=own, layer=layer: _attend(recipe, own, h, layer)),
+            ("ffn_norm", "post_ffw_norm", lambda h, own=own: _gate(recipe, own, h)),
+        ):
+            added = branch(_norm(x, own[f"{norm}.weight"], recipe.eps))
+            if recipe.after:
+                added = _norm(added, own[f"{after}.weight"], recipe.eps)
+            x = x + recipe.residual * added
+    x = _norm(x, weights["output_norm.weight"], recipe.eps)
+    return recipe.logits * (x @ weights.get("output.weight", weights["token_embd.weight"]).T)
+
+
+def _norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+
+
+def _attend(recipe: Recipe, own: Weights, h: np.ndarray, layer: int) -> np.ndarray:
+    n = len(h)
+    parts = {}
+    for part in "qkv":
+        parts[part] = h @ own[f"attn_{part}.weight"].T
+        if recipe.biases:
+            parts[part] = parts[part] + own[f"attn_{part}.bias"]
+        parts[part] = parts[part].reshape(n, -1, recipe.head)
+        if recipe.head_norms and part != "v":
+            parts[part] = _norm(parts[part], own[f"attn_{part}_norm.weight"], recipe.eps)
+    position = np.arange(n)
+    q, k = (_turn(recipe, parts[part], position, layer) for part in "qk")
+    scale, span = recipe.temperature
+    q = q * (1 + scale * np.log1p(position // span))[:, None, None]
+    window = recipe.window(layer) or n
+    seen = (position[None] <= position[:, None]) & (position[None] > position[:, None] - window)
+    mixed = np.empty_like(q)
+    for i in range(recipe.heads):
+        own_kv = i // (recipe.heads // recipe.kv)
+        scores = np.where(seen, recipe.score * (q[:, i] @ k[:, own_kv].T), -np.inf)
+        shares = np.exp(scores - scores.max(1, keepdims=True))
+        mixed[:, i] = shares / shares.sum(1, keepdims=True) @ parts["v"][:, own_kv]
+    return mixed.reshape(n, -1) @ own["attn_output.weight"].T
+
+
+def _turn(recipe: Recipe, x: np.ndarray, position: np.ndarray, layer: int) -> np.ndarray:
+    """Each pair of a head's first numbers, by its position times its frequency."""
+    if recipe.still and recipe.still[layer]:
+        return x
+    half, turned = recipe.rotated // 2, x.copy()
+    frequencies, grows = _frequencies(recipe, layer)
+    for pair in range(half):
+        a, b = (2 * pair, 2 * pair + 1) if recipe.adjacent else (pair, pair + half)
+        cos, sin = (grows * f(position * frequencies[pair])[:, None] for f in (np.cos, np.sin))
+        turned[..., a] = x[..., a] * cos - x[..., b] * sin
+        turned[..., b] = x[..., b] * cos + x[..., a] * sin
+    return turned
+
+
+def _frequencies(recipe: Recipe, layer: int) -> tuple[np.ndarray, float]:
+    dims, local = recipe.rotated, bool(recipe.window(layer))
+    theta = recipe.thetas[local]
+    plain = theta ** (-np.arange(0, dims, 2) / dims)
+    if recipe.yarn:
+        factor, original, grows = recipe.yarn
+        first, last = (dims / 2 * np.log(original / (turns * 2 * np.pi)) / np.log(theta) for turns in (32, 1))
+        first, last = max(np.floor(first), 0), min(np.ceil(last), dims - 1)
+        slow = np.clip((np.arange(dims // 2) - first) / max(last - first, 0.001), 0, 1)
+        return plain * (1 - slow) + plain / factor * slow, grows
+    if recipe.longrope:
+        by = recipe.longrope
+        return plain / np.array(by.long if recipe.context > by.original else by.short), by.grows
+    return plain if local else plain / recipe.slower, 1.0
+
+
+def _gate(recipe: Recipe, own: Weights, h: np.ndarray) -> np.ndarray:
+    count, used = recipe.experts
+    if not count:
+        return _expert(recipe, *(own[f"ffn_{role}.weight"] for role in ("gate", "up", "down")), h)
+    logits = h @ own["ffn_gate_inp.weight"].T
+    shares = np.exp(logits - logits.max(1, keepdims=True))
+    shares /= shares.sum(1, keepdims=True)
+    chosen = np.argsort(-shares, 1)[:, :used]
+    added = np.zeros_like(h)
+    for i, row in enumerate(h):
+        weights = shares[i, chosen[i]] / shares[i, chosen[i]].sum()
+        for number, weight in zip(chosen[i], weights):
+            matrices = (own[f"ffn_{role}_exps.weight"][number] for role in ("gate", "up", "down"))
+            added[i] += weight * _expert(recipe, *matrices, row)
+    return added
+
+
+def _expert(recipe: Recipe, gate: np.ndarray, up: np.ndarray, down: np.ndarray, h: np.ndarray) -> np.ndarray:
+    g = h @ gate.T
+    if recipe.gelu:
+        act = 0.5 * g * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3)))
+    else:
+        act = g / (1 + np.exp(-g))
+    return (act * (h @ up.T)) @ down.T

@@ -1,0 +1,193 @@
+"""Files of the families as publishers have them: what is nested, left out or the other way round is read right."""
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from family_files import RECIPES, hf_settings, write_bare_folder, write_family
+from safetensors.numpy import load_file, save_file
+
+from pshard.errors import UserError
+from pshard.model_config import Rope, Temperature
+from pshard.models import open_model
+from pshard.models.architectures import find_gguf_architecture, find_hf_architecture
+from pshard.models.gguf_config import gguf_config
+from pshard.models.gguf_header import read_gguf
+from pshard.models.hf_config import hf_config
+from pshard.runtime.blocks.rope_table import inverse_frequencies
+
+TYPES = {
+    "qwen3vl": "qwen3_vl_text", "qwen3vlmoe": "qwen3_vl_moe_text", "mistral3": "ministral3", "gemma3": "gemma3_text",
+}  # fmt: skip
+
+
+def published(family: str) -> dict[str, Any]:
+    """The config.json of a family: the text part's settings, nested where it sees."""
+    settings = hf_settings(family)
+    text = settings.get("text_config", settings) | {"model_type": TYPES.get(family, family)}
+    return {"model_type": "a whole", "text_config": text} if "text_config" in settings else text
+
+
+@pytest.mark.parametrize("family", RECIPES)
+def test_both_formats_of_a_family_meet_in_one_spec(family: str, tmp_path: Path) -> None:
+    """GGUF files have rows for other pairs, numbers in float32, and say otherwise how positions are scaled."""
+    folder = write_bare_folder(tmp_path / "hf", family, published(family))
+    with open_model(folder) as a, open_model(write_family(tmp_path / "m.gguf", family).path) as b:
+        assert [unit.likeness for unit in a.spec.units] == [unit.likeness for unit in b.spec.units]
+        first, second = vars(a.spec.config), vars(b.spec.config)
+    assert a.spec.config.scores_by == pytest.approx(b.spec.config.scores_by)
+    for name in first.keys() - {"architecture", "score_scale", "sliding_window" if family == "phi3" else ""}:
+        found, expected = first[name], second[name]
+        if isinstance(found, Rope):
+            (ours, scale), (theirs, other) = (inverse_frequencies(rope, 512) for rope in (found, expected))
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+            assert scale == pytest.approx(other)
+        elif isinstance(found, float):
+            assert found == pytest.approx(expected), name
+        elif isinstance(found, Temperature):
+            assert (found.scale, found.span) == pytest.approx((expected.scale, expected.span))
+        else:
+            assert found == expected, name
+
+
+def test_scores_of_gemma3_of_62_layers_are_scaled_by_its_width(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for layers, width in ((6, 32), (62, 64 / 4)):
+        recipe = replace(RECIPES["gemma3"], layers=layers, d=64, head=32, ffn=32)
+        monkeypatch.setitem(RECIPES, "gemma3", recipe)
+        with open_model(write_family(tmp_path / f"{layers}.gguf", "gemma3").path) as file:
+            assert file.spec.config.scores_by == pytest.approx(width**-0.5)
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+@pytest.mark.parametrize("family", ["qwen3vl", "gemma3", "mistral3"])
+def test_the_part_that_sees_is_left_out_with_a_line(family: str, prefix: str, tmp_path: Path) -> None:
+    text = published(family)
+    settings = text if "text_config" in text else {"model_type": "a whole", "text_config": text}
+    bare = write_bare_folder(tmp_path / "bare", family, text.get("text_config", text))
+    with open_model(write_bare_folder(tmp_path / "hf", family, settings, prefix)) as whole, open_model(bare) as alone:
+        assert whole.notes == ("the model's vision part is left out; it is not supported yet",)
+        assert not alone.notes
+        assert whole.spec.units == alone.spec.units and whole.spec.config == alone.spec.config
+        for name in (t.name for unit in whole.spec.units for t in unit.tensors if not t.parts):
+            np.testing.assert_array_equal(whole.tensor_bytes(name), alone.tensor_bytes(name))
+
+
+def test_gemma3_of_transformers_4_says_its_positions_beside(tmp_path: Path) -> None:
+    new = published("gemma3")
+    old = {key: value for key, value in new.items() if key != "rope_parameters"}
+    old |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 6,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}  # fmt: skip
+    with open_model(write_bare_folder(tmp_path / "new", "gemma3", new)) as a:
+        for left_out in ((), ("rope_theta",), ("rope_local_base_freq", "sliding_window_pattern", "rms_norm_eps")):
+            settings = {key: value for key, value in old.items() if key not in left_out}
+            with open_model(write_bare_folder(tmp_path / f"old{len(left_out)}", "gemma3", settings)) as b:
+                assert a.spec.config == b.spec.config
+
+
+def test_experts_lie_either_way_round(tmp_path: Path) -> None:
+    straight = write_bare_folder(tmp_path / "straight", "qwen3vlmoe", published("qwen3vlmoe"))
+    turned = write_bare_folder(tmp_path / "turned", "qwen3vlmoe", published("qwen3vlmoe"))
+    tensors = load_file(turned / "model.safetensors")
+    tensors = {n: np.ascontiguousarray(v.swapaxes(1, 2)) if v.ndim == 3 else v for n, v in tensors.items()}
+    save_file(tensors, turned / "model.safetensors")
+    with open_model(straight) as a, open_model(turned) as b:
+        assert a.spec.units == b.spec.units
+        for role in ("gate", "up", "down"):
+            name = f"blk.1.ffn_{role}_exps.weight"
+            for part in range(8):
+                np.testing.assert_array_equal(a.part_bytes(name, part), b.part_bytes(name, part))
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "says"),
+    [
+        ("gemma3", {"gemma3.attention.sliding_window_pattern": 4}, "windows in other layers than all but the last"),
+        ("gemma3", {"gemma3.attention.sliding_window": 4096}, "a window of 4096 tokens in a context of 512"),
+        ("gemma3", {"gemma3.final_logit_softcapping": 30.0}, "final_logit_softcapping is 30"),
+        ("granite", {"granite.rope.scaling.finetuned": False}, "rope.scaling.finetuned is False"),
+        ("glm4", {"glm4.rope.dimension_sections": [4, 2, 2, 0]}, r"rope.dimension_sections is \[4"),
+        ("smollm3", {"smollm3.attention.temperature_scale": 0.1}, "attention.temperature_scale is 0.1"),
+        ("seed_oss", {"seed_oss.attention.scale": 0.5}, "attention.scale is 0.5"),
+    ],
+)
+def test_what_metadata_says_and_is_not_computed_is_refused(
+    family: str, keys: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=says):
+        open_model(write_family(tmp_path / "m.gguf", family, **keys).path)
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "says"),
+    [
+        ("gemma3", {"layer_types": ["full_attention"] + ["sliding_attention"] * 5}, "layer_types has windows in other"),
+        ("gemma3", {"hidden_activation": "silu"}, "hidden_activation is 'silu'"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ("smollm3", {"no_rope_layers": [1, 0, 1, 1]}, "no_rope_layers names other layers"),
+        ("smollm3", {"no_rope_layer_interval": 2}, "no_rope_layer_interval is 2"),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "long_factor is no list"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial"),
+    ],
+)
+def test_what_a_folder_says_and_is_not_computed_is_refused(
+    family: str, keys: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    like = "smollm3" if family == "llama" else family
+    settings = published(like) | ({"model_type": "llama"} if family == "llama" else {})
+    with pytest.raises(UserError, match=says):
+        open_model(write_bare_folder(tmp_path / "hf", like, settings | keys))
+
+
+ODD: list[Any] = [0, -1, 1, 2, 7, 2**31, 2**63, 1e-9, 0.5, 3e38, "x", "yarn", "longrope", "", [], [0], [1, 2], [5] * 6,
+                  True, None, {}, {"full_attention": 5}]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", RECIPES)
+def test_damaged_settings_end_in_one_line(family: str, tmp_path: Path) -> None:
+    """Every setting with every odd value: it is read, or a UserError; never anything else."""
+    header = read_gguf(write_family(tmp_path / "m.gguf", family).path)
+    arch = find_gguf_architecture(family, "m.gguf", has_experts=bool(RECIPES[family].experts[0]))
+    further = ("attention.sliding_window_pattern", "rope.dimension_sections", "attention.scale", "rope.freq_base_swa")
+    for key in (*header.metadata, *(f"{family}.{name}" for name in further)):
+        for value in ODD:
+            with contextlib.suppress(UserError):
+                gguf_config(arch, {**header.metadata, key: value}, header.tensors, "m.gguf")
+    settings = published(family)
+    text = settings.get("text_config", settings)
+    text |= {"rope_scaling": None, "layer_types": None, "no_rope_layers": None, "sliding_window_pattern": None}
+    folder_arch = find_hf_architecture(text["model_type"], "config.json")
+    for key in text:
+        for value in ODD:
+            with contextlib.suppress(UserError):
+                hf_config(folder_arch, {**text, key: value}, "config.json")
+    rope = text["rope_parameters"]
+    for key in (*rope, "factor", "original_max_position_embeddings", "llama_4_scaling_beta", "mscale_all_dim"):
+        for value in ODD:
+            with contextlib.suppress(UserError):
+                hf_config(folder_arch, {**text, "rope_parameters": {**rope, key: value}}, "config.json")
+
+
+def test_fused_tensors_must_have_all_rows(tmp_path: Path) -> None:
+    folder = write_bare_folder(tmp_path / "hf", "phi3", published("phi3"))
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.self_attn.qkv_proj.weight"
+    tensors[name] = tensors[name][:-1]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"qkv_proj.*has shape \[255, 128\], not the \[256, 128\]"):
+        open_model(folder)
+
+
+@pytest.mark.parametrize("family", ["phi3", "glm4"])
+def test_quantised_rows_of_fused_tensors_come_apart(family: str, tmp_path: Path) -> None:
+    _, weights, path = write_family(tmp_path / "m.gguf", family, qtype="Q8_0")
+    q8_0 = gguf.GGMLQuantizationType.Q8_0
+    with open_model(path) as file:
+        for role in ("attn_q", "attn_k", "attn_v", "ffn_gate", "ffn_up"):
+            name = f"blk.1.{role}.weight"
+            expected = gguf.quants.quantize(weights[name].astype(np.float32), q8_0)
+            np.testing.assert_array_equal(file.tensor_bytes(name), expected)

@@ -1,0 +1,147 @@
+"""Logits of every family equal a float64 forward written from its recipe, wherever its units are, and transformers'."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engines import open_engine, pinned_everywhere
+from family_files import RECIPES, write_family, write_family_folder
+from family_forward import LongRope, Yarn, family_logits
+from model_files import write_gguf
+from plan_samples import make_tier
+
+from pshard.errors import UserError
+from pshard.models import open_model
+from pshard.runtime.engine import Engine
+
+RNG = random.Random(0)
+IDS = [RNG.randrange(320) for _ in range(140)]
+LONG = 512  # a context beyond what phi3's and mistral3's recipes were trained with
+
+
+def difference(found: np.ndarray | torch.Tensor, expected: np.ndarray) -> float:
+    """The largest difference, in standard deviations of the expected logits."""
+    return float(np.abs(np.asarray(found) - expected).max() / expected.std())
+
+
+def run(engine: Engine) -> torch.Tensor:
+    """Logits of all ids: of a prompt, and of single tokens."""
+    parts = [IDS[:130], *([i] for i in IDS[130:])]
+    return torch.cat([engine.forward(part, all_logits=True) for part in parts])
+
+
+@pytest.mark.parametrize("family", RECIPES)
+def test_logits_equal_a_float64_forward(family: str, tmp_path: Path) -> None:
+    recipe, weights, path = write_family(tmp_path / "m.gguf", family)
+    expected = family_logits(recipe, weights, IDS)
+    for kernels in ("plain", "fast"):
+        with open_engine(path, context=LONG, kernels=kernels) as engine:
+            got = run(engine)
+        assert difference(got, expected) < 1e-5, kernels
+
+
+MISTAKES = {
+    "smollm3": [{"still": ()}, {"still": (True, False, False, False)}, {"adjacent": False}, {"thetas": (1e4, 1e4)}],
+    "granite": [{"embed": 1.0}, {"residual": 1.0}, {"score": 32**-0.5}, {"logits": 1.0}],
+    "seed_oss": [{"biases": False}, {"adjacent": True}],
+    "qwen3vl": [{"head_norms": False}, {"adjacent": True}],
+    "qwen3vlmoe": [{"experts": (8, 3)}],
+    "mistral3": [
+        {"temperature": (0.0, 64)}, {"temperature": (0.1, 65)}, {"yarn": Yarn(4.0, 64, 1 + 0.1 * np.log(4))},
+        {"yarn": None},
+    ],
+    "glm4": [{"after": False}, {"rotated": 32}, {"adjacent": False}, {"biases": False}],
+    "phi3": [
+        {"rotated": 32, "longrope": None}, {"context": 128},
+        {"longrope": LongRope(*RECIPES["phi3"].longrope[:3], 1.0)},
+    ],
+    "gemma3": [
+        {"windows": (47,) * 5 + (0,)}, {"windows": (49,) * 5 + (0,)}, {"windows": (0,) + (48,) * 5},
+        {"thetas": (1e4, 1e6)}, {"thetas": (1e6, 1e6)}, {"slower": 1.0}, {"embed": 1.0}, {"gelu": False},
+        {"after": False}, {"head_norms": False}, {"score": 24**-0.5},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", RECIPES)
+def test_every_easy_mistake_would_show(family: str, tmp_path: Path) -> None:
+    recipe, weights, _ = write_family(tmp_path / "m.gguf", family)
+    expected = family_logits(recipe, weights, IDS)
+    for mistake in MISTAKES[family]:
+        assert difference(family_logits(replace(recipe, **mistake), weights, IDS), expected) > 1e-3, mistake
+
+
+@pytest.mark.parametrize("family", RECIPES)
+def test_every_placement_gives_the_same_logits(family: str, tmp_path: Path) -> None:
+    recipe, weights, path = write_family(tmp_path / "m.gguf", family)
+    expected = family_logits(recipe, weights, IDS)
+    with open_model(path) as file:
+        spec = file.spec
+    for weights_at, state_at in (("streamed", "host"), ("cpu", "host"), ("pinned", "host")):
+        where = {
+            u.name: (weights_at if (weights_at, state_at if u.kind.state else None) in u.kind.places else "pinned",
+                     state_at if u.kind.state else None)
+            for u in spec.units
+        }  # fmt: skip
+        tiers = tuple(make_tier(spec, n, where, 2, LONG, 1, batch=64) for n in (1, 64))
+        with open_engine(path, tiers, "fast", LONG) as engine:
+            got = run(engine)
+        assert difference(got, expected) < 1e-5, weights_at
+
+
+def test_phi3_takes_its_short_factors_in_a_short_context(tmp_path: Path) -> None:
+    recipe, weights, path = write_family(tmp_path / "m.gguf", "phi3")
+    assert recipe.longrope is not None
+    short, original = replace(recipe, context=recipe.longrope.original), recipe.longrope.original
+    with open_model(path) as file:
+        tiers = pinned_everywhere(file.spec, context=original)
+    with open_engine(path, tiers, context=original) as engine:
+        got = engine.forward(IDS[:100], all_logits=True)
+    assert difference(got, family_logits(short, weights, IDS[:100])) < 1e-5
+
+
+def test_keys_of_a_short_context_are_not_loaded_into_a_long_one(tmp_path: Path) -> None:
+    path = write_family(tmp_path / "m.gguf", "phi3").path
+    with open_engine(path, context=128) as engine:
+        engine.forward(IDS[:20])
+        engine.save(tmp_path / "cache")
+        engine.load(tmp_path / "cache")
+    with open_engine(path, context=LONG) as engine, pytest.raises(UserError, match="has angles short"):
+        engine.load(tmp_path / "cache")
+
+
+@pytest.mark.parametrize("family", RECIPES)
+def test_logits_equal_transformers(family: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (recipe, weights, folder), model = write_family_folder(tmp_path / "hf", family)
+    with torch.no_grad():
+        expected = model.double()(torch.tensor([IDS])).logits[0].numpy()
+    assert difference(family_logits(recipe, weights, IDS), expected) < 1e-5
+    with open_engine(folder, context=LONG) as engine:
+        got = engine.forward(IDS, all_logits=True)
+    assert difference(got, expected) < 1e-4
+
+
+MIXED = {  # as published Q4_K_M, UD-Q4_K_XL and IQ4_XS files mix them
+    "attn_q.weight": "IQ4_XS", "attn_k.weight": "Q5_K", "attn_v.weight": "Q8_0", "attn_output.weight": "IQ4_NL",
+    "ffn_gate.weight": "IQ4_XS", "ffn_up.weight": "IQ4_NL", "ffn_down.weight": "Q6_K", "output.weight": "Q8_0",
+    "token_embd.weight": "IQ4_NL",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["pinned", "streamed", "cpu"])
+def test_a_file_of_many_types_gives_the_logits_of_its_weights(where: str, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "qwen3", qtypes=MIXED)
+    with open_engine(path, context=256) as engine:
+        expected = run(engine)
+    with open_model(path) as file:
+        spec = file.spec
+    assert {"IQ4_XS", "IQ4_NL", "Q5_K", "Q8_0", "Q6_K"} <= {t.qtype for u in spec.units for t in u.matrices}
+    places = {u.name: ("cpu" if u.kind.is_looked_up else where, "host" if u.kind.state else None) for u in spec.units}
+    tiers = tuple(make_tier(spec, n, places, 2, 256, 1, batch=64) for n in (1, 64))
+    with open_engine(path, tiers, "fast", 256) as engine:
+        found = run(engine)
+    assert (found - expected).abs().max() < 0.1 * expected.std()  # activations are rounded to int8
