@@ -14,6 +14,7 @@ from pshard.jsonio import from_json, to_json
 from pshard.plan import RankPlan, Variant
 from pshard.routing.follow_use import HitCounts
 from pshard.routing.record import RoutingRecord
+from pshard.runtime.checkpoints.checkpoints import Checkpoints
 from pshard.runtime.devices.device import Device
 from pshard.runtime.executor import Executor
 from pshard.runtime.memory.kv_blocks import RecentBlocks
@@ -47,8 +48,7 @@ class Engine:
     Attributes:
         plan: the variant in force; rank_plan: this rank's part of it.
         tokenizer: encodes and decodes text; None for files without one.
-        notes: one line for every fallback in use.
-        longest: tokens that a sequence can have.
+        notes: one line for every fallback in use; longest: tokens that a sequence can have.
     """
 
     def __init__(
@@ -59,17 +59,19 @@ class Engine:
         notes: tuple[str, ...],
         on_close: Callable[[], None],
         store: KVStore,
+        checkpoint_bytes: int = 0,
     ) -> None:
         self._executor, self.plan, self.tokenizer, self.notes = executor, variant, tokenizer, notes
-        self._on_close = on_close
-        self._store = store
+        self._on_close, self._store = on_close, store
+        self._checkpoints = Checkpoints(executor, checkpoint_bytes)
+        self.notes += self._checkpoints.in_words
         context, sequences = variant.workload.context, variant.workload.sequences
         self.longest = longest_sequence(executor.spec.config, context)
         self._sequences = Sequences(
             sequences,
             self.longest,
             kv_blocks(context, sequences),
-            _uncut_states(executor),
+            self._checkpoints.last if self._checkpoints.each else None,
             _recent_blocks(executor),
         )
         self._broken: BaseException | None = None
@@ -125,11 +127,7 @@ class Engine:
 
     def memory(self) -> MemoryReport:
         """What the engine holds, in bytes."""
-        e = self._executor
-        budget = self.rank_plan.budget_mib << 20
-        taken = self.device.process_bytes()
-        host = e.host_nbytes, e.page_locked, e.group.cores, e.locked_nbytes, e.staging_nbytes
-        return MemoryReport(budget, e.arena_nbytes, taken, *host)
+        return _report_memory(self, self._executor)
 
     def memory_by_rank(self) -> tuple[MemoryReport, ...]:
         """What every rank holds, in order. All ranks call it."""
@@ -141,11 +139,15 @@ class Engine:
         computed again. All ranks call it.
 
         Layers with a window keep their last cells only: where those are gone that the next token sees, what is left of
-        the sequence is computed again.
+        the sequence is computed again. So is, where a state cannot be cut back, what follows its last checkpoint at or
+        before that length.
 
-        Raises UserError when there is no such one, or the model keeps a state that cannot be cut back so far.
+        Raises UserError when there is no such one.
         """
-        if again := self._sequences.cut_back(sequence, length):
+        again = self._sequences.cut_back(sequence, length)
+        for number in range(len(self.lengths)) if sequence is None else [sequence]:
+            self._checkpoints.go_back(number, self.lengths[number])
+        if again:
             self.forward([again.get(number, []) for number in range(max(again) + 1)], best_only=True)
         return sum(map(len, again.values()))
 
@@ -155,7 +157,10 @@ class Engine:
         Raises UserError when it cannot be written; then there is no new file.
         """
         self._check_alive()
-        self._store.save(path, self._sequences.whole(sequence), self._sequences[sequence].tokens)
+        text = self._sequences[sequence]
+        self._store.save(
+            path, self._sequences.whole(sequence), text.tokens, self._checkpoints.up_to(text.number, text.length)
+        )
 
     def load(self, path: Path, sequence: int = 0) -> tuple[int, ...]:
         """Make a saved KV cache that of a sequence; returns the token ids it stands for. All ranks call it.
@@ -166,7 +171,8 @@ class Engine:
         self._check_alive()
         self.reset(sequence)
         try:
-            tokens = self._store.load(path, lambda cells: self._sequences.begin(sequence, cells))
+            tokens, states = self._store.load(path, lambda cells: self._sequences.begin(sequence, cells))
+            self._checkpoints.replace(sequence, states)
         except BaseException:
             self.reset(sequence)
             raise
@@ -207,8 +213,9 @@ class Engine:
         self._check_alive()
         self._sequences.admit(lists, self.vocab)
         parts: list[list[torch.Tensor]] = [[] for _ in lists]  # rows of logits
+        spans, most = self._sequences.spans(lists), self.rank_plan.tiers[-1].tokens
         try:
-            for new in self._sequences.cut(lists, self.rank_plan.tiers[-1].tokens, all_logits):
+            for new in self._sequences.cut(lists, most, all_logits):
                 rows, ids = [row for row, _ in new.wanted], torch.tensor(new.ids, dtype=torch.int64)
                 with self.device.current():  # this thread need not be the one that loaded
                     logits = self._executor.run(ids, new.segments, rows, self._sequences.used, best_only)
@@ -216,6 +223,7 @@ class Engine:
                     parts[sequence].append(logits[i])
                 for segment in new.segments:
                     self._sequences.extend(segment, new.ids)
+                self._checkpoints.note(new.segments, spans, most)
         except BaseException as error:
             self._broken = error  # caches are half-written: no further text may come from them
             if not isinstance(error, Exception):  # interrupted while it entered a mode of torch, which lives as long
@@ -251,30 +259,23 @@ class Engine:
             prompt: text (needs a tokenizer) or token ids.
             max_tokens: at most so many; it ends before at an end-of-text token or a full context.
             constraint: what tokens may come, as of a grammar (pshard.runtime.drawing.grammar).
-            text: yield pieces of text (complete characters; U+FFFD at the end for one that was never completed), else
-                token ids.
+            text: yield pieces of text (whole characters; U+FFFD at the end for one not completed), else token ids.
         """
         ids = _encode_prompt(prompt, self.tokenizer)
         stops = self.tokenizer.eos_ids if self.tokenizer else frozenset()
         sampler = Sampler(sampling or Sampling(), constraint, self.vocab)
         sampler.see((*self._sequences[0].tokens, *ids))
         decoder = self.tokenizer.stream() if text and self.tokenizer else None
-        token = self._draw(ids, sampler)
+        token = _draw(self, ids, sampler)
         for made in range(max_tokens):
             if token in stops:
                 break
             yield decoder.push(token) if decoder else token
             if made + 1 == max_tokens or self._sequences.is_full(0):
                 break
-            token = self._draw([token], sampler)
+            token = _draw(self, [token], sampler)
         if decoder and (rest := decoder.finish()):
             yield rest
-
-    def _draw(self, tokens: Sequence[int], sampler: Sampler) -> int:
-        """Append tokens to sequence 0; the next one."""
-        found = self.forward(tokens, best_only=sampler.greedy)
-        assert isinstance(found, torch.Tensor)
-        return sampler.take_best(*found.tolist()) if sampler.greedy else sampler.choose(found)
 
     def close(self) -> None:
         """Release device and host memory. May be called twice."""
@@ -293,6 +294,19 @@ class Engine:
         self.close()
 
 
+def _draw(engine: Engine, tokens: Sequence[int], sampler: Sampler) -> int:
+    """Append tokens to sequence 0; the next one."""
+    found = engine.forward(tokens, best_only=sampler.greedy)
+    assert isinstance(found, torch.Tensor)
+    return sampler.take_best(*found.tolist()) if sampler.greedy else sampler.choose(found)
+
+
+def _report_memory(engine: Engine, e: Executor) -> MemoryReport:
+    budget, taken = engine.rank_plan.budget_mib << 20, engine.device.process_bytes()
+    host = e.host_nbytes, e.page_locked, e.group.cores, e.locked_nbytes, e.staging_nbytes
+    return MemoryReport(budget, e.arena_nbytes, taken, *host)
+
+
 def _encode_prompt(prompt: str | Sequence[int], tokenizer: Any) -> list[int]:
     """Token ids of a prompt. Raises UserError for text without a tokenizer."""
     if not isinstance(prompt, str):
@@ -300,13 +314,6 @@ def _encode_prompt(prompt: str | Sequence[int], tokenizer: Any) -> list[int]:
     if not tokenizer:
         raise UserError("the model file has no tokenizer: give token ids")
     return tokenizer.encode(prompt)
-
-
-def _uncut_states(executor: Executor) -> tuple[str, ...]:
-    """Units whose state cannot be cut back to an earlier length."""
-    spec = executor.spec
-    laws = ((unit.name, unit.state(spec.config, executor.states)) for unit in spec.units)
-    return tuple(name for name, law in laws if law is not None and not law.can_be_cut)
 
 
 def _recent_blocks(executor: Executor) -> RecentBlocks | None:
