@@ -55,8 +55,9 @@ class Keys:
     def reals(self, key: str, span: tuple[float, float]) -> tuple[float, ...]:
         """A list of numbers in a span. Raises UserError when it is missing or something else."""
         values = self.values.get(self.prefix + key)
-        numbers = [v for v in values if type(v) in (int, float)] if isinstance(values, list) else []
-        if not numbers or len(numbers) < len(values) or not all(span[0] <= v <= span[1] for v in numbers):
+        listed = values if isinstance(values, list) else []
+        numbers = [v for v in listed if type(v) in (int, float)]
+        if not numbers or len(numbers) < len(listed) or not all(span[0] <= v <= span[1] for v in numbers):
             self.refuse(key, f"is no list of numbers from {span[0]:g} to {span[1]:g}")
         return tuple(map(float, numbers))
 
