@@ -1,13 +1,21 @@
-"""The one part of the build that pyproject.toml cannot say: the optional C++ library of CPU kernels."""
+"""The part of the build that pyproject.toml cannot say: the optional C++ library of CPU kernels, and what a wheel of it
+is called.
+
+The library has a plain C interface and is loaded by ctypes: it knows nothing of Python, so one wheel serves all
+versions of it on a platform.
+"""
 
 import runpy
 import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("runtime/kernels/cpu/csrc")
 DIGEST = runpy.run_path("runtime/kernels/cpu/sources.py")["digest_sources"](SOURCES)
+LINUX = sys.platform.startswith("linux")
 
 # No instruction set is named here: isa_*.cpp choose theirs, and the library picks one when it runs.
 # Contracting a * b + c would break the bit equality of dequantisation with the file format's reference.
@@ -21,6 +29,7 @@ cpu_kernels = Extension(
     extra_compile_args=[
         "-std=c++20",
         "-O3",
+        "-g0",  # Python's own flags ask for symbols, nine tenths of the library
         "-ffp-contract=off",
         "-fno-math-errno",
         "-fvisibility=hidden",
@@ -28,8 +37,29 @@ cpu_kernels = Extension(
         "-pthread",
     ],
     # bound at once: a thread that is recalled must not be in the linker (csrc/threads/recall.h)
-    extra_link_args=["-pthread", "-Wl,-z,now"] if sys.platform.startswith("linux") else [],
+    extra_link_args=["-pthread", "-Wl,-z,now"],
     optional=True,  # without a compiler the package installs, and runs on its torch kernels
 )
 
-setup(ext_modules=[cpu_kernels])
+
+class PlainLibrary(build_ext):
+    """Builds `_native.so`: a name without the version of the Python that built it."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split("."))) + ".so"
+
+
+class AnyPython(bdist_wheel):
+    """Calls the wheel py3-none-PLATFORM: it is of a platform, and of no version of Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+if not LINUX:
+    print(f"pshard: no CPU kernels for {sys.platform}, as they need Linux: torch kernels run", file=sys.stderr)
+
+setup(
+    ext_modules=[cpu_kernels] if LINUX else [],
+    cmdclass={"build_ext": PlainLibrary, "bdist_wheel": AnyPython},
+)

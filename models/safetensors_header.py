@@ -31,7 +31,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_safetensors(folder: Path) -> tuple[tuple[MappedFile, ...], dict[str, StoredTensor]]:
     """The folder's files and their tensors by Hugging Face name. Raises UserError."""
-    files = tuple(MappedFile(path) for path in _shard_paths(folder))
+    files = tuple(MappedFile(path) for path in list_shards(folder))
     tensors: dict[str, StoredTensor] = {}
     for file in files:
         for tensor in _read_file(file):
@@ -41,7 +41,8 @@ def read_safetensors(folder: Path) -> tuple[tuple[MappedFile, ...], dict[str, St
     return files, tensors
 
 
-def _shard_paths(folder: Path) -> list[Path]:
+def list_shards(folder: Path) -> list[Path]:
+    """The files with weights of a folder, whether or not they are there. Raises UserError."""
     if (folder / _INDEX).exists():
         names = read_json(folder / _INDEX).get("weight_map")
         if not isinstance(names, dict) or not names or not all(isinstance(n, str) for n in names.values()):

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pshard import buffers
 from pshard.model import ModelSpec
 from pshard.plan import Placement, RankPlan, TierPlan, Variant
+from pshard.planner.routing.check_caches import check_caches
 from pshard.quant import ROW_BLOCK, TENSOR_ALIGN
 from pshard.tensor import TensorSpec
 from pshard.units.moe.in_place import ways_to_read
@@ -46,6 +47,10 @@ def check_runnable(specs: tuple[ModelSpec, ...], variant: Variant, kind: str) ->
             raise PlanError(f"rank {rank.rank}: tiers {tokens} do not ascend to {w.max_ubatch}")
         for tier in rank.tiers:
             _check_tier(spec, variant, rank, tier, kind)
+        try:
+            check_caches(spec, rank)
+        except ValueError as error:
+            raise PlanError(str(error)) from None
         _check_prefixes(spec, rank)
         _check_same_bytes(spec, rank)
     for i, rank in enumerate(variant.ranks):
@@ -163,7 +168,7 @@ def _check_tier(spec: ModelSpec, variant: Variant, rank: RankPlan, tier: TierPla
     if streamed and (b.slots < 1 or b.slot_bytes < max(streamed)):
         raise PlanError(f"{where}: {b.slots} slots of {b.slot_bytes} bytes do not hold what is streamed")
     arena = buffers.arena_bytes(rank.budget_mib, kind)
-    if pinned + kv + scratch + b.slots * b.slot_bytes > arena:
+    if pinned + kv + scratch + b.slots * b.slot_bytes + b.cached > arena:
         raise PlanError(f"{where}: {b.total} bytes are over the arena of {arena}")
 
 

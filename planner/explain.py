@@ -11,7 +11,6 @@ from pshard.planner.price.draft import tier_steps
 from pshard.planner.price.page_locks import stage_by
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.simulate import simulate_ranks
-from pshard.routing.order_experts import order_experts
 from pshard.steps.step import (
     AllReduce,
     Compute,
@@ -24,6 +23,7 @@ from pshard.steps.step import (
 )
 from pshard.times.measurement import Timeline, TimelineEvent
 from pshard.times.predicted_times import tier_seconds
+from pshard.units.moe.followed import under_plan
 from pshard.workload import Workload
 
 BINDS = {
@@ -55,8 +55,8 @@ def explain_gains(
     "ilp" or a published one's name."""
 
     def plan(machine: MachineProfile, load: Workload) -> Variant:
-        if strategy == "ilp":
-            return plan_variant(spec, machine, load, time_limit, variant.correction)
+        if strategy == "ilp":  # with as many slots for experts
+            return plan_variant(under_plan(spec, variant), machine, load, time_limit, variant.correction)
         return plan_baseline(strategy, spec, machine, load, variant.correction)
 
     budgets = tuple(mib + MORE_MIB for mib in workload.vram_mib)
@@ -90,7 +90,7 @@ def _speedups(before: Variant, after: Variant) -> tuple[tuple[int, float], ...]:
 
 def simulate_timelines(spec: ModelSpec, profile: MachineProfile, variant: Variant) -> tuple[Timeline, ...]:
     """The simulated steps of every tier on the first rank, for `pshard-report` to draw."""
-    spec, w = order_experts(spec, variant.popularity), variant.workload
+    spec, w = under_plan(spec, variant), variant.workload
     tiers = tuple(t.tokens for t in variant.ranks[0].tiers)
     tasks = price_tiers(spec, Tables(profile, variant.correction), w, tiers)
     timelines = []

@@ -5,18 +5,26 @@ from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import Variant
 from pshard.planner.make_plan import plan_baseline
-from pshard.planner.published.strategies import PER_TIER, list_strategies
+from pshard.planner.published.strategies import EXPERT_LRU, PER_TIER, has_experts, list_strategies
+from pshard.routing.record import RoutingRecord
 from pshard.times.outlook import Forecast, Outlook
 from pshard.times.predicted_times import decode_seconds, first_token_seconds, round_seconds
 from pshard.workload import Workload
 
 
-def foresee_strategies(spec: ModelSpec, profile: MachineProfile, workload: Workload, variant: Variant) -> Outlook:
-    """What the variant and each published strategy are predicted to reach for the workload, by the variant's costs."""
+def foresee_strategies(
+    spec: ModelSpec,
+    profile: MachineProfile,
+    workload: Workload,
+    variant: Variant,
+    record: RoutingRecord | None = None,
+) -> Outlook:
+    """What the variant and each published strategy are predicted to reach for the workload, by the variant's costs.
+    record: of which experts texts use."""
     found = []
-    for name in (*list_strategies(spec), PER_TIER):
+    for name in (*list_strategies(spec), *((EXPERT_LRU,) if has_experts(spec) else ()), PER_TIER):
         try:
-            found.append(_forecast(name, plan_baseline(name, spec, profile, workload, variant.correction)))
+            found.append(_forecast(name, plan_baseline(name, spec, profile, workload, variant.correction, record)))
         except UserError:  # it does not fit, or is not for several devices
             continue
     found.sort(key=lambda forecast: forecast.round_seconds)

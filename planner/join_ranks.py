@@ -64,7 +64,8 @@ def _write_rank(task: RankTask, chosen: Candidate) -> RankPlan:
     pins = max(sum(p.in_arena for p in t.placements) for t in tiers)
     kv = max(sum(p.kv == "vram" for p in t.placements) for t in tiers)
     order = chosen.residency
-    return RankPlan(task.rank, task.budget_mib, task.share, order.pin_order[:pins], order.kv_order[:kv], tuple(tiers))
+    orders, caches = (order.pin_order[:pins], order.kv_order[:kv]), task.room.spec.caches
+    return RankPlan(task.rank, task.budget_mib, task.share, *orders, tuple(tiers), caches)
 
 
 def _predict(tasks: Sequence[RankTask], ranks: Sequence[RankPlan]) -> tuple[RankPlan, ...]:

@@ -68,6 +68,12 @@ def list_unsaid(variant: Variant, units: Mapping[str, Unit]) -> list[str]:
         lines.append(
             f"decoding streams experts of {len(read)} layers; llama.cpp has the CPU compute what is not in VRAM"
         )
+    if caches := variant.ranks[0].caches:
+        mib = sum(cache.nbytes for cache in caches) // MIB
+        lines.append(
+            f"{sum(cache.slots for cache in caches)} slots hold experts that follow use; nearest to that is newer "
+            f"llama.cpp's --moe-cache-mib {mib}, which fetches every expert that it misses"
+        )
     return lines
 
 

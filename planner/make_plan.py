@@ -19,8 +19,9 @@ from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.unit_classes import UnitClass
 from pshard.planner.published.per_tier import place_per_tier
-from pshard.planner.published.strategies import PER_TIER, check_strategy, list_strategies
+from pshard.planner.published.strategies import EXPERT_LRU, PER_TIER, check_strategy, list_strategies
 from pshard.planner.rank_task import RankTask
+from pshard.planner.routing.slot_promises import fill_pools, list_pools
 from pshard.planner.search.anneal import refine_candidate
 from pshard.planner.search.anneal_tiers import anneal_tiers
 from pshard.planner.search.candidates import (
@@ -28,6 +29,7 @@ from pshard.planner.search.candidates import (
     keep_everything,
     place_baseline,
     rank_candidates,
+    reads_unlocked,
     restage_candidate,
     whole_tier,
 )
@@ -37,6 +39,7 @@ from pshard.planner.search.exact_tiers import perfect_round
 from pshard.planner.search.one_placement import common_plans
 from pshard.planner.search.polish_tiers import polish_tiers
 from pshard.routing.order_experts import order_experts
+from pshard.routing.record import RoutingRecord
 from pshard.times.predicted_times import round_seconds, sum_round
 from pshard.workload import Workload
 
@@ -56,7 +59,7 @@ def plan_variant(
     """
     tasks = prepare_ranks(spec, profile, workload, correction)
     variant = join_fastest(tasks, refine_ranks(tasks, place_ranks(tasks, time_limit)))
-    if spec.popularity and tasks[0].plan_needed and len(tasks) == 1:
+    if spec.popularity and not spec.caches and tasks[0].plan_needed and len(tasks) == 1:
         return _or_unrecorded(spec, profile, variant, time_limit)
     return variant
 
@@ -106,21 +109,34 @@ def plan_roughly(spec: ModelSpec, profile: MachineProfile, workload: Workload, t
 
 
 def plan_baseline(
-    name: str, spec: ModelSpec, profile: MachineProfile, workload: Workload, correction: Correction = NOTHING_LEARNT
+    name: str,
+    spec: ModelSpec,
+    profile: MachineProfile,
+    workload: Workload,
+    correction: Correction = NOTHING_LEARNT,
+    record: RoutingRecord | None = None,
 ) -> Variant:
     """The variant that the published strategy of that name (strategies.NAMES) gives; as runnable as the planner's.
 
-    Raises UserError when the name is unknown, the strategy does not fit the budget, is for one device, or for models
-    with experts.
+    record: by which slots for experts are priced; None: all experts are used alike. Raises UserError when the name is
+    unknown, the strategy does not fit the budget, is for one device, or for models with experts.
     """
     check_strategy(name, spec)
-    if name == PER_TIER and len(workload.vram_mib) > 1:
+    if name in (PER_TIER, EXPERT_LRU) and len(workload.vram_mib) > 1:
         raise UserError(f"strategy {name!r} is for one device, not {len(workload.vram_mib)}; choose another")
+    if name == EXPERT_LRU:
+        spec = _add_slots(spec, prepare_ranks(spec, profile, workload, correction)[0], record)
     tasks = prepare_ranks(spec, profile, workload, correction)
     chosen = _like_ranks_once(tasks, partial(_place_strategy, name))
     for task, candidate in zip(tasks, chosen):
         if candidate is None:
             raise NoPlan(f"strategy {name!r} does not fit {task.budget_mib} MiB; raise --vram")
+        if reads_unlocked(candidate, task.costs):
+            mib = (task.costs[0].tables.profile.lockable_bytes or 0) >> 20
+            raise NoPlan(
+                f"strategy {name!r} has the GPU read experts in page-locked memory, and the system lets {mib} MiB be "
+                "locked; raise that limit or --vram, or choose another strategy"
+            )
     placed = [c for c in chosen if c]
     needed = any(
         tier.placements != whole_tier(task.room, tier.tokens).placements
@@ -128,6 +144,18 @@ def plan_baseline(
         for tier in candidate.tiers
     )  # strategies may stream what would fit
     return join_ranks([replace(task, plan_needed=needed) for task in tasks], placed)
+
+
+def _add_slots(spec: ModelSpec, task: RankTask, record: RoutingRecord | None) -> ModelSpec:
+    """The model with slots in all the room that expert-lru leaves, for whatever was used last."""
+    chosen = place_baseline(EXPERT_LRU, task.room, task.costs)
+    left = task.room.arena - max(tier.buffers.total for tier in chosen.tiers) if chosen else 0
+    pools = list_pools(spec, record, task.room.workload.sequences)
+    all_missed = sum(pool.used * len(pool.units) for pool in pools)
+    caches = fill_pools(pools, left, 0, ("lru",), all_missed)
+    if not caches:
+        raise NoPlan(f"strategy {EXPERT_LRU!r} does not fit {task.budget_mib} MiB; raise --vram")
+    return replace(spec, caches=caches)
 
 
 def plan_several(task: RankTask, time_limit: float, programs: int = 2) -> tuple[Variant, ...]:
@@ -144,6 +172,19 @@ def plan_several(task: RankTask, time_limit: float, programs: int = 2) -> tuple[
                 wanted.append(candidate)
                 taken += 1
     return tuple(join_ranks((task,), [candidate]) for candidate in wanted)
+
+
+def plan_to_try(task: RankTask, tables: Tables, time_limit: float) -> tuple[Variant, ...]:
+    """What is worth trying on one device, the planner's choice first: `plan_several`, and before it, of a model with a
+    record of routing, the plan of experts that are all chosen alike, where that takes less time by the record."""
+    several = plan_several(task, time_limit)
+    own, spec = several[0], task.room.spec
+    if not spec.popularity or not task.plan_needed:
+        return several
+    tiers = tuple(tier.tokens for tier in own.ranks[0].tiers)
+    (unrecorded,) = price_tiers(order_experts(spec, None), tables, own.workload, tiers)
+    alike = predict_again(plan_several(unrecorded, time_limit, 1)[0], task)
+    return (alike, *several) if round_seconds(alike) < round_seconds(own) else several
 
 
 def same_placements(one: Sequence[TierPlan], other: Sequence[TierPlan]) -> bool:

@@ -19,13 +19,14 @@ from pshard.planner.price.tier_loads import raise_weights, tier_loads
 from pshard.planner.program.bounds import bound_seconds, rough_bound
 from pshard.planner.program.unit_classes import group_units
 from pshard.planner.rank_task import RankTask
+from pshard.planner.remedies.suggest_fitting import suggest_fitting
 from pshard.planner.search.candidates import (
     whole_tier,
 )
 from pshard.times.predicted_times import prefill_seconds
 from pshard.units.kinds import kinds_by_flag
 from pshard.units.kv_cells import check_kv_types
-from pshard.workload import Split, Workload
+from pshard.workload import MIB, Split, Workload
 
 MOST_MIB = 1 << 24  # no device has more
 SMALLER_BATCH_SHARE = 0.99  # of a prompt's time: what smaller micro-batches must stay below
@@ -162,7 +163,7 @@ def fitting_tiers(specs: Sequence[ModelSpec], workload: Workload, tables: Tables
     Raises BudgetTooSmall when decoding does not fit, UserError when no budget makes it fit.
     """
 
-    def fits(tokens: int, budgets: Sequence[int]) -> bool:
+    def fits(tokens: int, budgets: Sequence[int], workload: Workload = workload) -> bool:
         rooms = _rooms(specs, workload, budgets, tables)
         on_device = all(r.scratch(tokens) + r.least_slot <= r.arena for r in rooms)
         return on_device and host_fits(rooms, tables.profile, tokens)
@@ -171,19 +172,27 @@ def fitting_tiers(specs: Sequence[ModelSpec], workload: Workload, tables: Tables
     if tiers and tiers[-1] >= workload.sequences:
         return tiers
     rooms = _rooms(specs, workload, workload.vram_mib, tables)
-    why = explain_shortage(rooms, tables.profile, workload.sequences)
+    why, missing = explain_shortage(rooms, tables.profile, workload.sequences)
     low, smallest = 0, 1
+
+    def remedies(budget: int | None) -> str:
+        there = min(a.memory_bytes for a in tables.profile.accelerators) // MIB
+        within = budget if budget is not None and budget <= there else None
+
+        def may_fit(other: Workload) -> bool:
+            return fits(other.sequences, other.vram_mib, other)
+
+        return suggest_fitting(specs, workload, may_fit, within, missing)
+
     while not fits(workload.sequences, [smallest] * len(specs)):
         if smallest > MOST_MIB:
-            raise UserError(f"{why}; lower -c, or take a smaller model")
+            raise UserError(f"{why}; {remedies(None)}")
         low, smallest = smallest, 2 * smallest
     while smallest - low > 1:
         middle = (low + smallest) // 2
         low, smallest = (low, middle) if fits(workload.sequences, [middle] * len(specs)) else (middle, smallest)
     if not host_fits(rooms, tables.profile, workload.sequences):
-        raise BudgetTooSmall(
-            f"{why}; raise --vram (to {smallest} MiB at least), lower -c, or take a smaller model", smallest
-        )
+        raise BudgetTooSmall(f"{why}; {remedies(smallest)}", smallest)
     given = ",".join(map(str, workload.vram_mib))
     raise BudgetTooSmall(
         f"--vram {given} MiB is too small for {specs[0].name}; the smallest budget that works is {smallest} MiB",

@@ -7,10 +7,10 @@ from pshard.plan import Placement, RankPlan, TierPlan, Trial, Variant
 from pshard.planner.explain import BINDS, WhatIf
 from pshard.planner.tier_alone import NOTABLE, TierAlone
 from pshard.print_table import print_whole
+from pshard.routing.expert_map import ExpertMap, LayerExperts, Slots, TierExperts, group_layers
 from pshard.times.collectives import describe_sums
 from pshard.times.outlook import Outlook
 from pshard.times.predicted_times import decode_seconds, first_token_seconds
-from pshard.units.moe.expert_map import ExpertMap, LayerExperts, TierExperts, group_layers
 from pshard.workload import MIB
 
 if TYPE_CHECKING:
@@ -90,11 +90,13 @@ def _rate(tokens_per_second: float) -> str:
 
 def _memory_table(rank: RankPlan) -> "Table":
     """What the arena holds in each tier, in MiB."""
-    table = _new_table("MiB of the budget", ("tokens", "pinned", "scratch", "slots", "KV", "in use", "left"))
+    cached = ("experts that follow use",) if rank.caches else ()
+    columns = ("tokens", "pinned", *cached, "scratch", "slots", "KV", "in use", "left")
+    table = _new_table("MiB of the budget", columns)
     for tier in rank.tiers:
         b = tier.buffers
         slots = f"{b.slots} x {b.slot_bytes / MIB:.0f}" if b.slots else "0"
-        sizes = [f"{n / MIB:.0f}" for n in (b.pinned, b.scratch)]
+        sizes = [f"{n / MIB:.0f}" for n in (b.pinned, *((b.cached,) if cached else ()), b.scratch)]
         left = rank.budget_mib - b.total / MIB
         table.add_row(str(tier.tokens), *sizes, slots, f"{b.kv / MIB:.0f}", f"{b.total / MIB:.0f}", f"{left:.0f}")
     return table
@@ -211,8 +213,20 @@ def _describe_experts(tier: TierExperts, of: ExpertMap) -> list[tuple[str, str]]
         for layers, each in group_layers(tier.layers)
     ]
     takes = ", ".join(f"{of.used * s:.2g} {where}" for s, where in zip(tier.served, WHERE_EXPERTS) if s)
+    if tier.found:
+        takes = f"{of.used * tier.found:.2g} in slots, {takes}"
+        lines += [("slots", _describe_slots(slots)) for slots in of.slots]
     link = f"{tier.link_nbytes / tier.tokens / 1e6:.3g} MB"
     return [*lines, ("a token", f"of its {of.used} experts in a layer {takes}; {link} over the link")]
+
+
+def _describe_slots(slots: Slots) -> str:
+    stays = "the least used of late goes" if slots.policy == "frequency" else "the longest unused goes"
+    return (
+        f"{slots.count} in VRAM for experts of {slots.layers} layers, {stays}; {slots.found:.0%} of their choices are "
+        f"expected there; {slots.admitted:.2g} experts, {slots.nbytes / 1e6:.3g} MB, are brought in for each token, at "
+        f"most {slots.admits}"
+    )
 
 
 def _count_experts(layer: LayerExperts) -> str:

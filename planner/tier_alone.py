@@ -13,6 +13,7 @@ from pshard.planner.price.page_locks import locked
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.units.divide_unit import arena_portion
+from pshard.units.moe.followed import under_plan
 from pshard.workload import Workload
 
 NOTABLE = 0.03  # a tier that is slower than alone by more than this share is worth a word
@@ -22,7 +23,7 @@ LONG_ANSWER = 4000  # tokens of a workload of decoding alone
 @dataclass(frozen=True)
 class TierAlone:
     """Seconds of one micro-batch: in the plan, in a plan for this tier alone, and of the switch to that plan's
-    residency and back, beyond what the plan's own switch takes."""
+    residency and back, beyond what the plan's own switch takes: negative where that moves more."""
 
     tokens: int
     seconds: float
@@ -43,6 +44,8 @@ class TierAlone:
         """As `--explain` says it."""
         wins, takes = 1e3 * (self.seconds - self.alone), 1e3 * self.switch
         text = f"{self.over:.0%} slower than in a plan for it alone, which would win {wins:.3g} ms a micro-batch"
+        if self.switch <= 0:
+            return f"{text}; a switch to it and back would take no longer than the plan's own"
         if self.worth_a_switch:
             return f"{text}; a switch there and back would take {takes:.3g} ms"
         return f"{text}, less than the {takes:.3g} ms that a switch to it and back would take"
@@ -54,7 +57,7 @@ def compare_alone(
     """Every tier but the smallest, whose residency the others share, of a plan on one device; none for several ones."""
     if len(variant.ranks) > 1 or not variant.plan_needed:
         return ()
-    (rank,) = variant.ranks
+    (rank,), spec = variant.ranks, under_plan(spec, variant)
     tokens = tuple(tier.tokens for tier in rank.tiers)
     priced = replace(workload, max_ubatch=variant.workload.max_ubatch)
     (task,) = price_tiers(spec, Tables(profile, variant.correction), priced, tokens)

@@ -83,6 +83,9 @@ def _rates(profile: MachineProfile) -> Iterator[tuple[tuple[str, Hashable], floa
         yield (f"{e.device} experts {e.gate_qtype}, {_regime(e.tokens)}", layer), 1 / e.seconds
     for r in (r for r in profile.routes if r.device not in same):
         yield (f"{r.device} routers", (r.qtype, r.experts, r.used, r.d_model, r.tokens)), 1 / r.seconds
+    for d in (d for d in profile.deltas if d.device not in same):
+        heads = (d.key_heads, d.value_heads, d.head, d.sequences, d.tokens)
+        yield (f"{d.device} delta nets", heads), 1 / d.seconds
     for a in (a for a in profile.attention if a.device not in same):
         key = (a.n_heads, a.n_kv_heads, a.head_dim, a.kv_type, a.sequences, a.tokens, a.context)
         yield (f"{a.device} attention", key), 1 / a.seconds

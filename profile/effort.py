@@ -1,4 +1,4 @@
-"""How much to measure: sizes, token counts and times of a quick and of a full profile."""
+"""How much to measure: sizes, token counts and times of a short, a quick and a full profile."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -13,6 +13,7 @@ from pshard.quant import QUANT_TYPES
 from pshard.units.operations import (
     Attend,
     AttendLatent,
+    DeltaNet,
     ExpertProducts,
     GatedProduct,
     LookUp,
@@ -25,6 +26,7 @@ from pshard.units.unit import Unit
 COMMON_QTYPES = ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "BF16")
 OTHER_QTYPES = tuple(q for q in QUANT_TYPES if q not in COMMON_QTYPES)
 MANY_SMALL = Experts(128, 8, 768)
+SHORT_SECONDS = 8.0
 FEW_LARGE = Experts(32, 4, 2880, "chosen", normed=False, activation="clamped", biases=True)
 TYPICAL = (  # experts and routers of the grid
     (("Q4_0", "Q4_0", 2048, MANY_SMALL), ("MXFP4", "MXFP4", 2880, FEW_LARGE)),
@@ -48,6 +50,7 @@ class Shapes:
     experts: tuple[tuple[str, str, int, Experts], ...] = ()  # (type of gate and up, type of down, d_model, their rule)
     routers: tuple[tuple[str, int, Experts], ...] = ()  # (quant type, d_model, the rule)
     latent: tuple[AttendLatent, ...] = ()
+    delta: tuple[DeltaNet, ...] = ()  # one of each shape
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,26 @@ class Effort:
     tile_tokens: tuple[int, ...] = ()  # batches, powers of two, that tiles of matmul kernels are chosen for on a GPU
     tile_matrices: int = 1  # on which they are tried: the largest of a kernel and type
     tile_seconds: float = 0.0  # that compiling candidates may take, of each unlike GPU
+    short: bool = False  # the limit holds for all but one timing of each sort, and one accelerator is timed
+
+
+def short_effort(cache_bytes: int, memory_bytes: int) -> Effort:
+    """Within SHORT_SECONDS, for a first run: a model's own shapes alone, few sizes, nothing that several ranks need."""
+    rotation = rotation_bytes(cache_bytes // 8, memory_bytes, quick=True)
+    return Effort(
+        quick=True,
+        pace=Pace(0.01),
+        slow=0.1,
+        rotation=rotation,
+        limit=SHORT_SECONDS - 1.5,  # what is under way then ends, and the profile is written
+        grid=Shapes((("Q4_0", 4096, 4096),), (), (Attend(32, 8, 128),), ((4096, 14336),), (("Q4_0", 4096),), 4096),
+        host_tokens=(1, 4, 16, 128, 512),
+        acc_tokens=(1, 4, 16, 128, 512, 4096),
+        copy_sizes=(64 << 10, 1 << 20, 16 << 20, 64 << 20),
+        contention_seconds=0.15,
+        sums=(),
+        short=True,
+    )
 
 
 def quick_effort(cache_bytes: int, memory_bytes: int) -> Effort:
@@ -158,6 +181,7 @@ def model_shapes(spec: ModelSpec, ranks: int = 1) -> Shapes:
         tuple((gate, down, d_model, replace(rule, d_expert=n)) for gate, down, n in sorted(experts) if rule),
         routers=tuple((qtype, d_model, rule) for qtype in sorted(routers) if rule),
         latent=tuple(dict.fromkeys(o for o in inside if isinstance(o, AttendLatent))),
+        delta=tuple({o.shape: o for o in inside if isinstance(o, DeltaNet)}.values()),
     )
 
 

@@ -18,6 +18,7 @@ from pshard.machine import (
     CollectiveTiming,
     Contention,
     CopyTiming,
+    DeltaTiming,
     ElementwiseTiming,
     ExpertTiming,
     HostInfo,
@@ -130,6 +131,9 @@ def measure_machine(request: ProfileRequest, progress: Progress) -> MachineProfi
     finally:
         device.close()
     copies = link.copies
+    if request.effort.short and unlike[1:]:
+        notes.append(f"of {len(unlike)} unlike accelerators only the first was timed")
+        unlike = unlike[:1]
     for done, other in enumerate(unlike[1:], 1):
 
         def show(label: str, share: float, done: int = done) -> None:
@@ -138,7 +142,7 @@ def measure_machine(request: ProfileRequest, progress: Progress) -> MachineProfi
         own, own_copies, own_tiles, left_out = measure_accelerator(request, other, host, notes, show)
         rows, copies, skipped = [*rows, *own], (*copies, *own_copies), skipped + left_out
         tiles = (*tiles, *own_tiles)
-    for other in unlike_links(accelerators):
+    for other in () if request.effort.short else unlike_links(accelerators):
         copies = (*copies, *measure_link(request.effort, other))
     progress("ranks", 0.97)
     collectives = time_collectives(request, len(accelerators), notes)
@@ -293,7 +297,15 @@ def plan_jobs(request: ProfileRequest, has_own_kernels: bool) -> list[Job]:
     sides = ("host", "acc") if has_own_kernels else ("host",)
     lists = [list_jobs(side, request.effort, request.model) for side in sides]
     mixed = [job for group in zip_longest(*lists) for job in group if job is not None]
+    if request.effort.short:
+        mixed = _only_first_of_each_sort(mixed)
     return sorted(mixed, key=lambda job: job.optional)
+
+
+def _only_first_of_each_sort(jobs: list[Job]) -> list[Job]:
+    """The same jobs, of which one of each sort and side must be timed, and the others if there is time."""
+    sorts = [(job.side, getattr(job.run, "func", job.label)) for job in jobs]
+    return [replace(job, optional=sort in sorts[:i]) for i, (job, sort) in enumerate(zip(jobs, sorts))]
 
 
 def expected_seconds(request: ProfileRequest) -> float:
@@ -357,6 +369,7 @@ def _compose(
         elementwise=tuple(r for r in rows if isinstance(r, ElementwiseTiming)),
         experts=tuple(r for r in rows if isinstance(r, ExpertTiming)),
         routes=tuple(r for r in rows if isinstance(r, RouteTiming)),
+        deltas=tuple(r for r in rows if isinstance(r, DeltaTiming)),
         copies=link.copies,
         reads=host.reads,
         contention=link.contention,
@@ -370,6 +383,7 @@ def _compose(
             python=platform.python_version(),
             os=platform.platform(),
             quick=request.effort.quick,
+            short=request.effort.short,
             notes=tuple(notes),
         ),
     )

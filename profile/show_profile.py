@@ -26,6 +26,7 @@ def print_profile(profile: MachineProfile, console: Console) -> None:
         *(_matmul_table(profile, side) for side in _sides(profile)),
         _attention_table(profile),
         _expert_table(profile),
+        _delta_table(profile),
         _collective_table(profile),
         _share_table(profile),
     ):
@@ -180,6 +181,20 @@ def _expert_table(profile: MachineProfile) -> Table:
         if device in sides:
             cells = [f"{times[n] * 1e3:.3g}" if n in times else "-" for n in counts]
             table.add_row(f"{name}, {side_name(device)}", *cells)
+    return table
+
+
+def _delta_table(profile: MachineProfile) -> Table:
+    sides = _sides(profile)
+    table = _table("Gated delta net of one layer, ms", "heads", "new tokens", *(side_name(side) for side in sides))
+    cells: dict[tuple, dict[str, float]] = {}
+    for d in profile.deltas:
+        key = (d.key_heads, d.value_heads, d.head, d.sequences, d.tokens)
+        cells.setdefault(key, {})[d.device] = d.seconds
+    for (keys, values, dim, sequences, tokens), found in sorted(cells.items()):
+        times = [f"{found[side] * 1e3:.3g}" if side in found else "-" for side in sides]
+        new = str(tokens) if sequences == 1 else f"{sequences} x {tokens}"
+        table.add_row(f"{values}/{keys} x {dim}", new, *times)
     return table
 
 

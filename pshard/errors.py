@@ -26,6 +26,10 @@ class BudgetTooSmall(NoPlan):
         self.smallest_mib = smallest_mib
 
 
+class NotPlanned(UserError):
+    """No plan is stored for the model, or none that serves what is asked for."""
+
+
 class StaleRegistry(UserError):
     """A registry was made from other inputs than the ones at hand, or in an older format; the message names it.
 

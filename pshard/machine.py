@@ -7,7 +7,15 @@ from pshard.times.gpu_tiles import TileChoice
 
 PROFILE_VERSION = 1
 MEMORIES = ("pinned", "staged", "pageable")  # of copies, the fastest first
-ACCELERATOR_TABLES = ("matmuls", "attention", "elementwise", "copies", "experts", "routes")  # whose rows name a device
+ACCELERATOR_TABLES = (
+    "matmuls",
+    "attention",
+    "elementwise",
+    "copies",
+    "experts",
+    "routes",
+    "deltas",
+)  # whose rows name a device
 
 
 @dataclass(frozen=True)
@@ -114,6 +122,20 @@ class RouteTiming:
 
 
 @dataclass(frozen=True)
+class DeltaTiming:
+    """Seconds of the gated delta net of one layer between its products: `tokens` new tokens of each of `sequences`
+    sequences, whose states are out of cache. `device` as in MatmulTiming."""
+
+    device: str
+    key_heads: int
+    value_heads: int
+    head: int
+    tokens: int
+    sequences: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class ElementwiseTiming:
     """Seconds of what a unit does beside matmuls and attention.
 
@@ -209,6 +231,7 @@ class Provenance:
     os: str
     quick: bool = False
     notes: tuple[str, ...] = ()  # fallbacks that were used, one line each
+    short: bool = False  # made in seconds by the first run of a model
 
 
 @dataclass(frozen=True)
@@ -235,6 +258,7 @@ class MachineProfile:
     tiles: tuple[TileChoice, ...] = ()  # that the matmuls of accelerators were timed with
     experts: tuple[ExpertTiming, ...] = ()  # none: not timed
     routes: tuple[RouteTiming, ...] = ()
+    deltas: tuple[DeltaTiming, ...] = ()
     ranks_per_host: int = 0
     version: int = PROFILE_VERSION
 

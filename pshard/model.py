@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from pshard.model_config import ModelConfig
+from pshard.routing.expert_cache import FOLLOW_TOKENS, ExpertCache, miss_uses
 from pshard.routing.popularity import Popularity
 from pshard.units.state import State, StateShape
 from pshard.units.unit import Unit, goes_on
@@ -31,7 +32,7 @@ class ModelSpec:
 
     `neighbours`: what a rank holds is a run of layers (cuts/layer_cuts.py); None: a whole model, or a slice of every
     unit. popularity: of experts, by which these are ordered and priced (routing/order_experts.py); None: all are chosen
-    alike.
+    alike. caches: slots for experts that follow use, by which they are priced too.
     """
 
     name: str
@@ -40,11 +41,26 @@ class ModelSpec:
     units: tuple[Unit, ...]
     neighbours: Neighbours | None = None
     popularity: Popularity | None = None
+    caches: tuple[ExpertCache, ...] = ()
 
     @property
     def uses(self) -> tuple[float, ...]:
         """How likely a token uses the expert at each place, in the mean of the layers; empty: all alike."""
         return self.popularity.uses if self.popularity else ()
+
+    def uses_outside(self, unit: str, tokens: int) -> tuple[float, ...]:
+        """How likely a token of a tier for so many uses the expert at each place of a unit and does not find it in a
+        slot; `uses` where no slots are."""
+        return self._outside.get(unit, self.uses) if tokens <= FOLLOW_TOKENS else self.uses
+
+    @cached_property
+    def _outside(self) -> dict[str, tuple[float, ...]]:
+        rule, found = self.config.experts, dict[str, tuple[float, ...]]()
+        for cache in self.caches if rule else ():
+            if cache.hits and rule:
+                left = miss_uses(self.uses, cache.hits_by_place, rule.used / rule.count)
+                found |= dict.fromkeys(cache.units, left)
+        return found
 
     def unit(self, name: str) -> Unit:
         """The unit of that name. Raises KeyError."""

@@ -11,3 +11,16 @@ def cache_dir() -> Path:
     from platformdirs import user_cache_dir
 
     return Path(user_cache_dir("pshard", appauthor=False))
+
+
+def name_in_hub_cache(path: Path) -> str | None:
+    """What the Hub calls a file or folder of the Hugging Face Hub's cache: `org/repo`, or `org/repo/file`; None for any
+    other path.
+
+    There a model is `models--org--repo/snapshots/COMMIT[/file]`: a folder named by a number, or a link to a checksum.
+    """
+    parts = Path(os.path.abspath(path)).parts
+    for i in range(len(parts) - 3, 0, -1):
+        if parts[i + 1] == "snapshots" and parts[i].startswith("models--"):
+            return "/".join([parts[i].removeprefix("models--").replace("--", "/", 1), *parts[i + 3 :]])
+    return None

@@ -6,6 +6,7 @@ from itertools import takewhile
 from typing import Any
 
 from pshard.batch_sizes import SMALL_BATCH
+from pshard.routing.expert_cache import ExpertCache
 from pshard.routing.popularity import Popularity
 from pshard.times.stolen_time import DISTURBED
 from pshard.units.share import Divisible
@@ -86,17 +87,18 @@ class Solve:
 
 @dataclass(frozen=True)
 class Buffers:
-    """Bytes of the arena in one tier: [pinned | scratch and slots | KV from the right]."""
+    """Bytes of the arena in one tier: [experts that follow use | pinned | scratch and slots | KV from the right]."""
 
     pinned: int
     scratch: int
     slots: int  # how many staging slots
     slot_bytes: int  # bytes of each
     kv: int
+    cached: int = 0  # pools of experts that follow use: the same in every tier
 
     @property
     def total(self) -> int:
-        return self.pinned + self.scratch + self.slots * self.slot_bytes + self.kv
+        return self.cached + self.pinned + self.scratch + self.slots * self.slot_bytes + self.kv
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,8 @@ class TierPlan:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The plan of one rank (device) over its own slice of the model. `share` of 1.0 is the whole model."""
+    """The plan of one rank (device) over its own slice of the model. `share` of 1.0 is the whole model. `caches`: slots
+    for experts that follow use, in tiers of few tokens."""
 
     rank: int
     budget_mib: int
@@ -130,6 +133,7 @@ class RankPlan:
     pin_order: tuple[str, ...]  # units in the arena, also in part, of every tier are a prefix of this: no pin moves
     kv_order: tuple[str, ...]  # attention units with KV in VRAM in every tier are a prefix of this
     tiers: tuple[TierPlan, ...]
+    caches: tuple[ExpertCache, ...] = ()
 
     def covering(self, tokens: int) -> TierPlan:
         """The smallest tier that covers `tokens`; raises ValueError when none does."""

@@ -6,6 +6,7 @@ from pshard.units.kinds import kinds_by_flag
 from pshard.units.state import StateShape
 
 MIB = 1 << 20
+UNLIMITED_MIB = 1 << 30  # of the CPU as accelerator: a budget that nothing exceeds
 SPLIT_MODES = ("none", "layer", "tensor")
 
 Limits = tuple[tuple[str, int], ...]  # (kind of unit, over how many ranks it is cut at most)

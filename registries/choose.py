@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isclose
 
-from pshard.errors import UserError
+from pshard.errors import NotPlanned
 from pshard.plan import PlanSet, Variant
 from pshard.times.predicted_times import as_measured, as_profiled, round_seconds
-from pshard.workload import Workload, binding_limits, format_limits
+from pshard.workload import UNLIMITED_MIB, Workload, binding_limits, format_limits
 
 
 def plan_command(model_path: str, want: Workload) -> str:
@@ -20,6 +20,8 @@ def plan_command(model_path: str, want: Workload) -> str:
         words += ["-ctk", want.type_k, "-ctv", want.type_v]
     if want.split_mode != standard.split_mode:
         words += ["-sm", want.split_mode]
+    if want.max_ubatch != standard.max_ubatch:
+        words += ["-ub", str(want.max_ubatch)]
     if want.tensor_split:
         words += ["-ts", ",".join(f"{share:.9g}" for share in want.tensor_split)]  # `_same_shares` to nine digits
     if want.max_tp:
@@ -44,13 +46,13 @@ def choose_variant(plans: PlanSet, want: Workload, replan_command: str) -> Choic
     one for fewest sequences goes first, then the wanted ubatch, then the smallest context; the largest context when
     none is wanted; then the one with the shortest predicted round (other ratios of a split). With split mode "auto" any
     split will do, also of one device of those or of the first few: sequences and context go first as above, then the
-    round. Raises UserError that lists the variants there are.
+    round. Raises NotPlanned that lists the variants there are.
     """
     fitting = [v for v in plans.variants if _serves(v, want)]
     if not fitting:
         wanted = _describe(want)
         there = "; ".join(_describe(v.workload) for v in plans.variants) or "none"
-        raise UserError(f"no plan fits {wanted}; planned are: {there}; run: {replan_command}")
+        raise NotPlanned(f"no plan fits {wanted}; planned are: {there}; run: {replan_command}")
     if want.split_mode == "auto":
         return _choose_way(fitting, want)
     return Choice(
@@ -137,5 +139,5 @@ def _describe(made: Workload) -> str:
     split += f" on device {made.device}" if made.device else ""
     split += " -ts " + ",".join(f"{share:.4g}" for share in made.tensor_split) if made.tensor_split else ""
     split += f" --max-tp {format_limits(made.max_tp)}" if made.max_tp else ""
-    budget = ",".join(map(str, made.vram_mib))
+    budget = "any number of" if made.vram_mib[0] >= UNLIMITED_MIB else ",".join(map(str, made.vram_mib))
     return f"{budget} MiB -c {made.context} -np {made.sequences} -ctk {made.type_k} -ctv {made.type_v}{split}"

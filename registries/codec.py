@@ -7,8 +7,10 @@ from typing import Any
 from pshard.jsonio import from_json, to_json
 from pshard.plan import REGISTRY_VERSION, RankPlan, Registry, TierPlan, Variant, to_newest_format
 from pshard.registries.fingerprint import digest
+from pshard.routing.expert_cache import check_cache
 from pshard.routing.popularity import check_popularity
 from pshard.times.collectives import REDUCE_DTYPES
+from pshard.units.kinds import kinds_by_flag
 from pshard.units.moe.in_place import ALWAYS_TOKENS
 from pshard.workload import SPLIT_MODES, Workload
 
@@ -69,11 +71,16 @@ def _check_workload(workload: Workload, where: str) -> None:
     for name in ("max_ubatch", "prompt", "generated"):
         if (value := getattr(workload, name)) < 1:
             raise ValueError(f"{where}.{name} is {value}, not 1 or more")
+    kinds = sorted(kind.name for kind in kinds_by_flag().values())
+    if unknown := [kind for kind, _ in workload.max_tp if kind not in kinds]:
+        raise ValueError(f"{where}.max_tp names {unknown[0]!r}, not one of {', '.join(kinds)}")
     if bad := [most for _, most in workload.max_tp if most < 1]:
         raise ValueError(f"{where}.max_tp limits a unit to {bad[0]} ranks")
 
 
 def _check_rank(rank: RankPlan, where: str) -> None:
+    for i, cache in enumerate(rank.caches):
+        check_cache(cache, f"{where}.caches[{i}]")
     tokens = [tier.tokens for tier in rank.tiers]
     if not tokens or tokens != sorted(set(tokens)) or tokens[0] < 1:
         raise ValueError(f"{where}.tiers must have ascending token counts, at least one; they are {tokens}")

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from pshard.errors import StaleRegistry, UserError
+from pshard.errors import NotPlanned, StaleRegistry, UserError
 from pshard.jsonio import check_regular, write_text_atomically
-from pshard.paths import cache_dir
+from pshard.paths import cache_dir, name_in_hub_cache
 from pshard.plan import NewerFormat, OlderFormat, PlanSet, Registry, Variant
 from pshard.registries.codec import decode_registry, encode_registry
 from pshard.registries.fingerprint import Inputs, digest, explain_difference
@@ -27,10 +27,14 @@ LOCK_SECONDS = 30.0  # a writer holds the lock for milliseconds; waiting this lo
 def registry_path(model_path: Path, override: Path | None = None) -> Path:
     """Where the registry of a model lies: `override`, else beside the model, else in the cache folder.
 
-    A model folder holds its own registry. The cache is used when the folder cannot be written.
+    A model folder holds its own registry. The cache is used when the folder cannot be written, and for models in the
+    Hub's cache, where every file belongs to the Hub's library.
     """
     if override is not None:
         return Path(override)
+    hub = name_in_hub_cache(model_path)
+    if hub:
+        return cache_dir() / "registries" / f"{hub.replace('/', '--')}{SUFFIX}"
     model = Path(model_path).resolve()
     folder = model if model.is_dir() else model.parent
     if os.access(folder, os.W_OK | os.X_OK):
@@ -47,7 +51,7 @@ def load_registry(path: Path, plan_command: str = "pshard-plan again") -> Regist
     try:
         return decode_registry(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"no plan for this model: {path} does not exist; run: {plan_command}") from None
+        raise NotPlanned(f"no plan for this model: {path} does not exist; run: {plan_command}") from None
     except OSError as error:
         raise UserError(f"cannot read the registry {path}: {error.strerror}") from None
     except NewerFormat as error:

@@ -11,9 +11,9 @@ from pshard.errors import UserError
 from pshard.jsonio import from_json
 from pshard.machine import MachineProfile
 from pshard.plan import OlderFormat, PlanSet, Registry, Variant, to_newest_format
+from pshard.routing.expert_map import ExpertMap
 from pshard.times.measurement import Measurement, Timeline
 from pshard.times.outlook import Outlook
-from pshard.units.moe.expert_map import ExpertMap
 
 T = TypeVar("T")
 

@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING
 
 from pshard.plan import Variant
 from pshard.reports.inputs import ReportInputs
+from pshard.reports.interactive.explore_plans import explore_plans
 from pshard.reports.sections import Section
+from pshard.reports.summary import summarise
 from pshard.reports.tables.report_tables import tabulate_environments, tabulate_measurements, tabulate_plan
 from pshard.times.collectives import describe_sums
+
+SUMMARY = "in-short"  # the section that the page begins with
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -20,10 +24,15 @@ if TYPE_CHECKING:
 def build_page(inputs: ReportInputs, drawn: Sequence[tuple[Section, str]], origin: str) -> str:
     """HTML of the report. `drawn` are sections with their SVG text; `origin` says when and by what it was made."""
     parts, said = [], ""
+    if not any(section.name == SUMMARY for section, _ in drawn) and (short := summarise(inputs)):
+        parts.append(f"<h2>In short</h2>\n<p>{escape(' '.join(short))}</p>")
     for section, svg in drawn:
         text = _introduce(section)
-        parts += [_format_figure(section, svg)] if text == said else [text, _format_figure(section, svg)]
+        parts += [] if text == said else [text]
+        parts += [_format_figure(section, svg), section.live]
         said = text
+        if section.name == SUMMARY:
+            parts += explore_plans(inputs.plans)
     if inputs.measurements:
         parts += ["<h2>Measurements</h2>", _format_frame(tabulate_measurements(inputs.measurements))]
         parts += ["<h2>Where they were made</h2>", _format_frame(tabulate_environments(inputs.measurements))]
@@ -33,8 +42,11 @@ def build_page(inputs: ReportInputs, drawn: Sequence[tuple[Section, str]], origi
     models = dict.fromkeys([m.model for m in inputs.measurements] + [model for model, _ in inputs.plans])
     title = "pshard report" + (f": {', '.join(models)}" if models else "")
     made_from = f"{origin} from {', '.join(inputs.sources)}"
+    pieces = {
+        name: files("pshard.reports").joinpath(f"page.{name}").read_text(encoding="utf-8") for name in ("css", "js")
+    }
     template = Template(files("pshard.reports").joinpath("page.html").read_text(encoding="utf-8"))
-    return template.substitute(title=escape(title), origin=escape(made_from), body="\n".join(parts))
+    return template.substitute(pieces, title=escape(title), origin=escape(made_from), body="\n".join(parts))
 
 
 def _introduce(section: Section) -> str:
@@ -43,7 +55,7 @@ def _introduce(section: Section) -> str:
 
 def _format_figure(section: Section, svg: str) -> str:
     data = base64.b64encode(svg.encode()).decode()
-    return f'<p class="figure"><img alt="{escape(section.heading)}" src="data:image/svg+xml;base64,{data}"></p>'
+    return f'<p class="figure"><img alt="{escape(section.alt)}" src="data:image/svg+xml;base64,{data}"></p>'
 
 
 def _format_frame(frame: "DataFrame") -> str:

@@ -8,6 +8,7 @@ from pshard.plan import Variant
 from pshard.reports.compare_runs import compare_strategies
 from pshard.reports.figures.expert_places import draw_experts
 from pshard.reports.figures.foreseen_rates import draw_outlook
+from pshard.reports.figures.in_short import draw_in_short
 from pshard.reports.figures.machine_ceilings import draw_machine
 from pshard.reports.figures.placement_map import draw_placement
 from pshard.reports.figures.predicted_rates import draw_predicted, predicted_measurements
@@ -16,6 +17,8 @@ from pshard.reports.figures.speedup import draw_speedup
 from pshard.reports.figures.sweep import draw_sweep, group_sweeps
 from pshard.reports.figures.timeline import draw_timeline
 from pshard.reports.inputs import ReportInputs
+from pshard.reports.interactive.explore_step import explore_step
+from pshard.reports.summary import choose_plan, find_gains, rates_of, summarise
 from pshard.times.measurement import Timeline
 
 if TYPE_CHECKING:
@@ -24,25 +27,51 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Section:
-    """A figure, the name of its files, its heading, and how to read it."""
+    """A figure, the name of its files, its heading, and how to read it. `live`: HTML that shows the same and answers to
+    the mouse."""
 
     name: str
     heading: str
     caption: str
     figure: "Figure"
+    live: str = ""
+
+    @property
+    def alt(self) -> str:
+        """What the figure shows, for those who do not see it."""
+        return f"{self.heading}. {self.caption}"
 
 
 def draw_sections(inputs: ReportInputs) -> list[Section]:
     """All sections that the inputs allow, in reading order; figures of one kind are numbered when there are several."""
     sections = []
-    for draw in (_speedups, _scalings, _predictions, _outlooks, _sweeps, _placements, _experts, _timelines, _machines):
+    for draw in (
+        _summaries,
+        _speedups,
+        _scalings,
+        _predictions,
+        _outlooks,
+        _sweeps,
+        _placements,
+        _experts,
+        _timelines,
+        _machines,
+    ):
         drawn = list(draw(inputs))
-        for number, (name, heading, caption, figure) in enumerate(drawn, 1):
-            sections.append(Section(f"{name}-{number}" if len(drawn) > 1 else name, heading, caption, figure))
+        for number, (name, heading, caption, figure, *live) in enumerate(drawn, 1):
+            sections.append(Section(f"{name}-{number}" if len(drawn) > 1 else name, heading, caption, figure, *live))
     return sections
 
 
-Drawn = Iterator[tuple[str, str, str, "Figure"]]
+Drawn = Iterator[tuple[str, str, str, "Figure"] | tuple[str, str, str, "Figure", str]]
+
+
+def _summaries(inputs: ReportInputs) -> Drawn:
+    gains = find_gains(inputs.measurements)
+    plan = choose_plan(inputs, gains)
+    rates = rates_of(inputs.profiles[0]) if inputs.profiles else ()
+    if rates or plan or gains:
+        yield "in-short", "In short", " ".join(summarise(inputs)), draw_in_short(rates, plan, gains)
 
 
 def _speedups(inputs: ReportInputs) -> Drawn:
@@ -110,7 +139,7 @@ def _timelines(inputs: ReportInputs) -> Drawn:
     for timeline in (*inputs.timelines, *measured):
         if timeline.events:
             caption = "Bars are work, grey is waiting. Where bars lie above each other, copies hide behind compute."
-            yield "timeline", "One step over time", caption, draw_timeline(timeline)
+            yield "timeline", "One step over time", caption, draw_timeline(timeline), explore_step(timeline)
 
 
 def _machines(inputs: ReportInputs) -> Drawn:

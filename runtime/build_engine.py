@@ -1,6 +1,7 @@
 """From an open model file, a variant and a device to an Engine: one rank's part of it."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Protocol
 
 from pshard.cuts.rank_parts import split_model, split_ranges
@@ -55,6 +56,7 @@ def build_engine(
         raise UserError(f"the plan is for {len(variant.ranks)} ranks, but {group.size} are running")
     plan = variant.ranks[group.rank]
     spec = split_model(order_experts(file.spec, variant.popularity), variant.split, group.rank)
+    spec = replace(spec, caches=plan.caches)
     ranges = [split_ranges(file.spec, variant.split, rank) for rank in range(group.size)]
     states = variant.workload.state_shape
     try:

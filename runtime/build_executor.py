@@ -79,7 +79,7 @@ def build_executor(
     if lender is not None:
         lender.check_orders(spec)
         executor = Executor(spec, plan, device, arena, LentWeights(lender), states, kernels, group, records=records)
-        _load_pins(executor, resident, lender.blob)
+        _load_pins(executor, resident, lender.blob, lender.blob)
         return executor
     weights = HostWeights([spec.unit(name) for name in plan.lock_order], device)
     try:
@@ -102,13 +102,20 @@ def build_executor(
         progress(unit.packed_nbytes)
         return blob
 
-    _load_pins(executor, resident, pack)
+    _load_pins(executor, resident, pack, weights.blob)
     return executor
 
 
-def _load_pins(executor: Executor, names: tuple[str, ...], blobs: Callable[[str], torch.Tensor]) -> None:
+def _load_pins(
+    executor: Executor,
+    names: tuple[str, ...],
+    blobs: Callable[[str], torch.Tensor],
+    on_host: Callable[[str], torch.Tensor],
+) -> None:
+    """Pins, and experts of units that stay `on_host` into their slots."""
     try:
         executor.load_pins(names, blobs)
+        executor.slots.fill(on_host)
     except BaseException:
         executor.close()
         raise

@@ -12,14 +12,16 @@ import torch
 from pshard.errors import StepFailed, UserError
 from pshard.jsonio import from_json, to_json
 from pshard.plan import RankPlan, Variant
+from pshard.routing.follow_use import HitCounts
 from pshard.routing.record import RoutingRecord
 from pshard.runtime.devices.device import Device
 from pshard.runtime.executor import Executor
 from pshard.runtime.memory.kv_blocks import RecentBlocks
 from pshard.runtime.memory.kv_file import KVStore
-from pshard.runtime.sampling import Sampler, Sampling
+from pshard.runtime.sampling import Constraint, Sampler, Sampling
 from pshard.runtime.sequences import Sequences
 from pshard.units.kv_cells import kv_blocks, longest_sequence, window_blocks
+from pshard.units.moe.followed import expect_hits
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,15 @@ class Engine:
         """Tokens of each sequence."""
         return self._sequences.lengths
 
+    def tokens(self, sequence: int = 0) -> tuple[int, ...]:
+        """Ids of the tokens of a sequence. Raises UserError when there is no such one."""
+        return tuple(self._sequences[sequence].tokens)
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a sequence can have."""
+        return self._sequences.longest
+
     @property
     def link_bytes(self) -> int:
         """Bytes moved host to device since the start."""
@@ -98,6 +109,18 @@ class Engine:
     def switches(self) -> int:
         """How often a tier gave way to another."""
         return self._executor.switches
+
+    @property
+    def expert_hits(self) -> HitCounts:
+        """How often experts were found in slots that follow use, since the start."""
+        self._executor.device.synchronize()
+        self._executor.slots.observe()
+        return self._executor.slots.counts
+
+    @property
+    def expected_hits(self) -> float | None:
+        """The share of `expert_hits` that the plan expects; None where it has no slots, or expects nothing of them."""
+        return expect_hits(self.rank_plan)
 
     def agree(self, value: Any) -> Any:
         """Rank 0's value (anything JSON holds) on every rank; all call it. For what clocks decide."""
@@ -116,8 +139,9 @@ class Engine:
         group, own = self._executor.group, to_json(self.memory())
         return tuple(from_json(MemoryReport, group.broadcast(own, rank)) for rank in range(group.size))
 
-    def reset(self, sequence: int | None = None, length: int = 0) -> None:
-        """Forget the tokens after the first `length` of one sequence, or of all. All ranks call it.
+    def reset(self, sequence: int | None = None, length: int = 0) -> int:
+        """Forget the tokens after the first `length` of one sequence, or of all; returns how many of the others were
+        computed again. All ranks call it.
 
         Layers with a window keep their last cells only: where those are gone that the next token sees, what is left of
         the sequence is computed again.
@@ -126,6 +150,7 @@ class Engine:
         """
         if again := self._sequences.cut_back(sequence, length):
             self.forward([again.get(number, []) for number in range(max(again) + 1)], best_only=True)
+        return sum(map(len, again.values()))
 
     def save(self, path: Path, sequence: int = 0) -> None:
         """Write a sequence's KV cache to a file that an engine over any number of ranks can load. All ranks call it.
@@ -156,9 +181,9 @@ class Engine:
 
         Raises ValueError for an engine that was not built to record, or has computed nothing.
         """
-        if self._executor.host.picks is None:
+        if (picks := self._executor.host.picks) is None or not picks.records:
             raise ValueError("the engine was not built to record routing")
-        return self._executor.host.picks.record(fingerprint)
+        return picks.record(fingerprint)
 
     def forward(
         self, tokens: Sequence[int] | Sequence[Sequence[int]], all_logits: bool = False, best_only: bool = False
@@ -216,13 +241,19 @@ class Engine:
             raise StepFailed("an earlier step failed; load the model again") from self._broken
 
     def generate(
-        self, prompt: str | Sequence[int], max_tokens: int = 128, sampling: Sampling | None = None, text: bool = True
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int = 128,
+        sampling: Sampling | None = None,
+        text: bool = True,
+        constraint: Constraint | None = None,
     ) -> Iterator[Any]:
         """Continue a prompt in sequence 0 and yield as it comes.
 
         Args:
             prompt: text (needs a tokenizer) or token ids.
             max_tokens: at most so many; it ends before at an end-of-text token or a full context.
+            constraint: what tokens may come, as of a grammar (pshard.runtime.drawing.grammar).
             text: yield pieces of text (complete characters; U+FFFD at the end for one that was never completed), else
                 token ids.
         """
@@ -233,7 +264,8 @@ class Engine:
         else:
             raise UserError("the model file has no tokenizer: give token ids")
         stops = self.tokenizer.eos_ids if self.tokenizer else frozenset()
-        sampler = Sampler(sampling or Sampling())
+        sampler = Sampler(sampling or Sampling(), constraint, self.vocab)
+        sampler.see((*self._sequences[0].tokens, *ids))
         decoder = self.tokenizer.stream() if text and self.tokenizer else None
         token = self._draw(ids, sampler)
         for made in range(max_tokens):

@@ -10,6 +10,7 @@ from pshard.batch_sizes import SMALL_BATCH
 from pshard.buffers import logit_rows as most_logit_rows
 from pshard.model import ModelSpec
 from pshard.plan import RankPlan, TierPlan
+from pshard.routing.expert_cache import FOLLOW_TOKENS, ExpertCache
 from pshard.runtime.best_logits import choose_best
 from pshard.runtime.blocks.block import make_side
 from pshard.runtime.blocks.rope_table import list_tables
@@ -18,6 +19,7 @@ from pshard.runtime.devices.relay import Relay, open_relay
 from pshard.runtime.kernels.api import Kernels, Segment
 from pshard.runtime.logits import Logits
 from pshard.runtime.memory.arena import Arena
+from pshard.runtime.memory.expert_slots import ExpertSlots, SlotPool
 from pshard.runtime.memory.host_side import HostSide
 from pshard.runtime.memory.kv_cache import JOIN_BYTES, cell_nbytes
 from pshard.runtime.memory.states import reach_old
@@ -67,7 +69,6 @@ class Executor:
         # cells of a layer that the link moves while one more copy is issued
         join_cells = JOIN_BYTES // max(1, cell_nbytes(spec, states))
         widths = group.logit_widths(sum(t.rows for t in spec.units[-1].matrices), _has_logits_on_device(spec, plan))
-        self._means = Means(spec, device, group, self.host, self.transfers, widths or (), join_cells)
         self._in_force: tuple[TierPlan, TierInForce] | None = None
         self._bound: dict[int, dict[Compute, BoundUnit]] = {}  # by tier
         self._programs: dict[tuple[int, bool], tuple[WalkProgram, AheadProgram | None]] = {}
@@ -76,9 +77,13 @@ class Executor:
         self._sent: Any = None
         self.switches = 0
         try:
-            self.host.take(spec, plan, states, host_kernels, self._means.sums)
-            if records:
-                self.host.take_picks(spec, plan)
+            self.host.take(spec, plan, states, host_kernels, group.size > 1 and spec.neighbours is None)
+            if records or plan.caches:
+                self.host.take_picks(spec, plan.tiers[-1].tokens if records else FOLLOW_TOKENS, records)
+            pools = zip(plan.caches, self.arena.pools)
+            slots = ExpertSlots(tuple(self._make_pool(*pool) for pool in pools), self.host.picks)
+            means = Means(spec, device, group, self.host, self.transfers, widths or (), join_cells, slots)
+            self._means = means
             if self.host.is_locked:
                 self.transfers.make_ring()
                 if group.size == 1:
@@ -87,6 +92,14 @@ class Executor:
         except BaseException:
             self._unlock_host_memory()
             raise
+
+    def _make_pool(self, cache: ExpertCache, memory: torch.Tensor) -> SlotPool:
+        return SlotPool(cache, self.spec, self.plan, memory, self.device, self.transfers, self.host.allocate)
+
+    @property
+    def slots(self) -> ExpertSlots:
+        """Experts that follow use."""
+        return self._means.slots
 
     @property
     def link_bytes(self) -> int:
@@ -209,6 +222,7 @@ class Executor:
         in_force = self.enter(tier, used)
         if self._sent is not None:
             self.device.host_wait(self._sent)  # the last micro-batch may still read the host buffers
+        self.slots.observe()
         # few rows: torch's small operators stay on this thread, so that its threads don't spin beside the C++ pool
         threads = torch.get_num_threads()
         torch.set_num_threads(1 if tokens <= SMALL_BATCH else threads)
@@ -228,7 +242,7 @@ class Executor:
                 logits = self._walk(walk, *programs)
         finally:
             torch.set_num_threads(threads)
-        if self.host.picks is not None:
+        if self.host.picks is not None and self.host.picks.records:
             if not walk.settled:
                 self.device.synchronize()
             self.host.picks.keep(tokens)

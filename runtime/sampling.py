@@ -1,21 +1,48 @@
-"""Choosing the next token: greedy, temperature, top-k, top-p, min-p, by seed."""
+"""Choosing the next token: how tokens are drawn, and what draws them."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from math import isfinite
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import torch
 
 from pshard.errors import StepFailed, UserError
+from pshard.runtime.drawing.chain import (
+    NO_PENALTIES,
+    SAMPLERS,
+    Candidates,
+    Penalties,
+    all_candidates,
+    find_largest,
+    keep_largest,
+    keep_mass,
+    keep_near_best,
+    scale,
+)
+
+if TYPE_CHECKING:
+    import torch
 
 NO_NUMBERS = "the logits are not numbers; load the model again"
-BLOCK = 256  # logits whose largest is found at once
+
+
+class Constraint(Protocol):
+    """What tokens may come next, as a grammar says it."""
+
+    def mask(self, logits: np.ndarray) -> np.ndarray:
+        """The logits, float32 [vocabulary], with -inf for tokens that may not come."""
+
+    def accept(self, token: int) -> None:
+        """That token came."""
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 keep everything.
 
-    Filters apply in this order: top-k, top-p, min-p, then temperature, as in llama.cpp.
+    `samplers` is the order in which they apply, llama.cpp's when none is given; those left out do nothing. `logit_bias`
+    is added first: (token, what is added), where -inf forbids a token.
     """
 
     temperature: float = 0.8
@@ -23,6 +50,9 @@ class Sampling:
     top_p: float = 0.95
     min_p: float = 0.05
     seed: int | None = None
+    penalties: Penalties = NO_PENALTIES
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    samplers: tuple[str, ...] = SAMPLERS
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -35,19 +65,45 @@ class Sampling:
             raise UserError(f"--min-p is {self.min_p}; it is between 0 and 1")
         if self.seed is not None and not 0 <= self.seed < 1 << 63:
             raise UserError(f"--seed is {self.seed}; it is 0 or more, below 2^63")
+        p = self.penalties
+        if not 0 < p.repeat < float("inf"):
+            raise UserError(f"--repeat-penalty is {p.repeat}; it is above 0, and 1 is off")
+        for flag, value in (("--presence-penalty", p.presence), ("--frequency-penalty", p.frequency)):
+            if not isfinite(value):
+                raise UserError(f"{flag} is {value}; it is a number, and 0 is off")
+        if p.last < -1:
+            raise UserError(f"--repeat-last-n is {p.last}; it is a number of tokens, 0 (off) or -1 (all)")
+        for name in self.samplers:
+            if name not in SAMPLERS:
+                raise UserError(f"--samplers: there is no {name!r}; there are {';'.join(SAMPLERS)}")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the next token is the one with the largest logit as it comes from the model."""
+        weighs = self.logit_bias or ("penalties" in self.samplers and not self.penalties.none)
+        return self.temperature == 0 and "temperature" in self.samplers and not weighs
 
 
 class Sampler:
-    """Draws tokens from logits; two samplers with the same seed draw the same."""
+    """Draws tokens from logits; two samplers with the same seed draw the same. Raises UserError for a bias on a token
+    that is not in the `vocab`."""
 
-    def __init__(self, sampling: Sampling) -> None:
-        self._sampling = sampling
+    def __init__(self, sampling: Sampling, constraint: Constraint | None = None, vocab: int | None = None) -> None:
+        self._sampling, self._constraint = sampling, constraint
         self._random = np.random.default_rng(sampling.seed)
+        self._before: list[int] = []
+        for token, _ in sampling.logit_bias:
+            if vocab is not None and not 0 <= token < vocab:
+                raise UserError(f"--logit-bias: there is no token {token}; the model has 0 to {vocab - 1}")
 
     @property
     def greedy(self) -> bool:
         """Whether the next token is the one with the largest logit."""
-        return self._sampling.temperature == 0
+        return self._sampling.greedy and self._constraint is None
+
+    def see(self, tokens: Iterable[int]) -> None:
+        """What came before: penalties look at it."""
+        self._before += tokens
 
     def take_best(self, logit: float, token: float) -> int:
         """The next token id when the largest logit and its id are known. Raises StepFailed when it is NaN."""
@@ -55,39 +111,59 @@ class Sampler:
             raise StepFailed(NO_NUMBERS)
         return int(token)
 
-    def choose(self, logits: torch.Tensor) -> int:
+    def choose(self, logits: "torch.Tensor") -> int:
         """The next token id from float32 logits [vocabulary] on the host. Raises StepFailed when some are NaN."""
-        s, values = self._sampling, logits.numpy()  # torch would wake its threads for every operator
+        values = logits.numpy()  # torch would wake its threads for every operator
         if np.isnan(values.max()):
             raise StepFailed(NO_NUMBERS)
         if self.greedy:
             return int(values.argmax())
-        ids = find_largest(values, min(s.top_k or len(values), len(values)))
-        chance = _softmax(values[ids])
-        keep = (chance.cumsum() - chance < s.top_p) & (chance >= s.min_p * chance[0])
-        keep[0] = True
-        ids = ids[keep]
-        reached = _softmax(values[ids].astype(np.float64) / s.temperature).cumsum()
-        return int(ids[min(reached.searchsorted(self._random.random(), "right"), len(ids) - 1)])
+        left = self.filter(values)
+        reached = left.chances().cumsum()
+        place = min(int(reached.searchsorted(self._random.random(), "right")), len(left.ids) - 1)
+        token = int(left.ids[place])
+        self._before.append(token)
+        if self._constraint:
+            self._constraint.accept(token)
+        return token
+
+    def filter(self, values: np.ndarray) -> Candidates:
+        """What the chain leaves of float32 logits [vocabulary], the likeliest first. Raises StepFailed when it is
+        nothing."""
+        s = self._sampling
+        if s.logit_bias:
+            values = values.copy()
+            for token, more in s.logit_bias:
+                values[token] += more
+        if self._constraint:
+            values = self._constraint.mask(values)
+        if s.samplers[:2] == SAMPLERS[:2] and s.penalties.none and s.temperature != 0:
+            found = _shortest_way(values, s.top_k)  # the usual case: no copy of the whole vocabulary
+        else:
+            found = all_candidates(values)
+        found = found.keep(found.logits > -np.inf)
+        if not len(found.ids):
+            raise StepFailed("no token is left to draw: --logit-bias and the grammar forbid all of them")
+        for name in s.samplers:
+            found = self._apply(name, found)
+        return found.in_order()
+
+    def _apply(self, name: str, found: Candidates) -> Candidates:
+        s = self._sampling
+        match name:
+            case "penalties":
+                return s.penalties.apply(found, self._before)
+            case "top_k":
+                return keep_largest(found, s.top_k)
+            case "top_p":
+                return keep_mass(found, s.top_p)
+            case "min_p":
+                return keep_near_best(found, s.min_p)
+            case _:
+                return scale(found, s.temperature)
 
 
-def find_largest(values: np.ndarray, k: int) -> np.ndarray:
-    """Indices of k largest of values [n], the largest first; of equal ones that are found the first one first.
-
-    They lie in the k blocks whose largest values are largest: only these are sorted.
-    """
-    n, whole = len(values), len(values) // BLOCK * BLOCK
-    among = np.arange(n)
-    if k * BLOCK < whole:
-        peaks = values[:whole].reshape(-1, BLOCK).max(1)
-        blocks = np.sort(np.argpartition(-peaks, k - 1)[:k])
-        among = np.concatenate([(blocks[:, None] * BLOCK + np.arange(BLOCK)).ravel(), among[whole:]])
-    if k < len(among):
-        among = np.sort(among[np.argpartition(-values[among], k - 1)[:k]])
-    return among[np.argsort(-values[among], kind="stable")]
-
-
-def _softmax(values: np.ndarray) -> np.ndarray:
-    """float64, so that they add up to 1."""
-    powers = np.exp(values.astype(np.float64) - float(values[0]))  # the first is the largest
-    return powers / powers.sum()
+def _shortest_way(values: np.ndarray, k: int) -> Candidates:
+    """The k largest, in float64, where top-k is the first that does anything."""
+    ids = find_largest(values, min(k or len(values), len(values)))
+    return Candidates(ids, values[ids].astype(np.float64), True)

@@ -58,6 +58,11 @@ class Sequences:
         return self._texts[number]
 
     @property
+    def longest(self) -> int:
+        """Tokens that one of them can have."""
+        return self._longest
+
+    @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each sequence."""
         return tuple(text.length for text in self._texts)

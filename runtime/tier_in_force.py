@@ -14,6 +14,7 @@ from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.cpu.recording import Recordings
 from pshard.runtime.kernels.row_index import fill_rows, list_spans
 from pshard.runtime.memory.arena import Carved
+from pshard.runtime.memory.expert_slots import ExpertSlots
 from pshard.runtime.memory.host_side import HostSide
 from pshard.runtime.memory.states import Copies, Parts
 from pshard.runtime.memory.transfers import Transfers
@@ -127,6 +128,7 @@ class Means:
     Attributes:
         logit_widths: columns of the logits of each rank, when they are put together on the GPUs; else empty.
         join_cells: cells of a layer that the link moves while one more copy is issued.
+        slots: experts that follow use.
     """
 
     spec: ModelSpec
@@ -136,6 +138,7 @@ class Means:
     transfers: Transfers
     logit_widths: tuple[int, ...]
     join_cells: int
+    slots: ExpertSlots
 
     @property
     def sums(self) -> bool:

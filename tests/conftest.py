@@ -25,15 +25,10 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def quick_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans of small models take a tenth of their time: where it does not matter how fast the planned model is.
+    """Plans of small models take a tenth of their time: where it does not matter how fast the planned model is."""
+    from short_searches import shorten_searches
 
-    The random search unit by unit takes a hundred steps a pass instead of thousands, that of all tiers ten; mixes of
-    all tiers are not enumerated.
-    """
-    monkeypatch.setattr("pshard.planner.search.anneal.TRIES", 100)
-    monkeypatch.setattr("pshard.planner.search.anneal.TRIES_PER_UNIT", 1)
-    monkeypatch.setattr("pshard.planner.search.anneal_tiers.TRIES", 10)
-    monkeypatch.setattr("pshard.planner.search.exact_tiers.MOST_UNITS", 0)
+    shorten_searches(monkeypatch)
 
 
 @pytest.fixture(params=["quick", pytest.param("whole", marks=pytest.mark.slow)])

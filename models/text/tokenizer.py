@@ -98,6 +98,11 @@ class Tokenizer:
         """A decoder for ids that arrive one by one."""
         return TextStream(self)
 
+    def special_name(self, token: int) -> str | None:
+        """How a special token is spelled; None for tokens of text."""
+        added = self._added.get(token)
+        return added.content if added is not None and added.special else None
+
     def token_bytes(self, token: int) -> bytes:
         """Bytes that a token stands for: b"" for special tokens and for ids outside the vocabulary."""
         if token in self._added:

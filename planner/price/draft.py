@@ -39,13 +39,19 @@ class Room:
     _scratch: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
 
     def scratch(self, tokens: int) -> int:
-        """Bytes of scratch of a tier, without the KV stage."""
+        """Bytes of a tier that are there however its units are placed: scratch without the KV stage, and slots for
+        experts that follow use."""
         if tokens not in self._scratch:
             self._scratch[tokens] = self._scratch_bytes(tokens)
         return self._scratch[tokens]
 
     def _scratch_bytes(self, tokens: int) -> int:
-        return scratch_bytes(self.spec, tokens, self.workload.state_shape, self.act_bytes)
+        return self.cached + scratch_bytes(self.spec, tokens, self.workload.state_shape, self.act_bytes)
+
+    @cached_property
+    def cached(self) -> int:
+        """Bytes of slots for experts that follow use."""
+        return sum(cache.nbytes for cache in self.spec.caches)
 
     @property
     def sums(self) -> bool:
@@ -125,9 +131,9 @@ def draft_tier(
             read = True
         elif place == "streamed":
             streamed.append(nbytes)
-    scratch = room.scratch(tokens) + (room.state_stage if staged else 0)
+    scratch = room.scratch(tokens) - room.cached + (room.state_stage if staged else 0)
     scratch += row_stage_bytes(tokens, joined)
-    buffers = Buffers(pinned, scratch, min(slots, len(streamed)), max(streamed, default=0), kv)
+    buffers = Buffers(pinned, scratch, min(slots, len(streamed)), max(streamed, default=0), kv, room.cached)
     return TierPlan(tokens, tuple(placements), buffers, UNPREDICTED, UNSOLVED, read)
 
 

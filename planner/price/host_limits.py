@@ -45,14 +45,15 @@ def host_fits(rooms: Sequence[Room], profile: MachineProfile, largest: int) -> b
     return sum(_needed(room, largest) for room in rooms) <= _left(rooms, profile, largest)
 
 
-def explain_shortage(rooms: Sequence[Room], profile: MachineProfile, largest: int) -> str:
-    """One line about a model that no plan makes fit, but for what to do."""
-    needed, there = sum(_needed(room, largest) for room in rooms), max(0, _left(rooms, profile, largest))
+def explain_shortage(rooms: Sequence[Room], profile: MachineProfile, largest: int) -> tuple[str, int]:
+    """One line about a model that no plan makes fit, but for what to do, and the bytes that it takes too many."""
+    needed, left = sum(_needed(room, largest) for room in rooms), _left(rooms, profile, largest)
     budgets = ",".join(map(str, rooms[0].workload.vram_mib))
-    return (
+    why = (
         f"under {budgets} MiB, at least {needed >> 20} MiB of weights and KV cache stay in host memory, and the "
-        f"machine has {there >> 20} for them: it will not load"
+        f"machine has {max(0, left) >> 20} for them: it will not load"
     )
+    return why, needed - left
 
 
 def kept_bytes(room: Room, tiers: Iterable[TierPlan]) -> int:

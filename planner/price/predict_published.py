@@ -1,6 +1,7 @@
 """Predicted time of a bench test: its very micro-batches, each simulated under the tier that will run it."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pshard.cuts.layer_cuts import join_seconds
 from pshard.machine import MachineProfile
@@ -11,6 +12,7 @@ from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.simulate import simulate_ranks
 from pshard.planner.price.tier_costs import tier_costs
 from pshard.planner.price.tier_loads import TierLoad
+from pshard.routing.expert_cache import FOLLOW_TOKENS
 from pshard.steps.emit import emit_steps
 from pshard.steps.step import StepShape
 
@@ -39,10 +41,15 @@ class Predictor:
         v, w = self._variant, self._variant.workload
         on_host = self._tables.kind == "cpu"
         shape = StepShape(tokens, sequences * past, sequences, sequences, w.type_k, w.type_v, len(v.ranks), on_host)
-        steps = [emit_steps(spec, rank.covering(tokens), shape) for spec, rank in zip(self._specs, v.ranks)]
+        tiers = [rank.covering(tokens) for rank in v.ranks]
+        specs = [
+            replace(spec, caches=rank.caches if tier.tokens <= FOLLOW_TOKENS else ())
+            for spec, rank, tier in zip(self._specs, v.ranks, tiers)
+        ]
+        steps = [emit_steps(spec, tier, shape) for spec, tier in zip(specs, tiers)]
         costs = [
             tier_costs(spec, self._tables.of_accelerator(w.device + i), load, w, len(v.ranks), self._staged[i])
-            for i, spec in enumerate(self._specs)
+            for i, spec in enumerate(specs)
         ]
         return [result.seconds for result in simulate_ranks(w.split_mode, steps, costs)]
 

@@ -13,6 +13,7 @@ from pshard.tensor import TensorSpec
 from pshard.units.operations import (
     Attend,
     AttendLatent,
+    DeltaNet,
     ExpertProducts,
     GatedProduct,
     HeadProducts,
@@ -26,6 +27,10 @@ from pshard.units.operations import (
     Route,
     StoreLatent,
 )
+
+# tokens of a prompt whose cells are read together: rows of the GPU tiles of runtime/kernels/gpu/default_tiles.py; plain
+# torch takes as many as a window of 128 has
+ATTENDED_AT_ONCE = 128
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,9 @@ def price_operation(operation: Operation, by: OneSide) -> list[Term]:
             return [(Order.OTHER, _elementwise(by, "rope", operation.width))]
         case AttendLatent():
             return [(Order.OTHER, _attend_latent(by, operation))]
+        case DeltaNet():
+            timed = by.tables.deltas.seconds(by.side, operation, by.load.tokens, by.load.sequences)
+            return [(Order.OTHER, _untimed_delta(by, operation) if timed is None else timed)]
         case Route(router):
             timed = by.tables.routed.route(by.side, operation, by.rows)
             return [(Order.OTHER, _untimed_route(by, router) if timed is None else timed)]
@@ -118,6 +126,18 @@ def _products(by: OneSide, matrices: tuple[TensorSpec, ...]) -> list[Term]:
 
 def _matmul(by: OneSide, matrix: TensorSpec) -> float:
     return by.tables.matmul(by.side, matrix.qtype, matrix.rows, matrix.cols, by.rows)
+
+
+def _untimed_delta(by: OneSide, net: DeltaNet) -> float:
+    """Where a profile has no delta nets: the bytes of states, tails and rows at the rate of a norm, which moves eight
+    for each number; or arithmetic as of a product of bfloat16, where that takes longer."""
+    load, chunked = by.load, by.load.tokens > by.load.sequences
+    nbytes = 2 * load.sequences * (net.state_nbytes + net.tail_nbytes)
+    nbytes += 4 * load.tokens * (net.channels + 2 * net.value_heads * net.head)
+    moved = by.tables.elementwise(by.side, "norm", 1, nbytes // 8)
+    rows = net.value_heads * net.head
+    cols = round(net.flops(load.tokens, chunked) / (2 * rows * load.tokens))
+    return max(moved, by.tables.matmul(by.side, "BF16", rows, cols, load.tokens) if chunked else 0.0)
 
 
 def _untimed_route(by: OneSide, router: TensorSpec) -> float:
@@ -161,15 +181,16 @@ def _saved_by_one_launch(by: OneSide, matrices: tuple[TensorSpec, ...]) -> float
 
 def _attention(by: OneSide, heads: Attend) -> float:
     """Attention of all sequences of the micro-batch; with a window over the cells that it sees. Tokens of a prompt are
-    attended in tiles, which see half a window more than each of them."""
+    attended ATTENDED_AT_ONCE, so the cells of that many are read beside the window."""
     load, window = by.load, heads.window
     if load.is_decode:
         context = min(load.past + 1, window) if window else load.past + 1
         return by.tables.decode_attention(by.side, heads, by.kv_type, load.sequences, context)
     each = -(-load.tokens // load.sequences)
     context = min(load.past, window - 1) + each if window else load.past + each
+    seen = window + min(each, ATTENDED_AT_ONCE)
     seconds = load.sequences * by.tables.attention(by.side, heads, by.kv_type, each, context)
-    return seconds * min(1.0, 1.5 * window * each / count_pairs(each, context)) if window else seconds
+    return seconds * min(1.0, seen * each / count_pairs(each, context)) if window else seconds
 
 
 def _attend_latent(by: OneSide, latent: AttendLatent) -> float:

@@ -15,6 +15,7 @@ from pshard.batch_sizes import SMALL_BATCH, TILE_TOKENS
 from pshard.errors import UserError
 from pshard.machine import MEMORIES, Contention, MachineProfile
 from pshard.plan import NOTHING_LEARNT, Correction
+from pshard.planner.price.delta.delta_tables import DeltaTables
 from pshard.planner.price.experts.expert_tables import ExpertTables
 from pshard.quant import packed_nbytes
 from pshard.times.collectives import fastest_collective
@@ -54,7 +55,7 @@ class Tables:
         for (device, kv_type, heads, sequences, tokens), points in cells.items():
             by, count = (self._attention, tokens) if sequences == 1 else (self._together, sequences)
             by[device, kv_type].setdefault(heads, {})[count] = _curve(points)
-        self.routed = ExpertTables(profile)
+        self.routed, self.deltas = ExpertTables(profile), DeltaTables(profile)
         self._elementwise = _grouped(((e.device, e.what), e.tokens * e.width, e.seconds) for e in profile.elementwise)
         copies = (c for c in profile.copies if c.device == "acc")
         self._copies = _grouped(((c.direction, c.memory), c.nbytes, c.seconds) for c in copies)

@@ -28,6 +28,7 @@ from pshard.steps.step import (
     Handoff,
     Join,
     Receive,
+    Refill,
     Send,
     Step,
     StepList,
@@ -148,6 +149,7 @@ class _Machine:
         self.slot_free: dict[int, float] = {}
         self.begun: tuple[Compute, float] | None = None  # the accelerator's share of a unit, and since when
         self.reading: tuple[Compute, float, _Copy] | None = None  # the same of one that it reads over the link
+        self.refilled: _Copy | None = None  # experts on their way to slots
         # what the host pays for the next unit's run: nothing while one goes on, and a hand-off has paid
         self.to_begin, self.paid = costs.run_issue, False
         self.log: list[tuple[Step, str, float, float]] | None = [] if logs else None
@@ -251,7 +253,15 @@ class _Machine:
         else:
             self.run_part(step, start, cost.acc)
 
-    def read_in_place(self, step: Compute, start: float, seconds: float) -> _Copy:
+    def refill(self, step: Refill) -> None:
+        """Experts on their way to slots must be there before the micro-batch begins; then the next leave."""
+        if self.refilled is not None:
+            self.acc = max(self.acc, self.link.wait(self.refilled))
+        seconds, copies = self.costs.setting.refill
+        self.host += copies * self.costs.copy_issue
+        self.refilled = self.read_in_place(step, max(self.host, self.acc), seconds)
+
+    def read_in_place(self, step: Compute | Refill, start: float, seconds: float) -> _Copy:
         """What a kernel reads over the link from its start on."""
         copy = [start, seconds, -1.0, -1.0, step]
         self.link.queue.append(copy)
@@ -308,7 +318,7 @@ class _Machine:
 
 
 _COMPUTE, _FROM_SLOT, _COPY, _FREE, _FETCH, _WRITE, _CPU, _HAND_OFF, _SUM, _GATHER = range(10)
-_OTHERS = {Join: _Machine.join, Receive: _Machine.receive, Send: _Machine.send}
+_OTHERS = {Join: _Machine.join, Refill: _Machine.refill, Receive: _Machine.receive, Send: _Machine.send}
 _Act = tuple[Any, Any, float, Any]  # a kind or a method of `_Machine`, the step, its seconds, and what that kind needs
 
 

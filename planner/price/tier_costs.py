@@ -7,7 +7,7 @@ from pshard.batch_sizes import SMALL_BATCH
 from pshard.model import ModelSpec
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_loads import TierLoad
-from pshard.planner.price.unit_costs import DividedCost, Setting, UnitCost, divided_cost, unit_cost
+from pshard.planner.price.unit_costs import DividedCost, Setting, UnitCost, divided_cost, stage_cost, unit_cost
 from pshard.steps.graph_runs import LAUNCH_BOUND
 from pshard.steps.step import AllReduce, Gather
 from pshard.times.collectives import wire_type
@@ -72,7 +72,7 @@ class TierCosts:
             if (unit.likeness, share) not in self._divided:
                 self._divided[unit.likeness, share] = divided_cost(unit, share, self.setting)
             cost = self._divided[unit.likeness, share]
-            self._divided[name, share] = cost.aside() if name in self.staged else cost
+            self._divided[name, share] = stage_cost(cost) if name in self.staged else cost
         return self._divided[name, share]
 
     def divided_speeds(self, name: str, share: Share) -> tuple[float, float]:
@@ -158,7 +158,7 @@ def tier_costs(
     costs: dict[str, UnitCost] = {}
     for alike in spec.alike:
         cost = unit_cost(alike[0], setting)
-        aside = cost.aside()
+        aside = stage_cost(cost)
         costs |= {u.name: aside if u.name in staged else cost for u in alike}
     units = {u.name: costs[u.name] for u in spec.units}
     in_place = ways_to_read(spec.config, load.tokens)[0]

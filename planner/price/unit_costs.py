@@ -1,11 +1,13 @@
 """What units cost in one tier: seconds and bytes of each on either side, whole or divided between both."""
 
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from pshard.model import ModelSpec
 from pshard.planner.price.price_operations import OneSide, price_operations
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_loads import TierLoad
+from pshard.routing.expert_cache import part_sizes
 from pshard.routing.expert_uses import Uses, read_nbytes, used_experts, used_nbytes, used_spread
 from pshard.units.divide_unit import DividedUnit, count_shares, divide_unit, joined_width
 from pshard.units.share import WHOLE, Share
@@ -55,11 +57,38 @@ class Setting:
         """Seconds of reading what is used of that in place; none where the CPU as accelerator computes from there."""
         if unit.kind.parts is None or self.waits:
             return 0.0
-        return self.tables.copy("h2d", read_nbytes(unit, share, self.spec.config, self.load.tokens, self.uses))
+        return self.tables.copy("h2d", read_nbytes(unit, share, self.spec.config, self.load.tokens, self.outside(unit)))
 
-    def reads(self, unit: Unit, first: int = 0) -> int:
-        """Bytes of weights that whoever computes a unit, or its parts from `first` on, is expected to read."""
-        return used_nbytes(unit, self.spec.config, self.load.tokens, self.uses, first)
+    def outside(self, unit: Unit) -> Uses:
+        """How likely a token uses each expert of a unit that lies in no slot."""
+        return self.spec.uses_outside(unit.name, self.load.tokens)
+
+    def reads(self, unit: Unit) -> int:
+        """Bytes of weights that whoever computes a unit is expected to read."""
+        return used_nbytes(unit, self.spec.config, self.load.tokens, self.uses)
+
+    def weigh_slots(self, unit: Unit, first: int) -> tuple[float, float]:
+        """What slots that follow use make of the times of a divided unit, whose parts from `first` on are the CPU's: by
+        what those of the accelerator and of the CPU are to be multiplied. What is found in a slot is the
+        accelerator's."""
+        outside = self.outside(unit)
+        if outside is self.uses or unit.kind.parts is None:
+            return 1.0, 1.0
+        (chosen, of), tokens = unit.kind.parts(self.spec.config), self.load.tokens
+        on_acc = used_experts(range(first), chosen, of, tokens, self.uses)
+        on_cpu, left = (used_experts(range(first, of), chosen, of, tokens, uses) for uses in (self.uses, outside))
+        return (on_acc + on_cpu - left) / on_acc, left / on_cpu
+
+    @property
+    def refill(self) -> tuple[float, float]:
+        """Seconds of the link for the experts that are expected to be brought to slots, and how many copies they
+        are."""
+        seconds = copies = 0.0
+        for cache in self.spec.caches:
+            parts = part_sizes(self.spec.unit(cache.units[0])).values()
+            seconds += cache.admitted * sum(self.tables.copy("h2d", nbytes) for nbytes in parts)
+            copies += cache.admitted * len(parts)
+        return self.shares[1] * seconds, copies
 
     def may_be_on_cpu(self, unit: Unit) -> bool:
         """Whether a unit may be on the CPU beside the accelerator, also on one of several ranks."""
@@ -98,10 +127,6 @@ class UnitCost:
     issue: float = 0.0  # host seconds to issue the unit on an accelerator that works on its own
     staged: float = 0.0
     read: float = 0.0
-
-    def aside(self) -> "UnitCost":
-        """The same of a unit in memory that is not page-locked."""
-        return replace(self, link=self.staged, read=self.read and UNREADABLE)
 
 
 NOTHING = UnitCost()  # another rank holds all of it
@@ -165,9 +190,13 @@ class DividedCost:
     read: float
     spread: float = 0.0
 
-    def aside(self) -> "DividedCost":
-        """The same of a unit in memory that is not page-locked."""
-        return replace(self, link=self.staged, read=self.read and UNREADABLE)
+
+AnyCost = TypeVar("AnyCost", UnitCost, DividedCost)
+
+
+def stage_cost(cost: AnyCost) -> AnyCost:
+    """The same of a unit in memory that is not page-locked."""
+    return replace(cost, link=cost.staged, read=cost.read and UNREADABLE)
 
 
 def divided_cost(unit: Unit, share: Share, setting: Setting) -> DividedCost:
@@ -191,8 +220,10 @@ def divided_cost(unit: Unit, share: Share, setting: Setting) -> DividedCost:
             acc * (price_operations(operations, setting.side("acc")) * slower + step)
             for operations in (work.on_acc, work.after)
         )
-        reads = setting.reads(parts.on_cpu.unit, parts.on_cpu.first)
-        cpu = price_operations(work.on_cpu, setting.side("host"))
+        more, less = setting.weigh_slots(unit, parts.on_cpu.first)
+        on_acc *= more
+        reads = used_nbytes(parts.on_cpu.unit, spec.config, tokens, setting.outside(unit), parts.on_cpu.first)
+        cpu = less * price_operations(work.on_cpu, setting.side("host"))
         cpu = host * (cpu * on_host + tables.elementwise("host", "step", 1, 1))
         join = tables.handoff("acc", 4 * tokens * joined_width(unit, share, spec.config), 4 * spec.config.d_model)
     return DividedCost(
@@ -216,9 +247,14 @@ def _spread(unit: Unit, parts: DividedUnit, setting: Setting, seconds: tuple[flo
     if unit.kind.parts is None or parts.on_cpu is None or not seconds[0]:
         return 0.0
     (chosen, of), tokens, uses = unit.kind.parts(setting.spec.config), setting.load.tokens, setting.uses
-    weights = []
+    weights, by_slots = [], 0.0
     for portion, all_of_it, sign in ((parts.brought, seconds[0], 1), (parts.on_cpu, seconds[1], -1)):
         places = range(portion.first, portion.first + count_shares(portion.unit))
         expected = used_experts(places, chosen, of, tokens, uses)
-        weights.append((places, sign * all_of_it / expected if expected else 0.0))
-    return used_spread(tuple(weights), chosen, of, tokens, uses)
+        weight = sign * all_of_it / expected if expected else 0.0
+        weights.append((places, weight))
+        if setting.outside(unit) is not uses and expected:  # of those that are used some are found in slots, by chance
+            left = used_experts(places, chosen, of, tokens, setting.outside(unit)) / expected
+            by_slots += weight**2 * expected * (1 - left) / left if left else 0.0
+    spread = used_spread(tuple(weights), chosen, of, tokens, uses)
+    return (spread**2 + by_slots) ** 0.5 if by_slots else spread

@@ -24,10 +24,10 @@ from pshard.planner.solver.linear import Amount
 class TierSums:
     """Work of all units of a tier, each in the seconds of who does it (or milliseconds, by `scale`), and units.
 
-    acc, host, link: by accelerator, CPU and copies; issue: the host thread's for the accelerator; one_slot: streamed
-    units, copied and computed in turn; staged: layers with KV on the host, fetched, computed and written back in turn;
-    works: host work by class. busy: the accelerator's, beside the CPU's too. divided: units that both sides compute.
-    on_cpu: units by `ClassCost.place`; feeders: those in layers that are never divided.
+    acc, host, link: by accelerator, CPU and copies; issue: the host thread's for the accelerator; one_slot: units
+    in slots, copied and computed in turn; staged: layers with KV on the host, fetched, computed and written back in
+    turn; works: host work by class. busy: the accelerator's, beside the CPU's too. divided: units that both sides
+    compute. on_cpu: units by `ClassCost.place`; feeders: those in layers that are never divided.
     """
 
     problem: TierProblem
@@ -62,8 +62,9 @@ class TierSums:
             return
         self.link += scale * cost.link * units.streamed
         self.acc += scale * cost.read * units.streamed
-        self.issue += scale * self.problem.copy_issue * units.streamed
-        self.one_slot += scale * (cost.link + cost.acc) * units.streamed
+        if not cost.in_place:
+            self.issue += scale * self.problem.copy_issue * units.streamed
+            self.one_slot += scale * (cost.link + cost.acc) * units.streamed
         self.streamed += units.streamed
         if cost.kv_nbytes:
             self._add_kv(cost, units.kv_on_host)
@@ -77,9 +78,11 @@ class TierSums:
             host += part.cpu * both
             self.acc += scale * (part.acc * both + part.read * in_slot)
             self.busy += scale * part.alone * both
-            self.issue += scale * (part.issue * both + self.problem.copy_issue * in_slot)
+            self.issue += scale * part.issue * both
             self.link += scale * part.link * in_slot
-            self.one_slot += scale * (part.link + part.alone) * in_slot
+            if not cost.in_place:
+                self.issue += scale * self.problem.copy_issue * in_slot
+                self.one_slot += scale * (part.link + part.alone) * in_slot
             self.streamed += in_slot
             if part.share.cpu:
                 self.divided += both

@@ -72,7 +72,7 @@ class TierRows:
             part = cost.divided[i]
             of = f"{cost.name},{part.share.label},{('pinned', 'streamed')[place]}"
             key = self.key("divided", i, c, self.t, place)
-            most = 0 if (part.kept if place else not part.lies) else cost.size
+            most = 0 if ((part.kept or not part.streams) if place else not part.lies) else cost.size
             whole = not (self.parts or cost.in_parts)
             return self.program.column(self.name("divided", of), 0, most, whole, key)
 
@@ -123,6 +123,8 @@ class TierRows:
         held: Amount = 0
         for i, (part, (in_arena, elsewhere)) in enumerate(zip(cost.divided, n.divided)):
             held = held + (part.kept or part.nbytes) / MIB * in_arena
+            if cost.in_parts and cost.kind.parts:  # a bound's: no bytes of slots or rows are counted
+                continue
             for what, count, room, nbytes in (
                 ("divided_slot", copied_units(part, in_arena, elsewhere), columns.slot, part.nbytes),
                 ("divided_rows", in_arena + elsewhere, columns.row_stage, part.row_nbytes),

@@ -124,6 +124,12 @@ def hot_experts(spec: ModelSpec) -> Strategy:
     return Strategy((*_all_but_experts(spec), *(one_more,) * most), _as_llama_cpp, static=True)
 
 
+def expert_lru(spec: ModelSpec) -> Strategy:
+    """All routed experts outside VRAM, everything else in it; what room is left is slots for the experts that were used
+    last (`plan_baseline` adds them). One that is missed is read over the link, and fetched."""
+    return Strategy(_all_but_experts(spec), _stream, static=True)
+
+
 def _compute_on_host(unit: Unit, tokens: int) -> str:
     return "cpu"
 
@@ -165,17 +171,20 @@ STRATEGIES: dict[str, Callable[[ModelSpec], Strategy]] = {
     "cpu-moe": cpu_moe,
     "n-cpu-moe": n_cpu_moe,
     "hot-experts": hot_experts,
+    "expert-lru": expert_lru,
 }
-OF_EXPERTS = ("cpu-moe", "n-cpu-moe", "hot-experts")  # strategies that place nothing else than routed experts
+EXPERT_LRU = "expert-lru"  # its slots are no placements: see `plan_baseline`
+OF_EXPERTS = ("cpu-moe", "n-cpu-moe", "hot-experts", EXPERT_LRU)  # place nothing else than routed experts
 
 PER_TIER = "per-tier"  # the best of the published planner's own four in each tier, see per_tier.py
 NAMES = (*STRATEGIES, PER_TIER)
 
 
 def list_strategies(spec: ModelSpec) -> tuple[str, ...]:
-    """Names of the strategies of one placement rule that there are for a model: those of experts only where it has
-    some."""
-    return tuple(name for name in STRATEGIES if has_experts(spec) or name not in OF_EXPERTS)
+    """Names of the strategies that are placements alone, of those that there are for a model: those of experts only
+    where it has some."""
+    placed = (name for name in STRATEGIES if name != EXPERT_LRU)
+    return tuple(name for name in placed if has_experts(spec) or name not in OF_EXPERTS)
 
 
 def check_strategy(name: str, spec: ModelSpec) -> None:

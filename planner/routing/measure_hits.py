@@ -3,8 +3,8 @@
 import numpy as np
 
 from pshard.model import ModelSpec
+from pshard.routing.expert_map import TierExperts
 from pshard.routing.record import RoutingRecord
-from pshard.units.moe.expert_map import TierExperts
 
 
 def measure_hits(record: RoutingRecord, spec: ModelSpec, tier: TierExperts) -> float | None:

@@ -94,10 +94,27 @@ def restage_candidate(room: Room, costs: tuple[TierCosts, ...], candidate: Candi
     """The candidate priced with the copies staged that are under it; as it is where all memory can be page-locked."""
     if costs[0].tables.profile.lockable_bytes is None:
         return candidate
-    order, tiers = candidate.residency, candidate.tiers
-    priced = stage_by(RankPlan(0, 0, 1.0, order.pin_order, order.kv_order, tiers), costs)
+    tiers, priced = candidate.tiers, _stage_under(candidate, costs)
     seconds = tuple(simulated_seconds(room, tier, cost) for tier, cost in zip(tiers, priced))
     return replace(candidate, seconds=seconds, total=plan_seconds(room, tiers, seconds, priced))
+
+
+def _stage_under(candidate: Candidate, costs: tuple[TierCosts, ...]) -> tuple[TierCosts, ...]:
+    """The costs with the copies staged that are under a candidate."""
+    order = candidate.residency
+    return stage_by(RankPlan(0, 0, 1.0, order.pin_order, order.kv_order, candidate.tiers), costs)
+
+
+def reads_unlocked(candidate: Candidate, costs: tuple[TierCosts, ...]) -> bool:
+    """Whether a GPU would read units in place that lie beyond the limit of page-locking, where none reaches them."""
+    if costs[0].tables.kind == "cpu":
+        return False
+    return any(
+        placed.where == "streamed" and placed.unit in cost.staged and cost.spec.unit(placed.unit).kind.parts
+        for tier, cost in zip(candidate.tiers, _stage_under(candidate, costs))
+        if tier.in_place
+        for placed in tier.placements
+    )
 
 
 def _improve(room: Room, classes: tuple[UnitClass, ...], entered: list[tuple[TierCosts, float]], start: Start) -> Start:

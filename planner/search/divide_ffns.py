@@ -13,6 +13,7 @@ from pshard.planner.program.coefficients import may_divide, offered_shares, tier
 from pshard.planner.program.counts import Counts
 from pshard.planner.program.joint_program import Question
 from pshard.planner.program.solve_tiers import Solution, relaxation_bound, solve_tiers
+from pshard.planner.program.tier_problems import ClassCost, TierProblem
 from pshard.planner.program.unit_classes import UnitClass
 from pshard.planner.search.anneal import arrange_tier, refine_divided
 from pshard.planner.search.candidates import EVALUATIONS, Candidate, plan_seconds
@@ -43,10 +44,13 @@ def divide_candidate(
                 c.load.tokens: affordable_slots(room, c, max(t.buffers.slots, 2) if least == 2 else 1)
                 for c, t in zip(costs, found.tiers)
             }
-            solution = _solve(room, classes, [costs[i] for i in entered], slots)
-            for even in (True, False) if any(n.n_divided for tier in solution.counts for n in tier) else ():
-                placed = _place(room, classes, costs, found, solution, slots, even)
-                best = placed if placed and placed.total < best.total else best
+            for keeps in (True, False):
+                solution = _solve(room, classes, [costs[i] for i in entered], slots, keeps)
+                for even in (True, False) if any(n.n_divided for tier in solution.counts for n in tier) else ():
+                    placed = _place(room, classes, costs, found, solution, slots, even)
+                    best = placed if placed and placed.total < best.total else best
+                if not _keeps_parts(classes, solution):
+                    break
     refined = refine_divided(room, classes, costs, best, main) if may_divide(costs[main]) else best
     return next((c for c in (refined, best) if any(p.share for t in c.tiers for p in t.placements)), found)
 
@@ -62,15 +66,40 @@ def _may_gain(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts, slot
     return whole > divided * BOUND_MUST_FALL
 
 
-def _solve(room: Room, classes: tuple[UnitClass, ...], entered: list[TierCosts], slots: dict[int, int]) -> Solution:
-    """The program that may divide FFNs of the smallest entered tier, and experts of it and of large ones."""
-    problems = tuple(
+def _keeps_parts(classes: tuple[UnitClass, ...], solution: Solution) -> bool:
+    """Whether it has units with parts of which some are kept in VRAM. To the program more whole units are often as
+    good there; but the search moves no parts that are kept, so both ways are tried."""
+    return any(
+        share.kept and there
+        for tier in solution.counts
+        for cls, n in zip(classes, tier)
+        for share, (there, _) in zip(cls.shares if cls.kind.parts else (), n.divided)
+    )
+
+
+def _solve(
+    room: Room, classes: tuple[UnitClass, ...], entered: list[TierCosts], slots: dict[int, int], keeps: bool
+) -> Solution:
+    """The program that may divide FFNs of the smallest entered tier, and experts of it and of large ones. keeps: also
+    with some of a unit's parts in VRAM."""
+    problems = [
         tier_problem(room, classes, c, slots[c.load.tokens], _is_divisible(c, classes, c is entered[0]))
         for c in entered
-    )
+    ]
+    problems = problems if keeps else [_keep_none(problem) for problem in problems]
     kv_switch = tuple(entered[0].units[cls.units[0].name].kv_fetch for cls in classes)
-    asked = Question(problems, 1 / entered[0].tables.link_rate, kv_switch, between=_keep_routers(classes))
+    asked = Question(tuple(problems), 1 / entered[0].tables.link_rate, kv_switch, between=_keep_routers(classes))
     return solve_tiers(asked, SECONDS, START_GAP)
+
+
+def _keep_none(problem: TierProblem) -> TierProblem:
+    """The tier without units of which some parts are kept in VRAM."""
+
+    def limit(cost: ClassCost) -> ClassCost:
+        divided = (replace(d, lies=False, streams=False) if d.kept else d for d in cost.divided)
+        return replace(cost, divided=tuple(divided)) if cost.kind.parts else cost
+
+    return replace(problem, classes=tuple(map(limit, problem.classes)))
 
 
 def _keep_routers(classes: tuple[UnitClass, ...]) -> tuple[tuple[Counts, ...], tuple[Counts, ...]] | None:

@@ -97,6 +97,8 @@ def _ask(
 
 
 def affordable_slots(room: Room, costs: TierCosts, slots: int) -> int:
-    """At most `slots` staging slots, fewer when that many of a layer's largest unit do not fit beside the scratch."""
-    largest = max((u.packed_nbytes for u in room.spec.units if u.layer >= 0), default=0)
+    """At most `slots` staging slots, fewer when that many of a layer's largest unit that is copied do not fit beside
+    the scratch."""
+    copied = (u for u in room.spec.units if u.layer >= 0 and not costs.reads_in_place(u.kind))
+    largest = max((u.packed_nbytes for u in copied), default=0)
     return max(1, min(slots, (room.arena - room.scratch(costs.load.tokens)) // max(largest, 1)))

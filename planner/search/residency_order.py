@@ -239,8 +239,8 @@ def spread_parts(
     classes: tuple[UnitClass, ...], parts: tuple[int, ...], where: Mapping[str, str], shares: Mapping[str, Share]
 ) -> dict[str, Share] | None:
     """The shares of streamed units of which the CPU has nothing yet, when it gets so many `parts` of a class in all:
-    of each about as many. Parts that are kept in the arena stay there. None where a class has none that is streamed, or
-    a unit would have none left to copy."""
+    of each in proportion to what is copied of it. Parts that are kept in the arena stay there. None where a class has
+    none that is streamed, or a unit would have none left to copy."""
     found: dict[str, Share] = {}
     for cls, total in zip(classes, parts):
         if not total:
@@ -248,15 +248,16 @@ def spread_parts(
         free = [u for u in cls.units if where[u.name] == "streamed" and not shares.get(u.name, WHOLE).cpu]
         if not free:
             return None
-        each, over = divmod(total, len(free))
-        more = set(spread(len(free), over))
-        for i, unit in enumerate(free):
-            kept = shares.get(unit.name, WHOLE).kept
-            cpu = min(each + (i in more), count_shares(unit) - kept - 1) if kept else each + (i in more)
-            if cpu >= count_shares(unit):
+        brought = [count_shares(u) - shares.get(u.name, WHOLE).kept for u in free]
+        given = before = 0
+        for unit, parts_of in zip(free, brought):
+            before += parts_of
+            cpu = total * before // sum(brought) - given
+            given += cpu
+            if cpu >= parts_of:
                 return None
             if cpu:
-                found[unit.name] = Share(cpu, kept)
+                found[unit.name] = Share(cpu, shares.get(unit.name, WHOLE).kept)
     return found
 
 

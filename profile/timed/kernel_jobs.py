@@ -5,15 +5,17 @@ from dataclasses import dataclass
 from functools import partial
 
 from pshard.batch_sizes import LOGIT_ROWS
-from pshard.machine import AttentionTiming, ElementwiseTiming, ExpertTiming, MatmulTiming, RouteTiming
+from pshard.machine import AttentionTiming, DeltaTiming, ElementwiseTiming, ExpertTiming, MatmulTiming, RouteTiming
 from pshard.profile.effort import Effort, Shapes
+from pshard.profile.timed.time_delta import time_delta
 from pshard.profile.timed.time_experts import time_experts, time_router
 from pshard.profile.timed.time_kernels import KernelBench, time_attention, time_elementwise, time_embedding, time_matmul
 from pshard.profile.timed.time_latent import time_latent
 
-Row = MatmulTiming | AttentionTiming | ElementwiseTiming | ExpertTiming | RouteTiming
+Row = MatmulTiming | AttentionTiming | ElementwiseTiming | ExpertTiming | RouteTiming | DeltaTiming
 KV_TYPE = "bf16"
 TOGETHER, TOGETHER_CONTEXTS = (16, 64), (128, 1024)  # sequences that decode at once, and cells of each
+DELTA_TOKENS = (4, 16, 64, 256, 1024, 4096)
 EXPERT_TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 FILL_SECONDS = 0.1  # in which operand copies are laid out on an accelerator, roughly; only for the expected time
 
@@ -60,6 +62,7 @@ def _jobs_of(side: str, effort: Effort, shapes: Shapes, of_grid: bool) -> Iterat
             expected = (fill + each) * len(together)
             yield (heads, "together", n), Job(side, f"{name} attention, {n} sequences", expected, False, run)
     yield from _latent_jobs(side, effort, shapes)
+    yield from _delta_jobs(side, effort, shapes)
     for (d_model, d_ffn), heads in zip(shapes.widths, shapes.attention):
         run = partial(time_elementwise, d_model=d_model, d_ffn=d_ffn, shape=heads, tokens=few)
         expected = (3 * fill + 6 * each) * len(few)
@@ -90,6 +93,20 @@ def _latent_jobs(side: str, effort: Effort, shapes: Shapes) -> Iterator[tuple[ob
             label = f"{side_name(side)} attention over latents, {what}"
             expected = (fill + each) * len(contexts) + effort.slow
             yield (heads, count, sequences), Job(side, label, expected, False, run)
+
+
+def _delta_jobs(side: str, effort: Effort, shapes: Shapes) -> Iterator[tuple[object, Job]]:
+    """Gated delta nets: a model's own. Prompts of one sequence, and one token of each of several."""
+    most = max(effort.host_tokens if side == "host" else effort.acc_tokens)
+    prompts = (1, *(t for t in DELTA_TOKENS if t <= most))
+    fill, each = FILL_SECONDS if side != "host" else 0.0, 1.5 * effort.pace.seconds
+    for net in shapes.delta:
+        for tokens, sequences in ((prompts, 1), *(((1,), n) for n in TOGETHER)):
+            run = partial(time_delta, net=net, tokens=tokens, sequences=sequences)
+            what = f"up to {tokens[-1]} tokens" if sequences == 1 else f"{sequences} sequences"
+            expected = (fill + each) * len(tokens) + effort.slow
+            label = f"{side_name(side)} delta net, {what}"
+            yield ("delta", net.shape, sequences), Job(side, label, expected, False, run)
 
 
 def _expert_jobs(side: str, effort: Effort, shapes: Shapes, of_grid: bool) -> Iterator[tuple[object, Job]]:

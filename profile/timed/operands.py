@@ -115,6 +115,13 @@ class OperandPool:
                 cache.copy_(encode_cells(noise, cache.dtype))
         return caches
 
+    def rotate_states(self, nbytes: int) -> list[torch.Tensor]:
+        """Copies of so many bytes of ordinary float32 numbers that together span the pool's bytes; at least one."""
+        copies = self._split(nbytes)
+        if self.device.type != "cpu":
+            self._buffer.view(torch.float32).normal_(0, 0.1)
+        return copies
+
     def _split(self, nbytes: int) -> list[torch.Tensor]:
         stride = -(-nbytes // PAGE) * PAGE
         if stride > self._buffer.numel():

@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,10 @@ def main(argv: list[str] | None = None) -> int:
     return run_cli(_main, argv)
 
 
-def _main(argv: list[str]) -> int:
-    parser = new_parser("pshard-bench", "Measure prompt processing and decoding under a plan, beside its prediction.")
+def make_parser() -> ArgumentParser:
+    """The flags of pshard-bench."""
+    description = "Measure prompt processing and decoding under a plan, beside its prediction."
+    parser = new_parser("pshard-bench", description, takes_model=True)
     add_plan_flags(parser)
     tests = parser.add_argument_group("tests")
     tests.add_argument("-p", "--n-prompt", type=parse_ints, default=(512,), help="prompt tokens, as 512,4096 (0: none)")
@@ -46,7 +49,11 @@ def _main(argv: list[str]) -> int:
         help="format on stdout; batched: each prompt and the decoding after it as one row",
     )
     parser.add_argument("-of", "--output-file", type=Path, help="also write JSON to this file")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def _main(argv: list[str]) -> int:
+    args = make_parser().parse_args(argv)
     request = _make_request(args)
 
     from pshard.runtime.ranks.group import started_ranks

@@ -2,16 +2,18 @@
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pshard.commands.command_line import find_model, run_cli
-from pshard.commands.plan_flags import make_workloads, parse_plan_flags
+from pshard.commands.command_line import run_cli
+from pshard.commands.parsing.model_flags import choose_model, named_model
+from pshard.commands.plan_flags import complete_plan_flags, make_parser, make_workloads
 from pshard.commands.plan_output import (
     Planned,
     as_json,
@@ -25,21 +27,32 @@ from pshard.commands.plan_output import (
 )
 from pshard.commands.split_flags import wants_ratios
 from pshard.errors import StaleRegistry, UserError
+from pshard.hub.offer import find_offered
+from pshard.jsonio import to_json
 from pshard.machine import MachineProfile
 from pshard.plan import Trial, Variant
 from pshard.registries.fingerprint import fingerprint_inputs
+from pshard.registries.known_models import note_model
 from pshard.registries.store import load_registry, registry_path, save_variants
+from pshard.session.planning_bar import planning_bar
 from pshard.workload import Workload
 
 if TYPE_CHECKING:
+    from pshard.hub.reference import HubReference
     from pshard.model import ModelSpec
     from pshard.models import ModelFile
+    from pshard.routing.record import RoutingRecord
     from pshard.routing.replay import Replay
 
 Tell = Callable[[str], None]  # a line for the user, beside the output
 UNRECORDED = (
     "no routing record: experts are priced as if all were chosen alike, which real texts beat; "
     "pshard-run --record-routing FILE makes one, --routing FILE plans by it"
+)
+
+UNTRIED_SLOTS = (
+    "the plan has slots for experts that follow use, which were not tried: the tokens of a trial are made up, and "
+    "choose other experts than texts do; it is predicted to be faster by the record"
 )
 
 
@@ -49,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    args = parse_plan_flags(argv)
+    args = complete_plan_flags(make_parser().parse_args(argv))
     from rich.console import Console
 
     from pshard.registries.profile_store import load_profile
@@ -57,9 +70,10 @@ def _run(argv: list[str]) -> int:
     messages = Console(stderr=True)
 
     def tell(line: str) -> None:
-        messages.print(line, highlight=False, soft_wrap=True)
+        messages.print(line, highlight=False, soft_wrap=True, markup=False)
 
-    path = find_model(args.model)
+    offered = find_offered(named_model(args) or os.environ.get("PSHARD_MODEL"))
+    path = None if offered else choose_model(args)
     profile = load_profile(args.profile)
     elsewhere = _other_machine(profile)
     for difference in elsewhere:
@@ -67,31 +81,87 @@ def _run(argv: list[str]) -> int:
         if args.profile is None:
             raise UserError(f"{what}; run pshard-profile, or plan for that machine with --profile")
         tell(f"note: {what}")
+    if path is None:
+        assert offered is not None
+        _plan_offered(args, offered, profile, bool(elsewhere), tell)
+        return 0
     registry = _find_registry(args, path, bool(elsewhere))
     planned = _plan_all(args, path, profile, bool(elsewhere), tell)
+    said = _prepare_output(args, planned, tell)
+    if registry:
+        for why in save_variants(registry, planned.spec.name, planned.inputs, planned.variants).notes:
+            tell(f"note: {why}")
+        note_model(path)
+    said()
+    where = registry or "not written, as the plan is for another machine; --registry FILE keeps it"
+    tell(f"registry: {where}")
+    return 0
+
+
+def _plan_offered(
+    args: argparse.Namespace, reference: "HubReference", profile: MachineProfile, elsewhere: bool, tell: Tell
+) -> None:
+    """Plan a model of the Hub that is not here from its header, and compare it with what else its repository has.
+
+    Nothing is written: a plan is made again when the file is here. Raises UserError as fetching a header does, and for
+    flags that need the file.
+    """
+    for flag, given in (("--registry", args.registry), ("--validate", args.validate), ("--routing", args.routing)):
+        if given:
+            raise UserError(
+                f"{flag} needs the model here, and {reference} is not; fetch it with pshard run {reference}"
+            )
+    args.validate = False
+    from pshard.hub.compare_quants import choose_quant, compare_quants
+    from pshard.hub.offer import open_offer
+
+    with open_offer(reference) as offer:
+        planned = _plan_all(args, offer.path, profile, elsewhere, tell)
+        said = _prepare_output(args, planned, tell)
+        known = {offer.model.label: planned.variants[0]}
+        with planning_bar(f"planning what {reference.repo} has"):
+            outlooks = tuple(
+                compare_quants(
+                    offer.models, offer.headers, profile, lambda spec: make_workloads(args, spec, profile)[0], known
+                )
+            )
+    if args.json:
+        chosen, why = choose_quant(outlooks)
+        said({"offered": to_json(outlooks), "we_would_take": chosen.label if chosen else None, "because": why})
+        return
+    said()
+    if not args.emit:
+        from pshard.hub.show_quants import print_quants
+
+        print_quants(reference.repo, offer.model.label, outlooks, planned.variants[0].terms)
+    tell(f"registry: not written, as the model is not here; pshard run {reference} fetches it")
+
+
+def _prepare_output(args: argparse.Namespace, planned: Planned, tell: Tell) -> Callable[..., None]:
+    """Work out all that is to be said of the plans, and tell what they lack; what is returned says it, as JSON beside
+    what it is given. Raises UserError for what cannot be said, before anything is written."""
+    profile = planned.profile
     if args.write_lp:
         _write_lp(args.write_lp, planned.spec, profile, planned.asked, planned.variants[0])
-    emitted = emit_arguments(planned, args.emit) if args.emit else []  # refused before anything is written
+    emitted = emit_arguments(planned, args.emit) if args.emit else []
     for line in list_unsaid_of(planned) if args.emit else ():
         tell(f"note: {line}")
     for gap in list_gaps(profile, args.split_mode != "none", planned.spec.config.experts is not None):
         tell(f"note: {gap}")
-    if registry:
-        for why in save_variants(registry, planned.spec.name, planned.inputs, planned.variants).notes:
-            tell(f"note: {why}")
-    gains = explain_all(planned, args.strategy) if args.explain else {}
-    outlooks = foresee_all(planned) if args.explain else ()
-    alone = compare_all(planned) if args.explain and args.strategy == "ilp" else {}
-    if args.json:
-        said = as_json(planned, gains, alone, outlooks) | ({args.emit: emitted} if args.emit else {})
-        print(json.dumps(said, indent=1))
-    elif args.emit:
-        print_arguments(planned, emitted)
-    else:
-        print_plans(planned, gains if args.explain else None, alone, outlooks)
-    where = registry or "not written, as the plan is for another machine; --registry FILE keeps it"
-    tell(f"registry: {where}")
-    return 0
+
+    def say(more: dict[str, Any] | None = None) -> None:
+        gains = explain_all(planned, args.strategy) if args.explain else {}
+        outlooks = foresee_all(planned) if args.explain else ()
+        alone = compare_all(planned) if args.explain and args.strategy == "ilp" else {}
+        if args.json:
+            said = as_json(planned, gains, alone, outlooks) | ({args.emit: emitted} if args.emit else {})
+            print(json.dumps(said | (more or {}), indent=1))
+        elif args.emit:
+            print_arguments(planned, emitted)
+        else:
+            print_plans(planned, gains if args.explain else None, alone, outlooks)
+
+    return say
 
 
 def list_gaps(profile: MachineProfile, splits: bool, routes: bool) -> list[str]:
@@ -127,33 +197,39 @@ def _plan_all(args: argparse.Namespace, path: Path, profile: MachineProfile, els
         for note in model.notes:
             tell(f"note: {note}")
         inputs = fingerprint_inputs(model.fingerprint_inputs(), profile)
-        replay = _use_record(args.routing, model) if args.routing else None
-        if replay is None and model.spec.config.experts is not None:
+        record = _use_record(args.routing, model) if args.routing else None
+        if record is None and model.spec.config.experts is not None:
             tell(f"note: {UNRECORDED}")
         workloads = make_workloads(args, model.spec, profile)
         why_not = _why_not_validate(args, model.spec, profile, workloads[0], elsewhere)
         if why_not:
             tell(f"note: not validated: {why_not}")
-        made = [_plan(args, model, profile, workload, why_not is None, tell) for workload in workloads]
+        made = [_plan(args, model, profile, workload, (why_not is None, record), tell) for workload in workloads]
     found = [(variant, trials) for variant, trials in made if variant is not None]
     if not found:
         raise UserError("no budget of the sweep is large enough; raise --sweep")
     variants, trials = zip(*found)
-    return Planned(model.spec, profile, inputs, workloads[0], variants, trials, replay)
+    replay = _replay(record) if record else None
+    return Planned(model.spec, profile, inputs, workloads[0], variants, trials, replay, record)
 
 
-def _use_record(path: Path, model: "ModelFile") -> "Replay":
-    """Plan the model by a routing record; returns what it says of hit rates. Raises UserError for a record that cannot
-    be used."""
+def _replay(record: "RoutingRecord") -> "Replay":
+    """What a record says of hit rates."""
+    from pshard.routing.replay import replay_record
+
+    return replay_record(record)
+
+
+def _use_record(path: Path, model: "ModelFile") -> "RoutingRecord":
+    """Plan the model by a routing record; returns it. Raises UserError for a record that cannot be used."""
     from pshard.registries.routing_file import check_routing, read_routing
     from pshard.routing.measure_popularity import measure_popularity
     from pshard.routing.order_experts import order_experts
-    from pshard.routing.replay import replay_record
 
     record = read_routing(path)
     check_routing(record, model, path)
     model.spec = order_experts(model.spec, measure_popularity(record))
-    return replay_record(record)
+    return record
 
 
 def _why_not_validate(
@@ -182,33 +258,42 @@ def _plan(
     model: "ModelFile",
     profile: MachineProfile,
     workload: Workload,
-    validate: bool,
+    how: "tuple[bool, RoutingRecord | None]",
     tell: Tell,
 ) -> tuple[Variant | None, tuple[Trial, ...]]:
-    """The variant of one budget and what was tried for it; in a sweep, None for a budget that is too small."""
+    """The variant of one budget and what was tried for it; in a sweep, None for a budget that is too small. how:
+    whether plans are validated, and the routing record."""
     from pshard.errors import NoPlan
     from pshard.planner.choose_mode import alone_on, plan_split
     from pshard.planner.make_plan import plan_baseline
-    from pshard.session.planning_bar import planning_bar
+    from pshard.planner.routing.plan_slots import plan_slots
     from pshard.session.try_plans import SPLIT, choose_by_trial
 
     def say(line: str) -> None:
         tell(f"note: {line}")
 
+    def follow_use(chosen: Variant, trials: tuple[Trial, ...] = ()) -> tuple[Variant, tuple[Trial, ...]]:
+        asked = replace(chosen.workload, max_ubatch=workload.max_ubatch)
+        found = plan_slots(model.spec, profile, asked, chosen, record, args.time_limit)
+        if trials and found.ranks[0].caches:
+            say(UNTRIED_SLOTS)
+        return found, trials
+
+    validate, record = how
     try:
         if args.strategy != "ilp":
-            return plan_baseline(args.strategy, model.spec, profile, workload), ()
+            return plan_baseline(args.strategy, model.spec, profile, workload, record=record), ()
         if validate and args.split_mode != "auto":
-            return choose_by_trial(model, profile, workload, args.time_limit, args.validate_seconds, say)
+            return follow_use(*choose_by_trial(model, profile, workload, args.time_limit, args.validate_seconds, say))
         with planning_bar(f"planning {model.spec.name}"):
             settled = plan_split(model.spec, profile, workload, wants_ratios(args), args.time_limit)
         if validate and len(settled.ranks) == 1:
             one = alone_on(workload, settled.workload.device)
             chosen, trials = choose_by_trial(model, profile, one, args.time_limit, args.validate_seconds, say)
-            return replace(chosen, considered=settled.considered), trials
+            return follow_use(replace(chosen, considered=settled.considered), trials)
         if validate:
             say(f"not validated: {SPLIT}")
-        return settled, ()
+        return follow_use(settled)
     except NoPlan as error:
         if args.sweep is None:
             raise
@@ -227,8 +312,6 @@ def _write_lp(file: Path, spec: "ModelSpec", profile: "MachineProfile", workload
 
 def _other_machine(profile: MachineProfile) -> list[str]:
     """What of the profile differs from this machine, as far as it shows without torch."""
-    import os
-
     found = []
     cpu = _cpu_name()
     if cpu and re.sub(r"\s+", " ", profile.host.cpu) != cpu:

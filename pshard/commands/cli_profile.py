@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pshard.commands.command_line import check_writable, env_default, new_parser, run_cli
+from pshard.commands.parsing.model_flags import named_model
 from pshard.errors import UserError
 from pshard.jsonio import to_json
 
@@ -18,10 +19,13 @@ def main(argv: list[str] | None = None) -> int:
     return run_cli(_run, argv)
 
 
-def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = new_parser("pshard-profile", "Measure this machine with the kernels that will run, for pshard-plan.")
+def make_parser() -> argparse.ArgumentParser:
+    """The flags of pshard-profile."""
+    description = "Measure this machine with the kernels that will run, for pshard-plan."
+    parser = new_parser("pshard-profile", description, takes_model=True)
     parser.add_argument("--quick", action="store_true", help="at most a minute: fewer shapes, shorter timings")
     parser.add_argument("-m", "--model", metavar="MODEL", help="also time exactly this model's matrices")
+    parser.add_argument("-hf", "--hf-repo", metavar="REPO[:QUANT]", help="the same of a repository of the Hub")
     parser.add_argument(
         "-o", "--output", type=Path, metavar="PATH", help="file to write (default: in the cache folder)"
     )
@@ -31,7 +35,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("-dev", "--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     parser.add_argument("--json", action="store_true", help="print the profile as JSON, and nothing else, on stdout")
     parser.set_defaults(threads=env_default("THREADS", _thread_count, None), device=env_default("DEVICE", str, None))
-    return parser.parse_args(argv)
+    return parser
 
 
 def _thread_count(text: str) -> int:
@@ -45,12 +49,12 @@ def _thread_count(text: str) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    args = _parse(argv)
+    args = make_parser().parse_args(argv)
     from pshard.runtime.ranks.group import started_ranks
 
     if started_ranks():
         return _profile_hosts(args, argv)
-    model = _model_spec(args.model)
+    model = _model_spec(named_model(args))
     if args.output is not None:
         check_writable(args.output, "-o")
 
@@ -104,7 +108,7 @@ def _profile_hosts(args: argparse.Namespace, argv: list[str]) -> int:
 
     if args.output is None:
         raise UserError("-o FILE is needed: a profile of several hosts is a file of its own, for --profile FILE")
-    if args.model or args.threads:
+    if named_model(args) or args.threads:
         raise UserError("-m and -t are for the profile of one host, from which that of several is made")
     command = shlex.join(["pshard-profile", *argv])
     profile, first = profile_hosts(HostsRequest(args.output, args.device, args.quick, command))
@@ -116,12 +120,13 @@ def _profile_hosts(args: argparse.Namespace, argv: list[str]) -> int:
     return 0
 
 
-def _model_spec(path: str | None) -> Any:
-    if path is None:
+def _model_spec(reference: str | None) -> Any:
+    if reference is None:
         return None
     from pshard.models import open_model
+    from pshard.session.find_model import resolve_model
 
-    return open_model(path).spec
+    return open_model(resolve_model(reference)).spec
 
 
 def _previous_profile(path: Path | None) -> Any:

@@ -1,7 +1,7 @@
 """pshard-report: bench, plan and profile JSON to figures and one self-contained HTML page."""
 
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,18 +9,18 @@ from pshard.commands.command_line import new_parser, run_cli
 
 if TYPE_CHECKING:
     from pshard.reports.inputs import ReportInputs
+    from pshard.routing.expert_map import ExpertMap
     from pshard.times.measurement import Timeline
-    from pshard.units.moe.expert_map import ExpertMap
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Entry point of the command."""
-    return run_cli(make_report)
+    return run_cli(make_report, argv)
 
 
 def make_report(argv: list[str]) -> int:
     """Read the files, write the report, print what was written (the page first)."""
-    args = _parse(argv)
+    args = make_parser().parse_args(argv)
 
     from dataclasses import replace
     from datetime import UTC, datetime
@@ -40,7 +40,8 @@ def make_report(argv: list[str]) -> int:
     return 0
 
 
-def _parse(argv: list[str]) -> Namespace:
+def make_parser() -> ArgumentParser:
+    """The flags of pshard-report."""
     parser = new_parser("pshard-report", "Figures (PNG, SVG) and one HTML page from measurements, plans and profiles.")
     parser.add_argument(
         "files",
@@ -54,7 +55,7 @@ def _parse(argv: list[str]) -> Namespace:
         "-m", "--model", type=Path, help="the plans' model: adds simulated timelines, and where experts lie"
     )
     parser.add_argument("--profile", type=Path, help="profile for -m (default: the FILEs', else this machine's)")
-    return parser.parse_args(argv)
+    return parser
 
 
 def _ask_model(inputs: "ReportInputs", args: Namespace) -> "tuple[list[Timeline], list[ExpertMap]]":
@@ -65,7 +66,7 @@ def _ask_model(inputs: "ReportInputs", args: Namespace) -> "tuple[list[Timeline]
     from pshard.planner.explain import simulate_timelines
     from pshard.registries.fingerprint import profile_input
     from pshard.registries.profile_store import load_profile
-    from pshard.units.moe.expert_map import map_experts
+    from pshard.routing.expert_map import map_experts
 
     profile = inputs.profiles[0] if inputs.profiles and not args.profile else load_profile(args.profile)
     with open_model(args.model) as model:

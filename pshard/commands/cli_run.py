@@ -1,20 +1,24 @@
-"""pshard-run: generate text under a plan."""
+"""pshard run: generate text. What is missing for that, a profile or a plan, is made first."""
 
 import secrets
 import sys
 import time
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pshard.commands.command_line import new_parser, parse_count, run_cli
-from pshard.commands.run_flags import add_plan_flags, make_request, planned_flags
+from pshard.commands.command_line import new_parser, run_cli
+from pshard.commands.parsing.sampling_flags import add_sampling_flags, make_sampling, read_grammar
+from pshard.commands.parsing.text_flags import add_text_flags, check_text_flags, most_tokens, read_prompt, sized_for
+from pshard.commands.run_flags import add_batch_flags, add_plan_flags, make_request, planned_flags
 from pshard.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pshard.models import ModelFile
+    from pshard.routing.follow_use import HitCounts
     from pshard.runtime.engine import Engine, MemoryReport
 
 
@@ -23,64 +27,13 @@ def main(argv: list[str] | None = None) -> int:
     return run_cli(_main, argv)
 
 
-def _main(argv: list[str]) -> int:
-    args = _parse_flags(argv)
-    prompt = _read_prompt(args)
-    request = make_request(args)
-
-    from dataclasses import replace
-
-    from pshard.runtime.ranks.group import started_ranks
-    from pshard.runtime.sampling import Sampling
-    from pshard.session.open_plan import open_plan, settle_plan
-    from pshard.session.start_engine import open_group, start_engine
-
-    sampling = Sampling(args.temp, args.top_k, args.top_p, args.min_p, args.seed)
-    ids, doubts = _encode_prompt(request.model, prompt, args)
-    request = replace(request, needed=len(ids) + args.predict)  # a plan of at least that context is chosen
-    request, ranks = settle_plan(request)
-    if args.record_routing and ranks > 1:
-        raise UserError("--record-routing is for one device; leave out -sm and -ts")
-    if ranks > 1 and not started_ranks():
-        from pshard.runtime.ranks.start_ranks import start_ranks
-
-        return start_ranks(ranks, "pshard.commands.cli_run", [*planned_flags(argv), "-m", str(request.model)])
-    opened = open_plan(request)
-    if args.record_routing and opened.file.spec.config.experts is None:
-        raise UserError("the model has no routed experts; leave out --record-routing")
-    group = open_group(opened, ranks)
-    if args.seed is None:  # all ranks draw the same tokens
-        sampling = replace(sampling, seed=group.broadcast(secrets.randbits(62)))
-    records = args.record_routing is not None
-    with start_engine(opened, opened.variant, args.kernels, group, records=records) as engine:
-        for note in (*opened.file.notes, *doubts, *engine.notes) if group.rank == 0 else ():
-            print(f"note: {note}", file=sys.stderr)
-        _generate(engine, ids, args, sampling, loud=group.rank == 0)
-        if records:
-            _record_routing(engine, opened.file, args.record_routing)
-    group.close()
-    return 0
-
-
-def _parse_flags(argv: list[str]) -> Namespace:
-    """The flags of pshard-run. Raises UserError for those that do not go together."""
-    parser = new_parser("pshard-run", "Generate text with a model under its plan.")
+def make_parser() -> ArgumentParser:
+    """The flags of pshard run."""
+    description = "Run a model; profile this machine and plan the model first, where that was not done."
+    parser = new_parser("pshard-run", description, takes_model=True)
     add_plan_flags(parser)
-    text = parser.add_argument_group("text")
-    text.add_argument("-p", "--prompt", help="the prompt")
-    text.add_argument("-f", "--file", type=Path, help="read the prompt from a file")
-    text.add_argument("-n", "--predict", type=parse_count, default=128, help="tokens to generate at most (default 128)")
-    text.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
-    text.add_argument(
-        "--tokens", action="store_true", help="prompt and output are token ids, for files without tokenizer"
-    )
-    text.add_argument(
-        "--no-parse-special", action="store_true", help="special tokens spelled out in the prompt are plain text"
-    )
-    text.add_argument(
-        "--record-routing", type=Path, metavar="FILE",
-        help="record which experts every token of the run uses, for pshard-plan --routing",
-    )  # fmt: skip
+    add_batch_flags(parser)
+    add_text_flags(parser)
     cache = parser.add_argument_group("prompt cache")
     cache.add_argument(
         "--prompt-cache", type=Path, metavar="FILE",
@@ -88,20 +41,69 @@ def _parse_flags(argv: list[str]) -> Namespace:
     )  # fmt: skip
     cache.add_argument("--prompt-cache-all", action="store_true", help="save what is generated too")
     cache.add_argument("--prompt-cache-ro", action="store_true", help="use the prompt cache but do not write it")
-    draw = parser.add_argument_group("sampling")
-    draw.add_argument("--temp", type=float, default=0.8, help="temperature; 0 is greedy (default 0.8)")
-    draw.add_argument("--top-k", type=int, default=40, help="keep the k likeliest; 0 is off (default 40)")
-    draw.add_argument("--top-p", type=float, default=0.95, help="keep the likeliest of this mass (default 0.95)")
-    draw.add_argument(
-        "--min-p", type=float, default=0.05, help="keep what reaches this share of the best (default 0.05)"
-    )
-    draw.add_argument("-s", "--seed", type=int, help="seed; the same seed gives the same text")
-    args = parser.parse_args(argv)
-    if args.chat and args.tokens:
-        raise UserError("--chat and --tokens exclude each other: a chat template is text")
-    if args.no_parse_special and (args.chat or args.tokens):
-        flag, why = ("--chat", "never makes tokens of a message") if args.chat else ("--tokens", "takes ids, not text")
-        raise UserError(f"leave out --no-parse-special: {flag} {why}")
+    parser.add_argument(
+        "--record-routing", type=Path, metavar="FILE",
+        help="record which experts every token of the run uses, for pshard plan --routing",
+    )  # fmt: skip
+    parser.add_argument(
+        "--deterministic", action="store_true",
+        help="experts in VRAM stay those that the plan begins with: earlier text moves no bit of what follows",
+    )  # fmt: skip
+    add_sampling_flags(parser)
+    return parser
+
+
+def _main(argv: list[str]) -> int:
+    args = _parse_flags(argv)
+    grammar, sampling = read_grammar(args), make_sampling(args)
+    prompt = read_prompt(args)
+    request = make_request(args, plans=True)
+    if prompt is None or (args.conversation and isinstance(prompt, str)):
+        from pshard.commands.everyday.chat_session import run_chat
+
+        return run_chat(request, args, prompt)
+    ids, doubts, most = _encode_prompt(request.model, prompt, args)
+    request = replace(request, needed=sized_for(len(ids), args.predict, most))  # a plan of at least that is chosen
+
+    from pshard.runtime.ranks.group import started_ranks
+    from pshard.session.open_plan import open_plan, settle_plan, tell_once
+    from pshard.session.readiness.first_profile import ensure_profile
+    from pshard.session.start_engine import open_group, start_engine
+    from pshard.units.moe.followed import keep_slots
+
+    if request.profile is None and not started_ranks():
+        ensure_profile(request.model, tell_once)
+    request, ranks = settle_plan(request)
+    if args.record_routing and ranks > 1:
+        raise UserError("--record-routing is for one device; leave out -sm and -ts")
+    if ranks > 1 and not started_ranks():
+        from pshard.runtime.ranks.start_ranks import start_ranks
+
+        given = [] if args.prompt is not None or args.file else [f"--prompt={prompt}"]  # ranks read no standard input
+        words = [*planned_flags(argv), *given, "-m", str(request.model)]
+        return start_ranks(ranks, "pshard.commands.cli_run", words)
+    opened = open_plan(request)
+    if args.record_routing and opened.file.spec.config.experts is None:
+        raise UserError("the model has no routed experts; leave out --record-routing")
+    group = open_group(opened, ranks)
+    if sampling.seed is None:  # all ranks draw the same tokens
+        sampling = replace(sampling, seed=group.broadcast(secrets.randbits(62)))
+    records = args.record_routing is not None
+    variant = keep_slots(opened.variant) if args.deterministic else opened.variant
+    with start_engine(opened, variant, args.kernels, group, records=records) as engine:
+        for note in (*opened.file.notes, *doubts, *engine.notes) if group.rank == 0 else ():
+            print(f"note: {note}", file=sys.stderr)
+        _generate(engine, ids, args, sampling, grammar, loud=group.rank == 0)
+        if records:
+            _record_routing(engine, opened.file, args.record_routing)
+    group.close()
+    return 0
+
+
+def _parse_flags(argv: list[str]) -> Namespace:
+    """The flags of pshard run. Raises UserError for those that do not go together."""
+    args = make_parser().parse_args(argv)
+    check_text_flags(args)
     if args.prompt_cache is None and (args.prompt_cache_all or args.prompt_cache_ro):
         raise UserError("--prompt-cache-all and --prompt-cache-ro need a file: give --prompt-cache FILE")
     if args.record_routing and not args.record_routing.resolve().parent.is_dir():
@@ -109,42 +111,27 @@ def _parse_flags(argv: list[str]) -> Namespace:
     return args
 
 
-def _read_prompt(args: Any) -> str | list[int]:
-    if (args.prompt is None) == (args.file is None):
-        raise UserError("give a prompt with -p TEXT or -f FILE")
-    if args.file is not None:
-        try:
-            text = args.file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"cannot read the prompt file {args.file}: {error}") from None
-    else:
-        text = args.prompt
-    if not args.tokens:
-        return text
-    try:
-        return [int(word) for word in text.replace(",", " ").split()]
-    except ValueError:
-        raise UserError("--tokens: the prompt is a list of token ids, as 1,2,3") from None
-
-
-def _encode_prompt(model: Path, prompt: str | list[int], args: Any) -> tuple[list[int], list[str]]:
-    """Token ids of the prompt, in the model's chat template when that is wanted; notes on what may be wrong there."""
+def _encode_prompt(model: Path, prompt: str | list[int], args: Any) -> tuple[list[int], list[str], int]:
+    """Token ids of the prompt, in the model's chat template when that is wanted; notes on what may be wrong there, and
+    the model's context (0: not known)."""
     from pshard.models import open_model
     from pshard.models.text.chat import render_chat
 
-    if isinstance(prompt, list):
-        return prompt, []
     with open_model(model) as file:
+        most = file.spec.config.context
+        if isinstance(prompt, list):
+            return prompt, [], most
         tokenizer, template = file.tokenizer(), file.chat_template
     if not args.chat:
-        return tokenizer.encode(prompt, parse_special=not args.no_parse_special), []
+        return tokenizer.encode(prompt, parse_special=not args.no_parse_special), [], most
     if template is None:
         raise UserError("the model has no chat template; run without --chat")
-    message = {"role": "user", "content": prompt}
-    text = render_chat(template, [message], tokenizer.bos_text, tokenizer.eos_text)
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    messages.append({"role": "user", "content": prompt})
+    text = render_chat(template, messages, tokenizer.bos_text, tokenizer.eos_text)
     doubtful = ", ".join(tokenizer.doubtful_specials(text))
     why = "the chat template works on messages in a way that hides what it wrote itself"
-    return tokenizer.encode_chat(text), [f"{why}: {doubtful} in it is plain text"] if doubtful else []
+    return tokenizer.encode_chat(text), [f"{why}: {doubtful} in it is plain text"] if doubtful else [], most
 
 
 def _take_cached(engine: "Engine", prompt: list[int], args: Any, loud: bool) -> list[int]:
@@ -153,18 +140,25 @@ def _take_cached(engine: "Engine", prompt: list[int], args: Any, loud: bool) -> 
         return prompt
     cached = engine.load(args.prompt_cache)
     same = next((i for i, (a, b) in enumerate(zip(cached, prompt)) if a != b), min(len(cached), len(prompt)))
-    engine.reset(length=min(same, len(prompt) - 1))
+    again = engine.reset(length=min(same, len(prompt) - 1))
     if loud:
-        print(f"prompt cache: {engine.lengths[0]} of {len(prompt)} tokens are taken from it", file=sys.stderr)
+        why = f"; {again} are computed again: it lacks cells that layers with a window see" if again else ""
+        taken = engine.lengths[0] - again
+        print(f"prompt cache: {taken} of {len(prompt)} tokens are taken from it{why}", file=sys.stderr)
     return prompt[engine.lengths[0] :]
 
 
-def _generate(engine: "Engine", prompt: Any, args: Any, sampling: Any, loud: bool) -> None:
+def _generate(engine: "Engine", prompt: Any, args: Any, sampling: Any, grammar: Any, loud: bool) -> None:
     start = time.perf_counter()
     first, n = start, 0
     prompt, saving = _take_cached(engine, prompt, args, loud), args.prompt_cache and not args.prompt_cache_ro
     text = None if args.tokens else engine.tokenizer.stream()
-    for token in engine.generate(prompt, args.predict, sampling, text=False):
+    constraint = None
+    if grammar:
+        from pshard.runtime.drawing.grammar import follow_grammar
+
+        constraint = follow_grammar(grammar[0], grammar[1], engine.tokenizer, engine.vocab)
+    for token in engine.generate(prompt, most_tokens(args.predict), sampling, text=False, constraint=constraint):
         if n == 0:
             first = time.perf_counter()
             if saving and not args.prompt_cache_all:
@@ -186,15 +180,23 @@ def _generate(engine: "Engine", prompt: Any, args: Any, sampling: Any, loud: boo
         f"{engine.switches} plan switch{'' if engine.switches == 1 else 'es'}",
         file=sys.stderr,
     )
+    if (found := engine.expert_hits).chosen:
+        print(_describe_hits(found, engine.expected_hits), file=sys.stderr)
     if len(ranks) > 1:
         print(_tabulate_ranks(ranks), end="", file=sys.stderr)
+
+
+def _describe_hits(found: "HitCounts", expected: float | None) -> str:
+    """What slots for experts did while single tokens were decoded, beside what the plan expects."""
+    beside = f" ({expected:.1%} expected)" if expected is not None else ""
+    return f"slots: {found.share:.1%} of the choices found their expert there{beside}, {found.admitted} were brought in"
 
 
 def _record_routing(engine: "Engine", file: "ModelFile", path: Path) -> None:
     """Write which experts the run's tokens have used, and tell of it."""
     from pshard.planner.routing.measure_hits import measure_hits
     from pshard.registries.routing_file import fingerprint_routers, write_routing
-    from pshard.units.moe.expert_map import map_experts
+    from pshard.routing.expert_map import map_experts
 
     record, spec = engine.record_routing(fingerprint_routers(file)), file.spec
     write_routing(path, record)

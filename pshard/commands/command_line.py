@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pshard.commands.parsing.command_parser import CommandParser
 from pshard.errors import StepFailed, UserError, as_line
 from pshard.workload import Limits, parse_limits
 
@@ -60,18 +61,9 @@ def noted_interrupts() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def new_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """A parser that refuses abbreviated flags and reports errors in one line."""
-
-    class Parser(argparse.ArgumentParser):
-        def _get_option_tuples(self, option_string: str) -> list:
-            """Single-dash flags are not abbreviated either: -t is not -ts (-n5 stays -n 5)."""
-            return [found for found in super()._get_option_tuples(option_string) if option_string.startswith(found[1])]
-
-        def error(self, message: str) -> None:  # type: ignore[override]
-            raise UserError(f"{message}; see {self.prog} --help")
-
-    return Parser(prog=prog, description=description, allow_abbrev=False)
+def new_parser(prog: str, description: str, takes_model: bool = False) -> CommandParser:
+    """A parser that refuses abbreviated flags and reports errors in one line. takes_model: also as a plain word."""
+    return CommandParser(prog, description, takes_model)
 
 
 def parse_mib(text: str) -> int:
@@ -172,16 +164,22 @@ def env_default(name: str, convert: Callable, fallback):
 
 
 def find_model(given: str | None) -> Path:
-    """The model that was asked for: the flag, PSHARD_MODEL, or the bundled demo (and says so on stderr)."""
+    """The model that was asked for: the flag, PSHARD_MODEL, or the bundled demo (and says so on stderr).
+
+    One of the Hub is fetched first where it is not here. Raises UserError as `resolve_model`.
+    """
+    from pshard.session.find_model import resolve_model
+
     if given:
-        return Path(given)
+        return resolve_model(given)
     if os.environ.get("PSHARD_MODEL"):
-        path = Path(os.environ["PSHARD_MODEL"])
+        path = resolve_model(os.environ["PSHARD_MODEL"])
         _say(f"model: {path} (from PSHARD_MODEL)")
         return path
-    bundled = Path(__file__).resolve().parents[2] / "examples" / "demo.gguf"
-    if not bundled.exists():
-        raise UserError("no model given and the bundled one is not installed; pass -m MODEL or set PSHARD_MODEL")
+    places = Path(__file__).resolve().parents[1:3]  # the package, or the clone that it is used from
+    bundled = next((p / "examples" / "demo.gguf" for p in places if (p / "examples" / "demo.gguf").exists()), None)
+    if bundled is None:
+        raise UserError("no model given and the bundled one is not installed; give one, or set PSHARD_MODEL")
     _say(f"model: {bundled} (the bundled demo; choose another with -m)")
     return bundled
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pshard.commands.command_line import env_default, new_parser, parse_count, parse_mib, parse_mib_list
+from pshard.commands.parsing.model_flags import add_model_flags
 from pshard.commands.split_flags import (
     add_split_flags,
     check_split_flags,
@@ -16,21 +17,21 @@ from pshard.commands.split_flags import (
 from pshard.errors import UserError
 from pshard.machine import MachineProfile
 from pshard.planner.llama_cpp_arguments import PROGRAMS, check_emit
-from pshard.session.run_request import check_budgets, count_devices
+from pshard.session.run_request import check_budgets, count_devices, suggest_budget
 from pshard.units.kv_cells import KV_TYPES
-from pshard.workload import MIB, Workload, binding_limits
+from pshard.workload import MIB, UNLIMITED_MIB, Workload, binding_limits
 
 if TYPE_CHECKING:
     from pshard.model import ModelSpec
 
 
-def parse_plan_flags(argv: list[str]) -> argparse.Namespace:
-    """The flags of pshard-plan, environment included. Raises UserError for those that do not go together."""
-    p = new_parser("pshard-plan", "Plan where every unit of a model lives and computes, and write the plan registry.")
-    p.add_argument("-m", "--model", metavar="MODEL", help="GGUF file or Hugging Face folder (default: PSHARD_MODEL)")
+def make_parser() -> argparse.ArgumentParser:
+    """The flags of pshard-plan."""
+    p = new_parser("pshard-plan", "Plan where every unit of a model lives, and write the plan registry.", True)
+    add_model_flags(p)
     p.add_argument(
         "--vram", "-mva", "--max-vram-alloc", dest="vram", type=parse_mib_list, metavar="MIB[,MIB...]",
-        help="VRAM budget in MiB, one per device (12000, 11.5G; default: all of the accelerator's memory)",
+        help="VRAM budget in MiB, one per device (12000, 11.5G; default: what is free less a margin)",
     )  # fmt: skip
     p.add_argument("-c", "--ctx-size", type=parse_count, metavar="N", help="KV cells of all sequences (8192)")
     p.add_argument("-np", "--parallel", type=parse_count, metavar="N", help="sequences at once (default: 1)")
@@ -62,7 +63,11 @@ def parse_plan_flags(argv: list[str]) -> argparse.Namespace:
     )  # fmt: skip
     p.add_argument("--validate-seconds", type=_seconds, default=60.0, metavar="S", help="time for it (default: 60 s)")
     p.add_argument("--time-limit", type=_seconds, default=10.0, metavar="S", help="solver's limit (default: 10 s)")
-    args = p.parse_args(argv)
+    return p
+
+
+def complete_plan_flags(args: argparse.Namespace) -> argparse.Namespace:
+    """The flags with what the environment says. Raises UserError for those that do not go together."""
     if args.vram is None and args.sweep is None:
         args.vram = env_default("VRAM", parse_mib_list, None)
     if args.ctx_size is None:
@@ -138,7 +143,7 @@ def make_workloads(args: argparse.Namespace, spec: "ModelSpec", profile: Machine
             f"give -c {sequences * (prompt + max(1, generated))}"
         )
     first = Workload(
-        vram_mib=args.vram or _whole_memory(args, profile),
+        vram_mib=args.vram or _free_budgets(args, profile),
         context=context,
         sequences=sequences,
         type_k=args.cache_type_k or Workload.type_k,
@@ -163,18 +168,19 @@ def make_workloads(args: argparse.Namespace, spec: "ModelSpec", profile: Machine
         budgets = [(mib,) * len(first.vram_mib) for mib in args.sweep]
         check_budgets(budgets[-1], profile, "--sweep")
         return [replace(first, vram_mib=each) for each in budgets]
-    if args.vram:
-        check_budgets(first.vram_mib, profile, "--vram")
+    if not args.vram:
+        return [suggest_budget(first, spec, profile)]
+    check_budgets(first.vram_mib, profile, "--vram")
     return [first]
 
 
-def _whole_memory(args: argparse.Namespace, profile: MachineProfile) -> tuple[int, ...]:
-    """The default budget: all memory of the profiled accelerators that is free, where that can be asked."""
+def _free_budgets(args: argparse.Namespace, profile: MachineProfile) -> tuple[int, ...]:
+    """All memory of the profiled accelerators that is free, where that can be asked; of CPUs as much as one wants."""
     if args.sweep:
         return args.sweep[:1]
     accelerators = profile.accelerators if args.split_mode != "none" else profile.accelerators[:1]
-    if not accelerators or accelerators[0].kind == "cpu":
-        raise UserError("--vram is needed: the accelerator is the CPU, which has no memory of its own to fill")
+    if accelerators[0].kind == "cpu":
+        return (UNLIMITED_MIB,) * len(accelerators)
     free = {} if args.profile else _free_memory()
     return tuple(free.get(a.index, int(0.95 * a.memory_bytes)) // MIB for a in accelerators)
 

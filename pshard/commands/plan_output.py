@@ -15,6 +15,7 @@ from pshard.workload import Workload
 if TYPE_CHECKING:
     from pshard.planner.explain import WhatIf
     from pshard.planner.tier_alone import TierAlone
+    from pshard.routing.record import RoutingRecord
     from pshard.routing.replay import Replay
     from pshard.times.outlook import Outlook
 
@@ -27,7 +28,7 @@ class Planned:
     """The variants that one command made, what was tried for each, and what they were made for.
 
     `asked`: the first workload, as it was asked for; its largest micro-batch may be more than any variant's. `replay`:
-    hit rates of the routing record that was given; None without one.
+    hit rates of the routing `record` that was given; None without one.
     """
 
     spec: ModelSpec
@@ -37,6 +38,7 @@ class Planned:
     variants: tuple[Variant, ...]
     trials: tuple[tuple[Trial, ...], ...]
     replay: "Replay | None" = None
+    record: "RoutingRecord | None" = None
 
 
 def emit_arguments(planned: Planned, program: str) -> list[str]:
@@ -90,7 +92,8 @@ def foresee_all(planned: Planned) -> "tuple[Outlook, ...]":
 
     ubatch = planned.asked.max_ubatch
     loads = [replace(v.workload, max_ubatch=ubatch) for v in planned.variants]
-    return tuple(foresee_strategies(planned.spec, planned.profile, w, v) for w, v in zip(loads, planned.variants))
+    made_for = planned.spec, planned.profile
+    return tuple(foresee_strategies(*made_for, w, v, planned.record) for w, v in zip(loads, planned.variants))
 
 
 def print_plans(planned: Planned, gains: Gains | None, alone: Alone, outlooks: "tuple[Outlook, ...]" = ()) -> None:
@@ -100,7 +103,7 @@ def print_plans(planned: Planned, gains: Gains | None, alone: Alone, outlooks: "
 
     from pshard.planner.routing.show_routing import print_replay
     from pshard.planner.show_plan import print_explanation, print_outlook, print_trials, print_variant
-    from pshard.units.moe.expert_map import map_experts
+    from pshard.routing.expert_map import map_experts
 
     out = Console()
     if planned.replay:
@@ -122,7 +125,7 @@ def print_arguments(planned: Planned, emitted: list[str]) -> None:
 def as_json(planned: Planned, gains: Gains, alone: Alone, outlooks: "tuple[Outlook, ...]" = ()) -> dict[str, Any]:
     """The registry of these variants, the simulated timelines of the last one, and what was explained."""
     from pshard.planner.explain import simulate_timelines
-    from pshard.units.moe.expert_map import map_experts
+    from pshard.routing.expert_map import map_experts
 
     created = datetime.now(UTC).isoformat(timespec="seconds")
     variants, inputs = planned.variants, planned.inputs

@@ -2,8 +2,10 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
-from pshard.commands.command_line import env_default, find_model, parse_count, parse_mib_list
+from pshard.commands.command_line import env_default, parse_count, parse_mib_list
+from pshard.commands.parsing.model_flags import add_model_flags, choose_model
 from pshard.commands.split_flags import add_split_flags, check_split_flags, count_nodes, given_ratios, wants_ratios
 from pshard.registries.profile_store import load_profile
 from pshard.session.run_request import RunRequest
@@ -14,7 +16,7 @@ from pshard.units.kv_cells import KV_TYPES
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     """Flags that say which model and which plan."""
     group = parser.add_argument_group("model and plan")
-    group.add_argument("-m", "--model", help="GGUF file or safetensors folder (default: PSHARD_MODEL, else the demo)")
+    add_model_flags(group)
     group.add_argument(
         "--vram",
         "-mva",
@@ -39,11 +41,19 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--replan", action="store_true", help="plan again before running")
 
 
-def make_request(args: argparse.Namespace, sequences: int | None = None) -> RunRequest:
-    """The request that the flags make. Raises UserError for flags that do not go together."""
+def add_batch_flags(group: Any) -> None:
+    """Flags that say how many tokens are computed at once, as llama.cpp has them."""
+    group.add_argument("-ub", "--ubatch-size", type=parse_count, metavar="N", help="largest micro-batch (plan's: 4096)")
+    group.add_argument("-b", "--batch-size", type=parse_count, metavar="N", help="the same; the smaller one counts")
+
+
+def make_request(args: argparse.Namespace, sequences: int | None = None, plans: bool = False) -> RunRequest:
+    """The request that the flags make. plans: a plan that is missing is made. Raises UserError for flags that do not go
+    together."""
+    sizes = [n for n in (getattr(args, "ubatch_size", None), getattr(args, "batch_size", None)) if n]
     check_split_flags(args)
     return RunRequest(
-        model=find_model(args.model),
+        model=choose_model(args),
         vram_mib=args.vram,
         context=args.ctx_size,
         sequences=sequences,
@@ -57,6 +67,8 @@ def make_request(args: argparse.Namespace, sequences: int | None = None) -> RunR
         max_tp=args.max_tp,
         auto_ratios=wants_ratios(args),
         reduce_dtype=args.reduce_dtype,
+        ubatch=min(sizes, default=None),
+        plans=plans,
         devices=count_nodes(args, load_profile(args.profile)) if args.numa else None,
     )
 

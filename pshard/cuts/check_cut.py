@@ -12,6 +12,7 @@ from pshard.model import ModelSpec
 from pshard.tensor import TensorSpec
 from pshard.units.operations import (
     Attend,
+    DeltaNet,
     ExpertProducts,
     GatedProduct,
     LookUp,
@@ -109,6 +110,8 @@ class _Flow:
                 if sinks:
                     self.cut_with_heads(sinks.role, q)
                 return (self.attend(q, k, v),)
+            case DeltaNet():
+                return (self.delta(operation, values),)
             case Route():
                 for tensor in (operation.router, *operation.biases):
                     self.expect(self.cut(tensor.role).axis == "none", tensor.role, "chooses among all but is cut")
@@ -211,6 +214,43 @@ class _Flow:
             each = {sum(h // group == g for h in heads) for g in range(k0 // d, k1 // d)}
             self.expect(len(each) <= 1, role, f"on rank {rank} has KV heads with unequal numbers of q heads")
         return q
+
+    def delta(self, net: DeltaNet, values: tuple[Spread, ...]) -> Spread:
+        """A delta net of whole value heads, each with its key head on the same rank, equally many per key head.
+
+        Tiled heads are cut alike in each of value_heads / key_heads stacks, so that key heads keep theirs.
+        """
+        norm, vectors, each = net.norm.role, (net.dt_bias, net.decay), net.value_heads // net.key_heads
+        self.expect(self.cut(norm).axis == "none", norm, "is the same for every head but is cut")
+        if all(value == MIRRORED for value in values):
+            for tensor in (*net.conv, *vectors):
+                self.expect(self.cut(tensor.role).axis == "none", tensor.role, "is cut where no head is")
+            return MIRRORED
+        role = net.conv[-1].role
+        self.expect(len(values) == 6 and len(net.conv) == 3, role, "is of q, k and v in one, which are cut apart")
+        q, k, v, z, beta, alpha = values
+        d, (stacks, total) = net.head, (each, net.key_heads) if net.tiled else (1, net.value_heads)
+        self.expect(v.kind == "split" and v == z, role, "has v and z that are not cut alike")
+        self.expect(all(n % d == 0 for span in (*v.ranges, *k.ranges) for n in span), role, "is cut inside a head")
+        heads, keys = (tuple((a // d, b // d) for a, b in spread.ranges) for spread in (v, k))
+        self.expect_tiling(role, heads, total)
+        self.expect(q == k, net.conv[0].role, "has q and k that are not cut alike")
+        self.expect(
+            beta == alpha == Spread("split", heads), role, "has beta or alpha cut elsewhere than its value heads"
+        )
+        group = 1 if net.tiled else each
+        for rank, ((v0, v1), span) in enumerate(zip(heads, keys)):
+            needed = (v0 // group, -(-v1 // group)) if v0 < v1 else (span[0],) * 2
+            self.expect(span == needed, role, f"on rank {rank} is not of the key heads of its value heads")
+            counts = {sum(h // group == key for h in range(v0, v1)) for key in range(*needed)}
+            self.expect(len(counts) <= 1, role, f"on rank {rank} has key heads with unequal numbers of value heads")
+        for tensor, ranges, stacked in zip(
+            (*net.conv, *vectors), (q.ranges, k.ranges, v.ranges, heads, heads), (1, 1, *(stacks,) * 3)
+        ):
+            cut = self.cut(tensor.role)
+            here = (cut.axis, cut.ranges, cut.stacks) == ("rows", ranges, stacked)
+            self.expect(here, tensor.role, "is not cut where the heads are")
+        return v
 
     def cut_with_heads(self, role: str, q: Spread) -> None:
         """One number of each q head, on the head's rank."""

@@ -71,14 +71,16 @@ def run_test(
         )
     _fill(engine, test)
     warm_up(lambda: _repeat(engine, test), engine.agree)
-    samples, link, began = [], engine.link_bytes, read_core_time()
+    samples, link, began, hits = [], 0, read_core_time(), engine.expert_hits
     for _ in range(repetitions):
-        engine.reset(length=test.n_depth)
-        start = time.perf_counter_ns()
+        engine.reset(length=test.n_depth)  # a window may have to be computed again: that is not part of the test
+        start, before = time.perf_counter_ns(), engine.link_bytes
         _run_once(engine, test)
         samples.append(time.perf_counter_ns() - start)
+        link += engine.link_bytes - before
         progress()
-    link, stolen = (engine.link_bytes - link) // repetitions, stolen_share(began, read_core_time())
+    found = engine.expert_hits - hits
+    link, stolen = link // repetitions, stolen_share(began, read_core_time())
     peaks = tuple(rank.accelerator / (1 << 20) for rank in engine.memory_by_rank())
     tokens = (test.n_prompt + test.n_gen) * test.n_sequences
     step = test.n_prompt * test.n_sequences if test.n_prompt else test.n_sequences
@@ -110,6 +112,8 @@ def run_test(
         reduce_dtype=w.reduce_dtype if w.split_mode == "tensor" else "",
         rank_peaks_mib=peaks,
         same_as=setting.same_as,
+        slot_hits=found.share if found.chosen else None,
+        slot_hits_expected=engine.expected_hits if found.chosen else None,
         stolen=round(stolen, 4),
     )
 

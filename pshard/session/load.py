@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pshard.errors import UserError
+from pshard.session.find_model import resolve_model
 from pshard.session.open_plan import open_plan
 from pshard.session.run_request import RunRequest
 from pshard.session.start_engine import KERNELS, start_engine
@@ -27,7 +28,7 @@ def load(
     """Load a planned model and return its engine.
 
     Args:
-        model: GGUF file or safetensors folder.
+        model: GGUF file or safetensors folder, or a model of the Hub (`org/repo:Q4_K_M`), fetched if it is not here.
         vram: budget in MiB; the largest planned variant that fits is taken. None: what is free.
         context: cells of the KV cache that are needed; sequences: how many share them. None: whatever is planned.
         type_k, type_v: types of the KV cache: "bf16", "f16", "f32" or "q8_0".
@@ -48,6 +49,8 @@ def load(
         raise UserError(f"kernels is {kernels!r}; choose from {', '.join(KERNELS)}")
     budgets = (vram,) if isinstance(vram, int) else vram
     place = Path(registry) if registry else None
-    request = RunRequest(Path(model), budgets, context, sequences, type_k, type_v, registry=place, replan=replan)
+    request = RunRequest(
+        resolve_model(str(model)), budgets, context, sequences, type_k, type_v, registry=place, replan=replan
+    )
     opened = open_plan(request)
     return start_engine(opened, opened.variant, kernels, on_close=opened.file.close)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pshard.errors import UserError
+from pshard.errors import NotPlanned, StaleRegistry, UserError
 from pshard.machine import MachineProfile
 from pshard.plan import Variant
+from pshard.registries.known_models import note_model
 from pshard.routing.order_experts import order_experts
 from pshard.session.run_request import RunRequest, full_workload, suggest_budget, wanted_workload
 from pshard.session.this_machine import check_machine
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from pshard.model import ModelSpec
     from pshard.models import ModelFile
     from pshard.registries.fingerprint import Inputs
+
+
+WORTH_TELLING = 0.8  # of what is free: a plan that takes less may be much slower than another one
 
 
 @dataclass(frozen=True)
@@ -34,9 +38,12 @@ class Opened:
 
 
 def open_plan(request: RunRequest) -> Opened:
-    """Open the model and choose its variant. Raises UserError: no profile, no plan, stale plan, no fitting variant."""
+    """Open the model and choose its variant, or make one where the request says so.
+
+    Raises UserError: no profile, a stale plan, no plan that can be made; and where none is to be made, NotPlanned.
+    """
     from pshard.models import open_model
-    from pshard.registries.choose import choose_variant
+    from pshard.registries.choose import Choice, choose_variant
     from pshard.registries.fingerprint import fingerprint_inputs
     from pshard.registries.profile_store import load_profile
     from pshard.registries.store import load_registry, own_plans, registry_path
@@ -49,17 +56,39 @@ def open_plan(request: RunRequest) -> Opened:
     path = registry_path(request.model, request.registry)
     inputs = fingerprint_inputs(file.fingerprint_inputs(), profile)
     full = full_workload(request, want, file.spec)
-    command = _replan_command(request, full if request.vram_mib else suggest_budget(full, file.spec))
+    if not request.vram_mib:
+        full = suggest_budget(full, file.spec, profile)
+    command = _replan_command(request, full)
+
+    def choose() -> Choice:
+        plans = own_plans(load_registry(path, command), inputs, f"{command} (or add --replan)")
+        small = [v for v in plans.variants if request.ubatch is None or v.workload.max_ubatch <= request.ubatch]
+        if plans.variants and not small:
+            raise NotPlanned(f"no plan keeps its micro-batches to {request.ubatch} tokens; run: {command}")
+        return choose_variant(replace(plans, variants=tuple(small)), want, command)
+
     if request.replan:
         _plan_again(request, full, file.spec, profile, path, inputs)
-    registry = load_registry(path, command)
-    plans = own_plans(registry, inputs, f"{command} (or add --replan)")
-    choice = choose_variant(plans, want, command)
+    try:
+        choice = choose()
+    except (NotPlanned, StaleRegistry) as error:
+        if not request.plans:
+            raise
+        known = path.exists()
+        made = _plan_again(request, full, file.spec, profile, path, inputs)
+        if known:
+            tell_once(f"note: {str(error).split('; run: ')[0]}; so it was planned anew")
+        tell_once(describe_made(made, path, command))
+        choice = choose()
+    on_gpu = profile.accelerators[0].kind == "cuda"
+    if request.plans and on_gpu and not request.vram_mib and (note := _describe_waste(choice.variant, full, command)):
+        tell_once(note)
     try:
         check_plan(order_experts(file.spec, choice.variant.popularity), choice.variant, profile)
     except ValueError as error:
         raise UserError(f"the registry {path} is corrupt: {error}; delete it and run: {command}") from None
     file.spec = order_experts(file.spec, choice.variant.popularity)  # predictions are made by it too
+    note_model(request.model)
     workload = choice.variant.workload
     workload = replace(workload, reduce_dtype=request.reduce_dtype or workload.reduce_dtype)
     return Opened(file, profile, replace(choice.variant, workload=workload), path, choice.why)
@@ -78,11 +107,8 @@ def _replan_command(request: RunRequest, workload: Workload) -> str:
 
 def _plan_again(
     request: RunRequest, workload: Workload, spec: "ModelSpec", profile: MachineProfile, path: Path, inputs: "Inputs"
-) -> None:
-    """Plan the workload, by the popularity of experts that the registry at `path` knows, and keep its variant there.
-    Raises UserError without a budget."""
-    if request.vram_mib is None:
-        raise UserError("--replan needs a budget: give --vram")
+) -> Variant:
+    """Plan the workload, by the popularity of experts that the registry at `path` knows, and keep its variant there."""
     from pshard.planner.choose_mode import plan_split
     from pshard.registries.store import recall_popularity, save_variants
     from pshard.session.planning_bar import planning_bar
@@ -92,6 +118,34 @@ def _plan_again(
         planned = plan_split(order_experts(spec, known), profile, workload, request.auto_ratios)
     for note in save_variants(path, spec.name, inputs, [planned]).notes:
         print(f"note: {note}", file=sys.stderr)
+    return planned
+
+
+def _describe_waste(variant: Variant, full: Workload, command: str) -> str | None:
+    """What to say when a plan leaves much of what is free, though more would help it; else None."""
+    used, there = sum(variant.workload.vram_mib), sum(full.vram_mib)
+    if not variant.plan_needed or used >= WORTH_TELLING * there:
+        return None
+    return f"note: the plan takes {used} MiB of VRAM, {there} are free; for a plan of these: {command}"
+
+
+def describe_made(variant: Variant, registry: Path, command: str) -> str:
+    """What was planned, where it is kept, and the command that plans it again."""
+    from pshard.times.predicted_times import decode_seconds, first_token_seconds
+
+    w = variant.workload
+    budget, rate = ",".join(map(str, w.vram_mib)), w.sequences / decode_seconds(variant)
+    return (
+        f"plan: {budget} MiB of VRAM, {w.context} tokens of context; predicted are {rate:.3g} tok/s after "
+        f"{first_token_seconds(variant):.3g} s for a prompt of {w.prompt}; kept in {registry}\n"
+        f"      to plan it again, or otherwise: {command}"
+    )
+
+
+def tell_once(line: str) -> None:
+    """A line on stderr, once when several ranks run the same command."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, file=sys.stderr)
 
 
 def settle_plan(request: RunRequest) -> tuple[RunRequest, int]:
@@ -104,7 +158,8 @@ def settle_plan(request: RunRequest) -> tuple[RunRequest, int]:
     if request.replan and started_ranks() > 1:
         raise UserError("--replan is for one process; under torchrun run pshard-plan with the same flags first")
     auto = request.split_mode == "auto" or request.auto_ratios
-    if not auto and not request.replan:
+    request = replace(request, plans=request.plans and started_ranks() < 2)  # each would make a plan
+    if not auto and not request.replan and not (request.plans and request.ranks > 1):
         return request, request.ranks
     opened = open_plan(request)
     opened.file.close()
@@ -117,7 +172,7 @@ def settle_plan(request: RunRequest) -> tuple[RunRequest, int]:
     says = ranks == 1 or started_ranks() > 0  # of those that this starts, rank 0 will
     if opened.why and says and os.environ.get("RANK", "0") == "0":
         print(f"note: {opened.why}", file=sys.stderr)
-    return replace(request, replan=False), ranks
+    return replace(request, replan=False, plans=False), ranks
 
 
 def check_plan(spec: "ModelSpec", variant: Variant, profile: MachineProfile) -> None:

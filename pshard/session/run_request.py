@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from pshard.model import ModelSpec
 
 
+MARGIN_MIB = 768  # of what is free that a plan leaves, or a twentieth of a small memory
+
+
 @dataclass(frozen=True)
 class RunRequest:
     """What a run asks for. None means: whatever the plan says.
@@ -33,6 +36,8 @@ class RunRequest:
     profile: Path | None = None
     replan: bool = False
     needed: int = 1
+    ubatch: int | None = None  # tokens of a micro-batch at most
+    plans: bool = False  # what is not planned yet is planned
     max_tp: Limits = ()
     reduce_dtype: str | None = None
     devices: int | None = None  # how many, where neither budgets nor ratios say it
@@ -82,6 +87,7 @@ def wanted_workload(request: RunRequest, profile: MachineProfile) -> Workload:
     return Workload(
         vram_mib=budgets,
         context=request.context or request.needed,
+        max_ubatch=request.ubatch or Workload.max_ubatch,
         sequences=request.sequences or 1,
         type_k=request.type_k,
         type_v=request.type_v,
@@ -106,10 +112,14 @@ def full_workload(request: RunRequest, want: Workload, spec: "ModelSpec") -> Wor
     return replace(full, prompt=prompt, generated=max(1, min(want.generated, full.share - prompt)))
 
 
-def suggest_budget(full: Workload, spec: "ModelSpec") -> Workload:
-    """The workload with a budget to plan for when none was given: what is free, at most what the whole model takes."""
+def suggest_budget(full: Workload, spec: "ModelSpec", profile: MachineProfile) -> Workload:
+    """The workload with a budget to plan for when none was given: what is free less a margin, at most what the whole
+    model takes. Other programs may take of the margin before the plan no longer fits."""
     ranks = len(full.vram_mib)
     kv = sum(unit.state_nbytes(spec.config, full.state_shape) for unit in spec.units)
     scratch = scratch_bytes(spec, full.max_ubatch, full.state_shape, 4)
     whole = -(-(spec.packed_nbytes + kv) // ranks >> 20) + (scratch >> 20) + TORCH_RESERVE_MIB + 1
-    return replace(full, vram_mib=tuple(min(free, whole) for free in full.vram_mib))
+    devices = profile.accelerators
+    there = [devices[i if i < len(devices) else 0].memory_bytes // MIB for i in range(ranks)]
+    usable = [min(free, most) - min(MARGIN_MIB, most // 20) for free, most in zip(full.vram_mib, there)]
+    return replace(full, vram_mib=tuple(max(1, min(mib, whole)) for mib in usable))

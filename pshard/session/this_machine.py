@@ -2,8 +2,7 @@
 
 from pshard.errors import UserError
 from pshard.machine import MachineProfile
-
-UNLIMITED_MIB = 1 << 30
+from pshard.workload import UNLIMITED_MIB
 
 
 def check_machine(profile: MachineProfile) -> None:

@@ -83,7 +83,7 @@ def choose_by_trial(
     measurements that were disturbed, and one where they could not tell plans apart. Nothing measured: the planner's
     choice, as it was predicted.
     """
-    from pshard.planner.make_plan import plan_several, predict_again, same_placements
+    from pshard.planner.make_plan import plan_to_try, predict_again, same_placements
     from pshard.planner.prepare_ranks import prepare_ranks, price_tiers
     from pshard.planner.price.fit_correction import fit_correction, is_off, measured_tiers
     from pshard.planner.price.profile_tables import Tables
@@ -91,7 +91,7 @@ def choose_by_trial(
     (task,) = profiled = prepare_ranks(file.spec, profile, workload)
     tiers = tuple(c.load.tokens for c in task.costs)
     bench = _Bench(file, profile, tiers, workload, time.monotonic() + seconds, say)
-    candidates = plan_several(task, time_limit)
+    candidates = plan_to_try(task, Tables(profile), time_limit)
     for variant in candidates:
         bench.attempt(variant, task)
     if not bench.trials:
@@ -101,8 +101,9 @@ def choose_by_trial(
         loads = [c.load for c in task.costs]
         samples = [s for t in bench.trials for s in measured_tiers(t.variant, loads)]
         correction = fit_correction(task.room, profile, samples)
-        (task,) = price_tiers(file.spec, Tables(profile, correction), workload, tiers)
-        again = plan_several(task, time_limit)[0]
+        fitted = Tables(profile, correction)
+        (task,) = price_tiers(file.spec, fitted, workload, tiers)
+        again = plan_to_try(task, fitted, time_limit)[0]
         if not any(same_placements(again.ranks[0].tiers, t.variant.ranks[0].tiers) for t in bench.trials):
             bench.attempt(again, task, "refitted")
             bench.repeat(task)

@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from pshard.model import ModelSpec
 from pshard.plan import Placement, TierPlan
+from pshard.routing.expert_cache import FOLLOW_TOKENS
 from pshard.routing.expert_uses import read_nbytes
 from pshard.steps.step import (
     AllReduce,
@@ -21,6 +22,7 @@ from pshard.steps.step import (
     Handoff,
     Join,
     Receive,
+    Refill,
     Send,
     Step,
     StepList,
@@ -61,7 +63,7 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
     copies = _copy_streamed(placed, slots, tier.in_place)
     first, following = copies[:slots], _next_in_slot(copies, slots)
     fetches, writes = _move_states(spec, placed, shape)
-    body: list[Step] = [*fetches[:1]]
+    body: list[Step] = [*_refill_slots(spec, tier), *fetches[:1]]
     add, sums = body.append, shape.ranks > 1 and not links
     stays = sums and not shape.sums_on_host
     at, n_fetched, n_copied = _Whereabouts(spec, shape.tokens, stays), 0, 0
@@ -73,7 +75,8 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
         name, kind, where = unit.name, unit.kind, place.where
         on, source, slot, reads = "cpu" if where == "cpu" else "acc", SOURCES[where], None, 0
         if where == "streamed" and tier.in_place and kind.parts:
-            source, reads = "link", _expect_read(unit, place.share, spec.config, shape.tokens, spec.uses)
+            uses = spec.uses_outside(name, tier.tokens)
+            source, reads = "link", _expect_read(unit, place.share, spec.config, shape.tokens, uses)
         elif where == "streamed":
             slot = n_copied % slots
         if place.cpu_rows:
@@ -157,6 +160,13 @@ def list_residents(spec: ModelSpec, tier: TierPlan) -> tuple[Bring, ...]:
         if place.kv == "vram":
             found.append(Bring(unit.name, "state"))
     return tuple(found)
+
+
+def _refill_slots(spec: ModelSpec, tier: TierPlan) -> list[Step]:
+    """Slots for experts that follow use come first: their copies run under all that follows."""
+    if not spec.caches or tier.tokens > FOLLOW_TOKENS:
+        return []
+    return [Refill(sum(round(cache.admitted * cache.slot_bytes) for cache in spec.caches))]
 
 
 def _placed(spec: ModelSpec, tier: TierPlan) -> list[Placed]:

@@ -26,6 +26,14 @@ class CopyIn(Divisible):
 
 
 @dataclass(frozen=True)
+class Refill:
+    """Use the experts that have come to slots in VRAM, and begin to copy those that were decided on since: the next
+    micro-batch waits for them. Occupies the link (h2d) and host DRAM. `nbytes`: as many as are expected."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class FetchKV:
     """Copy what a unit's state holds of the micro-batch's sequences (of a KV cache the used cells) from host memory to
     the stage that states share. Occupies the link (h2d) and host DRAM."""
@@ -129,7 +137,7 @@ class Free:
     slot: int
 
 
-Step = CopyIn | FetchKV | Compute | WriteBack | Handoff | Join | AllReduce | Receive | Send | Gather | Free
+Step = CopyIn | Refill | FetchKV | Compute | WriteBack | Handoff | Join | AllReduce | Receive | Send | Gather | Free
 
 
 @dataclass(frozen=True)
@@ -158,7 +166,7 @@ class StepList:
         return sum(
             s.reads if isinstance(s, Compute) else s.nbytes
             for s in self.body
-            if isinstance(s, CopyIn | FetchKV | Join | Compute) or (isinstance(s, Handoff) and s.to == "acc")
+            if isinstance(s, CopyIn | Refill | FetchKV | Join | Compute) or (isinstance(s, Handoff) and s.to == "acc")
         )
 
 

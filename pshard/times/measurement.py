@@ -70,6 +70,8 @@ class Measurement:
     reduce_dtype: str = ""  # in which type ranks' parts were summed, see pshard.times.collectives; "" where nothing was
     rank_peaks_mib: tuple[float, ...] = ()
     same_as: str = ""  # a strategy of the same bench whose plan does the same work on this machine: one plan, two names
+    slot_hits: float | None = None  # share of decoding's choices of experts that were found in slots that follow use
+    slot_hits_expected: float | None = None  # the same as the plan expects it; None where it has no slots
     stolen: float = 0.0  # share of the host's core time that went to other machines meanwhile, where that is counted
 
 

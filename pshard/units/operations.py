@@ -6,6 +6,7 @@ the sum of its own, and the blocks of the runtime make the same calls. Tensors t
 
 from dataclasses import dataclass
 
+from pshard.batch_sizes import DELTA_CHUNK, DELTA_ROWS, DELTA_STEPS
 from pshard.tensor import TensorSpec
 
 
@@ -130,6 +131,60 @@ class AttendLatent:
 
 
 @dataclass(frozen=True)
+class DeltaNet:
+    """A gated delta net between its products: of what these give of q, k, v, z, beta and alpha, in this order, the
+    gated output of all value heads. `conv`: of all channels, or of those of q, of k and of v.
+
+    tiled: value head j uses key head j % key_heads; else j // (value_heads // key_heads).
+    """
+
+    conv: tuple[TensorSpec, ...]
+    dt_bias: TensorSpec
+    decay: TensorSpec
+    norm: TensorSpec
+    key_heads: int
+    value_heads: int
+    head: int
+    tiled: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Key heads, value heads, elements of each, as tables have them."""
+        return self.key_heads, self.value_heads, self.head
+
+    @property
+    def channels(self) -> int:
+        """Elements of q, k and v of one token."""
+        return (2 * self.key_heads + self.value_heads) * self.head
+
+    @property
+    def state_nbytes(self) -> int:
+        """Of one sequence's matrices, float32."""
+        return 4 * self.value_heads * self.head**2
+
+    @property
+    def tail_nbytes(self) -> int:
+        """Of one sequence's last inputs, float32."""
+        return 4 * 3 * self.channels
+
+    def flops(self, tokens: int, chunked: bool) -> float:
+        """Of so many tokens: one by one, or in chunks of DELTA_CHUNK."""
+        if not chunked:
+            return tokens * self.value_heads * 7.0 * self.head**2
+        each = DELTA_CHUNK * 8.0 * self.head + DELTA_CHUNK**2 + 6.0 * self.head**2
+        return tokens * self.value_heads * each
+
+    def scratch_nbytes(self, tokens: int, sequences: int, element: int) -> int:
+        """Bytes that a GPU needs for micro-batches of up to so many tokens of up to so many sequences, whose
+        activations have `element` bytes each: see `Kernels.delta_net`."""
+        if tokens <= DELTA_STEPS:
+            return 0
+        rows = min(max(DELTA_ROWS, DELTA_CHUNK * sequences), -(-tokens // DELTA_CHUNK) * DELTA_CHUNK * sequences)
+        keys = 2 * self.key_heads * self.head
+        return rows * (element * (keys + self.value_heads * (2 * self.head + DELTA_CHUNK)) + 4 * self.value_heads)
+
+
+@dataclass(frozen=True)
 class Route:
     """Which `chosen` of the rows of `router` take each token, and with which weights."""
 
@@ -174,6 +229,7 @@ Operation = (
     | HeadProducts
     | StoreLatent
     | AttendLatent
+    | DeltaNet
     | Route
     | ExpertProducts
 )

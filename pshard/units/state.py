@@ -28,7 +28,17 @@ class State(Protocol):
     """The law of a state's size. Bytes."""
 
     grows: ClassVar[bool]  # with the tokens of a sequence
-    can_be_cut: ClassVar[bool]  # back to any earlier length
+    can_be_cut: ClassVar[bool]  # back to any earlier length; with a window perhaps only by computing it again
+
+    @property
+    def cell(self) -> int:
+        """Of one token's cell; 0 of a state that is no cache of cells."""
+        ...
+
+    @property
+    def window(self) -> int:
+        """How many of the last cells a token sees; 0: all."""
+        ...
 
     def nbytes(self, shape: StateShape) -> int:
         """Of one layer, for all sequences of `shape`."""
@@ -89,6 +99,7 @@ class LatentState:
 
     width: int
     kind: str
+    window: ClassVar[int] = 0
     grows: ClassVar[bool] = True
     can_be_cut: ClassVar[bool] = True
 
@@ -113,6 +124,8 @@ class FixedState:
     """So many bytes a sequence, whatever its length; every micro-batch reads and writes all of it."""
 
     each: int
+    cell: ClassVar[int] = 0
+    window: ClassVar[int] = 0
     grows: ClassVar[bool] = False
     can_be_cut: ClassVar[bool] = False
 

@@ -4,7 +4,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING
 
 from pshard.reports.figures.style import BLUE, FAINT, ORANGE, SKY, format_number, new_figure
-from pshard.units.moe.expert_map import PLACES, ExpertMap, TierExperts
+from pshard.routing.expert_map import PLACES, ExpertMap, TierExperts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,6 +59,7 @@ def _draw_tier(ax: "Axes", tier: TierExperts, experts: ExpertMap) -> None:
     ax.spines[:].set_visible(False)
     ax.set_ylabel(f"{tier.tokens} token{'s' if tier.tokens > 1 else ''}", rotation=0, ha="right", va="center")
     text = f"{format_number(tier.link_nbytes / tier.tokens / 1e6)} MB a token\nover the link"
+    text += f"\n{tier.found:.0%} in {sum(s.count for s in experts.slots)} slots" if tier.found else ""
     ax.annotate(
         text, (1, 0.5), (8, 0), xycoords="axes fraction", textcoords="offset points", va="center", fontsize=9
     )  # fmt: skip

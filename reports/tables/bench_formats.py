@@ -53,6 +53,7 @@ def table_columns(measurements: Sequence[Measurement]) -> list[Column]:
         ("ubatch", lambda m: str(m.n_ubatch), True),
         ("kv", lambda m: f"{m.type_k}/{m.type_v}", False),
     ]
+    slots: list[Column] = [("in slots", _describe_hits, True)]
     sums: list[Column] = [("sums", lambda m: m.reduce_dtype or "-", False)]
     return [
         ("model", lambda m: m.model, False),
@@ -60,6 +61,7 @@ def table_columns(measurements: Sequence[Measurement]) -> list[Column]:
         ("plan", lambda m: m.strategy, False),
         ("budget MiB", lambda m: ",".join(map(str, m.budget_mib)), True),
         *(column for column in optional if len({column[1](m) for m in measurements}) > 1),
+        *(slots if any(m.slot_hits is not None for m in measurements) else []),
         *(sums if any(m.reduce_dtype for m in measurements) else []),
         ("test", lambda m: m.test, False),
         ("t/s", lambda m: f"{m.avg_ts:.2f} ± {m.stddev_ts:.2f}", True),
@@ -72,6 +74,11 @@ def table_columns(measurements: Sequence[Measurement]) -> list[Column]:
 def format_bytes(nbytes: float) -> str:
     """Bytes in GiB, or in MiB below one GiB."""
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:.2f} MiB"
+
+
+def _describe_hits(m: Measurement) -> str:
+    """Choices of experts that were found in slots, and as many as were expected."""
+    return f"{_or_dash(m.slot_hits, '{:.1%}')} ({_or_dash(m.slot_hits_expected, '{:.1%}')} expected)"
 
 
 def _peaks(m: Measurement) -> str:

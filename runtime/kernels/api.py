@@ -6,7 +6,7 @@ G KV heads, d head_dim. Activations are `act_dtype` (float32 on the host, bfloat
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -36,6 +36,7 @@ class ExpertWeights:
     that is not here.
     biases: float32 [E, F], [E, F] and [E, D] of gate, up and down of all experts; None without. Down's is None on a
     rank that leaves it to another one.
+    moved: experts that lie elsewhere than at home, or at present not here (None), by number: `addresses` says the same.
     """
 
     gate: tuple[Packed | None, ...]
@@ -43,6 +44,14 @@ class ExpertWeights:
     down: tuple[Packed | None, ...]
     addresses: torch.Tensor
     biases: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
+    moved: dict[int, tuple[Packed, Packed, Packed] | None] = field(default_factory=dict)
+
+    def matrices(self, number: int) -> tuple[Packed, Packed, Packed] | None:
+        """Gate, up and down of an expert where it is now; None: not here."""
+        if number in self.moved:
+            return self.moved[number]
+        gate, up, down = self.gate[number], self.up[number], self.down[number]
+        return None if gate is None or up is None or down is None else (gate, up, down)
 
 
 @dataclass(frozen=True)
@@ -109,6 +118,26 @@ class LayerKV:
 
     k: torch.Tensor
     v: torch.Tensor
+
+
+@dataclass(frozen=True)
+class DeltaWeights:
+    """What a gated delta net has beside its products, float32 on the device that computes.
+
+    conv [C, 4] over the last inputs, the newest last; of dt_bias, decay (<= 0) and norm one number a value head, but of
+    norm one of each of its `head` numbers. tiled: value head j uses key head j % key_heads; else
+    j // (value_heads // key_heads). C = (2 key_heads + value_heads) head.
+    """
+
+    conv: torch.Tensor
+    dt_bias: torch.Tensor
+    decay: torch.Tensor
+    norm: torch.Tensor
+    eps: float
+    key_heads: int
+    value_heads: int
+    head: int
+    tiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -314,6 +343,36 @@ class Kernels(Protocol):
         numbers are the values: the first R of out [M, H, R + r]; what the others become is undefined.
 
         q and out act_dtype, contiguous. partial: float32 scratch of M H (R + 2) latent_pieces for M <= SMALL_BATCH.
+        """
+        ...
+
+    def delta_net(
+        self,
+        qkv: torch.Tensor,
+        z: torch.Tensor,
+        beta: torch.Tensor,
+        alpha: torch.Tensor,
+        weights: DeltaWeights,
+        states: torch.Tensor,
+        tails: torch.Tensor,
+        slots: torch.Tensor,
+        offsets: torch.Tensor,
+        out: torch.Tensor,
+        longest: int,
+        scratch: torch.Tensor | None = None,
+    ) -> None:
+        """A gated delta net: convolution of qkv [M, C] over its last inputs, silu, L2 norms of q and k, the recurrence,
+        and out [M, Hv d] = RMSNorm(o) * silu(z [M, Hv d]). beta, alpha [M, Hv]: as the products give them.
+
+        Columns of qkv are all q, all k, all v. Tokens of sequence i, those from offsets[i] to offsets[i + 1], continue
+        its state states[slots[i]] [Hv, dk, dv], float32, and its last three inputs tails[slots[i]] [3, C], float32, the
+        oldest first; both are changed in place. A sequence without tokens, and rows from offsets[-1] on, touch nothing.
+        Slots are different ones. slots [s] and offsets [s + 1]: int32 on the device.
+
+        qkv, z, beta, alpha and out: act_dtype or float32, row strides free; out is none of the others. longest: no
+        sequence has more tokens, known to the host: what is launched, and whether token by token or in chunks, depends
+        on it and on shapes alone, so one captured launch serves every batch of these. scratch: uint8, of
+        `DeltaNet.scratch_nbytes`.
         """
         ...
 

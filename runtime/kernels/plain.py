@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from pshard.model_config import Experts
 from pshard.runtime.kernels.api import ExpertWeights, LayerKV, Packed, RopeTable, Routes, RowIndex
 from pshard.runtime.kernels.kv_codec import decode_cells, encode_cells, gather_cells
+from pshard.runtime.kernels.plain_delta import PlainDelta
 from pshard.runtime.kernels.plain_experts import add_experts, choose_experts
 from pshard.runtime.kernels.plain_latent import PlainLatent
 from pshard.runtime.kernels.plain_rows import head_norm, rotate
@@ -17,7 +18,7 @@ from pshard.runtime.kernels.unpack import unpack
 from pshard.units.kv_cells import window_start
 
 
-class PlainKernels(PlainLatent):
+class PlainKernels(PlainLatent, PlainDelta):
     """Implements `api.Kernels` in float32 with torch operators; slow, and allocates while it runs."""
 
     act_dtype = torch.float32

@@ -46,10 +46,11 @@ def activate(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Ten
 
 def add_experts(x: torch.Tensor, routes: Routes, weights: ExpertWeights, rule: Experts, out: torch.Tensor) -> None:
     """out[M, D] += what the experts of each token that `weights` has give, expert after expert."""
-    for number, (gate, up, down) in enumerate(zip(weights.gate, weights.up, weights.down)):
+    for number in range(len(weights.gate)):
         rows, place = (routes.ids == number).nonzero(as_tuple=True)
-        if gate is None or up is None or down is None or not rows.numel():
+        if (found := weights.matrices(number)) is None or not rows.numel():
             continue
+        gate, up, down = found
         own = [None if bias is None else bias[number] for bias in weights.biases or (None, None, None)]
         taken = x[rows].float()
         inner = activate(_product(taken, gate, own[0]), _product(taken, up, own[1]), rule.activation)

@@ -1,6 +1,7 @@
 """The arena of one accelerator.
 
-[pinned weights | scratch | state stage | row stage | staging slots | free | states from the right]
+[experts that follow use | pinned weights | scratch | state stage | row stage | staging slots | free | states from the
+right]
 """
 
 from collections.abc import Mapping
@@ -19,13 +20,22 @@ from pshard.units.state import StateShape
 
 class Arena:
     """One allocation of device memory. Pins and states never move: each tier holds a prefix of the plan's
-    orders."""
+    orders.
+
+    Attributes:
+        pools: slots of experts that follow use, uint8, of each of the plan's caches.
+    """
 
     def __init__(
         self, memory: torch.Tensor, spec: ModelSpec, plan: RankPlan, shape: StateShape, act: torch.dtype
     ) -> None:
         self.memory, self._spec, self._plan, self._shape, self._act = memory, spec, plan, shape, act
-        self._pin_at, at = {}, 0
+        self.pools: list[torch.Tensor] = []  # of each cache
+        at = 0
+        for cache in plan.caches:
+            self.pools.append(memory[at : at + cache.nbytes])
+            at += cache.nbytes
+        self._pools_end, self._pin_at = at, {}
         # a divided unit has the same bytes there in every tier that has any
         places = {p.unit: p for t in plan.tiers for p in t.placements if p.in_arena}
         portions = {name: arena_portion(spec.unit(name), p.where, p.share) for name, p in places.items()}
@@ -66,7 +76,7 @@ class Arena:
         Raises ValueError when the tier does not fit: a plan that was checked does.
         """
         spec, shape = self._spec, self._shape
-        at = sum(align(self._pin_nbytes[u], TENSOR_ALIGN) for u in self.pinned_units(tier))
+        at = self._pools_end + sum(align(self._pin_nbytes[u], TENSOR_ALIGN) for u in self.pinned_units(tier))
         end = self.memory.numel() - sum(map(self._state_nbytes, self.state_units(tier)))
         size = scratch_bytes(spec, tier.tokens, shape, self._act.itemsize)
         space = carve_workspace(self.memory[at : at + size], spec, tier.tokens, shape, self._act)

@@ -46,30 +46,30 @@ class HostSide:
         """Take the memory for all tiers. sums: whether ranks sum their parts of units."""
         tiers, config = plan.tiers, spec.config
         largest = tiers[-1].tokens
-        hidden = self._allocate(largest * config.d_model * 4).view(torch.float32).view(largest, config.d_model)
-        self.index = self._allocate(index_words(spec, largest, shape) * 4).view(torch.int32)
-        self.logits = self._allocate(max(shape.sequences, LOGIT_ROWS) * config.vocab * 4).view(torch.float32)
+        hidden = self.allocate(largest * config.d_model * 4).view(torch.float32).view(largest, config.d_model)
+        self.index = self.allocate(index_words(spec, largest, shape) * 4).view(torch.int32)
+        self.logits = self.allocate(max(shape.sequences, LOGIT_ROWS) * config.vocab * 4).view(torch.float32)
         nbytes = max(row_stage_bytes(t.tokens, widest_join(spec, t.placements)) for t in tiers)
-        self.rows = (self._allocate(nbytes) if nbytes else torch.empty(0)).view(torch.float32)
+        self.rows = (self.allocate(nbytes) if nbytes else torch.empty(0)).view(torch.float32)
         tokens, act = _tokens_on_cpu(spec, plan), kernels.act_dtype
         memory = torch.empty(scratch_bytes(spec, tokens, shape, act.itemsize), dtype=torch.uint8)
         space = carve_workspace(memory, spec, tokens, shape, act)
         space.tensors["hidden"] = hidden
         if ROUTED in space.tensors:  # likewise
-            routed = self._allocate(space.tensors[ROUTED].nbytes).view(torch.float32)
+            routed = self.allocate(space.tensors[ROUTED].nbytes).view(torch.float32)
             space.tensors[ROUTED] = routed.view(space.tensors[ROUTED].shape)
         if sums:  # a graph may fetch the CPU's part of a sum from there
-            branch = self._allocate(space.tensors["branch"].nbytes)
+            branch = self.allocate(space.tensors["branch"].nbytes)
             space.tensors["branch"] = branch.view(torch.float32).view(space.tensors["branch"].shape)
         fill_tables(config, space.tensors)
         self.side = make_side(kernels, space, config)
-        self.states = {name: self._allocate(spec.unit(name).state_nbytes(config, shape)) for name in plan.kv_on_host}
+        self.states = {name: self.allocate(spec.unit(name).state_nbytes(config, shape)) for name in plan.kv_on_host}
 
-    def take_picks(self, spec: ModelSpec, plan: RankPlan) -> None:
-        """Take the memory in which routers' choices are recorded."""
-        self.picks = Picks(spec, plan.tiers[-1].tokens, self._allocate)
+    def take_picks(self, spec: ModelSpec, tokens: int, records: bool) -> None:
+        """Take the memory to which routers' choices come in tiers for up to so many tokens. records: they are kept."""
+        self.picks = Picks(spec, tokens, self.allocate, records)
 
-    def _allocate(self, nbytes: int) -> torch.Tensor:
+    def allocate(self, nbytes: int) -> torch.Tensor:
         """Page-locked host memory, up to the first refusal; it lives as long as this."""
         memory = map_memory(nbytes)
         if self.is_locked and self._device.page_lock(memory):

@@ -11,7 +11,7 @@ from pshard.runtime.kernels.api import LayerKV
 from pshard.runtime.kernels.kv_codec import gather_cells
 from pshard.runtime.memory.kv_blocks import pool_spans
 from pshard.units.kv_cells import KV_BLOCK, kv_blocks, kv_nbytes
-from pshard.units.state import CellState, LatentState, StateShape
+from pshard.units.state import CellState, StateShape
 
 JOIN_BYTES = 512 << 10  # what the link moves while one more copy is issued (10 us at 50 GB/s)
 KV_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "q8_0": torch.int8}
@@ -41,7 +41,7 @@ def view_cells(memory: torch.Tensor, width: int, shape: StateShape) -> torch.Ten
 def cell_nbytes(spec: ModelSpec, shape: StateShape) -> int:
     """Bytes of one token's cell in a layer; 0 where no unit keeps cells."""
     laws = (unit.state(spec.config, shape) for unit in spec.units)
-    return next((law.cell for law in laws if isinstance(law, CellState | LatentState)), 0)
+    return next((law.cell for law in laws if law and law.cell), 0)
 
 
 def read_cells(kv: LayerKV | torch.Tensor, blocks: Sequence[int], cells: int) -> dict[str, torch.Tensor]:

@@ -1,6 +1,6 @@
 """A sequence's KV cache in one file that any number of ranks, on any device, can load.
 
-The file holds cells by what they mean, not by where they lay (version 1, little-endian):
+The file holds cells by what they mean, not by where they lay (version 2, little-endian):
 
     "pshardkv", u32 version, u32 length of the header, u32 its CRC-32
     header, JSON: fingerprint of the model, layers, kv_heads, head_dim, type_k, type_v, tokens (ids of the cells)
@@ -43,7 +43,7 @@ from pshard.units.kv_cells import KV_BLOCK, kv_nbytes, longest_sequence, window_
 from pshard.units.latent.latent_attention import KV_A
 from pshard.units.state import CellState, LatentState, StateShape
 
-MAGIC, VERSION = b"pshardkv", 1
+MAGIC, VERSION = b"pshardkv", 2
 _FIXED = struct.Struct("<8sIII")
 SAMPLE_BYTES = 256  # of every tensor, for the fingerprint: a fine-tuned model may differ in few of them
 
@@ -272,7 +272,7 @@ class KVStore:
     def _place(self, unit: str, held: Segment) -> tuple[tuple[int, ...], int]:
         """The blocks of those cells of a sequence that the file has of a layer, and how many cells they are."""
         law = self._source.spec.unit(unit).state(self._source.spec.config, self._kv)
-        if not isinstance(law, CellState) or not law.window:
+        if law is None or not law.window:
             return held.blocks, held.past
         start = min(held.past, window_start(held.past, law.window))
         return held.recent[start // KV_BLOCK :], held.past - start
@@ -290,7 +290,8 @@ def _read_header(path: Path, file: Any) -> tuple[bytes, dict[str, Any]]:
         raise UserError(f"{path} is no KV cache of pshard; give another file")
     _, version, length, checksum = _FIXED.unpack(fixed)
     if version != VERSION:
-        raise UserError(f"the KV cache {path} has format {version}; this pshard reads {VERSION}: remove it")
+        age = "an older" if version < VERSION else "a newer"
+        raise UserError(f"the KV cache {path} is of {age} version, {version}; this pshard reads {VERSION}: remove it")
     header = file.read(length)
     if zlib.crc32(header) != checksum:
         raise UserError(f"the KV cache {path} is cut off or damaged: remove it")
@@ -300,7 +301,7 @@ def _read_header(path: Path, file: Any) -> tuple[bytes, dict[str, Any]]:
 def _blocks_of(spec: ModelSpec, shape: StateShape, ranges: Sequence[Ranges], rank: int) -> Iterator[HeadCells]:
     """The blocks that a rank holds."""
     heads, d = spec.config.n_kv_heads, spec.config.head_dim
-    caches = (u for u in spec.units if isinstance(u.state(spec.config, shape), CellState | LatentState))
+    caches = (u for u in spec.units if (law := u.state(spec.config, shape)) and law.cell)
     for layer, unit in enumerate(caches):
         key = unit.by_role[KV_A if spec.config.latent else QKV[1]].name
         rows = [r[unit.name].get(key, (0, 0, 0, 0)) for r in ranges]

@@ -1,4 +1,5 @@
-"""Picks: which experts routers chose, brought to the host where a run records them; elsewhere there is none of it."""
+"""Picks: which experts routers chose, brought to the host where a run records them or slots follow them; elsewhere
+there is none of it."""
 
 from collections.abc import Callable
 
@@ -16,12 +17,19 @@ from pshard.units.moe.routed import rule_of
 class Picks:
     """A stage in host memory for one micro-batch, and what was recorded of those before it.
 
+    Attributes:
+        records: whether all micro-batches are recorded; else only those of tiers for up to `tokens` tokens are brought.
+
     The copy to the stage is part of what a router runs, also in a graph: nobody waits for it but the end of the
     micro-batch.
     """
 
-    def __init__(self, spec: ModelSpec, tokens: int, allocate: Callable[[int], torch.Tensor]) -> None:
-        """tokens: of the largest micro-batch. allocate: uint8 host memory that the link can write, by bytes."""
+    def __init__(
+        self, spec: ModelSpec, tokens: int, allocate: Callable[[int], torch.Tensor], records: bool = True
+    ) -> None:
+        """tokens: of the largest tier that is brought. allocate: uint8 host memory that the link can write, by
+        bytes."""
+        self.records, self._tokens = records, tokens
         routers = [unit for unit in spec.units if unit.kind.routing == "makes"]
         self._rule = rule_of(spec.config)
         self._layers = {unit.name: i for i, unit in enumerate(routers)}
@@ -29,6 +37,15 @@ class Picks:
         shape = len(routers), tokens, self._rule.used
         self._stage = allocate(4 * shape[0] * shape[1] * shape[2]).view(torch.int32).view(shape)
         self._kept: list[np.ndarray] = []
+
+    def wants(self, tokens: int) -> bool:
+        """Whether choices in the tier for so many tokens are brought."""
+        return tokens <= self._tokens
+
+    def view(self, n: int, layers: tuple[int, ...]) -> np.ndarray:
+        """What came for n tokens in these layers: int32 [n, layers, used], valid until the next micro-batch begins."""
+        rows = [self._numbers.index(layer) for layer in layers]
+        return self._stage[:, :n].numpy()[rows].transpose(1, 0, 2)
 
     def bring(self, router: str, side: Side, n: int, device: Device) -> None:
         """Start to bring what that router has found for n tokens on a side; on the host's it is copied at once."""

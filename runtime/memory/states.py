@@ -13,7 +13,7 @@ from pshard.runtime.kernels.api import Segment
 from pshard.runtime.memory.kv_blocks import pool_spans
 from pshard.runtime.memory.kv_cache import CellRun, find_cell_runs
 from pshard.units.kv_cells import KV_BLOCK
-from pshard.units.state import CellState, State
+from pshard.units.state import State
 
 Copies = tuple[tuple[torch.Tensor, torch.Tensor], ...]  # (to, from)
 Parts = tuple[torch.Tensor, ...]  # of one state; the first dimension counts cells or sequences
@@ -30,7 +30,7 @@ class Reach:
 
     def entries(self, law: State) -> tuple[CellRun, ...]:
         """The runs that a state of this law counts in."""
-        if isinstance(law, CellState) and law.window:
+        if law.window:
             return self.recent
         return self.cells if law.grows else self.sequences
 

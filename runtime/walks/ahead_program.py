@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pshard.runtime.walks.walk_program import HostRun, Launch
-from pshard.steps.step import Compute, CopyIn, FetchKV, Free, Handoff, Join, Step, WriteBack
+from pshard.steps.step import Compute, CopyIn, FetchKV, Free, Handoff, Join, Refill, Step, WriteBack
+
+MOVES = (CopyIn, Refill, Free, FetchKV, WriteBack)  # what the thread that launches queues beside units
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,9 @@ def make_ahead(body: Sequence[Step | Launch | HostRun]) -> AheadProgram | None:
                 step = Launch(step.steps)
             parts.append(Launch(step.steps, step.enters))
             begun = True
-        elif isinstance(step, CopyIn | Free | FetchKV | WriteBack) or (not begun and isinstance(step, Compute)):
+        elif isinstance(step, CopyIn | Free | FetchKV | WriteBack | Refill) or (
+            not begun and isinstance(step, Compute)
+        ):
             flush()
             program.append(step)
         else:

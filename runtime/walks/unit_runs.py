@@ -24,7 +24,8 @@ class UnitRuns:
         """The step's unit where it lies; found once in a tier."""
         unit = self._tier.bound.get(step)
         if unit is None:
-            unit = self._tier.bound[step] = self._residents.bind(step, self._tier.carved, self._means.sums)
+            unit = self._residents.bind(step, self._tier.carved, self._tier.tokens, self._means)
+            self._tier.bound[step] = unit
         return unit
 
     def run(self, step: Compute, entering: PendingSum | None = None, leaving: PendingSum | None = None) -> None:
@@ -36,7 +37,8 @@ class UnitRuns:
         else:
             unit.run(work, ALONE if entering is None else Residual(entering))
         picks = self._means.host.picks
-        if picks is not None and self._means.spec.unit(step.unit).kind.routing == "makes":
+        wanted = picks is not None and picks.wants(self._tier.tokens)
+        if picks is not None and wanted and self._means.spec.unit(step.unit).kind.routing == "makes":
             picks.bring(step.unit, work.side, self._tokens, self._means.device)
 
     def run_all(self, steps: tuple[Compute | AllReduce, ...]) -> None:

@@ -29,6 +29,7 @@ from pshard.steps.step import (
     Handoff,
     Join,
     Receive,
+    Refill,
     Send,
     WriteBack,
 )
@@ -182,7 +183,8 @@ class Walk:
         means, key = self._means, (step, self._tokens)
         if key not in self._tier.reads:
             unit = means.spec.unit(step.unit)
-            self._tier.reads[key] = read_nbytes(unit, step.share, means.spec.config, self._tokens, means.spec.uses)
+            uses = means.spec.uses_outside(step.unit, self._tier.tokens)
+            self._tier.reads[key] = read_nbytes(unit, step.share, means.spec.config, self._tokens, uses)
         return self._tier.reads[key]
 
     def _repeats(self, key: tuple) -> bool:
@@ -269,6 +271,9 @@ class Walk:
             self._freed = self._device.mark()
         copy_in(self._means, self._tier, step, (self._freed,))
 
+    def _refill(self, step: Refill) -> None:
+        self._means.slots.begin(self._tier.tokens, self._tokens)
+
     def _free(self, step: Free) -> None:
         self._freed = self._device.mark()
 
@@ -322,6 +327,7 @@ ACTS: dict[type, Callable[[Walk, Any], None]] = {
     HostRun: Walk._run_on_host,
     Compute: Walk._compute,
     CopyIn: Walk._copy_in,
+    Refill: Walk._refill,
     Free: Walk._free,
     Handoff: Walk._hand_off,
     Join: Walk._join,

@@ -22,6 +22,9 @@ LLAMA_BENCH |= {"avg_ns", "stddev_ns", "avg_ts", "stddev_ts", "samples_ns", "sam
 OURS = {"strategy", "budget_mib", "tier", "predicted_ts", "peak_vram_mib", "link_bytes", "ranks", "environment"}
 
 
+SHORT = ("-p", "8", "-n", "0", "-r", "1")  # a bench, which takes stored plans only
+
+
 def slow(flags: list[str]) -> object:
     """Parameters of a case that takes several seconds."""
     return pytest.param(flags, marks=pytest.mark.slow)
@@ -165,7 +168,7 @@ def test_replan_after_the_model_changed(world: World, tmp_path: Path, capsys: py
     plan(world, "--vram", world.budget)
     make_world(tmp_path, n_layers=3)
     call = ["-m", str(world.model), "--vram", "6", "-p", "a", "-n", "2"]
-    assert cli_run.main(call) == 2
+    assert cli_bench.main([*call[:4], *SHORT]) == 2
     assert cli_run.main([*call, "--replan"]) == 0
     assert cli_run.main(call) == 0
     (variant,) = load_registry(world.registry).sets[0].variants  # those of the old file are still there
@@ -176,20 +179,19 @@ def test_replan_after_the_model_changed(world: World, tmp_path: Path, capsys: py
 def test_command_in_an_error_mends_it(world: World, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     place, profile = tmp_path / "a b.json", tmp_path / "lab.json"
     world.profile.rename(profile)
-    call = ["-m", str(world.model), "--vram", "6", "-p", "a", "-n", "2"]
-    call += ["--registry", str(place), "--profile", str(profile)]
-    assert cli_run.main(call) == 2
+    call = ["-m", str(world.model), "--vram", "6", "--registry", str(place), "--profile", str(profile), *SHORT]
+    assert cli_bench.main(call) == 2
     command = shlex.split(capsys.readouterr().err.strip().rpartition("run: ")[2])
     assert command[0] == "pshard-plan" and cli_plan.main(command[1:]) == 0
-    assert cli_run.main(call) == 0
+    assert cli_bench.main(call) == 0
 
 
 def test_command_in_an_error_names_a_budget_also_when_none_was_given(world: World, capsys) -> None:
-    call = ["-m", str(world.model), "-p", "a", "-n", "2"]
-    assert cli_run.main(call) == 2
+    call = ["-m", str(world.model), *SHORT]
+    assert cli_bench.main(call) == 2
     command = shlex.split(capsys.readouterr().err.strip().rpartition("run: ")[2])
     assert int(command[command.index("--vram") + 1]) > 0 and cli_plan.main(command[1:]) == 0
-    assert cli_run.main(call) == 0
+    assert cli_bench.main(call) == 0
 
 
 def test_no_command_asks_for_more_context_than_the_model_has(world: World, capsys) -> None:
@@ -237,7 +239,7 @@ def test_registry_elsewhere(world: World, tmp_path: Path, capsys: pytest.Capture
     assert place.exists() and not world.registry.exists()
     run(world, "--vram", world.budget, "--registry", place, "-p", "a", "-n", 2)
     world.profile.unlink()
-    assert cli_run.main(["-m", str(world.model), "--registry", str(place), "-p", "a"]) == 2
+    assert cli_bench.main(["-m", str(world.model), "--registry", str(place), *SHORT]) == 2
 
 
 def test_environment_variables_stand_in_for_flags(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from cli_world import World, edit_json, make_world
 
-from pshard.commands import cli_plan, cli_run
+from pshard.commands import cli_bench, cli_plan, cli_run
 from pshard.registries.routing_file import read_routing
 from pshard.registries.store import load_registry
 
@@ -114,3 +114,29 @@ def test_a_registry_with_damaged_popularity_is_refused(world: World, capsys: pyt
         edit_json(world.registry, *where, *keys, value=value)
         refused(run(world), capsys, says)
         world.registry.write_text(text)
+
+
+def test_slots_that_follow_use_are_planned_explained_run_and_measured(
+    world: World, capsys: pytest.CaptureFixture
+) -> None:
+    """By the published strategy, which has them whatever a record says."""
+    path = world.model.parent / "a.routing"
+    assert plan(world) == run(world, "--record-routing", path) == 0
+    text = capsys.readouterr().out.splitlines()[-1]
+    assert plan(world, "--strategy", "expert-lru", "--routing", path, "--explain", "--vram", "26") == 0
+    said = capsys.readouterr().out
+    assert re.search(
+        r"slots +\d+ in VRAM for experts of 4 layers, the longest unused goes; \d+% of their choices", said
+    )
+    assert re.search(r"of its 2 experts in a layer [0-9.]+ in slots, ", said) and "experts that follow use" in said
+    (cache,) = load_registry(world.registry).variants[-1].ranks[0].caches
+    assert cache.policy == "lru" and cache.found > 0
+    hits = r"slots: [0-9.]+% of the choices found their expert there \([0-9.]+% expected\), (\d+) were brought in"
+    for flags, brought in (((), True), (("--deterministic",), False)):
+        assert run(world, *flags) == 0
+        said = capsys.readouterr()
+        found = re.search(hits, said.err)
+        assert said.out.splitlines()[-1] == text and found and bool(int(found[1])) == brought
+    assert cli_bench.main(["-m", str(world.model), "-p", "0", "-n", "8", "-r", "1", "-o", "json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert 0 < row["slot_hits"] <= 1 and row["slot_hits_expected"] == cache.found

@@ -7,7 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("pshard", "models", "profile", "planner", "registries", "runtime", "reports")
-# which folders a folder may import, itself aside; commands and session put all of them together
+# which folders a folder may import, itself aside; commands and session put all of them together, hub what it takes to
+# plan from a header
 ARROWS = {
     "pshard": set(),
     "models": {"pshard"},
@@ -16,8 +17,9 @@ ARROWS = {
     "reports": {"pshard"},
     "runtime": {"pshard"},
     "profile": {"pshard", "runtime"},
-    "session": {"pshard", "models", "registries", "planner", "runtime", "profile", "reports"},
-    "commands": {"pshard", "models", "registries", "planner", "runtime", "profile", "reports", "session"},
+    "hub": {"pshard", "models", "planner"},
+    "session": {"pshard", "models", "registries", "planner", "runtime", "profile", "reports", "hub"},
+    "commands": {"pshard", "models", "registries", "planner", "runtime", "profile", "reports", "session", "hub"},
 }
 KINDS = {"attention", "ffn", "embedding", "output"}
 

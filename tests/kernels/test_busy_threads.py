@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from delta_inputs import copy_case, run_case
+from delta_inputs import make_case as make_delta_case
 from test_native_experts import make_case, make_routes
 from test_native_kernels import matrix
 from test_native_rows import make_cache, make_rows
@@ -134,6 +136,18 @@ def make_routing() -> Call:
     return call
 
 
+def make_delta(lengths: tuple[int, ...]) -> Call:
+    """States and tails that change in place."""
+    before = make_delta_case(lengths, key_heads=8, value_heads=16, head=128)
+
+    def call() -> torch.Tensor:
+        case = copy_case(before)
+        run_case(HostKernels(), case)
+        return torch.cat([part.flatten() for part in (case.out, case.states, case.tails)])
+
+    return call
+
+
 def suits_emulation() -> bool:
     return native.isa() == "avx512_vnni"
 
@@ -147,6 +161,8 @@ CALLS = {
     "norm": make_norm,
     "experts": make_experts,
     "route": make_routing,
+    "delta steps": lambda: make_delta((3, 1)),
+    "delta chunks": lambda: make_delta((70, 9)),
 }
 
 

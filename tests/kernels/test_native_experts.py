@@ -183,7 +183,9 @@ def by_products(case: Case, x: torch.Tensor, routes: Routes, start: torch.Tensor
 
 
 @pytest.mark.parametrize("qtypes", [("Q4_0", "Q4_0", "Q4_0"), ("Q5_K", "Q8_0", "Q6_K"), ("MXFP4",) * 3])
-@pytest.mark.parametrize("tokens", [1, 4, 16, 64, 300, 1200, pytest.param(4096, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "tokens", [1, 4, 16, 64, 300, *(pytest.param(n, marks=pytest.mark.slow) for n in (1200, 4096))]
+)
 @pytest.mark.parametrize("skewed", [False, True])
 def test_the_bits_are_those_of_each_experts_products(
     qtypes: tuple[str, str, str], tokens: int, skewed: bool, tiles: str

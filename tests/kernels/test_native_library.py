@@ -15,7 +15,7 @@ from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.cpu.sources import digest_sources
 
 MAKERS = Path(__file__).resolve().parents[1] / "makers"
-INTERFACES = {13: 3512649886}  # ABI -> digest of what native.py calls
+INTERFACES = {14: 3894817065}  # ABI -> digest of what native.py calls
 
 
 def test_a_library_that_is_not_there_or_no_library(tmp_path: Path) -> None:
@@ -24,6 +24,11 @@ def test_a_library_that_is_not_there_or_no_library(tmp_path: Path) -> None:
     (tmp_path / "_native.so").write_bytes(b"not a library")
     functions, why = native.open_library(tmp_path / "_native.so")
     assert not functions and why is not None and "cannot be loaded" in why
+
+
+def test_a_system_that_the_library_is_not_for_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert native.open_library(tmp_path / "_native.so") == ({}, "the C++ kernels are for Linux, and this is darwin")
 
 
 def test_a_library_without_our_interface_number(tmp_path: Path) -> None:

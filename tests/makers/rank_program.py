@@ -1,4 +1,7 @@
-"""What the ranks of the group tests run: `main` is started once per rank by start_ranks.py or torchrun."""
+"""What the ranks of the group tests run: `main` is started once per rank by start_ranks.py or torchrun.
+
+Its first argument names scenarios of this file, one after the other: "sums+hands@shm".
+"""
 
 import json
 import os
@@ -75,6 +78,11 @@ def keep_summing(group: Group, out: Path) -> None:
             (out / "pid.tmp").rename(out / "pid")
 
 
+def keep_summing_watched(group: Group, out: Path) -> None:
+    watch.LOST_SECONDS = 4.0
+    keep_summing(group, out)
+
+
 def keep_summing_on_gpu(group: Group, out: Path) -> None:
     tensor = torch.ones(1, 4096, device="cuda")
     for i in range(10**9):
@@ -109,6 +117,7 @@ def stop_first(group: Group, out: Path) -> None:
 
 
 def stop(group: Group, out: Path, rank: int = 1) -> None:
+    watch.LOST_SECONDS = 4.0  # what is tested is what follows
     if group.rank == rank:
         os.kill(os.getpid(), signal.SIGSTOP)
     group.all_reduce(torch.ones(64))
@@ -253,7 +262,8 @@ def main() -> int:
             native._WHY_MISSING = "it is gone"
         device = "cuda" if backend in ("peers", "nccl") else "cpu"
         group = init_group(ranks, device, shared_memory=backend != "gloo", peer_memory=backend != "nccl")
-        globals()[scenario](group, out)
+        for each in scenario.split("+"):
+            globals()[each](group, out)
         group.close()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -7,10 +7,10 @@ from registry_samples import make_profile
 from pshard.machine import CopyTiming, MachineProfile, MatmulTiming, ReadTiming
 from pshard.plan import Buffers, Placement, PlanSet, Prediction, RankPlan, Registry, Solve, TierPlan, Variant
 from pshard.registries.fingerprint import digest
+from pshard.routing.expert_map import ExpertMap, LayerExperts, TierExperts
 from pshard.times.measurement import Measurement, TimelineEvent, summarise_samples
 from pshard.times.measurement import test_name as name_test
 from pshard.times.outlook import Forecast, Outlook
-from pshard.units.moe.expert_map import ExpertMap, LayerExperts, TierExperts
 from pshard.workload import Workload
 
 LAYERS = 32

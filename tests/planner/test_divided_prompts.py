@@ -22,13 +22,17 @@ from pshard.planner.price.draft import draft_tier, simulated_seconds
 from pshard.planner.program import bounds, coefficients
 from pshard.planner.program.coefficients import count_tier, offered_shares, tier_problem
 from pshard.planner.program.fluid import fluid_seconds
+from pshard.planner.program.joint_program import Question
+from pshard.planner.program.solve_tiers import solve_tiers
 from pshard.planner.rank_task import RankTask
 from pshard.planner.search import climb
+from pshard.planner.search.divide_ffns import _keep_none
+from pshard.planner.search.residency_order import spread_parts
 from pshard.planner.show_plan import print_explanation
+from pshard.routing.expert_map import map_experts
 from pshard.steps.step import CopyIn, Join
 from pshard.times.predicted_times import round_seconds
 from pshard.units.moe import in_place
-from pshard.units.moe.expert_map import map_experts
 from pshard.units.moe.experts import EXPERTS
 from pshard.units.moe.in_place import ways_to_read
 from pshard.units.share import Share
@@ -69,6 +73,29 @@ def without() -> Variant:
         for module in (coefficients, climb, bounds):
             patch.setattr(module, "may_spread", lambda costs, cls: False)
         return plan_variant(make_shape(MODEL), find_machine(MACHINE), WORK, 1e4)
+
+
+def test_a_bound_of_decoding_has_a_layer_take_as_long_as_its_reading_and_its_cpu_part() -> None:
+    decoding = planned().ranks[0].covering(1).prediction
+    assert 0.76 * decoding.seconds < decoding.bound_seconds < decoding.seconds  # it was 0.68
+
+
+def test_what_is_partly_kept_in_vram_leaves_the_cpu_as_much_less() -> None:
+    (cls,) = (c for c in task().classes if c.kind is EXPERTS)
+    first, second, *_ = names = [u.name for u in cls.units]
+    where = dict.fromkeys(names, "pinned") | {first: "streamed", second: "streamed"}
+    kept = {second: Share(kept=96)}
+    assert spread_parts((cls,), (40,), where, kept) == {first: Share(32), second: Share(8, 96)}
+    assert spread_parts((cls,), (160,), where, kept) is None  # nothing would be left to copy
+
+
+def test_the_program_can_be_asked_for_whole_layers_in_vram_instead_of_parts_of_many() -> None:
+    costs, room, classes = costs_of(1), task().room, task().classes
+    (c,) = (i for i, cls in enumerate(classes) if cls.kind is EXPERTS)
+    problem = _keep_none(coefficients.tier_problem(room, classes, costs, 2, divide=True))
+    (counts,) = solve_tiers(Question((problem,)), gap=0.02).counts
+    kept = [n for share, n in zip(classes[c].shares, counts[c].divided) if share.kept]
+    assert kept and not any(map(any, kept)) and counts[c].n_divided > 10
 
 
 def test_a_prompt_of_512_tokens_is_faster_as_the_cpu_takes_part_of_the_experts(without: Variant) -> None:

@@ -20,8 +20,8 @@ from pshard.cuts.rank_parts import cut_ranks
 from pshard.plan import Variant
 from pshard.planner.make_plan import plan_baseline
 from pshard.planner.show_plan import print_explanation
+from pshard.routing.expert_map import LayerExperts, group_layers, map_experts
 from pshard.routing.measure_popularity import measure_popularity
-from pshard.units.moe.expert_map import LayerExperts, group_layers, map_experts
 from pshard.units.operations import used_share
 from pshard.workload import Workload
 

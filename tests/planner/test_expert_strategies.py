@@ -20,7 +20,7 @@ from planner_cases import (
 )
 from test_planner_plans import smallest_budget, workload_seconds
 
-from pshard.errors import UserError
+from pshard.errors import NoPlan, UserError
 from pshard.plan import TierPlan, Variant
 from pshard.planner.check_plan import check_variant
 from pshard.planner.foresee import foresee_strategies
@@ -120,3 +120,15 @@ def expect_no_slower(data: st.DataObject) -> None:
         check_variant((spec,), published, rates.kind)
         if published.workload.max_ubatch == variant.workload.max_ubatch and not (all_fits and name == PER_TIER):
             assert own <= workload_seconds(spec, profile, workload, published) * (1 + 1e-9), name
+
+
+def test_a_strategy_that_reads_experts_where_no_gpu_reaches_them_is_no_plan() -> None:
+    """Beyond the limit of page-locking: it was a plan of a thousand seconds a layer."""
+    spec, profile, workload = make_shape("qwen3-30b-a3b"), find_machine("h100"), Workload((6000,), context=4352)
+    limited = replace(profile, lockable_bytes=2 << 30)
+    with pytest.raises(NoPlan, match=r"'layer-stream' has the GPU read experts in page-locked memory, .* 2048 MiB"):
+        plan_baseline("layer-stream", spec, limited, workload)
+    outlook = foresee_strategies(spec, limited, workload, plan_baseline("cpu-moe", spec, limited, workload))
+    assert {"cpu-moe", "n-cpu-moe"} <= {f.strategy for f in outlook.forecasts[1:]}
+    assert "layer-stream" not in {f.strategy for f in outlook.forecasts}
+    assert max(f.round_seconds for f in outlook.forecasts) < 100

@@ -12,19 +12,21 @@ from routing_samples import make_record
 from pshard.model import ModelSpec
 from pshard.model_config import Experts
 from pshard.plan import Variant
-from pshard.planner.make_plan import plan_variant, predict_again
-from pshard.planner.prepare_ranks import price_tiers
+from pshard.planner import make_plan
+from pshard.planner.make_plan import plan_baseline, plan_several, plan_to_try, plan_variant, predict_again
+from pshard.planner.prepare_ranks import prepare_ranks, price_tiers
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.simulate import expect_later
 from pshard.planner.price.tier_costs import TierCosts, tier_costs
 from pshard.planner.price.tier_loads import TierLoad
+from pshard.planner.rank_task import RankTask
+from pshard.routing.expert_map import map_experts
 from pshard.routing.expert_uses import chosen_share, count_last, used_experts, used_nbytes, used_spread
 from pshard.routing.measure_popularity import measure_popularity
 from pshard.routing.order_experts import order_experts
 from pshard.routing.popularity import Popularity, pack_uses
 from pshard.times.predicted_times import round_seconds
-from pshard.units.moe.expert_map import map_experts
 from pshard.units.operations import used_share
 from pshard.units.share import Share
 from pshard.workload import Workload
@@ -130,6 +132,25 @@ def test_a_plan_by_a_record_is_never_slower_than_one_that_ignores_it(mib: int, s
     for tier in experts.tiers:
         counts = [sum(layer.counts[i] for layer in tier.layers) / EXPERTS / layers for i in range(4)]
         assert sum(tier.served) == pytest.approx(1) and tier.served[0] >= counts[0] and tier.served[3] <= counts[3]
+
+
+def test_plans_that_are_run_before_one_is_chosen_have_the_one_that_ignores_the_record(
+    monkeypatch: pytest.MonkeyPatch, quick_search: None
+) -> None:
+    """Where the search with the record ended with a slower plan."""
+    spec, workload = recorded(), Workload((OWN + 6,), context=128, max_ubatch=16, prompt=16, generated=200)
+    (task,) = prepare_ranks(spec, PROFILE, workload)
+    poor = plan_baseline("cpu-moe", spec, PROFILE, task.room.workload)
+
+    def search(task: RankTask, time_limit: float, programs: int = 2) -> tuple[Variant, ...]:
+        return (poor,) if task.room.spec.popularity else plan_several(task, time_limit, programs)
+
+    monkeypatch.setattr(make_plan, "plan_several", search)
+    first, second = plan_to_try(task, Tables(PROFILE), 5.0)
+    assert second is poor and round_seconds(first) < round_seconds(poor)
+    assert first.popularity == spec.popularity and first.workload == poor.workload
+    poor = first
+    assert plan_to_try(task, Tables(PROFILE), 5.0) == (poor,)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 8])

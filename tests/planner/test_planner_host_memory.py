@@ -99,7 +99,7 @@ def test_memory_that_holds_everything_changes_nothing_and_less_never_makes_plans
         if usable >= whole:
             assert same_placements(variant.ranks[0].tiers, want.ranks[0].tiers)
     assert all(later >= earlier * 0.99 for earlier, later in pairwise(found))
-    with pytest.raises(BudgetTooSmall, match=r"stay in host memory.*raise --vram \(to") as caught:
+    with pytest.raises(BudgetTooSmall, match=r"stay in host memory.*what may work: --vram") as caught:
         plan_variant(spec, with_memory(PROFILE, whole - arena * 11 // 10), workload)
     more = replace(workload, vram_mib=(caught.value.smallest_mib + 50,))
     plan_variant(spec, with_memory(PROFILE, whole - arena * 11 // 10), more)
@@ -134,6 +134,6 @@ def test_ranks_share_the_memory_of_their_host(mode: str, budgets: tuple[int, ...
 def test_with_the_cpu_as_accelerator_no_budget_helps_a_model_that_is_too_large():
     spec = make_model(layers=8, d_model=2048, heads=16, d_ffn=8192)
     profile = with_memory(profile_from_datasheet(replace(DESKTOP, kind="cpu")), spec.packed_nbytes // 2)
-    with pytest.raises(UserError, match=r"it will not load; lower -c, or take a smaller model") as caught:
+    with pytest.raises(UserError, match=r"it will not load; (what may work|a smaller model)") as caught:
         plan_variant(spec, profile, Workload((300,), context=512))
     assert not isinstance(caught.value, BudgetTooSmall)

@@ -281,7 +281,7 @@ def expect_layers_within_budgets(data):
     assert len({tuple(t.tokens for t in r.tiers) for r in variant.ranks}) == 1
 
 
-def test_the_check_notices_layers_that_are_missing_or_on_two_ranks():
+def test_the_check_notices_layers_that_are_missing_or_on_two_ranks(quick_search):
     spec, workload = make_model(layers=4), Workload((OWN + 54,) * 2, context=256, prompt=128, split_mode="layer")
     variant = plan_variant(spec, PROFILE, workload)
     first, second = cut_ranks(spec, Split("layer", (0.5, 0.5)))
@@ -315,7 +315,7 @@ def test_an_unknown_strategy_and_mismatched_budgets_are_named():
         plan_variant(make_model(), PROFILE, Workload((500, 500)))
 
 
-def test_the_check_notices_what_it_is_there_for():
+def test_the_check_notices_what_it_is_there_for(quick_search):
     spec = make_model()
     variant = plan_variant(spec, PROFILE, Workload((OWN + 54,), context=512, prompt=256, max_ubatch=128))
     rank = variant.ranks[0]

@@ -69,3 +69,4 @@ def test_a_tier_that_is_slower_than_alone_says_what_the_switch_would_cost() -> N
         assert f"tier {each.tokens} shares VRAM with the other tiers: {each.over:.0%} slower" in console.file.getvalue()
     assert "less than the" in slow[0].in_words()
     assert "less than" not in TierAlone(16, 2.0, 1.0, 0.5).in_words()
+    assert TierAlone(16, 2.0, 1.0, -0.5).in_words().endswith("would take no longer than the plan's own")

@@ -46,6 +46,13 @@ def test_long_prompts_take_longer_by_their_tokens_and_not_by_pairs_of_them() -> 
     assert seconds(128, 4096, 0, "acc") < 1.2 * 4096 / 1024 * seconds(128, 1024, 0, "acc")
 
 
+@pytest.mark.parametrize("side", ["acc", "host"])
+def test_a_prompt_sees_its_window_and_the_tokens_that_are_attended_with_it(side: str) -> None:
+    """Not so much more of a window: 1152 and 256 cells a token."""
+    large, small = (seconds(window, 2048, 131072, side) for window in (1024, 128))
+    assert large / small == pytest.approx((1024 + 128) / (128 + 128), rel=0.1)
+
+
 def make_spec(context: int) -> ModelSpec:
     spec = ToyFile("wawa", d_model=256, d_ffn=1024).spec
     return replace(spec, config=replace(spec.config, context=context))

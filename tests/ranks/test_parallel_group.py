@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,6 @@ from pshard.runtime.devices.threads import rank_threads
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.ranks.group import Group, init_group
 from pshard.runtime.ranks.start_ranks import EXIT_RANK_LOST, find_failure
-from pshard.runtime.ranks.watch import LOST_SECONDS
 
 needs_native = pytest.mark.skipif(not native.is_available(), reason=f"no native library: {native.why_missing()}")
 MAKERS = Path(__file__).resolve().parents[1] / "makers"
@@ -57,17 +58,27 @@ def processes_of(folder: Path) -> list[str]:
     return [line for line in lines if str(folder) in line]
 
 
+@pytest.fixture(scope="module")
+def talk(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], Path]:
+    """The folder in which so many ranks, started once, left what they summed, gathered, handed on and are."""
+
+    @cache
+    def start(ranks: int, backend: str) -> Path:
+        out = tmp_path_factory.mktemp(f"{ranks}-{backend}")
+        done = run_ranks(f"sums+gathers+hands+cores+network@{backend}", ranks, out)
+        assert done.returncode == 0, done.stderr
+        return out
+
+    return start
+
+
 @pytest.mark.parametrize(("ranks", "backend"), [(2, "shm"), slow(3, "shm"), slow(2, "gloo")])
 def test_sums_are_right_and_the_same_bits_on_every_rank_and_in_every_run(
-    ranks: int, backend: str, tmp_path: Path
+    talk: Callable[[int, str], Path], ranks: int, backend: str, tmp_path: Path
 ) -> None:
-    runs = []
-    for run in range(2):
-        out = tmp_path / str(run)
-        out.mkdir()
-        done = run_ranks(f"sums@{backend}", ranks, out)
-        assert done.returncode == 0, done.stderr
-        runs += [torch.load(out / f"sums-{r}.pt") for r in range(ranks)]
+    done = run_ranks(f"sums@{backend}", ranks, tmp_path)
+    assert done.returncode == 0, done.stderr
+    runs = [torch.load(out / f"sums-{r}.pt") for out in (talk(ranks, backend), tmp_path) for r in range(ranks)]
     from rank_program import partial
 
     for i, first in enumerate(runs[0]):
@@ -78,20 +89,21 @@ def test_sums_are_right_and_the_same_bits_on_every_rank_and_in_every_run(
 
 
 @pytest.mark.parametrize("backend", ["shm", slow("gloo")])
-def test_columns_are_gathered_in_rank_order_and_values_broadcast(backend: str, tmp_path: Path) -> None:
-    done = run_ranks(f"gathers@{backend}", 3, tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_columns_are_gathered_in_rank_order_and_values_broadcast(
+    talk: Callable[[int, str], Path], backend: str
+) -> None:
     for rank in range(3):
-        gathered, said = json.loads((tmp_path / f"gathers-{rank}.json").read_text())
+        gathered, said = json.loads((talk(3, backend) / f"gathers-{rank}.json").read_text())
         assert gathered == [[0.0] * 3 + [2.0] * 5] * 2
         assert said == {"tokens": [1, 2, 3], "by": 0}
 
 
 @pytest.mark.parametrize(("ranks", "backend"), [(2, "shm"), slow(3, "shm"), slow(3, "gloo")])
-def test_hidden_states_are_handed_on_in_order_whatever_their_size(ranks: int, backend: str, tmp_path: Path) -> None:
-    done = run_ranks(f"hands@{backend}", ranks, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert [(tmp_path / f"hands-{rank}").read_text() for rank in range(ranks)] == ["0"] + ["21"] * (ranks - 1)
+def test_hidden_states_are_handed_on_in_order_whatever_their_size(
+    talk: Callable[[int, str], Path], ranks: int, backend: str
+) -> None:
+    out = talk(ranks, backend)
+    assert [(out / f"hands-{rank}").read_text() for rank in range(ranks)] == ["0"] + ["21"] * (ranks - 1)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no core affinity")
@@ -105,11 +117,9 @@ def test_ranks_divide_the_threads_that_serve_the_host_best(
     assert rank_threads(host, ranks, cores, in_turns) == expected
 
 
-def test_ranks_have_their_own_cores_and_threads(tmp_path: Path) -> None:
+def test_ranks_have_their_own_cores_and_threads(talk: Callable[[int, str], Path]) -> None:
     cores = sorted(os.sched_getaffinity(0))
-    done = run_ranks("cores", 2, tmp_path)
-    assert done.returncode == 0, done.stderr
-    (first, threads), (second, _) = (json.loads((tmp_path / f"cores-{r}.json").read_text()) for r in range(2))
+    (first, threads), (second, _) = (json.loads((talk(2, "shm") / f"cores-{r}.json").read_text()) for r in range(2))
     assert threads == len(first)
     if len(cores) > 1:
         assert not set(first) & set(second)
@@ -148,10 +158,8 @@ def test_a_rank_that_never_comes_to_a_sum_is_named(tmp_path: Path) -> None:
 
 
 @needs_native
-def test_ranks_of_one_host_sum_in_shared_memory(tmp_path: Path) -> None:
-    done = run_ranks("network", 2, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert [(tmp_path / f"network-{rank}").read_text().split()[0] for rank in range(2)] == ["shm", "shm"]
+def test_ranks_of_one_host_sum_in_shared_memory(talk: Callable[[int, str], Path]) -> None:
+    assert [(talk(2, "shm") / f"network-{rank}").read_text().split()[0] for rank in range(2)] == ["shm", "shm"]
 
 
 @pytest.mark.slow
@@ -169,12 +177,12 @@ def test_a_rank_that_hangs_is_named_and_ended(scenario: str, named: str, tmp_pat
 @pytest.mark.slow
 def test_a_group_that_was_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
     starter = subprocess.Popen(
-        command("keep_summing", 2, tmp_path), env=environment(), stderr=subprocess.PIPE, start_new_session=True
+        command("keep_summing_watched", 2, tmp_path), env=environment(), stderr=subprocess.PIPE, start_new_session=True
     )
     try:
         wait_for_sums(starter, tmp_path)
         os.killpg(starter.pid, signal.SIGSTOP)
-        time.sleep(LOST_SECONDS + 2)
+        time.sleep(6)  # longer than ranks wait for a sign of life
         os.killpg(starter.pid, signal.SIGCONT)
         time.sleep(3)
         assert starter.poll() is None and len(processes_of(tmp_path)) == 3

@@ -28,6 +28,7 @@ from pshard.plan import (
 )
 from pshard.registries.codec import decode_registry, encode_registry
 from pshard.registries.fingerprint import digest
+from pshard.routing.expert_cache import ExpertCache, pack_hits
 from pshard.routing.measure_popularity import measure_popularity
 from pshard.times.collectives import REDUCE_DTYPES
 from pshard.workload import Workload
@@ -35,6 +36,9 @@ from pshard.workload import Workload
 POPULARITY = measure_popularity(make_record(50, layers=2))
 CHOICES = {
     (Variant, "popularity"): st.sampled_from([None, POPULARITY]),
+    (RankPlan, "caches"): st.sampled_from(
+        [(), (ExpertCache(("a", "b"), 3, 256, "lru", 6, pack_hits([0.0, 0.4]), 0.25, 2.5),)]
+    ),
     (Placement, "where"): st.sampled_from(["pinned", "streamed", "cpu"]),
     (Placement, "kv"): st.sampled_from([None, "vram", "host"]),
     (Placement, "cpu_rows"): st.sampled_from([0, 16, 512]),
@@ -202,6 +206,7 @@ VARIANT = TIER[:-4]
         ((*VARIANT, "workload", "sequences"), 10**9, "sequences is 1000000000, not 1 to the context of 512"),
         ((*VARIANT, "workload", "sequences"), 0, "sequences is 0, not 1 to the context"),
         ((*VARIANT, "workload", "max_ubatch"), 0, "max_ubatch is 0, not 1 or more"),
+        ((*VARIANT, "workload", "max_tp"), [["gearbox", 2]], "max_tp names 'gearbox', not one of attention, experts"),
         ((*TIER, "prediction", "seconds"), -1.0, "prediction.seconds is -1.0, not 0 or more"),
         ((*TIER, "prediction", "link_bytes"), -1, "prediction.link_bytes is -1, not 0 or more"),
     ],

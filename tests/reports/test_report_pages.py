@@ -28,8 +28,8 @@ from pshard.reports.figures.expert_places import draw_experts
 from pshard.reports.figures.machine_ceilings import draw_machine
 from pshard.reports.inputs import read_inputs
 from pshard.reports.tables.bench_formats import format_measurements
+from pshard.routing.expert_map import Slots, TierExperts
 from pshard.times.measurement import Timeline
-from pshard.units.moe.expert_map import TierExperts
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_every_kind_of_file_becomes_its_figures(report):
     out, said = report
     page, *figures = [line.rsplit("/", 1)[1] for line in said.splitlines()]
     names = {"speedup", "scaling", "predicted", "outlook", "sweep", "placement-1", "placement-2", "timeline", "machine"}
-    names.add("experts")
+    names |= {"experts", "in-short"}
     assert page == "report.html" and set(figures) == {f"{n}.{kind}" for n in names for kind in ("png", "svg")}
     assert set(figures) | {page} == {p.name for p in out.iterdir()}
     for name in names:
@@ -73,8 +73,8 @@ def test_every_kind_of_file_becomes_its_figures(report):
 
 def test_the_page_fetches_nothing_and_holds_figures_tables_and_origin(report):
     page = (report[0] / "report.html").read_text()
-    assert page.count("data:image/svg+xml;base64,") == 10
-    assert not re.search(r"(?:src|href)=\"(?!data:)", page) and "url(" not in page and "<script" not in page
+    assert page.count("data:image/svg+xml;base64,") == 11
+    assert not re.search(r"(?:src|href)=\"(?!data:)", page) and "url(" not in page and page.count("<script") == 1
     for held in ("Some GPU", "pshard-bench -m invented.gguf", "9832.67 ± 246.63", "<td>accelerator</td>", "bench.json"):
         assert held in page
 
@@ -112,7 +112,7 @@ def test_what_files_say_is_not_taken_as_html(tmp_path):
     (tmp_path / "b.json").write_text(format_measurements([nasty], "json"))
     run_cli(make_report, [str(tmp_path / "b.json"), "-o", str(tmp_path)])
     page = (tmp_path / "report.html").read_text()
-    assert "<script" not in page and "<img src=x" not in page and "&lt;img src=x&gt;" in page
+    assert page.count("<script") == 1 and "<img src=x" not in page and "&lt;img src=x&gt;" in page
 
 
 def test_measurements_without_baseline_or_prediction_still_make_a_page(tmp_path, capsys):
@@ -128,6 +128,18 @@ def test_the_figure_of_experts_has_a_strip_for_each_tier_and_a_bar_for_each_plac
     assert heights == [[16, 16, 0, 8, 48, 40], [16, 16, 48, 8, 0, 40]]
     assert decode.get_ylabel() == "1 token" and decode.texts[0].get_text() == "3.00 MB a token\nover the link"
     assert [text.get_text() for text in places.legends[0].texts][1] == "streamed: copied before use"
+
+
+def test_the_figure_of_experts_says_what_slots_are_expected_to_find():
+    found = make_expert_map()
+    first, *others = found.tiers
+    slots = (Slots(9, 3, "lru", 4, 0.4, 2.0, 1 << 20),)
+    texts = [
+        text.get_text()
+        for strip in draw_experts(replace(found, slots=slots, tiers=(replace(first, found=0.4), *others))).axes
+        for text in strip.texts
+    ]
+    assert [text.splitlines()[-1] == "40% in 9 slots" for text in texts] == [True] + [False] * len(others)
 
 
 def test_places_of_experts_without_a_tier_or_a_layer_draw_nothing(tmp_path, capsys):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from model_files import write_gguf
+from short_searches import shorten_searches
 
 from pshard.commands.cli_report import make_report
 from pshard.commands.command_line import run_cli
@@ -27,7 +28,9 @@ def planned(tmp_path_factory):
     with open_model(path) as model:
         spec = model.spec
     assert spec.packed_nbytes > TIGHT.vram_mib[0] << 20
-    variant = plan_variant(spec, PROFILE, TIGHT)
+    with pytest.MonkeyPatch.context() as patch:
+        shorten_searches(patch)
+        variant = plan_variant(spec, PROFILE, TIGHT)
     assert variant.plan_needed
     return path, spec, variant
 

@@ -2,7 +2,7 @@
 
 from pshard.runtime.walks.ahead_program import Await, Stretch, Tell, make_ahead
 from pshard.runtime.walks.walk_program import HostRun, Launch, group_launches, group_on_host
-from pshard.steps.step import Compute, CopyIn, Free, Handoff, Join
+from pshard.steps.step import Compute, CopyIn, Free, Handoff, Join, Refill
 
 EMBEDDING = Compute("embedding", "cpu", "host", position="first")
 OUTPUT = Compute("output", "acc", "arena", position="last")
@@ -36,6 +36,11 @@ def test_all_of_a_token_is_one_stretch_where_nothing_is_copied():
     ]  # fmt: skip
     assert [run.steps[0].unit for run in found.runs] == ["ffn.0", "ffn.1"]
     assert found.body[1].launches[0].enters == ("hidden",), "what the launching thread has computed enters at once"
+
+
+def test_experts_that_follow_use_are_moved_before_the_stretch():
+    found = program(Refill(5), EMBEDDING, Handoff("acc", 8), *divided(0), OUTPUT, Handoff("cpu", 9))
+    assert found is not None and [type(step) for step in found.body] == [Refill, Compute, Stretch]
 
 
 def test_activations_that_come_back_from_the_cpu_are_awaited():

@@ -74,18 +74,28 @@ def open_breakable(path: Path) -> tuple[Engine, BreakableDevice]:
     return build_engine(file, variant, device, kernels="plain"), device
 
 
-@pytest.mark.parametrize(("lane", "sound"), [("in", n) for n in range(36)] + [("out", n) for n in range(12)])
-def test_a_failed_copy_never_leads_to_wrong_logits(tmp_path: Path, lane: str, sound: int) -> None:
-    """Weights, pins, KV of a switch, KV fetched and written back: whatever fails is told before logits come of it."""
-    path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q8_0", n_layers=2)
-    steps = [list(range(20)), [1], [2, 3], list(range(30)), [4], [5]]
+STEPS = [list(range(20)), [1], [2, 3], list(range(30)), [4], [5]]
+
+
+@pytest.fixture(scope="module")
+def sound_steps(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[torch.Tensor]]:
+    """A model, and the logits of STEPS where no copy fails."""
+    path = write_gguf(tmp_path_factory.mktemp("m") / "m.gguf", "qwen3", qtype="Q8_0", n_layers=2)
     with open_engine(path, pinned_everywhere(open_model(path).spec, (64,), CONTEXT), context=CONTEXT) as reference:
-        expected = [reference.forward(ids) for ids in steps]
+        return path, [reference.forward(ids) for ids in STEPS]
+
+
+@pytest.mark.parametrize(("lane", "sound"), [("in", n) for n in range(36)] + [("out", n) for n in range(12)])
+def test_a_failed_copy_never_leads_to_wrong_logits(
+    sound_steps: tuple[Path, list[torch.Tensor]], lane: str, sound: int
+) -> None:
+    """Weights, pins, KV of a switch, KV fetched and written back: whatever fails is told before logits come of it."""
+    path, expected = sound_steps
     engine, device = open_breakable(path)
     with engine:
         device.sound[lane] = sound
         told = False
-        for ids, logits in zip(steps, expected):
+        for ids, logits in zip(STEPS, expected):
             try:
                 got = engine.forward(ids)
             except StepFailed as error:

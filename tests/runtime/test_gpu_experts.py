@@ -15,12 +15,16 @@ from plan_samples import make_tier, make_variant
 
 from pshard.buffers import TORCH_RESERVE_MIB
 from pshard.models import open_model
+from pshard.routing.expert_cache import FOLLOW_TOKENS, ExpertCache, slot_nbytes
+from pshard.routing.follow_use import HitCounts
 from pshard.routing.measure_popularity import measure_popularity
 from pshard.routing.popularity import Popularity
 from pshard.routing.record import RoutingRecord
+from pshard.routing.replay_slots import replay_run
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
 from pshard.units.moe.experts import EXPERTS
+from pshard.units.moe.followed import follow_plan
 from pshard.units.moe.router import ROUTER
 
 pytestmark = pytest.mark.gpu
@@ -95,3 +99,41 @@ def test_a_graph_brings_the_experts_that_routers_choose_and_an_order_of_them_cha
         assert same > 0.9
         assert torch.equal(logits, run("cuda", None, False)[0])
         assert torch.equal(logits, run("cuda", measure_popularity(record), False)[0])
+
+
+@pytest.mark.parametrize("way", [("streamed", None), ("streamed", None, 3, 2), ("pinned", None, 5)], ids=str)
+def test_experts_that_follow_use_give_the_reference_logits_from_slots(tmp_path: Path, way: tuple) -> None:
+    """Graphs read tables that change between tokens, and the relay's thread too; where the GPU computes all experts no
+    bit changes. A fresh engine repeats every bit and every hit."""
+    path = write_gguf(tmp_path / "m.gguf", "qwen3moe", qtype="Q4_0", n_layers=3)
+    with open_model(path) as file:
+        spec = file.spec
+        places: dict[str, tuple] = {u.name: ("pinned", "vram" if u.kind.state else None) for u in spec.units}
+        places |= {u.name: way for u in spec.units if u.kind is EXPERTS}
+        tiers = tuple(make_tier(spec, n, places, 2, CONTEXT, 1) for n in (1, 4, 80))
+        experts = [u for u in spec.units if u.kind is EXPERTS]
+        names = tuple(u.name for u in experts)
+        cache = ExpertCache(names, 6, slot_nbytes(experts[0]), "frequency", 3)
+
+        def run(caches: tuple[ExpertCache, ...]) -> tuple[torch.Tensor, HitCounts, RoutingRecord]:
+            cached = sum(each.nbytes for each in caches)
+            own = tuple(replace(tier, buffers=replace(tier.buffers, cached=cached)) for tier in tiers)
+            variant = make_variant(spec, own, CONTEXT, 1, reserve_mib=TORCH_RESERVE_MIB)
+            variant = replace(variant, ranks=tuple(replace(rank, caches=caches) for rank in variant.ranks))
+            rng = random.Random(1)
+            with build_engine(file, variant, open_device("cuda"), kernels="fast", records=True) as engine:
+                sizes = (70, 9, *[1] * 30, 4, 70, *[1] * 30)
+                prompts = [[rng.randrange(320) for _ in range(n)] for n in sizes]
+                logits = torch.cat([engine.forward(p, all_logits=True) for p in prompts])
+                return logits, engine.expert_hits, engine.record_routing("ab")
+
+        without, _, _ = run(())
+        logits, hits, record = run((cache,))
+        again, same_hits, _ = run((cache,))
+        (rank,) = make_variant(spec, tiers, CONTEXT, 1).ranks
+    assert torch.equal(logits, again) and hits == same_hits and hits.hits > 0 < hits.admitted
+    if way == ("streamed", None):
+        assert torch.equal(logits, without)
+    assert ((logits - without) ** 2).mean() < ROUNDED * (without**2).mean()
+    follower = follow_plan(spec, rank, cache)
+    assert replay_run(record, record.layers, follower, FOLLOW_TOKENS) == hits

@@ -1,6 +1,7 @@
 """Layers that see the last cells only keep these and no more, wherever they lie and whatever is cut back."""
 
 import random
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from plan_samples import make_tier, make_variant, random_places, shrink_places, 
 from thread_ranks import random_tiers, run_ranks
 from toy_kinds import VOCAB, WINDOW, ToyFile
 
+from pshard.commands import cli_run
 from pshard.planner.check_plan import check_runnable
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
 from pshard.runtime.engine import Engine
 from pshard.runtime.memory.kv_blocks import RecentBlocks, blocks_of
+from pshard.session.bench_engine import BenchSetting, BenchTest, run_test
 from pshard.units.kv_cells import KV_BLOCK, window_blocks, window_start
 from pshard.units.state import StateShape
 
@@ -52,13 +55,14 @@ def text(n: int, seed: int = 0) -> list[int]:
 def check_talk(engine: Engine, file: ToyFile, sequences: int, seed: int = 0) -> None:
     """Turns of unequal length, in all several times the window: all logits are those of every text alone."""
     rng, texts = random.Random(seed), [list[int]() for _ in range(sequences)]
+    found = [list[torch.Tensor]() for _ in range(sequences)]
     for sizes in [(150, 3, 70), (1, 1, 1), (1, 0, 1), (2, 200, 1), (1, 1, 1), (130, 1, 90), (1, 1, 1), (1, 65, 1)]:
         new = [[rng.randrange(VOCAB) for _ in range(n)] for n in sizes[:sequences]]
         for s, logits in enumerate(engine.forward(new, all_logits=True)):
             texts[s] += new[s]
-            if new[s]:
-                expected = file.logits(texts[s])[-len(new[s]) :]
-                torch.testing.assert_close(logits.double(), expected, **CLOSE)
+            found[s].append(logits)
+    for whole, rows in zip(texts, found, strict=True):
+        torch.testing.assert_close(torch.cat(rows).double(), file.logits(whole), **CLOSE)
 
 
 @pytest.mark.parametrize("kernels", ["plain", "fast"])
@@ -170,6 +174,34 @@ def test_a_saved_sequence_has_its_windows(tmp_path: Path, n: int) -> None:
         engine.reset(1, 30)
         found = engine.forward([[], [5]])[1]
         torch.testing.assert_close(found.double(), file.logits([*whole[:30], 5])[-1], **CLOSE)
+
+
+@pytest.mark.parametrize(("n", "taken"), [(163, 0), (164, 163)])
+def test_a_run_says_how_much_of_a_prompt_it_takes_from_its_cache(
+    tmp_path: Path, capsys: pytest.CaptureFixture, n: int, taken: int
+) -> None:
+    """Of 163 tokens the file lacks the block that the last one sees the first cell of: all are computed again."""
+    file, whole = make_file(), text(n)
+    with open_toy(file, make_tiers(file, ("pinned", "vram"))) as engine:
+        engine.forward(whole)
+        engine.save(tmp_path / "cache")
+        left = cli_run._take_cached(engine, whole, Namespace(prompt_cache=tmp_path / "cache"), loud=True)
+        assert left == whole[-1:] and engine.lengths == (n - 1,)
+        said = capsys.readouterr().err
+        assert f"{taken} of {n} tokens are taken from it" in said
+        assert (f"{n - 1} are computed again" in said) == (not taken)
+
+
+def test_bytes_of_a_bench_are_those_of_its_tests_and_not_of_windows_computed_again() -> None:
+    file, test = make_file(), BenchTest(200, 0, n_depth=300)
+    with open_toy(file, make_tiers(file, ("streamed", "host"))) as engine:
+        engine.forward(text(300))
+        before = engine.link_bytes
+        engine.forward(text(200))
+        wanted = engine.link_bytes - before
+        assert engine.reset(length=300) == 300
+        found = run_test(engine, None, test, 2, BenchSetting("toy", 1, "hand", (), ""))
+    assert found.link_bytes == pytest.approx(wanted, rel=0.05)
 
 
 @pytest.mark.parametrize(("kind", "bound"), [("bf16", 0.02), ("f16", 0.003), ("q8_0", 0.05)])

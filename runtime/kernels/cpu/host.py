@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from pshard.batch_sizes import TILE_TOKENS
 from pshard.model_config import Experts
 from pshard.quant import QUANT_TYPES
-from pshard.runtime.kernels.api import ExpertWeights, LayerKV, Packed, RopeTable, Routes, RowIndex
+from pshard.runtime.kernels.api import DeltaWeights, ExpertWeights, LayerKV, Packed, RopeTable, Routes, RowIndex
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.plain import PlainKernels, gate_of
 from pshard.runtime.kernels.row_index import list_spans
@@ -201,6 +201,32 @@ class HostKernels(PlainKernels):
             return
         _, heads, width = q.shape
         self.attention(q.flatten(1), (heads, 1, width), LayerKV(cells, cells), rows, scale, out.flatten(1), None)
+
+    def delta_net(
+        self,
+        qkv: torch.Tensor,
+        z: torch.Tensor,
+        beta: torch.Tensor,
+        alpha: torch.Tensor,
+        weights: DeltaWeights,
+        states: torch.Tensor,
+        tails: torch.Tensor,
+        slots: torch.Tensor,
+        offsets: torch.Tensor,
+        out: torch.Tensor,
+        longest: int,
+        scratch: torch.Tensor | None = None,
+    ) -> None:
+        """Which form is faster for a sequence the library knows, and where it needs room."""
+        rows, kept = (qkv, z, beta, alpha), (states, tails)
+        alike = all(x.dtype == torch.float32 for x in (*rows, *kept, out))
+        if not alike or weights.head % 16 or not all(x.is_contiguous() for x in kept):
+            super().delta_net(
+                qkv, z, beta, alpha, weights, states, tails, slots, offsets=offsets, out=out, longest=longest
+            )
+            return
+        index = (slots, offsets, slots.shape[0])
+        native.delta_net([(x, x.stride(0)) for x in rows], weights, kept, index, (out, out.stride(0)))
 
     def rms_norm(
         self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, accumulate: bool = False

@@ -10,7 +10,7 @@ token's, but for attention, whose cells are shared out by how many new tokens th
 """
 
 import ctypes
-import sysconfig
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,11 +24,11 @@ from pshard.units.kv_cells import kv_nbytes
 
 if TYPE_CHECKING:
     from pshard.model_config import Experts
-    from pshard.runtime.kernels.api import Packed
+    from pshard.runtime.kernels.api import DeltaWeights, Packed
 
 Buffer = Any  # int address, numpy array or torch tensor
 
-ABI = 13  # as csrc/api.cpp has it
+ABI = 14  # as csrc/api.cpp has it
 BUILD = "pip install -e . --no-build-isolation --no-deps in the folder of pshard"
 
 _TYPES = {
@@ -64,6 +64,7 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "store_latent": ("v", "plpllpllliipfpplippplpli"),
     "route": ("v", "plpiilppliiiiifpp"),
     "experts": ("v", "plpplipiiiillpppiiippppli"),
+    "delta_net": ("v", "plplplplppppfiiiipppplpl"),
     "callable": ("i", "s"),
     "replay": ("v", "pl"),
     "memcpy": ("v", "ppz"),
@@ -107,6 +108,8 @@ class ExpertMatrices:
 def open_library(path: Path) -> tuple[dict[str, Any], str | None]:
     """The functions of the library at `path` by short name, or why there are none and what to do."""
     if not path.exists():
+        if not sys.platform.startswith("linux"):
+            return {}, f"the C++ kernels are for Linux, and this is {sys.platform}"
         return {}, f"{path.name} was not built: with a C++20 compiler at hand, run {BUILD}"
     try:
         library = ctypes.CDLL(str(path))
@@ -125,7 +128,7 @@ def open_library(path: Path) -> tuple[dict[str, Any], str | None]:
 
 _SCORES = ("softmax", "sigmoid", "chosen")  # as csrc/experts/route.cpp numbers them
 _RECORDED: dict[int, list[tuple[str, tuple]]] = {}  # by thread, where its calls are written down
-_PATH = Path(__file__).with_name("_native" + str(sysconfig.get_config_var("EXT_SUFFIX")))
+_PATH = Path(__file__).with_name("_native.so")
 _C, _WHY_MISSING = open_library(_PATH)
 _TYPE_NUMBERS = {name: _C["type"](name.encode()) for name in QUANT_TYPES} if _WHY_MISSING is None else {}
 
@@ -588,6 +591,28 @@ def experts(
     result = (*map(_at, scratch), _at(out), out_stride, accumulate)
     least = (rule.activation == "clamped", *m.tiles_from)
     _function("experts")(_at(x), x_stride, *map(_at, routes), tokens, rule.used, *weights, *least, *result)
+
+
+def delta_net(
+    rows: Sequence[tuple[Buffer, int]],
+    weights: "DeltaWeights",
+    kept: tuple[Buffer, Buffer],
+    index: tuple[Buffer, Buffer, int],
+    out: tuple[Buffer, int],
+) -> None:
+    """See `api.Kernels.delta_net`; slots and offsets are read when the call is made, also when it is replayed.
+
+    Args:
+        rows: qkv, z, beta and alpha, f32, each with the elements from row to row; out: the same.
+        weights: heads of a multiple of 16 elements.
+        kept: states and tails, all slots of each without gaps. index: slots, offsets and how many sequences.
+    """
+    w = weights
+    vectors = (_at(w.conv), _at(w.dt_bias), _at(w.decay), _at(w.norm), w.eps)
+    heads = (w.key_heads, w.value_heads, w.head, w.tiled)
+    ends = [part for buffer, stride in rows for part in (_at(buffer), stride)]
+    places = (*map(_at, kept), _at(index[0]), _at(index[1]), index[2])
+    _function("delta_net")(*ends, *vectors, *heads, *places, _at(out[0]), out[1])
 
 
 def _cell_nbytes(kv_types: tuple[str, str], width: int) -> tuple[int, int]:

@@ -80,6 +80,11 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.computed = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here: a hook that keeps dynamo away would import it, which takes a second."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.computed = self.computed or not func.is_view
         return func(*args, **(kwargs or {}))

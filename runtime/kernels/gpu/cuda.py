@@ -19,6 +19,7 @@ from pshard.runtime.kernels.api import ExpertWeights, LayerKV, Packed, RopeTable
 from pshard.runtime.kernels.gpu import triton_cells, triton_rows
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations
 from pshard.runtime.kernels.gpu.attend import attend_prompts, attend_rows
+from pshard.runtime.kernels.gpu.delta.delta_kernels import DeltaOnGpu
 from pshard.runtime.kernels.gpu.experts.grouped import add_sorted, find_kinds
 from pshard.runtime.kernels.gpu.experts.pairs import add_pairs, fits_pairs
 from pshard.runtime.kernels.gpu.experts.route_tokens import route_tokens
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from pshard.runtime.ranks.peer_memory import PeerExchange
 
 
-class CudaKernels(LatentOnGpu):
+class CudaKernels(LatentOnGpu, DeltaOnGpu):
     """Kernels of one CUDA device (with TRITON_INTERPRET=1: of the CPU, for tests). Implements `Kernels`.
 
     Holds `scratch_nbytes` bytes on the device beside the arena, allocated here and never again: 27 MiB for

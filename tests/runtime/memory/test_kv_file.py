@@ -131,6 +131,9 @@ def test_files_that_are_damaged_or_of_another_run_are_refused(model: Path, tmp_p
         engine.load(file)
     with open_engine(model, context=16) as engine, pytest.raises(UserError, match="30 cells; the context is 16"):
         engine.load(file)
+    with open_engine(model, context=CONTEXT) as engine, pytest.raises(UserError, match="of an older version, 1; this"):
+        file.write_bytes(raw[:8] + b"\x01" + raw[9:])
+        engine.load(file)
     with open_engine(model, context=CONTEXT) as engine:
         for at in [0, 8, 12, 16, 40, len(raw) - 1, *(rng.randrange(len(raw)) for _ in range(40))]:
             file.write_bytes(raw[:at] + bytes([raw[at] ^ 64]) + raw[at + 1 :])

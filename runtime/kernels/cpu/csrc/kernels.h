@@ -67,6 +67,15 @@ struct Kernels {
   void (*gelu_mul)(float* gate, const float* up, int64_t n);  // gate = gelu(gate) * up, by tanh
   void (*clamped_mul)(float* gate, const float* up, int64_t n);  // the same for gpt-oss' clamped form
   void (*attention)(const AttentionTask& task);
+  // of gated delta nets, see delta/delta_kernel.h
+  void (*delta_mix)(const float* const* x, const float* conv, int64_t n, float* out);
+  void (*delta_scale)(float* x, int64_t n, float eps, float factor);
+  void (*delta_gate)(const float* o, const float* z, const float* norm, float eps, int64_t n, float* out);
+  void (*delta_read)(const float* state, int64_t d, const float* k, const float* q, float* by_k, float* by_q);
+  void (*delta_write)(const float* from, float* to, int64_t rows, int64_t d, float left, const float* k,
+                      const float* u, const float* next);
+  void (*delta_multiply)(const float* a, int64_t a_row, int64_t a_col, const float* b, int64_t b_row, int64_t rows,
+                         int64_t inner, int64_t cols, float* out, int64_t out_row, float keep);
   void (*stream)(uint8_t* to, const uint8_t* from, size_t nbytes);  // copies past the caches
   uint64_t (*sum)(const uint8_t* data, size_t nbytes);              // reads every byte once
 };

@@ -11,6 +11,9 @@ namespace {
 
 constexpr int64_t kWave = 512;  // pairs whose activations are held at once
 constexpr int64_t kPiece = 32;  // chunks of a task
+constexpr int64_t kTasks = 8;   // of a thread, at least
+
+int64_t pieces_of_size(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
 // What the kernels of one matrix multiply: every token's chunks, and those of a wave's groups as the kernels want them.
 struct Feed {
@@ -107,7 +110,10 @@ void multiply_records(const Stage& s, const Feed* feeds, const Group& g, const G
 
 void multiply_wave(Team& team, const Stage& s, const Feed* feeds, const Group* groups, int64_t n) {
   const int64_t records = s.w[0].records(), nbytes = s.w[0].record + (s.matrices == 2 ? s.w[1].record : 0);
-  const int64_t each = records_per_task(nbytes), tasks = (records + each - 1) / each;
+  if (records == 0) return;
+  const int64_t even = n * records / (team.size() * kTasks);  // few experts: the last tasks of some wait for nobody
+  const int64_t most = std::clamp<int64_t>(even, 1, records_per_task(nbytes));
+  const int64_t each = pieces_of_size(records, pieces_of_size(records, most)), tasks = pieces_of_size(records, each);
   team.for_each_ahead(n * tasks, count_pairs(groups, n) * records * nbytes, [&](int64_t task, int64_t next) {
     const int64_t begin = task % tasks * each, end = std::min(records, begin + each);
     multiply_records(s, feeds, groups[task / tasks], groups[0], begin, end,

@@ -37,6 +37,8 @@ Kernels make_kernels(const char* isa) {
   k.gelu_mul = gelu_mul;
   k.clamped_mul = clamped_mul;
   k.attention = attention;
+  k.delta_mix = delta_mix, k.delta_scale = delta_scale, k.delta_gate = delta_gate;
+  k.delta_read = delta_read, k.delta_write = delta_write, k.delta_multiply = delta_multiply;
   k.sum = sum_bytes;
   k.stream = stream;
   set_plain<F32>(k), set_plain<F16>(k), set_plain<BF16>(k);

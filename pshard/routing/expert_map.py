@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pshard.cuts.rank_parts import cut_ranks
 from pshard.model import ModelSpec
 from pshard.plan import Placement, TierPlan, Variant
+from pshard.routing.expert_cache import FOLLOW_TOKENS, ExpertCache
 from pshard.routing.expert_uses import Uses, chosen_share
 from pshard.routing.order_experts import order_experts
 from pshard.units.divide_unit import count_shares
@@ -37,17 +38,35 @@ class LayerExperts:
 class TierExperts:
     """The experts of a tier. `link_nbytes`: what a micro-batch is expected to bring over the link, experts and all
     else. `served`: the share of tokens' choices that each of PLACES is expected to serve. Both by the popularity of
-    experts where it is known; else every expert is chosen alike."""
+    experts where it is known; else every expert is chosen alike. `found`: of these choices the share that slots that
+    follow use serve instead; none are counted under PLACES then."""
 
     tokens: int
     layers: tuple[LayerExperts, ...]
     link_nbytes: int
     served: tuple[float, ...] = ()
+    found: float = 0.0
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Slots for experts that follow use: how many, for how many layers, how they go, how many experts come after a
+    micro-batch at most, what share of these layers' choices is expected there, and how many experts and bytes are
+    expected to be brought for each token."""
+
+    count: int
+    layers: int
+    policy: str
+    admits: int
+    found: float
+    admitted: float
+    nbytes: int
 
 
 @dataclass(frozen=True)
 class ExpertMap:
-    """The experts of one rank's plan. Of `count` in a layer a token takes `used`. units: those that they are."""
+    """The experts of one rank's plan. Of `count` in a layer a token takes `used`. units: those that they are. slots:
+    which of them may use, in tiers of up to FOLLOW_TOKENS tokens."""
 
     model: str
     rank: int
@@ -57,6 +76,7 @@ class ExpertMap:
     used: int
     units: tuple[str, ...]
     tiers: tuple[TierExperts, ...]
+    slots: tuple[Slots, ...] = ()
 
 
 def map_experts(spec: ModelSpec, variant: Variant) -> tuple[ExpertMap, ...]:
@@ -68,14 +88,20 @@ def map_experts(spec: ModelSpec, variant: Variant) -> tuple[ExpertMap, ...]:
     for part, rank in zip(cut_ranks(ordered, variant.split), variant.ranks):
         units = [unit for unit in part.units if unit.kind.parts and unit.tensors]
         if units:
+            part = replace(part, caches=rank.caches)
             tiers = tuple(_map_tier(part, tier, units) for tier in rank.tiers)
-            names = tuple(unit.name for unit in units)
+            names, slots = tuple(unit.name for unit in units), tuple(map(_describe_slots, rank.caches))
             found.append(
                 ExpertMap(
-                    spec.name, rank.rank, rank.budget_mib, variant.terms, rule.count, rule.used, names, tiers
+                    spec.name, rank.rank, rank.budget_mib, variant.terms, rule.count, rule.used, names, tiers, slots
                 )
             )  # fmt: skip
     return tuple(found)
+
+
+def _describe_slots(cache: ExpertCache) -> Slots:
+    brought = round(cache.admitted * cache.slot_bytes)
+    return Slots(cache.slots, len(cache.units), cache.policy, cache.admits, cache.found, cache.admitted, brought)
 
 
 def group_layers(layers: Iterable[LayerExperts]) -> Iterator[tuple[str, LayerExperts]]:
@@ -91,21 +117,37 @@ def group_layers(layers: Iterable[LayerExperts]) -> Iterator[tuple[str, LayerExp
 
 
 def _map_tier(spec: ModelSpec, tier: TierPlan, units: list[Unit]) -> TierExperts:
-    layers, served = [], []
+    layers, served, found = [], [], 0.0
     for unit in units:
         uses = spec.popularity.uses_of(unit.layer) if spec.popularity else ()
         counted = _count_places(unit, tier.placement(unit.name), tier.in_place)
         served.append(_share_choices(counted, uses))
         layers.append(replace(counted, hits=served[-1][0]) if uses else counted)
+        hits = _hits_of(spec, tier, unit)
+        if hits:
+            served[-1] = _share_choices(counted, uses, hits)
+            found += 1 - sum(served[-1])
     means = tuple(sum(each) / len(units) for each in zip(*served))
-    return TierExperts(tier.tokens, tuple(layers), tier.prediction.link_bytes, means)
+    return TierExperts(tier.tokens, tuple(layers), tier.prediction.link_bytes, means, found / len(units))
 
 
-def _share_choices(layer: LayerExperts, uses: Uses) -> tuple[float, ...]:
-    """The share of a layer's choices that each of PLACES serves: the first experts are in VRAM, the last the CPU's."""
-    shares, first = [], 0
-    for count in layer.counts:
-        shares.append(chosen_share(range(first, first + count), sum(layer.counts), uses))
+def _hits_of(spec: ModelSpec, tier: TierPlan, unit: Unit) -> tuple[float, ...]:
+    """By place the share of choices of a unit that find their expert in a slot; none where a tier uses no slots."""
+    place = tier.placement(unit.name)
+    if tier.tokens > FOLLOW_TOKENS or place.where == "cpu" or (place.where == "pinned" and not place.cpu_rows):
+        return ()
+    return next((cache.hits_by_place for cache in spec.caches if unit.name in cache.units), ())
+
+
+def _share_choices(layer: LayerExperts, uses: Uses, hits: tuple[float, ...] = ()) -> tuple[float, ...]:
+    """The share of a layer's choices that each of PLACES serves: the first experts are in VRAM, the last the CPU's.
+    hits: by place, the share that slots take of those that are not in VRAM."""
+    shares, first, total = [], 0, sum(layer.counts)
+    for in_vram, count in zip((True, False, False, False), layer.counts):
+        places = range(first, first + count)
+        outside = () if in_vram or not hits else places
+        taken = sum(hits[at] * chosen_share(range(at, at + 1), total, uses) for at in outside)
+        shares.append(chosen_share(places, total, uses) - taken)
         first += count
     return tuple(shares)
 

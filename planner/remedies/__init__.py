@@ -1,0 +1,1 @@
+"""What to do where no plan fits."""

@@ -1,0 +1,38 @@
+"""Checks slots for experts of a finished plan, as planner/check_plan.py does the rest."""
+
+from pshard.model import ModelSpec
+from pshard.plan import RankPlan
+from pshard.quant import TENSOR_ALIGN
+from pshard.routing.expert_cache import FOLLOW_TOKENS, ExpertCache
+
+
+def check_caches(spec: ModelSpec, rank: RankPlan) -> None:
+    """Raise ValueError unless every pool is of like layers, its slots hold their experts, and all tiers keep room."""
+    named = [unit for cache in rank.caches for unit in cache.units]
+    if len(set(named)) != len(named):
+        raise ValueError(f"rank {rank.rank}: a layer's experts are in two caches, or twice in one")
+    for cache in rank.caches:
+        _check_units(spec, rank, cache)
+    nbytes = sum(cache.slots * cache.slot_bytes for cache in rank.caches)
+    for tier in rank.tiers:
+        if tier.buffers.cached != nbytes:
+            said = tier.buffers.cached
+            raise ValueError(f"rank {rank.rank}, tier {tier.tokens}: buffers say {said} bytes of caches, not {nbytes}")
+    if rank.caches and rank.tiers[0].tokens > FOLLOW_TOKENS:
+        raise ValueError(f"rank {rank.rank}: no tier is small enough to use the caches")
+
+
+def _check_units(spec: ModelSpec, rank: RankPlan, cache: ExpertCache) -> None:
+    known = {unit.name: unit for unit in spec.units if unit.kind.parts and unit.tensors}
+    if strange := [name for name in cache.units if name not in known]:
+        raise ValueError(f"rank {rank.rank}: a cache is for {strange[0]!r}, which has no experts")
+    units = [known[name] for name in cache.units]
+    if any(unit.likeness != units[0].likeness for unit in units):
+        raise ValueError(f"rank {rank.rank}: the layers of a cache have experts of different shapes or types")
+    stacks = [t for t in units[0].tensors if t.parts]
+    one = sum(-(-t.packed_nbytes // t.parts // TENSOR_ALIGN) * TENSOR_ALIGN for t in stacks)
+    if cache.slot_bytes != one:
+        raise ValueError(f"rank {rank.rank}: slots of {cache.slot_bytes} bytes are for experts of {one}")
+    places = len(cache.hits_by_place)
+    if places not in (0, stacks[0].parts):
+        raise ValueError(f"rank {rank.rank}: a cache has hits of {places} experts, not of {stacks[0].parts}")

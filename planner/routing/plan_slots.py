@@ -1,0 +1,114 @@
+"""Slots for experts that follow use, weighed against experts that stay in VRAM: by replay of a routing record."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+
+from pshard.errors import NoPlan
+from pshard.machine import MachineProfile
+from pshard.model import ModelSpec
+from pshard.plan import RankPlan, Variant
+from pshard.planner.make_plan import plan_baseline, plan_variant, predict_again
+from pshard.planner.prepare_ranks import price_tiers
+from pshard.planner.price.profile_tables import Tables
+from pshard.planner.published.strategies import EXPERT_LRU
+from pshard.planner.routing.slot_promises import Pool, fill_pools, list_pools
+from pshard.routing.expert_cache import FOLLOW_TOKENS, POLICIES, ExpertCache, part_sizes
+from pshard.routing.record import RoutingRecord
+from pshard.times.predicted_times import round_seconds
+from pshard.units.divide_unit import count_shares
+from pshard.units.moe.followed import find_eligible
+from pshard.workload import Workload
+
+SHARES = (0.3, 0.6, 0.95)  # of what experts take of VRAM: pools that are tried
+SPARE_SHARE = 0.5  # of the time in which the link has nothing else to do: what admissions may take of it
+LEAST_SHARE = 0.15  # of all time: where the link limits the plan without slots, which slots relieve
+MOST_ADMITS = 16  # after each token; more move hit rates little
+
+
+def plan_slots(
+    spec: ModelSpec,
+    profile: MachineProfile,
+    workload: Workload,
+    variant: Variant,
+    record: RoutingRecord | None,
+    time_limit: float = 10.0,
+) -> Variant:
+    """The variant of one device, or one with slots for experts that follow use, where that takes less time by the
+    record. Without one all experts are used alike: then slots find no more than experts that stay, and only the
+    published way to use them is looked at.
+
+    Pools of some sizes take their room from experts that would stay. With each all is planned again, by the hits that a
+    replay promises; the plan that comes of it is priced by a replay of its own slots, and planned once more by those.
+    workload: what the variant was planned for, with the largest micro-batch that was asked for.
+    """
+    if len(variant.ranks) > 1 or not variant.plan_needed or spec.config.experts is None:
+        return variant
+    (rank,) = variant.ranks
+    if workload.sequences > FOLLOW_TOKENS or rank.tiers[0].tokens > FOLLOW_TOKENS:
+        return variant
+    best, correction = variant, variant.correction
+
+    def plan(caches: tuple[ExpertCache, ...]) -> Variant:
+        planned = plan_variant(replace(spec, caches=caches), profile, workload, time_limit, correction)
+        return _price_slots(spec, profile, planned, record) if record else planned
+
+    for caches in _list_caches(spec, profile, variant, record) if record else ():
+        with suppress(NoPlan):
+            best = min(best, plan(caches), key=round_seconds)
+    if best is not variant:
+        best = min(best, plan(best.ranks[0].caches), key=round_seconds)
+    with suppress(NoPlan):
+        best = min(best, plan_baseline(EXPERT_LRU, spec, profile, workload, correction, record), key=round_seconds)
+    return replace(best, considered=variant.considered)
+
+
+def _list_caches(
+    spec: ModelSpec, profile: MachineProfile, variant: Variant, record: RoutingRecord
+) -> Iterator[tuple[ExpertCache, ...]]:
+    """Pools of some sizes, with what a replay promises where the rest of the experts' VRAM has as many of each layer as
+    fit."""
+    (rank,), pools = variant.ranks, list_pools(spec, record, variant.workload.sequences)
+    admits, in_vram = _count_admits(spec, profile, variant), _count_in_vram(spec, rank)
+    each = sum(pool.nbytes for pool in pools) / count_shares(pools[0].units[0])  # one expert of every layer
+    for share in SHARES:
+        caches = fill_pools(pools, share * in_vram, int((1 - share) * in_vram / each), POLICIES, admits)
+        if caches:
+            yield caches
+
+
+def _price_slots(spec: ModelSpec, profile: MachineProfile, variant: Variant, record: RoutingRecord) -> Variant:
+    """The variant with the hits that a replay of its own slots finds, and predictions by them."""
+    (rank,), pools = variant.ranks, list_pools(spec, record, variant.workload.sequences)
+    caches = tuple(_promise(spec, rank, cache, pools) for cache in rank.caches)
+    variant = replace(variant, ranks=(replace(rank, caches=caches),))
+    tables, tiers = Tables(profile, variant.correction), tuple(tier.tokens for tier in rank.tiers)
+    (task,) = price_tiers(replace(spec, caches=caches), tables, variant.workload, tiers)
+    return predict_again(variant, task)
+
+
+def _promise(spec: ModelSpec, rank: RankPlan, cache: ExpertCache, pools: tuple[Pool, ...]) -> ExpertCache:
+    pool = next(pool for pool in pools if pool.units[0].name == cache.units[0])
+    return pool.promise(cache, find_eligible(spec, cache, rank.tiers[0].placements))
+
+
+def _count_in_vram(spec: ModelSpec, rank: RankPlan) -> int:
+    """Bytes of experts that lie in VRAM in the smallest tier."""
+    total = 0
+    for place in rank.tiers[0].placements:
+        unit = spec.unit(place.unit)
+        if unit.kind.parts and place.in_arena:
+            here = place.kept_parts or count_shares(unit) - place.cpu_rows
+            total += here * sum(part_sizes(unit).values())
+    return total
+
+
+def _count_admits(spec: ModelSpec, profile: MachineProfile, variant: Variant) -> int:
+    """How many experts may be brought in after a token so that no token waits for the link. What they cost after all is
+    simulated."""
+    prediction, tables = variant.ranks[0].tiers[0].prediction, Tables(profile, variant.correction)
+    idle = prediction.seconds - dict(prediction.busy).get("link", 0.0)
+    spare = max(SPARE_SHARE * idle, LEAST_SHARE * prediction.seconds)
+    units = [unit for unit in spec.units if unit.kind.parts and unit.tensors]
+    each = max(sum(tables.copy("h2d", nbytes) for nbytes in part_sizes(unit).values()) for unit in units)
+    return max(1, min(MOST_ADMITS, int(spare / each)))

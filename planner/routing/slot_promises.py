@@ -1,0 +1,90 @@
+"""What slots for experts that follow use may be expected to find: by replay of a record, or none worth the name."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pshard.model import ModelSpec
+from pshard.routing.expert_cache import ExpertCache, pack_hits, slot_nbytes
+from pshard.routing.follow_use import UseFollower
+from pshard.routing.record import RoutingRecord
+from pshard.routing.replay_slots import replay_tokens
+from pshard.units.divide_unit import count_shares
+from pshard.units.moe.followed import numbers_of
+from pshard.units.unit import Unit
+
+MOST_REPLAYED = 1500  # tokens: the last ones of a record; twice as many move hit rates by less than a point
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Like layers with experts, which share slots. used: experts that a token takes of a layer. record: of what they
+    were used for, of texts of which `together` are decoded at once; None: all are used alike."""
+
+    units: tuple[Unit, ...]
+    used: int
+    record: RoutingRecord | None
+    together: int
+
+    @property
+    def experts(self) -> int:
+        """How many there are in all its layers."""
+        return sum(map(count_shares, self.units))
+
+    @property
+    def slot_nbytes(self) -> int:
+        return slot_nbytes(self.units[0])
+
+    @property
+    def nbytes(self) -> int:
+        """Of all its experts."""
+        return self.experts * self.slot_nbytes
+
+    def make_cache(self, slots: int, policy: str, admits: int) -> ExpertCache:
+        """Slots of which nothing is promised yet."""
+        return ExpertCache(tuple(unit.name for unit in self.units), slots, self.slot_nbytes, policy, admits)
+
+    def promise(self, cache: ExpertCache, eligible: np.ndarray) -> ExpertCache:
+        """The cache with what is expected of it: what a replay finds in slots that begin empty. Where all are used
+        alike, slots find as many choices as experts that stay there would. eligible: bool [layers, experts], those
+        outside VRAM."""
+        if self.record is None:
+            hits, shares = min(1.0, cache.slots / max(1, eligible.sum())), eligible.mean()
+            missed = float(shares * (1 - hits)) * self.used * len(self.units)
+            packed = pack_hits([hits] * eligible.shape[1])
+            return replace(cache, hits=packed, found=float(shares * hits), admitted=min(float(cache.admits), missed))
+        layers = tuple(unit.layer for unit in self.units)
+        follower = UseFollower(eligible, cache.slots, cache.policy, cache.admits)
+        replay = replay_tokens(self.record, layers, follower, self.together)
+        packed = pack_hits(replay.by_place([numbers_of(unit) for unit in self.units]))
+        return replace(cache, hits=packed, found=replay.share, admitted=replay.admitted)
+
+
+def list_pools(spec: ModelSpec, record: RoutingRecord | None, together: int) -> tuple[Pool, ...]:
+    """Layers with experts of one shape and type share a pool."""
+    alike: dict[tuple, list[Unit]] = defaultdict(list)
+    for unit in spec.units:
+        if unit.kind.parts and unit.tensors:
+            alike[unit.likeness].append(unit)
+    used = spec.config.experts.used if spec.config.experts else 0
+    own = None if record is None else replace(record, ids=record.ids[-MOST_REPLAYED:])
+    return tuple(Pool(tuple(units), used, own, together) for units in alike.values())
+
+
+def fill_pools(
+    pools: tuple[Pool, ...], nbytes: float, pinned: int, policies: Iterable[str], admits: int
+) -> tuple[ExpertCache, ...]:
+    """So many bytes as slots, each pool by its share of all experts, under the policy that is expected to find most
+    beside so many `pinned` experts of each layer. Pools too small for a slot have none."""
+    total, caches = sum(pool.nbytes for pool in pools), []
+    for pool in pools:
+        slots = min(pool.experts, int(nbytes * pool.nbytes / total / pool.slot_nbytes))
+        if slots:
+            eligible = np.zeros((len(pool.units), count_shares(pool.units[0])), bool)
+            for row, unit in enumerate(pool.units):
+                eligible[row, list(numbers_of(unit)[pinned:])] = True
+            tried = [pool.promise(pool.make_cache(slots, policy, admits), eligible) for policy in policies]
+            caches.append(max(tried, key=lambda cache: cache.found))
+    return tuple(caches)

@@ -1,0 +1,117 @@
+"""A chat from its flags to its end: the engine, the lines that come in, the answers that go out."""
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from pshard.commands.everyday.chat_commands import describe_status, run_command
+from pshard.commands.everyday.chat_terminal import Terminal
+from pshard.commands.parsing.sampling_flags import make_sampling, read_grammar
+from pshard.commands.parsing.text_flags import ANSWER
+from pshard.errors import UserError
+
+if TYPE_CHECKING:
+    from pshard.session.chat.conversation import Conversation
+    from pshard.session.run_request import RunRequest
+
+UNTAUGHT = "the model has no chat template: it continues what you write, {} tokens at a time (-n changes that)"
+
+
+def run_chat(request: "RunRequest", args: argparse.Namespace, first: str | None) -> int:
+    """Chat until the lines end; returns the exit code. first: a message that is said before any line is read.
+
+    Raises UserError for what cannot be run; on the way a line says it, and the chat goes on.
+    """
+    sampling, grammar = make_sampling(args), read_grammar(args)
+
+    from pshard.runtime.ranks.group import started_ranks
+    from pshard.session.chat.conversation import Conversation
+    from pshard.session.open_plan import open_plan, settle_plan, tell_once
+    from pshard.session.readiness.first_profile import ensure_profile
+    from pshard.session.start_engine import open_group, start_engine
+
+    if request.ranks > 1 or started_ranks() > 1:
+        raise UserError("a chat runs on one device so far; leave out -sm and -ts, or run one prompt with pshard run")
+    if request.profile is None:
+        ensure_profile(request.model, tell_once)
+    request, ranks = settle_plan(request)
+    if ranks > 1:
+        raise UserError("the plan is for several devices, and a chat runs on one so far; leave out -sm and -ts")
+    opened = open_plan(request)
+    group = open_group(opened, 1)
+    template = opened.file.chat_template
+    with start_engine(opened, opened.variant, args.kernels, group) as engine:
+        for note in (*opened.file.notes, *engine.notes):
+            tell_once(f"note: {note}")
+        most = sys.maxsize if args.predict == -1 or (args.predict is None and template) else args.predict or ANSWER
+        if template is None:
+            tell_once(f"note: {UNTAUGHT.format(most)}")
+
+        def constrain() -> Any:
+            from pshard.runtime.drawing.grammar import follow_grammar
+
+            return follow_grammar(grammar[0], grammar[1], engine.tokenizer, engine.vocab) if grammar else None
+
+        constrain()  # a grammar that cannot be read is told before the first message
+        chat = Conversation(engine, template, sampling, args.system, most, constrain)
+        _talk(chat, Terminal(opened.file.spec.name), first, args.single_turn)
+    group.close()
+    return 0
+
+
+class _Interrupt:
+    """Notes Ctrl-C while it is entered, and raises nothing then."""
+
+    def __init__(self) -> None:
+        self.pressed = False
+        self._before: Any = None
+
+    def __enter__(self) -> None:
+        self._before = signal.signal(signal.SIGINT, self._note)
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _note(self, *_: object) -> None:
+        self.pressed = True
+
+
+def _talk(chat: "Conversation", terminal: Terminal, first: str | None, once: bool) -> None:
+    said, interrupt = first, _Interrupt()
+    with interrupt if terminal.typed else nullcontext():  # who types means the answer, also between two lines
+        while True:
+            line = said if said is not None else terminal.read_line(lambda: describe_status(chat))
+            if line is None:
+                return
+            if said is None and line.startswith("/"):
+                if not run_command(chat, line, terminal.tell):
+                    return
+            elif line.strip():
+                interrupt.pressed = False
+                with nullcontext() if terminal.typed else interrupt:
+                    _answer(chat, line, terminal, lambda: interrupt.pressed)
+                if once:
+                    return
+            said = None
+
+
+def _answer(chat: "Conversation", line: str, terminal: Terminal, stopped: Callable[[], bool]) -> None:
+    """Show the answer as it comes, and what is to be said of it."""
+    try:
+        for piece in chat.answer(line, stopped):
+            terminal.show(piece)
+    except UserError as error:
+        terminal.end_answer()
+        terminal.tell(f"error: {error}")
+        return
+    terminal.end_answer()
+    if chat.last.dropped:
+        turns = f"{chat.last.dropped} oldest turn{'s' * (chat.last.dropped > 1)}"
+        terminal.tell(f"the context was full: the {turns} of the chat went, so that this one had room")
+    if chat.last.full:
+        terminal.tell("the context is full, so the answer ends here; the next message drops the oldest turns")
+    if stopped():
+        terminal.tell("(stopped)")

@@ -1,0 +1,73 @@
+"""Where a chat is typed and read: an edited line on a terminal, plain lines from a pipe."""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from pshard.commands.everyday.chat_commands import COMMANDS
+
+if TYPE_CHECKING:
+    from pshard.session.chat.thoughts import Piece
+
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+
+
+class Terminal:
+    """Lines in, answers out. Answers go to stdout, all else to stderr."""
+
+    def __init__(self, name: str) -> None:
+        self.typed = sys.stdin.isatty() and sys.stdout.isatty()
+        self._coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        self._session: Any = None
+        self._ends = "\n"  # what the answer's last letter is
+        if self.typed:
+            self.tell(f"chat with {name}: /help lists what else you can say, Ctrl-D ends it, Ctrl-C stops an answer")
+
+    def read_line(self, status: Callable[[], str]) -> str | None:
+        """The next message, of several lines where all but the last end with a backslash; None at the end."""
+        lines: list[str] = []
+        while True:
+            line = self._edit(status, bool(lines)) if self.typed else self._read()
+            if line is None:
+                return "\n".join(lines) or None
+            if not line.endswith("\\"):
+                return "\n".join([*lines, line])
+            lines.append(line[:-1])
+
+    def show(self, piece: "Piece") -> None:
+        """Some of an answer; what is an aside is dim on a terminal."""
+        if piece.text:
+            dim = piece.aside and self._coloured
+            print(f"{DIM}{piece.text}{PLAIN}" if dim else piece.text, end="", flush=True)
+            self._ends = piece.text[-1]
+
+    def end_answer(self) -> None:
+        """The answer is over."""
+        if self._ends != "\n":
+            print(flush=True)
+        self._ends = "\n"
+
+    def tell(self, line: str) -> None:
+        """A line about the chat."""
+        print(f"{DIM}{line}{PLAIN}" if self._coloured and sys.stderr.isatty() else line, file=sys.stderr, flush=True)
+
+    def _read(self) -> str | None:
+        line = sys.stdin.readline()
+        return line.rstrip("\n") if line else None
+
+    def _edit(self, status: Callable[[], str], goes_on: bool) -> str | None:
+        """A line from prompt_toolkit, with the history of this chat; Ctrl-C empties it."""
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.completion import WordCompleter
+
+        if self._session is None:
+            commands = WordCompleter([f"/{name}" for name in COMMANDS], sentence=True)
+            self._session = PromptSession(completer=commands, complete_while_typing=False)
+        while True:
+            try:
+                return self._session.prompt("... " if goes_on else "> ", bottom_toolbar=status)
+            except KeyboardInterrupt:
+                self.tell("Ctrl-D ends the chat")
+            except EOFError:
+                return None

@@ -1,0 +1,75 @@
+"""pshard models: which models there are, how large they are, and how fast their plans are predicted to be."""
+
+import json
+import os
+import sys
+from argparse import ArgumentParser
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pshard.commands.command_line import new_parser, run_cli
+from pshard.errors import UserError
+
+if TYPE_CHECKING:
+    from pshard.session.list_models import FoundModel, PlannedRate
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the command; returns the exit code."""
+    return run_cli(_main, argv)
+
+
+def make_parser() -> ArgumentParser:
+    """The flags of pshard models."""
+    parser = new_parser("pshard-models", "List models: in FOLDERs (default: here), planned before, in the Hub's cache.")
+    parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help="where to look, not below")
+    parser.add_argument("--json", action="store_true", help="print the list as JSON")
+    return parser
+
+
+def _main(argv: list[str]) -> int:
+    args = make_parser().parse_args(argv)
+    folders = args.folders or [Path(), *([Path(os.environ["PSHARD_MODEL"]).parent] * ("PSHARD_MODEL" in os.environ))]
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"{folder} is no folder")
+
+    from pshard.session.list_models import list_models
+
+    found = list_models(folders)
+    if args.json:
+        from pshard.jsonio import to_json
+
+        print(json.dumps(to_json([{**vars(model), "path": str(model.path)} for model in found]), indent=1))
+        return 0
+    if not found:
+        print("no models here, none planned before, none in the Hub's cache", file=sys.stderr)
+        return 0
+    _print(found)
+    return 0
+
+
+def _print(found: "list[FoundModel]") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from pshard.print_table import print_whole
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("model", overflow="fold")
+    table.add_column("GiB", justify="right")
+    table.add_column("plans: VRAM, context, predicted rate of prompts and of answers", overflow="fold")
+    for model in found:
+        plans = "\n".join(map(_describe_rate, model.plans)) or model.problem or "none; pshard plan makes one"
+        table.add_row(model.name, f"{model.nbytes / (1 << 30):.3g}", plans)
+    print_whole(table, Console())
+
+
+def _describe_rate(rate: "PlannedRate") -> str:
+    budget = ",".join(map(str, rate.vram_mib))
+    tried = " (was run)" if rate.measured else ""
+    return f"{budget} MiB, {rate.context} tokens: {rate.prompt:.4g} and {rate.decode:.3g} tok/s{tried}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

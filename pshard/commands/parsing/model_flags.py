@@ -1,0 +1,35 @@
+"""Which model: a plain word, -m, or -hf as in llama.cpp."""
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from pshard.commands.command_line import find_model
+from pshard.errors import UserError
+
+
+def add_model_flags(group: Any) -> None:
+    """Add the flags to a parser, which also takes the model as a plain word, or to a group of it."""
+    group.add_argument(
+        "-m", "--model", metavar="MODEL",
+        help="GGUF file or safetensors folder, also as a plain word (default: PSHARD_MODEL, else the demo)",
+    )  # fmt: skip
+    group.add_argument(
+        "-hf", "--hf-repo", metavar="REPO[:QUANT]", help="a repository of the Hub, as llama.cpp names it"
+    )
+
+
+def choose_model(args: argparse.Namespace) -> Path:
+    """The model that was named; without one PSHARD_MODEL or the bundled demo. Raises UserError for several."""
+    return find_model(named_model(args))
+
+
+def named_model(args: argparse.Namespace) -> str | None:
+    """The one model that the command line names, if any. Raises UserError for several."""
+    if "RANK" in os.environ and args.model:  # who starts ranks adds -m, with the place of the same model
+        return args.model
+    named = [name for name in (args.reference, args.model, args.hf_repo) if name]
+    if len(named) > 1:
+        raise UserError(f"{named[0]} and {named[1]} are two models; give one")
+    return named[0] if named else None

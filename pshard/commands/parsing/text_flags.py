@@ -1,0 +1,136 @@
+"""What a run is to continue: a prompt from a flag, a file or a pipe, or a conversation."""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from pshard.errors import UserError
+
+ANSWER = 128  # tokens, where none are asked for
+MISSING = "there is no prompt: give -p TEXT or -f FILE, or pipe one in"
+ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "'": "'", '"': '"', "\\": "\\"}
+
+
+def add_text_flags(parser: argparse.ArgumentParser, chats: bool = False) -> None:
+    """Add the flags to a parser; chats: to that of pshard chat."""
+    text = parser.add_argument_group("text")
+    without = "none: you begin" if chats else "what is piped in; on a terminal a chat begins"
+    text.add_argument("-p", "--prompt", help=f"the {'first message' if chats else 'prompt'} (default: {without})")
+    text.add_argument("-f", "--file", type=Path, help="the same from a file")
+    text.add_argument(
+        "-e", "--escape", action="store_true", help=r"\n, \t, \', \" and \xNN in -p mean what they do in C"
+    )
+    text.add_argument(
+        "-n", "--predict", "--n-predict", type=_count_or_all, metavar="N",
+        help=f"tokens of an answer at most (default {ANSWER}, in a chat no limit); -1: until the context is full",
+    )  # fmt: skip
+    text.add_argument(
+        "-cnv", "--conversation", action="store_true", default=chats,
+        help="chat, which this command does anyway" if chats else "chat; -p is then the first message",
+    )  # fmt: skip
+    text.add_argument("-st", "--single-turn", action="store_true", help="end the chat after one answer")
+    text.add_argument("-sys", "--system-prompt", dest="system", metavar="TEXT", help="what a chat begins with")
+    if chats:
+        parser.set_defaults(chat=False, tokens=False, no_parse_special=False, no_conversation=False)
+        return
+    text.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template, once")
+    text.add_argument("-no-cnv", "--no-conversation", action="store_true", help="no chat: continue the text of -p")
+    text.add_argument(
+        "--tokens", action="store_true", help="prompt and output are token ids, for files without tokenizer"
+    )
+    text.add_argument(
+        "--no-parse-special", action="store_true", help="special tokens spelled out in the prompt are plain text"
+    )
+
+
+def check_text_flags(args: argparse.Namespace) -> None:
+    """Raise UserError for flags that do not go together."""
+    if args.chat and args.tokens:
+        raise UserError("--chat and --tokens exclude each other: a chat template is text")
+    if args.no_parse_special and (args.chat or args.tokens):
+        flag, why = ("--chat", "never makes tokens of a message") if args.chat else ("--tokens", "takes ids, not text")
+        raise UserError(f"leave out --no-parse-special: {flag} {why}")
+    if args.conversation and (args.tokens or args.no_conversation):
+        raise UserError(f"-cnv and {'--tokens' if args.tokens else '-no-cnv'} exclude each other")
+    if args.prompt is not None and args.file is not None:
+        raise UserError("-p and -f exclude each other; give one prompt")
+    if args.single_turn and not args.no_conversation and not args.tokens:
+        args.conversation = True
+    if args.system and not (args.chat or args.no_conversation):
+        args.conversation = True
+
+
+def read_given(args: argparse.Namespace) -> str | None:
+    """The text of -p or -f; None without either. Raises UserError for a file that cannot be read, and for no text."""
+    if args.prompt is not None:
+        text = _unescape(args.prompt) if args.escape else args.prompt
+    elif args.file is not None:
+        try:
+            text = args.file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"cannot read the prompt file {args.file}: {error}") from None
+    else:
+        return None
+    if not text:
+        raise UserError(MISSING)
+    return text
+
+
+def read_prompt(args: argparse.Namespace) -> str | list[int] | None:
+    """The prompt of -p, -f, or of a pipe; None where there is none, but a terminal to chat on. Raises UserError."""
+    text = read_given(args)
+    if text is None and args.conversation:
+        return None
+    if text is None:
+        text = _read_pipe()
+        if text is None and not (args.no_conversation or args.tokens or args.chat):
+            return None
+        if not text:
+            raise UserError(MISSING)
+    if not args.tokens:
+        return text
+    try:
+        return [int(word) for word in text.replace(",", " ").split()]
+    except ValueError:
+        raise UserError("--tokens: the prompt is a list of token ids, as 1,2,3") from None
+
+
+def sized_for(prompt: int, asked: int | None, most: int) -> int:
+    """Tokens of context for a prompt and its answer: as many as were asked for; where nothing was, ANSWER at most, and
+    no more than the model has (0: not known)."""
+    if asked is not None and asked > 0:
+        return prompt + asked
+    return prompt + (max(1, min(ANSWER, most - prompt)) if most else ANSWER)
+
+
+def most_tokens(asked: int | None) -> int:
+    """Tokens to generate at most."""
+    return sys.maxsize if asked == -1 else asked or ANSWER
+
+
+def _read_pipe() -> str | None:
+    """What is piped in; None where standard input is a terminal, or closed."""
+    try:
+        if sys.stdin is None or sys.stdin.isatty():
+            return None
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise UserError(f"what is piped in is not UTF-8 ({error}); give the prompt with -f") from None
+    except (OSError, ValueError):
+        return ""
+
+
+def _unescape(text: str) -> str:
+    """Backslash escapes as in C; others stay as they are."""
+
+    def replaced(match: re.Match[str]) -> str:
+        return chr(int(match[2], 16)) if match[2] else ESCAPES[match[1]]
+
+    return re.sub(r"\\(?:([ntr'\"\\])|x([0-9a-fA-F]{2}))", replaced, text)
+
+
+def _count_or_all(text: str) -> int:
+    if not re.fullmatch("-1|[0-9]+", text.strip()) or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more, or -1")
+    return int(text)

@@ -1,0 +1,1 @@
+"""The one program, and what it says of itself."""

@@ -1,0 +1,106 @@
+"""What each quantisation of a repository would do on this machine, by the planner and before anything is fetched."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from pshard.errors import UserError
+from pshard.hub.fetch_headers import Headers
+from pshard.hub.repository import HubModel
+from pshard.machine import MachineProfile
+from pshard.model import ModelSpec
+from pshard.plan import Variant
+from pshard.times.predicted_times import decode_seconds, first_token_seconds
+from pshard.workload import MIB, Workload
+
+READING_PACE = 10.0  # tokens per second: faster than people read
+FEWEST_BITS, MOST_BITS = 4.0, 9.0  # a weight: below, answers get worse; above, nobody tells the difference
+QUICK_SECONDS = 2.0  # of the solver, for one quantisation
+
+
+@dataclass(frozen=True)
+class QuantOutlook:
+    """One quantisation here. bits: of the file, a weight. prompt_rate, decode_rate: predicted tokens per second;
+    first_token: seconds for the expected prompt. vram_mib: what the plan takes of the budget; host_mib: weights that
+    stay in host memory. why_not: why it cannot run here; the figures are then 0."""
+
+    label: str
+    nbytes: int
+    bits: float = 0.0
+    prompt_rate: float = 0.0
+    first_token: float = 0.0
+    decode_rate: float = 0.0
+    vram_mib: int = 0
+    host_mib: int = 0
+    why_not: str = ""
+
+
+def compare_quants(
+    models: Sequence[HubModel],
+    headers: Headers,
+    profile: MachineProfile,
+    workload_of: Callable[[ModelSpec], Workload],
+    known: Mapping[str, Variant],
+) -> Iterator[QuantOutlook]:
+    """An outlook for each model, one after another. `known`: plans that were made already, by label; the others are
+    planned quickly, without refining unit by unit."""
+    from pshard.models import open_model
+    from pshard.planner.make_plan import plan_roughly
+
+    for model in models:
+        header = headers[model.label]
+        try:
+            if isinstance(header, UserError):
+                raise header
+            with open_model(header) as file:
+                spec = file.spec
+            variant = known.get(model.label)
+            if variant is None:
+                variant = plan_roughly(spec, profile, workload_of(spec), QUICK_SECONDS).variant
+        except UserError as error:
+            yield QuantOutlook(model.label, model.nbytes, why_not=_strip_paths(str(error), header))
+            continue
+        yield describe_quant(model, spec, variant)
+
+
+def describe_quant(model: HubModel, spec: ModelSpec, variant: Variant) -> QuantOutlook:
+    """What a plan promises of a model."""
+    work, first = variant.workload, first_token_seconds(variant)
+    weights = sum(prod(t.shape) for u in spec.units for t in u.tensors)
+    kept = [sum(u.packed_nbytes for u in spec.units if u.name not in set(rank.resident)) for rank in variant.ranks]
+    return QuantOutlook(
+        model.label,
+        model.nbytes,
+        8 * model.nbytes / weights,
+        work.prompt * work.sequences / first,
+        first,
+        work.sequences / decode_seconds(variant),
+        sum(max(t.buffers.total for t in rank.tiers) for rank in variant.ranks) // MIB,
+        max(kept) // MIB,
+    )
+
+
+def choose_quant(outlooks: Sequence[QuantOutlook]) -> tuple[QuantOutlook | None, str]:
+    """The one that we would take, and why: of those that write at a reader's pace the one of most bits, up to
+    MOST_BITS; where none does, the fastest of FEWEST_BITS or more; else the fastest. None where none runs."""
+    running = [o for o in outlooks if not o.why_not]
+    good = [o for o in running if o.bits >= FEWEST_BITS]
+    brisk = [o for o in good if o.decode_rate >= READING_PACE and o.bits <= MOST_BITS]
+    if brisk:
+        chosen = max(brisk, key=lambda o: (o.bits, o.decode_rate))
+        return chosen, f"it has the most bits a weight of those that write {READING_PACE:.0f} tokens/s or more"
+    if good:
+        why = f"none of {FEWEST_BITS:.0f} bits a weight or more writes {READING_PACE:.0f} tokens/s; it is the fastest"
+        return max(good, key=lambda o: o.decode_rate), why
+    if running:
+        return max(running, key=lambda o: o.decode_rate), "it is the fastest of those that run here"
+    return None, "none of them runs here"
+
+
+def _strip_paths(message: str, header: Path | UserError) -> str:
+    """An error of a header's copy, without where the copy lies."""
+    if isinstance(header, UserError):
+        return message
+    folder = header if header.is_dir() else header.parent
+    return message.replace(f"{folder}/", "").removeprefix(f"{folder}: ").removeprefix(f"{header.name}: ")

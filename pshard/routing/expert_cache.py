@@ -1,0 +1,86 @@
+"""ExpertCache: slots in VRAM for experts that follow which are used, as a plan has them. No torch."""
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from pshard.quant import TENSOR_ALIGN, align
+from pshard.units.moe.in_place import ALWAYS_TOKENS
+from pshard.units.unit import Unit
+
+# larger tiers leave the slots as they are: a prompt uses nearly all experts, and would throw out what decoding chose
+FOLLOW_TOKENS = ALWAYS_TOKENS
+POLICIES = ("lru", "frequency")
+STEPS = 255  # of a share, that it fits a byte
+
+
+@dataclass(frozen=True)
+class ExpertCache:
+    """A pool of slots for the experts of like layers, `units`, in tiers of up to FOLLOW_TOKENS tokens.
+
+    A slot of `slot_bytes` holds any expert of these layers that lies outside VRAM in the smallest tier. `policy`: "lru"
+    or "frequency" (see follow_use.py). `admits`: how many experts are brought in after a micro-batch at most; 0: what
+    was there at the start stays.
+    `hits`: what share of the choices of the expert at each place finds it in a slot, as a replay or nothing ("") says;
+    one byte each, 255ths, as base64. `found`: what share of all choices of these layers that is. `admitted`: how many
+    experts the replay brings in for each token.
+    """
+
+    units: tuple[str, ...]
+    slots: int
+    slot_bytes: int
+    policy: str
+    admits: int
+    hits: str = ""
+    found: float = 0.0
+    admitted: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pool."""
+        return self.slots * self.slot_bytes
+
+    @cached_property
+    def hits_by_place(self) -> tuple[float, ...]:
+        """Shares from 0 to 1; none where nothing is known."""
+        return tuple(step / STEPS for step in base64.b64decode(self.hits, validate=True))
+
+
+def pack_hits(shares: Sequence[float]) -> str:
+    """Shares from 0 to 1 by place as `ExpertCache.hits` has them."""
+    return base64.b64encode(bytes(round(STEPS * min(1.0, max(0.0, share))) for share in shares)).decode()
+
+
+def part_sizes(unit: Unit) -> dict[str, int]:
+    """Bytes of one expert's part of each stack, by role."""
+    return {t.role: t.packed_nbytes // t.parts for t in unit.tensors if t.parts}
+
+
+def slot_nbytes(unit: Unit) -> int:
+    """Bytes of a slot for one of a unit's experts: its parts in turn, each where a tensor may begin."""
+    return sum(align(nbytes, TENSOR_ALIGN) for nbytes in part_sizes(unit).values())
+
+
+def miss_uses(uses: tuple[float, ...], hits: tuple[float, ...], evenly: float) -> tuple[float, ...]:
+    """How likely a token uses the expert at each place and does not find it in a slot. evenly: the likelihood where
+    nothing is known (`uses` is empty)."""
+    return tuple(use * (1 - hit) for use, hit in zip(uses or (evenly,) * len(hits), hits, strict=True))
+
+
+def check_cache(cache: ExpertCache, where: str) -> None:
+    """Raise ValueError, which names the field, for what no plan has."""
+    if not cache.units or len(set(cache.units)) != len(cache.units):
+        raise ValueError(f"{where}.units names no unit, or one twice")
+    if cache.slots < 1 or cache.slot_bytes < 1:
+        raise ValueError(f"{where} has {cache.slots} slots of {cache.slot_bytes} bytes")
+    if cache.policy not in POLICIES:
+        raise ValueError(f"{where}.policy is {cache.policy!r}, not one of {', '.join(POLICIES)}")
+    if cache.admits < 0 or cache.admitted < 0:
+        raise ValueError(f"{where} admits {cache.admits} experts, {cache.admitted} expected; neither is less than 0")
+    if not 0 <= cache.found <= 1:
+        raise ValueError(f"{where}.found is {cache.found}, no share of all choices")
+    try:
+        base64.b64decode(cache.hits, validate=True)
+    except ValueError:
+        raise ValueError(f"{where}.hits is no base64") from None

@@ -1,0 +1,77 @@
+"""Which experts of a plan a cache may hold: those that lie outside VRAM where tokens are few. No torch."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from pshard.model import ModelSpec
+from pshard.plan import Placement, RankPlan, Variant
+from pshard.routing.expert_cache import ExpertCache
+from pshard.routing.follow_use import UseFollower
+from pshard.routing.order_experts import order_experts
+from pshard.units.divide_unit import count_shares
+from pshard.units.unit import Unit
+
+
+def under_plan(spec: ModelSpec, variant: Variant) -> ModelSpec:
+    """A model as a plan for one device prices it: experts in the plan's order, some of them in slots."""
+    caches = variant.ranks[0].caches if len(variant.ranks) == 1 else ()
+    return replace(order_experts(spec, variant.popularity), caches=caches)
+
+
+def keep_slots(variant: Variant) -> Variant:
+    """The variant with slots that keep what they have at the start, so that earlier tokens never decide who computes
+    an expert."""
+    ranks = (replace(r, caches=tuple(replace(cache, admits=0) for cache in r.caches)) for r in variant.ranks)
+    return replace(variant, ranks=tuple(ranks))
+
+
+def outside_vram(unit: Unit, place: Placement) -> range:
+    """Places of a layer's experts that lie outside VRAM in a tier of few tokens. None where the accelerator computes
+    nothing of the layer: what lay in a slot would not be used."""
+    total = count_shares(unit)
+    if place.where == "streamed":
+        return range(place.kept_parts, total)
+    return range(total - place.cpu_rows, total) if place.where == "pinned" else range(0)
+
+
+def expect_hits(rank: RankPlan) -> float | None:
+    """The share of tokens' choices in layers with slots that a plan expects to find there; None where it has no slots,
+    or expects nothing of them."""
+    known = [cache for cache in rank.caches if cache.hits]
+    layers = sum(len(cache.units) for cache in known)
+    return sum(cache.found * len(cache.units) for cache in known) / layers if layers else None
+
+
+def numbers_of(unit: Unit) -> tuple[int, ...]:
+    """Numbers of a layer's experts by place."""
+    return unit.order or tuple(range(count_shares(unit)))
+
+
+def find_eligible(spec: ModelSpec, cache: ExpertCache, placements: Iterable[Placement]) -> np.ndarray:
+    """bool [layers, experts]: those of a cache's layers, by number, that may lie in a slot. placements: of the smallest
+    tier."""
+    places = {p.unit: p for p in placements}
+    units = [spec.unit(name) for name in cache.units]
+    found = np.zeros((len(units), max(map(count_shares, units))), bool)
+    for row, unit in enumerate(units):
+        numbers = numbers_of(unit)
+        for place in outside_vram(unit, places[unit.name]):
+            found[row, numbers[place]] = True
+    return found
+
+
+def follow_plan(spec: ModelSpec, rank: RankPlan, cache: ExpertCache) -> UseFollower:
+    """The slots as an engine starts with them: filled with the experts that the plan's popularity says are used most,
+    of those outside VRAM; without popularity with the first of each layer."""
+    eligible = find_eligible(spec, cache, rank.tiers[0].placements)
+    units, expected, ranked = [spec.unit(name) for name in cache.units], np.zeros(eligible.shape), []
+    for row, unit in enumerate(units):
+        uses = spec.popularity.uses_of(unit.layer) if spec.popularity else (0.0,) * eligible.shape[1]
+        for place, number in enumerate(numbers_of(unit)):
+            expected[row, number] = uses[place]
+            if eligible[row, number]:
+                ranked.append((-uses[place], place, row, number))
+    first = [(row, number) for *_, row, number in sorted(ranked)[: cache.slots]]
+    return UseFollower(eligible, cache.slots, cache.policy, cache.admits, first, expected)

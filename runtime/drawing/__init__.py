@@ -1,0 +1,1 @@
+"""Parts of drawing a token: what each sampler of the chain keeps, what a grammar allows."""

@@ -1,0 +1,235 @@
+// The gated delta net: who computes which heads, token by token or in chunks. runtime/kernels/plain_delta.py has the
+// formulas.
+//
+// States and tails change in place, and a chunk of work may be computed again (threads/pool.h). Token by token a head
+// keeps a journal: which rows of the state it has done, and those that it is about to change as they were, so that it
+// goes on where it was left and no state is copied as a whole. Prompts write their last state beside it first.
+#include <atomic>
+#include <cmath>
+#include <vector>
+
+#include "driver.h"
+
+namespace pshard {
+namespace {
+
+constexpr int64_t kTokens = 64;    // of a chunk
+constexpr int64_t kSteps = 8;      // more tokens of a sequence go in chunks
+constexpr int64_t kJournalRows = 16;
+constexpr float kL2Eps = 1e-6f;
+
+struct Net {
+  const float *qkv, *z, *beta, *alpha;
+  int64_t qkv_stride, z_stride, beta_stride, alpha_stride;
+  const float *conv, *dt_bias, *decay, *norm;
+  float eps;
+  int key_heads, value_heads;
+  int64_t d;
+  bool tiled;
+  float *states, *tails;
+  const int32_t *slots, *offsets;
+  float* out;
+  int64_t out_stride;
+
+  int64_t channels() const { return (2 * key_heads + value_heads) * d; }
+  int key_head(int head) const { return tiled ? head % key_heads : head / (value_heads / key_heads); }
+  int64_t tokens(int64_t i) const { return offsets[i + 1] - offsets[i]; }
+  float* tail(int64_t i) const { return tails + slots[i] * 3 * channels(); }
+  float* state(int64_t i, int head) const { return states + (static_cast<int64_t>(slots[i]) * value_heads + head) * d * d; }
+  float share(int64_t row, int head) const { return 1 / (1 + std::exp(-beta[row * beta_stride + head])); }
+  float log_left(int64_t row, int head) const {
+    const float x = alpha[row * alpha_stride + head] + dt_bias[head];
+    return decay[head] * (std::max(x, 0.0f) + std::log1p(std::exp(-std::fabs(x))));
+  }
+};
+
+// Where a head stands that computes token by token; then u, o and the rows that change, [kJournalRows + 2][d].
+struct alignas(64) Journal {
+  std::atomic<int64_t> done;
+  float* u() { return reinterpret_cast<float*>(this + 1); }
+  static size_t nbytes(int64_t d) { return sizeof(Journal) + (kJournalRows + 2) * d * sizeof(float); }
+};
+
+struct Room {  // of a thread that computes chunks
+  float *keys, *pairs, *seen, *fresh, *left, *mixed, *state;  // [d][64], [64][64] twice, [64][d] thrice, [d][d]
+  float sums[kTokens], share[kTokens];
+  static int64_t floats(int64_t d) { return 4 * kTokens * d + 2 * kTokens * kTokens + d * d; }
+  Room(float* at, int64_t d)
+      : keys(at),
+        pairs(keys + d * kTokens),
+        seen(pairs + kTokens * kTokens),
+        fresh(seen + kTokens * kTokens),
+        left(fresh + kTokens * d),
+        mixed(left + kTokens * d),
+        state(mixed + kTokens * d) {}
+};
+
+// One head's q, k or v of a row: convolved and, of q and k, normed.
+void mix_head(const Net& net, int64_t i, int64_t row, int64_t head, float* out) {
+  const int64_t at = head * net.d;
+  const float* x[4];
+  for (int64_t t = 0; t < 4; ++t) {
+    const int64_t source = row - 3 + t - net.offsets[i];
+    x[t] = (source < 0 ? net.tail(i) + (source + 3) * net.channels() : net.qkv + (row - 3 + t) * net.qkv_stride) + at;
+  }
+  kernels().delta_mix(x, net.conv + 4 * at, net.d, out + at);
+  if (head < 2 * net.key_heads)
+    kernels().delta_scale(out + at, net.d, kL2Eps, head < net.key_heads ? 1 / std::sqrt(static_cast<float>(net.d)) : 1);
+}
+
+// The tail that follows, beside the one that is.
+void next_tail(const Net& net, int64_t i, float* to) {
+  const int64_t width = net.channels(), tokens = net.tokens(i);
+  for (int64_t t = 0; t < 3; ++t) {
+    const int64_t source = tokens - 3 + t;
+    const float* from = source < 0 ? net.tail(i) + (source + 3) * width : net.qkv + (net.offsets[i] + source) * net.qkv_stride;
+    std::memcpy(to + t * width, from, width * sizeof(float));
+  }
+}
+
+// `next`: the state that this thread turns to after this one.
+void step_head(const Net& net, int64_t i, int head, const float* mixed, Journal& journal, const float* next) {
+  const int64_t d = net.d, width = net.channels(), blocks = (d + kJournalRows - 1) / kJournalRows;
+  float *state = net.state(i, head), *u = journal.u(), *o = u + d, *before = o + d;
+  int64_t done = journal.done.load(std::memory_order_acquire), stage = 0;
+  const auto finish = [&](int64_t to) { journal.done.store(done = to, std::memory_order_release); };
+  for (int64_t row = net.offsets[i]; row < net.offsets[i + 1]; ++row) {
+    const float* q = mixed + row * width + net.key_head(head) * d;
+    const float *k = q + net.key_heads * d, *v = mixed + row * width + (2 * net.key_heads + head) * d;
+    const float left = std::exp(net.log_left(row, head)), share = net.share(row, head);
+    if (done <= stage) {
+      kernels().delta_read(state, d, k, q, u, o);
+      float both = 0;
+      for (int64_t j = 0; j < d; ++j) both += k[j] * q[j];
+      for (int64_t j = 0; j < d; ++j) u[j] = share * (v[j] - left * u[j]), o[j] = left * o[j] + both * u[j];
+      kernels().delta_gate(o, net.z + row * net.z_stride + head * d, net.norm, net.eps, d,
+                           net.out + row * net.out_stride + head * d);
+      finish(stage + 1);
+    }
+    ++stage;
+    for (int64_t b = 0; b < blocks; ++b, stage += 2) {
+      const int64_t first = b * kJournalRows, rows = std::min(kJournalRows, d - first);
+      if (done <= stage) {
+        std::memcpy(before, state + first * d, rows * d * sizeof(float));
+        finish(stage + 1);
+      }
+      if (done <= stage + 1) {
+        kernels().delta_write(before, state + first * d, rows, d, left, k + first, u, next + first * d);
+        finish(stage + 2);
+      }
+    }
+  }
+}
+
+// One chunk of `tokens` rows from `row` on, with the state in the room.
+void advance(const Net& net, int64_t row, int64_t tokens, int head, const float* mixed, Room& room) {
+  const int64_t d = net.d, width = net.channels();
+  const float* q = mixed + row * width + net.key_head(head) * d;
+  const float *k = q + net.key_heads * d, *v = mixed + row * width + (2 * net.key_heads + head) * d;
+  float sum = 0;
+  for (int64_t t = 0; t < tokens; ++t) room.sums[t] = sum += net.log_left(row + t, head), room.share[t] = net.share(row + t, head);
+  for (int64_t j = 0; j < d; ++j)
+    for (int64_t t = 0; t < kTokens; ++t) room.keys[j * kTokens + t] = t < tokens ? k[t * width + j] : 0;
+  const auto multiply = kernels().delta_multiply;
+  const int64_t padded = round_up<int64_t>(tokens, 16);
+  multiply(k, width, 1, room.keys, kTokens, tokens, d, padded, room.pairs, kTokens, 0);
+  multiply(q, width, 1, room.keys, kTokens, tokens, d, padded, room.seen, kTokens, 0);
+  for (int64_t t = 0; t < tokens; ++t)
+    for (int64_t s = 0; s <= t; ++s) {
+      const float between = std::exp(room.sums[t] - room.sums[s]);
+      room.pairs[t * kTokens + s] *= -between * room.share[t];
+      room.seen[t * kTokens + s] *= between;
+    }
+  multiply(k, width, 1, room.state, d, tokens, d, d, room.fresh, d, 0);
+  for (int64_t t = 0; t < tokens; ++t) {  // beta (V - exp(c) K S), then what keys before take of it
+    const float left = std::exp(room.sums[t]);
+    float* fresh = room.fresh + t * d;
+    for (int64_t j = 0; j < d; ++j) fresh[j] = room.share[t] * (v[t * width + j] - left * fresh[j]);
+    multiply(room.pairs + t * kTokens, 0, 1, room.fresh, d, 1, t, d, fresh, d, 1);
+  }
+  multiply(q, width, 1, room.state, d, tokens, d, d, room.mixed, d, 0);
+  for (int64_t t = 0; t < tokens; ++t) {
+    const float left = std::exp(room.sums[t]), after = std::exp(sum - room.sums[t]);
+    for (int64_t j = 0; j < d; ++j) room.mixed[t * d + j] *= left, room.left[t * d + j] = after * room.fresh[t * d + j];
+    multiply(room.seen + t * kTokens, 0, 1, room.fresh, d, 1, t + 1, d, room.mixed + t * d, d, 1);
+    kernels().delta_gate(room.mixed + t * d, net.z + (row + t) * net.z_stride + head * d, net.norm, net.eps, d,
+                         net.out + (row + t) * net.out_stride + head * d);
+  }
+  multiply(k, 1, width, room.left, d, d, tokens, d, room.state, d, std::exp(sum));
+}
+
+void chunk_head(const Net& net, int64_t i, int head, const float* mixed, uint8_t* memory, float* last) {
+  Room room(reinterpret_cast<float*>(memory), net.d);
+  std::memcpy(room.state, net.state(i, head), net.d * net.d * sizeof(float));
+  for (int64_t row = net.offsets[i]; row < net.offsets[i + 1]; row += kTokens)
+    advance(net, row, std::min<int64_t>(kTokens, net.offsets[i + 1] - row), head, mixed, room);
+  std::memcpy(last, room.state, net.d * net.d * sizeof(float));
+}
+
+void run(const Net& net, int64_t sequences) {
+  const int64_t d = net.d, width = net.channels(), rows = net.offsets[sequences], size = d * d * sizeof(float);
+  const int64_t heads = sequences * net.value_heads, all = 2 * net.key_heads + net.value_heads;
+  bool chunked = false;
+  for (int64_t i = 0; i < sequences; ++i) chunked = chunked || net.tokens(i) > kSteps;
+  const size_t mixed_bytes = round_up<size_t>(rows * width * sizeof(float), 64), tail_bytes = 3 * width * sizeof(float);
+  const size_t tails_bytes = round_up<size_t>(sequences * tail_bytes, 64);
+  // a task is either a journal's or leaves its last state here
+  const size_t each = round_up<size_t>(std::max<size_t>(Journal::nbytes(d), chunked ? size : 0), 64);
+  Pool::instance().with_scratch(mixed_bytes + tails_bytes + heads * each, [&](uint8_t* scratch) {
+    auto* mixed = reinterpret_cast<float*>(scratch);
+    auto* tails = reinterpret_cast<float*>(scratch + mixed_bytes);
+    uint8_t* tasks = scratch + mixed_bytes + tails_bytes;
+    for (int64_t t = 0; t < heads; ++t)
+      if (net.tokens(t / net.value_heads) <= kSteps) new (tasks + t * each) Journal{};
+    std::vector<int32_t> owner(rows);
+    for (int64_t i = 0; i < sequences; ++i)
+      for (int64_t row = net.offsets[i]; row < net.offsets[i + 1]; ++row) owner[row] = static_cast<int32_t>(i);
+    Pool::instance().run([&](Team& team) {
+      const int64_t together = std::max<int64_t>(1, 4096 / width);  // rows of a task
+      const int64_t blocks = (rows + together - 1) / together;
+      team.for_each(blocks + sequences, rows * width * 16, [&](int64_t task) {
+        if (task >= blocks) {
+          const int64_t i = task - blocks;
+          if (net.tokens(i)) next_tail(net, i, tails + i * 3 * width);
+          return;
+        }
+        for (int64_t row = task * together; row < std::min(rows, (task + 1) * together); ++row)
+          for (int64_t head = 0; head < all; ++head) mix_head(net, owner[row], row, head, mixed + row * width);
+      });
+      Around around{nullptr, nullptr, chunked ? Room::floats(d) * sizeof(float) : 0, heads * size + rows * net.value_heads * d * d};
+      team.for_each_chunk(heads, around, [&](const Chunk& chunk) {
+        const int64_t i = chunk.i / net.value_heads, next = chunk.next / net.value_heads;
+        const int head = static_cast<int>(chunk.i % net.value_heads);
+        uint8_t* own = tasks + chunk.i * each;
+        if (net.tokens(i) > kSteps) chunk_head(net, i, head, mixed, chunk.room, reinterpret_cast<float*>(own));
+        else if (net.tokens(i))
+          step_head(net, i, head, mixed, *reinterpret_cast<Journal*>(own), net.state(next, static_cast<int>(chunk.next % net.value_heads)));
+      });
+      const int64_t copied = chunked ? heads : 0;
+      team.for_each(sequences + copied, sequences * tail_bytes + copied * size * 2, [&](int64_t task) {
+        if (task < sequences) {
+          if (net.tokens(task)) std::memcpy(net.tail(task), tails + task * 3 * width, tail_bytes);
+          return;
+        }
+        const int64_t t = task - sequences, i = t / net.value_heads;
+        if (net.tokens(i) > kSteps) std::memcpy(net.state(i, static_cast<int>(t % net.value_heads)), tasks + t * each, size);
+      });
+    });
+  });
+}
+
+}  // namespace
+}  // namespace pshard
+
+using namespace pshard;
+
+PSHARD_API void pshard_delta_net(const float* qkv, int64_t qkv_stride, const float* z, int64_t z_stride,
+                                 const float* beta, int64_t beta_stride, const float* alpha, int64_t alpha_stride,
+                                 const float* conv, const float* dt_bias, const float* decay, const float* norm,
+                                 float eps, int key_heads, int value_heads, int head, int tiled, float* states,
+                                 float* tails, const int32_t* slots, const int32_t* offsets, int64_t sequences,
+                                 float* out, int64_t out_stride) {
+  const Net net{qkv, z, beta, alpha, qkv_stride, z_stride, beta_stride, alpha_stride, conv, dt_bias, decay, norm, eps,
+                key_heads, value_heads, head, tiled != 0, states, tails, slots, offsets, out, out_stride};
+  if (offsets[sequences] > 0) run(net, sequences);
+}

@@ -1,0 +1,150 @@
+"""Launches of a gated delta net's kernels: what `CudaKernels` has of it."""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from pshard.batch_sizes import DELTA_CHUNK, DELTA_ROWS, DELTA_STEPS
+from pshard.quant import align
+from pshard.runtime.kernels.api import DeltaWeights
+from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations
+from pshard.runtime.kernels.gpu.delta import triton_delta
+from pshard.runtime.kernels.gpu.products.few_rows import FewRows
+
+HEADS = (16, 32, 64, 128)  # elements of a head that kernels are written for
+STEP_WARPS, PREPARE_WARPS, ADVANCE_WARPS = 4, 8, 4
+PROGRAMS = 96  # columns of values are cut until so many programs carry states along
+ROOMY, WIDE = 200 << 10, 150 << 10  # bytes of shared memory for three and for two chunks of bfloat16 on their way
+GATE_ROWS, TAIL_CHANNELS = 16, 512
+
+
+class Chunked(NamedTuple):
+    """What one launch of chunks hands on to the next: see `prepare_chunks_kernel`."""
+
+    keys: torch.Tensor
+    w: torch.Tensor
+    u: torch.Tensor
+    p: torch.Tensor
+    c: torch.Tensor
+
+
+class DeltaOnGpu:
+    """See `Kernels`. Launch sizes depend on shapes and `longest` alone."""
+
+    _activations: Activations
+    _few_rows: FewRows
+
+    def delta_net(
+        self,
+        qkv: torch.Tensor,
+        z: torch.Tensor,
+        beta: torch.Tensor,
+        alpha: torch.Tensor,
+        weights: DeltaWeights,
+        states: torch.Tensor,
+        tails: torch.Tensor,
+        slots: torch.Tensor,
+        offsets: torch.Tensor,
+        out: torch.Tensor,
+        longest: int,
+        scratch: torch.Tensor | None = None,
+    ) -> None:
+        """See `Kernels.delta_net`. Up to DELTA_STEPS tokens of a sequence take one launch, which leaves up to
+        SMALL_BATCH rows quantised too; more go in chunks, DELTA_ROWS rows at once, and need `scratch`."""
+        _check(weights, qkv, states, tails)
+        ends = {"slots": slots, "offsets": offsets, "out": out, "out_stride": out.stride(0)}
+        heads = {"KEYS": weights.key_heads, "VALUES": weights.value_heads, "D": weights.head, "TILED": weights.tiled}
+        rows = (qkv, qkv.stride(0), z, z.stride(0), beta, beta.stride(0), alpha, alpha.stride(0))
+        if longest > DELTA_STEPS:
+            self._activations.ready = None
+            _run_chunks(rows, weights, heads, (states, tails), ends, longest, scratch)
+            return
+        counters, most = self._few_rows.scratch[1], self._few_rows.scratch[1].numel() // weights.key_heads
+        if slots.shape[0] > most:
+            raise ValueError(f"{slots.shape[0]} sequences at once; the kernels count {most}")
+        ready = self._activations.hand_over(out) if weights.head >= 32 else None
+        if ready is None:
+            self._activations.ready = None
+        triton_delta.delta_steps_kernel[(weights.value_heads, slots.shape[0])](
+            *rows, weights.conv, weights.dt_bias, weights.decay, weights.norm, weights.eps, states, tails, **ends,
+            counters=counters, **dict(zip(("words", "scale", "sums"), ready or NOT_QUANTISED)), **heads,
+            QUANTISE=ready is not None, num_warps=max(1, STEP_WARPS * weights.head**2 // 128**2),
+        )  # fmt: skip
+
+
+def _run_chunks(
+    rows: tuple[Any, ...],
+    weights: DeltaWeights,
+    heads: dict[str, Any],
+    kept: tuple[torch.Tensor, torch.Tensor],
+    ends: dict[str, Any],
+    longest: int,
+    scratch: torch.Tensor | None,
+) -> None:
+    """Rows of every sequence from `start` on, so many at once as the scratch is for."""
+    qkv, qkv_stride, z, z_stride, *scalars = rows
+    (states, tails), (slots, offsets, out, out_stride) = kept, ends.values()
+    index = (slots, offsets)
+    sequences, half = slots.shape[0], qkv.dtype == torch.bfloat16
+    together = min(max(1, DELTA_ROWS // sequences // DELTA_CHUNK) * DELTA_CHUNK, align(longest, DELTA_CHUNK))
+    between = _divide(scratch, weights, sequences * together, qkv.dtype)
+    columns = _columns(sequences * weights.value_heads, weights.head)
+    how = {**heads, "C": DELTA_CHUNK, "HALF": half}
+    conv = (weights.conv, weights.dt_bias, weights.decay, tails)
+    for start in range(0, longest, together):
+        chunks = triton.cdiv(min(together, longest - start), DELTA_CHUNK)
+        triton_delta.prepare_chunks_kernel[(chunks, weights.value_heads, sequences)](
+            qkv, qkv_stride, *scalars, *conv, *index, start, together, *between, **how, num_warps=PREPARE_WARPS
+        )
+        triton_delta.advance_states_kernel[(weights.head // columns, weights.value_heads, sequences)](
+            *between, states, *index, start, together, out, out_stride, **how, COLUMNS=columns,
+            STAGES=_stages(qkv.device, half), num_warps=ADVANCE_WARPS,
+        )  # fmt: skip
+    triton_delta.gate_rows_kernel[(triton.cdiv(out.shape[0], GATE_ROWS), weights.value_heads)](
+        out, out_stride, z, z_stride, weights.norm, weights.eps, offsets, sequences, D=weights.head, ROWS=GATE_ROWS,
+        num_warps=4,
+    )  # fmt: skip
+    triton_delta.store_tails_kernel[(triton.cdiv(qkv.shape[1], TAIL_CHANNELS), sequences)](
+        qkv, qkv_stride, tails, slots, offsets, qkv.shape[1], BLOCK=TAIL_CHANNELS, num_warps=4
+    )
+
+
+def _divide(scratch: torch.Tensor | None, weights: DeltaWeights, rows: int, kind: torch.dtype) -> Chunked:
+    """The scratch as what it is used for."""
+    each = (2 * weights.key_heads * weights.head, *(weights.value_heads * n for n in (weights.head,) * 2))
+    sizes = [rows * n * kind.itemsize for n in (*each, weights.value_heads * DELTA_CHUNK)]
+    sizes.append(rows * weights.value_heads * 4)
+    if scratch is None or scratch.numel() < sum(sizes):
+        have = 0 if scratch is None else scratch.numel()
+        raise ValueError(f"chunks of {rows} rows need {sum(sizes)} bytes of scratch, not {have}")
+    keys, w, u, p, c = scratch[: sum(sizes)].split(sizes)
+    return Chunked(keys.view(kind), w.view(kind), u.view(kind), p.view(kind), c.view(torch.float32))
+
+
+def _columns(states: int, head: int) -> int:
+    """Columns of values that one program carries along, of so many states."""
+    columns = min(64, head)
+    while columns > 16 and states * (head // columns) < PROGRAMS:
+        columns //= 2
+    return columns
+
+
+@lru_cache(maxsize=64)
+def _stages(device: torch.device, half: bool) -> int:
+    """Chunks that are on their way at once: what the shared memory of the GPU holds."""
+    if device.type != "cuda" or not half:
+        return 1
+    index = torch.cuda.current_device() if device.index is None else device.index
+    room = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
+    return 3 if room >= ROOMY else 2 if room >= WIDE else 1
+
+
+def _check(weights: DeltaWeights, qkv: torch.Tensor, states: torch.Tensor, tails: torch.Tensor) -> None:
+    if weights.head not in HEADS:
+        raise ValueError(f"heads of {weights.head} elements; the kernels take {', '.join(map(str, HEADS))}")
+    if qkv.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"rows of {qkv.dtype}; the kernels take float32 and bfloat16")
+    if not (states.is_contiguous() and tails.is_contiguous()):
+        raise ValueError("states and tails are contiguous, all slots of each")

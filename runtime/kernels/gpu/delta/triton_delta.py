@@ -1,0 +1,309 @@
+"""The gated delta net in Triton: token by token in one launch, or in chunks. See plain_delta.py for the formulas.
+
+States stay float32. Chunks go through three kernels: what does not need the state, of all chunks at once; the states,
+chunk after chunk, with columns of values apart; norms and gates of all rows. HALF: products of bfloat16, with sums in
+float32, where the rows come as bfloat16; else each product is three of TF32, as good as float32.
+"""
+
+import triton
+import triton.language as tl
+
+from pshard.runtime.kernels.gpu.products.triton_matvec import arrive
+from pshard.runtime.kernels.gpu.products.triton_quantise import store_quantised
+
+
+@triton.jit
+def _silu(x):
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _softplus(x):
+    """log(1 + e^x), as exact where it is tiny: log(1 + e) = 2 atanh(e / (2 + e)) of an e that is at most 1."""
+    e = tl.exp(-tl.abs(x))
+    s = e / (2.0 + e)
+    n = s * s
+    p = 1.0 / 13.0 + n * (1.0 / 15.0)
+    p = 1.0 / 9.0 + n * (1.0 / 11.0 + n * p)
+    p = 1.0 / 5.0 + n * (1.0 / 7.0 + n * p)
+    p = 1.0 + n * (1.0 / 3.0 + n * p)
+    return tl.maximum(x, 0.0) + 2.0 * s * p
+
+
+@triton.jit
+def _key_head(head, KEYS: tl.constexpr, VALUES: tl.constexpr, TILED: tl.constexpr):
+    """The key head that a value head uses."""
+    if TILED:
+        return head % KEYS
+    else:
+        return head // (VALUES // KEYS)
+
+
+@triton.jit
+def _weigh(conv, channel, old, older, oldest, new):
+    """silu of the convolution of a channel's last four inputs."""
+    w = conv + channel * 4
+    mixed = oldest * tl.load(w) + older * tl.load(w + 1) + old * tl.load(w + 2) + new * tl.load(w + 3)
+    return _silu(mixed)
+
+
+@triton.jit
+def delta_steps_kernel(
+    qkv, qkv_stride, z, z_stride, beta, beta_stride, alpha, alpha_stride, conv, dt_bias, decay, norm, eps, states,
+    tails, slots, offsets, out, out_stride, counters, words, scale, sums,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr, TILED: tl.constexpr, QUANTISE: tl.constexpr,
+):  # fmt: skip
+    """Program (value head, sequence): its tokens one after the other, the state in registers meanwhile. The last of a
+    key head's programs to come writes the tails of q and k, which all of them read. counters: 0, one a key head of a
+    sequence. QUANTISE: rows of out are also quantised for `matvec_kernel`."""
+    head, i = tl.program_id(0), tl.program_id(1)
+    begin, end = tl.load(offsets + i), tl.load(offsets + i + 1)
+    if end > begin:
+        slot = tl.load(slots + i).to(tl.int64)
+        key = _key_head(head, KEYS, VALUES, TILED)
+        CHANNELS: tl.constexpr = (2 * KEYS + VALUES) * D
+        dim = tl.arange(0, D)
+        at_q, at_k, at_v = key * D + dim, (KEYS + key) * D + dim, (2 * KEYS + head) * D + dim
+        tail = tails + slot * 3 * CHANNELS
+        q3, q2, q1 = tl.load(tail + at_q), tl.load(tail + CHANNELS + at_q), tl.load(tail + 2 * CHANNELS + at_q)
+        k3, k2, k1 = tl.load(tail + at_k), tl.load(tail + CHANNELS + at_k), tl.load(tail + 2 * CHANNELS + at_k)
+        v3, v2, v1 = tl.load(tail + at_v), tl.load(tail + CHANNELS + at_v), tl.load(tail + 2 * CHANNELS + at_v)
+        at_state = states + (slot * VALUES + head) * D * D + dim[:, None] * D + dim[None, :]
+        state = tl.load(at_state)
+        slope, bias = tl.load(decay + head), tl.load(dt_bias + head)
+        weight = tl.load(norm + dim)
+        first = begin.to(tl.int64)
+        for t in range(0, end - begin):
+            m = first + t
+            new_q = tl.load(qkv + m * qkv_stride + at_q).to(tl.float32)
+            new_k = tl.load(qkv + m * qkv_stride + at_k).to(tl.float32)
+            new_v = tl.load(qkv + m * qkv_stride + at_v).to(tl.float32)
+            q = _weigh(conv, at_q, q1, q2, q3, new_q)
+            k = _weigh(conv, at_k, k1, k2, k3, new_k)
+            v = _weigh(conv, at_v, v1, v2, v3, new_v)
+            q3, q2, q1 = q2, q1, new_q
+            k3, k2, k1 = k2, k1, new_k
+            v3, v2, v1 = v2, v1, new_v
+            q *= tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * (D**-0.5)
+            k *= tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
+            share = 1.0 / (1.0 + tl.exp(-tl.load(beta + m * beta_stride + head).to(tl.float32)))
+            left = tl.exp(slope * _softplus(tl.load(alpha + m * alpha_stride + head).to(tl.float32) + bias))
+            state *= left
+            u = share * (v - tl.sum(state * k[:, None], axis=0))
+            state += k[:, None] * u[None, :]
+            o = tl.sum(state * q[:, None], axis=0)
+            gate = tl.load(z + m * z_stride + head * D + dim).to(tl.float32)
+            o *= tl.rsqrt(tl.sum(o * o, axis=0) / D + eps) * weight * _silu(gate)
+            rounded = o.to(out.dtype.element_ty)
+            tl.store(out + m * out_stride + head * D + dim, rounded)
+            if QUANTISE:
+                chunk = head * (D // 32) + tl.arange(0, D // 32)
+                tile = tl.reshape(rounded.to(tl.float32), (D // 32, 32))
+                store_quantised(tile, chunk, chunk >= 0, m, words, scale, sums, VALUES * D // 32, D // 32)
+        tl.store(at_state, state)
+        tl.store(tail + at_v, v3)
+        tl.store(tail + CHANNELS + at_v, v2)
+        tl.store(tail + 2 * CHANNELS + at_v, v1)
+        counter = counters + i * KEYS + key
+        if arrive(counter) == VALUES // KEYS - 1:
+            tl.store(tail + at_q, q3)
+            tl.store(tail + CHANNELS + at_q, q2)
+            tl.store(tail + 2 * CHANNELS + at_q, q1)
+            tl.store(tail + at_k, k3)
+            tl.store(tail + CHANNELS + at_k, k2)
+            tl.store(tail + 2 * CHANNELS + at_k, k1)
+            tl.store(counter, 0)
+
+
+@triton.jit
+def _dot(a, b, HALF: tl.constexpr):
+    if HALF:
+        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
+    else:
+        return tl.dot(a, b, input_precision="tf32x3")
+
+
+@triton.jit
+def _invert(a, C: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + a)^-1 of a strictly lower a [C, C], C at most 64.
+
+    Blocks of 16 on the diagonal by substitution, row by row, all at once: D. With what is left of a, R: (I + D R)^-1 D,
+    where M = D R has M^4 = 0, so that the first is (I - M)(I + M^2).
+    """
+    B: tl.constexpr = C // 16
+    block = tl.arange(0, B)
+    same = block[:, None, None, None] == block[None, None, :, None]
+    x = -tl.sum(tl.where(same, tl.reshape(a, (B, 16, B, 16)), 0.0), axis=2)  # [B, 16, 16]
+    r = tl.arange(0, 16)
+    for n in range(1, 16):
+        mine = (r == n)[None, :, None]
+        line = tl.sum(tl.where(mine, x, 0.0), axis=1)
+        line += tl.sum(line[:, :, None] * x, axis=1)
+        x = tl.where(mine, line[:, None, :], x)
+    x += tl.where(r[:, None] == r[None, :], 1.0, 0.0)[None, :, :]
+    spread = tl.where(same, tl.broadcast_to(x[:, :, None, :], (B, 16, B, 16)), 0.0)
+    inner = tl.reshape(spread, (C, C))
+    i = tl.arange(0, C)
+    rest = tl.where(i[:, None] // 16 == i[None, :] // 16, 0.0, a)
+    one = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    m = tl.dot(inner, rest, input_precision=PRECISION)
+    square = tl.dot(m, m, input_precision=PRECISION)
+    return tl.dot(tl.dot(one - m, one + square, input_precision=PRECISION), inner, input_precision=PRECISION)
+
+
+@triton.jit
+def _convolve(
+    qkv, stride, conv, tail, row, live, begin, fresh, column,
+    D: tl.constexpr, C: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """silu of the convolution of D channels from `column` on, [C, D], 0 in rows that are not `live`. `fresh`: some of
+    the inputs came before the sequence's first row here, `begin`, and stand in its tail."""
+    channel = column + tl.arange(0, D)
+    mixed = tl.zeros((C, D), tl.float32)
+    for t in range(4):
+        source = row + (t - 3)
+        here = live & (source >= begin)
+        at = qkv + source.to(tl.int64)[:, None] * stride + channel[None, :]
+        x = tl.load(at, mask=here[:, None], other=0.0).to(tl.float32)
+        mixed += x * tl.load(conv + channel * 4 + t)[None, :]
+    if fresh:
+        for t in range(3):
+            before = row + t - begin
+            at_tail = tail + before[:, None] * CHANNELS + channel[None, :]
+            old = tl.load(at_tail, mask=(live & (before < 3))[:, None], other=0.0)
+            mixed += old * tl.load(conv + channel * 4 + t)[None, :]
+    return _silu(mixed)
+
+
+@triton.jit(do_not_specialize=["start", "together"])
+def prepare_chunks_kernel(
+    qkv, qkv_stride, beta, beta_stride, alpha, alpha_stride, conv, dt_bias, decay, tails, slots, offsets, start,
+    together, keys, w, u, p, c,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr, TILED: tl.constexpr, C: tl.constexpr,
+    HALF: tl.constexpr,
+):  # fmt: skip
+    """Program (chunk, value head, sequence): of `together` rows a sequence from its row `start` on, what chunks need
+    not wait for. With R = sequences * together: keys [2, KEYS, R, D], q and k, normed; w, u [VALUES, R, D];
+    p [VALUES, R, C], Q K^T * D; c [VALUES, R], the sums of g."""
+    head, i = tl.program_id(1), tl.program_id(2)
+    begin, end = tl.load(offsets + i), tl.load(offsets + i + 1)
+    first = begin + start + tl.program_id(0) * C
+    if first < end:
+        rows = tl.num_programs(2).to(tl.int64) * together
+        place = tl.arange(0, C)
+        row = first + place
+        live = row < end
+        at = i.to(tl.int64) * together + tl.program_id(0) * C + place
+        key = _key_head(head, KEYS, VALUES, TILED)
+        CHANNELS: tl.constexpr = (2 * KEYS + VALUES) * D
+        PRECISION: tl.constexpr = "tf32" if HALF else "tf32x3"
+        tail = tails + tl.load(slots + i).to(tl.int64) * 3 * CHANNELS
+        fresh = first == begin
+        dim = tl.arange(0, D)
+        kind = keys.dtype.element_ty
+        if TILED:
+            leads = head < KEYS
+        else:
+            leads = head % (VALUES // KEYS) == 0
+        a = tl.load(alpha + row.to(tl.int64) * alpha_stride + head, mask=live, other=0.0).to(tl.float32)
+        b = tl.load(beta + row.to(tl.int64) * beta_stride + head, mask=live, other=0.0).to(tl.float32)
+        share = tl.where(live, 1.0 / (1.0 + tl.exp(-b)), 0.0)
+        g = tl.load(decay + head) * _softplus(a + tl.load(dt_bias + head))
+        sums = tl.cumsum(tl.where(live, g, 0.0), axis=0)
+        tl.store(c + head * rows + at, sums)
+        seen = place[:, None] >= place[None, :]
+        between = tl.where(seen, tl.exp(tl.where(seen, sums[:, None] - sums[None, :], 0.0)), 0.0)
+        k = _convolve(qkv, qkv_stride, conv, tail, row, live, begin, fresh, (KEYS + key) * D, D, C, CHANNELS)
+        k *= tl.rsqrt(tl.sum(k * k, axis=1) + 1e-6)[:, None]
+        at_keys = keys + (key * rows + at)[:, None] * D + dim[None, :]
+        if leads:
+            tl.store(at_keys + KEYS * rows * D, k.to(kind))
+        system = _dot(k, tl.trans(k), HALF) * between * share[:, None]
+        q = _convolve(qkv, qkv_stride, conv, tail, row, live, begin, fresh, key * D, D, C, CHANNELS)
+        q *= (tl.rsqrt(tl.sum(q * q, axis=1) + 1e-6) * (D**-0.5))[:, None]
+        if leads:
+            tl.store(at_keys, q.to(kind))
+        scores = _dot(q, tl.trans(k), HALF) * between
+        tl.store(p + (head * rows + at)[:, None] * C + place[None, :], scores.to(kind))
+        inverse = _invert(tl.where(place[:, None] > place[None, :], system, 0.0), C, PRECISION)
+        at_rows = (head * rows + at)[:, None] * D + dim[None, :]
+        tl.store(w + at_rows, _dot(inverse, k * (share * tl.exp(sums))[:, None], HALF).to(kind))
+        v = _convolve(qkv, qkv_stride, conv, tail, row, live, begin, fresh, (2 * KEYS + head) * D, D, C, CHANNELS)
+        tl.store(u + at_rows, _dot(inverse, v * share[:, None], HALF).to(kind))
+
+
+@triton.jit(do_not_specialize=["start", "together"])
+def advance_states_kernel(
+    keys, w, u, p, c, states, slots, offsets, start, together, out, out_stride,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr, TILED: tl.constexpr, C: tl.constexpr,
+    COLUMNS: tl.constexpr, HALF: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Program (COLUMNS of the values, value head, sequence): the state through the same rows, chunk after chunk, and o
+    of every row into out, not normed yet."""
+    head, i = tl.program_id(1), tl.program_id(2)
+    begin, end = tl.load(offsets + i) + start, tl.load(offsets + i + 1)
+    end = tl.minimum(end, begin + together)
+    if end > begin:
+        rows = tl.num_programs(2).to(tl.int64) * together
+        key = _key_head(head, KEYS, VALUES, TILED)
+        slot = tl.load(slots + i).to(tl.int64)
+        dim, place = tl.arange(0, D), tl.arange(0, C)
+        column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        at_state = states + (slot * VALUES + head) * D * D + dim[:, None] * D + column[None, :]
+        state = tl.load(at_state)
+        at_q = keys + key * rows * D + dim[None, :]
+        at_k = at_q + KEYS * rows * D
+        at_w = w + head * rows * D + dim[None, :]
+        at_u = u + head * rows * D + column[None, :]
+        at_p = p + head * rows * C + place[None, :]
+        for chunk in tl.range(0, tl.cdiv(end - begin, C), num_stages=STAGES):
+            at = i.to(tl.int64) * together + chunk * C + place
+            ws = tl.load(at_w + at[:, None] * D)
+            qs = tl.load(at_q + at[:, None] * D)
+            ks = tl.load(at_k + at[:, None] * D)
+            ps = tl.load(at_p + at[:, None] * C)
+            sums = tl.load(c + head * rows + at)
+            whole = tl.load(c + head * rows + i.to(tl.int64) * together + chunk * C + (C - 1))
+            new = tl.load(at_u + at[:, None] * D).to(tl.float32) - _dot(ws, state, HALF)
+            o = _dot(qs, state, HALF) * tl.exp(sums)[:, None] + _dot(ps, new, HALF)
+            row = begin + chunk * C + place
+            at_out = out + row.to(tl.int64)[:, None] * out_stride + head * D + column[None, :]
+            tl.store(at_out, o.to(out.dtype.element_ty), mask=(row < end)[:, None])
+            left = new * tl.exp(whole - sums)[:, None]
+            state = state * tl.exp(whole) + _dot(tl.trans(ks), left, HALF)
+        tl.store(at_state, state)
+
+
+@triton.jit
+def gate_rows_kernel(out, out_stride, z, z_stride, norm, eps, offsets, sequences, D: tl.constexpr, ROWS: tl.constexpr):
+    """Program (ROWS rows, value head): out = RMSNorm(out) * silu(z), in place, of rows that belong to a sequence."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = row < tl.load(offsets + sequences)
+    dim = tl.arange(0, D)
+    column = tl.program_id(1) * D + dim[None, :]
+    at = out + row.to(tl.int64)[:, None] * out_stride + column
+    o = tl.load(at, mask=live[:, None], other=0.0).to(tl.float32)
+    gate = tl.load(z + row.to(tl.int64)[:, None] * z_stride + column, mask=live[:, None], other=0.0).to(tl.float32)
+    o *= tl.rsqrt(tl.sum(o * o, axis=1) / D + eps)[:, None] * tl.load(norm + dim)[None, :] * _silu(gate)
+    tl.store(at, o.to(out.dtype.element_ty), mask=live[:, None])
+
+
+@triton.jit
+def store_tails_kernel(qkv, qkv_stride, tails, slots, offsets, channels, BLOCK: tl.constexpr):
+    """Program (BLOCK channels, sequence): the last three inputs, some of which are the old tail's where the sequence
+    has fewer than three rows."""
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = channel < channels
+    begin, end = tl.load(offsets + tl.program_id(1)), tl.load(offsets + tl.program_id(1) + 1)
+    tail = tails + tl.load(slots + tl.program_id(1)).to(tl.int64) * 3 * channels + channel
+    if end > begin:
+        tokens = end - begin
+        at = qkv + (end - 3).to(tl.int64) * qkv_stride + channel
+        first = tl.load(at, mask=there & (tokens > 2), other=0.0).to(tl.float32)
+        second = tl.load(at + qkv_stride, mask=there & (tokens > 1), other=0.0).to(tl.float32)
+        third = tl.load(at + 2 * qkv_stride, mask=there, other=0.0).to(tl.float32)
+        first += tl.load(tail + tokens * channels, mask=there & (tokens < 3), other=0.0)
+        second += tl.load(tail + 2 * channels, mask=there & (tokens == 1), other=0.0)
+        tl.store(tail, first, mask=there)
+        tl.store(tail + channels, second, mask=there)
+        tl.store(tail + 2 * channels, third, mask=there)

@@ -1,0 +1,105 @@
+"""The chat as people use it: piped lines in process, and a terminal that a script plays."""
+
+import io
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from cli_world import World, make_world, tokenizer_metadata
+
+from pshard.commands.program import one_program
+
+TURNS = "{% for m in messages %}<s>{{ m.role[0] }}{{ m.content }}</s>{% endfor %}<s>a"
+
+
+@pytest.fixture
+def world(tmp_path: Path, quick_search: None) -> World:
+    return make_world(tmp_path, metadata=tokenizer_metadata() | {"tokenizer.chat_template": TURNS})
+
+
+def chat(world: World, lines: str, monkeypatch: pytest.MonkeyPatch, *flags: str, command: str = "chat") -> int:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    return one_program.main([command, str(world.model), "--temp", "0", "-n", "4", *flags])
+
+
+def test_piped_lines_are_messages_and_commands(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    kept = tmp_path / "chat.json"
+    lines = (
+        f"Hi\nYou\\\nand I\n/stats\n/system Be brief.\n/temp 0.5\n/save {kept}\n/undo\n/reset\n/load {kept}\n/stats\n"
+    )
+    assert chat(world, lines + "/temp hot\n/nope\n/save\n/help\n/exit\nnot read\n", monkeypatch) == 0
+    said = capsys.readouterr().err
+    messages = json.loads(kept.read_text())["messages"]
+    assert [m["role"] for m in messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert messages[0]["content"] == "Be brief." and messages[3]["content"] == "You\nand I"
+    for words in (
+        r"[\d.]+ tok/s, prompt \d+ tok/s \| \d+ of 512 tokens of context \| \d+% of prompts from the cache",
+        "the temperature is 0.5", "5 messages are in", "forgotten: You", "all turns are forgotten",
+        "5 messages are taken", "'hot' is no temperature", "there is no /nope", "say which file: /save FILE",
+        "/load   FILE",
+    ):  # fmt: skip
+        assert re.search(words, said), words
+
+
+def test_a_single_turn_answers_the_prompt_of_a_flag(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    assert chat(world, "not read", monkeypatch, "-st", "-sys", "Be brief.", "-p", "Hi") == 0
+    first = capsys.readouterr().out
+    assert chat(world, "", monkeypatch, "-st", "-sys", "Be brief.", "-p", "Hi", command="run") == 0
+    assert capsys.readouterr().out == first != ""
+
+
+def test_files_that_are_no_chats_are_refused_and_the_chat_goes_on(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "a.json").write_text("[]")
+    (tmp_path / "b.json").write_text('{"messages": [{"role": "dog", "content": "woof"}]}')
+    lines = "".join(f"/load {tmp_path}/{name}.json\n" for name in "abc")
+    assert chat(world, lines + "/stats\n", monkeypatch) == 0
+    said = capsys.readouterr().err
+    assert "is no chat: it has no list" in said and "a role of system, user" in said and "cannot read" in said
+    assert "0 of 512 tokens of context" in said
+
+
+@pytest.mark.slow
+def test_a_terminal_chats_stops_an_answer_and_goes_on(world: World) -> None:
+    pexpect = pytest.importorskip("pexpect", reason="plays the terminal")
+    env = os.environ | {"TERM": "xterm"}
+    words = ["-m", "pshard.commands.program.one_program", "run", str(world.model), "--temp", "0", "--logit-bias"]
+    words += ["257-inf", "-c", "512"]  # no answer ends by itself
+    child = pexpect.spawn(sys.executable, words, env=env, encoding="utf-8", timeout=60, dimensions=(30, 120))
+
+    def say(words: str) -> None:
+        """Type at the next prompt, which asks the terminal where its cursor is."""
+        child.expect_exact("\x1b[6n")
+        child.send("\x1b[3;1R")
+        child.send(words)
+
+    try:
+        child.expect("chat with .*Ctrl-D ends it")
+        say("Hello\r")
+        child.expect("the context is full, so the answer ends here")
+        say("/temp 2\r")
+        child.expect("the temperature is 2")
+        say("half a line\x03")
+        child.expect("Ctrl-D ends the chat")
+        say("More\r")
+        child.expect(r"\?2004l.{20}")  # the answer has begun
+        child.sendintr()
+        child.expect("the 1 oldest turn of the chat went")
+        child.expect_exact("(stopped)")
+        say("")
+        child.expect("of 512 tokens of context .*from the cache")  # the status line
+        child.send("/stats\r")
+        child.expect("so far")
+        say("\x04")
+        child.expect(pexpect.EOF)
+    finally:
+        child.close(force=True)
+    assert child.exitstatus == 0

@@ -1,0 +1,114 @@
+"""A model runs without a profile, without a plan, and with whatever context it needs."""
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from cli_world import World, edit_json, make_world
+
+from pshard.commands import cli_plan, cli_run
+from pshard.commands.program import one_program
+from pshard.profile.effort import SHORT_SECONDS
+from pshard.registries.store import load_registry
+
+
+@pytest.fixture
+def world(tmp_path: Path, quick_search: None) -> World:
+    return make_world(tmp_path)
+
+
+def run(world: World, *more: object) -> int:
+    return one_program.main(["run", str(world.model), "-n", "3", "--temp", "0", *map(str, more)])
+
+
+def test_a_model_without_a_plan_is_planned_once(world: World, capsys: pytest.CaptureFixture) -> None:
+    assert run(world, "-p", "To be") == 0
+    said = capsys.readouterr()
+    assert f"kept in {world.registry}" in said.err and f"pshard-plan -m {world.model} --vram " in said.err
+    before = world.registry.read_bytes()
+    assert run(world, "-p", "To be") == 0
+    again = capsys.readouterr()
+    assert again.out == said.out and "plan:" not in again.err and world.registry.read_bytes() == before
+
+
+def test_a_plan_without_a_budget_is_the_one_that_a_run_takes(world: World, capsys: pytest.CaptureFixture) -> None:
+    assert cli_plan.main([str(world.model)]) == 0
+    (variant,) = load_registry(world.registry).variants
+    assert variant.workload.vram_mib[0] * 2**20 > world.model.stat().st_size
+    capsys.readouterr()
+    assert run(world, "-p", "a") == 0
+    assert "plan:" not in capsys.readouterr().err
+
+
+def test_a_context_that_no_plan_has_is_planned(world: World, capsys: pytest.CaptureFixture) -> None:
+    assert cli_plan.main(["-m", str(world.model), "--vram", "6", "-c", "64"]) == 0
+    capsys.readouterr()
+    assert run(world, "--vram", 6, "-p", "a" * 200) == 0
+    said = capsys.readouterr().err
+    assert "no plan fits 6 MiB -c 203" in said and "so it was planned anew" in said
+    assert [v.workload.context for v in load_registry(world.registry).variants] == [64, 512]
+
+
+def test_a_profile_that_is_new_makes_the_run_plan_anew_and_say_so(world: World, capsys: pytest.CaptureFixture) -> None:
+    assert run(world, "-p", "a") == 0
+    edit_json(world.profile, "host", "threads", value=2)
+    capsys.readouterr()
+    assert run(world, "-p", "a") == 0
+    assert "threads: 1 -> 2" in (said := capsys.readouterr().err) and "so it was planned anew" in said
+    assert len(load_registry(world.registry).sets) == 2
+
+
+def test_the_largest_micro_batch_is_as_large_as_asked(world: World, capsys: pytest.CaptureFixture) -> None:
+    assert run(world, "-p", "a") == 0
+    assert run(world, "-p", "a", "-ub", 64, "-b", 32) == 0
+    assert sorted(v.workload.max_ubatch for v in load_registry(world.registry).variants) == [32, 128]
+    assert "-ub 32" in capsys.readouterr().err
+
+
+def test_a_prompt_may_be_piped_in(world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    assert run(world, "-p", "To be") == 0
+    flagged = capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdin", io.StringIO("To be"))
+    assert run(world) == 0
+    assert capsys.readouterr().out == flagged
+
+
+def test_without_a_number_of_tokens_the_model_s_context_is_enough(world: World) -> None:
+    assert cli_run.main(["-m", str(world.model), "-p", "a" * 500, "--temp", "0"]) == 0
+
+
+def test_a_grammar_is_followed(world: World, capsys: pytest.CaptureFixture) -> None:
+    pytest.importorskip("llguidance", reason="follows grammars")
+    for flags in (["--grammar", 'root ::= "yes" | "no"'], ["-j", '{"enum": ["yes", "no"]}']):
+        assert run(world, "-p", "a", "-n", 9, *flags) == 0
+        assert capsys.readouterr().out.strip().strip('"') in ("yes", "no")
+    for flags, told in ((["--grammar", "root ::= ("], "--grammar cannot"), (["-j", "{"], "--json-schema cannot")):
+        assert run(world, "-p", "a", *flags) == 2
+        assert told in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_machine_without_a_profile_is_measured_briefly(world: World, capsys: pytest.CaptureFixture) -> None:
+    world.profile.unlink()
+    assert run(world, "-p", "To be") == 0
+    said = capsys.readouterr().err
+    assert "this machine was measured, briefly" in said and str(world.profile) in said
+    made = json.loads(world.profile.read_text())
+    assert made["provenance"]["short"] and made["provenance"]["quick"] and made["matmuls"] and made["attention"]
+    assert run(world, "-p", "To be") == 0
+    assert "profile:" not in capsys.readouterr().err
+
+
+def test_a_short_profile_measures_what_every_plan_needs_and_the_rest_while_time_lasts() -> None:
+    from pshard.profile.effort import full_effort, short_effort
+    from pshard.profile.measure import ProfileRequest, plan_jobs
+
+    effort = short_effort(32 << 20, 16 << 30)
+    jobs = plan_jobs(ProfileRequest("cpu", effort, None, None, "x"), False)
+    needed = [job.label for job in jobs if not job.optional]
+    assert effort.limit < SHORT_SECONDS and len(needed) == 4 and len(jobs) > len(needed)
+    assert jobs[: len(needed)] == [job for job in jobs if not job.optional]
+    whole = plan_jobs(ProfileRequest("cpu", full_effort(32 << 20, 16 << 30), None, None, "x"), False)
+    assert len([job for job in whole if not job.optional]) > 15

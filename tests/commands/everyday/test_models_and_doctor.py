@@ -1,0 +1,100 @@
+"""What there is, and what is wrong: the lists of pshard models and pshard doctor."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from cli_world import World, edit_json, make_world
+
+from pshard.commands import cli_plan
+from pshard.commands.program import one_program
+from pshard.session.readiness import diagnose
+
+
+@pytest.fixture
+def world(tmp_path: Path, quick_search: None, monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    return make_world(tmp_path)
+
+
+def list_json(capsys: pytest.CaptureFixture, *folders: Path) -> list[dict]:
+    capsys.readouterr()
+    assert one_program.main(["models", "--json", *map(str, folders)]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_models_are_listed_with_size_and_rates(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert list_json(capsys, empty) == []
+    for part in ("big-00001-of-00002.gguf", "big-00002-of-00002.gguf"):
+        (world.model.parent / part).write_bytes(b"x" * 100)
+    assert cli_plan.main(["-m", str(world.model), "--vram", "6", "-c", "128"]) == 0
+    tiny, big = sorted(list_json(capsys, world.model.parent), key=lambda model: -model["nbytes"])
+    assert tiny["nbytes"] == world.model.stat().st_size and tiny["name"] == str(world.model)
+    (rate,) = tiny["plans"]
+    assert rate["vram_mib"] == [6] and rate["context"] == 128 and rate["prompt"] > 0 < rate["decode"]
+    assert big["nbytes"] == 200 and big["plans"] == []
+    assert [model["name"] for model in list_json(capsys, empty)] == [str(world.model)]  # it was planned before
+    assert one_program.main(["models", str(world.model.parent)]) == 0
+    said = capsys.readouterr().out
+    assert "6 MiB, 128 tokens: " in said and "none; pshard plan makes one" in said
+    assert one_program.main(["models", str(tmp_path / "none")]) == 2
+
+
+def test_models_of_the_hub_s_cache_have_the_names_of_their_repositories(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    blob = tmp_path / "hub" / "models--org--some-model" / "blobs" / "abc"
+    snapshot = blob.parents[1] / "snapshots" / "123"
+    folder = tmp_path / "hub" / "models--org--folder" / "snapshots" / "1"
+    for path in (blob.parent, snapshot, folder):
+        path.mkdir(parents=True)
+    blob.write_bytes(b"x" * 300)
+    (snapshot / "m-Q4_0.gguf").symlink_to(os.path.relpath(blob, snapshot))
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"x" * 50)
+    found = {model["name"]: model["nbytes"] for model in list_json(capsys, empty)}
+    assert found == {"org/folder": 50, "org/some-model: m-Q4_0.gguf": 300}
+
+
+def test_a_registry_that_cannot_be_read_is_said_beside_its_model(world: World, capsys: pytest.CaptureFixture) -> None:
+    world.registry.write_text("{")
+    (model,) = list_json(capsys, world.model.parent)
+    assert "is corrupt" in model["problem"]
+
+
+def test_the_doctor_looks_at_everything_and_says_what_to_do(world: World, capsys: pytest.CaptureFixture) -> None:
+    one_program.main(["doctor"])
+    said = capsys.readouterr().out
+    for what in ("CPU kernels", "GPU", "page-locking", "limits", "NUMA", "free memory", "profile"):
+        assert f" {what}: " in said
+    assert "could not be looked at" not in said and "days old" in said
+
+
+def test_a_profile_of_another_machine_is_wrong(world: World, capsys: pytest.CaptureFixture) -> None:
+    edit_json(world.profile, "host", "cpu", value="another")
+    assert one_program.main(["doctor"]) == 1
+    said = capsys.readouterr().out
+    assert (
+        "WRONG profile: the machine profile is of another machine: cpu: another" in said and "-> pshard profile" in said
+    )
+
+
+def test_missing_kernels_are_wrong_and_the_remedy_is_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pshard.runtime.kernels.cpu.native.is_available", lambda: False)
+    monkeypatch.setattr("pshard.session.readiness.diagnose.shutil.which", lambda name: None)
+    found = next(iter(diagnose.diagnose()))
+    assert found.state == "wrong" and "install a C++20 compiler" in found.remedy
+
+
+@pytest.mark.parametrize(("short", "said"), [(True, "it was made in seconds"), (False, "it is old")])
+def test_short_and_old_profiles_are_noted(world: World, short: bool, said: str) -> None:
+    edit_json(world.profile, "provenance", "short", value=short)
+    found = list(diagnose.diagnose())[-1]
+    assert found.state == "note" and said in found.says and "pshard profile" in found.remedy

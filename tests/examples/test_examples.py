@@ -1,0 +1,54 @@
+"""The example programs run as their first lines say."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_world import World, make_world
+
+from pshard.commands.cli_plan import main as plan
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.fixture
+def world(tmp_path: Path, quick_search: None) -> World:
+    return make_world(tmp_path, context=512, n_layers=1)
+
+
+def run(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=dict(os.environ))
+
+
+@pytest.mark.slow
+def test_an_answer_is_streamed(world: World) -> None:
+    assert plan(["-m", str(world.model), "--vram", str(world.roomy), "-c", "256"]) == 0
+    done = run("stream_answer.py", world.model, world.roomy, "To be")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout and f"of {world.roomy} MiB used" in done.stderr
+
+
+def test_the_likeliest_tokens_are_named(world: World) -> None:
+    assert plan(["-m", str(world.model), "--vram", str(world.roomy), "-c", "256"]) == 0
+    done = run("next_token.py", world.model, world.roomy, "To be")
+    assert done.returncode == 0, done.stderr
+    chances = [float(line.split("%")[0]) for line in done.stdout.splitlines()]
+    assert len(chances) == 5 and chances == sorted(chances, reverse=True)
+
+
+def test_budgets_are_compared_without_running(world: World) -> None:
+    done = run("what_if.py", world.model, world.profile, 0, world.budget, world.roomy)
+    assert done.returncode == 0, done.stderr
+    too_small, tight, roomy = done.stdout.splitlines()
+    assert "too small" in too_small and "first token after" in tight
+    assert all(float(line.split("then ")[1].split()[0]) > 0 for line in (tight, roomy))
+
+
+@pytest.mark.slow
+def test_a_missing_plan_is_one_line(world: World) -> None:
+    done = run("next_token.py", world.model, world.roomy, "To be")
+    assert done.returncode == 1 and done.stderr.startswith("error: no plan for this model")
+    assert done.stderr.count("\n") == 1

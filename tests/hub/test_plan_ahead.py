@@ -1,0 +1,175 @@
+"""What a model of the Hub will do here is known before it is fetched, from headers alone."""
+
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from cli_world import made_up_profile, tokenizer_metadata
+from hub_server import Faults, HubServer
+from model_files import write_gguf
+
+from pshard.commands.cli_plan import main as plan
+from pshard.hub.fetch_headers import fetch_headers
+from pshard.hub.fetch_model import fetch_model
+from pshard.hub.repository import list_repository
+from pshard.models import open_model
+from pshard.registries.profile_store import default_profile_path, save_profile
+
+REPO = "someone/small-GGUF"
+QUANTS = ("Q4_0", "Q8_0", "F16")
+
+
+def vocabulary(n: int = 1500) -> dict:
+    """A tokenizer whose lists are long enough to be shared."""
+    tokens = [f"token{i:05d}" for i in range(n)]
+    kept = {k: v for k, v in tokenizer_metadata().items() if not isinstance(v, list)}
+    return kept | {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [1] * n}
+
+
+@pytest.fixture
+def files(hub: HubServer, tmp_path: Path) -> dict[str, bytes]:
+    """A repository with a model of 2 layers in three quantisations and with factors of RoPE, and a profile here."""
+    made = {}
+    for qtype in QUANTS:
+        path = write_gguf(
+            tmp_path / "made.gguf", qtype=qtype, n_layers=2, vocab=1500, metadata=vocabulary(),
+            extra={"rope_freqs.weight": np.linspace(1, 4, 32)},
+        )  # fmt: skip
+        made[f"small-{qtype}.gguf"] = path.read_bytes()
+        path.unlink()
+    hub.repositories[REPO] = dict(made)
+    save_profile(made_up_profile(), default_profile_path())
+    return made
+
+
+def write_folder(folder: Path) -> dict[str, bytes]:
+    """A llama model of one layer as Hugging Face has them."""
+    from safetensors.numpy import save_file
+
+    folder.mkdir()
+    shapes = {"model.embed_tokens": (64, 256), "lm_head": (64, 256), "model.norm": (256,)}
+    shapes |= {f"model.layers.0.self_attn.{role}_proj": (256, 256) for role in "qkvo"}
+    shapes |= {f"model.layers.0.mlp.{role}_proj": (512, 256) for role in ("gate", "up")}
+    shapes |= {"model.layers.0.mlp.down_proj": (256, 512), "model.layers.0.input_layernorm": (256,)}
+    shapes |= {"model.layers.0.post_attention_layernorm": (256,)}
+    save_file({f"{n}.weight": np.ones(s, np.float16) for n, s in shapes.items()}, folder / "model.safetensors")
+    config = {"model_type": "llama", "hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 1}
+    config |= {"intermediate_size": 512, "vocab_size": 64, "rms_norm_eps": 1e-6, "max_position_embeddings": 512}
+    (folder / "config.json").write_text(json.dumps(config | {"rope_theta": 1e4, "tie_word_embeddings": False}))
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+def test_headers_open_as_the_files_would_and_share_one_vocabulary(hub, files, tmp_path) -> None:
+    repository = list_repository(REPO)
+    headers = fetch_headers(repository, repository.models, tmp_path / "headers")
+    for qtype in QUANTS:
+        true = tmp_path / f"small-{qtype}.gguf"
+        true.write_bytes(files[true.name])
+        with open_model(headers[qtype]) as here, open_model(true) as there:
+            assert here.spec.units == there.spec.units and here.spec.config == there.spec.config
+            assert here.fingerprint_inputs() == there.fingerprint_inputs()
+            assert len(here.metadata["tokenizer.ggml.tokens"]) == 1500
+    (first, *_) = repository.models
+    long = [r for r in hub.of_files() if r[2] == f"bytes=0-{min(1 << 20, first.nbytes) - 1}"]
+    assert len(long) == 1  # the others were asked for what is before and behind the vocabulary
+    on_disk = sum(p.stat().st_blocks * 512 for p in (tmp_path / "headers").rglob("*.gguf"))
+    assert on_disk < sum(map(len, files.values())) / 4
+
+
+def test_a_quantisation_with_another_vocabulary_is_read_whole(hub, files, tmp_path) -> None:
+    path = write_gguf(tmp_path / "made.gguf", qtype="Q5_0", n_layers=2, vocab=1200, metadata=vocabulary(1200))
+    hub.repositories[REPO]["small-Q5_0.gguf"] = path.read_bytes()
+    repository = list_repository(REPO)
+    headers = fetch_headers(repository, repository.models, tmp_path / "headers")
+    with open_model(headers["Q5_0"]) as model:
+        assert model.spec.config.vocab == 1200
+
+
+def test_plan_tells_of_every_quantisation_and_fetches_none(hub, files, quick_search, capsys, tmp_path) -> None:
+    assert plan(["-m", f"{REPO}:Q8_0", "--vram", "8", "-c", "512"]) == 0
+    said = capsys.readouterr()
+    rows = {
+        line.split()[0]: line.split() for line in said.out.splitlines() if line.split()[:1] in ([q] for q in QUANTS)
+    }
+    assert set(rows) == set(QUANTS)
+    assert "asked" in rows["Q8_0"][1] and "Predicted: time to first token" in said.out
+    assert "We would take Q8_0" in said.out and f"pshard run {REPO}:Q8_0" in said.out
+    assert "not written, as the model is not here" in said.err
+    assert hub.sent < sum(map(len, files.values())) / 2
+    assert not list((tmp_path / "hf").rglob("*.gguf"))
+
+
+def test_the_plan_from_a_header_is_the_plan_of_the_file(hub, files, quick_search, capsys) -> None:
+    arguments = ["-m", f"{REPO}:Q4_0", "--vram", "6", "-c", "512", "--json"]
+    assert plan(arguments) == 0
+    before = json.loads(capsys.readouterr().out)
+    fetch_model(f"{REPO}:Q4_0")
+    assert plan(arguments) == 0
+    after = json.loads(capsys.readouterr().out)
+    (offered,) = [o for o in before["offered"] if o["label"] == "Q4_0"]
+    tiers = [
+        [t["placements"] for t in r["registry"]["sets"][0]["variants"][0]["ranks"][0]["tiers"]] for r in (before, after)
+    ]
+    assert tiers[0] == tiers[1]
+    assert before["registry"]["sets"][0]["fingerprint"] == after["registry"]["sets"][0]["fingerprint"]
+    assert offered["decode_rate"] > 0 and offered["vram_mib"] <= 6
+    assert "offered" not in after
+
+
+def test_a_type_that_is_not_supported_is_a_row_that_says_so(hub, files, quick_search, capsys) -> None:
+    data = bytearray(files["small-Q8_0.gguf"])
+    kind = gguf.GGMLQuantizationType.IQ2_XS.to_bytes(4, "little")
+    for name in (b"blk.0.attn_q.weight", b"blk.0.attn_k.weight"):
+        at = data.index(name) + len(name) + 4 + 2 * 8
+        data[at : at + 4] = kind
+    hub.repositories[REPO]["small-IQ2_XS.gguf"] = bytes(data)
+    assert plan(["-m", f"{REPO}:Q4_0", "--vram", "8", "-c", "512"]) == 0
+    out = capsys.readouterr().out
+    assert "IQ2_XS does not run here: tensor blk.0.attn_q.weight has type IQ2_XS" in out
+
+
+def test_a_folder_of_safetensors_is_planned_from_its_headers(hub, files, quick_search, capsys, tmp_path) -> None:
+    hub.repositories["someone/plain"] = write_folder(tmp_path / "made")
+    assert plan(["-m", "someone/plain", "--vram", "8", "-c", "256"]) == 0
+    assert "safetensors (asked for)" in capsys.readouterr().out
+    path = fetch_model("someone/plain")
+    with open_model(path) as model:
+        assert model.spec.name == "plain"
+
+
+@pytest.mark.parametrize(
+    "refused, says",
+    [((401, "RepoNotFound"), "no repository or file"), ((403, "GatedRepo"), "gated"), ((429, ""), "429")],
+)
+def test_planning_ahead_ends_with_what_to_do_when_the_hub_refuses(hub, files, capsys, refused, says) -> None:
+    hub.faults = Faults(refused=refused)
+    assert plan(["-m", f"{REPO}:Q4_0", "--vram", "8"]) == 2
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1
+
+
+def test_a_header_that_is_cut_is_taken_up_again_and_an_error_when_it_stays_so(hub, files, quick_search, capsys) -> None:
+    hub.faults = Faults(cut_after=3000, cuts=2)
+    assert plan(["-m", f"{REPO}:Q4_0", "--vram", "8", "-c", "512"]) == 0
+    hub.faults = Faults(cut_after=0, cuts=1000)
+    capsys.readouterr()
+    assert plan(["-m", f"{REPO}:Q4_0", "--vram", "8"]) == 2
+    error = capsys.readouterr().err
+    assert "small-Q4_0.gguf was cut after 0 of" in error and error.count("\n") == 1
+
+
+def test_flags_that_need_the_file_are_refused_before_anything_is_asked(hub, files, capsys) -> None:
+    asked = len(hub.requests)
+    assert plan(["-m", f"{REPO}:Q4_0", "--vram", "8", "--validate"]) == 2
+    assert "--validate needs the model here" in capsys.readouterr().err
+    assert len(hub.requests) == asked
+
+
+def test_registries_of_cached_models_lie_in_pshards_own_cache(hub, files, quick_search, capsys, tmp_path) -> None:
+    path = fetch_model(f"{REPO}:Q4_0")
+    assert plan(["-m", str(path), "--vram", "8", "-c", "512"]) == 0
+    written = tmp_path / "cache/registries/someone--small-GGUF--small-Q4_0.gguf.pshard.json"
+    assert written.is_file()
+    assert not list((tmp_path / "hf").rglob("*.pshard.json"))

@@ -1,0 +1,147 @@
+"""The Triton kernels of the gated delta net compute what plain torch does (runtime/kernels/plain_delta.py).
+
+As in test_triton_kernels.py they run on a GPU when there is one, else in Triton's interpreter, in a process of their
+own; without Triton everything here is skipped.
+"""
+
+import os
+
+import pytest
+import torch
+from delta_inputs import DeltaCase, copy_case, make_case, run_case, run_cut, shrink, widen
+from interpreted import expect_interpreted_to_pass, mend_interpreter
+from random_weights import DEVICE
+
+triton = pytest.importorskip("triton", reason="Triton is installed with the CUDA build of torch only")
+READY = DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+needs_kernels = pytest.mark.skipif(not READY, reason="runs inside test_delta_kernels_in_the_interpreter")
+
+from pshard.batch_sizes import DELTA_STEPS  # noqa: E402
+from pshard.runtime.kernels.gpu import cuda  # noqa: E402
+from pshard.runtime.kernels.gpu.delta import delta_kernels  # noqa: E402
+from pshard.runtime.kernels.plain import PlainKernels  # noqa: E402
+from pshard.tensor import TensorSpec  # noqa: E402
+from pshard.units.operations import DeltaNet  # noqa: E402
+
+if READY and DEVICE == "cpu":
+    mend_interpreter()
+
+CLOSE = 1e-6  # of rows in float32, where plain torch has 0.4e-6
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(READY, reason="the kernels run here directly")
+def test_delta_kernels_in_the_interpreter() -> None:
+    expect_interpreted_to_pass(__file__)
+
+
+@pytest.fixture(scope="module")
+def kernels() -> cuda.CudaKernels:
+    return cuda.CudaKernels(DEVICE, 64)
+
+
+def make_scratch(case: DeltaCase) -> torch.Tensor:
+    """As large as its noun says, and NaN all over."""
+    w, none = case.weights, TensorSpec("", "F32", (1,))
+    net = DeltaNet((none,), none, none, none, w.key_heads, w.value_heads, w.head)
+    nbytes = net.scratch_nbytes(max(DELTA_STEPS + 1, case.qkv.shape[0]), len(case.slots), case.qkv.element_size())
+    return torch.full((nbytes,), 0xFF, dtype=torch.uint8, device=DEVICE)
+
+
+def expect_alike(got: DeltaCase, want: DeltaCase, close: float) -> None:
+    """Differences within `close` times the deviation in the mean, a hundred times that each, as norms of small rows
+    have it; what nobody wrote stays."""
+    for name in ("out", "states", "tails"):
+        a, b = getattr(got, name).double(), getattr(want, name)
+        assert torch.equal(a.isnan(), b.isnan()), name
+        error, spread = (a - b).nan_to_num(), b[~b.isnan()].std()
+        assert error.square().mean().sqrt() <= close * spread, name
+        assert error.abs().max() <= 100 * close * spread, name
+
+
+def compare(kernels: cuda.CudaKernels, case: DeltaCase, close: float, longest: int = 0) -> None:
+    want = widen(copy_case(case))
+    run_case(PlainKernels(), want)
+    run_case(kernels, case, longest, make_scratch(case))
+    expect_alike(case, want, close)
+
+
+@needs_kernels
+@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("lengths", [(1,), (1, 1, 1), (2, 0, 5, 3)])
+def test_few_tokens_are_computed_one_by_one(kernels: cuda.CudaKernels, lengths: tuple[int, ...], tiled: bool) -> None:
+    case = make_case(lengths, tiled=tiled, padding=2, slots=6, device=DEVICE)
+    compare(kernels, case, CLOSE)
+    assert not kernels._few_rows.scratch[1].any()  # counters are ready for the next launch
+
+
+@needs_kernels
+@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("lengths", [(64,), (17,), (130, 0, 1, 70)])
+def test_many_tokens_are_computed_in_chunks(kernels: cuda.CudaKernels, lengths: tuple[int, ...], tiled: bool) -> None:
+    compare(kernels, make_case(lengths, tiled=tiled, padding=3, device=DEVICE), CLOSE)
+
+
+@needs_kernels
+def test_chunks_of_more_rows_than_the_scratch_holds(kernels: cuda.CudaKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta_kernels, "DELTA_ROWS", 128)
+    compare(kernels, make_case((200, 90), device=DEVICE), CLOSE)
+
+
+@needs_kernels
+@pytest.mark.parametrize("lengths", [(1, 2), (20, 90)])
+def test_rows_of_bfloat16(kernels: cuda.CudaKernels, lengths: tuple[int, ...]) -> None:
+    compare(kernels, make_case(lengths, dtype=torch.bfloat16, head=32, device=DEVICE), 0.015)
+
+
+@needs_kernels
+def test_a_captured_launch_serves_shorter_sequences(kernels: cuda.CudaKernels) -> None:
+    """`longest` may be more than any sequence has, and more sequences may be there than bring tokens."""
+    for longest in (DELTA_STEPS, 190):
+        compare(kernels, make_case((3, 1, 0), device=DEVICE, padding=186), CLOSE, longest)
+
+
+@needs_kernels
+def test_micro_batches_of_any_sizes_give_the_same_state(kernels: cuda.CudaKernels) -> None:
+    whole = make_case((90,), key_heads=1, value_heads=2, device=DEVICE)
+    for cut in ((1, 89), (8,) * 11 + (2,), (40, 1, 49)):
+        parts, want = copy_case(whole), widen(copy_case(whole))
+        run_case(PlainKernels(), want)
+        run_cut(kernels, parts, cut, make_scratch(whole))
+        expect_alike(parts, want, CLOSE)
+
+
+@needs_kernels
+@pytest.mark.parametrize("lengths", [(2,), (20,)], ids=str)
+def test_small_keys_are_normed_with_their_epsilon(kernels: cuda.CudaKernels, lengths: tuple[int, ...]) -> None:
+    compare(kernels, shrink(make_case(lengths, device=DEVICE)), CLOSE)
+
+
+@needs_kernels
+def test_alike_keys_and_slow_decay_stay_exact(kernels: cuda.CudaKernels) -> None:
+    """The system of a chunk is hardest to solve where all of its keys are one."""
+    case = make_case((128,), device=DEVICE)
+    case.qkv[:] = case.qkv[:1] + 0.01 * case.qkv
+    case.weights.decay.fill_(-1e-4)
+    case.beta.fill_(4.0)
+    compare(kernels, case, 3 * CLOSE)
+
+
+@needs_kernels
+def test_few_rows_are_left_quantised_for_the_product_that_follows(kernels: cuda.CudaKernels) -> None:
+    case = make_case((1, 1, 2), head=32, dtype=torch.bfloat16, device=DEVICE)
+    run_case(kernels, case)
+    assert kernels._activations.ready is not None
+    ready = [part.clone() for part in kernels._activations.quantise(case.out)]
+    fresh = kernels._activations.quantise(case.out.clone())
+    chunks, rows = case.out.shape[1] // 32, 4
+    for mine, other, each in zip(ready, fresh, (8, 1, 2)):
+        assert torch.equal(mine[: rows * chunks * each], other[: rows * chunks * each])
+
+
+@needs_kernels
+def test_what_does_not_fit_is_refused(kernels: cuda.CudaKernels) -> None:
+    with pytest.raises(ValueError, match="heads of 48 elements"):
+        run_case(kernels, make_case((1,), head=48, device=DEVICE))
+    with pytest.raises(ValueError, match="bytes of scratch, not 0"):
+        run_case(kernels, make_case((100,), device=DEVICE))

@@ -1,0 +1,180 @@
+"""Plans with slots for experts that follow use: what they promise, that they are legal, and never slower."""
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from experts_file import ExpertsFile
+from planner_cases import DESKTOP, OWN
+from routing_samples import make_drifting_record, make_record
+
+from pshard.errors import NoPlan, UserError
+from pshard.model import ModelSpec
+from pshard.model_config import Experts
+from pshard.plan import Variant
+from pshard.planner.check_plan import PlanError, check_variant
+from pshard.planner.foresee import foresee_strategies
+from pshard.planner.llama_cpp_arguments import list_unsaid
+from pshard.planner.make_plan import plan_baseline, plan_variant
+from pshard.planner.price.datasheet import profile_from_datasheet
+from pshard.planner.price.profile_tables import Tables
+from pshard.planner.price.tier_costs import tier_costs
+from pshard.planner.price.tier_loads import TierLoad
+from pshard.planner.routing.plan_slots import plan_slots
+from pshard.planner.routing.slot_promises import list_pools
+from pshard.routing.expert_cache import ExpertCache, pack_hits, slot_nbytes
+from pshard.routing.expert_map import map_experts
+from pshard.routing.measure_popularity import measure_popularity
+from pshard.routing.order_experts import order_experts
+from pshard.routing.record import RoutingRecord
+from pshard.steps.emit import emit_steps
+from pshard.steps.step import Refill, StepShape
+from pshard.times.predicted_times import round_seconds
+from pshard.units.moe.followed import expect_hits, find_eligible
+from pshard.units.share import Share
+from pshard.workload import Workload
+
+EXPERTS, USED, LAYERS = 16, 2, 4
+FILE = ExpertsFile(Experts(EXPERTS, USED, 160), layers=LAYERS, d_model=512)
+RATES = replace(DESKTOP, link=16e9, host_memory=20e9, host_flops=10e9, handoff_seconds=5e-6)
+PROFILE = profile_from_datasheet(RATES)
+WORK = Workload((OWN + 20,), context=128, max_ubatch=16, prompt=16, generated=400)
+DRIFTING = make_drifting_record(600, LAYERS)
+
+
+def recorded(record: RoutingRecord = DRIFTING) -> ModelSpec:
+    return order_experts(FILE.spec, measure_popularity(record))
+
+
+def cache_of(hits: list[float], slots: int = 8, admitted: float = 2.0) -> ExpertCache:
+    units = [unit for unit in FILE.spec.units if unit.kind.parts]
+    names = tuple(unit.name for unit in units)
+    return ExpertCache(names, slots, slot_nbytes(units[0]), "lru", 4, pack_hits(hits), 0.5, admitted)
+
+
+def price(tokens: int, *caches: ExpertCache):
+    load = TierLoad(tokens, 1, 0, 1, 1.0)
+    return tier_costs(replace(FILE.spec, caches=caches), Tables(PROFILE), load, Workload((1000,), context=128))
+
+
+def test_hits_take_work_from_the_cpu_and_the_link_and_give_it_to_the_accelerator() -> None:
+    share, unit = Share(8, 4), "blk.1.experts"
+    without, half = price(1).divided(unit, share), price(1, cache_of([0.5] * 16)).divided(unit, share)
+    assert half.cpu == pytest.approx(without.cpu / 2, rel=0.15)
+    assert half.read < 0.75 * without.read  # a copy begins with a wait
+    assert half.cpu_reads == pytest.approx(without.cpu_reads / 2, rel=0.01) and half.acc > without.acc
+    all_found = price(1, cache_of([1.0] * 16)).divided(unit, share)
+    assert all_found.cpu < 0.2 * without.cpu and all_found.read < 0.5 * without.read
+    assert price(16, cache_of([0.5] * 16)).divided(unit, share) == price(16).divided(unit, share)  # prompts use none
+
+
+def plan_both(record: RoutingRecord) -> tuple[Variant, Variant]:
+    spec = recorded(record)
+    without = plan_variant(spec, PROFILE, WORK)
+    return without, plan_slots(spec, PROFILE, WORK, without, record)
+
+
+@cache
+def plan_drifting() -> tuple[Variant, Variant]:
+    return plan_both(DRIFTING)
+
+
+def test_a_record_of_drifting_likings_gets_slots_and_less_time(quick_search: None) -> None:
+    without, variant = plan_drifting()
+    (rank,) = variant.ranks
+    assert rank.caches and round_seconds(variant) < 0.95 * round_seconds(without)
+    check_variant((replace(recorded(), caches=rank.caches),), variant, "cuda")
+    (cache,) = rank.caches
+    assert {tier.buffers.cached for tier in rank.tiers} == {cache.nbytes} and cache.admits >= 1
+    assert variant.popularity == without.popularity and variant.workload.vram_mib == WORK.vram_mib
+
+
+def test_what_a_plan_promises_is_what_a_replay_of_its_slots_finds(quick_search: None) -> None:
+    """Also: the bytes that it counts over the link have the experts that are brought in."""
+    _, variant = plan_drifting()
+    (rank,) = variant.ranks
+    (cache,), (pool,) = rank.caches, list_pools(recorded(), DRIFTING, 1)
+    eligible = find_eligible(recorded(), cache, rank.tiers[0].placements)
+    assert pool.promise(cache, eligible) == cache and expect_hits(rank) == cache.found > 0.4
+    (experts,) = map_experts(recorded(), variant)
+    assert experts.tiers[0].found == pytest.approx(cache.found, abs=0.06) and experts.tiers[-1].found == 0
+    assert sum(experts.tiers[0].served) + experts.tiers[0].found == pytest.approx(1)
+    steps = emit_steps(replace(recorded(), caches=rank.caches), rank.tiers[0], StepShape(1, 100, 1))
+    (refill,) = [step for step in steps.body if isinstance(step, Refill)]
+    assert refill.nbytes == round(cache.admitted * cache.slot_bytes) > 0
+
+
+@pytest.mark.slow
+def test_a_record_of_likings_that_stay_gets_no_slower_plan(quick_search: None) -> None:
+    record = make_record(400, LAYERS, skew=2.0)
+    record = replace(record, layers=tuple(range(LAYERS)))
+    without, variant = plan_both(record)
+    assert round_seconds(variant) <= round_seconds(without)
+
+
+def test_without_a_record_slots_are_worth_no_more_than_experts_that_stay(quick_search: None) -> None:
+    (pool,) = list_pools(FILE.spec, None, 1)
+    cache = pool.promise(pool.make_cache(16, "lru", 99), np.ones((LAYERS, EXPERTS), bool))
+    assert cache.found == pytest.approx(16 / 64) and cache.hits_by_place == pytest.approx((0.25,) * 16, abs=2e-3)
+    assert cache.admitted == pytest.approx(LAYERS * USED * 0.75)
+    without = plan_variant(FILE.spec, PROFILE, WORK)
+    assert plan_slots(FILE.spec, PROFILE, WORK, without, None) == without
+
+
+def test_expert_lru_has_slots_in_all_the_room_and_reads_the_rest_over_the_link(quick_search: None) -> None:
+    variant = plan_baseline("expert-lru", FILE.spec, PROFILE, WORK)
+    check_variant((FILE.spec,), variant, "cuda")
+    (rank,) = variant.ranks
+    (cache,) = rank.caches
+    assert cache.policy == "lru" and cache.admits == LAYERS * USED
+    for tier in rank.tiers:
+        assert {p.where for p in tier.placements if p.unit.endswith("experts")} == {"streamed"}
+        assert {p.where for p in tier.placements[1:] if not p.unit.endswith("experts")} == {"pinned"}
+    most = max(tier.buffers.total for tier in rank.tiers)
+    assert most + cache.slot_bytes > 20 << 20 or cache.slots == LAYERS * EXPERTS
+    (line,) = [said for said in list_unsaid(variant, {u.name: u for u in FILE.spec.units}) if "follow use" in said]
+    assert line.startswith(f"{cache.slots} slots") and f"--moe-cache-mib {cache.nbytes >> 20}," in line
+    spec, record = recorded(), DRIFTING
+    promised = plan_baseline("expert-lru", spec, PROFILE, WORK, record=record)
+    assert round_seconds(promised) < round_seconds(variant)
+    _, planned = plan_drifting()
+    assert round_seconds(planned) <= round_seconds(promised)
+    names = [each.strategy for each in foresee_strategies(spec, PROFILE, WORK, planned, record).forecasts]
+    assert names.count("expert-lru") == 1
+
+
+def test_expert_lru_is_refused_where_it_cannot_be() -> None:
+    with pytest.raises(UserError, match="for one device, not 2"):
+        two = replace(WORK, vram_mib=WORK.vram_mib * 2, split_mode="layer")
+        plan_baseline("expert-lru", FILE.spec, PROFILE, two)
+    with pytest.raises(NoPlan, match="'expert-lru' does not fit"):
+        plan_baseline("expert-lru", FILE.spec, PROFILE, replace(WORK, vram_mib=(OWN + 1,)))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"units": ("blk.0.router",)}, "'blk.0.router', which has no experts"),
+        ({"slot_bytes": 512}, "slots of 512 bytes are for experts of"),
+        ({"slots": 3}, "bytes of caches, not"),
+        ({"hits": pack_hits([0.5])}, "hits of 1 experts, not of 16"),
+    ],
+)
+def test_damaged_caches_are_refused(change: dict, message: str) -> None:
+    variant = plan_baseline("expert-lru", FILE.spec, PROFILE, WORK)
+    (rank,) = variant.ranks
+    damaged = replace(rank, caches=(replace(rank.caches[0], **change),))
+    with pytest.raises(PlanError, match=message):
+        check_variant((FILE.spec,), replace(variant, ranks=(damaged,)), "cuda")
+
+
+def test_what_the_cpu_and_the_link_find_outside_slots_is_spread_as_chance_has_it() -> None:
+    """Each choice is found in a slot or not, whatever others are: against random tokens."""
+    rng, share, unit, found = np.random.default_rng(3), Share(8, 4), "blk.1.experts", 0.6
+    cost, times = price(1, cache_of([found] * EXPERTS)).divided(unit, share), []
+    read, cpu = (seconds / (n * USED / EXPERTS * (1 - found)) for seconds, n in ((cost.read, 4), (cost.cpu, 8)))
+    for _ in range(20_000):
+        missed = [e for e in rng.permutation(EXPERTS)[:USED] if rng.random() > found]
+        times.append(sum(read if 4 <= e < 8 else -cpu if e >= 8 else 0.0 for e in missed))
+    assert cost.spread == pytest.approx(np.std(times), rel=0.05)

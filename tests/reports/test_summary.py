@@ -1,0 +1,107 @@
+"""A report begins with what matters, compares only what ran on one machine, and can be read by everyone."""
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+from report_samples import make_bench, make_full_profile, make_measurement, make_plan_registry, make_timeline
+
+from pshard.reports.inputs import ReportInputs
+from pshard.reports.page import build_page
+from pshard.reports.sections import draw_sections
+from pshard.reports.summary import find_gains, summarise
+from pshard.times.measurement import Timeline
+
+
+def make_inputs(**fields) -> ReportInputs:
+    variants = make_plan_registry((6000,), (12000,)).variants
+    given = {
+        "measurements": tuple(make_bench()),
+        "plans": tuple(("Invented 32B Q4_0", v) for v in variants),
+        "profiles": (make_full_profile(),),
+        "timelines": (Timeline("A decode step", make_timeline()),),
+    }
+    return ReportInputs(("files",), **(given | fields))
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    """The page, with figures that are not rendered: that takes seconds, and other tests do it."""
+    inputs = make_inputs()
+    return build_page(inputs, [(section, "<svg></svg>") for section in draw_sections(inputs)], "Made now")
+
+
+def test_three_sentences_say_machine_plan_and_gain() -> None:
+    machine, plan, gain = summarise(make_inputs())
+    assert "Some" in machine or "GB/s" in machine
+    assert plan.startswith("Within 6000 MiB the plan has, while decoding, of the 66 units of Invented 32B Q4_0")
+    assert "prompts of 4096 tokens run 2.72 times as fast (2.59 to 2.86 by the repeats) as with fit" in gain
+    assert "answers are written 1.68 times as fast" in gain
+
+
+def test_a_gain_is_over_the_best_alternative_and_spans_the_repeats() -> None:
+    own = make_measurement(0, 64, 12.0)
+    runs = (own, make_measurement(0, 64, 4.0, "fit"), make_measurement(0, 64, 6.0, "layer-stream"))
+    (gain,) = find_gains(runs)
+    assert gain.best.strategy == "layer-stream" and gain.times == pytest.approx(2.0, rel=1e-3)
+    low, high = gain.span
+    assert low == pytest.approx(2 * 0.98 / 1.03, rel=1e-3) and high == pytest.approx(2 * 1.03 / 0.98, rel=1e-3)
+
+
+def test_a_plan_that_is_slower_says_so() -> None:
+    runs = (make_measurement(0, 64, 3.0), make_measurement(0, 64, 6.0, "fit"))
+    assert "answers are written 0.50 times as fast" in summarise(make_inputs(measurements=runs))[-1]
+
+
+def test_what_ran_on_another_machine_is_not_compared() -> None:
+    elsewhere = make_measurement(0, 64, 4.0, "fit", environment=(("cpu", "Other"), ("accelerator", "Some GPU")))
+    assert not find_gains((make_measurement(0, 64, 12.0), elsewhere))
+    said = summarise(make_inputs(measurements=(make_measurement(0, 64, 12.0), elsewhere)))[-1]
+    assert said.startswith("Nothing else was measured beside the plan")
+
+
+def test_the_plan_under_another_name_is_no_alternative() -> None:
+    assert not find_gains((make_measurement(0, 64, 12.0), make_measurement(0, 64, 11.0, "fit", same_as="ilp")))
+
+
+def test_one_run_each_has_no_range() -> None:
+    runs = [make_measurement(0, 64, 8.0, s, samples_ns=(n,)) for s, n in (("ilp", 10**9), ("fit", 2 * 10**9))]
+    (gain,) = find_gains(runs)
+    assert "(one run each)" in gain.in_words()
+
+
+class _Images(HTMLParser):
+    """Collects what stands for pictures, and where scripts stand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alts: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Notes the text of every picture."""
+        if tag in ("img", "svg"):
+            self.alts.append(dict(attrs).get("alt" if tag == "img" else "aria-label") or "")
+
+
+def test_the_summary_comes_first_and_every_picture_has_a_text(page: str) -> None:
+    assert page.index("In short") < page.index("Speed against the baselines")
+    images = _Images()
+    images.feed(page)
+    assert len(images.alts) > 8 and all(len(alt) > 40 for alt in images.alts)
+
+
+def test_plans_can_be_looked_into_with_and_without_scripts(page: str) -> None:
+    explorer = page[page.index('<section class="explorer">') :]
+    explorer = explorer[: explorer.index("</section>")]
+    assert re.search(r'<p class="slider" hidden>.*max="1" value="1"', explorer)  # a script shows it
+    assert explorer.count("<figure data-budget=") == 2 and "<figure hidden" not in explorer
+    assert "<title>blk.0.ffn, 1 token" in explorer.replace("tokens", "token")
+    assert explorer.count("<rect") == explorer.count("<title>") == 2 * 7 * 66
+
+
+def test_steps_can_be_looked_into(page: str) -> None:
+    assert "<title>copy 1.ffn: 2.80 ms, from" in page
+
+
+def test_the_page_has_a_dark_side(page: str) -> None:
+    assert "@media (prefers-color-scheme: dark)" in page and 'name="color-scheme" content="light dark"' in page

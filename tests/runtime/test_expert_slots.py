@@ -1,0 +1,167 @@
+"""Experts that follow use into slots of VRAM: the same logits, the right bytes, decisions that repeat."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from cache_plans import cache_of, with_cache
+from experts_file import RULES, ExpertsFile, skew_routers
+from test_experts import check_talk, make_toy_tier
+from test_routing import draw_text, record_text
+
+from pshard.model_config import Experts
+from pshard.plan import Variant
+from pshard.planner.check_plan import check_runnable
+from pshard.routing.expert_cache import FOLLOW_TOKENS, ExpertCache
+from pshard.routing.measure_popularity import measure_popularity
+from pshard.routing.order_experts import order_experts
+from pshard.routing.replay_slots import replay_run
+from pshard.runtime.build_engine import build_engine
+from pshard.runtime.devices.device import open_device
+from pshard.runtime.engine import Engine
+from pshard.units.moe.followed import follow_plan, keep_slots
+
+IN_PLACE, KEPT = ("streamed", None), ("streamed", None, 0, 2)
+SHARED, PINNED = ("streamed", None, 3, 2), ("pinned", None, 5)  # with the CPU
+TEXT = 73  # tokens of `walk_text`
+
+
+def slow(case: object) -> object:
+    return pytest.param(case, marks=pytest.mark.slow)
+
+
+def make_cached(
+    file: ExpertsFile, way: tuple, caches: tuple[ExpertCache, ...], sequences: int = 1, slots: int = 1
+) -> Variant:
+    """Tiers for a token or a few, and for prompts, all experts placed that way."""
+    layers = sum(bool(unit.kind.parts) for unit in file.spec.units)
+    tiers = tuple(make_toy_tier(file, n, [way] * layers, slots, sequences) for n in (sequences, 5, 16))
+    return with_cache(file, tiers, caches, sequences)
+
+
+def open_cached(file: ExpertsFile, variant: Variant, kernels: str = "plain", records: bool = False) -> Engine:
+    check_runnable((order_experts(file.spec, variant.popularity),), variant, "cpu")
+    return build_engine(file, variant, open_device("cpu"), kernels=kernels, records=records)
+
+
+@pytest.mark.parametrize("sequences, policy", [(1, "lru"), (3, "frequency")])
+@pytest.mark.parametrize("way", [IN_PLACE, SHARED, slow(KEPT), slow(PINNED)], ids=str)
+def test_slots_give_the_logits_of_a_plain_forward(way: tuple, sequences: int, policy: str) -> None:
+    file = ExpertsFile()
+    variant = make_cached(file, way, (cache_of(file, 5, policy),), sequences)
+    with open_cached(file, variant) as engine:
+        check_talk(engine, file, sequences, 0)
+        assert engine.expert_hits.hits > 0 and engine.expert_hits.admitted > 0
+
+
+def walk_text(engine: Engine, text: list[int]) -> torch.Tensor:
+    """Prompts between stretches of single tokens and a few at once: logits of all."""
+    rows, at = [], 0
+    for size in [20, *[1] * 12, 4, *[1] * 6, 16, 3, *[1] * 12]:
+        rows.append(engine.forward(text[at : at + size], all_logits=True))
+        at += size
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("kernels", ["plain", "fast"])
+@pytest.mark.parametrize("way", [IN_PLACE, KEPT], ids=str)
+def test_slots_change_no_bit_where_one_side_computes_all_experts(way: tuple, kernels: str) -> None:
+    file, text, found = skew_routers(ExpertsFile(RULES["of the chosen"]), 1.0), draw_text(TEXT), []
+    for caches in ((), (cache_of(file, 6),)):
+        with open_cached(file, make_cached(file, way, caches), kernels) as engine:
+            found.append(walk_text(engine, text))
+            assert bool(caches) == (engine.expert_hits.hits > 0)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("rule", [RULES["of the chosen"], *map(slow, list(RULES.values())[:3])], ids=str)
+@pytest.mark.parametrize("way", [SHARED, PINNED], ids=str)
+def test_slots_move_logits_by_no_more_than_rounding_where_the_cpu_has_experts(way: tuple, rule: Experts) -> None:
+    file, text, found = skew_routers(ExpertsFile(rule), 1.0), draw_text(TEXT), []
+    for caches in ((), (cache_of(file, 6),)):
+        with open_cached(file, make_cached(file, way, caches), "fast") as engine:
+            found.append(walk_text(engine, text).double())
+    assert (found[0] - found[1]).abs().max() < 1e-5 * found[0].std()
+
+
+@pytest.mark.parametrize("way", [IN_PLACE, SHARED], ids=str)
+def test_a_run_from_a_fresh_engine_repeats_every_bit(way: tuple) -> None:
+    file, text, found = skew_routers(ExpertsFile(), 1.0), draw_text(TEXT), []
+    for _ in range(2):
+        with open_cached(file, make_cached(file, way, (cache_of(file, 4, "lru"),)), "fast") as engine:
+            found.append((walk_text(engine, text), engine.expert_hits))
+    assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
+
+
+def test_a_slot_has_the_bytes_of_its_expert_after_any_talk() -> None:
+    """Over resets, tiers and sequences: what the table says lies in a slot is what lies there."""
+    file = skew_routers(ExpertsFile(), 1.0)
+    with open_cached(file, make_cached(file, SHARED, (cache_of(file, 5),), 3)) as engine:
+        rng = random.Random(0)
+        for _ in range(60):
+            if rng.random() < 0.1:
+                engine.reset(rng.randrange(3))
+            engine.forward([draw_text(rng.choice((1, 1, 1, 2, 9)), rng.randrange(99)) for _ in range(3)])
+            _check_bytes(engine)
+        assert engine.expert_hits.admitted > 10
+
+
+def _check_bytes(engine: Engine) -> None:
+    executor = engine._executor
+    executor.device.synchronize()
+    (pool,) = executor.slots._pools
+    for row, expert in np.argwhere(pool.follower.slot_of >= 0).tolist():
+        unit, slot = pool._units[row], int(pool.follower.slot_of[row, expert])
+        blob = executor.weights.blob(unit.name)
+        for matrix, (at, tensor) in zip(pool._view(slot), unit.offsets().values()):
+            part = tensor.packed_nbytes // tensor.parts
+            assert torch.equal(matrix.data, blob[at + expert * part :][:part])
+
+
+@pytest.mark.parametrize("policy", ["lru", "frequency"])
+def test_the_hits_of_a_run_are_those_of_a_replay_of_its_record(policy: str) -> None:
+    file, text = skew_routers(ExpertsFile(Experts(16, 2, 16)), 1.0), draw_text(TEXT)
+    variant = make_cached(file, SHARED, (cache_of(file, 10, policy),))
+    with open_cached(file, variant, records=True) as engine:
+        walk_text(engine, text)
+        record, measured = engine.record_routing("ab"), engine.expert_hits
+    (rank,) = variant.ranks
+    follower = follow_plan(file.spec, rank, rank.caches[0])
+    assert replay_run(record, record.layers, follower, FOLLOW_TOKENS) == measured
+    assert measured.chosen == 3 * 2 * (len(text) - 16 - 16)  # without those of prompts and 0.1 < measured.share < 0.9
+
+
+def test_prompts_leave_slots_as_they_are() -> None:
+    file = skew_routers(ExpertsFile(), 1.0)
+    with open_cached(file, make_cached(file, IN_PLACE, (cache_of(file, 5),))) as engine:
+        for token in draw_text(20):
+            engine.forward([token])
+        before = engine.expert_hits
+        engine.forward(draw_text(32))
+        assert engine.expert_hits == before
+
+
+def test_slots_begin_with_the_experts_that_a_record_says_are_used_most() -> None:
+    file, text = skew_routers(ExpertsFile(Experts(16, 2, 16)), 1.5), draw_text(100)
+    popularity = measure_popularity(record_text(file, text))
+    tiers = tuple(make_toy_tier(file, n, [KEPT] * 3, 1, 1) for n in (1, 16))
+    variant = with_cache(file, tiers, (cache_of(file, 6),), popularity=popularity)
+    with open_cached(file, variant) as engine:
+        (pool,) = engine._executor.slots._pools
+        inside = {(row, expert) for row, expert in np.argwhere(pool.follower.slot_of >= 0).tolist()}
+    ranked = sorted((-popularity.uses_of(layer)[at], at, layer) for layer in range(3) for at in range(2, 16))
+    assert inside == {(layer, popularity.order_of(layer)[at]) for _, at, layer in ranked[:6]}
+
+
+def test_with_slots_that_are_kept_earlier_text_moves_no_bit() -> None:
+    file, text, found = skew_routers(ExpertsFile(), 1.0), draw_text(30), []
+    variant = make_cached(file, SHARED, (cache_of(file, 5),))
+    for before in ([], draw_text(25, seed=5)):
+        with open_cached(file, keep_slots(variant), "fast") as engine:
+            for token in before:
+                engine.forward([token])
+            engine.reset()
+            found.append(torch.cat([engine.forward([token], all_logits=True) for token in text]))
+            assert engine.expert_hits.admitted == 0 < engine.expert_hits.hits
+    assert torch.equal(*found)

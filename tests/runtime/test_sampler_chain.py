@@ -1,0 +1,129 @@
+"""The chain of samplers against one written out token by token, from what llama.cpp's documentation says of each."""
+
+import math
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pshard.errors import StepFailed, UserError
+from pshard.runtime.drawing.chain import SAMPLERS, Penalties
+from pshard.runtime.sampling import Sampler, Sampling
+
+
+def chances_of(logits: dict[int, float]) -> dict[int, float]:
+    top = max(logits.values())
+    weights = {token: math.exp(value - top) for token, value in logits.items()}
+    return {token: weight / sum(weights.values()) for token, weight in weights.items()}
+
+
+def draw_slowly(values: list[float], sampling: Sampling, before: list[int]) -> dict[int, float]:
+    """Chances of the tokens that are left, by dictionaries and loops."""
+    left = dict(enumerate(values))
+    for token, more in sampling.logit_bias:
+        left[token] += more
+    left = {token: value for token, value in left.items() if value > -math.inf}
+    for name in sampling.samplers:
+        ranked = sorted(left, key=lambda token: (-left[token], token))
+        chances = chances_of(left)
+        if name == "penalties":
+            p = sampling.penalties
+            recent = before[-p.last :] if p.last > 0 else before if p.last == -1 else []
+            for token in left:
+                if times := recent.count(token):
+                    left[token] = left[token] / p.repeat if left[token] > 0 else left[token] * p.repeat
+                    left[token] -= times * p.frequency + p.presence
+        elif name == "top_k" and sampling.top_k:
+            left = {token: left[token] for token in ranked[: sampling.top_k]}
+        elif name == "top_p":
+            reached, kept = 0.0, []
+            for token in ranked:
+                kept.append(token)
+                reached += chances[token]
+                if reached >= sampling.top_p:
+                    break
+            left = {token: left[token] for token in kept}
+        elif name == "min_p":
+            best = chances[ranked[0]]
+            left = {token: left[token] for token in ranked if chances[token] >= sampling.min_p * best}
+        elif name == "temperature" and sampling.temperature > 0:
+            left = {token: value / sampling.temperature for token, value in left.items()}
+        elif name == "temperature":
+            left = {ranked[0]: 0.0}
+    return chances_of(left)
+
+
+ORDERS = st.lists(st.sampled_from(SAMPLERS), min_size=1, max_size=5, unique=True).map(tuple)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 10**6), n=st.integers(2, 700), order=st.one_of(st.just(SAMPLERS), ORDERS),
+    temperature=st.sampled_from((0, 0.5, 0.8, 2.0)), k=st.sampled_from((0, 1, 5, 40)),
+    mass=st.sampled_from((0.1, 0.9, 1.0)), share=st.sampled_from((0.0, 0.07, 0.9)),
+    repeat=st.sampled_from((1.0, 1.3, 0.7)), frequency=st.sampled_from((0.0, 0.4)),
+    last=st.sampled_from((-1, 0, 3, 64)),
+)  # fmt: skip
+def test_samplers_in_any_order_leave_the_chances_of_one_written_out(
+    seed, n, order, temperature, k, mass, share, repeat, frequency, last
+) -> None:
+    random = np.random.default_rng(seed)
+    values = (3 * random.standard_normal(n)).astype(np.float32)
+    before = random.integers(0, n, 20).tolist()
+    bias = ((int(random.integers(n)), -math.inf), (int(random.integers(n)), 2.5)) if seed % 2 and n > 4 else ()
+    sampling = Sampling(
+        temperature, k, mass, share, 1, Penalties(repeat, frequency, frequency / 2, last), bias, order
+    )  # fmt: skip
+    sampler = Sampler(sampling)
+    sampler.see(before)
+    found = sampler.filter(values)
+    wanted = draw_slowly(values.tolist(), sampling, before)
+    mine = dict(zip(found.ids.tolist(), found.chances().tolist()))
+    assert mine.keys() == wanted.keys()
+    assert mine == pytest.approx(wanted, rel=1e-6)
+
+
+def test_a_greedy_draw_sees_penalties_and_bias() -> None:
+    logits = torch.tensor([2.0, 1.5, -1.0])
+    greedy = Sampling(temperature=0)
+    assert Sampler(greedy).choose(logits) == 0
+    assert Sampler(replace(greedy, logit_bias=((2, 9.0),))).choose(logits) == 2
+    penal = Sampler(replace(greedy, penalties=Penalties(presence=1.0)))
+    assert [penal.choose(logits) for _ in range(2)] == [0, 1]  # what was drawn counts
+
+
+def test_no_token_left_is_said() -> None:
+    with pytest.raises(StepFailed, match="no token is left"):
+        Sampler(Sampling(logit_bias=((0, -math.inf), (1, -math.inf)))).choose(torch.tensor([1.0, 2.0]))
+
+
+def test_a_bias_on_a_token_that_there_is_not_is_refused() -> None:
+    with pytest.raises(UserError, match="there is no token 7; the model has 0 to 4"):
+        Sampler(Sampling(logit_bias=((7, 1.0),)), vocab=5)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"penalties": Penalties(repeat=0)}, "--repeat-penalty is 0"),
+        ({"penalties": Penalties(presence=math.nan)}, "--presence-penalty is nan"),
+        ({"penalties": Penalties(last=-2)}, "--repeat-last-n is -2"),
+        ({"samplers": ("top_k", "dry")}, "there is no 'dry'; there are penalties;top_k"),
+        ({"top_p": 7}, "--top-p is 7"),
+    ],
+)
+def test_values_that_mean_nothing_are_refused(wrong: dict, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        Sampling(**wrong)
+
+
+def test_a_grammar_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pshard.runtime.drawing.grammar import follow_grammar
+
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(UserError, match="pip install llguidance"):
+        follow_grammar("grammar", 'root ::= "a"', None, 5)
