@@ -1,7 +1,7 @@
 """The architectures that pshard knows, as data: what differs between them stands in this table and nowhere else."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +14,8 @@ class Routing:
 
     `scores`, `normed` and the fields from `choice_bias` on are as in `Experts`; GGUF files of latent attention are V3's
     where they have a bias for the choice, and else V2's. `shared`: it has shared experts.
-    `sizes_as_dense`: experts have as many rows as the FFN of its dense relative.
+    `always_normed`: config.json has no word on it. `sizes_as_dense`: experts have as many rows as the FFN of its dense
+    relative.
     """
 
     scores: str = "softmax"
@@ -25,6 +26,7 @@ class Routing:
     shared_gate: bool = False
     activation: str = "silu"
     biases: bool = False
+    always_normed: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Architecture:
     that is rotated where config.json does not say; below 1, and with `partial`, other shares are possible too.
     `ffn_norm`: what GGUF files call the norm before the FFN. `sinks`: a logit of each head joins the softmax without a
     value. `window_every`: of so many layers the first has the sliding window. `latent`: multi-head latent attention.
+    `delta`: most layers have a gated delta net, whose value heads stand in GGUF files "grouped" by the key heads that
+    they use or "tiled", one of each in turn; the others' attention is gated, and folders have norms' weights less 1.
     `routing`: its layers have experts.
 
     As in `ModelConfig`: `full_every`, whose layers with windows have positions of their own, `still_every`,
@@ -58,6 +62,7 @@ class Architecture:
     sinks: bool = False
     window_every: int = 1
     latent: bool = False
+    delta: str = ""
     routing: Routing | None = None
     hf_pairing: str = "halves"
     full_every: int = 0
@@ -94,6 +99,22 @@ _GEMMA3 = _defaults(  # of google/gemma-3-4b-it: Gemma3TextConfig of transformer
     tie_word_embeddings=True,
 )
 _DEEPSEEK_V3 = Routing(scores="sigmoid", shared=True, choice_bias=True)
+_QWEN3_NEXT = Routing(shared=True, shared_gate=True)
+
+
+def _hybrid(name: str, gguf: str, delta: str, routing: Routing | None = None) -> Architecture:
+    """Qwen's hybrids: a gated delta net in three of four layers."""
+    return Architecture(
+        name,
+        gguf,
+        "halves",
+        qk_norm=True,
+        rotated=0.25,
+        ffn_norm="post_attention_norm.weight",
+        delta=delta,
+        routing=routing,
+    )
+
 
 ARCHITECTURES = (
     Architecture("llama", "llama", "adjacent", optional_biases=(*_QKV, "attn_output.bias")),
@@ -133,6 +154,9 @@ ARCHITECTURES = (
         window_every=2,
         routing=Routing(scores="chosen", sizes_as_dense=True, activation="clamped", biases=True),
     ),
+    _hybrid("qwen3_next", "qwen3next", "grouped", _QWEN3_NEXT),
+    _hybrid("qwen3_5_text", "qwen35", "tiled"),
+    _hybrid("qwen3_5_moe_text", "qwen35moe", "tiled", replace(_QWEN3_NEXT, always_normed=True)),
     Architecture(
         "smollm3", "smollm3", "adjacent", still_every=4, defaults=_defaults(rope_theta=2e6, tie_word_embeddings=True)
     ),

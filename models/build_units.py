@@ -4,12 +4,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from pshard.errors import UserError
-from pshard.model_config import Experts, Latent, ModelConfig
+from pshard.model_config import Delta, Experts, Latent, ModelConfig
 from pshard.models.architectures import Architecture
 from pshard.models.stored import StoredTensor
 from pshard.quant import QUANT_TYPES, ROW_BLOCK
 from pshard.tensor import TensorSpec
 from pshard.units.attention import ATTENTION, STILL_ATTENTION, WINDOWED_ATTENTION
+from pshard.units.delta.delta_net import DELTA_NET
 from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
 from pshard.units.latent.latent_attention import LATENT_ATTENTION
@@ -52,6 +53,8 @@ def build_units(
         block = f"blk.{i}."
         if config.latent:
             units.append(unit(block + "attention", LATENT_ATTENTION, i, _latent(config, config.latent, block)))
+        elif config.delta and i not in config.delta.full:
+            units.append(unit(block + "delta", DELTA_NET, i, _delta(config.delta, config.d_model, block)))
         else:
             units.append(unit(block + "attention", _kind(config, i), i, _attention(arch, config, block, biases)))
         if config.experts is None or i < config.experts.dense_layers:
@@ -85,6 +88,8 @@ def _attention(arch: Architecture, config: ModelConfig, block: str, biases: set[
         yield Expected(f"{block}{role}.weight", (rows, cols))
         if f"{role}.bias" in biases:
             yield Expected(f"{block}{role}.bias", (rows,))
+    if config.gated:
+        yield Expected(block + "attn_q_gate.weight", (q, d))
     if arch.sinks:
         yield Expected(block + "attn_sinks.weight", (config.n_heads,))
     if config.qk_norm:
@@ -109,6 +114,23 @@ def _latent(config: ModelConfig, latent: Latent, block: str) -> Iterator[Expecte
     yield Expected(block + "attn_k_b.weight", (heads, latent.rank, latent.nope), heads)
     yield Expected(block + "attn_v_b.weight", (heads, latent.value, latent.rank), heads)
     yield Expected(block + "attn_output.weight", (d, heads * latent.value))
+
+
+def _delta(delta: Delta, d: int, block: str) -> Iterator[Expected]:
+    """A gated delta net. The two vectors of its convolution follow each other, as the kernels read them as one."""
+    keys, values, heads = 2 * delta.key_heads * delta.head, delta.value_heads * delta.head, delta.value_heads
+    yield Expected(block + "attn_norm.weight", (d,))
+    yield Expected(block + "delta_qk.weight", (keys, d))
+    yield Expected(block + "delta_v.weight", (values, d))
+    yield Expected(block + "attn_gate.weight", (values, d))
+    yield Expected(block + "ssm_beta.weight", (heads, d))
+    yield Expected(block + "ssm_alpha.weight", (heads, d))
+    yield Expected(block + "ssm_out.weight", (d, values))
+    yield Expected(block + "delta_conv_qk.weight", (4 * keys,))
+    yield Expected(block + "delta_conv_v.weight", (4 * values,))
+    yield Expected(block + "ssm_dt.bias", (heads,))
+    yield Expected(block + "ssm_a", (heads,))
+    yield Expected(block + "ssm_norm.weight", (delta.head,))
 
 
 def _ffn(config: ModelConfig, block: str) -> Iterator[Expected]:

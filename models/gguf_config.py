@@ -8,6 +8,7 @@ from pshard.model_config import ModelConfig, Rope
 from pshard.models.architectures import Architecture
 from pshard.models.build_units import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, TABLE
 from pshard.models.families.read_numbers import gguf_numbers
+from pshard.models.hybrid.read_delta import gguf_delta
 from pshard.models.keys import BASES, EPSILONS, FACTORS, Keys, check_config
 from pshard.models.latent.read_latent import LOG_MULTIPLIER, gguf_latent
 from pshard.models.read_experts import gguf_experts
@@ -48,10 +49,11 @@ def gguf_config(
     if routing and latent and any(name.endswith(".exp_probs_b.bias") for name in stored):  # as V3, which V2 has not
         routing = replace(routing, scores="sigmoid", normed=True, choice_bias=True)
     experts = gguf_experts(routing, keys) if routing else None
+    n_layers = keys.integer("block_count") - count_drafters(arch, metadata, where)
     rope = _gguf_rope(arch, keys, latent.rope if latent else head_dim, stored)
     config = ModelConfig(
         architecture=arch.name,
-        n_layers=keys.integer("block_count") - count_drafters(arch, metadata, where),
+        n_layers=n_layers,
         d_model=d_model,
         n_heads=n_heads,
         n_kv_heads=1 if latent else keys.integer("attention.head_count_kv", n_heads),
@@ -66,6 +68,8 @@ def gguf_config(
         window_every=arch.window_every,
         experts=experts,
         latent=latent,
+        gated=bool(arch.delta),
+        delta=gguf_delta(arch, keys, n_layers) if arch.delta else None,
         full_every=arch.full_every,
         still_every=arch.still_every,
         activation=arch.activation,

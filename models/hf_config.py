@@ -8,6 +8,7 @@ from pshard.model_config import ModelConfig, Rope
 from pshard.models.architectures import Architecture
 from pshard.models.families.hf_positions import hf_rope, position_keys, split_positions
 from pshard.models.families.read_numbers import hf_numbers
+from pshard.models.hybrid.read_delta import hf_delta
 from pshard.models.keys import EPSILONS, Keys, check_config
 from pshard.models.latent.read_latent import hf_latent
 from pshard.models.read_experts import hf_experts
@@ -33,10 +34,11 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
     if head_dim > LARGEST_HEAD:  # else its angles take for ever, before the shapes of tensors tell
         keys.refuse("head_dim", f"is {head_dim}; heads of models have a few hundred dimensions")
     experts = hf_experts(arch.routing, keys) if arch.routing else None
+    n_layers = keys.integer("num_hidden_layers")
     positions = split_positions(config)[0] if arch.full_every else config
     made = ModelConfig(
         architecture=arch.name,
-        n_layers=keys.integer("num_hidden_layers"),
+        n_layers=n_layers,
         d_model=d_model,
         n_heads=n_heads,
         n_kv_heads=1 if latent else keys.integer("num_key_value_heads", n_heads),
@@ -51,6 +53,8 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
         window_every=arch.window_every,
         experts=experts,
         latent=latent,
+        gated=bool(arch.delta),
+        delta=hf_delta(keys, n_layers) if arch.delta else None,
         full_every=arch.full_every,
         still_every=arch.still_every,
         activation=arch.activation,

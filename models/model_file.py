@@ -21,6 +21,7 @@ from pshard.models.families.turned_experts import arrange_turned
 from pshard.models.gguf_config import count_drafters, gguf_config
 from pshard.models.gguf_header import read_gguf
 from pshard.models.hf_config import count_hf_drafters, hf_config
+from pshard.models.hybrid.arrange_delta import name_folder, split_hybrid
 from pshard.models.latent.split_keys import split_keys
 from pshard.models.mxfp4 import arrange_mxfp4
 from pshard.models.safetensors_header import read_json, read_safetensors
@@ -128,7 +129,8 @@ def _open_gguf(path: Path) -> ModelFile:
     config = gguf_config(arch, metadata, header.tensors, where)
     drafters = range(config.n_layers, config.n_layers + count_drafters(arch, metadata, where))
     tensors, notes = drop_drafters(header.tensors, "blk.", drafters)
-    tensors, more = split_keys(config, split_fused(arch, config, arrange_gguf(arch, config, tensors)))
+    arranged = split_hybrid(config, split_fused(arch, config, arrange_gguf(arch, config, tensors)))
+    tensors, more = split_keys(config, arranged)
     name = metadata.get("general.name")
     spec = _build_spec(name if isinstance(name, str) and name else path.stem, path, arch, config, tensors)
 
@@ -152,10 +154,12 @@ def _open_folder(folder: Path) -> ModelFile:
     by_hf_name, unseen = take_text_tensors(by_hf_name)
     drafters = range(config.n_layers, config.n_layers + count_hf_drafters(metadata, where))
     by_hf_name, notes = drop_drafters(by_hf_name, "model.layers.", drafters)
+    by_hf_name, more = name_folder(arch, by_hf_name)
     by_hf_name = arrange_mxfp4(config, by_hf_name) if arch.sinks else stack_experts(config, by_hf_name)
     by_hf_name = by_hf_name if arch.sinks else arrange_turned(config, by_hf_name)
     tied = {**arch.defaults, **metadata}.get("tie_word_embeddings")
-    tensors, _ = split_keys(config, _rename(arch, config, by_hf_name, tied is True))  # folders have no quantised ones
+    renamed = split_hybrid(config, _rename(arch, config, by_hf_name, tied is True))
+    tensors, _ = split_keys(config, renamed)  # folders have no quantised ones
     tensors = split_fused(arch, config, tensors)
     tensors = add_one_to_norms(tensors) if arch.norms_less_one else tensors
     if HEAD not in tensors and not tied:
@@ -173,7 +177,7 @@ def _open_folder(folder: Path) -> ModelFile:
 
         return hf_chat_template(folder)
 
-    return ModelFile(spec, metadata, files, tensors, load_tokenizer, load_chat_template, notes + unseen)
+    return ModelFile(spec, metadata, files, tensors, load_tokenizer, load_chat_template, notes + more + unseen)
 
 
 def _build_spec(

@@ -71,7 +71,7 @@ def hf_experts(routing: Routing, keys: Keys) -> Experts:
         keys.integer("num_experts_per_tok"),
         d_expert,
         scores=routing.scores,
-        normed=keys.flag("norm_topk_prob", True if routing.sizes_as_dense else None),
+        normed=keys.flag("norm_topk_prob", True if routing.sizes_as_dense or routing.always_normed else None),
         scale=keys.real("routed_scaling_factor", 1.0, FACTORS),
         choice_bias=routing.choice_bias,
         activation=routing.activation,

@@ -98,10 +98,31 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class Delta:
+    """A gated delta net (arXiv 2412.06464) in all layers but the `full` ones, which have attention.
+
+    Each of `value_heads` heads keeps a matrix of `head` keys times `head` values. It takes queries and keys from one of
+    `key_heads` heads: value head j from number j % key_heads when `tiled`, else from number j // group.
+    """
+
+    key_heads: int
+    value_heads: int
+    head: int
+    tiled: bool
+    full: tuple[int, ...]
+
+    @property
+    def group(self) -> int:
+        """Value heads of each key head; 0 where a rank has none."""
+        return self.value_heads // max(1, self.key_heads)
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Numbers of a decoder-only transformer that computing and planning need. Sizes in elements.
 
     With latent attention all heads share one key that is a cell: `n_kv_heads` is 1 and `head_dim` the cell's width.
+    `gated`: what attention gives is multiplied by the sigmoid of one more product of its input.
     A model that multiplies by r what layers add to the residual stream runs on a stream that is divided by r, which
     norms do not see: its `embedding_scale` is divided by r, its `norm_eps` by r squared.
     """
@@ -122,6 +143,8 @@ class ModelConfig:
     window_every: int = 1  # of so many layers the first has the window, the others have full attention
     experts: Experts | None = None
     latent: Latent | None = None
+    gated: bool = False
+    delta: Delta | None = None
     full_every: int = 0  # of so many layers the last has full attention, the others the window; 0: see window_every
     window_rope: Rope | None = None  # of layers with a window; None: that of the others
     still_every: int = 0  # of so many layers the last one's heads are not rotated; 0: all are
@@ -158,8 +181,12 @@ class ModelConfig:
         return self.sliding_window if 0 < self.sliding_window < self.context else 0
 
     def resize(self, sizes: Mapping[str, int]) -> "ModelConfig":
-        """The same with other numbers, by the names of fields here or in `experts`."""
-        here = {f.name for f in fields(self)}
-        own: dict[str, Any] = {name: size for name, size in sizes.items() if name in here}
-        of_experts: dict[str, Any] = {name: size for name, size in sizes.items() if name not in here}
-        return replace(self, **own, experts=replace(self.experts, **of_experts) if self.experts else None)
+        """The same with other numbers, by the names of fields here, in `experts` or in `delta`."""
+
+        def those_of(noun: Any) -> dict[str, Any]:
+            names = {f.name for f in fields(noun)} if noun else set()
+            return {name: size for name, size in sizes.items() if name in names}
+
+        experts = replace(self.experts, **those_of(self.experts)) if self.experts else None
+        delta = replace(self.delta, **those_of(self.delta)) if self.delta else None
+        return replace(self, **those_of(self), experts=experts, delta=delta)

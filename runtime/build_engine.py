@@ -38,6 +38,7 @@ def build_engine(
     lender: HostWeights | None = None,
     tiles: Iterable[TileChoice] = (),
     records: bool = False,
+    checkpoint_bytes: int = 0,
 ) -> Engine:
     """Load this rank's part of the model under a variant.
 
@@ -50,6 +51,8 @@ def build_engine(
         lender: holds the packed weights of the whole model already, and outlives this engine; for one rank.
         tiles: those of the machine profile for this device (`MachineProfile.tiles_of`).
         records: which experts tokens use is kept for `Engine.record_routing`; for one rank.
+        checkpoint_bytes: of host memory, for checkpoints of states that cannot be cut back; without one a text that is
+            cut is computed again from its beginning.
     """
     group = group or Group()
     if group.size != len(variant.ranks):
@@ -74,7 +77,7 @@ def build_engine(
         how = "staged" if executor.staging_nbytes else "made by the driver, which is slowest"
         notes += (f"{pageable} of {of} MiB of host weights are pageable: page-locking was refused, copies are {how}",)
     store = KVStore(file, ranges, states, executor, group)
-    return Engine(executor, variant, _tokenizer(file), notes, on_close, store)
+    return Engine(executor, variant, _tokenizer(file), notes, on_close, store, checkpoint_bytes)
 
 
 def _tokenizer(file: _File) -> object | None:

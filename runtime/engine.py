@@ -14,6 +14,7 @@ from pshard.jsonio import from_json, to_json
 from pshard.plan import RankPlan, Variant
 from pshard.routing.follow_use import HitCounts
 from pshard.routing.record import RoutingRecord
+from pshard.runtime.checkpoints.checkpoints import Checkpoints
 from pshard.runtime.devices.device import Device
 from pshard.runtime.executor import Executor
 from pshard.runtime.memory.kv_blocks import RecentBlocks
@@ -58,16 +59,19 @@ class Engine:
         notes: tuple[str, ...],
         on_close: Callable[[], None],
         store: KVStore,
+        checkpoint_bytes: int = 0,
     ) -> None:
         self._executor, self.plan, self.tokenizer, self.notes = executor, variant, tokenizer, notes
         self._on_close = on_close
         self._store = store
+        self._checkpoints = Checkpoints(executor, checkpoint_bytes)
+        self.notes += self._checkpoints.in_words
         context, sequences = variant.workload.context, variant.workload.sequences
         self._sequences = Sequences(
             sequences,
             longest_sequence(executor.spec.config, context),
             kv_blocks(context, sequences),
-            _uncut_states(executor),
+            self._checkpoints.last if self._checkpoints.each else None,
             _recent_blocks(executor),
         )
         self._broken: BaseException | None = None
@@ -144,11 +148,15 @@ class Engine:
         computed again. All ranks call it.
 
         Layers with a window keep their last cells only: where those are gone that the next token sees, what is left of
-        the sequence is computed again.
+        the sequence is computed again. So is, where a state cannot be cut back, what follows its last checkpoint at or
+        before that length.
 
-        Raises UserError when there is no such one, or the model keeps a state that cannot be cut back so far.
+        Raises UserError when there is no such one.
         """
-        if again := self._sequences.cut_back(sequence, length):
+        again = self._sequences.cut_back(sequence, length)
+        for number in range(len(self.lengths)) if sequence is None else [sequence]:
+            self._checkpoints.go_back(number, self.lengths[number])
+        if again:
             self.forward([again.get(number, []) for number in range(max(again) + 1)], best_only=True)
         return sum(map(len, again.values()))
 
@@ -158,7 +166,10 @@ class Engine:
         Raises UserError when it cannot be written; then there is no new file.
         """
         self._check_alive()
-        self._store.save(path, self._sequences.whole(sequence), self._sequences[sequence].tokens)
+        text = self._sequences[sequence]
+        self._store.save(
+            path, self._sequences.whole(sequence), text.tokens, self._checkpoints.up_to(text.number, text.length)
+        )
 
     def load(self, path: Path, sequence: int = 0) -> tuple[int, ...]:
         """Make a saved KV cache that of a sequence; returns the token ids it stands for. All ranks call it.
@@ -169,7 +180,8 @@ class Engine:
         self._check_alive()
         self.reset(sequence)
         try:
-            tokens = self._store.load(path, lambda cells: self._sequences.begin(sequence, cells))
+            tokens, states = self._store.load(path, lambda cells: self._sequences.begin(sequence, cells))
+            self._checkpoints.replace(sequence, states)
         except BaseException:
             self.reset(sequence)
             raise
@@ -210,8 +222,9 @@ class Engine:
         self._check_alive()
         self._sequences.admit(lists, self.vocab)
         parts: list[list[torch.Tensor]] = [[] for _ in lists]  # rows of logits
+        spans, most = self._sequences.spans(lists), self.rank_plan.tiers[-1].tokens
         try:
-            for new in self._sequences.cut(lists, self.rank_plan.tiers[-1].tokens, all_logits):
+            for new in self._sequences.cut(lists, most, all_logits):
                 rows, ids = [row for row, _ in new.wanted], torch.tensor(new.ids, dtype=torch.int64)
                 with self.device.current():  # this thread need not be the one that loaded
                     logits = self._executor.run(ids, new.segments, rows, self._sequences.used, best_only)
@@ -219,6 +232,7 @@ class Engine:
                     parts[sequence].append(logits[i])
                 for segment in new.segments:
                     self._sequences.extend(segment, new.ids)
+                self._checkpoints.note(new.segments, spans, most)
         except BaseException as error:
             self._broken = error  # caches are half-written: no further text may come from them
             if not isinstance(error, Exception):  # interrupted while it entered a mode of torch, which lives as long
@@ -299,13 +313,6 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _uncut_states(executor: Executor) -> tuple[str, ...]:
-    """Units whose state cannot be cut back to an earlier length."""
-    spec = executor.spec
-    laws = ((unit.name, unit.state(spec.config, executor.states)) for unit in spec.units)
-    return tuple(name for name, law in laws if law is not None and not law.can_be_cut)
 
 
 def _recent_blocks(executor: Executor) -> RecentBlocks | None:

@@ -159,7 +159,8 @@ class Executor:
                 carved.space.tensors[name].copy_(self.host.side.space.tensors[name])
         side = make_side(self._acc_kernels, carved.space, self.spec.config)
         bound = self._bound.setdefault(tier.tokens, {})  # also what graphs read: a tier is always carved alike
-        in_force = TierInForce(tier.tokens, side, carved, bound=bound)
+        sequences = self.states.sequences if self.spec.config.delta else 0
+        in_force = TierInForce(tier.tokens, side, carved, sequences, bound=bound)
         self._in_force = tier, in_force
         pins, states = self.residents.settle(tier)
         for step in self._program(tier, False)[0].entering:
@@ -222,6 +223,7 @@ class Executor:
         in_force = self.enter(tier, used)
         if self._sent is not None:
             self.device.host_wait(self._sent)  # the last micro-batch may still read the host buffers
+        self._begin_sequences(segments)
         self.slots.observe()
         # few rows: torch's small operators stay on this thread, so that its threads don't spin beside the C++ pool
         threads = torch.get_num_threads()
@@ -252,6 +254,14 @@ class Executor:
             return torch.empty(0, 2 if best_only else self.spec.config.vocab)
         table = logits[0] if len(logits) == 1 else torch.cat(logits)
         return choose_best(table) if best_only else table
+
+    def _begin_sequences(self, segments: tuple[Segment, ...]) -> None:
+        """States that do not grow are all zeros where a sequence begins: here, as a captured graph runs for any."""
+        fresh = [s.sequence for s in segments if not s.past]
+        if fresh and self.residents.fixed:
+            self.device.synchronize()  # the last text there may still be copied to the host
+            with torch.inference_mode(), self.device.computing():
+                self.residents.begin_states(fresh)
 
     def _walk(self, walk: AheadWalk, program: WalkProgram, ahead: AheadProgram | None) -> list[torch.Tensor]:
         """The logits; by the program that runs ahead where that can be."""

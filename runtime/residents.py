@@ -1,6 +1,6 @@
 """What of weights and states lies in VRAM now: how it comes there and back, and where a unit finds its own."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,12 +21,14 @@ from pshard.steps.step import Bring, Compute
 from pshard.units.divide_unit import divide_unit, joined_width
 from pshard.units.state import State, StateShape
 
+Snapshot = dict[str, tuple[torch.Tensor, ...]]  # the parts of one sequence's states, on the host, by unit
+
 
 class Residents:
     """Pins and states of one rank. Each tier holds a prefix of the plan's orders, so that none of them moves.
 
     Attributes:
-        written: unit -> event of its state's last write-back.
+        fixed: units whose states do not grow; written: unit -> event of its state's last write-back.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Residents:
         self._pins: tuple[str, ...] = ()
         self._states: tuple[str, ...] = ()
         self._on_host = {name: self._view(name, memory) for name, memory in host.states.items()}
+        self.fixed = tuple(name for name, law in spec.states(shape).items() if not law.grows)
         self.written: dict[str, Any] = {}
 
     def load_pins(self, names: Iterable[str], blobs: Callable[[str], torch.Tensor]) -> None:
@@ -91,6 +94,35 @@ class Residents:
         """Where a unit's state stands now."""
         in_vram = unit in self._states or unit not in self._on_host
         return self._view(unit, self._arena.state(unit)) if in_vram else self._on_host[unit]
+
+    def begin_states(self, sequences: Sequence[int]) -> None:
+        """Make the states that do not grow all zeros, of sequences that begin, wherever they are. Nothing may be under
+        way that reads or writes them."""
+        for unit in self.fixed:
+            for part in self._block(unit).state_parts(self.state_now(unit)):
+                for number in sequences:
+                    part[number].zero_()
+
+    @property
+    def fixed_nbytes(self) -> int:
+        """Bytes that states which do not grow have of one sequence."""
+        parts = (part for unit in self.fixed for part in self._block(unit).state_parts(self.state_now(unit)))
+        return sum(part[0].nbytes for part in parts if part.numel())
+
+    def read_fixed(self, number: int) -> Snapshot:
+        """A copy of a sequence's states that do not grow, where nothing is under way that writes them."""
+        return {
+            unit: tuple(
+                part[number].to("cpu", copy=True) for part in self._block(unit).state_parts(self.state_now(unit))
+            )
+            for unit in self.fixed
+        }
+
+    def write_fixed(self, number: int, states: Snapshot) -> None:
+        """Make them those of a copy."""
+        for unit, parts in states.items():
+            for part, saved in zip(self._block(unit).state_parts(self.state_now(unit)), parts, strict=True):
+                part[number].copy_(saved)
 
     def stage_state(self, unit: str, carved: Carved) -> StagedState:
         """A state on the host, with its place in the stage."""

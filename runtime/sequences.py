@@ -1,7 +1,7 @@
 """Sequences: the texts that an engine continues, the blocks of the KV cache that each holds, and what is new of them
 cut into micro-batches. No torch."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pshard.errors import UserError
@@ -36,7 +36,8 @@ class NewTokens:
 class Sequences:
     """So many texts, each of at most `longest` tokens, over one pool of blocks.
 
-    uncut: units whose state cannot be cut back to an earlier length, by name. recent: blocks of layers with a window.
+    kept: where states cannot be cut back to any length, to which one at or before a length a sequence's can; None where
+    all can. recent: blocks of layers with a window.
     """
 
     def __init__(
@@ -44,11 +45,11 @@ class Sequences:
         count: int,
         longest: int,
         blocks: int,
-        uncut: Sequence[str] = (),
+        kept: Callable[[int, int], int] | None = None,
         recent: RecentBlocks | None = None,
     ) -> None:
         self._texts = [TokenSequence(number) for number in range(count)]
-        self._longest, self._uncut = longest, tuple(uncut)
+        self._longest, self._kept = longest, kept
         self._pool, self._recent = BlockPool(blocks), recent
 
     def __getitem__(self, number: int) -> TokenSequence:
@@ -69,23 +70,23 @@ class Sequences:
 
     def cut_back(self, number: int | None, length: int) -> dict[int, list[int]]:
         """Forget what follows the first `length` tokens of one sequence, or of all. Those of which a window is lost are
-        empty then: returns the tokens that they are to be given again.
+        empty then, and those whose states cannot be cut back are shorter: returns the tokens that they are to be given
+        again.
 
-        Raises UserError, before anything changes, when there is no such one or a state cannot be cut back so far.
+        Raises UserError, before anything changes, when there is no such one.
         """
-        texts = self._texts if number is None else [self[number]]
-        for text in texts:
-            if self._uncut and 0 < length < text.length:
-                raise UserError(
-                    f"sequence {text.number} cannot be cut back to {length} tokens: the state of {self._uncut[0]} "
-                    "keeps only what all of them left; reset it to 0 and give the tokens again"
-                )
         again = {}
-        for text in texts:
-            del text.tokens[max(0, length) :]
-            if self._recent and not self._recent.cut_back(text.number, text.length):
-                again[text.number], text.tokens[:] = [*text.tokens], []
-            self._pool.resize(text.blocks, text.length)
+        for text in self._texts if number is None else [self[number]]:
+            wanted = text.tokens[: max(0, length)]
+            at = len(wanted)
+            if self._kept and at < text.length:
+                at = self._kept(text.number, at)
+            if self._recent and not self._recent.cut_back(text.number, at):
+                at = 0
+            text.tokens[:] = wanted[:at]
+            if at < len(wanted):
+                again[text.number] = wanted[at:]
+            self._pool.resize(text.blocks, at)
         return again
 
     def replace(self, number: int, tokens: Sequence[int]) -> None:
@@ -172,6 +173,10 @@ class Sequences:
             return self._segment(text, start, tokens, past)
         self._recent.extend(text.number, past + tokens, self.lengths)
         return replace(self._segment(text, start, tokens, past), first=self._recent.seen_from(past))
+
+    def spans(self, lists: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+        """From and to which length new tokens of the first sequences reach."""
+        return [(text.length, text.length + len(ids)) for text, ids in zip(self._texts, lists)]
 
     def cut(self, lists: Sequence[Sequence[int]], most: int, all_logits: bool) -> Iterator[NewTokens]:
         """New tokens of the first sequences in micro-batches of at most so many; logits are wanted of all of them, or

@@ -9,10 +9,10 @@ import torch
 from pshard.model import ModelSpec
 from pshard.runtime.blocks.block import Residual, Side, Work
 from pshard.runtime.devices.device import Device
-from pshard.runtime.kernels.api import RowIndex, Segment
+from pshard.runtime.kernels.api import RowIndex, Segment, SequenceRows
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.cpu.recording import Recordings
-from pshard.runtime.kernels.row_index import fill_rows, list_spans
+from pshard.runtime.kernels.row_index import fill_rows, fill_sequences, list_spans
 from pshard.runtime.memory.arena import Carved
 from pshard.runtime.memory.expert_slots import ExpertSlots
 from pshard.runtime.memory.host_side import HostSide
@@ -25,7 +25,8 @@ from pshard.units.state import State
 
 @dataclass(frozen=True)
 class IndexView:
-    """Parts of one side's `memory` for a micro-batch's index (int32): see RowIndex, and the `wanted` logits' rows."""
+    """Parts of one side's `memory` for a micro-batch's index (int32): see RowIndex, and the `wanted` logits' rows.
+    slots and offsets: of SequenceRows; empty without."""
 
     memory: torch.Tensor
     begin: torch.Tensor
@@ -33,10 +34,14 @@ class IndexView:
     blocks: torch.Tensor
     recent: torch.Tensor | None
     wanted: torch.Tensor
+    slots: torch.Tensor
+    offsets: torch.Tensor
 
     def rows(self, segments: tuple[Segment, ...], cells: int, window: int, spans: Any = None) -> RowIndex:
         """The index of segments that was written here; `window` of the layers that have one."""
-        whole = RowIndex(self.begin, self.position, self.blocks, segments, cells, spans)
+        longest = 1 << (max(s.tokens for s in segments) - 1).bit_length()  # few graphs are captured
+        sequences = SequenceRows(self.slots, self.offsets, longest) if self.offsets.numel() else None
+        whole = RowIndex(self.begin, self.position, self.blocks, segments, cells, spans, sequences=sequences)
         if self.recent is None:
             return whole
         own = tuple(replace(s, blocks=s.recent) for s in segments)
@@ -64,11 +69,13 @@ class StagedState:
 
 @dataclass
 class TierInForce:
-    """Views of the arena and lane events while a tier for micro-batches of up to `tokens` tokens is in force."""
+    """Views of the arena and lane events while a tier for micro-batches of up to `tokens` tokens is in force.
+    sequences: how many the engine has, where a gated delta net asks for them; else 0."""
 
     tokens: int
     side: Side
     carved: Carved
+    sequences: int = 0
     arrived: dict[int, Any] = field(default_factory=dict)  # slot -> event of the copy into it
     stage_free: list[Any] = field(default_factory=list)  # events after which a fetch may write to the state stage
     stage_ready: list[Any] = field(default_factory=list)  # events after which a unit may use the state stage
@@ -95,10 +102,12 @@ class TierInForce:
         if shape not in self.indexes:
             memory, most = self.side.space.tensors["index"], self.side.space.tokens
             both = on_host[: memory.numel()], memory  # all in one copy
-            tables = 2 if self.side.config.window else 1
-            self.indexes[shape] = _view_index(both[0], most, tables, *shape), _view_index(both[1], most, tables, *shape)
+            room = IndexRoom(most, 2 if self.side.config.window else 1, self.sequences)
+            self.indexes[shape] = room.view(both[0], *shape), room.view(both[1], *shape)
         here, there = self.indexes[shape]
         fill_rows(segments, here.begin, here.position, here.blocks, here.recent)
+        if self.sequences:
+            fill_sequences(segments, here.slots, here.offsets)
         here.wanted.numpy()[:] = wanted
         return here, there
 
@@ -111,14 +120,22 @@ class TierInForce:
         return self.spans[n]
 
 
-def _view_index(memory: torch.Tensor, most: int, tables: int, tokens: int, wanted: int) -> IndexView:
-    """The parts for so many tokens and logit rows of memory that has room for `most` tokens and so many tables of
-    blocks (see `index_words`)."""
-    begin, position = memory[:tokens], memory[most : most + tokens]
-    blocks, *recent = memory[3 * most :].chunk(tables)
-    return IndexView(
-        memory, begin, position, blocks, recent[0] if recent else None, memory[2 * most : 2 * most + wanted]
-    )
+@dataclass(frozen=True)
+class IndexRoom:
+    """What an index has room for (see `index_words`): `most` tokens, so many tables of blocks, and sequences."""
+
+    most: int
+    tables: int
+    sequences: int
+
+    def view(self, memory: torch.Tensor, tokens: int, wanted: int) -> IndexView:
+        """The parts of its memory for so many tokens and logit rows."""
+        most, n = self.most, min(tokens, self.sequences)
+        begin, position, rows = memory[:tokens], memory[most : most + tokens], memory[2 * most : 2 * most + wanted]
+        end = memory.numel() - (2 * min(most, self.sequences) + 1 if self.sequences else 0)
+        blocks, *recent = memory[3 * most : end].chunk(self.tables)
+        slots, offsets = memory[end : end + n], memory[end + n : end + 2 * n + 1 if n else end]
+        return IndexView(memory, begin, position, blocks, recent[0] if recent else None, rows, slots, offsets)
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,9 @@ class PreTokenizer:
 
 _LLAMA3 = PreTokenizer((_CONTRACTIONS + _WORDS + r"\p{N}{1,3}|" + _MARKS + _TAIL,), whole_words=True, adds_bos=True)
 _QWEN2 = PreTokenizer((_CONTRACTIONS + _WORDS + r"\p{N}|" + _MARKS + _TAIL,), nfc=True)
+_QWEN35 = (  # marks are of the words that they stand in
+    _CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _TAIL
+)
 _SMOLLM = PreTokenizer((r"\p{N}", _GPT2))
 # The patterns are those of the models' own tokenizer.json; "default" is what GGUF files mean by it.
 PRE_TOKENIZERS = {
@@ -60,6 +63,7 @@ PRE_TOKENIZERS = {
     "seed-coder": PreTokenizer((_CONTRACTIONS + _WORDS + r"\p{N}| ?[^\s\p{L}\p{N}\r\n]+|" + _TAIL,)),
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
+    "qwen35": PreTokenizer((_QWEN35,), nfc=True),
     "tekken": PreTokenizer((_CASED + r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _TAIL,), whole_words=True, adds_bos=True),
     "glm4": PreTokenizer(_LLAMA3.patterns, whole_words=True),
     "chatglm-bpe": PreTokenizer(_LLAMA3.patterns),

@@ -16,6 +16,7 @@ from pshard.units.operations import (
     DeltaNet,
     ExpertProducts,
     GatedProduct,
+    GateRows,
     HeadProducts,
     LookUp,
     Norm,
@@ -94,6 +95,8 @@ def price_operation(operation: Operation, by: OneSide) -> list[Term]:
             if not by.on_host and _in_one_launch(by, (gate, up)):  # the product of both is made in it too
                 return [*_products(by, (gate, up)), (Order.SAVED, -_saved_by_one_launch(by, (gate, up)))]
             return [*_products(by, (gate, up)), (Order.OTHER, _elementwise(by, "silu_mul", up.rows))]
+        case GateRows(width):  # reads and writes as much as the gate of an FFN
+            return [(Order.OTHER, _elementwise(by, "silu_mul", width))]
         case Rotate():
             # a GPU normalises heads while their rows are rotated
             norms = (

@@ -185,7 +185,10 @@ def _run_strategy(
 
     predictor = Predictor(cut_ranks(opened.file.spec, variant.split), opened.profile, variant)
     found = []
-    with start_engine(opened, variant, args.kernels, group) as engine, _bar(name, len(tests), args, group) as progress:
+    with (
+        start_engine(opened, variant, args.kernels, group, checkpoints=False) as engine,
+        _bar(name, len(tests), args, group) as progress,
+    ):
         for note in (*opened.file.notes, *engine.notes):
             print(f"note: {note}", file=sys.stderr)
         for test in tests:
@@ -219,7 +222,7 @@ def _run_perplexity(opened: "Opened", args: Any, group: "Group") -> int:
         text = args.perplexity.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {args.perplexity}: {error}") from None
-    with start_engine(opened, opened.variant, args.kernels, group) as engine:
+    with start_engine(opened, opened.variant, args.kernels, group, checkpoints=False) as engine:
         if engine.tokenizer is None:
             raise UserError("the model file has no tokenizer: perplexity needs one")
         ids = engine.tokenizer.encode(text)

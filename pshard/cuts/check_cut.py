@@ -15,6 +15,7 @@ from pshard.units.operations import (
     DeltaNet,
     ExpertProducts,
     GatedProduct,
+    GateRows,
     LookUp,
     Norm,
     Operation,
@@ -34,7 +35,8 @@ class TensorCut:
 
     `axis`: "none" (every rank holds all of it), "rows" (outputs of a matrix, elements of a vector) or "cols" (inputs).
     `ranges`: (start, stop) along that axis for each rank; ranges of k and v may repeat where ranks share a KV head.
-    `stacks`: rows are cut in each of so many equal parts, one below the other, as a layer's experts stand.
+    `stacks`: the cut is made in each of so many equal parts, one below the other, as a layer's experts stand, or one
+    beside the other.
     """
 
     role: str
@@ -58,10 +60,12 @@ class UnitCut:
 
 @dataclass(frozen=True)
 class Spread:
-    """`kind`: "mirrored", "split" (at column `ranges`) or "partial" (a summand on every rank)."""
+    """`kind`: "mirrored", "split" (at column `ranges` of each of `stacks` equal parts) or "partial" (a summand on every
+    rank)."""
 
     kind: str
     ranges: tuple[Range, ...] = ()
+    stacks: int = 1
 
 
 MIRRORED, PARTIAL = Spread("mirrored"), Spread("partial")
@@ -106,12 +110,16 @@ class _Flow:
                 for norm in operation.norms:
                     self.head_norm(norm.role)
             case Attend(sinks=sinks):
-                q, k, v = values
+                q, k, v, *gates = values
                 if sinks:
                     self.cut_with_heads(sinks.role, q)
-                return (self.attend(q, k, v),)
+                return self.attend(q, k, v), *gates
+            case GateRows():
+                mixed, gate = values
+                self.expect(mixed == gate, self.unit.tensors[0].role, "is of a unit whose gate is cut elsewhere")
+                return (mixed,)
             case DeltaNet():
-                return (self.delta(operation, values),)
+                return (self.scan(operation, values),)
             case Route():
                 for tensor in (operation.router, *operation.biases):
                     self.expect(self.cut(tensor.role).axis == "none", tensor.role, "chooses among all but is cut")
@@ -178,13 +186,17 @@ class _Flow:
         role = matrix.role
         weight, parts = self.cut(role), max(1, matrix.parts)
         if weight.axis == "cols":
-            self.expect_tiling(role, weight.ranges, self.tensors[role].cols)
-            self.expect(x == Spread("split", weight.ranges), role, "has its columns cut elsewhere than its inputs are")
+            self.expect_tiling(role, weight.ranges, self.tensors[role].cols // weight.stacks)
+            self.expect(
+                x == Spread("split", weight.ranges, weight.stacks),
+                role,
+                "has its columns cut elsewhere than its inputs are",
+            )
             out = PARTIAL
         else:
             self.expect(x == MIRRORED, role, f"needs all of its inputs, which are {x.kind}")
-            out = MIRRORED if weight.axis == "none" else Spread("split", weight.ranges)
-        if weight.axis == "rows":
+            out = MIRRORED if weight.axis == "none" else Spread("split", weight.ranges, weight.stacks // parts)
+        if weight.axis == "rows" and matrix.parts:
             self.expect(weight.stacks == parts, role, f"is {parts} matrices but is cut as {weight.stacks}")
         bias = f"{role.removesuffix('.weight')}.bias"
         if bias in self.tensors:
@@ -215,42 +227,30 @@ class _Flow:
             self.expect(len(each) <= 1, role, f"on rank {rank} has KV heads with unequal numbers of q heads")
         return q
 
-    def delta(self, net: DeltaNet, values: tuple[Spread, ...]) -> Spread:
-        """A delta net of whole value heads, each with its key head on the same rank, equally many per key head.
-
-        Tiled heads are cut alike in each of value_heads / key_heads stacks, so that key heads keep theirs.
-        """
-        norm, vectors, each = net.norm.role, (net.dt_bias, net.decay), net.value_heads // net.key_heads
-        self.expect(self.cut(norm).axis == "none", norm, "is the same for every head but is cut")
+    def scan(self, net: DeltaNet, values: tuple[Spread, ...]) -> Spread:
+        """A gated delta net of whole key heads, each with all the value heads that use it on the same rank."""
+        self.expect(self.cut(net.norm.role).axis == "none", net.norm.role, "is the same for every head but is cut")
+        group, d = net.value_heads // max(1, net.key_heads), net.head
+        parts, each = (group, 1) if net.tiled else (1, group)  # of what there is one of for each value head
+        laid = [(2, d), (parts, each * d), (parts, each * d), (parts, each), (parts, each)]
+        vectors = zip((*net.conv, net.dt_bias, net.decay), ((2, 4 * d), (parts, 4 * each * d), *laid[3:]))
+        cuts = {tensor.role: self.cut(tensor.role) for tensor in (*net.conv, net.dt_bias, net.decay)}
+        role = self.unit.tensors[0].role
         if all(value == MIRRORED for value in values):
-            for tensor in (*net.conv, *vectors):
-                self.expect(self.cut(tensor.role).axis == "none", tensor.role, "is cut where no head is")
+            for name, cut in cuts.items():
+                self.expect(cut.axis == "none", name, "is cut where the heads are whole")
             return MIRRORED
-        role = net.conv[-1].role
-        self.expect(len(values) == 6 and len(net.conv) == 3, role, "is of q, k and v in one, which are cut apart")
-        q, k, v, z, beta, alpha = values
-        d, (stacks, total) = net.head, (each, net.key_heads) if net.tiled else (1, net.value_heads)
-        self.expect(v.kind == "split" and v == z, role, "has v and z that are not cut alike")
-        self.expect(all(n % d == 0 for span in (*v.ranges, *k.ranges) for n in span), role, "is cut inside a head")
-        heads, keys = (tuple((a // d, b // d) for a, b in spread.ranges) for spread in (v, k))
-        self.expect_tiling(role, heads, total)
-        self.expect(q == k, net.conv[0].role, "has q and k that are not cut alike")
-        self.expect(
-            beta == alpha == Spread("split", heads), role, "has beta or alpha cut elsewhere than its value heads"
-        )
-        group = 1 if net.tiled else each
-        for rank, ((v0, v1), span) in enumerate(zip(heads, keys)):
-            needed = (v0 // group, -(-v1 // group)) if v0 < v1 else (span[0],) * 2
-            self.expect(span == needed, role, f"on rank {rank} is not of the key heads of its value heads")
-            counts = {sum(h // group == key for h in range(v0, v1)) for key in range(*needed)}
-            self.expect(len(counts) <= 1, role, f"on rank {rank} has key heads with unequal numbers of value heads")
-        for tensor, ranges, stacked in zip(
-            (*net.conv, *vectors), (q.ranges, k.ranges, v.ranges, heads, heads), (1, 1, *(stacks,) * 3)
-        ):
-            cut = self.cut(tensor.role)
-            here = (cut.axis, cut.ranges, cut.stacks) == ("rows", ranges, stacked)
+        self.expect(all(value.kind == "split" for value in values), role, "is of a unit whose inputs are cut in part")
+        heads = tuple((start // d, stop // d) for start, stop in values[0].ranges)
+        self.expect_tiling(role, heads, net.key_heads)
+        wanted = [Spread("split", tuple((a * n, b * n) for a, b in heads), stacks) for stacks, n in laid]
+        self.expect(list(values) == wanted, role, "is of a unit whose inputs are not cut at the same key heads")
+        for tensor, (stacks, n) in vectors:
+            cut = cuts[tensor.role]
+            at = tuple((a * n, b * n) for a, b in heads)
+            here = (cut.axis, cut.ranges, cut.stacks) == ("rows", at, stacks)
             self.expect(here, tensor.role, "is not cut where the heads are")
-        return v
+        return wanted[2]
 
     def cut_with_heads(self, role: str, q: Spread) -> None:
         """One number of each q head, on the head's rank."""

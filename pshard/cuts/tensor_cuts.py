@@ -115,8 +115,8 @@ def source_ranges(
 ) -> dict[str, dict[str, tuple[int, int, int, int]]]:
     """What the loader reads: unit -> tensor name -> (row start, row stop, column start, column stop) in the file.
 
-    Only tensors that the rank holds are listed; every unit is. A vector is one row, as in TensorSpec. Of a stack that
-    is cut by rows, and of the vector of its biases, the ranges are those in each of its parts. By unit, because a tied
+    Only tensors that the rank holds are listed; every unit is. A vector is one row, as in TensorSpec. Of what is cut in
+    each of several equal parts, the ranges are those in each of these. By unit, because a tied
     output cuts the very tensor that the embedding holds whole.
     """
     if len(shares) == 1:
@@ -169,7 +169,7 @@ def _cut_shapes(unit: Unit, cut: UnitCut, rank: int) -> tuple[tuple[int, ...], .
 def _cut_shape(tensor: TensorSpec, cut: TensorCut, rank: int) -> tuple[int, ...]:
     start, stop = _range(tensor, cut, rank)
     if cut.axis == "cols":
-        return tensor.shape[0], stop - start
+        return tensor.shape[0], cut.stacks * (stop - start)
     return cut.stacks * (stop - start), *tensor.shape[1:]
 
 
@@ -191,5 +191,8 @@ def _cut_tensor(spec: ModelSpec, unit: Unit, tensor: TensorSpec, ranges: tuple[R
         group = spec.config.n_heads // spec.config.n_kv_heads
         ranges = tuple((a // group, -(-b // group)) if a < b else (a // group,) * 2 for a, b in ranges)
     width = 1 if which == "each" else cut.width(spec.config)
+    if cut.layout:
+        stacks, width = cut.layout(tensor.role, spec.config)
+        return TensorCut(tensor.role, axis, tuple((a * width, b * width) for a, b in ranges), stacks)
     ranges = tuple((a * width, b * width) for a, b in ranges)
     return TensorCut(tensor.role, axis, ranges, cut.stacks(spec.config) if axis == "rows" else 1)

@@ -38,11 +38,13 @@ def start_engine(
     group: "Group | None" = None,
     on_close: Callable[[], None] = lambda: None,
     records: bool = False,
+    checkpoints: bool = True,
 ) -> "Engine":
     """Load the model under a variant on this machine's accelerator, with a progress bar on a terminal. records: which
-    experts tokens use is kept for `Engine.record_routing`."""
+    experts tokens use is kept for `Engine.record_routing`. checkpoints: of states that cannot be cut back are kept."""
     from pshard.registries.profile_store import note_page_locks
     from pshard.runtime.build_engine import build_engine
+    from pshard.runtime.checkpoints.checkpoints import CHECKPOINT_BYTES
     from pshard.runtime.devices.device import open_device
     from pshard.runtime.devices.threads import use_threads
 
@@ -54,6 +56,7 @@ def start_engine(
         engine = build_engine(
             opened.file, variant, device, kernels=kernels, group=group, progress=progress, on_close=on_close,
             tiles=opened.profile.tiles_of(index), records=records,
+            checkpoint_bytes=min(CHECKPOINT_BYTES, _spare_memory(group)) if checkpoints else 0,
         )  # fmt: skip
     if group is None or group.size == 1:  # several ranks share what the system gives
         memory = engine.memory()
@@ -61,6 +64,13 @@ def start_engine(
         if device.locks and note_page_locks(memory.host_locked, refused) and refused:
             engine.notes += ("the limit of page-locking is remembered: pshard-plan plans with it from now on",)
     return engine
+
+
+def _spare_memory(group: "Group | None") -> int:
+    """Bytes of host memory that this rank may take beside what its plan counts: an eighth of what is free."""
+    import psutil
+
+    return psutil.virtual_memory().available // (8 * (group.local_size if group else 1))
 
 
 @contextmanager

@@ -222,7 +222,7 @@ class _Bench:
         started = time.monotonic()
         try:
             opened = Opened(self.file, self.profile, variant, Path())
-            with start_engine(opened, variant) as engine:
+            with start_engine(opened, variant, checkpoints=False) as engine:
                 return measure_tiers(engine, self.loads, self.deadline)
         finally:
             gc.collect()

@@ -63,10 +63,11 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
     copies = _copy_streamed(placed, slots, tier.in_place)
     first, following = copies[:slots], _next_in_slot(copies, slots)
     fetches, writes = _move_states(spec, placed, shape)
-    body: list[Step] = [*_refill_slots(spec, tier), *fetches[:1]]
+    staged = iter(fetches)  # of the next unit whose state passes through the stage: nothing, or its fetch
+    body: list[Step] = [*_refill_slots(spec, tier), *next(staged, ())]
     add, sums = body.append, shape.ranks > 1 and not links
     stays = sums and not shape.sums_on_host
-    at, n_fetched, n_copied = _Whereabouts(spec, shape.tokens, stays), 0, 0
+    at, n_copied = _Whereabouts(spec, shape.tokens, stays), 0
     if links and links.source is not None:
         add(Receive(links.source, hidden))
         at.hidden = "acc"
@@ -96,8 +97,7 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
             add(_all_reduce(name, hidden))
         if name in writes:
             add(writes[name])
-            n_fetched += 1
-            body += fetches[n_fetched : n_fetched + 1]
+            body += next(staged, ())
         if slot is not None:
             add(_free(slot))
             after = following[n_copied]
@@ -192,17 +192,21 @@ def _copy_streamed(placed: list[Placed], slots: int, in_place: bool) -> list[Cop
     return copies
 
 
-def _move_states(spec: ModelSpec, placed: list[Placed], shape: StepShape) -> tuple[list[Step], dict[str, WriteBack]]:
-    """Of units whose state passes through the stage: fetches, in order, and write-backs by unit."""
-    fetches: list[Step] = []
+def _move_states(
+    spec: ModelSpec, placed: list[Placed], shape: StepShape
+) -> tuple[list[tuple[Step, ...]], dict[str, WriteBack]]:
+    """Of units whose state passes through the stage: of each in order its fetch, if there is one, and write-backs by
+    unit."""
+    fetches: list[tuple[Step, ...]] = []
     writes, laws = {}, spec.states(shape.states)
     for unit, place in placed:
         if place.kv == "host" and place.where != "cpu":
             law = laws.get(unit.name)
             if law is None:
                 raise ValueError(f"{unit.name} keeps no state that could be on the host")
-            if shape.past:
-                fetches.append(_fetch_kv(unit.name, law.fetched(shape.past, shape.sequences)))
+            fetched = shape.past or not law.grows  # a sequence's zeros, too, are on the host
+            nbytes = law.fetched(shape.past, shape.sequences)
+            fetches.append((_fetch_kv(unit.name, nbytes),) if fetched else ())
             writes[unit.name] = _write_back(unit.name, law.written(shape.tokens, shape.sequences))
     return fetches, writes
 

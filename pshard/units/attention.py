@@ -12,7 +12,7 @@ from pshard.batch_sizes import SMALL_BATCH
 from pshard.model_config import ModelConfig, Rope
 from pshard.quant import QUANT_TYPES
 from pshard.units.kv_cells import longest_sequence
-from pshard.units.operations import Attend, Norm, Operation, Product, ProductGroup, Rotate
+from pshard.units.operations import Attend, GateRows, Norm, Operation, Product, ProductGroup, Rotate
 from pshard.units.ranges import Targets, place_heads
 from pshard.units.scratch import Buffer
 from pshard.units.state import CellState, StateShape
@@ -21,6 +21,7 @@ from pshard.units.unit import Cut, Tensors, UnitKind
 NORM, OUT, OUT_BIAS = "attn_norm.weight", "attn_output.weight", "attn_output.bias"
 QKV, QKV_BIASES = (tuple(f"attn_{part}.{what}" for part in "qkv") for what in ("weight", "bias"))
 HEAD_NORMS = ("attn_q_norm.weight", "attn_k_norm.weight")
+GATE = "attn_q_gate.weight"  # of a model with gated attention: one number for each that a head gives
 SINKS = "attn_sinks.weight"  # a logit of each head, which takes part in the softmax and gives nothing
 AFTER = "post_attention_norm.weight"  # of what is added to the residual stream
 ROPES = ("rope", "window_rope", "still_rope")  # scratch: sines and cosines, by position
@@ -53,11 +54,14 @@ def _operations(tensors: Tensors, config: ModelConfig, window: int = 0) -> tuple
     after = tensors.get(AFTER)
     heads = *count_heads(tensors, config), config.head_dim
     norms = tuple(tensors[role] for role in HEAD_NORMS if role in tensors)
+    gate, group = tensors.get(GATE), (*QKV, GATE) if GATE in tensors else QKV
+    biases = tuple(tensors.get(role) for role in QKV_BIASES) + (None,) * (len(group) - len(QKV))
     return (
         Norm(tensors.get(NORM), config.d_model),
-        ProductGroup(tuple(tensors[role] for role in QKV), tuple(tensors.get(role) for role in QKV_BIASES)),
+        ProductGroup(tuple(tensors[role] for role in group), biases),
         Rotate(*heads, norms, config.qk_norm),
         Attend(*heads, window, tensors.get(SINKS)),
+        *((GateRows(gate.rows),) if gate else ()),
         Product(tensors[OUT], tensors.get(OUT_BIAS), adds=after is None),
         *((Norm(after, config.d_model, adds=True),) if after else ()),
     )
@@ -79,7 +83,7 @@ def _scratch(config: ModelConfig, tokens: int, shape: StateShape, kind: str) -> 
     # every tier may be given few tokens: those attend in pieces along the context
     most = max(n * decode_pieces(n, config.n_kv_heads) for n in range(1, min(tokens, SMALL_BATCH) + 1))
     return (
-        Buffer("qkv", (tokens, heads + 2 * kv), "act"),
+        Buffer("qkv", (tokens, (2 if config.gated else 1) * heads + 2 * kv), "act"),
         Buffer("mixed", (tokens, heads), "act"),
         Buffer(table, (2, longest, rope.dims // 2), "f32"),
         *((Buffer(TEMPERATURE, (longest,), "f32"),) if warms else ()),
@@ -107,6 +111,7 @@ ATTENTION = UnitKind(
         {
             NORM: ("none", "all"),
             _Q: ("rows", "cut"),
+            GATE: ("rows", "cut"),
             "attn_q.bias": ("rows", "cut"),
             _K: ("rows", "kv"),
             "attn_k.bias": ("rows", "kv"),

@@ -1,6 +1,7 @@
 """The kinds of units that models are made of. A new one is one more file beside this, and one more name here."""
 
 from pshard.units.attention import ATTENTION, STILL_ATTENTION, WINDOWED_ATTENTION
+from pshard.units.delta.delta_net import DELTA_NET
 from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
 from pshard.units.latent.latent_attention import LATENT_ATTENTION
@@ -12,8 +13,8 @@ from pshard.units.unit import UnitKind, UnitKinds
 
 KINDS = UnitKinds()
 for _kind in (
-    EMBEDDING, ATTENTION, WINDOWED_ATTENTION, STILL_ATTENTION, LATENT_ATTENTION, FFN, ROUTER, SHARED_EXPERTS, EXPERTS,
-    OUTPUT,
+    EMBEDDING, ATTENTION, WINDOWED_ATTENTION, STILL_ATTENTION, LATENT_ATTENTION, DELTA_NET, FFN, ROUTER, SHARED_EXPERTS,
+    EXPERTS, OUTPUT,
 ):  # fmt: skip
     KINDS.add(_kind)
 

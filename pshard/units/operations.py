@@ -94,6 +94,13 @@ class Attend:
 
 
 @dataclass(frozen=True)
+class GateRows:
+    """An activation times the sigmoid of another one, `width` elements a token each."""
+
+    width: int
+
+
+@dataclass(frozen=True)
 class HeadProducts:
     """A product of each head's own numbers with its own matrix, of those that stand in `stack` (TensorSpec.parts)."""
 
@@ -226,6 +233,7 @@ Operation = (
     | PlaceRows
     | Rotate
     | Attend
+    | GateRows
     | HeadProducts
     | StoreLatent
     | AttendLatent

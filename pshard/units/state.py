@@ -121,7 +121,8 @@ class LatentState:
 
 @dataclass(frozen=True)
 class FixedState:
-    """So many bytes a sequence, whatever its length; every micro-batch reads and writes all of it."""
+    """So many bytes a sequence, whatever its length: all zeros where one begins. Every micro-batch reads and writes all
+    of it."""
 
     each: int
     cell: ClassVar[int] = 0
@@ -133,7 +134,7 @@ class FixedState:
         return shape.sequences * align(self.each, BUFFER_ALIGN)
 
     def fetched(self, past: int, sequences: int) -> int:
-        return sequences * self.each if past else 0
+        return sequences * self.each
 
     def written(self, tokens: int, sequences: int) -> int:
         return sequences * self.each

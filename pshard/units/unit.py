@@ -41,7 +41,7 @@ class Cut:
     to the q heads), "each" (one element of every thing), "all", or "first" (whole, on the first rank that works).
     bounds: those of each rank's range nearest to the ranks' targets (None: the rank holds nothing). width: elements of
     one thing along a tensor's axis. stacks: of a tensor that is cut by rows, so many equal parts stand below each
-    other, each of which is cut so.
+    other, each of which is cut so. layout: (stacks, width) of each role, along either axis, where they differ.
     """
 
     rules: Mapping[str, tuple[str, str]]
@@ -49,6 +49,7 @@ class Cut:
     bounds: Callable[[ModelConfig, Tensors, tuple[float | None, ...]], tuple[int, ...]]
     width: Callable[[ModelConfig], int] = lambda config: 1
     stacks: Callable[[ModelConfig], int] = lambda config: 1
+    layout: Callable[[str, ModelConfig], tuple[int, int]] | None = None
     flag: str = ""  # what --max-tp calls the kind; "" where no rank count can be limited
 
 

@@ -9,6 +9,7 @@ from pshard.runtime.memory.kv_cache import view_layer
 from pshard.runtime.memory.weights import UnitWeights
 from pshard.units.attention import (
     AFTER,
+    GATE,
     HEAD_NORMS,
     NORM,
     OUT,
@@ -47,14 +48,18 @@ class AttentionBlock(Block):
         # a rank's slice may hold fewer heads in this layer than in its widest one
         q_width, kv_width = m[QKV[0]].rows, m[QKV[1]].rows
         heads = (q_width // config.head_dim, kv_width // config.head_dim, config.head_dim)
-        qkv, mixed = space.rows("qkv", n)[:, : q_width + 2 * kv_width], space.rows("mixed", n)[:, :q_width]
-        biases = tuple(v.get(role) for role in QKV_BIASES)
-        k.linear_group(normed, tuple(m[role] for role in QKV), qkv, space.tile, biases)
+        group, width = ((*QKV, GATE) if GATE in m else QKV), q_width + 2 * kv_width
+        products = space.rows("qkv", n)[:, : width + (q_width if GATE in m else 0)]
+        qkv, gate, mixed = products[:, :width], products[:, width:], space.rows("mixed", n)[:, :q_width]
+        biases = tuple(v.get(role) for role in QKV_BIASES) + (None,) * (len(group) - len(QKV))
+        k.linear_group(normed, tuple(m[role] for role in group), products, space.tile, biases)
         q_norm, k_norm = (v.get(role) for role in HEAD_NORMS)
         rope = side.ropes[pick_rope(config, self._kind)[0]]
         k.rope_store(qkv, heads, q_norm, k_norm, config.norm_eps, rope, rows, state)
         _warm(side, qkv[:, :q_width], rows)
         k.attention(qkv, heads, state, rows, config.scores_by, mixed, space.tensors["partial"], v.get(SINKS))
+        if GATE in m:
+            k.gate_rows(mixed, gate)
         leave_normed(side, mixed, m[OUT], v.get(OUT_BIAS), v.get(AFTER), residual)
 
 

@@ -2,6 +2,7 @@
 
 from pshard.runtime.blocks.attention_block import AttentionBlock
 from pshard.runtime.blocks.block import Block
+from pshard.runtime.blocks.delta_block import DeltaBlock
 from pshard.runtime.blocks.embedding_block import EmbeddingBlock
 from pshard.runtime.blocks.experts_block import ExpertsBlock
 from pshard.runtime.blocks.ffn_block import FfnBlock
@@ -10,6 +11,7 @@ from pshard.runtime.blocks.output_block import OutputBlock
 from pshard.runtime.blocks.router_block import RouterBlock
 from pshard.runtime.blocks.shared_block import SharedBlock
 from pshard.units.attention import ATTENTION, STILL_ATTENTION, WINDOWED_ATTENTION
+from pshard.units.delta.delta_net import DELTA_NET
 from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
 from pshard.units.latent.latent_attention import LATENT_ATTENTION
@@ -25,6 +27,7 @@ BLOCKS: dict[str, Block] = {
     WINDOWED_ATTENTION.name: AttentionBlock(WINDOWED_ATTENTION),
     STILL_ATTENTION.name: AttentionBlock(STILL_ATTENTION),
     LATENT_ATTENTION.name: LatentBlock(),
+    DELTA_NET.name: DeltaBlock(),
     FFN.name: FfnBlock(),
     ROUTER.name: RouterBlock(),
     SHARED_EXPERTS.name: SharedBlock(),

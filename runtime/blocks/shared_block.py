@@ -1,7 +1,5 @@
 """Shared experts: the gated product of what the router has normed, and its down product onto the residual stream."""
 
-import torch
-
 from pshard.runtime.blocks.block import Block, Residual, Work, leave
 from pshard.runtime.blocks.routed_rows import take_normed, view_routed
 from pshard.runtime.memory.weights import UnitWeights
@@ -19,6 +17,5 @@ class SharedBlock(Block):
         gated = both[:, :width]
         side.kernels.gate_up(x, m[GATE], m[UP], gated, both, side.space.tile)
         if SCALE in weights.vectors:
-            gate = torch.sigmoid(view_routed(side, n)[0] @ weights.vectors[SCALE])[:, None]
-            side.kernels.place(gated * gate, gated)  # not in place: kernels may have quantised what they gave
+            side.kernels.scale_rows(gated, view_routed(side, n)[0], weights.vectors[SCALE])
         leave(side, gated, m[DOWN], None, residual)

@@ -7,7 +7,7 @@ G KV heads, d head_dim. Activations are `act_dtype` (float32 on the host, bfloat
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -81,6 +81,17 @@ class Segment:
     first: int = 0
 
 
+class SequenceRows(NamedTuple):
+    """Which rows of a micro-batch belong to which sequence, as `Kernels.delta_net` takes it: int32 on the computing
+    device. As many sequences for all batches of so many tokens, at the end some without rows; `longest`: none has more,
+    a power of two.
+    """
+
+    slots: torch.Tensor
+    offsets: torch.Tensor
+    longest: int
+
+
 @dataclass(frozen=True)
 class RowIndex:
     """Where each row of a micro-batch stands: int32 tensors on the computing device, segments on the host.
@@ -90,6 +101,7 @@ class RowIndex:
     new), an int for choosing launch sizes. spans: of the host's index, what `row_index.list_spans` says of the segments
     in memory that stays where it is (int64, a ctypes array); None where kernels are to make it.
 
+    sequences: what a gated delta net asks of them, where the model has one.
     window: a row sees so many cells at most, the last of which is its own; 0: all. recent: the index of the layers that
     have a window; None where the model has no such.
     """
@@ -102,10 +114,16 @@ class RowIndex:
     spans: Any = None
     window: int = 0
     recent: "RowIndex | None" = None
+    sequences: SequenceRows | None = None
 
     @property
     def tokens(self) -> int:
         return self.position.shape[0]
+
+    @property
+    def longest(self) -> int:
+        """As in `sequences`, which launches depend on; 0 where the model has no gated delta net."""
+        return self.sequences.longest if self.sequences else 0
 
 
 @dataclass(frozen=True)
@@ -266,6 +284,15 @@ class Kernels(Protocol):
 
     def place(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         """out[M, n] = rows[M, n], float32 that another side computed, as act_dtype. Row strides free."""
+        ...
+
+    def gate_rows(self, x: torch.Tensor, gate: torch.Tensor) -> None:
+        """x[M, n] *= sigmoid(gate[M, n]), act_dtype. Row strides free."""
+        ...
+
+    def scale_rows(self, x: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+        """x[M, n] *= sigmoid(hidden[M, D] . weight[D]), one number a row; x act_dtype, hidden and weight float32. Row
+        strides free."""
         ...
 
     def rope_store(

@@ -114,6 +114,12 @@ class PlainKernels(PlainLatent, PlainDelta):
     def place(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(rows)
 
+    def gate_rows(self, x: torch.Tensor, gate: torch.Tensor) -> None:
+        x.mul_(torch.sigmoid(gate))
+
+    def scale_rows(self, x: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+        x.mul_(torch.sigmoid(hidden @ weight)[:, None])
+
     def rope_store(
         self,
         qkv: torch.Tensor,

@@ -29,6 +29,18 @@ def fill_rows(
         recent.numpy()[: len(numbers)] = [number for s in segments for number in s.recent]
 
 
+def fill_sequences(segments: Sequence[Segment], slots: torch.Tensor, offsets: torch.Tensor) -> None:
+    """Write what `SequenceRows` says of the segments, which lie one after the other: int32 tensors on the host, slots
+    at least as long as there are segments, offsets one longer. Places that are left over have other sequences without
+    rows."""
+    numbers = [s.sequence for s in segments]
+    others = (i for i in range(slots.shape[0] + len(numbers)) if i not in numbers)
+    ends = [0, *(s.start + s.tokens for s in segments)]
+    missing = slots.shape[0] - len(numbers)
+    slots.numpy()[:] = numbers + [next(others) for _ in range(missing)]
+    offsets.numpy()[:] = ends + ends[-1:] * missing
+
+
 def list_spans(segments: Sequence[Segment]) -> list[tuple[int, int, int, int]]:
     """Of each segment: its first row, its rows, cells before them, and where its blocks begin in `RowIndex.blocks`."""
     spans, at = [], 0

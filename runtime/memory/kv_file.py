@@ -9,6 +9,8 @@ The file holds cells by what they mean, not by where they lay (version 2, little
         cell the head's codes (int8) and then its scales (f16, one for 32 codes). Latents are the K of one head, whose V
         has no number. Of a layer with a window the last cells only: from the block of KV_BLOCK cells on where what the
         next token sees begins
+    of a model with a gated delta net, whose header has `states`: the lengths of checkpoints, the last one the text's;
+        of each for every such layer and key head a block, see checkpoints/saved_states.py
 
 Every rank writes and reads the heads it holds, at their place; a head that several ranks hold is the lowest one's to
 write. The ranks must see the same file.
@@ -24,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -32,6 +34,8 @@ from pshard.cuts.rank_parts import Ranges
 from pshard.errors import UserError
 from pshard.jsonio import check_regular, to_json
 from pshard.model import ModelSpec
+from pshard.runtime.checkpoints.checkpoints import Checkpoint
+from pshard.runtime.checkpoints.saved_states import find_states
 from pshard.runtime.executor import Executor
 from pshard.runtime.kernels.api import Segment
 from pshard.runtime.kernels.kv_codec import put_head, take_head
@@ -41,7 +45,7 @@ from pshard.runtime.ranks.group import Group
 from pshard.units.attention import QKV
 from pshard.units.kv_cells import KV_BLOCK, kv_nbytes, longest_sequence, window_start
 from pshard.units.latent.latent_attention import KV_A
-from pshard.units.state import CellState, LatentState, StateShape
+from pshard.units.state import CellState, FixedState, LatentState, StateShape
 
 MAGIC, VERSION = b"pshardkv", 2
 _FIXED = struct.Struct("<8sIII")
@@ -81,28 +85,30 @@ class KVStore:
         self._blocks = tuple(_blocks_of(source.spec, kv, held, group.rank))
         laws = (unit.state(source.spec.config, kv) for unit in source.spec.units)
         caches = (law for law in laws if isinstance(law, CellState | LatentState))
+        self._states = find_states(source.spec, held[group.rank])
         self._windows = tuple(law.window if isinstance(law, CellState) else 0 for law in caches)  # of every layer
 
-    def save(self, path: Path, held: Segment, tokens: Sequence[int]) -> None:
-        """Write the cells of a sequence with these tokens, which lie where `held` says; the file is there whole or not
-        at all.
+    def save(self, path: Path, held: Segment, tokens: Sequence[int], states: Sequence[Checkpoint] = ()) -> None:
+        """Write the cells of a sequence with these tokens, which lie where `held` says, and its checkpoints, the last
+        one of all tokens; the file is there whole or not at all.
 
         Raises UserError.
         """
         self._check_states()
-        temporary = self._create(path, tokens)
+        header = self._header(tokens, [one.length for one in states])
+        temporary = self._create(path, len(tokens), header, len(states))
         try:
-            sums, problem = self._write_blocks(Path(temporary), held, tokens), None
+            sums, problem = self._write_blocks(Path(temporary), held, header, states), None
         except OSError as error:
             sums, problem = [], error.strerror
         said = [self._group.broadcast([problem, sums], r) for r in range(self._group.size)]
         problem = next((p for p, _ in said if p), None)
         if self._group.rank == 0:
-            problem = problem or self._finish(Path(temporary), path, tokens, dict(s for _, part in said for s in part))
+            problem = problem or self._finish(Path(temporary), path, header, dict(s for _, part in said for s in part))
             Path(temporary).unlink(missing_ok=True)
         self._raise_together(path, problem)
 
-    def _create(self, path: Path, tokens: Sequence[int]) -> str:
+    def _create(self, path: Path, cells: int, header: bytes, states: int) -> str:
         """Rank 0 makes a file of full size beside the wanted one; returns its name."""
         temporary, problem = "", None
         if self._group.rank == 0:
@@ -110,7 +116,7 @@ class KVStore:
                 check_regular(path)
                 handle, temporary = tempfile.mkstemp(dir=path.resolve().parent, prefix=f".{path.name}.", suffix=".tmp")
                 with os.fdopen(handle, "wb") as file:
-                    file.truncate(self._places(len(tokens), self._header(tokens))[1])
+                    file.truncate(self._places(cells, header, states)[1])
             except OSError as error:
                 problem = error.strerror
         self._raise_together(path, problem)
@@ -121,8 +127,8 @@ class KVStore:
         if problem := self._group.broadcast(problem):
             raise UserError(f"cannot write the KV cache to {path}: {problem}")
 
-    def load(self, path: Path, take: Callable[[int], Segment]) -> tuple[int, ...]:
-        """Fill cells from a file, where `take` says that so many lie; returns their token ids.
+    def load(self, path: Path, take: Callable[[int], Segment]) -> tuple[tuple[int, ...], list[Checkpoint]]:
+        """Fill cells from a file, where `take` says that so many lie; returns their token ids, and checkpoints.
 
         Raises UserError: not such a file, damaged, of another model or KV type, longer than the context, not the same
         on all ranks; or as `take`.
@@ -130,8 +136,9 @@ class KVStore:
         self._check_states()
         problem: str | None = None
         tokens: tuple[int, ...] = ()
+        states: list[Checkpoint] = []
         try:
-            tokens = self._read(path, take)
+            tokens, states = self._read(path, take)
         except UserError as error:
             problem = str(error)
         except OSError as error:
@@ -142,7 +149,7 @@ class KVStore:
             raise UserError(first)
         if any(other != read for _, other in said):
             raise UserError(f"the ranks find different KV caches in {path}: it was just replaced, or is no shared file")
-        return tokens
+        return tokens, states
 
     def _check_states(self) -> None:
         """Raise UserError, on every rank, when a unit keeps a state that is no KV cache: the file has no place for
@@ -150,7 +157,8 @@ class KVStore:
         spec = self._source.spec
         for unit in spec.units:
             law = unit.state(spec.config, self._kv)
-            if law is not None and not isinstance(law, CellState | LatentState):
+            known = isinstance(law, CellState | LatentState) or (self._states and isinstance(law, FixedState))
+            if law is not None and not known:
                 raise UserError(
                     f"{unit.name} ({unit.kind.name}) keeps a state that is no KV cache, and only KV caches can be "
                     "saved and loaded; give the prompt again"
@@ -160,27 +168,38 @@ class KVStore:
     def _fingerprint(self) -> str:
         return fingerprint_model(self._source)
 
-    def _header(self, tokens: Sequence[int]) -> bytes:
+    def _header(self, tokens: Sequence[int], states: Sequence[int] = ()) -> bytes:
         config = self._source.spec.config
         fields = {
             "fingerprint": self._fingerprint,
-            "layers": config.n_layers,
+            "layers": len(self._windows),
             "kv_heads": config.n_kv_heads,
             "head_dim": config.head_dim,
             "type_k": self._kv.type_k,
             "type_v": self._kv.type_v,
             "tokens": list(tokens),
         }
+        if self._states:
+            fields["states"] = list(states)
         if config.rope.long_factors:  # keys of a short context are turned by other angles
             longest = longest_sequence(config, self._kv.context)
             fields["angles"] = "long" if longest > config.rope.original_context else "short"
         return json.dumps(fields).encode()
 
-    def _places(self, cells: int, header: bytes) -> tuple[int, int]:
-        """(offset of the first block, bytes of the file)."""
-        config = self._source.spec.config
-        start = _FIXED.size + len(header) + 8 * config.n_layers * config.n_kv_heads
-        return start, start + sum(self._layer_bytes(layer, cells) for layer in range(config.n_layers))
+    @property
+    def _cell_blocks(self) -> int:
+        return 2 * len(self._windows) * self._source.spec.config.n_kv_heads
+
+    def _places(self, cells: int, header: bytes, states: int) -> tuple[int, int]:
+        """(offset of the first block, bytes of the file) with so many checkpoints."""
+        count = states * self._states.count if self._states else 0
+        start = _FIXED.size + len(header) + 4 * (self._cell_blocks + count)
+        nbytes = count * self._states.block_nbytes if self._states else 0
+        return start, start + sum(self._layer_bytes(i, cells) for i in range(len(self._windows))) + nbytes
+
+    def _states_start(self, cells: int, start: int) -> int:
+        """Where checkpoints begin, behind the cells' blocks, which begin at `start`."""
+        return start + sum(self._layer_bytes(i, cells) for i in range(len(self._windows)))
 
     def _layer_bytes(self, layer: int, cells: int) -> int:
         heads = self._source.spec.config.n_kv_heads
@@ -200,10 +219,12 @@ class KVStore:
         before = sum(self._layer_bytes(i, cells) for i in range(layer))
         return start + before + (rest * k if rest < heads else heads * k + (rest - heads) * v)
 
-    def _write_blocks(self, path: Path, held: Segment, tokens: Sequence[int]) -> list[tuple[int, int]]:
+    def _write_blocks(
+        self, path: Path, held: Segment, header: bytes, states: Sequence[Checkpoint]
+    ) -> list[tuple[int, int]]:
         """Write this rank's blocks; returns (number, CRC) of each."""
-        cells, sums, dim = len(tokens), [], self._source.spec.config.head_dim
-        start, _ = self._places(cells, self._header(tokens))
+        cells, sums, dim = held.past, [], self._source.spec.config.head_dim
+        start, _ = self._places(cells, header, len(states))
         with open(path, "r+b") as file:
             for unit, heads in self._by_unit().items():
                 memory = self._read_cells(unit, held)
@@ -212,11 +233,13 @@ class KVStore:
                     file.seek(self._offset(block, cells, start))
                     file.write(raw)
                     sums.append((block.number, zlib.crc32(raw)))
+            if self._states:
+                written = self._states.write(file, self._states_start(cells, start), states)
+                sums += [(self._cell_blocks + number, crc) for number, crc in written]
         return sums
 
-    def _finish(self, temporary: Path, path: Path, tokens: Sequence[int], sums: dict[int, int]) -> str | None:
+    def _finish(self, temporary: Path, path: Path, header: bytes, sums: dict[int, int]) -> str | None:
         """Write what stands before the blocks and give the file its name; returns what went wrong."""
-        header = self._header(tokens)
         try:
             with open(temporary, "r+b") as file:
                 file.write(_FIXED.pack(MAGIC, VERSION, len(header), zlib.crc32(header)) + header)
@@ -229,12 +252,12 @@ class KVStore:
             return str(error.strerror)
         return None
 
-    def _read(self, path: Path, take: Callable[[int], Segment]) -> tuple[int, ...]:
+    def _read(self, path: Path, take: Callable[[int], Segment]) -> tuple[tuple[int, ...], list[Checkpoint]]:
         with open(path, "rb") as file:
             header, fields = _read_header(path, file)
             wanted = json.loads(self._header(()))
             for name in wanted:
-                if name != "tokens" and fields.get(name) != wanted[name]:
+                if name not in ("tokens", "states") and fields.get(name) != wanted[name]:
                     what = "is of another model" if name == "fingerprint" else f"has {name} {fields.get(name)}"
                     raise UserError(f"the KV cache {path} {what}; this run has {wanted[name]}: remove the file")
             tokens = tuple(fields["tokens"])
@@ -244,10 +267,11 @@ class KVStore:
             longest = longest_sequence(self._source.spec.config, self._kv.context)
             if len(tokens) > longest:
                 raise UserError(f"the KV cache {path} has {len(tokens)} cells; the context is {longest}: -c")
-            start, nbytes = self._places(len(tokens), header)
+            lengths = _check_lengths(path, fields.get("states"), len(tokens)) if self._states else []
+            start, nbytes = self._places(len(tokens), header, len(lengths))
             if os.fstat(file.fileno()).st_size != nbytes:
                 raise UserError(f"the KV cache {path} is cut off or damaged: remove it")
-            blocks = 2 * fields["layers"] * fields["kv_heads"]
+            blocks = self._cell_blocks + (len(lengths) * self._states.count if self._states else 0)
             sums = struct.unpack(f"<{blocks}I", file.read(4 * blocks))
             held = take(len(tokens))
             for unit, heads in self._by_unit().items():
@@ -263,7 +287,19 @@ class KVStore:
                         put_head(memory[block.what], block.head, fields["head_dim"], values)
                 write_cells(self._executor.residents.state_now(unit), self._place(unit, held)[0], memory)
                 self._executor.device.synchronize()
-        return tokens
+            return tokens, self._read_states(path, file, start, sums, lengths)
+
+    def _read_states(
+        self, path: Path, file: BinaryIO, start: int, sums: Sequence[int], lengths: Sequence[int]
+    ) -> list[Checkpoint]:
+        """The checkpoints of a text of the last of these lengths."""
+        if not self._states or not lengths:
+            return []
+        like, at = self._executor.residents.read_fixed(0), self._states_start(lengths[-1], start)
+        try:
+            return self._states.read(file, at, sums[self._cell_blocks :], lengths, like)
+        except UserError as error:
+            raise UserError(f"the KV cache {path} {error}: remove it") from None
 
     def _read_cells(self, unit: str, held: Segment) -> dict[str, torch.Tensor]:
         self._executor.device.synchronize()
@@ -282,6 +318,14 @@ class KVStore:
         for block in self._blocks:
             units.setdefault(block.unit, []).append(block)
         return units
+
+
+def _check_lengths(path: Path, lengths: Any, cells: int) -> list[int]:
+    """The lengths of checkpoints, when they rise up to that of the text. Raises UserError."""
+    whole = isinstance(lengths, list) and all(type(n) is int and n > 0 for n in lengths)
+    if not whole or lengths != sorted(set(lengths)) or lengths[-1:] != ([cells] if cells else []):
+        raise UserError(f"the KV cache {path} has no state of its text: remove it")
+    return lengths
 
 
 def _read_header(path: Path, file: Any) -> tuple[bytes, dict[str, Any]]:

@@ -182,7 +182,7 @@ def pack_unit(source: WeightSource, unit: Unit, blob: torch.Tensor, ranges: Rang
         if own is not None and len(tensor.shape) == 1:
             raw = _cut_vector(raw, whole[tensor.name], tensor.cols, own[2:])
         elif own is not None:
-            raw = _cut_rows(raw, tensor.qtype, whole[tensor.name].cols, own)
+            raw = _cut_matrix(raw, tensor, whole[tensor.name], own)
         if len(tensor.shape) == 1:
             out.view(torch.float32).copy_(_vector(raw, tensor.qtype))
         else:
@@ -208,6 +208,19 @@ def _pack_stack(
         raw = raw if own is None else _cut_rows(raw, tensor.qtype, cols, own)
         _pack_matrix(raw, part, out[place * part.packed_nbytes : (place + 1) * part.packed_nbytes])
     source.forget_tensor(tensor.name)
+
+
+def _cut_matrix(raw: np.ndarray, part: TensorSpec, whole: TensorSpec, ranges: tuple[int, int, int, int]) -> np.ndarray:
+    """The file bytes of a slice: those of `ranges` in each of as many equal parts as that takes, along both axes."""
+    row0, row1, col0, col1 = ranges
+    below, beside = max(1, part.rows // (row1 - row0)), max(1, part.cols // (col1 - col0))
+    rows = raw.reshape(below, whole.rows // below, -1)[:, row0:row1].reshape(below * (row1 - row0), -1)
+    width = whole.cols // beside
+    cut = [
+        _cut_rows(rows, part.qtype, whole.cols, (0, len(rows), at + col0, at + col1))
+        for at in range(0, whole.cols, width)
+    ]
+    return cut[0] if beside == 1 else np.concatenate(cut, 1)
 
 
 def _cut_rows(raw: np.ndarray, qtype: str, cols: int, ranges: tuple[int, int, int, int]) -> np.ndarray:

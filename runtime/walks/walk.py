@@ -122,7 +122,7 @@ class Walk:
         self._tier.on_host.run(self._host_key(run), lambda: self._units.run_all(run.steps))
 
     def _host_key(self, run: HostRun) -> tuple:
-        return run.name, self._tokens, len(self._batch.segments)
+        return run.name, self._tokens, len(self._batch.segments), self._batch.host_rows.longest
 
     def _run_units(self, launch: Launch) -> None:
         if self._device.kind != "cpu" or self._tokens > SMALL_BATCH:
@@ -147,7 +147,7 @@ class Walk:
         cells = self._batch.acc_rows.cells if self._tokens <= SMALL_BATCH else 0
         output = launch.gives_logits
         wanted = logits.count if output or index is not None else 0  # the others' work is the same
-        key = (tier.tokens, launch.name, self._tokens, wanted, cells)
+        key = (tier.tokens, launch.name, self._tokens, wanted, cells, self._batch.acc_rows.longest)
         repeats = self._repeats(key)
         leaving = launch.leaves if repeats else ()
         delivering = output and repeats and logits.has_some()

@@ -52,7 +52,8 @@ class AheadWalk(Walk):
             self._wait_for_inputs(first)
         output = any(launch.gives_logits for launch in stretch.launches)
         wanted = logits.count if output or index is not None else 0  # the others' work is the same
-        key = (tier.tokens, stretch.name, self._tokens, wanted, self._batch.acc_rows.cells)
+        rows = self._batch.acc_rows
+        key = (tier.tokens, stretch.name, self._tokens, wanted, rows.cells, rows.longest)
         delivering = output and logits.has_some()
 
         def work() -> None:

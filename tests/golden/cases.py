@@ -115,6 +115,8 @@ CASES: tuple[Case, ...] = (
         4000, 6000, mode="tensor", tensor_split=(3.0, 5.0)), "Q4_K", change=_with_devices(2)),
     Case("v2-lite-4000", "h100", "deepseek-v2-lite", _work(4000)),
     Case("v2-lite-two-layer", "h100", "deepseek-v2-lite", _work(3000, 3000, mode="layer"), change=_with_devices(2)),
+    Case("next-80b-12000", "h100", "qwen3-next-80b-a3b", _work(12000)),
+    Case("hybrid-27b-8000", "h100", "qwen3.5-27b", _work(8000)),
     Case("experts-small", "rtx4060", "experts-small", _work(600, max_ubatch=512)),
     Case("8b-2000", "rtx4060", "llama3-8b", _work(2000)),
     Case("8b-lockable", "rtx4060", "llama3-8b", _work(3000), change=_with_lockable(1500)),

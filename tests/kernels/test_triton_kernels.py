@@ -216,11 +216,38 @@ def test_what_is_handed_over_quantised_gives_the_same_bits(kernels: cuda.CudaKer
     after(normed)
     kernels.attention(qkv, (4, 1, 64), kv, rows, 0.125, mixed, partial)
     after(mixed)
+    kernels.gate_rows(mixed, random_tensor(tokens, 256, seed=70))
+    after(mixed)
+    kernels.scale_rows(mixed, hidden, norm)
+    after(mixed)
     kernels.rms_norm(hidden, norm, 1e-5, normed)
     kernels.gate_up(normed, gate, gate, both[:, :64], both, NO_TILE)
     before = after(both[:, :64])
     kernels.gate_up(normed.clone(), gate, gate, both[:, :64], both, NO_TILE)
     assert torch.equal(after(both[:, :64]), before)
+
+
+@needs_kernels
+@pytest.mark.parametrize("shape", [(1, 64), (3, 1000), (70, 96)])
+def test_rows_are_multiplied_by_the_sigmoid_of_their_gates(kernels: cuda.CudaKernels, shape: tuple[int, int]) -> None:
+    tokens, cols = shape
+    x, gate = (random_tensor(tokens, cols + 8, seed=seed)[:, :cols] for seed in (71, 72))
+    expected = numpy64(x) / (1 + np.exp(-numpy64(gate)))
+    kernels.gate_rows(x, gate)
+    assert error(x, expected) < 0.01
+
+
+@needs_kernels
+@pytest.mark.parametrize("shape", [(1, 64), (3, 1000), (70, 96)])
+def test_rows_are_multiplied_by_the_sigmoid_of_one_product_each(
+    kernels: cuda.CudaKernels, shape: tuple[int, int]
+) -> None:
+    tokens, cols = shape
+    x = random_tensor(tokens, cols + 8, seed=73)[:, :cols]
+    hidden, weight = random_tensor(tokens, 200, seed=74, dtype=torch.float32), random_tensor(200, seed=75).float()
+    expected = numpy64(x) / (1 + np.exp(-numpy64(hidden) @ numpy64(weight)))[:, None]
+    kernels.scale_rows(x, hidden, weight)
+    assert error(x, expected) < 0.01
 
 
 @needs_kernels

@@ -156,6 +156,7 @@ def run_ranks(
     limits: Limits = (),
     kernels: str = "plain",
     popularity: Popularity | None = None,
+    checkpoint_bytes: int = 0,
 ) -> list[Any]:
     """What `talk` returns on each rank of a group over the ratios `shares`, split by layers or by tensors."""
     meeting = Meeting(len(shares))
@@ -165,7 +166,8 @@ def run_ranks(
     def rank(r: int) -> Any:
         group = ThreadGroup(r, meeting)
         try:
-            with build_engine(open_source(path), variant, open_device("cpu"), kernels=kernels, group=group) as engine:
+            options = {"kernels": kernels, "group": group, "checkpoint_bytes": checkpoint_bytes}
+            with build_engine(open_source(path), variant, open_device("cpu"), **options) as engine:
                 return talk(engine)
         except BaseException:
             meeting.barrier.abort()  # the others must not wait

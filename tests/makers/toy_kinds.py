@@ -70,8 +70,6 @@ class DecayBlock(Block):
         normed, out = normalise(side, weights.vectors[NORM], n, residual), side.space.rows("decayed", n)
         for segment in work.rows.segments:
             kept = state[segment.sequence]
-            if not segment.past:
-                kept.zero_()
             for row in range(segment.start, segment.start + segment.tokens):
                 kept.mul_(0.5).add_(normed[row])
                 out[row].copy_(kept)

@@ -166,6 +166,12 @@ def test_deepseek_and_kimi_cut_text_at_han_and_digits(pre: str, cuts: list[str])
     assert [text[begin:end] for _, (begin, end) in backend.pre_tokenizer.pre_tokenize_str(text)] == cuts
 
 
+def test_qwen35_leaves_marks_in_the_words_that_they_stand_in() -> None:
+    for pre, cuts in (("qwen35", ["नमस्ते", "1", "2"]), ("qwen2", ["नमस", "्त", "े", "1", "2"])):
+        backend, text = gguf_tokenizer(bpe_metadata(pre), "x.gguf")._backend, "नमस्ते12"
+        assert [text[begin:end] for _, (begin, end) in backend.pre_tokenizer.pre_tokenize_str(text)] == cuts
+
+
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(text=TEXTS)
 def test_qwen2_encoding_and_decoding_equal_transformers(qwen2_reference: Any, text: str) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from engines import open_engine
 from family_files import RECIPES, write_family
+from hybrid_files import random_hybrid, write_hybrid_gguf
 from latent_files import random_tensors, write_latent_gguf
 from model_files import write_gguf
 
@@ -13,8 +14,10 @@ from pshard.runtime.kernels.plain import PlainKernels
 from pshard.units.operations import (
     Attend,
     AttendLatent,
+    DeltaNet,
     ExpertProducts,
     GatedProduct,
+    GateRows,
     HeadProducts,
     LookUp,
     Norm,
@@ -32,6 +35,8 @@ CALLS: dict[type, tuple[str, ...]] = {  # of kernels, by the operation that they
     ProductGroup: ("linear_group",),
     Rotate: ("rope_store",),
     Attend: ("attention",),
+    GateRows: ("gate_rows",),
+    DeltaNet: ("delta_net",),
     GatedProduct: ("gate_up",),
     Product: ("linear",),
     HeadProducts: ("head_products",),
@@ -67,11 +72,13 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("like", ["qwen3", "lite", "v3", "smollm3", "glm4", "gemma3"])
+@pytest.mark.parametrize("like", ["qwen3", "lite", "v3", "smollm3", "glm4", "gemma3", "next", "dense"])
 def test_a_token_takes_the_calls_that_the_units_declare_in_their_order(called: list[str], tmp_path, like: str) -> None:
     path = tmp_path / "tiny.gguf"
     if like == "qwen3":
         write_gguf(path, like)
+    elif like in ("next", "dense"):
+        write_hybrid_gguf(path, like, random_hybrid(like))
     elif like in RECIPES:
         write_family(path, like)
     else:

@@ -14,7 +14,6 @@ import triton
 
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.model_config import Experts
-from pshard.quant import ROW_BLOCK
 from pshard.runtime.kernels.api import ExpertWeights, LayerKV, Packed, RopeTable, Routes, RowIndex
 from pshard.runtime.kernels.gpu import triton_cells, triton_rows
 from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations
@@ -23,9 +22,10 @@ from pshard.runtime.kernels.gpu.delta.delta_kernels import DeltaOnGpu
 from pshard.runtime.kernels.gpu.experts.grouped import add_sorted, find_kinds
 from pshard.runtime.kernels.gpu.experts.pairs import add_pairs, fits_pairs
 from pshard.runtime.kernels.gpu.experts.route_tokens import route_tokens
+from pshard.runtime.kernels.gpu.gate_rows import GatesOnGpu
 from pshard.runtime.kernels.gpu.latent.latent_kernels import LatentOnGpu
 from pshard.runtime.kernels.gpu.products import many_rows
-from pshard.runtime.kernels.gpu.products.few_rows import FewRows
+from pshard.runtime.kernels.gpu.products.few_rows import FewRows, find_runs
 from pshard.runtime.kernels.unpack import PLAIN
 from pshard.times.gpu_tiles import TileChoice
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pshard.runtime.ranks.peer_memory import PeerExchange
 
 
-class CudaKernels(LatentOnGpu, DeltaOnGpu):
+class CudaKernels(GatesOnGpu, LatentOnGpu, DeltaOnGpu):
     """Kernels of one CUDA device (with TRITON_INTERPRET=1: of the CPU, for tests). Implements `Kernels`.
 
     Holds `scratch_nbytes` bytes on the device beside the arena, allocated here and never again: 27 MiB for
@@ -140,15 +140,15 @@ class CudaKernels(LatentOnGpu, DeltaOnGpu):
         biases: tuple[torch.Tensor | None, ...],
     ) -> None:
         """See `Kernels.linear_group`. One launch for up to SMALL_BATCH rows and three weights of one type."""
-        alike = len({w.qtype for w in weights}) == 1 and len({b is None for b in biases}) == 1
-        whole = all(w.rows % ROW_BLOCK == 0 for w in weights)
-        if x.shape[0] <= SMALL_BATCH and alike and whole and len(weights) <= 3 and weights[0].qtype not in PLAIN:
-            self._few_rows.multiply(self._activations.quantise(x), weights, out, biases, False)
-            return
         at = 0
-        for weight, bias in zip(weights, biases, strict=True):
-            self.linear(x, weight, out[:, at : at + weight.rows], tile, bias)
-            at += weight.rows
+        for run in find_runs(weights, biases) if x.shape[0] <= SMALL_BATCH else ((i,) for i in range(len(weights))):
+            together, theirs = tuple(weights[i] for i in run), tuple(biases[i] for i in run)
+            part = out[:, at : at + sum(weight.rows for weight in together)]
+            if len(run) > 1:
+                self._few_rows.multiply(self._activations.quantise(x), together, part, theirs, False)
+            else:
+                self.linear(x, together[0], part, tile, theirs[0])
+            at += part.shape[1]
 
     def gate_up(
         self,

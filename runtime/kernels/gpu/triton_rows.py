@@ -45,6 +45,46 @@ def gate_mul_kernel(gate, up, in_stride, out, out_stride, cols, GELU: tl.constex
 
 
 @triton.jit
+def gate_rows_kernel(
+    x, x_stride, gate, gate_stride, cols, words, scale, sums, BLOCK: tl.constexpr, QUANTISE: tl.constexpr
+):
+    """Program m: x[m] *= sigmoid(gate[m]), in float32. BLOCK >= cols. QUANTISE: as `rms_norm_kernel` does."""
+    m = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < cols
+    g = tl.load(gate + m * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
+    value = tl.load(x + m * x_stride + column, mask=mask, other=0.0).to(tl.float32) / (1.0 + tl.exp(-g))
+    rounded = value.to(x.dtype.element_ty)
+    tl.store(x + m * x_stride + column, rounded, mask=mask)
+    if QUANTISE:
+        chunk = tl.arange(0, BLOCK // 32)
+        tile = tl.reshape(rounded.to(tl.float32), (BLOCK // 32, 32))
+        store_quantised(tile, chunk, chunk < cols // 32, m, words, scale, sums, cols // 32, BLOCK // 32)
+
+
+@triton.jit
+def scale_rows_kernel(
+    x, x_stride, hidden, hidden_stride, weight, cols, width, words, scale, sums,
+    BLOCK: tl.constexpr, DEPTH: tl.constexpr, QUANTISE: tl.constexpr,
+):  # fmt: skip
+    """Program m: x[m] *= sigmoid(hidden[m] . weight), in float32. BLOCK >= cols, DEPTH >= width. QUANTISE: as
+    `rms_norm_kernel` does."""
+    m = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, DEPTH)
+    h = tl.load(hidden + m * hidden_stride + at, mask=at < width, other=0.0)
+    gate = tl.sum(h * tl.load(weight + at, mask=at < width, other=0.0), axis=0)
+    column = tl.arange(0, BLOCK)
+    mask = column < cols
+    value = tl.load(x + m * x_stride + column, mask=mask, other=0.0).to(tl.float32) / (1.0 + tl.exp(-gate))
+    rounded = value.to(x.dtype.element_ty)
+    tl.store(x + m * x_stride + column, rounded, mask=mask)
+    if QUANTISE:
+        chunk = tl.arange(0, BLOCK // 32)
+        tile = tl.reshape(rounded.to(tl.float32), (BLOCK // 32, 32))
+        store_quantised(tile, chunk, chunk < cols // 32, m, words, scale, sums, cols // 32, BLOCK // 32)
+
+
+@triton.jit
 def add_bias_kernel(out, out_stride, bias, cols, BLOCK: tl.constexpr):
     """out[m, c] += bias[c]; program (piece of the columns, m)."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

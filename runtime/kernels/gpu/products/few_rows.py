@@ -129,6 +129,22 @@ class FewRows:
         )  # fmt: skip
 
 
+def find_runs(weights: tuple[Packed, ...], biases: tuple[torch.Tensor | None, ...]) -> list[list[int]]:
+    """Numbers of those that one launch multiplies: up to three neighbours of one packed type, of whole records, all
+    with a bias or none."""
+    runs: list[list[int]] = []
+    last = None
+    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        alone = weight.qtype in PLAIN or weight.rows % ROW_BLOCK
+        like = None if alone else (weight.qtype, bias is None)
+        if like is not None and like == last and len(runs[-1]) < 3:
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+        last = like
+    return runs
+
+
 def cut_columns(tile: Tile, rows: int, depth: int, tokens: int) -> tuple[int, int]:
     """(pieces, depth of a piece): cut until `tile.programs` run, each piece whole tiles, partial sums within bounds."""
     blocks = -(-rows // tile.rows)

@@ -1,0 +1,67 @@
+"""Tensors that are not in files as units want them: some rows of one, or other numbers made of its own."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pshard.models.stored import StoredTensor
+from pshard.quant import file_nbytes
+
+Spans = Sequence[tuple[int, int]]  # (from, to) along a tensor's first dimension
+
+
+@dataclass(frozen=True, kw_only=True)
+class PickedRows(StoredTensor):
+    """The rows in `spans` of the matrix `source`, one span below the other: no bit of them changes."""
+
+    source: StoredTensor
+    spans: tuple[tuple[int, int], ...]
+
+    def read(self) -> np.ndarray:
+        rows = self.source.read().reshape(self.source.shape[0], -1)
+        return _freeze(np.concatenate([rows[start:stop] for start, stop in self.spans]))
+
+    def forget(self) -> None:
+        self.source.forget()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MadeNumbers(StoredTensor):
+    """float32 numbers, each made of one of the vector `source`."""
+
+    source: StoredTensor
+    make: Callable[[np.ndarray], np.ndarray]
+
+    def read(self) -> np.ndarray:
+        raw = self.source.read()
+        if self.source.qtype == "BF16":
+            values = (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
+        else:
+            values = raw.view({"F32": "<f4", "F16": "<f2"}[self.source.qtype]).astype(np.float32)
+        return _freeze(self.make(values).astype(np.float32).view(np.uint8))
+
+    def forget(self) -> None:
+        self.source.forget()
+
+
+def take_rows(name: str, source: StoredTensor, spans: Spans) -> StoredTensor:
+    """Those rows of a matrix under a name of their own; one span stays where it is in the file."""
+    shape = sum(stop - start for start, stop in spans), *source.shape[1:]
+    if len(spans) == 1 and not source.slabs and type(source) is StoredTensor:
+        before = file_nbytes(source.qtype, spans[0][0], source.shape[1])
+        return replace(source, name=name, shape=shape, offset=source.offset + before)
+    return PickedRows(name, source.qtype, shape, source.file, source.offset, source=source, spans=tuple(spans))
+
+
+def make_numbers(source: StoredTensor, make: Callable[[np.ndarray], np.ndarray]) -> StoredTensor:
+    """A vector of other numbers. Raises UserError for one of a type that holds none."""
+    if source.qtype not in ("F32", "F16", "BF16"):
+        source.fail(f"is a vector of type {source.qtype}; vectors are F32, F16 or BF16")
+    return MadeNumbers(source.name, "F32", source.shape, source.file, source.offset, source=source, make=make)
+
+
+def _freeze(data: np.ndarray) -> np.ndarray:
+    flat = np.ascontiguousarray(data).reshape(-1)
+    flat.flags.writeable = False
+    return flat

@@ -1,0 +1,124 @@
+"""Checkpoints: what states that cannot be cut back were at some lengths of a sequence, in host memory.
+
+Cutting a sequence back goes to the last checkpoint at or before the wanted length; the tokens behind it are computed
+again. They are made where texts are likely to be cut: at the end of a prompt, before its last micro-batch (the same
+prompt again needs its last token's logits), and every so many tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pshard.runtime.executor import Executor
+from pshard.runtime.kernels.api import Segment
+from pshard.runtime.residents import Snapshot
+
+CHECKPOINT_BYTES = 1 << 30  # of host memory, for those of all sequences
+EVERY = 2048  # tokens
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What all states that do not grow were after the first `length` tokens of a sequence."""
+
+    length: int
+    states: Snapshot
+
+
+class Checkpoints:
+    """Those of all sequences of an engine, alike on all ranks.
+
+    Attributes:
+        each: bytes of one on the rank that has most of it; 0 where every state can be cut back.
+        most: how many are kept.
+    """
+
+    def __init__(self, executor: Executor, nbytes: int) -> None:
+        """nbytes: of host memory, for the checkpoints of this rank. All ranks call it."""
+        self._residents, self._device, group = executor.residents, executor.device, executor.group
+        own = [executor.residents.fixed_nbytes, nbytes]
+        said = [group.broadcast(own, rank) for rank in range(group.size)]
+        self.each = max(each for each, _ in said)
+        self.most = min(room for _, room in said) // self.each if self.each else 0
+        self._kept: list[list[Checkpoint]] = [[] for _ in range(executor.states.sequences)]
+
+    def last(self, number: int, length: int) -> int:
+        """The length of a sequence's last checkpoint at or before `length`; 0 without one."""
+        return max((c.length for c in self._kept[number] if c.length <= length), default=0)
+
+    def all_of(self, number: int) -> tuple[Checkpoint, ...]:
+        """A sequence's, by length."""
+        return tuple(self._kept[number])
+
+    def note(self, segments: Sequence[Segment], spans: Sequence[tuple[int, int]], most: int) -> None:
+        """Make those that are due after a micro-batch of these segments. spans: from and to which length the new tokens
+        of each sequence reach, in micro-batches of at most so many."""
+        for segment in segments if self.most else ():
+            length, (start, end) = segment.past + segment.tokens, spans[segment.sequence]
+            last = self.last(segment.sequence, length)
+            if (end - start > 1 and end - length <= most) or length - last >= EVERY:
+                self.keep(segment.sequence, length)
+
+    def keep(self, number: int, length: int) -> None:
+        """Make one of a sequence that has so many tokens now; where there are too many, the one goes without which
+        fewest tokens would have to be computed again."""
+        kept = self._kept[number]
+        if kept and kept[-1].length == length:
+            return
+        kept.append(self.take(number, length))
+        while sum(map(len, self._kept)) > self.most:
+            first = min(self._list_spare(kept[-1]), key=lambda found: found[0])
+            self._kept[first[1]].pop(first[2])
+
+    def _list_spare(self, newest: Checkpoint) -> list[tuple[int, int, int]]:
+        """(tokens since the one before it, sequence, place) of all but the newest."""
+        return [
+            (one.length - (kept[i - 1].length if i else 0), number, i)
+            for number, kept in enumerate(self._kept)
+            for i, one in enumerate(kept)
+            if one is not newest
+        ]
+
+    def take(self, number: int, length: int) -> Checkpoint:
+        """What a sequence's states are now."""
+        self._device.synchronize()
+        return Checkpoint(length, self._residents.read_fixed(number))
+
+    def go_back(self, number: int, length: int) -> None:
+        """Forget a sequence's checkpoints above a length, and make the states those of the last one where it is of that
+        length."""
+        kept = self._kept[number]
+        kept[:] = [one for one in kept if one.length <= length]
+        if kept and kept[-1].length == length:
+            self.put(number, kept[-1])
+
+    def put(self, number: int, one: Checkpoint) -> None:
+        """Make the states of a sequence those of a checkpoint."""
+        self._device.synchronize()
+        with self._device.current(), self._device.computing():
+            self._residents.write_fixed(number, one.states)
+
+    def up_to(self, number: int, length: int) -> list[Checkpoint]:
+        """A sequence's below its length, and one of all that it has: what a file of it holds."""
+        below = [one for one in self._kept[number] if one.length < length]
+        return [*below, self.take(number, length)] if self.each and length else []
+
+    def replace(self, number: int, found: Sequence[Checkpoint]) -> None:
+        """Let a sequence be at the last of these, and have them all, or the last ones where there is no room."""
+        if found:
+            self.put(number, found[-1])
+        self._kept[number].clear()
+        room = self.most - sum(map(len, self._kept))
+        self._kept[number][:] = found[max(0, len(found) - room) :] if room > 0 else []
+
+    @property
+    def in_words(self) -> tuple[str, ...]:
+        """A note on what they take; none where there are none."""
+        if not self.each:
+            return ()
+        size = f"{self.each / (1 << 20):.3g} MiB"
+        if not self.most:
+            return (f"states of {size} a sequence cannot be cut back: a text that is cut is computed again",)
+        return (
+            f"states of {size} a sequence cannot be cut back: up to {self.most} checkpoints of them are kept in host "
+            f"memory ({self.most * self.each >> 20} MiB), at the ends of prompts and every {EVERY} tokens",
+        )

@@ -1,0 +1,99 @@
+"""Checkpoints in a KV file: by key head, so that any number of ranks writes and reads its own.
+
+A block is what one layer keeps of one key head after some tokens: the matrices of its value heads, then of the
+convolution's last inputs the columns of its queries, keys and values. float32.
+"""
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import torch
+
+from pshard.cuts.rank_parts import Ranges
+from pshard.errors import UserError
+from pshard.model import ModelSpec
+from pshard.runtime.checkpoints.checkpoints import Checkpoint
+from pshard.runtime.residents import Snapshot
+from pshard.units.delta.delta_net import QUERY_KEY, TAIL, delta_of
+from pshard.units.unit import Unit
+
+
+@dataclass(frozen=True)
+class StateHead:
+    """One key head of one layer: number among those of a checkpoint, its unit, head among this rank's `heads`."""
+
+    number: int
+    unit: str
+    head: int
+    heads: int
+
+
+def find_states(spec: ModelSpec, held: Ranges) -> "SavedStates | None":
+    """The blocks of a model that a rank has; None of one without a gated delta net."""
+    return SavedStates(spec, held) if any(QUERY_KEY in unit.by_role for unit in spec.units) else None
+
+
+class SavedStates:
+    """The blocks of a model with a gated delta net that a rank has."""
+
+    def __init__(self, spec: ModelSpec, held: Ranges) -> None:
+        """held: what of the model this rank has."""
+        self._delta, units = delta_of(spec.config), [u for u in spec.units if QUERY_KEY in u.by_role]
+        self.count = len(units) * self._delta.key_heads  # blocks of a checkpoint
+        self._heads = tuple(self._list_heads(units, held))
+
+    def _list_heads(self, units: Sequence[Unit], held: Ranges) -> Iterator[StateHead]:
+        for layer, unit in enumerate(units):
+            rows = held[unit.name].get(unit.by_role[QUERY_KEY].name, (0, 0))
+            heads = range(rows[0] // self._delta.head, rows[1] // self._delta.head)
+            if rows[1] == unit.by_role[QUERY_KEY].rows:  # all of it, queries and keys: nothing is cut
+                heads = range(self._delta.key_heads)
+            for at, head in enumerate(heads):
+                yield StateHead(layer * self._delta.key_heads + head, unit.name, at, len(heads))
+
+    @property
+    def block_nbytes(self) -> int:
+        group, d = self._delta.group, self._delta.head
+        return 4 * (group * d * d + TAIL * (2 + group) * d)
+
+    def write(self, file: BinaryIO, start: int, states: Sequence[Checkpoint]) -> Iterator[tuple[int, int]]:
+        """This rank's blocks of all checkpoints, the first of which begins at `start`; (number, CRC) of each."""
+        for i, one in enumerate(states):
+            for place in self._heads:
+                number = i * self.count + place.number
+                raw = torch.cat([part.reshape(-1) for part in self._views(one.states, place)]).numpy().tobytes()
+                file.seek(start + number * self.block_nbytes)
+                file.write(raw)
+                yield number, zlib.crc32(raw)
+
+    def read(
+        self, file: BinaryIO, start: int, sums: Sequence[int], lengths: Sequence[int], like: Snapshot
+    ) -> list[Checkpoint]:
+        """Checkpoints at these lengths, in tensors like those. Raises UserError for a block that is damaged."""
+        found = []
+        for i, length in enumerate(lengths):
+            states = {unit: tuple(torch.zeros_like(part) for part in parts) for unit, parts in like.items()}
+            for place in self._heads:
+                number = i * self.count + place.number
+                file.seek(start + number * self.block_nbytes)
+                raw = bytearray(file.read(self.block_nbytes))
+                if zlib.crc32(raw) != sums[number]:
+                    raise UserError(f"is damaged (state of {place.unit})")
+                numbers, at = torch.frombuffer(raw, dtype=torch.float32), 0
+                for view in self._views(states, place):
+                    view.copy_(numbers[at : at + view.numel()].view(view.shape))
+                    at += view.numel()
+            found.append(Checkpoint(length, states))
+        return found
+
+    def _views(self, states: Snapshot, place: StateHead) -> Iterator[torch.Tensor]:
+        """Where a block's parts lie in a rank's states: matrices of value heads, columns of q, k and v."""
+        (matrices, tails), d, group, head = states[place.unit], self._delta.head, self._delta.group, place.head
+        own = [head + place.heads * i for i in range(group)]
+        if not self._delta.tiled:
+            own = [head * group + i for i in range(group)]
+        yield from (matrices[value] for value in own)
+        columns = [head, place.heads + head, *(2 * place.heads + value for value in own)]
+        yield from (tails[:, d * column : d * (column + 1)] for column in columns)

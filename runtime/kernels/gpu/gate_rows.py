@@ -1,0 +1,35 @@
+"""Launches of what gates an activation: what `CudaKernels` has of it."""
+
+import torch
+import triton
+
+from pshard.runtime.kernels.gpu import triton_rows
+from pshard.runtime.kernels.gpu.activations import NOT_QUANTISED, Activations
+
+
+class GatesOnGpu:
+    """See `Kernels`."""
+
+    _activations: Activations
+
+    def gate_rows(self, x: torch.Tensor, gate: torch.Tensor) -> None:
+        """See `Kernels.gate_rows`. Up to SMALL_BATCH rows are left quantised as well."""
+        tokens, cols = x.shape
+        block, ready = triton.next_power_of_2(cols), self._activations.hand_over(x)
+        triton_rows.gate_rows_kernel[(tokens,)](
+            x, x.stride(0), gate, gate.stride(0), cols, *(ready or NOT_QUANTISED), BLOCK=block,
+            QUANTISE=ready is not None, num_warps=min(16, max(1, block // 512)),
+        )  # fmt: skip
+
+    def scale_rows(self, x: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+        """See `Kernels.scale_rows`. Up to SMALL_BATCH rows are left quantised as well."""
+        (tokens, cols), width = x.shape, hidden.shape[1]
+        block, depth, ready = (
+            triton.next_power_of_2(cols),
+            triton.next_power_of_2(width),
+            self._activations.hand_over(x),
+        )
+        triton_rows.scale_rows_kernel[(tokens,)](
+            x, x.stride(0), hidden, hidden.stride(0), weight, cols, width, *(ready or NOT_QUANTISED), BLOCK=block,
+            DEPTH=depth, QUANTISE=ready is not None, num_warps=min(16, max(1, max(block, depth) // 512)),
+        )  # fmt: skip
