@@ -54,8 +54,9 @@ class Keys:
 
     def reals(self, key: str, span: tuple[float, float]) -> tuple[float, ...]:
         """A list of numbers in a span. Raises UserError when it is missing or something else."""
-        values = self.values.get(self.prefix + key)
-        numbers = [v for v in values if type(v) in (int, float)] if isinstance(values, list) else []
+        found = self.values.get(self.prefix + key)
+        values = found if isinstance(found, list) else []
+        numbers = [v for v in values if type(v) in (int, float)]
         if not numbers or len(numbers) < len(values) or not all(span[0] <= v <= span[1] for v in numbers):
             self.refuse(key, f"is no list of numbers from {span[0]:g} to {span[1]:g}")
         return tuple(map(float, numbers))

@@ -118,6 +118,8 @@ def _plan_offered(
     with open_offer(reference) as offer:
         planned = _plan_all(args, offer.path, profile, elsewhere, tell)
         said = _prepare_output(args, planned, tell)
+        if not args.json:
+            said()  # before the others, which take half a second each
         known = {offer.model.label: planned.variants[0]}
         with planning_bar(f"planning what {reference.repo} has"):
             outlooks = tuple(
@@ -129,7 +131,6 @@ def _plan_offered(
         chosen, why = choose_quant(outlooks)
         said({"offered": to_json(outlooks), "we_would_take": chosen.label if chosen else None, "because": why})
         return
-    said()
     if not args.emit:
         from pshard.hub.show_quants import print_quants
 

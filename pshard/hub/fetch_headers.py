@@ -16,7 +16,7 @@ from pshard.hub.repository import HubFile, HubModel, Repository
 from pshard.hub.tell_errors import tell_errors
 
 CONNECTIONS = 8
-FIRST = 1 << 20  # bytes of a header that are asked for at first, then four times as many
+FIRST = 2 << 20  # bytes of a header that are asked for at first, then twice as many
 MOST = 1 << 28  # no header is longer
 HEAD, SLACK = 1 << 16, 1 << 16  # bytes: before the vocabulary; beyond what the tensors' entries took elsewhere
 _NEEDED_TEXTS = ("config.json", "model.safetensors.index.json")
@@ -106,7 +106,7 @@ def _read_whole(repository: Repository, file: HubFile) -> _Header:
             raise UserError(f"{repository.name}: {file.name} is no GGUF file that can be read: {error}") from None
         if len(data) < end:
             raise UserError(f"{repository.name}: {file.name} was cut inside its header; run the same command again")
-        wanted *= 4
+        wanted *= 2
 
 
 def _borrow(repository: Repository, file: HubFile, lender: _Header) -> _Header | None:

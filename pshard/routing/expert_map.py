@@ -93,8 +93,8 @@ def map_experts(spec: ModelSpec, variant: Variant) -> tuple[ExpertMap, ...]:
             names, slots = tuple(unit.name for unit in units), tuple(map(_describe_slots, rank.caches))
             found.append(
                 ExpertMap(
-                    spec.name, rank.rank, rank.budget_mib, variant.terms, rule.count, rule.used, names,
-                    tiers=tiers, slots=slots,
+                    spec.name, rank.rank, rank.budget_mib, variant.terms, rule.count, rule.used, names, tiers,
+                    slots=slots,
                 )
             )  # fmt: skip
     return tuple(found)

@@ -11,7 +11,7 @@ from hub_server import Faults, HubServer
 from model_files import write_gguf
 
 from pshard.commands.cli_plan import main as plan
-from pshard.hub.fetch_headers import fetch_headers
+from pshard.hub.fetch_headers import FIRST, fetch_headers
 from pshard.hub.fetch_model import fetch_model
 from pshard.hub.repository import list_repository
 from pshard.models import open_model
@@ -72,7 +72,7 @@ def test_headers_open_as_the_files_would_and_share_one_vocabulary(hub, files, tm
             assert here.fingerprint_inputs() == there.fingerprint_inputs()
             assert len(here.metadata["tokenizer.ggml.tokens"]) == 1500
     (first, *_) = repository.models
-    long = [r for r in hub.of_files() if r[2] == f"bytes=0-{min(1 << 20, first.nbytes) - 1}"]
+    long = [r for r in hub.of_files() if r[2] == f"bytes=0-{min(FIRST, first.nbytes) - 1}"]
     assert len(long) == 1  # the others were asked for what is before and behind the vocabulary
     on_disk = sum(p.stat().st_blocks * 512 for p in (tmp_path / "headers").rglob("*.gguf"))
     assert on_disk < sum(map(len, files.values())) / 4

@@ -7,7 +7,7 @@ a CUDA graph.
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -173,16 +173,8 @@ class CudaKernels(GatesOnGpu, LatentOnGpu, DeltaOnGpu):
             num_warps=4,
         )  # fmt: skip
 
-    def ffn(
-        self,
-        x: torch.Tensor,
-        gate: Packed,
-        up: Packed,
-        down: Packed,
-        out: torch.Tensor,
-        accumulate: bool,
-        activation: str = "silu",
-    ) -> bool:
+    def ffn(self, *arguments: Any, **settings: Any) -> bool:
+        """See `Kernels.ffn`: it would save nothing."""
         return False
 
     def route(
