@@ -127,7 +127,7 @@ class Engine:
 
     def memory(self) -> MemoryReport:
         """What the engine holds, in bytes."""
-        return _report_memory(self, self._executor)
+        return _report_memory(self._executor)
 
     def memory_by_rank(self) -> tuple[MemoryReport, ...]:
         """What every rank holds, in order. All ranks call it."""
@@ -226,17 +226,9 @@ class Engine:
                 self._checkpoints.note(new.segments, spans, most)
         except BaseException as error:
             self._broken = error  # caches are half-written: no further text may come from them
-            if not isinstance(error, Exception):  # interrupted while it entered a mode of torch, which lives as long
-                traceback.clear_frames(error.__traceback__)
-            if isinstance(error, (RuntimeError, MemoryError, OSError)):  # torch's out of memory is a RuntimeError
-                cause = (str(error).splitlines() or [""])[0] or type(error).__name__
-                raise StepFailed(f"a step failed ({cause}); load the model again") from error
+            _tell_failure(error)
             raise
-        if all_logits:
-            empty = torch.empty(0, 2 if best_only else self.vocab)
-            results = [torch.stack(p) if p else empty for p in parts]
-        else:
-            results = [p[-1] if p else torch.empty(0) for p in parts]
+        results = _join_rows(parts, all_logits, 2 if best_only else self.vocab)
         return results[0] if single else results
 
     def _check_alive(self) -> None:
@@ -261,7 +253,7 @@ class Engine:
             constraint: what tokens may come, as of a grammar (pshard.runtime.drawing.grammar).
             text: yield pieces of text (whole characters; U+FFFD at the end for one not completed), else token ids.
         """
-        ids = _encode_prompt(prompt, self.tokenizer)
+        ids = _encode(self.tokenizer, prompt)
         stops = self.tokenizer.eos_ids if self.tokenizer else frozenset()
         sampler = Sampler(sampling or Sampling(), constraint, self.vocab)
         sampler.see((*self._sequences[0].tokens, *ids))
@@ -294,26 +286,41 @@ class Engine:
         self.close()
 
 
-def _draw(engine: Engine, tokens: Sequence[int], sampler: Sampler) -> int:
-    """Append tokens to sequence 0; the next one."""
-    found = engine.forward(tokens, best_only=sampler.greedy)
-    assert isinstance(found, torch.Tensor)
-    return sampler.take_best(*found.tolist()) if sampler.greedy else sampler.choose(found)
-
-
-def _report_memory(engine: Engine, e: Executor) -> MemoryReport:
-    budget, taken = engine.rank_plan.budget_mib << 20, engine.device.process_bytes()
+def _report_memory(e: Executor) -> MemoryReport:
+    budget, taken = e.plan.budget_mib << 20, e.device.process_bytes()
     host = e.host_nbytes, e.page_locked, e.group.cores, e.locked_nbytes, e.staging_nbytes
     return MemoryReport(budget, e.arena_nbytes, taken, *host)
 
 
-def _encode_prompt(prompt: str | Sequence[int], tokenizer: Any) -> list[int]:
-    """Token ids of a prompt. Raises UserError for text without a tokenizer."""
+def _tell_failure(error: BaseException) -> None:
+    """Raise StepFailed for a step that failed; other errors are the caller's."""
+    if not isinstance(error, Exception):  # interrupted while it entered a mode of torch, which lives as long
+        traceback.clear_frames(error.__traceback__)
+    if isinstance(error, (RuntimeError, MemoryError, OSError)):  # torch's out of memory is a RuntimeError
+        cause = (str(error).splitlines() or [""])[0] or type(error).__name__
+        raise StepFailed(f"a step failed ({cause}); load the model again") from error
+
+
+def _join_rows(parts: list[list[torch.Tensor]], all_logits: bool, width: int) -> list[torch.Tensor]:
+    """Every sequence's rows of logits, or its last one."""
+    if all_logits:
+        return [torch.stack(rows) if rows else torch.empty(0, width) for rows in parts]
+    return [rows[-1] if rows else torch.empty(0) for rows in parts]
+
+
+def _encode(tokenizer: Any, prompt: str | Sequence[int]) -> list[int]:
     if not isinstance(prompt, str):
         return list(prompt)
     if not tokenizer:
         raise UserError("the model file has no tokenizer: give token ids")
     return tokenizer.encode(prompt)
+
+
+def _draw(engine: Engine, tokens: Sequence[int], sampler: Sampler) -> int:
+    """Append tokens to sequence 0; the next one."""
+    found = engine.forward(tokens, best_only=sampler.greedy)
+    assert isinstance(found, torch.Tensor)
+    return sampler.take_best(*found.tolist()) if sampler.greedy else sampler.choose(found)
 
 
 def _recent_blocks(executor: Executor) -> RecentBlocks | None:

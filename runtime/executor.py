@@ -223,7 +223,7 @@ class Executor:
         in_force = self.enter(tier, used)
         if self._sent is not None:
             self.device.host_wait(self._sent)  # the last micro-batch may still read the host buffers
-        self._begin_sequences(segments)
+        _begin_sequences(self.residents, self.device, segments)
         self.slots.observe()
         # few rows: torch's small operators stay on this thread, so that its threads don't spin beside the C++ pool
         threads = torch.get_num_threads()
@@ -255,14 +255,6 @@ class Executor:
         table = logits[0] if len(logits) == 1 else torch.cat(logits)
         return choose_best(table) if best_only else table
 
-    def _begin_sequences(self, segments: tuple[Segment, ...]) -> None:
-        """States that do not grow are all zeros where a sequence begins: here, as a captured graph runs for any."""
-        fresh = [s.sequence for s in segments if not s.past]
-        if fresh and self.residents.fixed:
-            self.device.synchronize()  # the last text there may still be copied to the host
-            with torch.inference_mode(), self.device.computing():
-                self.residents.begin_states(fresh)
-
     def _walk(self, walk: AheadWalk, program: WalkProgram, ahead: AheadProgram | None) -> list[torch.Tensor]:
         """The logits; by the program that runs ahead where that can be."""
         if self._relay and ahead:
@@ -290,6 +282,15 @@ class Executor:
             self._relay = None
         self.host.unlock()
         self.transfers.close()
+
+
+def _begin_sequences(residents: Residents, device: Device, segments: Sequence[Segment]) -> None:
+    """States that do not grow are all zeros where a sequence begins: here, as a captured graph runs for any."""
+    fresh = [s.sequence for s in segments if not s.past]
+    if fresh and residents.fixed:
+        device.synchronize()  # the last text there may still be copied to the host
+        with torch.inference_mode(), device.computing():
+            residents.begin_states(fresh)
 
 
 def _has_logits_on_device(spec: ModelSpec, plan: RankPlan) -> bool:

@@ -69,14 +69,14 @@ def make_space() -> SimpleNamespace:
 
 def make_walk(device: RecordingDevice, host: SimpleNamespace, acc: SimpleNamespace, **group: Any) -> Walk:
     """A walk whose hidden states are the accelerator's."""
-    kernels = SimpleNamespace(repeatable=True, fuses_sums=True)
+    kernels = SimpleNamespace(repeatable=True, fuses_sums=True, forget=lambda: None)
     means: Any = SimpleNamespace(
         device=device, group=SimpleNamespace(**group), transfers=SimpleNamespace(link_bytes=0),
         host=SimpleNamespace(is_locked=True, side=SimpleNamespace(space=host)),
     )  # fmt: skip
     tier: Any = SimpleNamespace(tokens=1, side=SimpleNamespace(space=acc, kernels=kernels), arriving={})
     logits: Any = SimpleNamespace(count=1, kept=[], fits=lambda: True)
-    rows: Any = SimpleNamespace(cells=1024)
+    rows: Any = SimpleNamespace(cells=1024, longest=0)
     batch = MicroBatch(torch.zeros(1, dtype=torch.int64), (), rows, rows, None)
     walk = Walk(means, None, tier, batch, logits, PromptGraphs(0))  # type: ignore[arg-type]
     walk._side = "acc"

@@ -218,11 +218,6 @@ class CudaKernels(GatesOnGpu, LatentOnGpu, DeltaOnGpu):
             x = scratch["normed"]
         add_sorted(x, routes, weights, kinds, rule, out, scratch, accumulate)
 
-    def place(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """See `Kernels.place`. What `out` is part of was handed over quantised without these rows, if at all."""
-        self._activations.ready = None
-        out.copy_(rows)
-
     def rope_store(
         self,
         qkv: torch.Tensor,

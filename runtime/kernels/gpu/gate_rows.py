@@ -1,4 +1,4 @@
-"""Launches of what gates an activation: what `CudaKernels` has of it."""
+"""Launches of what gates or places an activation: what `CudaKernels` has of it."""
 
 import torch
 import triton
@@ -11,6 +11,11 @@ class GatesOnGpu:
     """See `Kernels`."""
 
     _activations: Activations
+
+    def place(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """See `Kernels.place`. What `out` is part of was handed over quantised without these rows, if at all."""
+        self._activations.ready = None
+        out.copy_(rows)
 
     def gate_rows(self, x: torch.Tensor, gate: torch.Tensor) -> None:
         """See `Kernels.gate_rows`. Up to SMALL_BATCH rows are left quantised as well."""
