@@ -323,7 +323,7 @@ def test_an_answer_that_ends_within_a_character_shows_it(
     def draw_half(engine: Engine, tokens: list[int], sampler: object) -> int:
         return (half + end)[drawn.pop(0)]
 
-    monkeypatch.setattr(Engine, "_draw", draw_half)
+    monkeypatch.setattr("pshard.runtime.engine._draw", draw_half)
     drawn = [0, 1, 2, 3]
     with pshard.load(world.model, vram=world.budget) as engine:
         assert "".join(engine.generate("x", 3 + len(end))) == "a\ufffd"

@@ -16,9 +16,9 @@ from pshard.profile.timed.operands import OperandPool
 from pshard.profile.timed.time_kernels import KernelBench, time_series
 from pshard.profile.timed.time_links import copy_in_turn, link_from, run_together
 from pshard.profile.timing_loop import Pace, calls_in_graph, mean_seconds, median_seconds
-from pshard.runtime import walk as micro_batch
 from pshard.runtime.devices.device import CpuDevice
 from pshard.runtime.kernels.plain import PlainKernels
+from pshard.runtime.walks import walk as micro_batch
 
 
 def test_repetitions_fill_the_budget_within_bounds():

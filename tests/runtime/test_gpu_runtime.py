@@ -13,13 +13,13 @@ from rounded_kernels import RoundedKernels
 
 from pshard.models import open_model
 from pshard.runtime import build_executor as loading
-from pshard.runtime import walk as micro_batch
 from pshard.runtime.devices import device as device_module
 from pshard.runtime.devices.device import CudaDevice, open_device
 from pshard.runtime.memory import staging, weights
 from pshard.runtime.memory.host_memory import map_memory
 from pshard.runtime.memory.staging import StagingRing
 from pshard.runtime.memory.weights import HostWeights
+from pshard.runtime.walks import walk as micro_batch
 from pshard.units.attention import ATTENTION
 from pshard.units.ffn import FFN
 
