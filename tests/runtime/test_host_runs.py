@@ -145,3 +145,15 @@ def test_experts_on_the_cpu_are_replayed_from_their_second_token_on(tmp_path: Pa
         engine.forward([1])
     on_cpu = [calls for calls in recorded if calls is not None]
     assert len(on_cpu) >= 2 and (places[0] != "cpu" or len(on_cpu) == len(recorded))
+
+
+def test_old_lists_go_when_all_together_are_too_long(monkeypatch) -> None:
+    monkeypatch.setattr("pshard.runtime.kernels.cpu.recording.MOST_WORDS", 40)
+    x, out, weight = torch.ones(2, 64), torch.empty(2, 64), torch.ones(64)
+    lists = Recordings()
+    for key in range(400):
+        lists.run(key, lambda: native.rms_norm(x, weight, 1e-6, 2, 64, out, strides=(64, 64)))
+    kept = [key for key in range(400) if lists.knows(key)]
+    assert 2 <= len(kept) <= 10 and kept[-1] == 399, "the last ones stay"
+    found = [lists.find(key) for key in kept]
+    assert sum(len(calls.words) for calls in found if calls) <= 40

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pshard.runtime.kernels.cpu import native
 
-MOST_LISTS = 256  # some hundred kilobytes each for a model of 80 layers
+MOST_WORDS = 8 << 20  # of all lists, 64 MiB: a token of a model of 80 layers takes some ten thousand
 
 
 class Recordings:
@@ -22,13 +22,16 @@ class Recordings:
 
     def __init__(self) -> None:
         self._lists: dict[Hashable, CallList | None] = {}
+        self._words = 0
 
     def run(self, key: Hashable, work: Callable[[], None]) -> None:
         """Do the work, or replay what it did under that key before."""
         if key not in self._lists:
             calls = record(work)
-            if len(self._lists) >= MOST_LISTS:
-                del self._lists[next(iter(self._lists))]
+            self._words += len(calls.words) if calls else 0
+            while self._words > MOST_WORDS and self._lists:  # a micro-batch has a list for every run on the CPU
+                oldest = self._lists.pop(next(iter(self._lists)))
+                self._words -= len(oldest.words) if oldest else 0
             self._lists[key] = calls
         elif (calls := self._lists[key]) is not None:
             calls.replay()
