@@ -26,6 +26,7 @@ _NEEDED_TEXTS = ("config.json", "model.safetensors.index.json")
 class _Header:
     """Bytes of a GGUF file from its beginning, at least its header."""
 
+    of: HubFile
     data: bytes
     outline: Outline
 
@@ -84,6 +85,8 @@ def _write_sparse(path: Path, nbytes: int, pieces: Mapping[int, bytes]) -> None:
 
 
 def _read_gguf(repository: Repository, file: HubFile, lender: _Header | None) -> _Header:
+    if lender and lender.of == file:
+        return lender
     if lender and lender.outline.shared[1]:
         borrowed = _borrow(repository, file, lender)
         if borrowed:
@@ -98,7 +101,7 @@ def _read_whole(repository: Repository, file: HubFile) -> _Header:
         end = min(wanted, file.nbytes)
         data += read_bytes(repository.name, repository.commit, file.name, len(data), end)
         try:
-            return _Header(data, outline_gguf(data))
+            return _Header(file, data, outline_gguf(data))
         except NotEnough:
             if len(data) >= min(file.nbytes, MOST):
                 raise UserError(f"{repository.name}: {file.name} ends inside its header; it is damaged") from None
@@ -114,7 +117,7 @@ def _borrow(repository: Repository, file: HubFile, lender: _Header) -> _Header |
     start, end = lender.outline.shared
     head = read_bytes(repository.name, repository.commit, file.name, 0, min(HEAD, file.nbytes))
     try:
-        return _Header(head, outline_gguf(head))  # a later part of a split model has only tensors
+        return _Header(file, head, outline_gguf(head))  # a later part of a split model has only tensors
     except NotEnough:
         pass
     except ValueError:
@@ -125,7 +128,7 @@ def _borrow(repository: Repository, file: HubFile, lender: _Header) -> _Header |
         most = min(file.nbytes, behind + lender.outline.end - end + SLACK)
         tail = read_bytes(repository.name, repository.commit, file.name, behind, most)
         data = head[:own] + lender.data[start:end] + tail
-        return _Header(data, outline_gguf(data))
+        return _Header(file, data, outline_gguf(data))
     except (NotEnough, ValueError):
         return None
 

@@ -265,7 +265,7 @@ def test_a_run_takes_the_tiles_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> No
         variant = SimpleNamespace(workload=Workload((1,), device=device))
         opened = Opened(file, profile_with(first, other), variant, None)  # type: ignore[arg-type]
         start_engine(opened, variant)  # type: ignore[arg-type]
-        group = SimpleNamespace(local_rank=device, size=3)
+        group = SimpleNamespace(local_rank=device, local_size=3, size=3)
         start_engine(opened, variant, group=group)  # type: ignore[arg-type]
     assert given == [(first,), (first,), (other,), (other,)]
 
