@@ -206,7 +206,11 @@ VARIANT = TIER[:-4]
         ((*VARIANT, "workload", "sequences"), 10**9, "sequences is 1000000000, not 1 to the context of 512"),
         ((*VARIANT, "workload", "sequences"), 0, "sequences is 0, not 1 to the context"),
         ((*VARIANT, "workload", "max_ubatch"), 0, "max_ubatch is 0, not 1 or more"),
-        ((*VARIANT, "workload", "max_tp"), [["gearbox", 2]], "max_tp names 'gearbox', not one of attention, delta net, experts"),
+        (
+            (*VARIANT, "workload", "max_tp"),
+            [["gearbox", 2]],
+            "max_tp names 'gearbox', not one of attention, delta net, experts",
+        ),
         ((*TIER, "prediction", "seconds"), -1.0, "prediction.seconds is -1.0, not 0 or more"),
         ((*TIER, "prediction", "link_bytes"), -1, "prediction.link_bytes is -1, not 0 or more"),
     ],
