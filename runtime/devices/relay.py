@@ -25,6 +25,7 @@ class Relay:
         numbers = flags.view(torch.int32).view(2, runs, LINE)
         self._asked, self._done = list(numbers[0]), list(numbers[1])
         self._numbers = numbers
+        self._at = [(here.data_ptr(), there.data_ptr()) for here, there in zip(self._asked, self._done)]
         self._thread = native.Relay()
 
     def tell(self, run: int) -> None:
@@ -37,8 +38,7 @@ class Relay:
 
     def start(self, lists: Sequence[CallList]) -> None:
         """Begin a micro-batch: the calls of its runs, which must live until `finish`."""
-        at = [(here.data_ptr(), there.data_ptr()) for here, there in zip(self._asked, self._done)]
-        self._thread.start([(*at[i], calls.words) for i, calls in enumerate(lists)])
+        self._thread.start([(*at, calls.words) for at, calls in zip(self._at, lists)])
 
     def finish(self) -> None:
         """Return when the CPU has done all runs."""

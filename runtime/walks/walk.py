@@ -247,8 +247,8 @@ class Walk:
             self._left = None
 
     def _join(self, step: Join) -> None:
-        here = view_rows(self._means.host.rows, self._tokens, step.width)
-        self._device.send(view_rows(self._tier.carved.row_stage, self._tokens, step.width), here)
+        there, here = view_joined(self._means, self._tier, self._tokens, step)
+        self._device.send(there, here)
         self._means.transfers.link_bytes += here.nbytes
 
     def _all_reduce(self, step: AllReduce) -> None:
@@ -310,6 +310,12 @@ class Walk:
         self._residents.written[step.unit] = done
         tier.stage_ready.append(done)  # what the next unit changes goes where this is read from
         tier.stage_free.append(done)  # and so may what it had, where a rank's layers differ in width
+
+
+def view_joined(means: Means, tier: TierInForce, tokens: int, step: Join) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the CPU's part of a unit goes on the accelerator, and where it is on the host."""
+    there, here = tier.carved.row_stage, means.host.rows
+    return view_rows(there, tokens, step.width), view_rows(here, tokens, step.width)
 
 
 def copy_in(means: Means, tier: TierInForce, step: CopyIn, after: tuple[Any, ...]) -> None:

@@ -9,9 +9,8 @@ import torch
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.runtime.devices.relay import Relay
 from pshard.runtime.kernels.cpu.recording import CallList
-from pshard.runtime.residents import view_rows
 from pshard.runtime.walks.ahead_program import AheadProgram, Await, Stretch, Tell
-from pshard.runtime.walks.walk import ACTS, Walk
+from pshard.runtime.walks.walk import ACTS, Walk, view_joined
 from pshard.runtime.walks.walk_program import Launch
 from pshard.steps.step import Compute, Join
 
@@ -26,9 +25,11 @@ class AheadWalk(Walk):
             return None
         keys = [self._host_key(run) for run in program.runs]
         on_host = self._tier.on_host
-        self._once = bool(self._tier.arriving) or not all(map(on_host.knows, keys))  # not captured: the next one is
         lists = [calls for calls in map(on_host.find, keys) if calls is not None]
-        return lists if len(lists) == len(keys) and not self._once else None
+        whole = len(lists) == len(keys)
+        # not captured: the next one is
+        self._once = bool(self._tier.arriving) or not (whole or all(map(on_host.knows, keys)))
+        return lists if whole and not self._once else None
 
     def walk_ahead(self, program: AheadProgram, relay: Relay, lists: Sequence[CallList]) -> list[torch.Tensor]:
         """As `walk`. The CPU's runs are done when it returns."""
@@ -93,8 +94,7 @@ class AheadWalk(Walk):
     def _taken(self, part: Await) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """What is copied, to and from."""
         if isinstance(part.taken, Join):
-            width, host = part.taken.width, self._means.host.rows
-            return [(view_rows(self._tier.carved.row_stage, self._tokens, width), view_rows(host, self._tokens, width))]
+            return [view_joined(self._means, self._tier, self._tokens, part.taken)]
         return [self._rows(name)[::-1] for name in part.taken.carries]
 
     def _count_bytes(self, part: Any) -> int:

@@ -1,0 +1,69 @@
+"""Walks that run ahead, with the CPU as accelerator: flags in place of kernels that tell and await."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from engines import open_engine
+from experts_file import WAYS
+from model_files import write_gguf
+from plan_samples import make_tier
+
+from pshard.models import open_model
+from pshard.runtime.devices.relay import LINE, Relay
+from pshard.runtime.kernels.cpu import native
+from pshard.runtime.kernels.cpu.host import HostKernels
+from pshard.runtime.walks.walk_ahead import AheadWalk
+from pshard.units.moe.experts import EXPERTS
+
+pytestmark = pytest.mark.skipif(not native.is_available(), reason="needs the C++ library")
+
+
+class FlagKernel:
+    """What `act` does with a flag, started as a Triton kernel is."""
+
+    def __init__(self, act):
+        self._act = act
+
+    def __getitem__(self, grid):
+        return lambda flag, num_warps: self._act(flag)
+
+
+def wait_for(flag: torch.Tensor) -> None:
+    end = time.monotonic() + 10
+    while not int(flag[0]):
+        assert time.monotonic() < end, "the CPU's part was not done"
+    flag[0] = 0
+
+
+def open_on_flags(device, runs: int) -> Relay:
+    flags = torch.zeros(2 * runs * LINE * 4, dtype=torch.uint8)
+    return Relay(device, runs, flags, (FlagKernel(lambda flag: flag[:1].fill_(1)), FlagKernel(wait_for)))
+
+
+def talk(path: Path, tiers) -> tuple[torch.Tensor, int]:
+    """Logits of prompts and single tokens, and bytes over the link."""
+    with open_engine(path, tiers, "fast", 128) as engine:
+        parts = [
+            engine.forward(ids, all_logits=True) for ids in ([3, 4, 5], [6], [7], [8], list(range(9, 40)), [9], [1])
+        ]
+        return torch.cat(parts), engine.link_bytes
+
+
+@pytest.mark.parametrize("way", [WAYS[2], WAYS[3], WAYS[4]], ids=str)
+def test_what_runs_ahead_gives_the_bits_and_bytes_of_the_plain_walk(tmp_path: Path, monkeypatch, way: tuple) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "qwen3moe", qtype="Q4_0", n_layers=3)
+    with open_model(path) as file:
+        spec = file.spec
+    places = {u.name: ("pinned", "vram" if u.kind.state else None) for u in spec.units}
+    places |= {u.name: way for u in spec.units if u.kind is EXPERTS}
+    tiers = tuple(make_tier(spec, n, places, 2, 128, 1) for n in (4, 40))
+    expected, nbytes = talk(path, tiers)
+    ahead, walk_ahead = [], AheadWalk.walk_ahead
+    monkeypatch.setattr("pshard.runtime.executor.open_relay", open_on_flags)
+    monkeypatch.setattr(HostKernels, "repeatable", True)
+    monkeypatch.setattr(AheadWalk, "walk_ahead", lambda self, *rest: ahead.append(1) or walk_ahead(self, *rest))
+    got, moved = talk(path, tiers)
+    assert len(ahead) >= 2, "single tokens run ahead from the second on"
+    assert torch.equal(got, expected) and moved == nbytes
