@@ -2,37 +2,16 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-
-import numpy as np
+from dataclasses import replace
 
 from pshard.model_config import ModelConfig
 from pshard.models.architectures import Architecture
+from pshard.models.hybrid.made_tensors import make_numbers
 from pshard.models.stored import StoredTensor
 from pshard.quant import file_nbytes
 
 _FUSED_HEADS = re.compile(r"(blk\.\d+\.)attn_qkv\.(weight|bias)")
 _FUSED_GATE = re.compile(r"(blk\.\d+\.)ffn_up\.weight")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlusOne(StoredTensor):
-    """The numbers of `source`, which is a vector, each with 1 added: float32."""
-
-    source: StoredTensor
-
-    def read(self) -> np.ndarray:
-        raw = self.source.read()
-        if self.source.qtype == "BF16":
-            values = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-        else:
-            values = raw.view(np.float32 if self.source.qtype == "F32" else np.float16).astype(np.float32)
-        flat = (values + np.float32(1)).view(np.uint8)
-        flat.flags.writeable = False
-        return flat
-
-    def forget(self) -> None:
-        self.source.forget()
 
 
 def add_one_to_norms(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -43,7 +22,7 @@ def add_one_to_norms(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]
             tensor.check_type()
             if len(tensor.shape) != 1 or tensor.qtype not in ("F32", "F16", "BF16"):
                 tensor.fail(f"is {tensor.qtype} of shape {list(tensor.shape)}, not a vector of F32, F16 or BF16")
-            found[name] = PlusOne(tensor.name, "F32", tensor.shape, tensor.file, tensor.offset, source=tensor)
+            found[name] = make_numbers(tensor, lambda less: less + 1)
     return found
 
 
