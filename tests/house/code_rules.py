@@ -19,7 +19,10 @@ ARROWS = {
     "profile": {"pshard", "runtime"},
     "hub": {"pshard", "models", "planner"},
     "session": {"pshard", "models", "registries", "planner", "runtime", "profile", "reports", "hub"},
-    "commands": {"pshard", "models", "registries", "planner", "runtime", "profile", "reports", "session", "hub"},
+    "server": {"pshard", "models", "registries", "planner", "runtime", "session"},
+    "commands": {
+        *("pshard", "models", "registries", "planner", "runtime", "profile", "reports", "session", "hub", "server")
+    },
 }
 KINDS = {"attention", "ffn", "embedding", "output"}
 

@@ -91,8 +91,10 @@ def shrink(case: DeltaCase) -> DeltaCase:
 
 
 def copy_case(case: DeltaCase) -> DeltaCase:
-    """The same with an `out`, states and tails of its own."""
-    return replace(case, out=case.out.clone(), states=case.states.clone(), tails=case.tails.clone())
+    """The same with an `out`, states and tails of its own. `out` keeps its stride: kernels add up rows in an order that
+    depends on it."""
+    out = torch.empty_strided(case.out.shape, case.out.stride(), dtype=case.out.dtype, device=case.out.device)
+    return replace(case, out=out.copy_(case.out), states=case.states.clone(), tails=case.tails.clone())
 
 
 def widen(case: DeltaCase) -> DeltaCase:

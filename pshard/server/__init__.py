@@ -1,0 +1,1 @@
+"""A server: OpenAI's interface over an engine, many requests at once."""
