@@ -1,0 +1,1 @@
+"""What runs in the next step, and the thread that owns the engine."""
