@@ -120,6 +120,12 @@ class Engine:
         """The share of `expert_hits` that the plan expects; None where it has no slots, or expects nothing of them."""
         return expect_hits(self.rank_plan)
 
+    def keep_tier(self, tokens: int) -> None:
+        """From now on micro-batches run under a tier for at least so many tokens; 0: under the smallest that covers
+        them. Ranks are told the same. Raises ValueError when no tier has so many."""
+        self.rank_plan.covering(tokens)
+        self._executor.least = tokens
+
     def agree(self, value: Any) -> Any:
         """Rank 0's value (anything JSON holds) on every rank; all call it. For what clocks decide."""
         return self._executor.group.broadcast(value)

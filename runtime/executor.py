@@ -45,7 +45,8 @@ class Executor:
 
     Attributes:
         states: what sizes the states of units; residents: where they and the pins are.
-        switches: how often a tier gave way to another.
+        switches: how often a tier gave way to another. least: the smallest tier, in tokens, that micro-batches run
+            under; 0: each runs under the smallest that covers it.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Executor:
         self._relay: Relay | None = None
         self._graphs = PromptGraphs(MOST_PROMPT_GRAPHS)
         self._sent: Any = None
-        self.switches = 0
+        self.switches = self.least = 0
         try:
             self.host.take(spec, plan, states, host_kernels, group.size > 1 and spec.neighbours is None)
             if records or plan.caches:
@@ -207,7 +208,7 @@ class Executor:
         best_only: bool = False,
         chooser: RowChooser | None = None,
     ) -> torch.Tensor:
-        """Compute one micro-batch under the smallest tier that covers it.
+        """Compute one micro-batch under the smallest tier that covers it, or `least`.
 
         Args:
             ids: int64 [M] on the host.
@@ -222,7 +223,7 @@ class Executor:
             logit and id; no rows with a chooser.
         """
         tokens = ids.numel()
-        tier = self.plan.covering(tokens)
+        tier = self.plan.covering(max(tokens, self.least))
         in_force = self.enter(tier, used)
         if self._sent is not None:
             self.device.host_wait(self._sent)  # the last micro-batch may still read the host buffers

@@ -13,7 +13,8 @@ import numpy as np
 from manual_clock import ManualClock
 
 from pshard.errors import UserError
-from pshard.server.scheduling.served_machine import Piece, PlanFacts
+from pshard.runtime.texts.text import Piece
+from pshard.server.scheduling.served_machine import PlanFacts
 from pshard.server.snapshot import PlanInForce, TierNow
 from pshard.units.kv_cells import KV_BLOCK
 

@@ -8,9 +8,9 @@ import torch
 
 from pshard.errors import StepFailed
 from pshard.runtime.sampling import NO_NUMBERS, Sampler
+from pshard.runtime.texts.text import Piece, Row, Text
 from pshard.server.jobs import Likely
 from pshard.server.scheduling.job_run import JobRun
-from pshard.server.scheduling.served_machine import Piece, Row, Text
 
 MOST = 256  # best logits that are asked for; a draw from more takes all of them
 FEWEST = 2  # of best logits when log-probabilities are wanted: with one the pool does not add up the others

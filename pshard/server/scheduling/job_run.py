@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from pshard.runtime.sampling import Sampler
+from pshard.runtime.texts.text import Text
 from pshard.server.jobs import Event, Job, Likely, Listener
-from pshard.server.scheduling.served_machine import Text
 
 
 @dataclass(eq=False)

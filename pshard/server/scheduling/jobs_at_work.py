@@ -3,11 +3,12 @@
 from collections.abc import Collection, Sequence
 
 from pshard.errors import StepFailed, UserError
+from pshard.runtime.texts.text import Text
 from pshard.server.jobs import Ended
 from pshard.server.scheduling.draw_token import make_sampler, scores
 from pshard.server.scheduling.job_run import JobRun
 from pshard.server.scheduling.promises import Promises
-from pshard.server.scheduling.served_machine import Machine, Text
+from pshard.server.scheduling.served_machine import Machine
 from pshard.server.scheduling.tally import Tally
 from pshard.server.scheduling.waiting_line import WaitingLine
 from pshard.units.kv_cells import KV_BLOCK

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from pshard.errors import StepFailed, UserError
+from pshard.runtime.texts.text import Piece, Row
 from pshard.server.jobs import Ended, Made, Progress
 from pshard.server.scheduling.choose_tier import TierChoice
 from pshard.server.scheduling.draw_token import draw_token, limit_piece, make_piece, score_rows, scores
@@ -14,7 +15,7 @@ from pshard.server.scheduling.job_run import JobRun
 from pshard.server.scheduling.jobs_at_work import JobsAtWork
 from pshard.server.scheduling.pace import Pace
 from pshard.server.scheduling.promises import Promises
-from pshard.server.scheduling.served_machine import Machine, Piece, Row
+from pshard.server.scheduling.served_machine import Machine
 from pshard.server.scheduling.tally import Tally
 from pshard.server.scheduling.waiting_line import WaitingLine
 from pshard.server.snapshot import StepSeen

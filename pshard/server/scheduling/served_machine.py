@@ -4,63 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
-
+from pshard.runtime.texts.text import BlockCounts, Piece, Row, Text
 from pshard.server.snapshot import PlanInForce
 
 
-class Text(Protocol):
-    """A text in the pool. ids: tokens whose cells are computed; cached: those adopted when it was opened."""
-
-    ids: list[int]
-    cached: int
-
-
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """New tokens of a text in one step."""
-
-    text: Text
-    ids: tuple[int, ...]
-    rows: str = "last"
-    best: int = 0
-    full: bool = False
-    mask: np.ndarray | None = None
-    of: tuple[int, ...] = ()
-
-
-class Row(Protocol):
-    """What came of a wanted row, float32 on the host."""
-
-    @property
-    def ids(self) -> np.ndarray: ...
-    @property
-    def logits(self) -> np.ndarray: ...
-    @property
-    def log_total(self) -> float: ...
-    @property
-    def full(self) -> np.ndarray | None: ...
-    @property
-    def of(self) -> np.ndarray: ...
-    @property
-    def bad(self) -> bool: ...
-
-
-class BlockCounts(Protocol):
-    """Blocks of the KV cache."""
-
-    @property
-    def total(self) -> int: ...
-    @property
-    def used(self) -> int: ...
-    @property
-    def cached(self) -> int: ...
-    @property
-    def free(self) -> int: ...
-
-
 class Pool(Protocol):
-    """Texts by handle over one pool of KV blocks."""
+    """Texts by handle over one pool of KV blocks, as `pshard.runtime.texts.text_pool.TextPool` has them."""
 
     def open(self, ids: Sequence[int], salt: str = "") -> Text: ...
     def missing(self, wanted: Mapping[Text, int]) -> int: ...

@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
+from pshard.runtime.texts.text import BlockCounts
 from pshard.server.scheduling.job_run import JobRun
 from pshard.server.scheduling.pace import Pace
-from pshard.server.scheduling.served_machine import BlockCounts, PlanFacts
+from pshard.server.scheduling.served_machine import PlanFacts
 from pshard.server.snapshot import Blocks, PlanInForce, TextNow, WaitingJob
 from pshard.units.kv_cells import KV_BLOCK
 
