@@ -121,10 +121,8 @@ class Engine:
         return expect_hits(self.rank_plan)
 
     def keep_tier(self, tokens: int) -> None:
-        """From now on micro-batches run under a tier for at least so many tokens; 0: under the smallest that covers
-        them. Ranks are told the same. Raises ValueError when no tier has so many."""
-        self.rank_plan.covering(tokens)
-        self._executor.least = tokens
+        """Let micro-batches run under tiers of at least so many tokens; all ranks call it. ValueError: none has."""
+        self._executor.least = self.rank_plan.covering(tokens).tokens
 
     def agree(self, value: Any) -> Any:
         """Rank 0's value (anything JSON holds) on every rank; all call it. For what clocks decide."""

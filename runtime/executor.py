@@ -45,8 +45,7 @@ class Executor:
 
     Attributes:
         states: what sizes the states of units; residents: where they and the pins are.
-        switches: how often a tier gave way to another. least: the smallest tier, in tokens, that micro-batches run
-            under; 0: each runs under the smallest that covers it.
+        switches: how often a tier gave way to another; least: tokens of the smallest tier that is used.
     """
 
     def __init__(

@@ -9,8 +9,8 @@ from fake_machine import Ear, FakeMachine, answer
 from pshard.errors import StepFailed, UserError
 from pshard.runtime.sampling import Sampling
 from pshard.server.jobs import Ended, Job, Refused
-from pshard.server.scheduling.engine_thread import EngineThread
 from pshard.server.scheduling.promises import Promises
+from pshard.server.thread.engine_thread import EngineThread
 
 GREEDY = Sampling(temperature=0.0)
 PATIENCE = 20.0

@@ -13,8 +13,8 @@ from pshard.models import open_model
 from pshard.runtime.drawing.chain import Penalties
 from pshard.runtime.sampling import Sampling
 from pshard.server.jobs import Ended, Job, Progress
-from pshard.server.scheduling.engine_thread import EngineThread
 from pshard.server.scheduling.promises import Promises
+from pshard.server.thread.engine_thread import EngineThread
 
 GREEDY = Sampling(temperature=0.0)
 WORDS = (

@@ -13,9 +13,9 @@ from pshard.errors import StepFailed, UserError
 from pshard.server.life.late_app import App, LateApp
 from pshard.server.life.load_model import HowToRun, ModelLoader
 from pshard.server.life.web_server import LEAVE_SECONDS, WebServer, open_port
-from pshard.server.scheduling.engine_thread import EngineThread
 from pshard.server.scheduling.promises import Promises
 from pshard.server.snapshot import ServedModel, Snapshot
+from pshard.server.thread.engine_thread import EngineThread
 from pshard.session.open_plan import Opened, open_plan, settle_plan, tell_once
 from pshard.session.run_request import RunRequest
 

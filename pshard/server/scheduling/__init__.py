@@ -1,1 +1,1 @@
-"""What runs in the next step, and the thread that owns the engine."""
+"""What runs in the next step, decided apart from any thread and clock."""

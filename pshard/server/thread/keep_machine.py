@@ -12,10 +12,10 @@ from pshard.server.scheduling.pace import Pace
 from pshard.server.scheduling.promises import Promises
 from pshard.server.scheduling.scheduler import Scheduler
 from pshard.server.scheduling.served_machine import Machine, PlanFacts
-from pshard.server.scheduling.show import show_blocks
 from pshard.server.scheduling.tally import Tally
 from pshard.server.scheduling.waiting_line import WaitingLine
 from pshard.server.snapshot import Blocks
+from pshard.server.thread.show import show_blocks
 
 MOST_RESTARTS, RESTART_SECONDS = 3, 600.0
 

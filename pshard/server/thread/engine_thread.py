@@ -9,13 +9,13 @@ from concurrent.futures import Future
 from pshard.errors import UserError
 from pshard.server.jobs import Ended, Job, Listener, Refused
 from pshard.server.scheduling.job_run import JobRun
-from pshard.server.scheduling.keep_machine import Loader, MachineKeeper, one_line
-from pshard.server.scheduling.posts import Move, Posts
 from pshard.server.scheduling.promises import Promises, check_job, estimate_wait
 from pshard.server.scheduling.scheduler import run_step
-from pshard.server.scheduling.show import show_plan, show_running, show_waiting
 from pshard.server.scheduling.tally import Tally
 from pshard.server.snapshot import TAKING, Snapshot
+from pshard.server.thread.keep_machine import Loader, MachineKeeper, one_line
+from pshard.server.thread.posts import Move, Posts
+from pshard.server.thread.show import show_plan, show_running, show_waiting
 
 TRY_AGAIN = 5.0  # seconds, that a client is told while a model is loaded
 FAILED = "the engine failed and is loaded again; try again"
