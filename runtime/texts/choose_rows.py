@@ -26,6 +26,7 @@ class RowChooser:
         self.rows: list[Row] = []
         self.is_quick = all(piece.is_quick for piece, _ in wishes)
 
+    @torch.inference_mode()
     def take(self, table: torch.Tensor) -> None:
         """The next rows, float32 [n, vocabulary] on either side; they are overwritten."""
         n, columns = table.shape

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import lru_cache
 from itertools import takewhile
 
 import torch
 
 from pshard.errors import UserError
-from pshard.runtime.checkpoints.checkpoints import Checkpoints
+from pshard.runtime.checkpoints.checkpoints import EVERY, Checkpoints
 from pshard.runtime.executor import Executor
 from pshard.runtime.kernels.api import Segment
 from pshard.runtime.memory.kv_blocks import blocks_of
@@ -71,16 +72,19 @@ class TextPool:
         if self._sequences.recent and found:
             self._sequences.recent.adopt(sequence.number, found)
         sequence.tokens[:] = ids[: len(found) * KV_BLOCK]
+        if self._checkpoints.each and found:
+            self._checkpoints.adopt(sequence.number, sequence.length, found[-1])
         return Text(sequence.tokens, sequence.length, salt, sequence, found)
 
     def _find(self, ids: Sequence[int], salt: str) -> list[tuple[int, bytes]]:
         """The shared blocks, with their keys, that a text of these tokens can take up."""
         pool, recent = self._sequences.pool, self._sequences.recent
-        if self._checkpoints.each:
-            return []
         keys = list_keys(self._root(salt), ids, len(ids) - 1)
         found = list(takewhile(lambda one: one[0] is not None, ((pool.find(key), key) for key in keys)))
-        while found and recent and not recent.has_window([key for _, key in found]):
+        keys_found = [key for _, key in found]
+        while found and recent and not recent.has_window(keys_found[: len(found)]):
+            found.pop()
+        while found and self._checkpoints.each and not self._checkpoints.has_shared(found[-1][1]):
             found.pop()
         return [(block, key) for block, key in found if block is not None]
 
@@ -94,6 +98,14 @@ class TextPool:
             cells = {one.number: n for one, n in own}
             lacking = max(lacking, sequences.recent.missing(sequences.lengths, cells))
         return lacking
+
+    def fit(self, text: Text, tokens: int) -> int:
+        """How many of a prompt's next tokens to give at once, at most so many. Where states cannot be cut back, the
+        beginnings that others can adopt end where a piece did, at a block's end: up to there. A piece of a prompt's
+        last tokens that ends elsewhere takes `step` two micro-batches."""
+        start = len(text.ids)
+        border = (start + tokens) // KV_BLOCK * KV_BLOCK - start
+        return border if self._checkpoints.most and border > 0 else tokens
 
     def step(self, pieces: Sequence[Piece]) -> list[list[Row]]:
         """Append new tokens to texts and compute them, in one micro-batch; returns what is wanted of the logits, by
@@ -109,7 +121,21 @@ class TextPool:
         results: list[list[Row]] = []
         with self._guard():
             for batch in self._split(pieces):
-                results += self._run(batch)
+                results += self._run_to_borders(batch)
+        return results
+
+    def _run_to_borders(self, pieces: Sequence[Piece]) -> list[list[Row]]:
+        """As `_run`; ends of prompts in two micro-batches, where a checkpoint is to be made between them."""
+        firsts, rests = list(pieces), dict[int, Piece]()
+        for i, piece in enumerate(pieces):
+            n = self.fit(piece.text, len(piece.ids)) if piece.rows == "last" and len(piece.ids) > 1 else len(piece.ids)
+            if n < len(piece.ids):
+                firsts[i] = replace(piece, ids=piece.ids[:n], rows="none")
+                rests[i] = replace(piece, ids=piece.ids[n:])
+        results = self._run(firsts)
+        if rests:
+            for i, rows in zip(rests, self._run(list(rests.values()))):
+                results[i] = rows
         return results
 
     def _check(self, pieces: Sequence[Piece]) -> None:
@@ -164,6 +190,8 @@ class TextPool:
         for piece, segment in zip(pieces, segments):
             self._sequences.extend(segment, ids)
             self._share(piece.text)
+            if self._checkpoints.most:
+                self._keep_states(piece)
         found = iter(chooser.rows)
         return [[next(found) for _ in range(n)] for n in counts]
 
@@ -176,6 +204,13 @@ class TextPool:
             sequence.blocks[at] = self._sequences.pool.share(sequence.blocks[at], keys[-1])
             if self._sequences.recent:
                 self._sequences.recent.share(sequence.number, at, keys[-1])
+
+    def _keep_states(self, piece: Piece) -> None:
+        """Make a checkpoint at a block's end: of prompts, and every so many tokens."""
+        sequence = _sequence_of(piece.text)
+        length = sequence.length
+        if length % KV_BLOCK == 0 and (len(piece.ids) > 1 or length % EVERY == 0):
+            self._checkpoints.share(sequence.number, length, piece.text.keys[-1])
 
     def close(self, text: Text, keep: bool = True) -> None:
         """Let a text go; may be called twice. Its full blocks stay until their room is needed; keep=False: those that
@@ -193,7 +228,8 @@ class TextPool:
         """How the KV blocks are used now."""
         pool = self._sequences.pool
         cached = len(pool.idle)
-        return BlockCounts(pool.blocks, pool.blocks - pool.room, cached, pool.room - cached)
+        held = self._checkpoints.shared_nbytes
+        return BlockCounts(pool.blocks, pool.blocks - pool.room, cached, pool.room - cached, held)
 
 
 def _sequence_of(text: Text) -> TokenSequence:

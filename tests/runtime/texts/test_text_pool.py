@@ -10,8 +10,10 @@ from engines import open_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_files import write_gguf
+from plan_samples import make_tier, random_places, shrink_places
 
 from pshard.errors import UserError
+from pshard.models import open_model
 from pshard.runtime.engine import Engine
 from pshard.runtime.texts.text import Piece, Row, Text
 from pshard.units.kv_cells import KV_BLOCK
@@ -166,6 +168,44 @@ def test_plain_kernels_give_the_same_bits_with_and_without_sharing(model: Path) 
         assert second.cached == 128
         got = feed(engine, second, ids, 64, full=True).full
     assert np.array_equal(got, wanted)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_shared_blocks_are_right_wherever_units_and_caches_are_and_whenever_tiers_change(
+    model: Path, seed: int
+) -> None:
+    rng, context = random.Random(seed), 2 * CONTEXT
+    with open_model(model) as file:
+        spec = file.spec
+    small = random_places(spec, rng)
+    tiers = ((3, small), (96, shrink_places(spec, small, rng)))
+    tiers = tuple(make_tier(spec, n, places, 2, context, 3) for n, places in tiers)
+    ids = [some_ids(260, seed), some_ids(260, seed + 50)]
+    ids.append(ids[0][:200] + ids[1][:60])
+    with open_engine(model, tiers, context=context, sequences=3) as engine, open_engine(model, context=CONTEXT) as one:
+        for turn in range(2):  # in the second all is found
+            texts = [engine.texts.open(i[:230]) for i in ids]
+            assert [t.cached for t in texts] == ([0, 0, 0] if not turn else [192, 192, 192])
+            for text, whole in zip(texts, ids):
+                feed(engine, text, whole[:230], 96)
+            for at in range(230, 240):
+                found = engine.texts.step([Piece(t, (i[at],), full=True) for t, i in zip(texts, ids)])
+            for (row,), whole in zip(found, ids):
+                np.testing.assert_allclose(row.full, logits_alone(one, whole[:240], 64), atol=1e-4)
+            for text in texts:
+                engine.texts.close(text)
+
+
+def test_texts_that_share_more_than_the_tables_of_blocks_hold_are_computed_in_turn(model: Path) -> None:
+    ids = some_ids(330, 8)
+    with open_engine(model, context=CONTEXT, sequences=2, tokens=(2, 64)) as engine:
+        texts = []
+        for _ in range(2):
+            texts.append(engine.texts.open(ids))
+            feed(engine, texts[-1], ids, 64)
+        assert engine.texts.counts().used == 7  # of 8, where the texts have six each
+        (first,), (second,) = engine.texts.step([Piece(t, (5,), full=True) for t in texts])
+        assert np.array_equal(first.full, second.full)
 
 
 def test_sequences_of_lists_and_texts_stand_on_one_pool(engine) -> None:
