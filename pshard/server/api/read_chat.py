@@ -79,7 +79,7 @@ def read_chat(body: Any, table: Table, usual: Sampling, limits: Limits, vocab: i
         read_answering(v),
         tools,
         read_choice(v["tool_choice"], tools),
-        read_format(v["response_format"]),
+        read_format(v["response_format"], limits),
         read_arguments(v["chat_template_kwargs"], v["reasoning_effort"]),
     )
     return check_chat(ask)
