@@ -3,9 +3,10 @@
 import asyncio
 from typing import Any
 
+from pshard import __version__
 from pshard.jsonio import to_json
 from pshard.server.api.fields import read_fields
-from pshard.server.api.token_fields import budget_table
+from pshard.server.api.openapi import write_openapi
 from pshard.server.http.desk import Call, Desk
 from pshard.server.http.replies import Reply, Whole, reply_json
 from pshard.server.shapes.metrics_text import write_metrics
@@ -89,9 +90,14 @@ async def tell_metrics(desk: Desk, call: Call) -> Reply:
     return Whole(text.encode(), headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
+async def tell_openapi(desk: Desk, call: Call) -> Reply:
+    """The OpenAPI document."""
+    return reply_json(write_openapi(desk.tables, __version__))
+
+
 async def move_budget(desk: Desk, call: Call) -> Reply:
     """Move to another planned budget; running texts go on. Raises Fault when there is none of that size, or when the
     move fails."""
-    mib = read_fields(call.body, budget_table())["vram_mib"]
+    mib = read_fields(call.body, desk.tables["/budget"])["vram_mib"]
     told = await asyncio.shield(asyncio.wrap_future(desk.service.move_budget(mib)))
     return reply_json({"vram_mib": mib, "plan": told})

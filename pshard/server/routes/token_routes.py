@@ -5,21 +5,20 @@ from typing import Any
 from pshard.server.api.asks import Answering, ChatAsk, Drawing
 from pshard.server.api.faults import bad_field
 from pshard.server.api.fields import read_fields
-from pshard.server.api.read_messages_list import read_messages
-from pshard.server.api.token_fields import detokenize_table, tokenize_table
+from pshard.server.api.read_messages_list import number_places, read_messages
 from pshard.server.http.desk import Call, Desk
 from pshard.server.http.replies import Reply, reply_json
 
 
 async def tokenize(desk: Desk, call: Call) -> Reply:
     """Tokens of a text or a chat. Raises Fault without either."""
-    return reply_json(await desk.off_loop(_tokenize, desk, read_fields(call.body, tokenize_table(desk.limits))))
+    return reply_json(await desk.off_loop(_tokenize, desk, read_fields(call.body, desk.tables["/tokenize"])))
 
 
 def _tokenize(desk: Desk, v: dict[str, Any]) -> dict[str, Any]:
     tokenizer = desk.prompts.find_tokenizer("prompt")
     if v["messages"] is not None:
-        ask = ChatAsk(read_messages(v["messages"], "messages"), Drawing(None, desk.usual), Answering())
+        ask = ChatAsk(read_messages(number_places(v["messages"], "messages")), Drawing(None, desk.usual), Answering())
         ids = list(desk.prompts.of_chat(ask).ids)
     elif v["prompt"] is not None:  # as vLLM has it
         ids = tokenizer.encode(v["prompt"], v["add_special_tokens"])
@@ -46,7 +45,7 @@ def _show_piece(desk: Desk, token: int) -> str | list[int]:
 
 async def detokenize(desk: Desk, call: Call) -> Reply:
     """The text of tokens, special ones spelled out."""
-    ids = read_fields(call.body, detokenize_table(desk.model.vocab))["tokens"]
+    ids = read_fields(call.body, desk.tables["/detokenize"])["tokens"]
     desk.prompts.find_tokenizer("tokens")
     text = b"".join(desk.words.spell_bytes(token) for token in ids).decode("utf-8", "replace")
     return reply_json({"prompt": text, "content": text})

@@ -1,11 +1,11 @@
 """Counters, gauges and histograms as Prometheus reads them, in its text format (version 0.0.4)."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import inf
 
 from pshard.server.snapshot import STATES, Histogram, Snapshot
 
-Labelled = Iterable[tuple[dict[str, object], float]]
+Labelled = Iterable[tuple[Mapping[str, object], float]]
 
 
 def write_metrics(now: Snapshot) -> str:
@@ -76,7 +76,7 @@ def write_histogram(name: str, about: str, histogram: Histogram) -> list[str]:
     return [f"# HELP {name} {about}", f"# TYPE {name} histogram", *buckets, *ends]
 
 
-def _write_labels(labels: dict[str, object]) -> str:
+def _write_labels(labels: Mapping[str, object]) -> str:
     def escape(value: object) -> str:
         return str(value).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 

@@ -71,7 +71,7 @@ class Prompts:
         tokenizer, template = self._model.tokenizer, self._model.template or PLAIN
         assert tokenizer is not None
         messages, arguments = list(ask.messages), dict(ask.arguments)
-        if ask.tools and not knows_tools(template):
+        if not knows_tools(template):
             messages = describe_tools(messages, ask.tools)
         if guided := bool(ask.forced or ask.schema is not None):  # a grammar leaves no room to think
             arguments = {"enable_thinking": False} | arguments
@@ -113,12 +113,14 @@ class Prompts:
 def describe_tools(messages: list[Message], tools: tuple[Tool, ...]) -> list[Message]:
     """The messages, for a template that says nothing of tools: the system tells of them, calls and their answers become
     text."""
+    words = [_spell_message(message) for message in messages]
+    if not tools:
+        return words
     listed = "\n".join(json.dumps(tool.as_template()["function"], ensure_ascii=False) for tool in tools)
     told = (
         f"You can call these functions, one JSON object each:\n{listed}\n"
         'To call one, write <tool_call>{"name": ..., "arguments": {...}}</tool_call>.'
     )
-    words = [_spell_message(message) for message in messages]
     if words and words[0]["role"] == "system":
         return [{"role": "system", "content": f"{words[0]['content']}\n{told}"}, *words[1:]]
     return [{"role": "system", "content": told}, *words]
