@@ -165,13 +165,14 @@ class KVStore:
                 )
 
     @cached_property
-    def _fingerprint(self) -> str:
+    def fingerprint(self) -> str:
+        """The model's: see `fingerprint_model`."""
         return fingerprint_model(self._source)
 
     def _header(self, tokens: Sequence[int], states: Sequence[int] = ()) -> bytes:
         config = self._source.spec.config
         fields = {
-            "fingerprint": self._fingerprint,
+            "fingerprint": self.fingerprint,
             "layers": len(self._windows),
             "kv_heads": config.n_kv_heads,
             "head_dim": config.head_dim,

@@ -67,3 +67,18 @@ def test_what_runs_ahead_gives_the_bits_and_bytes_of_the_plain_walk(tmp_path: Pa
     got, moved = talk(path, tiers)
     assert len(ahead) >= 2, "single tokens run ahead from the second on"
     assert torch.equal(got, expected) and moved == nbytes
+
+
+def test_units_that_are_all_on_the_cpu_wait_for_no_accelerator(tmp_path: Path, monkeypatch) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "qwen3moe", qtype="Q4_0", n_layers=2)
+    with open_model(path) as file:
+        spec = file.spec
+    places = {u.name: ("cpu", "host" if u.kind.state else None) for u in spec.units}
+    tiers = tuple(make_tier(spec, n, places, 2, 128, 1) for n in (4, 40))
+    expected, _ = talk(path, tiers)
+    monkeypatch.setattr("pshard.runtime.executor.open_relay", open_on_flags)
+    monkeypatch.setattr(HostKernels, "repeatable", True)
+    monkeypatch.setattr(
+        AheadWalk, "walk_ahead", lambda *_: pytest.fail("the CPU waits for a question that never comes")
+    )
+    assert torch.equal(talk(path, tiers)[0], expected)
