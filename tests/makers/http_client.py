@@ -18,7 +18,7 @@ def ask(app: Any, path: str, body: Any = None, **settings: Any) -> httpx.Respons
     async def send() -> httpx.Response:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
-            method = settings.pop("method", "GET" if body is None and "content" not in settings else "POST")
+            method = settings.pop("method", None) or ("GET" if body is None and "content" not in settings else "POST")
             return await client.request(method, path, json=body, **settings)
 
     return asyncio.run(send())

@@ -23,6 +23,7 @@ from pshard.server.api.fields import (
     Whole,
 )
 from pshard.server.api.limits import Limits
+from pshard.server.api.read_tools import check_schema
 
 MOST_TOKENS = 1 << 31
 SEEDS = 1 << 63
@@ -125,15 +126,19 @@ def seed_choice(sampling: Sampling, choice: int) -> Sampling:
     return replace(sampling, seed=int.from_bytes(mixed[:8], "big") >> 1)
 
 
-def read_format(given: Mapping[str, Any] | None, where: str = "response_format") -> dict[str, Any] | None:
-    """The JSON schema that `response_format` asks for; None: any text."""
+def read_format(
+    given: Mapping[str, Any] | None, limits: Limits, where: str = "response_format"
+) -> dict[str, Any] | None:
+    """The JSON schema that `response_format` asks for; None: any text. Raises Fault for one beyond the limits."""
     if given is None or given["type"] == "text":
         return None
     if given["type"] == "json_object":
         return {"type": "object"}
     if given["json_schema"] is None:
         raise bad_field(f"{where}.json_schema", "is missing")
-    return given["json_schema"]["schema"]
+    schema = given["json_schema"]["schema"]
+    check_schema(schema, f"{where}.json_schema.schema", limits)
+    return schema
 
 
 def read_stops(given: str | tuple[str, ...]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from pshard.server.api.faults import bad_field
 from pshard.server.api.fields import Field, Fields, Flag, Items, Object, OneOf, Refused, Table, Text, Whole, read_fields
 from pshard.server.api.limits import Limits
 from pshard.server.api.read_completion import check_jobs, read_answering
-from pshard.server.api.read_messages_list import read_messages
+from pshard.server.api.read_messages_list import number_places, read_messages
 from pshard.server.api.read_tools import choice_kind, read_choice, read_tool, tool_kind
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -74,12 +74,12 @@ def read_chat(body: Any, table: Table, usual: Sampling, limits: Limits, vocab: i
     )
     tools = tuple(read_tool(tool, f"tools[{i}].function", limits) for i, tool in enumerate(v["tools"]))
     ask = ChatAsk(
-        read_messages(v["messages"], "messages"),
+        read_messages(number_places(v["messages"], "messages")),
         drawing,
         read_answering(v),
         tools,
         read_choice(v["tool_choice"], tools),
-        read_format(v["response_format"]),
+        read_format(v["response_format"], limits),
         read_arguments(v["chat_template_kwargs"], v["reasoning_effort"]),
     )
     return check_chat(ask)

@@ -80,7 +80,7 @@ def read_completion(body: Any, table: Table, usual: Sampling, limits: Limits, vo
         v["logprobs"],
         v["ignore_eos"],
     )
-    return CompletionAsk(v["prompt"], drawing, read_answering(v), v["echo"], read_format(v["response_format"]))
+    return CompletionAsk(v["prompt"], drawing, read_answering(v), v["echo"], read_format(v["response_format"], limits))
 
 
 def read_answering(v: dict[str, Any]) -> Answering:

@@ -1,7 +1,7 @@
 """Messages of a chat, as chat templates expect them."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pshard.server.api.asks import Message
@@ -11,14 +11,16 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
-def read_messages(given: Iterable[dict[str, Any]], where: str) -> tuple[Message, ...]:
-    """The messages: contents are texts, arguments of calls are objects, answers of tools know the tool's name. Raises
-    Fault by the part that is wrong."""
-    messages: list[Message] = []
+def read_messages(given: Iterable[tuple[str, dict[str, Any]]]) -> tuple[Message, ...]:
+    """The messages, each given with the field that it is from: contents are texts, arguments of calls are objects,
+    answers of tools know the tool's name. Raises Fault by the part that is wrong."""
     names: dict[str, str] = {}  # of tools, by the id of their call
-    for i, message in enumerate(given):
-        messages.append(_read_message(message, f"{where}[{i}]", names))
-    return tuple(messages)
+    return tuple(_read_message(message, where, names) for where, message in given)
+
+
+def number_places(given: Iterable[dict[str, Any]], where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Entries of a list field with their names."""
+    return ((f"{where}[{i}]", item) for i, item in enumerate(given))
 
 
 def _read_message(message: dict[str, Any], where: str, names: dict[str, str]) -> Message:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from pshard.runtime.sampling import Sampling
 from pshard.server.api.faults import Fault
 from pshard.server.api.limits import Limits
+from pshard.server.api.openapi import request_tables
 from pshard.server.jobs import Service
 from pshard.server.shapes.show_completion import Heading
 from pshard.server.snapshot import ServedModel
@@ -36,7 +37,7 @@ class Desk:
     """Holds what routes need.
 
     Attributes: `service`, `model`, `limits`, `usual` (how tokens are drawn where a request does not say), `names` (of
-    the model, the first one is told), `prompts`, `guides`, `words`.
+    the model, the first one is told), `tables` (of fields, by path), `prompts`, `guides`, `words`.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Desk:
     ) -> None:
         self.service, self.model, self.limits, self.usual = service, model, limits, usual
         self.names = (model.name, *aliases)
+        self.tables = request_tables(limits, model.vocab)
         self.prompts, self.guides = Prompts(model, limits.template_steps), Guides(model)
         self.words = TokenWords(model.tokenizer)
         self._pool = ThreadPoolExecutor(THREADS, "pshard-requests")

@@ -12,11 +12,18 @@ from starlette.routing import BaseRoute, Route
 from pshard.runtime.sampling import Sampling
 from pshard.server.api.faults import Fault
 from pshard.server.api.limits import DEFAULT_LIMITS, Limits
-from pshard.server.http import chat_routes, completion_routes, state_routes
 from pshard.server.http.desk import Desk
 from pshard.server.http.endpoints import Endpoint, Handler, tell_fault
 from pshard.server.http.guards import Door, Guard
 from pshard.server.jobs import Service
+from pshard.server.routes import (
+    chat_routes,
+    completion_routes,
+    message_routes,
+    response_routes,
+    state_routes,
+    token_routes,
+)
 from pshard.server.snapshot import ServedModel
 
 ROUTES: tuple[tuple[str, str, Handler], ...] = (
@@ -25,8 +32,17 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/v1/models/{name:path}", state_routes.tell_model),
     ("GET", "/props", state_routes.tell_props),
     ("GET", "/slots", state_routes.tell_slots),
+    ("GET", "/metrics", state_routes.tell_metrics),
+    ("GET", "/openapi.json", state_routes.tell_openapi),
+    ("POST", "/budget", state_routes.move_budget),
+    ("POST", "/tokenize", token_routes.tokenize),
+    ("POST", "/detokenize", token_routes.detokenize),
+    ("GET", "/tokenizer_info", token_routes.tell_tokenizer),
     ("POST", "/v1/chat/completions", chat_routes.chat),
     ("POST", "/v1/completions", completion_routes.complete),
+    ("POST", "/v1/responses", response_routes.respond),
+    ("POST", "/v1/messages", message_routes.send_message),
+    ("POST", "/v1/messages/count_tokens", message_routes.count_tokens),
 )
 
 

@@ -35,7 +35,7 @@ class Prompts:
 
     def of_text(self, text: str, where: str) -> Prompt:
         """A text to be continued. Raises Fault without a tokenizer, and where it does not fit the context."""
-        tokenizer = self._find_tokenizer(where)
+        tokenizer = self.find_tokenizer(where)
         self._check_length(text, where)
         ids = tokenizer.encode(text)
         if not ids and tokenizer.bos_id is not None:
@@ -54,7 +54,7 @@ class Prompts:
     def of_chat(self, ask: ChatAsk) -> Prompt:
         """A conversation, as the model's template writes it. Raises Fault for one that the template refuses, or that
         does not fit the context."""
-        tokenizer = self._find_tokenizer(ask.where)
+        tokenizer = self.find_tokenizer(ask.where)
         self._check_length(max((m["content"] for m in ask.messages), key=len, default=""), ask.where)
         text = self._render(ask)
         ids = tokenizer.encode_chat(text)
@@ -71,7 +71,7 @@ class Prompts:
         tokenizer, template = self._model.tokenizer, self._model.template or PLAIN
         assert tokenizer is not None
         messages, arguments = list(ask.messages), dict(ask.arguments)
-        if ask.tools and not knows_tools(template):
+        if not knows_tools(template):
             messages = describe_tools(messages, ask.tools)
         if guided := bool(ask.forced or ask.schema is not None):  # a grammar leaves no room to think
             arguments = {"enable_thinking": False} | arguments
@@ -90,14 +90,14 @@ class Prompts:
             raise Fault(400, str(error), param=ask.where, code="template_error") from None
         return close_thinking(text) if guided else text
 
-    def _find_tokenizer(self, where: str) -> "Tokenizer":
+    def find_tokenizer(self, where: str) -> "Tokenizer":
         if self._model.tokenizer is None:
             raise bad_field(where, "cannot be text: the model file has no tokenizer; give token ids to /v1/completions")
         return self._model.tokenizer
 
     def _check_length(self, text: str, where: str) -> None:
         """Raises Fault for a text that cannot fit, whatever its tokens are: encoding it might take long."""
-        tokenizer, context = self._find_tokenizer(where), self._model.context
+        tokenizer, context = self.find_tokenizer(where), self._model.context
         if len(text) <= context:
             return
         if self._longest is None:
@@ -113,12 +113,14 @@ class Prompts:
 def describe_tools(messages: list[Message], tools: tuple[Tool, ...]) -> list[Message]:
     """The messages, for a template that says nothing of tools: the system tells of them, calls and their answers become
     text."""
+    words = [_spell_message(message) for message in messages]
+    if not tools:
+        return words
     listed = "\n".join(json.dumps(tool.as_template()["function"], ensure_ascii=False) for tool in tools)
     told = (
         f"You can call these functions, one JSON object each:\n{listed}\n"
         'To call one, write <tool_call>{"name": ..., "arguments": {...}}</tool_call>.'
     )
-    words = [_spell_message(message) for message in messages]
     if words and words[0]["role"] == "system":
         return [{"role": "system", "content": f"{words[0]['content']}\n{told}"}, *words[1:]]
     return [{"role": "system", "content": told}, *words]

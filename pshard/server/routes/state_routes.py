@@ -1,11 +1,15 @@
 """What the server says about itself: /health, /v1/models, /props, /slots, /metrics; and POST /budget."""
 
+import asyncio
 from typing import Any
 
+from pshard import __version__
 from pshard.jsonio import to_json
-from pshard.server.api.faults import Fault
+from pshard.server.api.fields import read_fields
+from pshard.server.api.openapi import write_openapi
 from pshard.server.http.desk import Call, Desk
-from pshard.server.http.replies import Reply, reply_json
+from pshard.server.http.replies import Reply, Whole, reply_json
+from pshard.server.shapes.metrics_text import write_metrics
 
 
 async def tell_health(desk: Desk, call: Call) -> Reply:
@@ -80,6 +84,20 @@ async def tell_slots(desk: Desk, call: Call) -> Reply:
     return reply_json([to_json(text) | {"id": text.slot, "is_processing": True} for text in now.running])
 
 
-async def refuse_path(desk: Desk, call: Call) -> Reply:
-    """There is nothing at this path."""
-    raise Fault(404, f"there is no {call.path[:100]}", code="not_found")
+async def tell_metrics(desk: Desk, call: Call) -> Reply:
+    """Counters, gauges and histograms for Prometheus."""
+    text = write_metrics(desk.service.snapshot())
+    return Whole(text.encode(), headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+async def tell_openapi(desk: Desk, call: Call) -> Reply:
+    """The OpenAPI document."""
+    return reply_json(write_openapi(desk.tables, __version__))
+
+
+async def move_budget(desk: Desk, call: Call) -> Reply:
+    """Move to another planned budget; running texts go on. Raises Fault when there is none of that size, or when the
+    move fails."""
+    mib = read_fields(call.body, desk.tables["/budget"])["vram_mib"]
+    told = await asyncio.shield(asyncio.wrap_future(desk.service.move_budget(mib)))
+    return reply_json({"vram_mib": mib, "plan": told})

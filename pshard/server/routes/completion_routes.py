@@ -6,7 +6,7 @@ from typing import Any
 
 from pshard.server.api.asks import CompletionAsk
 from pshard.server.api.faults import Fault, show_fault
-from pshard.server.api.read_completion import completion_table, read_completion
+from pshard.server.api.read_completion import read_completion
 from pshard.server.http.answers import Answer, Answers, Asked
 from pshard.server.http.desk import Call, Desk
 from pshard.server.http.replies import PING, Reply, Stream, reply_json, write_event
@@ -47,8 +47,7 @@ class _Told:
 
 async def complete(desk: Desk, call: Call) -> Reply:
     """Continue prompts. Raises Fault."""
-    table = completion_table(desk.limits, desk.model.vocab)
-    ask = read_completion(call.body, table, desk.usual, desk.limits, desk.model.vocab)
+    ask = read_completion(call.body, desk.tables["/v1/completions"], desk.usual, desk.limits, desk.model.vocab)
     desk.check_model(call.body.get("model") or "")
     prompts = await desk.off_loop(_make_prompts, desk, ask)
     guide = None

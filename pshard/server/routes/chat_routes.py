@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pshard.server.api.asks import ChatAsk
 from pshard.server.api.faults import Fault, show_fault
-from pshard.server.api.read_chat import chat_table, read_chat
+from pshard.server.api.read_chat import read_chat
 from pshard.server.http.answers import Answer, Answers, Asked
 from pshard.server.http.desk import Call, Desk
 from pshard.server.http.replies import PING, Reply, Stream, reply_json, write_event
@@ -42,7 +42,7 @@ class _Told:
 
 async def chat(desk: Desk, call: Call) -> Reply:
     """Continue a conversation. Raises Fault."""
-    ask = read_chat(call.body, chat_table(desk.limits), desk.usual, desk.limits, desk.model.vocab)
+    ask = read_chat(call.body, desk.tables["/v1/chat/completions"], desk.usual, desk.limits, desk.model.vocab)
     desk.check_model(call.body.get("model") or "")
     heading = desk.head("chatcmpl-")
     answers = await prepare_chat(desk, ask, heading.id, call.key)
