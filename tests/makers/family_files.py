@@ -111,9 +111,9 @@ _OWN_KEYS: dict[str, Any] = {
         "logit_scale": 1 / r.logits,
     },
     "seed_oss": lambda r: {},
-    "qwen3vl": lambda r: {"rope.dimension_sections": [6, 5, 5, 0], "n_deepstack_layers": 3},
+    "qwen3vl": lambda r: {"rope.dimension_sections": [6, 5, 5, 0], "n_deepstack_layers": 1},
     "qwen3vlmoe": lambda r: {
-        "rope.dimension_sections": [6, 5, 5, 0], "n_deepstack_layers": 3, "expert_count": r.experts[0],
+        "rope.dimension_sections": [6, 5, 5, 0], "n_deepstack_layers": 1, "expert_count": r.experts[0],
         "expert_used_count": r.experts[1], "expert_feed_forward_length": r.ffn,
     },
     "mistral3": lambda r: {
