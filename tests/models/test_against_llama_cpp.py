@@ -1,4 +1,4 @@
-"""Perplexity and greedy text by llama.cpp, over the same random files in F32. Skipped where xllamacpp is not installed."""
+"""Perplexity and greedy text by llama.cpp, of the same random F32 files. Skipped where xllamacpp is not installed."""
 
 import importlib.util
 import json
