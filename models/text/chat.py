@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache
 from typing import Any, NoReturn
 
+from jinja2 import Template
 from jinja2.exceptions import TemplateError
 
 from pshard.errors import UserError
@@ -42,11 +44,8 @@ def render_chat(
     }
     if taken := sorted(given.keys() & (variables or {}).keys()):
         raise UserError(f"chat template: {taken[0]} is given already; a variable of the template has another name")
-    environment = TracedTemplates()
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
     try:
-        text = environment.from_string(template).render(trace_message(variables or {}) | given)
+        text = _compile(template).render(trace_message(variables or {}) | given)
     except (
         TemplateError,
         TypeError,
@@ -58,6 +57,14 @@ def render_chat(
     ) as error:
         raise UserError(f"chat template: {str(error) or type(error).__name__}; give the prompt as plain text") from None
     return join_texts([text])
+
+
+@lru_cache(maxsize=8)  # a conversation renders the same one again and again
+def _compile(template: str) -> Template:
+    environment = TracedTemplates()
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
+    return environment.from_string(template)
 
 
 def _trace_turn(message: Mapping[str, Any]) -> dict[str, Any]:

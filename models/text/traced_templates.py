@@ -35,7 +35,7 @@ class GenerationBlocks(Extension):
 
     tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
 
-    def parse(self, parser: Any) -> nodes.Scope:
+    def parse(self, parser: Any) -> nodes.Node:
         """The statements up to {% endgeneration %}, as if there were no mark; what they set ends with them."""
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
