@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Buffer = Any  # int address, numpy array or torch tensor
 
-ABI = 15  # as csrc/api.cpp has it
+ABI = 16  # as csrc/api.cpp has it
 BUILD = "pip install -e . --no-build-isolation --no-deps in the folder of pshard"
 
 _TYPES = {
@@ -60,6 +60,10 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "get_rows": ("v", "pillplp"),
     "attention": ("v", "plpplliiplpliiifpllp"),
     "rms_norm": ("v", "plpfllpli"),
+    "add_bias": ("v", "plllp"),
+    "warm_rows": ("v", "plllpp"),
+    "gate_rows": ("v", "plplll"),
+    "scale_rows": ("v", "plllplpl"),
     "rope_store": ("v", "plliiippfpplippplppllii"),
     "head_products": ("v", "pllpilllplll"),
     "store_latent": ("v", "plpllpllliipfpplippplpli"),
@@ -465,6 +469,30 @@ def rms_norm(
     which are not the same. With `accumulate` it is added to `out`."""
     lengths = (tokens, width)
     _function("rms_norm")(_at(x), strides[0], _at(weight), eps, *lengths, _at(out), strides[1], accumulate)
+
+
+def add_bias(x: Buffer, shape: tuple[int, int], stride: int, bias: Buffer) -> None:
+    """x += bias, f32 [tokens, width] and [width]; shape: of x, whose rows begin `stride` elements apart."""
+    _function("add_bias")(_at(x), stride, *shape, _at(bias))
+
+
+def warm_rows(x: Buffer, shape: tuple[int, int], stride: int, table: Buffer, position: Buffer) -> None:
+    """x[t] *= table[position[t]], f32 [tokens, width] as in `add_bias`, f32 and i32 [tokens]; positions are read when
+    the call is made, also when it is replayed."""
+    _function("warm_rows")(_at(x), stride, *shape, _at(table), _at(position))
+
+
+def gate_rows(x: Buffer, shape: tuple[int, int], strides: tuple[int, int], gate: Buffer) -> None:
+    """x *= sigmoid(gate), f32 [tokens, width] both, rows `strides` apart; relative error below 1e-6."""
+    _function("gate_rows")(_at(x), strides[0], _at(gate), strides[1], *shape)
+
+
+def scale_rows(
+    x: Buffer, shape: tuple[int, int], strides: tuple[int, int], hidden: Buffer, weight: Buffer, depth: int
+) -> None:
+    """x[t] *= sigmoid(hidden[t] . weight), f32 [tokens, width], [tokens, depth] and [depth]; rows of x and hidden are
+    `strides` apart."""
+    _function("scale_rows")(_at(x), strides[0], *shape, _at(hidden), strides[1], _at(weight), depth)
 
 
 def rope_store(
