@@ -24,6 +24,8 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_search: None):
     ("name", "count"),
     [
         *[("gguf", 1000), ("safetensors", 1000), ("folder", 250), ("experts", 400), ("experts-folder", 150)],
+        ("families", 60),
+        *[pytest.param(*case, marks=pytest.mark.slow) for case in (("hybrids", 60), ("caches", 60))],
         *[("registry", 80), ("profile", 50), ("page-locks", 150), ("routing", 300)],
     ],
 )
