@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 Buffer = Any  # int address, numpy array or torch tensor
 
-ABI = 15  # as csrc/api.cpp has it
+ABI = 16  # as csrc/api.cpp has it
 BUILD = "pip install -e . --no-build-isolation --no-deps in the folder of pshard"
 
 _TYPES = {
@@ -88,7 +89,7 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "relay_open": ("p", ""),
     "relay_close": ("v", "p"),
     "relay_start": ("v", "ppl"),
-    "relay_finish": ("v", "p"),
+    "relay_finish": ("i", "pd"),
     "relay_give_up": ("v", "p"),
 }
 
@@ -709,9 +710,9 @@ class Relay:
         _C["relay_start"](self._relay, array, len(parts))
         self._parts = array  # the turn before is over: the library has waited for it
 
-    def finish(self) -> None:
-        """Return when all parts are done."""
-        _C["relay_finish"](self._relay)
+    def finish(self, seconds: float = inf) -> bool:
+        """Return when all parts are done, or after so many seconds; whether they are done."""
+        return bool(_C["relay_finish"](self._relay, seconds))
 
     def give_up(self) -> None:
         """Return when the part under way is done; the others are left."""
