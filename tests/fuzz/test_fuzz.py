@@ -30,8 +30,9 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_search: None):
     ],
 )
 def test_a_changed_file_gives_the_right_numbers_or_one_line(
-    make, capfd: pytest.CaptureFixture[str], name: str, count: int
+    make, capfd: pytest.CaptureFixture[str], name: str, count: int, share: float
 ) -> None:
+    count = int(share * count)
     outcomes = count_outcomes(make(name), seed=1, numbers=range(count))
     assert outcomes[RIGHT] > 0 and outcomes.total() == count
     assert outcomes[REFUSED] > count // 3 or name == "page-locks"  # what cannot be read there is not known
