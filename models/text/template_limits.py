@@ -1,6 +1,7 @@
 """What a chat template may do: a file's template is a stranger's program, which must come to an end."""
 
 import re
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -14,13 +15,18 @@ LONGEST_TEXT = 1 << 26  # letters of one value; requests are an eighth of that
 WIDE = re.compile(r"\d{6}|%[-+ #0(\w)]*\*")  # in a layout
 
 
-class Steps:
-    """Counts what a template does: a step for each turn of a loop, each call, each filter, and for what they make.
+class Steps(threading.local):
+    """Counts what a template does: a step for each turn of a loop, each call, each filter, and for what they make. Each
+    thread that renders has a count of its own.
 
     Raises SecurityError, which ends the template, when there are more than `most`, or when it takes too long.
     """
 
-    def __init__(self, most: int = MOST_STEPS) -> None:
+    def __init__(self) -> None:
+        self.begin(MOST_STEPS)
+
+    def begin(self, most: int) -> None:
+        """Count from here on, for this thread's next text."""
         self._most, self._left = most, most
         self._ends = time.monotonic() + MOST_SECONDS
 

@@ -19,7 +19,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from pshard.models.text.template_limits import (
     LONGEST_TEXT,
-    MOST_STEPS,
     Steps,
     check_layout,
     check_operator,
@@ -44,10 +43,10 @@ class GenerationBlocks(Extension):
 
     tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
 
-    def parse(self, parser: Any) -> Any:
-        """The statements up to {% endgeneration %}, as if there were no mark."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: Any) -> nodes.Node:
+        """The statements up to {% endgeneration %}, as if there were no mark; what they set ends with them."""
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
 
 class _TracedCode(CodeGenerator):
@@ -66,16 +65,16 @@ class TracedTemplates(ImmutableSandboxedEnvironment):
     code_generator_class = _TracedCode
     intercepted_binops = frozenset(["%", "*", "**", "+"])  # of which results may be huge, or hide who wrote them
 
-    def __init__(self, most_steps: int = MOST_STEPS) -> None:
-        self._steps = Steps(most_steps)
+    def __init__(self) -> None:
+        self.steps = Steps()
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationBlocks], finalize=self._write
         )
         traced: dict[str, Callable[..., Any]] = {name: _guard_filter(name, filter) for name, filter in FILTERS.items()}
         traced |= {"join": _join, "replace": _replace, "string": write_text, "safe": write_text}
         traced["tojson"] = _to_json_text
-        counted = {name: _count_filter(name, filter, self._steps) for name, filter in traced.items()}
-        self.filters = {**counted, COUNTED: self._steps.count}
+        counted = {name: _count_filter(name, filter, self.steps) for name, filter in traced.items()}
+        self.filters = {**counted, COUNTED: self.steps.count}
         del self.globals["lipsum"]
 
     def concat(self, parts: Iterable[str]) -> TracedText:  # type: ignore[override]
@@ -87,7 +86,7 @@ class TracedTemplates(ImmutableSandboxedEnvironment):
 
     def _write(self, value: Any) -> str:
         text = write_text(value)
-        self._steps.take(text)
+        self.steps.take(text)
         return text
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -106,14 +105,14 @@ class TracedTemplates(ImmutableSandboxedEnvironment):
         if type(owner) is str and not plain:  # " ".join(contents): text that traces does the same
             function = getattr(join_texts([owner]), function.__name__)
         result = super().call(context, function, *args, **settings)
-        self._steps.take(result)
+        self.steps.take(result)
         return result if plain and (type(owner) is str or not isinstance(owner, str)) else _doubt(result)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """`left % right`, and other operators whose result may be huge."""
         check_operator(operator, left, right)
         result = super().call_binop(context, operator, left, right)
-        self._steps.take(result)
+        self.steps.take(result)
         if operator != "%":
             return result
         return result if _are_plain([left, right]) else _doubt(result)
@@ -188,9 +187,12 @@ def _replace(s: Any, old: Any, new: Any, count: int | None = None) -> str:
     return join_texts([write_text(s)]).replace(write_text(old), write_text(new), -1 if count is None else count)
 
 
-def _to_json_text(value: Any, ensure_ascii: bool = False, **settings: Any) -> str:
-    """Unlike Jinja's own filter: no HTML escapes, and letters beyond ASCII stay. Templates set indent and others.
+def _to_json_text(
+    x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Unlike Jinja's own filter: no HTML escapes, and letters beyond ASCII stay. Named as templates name them.
 
     It counts as a message throughout: what it adds are the brackets and quotes of JSON.
     """
-    return trace_message(json.dumps(value, ensure_ascii=ensure_ascii, **settings))
+    text = json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return trace_message(text)

@@ -10,12 +10,12 @@ from pshard.profile.tuning.compile_ahead import Request, compile_ahead, count_pr
 
 
 def compile_jobs(jobs: Sequence[Job], bench: KernelBench, seconds: float) -> None:
-    """Compile for about so many seconds what the jobs of this bench's side need, those of the first jobs first.
+    """Compile for about so many seconds what the jobs of this bench's side need that are not optional, the first first.
 
     What is not reached, or cannot be compiled elsewhere, is compiled when it is timed.
     """
     if bench.device.type == "cuda":
-        compile_ahead(list_requests(jobs, bench), count_processes(), seconds)
+        compile_ahead(list_requests([job for job in jobs if not job.optional], bench), count_processes(), seconds)
 
 
 def list_requests(

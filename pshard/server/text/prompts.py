@@ -83,7 +83,7 @@ class Prompts:
                 tokenizer.bos_text,
                 tokenizer.eos_text,
                 tools=tools,
-                arguments=arguments,
+                variables=arguments,
                 most_steps=self._most_steps,
             )
         except UserError as error:
