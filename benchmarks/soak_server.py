@@ -3,10 +3,10 @@
     scripts/soak-server                  # an hour of the bundled demo model
     scripts/soak-server 10 -o soak.json  # ten minutes
 
-Starts `pshard serve` on this machine and asks it from many threads: greedy answers whose text is known from before,
-streams, streams that are left in the middle, readers that are slow, long prompts, equal beginnings, bodies that are no
-requests. At the end it waits until nothing runs, and compares blocks and memory with what they were after warming up.
-The result is JSON; the exit code is 1 when anything was wrong.
+Starts `pshard serve --deterministic` on this machine, so that answers can be compared, and asks it from many threads:
+greedy answers whose text is known from before, streams, streams that are left in the middle, readers that are slow,
+long prompts, equal beginnings, bodies that are no requests. At the end it waits until nothing runs, and compares blocks
+and memory with what they were after warming up. The result is JSON; the exit code is 1 when anything was wrong.
 """
 
 import argparse
@@ -145,8 +145,21 @@ def soak(model: Path, minutes: float, flags: list[str]) -> dict[str, Any]:
     """Run it; what was found."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    words = ["-m", str(model), "--port", str(port), "-np", str(TEXTS), "--max-gap", str(GAP_MS), *flags]
-    server = subprocess.Popen([sys.executable, "-m", "pshard.commands.everyday.cli_serve", *words])
+    words = [
+        "-m",
+        str(model),
+        "--port",
+        str(port),
+        "-np",
+        str(TEXTS),
+        "--max-gap",
+        str(GAP_MS),
+        "--deterministic",
+        *flags,
+    ]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "pshard.commands.everyday.cli_serve", *words, "--deterministic", *flags]
+    )
     asker = Asker(f"http://127.0.0.1:{port}")
     try:
         wait_until_ready(asker, server)

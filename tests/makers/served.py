@@ -7,7 +7,7 @@ from engines import open_engine, pinned_everywhere
 
 from pshard.models import open_model
 from pshard.server.life.local_machine import LocalMachine
-from pshard.server.life.read_facts import read_facts
+from pshard.server.life.read_facts import keep_one_tier, read_facts
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.gguf"
 
@@ -17,8 +17,13 @@ class EngineLoader:
 
     budgets = (1, 2)
 
-    def __init__(self, path: Path = DEMO, sequences=8, context=4096, tokens=(1, 4, 16, 64, 128), kernels="fast"):
-        self.path, self.shape = path, dict(context=context, sequences=sequences, tokens=tokens, kernels=kernels)
+    def __init__(
+        self, path=DEMO, sequences=8, context=4096, tokens=(1, 4, 16, 64, 128), kernels="fast", kv_types=("f32", "f32"),
+        deterministic=False,
+    ):  # fmt: skip
+        self.path, self.deterministic = path, deterministic
+        self.shape = {"context": context, "sequences": sequences, "tokens": tokens, "kernels": kernels}
+        self.shape["kv_types"] = kv_types
         self.machines: list[LocalMachine] = []
         self.asked: list[int | None] = []
 
@@ -28,6 +33,6 @@ class EngineLoader:
             tiers = pinned_everywhere(file.spec, self.shape["tokens"], self.shape["context"], self.shape["sequences"])
         engine = open_engine(self.path, tiers, **self.shape)
         facts = read_facts(engine._executor.spec, made_up_profile(), engine.plan, self.budgets, engine.notes)
-        machine = LocalMachine(engine, facts)
+        machine = LocalMachine(engine, keep_one_tier(facts) if self.deterministic else facts)
         self.machines.append(machine)
         return machine

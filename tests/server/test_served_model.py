@@ -80,6 +80,22 @@ def test_24_answers_at_once_are_those_alone(serve):
     check_blocks(thread, loader)
 
 
+def test_deterministic_answers_are_those_alone_beside_long_prompts_too(serve):
+    """Above 64 tokens a step has other kernels, and a KV cache in bf16 makes other words of their last bits."""
+    loader = EngineLoader(tokens=(1, 8, 64, 512), kv_types=("bf16", "bf16"), deterministic=True)
+    thread = serve(loader, promises={"gap": 10.0})
+    asked, alone = prompts(6), []
+    for i, prompt in enumerate(asked):
+        ear = ask(thread, f"one{i}", prompt, salt="alone")
+        ear.wait()
+        alone.append(ear.tokens)
+    ears = [ask(thread, f"all{i}", prompt, salt="together") for i, prompt in enumerate(asked)]
+    long = [ask(thread, f"long{i}", (asked[5] * 40)[i : i + 300], 2) for i in range(2)]
+    assert [ear.wait() and ear.tokens for ear in ears] == alone
+    assert [ear.wait().reason for ear in long] == ["length"] * 2
+    assert {step.tier for step in thread.snapshot().steps} == {64}
+
+
 @pytest.mark.parametrize("sampling", [Sampling(seed=5), Sampling(seed=5, top_k=0, penalties=Penalties(1.2))])
 def test_a_seed_draws_the_same_in_company(serve, sampling):
     thread = serve()
@@ -131,7 +147,7 @@ def test_texts_survive_another_budget_and_sleep(serve):
     assert [ear.wait() and ear.tokens for ear in moved] == expected
     wait_for(lambda: thread.snapshot().state == "sleeping")
     assert ask(thread, "c", asked[0], 60).wait().reason == "length"
-    assert loader.asked == [None, 2, 2]
+    assert loader.asked[0] is None and loader.asked[-2:] == [2, 2]  # it may have slept before, on a busy machine
 
 
 def test_a_thousand_jobs_with_cancels_and_slow_readers_are_not_mixed_up(serve):

@@ -73,7 +73,7 @@ def _add_serving_flags(group: Any) -> None:
     )
     group.add_argument(
         "--deterministic", action="store_true",
-        help="experts in VRAM stay those that the plan begins with: other texts move no bit of an answer",
+        help="steps run under one small tier, and experts stay where they are: other texts move no bit of an answer",
     )  # fmt: skip
 
 

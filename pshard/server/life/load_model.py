@@ -10,7 +10,7 @@ from pshard.registries.store import load_registry, own_plans
 from pshard.server.life.local_machine import LocalMachine
 from pshard.server.life.rank_machine import RankMachine
 from pshard.server.life.rank_program import RankTask
-from pshard.server.life.read_facts import read_facts
+from pshard.server.life.read_facts import keep_one_tier, read_facts
 from pshard.server.life.serve_model import HowToRun
 from pshard.server.scheduling.served_machine import Machine
 from pshard.session.open_plan import Opened, check_plan
@@ -40,7 +40,8 @@ class ModelLoader:
         spec = opened.file.spec
 
         def facts(notes: tuple[str, ...]):  # type: ignore[no-untyped-def]
-            return read_facts(spec, opened.profile, variant, self.budgets, (*opened.file.notes, *notes))
+            found = read_facts(spec, opened.profile, variant, self.budgets, (*opened.file.notes, *notes))
+            return keep_one_tier(found) if self._how.deterministic else found
 
         if len(variant.ranks) > 1:
             task = RankTask(self._request.model, opened.profile, variant, self._how)

@@ -1,7 +1,9 @@
 """What of a plan the scheduler decides by, and what people are told of it."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from pshard.batch_sizes import SMALL_BATCH
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import TierPlan, Variant
@@ -43,6 +45,26 @@ def read_facts(
         ),
         switch=price_switches(under_plan(spec, variant), profile, variant),
         busy={tokens: plans[tokens].prediction.busy for tokens in tiers},
+    )
+
+
+def keep_one_tier(facts: PlanFacts) -> PlanFacts:
+    """Facts by which every step, of prompts too, runs in the same places with the same kernels: under the largest tier
+    whose steps are small batches. A text then has the same bits alone and in company, where the rows of these kernels
+    do not depend on how many there are."""
+    tier = max(tokens for tokens in facts.tiers if tokens <= SMALL_BATCH or tokens == facts.tiers[0])
+    shown = replace(
+        facts.shown,
+        sequences=min(facts.sequences, tier),
+        tiers=tuple(known for known in facts.shown.tiers if known.tokens == tier),
+    )
+    return replace(
+        facts,
+        tiers=(tier,),
+        seconds=(facts.seconds[facts.tiers.index(tier)],),
+        sequences=min(facts.sequences, tier),
+        shown=shown,
+        switch={},
     )
 
 

@@ -34,7 +34,8 @@ class PrefixCache:
 
 @dataclass(frozen=True)
 class HowToRun:
-    """kernels: "fast" or "plain"; deterministic: experts stay where the plan has them. prefixes: beginnings of texts
+    """kernels: "fast" or "plain"; deterministic: all runs under one tier, and experts stay where
+    the plan has them. prefixes: beginnings of texts
     outlive the engine."""
 
     kernels: str = "fast"
