@@ -147,6 +147,8 @@ def test_gaps_are_between_steps_that_decode_and_rates_count_their_tokens() -> No
     assert [round(gap, 3) for _, gap in gaps_of(steps)] == [0.2, 0.1]
     rates = rates_of(steps, 15.0)
     assert len(rates) == 30 and rates[0] == (0.25, 24.0) and sum(rate for _, rate in rates) == 24.0
+    late = [replace(step, start=step.start + 10) for step in steps]  # of earlier ones nothing is known
+    assert [at for at, _ in rates_of(late, 15.0)][0] == 9.75 and not rates_of([], 15.0)
 
 
 def test_quantiles_are_bounds_of_buckets() -> None:
