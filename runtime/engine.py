@@ -2,7 +2,7 @@
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from operator import index
 from pathlib import Path
@@ -72,7 +72,7 @@ class Engine:
         self.longest = longest_sequence(executor.spec.config, context)
         last, blocks = self._checkpoints.last if self._checkpoints.each else None, kv_blocks(context, sequences)
         self._sequences = Sequences(sequences, self.longest, blocks, last, _recent_blocks(executor))
-        self.texts = TextPool(executor, self._sequences, self._checkpoints, lambda: store.fingerprint, self._guard)
+        self.texts = TextPool(executor, self._sequences, self._checkpoints, store, self._guard)
         self._broken: BaseException | None = None
         self._closed = False
 
@@ -284,7 +284,9 @@ class Engine:
         if not self._closed:
             self._closed = True
             try:
-                self._executor.close()
+                with closing(self._executor):
+                    if self._broken is None:
+                        self.texts.finish_files()
             finally:
                 self.device.close()
                 self._on_close()

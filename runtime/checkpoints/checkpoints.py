@@ -90,17 +90,30 @@ class Checkpoints:
     def share(self, number: int, length: int, key: bytes) -> None:
         """Keep what a sequence's states are now, at the end of the block with that key; the one that was used longest
         ago goes where there are too many."""
-        if key not in self._shared and self.most > sum(map(len, self._kept)):
-            self._shared[key] = self.take(number, length).states
-            while self._count() > self.most:
-                self._shared.popitem(last=False)
         if key in self._shared:
             self._shared.move_to_end(key)
+        elif self.most > sum(map(len, self._kept)):
+            self.put_shared(key, self.take(number, length).states)
 
-    def adopt(self, number: int, length: int, key: bytes) -> None:
-        """Make a sequence's states those at the end of the block with that key, of which `has_shared` was true."""
-        self._shared.move_to_end(key)
-        self.put(number, Checkpoint(length, self._shared[key]))
+    def put_shared(self, key: bytes, states: Snapshot) -> None:
+        """Keep states of the end of the block with that key."""
+        self._shared[key] = states
+        while self._count() > self.most and self._shared:
+            self._shared.popitem(last=False)
+
+    def get_shared(self, key: bytes) -> Snapshot:
+        """The states at the end of the block with that key, of which `has_shared` was true."""
+        return self._shared[key]
+
+    def adopt(self, number: int, length: int, key: bytes, states: Snapshot | None = None) -> None:
+        """Make a sequence's states those at the end of the block with that key: these, or of which `has_shared` was
+        true."""
+        if states is None:
+            self._shared.move_to_end(key)
+            states = self._shared[key]
+        else:
+            self.put_shared(key, states)
+        self.put(number, Checkpoint(length, states))
 
     def _list_spare(self, newest: Checkpoint) -> list[tuple[int, int, int]]:
         """(tokens since the one before it, sequence, place) of all but the newest."""

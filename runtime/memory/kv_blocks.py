@@ -38,7 +38,7 @@ class BlockPool:
         while len(held) > wanted:
             self.leave(held.pop())
         while len(held) < wanted:
-            held.append(self._take())
+            held.append(self.take())
 
     def take_back(self, held: list[int]) -> None:
         """Let a holder leave its first block."""
@@ -79,15 +79,17 @@ class BlockPool:
             self._keys[block] = key
         return other
 
-    def drop(self, block: int) -> None:
-        """Make a block that has a key and no holder empty; others stay as they are."""
-        if block in self._idle:
-            del self._idle[block]
-            key = self._keys[block]
-            assert key is not None
-            del self._known[key]
-            self._keys[block] = None
-            heapq.heappush(self._free, block)
+    def drop(self, block: int) -> bool:
+        """Make a block that has a key and no holder empty; others stay as they are. Whether it was one."""
+        if block not in self._idle:
+            return False
+        del self._idle[block]
+        key = self._keys[block]
+        assert key is not None
+        del self._known[key]
+        self._keys[block] = None
+        heapq.heappush(self._free, block)
+        return True
 
     def leave(self, block: int) -> None:
         """Be one holder of a block less."""
@@ -99,7 +101,8 @@ class BlockPool:
         else:
             self._idle[block] = None
 
-    def _take(self) -> int:
+    def take(self) -> int:
+        """A block of one's own, where there is room."""
         if not self._free:
             self.drop(next(iter(self._idle)))
         block = heapq.heappop(self._free)
@@ -150,17 +153,32 @@ class RecentBlocks:
         if at >= 0:
             held[at] = self._pool.share(held[at], key)
 
-    def has_window(self, keys: Sequence[bytes]) -> bool:
-        """Whether blocks with these keys, one after the other from the beginning, are there as far as the next token
-        sees them."""
-        first = window_start(len(keys) * KV_BLOCK, self._window) // KV_BLOCK
-        return all(self._pool.find(key) is not None for key in keys[first:])
+    def find(self, key: bytes) -> int | None:
+        """As `BlockPool.find`."""
+        return self._pool.find(key)
 
-    def adopt(self, number: int, keys: Sequence[bytes]) -> None:
-        """Let a sequence without blocks hold those with keys, of which `has_window` was true."""
-        self._lost[number] = window_start(len(keys) * KV_BLOCK, self._window) // KV_BLOCK
-        found = (self._pool.find(key) for key in keys[self._lost[number] :])
-        self._held[number] = [self._pool.hold(block) for block in found if block is not None]
+    def adopt(self, number: int, keys: Sequence[bytes], lengths: Sequence[int]) -> list[int]:
+        """Let a sequence without blocks hold those with these keys that its next token sees, and empty ones in place of
+        those that are not there: returns at which places, for `block` and `share`. As `extend` it raises ValueError."""
+        lost = self._lost[number] = window_start(len(keys) * KV_BLOCK, self._window) // KV_BLOCK
+        found = [self._pool.find(key) for key in keys[lost:]]
+        for block in found:
+            if block is not None:
+                self._pool.hold(block)
+        held = self._held[number] = []
+        for at, block in enumerate(found):
+            if block is None and not self._pool.room:
+                try:
+                    self._make_room(lengths)
+                except ValueError:
+                    held += [b for b in found[at:] if b is not None]
+                    raise
+            held.append(self._pool.take() if block is None else block)
+        return [lost + at for at, block in enumerate(found) if block is None]
+
+    def block(self, number: int, at: int) -> int:
+        """A sequence's block number `at`, which it has."""
+        return self._held[number][at - self._lost[number]]
 
     @property
     def idle(self) -> tuple[int, ...]:

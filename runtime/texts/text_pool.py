@@ -1,20 +1,24 @@
 """Texts by handle, over the one pool of KV blocks that an engine has: equal beginnings are computed once."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import lru_cache
-from itertools import takewhile
+from pathlib import Path
 
 import torch
 
 from pshard.errors import UserError
+from pshard.paths import cache_dir
 from pshard.runtime.checkpoints.checkpoints import EVERY, Checkpoints
 from pshard.runtime.executor import Executor
 from pshard.runtime.kernels.api import Segment
 from pshard.runtime.memory.kv_blocks import blocks_of
+from pshard.runtime.memory.kv_file import KVStore
 from pshard.runtime.sequences import Sequences, TokenSequence
-from pshard.runtime.texts.block_keys import list_keys, next_key, root_key
+from pshard.runtime.texts.beginnings import SHARE_OF_STEP, Beginnings
+from pshard.runtime.texts.block_keys import next_key, root_key
 from pshard.runtime.texts.choose_rows import RowChooser
 from pshard.runtime.texts.text import BlockCounts, Piece, Row, Text
 from pshard.units.kv_cells import KV_BLOCK
@@ -34,13 +38,15 @@ class TextPool:
         executor: Executor,
         sequences: Sequences,
         checkpoints: Checkpoints,
-        fingerprint: Callable[[], str],
+        store: KVStore,
         guard: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """fingerprint: tells the model's; guard: around what leaves the caches half-written where it fails."""
+        """store: knows the model; guard: around what leaves the caches half-written where it fails."""
         self._executor, self._sequences, self._checkpoints, self._guard = executor, sequences, checkpoints, guard
         states = executor.states
-        self._root = lru_cache(1024)(lambda salt: root_key(fingerprint(), states.type_k, states.type_v, salt))
+        self._root = lru_cache(1024)(lambda salt: root_key(store.fingerprint, states.type_k, states.type_v, salt))
+        self._own_name = lambda: root_key(store.slice_fingerprint, states.type_k, states.type_v, "").hex()
+        self._beginnings = Beginnings(executor, sequences, checkpoints)
         self._vocab, self._most = executor.spec.config.vocab, executor.plan.tiers[-1].tokens
         self._cells = sequences.pool.blocks  # blocks that the tables of one micro-batch have room for
 
@@ -66,27 +72,12 @@ class TextPool:
         Raises UserError when as many texts are open as the plan has sequences.
         """
         sequence = self._sequences.lend()
-        keys = self._find(ids, salt)
-        sequence.blocks[:] = [self._sequences.pool.hold(block) for block, _ in keys]
-        found = [key for _, key in keys]
-        if self._sequences.recent and found:
-            self._sequences.recent.adopt(sequence.number, found)
-        sequence.tokens[:] = ids[: len(found) * KV_BLOCK]
-        if self._checkpoints.each and found:
-            self._checkpoints.adopt(sequence.number, sequence.length, found[-1])
-        return Text(sequence.tokens, sequence.length, salt, sequence, found)
-
-    def _find(self, ids: Sequence[int], salt: str) -> list[tuple[int, bytes]]:
-        """The shared blocks, with their keys, that a text of these tokens can take up."""
-        pool, recent = self._sequences.pool, self._sequences.recent
-        keys = list_keys(self._root(salt), ids, len(ids) - 1)
-        found = list(takewhile(lambda one: one[0] is not None, ((pool.find(key), key) for key in keys)))
-        keys_found = [key for _, key in found]
-        while found and recent and not recent.has_window(keys_found[: len(found)]):
-            found.pop()
-        while found and self._checkpoints.each and not self._checkpoints.has_shared(found[-1][1]):
-            found.pop()
-        return [(block, key) for block, key in found if block is not None]
+        try:
+            keys = self._beginnings.take_up(sequence, self._root(salt), ids)
+        except BaseException:
+            self._sequences.give_back(sequence)
+            raise
+        return Text(sequence.tokens, sequence.length, salt, sequence, keys)
 
     def missing(self, wanted: Mapping[Text, int]) -> int:
         """How many KV blocks are lacking for texts to have so many tokens each, beside what all others have; blocks
@@ -119,9 +110,12 @@ class TextPool:
         self._check(pieces)
         self._sequences.extend_blocks([(_sequence_of(piece.text), piece.ids) for piece in pieces], self._vocab)
         results: list[list[Row]] = []
+        begin = time.monotonic()
         with self._guard():
             for batch in self._split(pieces):
                 results += self._run_to_borders(batch)
+            if self._beginnings.is_kept:
+                self._beginnings.keep_some(SHARE_OF_STEP * (time.monotonic() - begin))
         return results
 
     def _run_to_borders(self, pieces: Sequence[Piece]) -> list[list[Row]]:
@@ -199,18 +193,27 @@ class TextPool:
         """Give blocks that are full now their keys."""
         sequence, keys = _sequence_of(text), text.keys
         for at in range(len(keys), sequence.length // KV_BLOCK):
-            parent = keys[-1] if keys else self._root(text.salt)
-            keys.append(next_key(parent, sequence.tokens[at * KV_BLOCK : (at + 1) * KV_BLOCK]))
+            parent, ids = self._parent(text, at), sequence.tokens[at * KV_BLOCK : (at + 1) * KV_BLOCK]
+            keys.append(next_key(parent, ids))
+            self._beginnings.offer(keys[-1], parent, ids)
             sequence.blocks[at] = self._sequences.pool.share(sequence.blocks[at], keys[-1])
             if self._sequences.recent:
                 self._sequences.recent.share(sequence.number, at, keys[-1])
+
+    def _parent(self, text: Text, at: int) -> bytes:
+        """The key of what block number `at` of a text follows."""
+        return text.keys[at - 1] if at else self._root(text.salt)
 
     def _keep_states(self, piece: Piece) -> None:
         """Make a checkpoint at a block's end: of prompts, and every so many tokens."""
         sequence = _sequence_of(piece.text)
         length = sequence.length
         if length % KV_BLOCK == 0 and (len(piece.ids) > 1 or length % EVERY == 0):
-            self._checkpoints.share(sequence.number, length, piece.text.keys[-1])
+            key = piece.text.keys[-1]
+            if not self._checkpoints.has_shared(key):
+                parent = self._parent(piece.text, length // KV_BLOCK - 1)
+                self._beginnings.offer(key, parent, sequence.tokens[-KV_BLOCK:])
+            self._checkpoints.share(sequence.number, length, key)
 
     def close(self, text: Text, keep: bool = True) -> None:
         """Let a text go; may be called twice. Its full blocks stay until their room is needed; keep=False: those that
@@ -218,17 +221,40 @@ class TextPool:
         sequence = text.sequence
         if sequence is None:
             return
-        made = [] if keep else sequence.blocks[text.cached // KV_BLOCK :]
+        first = text.cached // KV_BLOCK if not keep else len(sequence.blocks)
+        made = list(zip(sequence.blocks[first:], text.keys[first:]))
         text.sequence = None
         self._sequences.give_back(sequence)
-        for block in reversed(made):
-            self._sequences.pool.drop(block)
+        for block, key in reversed(made):
+            if self._sequences.pool.drop(block):
+                self._beginnings.forget(key)
+
+    def keep_in_files(self, folder: Path | None, file_bytes: int, memory_bytes: int) -> None:
+        """From now on keep full blocks in files of that folder too, one folder for all models (None: in pshard's own,
+        see `pshard.paths.cache_dir`), and find those there that the KV cache lacks; a block is there whole or not at
+        all. Steps copy blocks to host memory, of which at most so many bytes are taken, and a thread writes them. Where
+        files are more than `file_bytes`, those used longest ago go. All ranks call it; each has files of its own.
+
+        Raises UserError: the folder cannot be made, or a block takes more than half of the memory.
+        """
+        folder = folder or cache_dir() / "prefixes"
+        self._beginnings.keep_in(folder / self._own_name()[:32], file_bytes, memory_bytes)
+
+    def keep_some(self, seconds: float) -> bool:
+        """Copy blocks that are to be kept, for when there is nothing to step: one, and more while there is time.
+        Whether there are more."""
+        with self._guard():
+            return self._beginnings.keep_some(seconds)
+
+    def finish_files(self) -> None:
+        """Copy what is still to be kept, and wait until it is written. Keeps nothing afterwards."""
+        self._beginnings.finish()
 
     def counts(self) -> BlockCounts:
         """How the KV blocks are used now."""
         pool = self._sequences.pool
         cached = len(pool.idle)
-        held = self._checkpoints.shared_nbytes
+        held = self._checkpoints.shared_nbytes + self._beginnings.nbytes
         return BlockCounts(pool.blocks, pool.blocks - pool.room, cached, pool.room - cached, held)
 
 

@@ -74,15 +74,15 @@ def started():
         assert thread.join(PATIENCE)
 
 
-def wait_for(what) -> None:
-    end = time.monotonic() + PATIENCE
+def wait_for(what, patience=PATIENCE) -> None:
+    end = time.monotonic() + patience
     while not what():
         assert time.monotonic() < end
         time.sleep(0.002)
 
 
-def ready(thread) -> None:
-    wait_for(lambda: thread.snapshot().state == "ready")
+def ready(thread, patience=PATIENCE) -> None:
+    wait_for(lambda: thread.snapshot().state == "ready", patience)
 
 
 def ask(thread, name="j", prompt=(1, 2, 3), most=5, **job) -> Waiter:

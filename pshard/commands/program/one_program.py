@@ -10,6 +10,7 @@ from pshard.errors import UserError
 COMMANDS = {  # its module, and what it does
     "run": ("cli_run", "run a model: profiles and plans first where that was not done yet"),
     "chat": ("everyday.cli_chat", "talk with a model in several turns"),
+    "serve": ("everyday.cli_serve", "serve a model to many at once, as OpenAI's API"),
     "plan": ("cli_plan", "decide where every part of a model lives, and say how fast that will be"),
     "profile": ("cli_profile", "measure this machine"),
     "bench": ("cli_bench", "measure a plan beside its prediction and other strategies"),

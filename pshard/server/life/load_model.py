@@ -1,7 +1,7 @@
 """Loads the model of a server under one of its plans: here, or in a process for each rank."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from pshard.errors import UserError
 from pshard.plan import Variant
@@ -11,19 +11,12 @@ from pshard.server.life.local_machine import LocalMachine
 from pshard.server.life.rank_machine import RankMachine
 from pshard.server.life.rank_program import RankTask
 from pshard.server.life.read_facts import read_facts
+from pshard.server.life.serve_model import HowToRun
 from pshard.server.scheduling.served_machine import Machine
 from pshard.session.open_plan import Opened, check_plan
 from pshard.session.run_request import RunRequest
 from pshard.session.start_engine import start_engine
 from pshard.units.moe.followed import keep_slots
-
-
-@dataclass(frozen=True)
-class HowToRun:
-    """kernels: "fast" or "plain"; deterministic: experts stay where the plan has them."""
-
-    kernels: str = "fast"
-    deterministic: bool = False
 
 
 class ModelLoader:

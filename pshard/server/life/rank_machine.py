@@ -43,18 +43,24 @@ class RankText:
 class Ranks:
     """Processes of a group, and a pipe to each."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(
+        self, pipes: Sequence[Connection], processes: Sequence[subprocess.Popen], readers: Sequence[StderrReader]
+    ) -> None:
+        self._pipes, self._processes, self._readers = list(pipes), list(processes), list(readers)
+
+    @classmethod
+    def start(cls, ranks: int) -> "Ranks":
+        """Start so many."""
         pairs = [socket.socketpair() for _ in range(ranks)]
         with socket.create_server(("127.0.0.1", 0)) as meeting_point:
-            self.processes = [
+            processes = [
                 start_rank(rank, ranks, MODULE, [str(there.fileno())], meeting_point, (there.fileno(),))
                 for rank, (_, there) in enumerate(pairs)
             ]
-        self._readers = [StderrReader(r, p) for r, p in enumerate(self.processes) if r > 0]
-        self._pipes = []
-        for here, there in pairs:
+        for _, there in pairs:
             there.close()
-            self._pipes.append(Connection(here.detach()))
+        readers = [StderrReader(r, p) for r, p in enumerate(processes) if r > 0]
+        return cls([Connection(here.detach()) for here, _ in pairs], processes, readers)
 
     def tell(self, message: Any) -> None:
         """To all. Raises StepFailed when one is gone."""
@@ -85,19 +91,19 @@ class Ranks:
 
     def _describe_loss(self) -> StepFailed:
         """Which rank ended, and how."""
-        end_of = (rank for rank, process in enumerate(self.processes) if _ended(process))
+        end_of = (rank for rank, process in enumerate(self._processes) if _ended(process))
         rank = next(end_of, None)
         if rank is None:
             return StepFailed("a rank ended")
-        return StepFailed(f"rank {rank} of {len(self.processes)} ended with code {self.processes[rank].returncode}")
+        return StepFailed(f"rank {rank} of {len(self._processes)} ended with code {self._processes[rank].returncode}")
 
     def close(self) -> None:
         """End all processes."""
         for pipe in self._pipes:
             pipe.close()
-        for process in self.processes:  # they end by themselves when their pipe does, unless one waits for a dead one
+        for process in self._processes:  # they end by themselves when their pipe does, unless one waits for a dead one
             _ended(process, seconds=2.0)
-        end_ranks(self.processes)
+        end_ranks(self._processes)
         for reader in self._readers:
             reader.finish(quiet=True)
 
@@ -170,7 +176,7 @@ class RankMachine:
     @classmethod
     def start(cls, task: RankTask, facts: Callable[[tuple[str, ...]], PlanFacts]) -> "RankMachine":
         """Start the processes and load the model; facts: by the notes of rank 0. Raises StepFailed when one ends."""
-        ranks = Ranks(len(task.variant.ranks))
+        ranks = Ranks.start(len(task.variant.ranks))
         try:
             ranks.tell(task)
             return cls(ranks, facts(ranks.hear().notes))

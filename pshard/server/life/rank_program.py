@@ -117,17 +117,18 @@ def _serve(pipe: Connection) -> None:
     group = open_group(opened, len(task.variant.ranks))
     with start_engine(opened, task.variant, task.kernels, group) as engine:
         group.barrier()
-        caller = Caller(engine)
-        if group.rank == 0:
-            _answer(pipe, Loaded(engine.notes))
-        while True:
-            answer = caller.call(pickle.loads(pipe.recv_bytes()))
-            if answer is not None and group.rank == 0:
-                _answer(pipe, answer)
+        answer_calls(pipe, engine, group.rank == 0)
 
 
-def _answer(pipe: Connection, answer: Any) -> None:
-    pipe.send_bytes(pickle.dumps(answer, pickle.HIGHEST_PROTOCOL))
+def answer_calls(pipe: Connection, engine: "Engine", speaks: bool) -> None:
+    """Make the parent's calls until it hangs up, which raises EOFError; `speaks`: rank 0 says what came of them, and
+    first that the engine is loaded."""
+    caller = Caller(engine)
+    answer: Any = Loaded(engine.notes)
+    while True:
+        if answer is not None and speaks:
+            pipe.send_bytes(pickle.dumps(answer, pickle.HIGHEST_PROTOCOL))
+        answer = caller.call(pickle.loads(pipe.recv_bytes()))
 
 
 class Caller:

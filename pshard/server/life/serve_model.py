@@ -11,18 +11,25 @@ from typing import TYPE_CHECKING
 
 from pshard.errors import StepFailed, UserError
 from pshard.server.life.late_app import App, LateApp
-from pshard.server.life.load_model import HowToRun, ModelLoader
 from pshard.server.life.web_server import LEAVE_SECONDS, WebServer, open_port
 from pshard.server.scheduling.promises import Promises
 from pshard.server.snapshot import ServedModel, Snapshot
-from pshard.server.thread.engine_thread import EngineThread
-from pshard.session.open_plan import Opened, open_plan, settle_plan, tell_once
 from pshard.session.run_request import RunRequest
 
 if TYPE_CHECKING:
     from pshard.server.jobs import Service
+    from pshard.server.thread.engine_thread import EngineThread
+    from pshard.session.open_plan import Opened
 
 MakeApp = Callable[["Service", ServedModel], App]
+
+
+@dataclass(frozen=True)
+class HowToRun:
+    """kernels: "fast" or "plain"; deterministic: experts stay where the plan has them."""
+
+    kernels: str = "fast"
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,7 @@ def serve_model(request: ServeRequest, make_app: MakeApp) -> int:
 
 class _Life:
     """The parts of a running server. The starter plans on a thread of its own, then the engine's thread loads and
-    runs."""
+    runs. What takes seconds to import is imported there, when the port is open already."""
 
     def __init__(self, request: ServeRequest, make_app: MakeApp, url: str) -> None:
         self._request, self._make_app, self._url = request, make_app, url
@@ -78,6 +85,9 @@ class _Life:
 
     def _start(self) -> None:
         try:
+            from pshard.server.life.load_model import ModelLoader
+            from pshard.server.thread.engine_thread import EngineThread
+
             opened, run = _open(self._request.run)
             if self._stopped.is_set():
                 return
@@ -98,14 +108,14 @@ class _Life:
         if now.state == "ready" and now.plan is not None:
             word = "ready" if not self._told else "ready again"
             self._told = True
-            tell_once(f"{word}: {self._url} serves {now.plan.sequences} texts at once under {now.plan.way}")
+            _say(f"{word}: {self._url} serves {now.plan.sequences} texts at once under {now.plan.way}")
             for note in now.plan.notes if word == "ready" else ():
-                tell_once(f"note: {note}")
+                _say(f"note: {note}")
         elif now.state == "failed":
             self.error = self._engine.error if self._engine else None
             self.web.stop()
         elif self._told:
-            tell_once(f"{now.state}: {now.reason}")
+            _say(f"{now.state}: {now.reason}")
 
     def _stop_jobs(self) -> None:
         """Running requests have some seconds."""
@@ -120,22 +130,23 @@ class _Life:
             self._engine.drain(0.0)  # nobody is left who waits
         ended = not self.starter.is_alive() and (self._engine is None or self._engine.join(LEAVE_SECONDS))
         if not ended:
-            tell_once("the server ends while a model is being loaded")
+            _say("the server ends while a model is being loaded")
             sys.stderr.flush()
             os._exit(0)
 
 
-def _open(request: RunRequest) -> tuple[Opened, RunRequest]:
+def _open(request: RunRequest) -> "tuple[Opened, RunRequest]":
     """The model and its plan, which is made where there is none."""
+    from pshard.session.open_plan import open_plan, settle_plan
     from pshard.session.readiness.first_profile import ensure_profile
 
     if request.profile is None:
-        ensure_profile(request.model, tell_once)
+        ensure_profile(request.model, _say)
     request, _ = settle_plan(request)
     return open_plan(request), request
 
 
-def describe_model(opened: Opened, name: str | None) -> ServedModel:
+def describe_model(opened: "Opened", name: str | None) -> ServedModel:
     """The model as clients see it."""
     from pshard.units.kv_cells import longest_sequence
 
@@ -156,3 +167,8 @@ def describe_model(opened: Opened, name: str | None) -> ServedModel:
         file=spec.name,
         nbytes=spec.packed_nbytes,
     )
+
+
+def _say(line: str) -> None:
+    """A line for whoever started the server."""
+    print(line, file=sys.stderr, flush=True)

@@ -1,9 +1,12 @@
 """What a server promises those who ask, and how it says that it cannot."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pshard.server.jobs import Job, Refused
-from pshard.server.scheduling.served_machine import PlanFacts
+
+if TYPE_CHECKING:
+    from pshard.server.scheduling.served_machine import PlanFacts
 
 LONGEST_WAIT = 120.0  # seconds that a client is told to wait: more is not obeyed
 
@@ -19,7 +22,7 @@ class Promises:
     whole: float | None = None
 
 
-def check_job(job: Job, facts: PlanFacts) -> None:
+def check_job(job: Job, facts: "PlanFacts") -> None:
     """Raise Refused (400) for a job that can never run."""
     if not job.prompt:
         raise Refused(400, "the prompt has no tokens; it needs at least one", "invalid_prompt")
@@ -38,7 +41,7 @@ def check_job(job: Job, facts: PlanFacts) -> None:
         )
 
 
-def estimate_wait(waiting_tokens: int, waiting: int, facts: PlanFacts, mean_whole: float) -> float:
+def estimate_wait(waiting_tokens: int, waiting: int, facts: "PlanFacts", mean_whole: float) -> float:
     """Seconds until jobs that wait have begun: their prompts at the rate of the largest tier, and a job's usual time
     for each of them, so many at once."""
     prompts = waiting_tokens * facts.seconds[-1] / facts.tiers[-1]

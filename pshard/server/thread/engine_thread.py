@@ -243,5 +243,6 @@ class EngineThread:
         with self._posts.changed:
             if self._drain_until is not None and state != "failed":
                 state, reason = "draining", STOPPING
-            self._state, self._reason = state, reason
-        self._tell(self.snapshot())
+            changed, self._state, self._reason = self._state != state, state, reason
+        if changed:
+            self._tell(self.snapshot())
