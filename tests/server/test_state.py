@@ -111,6 +111,13 @@ def test_all_but_health_wants_the_key(service) -> None:
         assert ask(app, "/v1/models", headers=headers).status_code == 200
 
 
+def test_the_page_is_there_and_tells_nothing_without_the_key(service) -> None:
+    app = make_app(service, demo_model(), door=Door(keys=("first",)))
+    unknown, known = ask(app, "/"), ask(app, "/", headers={"x-api-key": "first"})
+    assert unknown.status_code == known.status_code == 200 and "all pinned" not in unknown.text
+    assert "all pinned" in known.text and ask(app, "/events").status_code == 401
+
+
 def test_keys_are_told_apart_without_being_told(service) -> None:
     app = make_app(service, demo_model(), door=Door(keys=("first", "second")))
     for key in ("first", "second", "first"):

@@ -1,6 +1,7 @@
 """The server's ASGI application."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -16,6 +17,7 @@ from pshard.server.http.desk import Desk
 from pshard.server.http.endpoints import Endpoint, Handler, tell_fault
 from pshard.server.http.guards import Door, Guard
 from pshard.server.jobs import Service
+from pshard.server.page.page_routes import OPEN_PATHS, page_routes
 from pshard.server.routes import (
     chat_routes,
     completion_routes,
@@ -61,11 +63,12 @@ def make_app(
     door: keys, hosts and origins; usual: how tokens are drawn where a request does not say; aliases: other names of the
     model; more: routes of others, behind the same door.
     """
-    desk = Desk(service, model, limits, usual or Sampling(), aliases)
+    desk, door = Desk(service, model, limits, usual or Sampling(), aliases), door or Door()
+    door = replace(door, open_paths=(*door.open_paths, *OPEN_PATHS))
     routes = [Route(path, Endpoint(desk, handle, method), methods=[method]) for method, path, handle in ROUTES]
     return Starlette(
-        routes=[*routes, *more],
-        middleware=[Middleware(Guard, door=door or Door())],
+        routes=[*routes, *page_routes(service, model.name, bool(door.keys)), *more],
+        middleware=[Middleware(Guard, door=door)],
         exception_handlers={HTTPException: _tell_http},
     )
 
