@@ -26,6 +26,8 @@ from pshard.session.serve_bench.timed_exchange import POLITE, Exchange, Reply
 from pshard.session.serve_bench.write_prompts import Misbehaviour, SharedPrefix
 from pshard.times.server_load import LoadPoint, ServerLoad, spread_of
 
+DEMO = Path(__file__).parents[2] / "examples" / "demo.gguf"
+
 
 def setting_of(url: str, **what: Any) -> LoadSetting:
     """Prompts of 20, answers of 6 tokens."""
@@ -241,3 +243,19 @@ def test_64_pieces_that_arrive_at_once_are_stamped_within_a_millisecond() -> Non
         return [ns / 1e6 for ns in lates]
 
     assert median(asyncio.run(measure())) < 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("api", ["completions", "chat"])
+def test_llama_cpps_server_is_driven_and_its_counts_are_read(api: str) -> None:
+    xllamacpp = pytest.importorskip("xllamacpp", reason="brings llama.cpp's server")
+    params = xllamacpp.CommonParams()
+    params.model.path, params.n_ctx, params.n_gpu_layers = str(DEMO), 1024, 0
+    params.cpuparams.n_threads, params.n_parallel = 1, 2
+    server = xllamacpp.Server(params)
+    notes: list[str] = []
+    setting = setting_of(server.listening_address, requests=4, api=api, bounds=Bounds(120.0, 120.0))
+    point = run_loads(setting, [Pattern(clients=2)], notes.append, lambda point: None).points[0]
+    assert point.whole == 4 and not point.errors and point.counted == "usage" and point.answer_tokens == 4 * 6
+    assert point.first_token and point.gap and point.gap.count > 0
+    assert (point.prompt_tokens == 4 * 20 and not notes) if api == "completions" else point.prompt_tokens > 4 * 20
