@@ -93,13 +93,14 @@ class WaitingJob:
 @dataclass(frozen=True)
 class Blocks:
     """Blocks of the KV cache: `used` by running texts, `cached` of texts that ended, which are dropped when room is
-    needed, and `free`. cells: of each block."""
+    needed, and `free`. cells: of each block. cache_bytes: of host memory that shared beginnings take beside them."""
 
     total: int = 0
     used: int = 0
     cached: int = 0
     free: int = 0
     cells: int = 64
+    cache_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ class Counts:
     used: int
     cached: int
     free: int
+    cache_bytes: int = 0
 
 
 @dataclass(eq=False)
@@ -157,6 +158,9 @@ class FakePool:
                 del self.holders[key]
                 if keep:
                     self.idle[key] = 1
+
+    def keep_some(self, seconds: float) -> bool:
+        return False
 
     def counts(self) -> Counts:
         return Counts(self.blocks, self.own + len(self.holders), len(self.idle), self.free)

@@ -119,19 +119,6 @@ def test_an_equal_beginning_is_computed_once(serve):
     assert progress.cached == 256 and thread.snapshot().counters.cached_tokens == 256
 
 
-def test_a_long_prompt_keeps_the_gap_of_others(serve):
-    thread = serve(EngineLoader(sequences=4, context=8192, tokens=(1, 4, 16, 64, 128, 512, 2048)))
-    prompt = (prompts(3)[2] * 2000)[:480]
-    warm = ask(thread, "warm", prompt, 4)
-    warm.wait()
-    speaker = ask(thread, "speaker", prompt[:20], 400)
-    assert speaker.began.wait(PATIENCE)
-    long = ask(thread, "long", [5, *prompt], 4)
-    long.wait()
-    mean = sum(speaker.gaps) / len(speaker.gaps)
-    assert speaker.wait().reason == "length" and max(speaker.gaps) < 1.0 and mean < 0.2
-
-
 def test_texts_survive_another_budget_and_sleep(serve):
     loader = EngineLoader(sequences=4)
     thread = serve(loader, sleep_idle=0.3)

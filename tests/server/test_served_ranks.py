@@ -25,6 +25,7 @@ from pshard.runtime.sampling import Sampling
 from pshard.server.life.rank_machine import RankMachine, Ranks
 from pshard.server.life.rank_program import RankTask, answer_calls
 from pshard.server.life.read_facts import read_facts
+from pshard.server.life.serve_model import HowToRun
 from pshard.server.scheduling.promises import Promises
 from pshard.server.thread.engine_thread import EngineThread
 from pshard.workload import Split
@@ -84,7 +85,7 @@ class ProcessLoader(ThreadLoader):
     """Ranks that are processes, as users have them."""
 
     def load(self, budget):
-        task = RankTask(self.path, made_up_profile(), self.variant, "plain")
+        task = RankTask(self.path, made_up_profile(), self.variant, HowToRun("plain"))
         self.machine = RankMachine.start(task, facts_of(self.path, self.variant))
         return self.machine
 
@@ -147,6 +148,6 @@ def test_a_dead_rank_ends_requests_with_an_error_and_the_group_is_started_again(
 def test_a_rank_that_cannot_load_is_named(model, tmp_path):
     loader = ProcessLoader(model, "tensor")
     loader.path = tmp_path / "gone.gguf"
-    task = RankTask(loader.path, made_up_profile(), loader.variant, "plain")
+    task = RankTask(loader.path, made_up_profile(), loader.variant, HowToRun("plain"))
     with pytest.raises(StepFailed, match=r"rank . of 2 ended with code 2"):
         RankMachine.start(task, lambda notes: None)

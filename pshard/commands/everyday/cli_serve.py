@@ -10,7 +10,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pshard.commands.command_line import new_parser, parse_count, run_cli
+from pshard.commands.command_line import new_parser, parse_count, parse_mib, run_cli
 from pshard.commands.parsing.sampling_flags import add_drawing_flags, make_sampling
 from pshard.commands.run_flags import add_batch_flags, add_plan_flags, make_request
 from pshard.errors import UserError
@@ -18,10 +18,11 @@ from pshard.errors import UserError
 if TYPE_CHECKING:
     from pshard.server.jobs import Service
     from pshard.server.life.late_app import App
-    from pshard.server.life.serve_model import MakeApp, ServeRequest
+    from pshard.server.life.serve_model import MakeApp, PrefixCache, ServeRequest
     from pshard.server.snapshot import ServedModel
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+PREFIX_MIB = 256  # of host memory for beginnings on their way to files
 TEXTS = 8  # at once, where nothing is said: a step of so many costs little more than one of two
 
 
@@ -61,6 +62,14 @@ def _add_serving_flags(group: Any) -> None:
     )  # fmt: skip
     group.add_argument(
         "--sleep-idle", type=_seconds, metavar="S", help="free VRAM after so many seconds without a request"
+    )
+    group.add_argument(
+        "--prefix-cache", type=parse_mib, metavar="MIB",
+        help="keep beginnings of texts in files, for later starts too, through so much host memory (with --sleep-idle "
+        f"{PREFIX_MIB}, else none are kept)",
+    )  # fmt: skip
+    group.add_argument(
+        "--prefix-files", type=parse_mib, default=8192, metavar="MIB", help="what these files may take (default 8192)"
     )
     group.add_argument(
         "--deterministic", action="store_true",
@@ -110,8 +119,16 @@ def read_request(args: Namespace) -> "ServeRequest":
         drain=args.drain,
         sleep_idle=args.sleep_idle,
         promises=Promises(gap=args.max_gap / 1e3, queue=args.queue, whole=args.request_timeout),
-        how=HowToRun(args.kernels, args.deterministic),
+        how=HowToRun(args.kernels, args.deterministic, _read_prefixes(args)),
     )
+
+
+def _read_prefixes(args: Namespace) -> "PrefixCache | None":
+    """What beginnings may take in files; a server that sleeps is not to lose them."""
+    from pshard.server.life.serve_model import PrefixCache
+
+    memory = args.prefix_cache if args.prefix_cache is not None else PREFIX_MIB if args.sleep_idle else 0
+    return PrefixCache(memory << 20, args.prefix_files << 20) if memory else None
 
 
 def read_app(args: Namespace) -> "MakeApp":

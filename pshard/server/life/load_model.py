@@ -43,11 +43,11 @@ class ModelLoader:
             return read_facts(spec, opened.profile, variant, self.budgets, (*opened.file.notes, *notes))
 
         if len(variant.ranks) > 1:
-            task = RankTask(self._request.model, opened.profile, variant, self._how.kernels)
+            task = RankTask(self._request.model, opened.profile, variant, self._how)
             return RankMachine.start(task, facts)
         check_fits(opened, variant)
         engine = start_engine(opened, variant, self._how.kernels)
-        return LocalMachine(engine, facts(engine.notes))
+        return LocalMachine(engine, facts(engine.notes), self._how.prefixes)
 
 
 def check_fits(opened: Opened, variant: Variant) -> None:

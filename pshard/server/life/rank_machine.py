@@ -19,6 +19,7 @@ from pshard.runtime.texts.text import BlockCounts, Piece, Row
 from pshard.server.life.rank_program import (
     Close,
     Count,
+    KeepSome,
     Missing,
     Open,
     Opened,
@@ -28,6 +29,7 @@ from pshard.server.life.rank_program import (
 )
 from pshard.server.scheduling.served_machine import PlanFacts
 
+WRITE_SECONDS = 20.0  # that a rank has to write its files at the end
 MODULE = "pshard.server.life.rank_program"
 
 
@@ -47,6 +49,7 @@ class Ranks:
         self, pipes: Sequence[Connection], processes: Sequence[subprocess.Popen], readers: Sequence[StderrReader]
     ) -> None:
         self._pipes, self._processes, self._readers = list(pipes), list(processes), list(readers)
+        self._lost = False  # a rank
 
     @classmethod
     def start(cls, ranks: int) -> "Ranks":
@@ -91,6 +94,7 @@ class Ranks:
 
     def _describe_loss(self) -> StepFailed:
         """Which rank ended, and how."""
+        self._lost = True
         end_of = (rank for rank, process in enumerate(self._processes) if _ended(process))
         rank = next(end_of, None)
         if rank is None:
@@ -98,11 +102,12 @@ class Ranks:
         return StepFailed(f"rank {rank} of {len(self._processes)} ended with code {self._processes[rank].returncode}")
 
     def close(self) -> None:
-        """End all processes."""
+        """End all processes. They do so by themselves when their pipe ends, and have time to write files, unless one
+        waits for a dead one."""
         for pipe in self._pipes:
             pipe.close()
-        for process in self._processes:  # they end by themselves when their pipe does, unless one waits for a dead one
-            _ended(process, seconds=2.0)
+        for process in self._processes:
+            _ended(process, 1.0 if self._lost else WRITE_SECONDS)
         end_ranks(self._processes)
         for reader in self._readers:
             reader.finish(quiet=True)
@@ -156,6 +161,11 @@ class RankPool:
         """As `TextPool.close`."""
         self._ranks.tell(Close(text.number, keep))
         self._counts = None
+
+    def keep_some(self, seconds: float) -> bool:
+        """As `TextPool.keep_some`."""
+        self._ranks.tell(KeepSome(seconds))
+        return self._ranks.hear()
 
     def counts(self) -> BlockCounts:
         """As `TextPool.counts`."""

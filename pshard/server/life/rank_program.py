@@ -13,6 +13,7 @@ from pshard.errors import StepFailed, UserError, as_line
 from pshard.machine import MachineProfile
 from pshard.plan import Variant
 from pshard.runtime.texts.text import BlockCounts, Piece, Row, Text
+from pshard.server.life.serve_model import HowToRun
 
 if TYPE_CHECKING:
     from pshard.runtime.engine import Engine
@@ -25,7 +26,7 @@ class RankTask:
     model: Path
     profile: MachineProfile
     variant: Variant
-    kernels: str
+    how: HowToRun
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,13 @@ class Count:
 
 
 @dataclass(frozen=True)
+class KeepSome:
+    """Keep beginnings in files for so many seconds; rank 0 answers whether there are more."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
 class StepCall:
     """Compute pieces (of each its text's number, and it without the text) under a tier of at least so many tokens."""
 
@@ -107,6 +115,7 @@ def main() -> int:
 def _serve(pipe: Connection) -> None:
     from pshard.models import open_model
     from pshard.routing.order_experts import order_experts
+    from pshard.server.life.local_machine import keep_prefixes
     from pshard.session.open_plan import Opened as OpenedPlan
     from pshard.session.start_engine import open_group, start_engine
 
@@ -115,9 +124,13 @@ def _serve(pipe: Connection) -> None:
     file.spec = order_experts(file.spec, task.variant.popularity)
     opened = OpenedPlan(file, task.profile, task.variant, Path())
     group = open_group(opened, len(task.variant.ranks))
-    with start_engine(opened, task.variant, task.kernels, group) as engine:
+    with start_engine(opened, task.variant, task.how.kernels, group) as engine:
+        keep_prefixes(engine, task.how.prefixes)
         group.barrier()
-        answer_calls(pipe, engine, group.rank == 0)
+        try:
+            answer_calls(pipe, engine, group.rank == 0)
+        finally:
+            engine.texts.finish_files()
 
 
 def answer_calls(pipe: Connection, engine: "Engine", speaks: bool) -> None:
@@ -157,11 +170,13 @@ class Caller:
                 return self._pool.missing({self._texts[text]: cells for text, cells in message.wanted})
             case Count():
                 return self._pool.counts()
+            case KeepSome():
+                return self._pool.keep_some(message.seconds)
         raise TypeError(f"no call is a {type(message).__name__}")
 
     def _step(self, message: StepCall) -> Stepped:
         if message.tier != self._tier:
-            self._engine.keep_tier(message.tier)
+            self._engine.texts.keep_tier(message.tier)
             self._tier = message.tier
         pieces = [Piece(self._texts[n], p.ids, p.rows, p.best, p.full, p.mask, p.of) for n, p in message.pieces]
         try:

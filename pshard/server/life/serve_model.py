@@ -25,11 +25,21 @@ MakeApp = Callable[["Service", ServedModel], App]
 
 
 @dataclass(frozen=True)
+class PrefixCache:
+    """Bytes of host memory and of files that beginnings of texts may take."""
+
+    memory: int
+    files: int
+
+
+@dataclass(frozen=True)
 class HowToRun:
-    """kernels: "fast" or "plain"; deterministic: experts stay where the plan has them."""
+    """kernels: "fast" or "plain"; deterministic: experts stay where the plan has them. prefixes: beginnings of texts
+    outlive the engine."""
 
     kernels: str = "fast"
     deterministic: bool = False
+    prefixes: PrefixCache | None = None
 
 
 @dataclass(frozen=True)

@@ -143,10 +143,11 @@ class EngineThread:
             self._set_state("ready", "")
             while not self._is_over():
                 self._take_posts()
-                if self._keeper.busy:
-                    self._step()
-                else:
-                    self._rest()
+                try:
+                    self._go_on()
+                except Exception as error:
+                    log.error("the engine failed: %s", one_line(error))
+                    self._restart(error)
         except BaseException as error:
             self.error = error
             self._set_state("failed", one_line(error))
@@ -154,16 +155,17 @@ class EngineThread:
         finally:
             self._keeper.drop()
 
-    def _step(self) -> None:
-        if self._keeper.scheduler is None:
-            return self._wake()
-        try:
+    def _go_on(self) -> None:
+        """Compute a step; where there is nothing to compute, rest. Raises what the machine raises."""
+        if not self._keeper.busy:
+            if not self._keeper.keep_some():
+                self._rest()
+        elif self._keeper.scheduler is None:
+            self._wake()
+        else:
             run_step(self._keeper.scheduler, self._clock, self._keeper.lock)
             self._keeper.count_blocks()
-        except Exception as error:
-            log.error("a step failed: %s", one_line(error))
-            self._restart(error)
-        self._idle_since = self._clock()
+            self._idle_since = self._clock()
 
     def _take_posts(self) -> None:
         taken = self._posts.take()
@@ -206,10 +208,7 @@ class EngineThread:
 
     def _wake(self) -> None:
         self._set_state("sleeping", "the model wakes")
-        try:
-            self._keeper.load(self._keeper.budget)
-        except Exception as error:
-            return self._restart(error)
+        self._keeper.load(self._keeper.budget)
         self._set_state("ready", "")
 
     def _move(self, move: Move) -> None:

@@ -17,6 +17,7 @@ from pshard.server.scheduling.waiting_line import WaitingLine
 from pshard.server.snapshot import Blocks
 from pshard.server.thread.show import show_blocks
 
+KEEP_SECONDS = 0.02  # that a job which comes meanwhile waits
 MOST_RESTARTS, RESTART_SECONDS = 3, 600.0
 
 log = logging.getLogger(__name__)
@@ -80,6 +81,10 @@ class MachineKeeper:
         """Note what the pool's blocks are used for."""
         if self.scheduler:
             self.blocks = show_blocks(self.scheduler.machine.pool.counts())
+
+    def keep_some(self) -> bool:
+        """Keep beginnings in files while there is nothing to compute; whether there are more to be kept."""
+        return self.scheduler is not None and self.scheduler.machine.pool.keep_some(KEEP_SECONDS)
 
     def let_go(self) -> None:
         """Give the machine back; its jobs wait."""
