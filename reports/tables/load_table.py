@@ -31,7 +31,9 @@ def name_load(point: LoadPoint) -> str:
 def _row(load: ServerLoad, point: LoadPoint, promised: bool) -> list[str]:
     errors = sum(n for _, n in point.errors)
     kinds = ", ".join(f"{n} x {what}" for what, n in point.errors)
-    row = [load.server, name_load(point), str(point.requests), f"{errors} ({kinds})" if errors else "0"]
+    odd = ", ".join(f"{n} {what}" for n, what in ((point.cancelled, "left"), (point.slow, "slow")) if n)
+    requests = f"{point.requests} ({odd})" if odd else str(point.requests)
+    row = [load.server, name_load(point), requests, f"{errors} ({kinds})" if errors else "0"]
     row += [_spread(spread) for spread in (point.first_token, point.gap, point.end)]
     row += [f"{point.prompt_rate:.1f}", _rates(point)]
     if promised:

@@ -71,6 +71,25 @@ def test_who_has_no_key_learns_nothing() -> None:
     assert "151.2" in open_client(service, key="key-1", keyed=True).get("/").text
 
 
+def test_a_server_with_a_key_opens_the_page_and_keeps_its_events() -> None:
+    pytest.importorskip("httpx", reason="httpx is not installed: starlette's test client needs it")
+    pytest.importorskip("starlette", reason="starlette is not installed; pip install 'pshard[serve]'")
+    from starlette.testclient import TestClient
+
+    from pshard.commands.everyday.cli_serve import make_parser, read_app
+    from pshard.server.snapshot import ServedModel
+
+    app = read_app(make_parser().parse_args(["--api-key", "k"]))
+    model = ServedModel("demo <1>", 1, 512, 512, 300, None, None)
+    client = TestClient(app(LookedAt(state="draining"), model), base_url="http://127.0.0.1:8080")  # type: ignore[arg-type]
+    for path in ("/", "/page/live.js", "/page/live.css"):
+        answer = client.get(path)
+        assert answer.status_code == 200 and "151.2" not in answer.text
+    assert client.get("/events").status_code == 401
+    known = {"Authorization": "Bearer k"}
+    assert "151.2" in client.get("/", headers=known).text and "151.2" in client.get("/events", headers=known).text
+
+
 def test_nobody_looks_when_nobody_watches_and_watchers_share_looks() -> None:
     from pshard.server.page.look import Watch
 
@@ -147,6 +166,8 @@ def test_gaps_are_between_steps_that_decode_and_rates_count_their_tokens() -> No
     assert [round(gap, 3) for _, gap in gaps_of(steps)] == [0.2, 0.1]
     rates = rates_of(steps, 15.0)
     assert len(rates) == 30 and rates[0] == (0.25, 24.0) and sum(rate for _, rate in rates) == 24.0
+    late = [replace(step, start=step.start + 10) for step in steps]  # of earlier ones nothing is known
+    assert next(at for at, _ in rates_of(late, 15.0)) == 9.75 and not rates_of([], 15.0)
 
 
 def test_quantiles_are_bounds_of_buckets() -> None:

@@ -68,12 +68,13 @@ def gaps_of(steps: Sequence[StepSeen]) -> list[tuple[float, float]]:
 
 
 def rates_of(steps: Sequence[StepSeen], now: float, bin_seconds: float = 0.5) -> list[tuple[float, float]]:
-    """(moment, tokens of answers per second), a point for each bin of the window."""
+    """(moment, tokens of answers per second), a point for each bin of the window since the first known step."""
     bins = [0] * round(WINDOW / bin_seconds)
     for step in steps:
         at = int((step.start + step.seconds - (now - WINDOW)) / bin_seconds)
         bins[min(max(at, 0), len(bins) - 1)] += step.decodes
-    return [(now - WINDOW + (i + 0.5) * bin_seconds, n / bin_seconds) for i, n in enumerate(bins)]
+    points = [(now - WINDOW + (i + 0.5) * bin_seconds, n / bin_seconds) for i, n in enumerate(bins)]
+    return [(at, rate) for at, rate in points if steps and at + bin_seconds > steps[0].start]
 
 
 def describe_steps(steps: Sequence[StepSeen]) -> str:

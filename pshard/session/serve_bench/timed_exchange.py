@@ -194,8 +194,11 @@ async def exchange(address: SplitResult, message: bytes, timeout: float, manner:
     port = address.port or (443 if secure else 80)
     connecting = loop.create_task(loop.create_connection(lambda: made, str(address.hostname), port, ssl=secure))
     connecting.add_done_callback(lambda task: made.finish("connect") if task.exception() else None)
-    await made.done
-    timer.cancel()
+    try:
+        await made.done
+    finally:  # whoever waits no longer leaves no connection behind
+        timer.cancel()
+        made.finish("left")
     return made.reply
 
 
