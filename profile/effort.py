@@ -72,6 +72,7 @@ class Effort:
     tile_tokens: tuple[int, ...] = ()  # batches, powers of two, that tiles of matmul kernels are chosen for on a GPU
     tile_matrices: int = 1  # on which they are tried: the largest of a kernel and type
     tile_seconds: float = 0.0  # that compiling candidates may take, of each unlike GPU
+    compile_seconds: float = 30.0  # that compiling what is timed may take, of each unlike GPU
     short: bool = False  # the limit holds for all but one timing of each sort, and one accelerator is timed
 
 
@@ -90,6 +91,7 @@ def short_effort(cache_bytes: int, memory_bytes: int) -> Effort:
         copy_sizes=(64 << 10, 1 << 20, 16 << 20, 64 << 20),
         contention_seconds=0.15,
         sums=(),
+        compile_seconds=3.0,
         short=True,
     )
 

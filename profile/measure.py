@@ -3,7 +3,7 @@
 import datetime
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -48,6 +48,7 @@ from pshard.profile.timed.rank_shares import measure_shares
 from pshard.profile.timed.step_cost import time_launch, time_steps
 from pshard.profile.timed.time_kernels import KernelBench, repeat_unlike
 from pshard.profile.timed.time_links import LinkBench, measure_contention, open_link, time_copies
+from pshard.profile.tuning.compile_jobs import compile_jobs
 from pshard.profile.tuning.tile_cases import tile_cases
 from pshard.profile.tuning.tile_tuning import tune_tiles
 from pshard.runtime.build_executor import choose_kernels
@@ -104,9 +105,9 @@ def measure_machine(request: ProfileRequest, progress: Progress) -> MachineProfi
         progress("link", 0.05)
         link = _measure_link(request.effort, device, host)
         progress("tiles", 0.08)
-        tuning = time.monotonic()
-        tiles = choose_tiles(request, acc, notes)
-        started += time.monotonic() - tuning  # the grid loses nothing of its time
+        jobs = plan_jobs(request, acc is not None)
+        tiles, spent = prepare_kernels(request, acc, jobs, notes)
+        started += spent
         benches = {"host": host, "acc": acc or host}
         fast = benches["acc"].kernels, host.kernels
         steps = time_steps("acc", device, fast, MemoryReader(host))
@@ -115,7 +116,7 @@ def measure_machine(request: ProfileRequest, progress: Progress) -> MachineProfi
             rows.append(time_launch("acc", device, fast))
         cores = read_core_time()
         timed, skipped = run_jobs(
-            plan_jobs(request, acc is not None),
+            jobs,
             benches,
             started + request.effort.limit,
             lambda label, share: progress(label, 0.1 + 0.85 * share / len(unlike)),
@@ -158,6 +159,18 @@ def measure_machine(request: ProfileRequest, progress: Progress) -> MachineProfi
     return replace(profile, collectives=collectives, shares=shares, tiles=tiles)
 
 
+def prepare_kernels(
+    request: ProfileRequest, bench: KernelBench | None, jobs: Sequence[Job], notes: list[str]
+) -> tuple[tuple[TileChoice, ...], float]:
+    """The tiles of an accelerator's kernels, and seconds that the limit does not count; what the jobs need is compiled
+    then, as far as there is time for it."""
+    started = time.monotonic()
+    tiles = choose_tiles(request, bench, notes)
+    if bench is not None:
+        compile_jobs(jobs, bench, request.effort.compile_seconds)
+    return tiles, 0.0 if request.effort.short else time.monotonic() - started
+
+
 def choose_tiles(request: ProfileRequest, bench: KernelBench | None, notes: list[str]) -> tuple[TileChoice, ...]:
     """The fastest tiles of an accelerator's matmul kernels, which its bench uses from then on; none where it has none.
 
@@ -196,10 +209,9 @@ def measure_accelerator(
             copies = _time_copies(link, effort, side)
         pool = OperandPool(min(effort.rotation, LEAST_ROTATION), device.torch_device)
         bench = KernelBench(side, fast, device.torch_device, pool, effort.pace, effort.slow)
-        tuning = time.monotonic()
-        tiles = choose_tiles(request, bench, notes)
-        started += time.monotonic() - tuning
-        jobs, deadline = list_jobs(side, effort, request.model), started + effort.limit
+        jobs = list_jobs(side, effort, request.model)
+        tiles, spent = prepare_kernels(request, bench, jobs, notes)
+        deadline = started + spent + effort.limit
         rows, skipped = run_jobs(jobs, {side: bench}, deadline, progress)
         steps = time_steps(side, device, (fast, on_host), MemoryReader(host))
         own = [row for row in steps.rows if row.device == side]

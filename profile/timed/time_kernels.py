@@ -35,6 +35,7 @@ class KernelBench:
     """Kernels of one device with what timing them takes.
 
     `side` is "host" or "acc", as in the profile's tables. A series of growing sizes ends at calls longer than `slow`.
+    rehearses: every call is made once and takes no time, for those who want to know which kernels there will be.
     """
 
     side: str
@@ -43,13 +44,19 @@ class KernelBench:
     pool: OperandPool
     pace: Pace
     slow: float
+    rehearses: bool = False
 
     def seconds(self, run: Callable[[int], object], tokens: int) -> float:
         """Seconds of run(i), a kernel call for so many tokens, as a step adds them up."""
-        return mean_seconds(run, self.pace) if self.device.type == "cpu" else self.median(run, tokens)
+        if self.device.type == "cpu" and not self.rehearses:
+            return mean_seconds(run, self.pace)
+        return self.median(run, tokens)
 
     def median(self, run: Callable[[int], object], tokens: int) -> float:
         """The median of the same, fit for differences; in a CUDA graph where the runtime uses one."""
+        if self.rehearses:
+            run(0)
+            return 0.0
         cuda = self.device.type == "cuda"
         if cuda and self.kernels.repeatable and tokens <= LAUNCH_BOUND:
             return graph_seconds(run, self.pace)

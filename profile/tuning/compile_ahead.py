@@ -1,4 +1,4 @@
-"""Compiles the GPU's matmul kernel for many tiles in processes of their own, into Triton's cache.
+"""Compiles kernels of the GPU in processes of their own, into Triton's cache.
 
 Most of a compilation is Python code, so threads would not help. The processes import Triton without torch, which takes
 ten times as long, and leave the GPU alone: Triton's driver is replaced there by one that only names it.
@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, wait
 from contextlib import contextmanager
-from typing import Any
+from importlib import import_module
+from typing import Any, NamedTuple
 
 from pshard.profile.identify import count_cores, usable_memory
 
@@ -18,20 +19,25 @@ MOST_PROCESSES = 32
 PROCESS_BYTES = 1 << 30  # of memory, at most; all together take a quarter of it
 
 
-def requests_of(call: Callable[[], None]) -> tuple[str, ...]:
-    """What Triton would have to compile of `matvec_kernel` in a call, in its own words; nothing is compiled.
+class Request(NamedTuple):
+    """A kernel, by its module and name, and what it is to be compiled for, in Triton's words."""
+
+    module: str
+    kernel: str
+    words: str
+
+
+def requests_of(call: Callable[[], object]) -> tuple[Request, ...]:
+    """What Triton would have to compile in a call; nothing is compiled.
 
     Kernels that this process has not compiled yet are not started, others are.
     """
     from triton import knobs
 
-    from pshard.runtime.kernels.gpu.products.triton_matvec import matvec_kernel
-
-    found: list[str] = []
+    found: list[Request] = []
 
     def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        if fn.jit_function is matvec_kernel:
-            found.append(compile["specialization_data"])
+        found.append(Request(fn.module, fn.jit_function.__name__, compile["specialization_data"]))
         return True  # Triton then leaves it
 
     before = knobs.runtime.jit_cache_hook
@@ -48,7 +54,7 @@ def count_processes() -> int:
     return max(1, min(count_cores(), MOST_PROCESSES, usable_memory() // 4 // PROCESS_BYTES))
 
 
-def compile_ahead(requests: Sequence[str], processes: int, seconds: float) -> dict[str, BaseException | None]:
+def compile_ahead(requests: Sequence[Request], processes: int, seconds: float) -> dict[Request, BaseException | None]:
     """Compile these for the GPU that is current, in this order: the error, or None, of those reached in the time."""
     from triton.runtime import driver
 
@@ -77,14 +83,12 @@ def _interrupts_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _compile(target: Any, request: str) -> None:
+def _compile(target: Any, request: Request) -> None:
     """What a process of the pool does."""
     from triton.runtime import driver
 
-    from pshard.runtime.kernels.gpu.products.triton_matvec import matvec_kernel
-
     driver.set_active(OnlyTarget(target))
-    matvec_kernel.preload(request)
+    getattr(import_module(request.module), request.kernel).preload(request.words)
 
 
 class OnlyTarget:

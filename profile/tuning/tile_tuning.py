@@ -9,7 +9,7 @@ import torch
 
 from pshard.profile.timed.time_kernels import KernelBench
 from pshard.profile.timing_loop import race_seconds
-from pshard.profile.tuning.compile_ahead import compile_ahead, count_processes, requests_of
+from pshard.profile.tuning.compile_ahead import Request, compile_ahead, count_processes, requests_of
 from pshard.profile.tuning.tile_cases import TileCase, calls_of
 from pshard.runtime.kernels.api import TiledKernels
 from pshard.runtime.kernels.gpu.default_tiles import candidate_tiles
@@ -66,12 +66,12 @@ class _Trial:
         self.bench, self.kernels, self.case = bench, kernels, case
         self.failures: list[str] = []
 
-    def needs(self) -> dict[Tile, tuple[str, ...]]:
+    def needs(self) -> dict[Tile, tuple[Request, ...]]:
         """The candidates for the largest matrix, the default first, and what must be compiled for each;
         none where that cannot be."""
         call, _ = self._calls(*self.case.matrices[0])
         tiles = candidate_tiles(self.case.kernel, self.case.qtype, self.case.tokens)
-        found: dict[Tile, tuple[str, ...]] = {}
+        found: dict[Tile, tuple[Request, ...]] = {}
         for tile in tiles:
             try:
                 found[tile] = requests_of(partial(self._run_with, tile, call, 0))

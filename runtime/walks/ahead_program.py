@@ -53,10 +53,11 @@ class AheadProgram:
 
 
 def make_ahead(body: Sequence[Step | Launch | HostRun]) -> AheadProgram | None:
-    """The same as a `WalkProgram.body`; None where nothing is handed to the CPU, or something on the CPU must be done
-    by the thread that launches (a rank's sums, logits, a model's last unit)."""
+    """The same as a `WalkProgram.body`; None where nothing is handed to the CPU, where it has a run that nothing is
+    handed to (all units are on the CPU), or where something on the CPU must be done by the thread that launches (a
+    rank's sums, logits, a model's last unit)."""
     program, parts, runs = list[Step | Stretch](), list[Launch | Tell | Await](), list[HostRun]()
-    begun = False
+    begun, told = False, list[int]()
 
     def flush() -> None:
         if parts:
@@ -69,6 +70,7 @@ def make_ahead(body: Sequence[Step | Launch | HostRun]) -> AheadProgram | None:
         elif isinstance(step, Handoff) and step.to == "cpu":
             if _next_run(body, i) is not None:
                 parts.append(Tell(len(runs), step.carries))
+                told.append(len(runs))
         elif isinstance(step, Join) and runs:
             parts.append(Await(len(runs) - 1, step))
         elif isinstance(step, Launch):
@@ -87,7 +89,7 @@ def make_ahead(body: Sequence[Step | Launch | HostRun]) -> AheadProgram | None:
         else:
             return None
     flush()
-    return AheadProgram(tuple(program), tuple(runs)) if runs else None
+    return AheadProgram(tuple(program), tuple(runs)) if runs and told == list(range(len(runs))) else None
 
 
 def _next_run(body: Sequence[Step | Launch | HostRun], at: int) -> HostRun | None:

@@ -15,13 +15,16 @@ from rich.console import Console
 
 from pshard.jsonio import from_json, to_json
 from pshard.machine import AcceleratorInfo, MachineProfile, MatmulTiming
+from pshard.model_config import Experts
 from pshard.profile import measure
 from pshard.profile.effort import Shapes, full_effort, quick_effort, shapes_to_tune
 from pshard.profile.show_profile import print_profile
+from pshard.profile.timed.kernel_jobs import list_jobs
 from pshard.profile.timed.operands import OperandPool
 from pshard.profile.timed.time_kernels import KernelBench
 from pshard.profile.timing_loop import Pace, race_seconds
 from pshard.profile.tuning import compile_ahead, tile_tuning
+from pshard.profile.tuning.compile_jobs import list_requests
 from pshard.profile.tuning.tile_cases import TileCase, calls_of, tile_cases
 from pshard.profile.tuning.tile_tuning import tune_tiles
 from pshard.quant import QUANT_TYPES
@@ -32,6 +35,7 @@ from pshard.runtime.kernels.plain import PlainKernels
 from pshard.session.open_plan import Opened
 from pshard.session.start_engine import start_engine
 from pshard.times.gpu_tiles import Tile, TileChoice
+from pshard.units.operations import Attend
 from pshard.workload import Workload
 
 PLANED = [name for name, q in QUANT_TYPES.items() if q.planes]
@@ -300,14 +304,16 @@ def test_kernels_are_compiled_ahead_in_other_processes(tmp_path: Path, monkeypat
     weight = Packed(torch.zeros(1 << 16, dtype=torch.uint8), "Q4_0", 64, 32)
     call, _ = calls_of(kernels, CASE, [weight], torch.zeros(8, 32, dtype=torch.bfloat16))
 
-    def requests(tile: Tile) -> tuple[str, ...]:
+    def request(tile: Tile) -> compile_ahead.Request:
         kernels.use_tiles([CASE.choose(tile)])
-        return compile_ahead.requests_of(lambda: call(0))
+        found = {r.kernel: r for r in compile_ahead.requests_of(lambda: call(0))}
+        assert list(found) == ["quantise_kernel", "matvec_kernel"]
+        return found["matvec_kernel"]
 
     try:
-        (first,), (second,) = requests(DEFAULT), requests(THIRD)
+        first, second = request(DEFAULT), request(THIRD)
         assert first != second and not list(tmp_path.rglob("*"))
-        broken = first.replace('"num_warps": 2', '"num_warps": 3')
+        broken = first._replace(words=first.words.replace('"num_warps": 2', '"num_warps": 3'))
         compiled = compile_ahead.compile_ahead([first, broken, second], 2, 120.0)
         assert compiled[first] is None and compiled[second] is None and compiled[broken] is not None
         there = sorted(tmp_path.rglob("*"))
@@ -318,7 +324,36 @@ def test_kernels_are_compiled_ahead_in_other_processes(tmp_path: Path, monkeypat
                 call(0)
         cubins = {path for path in tmp_path.rglob("*.cubin") if path.name.startswith("matvec")}
         assert cubins == {path for path in there if path.suffix == ".cubin"}  # both came from the cache
-        many = [first.replace('"TOKENS"', f'"TOKENS"{" " * n}') for n in range(8)]  # as good as eight
+        many = [first._replace(words=first.words.replace('"TOKENS"', f'"TOKENS"{" " * n}')) for n in range(8)]
         assert len(compile_ahead.compile_ahead(many, 1, 0.0)) < len(many)  # what no process had begun was left out
     finally:
         matvec_kernel.device_caches.clear()
+
+
+@pytest.mark.slow
+def test_what_is_timed_is_compiled_before_without_being_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="Triton is installed with the CUDA build of torch only")
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    from pshard.runtime.kernels.gpu.cuda import CudaKernels
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    target = GPUTarget("cuda", 90, 32)
+    monkeypatch.setattr(driver, "_active", compile_ahead.OnlyTarget(target))
+    cpu = torch.device("cpu")
+    bench = KernelBench("acc", CudaKernels("cpu", 64), cpu, OperandPool(1 << 22, cpu), Pace(0.01), 0.1)
+    effort = replace(quick_effort(1 << 20, 1 << 30), acc_tokens=(1, 128))
+    shapes = Shapes(
+        (("Q4_0", 256, 128),), (), (Attend(2, 1, 64),), ((128, 256),), (("Q4_0", 128),), 128,
+        (("MXFP4", "MXFP4", 128, Experts(4, 2, 64)),), (("F32", 128, Experts(4, 2, 64)),),
+    )  # fmt: skip
+    jobs = list_jobs("acc", replace(effort, grid=replace(shapes, matmuls=())), shapes)
+    requests = list_requests(jobs, bench)
+    assert not list(tmp_path.rglob("*"))
+    kernels = {r.kernel for r in requests}
+    assert {"matvec_kernel", "quantise_kernel", "dequantise_kernel", "route_kernel"} <= kernels, kernels
+    found = compile_ahead.compile_ahead(requests, 2, 300.0)
+    assert [error for error in found.values() if error is not None] == [] and len(found) == len(requests)

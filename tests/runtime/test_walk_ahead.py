@@ -11,9 +11,11 @@ from model_files import write_gguf
 from plan_samples import make_tier
 
 from pshard.models import open_model
+from pshard.runtime.devices.device import open_device
 from pshard.runtime.devices.relay import LINE, Relay
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.cpu.host import HostKernels
+from pshard.runtime.kernels.cpu.recording import record
 from pshard.runtime.walks.walk_ahead import AheadWalk
 from pshard.units.moe.experts import EXPERTS
 
@@ -67,3 +69,34 @@ def test_what_runs_ahead_gives_the_bits_and_bytes_of_the_plain_walk(tmp_path: Pa
     got, moved = talk(path, tiers)
     assert len(ahead) >= 2, "single tokens run ahead from the second on"
     assert torch.equal(got, expected) and moved == nbytes
+
+
+def test_units_that_are_all_on_the_cpu_wait_for_no_accelerator(tmp_path: Path, monkeypatch) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "qwen3moe", qtype="Q4_0", n_layers=2)
+    with open_model(path) as file:
+        spec = file.spec
+    places = {u.name: ("cpu", "host" if u.kind.state else None) for u in spec.units}
+    tiers = tuple(make_tier(spec, n, places, 2, 128, 1) for n in (4, 40))
+    expected, _ = talk(path, tiers)
+    monkeypatch.setattr("pshard.runtime.executor.open_relay", open_on_flags)
+    monkeypatch.setattr(HostKernels, "repeatable", True)
+    monkeypatch.setattr(
+        AheadWalk, "walk_ahead", lambda *_: pytest.fail("the CPU waits for a question that never comes")
+    )
+    assert torch.equal(talk(path, tiers)[0], expected)
+
+
+def test_a_question_that_never_comes_is_an_error(monkeypatch) -> None:
+    monkeypatch.setattr("pshard.runtime.devices.relay.PATIENCE", 0.02)
+    relay = open_on_flags(open_device("cpu"), 2)
+    calls = record(lambda: None)
+    assert calls is not None
+    relay.start([calls, calls])
+    relay.tell(0)
+    with pytest.raises(RuntimeError, match="did not ask"):
+        relay.finish()
+    relay.give_up()
+    relay.start([calls])  # and the next micro-batch begins anew
+    relay.tell(0)
+    relay.finish()
+    relay.close()
