@@ -107,6 +107,10 @@ class Executor:
         """Bytes moved host to device since the start: weights, states, activations."""
         return self.transfers.link_bytes
 
+    def table_room(self, tokens: int) -> int:
+        """Blocks, counted for each sequence that has them, that a micro-batch of so many tokens may have in all."""
+        return self.arena.table_room(self.plan.covering(tokens))
+
     @property
     def arena_nbytes(self) -> int:
         """Bytes of the arena on the accelerator."""

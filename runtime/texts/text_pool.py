@@ -48,7 +48,6 @@ class TextPool:
         self._own_name = lambda: root_key(store.slice_fingerprint, states.type_k, states.type_v, "").hex()
         self._beginnings = Beginnings(executor, sequences, checkpoints)
         self._vocab, self._most = executor.spec.config.vocab, executor.plan.tiers[-1].tokens
-        self._cells = sequences.pool.blocks  # blocks that the tables of one micro-batch have room for
 
     @property
     def vocab(self) -> int:
@@ -144,19 +143,18 @@ class TextPool:
                 f"the step needs {lacking} KV blocks more than there are; close a text, or plan a larger -c"
             )
 
-    def _split(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    def _split(self, pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
         """All of them, or as many at once as the micro-batch's tables of blocks have room for: texts that share blocks
         may have more of them, counted for each, than there are."""
-        batch: list[Piece] = []
-        room = self._cells
-        for piece in pieces:
-            needed = blocks_of(len(piece.text.ids) + len(piece.ids))
-            if needed > room:
-                yield batch
-                batch, room = [], self._cells
-            batch.append(piece)
-            room -= needed
-        yield batch
+        tokens, blocks = 0, 0
+        for i, piece in enumerate(pieces):
+            tokens += len(piece.ids)
+            blocks += blocks_of(len(piece.text.ids) + len(piece.ids))
+            if blocks > self._executor.table_room(tokens) and i:
+                yield pieces[:i]
+                yield from self._split(pieces[i:])
+                return
+        yield pieces
 
     def _run(self, pieces: Sequence[Piece]) -> list[list[Row]]:
         """One micro-batch of pieces that have their blocks."""
