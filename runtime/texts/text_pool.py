@@ -20,7 +20,7 @@ from pshard.runtime.sequences import Sequences, TokenSequence
 from pshard.runtime.texts.beginnings import SHARE_OF_STEP, Beginnings
 from pshard.runtime.texts.block_keys import next_key, root_key
 from pshard.runtime.texts.choose_rows import RowChooser
-from pshard.runtime.texts.text import BlockCounts, Piece, Row, Text
+from pshard.runtime.texts.text import BlockCounts, Piece, Row, Text, check_wish
 from pshard.units.kv_cells import KV_BLOCK
 
 
@@ -68,11 +68,12 @@ class TextPool:
         """A text that is to begin with these tokens, or continue so. It has those of them already whose blocks are
         shared, at most all but the last one; `ids[text.cached:]` are to be given to `step`. Computes nothing.
 
-        Raises UserError when as many texts are open as the plan has sequences.
+        Raises UserError when as many texts are open as the plan has sequences, and StepFailed as `step`.
         """
         sequence = self._sequences.lend()
         try:
-            keys = self._beginnings.take_up(sequence, self._root(salt), ids)
+            with self._guard():
+                keys = self._beginnings.take_up(sequence, self._root(salt), ids)
         except BaseException:
             self._sequences.give_back(sequence)
             raise
@@ -103,7 +104,7 @@ class TextPool:
 
         Raises:
             UserError, before anything changes: no tokens, more than the largest tier's, ids out of the vocabulary, a
-                text twice or closed, a full context, or too few blocks (see `missing`).
+                text twice or closed, a wish that no row can meet, a full context, or too few blocks (see `missing`).
             StepFailed: as `Engine.forward`.
         """
         self._check(pieces)
@@ -135,6 +136,8 @@ class TextPool:
         tokens = sum(len(piece.ids) for piece in pieces)
         if not 0 < tokens <= self._most or not all(piece.ids for piece in pieces):
             raise UserError(f"a step takes 1 to {self._most} tokens, and each piece at least one; these are {tokens}")
+        for piece in pieces:
+            check_wish(piece, self._vocab)
         wanted = {piece.text: len(piece.text.ids) + len(piece.ids) for piece in pieces}
         if len(wanted) < len(pieces):
             raise UserError("a text has two pieces in one step; join them")

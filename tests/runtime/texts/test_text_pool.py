@@ -246,6 +246,10 @@ def test_bad_steps_are_refused_before_anything_changes(engine) -> None:
         ([Piece(text, (1,) * 129)], "1 to 128 tokens"),
         ([Piece(text, (1,)), Piece(text, (2,))], "two pieces"),
         ([Piece(text, (1,)), Piece(other, (VOCAB,))], "token ids"),
+        ([Piece(text, (1,), "some")], "none, last or all"),
+        ([Piece(text, (1,), best=VOCAB + 1)], "best logits"),
+        ([Piece(text, (1,), of=(0, VOCAB))], "token ids 0..320"),
+        ([Piece(text, (1,), mask=np.zeros(9, dtype=np.uint32))], "10 words"),
     ):
         with pytest.raises(UserError, match=said):
             engine.texts.step(pieces)
