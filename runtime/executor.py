@@ -45,7 +45,7 @@ class Executor:
 
     Attributes:
         states: what sizes the states of units; residents: where they and the pins are.
-        switches: how often a tier gave way to another.
+        switches: how often a tier gave way to another; least: tokens of the smallest tier that is used.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Executor:
         self._relay: Relay | None = None
         self._graphs = PromptGraphs(MOST_PROMPT_GRAPHS)
         self._sent: Any = None
-        self.switches = 0
+        self.switches = self.least = 0
         try:
             self.host.take(spec, plan, states, host_kernels, group.size > 1 and spec.neighbours is None)
             if records or plan.caches:
@@ -109,7 +109,7 @@ class Executor:
 
     def table_room(self, tokens: int) -> int:
         """Blocks, counted for each sequence that has them, that a micro-batch of so many tokens may have in all."""
-        return self.arena.table_room(self.plan.covering(tokens))
+        return self.arena.table_room(self.plan.covering(max(tokens, self.least)))
 
     @property
     def arena_nbytes(self) -> int:
@@ -211,7 +211,7 @@ class Executor:
         best_only: bool = False,
         chooser: RowChooser | None = None,
     ) -> torch.Tensor:
-        """Compute one micro-batch under the smallest tier that covers it.
+        """Compute one micro-batch under the smallest tier that covers it, or `least`.
 
         Args:
             ids: int64 [M] on the host.
@@ -226,7 +226,7 @@ class Executor:
             logit and id; no rows with a chooser.
         """
         tokens = ids.numel()
-        tier = self.plan.covering(tokens)
+        tier = self.plan.covering(max(tokens, self.least))
         in_force = self.enter(tier, used)
         if self._sent is not None:
             self.device.host_wait(self._sent)  # the last micro-batch may still read the host buffers
