@@ -70,13 +70,13 @@ class Beginnings:
 
     # --- taking up ----------------------------------------------------------------------------------------------
 
-    def take_up(self, sequence: TokenSequence, root: bytes, ids: Sequence[int]) -> list[bytes]:
+    def take_up(self, sequence: TokenSequence, root: bytes, ids: Sequence[int]) -> tuple[list[bytes], int]:
         """Let an empty sequence have the longest known beginning of these tokens, all but the last one; returns the
-        keys of its blocks."""
+        keys of its blocks, and of how many blocks the cells were known."""
         known = self._find(root, ids)
         n = self._agree(known, len(known))
         if not n:
-            return []
+            return [], len(known)
         filled = self._fill_cells(sequence, known[:n])
         n = self._agree(known, filled)
         if n and not self._take_window(sequence, known[:n]):
@@ -91,7 +91,7 @@ class Beginnings:
         sequence.tokens[:] = ids[: n * KV_BLOCK]
         if n and self._checkpoints.each:
             self._checkpoints.adopt(sequence.number, n * KV_BLOCK, known[n - 1].key, states)
-        return [one.key for one in known[:n]]
+        return [one.key for one in known[:n]], len(known)
 
     def _find(self, root: bytes, ids: Sequence[int]) -> list[KnownBlock]:
         """The blocks, from the first on, whose cells are known."""

@@ -18,6 +18,7 @@ class Text:
     salt: str
     sequence: TokenSequence | None  # None once it is closed
     keys: list[bytes] = field(default_factory=list)  # of its full blocks
+    borders: frozenset[int] = frozenset()  # lengths at which its states are kept for others
 
 
 @dataclass(frozen=True)

@@ -73,11 +73,13 @@ class TextPool:
         sequence = self._sequences.lend()
         try:
             with self._guard():
-                keys = self._beginnings.take_up(sequence, self._root(salt), ids)
+                keys, known = self._beginnings.take_up(sequence, self._root(salt), ids)
         except BaseException:
             self._sequences.give_back(sequence)
             raise
-        return Text(sequence.tokens, sequence.length, salt, sequence, keys)
+        # where states are kept for others: where another text has gone another way, and at the prompt's end
+        borders = {known * KV_BLOCK, (len(ids) - 1) // KV_BLOCK * KV_BLOCK} if self._checkpoints.most else set[int]()
+        return Text(sequence.tokens, sequence.length, salt, sequence, keys, frozenset(borders))
 
     def missing(self, wanted: Mapping[Text, int]) -> int:
         """How many KV blocks are lacking for texts to have so many tokens each, beside what all others have; blocks
@@ -89,14 +91,6 @@ class TextPool:
             cells = {one.number: n for one, n in own}
             lacking = max(lacking, sequences.recent.missing(sequences.lengths, cells))
         return lacking
-
-    def fit(self, text: Text, tokens: int) -> int:
-        """How many of a prompt's next tokens to give at once, at most so many. Where states cannot be cut back, the
-        beginnings that others can adopt end where a piece did, at a block's end: up to there. A piece of a prompt's
-        last tokens that ends elsewhere takes `step` two micro-batches."""
-        start = len(text.ids)
-        border = (start + tokens) // KV_BLOCK * KV_BLOCK - start
-        return border if self._checkpoints.most and border > 0 else tokens
 
     def step(self, pieces: Sequence[Piece]) -> list[list[Row]]:
         """Append new tokens to texts and compute them, in one micro-batch; returns what is wanted of the logits, by
@@ -119,17 +113,23 @@ class TextPool:
         return results
 
     def _run_to_borders(self, pieces: Sequence[Piece]) -> list[list[Row]]:
-        """As `_run`; ends of prompts in two micro-batches, where a checkpoint is to be made between them."""
+        """As `_run`; prompts in several micro-batches, where their states are to be kept between them."""
         firsts, rests = list(pieces), dict[int, Piece]()
         for i, piece in enumerate(pieces):
-            n = self.fit(piece.text, len(piece.ids)) if piece.rows == "last" and len(piece.ids) > 1 else len(piece.ids)
-            if n < len(piece.ids):
-                firsts[i] = replace(piece, ids=piece.ids[:n], rows="none")
-                rests[i] = replace(piece, ids=piece.ids[n:])
+            start = len(piece.text.ids)
+            inside = [at - start for at in piece.text.borders if start < at < start + len(piece.ids)]
+            if inside:
+                n = min(inside)
+                if piece.rows == "all":
+                    firsts[i] = replace(piece, ids=piece.ids[:n], of=piece.of[:n])
+                    rests[i] = replace(piece, ids=piece.ids[n:], of=piece.of[n:])
+                else:
+                    firsts[i] = replace(piece, ids=piece.ids[:n], rows="none")
+                    rests[i] = replace(piece, ids=piece.ids[n:])
         results = self._run(firsts)
         if rests:
-            for i, rows in zip(rests, self._run(list(rests.values()))):
-                results[i] = rows
+            for i, rows in zip(rests, self._run_to_borders(list(rests.values()))):
+                results[i] += rows
         return results
 
     def _check(self, pieces: Sequence[Piece]) -> None:
@@ -186,7 +186,7 @@ class TextPool:
             self._sequences.extend(segment, ids)
             self._share(piece.text)
             if self._checkpoints.most:
-                self._keep_states(piece)
+                self._keep_states(piece.text)
         found = iter(chooser.rows)
         return [[next(found) for _ in range(n)] for n in counts]
 
@@ -205,14 +205,14 @@ class TextPool:
         """The key of what block number `at` of a text follows."""
         return text.keys[at - 1] if at else self._root(text.salt)
 
-    def _keep_states(self, piece: Piece) -> None:
-        """Make a checkpoint at a block's end: of prompts, and every so many tokens."""
-        sequence = _sequence_of(piece.text)
+    def _keep_states(self, text: Text) -> None:
+        """Make a checkpoint at a block's end: where prompts end or part, and every so many tokens."""
+        sequence = _sequence_of(text)
         length = sequence.length
-        if length % KV_BLOCK == 0 and (len(piece.ids) > 1 or length % EVERY == 0):
-            key = piece.text.keys[-1]
+        if length in text.borders or length % EVERY == 0:
+            key = text.keys[-1]
             if not self._checkpoints.has_shared(key):
-                parent = self._parent(piece.text, length // KV_BLOCK - 1)
+                parent = self._parent(text, length // KV_BLOCK - 1)
                 self._beginnings.offer(key, parent, sequence.tokens[-KV_BLOCK:])
             self._checkpoints.share(sequence.number, length, key)
 
