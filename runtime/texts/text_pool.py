@@ -115,7 +115,7 @@ class TextPool:
     def _run_to_borders(self, pieces: Sequence[Piece]) -> list[list[Row]]:
         """As `_run`; prompts in several micro-batches, where their states are to be kept between them."""
         firsts, rests = list(pieces), dict[int, Piece]()
-        for i, piece in enumerate(pieces):
+        for i, piece in enumerate(pieces) if self._checkpoints.most else ():
             start = len(piece.text.ids)
             inside = [at - start for at in piece.text.borders if start < at < start + len(piece.ids)]
             if inside:
@@ -149,6 +149,10 @@ class TextPool:
     def _split(self, pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
         """All of them, or as many at once as the micro-batch's tables of blocks have room for: texts that share blocks
         may have more of them, counted for each, than there are."""
+        blocks = sum(blocks_of(len(piece.text.ids) + len(piece.ids)) for piece in pieces)
+        if blocks <= self._sequences.pool.blocks:  # always
+            yield pieces
+            return
         tokens, blocks = 0, 0
         for i, piece in enumerate(pieces):
             tokens += len(piece.ids)
