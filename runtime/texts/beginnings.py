@@ -64,6 +64,11 @@ class Beginnings:
         return self._files is not None
 
     @property
+    def problem(self) -> str | None:
+        """Why a file could not be written, the last time."""
+        return self._files.problem if self._files else None
+
+    @property
     def nbytes(self) -> int:
         """Bytes of host memory that kept blocks take."""
         return self._files.nbytes if self._files else 0
@@ -257,7 +262,7 @@ class Beginnings:
     def finish(self) -> None:
         """Copy all that waits, and wait until it is written. Nothing is kept afterwards."""
         if self._files is not None:
-            while self.keep_some(1.0):
-                time.sleep(0.01)  # the thread writes
+            while self.keep_some(1.0) and self._files.is_writing:
+                time.sleep(0.01)
             self._files.close()
             self._files = None

@@ -186,11 +186,11 @@ class TextPool:
         with executor.device.current():
             tokens = torch.tensor(ids, dtype=torch.int64)
             executor.run(tokens, tuple(segments), rows, self._sequences.used, chooser=chooser)
-        for piece, segment in zip(pieces, segments):
-            self._sequences.extend(segment, ids)
-            self._share(piece.text)
-            if self._checkpoints.most:
-                self._keep_states(piece.text)
+            for piece, segment in zip(pieces, segments):
+                self._sequences.extend(segment, ids)
+                self._share(piece.text)
+                if self._checkpoints.most:
+                    self._keep_states(piece.text)
         found = iter(chooser.rows)
         return [[next(found) for _ in range(n)] for n in counts]
 
@@ -250,6 +250,11 @@ class TextPool:
         Whether there are more."""
         with self._guard():
             return self._beginnings.keep_some(seconds)
+
+    @property
+    def files_problem(self) -> str | None:
+        """Why a file could not be written, the last time; None while all is well. Texts go on without."""
+        return self._beginnings.problem
 
     def finish_files(self) -> None:
         """Copy what is still to be kept, and wait until it is written. Keeps nothing afterwards."""
