@@ -107,10 +107,6 @@ class Executor:
         """Bytes moved host to device since the start: weights, states, activations."""
         return self.transfers.link_bytes
 
-    def table_room(self, tokens: int) -> int:
-        """Blocks, counted for each sequence that has them, that a micro-batch of so many tokens may have in all."""
-        return self.arena.table_room(self.plan.covering(max(tokens, self.least)))
-
     @property
     def arena_nbytes(self) -> int:
         """Bytes of the arena on the accelerator."""

@@ -157,7 +157,8 @@ class TextPool:
         for i, piece in enumerate(pieces):
             tokens += len(piece.ids)
             blocks += blocks_of(len(piece.text.ids) + len(piece.ids))
-            if blocks > self._executor.table_room(tokens) and i:
+            tier = self._executor.plan.covering(max(tokens, self._executor.least))
+            if blocks > self._executor.arena.table_room(tier) and i:
                 yield pieces[:i]
                 yield from self._split(pieces[i:])
                 return
