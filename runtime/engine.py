@@ -119,10 +119,6 @@ class Engine:
         """The share of `expert_hits` that the plan expects; None where it has no slots, or expects nothing of them."""
         return expect_hits(self.rank_plan)
 
-    def keep_tier(self, tokens: int) -> None:
-        """Let micro-batches run under tiers of at least so many tokens; all ranks call it. ValueError: none has."""
-        self._executor.least = self.rank_plan.covering(tokens).tokens
-
     def agree(self, value: Any) -> Any:
         """Rank 0's value (anything JSON holds) on every rank; all call it. For what clocks decide."""
         return self._executor.group.broadcast(value)

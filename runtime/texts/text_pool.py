@@ -132,6 +132,10 @@ class TextPool:
                 results[i] += rows
         return results
 
+    def keep_tier(self, tokens: int) -> None:
+        """Let micro-batches run under tiers of at least so many tokens; all ranks call it. ValueError: none has."""
+        self._executor.least = self._executor.plan.covering(tokens).tokens
+
     def _check(self, pieces: Sequence[Piece]) -> None:
         tokens = sum(len(piece.ids) for piece in pieces)
         if not 0 < tokens <= self._most or not all(piece.ids for piece in pieces):
