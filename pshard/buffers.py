@@ -7,10 +7,11 @@ from pshard.model import ModelSpec
 from pshard.plan import Placement
 from pshard.quant import BUFFER_ALIGN, align
 from pshard.units.divide_unit import joined_width
-from pshard.units.kv_cells import kv_blocks
+from pshard.units.kv_cells import KV_BLOCK, kv_blocks, longest_sequence
 from pshard.units.scratch import Buffer
 from pshard.units.state import StateShape
 
+MOST_TABLE = 1 << 16  # blocks in the index of a micro-batch whose sequences share many: it is sent with each
 DEQUANT_BYTES = 80 << 20  # dequantised tile for large batches, at most; a whole matrix where it is smaller
 SUM_NORMS = "sum_norms"  # scratch: weights that normalise sums over ranks, one row for each of `ModelSpec.sum_norms`
 TORCH_RESERVE_MIB = 320  # of a CUDA budget: kernels' code, CUDA graphs, cuBLAS workspace (282 measured on an H100)
@@ -40,6 +41,21 @@ def index_words(spec: ModelSpec, tokens: int, shape: StateShape) -> int:
     gated delta net asks for the bounds of sequences."""
     words = 3 * tokens + (2 if spec.config.window else 1) * kv_blocks(shape.context, shape.sequences)
     return words + (2 * min(tokens, shape.sequences) + 1 if spec.config.delta else 0)
+
+
+def shared_index_words(spec: ModelSpec, tokens: int, shape: StateShape) -> int:
+    """As `index_words`, with tables that are long enough for sequences that share blocks, of which each counts its own:
+    as far as MOST_TABLE goes. Taken where a tier leaves the room."""
+    longest = -(-longest_sequence(spec.config, shape.context) // KV_BLOCK)
+    wished = min(min(tokens, shape.sequences) * longest, MOST_TABLE)
+    more = max(0, wished - kv_blocks(shape.context, shape.sequences))
+    return index_words(spec, tokens, shape) + (2 if spec.config.window else 1) * more
+
+
+def table_room(spec: ModelSpec, tokens: int, shape: StateShape, words: int) -> int:
+    """Blocks of all sequences of a micro-batch together that an index of so many words has room for."""
+    spare = words - index_words(spec, tokens, shape)
+    return kv_blocks(shape.context, shape.sequences) + spare // (2 if spec.config.window else 1)
 
 
 def logit_rows(tokens: int, sequences: int) -> int:

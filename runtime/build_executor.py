@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from pshard.buffers import SUM_NORMS, arena_bytes
+from pshard.buffers import SUM_NORMS, arena_bytes, index_words, shared_index_words
 from pshard.cuts.rank_parts import Ranges
 from pshard.model import ModelSpec
-from pshard.plan import RankPlan
+from pshard.plan import RankPlan, TierPlan
 from pshard.quant import TENSOR_ALIGN, align
 from pshard.runtime.devices.device import Device
 from pshard.runtime.executor import Executor
@@ -74,7 +74,7 @@ def build_executor(
         records: the executor keeps which experts routers choose.
     """
     resident = plan.resident
-    needed = align(max(tier.buffers.total for tier in plan.tiers), TENSOR_ALIGN)
+    needed = align(max(tier.buffers.total + _index_nbytes(spec, tier, states) for tier in plan.tiers), TENSOR_ALIGN)
     arena = device.allocate(min(needed, arena_bytes(plan.budget_mib, device.kind)))
     if lender is not None:
         lender.check_orders(spec)
@@ -106,6 +106,12 @@ def build_executor(
 
     _load_pins(executor, resident, pack, weights.blob)
     return executor
+
+
+def _index_nbytes(spec: ModelSpec, tier: TierPlan, states: StateShape) -> int:
+    """Bytes that a tier takes beside the plan's, where the budget leaves them; 0 where its sequences share nothing."""
+    words = shared_index_words(spec, tier.tokens, states)
+    return 0 if words == index_words(spec, tier.tokens, states) else 4 * words + TENSOR_ALIGN
 
 
 def _load_pins(

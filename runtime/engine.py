@@ -48,8 +48,7 @@ class Engine:
     """A loaded model. Not thread-safe. Close it, or use it in a `with` block.
 
     Attributes:
-        plan: the variant in force; rank_plan: this rank's part of it.
-        tokenizer: encodes and decodes text; None for files without one.
+        plan: the variant in force; rank_plan: this rank's part of it. tokenizer: None for files without one.
         notes: one line for every fallback in use; longest: tokens that a sequence can have.
         texts: texts by handle, in the same KV cache; what they have is not for `forward` and its like.
     """
@@ -180,7 +179,6 @@ class Engine:
 
     def record_routing(self, fingerprint: str) -> RoutingRecord:
         """Which experts all tokens so far have used, of a model with that fingerprint (registries/routing_file.py).
-
         Raises ValueError for an engine that was not built to record, or has computed nothing.
         """
         if (picks := self._executor.host.picks) is None or not picks.records:

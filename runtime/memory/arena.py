@@ -9,7 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
-from pshard.buffers import row_stage_bytes, scratch_bytes, state_stage_bytes, widest_join
+from pshard.buffers import (
+    row_stage_bytes,
+    scratch_bytes,
+    shared_index_words,
+    state_stage_bytes,
+    table_room,
+    widest_join,
+)
 from pshard.model import ModelSpec
 from pshard.plan import RankPlan, TierPlan
 from pshard.quant import TENSOR_ALIGN, align
@@ -43,6 +50,7 @@ class Arena:
         for name in plan.pin_order:
             self._pin_at[name] = at
             at += align(self._pin_nbytes[name], TENSOR_ALIGN)
+        self._rooms: dict[int, int] = {}  # by tier
         self._state_at, end = {}, memory.numel() // TENSOR_ALIGN * TENSOR_ALIGN
         for name in plan.kv_order:
             end -= self._state_nbytes(name)
@@ -95,7 +103,22 @@ class Arena:
             at += align(tier.buffers.slot_bytes, TENSOR_ALIGN)
         if at > end:
             raise ValueError(f"tier {tier.tokens} needs {at - end} bytes more than the arena of {self.memory.numel()}")
+        self._lengthen_index(space, at, end)
         return Carved(space, state_stage, row_stage, tuple(slots))
+
+    def _lengthen_index(self, space: Workspace, at: int, end: int) -> None:
+        """Put the index into what a tier leaves free, where tables for sequences that share blocks fit there."""
+        words = shared_index_words(self._spec, space.tokens, self._shape)
+        at = align(at, TENSOR_ALIGN)
+        if words > space.tensors["index"].numel() and at + 4 * words <= end:
+            space.tensors["index"] = self.memory[at : at + 4 * words].view(torch.int32)
+
+    def table_room(self, tier: TierPlan) -> int:
+        """Blocks, counted for each sequence that has them, that the index of a tier's micro-batch has room for."""
+        if tier.tokens not in self._rooms:
+            words = self.carve(tier).space.tensors["index"].numel()
+            self._rooms[tier.tokens] = table_room(self._spec, tier.tokens, self._shape, words)
+        return self._rooms[tier.tokens]
 
 
 @dataclass(frozen=True)

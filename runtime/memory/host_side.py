@@ -4,7 +4,7 @@ CPU computes, states that leave VRAM."""
 import torch
 
 from pshard.batch_sizes import LOGIT_ROWS
-from pshard.buffers import index_words, row_stage_bytes, scratch_bytes, widest_join
+from pshard.buffers import row_stage_bytes, scratch_bytes, shared_index_words, widest_join
 from pshard.model import ModelSpec
 from pshard.plan import RankPlan
 from pshard.runtime.blocks.block import Side, make_side
@@ -47,7 +47,7 @@ class HostSide:
         tiers, config = plan.tiers, spec.config
         largest = tiers[-1].tokens
         hidden = self.allocate(largest * config.d_model * 4).view(torch.float32).view(largest, config.d_model)
-        self.index = self.allocate(index_words(spec, largest, shape) * 4).view(torch.int32)
+        self.index = self.allocate(shared_index_words(spec, largest, shape) * 4).view(torch.int32)
         self.logits = self.allocate(max(shape.sequences, LOGIT_ROWS) * config.vocab * 4).view(torch.float32)
         nbytes = max(row_stage_bytes(t.tokens, widest_join(spec, t.placements)) for t in tiers)
         self.rows = (self.allocate(nbytes) if nbytes else torch.empty(0)).view(torch.float32)

@@ -64,19 +64,24 @@ class Beginnings:
         return self._files is not None
 
     @property
+    def problem(self) -> str | None:
+        """Why a file could not be written, the last time."""
+        return self._files.problem if self._files else None
+
+    @property
     def nbytes(self) -> int:
         """Bytes of host memory that kept blocks take."""
         return self._files.nbytes if self._files else 0
 
     # --- taking up ----------------------------------------------------------------------------------------------
 
-    def take_up(self, sequence: TokenSequence, root: bytes, ids: Sequence[int]) -> list[bytes]:
+    def take_up(self, sequence: TokenSequence, root: bytes, ids: Sequence[int]) -> tuple[list[bytes], int]:
         """Let an empty sequence have the longest known beginning of these tokens, all but the last one; returns the
-        keys of its blocks."""
+        keys of its blocks, and of how many blocks the cells were known."""
         known = self._find(root, ids)
         n = self._agree(known, len(known))
         if not n:
-            return []
+            return [], len(known)
         filled = self._fill_cells(sequence, known[:n])
         n = self._agree(known, filled)
         if n and not self._take_window(sequence, known[:n]):
@@ -91,7 +96,7 @@ class Beginnings:
         sequence.tokens[:] = ids[: n * KV_BLOCK]
         if n and self._checkpoints.each:
             self._checkpoints.adopt(sequence.number, n * KV_BLOCK, known[n - 1].key, states)
-        return [one.key for one in known[:n]]
+        return [one.key for one in known[:n]], len(known)
 
     def _find(self, root: bytes, ids: Sequence[int]) -> list[KnownBlock]:
         """The blocks, from the first on, whose cells are known."""
@@ -257,7 +262,7 @@ class Beginnings:
     def finish(self) -> None:
         """Copy all that waits, and wait until it is written. Nothing is kept afterwards."""
         if self._files is not None:
-            while self.keep_some(1.0):
-                time.sleep(0.01)  # the thread writes
+            while self.keep_some(1.0) and self._files.is_writing:
+                time.sleep(0.01)
             self._files.close()
             self._files = None

@@ -28,8 +28,9 @@ class BlockCopies:
     def read(self, block: int, window: bool = False) -> bytes:
         """The cells of a block of the layers without a window, or of those with one."""
         self._executor.device.synchronize()
-        parts = (cache[block] for cache in self._caches(window))
-        return b"".join(part.to("cpu").contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
+        with self._executor.device.current():
+            parts = (cache[block] for cache in self._caches(window))
+            return b"".join(part.to("cpu").contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
 
     def write(self, block: int, raw: bytes, window: bool = False) -> None:
         """Make the cells of a block those of `read`. Raises ValueError when they are not as many bytes."""

@@ -35,7 +35,7 @@ class RowChooser:
             self.take_best(_find_first(table))
             return
         best = max(piece.best for piece, _ in wishes)
-        each = 4 * columns + (best * PART * 24 if best * PART < columns else 24 * columns)
+        each = 4 * columns + 56 * min(best * PART, columns)  # exp of a row; then values and keys of candidates
         step = max(1, ROOM_BYTES // each)
         for start in range(0, n, step):
             self.rows += _choose(table[start : start + step], wishes[start : start + step])

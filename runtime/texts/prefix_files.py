@@ -99,6 +99,11 @@ class PrefixFiles:
                 return
             self.nbytes -= self._records.pop(key).nbytes
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether there is a thread that makes room in memory."""
+        return self._thread.is_alive()
+
     def close(self) -> None:
         """Wait until all is written. May be called twice."""
         self._queue.put(None)

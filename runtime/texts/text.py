@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from pshard.errors import UserError
 from pshard.runtime.sequences import TokenSequence
 
 
@@ -17,6 +18,7 @@ class Text:
     salt: str
     sequence: TokenSequence | None  # None once it is closed
     keys: list[bytes] = field(default_factory=list)  # of its full blocks
+    borders: frozenset[int] = frozenset()  # lengths at which its states are kept for others
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,21 @@ class Piece:
     def is_quick(self) -> bool:
         """Whether the largest logit is all that is wanted."""
         return self.best == 1 and not (self.full or self.of or self.mask is not None)
+
+
+def check_wish(piece: Piece, vocab: int) -> None:
+    """Raise UserError for what can't be told of rows of so many logits."""
+    if piece.rows not in ("none", "last", "all"):
+        raise UserError(f"logits are wanted of {piece.rows!r} tokens; say none, last or all")
+    if not 0 <= piece.best <= vocab:
+        raise UserError(f"{piece.best} best logits are wanted of {vocab}")
+    if piece.of and not 0 <= min(piece.of) <= max(piece.of) < vocab:
+        raise UserError(f"logits of token ids {min(piece.of)}..{max(piece.of)} are wanted, and ids are 0..{vocab - 1}")
+    if piece.mask is not None and (piece.mask.shape != (-(-vocab // 32),) or piece.mask.dtype != np.uint32):
+        raise UserError(
+            f"a mask is {-(-vocab // 32)} words of uint32 for {vocab} tokens; this is {piece.mask.dtype} "
+            f"{list(piece.mask.shape)}"
+        )
 
 
 @dataclass(frozen=True)

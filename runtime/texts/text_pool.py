@@ -20,7 +20,7 @@ from pshard.runtime.sequences import Sequences, TokenSequence
 from pshard.runtime.texts.beginnings import SHARE_OF_STEP, Beginnings
 from pshard.runtime.texts.block_keys import next_key, root_key
 from pshard.runtime.texts.choose_rows import RowChooser
-from pshard.runtime.texts.text import BlockCounts, Piece, Row, Text
+from pshard.runtime.texts.text import BlockCounts, Piece, Row, Text, check_wish
 from pshard.units.kv_cells import KV_BLOCK
 
 
@@ -48,7 +48,6 @@ class TextPool:
         self._own_name = lambda: root_key(store.slice_fingerprint, states.type_k, states.type_v, "").hex()
         self._beginnings = Beginnings(executor, sequences, checkpoints)
         self._vocab, self._most = executor.spec.config.vocab, executor.plan.tiers[-1].tokens
-        self._cells = sequences.pool.blocks  # blocks that the tables of one micro-batch have room for
 
     @property
     def vocab(self) -> int:
@@ -69,15 +68,18 @@ class TextPool:
         """A text that is to begin with these tokens, or continue so. It has those of them already whose blocks are
         shared, at most all but the last one; `ids[text.cached:]` are to be given to `step`. Computes nothing.
 
-        Raises UserError when as many texts are open as the plan has sequences.
+        Raises UserError when as many texts are open as the plan has sequences, and StepFailed as `step`.
         """
         sequence = self._sequences.lend()
         try:
-            keys = self._beginnings.take_up(sequence, self._root(salt), ids)
+            with self._guard():
+                keys, known = self._beginnings.take_up(sequence, self._root(salt), ids)
         except BaseException:
             self._sequences.give_back(sequence)
             raise
-        return Text(sequence.tokens, sequence.length, salt, sequence, keys)
+        # where states are kept for others: where another text has gone another way, and at the prompt's end
+        borders = {known * KV_BLOCK, (len(ids) - 1) // KV_BLOCK * KV_BLOCK} if self._checkpoints.most else set[int]()
+        return Text(sequence.tokens, sequence.length, salt, sequence, keys, frozenset(borders))
 
     def missing(self, wanted: Mapping[Text, int]) -> int:
         """How many KV blocks are lacking for texts to have so many tokens each, beside what all others have; blocks
@@ -90,21 +92,13 @@ class TextPool:
             lacking = max(lacking, sequences.recent.missing(sequences.lengths, cells))
         return lacking
 
-    def fit(self, text: Text, tokens: int) -> int:
-        """How many of a prompt's next tokens to give at once, at most so many. Where states cannot be cut back, the
-        beginnings that others can adopt end where a piece did, at a block's end: up to there. A piece of a prompt's
-        last tokens that ends elsewhere takes `step` two micro-batches."""
-        start = len(text.ids)
-        border = (start + tokens) // KV_BLOCK * KV_BLOCK - start
-        return border if self._checkpoints.most and border > 0 else tokens
-
     def step(self, pieces: Sequence[Piece]) -> list[list[Row]]:
         """Append new tokens to texts and compute them, in one micro-batch; returns what is wanted of the logits, by
         piece and token.
 
         Raises:
             UserError, before anything changes: no tokens, more than the largest tier's, ids out of the vocabulary, a
-                text twice or closed, a full context, or too few blocks (see `missing`).
+                text twice or closed, a wish that no row can meet, a full context, or too few blocks (see `missing`).
             StepFailed: as `Engine.forward`.
         """
         self._check(pieces)
@@ -119,17 +113,23 @@ class TextPool:
         return results
 
     def _run_to_borders(self, pieces: Sequence[Piece]) -> list[list[Row]]:
-        """As `_run`; ends of prompts in two micro-batches, where a checkpoint is to be made between them."""
+        """As `_run`; prompts in several micro-batches, where their states are to be kept between them."""
         firsts, rests = list(pieces), dict[int, Piece]()
-        for i, piece in enumerate(pieces):
-            n = self.fit(piece.text, len(piece.ids)) if piece.rows == "last" and len(piece.ids) > 1 else len(piece.ids)
-            if n < len(piece.ids):
-                firsts[i] = replace(piece, ids=piece.ids[:n], rows="none")
-                rests[i] = replace(piece, ids=piece.ids[n:])
+        for i, piece in enumerate(pieces) if self._checkpoints.most else ():
+            start = len(piece.text.ids)
+            inside = [at - start for at in piece.text.borders if start < at < start + len(piece.ids)]
+            if inside:
+                n = min(inside)
+                if piece.rows == "all":
+                    firsts[i] = replace(piece, ids=piece.ids[:n], of=piece.of[:n])
+                    rests[i] = replace(piece, ids=piece.ids[n:], of=piece.of[n:])
+                else:
+                    firsts[i] = replace(piece, ids=piece.ids[:n], rows="none")
+                    rests[i] = replace(piece, ids=piece.ids[n:])
         results = self._run(firsts)
         if rests:
-            for i, rows in zip(rests, self._run(list(rests.values()))):
-                results[i] = rows
+            for i, rows in zip(rests, self._run_to_borders(list(rests.values()))):
+                results[i] += rows
         return results
 
     def keep_tier(self, tokens: int) -> None:
@@ -140,6 +140,8 @@ class TextPool:
         tokens = sum(len(piece.ids) for piece in pieces)
         if not 0 < tokens <= self._most or not all(piece.ids for piece in pieces):
             raise UserError(f"a step takes 1 to {self._most} tokens, and each piece at least one; these are {tokens}")
+        for piece in pieces:
+            check_wish(piece, self._vocab)
         wanted = {piece.text: len(piece.text.ids) + len(piece.ids) for piece in pieces}
         if len(wanted) < len(pieces):
             raise UserError("a text has two pieces in one step; join them")
@@ -148,19 +150,23 @@ class TextPool:
                 f"the step needs {lacking} KV blocks more than there are; close a text, or plan a larger -c"
             )
 
-    def _split(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    def _split(self, pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
         """All of them, or as many at once as the micro-batch's tables of blocks have room for: texts that share blocks
         may have more of them, counted for each, than there are."""
-        batch: list[Piece] = []
-        room = self._cells
-        for piece in pieces:
-            needed = blocks_of(len(piece.text.ids) + len(piece.ids))
-            if needed > room:
-                yield batch
-                batch, room = [], self._cells
-            batch.append(piece)
-            room -= needed
-        yield batch
+        blocks = sum(blocks_of(len(piece.text.ids) + len(piece.ids)) for piece in pieces)
+        if blocks <= self._sequences.pool.blocks:  # always
+            yield pieces
+            return
+        tokens, blocks = 0, 0
+        for i, piece in enumerate(pieces):
+            tokens += len(piece.ids)
+            blocks += blocks_of(len(piece.text.ids) + len(piece.ids))
+            tier = self._executor.plan.covering(max(tokens, self._executor.least))
+            if blocks > self._executor.arena.table_room(tier) and i:
+                yield pieces[:i]
+                yield from self._split(pieces[i:])
+                return
+        yield pieces
 
     def _run(self, pieces: Sequence[Piece]) -> list[list[Row]]:
         """One micro-batch of pieces that have their blocks."""
@@ -185,11 +191,11 @@ class TextPool:
         with executor.device.current():
             tokens = torch.tensor(ids, dtype=torch.int64)
             executor.run(tokens, tuple(segments), rows, self._sequences.used, chooser=chooser)
-        for piece, segment in zip(pieces, segments):
-            self._sequences.extend(segment, ids)
-            self._share(piece.text)
-            if self._checkpoints.most:
-                self._keep_states(piece)
+            for piece, segment in zip(pieces, segments):
+                self._sequences.extend(segment, ids)
+                self._share(piece.text)
+                if self._checkpoints.most:
+                    self._keep_states(piece.text)
         found = iter(chooser.rows)
         return [[next(found) for _ in range(n)] for n in counts]
 
@@ -208,14 +214,14 @@ class TextPool:
         """The key of what block number `at` of a text follows."""
         return text.keys[at - 1] if at else self._root(text.salt)
 
-    def _keep_states(self, piece: Piece) -> None:
-        """Make a checkpoint at a block's end: of prompts, and every so many tokens."""
-        sequence = _sequence_of(piece.text)
+    def _keep_states(self, text: Text) -> None:
+        """Make a checkpoint at a block's end: where prompts end or part, and every so many tokens."""
+        sequence = _sequence_of(text)
         length = sequence.length
-        if length % KV_BLOCK == 0 and (len(piece.ids) > 1 or length % EVERY == 0):
-            key = piece.text.keys[-1]
+        if length in text.borders or length % EVERY == 0:
+            key = text.keys[-1]
             if not self._checkpoints.has_shared(key):
-                parent = self._parent(piece.text, length // KV_BLOCK - 1)
+                parent = self._parent(text, length // KV_BLOCK - 1)
                 self._beginnings.offer(key, parent, sequence.tokens[-KV_BLOCK:])
             self._checkpoints.share(sequence.number, length, key)
 
@@ -249,6 +255,11 @@ class TextPool:
         Whether there are more."""
         with self._guard():
             return self._beginnings.keep_some(seconds)
+
+    @property
+    def files_problem(self) -> str | None:
+        """Why a file could not be written, the last time; None while all is well. Texts go on without."""
+        return self._beginnings.problem
 
     def finish_files(self) -> None:
         """Copy what is still to be kept, and wait until it is written. Keeps nothing afterwards."""

@@ -16,6 +16,7 @@ from pshard.runtime.devices.relay import LINE, Relay
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.cpu.host import HostKernels
 from pshard.runtime.kernels.cpu.recording import record
+from pshard.runtime.texts.text import Piece
 from pshard.runtime.walks.walk_ahead import AheadWalk
 from pshard.units.moe.experts import EXPERTS
 
@@ -69,6 +70,34 @@ def test_what_runs_ahead_gives_the_bits_and_bytes_of_the_plain_walk(tmp_path: Pa
     got, moved = talk(path, tiers)
     assert len(ahead) >= 2, "single tokens run ahead from the second on"
     assert torch.equal(got, expected) and moved == nbytes
+
+
+def test_rows_are_chosen_where_the_walk_runs_ahead_and_where_launches_repeat(tmp_path: Path, monkeypatch) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "qwen3moe", qtype="Q4_0", n_layers=2)
+    with open_model(path) as file:
+        spec = file.spec
+    places = {u.name: ("pinned", "vram" if u.kind.state else None) for u in spec.units}
+    places |= {u.name: WAYS[2] for u in spec.units if u.kind is EXPERTS}
+    tiers = tuple(make_tier(spec, n, places, 2, 256, 2) for n in (4, 40))
+
+    def choose() -> list:
+        with open_engine(path, tiers, "fast", 256, 2) as engine:
+            first, other = engine.texts.open([1]), engine.texts.open([1])
+            found = []
+            for token in range(6):
+                pieces = [Piece(first, (token, 3), best=3 * (token % 2) + 1), Piece(other, (token,), full=token > 3)]
+                found += [(row.ids, row.logits, row.full) for rows in engine.texts.step(pieces) for row in rows]
+            return found
+
+    expected = choose()
+    ahead, walk_ahead = [], AheadWalk.walk_ahead
+    monkeypatch.setattr("pshard.runtime.executor.open_relay", open_on_flags)
+    monkeypatch.setattr(HostKernels, "repeatable", True)
+    monkeypatch.setattr(AheadWalk, "walk_ahead", lambda self, *rest: ahead.append(1) or walk_ahead(self, *rest))
+    for got, wanted in zip(choose(), expected, strict=True):
+        for one, other in zip(got, wanted):
+            assert (one is None and other is None) or one.tolist() == other.tolist()
+    assert len(ahead) >= 2
 
 
 def test_units_that_are_all_on_the_cpu_wait_for_no_accelerator(tmp_path: Path, monkeypatch) -> None:

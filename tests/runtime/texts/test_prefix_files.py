@@ -23,6 +23,7 @@ from pshard.errors import UserError
 from pshard.models import open_model
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
+from pshard.runtime.texts import prefix_files
 from pshard.runtime.texts.block_record import BlockRecord, encode_record
 from pshard.runtime.texts.prefix_files import PrefixFiles
 
@@ -175,6 +176,22 @@ def test_a_cache_that_holds_no_two_blocks_and_a_folder_that_is_a_file_are_refuse
             engine.texts.keep_in_files(tmp_path, GIB, 1000)
         with pytest.raises(UserError, match="cannot keep the prefix cache"):
             engine.texts.keep_in_files(tmp_path / "file", GIB, MIB)
+
+
+def test_a_disk_that_is_full_stops_nobody_and_is_told(model: Path, tmp_path: Path, monkeypatch) -> None:
+    def refuse(path: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(prefix_files, "write_bytes_atomically", refuse)
+    with open_engine(model, context=512) as engine:
+        cached, logits = run_text(engine, IDS, tmp_path)
+        engine.texts.keep_some(1.0)
+        end = time.monotonic() + 10
+        while engine.texts.files_problem is None:
+            assert time.monotonic() < end
+        assert "No space left" in engine.texts.files_problem
+        again = engine.texts.open(IDS)
+        assert np.array_equal(feed(engine, again, IDS, 64, full=True).full, logits)
 
 
 def test_what_is_not_kept_leaves_no_file(model: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from engines import open_engine
 from hybrid_files import VOCAB as HYBRID_VOCAB
 from hybrid_files import random_hybrid, write_hybrid_gguf
@@ -97,7 +98,6 @@ def test_a_hybrids_beginning_is_adopted_where_a_checkpoint_of_its_states_is(tmp_
     ids = some_ids(150, 0, HYBRID_VOCAB)
     with open_engine(path, context=512, tokens=(1, 96), sequences=2, checkpoint_bytes=STATES) as engine:
         text = engine.texts.open(ids)
-        assert engine.texts.fit(text, 96) == KV_BLOCK
         wanted = feed(engine, text, ids, 96, full=True).full
         assert len(text.keys) == 2 and engine.texts.counts().cache_bytes > 0
         again = engine.texts.open(ids)  # while the first runs
@@ -109,6 +109,25 @@ def test_a_hybrids_beginning_is_adopted_where_a_checkpoint_of_its_states_is(tmp_
         cold = engine.texts.open(ids)
         assert cold.cached == 0
         np.testing.assert_allclose(feed(engine, cold, ids, 96, full=True).full, wanted, atol=1e-5)
+
+
+def test_a_hybrids_states_are_kept_where_prompts_part(tmp_path: Path) -> None:
+    """The first prompt does not know where others will go another way, the second one does."""
+    path = write_hybrid_gguf(tmp_path / "m.gguf", "dense", random_hybrid("dense"))
+    head, cached = some_ids(140, 0, HYBRID_VOCAB), []
+    with open_engine(path, context=1024, tokens=(1, 256), checkpoint_bytes=STATES) as engine:
+        for seed in range(3):
+            ids = head + some_ids(100, 10 + seed, HYBRID_VOCAB)
+            text = engine.texts.open(ids)
+            cached.append(text.cached)
+            rows = engine.texts.step([Piece(text, tuple(ids[text.cached :]), "all", of=tuple(ids[text.cached :]))])[0]
+            assert len(rows) == len(ids) - text.cached
+            engine.texts.close(text)
+        assert cached == [0, 0, 2 * KV_BLOCK]
+        engine.reset()
+        logits = engine.forward(ids, all_logits=True)[text.cached :]
+        found = [row.of[0] for row in rows]
+        np.testing.assert_allclose(found, logits.gather(1, torch.tensor(ids[text.cached :])[:, None])[:, 0], atol=1e-4)
 
 
 def test_checkpoints_of_blocks_are_bounded_and_the_one_used_longest_ago_goes_first(tmp_path: Path) -> None:
