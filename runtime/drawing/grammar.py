@@ -77,8 +77,11 @@ class GrammarWords:
 
     def _compile(self, made: str, flag: str) -> Callable[[], Grammar]:
         matcher = self._library.LLMatcher(self._known, made, log_level=0)
-        if matcher.is_error():
-            raise UserError(f"{flag} cannot be read: {' '.join(matcher.get_error().split())}")
+        first = matcher.deep_copy()
+        if not first.is_error():
+            first.compute_bitmask()  # some that are too complex show it with the first token only
+        if first.is_error():
+            raise UserError(f"{flag} cannot be read: {' '.join(first.get_error().split())}")
         return lambda: Grammar(matcher.deep_copy(), self._vocab)
 
 
