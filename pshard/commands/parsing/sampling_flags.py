@@ -41,7 +41,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         "-l", "--logit-bias", action="append", default=[], type=_bias, metavar="ID+BIAS",
         help="make a token likelier or less likely, as 15043+1 or 15043-1; 15043-inf forbids it",
     )  # fmt: skip
-    only = parser.add_argument_group("form of the answer (needs llguidance: pip install 'pshard[grammar]')")
+    only = parser.add_argument_group("form of the answer (needs llguidance: pip install llguidance)")
     only.add_argument("--grammar", metavar="GBNF", help="a grammar in GBNF or Lark that the answer follows")
     only.add_argument("--grammar-file", type=Path, metavar="FILE", help="the same from a file")
     only.add_argument("-j", "--json-schema", metavar="SCHEMA", help="a JSON schema that the answer follows")
