@@ -17,6 +17,8 @@ from pshard.hub.repository import HubFile, pick_model, sort_files
         ("Qwen/Qwen3-8B-GGUF:Q4_K_M", "Qwen/Qwen3-8B-GGUF", "Q4_K_M"),
         ("hf.co/Qwen/Qwen3-8B-GGUF:q8_0", "Qwen/Qwen3-8B-GGUF", "q8_0"),
         ("https://huggingface.co/Qwen/Qwen3-8B-GGUF/", "Qwen/Qwen3-8B-GGUF", ""),
+        ("https://huggingface.co/a/b/resolve/main/dir/c-Q4_0.gguf?download=true", "a/b", "dir/c-Q4_0.gguf"),
+        ("hf.co/a/b/blob/main/c.gguf", "a/b", "c.gguf"),
         ("a/b:dir/c-Q4_0.gguf", "a/b", "dir/c-Q4_0.gguf"),
     ],
 )
