@@ -105,7 +105,7 @@ def full_workload(request: RunRequest, want: Workload, spec: "ModelSpec") -> Wor
     """
     most = spec.config.context
     if most and want.share > most:
-        raise UserError(f"{want.share} tokens of context are more than the model's {most}; ask for fewer")
+        raise UserError(f"{want.share} tokens of context are more than the model's {most}; give a smaller -c or -n")
     usual = min(Workload.context, (most or Workload.context) * want.sequences)
     full = replace(want, context=request.context or max(request.needed, usual))
     prompt = min(want.prompt, max(1, full.share // 2))
