@@ -47,7 +47,7 @@ class Architecture:
     `activation`, `normed_after`. `fused`: q, k and v are one tensor, or gate and up. `multiplied`: embeddings, scores,
     what layers add, and logits, by numbers that files give. `warmed`: queries are multiplied by a temperature where
     files give one. `embedded_by_root`: embeddings by the root of their width. `norms_less_one`: folders have norms'
-    weights less 1. `defaults`: what config.json may leave out.
+    weights less 1. `windows`: files may give all its layers a window. `defaults`: what config.json may leave out.
     """
 
     name: str
@@ -75,6 +75,7 @@ class Architecture:
     multiplied: bool = False
     embedded_by_root: bool = False
     norms_less_one: bool = False
+    windows: bool = False
     defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
 
@@ -118,7 +119,7 @@ def _hybrid(name: str, gguf: str, delta: str, routing: Routing | None = None) ->
 
 ARCHITECTURES = (
     Architecture("llama", "llama", "adjacent", optional_biases=(*_QKV, "attn_output.bias")),
-    Architecture("mistral", "llama", "adjacent"),
+    Architecture("mistral", "llama", "adjacent", windows=True),
     Architecture("qwen2", "qwen2", "halves", biases=_QKV),
     Architecture("qwen3", "qwen3", "halves", optional_biases=(*_QKV, "attn_output.bias"), qk_norm=True),
     Architecture("mixtral", "llama", "adjacent", routing=Routing(sizes_as_dense=True)),
@@ -182,7 +183,7 @@ ARCHITECTURES = (
         normed_after=True,
         fused=True,
     ),
-    Architecture("phi3", "phi3", "halves", fused=True, partial=True),
+    Architecture("phi3", "phi3", "halves", fused=True, partial=True, windows=True),
     Architecture(
         "gemma3_text",
         "gemma3",

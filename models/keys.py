@@ -105,7 +105,7 @@ def check_config(arch: Architecture, config: ModelConfig, where: str) -> ModelCo
     if config.window_rope and not config.window:
         window = f"a window of {config.sliding_window} tokens in a context of {config.context}"
         raise UserError(f"{where}: {window}, where layers with windows have positions of their own, is not supported")
-    if 0 < config.sliding_window < config.context and arch.window_every == 1 and not arch.full_every:
+    if config.window and arch.window_every == 1 and not (arch.full_every or arch.windows):
         window = f"a window of {config.sliding_window} tokens in a context of {config.context}"
-        raise UserError(f"{where}: sliding-window attention ({window}) is not supported yet; use another model")
+        raise UserError(f"{where}: sliding-window attention ({window}) is not supported in this architecture")
     return config

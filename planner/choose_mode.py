@@ -16,7 +16,6 @@ from pshard.planner.price.draft import tier_steps
 from pshard.planner.price.profile_tables import Tables
 from pshard.steps.step import AllReduce, Gather
 from pshard.times.predicted_times import decode_seconds, rank_seconds, round_seconds
-from pshard.units.unit import cut_of
 from pshard.workload import Split, Workload, binding_limits
 
 MORE_DEVICES_SHARE = 0.99  # of the simpler way's round: what more devices, or a finer split, must stay below
@@ -84,7 +83,7 @@ def _ways(
     plan, every = plan_best if auto_ratios else plan_one, len(workload.vram_mib)
     if every > 1:
         yield "-sm layer", partial(plan, workload.under(Split("layer", workload.tensor_split)))
-    can_cut = all(cut_of(unit, spec.config) for unit in spec.units)
+    can_cut = all(unit.kind.cut for unit in spec.units)
     for count in _group_sizes(every) if can_cut else ():
         if may_choose_apart(spec, profile, count):
             continue

@@ -12,6 +12,7 @@ from pshard.units.scratch import Buffer
 from pshard.units.state import StateShape
 
 DEQUANT_BYTES = 80 << 20  # dequantised tile for large batches, at most; a whole matrix where it is smaller
+SUM_NORMS = "sum_norms"  # scratch: weights that normalise sums over ranks, one row for each of `ModelSpec.sum_norms`
 TORCH_RESERVE_MIB = 320  # of a CUDA budget: kernels' code, CUDA graphs, cuBLAS workspace (282 measured on an H100)
 
 
@@ -26,6 +27,8 @@ def scratch_buffers(spec: ModelSpec, tokens: int, shape: StateShape) -> tuple[Bu
         Buffer("logits", (logit_rows(tokens, shape.sequences), config.vocab), "f32"),
         Buffer("index", (index_words(spec, tokens, shape),), "f32"),
     ]
+    if spec.sum_norms:
+        buffers.append(Buffer(SUM_NORMS, (len(spec.sum_norms), config.d_model), "f32"))
     for kind in dict.fromkeys(unit.kind for unit in spec.units):
         if kind.scratch:
             buffers += kind.scratch(config, tokens, shape)

@@ -32,7 +32,9 @@ class ModelSpec:
 
     `neighbours`: what a rank holds is a run of layers (cuts/layer_cuts.py); None: a whole model, or a slice of every
     unit. popularity: of experts, by which these are ordered and priced (routing/order_experts.py); None: all are chosen
-    alike. caches: slots for experts that follow use, by which they are priced too.
+    alike. caches: slots for experts that follow use, by which they are priced too. sum_norms: units of a rank's slice
+    whose sum over the ranks is normalised before it is added to the residual stream, each with the name of the tensor
+    that does so.
     """
 
     name: str
@@ -42,6 +44,7 @@ class ModelSpec:
     neighbours: Neighbours | None = None
     popularity: Popularity | None = None
     caches: tuple[ExpertCache, ...] = ()
+    sum_norms: tuple[tuple[str, str], ...] = ()
 
     @property
     def uses(self) -> tuple[float, ...]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from pshard.buffers import arena_bytes
+from pshard.buffers import SUM_NORMS, arena_bytes
 from pshard.cuts.rank_parts import Ranges
 from pshard.model import ModelSpec
 from pshard.plan import RankPlan
@@ -15,7 +15,7 @@ from pshard.runtime.kernels.api import Kernels
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.memory.host_memory import keep_freed_memory
-from pshard.runtime.memory.weights import HostWeights, LentWeights, WeightSource, pack_unit
+from pshard.runtime.memory.weights import HostWeights, LentWeights, WeightSource, fill_sum_norms, pack_unit
 from pshard.runtime.ranks.group import Group
 from pshard.times.gpu_tiles import TileChoice
 from pshard.units.state import StateShape
@@ -93,6 +93,8 @@ def build_executor(
     except BaseException:
         executor.close()  # page-locked memory must be unlocked before it is unmapped
         raise
+    if spec.sum_norms:
+        fill_sum_norms(source, spec, executor.host.side.space.tensors[SUM_NORMS])
     stage = torch.empty(max((spec.unit(u).packed_nbytes for u in resident), default=0), dtype=torch.uint8)
 
     def pack(name: str) -> torch.Tensor:

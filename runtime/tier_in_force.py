@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -156,6 +157,11 @@ class Means:
     logit_widths: tuple[int, ...]
     join_cells: int
     slots: ExpertSlots
+
+    @cached_property
+    def sum_rows(self) -> dict[str, int]:
+        """Of units whose sum over the ranks is normalised, the row of the weight that does so."""
+        return {unit: row for row, (unit, _) in enumerate(self.spec.sum_norms)}
 
     @property
     def sums(self) -> bool:

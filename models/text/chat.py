@@ -2,13 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache
 from typing import Any, NoReturn
 
+from jinja2 import Template
 from jinja2.exceptions import TemplateError
 
 from pshard.errors import UserError
 from pshard.models.text.traced_templates import TracedTemplates, trace_message
 from pshard.models.text.traced_text import TracedText, join_texts
+
+THOUGHT_NAMES = ("reasoning_content", "thinking", "reasoning")  # as transformers 5 finds it; the first stands for all
 
 
 def render_chat(
@@ -17,25 +21,31 @@ def render_chat(
     bos: str,
     eos: str,
     add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> TracedText:
-    """The prompt text of a conversation: messages are {"role": ..., "content": ...}.
+    """The prompt text of a conversation: messages are {"role": ..., "content": ...}, with what else templates read:
+    tool_calls, reasoning_content.
 
     The template spells out its special tokens, and the text knows what of it came from a message: `encode_chat` of the
-    tokenizer takes both into account. A role is the caller's word, not a person's: templates make tokens of it. Raises
-    UserError for a template that is not valid, refuses the messages, or steps out of the sandbox.
+    tokenizer takes both into account. A role is the caller's word, not a person's: templates make tokens of it. Tools
+    (JSON schemas), documents and variables (whatever else a template knows, as enable_thinking or reasoning_effort)
+    count as messages. Raises UserError for a template that is not valid, refuses the messages, or steps out of the
+    sandbox, and for a variable that has the name of another argument.
     """
-    environment = TracedTemplates()
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
+    given = {
+        "messages": [_trace_turn(message) for message in messages],
+        "tools": trace_message(tools),  # templates ask whether these two are none
+        "documents": trace_message(documents),
+        "bos_token": bos,
+        "eos_token": eos,
+        "add_generation_prompt": add_generation_prompt,
+    }
+    if taken := sorted(given.keys() & (variables or {}).keys()):
+        raise UserError(f"chat template: {taken[0]} is given already; a variable of the template has another name")
     try:
-        text = environment.from_string(template).render(
-            messages=[_trace_turn(message) for message in messages],
-            tools=None,  # templates ask whether these two are none
-            documents=None,
-            bos_token=bos,
-            eos_token=eos,
-            add_generation_prompt=add_generation_prompt,
-        )
+        text = _compile(template).render(trace_message(variables or {}) | given)
     except (
         TemplateError,
         TypeError,
@@ -49,9 +59,20 @@ def render_chat(
     return join_texts([text])
 
 
+@lru_cache(maxsize=8)  # a conversation renders the same one again and again
+def _compile(template: str) -> Template:
+    environment = TracedTemplates()
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
+    return environment.from_string(template)
+
+
 def _trace_turn(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message, traced but for its role."""
+    """The message, traced but for its role. What the model thought has all its names: templates read one of them."""
     traced: dict[str, Any] = trace_message(message)
+    thought = next((traced[name] for name in THOUGHT_NAMES if traced.get(name) is not None), None)
+    if thought is not None:
+        traced = {"thinking": thought, **traced, "reasoning_content": thought}
     if isinstance(role := message.get("role"), str):
         traced["role"] = join_texts([role])
     return traced

@@ -35,10 +35,10 @@ class GenerationBlocks(Extension):
 
     tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
 
-    def parse(self, parser: Any) -> Any:
-        """The statements up to {% endgeneration %}, as if there were no mark."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: Any) -> nodes.Node:
+        """The statements up to {% endgeneration %}, as if there were no mark; what they set ends with them."""
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
 
 class _TracedCode(CodeGenerator):
@@ -134,9 +134,12 @@ def _replace(s: Any, old: Any, new: Any, count: int | None = None) -> str:
     return join_texts([write_text(s)]).replace(write_text(old), write_text(new), -1 if count is None else count)
 
 
-def _to_json_text(value: Any, ensure_ascii: bool = False, **settings: Any) -> str:
-    """Unlike Jinja's own filter: no HTML escapes, and letters beyond ASCII stay. Templates set indent and others.
+def _to_json_text(
+    x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Unlike Jinja's own filter: no HTML escapes, and letters beyond ASCII stay. Named as templates name them.
 
     It counts as a message throughout: what it adds are the brackets and quotes of JSON.
     """
-    return trace_message(json.dumps(value, ensure_ascii=ensure_ascii, **settings))
+    text = json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return trace_message(text)

@@ -5,6 +5,7 @@ from functools import cached_property
 
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.model import ModelSpec
+from pshard.planner.price.price_operations import price_operations
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_loads import TierLoad
 from pshard.planner.price.unit_costs import DividedCost, Setting, UnitCost, divided_cost, stage_cost, unit_cost
@@ -12,6 +13,7 @@ from pshard.steps.graph_runs import LAUNCH_BOUND
 from pshard.steps.step import AllReduce, Gather
 from pshard.times.collectives import wire_type
 from pshard.units.moe.in_place import ways_to_read
+from pshard.units.operations import Norm
 from pshard.units.share import Share
 from pshard.units.unit import UnitKind
 from pshard.workload import Workload
@@ -91,10 +93,21 @@ class TierCosts:
         dtype = wire_type(self.workload.reduce_dtype, self.load.tokens, self.tables.kind != "cpu")
         return self.tables.collective(self.ranks, nbytes, copies, dtype)
 
+    @cached_property
+    def sum_norm(self) -> float:
+        """Seconds of normalising what the ranks have summed, and adding it to the residual stream."""
+        return price_operations((Norm(None, self.spec.config.d_model, adds=True),), self.setting.side("acc"))
+
+    @cached_property
+    def _normed(self) -> frozenset[str]:
+        """Units whose sum over the ranks is normalised."""
+        return frozenset(unit for unit, _ in self.spec.sum_norms)
+
     def meeting(self, step: AllReduce | Gather, copies: bool = False) -> float:
         """Seconds of a step in which all ranks take part; logits are gathered in float32."""
         if isinstance(step, AllReduce):
-            return self.all_reduce(step.nbytes, copies)
+            normed = self.sum_norm if step.unit in self._normed else 0.0
+            return self.all_reduce(step.nbytes, copies) + normed
         return self.tables.collective(self.ranks, step.nbytes, copies)
 
     def hand_over(self, nbytes: int, copies: bool = False) -> float:

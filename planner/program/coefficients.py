@@ -54,7 +54,8 @@ def _ends(room: Room, costs: TierCosts) -> tuple[float, float, float]:
     enter, leave = costs.handoff("acc", hidden), min(costs.handoff("cpu", hidden), costs.handoff("cpu", logits))
     if spec.neighbours is None:
         sums = sum(u.kind.adds for u in spec.units) - len(spec.onto_parts)
-        return sums * costs.all_reduce(hidden), enter, leave
+        normed = len(spec.sum_norms) * costs.sum_norm if spec.sum_norms else 0.0
+        return sums * costs.all_reduce(hidden) + normed, enter, leave
     # hidden states come to the accelerator and leave from it; all take part in the gather of the logits
     first, last = bool(spec.units[0].tensors), bool(spec.units[-1].tensors)
     fixed = costs.tables.collective(costs.ranks, logits if last else 0)

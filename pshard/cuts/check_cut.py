@@ -33,7 +33,8 @@ Range = tuple[int, int]
 class TensorCut:
     """How one tensor lies over the ranks.
 
-    `axis`: "none" (every rank holds all of it), "rows" (outputs of a matrix, elements of a vector) or "cols" (inputs).
+    `axis`: "none" (every rank holds all of it), "rows" (outputs of a matrix, elements of a vector), "cols" (inputs) or
+    "sum" (no rank's part has it: all ranks normalise what they have summed by it).
     `ranges`: (start, stop) along that axis for each rank; ranges of k and v may repeat where ranks share a KV head.
     `stacks`: the cut is made in each of so many equal parts, one below the other, as a layer's experts stand, or one
     beside the other.
@@ -54,7 +55,7 @@ class UnitCut:
 
     def holds(self, rank: int) -> bool:
         """Whether the rank has a part of the unit's work. A unit without a cut tensor is on every rank."""
-        cut = [t for t in self.tensors if t.axis != "none"]
+        cut = [t for t in self.tensors if t.axis not in ("none", "sum")]
         return not cut or any(t.ranges[rank][0] < t.ranges[rank][1] for t in cut)
 
 
@@ -98,8 +99,7 @@ class _Flow:
             case LookUp(table):
                 self.expect(self.cut(table.role).axis == "none", table.role, "is looked up by whole rows but is cut")
             case Norm(adds=True):
-                role = operation.weight.role if operation.weight else ""
-                self.expect(values[0] == MIRRORED, role, "normalises what ranks would have to sum before")
+                self.sum_norm(operation.weight.role if operation.weight else "norm.weight", values[0])
                 return values
             case Norm():
                 self.expect(operation.weight is not None, "norm.weight", "is missing")
@@ -168,6 +168,12 @@ class _Flow:
         """RMSNorm of the mirrored residual stream."""
         self.expect(self.cut(role).axis == "none", role, "normalises over the whole vector but is cut")
         return MIRRORED
+
+    def sum_norm(self, role: str, x: Spread) -> None:
+        """RMSNorm of what a unit adds to the residual stream: of the sum over the ranks, not of one rank's part."""
+        axis = self.cut(role).axis
+        self.expect(axis == "sum", role, "normalises what ranks would have to sum before")
+        self.expect(x == PARTIAL, role, f"normalises a sum over the ranks, but what it is given is {x.kind}")
 
     def head_norm(self, role: str) -> None:
         """RMSNorm inside each head, where the model has it: right only if the weight belongs to one head."""

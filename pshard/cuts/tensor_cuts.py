@@ -16,7 +16,7 @@ from pshard.errors import UserError
 from pshard.model import ModelSpec
 from pshard.tensor import TensorSpec
 from pshard.units.kinds import kinds_by_flag
-from pshard.units.unit import Cut, Unit, UnitKind, cut_of
+from pshard.units.unit import Cut, Unit, UnitKind
 from pshard.workload import Limits
 
 
@@ -65,13 +65,12 @@ def _most_ranks(kind: UnitKind, limits: Limits, ranks: int) -> int:
 
 
 def _find_cut(spec: ModelSpec, unit: Unit) -> Cut:
-    cut = cut_of(unit, spec.config)
-    if cut is None:
+    if unit.kind.cut is None:
         raise UserError(
             f"{spec.config.architecture}: units of kind {unit.kind.name} cannot be cut over devices yet; "
             "use -sm layer, or one device with -sm none"
         )
-    return cut
+    return unit.kind.cut
 
 
 def limit_shares(shares: Sequence[float], most: int) -> tuple[float, ...]:
@@ -91,12 +90,14 @@ def cut_model(spec: ModelSpec, shares: Sequence[float], rank: int, limits: Limit
 
     Names are kept; shapes are those of the slices. Every unit is there, in order, so that all ranks run the same
     steps: a unit of which the rank holds nothing has no tensors, and the rank adds zeros to its all-reduce (or no
-    column to the gathered logits). Heads, KV heads, d_ffn, d_expert and d_shared of the config are the largest of any
+    column to the gathered logits). No part has a weight that normalises what is summed over the ranks: `sum_norms` of
+    the part names these. Heads, KV heads, d_ffn, d_expert and d_shared of the config are the largest of any
     layer (they size buffers); its tensors tell one layer's own. `vocab` stays whole: logits are gathered.
     """
     if len(shares) == 1:
         return spec
     units = []
+    sum_norms: list[tuple[str, str]] = []
     widest: dict[str, Any] = {}
     alike: dict[int, tuple[tuple[int, ...], ...]] = {}  # shapes by cut: units that are alike and cut alike share it
     for unit, cut in zip(spec.units, cut_units(spec, shares, limits)):
@@ -107,7 +108,8 @@ def cut_model(spec: ModelSpec, shares: Sequence[float], rank: int, limits: Limit
             alike[id(cut.tensors)] = shapes
             widths = unit.kind.widths(units[-1].by_role, spec.config) if unit.kind.widths else {}
             widest |= {name: max(widest.get(name, 0), size) for name, size in widths.items()}
-    return replace(spec, config=spec.config.resize(widest), units=tuple(units))
+        sum_norms += [(unit.name, t.name) for t, part in zip(unit.tensors, cut.tensors) if part.axis == "sum"]
+    return replace(spec, config=spec.config.resize(widest), units=tuple(units), sum_norms=tuple(sum_norms))
 
 
 def source_ranges(
@@ -148,6 +150,8 @@ def _range(tensor: TensorSpec, cut: TensorCut, rank: int) -> Range:
     """The rank's range along the cut axis; along rows (a vector's elements) when it is not cut."""
     if cut.axis == "none":
         return (0, tensor.shape[0])
+    if cut.axis == "sum":
+        return (0, 0)
     start, stop = cut.ranges[rank]
     return (start, stop) if start < stop else (0, 0)
 
@@ -182,7 +186,7 @@ def _cut_tensor(spec: ModelSpec, unit: Unit, tensor: TensorSpec, ranges: tuple[R
             "it cannot run tensor-parallel; use -sm none"
         )
     axis, which = cut.rules[tensor.role]
-    if axis == "none":
+    if axis in ("none", "sum"):
         return TensorCut(tensor.role, axis, ())
     if which == "first":
         first = next(i for i, (start, stop) in enumerate(ranges) if start < stop)

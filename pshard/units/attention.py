@@ -121,7 +121,7 @@ ATTENTION = UnitKind(
             SINKS: ("rows", "each"),
             OUT: ("cols", "cut"),
             OUT_BIAS: ("rows", "first"),
-            AFTER: ("none", "all"),
+            AFTER: ("sum", "all"),
         },
         length=lambda config: config.n_heads,
         bounds=_bounds,

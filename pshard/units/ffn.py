@@ -62,7 +62,7 @@ FFN = UnitKind(
             "ffn_up.bias": ("rows", "cut"),
             DOWN: ("cols", "cut"),
             "ffn_down.bias": ("rows", "first"),
-            AFTER: ("none", "all"),
+            AFTER: ("sum", "all"),
         },
         length=lambda config: config.d_ffn,
         bounds=_bounds,

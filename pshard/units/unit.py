@@ -12,7 +12,7 @@ from pshard.errors import UserError
 from pshard.model_config import ModelConfig
 from pshard.quant import TENSOR_ALIGN, align
 from pshard.tensor import TensorSpec
-from pshard.units.operations import Norm, Operation
+from pshard.units.operations import Operation
 from pshard.units.ranges import place_rows
 from pshard.units.scratch import Buffer
 from pshard.units.state import State, StateShape
@@ -180,12 +180,6 @@ class Unit:
         """Bytes of the unit's state for all sequences; 0 when it keeps none."""
         law = self.state(config, shape)
         return law.nbytes(shape) if law else 0
-
-
-def cut_of(unit: Unit, config: ModelConfig) -> Cut | None:
-    """How ranks share a unit; None: they cannot, also because what it gives is normalised once it is summed."""
-    normed = any(isinstance(operation, Norm) and operation.adds for operation in unit.operations(config))
-    return None if normed else unit.kind.cut
 
 
 def places_of(kind: UnitKind, sums: bool) -> tuple[Place, ...]:

@@ -66,4 +66,4 @@ class AttentionBlock(Block):
 def _warm(side: Side, queries: torch.Tensor, rows: RowIndex) -> None:
     """Multiply queries by the temperature of their positions, where any position has another one than 1."""
     if TEMPERATURE in side.space.tensors:
-        queries.mul_(side.space.tensors[TEMPERATURE].index_select(0, rows.position)[:, None])
+        side.kernels.warm_rows(queries, side.space.tensors[TEMPERATURE], rows.position)

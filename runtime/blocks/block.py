@@ -152,7 +152,7 @@ def leave_normed(
     after: torch.Tensor | None,
     residual: Residual,
 ) -> None:
-    """As `leave`, but with a weight `after` the product is normalised before it is added; no sum over ranks does so."""
+    """As `leave`, but with a weight `after` the product is normalised before it is added. A rank's part has none."""
     if after is None:
         leave(side, x, weight, bias, residual)
         return

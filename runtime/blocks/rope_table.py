@@ -1,16 +1,18 @@
-"""Tables by position: of rotary embeddings, plain or scaled (linear, yarn, llama3, longrope), and of temperatures."""
+"""Scratch that is filled once: tables by position of rotary embeddings, plain or scaled (linear, yarn, llama3,
+longrope), and of temperatures; and weights that normalise sums over ranks."""
 
 import math
 
 import torch
 
+from pshard.buffers import SUM_NORMS
 from pshard.model_config import ModelConfig, Rope, Temperature
 from pshard.units.attention import ATTENTION, ROPES, STILL_ATTENTION, TEMPERATURE, WINDOWED_ATTENTION, pick_rope
 
 
 def list_tables(tensors: dict[str, torch.Tensor]) -> tuple[str, ...]:
-    """Which scratch tensors are tables by position."""
-    return tuple(name for name in (*ROPES, TEMPERATURE) if name in tensors)
+    """Which scratch tensors are filled once, and the same in every tier."""
+    return tuple(name for name in (*ROPES, TEMPERATURE, SUM_NORMS) if name in tensors)
 
 
 def fill_tables(config: ModelConfig, tensors: dict[str, torch.Tensor]) -> None:

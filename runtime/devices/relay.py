@@ -11,6 +11,7 @@ from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.cpu.recording import CallList
 from pshard.runtime.memory.host_memory import map_memory
 
+PATIENCE = 2.0  # seconds without an end of the CPU's runs, then the GPU is asked how it is
 LINE = 32  # int32 from one number to the next: a cache line of either side, and of its neighbour
 
 
@@ -41,8 +42,14 @@ class Relay:
         self._thread.start([(*at, calls.words) for at, calls in zip(self._at, lists)])
 
     def finish(self) -> None:
-        """Return when the CPU has done all runs."""
-        self._thread.finish()
+        """Return when the CPU has done all runs. Raises RuntimeError when the GPU will not ask for one any more: it
+        failed, or has nothing left to do."""
+        if self._thread.finish(PATIENCE):
+            return
+        launched = self._device.mark()
+        while not self._thread.finish(PATIENCE):
+            if self._device.happened(launched) and not self._thread.finish(PATIENCE):
+                raise RuntimeError("the GPU has done all its work and did not ask for all of the CPU's")
 
     def give_up(self) -> None:
         """Leave the micro-batch, after an error: the GPU waits for nobody any more."""

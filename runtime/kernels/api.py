@@ -290,6 +290,10 @@ class Kernels(Protocol):
         """x[M, n] *= sigmoid(gate[M, n]), act_dtype. Row strides free."""
         ...
 
+    def warm_rows(self, x: torch.Tensor, table: torch.Tensor, position: torch.Tensor) -> None:
+        """x[M, n] *= table[position[M]], x act_dtype, table float32 [positions], position int32. Row strides free."""
+        ...
+
     def scale_rows(self, x: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
         """x[M, n] *= sigmoid(hidden[M, D] . weight[D]), one number a row; x act_dtype, hidden and weight float32. Row
         strides free."""

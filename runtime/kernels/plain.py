@@ -117,6 +117,9 @@ class PlainKernels(PlainLatent, PlainDelta):
     def gate_rows(self, x: torch.Tensor, gate: torch.Tensor) -> None:
         x.mul_(torch.sigmoid(gate))
 
+    def warm_rows(self, x: torch.Tensor, table: torch.Tensor, position: torch.Tensor) -> None:
+        x.mul_(table.index_select(0, position)[:, None])
+
     def scale_rows(self, x: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
         x.mul_(torch.sigmoid(hidden @ weight)[:, None])
 

@@ -190,6 +190,13 @@ def pack_unit(source: WeightSource, unit: Unit, blob: torch.Tensor, ranges: Rang
         source.forget_tensor(tensor.name)  # else all of the file counts beside all of the arena at the end
 
 
+def fill_sum_norms(source: WeightSource, spec: ModelSpec, rows: torch.Tensor) -> None:
+    """Write the weights that normalise sums over ranks to `rows` float32 [one for each of `spec.sum_norms`, width]."""
+    for row, (unit, name) in zip(rows, spec.sum_norms, strict=True):
+        (tensor,) = (t for t in source.spec.unit(unit).tensors if t.name == name)
+        row.copy_(_vector(source.tensor_bytes(name), tensor.qtype))
+
+
 def _pack_stack(
     source: WeightSource,
     tensor: TensorSpec,

@@ -2,6 +2,7 @@
 
 from itertools import zip_longest
 
+from pshard.buffers import SUM_NORMS
 from pshard.runtime.blocks.block import ALONE, PendingSum, Residual, Work
 from pshard.runtime.residents import Residents
 from pshard.runtime.tier_in_force import BoundUnit, Means, TierInForce
@@ -55,12 +56,12 @@ class UnitRuns:
             else:
                 entering = self._sum_for(following)
                 if entering is None:
-                    self.add_sum("acc")
+                    self.add_sum("acc", step.unit)
 
     def _sum_for(self, following: Compute | AllReduce | None) -> PendingSum | None:
         """What `following` is to add as it normalises; None when the sum must be made by itself."""
         side, group = self._tier.side, self._means.group
-        if not isinstance(following, Compute) or not side.kernels.fuses_sums:
+        if not isinstance(following, Compute) or not side.kernels.fuses_sums or self._means.spec.sum_norms:
             return None
         part = side.space.rows("branch", self._tokens)
         unit, exchange = self._means.spec.unit(following.unit), group.row_exchange(*part.shape)
@@ -68,7 +69,14 @@ class UnitRuns:
             return None
         return PendingSum(exchange, part, group.wire(part))
 
-    def add_sum(self, on: str) -> None:
-        """The sum of the ranks' parts onto the residual stream of a side."""
-        space = self._work[on].side.space
-        self._means.group.add_sum(space.rows("hidden", self._tokens), space.rows("branch", self._tokens))
+    def add_sum(self, on: str, unit: str) -> None:
+        """The sum of the ranks' parts of a unit onto the residual stream of a side, normalised first where the model
+        does so."""
+        side, group = self._work[on].side, self._means.group
+        hidden, part = (side.space.rows(name, self._tokens) for name in ("hidden", "branch"))
+        row = self._means.sum_rows.get(unit)
+        if row is None:
+            group.add_sum(hidden, part)
+            return
+        group.all_reduce(part)
+        side.kernels.rms_norm(part, side.space.tensors[SUM_NORMS][row], side.config.norm_eps, hidden, accumulate=True)

@@ -252,7 +252,7 @@ class Walk:
         self._means.transfers.link_bytes += here.nbytes
 
     def _all_reduce(self, step: AllReduce) -> None:
-        self._units.add_sum(self._side)
+        self._units.add_sum(self._side, step.unit)
 
     def _receive(self, step: Receive) -> None:
         self._side = "acc"

@@ -40,10 +40,10 @@ class AheadWalk(Walk):
                     self._run_stretch(step, relay)
                 else:
                     ACTS[type(step)](self, step)
+            relay.finish()
         except BaseException:
             relay.give_up()
             raise
-        relay.finish()
         return self._logits.kept
 
     def _run_stretch(self, stretch: Stretch, relay: Relay) -> None:

@@ -10,6 +10,7 @@ from planner_cases import make_model
 from pshard.runtime.kernels.api import LayerKV, RopeTable, Segment
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.cpu.host import HostKernels
+from pshard.runtime.kernels.cpu.recording import record
 from pshard.runtime.kernels.kv_codec import encode_cells
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.kernels.row_index import make_rows
@@ -131,3 +132,43 @@ def test_sequences_attended_together_get_the_bits_they_get_alone(
         native.attention(q, *cells, kv_types, [segment], *shape, alone, strides=strides, blocks=blocks)
     assert together[:, : heads * dim].isfinite().all() and together[:, heads * dim :].isnan().all()
     torch.testing.assert_close(together, alone, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(1, 5120), (3, 40), (70, 2048), (2, 17), (0, 16)])
+def test_biases_gates_and_temperatures_are_torchs(threads: int, tokens: int, width: int) -> None:
+    torch.manual_seed(4)
+    wide, gate, hidden = torch.randn(tokens, width + 5), 9 * torch.randn(tokens, width + 3), torch.randn(tokens, 99)
+    bias, weight, table = torch.randn(width), torch.randn(99), 1 + torch.rand(50)
+    position = torch.randint(0, 50, (tokens,), dtype=torch.int32)
+    work = {
+        "gate_rows": lambda k, x: k.gate_rows(x, gate[:, :width]),
+        "scale_rows": lambda k, x: k.scale_rows(x, hidden, weight),
+        "warm_rows": lambda k, x: k.warm_rows(x, table, position),
+    }
+    for name, act in work.items():
+        got = wide.clone()
+        want = wide[:, :width].clone()
+        act(PlainKernels(), want)
+        act(HostKernels(), got[:, :width])
+        torch.testing.assert_close(got[:, :width], want, rtol=3e-6, atol=1e-6, msg=name)
+        assert torch.equal(got[:, width:], wide[:, width:])
+    got = wide.clone()
+    native.add_bias(got, (tokens, width), got.stride(0), bias)
+    assert torch.equal(got[:, :width], wide[:, :width] + bias)
+
+
+def test_a_gate_that_is_no_number_makes_none() -> None:
+    x, gate = torch.ones(1, 33), torch.zeros(1, 33)
+    gate[0, [0, 20, 32]] = torch.nan
+    gate[0, [1, 21]], gate[0, [2, 22]] = torch.inf, -torch.inf
+    HostKernels().gate_rows(x, gate)
+    assert x[0, [0, 20, 32]].isnan().all() and (x[0, [3, 30]] == 0.5).all()
+    assert (x[0, [1, 21]] == 1).all() and (x[0, [2, 22]] < 1e-30).all()
+
+
+def test_temperatures_are_those_of_the_positions_when_the_call_is_made() -> None:
+    x, table, position = torch.ones(2, 32), torch.arange(8.0), torch.tensor([1, 2], dtype=torch.int32)
+    calls = record(lambda: HostKernels().warm_rows(x, table, position))
+    position.copy_(torch.tensor([3, 7]))
+    calls.replay()
+    assert x[:, 0].tolist() == [3, 14]

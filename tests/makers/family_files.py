@@ -111,9 +111,9 @@ _OWN_KEYS: dict[str, Any] = {
         "logit_scale": 1 / r.logits,
     },
     "seed_oss": lambda r: {},
-    "qwen3vl": lambda r: {"rope.dimension_sections": [6, 5, 5, 0], "n_deepstack_layers": 3},
+    "qwen3vl": lambda r: {"rope.dimension_sections": [6, 5, 5, 0], "n_deepstack_layers": 1},
     "qwen3vlmoe": lambda r: {
-        "rope.dimension_sections": [6, 5, 5, 0], "n_deepstack_layers": 3, "expert_count": r.experts[0],
+        "rope.dimension_sections": [6, 5, 5, 0], "n_deepstack_layers": 1, "expert_count": r.experts[0],
         "expert_used_count": r.experts[1], "expert_feed_forward_length": r.ffn,
     },
     "mistral3": lambda r: {
@@ -124,7 +124,7 @@ _OWN_KEYS: dict[str, Any] = {
     "glm4": lambda r: {},
     "phi3": lambda r: {
         "rope.scaling.original_context_length": r.longrope.original, "rope.scaling.attn_factor": r.longrope.grows,
-        "attention.sliding_window": r.context,
+        "attention.sliding_window": max(r.windows, default=r.context),
     },
     "gemma3": lambda r: {
         "attention.sliding_window": max(r.windows), "rope.scaling.type": "linear", "rope.scaling.factor": r.slower,
@@ -241,6 +241,7 @@ def _hf_settings(family: str, r: Recipe) -> dict[str, Any]:
         rope |= {"rope_type": "longrope", "short_factor": list(r.longrope.short),
                  "long_factor": list(r.longrope.long)}  # fmt: skip
         settings["original_max_position_embeddings"] = r.longrope.original
+        settings["sliding_window"] = max(r.windows, default=None)
         rope["original_max_position_embeddings"] = r.longrope.original
     if family == "gemma3":
         rope = {"full_attention": rope | {"rope_type": "linear", "factor": r.slower},

@@ -72,7 +72,7 @@ def make_walk(device: RecordingDevice, host: SimpleNamespace, acc: SimpleNamespa
     kernels = SimpleNamespace(repeatable=True, fuses_sums=True, forget=lambda: None)
     means: Any = SimpleNamespace(
         device=device, group=SimpleNamespace(**group), transfers=SimpleNamespace(link_bytes=0),
-        host=SimpleNamespace(is_locked=True, side=SimpleNamespace(space=host)),
+        host=SimpleNamespace(is_locked=True, side=SimpleNamespace(space=host)), sum_rows={},
     )  # fmt: skip
     tier: Any = SimpleNamespace(tokens=1, side=SimpleNamespace(space=acc, kernels=kernels), arriving={})
     logits: Any = SimpleNamespace(count=1, kept=[], fits=lambda: True)

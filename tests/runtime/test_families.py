@@ -103,6 +103,38 @@ def test_phi3_takes_its_short_factors_in_a_short_context(tmp_path: Path) -> None
     assert difference(got, family_logits(short, weights, IDS[:100])) < 1e-5
 
 
+@pytest.mark.parametrize("weights_at", ["pinned", "streamed", "cpu"])
+def test_phi3_4k_sees_a_window_in_every_layer(weights_at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RECIPES, "phi3", replace(RECIPES["phi3"], windows=(48, 48)))
+    recipe, weights, path = write_family(tmp_path / "m.gguf", "phi3")
+    expected = family_logits(recipe, weights, IDS)
+    for other in (47, 49, 0):
+        assert difference(family_logits(replace(recipe, windows=(other,) * 2), weights, IDS), expected) > 1e-3
+    with open_model(path) as file:
+        spec = file.spec
+    assert {u.kind.name for u in spec.units} == {"embedding", "windowed attention", "ffn", "output"}
+    state = "vram" if weights_at == "pinned" else "host"
+    where = {u.name: (weights_at if u.kind.position == "layer" else "pinned", state if u.kind.state else None)
+             for u in spec.units}  # fmt: skip
+    tiers = tuple(make_tier(spec, n, where, 2, LONG, 1, batch=64) for n in (1, 64))
+    with open_engine(path, tiers, "fast", LONG) as engine:
+        assert difference(run(engine), expected) < 1e-5
+        engine.reset(0, 60)  # what the next token sees is gone: computed again
+        assert difference(engine.forward(IDS[60:], all_logits=True), expected[60:]) < 1e-5
+        engine.save(tmp_path / "cache")
+        assert engine.load(tmp_path / "cache") == tuple(IDS)
+
+
+def test_phi3_4k_gives_the_logits_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RECIPES, "phi3", replace(RECIPES["phi3"], windows=(48, 48)))
+    (recipe, weights, folder), model = write_family_folder(tmp_path / "hf", "phi3")
+    with torch.no_grad():
+        expected = model.double()(torch.tensor([IDS])).logits[0].numpy()
+    assert difference(family_logits(recipe, weights, IDS), expected) < 1e-5
+    with open_engine(folder, context=LONG) as engine:
+        assert difference(engine.forward(IDS, all_logits=True), expected) < 1e-4
+
+
 def test_keys_of_a_short_context_are_not_loaded_into_a_long_one(tmp_path: Path) -> None:
     path = write_family(tmp_path / "m.gguf", "phi3").path
     with open_engine(path, context=128) as engine:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from engines import converse, open_engine
+from family_files import RECIPES, write_family
+from hybrid_files import LIKE, random_hybrid, write_hybrid_gguf
 from model_files import write_gguf
 from plan_samples import Places, make_tier, random_places, shrink_places
 
@@ -60,6 +62,37 @@ def test_lists_give_the_bits_of_the_plain_path(
     monkeypatch.setattr(Recordings, "run", on_plain_path)
     with open_on_cpu(path, 3, seed) as engine:
         assert torch.equal(talk(engine), got)
+
+
+def write_any(path: Path, arch: str) -> Path:
+    if arch in LIKE:
+        return write_hybrid_gguf(path, arch, random_hybrid(arch))
+    if arch in RECIPES:
+        return write_family(path, arch).path
+    return write_gguf(path, arch)
+
+
+@pytest.mark.parametrize("arch", [*RECIPES, *LIKE, "qwen2", "qwen2moe", "gpt-oss"])
+def test_layers_with_gates_biases_or_temperatures_are_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str
+) -> None:
+    path, lists = write_any(tmp_path / "m.gguf", arch), list[CallList | None]()
+
+    def record_too(work: Callable[[], None]) -> CallList | None:
+        lists.append(record(work))
+        return lists[-1]
+
+    monkeypatch.setattr("pshard.runtime.kernels.cpu.recording.record", record_too)
+
+    def say(engine: Engine) -> torch.Tensor:
+        return torch.stack([engine.forward([token]) for token in range(5)])
+
+    with open_engine(path, kernels="fast") as engine:
+        got = say(engine)
+    assert len(lists) == 1 and lists[0] is not None
+    monkeypatch.setattr(Recordings, "run", on_plain_path)
+    with open_engine(path, kernels="fast") as engine:
+        assert torch.equal(say(engine), got)
 
 
 @pytest.mark.parametrize("where", ["cpu", "pinned"])

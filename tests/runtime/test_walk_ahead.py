@@ -11,9 +11,11 @@ from model_files import write_gguf
 from plan_samples import make_tier
 
 from pshard.models import open_model
+from pshard.runtime.devices.device import open_device
 from pshard.runtime.devices.relay import LINE, Relay
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.cpu.host import HostKernels
+from pshard.runtime.kernels.cpu.recording import record
 from pshard.runtime.walks.walk_ahead import AheadWalk
 from pshard.units.moe.experts import EXPERTS
 
@@ -82,3 +84,19 @@ def test_units_that_are_all_on_the_cpu_wait_for_no_accelerator(tmp_path: Path, m
         AheadWalk, "walk_ahead", lambda *_: pytest.fail("the CPU waits for a question that never comes")
     )
     assert torch.equal(talk(path, tiers)[0], expected)
+
+
+def test_a_question_that_never_comes_is_an_error(monkeypatch) -> None:
+    monkeypatch.setattr("pshard.runtime.devices.relay.PATIENCE", 0.02)
+    relay = open_on_flags(open_device("cpu"), 2)
+    calls = record(lambda: None)
+    assert calls is not None
+    relay.start([calls, calls])
+    relay.tell(0)
+    with pytest.raises(RuntimeError, match="did not ask"):
+        relay.finish()
+    relay.give_up()
+    relay.start([calls])  # and the next micro-batch begins anew
+    relay.tell(0)
+    relay.finish()
+    relay.close()

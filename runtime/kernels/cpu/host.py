@@ -50,7 +50,7 @@ class HostKernels(PlainKernels):
         else:
             _multiply_dequantised(x, weight, out, tile, accumulate)
         if bias is not None:
-            out += bias
+            _add_bias(out, bias)
 
     def linear_group(
         self,
@@ -68,7 +68,7 @@ class HostKernels(PlainKernels):
         at = 0
         for weight, bias in zip(weights, biases):
             if bias is not None:
-                out[:, at : at + weight.rows] += bias
+                _add_bias(out[:, at : at + weight.rows], bias)
             at += weight.rows
 
     def gate_up(
@@ -228,6 +228,16 @@ class HostKernels(PlainKernels):
         index = (slots, offsets, slots.shape[0])
         native.delta_net([(x, x.stride(0)) for x in rows], weights, kept, index, (out, out.stride(0)))
 
+    def warm_rows(self, x: torch.Tensor, table: torch.Tensor, position: torch.Tensor) -> None:
+        native.warm_rows(x, (x.shape[0], x.shape[1]), x.stride(0), table, position)
+
+    def gate_rows(self, x: torch.Tensor, gate: torch.Tensor) -> None:
+        native.gate_rows(x, (x.shape[0], x.shape[1]), (x.stride(0), gate.stride(0)), gate)
+
+    def scale_rows(self, x: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+        strides = x.stride(0), hidden.stride(0)
+        native.scale_rows(x, (x.shape[0], x.shape[1]), strides, hidden, weight, hidden.shape[1])
+
     def rms_norm(
         self, hidden: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, accumulate: bool = False
     ) -> None:
@@ -249,6 +259,11 @@ class HostKernels(PlainKernels):
         index = (rows.begin, rows.position, rows.blocks)
         cache = (kv.k, kv.v, _kinds(kv), kv.k.shape[1])
         native.rope_store(qkv, qkv.stride(0), rows.tokens, heads, (q_norm, k_norm, eps), turn, index, cache)
+
+
+def _add_bias(out: torch.Tensor, bias: torch.Tensor) -> None:
+    """Torch's adding could not be recorded."""
+    native.add_bias(out, (out.shape[0], out.shape[1]), out.stride(0), bias)
 
 
 def _multiply_dequantised(

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 Buffer = Any  # int address, numpy array or torch tensor
 
-ABI = 14  # as csrc/api.cpp has it
+ABI = 16  # as csrc/api.cpp has it
 BUILD = "pip install -e . --no-build-isolation --no-deps in the folder of pshard"
 
 _TYPES = {
@@ -59,6 +60,10 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "get_rows": ("v", "pillplp"),
     "attention": ("v", "plpplliiplpliiifpllp"),
     "rms_norm": ("v", "plpfllpli"),
+    "add_bias": ("v", "plllp"),
+    "warm_rows": ("v", "plllpp"),
+    "gate_rows": ("v", "plplll"),
+    "scale_rows": ("v", "plllplpl"),
     "rope_store": ("v", "plliiippfpplippplppllii"),
     "head_products": ("v", "pllpilllplll"),
     "store_latent": ("v", "plpllpllliipfpplippplpli"),
@@ -84,7 +89,7 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "relay_open": ("p", ""),
     "relay_close": ("v", "p"),
     "relay_start": ("v", "ppl"),
-    "relay_finish": ("v", "p"),
+    "relay_finish": ("i", "pd"),
     "relay_give_up": ("v", "p"),
 }
 
@@ -466,6 +471,30 @@ def rms_norm(
     _function("rms_norm")(_at(x), strides[0], _at(weight), eps, *lengths, _at(out), strides[1], accumulate)
 
 
+def add_bias(x: Buffer, shape: tuple[int, int], stride: int, bias: Buffer) -> None:
+    """x += bias, f32 [tokens, width] and [width]; shape: of x, whose rows begin `stride` elements apart."""
+    _function("add_bias")(_at(x), stride, *shape, _at(bias))
+
+
+def warm_rows(x: Buffer, shape: tuple[int, int], stride: int, table: Buffer, position: Buffer) -> None:
+    """x[t] *= table[position[t]], f32 [tokens, width] as in `add_bias`, f32 and i32 [tokens]; positions are read when
+    the call is made, also when it is replayed."""
+    _function("warm_rows")(_at(x), stride, *shape, _at(table), _at(position))
+
+
+def gate_rows(x: Buffer, shape: tuple[int, int], strides: tuple[int, int], gate: Buffer) -> None:
+    """x *= sigmoid(gate), f32 [tokens, width] both, rows `strides` apart; relative error below 1e-6."""
+    _function("gate_rows")(_at(x), strides[0], _at(gate), strides[1], *shape)
+
+
+def scale_rows(
+    x: Buffer, shape: tuple[int, int], strides: tuple[int, int], hidden: Buffer, weight: Buffer, depth: int
+) -> None:
+    """x[t] *= sigmoid(hidden[t] . weight), f32 [tokens, width], [tokens, depth] and [depth]; rows of x and hidden are
+    `strides` apart."""
+    _function("scale_rows")(_at(x), strides[0], *shape, _at(hidden), strides[1], _at(weight), depth)
+
+
 def rope_store(
     qkv: Buffer,
     stride: int,
@@ -681,9 +710,9 @@ class Relay:
         _C["relay_start"](self._relay, array, len(parts))
         self._parts = array  # the turn before is over: the library has waited for it
 
-    def finish(self) -> None:
-        """Return when all parts are done."""
-        _C["relay_finish"](self._relay)
+    def finish(self, seconds: float = inf) -> bool:
+        """Return when all parts are done, or after so many seconds; whether they are done."""
+        return bool(_C["relay_finish"](self._relay, seconds))
 
     def give_up(self) -> None:
         """Return when the part under way is done; the others are left."""

@@ -26,6 +26,10 @@ class GatesOnGpu:
             QUANTISE=ready is not None, num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip
 
+    def warm_rows(self, x: torch.Tensor, table: torch.Tensor, position: torch.Tensor) -> None:
+        """See `Kernels.warm_rows`."""
+        x.mul_(table.index_select(0, position)[:, None])
+
     def scale_rows(self, x: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
         """See `Kernels.scale_rows`. Up to SMALL_BATCH rows are left quantised as well."""
         (tokens, cols), width = x.shape, hidden.shape[1]

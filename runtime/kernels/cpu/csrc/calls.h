@@ -26,6 +26,13 @@ PSHARD_API void pshard_attention(const float* q, int64_t q_stride, const void* k
                                  const float* sinks);
 PSHARD_API void pshard_rms_norm(const float* x, int64_t x_stride, const float* weight, float eps, int64_t tokens,
                                 int64_t width, float* out, int64_t out_stride, int accumulate);
+PSHARD_API void pshard_add_bias(float* x, int64_t stride, int64_t tokens, int64_t width, const float* bias);
+PSHARD_API void pshard_warm_rows(float* x, int64_t stride, int64_t tokens, int64_t width, const float* table,
+                                 const int32_t* position);
+PSHARD_API void pshard_gate_rows(float* x, int64_t stride, const float* gate, int64_t gate_stride, int64_t tokens,
+                                 int64_t width);
+PSHARD_API void pshard_scale_rows(float* x, int64_t stride, int64_t tokens, int64_t width, const float* hidden,
+                                  int64_t hidden_stride, const float* weight, int64_t depth);
 PSHARD_API void pshard_rope_store(float* qkv, int64_t stride, int64_t tokens, int heads, int kv_heads, int d,
                                   const float* q_norm, const float* k_norm, float eps, const float* cos,
                                   const float* sin, int64_t half, int halves, const int32_t* begin,

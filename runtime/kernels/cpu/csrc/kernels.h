@@ -65,6 +65,7 @@ struct Kernels {
                              int64_t stride, bool bf16);
   void (*silu_mul)(float* gate, const float* up, int64_t n);  // gate = gate * sigmoid(gate) * up
   void (*gelu_mul)(float* gate, const float* up, int64_t n);  // gate = gelu(gate) * up, by tanh
+  void (*sigmoid_mul)(float* x, const float* gate, int64_t n);  // x = x * sigmoid(gate)
   void (*clamped_mul)(float* gate, const float* up, int64_t n);  // the same for gpt-oss' clamped form
   void (*attention)(const AttentionTask& task);
   // of gated delta nets, see delta/delta_kernel.h

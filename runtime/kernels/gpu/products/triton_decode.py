@@ -103,20 +103,18 @@ if triton.knobs.runtime.interpret:  # the interpreter has no inline assembly
 
 else:
 
-    @triton.jit
-    def fp4_values(word):
-        """Doubled E2M1 values (int8) of the low nibbles, and of the high nibbles, of the word's four bytes.
+    def _write_lookup(low: tuple[int, int], high: tuple[int, int]) -> str:
+        """PTX that looks up the eight nibbles of $2: those of the low ones of its bytes into $0, the others into $1.
 
-        A byte permutation looks up four nibbles at a time, in a table of 0 1 2 3 4 6 8 12 and in one of the negatives;
-        another makes masks of the signs.
+        A byte permutation looks up four nibbles at a time, in a table of what codes 0 to 7 mean (`low`, four bytes
+        each) and in one of codes 8 to 15; another makes masks of the highest bits, which choose.
         """
-        return tl.inline_asm_elementwise(
-            """{
+        return f"""{{
             .reg .b32 signs, select, mask, p, q, n, p03, p47, n03, n47;
-            mov.b32 p03, 0x03020100;
-            mov.b32 p47, 0x0C080604;
-            mov.b32 n03, 0xFDFEFF00;
-            mov.b32 n47, 0xF4F8FAFC;
+            mov.b32 p03, {low[0]:#010x};
+            mov.b32 p47, {low[1]:#010x};
+            mov.b32 n03, {high[0]:#010x};
+            mov.b32 n47, {high[1]:#010x};
             shl.b32 signs, $2, 4;
             and.b32 select, $2, 0x77777777;
             prmt.b32 p, p03, p47, select;
@@ -130,47 +128,24 @@ else:
             lop3.b32 q, q, n, mask, 0xD8;
             prmt.b32 $0, p, q, 0x6420;
             prmt.b32 $1, p, q, 0x7531;
-            }""",
-            "=&r,=&r,r",
-            [word],
-            dtype=(tl.int32, tl.int32),
-            is_pure=True,
-            pack=1,
-        )
+            }}"""
+
+    FP4: tl.constexpr = tl.constexpr(_write_lookup((0x03020100, 0x0C080604), (0xFDFEFF00, 0xF4F8FAFC)))
+    IQ4: tl.constexpr = tl.constexpr(_write_lookup((0xBFAD9881, 0xF6EADDCF), (0x26190D01, 0x71594535)))
+
+    @triton.jit
+    def _look_up(word, PTX: tl.constexpr):
+        return tl.inline_asm_elementwise(PTX, "=&r,=&r,r", [word], dtype=(tl.int32, tl.int32), is_pure=True, pack=1)
+
+    @triton.jit
+    def fp4_values(word):
+        """Doubled E2M1 values (int8) of the low nibbles, and of the high nibbles, of the word's four bytes."""
+        return _look_up(word, FP4)
 
     @triton.jit
     def iq4_values(word):
-        """Values (int8) of IQ4 codes: of the low nibbles, and of the high nibbles, of the word's four bytes.
-
-        As `fp4_values`, with the tables of codes 0 to 7 and 8 to 15.
-        """
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 signs, select, mask, p, q, n, p03, p47, n03, n47;
-            mov.b32 p03, 0xBFAD9881;
-            mov.b32 p47, 0xF6EADDCF;
-            mov.b32 n03, 0x26190D01;
-            mov.b32 n47, 0x71594535;
-            shl.b32 signs, $2, 4;
-            and.b32 select, $2, 0x77777777;
-            prmt.b32 p, p03, p47, select;
-            prmt.b32 n, n03, n47, select;
-            prmt.b32 mask, signs, $2, 0xD9C8;
-            lop3.b32 p, p, n, mask, 0xD8;
-            shr.u32 select, select, 16;
-            prmt.b32 q, p03, p47, select;
-            prmt.b32 n, n03, n47, select;
-            prmt.b32 mask, signs, $2, 0xFBEA;
-            lop3.b32 q, q, n, mask, 0xD8;
-            prmt.b32 $0, p, q, 0x6420;
-            prmt.b32 $1, p, q, 0x7531;
-            }""",
-            "=&r,=&r,r",
-            [word],
-            dtype=(tl.int32, tl.int32),
-            is_pure=True,
-            pack=1,
-        )
+        """Values (int8) of IQ4 codes: of the low nibbles, and of the high nibbles, of the word's four bytes."""
+        return _look_up(word, IQ4)
 
 
 @triton.jit

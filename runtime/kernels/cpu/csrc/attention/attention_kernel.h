@@ -29,6 +29,11 @@ void gelu_mul(float* gate, const float* up, int64_t n) {  // n a multiple of 16
   }
 }
 
+void sigmoid_mul(float* x, const float* gate, int64_t n) {  // n a multiple of 16
+  for (int64_t i = 0; i < n; i += 16)
+    store(x + i, div(load(x + i), add(splat(1.0f), exponential(sub(zero(), load(gate + i))))));
+}
+
 // gpt-oss' gate: with g at most 7 and u in [-7, 7], g * sigmoid(1.702 g) * (u + 1). A NaN stays one.
 void clamped_mul(float* gate, const float* up, int64_t n) {  // n a multiple of 16
   const Floats least = splat(-7.0f), one = splat(1.0f);

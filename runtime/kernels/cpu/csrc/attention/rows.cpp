@@ -1,4 +1,5 @@
-// What happens to rows of activations between the products: RMS norm, and rotating q and k and storing k and v.
+// What happens to rows of activations between the products: RMS norm, rotating q and k and storing k and v, biases,
+// gates, and temperatures.
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -55,6 +56,19 @@ float rms_factor(const float* x, int64_t n, float eps) {
 void normalise(const float* x, const float* weight, int64_t n, float eps, float* out) {
   const float factor = rms_factor(x, n, eps);
   for (int64_t i = 0; i < n; ++i) out[i] = x[i] * factor * weight[i];
+}
+
+float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
+
+float dot(const float* x, const float* y, int64_t n) {
+  float sums[16] = {};
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16)
+    for (int j = 0; j < 16; ++j) sums[j] += x[i + j] * y[i + j];
+  for (; i < n; ++i) sums[i % 16] += x[i] * y[i];
+  double total = 0;
+  for (const float s : sums) total += s;
+  return static_cast<float>(total);
 }
 
 // To nearest even, as torch rounds.
@@ -138,6 +152,44 @@ PSHARD_API void pshard_rms_norm(const float* x, int64_t x_stride, const float* w
     const float *from = x + t * x_stride, factor = rms_factor(from, width, eps);
     float* to = out + t * out_stride;
     for (int64_t i = 0; i < width; ++i) to[i] += from[i] * factor * weight[i];
+  });
+}
+
+// x[t] += bias
+PSHARD_API void pshard_add_bias(float* x, int64_t stride, int64_t tokens, int64_t width, const float* bias) {
+  for_rows_in_place(x, stride, tokens, width, [&](int64_t t) {
+    float* row = x + t * stride;
+    for (int64_t i = 0; i < width; ++i) row[i] += bias[i];
+  });
+}
+
+// x[t] *= table[position[t]]
+PSHARD_API void pshard_warm_rows(float* x, int64_t stride, int64_t tokens, int64_t width, const float* table,
+                                 const int32_t* position) {
+  for_rows_in_place(x, stride, tokens, width, [&](int64_t t) {
+    float *row = x + t * stride, factor = table[position[t]];
+    for (int64_t i = 0; i < width; ++i) row[i] *= factor;
+  });
+}
+
+// x[t] *= sigmoid(gate[t])
+PSHARD_API void pshard_gate_rows(float* x, int64_t stride, const float* gate, int64_t gate_stride, int64_t tokens,
+                                 int64_t width) {
+  const int64_t whole = width / 16 * 16;
+  for_rows_in_place(x, stride, tokens, width, [&](int64_t t) {
+    float* row = x + t * stride;
+    const float* own = gate + t * gate_stride;
+    kernels().sigmoid_mul(row, own, whole);
+    for (int64_t i = whole; i < width; ++i) row[i] *= sigmoid(own[i]);
+  });
+}
+
+// x[t] *= sigmoid(hidden[t] . weight), one number for the row
+PSHARD_API void pshard_scale_rows(float* x, int64_t stride, int64_t tokens, int64_t width, const float* hidden,
+                                  int64_t hidden_stride, const float* weight, int64_t depth) {
+  for_rows_in_place(x, stride, tokens, width, [&](int64_t t) {
+    float *row = x + t * stride, factor = sigmoid(dot(hidden + t * hidden_stride, weight, depth));
+    for (int64_t i = 0; i < width; ++i) row[i] *= factor;
   });
 }
 

@@ -35,6 +35,7 @@ Kernels make_kernels(const char* isa) {
   k.quantize = quantize;
   k.silu_mul = silu_mul;
   k.gelu_mul = gelu_mul;
+  k.sigmoid_mul = sigmoid_mul;
   k.clamped_mul = clamped_mul;
   k.attention = attention;
   k.delta_mix = delta_mix, k.delta_scale = delta_scale, k.delta_gate = delta_gate;

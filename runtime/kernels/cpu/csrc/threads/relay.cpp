@@ -3,6 +3,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <limits>
 #include <thread>
 
 #include "calls.h"
@@ -43,12 +44,15 @@ class Relay {
     wake_sleepers(number_, 1);
   }
 
-  // Returns when all parts are done, or given up.
-  void finish() {
+  // Returns when all parts are done, or given up: true, or after so many seconds: false.
+  bool finish(double seconds = std::numeric_limits<double>::infinity()) {
     const auto start = std::chrono::steady_clock::now();
     while (busy_.load(std::memory_order_acquire)) {
-      if (std::chrono::steady_clock::now() - start > kSpin) sleep_on(busy_, 1, 1'000'000);
+      const auto spent = std::chrono::steady_clock::now() - start;
+      if (spent > kSpin) sleep_on(busy_, 1, 1'000'000);
+      if (std::chrono::duration<double>(spent).count() > seconds) return false;
     }
+    return true;
   }
 
   // Parts that have not begun are left.
@@ -108,5 +112,6 @@ PSHARD_API void pshard_relay_close(void* relay) { delete static_cast<Relay*>(rel
 PSHARD_API void pshard_relay_start(void* relay, const int64_t* parts, int64_t n) {
   static_cast<Relay*>(relay)->start(reinterpret_cast<const Part*>(parts), n);
 }
-PSHARD_API void pshard_relay_finish(void* relay) { static_cast<Relay*>(relay)->finish(); }
+// 1 when all parts are done, 0 when they are not after so many seconds.
+PSHARD_API int pshard_relay_finish(void* relay, double seconds) { return static_cast<Relay*>(relay)->finish(seconds); }
 PSHARD_API void pshard_relay_give_up(void* relay) { static_cast<Relay*>(relay)->give_up(); }
