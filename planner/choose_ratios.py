@@ -4,7 +4,6 @@ planner predicts for them."""
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from pshard.cuts.layer_cuts import join_seconds
 from pshard.cuts.rank_parts import cut_ranks
 from pshard.errors import BudgetTooSmall, NoPlan
 from pshard.machine import MachineProfile
@@ -14,7 +13,7 @@ from pshard.planner.make_plan import RoughPlan, plan_roughly
 from pshard.planner.prepare_ranks import fitting_tiers, price_roughly
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_loads import tier_loads
-from pshard.times.predicted_times import first_token_seconds, prefill_seconds, round_seconds
+from pshard.times.predicted_times import first_token_seconds, round_seconds, sum_round
 from pshard.units.kinds import kinds_by_flag
 from pshard.workload import Split, Workload
 
@@ -117,9 +116,7 @@ class _Climb:
         weights = [load.weight for load in tier_loads(workload, self._tiers)]
         by_rank = tuple(sum(w * s for w, s in zip(weights, task.bounds)) for task in tasks)
         seconds = dict(zip(self._tiers, zip(*(task.bounds for task in tasks))))
-        prefill = prefill_seconds(workload.split_mode, seconds, workload.prompt * workload.sequences, self._tiers[-1])
-        decode = join_seconds(workload.split_mode, [seconds[min(t for t in seconds if t >= workload.sequences)]])
-        return Estimate(split, prefill + workload.generated * decode, by_rank)
+        return Estimate(split, sum_round(workload, seconds), by_rank)
 
     def improve(self, best: Estimate) -> Estimate:
         """Move share from the slowest rank to a faster one as long as that helps, ever smaller parts of it."""

@@ -8,7 +8,7 @@ from pshard.planner.make_plan import plan_baseline
 from pshard.planner.published.strategies import EXPERT_LRU, PER_TIER, has_experts, list_strategies
 from pshard.routing.record import RoutingRecord
 from pshard.times.outlook import Forecast, Outlook
-from pshard.times.predicted_times import decode_seconds, first_token_seconds, round_seconds
+from pshard.times.predicted_times import decode_rate, first_token_seconds, round_seconds
 from pshard.workload import Workload
 
 
@@ -34,5 +34,4 @@ def foresee_strategies(
 
 
 def _forecast(name: str, variant: Variant) -> Forecast:
-    rate = variant.workload.sequences / decode_seconds(variant)
-    return Forecast(name, first_token_seconds(variant), rate, round_seconds(variant))
+    return Forecast(name, first_token_seconds(variant), decode_rate(variant), round_seconds(variant))

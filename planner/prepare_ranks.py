@@ -128,7 +128,7 @@ def _best_ubatch(tasks: tuple[RankTask, ...], workload: Workload) -> int:
     """The largest micro-batch that is (nearly) the fastest for the prompt, judged by the tiers' rough bounds."""
     tiers = [c.load.tokens for c in tasks[0].costs]
     seconds = {t: [task.bounds[i] for task in tasks] for i, t in enumerate(tiers)}
-    prompt = workload.prompt * workload.sequences
+    prompt = workload.prompt_tokens
 
     def prefill(largest: int) -> float:
         return prefill_seconds(workload.split_mode, seconds, prompt, largest)

@@ -10,8 +10,8 @@ from pshard.print_table import print_whole
 from pshard.routing.expert_map import ExpertMap, LayerExperts, Slots, TierExperts, group_layers
 from pshard.times.collectives import describe_sums
 from pshard.times.outlook import Outlook
-from pshard.times.predicted_times import decode_seconds, first_token_seconds
-from pshard.workload import MIB
+from pshard.times.predicted_times import decode_rate, first_token_seconds
+from pshard.workload import MIB, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,23 +38,29 @@ def print_variant(variant: Variant, out: "Console") -> None:
         print_whole(_ways_table(variant), out)
     out.print(
         f"Predicted: time to first token {first_token_seconds(variant):.3g} s for {w.prompt} tokens "
-        f"(micro-batches of {w.max_ubatch}), then {_rate(w.sequences / decode_seconds(variant))} tok/s.",
+        f"(micro-batches of {w.max_ubatch}), then {_rate(decode_rate(variant))} tok/s{_of_all(w)}.",
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _of_all(workload: Workload) -> str:
+    """What a rate is of."""
+    n = workload.concurrency
+    return f" of all with {n} request{'s' * (n > 1)} running on average" if n else ""
 
 
 def _ways_table(variant: Variant) -> "Table":
     """What the plan was chosen from, itself first."""
     columns = ("way", "round s", "more", "first token s", "tok/s", "why")
     table = _new_table("Ways to use the devices that were predicted, the chosen one first", columns)
-    decoded = variant.workload.sequences * variant.workload.generated
+    decoded = sum(texts * steps for texts, steps in variant.workload.decode_steps())
     for way in variant.considered:
         if way.seconds is None or way.first_token is None:
             table.add_row(way.way, "-", "", "", "", "does not fit")
             continue
         more = way.seconds / (variant.considered[0].seconds or way.seconds) - 1
-        pace = decoded / (way.seconds - way.first_token)
+        pace = decoded / (way.seconds - variant.workload.rounds_of_prompts * way.first_token)
         table.add_row(way.way, f"{way.seconds:.4g}", f"{more:+.1%}", f"{way.first_token:.3g}", _rate(pace), way.why)
     return table
 

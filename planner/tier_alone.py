@@ -78,9 +78,13 @@ def plan_alone(
     spec: ModelSpec, profile: MachineProfile, workload: Workload, tokens: int, variant: Variant
 ) -> TierPlan | None:
     """The tier in a plan for a workload that hardly has others; None where that has none of the size."""
-    own = replace(workload, generated=LONG_ANSWER) if tokens == 1 else replace(
-        workload, generated=1, max_ubatch=tokens
-    )  # fmt: skip
+    workload = replace(workload, concurrency=0)
+    if tokens == 1:
+        own = replace(workload, generated=LONG_ANSWER)
+    elif tokens <= workload.sequences and variant.workload.concurrency:
+        own = replace(workload, sequences=tokens, generated=LONG_ANSWER)
+    else:
+        own = replace(workload, generated=1, max_ubatch=tokens)
     try:
         tiers = plan_variant(spec, profile, own, correction=variant.correction).ranks[0].tiers
     except UserError:

@@ -81,6 +81,8 @@ def _rates(profile: MachineProfile) -> Iterator[tuple[tuple[str, Hashable], floa
     for e in (e for e in profile.experts if e.device not in same):
         layer = (e.down_qtype, e.experts, e.used, e.d_expert, e.d_model, e.tokens)
         yield (f"{e.device} experts {e.gate_qtype}, {_regime(e.tokens)}", layer), 1 / e.seconds
+    for p in profile.in_place:
+        yield (f"{p.device} experts read in place", (p.expert_nbytes, p.tokens)), p.nbytes / p.seconds
     for r in (r for r in profile.routes if r.device not in same):
         yield (f"{r.device} routers", (r.qtype, r.experts, r.used, r.d_model, r.tokens)), 1 / r.seconds
     for d in (d for d in profile.deltas if d.device not in same):

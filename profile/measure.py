@@ -22,6 +22,7 @@ from pshard.machine import (
     ElementwiseTiming,
     ExpertTiming,
     HostInfo,
+    InPlaceTiming,
     MachineProfile,
     MatmulTiming,
     Provenance,
@@ -46,6 +47,7 @@ from pshard.profile.timed.kernel_jobs import Job, Row, list_jobs, side_name
 from pshard.profile.timed.operands import LEAST_ROTATION, OperandPool
 from pshard.profile.timed.rank_shares import measure_shares
 from pshard.profile.timed.step_cost import time_launch, time_steps
+from pshard.profile.timed.time_in_place import Layer, time_in_place
 from pshard.profile.timed.time_kernels import KernelBench, repeat_unlike
 from pshard.profile.timed.time_links import LinkBench, measure_contention, open_link, time_copies
 from pshard.profile.tuning.compile_jobs import compile_jobs
@@ -129,6 +131,8 @@ def measure_machine(request: ProfileRequest, progress: Progress) -> MachineProfi
                 f"{share:.0%} of the time: profile again when nothing else runs"
             )
         rows += timed
+        if acc is not None:
+            rows += time_in_place(acc, device, layers_to_read(request))
     finally:
         device.close()
     copies = link.copies
@@ -157,6 +161,11 @@ def measure_machine(request: ProfileRequest, progress: Progress) -> MachineProfi
         notes.append(f"{skipped} series of the general grid were left out for lack of time")
     profile = _compose(request, accelerators, figures, replace(link, copies=copies), steps.handoff, rows, notes)
     return replace(profile, collectives=collectives, shares=shares, tiles=tiles)
+
+
+def layers_to_read(request: ProfileRequest) -> Sequence[Layer]:
+    """Layers of routed experts that are timed as they are read in place: the model's, else the grid's typical ones."""
+    return request.model.experts if request.model else request.effort.grid.experts
 
 
 def prepare_kernels(
@@ -219,6 +228,7 @@ def measure_accelerator(
         own = [row for row in steps.rows if row.device == side]
         if device.kind != "cpu":
             rows.append(time_launch(side, device, (fast, on_host)))
+            rows += time_in_place(bench, device, layers_to_read(request))
         return [*own, *rows], copies, tiles, skipped
     finally:
         device.close()
@@ -382,6 +392,7 @@ def _compose(
         attention=tuple(r for r in rows if isinstance(r, AttentionTiming)),
         elementwise=tuple(r for r in rows if isinstance(r, ElementwiseTiming)),
         experts=tuple(r for r in rows if isinstance(r, ExpertTiming)),
+        in_place=tuple(r for r in rows if isinstance(r, InPlaceTiming)),
         routes=tuple(r for r in rows if isinstance(r, RouteTiming)),
         deltas=tuple(r for r in rows if isinstance(r, DeltaTiming)),
         copies=link.copies,

@@ -15,6 +15,7 @@ ACCELERATOR_TABLES = (
     "experts",
     "routes",
     "deltas",
+    "in_place",
 )  # whose rows name a device
 
 
@@ -104,6 +105,19 @@ class ExpertTiming:
     d_expert: int
     d_model: int
     tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class InPlaceTiming:
+    """Seconds of a layer's routed experts, each of `expert_nbytes`, that an accelerator's kernel reads over the link
+    from page-locked host memory. `nbytes`: of those that so many tokens, which choose at random, are expected to use.
+    """
+
+    device: str
+    expert_nbytes: int
+    tokens: int
+    nbytes: int
     seconds: float
 
 
@@ -259,6 +273,7 @@ class MachineProfile:
     experts: tuple[ExpertTiming, ...] = ()  # none: not timed
     routes: tuple[RouteTiming, ...] = ()
     deltas: tuple[DeltaTiming, ...] = ()
+    in_place: tuple[InPlaceTiming, ...] = ()  # none: priced as copies
     ranks_per_host: int = 0
     version: int = PROFILE_VERSION
 

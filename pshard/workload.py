@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from pshard.times.running_requests import DECODE_WIDTHS, running_shares
 from pshard.units.kinds import kinds_by_flag
 from pshard.units.state import StateShape
 
@@ -54,7 +55,8 @@ class Workload:
     """Budgets and lengths. `vram_mib` has one budget per device; tokens are counted per micro-batch (ubatch).
 
     context are the cells of the KV cache, which the sequences share as they need them. prompt and generated are the
-    expected lengths per sequence; they weigh the tiers against each other.
+    expected lengths per sequence; they weigh the tiers against each other. concurrency: of a server's load, how many
+    of the sequences run on average (`running_shares`); 0 where all of them always do.
     """
 
     vram_mib: tuple[int, ...]
@@ -70,6 +72,7 @@ class Workload:
     max_tp: Limits = ()  # kinds that are not named are cut over all ranks
     device: int = 0  # the accelerator that a plan for one is for
     reduce_dtype: str = "auto"  # in which type ranks' parts are summed: one of REDUCE_DTYPES
+    concurrency: int = 0
 
     def under(self, split: Split) -> "Workload":
         """The same with another split."""
@@ -90,10 +93,30 @@ class Workload:
         """Cells of each sequence when all have equally many."""
         return self.context // self.sequences
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of prompts that are computed together: those of all sequences, or of one request to a server."""
+        return self.prompt * (1 if self.concurrency else self.sequences)
+
+    @property
+    def rounds_of_prompts(self) -> int:
+        """How often that happens in a round: the requests that run on average come one after the other."""
+        return self.concurrency or 1
+
+    def decode_steps(self) -> tuple[tuple[int, float], ...]:
+        """How many steps of so many texts, a token each, a round takes: (texts, steps), ascending."""
+        if not self.concurrency:
+            return ((self.sequences, self.generated),)
+        shares = running_shares(self.concurrency, self.sequences)
+        return tuple((n, self.generated * share) for n, share in enumerate(shares, 1) if share)
+
     def tiers(self) -> tuple[int, ...]:
-        """Token counts that get a plan: decode (one token per sequence), then ubatch sizes up to the largest.
+        """Token counts that get a plan: decode (one token per sequence), then ubatch sizes up to the largest; of a
+        server's load each width of DECODE_WIDTHS that it may have.
 
         A step runs under the smallest tier that covers its tokens.
         """
         wanted = {1, self.sequences, 16, 128, 512, 1024, 2048, 4096, 8192, 16384, self.largest}
+        if self.concurrency:
+            wanted |= {width for width in DECODE_WIDTHS if width < self.sequences}
         return tuple(sorted(t for t in wanted if t <= self.largest))

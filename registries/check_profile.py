@@ -61,7 +61,7 @@ def _check_experts(profile: MachineProfile) -> None:
 
 def _amounts(profile: MachineProfile) -> Iterator[tuple[str, float, float]]:
     """Fields that are above 0, by name, and the least that they are."""
-    for table in ("matmuls", "attention", "experts", "routes", "deltas", "copies", "collectives"):
+    for table in ("matmuls", "attention", "experts", "routes", "deltas", "in_place", "copies", "collectives"):
         for i, row in enumerate(getattr(profile, table)):
             yield f"{table}[{i}].seconds", row.seconds, LEAST_SECONDS
     for i, share in enumerate(profile.shares):
@@ -87,7 +87,7 @@ def _rates(profile: MachineProfile) -> Iterator[tuple[str, float, float]]:
     for i, d in enumerate(profile.deltas):
         flops = 6.0 * d.value_heads * d.head**2 * d.tokens * d.sequences
         yield f"deltas[{i}].seconds", flops / d.seconds, MOST_FLOPS
-    for table in ("copies", "collectives"):
+    for table in ("in_place", "copies", "collectives"):
         for i, row in enumerate(getattr(profile, table)):
             yield f"{table}[{i}].seconds", row.nbytes / row.seconds, MOST_BYTES
     for i, read in enumerate(profile.reads):
@@ -113,6 +113,8 @@ def _curves(profile: MachineProfile) -> Iterator[list[Point]]:
         add("routes", i, (r.device, r.qtype, r.experts, r.used, r.d_model), r.tokens, r.seconds)
     for i, d in enumerate(profile.deltas):
         add("deltas", i, (d.device, d.key_heads, d.value_heads, d.head, d.sequences), d.tokens, d.seconds)
+    for i, p in enumerate(profile.in_place):
+        add("in_place", i, (p.device, p.expert_nbytes), p.tokens, p.seconds)
     for i, c in enumerate(profile.copies):
         add("copies", i, (c.device, c.direction, c.memory), c.nbytes, c.seconds)
     for i, s in enumerate(profile.collectives):

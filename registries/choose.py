@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import isclose
+from math import inf, isclose, log
 
 from pshard.errors import NotPlanned
 from pshard.plan import PlanSet, Variant
@@ -26,6 +26,8 @@ def plan_command(model_path: str, want: Workload) -> str:
         words += ["-ts", ",".join(f"{share:.9g}" for share in want.tensor_split)]  # `_same_shares` to nine digits
     if want.max_tp:
         words += ["--max-tp", format_limits(want.max_tp)]
+    if want.concurrency:
+        words += ["--serve", "--concurrency", str(want.concurrency)]
     if want.reduce_dtype != standard.reduce_dtype:
         words += ["--reduce-dtype", want.reduce_dtype]
     return shlex.join(words)
@@ -42,7 +44,8 @@ class Choice:
 def choose_variant(plans: PlanSet, want: Workload, replan_command: str) -> Choice:
     """The variant with the largest budget that fits in `want.vram_mib`, which is what is at hand on each device.
 
-    It must hold at least the wanted context and sequences, with the same KV types and split. Among equal budgets the
+    It must hold at least the wanted context and sequences, with the same KV types and split. Among equal budgets one
+    for a server's load goes first where that is wanted (of the nearest concurrency), and last where it is not; then the
     one for fewest sequences goes first, then the wanted ubatch, then the smallest context; the largest context when
     none is wanted; then the one with the shortest predicted round (other ratios of a split). With split mode "auto" any
     split will do, also of one device of those or of the first few: sequences and context go first as above, then the
@@ -60,6 +63,7 @@ def choose_variant(plans: PlanSet, want: Workload, replan_command: str) -> Choic
             fitting,
             key=lambda v: (
                 sum(v.workload.vram_mib),
+                _rank_load(v, want),
                 -v.workload.sequences,
                 v.workload.max_ubatch == want.max_ubatch,
                 _rank_context(v, want),
@@ -73,8 +77,12 @@ def choose_variant(plans: PlanSet, want: Workload, replan_command: str) -> Choic
 def _choose_way(fitting: Sequence[Variant], want: Workload) -> Choice:
     """The shortest round, of all as measured where all were run undisturbed, else of all as the profile predicts them:
     plans that were run have times that were fitted to that, which the others had no chance to."""
-    closest = max((-v.workload.sequences, _rank_context(v, want)) for v in fitting)
-    alike = [v for v in fitting if (-v.workload.sequences, _rank_context(v, want)) == closest]
+
+    def closeness(v: Variant) -> tuple[float, int, int]:
+        return _rank_load(v, want), -v.workload.sequences, _rank_context(v, want)
+
+    closest = max(map(closeness, fitting))
+    alike = [v for v in fitting if closeness(v) == closest]
     run = [v for v in alike if v.validated and not v.disturbed]
     view = as_measured if len(run) == len(alike) else as_profiled
     rounds = sorted(
@@ -88,6 +96,13 @@ def _choose_way(fitting: Sequence[Variant], want: Workload) -> Choice:
     if run and sort == "predicted":
         why += f"; {', '.join(map(_name_way, run))} was also measured, which is left out, as others were not"
     return Choice(rounds[0][1], why)
+
+
+def _rank_load(variant: Variant, want: Workload) -> float:
+    """The higher the better: how near the load of a server is to the one that is wanted; texts that all run at once
+    are no load."""
+    made, wanted = variant.workload.concurrency, want.concurrency
+    return -abs(log(made / wanted)) if made and wanted else -inf if made or wanted else 0.0
 
 
 def _rank_context(variant: Variant, want: Workload) -> int:
@@ -139,5 +154,6 @@ def _describe(made: Workload) -> str:
     split += f" on device {made.device}" if made.device else ""
     split += " -ts " + ",".join(f"{share:.4g}" for share in made.tensor_split) if made.tensor_split else ""
     split += f" --max-tp {format_limits(made.max_tp)}" if made.max_tp else ""
+    split += f" --serve --concurrency {made.concurrency}" if made.concurrency else ""
     budget = "any number of" if made.vram_mib[0] >= UNLIMITED_MIB else ",".join(map(str, made.vram_mib))
     return f"{budget} MiB -c {made.context} -np {made.sequences} -ctk {made.type_k} -ctv {made.type_v}{split}"

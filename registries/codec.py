@@ -10,6 +10,7 @@ from pshard.registries.fingerprint import digest
 from pshard.routing.expert_cache import check_cache
 from pshard.routing.popularity import check_popularity
 from pshard.times.collectives import REDUCE_DTYPES
+from pshard.times.running_requests import MOST_CONCURRENCY
 from pshard.units.kinds import kinds_by_flag
 from pshard.units.moe.in_place import ALWAYS_TOKENS
 from pshard.workload import SPLIT_MODES, Workload
@@ -71,6 +72,8 @@ def _check_workload(workload: Workload, where: str) -> None:
     for name in ("max_ubatch", "prompt", "generated"):
         if (value := getattr(workload, name)) < 1:
             raise ValueError(f"{where}.{name} is {value}, not 1 or more")
+    if not 0 <= workload.concurrency <= min(workload.sequences, MOST_CONCURRENCY):
+        raise ValueError(f"{where}.concurrency is {workload.concurrency}, not 0 to the number of sequences")
     kinds = sorted(kind.name for kind in kinds_by_flag().values())
     if unknown := [kind for kind, _ in workload.max_tp if kind not in kinds]:
         raise ValueError(f"{where}.max_tp names {unknown[0]!r}, not one of {', '.join(kinds)}")

@@ -29,7 +29,7 @@ _SIZES = {
     "sequences",
     "ranks",
 }
-_SIZES |= {"experts", "used", "d_expert", "d_model", "key_heads", "value_heads", "head"}
+_SIZES |= {"experts", "used", "d_expert", "d_model", "key_heads", "value_heads", "head", "expert_nbytes"}
 
 
 def default_profile_path() -> Path:

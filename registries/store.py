@@ -147,7 +147,7 @@ def variant_key(variant: Variant) -> tuple:
     """What makes two variants the same one: planning it again replaces it."""
     w = variant.workload
     split = (w.split_mode, w.tensor_split, w.max_tp, w.device)
-    return (w.vram_mib, w.context, w.sequences, w.type_k, w.type_v, w.max_ubatch, *split)
+    return (w.vram_mib, w.context, w.sequences, w.type_k, w.type_v, w.max_ubatch, *split, w.concurrency)
 
 
 def own_plans(registry: Registry, current: Inputs, replan_command: str) -> PlanSet:

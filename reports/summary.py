@@ -8,7 +8,7 @@ from pshard.plan import TierPlan, Variant
 from pshard.reports.figures.style import OWN_STRATEGY, format_number, name_strategy
 from pshard.reports.inputs import ReportInputs
 from pshard.times.measurement import Measurement
-from pshard.times.predicted_times import decode_seconds, first_token_seconds
+from pshard.times.predicted_times import decode_rate, first_token_seconds
 
 WHERE = {"pinned": "in VRAM", "streamed": "streamed", "cpu": "on the CPU", "divided": "divided between both"}
 
@@ -130,7 +130,7 @@ def _describe_plan(model: str, variant: Variant) -> str:
     budget = " + ".join(f"{mib} MiB" for mib in variant.workload.vram_mib)
     promise = (
         f"the first token is predicted after {format_number(first_token_seconds(variant))} s, then "
-        f"{format_number(variant.workload.sequences / decode_seconds(variant))} tokens a second"
+        f"{format_number(decode_rate(variant))} tokens a second"
     )
     if not variant.plan_needed:
         return f"All of {model} fits into {budget}: {promise}."

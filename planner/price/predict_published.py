@@ -35,13 +35,13 @@ class Predictor:
         come one after the other where they hold different layers."""
         return join_seconds(self._variant.workload.split_mode, [self.rank_seconds(tokens, sequences, past)])
 
-    def rank_seconds(self, tokens: int, sequences: int, past: int) -> list[float]:
-        """Seconds of that micro-batch on every rank."""
+    def rank_seconds(self, tokens: int, sequences: int, past: int, under: int = 0) -> list[float]:
+        """Seconds of that micro-batch on every rank. under: tokens by which the tier is chosen, where they are more."""
         load = TierLoad(tokens, sequences, past, sequences, 1.0)
         v, w = self._variant, self._variant.workload
         on_host = self._tables.kind == "cpu"
         shape = StepShape(tokens, sequences * past, sequences, sequences, w.type_k, w.type_v, len(v.ranks), on_host)
-        tiers = [rank.covering(tokens) for rank in v.ranks]
+        tiers = [rank.covering(max(tokens, under)) for rank in v.ranks]
         specs = [
             replace(spec, caches=rank.caches if tier.tokens <= FOLLOW_TOKENS else ())
             for spec, rank, tier in zip(self._specs, v.ranks, tiers)

@@ -32,17 +32,18 @@ def tier_loads(workload: Workload, tiers: tuple[int, ...] | None = None) -> tupl
     """The expected load of every tier, ascending in tokens.
 
     Decode tiers (tokens <= sequences) see the prompt and half of the answer as past. A prefill tier sees the mean
-    past of the prompt's chunks of its size. Weights: the answer's steps on the tier of all sequences; the prompt is
-    so many full micro-batches of the largest tier and a tail on the smallest tier that covers it.
+    past of the prompt's chunks of its size. Weights: the answer's steps on the tier of all sequences, or of as many as
+    run in a server's load; the prompt is so many full micro-batches of the largest tier and a tail on the smallest
+    tier that covers it.
     """
     tiers = workload.tiers() if tiers is None else tiers
     weights = dict.fromkeys(tiers, 0.0)
-    decode = min((t for t in tiers if t >= workload.sequences), default=tiers[-1])
-    weights[decode] += workload.generated
-    full, tail = divmod(workload.prompt * workload.sequences, tiers[-1])
-    weights[tiers[-1]] += full
+    for texts, steps in workload.decode_steps():
+        weights[min((t for t in tiers if t >= texts), default=tiers[-1])] += steps
+    full, tail = divmod(workload.prompt_tokens, tiers[-1])
+    weights[tiers[-1]] += full * workload.rounds_of_prompts
     if tail:
-        weights[min(t for t in tiers if t >= tail)] += 1
+        weights[min(t for t in tiers if t >= tail)] += workload.rounds_of_prompts
     return tuple(_load(workload, tokens, weights[tokens]) for tokens in tiers)
 
 
@@ -57,12 +58,16 @@ def raise_weights(loads: tuple[TierLoad, ...], seconds: Sequence[float]) -> tupl
 
 
 def _load(workload: Workload, tokens: int, weight: float) -> TierLoad:
+    def share(sequences: int) -> int:
+        """Cells of each of so many: of those of a server only as many run as there are."""
+        return workload.context // sequences if workload.concurrency else workload.share
+
     if tokens <= workload.sequences:
-        past = max(0, min(workload.prompt + workload.generated // 2, workload.share - 1))
+        past = max(0, min(workload.prompt + workload.generated // 2, share(tokens) - 1))
         return TierLoad(tokens, tokens, past, tokens, weight)
-    longest = max(1, min(workload.share, workload.prompt))  # new tokens that one sequence can bring
+    longest = max(1, min(share(1), workload.prompt))  # new tokens that one sequence can bring
     sequences = min(workload.sequences, -(-tokens // longest))
     each = -(-tokens // sequences)
     chunks = max(1, -(-workload.prompt // each))
-    past = max(0, min((chunks - 1) * each // 2, workload.share - each))
+    past = max(0, min((chunks - 1) * each // 2, share(sequences) - each))
     return TierLoad(tokens, sequences, past, sequences, weight)

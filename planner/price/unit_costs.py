@@ -54,10 +54,14 @@ class Setting:
         return sum(self.tables.copy("h2d", piece.nbytes, memory) for piece in brought.pieces)
 
     def read(self, unit: Unit, share: Share = WHOLE) -> float:
-        """Seconds of reading what is used of that in place; none where the CPU as accelerator computes from there."""
+        """Seconds of reading what is used of that in place; none where the CPU as accelerator computes from there.
+        Never less than a copy takes, which it is priced as by a profile that did not time it."""
         if unit.kind.parts is None or self.waits:
             return 0.0
-        return self.tables.copy("h2d", read_nbytes(unit, share, self.spec.config, self.load.tokens, self.outside(unit)))
+        tokens = self.load.tokens
+        nbytes = read_nbytes(unit, share, self.spec.config, tokens, self.outside(unit))
+        timed = self.tables.routed.read(unit.packed_nbytes // count_shares(unit), nbytes, tokens)
+        return max(self.tables.copy("h2d", nbytes), timed or 0.0)
 
     def outside(self, unit: Unit) -> Uses:
         """How likely a token uses each expert of a unit that lies in no slot."""

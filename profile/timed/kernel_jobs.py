@@ -5,14 +5,22 @@ from dataclasses import dataclass
 from functools import partial
 
 from pshard.batch_sizes import LOGIT_ROWS
-from pshard.machine import AttentionTiming, DeltaTiming, ElementwiseTiming, ExpertTiming, MatmulTiming, RouteTiming
+from pshard.machine import (
+    AttentionTiming,
+    DeltaTiming,
+    ElementwiseTiming,
+    ExpertTiming,
+    InPlaceTiming,
+    MatmulTiming,
+    RouteTiming,
+)
 from pshard.profile.effort import Effort, Shapes
 from pshard.profile.timed.time_delta import time_delta
 from pshard.profile.timed.time_experts import time_experts, time_router
 from pshard.profile.timed.time_kernels import KernelBench, time_attention, time_elementwise, time_embedding, time_matmul
 from pshard.profile.timed.time_latent import time_latent
 
-Row = MatmulTiming | AttentionTiming | ElementwiseTiming | ExpertTiming | RouteTiming | DeltaTiming
+Row = MatmulTiming | AttentionTiming | ElementwiseTiming | ExpertTiming | InPlaceTiming | RouteTiming | DeltaTiming
 KV_TYPE = "bf16"
 TOGETHER, TOGETHER_CONTEXTS = (16, 64), (128, 1024)  # sequences that decode at once, and cells of each
 DELTA_TOKENS = (4, 16, 64, 256, 1024, 4096)

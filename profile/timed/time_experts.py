@@ -21,7 +21,7 @@ def time_experts(
     bench: KernelBench, types: tuple[str, str], d_model: int, rule: Experts, tokens: Sequence[int]
 ) -> list[ExpertTiming]:
     """All experts of a layer for each number of `tokens`, until one is slow. types: of gate and up, of down."""
-    layers = _rotate_layers(bench, types, d_model, rule)
+    layers = rotate_layers(bench, types, d_model, rule)
     series = time_series(tokens, bench.slow, lambda n: bench.seconds(expert_calls(bench, layers, rule, d_model, n), n))
     shape = (*types, rule.count, rule.used, rule.d_expert, d_model)
     return [ExpertTiming(bench.side, *shape, n, seconds) for n, seconds in series]
@@ -78,7 +78,7 @@ def deal_routes(rule: Experts, tokens: int, device: torch.device) -> list[Routes
     return [Routes(hand.contiguous().to(device), weights) for hand in hands]
 
 
-def _rotate_layers(bench: KernelBench, types: tuple[str, str], d_model: int, rule: Experts) -> list[ExpertWeights]:
+def rotate_layers(bench: KernelBench, types: tuple[str, str], d_model: int, rule: Experts) -> list[ExpertWeights]:
     """As many layers as the pool has room for, one at least; experts behind its end are again at its beginning."""
     places = bench.pool.rotate_experts(*types, rule.d_expert, d_model)
     widths = (rule.d_expert, rule.d_expert, d_model)

@@ -14,6 +14,7 @@ from typing import Any
 
 from pshard.commands.parsing.command_parser import CommandParser
 from pshard.errors import StepFailed, UserError, as_line
+from pshard.times.running_requests import CONCURRENCY, MOST_CONCURRENCY
 from pshard.workload import Limits, parse_limits
 
 LONGEST_LIST = 1000
@@ -87,6 +88,16 @@ def parse_count(text: str) -> int:
     if not re.fullmatch("[0-9]+", text.strip()) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
     return int(text)
+
+
+def parse_concurrency(text: str) -> int:
+    """A word of CONCURRENCY, or a number up to MOST_CONCURRENCY. Raises argparse.ArgumentTypeError."""
+    if text.strip() in CONCURRENCY:
+        return CONCURRENCY[text.strip()]
+    if re.fullmatch("[0-9]{1,4}", text.strip()) and 1 <= int(text) <= MOST_CONCURRENCY:
+        return int(text)
+    words = ", ".join(CONCURRENCY)
+    raise argparse.ArgumentTypeError(f"{text!r} is neither one of {words} nor a number from 1 to {MOST_CONCURRENCY}")
 
 
 def parse_ints(text: str) -> tuple[int, ...]:

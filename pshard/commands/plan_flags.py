@@ -5,7 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pshard.commands.command_line import env_default, new_parser, parse_count, parse_mib, parse_mib_list
+from pshard.commands.command_line import (
+    env_default,
+    new_parser,
+    parse_concurrency,
+    parse_count,
+    parse_mib,
+    parse_mib_list,
+)
 from pshard.commands.parsing.model_flags import add_model_flags
 from pshard.commands.split_flags import (
     add_split_flags,
@@ -17,7 +24,9 @@ from pshard.commands.split_flags import (
 from pshard.errors import UserError
 from pshard.machine import MachineProfile
 from pshard.planner.llama_cpp_arguments import PROGRAMS, check_emit
+from pshard.planner.serving.size_load import LoadSizes, size_load
 from pshard.session.run_request import check_budgets, count_devices, suggest_budget
+from pshard.times.running_requests import CONCURRENCY
 from pshard.units.kv_cells import KV_TYPES
 from pshard.workload import MIB, UNLIMITED_MIB, Workload, binding_limits
 
@@ -38,6 +47,14 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("-ub", "--ubatch-size", type=parse_count, metavar="N", help="largest micro-batch (default: 4096)")
     p.add_argument("-ctk", "--cache-type-k", choices=KV_TYPES, default=None, help="KV cache type of keys (bf16)")
     p.add_argument("-ctv", "--cache-type-v", choices=KV_TYPES, default=None, help="KV cache type of values (bf16)")
+    p.add_argument(
+        "--serve", action="store_true",
+        help="plan for a server: requests come and go, and each number that runs at once is as often as it is likely",
+    )  # fmt: skip
+    p.add_argument(
+        "--concurrency", type=parse_concurrency, metavar="N",
+        help="with --serve: how many requests run at once on average: 1, few (4, the default), many (16), or a number",
+    )  # fmt: skip
     p.add_argument("--prompt", type=parse_count, metavar="N", help="expected prompt length (4096, or half of -c)")
     p.add_argument("--generated", type=parse_count, metavar="N", help="expected answer length (default: 256)")
     add_split_flags(p, otherwise="equal", reduce_dtype=Workload.reduce_dtype)
@@ -80,6 +97,10 @@ def complete_plan_flags(args: argparse.Namespace) -> argparse.Namespace:
         raise UserError("-ts auto and --strategy exclude each other; give the published strategy its ratios")
     if args.split_mode == "auto" and args.strategy != "ilp":
         raise UserError("-sm auto and --strategy exclude each other; give the published strategy its split")
+    if args.concurrency and not args.serve:
+        raise UserError("--concurrency is the load of a server; add --serve")
+    if args.serve and args.concurrency is None:
+        args.concurrency = CONCURRENCY["few"]
     if args.emit:
         check_emit(args.emit, 1 + (args.split_mode in ("layer", "tensor")), args.cache_type_k, args.cache_type_v)
     if args.write_lp:
@@ -127,33 +148,20 @@ def _sweep(text: str) -> tuple[int, ...]:
 def make_workloads(args: argparse.Namespace, spec: "ModelSpec", profile: MachineProfile) -> list[Workload]:
     """One workload per budget that was asked for. Raises UserError for lengths that do not fit the context, and
     for a budget above its device's memory."""
-    sequences = args.parallel or Workload.sequences
-    most = (spec.config.context or Workload.context) * sequences
-    context = args.ctx_size or min(Workload.context, most)
-    if spec.config.context and context > most:
-        each = f" for each of -np {sequences} sequences" if sequences > 1 else ""
-        raise UserError(f"-c {context} is more than the model's context of {spec.config.context}{each}; give less")
-    share = context // sequences
-    prompt = args.prompt or min(Workload.prompt, max(1, share // 2))
-    generated = args.generated or min(Workload.generated, share - prompt)
-    if prompt + generated > share or generated < 1:
-        shared = f", shared by -np {sequences} sequences" if sequences > 1 else ""
-        raise UserError(
-            f"--prompt {prompt} and --generated {generated} do not fit the context of {context}{shared}; "
-            f"give -c {sequences * (prompt + max(1, generated))}"
-        )
+    sizes = _size_load(args, spec) if args.serve else _size_texts(args, spec)
     first = Workload(
         vram_mib=args.vram or _free_budgets(args, profile),
-        context=context,
-        sequences=sequences,
+        context=sizes.context,
+        sequences=sizes.sequences,
         type_k=args.cache_type_k or Workload.type_k,
         type_v=args.cache_type_v or Workload.type_v,
         max_ubatch=args.ubatch_size or Workload.max_ubatch,
-        prompt=prompt,
-        generated=generated,
+        prompt=sizes.prompt,
+        generated=sizes.generated,
         split_mode=args.split_mode,
         tensor_split=given_ratios(args),
         reduce_dtype=args.reduce_dtype,
+        concurrency=args.concurrency or 0,
     )
     if first.sequences > first.max_ubatch:
         raise UserError(f"-ub {first.max_ubatch} is less than one token for each of -np {first.sequences} sequences")
@@ -172,6 +180,38 @@ def make_workloads(args: argparse.Namespace, spec: "ModelSpec", profile: Machine
         return [suggest_budget(first, spec, profile)]
     check_budgets(first.vram_mib, profile, "--vram")
     return [first]
+
+
+def _size_load(args: argparse.Namespace, spec: "ModelSpec") -> LoadSizes:
+    """Sizes for a server's load. Raises UserError for those that do not go together."""
+    longest = spec.config.context or None
+    sizes = size_load(args.concurrency, longest, args.parallel, args.ctx_size, args.prompt, args.generated)
+    if longest and sizes.context > longest * sizes.sequences:
+        raise UserError(
+            f"-c {sizes.context} is more than the model's context of {longest} for each of {sizes.sequences} texts; "
+            "give less"
+        )
+    return sizes
+
+
+def _size_texts(args: argparse.Namespace, spec: "ModelSpec") -> LoadSizes:
+    """Sizes for texts that all run at all times. Raises UserError for lengths that do not fit the context."""
+    sequences = args.parallel or Workload.sequences
+    most = (spec.config.context or Workload.context) * sequences
+    context = args.ctx_size or min(Workload.context, most)
+    if spec.config.context and context > most:
+        each = f" for each of -np {sequences} sequences" if sequences > 1 else ""
+        raise UserError(f"-c {context} is more than the model's context of {spec.config.context}{each}; give less")
+    share = context // sequences
+    prompt = args.prompt or min(Workload.prompt, max(1, share // 2))
+    generated = args.generated or min(Workload.generated, share - prompt)
+    if prompt + generated > share or generated < 1:
+        shared = f", shared by -np {sequences} sequences" if sequences > 1 else ""
+        raise UserError(
+            f"--prompt {prompt} and --generated {generated} do not fit the context of {context}{shared}; "
+            f"give -c {sequences * (prompt + max(1, generated))}"
+        )
+    return LoadSizes(context, sequences, prompt, generated)
 
 
 def _free_budgets(args: argparse.Namespace, profile: MachineProfile) -> tuple[int, ...]:

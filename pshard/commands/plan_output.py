@@ -14,6 +14,7 @@ from pshard.workload import Workload
 
 if TYPE_CHECKING:
     from pshard.planner.explain import WhatIf
+    from pshard.planner.serving.promise import Promise
     from pshard.planner.tier_alone import TierAlone
     from pshard.routing.record import RoutingRecord
     from pshard.routing.replay import Replay
@@ -96,12 +97,22 @@ def foresee_all(planned: Planned) -> "tuple[Outlook, ...]":
     return tuple(foresee_strategies(*made_for, w, v, planned.record) for w, v in zip(loads, planned.variants))
 
 
+def promise_all(planned: Planned) -> "tuple[Promise, ...]":
+    """What every variant for a server's load can promise, in the order of variants; () for other workloads."""
+    from pshard.planner.serving.promise import promise
+    from pshard.units.moe.followed import under_plan
+
+    loads = [v for v in planned.variants if v.workload.concurrency]
+    return tuple(promise(under_plan(planned.spec, v), planned.profile, v) for v in loads)
+
+
 def print_plans(planned: Planned, gains: Gains | None, alone: Alone, outlooks: "tuple[Outlook, ...]" = ()) -> None:
     """Tables of trials and plans; with `gains` also where every unit is and what binds, what tiers could be `alone`,
-    and the `outlooks`."""
+    the `outlooks`, and what a server can promise."""
     from rich.console import Console
 
     from pshard.planner.routing.show_routing import print_replay
+    from pshard.planner.serving.show_promise import print_promises
     from pshard.planner.show_plan import print_explanation, print_outlook, print_trials, print_variant
     from pshard.routing.expert_map import map_experts
 
@@ -114,6 +125,8 @@ def print_plans(planned: Planned, gains: Gains | None, alone: Alone, outlooks: "
         if gains is not None:
             print_explanation(variant, gains.get(i, ()), alone.get(i, ()), out, map_experts(planned.spec, variant))
             print_outlook(outlooks[i], out)
+    if gains is not None:
+        print_promises(promise_all(planned), out)
 
 
 def print_arguments(planned: Planned, emitted: list[str]) -> None:
@@ -138,4 +151,5 @@ def as_json(planned: Planned, gains: Gains, alone: Alone, outlooks: "tuple[Outlo
         "outlooks": to_json(outlooks),
         "experts": to_json([of_rank for v in variants for of_rank in map_experts(planned.spec, v)]),
         "routing": to_json(planned.replay),
+        "promises": to_json(promise_all(planned)),
     }

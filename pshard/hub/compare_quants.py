@@ -11,7 +11,7 @@ from pshard.hub.repository import HubModel
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import Variant
-from pshard.times.predicted_times import decode_seconds, first_token_seconds
+from pshard.times.predicted_times import decode_rate, first_token_seconds
 from pshard.workload import MIB, Workload
 
 READING_PACE = 10.0  # tokens per second: faster than people read
@@ -73,9 +73,9 @@ def describe_quant(model: HubModel, spec: ModelSpec, variant: Variant) -> QuantO
         model.label,
         model.nbytes,
         8 * model.nbytes / weights,
-        work.prompt * work.sequences / first,
+        work.prompt_tokens / first,
         first,
-        work.sequences / decode_seconds(variant),
+        decode_rate(variant),
         sum(max(t.buffers.total for t in rank.tiers) for rank in variant.ranks) // MIB,
         max(kept) // MIB,
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from pshard.errors import UserError
 from pshard.registries.known_models import list_known
 from pshard.registries.store import load_registry, registry_path
-from pshard.times.predicted_times import decode_seconds, first_token_seconds
+from pshard.times.predicted_times import decode_rate, first_token_seconds
 
 LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 
@@ -88,8 +88,8 @@ def _describe(path: Path, name: str) -> FoundModel:
         return FoundModel(name, path, nbytes, problem=str(error))
     rates = [
         PlannedRate(
-            v.workload.vram_mib, v.workload.context, v.workload.prompt * v.workload.sequences / first_token_seconds(v),
-            v.workload.sequences / decode_seconds(v), v.validated,
+            v.workload.vram_mib, v.workload.context, v.workload.prompt_tokens / first_token_seconds(v),
+            decode_rate(v), v.validated,
         )
         for v in (sets[0].variants if sets else ())
     ]  # fmt: skip

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from pshard.buffers import TORCH_RESERVE_MIB, scratch_bytes
 from pshard.errors import UserError
 from pshard.machine import MachineProfile
+from pshard.planner.serving.size_load import size_load
 from pshard.session.this_machine import free_vram_mib
 from pshard.workload import MIB, Limits, Workload, binding_limits
 
@@ -41,6 +42,7 @@ class RunRequest:
     max_tp: Limits = ()
     reduce_dtype: str | None = None
     devices: int | None = None  # how many, where neither budgets nor ratios say it
+    concurrency: int = 0  # of a server's load, how many requests run on average; 0: no server
     auto_ratios: bool = False  # any ratios will do, and a plan that is made anew has those predicted to be the fastest
 
     @property
@@ -95,6 +97,7 @@ def wanted_workload(request: RunRequest, profile: MachineProfile) -> Workload:
         tensor_split=request.tensor_split if devices > 1 else (),
         max_tp=binding_limits(request.max_tp, devices),
         reduce_dtype=request.reduce_dtype or Workload.reduce_dtype,
+        concurrency=request.concurrency,
     )
 
 
@@ -106,6 +109,9 @@ def full_workload(request: RunRequest, want: Workload, spec: "ModelSpec") -> Wor
     most = spec.config.context
     if most and want.share > most:
         raise UserError(f"{want.share} tokens of context are more than the model's {most}; give a smaller -c or -n")
+    if want.concurrency:
+        sizes = size_load(want.concurrency, most or None, request.sequences, request.context)
+        return replace(want, **vars(sizes))
     usual = min(Workload.context, (most or Workload.context) * want.sequences)
     full = replace(want, context=request.context or max(request.needed, usual))
     prompt = min(want.prompt, max(1, full.share // 2))

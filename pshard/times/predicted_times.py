@@ -33,32 +33,42 @@ def prefill_seconds(mode: str, seconds: Mapping[int, Sequence[float]], tokens: i
 
 
 def first_token_seconds(variant: Variant) -> float:
-    """Seconds to prefill the expected prompts."""
+    """Seconds to prefill the expected prompts, or that of one request to a server."""
     return _first_token(variant.workload, rank_seconds(variant))
 
 
 def decode_seconds(variant: Variant) -> float:
-    """Seconds of a decode step of all sequences."""
-    return _decode(variant.workload, rank_seconds(variant))
+    """Seconds of a decode step of all sequences; of a server's load, the mean."""
+    return _decode(variant.workload, rank_seconds(variant)) / variant.workload.generated
+
+
+def decode_rate(variant: Variant) -> float:
+    """Tokens per second of all sequences that decode."""
+    w = variant.workload
+    return sum(texts * steps for texts, steps in w.decode_steps()) / _decode(w, rank_seconds(variant))
 
 
 def round_seconds(variant: Variant) -> float:
-    """Seconds in which all sequences bring a prompt and decode their answers."""
+    """Seconds in which all sequences bring a prompt and decode their answers; of a server's load, as many as run."""
     return sum_round(variant.workload, rank_seconds(variant))
 
 
 def sum_round(workload: Workload, seconds: Mapping[int, Sequence[float]]) -> float:
     """The same of a micro-batch's seconds by tier, on every rank; those of tiers that the round does not enter do not
     count."""
-    return _first_token(workload, seconds) + workload.generated * _decode(workload, seconds)
+    return workload.rounds_of_prompts * _first_token(workload, seconds) + _decode(workload, seconds)
 
 
 def _first_token(w: Workload, seconds: Mapping[int, Sequence[float]]) -> float:
-    return prefill_seconds(w.split_mode, seconds, w.prompt * w.sequences, max(seconds))
+    return prefill_seconds(w.split_mode, seconds, w.prompt_tokens, max(seconds))
 
 
 def _decode(w: Workload, seconds: Mapping[int, Sequence[float]]) -> float:
-    return join_seconds(w.split_mode, [seconds[min(t for t in seconds if t >= w.sequences)]])
+    """Of all decode steps of a round."""
+    return sum(
+        steps * join_seconds(w.split_mode, [seconds[min(t for t in seconds if t >= texts)]])
+        for texts, steps in w.decode_steps()
+    )
 
 
 def as_profiled(variant: Variant) -> Variant:

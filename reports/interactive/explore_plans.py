@@ -11,7 +11,7 @@ from pshard.plan import Placement, TierPlan, Variant
 from pshard.reports.figures.style import RESOURCE_NAMES, format_number, format_time
 from pshard.reports.interactive.svg import draw_box, draw_svg, write_text
 from pshard.reports.summary import WHERE
-from pshard.times.predicted_times import decode_seconds, first_token_seconds
+from pshard.times.predicted_times import decode_rate, first_token_seconds
 
 MOST_BUDGETS = 24  # of one slider; a page of more is slow to open
 BOX, LEFT = 11.0, 120.0
@@ -60,7 +60,7 @@ def _draw_budget(model: str, variant: Variant) -> str:
     budget = variant.workload.vram_mib[0]
     rates = (
         f"first token after {format_time(first_token_seconds(variant))}, then "
-        f"{format_number(variant.workload.sequences / decode_seconds(variant))} tokens a second, predicted"
+        f"{format_number(decode_rate(variant))} tokens a second, predicted"
     )
     label = f"Where the units of {model} are within {budget} MiB, by tier. {_count(rank.tiers)}"
     grid = draw_svg(LEFT + BOX * (layers + 5), step * len(rank.tiers), label, parts)

@@ -130,6 +130,11 @@ CASES: tuple[Case, ...] = (
     Case("tiny", "rtx4060", "qwen3-tiny", _work(322, context=256, max_ubatch=64, prompt=128, generated=64)),
     Case("tiny-cpu", "rtx4060", "llama-tiny", _work(2, context=256, max_ubatch=64, prompt=128), change=on_cpu),
     Case("one-layer", "rtx5080", "one-layer", _work(321, context=128, max_ubatch=32, prompt=64, generated=64)),
+    Case("32b-serve-many", "h100", "qwen3-32b", _work(
+        12000, context=16640, sequences=32, prompt=512, generated=128, concurrency=16)),
+    Case("30b-a3b-serve-few", "h100", "qwen3-30b-a3b", _work(
+        6000, context=16640, sequences=16, prompt=1024, concurrency=4)),
+    Case("8b-serve-one", "rtx4060", "llama3-8b", _work(3000, sequences=4, concurrency=1)),
     *(
         Case(f"8b-{name}", "h100-sheet", "llama3-8b", _work(2500, max_ubatch=1024), how=name)
         for name in ("fit", "attention-first", "layer-stream", "ffn-stream", "ffn-cpu", "alternate-ffn", "per-tier")

@@ -255,6 +255,10 @@ def test_the_program_that_is_written_is_that_of_the_plan(plan, tmp_path):
         (("--vram", MIB, "--strategy", "fit", "--write-lp", "program.lp"), "one plan for one device"),
         (("--vram", MIB, "--write-lp", "nowhere/program.lp"), "there is no folder nowhere"),
         (("--vram", MIB, "-np", "0"), "'0' is not a whole number"),
+        (("--vram", MIB, "--concurrency", "few"), "--concurrency is the load of a server; add --serve"),
+        (("--vram", MIB, "--serve", "--concurrency", "some"), "'some' is neither one of 1, few, many nor a number"),
+        (("--vram", MIB, "--serve", "--concurrency", "4", "-np", "2"), "-np 2 texts at once are fewer than"),
+        (("--vram", MIB, "--serve", "--prompt", "250", "--generated", "9"), "do not fit the context of 256; give -c"),
     ],
 )
 def test_bad_input_gets_one_line_and_exit_code_2(plan, flags, complaint):

@@ -51,6 +51,7 @@ CHOICES = {
     **{(Workload, name): st.integers(1, 1 << 53) for name in ("max_ubatch", "prompt", "generated")},
     (Workload, "split_mode"): st.sampled_from(["none", "tensor"]),
     (Workload, "reduce_dtype"): st.sampled_from(REDUCE_DTYPES),
+    (Workload, "concurrency"): st.sampled_from([0, 1]),
     (Workload, "max_tp"): st.sampled_from([(), (("attention", 2),), (("ffn", 1), ("output", 3))]),
     (Registry, "version"): st.just(REGISTRY_VERSION),
 }
@@ -61,7 +62,7 @@ def strategy_for(kind):
     if origin is types.UnionType:
         return st.one_of(*(strategy_for(a) for a in args))
     if origin is tuple and args[1:] == (Ellipsis,):
-        return st.lists(strategy_for(args[0]), max_size=3).map(tuple)
+        return st.lists(strategy_for(args[0]), max_size=2).map(tuple)
     if origin is tuple:
         return st.tuples(*(strategy_for(a) for a in args))
     if dataclasses.is_dataclass(kind):
@@ -204,6 +205,7 @@ VARIANT = TIER[:-4]
     ("path", "value", "says"),
     [
         ((*VARIANT, "workload", "sequences"), 10**9, "sequences is 1000000000, not 1 to the context of 512"),
+        ((*VARIANT, "workload", "concurrency"), 2, "concurrency is 2, not 0 to the number of sequences"),
         ((*VARIANT, "workload", "sequences"), 0, "sequences is 0, not 1 to the context"),
         ((*VARIANT, "workload", "max_ubatch"), 0, "max_ubatch is 0, not 1 or more"),
         (

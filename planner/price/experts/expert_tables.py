@@ -86,6 +86,11 @@ class ExpertTables:
             points[e.device, layer].append((e.tokens, e.seconds / layer.touched(e.tokens)))
         for (device, layer), series in points.items():
             self._layers[device][layer] = curve_through(series)
+        read: dict[int, list[tuple[float, float]]] = defaultdict(list)
+        for p in profile.in_place:
+            if p.device == "acc":
+                read[p.expert_nbytes].append((p.tokens, p.seconds / p.nbytes))
+        self._read = {size: curve_through(series) for size, series in read.items()}  # seconds a byte
         routed: dict[tuple[str, RouterShape], list[tuple[float, float]]] = defaultdict(list)
         for r in profile.routes:
             routed[r.device, RouterShape(r.qtype, r.experts, r.used, r.d_model)].append((r.tokens, r.seconds))
@@ -115,6 +120,15 @@ class ExpertTables:
         curve = timed[near]
         seconds = near.touched(min(at, curve[-1][0])) * interpolate(curve, at)
         return here * size * layer.touched(tokens) / near.touched(at) * seconds
+
+    def read(self, expert_nbytes: int, nbytes: float, tokens: int) -> float | None:
+        """Seconds in which an accelerator reads `nbytes` of a layer's experts over the link, by the timed ones that are
+        nearest in size; None where none were timed."""
+        if not self._read:
+            return None
+        near = min(self._read, key=lambda size: (abs(log(size / expert_nbytes)), size))
+        curve = self._read[near]
+        return nbytes * interpolate(curve, min(float(tokens), curve[-1][0]))
 
     def route(self, device: str, route: Route, tokens: int) -> float | None:
         """Seconds of a router for so many tokens. One that was not timed takes what the nearest in size takes, and

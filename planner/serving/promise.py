@@ -1,0 +1,76 @@
+"""What a plan lets a server promise: requests at once, tokens per second, gaps between tokens, first tokens."""
+
+from dataclasses import dataclass
+
+from pshard.machine import MachineProfile
+from pshard.model import ModelSpec
+from pshard.plan import Variant
+from pshard.planner.serving.step_times import StepTimes, time_steps
+from pshard.quant import align
+from pshard.times.running_requests import DECODE_WIDTHS
+from pshard.units.kv_cells import KV_BLOCK
+
+USUAL_GAP = 1.0  # seconds between tokens that a server promises by itself
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What `requests` that run at once get. Tokens per second, seconds.
+
+    rate: tokens of answers of all together, when each that ends is followed by another with its prompt. gap: between
+    tokens of one answer while all decode; longest_gap: while a prompt is computed beside them. first_token: of a
+    prompt that comes when the others decode.
+    """
+
+    requests: int
+    rate: float
+    gap: float
+    longest_gap: float
+    first_token: float
+
+
+@dataclass(frozen=True)
+class Promise:
+    """Predicted for one plan. at_once: how many requests of the expected lengths have room in the KV cache, at most the
+    plan's sequences. chunk: tokens of the largest step that keeps a gap of USUAL_GAP seconds when all of these run (the
+    smallest tier beyond decoding where none does); prompts beside decoding come in such steps."""
+
+    vram_mib: tuple[int, ...]
+    concurrency: int
+    at_once: int
+    prompt: int
+    generated: int
+    chunk: int
+    paces: tuple[Pace, ...]
+
+
+def promise(spec: ModelSpec, profile: MachineProfile, variant: Variant) -> Promise:
+    """What a variant for a server's load can promise, by the same times as its tiers; spec as in `time_steps`."""
+    w, times = variant.workload, time_steps(spec, profile, variant)
+    at_once = max(1, min(w.sequences, w.context // align(w.prompt + w.generated, KV_BLOCK)))
+    depth = min(w.prompt + w.generated // 2, w.context // at_once)
+    tiers = [tier.tokens for tier in variant.ranks[0].tiers]
+    wide = [t for t in tiers if t > at_once] or tiers[-1:]
+    fit = [t for t in wide if times.seconds(at_once - 1, (at_once - 1) * depth, t - at_once + 1) <= USUAL_GAP]
+    chunk = max(fit, default=wide[0])
+    widths = sorted({1, min(w.concurrency or 1, at_once), at_once, *(n for n in DECODE_WIDTHS if n < at_once)})
+    paces = tuple(_pace(times, n, depth, (w.prompt, w.generated), chunk) for n in widths)
+    return Promise(w.vram_mib, w.concurrency, at_once, w.prompt, w.generated, chunk, paces)
+
+
+def _pace(times: StepTimes, requests: int, depth: int, lengths: tuple[int, int], chunk: int) -> Pace:
+    """depth: cells of each that decodes; lengths of prompt and answer."""
+    prompt, generated = lengths
+    others = requests - 1
+    gap = times.seconds(requests, requests * depth)
+    batches, done = list[float](), 0
+    largest = chunk - others if others else times.tiers[-1].tokens  # nobody else waits: as fast as can be
+    while done < prompt:
+        take = min(max(1, largest), prompt - done)
+        batches.append(times.seconds(others, others * depth, take, done))
+        done += take
+    # every answer of the round gets a token in each of the others' prompts' steps; steps of decoding give the rest
+    apart = max(0, generated - others * len(batches))
+    seconds = requests * sum(batches) + apart * gap
+    longest = max(batches) if others else gap
+    return Pace(requests, requests * generated / seconds, gap, max(gap, longest), sum(batches))

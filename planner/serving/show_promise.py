@@ -1,0 +1,33 @@
+"""What a server can promise, as tables for people."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pshard.planner.serving.promise import Promise
+from pshard.print_table import print_whole
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+COLUMNS = ("requests at once", "tok/s of all", "gap ms", "gap beside a prompt ms", "first token s")
+
+
+def print_promises(promises: Sequence[Promise], out: "Console") -> None:
+    """A table for each budget; nothing where no plan is for a server."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    for each in promises:
+        budget = ",".join(map(str, each.vram_mib))
+        text = (
+            f"\nA server under {budget} MiB runs up to {each.at_once} requests of {each.prompt} + {each.generated} "
+            f"tokens at once, prompts in steps of {each.chunk} tokens. Predicted:"
+        )
+        out.print(text, highlight=False, soft_wrap=True)
+        table = Table(box=SIMPLE_HEAD, padding=(0, 1))
+        for name in COLUMNS:
+            table.add_column(name, justify="right", no_wrap=True)
+        for pace in each.paces:
+            gaps = (f"{1e3 * seconds:.0f}" for seconds in (pace.gap, pace.longest_gap))
+            table.add_row(str(pace.requests), f"{pace.rate:.4g}", *gaps, f"{pace.first_token:.3g}")
+        print_whole(table, out)

@@ -1,0 +1,168 @@
+"""Seconds of any step of a server under a plan, and of switches between its tiers: looked up, nothing is planned."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pshard.cuts.layer_cuts import join_seconds
+from pshard.cuts.rank_parts import cut_ranks
+from pshard.machine import MachineProfile
+from pshard.model import ModelSpec
+from pshard.plan import Placement, Variant
+from pshard.planner.price.predict_published import Predictor
+from pshard.planner.price.profile_tables import Tables
+from pshard.planner.price.tier_loads import TierLoad, tier_loads
+from pshard.times.predicted_times import tier_seconds
+from pshard.units.divide_unit import arena_portion
+from pshard.units.unit import Unit
+
+Line = tuple[tuple[float, float], ...]  # (x, y), ascending in x
+
+
+@dataclass(frozen=True)
+class TierSteps:
+    """Seconds of micro-batches of one tier.
+
+    empty: by number of tokens, without cached cells. decoding: by cells of all texts that decode, what attending to
+    them takes more. prompt: by cells that a prompt has already, what a whole micro-batch of it takes more; () in tiers
+    of decoding, where a few tokens of a prompt read its cells as one that decodes does.
+    """
+
+    tokens: int
+    empty: Line
+    decoding: Line
+    prompt: Line
+
+    def seconds(self, decodes: int, cells: int, prompt: int, past: int) -> float:
+        """Seconds of `decodes` tokens of texts with `cells` cached cells in all, and of `prompt` tokens after `past`
+        cells of their own."""
+        if self.prompt:
+            attended = _at(self.decoding, cells) + _at(self.prompt, past) * prompt / self.tokens
+        else:
+            attended = _at(self.decoding, cells + past)
+        return _at(self.empty, decodes + prompt) + attended
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """What `time_steps` returns. switches: by tier before and tier after, seconds of what changes hands."""
+
+    tiers: tuple[TierSteps, ...]
+    switches: tuple[tuple[float, ...], ...]
+
+    def seconds(self, decodes: int, cells: int = 0, prompt: int = 0, past: int = 0) -> float:
+        """Predicted seconds of one micro-batch.
+
+        decodes: texts that decode, a token each, with `cells` cached cells of all of them together. prompt: tokens of
+        prompts beside them, after `past` cells that these prompts have already. It runs under the smallest tier that
+        covers all its tokens. Raises ValueError for no tokens, or more than the largest tier's.
+        """
+        return self.tiers[self._covering(decodes + prompt)].seconds(decodes, cells, prompt, past)
+
+    def switch_seconds(self, before: int, after: int) -> float:
+        """Seconds that a micro-batch of `after` tokens takes more when the one before it had `before` tokens: weights
+        and KV cells that change places. 0 within a tier. Raises ValueError as `seconds` does."""
+        return self.switches[self._covering(before)][self._covering(after)]
+
+    def _covering(self, tokens: int) -> int:
+        for i, tier in enumerate(self.tiers):
+            if 1 <= tokens <= tier.tokens:
+                return i
+        raise ValueError(f"no tier covers {tokens} tokens; the largest is {self.tiers[-1].tokens}")
+
+
+def time_steps(spec: ModelSpec, profile: MachineProfile, variant: Variant) -> StepTimes:
+    """Simulate some micro-batches of every tier of a plan as it is stored, a few hundredths of a second each.
+
+    spec: the whole model, its experts in the order of the plan (`order_experts`). Each tier's times are in proportion
+    to the seconds that are stored with it, which is what its expected micro-batch gets here.
+    """
+    specs = cut_ranks(spec, variant.split)
+    timer = _Timer(specs, profile, variant)
+    tokens = tuple(tier.tokens for tier in variant.ranks[0].tiers)
+    tiers = [timer.time_tier(load, below) for load, below in zip(tier_loads(variant.workload, tokens), (0, *tokens))]
+    return StepTimes(tuple(tiers), _time_switches(specs, profile, variant))
+
+
+class _Timer:
+    """Times tiers of one variant."""
+
+    def __init__(self, specs: Sequence[ModelSpec], profile: MachineProfile, variant: Variant) -> None:
+        self._predictor, self._workload = Predictor(specs, profile, variant), variant.workload
+        self._stored = tier_seconds(variant)
+
+    def time_tier(self, load: TierLoad, below: int) -> TierSteps:
+        """below: tokens of the tier before, 0 for the first."""
+        w, tier = self._workload, load.tokens
+        decodes = min(tier, w.sequences)
+        expected = self._simulate(tier, load.sequences, load.past, tier)
+        scale = self._stored[tier] / expected
+        texts = tier if load.is_decode else 1
+        full, few = self._simulate(tier, texts, 0, tier), below + 1
+        fewest = min(full, self._simulate(few, min(few, texts), 0, tier)) if few < tier else full
+        usual, most = min(load.past if load.is_decode else w.prompt, w.context // decodes), w.context // decodes
+        decoding = [(n * decodes, scale * self._simulate(decodes, decodes, n, tier)) for n in sorted({0, usual, most})]
+        prompt: Line = ()
+        if not load.is_decode:
+            usual, most = load.past if load.sequences == 1 else 0, w.context - tier
+            pasts = sorted({0, usual, most // 2, most})
+            prompt = _rise([(n, scale * self._simulate(tier, 1, n, tier)) for n in pasts])
+        empty = ((float(few), scale * fewest), (float(tier), scale * full))
+        return TierSteps(tier, empty[few == tier :], _rise(decoding), prompt)
+
+    def _simulate(self, tokens: int, texts: int, past: int, under: int) -> float:
+        return join_seconds(self._workload.split_mode, [self._predictor.rank_seconds(tokens, texts, past, under)])
+
+
+def _rise(points: Sequence[tuple[float, float]]) -> Line:
+    """How much more than the first point the later ones are, never less than one before."""
+    line, most = list[tuple[float, float]](), 0.0
+    for x, y in points:
+        most = max(most, y - points[0][1])
+        line.append((float(x), most))
+    return tuple(line)
+
+
+def _at(line: Line, x: float) -> float:
+    """Between points on straight lines, before the first as there, behind the last on as between the last two."""
+    if x <= line[0][0] or len(line) == 1:
+        return line[0][1]
+    i = next((i for i in range(1, len(line)) if x <= line[i][0]), len(line) - 1)
+    (x0, y0), (x1, y1) = line[i - 1], line[i]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+def _time_switches(
+    specs: Sequence[ModelSpec], profile: MachineProfile, variant: Variant
+) -> tuple[tuple[float, ...], ...]:
+    """By tier before and after: of the rank that takes longest, as ranks switch at once."""
+    movers = [_Mover(spec, profile, variant, rank) for rank, spec in enumerate(specs)]
+    tiers = range(len(variant.ranks[0].tiers))
+    return tuple(tuple(max(m.seconds(a, b) for m in movers) for b in tiers) for a in tiers)
+
+
+class _Mover:
+    """What one rank brings in when it goes from tier to tier. Copies one after the other, none under computing."""
+
+    def __init__(self, spec: ModelSpec, profile: MachineProfile, variant: Variant, rank: int) -> None:
+        w, self._tiers = variant.workload, variant.ranks[rank].tiers
+        self._rate = Tables(profile, variant.correction).of_accelerator(w.device + rank).link_rate
+        self._units = [spec.unit(place.unit) for place in self._tiers[0].placements]
+        cells = min(w.context, w.sequences * (w.prompt + w.generated // 2))
+        states = [unit.state(spec.config, w.state_shape) for unit in self._units]
+        self._kept = [state.fetched(cells, w.sequences) if state else 0 for state in states]
+
+    def seconds(self, before: int, after: int) -> float:
+        """From the tier at one place of the list to that at another."""
+        there, here = self._tiers[before].placements, self._tiers[after].placements
+        moved = sum(
+            max(0, _held(unit, new) - _held(unit, old)) + (state if old.kv != new.kv else 0)
+            for unit, state, old, new in zip(self._units, self._kept, there, here)
+            if old != new
+        )
+        return moved / self._rate
+
+
+def _held(unit: Unit, place: Placement) -> int:
+    """Bytes of a unit's weights in the arena."""
+    portion = arena_portion(unit, place.where, place.share)
+    return portion.nbytes if portion else 0
