@@ -1,5 +1,5 @@
-"""The part of the build that pyproject.toml cannot say: the optional C++ library of CPU kernels, and what a wheel of it
-is called.
+"""The part of the build that pyproject.toml cannot say: the optional C++ library of CPU kernels, what a wheel of it is
+called, and the commit that it is made from.
 
 The library has a plain C interface and is loaded by ctypes: it knows nothing of Python, so one wheel serves all
 versions of it on a platform.
@@ -7,6 +7,7 @@ versions of it on a platform.
 
 import os
 import runpy
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,9 +16,12 @@ from typing import Any
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
 SOURCES = Path("runtime/kernels/cpu/csrc")
 DIGEST = runpy.run_path("runtime/kernels/cpu/sources.py")["digest_sources"](SOURCES)
+COMMIT = Path("pshard/commit.txt")  # in wheels and source packages, for pshard --version
 LINUX = sys.platform.startswith("linux")
 
 # No instruction set is named here: isa_*.cpp choose theirs, and the library picks one when it runs.
@@ -70,10 +74,45 @@ class AnyPython(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
+class NotesCommit(build_py):
+    """Writes the commit into what is installed; an editable install asks its clone."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            note_commit(Path(self.build_lib))
+
+
+class SourcesWithCommit(sdist):
+    """Writes the commit into the source package, of which a wheel may be made later."""
+
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        super().make_release_tree(base_dir, files)
+        note_commit(Path(base_dir))
+
+
+def note_commit(folder: Path) -> None:
+    """Write which commit these sources are below `folder`, if they are a clone or a package of one."""
+    text = COMMIT.read_text() if COMMIT.exists() else ""
+    if Path(".git").exists():
+        command = ["git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
+        try:
+            text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
+        except (OSError, subprocess.SubprocessError):
+            text = ""
+    if text.strip():
+        (folder / COMMIT).write_text(text)
+
+
 if not LINUX:
     print(f"pshard: no CPU kernels for {sys.platform}, as they need Linux: torch kernels run", file=sys.stderr)
 
 setup(
     ext_modules=[cpu_kernels] if LINUX else [],
-    cmdclass={"build_ext": PlainLibrary, "bdist_wheel": AnyPython},
+    cmdclass={
+        "build_ext": PlainLibrary,
+        "bdist_wheel": AnyPython,
+        "build_py": NotesCommit,
+        "sdist": SourcesWithCommit,
+    },
 )

@@ -18,6 +18,8 @@ def main(model: str, budget: str, prompt: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 4 or not sys.argv[2].isdigit():
+        raise SystemExit(__doc__)
     try:
         main(*sys.argv[1:])
     except UserError as error:

@@ -30,6 +30,8 @@ def main(model: str, profile: str, *budgets: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 4 or not all(budget.isdigit() for budget in sys.argv[3:]):
+        raise SystemExit(__doc__)
     try:
         main(*sys.argv[1:])
     except UserError as error:

@@ -73,7 +73,7 @@ class Effort:
     tile_matrices: int = 1  # on which they are tried: the largest of a kernel and type
     tile_seconds: float = 0.0  # that compiling candidates may take, of each unlike GPU
     compile_seconds: float = 30.0  # that compiling what is timed may take, of each unlike GPU
-    short: bool = False  # the limit holds for all but one timing of each sort, and one accelerator is timed
+    short: bool = False  # the limit, of which compiling is a part, holds for all but one timing of each sort and side
 
 
 def short_effort(cache_bytes: int, memory_bytes: int) -> Effort:

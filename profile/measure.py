@@ -108,7 +108,7 @@ def measure_machine(request: ProfileRequest, progress: Progress) -> MachineProfi
         link = _measure_link(request.effort, device, host)
         progress("tiles", 0.08)
         jobs = plan_jobs(request, acc is not None)
-        tiles, spent = prepare_kernels(request, acc, jobs, notes)
+        tiles, jobs, spent = prepare_kernels(request, acc, jobs, notes)
         started += spent
         benches = {"host": host, "acc": acc or host}
         fast = benches["acc"].kernels, host.kernels
@@ -170,14 +170,16 @@ def layers_to_read(request: ProfileRequest) -> Sequence[Layer]:
 
 def prepare_kernels(
     request: ProfileRequest, bench: KernelBench | None, jobs: Sequence[Job], notes: list[str]
-) -> tuple[tuple[TileChoice, ...], float]:
-    """The tiles of an accelerator's kernels, and seconds that the limit does not count; what the jobs need is compiled
-    then, as far as there is time for it."""
-    started = time.monotonic()
+) -> tuple[tuple[TileChoice, ...], list[Job], float]:
+    """The tiles of an accelerator's kernels, the jobs that are to be timed, and seconds that the limit does not count;
+    what the jobs need is compiled then, as far as there is time for it."""
+    started, ready = time.monotonic(), list(jobs)
     tiles = choose_tiles(request, bench, notes)
     if bench is not None:
-        compile_jobs(jobs, bench, request.effort.compile_seconds)
-    return tiles, 0.0 if request.effort.short else time.monotonic() - started
+        ready = compile_jobs(jobs, bench, request.effort.compile_seconds, in_time=request.effort.short)
+    if len(ready) < len(jobs):
+        notes.append(f"{len(jobs) - len(ready)} timings were left out, as their kernels were not compiled in time")
+    return tiles, ready, 0.0 if request.effort.short else time.monotonic() - started
 
 
 def choose_tiles(request: ProfileRequest, bench: KernelBench | None, notes: list[str]) -> tuple[TileChoice, ...]:
@@ -219,7 +221,7 @@ def measure_accelerator(
         pool = OperandPool(min(effort.rotation, LEAST_ROTATION), device.torch_device)
         bench = KernelBench(side, fast, device.torch_device, pool, effort.pace, effort.slow)
         jobs = list_jobs(side, effort, request.model)
-        tiles, spent = prepare_kernels(request, bench, jobs, notes)
+        tiles, jobs, spent = prepare_kernels(request, bench, jobs, notes)
         deadline = started + spent + effort.limit
         rows, skipped = run_jobs(jobs, {side: bench}, deadline, progress)
         steps = time_steps(side, device, (fast, on_host), MemoryReader(host))

@@ -115,12 +115,14 @@ def count_places(tier: TierPlan) -> dict[str, int]:
 
 def _describe_machine(profile: MachineProfile) -> str:
     acc = profile.accelerators[0]
-    own = "as accelerator" if acc.kind == "cpu" else f"with {acc.memory_bytes / 2**30:.0f} GiB"
+    cpu = f"{profile.host.cpu} with {profile.host.threads} thread{'s' * (profile.host.threads > 1)}"
+    what = f"{cpu}, which is the accelerator too" if acc.kind == "cpu" else (
+        f"{acc.name} with {acc.memory_bytes / 2**30:.0f} GiB, beside {cpu}"
+    )  # fmt: skip
     rates = " and ".join(f"{rate:.0f} GB/s over the {name}" if i == 0 else f"{rate:.0f} GB/s from {name}"
                          for i, (name, rate) in enumerate(rates_of(profile)))  # fmt: skip
     source = "measured" if profile.provenance.source == "measured" else "by its data sheet"
-    host = "" if acc.kind == "cpu" else f", beside {profile.host.cpu} with {profile.host.threads} threads"
-    return f"The machine is {acc.name} {own}{host}" + (f"; it moves {rates}, {source}." if rates else ".")
+    return f"The machine is {what}" + (f"; it moves {rates}, {source}." if rates else ".")
 
 
 def _describe_plan(model: str, variant: Variant) -> str:

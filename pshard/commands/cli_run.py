@@ -61,7 +61,7 @@ def _main(argv: list[str]) -> int:
     if prompt is None or (args.conversation and isinstance(prompt, str)):
         from pshard.commands.everyday.chat_session import run_chat
 
-        return run_chat(request, args, prompt)
+        return run_chat(request, args, prompt, ("pshard.commands.cli_run", argv))
     ids, doubts, most = _encode_prompt(request.model, prompt, args)
     request = replace(request, needed=sized_for(len(ids), args.predict, most))  # a plan of at least that is chosen
 

@@ -82,14 +82,20 @@ def describe_quant(model: HubModel, spec: ModelSpec, variant: Variant) -> QuantO
 
 
 def choose_quant(outlooks: Sequence[QuantOutlook]) -> tuple[QuantOutlook | None, str]:
-    """The one that we would take, and why: of those that write at a reader's pace the one of most bits, up to
-    MOST_BITS; where none does, the fastest of FEWEST_BITS or more; else the fastest. None where none runs."""
+    """The one that we would take, and why: of those of FEWEST_BITS or more that write at a reader's pace the one of
+    most bits up to MOST_BITS, or where all have more the one of the fewest; where none does, the fastest of these; else
+    the fastest. None where none runs."""
     running = [o for o in outlooks if not o.why_not]
     good = [o for o in running if o.bits >= FEWEST_BITS]
-    brisk = [o for o in good if o.decode_rate >= READING_PACE and o.bits <= MOST_BITS]
+    brisk = [o for o in good if o.decode_rate >= READING_PACE]
+    usual = [o for o in brisk if o.bits <= MOST_BITS]
+    those = f"bits a weight of those that write {READING_PACE:.0f} tokens/s or more"
+    if usual:
+        return max(usual, key=lambda o: (o.bits, o.decode_rate)), f"it has the most {those}, up to {MOST_BITS:.0f}"
     if brisk:
-        chosen = max(brisk, key=lambda o: (o.bits, o.decode_rate))
-        return chosen, f"it has the most bits a weight of those that write {READING_PACE:.0f} tokens/s or more"
+        return min(
+            brisk, key=lambda o: (o.bits, -o.decode_rate)
+        ), f"it has the fewest {those}, all above {MOST_BITS:.0f}"
     if good:
         why = f"none of {FEWEST_BITS:.0f} bits a weight or more writes {READING_PACE:.0f} tokens/s; it is the fastest"
         return max(good, key=lambda o: o.decode_rate), why

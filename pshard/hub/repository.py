@@ -120,7 +120,9 @@ def _find_folder(files: list[HubFile]) -> list[HubModel]:
     has_weights = any(f.name.endswith(".safetensors") for f in wanted)
     if not has_weights or not any(f.name == "config.json" for f in wanted):
         return []
-    return [HubModel(FOLDER, tuple(sorted((f for f in wanted if "/" not in f.name), key=lambda f: f.name)))]
+    own = (f for f in wanted if "/" not in f.name)
+    # weights last: where they lie whole in the cache, all else does
+    return [HubModel(FOLDER, tuple(sorted(own, key=lambda f: (f.name.endswith(".safetensors"), f.name))))]
 
 
 def pick_model(name: str, models: tuple[HubModel, ...], wanted: str) -> HubModel:

@@ -53,7 +53,7 @@ def _explain(repo: str, error: BaseException) -> str:
         return f"{_cache()} cannot be written ({error.strerror}); set HF_HOME to a folder of yours"
     return (
         f"the Hub at {constants.ENDPOINT} cannot be reached for {repo} ({error}); check the network and HF_ENDPOINT, "
-        "or give the path of a local model"
+        f"or give the path of a model that is here, which {repo} is not"
     )
 
 
@@ -67,8 +67,8 @@ def _explain_status(repo: str, page: str, response: Any) -> str:
         return f"the Hub does not accept the token; log in again with hf auth login, or correct HF_TOKEN ({repo})"
     if code in (401, 404):
         return (
-            f"the Hub has no repository or file at {page}, or it is private; check the name, and for a private one set "
-            "HF_TOKEN or run hf auth login"
+            f"the Hub has no repository or file at {page}, or it is private, and there is no such path here; "
+            "check the name, and for a private one set HF_TOKEN or run hf auth login"
         )
     if code == 403:
         return f"the Hub refuses {repo} (403{f', {said}' if said else ''}); see {page} for who may fetch it"

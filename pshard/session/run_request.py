@@ -108,7 +108,7 @@ def full_workload(request: RunRequest, want: Workload, spec: "ModelSpec") -> Wor
     """
     most = spec.config.context
     if most and want.share > most:
-        raise UserError(f"{want.share} tokens of context are more than the model's {most}; ask for fewer")
+        raise UserError(f"{want.share} tokens of context are more than the model's {most}; give a smaller -c or -n")
     if want.concurrency:
         sizes = size_load(want.concurrency, most or None, request.sequences, request.context)
         return replace(want, **vars(sizes))

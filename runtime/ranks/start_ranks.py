@@ -25,17 +25,20 @@ os._exit(code)
 """
 
 
-def start_ranks(ranks: int, module: str, argv: list[str]) -> int:
+def start_ranks(ranks: int, module: str, argv: list[str], rank_0_interrupted: bool = False) -> int:
     """Run `module`'s main() with `argv` as `ranks` processes of this machine; returns the group's exit code.
 
     Rank 0 has this terminal: its input, output and progress. The other ranks' output is dropped and their errors are
     shown with their rank; what they say is dropped too when rank 0 reports a user's error, as it is the same. When a
-    rank fails, the others are ended and the line on stderr names it. Ctrl-C and SIGTERM end all of them.
+    rank fails, the others are ended and the line on stderr names it. Ctrl-C and SIGTERM end all of them; with
+    `rank_0_interrupted` rank 0 alone decides what a Ctrl-C means.
     """
     with socket.create_server(("127.0.0.1", 0)) as meeting_point:
         processes = [start_rank(r, ranks, module, argv, meeting_point) for r in range(ranks)]
     readers = [StderrReader(r, p) for r, p in enumerate(processes) if r > 0]
     previous = signal.signal(signal.SIGTERM, _terminate)
+    if rank_0_interrupted:  # only now, as processes inherit what is ignored
+        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         failed = _wait_for_first_failure(processes)
         interrupted = False
@@ -50,6 +53,8 @@ def start_ranks(ranks: int, module: str, argv: list[str]) -> int:
             _wait_all(processes, GRACE_SECONDS)  # the terminal has sent them the Ctrl-C too
     finally:
         signal.signal(signal.SIGTERM, previous)
+        if rank_0_interrupted:
+            signal.signal(signal.SIGINT, interrupt)
         end_ranks(processes)
     user_error = interrupted or processes[0].returncode == 2
     for reader in readers:

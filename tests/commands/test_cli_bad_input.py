@@ -669,7 +669,7 @@ def test_bad_run_flags(planned: World, refuse: Refuse, flags: list[str], words: 
 
 def test_prompt_longer_than_the_model_s_context(planned: World, refuse: Refuse) -> None:
     line = refuse("run", "-m", planned.model, "--vram", 6, "-p", "a" * 600, "-n", 20)
-    assert "620 tokens of context are more than the model's 512" in line
+    assert "620 tokens of context are more than the model's 512; give a smaller -c or -n" in line
 
 
 def test_prompt_longer_than_the_context_that_was_asked_for(planned: World, refuse: Refuse) -> None:

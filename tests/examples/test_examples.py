@@ -1,6 +1,7 @@
 """The example programs run as their first lines say."""
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,17 @@ def test_budgets_are_compared_without_running(world: World) -> None:
     too_small, tight, roomy = done.stdout.splitlines()
     assert "too small" in too_small and "first token after" in tight
     assert all(float(line.split("then ")[1].split()[0]) > 0 for line in (tight, roomy))
+
+
+@pytest.mark.parametrize("name", ["what_if", "next_token", "stream_answer"])
+def test_without_arguments_an_example_says_how_it_is_called(name: str) -> None:
+    program = runpy.run_path(str(EXAMPLES / f"{name}.py"))
+    monkey = pytest.MonkeyPatch()
+    for words in ([], ["model.gguf", "much", "To be"]):
+        with monkey.context() as patched, pytest.raises(SystemExit) as ended:
+            patched.setattr(sys, "argv", [f"{name}.py", *words])
+            runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        assert ended.value.code == program["__doc__"]
 
 
 @pytest.mark.slow

@@ -115,7 +115,7 @@ def test_a_server_that_knows_no_ranges_is_read_from_the_beginning(hub, files) ->
 @pytest.mark.parametrize(
     "status, code, says",
     [
-        (401, "RepoNotFound", "no repository or file at .*check the name.*HF_TOKEN"),
+        (401, "RepoNotFound", "no repository or file at .*no such path here.*check the name.*HF_TOKEN"),
         (404, "RepoNotFound", "no repository or file at .*check the name"),
         (401, "BadToken", "does not accept the token; .*HF_TOKEN"),
         (403, "GatedRepo", "is gated: accept its terms at http.*someone/tiny-GGUF.*HF_TOKEN"),

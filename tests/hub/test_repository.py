@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from pshard.errors import UserError
+from pshard.hub.compare_quants import QuantOutlook, choose_quant
 from pshard.hub.reference import HubReference, parse_reference
 from pshard.hub.repository import HubFile, pick_model, sort_files
 
@@ -16,6 +17,8 @@ from pshard.hub.repository import HubFile, pick_model, sort_files
         ("Qwen/Qwen3-8B-GGUF:Q4_K_M", "Qwen/Qwen3-8B-GGUF", "Q4_K_M"),
         ("hf.co/Qwen/Qwen3-8B-GGUF:q8_0", "Qwen/Qwen3-8B-GGUF", "q8_0"),
         ("https://huggingface.co/Qwen/Qwen3-8B-GGUF/", "Qwen/Qwen3-8B-GGUF", ""),
+        ("https://huggingface.co/a/b/resolve/main/dir/c-Q4_0.gguf?download=true", "a/b", "dir/c-Q4_0.gguf"),
+        ("hf.co/a/b/blob/main/c.gguf", "a/b", "c.gguf"),
         ("a/b:dir/c-Q4_0.gguf", "a/b", "dir/c-Q4_0.gguf"),
     ],
 )
@@ -76,3 +79,25 @@ def test_a_name_alone_means_a_usual_quantisation() -> None:
     assert pick_model("a/b", models[:1], "").label == "Q2_K"
     with pytest.raises(UserError, match=r"several models; choose .* a/b:NAME, where NAME is one of IQ2_S, IQ3_S"):
         pick_model("a/b", sort_files([HubFile("IQ2_S.gguf", 1), HubFile("IQ3_S.gguf", 2)]), "")
+
+
+def test_weights_of_a_folder_are_fetched_last_so_that_a_cut_never_leaves_them_without_their_tokenizer() -> None:
+    names = ["model-00001-of-00001.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"]
+    (folder,) = sort_files(HubFile(name, 1) for name in names)
+    assert folder.files[-1].name == names[0] and len(folder.files) == 4
+
+
+@pytest.mark.parametrize(
+    "offered, chosen, why",
+    [  # (bits, tokens per second)
+        ([(2.6, 40), (4.8, 30), (8.5, 12), (16, 6)], 8.5, "the most bits a weight of those that write 10"),
+        ([(16, 100), (32, 50)], 16, "the fewest bits a weight of those that write 10 tokens/s or more, all above 9"),
+        ([(2.6, 12), (4.8, 7), (8.5, 4)], 4.8, "none of 4 bits a weight or more writes 10 tokens/s; it is the fastest"),
+        ([(2.6, 5), (3.4, 4)], 2.6, "the fastest of those that run here"),
+    ],
+)
+def test_the_quantisation_that_we_would_take_is_chosen_for_the_reason_that_is_told(offered, chosen, why) -> None:
+    outlooks = [QuantOutlook(f"{bits}", 1, bits, decode_rate=rate) for bits, rate in offered]
+    found, said = choose_quant([*outlooks, QuantOutlook("IQ1_S", 1, why_not="no kernel")])
+    assert found is not None and found.bits == chosen and why in said
+    assert choose_quant([QuantOutlook("IQ1_S", 1, why_not="no kernel")]) == (None, "none of them runs here")

@@ -30,6 +30,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, folder)
     for name in FOLDERS:
         shutil.copytree(ROOT / name, folder / name, ignore=LEFT_OUT)
+    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "of the wheel"]):
+        git = ["git", "-c", "user.name=t", "-c", "user.email=t@example.org", *words]
+        subprocess.run(git, cwd=folder, check=True, timeout=60)
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", "dist", "."]
     none = {"CC": "/bin/false", "CXX": "/bin/false"}
     subprocess.run(command, cwd=folder, env=os.environ | none, check=True, capture_output=True, timeout=250)
@@ -39,6 +42,16 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_one_wheel_serves_all_versions_of_python(wheel: Path) -> None:
     assert "-py3-none-linux_" in wheel.name
+
+
+def test_a_wheel_says_which_commit_it_is_made_from(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as packed:
+        packed.extractall(tmp_path)
+    code = "from pshard.commands.program.say_version import describe_version; print(describe_version())"
+    env = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
+    said = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True).stdout
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=wheel.parents[1], capture_output=True, text=True).stdout
+    assert said.startswith(f"pshard 0.1.0 (commit {head[:10]})")
 
 
 def test_a_wheel_has_what_the_package_reads_and_no_sources_of_the_library(wheel: Path) -> None:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +20,14 @@ from pshard.model_config import Experts
 from pshard.profile import measure
 from pshard.profile.effort import Shapes, full_effort, quick_effort, shapes_to_tune
 from pshard.profile.show_profile import print_profile
-from pshard.profile.timed.kernel_jobs import list_jobs
+from pshard.profile.timed.kernel_jobs import Job, list_jobs
 from pshard.profile.timed.operands import OperandPool
 from pshard.profile.timed.time_kernels import KernelBench
 from pshard.profile.timing_loop import Pace, race_seconds
 from pshard.profile.tuning import compile_ahead, tile_tuning
-from pshard.profile.tuning.compile_jobs import list_requests
+from pshard.profile.tuning import compile_jobs as compile_jobs_module
+from pshard.profile.tuning.compile_ahead import Request
+from pshard.profile.tuning.compile_jobs import compile_jobs, list_requests
 from pshard.profile.tuning.tile_cases import TileCase, calls_of, tile_cases
 from pshard.profile.tuning.tile_tuning import tune_tiles
 from pshard.quant import QUANT_TYPES
@@ -330,6 +333,31 @@ def test_kernels_are_compiled_ahead_in_other_processes(tmp_path: Path, monkeypat
         matvec_kernel.device_caches.clear()
 
 
+def test_a_profile_in_seconds_times_nothing_optional_that_it_would_have_to_compile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of four kernels two are compiled in time, the first first; one cannot be compiled elsewhere."""
+    jobs = [Job("acc", name, 0.1, name != "must", lambda bench, name=name: [name]) for name in ("must", "a", "b", "c")]
+    jobs += [Job("host", "of the host", 0.1, True, lambda bench: [])]
+    asked: list[str] = []
+
+    def compile_some(requests: list, processes: int, seconds: float) -> dict:
+        asked.extend(request.kernel for request in requests)
+        return {requests[1]: None, requests[2]: OSError("no compiler")}
+
+    monkeypatch.setattr(compile_jobs_module, "compile_ahead", compile_some)
+    monkeypatch.setattr(
+        compile_jobs_module, "list_requests",
+        lambda jobs, bench: {j: [Request("", j.label, "")] for j in jobs if j.side == "acc"},
+    )  # fmt: skip
+    bench: Any = SimpleNamespace(device=torch.device("cuda"), side="acc")
+    kept = compile_jobs(jobs, bench, 3.0, in_time=True)
+    assert asked == ["must", "a", "b", "c"] and [job.label for job in kept] == ["must", "a", "of the host"]
+    asked.clear()
+    monkeypatch.setattr(compile_jobs_module, "compile_ahead", lambda found, *_: asked.extend(found) or {})
+    assert compile_jobs(jobs, bench, 30.0) == jobs and len(asked) == 1  # with time, what is not reached is timed too
+
+
 @pytest.mark.slow
 def test_what_is_timed_is_compiled_before_without_being_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -351,7 +379,7 @@ def test_what_is_timed_is_compiled_before_without_being_started(
         (("MXFP4", "MXFP4", 128, Experts(4, 2, 64)),), (("F32", 128, Experts(4, 2, 64)),),
     )  # fmt: skip
     jobs = list_jobs("acc", replace(effort, grid=replace(shapes, matmuls=())), shapes)
-    requests = list_requests(jobs, bench)
+    requests = list(dict.fromkeys(r for found in list_requests(jobs, bench).values() for r in found))
     assert not list(tmp_path.rglob("*"))
     kernels = {r.kernel for r in requests}
     assert {"matvec_kernel", "quantise_kernel", "dequantise_kernel", "route_kernel"} <= kernels, kernels

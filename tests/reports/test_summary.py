@@ -1,6 +1,7 @@
 """A report begins with what matters, compares only what ran on one machine, and can be read by everyone."""
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -37,6 +38,13 @@ def test_three_sentences_say_machine_plan_and_gain() -> None:
     assert plan.startswith("Within 6000 MiB the plan has, while decoding, of the 66 units of Invented 32B Q4_0")
     assert "prompts of 4096 tokens run 2.72 times as fast (2.59 to 2.86 by the repeats) as with fit" in gain
     assert "answers are written 1.68 times as fast" in gain
+
+
+def test_a_cpu_that_is_the_accelerator_too_is_named_once() -> None:
+    profile = make_full_profile()
+    acc = replace(profile.accelerators[0], kind="cpu", name=f"{profile.host.cpu} (as accelerator)")
+    machine, *_ = summarise(make_inputs(profiles=(replace(profile, accelerators=(acc,)),)))
+    assert machine.count(profile.host.cpu) == 1 and "which is the accelerator too" in machine
 
 
 def test_a_gain_is_over_the_best_alternative_and_spans_the_repeats() -> None:

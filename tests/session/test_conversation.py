@@ -1,5 +1,6 @@
 """A chat over an engine: what is computed, what fits, what is forgotten."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from pshard.errors import UserError
 from pshard.runtime.engine import Engine
 from pshard.runtime.sampling import Sampling
 from pshard.session.chat.conversation import Conversation
+from pshard.session.chat.lead import Leader, follow
 from pshard.session.chat.thoughts import Sorter
 
 TURNS = "{% for m in messages %}<s>{{ m.role[0] }}{{ m.content }}</s>{% endfor %}"
@@ -62,6 +64,28 @@ def test_turns_give_the_text_of_all_of_them_in_one_prompt(engine: Engine) -> Non
     again = list(engine.generate(list(kept[7:]), 3, GREEDY, text=False))
     last = list(chat._ids[len(kept) :])
     assert said[-1] and again[: len(last)] == last
+
+
+def test_other_ranks_follow_every_step_of_a_conversation(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders: list[str] = []
+    monkeypatch.setattr(engine, "agree", lambda value: orders.append(json.dumps(value)))
+    leader = Leader(engine)
+    chat = Conversation(leader, TURNS, Sampling(temperature=1.0, seed=3), most=6)
+    say(chat, "Hello.")
+    say(chat, "And?")
+    chat.undo()
+    say(chat, "Why?")
+    with pytest.raises(UserError, match="the context has"):
+        say(chat, "a" * 600)
+    with pytest.raises(UserError, match="token ids must be in"):
+        leader.forward([100_000])
+    leader.dismiss()
+    with pshard.load(tmp_path / "models" / "tiny.gguf", vram=64) as other:
+        monkeypatch.setattr(other, "agree", lambda value: json.loads(orders.pop(0)))
+        follow(other)
+        assert other.tokens() == engine.tokens() != () and not orders
 
 
 def test_a_full_context_drops_the_oldest_turns_whole(engine: Engine) -> None:

@@ -1,6 +1,7 @@
 """A chat from its flags to its end: the engine, the lines that come in, the answers that go out."""
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -11,55 +12,89 @@ from pshard.commands.everyday.chat_commands import describe_status, run_command
 from pshard.commands.everyday.chat_terminal import Terminal
 from pshard.commands.parsing.sampling_flags import make_sampling, read_grammar
 from pshard.commands.parsing.text_flags import ANSWER
+from pshard.commands.run_flags import planned_flags
 from pshard.errors import UserError
 
 if TYPE_CHECKING:
+    from pshard.runtime.engine import Engine
+    from pshard.runtime.sampling import Sampling
     from pshard.session.chat.conversation import Conversation
+    from pshard.session.open_plan import Opened
     from pshard.session.run_request import RunRequest
 
 UNTAUGHT = "the model has no chat template: it continues what you write, {} tokens at a time (-n changes that)"
 
 
-def run_chat(request: "RunRequest", args: argparse.Namespace, first: str | None) -> int:
-    """Chat until the lines end; returns the exit code. first: a message that is said before any line is read.
+def run_chat(request: "RunRequest", args: argparse.Namespace, first: str | None, command: tuple[str, list[str]]) -> int:
+    """Chat until the lines end; returns the exit code. first: a message that is said before any line is read. command:
+    the module and the words that the other ranks of a chat over several devices are started with.
 
     Raises UserError for what cannot be run; on the way a line says it, and the chat goes on.
     """
     sampling, grammar = make_sampling(args), read_grammar(args)
+    _refuse_for_one_prompt(args)
 
     from pshard.runtime.ranks.group import started_ranks
-    from pshard.session.chat.conversation import Conversation
+    from pshard.session.chat.lead import follow
     from pshard.session.open_plan import open_plan, settle_plan, tell_once
     from pshard.session.readiness.first_profile import ensure_profile
     from pshard.session.start_engine import open_group, start_engine
 
-    if request.ranks > 1 or started_ranks() > 1:
-        raise UserError("a chat runs on one device so far; leave out -sm and -ts, or run one prompt with pshard run")
-    if request.profile is None:
+    if request.profile is None and not started_ranks():
         ensure_profile(request.model, tell_once)
     request, ranks = settle_plan(request)
-    if ranks > 1:
-        raise UserError("the plan is for several devices, and a chat runs on one so far; leave out -sm and -ts")
+    if ranks > 1 and not started_ranks():
+        from pshard.runtime.ranks.start_ranks import start_ranks
+
+        module, argv = command
+        words = [*planned_flags(argv), "-cnv", "-m", str(request.model)]
+        return start_ranks(ranks, module, words, rank_0_interrupted=True)
+    if started_ranks() and os.environ["RANK"] != "0":
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 says what it means
     opened = open_plan(request)
-    group = open_group(opened, 1)
-    template = opened.file.chat_template
+    group = open_group(opened, ranks)
     with start_engine(opened, opened.variant, args.kernels, group) as engine:
-        for note in (*opened.file.notes, *engine.notes):
-            tell_once(f"note: {note}")
-        most = sys.maxsize if args.predict == -1 or (args.predict is None and template) else args.predict or ANSWER
-        if template is None:
-            tell_once(f"note: {UNTAUGHT.format(most)}")
-
-        def constrain() -> Any:
-            from pshard.runtime.drawing.grammar import follow_grammar
-
-            return follow_grammar(grammar[0], grammar[1], engine.tokenizer, engine.vocab) if grammar else None
-
-        constrain()  # a grammar that cannot be read is told before the first message
-        chat = Conversation(engine, template, sampling, args.system, most, constrain)
-        _talk(chat, Terminal(opened.file.spec.name), first, args.single_turn)
+        if group.rank:
+            follow(engine)
+        else:
+            for note in (*opened.file.notes, *engine.notes):
+                tell_once(f"note: {note}")
+            _hold(engine, opened, sampling, grammar, args, first)
     group.close()
     return 0
+
+
+def _refuse_for_one_prompt(args: argparse.Namespace) -> None:
+    """Raise UserError for flags of pshard run that a chat would ignore."""
+    for name in ("prompt_cache", "record_routing", "deterministic"):
+        if getattr(args, name, None):
+            flag = "--" + name.replace("_", "-")
+            raise UserError(f"{flag} is for one prompt, and this is a chat; leave it out, or give -p without -cnv")
+
+
+def _hold(
+    engine: "Engine", opened: "Opened", sampling: "Sampling", grammar: Any, args: argparse.Namespace, first: str | None
+) -> None:
+    """Hold the conversation on this rank, which leads the others if there are any."""
+    from pshard.session.chat.conversation import Conversation
+    from pshard.session.chat.lead import Leader
+    from pshard.session.open_plan import tell_once
+
+    template = opened.file.chat_template
+    most = sys.maxsize if args.predict == -1 or (args.predict is None and template) else args.predict or ANSWER
+    if template is None:
+        tell_once(f"note: {UNTAUGHT.format(most)}")
+
+    def constrain() -> Any:
+        from pshard.runtime.drawing.grammar import follow_grammar
+
+        return follow_grammar(grammar[0], grammar[1], engine.tokenizer, engine.vocab) if grammar else None
+
+    constrain()  # a grammar that cannot be read is told before the first message
+    leader = Leader(engine)
+    chat = Conversation(leader, template, sampling, args.system, most, constrain)
+    _talk(chat, Terminal(opened.file.spec.name), first, args.single_turn)
+    leader.dismiss()
 
 
 class _Interrupt:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pshard.commands.everyday.chat_commands import COMMANDS
+from pshard.commands.parsing.text_flags import NO_TEXT, check_text
+from pshard.errors import UserError
 
 if TYPE_CHECKING:
     from pshard.session.chat.thoughts import Piece
@@ -53,7 +55,10 @@ class Terminal:
         print(f"{DIM}{line}{PLAIN}" if self._coloured and sys.stderr.isatty() else line, file=sys.stderr, flush=True)
 
     def _read(self) -> str | None:
-        line = sys.stdin.readline()
+        try:
+            line = check_text(sys.stdin.readline(), "what is piped in")
+        except UnicodeDecodeError as error:
+            raise UserError(NO_TEXT.format("what is piped in", error)) from None
         return line.rstrip("\n") if line else None
 
     def _edit(self, status: Callable[[], str], goes_on: bool) -> str | None:

@@ -32,7 +32,7 @@ def _main(argv: list[str]) -> int:
 
     from pshard.commands.everyday.chat_session import run_chat
 
-    return run_chat(make_request(args, plans=True), args, first)
+    return run_chat(make_request(args, plans=True), args, first, ("pshard.commands.everyday.cli_chat", argv))
 
 
 if __name__ == "__main__":

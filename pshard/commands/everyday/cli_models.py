@@ -29,10 +29,11 @@ def make_parser() -> ArgumentParser:
 
 def _main(argv: list[str]) -> int:
     args = make_parser().parse_args(argv)
-    folders = args.folders or [Path(), *([Path(os.environ["PSHARD_MODEL"]).parent] * ("PSHARD_MODEL" in os.environ))]
-    for folder in folders:
+    for folder in args.folders:
         if not folder.is_dir():
-            raise UserError(f"{folder} is no folder")
+            raise UserError(f"{folder} is no folder; give one that has models, or none for this one")
+    beside = Path(os.environ.get("PSHARD_MODEL", "")).expanduser().parent  # it may name a model of the Hub
+    folders = args.folders or list(dict.fromkeys((Path(), *([beside] if beside.is_dir() else []))))
 
     from pshard.session.list_models import list_models
 
@@ -43,7 +44,9 @@ def _main(argv: list[str]) -> int:
         print(json.dumps(to_json([{**vars(model), "path": str(model.path)} for model in found]), indent=1))
         return 0
     if not found:
-        print("no models here, none planned before, none in the Hub's cache", file=sys.stderr)
+        print(
+            "no models here, none planned before, none in the Hub's cache; name a folder that has some", file=sys.stderr
+        )
         return 0
     _print(found)
     return 0

@@ -50,7 +50,7 @@ def add_drawing_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_form_flags(parser: argparse.ArgumentParser) -> None:
-    only = parser.add_argument_group("form of the answer (needs llguidance: pip install 'pshard[grammar]')")
+    only = parser.add_argument_group("form of the answer (needs llguidance: pip install llguidance)")
     only.add_argument("--grammar", metavar="GBNF", help="a grammar in GBNF or Lark that the answer follows")
     only.add_argument("--grammar-file", type=Path, metavar="FILE", help="the same from a file")
     only.add_argument("-j", "--json-schema", metavar="SCHEMA", help="a JSON schema that the answer follows")

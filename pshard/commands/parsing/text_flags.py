@@ -9,6 +9,7 @@ from pshard.errors import UserError
 
 ANSWER = 128  # tokens, where none are asked for
 MISSING = "there is no prompt: give -p TEXT or -f FILE, or pipe one in"
+NO_TEXT = "{} is not UTF-8 ({}); convert it, as with iconv -t utf-8"
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "'": "'", '"': '"', "\\": "\\"}
 
 
@@ -57,14 +58,16 @@ def check_text_flags(args: argparse.Namespace) -> None:
         raise UserError("-p and -f exclude each other; give one prompt")
     if args.single_turn and not args.no_conversation and not args.tokens:
         args.conversation = True
-    if args.system and not (args.chat or args.no_conversation):
+    if args.system and (args.tokens or (args.no_conversation and not args.chat)):
+        raise UserError(f"-sys is for a chat; leave out {'--tokens' if args.tokens else '-no-cnv'}, or -sys")
+    if args.system and not args.chat:
         args.conversation = True
 
 
 def read_given(args: argparse.Namespace) -> str | None:
     """The text of -p or -f; None without either. Raises UserError for a file that cannot be read, and for no text."""
     if args.prompt is not None:
-        text = _unescape(args.prompt) if args.escape else args.prompt
+        text = _unescape(args.prompt) if args.escape else check_text(args.prompt, "-p")
     elif args.file is not None:
         try:
             text = args.file.read_text(encoding="utf-8")
@@ -114,11 +117,21 @@ def _read_pipe() -> str | None:
     try:
         if sys.stdin is None or sys.stdin.isatty():
             return None
-        return sys.stdin.read()
+        return check_text(sys.stdin.read(), "what is piped in")
     except UnicodeDecodeError as error:
-        raise UserError(f"what is piped in is not UTF-8 ({error}); give the prompt with -f") from None
+        raise UserError(NO_TEXT.format("what is piped in", error)) from None
     except (OSError, ValueError):
         return ""
+
+
+def check_text(text: str, what: str) -> str:
+    """The text. Raises UserError, about `what`, where bytes that are no UTF-8 hide in it: Python lets them through in
+    arguments, and in the C locale in pipes too."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(NO_TEXT.format(what, error)) from None
+    return text
 
 
 def _unescape(text: str) -> str:

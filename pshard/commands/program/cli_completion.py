@@ -55,7 +55,8 @@ def list_words() -> dict[str, list[Word]]:
 
 def _as_word(action: argparse.Action) -> Word:
     choices = tuple(map(str, action.choices or ()))
-    return Word(tuple(action.option_strings), choices, action.nargs != 0, (action.help or "").split(";")[0])
+    says = (action.help or "") % {"default": action.default}
+    return Word(tuple(action.option_strings), choices, action.nargs != 0, says.split(";")[0])
 
 
 def _for_bash(commands: dict[str, list[Word]]) -> str:

@@ -25,7 +25,7 @@ def describe_version() -> str:
 
 def find_commit() -> str | None:
     """The commit of the clone that is used, or of the one that was installed; None where neither is known."""
-    root = Path(__file__).resolve().parents[3]
+    package, root = Path(__file__).resolve().parents[2:4]
     if (root / ".git").exists():
         asked = ("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*")
         try:
@@ -33,6 +33,8 @@ def find_commit() -> str | None:
         except (OSError, subprocess.SubprocessError):
             return None
         return f"commit {said.stdout.strip()}" if said.returncode == 0 else None
+    if (package / "commit.txt").is_file():  # which setup.py writes into wheels
+        return f"commit {(package / 'commit.txt').read_text(encoding='utf-8').strip()}"
     try:
         origin = json.loads(distribution("pshard").read_text("direct_url.json") or "{}")
     except (PackageNotFoundError, ValueError):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pshard.models.text.traced_text import TracedText
     from pshard.runtime.engine import Engine
     from pshard.runtime.sampling import Constraint, Sampling
+    from pshard.session.chat.lead import Leader
 
 PLAIN = "{% for m in messages %}{{ m.content }}\n{% endfor %}"  # of models without a template: they continue text
 LEAST_ANSWER = 8  # of the context, one part that a prompt leaves free
@@ -54,7 +55,7 @@ class Conversation:
 
     def __init__(
         self,
-        engine: "Engine",
+        engine: "Engine | Leader",
         template: str | None,
         sampling: "Sampling",
         system: str | None = None,

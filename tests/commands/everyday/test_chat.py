@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -68,11 +69,60 @@ def test_files_that_are_no_chats_are_refused_and_the_chat_goes_on(
 
 
 @pytest.mark.slow
-def test_a_terminal_chats_stops_an_answer_and_goes_on(world: World) -> None:
+def test_a_chat_over_several_devices_says_what_one_device_says(world: World) -> None:
+    """The other ranks follow: no flag, command or sampled token is theirs to decide."""
+
+    def said(command: str, *flags: str) -> tuple[str, str]:
+        words = [sys.executable, "-m", "pshard.commands.program.one_program", command, str(world.model), *flags]
+        lines = "How are you?\n/temp 1.5\nAgain\n/undo\nOnce more\n/stats\n"
+        more = ["-n", "8", "--temp", "0.7", "-s", "5", "-p", "Hi"]
+        done = subprocess.run([*words, *more], input=lines, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout, done.stderr
+
+    alone, _ = said("chat", "--vram", "64")
+    together, beside = said("run", "-cnv", "--vram", "64,64", "-sm", "layer", "-ts", "3,1")
+    assert together == alone != ""
+    assert beside.count("forgotten: Again") == 1 and beside.count("tok/s, prompt") == 1
+
+
+def test_a_chat_refuses_flags_that_it_would_ignore(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    for flag in ("--prompt-cache", "--record-routing", "--deterministic"):
+        value = [str(tmp_path / "file")] * (flag != "--deterministic")
+        assert chat(world, "Hi\n", monkeypatch, "-cnv", flag, *value, command="run") == 2
+        assert f"{flag} is for one prompt, and this is a chat" in capsys.readouterr().err
+
+
+def test_the_system_s_words_are_not_dropped_without_a_chat(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    for flag, prompt in (("-no-cnv", "Hi"), ("--tokens", "1,2")):
+        assert chat(world, "", monkeypatch, "-sys", "Be brief.", flag, "-p", prompt, command="run") == 2
+        assert f"-sys is for a chat; leave out {flag}" in capsys.readouterr().err
+
+
+def test_lines_that_are_no_text_are_refused_in_one_line(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    for errors in ("strict", "surrogateescape"):  # the latter is what Python takes in the C locale
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Caf\xe9\n"), "utf-8", errors))
+        for command in (["chat"], ["run", "-no-cnv"]):
+            sys.stdin.seek(0)
+            assert one_program.main([*command, str(world.model), "-n", "2"]) == 2
+            assert "is not UTF-8" in capsys.readouterr().err
+    assert one_program.main(["run", str(world.model), "-n", "2", "-p", "Caf\udce9"]) == 2
+    assert "-p is not UTF-8" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", [[], ["--vram", "64,64", "-sm", "layer"]], ids=["one", "two"])
+def test_a_terminal_chats_stops_an_answer_and_goes_on(world: World, split: list[str]) -> None:
     pexpect = pytest.importorskip("pexpect", reason="plays the terminal")
     env = os.environ | {"TERM": "xterm"}
     words = ["-m", "pshard.commands.program.one_program", "run", str(world.model), "--temp", "0", "--logit-bias"]
-    words += ["257-inf", "-c", "512"]  # no answer ends by itself
+    words += ["257-inf", "-c", "512", *split]  # no answer ends by itself
     child = pexpect.spawn(sys.executable, words, env=env, encoding="utf-8", timeout=60, dimensions=(30, 120))
 
     def say(words: str) -> None:

@@ -45,6 +45,17 @@ def test_models_are_listed_with_size_and_rates(
     assert one_program.main(["models", str(tmp_path / "none")]) == 2
 
 
+@pytest.mark.parametrize("given", ["", "org/repo:Q4_0", "models/tiny.gguf"])
+def test_models_are_listed_without_a_folder_whatever_the_usual_model_is(
+    given: str, world: World, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended with a KeyError where PSHARD_MODEL was not set, and could not name a model of the Hub."""
+    monkeypatch.chdir(tmp_path)
+    if given:
+        monkeypatch.setenv("PSHARD_MODEL", given)
+    assert [model["name"] for model in list_json(capsys)] == [given] * ("tiny" in given)
+
+
 def test_models_of_the_hub_s_cache_have_the_names_of_their_repositories(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
