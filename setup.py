@@ -5,9 +5,12 @@ The library has a plain C interface and is loaded by ctypes: it knows nothing of
 versions of it on a platform.
 """
 
+import os
 import runpy
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -43,7 +46,18 @@ cpu_kernels = Extension(
 
 
 class PlainLibrary(build_ext):
-    """Builds `_native.so`: a name without the version of the Python that built it."""
+    """Builds `_native.so`: a name without the version of the Python that built it. Compiles on all cores."""
+
+    def build_extensions(self) -> None:
+        compile_one_by_one = self.compiler.compile
+
+        def compile_at_once(sources: list[str], **how: Any) -> list[str]:
+            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+                made = pool.map(lambda source: compile_one_by_one([source], **how), sources)
+                return [path for paths in made for path in paths]
+
+        self.compiler.compile = compile_at_once
+        super().build_extensions()
 
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split("."))) + ".so"

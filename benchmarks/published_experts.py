@@ -1,8 +1,8 @@
 """Published figures of mixtures of experts beside predictions: `python benchmarks/published_experts.py`.
 
 Prints JSON: the rows of gpt-oss-120b, as benchmarks/published.py does those of dense models, on the same machine's
-sheet with the rate that our kernels of routed experts reach. The other published mixtures are hybrids, whose linear
-layers cannot be planned. `--table FILE` prints the table of docs/published.md from such a file.
+sheet with the rate that our kernels of routed experts reach. The other published mixtures are hybrids:
+benchmarks/published_hybrids.py. `--table FILE` prints the table of docs/published.md from such a file.
 """
 
 import argparse

@@ -1,5 +1,5 @@
 """Files given to a report, recognised by what they hold: measurements, plans, profiles, timelines, outlooks, places of
-experts."""
+experts, loads of servers."""
 
 import json
 from collections.abc import Iterable
@@ -14,6 +14,7 @@ from pshard.plan import OlderFormat, PlanSet, Registry, Variant, to_newest_forma
 from pshard.routing.expert_map import ExpertMap
 from pshard.times.measurement import Measurement, Timeline
 from pshard.times.outlook import Outlook
+from pshard.times.server_load import ServerLoad
 
 T = TypeVar("T")
 
@@ -27,6 +28,7 @@ KINDS: tuple[tuple[type, frozenset[str]], ...] = (
     (Timeline, frozenset({"title", "events"})),
     (Outlook, frozenset({"machine", "forecasts"})),
     (ExpertMap, frozenset({"used", "tiers"})),
+    (ServerLoad, frozenset({"server", "points"})),
 )
 
 
@@ -43,6 +45,7 @@ class ReportInputs:
     sets: tuple[PlanSet, ...] = ()
     outlooks: tuple[Outlook, ...] = ()
     experts: tuple[ExpertMap, ...] = ()
+    loads: tuple[ServerLoad, ...] = ()
 
 
 def read_inputs(paths: Iterable[Path]) -> ReportInputs:
@@ -69,6 +72,7 @@ def read_inputs(paths: Iterable[Path]) -> ReportInputs:
         sets=tuple(dict.fromkeys(plans for registry in registries for plans in registry.sets)),
         outlooks=_pick(Outlook, nouns),
         experts=_pick(ExpertMap, nouns),
+        loads=_pick(ServerLoad, nouns),
     )
 
 

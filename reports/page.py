@@ -12,6 +12,7 @@ from pshard.reports.inputs import ReportInputs
 from pshard.reports.interactive.explore_plans import explore_plans
 from pshard.reports.sections import Section
 from pshard.reports.summary import summarise
+from pshard.reports.tables.load_table import list_loads
 from pshard.reports.tables.report_tables import tabulate_environments, tabulate_measurements, tabulate_plan
 from pshard.times.collectives import describe_sums
 
@@ -36,6 +37,12 @@ def build_page(inputs: ReportInputs, drawn: Sequence[tuple[Section, str]], origi
     if inputs.measurements:
         parts += ["<h2>Measurements</h2>", _format_frame(tabulate_measurements(inputs.measurements))]
         parts += ["<h2>Where they were made</h2>", _format_frame(tabulate_environments(inputs.measurements))]
+    if inputs.loads:
+        from pandas import DataFrame
+
+        headings, rows = list_loads(inputs.loads)
+        parts += ["<h2>Loads of servers</h2>", "<p>Times are those that 50 / 95 / 99 of a hundred do not exceed.</p>"]
+        parts += [_format_frame(DataFrame(rows, columns=headings))]
     for model, variant in inputs.plans:
         parts += [f"<h2>{escape(_name_plan(model, variant))}</h2>", *_describe_split(variant)]
         parts += [_format_frame(tabulate_plan(variant))]

@@ -13,6 +13,7 @@ from pshard.reports.figures.machine_ceilings import draw_machine
 from pshard.reports.figures.placement_map import draw_placement
 from pshard.reports.figures.predicted_rates import draw_predicted, predicted_measurements
 from pshard.reports.figures.scaling import draw_scaling, group_scaling
+from pshard.reports.figures.server_loads import draw_loads, group_loads
 from pshard.reports.figures.speedup import draw_speedup
 from pshard.reports.figures.sweep import draw_sweep, group_sweeps
 from pshard.reports.figures.timeline import draw_timeline
@@ -49,6 +50,7 @@ def draw_sections(inputs: ReportInputs) -> list[Section]:
         _summaries,
         _speedups,
         _scalings,
+        _loads,
         _predictions,
         _outlooks,
         _sweeps,
@@ -92,6 +94,12 @@ def _scalings(inputs: ReportInputs) -> Drawn:
         caption = "Each added device brings its own budget. Below each rate the same as a multiple of what the fewest "
         caption += "devices reach; dotted lines are perfect scaling and none."
         yield "scaling", "More devices", caption, draw_scaling(title, points)
+
+
+def _loads(inputs: ReportInputs) -> Drawn:
+    for pattern, group in group_loads(inputs.loads).items():
+        caption = "Lines are medians; bands end where 95 of a hundred stay within. Dotted lines are what was promised."
+        yield "server-load", "A server under load", caption, draw_loads(pattern, group)
 
 
 def _predictions(inputs: ReportInputs) -> Drawn:

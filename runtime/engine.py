@@ -2,6 +2,7 @@
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from operator import index
 from pathlib import Path
@@ -21,6 +22,7 @@ from pshard.runtime.memory.kv_blocks import RecentBlocks
 from pshard.runtime.memory.kv_file import KVStore
 from pshard.runtime.sampling import Constraint, Sampler, Sampling
 from pshard.runtime.sequences import Sequences
+from pshard.runtime.texts.text_pool import TextPool
 from pshard.units.kv_cells import kv_blocks, longest_sequence, window_blocks
 from pshard.units.moe.followed import expect_hits
 
@@ -49,6 +51,7 @@ class Engine:
         plan: the variant in force; rank_plan: this rank's part of it.
         tokenizer: encodes and decodes text; None for files without one.
         notes: one line for every fallback in use; longest: tokens that a sequence can have.
+        texts: texts by handle, in the same KV cache; what they have is not for `forward` and its like.
     """
 
     def __init__(
@@ -67,13 +70,9 @@ class Engine:
         self.notes += self._checkpoints.in_words
         context, sequences = variant.workload.context, variant.workload.sequences
         self.longest = longest_sequence(executor.spec.config, context)
-        self._sequences = Sequences(
-            sequences,
-            self.longest,
-            kv_blocks(context, sequences),
-            self._checkpoints.last if self._checkpoints.each else None,
-            _recent_blocks(executor),
-        )
+        last, blocks = self._checkpoints.last if self._checkpoints.each else None, kv_blocks(context, sequences)
+        self._sequences = Sequences(sequences, self.longest, blocks, last, _recent_blocks(executor))
+        self.texts = TextPool(executor, self._sequences, self._checkpoints, store, self._guard)
         self._broken: BaseException | None = None
         self._closed = False
 
@@ -214,7 +213,7 @@ class Engine:
         self._sequences.admit(lists, self.vocab)
         parts: list[list[torch.Tensor]] = [[] for _ in lists]  # rows of logits
         spans, most = self._sequences.spans(lists), self.rank_plan.tiers[-1].tokens
-        try:
+        with self._guard():
             for new in self._sequences.cut(lists, most, all_logits):
                 rows, ids = [row for row, _ in new.wanted], torch.tensor(new.ids, dtype=torch.int64)
                 with self.device.current():  # this thread need not be the one that loaded
@@ -224,12 +223,19 @@ class Engine:
                 for segment in new.segments:
                     self._sequences.extend(segment, new.ids)
                 self._checkpoints.note(new.segments, spans, most)
-        except BaseException as error:
-            self._broken = error  # caches are half-written: no further text may come from them
-            _tell_failure(error)
-            raise
         results = _join_rows(parts, all_logits, 2 if best_only else self.vocab)
         return results[0] if single else results
+
+    @contextmanager
+    def _guard(self) -> Iterator[None]:
+        """Around what leaves the caches half-written where it fails: no further text may come from them then."""
+        self._check_alive()
+        try:
+            yield
+        except BaseException as error:
+            self._broken = error
+            _tell_failure(error)
+            raise
 
     def _check_alive(self) -> None:
         if self._closed:
@@ -274,7 +280,9 @@ class Engine:
         if not self._closed:
             self._closed = True
             try:
-                self._executor.close()
+                with closing(self._executor):
+                    if self._broken is None:
+                        self.texts.finish_files()
             finally:
                 self.device.close()
                 self._on_close()

@@ -27,6 +27,7 @@ from pshard.runtime.memory.transfers import Transfers
 from pshard.runtime.memory.weights import HostWeights, LentWeights
 from pshard.runtime.ranks.group import Group
 from pshard.runtime.residents import Residents
+from pshard.runtime.texts.choose_rows import RowChooser
 from pshard.runtime.tier_in_force import BoundUnit, Means, TierInForce
 from pshard.runtime.walks.ahead_program import AheadProgram, make_ahead
 from pshard.runtime.walks.walk import MicroBatch, PromptGraphs, copy_in
@@ -44,7 +45,7 @@ class Executor:
 
     Attributes:
         states: what sizes the states of units; residents: where they and the pins are.
-        switches: how often a tier gave way to another.
+        switches: how often a tier gave way to another; least: tokens of the smallest tier that is used.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Executor:
         self._relay: Relay | None = None
         self._graphs = PromptGraphs(MOST_PROMPT_GRAPHS)
         self._sent: Any = None
-        self.switches = 0
+        self.switches = self.least = 0
         try:
             self.host.take(spec, plan, states, host_kernels, group.size > 1 and spec.neighbours is None)
             if records or plan.caches:
@@ -204,8 +205,9 @@ class Executor:
         logit_rows: list[int],
         used: Callable[[], Sequence[Segment]],
         best_only: bool = False,
+        chooser: RowChooser | None = None,
     ) -> torch.Tensor:
-        """Compute one micro-batch under the smallest tier that covers it.
+        """Compute one micro-batch under the smallest tier that covers it, or `least`.
 
         Args:
             ids: int64 [M] on the host.
@@ -213,13 +215,14 @@ class Executor:
             logit_rows: rows whose logits are wanted.
             used: tells what every sequence has behind it before this micro-batch, as segments without new tokens.
             best_only: the largest logit of each row will do.
+            chooser: takes what is wanted of each row instead of it being returned.
 
         Returns:
             float32 on the host, a fresh tensor: [len(logit_rows), vocabulary]; with `best_only` [len(logit_rows), 2],
-            logit and id.
+            logit and id; no rows with a chooser.
         """
         tokens = ids.numel()
-        tier = self.plan.covering(tokens)
+        tier = self.plan.covering(max(tokens, self.least))
         in_force = self.enter(tier, used)
         if self._sent is not None:
             self.device.host_wait(self._sent)  # the last micro-batch may still read the host buffers
@@ -235,7 +238,8 @@ class Executor:
         window = self.spec.config.window
         rows = here.rows(segments, cells, window, spans), there.rows(segments, bound, window, spans)
         batch = MicroBatch(ids, segments, *rows, (there.memory, here.memory))
-        wanted = Logits(self._means, in_force, (here.wanted, there.wanted), len(logit_rows), best_only)
+        best_only = best_only or (chooser is not None and chooser.is_quick)
+        wanted = Logits(self._means, in_force, (here.wanted, there.wanted), len(logit_rows), best_only, chooser)
         walk = AheadWalk(self._means, self.residents, in_force, batch, wanted, self._graphs)
         programs = self._program(tier, any(s.past for s in segments))
         try:
@@ -253,7 +257,11 @@ class Executor:
         if not logits:
             return torch.empty(0, 2 if best_only else self.spec.config.vocab)
         table = logits[0] if len(logits) == 1 else torch.cat(logits)
-        return choose_best(table) if best_only else table
+        table = choose_best(table) if best_only else table
+        if chooser is None:
+            return table
+        (chooser.take_best if best_only else chooser.take)(table)
+        return table[:0]
 
     def _walk(self, walk: AheadWalk, program: WalkProgram, ahead: AheadProgram | None) -> list[torch.Tensor]:
         """The logits; by the program that runs ahead where that can be."""

@@ -9,6 +9,7 @@ import torch
 from pshard.batch_sizes import LOGIT_ROWS
 from pshard.runtime.best_logits import find_best
 from pshard.runtime.blocks.block import Side
+from pshard.runtime.texts.choose_rows import RowChooser
 from pshard.runtime.tier_in_force import Means, TierInForce
 
 
@@ -16,6 +17,7 @@ class Logits:
     """Logits of the `wanted` rows (int32 [R] on the host and on the device) of a micro-batch.
 
     best_only: of each row of logits only the best one, as candidates of this rank's columns.
+    chooser: takes whole rows where they are, instead of `kept`.
 
     Attributes:
         count: how many rows are wanted. gathered: whether the ranks' logits are put together on the GPUs: few rows, so
@@ -24,11 +26,19 @@ class Logits:
     """
 
     def __init__(
-        self, means: Means, tier: TierInForce, wanted: tuple[torch.Tensor, torch.Tensor], count: int, best_only: bool
+        self,
+        means: Means,
+        tier: TierInForce,
+        wanted: tuple[torch.Tensor, torch.Tensor],
+        count: int,
+        best_only: bool,
+        chooser: RowChooser | None = None,
     ) -> None:
         self._means, self._tier, self._wanted, self._best_only = means, tier, wanted, best_only
         self.count = count
         self.gathered = bool(means.logit_widths) and 0 < count <= LOGIT_ROWS
+        # of rows that are whole nowhere before they are put together on the host, `Executor.run` chooses
+        self._chooser = chooser if self.gathered or means.group.size == 1 else None
         self.kept: list[torch.Tensor] = []
         self._pending: torch.Tensor | None = None  # on the device
 
@@ -46,7 +56,7 @@ class Logits:
             if self.gathered:
                 self._means.group.gather_logits(self._pending, self._means.logit_widths)
             if not on_device:
-                self.kept.append(self._keep(self._pending))
+                self._take(self._pending)
                 self._pending = None
 
     def bring_none(self) -> None:
@@ -68,6 +78,11 @@ class Logits:
         """Whether rows are wanted that are computed or put together on this rank's device."""
         return self.count > 0 and bool(self._means.spec.units[-1].tensors or self.gathered)
 
+    @property
+    def is_brought(self) -> bool:
+        """Whether rows come to the host as they are."""
+        return self._chooser is None
+
     def bring(self) -> None:
         """Start to copy all wanted rows from the device to the host."""
         table = self.on_device
@@ -79,20 +94,23 @@ class Logits:
 
     def deliver(self, brought: Any = None) -> None:
         """Keep the logits that are on the device. brought: event after which the host has them; None: not started."""
-        if self._pending is not None:
+        if self._pending is not None and self._chooser is not None:
+            self._chooser.take(self._pending)
+            self._pending = None
+        elif self._pending is not None:
             here = self._on_host(self._pending)
             if brought is None:
                 self._means.device.receive(here, self._pending)
             else:
                 self._means.device.host_wait(brought)
-            self.kept.append(self._keep(here))
+            self._take(here)
             self._pending = None
 
     def gather(self) -> None:
         """One gather of all wanted rows, whatever number of pieces each rank computed them in."""
         group, spec = self._means.group, self._means.spec
         pipeline = spec.neighbours is not None
-        if self.count and not self.gathered:
+        if self.count and not self.gathered and self._chooser is None:
             own = torch.cat(self.kept) if self.kept else self._keep(torch.empty(self.count, 0))
             # in a pipeline a rank is done long before the last one
             self.kept[:] = [group.gather_columns(own, inf if pipeline else None, alike=self._best_only)]
@@ -120,6 +138,13 @@ class Logits:
         table = flat[: n * sum(widths)].view(n, sum(widths))
         start = sum(widths[: self._means.group.rank])
         return table, table[:, start : start + own]
+
+    def _take(self, here: torch.Tensor) -> None:
+        """Logits that are on the host."""
+        if self._chooser is not None:
+            self._chooser.take(here)
+        else:
+            self.kept.append(self._keep(here))
 
     def _keep(self, logits: torch.Tensor) -> torch.Tensor:
         """What is kept of logits on the host: a copy, or candidates for the best ones."""

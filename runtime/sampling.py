@@ -101,6 +101,15 @@ class Sampler:
         """Whether the next token is the one with the largest logit."""
         return self._sampling.greedy and self._constraint is None
 
+    @property
+    def enough(self) -> int:
+        """So many of the largest logits are all that the next token depends on; 0: it may depend on any."""
+        s = self._sampling
+        if self.greedy:
+            return 1
+        first = s.samplers[:2] == SAMPLERS[:2] and s.penalties.none and s.temperature != 0
+        return s.top_k if first and not s.logit_bias and self._constraint is None else 0
+
     def see(self, tokens: Iterable[int]) -> None:
         """What came before: penalties look at it."""
         self._before += tokens
@@ -118,7 +127,18 @@ class Sampler:
             raise StepFailed(NO_NUMBERS)
         if self.greedy:
             return int(values.argmax())
-        left = self.filter(values)
+        return self._draw(self.filter(values))
+
+    def choose_among(self, ids: np.ndarray, logits: np.ndarray) -> int:
+        """The next token id from the `enough` largest logits, float32 and the largest first, and their ids: the one
+        that `choose` finds. Raises StepFailed when some are NaN."""
+        if logits[0] != logits[0]:
+            raise StepFailed(NO_NUMBERS)
+        if self.greedy:
+            return int(ids[0])
+        return self._draw(self._pass_on(Candidates(ids, logits.astype(np.float64), True)))
+
+    def _draw(self, left: Candidates) -> int:
         reached = left.chances().cumsum()
         place = min(int(reached.searchsorted(self._random.random(), "right")), len(left.ids) - 1)
         token = int(left.ids[place])
@@ -141,10 +161,14 @@ class Sampler:
             found = _shortest_way(values, s.top_k)  # the usual case: no copy of the whole vocabulary
         else:
             found = all_candidates(values)
+        return self._pass_on(found)
+
+    def _pass_on(self, found: Candidates) -> Candidates:
+        """What the chain leaves of candidates. Raises StepFailed when it is nothing."""
         found = found.keep(found.logits > -np.inf)
         if not len(found.ids):
             raise StepFailed("no token is left to draw: --logit-bias and the grammar forbid all of them")
-        for name in s.samplers:
+        for name in self._sampling.samplers:
             found = self._apply(name, found)
         return found.in_order()
 

@@ -74,6 +74,9 @@ def describe_commands() -> str:
     for name, (module, what) in COMMANDS.items():
         text += [f"## pshard {name}", f"{what[0].upper()}{what[1:]}.", ""]
         text += describe_parser(find_parser(module))
+        if name == "bench":
+            text += ["### pshard bench --serve", "Of a server: [serving-bench.md](serving-bench.md).", ""]
+            text += describe_parser(find_parser("everyday.cli_serve_bench"))
     return "\n".join(text)
 
 

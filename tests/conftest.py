@@ -1,8 +1,10 @@
 """Shared test setup: few threads, own cache folder, GPU tests skipped without a GPU, makers of test data importable."""
 
+import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,36 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PSHARD_CACHE", str(tmp_path / "cache"))
 
 
+def is_quick(config: pytest.Config) -> bool:
+    """Slow tests are left out, as `scripts/test` does and `.ci/run` does not: what repeats is done less often too."""
+    return "not slow" in config.option.markexpr
+
+
+@pytest.fixture(scope="session", autouse=True)
+def searches_of_the_run(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In a quick run plans are searched for as with `quick_search`, else in full."""
+    with pytest.MonkeyPatch.context() as patch:
+        if is_quick(request.config):
+            from short_searches import shorten_searches
+
+            shorten_searches(patch)
+        yield
+
+
+@pytest.fixture(scope="session")
+def share(request: pytest.FixtureRequest) -> float:
+    """Of the cases that a test tries one after the other: a quarter in a quick run, else all."""
+    return 0.25 if is_quick(request.config) else 1.0
+
+
+@pytest.fixture
+def whole_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test plans with the whole search in every run: where what it finds is what matters."""
+    from short_searches import lengthen_searches
+
+    lengthen_searches(monkeypatch)
+
+
 @pytest.fixture
 def quick_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans of small models take a tenth of their time: where it does not matter how fast the planned model is."""
@@ -31,15 +63,29 @@ def quick_search(monkeypatch: pytest.MonkeyPatch) -> None:
     shorten_searches(monkeypatch)
 
 
-@pytest.fixture(params=["quick", pytest.param("whole", marks=pytest.mark.slow)])
+@pytest.fixture(
+    params=[pytest.param("quick", marks=pytest.mark.stand_in), pytest.param("whole", marks=pytest.mark.slow)]
+)
 def search(request: pytest.FixtureRequest) -> str:
-    """The test plans with the quick search, and when slow tests run with the whole one too."""
+    """The test plans with the quick search, and when slow tests run with the whole one instead."""
     if request.param == "quick":
         request.getfixturevalue("quick_search")
     return request.param
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_finish() -> None:
+    """Modules and test items live to the end: the collector need not walk through them at every turn."""
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 100)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if is_quick(config):
+        _draw_fewer_examples(items)
+    else:
+        contained = [item for item in items if item.get_closest_marker("stand_in")]
+        items[:] = [item for item in items if not item.get_closest_marker("stand_in")]
+        config.hook.pytest_deselected(items=contained)
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu:
         return
@@ -48,3 +94,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu:
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
+
+
+def _draw_fewer_examples(items: list[pytest.Item]) -> None:
+    """A quarter of hypothesis's examples but six at least: the first of a whole run's, where these are fixed."""
+    from hypothesis import settings
+
+    tests = {id(test): test for item in items if hasattr(test := getattr(item, "obj", None), "hypothesis")}
+    for test in tests.values():
+        whole = test._hypothesis_internal_use_settings
+        few = min(whole.max_examples, max(6, whole.max_examples // 4))
+        test._hypothesis_internal_use_settings = settings(whole, max_examples=few)

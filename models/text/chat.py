@@ -9,6 +9,7 @@ from jinja2 import Template
 from jinja2.exceptions import TemplateError
 
 from pshard.errors import UserError
+from pshard.models.text.template_limits import MOST_STEPS, Steps
 from pshard.models.text.traced_templates import TracedTemplates, trace_message
 from pshard.models.text.traced_text import TracedText, join_texts
 
@@ -24,6 +25,7 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     documents: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
+    most_steps: int = MOST_STEPS,
 ) -> TracedText:
     """The prompt text of a conversation: messages are {"role": ..., "content": ...}, with what else templates read:
     tool_calls, reasoning_content.
@@ -31,8 +33,8 @@ def render_chat(
     The template spells out its special tokens, and the text knows what of it came from a message: `encode_chat` of the
     tokenizer takes both into account. A role is the caller's word, not a person's: templates make tokens of it. Tools
     (JSON schemas), documents and variables (whatever else a template knows, as enable_thinking or reasoning_effort)
-    count as messages. Raises UserError for a template that is not valid, refuses the messages, or steps out of the
-    sandbox, and for a variable that has the name of another argument.
+    count as messages. Raises UserError for a template that is not valid, refuses the messages, steps out of the
+    sandbox or takes more than `most_steps` loops and calls, and for a variable that has the name of another argument.
     """
     given = {
         "messages": [_trace_turn(message) for message in messages],
@@ -45,7 +47,10 @@ def render_chat(
     if taken := sorted(given.keys() & (variables or {}).keys()):
         raise UserError(f"chat template: {taken[0]} is given already; a variable of the template has another name")
     try:
-        text = _compile(template).render(trace_message(variables or {}) | given)
+        compiled = _compile(template)
+        steps: Steps = compiled.environment.steps  # type: ignore[attr-defined]
+        steps.begin(most_steps)
+        text = compiled.render(trace_message(variables or {}) | given)
     except (
         TemplateError,
         TypeError,
@@ -54,6 +59,7 @@ def render_chat(
         AttributeError,
         ArithmeticError,
         RecursionError,
+        MemoryError,
     ) as error:
         raise UserError(f"chat template: {str(error) or type(error).__name__}; give the prompt as plain text") from None
     return join_texts([text])

@@ -15,8 +15,15 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import FILTERS, make_attrgetter
 from jinja2.nodes import EvalContext
 from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
+from pshard.models.text.template_limits import (
+    LONGEST_TEXT,
+    Steps,
+    check_layout,
+    check_operator,
+    check_widths,
+)
 from pshard.models.text.traced_text import MESSAGE, TracedText, join_texts
 
 # fmt: off
@@ -27,6 +34,7 @@ _CHOOSING = (  # these filters give what they got, or things that were in it
 # fmt: on
 _CHANGING = ("capitalize", "lower", "trim", "upper")  # and these what TracedText's own method makes of it
 
+COUNTED = "counted turns"  # a filter that no template can name
 _VARIABLES = ("_loop_vars", "_block_vars")  # Jinja adds these to a call: the names in force around it
 
 
@@ -55,28 +63,58 @@ class TracedTemplates(ImmutableSandboxedEnvironment):
     """Templates that render to TracedText. Of what is rendered with, each plain str counts as the template's own."""
 
     code_generator_class = _TracedCode
-    concat = staticmethod(join_texts)  # type: ignore[assignment]
-    intercepted_binops = frozenset(["%"])
+    intercepted_binops = frozenset(["%", "*", "**", "+"])  # of which results may be huge, or hide who wrote them
 
     def __init__(self) -> None:
+        self.steps = Steps()
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationBlocks], finalize=write_text
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationBlocks], finalize=self._write
         )
-        own = {"join": _join, "replace": _replace, "string": write_text, "safe": write_text, "tojson": _to_json_text}
-        self.filters = {name: _guard_filter(name, filter) for name, filter in FILTERS.items()} | own
+        traced: dict[str, Callable[..., Any]] = {name: _guard_filter(name, filter) for name, filter in FILTERS.items()}
+        traced |= {"join": _join, "replace": _replace, "string": write_text, "safe": write_text}
+        traced["tojson"] = _to_json_text
+        counted = {name: _count_filter(name, filter, self.steps) for name, filter in traced.items()}
+        self.filters = {**counted, COUNTED: self.steps.count}
+        del self.globals["lipsum"]
+
+    def concat(self, parts: Iterable[str]) -> TracedText:  # type: ignore[override]
+        """The parts of an output as one text."""
+        texts = list(parts)
+        if sum(map(len, texts)) > LONGEST_TEXT:
+            raise SecurityError("it makes a text beyond all use")
+        return join_texts(texts)
+
+    def _write(self, value: Any) -> str:
+        text = write_text(value)
+        self.steps.take(text)
+        return text
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        """The template's tree; each turn of its loops is a step."""
+        tree = super()._parse(source, name, filename)
+        for loop in list(tree.find_all(nodes.For)):
+            loop.iter = nodes.Filter(loop.iter, COUNTED, [], [], None, None, lineno=loop.lineno)
+        return tree
 
     def call(self, context: Context, function: Any, /, *args: Any, **settings: Any) -> Any:
         """What the function gives; text of a plain function or method is UNKNOWN where a message may be in it."""
         given = [*args, *(value for name, value in settings.items() if name not in _VARIABLES)]
         owner, plain = getattr(function, "__self__", None), _are_plain(given)
+        check_widths(given)
+        check_layout(getattr(getattr(function, "__wrapped__", None), "__self__", None))  # the sandbox's text.format
         if type(owner) is str and not plain:  # " ".join(contents): text that traces does the same
             function = getattr(join_texts([owner]), function.__name__)
         result = super().call(context, function, *args, **settings)
+        self.steps.take(result)
         return result if plain and (type(owner) is str or not isinstance(owner, str)) else _doubt(result)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """`left % right`."""
+        """`left % right`, and other operators whose result may be huge."""
+        check_operator(operator, left, right)
         result = super().call_binop(context, operator, left, right)
+        self.steps.take(result)
+        if operator != "%":
+            return result
         return result if _are_plain([left, right]) else _doubt(result)
 
 
@@ -122,6 +160,21 @@ def _guard_filter(name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
         raise TypeError(f"the filter {name!r} gives a {type(result).__name__}, in which messages cannot be told apart")
 
     return guarded
+
+
+def _count_filter(name: str, filter: Callable[..., Any], steps: Steps) -> Callable[..., Any]:
+    """The filter, each use of which is a step."""
+
+    @wraps(filter)
+    def counted(*args: Any, **settings: Any) -> Any:
+        check_widths([*args, *settings.values()])
+        if name == "format":
+            check_layout(next((value for value in args if isinstance(value, str)), None))
+        result = filter(*args, **settings)
+        steps.take(result)
+        return result
+
+    return counted
 
 
 @pass_environment

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pshard.commands.command_line import check_writable, new_parser, parse_count, parse_counts, parse_ints, run_cli
+from pshard.commands.everyday.cli_serve_bench import main as bench_server
+from pshard.commands.everyday.cli_serve_bench import wants_server
 from pshard.commands.run_flags import add_plan_flags, make_request, planned_flags
 from pshard.errors import UserError
 
@@ -31,6 +33,9 @@ def make_parser() -> ArgumentParser:
     description = "Measure prompt processing and decoding under a plan, beside its prediction."
     parser = new_parser("pshard-bench", description, takes_model=True)
     add_plan_flags(parser)
+    parser.add_argument(
+        "--serve", metavar="URL", help="drive an OpenAI server instead; --serve URL --help lists the flags of that"
+    )
     tests = parser.add_argument_group("tests")
     tests.add_argument("-p", "--n-prompt", type=parse_ints, default=(512,), help="prompt tokens, as 512,4096 (0: none)")
     tests.add_argument("-n", "--n-gen", type=parse_ints, default=(128,), help="tokens to decode (0: none)")
@@ -53,6 +58,8 @@ def make_parser() -> ArgumentParser:
 
 
 def _main(argv: list[str]) -> int:
+    if wants_server(argv):
+        return bench_server(argv)
     args = make_parser().parse_args(argv)
     request = _make_request(args)
 

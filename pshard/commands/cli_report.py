@@ -48,7 +48,7 @@ def make_parser() -> ArgumentParser:
         nargs="+",
         type=Path,
         metavar="FILE",
-        help="JSON of pshard-bench -o json|jsonl, pshard-plan --json or pshard-profile, or a plan registry",
+        help="JSON of pshard-bench (of a server too), pshard-plan --json or pshard-profile, or a plan registry",
     )
     parser.add_argument("-o", "--output", type=Path, default=Path("report"), help="folder (default: %(default)s)")
     parser.add_argument(

@@ -1,11 +1,13 @@
 """What the interface hands to the scheduler, and what comes back: nouns that both sides share. No torch, no HTTP."""
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from pshard.runtime.sampling import Constraint, Sampling
+    from pshard.server.snapshot import Snapshot
 
 
 @dataclass(frozen=True)
@@ -96,3 +98,10 @@ class Service(Protocol):
 
     def cancel(self, job_id: str) -> None:
         """End a job at the border of the step that runs; nothing happens to one that has ended."""
+
+    def snapshot(self) -> "Snapshot":
+        """What the server is and does now, without prompts."""
+
+    def move_budget(self, mib: int) -> "Future[str]":
+        """Move to the planned budget of so many MiB between steps; running texts go on. The future says under which
+        plan, or raises UserError. Raises Refused when no plan has such a budget."""

@@ -2,9 +2,11 @@
 
 Cutting a sequence back goes to the last checkpoint at or before the wanted length; the tokens behind it are computed
 again. They are made where texts are likely to be cut: at the end of a prompt, before its last micro-batch (the same
-prompt again needs its last token's logits), and every so many tokens.
+prompt again needs its last token's logits), and every so many tokens. Others belong to beginnings that texts share: to
+the key of the block at whose end they were made.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,6 +42,7 @@ class Checkpoints:
         self.each = max(each for each, _ in said)
         self.most = min(room for _, room in said) // self.each if self.each else 0
         self._kept: list[list[Checkpoint]] = [[] for _ in range(executor.states.sequences)]
+        self._shared: OrderedDict[bytes, Snapshot] = OrderedDict()  # by the key of a block, the oldest first
 
     def last(self, number: int, length: int) -> int:
         """The length of a sequence's last checkpoint at or before `length`; 0 without one."""
@@ -65,9 +68,52 @@ class Checkpoints:
         if kept and kept[-1].length == length:
             return
         kept.append(self.take(number, length))
-        while sum(map(len, self._kept)) > self.most:
+        while self._count() > self.most:
+            if self._shared:
+                self._shared.popitem(last=False)
+                continue
             first = min(self._list_spare(kept[-1]), key=lambda found: found[0])
             self._kept[first[1]].pop(first[2])
+
+    def _count(self) -> int:
+        return len(self._shared) + sum(map(len, self._kept))
+
+    @property
+    def shared_nbytes(self) -> int:
+        """Bytes of those that belong to blocks."""
+        return len(self._shared) * self.each
+
+    def has_shared(self, key: bytes) -> bool:
+        """Whether there is one of the end of the block with that key."""
+        return key in self._shared
+
+    def share(self, number: int, length: int, key: bytes) -> None:
+        """Keep what a sequence's states are now, at the end of the block with that key; the one that was used longest
+        ago goes where there are too many."""
+        if key in self._shared:
+            self._shared.move_to_end(key)
+        elif self.most > sum(map(len, self._kept)):
+            self.put_shared(key, self.take(number, length).states)
+
+    def put_shared(self, key: bytes, states: Snapshot) -> None:
+        """Keep states of the end of the block with that key."""
+        self._shared[key] = states
+        while self._count() > self.most and self._shared:
+            self._shared.popitem(last=False)
+
+    def get_shared(self, key: bytes) -> Snapshot:
+        """The states at the end of the block with that key, of which `has_shared` was true."""
+        return self._shared[key]
+
+    def adopt(self, number: int, length: int, key: bytes, states: Snapshot | None = None) -> None:
+        """Make a sequence's states those at the end of the block with that key: these, or of which `has_shared` was
+        true."""
+        if states is None:
+            self._shared.move_to_end(key)
+            states = self._shared[key]
+        else:
+            self.put_shared(key, states)
+        self.put(number, Checkpoint(length, states))
 
     def _list_spare(self, newest: Checkpoint) -> list[tuple[int, int, int]]:
         """(tokens since the one before it, sequence, place) of all but the newest."""
@@ -107,7 +153,9 @@ class Checkpoints:
         if found:
             self.put(number, found[-1])
         self._kept[number].clear()
-        room = self.most - sum(map(len, self._kept))
+        while self._shared and self._count() + len(found) > self.most:
+            self._shared.popitem(last=False)
+        room = self.most - self._count()
         self._kept[number][:] = found[max(0, len(found) - room) :] if room > 0 else []
 
     @property

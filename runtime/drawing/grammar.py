@@ -4,6 +4,8 @@ The package is an extra, imported when a grammar is given.
 """
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -43,36 +45,78 @@ class Grammar:
         self._matcher.consume_token(token)
 
 
-def follow_grammar(kind: str, text: str, tokenizer: Tokenizer | None, vocab: int) -> Grammar:
-    """A grammar for one answer. kind: "grammar" (GBNF or Lark) or "schema" (JSON schema); vocab: of the logits.
+class GrammarWords:
+    """A vocabulary as llguidance knows it, of which any number of grammars can be made: making it takes a second for a
+    large one."""
 
-    Raises UserError: llguidance is not installed, a text that is neither, a model that cannot say when it ends.
-    """
+    def __init__(self, library: Any, tokenizer: Tokenizer, vocab: int) -> None:
+        self._library, self._vocab = library, vocab
+        words = library.TokenizerWrapper(_Words(tokenizer, vocab))
+        self._known = library.LLTokenizer(words, n_vocab=vocab, eos_token=sorted(tokenizer.eos_ids))
+
+    def compile_schema(self, text: str, spaces: str, flag: str = "schema") -> Callable[[], Grammar]:
+        """What makes a grammar for one answer after another, of a JSON schema as text. spaces: a regular expression of
+        what may stand between JSON's words, "" for nothing. Raises UserError, which begins with `flag`."""
+        with _name_error(flag):
+            schema = json.loads(text)
+            if isinstance(schema, dict):
+                if spaces:
+                    schema.setdefault("x-guidance", {"whitespace_pattern": spaces})
+                else:
+                    schema["x-guidance"] = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
+            made = self._library.LLMatcher.grammar_from_json_schema(schema)
+        return self._compile(made, flag)
+
+    def compile_grammar(self, text: str, flag: str) -> Callable[[], Grammar]:
+        """The same of a grammar in GBNF or Lark."""
+        from llguidance import gbnf_to_lark
+
+        with _name_error(flag):
+            made = self._library.LLMatcher.grammar_from_lark(gbnf_to_lark.any_to_lark(text))
+        return self._compile(made, flag)
+
+    def _compile(self, made: str, flag: str) -> Callable[[], Grammar]:
+        matcher = self._library.LLMatcher(self._known, made, log_level=0)
+        first = matcher.deep_copy()
+        if not first.is_error():
+            first.compute_bitmask()  # some that are too complex show it with the first token only
+        if first.is_error():
+            raise UserError(f"{flag} cannot be read: {' '.join(first.get_error().split())}")
+        return lambda: Grammar(matcher.deep_copy(), self._vocab)
+
+
+def open_words(tokenizer: Tokenizer | None, vocab: int) -> GrammarWords:
+    """A tokenizer's words for grammars; vocab: of the logits. Raises UserError: llguidance is not installed, or a model
+    that cannot say when it ends."""
     try:
         import llguidance
-        from llguidance import gbnf_to_lark
     except ImportError:
         raise UserError(
             "grammars and schemas need llguidance, which is not installed; run: pip install llguidance"
         ) from None
     if tokenizer is None or not tokenizer.eos_ids:
         raise UserError("grammars and schemas need a model file with a tokenizer and an end token")
-    flag = "--json-schema" if kind == "schema" else "--grammar"
+    return GrammarWords(llguidance, tokenizer, vocab)
+
+
+def follow_grammar(kind: str, text: str, tokenizer: Tokenizer | None, vocab: int) -> Grammar:
+    """A grammar for one answer. kind: "grammar" (GBNF or Lark) or "schema" (JSON schema); vocab: of the logits.
+
+    Raises UserError: llguidance is not installed, a text that is neither, a model that cannot say when it ends.
+    """
+    words = open_words(tokenizer, vocab)
+    if kind == "schema":  # with some whitespace, else a model may go on with empty lines for ever
+        return words.compile_schema(text, r"[ \n]{0,4}", "--json-schema")()
+    return words.compile_grammar(text, "--grammar")()
+
+
+@contextmanager
+def _name_error(flag: str) -> Iterator[None]:
+    """What llguidance's converters raise, of which nothing is said anywhere, as UserError."""
     try:
-        if kind == "schema":
-            schema = json.loads(text)
-            if isinstance(schema, dict):  # else a model may go on with empty lines for ever
-                schema.setdefault("x-guidance", {"whitespace_pattern": r"[ \n]{0,4}"})
-            made = llguidance.LLMatcher.grammar_from_json_schema(schema)
-        else:
-            made = llguidance.LLMatcher.grammar_from_lark(gbnf_to_lark.any_to_lark(text))
-    except Exception as error:  # what its converters raise is not said anywhere
-        raise UserError(f"{flag} cannot be read: {str(error).splitlines()[0]}") from None
-    words = llguidance.TokenizerWrapper(_Words(tokenizer, vocab))
-    known = llguidance.LLTokenizer(words, n_vocab=vocab, eos_token=sorted(tokenizer.eos_ids))
-    if wrong := llguidance.LLMatcher.validate_grammar(made, known):
-        raise UserError(f"{flag} cannot be read: {' '.join(wrong.split())}")
-    return Grammar(llguidance.LLMatcher(known, made), vocab)
+        yield
+    except Exception as error:
+        raise UserError(f"{flag} cannot be read: {(str(error).splitlines() or [''])[0]}") from None
 
 
 class _Words:

@@ -1,41 +1,113 @@
-"""Blocks of the KV cache: taken from one pool as a sequence grows, given back when it forgets."""
+"""Blocks of the KV cache: taken from one pool as a sequence grows, shared by equal beginnings, given back when it
+forgets."""
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 
 from pshard.units.kv_cells import KV_BLOCK, window_start
 
 
 class BlockPool:
-    """Cell i of a sequence is cell i % KV_BLOCK of its block number i // KV_BLOCK, in every layer's cache alike."""
+    """Cell i of a sequence is cell i % KV_BLOCK of its block number i // KV_BLOCK, in every layer's cache alike.
+
+    A full block that is given a key may have several holders, none of whom changes it. It stays when the last one
+    leaves, until its room is needed: the block that was left first goes first. Holders leave their last block first, so
+    what follows a block never outlives it by much, and beginnings that several share stay longest.
+    """
 
     def __init__(self, blocks: int) -> None:
         self.blocks = blocks
         self._free = list(range(blocks))  # a heap: the lowest goes first, so that what is used lies together
+        self._holders = [0] * blocks
+        self._keys: list[bytes | None] = [None] * blocks
+        self._known: dict[bytes, int] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # with a key and without a holder, the oldest first
 
     def missing(self, wanted: Iterable[tuple[Sequence[int], int]]) -> int:
         """How many blocks the pool lacks for holders of these blocks to have so many cells instead."""
         more = sum(blocks_of(cells) - len(held) for held, cells in wanted)
-        return max(0, more - len(self._free))
+        return max(0, more - self.room)
 
     def resize(self, held: list[int], cells: int) -> None:
         """Let a holder of these blocks hold those that `cells` cells need. Raises ValueError, before anything changes,
         when the pool has too few."""
         wanted = blocks_of(cells)
-        if wanted - len(held) > len(self._free):
-            raise ValueError(f"{wanted - len(held)} blocks are needed and {len(self._free)} are free")
+        if wanted - len(held) > self.room:
+            raise ValueError(f"{wanted - len(held)} blocks are needed and {self.room} are free")
         while len(held) > wanted:
-            heapq.heappush(self._free, held.pop())
+            self.leave(held.pop())
         while len(held) < wanted:
-            held.append(heapq.heappop(self._free))
+            held.append(self.take())
 
     def take_back(self, held: list[int]) -> None:
-        """Free the first of a holder's blocks."""
-        heapq.heappush(self._free, held.pop(0))
+        """Let a holder leave its first block."""
+        self.leave(held.pop(0))
 
     @property
-    def is_empty(self) -> bool:
-        return not self._free
+    def room(self) -> int:
+        """Blocks that can be taken: without a holder."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def idle(self) -> tuple[int, ...]:
+        """Blocks with a key and without a holder, the oldest first."""
+        return tuple(self._idle)
+
+    def find(self, key: bytes) -> int | None:
+        """The block with that key."""
+        return self._known.get(key)
+
+    def key(self, block: int) -> bytes | None:
+        """A block's key."""
+        return self._keys[block]
+
+    def hold(self, block: int) -> int:
+        """Become one more holder of a block with a key; returns it."""
+        self._idle.pop(block, None)
+        self._holders[block] += 1
+        return block
+
+    def share(self, block: int, key: bytes) -> int:
+        """Give a full block, which its only holder changes no more, a key; returns the block that its holder has from
+        now on: another one where that key is known already."""
+        other = self._known.setdefault(key, block)
+        if other != block:
+            self.hold(other)
+            self.leave(block)
+        else:
+            self._keys[block] = key
+        return other
+
+    def drop(self, block: int) -> bool:
+        """Make a block that has a key and no holder empty; others stay as they are. Whether it was one."""
+        if block not in self._idle:
+            return False
+        del self._idle[block]
+        key = self._keys[block]
+        assert key is not None
+        del self._known[key]
+        self._keys[block] = None
+        heapq.heappush(self._free, block)
+        return True
+
+    def leave(self, block: int) -> None:
+        """Be one holder of a block less."""
+        self._holders[block] -= 1
+        if self._holders[block]:
+            return
+        if self._keys[block] is None:
+            heapq.heappush(self._free, block)
+        else:
+            self._idle[block] = None
+
+    def take(self) -> int:
+        """A block of one's own, where there is room."""
+        if not self._free:
+            self.drop(next(iter(self._idle)))
+        block = heapq.heappop(self._free)
+        self._holders[block] = 1
+        return block
 
 
 class RecentBlocks:
@@ -64,9 +136,54 @@ class RecentBlocks:
         no room for all windows."""
         held = self._held[number]
         while self._lost[number] + len(held) < blocks_of(cells):
-            if self._pool.is_empty:
+            if not self._pool.room:
                 self._make_room(lengths)
             self._pool.resize(held, (len(held) + 1) * KV_BLOCK)
+
+    def missing(self, lengths: Sequence[int], wanted: Mapping[int, int]) -> int:
+        """How many blocks are lacking for sequences of these lengths to have so many cells instead, in one
+        micro-batch."""
+        ends = (wanted.get(number, length) for number, length in enumerate(lengths))
+        needed = (blocks_of(end) - window_start(length, self._window) // KV_BLOCK for length, end in zip(lengths, ends))
+        return max(0, sum(needed) - self._pool.blocks)
+
+    def share(self, number: int, at: int, key: bytes) -> None:
+        """Give a sequence's block number `at`, which is full, a key."""
+        held, at = self._held[number], at - self._lost[number]
+        if at >= 0:
+            held[at] = self._pool.share(held[at], key)
+
+    def find(self, key: bytes) -> int | None:
+        """As `BlockPool.find`."""
+        return self._pool.find(key)
+
+    def adopt(self, number: int, keys: Sequence[bytes], lengths: Sequence[int]) -> list[int]:
+        """Let a sequence without blocks hold those with these keys that its next token sees, and empty ones in place of
+        those that are not there: returns at which places, for `block` and `share`. As `extend` it raises ValueError."""
+        lost = self._lost[number] = window_start(len(keys) * KV_BLOCK, self._window) // KV_BLOCK
+        found = [self._pool.find(key) for key in keys[lost:]]
+        for block in found:
+            if block is not None:
+                self._pool.hold(block)
+        held = self._held[number] = []
+        for at, block in enumerate(found):
+            if block is None and not self._pool.room:
+                try:
+                    self._make_room(lengths)
+                except ValueError:
+                    held += [b for b in found[at:] if b is not None]
+                    raise
+            held.append(self._pool.take() if block is None else block)
+        return [lost + at for at, block in enumerate(found) if block is None]
+
+    def block(self, number: int, at: int) -> int:
+        """A sequence's block number `at`, which it has."""
+        return self._held[number][at - self._lost[number]]
+
+    @property
+    def idle(self) -> tuple[int, ...]:
+        """As `BlockPool.idle`."""
+        return self._pool.idle
 
     def _make_room(self, lengths: Sequence[int]) -> None:
         spare = [window_start(n, self._window) // KV_BLOCK - lost for n, lost in zip(lengths, self._lost)]

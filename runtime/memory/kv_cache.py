@@ -75,15 +75,15 @@ class CellRun:
 def find_cell_runs(
     spans: Iterable[tuple[int, int]], most: int, ours: Collection[int] | None = None
 ) -> tuple[CellRun, ...]:
-    """Runs that cover the cells [from, to) of a pool, which do not overlap, so that copying them is fast.
+    """Runs that cover the cells [from, to) of a pool, so that copying them is fast.
 
     A run more costs as much as `most` cells. What pays more of two ways is taken: to make one run of neighbours and
     the cells between them, where all of these lie in the blocks `ours` (None: in any), or one of equal distant spans.
     """
     whole: list[tuple[int, int]] = []
     for start, stop in sorted(spans):
-        if whole and whole[-1][1] == start:
-            whole[-1] = (whole[-1][0], stop)
+        if whole and start <= whole[-1][1]:  # neighbours, or cells that sequences share
+            whole[-1] = (whole[-1][0], max(stop, whole[-1][1]))
         elif start < stop:
             whole.append((start, stop))
     return min((_join(whole, most, ours), _fold(whole)), key=lambda runs: _cost(runs, most))

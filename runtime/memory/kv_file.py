@@ -85,7 +85,8 @@ class KVStore:
         self._blocks = tuple(_blocks_of(source.spec, kv, held, group.rank))
         laws = (unit.state(source.spec.config, kv) for unit in source.spec.units)
         caches = (law for law in laws if isinstance(law, CellState | LatentState))
-        self._states = find_states(source.spec, held[group.rank])
+        self._held = held[group.rank]
+        self._states = find_states(source.spec, self._held)
         self._windows = tuple(law.window if isinstance(law, CellState) else 0 for law in caches)  # of every layer
 
     def save(self, path: Path, held: Segment, tokens: Sequence[int], states: Sequence[Checkpoint] = ()) -> None:
@@ -165,13 +166,20 @@ class KVStore:
                 )
 
     @cached_property
-    def _fingerprint(self) -> str:
+    def fingerprint(self) -> str:
+        """The model's: see `fingerprint_model`."""
         return fingerprint_model(self._source)
+
+    @cached_property
+    def slice_fingerprint(self) -> str:
+        """Of what this rank has of the model."""
+        held = json.dumps(to_json(self._held), sort_keys=True)
+        return hashlib.sha256(f"{self.fingerprint} {held}".encode()).hexdigest()
 
     def _header(self, tokens: Sequence[int], states: Sequence[int] = ()) -> bytes:
         config = self._source.spec.config
         fields = {
-            "fingerprint": self._fingerprint,
+            "fingerprint": self.fingerprint,
             "layers": len(self._windows),
             "kv_heads": config.n_kv_heads,
             "head_dim": config.head_dim,

@@ -38,7 +38,7 @@ class Reach:
 def reach_old(segments: Sequence[Segment], most: int) -> Reach:
     """What the segments' sequences have behind them, of states that do not grow also zeros at their beginning; `most`
     as in `find_cell_runs`."""
-    spans = [span for s in segments for span in pool_spans(s.blocks, 0, s.past)]
+    spans = [span for s in segments if s.blocks for span in pool_spans(s.blocks, 0, s.past)]
     recent = [span for s in segments if s.recent for span in pool_spans(s.recent, s.first, s.past)]
     return Reach(find_cell_runs(spans, most), find_cell_runs(recent, most), _runs_of(s.sequence for s in segments))
 

@@ -33,8 +33,8 @@ def start_ranks(ranks: int, module: str, argv: list[str]) -> int:
     rank fails, the others are ended and the line on stderr names it. Ctrl-C and SIGTERM end all of them.
     """
     with socket.create_server(("127.0.0.1", 0)) as meeting_point:
-        processes = [_start_rank(r, ranks, module, argv, meeting_point) for r in range(ranks)]
-    readers = [_StderrReader(r, p) for r, p in enumerate(processes) if r > 0]
+        processes = [start_rank(r, ranks, module, argv, meeting_point) for r in range(ranks)]
+    readers = [StderrReader(r, p) for r, p in enumerate(processes) if r > 0]
     previous = signal.signal(signal.SIGTERM, _terminate)
     try:
         failed = _wait_for_first_failure(processes)
@@ -50,7 +50,7 @@ def start_ranks(ranks: int, module: str, argv: list[str]) -> int:
             _wait_all(processes, GRACE_SECONDS)  # the terminal has sent them the Ctrl-C too
     finally:
         signal.signal(signal.SIGTERM, previous)
-        _end_all(processes)
+        end_ranks(processes)
     user_error = interrupted or processes[0].returncode == 2
     for reader in readers:
         reader.finish(quiet=user_error)
@@ -65,7 +65,11 @@ def start_ranks(ranks: int, module: str, argv: list[str]) -> int:
     return 128 - code if code < 0 else code
 
 
-def _start_rank(rank: int, ranks: int, module: str, argv: list[str], meeting_point: socket.socket) -> subprocess.Popen:
+def start_rank(
+    rank: int, ranks: int, module: str, argv: list[str], meeting_point: socket.socket, keep: tuple[int, ...] = ()
+) -> subprocess.Popen:
+    """Start the main() of `module` with `argv` as one of the ranks, which meet at a socket that rank 0 gets. keep: file
+    descriptors that it has too."""
     environment = os.environ | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -84,11 +88,11 @@ def _start_rank(rank: int, ranks: int, module: str, argv: list[str], meeting_poi
         stdin=None if rank == 0 else subprocess.DEVNULL,
         stdout=None if rank == 0 else subprocess.DEVNULL,
         stderr=None if rank == 0 else subprocess.PIPE,
-        pass_fds=(meeting_point.fileno(),) if rank == 0 else (),
+        pass_fds=(meeting_point.fileno(), *keep) if rank == 0 else keep,
     )
 
 
-class _StderrReader:
+class StderrReader:
     """Shows a rank's stderr line by line behind its number; its last error line is held back until the end."""
 
     def __init__(self, rank: int, process: subprocess.Popen) -> None:
@@ -106,6 +110,7 @@ class _StderrReader:
                 print(self._prefix + line, file=sys.stderr, flush=True)
 
     def finish(self, quiet: bool) -> None:
+        """Wait for its end; show what was held back, unless quiet."""
         self._thread.join(timeout=GRACE_SECONDS)  # a grandchild may hold the pipe open
         if self._held and not quiet:
             print(self._prefix + self._held, file=sys.stderr, flush=True)
@@ -144,7 +149,7 @@ def _wait_all(processes: list[subprocess.Popen], seconds: float) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _end_all(processes: list[subprocess.Popen]) -> None:
+def end_ranks(processes: list[subprocess.Popen]) -> None:
     """Ask what still runs to end, then make it."""
     for act in ("terminate", "kill"):
         for process in processes:

@@ -147,10 +147,11 @@ class Walk:
         cells = self._batch.acc_rows.cells if self._tokens <= SMALL_BATCH else 0
         output = launch.gives_logits
         wanted = logits.count if output or index is not None else 0  # the others' work is the same
-        key = (tier.tokens, launch.name, self._tokens, wanted, cells, self._batch.acc_rows.longest)
+        brings = logits.is_brought and output
+        key = (tier.tokens, launch.name, self._tokens, wanted, cells, self._batch.acc_rows.longest, brings)
         repeats = self._repeats(key)
         leaving = launch.leaves if repeats else ()
-        delivering = output and repeats and logits.has_some()
+        written = output and repeats and logits.has_some()  # maybe by a graph, without telling
         # a sum comes first where the CPU made a part of it
         entering = launch.enters if isinstance(first, Compute) or not launch.enters else ("branch",)
 
@@ -163,19 +164,19 @@ class Walk:
             self._run_units(launch)
             for name in leaving:
                 self._device.bring(*self._rows(name))
-            if delivering:
+            if written and brings:
                 logits.bring()
 
         self._device.repeat(key, repeats, work)
         self._batch.unsent = None
         self._means.transfers.link_bytes += sum(self._rows(name)[0].nbytes for name in entering)
         self._means.transfers.link_bytes += sum(map(self._count_read, launch.reading))
-        self._left = self._device.mark() if leaving or delivering else None
+        self._left = self._device.mark() if leaving or written else None
         if output:
-            if delivering:
+            if written:
                 logits.expect()
             logits.deliver(self._left)
-            self._left, self.settled = None, delivering
+            self._left, self.settled = None, written
             self._side = "cpu"  # nobody wants hidden states any more
 
     def _count_read(self, step: Compute) -> int:

@@ -54,8 +54,10 @@ class AheadWalk(Walk):
         output = any(launch.gives_logits for launch in stretch.launches)
         wanted = logits.count if output or index is not None else 0  # the others' work is the same
         rows = self._batch.acc_rows
-        key = (tier.tokens, stretch.name, self._tokens, wanted, rows.cells, rows.longest)
-        delivering = output and logits.has_some()
+        brings = output and logits.is_brought
+        key = (tier.tokens, stretch.name, self._tokens, wanted, rows.cells, rows.longest, brings)
+        written = output and logits.has_some()
+        delivering = written and brings
 
         def work() -> None:
             tier.side.kernels.forget()
@@ -70,10 +72,10 @@ class AheadWalk(Walk):
         self._side, self._batch.unsent = "acc", None
         self._means.transfers.link_bytes += sum(map(self._count_bytes, stretch.parts))
         if output:
-            if delivering:
+            if written:
                 logits.expect()
             logits.deliver(self._device.mark() if delivering else None)
-            self.settled = delivering
+            self.settled = written
 
     def _do_part(self, part: Launch | Tell | Await, relay: Relay) -> None:
         """Its kernels, and nothing else: a graph may hold them."""

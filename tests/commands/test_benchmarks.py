@@ -27,6 +27,7 @@ def run_script(world: World, name: str, *flags: str) -> subprocess.CompletedProc
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
 
 
+@pytest.mark.slow
 def test_a_soak_ends_in_time_tells_what_it_does_and_checks_logits(world: World, tmp_path: Path) -> None:
     out = tmp_path / "soak.json"
     done = run_script(world, "soak.py", "--vram", str(world.budget), "--seconds", "2", "-o", str(out))
@@ -132,6 +133,7 @@ def test_notes_of_a_benchmark_are_passed_on(
     assert not capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_ways_that_no_time_is_left_for_are_named_and_nothing_is_judged(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -752,6 +752,7 @@ def test_errors_of_processes(world: World) -> None:
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
 
 
+@pytest.mark.slow
 def test_ranks_that_fail_alike_say_it_once(planned: World) -> None:
     done = shell("pshard.commands.cli_bench", "-m", planned.model, "--vram", "3,3", "-sm", "tensor", "-p", 8, "-n", 0)
     assert (done.returncode, done.stdout) == (2, "")

@@ -475,7 +475,8 @@ def test_ranks_without_a_seed_draw_the_same_tokens(
     assert tokens(*follow, *cache, "--prompt-cache-ro") == tokens(*follow)  # both ranks' cells are of these
 
 
-@pytest.mark.parametrize("ways", [["--numa"], slow(["--vram 6 --numa", "--numa", "--vram 6,6 --numa"])], ids=len)
+@pytest.mark.slow
+@pytest.mark.parametrize("ways", [["--numa"], ["--vram 6 --numa", "--numa", "--vram 6,6 --numa"]], ids=len)
 def test_numa_starts_a_rank_for_each_node_of_the_host(
     world: World, capfd: pytest.CaptureFixture, ways: list[str]
 ) -> None:
@@ -528,6 +529,7 @@ def test_numa_is_for_ranks_on_cpus(world: World, capsys: pytest.CaptureFixture) 
     assert "--numa is for ranks on CPUs" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_takes_the_split_that_was_chosen(
     world: World, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -549,9 +551,10 @@ def test_a_run_takes_the_split_that_was_chosen(
 
 @pytest.mark.parametrize(
     "split",
-    [["-sm", "auto"], slow(["-sm", "tensor", "-ts", "auto"]), slow(["-sm", "layer", "-ts", "auto"])],
+    [["-sm", "auto"], ["-sm", "tensor", "-ts", "auto"], ["-sm", "layer", "-ts", "auto"]],
     ids=lambda split: " ".join(split[1::2]),
 )
+@pytest.mark.slow
 def test_replan_chooses_splits_as_pshard_plan_does(
     world: World, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, split: list[str]
 ) -> None:

@@ -10,12 +10,18 @@ from typing import Any
 
 import numpy as np
 from cli_world import World, made_up_profile, make_world, tokenizer_metadata
+from family_files import RECIPES, write_family
+from hybrid_files import LIKE, random_hybrid, write_hybrid_gguf
 from model_files import LLAMA3_ROPE, Shape, write_gguf
+from plan_samples import make_rank_plan, make_tier
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pshard.commands import cli_plan
+from pshard.models import open_model
 from pshard.registries.profile_store import save_profile
+from pshard.registries.store import load_registry, save_variants
+from pshard.routing.expert_cache import POLICIES, ExpertCache, pack_hits, slot_nbytes
 from pshard.session.run_request import RunRequest
 
 TINY = {"n_layers": 1, "d_model": 32, "n_heads": 2, "n_kv_heads": 1, "head_dim": 16, "d_ffn": 64, "vocab": 258}
@@ -47,6 +53,27 @@ def write_gguf_bases(folder: Path) -> list[Path]:
         write_gguf(folder / "d.gguf", "qwen2moe", qtype="Q4_0", metadata=words, **TINY, **ROUTED),
         _write_drafting_glm(folder / "e.gguf", words),
     ]
+
+
+def write_family_bases(folder: Path) -> list[Path]:
+    """A file of each family: fused tensors, factors of frequencies, norms after, scales, temperatures, windows."""
+    return [write_family(folder / f"{name}.gguf", name, **_words(320)).path for name in RECIPES]
+
+
+def write_hybrid_bases(folder: Path) -> list[Path]:
+    """The three hybrids, in three types."""
+    types = {"next": "Q4_0", "dense": "Q8_0", "moe": "F16"}
+    return [
+        write_hybrid_gguf(folder / f"{like}.gguf", like, random_hybrid(like), types[like], _words(320)) for like in LIKE
+    ]
+
+
+def _words(count: int) -> dict[str, Any]:
+    """A tokenizer of one token per byte, and others up to so many."""
+    words = tokenizer_metadata()
+    tokens, types = words["tokenizer.ggml.tokens"], words["tokenizer.ggml.token_type"]
+    more = [f"more{i}" for i in range(count - len(tokens))]
+    return words | {"tokenizer.ggml.tokens": tokens + more, "tokenizer.ggml.token_type": types + [1] * len(more)}
 
 
 def _write_drafting_glm(path: Path, words: dict[str, Any]) -> Path:
@@ -146,3 +173,31 @@ def plan_world(folder: Path) -> tuple[World, RunRequest]:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         assert cli_plan.main(["-m", str(world.model), "--vram", "2", "-c", "64", "--profile", str(world.profile)]) == 0
     return world, RunRequest(world.model, profile=world.profile)
+
+
+def cached_world(folder: Path) -> tuple[World, RunRequest]:
+    """A model with experts, under a plan that has slots for those that follow use, in two pools."""
+    sizes = {"n_layers": 2, "d_model": 64, "n_heads": 2, "n_kv_heads": 1, "head_dim": 32, "d_ffn": 64, "n_experts": 6}
+    world = make_world(folder, arch="qwen3moe", **sizes, n_used=2, d_expert=64, context=256)
+    save_profile(made_up_profile(), world.profile)
+    flags = ["--vram", "8", "-c", "64", "-ctk", "f32", "-ctv", "f32", "--profile", str(world.profile)]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        assert cli_plan.main(["-m", str(world.model), *flags]) == 0
+    (plans,) = load_registry(world.registry).sets
+    (variant,), (rank,) = plans.variants, plans.variants[0].ranks
+    with open_model(world.model) as file:
+        spec = file.spec
+    routed = [unit for unit in spec.units if unit.kind.parts]
+    hits = pack_hits([0.5] * 6)
+    caches = tuple(
+        ExpertCache((unit.name,), 3, slot_nbytes(unit), policy, 2, hits, 0.5, 1.0)
+        for unit, policy in zip(routed, POLICIES, strict=True)
+    )
+    places = {u.name: ("streamed" if u.kind.parts else "pinned", "vram" if u.kind.state else None) for u in spec.units}
+    bytes_of = sum(cache.nbytes for cache in caches)
+    tiers = tuple(make_tier(spec, tier.tokens, places, 2, 64, 1) for tier in rank.tiers)
+    tiers = tuple(replace(tier, buffers=replace(tier.buffers, cached=bytes_of)) for tier in tiers)
+    made = replace(make_rank_plan(spec, tiers), budget_mib=rank.budget_mib, caches=caches)
+    world.registry.unlink()
+    save_variants(world.registry, plans.model, plans.inputs, [replace(variant, ranks=(made,))])
+    return world, RunRequest(world.model, type_k="f32", type_v="f32", profile=world.profile)

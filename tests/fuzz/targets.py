@@ -2,6 +2,7 @@
 
 Some changes cannot be told from a right file, as another right file has just that value; those count as "untold":
 - RoPE base, scaling and norm epsilon (and a key of them that is gone: then its default holds): every model has its own.
+- By what embeddings, scores, logits and queries are multiplied, how long windows are, and how layers with them rotate.
 - How a router weighs the experts that it chose, and how many it chooses: no tensor has a size by these.
 - A tensor's type, changed to one of the same size (F16 and BF16, Q4_0 and Q4_K): no byte of the file says more.
 - Whether the head is the embedding, in a folder that has both: config.json decides, as for transformers.
@@ -22,8 +23,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from cli_world import World
 from engines import open_engine
-from fuzz.bases import plan_world, write_folder, write_gguf_bases
+from fuzz.bases import cached_world, plan_world, write_family_bases, write_folder, write_gguf_bases, write_hybrid_bases
 from fuzz.mutate_bytes import Mutant, mutate_bytes
 from fuzz.mutate_gguf import GgufFields, mutate_gguf
 from fuzz.mutate_json import mutate_json
@@ -39,10 +41,13 @@ from pshard.registries.routing_file import read_routing, write_routing
 from pshard.routing.measure_popularity import measure_popularity
 from pshard.routing.popularity import check_popularity
 from pshard.session.open_plan import Opened, check_plan, open_plan
+from pshard.session.run_request import RunRequest
 from pshard.session.start_engine import start_engine
 from pshard.workload import Workload
 
 IDS = [5, 77, 200, 3]
+UNTOLD_NUMBERS = ("rope", "window_rope", "norm_eps", "context", "score_scale", "embedding_scale", "logit_scale",
+                  "temperature", "sliding_window")  # fmt: skip
 UNTOLD_OF_EXPERTS = ("used", "scores", "normed", "scale", "groups", "groups_used")
 RIGHT, REFUSED, UNTOLD = "right", "refused", "cannot be told"
 
@@ -64,12 +69,15 @@ class Target:
 def make_targets(folder: Path) -> dict[str, Callable[[], Target]]:
     """Makers of all targets, by name; each keeps its files in a folder of its own."""
     makers = {
-        "gguf": fuzz_gguf,
+        "gguf": partial(fuzz_gguf, write_gguf_bases),
+        "families": partial(fuzz_gguf, write_family_bases),
+        "hybrids": partial(fuzz_gguf, write_hybrid_bases),
         "safetensors": fuzz_safetensors,
         "folder": fuzz_folder_json,
         "experts": partial(fuzz_safetensors, routed=True),
         "experts-folder": partial(fuzz_folder_json, routed=True),
-        "registry": fuzz_registry,
+        "registry": partial(fuzz_registry, plan_world),
+        "caches": partial(fuzz_registry, cached_world),
         "profile": fuzz_profile,
         "page-locks": fuzz_page_locks,
         "routing": fuzz_routing,
@@ -85,9 +93,9 @@ def make_targets(folder: Path) -> dict[str, Callable[[], Target]]:
     return {name: bind(name, make) for name, make in makers.items()}
 
 
-def fuzz_gguf(name: str, folder: Path) -> Target:
-    """Headers of GGUF files with different types, architectures, tokenizers and alignments."""
-    bases = write_gguf_bases(folder)
+def fuzz_gguf(write: Callable[[Path], list[Path]], name: str, folder: Path) -> Target:
+    """Headers of GGUF files."""
+    bases = write(folder)
     contents = [path.read_bytes() for path in bases]
     headers = [GgufFields(data) for data in contents]
     right = [read_contents(path) for path in bases]
@@ -149,9 +157,9 @@ def fuzz_folder_json(name: str, folder: Path, routed: bool = False) -> Target:
     return Target(name, folder, mutate, judge)
 
 
-def fuzz_registry(name: str, folder: Path) -> Target:
+def fuzz_registry(make: Callable[[Path], tuple[World, RunRequest]], name: str, folder: Path) -> Target:
     """A registry that a run is to take a plan from."""
-    world, request = plan_world(folder)
+    world, request = make(folder)
     text = world.registry.read_text()
     right = run_plan(open_plan(request))
 
@@ -283,7 +291,7 @@ def judge_model(path: Path, right: Contents) -> str:
         return RIGHT
     if not found.logits.isfinite().all():
         raise WrongOutcome(f"logits that are no numbers; configuration {found.config}")
-    told = replace(found.config, rope=right.config.rope, norm_eps=right.config.norm_eps, context=right.config.context)
+    told = replace(found.config, **{name: getattr(right.config, name) for name in UNTOLD_NUMBERS})
     if told.experts and right.config.experts:
         same = {name: getattr(right.config.experts, name) for name in UNTOLD_OF_EXPERTS}
         told = replace(told, experts=replace(told.experts, **same))

@@ -24,12 +24,15 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_search: None):
     ("name", "count"),
     [
         *[("gguf", 1000), ("safetensors", 1000), ("folder", 250), ("experts", 400), ("experts-folder", 150)],
+        ("families", 60),
+        *[pytest.param(*case, marks=pytest.mark.slow) for case in (("hybrids", 60), ("caches", 60))],
         *[("registry", 80), ("profile", 50), ("page-locks", 150), ("routing", 300)],
     ],
 )
 def test_a_changed_file_gives_the_right_numbers_or_one_line(
-    make, capfd: pytest.CaptureFixture[str], name: str, count: int
+    make, capfd: pytest.CaptureFixture[str], name: str, count: int, share: float
 ) -> None:
+    count = int(share * count)
     outcomes = count_outcomes(make(name), seed=1, numbers=range(count))
     assert outcomes[RIGHT] > 0 and outcomes.total() == count
     assert outcomes[REFUSED] > count // 3 or name == "page-locks"  # what cannot be read there is not known

@@ -30,7 +30,7 @@ def test_the_reference_has_every_command_and_its_flags() -> None:
     text = SITE["describe_commands"]()
     for name in ("run", "chat", "plan", "profile", "bench", "report", "models", "doctor"):
         assert f"## pshard {name}\n" in text
-    for flag in ("--vram", "--explain", "--baseline", "--temp", "--quick"):
+    for flag in ("--vram", "--explain", "--baseline", "--temp", "--quick", "--shared-prefix"):
         assert flag in text
 
 

@@ -1,18 +1,32 @@
 """Searches of the planner made short: for tests in which it does not matter how fast the planned model is."""
 
+import importlib
+
 import pytest
 
 SEARCH = "pshard.planner.search"
+# The random search unit by unit takes a hundred steps a pass instead of thousands, that of all tiers ten; placements of
+# a tier and mixes of all tiers are not enumerated.
+SHORT = {
+    ("anneal", "TRIES"): 100,
+    ("anneal", "TRIES_PER_UNIT"): 1,
+    ("anneal_tiers", "TRIES"): 10,
+    ("exact", "MOST_UNITS"): 0,
+    ("exact_tiers", "MOST_UNITS"): 0,
+}
+WHOLE = {at: getattr(importlib.import_module(f"{SEARCH}.{at[0]}"), at[1]) for at in SHORT}
 
 
 def shorten_searches(patch: pytest.MonkeyPatch) -> None:
-    """Plans of small models take a tenth of their time until the patch ends.
+    """Plans of small models take a tenth of their time until the patch ends."""
+    _set(patch, SHORT)
 
-    The random search unit by unit takes a hundred steps a pass instead of thousands, that of all tiers ten; placements
-    of a tier and mixes of all tiers are not enumerated.
-    """
-    patch.setattr(f"{SEARCH}.anneal.TRIES", 100)
-    patch.setattr(f"{SEARCH}.anneal.TRIES_PER_UNIT", 1)
-    patch.setattr(f"{SEARCH}.anneal_tiers.TRIES", 10)
-    patch.setattr(f"{SEARCH}.exact.MOST_UNITS", 0)
-    patch.setattr(f"{SEARCH}.exact_tiers.MOST_UNITS", 0)
+
+def lengthen_searches(patch: pytest.MonkeyPatch) -> None:
+    """Searches are as long as users have them until the patch ends."""
+    _set(patch, WHOLE)
+
+
+def _set(patch: pytest.MonkeyPatch, limits: dict[tuple[str, str], int]) -> None:
+    for (module, name), limit in limits.items():
+        patch.setattr(f"{SEARCH}.{module}.{name}", limit)

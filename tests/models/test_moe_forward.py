@@ -96,7 +96,10 @@ def test_another_rule_gives_other_logits(tmp_path: Path, arch: str, mistake: dic
     assert difference(moe_logits(wrong, weights, IDS), moe_logits(config, weights, IDS)) > 1e-3
 
 
-@pytest.mark.parametrize("qtype", ["Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "MXFP4", "BF16"])
+@pytest.mark.parametrize(
+    "qtype",
+    ["Q4_0", *(pytest.param(q, marks=pytest.mark.slow) for q in ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "MXFP4", "BF16"))],
+)
 def test_random_files_of_each_type_use_all_experts(tmp_path: Path, qtype: str) -> None:
     with open_model(write_gguf(tmp_path / "m.gguf", "qwen3moe", qtype=qtype, n_layers=3, n_experts=16)) as file:
         _, chosen = trace_moe(file.spec.config, read_weights(file), list(range(96)))

@@ -38,7 +38,8 @@ def places(variant: Variant, spec, kind) -> Counter:
     )
 
 
-@pytest.mark.parametrize("shares", [(3.0, 5.0), *(pytest.param(s, marks=pytest.mark.slow) for s in ((), (1.0, 0.0)))])
+@pytest.mark.slow
+@pytest.mark.parametrize("shares", [(3.0, 5.0), (), (1.0, 0.0)])
 def test_a_30b_a3b_over_two_ranks_has_a_legal_plan(shares: tuple[float, ...]) -> None:
     workload = work(6000, 6000, tensor_split=shares, max_ubatch=512)
     variant = plan_variant(QWEN, FAST, workload)

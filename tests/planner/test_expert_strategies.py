@@ -95,6 +95,7 @@ def test_ways_to_place_experts_do_not_exist_for_dense_models() -> None:
     assert not set(OF_EXPERTS) & {each.strategy for each in outlook.forecasts}
 
 
+@pytest.mark.slow
 def test_ways_to_place_experts_stand_beside_a_plan_of_a_model_that_has_some() -> None:
     variant = place("cpu-moe")
     outlook = foresee_strategies(make_shape("qwen3-30b-a3b"), find_machine("h100"), variant.workload, variant)

@@ -48,7 +48,7 @@ def test_the_fastest_way_is_taken(profile, budgets, generated, mode):
     assert "decode is" in said["-sm none"].why
 
 
-@pytest.mark.parametrize("auto_ratios", [False, True])
+@pytest.mark.parametrize("auto_ratios", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_tensors_are_cut_over_fewer_devices_where_sums_of_all_take_too_long(auto_ratios):
     rows = [replace(c, ranks=n) for n in (2, 4) for c in FAST.collectives]
     slow = [replace(c, seconds=c.seconds + 1e-3 * (c.ranks == 4)) for c in rows]

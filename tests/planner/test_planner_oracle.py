@@ -19,6 +19,7 @@ from pshard.units.attention import ATTENTION
 from pshard.units.unit import Unit
 from pshard.workload import Workload
 
+pytestmark = pytest.mark.usefixtures("whole_search")
 WITHIN = 0.01
 OPTIONS = {
     "attention": (("pinned", True), ("pinned", False), ("streamed", True), ("streamed", False), ("cpu", False)),
@@ -126,7 +127,7 @@ def plan_and_oracle(layers: int, seed: int, within: float) -> tuple[float, Oracl
     return planned, Oracle(prepare_ranks(spec, profile, workload)[0], planned / (1 + within))
 
 
-QUICK = {(1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 4), (2, 7), (3, 3), (3, 4), (3, 5), (3, 7)}
+QUICK = {(1, 0), (2, 1), (2, 7), (3, 4), (3, 7)}
 
 
 @pytest.mark.parametrize(
@@ -174,7 +175,10 @@ def test_the_oracle_finds_the_same_optimum_with_and_without_cutting():
 
 @pytest.mark.parametrize(
     ("layers", "seed"),
-    [(6, 0), (8, 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((6, 1), (8, 1), (12, 0), (12, 1)))],
+    [
+        (6, 0),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((8, 0), (6, 1), (8, 1), (12, 0), (12, 1))),
+    ],
 )
 def test_more_search_unit_by_unit_gains_less_than_a_percent(layers, seed):
     """Too many placements to try them all: three more passes of random steps, from the plan, with other seeds."""

@@ -1,6 +1,6 @@
 """-ts auto: ratios follow budgets, links and kernels, may leave a device out, and are never worse than equal ones."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import strategies as st
@@ -12,6 +12,7 @@ from pshard.cuts.tensor_cuts import cut_units
 from pshard.errors import BudgetTooSmall
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
+from pshard.plan import Variant
 from pshard.planner import make_plan
 from pshard.planner.check_plan import check_variant
 from pshard.planner.choose_ratios import plan_ratios
@@ -69,8 +70,33 @@ def test_equal_devices_share_equally():
     assert best.workload.tensor_split == (0.5, 0.5)
 
 
-def test_the_larger_budget_gets_more_of_the_model():
-    best = plan_ratios(SPEC, profile_from_datasheet(PAIR), workload(120, 60))
+@dataclass
+class Watched:
+    """What planning with ratios to choose did: the plan, cuts that were asked for, ranks' plans that were written out,
+    and those of which only the seconds were compared."""
+
+    best: Variant
+    cuts: list[tuple]
+    joined: int
+    compared: int
+
+
+@pytest.fixture(scope="module")
+def unequal() -> Watched:
+    """Of two devices of unequal budgets."""
+    cuts, joined, compared = [], [], []
+    cut, join, compare = rank_parts.cut_model, make_plan.join_ranks, make_plan.joint_seconds
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_parts, "cut_model", lambda *how: cuts.append(how[1:]) or cut(*how))
+        patch.setattr(make_plan, "join_ranks", lambda *plans: joined.append(plans) or join(*plans))
+        patch.setattr(make_plan, "joint_seconds", lambda *plans: compared.append(plans) or compare(*plans))
+        rank_parts.cut_ranks.cache_clear()
+        best = plan_ratios(SPEC, profile_from_datasheet(PAIR), workload(120, 60))
+    return Watched(best, cuts, len(joined), len(compared))
+
+
+def test_the_larger_budget_gets_more_of_the_model(unequal):
+    best = unequal.best
     assert best.workload.tensor_split[0] > 0.55
     assert [c.way for c in best.considered[1:]].count("-sm tensor -ts 0.5,0.5") == 1
     equal = plan_variant(SPEC, profile_from_datasheet(PAIR), workload(120, 60))
@@ -175,23 +201,13 @@ def test_ranks_wait_for_each_other_at_every_sum():
         assert one.start == pytest.approx(other.start, abs=1e-12)
 
 
-def test_a_cut_is_made_once_for_all_that_ask_about_it(monkeypatch):
-    asked = []
-    cut = rank_parts.cut_model
-    monkeypatch.setattr(rank_parts, "cut_model", lambda *how: asked.append(how[1:]) or cut(*how))
-    rank_parts.cut_ranks.cache_clear()
-    plan_ratios(SPEC, profile_from_datasheet(PAIR), workload(120, 60))
-    assert len(asked) < 1.3 * len(set(asked))  # a cut that is planned in full may have been forgotten since
+def test_a_cut_is_made_once_for_all_that_ask_about_it(unequal):
+    assert len(unequal.cuts) < 1.3 * len(set(unequal.cuts))  # one that is planned in full may have been forgotten since
 
 
-def test_only_plans_that_are_listed_are_written_out_and_checked(monkeypatch):
+def test_only_plans_that_are_listed_are_written_out_and_checked(unequal):
     """Of unlike ranks many are compared: one placement for all of them, published strategies."""
-    joined, compared = [], []
-    join, compare = make_plan.join_ranks, make_plan.joint_seconds
-    monkeypatch.setattr(make_plan, "join_ranks", lambda *plans: joined.append(plans) or join(*plans))
-    monkeypatch.setattr(make_plan, "joint_seconds", lambda *plans: compared.append(plans) or compare(*plans))
-    best = plan_ratios(SPEC, profile_from_datasheet(PAIR), workload(120, 60))
-    assert len(joined) <= len(best.considered) + 1 < len(compared)
+    assert unequal.joined <= len(unequal.best.considered) + 1 < unequal.compared
 
 
 def test_the_seconds_by_which_plans_are_compared_are_those_of_the_variant():

@@ -24,6 +24,7 @@ from joint_gaps import WITHIN, measure_case
 
 
 @pytest.mark.parametrize("seed", [8, 21, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 13))])
+@pytest.mark.usefixtures("whole_search")
 def test_no_mix_of_tiers_beats_the_plan_of_a_small_model_by_more_than_a_percent(seed: int) -> None:
     """These were 1.02, 2.4, 10.3 and 1.6% over. The oracle's clock says what the simulator says."""
     case = measure_case(seed)

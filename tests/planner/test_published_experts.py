@@ -50,6 +50,7 @@ def test_the_model_has_the_published_files_bytes(published: ModuleType) -> None:
     assert experts / 2**30 == pytest.approx(56.9, rel=0.005) and rest / 2**30 == pytest.approx(1.57, rel=0.01)
 
 
+@pytest.mark.slow
 def test_slower_products_of_experts_make_prompts_slower_and_answers_not(published: ModuleType) -> None:
     """What the page says of the rate that is assumed."""
     row = next(published.list_rows())

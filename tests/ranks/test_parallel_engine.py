@@ -10,6 +10,7 @@ from engines import open_engine
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from model_files import write_gguf
+from test_parallel_group import slow
 from thread_ranks import random_tiers, run_ranks, split_tiers
 
 from pshard.runtime.executor import Executor
@@ -24,6 +25,7 @@ MODELS = {
     "one kv head": {"arch": "llama", "qtype": "Q4_0", "n_kv_heads": 1, "vocab": 333},
 }
 SHARES = [(1.0, 1.0), (1.0, 1.0, 1.0), (1.0,) * 4, (3.0, 1.0), (2.0, 0.0, 5.0), (1.0,) * 5, (0.0, 1.0)]
+QUICK = {(3.0, 1.0), (2.0, 0.0, 5.0), (1.0,) * 5}  # unlike shares, a rank without any, more ranks than layers or heads
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,7 @@ def nmse(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float(((got - wanted).double() ** 2).sum() / (wanted.double() ** 2).sum())
 
 
-@pytest.mark.parametrize("shares", SHARES, ids=str)
+@pytest.mark.parametrize("shares", [s if s in QUICK else slow(s) for s in SHARES], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_one_rank(models: dict[str, Path], name: str, shares: tuple[float, ...]) -> None:
     results = run_ranks(models[name], shares, talk, CONTEXT)

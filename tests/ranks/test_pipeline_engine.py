@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from model_files import write_gguf
 from plan_samples import make_tier
 from routing_samples import make_record
+from test_parallel_group import slow
 from thread_ranks import random_tiers, run_ranks
 
 from pshard.routing.measure_popularity import measure_popularity
@@ -35,6 +36,7 @@ SHARES = [
     (1.0,) * 4,
     (1.0,) * 8,  # more ranks than layers
 ]
+QUICK = {(1.0, 1.0), (2.0, 0.0, 5.0), (1.0,) * 8}  # like shares, a rank without any, more ranks than layers or heads
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +63,7 @@ def wanted(models: dict[str, Path]) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("shares", SHARES, ids=str)
+@pytest.mark.parametrize("shares", [s if s in QUICK else slow(s) for s in SHARES], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_one_rank(
     models: dict[str, Path], wanted: dict[str, torch.Tensor], name: str, shares: tuple[float, ...]

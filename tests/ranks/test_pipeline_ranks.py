@@ -62,6 +62,7 @@ def test_processes_on_cpus(tmp_path: Path, shares: tuple[float, ...], backend: s
         assert torch.equal(logits, wanted)
 
 
+@pytest.mark.slow
 def test_processes_of_which_two_hold_the_attention(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q8_0", n_layers=3)
     with open_engine(path, context=CONTEXT, tokens=(4, 16)) as one:

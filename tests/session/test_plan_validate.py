@@ -316,15 +316,20 @@ def timed(seconds: float, disturbed: float = 0.0, spread: float = 0.0) -> dict[i
     return {tokens: Timed(seconds, disturbed, spread * seconds) for tokens in (1, 128)}
 
 
+def slow(*case: object) -> object:
+    """Parameters of a case near to one that is tried in every run."""
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("own", "other", "taken", "why"),
     [
         (timed(0.02, disturbed=0.3), timed(0.01), 0, "others had cores meanwhile"),
-        (timed(0.02, disturbed=0.3), timed(0.01, disturbed=0.4), 0, "others had cores meanwhile"),
+        slow(timed(0.02, disturbed=0.3), timed(0.01, disturbed=0.4), 0, "others had cores meanwhile"),
         (timed(0.02, spread=0.1), timed(0.018, spread=0.1), 0, "their samples overlap"),
-        (timed(0.02, spread=0.1), timed(0.012, spread=0.1), 1, ""),
+        slow(timed(0.02, spread=0.1), timed(0.012, spread=0.1), 1, ""),
         (timed(0.02), timed(0.012, disturbed=0.3), 1, ""),  # no slower than that, whatever others cost it
-        (timed(0.012, disturbed=0.3), timed(0.02), 0, ""),
+        slow(timed(0.012, disturbed=0.3), timed(0.02), 0, ""),
     ],
 )
 def test_a_plan_is_preferred_only_where_the_planners_choice_is_surely_slower(

@@ -16,6 +16,12 @@ LETTERS = {"e": "penalties", "k": "top_k", "p": "top_p", "m": "min_p", "t": "tem
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags to a parser."""
+    add_drawing_flags(parser)
+    _add_form_flags(parser)
+
+
+def add_drawing_flags(parser: argparse.ArgumentParser) -> None:
+    """Those that say how tokens are drawn."""
     draw = parser.add_argument_group("sampling")
     draw.add_argument("--temp", type=float, default=0.8, help="temperature; 0 is greedy (default 0.8)")
     draw.add_argument("--top-k", type=int, default=40, help="keep the k likeliest; 0 is off (default 40)")
@@ -41,6 +47,9 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         "-l", "--logit-bias", action="append", default=[], type=_bias, metavar="ID+BIAS",
         help="make a token likelier or less likely, as 15043+1 or 15043-1; 15043-inf forbids it",
     )  # fmt: skip
+
+
+def _add_form_flags(parser: argparse.ArgumentParser) -> None:
     only = parser.add_argument_group("form of the answer (needs llguidance: pip install 'pshard[grammar]')")
     only.add_argument("--grammar", metavar="GBNF", help="a grammar in GBNF or Lark that the answer follows")
     only.add_argument("--grammar-file", type=Path, metavar="FILE", help="the same from a file")

@@ -45,6 +45,11 @@ def list_words() -> dict[str, list[Word]]:
     for name, (module, _) in COMMANDS.items():
         parser = import_module(f"pshard.commands.{module}").make_parser()
         found[name] = [_as_word(action) for action in parser._actions if action.option_strings]
+    from pshard.commands.everyday.cli_serve_bench import make_parser as of_server
+
+    there = {flag for word in found["bench"] for flag in word.names}
+    of_servers = [_as_word(action) for action in of_server()._actions if action.option_strings]
+    found["bench"] += [word for word in of_servers if not there & set(word.names)]
     return found
 
 

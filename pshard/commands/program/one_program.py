@@ -12,6 +12,7 @@ COMMANDS = {  # its module, and what it does
     "chat": ("everyday.cli_chat", "talk with a model in several turns"),
     "plan": ("cli_plan", "decide where every part of a model lives, and say how fast that will be"),
     "profile": ("cli_profile", "measure this machine"),
+    "serve": ("everyday.cli_serve", "serve a model to many at once, as OpenAI's API"),
     "bench": ("cli_bench", "measure a plan beside its prediction and other strategies"),
     "report": ("cli_report", "draw figures and a page from measurements, plans and profiles"),
     "models": ("everyday.cli_models", "list models that were planned or fetched, with size and predicted rates"),

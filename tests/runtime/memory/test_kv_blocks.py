@@ -78,9 +78,9 @@ def scatter(engine) -> None:
     """Leave the pool's free blocks in no order, and the sequences empty."""
     for sequence, n in ((0, 70), (1, 10), (2, 130), (3, 100), (1, 80)):
         engine.forward([[] if s != sequence else [1] * n for s in range(SEQUENCES)])
-    engine._sequences._pool._free.reverse()
+    engine._sequences.pool._free.reverse()
     engine.reset()
-    engine._sequences._pool._free.reverse()
+    engine._sequences.pool._free.reverse()
 
 
 def talk(engine, mixed_up: bool) -> list[torch.Tensor]:

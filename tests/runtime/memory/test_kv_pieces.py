@@ -49,6 +49,11 @@ def test_few_runs_where_sequences_lie_in_order() -> None:
     assert len(find_cell_runs(filled, 0)) < len(filled)
 
 
+def test_cells_that_sequences_share_are_copied_once_and_none_is_left_out() -> None:
+    assert find_cell_runs([(0, 192), (64, 128), (0, 64)], 100) == (CellRun(0, 192),)
+    assert find_cell_runs([(0, 64), (32, 100), (500, 510)], 0) == (CellRun(0, 100), CellRun(500, 10))
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(tmp_path_factory.mktemp("kv") / "m.gguf", "qwen3", qtype="Q4_0", n_layers=3)

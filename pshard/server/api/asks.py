@@ -1,0 +1,83 @@
+"""What a request asks for, whichever of the interfaces it came by."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pshard.runtime.sampling import Sampling
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How answers are made. most: tokens of each, None: as many as the context has room for. stops: texts that end it
+    and are no part of it. choices: answers to each prompt. likely: so many likeliest tokens are told beside each token;
+    None: no log-probabilities. ignore_end: go on past the end of the text."""
+
+    most: int | None
+    sampling: "Sampling"
+    stops: tuple[str, ...] = ()
+    choices: int = 1
+    likely: int | None = None
+    ignore_end: bool = False
+
+
+@dataclass(frozen=True)
+class Answering:
+    """How answers are told. stream: as they are made; usage: counts at the end of the stream; ids: the tokens too."""
+
+    stream: bool = False
+    usage: bool = False
+    ids: bool = False
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call. parameters: JSON schema of its arguments."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+
+    def as_template(self) -> dict[str, Any]:
+        """As chat templates expect it."""
+        words = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": words}
+
+
+@dataclass(frozen=True)
+class ChatAsk:
+    """A conversation to be continued.
+
+    messages: as chat templates expect them. choice: "none", "auto", "required", or ("name",) of the tool that has to be
+    called. schema: a JSON schema that the answer has to follow. arguments: of the template. where: the field that has
+    the conversation, for errors.
+    """
+
+    messages: tuple[Message, ...]
+    drawing: Drawing
+    answering: Answering
+    tools: tuple[Tool, ...] = ()
+    choice: str | tuple[str] = "none"
+    schema: dict[str, Any] | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    where: str = "messages"
+
+    @property
+    def forced(self) -> tuple[Tool, ...]:
+        """Tools of which one has to be called; none: the model is free."""
+        if isinstance(self.choice, tuple):
+            return tuple(tool for tool in self.tools if (tool.name,) == self.choice)
+        return self.tools if self.choice == "required" else ()
+
+
+@dataclass(frozen=True)
+class CompletionAsk:
+    """Prompts to be continued: texts or token ids. echo: the prompt is part of the answer."""
+
+    prompts: tuple[str | tuple[int, ...], ...]
+    drawing: Drawing
+    answering: Answering
+    echo: bool = False
+    schema: dict[str, Any] | None = None

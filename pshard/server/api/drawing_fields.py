@@ -1,0 +1,150 @@
+"""The fields of all interfaces that say how tokens are drawn, and what they make of the server's own settings."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from hashlib import sha256
+from typing import Any
+
+from pshard.runtime.drawing.chain import Penalties
+from pshard.runtime.sampling import Sampling
+from pshard.server.api.faults import bad_field
+from pshard.server.api.fields import (
+    ByType,
+    Field,
+    Fields,
+    Flag,
+    Items,
+    Number,
+    Object,
+    OneOf,
+    Refused,
+    Table,
+    Text,
+    Whole,
+)
+from pshard.server.api.limits import Limits
+from pshard.server.api.read_tools import check_schema
+
+MOST_TOKENS = 1 << 31
+SEEDS = 1 << 63
+
+
+def drawing_table(limits: Limits) -> Table:
+    """Fields that chat and completions share."""
+    return (
+        Field("temperature", Number(0, 2), about="0: the likeliest token, always"),
+        Field("top_p", Number(0, 1)),
+        Field("top_k", Whole(-1, MOST_TOKENS), about="0 and -1: off"),
+        Field("min_p", Number(0, 1)),
+        Field("presence_penalty", Number(-2, 2)),
+        Field("frequency_penalty", Number(-2, 2)),
+        Field("repeat_penalty", Number(0, 10, above=True)),
+        Field("repetition_penalty", Number(0, 10, above=True), about="another name of repeat_penalty"),
+        Field("repeat_last_n", Whole(-1, MOST_TOKENS), about="tokens that penalties look back; -1: all"),
+        Field("seed", Whole(-SEEDS, SEEDS - 1), about="the same answers under any load; -1: another each time"),
+        Field("logit_bias", Object(limits.biases), {}, about="token id to what is added to its logit, -100 to 100"),
+        Field("stop", stop_kind(limits), ()),
+        Field("n", Whole(1, limits.choices), 1),
+        Field("ignore_eos", Flag(), False, about="go on past the end of the text, for timings"),
+        Field("return_token_ids", Flag(), False, about="adds token_ids to each choice that is not streamed"),
+        Field("stream", Flag(), False),
+        Field("stream_options", _stream_options(), None),
+        Field("response_format", response_format_kind(), None),
+        Field("grammar", Refused("is not taken; give response_format with a JSON schema")),
+        Field("mirostat", Refused("is not one of the samplers here")),
+        Field("suffix", Refused("is not taken: the model continues text, it does not fill gaps")),
+    )
+
+
+def stop_kind(limits: Limits) -> ByType:
+    """One stop string, or a list of them."""
+    word = Text(limits.stop_letters, 1)
+    return ByType((("string", word), ("array", Items(word, limits.stops))), "a text or a list of texts")
+
+
+def response_format_kind() -> Fields:
+    """What `response_format` may be."""
+    inner = Fields(
+        (
+            Field("name", Text(256), ""),
+            Field("description", Text(1 << 16), ""),
+            Field("strict", Flag(), False),
+            Field("schema", Object(), {}),
+        )
+    )
+    return Fields(
+        (Field("type", OneOf(("text", "json_object", "json_schema")), needed=True), Field("json_schema", inner, None))
+    )
+
+
+def _stream_options() -> Fields:
+    return Fields((Field("include_usage", Flag(), False),))
+
+
+def read_sampling(values: Mapping[str, Any], usual: Sampling, vocab: int) -> Sampling:
+    """How tokens are drawn: the request's fields where it has them, else as the server was started. Raises Fault for a
+    bias on what is no token."""
+    p = usual.penalties
+    repeat = values.get("repeat_penalty") or values.get("repetition_penalty")
+    penalties = Penalties(
+        p.repeat if repeat is None else repeat,
+        _or(values.get("frequency_penalty"), p.frequency),
+        _or(values.get("presence_penalty"), p.presence),
+        _or(values.get("repeat_last_n"), p.last),
+    )
+    top_k = _or(values.get("top_k"), usual.top_k)
+    bias = read_bias(values.get("logit_bias") or {}, vocab)
+    return replace(
+        usual,
+        temperature=_or(values.get("temperature"), usual.temperature),
+        top_p=max(_or(values.get("top_p"), usual.top_p), 1e-9),  # 0: the best one alone, as with any tiny mass
+        top_k=max(top_k, 0),
+        min_p=_or(values.get("min_p"), usual.min_p),
+        seed=None if values.get("seed") == -1 else _or(values.get("seed"), usual.seed),
+        penalties=penalties,
+        logit_bias=usual.logit_bias + bias,
+    )
+
+
+def read_bias(given: Mapping[str, Any], vocab: int) -> tuple[tuple[int, float], ...]:
+    """`logit_bias`: token ids as texts, each with what is added. Raises Fault by the token."""
+    number, found = Number(-100, 100), []
+    for name, more in given.items():
+        where = f"logit_bias.{name[:20]}"
+        if not (name.isascii() and name.isdigit() and len(name) < 10 and int(name) < vocab):
+            raise bad_field(where, f"names no token; ids are 0 to {vocab - 1}")
+        found.append((int(name), number.read(more, where)))
+    return tuple(found)
+
+
+def seed_choice(sampling: Sampling, choice: int) -> Sampling:
+    """The sampling of one choice of several: each has numbers of its own, which depend on seed and choice alone."""
+    seed = sampling.seed
+    if seed is None or (choice == 0 and seed >= 0):
+        return sampling
+    mixed = sha256(f"{seed}:{choice}".encode()).digest()
+    return replace(sampling, seed=int.from_bytes(mixed[:8], "big") >> 1)
+
+
+def read_format(
+    given: Mapping[str, Any] | None, limits: Limits, where: str = "response_format"
+) -> dict[str, Any] | None:
+    """The JSON schema that `response_format` asks for; None: any text. Raises Fault for one beyond the limits."""
+    if given is None or given["type"] == "text":
+        return None
+    if given["type"] == "json_object":
+        return {"type": "object"}
+    if given["json_schema"] is None:
+        raise bad_field(f"{where}.json_schema", "is missing")
+    schema = given["json_schema"]["schema"]
+    check_schema(schema, f"{where}.json_schema.schema", limits)
+    return schema
+
+
+def read_stops(given: str | tuple[str, ...]) -> tuple[str, ...]:
+    """Stop strings, each once."""
+    return (given,) if isinstance(given, str) else tuple(dict.fromkeys(given))
+
+
+def _or(value: Any, usual: Any) -> Any:
+    return usual if value is None else value

@@ -1,0 +1,102 @@
+"""Requests to /v1/chat/completions."""
+
+from dataclasses import replace
+from typing import Any
+
+from pshard.runtime.sampling import Sampling
+from pshard.server.api.asks import ChatAsk, Drawing
+from pshard.server.api.drawing_fields import MOST_TOKENS, drawing_table, read_format, read_sampling, read_stops
+from pshard.server.api.faults import bad_field
+from pshard.server.api.fields import Field, Fields, Flag, Items, Object, OneOf, Refused, Table, Text, Whole, read_fields
+from pshard.server.api.limits import Limits
+from pshard.server.api.read_completion import check_jobs, read_answering
+from pshard.server.api.read_messages_list import number_places, read_messages
+from pshard.server.api.read_tools import choice_kind, read_choice, read_tool, tool_kind
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+ARGUMENTS = (  # of a template: no others, as a template may do anything with what it is given
+    Field("enable_thinking", Flag(), None),
+    Field("thinking", Flag(), None),
+    Field("reasoning_effort", OneOf(EFFORTS), None),
+)
+
+
+class _Arguments:
+    """`chat_template_kwargs`: keys that are known, and no others."""
+
+    def read(self, value: Any, where: str) -> dict[str, Any]:
+        known = Fields(ARGUMENTS).read(value, where)
+        for key in value:
+            if key not in known:
+                names = ", ".join(field.name for field in ARGUMENTS)
+                raise bad_field(f"{where}.{str(key)[:40]}", f"is no argument of templates here; there are {names}")
+        return {key: read for key, read in known.items() if read is not None}
+
+    def schema(self) -> dict[str, Any]:
+        return Fields(ARGUMENTS).schema() | {"additionalProperties": False}
+
+
+def chat_table(limits: Limits) -> Table:
+    """Fields of a request to /v1/chat/completions."""
+    return (
+        Field("model", Text(256), ""),
+        Field("messages", Items(Object(), limits.messages, 1), needed=True),
+        Field("max_completion_tokens", Whole(1, MOST_TOKENS), None),
+        Field("max_tokens", Whole(1, MOST_TOKENS), None, "an older name of max_completion_tokens"),
+        Field("logprobs", Flag(), False),
+        Field("top_logprobs", Whole(0, limits.top), None),
+        Field("tools", Items(tool_kind(), limits.tools), ()),
+        Field("tool_choice", choice_kind(), None),
+        Field("reasoning_effort", OneOf(EFFORTS), None),
+        Field("chat_template_kwargs", _Arguments(), {}),
+        Field("functions", Refused("is not taken any more; give tools")),
+        Field("function_call", Refused("is not taken any more; give tool_choice", ("none", "auto"))),
+        Field("modalities", Items(OneOf(("text",)), 1), None),
+        Field("audio", Refused("is not taken: this model makes text")),
+        Field("web_search_options", Refused("is not taken: this server reaches no network", ())),
+        *drawing_table(limits),
+    )
+
+
+def read_chat(body: Any, table: Table, usual: Sampling, limits: Limits, vocab: int) -> ChatAsk:
+    """What a request to /v1/chat/completions asks for. Raises Fault by the field that is wrong."""
+    v = read_fields(body, table)
+    if v["top_logprobs"] is not None and not v["logprobs"]:
+        raise bad_field("top_logprobs", "is only for logprobs: true")
+    check_jobs(1, v["n"], limits)
+    drawing = Drawing(
+        v["max_completion_tokens"] or v["max_tokens"],
+        read_sampling(v, usual, vocab),
+        read_stops(v["stop"]),
+        v["n"],
+        (v["top_logprobs"] or 0) if v["logprobs"] else None,
+        v["ignore_eos"],
+    )
+    tools = tuple(read_tool(tool, f"tools[{i}].function", limits) for i, tool in enumerate(v["tools"]))
+    ask = ChatAsk(
+        read_messages(number_places(v["messages"], "messages")),
+        drawing,
+        read_answering(v),
+        tools,
+        read_choice(v["tool_choice"], tools),
+        read_format(v["response_format"], limits),
+        read_arguments(v["chat_template_kwargs"], v["reasoning_effort"]),
+    )
+    return check_chat(ask)
+
+
+def read_arguments(given: dict[str, Any], effort: str | None) -> dict[str, Any]:
+    """Arguments of the template; the effort is one of them, and "none" turns thinking off."""
+    effort = given.get("reasoning_effort", effort)
+    told: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    if effort == "none":
+        told["enable_thinking"] = False
+    return told | given
+
+
+def check_chat(ask: ChatAsk) -> ChatAsk:
+    """The ask; without tools where none may be called. Raises Fault for a schema beside tools: a grammar for the one
+    forbids the other."""
+    if ask.choice != "none" and ask.schema is not None:
+        raise bad_field("response_format", "cannot be kept together with tools; give tool_choice: none, or no schema")
+    return ask if ask.choice != "none" else replace(ask, tools=())

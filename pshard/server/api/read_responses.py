@@ -1,0 +1,167 @@
+"""Requests to /v1/responses, which keeps nothing: all of a conversation comes with each request."""
+
+from typing import Any
+
+from pshard.runtime.sampling import Sampling
+from pshard.server.api.asks import Answering, ChatAsk, Drawing, Message
+from pshard.server.api.drawing_fields import MOST_TOKENS, drawing_table, read_format, read_sampling, read_stops
+from pshard.server.api.faults import bad_field
+from pshard.server.api.fields import (
+    ByType,
+    Field,
+    Fields,
+    Flag,
+    Items,
+    Object,
+    OneOf,
+    Refused,
+    Table,
+    Text,
+    Whole,
+    read_fields,
+)
+from pshard.server.api.limits import Limits
+from pshard.server.api.read_chat import EFFORTS, check_chat, read_arguments
+from pshard.server.api.read_messages_list import read_messages
+from pshard.server.api.read_tools import function_kind, read_choice, read_tool
+
+STATELESS = "is not taken: nothing is stored here; send the whole conversation as input"
+LOGPROBS = "message.output_text.logprobs"
+INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # the second: reasoning comes as text, nothing is encrypted
+
+
+def responses_table(limits: Limits) -> Table:
+    """Fields of a request to /v1/responses."""
+    skipped = ("n", "response_format", "stream_options", "logprobs", "return_token_ids")
+    shared = tuple(field for field in drawing_table(limits) if field.name not in skipped)
+    words = OneOf(("none", "auto", "required"))
+    named = Fields((Field("type", OneOf(("function",)), needed=True), Field("name", Text(128, 1), needed=True)))
+    told = "none, auto, required, or an object with a function's name"
+    effort = Fields((Field("effort", OneOf(EFFORTS), None), Field("summary", Text(64), None)))
+    return (
+        Field("model", Text(256), ""),
+        Field(
+            "input",
+            ByType((("string", Text(limits.body)), ("array", Items(Object(), limits.messages, 1))), "a text or a list"),
+            needed=True,
+        ),
+        Field("instructions", Text(limits.body), None),
+        Field("max_output_tokens", Whole(1, MOST_TOKENS), None),
+        Field("tools", Items(Object(), limits.tools), ()),
+        Field("tool_choice", ByType((("string", words), ("object", named)), told), None),
+        Field("text", Fields((Field("format", _format_kind(), None),)), None),
+        Field("reasoning", effort, None),
+        Field("top_logprobs", Whole(0, limits.top), None),
+        Field("include", Items(OneOf(INCLUDED), 8), ()),
+        Field("truncation", OneOf(("disabled",)), None, "prompts are never cut"),
+        Field("previous_response_id", Refused(STATELESS)),
+        Field("conversation", Refused(STATELESS)),
+        Field("prompt", Refused("is not taken: there are no stored prompts")),
+        Field("background", Refused("is not taken: answers are made while the client is there")),
+        *shared,
+    )
+
+
+def _format_kind() -> Fields:
+    """`text.format`: what response_format is elsewhere, with its fields one level higher."""
+    return Fields(
+        (
+            Field("type", OneOf(("text", "json_object", "json_schema")), needed=True),
+            Field("name", Text(256), ""),
+            Field("description", Text(1 << 16), ""),
+            Field("strict", Flag(), False),
+            Field("schema", Object(), None),
+        )
+    )
+
+
+def read_responses(body: Any, table: Table, usual: Sampling, limits: Limits, vocab: int) -> ChatAsk:
+    """What a request to /v1/responses asks for. Raises Fault by the field that is wrong."""
+    v = read_fields(body, table)
+    likely = v["top_logprobs"] or 0 if LOGPROBS in v["include"] or v["top_logprobs"] else None
+    drawing = Drawing(
+        v["max_output_tokens"],
+        read_sampling(v, usual, vocab),
+        read_stops(v["stop"]),
+        likely=likely,
+        ignore_end=v["ignore_eos"],
+    )
+    tools = tuple(_read_tool(tool, f"tools[{i}]", limits) for i, tool in enumerate(v["tools"]))
+    messages: list[Message] = [{"role": "system", "content": v["instructions"]}] if v["instructions"] else []
+    given = v["input"]
+    items = [("input", {"role": "user", "content": given})] if isinstance(given, str) else _to_messages(given)
+    messages += read_messages(items)
+    ask = ChatAsk(
+        join_systems(messages),
+        drawing,
+        Answering(v["stream"]),
+        tools,
+        read_choice(v["tool_choice"], tools),
+        _read_format((v["text"] or {}).get("format"), limits),
+        read_arguments({}, (v["reasoning"] or {}).get("effort")),
+        "input",
+    )
+    return check_chat(ask)
+
+
+def _read_tool(given: dict[str, Any], where: str, limits: Limits) -> Any:
+    if given.get("type") != "function":
+        told = str(given.get("type"))[:40]
+        raise bad_field(f"{where}.type", f"is {told!r}; only functions can be called, which the client runs")
+    return read_tool(read_fields(given, function_kind().table, f"{where}."), where, limits)
+
+
+def _read_format(given: dict[str, Any] | None, limits: Limits) -> dict[str, Any] | None:
+    if given is None or given["type"] != "json_schema":
+        return read_format(given, limits, "text.format")
+    if given["schema"] is None:
+        raise bad_field("text.format.schema", "is missing")
+    return read_format({"type": "json_schema", "json_schema": given}, limits, "text.format")
+
+
+def _to_messages(items: tuple[dict[str, Any], ...]) -> list[tuple[str, dict[str, Any]]]:
+    """Items of `input` as messages of a chat: what the assistant thought, said and called in a row is one message.
+    Raises Fault for items that are none of a conversation."""
+    messages: list[tuple[str, dict[str, Any]]] = []
+
+    def go_on(where: str, whole: bool = True) -> dict[str, Any]:
+        """The assistant's message that may go on, or a new one. whole: also after it has said something."""
+        last = messages[-1][1] if messages else {}
+        if last.get("role") != "assistant" or not (whole or last.get("content") is None):
+            messages.append((where, {"role": "assistant", "content": None}))
+        return messages[-1][1]
+
+    for i, item in enumerate(items):
+        where = f"input[{i}]"
+        match item.get("type", "message"):
+            case "message" if item.get("role") == "assistant":
+                go_on(where, False)["content"] = item.get("content")
+            case "message":
+                messages.append((where, item))
+            case "function_call":
+                call = {"id": item.get("call_id"), "function": {k: item.get(k) for k in ("name", "arguments")}}
+                go_on(where).setdefault("tool_calls", []).append(call)
+            case "function_call_output":
+                answer = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
+                messages.append((where, answer))
+            case "reasoning":
+                messages.append((where, {"role": "assistant", "content": None}))
+                messages[-1][1]["reasoning_content"] = _read_reasoning(item)
+            case other:
+                raise bad_field(f"{where}.type", f"is {str(other)[:40]!r}, which is not taken")
+    return messages
+
+
+def _read_reasoning(item: dict[str, Any]) -> str:
+    parts = [*(item.get("content") or []), *(() if item.get("content") else item.get("summary") or [])]
+    return "\n".join(
+        str(part["text"]) for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)
+    )
+
+
+def join_systems(messages: list[Message]) -> tuple[Message, ...]:
+    """The messages with one of the system at most where they begin with several: templates take no more."""
+    n = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    if n < 2:
+        return tuple(messages)
+    return ({"role": "system", "content": "\n\n".join(m["content"] for m in messages[:n])}, *messages[n:])

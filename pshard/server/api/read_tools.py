@@ -1,0 +1,85 @@
+"""Tools of a request, and which of them may or must be called."""
+
+import re
+from typing import Any
+
+from pshard.server.api.asks import Tool
+from pshard.server.api.faults import bad_field
+from pshard.server.api.fields import ByType, Field, Fields, Flag, Object, OneOf, Text
+from pshard.server.api.limits import Limits
+
+NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+def function_kind() -> Fields:
+    """A function: name, description, parameters."""
+    return Fields(
+        (
+            Field("name", Text(128, 1), needed=True),
+            Field("description", Text(1 << 20), ""),
+            Field("parameters", Object(), None, "JSON schema of the arguments"),
+            Field("strict", Flag(), False),
+        )
+    )
+
+
+def tool_kind() -> Fields:
+    """A tool of /v1/chat/completions."""
+    return Fields((Field("type", OneOf(("function",)), needed=True), Field("function", function_kind(), needed=True)))
+
+
+def choice_kind() -> ByType:
+    """`tool_choice` of /v1/chat/completions."""
+    name = Fields((Field("name", Text(128, 1), needed=True),))
+    named = Fields((Field("type", OneOf(("function",)), needed=True), Field("function", name, needed=True)))
+    words = OneOf(("none", "auto", "required"))
+    return ByType((("string", words), ("object", named)), "none, auto, required, or an object with a function's name")
+
+
+def read_tool(given: dict[str, Any], where: str, limits: Limits) -> Tool:
+    """One tool. Raises Fault for a name that is none, and for a schema beyond the limits."""
+    function = given.get("function", given)
+    if not NAME.fullmatch(function["name"]):
+        raise bad_field(f"{where}.name", "is made of letters, digits and _ . : -")
+    parameters = NO_ARGUMENTS if not function["parameters"] else function["parameters"]
+    check_schema(parameters, f"{where}.parameters", limits)
+    return Tool(function["name"], function["description"], parameters)
+
+
+def read_choice(given: str | dict[str, Any] | None, tools: tuple[Tool, ...]) -> str | tuple[str]:
+    """Which tools may be called: "none", "auto", "required" or (name,). Raises Fault for a tool that is not there."""
+    names = [tool.name for tool in tools]
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            raise bad_field(f"tools[{i}].function.name", f"is {name!r} a second time")
+    if given is None:
+        return "auto" if tools else "none"
+    if isinstance(given, dict):
+        name = given.get("function", given)["name"]
+        if name not in names:
+            raise bad_field("tool_choice", f"names {name!r}, which is not among the tools")
+        return (name,)
+    if given == "required" and not tools:
+        raise bad_field("tool_choice", "is required, and there are no tools")
+    return given if tools else "none"
+
+
+def check_schema(schema: Any, where: str, limits: Limits) -> None:
+    """Raises Fault for a schema that is larger or deeper than the limits."""
+    left, level = limits.schema_bytes, [schema]
+    for _ in range(limits.depth + 1):
+        inner: list[Any] = []
+        for value in level:
+            left -= 4 + len(value) if isinstance(value, str | list | dict) else 8
+            if isinstance(value, dict):
+                left -= sum(map(len, value))
+                inner += value.values()
+            elif isinstance(value, list):
+                inner += value
+        if left < 0:
+            raise bad_field(where, f"is a schema of more than {limits.schema_bytes >> 10} KiB")
+        if not inner:
+            return
+        level = inner
+    raise bad_field(where, f"is a schema nested deeper than {limits.depth} levels")

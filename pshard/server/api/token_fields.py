@@ -1,0 +1,28 @@
+"""Fields of /tokenize, /detokenize and /budget, in the forms of vLLM and of llama.cpp."""
+
+from pshard.server.api.fields import Field, Flag, Items, Object, Table, Text, Whole
+from pshard.server.api.limits import Limits
+
+
+def tokenize_table(limits: Limits) -> Table:
+    """Text as `prompt` (vLLM) or `content` (llama.cpp), or `messages`."""
+    return (
+        Field("prompt", Text(limits.body), None, "text, as vLLM names it"),
+        Field("content", Text(limits.body), None, "text, as llama.cpp names it"),
+        Field("messages", Items(Object(), limits.messages, 1), None, "a chat, as the template writes it"),
+        Field("add_special_tokens", Flag(), True),
+        Field("add_special", Flag(), False),
+        Field("parse_special", Flag(), True),
+        Field("with_pieces", Flag(), False),
+        Field("return_token_strs", Flag(), False),
+    )
+
+
+def detokenize_table(vocab: int) -> Table:
+    """Token ids."""
+    return (Field("tokens", Items(Whole(0, vocab - 1), 1 << 22), needed=True),)
+
+
+def budget_table() -> Table:
+    """A budget of VRAM."""
+    return (Field("vram_mib", Whole(1, 1 << 30), needed=True, about="MiB, of all ranks together"),)

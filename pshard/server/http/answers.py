@@ -1,0 +1,154 @@
+"""From prompts to answers: jobs of a request, and what their events say, whole or bit by bit."""
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pshard.server.api.asks import Drawing
+from pshard.server.api.drawing_fields import seed_choice
+from pshard.server.api.faults import Fault
+from pshard.server.http.desk import Desk
+from pshard.server.http.running import Running
+from pshard.server.jobs import Ended, Event, Job, Likely, Made, Progress
+from pshard.server.shapes.usage import Usage
+from pshard.server.text.answer_reader import AnswerReader, Delta
+from pshard.server.text.prompts import Prompt
+
+if TYPE_CHECKING:
+    from pshard.runtime.sampling import Constraint
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be made: answers to prompts. constrain: what each is to follow. scored: the prompts' tokens too."""
+
+    id: str
+    key: str
+    prompts: Sequence[Prompt]
+    drawing: Drawing
+    constrain: "Callable[[], Constraint] | None" = None
+    scored: bool = False
+
+
+@dataclass
+class Answer:
+    """One answer while it is made. reason: why it ended, "" before. done: of the prompt's tokens."""
+
+    prompt: Prompt
+    reader: AnswerReader
+    reason: str = ""
+    cached: int = 0
+    scored: tuple[Likely, ...] = ()
+    whole: Delta = field(default_factory=Delta)
+
+
+class Answers:
+    """All answers of a request, made at once; `all` has them in order, choices of the same prompt together."""
+
+    def __init__(self, desk: Desk, asked: Asked) -> None:
+        self._choices, self._ping = asked.drawing.choices, desk.limits.ping_seconds
+        self._prompts = asked.prompts
+        tokenizer, stops = desk.model.tokenizer, asked.drawing.stops
+        pairs = [(prompt, choice) for prompt in asked.prompts for choice in range(self._choices)]
+        self.all = [Answer(prompt, AnswerReader(tokenizer, stops, prompt.format)) for prompt, _ in pairs]
+        context = desk.model.context
+        jobs = [make_job(asked, prompt, choice, i, context) for i, (prompt, choice) in enumerate(pairs)]
+        self._ends = [
+            frozenset[int]() if job.stops or asked.drawing.ignore_end else a.prompt.ends
+            for job, a in zip(jobs, self.all)
+        ]
+        self._running = Running(desk.service, jobs)
+
+    def start(self) -> None:
+        """Submit the jobs. Raises Fault when they are refused."""
+        self._running.start()
+
+    async def changes(self) -> AsyncIterator[tuple[int, Delta] | None]:
+        """What is new of which answer, as it comes; None when nothing came for a while. An answer's last change has its
+        `reason`. Raises Fault when one fails."""
+        events = self._running.events(self._ping)
+        try:
+            async for batch in events:
+                if not batch:
+                    yield None
+                for index, event in batch:
+                    if (delta := self._take(index, event)) is not None:
+                        yield index, delta
+        finally:
+            await events.aclose()  # type: ignore[attr-defined]
+
+    async def gather(self) -> None:
+        """Wait until all have ended; each then has its `whole`."""
+        async for change in self.changes():
+            if change:
+                index, delta = change
+                self.all[index].whole = add_deltas(self.all[index].whole, delta)
+
+    def usage(self) -> Usage:
+        """Counts so far. A prompt counts once, however many answers it has."""
+        first = self.all[:: self._choices]
+        prompt = sum(len(p.ids) for p in self._prompts)
+        return Usage(prompt, sum(a.cached for a in first), sum(a.reader.count for a in self.all))
+
+    def cancel(self) -> None:
+        """End all of it."""
+        self._running.cancel()
+
+    def _take(self, index: int, event: Event) -> Delta | None:
+        answer = self.all[index]
+        match event:
+            case Progress():
+                answer.cached = event.cached
+                answer.scored += event.scored
+                return Delta()
+            case Made() if not answer.reason:
+                delta = answer.reader.push(event)
+                if not answer.reader.stopped:
+                    return delta
+                self._running.stop(index)
+                answer.reason = "stop"
+                return add_deltas(delta, answer.reader.finish())
+            case Ended() if not answer.reason:
+                if event.reason not in ("stop", "length"):
+                    raise _fault_of(event)
+                rest = answer.reader.finish()
+                ended = answer.reader.stopped or (answer.reader.ids[-1:] and answer.reader.ids[-1] in self._ends[index])
+                answer.reason = "stop" if ended else event.reason
+                return rest
+        return None
+
+
+def make_job(asked: Asked, prompt: Prompt, choice: int, index: int, context: int) -> Job:
+    """One answer as the scheduler takes it."""
+    d = asked.drawing
+    room = context - len(prompt.ids) + 1
+    most = room if d.most is None else min(d.most, room)
+    single = most == 1 and d.likely is not None  # an end is a token too, where harnesses leave out the last one
+    return Job(
+        id=f"{asked.id}/{index}",
+        prompt=prompt.ids,
+        most=most,
+        sampling=seed_choice(d.sampling, choice),
+        stops=frozenset() if d.ignore_end or single else prompt.ends,
+        likely=d.likely,
+        scored=asked.scored,
+        constrain=asked.constrain,
+        key=asked.key,
+    )
+
+
+def add_deltas(first: Delta, second: Delta) -> Delta:
+    """Both as one."""
+    return Delta(
+        first.text + second.text,
+        first.thought + second.thought,
+        first.calls + second.calls,
+        first.entries + second.entries,
+    )
+
+
+def _fault_of(ended: Ended) -> Fault:
+    if ended.reason == "cancelled":
+        return Fault(503, ended.message or "the server ended the request", code="cancelled", retry_after=1)
+    status = 503 if ended.retry else 500
+    return Fault(status, ended.message or "the server failed", code="unavailable" if ended.retry else "server_error")

@@ -1,0 +1,67 @@
+"""Bodies of requests: counted while they are read, and parsed with care."""
+
+import asyncio
+import json
+import re
+from typing import Any, NoReturn
+
+from starlette.types import Receive, Scope
+
+from pshard.server.api.faults import Fault
+from pshard.server.api.limits import Limits
+from pshard.server.http.replies import Gone
+
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
+    """The body of a request. Raises Fault 413 as soon as it is too large, 408 when it does not come; Gone."""
+    told = dict(scope["headers"]).get(b"content-length", b"0")
+    if told.isdigit() and int(told[:20]) > limits.body:
+        raise _too_large(limits)
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise Gone
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                if size > limits.body:
+                    raise _too_large(limits)
+                if not message.get("more_body", False):
+                    return b"".join(parts)
+    except TimeoutError:
+        raise Fault(408, f"the body did not come within {limits.body_seconds:.0f} seconds") from None
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """The JSON object of a body. Raises Fault 400 for what is none, for NaN, and for text that is no Unicode."""
+    try:
+        value = json.loads(body.decode(), parse_constant=_refuse_constant)
+        if SURROGATE.search(body):
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeDecodeError:
+        raise _no_json("the body is not UTF-8") from None
+    except UnicodeEncodeError:
+        raise _no_json("the body has half of a surrogate pair, which is no character") from None
+    except RecursionError:
+        raise _no_json("the body is nested too deeply") from None
+    except ValueError as error:
+        raise _no_json(f"the body is no JSON: {str(error)[:100]}") from None
+    if not isinstance(value, dict):
+        raise _no_json("the body is no JSON object")
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _no_json(message: str) -> Fault:
+    return Fault(400, message, code="invalid_json")
+
+
+def _too_large(limits: Limits) -> Fault:
+    return Fault(413, f"the body is larger than {limits.body >> 20} MiB", code="request_too_large")

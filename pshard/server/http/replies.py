@@ -1,0 +1,116 @@
+"""What a route gives back, and how it is sent: whole, or as a stream of server-sent events."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import Receive, Send
+
+PING = b": still here\n\n"
+STREAM_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-store",
+    "x-accel-buffering": "no",
+}
+
+
+@dataclass(frozen=True)
+class Whole:
+    """An answer that is sent at once."""
+
+    data: bytes
+    status: int = 200
+    headers: Mapping[str, str] = field(default_factory=lambda: {"content-type": "application/json"})
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Pieces of server-sent events. They are closed whatever becomes of the connection."""
+
+    pieces: AsyncIterator[bytes]
+
+
+Reply = Whole | Stream
+
+
+class Gone(Exception):
+    """The client has closed its connection."""
+
+
+def write_json(value: Any) -> bytes:
+    """Compact JSON in UTF-8."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+
+
+def reply_json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Whole:
+    """A JSON answer."""
+    return Whole(write_json(value), status, {"content-type": "application/json", **(headers or {})})
+
+
+def write_event(value: Any, name: str = "") -> bytes:
+    """A server-sent event with a JSON object as its data."""
+    return (f"event: {name}\n" if name else "").encode() + b"data: " + write_json(value) + b"\n\n"
+
+
+async def run_until_gone(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of the work. Raises Gone, and cancels it, when the client closes its connection before; the request's
+    body has been read."""
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_wait_gone(receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Gone
+        return task.result()
+    finally:
+        await _cancel(task)
+        await _cancel(watch)
+
+
+async def send_whole(send: Send, reply: Whole) -> None:
+    """Send an answer."""
+    headers = {**reply.headers, "content-length": str(len(reply.data))}
+    await send({"type": "http.response.start", "status": reply.status, "headers": _encode(headers)})
+    await send({"type": "http.response.body", "body": reply.data})
+
+
+async def send_stream(receive: Receive, send: Send, stream: Stream, seconds: float) -> None:
+    """Send pieces as they come. Raises Gone when the client closes its connection, or takes nothing for so long."""
+
+    async def write() -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": _encode(STREAM_HEADERS)})
+        async for piece in stream.pieces:
+            await _within(seconds, send({"type": "http.response.body", "body": piece, "more_body": True}))
+        await _within(seconds, send({"type": "http.response.body", "body": b""}))
+
+    try:
+        await run_until_gone(receive, write())
+    finally:
+        if close := getattr(stream.pieces, "aclose", None):
+            await close()
+
+
+async def _within(seconds: float, sending: Awaitable[None]) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await sending
+    except TimeoutError:
+        raise Gone from None
+
+
+async def _wait_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(task: "asyncio.Future[Any]") -> None:
+    if not task.done():
+        task.cancel()
+        await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()  # it has been raised, or nobody wants it any more
+
+
+def _encode(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]

@@ -1,0 +1,88 @@
+"""Loads the model of a server under one of its plans: here, or in a process for each rank."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from pshard.errors import UserError
+from pshard.plan import Variant
+from pshard.registries.fingerprint import fingerprint_inputs
+from pshard.registries.store import load_registry, own_plans
+from pshard.server.life.local_machine import LocalMachine
+from pshard.server.life.rank_machine import RankMachine
+from pshard.server.life.rank_program import RankTask
+from pshard.server.life.read_facts import keep_one_tier, read_facts
+from pshard.server.life.serve_model import HowToRun
+from pshard.server.scheduling.served_machine import Machine
+from pshard.session.open_plan import Opened, check_plan
+from pshard.session.run_request import RunRequest
+from pshard.session.start_engine import start_engine
+from pshard.units.moe.followed import keep_slots
+
+
+class ModelLoader:
+    """Loads an opened model: a `Loader`."""
+
+    def __init__(self, opened: Opened, request: RunRequest, how: HowToRun) -> None:
+        self._opened, self._request, self._how = opened, request, how
+        self._variants = find_budgets(opened)
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """MiB of all plans that serve the same, each a sum over ranks."""
+        return tuple(sorted(self._variants))
+
+    def load(self, budget: int | None) -> Machine:
+        """The model under the plan of a budget; None: under the one that was chosen. Raises UserError, StepFailed."""
+        opened = self._opened
+        variant = opened.variant if budget is None else self._variants[budget]
+        if self._how.deterministic:
+            variant = keep_slots(variant)
+        spec = opened.file.spec
+
+        def facts(notes: tuple[str, ...]):  # type: ignore[no-untyped-def]
+            found = read_facts(spec, opened.profile, variant, self.budgets, (*opened.file.notes, *notes))
+            return keep_one_tier(found) if self._how.deterministic else found
+
+        if len(variant.ranks) > 1:
+            task = RankTask(self._request.model, opened.profile, variant, self._how)
+            return RankMachine.start(task, facts)
+        check_fits(opened, variant)
+        engine = start_engine(opened, variant, self._how.kernels)
+        return LocalMachine(engine, facts(engine.notes), self._how.prefixes)
+
+
+def check_fits(opened: Opened, variant: Variant) -> None:
+    """Raise UserError for a plan that a GPU has no room for now: others use it."""
+    from pshard.session.this_machine import free_vram_mib
+
+    free, wanted = free_vram_mib(opened.profile), sum(variant.workload.vram_mib)
+    if opened.profile.accelerators[0].kind == "cuda" and variant.workload.device == 0 and free < wanted:
+        raise UserError(f"the plan takes {wanted} MiB of VRAM and {free} MiB are free; end other programs on the GPU")
+
+
+def find_budgets(opened: Opened) -> dict[int, Variant]:
+    """Plans of the registry that serve what the chosen one serves, by their budgets; of equal ones the chosen one, or
+    the one with the least context beyond it."""
+    inputs = fingerprint_inputs(opened.file.fingerprint_inputs(), opened.profile)
+    chosen = opened.variant
+    found = {sum(chosen.workload.vram_mib): chosen}
+    plans = own_plans(load_registry(opened.registry), inputs, "pshard plan").variants
+    for variant in sorted(plans, key=lambda v: (v.workload.context, v.workload.sequences)):
+        if _serves_alike(variant, chosen) and _runs(opened, variant):
+            made = replace(variant.workload, reduce_dtype=chosen.workload.reduce_dtype)
+            found.setdefault(sum(variant.workload.vram_mib), replace(variant, workload=made))
+    return found
+
+
+def _serves_alike(variant: Variant, chosen: Variant) -> bool:
+    one, other = variant.workload, chosen.workload
+    same: Callable = lambda w: (w.type_k, w.type_v, w.split_mode, w.device, len(w.vram_mib))  # noqa: E731
+    return same(one) == same(other) and one.context >= other.context and one.sequences >= other.sequences
+
+
+def _runs(opened: Opened, variant: Variant) -> bool:
+    try:
+        check_plan(opened.file.spec, variant, opened.profile)
+    except ValueError:
+        return False
+    return True

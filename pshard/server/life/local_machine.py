@@ -1,0 +1,49 @@
+"""A model on one device of this process, as the scheduler uses it."""
+
+import logging
+
+from pshard.errors import StepFailed
+from pshard.runtime.engine import Engine
+from pshard.server.life.serve_model import PrefixCache
+from pshard.server.scheduling.served_machine import PlanFacts, Pool
+
+log = logging.getLogger(__name__)
+
+
+class LocalMachine:
+    """An engine: a `Machine`."""
+
+    def __init__(self, engine: Engine, facts: PlanFacts, prefixes: PrefixCache | None = None) -> None:
+        """prefixes: what files of beginnings may take; None: there are none. Raises UserError, and closes the engine,
+        when they cannot be kept."""
+        self._engine, self.facts = engine, facts
+        try:
+            keep_prefixes(engine, prefixes)
+        except BaseException:
+            engine.close()
+            raise
+        self.pool: Pool = engine.texts
+
+    @property
+    def link_bytes(self) -> int:
+        """Bytes moved to the device since it was loaded."""
+        return self._engine.link_bytes
+
+    def keep_tier(self, tokens: int) -> None:
+        """Later steps run under a tier of at least so many tokens."""
+        self._engine.texts.keep_tier(tokens)
+
+    def close(self) -> None:
+        """Give its memory back, to other programs too; beginnings of texts are in files then."""
+        try:
+            self._engine.texts.finish_files()
+        except StepFailed:
+            log.warning("the engine failed: beginnings of texts that were not in files yet are lost")
+        finally:
+            self._engine.close()
+
+
+def keep_prefixes(engine: Engine, prefixes: PrefixCache | None) -> None:
+    """Let an engine keep beginnings of texts in files. Raises UserError."""
+    if prefixes is not None:
+        engine.texts.keep_in_files(None, prefixes.files, prefixes.memory)

@@ -1,0 +1,208 @@
+"""A model on several devices, each with a process of its own, as the scheduler of this process uses it.
+
+The scheduler is here and decides alone; what it decides goes to all ranks in the same order, and rank 0 answers. So a
+rank that dies takes no server with it: its end is seen, requests end with an error, and a new group is started.
+"""
+
+import pickle
+import socket
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from pshard.errors import StepFailed, UserError
+from pshard.runtime.ranks.start_ranks import StderrReader, end_ranks, start_rank
+from pshard.runtime.texts.text import BlockCounts, Piece, Row
+from pshard.server.life.rank_program import (
+    Close,
+    Count,
+    KeepSome,
+    Missing,
+    Open,
+    Opened,
+    RankTask,
+    StepCall,
+    Stepped,
+)
+from pshard.server.scheduling.served_machine import PlanFacts
+
+WRITE_SECONDS = 20.0  # that a rank has to write its files at the end
+MODULE = "pshard.server.life.rank_program"
+
+
+@dataclass(eq=False)
+class RankText:
+    """A text of the ranks' pools, as this process knows it."""
+
+    number: int
+    ids: list[int] = field(default_factory=list)
+    cached: int = 0
+
+
+class Ranks:
+    """Processes of a group, and a pipe to each."""
+
+    def __init__(
+        self, pipes: Sequence[Connection], processes: Sequence[subprocess.Popen], readers: Sequence[StderrReader]
+    ) -> None:
+        self._pipes, self._processes, self._readers = list(pipes), list(processes), list(readers)
+        self._lost = False  # a rank
+
+    @classmethod
+    def start(cls, ranks: int) -> "Ranks":
+        """Start so many."""
+        pairs = [socket.socketpair() for _ in range(ranks)]
+        with socket.create_server(("127.0.0.1", 0)) as meeting_point:
+            processes = [
+                start_rank(rank, ranks, MODULE, [str(there.fileno())], meeting_point, (there.fileno(),))
+                for rank, (_, there) in enumerate(pairs)
+            ]
+        for _, there in pairs:
+            there.close()
+        readers = [StderrReader(r, p) for r, p in enumerate(processes) if r > 0]
+        return cls([Connection(here.detach()) for here, _ in pairs], processes, readers)
+
+    def tell(self, message: Any) -> None:
+        """To all. Raises StepFailed when one is gone."""
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        for pipe in self._pipes:
+            self._send(pipe, data)
+
+    def tell_first(self, message: Any) -> None:
+        """To rank 0."""
+        self._send(self._pipes[0], pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+    def _send(self, pipe: Connection, data: bytes) -> None:
+        try:
+            pipe.send_bytes(data)
+        except OSError:
+            raise self._describe_loss() from None
+
+    def hear(self) -> Any:
+        """Rank 0's answer. Raises StepFailed when a rank is gone: the others only ever speak by ending."""
+        while True:
+            heard = wait(self._pipes)
+            if heard != [self._pipes[0]]:
+                raise self._describe_loss()
+            try:
+                return pickle.loads(self._pipes[0].recv_bytes())
+            except (EOFError, OSError):
+                raise self._describe_loss() from None
+
+    def _describe_loss(self) -> StepFailed:
+        """Which rank ended, and how."""
+        self._lost = True
+        end_of = (rank for rank, process in enumerate(self._processes) if _ended(process))
+        rank = next(end_of, None)
+        if rank is None:
+            return StepFailed("a rank ended")
+        return StepFailed(f"rank {rank} of {len(self._processes)} ended with code {self._processes[rank].returncode}")
+
+    def close(self) -> None:
+        """End all processes. They do so by themselves when their pipe ends, and have time to write files, unless one
+        waits for a dead one."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            _ended(process, 1.0 if self._lost else WRITE_SECONDS)
+        end_ranks(self._processes)
+        for reader in self._readers:
+            reader.finish(quiet=True)
+
+
+def _ended(process: subprocess.Popen, seconds: float = 0.2) -> bool:
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+class RankPool:
+    """The pools of all ranks, which are alike: a `Pool`."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks, self._numbers = ranks, count()
+        self._counts: BlockCounts | None = None
+        self.tier, self.link_bytes = 0, 0
+
+    def open(self, ids: Sequence[int], salt: str = "") -> RankText:
+        """As `TextPool.open`."""
+        text = RankText(next(self._numbers))
+        self._ranks.tell(Open(text.number, tuple(ids), salt))
+        opened: Opened = self._ranks.hear()
+        if opened.refused:
+            raise UserError(opened.refused)
+        text.cached, self._counts = opened.cached, None
+        text.ids = list(ids[: opened.cached])
+        return text
+
+    def missing(self, wanted: Mapping[RankText, int]) -> int:
+        """As `TextPool.missing`."""
+        self._ranks.tell_first(Missing(tuple((text.number, cells) for text, cells in wanted.items())))
+        return self._ranks.hear()
+
+    def step(self, pieces: Sequence[Piece]) -> Sequence[Sequence[Row]]:
+        """As `TextPool.step`."""
+        sent = tuple((piece.text.number, replace(piece, text=None)) for piece in pieces)  # type: ignore[arg-type, attr-defined]
+        self._ranks.tell(StepCall(sent, self.tier))
+        stepped: Stepped = self._ranks.hear()
+        if stepped.refused:
+            raise UserError(stepped.refused)
+        for piece in pieces:
+            piece.text.ids += piece.ids
+        self._counts, self.link_bytes = stepped.counts, stepped.link_bytes
+        return stepped.rows
+
+    def close(self, text: RankText, keep: bool = True) -> None:
+        """As `TextPool.close`."""
+        self._ranks.tell(Close(text.number, keep))
+        self._counts = None
+
+    def keep_some(self, seconds: float) -> bool:
+        """As `TextPool.keep_some`."""
+        self._ranks.tell(KeepSome(seconds))
+        return self._ranks.hear()
+
+    def counts(self) -> BlockCounts:
+        """As `TextPool.counts`."""
+        if self._counts is None:
+            self._ranks.tell_first(Count())
+            self._counts = self._ranks.hear()
+        assert self._counts is not None
+        return self._counts
+
+
+class RankMachine:
+    """A group of ranks: a `Machine`."""
+
+    def __init__(self, ranks: Ranks, facts: PlanFacts) -> None:
+        self._ranks, self.facts = ranks, facts
+        self.pool: Any = RankPool(ranks)
+
+    @classmethod
+    def start(cls, task: RankTask, facts: Callable[[tuple[str, ...]], PlanFacts]) -> "RankMachine":
+        """Start the processes and load the model; facts: by the notes of rank 0. Raises StepFailed when one ends."""
+        ranks = Ranks.start(len(task.variant.ranks))
+        try:
+            ranks.tell(task)
+            return cls(ranks, facts(ranks.hear().notes))
+        except BaseException:
+            ranks.close()
+            raise
+
+    @property
+    def link_bytes(self) -> int:
+        """Bytes moved to the device of rank 0."""
+        return self.pool.link_bytes
+
+    def keep_tier(self, tokens: int) -> None:
+        """Later steps run under a tier of at least so many tokens."""
+        self.pool.tier = tokens
+
+    def close(self) -> None:
+        """End the processes."""
+        self._ranks.close()

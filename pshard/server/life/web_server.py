@@ -1,0 +1,107 @@
+"""uvicorn, with a time limit for headers, and an end that lets requests finish."""
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from pshard.errors import UserError
+from pshard.server.life.late_app import App
+
+HEADER_SECONDS = 20.0  # until the headers of a request must be there
+SILENT_SECONDS = 30.0  # of a connection between requests
+LEAVE_SECONDS = 5.0  # for streams to bring their last event, after all jobs have ended
+WAITING = 2048  # connections that the system accepts before this program does
+
+
+class PatientProtocol(H11Protocol):
+    """HTTP/1.1; a client that never ends its headers is let go."""
+
+    header_seconds = HEADER_SECONDS
+    _limit: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """A client is there."""
+        super().connection_made(transport)
+        self._watch_headers()
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of it."""
+        super().data_received(data)
+        self._watch_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is gone."""
+        self._stop_watching()
+        super().connection_lost(exc)
+
+    def _watch_headers(self) -> None:
+        """Begin, or end, to wait for headers. A connection that says nothing after an answer has a limit of its own."""
+        waits = self.conn.their_state is h11.IDLE and (self.cycle is None or self.cycle.response_complete)
+        if not waits:
+            self._stop_watching()
+        elif self._limit is None:
+            self._limit = self.loop.call_later(self.header_seconds, self._give_up)
+
+    def _stop_watching(self) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
+            self._limit = None
+
+    def _give_up(self) -> None:
+        self._limit = None
+        if not self.transport.is_closing():
+            self.transport.close()
+
+
+class WebServer(uvicorn.Server):
+    """Runs an application in the main thread until a signal, or `stop`.
+
+    on_stop: called once, when no more requests are taken; what it begins ends those that run, within `seconds`.
+    """
+
+    def __init__(self, app: App, seconds: float, on_stop: Callable[[], None]) -> None:
+        self._on_stop, self._stopping = on_stop, False
+        config = uvicorn.Config(
+            app,
+            http=PatientProtocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=int(SILENT_SECONDS),
+            timeout_graceful_shutdown=int(seconds + LEAVE_SECONDS),
+            backlog=WAITING,
+        )
+        super().__init__(config)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal lets requests end; a second Ctrl-C ends at once."""
+        if self._stopping and sig == signal.SIGINT:
+            self.force_exit = True
+        self.stop()
+
+    def stop(self) -> None:
+        """Take no more requests, and end when those that run have ended. From any thread."""
+        if not self._stopping:
+            self._stopping = True
+            self._on_stop()
+        self.should_exit = True
+
+
+def open_port(host: str, port: int) -> socket.socket:
+    """A socket that listens there; port 0: any that is free. Raises UserError when it cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=WAITING)
+    except OSError as error:
+        raise UserError(
+            f"cannot listen on {host} port {port}: {error.strerror or error}; choose another --port or --host"
+        ) from None

@@ -1,0 +1,109 @@
+"""POST /v1/chat/completions."""
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pshard.server.api.asks import ChatAsk
+from pshard.server.api.faults import Fault, show_fault
+from pshard.server.api.read_chat import read_chat
+from pshard.server.http.answers import Answer, Answers, Asked
+from pshard.server.http.desk import Call, Desk
+from pshard.server.http.replies import PING, Reply, Stream, reply_json, write_event
+from pshard.server.shapes.show_chat import (
+    show_chat,
+    show_chat_choice,
+    show_chat_logprobs,
+    show_chunk,
+    show_delta,
+    show_message,
+    show_new,
+)
+from pshard.server.shapes.show_completion import Heading
+from pshard.server.text.guides import schema_of_call
+from pshard.server.text.prompts import Prompt
+
+if TYPE_CHECKING:
+    from pshard.runtime.sampling import Constraint
+
+BEGIN = {"role": "assistant", "content": ""}
+
+
+@dataclass(frozen=True)
+class _Told:
+    desk: Desk
+    ask: ChatAsk
+    heading: Heading
+    answers: Answers
+
+    def logprobs(self, entries: tuple[Any, ...]) -> dict[str, Any] | None:
+        return None if self.ask.drawing.likely is None else show_chat_logprobs(entries, self.desk.words)
+
+
+async def chat(desk: Desk, call: Call) -> Reply:
+    """Continue a conversation. Raises Fault."""
+    ask = read_chat(call.body, desk.tables["/v1/chat/completions"], desk.usual, desk.limits, desk.model.vocab)
+    desk.check_model(call.body.get("model") or "")
+    heading = desk.head("chatcmpl-")
+    answers = await prepare_chat(desk, ask, heading.id, call.key)
+    told = _Told(desk, ask, heading, answers)
+    answers.start()
+    if ask.answering.stream:
+        return Stream(_stream(told))
+    await answers.gather()
+    choices = [_show_whole(told, i, answer) for i, answer in enumerate(answers.all)]
+    return reply_json(show_chat(heading, choices, answers.usage()))
+
+
+async def prepare_chat(desk: Desk, ask: ChatAsk, id: str, key: str) -> Answers:
+    """Answers to a conversation that can be started. Raises Fault where it cannot be kept to what was asked."""
+    prompt: Prompt = await desk.off_loop(desk.prompts.of_chat, ask)
+    guide: Callable[[], Constraint] | None = None
+    if ask.forced or ask.schema is not None:
+        where = "tools" if ask.forced else "response_format"
+        schema = schema_of_call(ask.forced) if ask.forced else ask.schema
+        seconds = desk.limits.compile_seconds
+        guide = await desk.off_loop(desk.guides.follow_schema, schema, where, seconds=seconds)
+    return Answers(desk, Asked(id, key, [prompt], ask.drawing, guide))
+
+
+def reason_of(answer: Answer) -> str:
+    """Why an answer ended, as it is told."""
+    return "tool_calls" if answer.reader.called and answer.reason == "stop" else answer.reason
+
+
+def _show_whole(told: _Told, index: int, answer: Answer) -> dict[str, Any]:
+    ids = answer.reader.ids if told.ask.answering.ids else None
+    logprobs = told.logprobs(answer.whole.entries)
+    return show_chat_choice(index, show_message(answer.whole), logprobs, reason_of(answer), ids)
+
+
+async def _stream(told: _Told) -> AsyncIterator[bytes]:
+    """Chunks of all choices: each begins with the role, and ends with a chunk that has the reason."""
+    yield PING
+    usage = told.ask.answering.usage
+
+    def write(choice: dict[str, Any]) -> bytes:
+        return write_event(show_chunk(told.heading, [choice], usage))
+
+    begun = set[int]()
+    try:
+        async for change in told.answers.changes():
+            if change is None:
+                yield PING
+                continue
+            index, delta = change
+            answer = told.answers.all[index]
+            if index not in begun:
+                begun.add(index)
+                yield write(show_delta(index, BEGIN, None))
+            if delta:
+                yield write(show_delta(index, show_new(delta), told.logprobs(delta.entries)))
+            if answer.reason:
+                yield write(show_delta(index, {}, None, reason_of(answer)))
+    except Fault as fault:
+        yield write_event(show_fault(fault))
+        return
+    if usage:
+        yield write_event(show_chunk(told.heading, [], False) | {"usage": told.answers.usage().show()})
+    yield b"data: [DONE]\n\n"

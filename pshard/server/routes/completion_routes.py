@@ -1,0 +1,114 @@
+"""POST /v1/completions."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pshard.server.api.asks import CompletionAsk
+from pshard.server.api.faults import Fault, show_fault
+from pshard.server.api.read_completion import read_completion
+from pshard.server.http.answers import Answer, Answers, Asked
+from pshard.server.http.desk import Call, Desk
+from pshard.server.http.replies import PING, Reply, Stream, reply_json, write_event
+from pshard.server.shapes.show_completion import (
+    Heading,
+    show_completion,
+    show_completion_choice,
+    show_completion_logprobs,
+)
+from pshard.server.text.echoed import Echo, echo_prompt
+from pshard.server.text.prompts import Prompt
+from pshard.server.text.token_words import Entry
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What the answer is written with. echoes: one for each prompt, of those that are part of the answer."""
+
+    desk: Desk
+    ask: CompletionAsk
+    heading: Heading
+    answers: Answers
+    echoes: tuple[Echo, ...]
+
+    def echo(self, index: int) -> Echo:
+        return self.echoes[index // self.ask.drawing.choices] if self.echoes else Echo("", ())
+
+    def logprobs(self, index: int, entries: tuple[Entry, ...], begins: bool) -> dict[str, Any] | None:
+        """Those of some of an answer; `begins`: of its beginning, where the prompt's own stand."""
+        if self.ask.drawing.likely is None:
+            return None
+        echo = self.echo(index)
+        shifted = tuple(replace(entry, offset=entry.offset + len(echo.text)) for entry in entries)
+        if begins and self.echoes:
+            shifted = (*echo.score(self.answers.all[index].scored), *shifted)
+        return show_completion_logprobs(shifted, self.desk.words)
+
+
+async def complete(desk: Desk, call: Call) -> Reply:
+    """Continue prompts. Raises Fault."""
+    ask = read_completion(call.body, desk.tables["/v1/completions"], desk.usual, desk.limits, desk.model.vocab)
+    desk.check_model(call.body.get("model") or "")
+    prompts = await desk.off_loop(_make_prompts, desk, ask)
+    guide = None
+    if ask.schema is not None:
+        seconds = desk.limits.compile_seconds
+        guide = await desk.off_loop(desk.guides.follow_schema, ask.schema, "response_format", seconds=seconds)
+    heading = desk.head("cmpl-")
+    echoes = await desk.off_loop(_make_echoes, desk, ask, prompts) if ask.echo else ()
+    scored = ask.echo and ask.drawing.likely is not None
+    answers = Answers(desk, Asked(heading.id, call.key, prompts, ask.drawing, guide, scored))
+    told = _Told(desk, ask, heading, answers, echoes)
+    answers.start()
+    if ask.answering.stream:
+        return Stream(_stream(told))
+    await answers.gather()
+    choices = [_show_whole(told, i, answer) for i, answer in enumerate(answers.all)]
+    return reply_json(show_completion(heading, choices, answers.usage()))
+
+
+def _make_prompts(desk: Desk, ask: CompletionAsk) -> list[Prompt]:
+    made = []
+    for i, prompt in enumerate(ask.prompts):
+        where = "prompt" if len(ask.prompts) == 1 else f"prompt[{i}]"
+        made.append(
+            desk.prompts.of_text(prompt, where) if isinstance(prompt, str) else desk.prompts.of_ids(prompt, where)
+        )
+    return made
+
+
+def _make_echoes(desk: Desk, ask: CompletionAsk, prompts: list[Prompt]) -> tuple[Echo, ...]:
+    texts = (given if isinstance(given, str) else None for given in ask.prompts)
+    return tuple(echo_prompt(prompt.ids, text, desk.model.tokenizer) for prompt, text in zip(prompts, texts))
+
+
+def _show_whole(told: _Told, index: int, answer: Answer) -> dict[str, Any]:
+    ids = answer.reader.ids if told.ask.answering.ids else None
+    logprobs = told.logprobs(index, answer.whole.entries, True)
+    return show_completion_choice(index, told.echo(index).text + answer.whole.text, logprobs, answer.reason, ids)
+
+
+async def _stream(told: _Told) -> AsyncIterator[bytes]:
+    """Chunks of all choices; with echo the first of each begins with the prompt."""
+    yield PING
+    begun = set[int]()
+    try:
+        async for change in told.answers.changes():
+            if change is None:
+                yield PING
+                continue
+            index, delta = change
+            answer, begins = told.answers.all[index], index not in begun
+            if not delta and not answer.reason:
+                continue
+            begun.add(index)
+            text = (told.echo(index).text if begins else "") + delta.text
+            logprobs = told.logprobs(index, delta.entries, begins)
+            choice = show_completion_choice(index, text, logprobs, answer.reason or None)
+            yield write_event(show_completion(told.heading, [choice], None))
+    except Fault as fault:
+        yield write_event(show_fault(fault))
+        return
+    if told.ask.answering.usage:
+        yield write_event(show_completion(told.heading, [], told.answers.usage()))
+    yield b"data: [DONE]\n\n"

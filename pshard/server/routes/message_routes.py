@@ -1,0 +1,78 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from collections.abc import AsyncIterator
+
+from pshard.server.api.faults import Fault, show_messages_fault
+from pshard.server.api.read_message_request import read_message_request
+from pshard.server.http.answers import Answer, Answers
+from pshard.server.http.desk import Call, Desk
+from pshard.server.http.replies import PING, Reply, Stream, reply_json, write_event
+from pshard.server.routes.chat_routes import prepare_chat, reason_of
+from pshard.server.shapes.show_completion import Heading
+from pshard.server.shapes.show_message_blocks import Blocks, Events, show_message_usage, show_whole_message
+
+REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+
+async def send_message(desk: Desk, call: Call) -> Reply:
+    """Continue a conversation. Raises Fault."""
+    ask = read_message_request(call.body, desk.tables["/v1/messages"], desk.usual, desk.limits)
+    desk.check_model(call.body.get("model") or "")
+    heading = desk.head("msg_")
+    answers = await prepare_chat(desk, ask, heading.id, call.key)
+    answers.start()
+    if ask.answering.stream:
+        return Stream(_stream(heading, answers))
+    await answers.gather()
+    (answer,) = answers.all
+    blocks = Blocks()
+    blocks.take(answer.whole)
+    blocks.close()
+    told = show_whole_message(heading.id, heading.model, blocks.done, ending_of(answer), answers.usage())
+    return reply_json(told)
+
+
+async def count_tokens(desk: Desk, call: Call) -> Reply:
+    """How many tokens the prompt of a conversation has. Raises Fault."""
+    ask = read_message_request(call.body, desk.tables["/v1/messages/count_tokens"], desk.usual, desk.limits)
+    desk.check_model(call.body.get("model") or "")
+    prompt = await desk.off_loop(desk.prompts.of_chat, ask)
+    return reply_json({"input_tokens": len(prompt.ids)})
+
+
+def ending_of(answer: Answer) -> tuple[str, str | None]:
+    """Why an answer ended, and the stop string that ended it."""
+    if answer.reader.stopped:
+        return "stop_sequence", answer.reader.stopped
+    return REASONS.get(reason_of(answer), "end_turn"), None
+
+
+async def _stream(heading: Heading, answers: Answers) -> AsyncIterator[bytes]:
+    """Events from message_start, which waits for the first of the prompt, to message_stop."""
+    yield PING
+    blocks, begun = Blocks(), False
+
+    def write(events: Events) -> bytes:
+        return b"".join(write_event({"type": name, **told}, name) for name, told in events)
+
+    def start() -> bytes:
+        message = show_whole_message(heading.id, heading.model, [], (None, None), answers.usage())
+        return write([("message_start", {"message": message})])
+
+    (answer,) = answers.all
+    try:
+        async for change in answers.changes():
+            if change is None:
+                yield PING
+                continue
+            if not begun:
+                begun = True
+                yield start()
+            if written := write(blocks.take(change[1])):
+                yield written
+    except Fault as fault:
+        yield write_event(show_messages_fault(fault), "error")
+        return
+    reason, stopped = ending_of(answer)
+    delta = {"delta": {"stop_reason": reason, "stop_sequence": stopped}, "usage": show_message_usage(answers.usage())}
+    yield write([*blocks.close(), ("message_delta", delta), ("message_stop", {})])

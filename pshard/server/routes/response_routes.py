@@ -1,0 +1,75 @@
+"""POST /v1/responses."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from pshard.server.api.faults import Fault, show_fault
+from pshard.server.api.read_responses import read_responses
+from pshard.server.http.answers import Answers
+from pshard.server.http.desk import Call, Desk
+from pshard.server.http.replies import PING, Reply, Stream, reply_json, write_event
+from pshard.server.routes.chat_routes import prepare_chat
+from pshard.server.shapes.show_completion import Heading
+from pshard.server.shapes.show_responses import Events, OutputItems, show_response
+
+TOLD: dict[str, Any] = {  # of the request, with what is told where it does not say
+    "instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": False, "reasoning": None,
+    "temperature": None, "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [], "top_p": None,
+    "truncation": "disabled", "user": None,
+}  # fmt: skip
+
+
+async def respond(desk: Desk, call: Call) -> Reply:
+    """Continue a conversation. Raises Fault."""
+    ask = read_responses(call.body, desk.tables["/v1/responses"], desk.usual, desk.limits, desk.model.vocab)
+    desk.check_model(call.body.get("model") or "")
+    heading = desk.head("resp_")
+    answers = await prepare_chat(desk, ask, heading.id, call.key)
+    echo = {name: usual if call.body.get(name) is None else call.body[name] for name, usual in TOLD.items()}
+    items = OutputItems(desk.words, ask.drawing.likely is not None)
+    answers.start()
+    if ask.answering.stream:
+        return Stream(_stream(heading, echo, answers, items))
+    await answers.gather()
+    (answer,) = answers.all
+    items.take(answer.whole)
+    items.close(answer.reason == "stop")
+    return reply_json(show_response(heading, echo, status_of(answer.reason), items.done, answers.usage()))
+
+
+def status_of(reason: str) -> str:
+    """The status of a response whose answer ended so."""
+    return "completed" if reason == "stop" else "incomplete"
+
+
+async def _stream(heading: Heading, echo: dict[str, Any], answers: Answers, items: OutputItems) -> AsyncIterator[bytes]:
+    """Events with rising numbers, from created to completed, incomplete or failed."""
+    number = 0
+
+    def write(events: Events) -> bytes:
+        nonlocal number
+        parts = []
+        for name, told in events:
+            parts.append(write_event({"type": name, "sequence_number": number, **told}, name))
+            number += 1
+        return b"".join(parts)
+
+    begun = {"response": show_response(heading, echo, "in_progress", [], None)}
+    yield PING + write([("response.created", begun), ("response.in_progress", begun)])
+    (answer,) = answers.all
+    try:
+        async for change in answers.changes():
+            if change is None:
+                yield PING
+            elif written := write(items.take(change[1])):
+                yield written
+    except Fault as fault:
+        failed = show_response(heading, echo, "failed", items.done, answers.usage())
+        error = show_fault(fault)["error"]
+        failed["error"] = {"code": error["code"] or "server_error", "message": error["message"]}
+        yield write([("response.failed", {"response": failed})])
+        return
+    yield write(items.close(answer.reason == "stop"))
+    status = status_of(answer.reason)
+    whole = show_response(heading, echo, status, items.done, answers.usage())
+    yield write([(f"response.{status}", {"response": whole})])

@@ -1,0 +1,114 @@
+"""What is asked of a text's logits, and the token that is drawn from what came."""
+
+from collections.abc import Sequence
+from math import nan
+
+import numpy as np
+import torch
+
+from pshard.errors import StepFailed
+from pshard.runtime.sampling import NO_NUMBERS, Sampler
+from pshard.runtime.texts.text import Piece, Row, Text
+from pshard.server.jobs import Likely
+from pshard.server.scheduling.job_run import JobRun
+
+MOST = 256  # best logits that are asked for; a draw from more takes all of them
+FEWEST = 2  # of best logits when log-probabilities are wanted: with one the pool does not add up the others
+
+
+def make_sampler(run: JobRun, vocab: int) -> Sampler:
+    """What draws a job's tokens. Raises UserError for settings that the model cannot follow."""
+    job = run.job
+    sampler = Sampler(job.sampling, job.constrain() if job.constrain else None, vocab)
+    sampler.see(job.prompt)
+    return sampler
+
+
+def make_piece(run: JobRun, count: int) -> Piece:
+    """The next `count` tokens of a job's text, and what is wanted of their logits."""
+    assert run.text is not None and run.sampler is not None
+    at, text = len(run.text.ids), run.text
+    ids = tuple(run.tokens[at : at + count])
+    if scores(run):
+        return _scored_piece(run, text, ids)
+    if at + count < run.goal or not run.job.most:
+        return Piece(text, ids, rows="none")
+    return Piece(text, ids, "last", *_wish(run, _enough(run)))
+
+
+def limit_piece(run: JobRun, count: int) -> int:
+    """How many of `count` tokens may go in one piece: all logits are asked for of a last token only."""
+    alone = scores(run) and run.job.most > 0 and not _enough(run) and count == run.remaining > 1
+    return count - 1 if alone else count
+
+
+def scores(run: JobRun) -> bool:
+    """Whether tokens of the prompt are still to be scored."""
+    return run.job.scored and len(run.scored) < len(run.job.prompt)
+
+
+def _enough(run: JobRun) -> int:
+    """So many of the largest logits are asked for to draw from; 0: all."""
+    assert run.sampler is not None
+    return run.sampler.enough if run.sampler.enough <= MOST else 0
+
+
+def _wish(run: JobRun, enough: int) -> tuple[int, bool, None, tuple[int, ...]]:
+    """best, full, mask and of: `enough` of the largest logits, and what log-probabilities take."""
+    if run.job.likely is None:
+        return enough, not enough, None, ()
+    return max(enough, run.job.likely, FEWEST), not enough, None, ()
+
+
+def _scored_piece(run: JobRun, text: Text, ids: tuple[int, ...]) -> Piece:
+    at, prompt = len(text.ids), run.job.prompt
+    following = prompt[at + 1 : at + 1 + len(ids)]
+    of = following if len(following) == len(ids) else (*following, 0)  # nothing follows the last one
+    ends = at + len(ids) == len(prompt) and run.job.most > 0
+    enough = _enough(run) if ends else 1
+    best, full, mask, _ = _wish(run, enough)
+    return Piece(text, ids, "all", max(best, (run.job.likely or 0), FEWEST), full, mask, of)
+
+
+def draw_token(run: JobRun, row: Row) -> tuple[int, Likely | None]:
+    """The next token of a text, with its log-probability where that is wanted. Raises StepFailed for a row with a NaN,
+    and when nothing is left to draw from."""
+    assert run.sampler is not None
+    if row.bad:
+        raise StepFailed(NO_NUMBERS)
+    if row.full is not None:
+        token = run.sampler.choose(torch.from_numpy(row.full))
+        logit = float(row.full[token])
+    else:
+        enough = _enough(run)
+        token = run.sampler.choose_among(row.ids[:enough], row.logits[:enough])
+        logit = nan
+    if run.job.likely is None:
+        return token, None
+    return token, _describe(token, logit, row, run.job.likely)
+
+
+def score_rows(run: JobRun, start: int, rows: Sequence[Row]) -> None:
+    """Keep what the rows after the tokens from `start` on say of those that follow. Raises StepFailed for a NaN."""
+    prompt, likely = run.job.prompt, run.job.likely or 0
+    if not run.scored:
+        run.scored.append(Likely(prompt[0], nan))
+    for at, row in enumerate(rows, start + 1):
+        if row.bad:
+            raise StepFailed(NO_NUMBERS)
+        if len(run.scored) <= at < len(prompt):
+            run.scored.append(_describe(prompt[at], float(row.of[0]), row, likely))
+
+
+def _describe(token: int, logit: float, row: Row, count: int) -> Likely:
+    """A token with its log-probability, and the likeliest in its place. logit: the token's; nan: it is among the
+    best."""
+    total = row.log_total
+    if total != total and row.full is not None:
+        largest = float(row.full.max())
+        total = largest + float(np.log(np.exp(row.full.astype(np.float64) - largest).sum()))
+    ids = row.ids.tolist()
+    logits = row.logits.tolist()
+    if logit != logit:
+        logit = logits[ids.index(token)]
+    return Likely(token, logit - total, tuple((i, value - total) for i, value in zip(ids[:count], logits[:count])))

@@ -1,0 +1,38 @@
+"""How many tokens of prompts go into a step beside those that decode."""
+
+from collections.abc import Sequence
+
+from pshard.server.scheduling.pace import Pace
+
+IN_PART = 2  # prompts that are computed in part at a time
+SECOND = 4  # one part of so many is kept for the prompt behind one that takes a whole step and more
+
+
+def room_for_prompts(pace: Pace, largest: int, decodes: int, gap: float, in_force: int) -> int:
+    """Tokens of prompts that a step may have beside `decodes` texts of one token each.
+
+    With nobody to wait for a token, the largest tier is filled; else the largest one that keeps the gap (seconds). One
+    token more than decode has a place whatever that takes: a prompt that is never computed would break more than a gap.
+    """
+    tier = largest if not decodes else pace.largest_within(gap, in_force, min(largest, decodes + 1))
+    return tier - decodes
+
+
+def wants_more(remaining: Sequence[int], room: int) -> bool:
+    """Whether another prompt is to be admitted beside those that have so many tokens to go."""
+    return sum(remaining) < room or len(remaining) < IN_PART
+
+
+def fill_prompts(remaining: Sequence[int], room: int) -> list[int]:
+    """Tokens of each prompt, the oldest first, that go into a room.
+
+    Behind a prompt that needs more than the room a short one need not wait: it gets a part.
+    """
+    shares, left = [], room
+    behind = sum(remaining[1:])
+    for i, n in enumerate(remaining):
+        kept = min(behind, room // SECOND) if i == 0 and n > room else 0
+        take = min(n, left - kept)
+        shares.append(take)
+        left -= take
+    return shares

@@ -1,0 +1,234 @@
+"""Decides what each step holds, and hands out what comes of it."""
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from pshard.errors import StepFailed, UserError
+from pshard.runtime.texts.text import Piece, Row
+from pshard.server.jobs import Ended, Made, Progress
+from pshard.server.scheduling.choose_tier import TierChoice
+from pshard.server.scheduling.draw_token import draw_token, limit_piece, make_piece, score_rows, scores
+from pshard.server.scheduling.fill_step import fill_prompts, room_for_prompts, wants_more
+from pshard.server.scheduling.job_run import JobRun
+from pshard.server.scheduling.jobs_at_work import JobsAtWork
+from pshard.server.scheduling.pace import Pace
+from pshard.server.scheduling.promises import Promises
+from pshard.server.scheduling.served_machine import Machine
+from pshard.server.scheduling.tally import Tally
+from pshard.server.scheduling.waiting_line import WaitingLine
+from pshard.server.snapshot import StepSeen
+
+NO_ROOM = "the text has no room in the KV cache; ask for less"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Share:
+    """So many new tokens of a job's text in a step."""
+
+    run: JobRun
+    count: int
+    decodes: bool
+
+
+class Scheduler:
+    """Jobs over one machine. Not thread-safe; between `plan` and `settle` the machine computes.
+
+    Attributes:
+        jobs: those that wait and those that run. pace: how long steps take. choice: the tier in force.
+    """
+
+    def __init__(self, machine: Machine, promises: Promises, tally: Tally, line: WaitingLine | None = None) -> None:
+        """line: jobs that wait already."""
+        self.machine, self.promises, self.tally = machine, promises, tally
+        self.pace = Pace(machine.facts)
+        self.choice = TierChoice(self.pace)
+        self.jobs = JobsAtWork(machine, tally, line if line is not None else WaitingLine())
+        self._link_bytes = machine.link_bytes
+        self._kept = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self.jobs.running) or len(self.jobs.line) > 0
+
+    def plan(self, now: float) -> list[Share]:
+        """What the next step holds; empty where nothing can run."""
+        jobs = self.jobs
+        jobs.give_up(self.promises, now)
+        while True:
+            shares = self._share()
+            if shares and self._lacks_blocks(shares):
+                self._make_room(now)
+            elif not shares and not jobs.running and len(jobs.line):  # it would wait for ever
+                jobs.end({next(iter(jobs.line)).job.id}, Ended("error", NO_ROOM), now)
+            else:
+                return shares
+
+    def _share(self) -> list[Share]:
+        decoding = [run for run in self.jobs.running if run.decodes]
+        prompts = [run for run in self.jobs.running if not run.decodes]
+        facts = self.machine.facts
+        room = room_for_prompts(
+            self.pace, facts.tiers[-1], len(decoding), self.promises.gap, self.choice.in_force
+        )  # fmt: skip
+        remaining = [run.remaining for run in prompts]
+        while len(self.jobs.running) < facts.sequences and len(self.jobs.line) and wants_more(remaining, room):
+            if (run := self.jobs.admit(prompts)) is None:
+                break
+            prompts.append(run)
+            remaining.append(run.remaining)
+        counts = fill_prompts(remaining, room)
+        shares = [Share(run, 1, True) for run in decoding]
+        return shares + [Share(run, limit_piece(run, n), False) for run, n in zip(prompts, counts) if n]
+
+    def _lacks_blocks(self, shares: Sequence[Share]) -> bool:
+        wanted = {s.run.text: len(s.run.text.ids) + s.count for s in shares if s.run.text is not None}
+        return self.machine.pool.missing(wanted) > 0
+
+    def _make_room(self, now: float) -> None:
+        """Take the blocks of the text that was admitted last."""
+        run = self.jobs.running[-1]
+        if len(self.jobs.running) == 1:
+            self.jobs.end_run(run, Ended("error", NO_ROOM), now)
+        else:
+            self.jobs.preempt(run)
+
+    def pieces(self, shares: Sequence[Share], now: float) -> tuple[list[Piece], int]:
+        """What the pool is to compute, and under which tier."""
+        tokens = sum(share.count for share in shares)
+        waits = any(share.decodes for share in shares)
+        tier = self.choice.choose(tokens, self.promises.gap if waits else None)
+        if tier != self._kept:
+            self.machine.keep_tier(tier)
+            self._kept = tier
+        for share in shares:
+            if share.run.begun != share.run.begun:
+                share.run.begun = now
+                self.tally.queue.add(now - share.run.taken)
+        return [make_piece(share.run, share.count) for share in shares], tier
+
+    def settle(self, step: "StepDone", rows: Sequence[Sequence[Row] | UserError]) -> None:
+        """Hand out what a step made; an error stands for rows of a job that the machine refused."""
+        made = 0
+        for share, own in zip(step.shares, rows):
+            try:
+                if isinstance(own, UserError):
+                    raise own
+                made += self._take_rows(share, own, step.end)
+            except (StepFailed, UserError) as error:
+                self.jobs.fail(share.run, error, step.end)
+            except Exception as error:
+                log.exception("a job failed")
+                self.jobs.fail(share.run, error, step.end)
+        self._note_step(step, made)
+
+    def _take_rows(self, share: Share, rows: Sequence[Row], now: float) -> int:
+        """What a step made of one text; how many tokens."""
+        run = share.run
+        assert run.text is not None
+        done, prompt = len(run.text.ids), len(run.job.prompt)
+        if scores(run):
+            score_rows(run, done - share.count, rows)
+            if not run.remaining and len(run.scored) < prompt:
+                raise StepFailed("not all of the prompt was scored")
+        if not run.made:
+            told = tuple(run.scored) if run.job.scored and not run.remaining else ()
+            if not run.tell(Progress(done if run.remaining else prompt, prompt, run.text.cached, told)):
+                self.jobs.end_run(run, Ended("cancelled"), now)
+                return 0
+        if run.remaining:
+            return 0
+        if not run.job.most:
+            self.jobs.end_run(run, Ended("length"), now)
+            return 0
+        return self._take_token(run, rows[-1], now)
+
+    def _take_token(self, run: JobRun, row: Row, now: float) -> int:
+        token, likely = draw_token(run, row)
+        if token in run.job.stops:
+            self.jobs.end_run(run, Ended("stop"), now)
+            return 0
+        run.tokens.append(token)
+        if run.made == 1:
+            run.first = now
+            self.tally.first_token.add(now - run.taken)
+        else:
+            self.tally.gap.add(now - run.last)
+        run.last = now
+        if not run.tell(Made((token,), (likely,) if likely else ())):
+            self.jobs.end_run(run, Ended("cancelled"), now)
+        elif run.made >= run.job.most or len(run.tokens) >= self.machine.facts.longest:
+            self.jobs.end_run(run, Ended("length"), now)
+        return 1
+
+    def _note_step(self, step: "StepDone", made: int) -> None:
+        seconds = step.end - step.start
+        decodes = sum(share.decodes for share in step.shares)
+        tokens = sum(share.count for share in step.shares)
+        if not step.switched:
+            self.pace.observe(tokens, step.tier, seconds)
+        moved, self._link_bytes = self._link_bytes, self.machine.link_bytes
+        busy = self.machine.facts.busy.get(step.tier, ())
+        scale = seconds / self.pace.planned(step.tier) if self.pace.planned(step.tier) else 0.0
+        seen = StepSeen(
+            number=self.tally.count["steps"],
+            start=step.start - self.tally.start,
+            seconds=seconds,
+            tier=step.tier,
+            decodes=decodes,
+            prompts=tokens - decodes,
+            link_bytes=self._link_bytes - moved,
+            busy=tuple((name, min(seconds, value * scale)) for name, value in busy),
+            switched=step.switched,
+        )
+        self.tally.add_step(seen, made)
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """A step that was computed: seconds on the scheduler's clock."""
+
+    shares: Sequence[Share]
+    tier: int
+    switched: bool
+    start: float
+    end: float
+
+
+def run_step(scheduler: Scheduler, clock: Callable[[], float], lock: AbstractContextManager) -> bool:
+    """Compute one step; whether there was any. What the machine raises comes through.
+
+    lock: held while jobs change hands, not while the machine computes.
+    """
+    start = clock()
+    with lock:
+        shares = scheduler.plan(start)
+        if not shares:
+            return False
+        before = scheduler.choice.in_force
+        pieces, tier = scheduler.pieces(shares, start)
+    begun = clock()
+    try:
+        rows: Sequence[Sequence[Row] | UserError] = scheduler.machine.pool.step(pieces)
+    except UserError:
+        rows = _step_alone(scheduler, pieces)
+    end = clock()
+    with lock:
+        switched = before != tier
+        scheduler.settle(StepDone(shares, tier, switched, begun, end), rows)
+    return True
+
+
+def _step_alone(scheduler: Scheduler, pieces: Sequence[Piece]) -> list[Sequence[Row] | UserError]:
+    """One of the pieces is refused, and nothing has changed: compute each by itself, so that it alone fails."""
+    found: list[Sequence[Row] | UserError] = []
+    for piece in pieces:
+        try:
+            found += scheduler.machine.pool.step([piece])
+        except UserError as error:
+            found.append(error)
+    return found

@@ -1,0 +1,53 @@
+"""What the scheduler asks of an engine: a pool of texts under a plan. It may be here, or in other processes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pshard.runtime.texts.text import BlockCounts, Piece, Row, Text
+from pshard.server.snapshot import PlanInForce
+
+
+class Pool(Protocol):
+    """Texts by handle over one pool of KV blocks, as `pshard.runtime.texts.text_pool.TextPool` has them."""
+
+    def open(self, ids: Sequence[int], salt: str = "") -> Text: ...
+    def missing(self, wanted: Mapping[Text, int]) -> int: ...
+    def step(self, pieces: Sequence[Piece]) -> Sequence[Sequence[Row]]: ...
+    def close(self, text: Text, keep: bool = True) -> None: ...
+    def counts(self) -> BlockCounts: ...
+    def keep_some(self, seconds: float) -> bool: ...
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    """What decisions need of a plan. tiers: tokens of each, rising; seconds: of a full micro-batch of each, predicted.
+
+    switch: seconds from a tier to another, by their tokens; what is not there takes none. busy: predicted seconds of
+    each resource in a micro-batch of each tier. shown: the plan as people are told of it.
+    """
+
+    tiers: tuple[int, ...]
+    seconds: tuple[float, ...]
+    sequences: int
+    longest: int
+    vocab: int
+    shown: PlanInForce
+    switch: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    busy: Mapping[int, tuple[tuple[str, float], ...]] = field(default_factory=dict)
+
+
+class Machine(Protocol):
+    """A loaded model. link_bytes: moved to the device since it was loaded."""
+
+    facts: PlanFacts
+    pool: Pool
+
+    @property
+    def link_bytes(self) -> int: ...
+
+    def keep_tier(self, tokens: int) -> None:
+        """Later steps run under a tier of at least so many tokens."""
+
+    def close(self) -> None:
+        """Give its memory back."""

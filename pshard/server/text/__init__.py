@@ -1,0 +1,1 @@
+"""From tokens to what clients read: characters, stop strings, reasoning, calls of tools; and prompts from chats."""

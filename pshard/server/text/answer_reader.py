@@ -1,0 +1,198 @@
+"""Reads one answer as it is made: tokens in, what the client is told out."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pshard.server.jobs import Made
+from pshard.server.text.call_reader import CallPart, CallReader
+from pshard.server.text.formats import ChatFormat
+from pshard.server.text.stop_finder import StopFinder
+from pshard.server.text.token_words import Entry, make_entry
+from pshard.session.chat.thoughts import Piece, Sorter
+
+if TYPE_CHECKING:
+    from pshard.models.text.tokenizer import Tokenizer
+
+SPELLED = ("[ARGS]", "[CALL_ID]")  # special tokens within a call
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What is new of an answer: its text, its reasoning, parts of calls of tools, and the tokens of what was given out
+    so far."""
+
+    text: str = ""
+    thought: str = ""
+    calls: tuple[CallPart, ...] = ()
+    entries: tuple[Entry, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.thought or self.calls or self.entries)
+
+
+class AnswerReader:
+    """One answer. A stop string ends it: `stopped` is then it, and what comes later is not read.
+
+    `count`: tokens up to that end; `ids`: these tokens; `called`: whether a tool was called.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer | None", stops: tuple[str, ...], format: ChatFormat | None = None) -> None:
+        """format: what a chat's model means by its tags; None: all is text."""
+        self._tokenizer = tokenizer
+        self._stream = tokenizer.stream() if tokenizer else None
+        self._stops, self._finder = stops, StopFinder(stops)
+        self._shape = _Shape(format) if format else None
+        self._decoded = self._given = 0  # letters
+        self._waiting: list[Entry] = []
+        self.stopped = ""
+        self.ids: list[int] = []
+
+    @property
+    def count(self) -> int:
+        return len(self.ids)
+
+    @property
+    def called(self) -> bool:
+        return self._shape is not None and self._shape.calls.count > 0
+
+    def push(self, made: Made) -> Delta:
+        """What is certain after new tokens. They are read one by one: how many come at once changes nothing."""
+        parts = []
+        for i, token in enumerate(made.tokens):
+            if self.stopped:
+                break
+            self.ids.append(token)
+            if made.likely:
+                self._waiting.append(make_entry(token, made.likely[i], self._decoded))
+            parts.append(self._read(token))
+        return self._join(parts)
+
+    def finish(self) -> Delta:
+        """The rest, at the end of the answer."""
+        parts = []
+        if not self.stopped:
+            rest = self._stream.finish() if self._stream else ""
+            parts.append(self._sort(self._finder.push(rest) + self._finder.finish(), None))
+            self._given = self._decoded + len(rest)
+            self.stopped = self._finder.found
+        if self._shape:
+            parts.append(self._shape.finish())
+        if self.stopped:  # tokens of the stop string are no part of the answer
+            self._waiting = [entry for entry in self._waiting if entry.offset < self._given]
+        else:
+            self._given += 1
+        return self._join(parts)
+
+    def _read(self, token: int) -> Delta:
+        special = self._tokenizer.special_name(token) if self._tokenizer else None
+        if special is not None and special in self._stops:
+            self.stopped = special
+            ready = self._finder.finish()
+            self._given += len(ready)
+            return self._sort(ready, None)
+        text = self._stream.push(token) if self._stream else ""
+        self._decoded += len(text)
+        if special is not None and self._shape:  # it stands between what was held back and what comes
+            held = self._finder.finish()
+            self._given += len(held)
+            return self._join([self._sort(held, None), self._sort("", special)])
+        ready = self._finder.push(text)
+        self._given += len(ready)
+        self.stopped = self._finder.found
+        return self._sort(ready, None)
+
+    def _sort(self, text: str, special: str | None) -> Delta:
+        if self._shape:
+            return self._shape.push(text, special)
+        return Delta(text)
+
+    def _join(self, parts: list[Delta]) -> Delta:
+        at = next((i for i, entry in enumerate(self._waiting) if entry.offset >= self._given), len(self._waiting))
+        entries, self._waiting = self._waiting[:at], self._waiting[at:]
+        calls = tuple(call for part in parts for call in part.calls)
+        return Delta(
+            "".join(part.text for part in parts), "".join(part.thought for part in parts), calls, tuple(entries)
+        )
+
+
+class _Shape:
+    """Sorts text into what is meant for the reader, reasoning, and calls, without the whitespace between them."""
+
+    def __init__(self, format: ChatFormat) -> None:
+        self._format = format
+        self._sorter = Sorter(format.begun, format.tags)
+        self.calls = CallReader(format.tools, format.make_id)
+        self._kind = "call" if format.forced else ""
+        self._space = ""  # whitespace that nobody may need
+        self._begun = not format.trims  # whether text of this stretch was given out
+        self._lead = "" if format.bare and not format.forced else None  # text that may turn out to be a bare call
+
+    def push(self, text: str, special: str | None) -> Delta:
+        if self._format.forced:
+            return Delta(calls=tuple(self.calls.push(text)))
+        if special in SPELLED:
+            text, special = text + special, None
+        return self._collect(self._sorter.push(text, special))
+
+    def finish(self) -> Delta:
+        parts = [] if self._format.forced else [self._collect(self._sorter.finish())]
+        if self._lead:
+            lead, self._lead = self._lead, None
+            parts.append(self._give("text", lead))
+        calls, rest = self.calls.finish()
+        parts.append(Delta(calls=tuple(calls)))
+        if rest:
+            parts.append(self._give("text", rest))
+        if self._space and not self.calls.count and self._kind == "text":
+            parts.append(Delta(self._space))
+        return _add(parts)
+
+    def _collect(self, pieces: Iterator[Piece]) -> Delta:
+        return _add([self._take(piece) for piece in pieces])
+
+    def _take(self, piece: Piece) -> Delta:
+        kind = self._format.kind_of(piece.within)
+        if piece.mark:
+            rest = Delta()
+            if kind == "call":
+                calls, text = self.calls.begin(piece.text, piece.within)
+                rest = _add([Delta(calls=tuple(calls)), self._give("text", text) if text else Delta()])
+            self._kind, self._space, self._begun = "", "", False
+            return rest
+        if kind == "call":
+            return Delta(calls=tuple(self.calls.push(piece.text)))
+        if kind == "text" and self._lead is not None:
+            return self._take_lead(piece.text)
+        return self._give(kind, piece.text)
+
+    def _take_lead(self, text: str) -> Delta:
+        """Text that may be a call without any tag."""
+        assert self._lead is not None
+        if self.calls.open:
+            return Delta(calls=tuple(self.calls.push(text)))
+        self._lead += text
+        begin = self._lead.lstrip()
+        if begin.startswith("{"):
+            self._lead = ""
+            return Delta(calls=tuple(self.calls.push(begin)))
+        if begin:
+            lead, self._lead = self._lead, None
+            return self._give("text", lead)
+        return Delta()
+
+    def _give(self, kind: str, text: str) -> Delta:
+        if kind != self._kind:
+            self._kind, self._space = kind, ""
+        text = self._space + text
+        if not self._begun:
+            text = text.lstrip()
+        ready = text.rstrip() if self._format.trims else text
+        self._space = text[len(ready) :]
+        self._begun = self._begun or bool(ready)
+        return Delta(thought=ready) if kind == "thought" else Delta(ready)
+
+
+def _add(parts: list[Delta]) -> Delta:
+    calls = tuple(call for part in parts for call in part.calls)
+    return Delta("".join(part.text for part in parts), "".join(part.thought for part in parts), calls)

@@ -1,0 +1,56 @@
+"""What a model means by the tags in its answers: which enclose reasoning, which calls of tools."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from pshard.server.api.asks import Tool
+from pshard.server.text.call_reader import CHANNEL_TO, make_call_id, make_short_id
+
+THOUGHTS = {"<think>": "</think>", "<reasoning>": "</reasoning>", "[THINK]": "[/THINK]"}
+CALLS = {"<tool_call>": "</tool_call>", "[TOOL_CALLS]": "", "<|python_tag|>": ""}  # an empty end: to the text's end
+HARMONY = "<|channel|>"
+LLAMA = ("<|python_tag|>", "ipython")  # either is in templates of models that write a call as bare JSON
+ENDS = ("<|call|>", "<|eom_id|>")  # special tokens that end an answer with a call
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """How to read an answer of a chat.
+
+    begun: the prompt, which may have opened a tag. tags: what is enclosed by what. tools: those that may be called;
+    forced: the answer is one call as JSON and nothing else. bare: a call may come without a tag. trims: whitespace
+    around what tags enclose is no text.
+    """
+
+    begun: str = ""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    tools: tuple[Tool, ...] = ()
+    forced: bool = False
+    bare: bool = False
+    trims: bool = False
+    make_id: Callable[[], str] = make_call_id
+
+    def kind_of(self, within: str) -> str:
+        """What text within a tag or channel is: "text", "thought" or "call"."""
+        if within in CALLS or CHANNEL_TO.search(within):
+            return "call" if self.tools else "text"
+        return "text" if within in ("", "commentary", "final") else "thought"
+
+
+def find_format(template: str | None, prompt: str, tools: tuple[Tool, ...], forced: bool) -> ChatFormat:
+    """The format of the model with that template. What the template never names is text like any other; a template
+    without tools gets calls by <tool_call>, as its prompt tells the model (`describe_tools`)."""
+    words = template or ""
+    tags = {begin: end for begin, end in THOUGHTS.items() if begin in words or end in words}
+    if tools:
+        tags |= {begin: end for begin, end in CALLS.items() if begin in words}
+        if not knows_tools(words):
+            tags["<tool_call>"] = CALLS["<tool_call>"]
+    bare = bool(tools) and any(word in words for word in LLAMA)
+    short = make_short_id if "[TOOL_CALLS]" in words else make_call_id
+    return ChatFormat(prompt[-200:], tags, tools, forced, bare, bool(tags) or HARMONY in words, short)
+
+
+def knows_tools(template: str) -> bool:
+    """Whether a template says something of tools itself."""
+    return "tools" in template

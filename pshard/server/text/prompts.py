@@ -1,0 +1,146 @@
+"""Prompts: what a conversation or a text becomes in tokens. Slow for long texts: called off the event loop."""
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pshard.errors import UserError
+from pshard.models.text.traced_text import TracedText, join_texts
+from pshard.server.api.asks import ChatAsk, Message, Tool
+from pshard.server.api.faults import Fault, bad_field, too_long
+from pshard.server.text.formats import ENDS, HARMONY, THOUGHTS, ChatFormat, find_format, knows_tools
+from pshard.session.chat.conversation import PLAIN
+
+if TYPE_CHECKING:
+    from pshard.models.text.tokenizer import Tokenizer
+    from pshard.server.snapshot import ServedModel
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, at least one. format: how to read the answer to a chat. ends: tokens that end the answer."""
+
+    ids: tuple[int, ...]
+    format: ChatFormat | None = None
+    ends: frozenset[int] = frozenset()
+
+
+class Prompts:
+    """Makes prompts for one model."""
+
+    def __init__(self, model: "ServedModel", most_steps: int) -> None:
+        """most_steps: of a chat template."""
+        self._model, self._most_steps = model, most_steps
+        self._longest: int | None = None  # bytes of a token
+
+    def of_text(self, text: str, where: str) -> Prompt:
+        """A text to be continued. Raises Fault without a tokenizer, and where it does not fit the context."""
+        tokenizer = self.find_tokenizer(where)
+        self._check_length(text, where)
+        ids = tokenizer.encode(text)
+        if not ids and tokenizer.bos_id is not None:
+            ids = [tokenizer.bos_id]
+        if not ids:
+            raise bad_field(where, "has no tokens; give a text")
+        return self.of_ids(tuple(ids), where)
+
+    def of_ids(self, ids: tuple[int, ...], where: str) -> Prompt:
+        """Tokens to be continued. Raises Fault where they do not fit the context."""
+        if len(ids) > self._model.context:
+            raise too_long(where, len(ids), self._model.context)
+        tokenizer = self._model.tokenizer
+        return Prompt(ids, None, tokenizer.eos_ids if tokenizer else frozenset())
+
+    def of_chat(self, ask: ChatAsk) -> Prompt:
+        """A conversation, as the model's template writes it. Raises Fault for one that the template refuses, or that
+        does not fit the context."""
+        tokenizer = self.find_tokenizer(ask.where)
+        self._check_length(max((m["content"] for m in ask.messages), key=len, default=""), ask.where)
+        text = self._render(ask)
+        ids = tokenizer.encode_chat(text)
+        if not ids:
+            raise bad_field(ask.where, "make a prompt without tokens; say something")
+        if len(ids) >= self._model.context:
+            raise too_long(ask.where, len(ids), self._model.context)
+        format = find_format(self._model.template, text.forget(), ask.tools, bool(ask.forced))
+        return Prompt(tuple(ids), format, tokenizer.eos_ids | self._find_ends(tokenizer))
+
+    def _render(self, ask: ChatAsk) -> TracedText:
+        from pshard.models.text.chat import render_chat
+
+        tokenizer, template = self._model.tokenizer, self._model.template or PLAIN
+        assert tokenizer is not None
+        messages, arguments = list(ask.messages), dict(ask.arguments)
+        if not knows_tools(template):
+            messages = describe_tools(messages, ask.tools)
+        if guided := bool(ask.forced or ask.schema is not None):  # a grammar leaves no room to think
+            arguments = {"enable_thinking": False} | arguments
+        tools = [tool.as_template() for tool in ask.tools] or None
+        try:
+            text = render_chat(
+                template,
+                messages,
+                tokenizer.bos_text,
+                tokenizer.eos_text,
+                tools=tools,
+                variables=arguments,
+                most_steps=self._most_steps,
+            )
+        except UserError as error:
+            raise Fault(400, str(error), param=ask.where, code="template_error") from None
+        return close_thinking(text) if guided else text
+
+    def find_tokenizer(self, where: str) -> "Tokenizer":
+        if self._model.tokenizer is None:
+            raise bad_field(where, "cannot be text: the model file has no tokenizer; give token ids to /v1/completions")
+        return self._model.tokenizer
+
+    def _check_length(self, text: str, where: str) -> None:
+        """Raises Fault for a text that cannot fit, whatever its tokens are: encoding it might take long."""
+        tokenizer, context = self.find_tokenizer(where), self._model.context
+        if len(text) <= context:
+            return
+        if self._longest is None:
+            self._longest = max(len(tokenizer.token_bytes(token)) for token in range(self._model.vocab)) + 32
+        if len(text) > context * self._longest:
+            raise too_long(where, len(text) // self._longest, context)
+
+    def _find_ends(self, tokenizer: "Tokenizer") -> frozenset[int]:
+        found = (tokenizer.encode(name, add_special=False) for name in ENDS)
+        return frozenset(ids[0] for ids in found if len(ids) == 1 and tokenizer.special_name(ids[0]) in ENDS)
+
+
+def describe_tools(messages: list[Message], tools: tuple[Tool, ...]) -> list[Message]:
+    """The messages, for a template that says nothing of tools: the system tells of them, calls and their answers become
+    text."""
+    words = [_spell_message(message) for message in messages]
+    if not tools:
+        return words
+    listed = "\n".join(json.dumps(tool.as_template()["function"], ensure_ascii=False) for tool in tools)
+    told = (
+        f"You can call these functions, one JSON object each:\n{listed}\n"
+        'To call one, write <tool_call>{"name": ..., "arguments": {...}}</tool_call>.'
+    )
+    if words and words[0]["role"] == "system":
+        return [{"role": "system", "content": f"{words[0]['content']}\n{told}"}, *words[1:]]
+    return [{"role": "system", "content": told}, *words]
+
+
+def _spell_message(message: Message) -> Message:
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>{message['content']}</tool_response>"}
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", ())]
+    written = "".join(f"<tool_call>{call}</tool_call>" for call in calls)
+    return {key: value for key, value in message.items() if key != "tool_calls"} | {
+        "content": message["content"] + written
+    }
+
+
+def close_thinking(text: TracedText) -> TracedText:
+    """A prompt after which the answer itself begins: an open tag of reasoning is closed, a channel is chosen."""
+    end = next((end for begin, end in THOUGHTS.items() if text.rstrip().endswith(begin)), None)
+    if end is not None:
+        return join_texts([text, f"\n{end}\n\n"])
+    if text.endswith("<|start|>assistant"):
+        return join_texts([text, f"{HARMONY}final<|message|>"])
+    return text

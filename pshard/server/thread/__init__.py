@@ -1,0 +1,1 @@
+"""The thread that owns the engine, and what it publishes."""

@@ -1,0 +1,75 @@
+"""What a pool of texts takes and gives: handles, new tokens, rows of logits. No torch."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pshard.runtime.sequences import TokenSequence
+
+
+@dataclass(eq=False)
+class Text:
+    """A handle. ids: the tokens whose cells are computed, also after it was closed; cached: how many of them were
+    adopted from shared blocks when it was opened; salt: texts share with those of an equal one."""
+
+    ids: list[int]
+    cached: int
+    salt: str
+    sequence: TokenSequence | None  # None once it is closed
+    keys: list[bytes] = field(default_factory=list)  # of its full blocks
+
+
+@dataclass(frozen=True)
+class Piece:
+    """New tokens of a text in one step, at least one, and what is wanted of their logits.
+
+    rows: of which of them, "none", "last" or "all". best: so many of the largest, the first of equal ones first (1:
+    greedy). full: all of them, on the host. mask: uint32 words [ceil(vocab / 32)], bit i % 32 of word i // 32 says
+    whether token i may come among the best. of: ids whose logits are wanted too; with rows="all" one of each row, else
+    any number.
+    """
+
+    text: Text
+    ids: tuple[int, ...]
+    rows: str = "last"
+    best: int = 0
+    full: bool = False
+    mask: np.ndarray | None = None
+    of: tuple[int, ...] = ()
+
+    @property
+    def needs_total(self) -> bool:
+        """Whether log-probabilities are wanted."""
+        return self.best > 1 or bool(self.of)
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether the largest logit is all that is wanted."""
+        return self.best == 1 and not (self.full or self.of or self.mask is not None)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Of the logits after one token, float32 on the host: the `best` ids and their logits, masked; log_total: the log
+    of the sum of exp of all unmodified ones (a log-probability is a logit less that), nan unless `best` is more than 1
+    or `of` names some; full and `of` as asked for, unmodified. bad: there is a NaN among them."""
+
+    ids: np.ndarray
+    logits: np.ndarray
+    log_total: float
+    full: np.ndarray | None
+    of: np.ndarray
+    bad: bool
+
+
+@dataclass(frozen=True)
+class BlockCounts:
+    """KV blocks: all there are, those that texts and sequences hold, those without a holder that stay for whoever
+    begins alike, and those that are empty. cache_bytes: host memory that checkpoints of shared beginnings, and blocks
+    on their way to files, take."""
+
+    total: int
+    used: int
+    cached: int
+    free: int
+    cache_bytes: int = 0

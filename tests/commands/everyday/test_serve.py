@@ -1,0 +1,150 @@
+"""pshard serve: what its flags mean, and its life from the first /health to the end."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from cli_world import World, make_world, world_in
+from short_searches import shorten_searches
+
+from pshard.commands import cli_plan
+from pshard.commands.everyday import cli_serve
+
+PATIENCE = 60.0
+
+
+@pytest.fixture(scope="module")
+def planned_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A world with plans for two budgets, made once."""
+    folder = tmp_path_factory.mktemp("served")
+    world = make_world(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        shorten_searches(patch)
+        patch.setenv("PSHARD_CACHE", str(world.profile.parent))
+        patch.setenv("PSHARD_VALIDATE", "0")
+        for budget in (6, 8):
+            flags = ["--vram", str(budget), "-c", "512", "-np", "8", "-ub", "128"]
+            assert cli_plan.main(["-m", str(world.model), *flags]) == 0
+    return folder
+
+
+@pytest.fixture
+def planned(planned_once: Path, tmp_path: Path) -> World:
+    shutil.copytree(planned_once, tmp_path, dirs_exist_ok=True)
+    return world_in(tmp_path)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return make_world(tmp_path)
+
+
+class Running:
+    """pshard serve as a process."""
+
+    def __init__(self, world: World, *flags: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        words = ["-m", str(world.model), "--vram", "8", "--port", str(port), *flags]
+        environment = os.environ | {"PSHARD_CACHE": str(world.profile.parent), "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "pshard.commands.everyday.cli_serve", *words],
+            env=environment, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self.url = f"http://127.0.0.1:{port}"
+
+    def ask(self, path: str, body: dict | None = None) -> tuple[int, bytes]:
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            with urllib.request.urlopen(urllib.request.Request(self.url + path, data), timeout=PATIENCE) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read()
+        except urllib.error.URLError:
+            return 0, b""
+
+    def states(self) -> list[int]:
+        """Statuses of /health until it is 200."""
+        seen, end = [], time.monotonic() + PATIENCE
+        while (status := self.ask("/health")[0]) != 200:
+            assert time.monotonic() < end and self.process.poll() is None
+            seen.append(status)
+            time.sleep(0.05)
+        return seen
+
+    def end(self) -> str:
+        """Tell it to end; what it said."""
+        self.process.send_signal(signal.SIGTERM)
+        said = self.process.communicate(timeout=PATIENCE)[1]
+        assert self.process.returncode == 0, said
+        return said
+
+
+@pytest.mark.slow
+def test_a_server_says_503_until_it_is_ready_and_finishes_what_runs_when_it_is_told_to_end(planned: World) -> None:
+    server = Running(planned)
+    try:
+        assert 503 in server.states()
+        status, body = server.ask("/v1/completions", {"prompt": "To be", "max_tokens": 4, "temperature": 0})
+        assert status == 200 and json.loads(body)["usage"]["completion_tokens"] == 4
+        stream = {"prompt": "To be", "max_tokens": 400, "stream": True, "ignore_eos": True, "logit_bias": {"257": -100}}
+        request = urllib.request.Request(server.url + "/v1/completions", json.dumps(stream).encode())
+        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+            while not answer.readline().startswith(b"data"):  # signs of life come first
+                continue
+            server.process.send_signal(signal.SIGTERM)
+            told = answer.read()
+        assert b'"finish_reason":"length"' in told and told.rstrip().endswith(b"data: [DONE]")
+        said = server.end()
+    finally:
+        server.process.kill()
+    assert re.search(r"ready: http://127.0.0.1:\d+ serves 8 texts at once under 8 MiB", said)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--host", "0.0.0.0"], "--api-key KEY, or --no-api-key"),
+        (["--api-key", ""], "--api-key is empty"),
+        (["--api-key-file", "/nowhere/keys"], "--api-key-file: cannot read"),
+        (["--port", "70000"], "ports are 0 to 65535"),
+        (["--max-gap", "0"], "milliseconds above 0"),
+        (["--queue", "-1"], "whole number"),
+        (["--drain", "nan"], "seconds above 0"),
+        (["-np", "0"], "1 or more"),
+        (["--temp", "-1"], "--temp is -1"),
+        (["-ts", "1,1"], "-ts needs -sm"),
+    ],
+)
+def test_flags_that_mean_nothing_are_refused_in_one_line(world: World, capsys, flags, words) -> None:
+    assert cli_serve.main(["-m", str(world.model), *flags]) == 2
+    said = capsys.readouterr().err.strip()
+    assert words in said and "\n" not in said
+
+
+def test_a_port_that_is_taken_is_refused(world: World, capsys) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert cli_serve.main(["-m", str(world.model), "--port", str(taken.getsockname()[1])]) == 2
+    assert "choose another --port" in capsys.readouterr().err
+
+
+def test_keys_come_from_flags_a_file_and_the_environment(world: World, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "keys").write_text("b\n\nc \n")
+    monkeypatch.setenv("PSHARD_API_KEY", "d")
+    args = cli_serve.make_parser().parse_args(["--api-key", "a", "--api-key-file", str(tmp_path / "keys")])
+    assert cli_serve._read_keys(args) == ("a", "d", "b", "c")
+
+
+def test_a_model_that_is_not_there_ends_the_server_with_one_line(tmp_path: Path, capsys) -> None:
+    assert cli_serve.main(["-m", str(tmp_path / "gone.gguf"), "--port", "0"]) == 2
+    assert "gone.gguf" in capsys.readouterr().err

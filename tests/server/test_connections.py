@@ -1,0 +1,205 @@
+"""Connections that close, wait, read slowly or send too much."""
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from http_client import ask, events_of, serve
+from small_service import SmallService, demo_model, open_service
+
+from pshard.server.api.limits import DEFAULT_LIMITS
+from pshard.server.http.inbox import Inbox
+from pshard.server.http.make_app import make_app
+from pshard.server.http.replies import Gone, Stream, send_stream
+from pshard.server.jobs import Ended, Made, Progress
+
+ROMEO = {"prompt": "ROMEO:\n", "max_tokens": 400, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[SmallService]:
+    made = open_service()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def url(service: SmallService) -> Iterator[str]:
+    with serve(make_app(service, demo_model(), replace(DEFAULT_LIMITS, ping_seconds=0.1))) as found:
+        yield found
+
+
+@pytest.fixture
+def held(service: SmallService) -> Iterator[None]:
+    service.hold.set()
+    yield
+    service.hold.clear()
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    ends = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < ends
+        time.sleep(0.005)
+
+
+def post_and_leave(url: str, body: dict, after: Callable[[], bool]) -> None:
+    """Send a request and close the connection when something has happened."""
+    parts, data = urlsplit(url), json.dumps(body).encode()
+    with socket.create_connection((parts.hostname, parts.port)) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+        connection.sendall(head.encode() + data)
+        wait_until(after)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_closed_connection_ends_a_job_that_waits(url, service, held, stream) -> None:
+    before = len(service.jobs)
+    post_and_leave(url, ROMEO | {"stream": stream}, lambda: len(service.jobs) > before)
+    wait_until(lambda: service.jobs[-1].id in service.cancelled)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_closed_connection_ends_a_job_that_runs_and_no_other(url, service, stream) -> None:
+    service.delay = 0.01
+    try:
+        before = len(service.jobs)
+        post_and_leave(url, ROMEO | {"n": 2, "stream": stream}, lambda: service.running.endswith("/0"))
+        wait_until(lambda: {job.id for job in service.jobs[before:]} <= service.cancelled)
+        wait_until(lambda: len(service.ended) == len(service.jobs))
+    finally:
+        service.delay = 0.0
+    assert ask_once(url).status_code == 200
+    assert service.jobs[-1].id not in service.cancelled
+
+
+def ask_once(url: str, **more) -> httpx.Response:
+    return httpx.post(f"{url}/v1/completions", json=ROMEO | {"max_tokens": 3} | more, timeout=60)
+
+
+def test_a_stream_that_waits_has_its_headers_at_once_and_then_pings(url, service, held) -> None:
+    body = ROMEO | {"stream": True, "max_tokens": 2}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+        assert response.status_code == 200
+        lines = response.iter_lines()
+        pings = [next(lines) for _ in range(8)]
+        assert [line for line in pings if line] == [": still here"] * 4
+        service.hold.clear()
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+
+
+def test_a_full_queue_is_told_with_the_time_to_come_back(service, held) -> None:
+    app = make_app(service, demo_model())
+    service.most = 0
+    try:
+        refused = ask(app, "/v1/completions", ROMEO)
+    finally:
+        service.most = 1000
+    assert refused.status_code == 429 and refused.headers["retry-after"] == "3"
+    assert refused.json()["error"]["type"] == "rate_limit_error"
+
+
+def test_many_prompts_wait_for_each_other_where_the_queue_is_short(service) -> None:
+    app = make_app(service, demo_model())
+    service.most = 2
+    try:
+        found = ask(app, "/v1/completions", ROMEO | {"prompt": ["A", "B", "C", "D", "E", "F"], "max_tokens": 2})
+    finally:
+        service.most = 1000
+    assert [choice["index"] for choice in found.json()["choices"]] == list(range(6))
+
+
+def test_an_error_in_a_running_stream_is_its_last_event(service, monkeypatch) -> None:
+    app = make_app(service, demo_model())
+    monkeypatch.setattr(service, "_answer", lambda job, listener: listener.put(Made((5,))) or 1 / 0)
+    *_, last = events_of(ask(app, "/v1/completions", ROMEO | {"stream": True}))
+    assert last["error"]["type"] == "server_error"
+    assert ask(app, "/v1/completions", ROMEO).status_code == 500
+
+
+def test_a_body_beyond_the_limit_is_refused_while_it_comes(service) -> None:
+    app = make_app(service, demo_model(), replace(DEFAULT_LIMITS, body=1000))
+    sent = []
+
+    async def parts():
+        for _ in range(100):
+            sent.append(1)
+            yield b" " * 300
+
+    assert ask(app, "/v1/completions", content=parts()).status_code == 413
+    assert len(sent) <= 5
+    found = ask(app, "/v1/completions", content=b" " * 2000)
+    assert found.status_code == 413 and found.json()["error"]["code"] == "request_too_large"
+
+
+NO_OBJECTS = {
+    "empty": b"",
+    "broken": b"{",
+    "list": b"[]",
+    "nan": b'{"prompt": NaN}',
+    "surrogate": b'{"prompt": "\\ud800"}',
+    "bytes": b"\xff\xfe",
+    "deep": b"[" * 200_000,
+    "digits": b'{"a":' + b"9" * 5000 + b"}",
+}
+
+
+@pytest.mark.parametrize("body", NO_OBJECTS.values(), ids=NO_OBJECTS)
+def test_what_is_no_json_object_is_refused(service, body) -> None:
+    found = ask(make_app(service, demo_model()), "/v1/completions", content=body)
+    assert found.status_code == 400 and found.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_body_that_never_comes_is_given_up() -> None:
+    from pshard.server.api.faults import Fault
+    from pshard.server.http.bodies import read_body
+
+    async def never():
+        await asyncio.sleep(60)
+
+    with pytest.raises(Fault) as caught:
+        asyncio.run(read_body({"headers": []}, never, replace(DEFAULT_LIMITS, body_seconds=0.05)))
+    assert caught.value.status == 408
+
+
+def test_events_that_nobody_reads_become_one(service) -> None:
+    async def put_and_take():
+        inbox = Inbox()
+        slot = inbox.listener(3)
+        for done in (1, 2):
+            slot.put(Progress(done, 2, 1))
+        for token in range(1000):
+            slot.put(Made((token,)))
+        slot.put(Ended("length"))
+        return await inbox.take(1), await inbox.take(0.01)
+
+    events, none = asyncio.run(put_and_take())
+    assert events == [(3, Progress(2, 2, 1)), (3, Made(tuple(range(1000)))), (3, Ended("length"))] and none == []
+
+
+def test_a_reader_that_takes_nothing_is_given_up_and_its_stream_closed() -> None:
+    closed = []
+
+    async def pieces():
+        try:
+            while True:
+                yield b"x"
+        finally:
+            closed.append(True)
+
+    async def send(message) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.sleep(60)
+
+    async def receive():
+        await asyncio.sleep(60)
+
+    with pytest.raises(Gone):
+        asyncio.run(send_stream(receive, send, Stream(pieces()), 0.05))
+    assert closed

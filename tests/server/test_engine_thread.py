@@ -1,0 +1,296 @@
+"""The thread that owns the engine, over machines that compute nothing."""
+
+import threading
+import time
+
+import pytest
+from fake_machine import Ear, FakeMachine, answer
+
+from pshard.errors import StepFailed, UserError
+from pshard.runtime.sampling import Sampling
+from pshard.server.jobs import Ended, Job, Refused
+from pshard.server.scheduling.promises import Promises
+from pshard.server.thread.engine_thread import EngineThread
+
+GREEDY = Sampling(temperature=0.0)
+PATIENCE = 20.0
+
+
+class Waiter(Ear):
+    """An ear for which a test can wait."""
+
+    def __init__(self) -> None:
+        super().__init__(time)
+        self.over, self.began = threading.Event(), threading.Event()
+
+    def put(self, event) -> None:
+        super().put(event)
+        self.began.set()
+        if isinstance(event, Ended):
+            self.over.set()
+
+    def wait(self) -> Ended:
+        assert self.over.wait(PATIENCE), "no end came"
+        return self.ended
+
+
+class Garage:
+    """Loads fake machines; `prepare` makes trouble in the next one, `errors` are raised instead of loading."""
+
+    budgets = (50, 100)
+
+    def __init__(self, **machine) -> None:
+        self.given, self.machines, self.asked = machine, [], []
+        self.prepare, self.errors, self.gate = (lambda m: None), [], threading.Event()
+        self.gate.set()
+
+    def load(self, budget):
+        assert self.gate.wait(PATIENCE)
+        self.asked.append(budget)
+        if self.errors:
+            raise self.errors.pop(0)
+        machine = FakeMachine(**self.given)
+        self.prepare(machine)
+        self.machines.append(machine)
+        return machine
+
+
+@pytest.fixture
+def started():
+    threads = []
+
+    def start(garage, **how):
+        promises = Promises(**how.pop("promises", {}))
+        states = []
+        thread = EngineThread(garage, promises, tell=lambda s: states.append(s.state), **how)
+        thread.states = states
+        thread.start()
+        threads.append(thread)
+        return thread
+
+    yield start
+    for thread in threads:
+        thread.drain(0)
+        assert thread.join(PATIENCE)
+
+
+def wait_for(what, patience=PATIENCE) -> None:
+    end = time.monotonic() + patience
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def ready(thread, patience=PATIENCE) -> None:
+    wait_for(lambda: thread.snapshot().state == "ready", patience)
+
+
+def ask(thread, name="j", prompt=(1, 2, 3), most=5, **job) -> Waiter:
+    ear = Waiter()
+    thread.submit(Job(name, tuple(prompt), most, **{"sampling": GREEDY, **job}), ear)
+    return ear
+
+
+def test_jobs_are_refused_while_the_model_is_loaded_and_run_then(started):
+    garage = Garage()
+    garage.gate.clear()
+    thread = started(garage)
+    with pytest.raises(Refused) as refused:
+        ask(thread)
+    assert refused.value.status == 503 and refused.value.retry_after and not thread.snapshot().ready
+    garage.gate.set()
+    ready(thread)
+    ear = ask(thread)
+    assert ear.wait().reason == "length" and ear.tokens == answer((1, 2, 3), 5)
+
+
+def test_a_thousand_jobs_with_cancels_end_once_each_and_leave_nothing(started):
+    garage = Garage(sequences=64, longest=1024, blocks=200)
+    thread = started(garage, promises={"queue": 2000})
+    ready(thread)
+    ears = {}
+
+    def submit(part: int) -> None:
+        for i in range(part, 1000, 4):
+            prompt = [(i * 31 + k) % 1000 for k in range(1 + i % 90)]
+            ears[i] = prompt, ask(thread, f"j{i}", prompt, i % 37, key=str(i % 5))
+            if i % 7 == 0:
+                thread.cancel(f"j{i}")
+
+    askers = [threading.Thread(target=submit, args=(part,)) for part in range(4)]
+    for asker in askers:
+        asker.start()
+    for asker in askers:
+        asker.join()
+    for i, (prompt, ear) in ears.items():
+        ended = ear.wait()
+        expected = answer(prompt, i % 37)
+        assert ear.tokens == expected if ended.reason == "length" else ear.tokens == expected[: len(ear.tokens)]
+        assert ended.reason == "length" or (ended.reason == "cancelled" and i % 7 == 0)
+    wait_for(lambda: not thread.snapshot().running)
+    counts = garage.machines[0].pool.counts()
+    assert counts.used == 0 and counts.free + counts.cached == counts.total
+    assert sum(n for _, n in thread.snapshot().counters.ended) == 1000
+
+
+def test_what_does_not_fit_the_queue_is_refused_with_a_time_to_try_again(started):
+    garage = Garage(sequences=1, longest=4096)
+    hold = threading.Event()
+    garage.prepare = lambda m: setattr(m, "fail", lambda pieces: not hold.wait(PATIENCE))
+    thread = started(garage, promises={"queue": 2})
+    ready(thread)
+    ears = [ask(thread, f"j{i}") for i in range(3)]
+    with pytest.raises(Refused) as refused:
+        ask(thread, "late")
+    assert refused.value.status == 429 and 1 <= refused.value.retry_after <= 120
+    hold.set()
+    assert [ear.wait().reason for ear in ears] == ["length"] * 3
+    assert dict(thread.snapshot().counters.refused) == {429: 1}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [((), "at least one"), ((1, 1000), "0 to 999"), ((-1,), "0 to 999"), ((1,) * 2048, "2048 tokens; the context is")],
+)
+def test_what_can_never_run_is_refused_at_once(started, prompt, words):
+    thread = started(Garage())
+    ready(thread)
+    with pytest.raises(Refused, match=words) as refused:
+        ask(thread, prompt=prompt)
+    assert refused.value.status == 400
+
+
+def test_a_step_that_fails_ends_all_jobs_and_the_model_is_loaded_again(started):
+    garage = Garage()
+    garage.prepare = lambda m: setattr(m, "fail", lambda pieces: len(garage.machines) == 1 and len(pieces) > 1)
+    thread = started(garage)
+    ready(thread)
+    ears = [ask(thread, f"j{i}", (i, 1), 10_000) for i in range(3)]
+    for ear in ears:
+        ended = ear.wait()
+        assert ended.reason == "error" and ended.retry and "CUDA" not in ended.message
+    wait_for(lambda: thread.snapshot().counters.restarts == 1)
+    ready(thread)
+    assert garage.machines[0].closed and "restarting" in thread.states
+    assert ask(thread).wait().reason == "length"
+
+
+def test_an_engine_that_fails_again_and_again_is_given_up(started):
+    garage = Garage()
+    garage.prepare = lambda m: setattr(m, "fail", lambda pieces: True)
+    thread = started(garage)
+    for i in range(4):
+        ready(thread)
+        assert ask(thread, f"j{i}").wait().reason == "error"
+        wait_for(lambda times=i + 1: times == 4 or thread.snapshot().counters.restarts == times)
+    assert thread.join(PATIENCE)
+    assert "made up" in str(thread.error) and thread.snapshot().state == "failed"
+    with pytest.raises(Refused) as refused:
+        ask(thread)
+    assert refused.value.status == 503
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_thread_with_the_reason(started):
+    garage = Garage()
+    garage.errors = [UserError("no plan; run: pshard plan")]
+    thread = started(garage)
+    assert thread.join(PATIENCE)
+    assert isinstance(thread.error, UserError) and thread.snapshot().state == "failed"
+
+
+def test_a_drain_lets_jobs_end_and_takes_no_more(started):
+    garage = Garage(longest=10_000)
+    thread = started(garage)
+    ready(thread)
+    ear = ask(thread, most=3000)
+    assert ear.began.wait(PATIENCE)
+    thread.drain(60)
+    with pytest.raises(Refused) as refused:
+        ask(thread, "late")
+    assert refused.value.status == 503
+    assert ear.wait().reason == "length" and thread.join(PATIENCE) and garage.machines[0].closed
+    assert thread.error is None
+
+
+def test_a_drain_ends_what_is_late_with_an_error_event(started):
+    garage = Garage(longest=1_000_000)
+    thread = started(garage)
+    ready(thread)
+    ear = ask(thread, most=900_000)
+    assert ear.began.wait(PATIENCE)
+    thread.drain(0.05)
+    ended = ear.wait()
+    assert ended.reason == "error" and ended.retry and "stopping" in ended.message
+    assert thread.join(PATIENCE)
+
+
+def test_an_idle_server_gives_its_machine_back_and_a_job_wakes_it(started):
+    garage = Garage()
+    thread = started(garage, sleep_idle=0.05)
+    ready(thread)
+    wait_for(lambda: thread.snapshot().state == "sleeping")
+    assert garage.machines[0].closed and thread.snapshot().blocks.total == 0
+    ear = ask(thread)
+    assert ear.wait().reason == "length" and ear.tokens == answer((1, 2, 3), 5)
+    assert len(garage.machines) == 2
+
+
+def test_a_job_that_is_cancelled_while_the_server_wakes_ends_once(started):
+    garage = Garage()
+    thread = started(garage, sleep_idle=0.02)
+    wait_for(lambda: thread.snapshot().state == "sleeping")
+    garage.gate.clear()
+    ear = ask(thread, most=100_000)
+    thread.cancel("j")
+    garage.gate.set()
+    assert ear.wait().reason == "cancelled"
+
+
+def test_texts_go_on_under_another_budget(started):
+    garage = Garage(longest=10_000)
+    thread = started(garage)
+    ready(thread)
+    ears = [ask(thread, f"j{i}", (i, 2, 3), 400) for i in range(3)]
+    assert ears[2].began.wait(PATIENCE)
+    said = thread.move_budget(50).result(PATIENCE)
+    assert said == "made up" and garage.asked == [None, 50]
+    for i, ear in enumerate(ears):
+        assert ear.wait().reason == "length" and ear.tokens == answer((i, 2, 3), 400)
+    assert thread.snapshot().counters.budget_moves == 1
+
+
+def test_a_budget_that_is_not_planned_is_refused(started):
+    thread = started(Garage())
+    ready(thread)
+    with pytest.raises(Refused, match="50, 100"):
+        thread.move_budget(75)
+
+
+def test_a_budget_that_cannot_be_taken_leaves_the_plan_before(started):
+    garage = Garage(longest=10_000)
+    thread = started(garage)
+    ready(thread)
+    ear = ask(thread, most=400)
+    garage.errors = [StepFailed("out of memory")]
+    with pytest.raises(UserError, match="out of memory"):
+        thread.move_budget(50).result(PATIENCE)
+    assert ear.wait().reason == "length" and ear.tokens == answer((1, 2, 3), 400)
+    assert garage.asked == [None, 50, None]
+
+
+def test_a_snapshot_says_what_runs_and_what_waits(started):
+    garage = Garage(sequences=1, longest=10_000)
+    hold = threading.Event()
+    garage.prepare = lambda m: setattr(m, "fail", lambda pieces: len(m.pool.steps) > 9 and not hold.wait(PATIENCE))
+    thread = started(garage)
+    ready(thread)
+    first, second = ask(thread, "a", most=100), ask(thread, "b", (4, 5))
+    wait_for(lambda: thread.snapshot().counters.steps == 10 and thread.snapshot().waiting)
+    shot = thread.snapshot()
+    (running,), (waiting,) = shot.running, shot.waiting
+    assert (running.job, running.state, running.prompt, running.made, running.most) == ("a", "decode", 3, 10, 100)
+    assert (waiting.job, waiting.prompt) == ("b", 2)
+    assert shot.blocks.used == 1 and shot.counters.steps == 10 and len(shot.steps) == 10
+    assert shot.plan.tiers[0].steps == 8 and shot.distributions.gap.count == 9
+    hold.set()
+    assert first.wait() == second.wait() == Ended("length")

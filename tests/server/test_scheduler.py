@@ -1,0 +1,307 @@
+"""The scheduler against a machine whose time is simulated."""
+
+from contextlib import nullcontext
+from math import isnan
+
+import pytest
+from fake_machine import Ear, FakeMachine, answer, next_token
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pshard.runtime.drawing.chain import Penalties
+from pshard.runtime.sampling import Sampling
+from pshard.server.jobs import Ended, Job, Progress
+from pshard.server.scheduling.job_run import JobRun
+from pshard.server.scheduling.promises import Promises
+from pshard.server.scheduling.scheduler import Scheduler, run_step
+from pshard.server.scheduling.tally import Tally
+
+GREEDY = Sampling(temperature=0.0)
+
+
+class Bench:
+    """A scheduler with its machine; jobs come at given times."""
+
+    def __init__(self, machine: FakeMachine, **promises) -> None:
+        self.machine, self.clock = machine, machine.clock
+        self.tally = Tally(self.clock.monotonic())
+        self.scheduler = Scheduler(machine, Promises(**promises), self.tally)
+        self.ears: dict[str, Ear] = {}
+
+    def add(self, prompt, most=4, **job) -> Ear:
+        name = f"j{len(self.ears)}"
+        ear = self.ears[name] = Ear(self.clock)
+        job = Job(name, tuple(prompt), most, **{"sampling": GREEDY, **job})
+        self.scheduler.jobs.line.add(JobRun(job, ear, self.clock.monotonic()))
+        return ear
+
+    def step(self) -> bool:
+        return run_step(self.scheduler, self.clock.monotonic, nullcontext())
+
+    def run(self, most=100_000) -> None:
+        while self.scheduler.busy:
+            assert self.step() or not self.scheduler.busy, "there is work, and nothing runs"
+            most -= 1
+            assert most, "it does not end"
+
+    def check_all_back(self) -> None:
+        counts = self.machine.pool.counts()
+        assert counts.used == 0 and counts.free + counts.cached == counts.total
+        assert not self.machine.pool.open_texts
+
+
+def prompt_of(number: int, length: int) -> list[int]:
+    return [(number * 7919 + i * 104729) % 1000 for i in range(length)]
+
+
+jobs = st.lists(
+    st.tuples(st.integers(0, 30), st.integers(1, 700), st.integers(0, 40), st.sampled_from(("a", "b", "c"))),
+    min_size=1, max_size=14,
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(jobs, st.integers(2, 8), st.integers(14, 60), st.data())
+def test_no_token_is_lost_whatever_comes_and_few_blocks_there_are(asked, sequences, blocks, data):
+    bench = Bench(FakeMachine(sequences=sequences, longest=800, blocks=blocks))
+    arrivals = sorted(asked)
+    wanted, left = [], set()
+    for turn in range(100_000):
+        while arrivals and arrivals[0][0] <= turn:
+            _, length, most, key = arrivals.pop(0)
+            prompt = prompt_of(length % 3, length)
+            wanted.append((bench.add(prompt, most, key=key), prompt, most))
+        if data.draw(st.integers(0, 40)) == 0 and bench.ears:
+            gone = data.draw(st.sampled_from(sorted(bench.ears)))
+            left.add(gone)
+            bench.scheduler.jobs.end({gone}, Ended("cancelled"), bench.clock.monotonic())
+        if not bench.step() and not arrivals:
+            break
+    for (name, ear), (_, prompt, most) in zip(bench.ears.items(), wanted):
+        most = min(most, 800 - len(prompt))
+        expected = answer(prompt, most)
+        if name in left and ear.ended.reason == "cancelled":
+            assert ear.tokens == expected[: len(ear.tokens)]
+        else:
+            assert ear.ended.reason == "length" and ear.tokens == expected
+    bench.check_all_back()
+
+
+@settings(max_examples=40, deadline=None)
+@given(jobs, st.sampled_from((0.25, 0.6, 1.0)), st.floats(0.7, 1.3))
+def test_the_gap_is_kept_where_the_tiers_allow_it(asked, gap, slower):
+    switch = {(a, b): 0.03 for a in (1, 4, 16, 128, 512) for b in (1, 4, 16, 128, 512) if a != b}
+    bench = Bench(FakeMachine(sequences=8, longest=800, blocks=200, switch=switch, slower=slower), gap=gap)
+    bench.add(prompt_of(9, 3), 30)
+    arrivals = sorted(asked)
+    for turn in range(100_000):
+        while arrivals and arrivals[0][0] <= turn:
+            _, length, most, key = arrivals.pop(0)
+            bench.add(prompt_of(length, length), most, key=key)
+        if not bench.step() and not arrivals:
+            break
+    slack = 1.3 if slower > 1 else 1.0  # a tier is known to be slow once it has run
+    for ear in bench.ears.values():
+        assert max(ear.gaps, default=0.0) <= gap * slack + 1e-6
+
+
+def test_a_long_prompt_keeps_the_gap_of_others_and_goes_on():
+    bench = Bench(FakeMachine(longest=8192, blocks=400), gap=0.25)
+    speaker = bench.add(prompt_of(1, 10), 200)
+    bench.step()
+    long = bench.add(prompt_of(2, 5000), 3)
+    while not long.tokens:
+        bench.step()
+    assert max(speaker.gaps) <= 0.25
+    assert long.events[-1][0] < 0.25 * (5000 / 120 + 3)  # each step filled the tier of 128
+    bench.run()
+    assert speaker.tokens == answer(prompt_of(1, 10), 200)
+
+
+def test_a_prompt_runs_in_the_largest_tier_where_nobody_waits_for_a_token():
+    bench = Bench(FakeMachine(longest=8192, blocks=400), gap=0.25)
+    bench.add(prompt_of(2, 1024), 1)
+    bench.run()
+    assert bench.machine.tiers_run == [512, 512]
+
+
+def test_a_gap_that_no_tier_keeps_starves_no_prompt():
+    bench = Bench(FakeMachine(), gap=0.001)
+    for i in range(8):
+        bench.add(prompt_of(i, 300), 20)
+    bench.run()
+    assert all(len(ear.tokens) == 20 for ear in bench.ears.values())
+
+
+def test_a_short_prompt_need_not_wait_for_a_long_one():
+    bench = Bench(FakeMachine(longest=8192, blocks=400))
+    long, short = bench.add(prompt_of(1, 4000), 2), bench.add(prompt_of(2, 50), 2)
+    bench.run()
+    assert short.events[-1][0] < long.events[-1][0] / 2
+
+
+def test_no_more_than_two_prompts_are_computed_in_part():
+    bench = Bench(FakeMachine(longest=8192, blocks=800))
+    for i in range(6):
+        bench.add(prompt_of(i, 900), 2)
+    while bench.scheduler.busy:
+        bench.step()
+        parts = [run for run in bench.scheduler.jobs.running if run.remaining > 1]
+        assert len(parts) <= 2
+
+
+def test_keys_take_turns():
+    bench = Bench(FakeMachine(sequences=1))
+    many = [bench.add(prompt_of(i, 20), 2, key="many") for i in range(6)]
+    few = bench.add(prompt_of(9, 20), 2, key="few")
+    bench.run()
+    assert few.events[0][0] < many[2].events[0][0]
+
+
+def test_a_prompt_that_is_there_already_goes_before_one_without_room_once():
+    bench = Bench(FakeMachine(sequences=4, longest=1024, blocks=20))
+    shared = prompt_of(1, 300)
+    bench.add(shared, 1)
+    bench.run()
+    runs = bench.add(prompt_of(2, 300), 60)
+    bench.step()
+    large = bench.add(prompt_of(3, 900), 1)
+    cached = [bench.add([*shared[:256], i], 1) for i in range(2)]
+    bench.run()
+    begun = {id(ear): ear.events[0][0] for ear in (large, *cached)}
+    assert begun[id(cached[0])] < begun[id(large)] < begun[id(cached[1])]
+    assert len(runs.tokens) == 60
+
+
+def test_choices_of_one_request_compute_its_long_prompt_once():
+    bench = Bench(FakeMachine(longest=4096, blocks=300))
+    for _ in range(4):
+        bench.add(prompt_of(1, 2000), 3)
+    bench.run()
+    assert bench.tally.count["prompt_tokens"] < 2000 + 4 * 128
+    assert bench.tally.count["cached_tokens"] >= 3 * 1900
+
+
+def test_blocks_that_run_out_are_taken_from_the_youngest_which_loses_no_token():
+    bench = Bench(FakeMachine(sequences=4, longest=640, blocks=12))
+    ears = [bench.add(prompt_of(i, 100), 400) for i in range(4)]
+    bench.run()
+    assert [ear.tokens for ear in ears] == [answer(prompt_of(i, 100), 400) for i in range(4)]
+    assert bench.tally.count["preemptions"] > 0
+    assert ears[0].ended.reason == "length" and max(ears[0].gaps) < 1  # the oldest never waits
+    bench.check_all_back()
+
+
+def test_a_switch_is_worth_it_before_it_is_made():
+    """Going down costs 0.2 s and wins 0.05 s a step: four steps stay in the tier."""
+    switch = {(4, 1): 0.2, (1, 4): 0.2}
+    bench = Bench(FakeMachine(tiers=(1, 4), seconds=(0.05, 0.1), sequences=4, switch=switch))
+    bench.add(prompt_of(1, 4), 40)
+    bench.run()
+    tiers = bench.machine.tiers_run
+    assert tiers == [4] * 5 + [1] * 35
+
+
+def test_scored_prompts_have_log_probabilities_of_every_token_but_the_first():
+    bench = Bench(FakeMachine(longest=4096, blocks=300))
+    prompt = prompt_of(4, 700)
+    prompt[600] = next_token(prompt[:600])
+    bench.add(prompt, 1)
+    bench.run()
+    for most in (0, 1):
+        ear = bench.add(prompt, most, scored=True, likely=2)
+        bench.run()
+        (scored,) = [e.scored for _, e in ear.events if isinstance(e, Progress) and e.scored]
+        assert [s.token for s in scored] == prompt and isnan(scored[0].logprob)
+        assert scored[600].logprob > -0.2 > scored[599].logprob
+        assert scored[600].best[0][0] == prompt[600] and len(scored[600].best) == 2
+        assert ear.tokens == answer(prompt, most)
+
+
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, Sampling(seed=3), Sampling(seed=3, penalties=Penalties(1.3)), Sampling(top_k=0)]
+)
+def test_tokens_come_with_log_probabilities_of_unmodified_logits(sampling):
+    bench = Bench(FakeMachine())
+    ear = bench.add(prompt_of(1, 5), 6, sampling=sampling, likely=3)
+    bench.run()
+    found = [e.likely[0] for _, e in ear.events if type(e).__name__ == "Made"]
+    assert [one.token for one in found] == ear.tokens and all(len(one.best) == 3 for one in found)
+    ids = prompt_of(1, 5)
+    for one in found:
+        assert one.best[0][0] == next_token(ids)
+        assert (one.logprob == one.best[0][1]) == (one.token == one.best[0][0])
+        ids.append(one.token)
+
+
+def test_a_stop_id_ends_a_text_and_is_no_part_of_it():
+    bench = Bench(FakeMachine())
+    expected = answer(prompt_of(1, 5), 9)
+    ear = bench.add(prompt_of(1, 5), 50, stops=frozenset({expected[6]}))
+    bench.run()
+    assert ear.tokens == expected[:6] and ear.ended.reason == "stop"
+
+
+def test_a_row_that_is_no_number_ends_its_own_job_only():
+    machine = FakeMachine()
+    machine.bad = lambda text: len(text.ids) == 25 and text.ids[0] == prompt_of(2, 1)[0]
+    bench = Bench(machine)
+    good, bad = bench.add(prompt_of(1, 20), 30), bench.add(prompt_of(2, 20), 30)
+    bench.run()
+    assert good.tokens == answer(prompt_of(1, 20), 30)
+    assert bad.ended.reason == "error" and "not numbers" in bad.ended.message and len(bad.tokens) == 5
+    bench.check_all_back()
+
+
+def test_a_piece_that_the_machine_refuses_ends_its_own_job_only():
+    machine = FakeMachine()
+    machine.refuse = lambda piece: piece.ids[0] == prompt_of(2, 1)[0]
+    bench = Bench(machine)
+    good, bad = bench.add(prompt_of(1, 20), 30), bench.add(prompt_of(2, 20), 30)
+    bench.run()
+    assert good.tokens == answer(prompt_of(1, 20), 30)
+    assert bad.ended.reason == "error" and bad.ended.message == "refused"
+
+
+def test_a_constraint_that_cannot_be_made_ends_its_own_job_only():
+    def fail():
+        raise ZeroDivisionError("secret")
+
+    bench = Bench(FakeMachine())
+    bad, good = bench.add(prompt_of(2, 20), 30, constrain=fail), bench.add(prompt_of(1, 20), 30)
+    bench.run()
+    assert bad.ended.reason == "error" and "secret" not in bad.ended.message
+    assert len(good.tokens) == 30
+
+
+def test_a_listener_that_fails_ends_its_own_job_only():
+    bench = Bench(FakeMachine())
+    good, bad = bench.add(prompt_of(1, 20), 30), bench.add(prompt_of(2, 20), 30)
+    bad.put = lambda event: (_ for _ in ()).throw(OSError("gone"))
+    bench.run()
+    assert len(good.tokens) == 30 and bench.tally.ended == {"length": 1, "cancelled": 1, "stop": 0, "error": 0}
+    bench.check_all_back()
+
+
+def test_a_job_that_waits_too_long_is_given_up():
+    bench = Bench(FakeMachine(sequences=1), patience=1.0)
+    long, late = bench.add(prompt_of(1, 20), 100), bench.add(prompt_of(2, 20), 3)
+    bench.run()
+    assert len(long.tokens) == 100 and late.ended == Ended("error", late.ended.message, True)
+
+
+def test_a_tier_that_was_slow_once_is_tried_again():
+    machine = FakeMachine(longest=100_000, blocks=4000)
+    bench = Bench(machine, gap=0.3)
+    bench.add(prompt_of(1, 10), 3000)
+    bench.step()
+    machine.slower = 3.0
+    bench.add(prompt_of(2, 600), 1)
+    for _ in range(30):
+        bench.step()
+    machine.slower = 1.0
+    machine.tiers_run.clear()
+    bench.add(prompt_of(3, 50_000), 1)
+    for _ in range(400):
+        bench.step()
+    assert 128 in machine.tiers_run

@@ -1,0 +1,153 @@
+"""A model over several ranks behind one scheduler: the same texts as on one, and a dead rank ends no server."""
+
+import os
+import signal
+import threading
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing import Pipe
+
+import pytest
+from cli_world import made_up_profile
+from engines import pinned_everywhere
+from model_files import write_gguf
+from plan_samples import make_rank_plan, make_variant
+from served import EngineLoader
+from test_engine_thread import PATIENCE, ask, ready, wait_for
+from thread_ranks import Meeting, ThreadGroup
+
+from pshard.cuts.rank_parts import cut_ranks
+from pshard.errors import StepFailed
+from pshard.models import open_model
+from pshard.runtime.build_engine import build_engine
+from pshard.runtime.devices.device import open_device
+from pshard.runtime.sampling import Sampling
+from pshard.server.life.rank_machine import RankMachine, Ranks
+from pshard.server.life.rank_program import RankTask, answer_calls
+from pshard.server.life.read_facts import read_facts
+from pshard.server.life.serve_model import HowToRun
+from pshard.server.scheduling.promises import Promises
+from pshard.server.thread.engine_thread import EngineThread
+from pshard.workload import Split
+
+TOKENS, CONTEXT, SEQUENCES = (1, 4, 16, 64), 512, 4
+HOT = Sampling(seed=11)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_gguf(tmp_path_factory.mktemp("ranks") / "m.gguf", arch="llama", qtype="Q8_0", vocab=333)
+
+
+def rank_variant(path, mode):
+    split = Split(mode, (1.0, 1.0))
+    with open_model(path) as file:
+        specs = cut_ranks(file.spec, split)
+    tiers = [pinned_everywhere(spec, TOKENS, CONTEXT, SEQUENCES) for spec in specs]
+    plans = tuple(make_rank_plan(s, t, r, 0.5) for r, (s, t) in enumerate(zip(specs, tiers)))
+    variant = make_variant(specs[0], tiers[0], CONTEXT, SEQUENCES, plans)
+    return replace(variant, workload=variant.workload.under(split))
+
+
+def facts_of(path, variant):
+    with open_model(path) as file:
+        return lambda notes: read_facts(file.spec, made_up_profile(), variant, (1, 2), notes)
+
+
+class ThreadLoader:
+    """Ranks that are threads of this process."""
+
+    budgets = (1, 2)
+
+    def __init__(self, path, mode):
+        self.path, self.variant = path, rank_variant(path, mode)
+
+    def load(self, budget):
+        ranks, pairs, meeting = 2, [Pipe() for _ in range(2)], Meeting(2)
+
+        def run(rank):
+            group = ThreadGroup(rank, meeting)
+            with (
+                suppress(EOFError),
+                build_engine(
+                    open_model(self.path), self.variant, open_device("cpu"), kernels="plain", group=group
+                ) as e,
+            ):
+                answer_calls(pairs[rank][1], e, rank == 0)
+
+        for rank in range(ranks):
+            threading.Thread(target=run, args=(rank,), daemon=True).start()
+        group = Ranks([here for here, _ in pairs], [], [])
+        return RankMachine(group, facts_of(self.path, self.variant)(group.hear().notes))
+
+
+class ProcessLoader(ThreadLoader):
+    """Ranks that are processes, as users have them."""
+
+    def load(self, budget):
+        task = RankTask(self.path, made_up_profile(), self.variant, HowToRun("plain"))
+        self.machine = RankMachine.start(task, facts_of(self.path, self.variant))
+        return self.machine
+
+
+@pytest.fixture
+def serve():
+    threads = []
+
+    def start(loader) -> EngineThread:
+        thread = EngineThread(loader, Promises(gap=10.0))
+        thread.start()
+        threads.append(thread)
+        ready(thread, 100)  # processes import torch one after the other on a small machine
+        return thread
+
+    yield start
+    for thread in threads:
+        thread.drain(0)
+        assert thread.join(PATIENCE)
+
+
+def tell_all(thread) -> list[list[int]]:
+    """Greedy and drawn texts, some at once, one scored, one that shares its beginning."""
+    prompts = [[(i * 37 + k * 11) % 320 for k in range(5 + 30 * i)] for i in range(4)]
+    ears = [ask(thread, f"a{i}", prompt, 6) for i, prompt in enumerate(prompts)]
+    ears.append(ask(thread, "hot", prompts[2], 6, sampling=HOT, likely=2))
+    ears.append(ask(thread, "scored", prompts[1], 3, scored=True, likely=2))
+    for ear in ears:
+        assert ear.wait().reason == "length"
+    again = ask(thread, "again", prompts[3], 6)
+    assert again.wait().reason == "length" and any(getattr(e, "cached", 0) >= 64 for _, e in again.events)
+    return [ear.tokens for ear in (*ears, again)]
+
+
+@pytest.mark.parametrize("mode", ["tensor", pytest.param("layer", marks=pytest.mark.slow)])
+def test_ranks_tell_what_one_device_tells(serve, model, mode):
+    alone = serve(EngineLoader(model, SEQUENCES, CONTEXT, TOKENS, "plain"))
+    thread = serve(ThreadLoader(model, mode))
+    assert tell_all(thread) == tell_all(alone)
+    wait_for(lambda: not thread.snapshot().running)
+    assert thread.snapshot().blocks.used == 0
+
+
+@pytest.mark.slow
+def test_a_dead_rank_ends_requests_with_an_error_and_the_group_is_started_again(serve, model):
+    loader = ProcessLoader(model, "tensor")
+    thread = serve(loader)
+    expected = tell_all(thread)
+    ear = ask(thread, "victim", (1, 2, 3), 400)
+    assert ear.began.wait(PATIENCE)
+    os.kill(loader.machine._ranks._processes[1].pid, signal.SIGKILL)
+    ended = ear.wait()
+    assert ended.reason == "error" and ended.retry
+    wait_for(lambda: thread.snapshot().counters.restarts == 1)
+    ready(thread, 100)
+    assert tell_all(thread) == expected
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_load_is_named(model, tmp_path):
+    loader = ProcessLoader(model, "tensor")
+    loader.path = tmp_path / "gone.gguf"
+    task = RankTask(loader.path, made_up_profile(), loader.variant, HowToRun("plain"))
+    with pytest.raises(StepFailed, match=r"rank . of 2 ended with code 2"):
+        RankMachine.start(task, lambda notes: None)
