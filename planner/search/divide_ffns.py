@@ -18,7 +18,7 @@ from pshard.planner.program.unit_classes import UnitClass
 from pshard.planner.search.anneal import arrange_tier, refine_divided
 from pshard.planner.search.candidates import EVALUATIONS, Candidate, plan_seconds
 from pshard.planner.search.climb import TierSearch
-from pshard.planner.search.polish_tiers import rank_starts
+from pshard.planner.search.polish_tiers import polish_tiers, rank_starts
 from pshard.planner.search.program_starts import START_GAP, affordable_slots
 from pshard.planner.search.residency_order import arrange_residency
 
@@ -37,7 +37,7 @@ def divide_candidate(
     main, some = entered[0], [i for i in entered if _is_divisible(costs[i], classes, i == entered[0])]
     if not some:
         return found
-    best = found
+    best = none_kept = found
     if any(_may_gain(room, classes, costs[i], max(found.tiers[i].buffers.slots, 1)) for i in some):
         for least in (1, 2):
             slots = {
@@ -49,10 +49,23 @@ def divide_candidate(
                 for even in (True, False) if any(n.n_divided for tier in solution.counts for n in tier) else ():
                     placed = _place(room, classes, costs, found, solution, slots, even)
                     best = placed if placed and placed.total < best.total else best
+                    if not keeps and placed and placed.total < none_kept.total:
+                        none_kept = placed
                 if not _keeps_parts(classes, solution):
                     break
+    if none_kept is not found and none_kept is not best:
+        best = min((_balance_parts(room, classes, costs, c, main) for c in (best, none_kept)), key=lambda c: c.total)
     refined = refine_divided(room, classes, costs, best, main) if may_divide(costs[main]) else best
     return next((c for c in (refined, best) if any(p.share for t in c.tiers for p in t.placements)), found)
+
+
+def _balance_parts(
+    room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...], placed: Candidate, main: int
+) -> Candidate:
+    """The candidate with its main tier's parts moved one by one, which the program moves by quarters: what keeps none
+    of a layer's parts in VRAM has more to gain by that."""
+    bounds = tuple(0.0 if i == main else seconds for i, seconds in enumerate(placed.seconds))
+    return polish_tiers(room, classes, costs, placed, bounds)
 
 
 def _is_divisible(costs: TierCosts, classes: tuple[UnitClass, ...], smallest: bool) -> bool:
