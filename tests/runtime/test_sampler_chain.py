@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pshard.errors import StepFailed, UserError
-from pshard.runtime.drawing.chain import SAMPLERS, Penalties
+from pshard.runtime.drawing.chain import SAMPLERS, Candidates, Penalties, keep_mass, keep_near_best, keep_usual
 from pshard.runtime.sampling import Sampler, Sampling
 
 
@@ -87,6 +87,20 @@ def test_samplers_in_any_order_leave_the_chances_of_one_written_out(
     assert mine == pytest.approx(wanted, rel=1e-6)
 
 
+@pytest.mark.parametrize("mass", [0.3, 0.95, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.05, 1.0])
+@pytest.mark.parametrize("scale", [0.0, 1.0, 20.0])
+def test_the_usual_chain_leaves_the_same_bits_as_its_samplers_one_by_one(mass, share, scale) -> None:
+    random = np.random.default_rng(4)
+    for n in (1, 2, 40, 300):
+        logits = -np.sort(-(scale * random.standard_normal(n)).astype(np.float32).astype(np.float64))
+        found = Candidates(random.permutation(n), logits, True)
+        mine, wanted = keep_usual(found, mass, share), keep_near_best(keep_mass(found, mass), share)
+        assert mine.ids.tolist() == wanted.ids.tolist() and mine.logits.tobytes() == wanted.logits.tobytes()
+        powers = np.exp(wanted.logits - wanted.logits.max())
+        assert mine.chances().tobytes() == (powers / powers.sum()).tobytes()
+
+
 def test_a_greedy_draw_sees_penalties_and_bias() -> None:
     logits = torch.tensor([2.0, 1.5, -1.0])
     greedy = Sampling(temperature=0)
@@ -119,6 +133,27 @@ def test_a_bias_on_a_token_that_there_is_not_is_refused() -> None:
 def test_values_that_mean_nothing_are_refused(wrong: dict, words: str) -> None:
     with pytest.raises(UserError, match=words):
         Sampling(**wrong)
+
+
+def test_a_draw_from_the_best_that_a_constraint_allows_is_that_from_all() -> None:
+    class Low:
+        """Allows every third token."""
+
+        def mask(self, logits):
+            return np.where(np.arange(len(logits)) % 3, np.float32(-np.inf), logits)
+
+        def accept(self, token) -> None:
+            assert token % 3 == 0
+
+    random = np.random.default_rng(3)
+    for sampling in (Sampling(seed=5), Sampling(seed=5, top_k=7, samplers=SAMPLERS[:2]), Sampling(temperature=0)):
+        best, whole = Sampler(sampling, Low()), Sampler(sampling, Low())
+        assert best.enough == 0 and best.enough_allowed == (1 if sampling.greedy else sampling.top_k)
+        for _ in range(50):
+            logits = (3 * random.standard_normal(100)).astype(np.float32)
+            masked = Low().mask(logits)
+            ids = np.argsort(-masked, kind="stable")[: best.enough_allowed]
+            assert best.choose_among(ids, masked[ids]) == whole.choose(torch.from_numpy(logits))
 
 
 def test_a_grammar_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
