@@ -42,7 +42,7 @@ class Grammar:
         words = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
         if self._matcher.is_error():
             raise StepFailed(f"the grammar cannot be followed: {self._matcher.get_error()}")
-        return words
+        return words[: -(-self._vocab // 32)]  # it may have one more
 
     def accept(self, token: int) -> None:
         """That token came."""

@@ -3,6 +3,7 @@
 import math
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 from pshard.errors import StepFailed, UserError
 from pshard.runtime.drawing.chain import SAMPLERS, Candidates, Penalties, keep_mass, keep_near_best, keep_usual
 from pshard.runtime.sampling import Sampler, Sampling
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo.gguf"
 
 
 def chances_of(logits: dict[int, float]) -> dict[int, float]:
@@ -162,3 +165,19 @@ def test_a_grammar_without_its_package_says_what_to_install(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(UserError, match="pip install llguidance"):
         follow_grammar("grammar", 'root ::= "a"', None, 5)
+
+
+def test_words_of_a_grammar_allow_what_its_mask_allows() -> None:
+    pytest.importorskip("llguidance")
+    from pshard.models import open_model
+    from pshard.runtime.drawing.grammar import follow_grammar
+
+    with open_model(DEMO) as file:
+        tokenizer, vocab = file.tokenizer(), file.spec.config.vocab
+    grammar = follow_grammar("schema", '{"type": "boolean"}', tokenizer, vocab)
+    words, masked = grammar.words(), grammar.mask(np.zeros(vocab, np.float32))
+    assert words.dtype == np.uint32 and words.shape == (-(-vocab // 32),)
+    allowed = [token for token in range(vocab) if words[token // 32] >> np.uint32(token % 32) & np.uint32(1)]
+    assert allowed == np.flatnonzero(masked == 0).tolist()
+    assert 0 < len(allowed) < vocab / 2
+    assert all(tokenizer.token_bytes(token)[:1] in (b"t", b"f", b" ", b"\n") for token in allowed)
