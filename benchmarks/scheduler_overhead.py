@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from pshard.planner.serving.step_times import StepTimes, TierSteps
 from pshard.runtime.sampling import Sampling
 from pshard.runtime.texts.text import BlockCounts, Piece, Row, Text
 from pshard.server.jobs import Event, Job
@@ -30,6 +31,10 @@ from pshard.server.snapshot import PlanInForce
 
 VOCAB, LONGEST, WARM = 1000, 100_000, 50
 WAYS = {"greedy": Sampling(temperature=0.0), "drawn": Sampling(seed=1)}
+
+
+STEADY = tuple(TierSteps(n, ((1.0, 1e-3),), ((0.0, 0.0),), ()) for n in (1, 2, 512))
+TIMES = StepTimes(STEADY, ((0.0,) * 3,) * 3)
 
 
 class IdlePool:
@@ -73,7 +78,7 @@ class IdleMachine:
 
     def __init__(self, texts: int) -> None:
         shown = PlanInForce((1,), LONGEST, LONGEST, texts, "bf16", "bf16", "none", "idle", ())
-        self.facts = PlanFacts((1, texts, 512), (1e-3, 1e-3, 1e-3), texts, LONGEST, VOCAB, shown)
+        self.facts = PlanFacts((1, texts, 512), (1e-3, 1e-3, 1e-3), texts, LONGEST, VOCAB, shown, TIMES)
         self.pool = IdlePool()
 
     def keep_tier(self, tokens: int) -> None:

@@ -18,6 +18,7 @@ from pshard.runtime.drawing.chain import (
     keep_largest,
     keep_mass,
     keep_near_best,
+    keep_usual,
     scale,
 )
 
@@ -32,6 +33,9 @@ class Constraint(Protocol):
 
     def mask(self, logits: np.ndarray) -> np.ndarray:
         """The logits, float32 [vocabulary], with -inf for tokens that may not come."""
+
+    def words(self) -> np.ndarray:
+        """The same as bits: uint32 [ceil(vocabulary / 32)]; bit i % 32 of word i // 32: whether token i may come."""
 
     def accept(self, token: int) -> None:
         """That token came."""
@@ -86,29 +90,29 @@ class Sampling:
 
 class Sampler:
     """Draws tokens from logits; two samplers with the same seed draw the same. Raises UserError for a bias on a token
-    that is not in the `vocab`."""
+    that is not in the `vocab`.
+
+    Attributes:
+        greedy: whether the next token is the one with the largest logit. enough: so many of the largest logits are all
+            that the next token depends on; 0: it may depend on any. enough_allowed: so many of the largest among those
+            that the constraint allows; the same without one.
+    """
 
     def __init__(self, sampling: Sampling, constraint: Constraint | None = None, vocab: int | None = None) -> None:
         self._sampling, self._constraint = sampling, constraint
+        self.enough_allowed = _count_enough(sampling)  # once: a server asks several times a token
+        self.enough = 0 if constraint else self.enough_allowed
+        self.greedy = sampling.greedy and constraint is None
+        self._usual = sampling.samplers == SAMPLERS and sampling.penalties.none and sampling.temperature > 0
         self._random = np.random.default_rng(sampling.seed)
         self._before: list[int] = []
         for token, _ in sampling.logit_bias:
             if vocab is not None and not 0 <= token < vocab:
                 raise UserError(f"--logit-bias: there is no token {token}; the model has 0 to {vocab - 1}")
 
-    @property
-    def greedy(self) -> bool:
-        """Whether the next token is the one with the largest logit."""
-        return self._sampling.greedy and self._constraint is None
-
-    @property
-    def enough(self) -> int:
-        """So many of the largest logits are all that the next token depends on; 0: it may depend on any."""
-        s = self._sampling
-        if self.greedy:
-            return 1
-        first = s.samplers[:2] == SAMPLERS[:2] and s.penalties.none and s.temperature != 0
-        return s.top_k if first and not s.logit_bias and self._constraint is None else 0
+    def allowed(self) -> np.ndarray | None:
+        """Words of the tokens that the constraint allows next; None without one. Raises StepFailed as it does."""
+        return self._constraint.words() if self._constraint else None
 
     def see(self, tokens: Iterable[int]) -> None:
         """What came before: penalties look at it."""
@@ -131,7 +135,8 @@ class Sampler:
 
     def choose_among(self, ids: np.ndarray, logits: np.ndarray) -> int:
         """The next token id from the `enough` largest logits, float32 and the largest first, and their ids: the one
-        that `choose` finds. Raises StepFailed when some are NaN."""
+        that `choose` finds. With a constraint from the `enough_allowed` largest of those it allows, others being -inf.
+        Raises StepFailed when some are NaN."""
         if logits[0] != logits[0]:
             raise StepFailed(NO_NUMBERS)
         if self.greedy:
@@ -139,9 +144,8 @@ class Sampler:
         return self._draw(self._pass_on(Candidates(ids, logits.astype(np.float64), True)))
 
     def _draw(self, left: Candidates) -> int:
-        reached = left.chances().cumsum()
-        place = min(int(reached.searchsorted(self._random.random(), "right")), len(left.ids) - 1)
-        token = int(left.ids[place])
+        place, last = self._random.random(), len(left.ids) - 1
+        token = int(left.ids[min(int(left.chances().cumsum().searchsorted(place, "right")), last) if last else 0])
         self._before.append(token)
         if self._constraint:
             self._constraint.accept(token)
@@ -165,9 +169,12 @@ class Sampler:
 
     def _pass_on(self, found: Candidates) -> Candidates:
         """What the chain leaves of candidates. Raises StepFailed when it is nothing."""
-        found = found.keep(found.logits > -np.inf)
+        if not (found.ordered and len(found.ids) and found.logits[-1] > -np.inf):
+            found = found.keep(found.logits > -np.inf)
         if not len(found.ids):
             raise StepFailed("no token is left to draw: --logit-bias and the grammar forbid all of them")
+        if self._usual and found.ordered and len(found.ids) <= (self._sampling.top_k or len(found.ids)):
+            return scale(keep_usual(found, self._sampling.top_p, self._sampling.min_p), self._sampling.temperature)
         for name in self._sampling.samplers:
             found = self._apply(name, found)
         return found.in_order()
@@ -185,6 +192,14 @@ class Sampler:
                 return keep_near_best(found, s.min_p)
             case _:
                 return scale(found, s.temperature)
+
+
+def _count_enough(s: Sampling) -> int:
+    """How many of the largest logits decide; 0: any may."""
+    if s.greedy:
+        return 1
+    first = s.samplers[:2] == SAMPLERS[:2] and s.penalties.none and s.temperature != 0
+    return s.top_k if first and not s.logit_bias else 0
 
 
 def _shortest_way(values: np.ndarray, k: int) -> Candidates:

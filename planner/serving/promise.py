@@ -9,6 +9,7 @@ from pshard.planner.serving.step_times import StepTimes, time_steps
 from pshard.quant import align
 from pshard.times.running_requests import DECODE_WIDTHS
 from pshard.units.kv_cells import KV_BLOCK
+from pshard.workload import Workload
 
 USUAL_GAP = 1.0  # seconds between tokens that a server promises by itself
 
@@ -32,8 +33,8 @@ class Pace:
 @dataclass(frozen=True)
 class Promise:
     """Predicted for one plan. at_once: how many requests of the expected lengths have room in the KV cache, at most the
-    plan's sequences. chunk: tokens of the largest step that keeps a gap of USUAL_GAP seconds when all of these run (the
-    smallest tier beyond decoding where none does); prompts beside decoding come in such steps."""
+    plan's sequences. chunk: tokens of the largest step that keeps the gap when all of these run (the smallest tier
+    beyond decoding where none does); prompts beside decoding come in such steps."""
 
     vram_mib: tuple[int, ...]
     concurrency: int
@@ -45,13 +46,19 @@ class Promise:
 
 
 def promise(spec: ModelSpec, profile: MachineProfile, variant: Variant) -> Promise:
-    """What a variant for a server's load can promise, by the same times as its tiers; spec as in `time_steps`."""
-    w, times = variant.workload, time_steps(spec, profile, variant)
-    at_once = max(1, min(w.sequences, w.context // align(w.prompt + w.generated, KV_BLOCK)))
+    """What a variant for a server's load can promise, by the same times as its tiers, with a gap of USUAL_GAP; spec as
+    in `time_steps`."""
+    return promise_times(variant.workload, time_steps(spec, profile, variant), USUAL_GAP)
+
+
+def promise_times(w: Workload, times: StepTimes, gap: float) -> Promise:
+    """What steps of such times can promise to a workload, that of a server's load or all its texts; gap: seconds."""
+    tiers = [tier.tokens for tier in times.tiers]
+    room = w.context // align(w.prompt + w.generated, KV_BLOCK)
+    at_once = max(1, min(w.sequences, tiers[-1], room))  # a step has a token of each
     depth = min(w.prompt + w.generated // 2, w.context // at_once)
-    tiers = [tier.tokens for tier in variant.ranks[0].tiers]
     wide = [t for t in tiers if t > at_once] or tiers[-1:]
-    fit = [t for t in wide if times.seconds(at_once - 1, (at_once - 1) * depth, t - at_once + 1) <= USUAL_GAP]
+    fit = [t for t in wide if times.seconds(at_once - 1, (at_once - 1) * depth, t - at_once + 1) <= gap]
     chunk = max(fit, default=wide[0])
     widths = sorted({1, min(w.concurrency or 1, at_once), at_once, *(n for n in DECODE_WIDTHS if n < at_once)})
     paces = tuple(_pace(times, n, depth, (w.prompt, w.generated), chunk) for n in widths)

@@ -12,6 +12,17 @@ if TYPE_CHECKING:
 COLUMNS = ("requests at once", "tok/s of all", "gap ms", "gap beside a prompt ms", "first token s")
 
 
+def describe_promise(each: Promise) -> str:
+    """A line: what the expected number of requests gets, and how many have room."""
+    pace = max((p for p in each.paces if p.requests <= max(1, each.concurrency)), key=lambda p: p.requests)
+    many = f"{pace.requests} requests at once get" if pace.requests > 1 else "one request alone gets"
+    return (
+        f"predicted for requests of {each.prompt} + {each.generated} tokens, of which {each.at_once} have room: "
+        f"{many} {pace.rate:.3g} tok/s, a token every {1e3 * pace.gap:.0f} ms ({1e3 * pace.longest_gap:.0f} beside a "
+        f"prompt), the first after {pace.first_token:.2g} s"
+    )
+
+
 def print_promises(promises: Sequence[Promise], out: "Console") -> None:
     """A table for each budget; nothing where no plan is for a server."""
     from rich.box import SIMPLE_HEAD

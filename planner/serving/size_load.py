@@ -34,8 +34,7 @@ def size_load(
     shared. Raises UserError for sizes that do not go together.
     """
     slots = sequences or suggest_slots(concurrency)
-    if slots < concurrency:
-        raise UserError(f"-np {slots} texts at once are fewer than --concurrency {concurrency}; give -np {concurrency}")
+    check_slots(slots, concurrency)
     most = min(n for n in (longest, context, 1 << 62) if n)
     asks = prompt or max(1, min(Workload.prompt, most // 2))
     answers = generated or max(1, min(Workload.generated, most - asks))
@@ -47,3 +46,9 @@ def size_load(
         )
     cells = min(slots, covered_requests(concurrency)) * align(asks + answers, KV_BLOCK)
     return LoadSizes(context or max(cells, min(Workload.context, longest or Workload.context)), slots, asks, answers)
+
+
+def check_slots(slots: int, concurrency: int) -> None:
+    """Raise UserError for fewer texts at once than run on average."""
+    if slots < concurrency:
+        raise UserError(f"-np {slots} texts at once are fewer than --concurrency {concurrency}; give -np {concurrency}")

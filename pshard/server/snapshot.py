@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pshard.models.text.tokenizer import Tokenizer
+    from pshard.planner.serving.promise import Promise
 
 STATES = ("loading", "ready", "sleeping", "moving", "restarting", "draining", "failed")
 TAKING = ("ready", "sleeping", "moving")  # states in which jobs are taken: those that come while it sleeps wake it
@@ -47,7 +48,8 @@ class TierNow:
 @dataclass(frozen=True)
 class PlanInForce:
     """The plan that the engine runs. vram_mib: a budget for each rank. budgets: those that POST /budget can move to,
-    each a sum over ranks. notes: one line for every fallback in use."""
+    each a sum over ranks. notes: one line for every fallback in use. promise: what the plan is
+    predicted to give to the load that it is for."""
 
     vram_mib: tuple[int, ...]
     context: int  # cells of the KV cache, of all texts together
@@ -60,6 +62,7 @@ class PlanInForce:
     tiers: tuple[TierNow, ...]
     budgets: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
+    promise: "Promise | None" = None
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def wanted_workload(request: RunRequest, profile: MachineProfile) -> Workload:
         vram_mib=budgets,
         context=request.context or request.needed,
         max_ubatch=request.ubatch or Workload.max_ubatch,
-        sequences=request.sequences or 1,
+        sequences=request.sequences or max(1, request.concurrency),
         type_k=request.type_k,
         type_v=request.type_v,
         split_mode=request.split_mode,

@@ -34,8 +34,9 @@ class Candidates:
 
     def chances(self) -> np.ndarray:
         """Chances of the candidates, float64, which add up to 1."""
-        powers = np.exp(self.logits - self.logits.max())
-        return powers / powers.sum()
+        best = self.logits[0] if self.ordered else self.logits.max()
+        powers = np.exp(self.logits - best)
+        return powers / np.add.reduce(powers)
 
 
 def all_candidates(values: np.ndarray) -> Candidates:
@@ -72,6 +73,19 @@ def scale(found: Candidates, temperature: float) -> Candidates:
     if temperature > 0:
         return Candidates(found.ids, found.logits / temperature, found.ordered)
     return found.keep(np.array([found.logits.argmax()]))
+
+
+def keep_usual(found: Candidates, mass: float, share: float) -> Candidates:
+    """What `keep_mass` and then `keep_near_best` leave of candidates in order, with half the work."""
+    best = found.logits >= found.logits[0] + np.log(share) if share > 0 else None
+    if mass >= 1:
+        return found if best is None else found.keep(best)
+    chances = found.chances()
+    kept = chances.cumsum() - chances < mass
+    kept[0] = True
+    if best is not None:
+        kept &= best
+    return found.keep(kept)
 
 
 @dataclass(frozen=True)

@@ -33,12 +33,16 @@ class Grammar:
     def mask(self, logits: np.ndarray) -> np.ndarray:
         """The logits, float32 [vocabulary], with -inf for tokens that may not come. Raises StepFailed where llguidance
         gives up."""
-        words = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        if self._matcher.is_error():
-            raise StepFailed(f"the grammar cannot be followed: {self._matcher.get_error()}")
-        may = np.unpackbits(words, bitorder="little")[: self._vocab]
+        may = np.unpackbits(self.words().view(np.uint8), bitorder="little")[: self._vocab]
         may = np.pad(may, (0, len(logits) - len(may))).astype(bool)
         return np.where(may, logits, np.float32(-np.inf))
+
+    def words(self) -> np.ndarray:
+        """Tokens that may come as bits: uint32 [ceil(vocabulary / 32)]. Raises StepFailed where llguidance gives up."""
+        words = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        if self._matcher.is_error():
+            raise StepFailed(f"the grammar cannot be followed: {self._matcher.get_error()}")
+        return words[: -(-self._vocab // 32)]  # it may have one more
 
     def accept(self, token: int) -> None:
         """That token came."""

@@ -13,6 +13,7 @@ import numpy as np
 from manual_clock import ManualClock
 
 from pshard.errors import UserError
+from pshard.planner.serving.step_times import StepTimes, TierSteps
 from pshard.runtime.texts.text import Piece
 from pshard.server.scheduling.served_machine import PlanFacts
 from pshard.server.snapshot import PlanInForce, TierNow
@@ -140,12 +141,15 @@ class FakePool:
         first = next_token(text.ids)
         logits[first] = 9.0
         logits[(first + 1) % VOCAB] = 5.0
-        order = np.argsort(-logits, kind="stable")[: piece.best]
+        masked = logits.copy()
+        if piece.mask is not None:
+            masked[np.unpackbits(piece.mask.view(np.uint8), bitorder="little")[:VOCAB] == 0] = -np.inf
+        order = np.argsort(-masked, kind="stable")[: piece.best]
         of = piece.of if i is None else piece.of[i : i + 1]
         total = float(np.log(np.exp(logits.astype(float)).sum()))
         bad = bool(self.machine.bad and self.machine.bad(text))
         full = logits.copy() if piece.full else None
-        return FakeRow(order, logits[order], total, full, logits[list(of)], bad)
+        return FakeRow(order, masked[order], total, full, logits[list(of)], bad)
 
     def close(self, text: FakeText, keep=True) -> None:
         self.open_texts.remove(text)
@@ -177,7 +181,9 @@ class FakeMachine:
             (100,), longest, longest, sequences, "bf16", "bf16", "none", "made up",
             tuple(TierNow(n, 1e3 * s, 1e3 * s, 0, "link") for n, s in zip(tiers, seconds)),
         )  # fmt: skip
-        self.facts = PlanFacts(tiers, seconds, sequences, longest, VOCAB, shown, switch or {}, {})
+        moves = tuple(tuple((switch or {}).get((a, b), 0.0) for b in tiers) for a in tiers)
+        times = StepTimes(tuple(TierSteps(n, ((n, s),), ((0, 0.0),), ()) for n, s in zip(tiers, seconds)), moves)
+        self.facts = PlanFacts(tiers, seconds, sequences, longest, VOCAB, shown, times)
         self.clock, self.slower = clock or ManualClock(), slower
         self.pool = FakePool(self, blocks or longest * 2 // KV_BLOCK)
         self.link_bytes, self.kept, self.closed = 0, 0, False
@@ -191,7 +197,7 @@ class FakeMachine:
         tier = next(t for t in self.facts.tiers if t >= max(tokens, self.kept))
         seconds = dict(zip(self.facts.tiers, self.facts.seconds))[tier] * self.slower
         if self.tier and tier != self.tier:
-            seconds += self.facts.switch.get((self.tier, tier), 0.0)
+            seconds += self.facts.times.switch_seconds(self.tier, tier)
         self.tier = tier
         self.tiers_run.append(tier)
         self.link_bytes += 1000

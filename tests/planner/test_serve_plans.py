@@ -15,8 +15,10 @@ from pshard.plan import PlanSet
 from pshard.planner.make_plan import plan_baseline, plan_variant
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.tier_loads import tier_loads
-from pshard.planner.serving.promise import USUAL_GAP, promise
+from pshard.planner.serving.promise import USUAL_GAP, promise, promise_times
+from pshard.planner.serving.show_promise import describe_promise
 from pshard.planner.serving.size_load import size_load
+from pshard.planner.serving.step_times import StepTimes, time_steps
 from pshard.registries.choose import choose_variant, plan_command
 from pshard.registries.store import variant_key
 from pshard.times.predicted_times import decode_rate, first_token_seconds, round_seconds, tier_seconds
@@ -114,6 +116,18 @@ def test_a_promise_is_what_the_tiers_are_predicted_to_take(made):
     assert told.paces[0].first_token == pytest.approx(first_token_seconds(made[2]), rel=1e-6)
     assert told.paces[0].gap <= made[2].workload.concurrency / decode_rate(made[2]) <= told.paces[-1].gap
     assert max(pace.longest_gap for pace in told.paces) <= USUAL_GAP
+
+
+def test_what_a_server_promises_keeps_its_own_gap_and_is_told_in_a_line(made):
+    variant, times = made[2], time_steps(*made)
+    usual, quick = (promise_times(variant.workload, times, gap) for gap in (USUAL_GAP, 0.21))
+    assert quick.chunk < usual.chunk and quick.paces[-1].longest_gap <= 0.21 < usual.paces[-1].longest_gap
+    pace = next(pace for pace in quick.paces if pace.requests == 4)
+    line = describe_promise(quick)
+    assert "512 + 128 tokens, of which 8 have room: 4 requests at once get" in line
+    assert f"{pace.rate:.3g} tok/s, a token every {1e3 * pace.gap:.0f} ms" in line
+    one_tier = StepTimes(times.tiers[2:3], ((0.0,),))
+    assert promise_times(variant.workload, one_tier, 1.0).at_once == times.tiers[2].tokens < 8
 
 
 def test_ranks_promise_what_they_reach_together(made):

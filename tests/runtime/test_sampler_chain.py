@@ -3,6 +3,7 @@
 import math
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pshard.errors import StepFailed, UserError
-from pshard.runtime.drawing.chain import SAMPLERS, Penalties
+from pshard.runtime.drawing.chain import SAMPLERS, Candidates, Penalties, keep_mass, keep_near_best, keep_usual
 from pshard.runtime.sampling import Sampler, Sampling
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo.gguf"
 
 
 def chances_of(logits: dict[int, float]) -> dict[int, float]:
@@ -87,6 +90,20 @@ def test_samplers_in_any_order_leave_the_chances_of_one_written_out(
     assert mine == pytest.approx(wanted, rel=1e-6)
 
 
+@pytest.mark.parametrize("mass", [0.3, 0.95, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.05, 1.0])
+@pytest.mark.parametrize("scale", [0.0, 1.0, 20.0])
+def test_the_usual_chain_leaves_the_same_bits_as_its_samplers_one_by_one(mass, share, scale) -> None:
+    random = np.random.default_rng(4)
+    for n in (1, 2, 40, 300):
+        logits = -np.sort(-(scale * random.standard_normal(n)).astype(np.float32).astype(np.float64))
+        found = Candidates(random.permutation(n), logits, True)
+        mine, wanted = keep_usual(found, mass, share), keep_near_best(keep_mass(found, mass), share)
+        assert mine.ids.tolist() == wanted.ids.tolist() and mine.logits.tobytes() == wanted.logits.tobytes()
+        powers = np.exp(wanted.logits - wanted.logits.max())
+        assert mine.chances().tobytes() == (powers / powers.sum()).tobytes()
+
+
 def test_a_greedy_draw_sees_penalties_and_bias() -> None:
     logits = torch.tensor([2.0, 1.5, -1.0])
     greedy = Sampling(temperature=0)
@@ -121,9 +138,46 @@ def test_values_that_mean_nothing_are_refused(wrong: dict, words: str) -> None:
         Sampling(**wrong)
 
 
+def test_a_draw_from_the_best_that_a_constraint_allows_is_that_from_all() -> None:
+    class Low:
+        """Allows every third token."""
+
+        def mask(self, logits):
+            return np.where(np.arange(len(logits)) % 3, np.float32(-np.inf), logits)
+
+        def accept(self, token) -> None:
+            assert token % 3 == 0
+
+    random = np.random.default_rng(3)
+    for sampling in (Sampling(seed=5), Sampling(seed=5, top_k=7, samplers=SAMPLERS[:2]), Sampling(temperature=0)):
+        best, whole = Sampler(sampling, Low()), Sampler(sampling, Low())
+        assert best.enough == 0 and best.enough_allowed == (1 if sampling.greedy else sampling.top_k)
+        for _ in range(50):
+            logits = (3 * random.standard_normal(100)).astype(np.float32)
+            masked = Low().mask(logits)
+            ids = np.argsort(-masked, kind="stable")[: best.enough_allowed]
+            assert best.choose_among(ids, masked[ids]) == whole.choose(torch.from_numpy(logits))
+
+
 def test_a_grammar_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     from pshard.runtime.drawing.grammar import follow_grammar
 
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(UserError, match="pip install llguidance"):
         follow_grammar("grammar", 'root ::= "a"', None, 5)
+
+
+def test_words_of_a_grammar_allow_what_its_mask_allows() -> None:
+    pytest.importorskip("llguidance")
+    from pshard.models import open_model
+    from pshard.runtime.drawing.grammar import follow_grammar
+
+    with open_model(DEMO) as file:
+        tokenizer, vocab = file.tokenizer(), file.spec.config.vocab
+    grammar = follow_grammar("schema", '{"type": "boolean"}', tokenizer, vocab)
+    words, masked = grammar.words(), grammar.mask(np.zeros(vocab, np.float32))
+    assert words.dtype == np.uint32 and words.shape == (-(-vocab // 32),)
+    allowed = [token for token in range(vocab) if words[token // 32] >> np.uint32(token % 32) & np.uint32(1)]
+    assert allowed == np.flatnonzero(masked == 0).tolist()
+    assert 0 < len(allowed) < vocab / 2
+    assert all(tokenizer.token_bytes(token)[:1] in (b"t", b"f", b" ", b"\n") for token in allowed)

@@ -1,17 +1,22 @@
 """The scheduler against a machine whose time is simulated."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from math import isnan
 
+import numpy as np
 import pytest
+import torch
 from fake_machine import Ear, FakeMachine, answer, next_token
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pshard.errors import StepFailed
 from pshard.runtime.drawing.chain import Penalties
-from pshard.runtime.sampling import Sampling
+from pshard.runtime.sampling import Sampler, Sampling
 from pshard.server.jobs import Ended, Job, Progress
 from pshard.server.scheduling.job_run import JobRun
+from pshard.server.scheduling.pace import Pace, StepLoad
 from pshard.server.scheduling.promises import Promises
 from pshard.server.scheduling.scheduler import Scheduler, run_step
 from pshard.server.scheduling.tally import Tally
@@ -48,6 +53,24 @@ class Bench:
         counts = self.machine.pool.counts()
         assert counts.used == 0 and counts.free + counts.cached == counts.total
         assert not self.machine.pool.open_texts
+
+
+class Odd:
+    """Allows odd tokens, and gives up after some."""
+
+    def __init__(self, most=1000) -> None:
+        self.came, self.most = [], most
+
+    def words(self):
+        if len(self.came) == self.most:
+            raise StepFailed("gave up")
+        return np.packbits(np.arange(1024) % 2 == 1, bitorder="little").view(np.uint32)
+
+    def mask(self, logits):
+        return np.where(np.arange(len(logits)) % 2, logits, np.float32(-np.inf))
+
+    def accept(self, token) -> None:
+        self.came.append(token)
 
 
 def prompt_of(number: int, length: int) -> list[int]:
@@ -200,6 +223,94 @@ def test_a_switch_is_worth_it_before_it_is_made():
     bench.run()
     tiers = bench.machine.tiers_run
     assert tiers == [4] * 5 + [1] * 35
+
+
+def test_a_tier_whose_prompts_are_deep_gives_way_to_a_smaller_one():
+    """The plan says what the cells of a long prompt cost: the first part that would break the gap is smaller."""
+    machine = FakeMachine(longest=8192, blocks=400)
+    tiers = list(machine.facts.times.tiers)
+    tiers[3] = replace(tiers[3], prompt=((0.0, 0.0), (2000.0, 0.2)))
+    machine.facts = replace(machine.facts, times=replace(machine.facts.times, tiers=tuple(tiers)))
+    pass_time = machine.pass_time
+
+    def pass_more(tokens):
+        pass_time(tokens)
+        if tokens > 16:
+            machine.clock.sleep(1e-4 * (max(len(text.ids) for text in machine.pool.open_texts) - tokens))
+
+    machine.pass_time = pass_more
+    bench = Bench(machine, gap=0.25)
+    speaker = bench.add(prompt_of(1, 10), 400)
+    bench.step()
+    machine.tiers_run.clear()
+    bench.add(prompt_of(2, 2000), 1)
+    for _ in range(60):
+        bench.step()
+    first = machine.tiers_run.index(16)
+    assert set(machine.tiers_run[:first]) == {128} and set(machine.tiers_run[first:]) == {16}
+    assert max(speaker.gaps) <= 0.25
+
+
+def test_what_steps_really_take_corrects_what_the_plan_predicts_of_them():
+    machine = FakeMachine()
+    times = machine.facts.times
+    machine.facts = replace(
+        machine.facts,
+        times=replace(
+            times,
+            tiers=(
+                *times.tiers[:4],
+                replace(
+                    times.tiers[4],
+                    empty=((129.0, 0.2), (512.0, 0.5)),
+                    decoding=((0.0, 0.0), (1000.0, 0.1)),
+                    prompt=((0.0, 0.0), (100.0, 0.1)),
+                ),
+            ),
+        ),
+    )
+    pace = Pace(machine.facts)
+    part = StepLoad(4, 500, 300, 50)
+    planned = machine.facts.times.seconds(4, 500, 300, 50)
+    assert pace.expect(part, 512) == planned > 0.3
+    for _ in range(40):
+        pace.observe(part, 512, 2 * planned)
+    assert pace.expect(part, 512) == pytest.approx(2 * planned)
+    assert pace.whole(512) == pytest.approx(2 * 0.5)
+    pace.observe(StepLoad(1, 100), 512, 0.07)  # a step that a smaller tier would cover says nothing of full ones
+    assert pace.whole(512) == pytest.approx(2 * 0.5)
+    assert pace.expect(StepLoad(1, 100), 512) == pytest.approx(0.07)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(seed=3), Sampling(seed=3, top_k=0)])
+@pytest.mark.parametrize("likely", [None, 0, 3])
+def test_a_constraint_is_kept_to_by_the_best_of_what_it_allows(sampling, likely):
+    """Words of bits go to the machine where the best rows are enough; a draw from whole logits has the same tokens."""
+    bench, constraint = Bench(FakeMachine()), Odd()
+    asked = []
+    step = bench.machine.pool.step
+    bench.machine.pool.step = lambda pieces: asked.extend(pieces) or step(pieces)
+    ear = bench.add(prompt_of(1, 5), 12, sampling=sampling, likely=likely, constrain=lambda: constraint)
+    bench.run()
+    assert constraint.came == ear.tokens and all(token % 2 for token in ear.tokens)
+    whole = Sampler(sampling, Odd(), 1000)
+    ids = prompt_of(1, 5)
+    for token in ear.tokens:
+        logits = np.zeros(1000, np.float32)
+        logits[next_token(ids)], logits[(next_token(ids) + 1) % 1000] = 9.0, 5.0
+        assert whole.choose(torch.from_numpy(logits)) == token
+        ids.append(token)
+    masked = likely != 3 and sampling.top_k
+    assert {(p.mask is not None, p.full) for p in asked} == {(bool(masked), not masked)}
+
+
+def test_a_grammar_that_gives_up_ends_its_own_job_only():
+    bench = Bench(FakeMachine())
+    good = bench.add(prompt_of(1, 20), 30)
+    bad = bench.add(prompt_of(2, 20), 30, constrain=lambda: Odd(most=3))
+    bench.run()
+    assert len(good.tokens) == 30 and bench.scheduler.machine.pool.open_texts == []
+    assert bad.ended.reason == "error" and bad.ended.message == "gave up" and len(bad.tokens) == 3
 
 
 def test_scored_prompts_have_log_probabilities_of_every_token_but_the_first():

@@ -107,6 +107,22 @@ def test_a_seed_draws_the_same_in_company(serve, sampling):
     assert crowd[0].tokens == alone.tokens
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(seed=5)])
+def test_a_schema_is_kept_to_by_masks_on_the_device_as_by_whole_rows(serve, sampling):
+    pytest.importorskip("llguidance")
+    from pshard.runtime.drawing.grammar import follow_grammar
+
+    with open_model(DEMO) as file:
+        tokenizer, vocab = file.tokenizer(), file.spec.config.vocab
+    thread = serve()
+    job = {"constrain": lambda: follow_grammar("schema", '{"enum": ["king", "queen", "time"]}', tokenizer, vocab)}
+    job |= {"sampling": sampling, "stops": tokenizer.eos_ids}
+    ears = [ask(thread, f"j{likely}", prompts(1)[0], likely=likely, **job) for likely in (None, 0, 3)]
+    assert [ear.wait().reason for ear in ears] == ["stop"] * 3
+    words = [b"".join(map(tokenizer.token_bytes, ear.tokens)).strip() for ear in ears]
+    assert words[0] == words[1] == words[2] and words[0] in (b'"king"', b'"queen"', b'"time"')
+
+
 def test_scored_prompts_have_the_sums_that_forward_has(serve):
     from engines import open_engine
 

@@ -10,10 +10,12 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pshard.commands.command_line import new_parser, parse_count, parse_mib, run_cli
+from pshard.commands.command_line import new_parser, parse_concurrency, parse_count, parse_mib, run_cli
 from pshard.commands.parsing.sampling_flags import add_drawing_flags, make_sampling
 from pshard.commands.run_flags import add_batch_flags, add_plan_flags, make_request
 from pshard.errors import UserError
+from pshard.planner.serving.size_load import check_slots
+from pshard.times.running_requests import CONCURRENCY, MOST_CONCURRENCY
 
 if TYPE_CHECKING:
     from pshard.server.jobs import Service
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 PREFIX_MIB = 256  # of host memory for beginnings on their way to files
-TEXTS = 8  # at once, where nothing is said: a step of so many costs little more than one of two
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,8 +46,13 @@ def make_parser() -> ArgumentParser:
 
 def _add_serving_flags(group: Any) -> None:
     group.add_argument(
-        "-np", "--parallel", type=parse_count, metavar="N", default=TEXTS, help=f"texts at once (default {TEXTS})"
+        "-np", "--parallel", type=parse_count, metavar="N", help="texts at once at most (default: as the load needs)"
     )
+    group.add_argument(
+        "--concurrency", type=parse_concurrency, metavar="N",
+        help="how many requests run at once on average: 1, few (4, the default), many (16), or a number; the plan for "
+        "the nearest load is taken",
+    )  # fmt: skip
     group.add_argument("-a", "--alias", metavar="NAME", help="the model's name for clients (default: the file's)")
     group.add_argument(
         "--max-gap", type=_milliseconds, default=1000.0, metavar="MS",
@@ -111,8 +117,10 @@ def read_request(args: Namespace) -> "ServeRequest":
     from pshard.server.life.serve_model import HowToRun, ServeRequest
     from pshard.server.scheduling.promises import Promises
 
+    load = args.concurrency or min(CONCURRENCY["few"], args.parallel or MOST_CONCURRENCY)
+    check_slots(args.parallel or load, load)
     return ServeRequest(
-        run=replace(make_request(args, plans=True), sequences=args.parallel),
+        run=replace(make_request(args, plans=True), sequences=args.parallel, concurrency=load),
         host=args.host,
         port=args.port,
         name=args.alias,

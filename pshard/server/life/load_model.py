@@ -10,7 +10,7 @@ from pshard.registries.store import load_registry, own_plans
 from pshard.server.life.local_machine import LocalMachine
 from pshard.server.life.rank_machine import RankMachine
 from pshard.server.life.rank_program import RankTask
-from pshard.server.life.read_facts import keep_one_tier, read_facts
+from pshard.server.life.read_facts import add_promise, keep_one_tier, read_facts
 from pshard.server.life.serve_model import HowToRun
 from pshard.server.scheduling.served_machine import Machine
 from pshard.session.open_plan import Opened, check_plan
@@ -22,8 +22,9 @@ from pshard.units.moe.followed import keep_slots
 class ModelLoader:
     """Loads an opened model: a `Loader`."""
 
-    def __init__(self, opened: Opened, request: RunRequest, how: HowToRun) -> None:
-        self._opened, self._request, self._how = opened, request, how
+    def __init__(self, opened: Opened, request: RunRequest, how: HowToRun, gap: float) -> None:
+        """gap: seconds between tokens that the server promises."""
+        self._opened, self._request, self._how, self._gap = opened, request, how, gap
         self._variants = find_budgets(opened)
 
     @property
@@ -41,7 +42,8 @@ class ModelLoader:
 
         def facts(notes: tuple[str, ...]):  # type: ignore[no-untyped-def]
             found = read_facts(spec, opened.profile, variant, self.budgets, (*opened.file.notes, *notes))
-            return keep_one_tier(found) if self._how.deterministic else found
+            found = keep_one_tier(found) if self._how.deterministic else found
+            return add_promise(found, variant.workload, self._gap)
 
         if len(variant.ranks) > 1:
             task = RankTask(self._request.model, opened.profile, variant, self._how)
@@ -62,16 +64,21 @@ def check_fits(opened: Opened, variant: Variant) -> None:
 
 def find_budgets(opened: Opened) -> dict[int, Variant]:
     """Plans of the registry that serve what the chosen one serves, by their budgets; of equal ones the chosen one, or
-    the one with the least context beyond it."""
+    one for as many requests on average, then the one with the least context beyond it."""
     inputs = fingerprint_inputs(opened.file.fingerprint_inputs(), opened.profile)
     chosen = opened.variant
     found = {sum(chosen.workload.vram_mib): chosen}
     plans = own_plans(load_registry(opened.registry), inputs, "pshard plan").variants
-    for variant in sorted(plans, key=lambda v: (v.workload.context, v.workload.sequences)):
+    load = chosen.workload.concurrency
+    for variant in sorted(plans, key=lambda v: (_distance(v, load), v.workload.context, v.workload.sequences)):
         if _serves_alike(variant, chosen) and _runs(opened, variant):
             made = replace(variant.workload, reduce_dtype=chosen.workload.reduce_dtype)
             found.setdefault(sum(variant.workload.vram_mib), replace(variant, workload=made))
     return found
+
+
+def _distance(variant: Variant, load: int) -> int:
+    return abs(variant.workload.concurrency - load)
 
 
 def _serves_alike(variant: Variant, chosen: Variant) -> bool:

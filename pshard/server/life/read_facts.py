@@ -1,19 +1,19 @@
 """What of a plan the scheduler decides by, and what people are told of it."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import TierPlan, Variant
-from pshard.planner.price.profile_tables import Tables
+from pshard.planner.serving.promise import promise_times
+from pshard.planner.serving.step_times import StepTimes, time_steps
 from pshard.server.scheduling.served_machine import PlanFacts
 from pshard.server.snapshot import PlanInForce, TierNow
 from pshard.times.predicted_times import tier_seconds
-from pshard.units.divide_unit import arena_portion
 from pshard.units.kv_cells import longest_sequence
 from pshard.units.moe.followed import under_plan
+from pshard.workload import Workload
 
 
 def read_facts(
@@ -43,7 +43,7 @@ def read_facts(
             budgets=budgets,
             notes=notes,
         ),
-        switch=price_switches(under_plan(spec, variant), profile, variant),
+        times=time_steps(under_plan(spec, variant), profile, variant),
         busy={tokens: plans[tokens].prediction.busy for tokens in tiers},
     )
 
@@ -53,6 +53,7 @@ def keep_one_tier(facts: PlanFacts) -> PlanFacts:
     whose steps are small batches. A text then has the same bits alone and in company, where the rows of these kernels
     do not depend on how many there are."""
     tier = max(tokens for tokens in facts.tiers if tokens <= SMALL_BATCH or tokens == facts.tiers[0])
+    place = facts.tiers.index(tier)
     shown = replace(
         facts.shown,
         sequences=min(facts.sequences, tier),
@@ -61,46 +62,17 @@ def keep_one_tier(facts: PlanFacts) -> PlanFacts:
     return replace(
         facts,
         tiers=(tier,),
-        seconds=(facts.seconds[facts.tiers.index(tier)],),
+        seconds=(facts.seconds[place],),
         sequences=min(facts.sequences, tier),
         shown=shown,
-        switch={},
+        times=StepTimes((facts.times.tiers[place],), ((0.0,),)),
     )
+
+
+def add_promise(facts: PlanFacts, workload: Workload, gap: float) -> PlanFacts:
+    """Facts with what the plan is predicted to give to its load; gap: seconds that steps with prompts keep."""
+    return replace(facts, shown=replace(facts.shown, promise=promise_times(workload, facts.times, gap)))
 
 
 def _show_tier(tier: TierPlan, seconds: float) -> TierNow:
     return TierNow(tier.tokens, 1e3 * seconds, 1e3 * seconds, 0, tier.prediction.binds)
-
-
-def price_switches(spec: ModelSpec, profile: MachineProfile, variant: Variant) -> dict[tuple[int, int], float]:
-    """Seconds of going from each tier to each other: what the new one has in VRAM that the old one has not passes the
-    link, and so does half of a full KV cache where it changes sides.
-
-    Of several ranks the first: they go at the same time, with parts of like size.
-    """
-    tiers, tables = variant.ranks[0].tiers, Tables(profile, variant.correction)
-    held = {tier.tokens: _held_bytes(spec, tier) for tier in tiers}
-    shape, share = variant.workload.state_shape, variant.ranks[0].share
-    states = {unit.name: share * unit.state_nbytes(spec.config, shape) / 2 for unit in spec.units if unit.kind.state}
-    sides = {tier.tokens: {p.unit: p.kv for p in tier.placements} for tier in tiers}
-    costs = {}
-    for old in held:
-        for new in held:
-            if old == new:
-                continue
-            weights = sum(max(0, n - held[old].get(name, 0)) for name, n in held[new].items())
-            cells = sum(n for name, n in states.items() if sides[old].get(name) != sides[new].get(name))
-            costs[old, new] = (share * weights + cells) / tables.link_rate
-    return costs
-
-
-def _held_bytes(spec: ModelSpec, tier: TierPlan) -> dict[str, int]:
-    """Bytes that each unit has in the arena."""
-    units: Sequence = spec.units
-    known = {p.unit: p for p in tier.placements}
-    portions = {
-        unit.name: arena_portion(unit, known[unit.name].where, known[unit.name].share)
-        for unit in units
-        if unit.name in known and known[unit.name].in_arena
-    }
-    return {name: portion.nbytes for name, portion in portions.items() if portion}

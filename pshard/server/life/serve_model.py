@@ -102,7 +102,7 @@ class _Life:
             opened, run = _open(self._request.run)
             if self._stopped.is_set():
                 return
-            loader = ModelLoader(opened, run, self._request.how)
+            loader = ModelLoader(opened, run, self._request.how, self._request.promises.gap)
             self._engine = EngineThread(
                 loader, self._request.promises, self._request.sleep_idle, self._tell_state
             )  # fmt: skip
@@ -120,6 +120,10 @@ class _Life:
             word = "ready" if not self._told else "ready again"
             self._told = True
             _say(f"{word}: {self._url} serves {now.plan.sequences} texts at once under {now.plan.way}")
+            if now.plan.promise:
+                from pshard.planner.serving.show_promise import describe_promise  # with what plans take to import
+
+                _say(describe_promise(now.plan.promise))
             for note in now.plan.notes if word == "ready" else ():
                 _say(f"note: {note}")
         elif now.state == "failed":

@@ -48,16 +48,21 @@ def scores(run: JobRun) -> bool:
 
 
 def _enough(run: JobRun) -> int:
-    """So many of the largest logits are asked for to draw from; 0: all."""
+    """So many of the largest logits are asked for to draw from, of those that a grammar allows; 0: all. Where the
+    likeliest of all tokens are to be told, those that it allows do not say them."""
     assert run.sampler is not None
-    return run.sampler.enough if run.sampler.enough <= MOST else 0
+    unmasked = bool(run.job.likely) or scores(run)
+    enough = run.sampler.enough if unmasked else run.sampler.enough_allowed
+    return enough if enough <= MOST else 0
 
 
-def _wish(run: JobRun, enough: int) -> tuple[int, bool, None, tuple[int, ...]]:
+def _wish(run: JobRun, enough: int) -> tuple[int, bool, np.ndarray | None, tuple[int, ...]]:
     """best, full, mask and of: `enough` of the largest logits, and what log-probabilities take."""
+    assert run.sampler is not None
+    mask = run.sampler.allowed() if enough else None
     if run.job.likely is None:
-        return enough, not enough, None, ()
-    return max(enough, run.job.likely, FEWEST), not enough, None, ()
+        return enough, not enough, mask, ()
+    return max(enough, run.job.likely, FEWEST), not enough, mask, ()
 
 
 def _scored_piece(run: JobRun, text: Text, ids: tuple[int, ...]) -> Piece:
@@ -66,8 +71,8 @@ def _scored_piece(run: JobRun, text: Text, ids: tuple[int, ...]) -> Piece:
     of = following if len(following) == len(ids) else (*following, 0)  # nothing follows the last one
     ends = at + len(ids) == len(prompt) and run.job.most > 0
     enough = _enough(run) if ends else 1
-    best, full, mask, _ = _wish(run, enough)
-    return Piece(text, ids, "all", max(best, (run.job.likely or 0), FEWEST), full, mask, of)
+    best = max(enough, run.job.likely or 0, FEWEST)
+    return Piece(text, ids, "all", best, not enough, None, of)
 
 
 def draw_token(run: JobRun, row: Row) -> tuple[int, Likely | None]:
@@ -76,7 +81,7 @@ def draw_token(run: JobRun, row: Row) -> tuple[int, Likely | None]:
     assert run.sampler is not None
     if row.bad:
         raise StepFailed(NO_NUMBERS)
-    if row.full is not None:
+    if row.full is not None:  # the grammar's mask is put on it here
         token = run.sampler.choose(torch.from_numpy(row.full))
         logit = float(row.full[token])
     else:

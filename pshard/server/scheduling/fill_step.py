@@ -2,20 +2,23 @@
 
 from collections.abc import Sequence
 
-from pshard.server.scheduling.pace import Pace
+from pshard.server.scheduling.pace import Pace, StepLoad
 
 IN_PART = 2  # prompts that are computed in part at a time
 SECOND = 4  # one part of so many is kept for the prompt behind one that takes a whole step and more
 
 
-def room_for_prompts(pace: Pace, largest: int, decodes: int, gap: float, in_force: int) -> int:
-    """Tokens of prompts that a step may have beside `decodes` texts of one token each.
+def room_for_prompts(pace: Pace, largest: int, load: StepLoad, gap: float, in_force: int) -> int:
+    """Tokens of prompts that a step may have beside texts that decode. load: these, and how many cells the prompt has
+    that is next.
 
     With nobody to wait for a token, the largest tier is filled; else the largest one that keeps the gap (seconds). One
     token more than decode has a place whatever that takes: a prompt that is never computed would break more than a gap.
     """
-    tier = largest if not decodes else pace.largest_within(gap, in_force, min(largest, decodes + 1))
-    return tier - decodes
+    if not load.decodes:
+        return largest
+    least = StepLoad(load.decodes, load.cells, min(1, largest - load.decodes), load.past)
+    return pace.largest_within(gap, least, in_force) - load.decodes
 
 
 def wants_more(remaining: Sequence[int], room: int) -> bool:

@@ -13,7 +13,7 @@ from pshard.server.scheduling.draw_token import draw_token, limit_piece, make_pi
 from pshard.server.scheduling.fill_step import fill_prompts, room_for_prompts, wants_more
 from pshard.server.scheduling.job_run import JobRun
 from pshard.server.scheduling.jobs_at_work import JobsAtWork
-from pshard.server.scheduling.pace import Pace
+from pshard.server.scheduling.pace import Pace, StepLoad, mean_past
 from pshard.server.scheduling.promises import Promises
 from pshard.server.scheduling.served_machine import Machine
 from pshard.server.scheduling.tally import Tally
@@ -71,19 +71,24 @@ class Scheduler:
     def _share(self) -> list[Share]:
         decoding = [run for run in self.jobs.running if run.decodes]
         prompts = [run for run in self.jobs.running if not run.decodes]
-        facts = self.machine.facts
-        room = room_for_prompts(
-            self.pace, facts.tiers[-1], len(decoding), self.promises.gap, self.choice.in_force
-        )  # fmt: skip
-        remaining = [run.remaining for run in prompts]
-        while len(self.jobs.running) < facts.sequences and len(self.jobs.line) and wants_more(remaining, room):
+        slots, shares = self.machine.facts.sequences, [Share(run, 1, True) for run in decoding]
+        if not prompts and (len(decoding) == slots or not len(self.jobs.line)):
+            return shares  # no need to know what would have room
+        cells, remaining = count_cells(decoding), [run.remaining for run in prompts]
+        room = self._room(len(decoding), cells, prompts)
+        while len(self.jobs.running) < slots and len(self.jobs.line) and wants_more(remaining, room):
             if (run := self.jobs.admit(prompts)) is None:
                 break
             prompts.append(run)
             remaining.append(run.remaining)
+            room = self._room(len(decoding), cells, prompts)
         counts = fill_prompts(remaining, room)
-        shares = [Share(run, 1, True) for run in decoding]
         return shares + [Share(run, limit_piece(run, n), False) for run, n in zip(prompts, counts) if n]
+
+    def _room(self, decodes: int, cells: int, prompts: Sequence[JobRun]) -> int:
+        load = StepLoad(decodes, cells, 0, max((count_cells([run]) for run in prompts), default=0))
+        largest = self.machine.facts.tiers[-1]
+        return room_for_prompts(self.pace, largest, load, self.promises.gap, self.choice.in_force)
 
     def _lacks_blocks(self, shares: Sequence[Share]) -> bool:
         wanted = {s.run.text: len(s.run.text.ids) + s.count for s in shares if s.run.text is not None}
@@ -97,19 +102,28 @@ class Scheduler:
         else:
             self.jobs.preempt(run)
 
-    def pieces(self, shares: Sequence[Share], now: float) -> tuple[list[Piece], int]:
-        """What the pool is to compute, and under which tier."""
-        tokens = sum(share.count for share in shares)
-        waits = any(share.decodes for share in shares)
-        tier = self.choice.choose(tokens, self.promises.gap if waits else None)
+    def choose_tier(self, load: StepLoad) -> int:
+        """Under which tier a step runs."""
+        tier = self.choice.choose(load, self.promises.gap if load.decodes else None)
         if tier != self._kept:
             self.machine.keep_tier(tier)
             self._kept = tier
+        return tier
+
+    def pieces(self, shares: Sequence[Share], now: float) -> tuple[list[Share], list[Piece]]:
+        """What the pool is to compute. A job of which that cannot be said, as its grammar gives up, ends."""
+        kept, found = list[Share](), list[Piece]()
         for share in shares:
-            if share.run.begun != share.run.begun:
-                share.run.begun = now
-                self.tally.queue.add(now - share.run.taken)
-        return [make_piece(share.run, share.count) for share in shares], tier
+            run = share.run
+            if run.begun != run.begun:
+                run.begun = now
+                self.tally.queue.add(now - run.taken)
+            try:
+                found.append(make_piece(run, share.count))
+                kept.append(share)
+            except (StepFailed, UserError) as error:
+                self.jobs.fail(run, error, now)
+        return kept, found
 
     def settle(self, step: "StepDone", rows: Sequence[Sequence[Row] | UserError]) -> None:
         """Hand out what a step made; an error stands for rows of a job that the machine refused."""
@@ -167,10 +181,8 @@ class Scheduler:
 
     def _note_step(self, step: "StepDone", made: int) -> None:
         seconds = step.end - step.start
-        decodes = sum(share.decodes for share in step.shares)
-        tokens = sum(share.count for share in step.shares)
         if not step.switched:
-            self.pace.observe(tokens, step.tier, seconds)
+            self.pace.observe(step.load, step.tier, seconds)
         moved, self._link_bytes = self._link_bytes, self.machine.link_bytes
         busy = self.machine.facts.busy.get(step.tier, ())
         scale = seconds / self.pace.planned(step.tier) if self.pace.planned(step.tier) else 0.0
@@ -179,8 +191,8 @@ class Scheduler:
             start=step.start - self.tally.start,
             seconds=seconds,
             tier=step.tier,
-            decodes=decodes,
-            prompts=tokens - decodes,
+            decodes=step.load.decodes,
+            prompts=step.load.prompt,
             link_bytes=self._link_bytes - moved,
             busy=tuple((name, min(seconds, value * scale)) for name, value in busy),
             switched=step.switched,
@@ -193,10 +205,24 @@ class StepDone:
     """A step that was computed: seconds on the scheduler's clock."""
 
     shares: Sequence[Share]
+    load: StepLoad
     tier: int
     switched: bool
     start: float
     end: float
+
+
+def count_cells(runs: Sequence[JobRun]) -> int:
+    """Cells that texts have."""
+    return sum(len(run.text.ids) for run in runs if run.text is not None)
+
+
+def weigh(shares: Sequence[Share]) -> StepLoad:
+    """What a step computes, before it does."""
+    decoding = [share.run for share in shares if share.decodes]
+    prompts = [(share.count, count_cells([share.run])) for share in shares if not share.decodes]
+    past = mean_past(prompts) if prompts else 0
+    return StepLoad(len(decoding), count_cells(decoding), sum(n for n, _ in prompts), past)
 
 
 def run_step(scheduler: Scheduler, clock: Callable[[], float], lock: AbstractContextManager) -> bool:
@@ -210,7 +236,11 @@ def run_step(scheduler: Scheduler, clock: Callable[[], float], lock: AbstractCon
         if not shares:
             return False
         before = scheduler.choice.in_force
-        pieces, tier = scheduler.pieces(shares, start)
+        kept, pieces = scheduler.pieces(shares, start)
+        if not kept:
+            return True
+        load = weigh(kept)
+        tier = scheduler.choose_tier(load)
     begun = clock()
     try:
         rows: Sequence[Sequence[Row] | UserError] = scheduler.machine.pool.step(pieces)
@@ -219,7 +249,7 @@ def run_step(scheduler: Scheduler, clock: Callable[[], float], lock: AbstractCon
     end = clock()
     with lock:
         switched = before != tier
-        scheduler.settle(StepDone(shares, tier, switched, begun, end), rows)
+        scheduler.settle(StepDone(kept, load, tier, switched, begun, end), rows)
     return True
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pshard.planner.serving.step_times import StepTimes
 from pshard.runtime.texts.text import BlockCounts, Piece, Row, Text
 from pshard.server.snapshot import PlanInForce
 
@@ -21,10 +22,11 @@ class Pool(Protocol):
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """What decisions need of a plan. tiers: tokens of each, rising; seconds: of a full micro-batch of each, predicted.
+    """What decisions need of a plan. tiers: tokens of each, rising; seconds: of the micro-batch that is expected of
+    each, as they are stored with the plan.
 
-    switch: seconds from a tier to another, by their tokens; what is not there takes none. busy: predicted seconds of
-    each resource in a micro-batch of each tier. shown: the plan as people are told of it.
+    shown: the plan as people are told of it. times: predicted seconds of any step, and of switches, of the same tiers.
+    busy: predicted seconds of each resource in a micro-batch of each tier.
     """
 
     tiers: tuple[int, ...]
@@ -33,7 +35,7 @@ class PlanFacts:
     longest: int
     vocab: int
     shown: PlanInForce
-    switch: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    times: StepTimes
     busy: Mapping[int, tuple[tuple[str, float], ...]] = field(default_factory=dict)
 
 

@@ -109,6 +109,9 @@ def test_a_server_says_503_until_it_is_ready_and_finishes_what_runs_when_it_is_t
     finally:
         server.process.kill()
     assert re.search(r"ready: http://127.0.0.1:\d+ serves 8 texts at once under 8 MiB", said)
+    assert re.search(
+        r"predicted for requests of \d+ \+ \d+ tokens, of which \d+ have room: .* tok/s, a token every", said
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,6 +125,8 @@ def test_a_server_says_503_until_it_is_ready_and_finishes_what_runs_when_it_is_t
         (["--queue", "-1"], "whole number"),
         (["--drain", "nan"], "seconds above 0"),
         (["-np", "0"], "1 or more"),
+        (["-np", "3", "--concurrency", "8"], "fewer than --concurrency 8; give -np 8"),
+        (["--concurrency", "none"], "neither one of 1, few, many nor a number"),
         (["--temp", "-1"], "--temp is -1"),
         (["-ts", "1,1"], "-ts needs -sm"),
     ],
@@ -148,3 +153,23 @@ def test_keys_come_from_flags_a_file_and_the_environment(world: World, tmp_path:
 def test_a_model_that_is_not_there_ends_the_server_with_one_line(tmp_path: Path, capsys) -> None:
     assert cli_serve.main(["-m", str(tmp_path / "gone.gguf"), "--port", "0"]) == 2
     assert "gone.gguf" in capsys.readouterr().err
+
+
+def test_a_server_wants_a_plan_for_its_load_and_plans_for_one(world: World) -> None:
+    from pshard.models import open_model
+    from pshard.registries.profile_store import load_profile
+    from pshard.session.run_request import full_workload, wanted_workload
+
+    def made(*flags: str):
+        args = cli_serve.make_parser().parse_args(["-m", str(world.model), "--vram", "8", *flags])
+        request = cli_serve.read_request(args).run
+        want = wanted_workload(request, load_profile(world.profile))
+        with open_model(world.model) as file:
+            return want, full_workload(request, want, file.spec)
+
+    want, full = made("-c", "512")
+    assert (want.concurrency, want.sequences, full.sequences) == (4, 4, 16)  # any plan for so many texts will do
+    assert full.concurrency == 4 and full.context == 512
+    want, full = made("-c", "512", "--concurrency", "many", "-np", "20")
+    assert (want.concurrency, want.sequences, full.sequences) == (16, 20, 20)
+    assert made("-np", "2", "-c", "512")[0].concurrency == 2
