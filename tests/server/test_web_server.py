@@ -126,3 +126,13 @@ def test_a_reader_that_takes_nothing_of_an_answer_is_cut_off(monkeypatch):
             seen = seen or bool(server.server_state.connections)
             time.sleep(0.01)
         assert seen and not server.server_state.connections
+
+
+def test_no_part_of_an_answer_waits_for_the_one_before_to_be_acknowledged():
+    with running(LateApp()) as (server, port), socket.create_connection(("127.0.0.1", port)) as line:
+        line.sendall(GET[:9])
+        while not server.server_state.connections:
+            time.sleep(0.005)
+        (connection,) = server.server_state.connections
+        accepted = connection.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

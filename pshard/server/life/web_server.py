@@ -32,6 +32,9 @@ class PatientProtocol(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         """A client is there."""
         super().connection_made(transport)
+        # asyncio does so only where a listener says that it is TCP, which `open_port`'s does not: the end of an answer
+        # would wait 40 ms for the client's word that its beginning has come
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._watch_headers()
 
     def data_received(self, data: bytes) -> None:
