@@ -288,8 +288,8 @@ def test_every_unlike_accelerator_is_measured_once(monkeypatch):
     monkeypatch.setattr("pshard.profile.measure.measure_accelerator", measure)
     profile = measure_machine(request(), lambda label, share: shares.append(share))
     assert asked == [2, 4] and shares == sorted(shares) and shares[-1] <= 1
-    assert not profile.deltas  # which only models that have them bring
-    for table in set(ACCELERATOR_TABLES) - {"deltas"}:
+    assert not profile.deltas and not profile.in_place  # which only models, and GPUs, that have them bring
+    for table in set(ACCELERATOR_TABLES) - {"deltas", "in_place"}:
         rows = getattr(profile, table)
         assert {row.device for row in rows} - {"host"} == {"acc", "acc2", "acc4"}
         own, first = (
@@ -428,8 +428,8 @@ def test_like_accelerators_with_another_link_have_their_own_copies(monkeypatch, 
     assert {c.device for c in measured.copies} == {"acc", "acc1"}
     assert {m.device for m in measured.matmuls} == {"host", "acc"}
     assert [measured.sources(i) for i in range(4)] == [
-        ("acc",) * 7,
-        ("acc", "acc", "acc", "acc1", "acc", "acc", "acc"),
+        ("acc",) * 8,
+        ("acc", "acc", "acc", "acc1", "acc", "acc", "acc", "acc"),
     ] * 2
 
 
