@@ -145,21 +145,8 @@ def soak(model: Path, minutes: float, flags: list[str]) -> dict[str, Any]:
     """Run it; what was found."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    words = [
-        "-m",
-        str(model),
-        "--port",
-        str(port),
-        "-np",
-        str(TEXTS),
-        "--max-gap",
-        str(GAP_MS),
-        "--deterministic",
-        *flags,
-    ]
-    server = subprocess.Popen(
-        [sys.executable, "-m", "pshard.commands.everyday.cli_serve", *words, "--deterministic", *flags]
-    )
+    words = ["-m", str(model), "--port", str(port), "-np", str(TEXTS), "--max-gap", str(GAP_MS), "--deterministic"]
+    server = subprocess.Popen([sys.executable, "-m", "pshard.commands.everyday.cli_serve", *words, *flags])
     asker = Asker(f"http://127.0.0.1:{port}")
     try:
         wait_until_ready(asker, server)

@@ -262,7 +262,8 @@ class Beginnings:
     def finish(self) -> None:
         """Copy all that waits, and wait until it is written. Nothing is kept afterwards."""
         if self._files is not None:
-            while self.keep_some(1.0) and self._files.is_writing:
-                time.sleep(0.01)
+            while self._waiting and self._files.is_writing:
+                if not self.keep_some(1.0):
+                    time.sleep(0.01)  # the thread makes room
             self._files.close()
             self._files = None

@@ -4,6 +4,8 @@ import asyncio
 import json
 import socket
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from urllib.parse import urlsplit
@@ -79,6 +81,25 @@ def test_a_closed_connection_ends_a_job_that_runs_and_no_other(url, service, str
     assert service.jobs[-1].id not in service.cancelled
 
 
+def test_a_client_that_goes_before_its_stream_begins_leaves_no_job(service, held) -> None:
+    app, before = make_app(service, demo_model()), len(service.jobs)
+    messages = [{"type": "http.request", "body": json.dumps(ROMEO | {"stream": True}).encode()}]
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        await asyncio.sleep(0.05)
+        return {"type": "http.disconnect"}
+
+    async def send(message) -> None:
+        await asyncio.sleep(60)  # the answer before is not taken yet
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [(b"host", b"localhost")]}
+    asyncio.run(app(scope, receive, send))
+    assert len(service.jobs) == before + 1
+    wait_until(lambda: service.jobs[-1].id in service.cancelled)
+
+
 def ask_once(url: str, **more) -> httpx.Response:
     return httpx.post(f"{url}/v1/completions", json=ROMEO | {"max_tokens": 3} | more, timeout=60)
 
@@ -133,9 +154,18 @@ def test_a_body_beyond_the_limit_is_refused_while_it_comes(service) -> None:
             yield b" " * 300
 
     assert ask(app, "/v1/completions", content=parts()).status_code == 413
-    assert len(sent) <= 5
+    assert len(sent) <= 15
+    large = {"content-length": "2000", "expect": "100-continue"}
+    sent.clear()
+    assert ask(app, "/v1/completions", content=parts(), headers=large).status_code == 413 and not sent
     found = ask(app, "/v1/completions", content=b" " * 2000)
     assert found.status_code == 413 and found.json()["error"]["code"] == "request_too_large"
+
+
+def test_who_sends_too_much_sees_why(url) -> None:
+    with pytest.raises(urllib.error.HTTPError) as caught:  # this client reads nothing before all is sent
+        urllib.request.urlopen(f"{url}/v1/completions", b" " * (12 << 20), timeout=60)
+    assert caught.value.code == 413 and b"8 MiB" in caught.value.read()
 
 
 NO_OBJECTS = {
@@ -201,5 +231,5 @@ def test_a_reader_that_takes_nothing_is_given_up_and_its_stream_closed() -> None
         await asyncio.sleep(60)
 
     with pytest.raises(Gone):
-        asyncio.run(send_stream(receive, send, Stream(pieces()), 0.05))
-    assert closed
+        asyncio.run(send_stream(receive, send, Stream(pieces(), lambda: closed.append(False)), 0.05))
+    assert closed == [True, False]

@@ -235,6 +235,17 @@ def test_an_idle_server_gives_its_machine_back_and_a_job_wakes_it(started):
     assert len(garage.machines) == 2
 
 
+def test_a_server_that_cannot_wake_says_so_and_sleeps_on(started):
+    garage = Garage()
+    thread = started(garage, sleep_idle=0.02)
+    wait_for(lambda: thread.snapshot().state == "sleeping")
+    garage.errors = [UserError("the plan takes 100 MiB of VRAM and 9 MiB are free")]
+    ended = ask(thread).wait()
+    assert ended.reason == "error" and ended.retry and "9 MiB are free" in ended.message
+    assert thread.snapshot().state == "sleeping" and thread.snapshot().counters.restarts == 0
+    assert ask(thread).wait().reason == "length"
+
+
 def test_a_job_that_is_cancelled_while_the_server_wakes_ends_once(started):
     garage = Garage()
     thread = started(garage, sleep_idle=0.02)

@@ -128,6 +128,18 @@ def test_the_gap_is_kept_where_the_tiers_allow_it(asked, gap, slower):
         assert max(ear.gaps, default=0.0) <= gap * slack + 1e-6
 
 
+def test_a_text_that_has_run_for_long_goes_on_after_a_move():
+    bench = Bench(FakeMachine(), patience=1.0)
+    ear = bench.add(prompt_of(1, 10), 60)
+    for _ in range(40):
+        bench.step()
+    assert bench.clock.monotonic() > 1.0
+    line = bench.scheduler.jobs.suspend()
+    bench.scheduler = Scheduler(FakeMachine(clock=bench.clock), bench.scheduler.promises, bench.tally, line)
+    bench.run()
+    assert ear.ended.reason == "length" and ear.tokens == answer(prompt_of(1, 10), 60)
+
+
 def test_a_long_prompt_keeps_the_gap_of_others_and_goes_on():
     bench = Bench(FakeMachine(longest=8192, blocks=400), gap=0.25)
     speaker = bench.add(prompt_of(1, 10), 200)

@@ -1,5 +1,6 @@
 """uvicorn as a server uses it: patience with headers, an end that lets requests finish."""
 
+import signal
 import socket
 import threading
 import time
@@ -101,3 +102,37 @@ def test_a_stop_takes_no_more_and_lets_streams_end():
 def test_a_port_that_is_taken_is_said_in_one_line():
     with open_port("127.0.0.1", 0) as taken, pytest.raises(UserError, match="choose another --port"):
         open_port("127.0.0.1", taken.getsockname()[1])
+
+
+def test_a_signal_waits_for_no_lock_of_whom_it_interrupts():
+    lock, got = threading.Lock(), []
+    with running(LateApp(), on_stop=lambda: got.append(lock.acquire(timeout=2))) as (server, _), lock:
+        server.handle_exit(signal.SIGTERM, None)
+    assert got == [True]
+
+
+def test_a_reader_that_takes_nothing_of_an_answer_is_cut_off(monkeypatch):
+    monkeypatch.setattr(PatientProtocol, "write_seconds", 0.2)
+
+    async def large(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": bytes(32 << 20)})
+
+    with running(large) as (server, port), socket.create_connection(("127.0.0.1", port)) as line:
+        line.sendall(GET)
+        begin = time.monotonic()
+        seen = False
+        while time.monotonic() - begin < 5 and not (seen and not server.server_state.connections):
+            seen = seen or bool(server.server_state.connections)
+            time.sleep(0.01)
+        assert seen and not server.server_state.connections
+
+
+def test_no_part_of_an_answer_waits_for_the_one_before_to_be_acknowledged():
+    with running(LateApp()) as (server, port), socket.create_connection(("127.0.0.1", port)) as line:
+        line.sendall(GET[:9])
+        while not server.server_state.connections:
+            time.sleep(0.005)
+        (connection,) = server.server_state.connections
+        accepted = connection.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

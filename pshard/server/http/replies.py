@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,9 +27,11 @@ class Whole:
 
 @dataclass(frozen=True)
 class Stream:
-    """Pieces of server-sent events. They are closed whatever becomes of the connection."""
+    """Pieces of server-sent events. They are closed whatever becomes of the connection; `end` ends what makes them,
+    also when none was asked for yet."""
 
     pieces: AsyncIterator[bytes]
+    end: Callable[[], None]
 
 
 Reply = Whole | Stream
@@ -89,6 +91,7 @@ async def send_stream(receive: Receive, send: Send, stream: Stream, seconds: flo
     finally:
         if close := getattr(stream.pieces, "aclose", None):
             await close()
+        stream.end()
 
 
 async def _within(seconds: float, sending: Awaitable[None]) -> None:

@@ -12,6 +12,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pshard.errors import UserError
+from pshard.server.api.limits import DEFAULT_LIMITS
 from pshard.server.life.late_app import App
 
 HEADER_SECONDS = 20.0  # until the headers of a request must be there
@@ -21,14 +22,19 @@ WAITING = 2048  # connections that the system accepts before this program does
 
 
 class PatientProtocol(H11Protocol):
-    """HTTP/1.1; a client that never ends its headers is let go."""
+    """HTTP/1.1; a client that never ends its headers, or takes nothing of its answer, is let go."""
 
     header_seconds = HEADER_SECONDS
+    write_seconds = DEFAULT_LIMITS.write_seconds
     _limit: asyncio.TimerHandle | None = None
+    _stall: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         """A client is there."""
         super().connection_made(transport)
+        # asyncio does so only where a listener says that it is TCP, which `open_port`'s does not: the end of an answer
+        # would wait 40 ms for the client's word that its beginning has come
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._watch_headers()
 
     def data_received(self, data: bytes) -> None:
@@ -39,7 +45,23 @@ class PatientProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """It is gone."""
         self._stop_watching()
+        self._end_stall()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """It takes less than is written. Closing would wait until it has taken all: it is cut off."""
+        super().pause_writing()
+        self._stall = self.loop.call_later(self.write_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It has taken what was written."""
+        self._end_stall()
+        super().resume_writing()
+
+    def _end_stall(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
 
     def _watch_headers(self) -> None:
         """Begin, or end, to wait for headers. A connection that says nothing after an answer has a limit of its own."""
@@ -63,7 +85,8 @@ class PatientProtocol(H11Protocol):
 class WebServer(uvicorn.Server):
     """Runs an application in the main thread until a signal, or `stop`.
 
-    on_stop: called once, when no more requests are taken; what it begins ends those that run, within `seconds`.
+    on_stop: called once, on the loop, when no more requests are taken; what it begins ends those that run, within
+    `seconds`. A signal's handler only notes it: it may have interrupted someone who holds a lock.
     """
 
     def __init__(self, app: App, seconds: float, on_stop: Callable[[], None]) -> None:
@@ -90,10 +113,12 @@ class WebServer(uvicorn.Server):
 
     def stop(self) -> None:
         """Take no more requests, and end when those that run have ended. From any thread."""
-        if not self._stopping:
-            self._stopping = True
-            self._on_stop()
-        self.should_exit = True
+        self._stopping = self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Called by uvicorn when it has seen that it is to end."""
+        self._on_stop()
+        await super().shutdown(sockets)
 
 
 def open_port(host: str, port: int) -> socket.socket:

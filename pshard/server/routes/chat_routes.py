@@ -49,7 +49,7 @@ async def chat(desk: Desk, call: Call) -> Reply:
     told = _Told(desk, ask, heading, answers)
     answers.start()
     if ask.answering.stream:
-        return Stream(_stream(told))
+        return Stream(_stream(told), answers.cancel)
     await answers.gather()
     choices = [_show_whole(told, i, answer) for i, answer in enumerate(answers.all)]
     return reply_json(show_chat(heading, choices, answers.usage()))

@@ -61,7 +61,7 @@ async def complete(desk: Desk, call: Call) -> Reply:
     told = _Told(desk, ask, heading, answers, echoes)
     answers.start()
     if ask.answering.stream:
-        return Stream(_stream(told))
+        return Stream(_stream(told), answers.cancel)
     await answers.gather()
     choices = [_show_whole(told, i, answer) for i, answer in enumerate(answers.all)]
     return reply_json(show_completion(heading, choices, answers.usage()))

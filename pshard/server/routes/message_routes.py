@@ -22,7 +22,7 @@ async def send_message(desk: Desk, call: Call) -> Reply:
     answers = await prepare_chat(desk, ask, heading.id, call.key)
     answers.start()
     if ask.answering.stream:
-        return Stream(_stream(heading, answers))
+        return Stream(_stream(heading, answers), answers.cancel)
     await answers.gather()
     (answer,) = answers.all
     blocks = Blocks()

@@ -29,7 +29,7 @@ async def respond(desk: Desk, call: Call) -> Reply:
     items = OutputItems(desk.words, ask.drawing.likely is not None)
     answers.start()
     if ask.answering.stream:
-        return Stream(_stream(heading, echo, answers, items))
+        return Stream(_stream(heading, echo, answers, items), answers.cancel)
     await answers.gather()
     (answer,) = answers.all
     items.take(answer.whole)

@@ -1,6 +1,7 @@
 """Jobs that wait and jobs that run: how they come in, give their place away, and end."""
 
 from collections.abc import Collection, Sequence
+from math import isnan
 
 from pshard.errors import StepFailed, UserError
 from pshard.runtime.texts.text import Text
@@ -127,10 +128,10 @@ class JobsAtWork:
         return self.line
 
     def give_up(self, promises: Promises, now: float) -> None:
-        """End jobs that have waited, or taken, too long."""
+        """End jobs that have waited for their first turn, or taken, too long."""
         if not self.line and promises.whole is None:
             return
-        for run in self.line.pull(lambda run: not run.preempted and now - run.taken > promises.patience):
+        for run in self.line.pull(lambda run: isnan(run.begun) and now - run.taken > promises.patience):
             self.end_run(run, Ended("error", "the request waited too long for its turn; try again later", True), now)
         if promises.whole is not None:
             late = {run.job.id for run in (*self.running, *self.line) if now - run.taken > promises.whole}

@@ -208,7 +208,12 @@ class EngineThread:
 
     def _wake(self) -> None:
         self._set_state("sleeping", "the model wakes")
-        self._keeper.load(self._keeper.budget)
+        try:
+            self._keeper.load(self._keeper.budget)
+        except UserError as error:  # others have taken what it gave back: that is no failure of the engine
+            log.error("the model cannot wake: %s", one_line(error))
+            self._end_everything(Ended("error", f"the model sleeps and cannot be loaded now: {one_line(error)}", True))
+            return self._set_state("sleeping", SLEEPING)
         self._set_state("ready", "")
 
     def _move(self, move: Move) -> None:

@@ -114,6 +114,64 @@ def test_a_server_says_503_until_it_is_ready_and_finishes_what_runs_when_it_is_t
     )
 
 
+LONG = [(7 * i) % 250 for i in range(200)]
+ENDLESS = {"prompt": LONG, "max_tokens": 250, "stream": True, "ignore_eos": True, "logit_bias": {"257": -100}}
+
+
+@pytest.mark.slow
+def test_beginnings_are_found_after_a_kill_while_they_are_written(planned: World) -> None:
+    prompts = [[number, *LONG] for number in range(12)]
+
+    def ask_all(server: Running) -> list[dict]:
+        bodies = ({"prompt": prompt, "max_tokens": 4, "temperature": 0} for prompt in prompts)
+        return [json.loads(server.ask("/v1/completions", body)[1]) for body in bodies]
+
+    server = Running(planned, "--prefix-cache", "64")
+    try:
+        server.states()
+        told = ask_all(server)
+        while not list(planned.profile.parent.rglob("*.block")):
+            time.sleep(0.001)
+    finally:
+        server.process.kill()
+        server.process.communicate()
+    server = Running(planned, "--prefix-cache", "64")
+    try:
+        server.states()
+        again = ask_all(server)
+        server.end()
+    finally:
+        server.process.kill()
+    assert [one["choices"] for one in again] == [one["choices"] for one in told]
+    assert sum(one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in again) > 0
+
+
+@pytest.mark.slow
+def test_streams_go_on_while_the_budget_moves_and_a_server_that_sleeps_is_woken(planned: World) -> None:
+    server = Running(planned, "--sleep-idle", "0.5")
+    try:
+        server.states()
+        request = urllib.request.Request(server.url + "/v1/completions", json.dumps(ENDLESS).encode())
+        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+            while not answer.readline().startswith(b"data"):
+                continue
+            status, told = server.ask("/budget", {"vram_mib": 6})
+            assert status == 200 and json.loads(told)["vram_mib"] == 6
+            assert json.loads(server.ask("/props")[1])["plan"]["vram_mib"] == [6]
+            rest = answer.read()
+        assert b'"finish_reason":"length"' in rest and rest.rstrip().endswith(b"data: [DONE]")
+        ends = time.monotonic() + PATIENCE
+        while json.loads(server.ask("/health")[1])["state"] != "sleeping":
+            assert time.monotonic() < ends
+            time.sleep(0.05)
+        status, told = server.ask("/v1/completions", {"prompt": [*LONG, 1], "max_tokens": 2})
+        assert status == 200 and json.loads(told)["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        assert json.loads(server.ask("/props")[1])["plan"]["vram_mib"] == [6]
+        server.end()
+    finally:
+        server.process.kill()
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

@@ -29,6 +29,7 @@ from pshard.runtime.texts.prefix_files import PrefixFiles
 
 GIB, MIB = 1 << 30, 1 << 20
 IDS = some_ids(200, 3)
+IDS_OF_SEVEN_BLOCKS = some_ids(460, 4)
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +168,23 @@ def test_host_memory_is_bounded_and_what_is_not_written_yet_waits(tmp_path: Path
     files.close()
     assert files.nbytes <= 5000 and len(list(tmp_path.iterdir())) == 8
     assert files.get(bytes([1] * 32)) == make_record(1)  # from its file
+
+
+def test_the_end_waits_for_blocks_that_host_memory_has_no_room_for_yet(
+    model: Path, tmp_path: Path, monkeypatch
+) -> None:
+    def write_late(path: Path, data: bytes) -> None:
+        time.sleep(0.02)
+        path.write_bytes(data)
+
+    monkeypatch.setattr(prefix_files, "write_bytes_atomically", write_late)
+    with open_engine(model, context=512, kv_types=("f32", "f32")) as engine:
+        engine.texts.keep_in_files(tmp_path, GIB, 2 * sum(engine.texts._beginnings._copies.sizes.values()))
+        text = engine.texts.open(IDS_OF_SEVEN_BLOCKS)
+        feed(engine, text, IDS_OF_SEVEN_BLOCKS, 64)
+        engine.texts.close(text)
+        engine.texts.finish_files()
+    assert len(list(tmp_path.rglob("*.block"))) == 7
 
 
 def test_a_cache_that_holds_no_two_blocks_and_a_folder_that_is_a_file_are_refused(model: Path, tmp_path: Path) -> None:

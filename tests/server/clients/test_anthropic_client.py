@@ -12,6 +12,7 @@ SCHEMA = {
     "required": ["city"],
     "additionalProperties": False,
 }
+either_service = pytest.mark.parametrize("url", ["small_url", "scheduled_url"], indirect=True)
 WEATHER = {"name": "get_weather", "description": "of a city", "input_schema": SCHEMA}
 
 
@@ -21,6 +22,7 @@ def client(url):
         yield made
 
 
+@either_service
 def test_a_message_is_answered_whole_and_streamed_alike(client) -> None:
     body = {"model": "demo", "messages": HI, "max_tokens": 8, "system": "Speak.", "extra_body": GREEDY}
     whole = client.messages.create(**body)
@@ -34,6 +36,7 @@ def test_a_message_is_answered_whole_and_streamed_alike(client) -> None:
     assert events[-3:] == ["content_block_stop", "message_delta", "message_stop"]
 
 
+@either_service
 def test_a_stop_sequence_is_named(client) -> None:
     body = {"model": "demo", "messages": HI, "max_tokens": 12, "extra_body": GREEDY}
     text = client.messages.create(**body).content[0].text
@@ -55,6 +58,7 @@ def test_tools_are_called_and_their_results_taken(client, service) -> None:
     assert "sun" in service.engine.tokenizer.decode(list(service.jobs[-1].prompt))
 
 
+@either_service
 def test_tokens_are_counted_as_they_are_used(client) -> None:
     counted = client.messages.count_tokens(model="demo", messages=HI, system="Speak.").input_tokens
     made = client.messages.create(model="demo", messages=HI, system="Speak.", max_tokens=1)

@@ -15,6 +15,7 @@ CITY = {
     "required": ["city"],
     "additionalProperties": False,
 }
+either_service = pytest.mark.parametrize("url", ["small_url", "scheduled_url"], indirect=True)
 WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": CITY}}
 
 
@@ -24,6 +25,7 @@ def client(url):
         yield made
 
 
+@either_service
 def test_models_chats_and_completions(client) -> None:
     assert [model.id for model in client.models.list()] == ["demo"]
     assert client.models.retrieve("demo").owned_by == "pshard"
@@ -33,6 +35,7 @@ def test_models_chats_and_completions(client) -> None:
     assert found.choices[0].text.startswith("ROMEO:") and found.choices[0].logprobs.token_logprobs[0] is None
 
 
+@either_service
 def test_streams_say_the_same_as_whole_answers(client) -> None:
     body = {"model": "demo", "messages": HI, "max_completion_tokens": 12, "temperature": 0}
     whole = client.chat.completions.create(**body).choices[0].message.content
@@ -43,6 +46,7 @@ def test_streams_say_the_same_as_whole_answers(client) -> None:
         assert stream.get_final_completion().choices[0].message.content == whole[: whole.index(whole[6:9])]
 
 
+@either_service
 def test_async_clients_ask_at_once(url) -> None:
     async def ask_all() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="a-key") as client:
@@ -55,6 +59,7 @@ def test_async_clients_ask_at_once(url) -> None:
     assert len(set(asyncio.run(ask_all()))) == 1
 
 
+@either_service
 def test_tools_and_schemas(client) -> None:
     found = client.chat.completions.create(
         model="demo", messages=HI, tools=[WEATHER], tool_choice="required", max_completion_tokens=60
@@ -77,6 +82,7 @@ def test_tools_and_schemas(client) -> None:
     assert choice.finish_reason == "stop" and isinstance(choice.message.parsed, City)
 
 
+@either_service
 def test_responses_whole_and_streamed(client) -> None:
     body = {"model": "demo", "input": "ROMEO:", "instructions": "Speak.", "max_output_tokens": 12, "temperature": 0}
     whole = client.responses.create(**body)
@@ -113,6 +119,7 @@ def test_responses_call_tools_and_take_their_answers(client, service) -> None:
     assert "get_weather" in prompt and "sun" in prompt
 
 
+@either_service
 def test_responses_follow_a_schema(client) -> None:
     text = {"format": {"type": "json_schema", "name": "city", "schema": CITY, "strict": True}}
     found = client.responses.create(model="demo", input="ROMEO:", text=text, max_output_tokens=60)
