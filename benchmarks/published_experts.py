@@ -7,7 +7,7 @@ benchmarks/published_hybrids.py. `--table FILE` prints the table of docs/publish
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ EXPERTS_REACH = 1 / 3  # of the rate of a library's products, on an H200 at 4096
 EXPERT_SHEET = replace(SHEET, acc_experts=EXPERTS_REACH * RTX_5080)
 MODEL, RULE = "GPT-OSS-120B", Experts(128, 4, 2880, "chosen", normed=False, activation="clamped", biases=True)
 COLUMNS = ("published", "predicted", "ratio")
+LETTERS = "de"  # of docs/published.md
 # seconds to the first token and tokens per second by context, by budget in MiB: llama.cpp PR 22692, 16 GB and 8 GB
 PUBLISHED = {
     15000: ((3.7, 32.21), (20.1, 29.39), (58.8, 25.71), (188.3, 21.54)),
@@ -100,7 +101,12 @@ def _list_tensors(config: ModelConfig) -> Iterator[tuple[str, str, tuple[int, ..
 
 def predict(row: ExpertRow, rates: Rates = EXPERT_SHEET) -> tuple[float, float]:
     """Seconds to the first token and tokens per second."""
-    spec, workload, profile = make_gpt_oss(), row.workload, profile_from_datasheet(rates)
+    return predict_model(make_gpt_oss(), row, rates)
+
+
+def predict_model(spec: ModelSpec, row: ExpertRow, rates: Rates = EXPERT_SHEET) -> tuple[float, float]:
+    """The same of any model."""
+    workload, profile = row.workload, profile_from_datasheet(rates)
     predictor = Predictor([spec], profile, plan_variant(spec, profile, workload))
     return predictor.prefill(workload.prompt), ANSWER / predictor.decode(ANSWER, depth=workload.prompt)
 
@@ -108,44 +114,51 @@ def predict(row: ExpertRow, rates: Rates = EXPERT_SHEET) -> tuple[float, float]:
 def predict_rows() -> Iterator[dict[str, Any]]:
     """Every row with its predictions."""
     for row in list_rows():
-        own = predict(row)
-        yield {
-            "model": MODEL, "row": row.name, "vram_mib": row.vram_mib, "context": row.context,
-            "first_token": [row.first_token, round(own[0], 2)], "rate": [row.rate, round(own[1], 3)],
-        }  # fmt: skip
+        yield describe_row(MODEL, row, predict(row))
 
 
-def compare_table(rows: Iterable[dict[str, Any]]) -> str:
-    """The table of rows as published and predicted; what is too far off is bold."""
-    head = ["row", *(f"{what}, {of}" for what in ("TTFT s", "tok/s") for of in COLUMNS), "why"]
+def describe_row(model: str, row: ExpertRow, own: tuple[float, float]) -> dict[str, Any]:
+    """A row of a model, beside what is predicted of it, as files hold it."""
+    return {
+        "model": model, "row": row.name, "vram_mib": row.vram_mib, "context": row.context,
+        "first_token": [row.first_token, round(own[0], 2)], "rate": [row.rate, round(own[1], 3)],
+    }  # fmt: skip
+
+
+def compare_table(rows: Iterable[dict[str, Any]], names: tuple[str, ...] = ("row",), letters: str = LETTERS) -> str:
+    """The table of rows as published and predicted; what is too far off is bold. names: of the columns that say which
+    row it is."""
+    head = [*names, *(f"{what}, {of}" for what in ("TTFT s", "tok/s") for of in COLUMNS), "why"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for r in rows:
-        cells = [r["row"]]
+        cells = [r[name] for name in names]
         for published, predicted in (r["first_token"], r["rate"]):
             ratio = predicted / published
             cells += [f"{published:g}", f"{predicted:.3g}", f"**{ratio:.2f}**" if is_far(ratio) else f"{ratio:.2f}"]
-        cells.append(", ".join(find_reasons(r)))
+        cells.append(", ".join(find_reasons(r, letters)))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def find_reasons(row: dict[str, Any]) -> list[str]:
-    """Letters of docs/published.md: "d" for prompts that are predicted faster, "e" for answers that are."""
+def find_reasons(row: dict[str, Any], letters: str = LETTERS) -> list[str]:
+    """Letters of docs/published.md: one for prompts that are predicted faster, one for answers that are."""
     (ttft, own_ttft), (rate, own_rate) = row["first_token"], row["rate"]
     faster = own_ttft < ttft and is_far(own_ttft / ttft), own_rate > rate and is_far(own_rate / rate)
-    return [letter for letter, far in zip("de", faster) if far]
+    return [letter for letter, far in zip(letters, faster) if far]
 
 
-def main() -> None:
-    """JSON of all rows, or the table of a file of them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def print_rows(
+    description: str | None, rows: Callable[[], Iterable[dict[str, Any]]], table: Callable[[list[dict[str, Any]]], str]
+) -> None:
+    """What such a script does: prints JSON of all rows, or with --table the table of a file of them."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", type=Path, metavar="FILE", help="print the table of this file's rows")
     args = parser.parse_args()
     if args.table:
-        print(compare_table(json.loads(args.table.read_text(encoding="utf-8"))))
+        print(table(json.loads(args.table.read_text(encoding="utf-8"))))
         return
-    print("[\n" + ",\n".join(" " + json.dumps(row) for row in predict_rows()) + "\n]")
+    print("[\n" + ",\n".join(" " + json.dumps(row) for row in rows()) + "\n]")
 
 
 if __name__ == "__main__":
-    main()
+    print_rows(__doc__, predict_rows, compare_table)

@@ -5,15 +5,13 @@ benchmarks/published_experts.py does those of gpt-oss-120b, on the same sheet. `
 docs/published.md from such a file.
 """
 
-import argparse
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from published import ANSWER, SINGLE, is_far
-from published_experts import COLUMNS, EXPERT_SHEET, ExpertRow
+import published_experts
+from published import SINGLE
+from published_experts import EXPERT_SHEET, ExpertRow, describe_row, predict_model, print_rows
 
 from pshard.model import ModelSpec
 from pshard.model_config import Delta, Experts, ModelConfig, Rope
@@ -21,12 +19,11 @@ from pshard.models.architectures import find_gguf_architecture
 from pshard.models.build_units import build_units
 from pshard.models.hybrid.arrange_delta import split_hybrid
 from pshard.models.stored import StoredTensor
-from pshard.planner.make_plan import plan_variant
-from pshard.planner.price.datasheet import Rates, profile_from_datasheet
-from pshard.planner.price.predict_published import Predictor
+from pshard.planner.price.datasheet import Rates
 
 FULL_EVERY, HEAD_DIM, KV_HEADS, CONTEXT = 4, 256, 2, 262144  # of all three: config.json of the Hub
 DELTA_HEAD, KERNEL = 128, 4
+LETTERS = "fg"  # of docs/published.md
 
 
 @dataclass(frozen=True)
@@ -127,52 +124,24 @@ def _list_small(config: ModelConfig, delta: Delta, rule: Experts) -> Iterator[tu
 
 def predict(model: str, row: ExpertRow, rates: Rates = EXPERT_SHEET) -> tuple[float, float]:
     """Seconds to the first token and tokens per second."""
-    spec, workload, profile = make_hybrid(model), row.workload, profile_from_datasheet(rates)
-    predictor = Predictor([spec], profile, plan_variant(spec, profile, workload))
-    return predictor.prefill(workload.prompt), ANSWER / predictor.decode(ANSWER, depth=workload.prompt)
+    return predict_model(make_hybrid(model), row, rates)
 
 
 def predict_rows() -> Iterator[dict[str, Any]]:
     """Every row with its predictions."""
     for model, row in list_rows():
-        own = predict(model, row)
-        yield {
-            "model": model, "row": row.name, "vram_mib": row.vram_mib, "context": row.context,
-            "first_token": [row.first_token, round(own[0], 2)], "rate": [row.rate, round(own[1], 3)],
-        }  # fmt: skip
+        yield describe_row(model, row, predict(model, row))
 
 
 def compare_table(rows: Iterable[dict[str, Any]]) -> str:
     """The table of rows as published and predicted; what is too far off is bold."""
-    head = ["model", "row", *(f"{what}, {of}" for what in ("TTFT s", "tok/s") for of in COLUMNS), "why"]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for r in rows:
-        cells = [r["model"], r["row"]]
-        for published, predicted in (r["first_token"], r["rate"]):
-            ratio = predicted / published
-            cells += [f"{published:g}", f"{predicted:.3g}", f"**{ratio:.2f}**" if is_far(ratio) else f"{ratio:.2f}"]
-        cells.append(", ".join(find_reasons(r)))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return published_experts.compare_table(rows, ("model", "row"), LETTERS)
 
 
 def find_reasons(row: dict[str, Any]) -> list[str]:
     """Letters of docs/published.md: "f" for prompts that are predicted faster, "g" for answers that are."""
-    (ttft, own_ttft), (rate, own_rate) = row["first_token"], row["rate"]
-    faster = own_ttft < ttft and is_far(own_ttft / ttft), own_rate > rate and is_far(own_rate / rate)
-    return [letter for letter, far in zip("fg", faster) if far]
-
-
-def main() -> None:
-    """JSON of all rows, or the table of a file of them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", type=Path, metavar="FILE", help="print the table of this file's rows")
-    args = parser.parse_args()
-    if args.table:
-        print(compare_table(json.loads(args.table.read_text(encoding="utf-8"))))
-        return
-    print("[\n" + ",\n".join(" " + json.dumps(row) for row in predict_rows()) + "\n]")
+    return published_experts.find_reasons(row, LETTERS)
 
 
 if __name__ == "__main__":
-    main()
+    print_rows(__doc__, predict_rows, compare_table)

@@ -37,7 +37,7 @@ def test_every_published_row_of_hybrids_is_listed(published: ModuleType) -> None
 def test_the_page_has_the_table_and_a_reason_for_every_difference_over_a_quarter(published: ModuleType) -> None:
     assert published.compare_table(ROWS) in PAGE
     for row in ROWS:
-        far = [published.is_far(row[what][1] / row[what][0]) for what in ("first_token", "rate")]
+        far = [published.published_experts.is_far(row[what][1] / row[what][0]) for what in ("first_token", "rate")]
         reasons = published.find_reasons(row)
         assert len(reasons) == sum(far), row
         assert all(f"\n- **{letter}**: " in PAGE for letter in reasons)
