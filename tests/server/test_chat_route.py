@@ -1,11 +1,10 @@
 """POST /v1/chat/completions over the demo model: messages, formats, tools, reasoning."""
 
 import json
-from collections.abc import Iterator
 
 import pytest
 from http_client import ask, events_of
-from small_service import SmallService, demo_model, open_service
+from small_service import demo_model
 
 from pshard.server.http.make_app import make_app
 
@@ -19,18 +18,6 @@ CITY = {
 }
 WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "of a city", "parameters": CITY}}
 CLOCK = {"type": "function", "function": {"name": "get_time"}}
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[SmallService]:
-    made = open_service()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def app(service: SmallService):
-    return make_app(service, demo_model())
 
 
 def chat(app, **body):

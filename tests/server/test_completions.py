@@ -1,29 +1,12 @@
 """POST /v1/completions over the demo model: what clients read, and what they get for bad fields."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from http_client import ask, events_of
-from small_service import SmallService, demo_model, open_service
-
-from pshard.server.http.make_app import make_app
 
 pytest.importorskip("starlette", reason="the extra serve is not installed")
 PATH = "/v1/completions"
 ROMEO = {"prompt": "ROMEO:\n", "max_tokens": 24, "temperature": 0}
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[SmallService]:
-    made = open_service()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def app(service: SmallService):
-    return make_app(service, demo_model())
 
 
 def complete(app, **body):

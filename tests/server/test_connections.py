@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from http_client import ask, events_of, serve
-from small_service import SmallService, demo_model, open_service
+from small_service import SmallService, demo_model
 
 from pshard.server.api.limits import DEFAULT_LIMITS
 from pshard.server.http.inbox import Inbox
@@ -22,13 +22,6 @@ from pshard.server.http.replies import Gone, Stream, send_stream
 from pshard.server.jobs import Ended, Made, Progress
 
 ROMEO = {"prompt": "ROMEO:\n", "max_tokens": 400, "temperature": 0}
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[SmallService]:
-    made = open_service()
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="module")

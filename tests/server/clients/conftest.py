@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from http_client import serve
 from served import EngineLoader
-from small_service import SmallService, demo_model, open_service
+from small_service import SmallService, demo_model
 
 from pshard.server.http.guards import Door
 from pshard.server.http.make_app import make_app
@@ -13,13 +13,6 @@ from pshard.server.scheduling.promises import Promises
 from pshard.server.thread.engine_thread import EngineThread
 
 KEY = "a-key"
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[SmallService]:
-    made = open_service()
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="module")
