@@ -1,15 +1,15 @@
 """POST /v1/chat/completions."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pshard.server.api.asks import ChatAsk
-from pshard.server.api.faults import Fault, show_fault
 from pshard.server.api.read_chat import read_chat
 from pshard.server.http.answers import Answer, Answers, Asked
 from pshard.server.http.desk import Call, Desk
-from pshard.server.http.replies import PING, Reply, Stream, reply_json, write_event
+from pshard.server.http.replies import Reply, Stream, reply_json
+from pshard.server.routes.choice_stream import stream_choices
 from pshard.server.shapes.show_chat import (
     show_chat,
     show_chat_choice,
@@ -78,32 +78,23 @@ def _show_whole(told: _Told, index: int, answer: Answer) -> dict[str, Any]:
     return show_chat_choice(index, show_message(answer.whole), logprobs, reason_of(answer), ids)
 
 
-async def _stream(told: _Told) -> AsyncIterator[bytes]:
+def _stream(told: _Told) -> AsyncIterator[bytes]:
     """Chunks of all choices: each begins with the role, and ends with a chunk that has the reason."""
-    yield PING
-    usage = told.ask.answering.usage
+    usage, begun = told.ask.answering.usage, set[int]()
 
-    def write(choice: dict[str, Any]) -> bytes:
-        return write_event(show_chunk(told.heading, [choice], usage))
+    def show(index: int, delta: Any) -> Iterator[dict[str, Any]]:
+        answer = told.answers.all[index]
+        choices = []
+        if index not in begun:
+            begun.add(index)
+            choices.append(show_delta(index, BEGIN, None))
+        if delta:
+            choices.append(show_delta(index, show_new(delta), told.logprobs(delta.entries)))
+        if answer.reason:
+            choices.append(show_delta(index, {}, None, reason_of(answer)))
+        return (show_chunk(told.heading, [choice], usage) for choice in choices)
 
-    begun = set[int]()
-    try:
-        async for change in told.answers.changes():
-            if change is None:
-                yield PING
-                continue
-            index, delta = change
-            answer = told.answers.all[index]
-            if index not in begun:
-                begun.add(index)
-                yield write(show_delta(index, BEGIN, None))
-            if delta:
-                yield write(show_delta(index, show_new(delta), told.logprobs(delta.entries)))
-            if answer.reason:
-                yield write(show_delta(index, {}, None, reason_of(answer)))
-    except Fault as fault:
-        yield write_event(show_fault(fault))
-        return
-    if usage:
-        yield write_event(show_chunk(told.heading, [], False) | {"usage": told.answers.usage().show()})
-    yield b"data: [DONE]\n\n"
+    def show_usage() -> dict[str, Any]:
+        return show_chunk(told.heading, [], False) | {"usage": told.answers.usage().show()}
+
+    return stream_choices(told.answers, show, show_usage if usage else None)

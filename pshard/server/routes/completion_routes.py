@@ -1,15 +1,15 @@
 """POST /v1/completions."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pshard.server.api.asks import CompletionAsk
-from pshard.server.api.faults import Fault, show_fault
 from pshard.server.api.read_completion import read_completion
 from pshard.server.http.answers import Answer, Answers, Asked
 from pshard.server.http.desk import Call, Desk
-from pshard.server.http.replies import PING, Reply, Stream, reply_json, write_event
+from pshard.server.http.replies import Reply, Stream, reply_json
+from pshard.server.routes.choice_stream import stream_choices
 from pshard.server.shapes.show_completion import (
     Heading,
     show_completion,
@@ -88,27 +88,21 @@ def _show_whole(told: _Told, index: int, answer: Answer) -> dict[str, Any]:
     return show_completion_choice(index, told.echo(index).text + answer.whole.text, logprobs, answer.reason, ids)
 
 
-async def _stream(told: _Told) -> AsyncIterator[bytes]:
+def _stream(told: _Told) -> AsyncIterator[bytes]:
     """Chunks of all choices; with echo the first of each begins with the prompt."""
-    yield PING
     begun = set[int]()
-    try:
-        async for change in told.answers.changes():
-            if change is None:
-                yield PING
-                continue
-            index, delta = change
-            answer, begins = told.answers.all[index], index not in begun
-            if not delta and not answer.reason:
-                continue
-            begun.add(index)
-            text = (told.echo(index).text if begins else "") + delta.text
-            logprobs = told.logprobs(index, delta.entries, begins)
-            choice = show_completion_choice(index, text, logprobs, answer.reason or None)
-            yield write_event(show_completion(told.heading, [choice], None))
-    except Fault as fault:
-        yield write_event(show_fault(fault))
-        return
-    if told.ask.answering.usage:
-        yield write_event(show_completion(told.heading, [], told.answers.usage()))
-    yield b"data: [DONE]\n\n"
+
+    def show(index: int, delta: Any) -> Iterator[dict[str, Any]]:
+        answer, begins = told.answers.all[index], index not in begun
+        if not delta and not answer.reason:
+            return
+        begun.add(index)
+        text = (told.echo(index).text if begins else "") + delta.text
+        logprobs = told.logprobs(index, delta.entries, begins)
+        choice = show_completion_choice(index, text, logprobs, answer.reason or None)
+        yield show_completion(told.heading, [choice], None)
+
+    def show_usage() -> dict[str, Any]:
+        return show_completion(told.heading, [], told.answers.usage())
+
+    return stream_choices(told.answers, show, show_usage if told.ask.answering.usage else None)
