@@ -51,8 +51,8 @@ class ChatAsk:
     """A conversation to be continued.
 
     messages: as chat templates expect them. choice: "none", "auto", "required", or ("name",) of the tool that has to be
-    called. schema: a JSON schema that the answer has to follow. arguments: of the template. where: the field that has
-    the conversation, for errors.
+    called. several: an answer may have more than one call. schema: a JSON schema that the answer has to follow.
+    arguments: of the template. where: the field that has the conversation, for errors.
     """
 
     messages: tuple[Message, ...]
@@ -60,13 +60,14 @@ class ChatAsk:
     answering: Answering
     tools: tuple[Tool, ...] = ()
     choice: str | tuple[str] = "none"
+    several: bool = True
     schema: dict[str, Any] | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     where: str = "messages"
 
     @property
     def forced(self) -> tuple[Tool, ...]:
-        """Tools of which one has to be called; none: the model is free."""
+        """Tools of which at least one has to be called; none: the model is free."""
         if isinstance(self.choice, tuple):
             return tuple(tool for tool in self.tools if (tool.name,) == self.choice)
         return self.tools if self.choice == "required" else ()

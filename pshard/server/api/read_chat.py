@@ -47,6 +47,7 @@ def chat_table(limits: Limits) -> Table:
         Field("top_logprobs", Whole(0, limits.top), None),
         Field("tools", Items(tool_kind(), limits.tools), ()),
         Field("tool_choice", choice_kind(), None),
+        Field("parallel_tool_calls", Flag(), True, "false: an answer ends with its first call"),
         Field("reasoning_effort", OneOf(EFFORTS), None),
         Field("chat_template_kwargs", _Arguments(), {}),
         Field("functions", Refused("is not taken any more; give tools")),
@@ -79,6 +80,7 @@ def read_chat(body: Any, table: Table, usual: Sampling, limits: Limits, vocab: i
         read_answering(v),
         tools,
         read_choice(v["tool_choice"], tools),
+        v["parallel_tool_calls"],
         read_format(v["response_format"], limits),
         read_arguments(v["chat_template_kwargs"], v["reasoning_effort"]),
     )

@@ -34,7 +34,11 @@ def messages_table(limits: Limits, counts: bool = False) -> Table:
     blocks = Items(Object(), 1 << 16)
     stop = Items(Text(limits.stop_letters, 1), limits.stops)
     choice = Fields(
-        (Field("type", OneOf(("auto", "any", "tool", "none")), needed=True), Field("name", Text(128), None))
+        (
+            Field("type", OneOf(("auto", "any", "tool", "none")), needed=True),
+            Field("name", Text(128), None),
+            Field("disable_parallel_tool_use", Flag(), False, "true: an answer ends with its first call"),
+        )
     )
     thinking = Fields((Field("type", OneOf(tuple(THINKING)), needed=True),))
     return (
@@ -71,6 +75,7 @@ def read_message_request(body: Any, table: Table, usual: Sampling, limits: Limit
             Answering(v["stream"]),
             tools,
             _read_choice(v["tool_choice"], tools),
+            not (v["tool_choice"] or {}).get("disable_parallel_tool_use"),
             arguments=arguments,
         )
     )

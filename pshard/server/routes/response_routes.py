@@ -13,7 +13,7 @@ from pshard.server.shapes.show_completion import Heading
 from pshard.server.shapes.show_responses import Events, OutputItems, show_response
 
 TOLD: dict[str, Any] = {  # of the request, with what is told where it does not say
-    "instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": False, "reasoning": None,
+    "instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True, "reasoning": None,
     "temperature": None, "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [], "top_p": None,
     "truncation": "disabled", "user": None,
 }  # fmt: skip

@@ -62,7 +62,7 @@ class Prompts:
             raise bad_field(ask.where, "make a prompt without tokens; say something")
         if len(ids) >= self._model.context:
             raise too_long(ask.where, len(ids), self._model.context)
-        format = find_format(self._model.template, text.forget(), ask.tools, bool(ask.forced))
+        format = find_format(self._model.template, text.forget(), ask.tools, bool(ask.forced), not ask.several)
         return Prompt(tuple(ids), format, tokenizer.eos_ids | self._find_ends(tokenizer))
 
     def _render(self, ask: ChatAsk) -> TracedText:
