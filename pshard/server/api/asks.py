@@ -34,11 +34,25 @@ class Answering:
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the model may call. parameters: JSON schema of its arguments."""
+    """A function that the model may call. parameters: JSON schema of its arguments. custom: the client knows it as one
+    that takes a text, which is the argument `input`. space: the namespace that the name begins with, for clients that
+    tell it apart."""
 
     name: str
     description: str
     parameters: dict[str, Any]
+    custom: bool = False
+    space: str = ""
+
+    @property
+    def own_name(self) -> str:
+        """The name within its namespace."""
+        return self.name[len(self.name_in(self.space, "")) :]
+
+    @staticmethod
+    def name_in(space: str, name: str) -> str:
+        """What the model calls a tool of a namespace; "" is none."""
+        return f"{space}{'' if not space or space.endswith('__') else '__'}{name}"
 
     def as_template(self) -> dict[str, Any]:
         """As chat templates expect it."""

@@ -100,7 +100,7 @@ def read_sampling(values: Mapping[str, Any], usual: Sampling, vocab: int) -> Sam
         top_p=max(_or(values.get("top_p"), usual.top_p), 1e-9),  # 0: the best one alone, as with any tiny mass
         top_k=max(top_k, 0),
         min_p=_or(values.get("min_p"), usual.min_p),
-        seed=None if values.get("seed") == -1 else _or(values.get("seed"), usual.seed),
+        seed=_read_seed(values.get("seed"), usual.seed),
         penalties=penalties,
         logit_bias=usual.logit_bias + bias,
     )
@@ -144,6 +144,11 @@ def read_format(
 def read_stops(given: str | tuple[str, ...]) -> tuple[str, ...]:
     """Stop strings, each once."""
     return (given,) if isinstance(given, str) else tuple(dict.fromkeys(given))
+
+
+def _read_seed(given: int | None, usual: int | None) -> int | None:
+    """A seed as samplers take it: negative ones become others that are not."""
+    return usual if given is None else None if given == -1 else given % SEEDS
 
 
 def _or(value: Any, usual: Any) -> Any:

@@ -12,6 +12,7 @@ TYPES = {
     405: "invalid_request_error",
     408: "invalid_request_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "unavailable",
@@ -74,4 +75,12 @@ def show_fault(fault: Fault) -> dict[str, Any]:
 def show_messages_fault(fault: Fault) -> dict[str, Any]:
     """The body of an error as Anthropic's clients read it."""
     kind = MESSAGES_TYPES.get(fault.status, "invalid_request_error" if fault.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": as_line(fault)}}
+    told = as_line(fault)
+    if fault.code == "context_length_exceeded":  # the words by which these clients know that they have to compact
+        told = f"prompt is too long: {fault.more['n_prompt_tokens']} tokens > {fault.more['n_ctx']} maximum; {told}"
+    return {"type": "error", "error": {"type": kind, "message": told}}
+
+
+def show_fault_at(path: str, fault: Fault) -> dict[str, Any]:
+    """The body of an error as clients of that path read it."""
+    return show_messages_fault(fault) if path.startswith("/v1/messages") else show_fault(fault)

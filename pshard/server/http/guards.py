@@ -6,7 +6,7 @@ from hashlib import sha256
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pshard.server.api.faults import Fault, show_fault
+from pshard.server.api.faults import Fault, show_fault_at
 from pshard.server.http.replies import Whole, reply_json, send_whole
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -49,7 +49,7 @@ class Guard:
         except Fault as fault:
             more = {"www-authenticate": "Bearer"} if fault.status == 401 else {}
             told = {**more, **(self._tell_origin(origin) if origin and fault.status == 401 else {})}
-            await send_whole(send, reply_json(show_fault(fault), fault.status, told))
+            await send_whole(send, reply_json(show_fault_at(scope["path"], fault), fault.status, told))
             return
         await self._app(scope, receive, self._add_origin(send, origin) if origin else send)
 
