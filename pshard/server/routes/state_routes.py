@@ -53,7 +53,6 @@ def show_model(desk: Desk, name: str) -> dict[str, Any]:
             "n_ctx": model.context,
             "n_ctx_train": model.trained or model.context,
             "n_vocab": model.vocab,
-            "n_params": model.parameters,
             "size": model.nbytes,
         },
     }

@@ -79,8 +79,8 @@ class Prompts:
 
         def render(turns: list[Message]) -> TracedText:
             begin, end = tokenizer.bos_text, tokenizer.eos_text
-            given = {"tools": tools, "variables": arguments, "most_steps": self._most_steps}
-            return render_chat(template, turns, begin, end, **given)
+            steps = self._most_steps
+            return render_chat(template, turns, begin, end, tools=tools, variables=arguments, most_steps=steps)
 
         try:
             text = render(messages)
