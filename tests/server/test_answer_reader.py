@@ -162,6 +162,8 @@ def test_an_answer_of_one_call_ends_with_it(template, text, at_once) -> None:
         (call,) = show_calls(whole.calls)
         assert json.loads(call["function"]["arguments"]) == {"s": 'a}"b', "n": 1}
         assert reader.called and not reader.stopped
+    whole, _, _ = read([f'[{{{NAME}, {WITH}}},{{"na'.encode()], format=find_format(None, "", TOOLS, True))
+    assert len(show_calls(whole.calls)) == 1 and whole.text == ""  # what was cut off is no text
     calls = f"[{{{NAME}, {WITH}}},{{{NAME}, {WITH}}}]"
     for words in cuts(calls):
         assert len(show_calls(read(words, format=find_format(None, "", TOOLS, True))[0].calls)) == 2

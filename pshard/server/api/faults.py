@@ -54,12 +54,13 @@ def bad_field(where: str, what: str) -> Fault:
     return Fault(400, f"{where} {what}", param=where, code="invalid_value")
 
 
-def too_long(where: str, prompt: int, context: int) -> Fault:
-    """A prompt of so many tokens for which the context has no room. Names both sizes."""
+def too_long(where: str, prompt: int, context: int, trained: int) -> Fault:
+    """A prompt of so many tokens for which the context has no room. Names both sizes. trained: the longest context that
+    the model was made for, 0 where that is not known."""
+    more = "; the model was made for no more" if trained and context >= trained else ", or serve it with a larger -c"
     return Fault(
         400,
-        f"the prompt has {prompt} tokens, and the context of this model has {context}; send less text, or serve it "
-        "with a larger -c",
+        f"the prompt has {prompt} tokens, and the context of this model has {context}; send less text{more}",
         param=where,
         code="context_length_exceeded",
         more={"n_prompt_tokens": prompt, "n_ctx": context},

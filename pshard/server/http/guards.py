@@ -59,7 +59,8 @@ class Guard:
         host = headers.get("host", b"").decode("latin-1").lower()
         name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
         if "*" not in self._door.hosts and name not in self._door.hosts:
-            raise Fault(403, "the Host header names another server", code="host_not_allowed")
+            told = "the Host header names another server; start this one with --allow-host to be reached by that name"
+            raise Fault(403, told, code="host_not_allowed")
 
     def _check_origin(self, headers: dict[str, bytes], origin: str) -> None:
         """Raises Fault for a web page of another server, unless it is allowed: browsers send some requests at once."""

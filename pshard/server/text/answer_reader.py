@@ -155,7 +155,7 @@ class _Shape:
             parts.append(self._give("text", lead))
         calls, rest = self.calls.finish()
         parts.append(Delta(calls=tuple(calls)))
-        if rest:
+        if rest and not (self._format.forced and self.calls.count):  # there it is a call that was cut off
             parts.append(self._give("text", rest))
         if self._space and not self.calls.count and self._kind == "text":
             parts.append(Delta(self._space))

@@ -47,7 +47,7 @@ class Prompts:
     def of_ids(self, ids: tuple[int, ...], where: str) -> Prompt:
         """Tokens to be continued. Raises Fault where they do not fit the context."""
         if len(ids) > self._model.context:
-            raise too_long(where, len(ids), self._model.context)
+            raise self._too_long(where, len(ids))
         tokenizer = self._model.tokenizer
         return Prompt(ids, None, tokenizer.eos_ids if tokenizer else frozenset())
 
@@ -61,7 +61,7 @@ class Prompts:
         if not ids:
             raise bad_field(ask.where, "make a prompt without tokens; say something")
         if len(ids) >= self._model.context:
-            raise too_long(ask.where, len(ids), self._model.context)
+            raise self._too_long(ask.where, len(ids))
         format = find_format(self._model.template, text.forget(), ask.tools, bool(ask.forced), not ask.several)
         return Prompt(tuple(ids), format, tokenizer.eos_ids | self._find_ends(tokenizer))
 
@@ -106,7 +106,10 @@ class Prompts:
         if self._longest is None:
             self._longest = max(len(tokenizer.token_bytes(token)) for token in range(self._model.vocab)) + 32
         if len(text) > context * self._longest:
-            raise too_long(where, len(text) // self._longest, context)
+            raise self._too_long(where, len(text) // self._longest)
+
+    def _too_long(self, where: str, tokens: int) -> Fault:
+        return too_long(where, tokens, self._model.context, self._model.trained)
 
     def _find_ends(self, tokenizer: "Tokenizer") -> frozenset[int]:
         found = (tokenizer.encode(name, add_special=False) for name in ENDS)

@@ -218,6 +218,7 @@ def test_errors_have_the_shape_and_words_that_claude_code_reads(app) -> None:
     assert found.json()["error"]["type"] == "authentication_error"
     long = send(app, "/v1/messages", CLAUDE | {"messages": [{"role": "user", "content": "word " * 600}]})
     assert long.status_code == 400 and long.json()["error"]["message"].startswith("prompt is too long: ")
+    assert "-c" not in long.json()["error"]["message"]  # the demo model was made for no more than it has
 
 
 # Open WebUI: the list of models, chats with usage, and titles and tags beside them.
