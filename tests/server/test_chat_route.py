@@ -227,6 +227,17 @@ def test_a_bad_field_is_refused_by_its_name(app, where, value) -> None:
     assert found.json()["error"]["param"] == where and where in found.json()["error"]["message"]
 
 
+def test_fields_of_other_servers_that_change_answers_are_refused_unless_they_change_none(app) -> None:
+    neutral = {"typical_p": 1.0, "tfs": 1, "mirostat": 0, "min_tokens": 0, "dry_multiplier": 0.0, "samplers": [],
+               "guided_json": None, "use_beam_search": False, "top_n_sigma": -1, "grammar": "",
+               "stop_token_ids": []}  # fmt: skip
+    chat(app, max_completion_tokens=1, **neutral)
+    for name, value in (("typical_p", 0.9), ("dry_multiplier", 0.8), ("guided_regex", "a+"), ("stop_token_ids", [5]),
+                        ("samplers", ["top_k"]), ("min_tokens", True), ("truncate_prompt_tokens", 9)):  # fmt: skip
+        error = ask(app, PATH, HI | {name: value}).json()["error"]
+        assert error["param"] == name and error["message"].startswith(f"{name} is ")
+
+
 def test_schemas_that_cannot_be_kept_to_are_refused_at_once(app, service) -> None:
     deep: dict = {}
     for _ in range(100):
