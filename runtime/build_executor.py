@@ -9,6 +9,7 @@ from pshard.cuts.rank_parts import Ranges
 from pshard.model import ModelSpec
 from pshard.plan import RankPlan, TierPlan
 from pshard.quant import TENSOR_ALIGN, align
+from pshard.routing.play_record import RoutingPlay
 from pshard.runtime.devices.device import Device
 from pshard.runtime.executor import Executor
 from pshard.runtime.kernels.api import Kernels
@@ -64,6 +65,7 @@ def build_executor(
     progress: Callable[[int], None],
     lender: HostWeights | None = None,
     records: bool = False,
+    play: RoutingPlay | None = None,
 ) -> Executor:
     """Take the arena, pack the weights and bring in the pins of every tier.
 
@@ -71,20 +73,22 @@ def build_executor(
         source: the model file; spec and ranges: the whole model, or a rank's slice of it.
         progress: called with the number of packed bytes done since its last call.
         lender: holds every unit already, packed; None packs them from the source.
-        records: the executor keeps which experts routers choose.
+        records: the executor keeps which experts routers choose. play: what they are made to choose.
     """
     resident = plan.resident
     needed = align(max(tier.buffers.total + _index_nbytes(spec, tier, states) for tier in plan.tiers), TENSOR_ALIGN)
     arena = device.allocate(min(needed, arena_bytes(plan.budget_mib, device.kind)))
     if lender is not None:
         lender.check_orders(spec)
-        executor = Executor(spec, plan, device, arena, LentWeights(lender), states, kernels, group, records=records)
+        executor = Executor(
+            spec, plan, device, arena, LentWeights(lender), states, kernels, group, records=records, play=play
+        )
         _load_pins(executor, resident, lender.blob, lender.blob)
         return executor
     weights = HostWeights([spec.unit(name) for name in plan.lock_order], device)
     try:
         weights.pack(source, ranges, progress)
-        executor = Executor(spec, plan, device, arena, weights, states, kernels, group, records=records)
+        executor = Executor(spec, plan, device, arena, weights, states, kernels, group, records=records, play=play)
     except BaseException:
         weights.close()
         raise

@@ -7,6 +7,7 @@ import pytest
 import torch
 from cache_plans import cache_of, with_cache
 from experts_file import RULES, ExpertsFile, skew_routers
+from routing_samples import make_drifting_record
 from test_experts import check_talk, make_toy_tier
 from test_routing import draw_text, record_text
 
@@ -16,7 +17,8 @@ from pshard.planner.check_plan import check_runnable
 from pshard.routing.expert_cache import FOLLOW_TOKENS, ExpertCache
 from pshard.routing.measure_popularity import measure_popularity
 from pshard.routing.order_experts import order_experts
-from pshard.routing.replay_slots import replay_run
+from pshard.routing.record import RoutingRecord
+from pshard.routing.replay_slots import replay_run, replay_tokens
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
 from pshard.runtime.engine import Engine
@@ -40,9 +42,15 @@ def make_cached(
     return with_cache(file, tiers, caches, sequences)
 
 
-def open_cached(file: ExpertsFile, variant: Variant, kernels: str = "plain", records: bool = False) -> Engine:
+def open_cached(
+    file: ExpertsFile,
+    variant: Variant,
+    kernels: str = "plain",
+    records: bool = False,
+    plays: RoutingRecord | None = None,
+) -> Engine:
     check_runnable((order_experts(file.spec, variant.popularity),), variant, "cpu")
-    return build_engine(file, variant, open_device("cpu"), kernels=kernels, records=records)
+    return build_engine(file, variant, open_device("cpu"), kernels=kernels, records=records, plays=plays)
 
 
 @pytest.mark.parametrize("sequences, policy", [(1, "lru"), (3, "frequency")])
@@ -165,3 +173,22 @@ def test_with_slots_that_are_kept_earlier_text_moves_no_bit() -> None:
             found.append(torch.cat([engine.forward([token], all_logits=True) for token in text]))
             assert engine.expert_hits.admitted == 0 < engine.expert_hits.hits
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("kernels", ["plain", "fast"])
+@pytest.mark.parametrize("way", [SHARED, PINNED], ids=str)
+def test_tokens_of_a_trial_use_the_experts_that_a_record_says(way: tuple, kernels: str) -> None:
+    """Whatever they are: so slots find what a replay of the record finds."""
+    file, record = ExpertsFile(Experts(16, 2, 16)), make_drifting_record(200)
+    variant = make_cached(file, way, (cache_of(file, 10),))
+    with open_cached(file, variant, kernels, True, record) as engine:
+        _check_bytes(engine)  # of slots that are warm from the start
+        engine.forward(draw_text(20))
+        for _ in range(80):
+            engine.forward([7])
+        played, hits = engine.record_routing("ab"), engine.expert_hits
+        _check_bytes(engine)
+    assert np.array_equal(played.ids, record.ids[100:])
+    (rank,) = variant.ranks
+    replay = replay_tokens(record, record.layers, follow_plan(file.spec, rank, rank.caches[0]))
+    assert hits.share == pytest.approx(replay.share, abs=0.05) and 0.2 < hits.share < 0.95
