@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pshard.model import ModelSpec
-from pshard.routing.expert_cache import ExpertCache, pack_hits, slot_nbytes
+from pshard.routing.expert_cache import FOLLOW_TOKENS, MOST_FOLLOW_TOKENS, ExpertCache, pack_hits, slot_nbytes
 from pshard.routing.follow_use import UseFollower
 from pshard.routing.play_record import keep_last
 from pshard.routing.record import RoutingRecord
@@ -43,7 +43,9 @@ class Pool:
 
     def make_cache(self, slots: int, policy: str, admits: int) -> ExpertCache:
         """Slots of which nothing is promised yet."""
-        return ExpertCache(tuple(unit.name for unit in self.units), slots, self.slot_nbytes, policy, admits)
+        tokens = max(FOLLOW_TOKENS, min(self.together, MOST_FOLLOW_TOKENS))
+        names = tuple(unit.name for unit in self.units)
+        return ExpertCache(names, slots, self.slot_nbytes, policy, admits, tokens=tokens)
 
     def promise(self, cache: ExpertCache, eligible: np.ndarray) -> ExpertCache:
         """The cache with what is expected of it: what a replay finds in slots that begin empty. Where all are used

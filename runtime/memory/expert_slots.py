@@ -16,7 +16,7 @@ import torch
 from pshard.model import ModelSpec
 from pshard.plan import RankPlan
 from pshard.quant import TENSOR_ALIGN, align
-from pshard.routing.expert_cache import FOLLOW_TOKENS, ExpertCache, part_sizes
+from pshard.routing.expert_cache import ExpertCache, part_sizes
 from pshard.routing.follow_use import HitCounts, Move, Turn
 from pshard.runtime.devices.device import Device
 from pshard.runtime.kernels.api import ExpertWeights, Packed
@@ -70,7 +70,8 @@ class SlotPool:
         if host.picks is not None and host.picks.play is not None:
             host.picks.play.warm(self.follower, self.layers)
         shape = len(self._units), 3, self.follower.slot_of.shape[1]
-        few = [tier.tokens for tier in plan.tiers if tier.tokens <= FOLLOW_TOKENS]
+        self._tokens = cache.tokens
+        few = [tier.tokens for tier in plan.tiers if tier.tokens <= self._tokens]
         self._stages = {  # page-locked with the other buffers: weights take all that is left
             tokens: host.allocate(8 * math.prod(shape)).view(torch.int64).view(shape) for tokens in few
         }
@@ -87,8 +88,9 @@ class SlotPool:
         """Numbers of its layers."""
         return tuple(unit.layer for unit in self._units)
 
-    def has(self, unit: str) -> bool:
-        return unit in self._rows
+    def serves(self, tokens: int, unit: str) -> bool:
+        """Whether experts of that unit may lie here in the tier for `tokens` tokens."""
+        return unit in self._rows and tokens <= self._tokens
 
     def fill(self, blobs: Callable[[str], torch.Tensor]) -> None:
         """Bring in what lies in the slots at the start. blobs: units' bytes in host memory, by name."""
@@ -191,9 +193,9 @@ class ExpertSlots:
     def attach(self, tokens: int, step: Compute, weights: Any) -> Any:
         """A step's weights in the tier for `tokens` tokens, where some of its experts may lie in slots; else as they
         are."""
-        if tokens > FOLLOW_TOKENS or step.part == "rest" or not (step.source == "link" or step.cpu_rows):
+        if step.part == "rest" or not (step.source == "link" or step.cpu_rows):
             return weights
-        pool = next((pool for pool in self._pools if pool.has(step.unit)), None)
+        pool = next((pool for pool in self._pools if pool.serves(tokens, step.unit)), None)
         return weights if pool is None else pool.attach(tokens, step.on, step.unit, weights)
 
     def begin(self, tokens: int, batch: int) -> None:

@@ -7,7 +7,6 @@ from pshard.batch_sizes import LOGIT_ROWS
 from pshard.buffers import row_stage_bytes, scratch_bytes, shared_index_words, widest_join
 from pshard.model import ModelSpec
 from pshard.plan import RankPlan
-from pshard.routing.expert_cache import FOLLOW_TOKENS
 from pshard.routing.play_record import RoutingPlay
 from pshard.runtime.blocks.block import Side, make_side
 from pshard.runtime.blocks.rope_table import fill_tables
@@ -71,7 +70,7 @@ class HostSide:
         """Take the memory to which routers' choices come, of all tiers or of those that use slots; none where nobody
         asks for them. records: they are kept. play: see Picks."""
         if records or play or plan.caches:
-            most = plan.tiers[-1].tokens if records or play else FOLLOW_TOKENS
+            most = plan.tiers[-1].tokens if records or play else max(cache.tokens for cache in plan.caches)
             self.picks = Picks(spec, most, self.allocate, records, play)
 
     def deal_picks(self, tokens: int) -> None:

@@ -1,6 +1,7 @@
 """Experts that follow use into slots of VRAM: the same logits, the right bytes, decisions that repeat."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -61,6 +62,27 @@ def test_slots_give_the_logits_of_a_plain_forward(way: tuple, sequences: int, po
     with open_cached(file, variant) as engine:
         check_talk(engine, file, sequences, 0)
         assert engine.expert_hits.hits > 0 and engine.expert_hits.admitted > 0
+
+
+@pytest.mark.parametrize("kernels", ["plain", "fast"])
+@pytest.mark.parametrize("way", [IN_PLACE, SHARED, slow(KEPT), slow(PINNED)], ids=str)
+def test_slots_give_the_logits_of_a_plain_forward_where_16_sequences_decode(way: tuple, kernels: str) -> None:
+    file = ExpertsFile()
+    layers = sum(bool(unit.kind.parts) for unit in file.spec.units)
+    tiers = tuple(replace(make_toy_tier(file, n, [way] * layers, 1, 16), in_place=n <= 16) for n in (1, 16, 32))
+    cache = replace(cache_of(file, 8), tokens=16)
+    with open_cached(file, with_cache(file, tiers, (cache,), 16), kernels) as engine:
+        engine.forward([draw_text(4, s) for s in range(16)])  # leaves slots as they are: 64 tokens
+        before = engine.expert_hits
+        for turn in range(6):
+            logits = engine.forward([[turn + s] for s in range(16)])
+            _check_bytes(engine)
+        hits = engine.expert_hits
+        texts = [[*draw_text(4, s), *(turn + s for turn in range(6))] for s in range(16)]
+    assert before.chosen == 0 and hits.chosen == 6 * 16 * 3 * 2 and hits.hits > 0 < hits.admitted
+    for row, text in zip(logits, texts):
+        right = file.logits(text)[-1]
+        assert (row.double() - right).abs().max() < 1e-4 * right.std()
 
 
 def walk_text(engine: Engine, text: list[int]) -> torch.Tensor:
