@@ -26,6 +26,21 @@ LEAST_SHARE = 0.15  # of all time: where the link limits the plan without slots,
 MOST_ADMITS = 16  # after each micro-batch; more move hit rates little
 
 
+def why_no_slots(variant: Variant) -> str | None:
+    """Why a plan by a routing record cannot have slots for experts that follow use, and what can; None where it can."""
+    ranks, sequences = len(variant.ranks), variant.workload.sequences
+    if ranks > 1:
+        most = f"one device and the plan is for {ranks}"
+    elif sequences > MOST_FOLLOW_TOKENS:
+        most = f"up to {MOST_FOLLOW_TOKENS} sequences and the plan is for {sequences}"
+    else:
+        return None
+    return (
+        f"no slots for experts that follow use, as they are for {most}; "
+        "popular experts are pinned by the record all the same"
+    )
+
+
 def plan_slots(
     spec: ModelSpec,
     profile: MachineProfile,
@@ -42,9 +57,7 @@ def plan_slots(
     replay promises; the plan that comes of it is priced by a replay of its own slots, and planned once more by those.
     workload: what the variant was planned for, with the largest micro-batch that was asked for.
     """
-    if len(variant.ranks) > 1 or not variant.plan_needed or spec.config.experts is None:
-        return variant
-    if workload.sequences > MOST_FOLLOW_TOKENS:
+    if why_no_slots(variant) or not variant.plan_needed or spec.config.experts is None:
         return variant
     best, correction = variant, variant.correction
 

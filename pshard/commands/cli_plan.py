@@ -265,7 +265,7 @@ def _plan(
     from pshard.errors import NoPlan
     from pshard.planner.choose_mode import alone_on, plan_split
     from pshard.planner.make_plan import plan_baseline
-    from pshard.planner.routing.plan_slots import plan_slots
+    from pshard.planner.routing.plan_slots import plan_slots, why_no_slots
     from pshard.routing.play_record import keep_last
     from pshard.session.try_plans import SPLIT, choose_by_trial
 
@@ -290,6 +290,8 @@ def _plan(
         if validate:
             say(f"not validated: {SPLIT}")
         asked = replace(settled.workload, max_ubatch=workload.max_ubatch)
+        if record and (why := why_no_slots(settled)):
+            say(why)
         return plan_slots(model.spec, profile, asked, settled, record, args.time_limit), ()
     except NoPlan as error:
         if args.sweep is None:

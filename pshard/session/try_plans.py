@@ -134,9 +134,11 @@ def _try_slots(bench: "_Bench", best: Trial, time_limit: float) -> tuple[Variant
     the record and measured so. What there is no time to measure is kept by its prediction."""
     from pshard.planner.prepare_ranks import price_tiers
     from pshard.planner.price.profile_tables import Tables
-    from pshard.planner.routing.plan_slots import plan_slots
+    from pshard.planner.routing.plan_slots import plan_slots, why_no_slots
 
     spec, own = bench.file.spec, best.refitted
+    if bench.record and (why := why_no_slots(own)):
+        bench.say(why)
     found = plan_slots(spec, bench.profile, bench.asked_of(own), own, bench.record, time_limit)
     (rank,) = found.ranks
     if not rank.caches:
