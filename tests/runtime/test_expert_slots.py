@@ -1,6 +1,8 @@
 """Experts that follow use into slots of VRAM: the same logits, the right bytes, decisions that repeat."""
 
 import random
+import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -21,6 +23,7 @@ from pshard.routing.order_experts import order_experts
 from pshard.routing.record import RoutingRecord
 from pshard.routing.replay_slots import replay_run, replay_tokens
 from pshard.runtime.build_engine import build_engine
+from pshard.runtime.devices import device
 from pshard.runtime.devices.device import open_device
 from pshard.runtime.engine import Engine
 from pshard.units.moe.followed import follow_plan, keep_slots
@@ -124,6 +127,24 @@ def test_a_run_from_a_fresh_engine_repeats_every_bit(way: tuple) -> None:
     assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
 
 
+@pytest.mark.parametrize("way", [IN_PLACE, SHARED], ids=str)
+def test_how_long_copies_take_decides_nothing(way: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decisions hang on tokens, never on clocks: over a link that dawdles, now more, now less."""
+    file, text, found, rng = skew_routers(ExpertsFile(), 1.0), draw_text(TEXT), [], random.Random(0)
+
+    class Slow(device._CopyThread):
+        def __init__(self, name: str, copy: Callable = device.move) -> None:
+            super().__init__(name, lambda dst, src: (time.sleep(0.004 * rng.random()), copy(dst, src)))
+
+    for dawdles in (False, True):
+        if dawdles:
+            monkeypatch.setattr(device, "_CopyThread", Slow)
+        with open_cached(file, make_cached(file, way, (cache_of(file, 4),)), "fast") as engine:
+            found.append((walk_text(engine, text), engine.expert_hits))
+    assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
+    assert found[0][1].admitted > 10
+
+
 def test_a_slot_has_the_bytes_of_its_expert_after_any_talk() -> None:
     """Over resets, tiers and sequences: what the table says lies in a slot is what lies there."""
     file = skew_routers(ExpertsFile(), 1.0)
@@ -167,9 +188,11 @@ def test_prompts_leave_slots_as_they_are() -> None:
     with open_cached(file, make_cached(file, IN_PLACE, (cache_of(file, 5),))) as engine:
         for token in draw_text(20):
             engine.forward([token])
-        before = engine.expert_hits
+        before, (pool,) = engine.expert_hits, engine._executor.slots._pools
+        inside = pool.follower.slot_of.copy()
         engine.forward(draw_text(32))
-        assert engine.expert_hits == before
+        assert engine.expert_hits == before and np.array_equal(pool.follower.slot_of, inside) and (inside >= 0).any()
+        _check_bytes(engine)
 
 
 def test_slots_begin_with_the_experts_that_a_record_says_are_used_most() -> None:
@@ -214,3 +237,22 @@ def test_tokens_of_a_trial_use_the_experts_that_a_record_says(way: tuple, kernel
     (rank,) = variant.ranks
     replay = replay_tokens(record, record.layers, follow_plan(file.spec, rank, rank.caches[0]))
     assert hits.share == pytest.approx(replay.share, abs=0.05) and 0.2 < hits.share < 0.95
+
+
+@pytest.mark.parametrize("kernels", ["plain", "fast"])
+@pytest.mark.parametrize("way", [IN_PLACE, SHARED], ids=str)
+def test_a_router_that_finds_no_numbers_spoils_its_own_text_and_no_other(way: tuple, kernels: str) -> None:
+    """Beside it in prompts and in single tokens, with experts in slots."""
+    file, spoilt = ExpertsFile(), 7
+    file.values["token_embd.weight"][spoilt] = np.nan
+    texts = [[3, 4, 5, 6, 8, 9, 10, 2], [3, spoilt, 5, 6, 8, 9, 10, 2], [11, 12, 13, 14, 15, 3, 2, 1]]
+    with open_cached(file, make_cached(file, way, (cache_of(file, 6),), 3), kernels) as engine:
+        engine.forward([text[:5] for text in texts])
+        for at in range(5, 8):
+            logits = engine.forward([text[at : at + 1] for text in texts])
+        assert engine.expert_hits.chosen == 3 * 3 * 3 * 2
+        _check_bytes(engine)
+    assert logits[1].isnan().all()
+    for row in (0, 2):
+        right = file.logits(texts[row])[-1]
+        assert (logits[row].double() - right).abs().max() < 1e-4 * right.std()
