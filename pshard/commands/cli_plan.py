@@ -173,8 +173,8 @@ def list_gaps(profile: MachineProfile, splits: bool, routes: bool) -> list[str]:
         gaps.append("the profile has no routed experts; they are priced as matrices; pshard-profile -m times a model's")
     elif routes and not profile.in_place and profile.accelerators[0].kind != "cpu":
         gaps.append(
-            "the profile has no experts that are read over the link in place; that is priced as a copy, which is faster; "
-            "pshard-profile -m times a model's"
+            "the profile has no experts that are read over the link in place; that is priced as a copy, which is "
+            "faster; pshard-profile -m times a model's"
         )
     return gaps
 
