@@ -1,6 +1,7 @@
 """From a model file and a plan to a ready Executor: memory is taken, weights are packed, pins are brought in."""
 
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 
 import torch
 
@@ -16,7 +17,7 @@ from pshard.runtime.kernels.api import Kernels
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.memory.host_memory import keep_freed_memory
-from pshard.runtime.memory.weights import HostWeights, LentWeights, WeightSource, fill_sum_norms, pack_unit
+from pshard.runtime.memory.weights import HostWeights, LentWeights, WeightSource, expect_unit, fill_sum_norms, pack_unit
 from pshard.runtime.ranks.group import Group
 from pshard.times.gpu_tiles import TileChoice
 from pshard.units.state import StateShape
@@ -87,13 +88,13 @@ def build_executor(
         return executor
     weights = HostWeights([spec.unit(name) for name in plan.lock_order], device)
     try:
-        weights.pack(source, ranges, progress)
         executor = Executor(spec, plan, device, arena, weights, states, kernels, group, records=records, play=play)
     except BaseException:
         weights.close()
         raise
-    try:
-        executor.lock_weights()  # the executor's buffers came first: without them no graph is captured
+    try:  # the executor's buffers came first: without them no graph is captured
+        weights.pack(source, ranges, progress, executor.host.is_locked and executor.transfers.may_lock)
+        executor.lock_weights()
     except BaseException:
         executor.close()  # page-locked memory must be unlocked before it is unmapped
         raise
@@ -101,8 +102,12 @@ def build_executor(
         fill_sum_norms(source, spec, executor.host.side.space.tensors[SUM_NORMS])
     stage = torch.empty(max((spec.unit(u).packed_nbytes for u in resident), default=0), dtype=torch.uint8)
 
+    following = dict(pairwise(resident))
+    expect_unit(source, spec.unit(resident[0]) if resident else None)
+
     def pack(name: str) -> torch.Tensor:
         unit: Unit = spec.unit(name)
+        expect_unit(source, spec.unit(following[name]) if name in following else None)
         blob = stage[: unit.packed_nbytes]
         pack_unit(source, unit, blob, ranges)
         progress(unit.packed_nbytes)
