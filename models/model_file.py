@@ -68,6 +68,10 @@ class ModelFile:
         raw = tensor.read()
         return raw if len(tensor.shape) == 1 else raw.reshape(tensor.shape[0], -1)
 
+    def expect_tensor(self, name: str) -> None:
+        """Have the system read a tensor's bytes from disk while something else is done."""
+        self._tensors[name].expect()
+
     def forget_tensor(self, name: str) -> None:
         """Give back the memory that reading a tensor's bytes took; they can be read again."""
         self._tensors[name].forget()

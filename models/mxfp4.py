@@ -37,6 +37,10 @@ class Mxfp4Stack(StoredTensor):
         halves = weights[..., :16] | weights[..., 16:] << 4
         return _freeze(np.concatenate((scales, halves), -1))
 
+    def expect(self) -> None:
+        self.blocks.expect()
+        self.scales.expect()
+
     def forget(self) -> None:
         self.blocks.forget()
         self.scales.forget()
@@ -53,6 +57,9 @@ class BiasStack(StoredTensor):
     def read(self) -> np.ndarray:
         numbers = self.whole.read().reshape(prod(self.whole.shape), -1)[self.first :: self.step]
         return _freeze(numbers)
+
+    def expect(self) -> None:
+        self.whole.expect()
 
     def forget(self) -> None:
         self.whole.forget()

@@ -32,6 +32,12 @@ class MappedFile:
         """u8 [nbytes] over the mapped file, without a copy."""
         return np.frombuffer(self.bytes, np.uint8, nbytes, offset)
 
+    def expect(self, offset: int, nbytes: int) -> None:
+        """Have the system read a part that will be asked for soon, and return at once."""
+        if hasattr(mmap, "MADV_WILLNEED"):
+            start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+            self.bytes.madvise(mmap.MADV_WILLNEED, start, offset + nbytes - start)
+
     def forget(self, offset: int, nbytes: int) -> None:
         """Let go of the pages of a part that was read: they no longer count as this process's, and are fetched again
         when they are touched."""
@@ -75,6 +81,13 @@ class StoredTensor:
         whole = np.concatenate([slab.read() for slab in self.slabs])
         whole.flags.writeable = False
         return whole
+
+    def expect(self) -> None:
+        """Have the system read it while something else is done."""
+        for slab in self.slabs:
+            slab.expect()
+        if not self.slabs:
+            self.file.expect(self.offset, self.nbytes)
 
     def forget(self) -> None:
         """Let go of the pages that reading took."""

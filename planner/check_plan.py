@@ -8,7 +8,6 @@ from pshard.plan import Placement, RankPlan, TierPlan, Variant
 from pshard.planner.routing.check_caches import check_caches
 from pshard.quant import ROW_BLOCK, TENSOR_ALIGN
 from pshard.tensor import TensorSpec
-from pshard.units.moe.in_place import ways_to_read
 from pshard.units.unit import Unit, places_of
 
 
@@ -143,7 +142,7 @@ def _check_tier(spec: ModelSpec, variant: Variant, rank: RankPlan, tier: TierPla
         if (place.where, place.kv) not in places_of(unit.kind, sums):
             raise PlanError(f"{where}: {unit.name} cannot be {place.where} with KV {place.kv}")
         _check_divided(unit, place, tier.tokens, where)
-    if tier.in_place and True not in ways_to_read(spec.config, tier.tokens):
+    if tier.in_place and True not in spec.ways_to_read(tier.tokens):
         raise PlanError(f"{where}: nothing is read over the link in place in so large a tier of this model")
     act, shape = 2 if kind == "cuda" else 4, variant.workload.state_shape
     tensors = [_acc_tensors(u, p) for u, p in zip(spec.units, tier.placements)]

@@ -155,6 +155,12 @@ def _add_slots(spec: ModelSpec, task: RankTask, record: RoutingRecord | None) ->
     caches = fill_pools(pools, left, 0, ("lru",), all_missed)
     if not caches:
         raise NoPlan(f"strategy {EXPERT_LRU!r} does not fit {task.budget_mib} MiB; raise --vram")
+    slots, layers = sum(cache.slots for cache in caches), sum(len(pool.units) for pool in pools)
+    if slots < layers:
+        raise NoPlan(
+            f"strategy {EXPERT_LRU!r} has slots for {slots} experts in {task.budget_mib} MiB, not for one of each of "
+            f"{layers} layers; raise --vram"
+        )
     return replace(spec, caches=caches)
 
 

@@ -8,8 +8,9 @@ from functools import cached_property
 from itertools import pairwise
 
 from pshard.model_config import ModelConfig
-from pshard.routing.expert_cache import FOLLOW_TOKENS, ExpertCache, miss_uses
+from pshard.routing.expert_cache import ExpertCache, miss_uses
 from pshard.routing.popularity import Popularity
+from pshard.units.moe.in_place import ways_to_read
 from pshard.units.state import State, StateShape
 from pshard.units.unit import Unit, goes_on
 
@@ -54,7 +55,17 @@ class ModelSpec:
     def uses_outside(self, unit: str, tokens: int) -> tuple[float, ...]:
         """How likely a token of a tier for so many uses the expert at each place of a unit and does not find it in a
         slot; `uses` where no slots are."""
-        return self._outside.get(unit, self.uses) if tokens <= FOLLOW_TOKENS else self.uses
+        return self._outside.get(unit, self.uses) if tokens <= self.follow_tokens else self.uses
+
+    @property
+    def follow_tokens(self) -> int:
+        """Tokens of the largest tier that may use slots; 0 without any."""
+        return max((cache.tokens for cache in self.caches), default=0)
+
+    def ways_to_read(self, tokens: int) -> tuple[bool, ...]:
+        """Whether streamed experts are read in place in tiers of so many tokens, as each tier may choose; the likely
+        way first. Tiers that use slots do."""
+        return (True,) if tokens <= self.follow_tokens else ways_to_read(self.config, tokens)
 
     @cached_property
     def _outside(self) -> dict[str, tuple[float, ...]]:

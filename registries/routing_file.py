@@ -14,6 +14,7 @@ import numpy as np
 from pshard.errors import UserError
 from pshard.jsonio import from_json, parse_json, to_json, write_bytes_atomically
 from pshard.model import ModelSpec
+from pshard.routing.play_record import keep_last
 from pshard.routing.record import RoutingRecord, id_type
 
 MAGIC, VERSION = b"pshardrt", 1
@@ -106,6 +107,27 @@ def _decode(header: _Header, ids: bytes) -> RoutingRecord:
         raise ValueError(f"a token chose expert {chosen.max()} of {experts}")
     batches = tuple(size for size, times in header.batches for _ in range(times))
     return RoutingRecord(header.fingerprint, layers, experts, chosen, batches)
+
+
+def keep_record(registry: Path, record: RoutingRecord) -> None:
+    """Write as much of a record as plans with slots are priced by beside the registry, for plans that are made again.
+    Raises UserError as `write_routing` does."""
+    write_routing(_place_beside(registry), keep_last(record))
+
+
+def recall_record(registry: Path, model: _Model) -> RoutingRecord | None:
+    """What `keep_record` has kept beside a registry; None where that is nothing. Raises UserError for a file that
+    cannot be read, or is of another model."""
+    place = _place_beside(registry)
+    if not place.exists():
+        return None
+    record = read_routing(place)
+    check_routing(record, model, place)
+    return record
+
+
+def _place_beside(registry: Path) -> Path:
+    return registry.with_name(f"{registry.name}.routing")
 
 
 def check_routing(record: RoutingRecord, model: _Model, path: Path) -> None:

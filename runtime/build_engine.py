@@ -9,6 +9,8 @@ from pshard.errors import UserError
 from pshard.model import ModelSpec
 from pshard.plan import Variant
 from pshard.routing.order_experts import order_experts
+from pshard.routing.play_record import RoutingPlay
+from pshard.routing.record import RoutingRecord
 from pshard.runtime.build_executor import build_executor, choose_kernels
 from pshard.runtime.devices.device import Device
 from pshard.runtime.engine import Engine
@@ -39,6 +41,7 @@ def build_engine(
     tiles: Iterable[TileChoice] = (),
     records: bool = False,
     checkpoint_bytes: int = 0,
+    plays: RoutingRecord | None = None,
 ) -> Engine:
     """Load this rank's part of the model under a variant.
 
@@ -53,6 +56,8 @@ def build_engine(
         records: which experts tokens use is kept for `Engine.record_routing`; for one rank.
         checkpoint_bytes: of host memory, for checkpoints of states that cannot be cut back; without one a text that is
             cut is computed again from its beginning.
+        plays: tokens are made to use the experts that this record says, whatever routers find: for trials, whose
+            tokens are made up.
     """
     group = group or Group()
     if group.size != len(variant.ranks):
@@ -66,7 +71,7 @@ def build_engine(
         pair = choose_kernels(device, kernels, plan.tiers[-1].tokens, tiles)
         executor = build_executor(
             file, spec, plan, device, states, pair[:2], ranges=ranges[group.rank], group=group, progress=progress,
-            lender=lender, records=records,
+            lender=lender, records=records, play=RoutingPlay(plays, states.sequences) if plays else None,
         )  # fmt: skip
     except BaseException:
         device.close()

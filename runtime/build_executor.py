@@ -1,6 +1,7 @@
 """From a model file and a plan to a ready Executor: memory is taken, weights are packed, pins are brought in."""
 
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 
 import torch
 
@@ -9,13 +10,14 @@ from pshard.cuts.rank_parts import Ranges
 from pshard.model import ModelSpec
 from pshard.plan import RankPlan, TierPlan
 from pshard.quant import TENSOR_ALIGN, align
+from pshard.routing.play_record import RoutingPlay
 from pshard.runtime.devices.device import Device
 from pshard.runtime.executor import Executor
 from pshard.runtime.kernels.api import Kernels
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.memory.host_memory import keep_freed_memory
-from pshard.runtime.memory.weights import HostWeights, LentWeights, WeightSource, fill_sum_norms, pack_unit
+from pshard.runtime.memory.weights import HostWeights, LentWeights, WeightSource, expect_unit, fill_sum_norms, pack_unit
 from pshard.runtime.ranks.group import Group
 from pshard.times.gpu_tiles import TileChoice
 from pshard.units.state import StateShape
@@ -64,6 +66,7 @@ def build_executor(
     progress: Callable[[int], None],
     lender: HostWeights | None = None,
     records: bool = False,
+    play: RoutingPlay | None = None,
 ) -> Executor:
     """Take the arena, pack the weights and bring in the pins of every tier.
 
@@ -71,25 +74,27 @@ def build_executor(
         source: the model file; spec and ranges: the whole model, or a rank's slice of it.
         progress: called with the number of packed bytes done since its last call.
         lender: holds every unit already, packed; None packs them from the source.
-        records: the executor keeps which experts routers choose.
+        records: the executor keeps which experts routers choose. play: what they are made to choose.
     """
     resident = plan.resident
     needed = align(max(tier.buffers.total + _index_nbytes(spec, tier, states) for tier in plan.tiers), TENSOR_ALIGN)
     arena = device.allocate(min(needed, arena_bytes(plan.budget_mib, device.kind)))
     if lender is not None:
         lender.check_orders(spec)
-        executor = Executor(spec, plan, device, arena, LentWeights(lender), states, kernels, group, records=records)
+        executor = Executor(
+            spec, plan, device, arena, LentWeights(lender), states, kernels, group, records=records, play=play
+        )
         _load_pins(executor, resident, lender.blob, lender.blob)
         return executor
     weights = HostWeights([spec.unit(name) for name in plan.lock_order], device)
     try:
-        weights.pack(source, ranges, progress)
-        executor = Executor(spec, plan, device, arena, weights, states, kernels, group, records=records)
+        executor = Executor(spec, plan, device, arena, weights, states, kernels, group, records=records, play=play)
     except BaseException:
         weights.close()
         raise
-    try:
-        executor.lock_weights()  # the executor's buffers came first: without them no graph is captured
+    try:  # the executor's buffers came first: without them no graph is captured
+        weights.pack(source, ranges, progress, executor.host.is_locked and executor.transfers.may_lock)
+        executor.lock_weights()
     except BaseException:
         executor.close()  # page-locked memory must be unlocked before it is unmapped
         raise
@@ -97,8 +102,12 @@ def build_executor(
         fill_sum_norms(source, spec, executor.host.side.space.tensors[SUM_NORMS])
     stage = torch.empty(max((spec.unit(u).packed_nbytes for u in resident), default=0), dtype=torch.uint8)
 
+    following = dict(pairwise(resident))
+    expect_unit(source, spec.unit(resident[0]) if resident else None)
+
     def pack(name: str) -> torch.Tensor:
         unit: Unit = spec.unit(name)
+        expect_unit(source, spec.unit(following[name]) if name in following else None)
         blob = stage[: unit.packed_nbytes]
         pack_unit(source, unit, blob, ranges)
         progress(unit.packed_nbytes)

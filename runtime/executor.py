@@ -11,7 +11,7 @@ from pshard.batch_sizes import SMALL_BATCH
 from pshard.buffers import logit_rows as most_logit_rows
 from pshard.model import ModelSpec
 from pshard.plan import RankPlan, TierPlan
-from pshard.routing.expert_cache import FOLLOW_TOKENS, ExpertCache
+from pshard.routing.play_record import RoutingPlay
 from pshard.runtime.best_logits import choose_best
 from pshard.runtime.blocks.block import make_side
 from pshard.runtime.blocks.rope_table import list_tables
@@ -58,8 +58,9 @@ class Executor:
         kernels: tuple[Kernels, Kernels],
         group: Group,
         records: bool = False,
+        play: RoutingPlay | None = None,
     ) -> None:
-        """records: which experts routers choose is kept in `host.picks`."""
+        """records: which experts routers choose is kept in `host.picks`. play: what they are made to choose."""
         self.spec, self.plan, self.device, self.group, self.states = spec, plan, device, group, states
         self._acc_kernels, host_kernels = kernels
         self.weights = weights
@@ -77,10 +78,10 @@ class Executor:
         self.switches = self.least = 0
         try:
             self.host.take(spec, plan, states, host_kernels, group.size > 1 and spec.neighbours is None)
-            if records or plan.caches:
-                self.host.take_picks(spec, plan.tiers[-1].tokens if records else FOLLOW_TOKENS, records)
-            pools = zip(plan.caches, self.arena.pools)
-            slots = ExpertSlots(tuple(self._make_pool(*pool) for pool in pools), self.host.picks)
+            self.host.take_picks(spec, plan, records, play)
+            places = zip(plan.caches, self.arena.pools)
+            pools = (SlotPool(*place, spec, plan, device, self.transfers, self.host) for place in places)
+            slots = ExpertSlots(tuple(pools), self.host.picks)
             means = Means(spec, device, group, self.host, self.transfers, widths or (), join_cells, slots)
             self._means = means
             if self.host.is_locked:
@@ -93,9 +94,6 @@ class Executor:
         except BaseException:
             self._unlock_host_memory()
             raise
-
-    def _make_pool(self, cache: ExpertCache, memory: torch.Tensor) -> SlotPool:
-        return SlotPool(cache, self.spec, self.plan, memory, self.device, self.transfers, self.host.allocate)
 
     @property
     def slots(self) -> ExpertSlots:
@@ -230,6 +228,7 @@ class Executor:
             self.device.host_wait(self._sent)  # the last micro-batch may still read the host buffers
         _begin_sequences(self.residents, self.device, segments)
         self.slots.observe()
+        self.host.deal_picks(tokens)
         # few rows: torch's small operators stay on this thread, so that its threads don't spin beside the C++ pool
         threads = torch.get_num_threads()
         torch.set_num_threads(1 if tokens <= SMALL_BATCH else threads)

@@ -29,6 +29,9 @@ class TurnedColumns(StoredTensor):
         flat.flags.writeable = False
         return flat
 
+    def expect(self) -> None:
+        self.source.expect()
+
     def forget(self) -> None:
         self.source.forget()
 

@@ -22,6 +22,9 @@ class PickedRows(StoredTensor):
         rows = self.source.read().reshape(self.source.shape[0], -1)
         return _freeze(np.concatenate([rows[start:stop] for start, stop in self.spans]))
 
+    def expect(self) -> None:
+        self.source.expect()
+
     def forget(self) -> None:
         self.source.forget()
 
@@ -40,6 +43,9 @@ class MadeNumbers(StoredTensor):
         else:
             values = raw.view({"F32": "<f4", "F16": "<f2"}[self.source.qtype]).astype(np.float32)
         return _freeze(self.make(values).astype(np.float32).view(np.uint8))
+
+    def expect(self) -> None:
+        self.source.expect()
 
     def forget(self) -> None:
         self.source.forget()

@@ -39,6 +39,9 @@ class Transposed(StoredTensor):
         turned.flags.writeable = False
         return turned
 
+    def expect(self) -> None:
+        self.source.expect()
+
     def forget(self) -> None:
         self.source.forget()
 

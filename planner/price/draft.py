@@ -13,7 +13,6 @@ from pshard.quant import TENSOR_ALIGN, align
 from pshard.steps.emit import SOURCES, emit_steps
 from pshard.steps.step import StepList, StepShape
 from pshard.units.divide_unit import divided_sizes, joined_width
-from pshard.units.moe.in_place import ways_to_read
 from pshard.units.share import Share
 from pshard.units.unit import Unit, places_of
 from pshard.workload import Workload
@@ -105,7 +104,7 @@ def draft_tier(
 
     shares: of divided units. in_place: whether streamed parts are read in place; None: as is likely to be faster.
     """
-    reads = ways_to_read(room.spec.config, tokens)[0] if in_place is None else in_place
+    reads = room.spec.ways_to_read(tokens)[0] if in_place is None else in_place
     placements, streamed, pinned, kv, staged, joined, read = [], [], 0, 0, False, 0, False
     for unit, name, nbytes, whole, with_kv in room.units:
         place = where[name]

@@ -12,7 +12,6 @@ from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.simulate import simulate_ranks
 from pshard.planner.price.tier_costs import tier_costs
 from pshard.planner.price.tier_loads import TierLoad
-from pshard.routing.expert_cache import FOLLOW_TOKENS
 from pshard.steps.emit import emit_steps
 from pshard.steps.step import StepShape
 
@@ -43,7 +42,7 @@ class Predictor:
         shape = StepShape(tokens, sequences * past, sequences, sequences, w.type_k, w.type_v, len(v.ranks), on_host)
         tiers = [rank.covering(max(tokens, under)) for rank in v.ranks]
         specs = [
-            replace(spec, caches=rank.caches if tier.tokens <= FOLLOW_TOKENS else ())
+            replace(spec, caches=tuple(cache for cache in rank.caches if tier.tokens <= cache.tokens))
             for spec, rank, tier in zip(self._specs, v.ranks, tiers)
         ]
         steps = [emit_steps(spec, tier, shape) for spec, tier in zip(specs, tiers)]

@@ -12,7 +12,6 @@ from pshard.planner.price.unit_costs import DividedCost, Setting, UnitCost, divi
 from pshard.steps.graph_runs import LAUNCH_BOUND
 from pshard.steps.step import AllReduce, Gather
 from pshard.times.collectives import wire_type
-from pshard.units.moe.in_place import ways_to_read
 from pshard.units.operations import Norm
 from pshard.units.share import Share
 from pshard.units.unit import UnitKind
@@ -52,7 +51,7 @@ class TierCosts:
         """The same with streamed parts read in place and copied, as the tier may choose; the likely way first."""
         return tuple(
             self if way == self.in_place else replace(self, in_place=way)
-            for way in ways_to_read(self.spec.config, self.load.tokens)
+            for way in self.spec.ways_to_read(self.load.tokens)
         )
 
     def reads_in_place(self, kind: UnitKind) -> bool:
@@ -174,7 +173,7 @@ def tier_costs(
         aside = stage_cost(cost)
         costs |= {u.name: aside if u.name in staged else cost for u in alike}
     units = {u.name: costs[u.name] for u in spec.units}
-    in_place = ways_to_read(spec.config, load.tokens)[0]
+    in_place = spec.ways_to_read(load.tokens)[0]
     return TierCosts(load, units, tables, spec, workload, ranks, staged, in_place)
 
 

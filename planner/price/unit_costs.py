@@ -89,9 +89,9 @@ class Setting:
         are."""
         seconds = copies = 0.0
         for cache in self.spec.caches:
-            parts = part_sizes(self.spec.unit(cache.units[0])).values()
-            seconds += cache.admitted * sum(self.tables.copy("h2d", nbytes) for nbytes in parts)
-            copies += cache.admitted * len(parts)
+            parts, coming = part_sizes(self.spec.unit(cache.units[0])).values(), cache.refill(self.load.tokens)
+            seconds += coming * sum(self.tables.copy("h2d", nbytes) for nbytes in parts)
+            copies += coming * len(parts)
         return self.shares[1] * seconds, copies
 
     def may_be_on_cpu(self, unit: Unit) -> bool:

@@ -15,7 +15,6 @@ from pshard.model import ModelSpec
 from pshard.plan import TierPlan
 from pshard.planner.price.draft import Room, draft_tier
 from pshard.units.divide_unit import count_shares
-from pshard.units.moe.in_place import ways_to_read
 from pshard.units.share import WHOLE, Share
 from pshard.units.unit import Unit, places_of
 
@@ -212,7 +211,7 @@ def place_strategy(name: str, room: Room, tiers: tuple[int, ...]) -> Baseline | 
     held = cache(lambda n, like: _take(strategy, room, like, n).buffers.total - room.scratch(like))
     lengths, taken = [], len(strategy.groups)
     for tokens in tiers:
-        in_place = ways_to_read(room.spec.config, tokens)[0]
+        in_place = room.spec.ways_to_read(tokens)[0]
         like = tokens if in_place else tiers[-1]  # slots are as large in all tiers that have some
         taken = _fill(partial(held, like=like), room.arena - room.scratch(tokens), taken)
         if taken < 0:

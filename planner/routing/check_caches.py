@@ -3,7 +3,7 @@
 from pshard.model import ModelSpec
 from pshard.plan import RankPlan
 from pshard.quant import TENSOR_ALIGN
-from pshard.routing.expert_cache import FOLLOW_TOKENS, ExpertCache
+from pshard.routing.expert_cache import ExpertCache
 
 
 def check_caches(spec: ModelSpec, rank: RankPlan) -> None:
@@ -18,8 +18,6 @@ def check_caches(spec: ModelSpec, rank: RankPlan) -> None:
         if tier.buffers.cached != nbytes:
             said = tier.buffers.cached
             raise ValueError(f"rank {rank.rank}, tier {tier.tokens}: buffers say {said} bytes of caches, not {nbytes}")
-    if rank.caches and rank.tiers[0].tokens > FOLLOW_TOKENS:
-        raise ValueError(f"rank {rank.rank}: no tier is small enough to use the caches")
 
 
 def _check_units(spec: ModelSpec, rank: RankPlan, cache: ExpertCache) -> None:
@@ -33,6 +31,12 @@ def _check_units(spec: ModelSpec, rank: RankPlan, cache: ExpertCache) -> None:
     one = sum(-(-t.packed_nbytes // t.parts // TENSOR_ALIGN) * TENSOR_ALIGN for t in stacks)
     if cache.slot_bytes != one:
         raise ValueError(f"rank {rank.rank}: slots of {cache.slot_bytes} bytes are for experts of {one}")
+    follows = [tier for tier in rank.tiers if tier.tokens <= cache.tokens]
+    if not follows:
+        raise ValueError(f"rank {rank.rank}: no tier is small enough to use the caches")
+    for tier in follows:
+        if not tier.in_place and any(tier.placement(name).where == "streamed" for name in cache.units):
+            raise ValueError(f"rank {rank.rank}, tier {tier.tokens}: experts that may lie in slots are copied whole")
     places = len(cache.hits_by_place)
     if places not in (0, stacks[0].parts):
         raise ValueError(f"rank {rank.rank}: a cache has hits of {places} experts, not of {stacks[0].parts}")

@@ -7,13 +7,13 @@ from dataclasses import replace
 from pshard.errors import NoPlan
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
-from pshard.plan import RankPlan, Variant
+from pshard.plan import RankPlan, TierPlan, Variant
 from pshard.planner.make_plan import plan_baseline, plan_variant, predict_again
 from pshard.planner.prepare_ranks import price_tiers
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.published.strategies import EXPERT_LRU
 from pshard.planner.routing.slot_promises import Pool, fill_pools, list_pools
-from pshard.routing.expert_cache import FOLLOW_TOKENS, POLICIES, ExpertCache, part_sizes
+from pshard.routing.expert_cache import MOST_FOLLOW_TOKENS, POLICIES, ExpertCache, part_sizes
 from pshard.routing.record import RoutingRecord
 from pshard.times.predicted_times import round_seconds
 from pshard.units.divide_unit import count_shares
@@ -23,7 +23,22 @@ from pshard.workload import Workload
 SHARES = (0.3, 0.6, 0.95)  # of what experts take of VRAM: pools that are tried
 SPARE_SHARE = 0.5  # of the time in which the link has nothing else to do: what admissions may take of it
 LEAST_SHARE = 0.15  # of all time: where the link limits the plan without slots, which slots relieve
-MOST_ADMITS = 16  # after each token; more move hit rates little
+MOST_ADMITS = 16  # after each micro-batch; more move hit rates little
+
+
+def why_no_slots(variant: Variant) -> str | None:
+    """Why a plan by a routing record cannot have slots for experts that follow use, and what can; None where it can."""
+    ranks, sequences = len(variant.ranks), variant.workload.sequences
+    if ranks > 1:
+        most = f"one device and the plan is for {ranks}"
+    elif sequences > MOST_FOLLOW_TOKENS:
+        most = f"up to {MOST_FOLLOW_TOKENS} sequences and the plan is for {sequences}"
+    else:
+        return None
+    return (
+        f"no slots for experts that follow use, as they are for {most}; "
+        "popular experts are pinned by the record all the same"
+    )
 
 
 def plan_slots(
@@ -42,10 +57,7 @@ def plan_slots(
     replay promises; the plan that comes of it is priced by a replay of its own slots, and planned once more by those.
     workload: what the variant was planned for, with the largest micro-batch that was asked for.
     """
-    if len(variant.ranks) > 1 or not variant.plan_needed or spec.config.experts is None:
-        return variant
-    (rank,) = variant.ranks
-    if workload.sequences > FOLLOW_TOKENS or rank.tiers[0].tokens > FOLLOW_TOKENS:
+    if why_no_slots(variant) or not variant.plan_needed or spec.config.experts is None:
         return variant
     best, correction = variant, variant.correction
 
@@ -68,8 +80,8 @@ def _list_caches(
 ) -> Iterator[tuple[ExpertCache, ...]]:
     """Pools of some sizes, with what a replay promises where the rest of the experts' VRAM has as many of each layer as
     fit."""
-    (rank,), pools = variant.ranks, list_pools(spec, record, variant.workload.sequences)
-    admits, in_vram = _count_admits(spec, profile, variant), _count_in_vram(spec, rank)
+    tier, pools = _decoding_tier(variant), list_pools(spec, record, variant.workload.sequences)
+    admits, in_vram = _count_admits(spec, profile, variant), _count_in_vram(spec, tier)
     each = sum(pool.nbytes for pool in pools) / count_shares(pools[0].units[0])  # one expert of every layer
     for share in SHARES:
         caches = fill_pools(pools, share * in_vram, int((1 - share) * in_vram / each), POLICIES, admits)
@@ -89,13 +101,18 @@ def _price_slots(spec: ModelSpec, profile: MachineProfile, variant: Variant, rec
 
 def _promise(spec: ModelSpec, rank: RankPlan, cache: ExpertCache, pools: tuple[Pool, ...]) -> ExpertCache:
     pool = next(pool for pool in pools if pool.units[0].name == cache.units[0])
-    return pool.promise(cache, find_eligible(spec, cache, rank.tiers[0].placements))
+    return pool.promise(cache, find_eligible(spec, cache, rank))
 
 
-def _count_in_vram(spec: ModelSpec, rank: RankPlan) -> int:
-    """Bytes of experts that lie in VRAM in the smallest tier."""
+def _decoding_tier(variant: Variant) -> TierPlan:
+    """In which all sequences decode."""
+    return variant.ranks[0].covering(variant.workload.sequences)
+
+
+def _count_in_vram(spec: ModelSpec, tier: TierPlan) -> int:
+    """Bytes of experts that lie in VRAM in a tier."""
     total = 0
-    for place in rank.tiers[0].placements:
+    for place in tier.placements:
         unit = spec.unit(place.unit)
         if unit.kind.parts and place.in_arena:
             here = place.kept_parts or count_shares(unit) - place.cpu_rows
@@ -104,9 +121,9 @@ def _count_in_vram(spec: ModelSpec, rank: RankPlan) -> int:
 
 
 def _count_admits(spec: ModelSpec, profile: MachineProfile, variant: Variant) -> int:
-    """How many experts may be brought in after a token so that no token waits for the link. What they cost after all is
-    simulated."""
-    prediction, tables = variant.ranks[0].tiers[0].prediction, Tables(profile, variant.correction)
+    """How many experts may be brought in after a micro-batch so that none waits for the link. What they cost after
+    all is simulated."""
+    prediction, tables = _decoding_tier(variant).prediction, Tables(profile, variant.correction)
     idle = prediction.seconds - dict(prediction.busy).get("link", 0.0)
     spare = max(SPARE_SHARE * idle, LEAST_SHARE * prediction.seconds)
     units = [unit for unit in spec.units if unit.kind.parts and unit.tensors]

@@ -7,15 +7,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pshard.model import ModelSpec
-from pshard.routing.expert_cache import ExpertCache, pack_hits, slot_nbytes
+from pshard.routing.expert_cache import FOLLOW_TOKENS, MOST_FOLLOW_TOKENS, ExpertCache, pack_hits, slot_nbytes
 from pshard.routing.follow_use import UseFollower
+from pshard.routing.play_record import keep_last
 from pshard.routing.record import RoutingRecord
 from pshard.routing.replay_slots import replay_tokens
 from pshard.units.divide_unit import count_shares
 from pshard.units.moe.followed import numbers_of
 from pshard.units.unit import Unit
-
-MOST_REPLAYED = 1500  # tokens: the last ones of a record; twice as many move hit rates by less than a point
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,9 @@ class Pool:
 
     def make_cache(self, slots: int, policy: str, admits: int) -> ExpertCache:
         """Slots of which nothing is promised yet."""
-        return ExpertCache(tuple(unit.name for unit in self.units), slots, self.slot_nbytes, policy, admits)
+        tokens = max(FOLLOW_TOKENS, min(self.together, MOST_FOLLOW_TOKENS))
+        names = tuple(unit.name for unit in self.units)
+        return ExpertCache(names, slots, self.slot_nbytes, policy, admits, tokens=tokens)
 
     def promise(self, cache: ExpertCache, eligible: np.ndarray) -> ExpertCache:
         """The cache with what is expected of it: what a replay finds in slots that begin empty. Where all are used
@@ -69,7 +70,7 @@ def list_pools(spec: ModelSpec, record: RoutingRecord | None, together: int) -> 
         if unit.kind.parts and unit.tensors:
             alike[unit.likeness].append(unit)
     used = spec.config.experts.used if spec.config.experts else 0
-    own = None if record is None else replace(record, ids=record.ids[-MOST_REPLAYED:])
+    own = None if record is None else keep_last(record)
     return tuple(Pool(tuple(units), used, own, together) for units in alike.values())
 
 

@@ -33,6 +33,7 @@ from pshard.machine import MachineProfile
 from pshard.plan import Trial, Variant
 from pshard.registries.fingerprint import fingerprint_inputs
 from pshard.registries.known_models import note_model
+from pshard.registries.routing_file import keep_record
 from pshard.registries.store import load_registry, registry_path, save_variants
 from pshard.session.planning_bar import planning_bar
 from pshard.workload import Workload
@@ -48,11 +49,6 @@ Tell = Callable[[str], None]  # a line for the user, beside the output
 UNRECORDED = (
     "no routing record: experts are priced as if all were chosen alike, which real texts beat; "
     "pshard-run --record-routing FILE makes one, --routing FILE plans by it"
-)
-
-UNTRIED_SLOTS = (
-    "the plan has slots for experts that follow use, which were not tried: the tokens of a trial are made up, and "
-    "choose other experts than texts do; it is predicted to be faster by the record"
 )
 
 
@@ -91,6 +87,8 @@ def _run(argv: list[str]) -> int:
     if registry:
         for why in save_variants(registry, planned.spec.name, planned.inputs, planned.variants).notes:
             tell(f"note: {why}")
+        if planned.record:
+            keep_record(registry, planned.record)
         note_model(path)
     said()
     where = registry or "not written, as the plan is for another machine; --registry FILE keeps it"
@@ -173,6 +171,11 @@ def list_gaps(profile: MachineProfile, splits: bool, routes: bool) -> list[str]:
         gaps.append("the profile has no collectives; what ranks exchange is priced as copies through host memory")
     if routes and not profile.experts:
         gaps.append("the profile has no routed experts; they are priced as matrices; pshard-profile -m times a model's")
+    elif routes and not profile.in_place and profile.accelerators[0].kind != "cpu":
+        gaps.append(
+            "the profile has no experts that are read over the link in place; that is priced as a copy, which is "
+            "faster; pshard-profile -m times a model's"
+        )
     return gaps
 
 
@@ -267,34 +270,34 @@ def _plan(
     from pshard.errors import NoPlan
     from pshard.planner.choose_mode import alone_on, plan_split
     from pshard.planner.make_plan import plan_baseline
-    from pshard.planner.routing.plan_slots import plan_slots
+    from pshard.planner.routing.plan_slots import plan_slots, why_no_slots
+    from pshard.routing.play_record import keep_last
     from pshard.session.try_plans import SPLIT, choose_by_trial
 
     def say(line: str) -> None:
         tell(f"note: {line}")
 
-    def follow_use(chosen: Variant, trials: tuple[Trial, ...] = ()) -> tuple[Variant, tuple[Trial, ...]]:
-        asked = replace(chosen.workload, max_ubatch=workload.max_ubatch)
-        found = plan_slots(model.spec, profile, asked, chosen, record, args.time_limit)
-        if trials and found.ranks[0].caches:
-            say(UNTRIED_SLOTS)
-        return found, trials
+    def try_on_one(asked: Workload) -> tuple[Variant, tuple[Trial, ...]]:
+        played = keep_last(record) if record else None
+        return choose_by_trial(model, profile, asked, args.time_limit, args.validate_seconds, say, played)
 
     validate, record = how
     try:
         if args.strategy != "ilp":
             return plan_baseline(args.strategy, model.spec, profile, workload, record=record), ()
         if validate and args.split_mode != "auto":
-            return follow_use(*choose_by_trial(model, profile, workload, args.time_limit, args.validate_seconds, say))
+            return try_on_one(workload)
         with planning_bar(f"planning {model.spec.name}"):
             settled = plan_split(model.spec, profile, workload, wants_ratios(args), args.time_limit)
         if validate and len(settled.ranks) == 1:
-            one = alone_on(workload, settled.workload.device)
-            chosen, trials = choose_by_trial(model, profile, one, args.time_limit, args.validate_seconds, say)
-            return follow_use(replace(chosen, considered=settled.considered), trials)
+            chosen, trials = try_on_one(alone_on(workload, settled.workload.device))
+            return replace(chosen, considered=settled.considered), trials
         if validate:
             say(f"not validated: {SPLIT}")
-        return follow_use(settled)
+        asked = replace(settled.workload, max_ubatch=workload.max_ubatch)
+        if record and (why := why_no_slots(settled)):
+            say(why)
+        return plan_slots(model.spec, profile, asked, settled, record, args.time_limit), ()
     except NoPlan as error:
         if args.sweep is None:
             raise

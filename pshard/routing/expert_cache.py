@@ -6,22 +6,24 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pshard.quant import TENSOR_ALIGN, align
-from pshard.units.moe.in_place import ALWAYS_TOKENS
+from pshard.units.moe.in_place import ALWAYS_TOKENS, IN_PLACE_TOKENS
 from pshard.units.unit import Unit
 
 # larger tiers leave the slots as they are: a prompt uses nearly all experts, and would throw out what decoding chose
 FOLLOW_TOKENS = ALWAYS_TOKENS
+MOST_FOLLOW_TOKENS = IN_PLACE_TOKENS  # of the tier in which more sequences decode
 POLICIES = ("lru", "frequency")
 STEPS = 255  # of a share, that it fits a byte
 
 
 @dataclass(frozen=True)
 class ExpertCache:
-    """A pool of slots for the experts of like layers, `units`, in tiers of up to FOLLOW_TOKENS tokens.
+    """A pool of slots for the experts of like layers, `units`, in tiers of up to `tokens` tokens, which read what they
+    have outside VRAM in place.
 
-    A slot of `slot_bytes` holds any expert of these layers that lies outside VRAM in the smallest tier. `policy`: "lru"
-    or "frequency" (see follow_use.py). `admits`: how many experts are brought in after a micro-batch at most; 0: what
-    was there at the start stays.
+    A slot of `slot_bytes` holds any expert of these layers that lies outside VRAM in the largest of these tiers.
+    `policy`: "lru" or "frequency" (see follow_use.py). `admits`: how many experts are brought in after a micro-batch at
+    most; 0: what was there at the start stays.
     `hits`: what share of the choices of the expert at each place finds it in a slot, as a replay or nothing ("") says;
     one byte each, 255ths, as base64. `found`: what share of all choices of these layers that is. `admitted`: how many
     experts the replay brings in for each token.
@@ -35,6 +37,12 @@ class ExpertCache:
     hits: str = ""
     found: float = 0.0
     admitted: float = 0.0
+    tokens: int = FOLLOW_TOKENS
+
+    def refill(self, tokens: int) -> float:
+        """How many experts are expected to be brought in for a micro-batch of so many tokens; 0 where it uses no
+        slots."""
+        return min(float(self.admits), self.admitted * tokens) if tokens <= self.tokens else 0.0
 
     @property
     def nbytes(self) -> int:
@@ -78,6 +86,8 @@ def check_cache(cache: ExpertCache, where: str) -> None:
         raise ValueError(f"{where}.policy is {cache.policy!r}, not one of {', '.join(POLICIES)}")
     if cache.admits < 0 or cache.admitted < 0:
         raise ValueError(f"{where} admits {cache.admits} experts, {cache.admitted} expected; neither is less than 0")
+    if not 1 <= cache.tokens <= MOST_FOLLOW_TOKENS:
+        raise ValueError(f"{where}.tokens is {cache.tokens}, not 1 to {MOST_FOLLOW_TOKENS}")
     if not 0 <= cache.found <= 1:
         raise ValueError(f"{where}.found is {cache.found}, no share of all choices")
     try:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pshard.cuts.rank_parts import cut_ranks
 from pshard.model import ModelSpec
 from pshard.plan import Placement, TierPlan, Variant
-from pshard.routing.expert_cache import FOLLOW_TOKENS, ExpertCache
+from pshard.routing.expert_cache import ExpertCache
 from pshard.routing.expert_uses import Uses, chosen_share
 from pshard.routing.order_experts import order_experts
 from pshard.units.divide_unit import count_shares
@@ -66,7 +66,7 @@ class Slots:
 @dataclass(frozen=True)
 class ExpertMap:
     """The experts of one rank's plan. Of `count` in a layer a token takes `used`. units: those that they are. slots:
-    which of them may use, in tiers of up to FOLLOW_TOKENS tokens."""
+    which of them may use, in tiers of few tokens."""
 
     model: str
     rank: int
@@ -135,9 +135,9 @@ def _map_tier(spec: ModelSpec, tier: TierPlan, units: list[Unit]) -> TierExperts
 def _hits_of(spec: ModelSpec, tier: TierPlan, unit: Unit) -> tuple[float, ...]:
     """By place the share of choices of a unit that find their expert in a slot; none where a tier uses no slots."""
     place = tier.placement(unit.name)
-    if tier.tokens > FOLLOW_TOKENS or place.where == "cpu" or (place.where == "pinned" and not place.cpu_rows):
+    if place.where == "cpu" or (place.where == "pinned" and not place.cpu_rows):
         return ()
-    return next((cache.hits_by_place for cache in spec.caches if unit.name in cache.units), ())
+    return next((c.hits_by_place for c in spec.caches if unit.name in c.units and tier.tokens <= c.tokens), ())
 
 
 def _share_choices(layer: LayerExperts, uses: Uses, hits: tuple[float, ...] = ()) -> tuple[float, ...]:

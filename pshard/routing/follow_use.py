@@ -115,6 +115,12 @@ class UseFollower:
         self._coming, self._decided = started, []
         return Turn(self._name(arrived), self._name(started), tuple(victims))
 
+    def settle(self) -> None:
+        """What was decided has come, and nothing is on its way: before slots are filled. It counts as nothing."""
+        self.begin()
+        self.begin()
+        self.counts = HitCounts()
+
     def observe(self, ids: np.ndarray) -> None:
         """That micro-batch's choices, ints [tokens, layers, used]: counts hits, and decides what moves next."""
         flat = ids.astype(np.int64) + self._experts * np.arange(ids.shape[1])[:, None]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pshard.model import ModelSpec
     from pshard.models import ModelFile
     from pshard.registries.fingerprint import Inputs
+    from pshard.routing.record import RoutingRecord
 
 
 WORTH_TELLING = 0.8  # of what is free: a plan that takes less may be much slower than another one
@@ -68,14 +69,14 @@ def open_plan(request: RunRequest) -> Opened:
         return choose_variant(replace(plans, variants=tuple(small)), want, command)
 
     if request.replan:
-        _plan_again(request, full, file.spec, profile, path, inputs)
+        _plan_again(request, full, file, profile, path, inputs)
     try:
         choice = choose()
     except (NotPlanned, StaleRegistry) as error:
         if not request.plans:
             raise
         known = path.exists()
-        made = _plan_again(request, full, file.spec, profile, path, inputs)
+        made = _plan_again(request, full, file, profile, path, inputs)
         if known:
             tell_once(f"note: {str(error).split('; run: ')[0]}; so it was planned anew")
         tell_once(describe_made(made, path, command))
@@ -106,19 +107,42 @@ def _replan_command(request: RunRequest, workload: Workload) -> str:
 
 
 def _plan_again(
-    request: RunRequest, workload: Workload, spec: "ModelSpec", profile: MachineProfile, path: Path, inputs: "Inputs"
+    request: RunRequest, workload: Workload, file: "ModelFile", profile: MachineProfile, path: Path, inputs: "Inputs"
 ) -> Variant:
-    """Plan the workload, by the popularity of experts that the registry at `path` knows, and keep its variant there."""
+    """Plan the workload, by the popularity of experts that the registry at `path` knows and by the record that is kept
+    beside it, and keep its variant there."""
     from pshard.planner.choose_mode import plan_split
+    from pshard.planner.routing.plan_slots import plan_slots
     from pshard.registries.store import recall_popularity, save_variants
     from pshard.session.planning_bar import planning_bar
 
     known = recall_popularity(path, inputs)
+    spec = order_experts(file.spec, known)
+    record = _recall_record(path, file) if known else None
     with planning_bar(f"planning {spec.name}"):
-        planned = plan_split(order_experts(spec, known), profile, workload, request.auto_ratios)
+        planned = plan_split(spec, profile, workload, request.auto_ratios)
+        asked = replace(planned.workload, max_ubatch=workload.max_ubatch)
+        planned = plan_slots(spec, profile, asked, planned, record)
     for note in save_variants(path, spec.name, inputs, [planned]).notes:
         print(f"note: {note}", file=sys.stderr)
     return planned
+
+
+def _recall_record(registry: Path, file: "ModelFile") -> "RoutingRecord | None":
+    """The routing record beside a registry; None, and a note, where there is none that can be used."""
+    from pshard.registries.routing_file import recall_record
+
+    try:
+        record = recall_record(registry, file)
+    except UserError as error:
+        tell_once(f"note: planned without slots for experts that follow use: {error}")
+        return None
+    if record is None:
+        tell_once(
+            "note: planned without slots for experts that follow use, as no routing record is kept beside the "
+            "registry; pshard-plan --routing FILE keeps one"
+        )
+    return record
 
 
 def _describe_waste(variant: Variant, full: Workload, command: str) -> str | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pshard.plan import Variant
 
 if TYPE_CHECKING:
+    from pshard.routing.record import RoutingRecord
     from pshard.runtime.engine import Engine
     from pshard.runtime.ranks.group import Group
     from pshard.session.open_plan import Opened
@@ -39,9 +40,11 @@ def start_engine(
     on_close: Callable[[], None] = lambda: None,
     records: bool = False,
     checkpoints: bool = True,
+    plays: "RoutingRecord | None" = None,
 ) -> "Engine":
     """Load the model under a variant on this machine's accelerator, with a progress bar on a terminal. records: which
-    experts tokens use is kept for `Engine.record_routing`. checkpoints: of states that cannot be cut back are kept."""
+    experts tokens use is kept for `Engine.record_routing`. checkpoints: of states that cannot be cut back are kept.
+    plays: see build_engine."""
     from pshard.registries.profile_store import note_page_locks
     from pshard.runtime.build_engine import build_engine
     from pshard.runtime.checkpoints.checkpoints import CHECKPOINT_BYTES
@@ -55,7 +58,7 @@ def start_engine(
     with loading_bar(opened.file.spec.name, opened.file.spec.packed_nbytes) as progress:
         engine = build_engine(
             opened.file, variant, device, kernels=kernels, group=group, progress=progress, on_close=on_close,
-            tiles=opened.profile.tiles_of(index), records=records,
+            tiles=opened.profile.tiles_of(index), records=records, plays=plays,
             checkpoint_bytes=min(CHECKPOINT_BYTES, _spare_memory(group)) if checkpoints else 0,
         )  # fmt: skip
     if group is None or group.size == 1:  # several ranks share what the system gives

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pshard.models import ModelFile
     from pshard.planner.price.tier_loads import TierLoad
     from pshard.planner.rank_task import RankTask
+    from pshard.routing.record import RoutingRecord
     from pshard.runtime.engine import Engine
 
 SAMPLES = 3
@@ -30,6 +31,10 @@ NOISE = 0.01  # the planner's own choice stays unless another plan is measured f
 AGAIN = 1.15  # plans within this factor of the fastest are run once more, as machines change their speed
 SMALL_MODEL = 1 << 30  # bytes: up to here trying plans takes seconds also without a GPU
 
+UNTRIED_SLOTS = (
+    "the plan has slots for experts that follow use, and no time was left to try them; it is predicted to be faster by "
+    "the record; see --validate-seconds"
+)
 SPLIT = "a model split over devices runs in several processes; see pshard-bench"
 
 Say = Callable[[str], None]
@@ -70,7 +75,13 @@ def why_impossible(profile: MachineProfile, workload: Workload) -> str | None:
 
 
 def choose_by_trial(
-    file: "ModelFile", profile: MachineProfile, workload: Workload, time_limit: float, seconds: float, say: Say
+    file: "ModelFile",
+    profile: MachineProfile,
+    workload: Workload,
+    time_limit: float,
+    seconds: float,
+    say: Say,
+    record: "RoutingRecord | None" = None,
 ) -> tuple[Variant, tuple[Trial, ...]]:
     """The variant that runs the workload fastest, and every plan that was tried, the chosen one first.
 
@@ -79,9 +90,10 @@ def choose_by_trial(
     Where a prediction is off, the profile's times are fitted to what was measured, the program is solved again, and
     its new choice is tried too. What other programs or machines may have made longer by DISTURBED or more is sampled
     again, TRIES times in all; where that does not help it is kept, marked, but nothing is fitted to it, and no plan is
-    preferred to the planner's choice by it. `say` hears one line for each plan that was not tried, and why, one on
-    measurements that were disturbed, and one where they could not tell plans apart. Nothing measured: the planner's
-    choice, as it was predicted.
+    preferred to the planner's choice by it. With a routing `record` made-up tokens use the experts that it says, and a
+    plan with slots for experts that follow use is tried beside the fastest, where it is predicted faster. `say` hears
+    one line for each plan that was not tried, and why, one on measurements that were disturbed, and one where they
+    could not tell plans apart. Nothing measured: the planner's choice, as it was predicted.
     """
     from pshard.planner.make_plan import plan_to_try, predict_again, same_placements
     from pshard.planner.prepare_ranks import prepare_ranks, price_tiers
@@ -90,7 +102,7 @@ def choose_by_trial(
 
     (task,) = profiled = prepare_ranks(file.spec, profile, workload)
     tiers = tuple(c.load.tokens for c in task.costs)
-    bench = _Bench(file, profile, tiers, workload, time.monotonic() + seconds, say)
+    bench = _Bench(file, profile, tiers, workload, time.monotonic() + seconds, say, record)
     candidates = plan_to_try(task, Tables(profile), time_limit)
     for variant in candidates:
         bench.attempt(variant, task)
@@ -113,7 +125,33 @@ def choose_by_trial(
         ]
     bench.tell_disturbed()
     best = choose_trial(bench.trials, say)
-    return best.refitted, (best, *(t for t in bench.trials if t is not best))
+    chosen, best = _try_slots(bench, best, time_limit)
+    return chosen, (best, *(t for t in bench.trials if t is not best))
+
+
+def _try_slots(bench: "_Bench", best: Trial, time_limit: float) -> tuple[Variant, Trial]:
+    """The plan to keep and the trial that counts: those of `best`, or of a plan with slots that is predicted faster by
+    the record and measured so. What there is no time to measure is kept by its prediction."""
+    from pshard.planner.prepare_ranks import price_tiers
+    from pshard.planner.price.profile_tables import Tables
+    from pshard.planner.routing.plan_slots import plan_slots, why_no_slots
+
+    spec, own = bench.file.spec, best.refitted
+    if bench.record and (why := why_no_slots(own)):
+        bench.say(why)
+    found = plan_slots(spec, bench.profile, bench.asked_of(own), own, bench.record, time_limit)
+    (rank,) = found.ranks
+    if not rank.caches:
+        return own, best
+    if bench.spent:
+        bench.say(UNTRIED_SLOTS)
+        return found, best
+    tables, tiers = Tables(bench.profile, found.correction), tuple(tier.tokens for tier in rank.tiers)
+    (task,) = price_tiers(replace(spec, caches=rank.caches), tables, found.workload, tiers)
+    tried = len(bench.trials)
+    bench.attempt(found, task, "with slots")
+    best = choose_trial([best, *bench.trials[tried:]], bench.say)
+    return best.refitted, best
 
 
 def choose_trial(trials: Sequence[Trial], say: Say) -> Trial:
@@ -148,10 +186,12 @@ class _Bench:
         workload: Workload,
         deadline: float,
         say: Say,
+        record: "RoutingRecord | None",
     ) -> None:
         from pshard.planner.price.tier_loads import tier_loads
 
-        self.file, self.profile, self.deadline, self.say = file, profile, deadline, say
+        self.file, self.profile, self.deadline, self.say, self.record = file, profile, deadline, say, record
+        self._asked = workload.max_ubatch
         workload = replace(workload, max_ubatch=tiers[-1])
         self.loads = tuple(load for load in tier_loads(workload, tiers) if load.weight > 0)
         self.trials: list[Trial] = []
@@ -162,7 +202,7 @@ class _Bench:
         """Measure a variant; a line says why when it cannot be run or no time is left."""
         name = " ".join((variant.ranks[0].tiers[0].solve.strategy, label)).strip()
         name += " 2" if any(t.name == name for t in self.trials) else ""
-        if self.trials and self._spent:
+        if self.trials and self.spent:
             self.say(f"{name} was not tried: the time for validation is spent; see --validate-seconds")
             return
         found = self._run_if_possible(variant, f"{name} was left out, it does not run")
@@ -177,7 +217,7 @@ class _Bench:
         fastest = min(t.seconds for t in self.trials)
         contenders = [t for t in self.trials if t is self.trials[0] or t.seconds <= fastest * AGAIN]
         for trial in contenders if len(contenders) > 1 else ():
-            if self._spent:
+            if self.spent:
                 self.say(f"{trial.name} was run only once: the time for validation is spent; see --validate-seconds")
                 continue
             timed = self._run_if_possible(trial.variant, f"{trial.name} was run only once, it does not run again")
@@ -187,8 +227,12 @@ class _Bench:
             self._found[nth] = {n: _best([self._found[nth][n], now]) for n, now in timed.items()}
             self.trials[nth] = self._make_trial(trial.name, trial.variant, self._found[nth], task)
 
+    def asked_of(self, variant: Variant) -> Workload:
+        """A variant's workload, with the largest micro-batch that was asked for."""
+        return replace(variant.workload, max_ubatch=self._asked)
+
     @property
-    def _spent(self) -> bool:
+    def spent(self) -> bool:
         """Whether one more trial would take too long."""
         return time.monotonic() + self._longest > self.deadline
 
@@ -222,7 +266,7 @@ class _Bench:
         started = time.monotonic()
         try:
             opened = Opened(self.file, self.profile, variant, Path())
-            with start_engine(opened, variant, checkpoints=False) as engine:
+            with start_engine(opened, variant, checkpoints=False, plays=self.record) as engine:
                 return measure_tiers(engine, self.loads, self.deadline)
         finally:
             gc.collect()

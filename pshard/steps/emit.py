@@ -9,7 +9,6 @@ from functools import lru_cache
 
 from pshard.model import ModelSpec
 from pshard.plan import Placement, TierPlan
-from pshard.routing.expert_cache import FOLLOW_TOKENS
 from pshard.routing.expert_uses import read_nbytes
 from pshard.steps.step import (
     AllReduce,
@@ -64,7 +63,7 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
     first, following = copies[:slots], _next_in_slot(copies, slots)
     fetches, writes = _move_states(spec, placed, shape)
     staged = iter(fetches)  # of the next unit whose state passes through the stage: nothing, or its fetch
-    body: list[Step] = [*_refill_slots(spec, tier), *next(staged, ())]
+    body: list[Step] = [*_refill_slots(spec, tier, shape.tokens), *next(staged, ())]
     add, sums = body.append, shape.ranks > 1 and not links
     stays = sums and not shape.sums_on_host
     at, n_copied = _Whereabouts(spec, shape.tokens, stays), 0
@@ -162,11 +161,11 @@ def list_residents(spec: ModelSpec, tier: TierPlan) -> tuple[Bring, ...]:
     return tuple(found)
 
 
-def _refill_slots(spec: ModelSpec, tier: TierPlan) -> list[Step]:
+def _refill_slots(spec: ModelSpec, tier: TierPlan, tokens: int) -> list[Step]:
     """Slots for experts that follow use come first: their copies run under all that follows."""
-    if not spec.caches or tier.tokens > FOLLOW_TOKENS:
+    if tier.tokens > spec.follow_tokens:
         return []
-    return [Refill(sum(round(cache.admitted * cache.slot_bytes) for cache in spec.caches))]
+    return [Refill(sum(round(cache.refill(tokens) * cache.slot_bytes) for cache in spec.caches))]
 
 
 def _placed(spec: ModelSpec, tier: TierPlan) -> list[Placed]:

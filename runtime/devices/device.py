@@ -119,7 +119,9 @@ class CudaDevice:
         if memory.numel() == 0:
             return True
         # one registration: a copy that spans two of them is an invalid argument to the driver
-        if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0:
+        with torch.cuda.device(self.torch_device):  # also in a thread that never had one
+            code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+        if code == 0:
             self._locked[memory.data_ptr()] = memory.numel()
             if self._serves(memory):
                 return True

@@ -16,10 +16,11 @@ import torch
 from pshard.model import ModelSpec
 from pshard.plan import RankPlan
 from pshard.quant import TENSOR_ALIGN, align
-from pshard.routing.expert_cache import FOLLOW_TOKENS, ExpertCache, part_sizes
+from pshard.routing.expert_cache import ExpertCache, part_sizes
 from pshard.routing.follow_use import HitCounts, Move, Turn
 from pshard.runtime.devices.device import Device
 from pshard.runtime.kernels.api import ExpertWeights, Packed
+from pshard.runtime.memory.host_side import HostSide
 from pshard.runtime.memory.picks import Picks
 from pshard.runtime.memory.transfers import Transfers
 from pshard.steps.step import Compute
@@ -52,23 +53,27 @@ class SlotPool:
     def __init__(
         self,
         cache: ExpertCache,
+        memory: torch.Tensor,
         spec: ModelSpec,
         plan: RankPlan,
-        memory: torch.Tensor,
         device: Device,
         transfers: Transfers,
-        allocate: Callable[[int], torch.Tensor],
+        host: HostSide,
     ) -> None:
-        """memory: uint8, the slots, on the device. allocate: page-locked host memory, by bytes."""
+        """memory: uint8, the slots, on the device. host: has page-locked memory, and perhaps a record that is played,
+        which warms the slots."""
         self._units = [spec.unit(name) for name in cache.units]
         self._rows = {name: row for row, name in enumerate(cache.units)}
         self._places = [{number: i for i, number in enumerate(numbers_of(unit))} for unit in self._units]
         self._memory, self._slot_bytes, self._device, self._transfers = memory, cache.slot_bytes, device, transfers
         self.follower = follow_plan(spec, plan, cache)
+        if host.picks is not None and host.picks.play is not None:
+            host.picks.play.warm(self.follower, self.layers)
         shape = len(self._units), 3, self.follower.slot_of.shape[1]
-        few = [tier.tokens for tier in plan.tiers if tier.tokens <= FOLLOW_TOKENS]
+        self._tokens = cache.tokens
+        few = [tier.tokens for tier in plan.tiers if tier.tokens <= self._tokens]
         self._stages = {  # page-locked with the other buffers: weights take all that is left
-            tokens: allocate(8 * math.prod(shape)).view(torch.int64).view(shape) for tokens in few
+            tokens: host.allocate(8 * math.prod(shape)).view(torch.int64).view(shape) for tokens in few
         }
         self._tables: dict[tuple[int, str], _Table] = {}  # by tier and side
         self._at, at = dict[str, int](), 0  # of each part in a slot
@@ -83,8 +88,9 @@ class SlotPool:
         """Numbers of its layers."""
         return tuple(unit.layer for unit in self._units)
 
-    def has(self, unit: str) -> bool:
-        return unit in self._rows
+    def serves(self, tokens: int, unit: str) -> bool:
+        """Whether experts of that unit may lie here in the tier for `tokens` tokens."""
+        return unit in self._rows and tokens <= self._tokens
 
     def fill(self, blobs: Callable[[str], torch.Tensor]) -> None:
         """Bring in what lies in the slots at the start. blobs: units' bytes in host memory, by name."""
@@ -187,9 +193,9 @@ class ExpertSlots:
     def attach(self, tokens: int, step: Compute, weights: Any) -> Any:
         """A step's weights in the tier for `tokens` tokens, where some of its experts may lie in slots; else as they
         are."""
-        if tokens > FOLLOW_TOKENS or step.part == "rest" or not (step.source == "link" or step.cpu_rows):
+        if step.part == "rest" or not (step.source == "link" or step.cpu_rows):
             return weights
-        pool = next((pool for pool in self._pools if pool.has(step.unit)), None)
+        pool = next((pool for pool in self._pools if pool.serves(tokens, step.unit)), None)
         return weights if pool is None else pool.attach(tokens, step.on, step.unit, weights)
 
     def begin(self, tokens: int, batch: int) -> None:

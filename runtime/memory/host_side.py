@@ -7,6 +7,7 @@ from pshard.batch_sizes import LOGIT_ROWS
 from pshard.buffers import row_stage_bytes, scratch_bytes, shared_index_words, widest_join
 from pshard.model import ModelSpec
 from pshard.plan import RankPlan
+from pshard.routing.play_record import RoutingPlay
 from pshard.runtime.blocks.block import Side, make_side
 from pshard.runtime.blocks.rope_table import fill_tables
 from pshard.runtime.devices.device import Device
@@ -70,9 +71,17 @@ class HostSide:
         self.side = make_side(kernels, space, config)
         self.states = {name: self.allocate(spec.unit(name).state_nbytes(config, shape)) for name in plan.kv_on_host}
 
-    def take_picks(self, spec: ModelSpec, tokens: int, records: bool) -> None:
-        """Take the memory to which routers' choices come in tiers for up to so many tokens. records: they are kept."""
-        self.picks = Picks(spec, tokens, self.allocate, records)
+    def take_picks(self, spec: ModelSpec, plan: RankPlan, records: bool, play: RoutingPlay | None) -> None:
+        """Take the memory to which routers' choices come, of all tiers or of those that use slots; none where nobody
+        asks for them. records: they are kept. play: see Picks."""
+        if records or play or plan.caches:
+            most = plan.tiers[-1].tokens if records or play else max(cache.tokens for cache in plan.caches)
+            self.picks = Picks(spec, most, self.allocate, records, play)
+
+    def deal_picks(self, tokens: int) -> None:
+        """See Picks.deal."""
+        if self.picks is not None:
+            self.picks.deal(tokens)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Page-locked host memory, up to the first refusal; it lives as long as this."""

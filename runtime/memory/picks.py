@@ -1,5 +1,5 @@
 """Picks: which experts routers chose, brought to the host where a run records them or slots follow them; elsewhere
-there is none of it."""
+there is none of it. A trial may have them choose what a record says instead."""
 
 from collections.abc import Callable
 
@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from pshard.model import ModelSpec
+from pshard.routing.play_record import RoutingPlay
 from pshard.routing.record import RoutingRecord, id_type
 from pshard.runtime.blocks.block import Side
 from pshard.runtime.blocks.routed_rows import view_routed
@@ -20,16 +21,23 @@ class Picks:
     Attributes:
         records: whether all micro-batches are recorded; else only those of tiers for up to `tokens` tokens are brought.
 
+        play: what is chosen instead of what routers find; None: what these find.
+
     The copy to the stage is part of what a router runs, also in a graph: nobody waits for it but the end of the
     micro-batch.
     """
 
     def __init__(
-        self, spec: ModelSpec, tokens: int, allocate: Callable[[int], torch.Tensor], records: bool = True
+        self,
+        spec: ModelSpec,
+        tokens: int,
+        allocate: Callable[[int], torch.Tensor],
+        records: bool = True,
+        play: RoutingPlay | None = None,
     ) -> None:
         """tokens: of the largest tier that is brought. allocate: uint8 host memory that the link can write, by
         bytes."""
-        self.records, self._tokens = records, tokens
+        self.records, self.play, self._tokens = records, play, tokens
         routers = [unit for unit in spec.units if unit.kind.routing == "makes"]
         self._rule = rule_of(spec.config)
         self._layers = {unit.name: i for i, unit in enumerate(routers)}
@@ -47,10 +55,19 @@ class Picks:
         rows = [self._numbers.index(layer) for layer in layers]
         return self._stage[:, :n].numpy()[rows].transpose(1, 0, 2)
 
+    def deal(self, n: int) -> None:
+        """A micro-batch of n tokens begins, and the last one is done: what it is to choose, where that is played."""
+        if self.play is not None:
+            chosen = self.play.deal(n)[:, [self.play.layers.index(layer) for layer in self._numbers]]
+            self._stage[:, :n].numpy()[:] = chosen.transpose(1, 0, 2)
+
     def bring(self, router: str, side: Side, n: int, device: Device) -> None:
-        """Start to bring what that router has found for n tokens on a side; on the host's it is copied at once."""
+        """Start to bring what that router has found for n tokens on a side, or to replace it by what is played; on
+        the host's side it is copied at once."""
         ids, here = view_routed(side, n)[1].ids, self._stage[self._layers[router], :n]
-        if ids.device.type == "cpu":
+        if self.play is not None:
+            device.send(ids, here) if ids.device.type != "cpu" else ids.copy_(here)
+        elif ids.device.type == "cpu":
             here.copy_(ids)
         else:
             device.bring(here, ids)

@@ -40,10 +40,15 @@ class Transfers:
             except MemoryError:
                 self._refused = True
 
+    @property
+    def may_lock(self) -> bool:
+        """Whether weights may be page-locked: a refusal, here of the ring, is the last question."""
+        return not self._refused
+
     def lock_weights(self) -> None:
         """Page-lock the weights as far as the system lets us, unless it refused the ring; it goes where none needs
         it."""
-        if not self._refused:
+        if self.may_lock:
             self._weights.lock()
         if self._weights.page_locked:
             self.close()

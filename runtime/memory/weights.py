@@ -2,9 +2,9 @@
 
 import mmap
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Protocol
 
 import numpy as np
@@ -32,6 +32,8 @@ class WeightSource(Protocol):
     def tensor_bytes(self, name: str) -> np.ndarray: ...
 
     def part_bytes(self, name: str, part: int) -> np.ndarray: ...
+
+    def expect_tensor(self, name: str) -> None: ...
 
     def forget_tensor(self, name: str) -> None: ...
 
@@ -106,7 +108,9 @@ class HostWeights:
         self.largest = max((u.packed_nbytes for u in self._units.values()), default=0)
         self._starts = starts
         self._chunks = [arena[start:end] for start, end in pairwise([*borders, at])]
+        self._ends = [*borders[1:], at]  # of chunks
         self._locked: list[torch.Tensor] = []
+        self._refused = False
         self._blobs = {name: arena[at : at + self._units[name].packed_nbytes] for name, at in starts.items()}
 
     @property
@@ -127,11 +131,27 @@ class HostWeights:
         self.pack(source, ranges, progress)
         self.lock()
 
-    def pack(self, source: WeightSource, ranges: Ranges | None, progress: Callable[[int], None]) -> None:
-        """Pack every unit from the file. `progress` gets the bytes done since last time."""
-        for name, unit in self._units.items():
-            pack_unit(source, unit, self._blobs[name], ranges)
-            progress(unit.packed_nbytes)
+    def pack(
+        self, source: WeightSource, ranges: Ranges | None, progress: Callable[[int], None], locks: bool = False
+    ) -> None:
+        """Pack every unit from the file, which is read ahead by one. `progress` gets the bytes done since last time.
+        locks: a thread page-locks each chunk when it is full, while the next is packed; see `lock`."""
+        names, full = list(self._units), 0
+        with ThreadPoolExecutor(1, "page-lock") as locker:
+            locked: list[Future[bool]] = []
+            try:
+                for name, following in zip_longest(names, names[1:]):
+                    if locks and self._starts[name] >= self._ends[full]:  # the chunk before is full
+                        locked.append(locker.submit(self._lock_next))
+                        full += 1
+                    expect_unit(source, self._units.get(following))
+                    pack_unit(source, self._units[name], self._blobs[name], ranges)
+                    progress(self._units[name].packed_nbytes)
+            except BaseException:
+                locker.shutdown(cancel_futures=True)
+                raise
+        for chunk in locked:
+            chunk.result()
 
     def check_orders(self, spec: ModelSpec) -> None:
         """Raise ValueError where parts of a unit lie in another order than the model has them."""
@@ -140,13 +160,22 @@ class HostWeights:
                 raise ValueError(f"the weights of {name} were packed in another order than the plan's; pack them again")
 
     def lock(self) -> None:
-        """Page-lock the arena until that is refused: whatever else must be page-locked comes before."""
-        for chunk in self._chunks:
-            self._locked.append(chunk)  # before, so that an interrupt leaves nothing locked
-            if not self._device.page_lock(chunk):
-                self._locked.pop()
-                break
-            self.pageable -= chunk.numel()
+        """Page-lock what is left of the arena until that is refused: whatever else must be page-locked comes before."""
+        while self._lock_next():
+            pass
+
+    def _lock_next(self) -> bool:
+        """Page-lock the next chunk; False where there is none, or one was refused."""
+        if self._refused or len(self._locked) == len(self._chunks):
+            return False
+        chunk = self._chunks[len(self._locked)]
+        self._locked.append(chunk)  # before, so that an interrupt leaves nothing locked
+        if not self._device.page_lock(chunk):
+            self._locked.pop()
+            self._refused = True
+            return False
+        self.pageable -= chunk.numel()
+        return True
 
     def close(self) -> None:
         """Unlock the memory; the arena must not be in use."""
@@ -167,6 +196,12 @@ class LentWeights:
 
     def close(self) -> None:
         """Nothing: the lender closes them."""
+
+
+def expect_unit(source: WeightSource, unit: Unit | None) -> None:
+    """Have the system read a unit's bytes while others are packed."""
+    for tensor in unit.tensors if unit else ():
+        source.expect_tensor(tensor.name)
 
 
 def pack_unit(source: WeightSource, unit: Unit, blob: torch.Tensor, ranges: Ranges | None = None) -> None:

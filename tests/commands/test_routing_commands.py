@@ -8,8 +8,10 @@ import pytest
 from cli_world import World, edit_json, make_world
 
 from pshard.commands import cli_bench, cli_plan, cli_run
+from pshard.planner.make_plan import plan_baseline
 from pshard.registries.routing_file import read_routing
 from pshard.registries.store import load_registry
+from pshard.routing.record import RoutingRecord
 
 ROUTED = {"arch": "qwen3moe", "n_layers": 4, "n_experts": 16, "n_used": 2, "d_expert": 128}
 TEXT = [7919 * i % 258 for i in range(1, 60)]
@@ -66,6 +68,33 @@ def test_a_run_records_and_the_next_plan_and_run_start_with_the_right_experts(
 
     assert run(world, "--vram", "64", "--replan") == 0
     assert [v.popularity for v in load_registry(world.registry).variants] == [variant.popularity] * 2
+
+
+def test_plans_that_are_made_again_have_the_record_that_they_were_made_by(
+    world: World, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, seen = world.model.parent / "a.routing", list[RoutingRecord | None]()
+    assert plan(world) == run(world, "--record-routing", path) == plan(world, "--routing", path) == 0
+    record, kept = read_routing(path), world.registry.with_name(f"{world.registry.name}.routing")
+    path.unlink()
+
+    def plan_slots(spec, profile, workload, variant, record):
+        seen.append(record)
+        return plan_baseline("expert-lru", spec, profile, workload, record=record)
+
+    monkeypatch.setattr("pshard.planner.routing.plan_slots.plan_slots", plan_slots)
+    capsys.readouterr()
+    assert run(world, "--vram", "26", "--replan") == 0
+    assert seen[0] is not None and (seen[0].ids == record.ids).all() and seen[0].layers == record.layers
+    said = capsys.readouterr().err
+    assert "planned without slots" not in said and re.search(r"slots: [0-9.]+% of the choices", said)
+    for damage, says in (
+        (kept.unlink, "as no routing record is kept beside"),
+        (lambda: kept.write_text("x"), "is no r"),
+    ):
+        damage()
+        assert run(world, "--vram", "27", "--replan") == 0 and seen[-1] is None
+        assert says in capsys.readouterr().err
 
 
 def refused(code: int, capsys: pytest.CaptureFixture, says: str) -> None:

@@ -7,7 +7,7 @@ from experts_file import RULES, ExpertsFile
 from planner_cases import DESKTOP
 
 from pshard.commands.cli_plan import list_gaps
-from pshard.machine import ExpertTiming, MachineProfile, RouteTiming
+from pshard.machine import ExpertTiming, InPlaceTiming, MachineProfile, RouteTiming
 from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.experts.expert_tables import LayerShape
 from pshard.planner.price.price_operations import OneSide, price_operations
@@ -110,11 +110,18 @@ def test_without_timings_of_a_side_its_matmuls_stand_in(operation: Operation) ->
     assert 1.5 * once < twice < 2.01 * once < 18
 
 
+READ = (InPlaceTiming("acc", 2 << 20, 1, 16 << 20, 4e-4),)
+
+
 def test_gaps_of_a_profile_are_told_where_they_matter() -> None:
-    without = replace(PROFILE, experts=(), routes=())
-    assert list_gaps(PROFILE, splits=False, routes=True) == list_gaps(without, splits=False, routes=False) == []
+    without, whole = replace(PROFILE, experts=(), routes=()), replace(PROFILE, in_place=READ)
+    assert list_gaps(whole, splits=False, routes=True) == list_gaps(without, splits=False, routes=False) == []
     (line,) = list_gaps(without, splits=False, routes=True)
     assert "no routed experts" in line and "pshard-profile -m" in line
+    (line,) = list_gaps(replace(whole, in_place=()), splits=False, routes=True)
+    assert "read over the link in place; that is priced as a copy" in line and "pshard-profile -m" in line
+    on_cpu = replace(whole, in_place=(), accelerators=(replace(whole.accelerators[0], kind="cpu"),))
+    assert not list_gaps(on_cpu, splits=False, routes=True)  # whose kernels are where the experts are
 
 
 @pytest.mark.parametrize(("tokens", "bound"), [(1, "memory"), (4096, "flops")])

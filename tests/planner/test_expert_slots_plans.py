@@ -21,7 +21,8 @@ from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_costs import tier_costs
 from pshard.planner.price.tier_loads import TierLoad
-from pshard.planner.routing.plan_slots import plan_slots
+from pshard.planner.routing.check_caches import check_caches
+from pshard.planner.routing.plan_slots import plan_slots, why_no_slots
 from pshard.planner.routing.slot_promises import list_pools
 from pshard.routing.expert_cache import ExpertCache, pack_hits, slot_nbytes
 from pshard.routing.expert_map import map_experts
@@ -95,7 +96,7 @@ def test_what_a_plan_promises_is_what_a_replay_of_its_slots_finds(quick_search: 
     _, variant = plan_drifting()
     (rank,) = variant.ranks
     (cache,), (pool,) = rank.caches, list_pools(recorded(), DRIFTING, 1)
-    eligible = find_eligible(recorded(), cache, rank.tiers[0].placements)
+    eligible = find_eligible(recorded(), cache, rank)
     assert pool.promise(cache, eligible) == cache and expect_hits(rank) == cache.found > 0.4
     (experts,) = map_experts(recorded(), variant)
     assert experts.tiers[0].found == pytest.approx(cache.found, abs=0.06) and experts.tiers[-1].found == 0
@@ -103,6 +104,27 @@ def test_what_a_plan_promises_is_what_a_replay_of_its_slots_finds(quick_search: 
     steps = emit_steps(replace(recorded(), caches=rank.caches), rank.tiers[0], StepShape(1, 100, 1))
     (refill,) = [step for step in steps.body if isinstance(step, Refill)]
     assert refill.nbytes == round(cache.admitted * cache.slot_bytes) > 0
+
+
+def test_slots_serve_16_sequences_that_decode_together(quick_search: None) -> None:
+    """They are replayed as so many texts, and what a step brings in is that of 16 tokens."""
+    record = make_drifting_record(3000, LAYERS, 64, 2, 0.99, 6.0)
+    slow_host = replace(RATES, link=8e9, host_memory=8e9, host_flops=2e9)
+    file, profile = ExpertsFile(Experts(64, 2, 64), LAYERS, 256), profile_from_datasheet(slow_host)
+    spec = order_experts(file.spec, measure_popularity(record))
+    work = replace(WORK, vram_mib=(OWN + 24,), sequences=16, context=16 * 128, max_ubatch=64)
+    variant = plan_slots(spec, profile, work, without := plan_variant(spec, profile, work), record)
+    (rank,) = variant.ranks
+    (cache,) = rank.caches
+    assert cache.tokens == 16 and round_seconds(variant) < round_seconds(without)
+    assert [tier.in_place for tier in rank.tiers if tier.tokens <= 16] == [True, True]
+    check_variant((replace(spec, caches=rank.caches),), variant, "cuda")
+    steps = emit_steps(replace(spec, caches=rank.caches), rank.covering(16), StepShape(16, 100, 16, 16))
+    (refill,) = [step for step in steps.body if isinstance(step, Refill)]
+    assert refill.nbytes == round(min(cache.admits, 16 * cache.admitted) * cache.slot_bytes) > 0
+    damaged = [replace(tier, in_place=False) if tier.tokens == 16 else tier for tier in rank.tiers]
+    with pytest.raises(ValueError, match="tier 16: experts that may lie in slots are copied whole"):
+        check_caches(spec, replace(rank, tiers=tuple(damaged)))
 
 
 @pytest.mark.slow
@@ -144,12 +166,31 @@ def test_expert_lru_has_slots_in_all_the_room_and_reads_the_rest_over_the_link(q
     assert names.count("expert-lru") == 1
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"vram_mib": (OWN + 20,) * 2, "split_mode": "layer", "tensor_split": (1.0, 1.0)}, "the plan is for 2;"),
+        ({"sequences": 33, "context": 33 * 128, "max_ubatch": 64, "vram_mib": (OWN + 60,)}, "to 32 sequences and the"),
+    ],
+)
+def test_where_no_slots_can_be_a_line_says_why(change: dict, says: str, quick_search: None) -> None:
+    work = replace(WORK, **change)
+    without = plan_variant(recorded(), PROFILE, work)
+    why = why_no_slots(without)
+    assert why and says in why and "pinned by the record all the same" in why
+    assert plan_slots(recorded(), PROFILE, work, without, DRIFTING) == without
+
+
 def test_expert_lru_is_refused_where_it_cannot_be() -> None:
     with pytest.raises(UserError, match="for one device, not 2"):
         two = replace(WORK, vram_mib=WORK.vram_mib * 2, split_mode="layer")
         plan_baseline("expert-lru", FILE.spec, PROFILE, two)
     with pytest.raises(NoPlan, match="'expert-lru' does not fit"):
         plan_baseline("expert-lru", FILE.spec, PROFILE, replace(WORK, vram_mib=(OWN + 1,)))
+    with pytest.raises(
+        NoPlan, match=r"has slots for 2 experts in .* MiB, not for one of each of 4 layers; raise --vram"
+    ):
+        plan_baseline("expert-lru", FILE.spec, PROFILE, replace(WORK, vram_mib=(OWN + 5,)))
 
 
 @pytest.mark.parametrize(

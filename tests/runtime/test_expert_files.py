@@ -12,7 +12,7 @@ from model_files import MOE, OSS, write_gguf
 from moe_forward import Weights, moe_logits, read_weights
 from thread_ranks import run_ranks
 
-from pshard.model_config import ModelConfig
+from pshard.model_config import Experts, ModelConfig
 from pshard.models import open_model
 from pshard.runtime.engine import Engine
 
@@ -101,9 +101,35 @@ def with_rounded_positions(config: ModelConfig, weights: Weights) -> tuple[Model
     return replace(config, rope=replace(config.rope, rounded=True)), weights
 
 
+def without(part: str) -> Callable[[ModelConfig, Weights], tuple[ModelConfig, Weights]]:
+    return lambda config, weights: (config, {name: v for name, v in weights.items() if part not in name})
+
+
+def with_scaled_sinks(config: ModelConfig, weights: Weights) -> tuple[ModelConfig, Weights]:
+    return config, {n: v / config.head_dim**0.5 if "sinks" in n else v for n, v in weights.items()}
+
+
+def with_rule(**fields: object) -> Callable[[ModelConfig, Weights], tuple[ModelConfig, Weights]]:
+    return lambda config, weights: (replace(config, experts=replace(config.experts, **fields)), weights)
+
+
+def with_rope(**fields: object) -> Callable[[ModelConfig, Weights], tuple[ModelConfig, Weights]]:
+    return lambda config, weights: (replace(config, rope=replace(config.rope, **fields)), weights)
+
+
 @pytest.mark.parametrize(
     "mistake",
     [
+        with_scaled_sinks,
+        without("gate_inp.bias"),
+        without("attn_output.bias"),
+        without("attn_q.bias"),
+        with_rule(scores="softmax", normed=False),  # of all experts, not of the chosen
+        with_rule(scores="sigmoid", normed=True),
+        with_rule(used=2),
+        with_rope(scaling="none"),
+        with_rope(pairing="adjacent"),
+        with_rope(original_context=2048),
         without_sinks,
         with_gate_and_up_swapped,
         with_config(sliding_window=31),
@@ -126,3 +152,33 @@ def test_each_mistake_would_show(oss: Path, expected: np.ndarray, mistake, monke
         config, weights = mistake(config, weights)
     wrong = moe_logits(config, weights, LONG)
     assert np.abs(wrong - expected).max() > 1e-3 * expected.std()
+
+
+def wrong_expert(least: float, most: float, slope: float, plus: float, of_down: float) -> Callable:
+    """An expert of gpt-oss by other numbers: the least of gate, the most of up, the steepness of the sigmoid, what is
+    added to up, and how often the bias of down is."""
+
+    def expert(rule: Experts, own: Weights, number: int, x: np.ndarray) -> np.ndarray:
+        gate, up, down = (own[f"ffn_{role}_exps.weight"][number] for role in ("gate", "up", "down"))
+        biases = [own[f"ffn_{role}_exps.bias"].reshape(rule.count, -1)[number] for role in ("gate", "up", "down")]
+        g, u = np.clip(gate @ x + biases[0], least, 7), np.clip(up @ x + biases[1], -most, most)
+        return down @ (g / (1 + np.exp(-slope * g)) * (u + plus)) + of_down * biases[2]
+
+    return expert
+
+
+RIGHT = {"least": -np.inf, "most": 7.0, "slope": 1.702, "plus": 1.0, "of_down": 1.0}
+
+
+@pytest.mark.parametrize(
+    "mistake", [{"least": -7.0}, {"most": np.inf}, {"slope": 1.0}, {"plus": 0.0}, {"of_down": 0.0}]
+)
+def test_each_mistake_in_an_expert_of_gpt_oss_would_show(
+    oss: Path, expected: np.ndarray, mistake: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_model(oss) as file:
+        config, weights = file.spec.config, read_weights(file)
+    for numbers, shows in ((RIGHT, False), (RIGHT | mistake, True)):
+        monkeypatch.setattr(moe_forward, "_expert", wrong_expert(**numbers))
+        far = np.abs(moe_logits(config, weights, LONG) - expected).max() / expected.std()
+        assert far > 2e-5 if shows else far < 1e-9  # twice the bound: a gate clamped below moves logits least

@@ -1,12 +1,16 @@
 """Experts that follow use into slots of VRAM: the same logits, the right bytes, decisions that repeat."""
 
 import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from cache_plans import cache_of, with_cache
 from experts_file import RULES, ExpertsFile, skew_routers
+from routing_samples import make_drifting_record
 from test_experts import check_talk, make_toy_tier
 from test_routing import draw_text, record_text
 
@@ -16,8 +20,10 @@ from pshard.planner.check_plan import check_runnable
 from pshard.routing.expert_cache import FOLLOW_TOKENS, ExpertCache
 from pshard.routing.measure_popularity import measure_popularity
 from pshard.routing.order_experts import order_experts
-from pshard.routing.replay_slots import replay_run
+from pshard.routing.record import RoutingRecord
+from pshard.routing.replay_slots import replay_run, replay_tokens
 from pshard.runtime.build_engine import build_engine
+from pshard.runtime.devices import device
 from pshard.runtime.devices.device import open_device
 from pshard.runtime.engine import Engine
 from pshard.units.moe.followed import follow_plan, keep_slots
@@ -40,9 +46,15 @@ def make_cached(
     return with_cache(file, tiers, caches, sequences)
 
 
-def open_cached(file: ExpertsFile, variant: Variant, kernels: str = "plain", records: bool = False) -> Engine:
+def open_cached(
+    file: ExpertsFile,
+    variant: Variant,
+    kernels: str = "plain",
+    records: bool = False,
+    plays: RoutingRecord | None = None,
+) -> Engine:
     check_runnable((order_experts(file.spec, variant.popularity),), variant, "cpu")
-    return build_engine(file, variant, open_device("cpu"), kernels=kernels, records=records)
+    return build_engine(file, variant, open_device("cpu"), kernels=kernels, records=records, plays=plays)
 
 
 @pytest.mark.parametrize("sequences, policy", [(1, "lru"), (3, "frequency")])
@@ -53,6 +65,27 @@ def test_slots_give_the_logits_of_a_plain_forward(way: tuple, sequences: int, po
     with open_cached(file, variant) as engine:
         check_talk(engine, file, sequences, 0)
         assert engine.expert_hits.hits > 0 and engine.expert_hits.admitted > 0
+
+
+@pytest.mark.parametrize("kernels", ["plain", "fast"])
+@pytest.mark.parametrize("way", [IN_PLACE, SHARED, slow(KEPT), slow(PINNED)], ids=str)
+def test_slots_give_the_logits_of_a_plain_forward_where_16_sequences_decode(way: tuple, kernels: str) -> None:
+    file = ExpertsFile()
+    layers = sum(bool(unit.kind.parts) for unit in file.spec.units)
+    tiers = tuple(replace(make_toy_tier(file, n, [way] * layers, 1, 16), in_place=n <= 16) for n in (1, 16, 32))
+    cache = replace(cache_of(file, 8), tokens=16)
+    with open_cached(file, with_cache(file, tiers, (cache,), 16), kernels) as engine:
+        engine.forward([draw_text(4, s) for s in range(16)])  # leaves slots as they are: 64 tokens
+        before = engine.expert_hits
+        for turn in range(6):
+            logits = engine.forward([[turn + s] for s in range(16)])
+            _check_bytes(engine)
+        hits = engine.expert_hits
+        texts = [[*draw_text(4, s), *(turn + s for turn in range(6))] for s in range(16)]
+    assert before.chosen == 0 and hits.chosen == 6 * 16 * 3 * 2 and hits.hits > 0 < hits.admitted
+    for row, text in zip(logits, texts):
+        right = file.logits(text)[-1]
+        assert (row.double() - right).abs().max() < 1e-4 * right.std()
 
 
 def walk_text(engine: Engine, text: list[int]) -> torch.Tensor:
@@ -92,6 +125,24 @@ def test_a_run_from_a_fresh_engine_repeats_every_bit(way: tuple) -> None:
         with open_cached(file, make_cached(file, way, (cache_of(file, 4, "lru"),)), "fast") as engine:
             found.append((walk_text(engine, text), engine.expert_hits))
     assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
+
+
+@pytest.mark.parametrize("way", [IN_PLACE, SHARED], ids=str)
+def test_how_long_copies_take_decides_nothing(way: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decisions hang on tokens, never on clocks: over a link that dawdles, now more, now less."""
+    file, text, found, rng = skew_routers(ExpertsFile(), 1.0), draw_text(TEXT), [], random.Random(0)
+
+    class Slow(device._CopyThread):
+        def __init__(self, name: str, copy: Callable = device.move) -> None:
+            super().__init__(name, lambda dst, src: (time.sleep(0.004 * rng.random()), copy(dst, src)))
+
+    for dawdles in (False, True):
+        if dawdles:
+            monkeypatch.setattr(device, "_CopyThread", Slow)
+        with open_cached(file, make_cached(file, way, (cache_of(file, 4),)), "fast") as engine:
+            found.append((walk_text(engine, text), engine.expert_hits))
+    assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
+    assert found[0][1].admitted > 10
 
 
 def test_a_slot_has_the_bytes_of_its_expert_after_any_talk() -> None:
@@ -137,9 +188,11 @@ def test_prompts_leave_slots_as_they_are() -> None:
     with open_cached(file, make_cached(file, IN_PLACE, (cache_of(file, 5),))) as engine:
         for token in draw_text(20):
             engine.forward([token])
-        before = engine.expert_hits
+        before, (pool,) = engine.expert_hits, engine._executor.slots._pools
+        inside = pool.follower.slot_of.copy()
         engine.forward(draw_text(32))
-        assert engine.expert_hits == before
+        assert engine.expert_hits == before and np.array_equal(pool.follower.slot_of, inside) and (inside >= 0).any()
+        _check_bytes(engine)
 
 
 def test_slots_begin_with_the_experts_that_a_record_says_are_used_most() -> None:
@@ -165,3 +218,41 @@ def test_with_slots_that_are_kept_earlier_text_moves_no_bit() -> None:
             found.append(torch.cat([engine.forward([token], all_logits=True) for token in text]))
             assert engine.expert_hits.admitted == 0 < engine.expert_hits.hits
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("kernels", ["plain", "fast"])
+@pytest.mark.parametrize("way", [SHARED, PINNED], ids=str)
+def test_tokens_of_a_trial_use_the_experts_that_a_record_says(way: tuple, kernels: str) -> None:
+    """Whatever they are: so slots find what a replay of the record finds."""
+    file, record = ExpertsFile(Experts(16, 2, 16)), make_drifting_record(200)
+    variant = make_cached(file, way, (cache_of(file, 10),))
+    with open_cached(file, variant, kernels, True, record) as engine:
+        _check_bytes(engine)  # of slots that are warm from the start
+        engine.forward(draw_text(20))
+        for _ in range(80):
+            engine.forward([7])
+        played, hits = engine.record_routing("ab"), engine.expert_hits
+        _check_bytes(engine)
+    assert np.array_equal(played.ids, record.ids[100:])
+    (rank,) = variant.ranks
+    replay = replay_tokens(record, record.layers, follow_plan(file.spec, rank, rank.caches[0]))
+    assert hits.share == pytest.approx(replay.share, abs=0.05) and 0.2 < hits.share < 0.95
+
+
+@pytest.mark.parametrize("kernels", ["plain", "fast"])
+@pytest.mark.parametrize("way", [IN_PLACE, SHARED], ids=str)
+def test_a_router_that_finds_no_numbers_spoils_its_own_text_and_no_other(way: tuple, kernels: str) -> None:
+    """Beside it in prompts and in single tokens, with experts in slots."""
+    file, spoilt = ExpertsFile(), 7
+    file.values["token_embd.weight"][spoilt] = np.nan
+    texts = [[3, 4, 5, 6, 8, 9, 10, 2], [3, spoilt, 5, 6, 8, 9, 10, 2], [11, 12, 13, 14, 15, 3, 2, 1]]
+    with open_cached(file, make_cached(file, way, (cache_of(file, 6),), 3), kernels) as engine:
+        engine.forward([text[:5] for text in texts])
+        for at in range(5, 8):
+            logits = engine.forward([text[at : at + 1] for text in texts])
+        assert engine.expert_hits.chosen == 3 * 3 * 3 * 2
+        _check_bytes(engine)
+    assert logits[1].isnan().all()
+    for row in (0, 2):
+        right = file.logits(texts[row])[-1]
+        assert (logits[row].double() - right).abs().max() < 1e-4 * right.std()

@@ -290,3 +290,18 @@ def test_a_tier_that_comes_back_is_not_bound_anew() -> None:
         engine.forward([7] * 9)
         engine.forward([8])
         assert executor.switches == 3
+
+
+def test_experts_that_lie_in_vram_in_every_tier_are_not_kept_in_host_memory() -> None:
+    file = ExpertsFile()
+    kept = {}
+    for name, ways in (
+        ("all", [("pinned", None)] * 3),
+        ("some", [("pinned", None), ("streamed", None), ("cpu", None)]),
+    ):
+        tiers = tuple(make_toy_tier(file, n, ways, 2, 1) for n in (1, 16))
+        with open_toy(file, tiers, 1) as engine:
+            kept[name] = engine.memory().host_weights
+            check_talk(engine, file, 1, 0)
+    each = file.spec.unit("blk.0.experts").packed_nbytes
+    assert kept["all"] < each and kept["some"] == pytest.approx(kept["all"] + 2 * each, abs=4096)

@@ -156,7 +156,7 @@ class Scripted:
     def time(self, seconds: "dict[int, float | Timed]") -> "dict[int, Timed]":
         return {n: s if isinstance(s, Timed) else Timed(s, self.disturbed) for n, s in seconds.items()}
 
-    def load(self, opened, variant, checkpoints=True):
+    def load(self, opened, variant, checkpoints=True, plays=None):
         known = [placements(v) for v in self.variants]
         if placements(variant) in known:
             nth = known.index(placements(variant))

@@ -1,12 +1,11 @@
 """Which experts of a plan a cache may hold: those that lie outside VRAM where tokens are few. No torch."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
 
 from pshard.model import ModelSpec
-from pshard.plan import Placement, RankPlan, Variant
+from pshard.plan import Placement, RankPlan, TierPlan, Variant
 from pshard.routing.expert_cache import ExpertCache
 from pshard.routing.follow_use import UseFollower
 from pshard.routing.order_experts import order_experts
@@ -49,10 +48,14 @@ def numbers_of(unit: Unit) -> tuple[int, ...]:
     return unit.order or tuple(range(count_shares(unit)))
 
 
-def find_eligible(spec: ModelSpec, cache: ExpertCache, placements: Iterable[Placement]) -> np.ndarray:
-    """bool [layers, experts]: those of a cache's layers, by number, that may lie in a slot. placements: of the smallest
-    tier."""
-    places = {p.unit: p for p in placements}
+def largest_to_follow(rank: RankPlan, cache: ExpertCache) -> TierPlan:
+    """The tier in which all sequences decode: of those that use a cache the largest."""
+    return [tier for tier in rank.tiers if tier.tokens <= cache.tokens][-1]
+
+
+def find_eligible(spec: ModelSpec, cache: ExpertCache, rank: RankPlan) -> np.ndarray:
+    """bool [layers, experts]: those of a cache's layers, by number, that may lie in a slot."""
+    places = {p.unit: p for p in largest_to_follow(rank, cache).placements}
     units = [spec.unit(name) for name in cache.units]
     found = np.zeros((len(units), max(map(count_shares, units))), bool)
     for row, unit in enumerate(units):
@@ -65,7 +68,7 @@ def find_eligible(spec: ModelSpec, cache: ExpertCache, placements: Iterable[Plac
 def follow_plan(spec: ModelSpec, rank: RankPlan, cache: ExpertCache) -> UseFollower:
     """The slots as an engine starts with them: filled with the experts that the plan's popularity says are used most,
     of those outside VRAM; without popularity with the first of each layer."""
-    eligible = find_eligible(spec, cache, rank.tiers[0].placements)
+    eligible = find_eligible(spec, cache, rank)
     units, expected, ranked = [spec.unit(name) for name in cache.units], np.zeros(eligible.shape), []
     for row, unit in enumerate(units):
         uses = spec.popularity.uses_of(unit.layer) if spec.popularity else (0.0,) * eligible.shape[1]

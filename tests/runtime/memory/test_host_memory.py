@@ -1,6 +1,7 @@
 """Memory of weights: in huge pages where there are some; the model file does not stay beside its packed form."""
 
 import mmap
+import time
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,36 @@ def test_weights_are_page_locked_in_chunks_of_whole_units_up_to_the_ceiling(
             assert torch.equal(blob, alone)
         host.close()
         assert not device.locked and not host.page_locked
+        device.close()
+
+
+def test_chunks_are_page_locked_while_the_next_are_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "LOCK_CHUNK", MIB)
+    with open_model(write_gguf(tmp_path / "m.gguf", n_layers=4, vocab=4096)) as model:
+        device, names = CeilingDevice(1000 * MIB), [unit.name for unit in model.spec.units]
+        host, expected, done = HostWeights(model.spec.units, device), list[str](), list[int]()
+        monkeypatch.setattr(model, "expect_tensor", expected.append)
+
+        def note(nbytes: int) -> None:
+            done.append(nbytes)
+            if len(done) == len(names):  # the last is about to be done
+                for _ in range(1000):
+                    if len(device.answers) == len(host._chunks) - 1:
+                        return
+                    time.sleep(0.005)
+
+        host.pack(model, None, note, locks=True)
+        assert len(device.answers) == len(host._chunks) - 1 >= 2 and 0 < host.pageable <= host._chunks[-1].numel()
+        assert expected == [t.name for name in names[1:] for t in model.spec.unit(name).tensors]  # read ahead
+        host.lock()
+        assert host.page_locked and sum(device.locked.values()) == host.nbytes
+        host.close()
+        failing = HostWeights(model.spec.units, device)
+        monkeypatch.setattr(model, "forget_tensor", lambda name: 1 / (name != f"{names[-1]}.weight"))
+        with pytest.raises(ZeroDivisionError):
+            failing.pack(model, None, lambda _: None, locks=True)
+        failing.close()
+        assert not device.locked
         device.close()
 
 
