@@ -115,6 +115,7 @@ class StepEmitter:
         self._sums = shape.ranks > 1 and not links
         self._growing = set(spec.onto_parts.values()) if self._sums else set[str]()
         self._forms: list[_Form] = []
+        self._numbers: dict[tuple, int] = {}  # of forms, by what tells them apart
         # placements by their identities, which are no others': each is here
         self._known: dict[int, tuple[Placement, int]] = {}
         self._pieces: dict[tuple[int, bool], dict[tuple[int, int | None, _At], _Piece]] = {}
@@ -162,12 +163,16 @@ class StepEmitter:
         except KeyError:
             places = {p.unit: p for p in tier.placements}
             for name in self._names:
-                place = places[name]
-                form = _Form(self._units[name], place.where, place.kv, place.share)
-                if form not in self._forms:
-                    self._forms.append(form)
-                known[id(place)] = place, self._forms.index(form)
+                if id(place := places[name]) not in known:
+                    known[id(place)] = place, self._number(place)
             return [known[ids[name]][1] for name in self._names]
+
+    def _number(self, place: Placement) -> int:
+        unit = self._units[place.unit]
+        number = self._numbers.setdefault((unit.name, place.where, place.kv, place.share), len(self._forms))
+        if number == len(self._forms):
+            self._forms.append(_Form(unit, place.where, place.kv, place.share))
+        return number
 
     def _emit_unit(self, form: _Form, tier: TierPlan, slot: int | None, at: _At) -> _Piece:
         unit, where, state, share = form
