@@ -456,7 +456,10 @@ def _stretches(body: Sequence[Step], costs: TierCosts, meets: bool) -> list[list
 
 def _meet(machines: Sequence[_Machine]) -> None:
     """A sum begins when the last rank has come to it."""
-    last = max(max(machine.host, machine.acc) for machine in machines)
+    last = 0.0
+    for machine in machines:
+        here = machine.host if machine.host > machine.acc else machine.acc
+        last = last if last > here else here
     for machine in machines:
         machine.acc = last
 

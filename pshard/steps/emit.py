@@ -130,7 +130,9 @@ class StepEmitter:
         following = _next_in_slot(copies, slots)
         moving = {form for form in set(forms) if self._forms[form].moves}
         # fetches of states that pass through the stage
-        staged = iter([self._move_state(self._forms[form].unit.name)[0] for form in forms if form in moving])
+        staged = iter(
+            [self._move_state(self._forms[form].unit.name)[0] for form in forms if form in moving] if moving else []
+        )
         body: list[Step] = [*_refill_slots(self.spec, tier), *next(staged, ())]
         at, n_copied = _At(), 0
         if links and links.source is not None:
@@ -157,15 +159,17 @@ class StepEmitter:
 
     def _number_forms(self, tier: TierPlan) -> list[int]:
         """The units' forms in order, by their numbers."""
-        known, ids = self._known, {p.unit: id(p) for p in tier.placements}
+        known, placed = self._known, tier.placements
+        if [place.unit for place in placed] != self._names:
+            places = {place.unit: place for place in placed}
+            placed = tuple(places[name] for name in self._names)
         try:
-            return [known[ids[name]][1] for name in self._names]
+            return [known[id(place)][1] for place in placed]
         except KeyError:
-            places = {p.unit: p for p in tier.placements}
-            for name in self._names:
-                if id(place := places[name]) not in known:
+            for place in placed:
+                if id(place) not in known:
                     known[id(place)] = place, self._number(place)
-            return [known[ids[name]][1] for name in self._names]
+            return [known[id(place)][1] for place in placed]
 
     def _number(self, place: Placement) -> int:
         unit = self._units[place.unit]
