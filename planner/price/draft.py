@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from operator import getitem
 
 from pshard.buffers import arena_bytes, row_stage_bytes, scratch_bytes, state_stage_bytes
 from pshard.model import ModelSpec
@@ -10,7 +11,7 @@ from pshard.plan import Buffers, Placement, Prediction, Solve, TierPlan
 from pshard.planner.price.simulate import ROUNDS, Simulation, ranks_seconds, simulate_ranks, simulate_seconds
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.quant import TENSOR_ALIGN, align
-from pshard.steps.emit import SOURCES, emit_steps
+from pshard.steps.emit import SOURCES, StepEmitter, emit_steps
 from pshard.steps.step import StepList, StepShape
 from pshard.units.divide_unit import divided_sizes, joined_width
 from pshard.units.share import Share
@@ -22,6 +23,20 @@ UNSOLVED = Solve("unsolved", 0.0, 0.0, "")
 _placement = lru_cache(1 << 14)(Placement)  # a search drafts the same few thousands of times
 UNDIVIDED: Mapping[str, Share] = {}
 SATURATED = 0.9  # a lane that works this share of the time limits it
+
+
+@dataclass(frozen=True)
+class UnitColumns:
+    """A model's units in order: names, bytes, whether they have parts that may be read in place, and the whole unit's
+    placement by where it is, with a state on the host. stateful: of units with a state their number, their name, and
+    the same with it in VRAM; others: all other units with their numbers."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    has_parts: tuple[bool, ...]
+    whole: tuple[dict[str, Placement], ...]
+    stateful: tuple[tuple[int, str, dict[str, Placement]], ...]
+    others: tuple[tuple[int, Unit], ...]
 
 
 @dataclass(frozen=True)
@@ -65,15 +80,17 @@ class Room:
         return max((align(u.packed_nbytes, TENSOR_ALIGN) for u in bound), default=0)
 
     @cached_property
-    def units(self) -> tuple[tuple[Unit, str, int, dict[str, Placement], dict[str, Placement] | None], ...]:
-        """Units with what a draft asks of them: name, bytes, and the whole unit's placements by where it is, of
-        attention with KV on the host, and with KV in VRAM."""
-        found = []
-        for u in self.spec.units:
-            sides = ("host", "vram") if u.kind.state else (None,)
-            whole, *vram = [{at: Placement(u.name, at, side) for at in SOURCES} for side in sides]
-            found.append((u, u.name, u.packed_nbytes, whole, vram[0] if vram else None))
-        return tuple(found)
+    def columns(self) -> "UnitColumns":
+        """The model's units by what a draft asks of all of them at once."""
+        units = self.spec.units
+        host, vram = (
+            tuple({at: Placement(u.name, at, side if u.kind.state else None) for at in SOURCES} for u in units)
+            for side in ("host", "vram")
+        )
+        stateful = tuple((i, u.name, vram[i]) for i, u in enumerate(units) if u.kind.state)
+        others = tuple((i, u) for i, u in enumerate(units) if not u.kind.state)
+        names, sizes = tuple(u.name for u in units), tuple(u.packed_nbytes for u in units)
+        return UnitColumns(names, sizes, tuple(bool(u.kind.parts) for u in units), host, stateful, others)
 
     @cached_property
     def states(self) -> dict[str, int]:
@@ -105,41 +122,43 @@ def draft_tier(
     shares: of divided units. in_place: whether streamed parts are read in place; None: as is likely to be faster.
     """
     reads = room.spec.ways_to_read(tokens)[0] if in_place is None else in_place
-    placements, streamed, pinned, kv, staged, joined, read = [], [], 0, 0, False, 0, False
-    for unit, name, nbytes, whole, with_kv in room.units:
-        place = where[name]
-        if with_kv is not None:
-            if name in kv_vram:
-                kv += room.states[name]
-                whole = with_kv
-            elif place != "cpu":
-                staged = True
-            placements.append(whole[place])
-        elif shares and name in shares:
-            share = shares[name]
-            sizes = divided_sizes(unit, share)
-            nbytes = sizes.brought
-            pinned += sizes.kept
-            joined = max(joined, joined_width(unit, share, room.spec.config))
-            placements.append(_placement(name, place, None, *share))
-        else:
-            placements.append(whole[place])
-        if place == "pinned":
-            pinned += nbytes
-        elif place == "streamed" and reads and unit.kind.parts:
-            read = True
-        elif place == "streamed":
-            streamed.append(nbytes)
+    columns, states = room.columns, room.states
+    places, whole, sizes = [where[name] for name in columns.names], list(columns.whole), list(columns.sizes)
+    kv, staged, joined = 0, False, 0
+    for i, name, with_kv in columns.stateful:
+        if name in kv_vram:
+            kv += states[name]
+            whole[i] = with_kv
+        elif places[i] != "cpu":
+            staged = True
+    placements, pinned = list(map(getitem, whole, places)), 0
+    if shares:
+        for i, unit in columns.others:
+            if unit.name in shares:
+                share = shares[unit.name]
+                divided = divided_sizes(unit, share)
+                sizes[i] = divided.brought
+                pinned += divided.kept
+                joined = max(joined, joined_width(unit, share, room.spec.config))
+                placements[i] = _placement(unit.name, places[i], None, *share)
+    pinned += sum(nbytes for nbytes, place in zip(sizes, places) if place == "pinned")
+    streamed = [i for i, place in enumerate(places) if place == "streamed"]
+    copied = [i for i in streamed if not columns.has_parts[i]] if reads else streamed
     scratch = room.scratch(tokens) - room.cached + (room.state_stage if staged else 0)
     scratch += row_stage_bytes(tokens, joined)
-    buffers = Buffers(pinned, scratch, min(slots, len(streamed)), max(streamed, default=0), kv, room.cached)
-    return TierPlan(tokens, tuple(placements), buffers, UNPREDICTED, UNSOLVED, read)
+    largest = max((sizes[i] for i in copied), default=0)
+    buffers = Buffers(pinned, scratch, min(slots, len(copied)), largest, kv, room.cached)
+    return TierPlan(tokens, tuple(placements), buffers, UNPREDICTED, UNSOLVED, len(copied) < len(streamed))
 
 
 def tier_steps(room: Room, tier: TierPlan, costs: TierCosts) -> StepList:
     """The steps of the expected micro-batch of this tier."""
+    return emit_steps(room.spec, tier, _shape(room, costs))
+
+
+def _shape(room: Room, costs: TierCosts) -> StepShape:
     load = costs.load
-    shape = StepShape(
+    return StepShape(
         load.tokens,
         load.sequences * load.past,
         load.logit_rows,
@@ -149,17 +168,26 @@ def tier_steps(room: Room, tier: TierPlan, costs: TierCosts) -> StepList:
         room.ranks,
         costs.tables.kind == "cpu",
     )
-    return emit_steps(room.spec, tier, shape)
+
+
+def _timed_steps(room: Room, tier: TierPlan, costs: TierCosts) -> StepList:
+    """The same for who only asks how long they take: units that cost the same go by one name, so that a search comes
+    upon few steps that it has not priced yet."""
+    shape = _shape(room, costs)
+    key = id(room.spec), shape
+    if key not in costs.emitters:
+        costs.emitters[key] = StepEmitter(room.spec, shape, costs.stand_ins)  # has the model: its identity stays
+    return costs.emitters[key].emit(tier)
 
 
 def simulated_seconds(room: Room, tier: TierPlan, costs: TierCosts, rounds: int = ROUNDS) -> float:
     """Simulated steady-state seconds of the expected micro-batch of this tier."""
-    return simulate_seconds(tier_steps(room, tier, costs), costs, rounds)
+    return simulate_seconds(_timed_steps(room, tier, costs), costs, rounds)
 
 
 def tier_seconds(rooms: Sequence[Room], tiers: Sequence[TierPlan], costs: Sequence[TierCosts]) -> tuple[float, ...]:
     """The same of one tier on every rank, as they run together."""
-    steps = [tier_steps(room, tier, cost) for room, tier, cost in zip(rooms, tiers, costs, strict=True)]
+    steps = [_timed_steps(room, tier, cost) for room, tier, cost in zip(rooms, tiers, costs, strict=True)]
     return ranks_seconds(rooms[0].workload.split_mode, steps, costs)
 
 

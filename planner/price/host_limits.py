@@ -62,7 +62,7 @@ def kept_bytes(room: Room, tiers: Iterable[TierPlan]) -> int:
     for tier in tiers:
         weights |= {p.unit for p in tier.placements if p.where != "pinned" or p.share}
         cells |= {p.unit for p in tier.placements if p.kv == "host"}
-    return sum(nbytes for _, name, nbytes, *_ in room.units if name in weights) + sum(room.states[n] for n in cells)
+    return sum(u.packed_nbytes for u in room.spec.units if u.name in weights) + sum(room.states[n] for n in cells)
 
 
 def holds(room: Room, tiers: Iterable[TierPlan]) -> bool:

@@ -144,8 +144,8 @@ class _Machine:
         self.copies = any(type(step) in _COPIES for step in steps.body)  # they run beside the sums
         self.host = self.acc = self.d2h = 0.0
         self.link = _Link()
-        self.loaded: dict[str, _Copy] = {}  # unit -> its last copy into a slot
-        self.fetched: dict[str, _Copy] = {}
+        self.loaded: dict[int | None, _Copy] = {}  # slot -> the last copy into it
+        self.fetched: _Copy | None = None  # of the next state that the accelerator finds in the stage
         self.slot_free: dict[int, float] = {}
         self.begun: tuple[Compute, float] | None = None  # the accelerator's share of a unit, and since when
         self.reading: tuple[Compute, float, _Copy] | None = None  # the same of one that it reads over the link
@@ -158,20 +158,21 @@ class _Machine:
         """Run steps in order. What most steps are is written out here, for this loop is where searches spend time."""
         host, acc, d2h, log = self.host, self.acc, self.d2h, self.log
         link, loaded, fetched, slot_free = self.link, self.loaded, self.fetched, self.slot_free
+        wait = link.wait
         copy_issue, run_issue, queue = self.costs.copy_issue, self.costs.run_issue, link.queue
         to_begin, paid, copies = self.to_begin, self.paid, self.copies
         for kind, step, seconds, more in acts:
             if kind is _COMPUTE or kind is _FROM_SLOT:
-                waits = kind is _FROM_SLOT or (fetched and step.unit in fetched)
+                waits = kind is _FROM_SLOT or (fetched is not None and step.state == "host")
                 host += more if paid else more + run_issue if waits else more + to_begin
                 to_begin, paid = 0.0, False
                 start = acc if acc > host else host
                 if kind is _FROM_SLOT:
-                    copy = loaded[step.unit]
-                    done = copy[END] if copy[END] >= 0.0 else link.wait(copy)
+                    copy = loaded[step.slot]
+                    done = copy[END] if copy[END] >= 0.0 else wait(copy)
                     start = start if start > done else done
-                if fetched and step.unit in fetched:
-                    done = link.wait(fetched.pop(step.unit))
+                if fetched is not None and step.state == "host":
+                    done, fetched = wait(fetched), None
                     start = start if start > done else done
                 acc = start + seconds
                 if log is not None:
@@ -180,7 +181,7 @@ class _Machine:
                 host += copy_issue
                 to_begin = run_issue
                 free = slot_free.get(more, 0.0)
-                loaded[step.unit] = copy = [host if host > free else free, seconds, -1.0, -1.0, step]
+                loaded[more] = copy = [host if host > free else free, seconds, -1.0, -1.0, step]
                 queue.append(copy)
             elif kind is _FREE:
                 slot_free[more] = acc
@@ -188,7 +189,7 @@ class _Machine:
             elif kind is _FETCH:
                 host += more
                 to_begin = run_issue
-                fetched[step.unit] = copy = [host if host > d2h else d2h, seconds, -1.0, -1.0, step]
+                fetched = copy = [host if host > d2h else d2h, seconds, -1.0, -1.0, step]
                 queue.append(copy)
             elif kind is _WRITE:
                 host += more
@@ -216,10 +217,13 @@ class _Machine:
                 if log is not None:
                     log.append((step, "acc", start, acc))
             else:
-                self.host, self.acc, self.d2h, self.to_begin, self.paid = host, acc, d2h, to_begin, paid
+                self.host, self.acc, self.d2h, self.fetched = host, acc, d2h, fetched
+                self.to_begin, self.paid = to_begin, paid
                 kind(self, step)
-                host, acc, d2h, to_begin, paid = self.host, self.acc, self.d2h, self.to_begin, self.paid
-        self.host, self.acc, self.d2h, self.to_begin, self.paid = host, acc, d2h, to_begin, paid
+                host, acc, d2h, fetched = self.host, self.acc, self.d2h, self.fetched
+                to_begin, paid = self.to_begin, self.paid
+        self.host, self.acc, self.d2h, self.fetched = host, acc, d2h, fetched
+        self.to_begin, self.paid = to_begin, paid
 
     def note(self, step: Step, lane: str, start: float, end: float) -> None:
         if self.log is not None:
@@ -230,8 +234,8 @@ class _Machine:
         unit = self.costs.divided(step.unit, step.share) if step.share else self.units[step.unit]
         self.host += unit.issue
         start = max(self.acc, self.host)
-        if step.unit in self.fetched:
-            start = max(start, self.link.wait(self.fetched.pop(step.unit)))
+        if self.fetched is not None and step.state == "host":
+            start, self.fetched = max(start, self.link.wait(self.fetched)), None
         self.run_part(step, start, unit.acc)
 
     def compute_part(self, step: Compute) -> None:
@@ -280,7 +284,7 @@ class _Machine:
     def run_part(self, step: Compute, start: float, seconds: float) -> None:
         """A unit on the accelerator or its part of one, once its weights are there."""
         if step.source == "slot":
-            start = max(start, self.link.wait(self.loaded[step.unit]))
+            start = max(start, self.link.wait(self.loaded[step.slot]))
         if self.costs.acc_contended is None:
             self.acc = start + seconds
         else:
@@ -452,7 +456,10 @@ def _stretches(body: Sequence[Step], costs: TierCosts, meets: bool) -> list[list
 
 def _meet(machines: Sequence[_Machine]) -> None:
     """A sum begins when the last rank has come to it."""
-    last = max(max(machine.host, machine.acc) for machine in machines)
+    last = 0.0
+    for machine in machines:
+        here = machine.host if machine.host > machine.acc else machine.acc
+        last = last if last > here else here
     for machine in machines:
         machine.acc = last
 

@@ -9,8 +9,9 @@ from pshard.planner.price.price_operations import price_operations
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_loads import TierLoad
 from pshard.planner.price.unit_costs import DividedCost, Setting, UnitCost, divided_cost, stage_cost, unit_cost
+from pshard.steps.emit import StepEmitter
 from pshard.steps.graph_runs import LAUNCH_BOUND
-from pshard.steps.step import AllReduce, Gather
+from pshard.steps.step import AllReduce, Gather, StepShape
 from pshard.times.collectives import wire_type
 from pshard.units.operations import Norm
 from pshard.units.share import Share
@@ -40,6 +41,9 @@ class TierCosts:
     )
     searched: dict[tuple[int, ...], tuple] = field(default_factory=dict, init=False, compare=False, repr=False)
     acts: dict[int, tuple] = field(default_factory=dict, init=False, compare=False, repr=False)  # of `simulate`
+    emitters: dict[tuple[int, StepShape], StepEmitter] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )  # of models, by identity
 
     @cached_property
     def setting(self) -> Setting:
@@ -57,6 +61,18 @@ class TierCosts:
     def reads_in_place(self, kind: UnitKind) -> bool:
         """Whether streamed units of the kind are read in place."""
         return self.in_place and kind.parts is not None
+
+    @cached_property
+    def stand_ins(self) -> dict[str, str]:
+        """By unit, the first that costs the same wherever it is, and after which ranks sum alike."""
+        first: dict[tuple, str] = {}
+        parts = set(self.spec.onto_parts.values())
+        return {
+            u.name: first.setdefault(
+                (u.likeness, u.name in self.staged, u.name in parts, u.name in self._normed), u.name
+            )
+            for u in self.spec.units
+        }
 
     def over_link(self, kind: UnitKind, cost: UnitCost | DividedCost) -> float:
         """Seconds of the link for a streamed unit of the kind, read in place or copied."""

@@ -208,7 +208,15 @@ class Baseline:
 def place_strategy(name: str, room: Room, tiers: tuple[int, ...]) -> Baseline | None:
     """All tiers under a strategy; None when its staging does not fit beside the scratch of some tier."""
     strategy = STRATEGIES[name](room.spec)
-    held = cache(lambda n, like: _take(strategy, room, like, n).buffers.total - room.scratch(like))
+    rest = cache(lambda tokens: _place_rest(strategy, room, tokens))
+
+    @cache
+    def take(tokens: int, n: int) -> TierPlan:
+        return _take(strategy, room, rest(tokens), tokens, n)
+
+    def held(n: int, like: int) -> int:
+        return take(like, n).buffers.total - room.scratch(like)
+
     lengths, taken = [], len(strategy.groups)
     for tokens in tiers:
         in_place = room.spec.ways_to_read(tokens)[0]
@@ -218,12 +226,12 @@ def place_strategy(name: str, room: Room, tiers: tuple[int, ...]) -> Baseline | 
             return None
         lengths.append(taken)
     if strategy.static:  # those of the last tier, which takes fewest
-        while taken >= 0 and any(_take(strategy, room, n, taken).buffers.total > room.arena for n in tiers):
+        while taken >= 0 and any(take(n, taken).buffers.total > room.arena for n in tiers):
             taken -= 1  # less in VRAM may take scratch that all of it does not
         if taken < 0:
             return None
         lengths = [taken] * len(tiers)
-    plans = tuple(_take(strategy, room, tokens, n) for tokens, n in zip(tiers, lengths))
+    plans = tuple(map(take, tiers, lengths))
     items = dict.fromkeys(item for group in strategy.groups for item in group)
     shares = {p.unit: p.share for p in plans[0].placements if p.share}
     return Baseline(
@@ -247,12 +255,11 @@ def _fill(held: Callable[[int], int], left: int, most: int) -> int:
     return low + bisect_left(range(low + 1, over), True, key=is_over)
 
 
-def _take(strategy: Strategy, room: Room, tokens: int, n: int) -> TierPlan:
+def _take(strategy: Strategy, room: Room, rest: Mapping[str, str], tokens: int, n: int) -> TierPlan:
+    """The tier with the first `n` groups in VRAM and the other units as `rest` says."""
     items = [item for group in strategy.groups[:n] for item in group]
-    pinned = {name for what, name in items if what == "pin"}
     parts = Counter(name for what, name in items if what == "part")
-    where = {u.name: _place_rest(strategy, room, u, tokens) for u in room.spec.units}
-    where |= dict.fromkeys(pinned, "pinned")
+    where = {**rest, **{name: "pinned" for what, name in items if what == "pin"}}
     shares = dict[str, Share]()
     for name, count in parts.items():
         where[name], shares[name] = _place_parts(count, count_shares(room.spec.unit(name)), where[name])
@@ -260,11 +267,14 @@ def _take(strategy: Strategy, room: Room, tokens: int, n: int) -> TierPlan:
     return draft_tier(room, tokens, where, kv, SLOTS, {name: share for name, share in shares.items() if share})
 
 
-def _place_rest(strategy: Strategy, room: Room, unit: Unit, tokens: int) -> str:
-    """Where a unit is that is not in VRAM: as the strategy says, if it may be there."""
-    wanted = "cpu" if unit.kind.is_looked_up else strategy.rest(unit, tokens)
-    legal = {where for where, _ in places_of(unit.kind, room.sums)}
-    return wanted if wanted in legal else "streamed"
+def _place_rest(strategy: Strategy, room: Room, tokens: int) -> dict[str, str]:
+    """Where units are that are not in VRAM: as the strategy says, if they may be there."""
+    legal = {kind: {where for where, _ in places_of(kind, room.sums)} for kind in {u.kind for u in room.spec.units}}
+    found = {}
+    for unit in room.spec.units:
+        wanted = "cpu" if unit.kind.is_looked_up else strategy.rest(unit, tokens)
+        found[unit.name] = wanted if wanted in legal[unit.kind] else "streamed"
+    return found
 
 
 def _place_parts(count: int, total: int, rest: str) -> tuple[str, Share]:

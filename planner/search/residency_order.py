@@ -109,7 +109,7 @@ def limit_host(room: Room, residency: Residency, counts: Sequence[tuple[Counts, 
     """
     if room.host is None:
         return residency
-    sizes = {name: nbytes for _, name, nbytes, *_ in room.units}
+    sizes = dict(zip(room.columns.names, room.columns.sizes))
     left = room.spec.packed_nbytes - sum(sizes[name] for name in residency.pin_order)
     outside = [left]  # bytes of weights in host memory, by length of the prefix from the longest one down
     for name in reversed(residency.pin_order):

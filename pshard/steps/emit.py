@@ -5,7 +5,9 @@ into it, across the end of the micro-batch too (weights don't depend on tokens).
 first `slots` streamed units already loaded or on their way; `enter` lists those copies for the first one of a tier.
 """
 
+from collections.abc import Mapping
 from functools import lru_cache
+from typing import NamedTuple
 
 from pshard.model import ModelSpec
 from pshard.plan import Placement, TierPlan
@@ -30,6 +32,7 @@ from pshard.steps.step import (
 )
 from pshard.units.divide_unit import divided_sizes, joined_width
 from pshard.units.moe.routed import ROUTED, routed_words
+from pshard.units.share import Share
 from pshard.units.unit import Unit, UnitKind
 
 # a search emits the same few steps thousands of times: equal ones are one object
@@ -56,70 +59,197 @@ def emit_steps(spec: ModelSpec, tier: TierPlan, shape: StepShape) -> StepList:
     accelerator the residual stream stays there: CPU units get a copy of it, and hand over their part of the sum. A part
     to which the next unit adds is where that one runs.
     """
-    links, hidden = spec.neighbours, shape.tokens * spec.config.d_model * 4
-    placed = _placed(spec, tier)
-    slots = tier.buffers.slots
-    copies = _copy_streamed(placed, slots, tier.in_place)
-    first, following = copies[:slots], _next_in_slot(copies, slots)
-    fetches, writes = _move_states(spec, placed, shape)
-    staged = iter(fetches)  # of the next unit whose state passes through the stage: nothing, or its fetch
-    body: list[Step] = [*_refill_slots(spec, tier, shape.tokens), *next(staged, ())]
-    add, sums = body.append, shape.ranks > 1 and not links
-    stays = sums and not shape.sums_on_host
-    at, n_copied = _Whereabouts(spec, shape.tokens, stays), 0
-    if links and links.source is not None:
-        add(Receive(links.source, hidden))
-        at.hidden = "acc"
-    growing = set(spec.onto_parts.values()) if sums else ()
-    for unit, place in placed:
-        name, kind, where = unit.name, unit.kind, place.where
-        on, source, slot, reads = "cpu" if where == "cpu" else "acc", SOURCES[where], None, 0
-        if where == "streamed" and tier.in_place and kind.parts:
-            uses = spec.uses_outside(name, tier.tokens)
-            source, reads = "link", _expect_read(unit, place.share, spec.config, shape.tokens, uses)
-        elif where == "streamed":
-            slot = n_copied % slots
-        if place.cpu_rows:
-            body += [*at.bring("acc", kind), *at.bring("cpu", kind, share=True)]
-            body.extend(_compute_on_both(unit, place, (source, slot, reads), 4 * shape.tokens, spec))
+    return StepEmitter(spec, shape).emit(tier)
+
+
+class _At(NamedTuple):
+    """On which sides activations are: the residual stream on one, what a router has found on those that have it, and a
+    rank's part of a sum that is not whole yet."""
+
+    hidden: str = "cpu"  # token ids start on the host
+    routed: frozenset[str] = frozenset()
+    part: str = ""
+
+
+class _Form(NamedTuple):
+    """A unit and where it is: units of which one stands for the others have the same forms."""
+
+    unit: Unit
+    where: str
+    kv: str | None
+    share: Share
+
+    @property
+    def moves(self) -> bool:
+        """Whether its state passes through the stage."""
+        return self.kv == "host" and self.where != "cpu"
+
+    def is_copied(self, in_place: bool) -> bool:
+        """Whether it is streamed through a slot."""
+        return self.where == "streamed" and not (in_place and self.unit.kind.parts)
+
+
+class _Piece(NamedTuple):
+    """What a unit adds to the list but for its slot's next copy and the next state's fetch, and where activations are
+    then."""
+
+    steps: tuple[Step, ...]
+    after: _At
+
+
+class StepEmitter:
+    """`emit_steps` for many tiers of one model: what a unit adds is worked out once for each way to place it.
+
+    stand_ins: by unit, one that is like it, by whose name its steps are called; for those who only ask how long they
+    take. None: all steps have their own names.
+    """
+
+    def __init__(self, spec: ModelSpec, shape: StepShape, stand_ins: Mapping[str, str] | None = None) -> None:
+        links = spec.neighbours
+        self.spec, self.shape, self._hidden = spec, shape, shape.tokens * spec.config.d_model * 4
+        # another rank of a pipeline may have the embedding or the output
+        self._names = [unit.name for unit in spec.units if unit.tensors or not links]
+        called = stand_ins or {name: name for name in self._names}
+        self._units = {name: spec.unit(called[name]) for name in self._names}
+        self._sums = shape.ranks > 1 and not links
+        self._growing = set(spec.onto_parts.values()) if self._sums else set[str]()
+        self._forms: list[_Form] = []
+        self._numbers: dict[tuple, int] = {}  # of forms, by what tells them apart
+        # placements by their identities, which are no others': each is here
+        self._known: dict[int, tuple[Placement, int]] = {}
+        self._pieces: dict[tuple[int, bool], dict[tuple[int, int | None, _At], _Piece]] = {}
+        self._copies: dict[tuple[int, int], CopyIn] = {}
+        self._moves: dict[str, tuple[tuple[Step, ...], WriteBack]] = {}
+
+    def emit(self, tier: TierPlan) -> StepList:
+        """The steps of one micro-batch under a tier."""
+        slots, links, forms = tier.buffers.slots, self.spec.neighbours, self._number_forms(tier)
+        copied = {form for form in set(forms) if self._forms[form].is_copied(tier.in_place)}
+        copies = self._copy_streamed([form for form in forms if form in copied], slots)
+        following = _next_in_slot(copies, slots)
+        moving = {form for form in set(forms) if self._forms[form].moves}
+        # fetches of states that pass through the stage
+        staged = iter(
+            [self._move_state(self._forms[form].unit.name)[0] for form in forms if form in moving] if moving else []
+        )
+        body: list[Step] = [*_refill_slots(self.spec, tier, self.shape.tokens), *next(staged, ())]
+        at, n_copied = _At(), 0
+        if links and links.source is not None:
+            body.append(Receive(links.source, self._hidden))
+            at = _At("acc")
+        pieces = self._pieces.setdefault((tier.tokens, tier.in_place), {})
+        for form in forms:
+            slot = n_copied % slots if form in copied else None
+            piece = pieces.get((form, slot, at))
+            if piece is None:
+                piece = pieces[form, slot, at] = self._emit_unit(self._forms[form], tier, slot, at)
+            body += piece.steps
+            at = piece.after
+            if form in moving:
+                body += next(staged, ())
+            if slot is not None:
+                body.append(_free(slot))
+                after = following[n_copied]
+                if after is not None:
+                    body.append(after)
+                n_copied += 1
+        body += _deliver(self.spec, at.hidden, self.shape, self._hidden)
+        return StepList(tuple(copies[:slots]), tuple(body))
+
+    def _number_forms(self, tier: TierPlan) -> list[int]:
+        """The units' forms in order, by their numbers."""
+        known, placed = self._known, tier.placements
+        if [place.unit for place in placed] != self._names:
+            places = {place.unit: place for place in placed}
+            placed = tuple(places[name] for name in self._names)
+        try:
+            return [known[id(place)][1] for place in placed]
+        except KeyError:
+            for place in placed:
+                if id(place) not in known:
+                    known[id(place)] = place, self._number(place)
+            return [known[id(place)][1] for place in placed]
+
+    def _number(self, place: Placement) -> int:
+        unit = self._units[place.unit]
+        number = self._numbers.setdefault((unit.name, place.where, place.kv, place.share), len(self._forms))
+        if number == len(self._forms):
+            self._forms.append(_Form(unit, place.where, place.kv, place.share))
+        return number
+
+    def _emit_unit(self, form: _Form, tier: TierPlan, slot: int | None, at: _At) -> _Piece:
+        unit, where, state, share = form
+        name, kind, tokens, stays = unit.name, unit.kind, self.shape.tokens, self._sums and not self.shape.sums_on_host
+        on, source, reads = "cpu" if where == "cpu" else "acc", SOURCES[where], 0
+        now = _Whereabouts(self.spec, tokens, stays, at)
+        if where == "streamed" and slot is None:
+            uses = self.spec.uses_outside(name, tier.tokens)
+            source, reads = "link", _expect_read(unit, share, self.spec.config, tokens, uses)
+        steps: list[Step] = []
+        if share.cpu:
+            steps += [*now.bring("acc", kind), *now.bring("cpu", kind, share=True)]
+            steps.extend(_compute_on_both(unit, share, (source, slot, reads), 4 * tokens, self.spec))
         else:
-            body += at.bring(on, kind)
-            kept = {"kept_parts": place.kept_parts} if place.kept_parts else {}
+            steps += now.bring(on, kind)
+            kept = {"kept_parts": share.kept} if share.kept else {}
             if reads:
                 kept["reads"] = reads
-            add(_compute(name, on, source, slot, "", 0, kind.position, place.kv, **kept))
-        at.leave(on, kind, name in growing)
-        if stays and on == "cpu" and not kind.gives_logits and name not in growing:
-            add(_hand_off("acc", hidden))
-            at.hidden = "acc"
-        if sums and kind.adds and name not in growing:
-            add(_all_reduce(name, hidden))
-        if name in writes:
-            add(writes[name])
-            body += next(staged, ())
-        if slot is not None:
-            add(_free(slot))
-            after = following[n_copied]
-            if after is not None:
-                add(after)
-            n_copied += 1
-    body += _deliver(spec, at.hidden, shape, hidden)
-    return StepList(tuple(first), tuple(body))
+            steps.append(_compute(name, on, source, slot, "", 0, kind.position, state, **kept))
+        grows = name in self._growing
+        now.leave(on, kind, grows)
+        if stays and on == "cpu" and not kind.gives_logits and not grows:
+            steps.append(_hand_off("acc", self._hidden))
+            now.hidden = "acc"
+        if self._sums and kind.adds and not grows:
+            steps.append(_all_reduce(name, self._hidden))
+        if form.moves:
+            steps.append(self._move_state(name)[1])
+        return _Piece(tuple(steps), now.at)
+
+    def _copy_streamed(self, forms: list[int], slots: int) -> list[CopyIn]:
+        """The copy of every unit that is streamed through a slot, in turn into every slot."""
+        if forms and slots < 1:
+            raise ValueError("a tier that streams needs at least one staging slot")
+        copies, known = [], self._copies
+        for n, form in enumerate(forms):
+            key = form, n % slots
+            if key not in known:
+                known[key] = _copy_unit(self._forms[form], n % slots)
+            copies.append(known[key])
+        return copies
+
+    def _move_state(self, name: str) -> tuple[tuple[Step, ...], WriteBack]:
+        """Of a unit whose state passes through the stage: its fetch, if there is one, and its write-back."""
+        if name not in self._moves:
+            shape = self.shape
+            law = self.spec.states(shape.states).get(name)
+            if law is None:
+                raise ValueError(f"{name} keeps no state that could be on the host")
+            fetched = shape.past or not law.grows  # a sequence's zeros, too, are on the host
+            nbytes = law.fetched(shape.past, shape.sequences)
+            write = _write_back(name, law.written(shape.tokens, shape.sequences))
+            self._moves[name] = (_fetch_kv(name, nbytes),) if fetched else (), write
+        return self._moves[name]
 
 
 class _Whereabouts:
-    """On which sides activations are: the residual stream on one, what a router has found on those that have it, and a
-    rank's part of a sum that is not whole yet.
+    """Activations on their way through a unit.
 
     stays: the residual stream is on the accelerator for good, and units that read what a router found do without it.
     """
 
-    def __init__(self, spec: ModelSpec, tokens: int, stays: bool) -> None:
-        self.hidden, self._routed, self._part = "cpu", set[str](), ""  # token ids start on the host
+    def __init__(self, spec: ModelSpec, tokens: int, stays: bool, at: _At) -> None:
+        self.hidden, routed, self._part = at
+        self._routed = set(routed)
         self._stays, self._nbytes = stays, {"hidden": 4 * tokens * spec.config.d_model}
         self._nbytes[PART] = self._nbytes["hidden"]
         if spec.config.experts:
             self._nbytes[ROUTED] = 4 * tokens * routed_words(spec.config)
+
+    @property
+    def at(self) -> _At:
+        """Where they are now."""
+        return _At(self.hidden, frozenset(self._routed), self._part)
 
     def bring(self, on: str, kind: UnitKind, share: bool = False) -> list[Step]:
         """The hand-off of what a unit lacks on a side; share: it computes its part of one that is divided, and of one
@@ -174,40 +304,11 @@ def _placed(spec: ModelSpec, tier: TierPlan) -> list[Placed]:
     return [(unit, places[unit.name]) for unit in spec.units if unit.tensors or not links]
 
 
-def _copy_streamed(placed: list[Placed], slots: int, in_place: bool) -> list[CopyIn]:
-    """The copy of every streamed unit, in turn into every slot, but for those that are read in place."""
-    streamed = [
-        (unit, place) for unit, place in placed if place.where == "streamed" and not (in_place and unit.kind.parts)
-    ]
-    if streamed and slots < 1:
-        raise ValueError("a tier that streams needs at least one staging slot")
-    copies = []
-    for i, (unit, place) in enumerate(streamed):
-        if place.share:
-            nbytes = divided_sizes(unit, place.share).copied
-            copies.append(_copy_in(unit.name, i % slots, nbytes, place.cpu_rows, place.kept_parts))
-        else:
-            copies.append(_copy_in(unit.name, i % slots, unit.packed_nbytes))
-    return copies
-
-
-def _move_states(
-    spec: ModelSpec, placed: list[Placed], shape: StepShape
-) -> tuple[list[tuple[Step, ...]], dict[str, WriteBack]]:
-    """Of units whose state passes through the stage: of each in order its fetch, if there is one, and write-backs by
-    unit."""
-    fetches: list[tuple[Step, ...]] = []
-    writes, laws = {}, spec.states(shape.states)
-    for unit, place in placed:
-        if place.kv == "host" and place.where != "cpu":
-            law = laws.get(unit.name)
-            if law is None:
-                raise ValueError(f"{unit.name} keeps no state that could be on the host")
-            fetched = shape.past or not law.grows  # a sequence's zeros, too, are on the host
-            nbytes = law.fetched(shape.past, shape.sequences)
-            fetches.append((_fetch_kv(unit.name, nbytes),) if fetched else ())
-            writes[unit.name] = _write_back(unit.name, law.written(shape.tokens, shape.sequences))
-    return fetches, writes
+def _copy_unit(form: _Form, slot: int) -> CopyIn:
+    name, share = form.unit.name, form.share
+    if not share:
+        return _copy_in(name, slot, form.unit.packed_nbytes)
+    return _copy_in(name, slot, divided_sizes(form.unit, share).copied, share.cpu, share.kept)
 
 
 def _deliver(spec: ModelSpec, side: str, shape: StepShape, hidden: int) -> list[Step]:
@@ -227,14 +328,14 @@ def _deliver(spec: ModelSpec, side: str, shape: StepShape, hidden: int) -> list[
 
 
 def _compute_on_both(
-    unit: Unit, place: Placement, found: tuple[str, int | None, int], column: int, spec: ModelSpec
+    unit: Unit, share: Share, found: tuple[str, int | None, int], column: int, spec: ModelSpec
 ) -> tuple[Step, ...]:
     """Both sides compute what they have, the accelerator without holding the host up; then it has all. found: source
     and slot of what the accelerator has, and the bytes that it reads over the link. column: bytes of one element of
     every token."""
-    (source, slot, reads), rows, kept = found, place.cpu_rows, place.kept_parts
+    (source, slot, reads), (rows, kept) = found, share
     more = {"reads": reads} if reads else {}
-    width = joined_width(unit, place.share, spec.config)
+    width = joined_width(unit, share, spec.config)
     return (
         _compute(unit.name, "acc", source, slot, "share", rows, kept_parts=kept, **more),
         _compute(unit.name, "cpu", "host", None, "share", rows, kept_parts=kept),
@@ -245,5 +346,5 @@ def _compute_on_both(
 
 def _next_in_slot(copies: list[CopyIn], slots: int) -> list[CopyIn | None]:
     """By copy, the one into its slot after it, of the next micro-batch too; None when the slot keeps its only unit."""
-    after = [copies[i + slots] if i + slots < len(copies) else copies[i % slots] for i in range(len(copies))]
-    return [None if copy is own else copy for copy, own in zip(after, copies)]
+    after = [i + slots if i + slots < len(copies) else i % slots for i in range(len(copies))]
+    return [None if j == i else copies[j] for i, j in enumerate(after)]

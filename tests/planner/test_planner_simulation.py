@@ -1,17 +1,20 @@
 """The simulator against sums that can be done by hand, and the planner against brute force over unit placements."""
 
 import itertools
+import random
 from dataclasses import replace
 
 import pytest
 from planner_cases import DESKTOP, OWN, make_model, simulate_tier
 
 from pshard.machine import Contention, ElementwiseTiming
+from pshard.model_config import Experts
 from pshard.planner.make_plan import plan_variant
 from pshard.planner.prepare_ranks import prepare_ranks
 from pshard.planner.price.datasheet import Rates, profile_from_datasheet
-from pshard.planner.price.draft import draft_tier, rank_room, tier_steps
+from pshard.planner.price.draft import draft_tier, rank_room, simulated_seconds, tier_steps
 from pshard.planner.price.profile_tables import Tables
+from pshard.planner.price.simulate import simulate
 from pshard.planner.price.tier_costs import tier_costs
 from pshard.planner.price.tier_loads import TierLoad, raise_weights, tier_loads
 from pshard.planner.search.candidates import switch_seconds, whole_tier
@@ -218,3 +221,34 @@ def test_a_round_switches_between_the_tiers_that_it_enters():
         tiers = tuple(draft_tier(room, n, streamed if n == 256 else pinned, kv, 2) for n in workload.tiers())
         ffns = sum(u.packed_nbytes for u in spec.units if u.kind is FFN)
         assert switch_seconds(room, tiers, costs) == pytest.approx(moved * ffns / tables.link_rate)
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+@pytest.mark.parametrize("experts", [None, Experts(8, 2, 512)])
+def test_searches_time_a_tier_by_few_names_and_get_the_seconds_of_its_own_steps(kind, experts):
+    spec = make_model(layers=7, experts=experts)
+    room, costs = setting(spec)
+    if kind == "cpu":
+        (gpu,) = costs.tables.profile.accelerators
+        profile = replace(costs.tables.profile, accelerators=(replace(gpu, kind="cpu"),))
+        costs = tier_costs(spec, Tables(profile), costs.load, DECODE)
+    draw = random.Random(7)
+    for _ in range(60):
+        where, kv = {}, set()
+        for unit in spec.units:
+            places = [side for side, _ in unit.kind.places if side != "cpu" or kind == "cuda" or unit.kind.is_looked_up]
+            where[unit.name] = draw.choice(sorted(set(places)))
+            if unit.kind.state and where[unit.name] != "cpu" and draw.random() < 0.5:
+                kv.add(unit.name)
+        tier = draft_tier(room, 1, where, frozenset(kv), draw.randint(1, 3))
+        assert simulated_seconds(room, tier, costs) == simulate(tier_steps(room, tier, costs), costs).seconds
+
+
+def test_longer_models_have_no_more_steps_to_price_in_a_search():
+    priced = []
+    for layers in (6, 24):
+        room, costs = setting(make_model(layers=layers))
+        for ffn in ("pinned", "streamed", "cpu"):
+            simulated_seconds(room, place(room, 2, ffn=ffn), costs)
+        priced.append(len(costs.acts))
+    assert priced[0] == priced[1]
