@@ -41,6 +41,16 @@ def searches_of_the_run(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def ranks_of_the_run() -> Iterator[None]:
+    """Ranks that commands start in the tests' process are forked from one that has imported torch."""
+    from warm_python import warm_ranks
+
+    with pytest.MonkeyPatch.context() as patch:
+        warm_ranks(patch)
+        yield
+
+
 @pytest.fixture(scope="session")
 def share(request: pytest.FixtureRequest) -> float:
     """Of the cases that a test tries one after the other: a quarter in a quick run, else all."""

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from cli_world import World, edit_json, make_world, tokenizer_metadata, world_in
 from model_files import write_gguf
+from warm_python import run_warm
 
 from pshard.commands import cli_bench, cli_plan, cli_profile, cli_report, cli_run
 from pshard.commands.command_line import run_cli
@@ -754,7 +755,8 @@ def test_errors_of_processes(world: World) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_fail_alike_say_it_once(planned: World) -> None:
-    done = shell("pshard.commands.cli_bench", "-m", planned.model, "--vram", "3,3", "-sm", "tensor", "-p", 8, "-n", 0)
+    flags = ["-m", str(planned.model), "--vram", "3,3", "-sm", "tensor", "-p", "8", "-n", "0"]
+    done = run_warm([sys.executable, "-m", "pshard.commands.cli_bench", *flags])
     assert (done.returncode, done.stdout) == (2, "")
     assert "no plan fits 3,3 MiB" in done.stderr and done.stderr.count("\n") == 1
 

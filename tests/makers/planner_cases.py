@@ -3,10 +3,13 @@
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import wraps
+from itertools import count
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from short_searches import shorten_searches
 
 from pshard.buffers import TORCH_RESERVE_MIB
 from pshard.errors import UserError
@@ -94,6 +97,7 @@ def _routed(layer: int, config: ModelConfig, qtype: str) -> list[Unit]:
 
 
 OWN = TORCH_RESERVE_MIB  # of a CUDA budget beside the arena: budgets below are OWN + the arena's MiB
+WHOLE_CASES = 2
 MANY = int(os.environ.get("PSHARD_TEST_EXAMPLES", "6"))  # hundreds before a release
 few_or_many = pytest.mark.parametrize(
     "cases",
@@ -132,8 +136,17 @@ def simulate_tier(room: Room, tier: TierPlan, costs: TierCosts, rounds: int = RO
 def try_cases(cases: int, check: Callable[..., None], *strategies: st.SearchStrategy) -> None:
     """Call `check` with so many draws of the strategies, the same ones in every run.
 
-    A case that fails is not made smaller: each takes seconds, and a test of minutes is ended.
+    From the third on with the short search, which takes a tenth: the whole one makes up for a bad start, so that more
+    must be right. A case that fails is not made smaller: each takes seconds, and a test of minutes is ended.
     """
+    tried = count()
+
+    @wraps(check)
+    def check_one(*drawn: object, **named: object) -> None:
+        if next(tried) == WHOLE_CASES:
+            shorten_searches(patch)
+        check(*drawn, **named)
+
     alike = settings(
         max_examples=cases,
         deadline=None,
@@ -141,7 +154,8 @@ def try_cases(cases: int, check: Callable[..., None], *strategies: st.SearchStra
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    alike(given(*strategies)(check))()
+    with pytest.MonkeyPatch.context() as patch:
+        alike(given(*strategies)(check_one))()
 
 
 @st.composite

@@ -143,7 +143,7 @@ def likely(logits: torch.Tensor, token: int, most: int) -> Likely:
 
 def open_service(**settings: object) -> SmallService:
     """The demo model behind a small service."""
-    return SmallService(open_engine(DEMO, context=512, tokens=(1, 64)), **settings)  # type: ignore[arg-type]
+    return SmallService(open_engine(DEMO, context=512, tokens=(1, 64), kernels="fast"), **settings)  # type: ignore[arg-type]
 
 
 def demo_model(template: str | None = None) -> ServedModel:

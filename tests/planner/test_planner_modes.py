@@ -1,6 +1,7 @@
 """-sm auto: one device, layers or tensors, the fastest as predicted by one simulator, and why is written down."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from planner_cases import OWN
@@ -8,16 +9,33 @@ from test_planner_ratios import PAIR, SPEC, unlike, workload
 
 from pshard.cuts.rank_parts import cut_ranks
 from pshard.errors import BudgetTooSmall
+from pshard.machine import MachineProfile
+from pshard.plan import Variant
 from pshard.planner import make_plan
 from pshard.planner.check_plan import check_variant
 from pshard.planner.choose_mode import MORE_DEVICES_SHARE, plan_mode
 from pshard.planner.make_plan import plan_variant
 from pshard.planner.price.datasheet import profile_from_datasheet
+from pshard.planner.search import exact
 from pshard.times.predicted_times import first_token_seconds, round_seconds
 from pshard.workload import Split, Workload
 
 FAST = profile_from_datasheet(replace(PAIR, collective_rate=100e9))
 SLOW = profile_from_datasheet(replace(PAIR, collective_rate=0.05e9))
+
+
+@cache
+def chosen_way(profile: MachineProfile, wanted: Workload, search: int) -> tuple[Variant, set[str]]:
+    """The plan of `-sm auto`, and the split modes whose plans were refined; made once for searches of one length."""
+    refined = set()
+    refine = make_plan.refine_ranks
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            make_plan,
+            "refine_ranks",
+            lambda *rough: refined.add(rough[0][0].room.workload.split_mode) or refine(*rough),
+        )
+        return plan_mode(SPEC, profile, wanted, auto_ratios=False), refined
 
 
 @pytest.mark.parametrize(
@@ -31,7 +49,7 @@ SLOW = profile_from_datasheet(replace(PAIR, collective_rate=0.05e9))
 @pytest.mark.usefixtures("search")
 def test_the_fastest_way_is_taken(profile, budgets, generated, mode):
     wanted = replace(workload(*budgets), generated=generated)
-    best = plan_mode(SPEC, profile, wanted, auto_ratios=False)
+    best, _ = chosen_way(profile, wanted, exact.MOST_UNITS)
     assert best.workload.split_mode == mode
     check_variant(cut_ranks(SPEC, best.split), best, "cuda")
     one = plan_variant(SPEC, profile, replace(wanted, vram_mib=wanted.vram_mib[:1], split_mode="none"))
@@ -102,12 +120,7 @@ def test_one_budget_is_one_device():
 
 
 @pytest.mark.slow
-def test_ways_that_no_refinement_could_bring_to_the_front_are_not_refined(monkeypatch):
-    refined = []
-    refine = make_plan.refine_ranks
-    monkeypatch.setattr(
-        make_plan, "refine_ranks", lambda *rough: refined.append(rough[0][0].room.workload) or refine(*rough)
-    )
-    best = plan_mode(SPEC, SLOW, workload(100, 100, generated=200), auto_ratios=False)
+def test_ways_that_no_refinement_could_bring_to_the_front_are_not_refined():
+    best, refined = chosen_way(SLOW, workload(100, 100, generated=200), exact.MOST_UNITS)
     assert best.workload.split_mode == "layer"
-    assert "layer" in {w.split_mode for w in refined} and "tensor" not in {w.split_mode for w in refined}
+    assert "layer" in refined and "tensor" not in refined

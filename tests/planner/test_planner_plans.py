@@ -86,8 +86,13 @@ QUICK_SEEDS = (0, 5)
 @pytest.mark.parametrize(
     "seed", [pytest.param(n, marks=[] if n in QUICK_SEEDS else [pytest.mark.slow]) for n in range(8)]
 )
-def test_the_joint_objective_of_all_tiers_beats_every_published_strategys(seed):
-    """Long prompts: what a large prefill tier alone would have liked otherwise must pay off in the whole round."""
+def test_the_joint_objective_of_all_tiers_beats_every_published_strategys(seed, request):
+    """Long prompts: what a large prefill tier alone would have liked otherwise must pay off in the whole round.
+
+    The whole search makes up for a bad start: with the short one more must be right, and it takes a tenth.
+    """
+    if seed not in QUICK_SEEDS:
+        request.getfixturevalue("quick_search")
     rng = Random(seed)
     rates = replace(
         DESKTOP,
@@ -112,8 +117,10 @@ def test_the_joint_objective_of_all_tiers_beats_every_published_strategys(seed):
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, MANY))])
-def test_ranks_that_wait_for_each_other_are_no_slower_than_under_any_published_strategy(seed):
+def test_ranks_that_wait_for_each_other_are_no_slower_than_under_any_published_strategy(seed, request):
     """Each rank's plan is chosen as if it were alone, which need not be the best for all of them together."""
+    if seed > 1:
+        request.getfixturevalue("quick_search")
     rng = Random(seed)
 
     def between(low: float, high: float) -> float:

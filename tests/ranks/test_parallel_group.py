@@ -11,8 +11,10 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
+from warm_python import WarmProcess, run_warm
 
 from pshard.errors import UserError
 from pshard.profile.timed.collective_times import measure_collectives
@@ -41,10 +43,13 @@ def environment() -> dict[str, str]:
 
 
 def run_ranks(scenario: str, ranks: int, out: Path) -> subprocess.CompletedProcess:
+    """Forked where that can be: what has CUDA cannot."""
+    if not scenario.startswith("gpu") and not scenario.endswith(("@peers", "@nccl")):
+        return run_warm(command(scenario, ranks, out), environment(), out)
     return subprocess.run(command(scenario, ranks, out), env=environment(), capture_output=True, text=True, timeout=100)
 
 
-def wait_for_sums(starter: subprocess.Popen, out: Path) -> None:
+def wait_for_sums(starter: subprocess.Popen | WarmProcess, out: Path) -> None:
     """Until the ranks of `keep_summing` have met."""
     end = time.monotonic() + 60
     while not (out / "pid").exists():
@@ -53,8 +58,9 @@ def wait_for_sums(starter: subprocess.Popen, out: Path) -> None:
 
 
 def processes_of(folder: Path) -> list[str]:
-    """Processes that still run with this test's folder among their arguments."""
-    lines = subprocess.run(["ps", "-ww", "-eo", "pid,args"], capture_output=True, text=True).stdout.splitlines()
+    """Processes that still run in this test's folder or with it among their arguments."""
+    found = psutil.process_iter(["cmdline", "cwd"])
+    lines = [" ".join([p.info["cwd"] or "", *(p.info["cmdline"] or ())]) for p in found]
     return [line for line in lines if str(folder) in line]
 
 
@@ -213,8 +219,9 @@ def test_ranks_that_end_after_the_store_is_gone_have_not_failed(tmp_path: Path) 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, slow(signal.SIGTERM), slow(signal.SIGKILL)])
 def test_ending_the_starter_ends_the_ranks(number: signal.Signals, tmp_path: Path) -> None:
-    starter = subprocess.Popen(command("keep_summing", 2, tmp_path), env=environment(), stderr=subprocess.PIPE)
+    starter = WarmProcess(command("keep_summing", 2, tmp_path), environment(), stderr=subprocess.PIPE, cwd=tmp_path)
     wait_for_sums(starter, tmp_path)
+    assert len(processes_of(tmp_path)) == 3
     starter.send_signal(number)
     code = starter.wait(timeout=30)
     assert code == (-9 if number == signal.SIGKILL else 130)

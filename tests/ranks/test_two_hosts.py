@@ -1,4 +1,7 @@
-"""Two hosts made of network namespaces on this machine, one rank each under `torchrun --nnodes 2`, gloo over TCP."""
+"""Two hosts made of network namespaces on this machine, one rank each as under `torchrun --nnodes 2`, gloo over TCP.
+
+torchrun itself imports torch on each host: one test starts it, the others the ranks as it would.
+"""
 
 import json
 import os
@@ -49,9 +52,10 @@ run() {
 if [ -n "$GPUS" ]; then  # one for each; to NCCL they are of two hosts, between which there are sockets
   export CUDA_VISIBLE_DEVICES=$1 NCCL_HOSTID=host$1 NCCL_IB_DISABLE=1 NCCL_DEBUG=INFO
 fi
-exec "$PYTHON" -P -m torch.distributed.run --nnodes 2 --node-rank $1 --nproc-per-node 1 \\
-  --master-addr 10.77.0.1 --master-port 29577 ${WHAT//HOST/$1} >"$FOLDER/$1.log" 2>&1; }
-export PYTHON WHAT FOLDER LIMIT CUT GPUS
+export RANK=$1 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=10.77.0.1 MASTER_PORT=29577  # as torchrun does
+torchrun="-m torch.distributed.run --nnodes 2 --node-rank $1 --nproc-per-node 1 --master-addr $MASTER_ADDR"
+exec "$PYTHON" -P ${TORCHRUN:+$torchrun --master-port $MASTER_PORT} ${WHAT//HOST/$1} >"$FOLDER/$1.log" 2>&1; }
+export PYTHON WHAT FOLDER LIMIT CUT GPUS TORCHRUN
 export -f run
 run 0 & first=$!
 if [ -n "$CUT" ]; then  # the cable, as if host B were dead; then wait for both to say it
@@ -91,12 +95,12 @@ RATE = 10e9 / 8  # bytes a second of such a cable
 
 
 def run_two_hosts(
-    what: str, folder: Path, limit: str = "", cut: bool = False, gpus: bool = False
+    what: str, folder: Path, limit: str = "", cut: bool = False, gpus: bool = False, torchrun: bool = False
 ) -> tuple[list[str], str, str]:
-    """Exit codes and what torchrun printed on two hosts; in `what` it runs, HOST is a host's number.
+    """Exit codes and what was printed on two hosts; in `what` runs on both, HOST is a host's number.
 
     limit: rate of their cable. cut: it is cut when the file `pid` is there; instead of the codes the times when it was
-    and when both had said so. gpus: each host has one.
+    and when both had said so. gpus: each host has one. torchrun: it starts the ranks.
     """
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME")}
     environment |= {
@@ -107,6 +111,7 @@ def run_two_hosts(
         "LIMIT": limit,
         "CUT": "yes" if cut else "",
         "GPUS": "yes" if gpus else "",
+        "TORCHRUN": "yes" if torchrun or gpus else "",
     }
     command = ["unshare", "-Urn", "--fork", "--kill-child", "bash", "-c", SCRIPT]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200 if gpus else 110)
@@ -115,15 +120,15 @@ def run_two_hosts(
     return done.stdout.split(), logs[0], logs[1]
 
 
-def run_scenario(scenario: str, folder: Path, cut: bool = False, gpus: bool = False) -> tuple[list[str], str, str]:
+def run_scenario(scenario: str, folder: Path, **more: bool) -> tuple[list[str], str, str]:
     """The same with a scenario of `rank_program.py`."""
-    return run_two_hosts(f"{MAKERS / 'rank_program.py'} {scenario} 2 {folder}", folder, cut=cut, gpus=gpus)
+    return run_two_hosts(f"{MAKERS / 'rank_program.py'} {scenario} 2 {folder}", folder, **more)
 
 
 @pytest.mark.slow
 @needs_namespaces
 def test_sums_between_two_hosts_are_the_same_bits(tmp_path: Path) -> None:
-    codes, first, second = run_scenario("sums", tmp_path)
+    codes, first, second = run_scenario("sums", tmp_path, torchrun=True)
     assert codes == ["0", "0"], first + second
     mine, theirs = (torch.load(tmp_path / f"sums-{rank}.pt") for rank in (0, 1))
     for a, b in zip(mine, theirs, strict=True):

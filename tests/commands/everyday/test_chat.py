@@ -4,12 +4,12 @@ import io
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from cli_world import World, make_world, tokenizer_metadata
+from warm_python import run_warm
 
 from pshard.commands.program import one_program
 
@@ -76,7 +76,7 @@ def test_a_chat_over_several_devices_says_what_one_device_says(world: World) -> 
         words = [sys.executable, "-m", "pshard.commands.program.one_program", command, str(world.model), *flags]
         lines = "How are you?\n/temp 1.5\nAgain\n/undo\nOnce more\n/stats\n"
         more = ["-n", "8", "--temp", "0.7", "-s", "5", "-p", "Hi"]
-        done = subprocess.run([*words, *more], input=lines, capture_output=True, text=True, timeout=120)
+        done = run_warm([*words, *more], input=lines)
         assert done.returncode == 0, done.stderr
         return done.stdout, done.stderr
 

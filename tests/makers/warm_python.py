@@ -1,0 +1,269 @@
+"""Python processes that need not import torch: a process that has done so forks them. For tests that start many.
+
+What runs is what `python ...` would have run: the same words, environment, files and exit code. It is no test of what a
+process imports or does when it starts.
+"""
+
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any, Protocol
+
+import pytest
+
+MAKERS = Path(__file__).parent
+IMPORTED = ("torch.distributed", "engines", "pshard.runtime.ranks.group", "pshard.runtime.build_engine")
+POLL_SECONDS = 0.01
+
+
+class Forker(Protocol):
+    """Starts children. `pid`: of their parent."""
+
+    pid: int
+
+    def start(self, what: dict[str, Any], files: Sequence[int]) -> int:
+        """The process id of a child that runs `what`; `files` become the file descriptors what["numbers"]."""
+
+    def poll(self, pid: int) -> int | None:
+        """The exit code of a child that has ended."""
+
+
+class ForksItself:
+    """Forks this process, which has no threads yet."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+
+    def start(self, what: dict[str, Any], files: Sequence[int]) -> int:
+        pid = os.fork()
+        if not pid:
+            _become(what, files)
+        return pid
+
+    def poll(self, pid: int) -> int | None:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if ended else None
+
+
+class AsksForForks:
+    """Has another process fork, as this one has threads, and more in memory than a child needs."""
+
+    def __init__(self) -> None:
+        self._line, there = socket.socketpair()
+        command = [sys.executable, "-P", __file__, str(there.fileno())]
+        self._process = subprocess.Popen(command, pass_fds=(there.fileno(),), stdin=subprocess.DEVNULL)
+        self.pid = self._process.pid
+        there.close()
+        self._lock = threading.Lock()
+
+    def start(self, what: dict[str, Any], files: Sequence[int]) -> int:
+        return self._ask(["start", what], files)
+
+    def poll(self, pid: int) -> int | None:
+        return self._ask(["poll", pid])
+
+    def _ask(self, question: list[Any], files: Sequence[int] = ()) -> Any:
+        with self._lock, tempfile.TemporaryFile() as said:
+            said.write(json.dumps(question).encode())
+            said.seek(0)
+            socket.send_fds(self._line, [b"?"], [said.fileno(), *files])
+            return json.loads(self._line.recv(100))
+
+
+@cache
+def _forker() -> Forker:
+    """Of this process; it ends when this one does."""
+    return AsksForForks()
+
+
+def answer(line: socket.socket) -> None:
+    """Fork for the process at the other end until it is gone."""
+    for name in IMPORTED:
+        importlib.import_module(name)
+    assert threading.active_count() == 1
+    gc.freeze()
+    forks = ForksItself()
+    while True:
+        asked, files, _, _ = socket.recv_fds(line, 1, 20)
+        if not asked:
+            return
+        with open(files[0]) as said:
+            verb, what = json.load(said)
+        found = forks.start(what, files[1:]) if verb == "start" else forks.poll(what)
+        for file in files[1:]:
+            os.close(file)
+        line.sendall(json.dumps(found).encode())
+
+
+def _become(what: dict[str, Any], files: Sequence[int]) -> None:
+    """Be the child: never returns."""
+    code = 1
+    try:
+        _take_files(files, what["numbers"])
+        os.chdir(what["folder"])
+        os.environ.clear()
+        os.environ.update(what["environment"])
+        sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        warm_ranks(pytest.MonkeyPatch(), ForkedChild)
+        import numpy
+
+        numpy.random.seed()  # Python's own random numbers start anew by themselves
+        code = _run(what["words"])
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        traceback.print_exc()
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _take_files(files: Sequence[int], numbers: Sequence[int]) -> None:
+    """Have nothing open but `files` under their numbers."""
+    high = max(numbers) + len(files) + 100
+    for i, file in enumerate(files):
+        os.dup2(file, high + i)
+    os.closerange(0, high)
+    for i, number in enumerate(numbers):
+        os.dup2(high + i, number)
+    os.closerange(max(numbers) + 1, high + len(files))
+    for free in set(range(max(numbers))) - set(numbers):
+        with contextlib.suppress(OSError):
+            os.close(free)
+
+
+def _run(words: Sequence[str]) -> int:
+    """As `python` runs its words."""
+    how, what, *rest = (word for word in words if word != "-P")
+    sys.argv = [how, *rest]
+    if how == "-m":
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+    else:
+        assert how == "-c"
+        exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
+    return 0
+
+
+class WarmProcess:
+    """Stands in for `subprocess.Popen` of Python: what tests and start_ranks.py use of it."""
+
+    forker = staticmethod(_forker)
+
+    def __init__(
+        self,
+        args: Sequence[str],
+        env: dict[str, str] | None = None,
+        stdin: int | IO | None = None,
+        stdout: int | IO | None = None,
+        stderr: int | IO | None = None,
+        pass_fds: Sequence[int] = (),
+        cwd: Path | None = None,
+    ) -> None:
+        assert args[0] == sys.executable
+        self.args, self.returncode, self.stderr = list(args), None, None
+        self._forker = self.forker()
+        environment = dict(os.environ if env is None else env)
+        if "PSHARD_STARTED_BY" in environment:
+            environment["PSHARD_STARTED_BY"] = str(self._forker.pid)  # a rank ends with its parent
+        with contextlib.ExitStack() as stack:
+            nothing = stack.enter_context(open(os.devnull, "r+b"))
+            files = []
+            for number, file in enumerate((stdin, stdout, stderr)):
+                if file == subprocess.PIPE:
+                    assert number == 2
+                    reading, writing = os.pipe()
+                    self.stderr = open(reading, "rb")  # noqa: SIM115
+                    file = stack.enter_context(open(writing, "wb"))
+                files.append(number if file is None else (nothing if file == subprocess.DEVNULL else file).fileno())
+            what = {
+                "words": self.args[1:],
+                "environment": environment,
+                "folder": str(cwd or os.getcwd()),
+                "numbers": [0, 1, 2, *pass_fds],
+            }
+            self.pid = self._forker.start(what, [*files, *pass_fds])
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._forker.poll(self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        end = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if end is not None and time.monotonic() > end:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+            time.sleep(POLL_SECONDS)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def run_warm(
+    args: Sequence[str],
+    env: dict[str, str] | None = None,
+    cwd: Path | None = None,
+    input: str = "",
+    timeout: float = 100,
+) -> subprocess.CompletedProcess[str]:
+    """As `subprocess.run` with all output captured as text."""
+    with tempfile.TemporaryFile() as typed, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        typed.write(input.encode())
+        typed.seek(0)
+        process = WarmProcess(args, env, typed, out, errors, cwd=cwd)
+        try:
+            code = process.wait(timeout)
+        finally:
+            process.kill()
+        for file in (out, errors):
+            file.seek(0)
+        return subprocess.CompletedProcess(list(args), code, out.read().decode(), errors.read().decode())
+
+
+class ForkedChild(WarmProcess):
+    """The same where this process is warm itself, and shall be the parent."""
+
+    forker = staticmethod(cache(ForksItself))
+
+
+def warm_ranks(patch: pytest.MonkeyPatch, process: type[WarmProcess] = WarmProcess) -> None:
+    """Ranks that this process starts are forked until the patch ends."""
+    pipes = SimpleNamespace(Popen=process, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
+    patch.setattr("pshard.runtime.ranks.start_ranks.subprocess", pipes)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(MAKERS))
+    answer(socket.socket(fileno=int(sys.argv[1])))
