@@ -54,7 +54,7 @@ def load_registry(path: Path, plan_command: str = "pshard-plan again") -> Regist
     except FileNotFoundError:
         raise NotPlanned(f"no plan for this model: {path} does not exist; run: {plan_command}") from None
     except OSError as error:
-        raise UserError(f"cannot read the registry {path}: {error.strerror}") from None
+        raise UserError(f"cannot read the registry {path}: {error.strerror}; give another with --registry") from None
     except NewerFormat as error:
         raise UserError(f"the registry {path} has {error}; update pshard or keep another with --registry") from None
     except OlderFormat as error:

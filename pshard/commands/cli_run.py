@@ -107,7 +107,7 @@ def _parse_flags(argv: list[str]) -> Namespace:
     if args.prompt_cache is None and (args.prompt_cache_all or args.prompt_cache_ro):
         raise UserError("--prompt-cache-all and --prompt-cache-ro need a file: give --prompt-cache FILE")
     if args.record_routing and not args.record_routing.resolve().parent.is_dir():
-        raise UserError(f"--record-routing: there is no folder {args.record_routing.resolve().parent}")
+        raise UserError(f"--record-routing: there is no folder {args.record_routing.resolve().parent}; make it first")
     return args
 
 

@@ -172,7 +172,7 @@ def env_default(name: str, convert: Callable, fallback):
     try:
         return convert(text)
     except (argparse.ArgumentTypeError, ValueError) as error:
-        raise UserError(f"environment variable PSHARD_{name}: {error}") from None
+        raise UserError(f"environment variable PSHARD_{name}: {error}; correct or unset it") from None
 
 
 def find_model(given: str | None) -> Path:

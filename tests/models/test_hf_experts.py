@@ -97,7 +97,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"num_experts_per_tok": 9}, "config.json: a token takes 9 of 8 experts; the file is damaged"),
+        ({"num_experts_per_tok": 9}, "config.json: a token takes 9 of 8 experts; take another file or model"),
         ({"num_local_experts": 0}, "num_local_experts is 0, not a whole number above 0"),
         ({"num_local_experts": ...}, "num_experts is missing"),
         ({"num_local_experts": 7}, "of an expert too many; the configuration says 7"),
