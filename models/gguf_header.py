@@ -26,6 +26,7 @@ TENSOR_TYPES = {
     **{10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 20: "IQ4_NL", 23: "IQ4_XS", 30: "BF16", 39: "MXFP4"},
 }
 LONGEST_NAME = 64  # of tensors, as in ggml
+MISSING = "give a GGUF file, a folder, or a model of the Hub as ORG/REPO:QUANT; pshard models lists those that are here"
 _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -40,7 +41,7 @@ class GgufHeader:
 
 def read_gguf(path: Path) -> GgufHeader:
     """Read a GGUF file's header; any part of a split file stands for all. Raises UserError."""
-    parts = [_read_part(MappedFile(p)) for p in _part_paths(path)]
+    parts = [_read_part(MappedFile(p, MISSING)) for p in _part_paths(path)]
     metadata = parts[0].metadata
     expected = metadata.get("split.count", 1)
     if isinstance(expected, int) and expected > 1 and expected != len(parts):

@@ -31,7 +31,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_safetensors(folder: Path) -> tuple[tuple[MappedFile, ...], dict[str, StoredTensor]]:
     """The folder's files and their tensors by Hugging Face name. Raises UserError."""
-    files = tuple(MappedFile(path) for path in list_shards(folder))
+    files = tuple(MappedFile(path, "fetch it too") for path in list_shards(folder))
     tensors: dict[str, StoredTensor] = {}
     for file in files:
         for tensor in _read_file(file):

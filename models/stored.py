@@ -19,17 +19,14 @@ FETCH_AGAIN, ANOTHER = "fetch it again", "take another file or model"  # what wh
 class MappedFile:
     """A file mapped read-only: opening reads nothing, and slices fetch only the pages they touch."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises UserError when the file cannot be opened or is empty."""
+    def __init__(self, path: Path, missing: str) -> None:
+        """Raises UserError when the file cannot be opened or is empty. missing: what to do when there is none."""
         self.path = path
         try:
             with open(path, "rb") as file:
                 self.bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:
-            raise UserError(
-                f"{path}: there is no such file or folder; give a GGUF file, a folder with safetensors, or a model of "
-                "the Hub as ORG/REPO:QUANT; pshard models lists those that are here"
-            ) from None
+            raise UserError(f"{path}: there is no such file; {missing}") from None
         except OSError as error:
             advice = "make it readable for you, or give another file"
             raise UserError(f"{path}: cannot be read ({error.strerror}); {advice}") from None
@@ -142,4 +139,4 @@ def check_layout(
             tensor.fail(f"ends {missing} bytes beyond the end of the file: it is truncated or damaged", FETCH_AGAIN)
     if end > header and (file.nbytes not in (end, align(end, alignment)) or any(file.bytes[end:])):
         what = f"{file.nbytes - end} bytes follow {last}, the last tensor"
-        raise UserError(f"{file.path}: {what}; the header is damaged, or something was appended: fetch the file again")
+        raise UserError(f"{file.path}: {what}; the header is damaged, or something was appended; {FETCH_AGAIN}")

@@ -143,15 +143,13 @@ class KVStore:
         except UserError as error:
             problem = str(error)
         except OSError as error:
-            problem = f"cannot read the KV cache {path}: {error.strerror}"
+            problem = f"cannot read the KV cache {path}: {error.strerror}; give another file"
         read = zlib.crc32(json.dumps(tokens).encode())
         said = [self._group.broadcast([problem, read], r) for r in range(self._group.size)]
         if first := next((p for p, _ in said if p), None):
             raise UserError(first)
         if any(other != read for _, other in said):
-            raise UserError(
-                f"the ranks find different KV caches in {path}: it was just replaced, or is no shared file; try again"
-            )
+            raise UserError(f"ranks find different KV caches in {path}, just replaced or no shared file; try again")
         return tokens, states
 
     def _check_states(self) -> None:

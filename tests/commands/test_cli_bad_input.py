@@ -141,7 +141,7 @@ def test_moved_tensor_is_named(world: World, refuse: Refuse) -> None:
     offset = data.index(b"blk.1.ffn_up.weight") + len(b"blk.1.ffn_up.weight") + 4 + 16 + 4
     data[offset] ^= 32
     world.model.write_bytes(data)
-    refused_by_all(world, refuse, "blk.1.ffn_up.weight begins at byte", "fetch the file again")
+    refused_by_all(world, refuse, "blk.1.ffn_up.weight begins at byte", "fetch it again")
 
 
 # Budgets
