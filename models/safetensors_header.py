@@ -76,5 +76,5 @@ def _stored(file: MappedFile, start: int, name: str, entry: dict[str, Any]) -> t
     tensor = StoredTensor(name, _DTYPES.get(entry["dtype"], str(entry["dtype"])), shape or (1,), file, start + first)
     if last < first or (tensor.qtype in _DTYPES and tensor.nbytes != last - first):
         wanted = f", not the {tensor.nbytes} that its shape needs" if tensor.qtype in _DTYPES else ""
-        tensor.fail(f"has {last - first} bytes{wanted}; the header is damaged: fetch the file again")
+        tensor.fail(f"has {last - first} bytes{wanted}: the header is damaged", FETCH_AGAIN)
     return tensor, last - first

@@ -19,17 +19,18 @@ FETCH_AGAIN, ANOTHER = "fetch it again", "take another file or model"  # what wh
 class MappedFile:
     """A file mapped read-only: opening reads nothing, and slices fetch only the pages they touch."""
 
-    def __init__(self, path: Path, missing: str) -> None:
-        """Raises UserError when the file cannot be opened or is empty. missing: what to do when there is none."""
+    def __init__(self, path: Path, advice: str) -> None:
+        """Raises UserError when the file cannot be opened or is empty. advice: what to do when there is none."""
         self.path = path
         try:
             with open(path, "rb") as file:
                 self.bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:
-            raise UserError(f"{path}: there is no such file; {missing}") from None
+            raise UserError(f"{path}: there is no such file; {advice}") from None
         except OSError as error:
-            advice = "make it readable for you, or give another file"
-            raise UserError(f"{path}: cannot be read ({error.strerror}); {advice}") from None
+            raise UserError(
+                f"{path}: cannot be read ({error.strerror}); give another file, or let it be read"
+            ) from None
         except ValueError:
             raise UserError(f"{path}: the file is empty; {FETCH_AGAIN}") from None
         self.nbytes = len(self.bytes)

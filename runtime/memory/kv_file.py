@@ -274,9 +274,7 @@ class KVStore:
                 raise UserError(f"the KV cache {path} names tokens that the model does not have: remove it")
             longest = longest_sequence(self._source.spec.config, self._kv.context)
             if len(tokens) > longest:
-                raise UserError(
-                    f"the KV cache {path} has {len(tokens)} cells and the context {longest}: give a larger -c"
-                )
+                raise UserError(f"the KV cache {path} has {len(tokens)} cells, the context {longest}: give a larger -c")
             lengths = _check_lengths(path, fields.get("states"), len(tokens)) if self._states else []
             start, nbytes = self._places(len(tokens), header, len(lengths))
             if os.fstat(file.fileno()).st_size != nbytes:
