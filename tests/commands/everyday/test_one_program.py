@@ -72,10 +72,10 @@ def test_a_flag_is_not_read_as_a_shorter_one_with_a_value() -> None:
 
 
 def test_flags_that_change_nothing_are_taken_with_a_line_each(capsys: pytest.CaptureFixture) -> None:
-    args = cli_bench.make_parser().parse_args(["-fa", "on", "m.gguf", "--mlock", "--no-mmap", "-p", "8"])
+    args = cli_bench.make_parser().parse_args(["-fa", "on", "m.gguf", "--mlock", "--no-mmap", "--no-escape", "-p", "8"])
     assert (args.reference, args.n_prompt) == ("m.gguf", (8,))
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split()[1] for line in lines] == ["-fa", "--mlock", "--no-mmap"]
+    assert [line.split()[1] for line in lines] == ["-fa", "--mlock", "--no-mmap", "--no-escape"]
     assert all("changes nothing: " in line for line in lines)
 
 
