@@ -1,7 +1,9 @@
 """One program whose first word says what to do, and flags as people of llama.cpp know them."""
 
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -102,6 +104,15 @@ def test_completion_knows_commands_flags_and_choices(shell: str, capsys: pytest.
     script = capsys.readouterr().out
     assert all(word in script for word in ("doctor", "top-k", "q8_0", "split-mode"))
     assert "%(" not in script  # help as it is shown, not as argparse has it
+
+
+@pytest.mark.parametrize("shell", cli_completion.SHELLS)
+def test_every_program_that_is_installed_is_completed(shell: str, capsys: pytest.CaptureFixture) -> None:
+    root = Path(__file__).resolve().parents[3]
+    programs = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+    assert one_program.main(["completion", shell]) == 0
+    out = capsys.readouterr().out
+    assert not [name for name in programs if not re.search(rf"\b{name}(?![\w-])", out)]
 
 
 def test_bash_completes_commands_and_flags() -> None:
