@@ -218,4 +218,4 @@ def _find(table: dict[str, Architecture], name: object, where: str) -> Architect
     if isinstance(name, str) and name in table:
         return table[name]
     supported = ", ".join(sorted(table))
-    raise UserError(f"{where}: architecture {name!r} is not supported yet; supported: {supported}")
+    raise UserError(f"{where}: architecture {name!r} is not supported yet; take a model of one of these: {supported}")

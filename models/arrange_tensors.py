@@ -42,7 +42,7 @@ def arrange_gguf(arch: Architecture, config: ModelConfig, stored: dict[str, Stor
     arranged: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
         if _LONE_EXPERT.fullmatch(name):
-            tensor.fail("holds one expert, as old files do; convert the model again, or fetch a newer file of it")
+            tensor.fail("holds one expert, as old files do", "convert the model again, or fetch a newer file of it")
         fused = _FUSED.fullmatch(name)
         if fused and config.experts:
             shape = config.experts.count, 2 * config.experts.d_expert, config.d_model
@@ -92,9 +92,10 @@ def _stack(name: str, tensors: list[StoredTensor], numbers: set[int], count: int
     first, last = tensors[0], tensors[-1]
     missing = next((n for n in range(count) if n not in numbers), None)
     if missing is not None:
-        first.fail(f"has its like of other experts, but not of number {missing} of {count}; the files are incomplete")
+        what = f"has its like of other experts, but not of number {missing} of {count}: the files are incomplete"
+        first.fail(what, "fetch them again")
     if len(tensors) > count:
-        last.fail(f"is of an expert too many; the configuration says {count}")
+        last.fail(f"is of an expert too many: the configuration says {count}")
     for tensor in tensors:
         if (tensor.qtype, tensor.shape) != (first.qtype, first.shape):
             tensor.fail(f"is {tensor.qtype} of shape {list(tensor.shape)}, unlike {first.name}")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from pshard.errors import UserError
 from pshard.model_config import Delta, Experts, Latent, ModelConfig
 from pshard.models.architectures import Architecture
-from pshard.models.stored import StoredTensor
+from pshard.models.stored import FETCH_AGAIN, StoredTensor
 from pshard.quant import QUANT_TYPES, ROW_BLOCK
 from pshard.tensor import TensorSpec
 from pshard.units.attention import ATTENTION, STILL_ATTENTION, WINDOWED_ATTENTION
@@ -70,7 +70,7 @@ def build_units(
     used = {t.name for u in units for t in u.tensors} | {ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS}
     for name, tensor in stored.items():
         if name not in used:
-            tensor.fail(f"has no place in architecture {arch.name}; leaving it out would give wrong results")
+            tensor.fail(f"has no place in architecture {arch.name}, and leaving it out would give wrong results")
     return tuple(units)
 
 
@@ -173,15 +173,17 @@ def _tensor_spec(stored: dict[str, StoredTensor], expected: Expected, where: str
     name, shape, parts = expected
     tensor = stored.get(name)
     if tensor is None:
-        raise UserError(f"{where}: tensor {name} of shape {list(shape)} is missing; the file is incomplete")
+        raise UserError(
+            f"{where}: tensor {name} of shape {list(shape)} is missing: the file is incomplete; {FETCH_AGAIN}"
+        )
     tensor.check_shape(shape)
     tensor.check_type()
     if parts:
         if len(shape) == 3 and QUANT_TYPES[tensor.qtype].planes and shape[1] % ROW_BLOCK:
             of = "experts" if "_exps." in name else "heads"
             what = f"has {of} of {shape[1]} rows in {tensor.qtype}, which records of {ROW_BLOCK} rows do not divide"
-            tensor.fail(f"{what}; use F16 or BF16 for it")
+            tensor.fail(what, "use a file that has F16 or BF16 for it")
         shape = (parts * shape[1], *shape[2:])
     if len(shape) == 1 and QUANT_TYPES[tensor.qtype].block > 1:
-        tensor.fail(f"is a vector of type {tensor.qtype}; vectors are F32, F16 or BF16")
+        tensor.fail(f"is a vector of type {tensor.qtype}, and vectors are F32, F16 or BF16")
     return TensorSpec(name, tensor.qtype, shape, parts if len(shape) == 2 else 0)  # every place has all biases

@@ -13,7 +13,7 @@ from pshard.models.keys import BASES, EPSILONS, FACTORS, Keys, check_config
 from pshard.models.latent.read_latent import LOG_MULTIPLIER, gguf_latent
 from pshard.models.read_experts import gguf_experts
 from pshard.models.rope import yarn_attention_factor
-from pshard.models.stored import StoredTensor
+from pshard.models.stored import ANOTHER, FETCH_AGAIN, StoredTensor
 
 # Keys that change the computation in ways pshard does not do, and the values that change nothing.
 _HARMLESS = {
@@ -38,13 +38,13 @@ def gguf_config(
     if not (arch.latent or arch.warmed):
         keys.refuse_unless(LOG_MULTIPLIER, 0.0)
     if TABLE not in stored:
-        raise UserError(f"{where}: tensor {TABLE} is missing; the file is incomplete")
+        raise UserError(f"{where}: tensor {TABLE} is missing: the file is incomplete; {FETCH_AGAIN}")
     _check_vocabulary(keys, metadata, stored[TABLE])
     d_model, n_heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
     latent = gguf_latent(keys) if arch.latent else None
     head_dim = latent.cell if latent else keys.integer("attention.key_length", d_model // n_heads)
     if not latent and keys.integer("attention.value_length", head_dim) != head_dim:
-        raise UserError(f"{where}: keys and values of different lengths are not supported yet")
+        raise UserError(f"{where}: keys and values of different lengths are not supported yet; {ANOTHER}")
     routing = arch.routing
     if routing and latent and any(name.endswith(".exp_probs_b.bias") for name in stored):  # as V3, which V2 has not
         routing = replace(routing, scores="sigmoid", normed=True, choice_bias=True)
@@ -101,7 +101,7 @@ def _check_vocabulary(keys: Keys, metadata: dict[str, Any], table: StoredTensor)
     else:
         count = keys.integer("vocab_size", table.shape[0])
     if table.shape[0] != count:
-        table.fail(f"has {table.shape[0]} rows, but the vocabulary {count} tokens; the header is damaged")
+        table.fail(f"has {table.shape[0]} rows, but the vocabulary {count} tokens: the header is damaged", FETCH_AGAIN)
 
 
 def _gguf_rope(arch: Architecture, keys: Keys, head_dim: int, stored: dict[str, StoredTensor]) -> Rope:
@@ -155,7 +155,7 @@ def _scale_by_longrope(plain: Rope, keys: Keys, stored: dict[str, StoredTensor])
     """Two sets of divisors: which is used is up to the context."""
     for one, other in ((LONG_FACTORS, SHORT_FACTORS), (SHORT_FACTORS, LONG_FACTORS)):
         if other not in stored:
-            stored[one].fail(f"has no {other} beside it; the file is incomplete")
+            stored[one].fail(f"has no {other} beside it: the file is incomplete", FETCH_AGAIN)
     return replace(
         plain,
         scaling="longrope",
@@ -172,5 +172,7 @@ def _read_floats(tensor: StoredTensor) -> tuple[float, ...]:
         tensor.fail(f"is {tensor.qtype} of shape {list(tensor.shape)}, not a vector of F32")
     values = tuple(tensor.file.view(tensor.offset, tensor.nbytes).view("<f4").tolist())
     if not all(FACTORS[0] <= v <= FACTORS[1] for v in values):
-        tensor.fail(f"has factors that are not within {FACTORS[0]:g} to {FACTORS[1]:g}; the file is damaged")
+        tensor.fail(
+            f"has factors that are not within {FACTORS[0]:g} to {FACTORS[1]:g}: the file is damaged", FETCH_AGAIN
+        )
     return values

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from pshard.errors import UserError
-from pshard.models.stored import MappedFile, StoredTensor, check_layout
+from pshard.models.stored import ANOTHER, FETCH_AGAIN, MappedFile, StoredTensor, check_layout
 from pshard.quant import QUANT_TYPES, align
 
 # value type in the file -> NumPy dtype; 8 is a string, 9 an array
@@ -26,6 +26,7 @@ TENSOR_TYPES = {
     **{10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 20: "IQ4_NL", 23: "IQ4_XS", 30: "BF16", 39: "MXFP4"},
 }
 LONGEST_NAME = 64  # of tensors, as in ggml
+MISSING = "give a GGUF file, a folder, or a model of the Hub as ORG/REPO:QUANT; pshard models lists those that are here"
 _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -40,7 +41,7 @@ class GgufHeader:
 
 def read_gguf(path: Path) -> GgufHeader:
     """Read a GGUF file's header; any part of a split file stands for all. Raises UserError."""
-    parts = [_read_part(MappedFile(p)) for p in _part_paths(path)]
+    parts = [_read_part(MappedFile(p, MISSING)) for p in _part_paths(path)]
     metadata = parts[0].metadata
     expected = metadata.get("split.count", 1)
     if isinstance(expected, int) and expected > 1 and expected != len(parts):
@@ -65,13 +66,15 @@ def _part_paths(path: Path) -> list[Path]:
     paths = [path.with_name(f"{match[1]}-{i:05d}-of-{match[3]}.gguf") for i in range(1, count + 1)]
     missing = [p.name for p in paths if not p.exists()]
     if missing:
-        raise UserError(f"{path}: part {missing[0]} of the split model is missing ({len(missing)} of {count} are)")
+        raise UserError(
+            f"{path}: part {missing[0]} of the split model is missing ({len(missing)} of {count} are); fetch it too"
+        )
     return paths
 
 
 def _read_part(file: MappedFile) -> GgufHeader:
     if file.bytes[:4] != b"GGUF":
-        raise UserError(f"{file.path}: not a GGUF file (it does not begin with 'GGUF')")
+        raise UserError(f"{file.path}: not a GGUF file (it does not begin with 'GGUF'); {ANOTHER}")
     cursor = _Cursor(file)
     cursor.at = 4
     version = cursor.number("<I")
@@ -84,12 +87,14 @@ def _read_part(file: MappedFile) -> GgufHeader:
     for _ in range(n_keys):
         key = cursor.string()
         if key in metadata:
-            raise UserError(f"{file.path}: metadata key {key} is there twice")
+            raise UserError(f"{file.path}: metadata key {key} is there twice: the file is damaged; {FETCH_AGAIN}")
         metadata[key] = cursor.value(cursor.number("<I"), key)
     entries = [_read_tensor_entry(cursor) for _ in range(n_tensors)]
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-        raise UserError(f"{file.path}: general.alignment is {alignment!r}, not a power of two")
+        raise UserError(
+            f"{file.path}: general.alignment is {alignment!r}, not a power of two: the file is damaged; {FETCH_AGAIN}"
+        )
     start = align(cursor.at, alignment)
     tensors: dict[str, StoredTensor] = {}
     for name, shape, qtype, offset in entries:
@@ -113,10 +118,14 @@ def _read_tensor_entry(cursor: "_Cursor") -> tuple[str, tuple[int, ...], str, in
     """Name, shape in NumPy order (the file has it reversed), type name, offset from the start of the data."""
     name = cursor.string()
     if len(name) > LONGEST_NAME:
-        raise UserError(f"{cursor.file.path}: a tensor's name has {len(name)} letters; the file is damaged")
+        raise UserError(
+            f"{cursor.file.path}: a tensor's name has {len(name)} letters: the file is damaged; {FETCH_AGAIN}"
+        )
     n_dims = cursor.number("<I")
     if not 1 <= n_dims <= 4:
-        raise UserError(f"{cursor.file.path}: tensor {name} has {n_dims} dimensions; the file is damaged")
+        raise UserError(
+            f"{cursor.file.path}: tensor {name} has {n_dims} dimensions: the file is damaged; {FETCH_AGAIN}"
+        )
     shape = tuple(cursor.number("<Q") for _ in range(n_dims))[::-1]
     kind, offset = cursor.number("<I"), cursor.number("<Q")
     return name, shape, TENSOR_TYPES.get(kind) or _foreign_type_name(kind), offset
@@ -160,7 +169,8 @@ class _Cursor:
             if item in _SCALARS:
                 return self._scalars(item, count)
             kind = item
-        raise UserError(f"{self.file.path}: metadata key {key} has value type {kind}, which this reader does not know")
+        what = f"metadata key {key} has value type {kind}, which no GGUF file has: the file is damaged"
+        raise UserError(f"{self.file.path}: {what}; {FETCH_AGAIN}")
 
     def _scalars(self, kind: int, count: int) -> list:
         dtype = np.dtype(_SCALARS[kind])
@@ -190,4 +200,4 @@ class _Cursor:
             self._fail_truncated()
 
     def _fail_truncated(self) -> None:
-        raise UserError(f"{self.file.path}: ends inside its header: it is truncated or damaged; fetch it again")
+        raise UserError(f"{self.file.path}: ends inside its header: it is truncated or damaged; {FETCH_AGAIN}")

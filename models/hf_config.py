@@ -32,7 +32,7 @@ def hf_config(arch: Architecture, config: dict[str, Any], where: str) -> ModelCo
     head_dim = latent.cell if latent else keys.integer("head_dim", d_model // n_heads)
     context = keys.integer("max_position_embeddings")
     if head_dim > LARGEST_HEAD:  # else its angles take for ever, before the shapes of tensors tell
-        keys.refuse("head_dim", f"is {head_dim}; heads of models have a few hundred dimensions")
+        keys.refuse("head_dim", f"is {head_dim}, where heads have a few hundred dimensions")
     experts = hf_experts(arch.routing, keys) if arch.routing else None
     n_layers = keys.integer("num_hidden_layers")
     positions = split_positions(config)[0] if arch.full_every else config

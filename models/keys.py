@@ -1,11 +1,12 @@
 """Typed look-ups in the metadata of a model file: a missing or odd value is a UserError that names the key."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from pshard.errors import UserError
 from pshard.model_config import ModelConfig
 from pshard.models.architectures import Architecture
+from pshard.models.stored import ANOTHER
 
 # What models' settings are within, with much room: beyond it angles and sums are no numbers any more.
 ANY_REAL = (1e-30, 1e30)
@@ -49,7 +50,7 @@ class Keys:
         if type(value) not in (int, float) or not 0 < value < float("inf"):
             self.refuse(key, f"is {value!r}, not a number above 0")
         if not span[0] <= value <= span[1]:
-            self.refuse(key, f"is {value:.4g}; models have {span[0]:g} to {span[1]:g}: the file is damaged")
+            self.refuse(key, f"is {value:.4g}, where models have {span[0]:g} to {span[1]:g}")
         return float(value)
 
     def reals(self, key: str, span: tuple[float, float]) -> tuple[float, ...]:
@@ -67,8 +68,9 @@ class Keys:
         if value is not None and value not in harmless:
             self.refuse(key, f"is {value!r}, which is not supported yet")
 
-    def refuse(self, key: str, what: str) -> None:
-        raise UserError(f"{self.where}: {self.prefix}{key} {what}")
+    def refuse(self, key: str, what: str) -> NoReturn:
+        """Raise a UserError that names file and key, and says what to do."""
+        raise UserError(f"{self.where}: {self.prefix}{key} {what}; {ANOTHER}")
 
     def _present(self, key: str, default: Any) -> Any:
         value = self.get(key)
@@ -82,30 +84,33 @@ class Keys:
 def check_config(arch: Architecture, config: ModelConfig, where: str) -> ModelConfig:
     """The same config, when its numbers fit each other and the architecture. Raises UserError."""
     if config.n_heads % config.n_kv_heads:
-        raise UserError(f"{where}: {config.n_heads} query heads are not a multiple of {config.n_kv_heads} KV heads")
+        what = f"{config.n_heads} query heads are not a multiple of {config.n_kv_heads} KV heads"
+        raise UserError(f"{where}: {what}; {ANOTHER}")
     if config.head_dim % 2:
-        raise UserError(f"{where}: a head dimension of {config.head_dim} cannot be rotated in pairs")
+        raise UserError(f"{where}: a head dimension of {config.head_dim} cannot be rotated in pairs; {ANOTHER}")
     if config.latent and config.rope.dims != config.latent.rope:
         raise UserError(
-            f"{where}: rotates {config.rope.dims} of the {config.latent.rope} numbers that are to be rotated"
+            f"{where}: rotates {config.rope.dims} of the {config.latent.rope} numbers that are to be rotated; {ANOTHER}"
         )
     if not config.latent and config.rope.dims != config.head_dim:
         what = f"{where}: rotates {config.rope.dims} of {config.head_dim} dimensions per head"
         if arch.rotated == 1 and not arch.partial:
-            raise UserError(f"{what}; partial rotary embeddings are not supported yet in this architecture")
+            raise UserError(f"{what}; partial rotary embeddings are not supported yet in this architecture; {ANOTHER}")
         if config.rope.dims % 2 or not 0 < config.rope.dims < config.head_dim:
-            raise UserError(f"{what}, which are not pairs of them; the file is damaged")
+            raise UserError(f"{what}, which are not pairs of them; {ANOTHER}")
     if config.experts and config.experts.dense_layers >= config.n_layers:
         what = f"the first {config.experts.dense_layers} of {config.n_layers} layers have no experts"
-        raise UserError(f"{where}: {what}, which leaves none with experts; the file is damaged")
+        raise UserError(f"{where}: {what}, which leaves none with experts; {ANOTHER}")
     for factors in (config.rope.freq_factors, config.rope.long_factors):
         if factors and len(factors) != config.rope.dims // 2:
-            count = len(factors)
-            raise UserError(f"{where}: {count} RoPE frequency factors for {config.rope.dims // 2} pairs of dimensions")
+            what = f"{len(factors)} RoPE frequency factors for {config.rope.dims // 2} pairs of dimensions"
+            raise UserError(f"{where}: {what}; {ANOTHER}")
     if config.window_rope and not config.window:
         window = f"a window of {config.sliding_window} tokens in a context of {config.context}"
-        raise UserError(f"{where}: {window}, where layers with windows have positions of their own, is not supported")
+        what = f"{window}, where layers with windows have positions of their own, is not supported"
+        raise UserError(f"{where}: {what}; {ANOTHER}")
     if config.window and arch.window_every == 1 and not (arch.full_every or arch.windows):
         window = f"a window of {config.sliding_window} tokens in a context of {config.context}"
-        raise UserError(f"{where}: sliding-window attention ({window}) is not supported in this architecture")
+        what = f"sliding-window attention ({window}) is not supported in this architecture"
+        raise UserError(f"{where}: {what}; {ANOTHER}")
     return config

@@ -25,7 +25,7 @@ from pshard.models.hybrid.arrange_delta import name_folder, split_hybrid
 from pshard.models.latent.split_keys import split_keys
 from pshard.models.mxfp4 import arrange_mxfp4
 from pshard.models.safetensors_header import read_json, read_safetensors
-from pshard.models.stored import MappedFile, StoredTensor
+from pshard.models.stored import FETCH_AGAIN, MappedFile, StoredTensor
 from pshard.paths import name_in_hub_cache
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def _open_folder(folder: Path) -> ModelFile:
     tensors = split_fused(arch, config, tensors)
     tensors = add_one_to_norms(tensors) if arch.norms_less_one else tensors
     if HEAD not in tensors and not tied:
-        raise UserError(f"{folder}: tensor lm_head.weight is missing and tie_word_embeddings is not set")
+        raise UserError(f"{folder}: tensor lm_head.weight is missing and tie_word_embeddings is not set; {FETCH_AGAIN}")
     name = (name_in_hub_cache(folder) or folder.resolve().name).rpartition("/")[2]
     spec = _build_spec(name, folder, arch, config, tensors)
 

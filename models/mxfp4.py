@@ -86,12 +86,12 @@ def arrange_mxfp4(config: ModelConfig, stored: dict[str, StoredTensor]) -> dict[
         elif found[3] == "_blocks":
             scales = stored.get(name.removesuffix("blocks") + "scales")
             if scales is None:
-                tensor.fail("has no scales beside it; the files are incomplete")
+                tensor.fail("has no scales beside it: the files are incomplete", "fetch them again")
             arranged |= _unpack_blocks(config, f"blk.{found[1]}.ffn_", found[2], tensor, scales)
         elif found[3] == "_bias":
             arranged |= _unpack_biases(config, f"blk.{found[1]}.ffn_", found[2], tensor)
         elif not found[3]:
-            tensor.fail("is not in MXFP4, as the published files are; use these, or a GGUF file of the model")
+            tensor.fail("is not in MXFP4, as the published files are", "use these, or a GGUF file of the model")
     return arranged
 
 

@@ -4,6 +4,7 @@ from pshard.errors import UserError
 from pshard.model_config import Experts
 from pshard.models.architectures import Routing
 from pshard.models.keys import FACTORS, Keys
+from pshard.models.stored import ANOTHER
 
 _SCORES = {1: "softmax", 2: "sigmoid", 3: "chosen"}  # llama.cpp's numbers of gating functions; 0: as the architecture
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # transformers 5 writes another than 4 did
@@ -98,7 +99,7 @@ def check_experts(experts: Experts, where: str) -> Experts:
     elif used > count // groups * groups_used:
         what = f"a token takes {used} experts from {groups_used} of {groups} groups of {count}"
     if what:
-        raise UserError(f"{where}: {what}; the file is damaged")
+        raise UserError(f"{where}: {what}; {ANOTHER}")
     if groups_used < groups and experts.scores == "softmax":  # DeepSeek-V2, whose groups count by their best expert
         raise UserError(
             f"{where}: groups of experts that are scored by a softmax are not supported yet; use -Lite or V3"

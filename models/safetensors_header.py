@@ -10,7 +10,7 @@ from typing import Any
 
 from pshard.errors import UserError
 from pshard.jsonio import parse_json
-from pshard.models.stored import MappedFile, StoredTensor, check_layout
+from pshard.models.stored import FETCH_AGAIN, MappedFile, StoredTensor, check_layout
 
 _DTYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16", "U8": "U8"}
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -21,17 +21,17 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         data = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+        raise UserError(f"{path}: cannot be read ({error.strerror}); fetch it too, or give a GGUF file") from None
     except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error})") from None
+        raise UserError(f"{path}: not valid JSON ({error}); {FETCH_AGAIN}") from None
     if not isinstance(data, dict):
-        raise UserError(f"{path}: not a JSON object")
+        raise UserError(f"{path}: not a JSON object; {FETCH_AGAIN}")
     return data
 
 
 def read_safetensors(folder: Path) -> tuple[tuple[MappedFile, ...], dict[str, StoredTensor]]:
     """The folder's files and their tensors by Hugging Face name. Raises UserError."""
-    files = tuple(MappedFile(path) for path in list_shards(folder))
+    files = tuple(MappedFile(path, "fetch it too") for path in list_shards(folder))
     tensors: dict[str, StoredTensor] = {}
     for file in files:
         for tensor in _read_file(file):
@@ -46,7 +46,7 @@ def list_shards(folder: Path) -> list[Path]:
     if (folder / _INDEX).exists():
         names = read_json(folder / _INDEX).get("weight_map")
         if not isinstance(names, dict) or not names or not all(isinstance(n, str) for n in names.values()):
-            raise UserError(f"{folder / _INDEX}: has no weight_map")
+            raise UserError(f"{folder / _INDEX}: has no weight_map; {FETCH_AGAIN}")
         return [folder / Path(name).name for name in sorted(set(names.values()))]
     if (folder / _SINGLE).exists():
         return [folder / _SINGLE]
@@ -57,13 +57,13 @@ def _read_file(file: MappedFile) -> list[StoredTensor]:
     length = int.from_bytes(file.bytes[:8], "little")
     start = 8 + length
     if file.nbytes < 8 or start > file.nbytes:
-        raise UserError(f"{file.path}: ends inside its header: it is truncated or damaged; fetch it again")
+        raise UserError(f"{file.path}: ends inside its header: it is truncated or damaged; {FETCH_AGAIN}")
     try:
         header = parse_json(file.bytes[8:start])
         header.pop("__metadata__", None)
         extents = [_stored(file, start, name, entry) for name, entry in header.items()]
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{file.path}: not a safetensors file, or its header is damaged; fetch it again") from None
+        raise UserError(f"{file.path}: not a safetensors file, or its header is damaged; {FETCH_AGAIN}") from None
     extents.sort(key=lambda extent: (extent[0].offset, extent[1]))  # the header lists tensors in any order
     check_layout(file, start, extents)
     return [tensor for tensor, _ in extents]
@@ -76,5 +76,5 @@ def _stored(file: MappedFile, start: int, name: str, entry: dict[str, Any]) -> t
     tensor = StoredTensor(name, _DTYPES.get(entry["dtype"], str(entry["dtype"])), shape or (1,), file, start + first)
     if last < first or (tensor.qtype in _DTYPES and tensor.nbytes != last - first):
         wanted = f", not the {tensor.nbytes} that its shape needs" if tensor.qtype in _DTYPES else ""
-        tensor.fail(f"has {last - first} bytes{wanted}; the header is damaged: fetch the file again")
+        tensor.fail(f"has {last - first} bytes{wanted}: the header is damaged", FETCH_AGAIN)
     return tensor, last - first

@@ -13,19 +13,26 @@ import numpy as np
 from pshard.errors import UserError
 from pshard.quant import QUANT_TYPES, align, file_nbytes
 
+FETCH_AGAIN, ANOTHER = "fetch it again", "take another file or model"  # what whoever has such a file can do
+
 
 class MappedFile:
     """A file mapped read-only: opening reads nothing, and slices fetch only the pages they touch."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises UserError when the file cannot be opened or is empty."""
+    def __init__(self, path: Path, advice: str) -> None:
+        """Raises UserError when the file cannot be opened or is empty. advice: what to do when there is none."""
         self.path = path
         try:
             with open(path, "rb") as file:
                 self.bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "the file is empty"
-            raise UserError(f"{path}: cannot be read ({reason})") from None
+        except FileNotFoundError:
+            raise UserError(f"{path}: there is no such file; {advice}") from None
+        except OSError as error:
+            raise UserError(
+                f"{path}: cannot be read ({error.strerror}); give another file, or let it be read"
+            ) from None
+        except ValueError:
+            raise UserError(f"{path}: the file is empty; {FETCH_AGAIN}") from None
         self.nbytes = len(self.bytes)
 
     def view(self, offset: int, nbytes: int) -> np.ndarray:
@@ -119,9 +126,9 @@ class StoredTensor:
         if self.shape[-1] % block:
             self.fail(f"has rows of {self.shape[-1]} weights, which {self.qtype} blocks of {block} do not divide")
 
-    def fail(self, what: str) -> NoReturn:
-        """Raise a UserError that names file and tensor."""
-        raise UserError(f"{self.file.path}: tensor {self.name} {what}")
+    def fail(self, what: str, advice: str = ANOTHER) -> NoReturn:
+        """Raise a UserError that names file and tensor, and says what to do."""
+        raise UserError(f"{self.file.path}: tensor {self.name} {what}; {advice}")
 
 
 def check_layout(
@@ -137,13 +144,13 @@ def check_layout(
         expected = align(end, alignment)
         if tensor.offset != expected:
             where = f"begins at byte {tensor.offset} of the file and not at {expected}, where {last} before it ends"
-            tensor.fail(f"{where}; the header is damaged: fetch the file again")
+            tensor.fail(f"{where}: the header is damaged", FETCH_AGAIN)
         if any(file.bytes[end:expected]):
-            tensor.fail(f"has no padding before it, behind {last}; the header is damaged: fetch the file again")
+            tensor.fail(f"has no padding before it, behind {last}: the header is damaged", FETCH_AGAIN)
         end, last = expected + nbytes, f"{tensor.name} ({tensor.qtype})"
         if end > file.nbytes:
             missing = end - file.nbytes
-            tensor.fail(f"ends {missing} bytes beyond the end of the file: it is truncated or damaged; fetch it again")
+            tensor.fail(f"ends {missing} bytes beyond the end of the file: it is truncated or damaged", FETCH_AGAIN)
     if end > header and (file.nbytes not in (end, align(end, alignment)) or any(file.bytes[end:])):
         what = f"{file.nbytes - end} bytes follow {last}, the last tensor"
-        raise UserError(f"{file.path}: {what}; the header is damaged, or something was appended: fetch the file again")
+        raise UserError(f"{file.path}: {what}; the header is damaged, or something was appended; {FETCH_AGAIN}")

@@ -52,7 +52,7 @@ def _check_cut(spec: ModelSpec, profile: MachineProfile, workload: Workload) -> 
     for flag, kind in kinds_by_flag().items():
         if kind.name in dict(workload.max_tp) and kind.name not in there:
             known = ", ".join(name for name, other in kinds_by_flag().items() if other.name in there)
-            raise UserError(f"--max-tp {flag}: {spec.name} has no such units; it has {known}")
+            raise UserError(f"--max-tp {flag}: {spec.name} has no such units; choose from {known}")
     if may_choose_apart(spec, profile, len(workload.vram_mib)):
         names = ", ".join(dict.fromkeys(a.name for a in profile.accelerators))
         raise UserError(

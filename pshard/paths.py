@@ -13,6 +13,12 @@ def cache_dir() -> Path:
     return Path(user_cache_dir("pshard", appauthor=False))
 
 
+def bundled_model() -> Path | None:
+    """The model that comes with pshard, in the package or the clone that it is used from; None where it is left out."""
+    places = Path(__file__).resolve().parents[:2]
+    return next((p / "examples" / "demo.gguf" for p in places if (p / "examples" / "demo.gguf").is_file()), None)
+
+
 def name_in_hub_cache(path: Path) -> str | None:
     """What the Hub calls a file or folder of the Hugging Face Hub's cache: `org/repo`, or `org/repo/file`; None for any
     other path.

@@ -48,7 +48,7 @@ def load_profile(path: Path | None = None) -> MachineProfile:
     except FileNotFoundError:
         raise UserError(f"no machine profile at {place}; run pshard-profile") from None
     except OSError as error:
-        raise UserError(f"{place} cannot be read: {error.strerror}") from None
+        raise UserError(f"{place} cannot be read: {error.strerror}; give another with --profile") from None
     except ValueError:
         raise UserError(f"{place} is not a JSON file; run pshard-profile again") from None
     version = data.get("version") if isinstance(data, dict) else None

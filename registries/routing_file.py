@@ -75,7 +75,7 @@ def read_routing(path: Path) -> RoutingRecord:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise UserError(f"cannot read the routing record {path}: {error.strerror}") from None
+        raise UserError(f"cannot read the routing record {path}: {error.strerror}; give another file") from None
     if len(data) < _FIXED.size or not data.startswith(MAGIC):
         raise UserError(f"{path} is no routing record; pshard-run --record-routing FILE makes one")
     _, version, length, of_header, of_ids = _FIXED.unpack_from(data)

@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 
 from pshard.errors import NotPlanned, StaleRegistry, UserError
 from pshard.jsonio import check_regular, write_text_atomically
-from pshard.paths import cache_dir, name_in_hub_cache
+from pshard.paths import bundled_model, cache_dir, name_in_hub_cache
 from pshard.plan import NewerFormat, OlderFormat, PlanSet, Registry, Variant
 from pshard.registries.codec import decode_registry, encode_registry
 from pshard.registries.fingerprint import Inputs, digest, explain_difference
@@ -27,8 +27,9 @@ LOCK_SECONDS = 30.0  # a writer holds the lock for milliseconds; waiting this lo
 def registry_path(model_path: Path, override: Path | None = None) -> Path:
     """Where the registry of a model lies: `override`, else beside the model, else in the cache folder.
 
-    A model folder holds its own registry. The cache is used when the folder cannot be written, and for models in the
-    Hub's cache, where every file belongs to the Hub's library.
+    A model folder holds its own registry. The cache is used when the folder cannot be written, for models in the
+    Hub's cache, where every file belongs to the Hub's library, and for the bundled model, which lies among the files
+    of an installed package.
     """
     if override is not None:
         return Path(override)
@@ -37,7 +38,7 @@ def registry_path(model_path: Path, override: Path | None = None) -> Path:
         return cache_dir() / "registries" / f"{hub.replace('/', '--')}{SUFFIX}"
     model = Path(model_path).resolve()
     folder = model if model.is_dir() else model.parent
-    if os.access(folder, os.W_OK | os.X_OK):
+    if model != bundled_model() and os.access(folder, os.W_OK | os.X_OK):
         return folder / f"{model.name}{SUFFIX}"
     return cache_dir() / "registries" / f"{model.name}-{hashlib.sha256(bytes(model)).hexdigest()[:8]}{SUFFIX}"
 
@@ -53,7 +54,7 @@ def load_registry(path: Path, plan_command: str = "pshard-plan again") -> Regist
     except FileNotFoundError:
         raise NotPlanned(f"no plan for this model: {path} does not exist; run: {plan_command}") from None
     except OSError as error:
-        raise UserError(f"cannot read the registry {path}: {error.strerror}") from None
+        raise UserError(f"cannot read the registry {path}: {error.strerror}; give another with --registry") from None
     except NewerFormat as error:
         raise UserError(f"the registry {path} has {error}; update pshard or keep another with --registry") from None
     except OlderFormat as error:

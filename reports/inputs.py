@@ -31,6 +31,8 @@ KINDS: tuple[tuple[type, frozenset[str]], ...] = (
     (ServerLoad, frozenset({"server", "points"})),
 )
 
+GIVE = "give the JSON of pshard-bench -o json, pshard-plan --json or pshard-profile, or a registry"
+
 
 @dataclass(frozen=True)
 class ReportInputs:
@@ -54,10 +56,7 @@ def read_inputs(paths: Iterable[Path]) -> ReportInputs:
     for path in paths:
         found = read_nouns(path)
         if not found:
-            raise UserError(
-                f"{path} holds no measurement, plan, profile or timeline; give the JSON of pshard-bench -o json, "
-                "pshard-plan --json or pshard-profile, or a registry"
-            )
+            raise UserError(f"{path} holds no measurement, plan, profile or timeline; {GIVE}")
         sources.append(str(path))
         nouns += [(path.stem, noun) for noun in found]
     plans = [(origin, noun) for origin, noun in nouns if isinstance(noun, Variant)]
@@ -81,13 +80,13 @@ def read_nouns(path: Path) -> list[Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
+        raise UserError(f"cannot read {path}: {error.strerror}; {GIVE}") from None
     except UnicodeDecodeError:
-        raise UserError(f"{path} is not a JSON text") from None
+        raise UserError(f"{path} is not a JSON text; {GIVE}") from None
     try:
         return _find_nouns(_parse(text))
     except RecursionError:
-        raise UserError(f"{path} is nested too deeply") from None
+        raise UserError(f"{path} is nested too deeply; {GIVE}") from None
     except OlderFormat as error:
         raise UserError(f"{path} has {error}; write it again") from None
     except ValueError as error:

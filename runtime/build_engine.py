@@ -61,7 +61,9 @@ def build_engine(
     """
     group = group or Group()
     if group.size != len(variant.ranks):
-        raise UserError(f"the plan is for {len(variant.ranks)} ranks, but {group.size} are running")
+        raise UserError(
+            f"the plan is for {len(variant.ranks)} ranks, but {group.size} are running; start {len(variant.ranks)}"
+        )
     plan = variant.ranks[group.rank]
     spec = split_model(order_experts(file.spec, variant.popularity), variant.split, group.rank)
     spec = replace(spec, caches=plan.caches)

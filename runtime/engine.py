@@ -346,4 +346,6 @@ def _whole_numbers(lists: Sequence[Sequence[int]]) -> list[list[int]]:
     try:
         return [[index(token) for token in ids] for ids in lists]
     except TypeError as error:
-        raise UserError(f"token ids are whole numbers, in one list or one for each sequence ({error})") from None
+        raise UserError(
+            f"these are no token ids ({error}); give whole numbers, in one list or one for each sequence"
+        ) from None

@@ -108,7 +108,7 @@ class Sampler:
         self._before: list[int] = []
         for token, _ in sampling.logit_bias:
             if vocab is not None and not 0 <= token < vocab:
-                raise UserError(f"--logit-bias: there is no token {token}; the model has 0 to {vocab - 1}")
+                raise UserError(f"--logit-bias: there is no token {token}; give 0 to {vocab - 1}")
 
     def allowed(self) -> np.ndarray | None:
         """Words of the tokens that the constraint allows next; None without one. Raises StepFailed as it does."""

@@ -9,6 +9,7 @@ from pshard.errors import UserError
 from pshard.model_config import Rope
 from pshard.models.keys import BASES, FACTORS, Keys
 from pshard.models.rope import llama3_freq_factors, yarn_attention_factor
+from pshard.models.stored import ANOTHER
 
 LOCAL_BASE = 10000.0  # of layers with windows, where a folder does not say: Gemma3TextConfig of transformers
 
@@ -19,7 +20,7 @@ def position_keys(config: Mapping[str, Any], where: str) -> Keys:
     name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     given = config.get(name) or {}
     if not isinstance(given, dict) or any(isinstance(v, dict) for v in given.values()):
-        raise UserError(f"{where}: {name} differs from layer to layer, which is not supported yet")
+        raise UserError(f"{where}: {name} differs from layer to layer, which is not supported yet; {ANOTHER}")
     beside = {k: config[k] for k in ("rope_theta", "partial_rotary_factor") if config.get(k) is not None}
     if config.get("original_max_position_embeddings"):
         given = {**given, "original_max_position_embeddings": config["original_max_position_embeddings"]}
@@ -61,13 +62,13 @@ def hf_rope(config: Mapping[str, Any], rotated: float, head_dim: int, context: i
     if kind in ("longrope", "su"):
         return _hf_longrope(keys, Rope(dims, base, "halves", "longrope", original_context=original), context)
     supported = "default, linear, llama3, yarn, longrope"
-    raise UserError(f"{where}: RoPE scaling {kind!r} is not supported; supported: {supported}")
+    raise UserError(f"{where}: RoPE scaling {kind!r} is not supported (supported: {supported}); {ANOTHER}")
 
 
 def _hf_longrope(keys: Keys, rope: Rope, context: int) -> Rope:
     """arXiv 2402.13753; cos and sin grow by sqrt(1 + ln(factor) / ln(original context)), as transformers has it."""
     if rope.original_context < 2:
-        keys.refuse("original_max_position_embeddings", f"is {rope.original_context}; texts are longer")
+        keys.refuse("original_max_position_embeddings", f"is {rope.original_context}, and texts are longer")
     factor = keys.real("factor", context / rope.original_context, FACTORS)
     grown = math.sqrt(1 + math.log(factor) / math.log(rope.original_context)) if factor > 1 else 1.0
     return replace(

@@ -63,7 +63,7 @@ def _stack(
         tensor.check_shape((rule.count, cols, len(roles) * rows))
     tensor.check_type()
     if tensor.qtype not in _NUMBERS:
-        tensor.fail(f"is {tensor.qtype}; such experts are F32, F16 or BF16")
+        tensor.fail(f"is {tensor.qtype}, and such experts are F32, F16 or BF16")
     slabs: list[StoredTensor] = []
     for number in range(rule.count):
         whole = tensor.slab(number)

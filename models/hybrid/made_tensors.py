@@ -63,7 +63,7 @@ def take_rows(name: str, source: StoredTensor, spans: Spans) -> StoredTensor:
 def make_numbers(source: StoredTensor, make: Callable[[np.ndarray], np.ndarray]) -> StoredTensor:
     """A vector of other numbers. Raises UserError for one of a type that holds none."""
     if source.qtype not in ("F32", "F16", "BF16"):
-        source.fail(f"is a vector of type {source.qtype}; vectors are F32, F16 or BF16")
+        source.fail(f"is a vector of type {source.qtype}, and vectors are F32, F16 or BF16")
     return MadeNumbers(source.name, "F32", source.shape, source.file, source.offset, source=source, make=make)
 
 

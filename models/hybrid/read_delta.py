@@ -4,6 +4,7 @@ from pshard.errors import UserError
 from pshard.model_config import Delta
 from pshard.models.architectures import Architecture
 from pshard.models.keys import Keys
+from pshard.models.stored import FETCH_AGAIN
 
 MOST_LAYERS = 1 << 14
 KERNEL = 4  # inputs that the convolution sees: the kernels know no other number
@@ -52,7 +53,9 @@ def _check_sections(keys: Keys) -> None:
 def _list_full(keys: Keys, n_layers: int, recurrent: object) -> tuple[int, ...]:
     """The layers that have attention: those that are said not to be recurrent, or else the last of every so many."""
     if n_layers > MOST_LAYERS:  # else listing them takes for ever, before the tensors tell
-        raise UserError(f"{keys.where}: {n_layers} layers; models have a few hundred: the file is damaged")
+        raise UserError(
+            f"{keys.where}: {n_layers} layers, where models have a few hundred: the file is damaged; {FETCH_AGAIN}"
+        )
     if recurrent is None:
         every = keys.integer("full_attention_interval", 4)
         return tuple(i for i in range(n_layers) if (i + 1) % every == 0)

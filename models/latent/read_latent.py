@@ -54,5 +54,5 @@ def _check(latent: Latent, keys: Keys, width: str) -> Latent:
     if latent.rope % 2:
         keys.refuse(width, f"belongs to keys of which {latent.rope} numbers are rotated, which are no pairs")
     if latent.q_rank > keys.integer(width):
-        keys.refuse(width, f"is less than the {latent.q_rank} numbers that queries are made of; the file is damaged")
+        keys.refuse(width, f"is less than the {latent.q_rank} numbers that queries are made of")
     return latent

@@ -45,7 +45,7 @@ def render_chat(
         "add_generation_prompt": add_generation_prompt,
     }
     if taken := sorted(given.keys() & (variables or {}).keys()):
-        raise UserError(f"chat template: {taken[0]} is given already; a variable of the template has another name")
+        raise UserError(f"chat template: {taken[0]} is given already; give a variable of the template another name")
     try:
         compiled = _compile(template)
         steps: Steps = compiled.environment.steps  # type: ignore[attr-defined]

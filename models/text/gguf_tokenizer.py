@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pshard.errors import UserError
+from pshard.models.stored import FETCH_AGAIN
 from pshard.models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -144,14 +145,16 @@ def _byte_level_bpe(metadata: dict[str, Any], tokens: list[str], where: str) -> 
 
     name = metadata.get("tokenizer.ggml.pre")
     if name not in PRE_TOKENIZERS:
-        known = ", ".join(PRE_TOKENIZERS)
-        raise UserError(f"{where}: tokenizer.ggml.pre is {name!r}, which is not supported; supported: {known}")
+        what = f"tokenizer.ggml.pre is {name!r}, which is not supported (supported: {', '.join(PRE_TOKENIZERS)})"
+        raise UserError(f"{where}: {what}; give token ids instead")
     pre = PRE_TOKENIZERS[name]
     pairs = [tuple(merge.split(" ")) for merge in _list_of(metadata, "merges", str, None, where) or []]
     vocab = {token: i for i, token in enumerate(tokens)}
     for pair in pairs:
         if len(pair) != 2 or any(part not in vocab for part in (*pair, "".join(pair))):
-            raise UserError(f"{where}: tokenizer.ggml.merges has {' '.join(pair)!r}, which is no merge of two tokens")
+            raise UserError(
+                f"{where}: tokenizer.ggml.merges has {' '.join(pair)!r}, which is no merge of two tokens; {FETCH_AGAIN}"
+            )
     backend = Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=pre.whole_words))
     if pre.nfc:
         backend.normalizer = normalizers.NFC()
@@ -236,7 +239,8 @@ def _list_of(metadata: dict[str, Any], name: str, item: type, count: int | None,
         or len(values) != (count or len(values))
     ):
         wanted = f"a list of {count} values" if count else "a list"
-        raise UserError(f"{where}: tokenizer.ggml.{name} is not {wanted} of type {item.__name__}; the file is damaged")
+        what = f"tokenizer.ggml.{name} is not {wanted} of type {item.__name__}: the file is damaged"
+        raise UserError(f"{where}: {what}; {FETCH_AGAIN}")
     return values
 
 
@@ -245,5 +249,5 @@ def _token_id(metadata: dict[str, Any], name: str, count: int, where: str) -> in
     if token is None:
         return None
     if type(token) is not int or not 0 <= token < count:
-        raise UserError(f"{where}: tokenizer.ggml.{name} is {token!r}, not one of the {count} tokens")
+        raise UserError(f"{where}: tokenizer.ggml.{name} is {token!r}, not one of the {count} tokens; {FETCH_AGAIN}")
     return token

@@ -39,7 +39,9 @@ def size_load(
     asks = prompt or max(1, min(Workload.prompt, most // 2))
     answers = generated or max(1, min(Workload.generated, most - asks))
     if longest and asks + answers > longest:
-        raise UserError(f"--prompt {asks} and --generated {answers} are more than the model's context of {longest}")
+        raise UserError(
+            f"--prompt {asks} and --generated {answers} are more than the model's context of {longest}; give less"
+        )
     if context and asks + answers > context:
         raise UserError(
             f"--prompt {asks} and --generated {answers} do not fit the context of {context}; give -c {asks + answers}"

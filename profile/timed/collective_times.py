@@ -53,7 +53,8 @@ def measure_collectives(
                 [device, str(n), str(out), str(int(shared_memory)), *map(str, sizes)],
             )
             if code != 0 or not out.exists():
-                raise UserError(f"all-reduces of {n} ranks on {device} could not be timed (exit code {code})")
+                what = f"all-reduces of {n} ranks on {device} could not be timed"
+                raise UserError(f"{what} (exit code {code}); mend what their lines above say")
             timings += [from_json(CollectiveTiming, row) for row in json.loads(out.read_text())]
     return tuple(timings)
 

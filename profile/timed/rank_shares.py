@@ -65,7 +65,8 @@ def measure_shares(host: KernelBench, kind: str, ranks: Sequence[int], seconds: 
             task = Task(kind, n, torch.get_num_threads(), host.pool.nbytes, seconds)
             code = start_ranks(n, "pshard.profile.timed.rank_shares", [json.dumps(asdict(task)), str(out)])
             if code != 0 or not out.exists():
-                raise UserError(f"what {n} ranks have of this host could not be timed (exit code {code})")
+                what = f"what {n} ranks have of this host could not be timed"
+                raise UserError(f"{what} (exit code {code}); mend what their lines above say")
             rows = [from_json(ShareTiming, row) for row in json.loads(out.read_text())]
         found += [replace(r, whole=whole[r.size]) if r.what == "matmul" else r for r in rows]
     return tuple(found)

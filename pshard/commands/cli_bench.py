@@ -96,7 +96,7 @@ def _make_request(args: Any) -> "RunRequest":
         if name not in NAMES:
             raise UserError(f"--strategy {name} is unknown; choose from {', '.join(NAMES)}")
     if args.ppl_window < 2:
-        raise UserError(f"--ppl-window is {args.ppl_window}; a window has 2 tokens or more")
+        raise UserError(f"--ppl-window is {args.ppl_window}; give 2 tokens or more")
     if args.output_file is not None:
         check_writable(args.output_file, "-of")
     if args.perplexity is not None:
@@ -228,10 +228,10 @@ def _run_perplexity(opened: "Opened", args: Any, group: "Group") -> int:
     try:
         text = args.perplexity.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {args.perplexity}: {error}") from None
+        raise UserError(f"cannot read {args.perplexity}: {error}; give a text file in UTF-8") from None
     with start_engine(opened, opened.variant, args.kernels, group, checkpoints=False) as engine:
         if engine.tokenizer is None:
-            raise UserError("the model file has no tokenizer: perplexity needs one")
+            raise UserError("the model file has no tokenizer, which perplexity needs; take another file of the model")
         ids = engine.tokenizer.encode(text)
         window = min(args.ppl_window, engine.plan.workload.context)
         value = measure_perplexity(engine, ids, window, lambda _: None)
@@ -259,7 +259,9 @@ def _write(found: "list[Measurement]", args: Any) -> None:
         try:
             write_text_atomically(args.output_file, format_measurements(found, "json"))
         except OSError as error:
-            raise UserError(f"cannot write {args.output_file}: {error.strerror}") from None
+            raise UserError(
+                f"cannot write {args.output_file}: {error.strerror}; choose another place with -of"
+            ) from None
 
 
 if __name__ == "__main__":

@@ -119,20 +119,20 @@ def _plan_offered(
         if not args.json:
             said()  # before the others, which take half a second each
         known = {offer.model.label: planned.variants[0]}
-        with planning_bar(f"planning what {reference.repo} has"):
-            outlooks = tuple(
-                compare_quants(
-                    offer.models, offer.headers, profile, lambda spec: make_workloads(args, spec, profile)[0], known
-                )
-            )
-    if args.json:
-        chosen, why = choose_quant(outlooks)
-        said({"offered": to_json(outlooks), "we_would_take": chosen.label if chosen else None, "because": why})
-        return
-    if not args.emit:
-        from pshard.hub.show_quants import print_quants
+        outlooks = compare_quants(
+            offer.models, offer.headers, profile, lambda spec: make_workloads(args, spec, profile)[0], known
+        )
+        if args.json:
+            with planning_bar(f"planning what {reference.repo} has"):
+                all_of_them = tuple(outlooks)
+            chosen, why = choose_quant(all_of_them)
+            said({"offered": to_json(all_of_them), "we_would_take": chosen.label if chosen else None, "because": why})
+            return
+        if not args.emit:
+            from pshard.hub.show_quants import print_quants
 
-        print_quants(reference.repo, offer.model.label, outlooks, planned.variants[0].terms)
+            terms, named = planned.variants[0].terms, (reference.repo, offer.model.label)
+            print_quants(named, offer.models, outlooks, terms, planning_bar)
     tell(f"registry: not written, as the model is not here; pshard run {reference} fetches it")
 
 
@@ -253,7 +253,7 @@ def _why_not_validate(
         return why
     why = "the profile is of another machine" if elsewhere else why_impossible(profile, workload)
     if why and args.validate:
-        raise UserError(f"--validate is not possible: {why}")
+        raise UserError(f"--validate is not possible: {why}; leave it out")
     return why
 
 
@@ -311,7 +311,7 @@ def _write_lp(file: Path, spec: "ModelSpec", profile: "MachineProfile", workload
     try:
         file.write_text(lp_of_plan(spec, profile, workload, variant.correction), encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--write-lp: cannot write {file}: {error.strerror}") from None
+        raise UserError(f"--write-lp: cannot write {file}: {error.strerror}; choose another place") from None
 
 
 def _other_machine(profile: MachineProfile) -> list[str]:

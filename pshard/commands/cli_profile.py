@@ -107,9 +107,9 @@ def _profile_hosts(args: argparse.Namespace, argv: list[str]) -> int:
     from pshard.session.profile_hosts import HostsRequest, profile_hosts
 
     if args.output is None:
-        raise UserError("-o FILE is needed: a profile of several hosts is a file of its own, for --profile FILE")
+        raise UserError("a profile of several hosts is a file of its own, for --profile FILE; give -o FILE")
     if named_model(args) or args.threads:
-        raise UserError("-m and -t are for the profile of one host, from which that of several is made")
+        raise UserError("-m and -t are for the profile of one host, from which that of several is made; leave them out")
     command = shlex.join(["pshard-profile", *argv])
     profile, first = profile_hosts(HostsRequest(args.output, args.device, args.quick, command))
     if first and args.json:

@@ -107,7 +107,7 @@ def _parse_flags(argv: list[str]) -> Namespace:
     if args.prompt_cache is None and (args.prompt_cache_all or args.prompt_cache_ro):
         raise UserError("--prompt-cache-all and --prompt-cache-ro need a file: give --prompt-cache FILE")
     if args.record_routing and not args.record_routing.resolve().parent.is_dir():
-        raise UserError(f"--record-routing: there is no folder {args.record_routing.resolve().parent}")
+        raise UserError(f"--record-routing: there is no folder {args.record_routing.resolve().parent}; make it first")
     return args
 
 
@@ -172,7 +172,7 @@ def _generate(engine: "Engine", prompt: Any, args: Any, sampling: Any, grammar: 
     ranks = engine.memory_by_rank()
     if not loud:
         return
-    print(text.finish() if text else "")
+    print(text.finish() if text else "", flush=True)  # before what stderr says, where both go to one place
     rate = f", then {(n - 1) / (end - first):.1f} tok/s" if n > 1 else ""
     used, budget = (nbytes / (1 << 20) for nbytes in (ranks[0].accelerator, ranks[0].budget))
     print(

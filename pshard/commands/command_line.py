@@ -14,6 +14,7 @@ from typing import Any
 
 from pshard.commands.parsing.command_parser import CommandParser
 from pshard.errors import StepFailed, UserError, as_line
+from pshard.paths import bundled_model
 from pshard.times.running_requests import CONCURRENCY, MOST_CONCURRENCY
 from pshard.workload import Limits, parse_limits
 
@@ -171,7 +172,7 @@ def env_default(name: str, convert: Callable, fallback):
     try:
         return convert(text)
     except (argparse.ArgumentTypeError, ValueError) as error:
-        raise UserError(f"environment variable PSHARD_{name}: {error}") from None
+        raise UserError(f"environment variable PSHARD_{name}: {error}; correct or unset it") from None
 
 
 def find_model(given: str | None) -> Path:
@@ -187,8 +188,7 @@ def find_model(given: str | None) -> Path:
         path = resolve_model(os.environ["PSHARD_MODEL"])
         _say(f"model: {path} (from PSHARD_MODEL)")
         return path
-    places = Path(__file__).resolve().parents[1:3]  # the package, or the clone that it is used from
-    bundled = next((p / "examples" / "demo.gguf" for p in places if (p / "examples" / "demo.gguf").exists()), None)
+    bundled = bundled_model()
     if bundled is None:
         raise UserError("no model given and the bundled one is not installed; give one, or set PSHARD_MODEL")
     _say(f"model: {bundled} (the bundled demo; choose another with -m)")

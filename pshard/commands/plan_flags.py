@@ -92,7 +92,9 @@ def complete_plan_flags(args: argparse.Namespace) -> argparse.Namespace:
     if args.validate is None:
         args.validate = env_default("VALIDATE", _yes_or_no, None)
     if args.validate and args.strategy != "ilp":
-        raise UserError("--validate and --strategy exclude each other; pshard-bench measures a published strategy")
+        raise UserError(
+            "--validate and --strategy exclude each other; pshard-bench measures such a strategy: leave one out"
+        )
     if args.tensor_split == "auto" and args.strategy != "ilp":
         raise UserError("-ts auto and --strategy exclude each other; give the published strategy its ratios")
     if args.split_mode == "auto" and args.strategy != "ilp":
@@ -106,7 +108,7 @@ def complete_plan_flags(args: argparse.Namespace) -> argparse.Namespace:
     if args.write_lp:
         _check_write_lp(args)
     if args.vram and args.sweep:
-        raise UserError("--vram and --sweep exclude each other; a sweep lists its own budgets")
+        raise UserError("--vram and --sweep exclude each other; give one, as a sweep lists its own budgets")
     check_split_flags(args)
     return args
 
@@ -115,7 +117,7 @@ def _check_write_lp(args: argparse.Namespace) -> None:
     if args.split_mode != "none" or args.sweep or args.strategy != "ilp":
         raise UserError("--write-lp needs one plan for one device by the program; leave out -sm, --sweep, --strategy")
     if not args.write_lp.parent.is_dir():
-        raise UserError(f"--write-lp: there is no folder {args.write_lp.parent}")
+        raise UserError(f"--write-lp: there is no folder {args.write_lp.parent}; make it first")
 
 
 def _yes_or_no(text: str) -> bool:
@@ -164,7 +166,10 @@ def make_workloads(args: argparse.Namespace, spec: "ModelSpec", profile: Machine
         concurrency=args.concurrency or 0,
     )
     if first.sequences > first.max_ubatch:
-        raise UserError(f"-ub {first.max_ubatch} is less than one token for each of -np {first.sequences} sequences")
+        raise UserError(
+            f"-ub {first.max_ubatch} is less than one token for each of -np {first.sequences} sequences; "
+            f"give -ub {first.sequences} or more"
+        )
     if args.numa:
         first = replace(first, vram_mib=first.vram_mib * (count_nodes(args, profile) // len(first.vram_mib)))
     elif len(first.vram_mib) == 1:

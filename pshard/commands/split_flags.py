@@ -72,5 +72,7 @@ def count_nodes(args: argparse.Namespace, profile: MachineProfile) -> int:
     nodes = profile.host.numa_nodes
     for flag, given in (("--vram", len(args.vram or ())), ("-ts", len(given_ratios(args)))):
         if given > 1 and given != nodes:
-            raise UserError(f"--numa: {flag} is for {given} ranks, the host has {nodes} NUMA node{'s' * (nodes > 1)}")
+            raise UserError(
+                f"--numa: {flag} is for {given} ranks, the host has {nodes} NUMA node{'s' * (nodes > 1)}; give {nodes}"
+            )
     return nodes

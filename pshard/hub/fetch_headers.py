@@ -104,9 +104,11 @@ def _read_whole(repository: Repository, file: HubFile) -> _Header:
             return _Header(file, data, outline_gguf(data))
         except NotEnough:
             if len(data) >= min(file.nbytes, MOST):
-                raise UserError(f"{repository.name}: {file.name} ends inside its header; it is damaged") from None
+                what = f"{repository.name}: {file.name} ends inside its header: it is damaged"
+                raise UserError(f"{what}; take another file or repository") from None
         except ValueError as error:
-            raise UserError(f"{repository.name}: {file.name} is no GGUF file that can be read: {error}") from None
+            what = f"{repository.name}: {file.name} is no GGUF file that can be read: {error}"
+            raise UserError(f"{what}; take another file or repository") from None
         if len(data) < end:
             raise UserError(f"{repository.name}: {file.name} was cut inside its header; run the same command again")
         wanted *= 2

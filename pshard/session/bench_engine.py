@@ -179,5 +179,5 @@ def measure_perplexity(engine: "Engine", ids: Sequence[int], window: int, progre
         count += len(part) - 1
         progress(len(part))
     if count == 0:
-        raise UserError("the perplexity text has fewer than two tokens")
+        raise UserError("the perplexity text has fewer than two tokens; give a longer one")
     return math.exp(total / count)

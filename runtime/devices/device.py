@@ -112,7 +112,7 @@ class CudaDevice:
         except torch.cuda.OutOfMemoryError:
             free = torch.cuda.mem_get_info(self.torch_device)[0] >> 20
             raise UserError(
-                f"cannot allocate {nbytes >> 20} MiB on the GPU; {free} MiB are free: lower --vram"
+                f"cannot allocate {nbytes >> 20} MiB on the GPU; {free} MiB are free; give a smaller --vram"
             ) from None
 
     def page_lock(self, memory: torch.Tensor) -> bool:

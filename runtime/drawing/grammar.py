@@ -85,7 +85,7 @@ class GrammarWords:
         if not first.is_error():
             first.compute_bitmask()  # some that are too complex show it with the first token only
         if first.is_error():
-            raise UserError(f"{flag} cannot be read: {' '.join(first.get_error().split())}")
+            raise UserError(f"{flag} cannot be read: {' '.join(first.get_error().split())}; correct it")
         return lambda: Grammar(matcher.deep_copy(), self._vocab)
 
 
@@ -99,7 +99,7 @@ def open_words(tokenizer: Tokenizer | None, vocab: int) -> GrammarWords:
             "grammars and schemas need llguidance, which is not installed; run: pip install llguidance"
         ) from None
     if tokenizer is None or not tokenizer.eos_ids:
-        raise UserError("grammars and schemas need a model file with a tokenizer and an end token")
+        raise UserError("grammars and schemas need a model file with a tokenizer and an end token; leave them out")
     return GrammarWords(llguidance, tokenizer, vocab)
 
 
@@ -120,7 +120,7 @@ def _name_error(flag: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise UserError(f"{flag} cannot be read: {(str(error).splitlines() or [''])[0]}") from None
+        raise UserError(f"{flag} cannot be read: {(str(error).splitlines() or [''])[0]}; correct it") from None
 
 
 class _Words:

@@ -126,7 +126,7 @@ class KVStore:
     def _raise_together(self, path: Path, problem: str | None) -> None:
         """Raise on every rank what rank 0 ran into."""
         if problem := self._group.broadcast(problem):
-            raise UserError(f"cannot write the KV cache to {path}: {problem}")
+            raise UserError(f"cannot write the KV cache to {path}: {problem}; give another file")
 
     def load(self, path: Path, take: Callable[[int], Segment]) -> tuple[tuple[int, ...], list[Checkpoint]]:
         """Fill cells from a file, where `take` says that so many lie; returns their token ids, and checkpoints.
@@ -143,13 +143,13 @@ class KVStore:
         except UserError as error:
             problem = str(error)
         except OSError as error:
-            problem = f"cannot read the KV cache {path}: {error.strerror}"
+            problem = f"cannot read the KV cache {path}: {error.strerror}; give another file"
         read = zlib.crc32(json.dumps(tokens).encode())
         said = [self._group.broadcast([problem, read], r) for r in range(self._group.size)]
         if first := next((p for p, _ in said if p), None):
             raise UserError(first)
         if any(other != read for _, other in said):
-            raise UserError(f"the ranks find different KV caches in {path}: it was just replaced, or is no shared file")
+            raise UserError(f"ranks find different KV caches in {path}, just replaced or no shared file; try again")
         return tokens, states
 
     def _check_states(self) -> None:
@@ -274,7 +274,7 @@ class KVStore:
                 raise UserError(f"the KV cache {path} names tokens that the model does not have: remove it")
             longest = longest_sequence(self._source.spec.config, self._kv.context)
             if len(tokens) > longest:
-                raise UserError(f"the KV cache {path} has {len(tokens)} cells; the context is {longest}: -c")
+                raise UserError(f"the KV cache {path} has {len(tokens)} cells, the context {longest}: give a larger -c")
             lengths = _check_lengths(path, fields.get("states"), len(tokens)) if self._states else []
             start, nbytes = self._places(len(tokens), header, len(lengths))
             if os.fstat(file.fileno()).st_size != nbytes:

@@ -433,7 +433,9 @@ def init_group(
     try:
         store, beats = _open_store(rank, ranks), _open_store(rank, ranks, client_only=True)
     except RuntimeError as error:
-        raise UserError(f"rank {rank} cannot meet the others: {' '.join(str(error).split())[:200]}") from None
+        raise UserError(
+            f"rank {rank} cannot meet the others: {' '.join(str(error).split())[:200]}; start them again"
+        ) from None
     watch = RankWatch(dist.PrefixStore("pshard-watch", beats), rank, ranks, MEET_SECONDS, here < ranks, address)
     group = TorchGroup(
         rank, ranks, device, dist.PrefixStore("pshard", store), watch, shared_memory, peer_memory, timings

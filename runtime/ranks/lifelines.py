@@ -91,7 +91,9 @@ def open_lifelines(store: dist.Store, rank: int, size: int, address: str | None,
                 other = int.from_bytes(line.recv(_NUMBER_BYTES, socket.MSG_WAITALL), "big")
             except OSError:
                 if time.monotonic() > end:
-                    raise UserError(f"rank {missing[0]} cannot reach rank {rank} at {address}") from None
+                    raise UserError(
+                        f"rank {missing[0]} cannot reach rank {rank} at {address}; let firewalls pass it"
+                    ) from None
                 continue  # some other program's connection
             if other in missing:
                 lines[other] = line
@@ -105,7 +107,9 @@ def _connect(rank: int, other: int, place: tuple[str, int], seconds: float) -> s
         line = socket.create_connection((place[0], place[1]), timeout=seconds)
         line.sendall(rank.to_bytes(_NUMBER_BYTES, "big"))
     except OSError as error:
-        raise UserError(f"rank {rank} cannot reach rank {other} at {place[0]}, port {place[1]}: {error}") from None
+        raise UserError(
+            f"rank {rank} cannot reach rank {other} at {place[0]}, port {place[1]}: {error}; let firewalls pass it"
+        ) from None
     return line
 
 

@@ -59,7 +59,8 @@ class RankWatch:
         end = time.monotonic() + meet_seconds
         while missing := [r for r in range(size) if not store.check([f"beat/{r}"])]:
             if time.monotonic() > end:
-                raise UserError(f"rank {rank} waited {meet_seconds:.0f} s for rank {missing[0]}, which did not come")
+                late = f"rank {rank} waited {meet_seconds:.0f} s for rank {missing[0]}, which did not come"
+                raise UserError(f"{late}; look at what it said, and start all again")
             time.sleep(0.01)
         self._lines = open_lifelines(store, rank, size, address, meet_seconds) if hosts else None
         self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)

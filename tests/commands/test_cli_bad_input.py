@@ -108,7 +108,7 @@ def test_file_that_is_no_model(world: World, refuse: Refuse, content: bytes, wor
 
 def test_missing_model_file(world: World, refuse: Refuse) -> None:
     world.model.unlink()
-    refused_by_all(world, refuse, "No such file")
+    refused_by_all(world, refuse, "there is no such file; give a GGUF file, a folder, or a model of the Hub")
 
 
 def test_folder_without_a_model(world: World, refuse: Refuse, tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_moved_tensor_is_named(world: World, refuse: Refuse) -> None:
     offset = data.index(b"blk.1.ffn_up.weight") + len(b"blk.1.ffn_up.weight") + 4 + 16 + 4
     data[offset] ^= 32
     world.model.write_bytes(data)
-    refused_by_all(world, refuse, "blk.1.ffn_up.weight begins at byte", "fetch the file again")
+    refused_by_all(world, refuse, "blk.1.ffn_up.weight begins at byte", "fetch it again")
 
 
 # Budgets
@@ -377,7 +377,7 @@ def test_profile_to_a_place_that_cannot_be_written_fails_before_measuring(
 
 @pytest.mark.parametrize(
     ("flags", "said"),
-    [((), "-o FILE is needed"), (("-o", "p.json", "-t", 1), "-m and -t"), (("-o", "p.json"), "without torchrun")],
+    [((), "give -o FILE"), (("-o", "p.json", "-t", 1), "-m and -t"), (("-o", "p.json"), "without torchrun")],
 )
 def test_profile_by_ranks_that_torchrun_started(
     refuse: Refuse, monkeypatch: pytest.MonkeyPatch, flags: tuple, said: str
@@ -424,7 +424,11 @@ def test_end_token_beyond_the_vocabulary_is_named(planned: World, refuse: Refuse
 def test_an_error_shows_what_a_file_holds_as_one_line_that_a_terminal_can_show(world: World, refuse: Refuse) -> None:
     write_gguf(world.model, metadata={"llama.attention.head_count": "\x1b[2J\n" + 9000 * "x"})
     line = refuse("plan", "-m", world.model, "--vram", 6)
-    assert "head_count is" in line and line.endswith("not a whole number above 0") and "\x1b" not in line
+    assert (
+        "head_count is" in line
+        and line.endswith("not a whole number above 0; take another file or model")
+        and "\x1b" not in line
+    )
     assert len(line) < 2100 and " [...] " in line
 
 

@@ -73,7 +73,7 @@ def test_a_load_without_one_answer_ends_with_1(capsys: pytest.CaptureFixture) ->
         (("-p", "many"), "is no length"),
         (("--shared-prefix", "-4"), "no number of tokens"),
         (("--cancel", "2"), "no share"),
-        (("--cancel", "0.6", "--slow", "0.6"), "together they are 1"),
+        (("--cancel", "0.6", "--slow", "0.6"), "give 1 at most together"),
         (("--promise", "speed=9"), "ttft, gap, end"),
         (("--promise", "gap=fast"), "ttft, gap, end"),
         (("--figure", "load.pdf"), ".png or .svg"),

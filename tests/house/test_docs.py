@@ -24,6 +24,10 @@ def test_every_file_that_a_page_names_is_there(page) -> None:
     assert not named | linked
 
 
+def test_the_readme_is_read_in_one_sitting() -> None:
+    assert len((ROOT / "README.md").read_bytes()) <= 10_000
+
+
 IMPORTED = {"nvidia-ml-py": "pynvml"}  # where the package is called otherwise
 
 

@@ -1,6 +1,8 @@
 """What a model of the Hub will do here is known before it is fetched, from headers alone."""
 
 import json
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import gguf
@@ -11,9 +13,11 @@ from hub_server import Faults, HubServer
 from model_files import write_gguf
 
 from pshard.commands.cli_plan import main as plan
+from pshard.hub.compare_quants import QuantOutlook
 from pshard.hub.fetch_headers import FIRST, fetch_headers
 from pshard.hub.fetch_model import fetch_model
-from pshard.hub.repository import list_repository
+from pshard.hub.repository import HubModel, list_repository
+from pshard.hub.show_quants import print_quants
 from pshard.models import open_model
 from pshard.registries.profile_store import default_profile_path, save_profile
 
@@ -99,6 +103,24 @@ def test_plan_tells_of_every_quantisation_and_fetches_none(hub, files, quick_sea
     assert "not written, as the model is not here" in said.err
     assert hub.sent < sum(map(len, files.values())) / 2
     assert not list((tmp_path / "hf").rglob("*.gguf"))
+
+
+def test_each_row_is_printed_as_soon_as_it_is_planned(capsys) -> None:
+    models = [HubModel(name, ()) for name in ("Q2_K", "Q4_K_M", "Q8_0")]
+    seen = []
+
+    def plan_slowly() -> Iterator[QuantOutlook]:
+        for i, model in enumerate(models):
+            seen.append(capsys.readouterr().out)
+            yield QuantOutlook(model.label, 2**30, 4.5 + i, 1234.5, 0.5, 20.0 - i, 8000, 0)
+
+    print_quants(("org/repo", "Q4_K_M"), models, plan_slowly(), "8000 MiB", lambda _: nullcontext())
+    assert "org/repo offers" in seen[0] and seen[0].splitlines()[-1].split()[:2] == ["file", "GiB"]
+    rows = [text.split() for text in seen[1:]]
+    assert rows[0] == ["Q2_K", "1.00", "4.5", "1234", "0.5", "20", "8000", "0"]
+    assert rows[1][:4] == ["Q4_K_M", "(asked", "for)", "1.00"]
+    assert len({len(text) for text in seen[1:]}) == 1, "columns stand below each other"
+    assert "We would take Q8_0" in capsys.readouterr().out
 
 
 def test_the_plan_from_a_header_is_the_plan_of_the_file(hub, files, quick_search, capsys) -> None:

@@ -77,6 +77,8 @@ def test_commands_of_a_wheel_plan_and_run_the_bundled_model(wheel: Path, tmp_pat
 
     assert str(place) in call("import pshard; print(pshard.__file__)")
     assert call("from pshard.runtime.kernels.cpu import native; print(native.why_missing())").strip() == "None"
+    where = "from pshard.registries.store import registry_path; from pshard.paths import bundled_model as model; "
+    assert call(f"{where}print(registry_path(model()))").startswith(str(tmp_path / "cache"))
     sheet = place / "pshard/registries/examples/rtx4060-ryzen-7700.json"
     plan = "from pshard.commands.cli_plan import main; import sys; sys.exit(main("
     assert "Predicted" in call(f"{plan}['--vram', '500', '--profile', {str(sheet)!r}]))")

@@ -141,7 +141,7 @@ def test_what_a_file_says_of_its_router_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "says"),
     [
-        ({"expert_used_count": 9}, "a token takes 9 of 8 experts; the file is damaged"),
+        ({"expert_used_count": 9}, "a token takes 9 of 8 experts; take another file or model"),
         ({"expert_used_count": 0}, "expert_used_count is 0, not a whole number above 0"),
         ({"expert_used_count": None}, "expert_used_count is missing"),
         ({"expert_count": 0}, "expert_count is 0, not a whole number above 0"),

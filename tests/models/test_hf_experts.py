@@ -97,11 +97,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"num_experts_per_tok": 9}, "config.json: a token takes 9 of 8 experts; the file is damaged"),
+        ({"num_experts_per_tok": 9}, "config.json: a token takes 9 of 8 experts; take another file or model"),
         ({"num_local_experts": 0}, "num_local_experts is 0, not a whole number above 0"),
         ({"num_local_experts": ...}, "num_experts is missing"),
-        ({"num_local_experts": 7}, "of an expert too many; the configuration says 7"),
-        ({"num_local_experts": 9}, "has its like of other experts, but not of number 8 of 9; the files are incomplete"),
+        ({"num_local_experts": 7}, "of an expert too many: the configuration says 7"),
+        ({"num_local_experts": 9}, "has its like of other experts, but not of number 8 of 9: the files are incomplete"),
         ({"num_local_experts": 2**62}, "but not of number 8 of 46116860"),
         ({"moe_intermediate_size": 128}, r"gate_proj.weight has shape \[8, 256, 256\], not the \[8, 128, 256\]"),
         ({"norm_topk_prob": ...}, "norm_topk_prob is missing"),

@@ -209,7 +209,7 @@ def test_published_strategies_keep_states_in_vram(tmp_path: Path, strategy: str)
         ({"ssm.inner_size": 96}, "ssm.inner_size is 96, not 4 value heads of 32"),
         ({"ssm.group_count": 3}, "ssm.group_count is 3, which does not divide 4 value heads"),
         ({"ssm.state_size": None}, "ssm.state_size is missing"),
-        ({"block_count": 1 << 31}, "2147483648 layers; models have a few hundred: the file is damaged"),
+        ({"block_count": 1 << 31}, "2147483648 layers, where models have a few hundred: the file is damaged"),
         ({"full_attention_interval": 3}, "has shape|is missing"),
         ({"rope.dimension_sections": [3, 3, 3, 0]}, "rope.dimension_sections has 9 pairs, not the 8 that are rotated"),
     ],

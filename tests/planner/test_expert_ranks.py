@@ -107,7 +107,9 @@ def test_published_strategies_have_legal_plans_on_ranks_with_experts() -> None:
 
 
 def test_a_limit_of_units_that_the_model_lacks_is_refused() -> None:
-    with pytest.raises(UserError, match="--max-tp ffn: experts-small has no such units; it has attn, experts, head"):
+    with pytest.raises(
+        UserError, match="--max-tp ffn: experts-small has no such units; choose from attn, experts, head"
+    ):
         plan_variant(SMALL, FAST, work(300, 300, max_tp=(("ffn", 1),)))
 
 

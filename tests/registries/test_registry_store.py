@@ -5,12 +5,14 @@ import multiprocessing
 import os
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from registry_samples import INPUTS, make_plan_set, make_variant
 
 from pshard.commands.command_line import parse_ratios
 from pshard.errors import StaleRegistry, UserError
+from pshard.paths import bundled_model
 from pshard.registries.choose import choose_variant, plan_command
 from pshard.registries.store import MOST_SETS, load_registry, own_plans, registry_path, save_variants
 from pshard.workload import Workload
@@ -38,6 +40,16 @@ def test_registry_of_a_read_only_folder_lies_in_the_cache(tmp_path, monkeypatch)
     one, other = registry_path(tmp_path / "a" / "m.gguf"), registry_path(tmp_path / "b" / "m.gguf")
     assert one.parent == other.parent == tmp_path / "cache" / "registries"
     assert one != other and one.name.startswith("m.gguf-")
+
+
+def test_the_bundled_models_registry_lies_in_the_cache_and_not_in_the_package(tmp_path, monkeypatch):
+    monkeypatch.setenv("PSHARD_CACHE", str(tmp_path / "cache"))
+    bundled = bundled_model()
+    assert bundled is not None
+    assert registry_path(bundled).parent == tmp_path / "cache" / "registries"
+    monkeypatch.chdir(bundled.parent)
+    assert registry_path(Path("demo.gguf")) == registry_path(bundled)
+    assert registry_path(bundled, tmp_path / "other.json") == tmp_path / "other.json"
 
 
 def test_planning_again_replaces_its_variant_and_keeps_the_others(tmp_path):

@@ -119,7 +119,7 @@ def test_no_token_left_is_said() -> None:
 
 
 def test_a_bias_on_a_token_that_there_is_not_is_refused() -> None:
-    with pytest.raises(UserError, match="there is no token 7; the model has 0 to 4"):
+    with pytest.raises(UserError, match="there is no token 7; give 0 to 4"):
         Sampler(Sampling(logit_bias=((7, 1.0),)), vocab=5)
 
 

@@ -83,7 +83,7 @@ def _save(chat: "Conversation", name: str, tell: Tell) -> None:
     try:
         write_text_atomically(path, json.dumps({"messages": chat.messages}, indent=1, ensure_ascii=False) + "\n")
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
+        raise UserError(f"cannot write {path}: {error.strerror}; choose another place") from None
     tell(f"{len(chat.messages)} messages are in {path}")
 
 
@@ -92,17 +92,17 @@ def _load(chat: "Conversation", name: str, tell: Tell) -> None:
     try:
         data = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}") from None
+        raise UserError(f"cannot read {path}: {error}; give a file that /save wrote") from None
     messages = data.get("messages") if isinstance(data, dict) else None
     if not isinstance(messages, list):
-        raise UserError(f"{path} is no chat: it has no list of messages; /save writes one")
+        raise UserError(f"{path} is no chat: it has no list of messages; give a file that /save wrote")
     chat.replace(messages)
     tell(f"{len(messages)} messages are taken from {path}")
 
 
 def _path(name: str, command: str) -> Path:
     if not name:
-        raise UserError(f"say which file: /{command} FILE")
+        raise UserError(f"no file is named; say /{command} FILE")
     return Path(name).expanduser()
 
 

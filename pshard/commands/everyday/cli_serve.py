@@ -168,7 +168,7 @@ def _read_keys(args: Namespace) -> tuple[str, ...]:
         try:
             lines = args.api_key_file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--api-key-file: cannot read {args.api_key_file}: {error}") from None
+            raise UserError(f"--api-key-file: cannot read {args.api_key_file}: {error}; give a text file") from None
         found = [line.strip() for line in lines if line.strip()]
         if not found:
             raise UserError(f"--api-key-file: {args.api_key_file} has no key; write one a line")

@@ -115,7 +115,7 @@ def _read_setting(args: Namespace, argv: list[str]) -> "LoadSetting":
     if args.figure is not None and args.figure.suffix not in (".png", ".svg"):
         raise UserError(f"--figure {args.figure}: give a name that ends in .png or .svg")
     if args.cancel + args.slow > 1:
-        raise UserError("--cancel and --slow are shares of the same requests; together they are 1 at most")
+        raise UserError("--cancel and --slow are shares of the same requests; give 1 at most together")
     if args.warm_up < 0:
         raise UserError(f"--warm-up is {args.warm_up}; give 0 or more")
     return LoadSetting(
@@ -162,7 +162,7 @@ def _read_others(paths: list[Path]) -> "list[ServerLoad]":
 
     found = [load for path in paths for load in read_inputs([path]).loads]
     if len(found) < len(paths):
-        raise UserError("--beside takes JSON that pshard-bench --serve wrote")
+        raise UserError("--beside takes JSON that pshard-bench --serve wrote; give such a file")
     return found
 
 
@@ -180,7 +180,9 @@ def _write(load: "ServerLoad", others: "list[ServerLoad]", args: Namespace) -> N
         if args.figure is not None:
             _draw(load, loads, args.figure)
     except OSError as error:
-        raise UserError(f"cannot write {error.filename or 'the results'}: {error.strerror}") from None
+        raise UserError(
+            f"cannot write {error.filename or 'the results'}: {error.strerror}; choose another place"
+        ) from None
 
 
 def _draw(load: "ServerLoad", loads: "list[ServerLoad]", path: Path) -> None:

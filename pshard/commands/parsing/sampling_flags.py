@@ -62,7 +62,7 @@ def make_sampling(args: argparse.Namespace) -> "Sampling":
     from pshard.runtime.sampling import Sampling
 
     if args.samplers and args.sampling_seq:
-        raise UserError("--samplers and --sampling-seq exclude each other")
+        raise UserError("--samplers and --sampling-seq exclude each other; give one")
     penalties = Penalties(args.repeat_penalty, args.frequency_penalty, args.presence_penalty, args.repeat_last_n)
     order = _read_order(args.samplers, args.sampling_seq)
     more: dict[str, Any] = {"samplers": order} if order else {}
@@ -77,7 +77,7 @@ def read_grammar(args: argparse.Namespace) -> tuple[str, str] | None:
     given = [name for name in ("grammar", "grammar_file", "json_schema") if getattr(args, name) is not None]
     if len(given) > 1:
         flags = " and ".join("--" + name.replace("_", "-") for name in given)
-        raise UserError(f"{flags} exclude each other")
+        raise UserError(f"{flags} exclude each other; give one")
     if not given:
         return None
     if args.json_schema is not None:
@@ -87,7 +87,9 @@ def read_grammar(args: argparse.Namespace) -> tuple[str, str] | None:
     try:
         return "grammar", args.grammar_file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--grammar-file: cannot read {args.grammar_file}: {error}") from None
+        raise UserError(
+            f"--grammar-file: cannot read {args.grammar_file}: {error}; give a text file in UTF-8"
+        ) from None
 
 
 def _read_order(names: str, letters: str) -> tuple[str, ...]:

@@ -48,12 +48,12 @@ def add_text_flags(parser: argparse.ArgumentParser, chats: bool = False) -> None
 def check_text_flags(args: argparse.Namespace) -> None:
     """Raise UserError for flags that do not go together."""
     if args.chat and args.tokens:
-        raise UserError("--chat and --tokens exclude each other: a chat template is text")
+        raise UserError("--chat and --tokens exclude each other, as a chat template is text; give one")
     if args.no_parse_special and (args.chat or args.tokens):
         flag, why = ("--chat", "never makes tokens of a message") if args.chat else ("--tokens", "takes ids, not text")
         raise UserError(f"leave out --no-parse-special: {flag} {why}")
     if args.conversation and (args.tokens or args.no_conversation):
-        raise UserError(f"-cnv and {'--tokens' if args.tokens else '-no-cnv'} exclude each other")
+        raise UserError(f"-cnv and {'--tokens' if args.tokens else '-no-cnv'} exclude each other; give one")
     if args.prompt is not None and args.file is not None:
         raise UserError("-p and -f exclude each other; give one prompt")
     if args.single_turn and not args.no_conversation and not args.tokens:
@@ -72,7 +72,7 @@ def read_given(args: argparse.Namespace) -> str | None:
         try:
             text = args.file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"cannot read the prompt file {args.file}: {error}") from None
+            raise UserError(f"cannot read the prompt file {args.file}: {error}; give a text file in UTF-8") from None
     else:
         return None
     if not text:
@@ -96,7 +96,7 @@ def read_prompt(args: argparse.Namespace) -> str | list[int] | None:
     try:
         return [int(word) for word in text.replace(",", " ").split()]
     except ValueError:
-        raise UserError("--tokens: the prompt is a list of token ids, as 1,2,3") from None
+        raise UserError("--tokens: the prompt is no list of token ids; give one like 1,2,3") from None
 
 
 def sized_for(prompt: int, asked: int | None, most: int) -> int:

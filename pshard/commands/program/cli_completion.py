@@ -81,12 +81,12 @@ def _for_bash(commands: dict[str, list[Word]]) -> str:
     lines.append('  if [ -n "$values" ]; then COMPREPLY=($(compgen -W "$values" -- "$word")); return; fi')
     lines.append('  case "$word" in -*) COMPREPLY=($(compgen -W "$flags" -- "$word")) ;;')
     lines.append('  *) COMPREPLY=($(compgen -f -- "$word")) ;; esac')
-    lines += ["}", f"complete -o filenames -F _pshard pshard {' '.join(_old_names())}", ""]
+    lines += ["}", f"complete -o filenames -F _pshard pshard {' '.join(_own_names())}", ""]
     return "\n".join(lines)
 
 
 def _for_zsh(commands: dict[str, list[Word]]) -> str:
-    lines = ["#compdef pshard " + " ".join(_old_names()), "# source <(pshard completion zsh)", "_pshard() {"]
+    lines = ["#compdef pshard " + " ".join(_own_names()), "# source <(pshard completion zsh)", "_pshard() {"]
     lines.append("  local command=${service#pshard-}")
     lines += ["  if [[ $service == pshard ]]; then", "    if (( CURRENT == 2 )); then"]
     lines.append("      local -a found; found=(")
@@ -101,7 +101,7 @@ def _for_zsh(commands: dict[str, list[Word]]) -> str:
             lines += [f"      {_quote(f'{flag}[{says}]{value}')} \\" for flag in word.names]
         plain = f"*:shell:({' '.join(SHELLS)})" if name == "completion" else "*:file:_files"
         lines.append(f"      {_quote(plain)} ;;")
-    lines += ["  esac", "}", "compdef _pshard pshard " + " ".join(_old_names()), ""]
+    lines += ["  esac", "}", "compdef _pshard pshard " + " ".join(_own_names()), ""]
     return "\n".join(lines)
 
 
@@ -111,7 +111,7 @@ def _for_fish(commands: dict[str, list[Word]]) -> str:
         lines.append(f"complete -c pshard -n __fish_use_subcommand -a {name} -d {_quote(what)}")
     for name, words in commands.items():
         calls = [f"-c pshard -n '__fish_seen_subcommand_from {name}'"]
-        calls += [f"-c pshard-{name}"] if f"pshard-{name}" in _old_names() else []
+        calls += [f"-c pshard-{name}"] if f"pshard-{name}" in _own_names() else []
         for word in words:
             flags = " ".join(
                 f"-l {flag[2:]}" if flag.startswith("--") else f"-{'s' if len(flag) == 2 else 'o'} {flag[1:]}"
@@ -123,9 +123,9 @@ def _for_fish(commands: dict[str, list[Word]]) -> str:
     return "\n".join([*lines, ""])
 
 
-def _old_names() -> list[str]:
+def _own_names() -> list[str]:
     """Commands that also have a name of their own."""
-    return [f"pshard-{name}" for name in ("run", "plan", "profile", "bench", "report")]
+    return [f"pshard-{name}" for name in ("run", "plan", "profile", "serve", "bench", "report")]
 
 
 def _quote(text: str) -> str:

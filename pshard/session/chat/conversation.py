@@ -102,9 +102,11 @@ class Conversation:
         """Go on from these messages instead. Raises UserError for what are none."""
         for message in messages:
             if not isinstance(message, dict) or message.get("role") not in ("system", "user", "assistant"):
-                raise UserError("messages are objects with a role of system, user or assistant, and a content")
+                raise UserError(
+                    "messages are objects with a role of system, user or assistant, and a content; correct them"
+                )
             if not isinstance(message.get("content"), str):
-                raise UserError("the content of a message is a text")
+                raise UserError("the content of a message is a text; correct it")
         self.messages = [dict(m) for m in messages]
 
     def answer(self, said: str, stopped: Callable[[], bool] = lambda: False) -> Iterator[Piece]:

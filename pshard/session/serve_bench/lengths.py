@@ -70,10 +70,10 @@ def read_lengths(path: Path) -> list[Wanted]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {error}") from None
+        raise UserError(f"cannot read {path}: {error}; give a text file") from None
     found = [_read_line(path, i, line) for i, line in enumerate(lines, 1) if line.strip()]
     if not found:
-        raise UserError(f'{path} has no lines; each is like {{"prompt": 512, "answer": 128}}')
+        raise UserError(f'{path} has no lines; give some, each like {{"prompt": 512, "answer": 128}}')
     return found
 
 
@@ -82,11 +82,11 @@ def _read_line(path: Path, number: int, line: str) -> Wanted:
         data = json.loads(line)
         prompt, answer = data["prompt"], data["answer"]
     except (ValueError, TypeError, KeyError, RecursionError):
-        raise UserError(f'{path}, line {number}: is not like {{"prompt": 512, "answer": 128}}') from None
+        raise UserError(f'{path}, line {number}: is not like {{"prompt": 512, "answer": 128}}; correct it') from None
     if not (isinstance(prompt, str) and prompt) and not (type(prompt) is int and prompt >= 1):
-        raise UserError(f"{path}, line {number}: the prompt is a number of tokens, 1 or more, or a text")
+        raise UserError(f"{path}, line {number}: the prompt is neither 1 token or more nor a text; correct it")
     if type(answer) is not int or answer < 1:
-        raise UserError(f"{path}, line {number}: the answer is a number of tokens, 1 or more")
+        raise UserError(f"{path}, line {number}: the answer is not 1 token or more; correct it")
     return Wanted(prompt, answer)
 
 

@@ -115,7 +115,7 @@ def check_reply(address: SplitResult, reply: Reply) -> None:
     where = address.netloc.rpartition("@")[2]
     if reply.status == 0 or reply.failure:
         what = {"connect": "nobody listens", "timeout": "no answer in time"}.get(reply.failure, "the answer was cut")
-        raise UserError(f"{where}: {what}; is the server up, and ready?")
+        raise UserError(f"{where}: {what}; make sure that the server is up and ready")
     advice = "; give --api-key" if reply.status in (401, 403) else ""
     raise UserError(f"{where} answers {reply.status}: {describe_error(reply.body)}{advice}")
 

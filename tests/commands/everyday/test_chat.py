@@ -41,7 +41,7 @@ def test_piped_lines_are_messages_and_commands(
     for words in (
         r"[\d.]+ tok/s, prompt \d+ tok/s \| \d+ of 512 tokens of context \| \d+% of prompts from the cache",
         "the temperature is 0.5", "5 messages are in", "forgotten: You", "all turns are forgotten",
-        "5 messages are taken", "'hot' is no temperature", "there is no /nope", "say which file: /save FILE",
+        "5 messages are taken", "'hot' is no temperature", "there is no /nope", "no file is named; say /save FILE",
         "/load   FILE",
     ):  # fmt: skip
         assert re.search(words, said), words

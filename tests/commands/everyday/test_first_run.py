@@ -75,6 +75,17 @@ def test_a_prompt_may_be_piped_in(world: World, monkeypatch: pytest.MonkeyPatch,
     assert capsys.readouterr().out == flagged
 
 
+def test_the_figures_of_a_run_stand_behind_its_text_where_both_go_to_one_place(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(place))  # buffered, as a pipe is
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(place, write_through=True))
+    assert run(world, "-p", "To be") == 0
+    sys.stdout.flush()
+    assert b"\n3 tokens; first after" in place.getvalue()
+
+
 def test_without_a_number_of_tokens_the_model_s_context_is_enough(world: World) -> None:
     assert cli_run.main(["-m", str(world.model), "-p", "a" * 500, "--temp", "0"]) == 0
 

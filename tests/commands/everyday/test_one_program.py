@@ -1,7 +1,9 @@
 """One program whose first word says what to do, and flags as people of llama.cpp know them."""
 
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -72,10 +74,10 @@ def test_a_flag_is_not_read_as_a_shorter_one_with_a_value() -> None:
 
 
 def test_flags_that_change_nothing_are_taken_with_a_line_each(capsys: pytest.CaptureFixture) -> None:
-    args = cli_bench.make_parser().parse_args(["-fa", "on", "m.gguf", "--mlock", "--no-mmap", "-p", "8"])
+    args = cli_bench.make_parser().parse_args(["-fa", "on", "m.gguf", "--mlock", "--no-mmap", "--no-escape", "-p", "8"])
     assert (args.reference, args.n_prompt) == ("m.gguf", (8,))
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split()[1] for line in lines] == ["-fa", "--mlock", "--no-mmap"]
+    assert [line.split()[1] for line in lines] == ["-fa", "--mlock", "--no-mmap", "--no-escape"]
     assert all("changes nothing: " in line for line in lines)
 
 
@@ -102,6 +104,15 @@ def test_completion_knows_commands_flags_and_choices(shell: str, capsys: pytest.
     script = capsys.readouterr().out
     assert all(word in script for word in ("doctor", "top-k", "q8_0", "split-mode"))
     assert "%(" not in script  # help as it is shown, not as argparse has it
+
+
+@pytest.mark.parametrize("shell", cli_completion.SHELLS)
+def test_every_program_that_is_installed_is_completed(shell: str, capsys: pytest.CaptureFixture) -> None:
+    root = Path(__file__).resolve().parents[3]
+    programs = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+    assert one_program.main(["completion", shell]) == 0
+    out = capsys.readouterr().out
+    assert not [name for name in programs if not re.search(rf"\b{name}(?![\w-])", out)]
 
 
 def test_bash_completes_commands_and_flags() -> None:

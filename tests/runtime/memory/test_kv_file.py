@@ -34,7 +34,7 @@ def test_ranks_that_find_different_files_say_so(model: Path, tmp_path: Path) -> 
         with open_engine(model, context=CONTEXT, tokens=(4, 16)) as engine:
             engine.forward(ids)
             engine.save(file)
-    with pytest.raises(UserError, match="the ranks find different KV caches in"):
+    with pytest.raises(UserError, match="ranks find different KV caches in"):
         run_ranks(model, (1.0, 1.0), lambda engine: engine.load(files[engine.rank_plan.rank]), CONTEXT)
 
 
@@ -129,7 +129,10 @@ def test_files_that_are_damaged_or_of_another_run_are_refused(model: Path, tmp_p
     other = write_gguf(tmp_path / "other.gguf", "qwen3", qtype="Q8_0", n_heads=8, n_kv_heads=4, seed=1)
     with open_engine(other, context=CONTEXT) as engine, pytest.raises(UserError, match="another model"):
         engine.load(file)
-    with open_engine(model, context=16) as engine, pytest.raises(UserError, match="30 cells; the context is 16"):
+    with (
+        open_engine(model, context=16) as engine,
+        pytest.raises(UserError, match="30 cells, the context 16: give a larger -c"),
+    ):
         engine.load(file)
     with open_engine(model, context=CONTEXT) as engine, pytest.raises(UserError, match="of an older version, 1; this"):
         file.write_bytes(raw[:8] + b"\x01" + raw[9:])
