@@ -94,6 +94,8 @@ class Logits:
 
     def deliver(self, brought: Any = None) -> None:
         """Keep the logits that are on the device. brought: event after which the host has them; None: not started."""
+        if self._pending is not None:
+            self._means.meanwhile.begin()
         if self._pending is not None and self._chooser is not None:
             self._chooser.take(self._pending)
             self._pending = None

@@ -92,9 +92,9 @@ class TextPool:
             lacking = max(lacking, sequences.recent.missing(sequences.lengths, cells))
         return lacking
 
-    def step(self, pieces: Sequence[Piece]) -> list[list[Row]]:
+    def step(self, pieces: Sequence[Piece], meanwhile: Callable[[], None] = lambda: None) -> list[list[Row]]:
         """Append new tokens to texts and compute them, in one micro-batch; returns what is wanted of the logits, by
-        piece and token.
+        piece and token. meanwhile: called once, when this thread leaves Python for long: others can use the time.
 
         Raises:
             UserError, before anything changes: no tokens, more than the largest tier's, ids out of the vocabulary, a
@@ -105,11 +105,13 @@ class TextPool:
         self._sequences.extend_blocks([(_sequence_of(piece.text), piece.ids) for piece in pieces], self._vocab)
         results: list[list[Row]] = []
         begin = time.monotonic()
+        self._executor.meanwhile.expect(meanwhile)
         with self._guard():
             for batch in self._split(pieces):
                 results += self._run_to_borders(batch)
             if self._beginnings.is_kept:
                 self._beginnings.keep_some(SHARE_OF_STEP * (time.monotonic() - begin))
+        self._executor.meanwhile.begin()
         return results
 
     def _run_to_borders(self, pieces: Sequence[Piece]) -> list[list[Row]]:

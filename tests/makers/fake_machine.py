@@ -99,7 +99,7 @@ class FakePool:
         more = sum(max(0, -(-cells // KV_BLOCK) - len(text.blocks)) for text, cells in wanted.items())
         return max(0, more - self.free - len(self.idle))
 
-    def step(self, pieces: list[Piece]):
+    def step(self, pieces: list[Piece], meanwhile=lambda: None):
         assert sum(len(p.ids) for p in pieces) <= self.machine.facts.tiers[-1]
         assert not self.missing({p.text: len(p.text.ids) + len(p.ids) for p in pieces})
         assert len({id(p.text) for p in pieces}) == len(pieces)
@@ -107,6 +107,7 @@ class FakePool:
             raise UserError("refused")
         if self.machine.fail and self.machine.fail(pieces):
             raise RuntimeError("CUDA error: made up\nand more")
+        meanwhile()
         rows = [self._compute(piece) for piece in pieces]
         self.steps.append([(p.text, len(p.ids)) for p in pieces])
         self.machine.pass_time(sum(len(p.ids) for p in pieces))
@@ -216,6 +217,9 @@ class Ear:
 
     def put(self, event) -> None:
         self.events.append((self.clock.monotonic(), event))
+
+    def wake(self) -> None:
+        """Events are heard at once."""
 
     @property
     def tokens(self) -> list[int]:

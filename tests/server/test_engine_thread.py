@@ -305,3 +305,42 @@ def test_a_snapshot_says_what_runs_and_what_waits(started):
     assert shot.plan.tiers[0].steps == 8 and shot.distributions.gap.count == 9
     hold.set()
     assert first.wait() == second.wait() == Ended("length")
+
+
+def test_readers_are_woken_once_a_step_while_the_machine_computes(started):
+    """A reader that wakes wants Python's lock: it gets it where the engine's thread does not need it."""
+    garage, seen = Garage(), []
+
+    class Reader(Waiter):
+        def wake(self) -> None:
+            seen.append((garage.machines[0].pool.computing, threading.current_thread().name))
+
+    garage.prepare = watch_steps
+    thread = started(garage)
+    ready(thread)
+    ears = [Reader() for _ in range(4)]
+    for i, ear in enumerate(ears):
+        thread.submit(Job(f"j{i}", (i,), 30, GREEDY), ear)
+    for ear in ears:
+        ear.wait()
+    wait_for(lambda: len(seen) == sum(len(ear.events) for ear in ears))
+    assert {name for _, name in seen} == {"engine"}
+    assert sum(computing for computing, _ in seen) >= 0.9 * len(seen)  # the last step's readers wait for no other
+
+
+def watch_steps(machine) -> None:
+    """Note in the pool while it computes."""
+    pool, step = machine.pool, machine.pool.step
+    pool.computing = False
+
+    def watched(pieces, meanwhile):
+        def told():
+            pool.computing = True
+            meanwhile()
+
+        try:
+            return step(pieces, told)
+        finally:
+            pool.computing = False
+
+    pool.step = watched

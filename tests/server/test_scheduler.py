@@ -41,7 +41,7 @@ class Bench:
         return ear
 
     def step(self) -> bool:
-        return run_step(self.scheduler, self.clock.monotonic, nullcontext())
+        return run_step(self.scheduler, self.clock.monotonic, nullcontext(), lambda: None)
 
     def run(self, most=100_000) -> None:
         while self.scheduler.busy:
@@ -301,7 +301,7 @@ def test_a_constraint_is_kept_to_by_the_best_of_what_it_allows(sampling, likely)
     bench, constraint = Bench(FakeMachine()), Odd()
     asked = []
     step = bench.machine.pool.step
-    bench.machine.pool.step = lambda pieces: asked.extend(pieces) or step(pieces)
+    bench.machine.pool.step = lambda pieces, meanwhile: asked.extend(pieces) or step(pieces)
     ear = bench.add(prompt_of(1, 5), 12, sampling=sampling, likely=likely, constrain=lambda: constraint)
     bench.run()
     assert constraint.came == ear.tokens and all(token % 2 for token in ear.tokens)

@@ -57,7 +57,7 @@ class Answers:
             frozenset[int]() if job.stops or asked.drawing.ignore_end else a.prompt.ends
             for job, a in zip(jobs, self.all)
         ]
-        self._running = Running(desk.service, jobs)
+        self._running = Running(desk.service, jobs, desk.board)
 
     def start(self) -> None:
         """Submit the jobs. Raises Fault when they are refused."""

@@ -145,10 +145,11 @@ class RankPool:
         self._ranks.tell_first(Missing(tuple((text.number, cells) for text, cells in wanted.items())))
         return self._ranks.hear()
 
-    def step(self, pieces: Sequence[Piece]) -> Sequence[Sequence[Row]]:
+    def step(self, pieces: Sequence[Piece], meanwhile: Callable[[], None] = lambda: None) -> Sequence[Sequence[Row]]:
         """As `TextPool.step`."""
         sent = tuple((piece.text.number, replace(piece, text=None)) for piece in pieces)  # type: ignore[arg-type, attr-defined]
         self._ranks.tell(StepCall(sent, self.tier))
+        meanwhile()
         stepped: Stepped = self._ranks.hear()
         if stepped.refused:
             raise UserError(stepped.refused)
