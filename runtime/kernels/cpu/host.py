@@ -17,9 +17,9 @@ _TILE_LOSES = ("F32", "F16")  # bf16 tiles would drop bits that the file has
 # without a matrix unit: up to here the C++ kernel keeps up with torch's GEMM: 1.1 against 0.75 TFLOP/s on two Zen 5
 # cores, dequantisation included
 NATIVE_TOKENS = 512
-# F32 and BF16 weights need no dequantisation. Up to here the C++ kernel is used all the same: a row's bits do not depend
-# on how many there are, and torch, which has one thread then, takes 0.4 to 1.2 of its time at 16 to 64 rows on two cores.
-# F16 takes torch 3.5 times as long.
+# F32 and BF16 weights need no dequantisation. Up to here the C++ kernel is used all the same: a row's bits do not
+# depend on how many there are, and torch, which has one thread then, takes 0.4 to 1.2 of its time at 16 to 64 rows on
+# two cores. F16 takes torch 3.5 times as long.
 PLAIN_TOKENS = {"F32": SMALL_BATCH, "BF16": SMALL_BATCH, "F16": NATIVE_TOKENS}
 PLAIN_TILES = 8  # of a matrix unit, up to here vectors are faster
 _NEVER = 2**31 - 1  # tokens
