@@ -38,7 +38,8 @@ class Desk:
     """Holds what routes need.
 
     Attributes: `service`, `model`, `limits`, `usual` (how tokens are drawn where a request does not say), `names` (of
-    the model, the first one is told), `tables` (of fields, by path), `prompts`, `guides`, `words`.
+    the model, the first one is told), `tables` (of fields, by path), `prompts`, `guides`, `words`, `apart` (whether those who ask share no computed beginnings: how
+    soon an answer begins would tell one what another has asked).
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Desk:
         self.words = TokenWords(model.tokenizer)
         self._pool = ThreadPoolExecutor(THREADS, "pshard-requests")
         self._waiting = 0
+        self.apart = False
         self._board: Board | None = None
 
     @property
