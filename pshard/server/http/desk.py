@@ -38,8 +38,8 @@ class Desk:
     """Holds what routes need.
 
     Attributes: `service`, `model`, `limits`, `usual` (how tokens are drawn where a request does not say), `names` (of
-    the model, the first one is told), `tables` (of fields, by path), `prompts`, `guides`, `words`, `apart` (whether those who ask share no
-    computed beginnings: how soon an answer begins would tell one what another has asked).
+    the model, the first one is told), `tables` (of fields, by path), `prompts`, `guides`, `words`, `apart` (whether
+    those who ask share no computed beginnings: how soon an answer begins would tell one what another has asked).
     """
 
     def __init__(
