@@ -46,7 +46,7 @@ class IdlePool:
         logits = np.sort(np.random.default_rng(1).normal(0, 3, 40).astype(np.float32))[::-1].copy()
         self._rows = {n: Row(np.arange(100, 100 + n), logits[:n], 0.0, None, self._nothing, False) for n in (1, 40)}
 
-    def open(self, ids: Sequence[int], salt: str = "") -> Text:
+    def open(self, ids: Sequence[int], salt: str = "", seconds: float = 0.0) -> Text:
         """An empty text."""
         return Text([], 0, salt, None)
 

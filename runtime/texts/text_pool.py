@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import lru_cache
+from math import inf
 from pathlib import Path
 
 import torch
@@ -64,16 +65,17 @@ class TextPool:
         """Tokens that one text can have."""
         return self._sequences.longest
 
-    def open(self, ids: Sequence[int], salt: str = "") -> Text:
+    def open(self, ids: Sequence[int], salt: str = "", seconds: float = inf) -> Text:
         """A text that is to begin with these tokens, or continue so. It has those of them already whose blocks are
-        shared, at most all but the last one; `ids[text.cached:]` are to be given to `step`. Computes nothing.
+        shared, at most all but the last one; `ids[text.cached:]` are to be given to `step`. Computes nothing. seconds:
+        that blocks may be read from files, about; what is not read then is computed.
 
         Raises UserError when as many texts are open as the plan has sequences, and StepFailed as `step`.
         """
         sequence = self._sequences.lend()
         try:
             with self._guard():
-                keys, known = self._beginnings.take_up(sequence, self._root(salt), ids)
+                keys, known = self._beginnings.take_up(sequence, self._root(salt), ids, seconds)
         except BaseException:
             self._sequences.give_back(sequence)
             raise

@@ -68,14 +68,16 @@ class FakePool:
     def __init__(self, machine: "FakeMachine", blocks: int) -> None:
         self.machine, self.blocks = machine, blocks
         self.open_texts: list[FakeText] = []
+        self.reading: list[float | None] = []  # seconds that texts may be read from files
         self.idle: OrderedDict[tuple, int] = OrderedDict()  # key -> 1, the oldest first
         self.holders: dict[tuple, int] = {}
         self.own = 0  # blocks without a key
         self.steps: list[list[tuple[FakeText, int]]] = []
 
-    def open(self, ids, salt="") -> FakeText:
+    def open(self, ids, salt="", seconds=None) -> FakeText:
         assert len(self.open_texts) < self.machine.facts.sequences
         text = FakeText([], 0, salt)
+        self.reading.append(seconds)
         for at in range(0, len(ids) - 1, KV_BLOCK):
             key = (salt, *ids[: at + KV_BLOCK])
             if at + KV_BLOCK > len(ids) - 1 or (key not in self.idle and key not in self.holders):

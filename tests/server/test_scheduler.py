@@ -2,7 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
-from math import isnan
+from math import inf, isnan
 
 import numpy as np
 import pytest
@@ -428,3 +428,12 @@ def test_a_tier_that_was_slow_once_is_tried_again():
     for _ in range(400):
         bench.step()
     assert 128 in machine.tiers_run
+
+
+def test_beginnings_are_read_for_a_part_of_the_gap_while_others_wait_for_a_token():
+    bench = Bench(FakeMachine(), gap=0.8)
+    bench.add(prompt_of(1, 40), 6)
+    bench.step()
+    bench.add(prompt_of(2, 40), 2)
+    bench.run()
+    assert bench.machine.pool.reading == [inf, pytest.approx(0.2)]

@@ -46,7 +46,7 @@ class Scheduler:
         self.machine, self.promises, self.tally = machine, promises, tally
         self.pace = Pace(machine.facts)
         self.choice = TierChoice(self.pace)
-        self.jobs = JobsAtWork(machine, tally, line if line is not None else WaitingLine())
+        self.jobs = JobsAtWork(machine, tally, line if line is not None else WaitingLine(), promises.gap)
         self._link_bytes = machine.link_bytes
         self._kept = 0
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Protocol
 
 from pshard.planner.serving.step_times import StepTimes
@@ -12,7 +13,7 @@ from pshard.server.snapshot import PlanInForce
 class Pool(Protocol):
     """Texts by handle over one pool of KV blocks, as `pshard.runtime.texts.text_pool.TextPool` has them."""
 
-    def open(self, ids: Sequence[int], salt: str = "") -> Text: ...
+    def open(self, ids: Sequence[int], salt: str = "", seconds: float = inf) -> Text: ...
     def missing(self, wanted: Mapping[Text, int]) -> int: ...
     def step(
         self, pieces: Sequence[Piece], meanwhile: Callable[[], None] = lambda: None
