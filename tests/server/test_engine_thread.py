@@ -5,6 +5,7 @@ import time
 
 import pytest
 from fake_machine import Ear, FakeMachine, answer
+from manual_clock import ManualClock
 
 from pshard.errors import StepFailed, UserError
 from pshard.runtime.sampling import Sampling
@@ -344,3 +345,28 @@ def watch_steps(machine) -> None:
             pool.computing = False
 
     pool.step = watched
+
+
+def test_what_loading_takes_is_no_idle_time(started):
+    clock, garage = ManualClock(), Garage()
+    garage.prepare = lambda machine: clock.sleep(100)
+    thread = started(garage, sleep_idle=50, clock=clock.monotonic)
+    assert ask_when_ready(thread).wait().reason == "length"
+    assert thread.states == ["ready"] and len(garage.machines) == 1
+
+
+def ask_when_ready(thread) -> Waiter:
+    wait_for(lambda: thread.states)
+    return ask(thread)
+
+
+def test_a_move_behind_one_that_ended_the_server_is_answered(started):
+    garage = Garage()
+    thread = started(garage)
+    ready(thread)
+    garage.errors += [UserError("no room")] * 20
+    with thread._posts.changed:  # both are taken together
+        moves = [thread.move_budget(mib) for mib in (50, 100)]
+    for future in moves:
+        with pytest.raises(UserError):
+            future.result(PATIENCE)

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from pshard.errors import UserError
@@ -178,8 +178,13 @@ class EngineThread:
                 self._keeper.end(taken.cancels, Ended("cancelled"), self._clock())
         if taken.moves:
             self._handover.release()
-        for move in taken.moves:
-            self._move(move)
+        left = list(taken.moves)
+        try:
+            while left:
+                self._move(left.pop(0))
+        except BaseException:
+            _refuse(left, "the server failed")
+            raise
 
     def _rest(self) -> None:
         """Wait for a post; sleep where there was none for long."""
@@ -203,8 +208,7 @@ class EngineThread:
 
     def _end_everything(self, ended: Ended, broken: bool = False) -> None:
         taken = self._posts.take()
-        for move in taken.moves:
-            move.future.set_exception(UserError(ended.message))
+        _refuse(taken.moves, ended.message)
         with self._keeper.lock:
             for run in taken.jobs:
                 self._keeper.line.add(run)
@@ -253,5 +257,13 @@ class EngineThread:
             if self._drain_until is not None and state != "failed":
                 state, reason = "draining", STOPPING
             changed, self._state, self._reason = self._state != state, state, reason
+        if state == "ready":
+            self._idle_since = self._clock()  # what loading took is no time without a request
         if changed:
             self._tell(self.snapshot())
+
+
+def _refuse(moves: Sequence[Move], why: str) -> None:
+    """Tell those who wait for moves that there will be none."""
+    for move in moves:
+        move.future.set_exception(UserError(why))
