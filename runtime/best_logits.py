@@ -15,6 +15,9 @@ def find_best(part: torch.Tensor) -> torch.Tensor:
     if not columns:
         return torch.tensor([[-np.inf, 0.0, 0.0]]).repeat(rows, 1)
     values = part.numpy()
+    if rows == 1:
+        at = int(values.argmax())
+        return torch.tensor([[values[0, at], at, columns]], dtype=torch.float32)
     at = values.argmax(1)
     found = np.stack([values[np.arange(rows), at], at, np.full(rows, columns)], axis=1)
     return torch.from_numpy(found.astype(np.float32))
@@ -23,6 +26,8 @@ def find_best(part: torch.Tensor) -> torch.Tensor:
 def choose_best(candidates: torch.Tensor) -> torch.Tensor:
     """The best of the candidates of neighbouring parts, float32 [rows, parts * FIELDS]: [rows, 2], logit and column of
     the whole row. As `find_best` on the whole row."""
+    if candidates.shape[1] == FIELDS:  # one part has all columns
+        return candidates[:, :2]
     table = candidates.unflatten(1, (-1, FIELDS)).numpy()
     values, columns, widths = table[..., 0], table[..., 1], table[..., 2]
     best = values.argmax(1)[:, None]

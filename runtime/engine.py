@@ -4,6 +4,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -213,9 +214,11 @@ class Engine:
         spans, most = self._sequences.spans(lists), self.rank_plan.tiers[-1].tokens
         with self._guard():
             for new in self._sequences.cut(lists, most, all_logits):
-                rows, ids = [row for row, _ in new.wanted], torch.tensor(new.ids, dtype=torch.int64)
+                rows, follow = [row for row, _ in new.wanted], partial(self._sequences.foresee, new.segments)
                 with self.device.current():  # this thread need not be the one that loaded
-                    logits = self._executor.run(ids, new.segments, rows, self._sequences.used, best_only)
+                    logits = self._executor.run(
+                        new.ids, new.segments, rows, self._sequences.used, best_only, foresee=follow
+                    )
                 for i, (_, sequence) in enumerate(new.wanted):
                     parts[sequence].append(logits[i])
                 for segment in new.segments:

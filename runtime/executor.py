@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from pshard.runtime.blocks.rope_table import list_tables
 from pshard.runtime.devices.device import MOST_PROMPT_GRAPHS, Device
 from pshard.runtime.devices.relay import Relay, open_relay
 from pshard.runtime.kernels.api import Kernels, Segment
-from pshard.runtime.logits import Logits
 from pshard.runtime.memory.arena import Arena
 from pshard.runtime.memory.expert_slots import ExpertSlots, SlotPool
 from pshard.runtime.memory.host_side import HostSide
@@ -30,14 +30,13 @@ from pshard.runtime.residents import Residents
 from pshard.runtime.texts.choose_rows import RowChooser
 from pshard.runtime.tier_in_force import BoundUnit, Means, TierInForce
 from pshard.runtime.walks.ahead_program import AheadProgram, make_ahead
-from pshard.runtime.walks.walk import MicroBatch, PromptGraphs, copy_in
+from pshard.runtime.walks.ready_walk import Foresee, WalkMaker
+from pshard.runtime.walks.walk import PromptGraphs, copy_in
 from pshard.runtime.walks.walk_ahead import AheadWalk
 from pshard.runtime.walks.walk_program import WalkProgram, make_program
 from pshard.steps.emit import emit_steps, list_residents
 from pshard.steps.step import Compute, CopyIn, StepShape
 from pshard.units.state import StateShape
-
-LEAST_CELLS = 1024  # launch sizes grow with the context in powers of two from here, so that few graphs are captured
 
 
 class Executor:
@@ -74,7 +73,6 @@ class Executor:
         self._bound: dict[int, dict[Compute, BoundUnit]] = {}  # by tier
         self._programs: dict[tuple[int, bool], tuple[WalkProgram, AheadProgram | None]] = {}
         self._relay: Relay | None = None
-        self._graphs = PromptGraphs(MOST_PROMPT_GRAPHS)
         self._sent: Any = None
         self.switches = self.least = 0
         try:
@@ -90,6 +88,8 @@ class Executor:
                 if group.size == 1:
                     self._relay = open_relay(device, len(spec.units))
             self.residents = Residents(spec, states, self.arena, self.host, weights, self.transfers)
+            graphs = PromptGraphs(MOST_PROMPT_GRAPHS)
+            self._maker = WalkMaker(means, self.residents, states, graphs, plan.tiers[-1].tokens)
         except BaseException:
             self._unlock_host_memory()
             raise
@@ -200,28 +200,30 @@ class Executor:
 
     def run(
         self,
-        ids: torch.Tensor,
+        ids: Sequence[int],
         segments: tuple[Segment, ...],
         logit_rows: list[int],
         used: Callable[[], Sequence[Segment]],
         best_only: bool = False,
         chooser: RowChooser | None = None,
+        foresee: Foresee | None = None,
     ) -> torch.Tensor:
         """Compute one micro-batch under the smallest tier that covers it, or `least`.
 
         Args:
-            ids: int64 [M] on the host.
+            ids: of the tokens, all in the vocabulary.
             segments: which rows belong to which sequence, in row order.
             logit_rows: rows whose logits are wanted.
             used: tells what every sequence has behind it before this micro-batch, as segments without new tokens.
             best_only: the largest logit of each row will do.
             chooser: takes what is wanted of each row instead of it being returned.
+            foresee: tells the segments of the next micro-batch, where it can, which is then made ready meanwhile.
 
         Returns:
             float32 on the host, a fresh tensor: [len(logit_rows), vocabulary]; with `best_only` [len(logit_rows), 2],
             logit and id; no rows with a chooser.
         """
-        tokens = ids.numel()
+        tokens = len(ids)
         tier = self.plan.covering(max(tokens, self.least))
         in_force = self.enter(tier, used)
         if self._sent is not None:
@@ -231,21 +233,16 @@ class Executor:
         # few rows: torch's small operators stay on this thread, so that its threads don't spin beside the C++ pool
         threads = torch.get_num_threads()
         torch.set_num_threads(1 if tokens <= SMALL_BATCH else threads)
-        here, there = in_force.index_rows(self.host.index, segments, logit_rows, tokens)
-        cells = max(s.past + s.tokens for s in segments)
-        bound = min(max(LEAST_CELLS, 1 << (cells - 1).bit_length()), self.states.context)
-        spans = in_force.fill_spans(segments)
-        window = self.spec.config.window
-        rows = here.rows(segments, cells, window, spans), there.rows(segments, bound, window, spans)
-        batch = MicroBatch(ids, segments, *rows, (there.memory, here.memory))
+        walk = self._maker.make(in_force, ids, segments, logit_rows)
         best_only = best_only or (chooser is not None and chooser.is_quick)
-        wanted = Logits(self._means, in_force, (here.wanted, there.wanted), len(logit_rows), best_only, chooser)
-        walk = AheadWalk(self._means, self.residents, in_force, batch, wanted, self._graphs)
-        programs = self._program(tier, any(s.past for s in segments))
+        walk.logits.ask(best_only, chooser)
+        program, ahead = self._program(tier, any(s.past for s in segments))
+        if foresee is not None:
+            walk.logits.meanwhile = partial(self._maker.make_next, in_force, foresee, logit_rows, ahead)
         try:
             with torch.inference_mode(), self.device.computing():
                 self.group.finish_send()  # the last micro-batch's hidden states may still be read
-                logits = self._walk(walk, *programs)
+                logits = self._walk(walk, program, ahead)
         finally:
             torch.set_num_threads(threads)
         if self.host.picks is not None and self.host.picks.records:
@@ -277,6 +274,7 @@ class Executor:
             RuntimeError
         ):  # whoever used what a failed copy brought has been told; memory is freed
             self.device.synchronize()
+        self._maker.forget()
         self._in_force, self._sent = None, None  # with their events, whose handles the device destroys
         self._bound.clear()
         self.residents.written.clear()

@@ -1,6 +1,6 @@
 """The logits of one micro-batch: computed in tables on either side, put together over ranks, brought to the host."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import inf
 from typing import Any
 
@@ -16,13 +16,11 @@ from pshard.runtime.tier_in_force import Means, TierInForce
 class Logits:
     """Logits of the `wanted` rows (int32 [R] on the host and on the device) of a micro-batch.
 
-    best_only: of each row of logits only the best one, as candidates of this rank's columns.
-    chooser: takes whole rows where they are, instead of `kept`.
-
     Attributes:
         count: how many rows are wanted. gathered: whether the ranks' logits are put together on the GPUs: few rows, so
             that each rank has them in one piece.
         kept: what has come to the host, float32.
+        meanwhile: to be done once before the first logits are waited for, which the device computes then.
     """
 
     def __init__(
@@ -31,16 +29,23 @@ class Logits:
         tier: TierInForce,
         wanted: tuple[torch.Tensor, torch.Tensor],
         count: int,
-        best_only: bool,
-        chooser: RowChooser | None = None,
     ) -> None:
-        self._means, self._tier, self._wanted, self._best_only = means, tier, wanted, best_only
+        self._means, self._tier, self._wanted = means, tier, wanted
         self.count = count
         self.gathered = bool(means.logit_widths) and 0 < count <= LOGIT_ROWS
-        # of rows that are whole nowhere before they are put together on the host, `Executor.run` chooses
-        self._chooser = chooser if self.gathered or means.group.size == 1 else None
+        self._best_only = False
+        self._chooser: RowChooser | None = None
         self.kept: list[torch.Tensor] = []
+        self.meanwhile: Callable[[], None] | None = None
         self._pending: torch.Tensor | None = None  # on the device
+        self._lent: torch.Tensor | None = None  # where they come to the host, to stay
+
+    def ask(self, best_only: bool, chooser: RowChooser | None) -> None:
+        """What is asked of the rows, before they are computed. best_only: of each only the best logit, as candidates of
+        this rank's columns. chooser: takes whole rows where they are, instead of `kept`."""
+        self._best_only = best_only
+        # of rows that are whole nowhere before they are put together on the host, `Executor.run` chooses
+        self._chooser = chooser if self.gathered or self._means.group.size == 1 else None
 
     def tables(self, side: Side) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Row numbers and where their logits go, as many at once as the scratch holds; the last ones stay on the
@@ -86,6 +91,8 @@ class Logits:
     def bring(self) -> None:
         """Start to copy all wanted rows from the device to the host."""
         table = self.on_device
+        if table.shape[1] == self._means.spec.config.vocab:
+            self._lent = self._means.host.lent.take(self.count)
         self._means.device.bring(self._on_host(table), table)
 
     def expect(self) -> None:
@@ -94,6 +101,9 @@ class Logits:
 
     def deliver(self, brought: Any = None) -> None:
         """Keep the logits that are on the device. brought: event after which the host has them; None: not started."""
+        if self._pending is not None and self.meanwhile is not None:
+            self.meanwhile()
+            self.meanwhile = None
         if self._pending is not None:
             self._means.meanwhile.begin()
         if self._pending is not None and self._chooser is not None:
@@ -121,6 +131,8 @@ class Logits:
             self.deliver()
 
     def _on_host(self, table: torch.Tensor) -> torch.Tensor:
+        if self._lent is not None:
+            return self._lent
         return self._means.host.logits[: table.numel()].view(table.shape)
 
     def _view(self, side: Side, n: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -150,5 +162,7 @@ class Logits:
 
     def _keep(self, logits: torch.Tensor) -> torch.Tensor:
         """What is kept of logits on the host: a copy, or candidates for the best ones."""
+        if self._best_only:
+            return find_best(logits)
         # numpy's copy takes half the time of torch's, in whose fresh memory every page is a fault
-        return find_best(logits) if self._best_only else torch.from_numpy(logits.numpy().copy())
+        return logits if logits is self._lent else torch.from_numpy(logits.numpy().copy())

@@ -200,6 +200,16 @@ class Sequences:
         self.recent.extend(text.number, past + tokens, self.lengths)
         return replace(self._segment(text, start, tokens, past), first=self.recent.seen_from(past))
 
+    def foresee(self, segments: Sequence[Segment]) -> tuple[Segment, ...] | None:
+        """The segments of one more token of each of these, whose tokens are new now; None where that needs a further
+        block, or for prompts, which are followed by anything."""
+        if any(s.tokens != 1 or blocks_of(s.past + 2) > len(s.blocks) for s in segments):
+            return None
+        seen_from = self.recent.seen_from if self.recent else lambda past: 0
+        return tuple(
+            Segment(s.sequence, s.start, 1, s.past + 1, s.blocks, s.recent, seen_from(s.past + 1)) for s in segments
+        )
+
     def spans(self, lists: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
         """From and to which length new tokens of the first sequences reach."""
         return [(text.length, text.length + len(ids)) for text, ids in zip(self._texts, lists)]

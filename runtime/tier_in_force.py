@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
 from pshard.model import ModelSpec
@@ -13,7 +14,7 @@ from pshard.runtime.devices.device import Device
 from pshard.runtime.kernels.api import RowIndex, Segment, SequenceRows
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.cpu.recording import Recordings
-from pshard.runtime.kernels.row_index import fill_rows, fill_sequences, list_spans
+from pshard.runtime.kernels.row_index import fill_rows, fill_sequences
 from pshard.runtime.meanwhile import Meanwhile
 from pshard.runtime.memory.arena import Carved
 from pshard.runtime.memory.expert_slots import ExpertSlots
@@ -38,6 +39,11 @@ class IndexView:
     wanted: torch.Tensor
     slots: torch.Tensor
     offsets: torch.Tensor
+
+    @cached_property
+    def numbers(self) -> np.ndarray:
+        """Its memory on the host, in numpy's words."""
+        return self.memory.numpy()
 
     def rows(self, segments: tuple[Segment, ...], cells: int, window: int, spans: Any = None) -> RowIndex:
         """The index of segments that was written here; `window` of the layers that have one."""
@@ -90,35 +96,41 @@ class TierInForce:
     reads: dict[tuple[Compute, int], int] = field(default_factory=dict)
     # views made once, by rows of logits, whether ranks put them together, and whether it is on the device
     tables: dict[tuple[int, bool, bool], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    # likewise, by tokens and logit rows: on the host and on the device
-    indexes: dict[tuple[int, int], tuple[IndexView, IndexView]] = field(default_factory=dict)
+    # likewise, by tokens and logit rows: where the index is written first, on the host and on the device
+    indexes: dict[tuple[int, int], tuple[IndexView, IndexView, IndexView]] = field(default_factory=dict)
     # by the number of segments, see RowIndex
     spans: dict[int, Any] = field(default_factory=dict)
+    draft: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))  # of an index
     on_host: Recordings = field(default_factory=Recordings)  # runs of units on the CPU
 
     def index_rows(
         self, on_host: torch.Tensor, segments: tuple[Segment, ...], wanted: list[int], tokens: int
-    ) -> tuple[IndexView, IndexView]:
-        """The index in `on_host`, filled, and on the device, where the first launch takes it."""
+    ) -> tuple[IndexView, IndexView, IndexView]:
+        """The index, filled, in memory that no kernel reads; where it belongs in `on_host`; and on the device, where
+        the first launch takes it."""
         shape = tokens, len(wanted)
         if shape not in self.indexes:
             memory, most = self.side.space.tensors["index"], self.side.space.tokens
-            both = on_host[: memory.numel()], memory  # all in one copy
+            if not self.draft.numel():
+                self.draft = torch.zeros(memory.shape, dtype=memory.dtype)
             room = IndexRoom(most, 2 if self.side.config.window else 1, self.sequences)
-            self.indexes[shape] = room.view(both[0], *shape), room.view(both[1], *shape)
-        here, there = self.indexes[shape]
-        fill_rows(segments, here.begin, here.position, here.blocks, here.recent)
+            places = self.draft, on_host[: memory.numel()], memory  # all in one copy
+            self.indexes[shape] = (
+                room.view(places[0], *shape),
+                room.view(places[1], *shape),
+                room.view(places[2], *shape),
+            )
+        draft, here, there = self.indexes[shape]
+        fill_rows(segments, draft.begin, draft.position, draft.blocks, draft.recent)
         if self.sequences:
-            fill_sequences(segments, here.slots, here.offsets)
-        here.wanted.numpy()[:] = wanted
-        return here, there
+            fill_sequences(segments, draft.slots, draft.offsets)
+        draft.wanted.numpy()[:] = wanted
+        return draft, here, there
 
-    def fill_spans(self, segments: tuple[Segment, ...]) -> Any:
-        """What RowIndex.spans is of these segments, where it is for all micro-batches of as many."""
-        n = len(segments)
+    def spans_of(self, n: int) -> Any:
+        """Where RowIndex.spans lie of all micro-batches of n segments."""
         if n not in self.spans:
             self.spans[n] = native.make_spans([(0, 0, 0, 0)] * n)
-        self.spans[n][:] = [number for span in list_spans(segments) for number in span]
         return self.spans[n]
 
 

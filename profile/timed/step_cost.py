@@ -10,8 +10,6 @@ import time
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.machine import ElementwiseTiming
 from pshard.model import ModelSpec
@@ -132,12 +130,12 @@ def _time_walk(
     kv = StateShape(CONTEXT, 1, "bf16", "bf16")
     arena = device.allocate(plan.budget_mib << 20)
     executor = Executor(spec, plan, device, arena, weights, kv, kernels, Group())
-    ids = torch.zeros(tokens, dtype=torch.int64)
+    ids = [0] * tokens
     segments = (Segment(0, 0, tokens, 1, tuple(range(kv_blocks(tokens + 1, 1)))),)
     samples: list[float] = []
     for _ in range(WALKS):
         start, elsewhere = time.perf_counter(), getattr(kernels[1], "seconds", 0.0)
-        executor.run(ids, segments, [tokens - 1], lambda: segments)
+        executor.run(ids, segments, [tokens - 1], lambda: segments, foresee=lambda: segments)
         samples.append(time.perf_counter() - start - (getattr(kernels[1], "seconds", 0.0) - elsewhere))
     executor.close()
     weights.close()

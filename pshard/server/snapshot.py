@@ -29,7 +29,6 @@ class ServedModel:
     tokenizer: "Tokenizer | None"
     template: str | None
     file: str = ""  # the model file's name, without its folder
-    parameters: int = 0  # 0: not known
     nbytes: int = 0  # of the weights
 
 

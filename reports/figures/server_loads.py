@@ -46,6 +46,9 @@ def draw_loads(pattern: str, group: Points) -> "Figure":
         ax.grid(axis="y", color="#E5E5E5")
         _scale_loads(ax, pattern, [p.load for _, points in group for p in points])
     rate.legend(loc="best", fontsize=9)
+    dots = ". Dotted: what was promised" if any(load.promise for load, _ in group) else ""
+    told = f"Lines with dots: medians. Bands: up to what 95 of a hundred stay within{dots}."
+    figure.supxlabel(told, fontsize=9, color=GREY)
     return figure
 
 

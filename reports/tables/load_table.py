@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pshard.reports.tables.markdown_table import draw_table
 from pshard.times.server_load import LoadPoint, ServerLoad, Spread
 
-HEADINGS = ("server", "load", "requests", "errors", "first token ms", "gap ms", "end ms", "prompt t/s", "answer t/s")
+TIMES = tuple(f"{what} ms, p50 / 95 / 99" for what in ("first token", "gap", "end"))
+HEADINGS = ("server", "load", "requests", "errors", *TIMES, "prompt t/s", "answer t/s")
 
 
 def format_loads(loads: Sequence[ServerLoad]) -> str:

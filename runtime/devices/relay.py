@@ -28,6 +28,7 @@ class Relay:
         self._numbers = numbers
         self._at = [(here.data_ptr(), there.data_ptr()) for here, there in zip(self._asked, self._done)]
         self._thread = native.Relay()
+        self._turn: tuple[list[CallList], Any] = [], None  # the lists of the last micro-batch, and these as a turn
 
     def tell(self, run: int) -> None:
         """The GPU says that run's inputs are on the host, once all before this is done."""
@@ -39,7 +40,10 @@ class Relay:
 
     def start(self, lists: Sequence[CallList]) -> None:
         """Begin a micro-batch: the calls of its runs, which must live until `finish`."""
-        self._thread.start([(*at, calls.words) for at, calls in zip(self._at, lists)])
+        if self._turn[0] != lists:  # else each is the same object
+            parts = [(*at, calls.words) for at, calls in zip(self._at, lists)]
+            self._turn = list(lists), native.arrange_turn(parts)
+        self._thread.start(self._turn[1])
 
     def finish(self) -> None:
         """Return when the CPU has done all runs. Raises RuntimeError when the GPU will not ask for one any more: it

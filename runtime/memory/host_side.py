@@ -11,6 +11,7 @@ from pshard.runtime.blocks.block import Side, make_side
 from pshard.runtime.blocks.rope_table import fill_tables
 from pshard.runtime.devices.device import Device
 from pshard.runtime.kernels.api import Kernels
+from pshard.runtime.lent_rows import LentRows
 from pshard.runtime.memory.host_memory import map_memory
 from pshard.runtime.memory.picks import Picks
 from pshard.runtime.memory.workspace import carve_workspace
@@ -23,7 +24,9 @@ class HostSide:
 
     Attributes:
         side: computes what the plan leaves to the CPU; its hidden rows are those of any micro-batch.
-        index: int32, of any micro-batch (`RowIndex` and rows of logits); logits: float32, flat.
+        index: int32, of any micro-batch (`RowIndex` and rows of logits); logits: float32, flat, of the micro-batch
+            under way; lent: places for those of a token of each sequence, which
+            leave with whoever asked for them.
         rows: float32, flat: what the CPU has computed of a divided unit.
         states: by unit, uint8: those that are on the host in some tier.
         picks: which experts routers choose, where that is recorded; else None.
@@ -33,6 +36,7 @@ class HostSide:
     side: Side
     index: torch.Tensor
     logits: torch.Tensor
+    lent: LentRows
     rows: torch.Tensor
     states: dict[str, torch.Tensor]
 
@@ -49,6 +53,7 @@ class HostSide:
         hidden = self.allocate(largest * config.d_model * 4).view(torch.float32).view(largest, config.d_model)
         self.index = self.allocate(shared_index_words(spec, largest, shape) * 4).view(torch.int32)
         self.logits = self.allocate(max(shape.sequences, LOGIT_ROWS) * config.vocab * 4).view(torch.float32)
+        self.lent = LentRows(config.vocab, shape.sequences, self.allocate)
         nbytes = max(row_stage_bytes(t.tokens, widest_join(spec, t.placements)) for t in tiers)
         self.rows = (self.allocate(nbytes) if nbytes else torch.empty(0)).view(torch.float32)
         tokens, act = _tokens_on_cpu(spec, plan), kernels.act_dtype

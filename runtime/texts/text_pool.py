@@ -4,11 +4,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import inf
 from pathlib import Path
-
-import torch
 
 from pshard.errors import UserError
 from pshard.paths import cache_dir
@@ -193,8 +191,8 @@ class TextPool:
         chooser = RowChooser(wishes)
         executor = self._executor
         with executor.device.current():
-            tokens = torch.tensor(ids, dtype=torch.int64)
-            executor.run(tokens, tuple(segments), rows, self._sequences.used, chooser=chooser)
+            follow = partial(self._sequences.foresee, segments)
+            executor.run(ids, tuple(segments), rows, self._sequences.used, chooser=chooser, foresee=follow)
             for piece, segment in zip(pieces, segments):
                 self._sequences.extend(segment, ids)
                 self._share(piece.text)

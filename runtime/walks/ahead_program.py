@@ -46,9 +46,9 @@ class Stretch:
 
 @dataclass(frozen=True)
 class AheadProgram:
-    """One micro-batch after the other, and the CPU's runs in their order."""
+    """One micro-batch after the other, and in their order the CPU's runs but for those before the first launch."""
 
-    body: tuple[Step | Stretch, ...]
+    body: tuple[Step | Stretch | HostRun, ...]
     runs: tuple[HostRun, ...]
 
 
@@ -56,7 +56,7 @@ def make_ahead(body: Sequence[Step | Launch | HostRun]) -> AheadProgram | None:
     """The same as a `WalkProgram.body`; None where nothing is handed to the CPU, where it has a run that nothing is
     handed to (all units are on the CPU), or where something on the CPU must be done by the thread that launches (a
     rank's sums, logits, a model's last unit)."""
-    program, parts, runs = list[Step | Stretch](), list[Launch | Tell | Await](), list[HostRun]()
+    program, parts, runs = list[Step | Stretch | HostRun](), list[Launch | Tell | Await](), list[HostRun]()
     begun, told = False, list[int]()
 
     def flush() -> None:
@@ -65,7 +65,7 @@ def make_ahead(body: Sequence[Step | Launch | HostRun]) -> AheadProgram | None:
             parts.clear()
 
     for i, step in enumerate(body):
-        if isinstance(step, HostRun):
+        if isinstance(step, HostRun) and begun:
             runs.append(step)
         elif isinstance(step, Handoff) and step.to == "cpu":
             if _next_run(body, i) is not None:
@@ -82,7 +82,7 @@ def make_ahead(body: Sequence[Step | Launch | HostRun]) -> AheadProgram | None:
             parts.append(Launch(step.steps, step.enters))
             begun = True
         elif isinstance(step, CopyIn | Free | FetchKV | WriteBack | Refill) or (
-            not begun and isinstance(step, Compute)
+            not begun and isinstance(step, Compute | HostRun)
         ):
             flush()
             program.append(step)

@@ -65,7 +65,7 @@ class Walk:
     """One walk over the steps of a micro-batch.
 
     Attributes:
-        settled: whether the host has waited for all that the compute lane was given.
+        batch, logits: as given. settled: whether the host has waited for all that the compute lane was given.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class Walk:
         logits: Logits,
         graphs: PromptGraphs,
     ) -> None:
-        self._means, self._residents, self._tier, self._batch = means, residents, tier, batch
-        self._logits, self._graphs, self._device = logits, graphs, means.device
+        self._means, self._residents, self._tier, self.batch = means, residents, tier, batch
+        self.logits, self._graphs, self._device = logits, graphs, means.device
         self._tokens = batch.ids.shape[0]
         self._host_space, self._acc_space = means.host.side.space, tier.side.space
         work = {
@@ -97,7 +97,7 @@ class Walk:
         best ones."""
         for step in program.body:
             ACTS[type(step)](self, step)
-        return self._logits.kept
+        return self.logits.kept
 
     def _compute(self, step: Compute) -> None:
         if self._tier.arriving:
@@ -121,7 +121,7 @@ class Walk:
         self._tier.on_host.run(self._host_key(run), lambda: self._units.run_all(run.steps))
 
     def _host_key(self, run: HostRun) -> tuple:
-        return run.name, self._tokens, len(self._batch.segments), self._batch.host_rows.longest
+        return run.name, self._tokens, len(self.batch.segments), self.batch.host_rows.longest
 
     def _run_units(self, launch: Launch) -> None:
         if self._device.kind != "cpu" or self._tokens > SMALL_BATCH:
@@ -134,7 +134,7 @@ class Walk:
                 self._units.run_all((step,))
 
     def _launch(self, launch: Launch) -> None:
-        tier, logits, index = self._tier, self._logits, self._batch.unsent
+        tier, logits, index = self._tier, self.logits, self.batch.unsent
         first = launch.steps[0]
         if isinstance(first, Compute):
             self._wait_for_inputs(first)
@@ -143,11 +143,11 @@ class Walk:
                 self._wait_for_arrival(step)
         self._side = "acc"
         # a prompt's launches do not depend on the cells
-        cells = self._batch.acc_rows.cells if self._tokens <= SMALL_BATCH else 0
+        cells = self.batch.acc_rows.cells if self._tokens <= SMALL_BATCH else 0
         output = launch.gives_logits
         wanted = logits.count if output or index is not None else 0  # the others' work is the same
         brings = logits.is_brought and output
-        key = (tier.tokens, launch.name, self._tokens, wanted, cells, self._batch.acc_rows.longest, brings)
+        key = (tier.tokens, launch.name, self._tokens, wanted, cells, self.batch.acc_rows.longest, brings)
         repeats = self._repeats(key)
         leaving = launch.leaves if repeats else ()
         written = output and repeats and logits.has_some()  # maybe by a graph, without telling
@@ -163,11 +163,11 @@ class Walk:
             self._run_units(launch)
             for name in leaving:
                 self._device.bring(*self._rows(name))
-            if written and brings:
-                logits.bring()
 
         self._device.repeat(key, repeats, work)
-        self._batch.unsent = None
+        if written and brings:
+            logits.bring()
+        self.batch.unsent = None
         self._means.transfers.link_bytes += sum(self._rows(name)[0].nbytes for name in entering)
         self._means.transfers.link_bytes += sum(map(self._count_read, launch.reading))
         self._left = self._device.mark() if leaving or written else None
@@ -189,14 +189,14 @@ class Walk:
 
     def _repeats(self, key: tuple) -> bool:
         """Whether launching costs more than computing, and all addresses and launch sizes repeat where `key` does."""
-        if self._once or not self._tier.side.kernels.repeatable or not self._logits.fits():
+        if self._once or not self._tier.side.kernels.repeatable or not self.logits.fits():
             return False
         if not self._means.host.is_locked:  # a graph cannot take transfers from or to pageable memory
             return False
         if self._tokens <= SMALL_BATCH:
             return True
         # of prompts the full micro-batches of one sequence: one size, and all that differs is read from memory
-        full = len(self._batch.segments) == 1 and self._tokens == self._tier.tokens
+        full = len(self.batch.segments) == 1 and self._tokens == self._tier.tokens
         return full and self._tokens <= LAUNCH_BOUND and self._graphs.may_repeat(key)
 
     def _wait_for_inputs(self, step: Compute) -> None:
@@ -263,7 +263,7 @@ class Walk:
         self._means.group.send(self._rows("hidden")[1], step.target)
 
     def _gather(self, step: Gather) -> None:
-        self._logits.gather()
+        self.logits.gather()
 
     # --- weights and states -------------------------------------------------------------------------------------
 
@@ -280,11 +280,11 @@ class Walk:
 
     @cached_property
     def _old(self) -> Reach:
-        return reach_old(self._batch.segments, self._means.join_cells)
+        return reach_old(self.batch.segments, self._means.join_cells)
 
     @cached_property
     def _new(self) -> Reach:
-        return reach_new(self._batch.segments, self._means.join_cells)
+        return reach_new(self.batch.segments, self._means.join_cells)
 
     def _decide(self, step: FetchKV | WriteBack) -> Copies:
         """What a step copies whose bytes are decided now."""

@@ -18,9 +18,17 @@ from pshard.steps.step import Compute, Join
 class AheadWalk(Walk):
     """One walk over the steps of a micro-batch, by an `AheadProgram`."""
 
+    lists: list[CallList] | None = None  # that `find_lists` found, maybe before the walk began
+
     def find_lists(self, program: AheadProgram) -> list[CallList] | None:
         """The calls of the CPU's runs; None where a walk by the plain program must come first, which writes them down
         and awaits units that still arrive from another tier, or where launches or calls don't repeat."""
+        if self.lists is None:
+            self.lists = self._look_up(program)
+        return self.lists
+
+    def _look_up(self, program: AheadProgram) -> list[CallList] | None:
+        self._once = False
         if self._tokens > SMALL_BATCH or not self._repeats(()):
             return None
         keys = [self._host_key(run) for run in program.runs]
@@ -44,16 +52,16 @@ class AheadWalk(Walk):
         except BaseException:
             relay.give_up()
             raise
-        return self._logits.kept
+        return self.logits.kept
 
     def _run_stretch(self, stretch: Stretch, relay: Relay) -> None:
-        tier, logits, index = self._tier, self._logits, self._batch.unsent
+        tier, logits, index = self._tier, self.logits, self.batch.unsent
         first = stretch.launches[0].steps[0] if stretch.launches else None
         if isinstance(first, Compute):
             self._wait_for_inputs(first)
         output = any(launch.gives_logits for launch in stretch.launches)
         wanted = logits.count if output or index is not None else 0  # the others' work is the same
-        rows = self._batch.acc_rows
+        rows = self.batch.acc_rows
         brings = output and logits.is_brought
         key = (tier.tokens, stretch.name, self._tokens, wanted, rows.cells, rows.longest, brings)
         written = output and logits.has_some()
@@ -65,11 +73,11 @@ class AheadWalk(Walk):
                 self._device.send(*index)
             for part in stretch.parts:
                 self._do_part(part, relay)
-            if delivering:
-                logits.bring()
 
         self._device.repeat(key, True, work)
-        self._side, self._batch.unsent = "acc", None
+        if delivering:
+            logits.bring()
+        self._side, self.batch.unsent = "acc", None
         self._means.transfers.link_bytes += sum(map(self._count_bytes, stretch.parts))
         if output:
             if written:

@@ -89,17 +89,17 @@ def group_launches(body: tuple[Step, ...]) -> tuple[Step | Launch, ...]:
 
 
 def group_on_host(program: Iterable[S], on: str) -> Iterator[S | HostRun]:
-    """The program with its runs of units on a side that is the CPU put together, but for the first unit, which looks
-    ids up, and the last, whose logits are read."""
-    for repeats, steps in groupby(program, lambda step: _repeats_on_host(step, on)):
-        if repeats:
+    """The program with its runs of units on a side that is the CPU put together; the first unit, which looks ids up and
+    may do more than may be written down, by itself, and the last, whose logits are read, not at all."""
+    for position, steps in groupby(program, lambda step: _find_position(step, on)):
+        if position in ("first", "layer"):
             yield HostRun(tuple(step for step in steps if isinstance(step, Compute)))
         else:
             yield from steps
 
 
-def _repeats_on_host(step: object, on: str) -> bool:
-    return isinstance(step, Compute) and step.on == on and step.position == "layer"
+def _find_position(step: object, on: str) -> str:
+    return step.position if isinstance(step, Compute) and step.on == on else ""
 
 
 def _mark_leaving(program: list[Step | Launch]) -> Iterator[Step | Launch]:

@@ -24,6 +24,7 @@ def test_a_table_json_and_a_figure_of_two_servers(tmp_path: Path, capsys: pytest
         assert main([*words, "-of", str(ours), "--figure", str(figure), "--beside", str(theirs)]) == 0
         out = capsys.readouterr()
         assert len(fake.seen) == 2 * 2 * (4 + 1)
+    assert "first token ms, p50 / 95 / 99" in out.out
     rows = [line.split("|")[1:3] for line in out.out.splitlines()[2:]]
     named = [[cell.strip() for cell in row] for row in rows]
     address = fake.url.removeprefix("http://")
@@ -37,6 +38,15 @@ def test_a_table_json_and_a_figure_of_two_servers(tmp_path: Path, capsys: pytest
     page = (tmp_path / "report" / "report.html").read_text()
     assert "A server under load" in page and "theirs" in page and "2 clients" in page
     assert (tmp_path / "report" / "server-load.svg").exists()
+
+
+def test_a_figure_says_what_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    theirs, figure = tmp_path / "theirs.json", tmp_path / "load.png"
+    with fake_server(first=0.0, gap=0.0) as fake:
+        words = ["--serve", fake.url, *SMALL]
+        assert main([*words, "--rate", "200", "-of", str(theirs)]) == 0
+        assert main([*words, "--clients", "1", "--figure", str(figure), "--beside", str(theirs)]) == 0
+    assert f"note: {figure} is without the run of " in capsys.readouterr().err and figure.exists()
 
 
 def test_json_on_stdout_is_what_the_file_has(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -44,7 +44,7 @@ def test_parts_are_done_when_asked_for_and_in_their_order():
             rows[0][:] = np.arange(64) + turn
             for row in rows[1:]:
                 row[:] = np.nan
-            relay.start(parts)
+            relay.start(native.arrange_turn(parts))
             for i in range(3):
                 assert np.isnan(rows[i + 1]).all() and not flags[1, i, 0], "not before it is asked for"
                 flags[0, i, 0] = 1
@@ -60,7 +60,7 @@ def test_parts_are_done_when_asked_for_and_in_their_order():
 def test_a_turn_that_is_given_up_does_not_wait_for_what_nobody_asks_for():
     rows, flags, parts, _lists = make_parts(2)
     relay = native.Relay()
-    relay.start(parts)
+    relay.start(native.arrange_turn(parts))
     flags[0, 0, 0] = 1
     wait_for(flags[1, 0])
     waits = threading.Timer(10, lambda: flags[0, 1].fill(1))
@@ -69,7 +69,7 @@ def test_a_turn_that_is_given_up_does_not_wait_for_what_nobody_asks_for():
     assert waits.is_alive() and not flags[1, 1, 0]
     waits.cancel()
     flags[:] = 0
-    relay.start(parts)  # and the next one begins anew
+    relay.start(native.arrange_turn(parts))  # and the next one begins anew
     flags[0, :, 0] = 1
     relay.finish()
     assert flags[1, :, 0].all()

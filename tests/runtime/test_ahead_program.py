@@ -29,7 +29,7 @@ def describe(stretch: Stretch) -> list:
 
 def test_all_of_a_token_is_one_stretch_where_nothing_is_copied():
     found = program(EMBEDDING, Handoff("acc", 8), *divided(0), *divided(1), OUTPUT, Handoff("cpu", 9))
-    assert found is not None and [type(step) for step in found.body] == [Compute, Stretch]
+    assert found is not None and [type(step) for step in found.body] == [HostRun, Stretch]
     assert describe(found.body[1]) == [
         ["attention.0"], Tell(0, ("hidden",)), ["ffn.0"], Await(0, Join("ffn.0", 8, 2)), ["ffn.0", "attention.1"],
         Tell(1, ("hidden",)), ["ffn.1"], Await(1, Join("ffn.1", 8, 2)), ["ffn.1", "output"],
@@ -40,7 +40,7 @@ def test_all_of_a_token_is_one_stretch_where_nothing_is_copied():
 
 def test_experts_that_follow_use_are_moved_before_the_stretch():
     found = program(Refill(5), EMBEDDING, Handoff("acc", 8), *divided(0), OUTPUT, Handoff("cpu", 9))
-    assert found is not None and [type(step) for step in found.body] == [Refill, Compute, Stretch]
+    assert found is not None and [type(step) for step in found.body] == [Refill, HostRun, Stretch]
 
 
 def test_activations_that_come_back_from_the_cpu_are_awaited():

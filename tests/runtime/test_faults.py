@@ -115,7 +115,7 @@ def test_memory_that_ends_in_a_step_is_told_in_one_line(
     with open_engine(path) as engine:
         engine.forward([1, 2, 3])
 
-        def no_memory(*_: Any) -> None:
+        def no_memory(*_: Any, **__: Any) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB\nand much more")
 
         monkeypatch.setattr(engine._executor, "run", no_memory)

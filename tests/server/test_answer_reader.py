@@ -152,6 +152,26 @@ def test_several_calls_come_with_text_before_and_reasoning() -> None:
         assert [json.loads(c["function"]["arguments"])["n"] for c in show_calls(whole.calls)] == [1, 2]
 
 
+@pytest.mark.parametrize(("template", "text"), CALLS, ids=[f"{t[:12]}-{i}" for i, (t, _) in enumerate(CALLS)])
+@pytest.mark.parametrize("at_once", [False, True])
+def test_an_answer_of_one_call_ends_with_it(template, text, at_once) -> None:
+    prompt = "<|start|>assistant" if "channel" in template else ""
+    for words in cuts(text * 2):
+        format = find_format(template, prompt, TOOLS, False, single=True)
+        whole, _, reader = read(words, format=format, at_once=at_once)
+        (call,) = show_calls(whole.calls)
+        assert json.loads(call["function"]["arguments"]) == {"s": 'a}"b', "n": 1}
+        assert reader.called and not reader.stopped
+    whole, _, _ = read([f'[{{{NAME}, {WITH}}},{{"na'.encode()], format=find_format(None, "", TOOLS, True))
+    assert len(show_calls(whole.calls)) == 1 and whole.text == ""  # what was cut off is no text
+    calls = f"[{{{NAME}, {WITH}}},{{{NAME}, {WITH}}}]"
+    for words in cuts(calls):
+        assert len(show_calls(read(words, format=find_format(None, "", TOOLS, True))[0].calls)) == 2
+        reader = AnswerReader(Words(words), (), find_format(None, "", TOOLS, True, single=True))
+        reader.push(Made(tuple(range(len(words)))))
+        assert reader.ended and reader.count <= len(words)
+
+
 def test_channels_of_gpt_oss_are_told_apart() -> None:
     text = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Yes."
     for words in cuts(text):

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from http_client import ask, events_of
 from small_service import demo_model
@@ -88,6 +89,7 @@ def test_a_schema_makes_compact_json(app) -> None:
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_a_forced_tool_is_called_whatever_the_model_likes(app, choice) -> None:
     body = {"tools": [WEATHER, CLOCK], "tool_choice": choice, "max_completion_tokens": 80}
+    body["parallel_tool_calls"] = False
     found = chat(app, **body)["choices"][0]
     assert found["finish_reason"] == "tool_calls" and found["message"]["content"] is None
     (call,) = found["message"]["tool_calls"]
@@ -101,6 +103,48 @@ def test_a_forced_tool_is_called_whatever_the_model_likes(app, choice) -> None:
     assert parts[0]["id"] and parts[0]["function"] == {"name": call["function"]["name"], "arguments": ""}
     assert "".join(p["function"]["arguments"] for p in parts) == call["function"]["arguments"]
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def allowed(service, text: str) -> bool:
+    """Whether the grammar of the last job lets that text come, and end there."""
+    guide, tokenizer = service.jobs[-1].constrain(), service.engine.tokenizer
+    for token in [*tokenizer.encode(text, add_special=False), min(tokenizer.eos_ids)]:
+        if not np.isfinite(guide.mask(np.zeros(1024, np.float32))[token]):
+            return False
+        guide.accept(token)
+    return True
+
+
+def test_required_is_one_call_or_more_and_one_where_the_client_wants_no_more(app, service) -> None:
+    call = '{"name":"get_weather","arguments":{"city":"Rome"}}'
+    other = '{"name":"get_time","arguments":{}}'
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    for more, one, two in (
+        ({"tool_choice": "required"}, f"[{call}]", f"[{call},{other}]"),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, call, None),
+        ({"tool_choice": named}, call, None),
+    ):
+        chat(app, tools=[WEATHER, CLOCK], max_completion_tokens=1, **more)
+        assert allowed(service, one) and (two is None or allowed(service, two))
+        assert not allowed(service, "[]") and not allowed(service, f"[{call},]")
+        assert two is not None or not allowed(service, f"[{call}]")
+
+
+def test_tools_may_define_different_things_by_one_name(app, service) -> None:
+    def tool(name: str, word: str) -> dict:
+        place = {"type": "object", "properties": {"at": {"$ref": "#/$defs/At"}}, "required": ["at"]}
+        place |= {"$defs": {"At": {"enum": [word]}}, "additionalProperties": False}
+        return {"type": "function", "function": {"name": name, "parameters": place}}
+
+    tools = [tool("go", "Rome"), tool("stay", "Bern")]
+    chat(app, tools=tools, tool_choice="required", parallel_tool_calls=False, max_completion_tokens=1)
+    assert allowed(service, '{"name":"go","arguments":{"at":"Rome"}}')
+    assert allowed(service, '{"name":"stay","arguments":{"at":"Bern"}}')
+    assert not allowed(service, '{"name":"stay","arguments":{"at":"Rome"}}')
+    nested = {"type": "object", "properties": {"kids": {"type": "array", "items": {"$ref": "#"}}}}
+    nested = {"type": "function", "function": {"name": "f", "parameters": nested | {"additionalProperties": False}}}
+    chat(app, tools=[nested], tool_choice="required", parallel_tool_calls=False, max_completion_tokens=1)
+    assert allowed(service, '{"name":"f","arguments":{"kids":[{"kids":[]}]}}')
 
 
 def test_a_template_without_tools_is_told_of_them(app, service) -> None:
@@ -181,6 +225,17 @@ def test_a_bad_field_is_refused_by_its_name(app, where, value) -> None:
     found = ask(app, PATH, HI | value)
     assert found.status_code == 400, found.text
     assert found.json()["error"]["param"] == where and where in found.json()["error"]["message"]
+
+
+def test_fields_of_other_servers_that_change_answers_are_refused_unless_they_change_none(app) -> None:
+    neutral = {"typical_p": 1.0, "tfs": 1, "mirostat": 0, "min_tokens": 0, "dry_multiplier": 0.0, "samplers": [],
+               "guided_json": None, "use_beam_search": False, "top_n_sigma": -1, "grammar": "",
+               "stop_token_ids": []}  # fmt: skip
+    chat(app, max_completion_tokens=1, **neutral)
+    for name, value in (("typical_p", 0.9), ("dry_multiplier", 0.8), ("guided_regex", "a+"), ("stop_token_ids", [5]),
+                        ("samplers", ["top_k"]), ("min_tokens", True), ("truncate_prompt_tokens", 9)):  # fmt: skip
+        error = ask(app, PATH, HI | {name: value}).json()["error"]
+        assert error["param"] == name and error["message"].startswith(f"{name} is ")
 
 
 def test_schemas_that_cannot_be_kept_to_are_refused_at_once(app, service) -> None:

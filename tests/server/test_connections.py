@@ -108,6 +108,17 @@ def test_a_stream_that_waits_has_its_headers_at_once_and_then_pings(url, service
         assert [line for line in lines if line][-1] == "data: [DONE]"
 
 
+def test_a_stream_of_messages_pings_by_events_once_it_has_begun(url, service) -> None:
+    service.delay = 0.3
+    try:
+        body = {"messages": [{"role": "user", "content": "ROMEO:"}], "max_tokens": 2, "stream": True}
+        told = httpx.post(f"{url}/v1/messages", json=body, timeout=60).text
+    finally:
+        service.delay = 0.0
+    assert 'event: ping\ndata: {"type":"ping"}' in told and told.index("message_start") < told.index("event: ping")
+    assert told.rstrip().endswith('data: {"type":"message_stop"}')
+
+
 def test_a_full_queue_is_told_with_the_time_to_come_back(service, held) -> None:
     app = make_app(service, demo_model())
     service.most = 0

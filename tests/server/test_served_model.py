@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from pshard.models import open_model
 from pshard.runtime.drawing.chain import Penalties
 from pshard.runtime.sampling import Sampling
 from pshard.server.jobs import Ended, Job, Progress
+from pshard.server.life.serve_model import name_of
 from pshard.server.scheduling.promises import Promises
 from pshard.server.thread.engine_thread import EngineThread
 
@@ -198,3 +200,11 @@ def test_a_thousand_jobs_with_cancels_and_slow_readers_are_not_mixed_up(serve):
         else:
             assert ear.ended == Ended("length") and ear.tokens == expected[i % 40]
     check_blocks(thread, loader)
+
+
+def test_a_model_is_called_by_its_file() -> None:
+    for path, name in (
+        ("a/Qwen3-32B-Q4_0.gguf", "Qwen3-32B-Q4_0"), ("a/Big.v1-00001-of-00003.gguf", "Big.v1"),
+        ("models/Llama-3.1-8B", "Llama-3.1-8B"),
+    ):  # fmt: skip
+        assert name_of(Path(path)) == name

@@ -191,7 +191,11 @@ def _draw(load: "ServerLoad", loads: "list[ServerLoad]", path: Path) -> None:
     from pshard.reports.figures.server_loads import draw_loads, group_loads
 
     pattern, drawn = load.points[0].pattern, io.BytesIO()
-    draw_loads(pattern, group_loads(loads)[pattern]).savefig(drawn, format=path.suffix[1:], dpi=110)
+    group = group_loads(loads)[pattern]
+    for other in loads:
+        if not any(other is load for load, _ in group):
+            print(f"note: {path} is without the run of {other.date}: it had loads of another kind", file=sys.stderr)
+    draw_loads(pattern, group).savefig(drawn, format=path.suffix[1:], dpi=110)
     write_bytes_atomically(path, drawn.getvalue())
 
 

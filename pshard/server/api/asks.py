@@ -34,11 +34,25 @@ class Answering:
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the model may call. parameters: JSON schema of its arguments."""
+    """A function that the model may call. parameters: JSON schema of its arguments. custom: the client knows it as one
+    that takes a text, which is the argument `input`. space: the namespace that the name begins with, for clients that
+    tell it apart."""
 
     name: str
     description: str
     parameters: dict[str, Any]
+    custom: bool = False
+    space: str = ""
+
+    @property
+    def own_name(self) -> str:
+        """The name within its namespace."""
+        return self.name[len(self.name_in(self.space, "")) :]
+
+    @staticmethod
+    def name_in(space: str, name: str) -> str:
+        """What the model calls a tool of a namespace; "" is none."""
+        return f"{space}{'' if not space or space.endswith('__') else '__'}{name}"
 
     def as_template(self) -> dict[str, Any]:
         """As chat templates expect it."""
@@ -51,8 +65,8 @@ class ChatAsk:
     """A conversation to be continued.
 
     messages: as chat templates expect them. choice: "none", "auto", "required", or ("name",) of the tool that has to be
-    called. schema: a JSON schema that the answer has to follow. arguments: of the template. where: the field that has
-    the conversation, for errors.
+    called. several: an answer may have more than one call. schema: a JSON schema that the answer has to follow.
+    arguments: of the template. where: the field that has the conversation, for errors.
     """
 
     messages: tuple[Message, ...]
@@ -60,13 +74,14 @@ class ChatAsk:
     answering: Answering
     tools: tuple[Tool, ...] = ()
     choice: str | tuple[str] = "none"
+    several: bool = True
     schema: dict[str, Any] | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     where: str = "messages"
 
     @property
     def forced(self) -> tuple[Tool, ...]:
-        """Tools of which one has to be called; none: the model is free."""
+        """Tools of which at least one has to be called; none: the model is free."""
         if isinstance(self.choice, tuple):
             return tuple(tool for tool in self.tools if (tool.name,) == self.choice)
         return self.tools if self.choice == "required" else ()

@@ -9,6 +9,7 @@ from pshard.runtime.drawing.chain import Penalties
 from pshard.runtime.sampling import Sampling
 from pshard.server.api.faults import bad_field
 from pshard.server.api.fields import (
+    NOTHING,
     ByType,
     Field,
     Fields,
@@ -26,6 +27,23 @@ from pshard.server.api.limits import Limits
 from pshard.server.api.read_tools import check_schema
 
 MOST_TOKENS = 1 << 31
+SAMPLER, SCHEMA = "is not one of the samplers here", "is not taken; give response_format with a JSON schema"
+KEPT, STOPS = "is not taken: answers are as the model makes them", "is not taken; give stop, which may name tokens"
+ELSEWHERE: tuple[tuple[Any, ...], ...] = (  # fields of llama.cpp's and vLLM's servers that change answers: why they are
+    # refused here, and values by which they change none
+    ("mirostat", SAMPLER), ("mirostat_mode", SAMPLER), ("typical_p", SAMPLER, 1), ("tfs_z", SAMPLER, 1),
+    ("tfs", SAMPLER, 1), ("top_a", SAMPLER), ("top_n_sigma", SAMPLER, -1), ("dynatemp_range", SAMPLER),
+    ("dry_multiplier", SAMPLER), ("xtc_probability", SAMPLER), ("smoothing_factor", SAMPLER), ("samplers", SAMPLER),
+    ("grammar", SCHEMA), ("json_schema", SCHEMA), ("guided_json", SCHEMA), ("guided_regex", SCHEMA),
+    ("guided_choice", SCHEMA), ("guided_grammar", SCHEMA), ("structured_outputs", SCHEMA),
+    ("stop_token_ids", STOPS), ("include_stop_str_in_output", "is not done: a stop string is no part of an answer"),
+    ("min_tokens", "is not taken; ignore_eos goes on past the end"), ("use_beam_search", KEPT), ("bad_words", KEPT),
+    ("length_penalty", KEPT, 1), ("allowed_token_ids", "is not taken; give logit_bias"),
+    ("prompt_logprobs", "is not taken; give echo with logprobs to /v1/completions"),
+    ("truncate_prompt_tokens", "is not taken: prompts are never cut", -1), ("n_predict", "is max_tokens here", -1),
+    ("n_probs", "is logprobs here"), ("chat_template", "is not taken: templates are those of the model"),
+    ("continue_final_message", "is not taken: the template ends a message"),
+)  # fmt: skip
 SEEDS = 1 << 63
 
 
@@ -50,8 +68,7 @@ def drawing_table(limits: Limits) -> Table:
         Field("stream", Flag(), False),
         Field("stream_options", _stream_options(), None),
         Field("response_format", response_format_kind(), None),
-        Field("grammar", Refused("is not taken; give response_format with a JSON schema")),
-        Field("mirostat", Refused("is not one of the samplers here")),
+        *(Field(name, Refused(why, (*NOTHING, *neutral))) for name, why, *neutral in ELSEWHERE),
         Field("suffix", Refused("is not taken: the model continues text, it does not fill gaps")),
     )
 
@@ -100,7 +117,7 @@ def read_sampling(values: Mapping[str, Any], usual: Sampling, vocab: int) -> Sam
         top_p=max(_or(values.get("top_p"), usual.top_p), 1e-9),  # 0: the best one alone, as with any tiny mass
         top_k=max(top_k, 0),
         min_p=_or(values.get("min_p"), usual.min_p),
-        seed=None if values.get("seed") == -1 else _or(values.get("seed"), usual.seed),
+        seed=_read_seed(values.get("seed"), usual.seed),
         penalties=penalties,
         logit_bias=usual.logit_bias + bias,
     )
@@ -144,6 +161,11 @@ def read_format(
 def read_stops(given: str | tuple[str, ...]) -> tuple[str, ...]:
     """Stop strings, each once."""
     return (given,) if isinstance(given, str) else tuple(dict.fromkeys(given))
+
+
+def _read_seed(given: int | None, usual: int | None) -> int | None:
+    """A seed as samplers take it: negative ones become others that are not."""
+    return usual if given is None else None if given == -1 else given % SEEDS
 
 
 def _or(value: Any, usual: Any) -> Any:

@@ -12,6 +12,7 @@ TYPES = {
     405: "invalid_request_error",
     408: "invalid_request_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "unavailable",
@@ -53,12 +54,13 @@ def bad_field(where: str, what: str) -> Fault:
     return Fault(400, f"{where} {what}", param=where, code="invalid_value")
 
 
-def too_long(where: str, prompt: int, context: int) -> Fault:
-    """A prompt of so many tokens for which the context has no room. Names both sizes."""
+def too_long(where: str, prompt: int, context: int, trained: int) -> Fault:
+    """A prompt of so many tokens for which the context has no room. Names both sizes. trained: the longest context that
+    the model was made for, 0 where that is not known."""
+    more = "; the model was made for no more" if trained and context >= trained else ", or serve it with a larger -c"
     return Fault(
         400,
-        f"the prompt has {prompt} tokens, and the context of this model has {context}; send less text, or serve it "
-        "with a larger -c",
+        f"the prompt has {prompt} tokens, and the context of this model has {context}; send less text{more}",
         param=where,
         code="context_length_exceeded",
         more={"n_prompt_tokens": prompt, "n_ctx": context},
@@ -74,4 +76,12 @@ def show_fault(fault: Fault) -> dict[str, Any]:
 def show_messages_fault(fault: Fault) -> dict[str, Any]:
     """The body of an error as Anthropic's clients read it."""
     kind = MESSAGES_TYPES.get(fault.status, "invalid_request_error" if fault.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": as_line(fault)}}
+    told = as_line(fault)
+    if fault.code == "context_length_exceeded":  # the words by which these clients know that they have to compact
+        told = f"prompt is too long: {fault.more['n_prompt_tokens']} tokens > {fault.more['n_ctx']} maximum; {told}"
+    return {"type": "error", "error": {"type": kind, "message": told}}
+
+
+def show_fault_at(path: str, fault: Fault) -> dict[str, Any]:
+    """The body of an error as clients of that path read it."""
+    return show_messages_fault(fault) if path.startswith("/v1/messages") else show_fault(fault)

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from pshard.server.api.faults import bad_field
 
 Schema = dict[str, Any]
+NOTHING: tuple[Any, ...] = (False, 0, "", [], {})  # values that ask for nothing
 
 
 class Kind(Protocol):
@@ -160,10 +161,10 @@ class Refused:
     """A field that asks for what this server does not do: refused unless it is one of the values that ask nothing."""
 
     why: str
-    harmless: tuple[Any, ...] = (False, 0, "", [], {})
+    harmless: tuple[Any, ...] = NOTHING
 
     def read(self, value: Any, where: str) -> None:
-        if not any(value == other and type(value) is type(other) for other in self.harmless):
+        if not any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in self.harmless):
             raise bad_field(where, self.why)
 
     def schema(self) -> Schema:

@@ -26,6 +26,7 @@ ERRORS = {
     "403": "The host or the web page is not allowed",
     "404": "There is no such model",
     "413": "The body is too large",
+    "415": "The body is compressed",
     "429": "Too many requests wait",
     "500": "The server failed",
     "503": "The server is loading or stopping",

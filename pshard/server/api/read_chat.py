@@ -47,7 +47,9 @@ def chat_table(limits: Limits) -> Table:
         Field("top_logprobs", Whole(0, limits.top), None),
         Field("tools", Items(tool_kind(), limits.tools), ()),
         Field("tool_choice", choice_kind(), None),
+        Field("parallel_tool_calls", Flag(), True, "false: an answer ends with its first call"),
         Field("reasoning_effort", OneOf(EFFORTS), None),
+        Field("reasoning", Fields((Field("effort", OneOf(EFFORTS), None),)), {}, "as some front ends name the effort"),
         Field("chat_template_kwargs", _Arguments(), {}),
         Field("functions", Refused("is not taken any more; give tools")),
         Field("function_call", Refused("is not taken any more; give tool_choice", ("none", "auto"))),
@@ -79,8 +81,9 @@ def read_chat(body: Any, table: Table, usual: Sampling, limits: Limits, vocab: i
         read_answering(v),
         tools,
         read_choice(v["tool_choice"], tools),
+        v["parallel_tool_calls"],
         read_format(v["response_format"], limits),
-        read_arguments(v["chat_template_kwargs"], v["reasoning_effort"]),
+        read_arguments(v["chat_template_kwargs"], v["reasoning_effort"] or v["reasoning"].get("effort")),
     )
     return check_chat(ask)
 
@@ -94,9 +97,9 @@ def read_arguments(given: dict[str, Any], effort: str | None) -> dict[str, Any]:
     return told | given
 
 
-def check_chat(ask: ChatAsk) -> ChatAsk:
-    """The ask; without tools where none may be called. Raises Fault for a schema beside tools: a grammar for the one
-    forbids the other."""
+def check_chat(ask: ChatAsk, format: str = "response_format") -> ChatAsk:
+    """The ask; without tools where none may be called. format: the field that has the schema. Raises Fault for a schema
+    beside tools: a grammar for the one forbids the other."""
     if ask.choice != "none" and ask.schema is not None:
-        raise bad_field("response_format", "cannot be kept together with tools; give tool_choice: none, or no schema")
+        raise bad_field(format, "cannot be kept together with tools; give tool_choice: none, or no schema")
     return ask if ask.choice != "none" else replace(ask, tools=())

@@ -22,10 +22,12 @@ from pshard.server.api.fields import (
     read_fields,
 )
 from pshard.server.api.limits import Limits
-from pshard.server.api.read_chat import check_chat
+from pshard.server.api.read_chat import EFFORTS, check_chat, read_arguments
 from pshard.server.api.read_messages_list import read_messages
-from pshard.server.api.read_tools import read_choice, read_tool
+from pshard.server.api.read_tools import check_schema, read_choice, read_tool
 
+BILLING = "x-anthropic-billing-header:"  # of Claude Code; it differs with every request, and says nothing to a model
+CLEARS = "clear_thinking"  # edits that ask for what templates do anyway
 THINKING = {"enabled": True, "adaptive": True, "disabled": False}
 
 
@@ -34,9 +36,16 @@ def messages_table(limits: Limits, counts: bool = False) -> Table:
     blocks = Items(Object(), 1 << 16)
     stop = Items(Text(limits.stop_letters, 1), limits.stops)
     choice = Fields(
-        (Field("type", OneOf(("auto", "any", "tool", "none")), needed=True), Field("name", Text(128), None))
+        (
+            Field("type", OneOf(("auto", "any", "tool", "none")), needed=True),
+            Field("name", Text(128), None),
+            Field("disable_parallel_tool_use", Flag(), False, "true: an answer ends with its first call"),
+        )
     )
     thinking = Fields((Field("type", OneOf(tuple(THINKING)), needed=True),))
+    format = Fields((Field("type", OneOf(("json_schema",)), needed=True), Field("schema", Object(), needed=True)))
+    output = Fields((Field("effort", OneOf(EFFORTS), None), Field("format", format, None)))
+    edits = Fields((Field("edits", Items(Object(), 64), ()),))
     return (
         Field("model", Text(256), ""),
         Field("messages", Items(Object(), limits.messages, 1), needed=True),
@@ -48,7 +57,10 @@ def messages_table(limits: Limits, counts: bool = False) -> Table:
         Field("top_k", Whole(0, MOST_TOKENS), None),
         Field("tools", Items(Object(), limits.tools), ()),
         Field("tool_choice", choice, None),
-        Field("thinking", thinking, None),
+        Field("thinking", thinking, None, "budget_tokens is not kept: thinking ends when the model ends it"),
+        Field("output_config", output, {}),
+        Field("output_format", format, None, "an older name of output_config.format"),
+        Field("context_management", edits, {}, "only that thinking of earlier turns is left out"),
         Field("stream", Flag(), False),
         Field("container", Refused("is not taken: nothing is run here")),
         Field("mcp_servers", Refused("is not taken: this server reaches no others")),
@@ -58,12 +70,20 @@ def messages_table(limits: Limits, counts: bool = False) -> Table:
 def read_message_request(body: Any, table: Table, usual: Sampling, limits: Limits) -> ChatAsk:
     """What a request to /v1/messages asks for. Raises Fault by the field that is wrong."""
     v = read_fields(body, table)
-    system = _read_text(v["system"], "system")
+    system = _read_text(_without_billing(v["system"]), "system")
     messages: list[tuple[str, Message]] = [("system", {"role": "system", "content": system})] if system else []
     for i, message in enumerate(v["messages"]):
         messages += _read_turn(message, f"messages[{i}]")
     tools = tuple(_read_tool(tool, f"tools[{i}]", limits) for i, tool in enumerate(v["tools"]))
-    arguments = {} if v["thinking"] is None else {"enable_thinking": THINKING[v["thinking"]["type"]]}
+    thinking = {} if v["thinking"] is None else {"enable_thinking": THINKING[v["thinking"]["type"]]}
+    for i, edit in enumerate(v["context_management"].get("edits", ())):
+        if not str(edit.get("type")).startswith(CLEARS):
+            raise bad_field(f"context_management.edits[{i}].type", f"is none of {CLEARS}: conversations are kept whole")
+    given, where = v["output_config"].get("format"), "output_config.format"
+    if given is None:
+        given, where = v["output_format"], "output_format"
+    if given is not None:
+        check_schema(given["schema"], f"{where}.schema", limits)
     return check_chat(
         ChatAsk(
             read_messages(messages),
@@ -71,8 +91,11 @@ def read_message_request(body: Any, table: Table, usual: Sampling, limits: Limit
             Answering(v["stream"]),
             tools,
             _read_choice(v["tool_choice"], tools),
-            arguments=arguments,
-        )
+            not (v["tool_choice"] or {}).get("disable_parallel_tool_use"),
+            schema=given and given["schema"],
+            arguments=read_arguments(thinking, v["output_config"].get("effort")),
+        ),
+        where,
     )
 
 
@@ -137,6 +160,13 @@ def _read_turn(message: dict[str, Any], where: str) -> list[tuple[str, Message]]
     return [*results, (where, told)] if texts or calls or thoughts or not results else results
 
 
+def _without_billing(system: Any) -> Any:
+    """The system's blocks without the line that would keep equal beginnings from being found."""
+    if isinstance(system, str):
+        return system
+    return tuple(block for block in system if not str(block.get("text")).startswith(BILLING))
+
+
 def _read_text(given: Any, where: str) -> str:
     """A text, or the texts of blocks. Raises Fault for other blocks."""
     if isinstance(given, str):
@@ -145,7 +175,9 @@ def _read_text(given: Any, where: str) -> str:
         raise bad_field(where, "is a text or a list of blocks")
     texts = []
     for i, block in enumerate(given):
-        if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
+        kind = block.get("type") if isinstance(block, dict) else None
+        text = block.get({"text": "text", "tool_reference": "tool_name"}.get(str(kind), "")) if kind else None
+        if not isinstance(text, str):
             raise bad_field(f"{where}[{i}]", "is no block of text, and this model reads text only")
-        texts.append(block["text"])
+        texts.append(text)
     return "\n".join(texts)

@@ -61,13 +61,15 @@ def _read_call(call: Any, where: str, names: dict[str, str]) -> dict[str, Any]:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def read_call_arguments(given: Any, where: str) -> dict[str, Any]:
-    """Arguments of a call as an object, from the text that clients send back. Raises Fault for other things."""
+def read_call_arguments(given: Any, where: str) -> dict[str, Any] | str:
+    """Arguments of a call as an object, from the text that clients send back; a text that is none is what the model
+    wrote, and stays one. Raises Fault for other things."""
     if isinstance(given, str):
         try:
-            given = json.loads(given or "{}")
+            read = json.loads(given or "{}", strict=False)
         except (ValueError, RecursionError):
-            raise bad_field(where, "is no JSON text") from None
+            return given
+        return read if isinstance(read, dict) else given
     if not isinstance(given, dict):
         raise bad_field(where, "is a JSON object as text")
     return given

@@ -1,9 +1,10 @@
 """Requests to /v1/responses, which keeps nothing: all of a conversation comes with each request."""
 
+from base64 import b64decode, b64encode
 from typing import Any
 
 from pshard.runtime.sampling import Sampling
-from pshard.server.api.asks import Answering, ChatAsk, Drawing, Message
+from pshard.server.api.asks import Answering, ChatAsk, Drawing, Message, Tool
 from pshard.server.api.drawing_fields import MOST_TOKENS, drawing_table, read_format, read_sampling, read_stops
 from pshard.server.api.faults import bad_field
 from pshard.server.api.fields import (
@@ -23,11 +24,11 @@ from pshard.server.api.fields import (
 from pshard.server.api.limits import Limits
 from pshard.server.api.read_chat import EFFORTS, check_chat, read_arguments
 from pshard.server.api.read_messages_list import read_messages
-from pshard.server.api.read_tools import function_kind, read_choice, read_tool
+from pshard.server.api.read_tools import read_choice, read_response_tools
 
 STATELESS = "is not taken: nothing is stored here; send the whole conversation as input"
-LOGPROBS = "message.output_text.logprobs"
-INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # the second: reasoning comes as text, nothing is encrypted
+LOGPROBS, SEALED = "message.output_text.logprobs", "reasoning.encrypted_content"
+SEAL = "pshard:"  # clients that keep no reasoning as text bring it back in this form, so that the model sees it again
 
 
 def responses_table(limits: Limits) -> Table:
@@ -35,7 +36,9 @@ def responses_table(limits: Limits) -> Table:
     skipped = ("n", "response_format", "stream_options", "logprobs", "return_token_ids")
     shared = tuple(field for field in drawing_table(limits) if field.name not in skipped)
     words = OneOf(("none", "auto", "required"))
-    named = Fields((Field("type", OneOf(("function",)), needed=True), Field("name", Text(128, 1), needed=True)))
+    named = Fields(
+        (Field("type", OneOf(("function", "custom")), needed=True), Field("name", Text(128, 1), needed=True))
+    )
     told = "none, auto, required, or an object with a function's name"
     effort = Fields((Field("effort", OneOf(EFFORTS), None), Field("summary", Text(64), None)))
     return (
@@ -49,10 +52,11 @@ def responses_table(limits: Limits) -> Table:
         Field("max_output_tokens", Whole(1, MOST_TOKENS), None),
         Field("tools", Items(Object(), limits.tools), ()),
         Field("tool_choice", ByType((("string", words), ("object", named)), told), None),
+        Field("parallel_tool_calls", Flag(), True, "false: an answer ends with its first call"),
         Field("text", Fields((Field("format", _format_kind(), None),)), None),
         Field("reasoning", effort, None),
         Field("top_logprobs", Whole(0, limits.top), None),
-        Field("include", Items(OneOf(INCLUDED), 8), ()),
+        Field("include", Items(OneOf((LOGPROBS, SEALED)), 8), ()),
         Field("truncation", OneOf(("disabled",)), None, "prompts are never cut"),
         Field("previous_response_id", Refused(STATELESS)),
         Field("conversation", Refused(STATELESS)),
@@ -86,7 +90,7 @@ def read_responses(body: Any, table: Table, usual: Sampling, limits: Limits, voc
         likely=likely,
         ignore_end=v["ignore_eos"],
     )
-    tools = tuple(_read_tool(tool, f"tools[{i}]", limits) for i, tool in enumerate(v["tools"]))
+    tools = tuple(read_response_tools(v["tools"], "tools", limits))
     messages: list[Message] = [{"role": "system", "content": v["instructions"]}] if v["instructions"] else []
     given = v["input"]
     items = [("input", {"role": "user", "content": given})] if isinstance(given, str) else _to_messages(given)
@@ -97,18 +101,12 @@ def read_responses(body: Any, table: Table, usual: Sampling, limits: Limits, voc
         Answering(v["stream"]),
         tools,
         read_choice(v["tool_choice"], tools),
+        v["parallel_tool_calls"],
         _read_format((v["text"] or {}).get("format"), limits),
         read_arguments({}, (v["reasoning"] or {}).get("effort")),
-        "input",
+        where="input",
     )
-    return check_chat(ask)
-
-
-def _read_tool(given: dict[str, Any], where: str, limits: Limits) -> Any:
-    if given.get("type") != "function":
-        told = str(given.get("type"))[:40]
-        raise bad_field(f"{where}.type", f"is {told!r}; only functions can be called, which the client runs")
-    return read_tool(read_fields(given, function_kind().table, f"{where}."), where, limits)
+    return check_chat(ask, "text.format")
 
 
 def _read_format(given: dict[str, Any] | None, limits: Limits) -> dict[str, Any] | None:
@@ -138,10 +136,9 @@ def _to_messages(items: tuple[dict[str, Any], ...]) -> list[tuple[str, dict[str,
                 go_on(where, False)["content"] = item.get("content")
             case "message":
                 messages.append((where, item))
-            case "function_call":
-                call = {"id": item.get("call_id"), "function": {k: item.get(k) for k in ("name", "arguments")}}
-                go_on(where).setdefault("tool_calls", []).append(call)
-            case "function_call_output":
+            case "function_call" | "custom_tool_call":
+                go_on(where).setdefault("tool_calls", []).append(_read_call(item))
+            case "function_call_output" | "custom_tool_call_output":
                 answer = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
                 messages.append((where, answer))
             case "reasoning":
@@ -152,11 +149,38 @@ def _to_messages(items: tuple[dict[str, Any], ...]) -> list[tuple[str, dict[str,
     return messages
 
 
+def _read_call(item: dict[str, Any]) -> dict[str, Any]:
+    """An item's call as a chat has it."""
+    name, space, given = item.get("name"), item.get("namespace"), item.get("arguments")
+    if isinstance(name, str) and isinstance(space, str):
+        name = Tool.name_in(space, name)
+    if item.get("type") == "custom_tool_call":
+        given = {"input": item.get("input")}
+    return {"id": item.get("call_id"), "function": {"name": name, "arguments": given}}
+
+
 def _read_reasoning(item: dict[str, Any]) -> str:
+    if thought := unseal(item.get("encrypted_content")):
+        return thought
     parts = [*(item.get("content") or []), *(() if item.get("content") else item.get("summary") or [])]
     return "\n".join(
         str(part["text"]) for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)
     )
+
+
+def seal(thought: str) -> str:
+    """Reasoning as the text of `encrypted_content`. It is no secret of the client's, and nothing is encrypted."""
+    return SEAL + b64encode(thought.encode()).decode()
+
+
+def unseal(given: Any) -> str:
+    """The reasoning of such a text; "" for what another server made."""
+    if not isinstance(given, str) or not given.startswith(SEAL):
+        return ""
+    try:
+        return b64decode(given[len(SEAL) :], validate=True).decode()
+    except ValueError:
+        return ""
 
 
 def join_systems(messages: list[Message]) -> tuple[Message, ...]:

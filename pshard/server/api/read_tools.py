@@ -1,15 +1,41 @@
 """Tools of a request, and which of them may or must be called."""
 
 import re
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from pshard.server.api.asks import Tool
 from pshard.server.api.faults import bad_field
-from pshard.server.api.fields import ByType, Field, Fields, Flag, Object, OneOf, Text
+from pshard.server.api.fields import ByType, Field, Fields, Flag, Items, Object, OneOf, Text, read_fields
 from pshard.server.api.limits import Limits
 
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+INPUT: dict[str, Any] = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+CUSTOM = (
+    Field("name", Text(128, 1), needed=True),
+    Field("description", Text(1 << 20), ""),
+    Field(
+        "format",
+        Fields(
+            (
+                Field("type", OneOf(("text", "grammar")), needed=True),
+                Field("syntax", OneOf(("lark", "regex")), "lark"),
+                Field("definition", Text(1 << 20), ""),
+            )
+        ),
+        None,
+    ),
+)
+NAMESPACE = (Field("name", Text(128, 1), needed=True), Field("tools", Items(Object(), 256), needed=True))
 
 
 def function_kind() -> Fields:
@@ -45,6 +71,37 @@ def read_tool(given: dict[str, Any], where: str, limits: Limits) -> Tool:
     parameters = NO_ARGUMENTS if not function["parameters"] else function["parameters"]
     check_schema(parameters, f"{where}.parameters", limits)
     return Tool(function["name"], function["description"], parameters)
+
+
+def read_response_tools(given: Iterable[dict[str, Any]], where: str, limits: Limits, space: str = "") -> list[Tool]:
+    """Tools of /v1/responses: functions, custom tools, and namespaces of both. Raises Fault for tools that run
+    elsewhere, by their types."""
+    tools: list[Tool] = []
+    for i, tool in enumerate(given):
+        place = f"{where}[{i}]"
+        match tool.get("type"):
+            case "function":
+                read = read_tool(read_fields(tool, function_kind().table, f"{place}."), place, limits)
+                tools.append(replace(read, name=Tool.name_in(space, read.name), space=space))
+            case "custom":
+                tools.append(_read_custom(tool, place, limits, space))
+            case "namespace" if not space:
+                inner = read_fields(tool, NAMESPACE, f"{place}.")
+                tools += read_response_tools(inner["tools"], f"{place}.tools", limits, inner["name"])
+            case other:
+                told = f"is {str(other)[:40]!r}; only functions and custom tools can be called, which the client runs"
+                raise bad_field(f"{place}.type", f"{told}: turn it off there")
+    return tools
+
+
+def _read_custom(given: dict[str, Any], where: str, limits: Limits, space: str) -> Tool:
+    """A tool that takes a text; its grammar is told to the model."""
+    read = read_fields(given, CUSTOM, f"{where}.")
+    told, format = read["description"], read["format"]
+    if format and format["type"] == "grammar":
+        told += f"\nThe input follows this grammar ({format['syntax']}):\n{format['definition']}"
+    tool = read_tool(read | {"description": told, "parameters": INPUT}, where, limits)
+    return replace(tool, name=Tool.name_in(space, tool.name), custom=True, space=space)
 
 
 def read_choice(given: str | dict[str, Any] | None, tools: tuple[Tool, ...]) -> str | tuple[str]:

@@ -105,7 +105,7 @@ class Answers:
                 return Delta()
             case Made() if not answer.reason:
                 delta = answer.reader.push(event)
-                if not answer.reader.stopped:
+                if not answer.reader.ended:
                     return delta
                 self._running.stop(index)
                 answer.reason = "stop"
@@ -114,7 +114,7 @@ class Answers:
                 if event.reason not in ("stop", "length"):
                     raise _fault_of(event)
                 rest = answer.reader.finish()
-                ended = answer.reader.stopped or (answer.reader.ids[-1:] and answer.reader.ids[-1] in self._ends[index])
+                ended = answer.reader.ended or (answer.reader.ids[-1:] and answer.reader.ids[-1] in self._ends[index])
                 answer.reason = "stop" if ended else event.reason
                 return rest
         return None

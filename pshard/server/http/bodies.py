@@ -16,9 +16,14 @@ SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
-    """The body of a request. Raises Fault 413 when it is too large, 408 when it does not come; Gone."""
+    """The body of a request. Raises Fault 413 when it is too large, 408 when it does not come, 415 when
+    it is compressed; Gone."""
     headers = dict(scope["headers"])
     told = headers.get(b"content-length", b"0")
+    coding = headers.get(b"content-encoding", b"identity").decode("latin-1")
+    if coding.strip().lower() not in ("", "identity"):
+        told = f"bodies in Content-Encoding {coding[:40]!r} are not read here; send them as they are"
+        raise Fault(415, told, param="content-encoding", code="unsupported_encoding")
     waits = b"expect" in headers  # for a word before it sends
     if told.isdigit() and int(told[:20]) > (limits.body if waits else SPARE * limits.body):
         raise _too_large(limits)

@@ -8,7 +8,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from pshard.errors import UserError
-from pshard.server.api.faults import Fault, show_fault, show_messages_fault
+from pshard.server.api.faults import Fault, show_fault_at
 from pshard.server.http.bodies import parse_object, read_body
 from pshard.server.http.desk import Call, Desk
 from pshard.server.http.replies import Gone, Reply, Stream, Whole, reply_json, run_until_gone, send_stream, send_whole
@@ -70,13 +70,12 @@ def to_fault(error: Exception) -> Fault:
 
 def tell_fault(fault: Fault, path: str) -> Whole:
     """An error as an answer, in the shape of the interface that was asked."""
-    show = show_messages_fault if path.startswith("/v1/messages") else show_fault
     headers: Mapping[str, str] = {}
     if fault.retry_after is not None:
         headers = {"retry-after": str(max(1, round(fault.retry_after)))}
     elif fault.status == 500:
         headers = {"x-should-retry": "false"}  # clients would ask twice more, for the same failure
-    return reply_json(show(fault), fault.status, headers)
+    return reply_json(show_fault_at(path, fault), fault.status, headers)
 
 
 async def _await(work: Awaitable[Reply]) -> Reply:

@@ -6,7 +6,7 @@ from hashlib import sha256
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pshard.server.api.faults import Fault, show_fault
+from pshard.server.api.faults import Fault, show_fault_at
 from pshard.server.http.replies import Whole, reply_json, send_whole
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -49,7 +49,7 @@ class Guard:
         except Fault as fault:
             more = {"www-authenticate": "Bearer"} if fault.status == 401 else {}
             told = {**more, **(self._tell_origin(origin) if origin and fault.status == 401 else {})}
-            await send_whole(send, reply_json(show_fault(fault), fault.status, told))
+            await send_whole(send, reply_json(show_fault_at(scope["path"], fault), fault.status, told))
             return
         await self._app(scope, receive, self._add_origin(send, origin) if origin else send)
 
@@ -59,7 +59,8 @@ class Guard:
         host = headers.get("host", b"").decode("latin-1").lower()
         name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
         if "*" not in self._door.hosts and name not in self._door.hosts:
-            raise Fault(403, "the Host header names another server", code="host_not_allowed")
+            told = "the Host header names another server; start this one with --allow-host to be reached by that name"
+            raise Fault(403, told, code="host_not_allowed")
 
     def _check_origin(self, headers: dict[str, bytes], origin: str) -> None:
         """Raises Fault for a web page of another server, unless it is allowed: browsers send some requests at once."""

@@ -77,7 +77,8 @@ def make_app(
 def _tell_http(request: Request, error: Exception) -> Response:
     """Paths and methods that there are not, in the shape of other errors."""
     assert isinstance(error, HTTPException)
-    words = {404: f"there is no {request.url.path[:100]}", 405: f"{request.method} is not for this path"}
+    path = request.url.path[:100]
+    words = {404: f"there is no {path}", 405: f"{request.method} is not for {path}"}
     codes = {404: "not_found", 405: "method_not_allowed"}
     fault = Fault(error.status_code, words.get(error.status_code, error.detail), code=codes.get(error.status_code))
     reply = tell_fault(fault, request.url.path)

@@ -27,7 +27,7 @@ class LateApp:
         if self.inner is not None:
             await self.inner(scope, receive, send)
         elif scope["type"] == "http":
-            body = json.dumps({"status": "loading", "state": "loading", "error": LOADING}).encode()
+            body = json.dumps({"type": "error", "status": "loading", "state": "loading", "error": LOADING}).encode()
             headers = [(b"content-type", b"application/json"), (b"retry-after", b"5"), (b"connection", b"close")]
             await send({"type": "http.response.start", "status": 503, "headers": headers})
             await send({"type": "http.response.body", "body": body})

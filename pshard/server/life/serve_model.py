@@ -1,6 +1,7 @@
 """A server from its start to its end."""
 
 import os
+import re
 import sys
 import threading
 import time
@@ -106,7 +107,7 @@ class _Life:
             self._engine = EngineThread(
                 loader, self._request.promises, self._request.sleep_idle, self._tell_state
             )  # fmt: skip
-            self._app.inner = self._make_app(self._engine, describe_model(opened, self._request.name))
+            self._app.inner = self._make_app(self._engine, describe_model(opened, run.model, self._request.name))
             self._engine.start()
             if self._stopped.is_set():  # meanwhile
                 self._engine.drain(0.0)
@@ -161,8 +162,8 @@ def _open(request: RunRequest) -> "tuple[Opened, RunRequest]":
     return open_plan(request), request
 
 
-def describe_model(opened: "Opened", name: str | None) -> ServedModel:
-    """The model as clients see it."""
+def describe_model(opened: "Opened", path: Path, name: str | None) -> ServedModel:
+    """The model of that file or folder as clients see it."""
     from pshard.units.kv_cells import longest_sequence
 
     spec = opened.file.spec
@@ -170,18 +171,23 @@ def describe_model(opened: "Opened", name: str | None) -> ServedModel:
         tokenizer = opened.file.tokenizer()
     except UserError:
         tokenizer = None  # token ids are served all the same
-    model = Path(spec.name if name is None else name)
     return ServedModel(
-        name=name or model.stem,
+        name=name or name_of(path),
         created=int(time.time()),
         context=longest_sequence(spec.config, opened.variant.workload.context),
         trained=spec.config.context,
         vocab=spec.config.vocab,
         tokenizer=tokenizer,
         template=opened.file.chat_template,
-        file=spec.name,
+        file=path.name,
         nbytes=spec.packed_nbytes,
     )
+
+
+def name_of(path: Path) -> str:
+    """What a model is called by its file or folder: what the file says of itself may have spaces, and nobody types it.
+    Of a file in parts, the name of all of them."""
+    return re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", path.absolute().name)
 
 
 def _say(line: str) -> None:

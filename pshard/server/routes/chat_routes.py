@@ -20,7 +20,7 @@ from pshard.server.shapes.show_chat import (
     show_new,
 )
 from pshard.server.shapes.show_completion import Heading
-from pshard.server.text.guides import schema_of_call
+from pshard.server.text.guides import schema_of_calls
 from pshard.server.text.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -61,7 +61,8 @@ async def prepare_chat(desk: Desk, ask: ChatAsk, id: str, key: str) -> Answers:
     guide: Callable[[], Constraint] | None = None
     if ask.forced or ask.schema is not None:
         where = "tools" if ask.forced else "response_format"
-        schema = schema_of_call(ask.forced) if ask.forced else ask.schema
+        most = desk.limits.calls if ask.choice == "required" and ask.several else 1  # a named one is called once
+        schema = schema_of_calls(ask.forced, most) if ask.forced else ask.schema
         seconds = desk.limits.compile_seconds
         guide = await desk.off_loop(desk.guides.follow_schema, schema, where, seconds=seconds)
     return Answers(desk, Asked(id, key, [prompt], ask.drawing, guide))

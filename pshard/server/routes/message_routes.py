@@ -62,8 +62,8 @@ async def _stream(heading: Heading, answers: Answers) -> AsyncIterator[bytes]:
     (answer,) = answers.all
     try:
         async for change in answers.changes():
-            if change is None:
-                yield PING
+            if change is None:  # clients that watch a stream for life count events, and no comments
+                yield write([("ping", {})]) if begun else PING
                 continue
             if not begun:
                 begun = True

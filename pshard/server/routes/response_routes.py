@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from pshard.server.api.faults import Fault, show_fault
-from pshard.server.api.read_responses import read_responses
+from pshard.server.api.read_responses import SEALED, read_responses
 from pshard.server.http.answers import Answers
 from pshard.server.http.desk import Call, Desk
 from pshard.server.http.replies import PING, Reply, Stream, reply_json, write_event
@@ -13,7 +13,7 @@ from pshard.server.shapes.show_completion import Heading
 from pshard.server.shapes.show_responses import Events, OutputItems, show_response
 
 TOLD: dict[str, Any] = {  # of the request, with what is told where it does not say
-    "instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": False, "reasoning": None,
+    "instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True, "reasoning": None,
     "temperature": None, "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [], "top_p": None,
     "truncation": "disabled", "user": None,
 }  # fmt: skip
@@ -26,7 +26,7 @@ async def respond(desk: Desk, call: Call) -> Reply:
     heading = desk.head("resp_")
     answers = await prepare_chat(desk, ask, heading.id, call.key)
     echo = {name: usual if call.body.get(name) is None else call.body[name] for name, usual in TOLD.items()}
-    items = OutputItems(desk.words, ask.drawing.likely is not None)
+    items = OutputItems(desk.words, ask, SEALED in (call.body.get("include") or ()))
     answers.start()
     if ask.answering.stream:
         return Stream(_stream(heading, echo, answers, items), answers.cancel)

@@ -1,6 +1,7 @@
 """What the server says about itself: /health, /v1/models, /props, /slots, /metrics; and POST /budget."""
 
 import asyncio
+from datetime import UTC, datetime
 from typing import Any
 
 from pshard import __version__
@@ -45,13 +46,13 @@ def show_model(desk: Desk, name: str) -> dict[str, Any]:
         "type": "model",
         "display_name": name,
         "created": model.created,
+        "created_at": datetime.fromtimestamp(model.created, UTC).isoformat(),
         "owned_by": "pshard",
         "max_model_len": model.context,
         "meta": {
             "n_ctx": model.context,
             "n_ctx_train": model.trained or model.context,
             "n_vocab": model.vocab,
-            "n_params": model.parameters,
             "size": model.nbytes,
         },
     }

@@ -1,8 +1,11 @@
 """Answers of /v1/responses: items of output, and the events of a stream."""
 
+import json
 from secrets import token_hex
 from typing import Any
 
+from pshard.server.api.asks import ChatAsk, Tool
+from pshard.server.api.read_responses import seal
 from pshard.server.shapes.show_completion import Heading
 from pshard.server.shapes.usage import Usage
 from pshard.server.text.answer_reader import Delta
@@ -48,8 +51,10 @@ def show_usage(usage: Usage) -> dict[str, Any]:
 class OutputItems:
     """Items of output while they are made: reasoning, a message, calls; each change as events."""
 
-    def __init__(self, words: TokenWords, tells_logprobs: bool) -> None:
-        self._words, self._tells = words, tells_logprobs
+    def __init__(self, words: TokenWords, ask: ChatAsk, seals: bool = False) -> None:
+        """seals: reasoning comes as `encrypted_content` too."""
+        self._words, self._tells, self._seals = words, ask.drawing.likely is not None, seals
+        self._tools = {tool.name: tool for tool in ask.tools}
         self.done: list[Item] = []
         self._item: Item | None = None  # the one that is made
 
@@ -76,7 +81,13 @@ class OutputItems:
         if item["type"] == "function_call":
             given = {"arguments": item["arguments"], "name": item["name"]}
             events.append(("response.function_call_arguments.done", {**at, **given}))
+        elif item["type"] == "custom_tool_call":
+            item["input"] = _read_input(item["input"])
+            events.append(("response.custom_tool_call_input.delta", {**at, "delta": item["input"]}))
+            events.append(("response.custom_tool_call_input.done", {**at, "input": item["input"]}))
         else:
+            if item["type"] == "reasoning" and self._seals:
+                item["encrypted_content"] = seal(item["content"][0]["text"])
             part, at_part = item["content"][0], {**at, "content_index": 0}
             kind = "output_text" if item["type"] == "message" else "reasoning_text"
             logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
@@ -106,9 +117,11 @@ class OutputItems:
     def _add_call(self, call: CallPart) -> Events:
         events: Events = []
         if call.id:
-            call_item = {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": ""}
-            events += self._open({"id": f"fc_{token_hex(12)}", **call_item})
+            events += self._open(_new_call_item(call, self._tools.get(call.name)))
         item = self._new()
+        if item["type"] == "custom_tool_call":  # its text is known when its JSON is whole
+            item["input"] += call.arguments
+            return events
         item["arguments"] += call.arguments
         if call.arguments:
             told = {"item_id": item["id"], "output_index": len(self.done), "delta": call.arguments}
@@ -136,6 +149,25 @@ class OutputItems:
 def _emptied(part: dict[str, Any]) -> dict[str, Any]:
     """A part as it is before anything is in it: lists are its own."""
     return {key: [] if isinstance(value, list) else value for key, value in part.items()}
+
+
+def _new_call_item(call: CallPart, tool: Tool | None) -> Item:
+    """An item of a call, as the client knows the tool."""
+    name = tool.own_name if tool else call.name
+    told = {"call_id": call.id, "name": name} | ({"namespace": tool.space} if tool and tool.space else {})
+    if tool and tool.custom:
+        return {"id": f"ctc_{token_hex(12)}", "type": "custom_tool_call", **told, "input": ""}
+    return {"id": f"fc_{token_hex(12)}", "type": "function_call", **told, "arguments": ""}
+
+
+def _read_input(arguments: str) -> str:
+    """The text that a custom tool is given; arguments that do not hold it are given as they are."""
+    try:
+        found = json.loads(arguments, strict=False)
+    except (ValueError, RecursionError):
+        return arguments
+    given = found.get("input") if isinstance(found, dict) else None
+    return given if isinstance(given, str) else arguments
 
 
 def _new_text_item(kind: str) -> Item:

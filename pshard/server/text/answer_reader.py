@@ -32,7 +32,8 @@ class Delta:
 
 
 class AnswerReader:
-    """One answer. A stop string ends it: `stopped` is then it, and what comes later is not read.
+    """One answer. A stop string ends it: `stopped` is then it, and what comes later is not read; so does the first
+    call where one is all that is wanted. `ended`: whether either came.
 
     `count`: tokens up to that end; `ids`: these tokens; `called`: whether a tool was called.
     """
@@ -49,6 +50,10 @@ class AnswerReader:
         self.ids: list[int] = []
 
     @property
+    def ended(self) -> bool:
+        return bool(self.stopped) or (self._shape is not None and self._shape.ended)
+
+    @property
     def count(self) -> int:
         return len(self.ids)
 
@@ -60,7 +65,7 @@ class AnswerReader:
         """What is certain after new tokens. They are read one by one: how many come at once changes nothing."""
         parts = []
         for i, token in enumerate(made.tokens):
-            if self.stopped:
+            if self.ended:
                 break
             self.ids.append(token)
             if made.likely:
@@ -127,13 +132,21 @@ class _Shape:
         self._space = ""  # whitespace that nobody may need
         self._begun = not format.trims  # whether text of this stretch was given out
         self._lead = "" if format.bare and not format.forced else None  # text that may turn out to be a bare call
+        self.ended = False
 
     def push(self, text: str, special: str | None) -> Delta:
         if self._format.forced:
-            return Delta(calls=tuple(self.calls.push(text)))
+            return self._end(Delta(calls=tuple(self.calls.push(text))))
         if special in SPELLED:
             text, special = text + special, None
-        return self._collect(self._sorter.push(text, special))
+        return self._end(self._collect(self._sorter.push(text, special)))
+
+    def _end(self, delta: Delta) -> Delta:
+        """What is new, without what follows the first call where that is the last one."""
+        if not self._format.single or not self.calls.count:
+            return delta
+        self.ended = self.ended or self.calls.count > 1 or not self.calls.open
+        return Delta(delta.text, delta.thought, tuple(call for call in delta.calls if call.index == 0))
 
     def finish(self) -> Delta:
         parts = [] if self._format.forced else [self._collect(self._sorter.finish())]
@@ -142,11 +155,11 @@ class _Shape:
             parts.append(self._give("text", lead))
         calls, rest = self.calls.finish()
         parts.append(Delta(calls=tuple(calls)))
-        if rest:
+        if rest and not (self._format.forced and self.calls.count):  # there it is a call that was cut off
             parts.append(self._give("text", rest))
         if self._space and not self.calls.count and self._kind == "text":
             parts.append(Delta(self._space))
-        return _add(parts)
+        return self._end(_add(parts))
 
     def _collect(self, pieces: Iterator[Piece]) -> Delta:
         return _add([self._take(piece) for piece in pieces])

@@ -18,14 +18,15 @@ class ChatFormat:
     """How to read an answer of a chat.
 
     begun: the prompt, which may have opened a tag. tags: what is enclosed by what. tools: those that may be called;
-    forced: the answer is one call as JSON and nothing else. bare: a call may come without a tag. trims: whitespace
-    around what tags enclose is no text.
+    forced: the answer is calls as JSON and nothing else. single: the answer ends with its first call. bare: a call may
+    come without a tag. trims: whitespace around what tags enclose is no text.
     """
 
     begun: str = ""
     tags: Mapping[str, str] = field(default_factory=dict)
     tools: tuple[Tool, ...] = ()
     forced: bool = False
+    single: bool = False
     bare: bool = False
     trims: bool = False
     make_id: Callable[[], str] = make_call_id
@@ -37,7 +38,9 @@ class ChatFormat:
         return "text" if within in ("", "commentary", "final") else "thought"
 
 
-def find_format(template: str | None, prompt: str, tools: tuple[Tool, ...], forced: bool) -> ChatFormat:
+def find_format(
+    template: str | None, prompt: str, tools: tuple[Tool, ...], forced: bool, single: bool = False
+) -> ChatFormat:
     """The format of the model with that template. What the template never names is text like any other; a template
     without tools gets calls by <tool_call>, as its prompt tells the model (`describe_tools`)."""
     words = template or ""
@@ -48,7 +51,7 @@ def find_format(template: str | None, prompt: str, tools: tuple[Tool, ...], forc
             tags["<tool_call>"] = CALLS["<tool_call>"]
     bare = bool(tools) and any(word in words for word in LLAMA)
     short = make_short_id if "[TOOL_CALLS]" in words else make_call_id
-    return ChatFormat(prompt[-200:], tags, tools, forced, bare, bool(tags) or HARMONY in words, short)
+    return ChatFormat(prompt[-200:], tags, tools, forced, single, bare, bool(tags) or HARMONY in words, short)
 
 
 def knows_tools(template: str) -> bool:

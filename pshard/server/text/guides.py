@@ -33,25 +33,38 @@ class Guides:
             raise Fault(400, f"{where} cannot be kept: {error}", param=where, code="invalid_schema") from None
 
 
-def schema_of_call(tools: tuple[Tool, ...]) -> dict[str, Any]:
-    """JSON schema of one call of any of these tools, its name first."""
-    calls = [
+def schema_of_calls(tools: tuple[Tool, ...], most: int) -> dict[str, Any]:
+    """JSON schema of calls of any of these tools, the name of each first: of one call, or of a list of up to `most`."""
+    calls: list[dict[str, Any]] = [
         {
             "type": "object",
-            "properties": {"name": {"const": tool.name}, "arguments": _root_inside(tool.parameters)},
+            "properties": {"name": {"const": tool.name}, "arguments": {"$ref": f"#/$defs/{i}"}},
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for tool in tools
+        for i, tool in enumerate(tools)
     ]
-    definitions: dict[str, Any] = {}
-    for tool in tools:
-        for key in ("$defs", "definitions"):
-            definitions |= {f"{key}": tool.parameters[key] | definitions.get(key, {})} if key in tool.parameters else {}
-    return (calls[0] if len(calls) == 1 else {"anyOf": calls}) | definitions
+    # each tool's schema stands on its own: two may define different things by one name
+    definitions = {f"{i}": _move_root(_as_object(tool.parameters), f"#/$defs/{i}") for i, tool in enumerate(tools)}
+    call = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    return (call if most == 1 else {"type": "array", "items": call, "minItems": 1, "maxItems": most}) | {
+        "$defs": definitions
+    }
 
 
-def _root_inside(parameters: dict[str, Any]) -> dict[str, Any]:
-    """A schema to stand within another: what it defines stands at the root; it is an object in any case."""
-    inner = {key: value for key, value in parameters.items() if key not in ("$defs", "definitions", "$schema", "$id")}
-    return inner if "type" in inner or "anyOf" in inner or "$ref" in inner else {**inner, "type": "object"}
+def _as_object(parameters: dict[str, Any]) -> dict[str, Any]:
+    """A schema of arguments: they are an object in any case."""
+    free = not any(key in parameters for key in ("type", "anyOf", "$ref"))
+    named = ("$schema", "$id")  # of the document that it was
+    return {key: value for key, value in parameters.items() if key not in named} | ({"type": "object"} if free else {})
+
+
+def _move_root(schema: Any, root: str) -> Any:
+    """The schema with references to its own root led to where it stands now."""
+    if isinstance(schema, list):
+        return [_move_root(item, root) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _move_root(value, root) for key, value in schema.items()}
+    target = moved.get("$ref")
+    return moved | {"$ref": root + target[1:]} if isinstance(target, str) and target.startswith("#") else moved

@@ -47,7 +47,7 @@ class Prompts:
     def of_ids(self, ids: tuple[int, ...], where: str) -> Prompt:
         """Tokens to be continued. Raises Fault where they do not fit the context."""
         if len(ids) > self._model.context:
-            raise too_long(where, len(ids), self._model.context)
+            raise self._too_long(where, len(ids))
         tokenizer = self._model.tokenizer
         return Prompt(ids, None, tokenizer.eos_ids if tokenizer else frozenset())
 
@@ -61,8 +61,8 @@ class Prompts:
         if not ids:
             raise bad_field(ask.where, "make a prompt without tokens; say something")
         if len(ids) >= self._model.context:
-            raise too_long(ask.where, len(ids), self._model.context)
-        format = find_format(self._model.template, text.forget(), ask.tools, bool(ask.forced))
+            raise self._too_long(ask.where, len(ids))
+        format = find_format(self._model.template, text.forget(), ask.tools, bool(ask.forced), not ask.several)
         return Prompt(tuple(ids), format, tokenizer.eos_ids | self._find_ends(tokenizer))
 
     def _render(self, ask: ChatAsk) -> TracedText:
@@ -76,18 +76,21 @@ class Prompts:
         if guided := bool(ask.forced or ask.schema is not None):  # a grammar leaves no room to think
             arguments = {"enable_thinking": False} | arguments
         tools = [tool.as_template() for tool in ask.tools] or None
+
+        def render(turns: list[Message]) -> TracedText:
+            begin, end = tokenizer.bos_text, tokenizer.eos_text
+            steps = self._most_steps
+            return render_chat(template, turns, begin, end, tools=tools, variables=arguments, most_steps=steps)
+
         try:
-            text = render_chat(
-                template,
-                messages,
-                tokenizer.bos_text,
-                tokenizer.eos_text,
-                tools=tools,
-                variables=arguments,
-                most_steps=self._most_steps,
-            )
+            text = render(messages)
         except UserError as error:
-            raise Fault(400, str(error), param=ask.where, code="template_error") from None
+            try:
+                if (turns := simplify_turns(messages)) == messages:
+                    raise error
+                text = render(turns)
+            except UserError:
+                raise Fault(400, str(error), param=ask.where, code="template_error") from None
         return close_thinking(text) if guided else text
 
     def find_tokenizer(self, where: str) -> "Tokenizer":
@@ -103,11 +106,29 @@ class Prompts:
         if self._longest is None:
             self._longest = max(len(tokenizer.token_bytes(token)) for token in range(self._model.vocab)) + 32
         if len(text) > context * self._longest:
-            raise too_long(where, len(text) // self._longest, context)
+            raise self._too_long(where, len(text) // self._longest)
+
+    def _too_long(self, where: str, tokens: int) -> Fault:
+        return too_long(where, tokens, self._model.context, self._model.trained)
 
     def _find_ends(self, tokenizer: "Tokenizer") -> frozenset[int]:
         found = (tokenizer.encode(name, add_special=False) for name in ENDS)
         return frozenset(ids[0] for ids in found if len(ids) == 1 and tokenizer.special_name(ids[0]) in ENDS)
+
+
+def simplify_turns(messages: list[Message]) -> list[Message]:
+    """The same conversation for templates that take a system at its beginning alone, and turns that alternate: what the
+    system says later is said by the user, and messages of the user in a row are one."""
+    turns: list[Message] = []
+    for message in messages:
+        role = message["role"]
+        if role == "system" and any(turn["role"] != "system" for turn in turns):
+            role = "user"
+        if turns and turns[-1]["role"] == role and role in ("system", "user"):
+            turns[-1] = turns[-1] | {"content": f"{turns[-1]['content']}\n\n{message['content']}"}
+        else:
+            turns.append(message | {"role": role})
+    return turns
 
 
 def describe_tools(messages: list[Message], tools: tuple[Tool, ...]) -> list[Message]:

@@ -102,7 +102,7 @@ def _small_body(target: Target) -> dict[str, Any]:
 def _describe(target: Target) -> list[str]:
     notes = []
     if not target.ids:
-        notes.append("prompts are texts: lengths are as the server counts them, near those that were asked for")
+        notes.append("prompts are texts: lengths are as the server counts them, and not those that were asked for")
     if not target.long_answers:
         notes.append("the server does not take ignore_eos: answers may end early")
     return notes

@@ -694,21 +694,27 @@ def replay(words: "ctypes.Array[ctypes.c_int64]") -> None:
     _C["replay"](words, len(words))
 
 
+def arrange_turn(
+    parts: Sequence[tuple[int, int, "ctypes.Array[ctypes.c_int64]"]],
+) -> "ctypes.Array[ctypes.c_int64]":
+    """A turn for `Relay`. parts: the addresses of two int32, of which one becomes 1 to ask for the part, the other when
+    it is done, and the list (recording.py). The first number is taken back to 0."""
+    words = [word for asked, done, calls in parts for word in (asked, done, ctypes.addressof(calls), len(calls))]
+    return (ctypes.c_int64 * len(words))(*words)
+
+
 class Relay:
     """A thread that makes lists of calls as they are asked for, each in its turn: see csrc/threads/relay.cpp. Raises
     RuntimeError without the library."""
 
     def __init__(self) -> None:
         self._relay: int | None = _question("relay_open")()
-        self._parts: ctypes.Array[ctypes.c_int64] | None = None  # of the turn under way
+        self._turn: ctypes.Array[ctypes.c_int64] | None = None  # under way
 
-    def start(self, parts: Sequence[tuple[int, int, "ctypes.Array[ctypes.c_int64]"]]) -> None:
-        """Begin a turn. parts: the addresses of two int32, of which one becomes 1 to ask for the part, the other when
-        it is done, and the list (recording.py), which must live until then. The first number is taken back to 0."""
-        words = [word for asked, done, calls in parts for word in (asked, done, ctypes.addressof(calls), len(calls))]
-        array = (ctypes.c_int64 * len(words))(*words)
-        _C["relay_start"](self._relay, array, len(parts))
-        self._parts = array  # the turn before is over: the library has waited for it
+    def start(self, turn: "ctypes.Array[ctypes.c_int64]") -> None:
+        """Begin a turn, as `arrange_turn` makes it, whose lists must live until it is over."""
+        _C["relay_start"](self._relay, turn, len(turn) // 4)
+        self._turn = turn  # the turn before is over: the library has waited for it
 
     def finish(self, seconds: float = inf) -> bool:
         """Return when all parts are done, or after so many seconds; whether they are done."""

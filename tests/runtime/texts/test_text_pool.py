@@ -214,7 +214,7 @@ def test_texts_that_share_blocks_may_have_more_of_them_than_there_are(
             feed(engine, texts[-1], ids, 64)
         assert engine.texts.counts().used == 7  # of 8, where the texts have six each
         runs, run = [], engine._executor.run
-        monkeypatch.setattr(engine._executor, "run", lambda *a, **named: (runs.append(a[0].numel()), run(*a, **named)))
+        monkeypatch.setattr(engine._executor, "run", lambda *a, **named: (runs.append(len(a[0])), run(*a, **named)))
         (first,), (second,) = engine.texts.step([Piece(t, (5,), full=True) for t in texts])
         assert runs == ([2] if room else [1, 1])
         np.testing.assert_allclose(first.full, second.full, atol=1e-5)

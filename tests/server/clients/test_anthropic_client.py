@@ -46,7 +46,8 @@ def test_a_stop_sequence_is_named(client) -> None:
 
 
 def test_tools_are_called_and_their_results_taken(client, service) -> None:
-    body = {"model": "demo", "max_tokens": 80, "tools": [WEATHER], "tool_choice": {"type": "any"}}
+    body = {"model": "demo", "max_tokens": 80, "tools": [WEATHER]}
+    body["tool_choice"] = {"type": "any", "disable_parallel_tool_use": True}
     found = client.messages.create(messages=HI, **body)
     (block,) = found.content
     assert found.stop_reason == "tool_use" and block.name == "get_weather" and block.input["city"] in ("Rome", "Bern")

@@ -62,12 +62,22 @@ def test_async_clients_ask_at_once(url) -> None:
 @either_service
 def test_tools_and_schemas(client) -> None:
     found = client.chat.completions.create(
-        model="demo", messages=HI, tools=[WEATHER], tool_choice="required", max_completion_tokens=60
+        model="demo",
+        messages=HI,
+        tools=[WEATHER],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_completion_tokens=60,
     )
     (call,) = found.choices[0].message.tool_calls
     assert call.function.name == "get_weather" and json.loads(call.function.arguments)["city"] in ("Rome", "Bern")
     with client.chat.completions.stream(
-        model="demo", messages=HI, tools=[WEATHER], tool_choice="required", max_completion_tokens=60
+        model="demo",
+        messages=HI,
+        tools=[WEATHER],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_completion_tokens=60,
     ) as stream:
         events = [event.type for event in stream]
         assert "tool_calls.function.arguments.delta" in events and "tool_calls.function.arguments.done" in events
@@ -102,6 +112,7 @@ def test_responses_whole_and_streamed(client) -> None:
 def test_responses_call_tools_and_take_their_answers(client, service) -> None:
     tool = {"type": "function", "name": "get_weather", "parameters": CITY, "strict": True}
     body = {"model": "demo", "tools": [tool], "tool_choice": "required", "max_output_tokens": 60}
+    body["parallel_tool_calls"] = False
     found = client.responses.create(input="weather?", **body)
     (call,) = found.output
     assert found.status == "completed" and call.type == "function_call" and call.name == "get_weather"

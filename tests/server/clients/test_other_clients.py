@@ -14,7 +14,9 @@ HI = [{"role": "user", "content": "ROMEO:"}]
 
 
 def test_langchain_chats_streams_and_calls_tools(url) -> None:
-    langchain = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
+    langchain = pytest.importorskip(
+        "langchain_openai", reason="langchain-openai is not installed; scripts/test-clients installs it"
+    )
     chat = langchain.ChatOpenAI(base_url=f"{url}/v1", api_key="a-key", model="demo", temperature=0, max_tokens=8)
     whole = chat.invoke("ROMEO:")
     assert whole.content and whole.usage_metadata["output_tokens"] == 8
@@ -26,7 +28,7 @@ def test_langchain_chats_streams_and_calls_tools(url) -> None:
 
 
 def test_litellm_completes_and_streams(url) -> None:
-    litellm = pytest.importorskip("litellm", reason="litellm is not installed")
+    litellm = pytest.importorskip("litellm", reason="litellm is not installed; scripts/test-clients installs it")
     ask = {"model": "openai/demo", "api_base": f"{url}/v1", "api_key": "a-key", "messages": HI, "max_tokens": 8}
     whole = litellm.completion(**ask, temperature=0).choices[0].message.content
     parts = [chunk.choices[0].delta.content or "" for chunk in litellm.completion(**ask, temperature=0, stream=True)]
@@ -36,7 +38,7 @@ def test_litellm_completes_and_streams(url) -> None:
 
 
 def test_the_llm_command_asks(url, tmp_path: Path) -> None:
-    pytest.importorskip("llm", reason="llm is not installed")
+    pytest.importorskip("llm", reason="llm is not installed; scripts/test-clients installs it")
     entry = f"- model_id: served\n  model_name: demo\n  api_base: {url}/v1\n  api_key_name: served\n"
     (tmp_path / "extra-openai-models.yaml").write_text(entry)
     (tmp_path / "keys.json").write_text(json.dumps({"served": "a-key"}))
@@ -71,7 +73,9 @@ def tasks(tmp_path: Path) -> Path:
 
 
 def evaluate(model: str, base: str, task: str, tasks: Path, **more: object) -> list[dict]:
-    harness = pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
+    harness = pytest.importorskip(
+        "lm_eval", reason="lm-evaluation-harness is not installed; scripts/test-clients installs it"
+    )
     from lm_eval.tasks import TaskManager
 
     found = harness.simple_evaluate(
@@ -105,7 +109,7 @@ def test_the_harness_scores_as_the_engine_does(url, service, tasks, monkeypatch)
 def test_the_harness_asks_chats(url, tasks, monkeypatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "a-key")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed; scripts/test-clients installs it")
     import lm_eval
     from lm_eval.tasks import TaskManager
 

@@ -24,6 +24,8 @@ PSHARD_API void pshard_attention(const float* q, int64_t q_stride, const void* k
                                  int64_t block_cells, const int64_t* segments, int64_t n_segments, int heads,
                                  int kv_heads, int d, float scale, float* out, int64_t out_stride, int64_t window,
                                  const float* sinks);
+PSHARD_API void pshard_get_rows(const void* w, int type, int64_t rows, int64_t cols, const int64_t* ids, int64_t n,
+                                float* out);
 PSHARD_API void pshard_rms_norm(const float* x, int64_t x_stride, const float* weight, float eps, int64_t tokens,
                                 int64_t width, float* out, int64_t out_stride, int accumulate);
 PSHARD_API void pshard_add_bias(float* x, int64_t stride, int64_t tokens, int64_t width, const float* bias);

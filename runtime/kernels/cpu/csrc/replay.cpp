@@ -39,6 +39,7 @@ constexpr Callable make(const char* name, Result (*f)(Arguments...)) {
 }
 
 const Callable kCallables[] = {
+    make<pshard_get_rows>("get_rows", pshard_get_rows),
     make<pshard_linear>("linear", pshard_linear),
     make<pshard_linear_group>("linear_group", pshard_linear_group),
     make<pshard_ffn>("ffn", pshard_ffn),

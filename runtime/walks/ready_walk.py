@@ -1,0 +1,94 @@
+"""Walks that can begin: made for a micro-batch, or for the next one while the accelerator computes this one.
+
+A token's walk takes the host's thread some 200 us to make, of a fast CPU, and the accelerator has nothing to do
+meanwhile. All but the token ids is known before: one more token of each sequence.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pshard.runtime.kernels.api import Segment
+from pshard.runtime.kernels.row_index import list_spans
+from pshard.runtime.logits import Logits
+from pshard.runtime.residents import Residents
+from pshard.runtime.tier_in_force import IndexView, Means, TierInForce
+from pshard.runtime.walks.ahead_program import AheadProgram
+from pshard.runtime.walks.walk import MicroBatch, PromptGraphs
+from pshard.runtime.walks.walk_ahead import AheadWalk
+from pshard.units.state import StateShape
+
+LEAST_CELLS = 1024  # launch sizes grow with the context in powers of two from here, so that few graphs are captured
+
+Foresee = Callable[[], tuple[Segment, ...] | None]
+
+
+@dataclass(frozen=True)
+class ReadyWalk:
+    """A walk for these segments under this tier, of which these rows' logits are wanted. What the kernels of the walk
+    before it may still read is written as it begins."""
+
+    tier: TierInForce
+    segments: tuple[Segment, ...]
+    logit_rows: list[int]
+    walk: AheadWalk
+    index: tuple[IndexView, IndexView]  # where it was written, and where it belongs
+    spans: tuple[list[int], Any]  # likewise
+
+    def is_for(self, tier: TierInForce, segments: tuple[Segment, ...], logit_rows: list[int]) -> bool:
+        """Whether this is the walk."""
+        return self.tier is tier and self.logit_rows == logit_rows and self.segments == segments
+
+    def begin(self, ids: Sequence[int]) -> AheadWalk:
+        """The walk, for these token ids. The micro-batch before it has been computed."""
+        (written, index), (numbers, spans) = self.index, self.spans
+        index.numbers[:] = written.numbers
+        spans[:] = numbers
+        self.walk.batch.ids.numpy()[:] = ids
+        return self.walk
+
+
+class WalkMaker:
+    """Makes walks, one after the other, for micro-batches of up to `most` tokens."""
+
+    def __init__(self, means: Means, residents: Residents, states: StateShape, graphs: PromptGraphs, most: int) -> None:
+        self._means, self._residents, self._states, self._graphs = means, residents, states, graphs
+        self._ids = torch.empty(most, dtype=torch.int64)
+        self._next: ReadyWalk | None = None
+
+    def make(
+        self, tier: TierInForce, ids: Sequence[int], segments: tuple[Segment, ...], logit_rows: list[int]
+    ) -> AheadWalk:
+        """The walk of a micro-batch under a tier."""
+        ready, self._next = self._next, None
+        if ready is None or not ready.is_for(tier, segments, logit_rows):
+            ready = self._prepare(tier, segments, logit_rows)
+        return ready.begin(ids)
+
+    def make_next(self, tier: TierInForce, foresee: Foresee, logit_rows: list[int], ahead: AheadProgram | None) -> None:
+        """Make what will probably be asked for next, where it is known, while the walk before it is on its way.
+        ahead: the program by which it will run, where that is one."""
+        segments = foresee()
+        if segments is not None:
+            self._next = self._prepare(tier, segments, logit_rows)
+            if ahead:
+                self._next.walk.find_lists(ahead)
+
+    def forget(self) -> None:
+        """Drop the walk that was made for the next micro-batch."""
+        self._next = None
+
+    def _prepare(self, tier: TierInForce, segments: tuple[Segment, ...], logit_rows: list[int]) -> ReadyWalk:
+        config, tokens = self._means.spec.config, sum(s.tokens for s in segments)
+        written, here, there = tier.index_rows(self._means.host.index, segments, logit_rows, tokens)
+        cells = max(s.past + s.tokens for s in segments)
+        bound = min(max(LEAST_CELLS, 1 << (cells - 1).bit_length()), self._states.context)
+        spans = tier.spans_of(len(segments))
+        rows = here.rows(segments, cells, config.window, spans), there.rows(segments, bound, config.window, spans)
+        batch = MicroBatch(self._ids[:tokens], segments, *rows, (there.memory, here.memory))
+        logits = Logits(self._means, tier, (here.wanted, there.wanted), len(logit_rows))
+        walk = AheadWalk(self._means, self._residents, tier, batch, logits, self._graphs)
+        numbers = [number for span in list_spans(segments) for number in span]
+        return ReadyWalk(tier, segments, logit_rows, walk, (written, here), (numbers, spans))
