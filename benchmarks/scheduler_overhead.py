@@ -9,7 +9,7 @@ Every step has a token of each text. Greedy texts ask for the best logit of each
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,14 +38,15 @@ TIMES = StepTimes(STEADY, ((0.0,) * 3,) * 3)
 
 
 class IdlePool:
-    """Answers at once: the same rows every time."""
+    """The same rows every time: at once, or after so many seconds in which its thread is outside Python."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._seconds = seconds
         self._nothing = np.empty(0, np.float32)
         logits = np.sort(np.random.default_rng(1).normal(0, 3, 40).astype(np.float32))[::-1].copy()
-        self._rows = {n: Row(np.arange(n), logits[:n], 0.0, None, self._nothing, False) for n in (1, 40)}
+        self._rows = {n: Row(np.arange(100, 100 + n), logits[:n], 0.0, None, self._nothing, False) for n in (1, 40)}
 
-    def open(self, ids: Sequence[int], salt: str = "") -> Text:
+    def open(self, ids: Sequence[int], salt: str = "", seconds: float = 0.0) -> Text:
         """An empty text."""
         return Text([], 0, salt, None)
 
@@ -53,11 +54,14 @@ class IdlePool:
         """There is room for all."""
         return 0
 
-    def step(self, pieces: Sequence[Piece]) -> list[list[Row]]:
+    def step(self, pieces: Sequence[Piece], meanwhile: Callable[[], None] = lambda: None) -> list[list[Row]]:
         """Appends tokens."""
+        meanwhile()
+        if self._seconds:
+            time.sleep(self._seconds)
         for piece in pieces:
             piece.text.ids += piece.ids
-        return [[self._rows[piece.best]] for piece in pieces]
+        return [[self._rows[piece.best]] if piece.best else [] for piece in pieces]
 
     def close(self, text: Text, keep: bool = True) -> None:
         """Nothing to do."""
@@ -76,10 +80,10 @@ class IdleMachine:
 
     link_bytes = 0
 
-    def __init__(self, texts: int) -> None:
+    def __init__(self, texts: int, vocab: int = VOCAB, seconds: float = 0.0) -> None:
         shown = PlanInForce((1,), LONGEST, LONGEST, texts, "bf16", "bf16", "none", "idle", ())
-        self.facts = PlanFacts((1, texts, 512), (1e-3, 1e-3, 1e-3), texts, LONGEST, VOCAB, shown, TIMES)
-        self.pool = IdlePool()
+        self.facts = PlanFacts((1, texts, 512), (1e-3, 1e-3, 1e-3), texts, LONGEST, vocab, shown, TIMES)
+        self.pool = IdlePool(seconds)
 
     def keep_tier(self, tokens: int) -> None:
         """All tiers are alike."""
@@ -94,6 +98,9 @@ class Deaf:
     def put(self, event: Event) -> None:
         """Nothing to do."""
 
+    def wake(self) -> None:
+        """Nothing to do."""
+
 
 def time_steps(texts: int, steps: int, sampling: Sampling) -> float:
     """Median milliseconds of a step."""
@@ -104,7 +111,7 @@ def time_steps(texts: int, steps: int, sampling: Sampling) -> float:
     taken = []
     for _ in range(WARM + steps):
         start = time.perf_counter()
-        run_step(scheduler, time.monotonic, nullcontext())
+        run_step(scheduler, time.monotonic, nullcontext(), lambda: None)
         taken.append(time.perf_counter() - start)
     return 1e3 * median(taken[WARM:])
 

@@ -44,6 +44,7 @@ from pshard.times.server_load import LoadPoint, spread_of
 
 PROGRAM = [sys.executable, "-m", "pshard.commands.program.one_program"]
 DECODERS = 8  # who decode while a long prompt comes
+LOAD = 16  # requests that run at once on average, which the plan is made for
 GOALS = {"npl": 0.95, "llama_server_16": 2.0, "long_gap": 1.2, "long_first_token": 1.5, "prefix_steps": 2.0}
 KEY = os.environ.get("PSHARD_API_KEY", "")  # which pshard-serve reads too
 NONE = SharedPrefix()
@@ -91,9 +92,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         registry = args.registry or Path(folder) / "plan.json"
         where = ["-m", str(args.model), "--vram", str(args.vram), "--registry", str(registry)]
-        shape = ["-c", str(context_of(args)), "-np", str(max(*args.clients, DECODERS + 1))]
+        slots = max(*args.clients, DECODERS + 1)
+        shape = ["-c", str(context_of(args)), "-np", str(slots)]
         if not registry.exists():
-            load = ["--prompt", str(args.prompt), "--generated", str(args.answer)]
+            # with a tier for each width: else 4 clients would run under the tier of all slots
+            load = ["--serve", "--concurrency", str(min(LOAD, slots))]
+            load += ["--prompt", str(args.prompt), "--generated", str(args.answer)]
             words = [*PROGRAM, "plan", *where, *shape, *load, *shlex.split(args.plan_flags)]
             record.run(
                 "plan", 0.0, lambda left: {"command": tell_command(words, args), "seconds": run_program(words, left)}

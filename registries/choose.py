@@ -10,6 +10,8 @@ from pshard.plan import PlanSet, Variant
 from pshard.times.predicted_times import as_measured, as_profiled, round_seconds
 from pshard.workload import UNLIMITED_MIB, Workload, binding_limits, format_limits
 
+NEAR_BUDGET = 0.9  # of the largest budget that fits: the load that a plan is for tells more from here on
+
 
 def plan_command(model_path: str, want: Workload) -> str:
     """The pshard-plan command that makes a variant for this workload."""
@@ -44,12 +46,12 @@ class Choice:
 def choose_variant(plans: PlanSet, want: Workload, replan_command: str) -> Choice:
     """The variant with the largest budget that fits in `want.vram_mib`, which is what is at hand on each device.
 
-    It must hold at least the wanted context and sequences, with the same KV types and split. Among equal budgets one
-    for a server's load goes first where that is wanted (of the nearest concurrency), and last where it is not; then the
-    one for fewest sequences goes first, then the wanted ubatch, then the smallest context; the largest context when
-    none is wanted; then the one with the shortest predicted round (other ratios of a split). With split mode "auto" any
-    split will do, also of one device of those or of the first few: sequences and context go first as above, then the
-    round. Raises NotPlanned that lists the variants there are.
+    It must hold at least the wanted context and sequences, with the same KV types and split. Among budgets of at least
+    NEAR_BUDGET of that one for a server's load goes first where that is wanted (of the nearest concurrency), and last
+    where it is not; then the largest budget, then the one for fewest sequences goes first, then the wanted ubatch, then
+    the smallest context; the largest context when none is wanted; then the one with the shortest predicted round (other
+    ratios of a split). With split mode "auto" any split will do, also of one device of those or of the first few:
+    sequences and context go first as above, then the round. Raises NotPlanned that lists the variants there are.
     """
     fitting = [v for v in plans.variants if _serves(v, want)]
     if not fitting:
@@ -58,12 +60,14 @@ def choose_variant(plans: PlanSet, want: Workload, replan_command: str) -> Choic
         raise NotPlanned(f"no plan fits {wanted}; planned are: {there}; run: {replan_command}")
     if want.split_mode == "auto":
         return _choose_way(fitting, want)
+    largest = max(sum(v.workload.vram_mib) for v in fitting)
     return Choice(
         max(
             fitting,
             key=lambda v: (
-                sum(v.workload.vram_mib),
+                _rank_budget(v, largest),
                 _rank_load(v, want),
+                sum(v.workload.vram_mib),
                 -v.workload.sequences,
                 v.workload.max_ubatch == want.max_ubatch,
                 _rank_context(v, want),
@@ -96,6 +100,12 @@ def _choose_way(fitting: Sequence[Variant], want: Workload) -> Choice:
     if run and sort == "predicted":
         why += f"; {', '.join(map(_name_way, run))} was also measured, which is left out, as others were not"
     return Choice(rounds[0][1], why)
+
+
+def _rank_budget(variant: Variant, largest: int) -> float:
+    """The higher the better: budgets near the largest one are alike, as what is free differs from day to day."""
+    budget = sum(variant.workload.vram_mib)
+    return budget if budget < NEAR_BUDGET * largest else largest
 
 
 def _rank_load(variant: Variant, want: Workload) -> float:

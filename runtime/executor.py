@@ -44,7 +44,7 @@ class Executor:
 
     Attributes:
         states: what sizes the states of units; residents: where they and the pins are.
-        switches: how often a tier gave way to another; least: tokens of the smallest tier that is used.
+        switches: how often a tier gave way to another; least: tokens of the smallest tier in use. meanwhile: see there.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Executor:
             pools = (SlotPool(*place, spec, plan, device, self.transfers, self.host) for place in places)
             slots = ExpertSlots(tuple(pools), self.host.picks)
             means = Means(spec, device, group, self.host, self.transfers, widths or (), join_cells, slots)
-            self._means = means
+            self._means, self.meanwhile = means, means.meanwhile
             if self.host.is_locked:
                 self.transfers.make_ring()
                 if group.size == 1:

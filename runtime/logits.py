@@ -104,6 +104,8 @@ class Logits:
         if self._pending is not None and self.meanwhile is not None:
             self.meanwhile()
             self.meanwhile = None
+        if self._pending is not None:
+            self._means.meanwhile.begin()
         if self._pending is not None and self._chooser is not None:
             self._chooser.take(self._pending)
             self._pending = None

@@ -15,6 +15,7 @@ from pshard.runtime.kernels.api import RowIndex, Segment, SequenceRows
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.cpu.recording import Recordings
 from pshard.runtime.kernels.row_index import fill_rows, fill_sequences
+from pshard.runtime.meanwhile import Meanwhile
 from pshard.runtime.memory.arena import Carved
 from pshard.runtime.memory.expert_slots import ExpertSlots
 from pshard.runtime.memory.host_side import HostSide
@@ -158,7 +159,7 @@ class Means:
     Attributes:
         logit_widths: columns of the logits of each rank, when they are put together on the GPUs; else empty.
         join_cells: cells of a layer that the link moves while one more copy is issued.
-        slots: experts that follow use.
+        slots: experts that follow use. meanwhile: told when a step leaves Python for long.
     """
 
     spec: ModelSpec
@@ -169,6 +170,7 @@ class Means:
     logit_widths: tuple[int, ...]
     join_cells: int
     slots: ExpertSlots
+    meanwhile: Meanwhile = field(default_factory=Meanwhile)
 
     @cached_property
     def sum_rows(self) -> dict[str, int]:

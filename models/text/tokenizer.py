@@ -27,6 +27,7 @@ class Tokenizer:
         self.bos_id, self.eos_ids = bos_id, frozenset(eos_ids)
         self.vocab_size: int = backend.get_vocab_size()
         self._added = backend.get_added_tokens_decoder()
+        self._bytes: dict[int, bytes] = {}
         decoder = "" if backend.decoder is None else backend.decoder.__getstate__().decode()  # its JSON
         self._byte_level = "ByteLevel" in decoder
         if not self._byte_level and ("ByteFallback" not in decoder or "Metaspace" in decoder):
@@ -105,6 +106,14 @@ class Tokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """Bytes that a token stands for: b"" for special tokens and for ids outside the vocabulary."""
+        known = self._bytes.get(token)
+        if known is None:
+            known = self._spell(token)
+            if known:  # of the vocabulary: there are only so many
+                self._bytes[token] = known
+        return known
+
+    def _spell(self, token: int) -> bytes:
         if token in self._added:
             return b"" if self._added[token].special else self._added[token].content.encode()
         text = self._backend.id_to_token(token)

@@ -76,9 +76,14 @@ Event = Progress | Made | Ended
 
 
 class Listener(Protocol):
-    """Where the scheduler puts a job's events; called on its thread, and never waits."""
+    """Where the scheduler leaves a job's events; called on its thread, and never waits."""
 
-    def put(self, event: Event) -> None: ...
+    def put(self, event: Event) -> None:
+        """Leave an event for whoever reads."""
+
+    def wake(self) -> None:
+        """Have what was left be read. A step leaves events of many jobs and wakes once, when reading disturbs it
+        least."""
 
 
 class Refused(Exception):

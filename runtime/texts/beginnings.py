@@ -40,6 +40,7 @@ class Beginnings:
         self._copies, self._group = BlockCopies(executor), executor.group
         self._window = executor.spec.config.window if sequences.recent else 0
         self._files: PrefixFiles | None = None
+        self._until = 0.0  # on the clock: cells are read so long
         self._waiting: OrderedDict[bytes, tuple[bytes, tuple[int, ...]]] = OrderedDict()  # to be copied, by key
 
     def keep_in(self, folder: Path, file_bytes: int, memory_bytes: int) -> None:
@@ -75,9 +76,12 @@ class Beginnings:
 
     # --- taking up ----------------------------------------------------------------------------------------------
 
-    def take_up(self, sequence: TokenSequence, root: bytes, ids: Sequence[int]) -> tuple[list[bytes], int]:
-        """Let an empty sequence have the longest known beginning of these tokens, all but the last one; returns the
-        keys of its blocks, and of how many blocks the cells were known."""
+    def take_up(
+        self, sequence: TokenSequence, root: bytes, ids: Sequence[int], seconds: float
+    ) -> tuple[list[bytes], int]:
+        """Let an empty sequence have the longest known beginning of these tokens, all but the last one, of which cells
+        can be read in so many seconds; returns the keys of its blocks, and of how many blocks the cells were known."""
+        self._until = time.monotonic() + seconds
         known = self._find(root, ids)
         n = self._agree(known, len(known))
         if not n:
@@ -163,16 +167,17 @@ class Beginnings:
 
     def _load_cells(self, one: KnownBlock) -> int | None:
         """A new block with kept cells and its key; None where they can't be had on every rank."""
-        record = self._load(one, "cells")
+        in_time = time.monotonic() < self._until  # rank by rank; the first one that is late ends it for all
+        record = self._load(one, "cells", in_time)
         if record is None:
             return None
         block = self._sequences.pool.take()
         self._copies.write(block, record.parts["cells"])
         return self._sequences.pool.share(block, one.key)
 
-    def _load(self, one: KnownBlock, name: str) -> BlockRecord | None:
-        """A kept block that has a part, when every rank has it, whole and of these tokens."""
-        record = self._files.get(one.key) if self._files else None
+    def _load(self, one: KnownBlock, name: str, in_time: bool = True) -> BlockRecord | None:
+        """A kept block that has a part, when every rank has it in time, whole and of these tokens."""
+        record = self._files.get(one.key) if self._files and in_time else None
         if record is not None and not self._is_right(record, one):
             self.forget(one.key)  # so that it is written anew
             record = None

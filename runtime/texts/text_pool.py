@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import lru_cache, partial
+from math import inf
 from pathlib import Path
 
 from pshard.errors import UserError
@@ -62,16 +63,17 @@ class TextPool:
         """Tokens that one text can have."""
         return self._sequences.longest
 
-    def open(self, ids: Sequence[int], salt: str = "") -> Text:
+    def open(self, ids: Sequence[int], salt: str = "", seconds: float = inf) -> Text:
         """A text that is to begin with these tokens, or continue so. It has those of them already whose blocks are
-        shared, at most all but the last one; `ids[text.cached:]` are to be given to `step`. Computes nothing.
+        shared, at most all but the last one; `ids[text.cached:]` are to be given to `step`. Computes nothing. seconds:
+        that blocks may be read from files, about; what is not read then is computed.
 
         Raises UserError when as many texts are open as the plan has sequences, and StepFailed as `step`.
         """
         sequence = self._sequences.lend()
         try:
             with self._guard():
-                keys, known = self._beginnings.take_up(sequence, self._root(salt), ids)
+                keys, known = self._beginnings.take_up(sequence, self._root(salt), ids, seconds)
         except BaseException:
             self._sequences.give_back(sequence)
             raise
@@ -90,9 +92,9 @@ class TextPool:
             lacking = max(lacking, sequences.recent.missing(sequences.lengths, cells))
         return lacking
 
-    def step(self, pieces: Sequence[Piece]) -> list[list[Row]]:
+    def step(self, pieces: Sequence[Piece], meanwhile: Callable[[], None] = lambda: None) -> list[list[Row]]:
         """Append new tokens to texts and compute them, in one micro-batch; returns what is wanted of the logits, by
-        piece and token.
+        piece and token. meanwhile: called once, when this thread leaves Python for long: others can use the time.
 
         Raises:
             UserError, before anything changes: no tokens, more than the largest tier's, ids out of the vocabulary, a
@@ -103,11 +105,13 @@ class TextPool:
         self._sequences.extend_blocks([(_sequence_of(piece.text), piece.ids) for piece in pieces], self._vocab)
         results: list[list[Row]] = []
         begin = time.monotonic()
+        self._executor.meanwhile.expect(meanwhile)
         with self._guard():
             for batch in self._split(pieces):
                 results += self._run_to_borders(batch)
             if self._beginnings.is_kept:
                 self._beginnings.keep_some(SHARE_OF_STEP * (time.monotonic() - begin))
+        self._executor.meanwhile.begin()
         return results
 
     def _run_to_borders(self, pieces: Sequence[Piece]) -> list[list[Row]]:

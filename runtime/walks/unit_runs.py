@@ -29,6 +29,12 @@ class UnitRuns:
             self._tier.bound[step] = unit
         return unit
 
+    def bind_all(self, steps: tuple[Compute, ...]) -> None:
+        """Bind the units of steps whose kernels are one native call, which comes next."""
+        for step in steps:
+            self.bind(step)
+        self._means.meanwhile.begin()
+
     def run(self, step: Compute, entering: PendingSum | None = None, leaving: PendingSum | None = None) -> None:
         """The unit's kernels. entering, leaving: see Residual."""
         unit = self.bind(step)
@@ -45,6 +51,8 @@ class UnitRuns:
     def run_all(self, steps: tuple[Compute | AllReduce, ...]) -> None:
         """Steps on the accelerator, or on the CPU without their sums; a sum goes with the norm of the unit that follows
         it where there is a kernel for both."""
+        if self._means.device.kind == "cpu":
+            self._means.meanwhile.begin()
         entering = None
         for step, following, second in zip_longest(steps, steps[1:], steps[2:]):
             if isinstance(step, Compute):

@@ -117,8 +117,7 @@ class Walk:
         if self._tokens > SMALL_BATCH or not self._units.can_record(run.steps[0].on):
             self._units.run_all(run.steps)
             return
-        for step in run.steps:
-            self._units.bind(step)  # which makes tables, and is no part of what is written down
+        self._units.bind_all(run.steps)  # which makes tables, and is no part of what is written down
         self._tier.on_host.run(self._host_key(run), lambda: self._units.run_all(run.steps))
 
     def _host_key(self, run: HostRun) -> tuple:
@@ -240,6 +239,7 @@ class Walk:
         """Until the accelerator's rows are on the host, for a unit on the CPU. Its threads wake meanwhile."""
         if self._device.kind != "cpu":  # which has computed by now
             native.expect_work()
+            self._means.meanwhile.begin()
         if self._left is None:
             for name in names:
                 self._device.receive(*self._rows(name))

@@ -1,13 +1,18 @@
 """Row kernels of the CPU: RMS norm, rotation and cells as torch makes them; attention of many sequences at once."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
 
+import gguf
 import numpy as np
 import pytest
 import torch
 from planner_cases import make_model
 
-from pshard.runtime.kernels.api import LayerKV, RopeTable, Segment
+from pshard.batch_sizes import SMALL_BATCH
+from pshard.quant import packed_nbytes
+from pshard.runtime.kernels.api import LayerKV, Packed, RopeTable, Segment
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.cpu.host import HostKernels
 from pshard.runtime.kernels.cpu.recording import record
@@ -15,7 +20,7 @@ from pshard.runtime.kernels.kv_codec import encode_cells
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.kernels.row_index import make_rows
 from pshard.runtime.memory.kv_cache import KV_DTYPES, view_layer
-from pshard.units.kv_cells import KV_BLOCK
+from pshard.units.kv_cells import KV_BLOCK, kv_blocks
 from pshard.units.state import CellState, StateShape
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason=f"no C++ library: {native.why_missing()}")
@@ -172,3 +177,45 @@ def test_temperatures_are_those_of_the_positions_when_the_call_is_made() -> None
     position.copy_(torch.tensor([3, 7]))
     calls.replay()
     assert x[:, 0].tolist() == [3, 14]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [0, 300])
+def test_attention_has_the_same_bits_however_a_text_is_cut_into_steps(dtype: torch.dtype, window: int) -> None:
+    tokens, shape = 700, (8, 2, 32)
+    blocks = kv_blocks(tokens, 1)
+    made = torch.Generator().manual_seed(1)
+    kv = LayerKV(*(torch.randn(blocks, KV_BLOCK, 2, 32, generator=made).to(dtype) for _ in range(2)))
+    qkv, kernels = torch.randn(tokens, 12 * 32, generator=made), HostKernels()
+
+    def attend(cuts: list[int]) -> torch.Tensor:
+        out = torch.empty(tokens, 8 * 32)
+        for start, end in pairwise([0, *cuts, tokens]):
+            held = tuple(range(-(-end // KV_BLOCK)))
+            rows = replace(make_rows([Segment(0, 0, end - start, start, held)]), window=window)
+            kernels.attention(qkv[start:end], shape, kv, rows, 32**-0.5, out[start:end], None)
+        return out
+
+    whole = attend([])
+    for cuts in ([64, 128, 513], [1, 2, 3, 300, 365, 430], list(range(650, 700)), list(range(7, 700, 77))):
+        assert torch.equal(attend(cuts), whole)
+
+
+@pytest.mark.parametrize("qtype", ["F32", "F16", "BF16", "Q8_0", "Q4_0"])
+def test_a_row_of_a_product_has_the_same_bits_beside_others(qtype: str) -> None:
+    if native.tiles():
+        pytest.skip("from 9 or 17 rows on this machine's matrix unit computes them, in another order")
+    raw = gguf.quants.quantize(
+        np.random.default_rng(0).standard_normal((96, 256), np.float32), gguf.GGMLQuantizationType[qtype]
+    )
+    packed = np.empty(packed_nbytes(qtype, 96, 256), np.uint8)
+    native.pack(raw.view(np.uint8), qtype, 96, 256, packed)
+    weight = Packed(torch.from_numpy(packed), qtype, 96, 256)
+    x, kernels, none = torch.randn(SMALL_BATCH, 256), HostKernels(), torch.empty(0, dtype=torch.uint8)
+    alone = torch.empty(SMALL_BATCH, 96)
+    for i in range(SMALL_BATCH):
+        kernels.linear(x[i : i + 1], weight, alone[i : i + 1], none)
+    for n in (2, 9, 17, 64):
+        out = torch.empty(n, 96)
+        kernels.linear(x[:n], weight, out, none)
+        assert torch.equal(out, alone[:n])

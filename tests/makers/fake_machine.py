@@ -68,14 +68,16 @@ class FakePool:
     def __init__(self, machine: "FakeMachine", blocks: int) -> None:
         self.machine, self.blocks = machine, blocks
         self.open_texts: list[FakeText] = []
+        self.reading: list[float | None] = []  # seconds that texts may be read from files
         self.idle: OrderedDict[tuple, int] = OrderedDict()  # key -> 1, the oldest first
         self.holders: dict[tuple, int] = {}
         self.own = 0  # blocks without a key
         self.steps: list[list[tuple[FakeText, int]]] = []
 
-    def open(self, ids, salt="") -> FakeText:
+    def open(self, ids, salt="", seconds=None) -> FakeText:
         assert len(self.open_texts) < self.machine.facts.sequences
         text = FakeText([], 0, salt)
+        self.reading.append(seconds)
         for at in range(0, len(ids) - 1, KV_BLOCK):
             key = (salt, *ids[: at + KV_BLOCK])
             if at + KV_BLOCK > len(ids) - 1 or (key not in self.idle and key not in self.holders):
@@ -99,7 +101,7 @@ class FakePool:
         more = sum(max(0, -(-cells // KV_BLOCK) - len(text.blocks)) for text, cells in wanted.items())
         return max(0, more - self.free - len(self.idle))
 
-    def step(self, pieces: list[Piece]):
+    def step(self, pieces: list[Piece], meanwhile=lambda: None):
         assert sum(len(p.ids) for p in pieces) <= self.machine.facts.tiers[-1]
         assert not self.missing({p.text: len(p.text.ids) + len(p.ids) for p in pieces})
         assert len({id(p.text) for p in pieces}) == len(pieces)
@@ -107,6 +109,7 @@ class FakePool:
             raise UserError("refused")
         if self.machine.fail and self.machine.fail(pieces):
             raise RuntimeError("CUDA error: made up\nand more")
+        meanwhile()
         rows = [self._compute(piece) for piece in pieces]
         self.steps.append([(p.text, len(p.ids)) for p in pieces])
         self.machine.pass_time(sum(len(p.ids) for p in pieces))
@@ -216,6 +219,9 @@ class Ear:
 
     def put(self, event) -> None:
         self.events.append((self.clock.monotonic(), event))
+
+    def wake(self) -> None:
+        """Events are heard at once."""
 
     @property
     def tokens(self) -> list[int]:

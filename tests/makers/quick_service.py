@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
-from small_service import SmallService
+from small_service import AtOnce, SmallService
 
 from pshard.server.jobs import Ended, Job, Likely, Listener, Made, Progress, Refused
 from pshard.server.snapshot import Snapshot
@@ -24,6 +24,7 @@ class QuickService:
     def submit(self, job: Job, listener: Listener) -> None:
         assert job.prompt and all(0 <= token < self.vocab for token in job.prompt) and job.most >= 0
         self.jobs.append(job)
+        listener = AtOnce(listener)
         rng = random.Random(len(self.jobs))
         told = tuple(Likely(token, -1.0) for token in job.prompt) if job.scored else ()
         listener.put(Progress(len(job.prompt), len(job.prompt), 0, told))

@@ -33,6 +33,19 @@ CHUNK = 64  # tokens of a prompt in one step
 
 
 @dataclass
+class AtOnce:
+    """A listener that is woken for every event."""
+
+    inner: Listener
+
+    def put(self, event) -> None:
+        self.inner.put(event)
+        self.inner.wake()
+
+    def wake(self) -> None: ...
+
+
+@dataclass
 class SmallService:
     """Real answers of the demo model.
 
@@ -61,7 +74,7 @@ class SmallService:
         if self._queue.qsize() >= self.most:
             raise Refused(429, "too many requests wait", "rate_limit", retry_after=3)
         self.jobs.append(job)
-        self._queue.put((job, listener))
+        self._queue.put((job, AtOnce(listener)))
 
     def cancel(self, job_id: str) -> None:
         self.cancelled.add(job_id)

@@ -177,3 +177,18 @@ def test_a_server_takes_the_plan_of_its_load_and_a_run_takes_the_other(made):
 
     assert chosen(0) is all_at_once and chosen(3) is load and chosen(100) is many
     assert plan_command("m", load.workload).endswith("--serve --concurrency 4")
+
+
+def test_a_few_mebibytes_more_do_not_outweigh_the_load_and_many_do(made):
+    def plan(mib: int, concurrency: int):
+        return replace(made[2], workload=replace(made[2].workload, vram_mib=(mib,), concurrency=concurrency))
+
+    def chosen(*variants, concurrency: int):
+        want = Workload((2500,), 1, concurrency=concurrency)
+        return choose_variant(PlanSet("", (), "made", "", variants), want, "").variant.workload
+
+    few, many, small = plan(2000, 2), plan(1900, 8), plan(1200, 8)
+    assert chosen(few, many, small, concurrency=8) == many.workload
+    assert chosen(few, many, small, concurrency=2) == few.workload
+    assert chosen(few, small, concurrency=8) == few.workload  # two fifths of the memory would lie idle
+    assert chosen(many, plan(1950, 8), concurrency=8).vram_mib == (1950,)

@@ -16,7 +16,7 @@ from http_client import ask, events_of, serve
 from small_service import SmallService, demo_model
 
 from pshard.server.api.limits import DEFAULT_LIMITS
-from pshard.server.http.inbox import Inbox
+from pshard.server.http.inbox import Board, Inbox
 from pshard.server.http.make_app import make_app
 from pshard.server.http.replies import Gone, Stream, send_stream
 from pshard.server.jobs import Ended, Made, Progress
@@ -204,13 +204,14 @@ def test_a_body_that_never_comes_is_given_up() -> None:
 
 def test_events_that_nobody_reads_become_one(service) -> None:
     async def put_and_take():
-        inbox = Inbox()
+        inbox = Inbox(Board())
         slot = inbox.listener(3)
         for done in (1, 2):
             slot.put(Progress(done, 2, 1))
         for token in range(1000):
             slot.put(Made((token,)))
         slot.put(Ended("length"))
+        slot.wake()
         return await inbox.take(1), await inbox.take(0.01)
 
     events, none = asyncio.run(put_and_take())
@@ -237,3 +238,21 @@ def test_a_reader_that_takes_nothing_is_given_up_and_its_stream_closed() -> None
     with pytest.raises(Gone):
         asyncio.run(send_stream(receive, send, Stream(pieces(), lambda: closed.append(False)), 0.05))
     assert closed == [True, False]
+
+
+def test_a_step_of_sixteen_streams_wakes_the_event_loop_once() -> None:
+    async def leave_and_take():
+        board, loop = Board(), asyncio.get_running_loop()
+        inboxes = [Inbox(board) for _ in range(16)]
+        woken, call = [], loop.call_soon_threadsafe
+        loop.call_soon_threadsafe = lambda act: woken.append(act) or call(act)
+        for step in range(2):
+            slots = [inbox.listener(0) for inbox in inboxes]
+            for slot in slots:
+                slot.put(Made((step,)))
+            for slot in slots:
+                slot.wake()
+            assert [await inbox.take(5) for inbox in inboxes] == [[(0, Made((step,)))]] * 16
+        return len(woken)
+
+    assert asyncio.run(leave_and_take()) == 2

@@ -5,6 +5,7 @@ import time
 
 import pytest
 from fake_machine import Ear, FakeMachine, answer
+from manual_clock import ManualClock
 
 from pshard.errors import StepFailed, UserError
 from pshard.runtime.sampling import Sampling
@@ -305,3 +306,67 @@ def test_a_snapshot_says_what_runs_and_what_waits(started):
     assert shot.plan.tiers[0].steps == 8 and shot.distributions.gap.count == 9
     hold.set()
     assert first.wait() == second.wait() == Ended("length")
+
+
+def test_readers_are_woken_once_a_step_while_the_machine_computes(started):
+    """A reader that wakes wants Python's lock: it gets it where the engine's thread does not need it."""
+    garage, seen = Garage(), []
+
+    class Reader(Waiter):
+        def wake(self) -> None:
+            seen.append((garage.machines[0].pool.computing, threading.current_thread().name))
+
+    garage.prepare = watch_steps
+    thread = started(garage)
+    ready(thread)
+    ears = [Reader() for _ in range(4)]
+    for i, ear in enumerate(ears):
+        thread.submit(Job(f"j{i}", (i,), 30, GREEDY), ear)
+    for ear in ears:
+        ear.wait()
+    wait_for(lambda: len(seen) == sum(len(ear.events) for ear in ears))
+    assert {name for _, name in seen} == {"engine"}
+    assert sum(computing for computing, _ in seen) >= 0.9 * len(seen)  # the last step's readers wait for no other
+
+
+def watch_steps(machine) -> None:
+    """Note in the pool while it computes."""
+    pool, step = machine.pool, machine.pool.step
+    pool.computing = False
+
+    def watched(pieces, meanwhile):
+        def told():
+            pool.computing = True
+            meanwhile()
+
+        try:
+            return step(pieces, told)
+        finally:
+            pool.computing = False
+
+    pool.step = watched
+
+
+def test_what_loading_takes_is_no_idle_time(started):
+    clock, garage = ManualClock(), Garage()
+    garage.prepare = lambda machine: clock.sleep(100)
+    thread = started(garage, sleep_idle=50, clock=clock.monotonic)
+    assert ask_when_ready(thread).wait().reason == "length"
+    assert thread.states == ["ready"] and len(garage.machines) == 1
+
+
+def ask_when_ready(thread) -> Waiter:
+    wait_for(lambda: thread.states)
+    return ask(thread)
+
+
+def test_a_move_behind_one_that_ended_the_server_is_answered(started):
+    garage = Garage()
+    thread = started(garage)
+    ready(thread)
+    garage.errors += [UserError("no room")] * 20
+    with thread._posts.changed:  # both are taken together
+        moves = [thread.move_budget(mib) for mib in (50, 100)]
+    for future in moves:
+        with pytest.raises(UserError):
+            future.result(PATIENCE)

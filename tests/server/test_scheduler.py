@@ -2,7 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
-from math import isnan
+from math import inf, isnan
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ class Bench:
         return ear
 
     def step(self) -> bool:
-        return run_step(self.scheduler, self.clock.monotonic, nullcontext())
+        return run_step(self.scheduler, self.clock.monotonic, nullcontext(), lambda: None)
 
     def run(self, most=100_000) -> None:
         while self.scheduler.busy:
@@ -301,7 +301,7 @@ def test_a_constraint_is_kept_to_by_the_best_of_what_it_allows(sampling, likely)
     bench, constraint = Bench(FakeMachine()), Odd()
     asked = []
     step = bench.machine.pool.step
-    bench.machine.pool.step = lambda pieces: asked.extend(pieces) or step(pieces)
+    bench.machine.pool.step = lambda pieces, meanwhile: asked.extend(pieces) or step(pieces)
     ear = bench.add(prompt_of(1, 5), 12, sampling=sampling, likely=likely, constrain=lambda: constraint)
     bench.run()
     assert constraint.came == ear.tokens and all(token % 2 for token in ear.tokens)
@@ -428,3 +428,12 @@ def test_a_tier_that_was_slow_once_is_tried_again():
     for _ in range(400):
         bench.step()
     assert 128 in machine.tiers_run
+
+
+def test_beginnings_are_read_for_a_part_of_the_gap_while_others_wait_for_a_token():
+    bench = Bench(FakeMachine(), gap=0.8)
+    bench.add(prompt_of(1, 40), 6)
+    bench.step()
+    bench.add(prompt_of(2, 40), 2)
+    bench.run()
+    assert bench.machine.pool.reading == [inf, pytest.approx(0.2)]

@@ -68,7 +68,7 @@ def check_blocks(thread, loader) -> None:
 
 
 def test_24_answers_at_once_are_those_alone(serve):
-    loader = EngineLoader(sequences=24)
+    loader = EngineLoader(sequences=24, kv_types=("bf16", "bf16"))
     thread = serve(loader, promises={"gap": 10.0})
     asked = prompts(24)
     alone = []

@@ -162,3 +162,17 @@ def test_a_broken_handler_tells_no_internals_and_no_prompt(app, service, monkeyp
     found = ask(app, "/props")
     assert found.status_code == 500 and found.headers["x-should-retry"] == "false"
     assert "secret" not in found.text and "secret" not in caplog.text and "RuntimeError" in caplog.text
+
+
+def test_several_keys_share_no_beginnings_and_one_key_shares_them_with_all(service) -> None:
+    body = {"prompt": "ROMEO:\n", "max_tokens": 1, "n": 2}
+
+    def salts(keys: tuple[str, ...], given: str) -> set[str]:
+        before = len(service.jobs)
+        app = make_app(service, demo_model(), door=Door(keys=keys))
+        assert ask(app, "/v1/completions", body, headers={"authorization": f"Bearer {given}"}).status_code == 200
+        return {job.salt for job in service.jobs[before:]}
+
+    (first,), (again,), (second,) = (salts(("first", "second"), given) for given in ("first", "first", "second"))
+    assert first == again != second and "" not in (first, second)
+    assert salts(("first",), "first") == salts((), "any") == {""}

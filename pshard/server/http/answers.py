@@ -1,7 +1,7 @@
 """From prompts to answers: jobs of a request, and what their events say, whole or bit by bit."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pshard.server.api.asks import Drawing
@@ -53,11 +53,13 @@ class Answers:
         self.all = [Answer(prompt, AnswerReader(tokenizer, stops, prompt.format)) for prompt, _ in pairs]
         context = desk.model.context
         jobs = [make_job(asked, prompt, choice, i, context) for i, (prompt, choice) in enumerate(pairs)]
+        if desk.apart:
+            jobs = [replace(job, salt=asked.key) for job in jobs]
         self._ends = [
             frozenset[int]() if job.stops or asked.drawing.ignore_end else a.prompt.ends
             for job, a in zip(jobs, self.all)
         ]
-        self._running = Running(desk.service, jobs)
+        self._running = Running(desk.service, jobs, desk.board)
 
     def start(self) -> None:
         """Submit the jobs. Raises Fault when they are refused."""

@@ -12,6 +12,7 @@ from pshard.runtime.sampling import Sampling
 from pshard.server.api.faults import Fault
 from pshard.server.api.limits import Limits
 from pshard.server.api.openapi import request_tables
+from pshard.server.http.inbox import Board
 from pshard.server.jobs import Service
 from pshard.server.shapes.show_completion import Heading
 from pshard.server.snapshot import ServedModel
@@ -37,7 +38,8 @@ class Desk:
     """Holds what routes need.
 
     Attributes: `service`, `model`, `limits`, `usual` (how tokens are drawn where a request does not say), `names` (of
-    the model, the first one is told), `tables` (of fields, by path), `prompts`, `guides`, `words`.
+    the model, the first one is told), `tables` (of fields, by path), `prompts`, `guides`, `words`, `apart` (whether
+    those who ask share no computed beginnings: how soon an answer begins would tell one what another has asked).
     """
 
     def __init__(
@@ -50,6 +52,15 @@ class Desk:
         self.words = TokenWords(model.tokenizer)
         self._pool = ThreadPoolExecutor(THREADS, "pshard-requests")
         self._waiting = 0
+        self.apart = False
+        self._board: Board | None = None
+
+    @property
+    def board(self) -> Board:
+        """Where events of jobs are left for the event loop that runs."""
+        if self._board is None or self._board.loop is not asyncio.get_running_loop():
+            self._board = Board()
+        return self._board
 
     def check_model(self, name: str) -> None:
         """Raises Fault 404 for the name of another model; none is this one."""

@@ -64,6 +64,7 @@ def make_app(
     model; more: routes of others, behind the same door.
     """
     desk, door = Desk(service, model, limits, usual or Sampling(), aliases), door or Door()
+    desk.apart = len(set(door.keys)) > 1
     door = replace(door, open_paths=(*door.open_paths, *OPEN_PATHS))
     routes = [Route(path, Endpoint(desk, handle, method), methods=[method]) for method, path, handle in ROUTES]
     return Starlette(

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 from starlette.types import Receive, Send
 
 PING = b": still here\n\n"
+# made once: `json.dumps` with other than its usual settings makes one each time
+ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+LOOKS = 8  # at a client that takes nothing, in the time that it has
 STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-store",
@@ -43,7 +47,7 @@ class Gone(Exception):
 
 def write_json(value: Any) -> bytes:
     """Compact JSON in UTF-8."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    return ENCODER.encode(value).encode()
 
 
 def reply_json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Whole:
@@ -56,12 +60,33 @@ def write_event(value: Any, name: str = "") -> bytes:
     return (f"event: {name}\n" if name else "").encode() + b"data: " + write_json(value) + b"\n\n"
 
 
-async def run_until_gone(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of the work. Raises Gone, and cancels it, when the client closes its connection before; the request's
-    body has been read."""
+class _Patience:
+    """Notices a client that takes nothing for so many seconds. A piece costs a look at the clock: a timer for each took
+    more than writing it."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self._loop, self._since = seconds, asyncio.get_running_loop(), math.inf
+
+    async def over(self, sending: Awaitable[None]) -> None:
+        """Wait until something is sent."""
+        self._since = self._loop.time()
+        await sending
+        self._since = math.inf
+
+    @property
+    def is_over(self) -> bool:
+        return self._loop.time() - self._since >= self.seconds
+
+
+async def run_until_gone(receive: Receive, work: Coroutine[Any, Any, Any], patience: "_Patience | None" = None) -> Any:
+    """The result of the work. Raises Gone, and cancels it, when the client closes its connection before, or the
+    patience is over; the request's body has been read."""
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_wait_gone(receive))
+    look = patience.seconds / LOOKS if patience else None
     try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        while not (await asyncio.wait({task, watch}, timeout=look, return_when=asyncio.FIRST_COMPLETED))[0]:
+            if patience and patience.is_over:
+                raise Gone
         if not task.done():
             raise Gone
         return task.result()
@@ -80,26 +105,20 @@ async def send_whole(send: Send, reply: Whole) -> None:
 async def send_stream(receive: Receive, send: Send, stream: Stream, seconds: float) -> None:
     """Send pieces as they come. Raises Gone when the client closes its connection, or takes nothing for so long."""
 
+    patience = _Patience(seconds)
+
     async def write() -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _encode(STREAM_HEADERS)})
         async for piece in stream.pieces:
-            await _within(seconds, send({"type": "http.response.body", "body": piece, "more_body": True}))
-        await _within(seconds, send({"type": "http.response.body", "body": b""}))
+            await patience.over(send({"type": "http.response.body", "body": piece, "more_body": True}))
+        await patience.over(send({"type": "http.response.body", "body": b""}))
 
     try:
-        await run_until_gone(receive, write())
+        await run_until_gone(receive, write(), patience)
     finally:
         if close := getattr(stream.pieces, "aclose", None):
             await close()
         stream.end()
-
-
-async def _within(seconds: float, sending: Awaitable[None]) -> None:
-    try:
-        async with asyncio.timeout(seconds):
-            await sending
-    except TimeoutError:
-        raise Gone from None
 
 
 async def _wait_gone(receive: Receive) -> None:

@@ -4,15 +4,15 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 
 from pshard.server.api.faults import Fault
-from pshard.server.http.inbox import Inbox
+from pshard.server.http.inbox import Board, Inbox
 from pshard.server.jobs import Ended, Event, Job, Refused, Service
 
 
 class Running:
     """Jobs of one request. Those that the queue has no room for follow when others of the same request have ended."""
 
-    def __init__(self, service: Service, jobs: Sequence[Job]) -> None:
-        self._service, self._jobs, self._inbox = service, jobs, Inbox()
+    def __init__(self, service: Service, jobs: Sequence[Job], board: Board) -> None:
+        self._service, self._jobs, self._inbox = service, jobs, Inbox(board)
         self._left = deque(range(len(jobs)))
         self._live: set[int] = set()
 

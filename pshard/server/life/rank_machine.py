@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from math import inf
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -129,10 +130,10 @@ class RankPool:
         self._counts: BlockCounts | None = None
         self.tier, self.link_bytes = 0, 0
 
-    def open(self, ids: Sequence[int], salt: str = "") -> RankText:
+    def open(self, ids: Sequence[int], salt: str = "", seconds: float = inf) -> RankText:
         """As `TextPool.open`."""
         text = RankText(next(self._numbers))
-        self._ranks.tell(Open(text.number, tuple(ids), salt))
+        self._ranks.tell(Open(text.number, tuple(ids), salt, seconds))
         opened: Opened = self._ranks.hear()
         if opened.refused:
             raise UserError(opened.refused)
@@ -145,10 +146,11 @@ class RankPool:
         self._ranks.tell_first(Missing(tuple((text.number, cells) for text, cells in wanted.items())))
         return self._ranks.hear()
 
-    def step(self, pieces: Sequence[Piece]) -> Sequence[Sequence[Row]]:
+    def step(self, pieces: Sequence[Piece], meanwhile: Callable[[], None] = lambda: None) -> Sequence[Sequence[Row]]:
         """As `TextPool.step`."""
         sent = tuple((piece.text.number, replace(piece, text=None)) for piece in pieces)  # type: ignore[arg-type, attr-defined]
         self._ranks.tell(StepCall(sent, self.tier))
+        meanwhile()
         stepped: Stepped = self._ranks.hear()
         if stepped.refused:
             raise UserError(stepped.refused)

@@ -38,11 +38,12 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Open:
-    """Open a text, which is called by a number from now on."""
+    """Open a text, which is called by a number from now on; seconds: as `TextPool.open`."""
 
     text: int
     ids: tuple[int, ...]
     salt: str
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ class Caller:
                 return self._step(message)
             case Open():
                 try:
-                    text = self._texts[message.text] = self._pool.open(message.ids, message.salt)
+                    text = self._texts[message.text] = self._pool.open(message.ids, message.salt, message.seconds)
                 except UserError as error:
                     return Opened(0, str(error))
                 return Opened(text.cached)

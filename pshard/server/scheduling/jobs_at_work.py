@@ -1,7 +1,7 @@
 """Jobs that wait and jobs that run: how they come in, give their place away, and end."""
 
 from collections.abc import Collection, Sequence
-from math import isnan
+from math import inf, isnan
 
 from pshard.errors import StepFailed, UserError
 from pshard.runtime.texts.text import Text
@@ -15,6 +15,7 @@ from pshard.server.scheduling.waiting_line import WaitingLine
 from pshard.units.kv_cells import KV_BLOCK
 
 CACHED_SHARE = 0.8  # of a prompt that is there already: it may go before one that has no room, once
+READ_SHARE = 0.25  # of the promised gap, that a beginning is read from files while others wait for a token
 LOOK_BEHIND = 8  # jobs that are asked whether they may
 
 
@@ -25,10 +26,11 @@ class JobsAtWork:
         running: jobs with a text, in the order in which they were admitted. line: those that wait.
     """
 
-    def __init__(self, machine: Machine, tally: Tally, line: WaitingLine) -> None:
+    def __init__(self, machine: Machine, tally: Tally, line: WaitingLine, gap: float = inf) -> None:
+        """gap: seconds that texts which decode may wait for their next token."""
         self.running: list[JobRun] = []
         self.line = line
-        self._machine, self._tally = machine, tally
+        self._machine, self._tally, self._gap = machine, tally, gap
         self._closed = 0  # texts so far
         self._slots = set(range(machine.facts.sequences))
 
@@ -58,7 +60,9 @@ class JobsAtWork:
         if run.sampler is None and not self._begin(run):
             return False
         salt = f"{job.salt}\0{job.id}" if job.scored else job.salt  # what is scored has to be computed
-        run.text = text = self._machine.pool.open(run.tokens, salt)
+        waited_for = any(other.decodes for other in self.running)
+        seconds = READ_SHARE * self._gap if waited_for else inf
+        run.text = text = self._machine.pool.open(run.tokens, salt, seconds)
         wanted = {r.text: self._with_reserve(r) for r in (*self.running, run) if r.text is not None}
         too_little = behind and text.cached < CACHED_SHARE * len(run.tokens)
         if too_little or self._machine.pool.missing(wanted):

@@ -46,7 +46,7 @@ class Scheduler:
         self.machine, self.promises, self.tally = machine, promises, tally
         self.pace = Pace(machine.facts)
         self.choice = TierChoice(self.pace)
-        self.jobs = JobsAtWork(machine, tally, line if line is not None else WaitingLine())
+        self.jobs = JobsAtWork(machine, tally, line if line is not None else WaitingLine(), promises.gap)
         self._link_bytes = machine.link_bytes
         self._kept = 0
 
@@ -225,26 +225,31 @@ def weigh(shares: Sequence[Share]) -> StepLoad:
     return StepLoad(len(decoding), count_cells(decoding), sum(n for n, _ in prompts), past)
 
 
-def run_step(scheduler: Scheduler, clock: Callable[[], float], lock: AbstractContextManager) -> bool:
+def run_step(
+    scheduler: Scheduler, clock: Callable[[], float], lock: AbstractContextManager, meanwhile: Callable[[], None]
+) -> bool:
     """Compute one step; whether there was any. What the machine raises comes through.
 
-    lock: held while jobs change hands, not while the machine computes.
+    lock: held while jobs change hands, not while the machine computes. meanwhile: called when it does, or does not.
     """
     start = clock()
     with lock:
         shares = scheduler.plan(start)
         if not shares:
+            meanwhile()
             return False
         before = scheduler.choice.in_force
         kept, pieces = scheduler.pieces(shares, start)
         if not kept:
+            meanwhile()
             return True
         load = weigh(kept)
         tier = scheduler.choose_tier(load)
     begun = clock()
     try:
-        rows: Sequence[Sequence[Row] | UserError] = scheduler.machine.pool.step(pieces)
+        rows: Sequence[Sequence[Row] | UserError] = scheduler.machine.pool.step(pieces, meanwhile)
     except UserError:
+        meanwhile()
         rows = _step_alone(scheduler, pieces)
     end = clock()
     with lock:

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from pshard.errors import UserError
@@ -13,6 +13,7 @@ from pshard.server.scheduling.promises import Promises, check_job, estimate_wait
 from pshard.server.scheduling.scheduler import run_step
 from pshard.server.scheduling.tally import Tally
 from pshard.server.snapshot import TAKING, Snapshot
+from pshard.server.thread.handover import Handover
 from pshard.server.thread.keep_machine import Loader, MachineKeeper, one_line
 from pshard.server.thread.posts import Move, Posts
 from pshard.server.thread.show import show_plan, show_running, show_waiting
@@ -48,7 +49,7 @@ class EngineThread:
         self.error: BaseException | None = None
         self._tally = Tally(clock())
         self._keeper = MachineKeeper(loader, promises, self._tally)
-        self._posts = Posts()
+        self._posts, self._handover = Posts(), Handover()
         self._drain_until: float | None = None
         self._state, self._reason = "loading", LOADING
         self._idle_since = clock()
@@ -75,7 +76,7 @@ class EngineThread:
                 self._tally.refused[refused.status] += 1
                 raise
             self._tally.count["submitted"] += 1
-            self._posts.add_job(JobRun(job, listener, self._clock()))
+            self._posts.add_job(JobRun(job, self._handover.listen(listener), self._clock()))
 
     def cancel(self, job_id: str) -> None:
         """As `Service.cancel`."""
@@ -158,12 +159,13 @@ class EngineThread:
     def _go_on(self) -> None:
         """Compute a step; where there is nothing to compute, rest. Raises what the machine raises."""
         if not self._keeper.busy:
+            self._handover.release()
             if not self._keeper.keep_some():
                 self._rest()
         elif self._keeper.scheduler is None:
             self._wake()
         else:
-            run_step(self._keeper.scheduler, self._clock, self._keeper.lock)
+            run_step(self._keeper.scheduler, self._clock, self._keeper.lock, self._handover.release)
             self._keeper.count_blocks()
             self._idle_since = self._clock()
 
@@ -174,8 +176,15 @@ class EngineThread:
                 self._keeper.line.add(run)
             if taken.cancels:
                 self._keeper.end(taken.cancels, Ended("cancelled"), self._clock())
-        for move in taken.moves:
-            self._move(move)
+        if taken.moves:
+            self._handover.release()
+        left = list(taken.moves)
+        try:
+            while left:
+                self._move(left.pop(0))
+        except BaseException:
+            _refuse(left, "the server failed")
+            raise
 
     def _rest(self) -> None:
         """Wait for a post; sleep where there was none for long."""
@@ -199,12 +208,12 @@ class EngineThread:
 
     def _end_everything(self, ended: Ended, broken: bool = False) -> None:
         taken = self._posts.take()
-        for move in taken.moves:
-            move.future.set_exception(UserError(ended.message))
+        _refuse(taken.moves, ended.message)
         with self._keeper.lock:
             for run in taken.jobs:
                 self._keeper.line.add(run)
         self._keeper.end_all(ended, self._clock(), broken)
+        self._handover.release()
 
     def _wake(self) -> None:
         self._set_state("sleeping", "the model wakes")
@@ -248,5 +257,13 @@ class EngineThread:
             if self._drain_until is not None and state != "failed":
                 state, reason = "draining", STOPPING
             changed, self._state, self._reason = self._state != state, state, reason
+        if state == "ready":
+            self._idle_since = self._clock()  # what loading took is no time without a request
         if changed:
             self._tell(self.snapshot())
+
+
+def _refuse(moves: Sequence[Move], why: str) -> None:
+    """Tell those who wait for moves that there will be none."""
+    for move in moves:
+        move.future.set_exception(UserError(why))

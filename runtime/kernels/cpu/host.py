@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from pshard.batch_sizes import TILE_TOKENS
+from pshard.batch_sizes import SMALL_BATCH, TILE_TOKENS
 from pshard.model_config import Experts
 from pshard.quant import QUANT_TYPES
 from pshard.runtime.kernels.api import DeltaWeights, ExpertWeights, LayerKV, Packed, RopeTable, Routes, RowIndex
@@ -17,10 +17,13 @@ _TILE_LOSES = ("F32", "F16")  # bf16 tiles would drop bits that the file has
 # without a matrix unit: up to here the C++ kernel keeps up with torch's GEMM: 1.1 against 0.75 TFLOP/s on two Zen 5
 # cores, dequantisation included
 NATIVE_TOKENS = 512
-# F32, F16 and BF16 weights need no dequantisation: torch's GEMM is as fast at 16 rows, and faster above
-PLAIN_TOKENS = 8
+# F32 and BF16 weights need no dequantisation. Up to here the C++ kernel is used all the same: a row's bits do not
+# depend on how many there are, and torch, which has one thread then, takes 0.4 to 1.2 of its time at 16 to 64 rows on
+# two cores. F16 takes torch 3.5 times as long.
+PLAIN_TOKENS = {"F32": SMALL_BATCH, "BF16": SMALL_BATCH, "F16": NATIVE_TOKENS}
+PLAIN_TILES = 8  # of a matrix unit, up to here vectors are faster
 _NEVER = 2**31 - 1  # tokens
-ATTENTION_ROWS = 64  # above this many new tokens per sequence torch's attention is faster than the C++ one
+LATENT_ROWS = 64  # above this many new tokens per sequence torch attends over latents
 
 
 class HostKernels(PlainKernels):
@@ -39,7 +42,7 @@ class HostKernels(PlainKernels):
         accumulate: bool = False,
     ) -> None:
         tokens, on_tiles = x.shape[0], suits_tiles(x.shape[0], weight.qtype)
-        plain = None if on_tiles or tokens <= PLAIN_TOKENS else plain_rows(weight)
+        plain = None if on_tiles or tokens <= PLAIN_TOKENS.get(weight.qtype, 0) else plain_rows(weight)
         if plain is not None:
             result = F.linear(x.to(plain.dtype), plain, None if bias is None else bias.to(plain.dtype))
             out.add_(result) if accumulate else out.copy_(result)
@@ -147,9 +150,6 @@ class HostKernels(PlainKernels):
         partial: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        if any(s.tokens > ATTENTION_ROWS for s in rows.segments):
-            super().attention(qkv, heads, kv, rows, scale, out, partial, sinks)
-            return
         spans = list_spans(rows.segments) if rows.spans is None else rows.spans
         kinds, blocks = _kinds(kv), (rows.blocks, kv.k.shape[1])
         strides, seen = (qkv.stride(0), out.stride(0)), (rows.window, sinks)
@@ -196,7 +196,7 @@ class HostKernels(PlainKernels):
         partial: torch.Tensor | None,
     ) -> None:
         """As attention of which cells are keys and values: what it mixes of their last numbers nobody reads."""
-        if any(s.tokens > ATTENTION_ROWS for s in rows.segments):
+        if any(s.tokens > LATENT_ROWS for s in rows.segments):
             super().attend_latent(q, rank, cells, rows, scale, out, partial)
             return
         _, heads, width = q.shape
@@ -300,7 +300,7 @@ def _kinds(kv: LayerKV) -> tuple[str, str]:
 
 def _vector_tokens(qtype: str) -> int:
     """Up to so many tokens the C++ vector kernels are used where there are no tiles."""
-    return NATIVE_TOKENS if QUANT_TYPES[qtype].planes else PLAIN_TOKENS
+    return PLAIN_TOKENS.get(qtype, NATIVE_TOKENS)
 
 
 def _suits_vectors(tokens: int, qtype: str) -> bool:
@@ -318,7 +318,7 @@ def _least_tiled(qtype: str) -> int:
 
 
 def _worth_tiles(qtype: str) -> int:
-    return 1 + (TILE_TOKENS if QUANT_TYPES[qtype].planes else PLAIN_TOKENS)
+    return 1 + (TILE_TOKENS if QUANT_TYPES[qtype].planes else PLAIN_TILES)
 
 
 def _has_tiles(qtype: str) -> bool:

@@ -13,6 +13,7 @@ import pytest
 from engines import open_engine
 from hybrid_files import VOCAB as HYBRID_VOCAB
 from hybrid_files import random_hybrid, write_hybrid_gguf
+from manual_clock import ManualClock
 from model_files import write_gguf
 from plan_samples import make_tier, make_variant, random_places, shrink_places
 from test_text_pool import feed, some_ids
@@ -259,3 +260,21 @@ def test_a_process_that_is_killed_while_it_writes_leaves_whole_blocks_only(tmp_p
         assert record is not None and record.parts["cells"] == record.key * (1 << 15)
     files.close()
     assert not list(tmp_path.glob(".*.tmp"))
+
+
+def test_a_beginning_is_read_from_files_for_as_long_as_it_may_take(model: Path, tmp_path: Path, monkeypatch) -> None:
+    clock, get = ManualClock(), PrefixFiles.get
+
+    def read_slowly(files, key):
+        clock.sleep(1.0)
+        return get(files, key)
+
+    with open_engine(model, context=512, tokens=(1, 64)) as engine:
+        _, wanted = run_text(engine, IDS_OF_SEVEN_BLOCKS, tmp_path)
+    monkeypatch.setattr(PrefixFiles, "get", read_slowly)
+    monkeypatch.setattr("pshard.runtime.texts.beginnings.time", clock)
+    with open_engine(model, context=512, tokens=(1, 64)) as engine:
+        engine.texts.keep_in_files(tmp_path, GIB, 4 * MIB)
+        text = engine.texts.open(IDS_OF_SEVEN_BLOCKS, seconds=2.5)
+        assert text.cached == 3 * 64 and clock.monotonic() == 3.0
+        np.testing.assert_allclose(feed(engine, text, IDS_OF_SEVEN_BLOCKS, 64, full=True).full, wanted, atol=1e-4)

@@ -16,6 +16,7 @@ from pshard import buffers
 from pshard.errors import UserError
 from pshard.models import open_model
 from pshard.runtime.engine import Engine
+from pshard.runtime.logits import Logits
 from pshard.runtime.texts.text import Piece, Row, Text
 from pshard.units.kv_cells import KV_BLOCK
 
@@ -259,3 +260,15 @@ def test_bad_steps_are_refused_before_anything_changes(engine) -> None:
     with pytest.raises(UserError, match="the text is closed"):
         engine.texts.step([Piece(text, (1,))])
     reset(engine)
+
+
+@pytest.mark.parametrize("kernels, tokens", [("plain", 3), ("fast", 3), ("fast", 90)])
+def test_a_step_tells_once_and_before_its_kernels_that_it_leaves_python(model, kernels, tokens, monkeypatch):
+    with open_engine(model, context=CONTEXT, sequences=SEQUENCES, tokens=(1, 4, 128), kernels=kernels) as engine:
+        text, told = engine.texts.open(some_ids(CONTEXT)), []
+        engine.texts.step([Piece(text, tuple(some_ids(tokens)), best=1)])  # writes down what is replayed
+        deliver = Logits.deliver
+        monkeypatch.setattr(Logits, "deliver", lambda *given: told.append("logits") or deliver(*given))
+        engine.texts.step([Piece(text, tuple(some_ids(tokens)), best=1)], lambda: told.append("leaves"))
+    assert told.count("leaves") == 1
+    assert (kernels == "plain" and tokens == 3) or told[0] == "leaves"

@@ -34,6 +34,7 @@ class Scripted(QuickService):
         for token in demo_model().tokenizer.encode(self.script, add_special=False)[: job.most]:
             listener.put(Made((token,)))
         listener.put(Ended("stop"))
+        listener.wake()
 
     @property
     def prompt(self) -> str:
