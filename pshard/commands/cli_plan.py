@@ -33,7 +33,6 @@ from pshard.machine import MachineProfile
 from pshard.plan import Trial, Variant
 from pshard.registries.fingerprint import fingerprint_inputs
 from pshard.registries.known_models import note_model
-from pshard.registries.routing_file import keep_record
 from pshard.registries.store import load_registry, registry_path, save_variants
 from pshard.session.planning_bar import planning_bar
 from pshard.workload import Workload
@@ -88,6 +87,8 @@ def _run(argv: list[str]) -> int:
         for why in save_variants(registry, planned.spec.name, planned.inputs, planned.variants).notes:
             tell(f"note: {why}")
         if planned.record:
+            from pshard.registries.routing_file import keep_record
+
             keep_record(registry, planned.record)
         note_model(path)
     said()

@@ -141,7 +141,7 @@ class HostWeights:
             locked: list[Future[bool]] = []
             try:
                 for name, following in zip_longest(names, names[1:]):
-                    if locks and self._starts[name] >= self._ends[full]:  # the chunk before is full
+                    if locks and full < len(self._ends) and self._starts[name] >= self._ends[full]:  # the chunk is full
                         locked.append(locker.submit(self._lock_next))
                         full += 1
                     expect_unit(source, self._units.get(following))

@@ -65,7 +65,9 @@ def test_a_failed_step_makes_the_engine_refuse_further_work(tmp_path: Path, monk
     path = write_gguf(tmp_path / "m.gguf", "llama", qtype="Q8_0")
     with open_engine(path) as engine:
         engine.forward([1, 2, 3])
-        monkeypatch.setattr(engine._executor, "run", lambda *_: (_ for _ in ()).throw(RuntimeError("copy failed")))
+        monkeypatch.setattr(
+            engine._executor, "run", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("copy failed"))
+        )
         with pytest.raises(RuntimeError, match="copy failed"):
             engine.forward([4])
         monkeypatch.undo()

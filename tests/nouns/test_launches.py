@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pshard.runtime.kernels.cpu import native
+from pshard.runtime.meanwhile import Meanwhile
 from pshard.runtime.walks.walk import MicroBatch, PromptGraphs, Walk
 from pshard.runtime.walks.walk_program import Launch, WalkProgram, group_launches
 from pshard.steps.step import (
@@ -72,7 +73,7 @@ def make_walk(device: RecordingDevice, host: SimpleNamespace, acc: SimpleNamespa
     kernels = SimpleNamespace(repeatable=True, fuses_sums=True, forget=lambda: None)
     means: Any = SimpleNamespace(
         device=device, group=SimpleNamespace(**group), transfers=SimpleNamespace(link_bytes=0),
-        host=SimpleNamespace(is_locked=True, side=SimpleNamespace(space=host)), sum_rows={},
+        host=SimpleNamespace(is_locked=True, side=SimpleNamespace(space=host)), sum_rows={}, meanwhile=Meanwhile(),
     )  # fmt: skip
     tier: Any = SimpleNamespace(tokens=1, side=SimpleNamespace(space=acc, kernels=kernels), arriving={})
     logits: Any = SimpleNamespace(count=1, kept=[], is_brought=False, fits=lambda: True)
