@@ -13,7 +13,6 @@ _ALWAYS = {
     ("--jinja", "--no-jinja"): "a chat template is always rendered as Jinja",
     ("--no-warmup", "--warmup"): "the first step needs no rehearsal",
     ("--no-display-prompt",): "the prompt is never repeated",
-    ("--no-escape",): "escapes in -p are read with -e alone",
     ("--simple-io", "--color", "-co", "--log-disable", "--no-perf", "--perf"): "output follows the terminal",
 }
 _PLANNED = "pshard decides this; use --vram"

@@ -20,8 +20,9 @@ def add_text_flags(parser: argparse.ArgumentParser, chats: bool = False) -> None
     text.add_argument("-p", "--prompt", help=f"the {'first message' if chats else 'prompt'} (default: {without})")
     text.add_argument("-f", "--file", type=Path, help="the same from a file")
     text.add_argument(
-        "-e", "--escape", action="store_true", help=r"\n, \t, \', \" and \xNN in -p mean what they do in C"
-    )
+        "-e", "--escape", action=argparse.BooleanOptionalAction, default=True,
+        help=r"\n, \t, \', \" and \xNN in -p mean what they do in C (the default)",
+    )  # fmt: skip
     text.add_argument(
         "-n", "--predict", "--n-predict", type=_count_or_all, metavar="N",
         help=f"tokens of an answer at most (default {ANSWER}, in a chat no limit); -1: until the context is full",
@@ -67,7 +68,8 @@ def check_text_flags(args: argparse.Namespace) -> None:
 def read_given(args: argparse.Namespace) -> str | None:
     """The text of -p or -f; None without either. Raises UserError for a file that cannot be read, and for no text."""
     if args.prompt is not None:
-        text = _unescape(args.prompt) if args.escape else check_text(args.prompt, "-p")
+        text = check_text(args.prompt, "-p")
+        text = _unescape(text) if args.escape else text
     elif args.file is not None:
         try:
             text = args.file.read_text(encoding="utf-8")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pshard.commands import cli_bench, cli_plan, cli_run
-from pshard.commands.parsing.text_flags import _unescape
+from pshard.commands.parsing.text_flags import _unescape, read_given
 from pshard.commands.program import cli_completion, one_program
 from pshard.session.find_model import resolve_model
 
@@ -74,10 +74,10 @@ def test_a_flag_is_not_read_as_a_shorter_one_with_a_value() -> None:
 
 
 def test_flags_that_change_nothing_are_taken_with_a_line_each(capsys: pytest.CaptureFixture) -> None:
-    args = cli_bench.make_parser().parse_args(["-fa", "on", "m.gguf", "--mlock", "--no-mmap", "--no-escape", "-p", "8"])
+    args = cli_bench.make_parser().parse_args(["-fa", "on", "m.gguf", "--mlock", "--no-mmap", "-p", "8"])
     assert (args.reference, args.n_prompt) == ("m.gguf", (8,))
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split()[1] for line in lines] == ["-fa", "--mlock", "--no-mmap", "--no-escape"]
+    assert [line.split()[1] for line in lines] == ["-fa", "--mlock", "--no-mmap"]
     assert all("changes nothing: " in line for line in lines)
 
 
@@ -96,6 +96,11 @@ def test_what_is_here_is_taken_from_here(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_escapes_mean_what_they_do_in_c() -> None:
     assert _unescape(r"a\nb\t\"\x41\\n\q") == 'a\nb\t"A\\n\\q'
+
+
+@pytest.mark.parametrize("flags, text", [([], "a\nb"), (["-e"], "a\nb"), (["--no-escape"], r"a\nb")])
+def test_escapes_of_a_prompt_are_read_unless_told_otherwise(flags: list[str], text: str) -> None:
+    assert read_given(cli_run.make_parser().parse_args(["-p", r"a\nb", *flags])) == text
 
 
 @pytest.mark.parametrize("shell", cli_completion.SHELLS)
