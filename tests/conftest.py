@@ -83,6 +83,13 @@ def search(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.fixture(scope="module")
+def few_to_collect() -> None:
+    """What earlier tests left is not walked through by a module that collects garbage again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_finish() -> None:
     """Modules and test items live to the end: the collector need not walk through them at every turn."""
     gc.freeze()

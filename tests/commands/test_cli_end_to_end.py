@@ -16,6 +16,8 @@ from pshard.commands import cli_bench, cli_plan, cli_report, cli_run
 from pshard.commands.command_line import run_cli
 from pshard.registries.store import load_registry
 
+pytestmark = pytest.mark.usefixtures("few_to_collect")
+
 # Fields of llama-bench's JSON that tools read; a measurement has them under the same names
 LLAMA_BENCH = {"n_prompt", "n_gen", "n_depth", "n_ubatch", "type_k", "type_v", "test_time"}
 LLAMA_BENCH |= {"avg_ns", "stddev_ns", "avg_ts", "stddev_ts", "samples_ns", "samples_ts"}

@@ -11,6 +11,8 @@ from pshard.commands.cli_report import main as report
 from pshard.jsonio import from_json
 from pshard.times.server_load import ServerLoad
 
+pytestmark = pytest.mark.usefixtures("few_to_collect")
+
 SMALL = ("-p", "20", "-n", "4", "--requests", "4", "--warm-up", "1")
 
 

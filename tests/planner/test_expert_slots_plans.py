@@ -106,6 +106,7 @@ def test_what_a_plan_promises_is_what_a_replay_of_its_slots_finds(quick_search: 
     assert refill.nbytes == round(cache.admitted * cache.slot_bytes) > 0
 
 
+@pytest.mark.slow
 def test_slots_serve_16_sequences_that_decode_together(quick_search: None) -> None:
     """They are replayed as so many texts, and what a step brings in is that of 16 tokens."""
     record = make_drifting_record(3000, LAYERS, 64, 2, 0.99, 6.0)

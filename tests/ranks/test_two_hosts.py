@@ -66,7 +66,7 @@ if [ -n "$CUT" ]; then  # the cable, as if host B were dead; then wait for both 
   $on_b ip link set cable1 down
   until grep -q '^error: ' "$FOLDER/0.log" && grep -q '^error: ' "$FOLDER/1.log"; do sleep 0.05; done
   date +%s.%N
-  kill $first $second
+  kill $first $second 2> /dev/null || true  # maybe they have ended
   wait $first $second || true
   exit 0
 fi

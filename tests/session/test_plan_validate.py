@@ -34,7 +34,7 @@ from pshard.session import try_plans as validating
 from pshard.session.try_plans import Timed
 from pshard.workload import Workload
 
-pytestmark = pytest.mark.usefixtures("quick_search")  # what is tried matters here, not how good it is
+pytestmark = pytest.mark.usefixtures("few_to_collect", "quick_search")  # what is tried matters here, not how good it is
 SPEC, PROFILE = make_model(layers=6), profile_from_datasheet(DESKTOP)
 WORKLOAD = Workload((OWN + 40,), context=512, max_ubatch=128, prompt=256, generated=64)
 (TASK,) = prepare_ranks(SPEC, PROFILE, WORKLOAD)

@@ -26,6 +26,8 @@ from pshard.session.serve_bench.timed_exchange import POLITE, Exchange, Reply
 from pshard.session.serve_bench.write_prompts import Misbehaviour, SharedPrefix
 from pshard.times.server_load import LoadPoint, ServerLoad, spread_of
 
+pytestmark = pytest.mark.usefixtures("few_to_collect")
+
 DEMO = Path(__file__).parents[2] / "examples" / "demo.gguf"
 
 

@@ -18,6 +18,7 @@ from pshard.session import try_plans
 from pshard.session.try_plans import UNTRIED_SLOTS, Timed
 from pshard.workload import Workload
 
+pytestmark = pytest.mark.usefixtures("few_to_collect")
 ROUTED = {"arch": "qwen3moe", "n_layers": 4, "n_experts": 16, "n_used": 2, "d_expert": 128}
 RECORD = make_drifting_record(400, layers=4)
 
