@@ -44,7 +44,7 @@ class Executor:
 
     Attributes:
         states: what sizes the states of units; residents: where they and the pins are.
-        switches: how often a tier gave way to another; least: tokens of the smallest tier in use. meanwhile: see there.
+        switches: how often tiers gave way to others; least: tokens of the smallest in use; meanwhile: see its class.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class Executor:
         walk.logits.ask(best_only, chooser)
         program, ahead = self._program(tier, any(s.past for s in segments))
         if foresee is not None:
-            walk.logits.meanwhile = partial(self._maker.make_next, in_force, foresee, logit_rows, ahead)
+            walk.logits.make_next = partial(self._maker.make_next, in_force, foresee, logit_rows, ahead)
         try:
             with torch.inference_mode(), self.device.computing():
                 self.group.finish_send()  # the last micro-batch's hidden states may still be read

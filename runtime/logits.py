@@ -20,7 +20,7 @@ class Logits:
         count: how many rows are wanted. gathered: whether the ranks' logits are put together on the GPUs: few rows, so
             that each rank has them in one piece.
         kept: what has come to the host, float32.
-        meanwhile: to be done once before the first logits are waited for, which the device computes then.
+        make_next: makes the next micro-batch's walk; called once, before the first logits are waited for.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Logits:
         self._best_only = False
         self._chooser: RowChooser | None = None
         self.kept: list[torch.Tensor] = []
-        self.meanwhile: Callable[[], None] | None = None
+        self.make_next: Callable[[], None] | None = None
         self._pending: torch.Tensor | None = None  # on the device
         self._lent: torch.Tensor | None = None  # where they come to the host, to stay
 
@@ -101,22 +101,22 @@ class Logits:
 
     def deliver(self, brought: Any = None) -> None:
         """Keep the logits that are on the device. brought: event after which the host has them; None: not started."""
-        if self._pending is not None and self.meanwhile is not None:
-            self.meanwhile()
-            self.meanwhile = None
-        if self._pending is not None:
-            self._means.meanwhile.begin()
-        if self._pending is not None and self._chooser is not None:
+        if self._pending is None:
+            return
+        if self.make_next is not None:
+            self.make_next()
+            self.make_next = None
+        self._means.meanwhile.begin()
+        if self._chooser is not None:
             self._chooser.take(self._pending)
-            self._pending = None
-        elif self._pending is not None:
+        else:
             here = self._on_host(self._pending)
             if brought is None:
                 self._means.device.receive(here, self._pending)
             else:
                 self._means.device.host_wait(brought)
             self._take(here)
-            self._pending = None
+        self._pending = None
 
     def gather(self) -> None:
         """One gather of all wanted rows, whatever number of pieces each rank computed them in."""

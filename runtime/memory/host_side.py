@@ -26,8 +26,7 @@ class HostSide:
     Attributes:
         side: computes what the plan leaves to the CPU; its hidden rows are those of any micro-batch.
         index: int32, of any micro-batch (`RowIndex` and rows of logits); logits: float32, flat, of the micro-batch
-            under way; lent: places for those of a token of each sequence, which
-            leave with whoever asked for them.
+            under way; lent: places for those of a token of each sequence, which leave with whoever asked for them.
         rows: float32, flat: what the CPU has computed of a divided unit.
         states: by unit, uint8: those that are on the host in some tier.
         picks: which experts routers choose, where that is recorded; else None.

@@ -61,24 +61,16 @@ def test_async_clients_ask_at_once(url) -> None:
 
 @either_service
 def test_tools_and_schemas(client) -> None:
-    found = client.chat.completions.create(
-        model="demo",
-        messages=HI,
-        tools=[WEATHER],
-        tool_choice="required",
-        parallel_tool_calls=False,
-        max_completion_tokens=60,
-    )
+    one_call = {
+        "tools": [WEATHER],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_completion_tokens": 60,
+    }
+    found = client.chat.completions.create(model="demo", messages=HI, **one_call)
     (call,) = found.choices[0].message.tool_calls
     assert call.function.name == "get_weather" and json.loads(call.function.arguments)["city"] in ("Rome", "Bern")
-    with client.chat.completions.stream(
-        model="demo",
-        messages=HI,
-        tools=[WEATHER],
-        tool_choice="required",
-        parallel_tool_calls=False,
-        max_completion_tokens=60,
-    ) as stream:
+    with client.chat.completions.stream(model="demo", messages=HI, **one_call) as stream:
         events = [event.type for event in stream]
         assert "tool_calls.function.arguments.delta" in events and "tool_calls.function.arguments.done" in events
     pydantic = pytest.importorskip("pydantic")
