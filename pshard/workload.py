@@ -9,6 +9,7 @@ from pshard.units.state import StateShape
 MIB = 1 << 20
 UNLIMITED_MIB = 1 << 30  # of the CPU as accelerator: a budget that nothing exceeds
 SPLIT_MODES = ("none", "layer", "tensor")
+LARGEST_UBATCH = 16384  # tokens, of what is planned without being asked for
 
 Limits = tuple[tuple[str, int], ...]  # (kind of unit, over how many ranks it is cut at most)
 
@@ -38,6 +39,12 @@ def format_limits(limits: Limits) -> str:
 def binding_limits(limits: Limits, ranks: int) -> Limits:
     """Those that are below the number of ranks."""
     return tuple((kind, most) for kind, most in limits if most < ranks)
+
+
+def usual_ubatch(prompt: int) -> int:
+    """Tokens of the largest micro-batch where none is asked for: what carries a prompt of so many tokens at once, as
+    each micro-batch streams the weights anew."""
+    return max(Workload.max_ubatch, min(LARGEST_UBATCH, 1 << max(0, prompt - 1).bit_length()))
 
 
 @dataclass(frozen=True)

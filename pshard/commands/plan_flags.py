@@ -28,7 +28,7 @@ from pshard.planner.serving.size_load import LoadSizes, size_load
 from pshard.session.run_request import check_budgets, count_devices, suggest_budget
 from pshard.times.running_requests import CONCURRENCY
 from pshard.units.kv_cells import KV_TYPES
-from pshard.workload import MIB, UNLIMITED_MIB, Workload, binding_limits
+from pshard.workload import MIB, UNLIMITED_MIB, Workload, binding_limits, usual_ubatch
 
 if TYPE_CHECKING:
     from pshard.model import ModelSpec
@@ -44,7 +44,13 @@ def make_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     p.add_argument("-c", "--ctx-size", type=parse_count, metavar="N", help="KV cells of all sequences (8192)")
     p.add_argument("-np", "--parallel", type=parse_count, metavar="N", help="sequences at once (default: 1)")
-    p.add_argument("-ub", "--ubatch-size", type=parse_count, metavar="N", help="largest micro-batch (default: 4096)")
+    p.add_argument(
+        "-ub",
+        "--ubatch-size",
+        type=parse_count,
+        metavar="N",
+        help="largest micro-batch (default: 4096, or what holds --prompt, up to 16384)",
+    )
     p.add_argument("-ctk", "--cache-type-k", choices=KV_TYPES, default=None, help="KV cache type of keys (bf16)")
     p.add_argument("-ctv", "--cache-type-v", choices=KV_TYPES, default=None, help="KV cache type of values (bf16)")
     p.add_argument(
@@ -157,7 +163,7 @@ def make_workloads(args: argparse.Namespace, spec: "ModelSpec", profile: Machine
         sequences=sizes.sequences,
         type_k=args.cache_type_k or Workload.type_k,
         type_v=args.cache_type_v or Workload.type_v,
-        max_ubatch=args.ubatch_size or Workload.max_ubatch,
+        max_ubatch=args.ubatch_size or usual_ubatch(sizes.prompt),
         prompt=sizes.prompt,
         generated=sizes.generated,
         split_mode=args.split_mode,

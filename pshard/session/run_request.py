@@ -9,7 +9,7 @@ from pshard.errors import UserError
 from pshard.machine import MachineProfile
 from pshard.planner.serving.size_load import size_load
 from pshard.session.this_machine import free_vram_mib
-from pshard.workload import MIB, Limits, Workload, binding_limits
+from pshard.workload import MIB, Limits, Workload, binding_limits, usual_ubatch
 
 if TYPE_CHECKING:
     from pshard.model import ModelSpec
@@ -86,11 +86,12 @@ def wanted_workload(request: RunRequest, profile: MachineProfile) -> Workload:
     budgets = request.vram_mib or (free_vram_mib(profile),) * devices
     if len(budgets) == 1:
         budgets *= devices
+    sequences = request.sequences or max(1, request.concurrency)
     return Workload(
         vram_mib=budgets,
         context=request.context or request.needed,
-        max_ubatch=request.ubatch or Workload.max_ubatch,
-        sequences=request.sequences or max(1, request.concurrency),
+        max_ubatch=request.ubatch or usual_ubatch(request.needed // 2 // sequences),
+        sequences=sequences,
         type_k=request.type_k,
         type_v=request.type_v,
         split_mode=request.split_mode,
@@ -114,7 +115,7 @@ def full_workload(request: RunRequest, want: Workload, spec: "ModelSpec") -> Wor
         return replace(want, **vars(sizes))
     usual = min(Workload.context, (most or Workload.context) * want.sequences)
     full = replace(want, context=request.context or max(request.needed, usual))
-    prompt = min(want.prompt, max(1, full.share // 2))
+    prompt = min(max(want.prompt, request.needed // 2 // want.sequences), max(1, full.share // 2))
     return replace(full, prompt=prompt, generated=max(1, min(want.generated, full.share - prompt)))
 
 

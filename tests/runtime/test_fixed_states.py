@@ -16,6 +16,8 @@ from pshard.planner.price.datasheet import profile_from_datasheet
 from pshard.runtime.blocks.find_block import find_block
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
+from pshard.session import bench_engine
+from pshard.session.bench_engine import BenchTest
 from pshard.steps.emit import emit_steps
 from pshard.steps.step import Compute, FetchKV, StepShape, WriteBack
 from pshard.workload import Workload
@@ -141,3 +143,27 @@ def test_a_text_with_a_fixed_state_is_computed_again_where_it_is_cut_and_is_not_
 def test_a_kind_without_a_block_is_an_error_that_names_it() -> None:
     with pytest.raises(NotImplementedError, match="no block computes units of kind 'strange'; there are embedding, "):
         find_block(replace(DECAY, name="strange"))
+
+
+def test_decoding_at_a_depth_is_measured_without_the_switch_from_what_is_computed_again(monkeypatch) -> None:
+    file = ToyFile()
+    places = {u.name: ("streamed", "vram" if u.kind.state else None) for u in file.spec.units}
+    places["embedding"] = ("cpu", None)
+    tiers = tuple(make_tier(file.spec, n, places, 2, CONTEXT, 1) for n in (1, 16))
+    during = []
+    once = bench_engine._run_once
+
+    def run_once(engine, test) -> None:
+        before = engine.switches
+        once(engine, test)
+        during.append(engine.switches - before)
+
+    monkeypatch.setattr(bench_engine, "_run_once", run_once)
+    with open_toy(file, tiers, 1) as engine:
+        engine.forward([1] * 30)
+        assert engine.reset(length=20) == 20  # this state cannot be cut back
+        found = bench_engine.run_test(
+            engine, None, BenchTest(0, 4, n_depth=20), 3, bench_engine.BenchSetting("toy", 1, "hand", (), "")
+        )
+        assert engine.lengths[0] == 24
+    assert found.n_depth == 20 and during and not any(during)
