@@ -108,6 +108,15 @@ def plan_roughly(spec: ModelSpec, profile: MachineProfile, workload: Workload, t
     return RoughPlan(tasks, placed, join_fastest(tasks, placed))
 
 
+def time_roughly(
+    spec: ModelSpec, profile: MachineProfile, workload: Workload, time_limit: float, correction: Correction
+) -> float:
+    """Seconds of a round of a model on one device, by the quick part of what `plan_variant` does, which raises the
+    same."""
+    (task,) = prepare_ranks(spec, profile, workload, correction)
+    return _improve(task, refine_candidate, place_ranks((task,), time_limit)[0]).total
+
+
 def plan_baseline(
     name: str,
     spec: ModelSpec,

@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from operator import itemgetter
 
 from pshard.errors import NoPlan
 from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import RankPlan, TierPlan, Variant
-from pshard.planner.make_plan import plan_baseline, plan_variant, predict_again
+from pshard.planner.make_plan import plan_baseline, plan_variant, predict_again, time_roughly
 from pshard.planner.prepare_ranks import price_tiers
 from pshard.planner.price.profile_tables import Tables
 from pshard.planner.published.strategies import EXPERT_LRU
@@ -53,26 +54,42 @@ def plan_slots(
     record. Without one all experts are used alike: then slots find no more than experts that stay, and only the
     published way to use them is looked at.
 
-    Pools of some sizes take their room from experts that would stay. With each all is planned again, by the hits that a
-    replay promises; the plan that comes of it is priced by a replay of its own slots, and planned once more by those.
-    workload: what the variant was planned for, with the largest micro-batch that was asked for.
+    Pools of some sizes take their room from experts that would stay. Beside each all is placed, by the hits that a
+    replay promises. Beside the one with which that is the fastest all is planned, twice: by those hits, and by those
+    of the first plan's slots. workload: what the variant was planned for, with the largest micro-batch that was asked
+    for.
     """
     if why_no_slots(variant) or not variant.plan_needed or spec.config.experts is None:
         return variant
     best, correction = variant, variant.correction
 
     def plan(caches: tuple[ExpertCache, ...]) -> Variant:
-        planned = plan_variant(replace(spec, caches=caches), profile, workload, time_limit, correction)
-        return _price_slots(spec, profile, planned, record) if record else planned
+        return plan_variant(replace(spec, caches=caches), profile, workload, time_limit, correction)
 
-    for caches in _list_caches(spec, profile, variant, record) if record else ():
+    if record and (caches := _choose_pools(spec, profile, workload, variant, record, time_limit)):
         with suppress(NoPlan):
-            best = min(best, plan(caches), key=round_seconds)
-    if best is not variant:
-        best = min(best, plan(best.ranks[0].caches), key=round_seconds)
+            again = plan(_replay_slots(spec, plan(caches), record))
+            best = min(best, _price_slots(spec, profile, again, record), key=round_seconds)
     with suppress(NoPlan):
         best = min(best, plan_baseline(EXPERT_LRU, spec, profile, workload, correction, record), key=round_seconds)
     return replace(best, considered=variant.considered)
+
+
+def _choose_pools(
+    spec: ModelSpec,
+    profile: MachineProfile,
+    workload: Workload,
+    variant: Variant,
+    record: RoutingRecord,
+    time_limit: float,
+) -> tuple[ExpertCache, ...]:
+    """Those beside which the quick part of planning finds the fastest plan."""
+    found: list[tuple[float, tuple[ExpertCache, ...]]] = []
+    for caches in _list_caches(spec, profile, variant, record):
+        with suppress(NoPlan):
+            known = replace(spec, caches=caches)
+            found.append((time_roughly(known, profile, workload, time_limit, variant.correction), caches))
+    return min(found, key=itemgetter(0))[1] if found else ()
 
 
 def _list_caches(
@@ -91,12 +108,17 @@ def _list_caches(
 
 def _price_slots(spec: ModelSpec, profile: MachineProfile, variant: Variant, record: RoutingRecord) -> Variant:
     """The variant with the hits that a replay of its own slots finds, and predictions by them."""
-    (rank,), pools = variant.ranks, list_pools(spec, record, variant.workload.sequences)
-    caches = tuple(_promise(spec, rank, cache, pools) for cache in rank.caches)
+    (rank,), caches = variant.ranks, _replay_slots(spec, variant, record)
     variant = replace(variant, ranks=(replace(rank, caches=caches),))
     tables, tiers = Tables(profile, variant.correction), tuple(tier.tokens for tier in rank.tiers)
     (task,) = price_tiers(replace(spec, caches=caches), tables, variant.workload, tiers)
     return predict_again(variant, task)
+
+
+def _replay_slots(spec: ModelSpec, variant: Variant, record: RoutingRecord) -> tuple[ExpertCache, ...]:
+    """A plan's slots with the hits that a replay finds."""
+    (rank,), pools = variant.ranks, list_pools(spec, record, variant.workload.sequences)
+    return tuple(_promise(spec, rank, cache, pools) for cache in rank.caches)
 
 
 def _promise(spec: ModelSpec, rank: RankPlan, cache: ExpertCache, pools: tuple[Pool, ...]) -> ExpertCache:
