@@ -119,3 +119,30 @@ def test_steps_have_the_rows_of_a_rung_or_of_the_tier() -> None:
     for n in range(1, SMALL_BATCH + 1):  # kernels are compiled for powers of two
         rung = fill_rows(n, 64, False)
         assert n <= rung <= 1 << (n - 1).bit_length()
+
+
+def test_exact_steps_have_one_size_and_name_neither_context_nor_longest_text(tmp_path: Path, monkeypatch) -> None:
+    path, options = write_model(tmp_path, "hybrid"), {"context": 2048 * SEQUENCES, "sequences": SEQUENCES}
+    seen, delta_net = set[int](), Captured.delta_net
+
+    def watched(self, *arguments, longest, **rest):
+        seen.add(longest)
+        delta_net(self, *arguments, longest=longest, **rest)
+
+    with open_engine(path, tokens=(4, 40, 100), **options) as engine:
+        expected = talk(engine, [3, 9, 5])
+    rows = captured(monkeypatch)
+    monkeypatch.setattr(Captured, "delta_net", watched)
+    with open_engine(path, tokens=(4, 40, 100), exact=True, **options) as engine:
+        engine.texts.keep_tier(40)
+        prepare, cells = engine._executor.walks._prepare, set[int]()
+
+        def noted(*given):
+            ready = prepare(*given)
+            cells.add(ready.walk.batch.acc_rows.cells)
+            return ready
+
+        monkeypatch.setattr(engine._executor.walks, "_prepare", noted)
+        got = talk(engine, [3, 9, 5])
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+    assert set(rows) == {40} and seen == {0} and cells == {2048 * SEQUENCES}
