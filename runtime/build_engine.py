@@ -42,6 +42,7 @@ def build_engine(
     records: bool = False,
     checkpoint_bytes: int = 0,
     plays: RoutingRecord | None = None,
+    exact: bool = False,
 ) -> Engine:
     """Load this rank's part of the model under a variant.
 
@@ -58,6 +59,8 @@ def build_engine(
             cut is computed again from its beginning.
         plays: tokens are made to use the experts that this record says, whatever routers find: for trials, whose
             tokens are made up.
+        exact: on a GPU no bit of a text depends on the others in its step, in steps of up to SMALL_BATCH tokens under
+            one tier.
     """
     group = group or Group()
     if group.size != len(variant.ranks):
@@ -78,6 +81,7 @@ def build_engine(
     except BaseException:
         device.close()
         raise
+    executor.walks.exact = exact
     notes = pair[2]
     if not executor.page_locked:
         pageable, of = executor.weights.pageable >> 20, executor.host_nbytes >> 20

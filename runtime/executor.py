@@ -43,7 +43,7 @@ class Executor:
     """Runs micro-batches of one model (or one rank's slice) under a plan.
 
     Attributes:
-        states: what sizes the states of units; residents: where they and the pins are.
+        states: what sizes the states of units; residents: where they and the pins are; walks: makes walks.
         switches: how often tiers gave way to others; least: tokens of the smallest in use; meanwhile: see its class.
     """
 
@@ -90,7 +90,7 @@ class Executor:
                     self._relay = open_relay(device, len(spec.units))
             self.residents = Residents(spec, states, self.arena, self.host, weights, self.transfers)
             graphs = PromptGraphs(MOST_PROMPT_GRAPHS)
-            self._maker = WalkMaker(means, self.residents, states, graphs, plan.tiers[-1].tokens)
+            self.walks = WalkMaker(means, self.residents, states, graphs, plan.tiers[-1].tokens)
         except BaseException:
             self._unlock_host_memory()
             raise
@@ -232,12 +232,12 @@ class Executor:
         # few rows: torch's small operators stay on this thread, so that its threads don't spin beside the C++ pool
         threads = torch.get_num_threads()
         torch.set_num_threads(1 if tokens <= SMALL_BATCH else threads)
-        walk = self._maker.make(in_force, ids, segments, logit_rows)
+        walk = self.walks.make(in_force, ids, segments, logit_rows)
         best_only = best_only or (chooser is not None and chooser.is_quick)
         walk.logits.ask(best_only, chooser)
         program, ahead = self._program(tier, any(s.past for s in segments))
         if foresee is not None:
-            walk.logits.make_next = partial(self._maker.make_next, in_force, foresee, logit_rows, ahead)
+            walk.logits.make_next = partial(self.walks.make_next, in_force, foresee, logit_rows, ahead)
         try:
             with torch.inference_mode(), self.device.computing():
                 self.group.finish_send()  # the last micro-batch's hidden states may still be read
@@ -273,7 +273,7 @@ class Executor:
             RuntimeError
         ):  # whoever used what a failed copy brought has been told; memory is freed
             self.device.synchronize()
-        self._maker.forget()
+        self.walks.forget()
         self._in_force, self._sent = None, None  # with their events, whose handles the device destroys
         self._bound.clear()
         self.residents.written.clear()

@@ -17,8 +17,9 @@ class Logits:
     """Logits of the `wanted` rows (int32 [R] on the host and on the device) of a micro-batch.
 
     Attributes:
-        count: how many rows are wanted. gathered: whether the ranks' logits are put together on the GPUs: few rows, so
-            that each rank has them in one piece.
+        count: how many rows are wanted. made: how many the device computes, the wanted ones first.
+        gathered: whether the ranks' logits are put together on the GPUs: few rows, so that each rank has them in one
+            piece.
         kept: what has come to the host, float32.
         make_next: makes the next micro-batch's walk; called once, before the first logits are waited for.
     """
@@ -31,7 +32,7 @@ class Logits:
         count: int,
     ) -> None:
         self._means, self._tier, self._wanted = means, tier, wanted
-        self.count = count
+        self.count, self.made = count, wanted[1].shape[0]
         self.gathered = bool(means.logit_widths) and 0 < count <= LOGIT_ROWS
         self._best_only = False
         self._chooser: RowChooser | None = None
@@ -53,13 +54,14 @@ class Logits:
         on_device, capacity = side is self._tier.side, side.space.tensors["logits"].shape[0]
         wanted = self._wanted[on_device]
         self._pending = None
-        for start in range(0, self.count, capacity):
+        for start in range(0, wanted.shape[0], capacity):
             self.deliver()
             rows = wanted[start : start + capacity]
             self._pending, own = self._view(side, rows.shape[0])
             yield rows, own
             if self.gathered:
                 self._means.group.gather_logits(self._pending, self._means.logit_widths)
+            self._pending = self._pending[: self.count - start]
             if not on_device:
                 self._take(self._pending)
                 self._pending = None
@@ -67,8 +69,9 @@ class Logits:
     def bring_none(self) -> None:
         """This rank has no column: it takes the others' where they are put together on the GPUs."""
         if self.gathered:
-            self._pending = self.on_device
-            self._means.group.gather_logits(self._pending, self._means.logit_widths)
+            table = self._view(self._tier.side, self.made)[0]
+            self._means.group.gather_logits(table, self._means.logit_widths)
+            self._pending = table[: self.count]
 
     @property
     def on_device(self) -> torch.Tensor:
@@ -76,8 +79,8 @@ class Logits:
         return self._view(self._tier.side, self.count)[0]
 
     def fits(self) -> bool:
-        """Whether the scratch on the device holds all wanted rows at once."""
-        return self.count <= self._tier.side.space.tensors["logits"].shape[0]
+        """Whether the scratch on the device holds all its rows at once."""
+        return self.made <= self._tier.side.space.tensors["logits"].shape[0]
 
     def has_some(self) -> bool:
         """Whether rows are wanted that are computed or put together on this rank's device."""

@@ -29,7 +29,7 @@ from pshard.units.state import State
 @dataclass(frozen=True)
 class IndexView:
     """Parts of one side's `memory` for a micro-batch's index (int32): see RowIndex, and the `wanted` logits' rows.
-    slots and offsets: of SequenceRows; empty without."""
+    slots and offsets: of SequenceRows; empty without. filled: see RowIndex."""
 
     memory: torch.Tensor
     begin: torch.Tensor
@@ -39,17 +39,23 @@ class IndexView:
     wanted: torch.Tensor
     slots: torch.Tensor
     offsets: torch.Tensor
+    filled: int
 
     @cached_property
     def numbers(self) -> np.ndarray:
         """Its memory on the host, in numpy's words."""
         return self.memory.numpy()
 
-    def rows(self, segments: tuple[Segment, ...], cells: int, window: int, spans: Any = None) -> RowIndex:
-        """The index of segments that was written here; `window` of the layers that have one."""
-        longest = 1 << (max(s.tokens for s in segments) - 1).bit_length()  # few graphs are captured
+    def rows(
+        self, segments: tuple[Segment, ...], cells: int, window: int, spans: Any = None, told: bool = True
+    ) -> RowIndex:
+        """The index of segments that was written here; `window` of the layers that have one. told: whether the longest
+        segment is."""
+        longest = 1 << (max(s.tokens for s in segments) - 1).bit_length() if told else 0  # few graphs are captured
         sequences = SequenceRows(self.slots, self.offsets, longest) if self.offsets.numel() else None
-        whole = RowIndex(self.begin, self.position, self.blocks, segments, cells, spans, sequences=sequences)
+        whole = RowIndex(
+            self.begin, self.position, self.blocks, segments, cells, spans, sequences=sequences, filled=self.filled
+        )
         if self.recent is None:
             return whole
         own = tuple(replace(s, blocks=s.recent) for s in segments)
@@ -96,19 +102,20 @@ class TierInForce:
     reads: dict[tuple[Compute, int], int] = field(default_factory=dict)
     # views made once, by rows of logits, whether ranks put them together, and whether it is on the device
     tables: dict[tuple[int, bool, bool], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    # likewise, by tokens and logit rows: where the index is written first, on the host and on the device
-    indexes: dict[tuple[int, int], tuple[IndexView, IndexView, IndexView]] = field(default_factory=dict)
+    # likewise, by tokens and logit rows of both sides: where the index is written first, on the host and on the device
+    indexes: dict[tuple[int, int, int, int], tuple[IndexView, IndexView, IndexView]] = field(default_factory=dict)
     # by the number of segments, see RowIndex
     spans: dict[int, Any] = field(default_factory=dict)
     draft: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))  # of an index
     on_host: Recordings = field(default_factory=Recordings)  # runs of units on the CPU
 
     def index_rows(
-        self, on_host: torch.Tensor, segments: tuple[Segment, ...], wanted: list[int], tokens: int
+        self, on_host: torch.Tensor, segments: tuple[Segment, ...], wanted: list[int], filled: tuple[int, int]
     ) -> tuple[IndexView, IndexView, IndexView]:
-        """The index, filled, in memory that no kernel reads; where it belongs in `on_host`; and on the device, where
-        the first launch takes it."""
-        shape = tokens, len(wanted)
+        """The index, written, in memory that no kernel reads; where it belongs in `on_host`; and on the device, where
+        the first launch takes it. filled: rows, and rows of logits, that the accelerator computes: as many as there
+        are, or more to fill it."""
+        shape = sum(s.tokens for s in segments), len(wanted), *filled
         if shape not in self.indexes:
             memory, most = self.side.space.tensors["index"], self.side.space.tokens
             if not self.draft.numel():
@@ -116,15 +123,15 @@ class TierInForce:
             room = IndexRoom(most, 2 if self.side.config.window else 1, self.sequences)
             places = self.draft, on_host[: memory.numel()], memory  # all in one copy
             self.indexes[shape] = (
-                room.view(places[0], *shape),
-                room.view(places[1], *shape),
-                room.view(places[2], *shape),
+                room.view(places[0], *filled, filled[0]),
+                room.view(places[1], *shape[:2], filled[0]),
+                room.view(places[2], *filled, filled[0]),
             )
         draft, here, there = self.indexes[shape]
         fill_rows(segments, draft.begin, draft.position, draft.blocks, draft.recent)
         if self.sequences:
             fill_sequences(segments, draft.slots, draft.offsets)
-        draft.wanted.numpy()[:] = wanted
+        draft.wanted.numpy()[:] = wanted + wanted[-1:] * (filled[1] - len(wanted))
         return draft, here, there
 
     def spans_of(self, n: int) -> Any:
@@ -142,14 +149,15 @@ class IndexRoom:
     tables: int
     sequences: int
 
-    def view(self, memory: torch.Tensor, tokens: int, wanted: int) -> IndexView:
-        """The parts of its memory for so many tokens and logit rows."""
-        most, n = self.most, min(tokens, self.sequences)
+    def view(self, memory: torch.Tensor, tokens: int, wanted: int, filled: int) -> IndexView:
+        """The parts of its memory for so many tokens and logit rows, of a micro-batch of `filled` rows."""
+        most, n = self.most, min(filled, self.sequences)
         begin, position, rows = memory[:tokens], memory[most : most + tokens], memory[2 * most : 2 * most + wanted]
         end = memory.numel() - (2 * min(most, self.sequences) + 1 if self.sequences else 0)
         blocks, *recent = memory[3 * most : end].chunk(self.tables)
         slots, offsets = memory[end : end + n], memory[end + n : end + 2 * n + 1 if n else end]
-        return IndexView(memory, begin, position, blocks, recent[0] if recent else None, rows, slots, offsets)
+        tables = blocks, recent[0] if recent else None
+        return IndexView(memory, begin, position, *tables, rows, slots, offsets, filled=filled)
 
 
 @dataclass(frozen=True)

@@ -41,10 +41,11 @@ def start_engine(
     records: bool = False,
     checkpoints: bool = True,
     plays: "RoutingRecord | None" = None,
+    exact: bool = False,
 ) -> "Engine":
     """Load the model under a variant on this machine's accelerator, with a progress bar on a terminal. records: which
     experts tokens use is kept for `Engine.record_routing`. checkpoints: of states that cannot be cut back are kept.
-    plays: see build_engine."""
+    plays, exact: see build_engine."""
     from pshard.registries.profile_store import note_page_locks
     from pshard.runtime.build_engine import build_engine
     from pshard.runtime.checkpoints.checkpoints import CHECKPOINT_BYTES
@@ -58,7 +59,7 @@ def start_engine(
     with loading_bar(opened.file.spec.name, opened.file.spec.packed_nbytes) as progress:
         engine = build_engine(
             opened.file, variant, device, kernels=kernels, group=group, progress=progress, on_close=on_close,
-            tiles=opened.profile.tiles_of(index), records=records, plays=plays,
+            tiles=opened.profile.tiles_of(index), records=records, plays=plays, exact=exact,
             checkpoint_bytes=min(CHECKPOINT_BYTES, _spare_memory(group)) if checkpoints else 0,
         )  # fmt: skip
     if group is None or group.size == 1:  # several ranks share what the system gives

@@ -9,7 +9,7 @@ class EmbeddingBlock(Block):
     """Looks rows up on the side where the table is."""
 
     def run(self, work: Work, weights: UnitWeights, state: None, residual: Residual) -> None:
-        hidden = work.side.space.rows("hidden", work.rows.tokens)
+        hidden = work.side.space.rows("hidden", work.ids.shape[0])  # not of rows that only fill the micro-batch
         lookup_rows(weights.matrices[TABLE], work.ids.to(hidden.device), hidden)
         if (scale := work.side.config.embedding_scale) != 1:
             hidden.mul_(scale)

@@ -55,7 +55,7 @@ def _cut_stack(stack: Packed, rows: int) -> list[Packed]:
 
 def _add_experts(work: Work, weights: ExpertWeights, out: torch.Tensor, accumulate: bool) -> None:
     side, n = work.side, work.rows.tokens
-    x, routes = view_routed(side, n)
+    x, routes = view_routed(side, work.rows)
     side.kernels.experts(x, routes, weights, rule_of(side.config), out, _scratch(side, n), accumulate)
 
 

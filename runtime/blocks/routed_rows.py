@@ -3,22 +3,23 @@
 import torch
 
 from pshard.runtime.blocks.block import Side
-from pshard.runtime.kernels.api import Routes
+from pshard.runtime.kernels.api import Routes, RowIndex
 from pshard.units.moe.routed import ROUTED, rule_of
 
 
-def view_routed(side: Side, n: int) -> tuple[torch.Tensor, Routes]:
-    """The normed hidden states of n tokens, float32 [n, D], and their routes."""
-    words, d, used = side.space.rows(ROUTED, n).flatten(), side.config.d_model, rule_of(side.config).used
-    ids, weights = (words[n * d + i * n * used :][: n * used].view(n, used) for i in range(2))
+def view_routed(side: Side, rows: RowIndex) -> tuple[torch.Tensor, Routes]:
+    """The normed hidden states of a side's n rows, float32 [n, D], and their routes. Both sides lay them out alike."""
+    n, filled = rows.tokens, rows.filled or rows.tokens
+    words, d, used = side.space.rows(ROUTED, filled).flatten(), side.config.d_model, rule_of(side.config).used
+    ids, weights = (words[filled * (d + i * used) :][: n * used].view(n, used) for i in range(2))
     return words[: n * d].view(n, d), Routes(ids.view(torch.int32), weights)
 
 
-def take_normed(side: Side, n: int) -> tuple[torch.Tensor, Routes]:
+def take_normed(side: Side, rows: RowIndex) -> tuple[torch.Tensor, Routes]:
     """The same, the hidden states as the side's products take them."""
-    x, routes = view_routed(side, n)
+    x, routes = view_routed(side, rows)
     if side.kernels.act_dtype is not torch.float32:
-        normed = side.space.rows("normed", n)
+        normed = side.space.rows("normed", rows.tokens)
         side.kernels.place(x, normed)
         return normed, routes
     return x, routes

@@ -12,7 +12,8 @@ class RouterBlock(Block):
 
     def run(self, work: Work, weights: UnitWeights, state: None, residual: Residual) -> None:
         side, n, vectors = work.side, work.rows.tokens, weights.vectors
-        x, routes = view_routed(side, n)
+        x, routes = view_routed(side, work.rows)
         normalise(side, vectors[NORM], n, residual, x)
         rule = rule_of(side.config)
-        side.kernels.route(x, weights.matrices[WEIGHT], rule, routes, vectors.get(BIAS), vectors.get(CHOICE_BIAS))
+        biases = vectors.get(BIAS), vectors.get(CHOICE_BIAS)
+        side.kernels.route(x, weights.matrices[WEIGHT], rule, routes, *biases, begin=work.rows.begin)

@@ -11,11 +11,11 @@ class SharedBlock(Block):
 
     def run(self, work: Work, weights: UnitWeights, state: None, residual: Residual) -> None:
         side, n, m = work.side, work.rows.tokens, weights.matrices
-        x, _ = take_normed(side, n)
+        x, _ = take_normed(side, work.rows)
         width = m[UP].rows  # a rank's slice may have fewer in this layer than in its widest one
         both = side.space.rows("shared", n)[:, : 2 * width]
         gated = both[:, :width]
         side.kernels.gate_up(x, m[GATE], m[UP], gated, both, side.space.tile)
         if SCALE in weights.vectors:
-            side.kernels.scale_rows(gated, view_routed(side, n)[0], weights.vectors[SCALE])
+            side.kernels.scale_rows(gated, view_routed(side, work.rows)[0], weights.vectors[SCALE])
         leave(side, gated, m[DOWN], None, residual)

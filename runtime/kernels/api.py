@@ -57,7 +57,7 @@ class ExpertWeights:
 @dataclass(frozen=True)
 class Routes:
     """Which experts every token of a micro-batch takes. ids: int32 [M, k], contiguous, different ones, by falling
-    score, ties to the lower number; weights: float32 [M, k]."""
+    score, ties to the lower number; -1 of rows that take none. weights: float32 [M, k]."""
 
     ids: torch.Tensor
     weights: torch.Tensor
@@ -84,7 +84,7 @@ class Segment:
 class SequenceRows(NamedTuple):
     """Which rows of a micro-batch belong to which sequence, as `Kernels.delta_net` takes it: int32 on the computing
     device. As many sequences for all batches of so many tokens, at the end some without rows; `longest`: none has more,
-    a power of two.
+    a power of two; 0: not told, each is computed token by token.
     """
 
     slots: torch.Tensor
@@ -97,11 +97,15 @@ class RowIndex:
     """Where each row of a micro-batch stands: int32 tensors on the computing device, segments on the host.
 
     position [M]: the row's place in its sequence. blocks: the blocks of every segment, one segment after the other.
-    begin [M]: where those of the row's sequence begin in `blocks`. `cells` is the largest context of any row (past +
-    new), an int for choosing launch sizes. spans: of the host's index, what `row_index.list_spans` says of the segments
-    in memory that stays where it is (int64, a ctypes array); None where kernels are to make it.
+    begin [M]: where those of the row's sequence begin in `blocks`; -1 of a row, at position 0, that only fills the
+    micro-batch: no kernel keeps anything of it, and what becomes of its numbers is undefined. `cells` is the largest
+    context of any row (past + new), an int for choosing launch sizes. spans: of the host's index, what
+    `row_index.list_spans` says of the segments in memory that stays where it is (int64, a ctypes array); None where
+    kernels are to make it.
 
     sequences: what a gated delta net asks of them, where the model has one.
+    filled: rows of the micro-batch on the accelerator, those that only fill it too, for which buffers that pass between
+    the sides are laid out; 0: as many as here.
     window: a row sees so many cells at most, the last of which is its own; 0: all. recent: the index of the layers that
     have a window; None where the model has no such.
     """
@@ -115,6 +119,7 @@ class RowIndex:
     window: int = 0
     recent: "RowIndex | None" = None
     sequences: SequenceRows | None = None
+    filled: int = 0
 
     @property
     def tokens(self) -> int:
@@ -172,6 +177,7 @@ class Kernels(Protocol):
 
     act_dtype: torch.dtype
     repeatable: bool  # nothing allocated that lasts, launch sizes by shapes and RowIndex.cells: fit for a graph
+    fills: bool  # rows that only fill a micro-batch may be among theirs, see RowIndex
     fuses_sums: bool  # whether these are `SumKernels`
     recordable: bool  # their calls of the C++ library may be written down, and made again as one
 
@@ -255,10 +261,12 @@ class Kernels(Protocol):
         routes: Routes,
         bias: torch.Tensor | None = None,
         choice_bias: torch.Tensor | None = None,
+        begin: torch.Tensor | None = None,
     ) -> None:
         """Which experts x[M, D] (float32) takes, and with which weights, by the rule; written into `routes`.
 
-        Scores are made of x @ router.T + bias[E] in float32; router [E, D] is F32, F16 or BF16.
+        Scores are made of x @ router.T + bias[E] in float32; router [E, D] is F32, F16 or BF16. begin: of `RowIndex`,
+        where rows may be there only to fill the micro-batch: these take no expert.
         """
         ...
 
@@ -401,9 +409,9 @@ class Kernels(Protocol):
         Slots are different ones. slots [s] and offsets [s + 1]: int32 on the device.
 
         qkv, z, beta, alpha and out: act_dtype or float32, row strides free; out is none of the others. longest: no
-        sequence has more tokens, known to the host: what is launched, and whether token by token or in chunks, depends
-        on it and on shapes alone, so one captured launch serves every batch of these. scratch: uint8, of
-        `DeltaNet.scratch_nbytes`.
+        sequence has more tokens, known to the host, or 0: what is launched, and whether token by token (0 too) or in
+        chunks, depends on it and on shapes alone, so one captured launch serves every batch of these. scratch: uint8,
+        of `DeltaNet.scratch_nbytes`.
         """
         ...
 

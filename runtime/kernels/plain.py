@@ -23,6 +23,7 @@ class PlainKernels(PlainLatent, PlainDelta):
 
     act_dtype = torch.float32
     repeatable = False
+    fills = True
     fuses_sums = False
     recordable = False
 
@@ -92,9 +93,10 @@ class PlainKernels(PlainLatent, PlainDelta):
         routes: Routes,
         bias: torch.Tensor | None = None,
         choice_bias: torch.Tensor | None = None,
+        begin: torch.Tensor | None = None,
     ) -> None:
         found = choose_experts(F.linear(x, unpack(router), bias), rule, choice_bias)
-        routes.ids.copy_(found.ids)
+        routes.ids.copy_(found.ids if begin is None else found.ids.where(begin[:, None] >= 0, -1))
         routes.weights.copy_(found.weights)
 
     def experts(
@@ -137,12 +139,13 @@ class PlainKernels(PlainLatent, PlainDelta):
         n_heads, n_kv, dim = heads
         q, k, v = (part.unflatten(1, (-1, dim)) for part in split_qkv(qkv, heads))
         position, n = rows.position.long(), kv.k.shape[1]
-        cell = rows.blocks[rows.begin + position // n].long(), position % n
+        kept = rows.begin >= 0
+        cell = rows.blocks[rows.begin + position // n].long()[kept], (position % n)[kept]
         cos, sin = rope.cos[position][:, None], rope.sin[position][:, None]
         q.copy_(rotate(head_norm(q, q_norm, eps), cos, sin, rope.pairing))
         k.copy_(rotate(head_norm(k, k_norm, eps), cos, sin, rope.pairing))
-        kv.k[cell] = encode_cells(k, kv.k.dtype)
-        kv.v[cell] = encode_cells(v, kv.v.dtype)
+        kv.k[cell] = encode_cells(k[kept], kv.k.dtype)
+        kv.v[cell] = encode_cells(v[kept], kv.v.dtype)
 
     def attention(
         self,

@@ -29,12 +29,13 @@ class PlainLatent:
         cells: torch.Tensor,
     ) -> None:
         rank, position, each = norm.shape[0], rows.position.long(), cells.shape[1]
-        at = rows.blocks[rows.begin + position // each].long(), position % each
+        kept = rows.begin >= 0
+        at = rows.blocks[rows.begin + position // each].long()[kept], (position % each)[kept]
         cos, sin = rope.cos[position][:, None], rope.sin[position][:, None]
         out.copy_(rotate(q.float(), cos, sin, rope.pairing))
         latent = head_norm(kv[:, None, :rank].float(), norm, eps)
         key = rotate(kv[:, None, rank:].float(), cos, sin, rope.pairing)
-        cells[at] = encode_cells(torch.cat((latent, key), -1), cells.dtype)
+        cells[at] = encode_cells(torch.cat((latent, key), -1)[kept], cells.dtype)
 
     def attend_latent(
         self,

@@ -15,7 +15,8 @@ def fill_rows(
     recent: torch.Tensor | None = None,
 ) -> None:
     """Write what `RowIndex` says of the segments, which lie one after the other: int32 tensors on the host, begin and
-    position [M], blocks at least as long as theirs together, and so are those of layers with a window."""
+    position [M], blocks at least as long as theirs together, and so are those of layers with a window. Rows behind the
+    segments' only fill the micro-batch."""
     begins: list[int] = []
     positions: list[int] = []
     numbers: list[int] = []
@@ -23,6 +24,9 @@ def fill_rows(
         begins += [len(numbers)] * s.tokens
         positions += range(s.past, s.past + s.tokens)
         numbers += s.blocks
+    missing = begin.shape[0] - len(begins)
+    begins += [-1] * missing
+    positions += [0] * missing
     for tensor, values in ((begin, begins), (position, positions), (blocks, numbers)):
         tensor.numpy()[: len(values)] = values
     if recent is not None:

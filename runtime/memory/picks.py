@@ -6,12 +6,14 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from pshard.batch_sizes import SMALL_BATCH
 from pshard.model import ModelSpec
 from pshard.routing.play_record import RoutingPlay
 from pshard.routing.record import RoutingRecord, id_type
 from pshard.runtime.blocks.block import Side
 from pshard.runtime.blocks.routed_rows import view_routed
 from pshard.runtime.devices.device import Device
+from pshard.runtime.kernels.api import RowIndex
 from pshard.units.moe.routed import rule_of
 
 
@@ -60,11 +62,12 @@ class Picks:
         if self.play is not None:
             chosen = self.play.deal(n)[:, [self.play.layers.index(layer) for layer in self._numbers]]
             self._stage[:, :n].numpy()[:] = chosen.transpose(1, 0, 2)
+            self._stage[:, n : max(n, SMALL_BATCH)] = -1  # of rows that only fill the micro-batch
 
-    def bring(self, router: str, side: Side, n: int, device: Device) -> None:
-        """Start to bring what that router has found for n tokens on a side, or to replace it by what is played; on
+    def bring(self, router: str, side: Side, rows: RowIndex, device: Device) -> None:
+        """Start to bring what that router has found for a side's rows, or to replace it by what is played; on
         the host's side it is copied at once."""
-        ids, here = view_routed(side, n)[1].ids, self._stage[self._layers[router], :n]
+        ids, here = view_routed(side, rows)[1].ids, self._stage[self._layers[router], : rows.tokens]
         if self.play is not None:
             device.send(ids, here) if ids.device.type != "cpu" else ids.copy_(here)
         elif ids.device.type == "cpu":

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 
+from pshard.batch_sizes import SMALL_BATCH
 from pshard.runtime.kernels.api import Segment
 from pshard.runtime.kernels.row_index import list_spans
 from pshard.runtime.logits import Logits
 from pshard.runtime.residents import Residents
 from pshard.runtime.tier_in_force import IndexView, Means, TierInForce
 from pshard.runtime.walks.ahead_program import AheadProgram
+from pshard.runtime.walks.step_sizes import fill_rows
 from pshard.runtime.walks.walk import MicroBatch, PromptGraphs
 from pshard.runtime.walks.walk_ahead import AheadWalk
 from pshard.units.state import StateShape
@@ -51,12 +53,17 @@ class ReadyWalk:
 
 
 class WalkMaker:
-    """Makes walks, one after the other, for micro-batches of up to `most` tokens."""
+    """Makes walks, one after the other, for micro-batches of up to `most` tokens.
+
+    Attributes:
+        exact: whether small micro-batches are computed so that no bit of a row depends on the other rows.
+    """
 
     def __init__(self, means: Means, residents: Residents, states: StateShape, graphs: PromptGraphs, most: int) -> None:
         self._means, self._residents, self._states, self._graphs = means, residents, states, graphs
         self._ids = torch.empty(most, dtype=torch.int64)
         self._next: ReadyWalk | None = None
+        self.exact = False
 
     def make(
         self, tier: TierInForce, ids: Sequence[int], segments: tuple[Segment, ...], logit_rows: list[int]
@@ -82,11 +89,18 @@ class WalkMaker:
 
     def _prepare(self, tier: TierInForce, segments: tuple[Segment, ...], logit_rows: list[int]) -> ReadyWalk:
         config, tokens = self._means.spec.config, sum(s.tokens for s in segments)
-        written, here, there = tier.index_rows(self._means.host.index, segments, logit_rows, tokens)
+        kernels, filled = tier.side.kernels, (tokens, len(logit_rows))
+        fills = tokens <= SMALL_BATCH and kernels.repeatable and kernels.fills
+        exact = fills and self.exact
+        if fills:
+            filled = fill_rows(tokens, tier.tokens, exact), fill_rows(len(logit_rows), tier.tokens, exact)
+        written, here, there = tier.index_rows(self._means.host.index, segments, logit_rows, filled)
         cells = max(s.past + s.tokens for s in segments)
         bound = min(max(LEAST_CELLS, 1 << (cells - 1).bit_length()), self._states.context)
+        bound = self._states.context if exact else bound
         spans = tier.spans_of(len(segments))
-        rows = here.rows(segments, cells, config.window, spans), there.rows(segments, bound, config.window, spans)
+        on_host = here.rows(segments, cells, config.window, spans)
+        rows = on_host, there.rows(segments, bound, config.window, spans, told=not exact)
         batch = MicroBatch(self._ids[:tokens], segments, *rows, (there.memory, here.memory))
         logits = Logits(self._means, tier, (here.wanted, there.wanted), len(logit_rows))
         walk = AheadWalk(self._means, self._residents, tier, batch, logits, self._graphs)

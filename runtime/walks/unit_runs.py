@@ -10,12 +10,10 @@ from pshard.steps.step import AllReduce, Compute
 
 
 class UnitRuns:
-    """The units of a micro-batch of `tokens` tokens. `work`: by side, "acc" or "cpu"."""
+    """The units of a micro-batch. `work`: by side, "acc" or "cpu"."""
 
-    def __init__(
-        self, means: Means, residents: Residents, tier: TierInForce, work: dict[str, Work], tokens: int
-    ) -> None:
-        self._means, self._residents, self._tier, self._work, self._tokens = means, residents, tier, work, tokens
+    def __init__(self, means: Means, residents: Residents, tier: TierInForce, work: dict[str, Work]) -> None:
+        self._means, self._residents, self._tier, self._work = means, residents, tier, work
 
     def can_record(self, on: str) -> bool:
         """Whether that side's kernels may be written down, and made again as one call."""
@@ -40,13 +38,13 @@ class UnitRuns:
         unit = self.bind(step)
         work = self._work[step.on]
         if unit.is_partial:
-            unit.run(work, Residual(entering, work.side.space.rows("branch", self._tokens), leaving, unit.begun))
+            unit.run(work, Residual(entering, work.side.space.rows("branch", work.rows.tokens), leaving, unit.begun))
         else:
             unit.run(work, ALONE if entering is None else Residual(entering))
         picks = self._means.host.picks
         wanted = picks is not None and picks.wants(self._tier.tokens)
         if picks is not None and wanted and self._means.spec.unit(step.unit).kind.routing == "makes":
-            picks.bring(step.unit, work.side, self._tokens, self._means.device)
+            picks.bring(step.unit, work.side, work.rows, self._means.device)
 
     def run_all(self, steps: tuple[Compute | AllReduce, ...]) -> None:
         """Steps on the accelerator, or on the CPU without their sums; a sum goes with the norm of the unit that follows
@@ -71,7 +69,7 @@ class UnitRuns:
         side, group = self._tier.side, self._means.group
         if not isinstance(following, Compute) or not side.kernels.fuses_sums or self._means.spec.sum_norms:
             return None
-        part = side.space.rows("branch", self._tokens)
+        part = side.space.rows("branch", self._work["acc"].rows.tokens)
         unit, exchange = self._means.spec.unit(following.unit), group.row_exchange(*part.shape)
         if exchange is None or not unit.tensors or not unit.kind.adds:
             return None
@@ -80,8 +78,8 @@ class UnitRuns:
     def add_sum(self, on: str, unit: str) -> None:
         """The sum of the ranks' parts of a unit onto the residual stream of a side, normalised first where the model
         does so."""
-        side, group = self._work[on].side, self._means.group
-        hidden, part = (side.space.rows(name, self._tokens) for name in ("hidden", "branch"))
+        side, group, n = self._work[on].side, self._means.group, self._work[on].rows.tokens
+        hidden, part = (side.space.rows(name, n) for name in ("hidden", "branch"))
         row = self._means.sum_rows.get(unit)
         if row is None:
             group.add_sum(hidden, part)

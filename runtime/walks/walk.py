@@ -38,8 +38,9 @@ from pshard.units.divide_unit import divide_unit
 
 @dataclass
 class MicroBatch:
-    """What is to be computed: token ids (int64 [M] on the host), where their rows stand on either side, and where the
-    index that says so lies on the device and on the host: the first launch brings it."""
+    """What is to be computed: token ids (int64 [M] on the host), where their rows stand on either side (on the
+    accelerator maybe more, that only fill it), and where the index that says so lies on the device and on the host: the
+    first launch brings it."""
 
     ids: torch.Tensor
     segments: tuple[Segment, ...]
@@ -79,13 +80,13 @@ class Walk:
     ) -> None:
         self._means, self._residents, self._tier, self.batch = means, residents, tier, batch
         self.logits, self._graphs, self._device = logits, graphs, means.device
-        self._tokens = batch.ids.shape[0]
+        self._tokens, self._filled = batch.ids.shape[0], batch.acc_rows.tokens
         self._host_space, self._acc_space = means.host.side.space, tier.side.space
         work = {
             "cpu": Work(means.host.side, batch.host_rows, batch.ids, logits),
             "acc": Work(tier.side, batch.acc_rows, batch.ids, logits),
         }
-        self._units = UnitRuns(means, residents, tier, work, self._tokens)
+        self._units = UnitRuns(means, residents, tier, work)
         self._side = "cpu"
         self._freed: Any = None
         self._once = False  # whether nothing of this walk will be done again in the same way
@@ -145,9 +146,9 @@ class Walk:
         # a prompt's launches do not depend on the cells
         cells = self.batch.acc_rows.cells if self._tokens <= SMALL_BATCH else 0
         output = launch.gives_logits
-        wanted = logits.count if output or index is not None else 0  # the others' work is the same
+        wanted = logits.made if output or index is not None else 0  # the others' work is the same
         brings = logits.is_brought and output
-        key = (tier.tokens, launch.name, self._tokens, wanted, cells, self.batch.acc_rows.longest, brings)
+        key = (tier.tokens, launch.name, self._filled, wanted, cells, self.batch.acc_rows.longest, brings)
         repeats = self._repeats(key)
         leaving = launch.leaves if repeats else ()
         written = output and repeats and logits.has_some()  # maybe by a graph, without telling
@@ -217,7 +218,7 @@ class Walk:
 
     def _rows(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """The micro-batch's rows of "hidden", "branch" or "routed" on the host and on the accelerator."""
-        return self._host_space.rows(name, self._tokens), self._acc_space.rows(name, self._tokens)
+        return self._host_space.rows(name, self._filled), self._acc_space.rows(name, self._filled)
 
     def _send(self, name: str) -> int:
         """Rows of the host to the accelerator; returns their bytes."""
@@ -248,7 +249,7 @@ class Walk:
             self._left = None
 
     def _join(self, step: Join) -> None:
-        there, here = view_joined(self._means, self._tier, self._tokens, step)
+        there, here = view_joined(self._means, self._tier, self._filled, step)
         self._device.send(there, here)
         self._means.transfers.link_bytes += here.nbytes
 

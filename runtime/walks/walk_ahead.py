@@ -60,10 +60,10 @@ class AheadWalk(Walk):
         if isinstance(first, Compute):
             self._wait_for_inputs(first)
         output = any(launch.gives_logits for launch in stretch.launches)
-        wanted = logits.count if output or index is not None else 0  # the others' work is the same
+        wanted = logits.made if output or index is not None else 0  # the others' work is the same
         rows = self.batch.acc_rows
         brings = output and logits.is_brought
-        key = (tier.tokens, stretch.name, self._tokens, wanted, rows.cells, rows.longest, brings)
+        key = (tier.tokens, stretch.name, self._filled, wanted, rows.cells, rows.longest, brings)
         written = output and logits.has_some()
         delivering = written and brings
 
@@ -104,7 +104,7 @@ class AheadWalk(Walk):
     def _taken(self, part: Await) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """What is copied, to and from."""
         if isinstance(part.taken, Join):
-            return [view_joined(self._means, self._tier, self._tokens, part.taken)]
+            return [view_joined(self._means, self._tier, self._filled, part.taken)]
         return [self._rows(name)[::-1] for name in part.taken.carries]
 
     def _count_bytes(self, part: Any) -> int:

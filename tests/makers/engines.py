@@ -37,6 +37,7 @@ def open_engine(
     device="cpu",
     kv_types=("f32", "f32"),
     checkpoint_bytes=0,
+    exact=False,
 ) -> Engine:
     """An engine under given tiers (default: everything pinned), on the CPU as accelerator unless told otherwise."""
     file = open_model(path)
@@ -44,4 +45,5 @@ def open_engine(
     reserve = TORCH_RESERVE_MIB if device == "cuda" else 0
     variant = make_variant(file.spec, tiers, context, sequences, reserve_mib=reserve)
     variant = with_workload(variant, type_k=kv_types[0], type_v=kv_types[1])
-    return build_engine(file, variant, open_device(device), kernels=kernels, checkpoint_bytes=checkpoint_bytes)
+    options = {"checkpoint_bytes": checkpoint_bytes, "exact": exact}
+    return build_engine(file, variant, open_device(device), kernels=kernels, **options)

@@ -31,7 +31,7 @@ class EngineLoader:
         self.asked.append(budget)
         with open_model(self.path) as file:
             tiers = pinned_everywhere(file.spec, self.shape["tokens"], self.shape["context"], self.shape["sequences"])
-        engine = open_engine(self.path, tiers, **self.shape)
+        engine = open_engine(self.path, tiers, **self.shape, exact=self.deterministic)
         facts = read_facts(engine._executor.spec, made_up_profile(), engine.plan, self.budgets, engine.notes)
         machine = LocalMachine(engine, keep_one_tier(facts) if self.deterministic else facts)
         self.machines.append(machine)

@@ -76,8 +76,8 @@ def make_walk(device: RecordingDevice, host: SimpleNamespace, acc: SimpleNamespa
         host=SimpleNamespace(is_locked=True, side=SimpleNamespace(space=host)), sum_rows={}, meanwhile=Meanwhile(),
     )  # fmt: skip
     tier: Any = SimpleNamespace(tokens=1, side=SimpleNamespace(space=acc, kernels=kernels), arriving={})
-    logits: Any = SimpleNamespace(count=1, kept=[], is_brought=False, fits=lambda: True)
-    rows: Any = SimpleNamespace(cells=1024, longest=0)
+    logits: Any = SimpleNamespace(made=1, kept=[], is_brought=False, fits=lambda: True)
+    rows: Any = SimpleNamespace(tokens=1, cells=1024, longest=0)
     batch = MicroBatch(torch.zeros(1, dtype=torch.int64), (), rows, rows, None)
     walk = Walk(means, None, tier, batch, logits, PromptGraphs(0))  # type: ignore[arg-type]
     walk._side = "acc"

@@ -158,7 +158,7 @@ def test_all_ranks_see_the_same_hidden_states_and_choose_the_same_experts(
 
     def run(self: Any, work: Any, weights: Any, state: None, residual: Any) -> None:
         real(self, work, weights, state, residual)
-        hidden, (x, routes) = work.side.space.rows("hidden", work.rows.tokens), view_routed(work.side, work.rows.tokens)
+        hidden, (x, routes) = work.side.space.rows("hidden", work.rows.tokens), view_routed(work.side, work.rows)
         seen.setdefault(get_ident(), []).extend(t.clone() for t in (hidden, x, routes.ids, routes.weights))
 
     monkeypatch.setattr(RouterBlock, "run", run)

@@ -49,7 +49,7 @@ class ModelLoader:
             task = RankTask(self._request.model, opened.profile, variant, self._how)
             return RankMachine.start(task, facts)
         check_fits(opened, variant)
-        engine = start_engine(opened, variant, self._how.kernels)
+        engine = start_engine(opened, variant, self._how.kernels, exact=self._how.deterministic)
         return LocalMachine(engine, facts(engine.notes), self._how.prefixes)
 
 

@@ -125,7 +125,7 @@ def _serve(pipe: Connection) -> None:
     file.spec = order_experts(file.spec, task.variant.popularity)
     opened = OpenedPlan(file, task.profile, task.variant, Path())
     group = open_group(opened, len(task.variant.ranks))
-    with start_engine(opened, task.variant, task.how.kernels, group) as engine:
+    with start_engine(opened, task.variant, task.how.kernels, group, exact=task.how.deterministic) as engine:
         keep_prefixes(engine, task.how.prefixes)
         group.barrier()
         try:

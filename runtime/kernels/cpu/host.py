@@ -30,6 +30,7 @@ class HostKernels(PlainKernels):
     """Float32 activations. What the C++ library does not speed up is inherited from the plain kernels."""
 
     act_dtype = torch.float32
+    fills = False  # rows are not skipped here, and more of them cost a CPU more
     recordable = True
 
     def linear(
@@ -120,7 +121,9 @@ class HostKernels(PlainKernels):
         routes: Routes,
         bias: torch.Tensor | None = None,
         choice_bias: torch.Tensor | None = None,
+        begin: torch.Tensor | None = None,
     ) -> None:
+        """See `Kernels.route`; rows that only fill a micro-batch never come here."""
         found = (routes.ids, routes.weights)
         native.route(x, router, rule, found, x.shape[0], x_stride=x.stride(0), biases=(bias, choice_bias))
 

@@ -45,6 +45,7 @@ class CudaKernels(GatesOnGpu, LatentOnGpu, DeltaOnGpu):
 
     act_dtype = torch.bfloat16
     repeatable = True
+    fills = True
     fuses_sums = True
     recordable = False
 
@@ -185,9 +186,10 @@ class CudaKernels(GatesOnGpu, LatentOnGpu, DeltaOnGpu):
         routes: Routes,
         bias: torch.Tensor | None = None,
         choice_bias: torch.Tensor | None = None,
+        begin: torch.Tensor | None = None,
     ) -> None:
         """See `Kernels.route`. What was handed over quantised stays so. A NaN among the scores counts as the best."""
-        route_tokens(x, router, rule, routes, (bias, choice_bias), self._few_rows.scratch)
+        route_tokens(x, router, rule, routes, (bias, choice_bias), self._few_rows.scratch, begin)
 
     def experts(
         self,

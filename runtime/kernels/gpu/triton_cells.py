@@ -9,7 +9,7 @@ def store_cells_kernel(
     qkv, stride, column, cache, cache_block, cache_cell, begin, position, blocks,
     WIDTH: tl.constexpr, BLOCKS: tl.constexpr, CELLS: tl.constexpr,
 ):  # fmt: skip
-    """Program m: WIDTH numbers of row m of qkv, from `column` on, as the row's q8_0 cell.
+    """Program m: WIDTH numbers of row m of qkv, from `column` on, as its q8_0 cell; none where `begin` is below 0.
 
     Strides of the cache are in bytes, CELLS its block. BLOCKS >= WIDTH / 32, a power of two. Rounds to nearest even.
     """
@@ -22,10 +22,12 @@ def store_cells_kernel(
     code = tl.where(kept > 0.0, 1.0, 0.0)[:, None] * value / tl.where(kept > 0.0, kept, 1.0)[:, None]
     code = tl.minimum(tl.maximum((code + 12582912.0) - 12582912.0, -127.0), 127.0)  # 1.5 * 2^23: no fraction bits left
     place = tl.load(position + m)
-    block_of_cell = tl.load(blocks + tl.load(begin + m) + place // CELLS).to(tl.int64)
+    own = tl.load(begin + m)
+    block_of_cell = tl.load(blocks + tl.maximum(own, 0) + place // CELLS).to(tl.int64)
     cell = cache + block_of_cell * cache_block + place % CELLS * cache_cell
-    tl.store(cell + at, code.to(tl.int8), mask=at < WIDTH)
-    tl.store((cell + WIDTH).to(tl.pointer_type(tl.float16), bitcast=True) + block, scale, mask=block * 32 < WIDTH)
+    tl.store(cell + at, code.to(tl.int8), mask=(at < WIDTH) & (own >= 0))
+    scales = (cell + WIDTH).to(tl.pointer_type(tl.float16), bitcast=True) + block
+    tl.store(scales, scale, mask=(block * 32 < WIDTH) & (own >= 0))
 
 
 @triton.constexpr_function

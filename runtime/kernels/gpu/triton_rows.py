@@ -105,6 +105,7 @@ def rope_store_kernel(
     CELLS are a block of the cache.
     HALF pairs are rotated (HP: HALF rounded up to a power of two); the D - 2 HALF numbers behind them pass (TP).
     Keys for q8_0 cells (k is int8) turn in place too, and values for them stay: `store_cells_kernel` does the rest.
+    Of rows whose `begin` is below 0 nothing is stored.
     """
     m = tl.program_id(1)
     head = tl.program_id(0) * HB + tl.arange(0, HB)[:, None]
@@ -143,17 +144,19 @@ def rope_store_kernel(
     k_kind = k.dtype.element_ty
     v_kind = v.dtype.element_ty
     turns = is_q | is_k if k_kind == tl.int8 else is_q
-    at_block = tl.load(blocks + tl.load(begin + m) + at_row // CELLS).to(tl.int64)
+    own = tl.load(begin + m)
+    at_block = tl.load(blocks + tl.maximum(own, 0) + at_row // CELLS).to(tl.int64)
+    keeps_k, keeps_v = is_k & (own >= 0), is_v & (own >= 0)
     to_k = k + at_block * k_block + at_row % CELLS * k_cell + (head - HEADS) * D
     to_v = v + at_block * v_block + at_row % CELLS * v_cell + (head - HEADS - GROUPS) * D
     tl.store(source + first, turned0.to(kind), mask=paired & turns)
     tl.store(source + second, turned1.to(kind), mask=paired & turns)
     if k_kind != tl.int8:
-        tl.store(to_k + first, turned0.to(k_kind), mask=paired & is_k)
-        tl.store(to_k + second, turned1.to(k_kind), mask=paired & is_k)
+        tl.store(to_k + first, turned0.to(k_kind), mask=paired & keeps_k)
+        tl.store(to_k + second, turned1.to(k_kind), mask=paired & keeps_k)
     if v_kind != tl.int8:
-        tl.store(to_v + first, turned0.to(v_kind), mask=paired & is_v)
-        tl.store(to_v + second, turned1.to(v_kind), mask=paired & is_v)
+        tl.store(to_v + first, turned0.to(v_kind), mask=paired & keeps_v)
+        tl.store(to_v + second, turned1.to(v_kind), mask=paired & keeps_v)
     if TP > 0:
         if Q_NORM:
             rest = tl.where(is_q, rest * factor * tl.load(q_norm + tail, mask=tail < D, other=0.0), rest)
@@ -161,6 +164,6 @@ def rope_store_kernel(
             rest = tl.where(is_k, rest * factor * tl.load(k_norm + tail, mask=tail < D, other=0.0), rest)
         tl.store(source + tail, rest.to(kind), mask=passing & turns)
         if k_kind != tl.int8:
-            tl.store(to_k + tail, rest.to(k_kind), mask=passing & is_k)
+            tl.store(to_k + tail, rest.to(k_kind), mask=passing & keeps_k)
         if v_kind != tl.int8:
-            tl.store(to_v + tail, rest.to(v_kind), mask=passing & is_v)
+            tl.store(to_v + tail, rest.to(v_kind), mask=passing & keeps_v)

@@ -23,6 +23,7 @@ def route_tokens(
     routes: Routes,
     biases: tuple[torch.Tensor | None, torch.Tensor | None],
     scratch: tuple[torch.Tensor, torch.Tensor],
+    begin: torch.Tensor | None,
 ) -> None:
     """See `Kernels.route`. biases: the router's and that of the choice. scratch: floats, and counters that are zero."""
     if router.qtype not in PLAIN:
@@ -30,7 +31,8 @@ def route_tokens(
     most = scratch[0].numel() // router.rows
     for first in range(0, x.shape[0], most):
         part = slice(first, first + most)
-        _route_part(x[part], router, rule, Routes(routes.ids[part], routes.weights[part]), biases, scratch)
+        own = None if begin is None else begin[part]
+        _route_part(x[part], router, rule, Routes(routes.ids[part], routes.weights[part]), (*biases, own), scratch)
 
 
 def _route_part(
@@ -38,9 +40,10 @@ def _route_part(
     router: Packed,
     rule: Experts,
     routes: Routes,
-    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    given: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
     scratch: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
+    """given: both biases, and `begin`."""
     tokens, (partial, counters) = x.shape[0], scratch
     few = tokens <= FEW
     together, block, depth = (1, 4, 256) if few else (64, 64, 32)
@@ -51,7 +54,7 @@ def _route_part(
     product = (x, x.stride(0), router.data.view(PLAIN[router.qtype]), partial)
     groups = rule.groups if rule.groups_used < rule.groups else 1
     per = rule.count // groups
-    choice = (*biases, routes.ids, routes.ids.stride(0), routes.weights, routes.weights.stride(0),
+    choice = (*given, routes.ids, routes.ids.stride(0), routes.weights, routes.weights.stride(0),
               groups, per, rule.used, rule.scale)  # fmt: skip
     how: dict[str, Any] = {
         "SCORES": rule.scores, "NORMED": rule.normed, "GROUPS_USED": rule.groups_used if groups > 1 else 0,

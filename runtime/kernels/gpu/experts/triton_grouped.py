@@ -19,7 +19,7 @@ def sort_kernel(
     """Program (expert): its pairs in rising order into order[pairs], its tiles into tiles[3, slots].
 
     Of a tile: the expert, the first place in `order`, and the end of the expert's. The expert is -1 where there is no
-    tile, or no expert on this side.
+    tile, or no expert on this side. Pairs without an expert (-1) come first, and are in no tile.
     """
     expert = tl.program_id(0)
     before = tl.zeros((BLOCK,), tl.int32)
@@ -33,6 +33,8 @@ def sort_kernel(
     end = first + tl.sum(own, axis=0)
     here = tl.load(addresses + expert) != 0
     begin = first // BM + expert
+    for slot in range(0, tl.where(expert == 0, begin, 0)):
+        tl.store(tiles + slot, -1)
     for slot in range(begin, end // BM + expert + 1):
         place = first + (slot - begin) * BM
         tl.store(tiles + slot, tl.where(here & (place < end), expert, -1))
@@ -107,7 +109,8 @@ def sum_kernel(
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for i in range(used):
-        here = tl.load(addresses + tl.load(ids + m * ids_stride + i)) != 0
+        expert = tl.load(ids + m * ids_stride + i)
+        here = tl.load(addresses + expert, mask=expert >= 0, other=0) != 0
         value = tl.load(picked + (m * used + i) * cols + column, mask=(column < cols) & here, other=0.0)
         weight = tl.where(here, tl.load(weights + m * weights_stride + i), 0.0)
         total += weight * value.to(tl.float32)

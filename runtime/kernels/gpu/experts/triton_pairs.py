@@ -1,7 +1,8 @@
 """Experts of few tokens: a matrix-vector product for every pair (token, chosen expert), in int8 as in triton_matvec.
 
 Pair p is token p // used and the expert in place p % used of its choice. Ids and addresses are read on the device, so
-one launch serves whatever was chosen. An expert that is not on this side costs its programs nothing but their start.
+one launch serves whatever was chosen. An expert that is not on this side, or -1, costs its programs nothing but their
+start.
 """
 
 import triton
@@ -42,7 +43,7 @@ def gate_up_pairs_kernel(
     pair = tl.program_id(1)
     token = pair // used
     expert = tl.load(ids + token * ids_stride + pair % used)
-    address = tl.load(addresses + expert)
+    address = tl.load(addresses + expert, mask=expert >= 0, other=0)
     if address == 0:
         return
     up_address = tl.load(up_addresses + expert)
@@ -76,7 +77,7 @@ def down_pairs_kernel(
     pair = tl.program_id(1)
     token = pair // used
     expert = tl.load(ids + token * ids_stride + pair % used)
-    address = tl.load(addresses + expert)
+    address = tl.load(addresses + expert, mask=expert >= 0, other=0)
     row = tile * 32 + tl.arange(0, 32)
     value = tl.zeros((4, 32), tl.float32)
     if address != 0:

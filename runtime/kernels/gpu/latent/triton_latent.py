@@ -40,7 +40,8 @@ def store_latent_kernel(
     HP: tl.constexpr, HB: tl.constexpr, CELLS: tl.constexpr, ADJACENT: tl.constexpr,
 ):  # fmt: skip
     """Program (row, i): with i = 0 the row's latent, normed, and its key, turned, into its cell; else HB heads'
-    queries, turned. For q8_0 cells latent and key stay in kv, and `store_cells_kernel` does the rest."""
+    queries, turned. For q8_0 cells latent and key stay in kv, and `store_cells_kernel` does the rest. Of rows whose
+    `begin` is below 0 nothing is stored in cells."""
     m = tl.program_id(0).to(tl.int64)
     at_row = tl.load(position + m)
     pair = tl.arange(0, HP)[None, :]
@@ -67,15 +68,16 @@ def store_latent_kernel(
         value = value * factor * tl.load(norm + dim, mask=dim < R, other=0.0)
         x = tl.load(left + R + first, mask=pair < HALF, other=0.0).to(tl.float32)
         y = tl.load(left + R + second, mask=pair < HALF, other=0.0).to(tl.float32)
+        own = tl.load(begin + m)
         if cells.dtype.element_ty == tl.int8:
             cell = left
         else:
-            block = tl.load(blocks + tl.load(begin + m) + at_row // CELLS).to(tl.int64)
+            block = tl.load(blocks + tl.maximum(own, 0) + at_row // CELLS).to(tl.int64)
             cell = cells + block * cell_block + at_row % CELLS * cell_stride
         kind = cell.dtype.element_ty
-        tl.store(cell + dim, value.to(kind), mask=dim < R)
-        tl.store(cell + R + first, (x * c - y * s).to(kind), mask=pair < HALF)
-        tl.store(cell + R + second, (y * c + x * s).to(kind), mask=pair < HALF)
+        tl.store(cell + dim, value.to(kind), mask=(dim < R) & (own >= 0))
+        tl.store(cell + R + first, (x * c - y * s).to(kind), mask=(pair < HALF) & (own >= 0))
+        tl.store(cell + R + second, (y * c + x * s).to(kind), mask=(pair < HALF) & (own >= 0))
 
 
 @triton.jit
@@ -140,9 +142,10 @@ def decode_latent_kernel(
     kind: tl.constexpr = product_type(cells.dtype.element_ty, cells.dtype.element_ty)
     absorbed, turned = _load_queries(q, m * HEADS + head, head < HEADS, W, R, RP, TP)
     seen = tl.full((SHARE,), 0, tl.int32) + length
+    blocks += tl.maximum(tl.load(begin + m), 0)  # a row that only fills the batch looks at what is there
     acc, weight, peak = _attend(
-        absorbed.to(kind), turned.to(kind), seen, cells, cell_block, cell_stride, blocks + tl.load(begin + m), first,
-        last, scale * 1.4426950408889634, SHARE, W, R, RP, TP, BLOCK, CELLS, STAGES,
+        absorbed.to(kind), turned.to(kind), seen, cells, cell_block, cell_stride, blocks, first, last,
+        scale * 1.4426950408889634, SHARE, W, R, RP, TP, BLOCK, CELLS, STAGES,
     )  # fmt: skip
     dim = tl.arange(0, RP)
     row = partial + ((m * HEADS + head).to(tl.int64) * splits + split) * (R + 2)
