@@ -24,10 +24,10 @@ from pshard.registries.profile_store import load_profile
 from pshard.workload import Workload
 
 SHAPES = {  # layers, d_model, heads, kv_heads, d_ffn, vocab, and budgets in MiB
-    "qwen3-32b": (64, 5120, 64, 8, 25600, 151936, (5000, 7000, 12000, 15000)),
-    "llama3-8b": (32, 4096, 32, 8, 14336, 128256, (2500, 4000)),
-    "qwen3-14b": (40, 5120, 40, 8, 17408, 151936, (4000, 7000)),
-    "llama3-70b": (80, 8192, 64, 8, 28672, 128256, (8000, 16000, 24000)),
+    "qwen3-32b": (64, 5120, 64, 8, 25600, 151936, (5000, 7000, 9000, 12000, 15000)),
+    "llama3-8b": (32, 4096, 32, 8, 14336, 128256, (2500, 3200, 4000)),
+    "qwen3-14b": (40, 5120, 40, 8, 17408, 151936, (4000, 5500, 7000)),
+    "llama3-70b": (80, 8192, 64, 8, 28672, 128256, (8000, 12000, 16000, 24000)),
 }
 MACHINES = ("rtx4060-ryzen-7700", "rtx5080-xeon-w5-3425", "h100-sxm-xeon")
 OVER_PUBLISHED, OVER_ALONE = 0.03, 0.10

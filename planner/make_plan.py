@@ -23,7 +23,6 @@ from pshard.planner.published.strategies import EXPERT_LRU, PER_TIER, check_stra
 from pshard.planner.rank_task import RankTask
 from pshard.planner.routing.slot_promises import fill_pools, list_pools
 from pshard.planner.search.anneal import refine_candidate
-from pshard.planner.search.anneal_tiers import anneal_tiers
 from pshard.planner.search.candidates import (
     Candidate,
     keep_everything,
@@ -35,9 +34,10 @@ from pshard.planner.search.candidates import (
 )
 from pshard.planner.search.divide_ffns import divide_candidate
 from pshard.planner.search.exact import perfect_candidate
-from pshard.planner.search.exact_tiers import perfect_round
 from pshard.planner.search.one_placement import common_plans
 from pshard.planner.search.polish_tiers import polish_tiers
+from pshard.planner.search.rounds.anneal_tiers import anneal_tiers
+from pshard.planner.search.rounds.exact_tiers import perfect_round
 from pshard.routing.order_experts import order_experts
 from pshard.routing.record import RoutingRecord
 from pshard.times.predicted_times import round_seconds, sum_round

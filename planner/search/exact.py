@@ -56,6 +56,19 @@ def list_places(room: Room, classes: tuple[UnitClass, ...], costs: TierCosts) ->
     return tuple((*place_choices(u.kind), *divided_choices(shares.get(u.name, ()))) for u in room.spec.units)
 
 
+def least_times(unit: Unit, place: Place, costs: TierCosts) -> tuple[float, float]:
+    """Seconds of a unit in turn with other units, and on the link, at least."""
+    where, in_vram, share = place
+    cost = costs.units[unit.name]
+    if share:
+        part = costs.divided(unit.name, share)
+        busy, link = max(part.acc, part.cpu) + part.join + part.rest, costs.over_link(unit.kind, part)
+    else:
+        busy, link = cost.cpu if where == "cpu" else cost.acc, costs.over_link(unit.kind, cost)
+    fetched = cost.kv_fetch if unit.kind.state and where != "cpu" and not in_vram else 0.0
+    return busy, (link if where == "streamed" else 0.0) + fetched
+
+
 @dataclass
 class ExactSearch:
     """Looks for a tier that is faster than `limit` seconds, in `most` complete placements.
@@ -102,18 +115,11 @@ class ExactSearch:
 
     def _list_options(self, unit: Unit, places: tuple[Place, ...]) -> list[tuple[Place, float, float, int]]:
         """Ways to place a unit: the place, its least seconds in turn with other units and on the link, bytes held."""
-        cost, options = self.costs.units[unit.name], []
+        options = []
         for place in places:
             where, in_vram, share = place
-            if share:
-                part = self.costs.divided(unit.name, share)
-                busy, pins = max(part.acc, part.cpu) + part.join + part.rest, part.nbytes
-                link = self.costs.over_link(unit.kind, part)
-            else:
-                busy, pins = cost.cpu if where == "cpu" else cost.acc, unit.packed_nbytes
-                link = self.costs.over_link(unit.kind, cost)
-            link = link if where == "streamed" else 0.0
-            link += cost.kv_fetch if unit.kind.state and where != "cpu" and not in_vram else 0.0
+            busy, link = least_times(unit, place, self.costs)
+            pins = self.costs.divided(unit.name, share).nbytes if share else unit.packed_nbytes
             held = (pins if where == "pinned" else divided_sizes(unit, share).kept) + (
                 self.room.states[unit.name] if in_vram else 0
             )

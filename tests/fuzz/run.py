@@ -15,7 +15,8 @@ from pathlib import Path
 from fuzz.mutate_bytes import Mutant
 from fuzz.targets import Target, make_targets
 
-from pshard.planner.search import anneal, anneal_tiers, exact_tiers
+from pshard.planner.search import anneal
+from pshard.planner.search.rounds import anneal_tiers, exact_tiers
 
 HANGS = 20  # seconds for one mutant; most take milliseconds
 KEPT = Path(__file__).resolve().parents[2] / "build" / "fuzz"

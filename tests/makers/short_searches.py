@@ -10,9 +10,9 @@ SEARCH = "pshard.planner.search"
 SHORT = {
     ("anneal", "TRIES"): 100,
     ("anneal", "TRIES_PER_UNIT"): 1,
-    ("anneal_tiers", "TRIES"): 10,
+    ("rounds.anneal_tiers", "TRIES"): 10,
     ("exact", "MOST_UNITS"): 0,
-    ("exact_tiers", "MOST_UNITS"): 0,
+    ("rounds.exact_tiers", "MOST_UNITS"): 0,
 }
 WHOLE = {at: getattr(importlib.import_module(f"{SEARCH}.{at[0]}"), at[1]) for at in SHORT}
 
