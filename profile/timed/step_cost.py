@@ -59,6 +59,7 @@ class NoKernels:
 
     def __init__(self, real: Kernels, reads: Reads | None = None) -> None:
         self.act_dtype, self.repeatable, self.recordable = real.act_dtype, real.repeatable, real.recordable
+        self.fills = real.fills
         self._reads = reads
 
     @property
