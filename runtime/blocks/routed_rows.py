@@ -7,11 +7,13 @@ from pshard.runtime.kernels.api import Routes, RowIndex
 from pshard.units.moe.routed import ROUTED, rule_of
 
 
-def view_routed(side: Side, rows: RowIndex) -> tuple[torch.Tensor, Routes]:
-    """The normed hidden states of a side's n rows, float32 [n, D], and their routes. Both sides lay them out alike."""
-    n, filled = rows.tokens, rows.filled or rows.tokens
-    words, d, used = side.space.rows(ROUTED, filled).flatten(), side.config.d_model, rule_of(side.config).used
-    ids, weights = (words[filled * (d + i * used) :][: n * used].view(n, used) for i in range(2))
+def view_routed(side: Side, rows: RowIndex, filled: bool = False) -> tuple[torch.Tensor, Routes]:
+    """The normed hidden states of a side's n rows, float32 [n, D], and their routes; with `filled` those of all the
+    accelerator's rows. Both sides lay them out alike."""
+    n, most = rows.tokens, rows.filled or rows.tokens
+    words, d, used = side.space.rows(ROUTED, most).flatten(), side.config.d_model, rule_of(side.config).used
+    m = most if filled else n
+    ids, weights = (words[most * (d + i * used) :][: m * used].view(m, used) for i in range(2))
     return words[: n * d].view(n, d), Routes(ids.view(torch.int32), weights)
 
 

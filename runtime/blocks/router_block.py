@@ -12,7 +12,7 @@ class RouterBlock(Block):
 
     def run(self, work: Work, weights: UnitWeights, state: None, residual: Residual) -> None:
         side, n, vectors = work.side, work.rows.tokens, weights.vectors
-        x, routes = view_routed(side, work.rows)
+        x, routes = view_routed(side, work.rows, filled=True)
         normalise(side, vectors[NORM], n, residual, x)
         rule = rule_of(side.config)
         biases = vectors.get(BIAS), vectors.get(CHOICE_BIAS)

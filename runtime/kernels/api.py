@@ -266,7 +266,8 @@ class Kernels(Protocol):
         """Which experts x[M, D] (float32) takes, and with which weights, by the rule; written into `routes`.
 
         Scores are made of x @ router.T + bias[E] in float32; router [E, D] is F32, F16 or BF16. begin: of `RowIndex`,
-        where rows may be there only to fill the micro-batch: these take no expert.
+        where rows may be there only to fill the micro-batch: these take no expert. Nor do rows that `routes` has beyond
+        those of x, on the CPU: the accelerator's, which only fill it.
         """
         ...
 

@@ -96,8 +96,10 @@ class PlainKernels(PlainLatent, PlainDelta):
         begin: torch.Tensor | None = None,
     ) -> None:
         found = choose_experts(F.linear(x, unpack(router), bias), rule, choice_bias)
-        routes.ids.copy_(found.ids if begin is None else found.ids.where(begin[:, None] >= 0, -1))
-        routes.weights.copy_(found.weights)
+        n = x.shape[0]
+        routes.ids[:n] = found.ids if begin is None else found.ids.where(begin[:, None] >= 0, -1)
+        routes.ids[n:] = -1
+        routes.weights[:n] = found.weights
 
     def experts(
         self,

@@ -14,9 +14,12 @@ from plan_samples import make_tier, random_places, shrink_places
 
 from pshard.batch_sizes import SMALL_BATCH
 from pshard.models import open_model
+from pshard.runtime.kernels.api import Kernels
+from pshard.runtime.kernels.cpu.host import HostKernels
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.walks.step_sizes import RUNGS, fill_rows
 from pshard.units.moe.experts import EXPERTS
+from pshard.units.moe.router import ROUTER
 
 CONTEXT, SEQUENCES, VOCAB = 256, 24, 320
 MODELS = ("qwen3", "gpt-oss", "qwen2moe", "hybrid", "latent")
@@ -34,6 +37,10 @@ class Captured(PlainKernels):
     def delta_net(self, *arguments, out, offsets, **rest):
         out[int(offsets[-1]) :] = float("nan")
         super().delta_net(*arguments, out=out, offsets=offsets, **rest)
+
+    def experts(self, x, routes, weights, rule, *rest):
+        assert routes.ids.min() >= -1 and routes.ids.max() < rule.count  # a GPU would read an address from anywhere
+        super().experts(x, routes, weights, rule, *rest)
 
 
 def write_model(folder: Path, what: str) -> Path:
@@ -61,8 +68,8 @@ def talk(engine, sizes: list[int] | None = None) -> torch.Tensor:
     return torch.cat(found)
 
 
-def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Have engines compute by `Captured`; returns how many rows every norm has had, as they come."""
+def captured(monkeypatch: pytest.MonkeyPatch, host: Kernels | None = None) -> list[int]:
+    """Have engines compute by `Captured`, and on the CPU by `host`; returns how many rows every norm has had, as they come."""
     rows: list[int] = []
 
     def counted(self, hidden, *rest, **named):
@@ -70,7 +77,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         PlainKernels.rms_norm(self, hidden, *rest, **named)
 
     monkeypatch.setattr(Captured, "rms_norm", counted, raising=False)
-    monkeypatch.setattr("pshard.runtime.build_engine.choose_kernels", lambda *_: (Captured(), PlainKernels(), ()))
+    monkeypatch.setattr("pshard.runtime.build_engine.choose_kernels", lambda *_: (Captured(), host or PlainKernels(), ()))
     return rows
 
 
@@ -108,6 +115,26 @@ def test_units_on_the_cpu_and_states_in_host_memory_never_see_them(
     with open_engine(path, tiers, "plain", *shape) as engine:
         got = talk(engine)
     assert {n for n in made if n <= SMALL_BATCH} <= {*RUNGS, 30}
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_rows_that_fill_take_no_expert_where_the_cpu_routes(
+    tmp_path: Path, monkeypatch, native: bool, ahead: bool
+) -> None:
+    path = write_model(tmp_path, "qwen2moe")
+    with open_model(path) as file:
+        spec = file.spec
+    places: dict[str, tuple] = {u.name: ("pinned", "vram" if u.kind.state else None) for u in spec.units}
+    places |= {u.name: ("cpu", None) for u in spec.units if u.kind is ROUTER}
+    shape = CONTEXT * SEQUENCES, SEQUENCES
+    tiers = tuple(make_tier(spec, n, places, 2, *shape, batch=100, in_place=ahead) for n in (4, 40, 100))
+    with open_engine(path, tiers, "plain", *shape) as engine:
+        expected = talk(engine)
+    captured(monkeypatch, HostKernels() if native else PlainKernels())
+    with open_engine(path, tiers, "plain", *shape) as engine:
+        got = talk(engine)
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
 
 

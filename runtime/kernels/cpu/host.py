@@ -123,9 +123,10 @@ class HostKernels(PlainKernels):
         choice_bias: torch.Tensor | None = None,
         begin: torch.Tensor | None = None,
     ) -> None:
-        """See `Kernels.route`; rows that only fill a micro-batch never come here."""
-        found = (routes.ids, routes.weights)
-        native.route(x, router, rule, found, x.shape[0], x_stride=x.stride(0), biases=(bias, choice_bias))
+        """See `Kernels.route`; x has no rows that only fill a micro-batch."""
+        found, most = (routes.ids, routes.weights), routes.ids.shape[0]
+        biases = (bias, choice_bias)
+        native.route(x, router, rule, found, x.shape[0], x_stride=x.stride(0), biases=biases, rows=most)
 
     def experts(
         self,

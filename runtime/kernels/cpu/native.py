@@ -67,7 +67,7 @@ _SIGNATURES = {  # result and arguments, a letter of _TYPES each
     "rope_store": ("v", "plliiippfpplippplppllii"),
     "head_products": ("v", "pllpilllplll"),
     "store_latent": ("v", "plpllpllliipfpplippplpli"),
-    "route": ("v", "plpiilppliiiiifpp"),
+    "route": ("v", "plpiilpplliiiiifpp"),
     "experts": ("v", "plpplipiiiillpppiiippppli"),
     "delta_net": ("v", "plplplplppppfiiiipppplpl"),
     "callable": ("i", "s"),
@@ -578,16 +578,18 @@ def route(
     *,
     x_stride: int,
     biases: tuple[Buffer | None, Buffer | None],
+    rows: int | None = None,
 ) -> None:
     """Which experts tokens take: ids i32 and weights f32 [tokens, used] by the rule, from scores x @ router.T + bias.
 
-    x f32 [tokens, cols]; router is F32, F16 or BF16 [count, cols]; biases f32 [count] are of the scores, and of the
+    rows: of ids, where they are more than the tokens: the rest becomes -1. x f32 [tokens, cols]; router is F32, F16 or BF16 [count, cols]; biases f32 [count] are of the scores, and of the
     choice alone. A token with a NaN among its scores takes the first experts, with weights that are NaN.
     """
     bias, choice_bias = (None if b is None else _at(b) for b in biases)
     matrix = (*_packed(router), rule.count, router.cols, bias, choice_bias)
     choice = (_SCORES.index(rule.scores), rule.normed, rule.groups, rule.groups_used, rule.scale)
-    _function("route")(_at(x), x_stride, *matrix, tokens, rule.used, *choice, *map(_at, routes))
+    more = tokens if rows is None else rows
+    _function("route")(_at(x), x_stride, *matrix, tokens, more, rule.used, *choice, *map(_at, routes))
 
 
 def experts(

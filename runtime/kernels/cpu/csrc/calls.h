@@ -50,8 +50,9 @@ PSHARD_API void pshard_store_latent(const float* kv, int64_t kv_stride, const fl
                                     const int32_t* position, const int32_t* blocks, int64_t block_cells, char* cells,
                                     int64_t cell_stride, int type);
 PSHARD_API void pshard_route(const float* x, int64_t x_stride, const void* router, int type, int count, int64_t cols,
-                             const float* bias, const float* choice_bias, int64_t tokens, int used, int scores,
-                             int normed, int groups, int groups_used, float scale, int32_t* ids, float* weights);
+                             const float* bias, const float* choice_bias, int64_t tokens, int64_t rows, int used,
+                             int scores, int normed, int groups, int groups_used, float scale, int32_t* ids,
+                             float* weights);
 PSHARD_API void pshard_experts(const float* x, int64_t x_stride, const int32_t* ids, const float* weights,
                                int64_t tokens, int used, const int64_t* addresses, int experts, int gate_type,
                                int up_type, int down_type, int64_t hidden, int64_t inner, const float* gate_bias,

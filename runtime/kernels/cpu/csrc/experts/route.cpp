@@ -124,9 +124,11 @@ void choose(const Rule& rule, const float* logits, const float* choice_bias, con
 using namespace pshard;
 
 PSHARD_API void pshard_route(const float* x, int64_t x_stride, const void* router, int type, int count, int64_t cols,
-                             const float* bias, const float* choice_bias, int64_t tokens, int used, int scores,
-                             int normed, int groups, int groups_used, float scale, int32_t* ids, float* weights) {
+                             const float* bias, const float* choice_bias, int64_t tokens, int64_t rows, int used,
+                             int scores, int normed, int groups, int groups_used, float scale, int32_t* ids,
+                             float* weights) {
   const Matrix w(router, type, count, cols);
+  std::fill(ids + tokens * used, ids + rows * used, -1);
   const Rule rule{count, used, scores, normed != 0, groups, groups_used, scale};
   Pool::instance().with_scratch(tokens * count * sizeof(float), [&](uint8_t* scratch) {
     auto* logits = reinterpret_cast<float*>(scratch);
