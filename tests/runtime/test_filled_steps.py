@@ -69,7 +69,7 @@ def talk(engine, sizes: list[int] | None = None) -> torch.Tensor:
 
 
 def captured(monkeypatch: pytest.MonkeyPatch, host: Kernels | None = None) -> list[int]:
-    """Have engines compute by `Captured`, and on the CPU by `host`; returns how many rows every norm has had, as they come."""
+    """Have engines compute by `Captured`, and on the CPU by `host`; returns the rows of every norm, as they come."""
     rows: list[int] = []
 
     def counted(self, hidden, *rest, **named):
@@ -77,7 +77,8 @@ def captured(monkeypatch: pytest.MonkeyPatch, host: Kernels | None = None) -> li
         PlainKernels.rms_norm(self, hidden, *rest, **named)
 
     monkeypatch.setattr(Captured, "rms_norm", counted, raising=False)
-    monkeypatch.setattr("pshard.runtime.build_engine.choose_kernels", lambda *_: (Captured(), host or PlainKernels(), ()))
+    chosen = Captured(), host or PlainKernels(), ()
+    monkeypatch.setattr("pshard.runtime.build_engine.choose_kernels", lambda *_: chosen)
     return rows
 
 

@@ -582,8 +582,9 @@ def route(
 ) -> None:
     """Which experts tokens take: ids i32 and weights f32 [tokens, used] by the rule, from scores x @ router.T + bias.
 
-    rows: of ids, where they are more than the tokens: the rest becomes -1. x f32 [tokens, cols]; router is F32, F16 or BF16 [count, cols]; biases f32 [count] are of the scores, and of the
-    choice alone. A token with a NaN among its scores takes the first experts, with weights that are NaN.
+    x f32 [tokens, cols]; router is F32, F16 or BF16 [count, cols]; biases f32 [count] are of the scores, and of the
+    choice alone. A token with a NaN among its scores takes the first experts, with weights that are NaN. rows: of ids,
+    where they are more than the tokens: the rest becomes -1.
     """
     bias, choice_bias = (None if b is None else _at(b) for b in biases)
     matrix = (*_packed(router), rule.count, router.cols, bias, choice_bias)
