@@ -156,7 +156,7 @@ def main() -> int:
     if args.idle:
         loader = IdleLoader(args.streams, opened.file.spec.config.vocab, args.idle / 1e3)
     machine = loader.load(None)
-    with Served(loader, describe_model(opened, None)).running() as server:
+    with Served(loader, describe_model(opened, run.model, None)).running() as server:
         for _ in range(args.turns):
             direct += time_direct(machine, args.streams, args.steps)
             gaps, steps, loop = server.time_streams(args.streams, args.steps, args.api)
@@ -172,7 +172,7 @@ def main() -> int:
     if args.output:
         named = ("streams", "steps", "turns", "api", "idle")
         asked = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "cores": os.cpu_count()}
-        asked |= {"model": args.model.name, **{name: getattr(args, name) for name in named}}
+        asked |= {"model": Path(args.model).name, **{name: getattr(args, name) for name in named}}
         args.output.write_text(json.dumps(asked | found, indent=1) + "\n")
     return 0
 

@@ -184,3 +184,16 @@ def test_busy_measures_with_cores_held_and_leaves_no_program_behind(
     with busy["hold"]([min(os.sched_getaffinity(0))]):
         assert started[0].poll() is None
     assert started[0].poll() is not None
+
+
+@pytest.mark.slow
+def test_steps_of_a_server_are_timed_beside_those_of_its_engine(world: World, tmp_path: Path) -> None:
+    for extra in ("uvicorn", "starlette"):
+        pytest.importorskip(extra, reason=f"{extra} is not installed; pip install 'pshard[serve]'")
+    out = tmp_path / "served.json"
+    words = ["--vram", str(world.budget), "--streams", "2", "--steps", "40", "--turns", "1", "--idle", "1"]
+    done = run_script(world, "served_steps.py", *words, "-o", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads(out.read_text())
+    assert record["direct_ms"]["p50"] >= 1 and record["in_machine_ms"]["p50"] >= 1 and record["loop_ms"]["p50"] > 0
+    assert record["served_ms"]["p50"] >= record["in_machine_ms"]["p50"]

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from http_client import ask, events_of
+from hypothesis import given
+from hypothesis import strategies as some
 
 pytest.importorskip("starlette", reason="the extra serve is not installed")
 PATH = "/v1/completions"
@@ -179,3 +181,13 @@ def test_fields_that_clients_send_and_nobody_needs_are_ignored(app) -> None:
 def test_a_model_that_is_not_here_is_not_found(app) -> None:
     response = ask(app, PATH, ROMEO | {"model": "gpt-4"})
     assert response.status_code == 404 and response.json()["error"]["code"] == "model_not_found"
+
+
+@given(some.text(some.characters(exclude_categories=("Cs",))), some.text(some.characters(exclude_categories=("Cs",))))
+def test_a_prepared_event_is_the_one_that_is_written_whole(text: str, name: str) -> None:
+    from pshard.server.http.replies import prepare_event, write_event
+
+    def show(text: str) -> dict:
+        return {"model": name, "choices": [{"index": 0, "text": text}], name: None}
+
+    assert prepare_event(show)(text) == write_event(show(text))

@@ -2,13 +2,14 @@
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pshard.server.api.asks import ChatAsk
 from pshard.server.api.read_chat import read_chat
 from pshard.server.http.answers import Answer, Answers, Asked
 from pshard.server.http.desk import Call, Desk
-from pshard.server.http.replies import Reply, Stream, reply_json
+from pshard.server.http.replies import Reply, Stream, prepare_event, reply_json, write_event
 from pshard.server.routes.choice_stream import stream_choices
 from pshard.server.shapes.show_chat import (
     show_chat,
@@ -20,6 +21,7 @@ from pshard.server.shapes.show_chat import (
     show_new,
 )
 from pshard.server.shapes.show_completion import Heading
+from pshard.server.text.answer_reader import Delta
 from pshard.server.text.guides import schema_of_calls
 from pshard.server.text.prompts import Prompt
 
@@ -81,19 +83,26 @@ def _show_whole(told: _Told, index: int, answer: Answer) -> dict[str, Any]:
 
 def _stream(told: _Told) -> AsyncIterator[bytes]:
     """Chunks of all choices: each begins with the role, and ends with a chunk that has the reason."""
-    usage, begun = told.ask.answering.usage, set[int]()
+    usage, plain = told.ask.answering.usage, dict[int, Callable[[str], bytes]]()
 
-    def show(index: int, delta: Any) -> Iterator[dict[str, Any]]:
+    def show_text(index: int, text: str) -> dict[str, Any]:
+        return show_chunk(told.heading, [show_delta(index, {"content": text}, None)], usage)
+
+    def show(index: int, delta: Delta) -> Iterator[bytes]:
         answer = told.answers.all[index]
+        if index in plain and delta.is_text and not answer.reason:
+            yield plain[index](delta.text)
+            return
         choices = []
-        if index not in begun:
-            begun.add(index)
+        if index not in plain:
+            plain[index] = prepare_event(partial(show_text, index))
             choices.append(show_delta(index, BEGIN, None))
         if delta:
             choices.append(show_delta(index, show_new(delta), told.logprobs(delta.entries)))
         if answer.reason:
             choices.append(show_delta(index, {}, None, reason_of(answer)))
-        return (show_chunk(told.heading, [choice], usage) for choice in choices)
+        for choice in choices:
+            yield write_event(show_chunk(told.heading, [choice], usage))
 
     def show_usage() -> dict[str, Any]:
         return show_chunk(told.heading, [], False) | {"usage": told.answers.usage().show()}

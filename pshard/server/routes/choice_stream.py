@@ -6,21 +6,22 @@ from typing import Any
 from pshard.server.api.faults import Fault, show_fault
 from pshard.server.http.answers import Answers
 from pshard.server.http.replies import PING, write_event
+from pshard.server.text.answer_reader import Delta
 
 
 async def stream_choices(
-    answers: Answers, show: Callable[[int, Any], Iterator[dict[str, Any]]], usage: Callable[[], dict[str, Any]] | None
+    answers: Answers, show: Callable[[int, Delta], Iterator[bytes]], usage: Callable[[], dict[str, Any]] | None
 ) -> AsyncIterator[bytes]:
-    """Server-sent events. show: the chunks of a choice's number and what is new of it; usage: the chunk before the end,
-    None where none is wanted."""
+    """Server-sent events. show: those of a choice's number and what is new of it; usage: the chunk before the end, None
+    where none is wanted."""
     yield PING
     try:
         async for change in answers.changes():
             if change is None:
                 yield PING
                 continue
-            for chunk in show(*change):
-                yield write_event(chunk)
+            for event in show(*change):
+                yield event
     except Fault as fault:
         yield write_event(show_fault(fault))
         return

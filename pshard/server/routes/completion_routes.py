@@ -1,14 +1,15 @@
 """POST /v1/completions."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from pshard.server.api.asks import CompletionAsk
 from pshard.server.api.read_completion import read_completion
 from pshard.server.http.answers import Answer, Answers, Asked
 from pshard.server.http.desk import Call, Desk
-from pshard.server.http.replies import Reply, Stream, reply_json
+from pshard.server.http.replies import Reply, Stream, prepare_event, reply_json, write_event
 from pshard.server.routes.choice_stream import stream_choices
 from pshard.server.shapes.show_completion import (
     Heading,
@@ -16,6 +17,7 @@ from pshard.server.shapes.show_completion import (
     show_completion_choice,
     show_completion_logprobs,
 )
+from pshard.server.text.answer_reader import Delta
 from pshard.server.text.echoed import Echo, echo_prompt
 from pshard.server.text.prompts import Prompt
 from pshard.server.text.token_words import Entry
@@ -90,17 +92,25 @@ def _show_whole(told: _Told, index: int, answer: Answer) -> dict[str, Any]:
 
 def _stream(told: _Told) -> AsyncIterator[bytes]:
     """Chunks of all choices; with echo the first of each begins with the prompt."""
-    begun = set[int]()
+    begun, plain = set[int](), dict[int, Callable[[str], bytes]]()
 
-    def show(index: int, delta: Any) -> Iterator[dict[str, Any]]:
+    def show_text(index: int, text: str, logprobs: dict[str, Any] | None = None, reason: str = "") -> dict[str, Any]:
+        choice = show_completion_choice(index, text, logprobs, reason or None)
+        return show_completion(told.heading, [choice], None)
+
+    def show(index: int, delta: Delta) -> Iterator[bytes]:
         answer, begins = told.answers.all[index], index not in begun
         if not delta and not answer.reason:
             return
         begun.add(index)
         text = (told.echo(index).text if begins else "") + delta.text
         logprobs = told.logprobs(index, delta.entries, begins)
-        choice = show_completion_choice(index, text, logprobs, answer.reason or None)
-        yield show_completion(told.heading, [choice], None)
+        if answer.reason or logprobs:
+            yield write_event(show_text(index, text, logprobs, answer.reason))
+            return
+        if index not in plain:
+            plain[index] = prepare_event(partial(show_text, index))
+        yield plain[index](text)
 
     def show_usage() -> dict[str, Any]:
         return show_completion(told.heading, [], told.answers.usage())

@@ -28,6 +28,8 @@ def make_piece(run: JobRun, count: int) -> Piece:
     """The next `count` tokens of a job's text, and what is wanted of their logits."""
     assert run.text is not None and run.sampler is not None
     at, text = len(run.text.ids), run.text
+    if run.decodes:
+        return Piece(text, (run.tokens[at],), "last", *_wish(run, _enough(run)))
     ids = tuple(run.tokens[at : at + count])
     if scores(run):
         return _scored_piece(run, text, ids)
@@ -50,9 +52,9 @@ def scores(run: JobRun) -> bool:
 def _enough(run: JobRun) -> int:
     """So many of the largest logits are asked for to draw from, of those that a grammar allows; 0: all. Where the
     likeliest of all tokens are to be told, those that it allows do not say them."""
-    assert run.sampler is not None
-    unmasked = bool(run.job.likely) or scores(run)
-    enough = run.sampler.enough if unmasked else run.sampler.enough_allowed
+    sampler = run.sampler
+    assert sampler is not None
+    enough = sampler.enough if run.job.likely or scores(run) else sampler.enough_allowed
     return enough if enough <= MOST else 0
 
 

@@ -35,11 +35,12 @@ class JobRun:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.job.prompt)
+        self._prompt = len(self.tokens)
 
     @property
     def made(self) -> int:
         """Tokens of the answer so far."""
-        return len(self.tokens) - len(self.job.prompt)
+        return len(self.tokens) - self._prompt
 
     @property
     def goal(self) -> int:
@@ -54,8 +55,9 @@ class JobRun:
 
     @property
     def decodes(self) -> bool:
-        """Whether its last token is all that the next one waits for."""
-        return self.remaining == 1 and self.made > 0
+        """Whether its last token is all that the next one waits for; so nothing of its prompt is to be scored."""
+        tokens = len(self.tokens)
+        return self.text is not None and tokens > self._prompt and len(self.text.ids) + 1 == tokens
 
     def tell(self, event: Event) -> bool:
         """Put an event; whether the listener took it. One that fails is not asked again."""

@@ -69,8 +69,9 @@ class Scheduler:
                 return shares
 
     def _share(self) -> list[Share]:
-        decoding = [run for run in self.jobs.running if run.decodes]
-        prompts = [run for run in self.jobs.running if not run.decodes]
+        decoding, prompts = list[JobRun](), list[JobRun]()
+        for run in self.jobs.running:
+            (decoding if run.decodes else prompts).append(run)
         slots, shares = self.machine.facts.sequences, [Share(run, 1, True) for run in decoding]
         if not prompts and (len(decoding) == slots or not len(self.jobs.line)):
             return shares  # no need to know what would have room
@@ -143,6 +144,8 @@ class Scheduler:
     def _take_rows(self, share: Share, rows: Sequence[Row], now: float) -> int:
         """What a step made of one text; how many tokens."""
         run = share.run
+        if share.decodes:
+            return self._take_token(run, rows[-1], now)
         assert run.text is not None
         done, prompt = len(run.text.ids), len(run.job.prompt)
         if scores(run):
@@ -167,7 +170,8 @@ class Scheduler:
             self.jobs.end_run(run, Ended("stop"), now)
             return 0
         run.tokens.append(token)
-        if run.made == 1:
+        made = run.made
+        if made == 1:
             run.first = now
             self.tally.first_token.add(now - run.taken)
         else:
@@ -175,7 +179,7 @@ class Scheduler:
         run.last = now
         if not run.tell(Made((token,), (likely,) if likely else ())):
             self.jobs.end_run(run, Ended("cancelled"), now)
-        elif run.made >= run.job.most or len(run.tokens) >= self.machine.facts.longest:
+        elif made >= run.job.most or len(run.tokens) >= self.machine.facts.longest:
             self.jobs.end_run(run, Ended("length"), now)
         return 1
 

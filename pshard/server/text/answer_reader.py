@@ -27,6 +27,11 @@ class Delta:
     calls: tuple[CallPart, ...] = ()
     entries: tuple[Entry, ...] = ()
 
+    @property
+    def is_text(self) -> bool:
+        """Whether it is text and nothing else."""
+        return bool(self.text) and not (self.thought or self.calls or self.entries)
+
     def __bool__(self) -> bool:
         return bool(self.text or self.thought or self.calls or self.entries)
 
@@ -113,6 +118,8 @@ class AnswerReader:
         return Delta(text)
 
     def _join(self, parts: list[Delta]) -> Delta:
+        if len(parts) == 1 and not self._waiting:  # the usual case: a token without a log-probability
+            return parts[0]
         at = next((i for i, entry in enumerate(self._waiting) if entry.offset >= self._given), len(self._waiting))
         entries, self._waiting = self._waiting[:at], self._waiting[at:]
         calls = tuple(call for part in parts for call in part.calls)
@@ -207,5 +214,7 @@ class _Shape:
 
 
 def _add(parts: list[Delta]) -> Delta:
+    if len(parts) == 1:
+        return parts[0]
     calls = tuple(call for part in parts for call in part.calls)
     return Delta("".join(part.text for part in parts), "".join(part.thought for part in parts), calls)

@@ -14,6 +14,8 @@ class StopFinder:
 
     def push(self, text: str) -> str:
         """What is certain after some more text; nothing after a stop string."""
+        if not self._stops:
+            return text
         if self.found:
             return ""
         self._held += text
