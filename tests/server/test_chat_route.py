@@ -230,12 +230,27 @@ def test_a_bad_field_is_refused_by_its_name(app, where, value) -> None:
 def test_fields_of_other_servers_that_change_answers_are_refused_unless_they_change_none(app) -> None:
     neutral = {"typical_p": 1.0, "tfs": 1, "mirostat": 0, "min_tokens": 0, "dry_multiplier": 0.0, "samplers": [],
                "guided_json": None, "use_beam_search": False, "top_n_sigma": -1, "grammar": "",
-               "stop_token_ids": []}  # fmt: skip
+               "stop_token_ids": [], "skip_special_tokens": True, "add_generation_prompt": True, "echo": False,
+               "thinking_token_budget": -1, "lora": []}  # fmt: skip
     chat(app, max_completion_tokens=1, **neutral)
     for name, value in (("typical_p", 0.9), ("dry_multiplier", 0.8), ("guided_regex", "a+"), ("stop_token_ids", [5]),
-                        ("samplers", ["top_k"]), ("min_tokens", True), ("truncate_prompt_tokens", 9)):  # fmt: skip
+                        ("samplers", ["top_k"]), ("min_tokens", True), ("truncate_prompt_tokens", 9),
+                        ("regex", "a+"), ("ebnf", "root ::= x"), ("documents", [{}]), ("cache_salt", "x"),
+                        ("skip_special_tokens", False), ("add_generation_prompt", False), ("echo", True),
+                        ("thinking_token_budget", 100), ("lora", [{"id": 0, "scale": 1}])):  # fmt: skip
         error = ask(app, PATH, HI | {name: value}).json()["error"]
         assert error["param"] == name and error["message"].startswith(f"{name} is ")
+
+
+def test_what_a_stream_cannot_tell_is_refused(app) -> None:
+    for more, where in (
+        ({"return_token_ids": True}, "return_token_ids"),
+        ({"stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
+    ):
+        found = ask(app, PATH, HI | {"stream": True} | more)
+        assert found.status_code == 400 and found.json()["error"]["param"] == where
+    told = {"include_usage": True, "continuous_usage_stats": False}
+    assert ask(app, PATH, HI | {"stream": True, "stream_options": told}).status_code == 200
 
 
 def test_schemas_that_cannot_be_kept_to_are_refused_at_once(app, service) -> None:

@@ -29,8 +29,9 @@ from pshard.server.api.read_tools import check_schema
 MOST_TOKENS = 1 << 31
 SAMPLER, SCHEMA = "is not one of the samplers here", "is not taken; give response_format with a JSON schema"
 KEPT, STOPS = "is not taken: answers are as the model makes them", "is not taken; give stop, which may name tokens"
-ELSEWHERE: tuple[tuple[Any, ...], ...] = (  # fields of llama.cpp's and vLLM's servers that change answers: why they are
-    # refused here, and values by which they change none
+ENDS = "is not kept: thinking ends when the model ends it"
+ELSEWHERE: tuple[tuple[Any, ...], ...] = (  # fields of the servers of llama.cpp, vLLM and SGLang that change answers: why
+    # they are refused here, and values by which they change none
     ("mirostat", SAMPLER), ("mirostat_mode", SAMPLER), ("typical_p", SAMPLER, 1), ("tfs_z", SAMPLER, 1),
     ("tfs", SAMPLER, 1), ("top_a", SAMPLER), ("top_n_sigma", SAMPLER, -1), ("dynatemp_range", SAMPLER),
     ("dry_multiplier", SAMPLER), ("xtc_probability", SAMPLER), ("smoothing_factor", SAMPLER), ("samplers", SAMPLER),
@@ -43,6 +44,13 @@ ELSEWHERE: tuple[tuple[Any, ...], ...] = (  # fields of llama.cpp's and vLLM's s
     ("truncate_prompt_tokens", "is not taken: prompts are never cut", -1), ("n_predict", "is max_tokens here", -1),
     ("n_probs", "is logprobs here"), ("chat_template", "is not taken: templates are those of the model"),
     ("continue_final_message", "is not taken: the template ends a message"),
+    ("regex", SCHEMA), ("ebnf", SCHEMA), ("structural_tag", SCHEMA), ("stop_regex", STOPS),
+    ("epsilon_cutoff", SAMPLER), ("eta_cutoff", SAMPLER), ("logits_processors", SAMPLER),
+    ("custom_logit_processor", SAMPLER), ("no_stop_trim", "is not done: a stop string is no part of an answer"),
+    ("t_max_predict_ms", "is not taken; give max_tokens"), ("documents", "is not taken; write them into a message"),
+    ("lora", "is not taken: no adapters are loaded"), ("lora_path", "is not taken: no adapters are loaded"),
+    ("thinking_token_budget", ENDS, -1), ("thinking_budget_tokens", ENDS, -1), ("reasoning_budget", ENDS, -1),
+    ("cache_salt", "is not taken: with several keys each shares with itself alone"),
 )  # fmt: skip
 SEEDS = 1 << 63
 
@@ -64,11 +72,13 @@ def drawing_table(limits: Limits) -> Table:
         Field("stop", stop_kind(limits), ()),
         Field("n", Whole(1, limits.choices), 1),
         Field("ignore_eos", Flag(), False, about="go on past the end of the text, for timings"),
-        Field("return_token_ids", Flag(), False, about="adds token_ids to each choice that is not streamed"),
+        Field("return_token_ids", Flag(), False, about="adds token_ids to each choice; not in a stream"),
         Field("stream", Flag(), False),
         Field("stream_options", _stream_options(), None),
         Field("response_format", response_format_kind(), None),
         *(Field(name, Refused(why, (*NOTHING, *neutral))) for name, why, *neutral in ELSEWHERE),
+        Field("skip_special_tokens", Refused("is always true here: special tokens are no text", (True,))),
+        Field("add_generation_prompt", Refused("is always true here: the answer is a message of its own", (True,))),
         Field("suffix", Refused("is not taken: the model continues text, it does not fill gaps")),
     )
 
@@ -95,7 +105,8 @@ def response_format_kind() -> Fields:
 
 
 def _stream_options() -> Fields:
-    return Fields((Field("include_usage", Flag(), False),))
+    often = Refused("is not done: usage comes once, at the end of the stream")
+    return Fields((Field("include_usage", Flag(), False), Field("continuous_usage_stats", often)))
 
 
 def read_sampling(values: Mapping[str, Any], usual: Sampling, vocab: int) -> Sampling:

@@ -53,6 +53,7 @@ def chat_table(limits: Limits) -> Table:
         Field("chat_template_kwargs", _Arguments(), {}),
         Field("functions", Refused("is not taken any more; give tools")),
         Field("function_call", Refused("is not taken any more; give tool_choice", ("none", "auto"))),
+        Field("echo", Refused("is not done: an answer is a message of its own")),
         Field("modalities", Items(OneOf(("text",)), 1), None),
         Field("audio", Refused("is not taken: this model makes text")),
         Field("web_search_options", Refused("is not taken: this server reaches no network", ())),

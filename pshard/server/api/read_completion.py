@@ -88,6 +88,8 @@ def read_answering(v: dict[str, Any]) -> Answering:
     options = v["stream_options"]
     if options is not None and not v["stream"]:
         raise bad_field("stream_options", "is only for stream: true")
+    if v["return_token_ids"] and v["stream"]:
+        raise bad_field("return_token_ids", "is only for answers that are not streamed")
     return Answering(v["stream"], bool(options and options["include_usage"]), v["return_token_ids"])
 
 
