@@ -1,8 +1,11 @@
 """Connections that close, wait, read slowly or send too much."""
 
 import asyncio
+import gc
 import json
+import os
 import socket
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -16,6 +19,7 @@ from http_client import ask, events_of, serve
 from small_service import SmallService, demo_model
 
 from pshard.server.api.limits import DEFAULT_LIMITS
+from pshard.server.http.bell import Bell
 from pshard.server.http.inbox import Board, Inbox
 from pshard.server.http.make_app import make_app
 from pshard.server.http.replies import Gone, Stream, send_stream
@@ -240,12 +244,13 @@ def test_a_reader_that_takes_nothing_is_given_up_and_its_stream_closed() -> None
     assert closed == [True, False]
 
 
-def test_a_step_of_sixteen_streams_wakes_the_event_loop_once() -> None:
+def test_a_step_of_sixteen_streams_wakes_the_event_loop_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    woken, ring = [], Bell.ring
+    monkeypatch.setattr(Bell, "ring", lambda bell: woken.append(bell) or ring(bell))
+
     async def leave_and_take():
-        board, loop = Board(), asyncio.get_running_loop()
+        board = Board()
         inboxes = [Inbox(board) for _ in range(16)]
-        woken, call = [], loop.call_soon_threadsafe
-        loop.call_soon_threadsafe = lambda act: woken.append(act) or call(act)
         for step in range(2):
             slots = [inbox.listener(0) for inbox in inboxes]
             for slot in slots:
@@ -256,3 +261,45 @@ def test_a_step_of_sixteen_streams_wakes_the_event_loop_once() -> None:
         return len(woken)
 
     assert asyncio.run(leave_and_take()) == 2
+
+
+def test_who_wakes_the_event_loop_keeps_pythons_lock() -> None:
+    async def ring_and_look() -> tuple[int, int]:
+        heard: list[int] = []
+        bell, now = Bell(lambda: heard.append(1)), asyncio.get_running_loop()
+        done, before = asyncio.Event(), sys.getswitchinterval()
+
+        def ring() -> int:
+            sys.setswitchinterval(10.0)  # a thread that wakes asks for the lock so much later
+            early = 0
+            for _ in range(50):
+                time.sleep(0.002)  # the loop waits again
+                count = len(heard)
+                bell.ring()
+                early += len(heard) > count
+            sys.setswitchinterval(before)
+            now.call_soon_threadsafe(done.set)
+            return early
+
+        early = await asyncio.to_thread(ring)
+        await done.wait()
+        return early, len(heard)
+
+    early, heard = asyncio.run(ring_and_look())
+    assert early == 0 and heard >= 40  # several rings may be heard as one
+
+
+def test_a_bell_that_nobody_hears_is_harmless_and_gives_its_files_back() -> None:
+    async def make() -> Bell:
+        return Bell(lambda: None)
+
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(50):
+        bell = asyncio.run(make())
+        for _ in range(2_000):
+            bell.ring()
+    for _ in range(70_000):  # more than there is room for
+        bell.ring()
+    del bell
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) < before + 25  # of 100; servers of other tests have theirs

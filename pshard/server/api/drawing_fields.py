@@ -30,8 +30,8 @@ MOST_TOKENS = 1 << 31
 SAMPLER, SCHEMA = "is not one of the samplers here", "is not taken; give response_format with a JSON schema"
 KEPT, STOPS = "is not taken: answers are as the model makes them", "is not taken; give stop, which may name tokens"
 ENDS = "is not kept: thinking ends when the model ends it"
-ELSEWHERE: tuple[tuple[Any, ...], ...] = (  # fields of the servers of llama.cpp, vLLM and SGLang that change answers: why
-    # they are refused here, and values by which they change none
+ELSEWHERE: tuple[tuple[Any, ...], ...] = (  # fields of llama.cpp's, vLLM's and SGLang's that change
+    # answers: why they are refused here, and values by which they change none
     ("mirostat", SAMPLER), ("mirostat_mode", SAMPLER), ("typical_p", SAMPLER, 1), ("tfs_z", SAMPLER, 1),
     ("tfs", SAMPLER, 1), ("top_a", SAMPLER), ("top_n_sigma", SAMPLER, -1), ("dynatemp_range", SAMPLER),
     ("dry_multiplier", SAMPLER), ("xtc_probability", SAMPLER), ("smoothing_factor", SAMPLER), ("samplers", SAMPLER),

@@ -1,9 +1,9 @@
 """Where events of requests' jobs wait to be read: left by the scheduler's thread, taken by the event loop."""
 
 import asyncio
-import contextlib
 from collections import deque
 
+from pshard.server.http.bell import Bell
 from pshard.server.jobs import Event, Made, Progress
 
 
@@ -19,6 +19,7 @@ class Board:
         self.loop = asyncio.get_running_loop()
         self._left: deque[tuple[Inbox, int, Event]] = deque()
         self._told = False
+        self._bell = Bell(self._sort)
 
     def leave(self, inbox: "Inbox", index: int, event: Event) -> None:
         """From any thread."""
@@ -28,8 +29,7 @@ class Board:
         """Have all that was left sorted into its inboxes; from any thread."""
         if not self._told:
             self._told = True
-            with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody reads any more
-                self.loop.call_soon_threadsafe(self._sort)
+            self._bell.ring()
 
     def _sort(self) -> None:
         self._told = False  # first: what is left from now on may need another call
