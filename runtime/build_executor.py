@@ -17,11 +17,18 @@ from pshard.runtime.kernels.api import Kernels
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.memory.host_memory import keep_freed_memory
-from pshard.runtime.memory.weights import HostWeights, LentWeights, WeightSource, expect_unit, fill_sum_norms, pack_unit
+from pshard.runtime.memory.weights import (
+    HostWeights,
+    LentWeights,
+    WeightSource,
+    expect_unit,
+    fill_sum_norms,
+    pack_portion,
+)
 from pshard.runtime.ranks.group import Group
 from pshard.times.gpu_tiles import TileChoice
+from pshard.units.moe.on_host import list_on_host, list_only_in_vram
 from pshard.units.state import StateShape
-from pshard.units.unit import Unit
 
 
 def choose_kernels(
@@ -76,7 +83,6 @@ def build_executor(
         lender: holds every unit already, packed; None packs them from the source.
         records: the executor keeps which experts routers choose. play: what they are made to choose.
     """
-    resident = plan.resident
     needed = align(max(tier.buffers.total + _index_nbytes(spec, tier, states) for tier in plan.tiers), TENSOR_ALIGN)
     arena = device.allocate(min(needed, arena_bytes(plan.budget_mib, device.kind)))
     if lender is not None:
@@ -84,9 +90,9 @@ def build_executor(
         executor = Executor(
             spec, plan, device, arena, LentWeights(lender), states, kernels, group, records=records, play=play
         )
-        _load_pins(executor, resident, lender.blob, lender.blob)
+        _load_pins(executor, plan.resident, lender.blob, lender.blob)
         return executor
-    weights = HostWeights([spec.unit(name) for name in plan.lock_order], device)
+    weights = HostWeights(list_on_host(spec, plan), device)
     try:
         executor = Executor(spec, plan, device, arena, weights, states, kernels, group, records=records, play=play)
     except BaseException:
@@ -100,20 +106,21 @@ def build_executor(
         raise
     if spec.sum_norms:
         fill_sum_norms(source, spec, executor.host.side.space.tensors[SUM_NORMS])
-    stage = torch.empty(max((spec.unit(u).packed_nbytes for u in resident), default=0), dtype=torch.uint8)
+    only_in_vram = {p.unit.name: p for p in list_only_in_vram(spec, plan)}
+    stage = torch.empty(max((p.nbytes for p in only_in_vram.values()), default=0), dtype=torch.uint8)
 
-    following = dict(pairwise(resident))
-    expect_unit(source, spec.unit(resident[0]) if resident else None)
+    following = dict(pairwise(only_in_vram))
+    expect_unit(source, next((p.unit for p in only_in_vram.values()), None))
 
     def pack(name: str) -> torch.Tensor:
-        unit: Unit = spec.unit(name)
-        expect_unit(source, spec.unit(following[name]) if name in following else None)
-        blob = stage[: unit.packed_nbytes]
-        pack_unit(source, unit, blob, ranges)
-        progress(unit.packed_nbytes)
+        portion = only_in_vram[name]
+        expect_unit(source, only_in_vram[following[name]].unit if name in following else None)
+        blob = stage[: portion.nbytes]
+        pack_portion(source, portion, blob, ranges)
+        progress(portion.nbytes)
         return blob
 
-    _load_pins(executor, resident, pack, weights.blob)
+    _load_pins(executor, tuple(only_in_vram), pack, weights.blob)
     return executor
 
 

@@ -20,7 +20,7 @@ from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.unpack import plain_rows, unpack
 from pshard.runtime.memory.host_memory import map_memory
 from pshard.tensor import TensorSpec
-from pshard.units.divide_unit import Portion
+from pshard.units.divide_unit import Portion, whole_unit
 from pshard.units.unit import Unit
 
 
@@ -82,18 +82,20 @@ LOCK_CHUNK = 2 << 30  # bytes that are page-locked at once: half a second in whi
 
 
 class HostWeights:
-    """The host arena: blobs of the given units, page-locked for `device` as far as it lets us, in the given order.
+    """The host arena: blobs of what is given of units, page-locked for `device` as far as it lets us, in that order.
 
     It is locked in chunks of whole units, as a copy that spans two of them is an error. The first that is refused ends
     it: what is locked by then stays so, and a refusal again and again has made drivers unusable.
 
     Attributes:
+        held: what it has of each unit, by name.
         nbytes: bytes of the arena; pageable: bytes of it that copies do not reach at the page-locked rate; largest:
-            bytes of the largest unit.
+            bytes of the largest blob.
     """
 
-    def __init__(self, units: Iterable[Unit], device: Device) -> None:
-        self._units = {u.name: u for u in units}
+    def __init__(self, portions: Iterable[Portion], device: Device) -> None:
+        self.held = {p.unit.name: p for p in portions}
+        self._units = {name: p.unit for name, p in self.held.items()}
         starts, at, borders = {}, 0, [0]
         for unit in self._units.values():
             size = align(unit.packed_nbytes, TENSOR_ALIGN)
@@ -119,7 +121,7 @@ class HostWeights:
         return self.pageable == 0
 
     def blob(self, unit: str) -> torch.Tensor:
-        """The unit's contiguous bytes in host memory. Raises KeyError when the arena does not hold it."""
+        """The contiguous bytes of what is held of a unit. Raises KeyError when the arena does not hold it."""
         return self._blobs[unit]
 
     def is_locked(self, unit: str) -> bool:
@@ -145,7 +147,7 @@ class HostWeights:
                         locked.append(locker.submit(self._lock_next))
                         full += 1
                     expect_unit(source, self._units.get(following))
-                    pack_unit(source, self._units[name], self._blobs[name], ranges)
+                    pack_portion(source, self.held[name], self._blobs[name], ranges)
                     progress(self._units[name].packed_nbytes)
             except BaseException:
                 locker.shutdown(cancel_futures=True)
@@ -188,7 +190,7 @@ class LentWeights:
     """Another's HostWeights, for as long as that lives: what one engine of several on one model holds."""
 
     def __init__(self, lender: HostWeights) -> None:
-        self.nbytes, self.pageable, self.blob = lender.nbytes, lender.pageable, lender.blob
+        self.nbytes, self.pageable, self.blob, self.held = lender.nbytes, lender.pageable, lender.blob, lender.held
         self.page_locked, self.is_locked, self.largest = lender.page_locked, lender.is_locked, lender.largest
 
     def lock(self) -> None:
@@ -205,13 +207,20 @@ def expect_unit(source: WeightSource, unit: Unit | None) -> None:
 
 
 def pack_unit(source: WeightSource, unit: Unit, blob: torch.Tensor, ranges: Ranges | None = None) -> None:
-    """Fill a unit's blob (uint8, host) from the model file; with `ranges` only that part of each tensor."""
+    """Fill a whole unit's blob (uint8, host) from the model file; with `ranges` only that part of each tensor."""
+    pack_portion(source, whole_unit(unit), blob, ranges)
+
+
+def pack_portion(source: WeightSource, portion: Portion, blob: torch.Tensor, ranges: Ranges | None = None) -> None:
+    """The same of some parts of a unit, or all of it."""
+    unit, first = portion.unit, portion.first
     whole = {t.name: t for t in source.spec.unit(unit.name).tensors}
     for at, tensor in unit.offsets().values():
         out = blob[at : at + tensor.packed_nbytes]
         own = None if ranges is None else ranges[unit.name][tensor.name]
         if tensor.parts:
-            _pack_stack(source, tensor, unit.order or range(tensor.parts), (whole[tensor.name].cols, own), out)
+            order = (unit.order or range(whole[tensor.name].parts))[first : first + tensor.parts]
+            _pack_stack(source, tensor, order, (whole[tensor.name].cols, own), out)
             continue
         raw = source.tensor_bytes(tensor.name)
         if own is not None and len(tensor.shape) == 1:

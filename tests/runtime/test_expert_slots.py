@@ -164,10 +164,10 @@ def _check_bytes(engine: Engine) -> None:
     (pool,) = executor.slots._pools
     for row, expert in np.argwhere(pool.follower.slot_of >= 0).tolist():
         unit, slot = pool._units[row], int(pool.follower.slot_of[row, expert])
-        blob = executor.weights.blob(unit.name)
-        for matrix, (at, tensor) in zip(pool._view(slot), unit.offsets().values()):
+        held, blob = executor.weights.held[unit.name], executor.weights.blob(unit.name)
+        for matrix, (at, tensor) in zip(pool._view(slot), held.unit.offsets().values()):
             part = tensor.packed_nbytes // tensor.parts
-            assert torch.equal(matrix.data, blob[at + expert * part :][:part])
+            assert torch.equal(matrix.data, blob[at + (expert - held.first) * part :][:part])
 
 
 @pytest.mark.parametrize("policy", ["lru", "frequency"])
