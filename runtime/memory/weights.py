@@ -33,6 +33,8 @@ class WeightSource(Protocol):
 
     def part_bytes(self, name: str, part: int) -> np.ndarray: ...
 
+    def run_bytes(self, name: str, first: int, end: int) -> np.ndarray: ...
+
     def expect_tensor(self, name: str) -> None: ...
 
     def forget_tensor(self, name: str) -> None: ...
@@ -248,16 +250,24 @@ def _pack_stack(
     wanted: tuple[int, tuple[int, int, int, int] | None],
     out: torch.Tensor,
 ) -> None:
-    """One part after the other, in that order: of some models a whole stack is gigabytes, and its parts lie all over
-    the files.
+    """The parts in that order, at once what lies together in the file: of some models a whole stack is gigabytes, and
+    its parts lie all over the files.
 
     wanted: how many columns each part has in the file, and what of it is wanted; None: all of it.
     """
-    part, (cols, own) = replace(tensor, shape=(tensor.rows // tensor.parts, tensor.cols), parts=0), wanted
-    for place, number in enumerate(order):
-        raw = source.part_bytes(tensor.name, number)
+    rows, (cols, own) = tensor.rows // tensor.parts, wanted
+    joins = own is None and rows % ROW_BLOCK == 0  # no record has rows of two parts
+    place, size = 0, packed_nbytes(tensor.qtype, rows, tensor.cols)
+    while place < len(order):
+        end = place + 1
+        while joins and end < len(order) and order[end] == order[end - 1] + 1:
+            end += 1
+        raw = source.run_bytes(tensor.name, order[place], order[end - 1] + 1)
+        count = len(raw) // rows if joins else 1
         raw = raw if own is None else _cut_rows(raw, tensor.qtype, cols, own)
-        _pack_matrix(raw, part, out[place * part.packed_nbytes : (place + 1) * part.packed_nbytes])
+        some = replace(tensor, shape=(count * rows, tensor.cols), parts=0)
+        _pack_matrix(raw, some, out[place * size : (place + count) * size])
+        place += count
     source.forget_tensor(tensor.name)
 
 

@@ -22,6 +22,7 @@ from pshard.planner.program.unit_classes import group_units
 from pshard.quant import align
 from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
+from pshard.runtime.memory import weights
 from pshard.runtime.memory.weights import HostWeights, view_unit
 from pshard.units.divide_unit import find_portion, last_parts, whole_unit
 from pshard.units.moe.experts import EXPERTS
@@ -128,3 +129,23 @@ def test_every_count_of_a_plan_is_what_a_run_takes(way: tuple) -> None:
     assert kept_bytes(task.room, tiers) == taken
     assert host_bytes(problem, count_tier(classes, tiers[0])) == (taken, 0)
     assert _host_bytes(file.spec, variant, variant.ranks[0], "cuda") == taken
+
+
+@pytest.mark.parametrize(
+    ("order", "runs"), [((), 1), ((5, 6, 7, 0, 1, 2, 3, 4), 2), ((7, 6, 5, 4, 3, 2, 1, 0), 8)], ids=str
+)
+def test_experts_that_lie_together_in_the_file_are_packed_at_once(
+    order: tuple[int, ...], runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, packed = ExpertsFile(), list[int]()
+    unit = replace(file.spec.unit("blk.1.experts"), order=order)
+    one_by_one, pack = torch.zeros(unit.packed_nbytes, dtype=torch.uint8), weights._pack_matrix
+    for at, tensor in unit.offsets().values():
+        size = tensor.packed_nbytes // tensor.parts
+        part = replace(tensor, shape=(tensor.rows // tensor.parts, tensor.cols), parts=0)
+        for place, number in enumerate(order or range(N_EXPERTS)):
+            pack(file.part_bytes(tensor.name, number), part, one_by_one[at + place * size :][:size])
+    monkeypatch.setattr(weights, "_pack_matrix", lambda *given: (packed.append(1), pack(*given)))
+    together = torch.zeros_like(one_by_one)
+    weights.pack_unit(file, unit, together)
+    assert torch.equal(together, one_by_one) and len(packed) == 3 * runs
