@@ -115,6 +115,9 @@ class HostWeights:
         self._ends = [*borders[1:], at]  # of chunks
         self._locked: list[torch.Tensor] = []
         self._refused = False
+        self._packer: ThreadPoolExecutor | None = None
+        self._packed: dict[str, Future[None]] = {}
+        self._locking: list[Future[bool]] = []
         self._blobs = {name: arena[at : at + self._units[name].packed_nbytes] for name, at in starts.items()}
 
     @property
@@ -138,24 +141,42 @@ class HostWeights:
     def pack(
         self, source: WeightSource, ranges: Ranges | None, progress: Callable[[int], None], locks: bool = False
     ) -> None:
-        """Pack every unit from the file, which is read ahead by one. `progress` gets the bytes done since last time.
-        locks: a thread page-locks each chunk when it is full, while the next is packed; see `lock`."""
-        names, full = list(self._units), 0
+        """`begin`, then `finish`; locks: what is full is page-locked meanwhile."""
+        self.begin(source, ranges, progress)
         with ThreadPoolExecutor(1, "page-lock") as locker:
-            locked: list[Future[bool]] = []
-            try:
-                for name, following in zip_longest(names, names[1:]):
-                    if locks and full < len(self._ends) and self._starts[name] >= self._ends[full]:  # the chunk is full
-                        locked.append(locker.submit(self._lock_next))
-                        full += 1
-                    expect_unit(source, self._units.get(following))
-                    pack_portion(source, self.held[name], self._blobs[name], ranges)
-                    progress(self._units[name].packed_nbytes)
-            except BaseException:
-                locker.shutdown(cancel_futures=True)
-                raise
-        for chunk in locked:
-            chunk.result()
+            self.finish(locker if locks else None)
+
+    def begin(self, source: WeightSource, ranges: Ranges | None, progress: Callable[[int], None]) -> None:
+        """Start to pack every unit from the file, which is read ahead by one, in a thread. `progress` gets the bytes
+        done since last time, there."""
+
+        def pack(name: str, following: str | None) -> None:
+            expect_unit(source, self._units.get(following) if following else None)
+            pack_portion(source, self.held[name], self._blobs[name], ranges)
+            progress(self._units[name].packed_nbytes)
+
+        names = list(self._units)
+        self._packer = ThreadPoolExecutor(1, "pack")
+        self._packed = {name: self._packer.submit(pack, name, after) for name, after in zip_longest(names, names[1:])}
+
+    def finish(self, locker: ThreadPoolExecutor | None) -> None:
+        """Wait until all is packed, and raise what went wrong there. locker: a thread that page-locks each chunk when
+        it is full, all but the last, and may still be at it afterwards; see `lock`."""
+        full = 0
+        try:
+            for name, packed in self._packed.items():
+                if locker and full < len(self._ends) and self._starts[name] >= self._ends[full]:  # the chunk is full
+                    self._locking.append(locker.submit(self._lock_next))
+                    full += 1
+                packed.result()
+        finally:
+            self._stop_packing()
+
+    def _stop_packing(self) -> None:
+        """After the unit that is being packed."""
+        if self._packer is not None:
+            self._packer.shutdown(cancel_futures=True)
+            self._packer = None
 
     def check_orders(self, spec: ModelSpec) -> None:
         """Raise ValueError where parts of a unit lie in another order than the model has them."""
@@ -164,7 +185,10 @@ class HostWeights:
                 raise ValueError(f"the weights of {name} were packed in another order than the plan's; pack them again")
 
     def lock(self) -> None:
-        """Page-lock what is left of the arena until that is refused: whatever else must be page-locked comes before."""
+        """Page-lock what is left of the arena until that is refused: whatever else must be page-locked comes before.
+        Not beside a locker that is still at it."""
+        for chunk in self._locking:
+            chunk.result()
         while self._lock_next():
             pass
 
@@ -182,7 +206,8 @@ class HostWeights:
         return True
 
     def close(self) -> None:
-        """Unlock the memory; the arena must not be in use."""
+        """Unlock the memory, and leave what is not packed yet; the arena must not be in use."""
+        self._stop_packing()
         while self._locked:
             self._device.page_unlock(self._locked.pop())
         self.pageable = self.nbytes
