@@ -75,9 +75,10 @@ def build_engine(
     states = variant.workload.state_shape
     weights, own = lender, None
     try:
-        if weights is None:  # packed while kernels are imported and the executor takes its memory
+        if weights is None:  # packed while tokenizer and kernels are made ready
             weights = own = HostWeights(list_on_host(spec, plan), device)
             own.begin(file, ranges[group.rank], progress)
+        tokenizer = _tokenizer(file)
         pair = choose_kernels(device, kernels, plan.tiers[-1].tokens, tiles)
         executor = build_executor(
             file, spec, plan, device, states, pair[:2], weights=weights, lent=own is None,
@@ -96,7 +97,7 @@ def build_engine(
         how = "staged" if executor.staging_nbytes else "made by the driver, which is slowest"
         notes += (f"{pageable} of {of} MiB of host weights are pageable: page-locking was refused, copies are {how}",)
     store = KVStore(file, ranges, states, executor, group)
-    return Engine(executor, variant, _tokenizer(file), notes, on_close, store, checkpoint_bytes)
+    return Engine(executor, variant, tokenizer, notes, on_close, store, checkpoint_bytes)
 
 
 def _tokenizer(file: _File) -> object | None:

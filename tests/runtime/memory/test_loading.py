@@ -1,4 +1,4 @@
-"""Loading: weights are packed while kernels are imported, and page-locked while pins are brought in."""
+"""Loading: weights are packed while tokenizer and kernels are made ready, and page-locked while pins are brought in."""
 
 import threading
 from pathlib import Path
@@ -36,18 +36,24 @@ def some_streamed(model: ModelFile) -> Variant:
     return make_variant(model.spec, tuple(tiers), 128, 1)
 
 
-def test_weights_are_packed_before_kernels_are_there(model: ModelFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_packed_before_tokenizer_and_kernels_are_there(
+    model: ModelFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun, choose, sizes = threading.Event(), building.choose_kernels, list[int]()
 
     def choose_late(*given, **named):
         assert begun.wait(LONG)
         return choose(*given, **named)
 
+    def load_tokenizer() -> None:
+        assert begun.wait(LONG)
+
     def note(nbytes: int) -> None:
         sizes.append(nbytes)
         begun.set()
 
     monkeypatch.setattr(building, "choose_kernels", choose_late)
+    monkeypatch.setattr(model, "tokenizer", load_tokenizer)
     with build_engine(model, some_streamed(model), open_device("cpu"), kernels="plain", progress=note) as engine:
         assert sum(sizes) == model.spec.packed_nbytes
         assert engine._executor.host_nbytes < model.spec.packed_nbytes
