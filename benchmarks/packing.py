@@ -23,6 +23,7 @@ from pshard.runtime.devices.device import open_device
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.memory.host_memory import map_memory
 from pshard.runtime.memory.weights import HostWeights
+from pshard.units.divide_unit import whole_unit
 
 
 def main(argv: list[str]) -> int:
@@ -58,7 +59,7 @@ def measure_packing(model: ModelFile, args: argparse.Namespace) -> dict:
             model.tensor_bytes(tensor.name).reshape(-1)[::4096].sum()
             model.forget_tensor(tensor.name)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    weights, ends = HostWeights(model.spec.units, device), [time.perf_counter()]
+    weights, ends = HostWeights(map(whole_unit, model.spec.units), device), [time.perf_counter()]
     weights.load(model, None, lambda _: ends.append(time.perf_counter()))
     end, peak = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     locked = weights.page_locked

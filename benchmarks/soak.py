@@ -39,6 +39,7 @@ from pshard.runtime.engine import Engine
 from pshard.runtime.memory.weights import HostWeights
 from pshard.session.this_machine import check_machine, environment_of
 from pshard.session.try_plans import SMALL_MODEL
+from pshard.units.divide_unit import whole_unit
 from pshard.units.kv_cells import longest_sequence
 from pshard.workload import Workload
 
@@ -74,7 +75,7 @@ class Soak:
             self.variant = plan_variant(self.file.spec, self.profile, workload)
         self.tell("planned")
         with self.timed("packing weights"):
-            self.weights = HostWeights(self.file.spec.units, open_device(self.kind))
+            self.weights = HostWeights(map(whole_unit, self.file.spec.units), open_device(self.kind))
             self.weights.load(self.file, None, lambda _: None)
         self.tell(f"{self.weights.nbytes >> 20} MiB of weights are packed")
         nbytes = self.file.spec.packed_nbytes

@@ -45,6 +45,7 @@ from pshard.runtime.memory.weights import HostWeights
 from pshard.session.bench_engine import BenchSetting, BenchTest, predict_seconds, run_test
 from pshard.session.this_machine import check_machine, environment_of
 from pshard.times.stolen_time import DISTURBED, disturbed_share, read_core_time
+from pshard.units.divide_unit import whole_unit
 from pshard.workload import Workload
 
 TESTS = (BenchTest(0, 8), BenchTest(16, 0), BenchTest(512, 0), BenchTest(4096, 0))  # tiers 1, 16, 512, 4096
@@ -100,7 +101,7 @@ def measure_budgets(args: Any) -> None:
         "rows": [],
     }
     use_threads(profile.host.threads)
-    shared = HostWeights(file.spec.units, open_device(profile.accelerators[0].kind))
+    shared = HostWeights(map(whole_unit, file.spec.units), open_device(profile.accelerators[0].kind))
     shared.load(file, None, lambda _: None)
     for vram in (int(v) for v in args.vram.split(",")):
         for test in TESTS:

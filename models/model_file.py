@@ -68,6 +68,11 @@ class ModelFile:
         raw = tensor.read()
         return raw if len(tensor.shape) == 1 else raw.reshape(tensor.shape[0], -1)
 
+    def run_bytes(self, name: str, first: int, end: int) -> np.ndarray:
+        """The same of parts from `first` on, below each other: as many of those before `end` as lie in one piece."""
+        tensor = self._tensors[name].run(first, end)
+        return tensor.read().reshape(tensor.shape[0], -1)
+
     def expect_tensor(self, name: str) -> None:
         """Have the system read a tensor's bytes from disk while something else is done."""
         self._tensors[name].expect()

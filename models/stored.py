@@ -110,6 +110,14 @@ class StoredTensor:
         one = replace(self, shape=self.shape[1:])
         return replace(one, offset=self.offset + number * one.nbytes)
 
+    def run(self, first: int, end: int) -> "StoredTensor":
+        """What the leading dimension's indexes from `first` on select, as many of those before `end` as lie in one
+        piece: one at least."""
+        if end - first == 1 or self.slabs or type(self) is not StoredTensor:  # others make their bytes
+            return self.slab(first)
+        one = self.slab(first)
+        return replace(one, shape=((end - first) * one.shape[0], *one.shape[1:]))
+
     def check_shape(self, shape: tuple[int, ...]) -> None:
         """Raises UserError when the tensor has another shape."""
         if self.shape != shape:

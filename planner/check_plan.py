@@ -58,19 +58,26 @@ def check_runnable(specs: tuple[ModelSpec, ...], variant: Variant, kind: str) ->
 
 
 def _host_bytes(spec: ModelSpec, variant: Variant, rank: RankPlan, kind: str) -> int:
-    """What a rank keeps in host memory: all but what every tier pins whole, KV that any tier leaves there, and with the
-    CPU as accelerator its arena."""
-    dropped = list[str]()
-    for name in rank.pin_order:  # the runtime keeps all from the first divided unit on
-        places = [tier.placement(name) for tier in rank.tiers]
-        if any(p.where != "pinned" or p.cpu_rows or p.kept_parts for p in places):
-            break
-        dropped.append(name)
-    total = sum(_nbytes(unit.tensors) for unit in spec.units if unit.name not in dropped)
+    """What a rank keeps in host memory: all but what every tier pins whole and the parts of stacks that every tier has
+    in its arena, KV that any tier leaves there, and with the CPU as accelerator its arena."""
+    total = sum(_kept_nbytes(unit, [tier.placement(unit.name) for tier in rank.tiers]) for unit in spec.units)
     shape = variant.workload.state_shape
     on_host = [u for u in spec.units if any(tier.placement(u.name).kv == "host" for tier in rank.tiers)]
     total += sum(u.state_nbytes(spec.config, shape) for u in on_host)
     return total + (max(tier.buffers.total for tier in rank.tiers) if kind == "cpu" else 0)
+
+
+def _kept_nbytes(unit: Unit, places: list[Placement]) -> int:
+    """Bytes of a unit in host memory."""
+    if all(p.where == "pinned" and not p.cpu_rows and not p.kept_parts for p in places):
+        return 0
+    kept = list(unit.tensors)
+    if unit.kind.parts:
+        lying = [{t.role: t.parts for t in _acc_tensors(unit, p)[0]} for p in places]
+        for i, t in enumerate(kept):
+            if t.parts and (gone := min(parts.get(t.role, 0) for parts in lying)):
+                kept[i] = replace(t, shape=(t.rows // t.parts * (t.parts - gone), t.cols), parts=t.parts - gone)
+    return _nbytes(tuple(kept))
 
 
 def _check_pipeline(specs: tuple[ModelSpec, ...]) -> None:

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import takewhile
 from typing import Any
 
 from pshard.batch_sizes import SMALL_BATCH
@@ -143,19 +142,21 @@ class RankPlan:
         raise ValueError(f"no tier covers {tokens} tokens; the largest is {self.tiers[-1].tokens}")
 
     @property
-    def resident(self) -> tuple[str, ...]:
-        """Units that are in VRAM under every tier: these need no copy in host memory.
+    def staying(self) -> tuple[str, ...]:
+        """Units that are in VRAM under every tier, whole or in part."""
+        return self.pin_order[: min(sum(p.in_arena for p in tier.placements) for tier in self.tiers)]
 
-        They end where the first divided unit stands in the pin order: the CPU, or a copy, needs some of it.
-        """
-        fewest = min(sum(p.in_arena for p in tier.placements) for tier in self.tiers)
+    @property
+    def resident(self) -> tuple[str, ...]:
+        """Units that are in VRAM whole under every tier: these need no copy in host memory."""
         divided = {p.unit for tier in self.tiers for p in tier.placements if p.share}
-        return tuple(takewhile(lambda unit: unit not in divided, self.pin_order[:fewest]))
+        return tuple(unit for unit in self.staying if unit not in divided)
 
     @property
     def lock_order(self) -> tuple[str, ...]:
-        """Units that are kept in host memory, in the order in which they are page-locked: what the smallest tiers
-        stream first, for large ones hide copies; then what is copied when a tier is entered, then what never is."""
+        """Units that are kept in host memory, whole or in part, in the order in which they are page-locked: what the
+        smallest tiers stream first, for large ones hide copies; then what is copied when a tier is entered, then what
+        never is."""
         resident, last = set(self.resident), len(self.tiers)
         ranks = {p.unit: last + 1 for p in self.tiers[0].placements if p.unit not in resident}
         for i, tier in reversed([*enumerate(self.tiers)]):

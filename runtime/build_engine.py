@@ -18,6 +18,7 @@ from pshard.runtime.memory.kv_file import KVStore
 from pshard.runtime.memory.weights import HostWeights, WeightSource
 from pshard.runtime.ranks.group import Group
 from pshard.times.gpu_tiles import TileChoice
+from pshard.units.moe.on_host import list_on_host
 
 
 class _File(WeightSource, Protocol):
@@ -72,13 +73,21 @@ def build_engine(
     spec = replace(spec, caches=plan.caches)
     ranges = [split_ranges(file.spec, variant.split, rank) for rank in range(group.size)]
     states = variant.workload.state_shape
+    weights, own = lender, None
     try:
+        if weights is None:  # packed while tokenizer and kernels are made ready
+            weights = own = HostWeights(list_on_host(spec, plan), device)
+            own.begin(file, ranges[group.rank], progress)
+        tokenizer = _tokenizer(file)
         pair = choose_kernels(device, kernels, plan.tiers[-1].tokens, tiles)
         executor = build_executor(
-            file, spec, plan, device, states, pair[:2], ranges=ranges[group.rank], group=group, progress=progress,
-            lender=lender, records=records, play=RoutingPlay(plays, states.sequences) if plays else None,
+            file, spec, plan, device, states, pair[:2], weights=weights, lent=own is None,
+            ranges=ranges[group.rank], group=group, progress=progress, records=records,
+            play=RoutingPlay(plays, states.sequences) if plays else None,
         )  # fmt: skip
     except BaseException:
+        if own is not None:
+            own.close()
         device.close()
         raise
     executor.walks.exact = exact
@@ -88,7 +97,7 @@ def build_engine(
         how = "staged" if executor.staging_nbytes else "made by the driver, which is slowest"
         notes += (f"{pageable} of {of} MiB of host weights are pageable: page-locking was refused, copies are {how}",)
     store = KVStore(file, ranges, states, executor, group)
-    return Engine(executor, variant, _tokenizer(file), notes, on_close, store, checkpoint_bytes)
+    return Engine(executor, variant, tokenizer, notes, on_close, store, checkpoint_bytes)
 
 
 def _tokenizer(file: _File) -> object | None:

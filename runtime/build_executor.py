@@ -1,6 +1,7 @@
 """From a model file and a plan to a ready Executor: memory is taken, weights are packed, pins are brought in."""
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import torch
@@ -17,11 +18,18 @@ from pshard.runtime.kernels.api import Kernels
 from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.plain import PlainKernels
 from pshard.runtime.memory.host_memory import keep_freed_memory
-from pshard.runtime.memory.weights import HostWeights, LentWeights, WeightSource, expect_unit, fill_sum_norms, pack_unit
+from pshard.runtime.memory.weights import (
+    HostWeights,
+    LentWeights,
+    WeightSource,
+    expect_unit,
+    fill_sum_norms,
+    pack_portion,
+)
 from pshard.runtime.ranks.group import Group
 from pshard.times.gpu_tiles import TileChoice
+from pshard.units.moe.on_host import list_only_in_vram
 from pshard.units.state import StateShape
-from pshard.units.unit import Unit
 
 
 def choose_kernels(
@@ -61,78 +69,84 @@ def build_executor(
     states: StateShape,
     kernels: tuple[Kernels, Kernels],
     *,
+    weights: HostWeights,
     ranges: Ranges | None,
     group: Group,
     progress: Callable[[int], None],
-    lender: HostWeights | None = None,
+    lent: bool = False,
     records: bool = False,
     play: RoutingPlay | None = None,
 ) -> Executor:
-    """Take the arena, pack the weights and bring in the pins of every tier.
+    """Take the arena, wait for the weights and bring in the pins of every tier.
 
     Args:
         source: the model file; spec and ranges: the whole model, or a rank's slice of it.
+        weights: what the plan keeps in host memory, which is being packed; with `lent` every unit, already packed, and
+            somebody else's.
         progress: called with the number of packed bytes done since its last call.
-        lender: holds every unit already, packed; None packs them from the source.
         records: the executor keeps which experts routers choose. play: what they are made to choose.
     """
-    resident = plan.resident
     needed = align(max(tier.buffers.total + _index_nbytes(spec, tier, states) for tier in plan.tiers), TENSOR_ALIGN)
     arena = device.allocate(min(needed, arena_bytes(plan.budget_mib, device.kind)))
-    if lender is not None:
-        lender.check_orders(spec)
-        executor = Executor(
-            spec, plan, device, arena, LentWeights(lender), states, kernels, group, records=records, play=play
-        )
-        _load_pins(executor, resident, lender.blob, lender.blob)
-        return executor
-    weights = HostWeights([spec.unit(name) for name in plan.lock_order], device)
+    if lent:
+        weights.check_orders(spec)
+    own = LentWeights(weights) if lent else weights
+    executor = Executor(spec, plan, device, arena, own, states, kernels, group, records=records, play=play)
     try:
-        executor = Executor(spec, plan, device, arena, weights, states, kernels, group, records=records, play=play)
-    except BaseException:
-        weights.close()
-        raise
-    try:  # the executor's buffers came first: without them no graph is captured
-        weights.pack(source, ranges, progress, executor.host.is_locked and executor.transfers.may_lock)
-        executor.lock_weights()
+        if lent:
+            executor.load_pins(plan.resident, weights.blob)
+        else:
+            _load_weights(executor, weights, source, ranges, progress)
+            if spec.sum_norms:
+                fill_sum_norms(source, spec, executor.host.side.space.tensors[SUM_NORMS])
+        executor.slots.fill(weights.blob)
     except BaseException:
         executor.close()  # page-locked memory must be unlocked before it is unmapped
         raise
-    if spec.sum_norms:
-        fill_sum_norms(source, spec, executor.host.side.space.tensors[SUM_NORMS])
-    stage = torch.empty(max((spec.unit(u).packed_nbytes for u in resident), default=0), dtype=torch.uint8)
+    return executor
 
-    following = dict(pairwise(resident))
-    expect_unit(source, spec.unit(resident[0]) if resident else None)
+
+def _load_weights(
+    executor: Executor,
+    weights: HostWeights,
+    source: WeightSource,
+    ranges: Ranges | None,
+    progress: Callable[[int], None],
+) -> None:
+    """Page-lock what is packed, while the rest is packed and pins are brought in. The executor's buffers came first:
+    without them no graph is captured."""
+    locker = ThreadPoolExecutor(1, "page-lock")
+    try:
+        weights.finish(locker if executor.host.is_locked and executor.transfers.may_lock else None)
+        locked = locker.submit(executor.lock_weights)
+        _pack_pins(executor, source, ranges, progress)
+        locked.result()
+    finally:
+        locker.shutdown(cancel_futures=True)
+
+
+def _pack_pins(
+    executor: Executor, source: WeightSource, ranges: Ranges | None, progress: Callable[[int], None]
+) -> None:
+    """Pack what lies in VRAM under every tier, and bring it there."""
+    only_in_vram = {p.unit.name: p for p in list_only_in_vram(executor.spec, executor.plan)}
+    stage = torch.empty(max((p.nbytes for p in only_in_vram.values()), default=0), dtype=torch.uint8)
+
+    following = dict(pairwise(only_in_vram))
+    expect_unit(source, next((p.unit for p in only_in_vram.values()), None))
 
     def pack(name: str) -> torch.Tensor:
-        unit: Unit = spec.unit(name)
-        expect_unit(source, spec.unit(following[name]) if name in following else None)
-        blob = stage[: unit.packed_nbytes]
-        pack_unit(source, unit, blob, ranges)
-        progress(unit.packed_nbytes)
+        portion = only_in_vram[name]
+        expect_unit(source, only_in_vram[following[name]].unit if name in following else None)
+        blob = stage[: portion.nbytes]
+        pack_portion(source, portion, blob, ranges)
+        progress(portion.nbytes)
         return blob
 
-    _load_pins(executor, resident, pack, weights.blob)
-    return executor
+    executor.load_pins(tuple(only_in_vram), pack)
 
 
 def _index_nbytes(spec: ModelSpec, tier: TierPlan, states: StateShape) -> int:
     """Bytes that a tier takes beside the plan's, where the budget leaves them; 0 where its sequences share nothing."""
     words = shared_index_words(spec, tier.tokens, states)
     return 0 if words == index_words(spec, tier.tokens, states) else 4 * words + TENSOR_ALIGN
-
-
-def _load_pins(
-    executor: Executor,
-    names: tuple[str, ...],
-    blobs: Callable[[str], torch.Tensor],
-    on_host: Callable[[str], torch.Tensor],
-) -> None:
-    """Pins, and experts of units that stay `on_host` into their slots."""
-    try:
-        executor.load_pins(names, blobs)
-        executor.slots.fill(on_host)
-    except BaseException:
-        executor.close()
-        raise

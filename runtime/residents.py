@@ -18,14 +18,15 @@ from pshard.runtime.memory.transfers import Transfers
 from pshard.runtime.memory.weights import HostWeights, LentWeights, UnitWeights, view_brought, view_portion
 from pshard.runtime.tier_in_force import BoundUnit, Means, StagedState
 from pshard.steps.step import Bring, Compute
-from pshard.units.divide_unit import divide_unit, joined_width
+from pshard.units.divide_unit import Portion, divide_unit, find_portion, joined_width
 from pshard.units.state import State, StateShape
 
 Snapshot = dict[str, tuple[torch.Tensor, ...]]  # the parts of one sequence's states, on the host, by unit
 
 
 class Residents:
-    """Pins and states of one rank. Each tier holds a prefix of the plan's orders, so that none of them moves.
+    """Pins and states of one rank. Each tier holds a prefix of the plan's orders, so that none of them moves. Pins that
+    every tier has may be there before the first is in force.
 
     Attributes:
         fixed: units whose states do not grow; written: unit -> event of its state's last write-back.
@@ -49,8 +50,8 @@ class Residents:
         self.written: dict[str, Any] = {}
 
     def load_pins(self, names: Iterable[str], blobs: Callable[[str], torch.Tensor]) -> None:
-        """Bring the first pins into the arena from anything that maps a name to a blob (also ones not kept on the
-        host)."""
+        """Bring pins that every tier has into the arena, from anything that maps a name to a blob (also what is not
+        kept on the host)."""
         for name in names:
             self._arena.pinned(name).copy_(blobs(name))
             self._pins += (name,)
@@ -66,7 +67,7 @@ class Residents:
     def settle(self, tier: TierPlan) -> tuple[set[str], set[str]]:
         """From now on the tier's pins and states are those in VRAM; returns those of either that are to be brought."""
         pins, states = self._arena.pinned_units(tier), self._arena.state_units(tier)
-        new = set(pins[len(self._pins) :]), set(states[len(self._states) :])
+        new = set(pins) - set(self._pins), set(states[len(self._states) :])
         self._pins, self._states = pins, states
         return new
 
@@ -75,8 +76,7 @@ class Residents:
         when there was nothing to copy."""
         if step.what == "weights":
             portions = divide_unit(self._spec.unit(step.unit), step.share)
-            pieces = (portions.kept or portions.brought).pieces
-            copies = self._transfers.cut(self._arena.pinned(step.unit), step.unit, pieces)
+            copies = self._transfers.cut_portion(self._arena.pinned(step.unit), portions.kept or portions.brought)
             return self._transfers.bring_weights(step.unit, copies)
         if step.unit not in self._on_host:
             return None
@@ -163,9 +163,9 @@ class Residents:
     def _weights_of(self, step: Compute, carved: Carved) -> UnitWeights:
         portions = divide_unit(self._spec.unit(step.unit), step.share)
         if step.on == "cpu" and portions.on_cpu:
-            return view_portion(portions.on_cpu, self._weights.blob(step.unit))
+            return view_portion(self._find(portions.on_cpu), self._weights.blob(step.unit))
         if step.source == "link":
-            brought = view_portion(portions.brought, self._readable(step.unit))
+            brought = view_portion(self._find(portions.brought), self._readable(step.unit))
         elif step.source == "arena":
             brought = view_brought(portions.brought, self._arena.pinned(step.unit))
         elif step.source == "slot":
@@ -176,6 +176,9 @@ class Residents:
         if portions.kept is None:
             return brought
         return replace(view_brought(portions.kept, self._arena.pinned(step.unit)), last=brought)
+
+    def _find(self, portion: Portion) -> Portion:
+        return find_portion(portion, self._weights.held[portion.unit.name])
 
     def _readable(self, unit: str) -> torch.Tensor:
         """A unit's bytes in host memory that the accelerator's kernels may read. Raises UserError where they cannot."""

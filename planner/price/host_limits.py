@@ -1,7 +1,7 @@
 """What plans keep in host memory, and what there is for it: a limit of every plan.
 
-Units that are not pinned whole in every tier have a copy there, and layers whose KV cache is not in VRAM in every tier
-their cells; where the CPU is the accelerator its arena lies there too. All ranks of a host share it.
+What is not in VRAM in every tier has a copy there (units/moe/on_host.py), and layers whose KV cache is not in VRAM in
+every tier their cells; where the CPU is the accelerator its arena lies there too. All ranks of a host share it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,6 +12,7 @@ from pshard.machine import MachineProfile
 from pshard.plan import TierPlan
 from pshard.planner.price.draft import Room
 from pshard.planner.search.climb import SLOT_CHOICES
+from pshard.units.moe.on_host import keep_on_host
 
 RESERVE = 2 << 30  # bytes left to the system, the process itself and what reading the model file caches...
 RESERVED_SHARE = 16  # ...or this part of a small memory
@@ -58,11 +59,13 @@ def explain_shortage(rooms: Sequence[Room], profile: MachineProfile, largest: in
 
 def kept_bytes(room: Room, tiers: Iterable[TierPlan]) -> int:
     """Bytes of weights and KV cache that these tiers together keep in host memory."""
-    weights, cells = set[str](), set[str]()
-    for tier in tiers:
-        weights |= {p.unit for p in tier.placements if p.where != "pinned" or p.share}
-        cells |= {p.unit for p in tier.placements if p.kv == "host"}
-    return sum(u.packed_nbytes for u in room.spec.units if u.name in weights) + sum(room.states[n] for n in cells)
+    weights = 0
+    for unit, *places in zip(room.spec.units, *(tier.placements for tier in tiers), strict=True):
+        portion = keep_on_host(unit, places)
+        weights += portion.nbytes if portion else 0
+        if any(place.kv == "host" for place in places):
+            weights += room.states[unit.name]
+    return weights
 
 
 def holds(room: Room, tiers: Iterable[TierPlan]) -> bool:

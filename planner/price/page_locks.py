@@ -6,6 +6,7 @@ from pshard.model import ModelSpec
 from pshard.plan import RankPlan
 from pshard.planner.price.tier_costs import TierCosts, restage
 from pshard.planner.search.residency_order import spread
+from pshard.units.moe.on_host import list_on_host
 from pshard.workload import Workload
 
 
@@ -38,10 +39,10 @@ def staged_units(
         return frozenset()
     states = sum(spec.unit(name).state_nbytes(spec.config, workload.state_shape) for name in plan.kv_on_host)
     left, staged = lockable // ranks - states, []
-    for name in plan.lock_order:
-        left -= spec.unit(name).packed_nbytes
+    for portion in list_on_host(spec, plan):
+        left -= portion.nbytes
         if left < 0:  # the first refusal ends it
-            staged.append(name)
+            staged.append(portion.unit.name)
     return frozenset(staged)
 
 

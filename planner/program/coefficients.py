@@ -10,7 +10,7 @@ from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.counts import Counts
 from pshard.planner.program.tier_problems import ClassCost, DividedClassCost, TierProblem
 from pshard.planner.program.unit_classes import UnitClass
-from pshard.units.divide_unit import count_shares, joined_width
+from pshard.units.divide_unit import count_shares, divided_sizes, joined_width
 from pshard.units.share import Share
 from pshard.units.unit import Unit
 
@@ -149,6 +149,7 @@ def _divided_cost(costs: TierCosts, cls: UnitClass, share: Share) -> DividedClas
         nbytes=cost.nbytes,
         kept=cost.kept,
         row_nbytes=row_stage_bytes(costs.load.tokens, joined_width(unit, share, costs.spec.config)),
+        on_host=divided_sizes(unit, share).on_host,
         read=max(0.0, over_link - max(cost.acc, cost.cpu)) if in_place else 0.0,
         lies=may_divide(costs),
     )

@@ -88,11 +88,14 @@ def copied_units(part: DividedClassCost, in_arena: Amount, elsewhere: Amount) ->
 
 def host_amounts(problem: TierProblem, counts: Sequence[AnyCounts], unit: int = 1) -> tuple[Amount, Amount]:
     """Weights and KV that have their place in host memory under given counts, in units of so many bytes: all that is
-    not pinned whole, and layers whose KV is not in VRAM."""
+    not pinned but what divided units have in VRAM, and layers whose KV is not in VRAM."""
     weights: Amount = 0
     cells: Amount = 0
     for cost, n in zip(problem.classes, counts):
-        weights = weights + cost.nbytes / unit * (cost.size - n.pin + sum_pinned(n))
+        weights = weights + cost.nbytes / unit * (cost.size - n.pin)
+        for i, (in_arena, _) in enumerate(n.divided):  # a problem may have no costs of what another tier divides
+            on_host = cost.divided[i].on_host if cost.divided else cost.nbytes
+            weights = weights + on_host / unit * in_arena
         if cost.kv_nbytes:
             cells = cells + cost.kv_nbytes / unit * (cost.size - n.kv)
     return weights, cells

@@ -7,7 +7,7 @@ are used most: what is kept is followed by straight lines that no number of part
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from pshard.planner.price.tier_costs import TierCosts
@@ -74,7 +74,7 @@ class _Lines:
 
     measure: of the first n parts. chain: what a divided unit adds to the work of both sides, issue: to the host's;
     whole, issue_whole: the same of one that the accelerator computes alone. in_place: whether it reads over the link
-    what is streamed.
+    what is streamed. part_nbytes: bytes of a part, without space to where the next tensor begins.
     """
 
     measure: tuple[float, ...]
@@ -88,6 +88,7 @@ class _Lines:
     whole: float
     issue_whole: float
     in_place: bool
+    part_nbytes: int
 
     @staticmethod
     def draw(unit: Unit, costs: TierCosts, counts: Sequence[int], found: Sequence[DividedCost]) -> "_Lines":
@@ -111,6 +112,7 @@ class _Lines:
             whole=min(c.acc for c in kept),
             issue_whole=min(c.issue for c in kept),
             in_place=costs.reads_in_place(unit.kind),
+            part_nbytes=sum(t.packed_nbytes // t.parts for t in unit.tensors if t.parts),
         )
 
     def bends(self) -> list[tuple[float, float]]:
@@ -140,7 +142,8 @@ class _Lines:
                 alone = self.alone.at(self.measure[-1] - even)
                 columns.append(self._column(in_vram, self.link.at(rest - even), alone, even))
         columns.append(self._column(in_vram, 0.0, self.alone.at(least * kept), rest, pinned=True))
-        return columns
+        on_host = int((all_parts - kept) * self.part_nbytes)
+        return [replace(column, on_host=on_host) for column in columns]
 
     def _even_part(self, rest: float) -> float:
         """How much of the rest the CPU computes, held up, while the link brings the others."""
@@ -162,6 +165,7 @@ class _Lines:
             nbytes=in_vram,
             kept=0 if pinned else in_vram,
             row_nbytes=0,
+            on_host=0,
             read=max(0.0, link - beside) if self.in_place else 0.0,
             lies=pinned or in_vram > 0,
             streams=not pinned,

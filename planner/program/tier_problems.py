@@ -12,9 +12,9 @@ class DividedClassCost:
 
     `acc` and `cpu` add up to its time: what the other side does meanwhile is in neither. `link` and `nbytes`: what is
     brought to arena or slot; `kept`: bytes in the arena of one that needs a slot too; `alone`: what the accelerator
-    computes once all is there. `row_nbytes`: where the CPU's result comes to. `read`: by how much longer it takes where
-    the accelerator reads its part over the link in place. `lies`, `streams`: whether its part may lie in the arena, and
-    be streamed.
+    computes once all is there. `row_nbytes`: where the CPU's result comes to. `on_host`: what host memory keeps of one
+    that is in the arena. `read`: by how much longer it takes where the accelerator reads its part over the link in
+    place. `lies`, `streams`: whether its part may lie in the arena, and be streamed.
     """
 
     share: Share
@@ -26,6 +26,7 @@ class DividedClassCost:
     nbytes: int
     kept: int
     row_nbytes: int
+    on_host: int
     read: float = 0.0
     lies: bool = True
     streams: bool = True

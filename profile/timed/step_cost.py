@@ -21,6 +21,7 @@ from pshard.runtime.kernels.api import Kernels, Segment
 from pshard.runtime.memory.weights import HostWeights
 from pshard.tensor import TensorSpec
 from pshard.units.attention import ATTENTION
+from pshard.units.divide_unit import whole_unit
 from pshard.units.embedding import EMBEDDING
 from pshard.units.ffn import FFN
 from pshard.units.kv_cells import kv_blocks
@@ -126,7 +127,7 @@ def _time_walk(
     host kept account of."""
     spec = spec or _small_model()
     plan = _one_tier(where, spec, 1 if tokens == 1 else 2 * tokens)
-    weights = HostWeights(spec.units, device)
+    weights = HostWeights(map(whole_unit, spec.units), device)
     weights.lock()
     kv = StateShape(CONTEXT, 1, "bf16", "bf16")
     arena = device.allocate(plan.budget_mib << 20)

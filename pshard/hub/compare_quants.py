@@ -12,6 +12,7 @@ from pshard.machine import MachineProfile
 from pshard.model import ModelSpec
 from pshard.plan import Variant
 from pshard.times.predicted_times import decode_rate, first_token_seconds
+from pshard.units.moe.on_host import list_on_host
 from pshard.workload import MIB, Workload
 
 READING_PACE = 10.0  # tokens per second: faster than people read
@@ -68,7 +69,7 @@ def describe_quant(model: HubModel, spec: ModelSpec, variant: Variant) -> QuantO
     """What a plan promises of a model."""
     work, first = variant.workload, first_token_seconds(variant)
     weights = sum(prod(t.shape) for u in spec.units for t in u.tensors)
-    kept = [sum(u.packed_nbytes for u in spec.units if u.name not in set(rank.resident)) for rank in variant.ranks]
+    kept = [sum(portion.nbytes for portion in list_on_host(spec, rank)) for rank in variant.ranks]
     return QuantOutlook(
         model.label,
         model.nbytes,

@@ -14,7 +14,7 @@ from functools import lru_cache
 from pshard.model_config import ModelConfig
 from pshard.quant import ROW_BLOCK, TENSOR_ALIGN, align
 from pshard.tensor import TensorSpec
-from pshard.units.share import Share
+from pshard.units.share import WHOLE, Share
 from pshard.units.unit import Unit
 
 SIXTEENTHS = 16  # what the CPU may have of a unit is counted in these
@@ -132,6 +132,29 @@ def _portion_of_parts(unit: Unit, first: int, end: int, shared: bool = True) -> 
     return replace(_portion(unit, held), first=first)
 
 
+def whole_unit(unit: Unit) -> Portion:
+    """All of a unit."""
+    return divide_unit(unit, WHOLE).brought
+
+
+def last_parts(unit: Unit, first: int) -> Portion:
+    """The parts of a unit from number `first` on, with what all parts share."""
+    return _portion_of_parts(unit, first, count_shares(unit))
+
+
+@lru_cache(1 << 13)
+def find_portion(portion: Portion, held: Portion) -> Portion:
+    """A portion where it lies in a blob that has only `held` of its unit. Raises ValueError where that lacks some."""
+    offsets, starts = held.unit.offsets(), []
+    begins = {tensor.role: start for start, tensor in zip(held.starts, held.unit.tensors, strict=True)}
+    for start, tensor in zip(portion.starts, portion.unit.tensors, strict=True):
+        if tensor.role not in begins or start < begins[tensor.role]:
+            raise ValueError(f"{tensor.name} is not there from its byte {start} on")
+        starts.append(offsets[tensor.role][0] + start - begins[tensor.role])
+    found = _portion(portion.unit, list(zip(starts, portion.unit.tensors, strict=True)))
+    return replace(found, first=portion.first)
+
+
 def _portion(unit: Unit, held: Sequence[tuple[int, TensorSpec]]) -> Portion:
     starts, part = tuple(start for start, _ in held), replace(unit, tensors=tuple(tensor for _, tensor in held))
     return Portion(part, starts, _join_pieces(_list_pieces(starts, part)))
@@ -166,11 +189,12 @@ def arena_portion(unit: Unit, where: str, share: Share) -> Portion | None:
 @dataclass(frozen=True)
 class DividedSizes:
     """Bytes of a divided unit: what the placement says where it is, in a blob and as it is copied, and what is kept in
-    the arena beside a slot."""
+    the arena beside a slot. on_host: what host memory keeps where the arena always has its part."""
 
     brought: int
     copied: int
     kept: int
+    on_host: int
 
 
 class _Alike:
@@ -195,7 +219,10 @@ def divided_sizes(unit: Unit, share: Share) -> DividedSizes:
 def _sizes(alike: _Alike, share: Share) -> DividedSizes:
     parts = divide_unit(alike.unit, share)
     copied = sum(piece.nbytes for piece in parts.brought.pieces)
-    return DividedSizes(parts.brought.unit.packed_nbytes, copied, parts.kept.nbytes if parts.kept else 0)
+    kept, on_host = parts.kept.nbytes if parts.kept else 0, alike.unit.packed_nbytes
+    if alike.unit.kind.parts:
+        on_host = last_parts(alike.unit, share.kept or count_shares(alike.unit) - share.cpu).nbytes
+    return DividedSizes(parts.brought.unit.packed_nbytes, copied, kept, on_host)
 
 
 def without_cpu(unit: Unit, share: Share) -> Share | None:

@@ -169,9 +169,10 @@ class SlotPool:
         return self._matrices[slot]
 
     def _pieces(self, move: Move) -> list[Piece]:
-        """The ranges of its unit's blob that an expert is, and where they go in the pool."""
+        """The ranges of its unit's blob in host memory that an expert is, and where they go in the pool."""
         unit, first = self._units[move.layer], move.slot * self._slot_bytes
-        place, offsets = self._places[move.layer][move.expert], unit.offsets()
+        held = self._transfers.held(unit.name)
+        place, offsets = self._places[move.layer][move.expert] - held.first, held.unit.offsets()
         return [
             Piece(offsets[role][0] + place * nbytes, first + self._at[role], nbytes)
             for role, nbytes in part_sizes(unit).items()

@@ -10,7 +10,7 @@ from pshard.runtime.devices.device import Device
 from pshard.runtime.memory.staging import StagingRing
 from pshard.runtime.memory.states import Copies
 from pshard.runtime.memory.weights import HostWeights, LentWeights
-from pshard.units.divide_unit import Piece
+from pshard.units.divide_unit import Piece, Portion, find_portion
 
 
 class Transfers:
@@ -53,8 +53,17 @@ class Transfers:
         if self._weights.page_locked:
             self.close()
 
+    def held(self, unit: str) -> Portion:
+        """What host memory has of a unit."""
+        return self._weights.held[unit]
+
+    def cut_portion(self, target: torch.Tensor, portion: Portion) -> Copies:
+        """The copies that bring what a portion is of a unit."""
+        unit = portion.unit.name
+        return self.cut(target, unit, find_portion(portion, self.held(unit)).pieces)
+
     def cut(self, target: torch.Tensor, unit: str, pieces: Iterable[Piece]) -> Copies:
-        """The copies that bring these pieces of a unit's blob to the device."""
+        """The copies that bring these pieces of a unit's blob in host memory to the device."""
         blob = self._weights.blob(unit)
         return tuple((target[p.to : p.to + p.nbytes], blob[p.start : p.start + p.nbytes]) for p in pieces)
 

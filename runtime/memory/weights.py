@@ -20,7 +20,7 @@ from pshard.runtime.kernels.cpu import native
 from pshard.runtime.kernels.unpack import plain_rows, unpack
 from pshard.runtime.memory.host_memory import map_memory
 from pshard.tensor import TensorSpec
-from pshard.units.divide_unit import Portion
+from pshard.units.divide_unit import Portion, whole_unit
 from pshard.units.unit import Unit
 
 
@@ -32,6 +32,8 @@ class WeightSource(Protocol):
     def tensor_bytes(self, name: str) -> np.ndarray: ...
 
     def part_bytes(self, name: str, part: int) -> np.ndarray: ...
+
+    def run_bytes(self, name: str, first: int, end: int) -> np.ndarray: ...
 
     def expect_tensor(self, name: str) -> None: ...
 
@@ -82,18 +84,20 @@ LOCK_CHUNK = 2 << 30  # bytes that are page-locked at once: half a second in whi
 
 
 class HostWeights:
-    """The host arena: blobs of the given units, page-locked for `device` as far as it lets us, in the given order.
+    """The host arena: blobs of what is given of units, page-locked for `device` as far as it lets us, in that order.
 
     It is locked in chunks of whole units, as a copy that spans two of them is an error. The first that is refused ends
     it: what is locked by then stays so, and a refusal again and again has made drivers unusable.
 
     Attributes:
+        held: what it has of each unit, by name.
         nbytes: bytes of the arena; pageable: bytes of it that copies do not reach at the page-locked rate; largest:
-            bytes of the largest unit.
+            bytes of the largest blob.
     """
 
-    def __init__(self, units: Iterable[Unit], device: Device) -> None:
-        self._units = {u.name: u for u in units}
+    def __init__(self, portions: Iterable[Portion], device: Device) -> None:
+        self.held = {p.unit.name: p for p in portions}
+        self._units = {name: p.unit for name, p in self.held.items()}
         starts, at, borders = {}, 0, [0]
         for unit in self._units.values():
             size = align(unit.packed_nbytes, TENSOR_ALIGN)
@@ -111,6 +115,9 @@ class HostWeights:
         self._ends = [*borders[1:], at]  # of chunks
         self._locked: list[torch.Tensor] = []
         self._refused = False
+        self._packer: ThreadPoolExecutor | None = None
+        self._packed: dict[str, Future[None]] = {}
+        self._locking: list[Future[bool]] = []
         self._blobs = {name: arena[at : at + self._units[name].packed_nbytes] for name, at in starts.items()}
 
     @property
@@ -119,7 +126,7 @@ class HostWeights:
         return self.pageable == 0
 
     def blob(self, unit: str) -> torch.Tensor:
-        """The unit's contiguous bytes in host memory. Raises KeyError when the arena does not hold it."""
+        """The contiguous bytes of what is held of a unit. Raises KeyError when the arena does not hold it."""
         return self._blobs[unit]
 
     def is_locked(self, unit: str) -> bool:
@@ -134,24 +141,42 @@ class HostWeights:
     def pack(
         self, source: WeightSource, ranges: Ranges | None, progress: Callable[[int], None], locks: bool = False
     ) -> None:
-        """Pack every unit from the file, which is read ahead by one. `progress` gets the bytes done since last time.
-        locks: a thread page-locks each chunk when it is full, while the next is packed; see `lock`."""
-        names, full = list(self._units), 0
+        """`begin`, then `finish`; locks: what is full is page-locked meanwhile."""
+        self.begin(source, ranges, progress)
         with ThreadPoolExecutor(1, "page-lock") as locker:
-            locked: list[Future[bool]] = []
-            try:
-                for name, following in zip_longest(names, names[1:]):
-                    if locks and full < len(self._ends) and self._starts[name] >= self._ends[full]:  # the chunk is full
-                        locked.append(locker.submit(self._lock_next))
-                        full += 1
-                    expect_unit(source, self._units.get(following))
-                    pack_unit(source, self._units[name], self._blobs[name], ranges)
-                    progress(self._units[name].packed_nbytes)
-            except BaseException:
-                locker.shutdown(cancel_futures=True)
-                raise
-        for chunk in locked:
-            chunk.result()
+            self.finish(locker if locks else None)
+
+    def begin(self, source: WeightSource, ranges: Ranges | None, progress: Callable[[int], None]) -> None:
+        """Start to pack every unit from the file, which is read ahead by one, in a thread. `progress` gets the bytes
+        done since last time, there."""
+
+        def pack(name: str, following: str | None) -> None:
+            expect_unit(source, self._units.get(following) if following else None)
+            pack_portion(source, self.held[name], self._blobs[name], ranges)
+            progress(self._units[name].packed_nbytes)
+
+        names = list(self._units)
+        self._packer = ThreadPoolExecutor(1, "pack")
+        self._packed = {name: self._packer.submit(pack, name, after) for name, after in zip_longest(names, names[1:])}
+
+    def finish(self, locker: ThreadPoolExecutor | None) -> None:
+        """Wait until all is packed, and raise what went wrong there. locker: a thread that page-locks each chunk when
+        it is full, all but the last, and may still be at it afterwards; see `lock`."""
+        full = 0
+        try:
+            for name, packed in self._packed.items():
+                if locker and full < len(self._ends) and self._starts[name] >= self._ends[full]:  # the chunk is full
+                    self._locking.append(locker.submit(self._lock_next))
+                    full += 1
+                packed.result()
+        finally:
+            self._stop_packing()
+
+    def _stop_packing(self) -> None:
+        """After the unit that is being packed."""
+        if self._packer is not None:
+            self._packer.shutdown(cancel_futures=True)
+            self._packer = None
 
     def check_orders(self, spec: ModelSpec) -> None:
         """Raise ValueError where parts of a unit lie in another order than the model has them."""
@@ -160,7 +185,10 @@ class HostWeights:
                 raise ValueError(f"the weights of {name} were packed in another order than the plan's; pack them again")
 
     def lock(self) -> None:
-        """Page-lock what is left of the arena until that is refused: whatever else must be page-locked comes before."""
+        """Page-lock what is left of the arena until that is refused: whatever else must be page-locked comes before.
+        Not beside a locker that is still at it."""
+        for chunk in self._locking:
+            chunk.result()
         while self._lock_next():
             pass
 
@@ -178,7 +206,8 @@ class HostWeights:
         return True
 
     def close(self) -> None:
-        """Unlock the memory; the arena must not be in use."""
+        """Unlock the memory, and leave what is not packed yet; the arena must not be in use."""
+        self._stop_packing()
         while self._locked:
             self._device.page_unlock(self._locked.pop())
         self.pageable = self.nbytes
@@ -188,7 +217,7 @@ class LentWeights:
     """Another's HostWeights, for as long as that lives: what one engine of several on one model holds."""
 
     def __init__(self, lender: HostWeights) -> None:
-        self.nbytes, self.pageable, self.blob = lender.nbytes, lender.pageable, lender.blob
+        self.nbytes, self.pageable, self.blob, self.held = lender.nbytes, lender.pageable, lender.blob, lender.held
         self.page_locked, self.is_locked, self.largest = lender.page_locked, lender.is_locked, lender.largest
 
     def lock(self) -> None:
@@ -205,13 +234,20 @@ def expect_unit(source: WeightSource, unit: Unit | None) -> None:
 
 
 def pack_unit(source: WeightSource, unit: Unit, blob: torch.Tensor, ranges: Ranges | None = None) -> None:
-    """Fill a unit's blob (uint8, host) from the model file; with `ranges` only that part of each tensor."""
+    """Fill a whole unit's blob (uint8, host) from the model file; with `ranges` only that part of each tensor."""
+    pack_portion(source, whole_unit(unit), blob, ranges)
+
+
+def pack_portion(source: WeightSource, portion: Portion, blob: torch.Tensor, ranges: Ranges | None = None) -> None:
+    """The same of some parts of a unit, or all of it."""
+    unit, first = portion.unit, portion.first
     whole = {t.name: t for t in source.spec.unit(unit.name).tensors}
     for at, tensor in unit.offsets().values():
         out = blob[at : at + tensor.packed_nbytes]
         own = None if ranges is None else ranges[unit.name][tensor.name]
         if tensor.parts:
-            _pack_stack(source, tensor, unit.order or range(tensor.parts), (whole[tensor.name].cols, own), out)
+            order = (unit.order or range(whole[tensor.name].parts))[first : first + tensor.parts]
+            _pack_stack(source, tensor, order, (whole[tensor.name].cols, own), out)
             continue
         raw = source.tensor_bytes(tensor.name)
         if own is not None and len(tensor.shape) == 1:
@@ -239,16 +275,24 @@ def _pack_stack(
     wanted: tuple[int, tuple[int, int, int, int] | None],
     out: torch.Tensor,
 ) -> None:
-    """One part after the other, in that order: of some models a whole stack is gigabytes, and its parts lie all over
-    the files.
+    """The parts in that order, at once what lies together in the file: of some models a whole stack is gigabytes, and
+    its parts lie all over the files.
 
     wanted: how many columns each part has in the file, and what of it is wanted; None: all of it.
     """
-    part, (cols, own) = replace(tensor, shape=(tensor.rows // tensor.parts, tensor.cols), parts=0), wanted
-    for place, number in enumerate(order):
-        raw = source.part_bytes(tensor.name, number)
+    rows, (cols, own) = tensor.rows // tensor.parts, wanted
+    joins = own is None and rows % ROW_BLOCK == 0  # no record has rows of two parts
+    place, size = 0, packed_nbytes(tensor.qtype, rows, tensor.cols)
+    while place < len(order):
+        end = place + 1
+        while joins and end < len(order) and order[end] == order[end - 1] + 1:
+            end += 1
+        raw = source.run_bytes(tensor.name, order[place], order[end - 1] + 1)
+        count = len(raw) // rows if joins else 1
         raw = raw if own is None else _cut_rows(raw, tensor.qtype, cols, own)
-        _pack_matrix(raw, part, out[place * part.packed_nbytes : (place + 1) * part.packed_nbytes])
+        some = replace(tensor, shape=(count * rows, tensor.cols), parts=0)
+        _pack_matrix(raw, some, out[place * size : (place + count) * size])
+        place += count
     source.forget_tensor(tensor.name)
 
 

@@ -325,8 +325,7 @@ def copy_in(means: Means, tier: TierInForce, step: CopyIn, after: tuple[Any, ...
     copies = tier.copies.get(step)
     if copies is None:
         unit, slot = means.spec.unit(step.unit), tier.carved.slots[step.slot]
-        pieces = divide_unit(unit, step.share).brought.pieces
-        copies = tier.copies[step] = means.transfers.cut(slot, step.unit, pieces)
+        copies = tier.copies[step] = means.transfers.cut_portion(slot, divide_unit(unit, step.share).brought)
     tier.arrived[step.slot] = means.transfers.bring_weights(step.unit, copies, after)
 
 

@@ -120,6 +120,10 @@ class ToyFile:
         stack = next(t for unit in self.spec.units for t in unit.tensors if t.name == name)
         return self.values[name].reshape(stack.parts, -1)[part].view(np.uint8)
 
+    def run_bytes(self, name: str, first: int, end: int) -> np.ndarray:
+        stack = next(t for unit in self.spec.units for t in unit.tensors if t.name == name)
+        return self.values[name].reshape(stack.parts, -1)[first:end].reshape(-1, stack.cols).view(np.uint8)
+
     def expect_tensor(self, name: str) -> None:
         pass
 

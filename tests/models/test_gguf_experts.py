@@ -37,6 +37,9 @@ def compare_bytes(model: ModelFile, path: Path) -> None:
             for part in range(tensor.parts):
                 rows = tensor.rows // tensor.parts
                 np.testing.assert_array_equal(model.part_bytes(tensor.name, part), raw[part * rows : (part + 1) * rows])
+                run = model.run_bytes(tensor.name, part, tensor.parts)
+                np.testing.assert_array_equal(run, raw[part * rows :])
+                assert np.shares_memory(run, raw)
 
 
 @pytest.mark.parametrize("arch", ROUTED)

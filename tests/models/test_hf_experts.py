@@ -37,6 +37,9 @@ def test_experts_of_both_formats_meet_in_one_spec(tmp_path: Path, arch: str, sha
                 one = folder.part_bytes(tensor.name, part)
                 np.testing.assert_array_equal(one, file.part_bytes(tensor.name, part))
                 assert one.base is not None  # mapped, not copied
+                np.testing.assert_array_equal(
+                    folder.run_bytes(tensor.name, part, tensor.parts), one
+                )  # all over the files
             folder.forget_tensor(tensor.name)
         assert len(fingerprint_model(folder)) == 64
 

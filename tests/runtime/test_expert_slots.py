@@ -26,6 +26,7 @@ from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices import device
 from pshard.runtime.devices.device import open_device
 from pshard.runtime.engine import Engine
+from pshard.runtime.sampling import Sampling
 from pshard.units.moe.followed import follow_plan, keep_slots
 
 IN_PLACE, KEPT = ("streamed", None), ("streamed", None, 0, 2)
@@ -164,10 +165,10 @@ def _check_bytes(engine: Engine) -> None:
     (pool,) = executor.slots._pools
     for row, expert in np.argwhere(pool.follower.slot_of >= 0).tolist():
         unit, slot = pool._units[row], int(pool.follower.slot_of[row, expert])
-        blob = executor.weights.blob(unit.name)
-        for matrix, (at, tensor) in zip(pool._view(slot), unit.offsets().values()):
+        held, blob = executor.weights.held[unit.name], executor.weights.blob(unit.name)
+        for matrix, (at, tensor) in zip(pool._view(slot), held.unit.offsets().values()):
             part = tensor.packed_nbytes // tensor.parts
-            assert torch.equal(matrix.data, blob[at + expert * part :][:part])
+            assert torch.equal(matrix.data, blob[at + (expert - held.first) * part :][:part])
 
 
 @pytest.mark.parametrize("policy", ["lru", "frequency"])
@@ -218,6 +219,27 @@ def test_with_slots_that_are_kept_earlier_text_moves_no_bit() -> None:
             found.append(torch.cat([engine.forward([token], all_logits=True) for token in text]))
             assert engine.expert_hits.admitted == 0 < engine.expert_hits.hits
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("way", [IN_PLACE, KEPT, SHARED, PINNED], ids=str)
+def test_with_slots_that_are_kept_greedy_text_is_the_same_after_any_requests(way: tuple) -> None:
+    """Though the cache would have other experts then: who computes each one stays the same."""
+    file, found = skew_routers(ExpertsFile(), 1.0), []
+    variant, prompt, greedy = make_cached(file, way, (cache_of(file, 5),)), draw_text(18), Sampling(temperature=0.0)
+    for kept in (True, False):
+        for earlier in ((), (9, 3), (3, 16, 1)):
+            with open_cached(file, keep_slots(variant) if kept else variant, "fast") as engine:
+                for seed, size in enumerate(earlier):
+                    list(engine.generate(draw_text(size, seed=seed + 7), 12, greedy, text=False))
+                    engine.reset()
+                tokens = list(engine.generate(prompt, 15, greedy, text=False))
+                engine.reset()
+                rows = [engine.forward(prompt), *(engine.forward([token]) for token in tokens)]
+                found.append((tokens, torch.stack(rows)))
+                assert (engine.expert_hits.admitted == 0) == kept and engine.expert_hits.hits > 0
+    assert all(tokens == found[0][0] and torch.equal(rows, found[0][1]) for tokens, rows in found[:3])
+    if way == SHARED:  # without it the cache decides
+        assert not all(torch.equal(rows, found[3][1]) for _, rows in found[3:])
 
 
 @pytest.mark.parametrize("kernels", ["plain", "fast"])

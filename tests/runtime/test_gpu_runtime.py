@@ -21,6 +21,7 @@ from pshard.runtime.memory.staging import StagingRing
 from pshard.runtime.memory.weights import HostWeights
 from pshard.runtime.walks import walk as micro_batch
 from pshard.units.attention import ATTENTION
+from pshard.units.divide_unit import whole_unit
 from pshard.units.ffn import FFN
 
 pytestmark = pytest.mark.gpu
@@ -296,7 +297,7 @@ def test_weights_that_are_page_locked_in_chunks_arrive(tmp_path: Path, monkeypat
     path = write_gguf(tmp_path / "m.gguf", "qwen3", qtype="Q4_0", n_layers=4, d_model=1024, d_ffn=4096)
     with open_model(path) as model:
         device = open_device("cuda")
-        host = HostWeights(model.spec.units, device)
+        host = HostWeights(map(whole_unit, model.spec.units), device)
         host.load(model, None, lambda _: None)
         assert host.page_locked
         for unit in model.spec.units:

@@ -18,6 +18,7 @@ from pshard.runtime.memory import host_memory, weights
 from pshard.runtime.memory.host_memory import map_memory
 from pshard.runtime.memory.weights import HostWeights, pack_unit
 from pshard.units.attention import ATTENTION
+from pshard.units.divide_unit import whole_unit
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 SMAPS = Path("/proc/self/smaps")
@@ -64,7 +65,7 @@ def test_a_loaded_model_file_is_given_back_and_can_be_read_again(tmp_path: Path)
         before = {name: model.tensor_bytes(name).copy() for name in names}
         address = model.tensor_bytes(names[0]).ctypes.data
         assert smaps_kib(address, "Rss") << 10 > model.spec.packed_nbytes / 2
-        HostWeights(model.spec.units, open_device("cpu")).load(model, None, lambda _: None)
+        HostWeights(map(whole_unit, model.spec.units), open_device("cpu")).load(model, None, lambda _: None)
         assert smaps_kib(address, "Rss") << 10 < model.spec.packed_nbytes / 10
         assert all((model.tensor_bytes(name) == before[name]).all() for name in names)
 
@@ -100,7 +101,7 @@ def test_weights_are_page_locked_in_chunks_of_whole_units_up_to_the_ceiling(
     monkeypatch.setattr(weights, "LOCK_CHUNK", MIB)
     with open_model(path) as model:
         device = CeilingDevice(ceiling_mib * MIB)
-        host = HostWeights(model.spec.units, device)
+        host = HostWeights(map(whole_unit, model.spec.units), device)
         host.load(model, None, lambda _: None)
         assert sum(device.locked.values()) == host.nbytes - host.pageable
         assert host.page_locked == (ceiling_mib == 1000) and (host.pageable == host.nbytes) == (ceiling_mib == 0)
@@ -124,7 +125,7 @@ def test_chunks_are_page_locked_while_the_next_are_packed(tmp_path: Path, monkey
     monkeypatch.setattr(weights, "LOCK_CHUNK", MIB)
     with open_model(write_gguf(tmp_path / "m.gguf", n_layers=4, vocab=4096)) as model:
         device, names = CeilingDevice(1000 * MIB), [unit.name for unit in model.spec.units]
-        host, expected, done = HostWeights(model.spec.units, device), list[str](), list[int]()
+        host, expected, done = HostWeights(map(whole_unit, model.spec.units), device), list[str](), list[int]()
         monkeypatch.setattr(model, "expect_tensor", expected.append)
 
         def note(nbytes: int) -> None:
@@ -141,7 +142,7 @@ def test_chunks_are_page_locked_while_the_next_are_packed(tmp_path: Path, monkey
         host.lock()
         assert host.page_locked and sum(device.locked.values()) == host.nbytes
         host.close()
-        failing = HostWeights(model.spec.units, device)
+        failing = HostWeights(map(whole_unit, model.spec.units), device)
         monkeypatch.setattr(model, "forget_tensor", lambda name: 1 / (name != f"{names[-1]}.weight"))
         with pytest.raises(ZeroDivisionError):
             failing.pack(model, None, lambda _: None, locks=True)

@@ -16,6 +16,7 @@ from pshard.runtime.build_engine import build_engine
 from pshard.runtime.devices.device import open_device
 from pshard.runtime.memory.weights import HostWeights
 from pshard.units.attention import ATTENTION
+from pshard.units.divide_unit import whole_unit
 
 
 def test_engines_on_lent_weights_compute_what_one_with_its_own_computes(tmp_path: Path) -> None:
@@ -23,7 +24,7 @@ def test_engines_on_lent_weights_compute_what_one_with_its_own_computes(tmp_path
     file, ids = open_model(path), list(range(40))
     with open_engine(path) as engine:
         expected = engine.forward(ids, all_logits=True)
-    weights = HostWeights(file.spec.units, open_device("cpu"))
+    weights = HostWeights(map(whole_unit, file.spec.units), open_device("cpu"))
     weights.load(file, None, lambda _: None)
     streamed = {u.name: ("streamed", "vram" if u.kind is ATTENTION else None) for u in file.spec.units}
     streamed["embedding"] = ("cpu", None)
@@ -37,7 +38,7 @@ def test_engines_on_lent_weights_compute_what_one_with_its_own_computes(tmp_path
 
 def test_weights_that_were_packed_in_another_order_of_experts_are_not_taken(tmp_path: Path) -> None:
     file = open_model(write_gguf(tmp_path / "m.gguf", "qwen3moe", n_layers=1))
-    weights = HostWeights(file.spec.units, open_device("cpu"))
+    weights = HostWeights(map(whole_unit, file.spec.units), open_device("cpu"))
     popularity = measure_popularity(replace(make_record(50, 1, experts=8), layers=(0,)))
     variant = replace(make_variant(file.spec, pinned_everywhere(file.spec), 128, 1), popularity=popularity)
     with pytest.raises(ValueError, match="in another order"):
