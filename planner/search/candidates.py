@@ -1,6 +1,5 @@
 """Complete plans of one rank, and the best of them: the integer program's, improved, and the published strategies'."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -21,6 +20,7 @@ from pshard.planner.search.exchange import exchange_memory
 from pshard.planner.search.other_tiers import EVALUATIONS, place_others
 from pshard.planner.search.program_starts import Start, StartFinder
 from pshard.planner.search.residency_order import Residency, arrange_residency
+from pshard.planner.solver.cpu_clock import cpu_seconds
 from pshard.units.divide_unit import arena_portion
 
 IMPROVED = 3  # starts that are worth improving
@@ -89,7 +89,7 @@ def _solve_and_improve(
     """At most `programs` solutions of the program, improved."""
     candidates: list[Candidate] = []
     entered = [(c, bound) for c, bound in zip(costs, bounds) if not c.load.rare]
-    finder = StartFinder(room, classes, tuple(c for c, _ in entered), time.monotonic() + time_limit)
+    finder = StartFinder(room, classes, tuple(c for c, _ in entered), cpu_seconds() + time_limit)
     improved = [_improve(room, classes, entered, start) for start in finder.find(IMPROVED)[:IMPROVED]]
     improved = [_exchange(room, classes, entered, start) for start in improved]
     for start in sorted(improved, key=lambda s: s.weighted):
