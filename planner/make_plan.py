@@ -19,6 +19,7 @@ from pshard.planner.price.profile_tables import Tables
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.unit_classes import UnitClass
 from pshard.planner.published.per_tier import place_per_tier
+from pshard.planner.published.rivals import fastest_rival
 from pshard.planner.published.strategies import EXPERT_LRU, PER_TIER, check_strategy, list_strategies
 from pshard.planner.rank_task import RankTask
 from pshard.planner.routing.slot_promises import fill_pools, list_pools
@@ -30,6 +31,7 @@ from pshard.planner.search.candidates import (
     rank_candidates,
     reads_unlocked,
     restage_candidate,
+    steps_seconds,
     whole_tier,
 )
 from pshard.planner.search.divide_ffns import divide_candidate
@@ -263,13 +265,38 @@ def refine_ranks(tasks: Sequence[RankTask], placed: Sequence[Candidate]) -> tupl
     refined: list[Candidate] = []
     for task, candidate in zip(tasks, placed):
         alike = next((c for other, c in zip(tasks, refined) if other.is_like(task)), None)
-        whole = alike or _improve(task, refine_candidate, candidate)
-        refined.append(alike or _improve(task, _polish(task), _improve(task, divide_candidate, whole)))
+        refined.append(alike or _keep_steps(task, _refine_rank, candidate)[1])
     return tuple(refined)
 
 
 def _refine_alone(task: RankTask, candidate: Candidate) -> tuple[Candidate, Candidate]:
     """The plan of one device refined: of whole units, and with divided FFNs, which is never slower."""
+    return _keep_steps(task, _refine_device, candidate)
+
+
+_Refine = Callable[[RankTask, Candidate], tuple[Candidate, Candidate]]
+
+
+def _keep_steps(task: RankTask, refine: _Refine, candidate: Candidate) -> tuple[Candidate, Candidate]:
+    """What `refine` makes of the candidate, or, where a published plan's micro-batches take less time, of that one:
+    with no slower ones."""
+    whole, divided = refine(task, candidate)
+    if not task.plan_needed:
+        return whole, divided
+    rival = fastest_rival(task, divided)
+    if rival is None:
+        return whole, divided
+    return refine(task, replace(rival, most=steps_seconds(rival.seconds, task.costs)))
+
+
+def _refine_rank(task: RankTask, candidate: Candidate) -> tuple[Candidate, Candidate]:
+    """The plan of one of several devices refined: of whole units, and with divided FFNs."""
+    whole = _improve(task, refine_candidate, candidate)
+    return whole, _improve(task, _polish(task), _improve(task, divide_candidate, whole))
+
+
+def _refine_device(task: RankTask, candidate: Candidate) -> tuple[Candidate, Candidate]:
+    """The plan of the only device refined, likewise."""
     refined = _improve(task, refine_candidate, candidate)
     polished = _improve(task, _polish(task), refined)
     whole = _perfect(task, polished, divides=False)
@@ -284,7 +311,9 @@ def _place(task: RankTask, time_limit: float, programs: int) -> tuple[Candidate,
     if not task.plan_needed or not task.room.spec.packed_nbytes:
         return (keep_everything(task.room, task.costs),)
     ranked = rank_candidates(task.room, task.classes, task.costs, task.bounds, time_limit, programs)
-    mix = place_per_tier(task.room, task.classes, locked(task.costs), task.bounds, ranked[0].total)
+    listed = task.choices if task.costs[0].tables.profile.lockable_bytes is None else None
+    whole, most = locked(task.costs), ranked[0].total
+    mix = place_per_tier(task.room, task.classes, whole, task.bounds, most, listed=listed)
     if mix is None:
         return ranked
     return tuple(sorted((restage_candidate(task.room, task.costs, mix), *ranked), key=lambda c: c.total))
@@ -295,14 +324,15 @@ _Improve = Callable[[Room, tuple[UnitClass, ...], tuple[TierCosts, ...], Candida
 
 def _improve(task: RankTask, improve: _Improve, candidate: Candidate) -> Candidate:
     """The candidate improved. Improvements guess which copies are staged, where some are: what is slower when priced
-    with those that are is not taken."""
+    with those that are is not taken, nor is what takes longer in its micro-batches than it may."""
     if not task.plan_needed:
         return candidate
     improved = improve(task.room, task.classes, task.costs, candidate)
-    if task.costs[0].tables.profile.lockable_bytes is None:
-        return improved
-    priced = restage_candidate(task.room, task.costs, improved)
-    return priced if priced.total < candidate.total else candidate
+    if task.costs[0].tables.profile.lockable_bytes is not None:
+        improved = restage_candidate(task.room, task.costs, improved)
+        if improved.total >= candidate.total:
+            return candidate
+    return improved if improved.keeps(task.costs) else candidate
 
 
 def _perfect(task: RankTask, candidate: Candidate, divides: bool) -> Candidate:

@@ -8,6 +8,7 @@ from pshard.planner.price.page_locks import locked
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.bounds import bound_seconds, rough_bound
 from pshard.planner.program.unit_classes import UnitClass
+from pshard.planner.published.per_tier import Choice
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,11 @@ class RankTask:
     @property
     def budget_mib(self) -> int:
         return self.room.workload.vram_mib[self.rank]
+
+    @cached_property
+    def choices(self) -> dict[int, list[Choice]]:
+        """By tier, what the published search listed of it as yet, where no copy is staged."""
+        return {}
 
     @cached_property
     def divided_bounds(self) -> tuple[float, ...]:

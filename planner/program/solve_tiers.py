@@ -9,6 +9,7 @@ from pshard.planner.program.counts import CountColumns, Counts
 from pshard.planner.program.joint_program import JointProgram, Question, has_many, write_program
 from pshard.planner.program.tier_problems import TierProblem
 from pshard.planner.program.tier_rows import MS
+from pshard.planner.solver.cpu_clock import cpu_seconds
 from pshard.planner.solver.linear import Program
 from pshard.planner.solver.solvers import Outcome, relax, solve, solver_name
 
@@ -34,13 +35,15 @@ class Solution:
 
 
 def solve_tiers(asked: Question, time_limit: float = 10.0, gap: float = NEARLY_OPTIMAL) -> Solution:
-    """Solve all tiers at once. `gap`: relative distance to the bound at which the solver may stop."""
+    """Solve all tiers at once. `gap`: relative distance to the bound at which the solver may stop. `time_limit`: in
+    seconds of processor time."""
+    used = cpu_seconds()
     run = _Run(write_program(asked), time.perf_counter())
     if not asked.relaxed and has_many(asked.tiers):
         near = run.solve_near_parts(time_limit, gap)
         if near.counts and near.gap <= gap:
             return near
-    left = max(time_limit - (time.perf_counter() - run.started), time_limit / 3)
+    left = max(time_limit - (cpu_seconds() - used), time_limit / 3)
     return run.solve(left, gap)[0]
 
 
@@ -92,7 +95,8 @@ class _Run:
                 raise RuntimeError(f"{name} gave up after {seconds:.3f} of {time_limit:.1f} s without saying why")
             return Solution(found.status, 0.0, 0.0, 0.0, seconds, name, ()), []
         objective = program.goal.value(found.values)
-        proven = found.status == "optimal" and seconds < time_limit
+        told = found.bound is not None  # CBC may call optimal what it had when its time was up
+        proven = found.status == "optimal" and (told or seconds < time_limit)
         bound = _bound(program, found, objective, allowed if proven else None)
         gap = max(0.0, (objective - bound) / objective) if objective else 0.0
         status = "optimal" if proven else "feasible"

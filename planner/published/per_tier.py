@@ -75,22 +75,34 @@ def place_per_tier(
     costs: tuple[TierCosts, ...],
     bounds: Sequence[float],
     most: float = inf,
+    steps: float = inf,
+    listed: dict[int, list[Choice]] | None = None,
 ) -> Candidate | None:
-    """The round's fastest mix of schemes; None when none takes less than `most` seconds or fits, and for one of several
-    ranks, which the published planner does not know.
+    """The round's fastest mix of schemes; None when none takes less than `most` seconds or fits, when the micro-batches
+    of every mix surely take `steps` seconds or more, and for one of several ranks, which the published planner does not
+    know.
 
     A choice is simulated when a mix that has it looks best by what counts take at least. Tiers that the round hardly
-    enters choose once the others can be fast enough. bounds: by tier, seconds that nothing beats.
+    enters choose once the others can be fast enough. bounds: by tier, seconds that nothing beats. listed: choices by
+    tier of earlier calls with the same costs; these are added.
     """
     if room.ranks > 1 or room.spec.neighbours:
         return None
     entered = [cost for cost in costs if not cost.load.rare]
     others = sum(cost.load.weight * bound for cost, bound in zip(costs, bounds) if cost.load.rare)
-    few = {cost.load.tokens: list_choices(room, classes, cost) for cost in entered}
-    if not _settle(room, entered, list(few.values()), most - others):
+    found = {} if listed is None else listed
+
+    def choices_of(cost: TierCosts) -> list[Choice]:
+        if cost.load.tokens not in found:
+            found[cost.load.tokens] = list_choices(room, classes, cost)
+        return found[cost.load.tokens]
+
+    few = [choices_of(cost) for cost in entered]
+    if sum(c.load.weight * min((o.seconds for o in of), default=inf) for c, of in zip(entered, few)) >= steps:
         return None
-    every = [few.get(cost.load.tokens) or list_choices(room, classes, cost) for cost in costs]
-    mix = _settle(room, costs, every, most)
+    if not _settle(room, entered, few, most - others):
+        return None
+    mix = _settle(room, costs, [choices_of(cost) for cost in costs], most)
     if mix is None:
         return None
     tiers, seconds = tuple(choice.tier for choice in mix), tuple(choice.seconds for choice in mix)

@@ -1,6 +1,6 @@
 """Complete plans of one rank, and the best of them: the integer program's, improved, and the published strategies'."""
 
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -20,6 +20,7 @@ from pshard.planner.search.exchange import exchange_memory
 from pshard.planner.search.other_tiers import EVALUATIONS, place_others
 from pshard.planner.search.program_starts import Start, StartFinder
 from pshard.planner.search.residency_order import Residency, arrange_residency
+from pshard.planner.solver.cpu_clock import cpu_seconds
 from pshard.units.divide_unit import arena_portion
 
 IMPROVED = 3  # starts that are worth improving
@@ -28,7 +29,10 @@ EXCHANGES = 60  # simulations of exchanges of what is in VRAM
 
 @dataclass(frozen=True)
 class Candidate:
-    """A complete plan of one rank before it is written down. `total`: seconds of one round of the workload."""
+    """A complete plan of one rank before it is written down. `total`: seconds of one round of the workload.
+
+    most: seconds that micro-batches of the round may take at most, whatever a switch between them would save.
+    """
 
     strategy: str
     residency: Residency
@@ -36,6 +40,11 @@ class Candidate:
     seconds: tuple[float, ...]
     total: float
     solution: Solution | None = None
+    most: float = inf
+
+    def keeps(self, costs: tuple[TierCosts, ...]) -> bool:
+        """Whether the micro-batches take no more than they may."""
+        return steps_seconds(self.seconds, costs) <= self.most
 
 
 def rank_candidates(
@@ -80,7 +89,7 @@ def _solve_and_improve(
     """At most `programs` solutions of the program, improved."""
     candidates: list[Candidate] = []
     entered = [(c, bound) for c, bound in zip(costs, bounds) if not c.load.rare]
-    finder = StartFinder(room, classes, tuple(c for c, _ in entered), time.monotonic() + time_limit)
+    finder = StartFinder(room, classes, tuple(c for c, _ in entered), cpu_seconds() + time_limit)
     improved = [_improve(room, classes, entered, start) for start in finder.find(IMPROVED)[:IMPROVED]]
     improved = [_exchange(room, classes, entered, start) for start in improved]
     for start in sorted(improved, key=lambda s: s.weighted):
@@ -178,18 +187,23 @@ def place_best_baselines(room: Room, classes: tuple[UnitClass, ...], costs: tupl
     for name in list_strategies(room.spec):
         baseline = place_strategy(name, room, tuple(c.load.tokens for c in costs))
         if baseline and holds(room, baseline.tiers):
-            least = 0.0
-            for cost, tier in zip(costs, baseline.tiers):
-                if not cost.load.rare and not baseline.shares:  # counts know only some ways to divide
-                    problem = tier_problem(room, classes, cost, max(tier.buffers.slots, 1))
-                    least += cost.load.weight * fluid_seconds(problem, count_tier(classes, tier), relaxed=True)
-            placed.append((least, name, baseline))
+            placed.append((least_steps(room, classes, costs, baseline), name, baseline))
     found: list[Candidate] = []
     for least, name, baseline in sorted(placed, key=lambda p: p[:2]):
         best = min((c.total for c in found), default=inf)
-        if least < best and (candidate := _price_baseline(name, room, costs, baseline, best)):
+        if least < best and (candidate := price_baseline(name, room, costs, baseline, best)):
             found.append(candidate)
     return found
+
+
+def least_steps(room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...], placed: Baseline) -> float:
+    """Seconds that the micro-batches of a round take at least under a published strategy, by its counts."""
+    least = 0.0
+    for cost, tier in zip(costs, placed.tiers):
+        if not cost.load.rare and not placed.shares:  # counts know only some ways to divide
+            problem = tier_problem(room, classes, cost, max(tier.buffers.slots, 1))
+            least += cost.load.weight * fluid_seconds(problem, count_tier(classes, tier), relaxed=True)
+    return least
 
 
 def place_baseline(name: str, room: Room, costs: tuple[TierCosts, ...]) -> Candidate | None:
@@ -204,11 +218,11 @@ def _residency_of(placed: Baseline) -> Residency:
     return Residency(placed.pin_order, placed.kv_order, placed.shares)
 
 
-def _price_baseline(
+def price_baseline(
     name: str, room: Room, costs: tuple[TierCosts, ...], placed: Baseline, most: float = inf
 ) -> Candidate | None:
-    """None when its round takes `most` seconds or more before its last tier is simulated: those that the round enters
-    come first."""
+    """A placed strategy as a candidate; None when its round takes `most` seconds or more before its last tier is
+    simulated: those that the round enters come first."""
     seconds, spent = dict[int, float](), 0.0
     for i in sorted(range(len(costs)), key=lambda i: costs[i].load.rare):
         if spent >= most:
@@ -240,6 +254,12 @@ def plan_seconds(
 ) -> float:
     """Seconds of one round of the workload: every tier as often as it runs, and the switches between them."""
     return sum(c.load.weight * s for c, s in zip(costs, seconds)) + switch_seconds(room, tiers, costs)
+
+
+def steps_seconds(seconds: Sequence[float], costs: tuple[TierCosts, ...]) -> float:
+    """Seconds of the micro-batches of one round alone, as its prediction tells them: no switch, no tiers that are not
+    entered."""
+    return sum(c.load.weight * s for c, s in zip(costs, seconds) if not c.load.rare)
 
 
 def switch_seconds(room: Room, tiers: tuple[TierPlan, ...], costs: tuple[TierCosts, ...]) -> float:

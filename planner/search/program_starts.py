@@ -1,6 +1,5 @@
 """Starts of the search: solutions of the program, placed in two orders and simulated, before anything is improved."""
 
-import time
 from dataclasses import dataclass
 from math import inf
 
@@ -13,6 +12,7 @@ from pshard.planner.program.solve_tiers import Solution, relaxation_bound, solve
 from pshard.planner.program.unit_classes import UnitClass
 from pshard.planner.search.climb import Scored, TierSearch
 from pshard.planner.search.residency_order import arrange_residency
+from pshard.planner.solver.cpu_clock import cpu_seconds
 from pshard.planner.solver.lp_text import lp_text
 
 SLOTS = (2, 3)  # the program is solved for each; the best of them also with other assumptions about KV
@@ -38,7 +38,7 @@ class Start:
 
 @dataclass(frozen=True)
 class StartFinder:
-    """Finds starts for the tiers that the round enters (`costs`) until `deadline` (time.monotonic seconds)."""
+    """Finds starts for the tiers that the round enters (`costs`) until `deadline` (`cpu_seconds`)."""
 
     room: Room
     classes: tuple[UnitClass, ...]
@@ -59,7 +59,7 @@ class StartFinder:
 
     def _add(self, starts: list[Start], slots: int, host_kv: str, wanted: int) -> list[Start]:
         slowest = starts[wanted - 1].weighted if len(starts) >= wanted else inf
-        left = self.deadline - time.monotonic()
+        left = self.deadline - cpu_seconds()
         asked = _ask(self.room, self.classes, self.costs, slots, host_kv)
         late = bool(starts) and left <= 0
         if late or (slowest < inf and relaxation_bound(asked.tiers, host_kv) >= slowest):

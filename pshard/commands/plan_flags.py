@@ -85,7 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="run the best few plans and keep the fastest (default: where that takes a moment on this machine)",
     )  # fmt: skip
     p.add_argument("--validate-seconds", type=_seconds, default=60.0, metavar="S", help="time for it (default: 60 s)")
-    p.add_argument("--time-limit", type=_seconds, default=10.0, metavar="S", help="solver's limit (default: 10 s)")
+    p.add_argument("--time-limit", type=_seconds, default=10.0, metavar="S", help="solver's CPU time (default: 10 s)")
     return p
 
 

@@ -206,6 +206,21 @@ def test_options_of_highs_are_ones_that_it_knows():
         assert highspy.Highs().setOptionValue(name, value) == highspy.HighsStatus.kOk, name
 
 
+def test_what_else_a_machine_does_changes_no_solution(monkeypatch):
+    """The wall's clock runs, and the solver hardly gets the processor: it gets more time, and what it says counts."""
+    pytest.importorskip("highspy")
+    tiers, _ = problems(29)
+    program = write_program(Question(tiers)).program
+    assert solvers.solve(program, 1e-6, 1e-9).status != "optimal"
+    quiet = solve_tiers(Question(tiers))
+    monkeypatch.setattr(solvers, "cpu_seconds", lambda: 0.0)
+    assert solvers.solve(program, 1e-6, 1e-9).status == "optimal"
+    ticks = itertools.count(0, 100)
+    monkeypatch.setattr(solving.time, "perf_counter", lambda: float(next(ticks)))
+    busy = solve_tiers(Question(tiers))
+    assert (busy.status, busy.counts) == (quiet.status, quiet.counts) == ("optimal", quiet.counts)
+
+
 def test_cbc_finds_what_highs_finds(monkeypatch):
     pytest.importorskip("highspy")
     tiers, _ = problems(29)

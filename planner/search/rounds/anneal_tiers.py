@@ -15,7 +15,7 @@ from pshard.planner.price.host_limits import holds
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.unit_classes import UnitClass
 from pshard.planner.search.anneal import MOST_EVICTED, MOST_UNITS
-from pshard.planner.search.candidates import Candidate, plan_seconds
+from pshard.planner.search.candidates import Candidate, plan_seconds, steps_seconds
 from pshard.planner.search.climb import SEARCH_ROUNDS, SLOT_CHOICES
 from pshard.planner.search.residency_order import order_nested
 from pshard.planner.search.rounds.ways import (
@@ -41,6 +41,7 @@ def anneal_tiers(
         return found
     search = JointSearch(room, classes, costs, divides)
     start = search.state_of(found.tiers)
+    search.limit_steps(start, found.most)
     for seed, heat in enumerate(HEATS):
         start = search.run(start, heat, Random(seed))
     tiers = search.draft(start)
@@ -66,6 +67,7 @@ class JointSearch:
 
     def __init__(self, room: Room, classes: tuple[UnitClass, ...], costs: tuple[TierCosts, ...], divides: bool) -> None:
         self.room, self.costs, self.units = room, costs, room.spec.units
+        self.most = inf  # seconds of the round's micro-batches
         self.tiers = [TierWays(room, cost, list_ways(room, classes, cost, divides)) for cost in costs]
         self._known: dict[tuple, tuple[TierPlan, float] | None] = {}
 
@@ -76,6 +78,12 @@ class JointSearch:
             for of, tier in zip(self.tiers, tiers)
         )
         return State(ways, tuple(max(1, tier.buffers.slots) for tier in tiers))
+
+    def limit_steps(self, start: State, most: float) -> None:
+        """From now on micro-batches of a round may take `most` seconds, or as long as those of a state that fits, which
+        few rounds of its simulation may find slower than many."""
+        made = [self._tier(i, *of) for i, of in enumerate(zip(start.ways, start.slots))]
+        self.most = max(most, steps_seconds([m[1] for m in made if m], self.costs))
 
     def run(self, start: State, heat: float, rng: Random) -> State:
         """The best of many random steps from a state."""
@@ -94,13 +102,16 @@ class JointSearch:
         return best
 
     def score(self, state: State, most: float = inf) -> float:
-        """Seconds of a round; infinite where a tier does not fit, or where `most` seconds are surely reached."""
+        """Seconds of a round; infinite where a tier does not fit, micro-batches take more than they may, or `most`
+        seconds are surely reached."""
         if sum(cost.load.weight * least_seconds(ways) for cost, ways in zip(self.costs, state.ways)) >= most:
             return inf
         made = [self._tier(i, ways, slots) for i, (ways, slots) in enumerate(zip(state.ways, state.slots))]
         if any(m is None for m in made):
             return inf
         tiers, seconds = zip(*(m for m in made if m))
+        if steps_seconds(seconds, self.costs) > self.most:
+            return inf
         return plan_seconds(self.room, tiers, seconds, self.costs) if holds(self.room, tiers) else inf
 
     def draft(self, state: State) -> tuple[TierPlan, ...] | None:

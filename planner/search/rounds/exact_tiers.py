@@ -14,7 +14,7 @@ from pshard.planner.price.host_limits import holds
 from pshard.planner.price.tier_costs import TierCosts
 from pshard.planner.program.unit_classes import UnitClass
 from pshard.planner.search.anneal import Place
-from pshard.planner.search.candidates import Candidate, plan_seconds
+from pshard.planner.search.candidates import Candidate, plan_seconds, steps_seconds
 from pshard.planner.search.exact import ExactSearch, Residents
 from pshard.planner.search.residency_order import order_nested
 from pshard.planner.search.rounds.ways import hold, lies_in, list_ways
@@ -49,7 +49,7 @@ def perfect_round(
             return _follow_leader(room, classes, costs, found, ways, alone)
         listed = [(weight * seconds, tier, where) for where, (seconds, tier) in every.fastest.items()]
         lists.append(sorted(listed, key=lambda one: one[0]))
-    mix = _fastest_mix(room, costs, lists, floors, found.total)
+    mix = _fastest_mix(room, costs, lists, floors, found)
     if mix is None:
         return found
     each = tuple(weighted / cost.load.weight for (weighted, _, _), cost in zip(mix, costs))
@@ -106,7 +106,7 @@ def _follow_leader(
             in_order = tuple(tiers[i] for i in range(len(costs)))
             each = tuple(seconds[i] for i in range(len(costs)))
             tried = _replace_tiers(room, costs, found, in_order, each)
-            best = tried if tried.total < best.total and holds(room, in_order) else best
+            best = tried if tried.total < best.total and tried.keeps(costs) and holds(room, in_order) else best
     return best
 
 
@@ -129,12 +129,12 @@ def _beside(
 
 
 def _fastest_mix(
-    room: Room, costs: tuple[TierCosts, ...], lists: Sequence[list[Listed]], floors: Sequence[float], most: float
+    room: Room, costs: tuple[TierCosts, ...], lists: Sequence[list[Listed]], floors: Sequence[float], than: Candidate
 ) -> tuple[Listed, ...] | None:
-    """One of each list that go with each other; None where none makes a round shorter than `most` seconds."""
+    """One of each list that go with each other; None where none makes a round shorter `than` the candidate's."""
     order = sorted(range(len(lists)), key=lambda i: len(lists[i]))
     rest = [sum(floors[i] for i in order[at:]) for at in range(len(order) + 1)]
-    best, found = most, None
+    best, found = than.total, None
 
     def descend(taken: tuple[Listed, ...], seconds: float) -> None:
         nonlocal best, found
@@ -144,7 +144,7 @@ def _fastest_mix(
             tiers = tuple(tier for _, tier, _ in mix)
             each = tuple(weighted / cost.load.weight for (weighted, _, _), cost in zip(mix, costs))
             total = plan_seconds(room, tiers, each, costs)
-            if total < best and holds(room, tiers):
+            if total < best and steps_seconds(each, costs) <= than.most and holds(room, tiers):
                 best, found = total, mix
             return
         for one in lists[order[at]]:
